@@ -1,0 +1,88 @@
+# make demo     set up, build, run the example             make test      the quick tests
+# make lint     formats, types, layers                     make test-all  also slow tests, sanitizers and the wheel
+# make format   formats all sources                        make clean     remove what was built, keep .venv
+# make tsan     C++ tests under ThreadSanitizer            make asan      ... AddressSanitizer and UBSan
+# make bench    measure here                               make wheel     build and check dist/*.whl
+# make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
+#
+# Set-up is on its own: .venv with the pinned requirements, and a CMake build in build/dev that puts the extension into
+# nccl_ep/. To change an option afterwards: cmake build/dev -DNCCL_EP_CUDA=OFF
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+CMAKE_FLAGS ?=
+ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
+cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: demo build test test-all lint format tsan asan bench wheel gpu clean
+
+demo: build
+	python examples/ll_moe_layer.py
+
+test: build
+	$(ctest) build/dev
+	python -m pytest -m "not slow"
+
+test-all: export NCCL_EP_TEST_ALL := 1
+test-all: build tsan asan wheel
+	$(ctest) build/dev
+	python -m pytest
+
+lint: .venv/ready
+	clang-format --dry-run -Werror $(cxx_files)
+	python tools/check_layers.py
+	ruff check .
+	ruff format --check .
+	mypy
+
+format: .venv/ready
+	clang-format -i $(cxx_files)
+	ruff check --fix --exit-zero .
+	ruff format .
+
+bench: build
+	python -m nccl_ep.bench
+
+# --- Set-up and build ---------------------------------------------------------------------------------------------------
+
+.venv/ready: requirements/dev.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	echo '$(CURDIR)' > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nccl_ep_source.pth"
+	touch $@
+
+# CMake configures again by itself when its files change, ninja builds what changed.
+build/dev/build.ninja: .venv/ready
+	cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python $(CMAKE_FLAGS)
+
+build: build/dev/build.ninja
+	cmake --build build/dev --parallel $(JOBS)
+
+tsan: sanitizer := thread
+asan: sanitizer := address
+tsan asan: .venv/ready
+	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_SANITIZE=$(sanitizer) -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 \
+	    -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_PYTHON=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF
+	cmake --build build/$@ --parallel $(JOBS)
+	$(ctest) build/$@
+
+wheel: .venv/ready
+	rm -rf dist
+	python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	python tools/check_wheel.py dist/*.whl
+
+# No network and no .venv (one is used if it is there): the machine's python3 with torch, cmake, ninja and pytest.
+gpu: export PYTHONPATH := $(CURDIR)
+gpu:
+	cmake -S . -B build/gpu -G Ninja -DNCCL_EP_CUDA=ON -DPython_EXECUTABLE="$$(command -v python3)" $(CMAKE_FLAGS)
+	cmake --build build/gpu --parallel $(JOBS)
+	$(ctest) build/gpu
+	python3 -m pytest -m gpu || test $$? = 5  # 5: no such test
+	python3 -m nccl_ep.bench
+
+clean:
+	rm -rf build dist nccl_ep/*.so .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,59 @@
+# How every target of ours is compiled and linked.
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 11)
+  message(FATAL_ERROR "nccl_ep needs g++ 11 or newer; ${CMAKE_CXX_COMPILER} is ${CMAKE_CXX_COMPILER_VERSION}.")
+endif()
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_COMPILE_WARNING_AS_ERROR ${NCCL_EP_WERROR})
+find_package(Threads REQUIRED)
+
+if(NCCL_EP_SANITIZE STREQUAL "thread")
+  set(sanitize -fsanitize=thread)
+elseif(NCCL_EP_SANITIZE STREQUAL "address")
+  set(sanitize -fsanitize=address,undefined -fno-sanitize-recover=undefined)
+elseif(NCCL_EP_SANITIZE)
+  message(FATAL_ERROR "NCCL_EP_SANITIZE is '${NCCL_EP_SANITIZE}'; it can be thread, address or empty.")
+endif()
+if(NCCL_EP_SANITIZE)
+  add_compile_options(${sanitize} -g -fno-omit-frame-pointer)
+  add_link_options(${sanitize})
+endif()
+
+# Flags, include root and visibility. No contraction of a*b+c: results are the same bits on every backend.
+function(ep_configure target)
+  target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
+  target_compile_options(${target} PRIVATE
+    "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-ffp-contract=off>"
+    "$<$<COMPILE_LANGUAGE:CUDA>:--fmad=false;--expt-relaxed-constexpr;-Xcompiler=-Wall,-ffp-contract=off>")
+  if(NCCL_EP_TESTING)
+    target_compile_definitions(${target} PRIVATE EP_TESTING=1)
+  endif()
+  set_target_properties(${target} PROPERTIES
+    CXX_VISIBILITY_PRESET hidden CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+endfunction()
+
+# Libraries are built when a product needs them. One without a source file yet gets an empty one.
+function(ep_add_library target kind)
+  set(sources ${ARGN})
+  if(NOT sources)
+    set(sources ${CMAKE_CURRENT_BINARY_DIR}/empty.cc)
+    file(CONFIGURE OUTPUT ${sources} CONTENT "")
+  endif()
+  add_library(${target} ${kind} EXCLUDE_FROM_ALL ${sources})
+  ep_configure(${target})
+endfunction()
+
+# A shared library shows the symbols that its version script names, and binds its own calls to itself.
+function(ep_export_only target version_script)
+  set(script ${PROJECT_SOURCE_DIR}/${version_script})
+  target_link_options(${target} PRIVATE -Wl,-Bsymbolic -Wl,--version-script=${script})
+  set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS ${script})
+endfunction()

@@ -1,0 +1,28 @@
+#include "api/factory.h"
+
+#include "base/check.h"
+#include "cpu/backend.h"
+#if defined(EP_WITH_CUDA)
+#include "cuda/backend.h"
+#endif
+
+namespace ep {
+
+bool has_cuda_backend() {
+#if defined(EP_WITH_CUDA)
+  return true;
+#else
+  return false;
+#endif
+}
+
+std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config) {
+  if (config.device_index < 0) return std::make_unique<Group>(bootstrap, config, &make_cpu_backend);
+#if defined(EP_WITH_CUDA)
+  return std::make_unique<Group>(bootstrap, config, &make_cuda_backend);
+#else
+  raise(ErrorKind::kSystem, "this nccl_ep was built without CUDA; build it with a CUDA toolkit, or use device=\"cpu\"");
+#endif
+}
+
+}  // namespace ep

@@ -1,0 +1,31 @@
+// Delay injection and planted bugs, in test builds only (EP_TESTING). In others every call folds to nothing.
+#pragma once
+
+#include <cstdint>
+
+namespace ep::testing {
+
+// Mistakes that the test suite must notice; tests switch one on and expect red.
+enum class Bug : int {
+  kNone = 0,
+  kOneBank,           // both parities of the epoch use bank 0
+  kSkippedReset,      // a reader leaves a row in its bank
+  kReusedEpoch,       // a call runs under the epoch of the one before
+  kSignalBeforeData,  // a signal overtakes the puts it should follow
+  kSecondSend,        // a second send leaves before the first was received
+};
+
+// Steps of the protocol at which a rank may be held up.
+enum class Point : int { kBeforeRecord, kAfterRecord, kBetweenRows, kBeforeReset, kBeforeReceive };
+
+#if defined(EP_TESTING)
+void set_bug(Bug bug);
+bool has_bug(Bug bug);
+void set_delays(uint64_t seed);  // 0: none; otherwise some points stall for random times
+void delay(Point point, int rank);
+#else
+inline constexpr bool has_bug(Bug) { return false; }
+inline void delay(Point, int) {}
+#endif
+
+}  // namespace ep::testing

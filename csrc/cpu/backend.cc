@@ -1,0 +1,57 @@
+#include "cpu/backend.h"
+
+#include <cstring>
+
+#include "base/check.h"
+#include "cpu/ll.h"
+#include "transport/host_transport.h"
+
+namespace ep {
+namespace {
+
+class CpuBackend : public Backend {
+ public:
+  CpuBackend(std::unique_ptr<Transport> transport, double timeout_seconds) : transport_(std::move(transport)) {
+    state_.timeout_seconds = timeout_seconds;
+    const size_t num_ranks = transport_->topology().num_ranks;
+    state_.wire = {std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks)};
+  }
+
+  const char* name() const override { return "cpu"; }
+  void dispatch(const LlDispatchParams& params, void*) override { cpu_dispatch(params, *transport_, state_); }
+  void combine(const LlCombineParams& params, void*) override { cpu_combine(params, *transport_, state_); }
+  void combine_weights(const LlCombineWeightsParams& params, void*) override {
+    cpu_combine_weights(params, *transport_, state_);
+  }
+  Failure failure() const override { return state_.failure; }
+  Report report(bool take_invalid_ids) override {
+    Report report{state_.failure, state_.invalid_ids, state_.dropped_rows, {}};
+    for (int kind = 0; kind < kNumKinds; kind++) report.epochs[kind] = state_.epoch[kind];
+    if (take_invalid_ids) state_.invalid_ids = {};
+    return report;
+  }
+  void set_timeout(double seconds) override { state_.timeout_seconds = seconds; }
+  WireBytes wire_bytes() const override { return state_.wire; }
+  void abort() override { transport_->abort(); }
+
+ private:
+  std::unique_ptr<Transport> transport_;
+  CpuState state_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& topology, const LlWindow& window,
+                                          const GroupConfig& config) {
+  auto windows = HostWindows::create(bootstrap, window.bytes);
+  char* base = windows->base(windows->rank());
+  std::memset(base, 0, window.bytes);
+  for (const LlWindow::PerKind& kind : window.kind) {
+    std::memset(base + kind.rows.offset, 0xFF, kind.rows.count * sizeof(uint32_t));  // kAbsent
+  }
+  bootstrap.allgather("window ready");  // nobody writes into a window before its owner has cleaned it
+  const uint64_t seed = config.network_seed == 0 ? 0 : config.network_seed + windows->rank();
+  return std::make_unique<CpuBackend>(make_host_transport(std::move(windows), topology, seed), config.timeout_seconds);
+}
+
+}  // namespace ep

@@ -1,0 +1,193 @@
+#include "cpu/channel.h"
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include "base/check.h"
+#include "base/testing.h"
+#include "runtime/group.h"
+
+namespace ep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+uint64_t pack(TaggedWord word) { return word.value | static_cast<uint64_t>(word.tag) << 32; }
+
+std::atomic_ref<uint64_t> atomic_tagged(char* address) {
+  return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(address));
+}
+
+std::atomic_ref<uint32_t> atomic_word(uint32_t* address) { return std::atomic_ref<uint32_t>(*address); }
+
+// Ranks share few cores: give the core away soon, and sleep when nothing has happened for long.
+void back_off(int attempt) {
+  if (attempt < 4096) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+}  // namespace
+
+Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const CallRecord& call)
+    : transport_(transport),
+      state_(state),
+      kind_(kind),
+      layout_(layout),
+      call_(call),
+      epoch_(state.epoch[static_cast<int>(kind)] + 1),
+      tag_(tag_of(epoch_)),
+      bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
+      calls_(layout.num_ranks),
+      deadline_(Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                   std::chrono::duration<double>(state.timeout_seconds))) {}
+
+uint32_t* Channel::window_word(Offset offset) const {
+  return reinterpret_cast<uint32_t*>(transport_.local_window() + offset);
+}
+
+// ---- Sending
+
+void Channel::send_record(int peer) {
+  testing::delay(testing::Point::kBeforeRecord, rank());
+  uint32_t words[CallRecord::kWords];
+  for (int i = 0; i < CallRecord::kWords; i++) words[i] = call_.word(i);
+  send_words(peer, layout_.record(bank_, rank()), words, CallRecord::kWords);
+  testing::delay(testing::Point::kAfterRecord, rank());
+}
+
+void Channel::send_words(int peer, Offset offset, const uint32_t* values, int count) {
+  state_.wire.other_bytes[peer] += count * sizeof(TaggedWord);
+  if (char* target = transport_.peer_ptr(peer, offset)) {
+    // Release: whoever sees a word of this call also sees that this rank has emptied the bank of the call before last.
+    for (int i = 0; i < count; i++) {
+      atomic_tagged(target + i * sizeof(TaggedWord)).store(pack({values[i], tag_}), std::memory_order_release);
+    }
+    return;
+  }
+  std::vector<char>& source = sources_.emplace_back(count * sizeof(TaggedWord));
+  for (int i = 0; i < count; i++) {
+    const TaggedWord word{values[i], tag_};
+    std::memcpy(source.data() + i * sizeof word, &word, sizeof word);
+  }
+  transport_.put(peer, offset, source.data(), source.size());
+}
+
+void Channel::send_row(int peer, int token, const uint32_t* words, int num_words) {
+  testing::delay(testing::Point::kBetweenRows, rank());
+  const Offset offset = layout_.row(bank_, rank(), token);
+  state_.wire.rows[peer] += 1;
+  state_.wire.row_bytes[peer] += num_words * sizeof(uint32_t);
+  if (char* target = transport_.peer_ptr(peer, offset)) {
+    auto* target_words = reinterpret_cast<uint32_t*>(target);
+    for (int i = 0; i < num_words; i++) atomic_word(target_words + i).store(words[i], std::memory_order_relaxed);
+    return;
+  }
+  const char* bytes = reinterpret_cast<const char*>(words);
+  std::vector<char>& source = sources_.emplace_back(bytes, bytes + num_words * sizeof(uint32_t));
+  transport_.put(peer, offset, source.data(), source.size());
+}
+
+void Channel::close_stage() {
+  stages_++;
+  for (int peer = 0; peer < num_ranks(); peer++) {
+    if (!transport_.topology().is_lsa(rank(), peer)) transport_.signal_add(peer, layout_.signal(rank()), 1);
+  }
+  transport_.flush();
+  sources_.clear();
+}
+
+// ---- Receiving
+
+bool Channel::has_record(int source) const {
+  char* record = transport_.local_window() + layout_.record(bank_, source);
+  return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
+}
+
+void Channel::give_up(Phase phase, int source, uint64_t expected, uint64_t seen) {
+  Failure& failure = state_.failure;
+  failure = {Failure::kTimeout, kind_, phase, source, epoch_, expected, seen, 0, call_, {}};
+  for (int r = 0; r < num_ranks() && r < 64; r++) {
+    if (r != rank() && !has_record(r)) failure.missing |= 1ull << r;
+  }
+  raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
+}
+
+void Channel::refuse_call(int source, const CallRecord& theirs) {
+  state_.failure = {Failure::kOtherCall, kind_, Phase::kCallRecord, source, epoch_, 0, 0, 0, call_, theirs};
+  raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
+}
+
+// `ready` returns true when the wait is over and otherwise stores what it saw.
+template <class Ready>
+void Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
+  uint64_t seen = 0;
+  for (int attempt = 0; !ready(seen); attempt++) {
+    back_off(attempt);
+    if (attempt % 64 == 63 && Clock::now() > deadline_) give_up(phase, source, expected, seen);
+  }
+}
+
+void Channel::await_arrivals() {
+  heard_stages_++;
+  const uint64_t expected = state_.arrivals[static_cast<int>(kind_)] + heard_stages_;
+  for (int source = 0; source < num_ranks(); source++) {
+    if (transport_.topology().is_lsa(rank(), source)) continue;
+    await(Phase::kArrivalSignal, source, expected, [&](uint64_t& seen) {
+      seen = transport_.signal(layout_.signal(source));
+      return seen >= expected;
+    });
+  }
+}
+
+void Channel::await_calls() {
+  for (int source = 0; source < num_ranks(); source++) {
+    uint32_t words[CallRecord::kWords];
+    await_words(source, layout_.record(bank_, source), Phase::kCallRecord, words, CallRecord::kWords);
+    for (int i = 0; i < CallRecord::kWords; i++) calls_[source].set_word(i, words[i]);
+    for (int i = 0; i < CallRecord::kComparedWords; i++) {
+      if (words[i] != call_.word(i)) refuse_call(source, calls_[source]);
+    }
+  }
+}
+
+void Channel::await_words(int source, Offset offset, Phase phase, uint32_t* values, int count) {
+  char* address = transport_.local_window() + offset;
+  for (int i = 0; i < count; i++) {
+    await(phase, source, tag_, [&](uint64_t& seen) {
+      const uint64_t word = atomic_tagged(address + i * sizeof(TaggedWord)).load(std::memory_order_acquire);
+      values[i] = static_cast<uint32_t>(word);
+      seen = word >> 32;
+      return seen == tag_;
+    });
+  }
+}
+
+void Channel::take_row(int source, int token, Phase phase, uint32_t* words, int num_words) {
+  uint32_t* row = window_word(layout_.row(bank_, source, token));
+  if (transport_.topology().is_lsa(rank(), source)) {
+    for (int i = 0; i < num_words; i++) {
+      await(phase, source, token, [&](uint64_t& seen) {
+        words[i] = atomic_word(row + i).load(std::memory_order_relaxed);
+        seen = i;
+        return words[i] != kAbsent;
+      });
+    }
+  } else {
+    std::memcpy(words, row, num_words * sizeof(uint32_t));
+  }
+  testing::delay(testing::Point::kBeforeReset, rank());
+  if (testing::has_bug(testing::Bug::kSkippedReset) && token == 0) return;
+  for (int i = 0; i < num_words; i++) atomic_word(row + i).store(kAbsent, std::memory_order_relaxed);
+}
+
+void Channel::complete() {
+  if (testing::has_bug(testing::Bug::kReusedEpoch) && epoch_ % 5 == 0) return;
+  state_.epoch[static_cast<int>(kind_)] = epoch_;
+  state_.arrivals[static_cast<int>(kind_)] += stages_;
+}
+
+}  // namespace ep

@@ -1,0 +1,86 @@
+// One operation's view of the wire on the host: tagged words and rows, in band to ranks of the own domain, by puts and
+// one arrival signal to the others. Throws kTimeout or kMismatch and leaves the reason in the state.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "layout/ll_layout.h"
+#include "runtime/backend.h"
+#include "transport/transport.h"
+
+namespace ep {
+
+struct CpuState {
+  uint64_t epoch[kNumKinds] = {0, 0};     // of the last completed call
+  uint64_t arrivals[kNumKinds] = {0, 0};  // arrival signals that every network peer has sent up to that call
+  double timeout_seconds = 100;
+  Failure failure;
+  InvalidIds invalid_ids;
+  uint64_t dropped_rows = 0;
+  WireBytes wire;
+};
+
+class Channel {
+ public:
+  Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const CallRecord& call);
+
+  int rank() const { return transport_.rank(); }
+  int num_ranks() const { return layout_.num_ranks; }
+
+  // ---- Sending. Ranks are served from the own one on, so that not all begin with the same.
+  int peer(int step) const { return (rank() + step) % num_ranks(); }
+  void send_record(int peer);
+  void send_words(int peer, Offset offset, const uint32_t* values, int count);
+  // A row of the own token `token` (dispatch), or of a partial sum for the peer's token (combine).
+  void send_row(int peer, int token, const uint32_t* words, int num_words);
+  // Everything sent so far will be there when the peers' await_arrival() returns; sources may be reused.
+  void close_stage();
+
+  // ---- Receiving.
+  // Waits for the record of every rank and compares it with the own call.
+  void await_calls();
+  int num_tokens(int source) const { return calls_[source].num_tokens; }
+  void await_words(int source, Offset offset, Phase phase, uint32_t* values, int count);
+  // Takes a row out of its slot and leaves the slot as it was before.
+  void take_row(int source, int token, Phase phase, uint32_t* words, int num_words);
+  // Network peers: the next stage of the call has arrived.
+  void await_arrivals();
+
+  // The call is over: advances the epoch.
+  void complete();
+  // Takes up a call whose sending half closed `stages` stages, and has waited for all of the peers' but the last.
+  void resume_after(int stages) {
+    stages_ = stages;
+    heard_stages_ = stages - 1;
+  }
+
+  int bank() const { return bank_; }
+  const LlLayout& layout() const { return layout_; }
+
+ private:
+  template <class Ready>
+  void await(Phase phase, int source, uint64_t expected, Ready ready);
+  [[noreturn]] void give_up(Phase phase, int source, uint64_t expected, uint64_t seen);
+  [[noreturn]] void refuse_call(int source, const CallRecord& theirs);
+  uint32_t* window_word(Offset offset) const;
+  bool has_record(int source) const;
+
+  Transport& transport_;
+  CpuState& state_;
+  const Kind kind_;
+  const LlLayout layout_;
+  const CallRecord call_;
+  const uint64_t epoch_;
+  const uint32_t tag_;
+  const int bank_;
+  std::vector<CallRecord> calls_;
+  std::deque<std::vector<char>> sources_;  // of puts that have not been flushed
+  int stages_ = 0;                         // closed by the sender; each is one arrival signal
+  int heard_stages_ = 0;
+  std::chrono::steady_clock::time_point deadline_;
+};
+
+}  // namespace ep

@@ -1,0 +1,231 @@
+// Low-latency dispatch on the host: the protocol of docs/architecture.md as plain loops.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/testing.h"
+#include "cpu/channel.h"
+#include "cpu/ll.h"
+#include "cpu/rows.h"
+#include "layout/routing.h"
+
+namespace ep {
+namespace {
+
+using Words = std::vector<uint32_t>;
+
+const char* at(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
+
+// Copies the ids into the handle; one that names no expert counts as -1 and is reported.
+void take_ids(const LlDispatchParams& p, CpuState& state) {
+  for (int i = 0; i < p.num_tokens * p.shape.topk; i++) {
+    const int64_t id =
+        p.is_idx64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
+    p.handle.ids[i] = p.shape.valid(id) ? static_cast<int32_t>(id) : -1;
+    if (id != -1 && !p.shape.valid(id) && state.invalid_ids.count++ == 0) {
+      state.invalid_ids.value = id;
+      state.invalid_ids.token = i / p.shape.topk;
+      state.invalid_ids.k = i % p.shape.topk;
+    }
+  }
+}
+
+// A row of x and its scales, as it travels.
+void load_row(const LlDispatchParams& p, int token, Words& words) {
+  std::fill(words.begin(), words.end(), 0);
+  auto* body = reinterpret_cast<char*>(words.data());
+  const int element = size_of(p.dtype);
+  const char* x = at(p.x, static_cast<int64_t>(token) * p.hidden * element);
+  if (p.quant != Quant::kNone) {
+    std::vector<float> row(p.hidden);
+    to_floats(p.dtype, x, row.data(), p.hidden);
+    quantize_row(p.quant, row.data(), p.hidden, reinterpret_cast<uint8_t*>(body), body + p.row.scales_offset());
+  } else {
+    std::memcpy(body, x, p.row.payload_bytes);
+    const Scales& s = p.scales;
+    for (int g = 0; s.data != nullptr && g < s.count; g++) {
+      std::memcpy(body + p.row.scales_offset() + g * s.element_bytes,
+                  at(s.data, (token * s.row_stride + g * s.group_stride) * s.element_bytes), s.element_bytes);
+    }
+  }
+  encode_row(p.row, words.data());
+}
+
+// Ids and weights of one's tokens: each rank gets the ids of its own experts, and the weights that belong to them.
+void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
+  const IdFormat& ids = p.layout.ids;
+  for (int token = 0; token < p.num_tokens; token++) {
+    uint32_t words[kMaxTopk] = {};
+    for (int k = 0; k < ids.words() * ids.per_word(); k++) {
+      const int32_t id = k < p.shape.topk ? p.handle.ids[token * p.shape.topk + k] : -1;
+      const bool is_there = id >= 0 && p.shape.owner(id) == peer;
+      const uint32_t code = is_there ? static_cast<uint32_t>(p.shape.local_expert(id)) : ids.none();
+      words[k / ids.per_word()] |= code << (k % ids.per_word() * ids.bits);
+      if (is_there) {
+        const float weight = p.topk_weights ? p.topk_weights[token * p.shape.topk + k] : 1.0f;
+        uint32_t bits;
+        std::memcpy(&bits, &weight, sizeof bits);
+        channel.send_words(peer, channel.layout().weight(channel.bank(), channel.rank(), token, k), &bits, 1);
+      }
+    }
+    channel.send_words(peer, channel.layout().id_words(channel.bank(), channel.rank(), token), words, ids.words());
+  }
+}
+
+void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
+  take_ids(p, state);
+  for (int step = 0; step < channel.num_ranks(); step++) {
+    const int peer = channel.peer(step);
+    channel.send_record(peer);
+    send_routing(p, channel, peer);
+  }
+  Words words(p.row.wire_bytes() / 4);
+  for (int token = 0; token < p.num_tokens; token++) {
+    const int32_t* ids = p.handle.ids + token * p.shape.topk;
+    load_row(p, token, words);
+    for (int step = 0; step < channel.num_ranks(); step++) {
+      const int peer = channel.peer(step);
+      const bool wants = std::any_of(ids, ids + p.shape.topk,
+                                     [&](int32_t id) { return id >= 0 && p.shape.owner(id) == peer; });
+      if (wants) channel.send_row(peer, token, words.data(), static_cast<int>(words.size()));
+    }
+  }
+  channel.close_stage();
+}
+
+Routing await_routing(const LlDispatchParams& p, Channel& channel, std::vector<float>& weights) {
+  Routing routing = Routing::empty(p.shape);
+  const IdFormat& ids = p.layout.ids;
+  weights.assign(routing.local_ids.size(), 0.0f);
+  for (int source = 0; source < channel.num_ranks(); source++) {
+    routing.tokens[source] = channel.num_tokens(source);
+    for (int token = 0; token < routing.tokens[source]; token++) {
+      uint32_t words[kMaxTopk];
+      channel.await_words(source, p.layout.id_words(channel.bank(), source, token), Phase::kRouting, words,
+                          ids.words());
+      const size_t first = p.layout.slot(source, token) * p.shape.topk;
+      for (int k = 0; k < p.shape.topk; k++) {
+        const uint32_t code = ids.get(words[k / ids.per_word()], k % ids.per_word());
+        if (code == ids.none()) continue;
+        routing.local_ids[first + k] = static_cast<int32_t>(code);
+        uint32_t bits;
+        channel.await_words(source, p.layout.weight(channel.bank(), source, token, k), Phase::kWeights, &bits, 1);
+        std::memcpy(&weights[first + k], &bits, sizeof bits);
+      }
+    }
+  }
+  return routing;
+}
+
+void fill_info(const LlDispatchParams& p, const Placement& placement) {
+  const OutputShape& output = p.output;
+  int64_t total = 0;
+  for (int bin = 0; bin < output.bins(); bin++) {
+    p.info[bin] = static_cast<int32_t>(placement.kept[bin]);
+    p.info[output.demand_at() + bin] = static_cast<int32_t>(placement.demand[bin]);
+    total += placement.kept[bin];
+  }
+  p.info[output.overflow_at()] = static_cast<int32_t>(placement.dropped);
+  p.info[output.total_at()] = static_cast<int32_t>(total);
+  for (int i = 0; i < output.num_offsets(); i++) {
+    p.info[output.offsets_at() + i] = static_cast<int32_t>(std::min(placement.starts[i], output.capacity));
+  }
+}
+
+void set_out_id(const LlDispatchParams& p, int64_t index, int32_t id) {
+  if (p.is_idx64) {
+    static_cast<int64_t*>(p.out_topk_idx)[index] = id;
+  } else {
+    static_cast<int32_t*>(p.out_topk_idx)[index] = id;
+  }
+}
+
+// Everything about rows but their content: ids -1 and weights 0 where there is none.
+void clear_row_info(const LlDispatchParams& p) {
+  const int64_t rows = p.output.rows();
+  const bool expert_rows = has_expert_rows(p.output.layout);
+  const int64_t entries = expert_rows ? rows : rows * p.shape.topk;
+  std::fill(p.out_weights, p.out_weights + entries, 0.0f);
+  if (p.row_expert != nullptr) std::fill(p.row_expert, p.row_expert + rows, -1);
+  for (int64_t i = 0; !expert_rows && i < entries; i++) set_out_id(p, i, -1);
+}
+
+void put_row(const LlDispatchParams& p, int64_t row, const Words& words) {
+  const char* body = reinterpret_cast<const char*>(words.data());
+  std::memcpy(static_cast<char*>(p.out_x) + row * p.row.payload_bytes, body, p.row.payload_bytes);
+  const Scales& s = p.out_scales;
+  for (int g = 0; s.data != nullptr && g < s.count; g++) {
+    std::memcpy(static_cast<char*>(s.data) + (row * s.row_stride + g * s.group_stride) * s.element_bytes,
+                body + p.row.scales_offset() + g * s.element_bytes, s.element_bytes);
+  }
+}
+
+void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& routing, const Placement& placement,
+                  const std::vector<float>& weights) {
+  const bool expert_rows = has_expert_rows(p.output.layout);
+  Words words(p.row.wire_bytes() / 4);
+  std::vector<char> is_filled(p.zero_padding ? p.output.rows() : 0, 0);
+  for (int source = 0; source < channel.num_ranks(); source++) {
+    for (int token = 0; token < routing.tokens[source]; token++) {
+      const size_t slot = p.layout.slot(source, token);
+      const int32_t* ids = routing.local_ids.data() + slot * p.shape.topk;
+      if (std::all_of(ids, ids + p.shape.topk, [](int32_t id) { return id < 0; })) continue;
+      channel.take_row(source, token, Phase::kRows, words.data(), static_cast<int>(words.size()));
+      decode_row(p.row, words.data());
+      for (int k = 0; k < p.output.map_k(); k++) {
+        const int32_t row = placement.row_map[slot * p.output.map_k() + k];
+        if (row < 0) continue;
+        put_row(p, row, words);
+        if (p.zero_padding) is_filled[row] = 1;
+        if (expert_rows) {
+          p.out_weights[row] = weights[slot * p.shape.topk + k];
+          if (p.row_expert != nullptr) p.row_expert[row] = ids[k];
+          continue;
+        }
+        for (int j = 0; j < p.shape.topk; j++) {
+          set_out_id(p, static_cast<int64_t>(row) * p.shape.topk + j, ids[j]);
+          p.out_weights[static_cast<int64_t>(row) * p.shape.topk + j] = weights[slot * p.shape.topk + j];
+        }
+      }
+    }
+  }
+  std::fill(words.begin(), words.end(), 0);
+  for (size_t row = 0; row < is_filled.size(); row++) {
+    if (!is_filled[row]) put_row(p, static_cast<int64_t>(row), words);
+  }
+}
+
+void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
+  testing::delay(testing::Point::kBeforeReceive, channel.rank());
+  channel.await_arrivals();
+  channel.await_calls();
+  std::vector<float> weights;
+  const Routing routing = await_routing(p, channel, weights);
+  const Placement placement = place_rows(p.shape, p.output, routing);
+  fill_info(p, placement);
+  clear_row_info(p);
+  receive_rows(p, channel, routing, placement, weights);
+  std::copy(routing.tokens.begin(), routing.tokens.end(), p.handle.tokens);
+  std::copy(placement.row_map.begin(), placement.row_map.end(), p.handle.rows);
+  if (has_expert_rows(p.output.layout)) std::copy(weights.begin(), weights.end(), p.handle.weights);
+  state.dropped_rows += placement.dropped;
+  channel.complete();
+}
+
+}  // namespace
+
+void cpu_dispatch(const LlDispatchParams& p, Transport& transport, CpuState& state) {
+  Channel channel(transport, state, Kind::kDispatch, p.layout, p.call);
+  if (sends(p.half)) send(p, state, channel);
+  if (!receives(p.half)) return;
+  if (p.half == Half::kReceive) channel.resume_after(1);
+  try {
+    receive(p, state, channel);
+  } catch (const Error&) {  // the buffer has failed: nothing was received
+    std::fill(p.info, p.info + p.output.info_size(), 0);
+    clear_row_info(p);
+    throw;
+  }
+}
+
+}  // namespace ep

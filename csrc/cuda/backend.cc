@@ -1,0 +1,288 @@
+#include "cuda/backend.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/device_guard.h"
+#include "cuda/launch.h"
+#include "cuda/one_gpu_world.h"
+#include "runtime/agreement.h"
+#include "transport/collective_step.h"
+#include "transport/nccl_api.h"
+#include "transport/nccl_version.h"
+#include "transport/nccl_window.h"
+
+namespace ep {
+namespace {
+
+constexpr double kMinSetupSeconds = 60;       // NCCL's start takes seconds, however short the deadline of operations
+constexpr double kTearDownSlackSeconds = 10;  // beyond the deadline that ends the last kernel
+
+uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(std::min(seconds, 1e9) * 1e9); }
+
+// ---- Who runs where.
+
+// What tells a process from every other, across containers too.
+uint64_t process_id() {
+  static const uint64_t id = [] {
+    std::random_device random;
+    return static_cast<uint64_t>(random()) << 32 | random();
+  }();
+  return id;
+}
+
+struct Seat {
+  uint64_t process;
+  char gpu[16];      // its UUID
+  char address[16];  // on the PCI bus, for the reader
+};
+
+Seat own_seat(int device) {
+  Seat seat{};
+  cudaDeviceProp properties;
+  EP_CUDA(cudaGetDeviceProperties(&properties, device));
+  EP_CUDA(cudaDeviceGetPCIBusId(seat.address, sizeof seat.address, device));
+  std::memcpy(seat.gpu, properties.uuid.bytes, sizeof seat.gpu);
+  seat.process = process_id();
+  return seat;
+}
+
+bool same_gpu(const Seat& a, const Seat& b) { return std::memcmp(a.gpu, b.gpu, sizeof a.gpu) == 0; }
+
+// True if all ranks are threads of one process on one GPU. Throws if ranks share a GPU in any other way.
+bool is_world_on_one_gpu(Bootstrap& bootstrap, const Seat& mine) {
+  const auto texts = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
+  std::vector<Seat> seats(texts.size());
+  for (size_t r = 0; r < texts.size(); r++)
+    std::memcpy(&seats[r], texts[r].data(), std::min(texts[r].size(), sizeof mine));
+  const bool is_one = std::all_of(seats.begin(), seats.end(), [&](const Seat& seat) {
+    return same_gpu(seat, seats[0]) && seat.process == seats[0].process;
+  });
+  if (is_one) return true;
+  for (size_t r = 0; r < seats.size(); r++) {
+    for (size_t s = 0; s < r; s++) {
+      if (same_gpu(seats[r], seats[s])) {
+        raise(ErrorKind::kInvalidUsage, "ranks ", s, " and ", r, " use the same GPU, ", seats[r].address,
+              ": give every rank its own (in torch, torch.cuda.set_device(local_rank) before the buffer is made)");
+      }
+    }
+  }
+  return false;
+}
+
+// ---- What a buffer owns.
+
+// Pinned, so that the host reads it while the GPU is busy, and the GPU writes it.
+struct HostBlock {
+  Failure failure;     // kernels write its code last, with a system fence before
+  DeviceState mirror;  // of the last report
+  uint64_t timeout_ns;
+  uint32_t has_failed;
+};
+
+struct Memory {
+  int device = 0;
+  cudaStream_t stream = nullptr;  // non-blocking: never waits for the caller's kernels
+  HostBlock* host = nullptr;
+  DeviceState* state = nullptr;
+  LsaPeers peers;
+  // The window, one of three.
+  char* own_window = nullptr;  // a world of one rank
+  std::shared_ptr<OneGpuWorld> world;
+  std::unique_ptr<NcclWindow> nccl_window;
+
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  // On the right device, which is idle. At the end of a process CUDA may be gone: errors mean nothing here.
+  ~Memory() {
+    nccl_window.reset();
+    world.reset();
+    cudaFree(own_window);
+    cudaFree(state);
+    cudaFreeHost(host);
+    if (stream != nullptr) cudaStreamDestroy(stream);
+  }
+};
+
+// Frees what a buffer owns once the GPU is idle. After `seconds` the work is left to a thread of its own, and what
+// cannot be freed safely is left to the end of the process: a caller never hangs here.
+void tear_down(std::unique_ptr<Memory> memory, double seconds) noexcept {
+  auto* owned = memory.release();
+  try {
+    std::promise<void> promise;
+    std::future<void> done = promise.get_future();
+    std::thread thread([owned, promise = std::move(promise)]() mutable {
+      if (cudaSetDevice(owned->device) == cudaSuccess) {
+        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+        cudaThreadExchangeStreamCaptureMode(&mode);
+        if (cudaDeviceSynchronize() == cudaSuccess) delete owned;
+      }
+      promise.set_value();
+    });
+    if (done.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready) {
+      thread.join();
+    } else {
+      thread.detach();
+    }
+  } catch (const std::exception&) {  // no thread can be made
+  }
+}
+
+std::unique_ptr<Memory> make_memory(int device, double timeout_seconds) {
+  auto memory = std::make_unique<Memory>();
+  memory->device = device;
+  EP_CUDA(cudaStreamCreateWithFlags(&memory->stream, cudaStreamNonBlocking));
+  EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory->host), sizeof(HostBlock), cudaHostAllocMapped));
+  new (memory->host) HostBlock{};
+  EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->state), sizeof(DeviceState)));
+  DeviceState& initial = memory->host->mirror;
+  initial.fate.timeout_ns = nanoseconds(timeout_seconds);
+  EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&initial.failure), &memory->host->failure, 0));
+  EP_CUDA(cudaMemcpyAsync(memory->state, &initial, sizeof initial, cudaMemcpyHostToDevice, memory->stream));
+  EP_CUDA(cudaStreamSynchronize(memory->stream));
+  return memory;
+}
+
+void clean_window(const Memory& memory, const LlWindow& window) {
+  EP_CUDA(cudaMemsetAsync(memory.peers.local<char>(0), 0, window.bytes, memory.stream));
+  for (const LlWindow::PerKind& kind : window.kind) {
+    EP_CUDA(cudaMemsetAsync(memory.peers.local<char>(kind.rows.offset), 0xFF, kind.rows.count * sizeof(uint32_t),
+                            memory.stream));  // kAbsent
+  }
+  EP_CUDA(cudaStreamSynchronize(memory.stream));
+}
+
+// ---- The backend.
+
+class CudaBackend : public Backend {
+ public:
+  CudaBackend(std::unique_ptr<Memory> memory, double timeout_seconds)
+      : memory_(std::move(memory)), timeout_seconds_(timeout_seconds) {}
+  ~CudaBackend() override { tear_down(std::move(memory_), timeout_seconds_ + kTearDownSlackSeconds); }
+
+  const char* name() const override { return "cuda"; }
+  void dispatch(const LlDispatchParams& params, void* stream) override { run(params, stream); }
+  void combine(const LlCombineParams& params, void* stream) override { run(params, stream); }
+  void combine_weights(const LlCombineWeightsParams& params, void* stream) override { run(params, stream); }
+
+  Failure failure() const override {
+    // Pairs with the fence before the kernel's store of the code; nothing is written after it.
+    const uint32_t code = std::atomic_ref(memory_->host->failure.code).load(std::memory_order_acquire);
+    return code == Failure::kNone ? Failure{} : memory_->host->failure;
+  }
+
+  // Waits for a copy, not for kernels.
+  Report report(bool take_invalid_ids) override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    const DeviceState& seen = memory_->host->mirror;
+    EP_CUDA(cudaMemcpyAsync(&memory_->host->mirror, memory_->state, sizeof(DeviceState), cudaMemcpyDeviceToHost,
+                            memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    Report report;
+    report.failure = failure();
+    report.invalid_ids = seen.found.invalid_ids;
+    report.dropped_rows = seen.found.dropped_rows;
+    for (int kind = 0; kind < kNumKinds; kind++) report.epochs[kind] = seen.epoch[kind].epoch;
+    if (take_invalid_ids && report.invalid_ids.count > 0) {
+      EP_CUDA(cudaMemsetAsync(&memory_->state->found.invalid_ids, 0, sizeof(InvalidIds), memory_->stream));
+      EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    }
+    return report;
+  }
+
+  void set_timeout(double seconds) override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    memory_->host->timeout_ns = nanoseconds(seconds);
+    EP_CUDA(cudaMemcpyAsync(&memory_->state->fate.timeout_ns, &memory_->host->timeout_ns, sizeof(uint64_t),
+                            cudaMemcpyHostToDevice, memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    if (memory_->world) memory_->world->set_timeout(seconds);
+    timeout_seconds_ = seconds;
+  }
+
+  void abort() override {
+    std::lock_guard lock(mutex_);
+    if (memory_->world) memory_->world->abort(memory_->peers.rank);
+    if (memory_->nccl_window) memory_->nccl_window->comm().fail();
+    try {
+      // Every wait looks at this word, so kernels in flight end now and not at their deadline.
+      DeviceGuard guard(memory_->device);
+      memory_->host->has_failed = 1;
+      EP_CUDA(cudaMemcpyAsync(&memory_->state->fate.has_failed, &memory_->host->has_failed, sizeof(uint32_t),
+                              cudaMemcpyHostToDevice, memory_->stream));
+    } catch (const Error&) {  // a context that is broken runs no kernels
+    }
+  }
+
+ private:
+  // The hot path: the caller has set the device, and CUDA is called for the launch alone.
+  template <class Params>
+  void run(const Params& params, void* stream) {
+    const KernelArgs<Params> args{params, memory_->peers, memory_->state};
+    if (memory_->world) {
+      memory_->world->run(memory_->peers.rank, args, stream);
+    } else {
+      launch(args, stream);
+    }
+  }
+
+  std::unique_ptr<Memory> memory_;
+  double timeout_seconds_;
+  std::mutex mutex_;  // of the private stream and its host block
+};
+
+void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, double seconds) {
+  std::string version;
+  on_all_ranks(bootstrap, [&] { version = nccl_version_name(nccl().version); });
+  Agreement agreement;
+  agreement.add("the version of NCCL that is loaded", version);
+  agreement.check(bootstrap);
+  memory.nccl_window =
+      std::make_unique<NcclWindow>(bootstrap, NcclComm::agree(bootstrap, memory.device, seconds), bytes, seconds);
+  memory.peers = memory.nccl_window->peers();
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&, const LlWindow& window,
+                                           const GroupConfig& config) {
+  int device = config.device_index;
+  Seat seat{};
+  std::optional<DeviceGuard> guard;
+  std::unique_ptr<Memory> memory;
+  on_all_ranks(bootstrap, [&] {
+    if (device < 0) EP_CUDA(cudaGetDevice(&device));
+    guard.emplace(device);
+    seat = own_seat(device);
+    load_kernels();
+    memory = make_memory(device, config.timeout_seconds);
+  });
+  const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, seat);
+  if (bootstrap.num_ranks() == 1) {
+    EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->own_window), window.bytes));
+    memory->peers = {memory->own_window, window.bytes, 0};
+  } else if (is_on_one_gpu) {
+    memory->world = OneGpuWorld::join(bootstrap, window.bytes, config.timeout_seconds);
+    memory->peers = memory->world->peers(bootstrap.rank());
+  } else {
+    make_nccl_window(bootstrap, *memory, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds));
+  }
+  // Nobody writes into a window before its owner has cleaned it.
+  on_all_ranks(bootstrap, [&] { clean_window(*memory, window); });
+  return std::make_unique<CudaBackend>(std::move(memory), config.timeout_seconds);
+}
+
+}  // namespace ep

@@ -1,0 +1,29 @@
+// From a plan to a running kernel. One struct goes into each kernel.
+#pragma once
+
+#include "cuda/device_state.h"
+#include "runtime/params.h"
+#include "transport/lsa_peers.h"
+
+namespace ep {
+
+template <class Params>
+struct KernelArgs {
+  Params params;
+  LsaPeers peers;
+  DeviceState* state = nullptr;
+};
+
+// Loads every kernel, so that none is loaded while another spins. Throws kSystem.
+void load_kernels();
+
+// One rank a GPU. `stream` is a cudaStream_t.
+void launch(const KernelArgs<LlDispatchParams>& args, void* stream);
+void launch(const KernelArgs<LlCombineParams>& args, void* stream);
+void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
+
+// All `num_ranks` ranks of a world on this GPU in one launch; `args` is a device array, `host_args` its host copy.
+template <class Params>
+void launch_world(const KernelArgs<Params>* host_args, const KernelArgs<Params>* args, int num_ranks, void* stream);
+
+}  // namespace ep

@@ -1,0 +1,54 @@
+// Element types, as far as the library must tell them apart.
+#pragma once
+
+#include "base/platform.h"
+
+namespace ep {
+
+enum class DType : int {
+  kBF16 = 0,
+  kF16 = 1,
+  kF32 = 2,
+  kF8E4M3 = 3,
+  kOpaque8 = 4,  // moved bit for bit, never read as a number
+  kOpaque16 = 5,
+  kOpaque32 = 6,
+  kOpaque64 = 7,
+};
+
+EP_HD int size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+    case DType::kF16:
+    case DType::kOpaque16: return 2;
+    case DType::kF32:
+    case DType::kOpaque32: return 4;
+    case DType::kOpaque64: return 8;
+    default: return 1;
+  }
+}
+
+// Types that combine adds up, and whose all-ones word is a NaN that may become another NaN on the wire.
+EP_HD bool is_float(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32; }
+
+inline const char* name_of(DType dtype) {
+  constexpr const char* kNames[] = {"bf16", "fp16", "fp32", "e4m3", "8 bits", "16 bits", "32 bits", "64 bits"};
+  return kNames[static_cast<int>(dtype)];
+}
+
+// What dispatch does to rows before they travel.
+enum class Quant : int {
+  kNone = 0,
+  kFp8 = 1,         // e4m3, fp32 scale amax / 448 for 128 elements
+  kFp8Rounded = 2,  // the scale is rounded up to a power of two
+  kFp8Ue8m0 = 3,    // the same, four exponents packed in an int32
+};
+
+inline const char* name_of(Quant quant) {
+  constexpr const char* kNames[] = {"none", "fp8", "fp8_rounded", "fp8_ue8m0"};
+  return kNames[static_cast<int>(quant)];
+}
+
+constexpr int kQuantGroup = 128;  // elements that share a scale
+
+}  // namespace ep

@@ -1,0 +1,104 @@
+// The low-latency window: for each kind of operation two banks, and in each bank a record, routing words and a row
+// slot for every (source rank, token). docs/architecture.md tells how they are used.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/region.h"
+#include "layout/shape.h"
+#include "layout/wire.h"
+
+namespace ep {
+
+// Bytes of one bank. Tagged words and rows keep their places for the life of the buffer, whatever the shapes of the
+// operations: a word that was a tag is always a tag, a word that rests as kAbsent always does.
+struct LlSizes {
+  uint64_t tagged_bytes = 0;
+  uint64_t row_bytes[kNumKinds] = {0, 0};
+};
+
+struct LlWindow {
+  Region<uint64_t> signals;  // [kind][source]: calls that have fully arrived over a network; each has one writer
+  struct PerKind {
+    Region<TaggedWord> records;  // [bank][source][CallRecord::kWords]
+    Region<TaggedWord> tagged;   // [bank][tagged words]
+    Region<uint32_t> rows;       // [bank][row words]
+  } kind[kNumKinds];
+  uint64_t bytes = 0;
+
+  static LlWindow make(int num_ranks, const LlSizes& sizes) {
+    Carver carver;
+    LlWindow window;
+    window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumKinds) * num_ranks);
+    for (int k = 0; k < kNumKinds; k++) {
+      PerKind& kind = window.kind[k];
+      kind.records = carver.take<TaggedWord>(static_cast<uint64_t>(kNumBanks) * num_ranks * CallRecord::kWords);
+      kind.tagged = carver.take<TaggedWord>(kNumBanks * align_up<uint64_t>(sizes.tagged_bytes, 128) / 8);
+      kind.rows = carver.take<uint32_t>(kNumBanks * align_up<uint64_t>(sizes.row_bytes[k], 128) / 4);
+    }
+    window.bytes = align_up<uint64_t>(carver.used(), 4096);
+    return window;
+  }
+};
+
+// Where one operation's words lie: offsets into any rank's window.
+struct LlLayout {
+  int num_ranks = 1;
+  int max_tokens = 1;
+  int topk = 1;
+  IdFormat ids;
+  int row_stride = 0;
+  Offset signals = 0;
+  Offset records = 0, tagged = 0, rows = 0;         // bank 0
+  uint64_t tagged_bank_bytes = 0, row_bank_bytes = 0;  // from one bank to the next
+
+  EP_HD Offset signal(int source) const { return signals + static_cast<Offset>(source) * 8; }
+  EP_HD Offset record(int bank, int source) const {
+    return records + static_cast<Offset>(bank * num_ranks + source) * (CallRecord::kWords * sizeof(TaggedWord));
+  }
+  EP_HD int id_bytes() const { return ids.words() * static_cast<int>(sizeof(TaggedWord)); }
+  EP_HD uint64_t slot(int source, int token) const { return static_cast<uint64_t>(source) * max_tokens + token; }
+  EP_HD Offset id_words(int bank, int source, int token) const {
+    return tagged + bank * tagged_bank_bytes + slot(source, token) * id_bytes();
+  }
+  EP_HD Offset weight(int bank, int source, int token, int k) const {
+    return tagged + bank * tagged_bank_bytes + static_cast<uint64_t>(num_ranks) * max_tokens * id_bytes() +
+           (slot(source, token) * topk + k) * sizeof(TaggedWord);
+  }
+  EP_HD Offset row(int bank, int source, int token) const {
+    return rows + bank * row_bank_bytes + slot(source, token) * row_stride;
+  }
+
+  static uint64_t tagged_bytes(const Shape& shape) {
+    const IdFormat ids = IdFormat::make(shape.local_experts(), shape.topk);
+    return static_cast<uint64_t>(shape.num_ranks) * shape.max_tokens * (ids.words() + shape.topk) * sizeof(TaggedWord);
+  }
+  static uint64_t row_bytes(const Shape& shape, int row_stride) {
+    return static_cast<uint64_t>(shape.num_ranks) * shape.max_tokens * row_stride;
+  }
+
+  static LlLayout make(const LlWindow& window, Kind kind, const Shape& shape, const RowFormat& row) {
+    const LlWindow::PerKind& regions = window.kind[static_cast<int>(kind)];
+    LlLayout layout;
+    layout.num_ranks = shape.num_ranks;
+    layout.max_tokens = shape.max_tokens;
+    layout.topk = shape.topk;
+    layout.ids = IdFormat::make(shape.local_experts(), shape.topk);
+    layout.row_stride = row.stride();
+    layout.signals = window.signals.at(static_cast<uint64_t>(kind) * shape.num_ranks);
+    layout.records = regions.records.offset;
+    layout.tagged = regions.tagged.offset;
+    layout.rows = regions.rows.offset;
+    layout.tagged_bank_bytes = regions.tagged.count * sizeof(TaggedWord) / kNumBanks;
+    layout.row_bank_bytes = regions.rows.count * sizeof(uint32_t) / kNumBanks;
+    const uint64_t need_tagged = tagged_bytes(shape);
+    const uint64_t need_rows = row_bytes(shape, layout.row_stride);
+    EP_CHECK(need_tagged <= layout.tagged_bank_bytes && need_rows <= layout.row_bank_bytes,
+             "the window is too small for ", shape.max_tokens, " tokens a rank, top-", shape.topk, ", rows of ",
+             row.wire_bytes(), " bytes: a bank needs ", need_tagged, " bytes of routing and ", need_rows,
+             " bytes of rows, it has ", layout.tagged_bank_bytes, " and ", layout.row_bank_bytes);
+    return layout;
+  }
+};
+
+}  // namespace ep

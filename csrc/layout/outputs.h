@@ -1,0 +1,89 @@
+// How received rows are laid out for the experts, and where each row goes. Places come from counts over
+// (source rank, token, k), never from the order of arrival.
+#pragma once
+
+#include <cstdint>
+
+#include "base/math.h"
+#include "layout/shape.h"
+
+namespace ep {
+
+enum class OutputLayout : int { kExpertMajor = 0, kPacked = 1, kRankMajor = 2, kFlat = 3 };
+
+// One row for each choice of an expert here (expert layouts), or one for each token with an expert here (rank layouts).
+EP_HD bool has_expert_rows(OutputLayout layout) {
+  return layout == OutputLayout::kExpertMajor || layout == OutputLayout::kPacked;
+}
+
+inline const char* name_of(OutputLayout layout) {
+  constexpr const char* kNames[] = {"expert_major", "packed", "rank_major", "flat"};
+  return kNames[static_cast<int>(layout)];
+}
+
+// A row map entry of a handle: the output row of (source, token, k), or one of these.
+constexpr int32_t kNoRow = -1;       // no expert here
+constexpr int32_t kDroppedRow = -2;  // an expert here, but the row lies past the capacity
+
+// The info tensor that dispatch fills, int32: counts [bins] | demand [bins] | overflow [1] | total [1] | offsets.
+struct OutputShape {
+  OutputLayout layout = OutputLayout::kExpertMajor;
+  int num_ranks = 1;
+  int local_experts = 1;
+  int max_tokens = 1;
+  int topk = 1;
+  int64_t capacity = 1;  // rows an expert (expert_major), rows in all (packed, flat), max_tokens (rank_major)
+  int alignment = 1;     // packed: each expert's first row is a multiple of it
+
+  EP_HD int bins() const { return has_expert_rows(layout) ? local_experts : num_ranks; }
+  EP_HD int64_t rows() const {
+    if (layout == OutputLayout::kExpertMajor) return local_experts * capacity;
+    if (layout == OutputLayout::kRankMajor) return static_cast<int64_t>(num_ranks) * max_tokens;
+    return capacity;
+  }
+  EP_HD int map_k() const { return has_expert_rows(layout) ? topk : 1; }  // row map entries a token
+  EP_HD int demand_at() const { return bins(); }
+  EP_HD int overflow_at() const { return 2 * bins(); }
+  EP_HD int total_at() const { return 2 * bins() + 1; }
+  EP_HD int offsets_at() const { return 2 * bins() + 2; }
+  EP_HD int num_offsets() const { return layout == OutputLayout::kPacked ? local_experts + 1 : 0; }
+  EP_HD int info_size() const { return offsets_at() + num_offsets(); }
+
+  // The row of the index-th entry of a bin, whose rows start at `start` (packed, flat); kDroppedRow past the capacity.
+  EP_HD int32_t row(int bin, int64_t start, int64_t index) const {
+    const bool per_bin = layout == OutputLayout::kExpertMajor || layout == OutputLayout::kRankMajor;
+    const int64_t limit = per_bin ? (layout == OutputLayout::kRankMajor ? max_tokens : capacity) : capacity;
+    const int64_t place = per_bin ? index : start + index;
+    if (place >= limit) return kDroppedRow;
+    return static_cast<int32_t>(per_bin ? bin * limit + index : place);
+  }
+  // Rows of a bin of `demand` rows that lie in the tensor.
+  EP_HD int64_t kept(int64_t start, int64_t demand) const {
+    const bool per_bin = layout == OutputLayout::kExpertMajor || layout == OutputLayout::kRankMajor;
+    int64_t room = per_bin ? (layout == OutputLayout::kRankMajor ? max_tokens : capacity) : capacity - start;
+    room = room < 0 ? 0 : room;
+    return demand < room ? demand : room;
+  }
+  // Rows from the start of a bin to the start of the next.
+  EP_HD int64_t span(int64_t demand) const {
+    return layout == OutputLayout::kPacked ? align_up<int64_t>(demand, alignment) : demand;
+  }
+};
+
+// A handle, one int32 tensor: tokens of every source [R] | expert ids of the own tokens [T, K] |
+// row map [R, M, map_k] | weights of local choices [R, M, map_k] as bits of fp32.
+struct HandleShape {
+  int num_ranks = 1;
+  int num_tokens = 0;
+  int max_tokens = 1;
+  int topk = 1;
+  int map_k = 1;
+
+  EP_HD int64_t ids_at() const { return align_up(num_ranks, 4); }
+  EP_HD int64_t map_at() const { return ids_at() + align_up<int64_t>(static_cast<int64_t>(num_tokens) * topk, 4); }
+  EP_HD int64_t map_size() const { return static_cast<int64_t>(num_ranks) * max_tokens * map_k; }
+  EP_HD int64_t weights_at() const { return map_at() + align_up<int64_t>(map_size(), 4); }
+  EP_HD int64_t size() const { return weights_at() + align_up<int64_t>(map_size(), 4); }
+};
+
+}  // namespace ep

@@ -1,0 +1,36 @@
+// Typed parts of the window. Ranks exchange offsets; pointers exist only inside a transport.
+#pragma once
+
+#include <cstdint>
+
+#include "base/math.h"
+
+namespace ep {
+
+using Offset = uint64_t;  // bytes from the start of a window
+
+template <class T>
+struct Region {
+  Offset offset = 0;
+  uint64_t count = 0;
+
+  EP_HD Offset at(uint64_t index) const { return offset + index * sizeof(T); }
+};
+
+// Takes regions one after the other, so that sizing and addressing come from the same lines.
+class Carver {
+ public:
+  template <class T>
+  Region<T> take(uint64_t count, uint64_t alignment = 128) {
+    used_ = align_up<uint64_t>(used_, alignment);
+    Region<T> region{used_, count};
+    used_ += count * sizeof(T);
+    return region;
+  }
+  uint64_t used() const { return used_; }
+
+ private:
+  uint64_t used_ = 0;
+};
+
+}  // namespace ep

@@ -1,0 +1,27 @@
+// Who shares memory with whom: the world is cut into LSA domains of equal size, consecutive ranks each.
+#pragma once
+
+#include "base/check.h"
+#include "base/platform.h"
+
+namespace ep {
+
+struct Topology {
+  int num_ranks = 1;
+  int domain_size = 1;  // ranks that reach one another's window by loads and stores
+
+  EP_HD int num_domains() const { return num_ranks / domain_size; }
+  EP_HD int domain_of(int rank) const { return rank / domain_size; }
+  EP_HD int lsa_rank(int rank) const { return rank % domain_size; }
+  EP_HD int rail_rank(int rank) const { return rank / domain_size; }
+  EP_HD bool is_lsa(int a, int b) const { return domain_of(a) == domain_of(b); }
+
+  static Topology make(int num_ranks, int domain_size) {
+    EP_CHECK(num_ranks >= 1, "a world needs at least one rank, got ", num_ranks);
+    EP_CHECK(domain_size >= 1 && num_ranks % domain_size == 0, num_ranks, " ranks do not divide into domains of ",
+             domain_size);
+    return Topology{num_ranks, domain_size};
+  }
+};
+
+}  // namespace ep

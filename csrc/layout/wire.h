@@ -1,0 +1,98 @@
+// What travels: tagged words, rows that announce their own arrival, and the record that opens every call.
+// docs/wire_format.md shows the bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "base/math.h"
+#include "base/platform.h"
+#include "layout/dtype.h"
+
+namespace ep {
+
+enum class Kind : int { kDispatch = 0, kCombine = 1 };  // each has its own epochs, banks and regions
+constexpr int kNumKinds = 2;
+constexpr int kNumBanks = 2;
+
+// ---- Tagged words: written with one 8-byte store, valid when the tag is the epoch's; never cleaned.
+struct alignas(8) TaggedWord {
+  uint32_t value;
+  uint32_t tag;
+};
+
+// Tags skip 0, the content of a new window. A stale tag could only match after 2^32 - 1 calls without a write.
+EP_HD uint32_t tag_of(uint64_t epoch) { return static_cast<uint32_t>(epoch % 0xFFFFFFFFull) + 1; }
+EP_HD int bank_of(uint64_t epoch) { return static_cast<int>(epoch & 1); }
+
+// ---- Rows in band: a bank rests full of kAbsent, any other word has arrived, the reader puts kAbsent back.
+constexpr uint32_t kAbsent = 0xFFFFFFFFu;
+
+// Floating-point words: kAbsent is a NaN (a pair of them), and travels as another NaN.
+EP_HD uint32_t escape_float(uint32_t word) { return word == kAbsent ? kAbsent - 1 : word; }
+
+// Opaque words keep every bit: a block of 128 words travels as word ^ key, the first key of 0, 1, 2, ... for which no
+// word becomes kAbsent. The keys follow the row; a key is at most 128, hence never kAbsent itself.
+constexpr int kKeyBlockBytes = 512;
+constexpr int kKeyBlockWords = kKeyBlockBytes / 4;
+EP_HD uint32_t keyed(uint32_t word, uint32_t key) { return word ^ key; }
+
+// A row: payload, scales (padded to 16 bytes), and for opaque rows one key for each 512 bytes of the two.
+struct RowFormat {
+  int payload_bytes = 0;
+  int scale_bytes = 0;
+  bool is_keyed = false;
+
+  EP_HD int scales_offset() const { return payload_bytes; }
+  EP_HD int body_bytes() const { return payload_bytes + align_up(scale_bytes, 16); }
+  EP_HD int num_keys() const { return is_keyed ? ceil_div(body_bytes(), kKeyBlockBytes) : 0; }
+  EP_HD int keys_offset() const { return body_bytes(); }
+  EP_HD int wire_bytes() const { return body_bytes() + align_up(num_keys() * 4, 16); }
+  EP_HD int stride() const { return align_up(wire_bytes(), 128); }
+};
+
+// ---- The call record: the first thing a rank sends to every other in an operation. Words up to kComparedWords must
+// be equal on all ranks; a receiver that sees another call ends the operation and names both.
+struct CallRecord {
+  static constexpr int kComparedWords = 6;
+  static constexpr int kWords = 8;  // stride of a record in tagged words
+
+  uint32_t operation = 0;  // Operation | dtype << 8 | quant << 16 | wire dtype << 24
+  uint32_t hidden = 0;     // elements of a row
+  uint32_t topk = 0;
+  uint32_t num_experts = 0;
+  uint32_t max_tokens = 0;
+  uint32_t scale_bytes = 0;  // of a row
+  uint32_t num_tokens = 0;   // of the sender; the only word that may differ
+
+  EP_HD uint32_t word(int index) const {
+    const uint32_t words[kWords] = {operation,  hidden,      topk,       num_experts,
+                                    max_tokens, scale_bytes, num_tokens, 0};
+    return words[index];
+  }
+  EP_HD void set_word(int index, uint32_t value) {
+    uint32_t* const words[] = {&operation, &hidden, &topk, &num_experts, &max_tokens, &scale_bytes, &num_tokens};
+    if (index < 7) *words[index] = value;
+  }
+};
+
+enum class Operation : int { kDispatch = 1, kCombine = 2, kCombineWeighted = 3, kCombineWeights = 4 };
+
+EP_HD uint32_t pack_operation(Operation operation, DType dtype, Quant quant, DType wire_dtype) {
+  return static_cast<uint32_t>(operation) | static_cast<uint32_t>(dtype) << 8 | static_cast<uint32_t>(quant) << 16 |
+         static_cast<uint32_t>(wire_dtype) << 24;
+}
+
+// ---- Expert ids travel as local ids of the destination, 8 bits each where they fit.
+struct IdFormat {
+  int bits = 8;
+  int topk = 1;
+
+  EP_HD static IdFormat make(int local_experts, int topk) { return IdFormat{local_experts <= 254 ? 8 : 16, topk}; }
+  EP_HD uint32_t none() const { return bits == 8 ? 0xFFu : 0xFFFFu; }
+  EP_HD int per_word() const { return 32 / bits; }
+  // Tagged words of a token, even, so that pairs are read with one 16-byte load.
+  EP_HD int words() const { return align_up(ceil_div(topk, per_word()), 2); }
+  EP_HD uint32_t get(uint32_t word, int index_in_word) const { return word >> (index_in_word * bits) & none(); }
+};
+
+}  // namespace ep

@@ -1,0 +1,28 @@
+#include "runtime/agreement.h"
+
+#include "base/check.h"
+
+namespace ep {
+namespace {
+
+std::string value_in(const std::string& line) { return line.substr(line.find('=') + 1); }
+
+void compare(int rank, const std::string& mine, int other_rank, const std::string& theirs) {
+  std::istringstream my_lines(mine), their_lines(theirs);
+  std::string my_line, their_line;
+  while (std::getline(my_lines, my_line)) {
+    if (!std::getline(their_lines, their_line)) their_line = "=nothing";
+    if (my_line == their_line) continue;
+    raise(ErrorKind::kMismatch, "the ranks disagree about ", my_line.substr(0, my_line.find('=')), ": rank ", rank,
+          " has ", value_in(my_line), ", rank ", other_rank, " has ", value_in(their_line));
+  }
+}
+
+}  // namespace
+
+void Agreement::check(Bootstrap& bootstrap) const {
+  const auto all = bootstrap.allgather(text_.str());
+  for (size_t r = 0; r < all.size(); r++) compare(bootstrap.rank(), text_.str(), static_cast<int>(r), all[r]);
+}
+
+}  // namespace ep

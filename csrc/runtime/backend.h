@@ -1,0 +1,38 @@
+// What runs operations: the CPU backend, or CUDA's. A group owns one and has checked every argument before it calls.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/params.h"
+#include "runtime/state.h"
+
+namespace ep {
+
+// Bytes and rows that left for each rank since the group was made (CPU backend; empty otherwise).
+struct WireBytes {
+  std::vector<uint64_t> rows, row_bytes, other_bytes;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const char* name() const = 0;
+
+  // `stream`: a cudaStream_t; ignored by the CPU backend, which is done when the call returns.
+  virtual void dispatch(const LlDispatchParams& params, void* stream) = 0;
+  virtual void combine(const LlCombineParams& params, void* stream) = 0;
+  virtual void combine_weights(const LlCombineWeightsParams& params, void* stream) = 0;
+
+  // How the buffer failed, if it did: asked at every call, hence no call of CUDA.
+  virtual Failure failure() const = 0;
+  // What the device has found so far. `take_invalid_ids` forgets them.
+  virtual Report report(bool take_invalid_ids) = 0;
+  virtual void set_timeout(double seconds) = 0;
+  virtual WireBytes wire_bytes() const { return {}; }
+  // Gives up: no peer is waited for. Nothing but the destructor may follow.
+  virtual void abort() = 0;
+};
+
+}  // namespace ep

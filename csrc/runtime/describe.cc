@@ -1,0 +1,60 @@
+#include <string>
+
+#include "base/check.h"
+#include "runtime/group.h"
+
+namespace ep {
+namespace {
+
+const char* name_of(Operation operation) {
+  switch (operation) {
+    case Operation::kDispatch: return "dispatch";
+    case Operation::kCombine: return "combine";
+    case Operation::kCombineWeighted: return "combine with weights of the home rank";
+    case Operation::kCombineWeights: return "combine of weights";
+  }
+  return "unknown operation";
+}
+
+template <class Enum>
+Enum field(const CallRecord& call, int shift, int max) {
+  const int value = static_cast<int>(call.operation >> shift & 0xFF);
+  return static_cast<Enum>(value > max ? max : value);
+}
+
+std::string missing_ranks(uint64_t missing) {
+  std::string text;
+  for (int r = 0; r < 64; r++) {
+    if (missing >> r & 1) text += concat(text.empty() ? "" : ", ", r);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string describe(const CallRecord& call) {
+  const auto operation = static_cast<Operation>(call.operation & 0xFF);
+  std::string text = concat(name_of(operation), "(", name_of(field<DType>(call, 8, 7)), ", hidden ", call.hidden,
+                            ", top-", call.topk, ", ", call.num_experts, " experts, max_tokens ", call.max_tokens);
+  if (operation == Operation::kDispatch) {
+    text += concat(", quant ", name_of(field<Quant>(call, 16, 3)), ", ", call.scale_bytes, " bytes of scales a row");
+  } else {
+    text += concat(", wire ", name_of(field<DType>(call, 24, 7)));
+  }
+  return text + ")";
+}
+
+std::string describe(const Failure& failure, int rank, double timeout_seconds) {
+  const char* kind = failure.kind == Kind::kDispatch ? "dispatch" : "combine";
+  if (failure.code == Failure::kOtherCall) {
+    return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
+                  describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs));
+  }
+  std::string text = concat("rank ", rank, " waited ", timeout_seconds, " s for the ", name_of(failure.phase),
+                            " of rank ", failure.peer, " in ", kind, " ", failure.epoch, " (expected ",
+                            failure.expected, ", saw ", failure.seen, ")");
+  if (failure.missing != 0) text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));
+  return text;
+}
+
+}  // namespace ep

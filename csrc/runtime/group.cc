@@ -1,0 +1,179 @@
+#include "runtime/group.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/testing.h"
+#include "runtime/agreement.h"
+
+namespace ep {
+namespace {
+
+constexpr const char* kVersion = "0.1.0";
+constexpr int kWireVersion = 1;     // changes with the bytes that ranks exchange
+constexpr int kMaxRowBytes = 65536;
+
+void check_row_bytes(int64_t bytes, const char* what) {
+  EP_CHECK(bytes > 0 && bytes % 16 == 0 && bytes <= kMaxRowBytes, what, " of ", bytes,
+           " bytes: must be a multiple of 16 and at most ", kMaxRowBytes);
+}
+
+void check_tokens(int num_tokens, const Shape& shape) {
+  EP_CHECK(num_tokens >= 0 && num_tokens <= shape.max_tokens, num_tokens, " tokens, but max_tokens is ",
+           shape.max_tokens);
+}
+
+void check_output(const OutputShape& output) {
+  EP_CHECK(output.capacity >= 0, "capacity is ", output.capacity, ", must not be negative");
+  EP_CHECK(output.alignment >= 1, "expert_alignment is ", output.alignment, ", must be at least 1");
+  EP_CHECK(output.rows() <= INT32_MAX, "the output would have ", output.rows(), " rows, at most ", INT32_MAX);
+}
+
+}  // namespace
+
+LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_bytes) {
+  // Opaque rows carry keys: reserve for them, so that any payload of the given bytes fits.
+  const RowFormat dispatch{align_up(dispatch_row_bytes, 16), 0, true};
+  const RowFormat combine{align_up(combine_row_bytes, 16), 0, false};
+  LlSizes sizes;
+  sizes.tagged_bytes = LlLayout::tagged_bytes(shape);
+  sizes.row_bytes[0] = LlLayout::row_bytes(shape, dispatch.stride());
+  sizes.row_bytes[1] = LlLayout::row_bytes(shape, combine.stride());
+  return sizes;
+}
+
+LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes) {
+  // Records and signals first; then a sixteenth for the tagged words of both kinds, the rest for rows, half each.
+  const uint64_t fixed = LlWindow::make(num_ranks, {}).bytes;
+  EP_CHECK(window_bytes >= fixed + 65536, "a window of ", window_bytes, " bytes is too small for ", num_ranks,
+           " ranks: at least ", fixed + 65536);
+  const uint64_t bank = (window_bytes - fixed - 8192) / kNumBanks;
+  LlSizes sizes;
+  sizes.tagged_bytes = bank / 32 / 128 * 128;
+  sizes.row_bytes[0] = sizes.row_bytes[1] = (bank - 2 * sizes.tagged_bytes) / 2 / 128 * 128;
+  return sizes;
+}
+
+Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend)
+    : rank_(bootstrap.rank()), config_(config) {
+  EP_CHECK(config.timeout_seconds > 0, "timeout is ", config.timeout_seconds, " s, must be positive");
+  Agreement agreement;
+  agreement.add("the library's version", kVersion);
+  agreement.add("the wire format", kWireVersion);
+  agreement.add("the number of ranks", bootstrap.num_ranks());
+  agreement.add("the kind of device", config.device_kind());
+  agreement.add("the domain size", config.domain_size);
+  agreement.add("the bytes of routing in a bank", config.sizes.tagged_bytes);
+  agreement.add("the bytes of dispatched rows in a bank", config.sizes.row_bytes[0]);
+  agreement.add("the bytes of combined rows in a bank", config.sizes.row_bytes[1]);
+  agreement.check(bootstrap);
+  topology_ = Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
+  window_ = LlWindow::make(topology_.num_ranks, config.sizes);
+  backend_ = make_backend(bootstrap, topology_, window_, config_);
+}
+
+Group::~Group() { destroy(); }
+
+void Group::destroy() {
+  if (backend_ && backend_->failure().code != Failure::kNone) backend_->abort();
+  backend_.reset();
+}
+
+void Group::set_timeout(double seconds) {
+  EP_CHECK(seconds > 0, "timeout is ", seconds, " s, must be positive");
+  require_usable();
+  config_.timeout_seconds = seconds;
+  backend_->set_timeout(seconds);
+}
+
+void Group::require_usable() {
+  EP_CHECK_USAGE(backend_ != nullptr, "the buffer was destroyed");
+  const Failure failure = backend_->failure();
+  if (failure.code == Failure::kNone) return;
+  raise(failure.code == Failure::kOtherCall ? ErrorKind::kMismatch : ErrorKind::kTimeout, "the buffer has failed: ",
+        describe(failure, rank_, config_.timeout_seconds), "; destroy it and make a new one");
+}
+
+void Group::check() {
+  require_usable();
+  const InvalidIds ids = backend_->report(true).invalid_ids;
+  EP_CHECK(ids.count == 0, ids.count, " expert ids out of range since the last check, the first is ", ids.value,
+           " at token ", ids.token, ", k ", ids.k, "; they were taken as -1");
+}
+
+void Group::open_half(Kind kind, Half half, const char* call) {
+  bool& is_open = has_unreceived_send_[static_cast<int>(kind)];
+  if (half == Half::kReceive) {
+    EP_CHECK_USAGE(is_open, call, ": nothing was sent that could be received");
+  } else if (!testing::has_bug(testing::Bug::kSecondSend)) {
+    EP_CHECK_USAGE(!is_open, call, " ", num_calls_[static_cast<int>(kind)],
+                   " was sent and has not been received; receive it before the next ", call);
+  }
+  if (half != Half::kReceive) num_calls_[static_cast<int>(kind)]++;
+  is_open = half == Half::kSend;
+}
+
+void Group::dispatch(LlDispatchParams& p, void* stream) {
+  require_usable();
+  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
+  check_tokens(p.num_tokens, p.shape);
+  check_output(p.output);
+  const bool quantises = p.quant != Quant::kNone;
+  if (quantises) {
+    EP_CHECK(p.dtype == DType::kBF16 || p.dtype == DType::kF16, "quant ", name_of(p.quant), " of ", name_of(p.dtype),
+             ": only bf16 and fp16 are quantised");
+    EP_CHECK(p.scales.data == nullptr, "scales given together with quant ", name_of(p.quant));
+  }
+  check_row_bytes(static_cast<int64_t>(p.hidden) * (quantises ? 1 : size_of(p.dtype)), "a row");
+  p.row.payload_bytes = p.hidden * (quantises ? 1 : size_of(p.dtype));
+  p.row.scale_bytes = p.out_scales.count * p.out_scales.element_bytes;
+  p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
+  p.layout = LlLayout::make(window_, Kind::kDispatch, p.shape, p.row);
+  p.call.operation = pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype);
+  p.call.hidden = p.hidden;
+  p.call.topk = p.shape.topk;
+  p.call.num_experts = p.shape.num_experts;
+  p.call.max_tokens = p.shape.max_tokens;
+  p.call.scale_bytes = p.row.scale_bytes;
+  p.call.num_tokens = p.num_tokens;
+  open_half(Kind::kDispatch, p.half, "dispatch");
+  backend_->dispatch(p, stream);
+}
+
+void Group::combine(LlCombineParams& p, void* stream) {
+  require_usable();
+  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
+  check_tokens(p.num_tokens, p.shape);
+  EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ",
+           name_of(p.dtype), " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
+           " wire: all three must be bf16, fp16 or fp32");
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
+  EP_CHECK(p.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
+           name_of(p.output.layout), " are already weighted by the caller");
+  EP_CHECK((p.bias[0] == nullptr && p.bias[1] == nullptr) || p.output.layout == OutputLayout::kFlat,
+           "biases go with layout flat, not with ", name_of(p.output.layout));
+  p.domain_size = topology_.domain_size;
+  p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
+  p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, p.row);
+  const Operation operation = p.weighting == Weighting::kHome ? Operation::kCombineWeighted : Operation::kCombine;
+  p.call = CallRecord{pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), static_cast<uint32_t>(p.hidden),
+                      static_cast<uint32_t>(p.shape.topk), static_cast<uint32_t>(p.shape.num_experts),
+                      static_cast<uint32_t>(p.shape.max_tokens), 0, static_cast<uint32_t>(p.num_tokens)};
+  open_half(Kind::kCombine, p.half, "combine");
+  backend_->combine(p, stream);
+}
+
+void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
+  require_usable();
+  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
+  check_tokens(p.num_tokens, p.shape);
+  p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, RowFormat{});
+  p.call = CallRecord{pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0,
+                      static_cast<uint32_t>(p.shape.topk), static_cast<uint32_t>(p.shape.num_experts),
+                      static_cast<uint32_t>(p.shape.max_tokens), 0, static_cast<uint32_t>(p.num_tokens)};
+  open_half(Kind::kCombine, Half::kBoth, "combine");
+  backend_->combine_weights(p, stream);
+}
+
+}  // namespace ep

@@ -1,0 +1,76 @@
+// A group: one rank's part of a buffer. It agrees with the others when it is made, checks every call with the values in
+// the text, and remembers which half of an operation is open.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "runtime/backend.h"
+#include "transport/transport.h"
+
+namespace ep {
+
+struct GroupConfig {
+  int domain_size = 0;  // 0: the whole world
+  LlSizes sizes;
+  double timeout_seconds = 100;
+  uint64_t network_seed = 0;
+  bool raise_on_overflow = false;
+  int device_index = -1;  // CUDA device; -1: the CPU
+  const char* device_kind() const { return device_index < 0 ? "cpu" : "cuda"; }
+};
+
+// Bytes of a bank for operations up to these sizes.
+LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_bytes);
+// Splits `window_bytes` for shapes that are not known yet.
+LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes);
+
+class Group {
+ public:
+  using BackendFactory =
+      std::unique_ptr<Backend> (*)(Bootstrap&, const Topology&, const LlWindow&, const GroupConfig&);
+
+  // Collective. Throws kMismatch with both ranks' values when the ranks disagree.
+  Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return rank_; }
+  int num_ranks() const { return topology_.num_ranks; }
+  const Topology& topology() const { return topology_; }
+  const LlWindow& window() const { return window_; }
+  const GroupConfig& config() const { return config_; }
+  const Backend& backend() const { return *backend_; }
+
+  // Fill in what follows from the rest (layout, row format, call record), check, run.
+  void dispatch(LlDispatchParams& params, void* stream);
+  void combine(LlCombineParams& params, void* stream);
+  void combine_weights(LlCombineWeightsParams& params, void* stream);
+
+  // Throws what the device has found: a failure of the buffer (again at every call), ids out of range (once).
+  void check();
+  // Throws if the buffer has failed or was destroyed.
+  void require_usable();
+  Report report() { return backend_ ? backend_->report(false) : Report{}; }
+  void set_timeout(double seconds);
+  bool is_destroyed() const { return backend_ == nullptr; }
+  void destroy();
+
+ private:
+  void open_half(Kind kind, Half half, const char* call);
+
+  int rank_;
+  Topology topology_;
+  GroupConfig config_;
+  LlWindow window_;
+  std::unique_ptr<Backend> backend_;
+  bool has_unreceived_send_[kNumKinds] = {false, false};
+  uint64_t num_calls_[kNumKinds] = {0, 0};
+};
+
+// The sentence that tells what ended a buffer.
+std::string describe(const Failure& failure, int rank, double timeout_seconds);
+std::string describe(const CallRecord& call);
+
+}  // namespace ep

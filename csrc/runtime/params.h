@@ -1,0 +1,110 @@
+// One struct an operation: everything a backend needs to run it. Pointers are to memory of the backend's device.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/dtype.h"
+#include "layout/ll_layout.h"
+#include "layout/outputs.h"
+#include "layout/shape.h"
+#include "layout/wire.h"
+
+namespace ep {
+
+// Both halves at once, or one of them; a staged operation runs its caller's work between the two.
+enum class Half : int { kBoth = 0, kSend = 1, kReceive = 2 };
+EP_HD bool sends(Half half) { return half != Half::kReceive; }
+EP_HD bool receives(Half half) { return half != Half::kSend; }
+
+// A handle's parts in its int32 tensor.
+struct HandlePtrs {
+  int32_t* tokens = nullptr;   // [R]
+  int32_t* ids = nullptr;      // [T, K], ids out of range replaced by -1
+  int32_t* rows = nullptr;     // [R, M, map_k]
+  float* weights = nullptr;    // [R, M, map_k]
+
+  static HandlePtrs of(int32_t* base, const HandleShape& shape) {
+    return {base, base + shape.ids_at(), base + shape.map_at(), reinterpret_cast<float*>(base + shape.weights_at())};
+  }
+};
+
+// Caller's scales [T, S] of any strides (in elements), or the output's.
+struct Scales {
+  void* data = nullptr;
+  int64_t row_stride = 0, group_stride = 0;
+  int count = 0;         // S
+  int element_bytes = 4;
+};
+
+struct LlDispatchParams {
+  Shape shape;
+  LlLayout layout;
+  RowFormat row;
+  CallRecord call;
+  Half half = Half::kBoth;
+  Quant quant = Quant::kNone;
+  DType dtype = DType::kBF16;  // of x
+  int hidden = 0;              // elements of a row of x
+
+  // In: read by the sending half only.
+  const void* x = nullptr;  // [T, H]
+  Scales scales;            // given by the caller; data null if none
+  const void* topk_idx = nullptr;
+  bool is_idx64 = true;
+  const float* topk_weights = nullptr;  // [T, K], null: ones
+  int num_tokens = 0;
+
+  // Out: written by the receiving half, but for the handle's ids.
+  OutputShape output;
+  bool zero_padding = false;
+  void* out_x = nullptr;             // [rows, payload bytes]
+  Scales out_scales;
+  int32_t* info = nullptr;           // OutputShape
+  int32_t* row_expert = nullptr;     // packed: [rows]
+  void* out_topk_idx = nullptr;      // rank layouts: [rows, K], of the type of topk_idx
+  float* out_weights = nullptr;      // [rows] or [rows, K]
+  HandlePtrs handle;
+  int num_sms = 0;  // 0: the plan's choice
+};
+
+// How expert rows are weighted on their way home.
+enum class Weighting : int { kNone = 0, kDispatch = 1, kHome = 2 };
+
+struct LlCombineParams {
+  Shape shape;
+  LlLayout layout;
+  RowFormat row;  // of a partial sum
+  CallRecord call;
+  Half half = Half::kBoth;
+  DType dtype = DType::kBF16;  // of rows
+  DType wire_dtype = DType::kBF16;
+  DType out_dtype = DType::kBF16;
+  int hidden = 0;
+  int domain_size = 1;  // the order of the sum: ranks of a domain, then domains
+
+  const void* rows = nullptr;  // [output.rows(), H]
+  OutputShape output;
+  HandlePtrs handle;  // of the dispatch
+  Weighting weighting = Weighting::kNone;
+  const float* home_weights = nullptr;   // kHome: [T, K]
+  const void* home_topk_idx = nullptr;   // kHome: optional [T, K], -1 skips
+  bool is_idx64 = true;
+  const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
+  int num_tokens = 0;
+  void* out = nullptr;  // [T, H]
+  int num_sms = 0;
+};
+
+// Scalars instead of rows: the value of each expert row goes to the token's home.
+struct LlCombineWeightsParams {
+  Shape shape;
+  LlLayout layout;
+  CallRecord call;
+  OutputShape output;
+  HandlePtrs handle;
+  const float* values = nullptr;  // [rows] or [rows, K]
+  int num_tokens = 0;
+  float* out = nullptr;  // [T, K]
+};
+
+}  // namespace ep

@@ -1,0 +1,148 @@
+// The extension module nccl_ep._C: groups for buffer.py, and by being loaded, the ops of ops.cc.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "api/factory.h"
+#include "base/check.h"
+#include "torch/registry.h"
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+// A rendezvous that Python provides: bytes of this rank in, bytes of all ranks out.
+class PythonBootstrap : public Bootstrap {
+ public:
+  PythonBootstrap(int rank, int num_ranks, py::function allgather)
+      : rank_(rank), num_ranks_(num_ranks), allgather_(std::move(allgather)) {}
+  int rank() const override { return rank_; }
+  int num_ranks() const override { return num_ranks_; }
+  std::vector<std::string> allgather(std::string_view mine) override {
+    py::gil_scoped_acquire gil;
+    std::vector<std::string> all;
+    for (py::handle item : allgather_(py::bytes(mine.data(), mine.size()))) all.push_back(item.cast<std::string>());
+    if (all.size() != static_cast<size_t>(num_ranks_)) {
+      raise(ErrorKind::kMismatch, "the group has ", num_ranks_, " ranks, but ", all.size(), " answered");
+    }
+    return all;
+  }
+
+ private:
+  int rank_, num_ranks_;
+  py::function allgather_;
+};
+
+// A group under the name by which ops find it.
+class NamedGroup {
+ public:
+  NamedGroup(std::string name, int rank, int num_ranks, py::function allgather, const GroupConfig& config)
+      : name_(std::move(name)) {
+    PythonBootstrap bootstrap(rank, num_ranks, std::move(allgather));
+    py::gil_scoped_release no_gil;
+    group_ = make_group(bootstrap, config);
+    register_group(name_, group_);
+  }
+  ~NamedGroup() { destroy(); }
+  void destroy() {
+    py::gil_scoped_release no_gil;
+    unregister_group(name_);
+    group_->destroy();
+  }
+  Group& group() { return *group_; }
+
+ private:
+  std::string name_;
+  std::shared_ptr<Group> group_;
+};
+
+GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes, uint64_t dispatch_row_bytes,
+                        uint64_t combine_row_bytes, double timeout_seconds, uint64_t network_seed) {
+  GroupConfig config;
+  config.device_index = device_index;
+  config.domain_size = domain_size;
+  config.sizes.tagged_bytes = tagged_bytes;
+  config.sizes.row_bytes[0] = dispatch_row_bytes;
+  config.sizes.row_bytes[1] = combine_row_bytes;
+  config.timeout_seconds = timeout_seconds;
+  config.network_seed = network_seed;
+  return config;
+}
+
+py::tuple as_tuple(const LlSizes& sizes) {
+  return py::make_tuple(sizes.tagged_bytes, sizes.row_bytes[0], sizes.row_bytes[1]);
+}
+
+py::dict stats(Group& group) {
+  py::dict result;
+  const Report report = group.report();
+  result["dispatches"] = report.epochs[0];
+  result["combines"] = report.epochs[1];
+  result["dropped_rows"] = report.dropped_rows;
+  result["window_bytes"] = group.window().bytes;
+  if (!group.is_destroyed()) result["backend"] = group.backend().name();
+  return result;
+}
+
+py::dict wire_bytes(Group& group) {
+  py::dict result;
+  if (group.is_destroyed()) return result;
+  const WireBytes bytes = group.backend().wire_bytes();
+  result["rows_count"] = bytes.rows;
+  result["rows"] = bytes.row_bytes;
+  result["other"] = bytes.other_bytes;
+  return result;
+}
+
+// Python's exceptions for the library's errors are classes of nccl_ep/errors.py.
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kInvalidArgument) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+      return;
+    }
+    const char* name = error.kind() == ErrorKind::kTimeout    ? "TimeoutError"
+                       : error.kind() == ErrorKind::kMismatch ? "MismatchError"
+                       : error.kind() == ErrorKind::kSystem   ? "SystemError"
+                                                              : "UsageError";
+    const py::object type = py::module_::import("nccl_ep.errors").attr(name);
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+}  // namespace
+}  // namespace ep
+
+PYBIND11_MODULE(_C, m) {
+  using namespace ep;
+  py::register_exception_translator(&translate);
+  m.def("has_cuda", &has_cuda_backend, "Whether this build holds the CUDA backend.");
+  m.def(
+      "sizes_for",
+      [](int num_ranks, int num_experts, int topk, int max_tokens, int dispatch_row_bytes, int combine_row_bytes) {
+        return as_tuple(sizes_for(Shape::make(num_ranks, num_experts, topk, max_tokens), dispatch_row_bytes,
+                                  combine_row_bytes));
+      },
+      "Bytes of routing, dispatched rows and combined rows in one bank.");
+  m.def(
+      "sizes_for_window",
+      [](int num_ranks, uint64_t window_bytes) { return as_tuple(sizes_for_window(num_ranks, window_bytes)); },
+      "The same for a window of the given bytes.");
+  py::class_<GroupConfig>(m, "GroupConfig")
+      .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
+           py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
+           py::arg("timeout_seconds"), py::arg("network_seed"));
+  py::class_<NamedGroup>(m, "Group")
+      .def(py::init<std::string, int, int, py::function, const GroupConfig&>(), py::arg("name"), py::arg("rank"),
+           py::arg("num_ranks"), py::arg("allgather"), py::arg("config"))
+      .def("check", [](NamedGroup& self) { self.group().check(); })
+      .def("require_usable", [](NamedGroup& self) { self.group().require_usable(); })
+      .def("set_timeout", [](NamedGroup& self, double seconds) { self.group().set_timeout(seconds); })
+      .def("domain_size", [](NamedGroup& self) { return self.group().topology().domain_size; })
+      .def("stats", [](NamedGroup& self) { return stats(self.group()); })
+      .def("wire_bytes", [](NamedGroup& self) { return wire_bytes(self.group()); })
+      .def("destroy", &NamedGroup::destroy);
+}

@@ -1,0 +1,316 @@
+// The ops under torch.ops.nccl_ep: one schema, served by the backend of the buffer that is named. Only tensors, numbers
+// and that name cross. `seq` is a tensor of the buffer that every op claims to change, so that a compiler neither drops,
+// merges nor reorders communication. docs/architecture.md lists the ops; nccl_ep/ops.py has their fakes.
+#include <torch/library.h>
+
+#include "base/check.h"
+#include "torch/device.h"
+#include "torch/registry.h"
+#include "torch/spec.h"
+
+namespace ep {
+namespace {
+
+using at::Tensor;
+
+// Errors of the library as torch's, which Python sees as ValueError and RuntimeError.
+template <class Body>
+auto guarded(Body body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kInvalidArgument) TORCH_CHECK_VALUE(false, error.what());
+    TORCH_CHECK(false, error.what());
+  }
+}
+
+// ---- dispatch
+
+DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
+                             const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec,
+                             Half half, const DispatchTensors* given) {
+  const auto group = find_group(buffer);
+  const at::Device device = device_of(*group);
+  const RowSpec row = check_inputs(x, x_scales, topk_idx, topk_weights, device);
+  const OutputShape output = output_shape(group->num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout,
+                                          spec.capacity, spec.alignment);
+  if (given != nullptr) check_outputs(*given, row, spec, output, device);
+  DispatchTensors tensors;
+  if (given != nullptr) {
+    tensors = *given;
+  } else {
+    if (half == Half::kBoth) tensors = allocate_outputs(row, spec, output, device);
+    tensors.handle = allocate_handle(row, output, device);
+  }
+  LlDispatchParams params = dispatch_params(row, spec, output, tensors.handle);
+  params.half = half;
+  set_inputs(params, x, x_scales, topk_idx, topk_weights);
+  if (half == Half::kBoth) set_outputs(params, tensors);
+  group->dispatch(params, current_stream(device));
+  return tensors;
+}
+
+#define EP_DISPATCH_CONFIG                                                                                           \
+  int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity, int64_t alignment, int64_t quant,       \
+      bool zero_padding, int64_t num_sms
+#define EP_DISPATCH_SPEC \
+  DispatchSpec { num_experts, max_tokens, layout, capacity, alignment, quant, zero_padding, num_sms }
+
+using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+DispatchResult ll_dispatch(std::string_view buffer, Tensor, const Tensor& x, const OptionalTensor& x_scales,
+                           const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
+  return guarded([&] {
+    auto t = run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, nullptr);
+    return DispatchResult{t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info, t.handle};
+  });
+}
+
+void ll_dispatch_out(std::string_view buffer, Tensor, const Tensor& x, const OptionalTensor& x_scales,
+                     const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG, Tensor out_x,
+                     Tensor out_scales, Tensor out_weights, Tensor out_topk_idx, Tensor out_row_expert, Tensor out_info,
+                     Tensor handle) {
+  guarded([&] {
+    const DispatchTensors given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
+    run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, &given);
+  });
+}
+
+Tensor ll_dispatch_send(std::string_view buffer, Tensor, const Tensor& x, const OptionalTensor& x_scales,
+                        const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
+  return guarded([&] {
+    return run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kSend, nullptr).handle;
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
+    std::string_view buffer, Tensor, Tensor handle, at::ScalarType dtype, int64_t hidden, int64_t num_scales,
+    at::ScalarType scale_dtype, int64_t num_tokens, int64_t topk, bool is_idx64, EP_DISPATCH_CONFIG) {
+  return guarded([&] {
+    const auto group = find_group(buffer);
+    const at::Device device = device_of(*group);
+    const DispatchSpec spec = EP_DISPATCH_SPEC;
+    const RowSpec row{dtype, hidden, num_scales, scale_dtype, num_tokens, topk, is_idx64};
+    const OutputShape output =
+        output_shape(group->num_ranks(), num_experts, max_tokens, topk, layout, capacity, alignment);
+    check_tensor(handle, "handle", at::kInt, {handle_shape(output, num_tokens).size()}, device);
+    const DispatchTensors t = allocate_outputs(row, spec, output, device);
+    LlDispatchParams params = dispatch_params(row, spec, output, handle);
+    params.half = Half::kReceive;
+    set_outputs(params, t);
+    group->dispatch(params, current_stream(device));
+    return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
+  });
+}
+
+// ---- combine
+
+// What the handle's tensor cannot tell by itself.
+struct HandleSpec {
+  int64_t num_tokens, topk, num_experts, max_tokens, layout, capacity;
+};
+
+#define EP_HANDLE_ARGS \
+  int64_t num_tokens, int64_t topk, int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity
+#define EP_HANDLE_SPEC \
+  HandleSpec { num_tokens, topk, num_experts, max_tokens, layout, capacity }
+
+OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor& handle, const at::Device& device,
+                        Shape& shape, HandlePtrs& pointers) {
+  const OutputShape output = output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout,
+                                          spec.capacity, 1);
+  const HandleShape handle_sizes = handle_shape(output, spec.num_tokens);
+  check_tensor(handle, "handle", at::kInt, {handle_sizes.size()}, device);
+  shape = {output.num_ranks, static_cast<int>(spec.num_experts), output.topk, output.max_tokens};
+  pointers = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_sizes);
+  return output;
+}
+
+std::vector<int64_t> rows_shape(const OutputShape& output, int64_t last) {
+  if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity, last};
+  if (output.layout == OutputLayout::kRankMajor) return {output.num_ranks, output.max_tokens, last};
+  return {output.capacity, last};
+}
+
+struct CombineArgs {
+  std::optional<Tensor> rows;
+  OptionalTensor weights, topk_idx;
+  std::vector<Tensor> biases;
+  int64_t hidden, weighting;
+  at::ScalarType rows_dtype, out_dtype, wire_dtype;
+  int64_t num_sms;
+};
+
+void set_weights(LlCombineParams& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
+  EP_CHECK(args.weights.has_value() == (p.weighting == Weighting::kHome),
+           "weights of the home rank are given exactly when they are asked for");
+  EP_CHECK(!args.topk_idx || p.weighting == Weighting::kHome, "topk_idx at combine goes with weights of the home rank");
+  if (args.weights) {
+    check_tensor(*args.weights, "weights", at::kFloat, {spec.num_tokens, spec.topk}, device);
+    p.home_weights = args.weights->data_ptr<float>();
+  }
+  if (args.topk_idx) {
+    p.is_idx64 = args.topk_idx->scalar_type() == at::kLong;
+    check_tensor(*args.topk_idx, "topk_idx", p.is_idx64 ? at::kLong : at::kInt, {spec.num_tokens, spec.topk}, device);
+    p.home_topk_idx = args.topk_idx->data_ptr();
+  }
+}
+
+void set_biases(LlCombineParams& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
+  EP_CHECK(args.biases.size() <= 2, args.biases.size(), " biases, at most 2");
+  for (size_t i = 0; i < args.biases.size(); i++) {
+    check_tensor(args.biases[i], "bias", args.out_dtype, {spec.num_tokens, args.hidden}, device);
+    check_aligned(args.biases[i], "bias");
+    p.bias[i] = args.biases[i].data_ptr();
+  }
+}
+
+Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSpec& spec, const CombineArgs& args,
+                   Half half, const Tensor* given) {
+  const auto group = find_group(buffer);
+  const at::Device device = device_of(*group);
+  LlCombineParams p;
+  p.output = take_handle(spec, *group, handle, device, p.shape, p.handle);
+  p.half = half;
+  p.dtype = dtype_of(args.rows_dtype);
+  p.out_dtype = dtype_of(args.out_dtype);
+  p.wire_dtype = dtype_of(args.wire_dtype);
+  p.hidden = static_cast<int>(args.hidden);
+  EP_CHECK(args.weighting >= 0 && args.weighting <= 2, "weighting ", args.weighting, " is unknown");
+  p.weighting = static_cast<Weighting>(args.weighting);
+  p.num_tokens = static_cast<int>(spec.num_tokens);
+  p.num_sms = static_cast<int>(args.num_sms);
+  if (args.rows) {
+    check_tensor(*args.rows, "rows", args.rows_dtype, rows_shape(p.output, args.hidden), device);
+    check_aligned(*args.rows, "rows");
+    p.rows = args.rows->data_ptr();
+  }
+  if (sends(half)) set_weights(p, args, spec, device);
+  set_biases(p, args, spec, device);
+  Tensor out;
+  if (receives(half)) {
+    const std::vector<int64_t> sizes{spec.num_tokens, args.hidden};
+    out = given != nullptr ? *given : at::empty(sizes, at::TensorOptions(device).dtype(args.out_dtype));
+    check_tensor(out, "out", args.out_dtype, sizes, device);
+    check_aligned(out, "out");
+    p.out = out.data_ptr();
+  }
+  group->combine(p, current_stream(device));
+  return out;
+}
+
+CombineArgs combine_args(const Tensor& rows, const OptionalTensor& weights, const OptionalTensor& topk_idx,
+                         at::TensorList biases, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype,
+                         int64_t num_sms) {
+  EP_CHECK(rows.dim() >= 2, "rows have ", rows.dim(), " dimensions, must be shaped as dispatch's output");
+  return {rows,       weights, topk_idx, biases.vec(), rows.size(-1), weighting, rows.scalar_type(), out_dtype,
+          wire_dtype, num_sms};
+}
+
+#define EP_COMBINE_ARGS                                                                                             \
+  const Tensor &rows, const Tensor &handle, const OptionalTensor &weights, const OptionalTensor &topk_idx,          \
+      at::TensorList biases, EP_HANDLE_ARGS, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype, \
+      int64_t num_sms
+
+Tensor ll_combine(std::string_view buffer, Tensor, EP_COMBINE_ARGS) {
+  return guarded([&] {
+    return run_combine(buffer, handle, EP_HANDLE_SPEC,
+                       combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms),
+                       Half::kBoth, nullptr);
+  });
+}
+
+void ll_combine_out(std::string_view buffer, Tensor, EP_COMBINE_ARGS, Tensor out) {
+  guarded([&] {
+    run_combine(buffer, handle, EP_HANDLE_SPEC,
+                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Half::kBoth,
+                &out);
+  });
+}
+
+void ll_combine_send(std::string_view buffer, Tensor, EP_COMBINE_ARGS) {
+  guarded([&] {
+    run_combine(buffer, handle, EP_HANDLE_SPEC,
+                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Half::kSend,
+                nullptr);
+  });
+}
+
+Tensor ll_combine_recv(std::string_view buffer, Tensor, const Tensor& handle, at::TensorList biases,
+                       at::ScalarType rows_dtype, int64_t hidden, EP_HANDLE_ARGS, int64_t weighting,
+                       at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms) {
+  return guarded([&] {
+    const CombineArgs args{{},        {},        {},         biases.vec(), hidden,
+                           weighting, rows_dtype, out_dtype, wire_dtype,   num_sms};
+    return run_combine(buffer, handle, EP_HANDLE_SPEC, args, Half::kReceive, nullptr);
+  });
+}
+
+Tensor ll_combine_weights(std::string_view buffer, Tensor, const Tensor& values, const Tensor& handle, EP_HANDLE_ARGS) {
+  return guarded([&] {
+    const auto group = find_group(buffer);
+    const at::Device device = device_of(*group);
+    LlCombineWeightsParams p;
+    p.output = take_handle(EP_HANDLE_SPEC, *group, handle, device, p.shape, p.handle);
+    std::vector<int64_t> sizes = rows_shape(p.output, topk);
+    if (has_expert_rows(p.output.layout)) sizes.pop_back();
+    check_tensor(values, "values", at::kFloat, sizes, device);
+    p.values = values.data_ptr<float>();
+    p.num_tokens = static_cast<int>(num_tokens);
+    Tensor out = at::empty({num_tokens, topk}, at::TensorOptions(device).dtype(at::kFloat));
+    p.out = out.data_ptr<float>();
+    group->combine_weights(p, current_stream(device));
+    return out;
+  });
+}
+
+// `seq` is the first mutable argument of all.
+#define EP_DISPATCH_CONFIG_SCHEMA                                                                                    \
+  "int num_experts, int max_tokens, int layout, int capacity, int alignment, int quant, bool zero_padding, int num_sms"
+#define EP_DISPATCH_SCHEMA \
+  "str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, " \
+  EP_DISPATCH_CONFIG_SCHEMA
+#define EP_HANDLE_SCHEMA "int num_tokens, int topk, int num_experts, int max_tokens, int layout, int capacity"
+#define EP_COMBINE_SCHEMA                                                                                          \
+  "str buffer, Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] biases, "     \
+  EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms"
+
+void register_kernels(torch::Library& library) {
+  library.impl("ll_dispatch", &ll_dispatch);
+  library.impl("ll_dispatch_out", &ll_dispatch_out);
+  library.impl("ll_dispatch_send", &ll_dispatch_send);
+  library.impl("ll_dispatch_recv", &ll_dispatch_recv);
+  library.impl("ll_combine", &ll_combine);
+  library.impl("ll_combine_out", &ll_combine_out);
+  library.impl("ll_combine_send", &ll_combine_send);
+  library.impl("ll_combine_recv", &ll_combine_recv);
+  library.impl("ll_combine_weights", &ll_combine_weights);
+}
+
+}  // namespace
+}  // namespace ep
+
+TORCH_LIBRARY(nccl_ep, library) {
+  library.def("ll_dispatch(" EP_DISPATCH_SCHEMA
+              ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info, "
+              "Tensor handle)");
+  library.def("ll_dispatch_out(" EP_DISPATCH_SCHEMA
+              ", Tensor(b!) out_x, Tensor(c!) out_scales, Tensor(d!) out_weights, Tensor(e!) out_topk_idx, "
+              "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) handle) -> ()");
+  library.def("ll_dispatch_send(" EP_DISPATCH_SCHEMA ") -> Tensor handle");
+  library.def(
+      "ll_dispatch_recv(str buffer, Tensor(a!) seq, Tensor(b!) handle, ScalarType dtype, int hidden, int num_scales, "
+      "ScalarType scale_dtype, int num_tokens, int topk, bool is_idx64, " EP_DISPATCH_CONFIG_SCHEMA
+      ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info)");
+  library.def("ll_combine(" EP_COMBINE_SCHEMA ") -> Tensor out");
+  library.def("ll_combine_out(" EP_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
+  library.def("ll_combine_send(" EP_COMBINE_SCHEMA ") -> ()");
+  library.def(
+      "ll_combine_recv(str buffer, Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, int hidden, "
+      EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms) -> Tensor out");
+  library.def("ll_combine_weights(str buffer, Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA
+              ") -> Tensor out");
+}
+
+TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ep::register_kernels(library); }
+TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ep::register_kernels(library); }

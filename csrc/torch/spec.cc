@@ -1,0 +1,206 @@
+#include "torch/spec.h"
+
+#include "base/check.h"
+
+namespace ep {
+namespace {
+
+std::string text(at::IntArrayRef sizes) {
+  std::string result = "[";
+  for (size_t i = 0; i < sizes.size(); i++) result += concat(i == 0 ? "" : ", ", sizes[i]);
+  return result + "]";
+}
+
+int to_int(int64_t value, const char* name) {
+  EP_CHECK(value >= INT32_MIN && value <= INT32_MAX, name, " is ", value, ", beyond 32 bits");
+  return static_cast<int>(value);
+}
+
+int num_quant_scales(Quant quant, int64_t hidden) {
+  const int groups = ceil_div(static_cast<int>(hidden), kQuantGroup);
+  return quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) : groups;
+}
+
+std::vector<int64_t> row_shape(const OutputShape& output, int64_t last) {
+  if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity, last};
+  if (output.layout == OutputLayout::kRankMajor) return {output.num_ranks, output.max_tokens, last};
+  return {output.capacity, last};
+}
+
+// Sizes and types of every output; tensors that a layout has not got are empty.
+struct OutputTypes {
+  std::vector<int64_t> x, scales, weights, topk_idx, row_expert, info;
+  at::ScalarType x_type, scales_type, idx_type;
+};
+
+OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
+  const auto quant = static_cast<Quant>(spec.quant);
+  const bool quantises = quant != Quant::kNone;
+  const int64_t num_scales = quantises ? num_quant_scales(quant, row.hidden) : row.num_scales;
+  OutputTypes types;
+  types.x = row_shape(output, row.hidden);
+  types.x_type = quantises ? at::kFloat8_e4m3fn : row.dtype;
+  types.scales = num_scales > 0 ? row_shape(output, num_scales) : std::vector<int64_t>{0};
+  types.scales_type = !quantises ? row.scale_dtype : quant == Quant::kFp8Ue8m0 ? at::kInt : at::kFloat;
+  types.weights = row_shape(output, row.topk);
+  if (has_expert_rows(output.layout)) types.weights.pop_back();
+  types.topk_idx = has_expert_rows(output.layout) ? std::vector<int64_t>{0} : types.weights;
+  types.idx_type = row.is_idx64 ? at::kLong : at::kInt;
+  types.row_expert = {output.layout == OutputLayout::kPacked ? output.capacity : 0};
+  types.info = {output.info_size()};
+  return types;
+}
+
+template <class T>
+T* data(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.data_ptr());
+}
+
+}  // namespace
+
+DType dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kBFloat16: return DType::kBF16;
+    case at::kHalf: return DType::kF16;
+    case at::kFloat: return DType::kF32;
+    case at::kFloat8_e4m3fn: return DType::kF8E4M3;
+    default: break;
+  }
+  switch (at::elementSize(type)) {
+    case 1: return DType::kOpaque8;
+    case 2: return DType::kOpaque16;
+    case 4: return DType::kOpaque32;
+    case 8: return DType::kOpaque64;
+    default: raise(ErrorKind::kInvalidArgument, "rows of ", at::toString(type), " are not supported");
+  }
+}
+
+OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
+                         int64_t capacity, int64_t alignment) {
+  EP_CHECK(layout >= 0 && layout <= 3, "layout ", layout, " is unknown");
+  const Shape shape = Shape::make(num_ranks, to_int(num_experts, "num_experts"), to_int(topk, "top-k"),
+                                  to_int(max_tokens, "max_tokens"));
+  EP_CHECK(capacity >= 0, "capacity is ", capacity, ", must not be negative");
+  return {static_cast<OutputLayout>(layout), num_ranks, shape.local_experts(), shape.max_tokens, shape.topk, capacity,
+          to_int(alignment, "expert_alignment")};
+}
+
+HandleShape handle_shape(const OutputShape& output, int64_t num_tokens) {
+  return {output.num_ranks, to_int(num_tokens, "number of tokens"), output.max_tokens, output.topk, output.map_k()};
+}
+
+void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
+                  const at::Device& device) {
+  EP_CHECK(tensor.device() == device, name, " is on ", tensor.device().str(), ", the buffer on ", device.str());
+  EP_CHECK(tensor.scalar_type() == dtype, name, " is ", at::toString(tensor.scalar_type()), ", must be ",
+           at::toString(dtype));
+  EP_CHECK(tensor.sizes() == sizes, name, " has shape ", text(tensor.sizes()), ", must be ", text(sizes));
+  EP_CHECK(tensor.is_contiguous(), name, " of shape ", text(tensor.sizes()), " and strides ", text(tensor.strides()),
+           " is not contiguous");
+}
+
+void check_aligned(const at::Tensor& tensor, const char* name) {
+  EP_CHECK(tensor.numel() == 0 || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0, name, " at address ",
+           tensor.data_ptr(), " is not aligned to 16 bytes");
+}
+
+RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                     const OptionalTensor& topk_weights, const at::Device& device) {
+  EP_CHECK(x.dim() == 2, "x has shape ", text(x.sizes()), ", must be [tokens, hidden]");
+  EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0), "topk_idx has shape ", text(topk_idx.sizes()),
+           ", must be [", x.size(0), ", top-k]");
+  const at::ScalarType idx_type = topk_idx.scalar_type();
+  EP_CHECK(idx_type == at::kLong || idx_type == at::kInt, "topk_idx is ", at::toString(idx_type),
+           ", must be int64 or int32");
+  check_tensor(x, "x", x.scalar_type(), x.sizes(), device);
+  check_aligned(x, "x");
+  check_tensor(topk_idx, "topk_idx", idx_type, topk_idx.sizes(), device);
+  if (topk_weights) check_tensor(*topk_weights, "topk_weights", at::kFloat, topk_idx.sizes(), device);
+  RowSpec row{x.scalar_type(), x.size(1), 0, at::kFloat, x.size(0), topk_idx.size(1), idx_type == at::kLong};
+  if (scales) {
+    EP_CHECK(scales->dim() == 2 && scales->size(0) == x.size(0), "scales have shape ", text(scales->sizes()),
+             ", must be [", x.size(0), ", scales of a row]");
+    EP_CHECK(scales->device() == device, "scales are on ", scales->device().str(), ", the buffer on ", device.str());
+    row.num_scales = scales->size(1);
+    row.scale_dtype = scales->scalar_type();
+  }
+  return row;
+}
+
+at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device) {
+  return at::empty({handle_shape(output, row.num_tokens).size()}, at::TensorOptions(device).dtype(at::kInt));
+}
+
+DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                                 const at::Device& device) {
+  const OutputTypes types = output_types(row, spec, output);
+  const auto make = [&](at::IntArrayRef sizes, at::ScalarType type) {
+    return at::empty(sizes, at::TensorOptions(device).dtype(type));
+  };
+  DispatchTensors tensors;
+  tensors.x = make(types.x, types.x_type);
+  tensors.scales = make(types.scales, types.scales_type);
+  tensors.weights = make(types.weights, at::kFloat);
+  tensors.topk_idx = make(types.topk_idx, types.idx_type);
+  tensors.row_expert = make(types.row_expert, at::kInt);
+  tensors.info = make(types.info, at::kInt);
+  return tensors;
+}
+
+void check_outputs(const DispatchTensors& given, const RowSpec& row, const DispatchSpec& spec,
+                   const OutputShape& output, const at::Device& device) {
+  const OutputTypes types = output_types(row, spec, output);
+  check_tensor(given.x, "out_x", types.x_type, types.x, device);
+  check_aligned(given.x, "out_x");
+  check_tensor(given.scales, "out_scales", types.scales_type, types.scales, device);
+  check_tensor(given.weights, "out_weights", at::kFloat, types.weights, device);
+  check_tensor(given.topk_idx, "out_topk_idx", types.idx_type, types.topk_idx, device);
+  check_tensor(given.row_expert, "out_row_expert", at::kInt, types.row_expert, device);
+  check_tensor(given.info, "out_info", at::kInt, types.info, device);
+  check_tensor(given.handle, "handle", at::kInt, {handle_shape(output, row.num_tokens).size()}, device);
+}
+
+LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                                 const at::Tensor& handle) {
+  EP_CHECK(spec.quant >= 0 && spec.quant <= 3, "quant ", spec.quant, " is unknown");
+  LlDispatchParams p;
+  p.shape = {output.num_ranks, to_int(spec.num_experts, "num_experts"), output.topk, output.max_tokens};
+  p.quant = static_cast<Quant>(spec.quant);
+  p.dtype = dtype_of(row.dtype);
+  p.hidden = to_int(row.hidden, "hidden");
+  p.is_idx64 = row.is_idx64;
+  p.num_tokens = to_int(row.num_tokens, "number of tokens");
+  p.output = output;
+  p.zero_padding = spec.zero_padding;
+  p.num_sms = to_int(spec.num_sms, "num_sms");
+  p.handle = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_shape(output, row.num_tokens));
+  // The size of the scales is part of the call, for the sending half too.
+  const bool quantises = p.quant != Quant::kNone;
+  p.out_scales.count = quantises ? num_quant_scales(p.quant, row.hidden) : to_int(row.num_scales, "number of scales");
+  p.out_scales.element_bytes = quantises ? 4 : static_cast<int>(at::elementSize(row.scale_dtype));
+  return p;
+}
+
+void set_inputs(LlDispatchParams& p, const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                const OptionalTensor& topk_weights) {
+  p.x = x.data_ptr();
+  p.topk_idx = topk_idx.data_ptr();
+  if (topk_weights) p.topk_weights = topk_weights->data_ptr<float>();
+  if (scales) {
+    p.scales = {scales->data_ptr(), scales->stride(0), scales->stride(1), to_int(scales->size(1), "number of scales"),
+                static_cast<int>(scales->element_size())};
+  }
+}
+
+void set_outputs(LlDispatchParams& p, const DispatchTensors& tensors) {
+  p.out_x = tensors.x.data_ptr();
+  p.out_scales.data = data<void>(tensors.scales);
+  p.out_scales.row_stride = p.out_scales.count;
+  p.out_scales.group_stride = 1;
+  p.info = tensors.info.data_ptr<int32_t>();
+  p.row_expert = data<int32_t>(tensors.row_expert);
+  p.out_topk_idx = data<void>(tensors.topk_idx);
+  p.out_weights = tensors.weights.data_ptr<float>();
+}
+
+}  // namespace ep

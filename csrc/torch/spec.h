@@ -1,0 +1,62 @@
+// The arguments of the dispatch and combine ops as the library's structs, and the tensors they need.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+#include "runtime/params.h"
+
+namespace ep {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+DType dtype_of(at::ScalarType type);
+
+// What every rank passes alike, and what this rank asks of its outputs.
+struct DispatchSpec {
+  int64_t num_experts, max_tokens, layout, capacity, alignment, quant;
+  bool zero_padding;
+  int64_t num_sms;
+};
+
+// The parts of x that the receiving half must know without x.
+struct RowSpec {
+  at::ScalarType dtype;
+  int64_t hidden;
+  int64_t num_scales;  // given by the caller; 0: none
+  at::ScalarType scale_dtype;
+  int64_t num_tokens, topk;
+  bool is_idx64;
+};
+
+struct DispatchTensors {
+  at::Tensor x, scales, weights, topk_idx, row_expert, info, handle;
+};
+
+OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
+                         int64_t capacity, int64_t alignment);
+HandleShape handle_shape(const OutputShape& output, int64_t num_tokens);
+
+// Refuses tensors that the kernels could not read. `device`: of the group.
+RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                     const OptionalTensor& topk_weights, const at::Device& device);
+void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
+                  const at::Device& device);
+void check_aligned(const at::Tensor& tensor, const char* name);  // to 16 bytes
+
+at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device);
+// All but the handle.
+DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                                 const at::Device& device);
+void check_outputs(const DispatchTensors& given, const RowSpec& row, const DispatchSpec& spec,
+                   const OutputShape& output, const at::Device& device);
+
+// Parameters of the sending half; the outputs are set by set_outputs.
+LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                                 const at::Tensor& handle);
+void set_inputs(LlDispatchParams& params, const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                const OptionalTensor& topk_weights);
+void set_outputs(LlDispatchParams& params, const DispatchTensors& tensors);
+
+}  // namespace ep

@@ -1,0 +1,28 @@
+// Windows in host memory: the heap when all ranks are threads of one process, an anonymous shared file (memfd) when
+// they are processes of one machine. Every rank maps every window; the transport decides who may look.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace ep {
+
+class HostWindows {
+ public:
+  static std::unique_ptr<HostWindows> create(Bootstrap& bootstrap, uint64_t bytes);
+  virtual ~HostWindows() = default;
+
+  int rank() const { return rank_; }
+  uint64_t bytes() const { return bytes_; }
+  char* base(int rank) const { return bases_[rank]; }
+
+ protected:
+  int rank_ = 0;
+  uint64_t bytes_ = 0;
+  std::vector<char*> bases_;
+};
+
+}  // namespace ep

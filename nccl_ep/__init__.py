@@ -1,0 +1,30 @@
+"""Expert-parallel dispatch and combine for PyTorch: tokens to their experts' ranks and back, bit for bit the same."""
+
+import torch  # noqa: F401  (its libraries must be loaded before the extension)
+
+from ._version import __version__
+from .buffer import Buffer
+from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
+from .functional import Pending, combine, combine_send, combine_weights, dispatch, dispatch_send
+from .handle import DispatchOutput, Handle, Layout, Quant
+
+__all__ = [
+    "Buffer",
+    "DispatchOutput",
+    "EpError",
+    "Handle",
+    "Layout",
+    "MismatchError",
+    "OverflowError",
+    "Pending",
+    "Quant",
+    "SystemError",
+    "TimeoutError",
+    "UsageError",
+    "__version__",
+    "combine",
+    "combine_send",
+    "combine_weights",
+    "dispatch",
+    "dispatch_send",
+]

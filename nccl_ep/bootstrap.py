@@ -1,0 +1,111 @@
+"""How ranks find one another before they share memory: small byte strings, gathered within a deadline."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from datetime import timedelta
+from typing import Any, Protocol, runtime_checkable
+
+import torch.distributed as dist
+
+from .errors import TimeoutError
+
+_instances: dict[str, itertools.count[int]] = {}
+
+
+@runtime_checkable
+class Rendezvous(Protocol):
+    """What a buffer needs of a group. Ranks that are threads bring their own (``nccl_ep.testing.ThreadGroup``)."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+        """Bytes of all ranks in rank order. Raises ``nccl_ep.TimeoutError`` after ``timeout`` seconds."""
+        ...
+
+
+class SoloRendezvous:
+    """A world of one rank."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+        return [mine]
+
+
+class ProcessGroupRendezvous:
+    """Ranks of a torch process group, of any backend. Goes through the group's store, which tells who is missing."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        store = dist.distributed_c10d._get_process_group_store(group)
+        # Buffers of one group are made in the same order everywhere, so that the number agrees between the ranks.
+        count = _instances.setdefault(group.group_name, itertools.count())
+        self._store = dist.PrefixStore(f"nccl_ep/{group.group_name}/{next(count)}", store)
+        self._rounds = itertools.count()
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+        prefix = next(self._rounds)
+        self._store.set(f"{prefix}/{self._rank}", mine)
+        deadline = time.monotonic() + timeout
+        texts = []
+        for rank in range(self._size):
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                self._store.wait([f"{prefix}/{rank}"], timedelta(seconds=left))
+            except RuntimeError as error:  # DistStoreError, or a lost connection
+                missing = [r for r in range(self._size) if not self._has(f"{prefix}/{r}")]
+                raise TimeoutError(
+                    f"rank {self._rank} waited {timeout} s for all ranks to make the buffer; "
+                    f"nothing was heard from rank {', '.join(map(str, missing)) or rank}"
+                ) from error
+            texts.append(self._store.get(f"{prefix}/{rank}"))
+        return texts
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            return False
+
+
+class MpiRendezvous:
+    """An mpi4py communicator, which DeepEP's ``comm=`` allows. MPI has no deadline."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def rank(self) -> int:
+        return int(self._comm.Get_rank())
+
+    def size(self) -> int:
+        return int(self._comm.Get_size())
+
+    def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+        return list(self._comm.allgather(mine))
+
+
+def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
+    """The rendezvous of whatever a user calls a group: None, a process group, an MPI communicator, or one of its own."""
+    if group is None and comm is None:
+        return SoloRendezvous()
+    if group is None:
+        return MpiRendezvous(comm)
+    if isinstance(group, dist.ProcessGroup):
+        return ProcessGroupRendezvous(group)
+    if isinstance(group, Rendezvous):
+        return group
+    raise TypeError(
+        f"group is a {type(group).__name__}: must be a torch process group, None, or have rank(), size() and allgather()"
+    )

@@ -1,0 +1,211 @@
+"""A buffer: one rank's window, shared with the other ranks of a group, through which tokens travel."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from typing import Any, ClassVar
+
+import torch
+
+from . import _C
+from .bootstrap import Rendezvous, rendezvous_of
+from .errors import UsageError
+
+_numbers = itertools.count()
+_buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
+
+
+class Buffer:
+    """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
+
+    Args:
+        group: a torch process group of any backend (gloo is legal), ``None`` for a world of one rank, or an object with
+            ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
+        num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them; ignored with
+            ``sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
+        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy,
+            enable_shrink, comm: DeepEP's arguments, in its order.
+        sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
+        device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
+        timeout: seconds that a rank waits for another before it gives the buffer up.
+        on_overflow: "count" (rows past a capacity are dropped and counted) or "raise".
+        domain_size: ranks that are to share memory; a claim for tests, by default all ranks do.
+        network_seed: CPU only: delays and reorders what crosses between domains.
+
+    Raises:
+        ValueError: sizes that make no sense. MismatchError: the ranks disagree. TimeoutError: a rank did not come.
+
+    The window takes ``buffer.stats()["window_bytes"]``. A buffer belongs to the process that made it.
+    """
+
+    num_sms: ClassVar[int] = 20  # DeepEP's class attribute, for the high-throughput mode
+
+    def __init__(
+        self,
+        group: Any = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        sizes: tuple[int, int, int] | None = None,
+        device: str | torch.device | None = None,
+        timeout: float = 100.0,
+        on_overflow: str = "count",
+        domain_size: int | None = None,
+        network_seed: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        if on_overflow not in ("count", "raise"):
+            raise ValueError(f'on_overflow is {on_overflow!r}, must be "count" or "raise"')
+        rendezvous = rendezvous_of(group, comm)
+        self.group = group
+        self.rank, self.num_ranks = rendezvous.rank(), rendezvous.size()
+        self.group_size = self.num_ranks
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self.on_overflow = on_overflow
+        self.max_tokens: int | None = None  # default of dispatch; for_shapes sets it
+        self.device = _choose_device(device)
+        self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
+        if sizes is None:
+            sizes = _C.sizes_for_window(self.num_ranks, max(num_nvl_bytes + num_rdma_bytes, 1 << 20))
+        config = _C.GroupConfig(
+            device_index=-1 if self.device.type == "cpu" else self.device.index,
+            domain_size=domain_size or 0,
+            tagged_bytes=sizes[0],
+            dispatch_row_bytes=sizes[1],
+            combine_row_bytes=sizes[2],
+            timeout_seconds=timeout,
+            network_seed=network_seed or 0,
+        )
+        self._process = os.getpid()
+        self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.runtime = _make_group(self.name, rendezvous, config, timeout)
+        _buffers[self.name] = self
+
+    @classmethod
+    def for_shapes(
+        cls,
+        group: Any = None,
+        *,
+        max_tokens: int,
+        hidden: int,
+        topk: int,
+        num_experts: int,
+        dtype: torch.dtype = torch.bfloat16,
+        wire_dtype: torch.dtype | None = None,
+        scale_bytes: int | None = None,
+        **options: Any,
+    ) -> Buffer:
+        """A buffer whose window fits low-latency operations up to these sizes.
+
+        Args:
+            max_tokens: tokens a rank sends at most, equal on all ranks; the default of ``dispatch``.
+            hidden: elements of a row. topk: choices of a token. num_experts: of all ranks.
+            dtype: of the rows. wire_dtype: of partial sums on their way home, by default ``dtype``.
+            scale_bytes: of a row that the caller quantises; by default 4 for 32 elements.
+            options: ``device``, ``timeout``, ``on_overflow`` and the other keywords of ``Buffer``.
+        """
+        rendezvous = rendezvous_of(group)
+        if scale_bytes is None:
+            scale_bytes = (hidden + 31) // 32 * 4
+        sizes = _C.sizes_for(
+            rendezvous.size(),
+            num_experts,
+            topk,
+            max_tokens,
+            hidden * dtype.itemsize + (scale_bytes + 15) // 16 * 16,
+            hidden * max((wire_dtype or dtype).itemsize, 2),
+        )
+        buffer = cls(rendezvous, sizes=sizes, **options)
+        buffer.group, buffer.max_tokens = group, max_tokens
+        return buffer
+
+    # ---- State
+
+    def require_usable(self) -> None:
+        """Raises what keeps the buffer from being used: it has failed, was destroyed, or is another process's."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"{self.name} belongs to process {self._process}, this is its fork {os.getpid()}: make a buffer here"
+            )
+        self.runtime.require_usable()
+
+    def check(self) -> None:
+        """Raises what the device has found since the last call: a failure, or expert ids out of range (ValueError)."""
+        self.require_usable()
+        self.runtime.check()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes the deadline of all waits, also of those in captured graphs."""
+        self.runtime.set_timeout(seconds)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of finished operations and dropped rows, bytes of the window, name of the backend."""
+        return dict(self.runtime.stats())
+
+    def wire_bytes(self) -> dict[str, list[int]]:
+        """What this rank has sent to each rank, itself included (CPU backend): "rows_count", "rows" and "other" bytes."""
+        return dict(self.runtime.wire_bytes())
+
+    @property
+    def domain_size(self) -> int:
+        """Ranks that share memory with one another."""
+        return int(self.runtime.domain_size())
+
+    def destroy(self) -> None:
+        """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice."""
+        if os.getpid() == self._process:
+            self.runtime.destroy()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"<nccl_ep.Buffer {self.name}: rank {self.rank} of {self.num_ranks}, {self.device}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a nccl_ep.Buffer cannot be pickled or copied: it is one rank's share of memory in use")
+
+
+def find_buffer(name: str) -> Buffer:
+    """The buffer of a handle."""
+    buffer = _buffers.get(name)
+    if buffer is None:
+        raise UsageError(f"the handle's buffer {name} is gone, or lives in another process")
+    return buffer
+
+
+def _choose_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if _C.has_cuda() and torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}, must be cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device is cuda, but torch finds no GPU; device="cpu" always works')
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _make_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:
+    return _C.Group(
+        name,
+        rendezvous.rank(),
+        rendezvous.size(),
+        lambda mine: rendezvous.allgather(mine, timeout),
+        config,
+    )

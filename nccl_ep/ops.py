@@ -1,0 +1,142 @@
+"""Shapes of what the ops return, for tracing. The schemas and kernels are in csrc/torch/ops.cc."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .handle import Layout, Quant
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _row_shape(layout: int, ranks: int, experts: int, max_tokens: int, capacity: int, last: list[int]) -> list[int]:
+    if layout == Layout.EXPERT_MAJOR:
+        return [experts // ranks, capacity, *last]
+    if layout == Layout.RANK_MAJOR:
+        return [ranks, max_tokens, *last]
+    return [capacity, *last]
+
+
+def _align4(value: int) -> int:
+    return (value + 3) // 4 * 4
+
+
+def _handle_size(ranks: int, num_tokens: int, max_tokens: int, topk: int, layout: int) -> int:
+    """As HandleShape in csrc/layout/outputs.h."""
+    entries = ranks * max_tokens * (topk if layout <= Layout.PACKED else 1)
+    return _align4(ranks) + _align4(num_tokens * topk) + 2 * _align4(entries)
+
+
+def _num_ranks(buffer: str) -> int:
+    from .buffer import find_buffer  # a buffer imports this package's ops first
+
+    return find_buffer(buffer).num_ranks
+
+
+def _outputs(
+    like: torch.Tensor, buffer: str, dtype: torch.dtype, hidden: int, num_scales: int, scale_dtype: torch.dtype,
+    topk: int, idx_dtype: torch.dtype, num_experts: int, max_tokens: int, layout: int, capacity: int, quant: int,
+) -> Tensors:  # fmt: skip
+    ranks = _num_ranks(buffer)
+
+    def rows(*last: int) -> list[int]:
+        return _row_shape(layout, ranks, num_experts, max_tokens, capacity, list(last))
+
+    if quant != Quant.NONE:
+        dtype = torch.float8_e4m3fn
+        num_scales = (hidden + 511) // 512 if quant == Quant.FP8_UE8M0 else (hidden + 127) // 128
+        scale_dtype = torch.int32 if quant == Quant.FP8_UE8M0 else torch.float32
+    expert_rows = layout <= Layout.PACKED
+    bins = num_experts // ranks if expert_rows else ranks
+    num_offsets = bins + 1 if layout == Layout.PACKED else 0
+    return (
+        like.new_empty(rows(hidden), dtype=dtype),
+        like.new_empty(rows(num_scales) if num_scales else [0], dtype=scale_dtype),
+        like.new_empty(rows() if expert_rows else rows(topk), dtype=torch.float32),
+        like.new_empty([0] if expert_rows else rows(topk), dtype=idx_dtype),
+        like.new_empty([capacity if layout == Layout.PACKED else 0], dtype=torch.int32),
+        like.new_empty([2 * bins + 2 + num_offsets], dtype=torch.int32),
+    )
+
+
+def _new_handle(x: torch.Tensor, buffer: str, topk_idx: torch.Tensor, max_tokens: int, layout: int) -> torch.Tensor:
+    size = _handle_size(_num_ranks(buffer), x.shape[0], max_tokens, topk_idx.shape[1], layout)
+    return x.new_empty([size], dtype=torch.int32)
+
+
+@torch.library.register_fake("nccl_ep::ll_dispatch")
+def _(
+    buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, layout: int, capacity: int, alignment: int,
+    quant: int, zero_padding: bool, num_sms: int,
+) -> Tensors:  # fmt: skip
+    num_scales, scale_dtype = (x_scales.shape[1], x_scales.dtype) if x_scales is not None else (0, torch.float32)
+    outputs = _outputs(
+        x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk_idx.shape[1], topk_idx.dtype, num_experts,
+        max_tokens, layout, capacity, quant,
+    )  # fmt: skip
+    return (*outputs, _new_handle(x, buffer, topk_idx, max_tokens, layout))
+
+
+@torch.library.register_fake("nccl_ep::ll_dispatch_out")
+def _(*args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("nccl_ep::ll_dispatch_send")
+def _(
+    buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, layout: int, *config: Any,
+) -> torch.Tensor:  # fmt: skip
+    return _new_handle(x, buffer, topk_idx, max_tokens, layout)
+
+
+@torch.library.register_fake("nccl_ep::ll_dispatch_recv")
+def _(
+    buffer: str, seq: torch.Tensor, handle: torch.Tensor, dtype: torch.dtype, hidden: int, num_scales: int,
+    scale_dtype: torch.dtype, num_tokens: int, topk: int, is_idx64: bool, num_experts: int, max_tokens: int,
+    layout: int, capacity: int, alignment: int, quant: int, zero_padding: bool, num_sms: int,
+) -> Tensors:  # fmt: skip
+    return _outputs(
+        handle, buffer, dtype, hidden, num_scales, scale_dtype, topk, torch.int64 if is_idx64 else torch.int32,
+        num_experts, max_tokens, layout, capacity, quant,
+    )  # fmt: skip
+
+
+@torch.library.register_fake("nccl_ep::ll_combine")
+def _(
+    buffer: str, seq: torch.Tensor, rows: torch.Tensor, handle: torch.Tensor, weights: torch.Tensor | None,
+    topk_idx: torch.Tensor | None, biases: list[torch.Tensor], num_tokens: int, topk: int, num_experts: int,
+    max_tokens: int, layout: int, capacity: int, weighting: int, out_dtype: torch.dtype, wire_dtype: torch.dtype,
+    num_sms: int,
+) -> torch.Tensor:  # fmt: skip
+    return rows.new_empty([num_tokens, rows.shape[-1]], dtype=out_dtype)
+
+
+@torch.library.register_fake("nccl_ep::ll_combine_out")
+def _(*args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("nccl_ep::ll_combine_send")
+def _(*args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("nccl_ep::ll_combine_recv")
+def _(
+    buffer: str, seq: torch.Tensor, handle: torch.Tensor, biases: list[torch.Tensor], rows_dtype: torch.dtype,
+    hidden: int, num_tokens: int, topk: int, num_experts: int, max_tokens: int, layout: int, capacity: int,
+    weighting: int, out_dtype: torch.dtype, wire_dtype: torch.dtype, num_sms: int,
+) -> torch.Tensor:  # fmt: skip
+    return handle.new_empty([num_tokens, hidden], dtype=out_dtype)
+
+
+@torch.library.register_fake("nccl_ep::ll_combine_weights")
+def _(
+    buffer: str, seq: torch.Tensor, values: torch.Tensor, handle: torch.Tensor, num_tokens: int, topk: int,
+    num_experts: int, max_tokens: int, layout: int, capacity: int,
+) -> torch.Tensor:  # fmt: skip
+    return values.new_empty([num_tokens, topk], dtype=torch.float32)

@@ -1,0 +1,608 @@
+"""The oracle: what dispatch and combine must return, bit for bit, computed in one process on the CPU.
+
+Every function takes the tensors of all ranks and returns those of all ranks, so that nothing here depends
+on a transport. It is written from the semantics alone and shares no code with the library it judges.
+
+Notation: R ranks, E experts, L = E / R experts a rank, T tokens of a rank, M = max_tokens, K choices a
+token, H elements a row, S scales a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EXPERT_LAYOUTS = ("expert_major", "packed")
+RANK_LAYOUTS = ("rank_major", "flat")
+LAYOUTS = EXPERT_LAYOUTS + RANK_LAYOUTS
+QUANT_MODES = ("fp8", "fp8_rounded", "fp8_ue8m0")
+
+FP8_MAX = 448.0
+FP8_GROUP = 128
+FP8_MIN_AMAX = 1e-4
+
+# What rows without a source hold when nobody asked for zeros: a test that compares them is wrong, and
+# notices it.
+_UNSPECIFIED_BYTE = 0x5A
+
+_COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Bias = Tensor | Sequence[Tensor] | None
+
+
+@dataclass
+class RankInput:
+    """What one rank passes to dispatch.
+
+    x: [T, H], any dtype. topk_idx: [T, K] int64 or int32. topk_weights: [T, K] fp32, None for ones.
+    scales: [T, S] of any dtype and strides, for rows that the caller quantised; None otherwise.
+    """
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor | None = None
+    scales: Tensor | None = None
+
+
+@dataclass
+class DispatchResult:
+    """What one rank receives; fields that a layout does not have are None.
+
+    x: [L, C, H] | [N, H] | [R, M, H] | [N, H], scales likewise with S. topk_idx: [R, M, K] | [N, K], local
+    ids or -1. weights: fp32 [L, C] | [N] | [R, M, K] | [N, K]. counts, demand: int32 [L] or [R].
+    offsets: int32 [L + 1], row_expert: int32 [N] of local ids (packed). total: int32 [1] (flat).
+    overflow: int32 [1].
+    row_of: int64 [R, M, K]: where the row of (source, token, choice) lies in the output flattened to
+    [rows, H]; -1 when the choice is not of this rank or its row was dropped.
+    valid: bool [rows]: the rows that exist. All others are zero with zero padding, arbitrary without.
+    """
+
+    x: Tensor
+    scales: Tensor | None
+    topk_idx: Tensor | None
+    weights: Tensor
+    counts: Tensor
+    offsets: Tensor | None
+    row_expert: Tensor | None
+    total: Tensor | None
+    overflow: Tensor
+    demand: Tensor
+    row_of: Tensor
+    valid: Tensor
+
+
+@dataclass
+class _Placement:
+    """Where every choice goes at one rank; row_of and the shape of the rows decide the rest."""
+
+    row_of: Tensor
+    shape: tuple[int, ...]
+    counts: Tensor
+    demand: Tensor
+    offsets: Tensor | None = None
+    row_expert: Tensor | None = None
+    total: Tensor | None = None
+
+
+# --- Routing
+
+
+def _check_world(inputs: Sequence[RankInput], num_experts: int) -> int:
+    """Checks what all ranks must agree on; returns L. Raises ValueError."""
+    if not inputs:
+        raise ValueError("no ranks")
+    if num_experts <= 0 or num_experts % len(inputs):
+        raise ValueError(f"{num_experts} experts do not divide over {len(inputs)} ranks")
+    first = inputs[0]
+    for rank, given in enumerate(inputs):
+        if given.x.dim() != 2 or given.topk_idx.dim() != 2 or len(given.x) != len(given.topk_idx):
+            raise ValueError(f"rank {rank}: x must be [T, H] and topk_idx [T, K]")
+        if given.topk_idx.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"rank {rank}: topk_idx is {given.topk_idx.dtype}")
+        if given.x.shape[1] != first.x.shape[1] or given.x.dtype != first.x.dtype:
+            raise ValueError(f"rank {rank}: rows differ from those of rank 0")
+        if given.topk_idx.shape[1] != first.topk_idx.shape[1]:
+            raise ValueError(f"rank {rank}: K differs from that of rank 0")
+        if given.topk_weights is not None and (
+            given.topk_weights.shape != given.topk_idx.shape or given.topk_weights.dtype != torch.float32
+        ):
+            raise ValueError(f"rank {rank}: topk_weights must be fp32 [T, K]")
+        if (given.scales is None) != (first.scales is None):
+            raise ValueError(f"rank {rank}: scales on some ranks only")
+        if given.scales is not None and first.scales is not None:
+            ours, theirs = given.scales, first.scales
+            alike = ours.dtype == theirs.dtype and ours.shape[1:] == theirs.shape[1:]
+            if ours.dim() != 2 or len(ours) != len(given.x) or not alike:
+                raise ValueError(f"rank {rank}: scales must be [T, S], alike on all ranks")
+    return num_experts // len(inputs)
+
+
+def _stack(tensors: Sequence[Tensor], max_tokens: int, fill: float) -> Tensor:
+    """Tensors [T_r, ...] as one [R, M, ...], `fill` past each T_r."""
+    first = tensors[0]
+    stacked = first.new_full((len(tensors), max_tokens, *first.shape[1:]), fill)
+    for rank, tensor in enumerate(tensors):
+        stacked[rank, : len(tensor)] = tensor
+    return stacked
+
+
+def _routing(ids: Sequence[Tensor], num_experts: int, max_tokens: int) -> Tensor:
+    """Global expert ids [R, M, K] int64 of all sources; -1 for whatever names no expert."""
+    stacked = _stack([tensor.to(torch.int64) for tensor in ids], max_tokens, -1)
+    return torch.where((stacked >= 0) & (stacked < num_experts), stacked, -1)
+
+
+def _local_ids(routing: Tensor, rank: int, num_local: int) -> Tensor:
+    """Local expert ids [R, M, K] at `rank`, -1 for experts of other ranks."""
+    return torch.where(routing.div(num_local, rounding_mode="floor") == rank, routing - rank * num_local, -1)
+
+
+def _reached(routing: Tensor, num_ranks: int, num_local: int) -> Tensor:
+    """bool [R (destination), R (source), M]: the token has an expert at the destination."""
+    return torch.stack([(_local_ids(routing, rank, num_local) >= 0).any(-1) for rank in range(num_ranks)])
+
+
+def wire_rows(inputs: list[RankInput], *, num_experts: int) -> Tensor:
+    """Rows that cross from source to destination at dispatch, one a token and destination.
+
+    Returns int64 [R, R], [source, destination], the diagonal included. Combine moves the transpose.
+    Raises ValueError when the ranks disagree on shapes.
+    """
+    num_local = _check_world(inputs, num_experts)
+    max_tokens = max(len(given.x) for given in inputs)
+    routing = _routing([given.topk_idx for given in inputs], num_experts, max_tokens)
+    return _reached(routing, len(inputs), num_local).sum(-1).transpose(0, 1).contiguous()
+
+
+# --- Placement
+
+
+def _align_up(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+def _place_by_expert(
+    local: Tensor,
+    num_local: int,
+    layout: str,
+    capacity: int | None,
+    alignment: int,
+) -> _Placement:
+    """Rows of the expert layouts: one a choice, inside an expert by (source, token, k)."""
+    num_ranks, max_tokens, topk = local.shape
+    flat = local.reshape(-1)
+    picks = torch.nonzero(flat >= 0).reshape(-1)
+    picks = picks[torch.argsort(flat[picks], stable=True)]
+    experts = flat[picks]
+    demand = torch.bincount(experts, minlength=num_local)
+    index = torch.arange(len(picks)) - (torch.cumsum(demand, 0) - demand)[experts]
+    row_of = torch.full_like(flat, -1)
+
+    if layout == "expert_major":
+        slots = num_ranks * max_tokens if capacity is None else capacity
+        row_of[picks] = torch.where(index < slots, experts * slots + index, -1)
+        counts = demand.clamp(max=slots)
+        return _Placement(row_of.view_as(local), (num_local, slots), counts, demand)
+
+    if capacity is None:
+        worst = num_ranks * max_tokens * min(topk, num_local) + num_local * (alignment - 1)
+        capacity = _align_up(worst, alignment)
+    ends = torch.cumsum((demand + alignment - 1).div(alignment, rounding_mode="floor") * alignment, 0)
+    start = torch.cat([ends.new_zeros(1), ends])
+    position = start[experts] + index
+    row_of[picks] = torch.where(position < capacity, position, -1)
+    counts = (capacity - start[:-1]).clamp(min=0).minimum(demand)
+    row_expert = torch.full((capacity,), -1, dtype=torch.int32)
+    kept = position < capacity
+    row_expert[position[kept]] = experts[kept].to(torch.int32)
+    offsets = start.clamp(max=capacity).to(torch.int32)
+    return _Placement(row_of.view_as(local), (capacity,), counts, demand, offsets, row_expert)
+
+
+def _place_by_rank(local: Tensor, layout: str, capacity: int | None) -> _Placement:
+    """Rows of the rank layouts: one a token that has an expert here, by (source, token), without gaps."""
+    num_ranks, max_tokens, _ = local.shape
+    here = (local >= 0).any(-1)
+    demand = here.sum(1)
+    if layout == "rank_major":
+        rows = torch.cumsum(here, 1) - 1 + torch.arange(num_ranks).unsqueeze(1) * max_tokens
+        shape: tuple[int, ...] = (num_ranks, max_tokens)
+        kept = here
+    else:
+        slots = num_ranks * max_tokens if capacity is None else capacity
+        rows = (torch.cumsum(here.reshape(-1), 0) - 1).view_as(here)
+        shape = (slots,)
+        kept = here & (rows < slots)
+    row_of = torch.where(kept.unsqueeze(-1) & (local >= 0), rows.unsqueeze(-1), -1)
+    counts = kept.sum(1)
+    total = counts.sum().reshape(1).to(torch.int32) if layout == "flat" else None
+    return _Placement(row_of, shape, counts, demand, total=total)
+
+
+# --- Dispatch
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """A row-major copy. Tensor.contiguous keeps odd strides of dimensions of size 0 and 1, on which a view
+    of another dtype fails."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _as_bytes(tensors: Sequence[Tensor], max_tokens: int) -> tuple[Tensor, torch.dtype]:
+    """Tensors [T, n] of any dtype and strides as uint8 [R * M, bytes], with their dtype."""
+    rows = [_compact(tensor).view(torch.uint8) for tensor in tensors]
+    return _stack(rows, max_tokens, 0).flatten(0, 1), tensors[0].dtype
+
+
+def _move_rows(
+    source: Tensor,
+    taken: Tensor,
+    put: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    fill: int,
+) -> Tensor:
+    """Byte rows `taken` of `source` at rows `put` of a new [rows, ...] of `dtype`; bytes `fill` elsewhere."""
+    moved = torch.full((rows, source.shape[1]), fill, dtype=torch.uint8)
+    moved[put] = source[taken]
+    return moved.view(dtype)
+
+
+def dispatch(
+    inputs: list[RankInput],
+    *,
+    num_experts: int,
+    max_tokens: int,
+    layout: str,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    quant: str | None = None,
+    zero_padding: bool = False,
+) -> list[DispatchResult]:
+    """What every rank receives when rank r calls dispatch with inputs[r].
+
+    capacity is C (expert_major) or N (packed, flat); None takes the default of the layout. quant is one of
+    QUANT_MODES and excludes scales in the inputs. Raises ValueError for arguments that make no sense.
+    """
+    num_local = _check_world(inputs, num_experts)
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}")
+    if capacity is not None and (layout == "rank_major" or capacity < 0):
+        raise ValueError(f"capacity {capacity} in layout {layout}")
+    if expert_alignment < 1 or (expert_alignment > 1 and layout != "packed"):
+        raise ValueError(f"expert_alignment {expert_alignment} in layout {layout}")
+    if any(len(given.x) > max_tokens for given in inputs):
+        raise ValueError(f"a rank has more than {max_tokens} tokens")
+    if quant is not None and inputs[0].scales is not None:
+        raise ValueError("quant and scales exclude each other")
+
+    if quant is not None:
+        quantized = [quantize_fp8(given.x, quant) for given in inputs]
+        payloads = [pair[0] for pair in quantized]
+        scales: list[Tensor] | None = [pair[1] for pair in quantized]
+    else:
+        payloads = [given.x for given in inputs]
+        scales = [given.scales for given in inputs if given.scales is not None] or None
+
+    routing = _routing([given.topk_idx for given in inputs], num_experts, max_tokens)
+    weights = _dispatch_weights(inputs, max_tokens)
+    moved_x = _as_bytes(payloads, max_tokens)
+    moved_scales = None if scales is None else _as_bytes(scales, max_tokens)
+    fill = 0 if zero_padding else _UNSPECIFIED_BYTE
+
+    results = []
+    for rank, given in enumerate(inputs):
+        local = _local_ids(routing, rank, num_local)
+        if layout in EXPERT_LAYOUTS:
+            placement = _place_by_expert(local, num_local, layout, capacity, expert_alignment)
+        else:
+            placement = _place_by_rank(local, layout, capacity)
+        idx_dtype = given.topk_idx.dtype
+        results.append(_received(placement, local, weights, idx_dtype, layout, moved_x, moved_scales, fill))
+    return results
+
+
+def _dispatch_weights(inputs: Sequence[RankInput], max_tokens: int) -> Tensor:
+    """The weights of the dispatch, fp32 [R, M, K]."""
+    given = [torch.ones(i.topk_idx.shape) if i.topk_weights is None else i.topk_weights for i in inputs]
+    return _stack(given, max_tokens, 0.0)
+
+
+def _received(
+    placement: _Placement,
+    local: Tensor,
+    weights: Tensor,
+    idx_dtype: torch.dtype,
+    layout: str,
+    payload: tuple[Tensor, torch.dtype],
+    scales: tuple[Tensor, torch.dtype] | None,
+    fill: int,
+) -> DispatchResult:
+    """The tensors of one rank, given where its rows go."""
+    topk = local.shape[-1]
+    shape = placement.shape
+    rows = int(torch.Size(shape).numel())
+    row_of = placement.row_of
+    flat_row_of = row_of.reshape(-1)
+    picks = torch.nonzero(flat_row_of >= 0).reshape(-1)
+    put = flat_row_of[picks]
+    tokens = picks.div(topk, rounding_mode="floor")
+
+    valid = torch.zeros(rows, dtype=torch.bool)
+    valid[put] = True
+    x = _move_rows(payload[0], tokens, put, rows, payload[1], fill)
+    s = None if scales is None else _move_rows(scales[0], tokens, put, rows, scales[1], fill)
+
+    topk_idx = None
+    if layout in EXPERT_LAYOUTS:
+        row_weights = torch.zeros(rows)
+        row_weights[put] = weights.reshape(-1)[picks]
+        row_weights = row_weights.view(shape)
+    else:
+        topk_idx = torch.full((rows, topk), -1, dtype=idx_dtype)
+        row_weights = torch.zeros(rows, topk)
+        choice = picks % topk
+        topk_idx[put, choice] = local.reshape(-1)[picks].to(idx_dtype)
+        row_weights[put, choice] = weights.reshape(-1)[picks]
+        topk_idx = topk_idx.view(*shape, topk)
+        row_weights = row_weights.view(*shape, topk)
+
+    return DispatchResult(
+        x=x.view(*shape, x.shape[-1]),
+        scales=None if s is None else s.view(*shape, s.shape[-1]),
+        topk_idx=topk_idx,
+        weights=row_weights,
+        counts=placement.counts.to(torch.int32),
+        offsets=placement.offsets,
+        row_expert=placement.row_expert,
+        total=placement.total,
+        overflow=(placement.demand - placement.counts).sum().reshape(1).to(torch.int32),
+        demand=placement.demand.to(torch.int32),
+        row_of=row_of,
+        valid=valid,
+    )
+
+
+# --- Combine
+
+
+class _Sum:
+    """fp32 sums of rows that start from their first term instead of from 0, which would lose a -0."""
+
+    def __init__(self, rows: int, hidden: int) -> None:
+        self.value = torch.zeros(rows, hidden)
+        self.started = torch.zeros(rows, dtype=torch.bool)
+
+    def add(self, where: Tensor, terms: Tensor) -> None:
+        """Adds terms [n, H] to the distinct rows `where` [n]."""
+        old = self.value[where]
+        self.value[where] = torch.where(self.started[where].unsqueeze(1), old + terms, terms)
+        self.started[where] = True
+
+
+def _partial(rows: Tensor, row_of: Tensor, weights: Tensor | None, rank_layout: bool) -> Tensor:
+    """One rank's partials [tokens, H] fp32 before rounding, for row_of [tokens, K] with -1 for absent."""
+    partial = _Sum(len(row_of), rows.shape[1])
+    if rank_layout:
+        # All local choices of a token share its one row, which the caller has weighted already.
+        row_of = row_of.amax(1, keepdim=True)
+    for k in range(row_of.shape[1]):
+        tokens = torch.nonzero(row_of[:, k] >= 0).reshape(-1)
+        if len(tokens):
+            terms = rows[row_of[tokens, k]].to(torch.float32)
+            if weights is not None and not rank_layout:
+                terms = terms * weights[tokens, k].unsqueeze(1)
+            partial.add(tokens, terms)
+    return partial.value
+
+
+def combine(
+    rows: list[Tensor],
+    results: list[DispatchResult],
+    inputs: list[RankInput],
+    *,
+    num_experts: int,
+    layout: str,
+    weights: str | list[Tensor] | None = "dispatch",
+    topk_idx: list[Tensor] | None = None,
+    bias: Sequence[Bias] | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    domain_size: int | None = None,
+) -> list[Tensor]:
+    """What every rank gets when rank r combines rows[r], shaped like results[r].x, in bf16, fp16 or fp32.
+
+    weights: "dispatch", None, or (expert layouts) one fp32 [T, K] a rank. topk_idx, with weights given as
+    tensors: [T, K] a rank; what names no expert there takes the row out. bias, in flat: a tensor [T, H], a
+    pair of them, or None, a rank. domain_size: ranks a domain of the topology, a divisor of R.
+    Returns [T, H] of out_dtype a rank. Raises ValueError for combinations that combine refuses.
+    """
+    num_local = _check_world(inputs, num_experts)
+    num_ranks, max_tokens, topk = results[0].row_of.shape
+    _check_combine(rows, layout, weights, topk_idx, bias, num_ranks, domain_size)
+    hidden = rows[0].shape[-1]
+    out_dtype = rows[0].dtype if out_dtype is None else out_dtype
+    wire_dtype = out_dtype if wire_dtype is None else wire_dtype
+    if wire_dtype not in (out_dtype, torch.float32):
+        raise ValueError(f"wire dtype {wire_dtype} for output {out_dtype}")
+
+    tokens = num_ranks * max_tokens
+    routing = _routing([given.topk_idx for given in inputs], num_experts, max_tokens)
+    reached = _reached(routing, num_ranks, num_local).view(num_ranks, tokens)
+    factors: Tensor | None = None
+    if isinstance(weights, list):
+        factors = _stack(weights, max_tokens, 0.0).view(tokens, topk)
+    elif weights == "dispatch":
+        factors = _dispatch_weights(inputs, max_tokens).view(tokens, topk)
+    named = None if topk_idx is None else _routing(topk_idx, num_experts, max_tokens).view(tokens, topk) >= 0
+
+    total = _Sum(tokens, hidden)
+    for rank, entry in enumerate(bias or ()):
+        if entry is not None:
+            pair = [entry] if isinstance(entry, Tensor) else list(entry)
+            for term in pair:
+                total.add(torch.arange(len(term)) + rank * max_tokens, term.to(torch.float32))
+
+    domain_size = domain_size or num_ranks
+    for first in range(0, num_ranks, domain_size):
+        # The only domain sums straight into the result; several leave one rounded row each.
+        inside = total if domain_size == num_ranks else _Sum(tokens, hidden)
+        for rank in range(first, first + domain_size):
+            row_of = results[rank].row_of.view(tokens, topk)
+            if named is not None:
+                row_of = torch.where(named, row_of, -1)
+            partial = _partial(rows[rank].reshape(-1, hidden), row_of, factors, layout in RANK_LAYOUTS)
+            sent = torch.nonzero(reached[rank]).reshape(-1)
+            inside.add(sent, partial[sent].to(wire_dtype).to(torch.float32))
+        if inside is not total:
+            sent = torch.nonzero(inside.started).reshape(-1)
+            total.add(sent, inside.value[sent].to(wire_dtype).to(torch.float32))
+
+    summed = total.value.to(out_dtype).view(num_ranks, max_tokens, hidden)
+    return [summed[rank, : len(given.x)].clone() for rank, given in enumerate(inputs)]
+
+
+def _check_combine(
+    rows: Sequence[Tensor],
+    layout: str,
+    weights: str | list[Tensor] | None,
+    topk_idx: list[Tensor] | None,
+    bias: Sequence[Bias] | None,
+    num_ranks: int,
+    domain_size: int | None,
+) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}")
+    if any(given.dtype not in _COMBINE_DTYPES for given in rows):
+        raise ValueError("combine takes bf16, fp16 or fp32")
+    if isinstance(weights, str) and weights != "dispatch":
+        raise ValueError(f"unknown weights {weights!r}")
+    if isinstance(weights, list) and layout in RANK_LAYOUTS:
+        raise ValueError(f"{layout} takes no weights at combine")
+    if topk_idx is not None and not isinstance(weights, list):
+        raise ValueError("topk_idx at combine goes with weights given as tensors")
+    if bias is not None and layout != "flat":
+        raise ValueError("a bias needs the flat layout")
+    if domain_size is not None and (domain_size < 1 or num_ranks % domain_size):
+        raise ValueError(f"domains of {domain_size} do not divide {num_ranks} ranks")
+
+
+def combine_weights(
+    values: list[Tensor],
+    results: list[DispatchResult],
+    inputs: list[RankInput],
+    *,
+    num_experts: int,
+    layout: str,
+) -> list[Tensor]:
+    """Sends one scalar of every choice home.
+
+    values: a rank's [L, C] | [N] (one a row), or [R, M, K] | [N, K] (one a row and choice), fp32.
+    Returns fp32 [T, K] a rank, 0 for choices without a row. Raises ValueError.
+    """
+    _check_world(inputs, num_experts)
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}")
+    num_ranks, max_tokens, topk = results[0].row_of.shape
+    home = torch.zeros(num_ranks, max_tokens, topk)
+    for result, value in zip(results, values, strict=True):
+        sent = result.row_of >= 0
+        row = result.row_of[sent]
+        if layout in EXPERT_LAYOUTS:
+            home[sent] = value.reshape(-1)[row]
+        else:
+            home[sent] = value.reshape(-1, topk)[row, torch.nonzero(sent)[:, 2]]
+    return [home[rank, : len(given.x)].clone() for rank, given in enumerate(inputs)]
+
+
+# --- FP8
+
+
+def quantize_fp8(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """Rows [T, H] of a float dtype as E4M3, in groups of 128 elements of which the last may be shorter.
+
+    Returns (float8_e4m3fn [T, H], scales): fp32 [T, ceil(H / 128)], or in mode "fp8_ue8m0" int32
+    [T, ceil(H / 512)] with the biased exponent of group g in byte g % 4 of word g // 4.
+    NaN elements stay NaN and do not take part in the maximum. Raises ValueError.
+    """
+    if mode not in QUANT_MODES:
+        raise ValueError(f"unknown quantisation {mode!r}")
+    tokens, hidden = x.shape
+    if hidden == 0 or hidden % 16:
+        raise ValueError(f"rows of {hidden} elements cannot be quantised: not a multiple of 16")
+    groups = -(-hidden // FP8_GROUP)
+    padded = torch.zeros(tokens, groups * FP8_GROUP)
+    padded[:, :hidden] = x.to(torch.float32)
+    grouped = padded.view(tokens, groups, FP8_GROUP)
+    magnitude = torch.where(torch.isnan(grouped), 0.0, grouped.abs())
+    amax = magnitude.amax(-1).clamp(min=FP8_MIN_AMAX)
+    plain_scale = amax * torch.tensor(1.0 / FP8_MAX)
+
+    exponent = torch.zeros_like(amax, dtype=torch.int32)
+    if mode == "fp8":
+        factor, scale = torch.tensor(FP8_MAX) / amax, plain_scale
+    else:
+        # From its bits the power is exact, and so is its reciprocal, denormal for the largest.
+        exponent = _ceil_log2(plain_scale)
+        scale = ((exponent + 127) << 23).view(torch.float32)
+        factor = torch.tensor(1.0) / scale
+
+    # Out of range, the cast alone would give NaN; clamp saturates and lets NaN through.
+    scaled = (grouped * factor.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
+    quantized = _compact(scaled.view_as(padded)[:, :hidden].to(torch.float8_e4m3fn))
+    if mode != "fp8_ue8m0":
+        return quantized, scale
+    biased = torch.zeros(tokens, _align_up(groups, 4), dtype=torch.uint8)
+    biased[:, :groups] = (exponent + 127).to(torch.uint8)
+    return quantized, biased.view(torch.int32)
+
+
+def _ceil_log2(value: Tensor) -> Tensor:
+    """ceil(log2(value)) of positive values, int32, exact, kept within [-126, 127]; 127 for infinity."""
+    mantissa, exponent = torch.frexp(value)
+    exact = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.where(torch.isinf(value), 127, exact).clamp(-126, 127).to(torch.int32)
+
+
+# --- Comparison
+
+
+def _differences(a: Tensor, b: Tensor) -> Tensor:
+    """bool mask of the elements that differ, for tensors of one dtype and shape."""
+    kind = _INTEGER_OF_SIZE[a.element_size()]
+    differ = _compact(a).view(kind) != _compact(b).view(kind)
+    if a.dtype.is_floating_point:
+        wide_a, wide_b = a.to(torch.float32), b.to(torch.float32)
+        differ &= ~(torch.isnan(wide_a) & torch.isnan(wide_b))
+    return differ
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    """Same dtype and shape, and the same bits, except that of floats (E4M3 included) NaN equals NaN."""
+    return first_difference(a, b) == ""
+
+
+def first_difference(a: Tensor, b: Tensor) -> str:
+    """Where `a` and `b` first differ in the sense of bits_equal, with values and bits; "" if nowhere."""
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if a.dtype != b.dtype:
+        return f"dtype {a.dtype} against {b.dtype}"
+    if a.shape != b.shape:
+        return f"shape {tuple(a.shape)} against {tuple(b.shape)}"
+    differ = _differences(a, b)
+    if not bool(differ.any()):
+        return ""
+    index = tuple(int(i) for i in torch.nonzero(differ)[0])
+    shown = []
+    for tensor in (a, b):
+        element = _compact(tensor[index].reshape(1))
+        value = element.to(torch.float32) if tensor.dtype.is_floating_point else element
+        size = element.element_size()
+        bits = int(element.view(_INTEGER_OF_SIZE[size])) & ((1 << (8 * size)) - 1)
+        shown.append(f"{value.item()!r} (0x{bits:0{2 * size}X})")
+    count = int(differ.sum())
+    return f"{count} of {a.numel()} elements differ, first at {list(index)}: {shown[0]} against {shown[1]}"

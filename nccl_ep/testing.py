@@ -1,0 +1,95 @@
+"""Ranks as threads of one process: a world for tests, notebooks and debuggers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .errors import TimeoutError
+
+T = TypeVar("T")
+
+
+class _Meeting:
+    """One round of an allgather: as many seats as ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.texts: list[bytes | None] = [None] * size
+        self.is_full = threading.Event()
+
+
+class _World:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.meetings: dict[int, _Meeting] = {}
+
+
+class ThreadGroup:
+    """One rank's end of a world of threads; give it to ``Buffer`` where a process group would go.
+
+    ``ThreadGroup.make(n)`` returns the ends of ``n`` ranks.
+    """
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self._world, self._rank, self._round = world, rank, 0
+
+    @staticmethod
+    def make(num_ranks: int) -> list[ThreadGroup]:
+        world = _World(num_ranks)
+        return [ThreadGroup(world, rank) for rank in range(num_ranks)]
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world.size
+
+    def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+        with self._world.lock:
+            meeting = self._world.meetings.setdefault(self._round, _Meeting(self._world.size))
+            meeting.texts[self._rank] = mine
+            if all(text is not None for text in meeting.texts):
+                meeting.is_full.set()
+                del self._world.meetings[self._round]  # the others hold a reference
+        self._round += 1
+        if not meeting.is_full.wait(timeout):
+            missing = [str(rank) for rank, text in enumerate(meeting.texts) if text is None]
+            raise TimeoutError(
+                f"rank {self._rank} waited {timeout} s for all ranks to make the buffer; "
+                f"nothing was heard from rank {', '.join(missing)}"
+            )
+        return [text for text in meeting.texts if text is not None]
+
+
+def run_ranks(num_ranks: int, body: Callable[[ThreadGroup], T], timeout: float = 300.0) -> list[T]:
+    """Runs ``body(group)`` once a rank, each in a thread of its own, and returns the results in rank order.
+
+    Raises the error of the lowest rank that failed, with the others' texts added.
+    """
+    results: list[Any] = [None] * num_ranks
+    errors: dict[int, BaseException] = {}
+
+    def run(group: ThreadGroup) -> None:
+        try:
+            results[group.rank()] = body(group)
+        except BaseException as error:
+            errors[group.rank()] = error
+
+    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in ThreadGroup.make(num_ranks)]
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.start()
+    for rank, thread in enumerate(threads):
+        thread.join(max(deadline - time.monotonic(), 0.0))
+        if thread.is_alive():
+            errors.setdefault(rank, TimeoutError(f"rank {rank} is still running after {timeout} s"))
+    if errors:
+        first = errors[min(errors)]
+        for rank, error in sorted(errors.items()):
+            if error is not first:
+                first.add_note(f"rank {rank}: {type(error).__name__}: {error}") if hasattr(first, "add_note") else None
+        raise first
+    return results

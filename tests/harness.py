@@ -1,0 +1,178 @@
+"""Runs a generated case on real ranks and holds every result against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cases import Case
+
+import nccl_ep
+from nccl_ep import reference
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+
+@dataclass
+class RankResult:
+    """What one rank of the library made of a case."""
+
+    dispatched: nccl_ep.DispatchOutput
+    combined: torch.Tensor
+    scalars: torch.Tensor
+    wire: dict[str, list[int]] = field(default_factory=dict)
+
+
+def make_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
+    """A buffer in which all operations of the case fit."""
+    return nccl_ep.Buffer.for_shapes(
+        group,
+        max_tokens=case.max_tokens,
+        hidden=case.hidden,
+        topk=case.topk,
+        num_experts=case.num_experts,
+        dtype=case.dtype,
+        wire_dtype=torch.float32,
+        scale_bytes=case.scales_width * 8,
+        domain_size=case.domain_size,
+        timeout=30.0,
+        **options,
+    )
+
+
+def dispatch_case(
+    case: Case, given: reference.RankInput, buffer: nccl_ep.Buffer, *, staged: bool = False, **options: Any
+) -> nccl_ep.DispatchOutput:
+    device = buffer.device
+
+    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or device.type == "cpu":
+            return tensor
+        moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return moved.copy_(tensor)
+
+    run = nccl_ep.dispatch_send if staged else nccl_ep.dispatch
+    x, topk_idx, weights, scales = (move(t) for t in (given.x, given.topk_idx, given.topk_weights, given.scales))
+    result: Any = run(x, topk_idx, weights, buffer=buffer, scales=scales, **case.dispatch_kwargs(), **options)
+    if staged:
+        for tensor in (x, topk_idx, weights, scales):  # inputs are free once the sending half is done
+            if tensor is not None:
+                tensor.view(torch.uint8).fill_(0x5A) if tensor.is_contiguous() else tensor.zero_()
+        result = result.receive()
+    return result
+
+
+def combine_case(
+    case: Case, rows: torch.Tensor, handle: nccl_ep.Handle, rank: int, *, staged: bool = False, **options: Any
+) -> torch.Tensor:
+    kwargs = case.combine_kwargs()
+    for name in ("num_experts", "layout", "domain_size"):  # the library takes them from the handle and the buffer
+        del kwargs[name]
+    for name in ("weights", "topk_idx", "bias"):
+        if isinstance(kwargs[name], list):
+            kwargs[name] = kwargs[name][rank]
+    kwargs = {name: _to(value, rows.device) for name, value in kwargs.items()}
+    result: Any = (nccl_ep.combine_send if staged else nccl_ep.combine)(rows, handle, **kwargs, **options)
+    if staged:
+        rows.zero_()
+        result = result.receive()
+    return result
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return tuple(_to(item, device) for item in value) if isinstance(value, tuple) else value
+
+
+def run_case_on_rank(
+    case: Case, group: ThreadGroup, inputs: list[reference.RankInput], results: list[reference.DispatchResult],
+    *, staged: bool, network_seed: int, device: str, **options: Any,
+) -> RankResult:  # fmt: skip
+    rank = group.rank()
+    with make_buffer(case, group, network_seed=network_seed, device=device) as buffer:
+        out = dispatch_case(case, inputs[rank], buffer, staged=staged, **options)
+        rows = case.expert(out.x, results[rank], rank)
+        values = case.scalars(results[rank], rank).to(rows.device)
+        combined = combine_case(case, rows, out.handle, rank, staged=staged, **options)
+        scalars = nccl_ep.combine_weights(values, out.handle)
+        return RankResult(out, combined.cpu(), scalars.cpu(), buffer.wire_bytes())
+
+
+def check_dispatch(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, where: str) -> None:
+    for name in ("counts", "demand", "overflow", "offsets", "row_expert", "total", "topk_idx", "weights"):
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert (mine is None) == (theirs is None), f"{where}: {name} is {mine}, the oracle has {theirs}"
+        if mine is not None:
+            difference = reference.first_difference(mine.cpu(), theirs)
+            assert not difference, f"{where}: {name}: {difference}"
+    for name in ("x", "scales"):
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert (mine is None) == (theirs is None), f"{where}: {name}"
+        if mine is None:
+            continue
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype, f"{where}: {name} {mine.shape} {mine.dtype}"
+        valid = want.valid.flatten()
+        width = mine.shape[-1]
+        difference = reference.first_difference(mine.cpu().view(-1, width)[valid], theirs.view(-1, width)[valid])
+        assert not difference, f"{where}: {name}: {difference}"
+
+
+def check_case(
+    case: Case, *, staged: bool = False, network_seed: int = 0, device: str = "cpu", **options: Any
+) -> list[reference.DispatchResult]:
+    """Runs the case; fails with its description where a bit differs. Returns the oracle's results."""
+    inputs = case.inputs()
+    results = reference.dispatch(inputs, **case.dispatch_kwargs())
+    given = case.inputs() if staged else inputs  # a staged run overwrites its inputs
+    got = run_ranks(
+        case.num_ranks,
+        lambda group: run_case_on_rank(
+            case, group, given, results, staged=staged, network_seed=network_seed, device=device, **options
+        ),
+    )
+    rows = [case.expert(got[rank].dispatched.x.cpu(), results[rank], rank) for rank in range(case.num_ranks)]
+    combined = reference.combine(rows, results, inputs, **case.combine_kwargs())
+    values = [case.scalars(result, rank) for rank, result in enumerate(results)]
+    scalars = reference.combine_weights(
+        values, results, inputs, num_experts=case.num_experts, layout=case.layout
+    )
+    for rank, result in enumerate(got):
+        where = f"{case.describe()} rank {rank}"
+        check_dispatch(result.dispatched, results[rank], where)
+        if case.zero_padding:
+            check_padding(result.dispatched, results[rank], where)
+        for name, mine, theirs in (
+            ("combined", result.combined, combined[rank]),
+            ("scalars", result.scalars, scalars[rank]),
+        ):
+            difference = reference.first_difference(mine, theirs)
+            assert not difference, f"{where}: {name}: {difference}"
+    if device == "cpu":
+        check_wire(case, inputs, got)
+    return results
+
+
+def check_padding(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, where: str) -> None:
+    for tensor in (got.x, got.scales):
+        if tensor is not None:
+            padding = tensor.cpu().view(-1, tensor.shape[-1])[~want.valid.flatten()]
+            assert not padding.view(torch.uint8).any(), f"{where}: padding is not zero"
+
+
+def check_wire(case: Case, inputs: list[reference.RankInput], got: list[RankResult]) -> None:
+    """One row for each (token, rank with an expert of it), each way, and no byte more."""
+    rows = reference.wire_rows(inputs, num_experts=case.num_experts)
+    payload = case.hidden * (1 if case.quant else case.dtype.itemsize)
+    scales = got[0].dispatched.scales
+    body = payload + (0 if scales is None else -(-scales.shape[-1] * scales.element_size() // 16) * 16)
+    is_keyed = not case.quant and (not case.dtype.is_floating_point or case.dtype.itemsize == 1 or scales is not None)
+    keys = -(-body // 512) * 4 if is_keyed else 0
+    out_dtype = case.out_dtype or case.rows_dtype
+    home = case.hidden * (case.wire_dtype or out_dtype).itemsize
+    for rank, result in enumerate(got):
+        for peer in range(case.num_ranks):
+            there, back = int(rows[rank, peer]), int(rows[peer, rank])
+            assert result.wire["rows_count"][peer] == there + back, f"{case.describe()}: {rank} -> {peer}"
+            expected = there * (body + -(-keys // 16) * 16) + back * home
+            assert result.wire["rows"][peer] == expected, f"{case.describe()}: {rank} -> {peer} bytes"
