@@ -1,5 +1,6 @@
 # Finds Python and asks torch itself for its paths. (find_package(Torch) refuses a CUDA build of torch where there is no
-# CUDA toolkit.) Sets EP_TORCH_INCLUDE_DIRS, EP_TORCH_LIBRARIES and EP_TORCH_CUDA (torch's CUDA version, or empty).
+# CUDA toolkit.) The pybind11 headers are torch's own too: another version's types would not mix with torch's.
+# Sets EP_TORCH_INCLUDE_DIRS, EP_TORCH_LIBRARIES and EP_TORCH_CUDA (torch's CUDA version, or empty).
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
 
 execute_process(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from .errors import TimeoutError
 
-_instances: dict[str, itertools.count[int]] = {}
+_instances: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
 @runtime_checkable
@@ -45,7 +46,7 @@ class ProcessGroupRendezvous:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.distributed_c10d._get_process_group_store(group)
         # Buffers of one group are made in the same order everywhere, so that the number agrees between the ranks.
-        count = _instances.setdefault(group.group_name, itertools.count())
+        count = _instances.setdefault(group, itertools.count())
         self._store = dist.PrefixStore(f"nccl_ep/{group.group_name}/{next(count)}", store)
         self._rounds = itertools.count()
 
@@ -97,7 +98,7 @@ class MpiRendezvous:
 
 
 def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
-    """The rendezvous of whatever a user calls a group: None, a process group, an MPI communicator, or one of its own."""
+    """The rendezvous of what a user calls a group: None, a process group, an MPI communicator, or one of its own."""
     if group is None and comm is None:
         return SoloRendezvous()
     if group is None:

@@ -29,15 +29,20 @@ class Buffer:
             enable_shrink, comm: DeepEP's arguments, in its order.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
-        timeout: seconds that a rank waits for another before it gives the buffer up.
+        timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
         on_overflow: "count" (rows past a capacity are dropped and counted) or "raise".
         domain_size: ranks that are to share memory; a claim for tests, by default all ranks do.
         network_seed: CPU only: delays and reorders what crosses between domains.
+        name: by which ops find the buffer; unique in the process, made up by default.
 
     Raises:
-        ValueError: sizes that make no sense. MismatchError: the ranks disagree. TimeoutError: a rank did not come.
+        ValueError: sizes or options that make no sense, with their values. TypeError: a group of another kind.
+        MismatchError: the ranks disagree, with both values. TimeoutError: a rank did not come.
+        SystemError: no memory for the window, or this build lacks the device.
 
     The window takes ``buffer.stats()["window_bytes"]``. A buffer belongs to the process that made it.
+
+    Source: DeepEP's ``Buffer``, whose constructor's arguments come first.
     """
 
     num_sms: ClassVar[int] = 20  # DeepEP's class attribute, for the high-throughput mode
@@ -110,10 +115,13 @@ class Buffer:
 
         Args:
             max_tokens: tokens a rank sends at most, equal on all ranks; the default of ``dispatch``.
-            hidden: elements of a row. topk: choices of a token. num_experts: of all ranks.
+            hidden: elements of a row; rows are a multiple of 16 bytes. topk: choices of a token, 1 to 32.
+            num_experts: of all ranks, a multiple of their number.
             dtype: of the rows. wire_dtype: of partial sums on their way home, by default ``dtype``.
             scale_bytes: of a row that the caller quantises; by default 4 for 32 elements.
             options: ``device``, ``timeout``, ``on_overflow`` and the other keywords of ``Buffer``.
+
+        Raises: as ``Buffer``.
         """
         rendezvous = rendezvous_of(group)
         if scale_bytes is None:
@@ -133,7 +141,10 @@ class Buffer:
     # ---- State
 
     def require_usable(self) -> None:
-        """Raises what keeps the buffer from being used: it has failed, was destroyed, or is another process's."""
+        """Raises what keeps the buffer from being used.
+
+        UsageError: it was destroyed, or is another process's. TimeoutError, MismatchError: it has failed.
+        """
         if os.getpid() != self._process:
             raise UsageError(
                 f"{self.name} belongs to process {self._process}, this is its fork {os.getpid()}: make a buffer here"
@@ -141,20 +152,27 @@ class Buffer:
         self.runtime.require_usable()
 
     def check(self) -> None:
-        """Raises what the device has found since the last call: a failure, or expert ids out of range (ValueError)."""
+        """Raises what was found since the last call.
+
+        ValueError: expert ids out of range, which acted as -1: how many, and the first one's token, k and value.
+        Otherwise as ``require_usable``.
+        """
         self.require_usable()
         self.runtime.check()
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the deadline of all waits, also of those in captured graphs."""
+        """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive."""
         self.runtime.set_timeout(seconds)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of finished operations and dropped rows, bytes of the window, name of the backend."""
+        """Counters since the buffer was made: "dispatches", "combines", "dropped_rows"; "window_bytes"; "backend"."""
         return dict(self.runtime.stats())
 
     def wire_bytes(self) -> dict[str, list[int]]:
-        """What this rank has sent to each rank, itself included (CPU backend): "rows_count", "rows" and "other" bytes."""
+        """What this rank has sent since the buffer was made (CPU backend), each a list [R] that includes itself.
+
+        "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights.
+        """
         return dict(self.runtime.wire_bytes())
 
     @property

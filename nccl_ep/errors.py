@@ -14,7 +14,7 @@ class UsageError(EpError):
 
 
 class TimeoutError(EpError, builtins.TimeoutError):
-    """A rank was not heard of within the buffer's deadline. The text names the rank, the phase, what was expected and seen.
+    """A rank was not heard of within the deadline. The text names the rank, the phase, what was awaited and seen.
 
     The buffer has failed: destroy it and make a new one, in the same process if need be.
     """

@@ -39,8 +39,8 @@ def dispatch(
     """Sends every token to the ranks of its experts, once a rank. Collective; the same results whatever the timing.
 
     Args:
-        x: [T, H] contiguous, rows a multiple of 16 bytes, T at most ``max_tokens`` (0 is legal). bf16, fp16 and fp32 are
-            numbers; any other dtype travels bit for bit.
+        x: [T, H] contiguous, rows a multiple of 16 bytes, T at most ``max_tokens`` (0 is legal). bf16, fp16 and fp32
+            are numbers; any other dtype travels bit for bit.
         topk_idx: [T, K] int64 or int32 expert ids; -1 is no choice. An id out of range acts as -1 and is reported by
             ``buffer.check()``.
         topk_weights: [T, K] float32, by default ones.
@@ -49,7 +49,7 @@ def dispatch(
         capacity: rows of an expert (expert_major, default R * M), or in all (packed, flat; default: what always fits).
         expert_alignment: packed: the first row of an expert is a multiple of it.
         quant: None, "fp8" (e4m3, a float32 scale for 128 elements), "fp8_rounded" (scales are powers of two) or
-            "fp8_ue8m0" (their exponents, four in an int32). x is bf16 or fp16 then.
+            "fp8_ue8m0" (their exponents, four in an int32). x is bf16 or fp16 then, H a multiple of 16.
         scales: [T, S] of any dtype and strides, for rows that the caller has quantised.
         zero_padding: rows of the output that do not exist are zeroed.
         num_sms: CUDA: thread blocks to use; 0 chooses.
@@ -57,13 +57,15 @@ def dispatch(
     Raises:
         ValueError: an argument that cannot be served, with its value; nothing was sent.
         UsageError: the buffer was destroyed, or a dispatch was sent and not received.
-        TimeoutError, MismatchError: the buffer has failed.
+        TimeoutError, MismatchError: a rank did not come, or made another call; the buffer has failed.
+        OverflowError: rows were dropped, and the buffer was made with ``on_overflow="raise"``.
 
     Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch``.
     """
     call = _dispatch_call(
-        x, topk_idx, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment, quant
-    )
+        x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
+        quant,
+    )  # fmt: skip
     with _errors_of(buffer):
         received = _ops.ll_dispatch.default(
             buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *call.config, zero_padding, num_sms
@@ -92,10 +94,15 @@ def dispatch_send(
 
     The caller's work goes between the two; x may be overwritten as soon as this half is done on its stream. At most one
     dispatch of a buffer is open.
+
+    Raises: as ``dispatch``, here or in ``receive()``.
+
+    Source: NCCL EP's ``send_only`` and ``ncclEpComplete``, DeepEP's ``return_recv_hook``.
     """
     call = _dispatch_call(
-        x, topk_idx, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment, quant
-    )
+        x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
+        quant,
+    )  # fmt: skip
     with _errors_of(buffer):
         handle = _ops.ll_dispatch_send.default(
             buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *call.config, zero_padding, num_sms
@@ -131,14 +138,16 @@ def combine(
     ranks' rows in rank order. Sums are in float32, in a fixed order: the same bits every time.
 
     Args:
-        rows: bf16, fp16 or fp32, of the shape of ``DispatchOutput.x`` (H may differ).
+        rows: bf16, fp16 or fp32, of the shape of ``DispatchOutput.x`` (H may differ): expert_major [L, C, H], packed
+            and flat [N, H], rank_major [R, M, H]. Contiguous, rows a multiple of 16 bytes.
         handle: of a dispatch on this buffer.
-        weights: "dispatch": those of the dispatch; [T, K] float32: given here, at the home rank; None: rows are added as
-            they are. flat and rank_major rows are always added as they are.
-        topk_idx: [T, K], with weights given here: an id that names no expert skips that row.
-        bias: flat: up to two tensors [T, H], added first.
+        weights: "dispatch": those of the dispatch; [T, K] float32: given here, at the home rank; None: rows are added
+            as they are. flat and rank_major rows are always added as they are.
+        topk_idx: [T, K] int64 or int32, with weights given here: an id that names no expert skips that row.
+        bias: flat: up to two tensors [T, H] of ``out_dtype``, added first.
         out_dtype: default: of rows. wire_dtype: of what travels, ``out_dtype`` (default) or float32.
-        out: [T, H], written in place.
+        out: [T, H] of ``out_dtype``, written in place.
+        num_sms: CUDA: thread blocks to use; 0 chooses.
 
     Raises: as ``dispatch``; UsageError also for a handle of another buffer.
 
@@ -164,7 +173,12 @@ def combine_send(
     wire_dtype: torch.dtype | None = None,
     num_sms: int = 0,
 ) -> Pending[torch.Tensor]:
-    """The sending half of ``combine``, with its arguments; ``receive()`` of what it returns gives [T, H]."""
+    """The sending half of ``combine``, with its arguments; ``receive()`` of what it returns gives [T, H].
+
+    ``rows`` may be overwritten as soon as this half is done on its stream. At most one combine of a buffer is open.
+
+    Raises: as ``combine``, here or in ``receive()``.
+    """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
     biases, how = args[4], args[-4:]
     with _errors_of(buffer):
@@ -187,8 +201,11 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
         values: float32, one for each row ([L, C] or [N]), or, in rank_major and flat, for each choice ([.., K]).
 
     An entry without a row (no choice, or dropped) is 0.
+
+    Raises: as ``combine``.
     """
-    buffer = find_buffer(handle.buffer)
+    buffer = _buffer_of(handle)
+    _require_on(buffer, values=values, handle=handle.tensor)
     with _errors_of(buffer):
         out: torch.Tensor = _ops.ll_combine_weights.default(
             buffer.name, buffer._seq, values, handle.tensor, *handle.args()
@@ -203,7 +220,7 @@ class Pending(Generic[T]):
         self._receive: Callable[[], T] | None = receive
 
     def receive(self) -> T:
-        """The other half. Once."""
+        """The other half: waits for the other ranks and returns the result. UsageError if it was received already."""
         if self._receive is None:
             raise UsageError("this operation was received already")
         receive, self._receive = self._receive, None
@@ -243,6 +260,7 @@ class _DispatchCall:
 def _dispatch_call(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
     scales: torch.Tensor | None,
     buffer: Buffer,
     num_experts: int,
@@ -261,6 +279,9 @@ def _dispatch_call(
         raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
     if max_tokens is None and (max_tokens := buffer.max_tokens) is None:
         raise ValueError("max_tokens is not given, and the buffer was made without it")
+    _require_on(buffer, x=x, topk_idx=topk_idx, topk_weights=topk_weights, scales=scales)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
     if topk_idx.dim() != 2:
         raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}, must be [tokens, top-k]")
     if num_experts < 1 or num_experts % buffer.num_ranks:
@@ -345,6 +366,8 @@ def _combine_call(
 ) -> tuple[Buffer, tuple[Any, ...]]:
     if isinstance(weights, str) and weights != "dispatch":
         raise ValueError(f'weights is {weights!r}, must be "dispatch", a tensor [T, K] or None')
+    if not isinstance(weights, (str, torch.Tensor, type(None))):
+        raise TypeError(f'weights is a {type(weights).__name__}, must be "dispatch", a tensor [T, K] or None')
     home_weights = weights if isinstance(weights, torch.Tensor) else None
     if home_weights is not None:
         weighting = _HOME
@@ -355,9 +378,29 @@ def _combine_call(
     if wire_dtype not in (out_dtype, torch.float32):
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype} or torch.float32")
     biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
-    buffer = find_buffer(handle.buffer)
+    buffer = _buffer_of(handle)
+    _require_on(buffer, rows=rows, handle=handle.tensor, weights=home_weights, topk_idx=topk_idx)
+    _require_on(buffer, **{f"bias {i}": given for i, given in enumerate(biases)})
     args = (rows, handle.tensor, home_weights, topk_idx, biases, *handle.args(), weighting, out_dtype, wire_dtype, num_sms)
     return buffer, args
+
+
+def _buffer_of(handle: Handle) -> Buffer:
+    buffer = find_buffer(handle.buffer)
+    if handle.num_ranks != buffer.num_ranks:
+        raise UsageError(f"the handle is of {handle.num_ranks} ranks, its buffer {buffer.name} of {buffer.num_ranks}")
+    return buffer
+
+
+def _require_on(buffer: Buffer, **tensors: torch.Tensor | None) -> None:
+    """An op would follow a tensor on another device to that device's kernel, or to the fake one."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, must be a tensor")
+        if tensor is not None and tensor.device != buffer.device:
+            raise ValueError(f"{name} is on {tensor.device}, the buffer on {buffer.device}")
+        if tensor is not None and tensor.layout != torch.strided:
+            raise ValueError(f"{name} is {tensor.layout}, must be strided")
 
 
 @contextmanager

@@ -37,12 +37,14 @@ QUANTS = {None: Quant.NONE} | {quant.name.lower(): quant for quant in Quant if q
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The routing of one dispatch, for any number of combines. Plain data: one int32 tensor of static size, and numbers.
+    """The routing of one dispatch, for any number of combines. Plain data: an int32 tensor of static size, and numbers.
 
     Attributes:
         tensor: tokens of every source [R] | expert ids of the own tokens [T, K] | row of each (source, token, k) here |
             weights of the local choices.
         buffer: name of the buffer that made it.
+        num_tokens, topk, num_experts, max_tokens, num_ranks: T, K, E, M, R of the dispatch.
+        layout, capacity: of its rows. mode: "ll".
     """
 
     tensor: torch.Tensor
@@ -71,7 +73,8 @@ class DispatchOutput:
 
     Attributes:
         x: expert_major [L, C, H], packed and flat [N, H], rank_major [R, M, H].
-        scales: the same with the scales of a row last, or None.
+        scales: [.., S] in place of [.., H], or None. The caller's, in their dtype; with ``quant`` float32
+            [.., ceil(H/128)], or for "fp8_ue8m0" int32 [.., ceil(H/512)], group g in byte g % 4 of word g // 4.
         weights: float32; expert_major [L, C], packed [N], else [.., K]; 0 where there is no row or choice.
         topk_idx: rank_major, flat: local expert ids [.., K], -1 where there is none; else None.
         counts: int32 rows in the tensor: of each local expert [L], or (rank_major, flat) of each source rank [R].

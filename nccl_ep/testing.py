@@ -67,6 +67,7 @@ class ThreadGroup:
 def run_ranks(num_ranks: int, body: Callable[[ThreadGroup], T], timeout: float = 300.0) -> list[T]:
     """Runs ``body(group)`` once a rank, each in a thread of its own, and returns the results in rank order.
 
+    ``timeout``: seconds for all of them; ``TimeoutError`` names a rank that runs longer (its thread is left alone).
     Raises the error of the lowest rank that failed, with the others' texts added.
     """
     results: list[Any] = [None] * num_ranks

@@ -29,7 +29,11 @@ void delay(Point point, int rank) {
   if (seed == 0) return;
   thread_local uint64_t calls = 0;
   const uint64_t draw = mix(seed + ++calls * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(point) * 977 + rank);
-  if (draw % 8 == 0) {
+  // About every third rank is slow: it stalls for longer than the others need for a whole call.
+  const bool is_slow = mix(seed ^ static_cast<uint64_t>(rank + 1) * 0xD6E8FEB86659FD93ull) % 3 == 0;
+  if (is_slow && draw % 64 == 1) {
+    std::this_thread::sleep_for(std::chrono::microseconds(1000 + draw / 64 % 3000));
+  } else if (draw % 8 == 0) {
     std::this_thread::sleep_for(std::chrono::microseconds(draw / 8 % 400));
   } else if (draw % 8 < 3) {
     std::this_thread::yield();

@@ -45,6 +45,10 @@ Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlLayou
       deadline_(Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                    std::chrono::duration<double>(state.timeout_seconds))) {}
 
+Channel::~Channel() {
+  if (!sources_.empty()) transport_.flush();
+}
+
 uint32_t* Channel::window_word(Offset offset) const {
   return reinterpret_cast<uint32_t*>(transport_.local_window() + offset);
 }
@@ -102,7 +106,11 @@ void Channel::close_stage() {
 
 // ---- Receiving
 
-bool Channel::has_record(int source) const {
+// What has come over a network must not be looked at before its signal.
+bool Channel::has_heard(int source) const {
+  if (!transport_.topology().is_lsa(rank(), source)) {
+    return transport_.signal(layout_.signal(source)) > state_.arrivals[static_cast<int>(kind_)];
+  }
   char* record = transport_.local_window() + layout_.record(bank_, source);
   return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
 }
@@ -111,7 +119,7 @@ void Channel::give_up(Phase phase, int source, uint64_t expected, uint64_t seen)
   Failure& failure = state_.failure;
   failure = {Failure::kTimeout, kind_, phase, source, epoch_, expected, seen, 0, call_, {}};
   for (int r = 0; r < num_ranks() && r < 64; r++) {
-    if (r != rank() && !has_record(r)) failure.missing |= 1ull << r;
+    if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
   raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
 }

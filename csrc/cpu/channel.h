@@ -26,6 +26,9 @@ struct CpuState {
 class Channel {
  public:
   Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const CallRecord& call);
+  ~Channel();  // a call that fails halfway leaves puts behind, which read its sources
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
 
   int rank() const { return transport_.rank(); }
   int num_ranks() const { return layout_.num_ranks; }
@@ -66,7 +69,7 @@ class Channel {
   [[noreturn]] void give_up(Phase phase, int source, uint64_t expected, uint64_t seen);
   [[noreturn]] void refuse_call(int source, const CallRecord& theirs);
   uint32_t* window_word(Offset offset) const;
-  bool has_record(int source) const;
+  bool has_heard(int source) const;
 
   Transport& transport_;
   CpuState& state_;

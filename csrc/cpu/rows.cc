@@ -69,7 +69,10 @@ void quantize_row(Quant quant, const float* row, int hidden, uint8_t* payload, v
   for (int group = 0; group < groups; group++) {
     const int begin = group * kQuantGroup, end = std::min(begin + kQuantGroup, hidden);
     float amax = kSmallestAmax;
-    for (int i = begin; i < end; i++) amax = std::fmax(amax, std::fabs(row[i]));  // fmax passes over NaN
+    for (int i = begin; i < end; i++) {
+      const float magnitude = std::fabs(row[i]);
+      if (magnitude > amax) amax = magnitude;  // never true of a NaN; fmax would return a signalling one
+    }
     float scale = amax * (1.0f / kE4m3Max);
     float factor = kE4m3Max / amax;
     if (quant != Quant::kFp8) {

@@ -92,6 +92,7 @@ struct HostBlock {
 
 struct Memory {
   int device = 0;
+  int num_sms = 1;
   cudaStream_t stream = nullptr;  // non-blocking: never waits for the caller's kernels
   HostBlock* host = nullptr;
   DeviceState* state = nullptr;
@@ -142,6 +143,7 @@ void tear_down(std::unique_ptr<Memory> memory, double seconds) noexcept {
 std::unique_ptr<Memory> make_memory(int device, double timeout_seconds) {
   auto memory = std::make_unique<Memory>();
   memory->device = device;
+  EP_CUDA(cudaDeviceGetAttribute(&memory->num_sms, cudaDevAttrMultiProcessorCount, device));
   EP_CUDA(cudaStreamCreateWithFlags(&memory->stream, cudaStreamNonBlocking));
   EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory->host), sizeof(HostBlock), cudaHostAllocMapped));
   new (memory->host) HostBlock{};
@@ -169,7 +171,10 @@ class CudaBackend : public Backend {
  public:
   CudaBackend(std::unique_ptr<Memory> memory, double timeout_seconds)
       : memory_(std::move(memory)), timeout_seconds_(timeout_seconds) {}
-  ~CudaBackend() override { tear_down(std::move(memory_), timeout_seconds_ + kTearDownSlackSeconds); }
+  ~CudaBackend() override {
+    if (memory_->world) memory_->world->abort(memory_->peers.rank);
+    tear_down(std::move(memory_), timeout_seconds_ + kTearDownSlackSeconds);
+  }
 
   const char* name() const override { return "cuda"; }
   void dispatch(const LlDispatchParams& params, void* stream) override { run(params, stream); }
@@ -213,6 +218,8 @@ class CudaBackend : public Backend {
     timeout_seconds_ = seconds;
   }
 
+  void set_pdl(bool enabled) override { uses_pdl_ = enabled; }
+
   void abort() override {
     std::lock_guard lock(mutex_);
     if (memory_->world) memory_->world->abort(memory_->peers.rank);
@@ -231,16 +238,31 @@ class CudaBackend : public Backend {
   // The hot path: the caller has set the device, and CUDA is called for the launch alone.
   template <class Params>
   void run(const Params& params, void* stream) {
-    const KernelArgs<Params> args{params, memory_->peers, memory_->state};
-    if (memory_->world) {
+    check_served(params);
+    KernelArgs<Params> args{params, memory_->peers, memory_->state, {}};
+    if (memory_->world) {  // one launch holds the blocks of all ranks: they share the SMs, and a plan
+      const int blocks = memory_->num_sms / params.shape.num_ranks;
+      args.plan = plan_of(params, params.shape.max_tokens, num_blocks(params, blocks));
       memory_->world->run(memory_->peers.rank, args, stream);
     } else {
+      args.plan = plan_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
+      args.plan.pdl = uses_pdl_;
       launch(args, stream);
     }
   }
 
+  // Blocks that the caller asks for, of those there are.
+  template <class Params>
+  static int num_blocks(const Params& params, int available) {
+    if constexpr (requires { params.num_sms; }) {
+      if (params.num_sms > 0) return std::clamp(params.num_sms, 1, available);
+    }
+    return std::max(available, 1);
+  }
+
   std::unique_ptr<Memory> memory_;
   double timeout_seconds_;
+  bool uses_pdl_ = false;
   std::mutex mutex_;  // of the private stream and its host block
 };
 

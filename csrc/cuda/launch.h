@@ -3,6 +3,7 @@
 
 #include "cuda/device_state.h"
 #include "runtime/params.h"
+#include "runtime/plan.h"
 #include "transport/lsa_peers.h"
 
 namespace ep {
@@ -12,7 +13,18 @@ struct KernelArgs {
   Params params;
   LsaPeers peers;
   DeviceState* state = nullptr;
+  LlPlan plan;
 };
+
+// The plan for `tokens` tokens on `num_sms` blocks.
+LlPlan plan_of(const LlDispatchParams& params, int tokens, int num_sms);
+LlPlan plan_of(const LlCombineParams& params, int tokens, int num_sms);
+LlPlan plan_of(const LlCombineWeightsParams& params, int tokens, int num_sms);
+
+// Refuses what these kernels cannot serve, with the values.
+void check_served(const LlDispatchParams& params);
+void check_served(const LlCombineParams& params);
+void check_served(const LlCombineWeightsParams& params);
 
 // Loads every kernel, so that none is loaded while another spins. Throws kSystem.
 void load_kernels();
@@ -22,7 +34,8 @@ void launch(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch(const KernelArgs<LlCombineParams>& args, void* stream);
 void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
 
-// All `num_ranks` ranks of a world on this GPU in one launch; `args` is a device array, `host_args` its host copy.
+// All `num_ranks` ranks of a world on this GPU in one launch; `args` is a device array, `host_args` its host copy. The
+// plans of all ranks are equal.
 template <class Params>
 void launch_world(const KernelArgs<Params>* host_args, const KernelArgs<Params>* args, int num_ranks, void* stream);
 

@@ -30,6 +30,8 @@ class Backend {
   // What the device has found so far. `take_invalid_ids` forgets them.
   virtual Report report(bool take_invalid_ids) = 0;
   virtual void set_timeout(double seconds) = 0;
+  // CUDA: programmatic dependent launch, where the stream's kernels allow it.
+  virtual void set_pdl(bool) {}
   virtual WireBytes wire_bytes() const { return {}; }
   // Gives up: no peer is waited for. Nothing but the destructor may follow.
   virtual void abort() = 0;

@@ -12,6 +12,7 @@ namespace {
 constexpr const char* kVersion = "0.1.0";
 constexpr int kWireVersion = 1;     // changes with the bytes that ranks exchange
 constexpr int kMaxRowBytes = 65536;
+constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_row_bytes(int64_t bytes, const char* what) {
   EP_CHECK(bytes > 0 && bytes % 16 == 0 && bytes <= kMaxRowBytes, what, " of ", bytes,
@@ -23,8 +24,14 @@ void check_tokens(int num_tokens, const Shape& shape) {
            shape.max_tokens);
 }
 
+void check_timeout(double seconds) {
+  EP_CHECK(seconds > 0 && seconds <= kMaxTimeoutSeconds, "timeout is ", seconds, " s, must be positive and at most ",
+           kMaxTimeoutSeconds);
+}
+
 void check_output(const OutputShape& output) {
-  EP_CHECK(output.capacity >= 0, "capacity is ", output.capacity, ", must not be negative");
+  EP_CHECK(output.capacity >= 0 && output.capacity <= INT32_MAX, "capacity is ", output.capacity, ", must be 0 to ",
+           INT32_MAX);
   EP_CHECK(output.alignment >= 1, "expert_alignment is ", output.alignment, ", must be at least 1");
   EP_CHECK(output.rows() <= INT32_MAX, "the output would have ", output.rows(), " rows, at most ", INT32_MAX);
 }
@@ -56,7 +63,7 @@ LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes) {
 
 Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend)
     : rank_(bootstrap.rank()), config_(config) {
-  EP_CHECK(config.timeout_seconds > 0, "timeout is ", config.timeout_seconds, " s, must be positive");
+  check_timeout(config.timeout_seconds);
   Agreement agreement;
   agreement.add("the library's version", kVersion);
   agreement.add("the wire format", kWireVersion);
@@ -80,10 +87,15 @@ void Group::destroy() {
 }
 
 void Group::set_timeout(double seconds) {
-  EP_CHECK(seconds > 0, "timeout is ", seconds, " s, must be positive");
+  check_timeout(seconds);
   require_usable();
   config_.timeout_seconds = seconds;
   backend_->set_timeout(seconds);
+}
+
+void Group::set_pdl(bool enabled) {
+  require_usable();
+  backend_->set_pdl(enabled);
 }
 
 void Group::require_usable() {
@@ -113,7 +125,7 @@ void Group::open_half(Kind kind, Half half, const char* call) {
   is_open = half == Half::kSend;
 }
 
-void Group::dispatch(LlDispatchParams& p, void* stream) {
+void Group::prepare(LlDispatchParams& p) {
   require_usable();
   p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
   check_tokens(p.num_tokens, p.shape);
@@ -136,6 +148,10 @@ void Group::dispatch(LlDispatchParams& p, void* stream) {
   p.call.max_tokens = p.shape.max_tokens;
   p.call.scale_bytes = p.row.scale_bytes;
   p.call.num_tokens = p.num_tokens;
+}
+
+void Group::dispatch(LlDispatchParams& p, void* stream) {
+  prepare(p);
   open_half(Kind::kDispatch, p.half, "dispatch");
   backend_->dispatch(p, stream);
 }
@@ -149,6 +165,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
            " wire: all three must be bf16, fp16 or fp32");
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.wire_dtype), "a partial sum");
   EP_CHECK(p.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
            name_of(p.output.layout), " are already weighted by the caller");
   EP_CHECK((p.bias[0] == nullptr && p.bias[1] == nullptr) || p.output.layout == OutputLayout::kFlat,

@@ -43,7 +43,8 @@ class Group {
   const GroupConfig& config() const { return config_; }
   const Backend& backend() const { return *backend_; }
 
-  // Fill in what follows from the rest (layout, row format, call record), check, run.
+  // Fill in what follows from the rest (layout, row format, call record), check, run. `prepare` stops before the run.
+  void prepare(LlDispatchParams& params);
   void dispatch(LlDispatchParams& params, void* stream);
   void combine(LlCombineParams& params, void* stream);
   void combine_weights(LlCombineWeightsParams& params, void* stream);
@@ -54,6 +55,7 @@ class Group {
   void require_usable();
   Report report() { return backend_ ? backend_->report(false) : Report{}; }
   void set_timeout(double seconds);
+  void set_pdl(bool enabled);
   bool is_destroyed() const { return backend_ == nullptr; }
   void destroy();
 

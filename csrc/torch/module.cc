@@ -2,6 +2,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include "api/factory.h"
 #include "base/check.h"
@@ -46,6 +47,10 @@ class NamedGroup {
   }
   ~NamedGroup() { destroy(); }
   void destroy() {
+    if (getpid() != process_) {  // a fork: threads to join are not here, and the registry's lock may be held for ever
+      static_cast<void>(new std::shared_ptr<Group>(std::move(group_)));
+      return;
+    }
     py::gil_scoped_release no_gil;
     unregister_group(name_);
     group_->destroy();
@@ -54,6 +59,7 @@ class NamedGroup {
 
  private:
   std::string name_;
+  pid_t process_ = getpid();
   std::shared_ptr<Group> group_;
 };
 
@@ -141,6 +147,7 @@ PYBIND11_MODULE(_C, m) {
       .def("check", [](NamedGroup& self) { self.group().check(); })
       .def("require_usable", [](NamedGroup& self) { self.group().require_usable(); })
       .def("set_timeout", [](NamedGroup& self, double seconds) { self.group().set_timeout(seconds); })
+      .def("set_pdl", [](NamedGroup& self, bool enabled) { self.group().set_pdl(enabled); })
       .def("domain_size", [](NamedGroup& self) { return self.group().topology().domain_size; })
       .def("stats", [](NamedGroup& self) { return stats(self.group()); })
       .def("wire_bytes", [](NamedGroup& self) { return wire_bytes(self.group()); })

@@ -34,6 +34,10 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   const RowSpec row = check_inputs(x, x_scales, topk_idx, topk_weights, device);
   const OutputShape output = output_shape(group->num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout,
                                           spec.capacity, spec.alignment);
+  LlDispatchParams params = dispatch_params(row, spec, output);
+  params.half = half;
+  set_inputs(params, x, x_scales, topk_idx, topk_weights);
+  group->prepare(params);  // refuses what does not fit before memory is taken for it
   if (given != nullptr) check_outputs(*given, row, spec, output, device);
   DispatchTensors tensors;
   if (given != nullptr) {
@@ -42,9 +46,7 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
     if (half == Half::kBoth) tensors = allocate_outputs(row, spec, output, device);
     tensors.handle = allocate_handle(row, output, device);
   }
-  LlDispatchParams params = dispatch_params(row, spec, output, tensors.handle);
-  params.half = half;
-  set_inputs(params, x, x_scales, topk_idx, topk_weights);
+  set_handle(params, tensors.handle);
   if (half == Half::kBoth) set_outputs(params, tensors);
   group->dispatch(params, current_stream(device));
   return tensors;
@@ -94,9 +96,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
     const OutputShape output =
         output_shape(group->num_ranks(), num_experts, max_tokens, topk, layout, capacity, alignment);
     check_tensor(handle, "handle", at::kInt, {handle_shape(output, num_tokens).size()}, device);
-    const DispatchTensors t = allocate_outputs(row, spec, output, device);
-    LlDispatchParams params = dispatch_params(row, spec, output, handle);
+    LlDispatchParams params = dispatch_params(row, spec, output);
     params.half = Half::kReceive;
+    set_handle(params, handle);
+    group->prepare(params);
+    const DispatchTensors t = allocate_outputs(row, spec, output, device);
     set_outputs(params, t);
     group->dispatch(params, current_stream(device));
     return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
@@ -115,6 +119,20 @@ struct HandleSpec {
 #define EP_HANDLE_SPEC \
   HandleSpec { num_tokens, topk, num_experts, max_tokens, layout, capacity }
 
+// A handle in host memory is read before it is trusted: its entries become addresses.
+void check_entries(const HandlePtrs& handle, const HandleSpec& spec, const OutputShape& output) {
+  const auto check = [](const int32_t* values, int64_t count, int64_t first, int64_t last, const char* name) {
+    for (int64_t i = 0; i < count; i++) {
+      EP_CHECK(values[i] >= first && values[i] <= last, "the handle is not of these sizes, or was changed: ", name,
+               " ", i, " is ", values[i], ", must be ", first, " to ", last);
+    }
+  };
+  check(handle.tokens, output.num_ranks, 0, output.max_tokens, "number of tokens");
+  check(handle.ids, spec.num_tokens * spec.topk, -1, spec.num_experts - 1, "expert id");
+  check(handle.rows, static_cast<int64_t>(output.num_ranks) * output.max_tokens * output.map_k(), kDroppedRow,
+        output.rows() - 1, "row");
+}
+
 OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor& handle, const at::Device& device,
                         Shape& shape, HandlePtrs& pointers) {
   const OutputShape output = output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout,
@@ -123,6 +141,7 @@ OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor
   check_tensor(handle, "handle", at::kInt, {handle_sizes.size()}, device);
   shape = {output.num_ranks, static_cast<int>(spec.num_experts), output.topk, output.max_tokens};
   pointers = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_sizes);
+  if (device.is_cpu()) check_entries(pointers, spec, output);
   return output;
 }
 
@@ -179,6 +198,7 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
   EP_CHECK(args.weighting >= 0 && args.weighting <= 2, "weighting ", args.weighting, " is unknown");
   p.weighting = static_cast<Weighting>(args.weighting);
   p.num_tokens = static_cast<int>(spec.num_tokens);
+  EP_CHECK(args.num_sms >= 0, "num_sms is ", args.num_sms, ", must not be negative");
   p.num_sms = static_cast<int>(args.num_sms);
   if (args.rows) {
     check_tensor(*args.rows, "rows", args.rows_dtype, rows_shape(p.output, args.hidden), device);

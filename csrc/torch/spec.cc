@@ -81,8 +81,13 @@ OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens,
   const Shape shape = Shape::make(num_ranks, to_int(num_experts, "num_experts"), to_int(topk, "top-k"),
                                   to_int(max_tokens, "max_tokens"));
   EP_CHECK(capacity >= 0, "capacity is ", capacity, ", must not be negative");
-  return {static_cast<OutputLayout>(layout), num_ranks, shape.local_experts(), shape.max_tokens, shape.topk, capacity,
-          to_int(alignment, "expert_alignment")};
+  EP_CHECK(alignment >= 1, "expert_alignment is ", alignment, ", must be at least 1");
+  const OutputShape output{static_cast<OutputLayout>(layout), num_ranks,  shape.local_experts(),
+                           shape.max_tokens,                  shape.topk, capacity,
+                           to_int(alignment, "expert_alignment")};
+  EP_CHECK(capacity <= INT32_MAX && output.rows() <= INT32_MAX, "the output would have ", output.rows(),
+           " rows at capacity ", capacity, ", at most ", INT32_MAX);
+  return output;
 }
 
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens) {
@@ -121,6 +126,7 @@ RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at
     EP_CHECK(scales->dim() == 2 && scales->size(0) == x.size(0), "scales have shape ", text(scales->sizes()),
              ", must be [", x.size(0), ", scales of a row]");
     EP_CHECK(scales->device() == device, "scales are on ", scales->device().str(), ", the buffer on ", device.str());
+    EP_CHECK(scales->size(1) > 0, "scales have shape ", text(scales->sizes()), ", must be at least one a row");
     row.num_scales = scales->size(1);
     row.scale_dtype = scales->scalar_type();
   }
@@ -160,8 +166,7 @@ void check_outputs(const DispatchTensors& given, const RowSpec& row, const Dispa
   check_tensor(given.handle, "handle", at::kInt, {handle_shape(output, row.num_tokens).size()}, device);
 }
 
-LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                                 const at::Tensor& handle) {
+LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
   EP_CHECK(spec.quant >= 0 && spec.quant <= 3, "quant ", spec.quant, " is unknown");
   LlDispatchParams p;
   p.shape = {output.num_ranks, to_int(spec.num_experts, "num_experts"), output.topk, output.max_tokens};
@@ -172,8 +177,8 @@ LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, c
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.output = output;
   p.zero_padding = spec.zero_padding;
+  EP_CHECK(spec.num_sms >= 0, "num_sms is ", spec.num_sms, ", must not be negative");
   p.num_sms = to_int(spec.num_sms, "num_sms");
-  p.handle = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_shape(output, row.num_tokens));
   // The size of the scales is part of the call, for the sending half too.
   const bool quantises = p.quant != Quant::kNone;
   p.out_scales.count = quantises ? num_quant_scales(p.quant, row.hidden) : to_int(row.num_scales, "number of scales");
@@ -190,6 +195,10 @@ void set_inputs(LlDispatchParams& p, const at::Tensor& x, const OptionalTensor& 
     p.scales = {scales->data_ptr(), scales->stride(0), scales->stride(1), to_int(scales->size(1), "number of scales"),
                 static_cast<int>(scales->element_size())};
   }
+}
+
+void set_handle(LlDispatchParams& p, const at::Tensor& handle) {
+  p.handle = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_shape(p.output, p.num_tokens));
 }
 
 void set_outputs(LlDispatchParams& p, const DispatchTensors& tensors) {

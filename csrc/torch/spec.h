@@ -52,11 +52,11 @@ DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, c
 void check_outputs(const DispatchTensors& given, const RowSpec& row, const DispatchSpec& spec,
                    const OutputShape& output, const at::Device& device);
 
-// Parameters of the sending half; the outputs are set by set_outputs.
-LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                                 const at::Tensor& handle);
+// Everything but pointers; those are set below.
+LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output);
 void set_inputs(LlDispatchParams& params, const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                 const OptionalTensor& topk_weights);
+void set_handle(LlDispatchParams& params, const at::Tensor& handle);
 void set_outputs(LlDispatchParams& params, const DispatchTensors& tensors);
 
 }  // namespace ep

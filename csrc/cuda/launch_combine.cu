@@ -1,0 +1,127 @@
+#include "base/check.h"
+#include "cuda/launch_util.h"
+#include "cuda/ll_combine.cuh"
+
+namespace ep {
+namespace {
+
+constexpr int kMaxThreads = 896;
+constexpr int kScalarThreads = 256;
+
+template <DType kIn, DType kWire, DType kOut>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ll_combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
+  combine<kIn, kWire, kOut>(args.params, args.peers, args.state, args.plan,
+                            {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+}
+
+template <DType kIn, DType kWire, DType kOut>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ll_combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
+  const KernelArgs<LlCombineParams>& args = all[blockIdx.x / blocks];
+  combine<kIn, kWire, kOut>(args.params, args.peers, args.state, args.plan,
+                            {static_cast<int>(blockIdx.x) % blocks, blocks});
+}
+
+__global__ void __launch_bounds__(kScalarThreads) ll_scalars_home(
+    const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
+  scalars_home(args.params, args.peers, args.state, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+}
+
+__global__ void __launch_bounds__(kScalarThreads)
+    ll_scalars_home_world(const KernelArgs<LlCombineWeightsParams>* all, int blocks) {
+  const KernelArgs<LlCombineWeightsParams>& args = all[blockIdx.x / blocks];
+  scalars_home(args.params, args.peers, args.state, {static_cast<int>(blockIdx.x) % blocks, blocks});
+}
+
+template <DType kIn, DType kWire, DType kOut>
+struct Types {
+  static constexpr DType in = kIn, wire = kWire, out = kOut;
+};
+
+template <class Body>
+void with_dtype(DType dtype, Body body) {
+  if (dtype == DType::kBF16) return body(std::integral_constant<DType, DType::kBF16>{});
+  if (dtype == DType::kF16) return body(std::integral_constant<DType, DType::kF16>{});
+  return body(std::integral_constant<DType, DType::kF32>{});
+}
+
+// Calls body with the types as compile-time constants. The wire is the output's type, or fp32.
+template <class Body>
+void with_types(DType in, DType wire, DType out, Body body) {
+  with_dtype(in, [&](auto in_constant) {
+    with_dtype(out, [&](auto out_constant) {
+      constexpr DType kIn = decltype(in_constant)::value, kOut = decltype(out_constant)::value;
+      if (wire == DType::kF32) return body(Types<kIn, DType::kF32, kOut>{});
+      return body(Types<kIn, kOut, kOut>{});
+    });
+  });
+}
+
+}  // namespace
+
+LlPlan plan_of(const LlCombineParams&, int tokens, int num_sms) { return plan_combine(tokens, num_sms); }
+
+LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
+  LlPlan plan;
+  plan.blocks = num_sms;
+  plan.warps = kScalarThreads / 32;
+  return plan;
+}
+
+void check_served(const LlCombineParams& p) {
+  EP_CHECK(p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype), " wire for ",
+           name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
+  EP_CHECK(p.domain_size == p.shape.num_ranks, "domains of ", p.domain_size, " ranks in a world of ",
+           p.shape.num_ranks, ": on CUDA the ranks of a group are one domain");
+  EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
+}
+void check_served(const LlCombineWeightsParams&) {}
+
+void load_combine_kernels() {
+  for (DType in : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (DType out : {DType::kBF16, DType::kF16, DType::kF32}) {
+      for (DType wire : {out, DType::kF32}) {
+        with_types(in, wire, out, [](auto types) {
+          using T = decltype(types);
+          load_kernel(&ll_combine<T::in, T::wire, T::out>, 0);
+          load_kernel(&ll_combine_world<T::in, T::wire, T::out>, 0);
+        });
+      }
+    }
+  }
+  load_kernel(&ll_scalars_home, 0);
+  load_kernel(&ll_scalars_home_world, 0);
+}
+
+void launch(const KernelArgs<LlCombineParams>& args, void* stream) {
+  with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
+    using T = decltype(types);
+    launch_kernel(&ll_combine<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl, stream,
+                  args);
+  });
+}
+
+void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream) {
+  launch_kernel(&ll_scalars_home, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl, stream, args);
+}
+
+template <>
+void launch_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
+                  void* stream) {
+  const LlPlan& plan = host_args->plan;
+  with_types(host_args->params.dtype, host_args->params.wire_dtype, host_args->params.out_dtype, [&](auto types) {
+    using T = decltype(types);
+    launch_kernel(&ll_combine_world<T::in, T::wire, T::out>, plan.blocks * num_ranks, plan.threads(), 0, false, stream,
+                  args, plan.blocks);
+  });
+}
+
+template <>
+void launch_world(const KernelArgs<LlCombineWeightsParams>* host_args, const KernelArgs<LlCombineWeightsParams>* args,
+                  int num_ranks, void* stream) {
+  const LlPlan& plan = host_args->plan;
+  launch_kernel(&ll_scalars_home_world, plan.blocks * num_ranks, plan.threads(), 0, false, stream, args, plan.blocks);
+}
+
+}  // namespace ep

@@ -1,0 +1,444 @@
+// Low-latency combine: every rank adds up its own experts' rows of a token and stores one row into the home rank's
+// window, in band; the home rank adds the ranks' rows in rank order. The table of contents is combine(), at the end.
+#pragma once
+
+#include "cuda/call.cuh"
+#include "cuda/convert.cuh"
+#include "cuda/payload.cuh"
+#include "cuda/stamps.cuh"
+
+namespace ep {
+
+// ---- Numbers of a lane. Four floats where anything is fp32, else eight 16-bit numbers: at most 16 bytes.
+
+template <DType kIn, DType kWire, DType kOut>
+constexpr int kLaneElements = kIn == DType::kF32 || kWire == DType::kF32 || kOut == DType::kF32 ? 4 : 8;
+
+template <DType kType, int kCount>
+struct Numbers {
+  static constexpr int kWords = kType == DType::kF32 ? kCount : kCount / 2;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ void load_nc(const void* row, int64_t lane_index) {
+    const char* p = static_cast<const char*>(row) + lane_index * (kWords * 4);
+    if constexpr (kWords == 4) {
+      set(ptx::ld_nc(p));
+    } else {
+      set(ptx::ld_nc_8(p));
+    }
+  }
+  __device__ __forceinline__ void load_relaxed_sys(const char* row, int lane_index) {
+    const char* p = row + lane_index * (kWords * 4);
+    if constexpr (kWords == 4) {
+      set(ptx::ld_relaxed_sys(reinterpret_cast<const uint4*>(p)));
+    } else {
+      set(ptx::ld_relaxed_sys(reinterpret_cast<const uint2*>(p)));
+    }
+  }
+  __device__ __forceinline__ void store_relaxed_sys(char* row, int lane_index) const {
+    char* p = row + lane_index * (kWords * 4);
+    if constexpr (kWords == 4) {
+      ptx::st_relaxed_sys(reinterpret_cast<uint4*>(p), make_uint4(words[0], words[1], words[2], words[3]));
+    } else {
+      ptx::st_relaxed_sys(reinterpret_cast<uint2*>(p), make_uint2(words[0], words[1]));
+    }
+  }
+  __device__ __forceinline__ void store(void* row, int64_t lane_index) const {
+    char* p = static_cast<char*>(row) + lane_index * (kWords * 4);
+    if constexpr (kWords == 4) {
+      ptx::st(reinterpret_cast<uint4*>(p), make_uint4(words[0], words[1], words[2], words[3]));
+    } else {
+      ptx::st(reinterpret_cast<uint2*>(p), make_uint2(words[0], words[1]));
+    }
+  }
+  __device__ __forceinline__ bool have_arrived() const {
+    bool ok = true;
+#pragma unroll
+    for (int i = 0; i < kWords; i++) ok = ok && words[i] != kAbsent;
+    return ok;
+  }
+  __device__ __forceinline__ void fill(uint32_t word) {
+#pragma unroll
+    for (int i = 0; i < kWords; i++) words[i] = word;
+  }
+  __device__ __forceinline__ void escape() {
+#pragma unroll
+    for (int i = 0; i < kWords; i++) words[i] = escaped(words[i]);
+  }
+  __device__ __forceinline__ float2 pair(int i) const {  // numbers 2i and 2i + 1
+    if constexpr (kType == DType::kF32) {
+      return make_float2(__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1]));
+    } else {
+      return unpack2<kType>(words[i]);
+    }
+  }
+  __device__ __forceinline__ void from(const float (&values)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i++) {
+      if constexpr (kType == DType::kF32) {
+        words[2 * i] = __float_as_uint(values[2 * i]);
+        words[2 * i + 1] = __float_as_uint(values[2 * i + 1]);
+      } else {
+        words[i] = pack2<kType>(values[2 * i], values[2 * i + 1]);
+      }
+    }
+  }
+  __device__ __forceinline__ void add_to(float (&sum)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i++) {
+      const float2 f = pair(i);
+      sum[2 * i] = __fadd_rn(sum[2 * i], f.x);
+      sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], f.y);
+    }
+  }
+  __device__ __forceinline__ void add_product_to(float (&sum)[kCount], float weight) const {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i++) {
+      const float2 f = pair(i);
+      sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(weight, f.x));
+      sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(weight, f.y));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void set(uint4 v) {
+    words[0] = v.x;
+    words[1] = v.y;
+    words[2] = v.z;
+    words[3] = v.w;
+  }
+  __device__ __forceinline__ void set(uint2 v) {
+    words[0] = v.x;
+    words[1] = v.y;
+  }
+};
+
+// A sum starts as -0: adding the first term to it leaves that term's bits, +0 and -0 included.
+constexpr float kNothingYet = -0.0f;
+
+struct CombineRole {
+  const LlCombineParams& p;
+  const LsaPeers& peers;
+  const LlPlan& plan;
+  BlockPosition at;
+  int lane, warp;
+  int pieces;  // of a row
+
+  __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
+  __device__ bool is_receiver() const { return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0; }
+  __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
+  __device__ int receiver() const {
+    return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
+  }
+  __device__ bool sends_to_itself() const { return p.half == Half::kSend; }
+};
+
+// The rows of a token here: lane k holds choice k.
+struct Terms {
+  int32_t row;  // kNoRow, kDroppedRow, or the row to add
+  float weight;
+};
+
+// Weights that the home rank sends for this combine come with ids that say which choices count.
+__device__ __forceinline__ void await_home_weight(const CombineRole& role, const CallContext& call, int home, int token,
+                                                  Terms& terms) {
+  const LlLayout& layout = role.p.layout;
+  if (terms.row == kNoRow) return;
+  const int per_word = layout.ids.per_word();
+  const auto* ids = role.peers.local<uint64_t>(layout.id_words(call.bank, home, token));
+  const uint32_t word = await_word(call, ids + role.lane / per_word, Phase::kWeights, home);
+  if (layout.ids.get(word, role.lane % per_word) == layout.ids.none()) {
+    terms.row = kDroppedRow;
+    return;
+  }
+  const auto* weight = role.peers.local<uint64_t>(layout.weight(call.bank, home, token, role.lane));
+  terms.weight = __uint_as_float(await_word(call, weight, Phase::kWeights, home));
+}
+
+__device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, int token) {
+  Terms terms{kNoRow, 1.0f};
+  const int map_k = role.p.output.map_k();
+  if (role.lane >= map_k) return terms;
+  const int64_t entry = role.p.layout.slot(home, token) * map_k + role.lane;
+  terms.row = __ldg(role.p.handle.rows + entry);
+  if (role.p.weighting == Weighting::kDispatch) terms.weight = __ldg(role.p.handle.weights + entry);
+  return terms;
+}
+
+// This rank's share of a token, one piece of it. Products and sums are rounded one by one, in the order of k.
+template <DType kIn, int kCount>
+__device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms& terms, int64_t lane_index,
+                                            bool is_inside, float (&sum)[kCount]) {
+  constexpr int kBatch = 4;  // rows loaded together: more are rare, and registers are few
+  unsigned mask = __ballot_sync(~0u, terms.row >= 0);
+  const float nothing = mask == 0 ? 0.0f : kNothingYet;
+#pragma unroll
+  for (int i = 0; i < kCount; i++) sum[i] = nothing;
+  const int64_t row_bytes = static_cast<int64_t>(role.p.hidden) * size_of(kIn);
+  while (mask != 0) {
+    Numbers<kIn, kCount> numbers[kBatch];
+    unsigned rest = mask;
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) {
+      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(rest) - 1);
+      if (rest != 0 && is_inside) {
+        numbers[q].load_nc(static_cast<const char*>(role.p.rows) + row * row_bytes, lane_index);
+      } else {
+        numbers[q].fill(0);
+      }
+      rest &= rest - 1;
+    }
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) {
+      if (mask == 0) break;
+      numbers[q].add_product_to(sum, __shfl_sync(~0u, terms.weight, __ffs(mask) - 1));
+      mask &= mask - 1;
+    }
+  }
+}
+
+// ---- Sending: the partial sums of other ranks' tokens
+
+template <DType kIn, DType kWire, int kCount>
+__device__ __forceinline__ void send_partials(const CombineRole& role, const CallContext& call, Terms terms) {
+  const LlCombineParams& p = role.p;
+  const int first_hop = role.sends_to_itself() ? 0 : 1;
+  const int homes = p.shape.num_ranks - first_hop;
+  if (homes == 0) return;
+  int most_tokens = 0;
+  for (int r = 0; r < p.shape.num_ranks; r++) most_tokens = max(most_tokens, __ldg(p.handle.tokens + r));
+  const int units = most_tokens * role.pieces * homes, step = role.plan.senders();
+  const auto home_of = [&](int unit) {
+    const int home = role.peers.rank + first_hop + unit % homes;
+    return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
+  };
+  for (int unit = role.sender(); unit < units; unit += step) {
+    const int home = home_of(unit), token = unit / homes / role.pieces, piece = unit / homes % role.pieces;
+    Terms now = terms;
+    const int next = unit + step;
+    if (next < units) terms = load_terms(role, home_of(next), next / homes / role.pieces);
+    if (token >= __ldg(p.handle.tokens + home)) continue;
+    if (!__any_sync(~0u, now.row != kNoRow)) continue;
+    if (p.weighting == Weighting::kHome) await_home_weight(role, call, home, token, now);
+    const int lane_index = piece * 32 + role.lane;
+    const bool is_inside = lane_index * kCount < p.hidden;
+    float sum[kCount];
+    partial_sum<kIn>(role, now, lane_index, is_inside, sum);
+    Numbers<kWire, kCount> wire;
+    wire.from(sum);
+    wire.escape();
+    char* slot = role.peers.at<char>(home, p.layout.row(call.bank, role.peers.rank, token));
+    if (is_inside) wire.store_relaxed_sys(slot, lane_index);
+  }
+}
+
+// ---- Receiving: the sum over ranks
+
+template <DType kOut, int kCount>
+__device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, int lane_index, bool is_inside,
+                                          bool has_terms, float (&sum)[kCount]) {
+  const bool has_bias = p.bias[0] != nullptr || p.bias[1] != nullptr;
+#pragma unroll
+  for (int i = 0; i < kCount; i++) sum[i] = has_terms || has_bias ? kNothingYet : 0.0f;
+  for (const void* bias : p.bias) {
+    if (bias == nullptr || !is_inside) continue;
+    Numbers<kOut, kCount> numbers;
+    numbers.load_nc(static_cast<const char*>(bias) + static_cast<int64_t>(token) * p.hidden * size_of(kOut), lane_index);
+    numbers.add_to(sum);
+  }
+}
+
+template <DType kIn, DType kWire, DType kOut, int kCount>
+__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, int token, int piece,
+                                          const Terms& own_terms, int id) {
+  constexpr int kBatch = 4;  // ranks polled together
+  const LlCombineParams& p = role.p;
+  const int rank = role.peers.rank, lane_index = piece * 32 + role.lane;
+  const bool is_inside = lane_index * kCount < p.hidden;
+  uint64_t mask = destinations(p.shape, id);
+  const bool own_is_local = sends(p.half) && (mask >> rank & 1) != 0;
+  Numbers<kWire, kCount> own;
+  if (own_is_local) {
+    Terms terms = own_terms;
+    if (p.weighting == Weighting::kHome) await_home_weight(role, call, rank, token, terms);
+    float sum[kCount];
+    partial_sum<kIn>(role, terms, lane_index, is_inside, sum);
+    own.from(sum);
+  }
+  stamp(Stamp::kOwnSum, rank);
+  float total[kCount];
+  begin_sum<kOut>(p, token, lane_index, is_inside, mask != 0, total);
+  Patience patience;
+  while (mask != 0) {
+    int ranks[kBatch];
+    Numbers<kWire, kCount> numbers[kBatch];
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) {
+      ranks[q] = mask != 0 ? __ffsll(static_cast<long long>(mask)) - 1 : -1;
+      mask &= mask - 1;
+    }
+    bool ok;
+    do {
+      ok = true;
+#pragma unroll
+      for (int q = 0; q < kBatch; q++) {
+        numbers[q].fill(0);
+        if (ranks[q] < 0 || (ranks[q] == rank && own_is_local) || !is_inside) continue;
+        numbers[q].load_relaxed_sys(role.peers.local<char>(p.layout.row(call.bank, ranks[q], token)), lane_index);
+      }
+#pragma unroll
+      for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
+      ok = __all_sync(~0u, ok);
+      if (!ok && __any_sync(~0u, patience.is_over(call, Phase::kPartials, ranks[0], token, piece))) return false;
+    } while (!ok);
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) {
+      if (ranks[q] < 0) continue;
+      if (ranks[q] == rank && own_is_local) {
+        own.add_to(total);
+        continue;
+      }
+      numbers[q].add_to(total);
+      numbers[q].fill(kAbsent);
+      char* slot = role.peers.local<char>(p.layout.row(call.bank, ranks[q], token));
+      if (is_inside) numbers[q].store_relaxed_sys(slot, lane_index);
+    }
+  }
+  Numbers<kOut, kCount> out;
+  out.from(total);
+  char* row = static_cast<char*>(p.out) + static_cast<int64_t>(token) * p.hidden * size_of(kOut);
+  if (is_inside) out.store(row, lane_index);
+  return true;
+}
+
+__device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
+  if (role.lane >= role.p.shape.topk) return -1;
+  return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
+}
+
+template <DType kIn, DType kWire, DType kOut, int kCount>
+__device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call, Terms terms, int id) {
+  const int units = role.p.num_tokens * role.pieces, step = role.plan.receivers();
+  for (int unit = role.receiver(); unit < units; unit += step) {
+    const Terms now = terms;
+    const int now_id = id, next = unit + step;
+    if (next < units) {
+      terms = load_terms(role, role.peers.rank, next / role.pieces);
+      id = load_own_id(role, next / role.pieces);
+    }
+    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, unit / role.pieces, unit % role.pieces, now, now_id)) return;
+  }
+}
+
+// ---- Weights of the home rank: every warp of the grid takes some tokens.
+
+__device__ __forceinline__ void send_home_weights(const CombineRole& role, const CallContext& call) {
+  const LlCombineParams& p = role.p;
+  const int step = role.at.num_blocks * role.plan.warps;
+  for (int token = role.warp * role.at.num_blocks + role.at.block; token < p.num_tokens; token += step) {
+    int id = load_own_id(role, token);
+    float weight = 0;
+    if (role.lane < p.shape.topk) {
+      const int64_t index = static_cast<int64_t>(token) * p.shape.topk + role.lane;
+      weight = __ldg(p.home_weights + index);
+      if (p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, index))) id = -1;
+    }
+    for (int peer = 0; peer < p.shape.num_ranks; peer++) {  // itself too: its own share needs them as well
+      send_routing(call, p.shape, p.layout, role.peers, peer, token, id, weight);
+    }
+  }
+}
+
+// ---- Table of contents
+
+template <DType kIn, DType kWire, DType kOut>
+__device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers& peers, DeviceState* state,
+                                        const LlPlan& plan, BlockPosition at) {
+  constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
+  const CombineRole role{p, peers, plan, at, lane_id(), warp_id(), ceil_div(p.hidden, 32 * kCount)};
+  stamp(Stamp::kStart, peers.rank);
+  ptx::launch_dependents();
+  ptx::wait_for_prerequisites();
+
+  // The first unit's handle entries are on their way while the epoch is being read.
+  Terms send_terms{kNoRow, 1.0f}, own_terms{kNoRow, 1.0f};
+  int id = -1;
+  const int first_hop = role.sends_to_itself() ? 0 : 1, homes = p.shape.num_ranks - first_hop;
+  if (sends(p.half) && role.is_sender() && homes > 0 && role.sender() / homes / role.pieces < p.shape.max_tokens) {
+    int home = peers.rank + first_hop + role.sender() % homes;
+    if (home >= p.shape.num_ranks) home -= p.shape.num_ranks;
+    send_terms = load_terms(role, home, role.sender() / homes / role.pieces);
+  }
+  if (receives(p.half) && role.is_receiver() && role.receiver() / role.pieces < p.num_tokens) {
+    own_terms = load_terms(role, peers.rank, role.receiver() / role.pieces);
+    id = load_own_id(role, role.receiver() / role.pieces);
+  }
+  const CallContext call = begin_call(p, state, peers.rank, Kind::kCombine, at, receives(p.half));
+  stamp(Stamp::kEpochKnown, peers.rank);
+  if (call.has_failed()) return;
+
+  const bool is_greeter = at.block == 0 && role.warp == plan.warps - 1;
+  if (sends(p.half)) {
+    if (is_greeter) {
+      for (int r = 0; r < p.shape.num_ranks; r++) {
+        if (r != peers.rank || role.sends_to_itself()) send_record(call, p.layout, peers, r);
+      }
+    }
+    if (p.weighting == Weighting::kHome) send_home_weights(role, call);
+    if (role.is_sender()) send_partials<kIn, kWire, kCount>(role, call, send_terms);
+    stamp(Stamp::kSent, peers.rank);
+  }
+  if (receives(p.half)) {
+    if (is_greeter) {
+      for (int r = 0; r < p.shape.num_ranks; r++) {
+        if (r != peers.rank || !sends(p.half)) check_record(call, p.layout, peers, r);
+      }
+    }
+    if (role.is_receiver()) sum_tokens<kIn, kWire, kOut, kCount>(role, call, own_terms, id);
+  }
+  stamp(Stamp::kEnd, peers.rank);
+}
+
+// ---- Scalars instead of rows: every thread takes some (token, choice).
+
+__device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, const LsaPeers& peers, DeviceState* state,
+                                             BlockPosition at) {
+  ptx::launch_dependents();
+  ptx::wait_for_prerequisites();
+  const CallContext call = begin_call(p, state, peers.rank, Kind::kCombine, at, true);
+  if (call.has_failed()) return;
+  const int topk = p.shape.topk, map_k = p.output.map_k();
+  const bool expert_rows = has_expert_rows(p.output.layout);
+  const int64_t thread = at.block * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(at.num_blocks) * blockDim.x;
+  const bool is_greeter = at.block == 0 && threadIdx.x < 32;
+  if (is_greeter) {
+    for (int r = 0; r < p.shape.num_ranks; r++) send_record(call, p.layout, peers, r);
+  }
+  for (int64_t i = thread; i < static_cast<int64_t>(p.shape.num_ranks) * p.shape.max_tokens * topk; i += threads) {
+    const int k = static_cast<int>(i % topk), slot = static_cast<int>(i / topk);
+    const int home = slot / p.shape.max_tokens, token = slot % p.shape.max_tokens;
+    if (token >= p.handle.tokens[home]) continue;
+    const int32_t row = p.handle.rows[static_cast<int64_t>(slot) * map_k + (expert_rows ? k : 0)];
+    if (row == kNoRow) continue;
+    const float value = row < 0 ? 0.0f : p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k];
+    auto* target = peers.at<uint64_t>(home, p.layout.weight(call.bank, peers.rank, token, k));
+    ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), call.tag));
+  }
+  if (is_greeter) {
+    for (int r = 0; r < p.shape.num_ranks; r++) check_record(call, p.layout, peers, r);
+  }
+  for (int64_t i = thread; i < static_cast<int64_t>(p.num_tokens) * topk; i += threads) {
+    const int id = p.handle.ids[i];
+    uint32_t bits = 0;
+    if (id >= 0) {
+      const int owner = p.shape.owner(id);
+      const auto* word = peers.local<uint64_t>(
+          p.layout.weight(call.bank, owner, static_cast<int>(i / topk), static_cast<int>(i % topk)));
+      bits = await_word(call, word, Phase::kScalars, owner);
+    }
+    p.out[i] = __uint_as_float(bits);
+  }
+}
+
+}  // namespace ep

@@ -1,0 +1,293 @@
+// A piece of a row in a warp's registers, on its way between x, the wire and the outputs.
+//
+// A row is cut into steps of 512 bytes, 16 a lane; a piece is kSteps of them. Beside each step may travel a side word:
+// the step's scales (FP8) or its key (opaque rows). Lane j holds the side word of the piece's step j.
+#pragma once
+
+#include "cuda/convert.cuh"
+#include "cuda/ptx.cuh"
+#include "runtime/params.h"
+#include "runtime/plan.h"
+
+namespace ep {
+
+enum class Payload : int { kFloat, kKeyed, kFp8 };
+
+template <int kSteps>
+struct Piece {
+  uint4 chunk[kSteps];
+  uint4 side;
+};
+
+// Sizes of a row in the units of a warp.
+struct RowShape {
+  int chunks;          // of 16 bytes on the wire, side words apart
+  int payload_chunks;  // of them, the payload's
+  int steps;
+  int side_offset;
+  int side_bytes;  // of a step: 0, 4 or 16
+
+  template <Payload kPayload>
+  __device__ __forceinline__ static RowShape of(const LlDispatchParams& p) {
+    RowShape row;
+    row.payload_chunks = p.row.payload_bytes / kLaneBytes;
+    row.chunks = kPayload == Payload::kKeyed ? p.row.body_bytes() / kLaneBytes : row.payload_chunks;
+    row.steps = ceil_div(row.chunks, 32);
+    row.side_offset = kPayload == Payload::kKeyed ? p.row.keys_offset() : p.row.scales_offset();
+    row.side_bytes = kPayload == Payload::kFloat ? 0 : kPayload == Payload::kKeyed || p.quant == Quant::kFp8Ue8m0 ? 4 : 16;
+    return row;
+  }
+};
+
+__device__ __forceinline__ uint32_t escaped(uint32_t word) { return min(word, kAbsent - 1); }
+__device__ __forceinline__ uint4 escaped(uint4 v) {
+  return make_uint4(escaped(v.x), escaped(v.y), escaped(v.z), escaped(v.w));
+}
+__device__ __forceinline__ bool has_arrived(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)) != kAbsent; }
+__device__ __forceinline__ uint4 operator^(uint4 v, uint32_t key) {
+  return make_uint4(v.x ^ key, v.y ^ key, v.z ^ key, v.w ^ key);
+}
+
+// ---- From x
+
+// Sixteen bytes of the caller's scales, of any strides, as they lie in the row's body.
+static __device__ __noinline__ uint4 gather_scales(const Scales& scales, int64_t token, int first_byte) {
+  alignas(16) uint8_t bytes[16] = {};
+  for (int b = 0; b < 16; b++) {
+    const int group = (first_byte + b) / scales.element_bytes;
+    if (group >= scales.count) break;
+    const int64_t element = token * scales.row_stride + group * scales.group_stride;
+    bytes[b] = static_cast<const uint8_t*>(scales.data)[element * scales.element_bytes +
+                                                        (first_byte + b) % scales.element_bytes];
+  }
+  return *reinterpret_cast<const uint4*>(bytes);
+}
+
+// Raw input of a piece: twice as many chunks for rows that will be quantised.
+template <Payload kPayload, int kSteps>
+struct Raw {
+  static constexpr int kPerChunk = kPayload == Payload::kFp8 ? 2 : 1;
+  uint4 chunk[kSteps * kPerChunk];
+
+  __device__ __forceinline__ void load(const LlDispatchParams& p, const RowShape& row, int token, int piece, int lane) {
+    const auto* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(token) * row.payload_chunks * kPerChunk;
+#pragma unroll
+    for (int j = 0; j < kSteps; j++) {
+      const int c = (piece * kSteps + j) * 32 + lane;
+#pragma unroll
+      for (int i = 0; i < kPerChunk; i++) {
+        uint4& chunk_j = chunk[j * kPerChunk + i];
+        chunk_j = make_uint4(0, 0, 0, 0);
+        if (c < row.payload_chunks) {
+          chunk_j = ptx::ld_nc(x + c * kPerChunk + i);
+        } else if (kPayload == Payload::kKeyed && c < row.chunks) {
+          chunk_j = gather_scales(p.scales, token, (c - row.payload_chunks) * kLaneBytes);
+        }
+      }
+    }
+  }
+};
+
+// The scale of a group and the factor that its elements are multiplied with.
+__device__ __forceinline__ void group_scale(Quant quant, float amax, float& scale, float& factor) {
+  const float a = fmaxf(amax, 1e-4f);
+  scale = __fmul_rn(a, 1.0f / 448.0f);
+  factor = __fdiv_rn(448.0f, a);
+  if (quant != Quant::kFp8) {
+    const uint32_t bits = __float_as_uint(scale);
+    const int exponent = min(static_cast<int>(bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0 ? 1 : 0), 127);
+    scale = __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
+    factor = exponent == 127 ? __uint_as_float(0x00400000u) : __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+  }
+}
+
+// Eight lanes hold a group of 128 elements, 16 each. Lanes past the row hold zeros.
+template <DType kType, int kSteps>
+__device__ __forceinline__ void quantize(Quant quant, const Raw<Payload::kFp8, kSteps>& raw, Piece<kSteps>& piece,
+                                         int lane) {
+  piece.side = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) {
+    const uint4 lo = raw.chunk[2 * j], hi = raw.chunk[2 * j + 1];
+    const uint32_t words[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+    float amax = 0;  // fmaxf passes over NaN
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float2 f = unpack2<kType>(words[i]);
+      amax = fmaxf(amax, fmaxf(fabsf(f.x), fabsf(f.y)));
+    }
+#pragma unroll
+    for (int offset = 1; offset < 8; offset *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, offset));
+    float scale, factor;
+    group_scale(quant, amax, scale, factor);
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 a = unpack2<kType>(words[2 * i]), b = unpack2<kType>(words[2 * i + 1]);
+      packed[i] = pack_e4m3(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(b.x, factor),
+                            __fmul_rn(b.y, factor));
+    }
+    piece.chunk[j] = escaped(make_uint4(packed[0], packed[1], packed[2], packed[3]));
+    const uint32_t bits = __float_as_uint(scale);
+    uint4 scales = make_uint4(__shfl_sync(~0u, bits, 0), __shfl_sync(~0u, bits, 8), __shfl_sync(~0u, bits, 16),
+                              __shfl_sync(~0u, bits, 24));
+    if (lane == j) piece.side = scales;
+  }
+}
+
+// Scales of groups past the row are zeros; UE8M0 packs the exponents of a step into one word.
+__device__ __forceinline__ uint4 finish_scales(Quant quant, uint4 scales, int step, int hidden) {
+  const int groups = ceil_div(hidden, kQuantGroup) - 4 * step;
+  if (groups < 2) scales.y = 0;
+  if (groups < 3) scales.z = 0;
+  if (groups < 4) scales.w = 0;
+  if (quant != Quant::kFp8Ue8m0) return escaped(scales);
+  return make_uint4(scales.x >> 23 | scales.y >> 23 << 8 | scales.z >> 23 << 16 | scales.w >> 23 << 24, 0, 0, 0);
+}
+
+// Finds, for each step, the first key under which no word of the warp becomes kAbsent.
+template <int kSteps>
+__device__ __forceinline__ void find_keys(Piece<kSteps>& piece, int lane) {
+  piece.side = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) {
+    uint32_t key = 0;
+    while (__any_sync(~0u, !has_arrived(piece.chunk[j] ^ key))) key++;
+    piece.chunk[j] = piece.chunk[j] ^ key;
+    if (lane == j) piece.side.x = key;
+  }
+}
+
+template <Payload kPayload, DType kType, int kSteps>
+__device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kPayload, kSteps>& raw, int piece_index,
+                                       Piece<kSteps>& piece, int lane) {
+  if constexpr (kPayload == Payload::kFp8) {
+    quantize<kType, kSteps>(p.quant, raw, piece, lane);
+    piece.side = finish_scales(p.quant, piece.side, piece_index * kSteps + lane, p.hidden);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSteps; j++) {
+      piece.chunk[j] = kPayload == Payload::kFloat ? escaped(raw.chunk[j]) : raw.chunk[j];
+    }
+    if constexpr (kPayload == Payload::kKeyed) find_keys(piece, lane);
+  }
+}
+
+// ---- On the wire
+
+template <int kSteps>
+__device__ __forceinline__ void store_wire(char* slot, const RowShape& row, int piece_index, const Piece<kSteps>& piece,
+                                           int lane) {
+  auto* chunks = reinterpret_cast<uint4*>(slot);
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) {
+    const int c = (piece_index * kSteps + j) * 32 + lane;
+    if (c < row.chunks) ptx::st_relaxed_sys(chunks + c, piece.chunk[j]);
+  }
+  const int step = piece_index * kSteps + lane;
+  if (row.side_bytes == 0 || lane >= kSteps || step >= row.steps) return;
+  char* side = slot + row.side_offset + step * row.side_bytes;
+  if (row.side_bytes == 16) {
+    ptx::st_relaxed_sys(reinterpret_cast<uint4*>(side), piece.side);
+  } else {
+    ptx::st_relaxed_sys(reinterpret_cast<uint32_t*>(side), piece.side.x);
+  }
+}
+
+// Reads whatever is there. Words that are not this row's count as arrived.
+template <int kSteps>
+__device__ __forceinline__ void load_wire(const char* slot, const RowShape& row, int piece_index, Piece<kSteps>& piece,
+                                          int lane) {
+  const auto* chunks = reinterpret_cast<const uint4*>(slot);
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) {
+    const int c = (piece_index * kSteps + j) * 32 + lane;
+    piece.chunk[j] = c < row.chunks ? ptx::ld_relaxed_sys(chunks + c) : make_uint4(0, 0, 0, 0);
+  }
+  piece.side = make_uint4(0, 0, 0, 0);
+  const int step = piece_index * kSteps + lane;
+  if (row.side_bytes == 0 || lane >= kSteps || step >= row.steps) return;
+  const char* side = slot + row.side_offset + step * row.side_bytes;
+  if (row.side_bytes == 16) {
+    piece.side = ptx::ld_relaxed_sys(reinterpret_cast<const uint4*>(side));
+  } else {
+    piece.side.x = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t*>(side));
+  }
+}
+
+template <int kSteps>
+__device__ __forceinline__ bool has_arrived(const Piece<kSteps>& piece) {
+  bool ok = has_arrived(piece.side);
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) ok = ok && has_arrived(piece.chunk[j]);
+  return __all_sync(~0u, ok);
+}
+
+// Back to the resting state, for the call after next.
+template <int kSteps>
+__device__ __forceinline__ void reset_wire(char* slot, const RowShape& row, int piece_index, int lane) {
+  Piece<kSteps> rest;
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) rest.chunk[j] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+  rest.side = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+  store_wire(slot, row, piece_index, rest, lane);
+}
+
+// ---- To the outputs
+
+template <Payload kPayload, int kSteps>
+__device__ __forceinline__ void decode(Piece<kSteps>& piece) {
+  if constexpr (kPayload == Payload::kKeyed) {
+#pragma unroll
+    for (int j = 0; j < kSteps; j++) piece.chunk[j] = piece.chunk[j] ^ __shfl_sync(~0u, piece.side.x, j);
+  }
+}
+
+static __device__ __noinline__ void scatter_scales(const Scales& scales, int64_t row, int first_byte, uint4 value, int bytes) {
+  const auto* source = reinterpret_cast<const uint8_t*>(&value);
+  for (int b = 0; b < bytes; b++) {
+    const int group = (first_byte + b) / scales.element_bytes;
+    if (group >= scales.count) break;
+    const int64_t element = row * scales.row_stride + group * scales.group_stride;
+    static_cast<uint8_t*>(scales.data)[element * scales.element_bytes + (first_byte + b) % scales.element_bytes] =
+        source[b];
+  }
+}
+
+// The scales of a step, four floats or one word of exponents.
+__device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t row, int step, uint4 side,
+                                                  int side_bytes) {
+  const int first = side_bytes == 16 ? step * 4 : step;
+  auto* target = static_cast<uint32_t*>(scales.data) + row * scales.row_stride + first * scales.group_stride;
+  if (side_bytes == 4) {
+    *target = side.x;
+    return;
+  }
+  if (scales.group_stride == 1 && scales.count % 4 == 0) {
+    ptx::st(reinterpret_cast<uint4*>(target), side);
+    return;
+  }
+  const uint32_t words[4] = {side.x, side.y, side.z, side.w};
+  for (int i = 0; i < 4 && first + i < scales.count; i++) target[i * scales.group_stride] = words[i];
+}
+
+template <Payload kPayload, int kSteps>
+__device__ __forceinline__ void store_row(const LlDispatchParams& p, const RowShape& row, int64_t out_row,
+                                          int piece_index, const Piece<kSteps>& piece, int lane) {
+  auto* out = static_cast<uint4*>(p.out_x) + out_row * row.payload_chunks;
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) {
+    const int c = (piece_index * kSteps + j) * 32 + lane;
+    if (c < row.payload_chunks) {
+      ptx::st(out + c, piece.chunk[j]);
+    } else if (kPayload == Payload::kKeyed && c < row.chunks) {
+      scatter_scales(p.out_scales, out_row, (c - row.payload_chunks) * kLaneBytes, piece.chunk[j], kLaneBytes);
+    }
+  }
+  const int step = piece_index * kSteps + lane;
+  if (kPayload == Payload::kFp8 && lane < kSteps && step < row.steps) {
+    store_step_scales(p.out_scales, out_row, step, piece.side, row.side_bytes);
+  }
+}
+
+}  // namespace ep

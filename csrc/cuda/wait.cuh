@@ -1,0 +1,89 @@
+// Waits with a deadline, and the one record of what ended a buffer.
+#pragma once
+
+#include "cuda/device_state.h"
+#include "cuda/ptx.cuh"
+#include "layout/ll_layout.h"
+
+namespace ep {
+
+// What a kernel knows of its call once it has read the epoch.
+struct CallContext {
+  DeviceState* state;
+  const CallRecord* call;
+  Kind kind;
+  int rank;
+  uint64_t epoch;
+  uint32_t tag;
+  int bank;
+
+  __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
+};
+
+// The first thread to fail fills the record; the code comes last, so that the host never reads half of it. By value: an
+// address taken would move the context of every caller from registers to memory.
+static __device__ __noinline__ void fail(const CallContext context, Failure::Code code, Phase phase, int peer,
+                                  uint64_t expected, uint64_t seen, const CallRecord theirs) {
+  if (atomicExch(&context.state->fate.has_failed, 1u) != 0) return;
+  Failure* failure = context.state->failure;
+  failure->kind = context.kind;
+  failure->phase = phase;
+  failure->peer = peer;
+  failure->epoch = context.epoch;
+  failure->expected = expected;
+  failure->seen = seen;
+  failure->missing = 0;
+  failure->mine = *context.call;
+  failure->theirs = theirs;
+  __threadfence_system();
+  *reinterpret_cast<volatile uint32_t*>(&failure->code) = code;
+}
+
+// Looks at the clock and at other waits' fate: the new start of the wait, or ~0 when it is over.
+static __device__ __noinline__ uint64_t look_around(const CallContext context, uint64_t start, Phase phase, int peer,
+                                             uint64_t expected, uint64_t seen) {
+  if (context.has_failed()) return ~0ull;
+  const uint64_t now = ptx::global_timer_ns();
+  if (start == 0) return now;
+  // Read again each time: the host may have changed the deadline of a graph that is running.
+  if (now - start < ptx::ld_relaxed_sys(&context.state->fate.timeout_ns)) return start;
+  fail(context, Failure::kTimeout, phase, peer, expected, seen, CallRecord{});
+  return ~0ull;
+}
+
+// Counts attempts, and looks around once in a while.
+class Patience {
+ public:
+  // True: give up. The wait's owner must then leave its loop.
+  __device__ __forceinline__ bool is_over(const CallContext& context, Phase phase, int peer, uint64_t expected,
+                                          uint64_t seen) {
+    if ((++attempts_ & 255) != 0) return false;
+    start_ = look_around(context, start_, phase, peer, expected, seen);
+    return start_ == ~0ull;
+  }
+
+ private:
+  uint32_t attempts_ = 0;
+  uint64_t start_ = 0;
+};
+
+__device__ __forceinline__ bool is_tagged(uint64_t word, uint32_t tag) {
+  return static_cast<uint32_t>(word >> 32) == tag;
+}
+__device__ __forceinline__ uint64_t tagged(uint32_t value, uint32_t tag) {
+  return value | static_cast<uint64_t>(tag) << 32;
+}
+
+// Waits for one tagged word; its value, or 0 when the wait was given up.
+__device__ __forceinline__ uint32_t await_word(const CallContext& context, const uint64_t* address, Phase phase,
+                                               int peer) {
+  Patience patience;
+  uint64_t word = ptx::ld_relaxed_sys(address);
+  while (!is_tagged(word, context.tag)) {
+    if (patience.is_over(context, phase, peer, context.tag, word >> 32)) return 0;
+    word = ptx::ld_relaxed_sys(address);
+  }
+  return static_cast<uint32_t>(word);
+}
+
+}  // namespace ep

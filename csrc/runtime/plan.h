@@ -1,0 +1,42 @@
+// How an operation is laid over the GPU: a pure function of sizes, so that it can be printed and tested anywhere. A plan
+// changes speed only: rows, places and sums are the same for every plan.
+#pragma once
+
+#include <cstdint>
+
+#include "base/math.h"
+#include "base/platform.h"
+
+namespace ep {
+
+constexpr int kLaneBytes = 16;
+constexpr int kStepBytes = 32 * kLaneBytes;  // what a warp moves with one instruction
+
+// Warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role.
+struct LlPlan {
+  int blocks = 1;
+  int warps = 1;            // of a block
+  int sender_blocks = 1;    // blocks [0, sender_blocks) send with warps [0, sender_warps)
+  int sender_warps = 1;
+  int receiver_block0 = 0;  // blocks [receiver_block0, blocks) receive with warps [receiver_warp0, warps)
+  int receiver_warp0 = 0;
+  int steps = 1;            // steps of a piece: the unit of work of a warp
+  bool bulk = false;        // rows leave by bulk stores instead of 16-byte stores
+  bool pdl = false;         // programmatic dependent launch
+
+  EP_HD int threads() const { return warps * 32; }
+  EP_HD int senders() const { return sender_blocks * sender_warps; }
+  EP_HD int receiver_blocks() const { return blocks - receiver_block0; }
+  EP_HD int receivers() const { return receiver_blocks() * (warps - receiver_warp0); }
+};
+
+struct LlDispatchSizes {
+  int num_tokens = 0;  // of this rank
+  int wire_bytes = 0;  // of a row
+  bool is_heavy = false;  // quantised or keyed: more registers a step
+};
+
+LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms);
+LlPlan plan_combine(int num_tokens, int num_sms);
+
+}  // namespace ep

@@ -1,0 +1,32 @@
+"""``python -m nccl_ep.bench [ll] ...`` measures, ``python -m nccl_ep.bench plot FILE... --out DIR`` draws."""
+
+from __future__ import annotations
+
+import sys
+
+USAGE = """usage: python -m nccl_ep.bench [ll] [options]              measure low-latency dispatch and combine
+       python -m nccl_ep.bench plot FILE... [--out DIR]   draw what was measured, as PNG and SVG
+       python -m nccl_ep.bench table FILE...              print it
+--help after a command lists its options."""
+
+
+def main(argv: list[str]) -> int:
+    command = argv[0] if argv and not argv[0].startswith("-") else "ll"
+    rest = argv[1:] if argv and argv[0] == command else argv
+    if argv[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    if command == "ll":
+        from .ll import main as run
+    elif command == "plot":
+        from .plot import main as run
+    elif command == "table":
+        from .table import main as run
+    else:
+        print(f"{command!r} is no command\n{USAGE}", file=sys.stderr)
+        return 2
+    return run(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

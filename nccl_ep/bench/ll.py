@@ -1,0 +1,230 @@
+"""``python -m nccl_ep.bench ll``: low-latency dispatch and combine, checked, then measured, beside torch's own ways."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import records, table
+from .configuration import Configuration
+from .measure import Effort
+from .options import parse
+from .records import Record
+from .rivals import TorchAllToAll, TorchSymmMem
+from .workload import Shape
+from .world import BenchError, Launcher, World, is_rank
+
+_GRACE_SECONDS = 30.0  # for the job in hand when the time is over
+_BROKEN = 3  # exit code of a rank whose GPU no longer works: the next job needs new processes
+
+# From the process that starts the ranks to its ranks: first and last + 1 of the jobs to do, and where rank 0 tells how
+# far it is.
+_ENV_JOBS, _ENV_STATE = "NCCL_EP_BENCH_JOBS", "NCCL_EP_BENCH_STATE"
+
+
+@dataclass(frozen=True)
+class Job:
+    system: str
+    shape: Shape
+
+    @property
+    def is_ours(self) -> bool:
+        return self.system == "nccl_ep"
+
+    def __str__(self) -> str:
+        return f"{self.system}, {self.shape.tokens} tokens, {self.shape.dtype}"
+
+
+def make_jobs(options: argparse.Namespace) -> list[Job]:
+    """The library's first, then the rivals': they cannot break what was not yet measured."""
+    shapes = [
+        Shape(
+            options.ranks, tokens, options.hidden, options.topk, options.experts, dtype, options.layout,
+            options.routing, options.seed,
+        )
+        for tokens in options.tokens
+        for dtype in options.dtype
+    ]  # fmt: skip
+    systems = ["nccl_ep"] + ([] if options.no_rivals else [TorchAllToAll.name, TorchSymmMem.name])
+    return [Job(system, shape) for system in systems for shape in shapes]
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    if not is_rank():
+        return start_ranks(argv, options)
+    world = World(options.device)
+    try:
+        return _Rank(world, options).run()
+    finally:
+        world.close()
+
+
+# ---- A rank
+
+
+class _Rank:
+    def __init__(self, world: World, options: argparse.Namespace) -> None:
+        self.world, self.options = world, options
+        self.effort = (
+            Effort(3, options.iterations, 10, 50) if options.quick else Effort(10, options.iterations, 40, 200)
+        )
+        self.jobs = make_jobs(options)
+        self.is_started_by_us = _ENV_JOBS in os.environ
+        bounds = os.environ.get(_ENV_JOBS, f"0:{len(self.jobs)}").split(":")
+        self.first, self.end = int(bounds[0]), int(bounds[1])
+        self.begin = time.monotonic()
+        self.failures: list[str] = []
+        # Those of earlier processes stay in the file.
+        self.records = records.load([options.json]) if self.is_started_by_us else []
+
+    def run(self) -> int:
+        for number in range(self.first, self.end):
+            job = self.jobs[number]
+            if self.world.agree(lambda: time.monotonic() - self.begin > self.options.time_limit)[0]:
+                self._fail(job, "the time limit left no time for it")
+                continue
+            self._tell(number)
+            self._run_job(job)
+            self._save()
+        self._tell(self.end)
+        if self.world.rank == 0 and not self.is_started_by_us:
+            table.show(self.records)
+        return 0 if self.is_started_by_us or not self.failures else 1
+
+    def _run_job(self, job: Job) -> None:
+        options = self.options
+        mine: list[Record] = []
+
+        def note(record: Record) -> None:
+            mine.append(record)
+            self.records.append(record)
+
+        try:
+            configuration = Configuration(
+                self.world, job.shape, self.effort, note, figures=options.figures, apis=options.api,
+                num_sms=options.num_sms, with_floors=options.floors,
+            )  # fmt: skip
+            if job.is_ours:
+                configuration.measure_library()
+            else:
+                configuration.measure_rival(job.system)
+            for failure in configuration.failures:
+                self._fail(job, failure)
+        except BenchError as error:
+            self._fail(job, str(error))
+        self._progress(job, mine)
+        try:
+            self.world.together(self.world.synchronize)
+        except BenchError as error:  # an error of CUDA stays with its process
+            self._fail(job, str(error))
+            self._save()
+            self._tell(self.jobs.index(job))
+            os._exit(_BROKEN)
+
+    def _fail(self, job: Job, text: str) -> None:
+        """What keeps a rival from running stands in its records; only the library's failures are the benchmark's."""
+        if self.world.rank == 0:
+            print(f"{job}: {text}", file=sys.stderr)
+        if job.is_ours:
+            self.failures.append(f"{job}: {text}")
+
+    def _progress(self, job: Job, mine: list[Record]) -> None:
+        if self.world.rank == 0:
+            seconds = time.monotonic() - self.begin
+            print(f"[{seconds:5.1f} s] {job}: {table.in_short(mine)}", file=sys.stderr)
+
+    def _save(self) -> None:
+        if self.world.rank == 0 and self.options.json is not None:
+            records.save(self.options.json, self.records)
+
+    def _tell(self, number: int) -> None:
+        if self.world.rank == 0 and self.is_started_by_us:
+            state = {"job": number, "failures": self.failures}
+            Path(os.environ[_ENV_STATE]).write_text(json.dumps(state))
+
+
+# ---- The process that starts them
+
+
+def start_ranks(argv: list[str], options: argparse.Namespace) -> int:
+    """Runs all jobs. Ranks that die take one job with them; the others are done by new ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.json or Path(folder) / "records.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records.save(path, [])
+        parent = _Parent(argv, options, path, Path(folder) / "state.json")
+        failures = parent.run()
+        table.show(records.load([path]))
+        for failure in failures:
+            print(f"FAILED {failure}", file=sys.stderr)
+        return 1 if failures else 0
+
+
+class _Parent:
+    def __init__(self, argv: list[str], options: argparse.Namespace, path: Path, state: Path) -> None:
+        self.argv, self.options, self.path, self.state = argv, options, path, state
+        self.jobs = make_jobs(options)
+        self.deadline = time.monotonic() + options.time_limit
+        self.failures: list[str] = []
+
+    def run(self) -> list[str]:
+        """What failed of the library's jobs."""
+        end = len(self.jobs)
+        # NVSHMEM ends its process where it does not like the machine: its rival comes last, in processes of its own.
+        apart = end
+        if self.options.device == "cuda":
+            apart = next((i for i, job in enumerate(self.jobs) if job.system == TorchSymmMem.name), end)
+        first = 0
+        while first < apart:
+            first = self._run_ranks(first, apart)
+        if apart < end:
+            # Where it died once it would die again.
+            for number in range(self._run_ranks(apart, end), end):
+                self._skip(self.jobs[number], "the ranks died before")
+        return self.failures
+
+    def _run_ranks(self, first: int, end: int) -> int:
+        """Does jobs of the range in new processes. Returns the one to go on with, or ``end``."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            self.failures += [f"the time limit left no time for {job}" for job in self.jobs[first:end] if job.is_ours]
+            return end
+        self.state.write_text(json.dumps({"job": first, "failures": []}))
+        settings = {_ENV_JOBS: f"{first}:{end}", _ENV_STATE: str(self.state)}
+        argv = ["ll", *self.argv, "--json", str(self.path), "--time-limit", str(left)]
+        reason = Launcher(self.options.ranks).run(argv, settings, self.deadline + _GRACE_SECONDS)
+        state: dict[str, Any] = json.loads(self.state.read_text())
+        self.failures += state["failures"]
+        if not reason:
+            return end
+        number = int(state["job"])
+        if number >= end:  # all was done: they died on leaving
+            print(f"after the last configuration: {reason}", file=sys.stderr)
+            return end
+        job = self.jobs[number]
+        print(f"{job}: {reason}", file=sys.stderr)
+        if job.is_ours:
+            self.failures.append(f"{job}: {reason}")
+        else:
+            self._skip(job, reason)
+        return number + 1
+
+    def _skip(self, job: Job, reason: str) -> None:
+        """A record for a rival that left none, made from the library's of the same shape."""
+        written = records.load([self.path])
+        for like in written:
+            if (like["system"], like["tokens"], like["dtype"]) == ("nccl_ep", job.shape.tokens, job.shape.dtype):
+                fields = {"system": job.system, "api": "torch", "op": "pair", "figure": "event", "layout": "packed"}
+                changed = {"value": None, "unit": "us", "p99": None, "num_sms": 0, "num_sms_used": None}
+                common = {name: like[name] for name in records.FIELDS}
+                written.append(records.make(common, skipped=reason, **fields, **changed))
+                records.save(self.path, written)
+                return

@@ -1,0 +1,223 @@
+"""The figures. Every function returns this rank's samples in microseconds; all ranks call it together."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nccl_ep import Buffer, combine, dispatch
+from nccl_ep.handle import QUANTS
+
+from .workload import Checked, Given, Shape
+from .world import Skipped, World
+
+Call = Callable[[], Any]
+_ops = torch.ops.nccl_ep
+
+
+@dataclass(frozen=True)
+class Effort:
+    """warm_up and iterations of a timed call; chain: operations in a graph; host_calls: enqueued in a row."""
+
+    warm_up: int
+    iterations: int
+    chain: int
+    host_calls: int
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What is measured: both operations, and one after the other."""
+
+    dispatch: Call
+    combine: Call
+    pair: Call
+
+    def get(self, op: str) -> Call:
+        call: Call = getattr(self, op)
+        return call
+
+
+def native_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_sms: int) -> Operations:
+    """The public functions: every call allocates its outputs. The bits must be the same at every num_sms."""
+
+    def run_dispatch() -> Any:
+        return dispatch(
+            given.x, given.topk_idx, given.weights,
+            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant, num_sms=num_sms,
+        )  # fmt: skip
+
+    def run_combine() -> Any:
+        return combine(checked.rows, checked.out.handle, num_sms=num_sms)
+
+    def run_pair() -> Any:
+        return combine(checked.rows, run_dispatch().handle, num_sms=num_sms)
+
+    checked.require_same(run_dispatch().x, run_combine())
+    return Operations(run_dispatch, run_combine, run_pair)
+
+
+def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_sms: int) -> Operations:
+    """torch.ops.nccl_ep with out= tensors made beforehand. The bits must be those of the public functions."""
+    handle = checked.out.handle
+    layout, quant = int(handle.layout), int(QUANTS[shape.quant])
+    inputs = (buffer.name, buffer._seq, given.x, None, given.topk_idx, given.weights)
+    config = (shape.num_experts, handle.max_tokens, layout, handle.capacity, 1, quant, False, num_sms)
+    outputs = _ops.ll_dispatch.default(*inputs, *config)
+    out_x, handle_tensor = outputs[0], outputs[-1]
+    weighting = 1 if handle.layout.has_expert_rows else 0  # functional.py, _DISPATCH and _NONE
+    how = (weighting, torch.bfloat16, torch.bfloat16, num_sms)
+    y = torch.empty_like(checked.y)
+    dispatch_out, combine_out = _ops.ll_dispatch_out.default, _ops.ll_combine_out.default
+    combine_args: tuple[Any, ...] = (
+        buffer.name, buffer._seq, checked.rows, handle_tensor, None, None, [], *handle.args(), *how, y,
+    )  # fmt: skip
+
+    def run_dispatch() -> Any:
+        return dispatch_out(*inputs, *config, *outputs)
+
+    def run_combine() -> Any:
+        return combine_out(*combine_args)
+
+    def run_pair() -> Any:
+        run_dispatch()
+        run_combine()
+
+    for tensor in (out_x, y):
+        tensor.view(torch.uint8).fill_(0x5A)
+    run_pair()
+    checked.require_same(out_x, y)
+    return Operations(run_dispatch, run_combine, run_pair)
+
+
+# ---- Times
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _warm_up(world: World, call: Call, count: int) -> None:
+    world.gate.wait()
+    for _ in range(count):
+        call()
+    world.synchronize()
+
+
+def event_times(world: World, call: Call, effort: Effort) -> list[float]:
+    """The call as its caller sees it: GPUs idle, ranks at a barrier, then events around it. CPU: wall-clock time."""
+    _warm_up(world, call, effort.warm_up)
+    times = []
+    start, end = (_timing_event() for _ in range(2)) if world.is_cuda else (None, None)
+    for _ in range(effort.iterations):
+        world.synchronize()
+        world.gate.wait()
+        if start is None or end is None:
+            begin = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - begin) * 1e6)
+        else:
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+    return times
+
+
+def host_time(world: World, call: Call, effort: Effort) -> list[float]:
+    """Mean time that a call keeps the host, of so many that the GPU's queue does not fill up. One sample."""
+    _warm_up(world, call, effort.warm_up)
+    world.gate.wait()
+    begin = time.perf_counter()
+    for _ in range(effort.host_calls):
+        call()
+    seconds = time.perf_counter() - begin
+    world.synchronize()
+    return [seconds / effort.host_calls * 1e6]
+
+
+def graph_times(world: World, call: Call, effort: Effort) -> list[float]:
+    """Time on the device of one call inside a captured chain: of a replay, over the calls in it."""
+    side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        _warm_up(world, call, 3)
+    graph = torch.cuda.CUDAGraph()
+    # Threads of NCCL's process group ask for events meanwhile, which a global capture forbids.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        for _ in range(effort.chain):
+            call()
+    _warm_up(world, graph.replay, max(1, effort.warm_up // 4))
+    events = [[_timing_event() for _ in range(2)] for _ in range(effort.iterations)]
+    for start, end in events:
+        world.align()
+        start.record()
+        graph.replay()
+        end.record()
+    world.synchronize()
+    return [start.elapsed_time(end) * 1e3 / effort.chain for start, end in events]
+
+
+def enable_pdl(buffer: Buffer, enabled: bool) -> bool:
+    """Programmatic dependent launch of the buffer's kernels. False: this build has no switch for it."""
+    switch = getattr(buffer.runtime, "set_pdl", None)
+    if switch is not None:
+        switch(enabled)
+    return switch is not None
+
+
+def graph_pdl_times(world: World, buffer: Buffer, call: Call, effort: Effort) -> list[float]:
+    """As graph_times, with programmatic dependent launch between the operations."""
+    if not enable_pdl(buffer, True):
+        raise Skipped("this build has no programmatic dependent launch")
+    try:
+        return graph_times(world, call, effort)
+    finally:
+        enable_pdl(buffer, False)
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Of one kind of kernel: a sample a call, and the blocks of its grid."""
+
+    samples: list[float]
+    blocks: int
+
+
+def kernel_times(world: World, pair: Call, effort: Effort) -> dict[str, KernelTimes]:
+    """Profiler's time of the kernels named ``*dispatch*`` and ``*combine*``, in pairs that all GPUs start together."""
+    calls = min(effort.iterations, 30)
+    _warm_up(world, pair, effort.warm_up)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            world.align()
+            pair()
+        world.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))  # the only form that has the grid
+        events = json.loads(path.read_text())["traceEvents"]
+    return find_kernels(events, calls)
+
+
+def find_kernels(events: list[dict[str, Any]], calls: int) -> dict[str, KernelTimes]:
+    """Kernels of a Chrome trace by operation; an operation of several kernels takes their sum. Raises Skipped."""
+    kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+    found = {}
+    for op in ("dispatch", "combine"):
+        mine = [event for event in kernels if op in event["name"]]
+        if not mine or len(mine) % calls:
+            raise Skipped(f"the profiler saw {len(mine)} kernels named *{op}* in {calls} calls")
+        each = len(mine) // calls
+        samples = [sum(event["dur"] for event in mine[i : i + each]) for i in range(0, len(mine), each)]
+        grids = [event.get("args", {}).get("grid", [0]) for event in mine]
+        found[op] = KernelTimes(samples, max(int(torch.Size(grid).numel()) for grid in grids))
+    return found

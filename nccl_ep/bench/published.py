@@ -1,0 +1,58 @@
+"""What others reach, for the plots: measured on one machine with 4 H200 (NVSwitch) for this project.
+
+4 ranks, hidden 7168, top-8 of 256 experts, bf16 unless said, microseconds; "event": event time of the public call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SOURCE = "shared/facts/numbers.md, section 2 (4 x H200, NCCL 2.30.7 / NVSHMEM 3.4.5)"
+SHAPE = {"ranks": 4, "hidden": 7168, "topk": 8, "experts": 256, "routing": "uniform"}
+
+
+@dataclass(frozen=True)
+class Published:
+    system: str
+    op: str
+    figure: str
+    tokens: int
+    dtype: str
+    us: float
+
+
+_NCCL_EP_01 = "NCCL EP v0.1.0 expert-major"
+_NCCL_EP_01_RANK = "NCCL EP v0.1.0 rank-major"
+_NCCL_EP_02 = "NCCL EP v0.2 expert-major"
+_DEEPEP = "DeepEP V1"
+
+RIVALS = tuple(
+    Published(system, op, figure, tokens, dtype, us)
+    for system, tokens, dtype, op, figure, us in (
+        (_NCCL_EP_01, 1, "bf16", "dispatch", "kernel", 18.3),
+        (_NCCL_EP_01, 8, "bf16", "dispatch", "kernel", 21.1),
+        (_NCCL_EP_01, 32, "bf16", "dispatch", "kernel", 22.6),
+        (_NCCL_EP_01, 128, "bf16", "dispatch", "kernel", 37.3),
+        (_NCCL_EP_01, 128, "bf16", "dispatch", "event", 44.3),
+        (_NCCL_EP_01, 1, "bf16", "combine", "kernel", 11.0),  # the fastest rank
+        (_NCCL_EP_01, 8, "bf16", "combine", "kernel", 14.0),  # to 26
+        (_NCCL_EP_01, 32, "bf16", "combine", "kernel", 23.9),
+        (_NCCL_EP_01, 128, "bf16", "combine", "kernel", 58.2),
+        (_NCCL_EP_01, 128, "bf16", "combine", "event", 63.7),
+        (_NCCL_EP_01, 1, "bf16", "pair", "event", 52.9),
+        (_NCCL_EP_01, 8, "bf16", "pair", "event", 56.9),
+        (_NCCL_EP_01, 32, "bf16", "pair", "event", 67.9),
+        (_NCCL_EP_01, 128, "bf16", "pair", "event", 114.8),
+        (_NCCL_EP_01_RANK, 128, "bf16", "dispatch", "kernel", 41.4),
+        (_NCCL_EP_01_RANK, 128, "bf16", "dispatch", "event", 48.8),
+        (_NCCL_EP_01_RANK, 128, "bf16", "combine", "kernel", 33.2),
+        (_NCCL_EP_01_RANK, 128, "bf16", "combine", "event", 38.7),
+        (_NCCL_EP_01_RANK, 128, "bf16", "pair", "event", 94.3),
+        (_NCCL_EP_02, 128, "bf16", "dispatch", "kernel", 37.0),
+        (_NCCL_EP_02, 128, "bf16", "combine", "kernel", 58.7),
+        (_NCCL_EP_02, 128, "bf16", "pair", "event", 118.3),
+        (_DEEPEP, 128, "fp8", "dispatch", "kernel", 33.8),
+        (_DEEPEP, 128, "fp8", "combine", "kernel", 56.0),  # to 58; rows of combine are bf16
+        (_DEEPEP, 128, "fp8", "pair", "event", 95.9),
+    )
+)

@@ -1,0 +1,83 @@
+"""What was measured, as a list of flat records in a JSON file: see issue 4 and docs/performance.md for the fields."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Record = dict[str, Any]
+
+# In the order of writing. What could not be measured has the value null, and says why in one more field, "skipped".
+FIELDS = (
+    "bench", "system", "api", "op", "figure", "value", "unit", "p99", "ranks", "tokens", "hidden", "topk", "experts",
+    "dtype", "layout", "routing", "num_sms", "num_sms_used", "seed", "device", "revision", "date",
+)  # fmt: skip
+
+
+def make(common: Record, **fields: Any) -> Record:
+    """A record of all fields, in their order; ``skipped`` may be added to them."""
+    values = {"bench": "ll", "unit": "us", "p99": None, "num_sms_used": None} | common | fields
+    record = {name: values.pop(name) for name in FIELDS}
+    if reason := values.pop("skipped", None):
+        record["skipped"] = reason
+    if values:
+        raise TypeError(f"records have no field {', '.join(values)}")
+    return record
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least ``percent`` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-int(len(ordered) * percent) // 100) - 1))]
+
+
+def slowest(samples: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """Median and 99th percentile of the rank with the highest median. One sample a rank is a mean: it has no p99."""
+    rank = max(samples, key=median)
+    return round(median(rank), 3), round(percentile(rank, 99), 3) if len(rank) > 1 else None
+
+
+def revision() -> str:
+    """Of the sources: NCCL_EP_REVISION (for copies without .git), else git's, else "unknown"."""
+    if given := os.environ.get("NCCL_EP_REVISION"):
+        return given
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # or git would find that of a directory above
+        return "unknown"
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def save(path: Path, records: Iterable[Record]) -> None:
+    """All records, one a line; a reader never sees half a file."""
+    text = ",\n".join(json.dumps(record) for record in records)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(f"[\n{text}\n]\n")
+    beside.replace(path)
+
+
+def load(paths: Iterable[Path]) -> list[Record]:
+    """Records of several files in one list. Raises ValueError for a file of another kind."""
+    records: list[Record] = []
+    for path in paths:
+        found = json.loads(path.read_text())
+        if not isinstance(found, list) or any(not isinstance(record, dict) for record in found):
+            raise ValueError(f"{path} is not a list of records")
+        for record in found:
+            if missing := [name for name in FIELDS if name not in record]:
+                raise ValueError(f"{path}: a record lacks {', '.join(missing)}")
+        records += found
+    return records

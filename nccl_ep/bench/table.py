@@ -1,0 +1,119 @@
+"""Records as text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from . import records
+from .records import Record
+
+FIGURES = ("graph", "graph_pdl", "kernel", "event", "host")
+FLOORS = ("floor_wire", "floor_flags", "floor_push")
+_OPS = ("dispatch", "combine", "pair")
+_SHAPE = ("device", "ranks", "hidden", "topk", "experts", "routing", "seed", "revision", "date")
+_ROW = ("op", "tokens", "dtype", "system", "layout", "api", "num_sms")
+
+
+def is_measured(record: Record) -> bool:
+    return record["value"] is not None
+
+
+def floor(found: Iterable[Record], system: str, op: str, tokens: int, dtype: str) -> float | None:
+    """The smallest value of a floor for an operation; flags alone are one of all of them."""
+    ops = _OPS if system == "floor_flags" else (op,)
+    values = [
+        record["value"]
+        for record in found
+        if record["system"] == system and record["op"] in ops and is_measured(record)
+        and (record["tokens"], record["dtype"]) == (tokens, dtype)
+    ]  # fmt: skip
+    return min(values, default=None)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
+def _cell(record: Record | None) -> str:
+    if record is None or not is_measured(record):
+        return "-"
+    return _number(record["value"]) + (f" ({_number(record['p99'])})" if record["p99"] is not None else "")
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _table(found: list[Record]) -> list[str]:
+    """One line a call (operation, tokens, dtype, system, api, num_sms), figures beside one another."""
+    rows: dict[tuple[object, ...], dict[str, Record]] = {}
+    for record in found:
+        if record["system"] not in FLOORS and record["unit"] == "us" and is_measured(record):
+            rows.setdefault(tuple(record[name] for name in _ROW), {})[record["figure"]] = record
+    if not rows:
+        return ["nothing was measured"]
+    figures = [figure for figure in FIGURES if any(figure in row for row in rows.values())]
+    floors = [name for name in FLOORS if any(record["system"] == name and is_measured(record) for record in found)]
+    lines = [["op", "tokens", "dtype", "system", "layout", "api", "num_sms", *figures, *floors]]
+    order = sorted(rows, key=lambda key: (_OPS.index(str(key[0])), key[1], key[2], key[3] != "nccl_ep", *key[3:]))
+    for key in order:
+        op, tokens, dtype, system, layout, api, num_sms = key
+        used = next((r["num_sms_used"] for r in rows[key].values() if r["num_sms_used"]), None)
+        sms = (f"{num_sms or 'auto'}" + (f" ({used})" if used else "")) if system == "nccl_ep" else ""
+        line = [str(op), str(tokens), str(dtype), str(system), str(layout), str(api), sms]
+        line += [_cell(rows[key].get(figure)) for figure in figures]
+        line += [_number(floor(found, name, str(op), int(str(tokens)), str(dtype))) for name in floors]
+        lines.append(line)
+    return _columns(lines)
+
+
+def render(found: list[Record]) -> str:
+    """Everything, one table for each machine and shape."""
+    text: list[str] = []
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in found:
+        groups.setdefault(tuple(record[name] for name in _SHAPE), []).append(record)
+    for key, group in groups.items():
+        device, ranks, hidden, topk, experts, routing, seed, revision, date = key
+        text.append(
+            f"{ranks} ranks, {device}; hidden {hidden}, top-{topk} of {experts} experts, {routing} routing, "
+            f"seed {seed}; revision {revision}, {date}"
+        )
+        text.append("us: median of the slowest rank (its 99th percentile); host: a mean; floor_wire: computed")
+        text += _table(group)
+        for record in group:
+            if record["unit"] == "MB" and is_measured(record):
+                text.append(
+                    f"{record['figure']}, {record['tokens']} tokens, {record['dtype']}: {record['value']:.2f} MB"
+                )
+        skipped: dict[str, set[str]] = {}
+        for record in group:
+            if reason := record.get("skipped"):
+                what = " ".join(record[name] for name in ("system", "api", "op", "figure"))
+                skipped.setdefault(reason, set()).add(what)
+        text += [f"not measured: {', '.join(sorted(what))}: {reason}" for reason, what in skipped.items()]
+        text.append("")
+    return "\n".join(text).rstrip() if text else "nothing was measured"
+
+
+def in_short(found: Iterable[Record]) -> str:
+    """One line of progress."""
+    done = [r for r in found if is_measured(r) and r["figure"] in ("graph", "event") and r["system"] not in FLOORS]
+    figure = "graph" if any(record["figure"] == "graph" for record in done) else "event"
+    values = {record["op"]: _number(record["value"]) for record in reversed(done) if record["figure"] == figure}
+    shown = ", ".join(f"{op} {values[op]}" for op in _OPS if op in values)
+    return f"{figure} {shown} us" if shown else "nothing measured"
+
+
+def show(found: list[Record]) -> None:
+    print(render(found), flush=True)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m nccl_ep.bench table", description="Prints what was measured.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    show(records.load(parser.parse_args(argv).files))
+    return 0

@@ -1,0 +1,218 @@
+"""The ranks of a measurement: processes that this module starts, or those of torchrun."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+T = TypeVar("T")
+
+# NVLink multicast can put GPUs that others share out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+_COLLECTIVE_SECONDS = 120  # of torch's own collectives: then the process ends, and the parent goes on with a new one
+_GATE_SECONDS = 20
+_sleep: Callable[[int], None] = torch.cuda._sleep
+
+
+class BenchError(RuntimeError):
+    """A rank failed; the text has what every failed rank said. All ranks raise it at the same place."""
+
+
+class Skipped(Exception):
+    """This figure cannot be had here; the text says why."""
+
+
+class Gate:
+    """A barrier of host threads by shared memory: ranks leave it within about a microsecond of one another.
+
+    (One over sockets lets them out tens of microseconds apart, which would be measured.)
+    """
+
+    def __init__(self, rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
+        name: list[Any] = [None]
+        if rank == 0:
+            where = "/dev/shm" if os.path.isdir("/dev/shm") else None
+            handle, name[0] = tempfile.mkstemp(prefix="nccl_ep_bench_", dir=where)
+            os.write(handle, bytes(64 * num_ranks))
+            os.close(handle)
+        dist.broadcast_object_list(name, src=0, group=group)
+        with open(name[0], "r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), 64 * num_ranks)).cast("q")
+        dist.barrier(group)
+        if rank == 0:
+            os.unlink(name[0])
+        self._own = 8 * rank  # a cache line a rank
+        self._others = [8 * other for other in range(num_ranks) if other != rank]
+        self.rounds = 0
+
+    def wait(self) -> None:
+        self.rounds += 1
+        words, rounds = self._words, self.rounds
+        words[self._own] = rounds
+        deadline = time.monotonic() + _GATE_SECONDS
+        for other in self._others:
+            while words[other] < rounds:
+                os.sched_yield()
+                if time.monotonic() > deadline:
+                    raise BenchError(f"rank {other // 8} did not come to the barrier within {_GATE_SECONDS} s")
+
+
+class World:
+    """This rank's end. ``device`` is current; torch's default group serves it (NCCL or gloo)."""
+
+    def __init__(self, device: str) -> None:
+        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.is_cuda = device == "cuda"
+        for name, value in NO_MULTICAST.items():
+            os.environ[name] = value
+        if self.is_cuda:
+            local = int(os.environ.get("LOCAL_RANK", self.rank))
+            if local >= torch.cuda.device_count():
+                raise SystemExit(f"rank {self.rank} has no GPU: there are {torch.cuda.device_count()}")
+            self.device = torch.device("cuda", local)
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+            torch.set_num_threads(1)  # ranks share the cores
+        timeout = timedelta(seconds=_COLLECTIVE_SECONDS)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self.is_cuda else "gloo", timeout=timeout)
+        host = dist.new_group(backend="gloo", timeout=timeout)
+        assert host is not None
+        self._host = host
+        self.gate = Gate(self.rank, self.num_ranks, host)
+        self._token = torch.zeros(1, device=self.device)
+        if self.is_cuda:
+            dist.all_reduce(self._token)  # makes NCCL's communicator before memory is measured
+            torch.cuda.synchronize()
+
+    def together(self, body: Callable[[], T]) -> T:
+        """Runs ``body`` on every rank; returns this rank's result. Where one raises, all raise: none is left behind."""
+        kept: list[T] = []
+        self.agree(lambda: kept.append(body()))
+        return kept[0]
+
+    def agree(self, body: Callable[[], T]) -> list[T]:
+        """The same with the results of all ranks. Calls of these two are not nested."""
+        outcome: tuple[str, Any]
+        try:
+            outcome = ("done", body())
+        except Skipped as reason:
+            outcome = ("skipped", str(reason))
+        except Exception as error:
+            first_line = (str(error).strip() or repr(error)).splitlines()[0]
+            outcome = ("failed", f"rank {self.rank}: {type(error).__name__}: {first_line}")
+        gathered: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(gathered, (outcome, self.gate.rounds), group=self._host)
+        # A rank that failed half way has passed the gate less often.
+        self.gate.rounds = max(rounds for _, rounds in gathered)
+        outcomes = [outcome for outcome, _ in gathered]
+        if failed := [text for state, text in outcomes if state == "failed"]:
+            raise BenchError("; ".join(failed))
+        if skipped := [text for state, text in outcomes if state == "skipped"]:
+            raise Skipped(skipped[0])
+        return [result for _, result in outcomes]
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def align(self) -> None:
+        """Queues what makes all GPUs go on at the same time: a collective, and a pause in which every host gets ahead.
+
+        The pause outlasts the time that the slowest host needs to queue what is measured.
+        """
+        dist.all_reduce(self._token)
+        _sleep(400_000)  # cycles: 0.2 ms
+
+    def device_name(self) -> str:
+        if self.is_cuda:
+            return torch.cuda.get_device_name(self.device)
+        return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+# ---- Starting ranks
+
+
+def is_rank() -> bool:
+    """Whether this process is one of the ranks, started by torchrun or by ``run_ranks``."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+class Launcher:
+    """Starts worlds of ranks as processes of this host, one after the other; all meet at one store."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def run(self, argv: list[str], settings: dict[str, str], deadline: float) -> str:
+        """``python -m nccl_ep.bench`` with ``argv`` on every rank. "" if all ended well, else what happened.
+
+        The first rank that fails ends the others, as does the deadline (of time.monotonic).
+        """
+        # A store of its own for each world, at a port that the system picks: nothing is left from the world before.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = os.environ | NO_MULTICAST | settings
+        common |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "WORLD_SIZE": str(self.num_ranks),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, not at rank 0
+            "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            common.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        command = [sys.executable, "-m", "nccl_ep.bench", *argv]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(self.num_ranks):
+                ranks.append(subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            return _wait(ranks, deadline)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> str:
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def watch(rank: int) -> None:
+        ranks[rank].wait()
+        ended.put(rank)
+
+    for rank in range(len(ranks)):
+        threading.Thread(target=watch, args=(rank,), daemon=True).start()
+    for _ in ranks:
+        try:
+            rank = ended.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            running = [str(rank) for rank, process in enumerate(ranks) if process.poll() is None]
+            return f"the time limit ended rank {', '.join(running)}"
+        if code := ranks[rank].returncode:
+            return f"rank {rank} ended with code {code}"
+    return ""
+
+
+def _package_root() -> str:
+    return str(Path(__file__).resolve().parents[2])

@@ -1,0 +1,126 @@
+// The low-latency window: no two things share a byte, and everything lies inside.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "layout/ll_layout.h"
+#include "runtime/group.h"
+#include "unit/errors.h"
+
+namespace ep {
+namespace {
+
+struct Piece {
+  uint64_t begin, end;
+  std::string name;
+};
+
+// Every word that an operation of this kind may touch.
+void add_pieces(std::vector<Piece>& pieces, const LlLayout& layout, const RowFormat& row, const std::string& kind) {
+  const auto add = [&](Offset offset, uint64_t bytes, const std::string& name) {
+    pieces.push_back({offset, offset + bytes, kind + name});
+  };
+  for (int source = 0; source < layout.num_ranks; source++) {
+    add(layout.signal(source), 8, "signal");
+    for (int bank = 0; bank < kNumBanks; bank++) {
+      add(layout.record(bank, source), CallRecord::kWords * sizeof(TaggedWord), "record");
+      for (int token = 0; token < layout.max_tokens; token++) {
+        EXPECT_EQ(layout.id_words(bank, source, token) % 16, 0u);
+        EXPECT_EQ(layout.row(bank, source, token) % 16, 0u);
+        add(layout.id_words(bank, source, token), layout.id_bytes(), "ids");
+        for (int k = 0; k < layout.topk; k++) add(layout.weight(bank, source, token, k), 8, "weight");
+        if (row.wire_bytes() > 0) add(layout.row(bank, source, token), row.wire_bytes(), "row");
+      }
+    }
+  }
+}
+
+void expect_apart(std::vector<Piece> pieces, uint64_t window_bytes) {
+  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
+  for (size_t i = 0; i + 1 < pieces.size(); i++) {
+    ASSERT_LE(pieces[i].end, pieces[i + 1].begin) << pieces[i].name << " overlaps " << pieces[i + 1].name;
+  }
+  ASSERT_LE(pieces.back().end, window_bytes);
+}
+
+TEST(LlLayout, NothingOverlaps) {
+  for (int num_ranks : {1, 2, 3, 8}) {
+    for (int local_experts : {1, 254, 255}) {
+      for (int topk : {1, 2, 8, 9, 32}) {
+        for (int max_tokens : {1, 3, 8}) {
+          const Shape shape = Shape::make(num_ranks, num_ranks * local_experts, topk, max_tokens);
+          for (int payload : {16, 112, 528}) {
+            const LlWindow window = LlWindow::make(num_ranks, sizes_for(shape, payload + 16, 2 * payload));
+            const RowFormat dispatch{payload, 12, true}, combine{2 * payload, 0, false};
+            std::vector<Piece> pieces;
+            add_pieces(pieces, LlLayout::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
+            add_pieces(pieces, LlLayout::make(window, Kind::kCombine, shape, combine), combine, "combine ");
+            expect_apart(pieces, window.bytes);
+          }
+        }
+      }
+    }
+  }
+}
+
+// A word that was a tag must never serve as a row's, nor the reverse, whatever the shapes of two operations.
+TEST(LlLayout, TagsAndRowsKeepTheirPlacesOverShapes) {
+  const Shape large = Shape::make(4, 4 * 300, 8, 16);
+  const LlWindow window = LlWindow::make(4, sizes_for(large, 1024, 1024));
+  for (const Shape& shape : {large, Shape::make(4, 4, 1, 1), Shape::make(4, 8, 8, 16), Shape::make(4, 1200, 1, 7)}) {
+    for (int k = 0; k < kNumKinds; k++) {
+      const RowFormat row{256, 0, false};
+      const LlLayout layout = LlLayout::make(window, static_cast<Kind>(k), shape, row);
+      const LlWindow::PerKind& regions = window.kind[k];
+      for (int bank = 0; bank < kNumBanks; bank++) {
+        const uint64_t tagged_end = regions.tagged.offset + (bank + 1) * layout.tagged_bank_bytes;
+        const uint64_t rows_end = regions.rows.offset + (bank + 1) * layout.row_bank_bytes;
+        EXPECT_EQ(layout.id_words(bank, 0, 0), regions.tagged.offset + bank * layout.tagged_bank_bytes);
+        EXPECT_LE(layout.weight(bank, 3, shape.max_tokens - 1, shape.topk - 1) + 8, tagged_end);
+        EXPECT_EQ(layout.row(bank, 0, 0), regions.rows.offset + bank * layout.row_bank_bytes);
+        EXPECT_LE(layout.row(bank, 3, shape.max_tokens - 1) + row.stride(), rows_end);
+        EXPECT_EQ(layout.record(bank, 0), LlLayout::make(window, static_cast<Kind>(k), large, row).record(bank, 0));
+      }
+    }
+  }
+}
+
+TEST(LlLayout, RefusesWhatDoesNotFitWithTheBytes) {
+  const Shape shape = Shape::make(2, 4, 2, 4);
+  const LlWindow window = LlWindow::make(2, sizes_for(shape, 64, 64));
+  EXPECT_EQ(error_of([&] { LlLayout::make(window, Kind::kDispatch, shape, {64, 0, true}); }), "");
+  const std::string rows = error_of([&] { LlLayout::make(window, Kind::kDispatch, shape, {4096, 0, false}); });
+  EXPECT_NE(rows.find("rows of 4096 bytes: a bank needs"), std::string::npos) << rows;
+  EXPECT_NE(rows.find("and 32768 bytes of rows"), std::string::npos) << rows;
+  const Shape more_tokens = Shape::make(2, 4, 2, 400);
+  const std::string tokens = error_of([&] { LlLayout::make(window, Kind::kCombine, more_tokens, {16, 0, false}); });
+  EXPECT_NE(tokens.find("400 tokens a rank"), std::string::npos) << tokens;
+}
+
+TEST(LlLayout, AWindowOfGivenBytesIsNotExceeded) {
+  for (int num_ranks : {1, 2, 8, 64}) {
+    for (uint64_t bytes : {1ull << 18, 1ull << 20, (1ull << 24) + 12345, 1ull << 32}) {
+      const LlSizes sizes = sizes_for_window(num_ranks, bytes);
+      const LlWindow window = LlWindow::make(num_ranks, sizes);
+      EXPECT_LE(window.bytes, bytes) << num_ranks << " ranks";
+      EXPECT_GE(window.bytes, bytes - bytes / 4) << num_ranks << " ranks";  // and used
+    }
+  }
+  const std::string error = error_of([] { sizes_for_window(8, 4096); });
+  EXPECT_NE(error.find("a window of 4096 bytes is too small for 8 ranks: at least"), std::string::npos) << error;
+}
+
+// Reserving for a shape serves every smaller one.
+TEST(LlLayout, SizesServeTheirShape) {
+  for (int payload : {16, 144, 7168 * 2}) {
+    const Shape shape = Shape::make(4, 16, 4, 32);
+    const LlWindow window = LlWindow::make(4, sizes_for(shape, payload, payload));
+    EXPECT_EQ(error_of([&] { LlLayout::make(window, Kind::kDispatch, shape, {payload, 0, true}); }), "");
+    EXPECT_EQ(error_of([&] { LlLayout::make(window, Kind::kCombine, shape, {payload, 0, false}); }), "");
+  }
+}
+
+}  // namespace
+}  // namespace ep

@@ -1,0 +1,101 @@
+"""The documents are true where a machine can tell: their code runs, and what they name exists."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TIME_LIMIT = 120  # seconds, for a block or an example
+
+
+def blocks(language: str) -> list:
+    """A parameter for each block of a language, named after its document and line."""
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            if match[1] == language:
+                found.append(pytest.param(match[2], id=f"{document.relative_to(ROOT)}:{line}"))
+    return found
+
+
+def run(*arguments: str) -> str:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_block_runs(code: str) -> None:
+    run("-c", code)
+
+
+def test_documents_have_the_blocks_that_matter() -> None:
+    names = " ".join(str(block.id) for block in blocks("python"))
+    assert all(name in names for name in ("README.md", "semantics.md", "wire_format.md")), names
+    for document in DOCUMENTS:
+        languages = [match[1] for match in BLOCK.finditer(document.read_text())]
+        assert document.read_text().count("```") == 2 * len(languages), f"{document.name}: a fence is not closed"
+        unknown = set(languages) - {"python", "sh", "text"}
+        assert not unknown, f"{document.name}: blocks of {unknown} would be checked by nobody"
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+(?: [\w-]+)*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_a_document_names_exists(document: Path) -> None:
+    text = document.read_text()
+    targets = {name for names in make_targets() for name in names.split()}
+    shell = "\n".join(match[2] for match in BLOCK.finditer(text) if match[1] == "sh")
+    spans = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    indented = re.findall(r"^    (.+)$", text, re.MULTILINE)
+    missing = []
+    for target in re.findall(r"^make ([\w-]+)", "\n".join([shell, *spans, *indented]), re.MULTILINE):
+        if target not in targets:
+            missing.append(f"make {target}")
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        if not (document.parent / link).exists():
+            missing.append(f"link {link}")
+
+    # `folder/file`, or `folder/file.cc: name` for something that stands in it.
+    path = r"(?:csrc|nccl_ep|tests|tools|examples|docs|cmake|benchmarks)/[\w./*-]*"
+    for span in [*spans, *re.findall(path, shell)]:
+        match = re.fullmatch(rf"({path})(?:: (\w+))?", span)
+        if match is None:
+            continue
+        files = list(ROOT.glob(match[1].rstrip("/")))
+        if not files:
+            missing.append(match[1])
+        elif match[2] and not re.search(rf"\b{match[2]}\b", files[0].read_text()):
+            missing.append(span)
+    assert not missing, f"{document.name} names what is not there: {missing}"
+
+
+def test_readme_tells_every_public_name_and_method() -> None:
+    """What a user may call is in the README or in the docs' semantics."""
+    import nccl_ep
+
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/semantics.md").read_text()
+    internal = {"__version__", "EpError", "Handle", "Layout", "Pending", "Quant"}
+    missing = [name for name in nccl_ep.__all__ if name not in internal and name not in text]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("options", ["", "--ranks 1", "--ranks 3 --processes"], ids=["default", "one", "processes"])
+def test_ll_moe_layer_example(options: str) -> None:
+    text = run("examples/ll_moe_layer.py", "--device", "cpu", *options.split())
+    for sentence in ("rows crossed between ranks", "The transport counted the same", "as expected of bf16",
+                     "the same bits every time"):  # fmt: skip
+        assert sentence in text, text

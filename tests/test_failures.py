@@ -1,0 +1,452 @@
+"""Ranks that die, stop or fall silent, and ranks that disagree: the others hear of it in time and can go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expected import Expected, plain_case
+from harness import make_buffer
+from processes import processes
+
+import nccl_ep
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+PHASES = ("creation", "dispatch", "receive", "combine", "weighted combine")
+DEADLINE = 0.7  # of a rank that waits for one that does not come
+PATIENCE = 30.0  # of all others: the machine may be busy
+SLACK = 4.0
+
+
+class Clock:
+    """Measures a block and holds it against a limit."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+    def __enter__(self) -> None:
+        self.start = time.monotonic()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        took = time.monotonic() - self.start
+        if kind is None:
+            assert took < self.limit, f"took {took:.2f} s, at most {self.limit} s"
+
+
+def _make(case: Expected, group: Any, timeout: float, **options: Any) -> nccl_ep.Buffer:
+    shape = case.case
+    return nccl_ep.Buffer.for_shapes(
+        group, max_tokens=shape.max_tokens, hidden=shape.hidden, topk=shape.topk, num_experts=shape.num_experts,
+        device="cpu", timeout=timeout, domain_size=shape.domain_size, **options,
+    )  # fmt: skip
+
+
+def _weighted(case: Expected, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> torch.Tensor:
+    rank = buffer.rank
+    return nccl_ep.combine(case.rows[rank], handle, weights=torch.ones(case.inputs[rank].topk_idx.shape))
+
+
+def _steps(case: Expected, buffer: nccl_ep.Buffer, phase: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What all ranks still do together, and the step at which one of them is missing."""
+    if phase == "dispatch":
+        return lambda: case.run(buffer), lambda: case.dispatch(buffer)
+    out = case.dispatch(buffer)
+    given = case.inputs[buffer.rank]
+
+    def send() -> nccl_ep.Pending[nccl_ep.DispatchOutput]:
+        return nccl_ep.dispatch_send(
+            given.x, given.topk_idx, given.topk_weights, buffer=buffer, **case.case.dispatch_kwargs()
+        )
+
+    if phase == "receive":
+        pending = send()
+
+        def receive() -> None:
+            """The missing rank has sent, so that this is served; it is missed in what follows."""
+            case.check_dispatch(pending.receive(), buffer.rank)
+            case.combine(buffer, out.handle)
+
+        return lambda: None, receive
+    if phase == "combine":
+        return lambda: None, lambda: case.combine(buffer, out.handle)
+    return lambda: None, lambda: _weighted(case, buffer, out.handle)
+
+
+def _expect_failure(case: Expected, buffer: nccl_ep.Buffer, step: Callable[[], Any], missing: int, phase: str) -> str:
+    """The step must fail in time and say why, and all that comes after must fail at once."""
+    with Clock(DEADLINE + SLACK), pytest.raises(nccl_ep.TimeoutError) as caught:
+        step()
+    text = str(caught.value)
+    waited = "arrival signal" if buffer.domain_size < buffer.num_ranks else "call record"
+    kind = "dispatch" if phase == "dispatch" else "combine"
+    pattern = (
+        rf"rank {buffer.rank} waited {DEADLINE} s for the {waited} of rank {missing} in {kind} \d+ "
+        rf"\(expected \d+, saw \d+\); nothing of this call was heard from rank {missing};"
+    )
+    assert re.search(pattern, text), text
+    expected, saw = map(int, re.findall(r"expected (\d+), saw (\d+)", text)[0])
+    assert expected > saw
+    given = case.inputs[buffer.rank]
+    later: list[Callable[[], Any]] = [
+        lambda: case.dispatch(buffer),
+        lambda: nccl_ep.dispatch_send(given.x, given.topk_idx, buffer=buffer, num_experts=case.case.num_experts, max_tokens=8),
+        step,
+        buffer.check,
+        buffer.require_usable,
+        lambda: buffer.set_timeout(1.0),
+    ]
+    for call in later:
+        with Clock(DEADLINE / 2), pytest.raises(nccl_ep.TimeoutError, match=f"failed: .*rank {missing}"):
+            call()
+    with Clock(DEADLINE):
+        buffer.destroy()
+    with pytest.raises(nccl_ep.UsageError, match="was destroyed"):
+        buffer.check()
+    return text
+
+
+def _expect_no_buffer(case: Expected, group: Any, missing: int) -> None:
+    with Clock(DEADLINE + SLACK), pytest.raises(nccl_ep.TimeoutError) as caught:
+        _make(case, group, DEADLINE)
+    text = f"rank {group.rank()} waited {DEADLINE} s for all ranks to make the buffer; nothing was heard from rank"
+    assert text in str(caught.value)
+    assert missing in map(int, str(caught.value).split("from rank ")[1].split(", "))
+
+
+# ---- Ranks as threads: a rank that never calls
+
+
+@pytest.mark.parametrize("domain_size", [3, 1], ids=["memory", "network"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_silent_rank(phase: str, domain_size: int) -> None:
+    case = Expected(plain_case(3, domain_size=domain_size))
+    ends, again = ThreadGroup.make(3), ThreadGroup.make(3)
+    told = threading.Semaphore(0)
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        is_silent = rank == 1
+        if phase == "creation":
+            if not is_silent:
+                _expect_no_buffer(case, ends[rank], missing=1)
+        else:
+            buffer = _make(case, ends[rank], PATIENCE)
+            together, step = _steps(case, buffer, phase)
+            together()
+            if is_silent:
+                assert told.acquire(timeout=PATIENCE) and told.acquire(timeout=PATIENCE)
+                # It wakes up among the ruins: the others are gone, their memory must not be.
+                buffer.set_timeout(DEADLINE)
+                for _ in range(3):
+                    with pytest.raises((nccl_ep.TimeoutError, AssertionError)):
+                        step()
+                        case.dispatch(buffer)
+                        case.dispatch(buffer)
+                buffer.destroy()
+            else:
+                buffer.set_timeout(DEADLINE)
+                _expect_failure(case, buffer, step, missing=1, phase=phase)
+                told.release()
+        with _make(case, again[rank], PATIENCE) as fresh:
+            case.run(fresh)
+            case.run(fresh, staged=True)
+
+    run_ranks(3, body)
+
+
+def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
+    """Out-variants leave nothing that looks like rows: counts 0, ids -1, weights 0."""
+    case = Expected(plain_case(2, layout="flat", combine_weights="none"))
+    ends = ThreadGroup.make(2)
+
+    def body(group: ThreadGroup) -> None:
+        buffer = _make(case, ends[group.rank()], PATIENCE)
+        if group.rank() == 1:
+            return
+        buffer.set_timeout(DEADLINE)
+        shape, given = case.case, case.inputs[0]
+        rows = shape.num_ranks * shape.max_tokens
+        outs = [
+            torch.zeros(rows, shape.hidden, dtype=torch.bfloat16), torch.zeros(0), torch.full((rows, 2), 9.0),
+            torch.full((rows, 2), 9), torch.zeros(0, dtype=torch.int32), torch.full((6,), 9, dtype=torch.int32),
+            torch.zeros_like(case_handle),
+        ]  # fmt: skip
+        args = (given.x, None, given.topk_idx, given.topk_weights, shape.num_experts, shape.max_tokens, 3, rows, 1, 0, False, 0)
+        with pytest.raises(RuntimeError, match="waited"):
+            torch.ops.nccl_ep.ll_dispatch_out(buffer.name, buffer._seq, *args, *outs)
+        assert outs[5].tolist() == [0] * 6
+        assert outs[3].eq(-1).all() and outs[2].eq(0).all()
+
+    with _make(Expected(plain_case(1)), None, PATIENCE):
+        case_handle = torch.zeros(4 + 16 + 16 + 16, dtype=torch.int32)
+    run_ranks(2, body)
+
+
+# ---- Ranks as processes: killed, or stopped
+
+
+def _live_or_end(rank: int, num_ranks: int, number: int) -> list[str]:
+    """In each phase one rank of those left sends itself the signal; the others must notice, and go on without it."""
+    alive, texts = list(range(num_ranks)), []
+    for phase in PHASES:
+        missing = len(alive) // 2  # its rank among those left
+        victim = alive[missing]
+        case = Expected(plain_case(len(alive)))
+        group = dist.new_group(alive, use_local_synchronization=True)
+        if phase == "creation":
+            if rank == victim:
+                os.kill(os.getpid(), number)
+                return ["woken"]
+            with Clock(DEADLINE + SLACK), pytest.raises(nccl_ep.TimeoutError, match="nothing was heard from") as caught:
+                _make(case, group, DEADLINE)
+            texts.append(str(caught.value))
+            assert missing in map(int, texts[-1].split("from rank ")[1].split(", "))
+        else:
+            buffer = _make(case, group, PATIENCE)
+            together, step = _steps(case, buffer, phase)
+            together()
+            buffer.set_timeout(DEADLINE)
+            if rank == victim:
+                os.kill(os.getpid(), number)
+                with pytest.raises(nccl_ep.TimeoutError):  # woken: what the others sent before they left is there
+                    step()
+                    case.dispatch(buffer)
+                    case.dispatch(buffer)
+                return ["woken"]
+            texts.append(_expect_failure(case, buffer, step, missing, phase))
+        alive.remove(victim)
+    case = Expected(plain_case(len(alive)))
+    with _make(case, dist.new_group(alive, use_local_synchronization=True), PATIENCE) as buffer:
+        case.run(buffer)
+    return texts
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_killed_and_stopped_ranks(number: int, tmp_path: Path) -> None:
+    """Seven processes, of which one ends in each phase; at last the two that are left run bit for bit."""
+    num_ranks = 2 + len(PHASES)
+    alive, victims = list(range(num_ranks)), []
+    for _ in PHASES:
+        victims.append(alive.pop(len(alive) // 2))
+    with processes(num_ranks, _live_or_end, tmp_path, num_ranks, int(number)) as world:
+        for rank in alive:
+            outcome = world.wait(rank)
+            assert not outcome.error, outcome.error
+            assert outcome.exitcode == 0 and len(outcome.value) == len(PHASES)
+        for victim in victims:
+            if number == signal.SIGSTOP:
+                world.send_signal(victim, signal.SIGCONT)
+            outcome = world.wait(victim)
+            assert not outcome.error, outcome.error
+            expected = (-int(number), None) if number == signal.SIGKILL else (0, ["woken"])
+            assert (outcome.exitcode, outcome.value) == expected
+
+
+def _loop_until_killed(rank: int, victim: int, domain_size: int | None, seed: int) -> str:
+    case = Expected(plain_case(3, domain_size=domain_size))
+    with make_buffer(case.case, dist.group.WORLD, network_seed=seed) as buffer:
+        case.run(buffer)
+        buffer.set_timeout(1.5)
+        if rank == victim:
+            threading.Timer(random.Random(seed).random() * 0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with Clock(10.0), pytest.raises(nccl_ep.TimeoutError) as caught:
+            while True:
+                case.run(buffer, staged=rank == 0)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("domain_size", "seed"), [(None, 1), (None, 2), (1, 3)])
+def test_killed_in_the_middle_of_something(domain_size: int | None, seed: int, tmp_path: Path) -> None:
+    with processes(3, _loop_until_killed, tmp_path, 1, domain_size, seed) as world:
+        texts = []
+        for rank in (0, 2):
+            outcome = world.wait(rank)
+            assert not outcome.error and outcome.exitcode == 0, outcome.error
+            texts.append(outcome.value)
+            assert "the buffer has failed: rank" in texts[-1]
+        assert world.wait(1).exitcode == -signal.SIGKILL
+        # Who is missed by a rank that had all from the dead may be one that waited for it; the first names the dead.
+        assert any(re.search(r"of rank 1 in", text) for text in texts), texts
+
+
+# ---- Deadlines
+
+
+def test_set_timeout() -> None:
+    case, ends = Expected(plain_case(2)), ThreadGroup.make(2)
+
+    def body(group: ThreadGroup) -> None:
+        buffer = _make(case, ends[group.rank()], PATIENCE)
+        for seconds in (0.0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match=rf"timeout is {seconds:g} s, must be positive"):
+                buffer.set_timeout(seconds)
+        case.run(buffer)
+        buffer.set_timeout(0.2)
+        if group.rank() == 0:
+            with Clock(0.2 + SLACK), pytest.raises(nccl_ep.TimeoutError, match=r"rank 0 waited 0\.2 s for"):
+                case.dispatch(buffer)
+        else:
+            buffer.set_timeout(1e6)
+            case.check_dispatch(case.dispatch(buffer), 1)  # rank 0 has sent its share before it gave up
+
+    run_ranks(2, body)
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    case = Expected(plain_case(2))
+
+    def body(group: ThreadGroup) -> None:
+        with _make(case, group, 5.0) as buffer:
+            if group.rank() == 1:
+                time.sleep(DEADLINE)
+            case.run(buffer)
+
+    run_ranks(2, body)
+
+
+# ---- Ranks that disagree
+
+BASE: dict[str, Any] = {"hidden": 64, "topk": 2, "dtype": torch.bfloat16, "experts": 4, "max_tokens": 8, "quant": None, "scales": 0}
+CALLS: list[tuple[dict[str, Any], str, str]] = [
+    ({"hidden": 128}, "hidden 64", "hidden 128"),
+    ({"topk": 3}, "top-2", "top-3"),
+    ({"dtype": torch.float16}, r"dispatch\(bf16", r"dispatch\(fp16"),
+    ({"dtype": torch.uint8}, r"dispatch\(bf16", r"dispatch\(8 bits"),
+    ({"quant": "fp8"}, "quant none", "quant fp8"),
+    ({"quant": "fp8_ue8m0"}, "quant none", "quant fp8_ue8m0"),
+    ({"max_tokens": 7}, "max_tokens 8", "max_tokens 7"),
+    ({"experts": 6}, "4 experts", "6 experts"),
+    ({"scales": 3}, "0 bytes of scales", "12 bytes of scales"),
+]
+
+
+def _call(buffer: nccl_ep.Buffer, **changes: Any) -> nccl_ep.DispatchOutput:
+    how = {**BASE, **changes}
+    x = torch.ones(7, how["hidden"]).to(how["dtype"])
+    ids = torch.arange(how["topk"]).repeat(7, 1)
+    return nccl_ep.dispatch(
+        x, ids, buffer=buffer, num_experts=how["experts"], max_tokens=how["max_tokens"], quant=how["quant"],
+        scales=torch.ones(7, how["scales"]) if how["scales"] else None,
+    )  # fmt: skip
+
+
+def _expect_mismatch(
+    num_ranks: int, domain_size: int, call: Callable[[nccl_ep.Buffer, bool], Any], mine: str, other: str
+) -> None:
+    """The last rank makes another call than the others; all see both, and go on with a new buffer."""
+    odd, again = num_ranks - 1, ThreadGroup.make(num_ranks)
+    good = Expected(plain_case(num_ranks, domain_size=domain_size))
+
+    def make(group: ThreadGroup) -> nccl_ep.Buffer:
+        return nccl_ep.Buffer.for_shapes(
+            group, max_tokens=16, hidden=512, topk=8, num_experts=8 * num_ranks, device="cpu", timeout=PATIENCE,
+            domain_size=domain_size,
+        )  # fmt: skip
+
+    def body(group: ThreadGroup) -> None:
+        rank, buffer = group.rank(), make(group)
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError) as caught:
+            call(buffer, rank == odd)
+        text, peer = str(caught.value), 0 if rank == odd else odd
+        ours, theirs = (other, mine) if rank == odd else (mine, other)
+        assert re.search(rf"rank {rank} called [^)]*{ours}.*\), rank {peer} called [^)]*{theirs}", text), text
+        for later in (lambda: good.dispatch(buffer), buffer.check):
+            with Clock(1.0), pytest.raises(nccl_ep.MismatchError, match="different calls"):
+                later()
+        with Clock(2.0):
+            buffer.destroy()
+        with make(again[rank]) as fresh:
+            good.run(fresh)
+
+    run_ranks(num_ranks, body)
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("changes", "mine", "other"), CALLS, ids=[str(*change[0].items()) for change in CALLS])
+def test_different_dispatches(changes: dict[str, Any], mine: str, other: str, num_ranks: int, domain_size: int) -> None:
+    if "experts" in changes:
+        base, changes = {"experts": 2 * num_ranks}, {"experts": 3 * num_ranks}
+        mine, other = f"{2 * num_ranks} experts", f"{3 * num_ranks} experts"
+    else:
+        base = {}
+    _expect_mismatch(
+        num_ranks, domain_size, lambda buffer, is_odd: _call(buffer, **(changes if is_odd else base)), mine, other
+    )
+
+
+COMBINES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], str, str]] = [
+    ("hidden", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine(o.x.repeat(1, 1, 2), o.handle),
+     "hidden 64", "hidden 128"),
+    ("dtype", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine(o.x.half(), o.handle),
+     r"combine\(bf16", r"combine\(fp16"),
+    ("wire", lambda o: nccl_ep.combine(o.x, o.handle),
+     lambda o: nccl_ep.combine(o.x, o.handle, wire_dtype=torch.float32), "wire bf16", "wire fp32"),
+    ("weights", lambda o: nccl_ep.combine(o.x, o.handle),
+     lambda o: nccl_ep.combine(o.x, o.handle, weights=torch.ones(7, 2)), r"combine\(", "combine with weights of the home"),
+    ("scalars", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine_weights(o.weights, o.handle),
+     r"combine\(", "combine of weights"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("usual", "odd", "mine", "other"), [c[1:] for c in COMBINES], ids=[c[0] for c in COMBINES])
+def test_different_combines(
+    usual: Callable[[Any], Any], odd: Callable[[Any], Any], mine: str, other: str, num_ranks: int, domain_size: int
+) -> None:
+    def call(buffer: nccl_ep.Buffer, is_odd: bool) -> None:
+        out = _call(buffer, experts=2 * num_ranks)
+        (odd if is_odd else usual)(out)
+
+    _expect_mismatch(num_ranks, domain_size, call, mine, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("domain_size", (1, 2), r"the domain size: rank {0} has {1}, rank {2} has {3}"),
+        ("max_tokens", (8, 9), r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+"),
+        ("hidden", (64, 512), r"the bytes of dispatched rows in a bank: rank {0} has \d+, rank {2} has \d+"),
+        ("topk", (2, 9), r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+"),
+    ],
+)
+def test_disagreement_when_the_buffer_is_made(name: str, values: tuple[int, int], text: str) -> None:
+    again = ThreadGroup.make(2)
+    good = Expected(plain_case(2))
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        shape = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cpu", "timeout": PATIENCE}
+        where = text.format(rank, values[rank], 1 - rank, values[1 - rank])
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="the ranks disagree about " + where):
+            nccl_ep.Buffer.for_shapes(group, **{**shape, name: values[rank]})
+        with make_buffer(good.case, again[rank]) as buffer:
+            good.run(buffer)
+
+    run_ranks(2, body)
+
+
+def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer whose words at the meeting are those of another version."""
+
+    class Older(ThreadGroup):
+        def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+            return super().allgather(mine.replace(b"the wire format=1", b"the wire format=0"), timeout)
+
+    ends = ThreadGroup.make(2)
+    ends[1] = Older(ends[1]._world, 1)
+
+    def body(group: ThreadGroup) -> None:
+        with pytest.raises(nccl_ep.MismatchError, match="wire format: rank . has ., rank . has ."):
+            nccl_ep.Buffer(ends[group.rank()], device="cpu")
+
+    run_ranks(2, body)
