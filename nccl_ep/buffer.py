@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import weakref
@@ -14,7 +15,7 @@ from .bootstrap import Rendezvous, rendezvous_of
 from .errors import UsageError
 
 _numbers = itertools.count()
-_buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
+_buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
 
 class Buffer:
@@ -95,7 +96,7 @@ class Buffer:
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.runtime = _make_group(self.name, rendezvous, config, timeout)
-        _buffers[self.name] = self
+        _buffers[self.name] = weakref.ref(self, functools.partial(_forget, self.name))
 
     @classmethod
     def for_shapes(
@@ -200,10 +201,16 @@ class Buffer:
 
 def find_buffer(name: str) -> Buffer:
     """The buffer of a handle."""
-    buffer = _buffers.get(name)
+    found = _buffers.get(name)
+    buffer = found() if found is not None else None
     if buffer is None:
         raise UsageError(f"the handle's buffer {name} is gone, or lives in another process")
     return buffer
+
+
+def _forget(name: str, gone: weakref.ref[Buffer]) -> None:
+    if _buffers.get(name) is gone:  # the name may have a new buffer since
+        del _buffers[name]
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:

@@ -4,9 +4,18 @@
 #include "cpu/backend.h"
 #if defined(EP_WITH_CUDA)
 #include "cuda/backend.h"
+#include "cuda/stamps.h"
 #endif
 
 namespace ep {
+
+std::vector<std::vector<uint64_t>> take_time_line([[maybe_unused]] bool combine) {
+#if defined(EP_WITH_CUDA)
+  return take_stamps(combine);
+#else
+  return {};
+#endif
+}
 
 bool has_cuda_backend() {
 #if defined(EP_WITH_CUDA)

@@ -1,9 +1,14 @@
 // The backend for a kind of device.
 #pragma once
 
+#include <vector>
+
 #include "runtime/group.h"
 
 namespace ep {
+
+// Time lines of the last kernels (cuda/stamps.h); empty without CUDA.
+std::vector<std::vector<uint64_t>> take_time_line(bool combine);
 
 // False in a build without CUDA.
 bool has_cuda_backend();

@@ -32,7 +32,10 @@ class CpuBackend : public Backend {
   }
   void set_timeout(double seconds) override { state_.timeout_seconds = seconds; }
   WireBytes wire_bytes() const override { return state_.wire; }
-  void abort() override { transport_->abort(); }
+  void abort() override {
+    // A peer that made another call has yet to hear of ours; only one that is gone makes what is on its way useless.
+    if (state_.failure.code != Failure::kOtherCall) transport_->abort();
+  }
 
  private:
   std::unique_ptr<Transport> transport_;

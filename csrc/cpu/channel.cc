@@ -42,8 +42,8 @@ Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlLayou
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
       calls_(layout.num_ranks),
-      deadline_(Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                   std::chrono::duration<double>(state.timeout_seconds))) {}
+      deadline_(Clock::now() +
+                std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(state.timeout_seconds))) {}
 
 Channel::~Channel() {
   if (!sources_.empty()) transport_.flush();

@@ -17,14 +17,20 @@ struct BlockPosition {
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
 
-// Reads the epoch. The last block to have read it moves it on, off the critical path; a sending half leaves that to its
-// receiving half. Ends with a barrier of the block.
+// A call begins with three loads at once: thread 0 asks for the epoch here, then all ask for what they send first, and
+// only then does begin_call() look at the epoch. Nobody uses a value that it has asked for in between.
+__device__ __forceinline__ uint64_t ask_for_epoch(const DeviceState* state, Kind kind) {
+  return threadIdx.x == 0 ? ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch) : 0;
+}
+
+// The last block to have read the epoch moves it on, off the critical path; a sending half leaves that to its receiving
+// half. Ends with a barrier of the block.
 template <class Params>
-__device__ __forceinline__ CallContext begin_call(const Params& p, DeviceState* state, int rank, Kind kind,
-                                                  BlockPosition at, bool advances) {
+__device__ __forceinline__ CallContext begin_call(const Params& p, DeviceState* state, uint64_t last_epoch, int rank,
+                                                  Kind kind, BlockPosition at, bool advances) {
   __shared__ uint64_t shared_epoch;
   const int k = static_cast<int>(kind);
-  if (threadIdx.x == 0) shared_epoch = ptx::ld_relaxed_gpu(&state->epoch[k].epoch) + 1;
+  if (threadIdx.x == 0) shared_epoch = last_epoch + 1;
   __syncthreads();
   const uint64_t epoch = shared_epoch;
   if (threadIdx.x == 0 && advances) {
@@ -37,37 +43,43 @@ __device__ __forceinline__ CallContext begin_call(const Params& p, DeviceState* 
   return {state, &p.call, kind, rank, epoch, tag_of(epoch), bank_of(epoch)};
 }
 
-// One warp sends the call record to `peer`. The release orders the resets of earlier calls' banks before it; it pairs
-// with the acquire in check_record().
-__device__ __forceinline__ void send_record(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
-                                            int peer) {
-  const int lane = lane_id();
-  if (lane < CallRecord::kWords) {
+// One warp sends the call record to every rank, itself included. Its system fence at the start of the kernel orders the
+// resets of earlier calls' banks before the record, and pairs with the acquire in check_records().
+__device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout, const LsaPeers& peers) {
+  for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
+    const int peer = i / CallRecord::kWords, word = i % CallRecord::kWords;
     auto* record = peers.at<uint64_t>(peer, layout.record(context.bank, context.rank));
-    ptx::st_release_sys(record + lane, tagged(context.call->word(lane), context.tag));
+    ptx::st_relaxed_sys(record + word, tagged(context.call->word(word), context.tag));
   }
 }
 
-// One warp waits for the call record of `source` and compares it with the own call.
-__device__ __forceinline__ void check_record(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
-                                             int source) {
-  const int lane = lane_id();
-  const auto* record = peers.local<uint64_t>(layout.record(context.bank, source));
-  uint32_t value = 0;
-  if (lane < CallRecord::kWords) {
-    Patience patience;
-    uint64_t word = ptx::ld_acquire_sys(record + lane);
-    while (!is_tagged(word, context.tag) &&
-           !patience.is_over(context, Phase::kCallRecord, source, context.tag, word >> 32)) {
-      word = ptx::ld_acquire_sys(record + lane);
-    }
-    value = is_tagged(word, context.tag) ? static_cast<uint32_t>(word) : context.call->word(lane);
-  }
-  const bool differs = lane < CallRecord::kComparedWords && value != context.call->word(lane);
-  if (!__any_sync(~0u, differs)) return;
+static __device__ __noinline__ void refuse_call(const CallContext context, const LlLayout& layout, const LsaPeers& peers,
+                                                int source) {
   CallRecord theirs;
-  for (int i = 0; i < CallRecord::kWords; i++) theirs.set_word(i, __shfl_sync(~0u, value, i));
-  if (lane == 0) fail(context, Failure::kOtherCall, Phase::kCallRecord, source, 0, 0, theirs);
+  const auto* record = peers.local<uint64_t>(layout.record(context.bank, source));
+  for (int i = 0; i < CallRecord::kWords; i++) {
+    theirs.set_word(i, await_word(context, record + i, Phase::kCallRecord, source));
+  }
+  fail(context, Failure::kOtherCall, Phase::kCallRecord, source, 0, 0, theirs);
+}
+
+// One warp waits for the call records of all ranks and compares them with the own call: every rank is heard of in every
+// call, which is what two banks rest on.
+__device__ __forceinline__ void check_records(const CallContext& context, const LlLayout& layout,
+                                              const LsaPeers& peers) {
+  for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
+    const int source = i / CallRecord::kWords, word = i % CallRecord::kWords;
+    const auto* record = peers.local<uint64_t>(layout.record(context.bank, source)) + word;
+    Patience patience;
+    uint64_t seen = ptx::ld_acquire_sys(record);
+    while (!is_tagged(seen, context.tag) &&
+           !patience.is_over(context, Phase::kCallRecord, source, context.tag, seen >> 32)) {
+      seen = ptx::ld_acquire_sys(record);
+    }
+    const bool differs = word < CallRecord::kComparedWords && is_tagged(seen, context.tag) &&
+                         static_cast<uint32_t>(seen) != context.call->word(word);
+    if (differs) refuse_call(context, layout, peers, source);
+  }
 }
 
 // Word 6 of a record: the sender's tokens.
@@ -77,39 +89,51 @@ __device__ __forceinline__ int64_t load_id(const void* ids, bool is_idx64, int64
   return is_idx64 ? __ldg(static_cast<const long long*>(ids) + index) : __ldg(static_cast<const int*>(ids) + index);
 }
 
+// A choice of a token: the rank of its expert and the expert's number there; rank -1 if there is none.
+struct Choice {
+  int rank = -1;
+  int expert = 0;
+
+  __device__ __forceinline__ static Choice of(int64_t id, int num_experts, int local_experts) {
+    Choice choice;
+    if (id < 0 || id >= num_experts) return choice;
+    choice.rank = static_cast<int>(id) / local_experts;
+    choice.expert = static_cast<int>(id) - choice.rank * local_experts;
+    return choice;
+  }
+};
+
 // Ranks that have an expert of the token whose choices the lanes hold.
-__device__ __forceinline__ uint64_t destinations(const Shape& shape, int id) {
-  const int owner = id >= 0 ? shape.owner(id) : 0;
-  const uint32_t low = __reduce_or_sync(~0u, id >= 0 && owner < 32 ? 1u << owner : 0);
-  if (shape.num_ranks <= 32) return low;
-  const uint32_t high = __reduce_or_sync(~0u, id >= 0 && owner >= 32 ? 1u << (owner - 32) : 0);
+__device__ __forceinline__ uint64_t destinations(int num_ranks, const Choice& choice) {
+  const uint32_t low = __reduce_or_sync(~0u, choice.rank >= 0 && choice.rank < 32 ? 1u << choice.rank : 0);
+  if (num_ranks <= 32) return low;
+  const uint32_t high = __reduce_or_sync(~0u, choice.rank >= 32 ? 1u << (choice.rank - 32) : 0);
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// One warp sends the routing of an own token to `peer`; lane k holds choice k: its expert (or -1) and its weight.
-__device__ __forceinline__ void send_routing(const CallContext& context, const Shape& shape, const LlLayout& layout,
-                                             const LsaPeers& peers, int peer, int token, int id, float weight) {
+// One warp sends the routing of an own token to every rank, itself included: the ids of its experts to each, and each
+// weight to the rank of its expert. Lane k holds choice k.
+__device__ __forceinline__ void send_routing(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
+                                             int token, const Choice& choice, float weight) {
   const int lane = lane_id();
-  const IdFormat& ids = layout.ids;
-  const bool is_there = id >= 0 && shape.owner(id) == peer;
-  uint32_t word = is_there ? static_cast<uint32_t>(shape.local_expert(id)) : ids.none();
-  if (ids.bits == 8) {
-    word <<= 8 * (lane & 3);
+  const bool is_byte = layout.ids.bits == 8;
+  const int in_word = is_byte ? 8 * (lane & 3) : 16 * (lane & 1);
+  const int word_index = is_byte ? lane >> 2 : lane >> 1;
+  const bool stores = (is_byte ? (lane & 3) : (lane & 1)) == 0 && word_index < layout.ids.words();
+  int peer = peers.rank;
+  for (int hop = 0; hop < layout.num_ranks; hop++) {
+    uint32_t word = (choice.rank == peer ? static_cast<uint32_t>(choice.expert) : layout.ids.none()) << in_word;
     word |= __shfl_xor_sync(~0u, word, 1);
-    word |= __shfl_xor_sync(~0u, word, 2);
-  } else {
-    word <<= 16 * (lane & 1);
-    word |= __shfl_xor_sync(~0u, word, 1);
+    if (is_byte) word |= __shfl_xor_sync(~0u, word, 2);
+    if (stores) {
+      auto* target = peers.at<uint64_t>(peer, layout.id_words(context.bank, context.rank, token));
+      ptx::st_relaxed_sys(target + word_index, tagged(word, context.tag));
+    }
+    if (++peer == layout.num_ranks) peer = 0;
   }
-  const int per_word = ids.per_word();
-  if (lane % per_word == 0 && lane / per_word < ids.words()) {
-    auto* target = peers.at<uint64_t>(peer, layout.id_words(context.bank, context.rank, token));
-    ptx::st_relaxed_sys(target + lane / per_word, tagged(word, context.tag));
-  }
-  if (is_there) {
-    auto* target = peers.at<uint64_t>(peer, layout.weight(context.bank, context.rank, token, lane));
-    ptx::st_relaxed_sys(target, tagged(__float_as_uint(weight), context.tag));
-  }
+  if (choice.rank < 0) return;
+  auto* target = peers.at<uint64_t>(choice.rank, layout.weight(context.bank, context.rank, token, lane));
+  ptx::st_relaxed_sys(target, tagged(__float_as_uint(weight), context.tag));
 }
 
 }  // namespace ep

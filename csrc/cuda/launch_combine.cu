@@ -5,7 +5,7 @@
 namespace ep {
 namespace {
 
-constexpr int kMaxThreads = 896;
+constexpr int kMaxThreads = 640;
 constexpr int kScalarThreads = 256;
 
 template <DType kIn, DType kWire, DType kOut>
@@ -60,7 +60,9 @@ void with_types(DType in, DType wire, DType out, Body body) {
 
 }  // namespace
 
-LlPlan plan_of(const LlCombineParams&, int tokens, int num_sms) { return plan_combine(tokens, num_sms); }
+LlPlan plan_of(const LlCombineParams&, int tokens, int num_sms) {
+  return tuned("EP_PLAN_C", plan_combine(tokens, num_sms));
+}
 
 LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
   LlPlan plan;
@@ -93,6 +95,8 @@ void load_combine_kernels() {
   load_kernel(&ll_scalars_home, 0);
   load_kernel(&ll_scalars_home_world, 0);
 }
+
+std::vector<std::vector<uint64_t>> combine_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<LlCombineParams>& args, void* stream) {
   with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {

@@ -58,7 +58,7 @@ int shared_bytes(const LlDispatchParams& p) {
 }  // namespace
 
 LlPlan plan_of(const LlDispatchParams& p, int tokens, int num_sms) {
-  return plan_dispatch({tokens, p.row.wire_bytes(), p.quant != Quant::kNone || p.row.is_keyed}, num_sms);
+  return tuned("EP_PLAN_D", plan_dispatch({tokens, p.row.wire_bytes(), p.quant != Quant::kNone || p.row.is_keyed}, num_sms));
 }
 
 void check_served(const LlDispatchParams& p) {
@@ -88,6 +88,8 @@ void load_dispatch_kernels() {
     }
   }
 }
+
+std::vector<std::vector<uint64_t>> dispatch_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<LlDispatchParams>& args, void* stream) {
   with_instance(args.params, args.plan.steps, [&](auto instance) {

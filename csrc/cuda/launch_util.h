@@ -3,6 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
 #include "cuda/check_cuda.h"
 #include "cuda/launch.h"
 
@@ -37,7 +41,21 @@ void load_kernel(Kernel kernel, int shared_bytes) {
   }
 }
 
+// Builds with EP_TUNING: a plan from the environment, for measuring variants: "blocks,warps,sender_blocks,sender_warps,
+// receiver_block0,receiver_warp0,steps".
+inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
+#if defined(EP_TUNING)
+  if (const char* text = std::getenv(variable)) {
+    std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.sender_blocks, &plan.sender_warps,
+                &plan.receiver_block0, &plan.receiver_warp0, &plan.steps);
+  }
+#endif
+  return plan;
+}
+
 void load_dispatch_kernels();
 void load_combine_kernels();
+std::vector<std::vector<uint64_t>> dispatch_stamps();
+std::vector<std::vector<uint64_t>> combine_stamps();
 
 }  // namespace ep

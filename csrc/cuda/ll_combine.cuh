@@ -35,12 +35,12 @@ struct Numbers {
       set(ptx::ld_relaxed_sys(reinterpret_cast<const uint2*>(p)));
     }
   }
-  __device__ __forceinline__ void store_relaxed_sys(char* row, int lane_index) const {
+  __device__ __forceinline__ void store_remote(char* row, int lane_index) const {
     char* p = row + lane_index * (kWords * 4);
     if constexpr (kWords == 4) {
-      ptx::st_relaxed_sys(reinterpret_cast<uint4*>(p), make_uint4(words[0], words[1], words[2], words[3]));
+      ptx::st_row(reinterpret_cast<uint4*>(p), make_uint4(words[0], words[1], words[2], words[3]));
     } else {
-      ptx::st_relaxed_sys(reinterpret_cast<uint2*>(p), make_uint2(words[0], words[1]));
+      ptx::st_row(reinterpret_cast<uint2*>(p), make_uint2(words[0], words[1]));
     }
   }
   __device__ __forceinline__ void store(void* row, int64_t lane_index) const {
@@ -126,6 +126,10 @@ struct CombineRole {
 
   __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
   __device__ bool is_receiver() const { return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0; }
+  // The warp that greets the other ranks: the sender with the least to send.
+  __device__ bool is_greeter() const {
+    return at.block == plan.sender_blocks - 1 && warp == plan.sender_warps - 1;
+  }
   __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
   __device__ int receiver() const {
     return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
@@ -200,13 +204,11 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
 // ---- Sending: the partial sums of other ranks' tokens
 
 template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ void send_partials(const CombineRole& role, const CallContext& call, Terms terms) {
+__device__ __forceinline__ void send_partials(const CombineRole& role, const CallContext& call, Terms terms, int most_tokens) {
   const LlCombineParams& p = role.p;
   const int first_hop = role.sends_to_itself() ? 0 : 1;
   const int homes = p.shape.num_ranks - first_hop;
   if (homes == 0) return;
-  int most_tokens = 0;
-  for (int r = 0; r < p.shape.num_ranks; r++) most_tokens = max(most_tokens, __ldg(p.handle.tokens + r));
   const int units = most_tokens * role.pieces * homes, step = role.plan.senders();
   const auto home_of = [&](int unit) {
     const int home = role.peers.rank + first_hop + unit % homes;
@@ -228,7 +230,7 @@ __device__ __forceinline__ void send_partials(const CombineRole& role, const Cal
     wire.from(sum);
     wire.escape();
     char* slot = role.peers.at<char>(home, p.layout.row(call.bank, role.peers.rank, token));
-    if (is_inside) wire.store_relaxed_sys(slot, lane_index);
+    if (is_inside) wire.store_remote(slot, lane_index);
   }
 }
 
@@ -255,7 +257,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   const LlCombineParams& p = role.p;
   const int rank = role.peers.rank, lane_index = piece * 32 + role.lane;
   const bool is_inside = lane_index * kCount < p.hidden;
-  uint64_t mask = destinations(p.shape, id);
+  uint64_t mask = destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, p.output.local_experts));
   const bool own_is_local = sends(p.half) && (mask >> rank & 1) != 0;
   Numbers<kWire, kCount> own;
   if (own_is_local) {
@@ -265,7 +267,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
     partial_sum<kIn>(role, terms, lane_index, is_inside, sum);
     own.from(sum);
   }
-  stamp(Stamp::kOwnSum, rank);
+  stamp(Stamp::kOwnDone, rank);
   float total[kCount];
   begin_sum<kOut>(p, token, lane_index, is_inside, mask != 0, total);
   Patience patience;
@@ -301,7 +303,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
       numbers[q].add_to(total);
       numbers[q].fill(kAbsent);
       char* slot = role.peers.local<char>(p.layout.row(call.bank, ranks[q], token));
-      if (is_inside) numbers[q].store_relaxed_sys(slot, lane_index);
+      if (is_inside) numbers[q].store(slot, lane_index);
     }
   }
   Numbers<kOut, kCount> out;
@@ -326,7 +328,9 @@ __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallCo
       terms = load_terms(role, role.peers.rank, next / role.pieces);
       id = load_own_id(role, next / role.pieces);
     }
-    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, unit / role.pieces, unit % role.pieces, now, now_id)) return;
+    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, unit / role.pieces, unit % role.pieces, now, now_id)) {
+      return;
+    }
   }
 }
 
@@ -336,16 +340,14 @@ __device__ __forceinline__ void send_home_weights(const CombineRole& role, const
   const LlCombineParams& p = role.p;
   const int step = role.at.num_blocks * role.plan.warps;
   for (int token = role.warp * role.at.num_blocks + role.at.block; token < p.num_tokens; token += step) {
-    int id = load_own_id(role, token);
+    Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, p.output.local_experts);
     float weight = 0;
     if (role.lane < p.shape.topk) {
       const int64_t index = static_cast<int64_t>(token) * p.shape.topk + role.lane;
       weight = __ldg(p.home_weights + index);
-      if (p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, index))) id = -1;
+      if (p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, index))) choice = {};
     }
-    for (int peer = 0; peer < p.shape.num_ranks; peer++) {  // itself too: its own share needs them as well
-      send_routing(call, p.shape, p.layout, role.peers, peer, token, id, weight);
-    }
+    send_routing(call, p.layout, role.peers, token, choice, weight);
   }
 }
 
@@ -360,40 +362,36 @@ __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
 
-  // The first unit's handle entries are on their way while the epoch is being read.
+  // The first unit's handle entries are on their way while the epoch is.
+  const uint64_t last_epoch = ask_for_epoch(state, Kind::kCombine);
   Terms send_terms{kNoRow, 1.0f}, own_terms{kNoRow, 1.0f};
-  int id = -1;
+  int id = -1, tokens = 0;
   const int first_hop = role.sends_to_itself() ? 0 : 1, homes = p.shape.num_ranks - first_hop;
-  if (sends(p.half) && role.is_sender() && homes > 0 && role.sender() / homes / role.pieces < p.shape.max_tokens) {
-    int home = peers.rank + first_hop + role.sender() % homes;
-    if (home >= p.shape.num_ranks) home -= p.shape.num_ranks;
-    send_terms = load_terms(role, home, role.sender() / homes / role.pieces);
+  if (sends(p.half) && role.is_sender()) {
+    for (int r = role.lane; r < p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(p.handle.tokens + r));
+    if (homes > 0 && role.sender() / homes / role.pieces < p.shape.max_tokens) {
+      int home = peers.rank + first_hop + role.sender() % homes;
+      if (home >= p.shape.num_ranks) home -= p.shape.num_ranks;
+      send_terms = load_terms(role, home, role.sender() / homes / role.pieces);
+    }
+    if (role.is_greeter()) __threadfence_system();
   }
   if (receives(p.half) && role.is_receiver() && role.receiver() / role.pieces < p.num_tokens) {
     own_terms = load_terms(role, peers.rank, role.receiver() / role.pieces);
     id = load_own_id(role, role.receiver() / role.pieces);
   }
-  const CallContext call = begin_call(p, state, peers.rank, Kind::kCombine, at, receives(p.half));
+  const CallContext call = begin_call(p, state, last_epoch, peers.rank, Kind::kCombine, at, receives(p.half));
   stamp(Stamp::kEpochKnown, peers.rank);
   if (call.has_failed()) return;
 
-  const bool is_greeter = at.block == 0 && role.warp == plan.warps - 1;
   if (sends(p.half)) {
-    if (is_greeter) {
-      for (int r = 0; r < p.shape.num_ranks; r++) {
-        if (r != peers.rank || role.sends_to_itself()) send_record(call, p.layout, peers, r);
-      }
-    }
+    if (role.is_greeter()) send_records(call, p.layout, peers);
     if (p.weighting == Weighting::kHome) send_home_weights(role, call);
-    if (role.is_sender()) send_partials<kIn, kWire, kCount>(role, call, send_terms);
+    if (role.is_sender()) send_partials<kIn, kWire, kCount>(role, call, send_terms, __reduce_max_sync(~0u, tokens));
     stamp(Stamp::kSent, peers.rank);
   }
   if (receives(p.half)) {
-    if (is_greeter) {
-      for (int r = 0; r < p.shape.num_ranks; r++) {
-        if (r != peers.rank || !sends(p.half)) check_record(call, p.layout, peers, r);
-      }
-    }
+    if (role.is_greeter()) check_records(call, p.layout, peers);
     if (role.is_receiver()) sum_tokens<kIn, kWire, kOut, kCount>(role, call, own_terms, id);
   }
   stamp(Stamp::kEnd, peers.rank);
@@ -405,16 +403,16 @@ __device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, co
                                              BlockPosition at) {
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const CallContext call = begin_call(p, state, peers.rank, Kind::kCombine, at, true);
+  const uint64_t last_epoch = ask_for_epoch(state, Kind::kCombine);
+  __threadfence_system();
+  const CallContext call = begin_call(p, state, last_epoch, peers.rank, Kind::kCombine, at, true);
   if (call.has_failed()) return;
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
   const int64_t thread = at.block * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(at.num_blocks) * blockDim.x;
   const bool is_greeter = at.block == 0 && threadIdx.x < 32;
-  if (is_greeter) {
-    for (int r = 0; r < p.shape.num_ranks; r++) send_record(call, p.layout, peers, r);
-  }
+  if (is_greeter) send_records(call, p.layout, peers);
   for (int64_t i = thread; i < static_cast<int64_t>(p.shape.num_ranks) * p.shape.max_tokens * topk; i += threads) {
     const int k = static_cast<int>(i % topk), slot = static_cast<int>(i / topk);
     const int home = slot / p.shape.max_tokens, token = slot % p.shape.max_tokens;
@@ -425,9 +423,7 @@ __device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, co
     auto* target = peers.at<uint64_t>(home, p.layout.weight(call.bank, peers.rank, token, k));
     ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), call.tag));
   }
-  if (is_greeter) {
-    for (int r = 0; r < p.shape.num_ranks; r++) check_record(call, p.layout, peers, r);
-  }
+  if (is_greeter) check_records(call, p.layout, peers);
   for (int64_t i = thread; i < static_cast<int64_t>(p.num_tokens) * topk; i += threads) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;

@@ -20,6 +20,10 @@ struct DispatchRole {
 
   __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
   __device__ bool is_receiver() const { return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0; }
+  // The warp that greets the other ranks: the sender with the least to send.
+  __device__ bool is_greeter() const {
+    return at.block == plan.sender_blocks - 1 && warp == plan.sender_warps - 1;
+  }
   __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
   __device__ int receiver() const {
     return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
@@ -32,73 +36,74 @@ struct DispatchRole {
 
 // ---- Sending
 
-// Choice `lane` of an own token, checked; -1 if there is none.
-__device__ __forceinline__ int own_choice(const DispatchRole& role, int token) {
-  if (role.lane >= role.p.shape.topk) return -1;
-  const int64_t id =
-      load_id(role.p.topk_idx, role.p.is_idx64, static_cast<int64_t>(token) * role.p.shape.topk + role.lane);
-  return role.p.shape.valid(id) ? static_cast<int>(id) : -1;
+// Expert id `lane` of an own token, as the caller gave it.
+__device__ __forceinline__ int64_t own_id(const DispatchRole& role, int token) {
+  const LlDispatchParams& p = role.p;
+  if (role.lane >= p.shape.topk) return -1;
+  return load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + role.lane);
 }
 
-static __device__ __noinline__ void report_invalid_id(const DispatchRole role, DeviceState* state, int token) {
-  const int64_t id =
-      load_id(role.p.topk_idx, role.p.is_idx64, static_cast<int64_t>(token) * role.p.shape.topk + role.lane);
+__device__ __forceinline__ Choice choice_of(const DispatchRole& role, int64_t id) {
+  return Choice::of(id, role.p.shape.num_experts, role.p.output.local_experts);
+}
+
+static __device__ __noinline__ void report_invalid_id(const LlDispatchParams& p, DeviceState* state, int token) {
+  const int k = lane_id();
+  const int64_t id = load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + k);
   if (id == -1) return;
   InvalidIds& invalid = state->found.invalid_ids;
   if (atomicAdd(reinterpret_cast<unsigned long long*>(&invalid.count), 1ull) == 0) {
     invalid.value = id;
     invalid.token = token;
-    invalid.k = role.lane;
+    invalid.k = k;
   }
 }
 
-// Every warp of the grid takes some tokens: ids to all ranks, each weight to the rank of its expert.
-__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call, int first_id,
-                                                 float first_weight) {
+__device__ __forceinline__ float own_weight(const DispatchRole& role, int token) {
+  const LlDispatchParams& p = role.p;
+  if (p.topk_weights == nullptr || role.lane >= p.shape.topk) return 1.0f;
+  return __ldg(p.topk_weights + token * p.shape.topk + role.lane);
+}
+
+// Every warp of the grid takes some tokens.
+__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call,
+                                                 int64_t first_id, float first_weight) {
   const LlDispatchParams& p = role.p;
   const int step = role.at.num_blocks * role.plan.warps;
   const int first = role.warp * role.at.num_blocks + role.at.block;
   for (int token = first; token < p.num_tokens; token += step) {
-    const int id = token == first ? first_id : own_choice(role, token);
-    float weight = first_weight;
-    if (token != first && role.lane < p.shape.topk) {
-      weight = p.topk_weights ? __ldg(p.topk_weights + token * p.shape.topk + role.lane) : 1.0f;
-    }
-    for (int hop = role.sends_to_itself() ? 0 : 1; hop < p.shape.num_ranks; hop++) {
-      int peer = role.peers.rank + hop;
-      if (peer >= p.shape.num_ranks) peer -= p.shape.num_ranks;
-      send_routing(call, p.shape, p.layout, role.peers, peer, token, id, weight);
-    }
-    if (role.lane < p.shape.topk) {
-      p.handle.ids[token * p.shape.topk + role.lane] = id;
-      if (id < 0) report_invalid_id(role, call.state, token);
-    }
+    const Choice choice = choice_of(role, token == first ? first_id : own_id(role, token));
+    const float weight = token == first ? first_weight : own_weight(role, token);
+    send_routing(call, p.layout, role.peers, token, choice, weight);
+    if (role.lane >= p.shape.topk) continue;
+    p.handle.ids[token * p.shape.topk + role.lane] =
+        choice.rank < 0 ? -1 : choice.rank * p.output.local_experts + choice.expert;
+    if (choice.rank < 0) report_invalid_id(p, call.state, token);
   }
 }
 
 // Row pieces by 16-byte stores.
 template <Payload kPayload, DType kType, int kSteps>
 __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallContext& call, const RowShape& row,
-                                          Raw<kPayload, kSteps>& raw, int first_id) {
+                                          Raw<kPayload, kSteps>& raw, int64_t first_id) {
   const LlDispatchParams& p = role.p;
   const int pieces = ceil_div(row.steps, kSteps);
   const int units = p.num_tokens * pieces;
   const int first = role.sender();
   for (int unit = first; unit < units; unit += role.plan.senders()) {
     const int token = unit / pieces, piece_index = unit % pieces;
-    int id = first_id;
+    int64_t id = first_id;
     if (unit != first) {
       raw.load(p, row, token, piece_index, role.lane);
-      id = own_choice(role, token);
+      id = own_id(role, token);
     }
-    const uint64_t mask = destinations(p.shape, id);
+    const uint64_t mask = destinations(p.shape.num_ranks, choice_of(role, id));
     Piece<kSteps> piece;
     encode<kPayload, kType, kSteps>(p, raw, piece_index, piece, role.lane);
-    for (int hop = role.sends_to_itself() ? 0 : 1; hop < p.shape.num_ranks; hop++) {
-      int peer = role.peers.rank + hop;
-      if (peer >= p.shape.num_ranks) peer -= p.shape.num_ranks;
-      if ((mask >> peer & 1) == 0) continue;
-      store_wire(role.peers.at<char>(peer, p.layout.row(call.bank, role.peers.rank, token)), row, piece_index, piece,
+    int peer = role.peers.rank;
+    for (int hop = 0; hop < p.shape.num_ranks; hop++, peer = peer + 1 == p.shape.num_ranks ? 0 : peer + 1) {
+      if ((mask >> peer & 1) == 0 || (hop == 0 && !role.sends_to_itself())) continue;
+      store_wire<RemoteStore>(role.peers.at<char>(peer, p.layout.row(call.bank, role.peers.rank, token)), row, piece_index, piece,
                  role.lane);
     }
   }
@@ -107,8 +112,7 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
 // ---- Receiving
 
 // A row's numbers: the handle's map and weights, and what the layout tells of the row. Once for each slot.
-__device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, const Places& places,
-                                               int source, int token, bool wanted, uint32_t expert, int32_t row) {
+__device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source, int token, bool wanted, uint32_t expert, int32_t row) {
   const LlDispatchParams& p = role.p;
   const int slot = source * p.shape.max_tokens + token, lane = role.lane, topk = p.shape.topk;
   const bool expert_rows = has_expert_rows(p.output.layout);
@@ -118,12 +122,8 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
   if (lane < map_k) p.handle.rows[static_cast<int64_t>(slot) * map_k + lane] = expert_rows ? row : token_row;
   float weight = 0;
   if (wanted) {
-    if (source == role.peers.rank && sends(p.half)) {
-      weight = p.topk_weights ? __ldg(p.topk_weights + token * topk + lane) : 1.0f;
-    } else {
-      weight = __uint_as_float(await_word(
-          call, role.peers.local<uint64_t>(p.layout.weight(call.bank, source, token, lane)), Phase::kWeights, source));
-    }
+    const auto* word = role.peers.local<uint64_t>(p.layout.weight(call.bank, source, token, lane));
+    weight = __uint_as_float(await_word(call, word, Phase::kWeights, source));
   }
   if (expert_rows) {
     if (!wanted) return;
@@ -180,9 +180,11 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     Raw<kPayload, kSteps> raw;
     if (is_here && is_own) raw.load(p, row, unit.token, unit.piece, role.lane);
     if (is_here && !is_own) load_wire(staged, row, unit.piece, piece, role.lane);  // perhaps it is there already
-    const int32_t my_row = rows_of(p, places, slot, wanted, expert);
-    if (unit.piece == 0) store_row_info(role, call, places, unit.source, unit.token, wanted, expert, my_row);
-    if (!is_here) continue;
+    const int32_t my_row = row_of(p, places, unit.source, slot, wanted, expert);
+    if (!is_here) {
+      if (unit.piece == 0) store_row_info(role, call, unit.source, unit.token, wanted, expert, my_row);
+      continue;
+    }
     if (is_own) {
       encode<kPayload, kType, kSteps>(p, raw, unit.piece, piece, role.lane);
     } else {
@@ -200,6 +202,8 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
       const int32_t out_row = __shfl_sync(~0u, my_row, __ffs(targets) - 1);
       store_row<kPayload>(p, row, out_row, unit.piece, piece, role.lane);
     }
+    if (unit.piece == 0) store_row_info(role, call, unit.source, unit.token, wanted, expert, my_row);
+    if (is_own) stamp(Stamp::kOwnDone, rank);
   }
 }
 
@@ -274,22 +278,19 @@ __device__ __forceinline__ void store_info(const DispatchRole& role, const CallC
   const int thread = role.receiving_thread(), threads = role.receiving_threads();
   if (thread < 2) sums[thread] = 0;
   ptx::named_barrier(2, threads);
-  const int warps = threads / 32;
-  for (int bin = thread / 32; bin < output.bins(); bin += warps) {
+  for (int bin = thread; bin < output.bins(); bin += threads) {
     const int demand = demand_of(p, places, bin);
     int64_t start = 0;
     if (output.layout == OutputLayout::kPacked) start = places.starts[bin];
     if (output.layout == OutputLayout::kFlat) start = places.count_bits(0, 0, bin * p.shape.max_tokens);
     const int kept = static_cast<int>(output.kept(start, demand));
-    if (role.lane != 0) continue;
     p.info[bin] = kept;
     p.info[output.demand_at() + bin] = demand;
-    atomicAdd(&sums[0], demand - kept);
-    atomicAdd(&sums[1], kept);
+    if (demand != kept) atomicAdd(&sums[0], demand - kept);
+    if (kept != 0) atomicAdd(&sums[1], kept);
   }
   for (int i = thread; i < output.num_offsets(); i += threads) {
-    p.info[output.offsets_at() + i] =
-        static_cast<int>(min(static_cast<int64_t>(places.starts[i]), output.capacity));
+    p.info[output.offsets_at() + i] = static_cast<int>(min(static_cast<int64_t>(places.starts[i]), output.capacity));
   }
   for (int r = thread; r < p.shape.num_ranks; r += threads) p.handle.tokens[r] = places.tokens[r];
   ptx::named_barrier(2, threads);
@@ -325,19 +326,15 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
+  // The last block has the fewest rows to move: it writes what is not rows.
+  const bool is_last_block = role.at.block == role.plan.blocks - 1;
   clear_missing_rows(role, places);
-  const bool is_first_block = role.at.block == role.plan.receiver_block0;
-  if (is_first_block) store_info(role, call, places, sums);
+  if (is_last_block) store_info(role, call, places, sums);
   receive_rows<kPayload, kType, kSteps>(role, call, row, places);
-  if (is_first_block) {
-    for (int r = role.warp - role.plan.receiver_warp0; r < p.shape.num_ranks; r += role.receiving_threads() / 32) {
-      if (r != role.peers.rank || !sends(p.half)) check_record(call, p.layout, role.peers, r);
-    }
-    ptx::named_barrier(2, role.receiving_threads());
-    if (call.has_failed()) {
-      for (int i = role.receiving_thread(); i < p.output.info_size(); i += role.receiving_threads()) p.info[i] = 0;
-    }
-  }
+  if (!is_last_block) return;
+  ptx::named_barrier(2, role.receiving_threads());
+  if (!call.has_failed()) return;
+  for (int i = role.receiving_thread(); i < p.output.info_size(); i += role.receiving_threads()) p.info[i] = 0;
 }
 
 // ---- Table of contents
@@ -353,36 +350,35 @@ __device__ __forceinline__ void dispatch(const LlDispatchParams& p, const LsaPee
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
 
-  // What a warp sends first is on its way while the epoch is being read.
+  // What a warp sends first is on its way while the epoch is.
+  const uint64_t last_epoch = ask_for_epoch(state, Kind::kDispatch);
   Raw<kPayload, kSteps> raw;
-  int row_id = -1, routing_id = -1;
+  int64_t row_id = -1, routing_id = -1;
   float weight = 1.0f;
   if (sends(p.half)) {
     const int pieces = ceil_div(row.steps, kSteps);
     const int unit = role.sender(), token = role.warp * at.num_blocks + at.block;
-    if (role.is_sender() && unit < p.num_tokens * pieces) {
-      raw.load(p, row, unit / pieces, unit % pieces, role.lane);
-      row_id = own_choice(role, unit / pieces);
-    }
     if (token < p.num_tokens) {
-      routing_id = own_choice(role, token);
-      if (p.topk_weights && role.lane < p.shape.topk) weight = __ldg(p.topk_weights + token * p.shape.topk + role.lane);
+      routing_id = own_id(role, token);
+      weight = own_weight(role, token);
     }
+    if (role.is_sender() && unit < p.num_tokens * pieces) {
+      row_id = own_id(role, unit / pieces);
+      raw.load(p, row, unit / pieces, unit % pieces, role.lane);
+    }
+    if (role.is_greeter()) __threadfence_system();
   }
-  const CallContext call = begin_call(p, state, peers.rank, Kind::kDispatch, at, receives(p.half));
+  const CallContext call = begin_call(p, state, last_epoch, peers.rank, Kind::kDispatch, at, receives(p.half));
   stamp(Stamp::kEpochKnown, peers.rank);
   if (call.has_failed()) return store_nothing(role);
 
   if (sends(p.half)) {
-    if (role.warp == plan.warps - 1) {
-      for (int r = at.block; r < p.shape.num_ranks; r += at.num_blocks) {
-        if (r != peers.rank || role.sends_to_itself()) send_record(call, p.layout, peers, r);
-      }
-    }
+    if (role.is_greeter()) send_records(call, p.layout, peers);
     send_all_routing(role, call, routing_id, weight);
     if (role.is_sender()) send_rows<kPayload, kType, kSteps>(role, call, row, raw, row_id);
     stamp(Stamp::kSent, peers.rank);
   }
+  if (receives(p.half) && role.is_greeter()) check_records(call, p.layout, peers);
   if (receives(p.half) && role.is_receiver()) receive<kPayload, kType, kSteps>(role, call, row, places);
   stamp(Stamp::kEnd, peers.rank);
 }

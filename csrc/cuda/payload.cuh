@@ -175,22 +175,39 @@ __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kPay
 
 // ---- On the wire
 
-template <int kSteps>
+// How words of a row are stored: into another rank's window they race with its polls; a reset of the own window does
+// not, the record of the next call orders it before the next writer.
+struct RemoteStore {
+  template <class Vector>
+  __device__ __forceinline__ static void store(Vector* p, Vector v) {
+    ptx::st_row(p, v);
+  }
+  __device__ __forceinline__ static void store(uint32_t* p, uint32_t v) { ptx::st_relaxed_sys(p, v); }
+};
+struct LocalStore {
+  template <class Vector>
+  __device__ __forceinline__ static void store(Vector* p, Vector v) {
+    ptx::st(p, v);
+  }
+  __device__ __forceinline__ static void store(uint32_t* p, uint32_t v) { *p = v; }
+};
+
+template <class Store, int kSteps>
 __device__ __forceinline__ void store_wire(char* slot, const RowShape& row, int piece_index, const Piece<kSteps>& piece,
                                            int lane) {
   auto* chunks = reinterpret_cast<uint4*>(slot);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
     const int c = (piece_index * kSteps + j) * 32 + lane;
-    if (c < row.chunks) ptx::st_relaxed_sys(chunks + c, piece.chunk[j]);
+    if (c < row.chunks) Store::store(chunks + c, piece.chunk[j]);
   }
   const int step = piece_index * kSteps + lane;
   if (row.side_bytes == 0 || lane >= kSteps || step >= row.steps) return;
   char* side = slot + row.side_offset + step * row.side_bytes;
   if (row.side_bytes == 16) {
-    ptx::st_relaxed_sys(reinterpret_cast<uint4*>(side), piece.side);
+    Store::store(reinterpret_cast<uint4*>(side), piece.side);
   } else {
-    ptx::st_relaxed_sys(reinterpret_cast<uint32_t*>(side), piece.side.x);
+    Store::store(reinterpret_cast<uint32_t*>(side), piece.side.x);
   }
 }
 
@@ -230,7 +247,7 @@ __device__ __forceinline__ void reset_wire(char* slot, const RowShape& row, int 
 #pragma unroll
   for (int j = 0; j < kSteps; j++) rest.chunk[j] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
   rest.side = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
-  store_wire(slot, row, piece_index, rest, lane);
+  store_wire<LocalStore>(slot, row, piece_index, rest, lane);
 }
 
 // ---- To the outputs

@@ -21,7 +21,8 @@ struct Places {
   __device__ static int bins_of(const LlDispatchParams& p) {
     return has_expert_rows(p.output.layout) ? p.output.local_experts : 1;
   }
-  EP_HD static int words_of(const Shape& shape) { return ceil_div(shape.num_ranks * shape.max_tokens, 32); }
+  // Odd, so that threads that look at one word of many bins use different banks.
+  EP_HD static int words_of(const Shape& shape) { return ceil_div(shape.num_ranks * shape.max_tokens, 32) | 1; }
   // Bytes of shared memory.
   EP_HD static int64_t bytes(const Shape& shape, const OutputShape& output, const IdFormat& ids) {
     const int64_t bins = has_expert_rows(output.layout) ? output.local_experts : 1;
@@ -48,70 +49,85 @@ struct Places {
     if (thread == 0) *duplicates = 0;
   }
 
-  // Choice k of slot i: the local expert, or ids.none().
+  // Choice k of slot i: the local expert, or more than any.
   __device__ __forceinline__ uint32_t id(const IdFormat& format, int slot, int k) const {
-    const int shift = format.bits == 8 ? 2 : 1;
-    return format.get(ids[slot * id_words + (k >> shift)], k & ((1 << shift) - 1));
+    return format.bits == 8 ? ids[slot * id_words + (k >> 2)] >> (k & 3) * 8 & 0xFF
+                            : ids[slot * id_words + (k >> 1)] >> (k & 1) * 16 & 0xFFFF;
   }
 
-  // Bits of a bin in [from, to); a whole warp calls.
+  // Bits of a bin in slots [from, to).
   __device__ __forceinline__ int count_bits(int bin, int from, int to) const {
+    const uint32_t* row = bits + bin * words;
+    const int last = to >> 5;
     int count = 0;
-    for (int w = (from >> 5) + lane_id(); w <= to >> 5 && w < words; w += 32) {
-      uint32_t word = bits[bin * words + w];
-      if (w == from >> 5) word &= ~0u << (from & 31);
-      if (w == to >> 5) word &= (1u << (to & 31)) - 1;
-      count += __popc(word);
-    }
-    return __reduce_add_sync(~0u, count);
-  }
-  // The same when tokens may name an expert twice: choices of `bin` in slots [from, to).
-  __device__ __forceinline__ int count_choices(const LlDispatchParams& p, int bin, int from, int to) const {
-    int count = 0;
-    for (int slot = from + lane_id(); slot < to; slot += 32) {
-      if (slot % p.shape.max_tokens >= tokens[slot / p.shape.max_tokens]) continue;
-      for (int k = 0; k < p.shape.topk; k++) count += id(p.layout.ids, slot, k) == static_cast<uint32_t>(bin) ? 1 : 0;
-    }
-    return __reduce_add_sync(~0u, count);
-  }
-  __device__ __forceinline__ int count(const LlDispatchParams& p, int bin, int from, int to) const {
-    if (*duplicates != 0 && has_expert_rows(p.output.layout)) return count_choices(p, bin, from, to);
-    return count_bits(bin, from, to);
+    for (int w = from >> 5; w < last; w++) count += __popc(w == from >> 5 ? row[w] & ~0u << (from & 31) : row[w]);
+    if ((to & 31) == 0) return count;
+    uint32_t word = row[last] & ((1u << (to & 31)) - 1);
+    if (last == from >> 5) word &= ~0u << (from & 31);
+    return count + __popc(word);
   }
 };
 
-// Rows that want bin `bin` of the output: an expert, or in rank layouts a source rank. A warp calls.
-__device__ __forceinline__ int demand_of(const LlDispatchParams& p, const Places& places, int bin) {
-  if (has_expert_rows(p.output.layout)) {
-    return places.count(p, bin, 0, p.shape.num_ranks * p.shape.max_tokens);
+// Choices of `bin` in slots [from, to), for tokens that may name an expert twice.
+static __device__ __noinline__ int count_choices(const LlDispatchParams& p, const Places places, int bin, int from,
+                                                 int to) {
+  int count = 0;
+  for (int slot = from; slot < to; slot++) {
+    if (slot % p.shape.max_tokens >= places.tokens[slot / p.shape.max_tokens]) continue;
+    for (int k = 0; k < p.shape.topk; k++) {
+      count += places.id(p.layout.ids, slot, k) == static_cast<uint32_t>(bin) ? 1 : 0;
+    }
   }
-  return places.count(p, 0, bin * p.shape.max_tokens, (bin + 1) * p.shape.max_tokens);
+  return count;
 }
 
-// The row of choice k (rank layouts: of the token) of `slot`; every lane of the warp passes its own choice `wanted`
-// (its local expert, or none) and gets its own row. Lanes without one get kNoRow.
-__device__ __forceinline__ int32_t rows_of(const LlDispatchParams& p, const Places& places, int slot, bool wanted,
-                                           uint32_t expert) {
-  const int lane = lane_id();
-  unsigned mask = __ballot_sync(~0u, wanted);
-  int32_t row = kNoRow;
+// Rows of an expert from slots [from, to).
+__device__ __forceinline__ int count_rows(const LlDispatchParams& p, const Places& places, int bin, int from, int to) {
+  return *places.duplicates != 0 ? count_choices(p, places, bin, from, to) : places.count_bits(bin, from, to);
+}
+
+// Rows that want bin `bin` of the output: an expert, or in rank layouts a source rank.
+__device__ __forceinline__ int demand_of(const LlDispatchParams& p, const Places& places, int bin) {
+  const int max_tokens = p.shape.max_tokens;
+  if (has_expert_rows(p.output.layout)) return count_rows(p, places, bin, 0, p.shape.num_ranks * max_tokens);
+  return places.count_bits(0, bin * max_tokens, (bin + 1) * max_tokens);
+}
+
+// The row of a choice of `slot`, one a lane (rank layouts: the token's); kNoRow for lanes without. A whole warp calls.
+__device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Places& places, int source, int slot,
+                                          bool wanted, uint32_t expert) {
   if (!has_expert_rows(p.output.layout)) {
-    const int source = slot / p.shape.max_tokens;
     const int from = p.output.layout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0;
-    const int index = mask != 0 ? places.count_bits(0, from, slot) : 0;
-    return wanted ? p.output.row(source, 0, index) : kNoRow;
+    return wanted ? p.output.row(source, 0, places.count_bits(0, from, slot)) : kNoRow;
   }
-  for (; mask != 0; mask &= mask - 1) {
-    const int k = __ffs(mask) - 1;
-    const uint32_t bin = __shfl_sync(~0u, expert, k);
-    int index = places.count(p, bin, 0, slot);
-    if (*places.duplicates != 0) {  // earlier choices of the same token
-      index += __popc(__ballot_sync(~0u, wanted && expert == bin && lane < k));
+  int earlier = 0;  // choices of the same token
+  if (*places.duplicates != 0) {
+    for (int k = 0; k < p.shape.topk; k++) {
+      const bool is_same = __shfl_sync(~0u, expert, k) == expert;
+      earlier += is_same && k < lane_id() ? 1 : 0;
     }
-    const int start = p.output.layout == OutputLayout::kPacked ? places.starts[bin] : 0;
-    if (lane == k) row = p.output.row(bin, start, index);
   }
-  return row;
+  if (!wanted) return kNoRow;
+  const int start = p.output.layout == OutputLayout::kPacked ? places.starts[expert] : 0;
+  return p.output.row(expert, start, count_rows(p, places, expert, 0, slot) + earlier);
+}
+
+// Keeps a word of ids, and sets their bits.
+__device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places& places, int slot, int index,
+                                         uint32_t word) {
+  places.ids[slot * places.id_words + index] = word;
+  const int bits = p.layout.ids.bits;
+  const uint32_t none = bits == 8 ? 0xFF : 0xFFFF;
+  const bool expert_rows = has_expert_rows(p.output.layout);
+#pragma unroll
+  for (int shift = 0; shift < 32; shift += 8) {
+    if (bits == 16 && shift % 16 != 0) continue;
+    const uint32_t id = word >> shift & none;
+    if (id >= static_cast<uint32_t>(p.output.local_experts)) continue;
+    const uint32_t bit = 1u << (slot & 31);
+    const uint32_t before = atomicOr(&places.bits[(expert_rows ? id : 0) * places.words + (slot >> 5)], bit);
+    if ((before & bit) != 0 && expert_rows) *places.duplicates = 1;
+  }
 }
 
 // Waits for the routing of slot (source, token) and puts it into the places. One thread calls.
@@ -146,63 +162,34 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
       words = ptx::ld_relaxed_sys(message + pair);
       count = ptx::ld_relaxed_sys(record);
     }
-    places.ids[slot * places.id_words + 2 * pair] = static_cast<uint32_t>(words.x);
-    places.ids[slot * places.id_words + 2 * pair + 1] = static_cast<uint32_t>(words.y);
-  }
-}
-
-// The same of an own token, straight from the caller's ids.
-__device__ __forceinline__ void take_own_routing(const LlDispatchParams& p, const Places& places, int rank, int token) {
-  const int slot = rank * p.shape.max_tokens + token;
-  const IdFormat& format = p.layout.ids;
-  if (token == 0) places.tokens[rank] = p.num_tokens;
-  for (int w = 0; w < places.id_words; w++) {
-    uint32_t word = ~0u;
-    for (int i = 0; i < format.per_word() && token < p.num_tokens; i++) {
-      const int k = w * format.per_word() + i;
-      if (k >= p.shape.topk) break;
-      const int64_t id = load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + k);
-      if (!p.shape.valid(id) || p.shape.owner(static_cast<int>(id)) != rank) continue;
-      const uint32_t none = format.none() << (i * format.bits);
-      word = (word & ~none) | static_cast<uint32_t>(p.shape.local_expert(static_cast<int>(id))) << (i * format.bits);
-    }
-    places.ids[slot * places.id_words + w] = word;
-  }
-}
-
-__device__ __forceinline__ void set_bits(const LlDispatchParams& p, const Places& places, int slot) {
-  const IdFormat& format = p.layout.ids;
-  const bool expert_rows = has_expert_rows(p.output.layout);
-  for (int k = 0; k < p.shape.topk; k++) {
-    const uint32_t id = places.id(format, slot, k);
-    if (id >= static_cast<uint32_t>(p.output.local_experts)) continue;
-    const uint32_t bit = 1u << (slot & 31);
-    const uint32_t before = atomicOr(&places.bits[(expert_rows ? id : 0) * places.words + (slot >> 5)], bit);
-    if ((before & bit) != 0 && expert_rows) *places.duplicates = 1;
+    take_ids(p, places, slot, 2 * pair, static_cast<uint32_t>(words.x));
+    take_ids(p, places, slot, 2 * pair + 1, static_cast<uint32_t>(words.y));
   }
 }
 
 // All receiving threads of a block call, after clear() and a barrier, and before another barrier.
 __device__ __forceinline__ void build_places(const LlDispatchParams& p, const LsaPeers& peers, const CallContext& call,
                                              const Places& places, int thread, int num_threads) {
-  const bool own_is_local = sends(p.half);
   for (int slot = thread; slot < p.shape.num_ranks * p.shape.max_tokens; slot += num_threads) {
     const int source = slot / p.shape.max_tokens, token = slot % p.shape.max_tokens;
-    if (source == peers.rank && own_is_local) {
-      take_own_routing(p, places, source, token);
-    } else {
-      take_routing(p, peers, call, places, source, token);
-    }
-    set_bits(p, places, slot);
+    take_routing(p, peers, call, places, source, token);
   }
 }
 
 // packed: the first row of every expert. One warp calls; a barrier must follow.
 __device__ __forceinline__ void find_starts(const LlDispatchParams& p, const Places& places) {
   int64_t start = 0;
-  for (int bin = 0; bin < places.bins; bin++) {
-    if (lane_id() == 0) places.starts[bin] = static_cast<int>(min(start, static_cast<int64_t>(INT32_MAX)));
-    start += p.output.span(demand_of(p, places, bin));
+  for (int first = 0; first < places.bins; first += 32) {
+    const int bin = first + lane_id();
+    const int64_t span = bin < places.bins ? p.output.span(demand_of(p, places, bin)) : 0;
+    int64_t end = span;
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int64_t before = __shfl_up_sync(~0u, end, offset);
+      if (lane_id() >= offset) end += before;
+    }
+    end += start;
+    if (bin < places.bins) places.starts[bin] = static_cast<int>(min(end - span, static_cast<int64_t>(INT32_MAX)));
+    start = __shfl_sync(~0u, end, 31);
   }
   if (lane_id() == 0) places.starts[places.bins] = static_cast<int>(min(start, static_cast<int64_t>(INT32_MAX)));
 }

@@ -94,6 +94,16 @@ __device__ __forceinline__ void st_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// Words of rows that travel in band.
+template <class Vector>
+__device__ __forceinline__ void st_row(Vector* p, Vector v) {
+#if defined(EP_WEAK_ROWS)
+  st(p, v);
+#else
+  st_relaxed_sys(p, v);
+#endif
+}
+
 // ---- Bulk stores from shared memory (TMA), and what orders them
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

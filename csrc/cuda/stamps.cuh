@@ -1,25 +1,46 @@
 // Time line of a kernel, for builds with EP_STAMPS: when each warp of rank 0 passed each phase. Costs nothing otherwise.
 #pragma once
 
-#include <cstdint>
+#include <algorithm>
 
+#include "cuda/check_cuda.h"
 #include "cuda/ptx.cuh"
+#include "cuda/stamps.h"
 
 namespace ep {
 
-enum class Stamp : int { kStart, kEpochKnown, kSent, kRoutingKnown, kOwnSum, kEnd, kCount };
-constexpr int kStampWarps = 32;
-constexpr int kStampBlocks = 160;
+enum class Stamp : int { kStart, kEpochKnown, kSent, kRoutingKnown, kOwnDone, kEnd, kCount };
 
 #if defined(EP_STAMPS)
-extern __device__ uint64_t stamp_times[static_cast<int>(Stamp::kCount)][kStampBlocks][kStampWarps];
+constexpr int kStamps = static_cast<int>(Stamp::kCount);
+constexpr int kStampWarps = 132 * 32;
+
+static __device__ uint64_t stamp_times[kStamps][kStampWarps];
 
 __device__ __forceinline__ void stamp(Stamp phase, int rank) {
-  if (rank != 0 || (threadIdx.x & 31) != 0 || blockIdx.x >= kStampBlocks) return;
-  stamp_times[static_cast<int>(phase)][blockIdx.x][threadIdx.x >> 5] = ptx::global_timer_ns();
+  const int warp = blockIdx.x * 32 + (threadIdx.x >> 5);
+  if (rank != 0 || (threadIdx.x & 31) != 0 || warp >= kStampWarps) return;
+  stamp_times[static_cast<int>(phase)][warp] = ptx::global_timer_ns();
+}
+
+inline std::vector<std::vector<uint64_t>> read_stamps() {
+  static uint64_t times[kStamps][kStampWarps], zeros[kStamps][kStampWarps];
+  EP_CUDA(cudaMemcpyFromSymbol(times, stamp_times, sizeof times));
+  EP_CUDA(cudaMemcpyToSymbol(stamp_times, zeros, sizeof zeros));
+  uint64_t start = ~0ull;
+  for (uint64_t t : times[0]) start = t != 0 ? std::min(start, t) : start;
+  std::vector<std::vector<uint64_t>> phases(kStamps);
+  for (int phase = 0; phase < kStamps; phase++) {
+    for (uint64_t t : times[phase]) {
+      if (t != 0) phases[phase].push_back(t - start);
+    }
+    std::sort(phases[phase].begin(), phases[phase].end());
+  }
+  return phases;
 }
 #else
 __device__ __forceinline__ void stamp(Stamp, int) {}
+inline std::vector<std::vector<uint64_t>> read_stamps() { return {}; }
 #endif
 
 }  // namespace ep

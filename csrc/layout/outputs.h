@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "base/check.h"
 #include "base/math.h"
 #include "layout/shape.h"
 
@@ -12,7 +13,7 @@ namespace ep {
 enum class OutputLayout : int { kExpertMajor = 0, kPacked = 1, kRankMajor = 2, kFlat = 3 };
 
 // One row for each choice of an expert here (expert layouts), or one for each token with an expert here (rank layouts).
-EP_HD bool has_expert_rows(OutputLayout layout) {
+EP_HD constexpr bool has_expert_rows(OutputLayout layout) {
   return layout == OutputLayout::kExpertMajor || layout == OutputLayout::kPacked;
 }
 
@@ -35,17 +36,27 @@ struct OutputShape {
   int64_t capacity = 1;  // rows an expert (expert_major), rows in all (packed, flat), max_tokens (rank_major)
   int alignment = 1;     // packed: each expert's first row is a multiple of it
 
-  EP_HD int bins() const { return has_expert_rows(layout) ? local_experts : num_ranks; }
+  // Refuses sizes beyond 32 bits.
+  static OutputShape make(const Shape& shape, OutputLayout layout, int64_t capacity, int64_t alignment) {
+    EP_CHECK(capacity >= 0, "capacity is ", capacity, ", must not be negative");
+    EP_CHECK(alignment >= 1 && alignment <= INT32_MAX, "expert_alignment is ", alignment, ", must be 1 to ", INT32_MAX);
+    const OutputShape output{layout,     shape.num_ranks, shape.local_experts(),      shape.max_tokens,
+                             shape.topk, capacity,        static_cast<int>(alignment)};
+    EP_CHECK(capacity <= INT32_MAX && output.rows() <= INT32_MAX, "the output would have ", output.rows(),
+             " rows at capacity ", capacity, ", at most ", INT32_MAX);
+    return output;
+  }
+  EP_HD constexpr int bins() const { return has_expert_rows(layout) ? local_experts : num_ranks; }
   EP_HD int64_t rows() const {
     if (layout == OutputLayout::kExpertMajor) return local_experts * capacity;
     if (layout == OutputLayout::kRankMajor) return static_cast<int64_t>(num_ranks) * max_tokens;
     return capacity;
   }
   EP_HD int map_k() const { return has_expert_rows(layout) ? topk : 1; }  // row map entries a token
-  EP_HD int demand_at() const { return bins(); }
-  EP_HD int overflow_at() const { return 2 * bins(); }
-  EP_HD int total_at() const { return 2 * bins() + 1; }
-  EP_HD int offsets_at() const { return 2 * bins() + 2; }
+  EP_HD constexpr int demand_at() const { return bins(); }
+  EP_HD constexpr int overflow_at() const { return 2 * bins(); }
+  EP_HD constexpr int total_at() const { return 2 * bins() + 1; }
+  EP_HD constexpr int offsets_at() const { return 2 * bins() + 2; }
   EP_HD int num_offsets() const { return layout == OutputLayout::kPacked ? local_experts + 1 : 0; }
   EP_HD int info_size() const { return offsets_at() + num_offsets(); }
 

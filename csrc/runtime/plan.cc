@@ -43,10 +43,10 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
   return plan;
 }
 
-LlPlan plan_combine(int num_tokens, int num_sms) {
+LlPlan plan_combine(int, int num_sms) {
   LlPlan plan;
   plan.blocks = plan.sender_blocks = num_sms;
-  plan.warps = num_tokens <= 48 ? 16 : 28;
+  plan.warps = 16;
   plan.sender_warps = plan.receiver_warp0 = plan.warps / 2;
   return plan;
 }

@@ -126,6 +126,8 @@ PYBIND11_MODULE(_C, m) {
   using namespace ep;
   py::register_exception_translator(&translate);
   m.def("has_cuda", &has_cuda_backend, "Whether this build holds the CUDA backend.");
+  m.def("time_line", &take_time_line, py::arg("combine"),
+        "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");
   m.def(
       "sizes_for",
       [](int num_ranks, int num_experts, int topk, int max_tokens, int dispatch_row_bytes, int combine_row_bytes) {

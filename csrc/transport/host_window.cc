@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <random>
 
 #include "base/check.h"
 
@@ -17,10 +18,16 @@ namespace {
 // What a rank tells the others about its window.
 struct Invitation {
   int64_t pid;
+  uint64_t process;  // a random number: in containers, two processes may have one pid
   int64_t fd;
   uint64_t address;
   uint64_t bytes;
 };
+
+uint64_t process_number() {
+  static const uint64_t number = static_cast<uint64_t>(std::random_device{}()) << 32 | std::random_device{}();
+  return number;
+}
 
 std::vector<Invitation> exchange(Bootstrap& bootstrap, const Invitation& mine) {
   const auto texts = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
@@ -52,7 +59,8 @@ class HeapWindows : public HostWindows {
       delete mine;
       raise(ErrorKind::kSystem, "no memory for a window of ", bytes, " bytes");
     }
-    for (const Invitation& other : exchange(bootstrap, {getpid(), -1, reinterpret_cast<uint64_t>(mine), bytes})) {
+    for (const Invitation& other :
+         exchange(bootstrap, {getpid(), process_number(), -1, reinterpret_cast<uint64_t>(mine), bytes})) {
       blocks_.push_back(reinterpret_cast<Block*>(other.address));
       bases_.push_back(blocks_.back()->memory);
     }
@@ -85,7 +93,7 @@ class SharedWindows : public HostWindows {
       close(fd);
       raise(ErrorKind::kSystem, "no shared memory for a window of ", bytes, " bytes: ", std::strerror(failed));
     }
-    const auto all = exchange(bootstrap, {getpid(), fd, 0, bytes});
+    const auto all = exchange(bootstrap, {getpid(), process_number(), fd, 0, bytes});
     std::string problem;
     for (size_t r = 0; r < all.size() && problem.empty(); r++) problem = map(static_cast<int>(r), all[r], fd);
     // Everybody tells whether it has mapped all windows; only then may the files be closed.
@@ -104,7 +112,9 @@ class SharedWindows : public HostWindows {
   std::string map(int rank, const Invitation& other, int own_fd) {
     const std::string path = concat("/proc/", other.pid, "/fd/", other.fd);
     const int fd = rank == rank_ ? own_fd : open(path.c_str(), O_RDWR | O_CLOEXEC);
-    if (fd < 0) return concat("open ", path, ": ", std::strerror(errno), " (ranks must run as one user on one machine)");
+    if (fd < 0) {
+      return concat("open ", path, ": ", std::strerror(errno), " (ranks must run as one user on one machine)");
+    }
     void* base = mmap(nullptr, other.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (rank != rank_) close(fd);
     if (base == MAP_FAILED) return concat("mmap of ", other.bytes, " bytes: ", std::strerror(errno));
@@ -120,10 +130,15 @@ class SharedWindows : public HostWindows {
 }  // namespace
 
 std::unique_ptr<HostWindows> HostWindows::create(Bootstrap& bootstrap, uint64_t bytes) {
-  const auto all = exchange(bootstrap, {getpid(), -1, 0, bytes});
+  const auto all = exchange(bootstrap, {getpid(), process_number(), -1, 0, bytes});
   bool one_process = true;
   for (size_t r = 0; r < all.size(); r++) {
     one_process = one_process && all[r].pid == getpid();
+    for (size_t q = 0; q < r; q++) {
+      if (all[q].pid != all[r].pid || all[q].process == all[r].process) continue;
+      raise(ErrorKind::kSystem, "ranks ", q, " and ", r, " are two processes, both with the id ", all[r].pid,
+            ": ranks in containers must share a process namespace");
+    }
     if (all[r].bytes != bytes) {
       raise(ErrorKind::kMismatch, "rank ", r, " asks for a window of ", all[r].bytes, " bytes, rank ", bootstrap.rank(),
             " for ", bytes);

@@ -52,7 +52,7 @@ class Configuration:
             "num_sms": 0, "seed": shape.seed, "device": world.device_name(), "revision": records.revision(),
             "date": records.today(),
         }  # fmt: skip
-        self._inputs = make_inputs(shape)
+        self._inputs = world.together(lambda: make_inputs(shape))
         self._given = self._inputs[world.rank].to(world.device)
 
     def _record(self, **fields: Any) -> None:
@@ -145,7 +145,7 @@ class Configuration:
         for op, times in found.items():
             all_sms = torch.cuda.get_device_properties(self.world.device).multi_processor_count
             sms[op] = min(times.blocks, all_sms)
-            body = partial(list, times.samples)
+            body: Callable[[], list[float]] = partial(list, times.samples)
             self._timed(body, op=op, figure="kernel", num_sms_used=sms[op], **fields)
         sms["pair"] = max(filter(None, sms.values()), default=None)
         return sms

@@ -73,9 +73,8 @@ def main(argv: list[str]) -> int:
 class _Rank:
     def __init__(self, world: World, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
-        self.effort = (
-            Effort(3, options.iterations, 10, 50) if options.quick else Effort(10, options.iterations, 40, 200)
-        )
+        warm_up, chain, host_calls = (3, 10, 50) if options.quick else (10, 40, 200)
+        self.effort = Effort(warm_up, options.iterations, chain, host_calls)
         self.jobs = make_jobs(options)
         self.is_started_by_us = _ENV_JOBS in os.environ
         bounds = os.environ.get(_ENV_JOBS, f"0:{len(self.jobs)}").split(":")

@@ -68,7 +68,8 @@ class TorchAllToAll:
         """Rows of all choices by expert, their order, and what each expert gets [E]."""
         experts = self.given.topk_idx.reshape(-1)
         order = torch.argsort(experts, stable=True)
-        counts = torch.bincount(experts, minlength=self.shape.num_experts)
+        counts = experts.new_zeros(self.shape.num_experts)  # bincount would wait for the GPU
+        counts.scatter_add_(0, experts, torch.ones_like(experts))
         return self.payload()[order // self.shape.topk], order, counts
 
     def exchange_counts(self, counts: Tensor) -> Tensor:

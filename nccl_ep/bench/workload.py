@@ -158,7 +158,7 @@ class Checked:
         rows = [expert(result.x, result.valid) for result in want]
         summed = reference.combine(rows, want, narrow, num_experts=shape.num_experts, layout=shape.layout)
         _require_equal("combine's result", self.y[:, columns.to(self.y.device)], summed[rank])
-        self._x = out.x.view(-1, shape.hidden)[self.valid]
+        self._x = self._valid_bytes(out.x)
 
     @staticmethod
     def _check_rows(shape: Shape, inputs: list[Given], out: DispatchOutput, want: reference.DispatchResult) -> None:
@@ -182,9 +182,12 @@ class Checked:
                     f"{int(source[first])}'s token {int(token[first])}"
                 )
 
+    def _valid_bytes(self, x: Tensor) -> Tensor:
+        return _bytes(x).flatten(0, -2)[self.valid]
+
     def require_same(self, x: Tensor, y: Tensor) -> None:
         """Compares the results of another run of the same calls with the checked ones. Raises AssertionError."""
-        if not torch.equal(_bytes(x.view(-1, x.shape[-1])[self.valid]), _bytes(self._x)):
+        if not torch.equal(self._valid_bytes(x), self._x):
             raise AssertionError("dispatch: not the bits of the first run")
         if not torch.equal(_bytes(y), _bytes(self.y)):
             raise AssertionError("combine: not the bits of the first run")

@@ -30,8 +30,13 @@ Round Round::make(uint64_t seed, int index, int num_ranks, bool same_shape) {
   round.sends_scalars = pick(8, 3) == 0;
 
   OutputShape& output = round.output;
-  output = {static_cast<OutputLayout>(pick(9, 4)), num_ranks, round.shape.local_experts(), round.shape.max_tokens,
-            round.shape.topk, 0, 1 + pick(10, 8)};
+  output = {static_cast<OutputLayout>(pick(9, 4)),
+            num_ranks,
+            round.shape.local_experts(),
+            round.shape.max_tokens,
+            round.shape.topk,
+            0,
+            1 + pick(10, 8)};
   const int most = num_ranks * round.shape.max_tokens * (has_expert_rows(output.layout) ? round.shape.topk : 1);
   output.capacity = output.layout == OutputLayout::kRankMajor ? round.shape.max_tokens
                     : pick(11, 3) == 0                        ? 1 + pick(12, most)
@@ -109,9 +114,14 @@ Expected Expected::make(const Round& round, int rank) {
           if (!is_in) continue;
           int64_t row = -1;
           switch (output.layout) {
-            case OutputLayout::kExpertMajor: row = index < output.capacity ? bin * output.capacity + index : -1; break;
-            case OutputLayout::kRankMajor: row = bin * round.shape.max_tokens + index; break;
-            default: row = start + index < output.capacity ? start + index : -1;
+            case OutputLayout::kExpertMajor:
+              row = index < output.capacity ? bin * output.capacity + index : -1;
+              break;
+            case OutputLayout::kRankMajor:
+              row = bin * round.shape.max_tokens + index;
+              break;
+            default:
+              row = start + index < output.capacity ? start + index : -1;
           }
           expected.entries.push_back({source, token, expert_rows ? k : -1, bin, row});
           kept += row >= 0;

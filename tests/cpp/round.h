@@ -29,7 +29,7 @@ struct Round {
   int32_t expert(int rank, int token, int k) const;  // -1: no choice
   bool wants(int rank, int token, int destination) const;
   float weight(int rank, int token, int k) const;
-  uint32_t word(int rank, int token, int i) const;   // of x, then of its scales
+  uint32_t word(int rank, int token, int i) const;  // of x, then of its scales
   uint32_t word_on_arrival(int rank, int token, int i) const;
   // Element of the row that `owner` hands to combine for (rank, token, k); rank layouts have one row, k = -1.
   float value(int owner, int rank, int token, int k, int i) const;

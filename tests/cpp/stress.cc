@@ -15,8 +15,8 @@ template <class... Parts>
 void require(bool condition, const Round& round, Parts&&... parts) {
   if (condition) return;
   throw std::runtime_error(concat("round ", round.index, " of seed ", round.seed, " (", name_of(round.output.layout),
-                                  ", ", name_of(round.dtype), ", top-", round.shape.topk, ", ",
-                                  round.shape.num_experts, " experts): ", std::forward<Parts>(parts)...));
+                                  ", ", name_of(round.dtype), ", top-", round.shape.topk, ", ", round.shape.num_experts,
+                                  " experts): ", std::forward<Parts>(parts)...));
 }
 
 bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
@@ -245,9 +245,12 @@ class Trip {
 
   float factor(int token, int k) const {
     switch (round_.weighting) {
-      case Weighting::kNone: return 1.0f;
-      case Weighting::kDispatch: return round_.weight(rank_, token, k);
-      default: return round_.home_skips(rank_, token, k) ? 0.0f : round_.home_weight(rank_, token, k);
+      case Weighting::kNone:
+        return 1.0f;
+      case Weighting::kDispatch:
+        return round_.weight(rank_, token, k);
+      default:
+        return round_.home_skips(rank_, token, k) ? 0.0f : round_.home_weight(rank_, token, k);
     }
   }
 
@@ -306,8 +309,8 @@ void run_in_row(Group& group, const StressConfig& config) {
   for (int first = 0; first < config.rounds; first += kHandles) {
     std::vector<std::unique_ptr<Trip>> trips;
     for (int i = 0; i < kHandles; i++) {
-      trips.push_back(std::make_unique<Trip>(
-          group, Round::make(config.seed, first + i, config.num_ranks, config.same_shape)));
+      trips.push_back(
+          std::make_unique<Trip>(group, Round::make(config.seed, first + i, config.num_ranks, config.same_shape)));
       trips.back()->dispatch(Half::kBoth);
     }
     for (const auto& trip : trips) trip->combine(Half::kBoth);
@@ -345,7 +348,8 @@ void run_rounds(Group& group, const StressConfig& config) {
         next->dispatch(Half::kReceive);
         trip->combine(Half::kReceive);
         break;
-      case Mode::kInRow: break;  // see run_in_row
+      case Mode::kInRow:
+        break;  // see run_in_row
     }
     if (trip->round().sends_scalars) trip->combine_weights();
   }
@@ -370,8 +374,7 @@ void run_stress_rank(Bootstrap& bootstrap, const StressConfig& config) {
 
 std::string run_stress(const StressConfig& config) {
   testing::set_delays(config.delay_seed);
-  const auto problems =
-      run_ranks(config.num_ranks, [&](Bootstrap& bootstrap) { run_stress_rank(bootstrap, config); });
+  const auto problems = run_ranks(config.num_ranks, [&](Bootstrap& bootstrap) { run_stress_rank(bootstrap, config); });
   testing::set_delays(0);
   return joined(problems);
 }

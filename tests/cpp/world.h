@@ -34,8 +34,9 @@ constexpr int kSlowdown = 1;
 class Meeting {
  public:
   Meeting(int num_ranks, double deadline_seconds)
-      : mine_(num_ranks), deadline_(std::chrono::duration_cast<std::chrono::milliseconds>(
-                              std::chrono::duration<double>(deadline_seconds))) {}
+      : mine_(num_ranks),
+        deadline_(
+            std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(deadline_seconds))) {}
 
   int num_ranks() const { return static_cast<int>(mine_.size()); }
 
@@ -50,8 +51,7 @@ class Meeting {
       changed_.notify_all();
       return all_;
     }
-    const bool in_time =
-        changed_.wait_for(lock, deadline_, [&] { return num_meetings_ != meeting || !left_.empty(); });
+    const bool in_time = changed_.wait_for(lock, deadline_, [&] { return num_meetings_ != meeting || !left_.empty(); });
     // Nobody can begin to overwrite all_ before this rank has come to the next meeting.
     if (num_meetings_ != meeting) return all_;
     raise(ErrorKind::kTimeout, "rank ", rank, " met nobody: ", in_time ? left_ : "the deadline has passed");

@@ -1,5 +1,5 @@
-// Small floating-point formats as lists of values, and rounding as a search for the nearest: slow, but it shares nothing
-// with the library's bit arithmetic.
+// Small floating-point formats as lists of values, and rounding as a search for the nearest: slow, but it shares
+// nothing with the library's bit arithmetic.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,15 @@ namespace ep {
 
 class NumberList {
  public:
-  // All non-negative finite values; `max` the largest. `has_infinity`: what rounds past it becomes infinite, else `max`.
+  // All non-negative finite values; `max` the largest. `has_infinity`: what rounds past it becomes infinite, else
+  // `max`.
   NumberList(int mantissa_bits, int smallest_exponent, double max, bool has_infinity) : has_infinity_(has_infinity) {
     const int steps = 1 << mantissa_bits;
     for (int code = 0;; code++) {
       const int exponent = code / steps, mantissa = code % steps;
-      const double value = exponent == 0 ? std::ldexp(mantissa, smallest_exponent - mantissa_bits)
-                                         : std::ldexp(steps + mantissa, smallest_exponent + exponent - 1 - mantissa_bits);
+      const double value = exponent == 0
+                               ? std::ldexp(mantissa, smallest_exponent - mantissa_bits)
+                               : std::ldexp(steps + mantissa, smallest_exponent + exponent - 1 - mantissa_bits);
       values_.push_back(value);
       if (value > max) break;  // the first that does not exist serves to round up to
     }

@@ -91,8 +91,8 @@ TEST(Quantise, RandomRows) {
 
 TEST(Quantise, SpecialRows) {
   for (Quant quant : {Quant::kFp8, Quant::kFp8Rounded, Quant::kFp8Ue8m0}) {
-    for (float value : {0.0f, -0.0f, 1.0f, 448.0f, 449.0f, 1e-4f, 9e-5f, 3.3895314e38f, INFINITY, -INFINITY, NAN, 1e-40f,
-                        7.0f, 3.5f}) {
+    for (float value : {0.0f, -0.0f, 1.0f, 448.0f, 449.0f, 1e-4f, 9e-5f, 3.3895314e38f, INFINITY, -INFINITY, NAN,
+                        1e-40f, 7.0f, 3.5f}) {
       ASSERT_NO_FATAL_FAILURE(expect_quantised(quant, std::vector<float>(144, value))) << value;
     }
   }

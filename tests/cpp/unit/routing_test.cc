@@ -1,4 +1,6 @@
 // Places of rows: edge cases of output shapes, and place_rows against a recount row by row.
+#include "layout/routing.h"
+
 #include <gtest/gtest.h>
 
 #include <map>
@@ -6,7 +8,6 @@
 #include <set>
 
 #include "layout/outputs.h"
-#include "layout/routing.h"
 
 namespace ep {
 namespace {
@@ -92,8 +93,8 @@ World random_world(std::mt19937& random) {
   World world;
   const int num_ranks = 1 + pick(5), local_experts = 1 + pick(5);
   world.shape = Shape::make(num_ranks, num_ranks * local_experts, 1 + pick(6), 1 + pick(7));
-  world.output = {kLayouts[pick(4)], num_ranks, local_experts, world.shape.max_tokens, world.shape.topk, pick(40),
-                  1 + pick(9)};
+  world.output = {kLayouts[pick(4)], num_ranks, local_experts, world.shape.max_tokens,
+                  world.shape.topk,  pick(40),  1 + pick(9)};
   world.routing = Routing::empty(world.shape);
   const int absent = pick(4);  // 0: everything is here
   for (int32_t& tokens : world.routing.tokens) tokens = pick(world.shape.max_tokens + 1);
@@ -145,9 +146,12 @@ class Recount {
     if (expert_rows ? bin < 0 : !is_here(source, token)) return kNoRow;
     const int64_t index = before(bin, source, token, k), capacity = w_.output.capacity;
     switch (w_.output.layout) {
-      case OutputLayout::kExpertMajor: return index < capacity ? static_cast<int32_t>(bin * capacity + index) : kDroppedRow;
-      case OutputLayout::kRankMajor: return static_cast<int32_t>(bin * w_.shape.max_tokens + index);
-      default: break;
+      case OutputLayout::kExpertMajor:
+        return index < capacity ? static_cast<int32_t>(bin * capacity + index) : kDroppedRow;
+      case OutputLayout::kRankMajor:
+        return static_cast<int32_t>(bin * w_.shape.max_tokens + index);
+      default:
+        break;
     }
     const int64_t place = start(bin) + index;
     return place < capacity ? static_cast<int32_t>(place) : kDroppedRow;
@@ -172,8 +176,8 @@ TEST(PlaceRows, AgreesWithARecount) {
       for (int token = 0; token < world.shape.max_tokens; token++) {
         for (int k = 0; k < map_k; k++) {
           const int32_t row = placement.row_map[(source * world.shape.max_tokens + token) * map_k + k];
-          ASSERT_EQ(row, recount.row(source, token, k)) << "trial " << trial << ", rank " << source << ", token "
-                                                        << token << ", k " << k;
+          ASSERT_EQ(row, recount.row(source, token, k))
+              << "trial " << trial << ", rank " << source << ", token " << token << ", k " << k;
           dropped += row == kDroppedRow;
           if (row < 0) continue;
           ASSERT_LT(row, world.output.rows());

@@ -1,11 +1,12 @@
 // Sizes, topologies and regions.
+#include "layout/shape.h"
+
 #include <gtest/gtest.h>
 
 #include <climits>
 #include <set>
 
 #include "layout/region.h"
-#include "layout/shape.h"
 #include "layout/topology.h"
 #include "unit/errors.h"
 

@@ -1,4 +1,6 @@
 // Tags, banks, records, id formats, row formats, and rows on their way through a bank.
+#include "layout/wire.h"
+
 #include <gtest/gtest.h>
 
 #include <random>
@@ -6,7 +8,6 @@
 #include <vector>
 
 #include "cpu/rows.h"
-#include "layout/wire.h"
 
 namespace ep {
 namespace {
@@ -76,7 +77,9 @@ TEST(IdFormat, EveryIdAndNoneFit) {
       EXPECT_EQ(ids.words() % 2, 0);
       EXPECT_LE(ids.words(), 32);  // buffers on the stack count on it
       std::vector<uint32_t> words(ids.words(), 0);
-      const auto code = [&](int k) { return k % 3 == 2 ? ids.none() : static_cast<uint32_t>(local_experts - 1) / (k + 1); };
+      const auto code = [&](int k) {
+        return k % 3 == 2 ? ids.none() : static_cast<uint32_t>(local_experts - 1) / (k + 1);
+      };
       for (int k = 0; k < topk; k++) words[k / ids.per_word()] |= code(k) << (k % ids.per_word() * ids.bits);
       for (int k = 0; k < topk; k++) EXPECT_EQ(ids.get(words[k / ids.per_word()], k % ids.per_word()), code(k));
     }

@@ -1,0 +1,63 @@
+#include "api/c_device.h"
+
+#include <cstdlib>
+
+#include "base/check.h"
+#include "base/math.h"
+#if defined(EP_WITH_CUDA)
+#include "cuda/device_guard.h"
+#endif
+
+namespace ep::c {
+
+#if defined(EP_WITH_CUDA)
+
+ScopedDevice::ScopedDevice(int device) {
+  if (device < 0) return;
+  int current = 0;
+  EP_CUDA(cudaGetDevice(&current));
+  if (current == device) return;
+  EP_CUDA(cudaSetDevice(device));
+  previous_ = current;
+}
+
+ScopedDevice::~ScopedDevice() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+#else
+
+ScopedDevice::ScopedDevice(int) {}
+ScopedDevice::~ScopedDevice() = default;
+
+#endif
+
+void* allocate([[maybe_unused]] int device, size_t bytes) {
+  void* memory = nullptr;
+#if defined(EP_WITH_CUDA)
+  if (device >= 0) {
+    DeviceGuard guard(device);
+    EP_CUDA(cudaMalloc(&memory, bytes));
+    return memory;
+  }
+#endif
+  memory = std::aligned_alloc(64, align_up<size_t>(bytes, 64));
+  if (memory == nullptr) raise(ErrorKind::kSystem, "no memory for a handle of ", bytes, " bytes");
+  return memory;
+}
+
+void release([[maybe_unused]] int device, void* memory) noexcept {
+#if defined(EP_WITH_CUDA)
+  if (device >= 0) {
+    try {
+      DeviceGuard guard(device);
+      cudaFree(memory);
+    } catch (const Error&) {  // the context is gone, and its memory with it
+    }
+    return;
+  }
+#endif
+  std::free(memory);
+}
+
+}  // namespace ep::c

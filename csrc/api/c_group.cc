@@ -1,0 +1,203 @@
+// Groups of the C API.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "api/c_objects.h"
+#include "api/c_struct.h"
+#include "api/factory.h"
+
+namespace ep::c {
+namespace {
+
+constexpr double kDefaultTimeoutSeconds = 100;
+constexpr size_t kMaxRowBytes = 65536;       // as the group's
+constexpr uint64_t kMaxMessage = 16u << 20;  // what ranks tell one another is far smaller
+
+double seconds_of(uint64_t timeout_ns) {
+  return timeout_ns == 0 ? kDefaultTimeoutSeconds : static_cast<double>(timeout_ns) * 1e-9;
+}
+
+// Byte strings of any length over a callback that gathers the same number of bytes from every rank.
+class CallbackBootstrap : public Bootstrap {
+ public:
+  CallbackBootstrap(int rank, int num_ranks, ncclEpAllgather_t allgather, void* context, uint64_t timeout_ns)
+      : rank_(rank), num_ranks_(num_ranks), allgather_(allgather), context_(context), timeout_ns_(timeout_ns) {}
+  int rank() const override { return rank_; }
+  int num_ranks() const override { return num_ranks_; }
+  std::vector<std::string> allgather(std::string_view mine) override {
+    if (num_ranks_ == 1) return {std::string(mine)};
+    std::vector<uint64_t> sizes(num_ranks_);
+    const uint64_t size = mine.size();
+    gather(&size, sizes.data(), sizeof size);
+    for (int r = 0; r < num_ranks_; r++) {
+      if (sizes[r] > kMaxMessage || (r == rank_ && sizes[r] != size)) {
+        raise(ErrorKind::kMismatch, "allgather: rank ", r, " is said to have sent ", sizes[r],
+              " bytes; the callback does not put every rank's bytes in rank order");
+      }
+    }
+    const uint64_t longest = *std::max_element(sizes.begin(), sizes.end());
+    std::string padded(mine);
+    padded.resize(longest);
+    std::vector<char> bytes(longest * num_ranks_);
+    if (longest > 0) gather(padded.data(), bytes.data(), longest);
+    std::vector<std::string> all;
+    for (int r = 0; r < num_ranks_; r++) all.emplace_back(bytes.data() + r * longest, sizes[r]);
+    return all;
+  }
+
+ private:
+  void gather(const void* mine, void* all, size_t bytes) {
+    const ncclEpResult_t result = allgather_(context_, mine, all, bytes, timeout_ns_);
+    if (result == NCCL_EP_SUCCESS) return;
+    raise(result == NCCL_EP_TIMEOUT ? ErrorKind::kTimeout : ErrorKind::kSystem, "rank ", rank_, " could not gather ",
+          bytes, " bytes from ", num_ranks_, " ranks: the callback returned ", result, ", ",
+          ncclEpGetErrorString(result));
+  }
+
+  int rank_, num_ranks_;
+  ncclEpAllgather_t allgather_;
+  void* context_;
+  uint64_t timeout_ns_;
+};
+
+void check_config(const ncclEpGroupConfig_t& config) {
+  EP_CHECK(config.algorithm >= NCCL_EP_ALGORITHM_AUTO && config.algorithm <= NCCL_EP_ALGORITHM_HIGH_THROUGHPUT,
+           "algorithm ", config.algorithm, " is unknown");
+  if (config.algorithm == NCCL_EP_ALGORITHM_HIGH_THROUGHPUT) {
+    throw ApiError(NCCL_EP_NOT_SUPPORTED, "the high-throughput algorithm is not built yet: use AUTO or LOW_LATENCY");
+  }
+  EP_CHECK(config.device >= NCCL_EP_DEVICE_CPU, "device is ", config.device, ", must be NCCL_EP_DEVICE_CPU (",
+           NCCL_EP_DEVICE_CPU, ") or the ordinal of a CUDA device");
+  if (config.device >= 0 && !has_cuda_backend()) {
+    throw ApiError(NCCL_EP_NOT_SUPPORTED,
+                   concat("device is ", config.device, ", but this library was built without CUDA"));
+  }
+  EP_CHECK(config.domain_size >= 0, "domain_size is ", config.domain_size, ", must not be negative");
+  EP_CHECK(config.max_token_bytes >= 1 && config.max_token_bytes <= kMaxRowBytes, "max_token_bytes is ",
+           config.max_token_bytes, ", must be 1 to ", kMaxRowBytes);
+  EP_CHECK(config.max_combine_row_bytes <= kMaxRowBytes, "max_combine_row_bytes is ", config.max_combine_row_bytes,
+           ", at most ", kMaxRowBytes);
+  EP_CHECK(config.overflow_policy == NCCL_EP_OVERFLOW_COUNT || config.overflow_policy == NCCL_EP_OVERFLOW_ERROR,
+           "overflow_policy ", config.overflow_policy, " is unknown");
+  EP_CHECK(config.max_num_sms >= 0, "max_num_sms is ", config.max_num_sms, ", must not be negative");
+}
+
+GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
+  const Shape shape = Shape::make(num_ranks, config.num_experts, config.topk, config.max_tokens);
+  const size_t combine_bytes =
+      config.max_combine_row_bytes == 0 ? config.max_token_bytes : config.max_combine_row_bytes;
+  GroupConfig result;
+  result.sizes = sizes_for(shape, static_cast<int>(config.max_token_bytes), static_cast<int>(combine_bytes));
+  result.domain_size = config.domain_size;
+  result.timeout_seconds = seconds_of(config.timeout_ns);
+  result.raise_on_overflow = config.overflow_policy == NCCL_EP_OVERFLOW_ERROR;
+  result.device_index = config.device;
+  return result;
+}
+
+}  // namespace
+
+Group& GroupState::get() const {
+  EP_CHECK_USAGE(getpid() == process, "the group belongs to process ", process, ", this is its fork ", getpid(),
+                 ": make a group here");
+  EP_CHECK_USAGE(!group->is_destroyed(), "the group was destroyed");
+  return *group;
+}
+
+void GroupState::check_overflow() {
+  if (config.overflow_policy != NCCL_EP_OVERFLOW_ERROR) return;
+  const uint64_t all = group->report().dropped_rows;
+  const uint64_t fresh = all - reported_drops;
+  reported_drops = all;
+  if (fresh == 0) return;
+  throw ApiError(NCCL_EP_OVERFLOW, concat(fresh,
+                                          " rows did not fit into the capacity of what received them and were "
+                                          "dropped; the demand in info tells how many there were"));
+}
+
+GroupState& state_of(ncclEpGroup_t group) {
+  EP_CHECK(group != nullptr, "group is null");
+  return *group->state;
+}
+
+}  // namespace ep::c
+
+using namespace ep;
+using namespace ep::c;
+
+extern "C" {
+
+ncclEpResult_t ncclEpCreateGroupFromCallback(ncclEpGroup_t* group, int rank, int num_ranks, ncclEpAllgather_t allgather,
+                                             void* context, const ncclEpGroupConfig_t* given) {
+  return guarded("ncclEpCreateGroupFromCallback", [&] {
+    EP_CHECK(group != nullptr, "group is null");
+    EP_CHECK(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank ", rank, " of ", num_ranks, " ranks");
+    EP_CHECK(allgather != nullptr || num_ranks == 1, "allgather is null in a world of ", num_ranks, " ranks");
+    auto state = std::make_shared<GroupState>();
+    state->config = take(given, "config");
+    state->process = getpid();
+    check_config(state->config);
+    const GroupConfig config = to_group_config(state->config, num_ranks);
+    auto object = std::make_unique<ncclEpGroup>();
+    CallbackBootstrap bootstrap(rank, num_ranks, allgather, context,
+                                static_cast<uint64_t>(config.timeout_seconds * 1e9));
+    state->group = make_group(bootstrap, config);
+    object->state = std::move(state);
+    *group = object.release();
+  });
+}
+
+ncclEpResult_t ncclEpCreateGroup(ncclEpGroup_t* group, struct ncclComm* comm, const ncclEpGroupConfig_t* given) {
+  return guarded("ncclEpCreateGroup", [&] {
+    EP_CHECK(group != nullptr, "group is null");
+    EP_CHECK(comm != nullptr, "comm is null");
+    check_config(take(given, "config"));
+    throw ApiError(NCCL_EP_NOT_SUPPORTED, has_cuda_backend() ? "groups from an ncclComm_t are not built yet: use "
+                                                               "ncclEpCreateGroupFromCallback"
+                                                             : "this library was built without CUDA: use "
+                                                               "ncclEpCreateGroupFromCallback");
+  });
+}
+
+ncclEpResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
+  return guarded("ncclEpGroupDestroy", [&] {
+    if (group == nullptr) return;
+    if (getpid() != group->state->process) return;  // its threads are not here, and its memory is the parent's
+    const std::unique_ptr<ncclEpGroup> object(group);
+    object->state->group->destroy();
+  });
+}
+
+ncclEpResult_t ncclEpGroupSetTimeout(ncclEpGroup_t group, uint64_t timeout_ns) {
+  return guarded("ncclEpGroupSetTimeout", [&] { state_of(group).get().set_timeout(seconds_of(timeout_ns)); });
+}
+
+ncclEpResult_t ncclEpCheck(ncclEpGroup_t group) {
+  return guarded("ncclEpCheck", [&] {
+    GroupState& state = state_of(group);
+    state.get().check();
+    state.check_overflow();
+  });
+}
+
+ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupInfo_t* info) {
+  return guarded("ncclEpGroupGetInfo", [&] {
+    Group& inner = state_of(group).get();
+    ncclEpGroupInfo_t full = take(info, "info");
+    const Report report = inner.report();
+    full.rank = inner.rank();
+    full.num_ranks = inner.num_ranks();
+    full.domain_size = inner.topology().domain_size;
+    full.algorithm = NCCL_EP_ALGORITHM_LOW_LATENCY;
+    full.window_bytes = inner.window().bytes;
+    full.num_dispatches = report.epochs[static_cast<int>(Kind::kDispatch)];
+    full.num_combines = report.epochs[static_cast<int>(Kind::kCombine)];
+    full.dropped_rows = report.dropped_rows;
+    give(info, full);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,175 @@
+// Handles of the C API: memory, sizes, and what was routed with them.
+#include <algorithm>
+
+#include "api/c_device.h"
+#include "api/c_objects.h"
+#include "api/c_struct.h"
+#include "api/c_tensor.h"
+
+namespace ep::c {
+namespace {
+
+OutputLayout to_layout(ncclEpLayout_t layout) {
+  switch (layout) {
+    case NCCL_EP_LAYOUT_EXPERT_MAJOR:
+      return OutputLayout::kExpertMajor;
+    case NCCL_EP_LAYOUT_PACKED:
+      return OutputLayout::kPacked;
+    case NCCL_EP_LAYOUT_RANK_MAJOR:
+      return OutputLayout::kRankMajor;
+    case NCCL_EP_LAYOUT_FLAT:
+      return OutputLayout::kFlat;
+    case NCCL_EP_LAYOUT_UNSET:
+      raise(ErrorKind::kInvalidArgument, "layout is not set");
+    default:
+      raise(ErrorKind::kInvalidArgument, "layout ", layout, " is unknown");
+  }
+}
+
+// Rows that suffice for any routing in which no token names an expert twice.
+int64_t default_capacity(OutputLayout layout, const Shape& shape, int64_t alignment) {
+  if (layout == OutputLayout::kRankMajor) return shape.max_tokens;
+  const int64_t tokens = static_cast<int64_t>(shape.num_ranks) * shape.max_tokens;
+  if (layout != OutputLayout::kPacked) return tokens;
+  const int64_t local = shape.local_experts();
+  return align_up(tokens * std::min<int64_t>(shape.topk, local) + local * (alignment - 1), alignment);
+}
+
+struct HandleSizes {
+  Shape shape;
+  OutputShape output;
+  int64_t bytes;  // whatever the number of tokens
+};
+
+HandleSizes sizes_of(const GroupState& state, const ncclEpHandleConfig_t& config) {
+  const ncclEpGroupConfig_t& group = state.config;
+  const int topk = config.topk == 0 ? group.topk : config.topk;
+  EP_CHECK(topk >= 1 && topk <= group.topk, "topk is ", topk, ", must be 1 to the group's ", group.topk);
+  const OutputLayout layout = to_layout(config.layout);
+  const int alignment = config.expert_alignment == 0 ? 1 : config.expert_alignment;
+  EP_CHECK(alignment >= 1, "expert_alignment is ", alignment, ", must be at least 1");
+  EP_CHECK(alignment == 1 || layout == OutputLayout::kPacked, "expert_alignment is ", alignment, ", but layout ",
+           name_of(layout), " has none");
+  EP_CHECK(config.capacity == 0 || layout != OutputLayout::kRankMajor, "capacity is ", config.capacity,
+           ", but layout rank_major always holds max_tokens rows of a rank");
+  HandleSizes sizes;
+  sizes.shape = Shape::make(state.get().num_ranks(), group.num_experts, topk, group.max_tokens);
+  const int64_t capacity = config.capacity == 0 ? default_capacity(layout, sizes.shape, alignment) : config.capacity;
+  sizes.output = OutputShape::make(sizes.shape, layout, capacity, alignment);
+  const HandleShape handle{sizes.shape.num_ranks, group.max_tokens, group.max_tokens, topk, sizes.output.map_k()};
+  sizes.bytes = handle.size() * static_cast<int64_t>(sizeof(int32_t));
+  return sizes;
+}
+
+void update(ncclEpHandle& handle, const ncclEpTensor_t* topk_idx) {
+  handle.state->get();
+  const Tensor ids = take_tensor(topk_idx, "topk_idx");
+  EP_CHECK(ids.sizes.ndim == 2 && ids.sizes.at[1] == handle.shape.topk, "topk_idx has shape ", text_of(ids.sizes),
+           ", must be [tokens, ", handle.shape.topk, "]");
+  EP_CHECK(ids.dtype == NCCL_EP_INT64 || ids.dtype == NCCL_EP_INT32, "topk_idx is ", name_of(ids.dtype),
+           ", must be int64 or int32");
+  EP_CHECK(ids.sizes.at[0] <= handle.shape.max_tokens, ids.sizes.at[0], " tokens, but max_tokens is ",
+           handle.shape.max_tokens);
+  check_contiguous(ids, "topk_idx");
+  check_data(ids, "topk_idx");
+  handle.topk_idx = ids.data;
+  handle.is_idx64 = ids.dtype == NCCL_EP_INT64;
+  handle.routed_tokens = static_cast<int>(ids.sizes.at[0]);
+}
+
+std::unique_ptr<ncclEpHandle> make_handle(ncclEpGroup_t group, const ncclEpHandleConfig_t* config, void* memory) {
+  const GroupState& state = state_of(group);
+  const HandleSizes sizes = sizes_of(state, take(config, "config"));
+  EP_CHECK(reinterpret_cast<uintptr_t>(memory) % 16 == 0, "handle_mem at address ", memory,
+           " is not aligned to 16 bytes");
+  auto handle = std::make_unique<ncclEpHandle>();
+  handle->state = group->state;
+  handle->shape = sizes.shape;
+  handle->output = sizes.output;
+  handle->memory = static_cast<int32_t*>(memory == nullptr ? allocate(state.config.device, sizes.bytes) : memory);
+  handle->owns_memory = memory == nullptr;
+  return handle;
+}
+
+}  // namespace
+
+ncclEpHandle& object_of(ncclEpHandle_t handle) {
+  EP_CHECK(handle != nullptr, "handle is null");
+  return *handle;
+}
+
+}  // namespace ep::c
+
+using namespace ep;
+using namespace ep::c;
+
+ncclEpHandle::~ncclEpHandle() {
+  if (owns_memory) release(device(), memory);
+}
+
+HandlePtrs ncclEpHandle::pointers(int num_tokens) const {
+  return HandlePtrs::of(memory, {shape.num_ranks, num_tokens, shape.max_tokens, shape.topk, output.map_k()});
+}
+
+int ncclEpHandle::num_sms(int asked) const {
+  EP_CHECK(asked >= 0, "num_sms is ", asked, ", must not be negative");
+  return asked == 0 ? state->config.max_num_sms : asked;
+}
+
+void ncclEpHandle::require_nothing_pending() const {
+  EP_CHECK_USAGE(pending == Pending::kNothing, "with this handle a ",
+                 pending == Pending::kDispatch ? "dispatch" : "combine",
+                 " was sent and has not been received; ncclEpComplete receives it");
+}
+
+void ncclEpHandle::require_dispatched() const {
+  require_nothing_pending();
+  EP_CHECK_USAGE(dispatched_tokens >= 0, "nothing was dispatched with this handle yet");
+}
+
+extern "C" {
+
+ncclEpResult_t ncclEpHandleMemSize(ncclEpGroup_t group, const ncclEpHandleConfig_t* config, size_t* bytes) {
+  return guarded("ncclEpHandleMemSize", [&] {
+    EP_CHECK(bytes != nullptr, "bytes is null");
+    *bytes = static_cast<size_t>(sizes_of(state_of(group), take(config, "config")).bytes);
+  });
+}
+
+ncclEpResult_t ncclEpInitHandle(ncclEpHandle_t* handle, ncclEpGroup_t group, const ncclEpHandleConfig_t* config,
+                                void* handle_mem) {
+  return guarded("ncclEpInitHandle", [&] {
+    EP_CHECK(handle != nullptr, "handle is null");
+    *handle = make_handle(group, config, handle_mem).release();
+  });
+}
+
+ncclEpResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t* topk_idx) {
+  return guarded("ncclEpUpdateHandle", [&] { update(object_of(handle), topk_idx); });
+}
+
+ncclEpResult_t ncclEpCreateHandle(ncclEpHandle_t* handle, ncclEpGroup_t group, const ncclEpHandleConfig_t* config,
+                                  const ncclEpTensor_t* topk_idx, void* handle_mem) {
+  // Through the functions that users call, so that the text names the step that was refused.
+  ncclEpHandle_t made = nullptr;
+  if (handle == nullptr) return ncclEpInitHandle(nullptr, group, config, handle_mem);
+  ncclEpResult_t result = ncclEpInitHandle(&made, group, config, handle_mem);
+  if (result == NCCL_EP_SUCCESS) result = ncclEpUpdateHandle(made, topk_idx);
+  if (result == NCCL_EP_SUCCESS) {
+    *handle = made;
+  } else {
+    ncclEpHandleDestroy(made);
+  }
+  return result;
+}
+
+ncclEpResult_t ncclEpHandleDestroy(ncclEpHandle_t handle) {
+  return guarded("ncclEpHandleDestroy", [&] {
+    if (handle == nullptr) return;
+    const Group& group = *handle->state->group;
+    if (!group.is_destroyed() && group.backend().failure().code == Failure::kNone) handle->require_nothing_pending();
+    delete handle;
+  });
+}
+
+}  // extern "C"

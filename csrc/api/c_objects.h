@@ -1,0 +1,72 @@
+// What stands behind ncclEpGroup_t and ncclEpHandle_t.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+
+#include "api/c_error.h"
+#include "nccl_ep.h"
+#include "runtime/group.h"
+
+namespace ep::c {
+
+// Shared by a group and its handles, so that a handle that outlives its group finds out.
+struct GroupState {
+  std::unique_ptr<Group> group;
+  ncclEpGroupConfig_t config;
+  pid_t process;
+  uint64_t reported_drops = 0;
+
+  // The group, if this process may use it.
+  Group& get() const;
+  // NCCL_EP_OVERFLOW_ERROR: throws once for rows that were dropped since the last time.
+  void check_overflow();
+};
+
+enum class Pending { kNothing, kDispatch, kCombine };
+
+}  // namespace ep::c
+
+struct ncclEpGroup {
+  std::shared_ptr<ep::c::GroupState> state;
+};
+
+struct ncclEpHandle {
+  std::shared_ptr<ep::c::GroupState> state;
+  ep::Shape shape;
+  ep::OutputShape output;
+  int32_t* memory = nullptr;
+  bool owns_memory = false;
+
+  // For the next dispatch.
+  const void* topk_idx = nullptr;
+  bool is_idx64 = true;
+  int routed_tokens = -1;  // before the first ncclEpUpdateHandle
+
+  // Of the last dispatch, which combine answers.
+  int dispatched_tokens = -1;  // before the first
+
+  // Parameters of the half that is open.
+  ep::c::Pending pending = ep::c::Pending::kNothing;
+  ep::LlDispatchParams dispatch;
+  ep::LlCombineParams combine;
+
+  ncclEpHandle() = default;
+  ~ncclEpHandle();
+  ncclEpHandle(const ncclEpHandle&) = delete;
+  ncclEpHandle& operator=(const ncclEpHandle&) = delete;
+
+  ep::HandlePtrs pointers(int num_tokens) const;
+  int device() const { return state->config.device; }
+  int num_sms(int asked) const;
+  void require_nothing_pending() const;
+  void require_dispatched() const;
+};
+
+namespace ep::c {
+
+GroupState& state_of(ncclEpGroup_t group);
+ncclEpHandle& object_of(ncclEpHandle_t handle);
+
+}  // namespace ep::c

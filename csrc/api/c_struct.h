@@ -1,0 +1,59 @@
+// Structs of callers that were built with an older or a newer nccl_ep.h: read as this library's, missing fields as INIT
+// leaves them. A newer caller is served as long as it does not use what this library has not.
+#pragma once
+
+#include <cstddef>
+
+#include "nccl_ep.h"
+
+namespace ep::c {
+
+struct Head {
+  size_t size;
+  uint32_t magic, version;
+};
+
+template <class T>
+struct Init;
+#define EP_C_STRUCT(type, init)                    \
+  template <>                                      \
+  struct Init<type> {                              \
+    static constexpr const char* kName = #type;    \
+    static constexpr type value() { return init; } \
+  };
+EP_C_STRUCT(ncclEpTensor_t, NCCL_EP_TENSOR_INIT)
+EP_C_STRUCT(ncclEpGroupConfig_t, NCCL_EP_GROUP_CONFIG_INIT)
+EP_C_STRUCT(ncclEpGroupInfo_t, NCCL_EP_GROUP_INFO_INIT)
+EP_C_STRUCT(ncclEpHandleConfig_t, NCCL_EP_HANDLE_CONFIG_INIT)
+EP_C_STRUCT(ncclEpDispatchInputs_t, NCCL_EP_DISPATCH_INPUTS_INIT)
+EP_C_STRUCT(ncclEpDispatchOutputs_t, NCCL_EP_DISPATCH_OUTPUTS_INIT)
+EP_C_STRUCT(ncclEpDispatchConfig_t, NCCL_EP_DISPATCH_CONFIG_INIT)
+EP_C_STRUCT(ncclEpCombineInputs_t, NCCL_EP_COMBINE_INPUTS_INIT)
+EP_C_STRUCT(ncclEpCombineOutputs_t, NCCL_EP_COMBINE_OUTPUTS_INIT)
+EP_C_STRUCT(ncclEpCombineConfig_t, NCCL_EP_COMBINE_CONFIG_INIT)
+EP_C_STRUCT(ncclEpCompleteConfig_t, NCCL_EP_COMPLETE_CONFIG_INIT)
+#undef EP_C_STRUCT
+
+void read_struct(void* full, size_t known, const void* given, const char* type, const char* name);
+void write_struct(void* given, const void* full, size_t known);
+
+// `name`: of the argument.
+template <class T>
+T take(const T* given, const char* name) {
+  T full = Init<T>::value();
+  read_struct(&full, sizeof full, given, Init<T>::kName, name);
+  return full;
+}
+
+template <class T>
+T take_or_default(const T* given, const char* name) {
+  return given == nullptr ? Init<T>::value() : take(given, name);
+}
+
+// Everything behind the head, as far as the caller's struct reaches. The caller's was taken before.
+template <class T>
+void give(T* given, const T& full) {
+  write_struct(given, &full, sizeof full);
+}
+
+}  // namespace ep::c

@@ -1,0 +1,50 @@
+// Tensor descriptors of callers, checked.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include "layout/dtype.h"
+#include "nccl_ep.h"
+
+namespace ep::c {
+
+// Sizes of a tensor; ndim 0: there is none.
+struct Sizes {
+  int ndim = 0;
+  std::array<int64_t, NCCL_EP_MAX_DIMS> at{};
+
+  Sizes() = default;
+  Sizes(std::initializer_list<int64_t> sizes) {
+    for (int64_t size : sizes) at[ndim++] = size;
+  }
+  bool operator==(const Sizes&) const = default;
+  int64_t last() const { return at[ndim - 1]; }
+  int64_t count() const;
+  Sizes with(int64_t last) const;  // one more dimension
+};
+std::string text_of(const Sizes& sizes);
+
+struct Tensor {
+  void* data = nullptr;
+  ncclEpDataType_t dtype = NCCL_EP_DTYPE_AUTO;
+  Sizes sizes;
+  std::array<int64_t, NCCL_EP_MAX_DIMS> strides{};  // in elements
+
+  explicit operator bool() const { return sizes.ndim > 0; }
+};
+
+int element_bytes(ncclEpDataType_t dtype);
+const char* name_of(ncclEpDataType_t dtype);
+DType to_dtype(ncclEpDataType_t dtype);
+
+// The tensor of a descriptor, or none: of a null pointer or ndim 0. Data is not looked at.
+Tensor take_tensor(const ncclEpTensor_t* given, const char* name);
+
+void check_contiguous(const Tensor& tensor, const char* name);
+void check_data(const Tensor& tensor, const char* name);  // is there, aligned to its elements
+// All of it. `name` as in the caller's struct.
+void check_tensor(const Tensor& tensor, const char* name, ncclEpDataType_t dtype, const Sizes& sizes);
+void check_aligned(const Tensor& tensor, const char* name);  // to 16 bytes
+
+}  // namespace ep::c

@@ -1,0 +1,13 @@
+// The time line of the last kernels, in builds with EP_STAMPS.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace ep {
+
+// For each phase the times of all warps that passed it, in ns from the first stamp of the first phase. Clears them.
+// Empty in other builds. `combine`: of the combine kernel, else of dispatch.
+std::vector<std::vector<uint64_t>> take_stamps(bool combine);
+
+}  // namespace ep

@@ -1,0 +1,195 @@
+"""A rank's use of the C library: tensors of torch as descriptors, groups over threads, generated cases."""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import c_api
+import pytest
+import torch
+from c_api import Library, Refused
+from expected import Expected
+from harness import check_padding
+
+import nccl_ep
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+ROOT = Path(__file__).parent.parent
+TOOLS = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # cmake of the environment
+SECOND = 10**9
+QUANTS = {None: 0, "fp8": 1, "fp8_rounded": 2, "fp8_ue8m0": 3}
+DTYPES = {torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7,
+          torch.bfloat16: 9, torch.float8_e4m3fn: 10}  # fmt: skip
+TORCH_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
+
+
+def run(*arguments: str | Path, **options: Any) -> str:
+    done = subprocess.run(
+        [str(a) for a in arguments], timeout=400, capture_output=True, text=True, **{"env": TOOLS, **options}
+    )
+    assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def refused(result: int, pattern: str, call: Callable[..., Any], *arguments: Any) -> None:
+    with pytest.raises(Refused, match=pattern) as caught:
+        call(*arguments)
+    assert caught.value.result == result, caught.value
+
+
+def tensor(given: torch.Tensor | None) -> Any:
+    """A descriptor of it. The tensor must outlive the call."""
+    if given is None:
+        return None
+    described = c_api.Tensor(ndim=given.dim(), dtype=DTYPES[given.dtype], data=given.data_ptr() or None)
+    described.sizes[: given.dim()] = given.shape
+    if not given.is_contiguous():
+        described.strides[: given.dim()] = given.stride()
+    return c.pointer(described)
+
+
+def allgather_of(group: ThreadGroup) -> Any:
+    def gather(_: Any, mine: int, everything: int, size: int, timeout_ns: int) -> int:
+        try:
+            texts = b"".join(group.allgather(c.string_at(mine, size), timeout_ns / SECOND))
+        except nccl_ep.TimeoutError:
+            return c_api.TIMEOUT
+        c.memmove(everything, texts, len(texts))
+        return c_api.SUCCESS
+
+    return c_api.Allgather(gather)
+
+
+def make_group(library: Library, group: ThreadGroup, **config: Any) -> c.c_void_p:
+    made, gather = c.c_void_p(), allgather_of(group)
+    fields = {"num_experts": 2 * group.size(), "max_tokens": 8, "topk": 2, "max_token_bytes": 128, **config}
+    fields.setdefault("timeout_ns", 30 * SECOND)
+    library.CreateGroupFromCallback(made, group.rank(), group.size(), gather, None, c_api.GroupConfig(**fields))
+    return made
+
+
+class CaseRun:
+    """One rank's part of a generated case, through the C library."""
+
+    def __init__(self, library: Library, expected: Expected, group: ThreadGroup, staged: bool, device: str) -> None:
+        self.library, self.expected, self.case, self.staged = library, expected, expected.case, staged
+        self.rank, self.device = group.rank(), torch.device(device)
+        case = self.case
+        self.group = make_group(
+            library, group, num_experts=case.num_experts, max_tokens=case.max_tokens, topk=case.topk,
+            device=-1 if device == "cpu" else torch.cuda.current_device(), domain_size=case.domain_size or 0,
+            max_token_bytes=case.hidden * case.dtype.itemsize + -(-case.scales_width * 8 // 16) * 16,
+            max_combine_row_bytes=case.hidden * 4,
+        )  # fmt: skip
+
+    def move(self, given: torch.Tensor | None) -> torch.Tensor | None:
+        if given is None:
+            return None
+        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=self.device).copy_(given)
+
+    def finish(self, handle: c.c_void_p, inputs: list[torch.Tensor | None]) -> None:
+        """Inputs are the caller's again once the sending half is done."""
+        if self.staged:
+            for given in inputs:
+                if given is not None:
+                    given.zero_()
+            self.library.Complete(handle, None, None)
+
+    def dispatch(self, handle: c.c_void_p) -> nccl_ep.DispatchOutput:
+        case, given = self.case, self.expected.inputs[self.rank]
+        x, ids, weights, scales = map(self.move, (given.x, given.topk_idx, given.topk_weights, given.scales))
+        self.library.UpdateHandle(handle, tensor(ids))
+        inputs = c_api.DispatchInputs(tokens=tensor(x), topk_weights=tensor(weights), scales=tensor(scales))
+        config = c_api.DispatchConfig(send_only=self.staged, quant=QUANTS[case.quant], zero_padding=case.zero_padding)
+        names = ("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")
+        described = {name: c_api.Tensor() for name in names}
+        outputs = c_api.DispatchOutputs(**{name: c.pointer(described[name]) for name in names})
+        self.library.DispatchShapes(handle, inputs, config, outputs)
+        made: dict[str, Any] = dict.fromkeys(names)
+        for name, shape in described.items():
+            if shape.ndim > 0:
+                sizes, dtype = list(shape.sizes[: shape.ndim]), TORCH_DTYPES[shape.dtype]
+                size = c.c_size_t()
+                self.library.TensorBytes(shape, size)
+                made[name] = torch.empty(sizes, dtype=dtype, device=self.device)
+                assert size.value == made[name].nbytes
+                made[name].view(torch.uint8).fill_(0xA5)
+                shape.data = made[name].data_ptr() or None
+        self.library.Dispatch(handle, inputs, outputs, config, None)
+        self.finish(handle, [x, ids, weights, scales])
+        return self.output(made)
+
+    def output(self, made: dict[str, Any]) -> nccl_ep.DispatchOutput:
+        case = self.case
+        bins = case.num_experts // case.num_ranks if case.layout in ("expert_major", "packed") else case.num_ranks
+        info = made["info"]
+        return nccl_ep.DispatchOutput(
+            x=made["tokens"], scales=made["scales"], topk_idx=made["topk_idx"], weights=made["topk_weights"],
+            counts=info[:bins], demand=info[bins : 2 * bins], overflow=info[2 * bins : 2 * bins + 1],
+            offsets=info[2 * bins + 2 :] if case.layout == "packed" else None, row_expert=made["row_expert"],
+            total=info[2 * bins + 1 : 2 * bins + 2] if case.layout == "flat" else None, handle=None,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def combine(self, handle: c.c_void_p) -> torch.Tensor:
+        case, kwargs = self.case, self.case.combine_kwargs()
+        rows = self.move(self.expected.rows[self.rank])
+        weights, ids = (
+            self.move(kwargs[name][self.rank]) if isinstance(kwargs[name], list) else None
+            for name in ("weights", "topk_idx")
+        )
+        bias = kwargs["bias"][self.rank] if kwargs["bias"] else ()
+        biases = [self.move(b) for b in ((bias,) if isinstance(bias, torch.Tensor) else bias)]
+        result = torch.empty_like(self.expected.combined[self.rank], device=self.device)
+        inputs = c_api.CombineInputs(
+            tokens=tensor(rows), topk_weights=tensor(weights), topk_idx=tensor(ids),
+            bias0=tensor(biases[0] if biases else None), bias1=tensor(biases[1] if len(biases) > 1 else None),
+        )  # fmt: skip
+        named = {"dispatch": c_api.WEIGHTS_DISPATCH, "none": c_api.WEIGHTS_NONE}
+        config = c_api.CombineConfig(
+            send_only=self.staged, weights=named.get(case.combine_weights, c_api.WEIGHTS_HOME),
+            wire_dtype=DTYPES[case.wire_dtype] if case.wire_dtype else -1,
+        )  # fmt: skip
+        self.library.Combine(handle, inputs, c_api.CombineOutputs(tokens=tensor(result)), config, None)
+        self.finish(handle, [rows, weights, ids])
+        return result.cpu()
+
+    def scalars(self, handle: c.c_void_p) -> torch.Tensor:
+        values = self.move(self.expected.values[self.rank])
+        result = torch.empty_like(self.expected.scalars[self.rank], device=self.device)
+        self.library.CombineWeights(handle, tensor(values), tensor(result), None)
+        return result.cpu()
+
+    def run(self) -> None:
+        case, library = self.case, self.library
+        config = c_api.HandleConfig(
+            layout=c_api.LAYOUTS[case.layout], capacity=case.capacity or 0, expert_alignment=case.expert_alignment
+        )
+        size = c.c_size_t()
+        library.HandleMemSize(self.group, config, size)
+        memory = torch.full((size.value + 64,), 0x77, dtype=torch.uint8, device=self.device)
+        handle = c.c_void_p()
+        library.InitHandle(handle, self.group, config, memory.data_ptr() if case.seed % 2 else None)
+        for _ in range(2):  # a handle serves again
+            out = self.dispatch(handle)
+            self.expected.check_dispatch(out, self.rank)
+            if case.zero_padding:
+                check_padding(out, self.expected.results[self.rank], self.expected.where(self.rank))
+            for _ in range(2):
+                self.expected.check_combine(self.combine(handle), self.rank)
+            self.expected.check_scalars(self.scalars(handle), self.rank)
+        assert (memory[size.value :] == 0x77).all(), "the library wrote past the handle's memory"
+        info = c_api.GroupInfo()
+        library.GroupGetInfo(self.group, info)
+        assert (info.num_dispatches, info.num_combines, info.num_ranks) == (2, 6, case.num_ranks)
+        library.HandleDestroy(handle)
+        library.GroupDestroy(self.group)
+
+
+def run_case(library: Library, expected: Expected, *, staged: bool, device: str = "cpu") -> None:
+    run_ranks(expected.case.num_ranks, lambda group: CaseRun(library, expected, group, staged, device).run())

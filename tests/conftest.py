@@ -1,0 +1,35 @@
+"""The C library, built and installed once for all the tests that want it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from c_api import Library
+from c_case import ROOT, run
+
+
+@pytest.fixture(scope="session")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the C library is installed. Built in the developers' build directory, or in one of its own."""
+    names = ("gpu", "dev") if torch.cuda.is_available() else ("dev", "gpu")
+    build = next((ROOT / "build" / n for n in names if (ROOT / "build" / n / "build.ninja").exists()), None)
+    if build is None:
+        build = tmp_path_factory.mktemp("build")
+        off = [f"-DNCCL_EP_{name}=OFF" for name in ("CUDA", "BUILD_PYTHON", "BUILD_TESTS")]
+        run("cmake", "-S", ROOT, "-B", build, "-DNCCL_EP_BUILD_C_LIBRARY=ON", *off)
+    run("cmake", "--build", build, "--target", "ncclep")
+    installed = tmp_path_factory.mktemp("installed")
+    run("cmake", "--install", build, "--component", "c_library", "--prefix", installed)
+    return installed
+
+
+@pytest.fixture(scope="session")
+def library_file(prefix: Path) -> Path:
+    return next(prefix.glob("**/libncclep.so"))
+
+
+@pytest.fixture(scope="session")
+def library(library_file: Path) -> Library:
+    return Library(library_file)

@@ -1,0 +1,245 @@
+// A rank that is silent, leaves, or calls something else: the others end within their deadline and say who and what.
+#include <gtest/gtest.h>
+
+#include <chrono>
+
+#include "unit/errors.h"
+#include "world.h"
+
+namespace ep {
+namespace {
+
+constexpr double kDeadline = 0.5;
+
+// Tensors of a dispatch of two tokens a rank to every rank, and the combine after it.
+class Call {
+ public:
+  explicit Call(int num_ranks) : num_ranks_(num_ranks), x_(2 * 4), sums_(2 * 4) {
+    for (int token = 0; token < 2; token++) {
+      for (int rank = 0; rank < num_ranks; rank++) ids_.push_back(rank);
+    }
+    dispatch_.shape = Shape{num_ranks, num_ranks, num_ranks, 2};
+    dispatch_.dtype = DType::kF32;
+    dispatch_.hidden = 4;
+    dispatch_.num_tokens = 2;
+    dispatch_.output = {OutputLayout::kExpertMajor, num_ranks, 1, 2, num_ranks, 2 * num_ranks, 1};
+    const HandleShape sizes{num_ranks, 2, 2, num_ranks, num_ranks};
+    handle_.resize(sizes.size());
+    dispatch_.handle = HandlePtrs::of(handle_.data(), sizes);
+    rows_.resize(2 * num_ranks * 4);
+    weights_.resize(2 * num_ranks);
+    info_.assign(dispatch_.output.info_size(), 77);
+  }
+
+  void dispatch(Group& group, Half half = Half::kBoth) {
+    LlDispatchParams p = dispatch_;
+    p.half = half;
+    p.x = x_.data();
+    p.topk_idx = ids_.data();
+    p.out_x = rows_.data();
+    p.out_weights = weights_.data();
+    p.info = info_.data();
+    group.dispatch(p, nullptr);
+  }
+  void combine(Group& group, Weighting weighting = Weighting::kNone, Half half = Half::kBoth) {
+    LlCombineParams p;
+    p.shape = dispatch_.shape;
+    p.dtype = p.wire_dtype = p.out_dtype = DType::kF32;
+    p.hidden = 4;
+    p.rows = rows_.data();
+    p.output = dispatch_.output;
+    p.handle = dispatch_.handle;
+    p.weighting = weighting;
+    home_weights_.assign(2 * num_ranks_, 1.0f);
+    p.home_weights = home_weights_.data();
+    p.num_tokens = 2;
+    p.out = sums_.data();
+    p.half = half;
+    group.combine(p, nullptr);
+  }
+  LlDispatchParams& params() { return dispatch_; }
+  const std::vector<int32_t>& info() const { return info_; }
+
+ private:
+  const int num_ranks_;
+  LlDispatchParams dispatch_;
+  std::vector<float> x_, rows_, weights_, home_weights_, sums_;
+  std::vector<int64_t> ids_;
+  std::vector<int32_t> handle_, info_;
+};
+
+std::unique_ptr<Group> make_group(Bootstrap& bootstrap, int domain_size) {
+  GroupConfig config;
+  config.domain_size = domain_size;
+  config.timeout_seconds = kDeadline;
+  config.network_seed = 3;
+  config.sizes = sizes_for({bootstrap.num_ranks(), bootstrap.num_ranks(), bootstrap.num_ranks(), 2}, 64, 64);
+  return make_cpu_group(bootstrap, config);
+}
+
+void require(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error(text);
+}
+
+// The call must end with this kind of error, every part in its text, and not before the deadline or long after it.
+template <class Body>
+void require_error(ErrorKind kind, const std::vector<std::string>& parts, Body body) {
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    body();
+  } catch (const Error& error) {
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
+    const std::string text = error.what();
+    require(error.kind() == kind, "another kind of error: " + text);
+    for (const std::string& part : parts) require(text.find(part) != text.npos, "'" + part + "' is not in: " + text);
+    require(passed.count() < kDeadline + 10, concat("it took ", passed.count(), " s"));
+    require(kind != ErrorKind::kTimeout || passed.count() > kDeadline * 0.9, concat("after ", passed.count(), " s"));
+    return;
+  }
+  throw std::runtime_error("no error");
+}
+
+class Failures : public ::testing::TestWithParam<int> {  // the domain size, of 4 ranks
+ protected:
+  // Rank 2 does `victim`, the others `survivor`; all stay until everybody is done. Then a new group must work.
+  template <class Victim, class Survivor>
+  void run(Victim victim, Survivor survivor) {
+    EXPECT_EQ(joined(run_ranks(
+                  4,
+                  [&](Bootstrap& bootstrap) {
+                    {
+                      const auto group = make_group(bootstrap, GetParam());
+                      Call call(4);
+                      call.dispatch(*group);
+                      call.combine(*group);
+                      if (bootstrap.rank() == 2) {
+                        victim(*group, call);
+                      } else {
+                        survivor(*group, call);
+                        require(error_of([&] { group->check(); }).find("the buffer has failed: ") == 0, "check()");
+                        require(error_of([&] { call.dispatch(*group); }).find("the buffer has failed: ") == 0,
+                                "next call");
+                        require(error_of([&] { call.combine(*group); }) != "", "next combine");
+                      }
+                      bootstrap.allgather("ended");
+                    }
+                    const auto group = make_group(bootstrap, GetParam());
+                    group->set_timeout(30);
+                    Call call(4);
+                    call.dispatch(*group);
+                    call.combine(*group);
+                    require(call.info()[0] == 8, "the new group");
+                  })),
+              "");
+  }
+};
+
+TEST_P(Failures, SilentBeforeDispatch) {
+  run([](Group&, Call&) {},
+      [](Group& group, Call& call) {
+        require_error(ErrorKind::kTimeout, {"of rank 2 in dispatch 2", "nothing of this call was heard from rank 2"},
+                      [&] { call.dispatch(group); });
+        for (int32_t value : call.info()) require(value == 0, "counts of a failed dispatch");
+      });
+}
+
+TEST_P(Failures, SilentBeforeCombine) {
+  run([](Group& group, Call& call) { call.dispatch(group); },
+      [](Group& group, Call& call) {
+        call.dispatch(group);
+        require_error(ErrorKind::kTimeout, {"of rank 2 in combine 2", "nothing of this call was heard from rank 2"},
+                      [&] { call.combine(group); });
+      });
+}
+
+TEST_P(Failures, SilentBeforeWeightedCombine) {
+  run([](Group& group, Call& call) { call.dispatch(group); },
+      [](Group& group, Call& call) {
+        call.dispatch(group);
+        require_error(ErrorKind::kTimeout, {"of rank 2 in combine 2"},
+                      [&] { call.combine(group, Weighting::kHome, Half::kSend); });
+      });
+}
+
+// A rank that sends and then never reads: the others finish that call, and miss it in the next.
+TEST_P(Failures, SilentAfterItsSend) {
+  run([](Group& group, Call& call) { call.dispatch(group, Half::kSend); },
+      [](Group& group, Call& call) {
+        call.dispatch(group);
+        require(call.info()[0] == 8, "the call that was sent is complete");
+        require_error(ErrorKind::kTimeout, {"of rank 2 in dispatch 3"}, [&] { call.dispatch(group); });
+      });
+}
+
+TEST_P(Failures, AnotherCallNamesBoth) {
+  run(
+      [](Group& group, Call& call) {
+        call.params().quant = Quant::kNone;
+        call.params().dtype = DType::kOpaque32;
+        require_error(ErrorKind::kMismatch, {"rank 2 called dispatch(32 bits", "dispatch(fp32"},
+                      [&] { call.dispatch(group); });
+      },
+      [](Group& group, Call& call) {
+        require_error(ErrorKind::kMismatch,
+                      {"ranks made different calls in dispatch 2", "called dispatch(fp32, hidden 4, top-4, 4 experts",
+                       "rank 2 called dispatch(32 bits, hidden 4"},
+                      [&] { call.dispatch(group); });
+      });
+}
+
+TEST_P(Failures, WeightedAndPlainCombineDiffer) {
+  run(
+      [](Group& group, Call& call) {
+        call.dispatch(group);
+        require_error(ErrorKind::kMismatch, {"rank 2 called combine("}, [&] { call.combine(group); });
+      },
+      [](Group& group, Call& call) {
+        call.dispatch(group);
+        require_error(ErrorKind::kMismatch, {"rank 2 called combine(", "combine with weights of the home rank("},
+                      [&] { call.combine(group, Weighting::kHome); });
+      });
+}
+
+INSTANTIATE_TEST_SUITE_P(Domains, Failures, ::testing::Values(4, 2, 1));
+
+// A call that is refused sends nothing and changes nothing: the next good one works.
+TEST(Refusals, LeaveTheGroupUsable) {
+  EXPECT_EQ(
+      joined(run_ranks(
+          2,
+          [](Bootstrap& bootstrap) {
+            const auto group = make_group(bootstrap, 2);
+            const auto refuse = [&](const char* text, auto change) {
+              Call bad(2);
+              change(bad.params());
+              const std::string error = error_of([&] { bad.dispatch(*group); });
+              require(error.find(text) != error.npos, concat("'", text, "' is not in '", error, "'"));
+            };
+            if (bootstrap.rank() == 0) {  // the other rank sees none of it
+              refuse("3 tokens, but max_tokens is 2", [](LlDispatchParams& p) { p.num_tokens = 3; });
+              refuse("3 experts do not divide over 2 ranks", [](LlDispatchParams& p) { p.shape.num_experts = 3; });
+              refuse("a row of 12 bytes: must be a multiple of 16", [](LlDispatchParams& p) { p.hidden = 3; });
+              refuse("the window is too small", [](LlDispatchParams& p) { p.hidden = 4096; });
+              refuse("only bf16 and fp16 are quantised", [](LlDispatchParams& p) { p.quant = Quant::kFp8; });
+              refuse("capacity is -1", [](LlDispatchParams& p) { p.output.capacity = -1; });
+              refuse("capacity is 4611686018427387904", [](LlDispatchParams& p) { p.output.capacity = 1ll << 62; });
+            }
+            Call good(2);
+            if (bootstrap.rank() == 0) {
+              const std::string error = error_of([&] { good.dispatch(*group, Half::kReceive); });
+              require(error == "dispatch: nothing was sent that could be received", error);
+            }
+            good.dispatch(*group, Half::kSend);
+            const std::string second = error_of([&] { good.dispatch(*group); });
+            require(second.find("dispatch 1 was sent and has not been received") == 0, second);
+            good.dispatch(*group, Half::kReceive);
+            good.combine(*group);
+            require(good.info()[0] == 4, "counts");
+            group->destroy();
+            require(error_of([&] { good.dispatch(*group); }) == "the buffer was destroyed", "destroyed");
+          })),
+      "");
+}
+
+}  // namespace
+}  // namespace ep

@@ -1,0 +1,268 @@
+"""The benchmark on CPU ranks: its records, its table, its plots, and that it notices wrong results."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep import reference
+from nccl_ep.bench import configuration, floors, ll, measure, options, plot, records, rivals, table, workload
+from nccl_ep.bench.world import Skipped
+
+ROOT = Path(__file__).resolve().parents[1]
+SYSTEMS = {"nccl_ep", "torch_all_to_all", "torch_symm_mem"}
+
+
+def run(*command: str, code: int = 0) -> str:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "NCCL_EP_REVISION": "some-revision"}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def shape(**changed: Any) -> workload.Shape:
+    fields = {
+        "num_ranks": 4, "tokens": 16, "hidden": 400, "topk": 4, "num_experts": 32, "dtype": "bf16",
+        "layout": "expert_major", "routing": "uniform", "seed": 1,
+    }  # fmt: skip
+    return workload.Shape(**(fields | changed))
+
+
+def gpu_record(**fields: Any) -> records.Record:
+    common = {
+        "system": "nccl_ep", "api": "native", "ranks": 4, "hidden": 7168, "topk": 8, "experts": 256, "dtype": "bf16",
+        "layout": "expert_major", "routing": "uniform", "num_sms": 0, "seed": 1, "device": "NVIDIA H200",
+        "revision": "r", "date": "2026-11-21",
+    }  # fmt: skip
+    return records.make(common, **fields)
+
+
+# ---- From end to end
+
+
+def test_ll_on_cpu_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "records.json"
+    shown = run(
+        "-m", "nccl_ep.bench", "ll", "--device", "cpu", "--tokens", "1,5", "--iterations", "5", "--json", str(path),
+        "--figures", "event,host,memory",
+    )  # fmt: skip
+    found = json.loads(path.read_text())
+    for record in found:
+        skipped = ["skipped"] if record["value"] is None else []
+        assert list(record) == [*records.FIELDS, *skipped]
+        assert record["device"].startswith("cpu ") and record["revision"] == "some-revision" and record["ranks"] == 2
+        assert record["value"] is None or record["value"] > 0
+    assert {record["system"] for record in found} == SYSTEMS
+    assert all(record["value"] is not None for record in found if record["system"] != "torch_symm_mem")
+    mine = [record for record in found if record["system"] == "nccl_ep" and record["unit"] == "us"]
+    keys = {tuple(record[name] for name in ("api", "op", "figure", "tokens", "dtype")) for record in mine}
+    assert len(keys) == len(mine) == 2 * 3 * 2 * 2 * 2
+    assert all((record["p99"] is None) == (record["figure"] == "host") for record in mine)
+    assert sum(record["figure"] == "memory" and record["unit"] == "MB" for record in found) == 4
+
+    for line in ("pair", "torch_all_to_all", "not measured: torch_symm_mem", "memory, 5 tokens, fp8", "some-revision"):
+        assert line in shown
+    assert shown.strip() == table.render(found).strip()
+    written = plot.draw(found, tmp_path / "plots")
+    assert [file.name for file in written] == ["ll_tokens.png", "ll_tokens.svg"]
+    assert written[0].read_bytes().startswith(b"\x89PNG") and "<svg" in written[1].read_text()
+
+
+def test_torchrun_and_a_failing_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "records.json"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    arguments = ("--device", "cpu", "--tokens=-1,2", "--dtype", "bf16", "--iterations", "2", "--no-rivals")
+    run(*torchrun, "-m", "nccl_ep.bench", "ll", *arguments, "--json", str(path), code=1)
+    assert {record["tokens"] for record in records.load([path])} == {2}
+
+
+def test_ranks_that_die_take_one_configuration_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = []
+
+    class Launcher:
+        def __init__(self, num_ranks: int) -> None:
+            pass
+
+        def run(self, argv: list[str], settings: dict[str, str], deadline: float) -> str:
+            worlds.append(settings["NCCL_EP_BENCH_JOBS"])
+            dies = len(worlds) in (1, 3)
+            state = {"job": 1 if len(worlds) == 1 else 5 if dies else 4, "failures": []}
+            Path(settings["NCCL_EP_BENCH_STATE"]).write_text(json.dumps(state))
+            return "rank 1 ended with code -9" if dies else ""
+
+    monkeypatch.setattr(ll, "Launcher", Launcher)
+    argv = ["--device", "cpu", "--tokens", "1,2", "--json", str(tmp_path / "records.json")]
+    parsed = options.parse(argv)
+    parsed.device = "cuda"  # where the last rival has ranks of its own
+    assert ll.start_ranks(argv, parsed) == 1
+    assert worlds == ["0:8", "2:8", "8:12"]
+
+
+# ---- Its parts
+
+
+@pytest.mark.parametrize("layout", reference.LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_check_notices_a_wrong_bit(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = shape(num_ranks=1, layout=layout, dtype=dtype)
+    inputs = workload.make_inputs(given)
+    with nccl_ep.Buffer.for_shapes(None, max_tokens=16, hidden=400, topk=4, num_experts=32, device="cpu") as buffer:
+        workload.Checked(given, 0, inputs, buffer)
+
+        def flip(tensor: torch.Tensor, row: int) -> None:
+            tensor.view(torch.uint8).view(-1, tensor.shape[-1] * tensor.element_size())[row, -1] ^= 1
+
+        def wrong_dispatch(*args: Any, **kwargs: Any) -> nccl_ep.DispatchOutput:
+            out = nccl_ep.dispatch(*args, **kwargs)
+            results = reference.dispatch(
+                [reference.RankInput(inputs[0].x, inputs[0].topk_idx)], num_experts=32, max_tokens=16, layout=layout
+            )
+            flip(out.x, int(results[0].valid.nonzero()[-1]))
+            return out
+
+        def wrong_combine(*args: Any, **kwargs: Any) -> torch.Tensor:
+            y = nccl_ep.combine(*args, **kwargs)
+            flip(y, 3)
+            return y
+
+        for name, wrong, said in (
+            ("dispatch", wrong_dispatch, r"^x: \d+ of"),
+            ("combine", wrong_combine, "^combine's result"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(workload, name, wrong)
+                with pytest.raises(AssertionError, match=said):
+                    workload.Checked(given, 0, inputs, buffer)
+
+
+def test_a_num_sms_with_other_bits_is_noticed() -> None:
+    given = shape(num_ranks=1)
+    inputs = workload.make_inputs(given)
+    with nccl_ep.Buffer.for_shapes(None, max_tokens=16, hidden=400, topk=4, num_experts=32, device="cpu") as buffer:
+        checked = workload.Checked(given, 0, inputs, buffer)
+        for make in (measure.native_operations, measure.op_operations):
+            make(given, buffer, inputs[0], checked, 0)
+        checked.y[2, 5] += 1
+        for make in (measure.native_operations, measure.op_operations):
+            with pytest.raises(AssertionError, match="combine"):
+                make(given, buffer, inputs[0], checked, 0)
+
+
+def test_routing() -> None:
+    for routing in workload.ROUTINGS:
+        given = shape(routing=routing, num_experts=64, topk=8, tokens=50)
+        ids = torch.stack([i.topk_idx for i in workload.make_inputs(given)])
+        assert ids.shape == (4, 50, 8) and int(ids.min()) >= 0 and int(ids.max()) < 64
+        assert all(len(set(token)) == 8 for token in ids.view(-1, 8).tolist())
+        is_local = ids // 16 == torch.arange(4).view(4, 1, 1)
+        assert {"all_local": is_local.all(), "all_remote": not is_local.any()}.get(routing, True)
+        load = torch.bincount(ids.reshape(-1), minlength=64)
+        assert (int(load.max()) > 100) == (routing == "skewed"), load
+    with pytest.raises(ValueError, match="top-8 of 4"):
+        workload.make_inputs(shape(routing="all_local", num_experts=16, topk=8))
+
+
+def test_wire_floor() -> None:
+    full = {"tokens": 128, "hidden": 7168, "topk": 8, "num_experts": 256}
+    given = shape(**full)
+    times = floors.wire_us(given, workload.make_inputs(given))
+    assert 13.5 < times["dispatch"] < 15 and 13.5 < times["combine"] < 15  # numbers.md: 4.95 MB, 14 us
+    quantised = shape(**full, dtype="fp8")
+    assert floors.wire_us(quantised, workload.make_inputs(quantised))["dispatch"] == pytest.approx(
+        times["dispatch"] * (7168 + 224) / 14336
+    )
+    local = shape(**full, routing="all_local")
+    assert floors.wire_us(local, workload.make_inputs(local))["pair"] == 0
+
+
+def test_floors_are_skipped_where_the_build_has_none() -> None:
+    given: Any = None
+    with pytest.raises(Skipped, match="ll_floor_none"):
+        floors.floor_call("floor_none", shape(), given, given, given, 0)
+
+
+def test_rival_parts() -> None:
+    counts = torch.tensor([[2, 0, 3], [0, 0, 1], [4, 1, 0]])
+    lies = [(rank, expert, i) for rank in range(3) for expert in range(3) for i in range(int(counts[rank, expert]))]
+    want = sorted(range(len(lies)), key=lambda n: (lies[n][1], lies[n][0], lies[n][2]))
+    assert rivals.by_expert(counts, len(lies)).tolist() == want
+    x = workload.make_inputs(shape())[0].x
+    quantised, scales = rivals.quantize(x)
+    theirs, their_scales = reference.quantize_fp8(x, "fp8")
+    differ = quantised.contiguous().view(torch.uint8) != theirs.view(torch.uint8)
+    assert differ.float().mean() < 0.01  # a factor's last bit
+    assert torch.allclose(scales, their_scales)
+
+
+def test_slowest_rank() -> None:
+    ranks = [[1.0, 2.0, 30.0], [5.0, 6.0, 7.0]]
+    assert records.slowest(ranks) == (6.0, 7.0)
+    assert records.slowest([[3.0], [4.0]]) == (4.0, None)
+    assert records.percentile([float(i) for i in range(1, 201)], 99) == 198.0
+
+
+def test_kernels_of_a_trace() -> None:
+    def kernel(name: str, start: float, duration: float, blocks: int) -> dict[str, Any]:
+        return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": {"grid": [blocks, 1, 1]}}
+
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "dispatch"}, kernel("ncclDevKernel", 0, 99, 1)]
+    for call in range(3):
+        events += [kernel("ll_dispatch_send", 10 * call, 2, 8), kernel("ll_dispatch_recv", 10 * call + 2, 3 + call, 64)]
+        events += [kernel("void ep::ll_combine<8>", 10 * call + 6, 4, 300)]
+    found = measure.find_kernels(events[::-1], 3)
+    assert found["dispatch"] == measure.KernelTimes([5, 6, 7], 64)
+    assert found["combine"] == measure.KernelTimes([4, 4, 4], 300)
+    with pytest.raises(Skipped, match=r"\*combine\* in 2 calls"):
+        measure.find_kernels(events[2:7], 2)
+
+
+def sweep() -> list[records.Record]:
+    found = []
+    for tokens in (1, 128):
+        for op in configuration.OPS:
+            at = {"op": op, "tokens": tokens, "figure": "graph"}
+            for sms in (8, 16, 132):
+                found.append(gpu_record(**at, value=900.0 / sms, p99=99.0, num_sms=sms, num_sms_used=sms))
+            found.append(gpu_record(**at, value=7.0, num_sms_used=132, p99=7.5))
+            found.append(gpu_record(**at, system="floor_wire", api="computed", value=3.25 if tokens == 128 else 1.25))
+            found.append(gpu_record(op=op, tokens=tokens, figure="graph_pdl", value=None, skipped="no switch"))
+    return found
+
+
+def test_plots_of_a_sweep(tmp_path: Path) -> None:
+    found = sweep()
+    names = [file.name for file in plot.draw(found, tmp_path)]
+    assert names == ["ll_tokens.png", "ll_tokens.svg", "ll_num_sms.png", "ll_num_sms.svg"]
+    key, group = next(iter(plot._shapes([record for record in found if table.is_measured(record)]).items()))
+    dispatch = plot.plot_tokens(key, group).axes[0]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in dispatch.get_lines()}
+    assert drawn["nccl_ep, graph"] == [7.0, 7.0] and drawn["floor, wire"] == [1.25, 3.25]
+    assert drawn["NCCL EP v0.1.0 expert-major, kernel"] == [18.3, 21.1, 22.6, 37.3]
+    sms = plot.plot_num_sms(key, group).axes[0].get_lines()
+    assert list(sms[0].get_xdata()) == [8, 16, 132] and list(sms[0].get_ydata()) == [112.5, 56.25, 900 / 132]
+
+
+def test_table_of_a_sweep() -> None:
+    shown = table.render(sweep()).splitlines()
+    line = next(line.split() for line in shown if line.startswith("dispatch  128") and "auto" in line)
+    assert " ".join(line) == "dispatch 128 bf16 nccl_ep expert_major native auto (132) 7.00 (7.50) 3.25"
+    assert any(line.startswith("not measured") and line.endswith("no switch") for line in shown)
+
+
+def test_plot_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        plot.draw(sweep(), tmp_path)
+
+
+def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('[{"value": 1}]')
+    with pytest.raises(ValueError, match=r"other\.json: a record lacks bench"):
+        records.load([path])
