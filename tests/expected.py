@@ -16,7 +16,7 @@ Work = Callable[[], None]
 
 
 class Expected:
-    """What every rank puts in and must get out. Every rank computes it from the seed, so nothing needs to be gathered."""
+    """What every rank puts in and must get out; every rank computes it from the seed, so that nothing is gathered."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -66,14 +66,15 @@ class Expected:
 
 def plain_case(num_ranks: int = 2, **changes: Any) -> Case:
     """A small ordinary case: bf16, expert_major, every rank full."""
-    plain: dict[str, Any] = dict(
-        seed=num_ranks, num_ranks=num_ranks, num_experts=2 * num_ranks, topk=2, hidden=64, max_tokens=8,
-        tokens_kind="full", tokens=(8,) * num_ranks, routing="uniform", idx_dtype=torch.int64, dtype=torch.bfloat16,
-        content="plain", quant=None, scales_dtype=None, scales_width=1, scales_strides="row", layout="expert_major",
-        capacity_kind="default", capacity=None, expert_alignment=1, zero_padding=False, with_weights=True,
-        weights_words=False, rows_dtype=torch.bfloat16, out_dtype=None, wire_dtype=None, combine_weights="dispatch",
-        biases=0, domain_size=None, keep_nan=False,
-    )  # fmt: skip
+    plain: dict[str, Any] = {
+        "seed": num_ranks, "num_ranks": num_ranks, "num_experts": 2 * num_ranks, "topk": 2, "hidden": 64,
+        "max_tokens": 8, "tokens_kind": "full", "tokens": (8,) * num_ranks, "routing": "uniform", "idx_dtype":
+        torch.int64, "dtype": torch.bfloat16, "content": "plain", "quant": None, "scales_dtype": None, "scales_width":
+        1, "scales_strides": "row", "layout": "expert_major", "capacity_kind": "default", "capacity": None,
+        "expert_alignment": 1, "zero_padding": False, "with_weights": True, "weights_words": False, "rows_dtype":
+        torch.bfloat16, "out_dtype": None, "wire_dtype": None, "combine_weights": "dispatch", "biases": 0,
+        "domain_size": None, "keep_nan": False,
+    }  # fmt: skip
     return Case(**{**plain, **changes})
 
 

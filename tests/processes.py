@@ -89,7 +89,9 @@ def processes(num_ranks: int, body: Callable[..., Any], directory: Path, *args: 
         world.close()
 
 
-def run_processes(num_ranks: int, body: Callable[..., Any], directory: Path, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_processes(
+    num_ranks: int, body: Callable[..., Any], directory: Path, *args: Any, timeout: float = 60.0
+) -> list[Any]:
     """What ``body`` returned on every rank. Fails if one failed or did not exit with 0."""
     with processes(num_ranks, body, directory, *args) as world:
         outcomes = [world.wait(rank, timeout) for rank in range(num_ranks)]

@@ -68,7 +68,7 @@ def test_a_window_of_given_bytes_serves_shapes_unknown_when_it_was_made() -> Non
 
 
 def test_buffers_and_handles_interleaved() -> None:
-    """Three buffers of two groups; handles of all are open at once, and are used in another order than they were made."""
+    """Three buffers; handles of all are open at once, and are used in another order than they were made."""
     cases = expected_cases(9, num_ranks=3)
     groups = [ThreadGroup.make(3) for _ in range(3)]
 
@@ -239,7 +239,9 @@ def test_same_bits_whatever_the_timing(layout: str, domain_size: int) -> None:
                 for staged in (False, True):
                     _pause(pauses)
                     sent: Any = nccl_ep.dispatch_send if staged else nccl_ep.dispatch
-                    out = sent(given.x, given.topk_idx, given.topk_weights, buffer=buffer, **case.case.dispatch_kwargs())
+                    out = sent(
+                        given.x, given.topk_idx, given.topk_weights, buffer=buffer, **case.case.dispatch_kwargs()
+                    )
                     _pause(pauses)
                     out = out.receive() if staged else out
                     _pause(pauses)
@@ -262,7 +264,9 @@ def test_same_bits_whatever_the_timing(layout: str, domain_size: int) -> None:
 
 @pytest.mark.parametrize("quant", [None, "fp8"])
 @pytest.mark.parametrize(("layout", "weights"), [("expert_major", "dispatch"), ("packed", "tensor"), ("flat", None)])
-def test_a_token_does_not_depend_on_its_batch_nor_on_its_home(layout: str, weights: str | None, quant: str | None) -> None:
+def test_a_token_does_not_depend_on_its_batch_nor_on_its_home(
+    layout: str, weights: str | None, quant: str | None
+) -> None:
     """The same 5 tokens alone at rank 0, alone at rank 2, and in the middle of full batches at rank 1."""
     ranks, experts, hidden, topk, most = 3, 6, 128, 3, 16
     made = torch.Generator().manual_seed(5)

@@ -64,7 +64,7 @@ def _weighted(case: Expected, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) ->
 
 
 def _steps(case: Expected, buffer: nccl_ep.Buffer, phase: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What all ranks do together; then two steps of which one rank is missing: the first must fail, and the second, too."""
+    """What all ranks do together; then two steps without one of them: the first must fail, and so must the second."""
     if phase == "dispatch":
         case.run(buffer)
         return lambda: case.dispatch(buffer), buffer.check
@@ -112,7 +112,9 @@ def _expect_failure(case: Expected, buffer: nccl_ep.Buffer, phase: str, missing:
     given = case.inputs[buffer.rank]
     later: list[Callable[[], Any]] = [
         lambda: case.dispatch(buffer),
-        lambda: nccl_ep.dispatch_send(given.x, given.topk_idx, buffer=buffer, num_experts=case.case.num_experts, max_tokens=8),
+        lambda: nccl_ep.dispatch_send(
+            given.x, given.topk_idx, buffer=buffer, num_experts=case.case.num_experts, max_tokens=8
+        ),
         later_step,
         buffer.check,
         buffer.require_usable,
@@ -197,7 +199,20 @@ def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
             torch.full((rows, 2), 9), torch.zeros(0, dtype=torch.int32), torch.full((6,), 9, dtype=torch.int32),
             torch.zeros_like(case_handle),
         ]  # fmt: skip
-        args = (given.x, None, given.topk_idx, given.topk_weights, shape.num_experts, shape.max_tokens, 3, rows, 1, 0, False, 0)
+        args = (
+            given.x,
+            None,
+            given.topk_idx,
+            given.topk_weights,
+            shape.num_experts,
+            shape.max_tokens,
+            3,
+            rows,
+            1,
+            0,
+            False,
+            0,
+        )
         with pytest.raises(RuntimeError, match="waited"):
             torch.ops.nccl_ep.ll_dispatch_out(buffer.name, buffer._seq, *args, *outs)
         assert outs[5].tolist() == [0] * 6
@@ -329,7 +344,15 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 # ---- Ranks that disagree
 
-BASE: dict[str, Any] = {"hidden": 64, "topk": 2, "dtype": torch.bfloat16, "experts": 4, "max_tokens": 8, "quant": None, "scales": 0}
+BASE: dict[str, Any] = {
+    "hidden": 64,
+    "topk": 2,
+    "dtype": torch.bfloat16,
+    "experts": 4,
+    "max_tokens": 8,
+    "quant": None,
+    "scales": 0,
+}
 CALLS: list[tuple[dict[str, Any], str, str]] = [
     ({"hidden": 128}, "hidden 64", "hidden 128"),
     ({"topk": 3}, "top-2", "top-3"),
@@ -405,7 +428,8 @@ COMBINES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], str, str]]
     ("wire", lambda o: nccl_ep.combine(o.x, o.handle),
      lambda o: nccl_ep.combine(o.x, o.handle, wire_dtype=torch.float32), "wire bf16", "wire fp32"),
     ("weights", lambda o: nccl_ep.combine(o.x, o.handle),
-     lambda o: nccl_ep.combine(o.x, o.handle, weights=torch.ones(7, 2)), r"combine\(", "combine with weights of the home"),
+     lambda o: nccl_ep.combine(o.x, o.handle, weights=torch.ones(7, 2)), r"combine\(",
+     "combine with weights of the home"),
     ("scalars", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine_weights(o.weights, o.handle),
      r"combine\(", "combine of weights"),
 ]  # fmt: skip
@@ -459,7 +483,7 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ends[1] = Older(ends[1]._world, 1)
 
     def body(group: ThreadGroup) -> None:
-        with pytest.raises(nccl_ep.MismatchError, match="wire format: rank . has ., rank . has ."):
+        with pytest.raises(nccl_ep.MismatchError, match=r"wire format: rank . has ., rank . has ."):
             nccl_ep.Buffer(ends[group.rank()], device="cpu")
 
     run_ranks(2, body)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from expected import Expected, plain_case
 from harness import make_buffer
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests import aot_autograd_check
 from torch.utils import _pytree as pytree
@@ -22,7 +23,13 @@ OPS = [
     "ll_combine_send", "ll_combine_recv", "ll_combine_weights",
 ]  # fmt: skip
 HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
-UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+UTILS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
 ops = torch.ops.nccl_ep
 
 
@@ -53,11 +60,12 @@ class Calls:
         scales = given.scales
         row = (
             given.x.dtype, shape.hidden, 0 if scales is None else scales.shape[1],
-            torch.float32 if scales is None else scales.dtype, len(given.x), shape.topk, given.topk_idx.dtype == torch.int64,
+            torch.float32 if scales is None else scales.dtype, len(given.x), shape.topk,
+            given.topk_idx.dtype == torch.int64,
         )  # fmt: skip
-        how = (int(layout.has_expert_rows), torch.bfloat16, torch.float32, 0)
+        how = (int(layout.has_expert_rows), torch.float32, torch.float32, 0)  # another type than the rows'
         rows = case.rows[buffer.rank]
-        biases = [given.x.clone().to(torch.bfloat16)] if shape.layout == "flat" else []
+        biases = [given.x.float()] if shape.layout == "flat" else []
         dispatch = (*head, given.x, scales, given.topk_idx, given.topk_weights, *config)
         combine = (*head, rows, handle.tensor, None, None, biases, *handle.args(), *how)
         self.args: dict[str, tuple[Any, ...]] = {
@@ -65,7 +73,7 @@ class Calls:
             "ll_dispatch_send": dispatch,
             "ll_dispatch_recv": (*head, handle.tensor.clone(), *row, *config),
             "ll_combine": combine,
-            "ll_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden, dtype=torch.bfloat16)),
+            "ll_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden)),
             "ll_combine_send": combine,
             "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *handle.args(), *how),
             "ll_combine_weights": (*head, case.values[buffer.rank], handle.tensor, *handle.args()),
@@ -172,15 +180,18 @@ def _described(result: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
-    """Shapes, types and strides, of two ranks; the halves included; with scales of the caller where nothing quantises."""
+    """Shapes, types and strides, of two ranks; with scales of the caller where nothing quantises."""
     scales = {"scales_dtype": torch.int32, "scales_width": 3} if quant is None else {}
-    cases = [_case(2, layout, quant, hidden=640), _case(2, layout, quant, hidden=640, tokens=(3, 0), idx_dtype=torch.int32, **scales)]
+    cases = [
+        _case(2, layout, quant, hidden=640),
+        _case(2, layout, quant, hidden=640, tokens=(3, 0), idx_dtype=torch.int32, **scales),
+    ]
 
     def body(group: ThreadGroup) -> None:
         for case, world in zip(cases, worlds, strict=True):
             with make_buffer(case.case, world[group.rank()]) as buffer:
                 calls = Calls(case, buffer)
-                fakes = {}
+                fakes, sent = {}, None
                 for name in OPS:
                     with FakeTensorMode() as mode:
                         args = [
@@ -192,11 +203,11 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
                 for name in OPS:
                     args = list(calls.args[name])
                     if name == "ll_dispatch_recv":
-                        args[2] = handle
+                        args[2] = sent
                     result = getattr(ops, name).default(*args)
                     assert fakes[name] == _described(result), name
                     if name == "ll_dispatch_send":
-                        handle = result
+                        sent = result
 
     worlds = [ThreadGroup.make(2), ThreadGroup.make(2)]
     run_ranks(2, body)
@@ -238,8 +249,6 @@ def test_functionalization_keeps_and_orders_the_ops() -> None:
             ops.ll_combine_weights.default(*calls.args["ll_combine_weights"])
             return first
 
-        from torch._dynamo.backends.common import aot_autograd
-
         before = buffer.stats()
         compiled = torch.compile(program, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
         y = compiled(dispatch[2], combine[2])
@@ -251,11 +260,12 @@ def test_functionalization_keeps_and_orders_the_ops() -> None:
 
 
 def program_result(case: Expected) -> torch.Tensor:
-    """What combine gives in `Calls`: the bias first, over a float32 wire."""
-    bias = [(given.x.to(torch.bfloat16),) for given in case.inputs]
+    """What combine gives in `Calls`: the bias first, all in float32."""
+    bias = [(given.x.float(),) for given in case.inputs]
     return reference.combine(
         case.rows, case.results, case.inputs, num_experts=case.case.num_experts, layout=case.case.layout,
-        weights="dispatch", topk_idx=None, bias=bias, out_dtype=torch.bfloat16, wire_dtype=torch.float32, domain_size=None,
+        weights="dispatch", topk_idx=None, bias=bias, out_dtype=torch.float32, wire_dtype=torch.float32,
+        domain_size=None,
     )[0]  # fmt: skip
 
 

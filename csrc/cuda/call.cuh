@@ -17,20 +17,54 @@ struct BlockPosition {
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
 
-// A call begins with three loads at once: thread 0 asks for the epoch here, then all ask for what they send first, and
-// only then does begin_call() look at the epoch. Nobody uses a value that it has asked for in between.
-__device__ __forceinline__ uint64_t ask_for_epoch(const DeviceState* state, Kind kind) {
-  return threadIdx.x == 0 ? ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch) : 0;
+// A call begins with loads that nobody looks at yet: warp 0 of a block asks for the epoch and for every rank's credit,
+// all warps ask for what they send first. Only then does begin_call() look.
+struct Opening {
+  uint64_t last_epoch;
+  uint64_t credit;  // of rank `lane`
+};
+
+__device__ __forceinline__ const uint64_t* credit_of(const LlLayout& layout, const LsaPeers& peers, int source) {
+  return peers.local<uint64_t>(layout.signal(source));
+}
+
+template <class Params>
+__device__ __forceinline__ Opening open_call(const Params& p, const DeviceState* state, const LsaPeers& peers,
+                                             Kind kind) {
+  Opening opening{0, 0};
+  if (threadIdx.x >= 32) return opening;
+  opening.last_epoch = ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch);
+  if (threadIdx.x < p.layout.num_ranks) opening.credit = ptx::ld_acquire_sys(credit_of(p.layout, peers, threadIdx.x));
+  return opening;
+}
+
+// Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
+// acquire pairs with send_credits(); the barrier of the block hands it on.
+__device__ __forceinline__ void await_credits(const CallContext& call, const LlLayout& layout, const LsaPeers& peers,
+                                              const Opening& opening) {
+  for (int source = threadIdx.x; source < layout.num_ranks; source += 32) {
+    Patience patience;
+    uint64_t credit = source < 32 ? opening.credit : ptx::ld_acquire_sys(credit_of(layout, peers, source));
+    while (credit + 1 < call.epoch) {
+      if (patience.is_over(call, Phase::kArrivalSignal, source, call.epoch - 1, credit)) return;
+      credit = ptx::ld_acquire_sys(credit_of(layout, peers, source));
+    }
+  }
 }
 
 // The last block to have read the epoch moves it on, off the critical path; a sending half leaves that to its receiving
 // half. Ends with a barrier of the block.
 template <class Params>
-__device__ __forceinline__ CallContext begin_call(const Params& p, DeviceState* state, uint64_t last_epoch, int rank,
-                                                  Kind kind, BlockPosition at, bool advances) {
+__device__ __forceinline__ CallContext begin_call(const Params& p, DeviceState* state, const LsaPeers& peers,
+                                                  const Opening& opening, Kind kind, BlockPosition at, bool advances) {
   __shared__ uint64_t shared_epoch;
   const int k = static_cast<int>(kind);
-  if (threadIdx.x == 0) shared_epoch = last_epoch + 1;
+  if (threadIdx.x < 32) {
+    const uint64_t epoch = opening.last_epoch + 1;
+    const CallContext call{state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch)};
+    await_credits(call, p.layout, peers, opening);
+    if (threadIdx.x == 0) shared_epoch = epoch;
+  }
   __syncthreads();
   const uint64_t epoch = shared_epoch;
   if (threadIdx.x == 0 && advances) {
@@ -40,16 +74,24 @@ __device__ __forceinline__ CallContext begin_call(const Params& p, DeviceState* 
       ptx::st_relaxed_gpu(&state->epoch[k].epoch, epoch);
     }
   }
-  return {state, &p.call, kind, rank, epoch, tag_of(epoch), bank_of(epoch)};
+  return {state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch)};
 }
 
-// One warp sends the call record to every rank, itself included. Its system fence at the start of the kernel orders the
-// resets of earlier calls' banks before the record, and pairs with the acquire in check_records().
+// One warp sends the call record to every rank, itself included.
 __device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout, const LsaPeers& peers) {
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int peer = i / CallRecord::kWords, word = i % CallRecord::kWords;
     auto* record = peers.at<uint64_t>(peer, layout.record(context.bank, context.rank));
     ptx::st_relaxed_sys(record + word, tagged(context.call->word(word), context.tag));
+  }
+}
+
+// The same warp tells every rank that the banks of all earlier calls are empty here. The fence takes longer than a
+// message: nobody waits for a credit before the call after next, in await_credits().
+__device__ __forceinline__ void send_credits(const CallContext& context, const LlLayout& layout, const LsaPeers& peers) {
+  __threadfence_system();
+  for (int peer = lane_id(); peer < layout.num_ranks; peer += 32) {
+    ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.signal(context.rank)), context.epoch);
   }
 }
 
@@ -63,18 +105,17 @@ static __device__ __noinline__ void refuse_call(const CallContext context, const
   fail(context, Failure::kOtherCall, Phase::kCallRecord, source, 0, 0, theirs);
 }
 
-// One warp waits for the call records of all ranks and compares them with the own call: every rank is heard of in every
-// call, which is what two banks rest on.
+// One warp waits for the call records of all ranks and compares them with the own call.
 __device__ __forceinline__ void check_records(const CallContext& context, const LlLayout& layout,
                                               const LsaPeers& peers) {
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int source = i / CallRecord::kWords, word = i % CallRecord::kWords;
     const auto* record = peers.local<uint64_t>(layout.record(context.bank, source)) + word;
     Patience patience;
-    uint64_t seen = ptx::ld_acquire_sys(record);
+    uint64_t seen = ptx::ld_relaxed_sys(record);
     while (!is_tagged(seen, context.tag) &&
            !patience.is_over(context, Phase::kCallRecord, source, context.tag, seen >> 32)) {
-      seen = ptx::ld_acquire_sys(record);
+      seen = ptx::ld_relaxed_sys(record);
     }
     const bool differs = word < CallRecord::kComparedWords && is_tagged(seen, context.tag) &&
                          static_cast<uint32_t>(seen) != context.call->word(word);

@@ -42,12 +42,12 @@ void load_kernel(Kernel kernel, int shared_bytes) {
 }
 
 // Builds with EP_TUNING: a plan from the environment, for measuring variants: "blocks,warps,sender_blocks,sender_warps,
-// receiver_block0,receiver_warp0,steps".
+// receiver_block0,receiver_warp0,receiver_warps,steps".
 inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 #if defined(EP_TUNING)
   if (const char* text = std::getenv(variable)) {
-    std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.sender_blocks, &plan.sender_warps,
-                &plan.receiver_block0, &plan.receiver_warp0, &plan.steps);
+    std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.sender_blocks, &plan.sender_warps,
+                &plan.receiver_block0, &plan.receiver_warp0, &plan.receiver_warps, &plan.steps);
   }
 #endif
   return plan;

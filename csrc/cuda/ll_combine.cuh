@@ -125,11 +125,11 @@ struct CombineRole {
   int pieces;  // of a row
 
   __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
-  __device__ bool is_receiver() const { return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0; }
-  // The warp that greets the other ranks: the sender with the least to send.
-  __device__ bool is_greeter() const {
-    return at.block == plan.sender_blocks - 1 && warp == plan.sender_warps - 1;
+  __device__ bool is_receiver() const {
+    return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0 &&
+           warp < plan.receiver_warp0 + plan.receiver_warps;
   }
+  __device__ bool is_control() const { return at.block == 0 && warp == plan.warps - 1; }
   __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
   __device__ int receiver() const {
     return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
@@ -363,7 +363,7 @@ __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers
   ptx::wait_for_prerequisites();
 
   // The first unit's handle entries are on their way while the epoch is.
-  const uint64_t last_epoch = ask_for_epoch(state, Kind::kCombine);
+  const Opening opening = open_call(p, state, peers, Kind::kCombine);
   Terms send_terms{kNoRow, 1.0f}, own_terms{kNoRow, 1.0f};
   int id = -1, tokens = 0;
   const int first_hop = role.sends_to_itself() ? 0 : 1, homes = p.shape.num_ranks - first_hop;
@@ -374,24 +374,26 @@ __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers
       if (home >= p.shape.num_ranks) home -= p.shape.num_ranks;
       send_terms = load_terms(role, home, role.sender() / homes / role.pieces);
     }
-    if (role.is_greeter()) __threadfence_system();
   }
   if (receives(p.half) && role.is_receiver() && role.receiver() / role.pieces < p.num_tokens) {
     own_terms = load_terms(role, peers.rank, role.receiver() / role.pieces);
     id = load_own_id(role, role.receiver() / role.pieces);
   }
-  const CallContext call = begin_call(p, state, last_epoch, peers.rank, Kind::kCombine, at, receives(p.half));
+  const CallContext call = begin_call(p, state, peers, opening, Kind::kCombine, at, receives(p.half));
   stamp(Stamp::kEpochKnown, peers.rank);
   if (call.has_failed()) return;
 
   if (sends(p.half)) {
-    if (role.is_greeter()) send_records(call, p.layout, peers);
+    if (role.is_control()) {
+      send_records(call, p.layout, peers);
+      send_credits(call, p.layout, peers);
+    }
     if (p.weighting == Weighting::kHome) send_home_weights(role, call);
     if (role.is_sender()) send_partials<kIn, kWire, kCount>(role, call, send_terms, __reduce_max_sync(~0u, tokens));
     stamp(Stamp::kSent, peers.rank);
   }
   if (receives(p.half)) {
-    if (role.is_greeter()) check_records(call, p.layout, peers);
+    if (role.is_control()) check_records(call, p.layout, peers);
     if (role.is_receiver()) sum_tokens<kIn, kWire, kOut, kCount>(role, call, own_terms, id);
   }
   stamp(Stamp::kEnd, peers.rank);
@@ -403,16 +405,18 @@ __device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, co
                                              BlockPosition at) {
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const uint64_t last_epoch = ask_for_epoch(state, Kind::kCombine);
-  __threadfence_system();
-  const CallContext call = begin_call(p, state, last_epoch, peers.rank, Kind::kCombine, at, true);
+  const Opening opening = open_call(p, state, peers, Kind::kCombine);
+  const CallContext call = begin_call(p, state, peers, opening, Kind::kCombine, at, true);
   if (call.has_failed()) return;
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
   const int64_t thread = at.block * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(at.num_blocks) * blockDim.x;
-  const bool is_greeter = at.block == 0 && threadIdx.x < 32;
-  if (is_greeter) send_records(call, p.layout, peers);
+  const bool is_control = at.block == 0 && threadIdx.x < 32;
+  if (is_control) {
+    send_records(call, p.layout, peers);
+    send_credits(call, p.layout, peers);
+  }
   for (int64_t i = thread; i < static_cast<int64_t>(p.shape.num_ranks) * p.shape.max_tokens * topk; i += threads) {
     const int k = static_cast<int>(i % topk), slot = static_cast<int>(i / topk);
     const int home = slot / p.shape.max_tokens, token = slot % p.shape.max_tokens;
@@ -423,7 +427,7 @@ __device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, co
     auto* target = peers.at<uint64_t>(home, p.layout.weight(call.bank, peers.rank, token, k));
     ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), call.tag));
   }
-  if (is_greeter) check_records(call, p.layout, peers);
+  if (is_control) check_records(call, p.layout, peers);
   for (int64_t i = thread; i < static_cast<int64_t>(p.num_tokens) * topk; i += threads) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;

@@ -19,17 +19,17 @@ struct DispatchRole {
   int lane, warp;
 
   __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
-  __device__ bool is_receiver() const { return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0; }
-  // The warp that greets the other ranks: the sender with the least to send.
-  __device__ bool is_greeter() const {
-    return at.block == plan.sender_blocks - 1 && warp == plan.sender_warps - 1;
+  __device__ bool is_receiver() const {
+    return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0 &&
+           warp < plan.receiver_warp0 + plan.receiver_warps;
   }
+  __device__ bool is_control() const { return at.block == 0 && warp == plan.warps - 1; }
   __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
   __device__ int receiver() const {
     return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
   }
   __device__ int receiving_thread() const { return threadIdx.x - plan.receiver_warp0 * 32; }
-  __device__ int receiving_threads() const { return (plan.warps - plan.receiver_warp0) * 32; }
+  __device__ int receiving_threads() const { return plan.receiver_warps * 32; }
   // Own rows of a whole operation never enter the window; a staged one sends them to itself.
   __device__ bool sends_to_itself() const { return p.half == Half::kSend; }
 };
@@ -351,7 +351,7 @@ __device__ __forceinline__ void dispatch(const LlDispatchParams& p, const LsaPee
   ptx::wait_for_prerequisites();
 
   // What a warp sends first is on its way while the epoch is.
-  const uint64_t last_epoch = ask_for_epoch(state, Kind::kDispatch);
+  const Opening opening = open_call(p, state, peers, Kind::kDispatch);
   Raw<kPayload, kSteps> raw;
   int64_t row_id = -1, routing_id = -1;
   float weight = 1.0f;
@@ -366,19 +366,21 @@ __device__ __forceinline__ void dispatch(const LlDispatchParams& p, const LsaPee
       row_id = own_id(role, unit / pieces);
       raw.load(p, row, unit / pieces, unit % pieces, role.lane);
     }
-    if (role.is_greeter()) __threadfence_system();
   }
-  const CallContext call = begin_call(p, state, last_epoch, peers.rank, Kind::kDispatch, at, receives(p.half));
+  const CallContext call = begin_call(p, state, peers, opening, Kind::kDispatch, at, receives(p.half));
   stamp(Stamp::kEpochKnown, peers.rank);
   if (call.has_failed()) return store_nothing(role);
 
   if (sends(p.half)) {
-    if (role.is_greeter()) send_records(call, p.layout, peers);
+    if (role.is_control()) {
+      send_records(call, p.layout, peers);
+      send_credits(call, p.layout, peers);
+    }
     send_all_routing(role, call, routing_id, weight);
     if (role.is_sender()) send_rows<kPayload, kType, kSteps>(role, call, row, raw, row_id);
     stamp(Stamp::kSent, peers.rank);
   }
-  if (receives(p.half) && role.is_greeter()) check_records(call, p.layout, peers);
+  if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers);
   if (receives(p.half) && role.is_receiver()) receive<kPayload, kType, kSteps>(role, call, row, places);
   stamp(Stamp::kEnd, peers.rank);
 }

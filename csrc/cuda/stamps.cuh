@@ -11,6 +11,7 @@ namespace ep {
 
 enum class Stamp : int { kStart, kEpochKnown, kSent, kRoutingKnown, kOwnDone, kEnd, kCount };
 
+// Everything here is one per translation unit, hence one per kind of kernel.
 #if defined(EP_STAMPS)
 constexpr int kStamps = static_cast<int>(Stamp::kCount);
 constexpr int kStampWarps = 132 * 32;
@@ -23,7 +24,7 @@ __device__ __forceinline__ void stamp(Stamp phase, int rank) {
   stamp_times[static_cast<int>(phase)][warp] = ptx::global_timer_ns();
 }
 
-inline std::vector<std::vector<uint64_t>> read_stamps() {
+static inline std::vector<std::vector<uint64_t>> read_stamps() {
   static uint64_t times[kStamps][kStampWarps], zeros[kStamps][kStampWarps];
   EP_CUDA(cudaMemcpyFromSymbol(times, stamp_times, sizeof times));
   EP_CUDA(cudaMemcpyToSymbol(stamp_times, zeros, sizeof zeros));
@@ -40,7 +41,7 @@ inline std::vector<std::vector<uint64_t>> read_stamps() {
 }
 #else
 __device__ __forceinline__ void stamp(Stamp, int) {}
-inline std::vector<std::vector<uint64_t>> read_stamps() { return {}; }
+static inline std::vector<std::vector<uint64_t>> read_stamps() { return {}; }
 #endif
 
 }  // namespace ep

@@ -1,13 +1,13 @@
 /* nccl_ep.h: expert-parallel dispatch and combine, in C.
  *
- * A group is one rank's part of a world of ranks. A handle holds the routing of one dispatch: which tokens went to which
- * expert. ncclEpDispatch sends every token to the ranks of its experts, ncclEpCombine brings the experts' rows home.
- * docs/c_api.md compares this API with that of NCCL EP; docs/semantics.md says what the operations promise.
+ * A group is one rank's part of a world of ranks. A handle holds the routing of one dispatch: which tokens went to
+ * which expert. ncclEpDispatch sends every token to the ranks of its experts, ncclEpCombine brings the experts' rows
+ * home. docs/c_api.md compares this API with that of NCCL EP; docs/semantics.md says what the operations promise.
  *
  * Every struct begins with size, magic and version, and is filled by its NCCL_EP_*_INIT macro:
  *     ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
- * Structs only grow at their end. A smaller struct (of an older header) is served, its missing fields are as INIT leaves
- * them; a larger one is served if what this library does not know is zero, and refused otherwise.
+ * Structs only grow at their end. A smaller struct (of an older header) is served, its missing fields are as INIT
+ * leaves them; a larger one is served if what this library does not know is zero, and refused otherwise.
  *
  * Every function but the two that return text returns a result and never throws, exits or aborts; ncclEpGetLastError()
  * has the sentence with the values. A refused call has changed nothing. A group and its handles may be used by one
@@ -57,8 +57,9 @@ typedef int32_t ncclEpAlgorithm_t;
 enum { NCCL_EP_ALGORITHM_AUTO = 0, NCCL_EP_ALGORITHM_LOW_LATENCY = 1, NCCL_EP_ALGORITHM_HIGH_THROUGHPUT = 2 };
 
 /* What is received. R ranks, L experts on a rank, M max_tokens, K top-k, H elements of a row.
- * expert_major: [L, capacity, H]. packed: [capacity, H], expert after expert, each start a multiple of expert_alignment.
- * rank_major: [R, M, H]. flat: [capacity, H], by (source rank, token); one row for all the experts here of a token. */
+ * expert_major: [L, capacity, H]. packed: [capacity, H], expert after expert, each start a multiple of
+ * expert_alignment. rank_major: [R, M, H]. flat: [capacity, H], by (source rank, token); one row for all the experts
+ * here of a token. */
 typedef int32_t ncclEpLayout_t;
 enum {
   NCCL_EP_LAYOUT_UNSET = 0,
@@ -86,8 +87,8 @@ enum {
   NCCL_EP_FLOAT8_E5M2 = 11
 };
 
-/* What dispatch does to bf16 or fp16 rows: e4m3 with a scale for 128 elements, amax / 448 as fp32, the same rounded up to
- * a power of two, or the exponents of that, four in an int32. */
+/* What dispatch does to bf16 or fp16 rows: e4m3 with a scale for 128 elements, amax / 448 as fp32, the same rounded up
+ * to a power of two, or the exponents of that, four in an int32. */
 typedef int32_t ncclEpQuant_t;
 enum { NCCL_EP_QUANT_NONE = 0, NCCL_EP_QUANT_FP8 = 1, NCCL_EP_QUANT_FP8_ROUNDED = 2, NCCL_EP_QUANT_FP8_UE8M0 = 3 };
 
@@ -128,8 +129,10 @@ typedef struct {
   int64_t sizes[NCCL_EP_MAX_DIMS];
   int64_t strides[NCCL_EP_MAX_DIMS];
 } ncclEpTensor_t;
-#define NCCL_EP_TENSOR_INIT \
-  { NCCL_EP_HEAD(ncclEpTensor_t), 0, NCCL_EP_DTYPE_AUTO, NULL, {0, 0, 0, 0}, {0, 0, 0, 0} }
+#define NCCL_EP_TENSOR_INIT                                                                 \
+  {                                                                                         \
+    NCCL_EP_HEAD(ncclEpTensor_t), 0, NCCL_EP_DTYPE_AUTO, NULL, {0, 0, 0, 0}, { 0, 0, 0, 0 } \
+  }
 
 NCCL_EP_API ncclEpResult_t ncclEpTensorBytes(const ncclEpTensor_t* tensor, size_t* bytes); /* of a contiguous one */
 
@@ -149,10 +152,10 @@ typedef struct {
   int32_t num_experts;
   int32_t max_tokens; /* that a rank dispatches at once */
   int32_t topk;
-  int32_t domain_size;           /* claimed topology: ranks that share memory, consecutive ones. 0: all */
-  size_t max_token_bytes;        /* of a dispatched row; with scales of the caller's, row plus scales, rounded up to 16 */
-  size_t max_combine_row_bytes;  /* of a row on its way home, H times the wire type's size. 0: as max_token_bytes */
-  uint64_t timeout_ns;           /* of every wait for another rank. 0: 100 s */
+  int32_t domain_size;    /* claimed topology: ranks that share memory, consecutive ones. 0: all */
+  size_t max_token_bytes; /* of a dispatched row; with scales of the caller's, row plus scales, rounded up to 16 */
+  size_t max_combine_row_bytes; /* of a row on its way home, H times the wire type's size. 0: as max_token_bytes */
+  uint64_t timeout_ns;          /* of every wait for another rank. 0: 100 s */
   ncclEpOverflowPolicy_t overflow_policy;
   int32_t max_num_sms; /* of an operation that names none. 0: the library's choice */
 } ncclEpGroupConfig_t;
@@ -184,8 +187,8 @@ typedef struct {
   size_t size;
   uint32_t magic, version;
   int32_t rank, num_ranks, domain_size;
-  ncclEpAlgorithm_t algorithm; /* that was taken */
-  uint64_t window_bytes;       /* of memory that the ranks share */
+  ncclEpAlgorithm_t algorithm;           /* that was taken */
+  uint64_t window_bytes;                 /* of memory that the ranks share */
   uint64_t num_dispatches, num_combines; /* that were finished */
   uint64_t dropped_rows;
 } ncclEpGroupInfo_t;
@@ -216,8 +219,8 @@ NCCL_EP_API ncclEpResult_t ncclEpHandleMemSize(ncclEpGroup_t group, const ncclEp
  * library allocates it. */
 NCCL_EP_API ncclEpResult_t ncclEpInitHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
                                             const ncclEpHandleConfig_t* config, void* handle_mem);
-/* The expert ids of the next dispatches: [T, K] int64 or int32, T up to max_tokens, -1 for no choice. Stores the address
- * only: the ids are read by ncclEpDispatch. An id out of range counts as -1, and ncclEpCheck tells. */
+/* The expert ids of the next dispatches: [T, K] int64 or int32, T up to max_tokens, -1 for no choice. Stores the
+ * address only: the ids are read by ncclEpDispatch. An id out of range counts as -1, and ncclEpCheck tells. */
 NCCL_EP_API ncclEpResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t* topk_idx);
 /* ncclEpInitHandle and ncclEpUpdateHandle. */
 NCCL_EP_API ncclEpResult_t ncclEpCreateHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
@@ -233,7 +236,7 @@ typedef struct {
   uint32_t magic, version;
   const ncclEpTensor_t* tokens;       /* [T, H], aligned and rows a multiple of 16 bytes */
   const ncclEpTensor_t* topk_weights; /* [T, K] float32. Null: ones */
-  const ncclEpTensor_t* scales;       /* [T, S] of rows that the caller has quantised, any type and strides. Null: none */
+  const ncclEpTensor_t* scales; /* [T, S] of rows that the caller has quantised, any type and strides. Null: none */
 } ncclEpDispatchInputs_t;
 #define NCCL_EP_DISPATCH_INPUTS_INIT \
   { NCCL_EP_HEAD(ncclEpDispatchInputs_t), NULL, NULL, NULL }
@@ -254,11 +257,11 @@ typedef struct {
   { NCCL_EP_HEAD(ncclEpDispatchOutputs_t), NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Where things begin in info. num_bins: L in the expert layouts, R in the others. */
-#define NCCL_EP_INFO_COUNTS(num_bins) 0                    /* [bins] rows in the tensor */
-#define NCCL_EP_INFO_DEMAND(num_bins) (num_bins)           /* [bins] rows that there would be without a capacity */
-#define NCCL_EP_INFO_OVERFLOW(num_bins) (2 * (num_bins))   /* [1] rows that were dropped */
-#define NCCL_EP_INFO_TOTAL(num_bins) (2 * (num_bins) + 1)  /* [1] sum of the counts */
-#define NCCL_EP_INFO_OFFSETS(num_bins) (2 * (num_bins) + 2) /* packed: [L + 1] first row of each expert, and the end */
+#define NCCL_EP_INFO_COUNTS(num_bins) 0                     /* [bins] rows in the tensor */
+#define NCCL_EP_INFO_DEMAND(num_bins) (num_bins)            /* [bins] rows that there would be without a capacity */
+#define NCCL_EP_INFO_OVERFLOW(num_bins) (2 * (num_bins))    /* [1] rows that were dropped */
+#define NCCL_EP_INFO_TOTAL(num_bins) (2 * (num_bins) + 1)   /* [1] sum of the counts */
+#define NCCL_EP_INFO_OFFSETS(num_bins) (2 * (num_bins) + 2) /* packed: [L + 1] starts of the experts, and the end */
 
 typedef struct {
   size_t size;

@@ -28,26 +28,27 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
   LlPlan plan;
   const int row_steps = ceil_div(sizes.wire_bytes, kStepBytes);
   plan.blocks = num_sms;
-  plan.warps = 16;
   if (sizes.num_tokens <= 16 || num_sms < 4) {
     // Little to send: every block does both, and the pieces are small.
     plan.sender_blocks = plan.blocks;
-    plan.sender_warps = plan.receiver_warp0 = 8;
+    plan.sender_warps = plan.receiver_warp0 = plan.receiver_warps = 8;
+    plan.warps = 17;
     plan.steps = 2;
     return plan;
   }
+  plan.warps = plan.receiver_warps = 16;
   plan.steps = fitting_steps(row_steps, sizes.is_heavy ? 2 : sizes.num_tokens <= 48 ? 4 : 7);
-  plan.sender_warps = sizes.is_heavy || sizes.num_tokens <= 48 ? 8 : 4;
-  plan.sender_blocks = plan.receiver_block0 = sender_share(plan.blocks, sizes.is_heavy ? 28 : 32);
-  if (sizes.is_heavy && plan.steps == 2) plan.warps = 20;
+  plan.sender_warps = sizes.is_heavy && sizes.num_tokens > 48 ? 8 : 4;
+  plan.sender_blocks = plan.receiver_block0 =
+      sender_share(plan.blocks, sizes.is_heavy ? 20 : sizes.num_tokens <= 48 ? 16 : 32);
   return plan;
 }
 
 LlPlan plan_combine(int, int num_sms) {
   LlPlan plan;
   plan.blocks = plan.sender_blocks = num_sms;
-  plan.warps = 16;
-  plan.sender_warps = plan.receiver_warp0 = plan.warps / 2;
+  plan.sender_warps = plan.receiver_warp0 = plan.receiver_warps = 8;
+  plan.warps = 17;
   return plan;
 }
 

@@ -12,22 +12,23 @@ namespace ep {
 constexpr int kLaneBytes = 16;
 constexpr int kStepBytes = 32 * kLaneBytes;  // what a warp moves with one instruction
 
-// Warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role.
+// Warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role. The last warp of block 0 has
+// no other role than control: it greets the other ranks and listens to them.
 struct LlPlan {
   int blocks = 1;
-  int warps = 1;            // of a block
+  int warps = 2;            // of a block
   int sender_blocks = 1;    // blocks [0, sender_blocks) send with warps [0, sender_warps)
   int sender_warps = 1;
-  int receiver_block0 = 0;  // blocks [receiver_block0, blocks) receive with warps [receiver_warp0, warps)
+  int receiver_block0 = 0;  // blocks [receiver_block0, blocks) receive with warps [receiver_warp0, + receiver_warps)
   int receiver_warp0 = 0;
-  int steps = 1;            // steps of a piece: the unit of work of a warp
-  bool bulk = false;        // rows leave by bulk stores instead of 16-byte stores
-  bool pdl = false;         // programmatic dependent launch
+  int receiver_warps = 1;
+  int steps = 1;     // steps of a piece: the unit of work of a warp
+  bool pdl = false;  // programmatic dependent launch
 
   EP_HD int threads() const { return warps * 32; }
   EP_HD int senders() const { return sender_blocks * sender_warps; }
   EP_HD int receiver_blocks() const { return blocks - receiver_block0; }
-  EP_HD int receivers() const { return receiver_blocks() * (warps - receiver_warp0); }
+  EP_HD int receivers() const { return receiver_blocks() * receiver_warps; }
 };
 
 struct LlDispatchSizes {
