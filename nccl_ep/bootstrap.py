@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from .errors import TimeoutError
 
@@ -47,7 +48,7 @@ class ProcessGroupRendezvous:
         store = dist.distributed_c10d._get_process_group_store(group)
         # Buffers of one group are made in the same order everywhere, so that the number agrees between the ranks.
         count = _instances.setdefault(group, itertools.count())
-        self._store = dist.PrefixStore(f"nccl_ep/{group.group_name}/{next(count)}", store)
+        self._store = PrefixStore(f"nccl_ep/{group.group_name}/{next(count)}", store)
         self._rounds = itertools.count()
 
     def rank(self) -> int:
@@ -58,7 +59,7 @@ class ProcessGroupRendezvous:
 
     def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
         prefix = next(self._rounds)
-        self._store.set(f"{prefix}/{self._rank}", mine)
+        self._store.set(f"{prefix}/{self._rank}", mine)  # type: ignore[arg-type]  # bytes are taken, the stub forgot them
         deadline = time.monotonic() + timeout
         texts = []
         for rank in range(self._size):
@@ -108,5 +109,6 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
     if isinstance(group, Rendezvous):
         return group
     raise TypeError(
-        f"group is a {type(group).__name__}: must be a torch process group, None, or have rank(), size() and allgather()"
+        f"group is a {type(group).__name__}: must be a torch process group, None, or an object with rank(), size() and "
+        "allgather()"
     )

@@ -163,6 +163,7 @@ class Buffer:
 
     def set_timeout(self, seconds: float) -> None:
         """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive."""
+        self.require_usable()
         self.runtime.set_timeout(seconds)
 
     def stats(self) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
 from .handle import Layout, Quant
 
 Tensors = tuple[torch.Tensor, ...]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _row_shape(layout: int, ranks: int, experts: int, max_tokens: int, capacity: int, last: list[int]) -> list[int]:
@@ -66,7 +68,12 @@ def _new_handle(x: torch.Tensor, buffer: str, topk_idx: torch.Tensor, max_tokens
     return x.new_empty([size], dtype=torch.int32)
 
 
-@torch.library.register_fake("nccl_ep::ll_dispatch")
+def _fake(op: str) -> Callable[[F], F]:
+    """``torch.library.register_fake``, which has no annotations, with some."""
+    return cast(Callable[[F], F], torch.library.register_fake(f"nccl_ep::{op}"))
+
+
+@_fake("ll_dispatch")
 def _(
     buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, layout: int, capacity: int, alignment: int,
@@ -80,12 +87,12 @@ def _(
     return (*outputs, _new_handle(x, buffer, topk_idx, max_tokens, layout))
 
 
-@torch.library.register_fake("nccl_ep::ll_dispatch_out")
+@_fake("ll_dispatch_out")
 def _(*args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("nccl_ep::ll_dispatch_send")
+@_fake("ll_dispatch_send")
 def _(
     buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, layout: int, *config: Any,
@@ -93,7 +100,7 @@ def _(
     return _new_handle(x, buffer, topk_idx, max_tokens, layout)
 
 
-@torch.library.register_fake("nccl_ep::ll_dispatch_recv")
+@_fake("ll_dispatch_recv")
 def _(
     buffer: str, seq: torch.Tensor, handle: torch.Tensor, dtype: torch.dtype, hidden: int, num_scales: int,
     scale_dtype: torch.dtype, num_tokens: int, topk: int, is_idx64: bool, num_experts: int, max_tokens: int,
@@ -105,7 +112,7 @@ def _(
     )  # fmt: skip
 
 
-@torch.library.register_fake("nccl_ep::ll_combine")
+@_fake("ll_combine")
 def _(
     buffer: str, seq: torch.Tensor, rows: torch.Tensor, handle: torch.Tensor, weights: torch.Tensor | None,
     topk_idx: torch.Tensor | None, biases: list[torch.Tensor], num_tokens: int, topk: int, num_experts: int,
@@ -115,17 +122,17 @@ def _(
     return rows.new_empty([num_tokens, rows.shape[-1]], dtype=out_dtype)
 
 
-@torch.library.register_fake("nccl_ep::ll_combine_out")
+@_fake("ll_combine_out")
 def _(*args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("nccl_ep::ll_combine_send")
+@_fake("ll_combine_send")
 def _(*args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("nccl_ep::ll_combine_recv")
+@_fake("ll_combine_recv")
 def _(
     buffer: str, seq: torch.Tensor, handle: torch.Tensor, biases: list[torch.Tensor], rows_dtype: torch.dtype,
     hidden: int, num_tokens: int, topk: int, num_experts: int, max_tokens: int, layout: int, capacity: int,
@@ -134,7 +141,7 @@ def _(
     return handle.new_empty([num_tokens, hidden], dtype=out_dtype)
 
 
-@torch.library.register_fake("nccl_ep::ll_combine_weights")
+@_fake("ll_combine_weights")
 def _(
     buffer: str, seq: torch.Tensor, values: torch.Tensor, handle: torch.Tensor, num_tokens: int, topk: int,
     num_experts: int, max_tokens: int, layout: int, capacity: int,

@@ -14,7 +14,7 @@ def faults(path: Path, text: str) -> list[str]:
     name = path.relative_to(CSRC).as_posix()
     folder = name.split("/")[0]
     device = path.suffix in (".cu", ".cuh")
-    sees_cuda = device or folder in ("cuda", "torch") or path.name.startswith("nccl_")
+    sees_cuda = device or folder in ("cuda", "torch") or path.name.startswith(("nccl_", "check_cuda."))
     found = []
 
     for header in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.MULTILINE):

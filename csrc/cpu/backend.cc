@@ -14,7 +14,8 @@ class CpuBackend : public Backend {
   CpuBackend(std::unique_ptr<Transport> transport, double timeout_seconds) : transport_(std::move(transport)) {
     state_.timeout_seconds = timeout_seconds;
     const size_t num_ranks = transport_->topology().num_ranks;
-    state_.wire = {std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks)};
+    state_.wire = {std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks),
+                   std::vector<uint64_t>(num_ranks)};
   }
 
   const char* name() const override { return "cpu"; }

@@ -21,6 +21,7 @@ __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
 // all warps ask for what they send first. Only then does begin_call() look.
 struct Opening {
   uint64_t last_epoch;
+  uint32_t has_failed;
   uint64_t credit;  // of rank `lane`
 };
 
@@ -31,9 +32,10 @@ __device__ __forceinline__ const uint64_t* credit_of(const LlLayout& layout, con
 template <class Params>
 __device__ __forceinline__ Opening open_call(const Params& p, const DeviceState* state, const LsaPeers& peers,
                                              Kind kind) {
-  Opening opening{0, 0};
+  Opening opening{0, 0, 0};
   if (threadIdx.x >= 32) return opening;
   opening.last_epoch = ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch);
+  opening.has_failed = ptx::ld_relaxed_gpu(&state->fate.has_failed);
   if (threadIdx.x < p.layout.num_ranks) opening.credit = ptx::ld_acquire_sys(credit_of(p.layout, peers, threadIdx.x));
   return opening;
 }
@@ -41,44 +43,45 @@ __device__ __forceinline__ Opening open_call(const Params& p, const DeviceState*
 // Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
 // acquire pairs with send_credits(); the barrier of the block hands it on.
 __device__ __forceinline__ void await_credits(const CallContext& call, const LlLayout& layout, const LsaPeers& peers,
-                                              const Opening& opening) {
+                                              uint64_t last_epoch, uint64_t credit) {
+#pragma unroll 1
   for (int source = threadIdx.x; source < layout.num_ranks; source += 32) {
+    if (source >= 32) credit = ptx::ld_acquire_sys(credit_of(layout, peers, source));
     Patience patience;
-    uint64_t credit = source < 32 ? opening.credit : ptx::ld_acquire_sys(credit_of(layout, peers, source));
-    while (credit + 1 < call.epoch) {
-      if (patience.is_over(call, Phase::kArrivalSignal, source, call.epoch - 1, credit)) return;
+    while (credit < last_epoch) {
+      if (patience.is_over(call, Phase::kArrivalSignal, source, last_epoch, credit)) return;
       credit = ptx::ld_acquire_sys(credit_of(layout, peers, source));
     }
   }
 }
 
-// The last block to have read the epoch moves it on, off the critical path; a sending half leaves that to its receiving
-// half. Ends with a barrier of the block.
+// Fills the block's context. The last block to have read the epoch moves it on, off the critical path; a sending half
+// leaves that to its receiving half. Ends with a barrier of the block.
 template <class Params>
-__device__ __forceinline__ CallContext begin_call(const Params& p, DeviceState* state, const LsaPeers& peers,
-                                                  const Opening& opening, Kind kind, BlockPosition at, bool advances) {
-  __shared__ uint64_t shared_epoch;
-  const int k = static_cast<int>(kind);
+__device__ __forceinline__ void begin_call(CallContext& call, const Params& p, DeviceState* state,
+                                           const LsaPeers& peers, const Opening& opening, Kind kind, BlockPosition at,
+                                           bool advances) {
+  const uint64_t epoch = opening.last_epoch + 1;
   if (threadIdx.x < 32) {
-    const uint64_t epoch = opening.last_epoch + 1;
-    const CallContext call{state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch)};
-    await_credits(call, p.layout, peers, opening);
-    if (threadIdx.x == 0) shared_epoch = epoch;
+    if (threadIdx.x == 0) {
+      call = {state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch), opening.has_failed != 0};
+    }
+    __syncwarp();
+    await_credits(call, p.layout, peers, opening.last_epoch, opening.credit);
   }
   __syncthreads();
-  const uint64_t epoch = shared_epoch;
-  if (threadIdx.x == 0 && advances) {
-    TicketLine& ticket = state->ticket[k];
-    if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
-      ptx::st_relaxed_gpu(&ticket.started, 0u);
-      ptx::st_relaxed_gpu(&state->epoch[k].epoch, epoch);
-    }
+  if (threadIdx.x != 0 || !advances) return;
+  const int k = static_cast<int>(kind);
+  TicketLine& ticket = state->ticket[k];
+  if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
+    ptx::st_relaxed_gpu(&ticket.started, 0u);
+    ptx::st_relaxed_gpu(&state->epoch[k].epoch, epoch);
   }
-  return {state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch)};
 }
 
 // One warp sends the call record to every rank, itself included.
 __device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout, const LsaPeers& peers) {
+#pragma unroll 1
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int peer = i / CallRecord::kWords, word = i % CallRecord::kWords;
     auto* record = peers.at<uint64_t>(peer, layout.record(context.bank, context.rank));
@@ -90,12 +93,13 @@ __device__ __forceinline__ void send_records(const CallContext& context, const L
 // message: nobody waits for a credit before the call after next, in await_credits().
 __device__ __forceinline__ void send_credits(const CallContext& context, const LlLayout& layout, const LsaPeers& peers) {
   __threadfence_system();
+#pragma unroll 1
   for (int peer = lane_id(); peer < layout.num_ranks; peer += 32) {
     ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.signal(context.rank)), context.epoch);
   }
 }
 
-static __device__ __noinline__ void refuse_call(const CallContext context, const LlLayout& layout, const LsaPeers& peers,
+static __device__ __noinline__ void refuse_call(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
                                                 int source) {
   CallRecord theirs;
   const auto* record = peers.local<uint64_t>(layout.record(context.bank, source));
@@ -108,6 +112,7 @@ static __device__ __noinline__ void refuse_call(const CallContext context, const
 // One warp waits for the call records of all ranks and compares them with the own call.
 __device__ __forceinline__ void check_records(const CallContext& context, const LlLayout& layout,
                                               const LsaPeers& peers) {
+#pragma unroll 1
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int source = i / CallRecord::kWords, word = i % CallRecord::kWords;
     const auto* record = peers.local<uint64_t>(layout.record(context.bank, source)) + word;
@@ -162,6 +167,7 @@ __device__ __forceinline__ void send_routing(const CallContext& context, const L
   const int word_index = is_byte ? lane >> 2 : lane >> 1;
   const bool stores = (is_byte ? (lane & 3) : (lane & 1)) == 0 && word_index < layout.ids.words();
   int peer = peers.rank;
+#pragma unroll 1
   for (int hop = 0; hop < layout.num_ranks; hop++) {
     uint32_t word = (choice.rank == peer ? static_cast<uint32_t>(choice.expert) : layout.ids.none()) << in_word;
     word |= __shfl_xor_sync(~0u, word, 1);

@@ -2,7 +2,7 @@
 // another thread.
 #pragma once
 
-#include "cuda/check_cuda.h"
+#include "transport/check_cuda.h"
 
 namespace ep {
 

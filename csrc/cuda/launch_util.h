@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include "cuda/check_cuda.h"
 #include "cuda/launch.h"
+#include "transport/check_cuda.h"
 
 namespace ep {
 

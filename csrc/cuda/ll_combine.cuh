@@ -144,19 +144,20 @@ struct Terms {
 };
 
 // Weights that the home rank sends for this combine come with ids that say which choices count.
-__device__ __forceinline__ void await_home_weight(const CombineRole& role, const CallContext& call, int home, int token,
-                                                  Terms& terms) {
-  const LlLayout& layout = role.p.layout;
-  if (terms.row == kNoRow) return;
+static __device__ __noinline__ Terms await_home_weight(const LlLayout& layout, const LsaPeers& peers,
+                                                       const CallContext& call, int home, int token, Terms terms) {
+  if (terms.row == kNoRow) return terms;
+  const int lane = lane_id();
   const int per_word = layout.ids.per_word();
-  const auto* ids = role.peers.local<uint64_t>(layout.id_words(call.bank, home, token));
-  const uint32_t word = await_word(call, ids + role.lane / per_word, Phase::kWeights, home);
-  if (layout.ids.get(word, role.lane % per_word) == layout.ids.none()) {
+  const auto* ids = peers.local<uint64_t>(layout.id_words(call.bank, home, token));
+  const uint32_t word = await_word(call, ids + lane / per_word, Phase::kWeights, home);
+  if (layout.ids.get(word, lane % per_word) == layout.ids.none()) {
     terms.row = kDroppedRow;
-    return;
+    return terms;
   }
-  const auto* weight = role.peers.local<uint64_t>(layout.weight(call.bank, home, token, role.lane));
+  const auto* weight = peers.local<uint64_t>(layout.weight(call.bank, home, token, lane));
   terms.weight = __uint_as_float(await_word(call, weight, Phase::kWeights, home));
+  return terms;
 }
 
 __device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, int token) {
@@ -179,6 +180,7 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
 #pragma unroll
   for (int i = 0; i < kCount; i++) sum[i] = nothing;
   const int64_t row_bytes = static_cast<int64_t>(role.p.hidden) * size_of(kIn);
+#pragma unroll 1
   while (mask != 0) {
     Numbers<kIn, kCount> numbers[kBatch];
     unsigned rest = mask;
@@ -214,6 +216,7 @@ __device__ __forceinline__ void send_partials(const CombineRole& role, const Cal
     const int home = role.peers.rank + first_hop + unit % homes;
     return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
   };
+#pragma unroll 1
   for (int unit = role.sender(); unit < units; unit += step) {
     const int home = home_of(unit), token = unit / homes / role.pieces, piece = unit / homes % role.pieces;
     Terms now = terms;
@@ -221,7 +224,7 @@ __device__ __forceinline__ void send_partials(const CombineRole& role, const Cal
     if (next < units) terms = load_terms(role, home_of(next), next / homes / role.pieces);
     if (token >= __ldg(p.handle.tokens + home)) continue;
     if (!__any_sync(~0u, now.row != kNoRow)) continue;
-    if (p.weighting == Weighting::kHome) await_home_weight(role, call, home, token, now);
+    if (p.weighting == Weighting::kHome) now = await_home_weight(p.layout, role.peers, call, home, token, now);
     const int lane_index = piece * 32 + role.lane;
     const bool is_inside = lane_index * kCount < p.hidden;
     float sum[kCount];
@@ -242,6 +245,8 @@ __device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, i
   const bool has_bias = p.bias[0] != nullptr || p.bias[1] != nullptr;
 #pragma unroll
   for (int i = 0; i < kCount; i++) sum[i] = has_terms || has_bias ? kNothingYet : 0.0f;
+  if (!has_bias) return;
+#pragma unroll 1
   for (const void* bias : p.bias) {
     if (bias == nullptr || !is_inside) continue;
     Numbers<kOut, kCount> numbers;
@@ -262,7 +267,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   Numbers<kWire, kCount> own;
   if (own_is_local) {
     Terms terms = own_terms;
-    if (p.weighting == Weighting::kHome) await_home_weight(role, call, rank, token, terms);
+    if (p.weighting == Weighting::kHome) terms = await_home_weight(p.layout, role.peers, call, rank, token, terms);
     float sum[kCount];
     partial_sum<kIn>(role, terms, lane_index, is_inside, sum);
     own.from(sum);
@@ -271,6 +276,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   float total[kCount];
   begin_sum<kOut>(p, token, lane_index, is_inside, mask != 0, total);
   Patience patience;
+#pragma unroll 1
   while (mask != 0) {
     int ranks[kBatch];
     Numbers<kWire, kCount> numbers[kBatch];
@@ -321,6 +327,7 @@ __device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
 template <DType kIn, DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call, Terms terms, int id) {
   const int units = role.p.num_tokens * role.pieces, step = role.plan.receivers();
+#pragma unroll 1
   for (int unit = role.receiver(); unit < units; unit += step) {
     const Terms now = terms;
     const int now_id = id, next = unit + step;
@@ -336,7 +343,7 @@ __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallCo
 
 // ---- Weights of the home rank: every warp of the grid takes some tokens.
 
-__device__ __forceinline__ void send_home_weights(const CombineRole& role, const CallContext& call) {
+static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call) {
   const LlCombineParams& p = role.p;
   const int step = role.at.num_blocks * role.plan.warps;
   for (int token = role.warp * role.at.num_blocks + role.at.block; token < p.num_tokens; token += step) {
@@ -368,6 +375,7 @@ __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers
   int id = -1, tokens = 0;
   const int first_hop = role.sends_to_itself() ? 0 : 1, homes = p.shape.num_ranks - first_hop;
   if (sends(p.half) && role.is_sender()) {
+#pragma unroll 1
     for (int r = role.lane; r < p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(p.handle.tokens + r));
     if (homes > 0 && role.sender() / homes / role.pieces < p.shape.max_tokens) {
       int home = peers.rank + first_hop + role.sender() % homes;
@@ -379,9 +387,10 @@ __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers
     own_terms = load_terms(role, peers.rank, role.receiver() / role.pieces);
     id = load_own_id(role, role.receiver() / role.pieces);
   }
-  const CallContext call = begin_call(p, state, peers, opening, Kind::kCombine, at, receives(p.half));
+  __shared__ CallContext call;
+  begin_call(call, p, state, peers, opening, Kind::kCombine, at, receives(p.half));
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (call.has_failed()) return;
+  if (call.begins_failed) return;
 
   if (sends(p.half)) {
     if (role.is_control()) {
@@ -406,8 +415,9 @@ __device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, co
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
   const Opening opening = open_call(p, state, peers, Kind::kCombine);
-  const CallContext call = begin_call(p, state, peers, opening, Kind::kCombine, at, true);
-  if (call.has_failed()) return;
+  __shared__ CallContext call;
+  begin_call(call, p, state, peers, opening, Kind::kCombine, at, true);
+  if (call.begins_failed) return;
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
   const int64_t thread = at.block * static_cast<int64_t>(blockDim.x) + threadIdx.x;

@@ -71,6 +71,7 @@ __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const
   const LlDispatchParams& p = role.p;
   const int step = role.at.num_blocks * role.plan.warps;
   const int first = role.warp * role.at.num_blocks + role.at.block;
+#pragma unroll 1
   for (int token = first; token < p.num_tokens; token += step) {
     const Choice choice = choice_of(role, token == first ? first_id : own_id(role, token));
     const float weight = token == first ? first_weight : own_weight(role, token);
@@ -90,6 +91,7 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
   const int pieces = ceil_div(row.steps, kSteps);
   const int units = p.num_tokens * pieces;
   const int first = role.sender();
+#pragma unroll 1
   for (int unit = first; unit < units; unit += role.plan.senders()) {
     const int token = unit / pieces, piece_index = unit % pieces;
     int64_t id = first_id;
@@ -101,6 +103,7 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
     Piece<kSteps> piece;
     encode<kPayload, kType, kSteps>(p, raw, piece_index, piece, role.lane);
     int peer = role.peers.rank;
+#pragma unroll 1
     for (int hop = 0; hop < p.shape.num_ranks; hop++, peer = peer + 1 == p.shape.num_ranks ? 0 : peer + 1) {
       if ((mask >> peer & 1) == 0 || (hop == 0 && !role.sends_to_itself())) continue;
       store_wire<RemoteStore>(role.peers.at<char>(peer, p.layout.row(call.bank, role.peers.rank, token)), row, piece_index, piece,
@@ -164,9 +167,11 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
   const LlDispatchParams& p = role.p;
   const int pieces = ceil_div(row.steps, kSteps), rank = role.peers.rank, num_ranks = p.shape.num_ranks;
   int most_tokens = 0;
+#pragma unroll 1
   for (int r = 0; r < num_ranks; r++) most_tokens = max(most_tokens, places.tokens[r]);
   const int own_units = places.tokens[rank] * pieces;
   const int units = own_units + most_tokens * pieces * (num_ranks - 1);
+#pragma unroll 1
   for (int u = role.receiver(); u < units; u += role.plan.receivers()) {
     const ReceiveUnit unit = ReceiveUnit::of(u, own_units, pieces, rank, num_ranks);
     if (unit.token >= places.tokens[unit.source]) continue;
@@ -198,6 +203,7 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     decode<kPayload>(piece);
     unsigned targets = __ballot_sync(~0u, my_row >= 0);
     if (!has_expert_rows(p.output.layout)) targets &= -targets;  // one row for all choices
+#pragma unroll 1
     for (; targets != 0; targets &= targets - 1) {
       const int32_t out_row = __shfl_sync(~0u, my_row, __ffs(targets) - 1);
       store_row<kPayload>(p, row, out_row, unit.piece, piece, role.lane);
@@ -226,16 +232,13 @@ __device__ __forceinline__ void clear_entry(const LlDispatchParams& p, int64_t r
   }
 }
 
-// A warp clears rows [from, to) that do not exist: ids -1, weights 0, and the content if the caller asks for zeros.
-__device__ __forceinline__ void clear_rows(const DispatchRole& role, int64_t from, int64_t to) {
-  const LlDispatchParams& p = role.p;
-  for (int64_t row = from + role.lane; row < to; row += 32) clear_entry(p, row);
-  if (!p.zero_padding) return;
+// A warp fills rows [from, to) with zeros.
+static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
   const int chunks = p.row.payload_bytes / kLaneBytes;
   auto* out = static_cast<uint4*>(p.out_x);
-  for (int64_t i = from * chunks + role.lane; i < to * chunks; i += 32) ptx::st(out + i, make_uint4(0, 0, 0, 0));
+  for (int64_t i = from * chunks + lane_id(); i < to * chunks; i += 32) ptx::st(out + i, make_uint4(0, 0, 0, 0));
   const Scales& scales = p.out_scales;
-  for (int64_t i = from * scales.count + role.lane; scales.data != nullptr && i < to * scales.count; i += 32) {
+  for (int64_t i = from * scales.count + lane_id(); scales.data != nullptr && i < to * scales.count; i += 32) {
     const int64_t element = i / scales.count * scales.row_stride + i % scales.count * scales.group_stride;
     for (int b = 0; b < scales.element_bytes; b++) {
       static_cast<uint8_t*>(scales.data)[element * scales.element_bytes + b] = 0;
@@ -243,8 +246,15 @@ __device__ __forceinline__ void clear_rows(const DispatchRole& role, int64_t fro
   }
 }
 
+// A warp clears rows [from, to) that do not exist: ids -1, weights 0, and the content if the caller asks for zeros.
+__device__ __forceinline__ void clear_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
+#pragma unroll 1
+  for (int64_t row = from + lane_id(); row < to; row += 32) clear_entry(p, row);
+  if (p.zero_padding) zero_rows(p, from, to);
+}
+
 // Bins are dealt to the receivers from the last on, because the first have the most rows to move.
-__device__ __forceinline__ void clear_missing_rows(const DispatchRole& role, const Places& places) {
+static __device__ __noinline__ void clear_missing_rows(const DispatchRole role, const Places places) {
   const OutputShape& output = role.p.output;
   const int receivers = role.plan.receivers();
   for (int bin = receivers - 1 - role.receiver(); bin < output.bins(); bin += receivers) {
@@ -259,20 +269,20 @@ __device__ __forceinline__ void clear_missing_rows(const DispatchRole& role, con
       if (bin != 0) continue;
       end = output.capacity;
       const int total = places.count_bits(0, 0, role.p.shape.num_ranks * role.p.shape.max_tokens);
-      clear_rows(role, min(static_cast<int64_t>(total), end), end);
+      clear_rows(role.p, min(static_cast<int64_t>(total), end), end);
       continue;
     } else {
       const int64_t limit = output.rows() / output.bins();
       first = bin * limit;
       end = first + limit;
     }
-    clear_rows(role, first + output.kept(start, demand), end);
+    clear_rows(role.p, first + output.kept(start, demand), end);
   }
 }
 
 // One block writes the info tensor. `sums` are two words of shared memory: dropped rows, rows in the tensor.
-__device__ __forceinline__ void store_info(const DispatchRole& role, const CallContext& call, const Places& places,
-                                           int* sums) {
+static __device__ __noinline__ void store_info(const DispatchRole role, const CallContext& call, const Places places,
+                                               int* sums) {
   const LlDispatchParams& p = role.p;
   const OutputShape& output = p.output;
   const int thread = role.receiving_thread(), threads = role.receiving_threads();
@@ -328,7 +338,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   }
   // The last block has the fewest rows to move: it writes what is not rows.
   const bool is_last_block = role.at.block == role.plan.blocks - 1;
-  clear_missing_rows(role, places);
+  if (role.plan.receivers() - 1 - role.receiver() < p.output.bins()) clear_missing_rows(role, places);
   if (is_last_block) store_info(role, call, places, sums);
   receive_rows<kPayload, kType, kSteps>(role, call, row, places);
   if (!is_last_block) return;
@@ -367,9 +377,10 @@ __device__ __forceinline__ void dispatch(const LlDispatchParams& p, const LsaPee
       raw.load(p, row, unit / pieces, unit % pieces, role.lane);
     }
   }
-  const CallContext call = begin_call(p, state, peers, opening, Kind::kDispatch, at, receives(p.half));
+  __shared__ CallContext call;
+  begin_call(call, p, state, peers, opening, Kind::kDispatch, at, receives(p.half));
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (call.has_failed()) return store_nothing(role);
+  if (call.begins_failed) return store_nothing(role);
 
   if (sends(p.half)) {
     if (role.is_control()) {

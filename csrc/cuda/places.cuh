@@ -45,6 +45,7 @@ struct Places {
   }
 
   __device__ __forceinline__ void clear(int thread, int num_threads) const {
+  #pragma unroll 1
     for (int i = thread; i < bins * words; i += num_threads) bits[i] = 0;
     if (thread == 0) *duplicates = 0;
   }
@@ -58,13 +59,11 @@ struct Places {
   // Bits of a bin in slots [from, to).
   __device__ __forceinline__ int count_bits(int bin, int from, int to) const {
     const uint32_t* row = bits + bin * words;
-    const int last = to >> 5;
-    int count = 0;
-    for (int w = from >> 5; w < last; w++) count += __popc(w == from >> 5 ? row[w] & ~0u << (from & 31) : row[w]);
-    if ((to & 31) == 0) return count;
-    uint32_t word = row[last] & ((1u << (to & 31)) - 1);
-    if (last == from >> 5) word &= ~0u << (from & 31);
-    return count + __popc(word);
+    uint32_t mask = ~0u << (from & 31);
+    int count = 0, w = from >> 5;
+#pragma unroll 2
+    for (; w < to >> 5; w++, mask = ~0u) count += __popc(row[w] & mask);
+    return (to & 31) == 0 ? count : count + __popc(row[w] & mask & ((1u << (to & 31)) - 1));
   }
 };
 
@@ -72,8 +71,10 @@ struct Places {
 static __device__ __noinline__ int count_choices(const LlDispatchParams& p, const Places places, int bin, int from,
                                                  int to) {
   int count = 0;
+#pragma unroll 1
   for (int slot = from; slot < to; slot++) {
     if (slot % p.shape.max_tokens >= places.tokens[slot / p.shape.max_tokens]) continue;
+#pragma unroll 1
     for (int k = 0; k < p.shape.topk; k++) {
       count += places.id(p.layout.ids, slot, k) == static_cast<uint32_t>(bin) ? 1 : 0;
     }
@@ -87,7 +88,7 @@ __device__ __forceinline__ int count_rows(const LlDispatchParams& p, const Place
 }
 
 // Rows that want bin `bin` of the output: an expert, or in rank layouts a source rank.
-__device__ __forceinline__ int demand_of(const LlDispatchParams& p, const Places& places, int bin) {
+static __device__ __noinline__ int demand_of(const LlDispatchParams& p, const Places places, int bin) {
   const int max_tokens = p.shape.max_tokens;
   if (has_expert_rows(p.output.layout)) return count_rows(p, places, bin, 0, p.shape.num_ranks * max_tokens);
   return places.count_bits(0, bin * max_tokens, (bin + 1) * max_tokens);
@@ -102,6 +103,7 @@ __device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Place
   }
   int earlier = 0;  // choices of the same token
   if (*places.duplicates != 0) {
+#pragma unroll 1
     for (int k = 0; k < p.shape.topk; k++) {
       const bool is_same = __shfl_sync(~0u, expert, k) == expert;
       earlier += is_same && k < lane_id() ? 1 : 0;
@@ -119,9 +121,8 @@ __device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places
   const int bits = p.layout.ids.bits;
   const uint32_t none = bits == 8 ? 0xFF : 0xFFFF;
   const bool expert_rows = has_expert_rows(p.output.layout);
-#pragma unroll
-  for (int shift = 0; shift < 32; shift += 8) {
-    if (bits == 16 && shift % 16 != 0) continue;
+#pragma unroll 1
+  for (int shift = 0; shift < 32; shift += bits) {
     const uint32_t id = word >> shift & none;
     if (id >= static_cast<uint32_t>(p.output.local_experts)) continue;
     const uint32_t bit = 1u << (slot & 31);
@@ -139,6 +140,7 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
   // The last slot's thread learns the source's number of tokens, so that every rank is heard of in every call.
   const bool needs_record = token == p.shape.max_tokens - 1;
   Patience patience;
+#pragma unroll 1
   for (int pair = 0; pair < places.id_words / 2; pair++) {
     ulonglong2 words = ptx::ld_relaxed_sys(message + pair);
     uint64_t count = ptx::ld_relaxed_sys(record);
@@ -170,6 +172,7 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
 // All receiving threads of a block call, after clear() and a barrier, and before another barrier.
 __device__ __forceinline__ void build_places(const LlDispatchParams& p, const LsaPeers& peers, const CallContext& call,
                                              const Places& places, int thread, int num_threads) {
+#pragma unroll 1
   for (int slot = thread; slot < p.shape.num_ranks * p.shape.max_tokens; slot += num_threads) {
     const int source = slot / p.shape.max_tokens, token = slot % p.shape.max_tokens;
     take_routing(p, peers, call, places, source, token);
@@ -177,8 +180,9 @@ __device__ __forceinline__ void build_places(const LlDispatchParams& p, const Ls
 }
 
 // packed: the first row of every expert. One warp calls; a barrier must follow.
-__device__ __forceinline__ void find_starts(const LlDispatchParams& p, const Places& places) {
+static __device__ __noinline__ void find_starts(const LlDispatchParams& p, const Places places) {
   int64_t start = 0;
+#pragma unroll 1
   for (int first = 0; first < places.bins; first += 32) {
     const int bin = first + lane_id();
     const int64_t span = bin < places.bins ? p.output.span(demand_of(p, places, bin)) : 0;

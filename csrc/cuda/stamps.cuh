@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "cuda/check_cuda.h"
 #include "cuda/ptx.cuh"
 #include "cuda/stamps.h"
+#include "transport/check_cuda.h"
 
 namespace ep {
 

@@ -7,7 +7,8 @@
 
 namespace ep {
 
-// What a kernel knows of its call once it has read the epoch.
+// What a kernel knows of its call once it has read the epoch. One a block, in shared memory: it stays out of the
+// registers, and slow paths take its address.
 struct CallContext {
   DeviceState* state;
   const CallRecord* call;
@@ -16,14 +17,14 @@ struct CallContext {
   uint64_t epoch;
   uint32_t tag;
   int bank;
+  bool begins_failed;  // the buffer had failed before
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
 };
 
-// The first thread to fail fills the record; the code comes last, so that the host never reads half of it. By value: an
-// address taken would move the context of every caller from registers to memory.
-static __device__ __noinline__ void fail(const CallContext context, Failure::Code code, Phase phase, int peer,
-                                  uint64_t expected, uint64_t seen, const CallRecord theirs) {
+// The first thread to fail fills the record; the code comes last, so that the host never reads half of it.
+static __device__ __noinline__ void fail(const CallContext& context, Failure::Code code, Phase phase, int peer,
+                                         uint64_t expected, uint64_t seen, const CallRecord& theirs) {
   if (atomicExch(&context.state->fate.has_failed, 1u) != 0) return;
   Failure* failure = context.state->failure;
   failure->kind = context.kind;
@@ -40,8 +41,8 @@ static __device__ __noinline__ void fail(const CallContext context, Failure::Cod
 }
 
 // Looks at the clock and at other waits' fate: the new start of the wait, or ~0 when it is over.
-static __device__ __noinline__ uint64_t look_around(const CallContext context, uint64_t start, Phase phase, int peer,
-                                             uint64_t expected, uint64_t seen) {
+static __device__ __noinline__ uint64_t look_around(const CallContext& context, uint64_t start, Phase phase, int peer,
+                                                    uint64_t expected, uint64_t seen) {
   if (context.has_failed()) return ~0ull;
   const uint64_t now = ptx::global_timer_ns();
   if (start == 0) return now;

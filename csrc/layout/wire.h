@@ -64,16 +64,12 @@ struct CallRecord {
   uint32_t scale_bytes = 0;  // of a row
   uint32_t num_tokens = 0;   // of the sender; the only word that may differ
 
-  EP_HD uint32_t word(int index) const {
-    const uint32_t words[kWords] = {operation,  hidden,      topk,       num_experts,
-                                    max_tokens, scale_bytes, num_tokens, 0};
-    return words[index];
-  }
-  EP_HD void set_word(int index, uint32_t value) {
-    uint32_t* const words[] = {&operation, &hidden, &topk, &num_experts, &max_tokens, &scale_bytes, &num_tokens};
-    if (index < 7) *words[index] = value;
-  }
+  uint32_t unused = 0;
+
+  EP_HD uint32_t word(int index) const { return (&operation)[index]; }
+  EP_HD void set_word(int index, uint32_t value) { (&operation)[index] = value; }
 };
+static_assert(sizeof(CallRecord) == CallRecord::kWords * sizeof(uint32_t));
 
 enum class Operation : int { kDispatch = 1, kCombine = 2, kCombineWeighted = 3, kCombineWeights = 4 };
 
@@ -85,13 +81,15 @@ EP_HD uint32_t pack_operation(Operation operation, DType dtype, Quant quant, DTy
 // ---- Expert ids travel as local ids of the destination, 8 bits each where they fit.
 struct IdFormat {
   int bits = 8;
-  int topk = 1;
+  int num_words = 2;  // tagged words of a token, even, so that pairs are read with one 16-byte load
 
-  EP_HD static IdFormat make(int local_experts, int topk) { return IdFormat{local_experts <= 254 ? 8 : 16, topk}; }
+  EP_HD static IdFormat make(int local_experts, int topk) {
+    const int bits = local_experts <= 254 ? 8 : 16;
+    return IdFormat{bits, align_up(ceil_div(topk, 32 / bits), 2)};
+  }
   EP_HD uint32_t none() const { return bits == 8 ? 0xFFu : 0xFFFFu; }
-  EP_HD int per_word() const { return 32 / bits; }
-  // Tagged words of a token, even, so that pairs are read with one 16-byte load.
-  EP_HD int words() const { return align_up(ceil_div(topk, per_word()), 2); }
+  EP_HD int per_word() const { return bits == 8 ? 4 : 2; }
+  EP_HD int words() const { return num_words; }
   EP_HD uint32_t get(uint32_t word, int index_in_word) const { return word >> (index_in_word * bits) & none(); }
 };
 

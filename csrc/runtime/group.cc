@@ -10,7 +10,7 @@ namespace ep {
 namespace {
 
 constexpr const char* kVersion = "0.1.0";
-constexpr int kWireVersion = 1;     // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 1;  // changes with the bytes that ranks exchange
 constexpr int kMaxRowBytes = 65536;
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
@@ -74,7 +74,8 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
   agreement.add("the bytes of dispatched rows in a bank", config.sizes.row_bytes[0]);
   agreement.add("the bytes of combined rows in a bank", config.sizes.row_bytes[1]);
   agreement.check(bootstrap);
-  topology_ = Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
+  topology_ =
+      Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
   window_ = LlWindow::make(topology_.num_ranks, config.sizes);
   backend_ = make_backend(bootstrap, topology_, window_, config_);
 }
@@ -102,8 +103,9 @@ void Group::require_usable() {
   EP_CHECK_USAGE(backend_ != nullptr, "the buffer was destroyed");
   const Failure failure = backend_->failure();
   if (failure.code == Failure::kNone) return;
-  raise(failure.code == Failure::kOtherCall ? ErrorKind::kMismatch : ErrorKind::kTimeout, "the buffer has failed: ",
-        describe(failure, rank_, config_.timeout_seconds), "; destroy it and make a new one");
+  raise(failure.code == Failure::kOtherCall ? ErrorKind::kMismatch : ErrorKind::kTimeout,
+        "the buffer has failed: ", describe(failure, rank_, config_.timeout_seconds),
+        "; destroy it and make a new one");
 }
 
 void Group::check() {
@@ -113,16 +115,20 @@ void Group::check() {
            " at token ", ids.token, ", k ", ids.k, "; they were taken as -1");
 }
 
-void Group::open_half(Kind kind, Half half, const char* call) {
-  bool& is_open = has_unreceived_send_[static_cast<int>(kind)];
+void Group::check_half(Kind kind, Half half, const char* call) const {
+  const bool is_open = has_unreceived_send_[static_cast<int>(kind)];
   if (half == Half::kReceive) {
     EP_CHECK_USAGE(is_open, call, ": nothing was sent that could be received");
   } else if (!testing::has_bug(testing::Bug::kSecondSend)) {
     EP_CHECK_USAGE(!is_open, call, " ", num_calls_[static_cast<int>(kind)],
                    " was sent and has not been received; receive it before the next ", call);
   }
+}
+
+// Only of a call that the backend has taken: one that it refuses neither opens nor closes a half.
+void Group::note_half(Kind kind, Half half) {
   if (half != Half::kReceive) num_calls_[static_cast<int>(kind)]++;
-  is_open = half == Half::kSend;
+  has_unreceived_send_[static_cast<int>(kind)] = half == Half::kSend;
 }
 
 void Group::prepare(LlDispatchParams& p) {
@@ -152,16 +158,17 @@ void Group::prepare(LlDispatchParams& p) {
 
 void Group::dispatch(LlDispatchParams& p, void* stream) {
   prepare(p);
-  open_half(Kind::kDispatch, p.half, "dispatch");
+  check_half(Kind::kDispatch, p.half, "dispatch");
   backend_->dispatch(p, stream);
+  note_half(Kind::kDispatch, p.half);
 }
 
 void Group::combine(LlCombineParams& p, void* stream) {
   require_usable();
   p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
   check_tokens(p.num_tokens, p.shape);
-  EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ",
-           name_of(p.dtype), " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
+  EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ", name_of(p.dtype),
+           " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
            " wire: all three must be bf16, fp16 or fp32");
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
@@ -174,11 +181,16 @@ void Group::combine(LlCombineParams& p, void* stream) {
   p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
   p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, p.row);
   const Operation operation = p.weighting == Weighting::kHome ? Operation::kCombineWeighted : Operation::kCombine;
-  p.call = CallRecord{pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), static_cast<uint32_t>(p.hidden),
-                      static_cast<uint32_t>(p.shape.topk), static_cast<uint32_t>(p.shape.num_experts),
-                      static_cast<uint32_t>(p.shape.max_tokens), 0, static_cast<uint32_t>(p.num_tokens)};
-  open_half(Kind::kCombine, p.half, "combine");
+  p.call = CallRecord{pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype),
+                      static_cast<uint32_t>(p.hidden),
+                      static_cast<uint32_t>(p.shape.topk),
+                      static_cast<uint32_t>(p.shape.num_experts),
+                      static_cast<uint32_t>(p.shape.max_tokens),
+                      0,
+                      static_cast<uint32_t>(p.num_tokens)};
+  check_half(Kind::kCombine, p.half, "combine");
   backend_->combine(p, stream);
+  note_half(Kind::kCombine, p.half);
 }
 
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
@@ -186,11 +198,16 @@ void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
   check_tokens(p.num_tokens, p.shape);
   p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, RowFormat{});
-  p.call = CallRecord{pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0,
-                      static_cast<uint32_t>(p.shape.topk), static_cast<uint32_t>(p.shape.num_experts),
-                      static_cast<uint32_t>(p.shape.max_tokens), 0, static_cast<uint32_t>(p.num_tokens)};
-  open_half(Kind::kCombine, Half::kBoth, "combine");
+  p.call = CallRecord{pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32),
+                      0,
+                      static_cast<uint32_t>(p.shape.topk),
+                      static_cast<uint32_t>(p.shape.num_experts),
+                      static_cast<uint32_t>(p.shape.max_tokens),
+                      0,
+                      static_cast<uint32_t>(p.num_tokens)};
+  check_half(Kind::kCombine, Half::kBoth, "combine");
   backend_->combine_weights(p, stream);
+  note_half(Kind::kCombine, Half::kBoth);
 }
 
 }  // namespace ep

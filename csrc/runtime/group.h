@@ -27,8 +27,7 @@ LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes);
 
 class Group {
  public:
-  using BackendFactory =
-      std::unique_ptr<Backend> (*)(Bootstrap&, const Topology&, const LlWindow&, const GroupConfig&);
+  using BackendFactory = std::unique_ptr<Backend> (*)(Bootstrap&, const Topology&, const LlWindow&, const GroupConfig&);
 
   // Collective. Throws kMismatch with both ranks' values when the ranks disagree.
   Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend);
@@ -60,7 +59,8 @@ class Group {
   void destroy();
 
  private:
-  void open_half(Kind kind, Half half, const char* call);
+  void check_half(Kind kind, Half half, const char* call) const;
+  void note_half(Kind kind, Half half);
 
   int rank_;
   Topology topology_;

@@ -131,8 +131,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "sizes_for",
       [](int num_ranks, int num_experts, int topk, int max_tokens, int dispatch_row_bytes, int combine_row_bytes) {
-        return as_tuple(sizes_for(Shape::make(num_ranks, num_experts, topk, max_tokens), dispatch_row_bytes,
-                                  combine_row_bytes));
+        return as_tuple(
+            sizes_for(Shape::make(num_ranks, num_experts, topk, max_tokens), dispatch_row_bytes, combine_row_bytes));
       },
       "Bytes of routing, dispatched rows and combined rows in one bank.");
   m.def(

@@ -1,6 +1,6 @@
 // The ops under torch.ops.nccl_ep: one schema, served by the backend of the buffer that is named. Only tensors, numbers
-// and that name cross. `seq` is a tensor of the buffer that every op claims to change, so that a compiler neither drops,
-// merges nor reorders communication. docs/architecture.md lists the ops; nccl_ep/ops.py has their fakes.
+// and that name cross. `seq` is a tensor of the buffer that every op claims to change, so that a compiler neither
+// drops, merges nor reorders communication. docs/architecture.md lists the ops; nccl_ep/ops.py has their fakes.
 #include <torch/library.h>
 
 #include "base/check.h"
@@ -52,8 +52,8 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   return tensors;
 }
 
-#define EP_DISPATCH_CONFIG                                                                                           \
-  int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity, int64_t alignment, int64_t quant,       \
+#define EP_DISPATCH_CONFIG                                                                                     \
+  int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity, int64_t alignment, int64_t quant, \
       bool zero_padding, int64_t num_sms
 #define EP_DISPATCH_SPEC \
   DispatchSpec { num_experts, max_tokens, layout, capacity, alignment, quant, zero_padding, num_sms }
@@ -123,8 +123,8 @@ struct HandleSpec {
 void check_entries(const HandlePtrs& handle, const HandleSpec& spec, const OutputShape& output) {
   const auto check = [](const int32_t* values, int64_t count, int64_t first, int64_t last, const char* name) {
     for (int64_t i = 0; i < count; i++) {
-      EP_CHECK(values[i] >= first && values[i] <= last, "the handle is not of these sizes, or was changed: ", name,
-               " ", i, " is ", values[i], ", must be ", first, " to ", last);
+      EP_CHECK(values[i] >= first && values[i] <= last, "the handle is not of these sizes, or was changed: ", name, " ",
+               i, " is ", values[i], ", must be ", first, " to ", last);
     }
   };
   check(handle.tokens, output.num_ranks, 0, output.max_tokens, "number of tokens");
@@ -135,8 +135,8 @@ void check_entries(const HandlePtrs& handle, const HandleSpec& spec, const Outpu
 
 OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor& handle, const at::Device& device,
                         Shape& shape, HandlePtrs& pointers) {
-  const OutputShape output = output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout,
-                                          spec.capacity, 1);
+  const OutputShape output =
+      output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout, spec.capacity, 1);
   const HandleShape handle_sizes = handle_shape(output, spec.num_tokens);
   check_tensor(handle, "handle", at::kInt, {handle_sizes.size()}, device);
   shape = {output.num_ranks, static_cast<int>(spec.num_experts), output.topk, output.max_tokens};
@@ -223,12 +223,12 @@ CombineArgs combine_args(const Tensor& rows, const OptionalTensor& weights, cons
                          at::TensorList biases, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype,
                          int64_t num_sms) {
   EP_CHECK(rows.dim() >= 2, "rows have ", rows.dim(), " dimensions, must be shaped as dispatch's output");
-  return {rows,       weights, topk_idx, biases.vec(), rows.size(-1), weighting, rows.scalar_type(), out_dtype,
-          wire_dtype, num_sms};
+  return {rows,      weights,    topk_idx, biases.vec(), rows.size(-1), weighting, rows.scalar_type(),
+          out_dtype, wire_dtype, num_sms};
 }
 
-#define EP_COMBINE_ARGS                                                                                             \
-  const Tensor &rows, const Tensor &handle, const OptionalTensor &weights, const OptionalTensor &topk_idx,          \
+#define EP_COMBINE_ARGS                                                                                              \
+  const Tensor &rows, const Tensor &handle, const OptionalTensor &weights, const OptionalTensor &topk_idx,           \
       at::TensorList biases, EP_HANDLE_ARGS, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype, \
       int64_t num_sms
 
@@ -260,8 +260,7 @@ Tensor ll_combine_recv(std::string_view buffer, Tensor, const Tensor& handle, at
                        at::ScalarType rows_dtype, int64_t hidden, EP_HANDLE_ARGS, int64_t weighting,
                        at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms) {
   return guarded([&] {
-    const CombineArgs args{{},        {},        {},         biases.vec(), hidden,
-                           weighting, rows_dtype, out_dtype, wire_dtype,   num_sms};
+    const CombineArgs args{{}, {}, {}, biases.vec(), hidden, weighting, rows_dtype, out_dtype, wire_dtype, num_sms};
     return run_combine(buffer, handle, EP_HANDLE_SPEC, args, Half::kReceive, nullptr);
   });
 }
@@ -285,15 +284,16 @@ Tensor ll_combine_weights(std::string_view buffer, Tensor, const Tensor& values,
 }
 
 // `seq` is the first mutable argument of all.
-#define EP_DISPATCH_CONFIG_SCHEMA                                                                                    \
-  "int num_experts, int max_tokens, int layout, int capacity, int alignment, int quant, bool zero_padding, int num_sms"
-#define EP_DISPATCH_SCHEMA \
-  "str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, " \
-  EP_DISPATCH_CONFIG_SCHEMA
+#define EP_DISPATCH_CONFIG_SCHEMA                                                                                \
+  "int num_experts, int max_tokens, int layout, int capacity, int alignment, int quant, bool zero_padding, int " \
+  "num_sms"
+#define EP_DISPATCH_SCHEMA                                                            \
+  "str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? " \
+  "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
 #define EP_HANDLE_SCHEMA "int num_tokens, int topk, int num_experts, int max_tokens, int layout, int capacity"
-#define EP_COMBINE_SCHEMA                                                                                          \
-  "str buffer, Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] biases, "     \
-  EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms"
+#define EP_COMBINE_SCHEMA                                                                                \
+  "str buffer, Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] " \
+  "biases, " EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms"
 
 void register_kernels(torch::Library& library) {
   library.impl("ll_dispatch", &ll_dispatch);
@@ -326,8 +326,9 @@ TORCH_LIBRARY(nccl_ep, library) {
   library.def("ll_combine_out(" EP_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
   library.def("ll_combine_send(" EP_COMBINE_SCHEMA ") -> ()");
   library.def(
-      "ll_combine_recv(str buffer, Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, int hidden, "
-      EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms) -> Tensor out");
+      "ll_combine_recv(str buffer, Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, int "
+      "hidden, " EP_HANDLE_SCHEMA
+      ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms) -> Tensor out");
   library.def("ll_combine_weights(str buffer, Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA
               ") -> Tensor out");
 }

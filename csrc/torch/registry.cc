@@ -44,8 +44,8 @@ std::shared_ptr<Group> find_group(std::string_view name) {
   const auto found = registry().groups.find(name);
   EP_CHECK_USAGE(found != registry().groups.end(), "the buffer ", name, " was destroyed, or never made here");
   // A fork has the parent's window, but neither its threads nor its place among the ranks.
-  EP_CHECK_USAGE(found->second.process == getpid(), "the buffer ", name, " belongs to process ",
-                 found->second.process, ", this is its fork ", getpid(), ": make a buffer here");
+  EP_CHECK_USAGE(found->second.process == getpid(), "the buffer ", name, " belongs to process ", found->second.process,
+                 ", this is its fork ", getpid(), ": make a buffer here");
   return found->second.group;
 }
 

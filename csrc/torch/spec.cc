@@ -60,18 +60,28 @@ T* data(const at::Tensor& tensor) {
 
 DType dtype_of(at::ScalarType type) {
   switch (type) {
-    case at::kBFloat16: return DType::kBF16;
-    case at::kHalf: return DType::kF16;
-    case at::kFloat: return DType::kF32;
-    case at::kFloat8_e4m3fn: return DType::kF8E4M3;
-    default: break;
+    case at::kBFloat16:
+      return DType::kBF16;
+    case at::kHalf:
+      return DType::kF16;
+    case at::kFloat:
+      return DType::kF32;
+    case at::kFloat8_e4m3fn:
+      return DType::kF8E4M3;
+    default:
+      break;
   }
   switch (at::elementSize(type)) {
-    case 1: return DType::kOpaque8;
-    case 2: return DType::kOpaque16;
-    case 4: return DType::kOpaque32;
-    case 8: return DType::kOpaque64;
-    default: raise(ErrorKind::kInvalidArgument, "rows of ", at::toString(type), " are not supported");
+    case 1:
+      return DType::kOpaque8;
+    case 2:
+      return DType::kOpaque16;
+    case 4:
+      return DType::kOpaque32;
+    case 8:
+      return DType::kOpaque64;
+    default:
+      raise(ErrorKind::kInvalidArgument, "rows of ", at::toString(type), " are not supported");
   }
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -132,10 +131,6 @@ std::shared_ptr<NcclComm> NcclComm::agree(Bootstrap& bootstrap, int device, doub
     return *std::find_if(mine.begin(), mine.end(), [id](const auto& comm) { return comm->id_ == id; });
   }
 
-  // Multicast is never used here and costs memory at once. NCCL reads the variable once a process, so communicators
-  // that the process makes later go without NVLink SHARP too, unless the user has set it.
-  static const int no_multicast = setenv("NCCL_NVLS_ENABLE", "0", /*overwrite=*/0);
-  static_cast<void>(no_multicast);
   const ncclUniqueId unique_id = share_unique_id(bootstrap);
   std::shared_ptr<NcclComm> comm;
   on_all_ranks(bootstrap, [&] {

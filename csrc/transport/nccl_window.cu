@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "cuda/check_cuda.h"
+#include "transport/check_cuda.h"
 #include "transport/nccl_api.h"
 #include "transport/nccl_window.h"
 

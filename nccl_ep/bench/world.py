@@ -80,7 +80,7 @@ class World:
         self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.is_cuda = device == "cuda"
         for name, value in NO_MULTICAST.items():
-            os.environ[name] = value
+            os.environ.setdefault(name, value)
         if self.is_cuda:
             local = int(os.environ.get("LOCAL_RANK", self.rank))
             if local >= torch.cuda.device_count():
@@ -170,7 +170,7 @@ class Launcher:
         """
         # A store of its own for each world, at a port that the system picks: nothing is left from the world before.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = os.environ | NO_MULTICAST | settings
+        common = NO_MULTICAST | os.environ | settings
         common |= {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),

@@ -1,0 +1,62 @@
+"""The extension, csrc/torch/module.cc. Loading it registers ``torch.ops.nccl_ep``."""
+
+from collections.abc import Callable, Sequence
+from typing import TypedDict, final
+
+class Stats(TypedDict, total=False):
+    dispatches: int
+    combines: int
+    dropped_rows: int
+    window_bytes: int
+    backend: str  # not of a group that was destroyed
+
+class WireBytes(TypedDict, total=False):  # empty of a group that was destroyed
+    rows_count: list[int]
+    rows: list[int]
+    other: list[int]
+
+def has_cuda() -> bool: ...
+def time_line(combine: bool) -> list[list[int]]: ...
+
+# Bytes of (routing, dispatched rows, combined rows) in a bank.
+def sizes_for(
+    num_ranks: int,
+    num_experts: int,
+    topk: int,
+    max_tokens: int,
+    dispatch_row_bytes: int,
+    combine_row_bytes: int,
+    /,
+) -> tuple[int, int, int]: ...
+def sizes_for_window(num_ranks: int, window_bytes: int, /) -> tuple[int, int, int]: ...
+
+class GroupConfig:
+    def __init__(
+        self,
+        *,
+        device_index: int,
+        domain_size: int,
+        tagged_bytes: int,
+        dispatch_row_bytes: int,
+        combine_row_bytes: int,
+        timeout_seconds: float,
+        network_seed: int,
+    ) -> None: ...
+
+class Group:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        num_ranks: int,
+        allgather: Callable[[bytes], Sequence[bytes]],
+        config: GroupConfig,
+    ) -> None: ...
+    def check(self) -> None: ...
+    def require_usable(self) -> None: ...
+    def set_timeout(self, seconds: float, /) -> None: ...
+    def set_pdl(self, enabled: bool, /) -> None: ...
+    def domain_size(self) -> int: ...
+    def stats(self) -> Stats: ...
+    def wire_bytes(self) -> WireBytes: ...
+    def destroy(self) -> None: ...
