@@ -80,6 +80,7 @@ class Buffer:
         self.enable_shrink = enable_shrink
         self.on_overflow = on_overflow
         self.max_tokens: int | None = None  # default of dispatch; for_shapes sets it
+        self._forms: dict[tuple[Any, ...], Any] = {}  # what functional.py has checked, by the numbers of the call
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
         if sizes is None:

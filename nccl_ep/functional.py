@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from . import ops  # noqa: F401  (registers the fakes)
 from .buffer import Buffer, find_buffer
@@ -16,7 +16,11 @@ from .handle import LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
 
 T = TypeVar("T")
 _ops = torch.ops.nccl_ep
+# Look-ups that the hot path is spared.
+_ll_dispatch, _ll_combine = _ops.ll_dispatch.default, _ops.ll_combine.default
+_Tensor, _strided, _float32, _PACKED = torch.Tensor, torch.strided, torch.float32, Layout.PACKED
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/params.h, Weighting
+_MAX_FORMS = 256  # that a buffer remembers
 
 
 def dispatch(
@@ -62,15 +66,17 @@ def dispatch(
 
     Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch``.
     """
-    call = _dispatch_call(
+    form = _form_of(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
-    with _errors_of(buffer):
-        received = _ops.ll_dispatch.default(
-            buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *call.config, zero_padding, num_sms
+    try:
+        received = _ll_dispatch(
+            buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
         )
-    return _output(call, received)
+    except RuntimeError as error:
+        raise _error_of(buffer, error) from error
+    return _output(buffer, form, x.shape[0], scales is not None, received)
 
 
 def dispatch_send(
@@ -99,23 +105,27 @@ def dispatch_send(
 
     Source: NCCL EP's ``send_only`` and ``ncclEpComplete``, DeepEP's ``return_recv_hook``.
     """
-    call = _dispatch_call(
+    form = _form_of(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
-    with _errors_of(buffer):
+    try:
         handle = _ops.ll_dispatch_send.default(
-            buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *call.config, zero_padding, num_sms
+            buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
         )
+    except RuntimeError as error:
+        raise _error_of(buffer, error) from error
     num_scales, scale_dtype = (scales.shape[1], scales.dtype) if scales is not None else (0, torch.float32)
 
     def receive() -> DispatchOutput:
-        with _errors_of(buffer):
+        try:
             received = _ops.ll_dispatch_recv.default(
                 buffer.name, buffer._seq, handle, x.dtype, x.shape[1], num_scales, scale_dtype, x.shape[0],
-                topk_idx.shape[1], topk_idx.dtype == torch.int64, *call.config, zero_padding, num_sms,
+                topk_idx.shape[1], topk_idx.dtype == torch.int64, *form.args, zero_padding, num_sms,
             )  # fmt: skip
-        return _output(call, (*received, handle))
+        except RuntimeError as error:
+            raise _error_of(buffer, error) from error
+        return _output(buffer, form, x.shape[0], scales is not None, (*received, handle))
 
     return Pending(receive)
 
@@ -154,11 +164,13 @@ def combine(
     Source: NCCL EP's ``ncclEpCombine`` (arXiv 2603.13606), DeepEP's ``low_latency_combine``.
     """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
-    with _errors_of(buffer):
+    try:
         if out is None:
-            out = _ops.ll_combine.default(buffer.name, buffer._seq, *args)
+            out = _ll_combine(buffer.name, buffer._seq, *args)
         else:
             _ops.ll_combine_out.default(buffer.name, buffer._seq, *args, out)
+    except RuntimeError as error:
+        raise _error_of(buffer, error) from error
     return out
 
 
@@ -181,14 +193,18 @@ def combine_send(
     """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
     biases, how = args[4], args[-4:]
-    with _errors_of(buffer):
+    try:
         _ops.ll_combine_send.default(buffer.name, buffer._seq, *args)
+    except RuntimeError as error:
+        raise _error_of(buffer, error) from error
 
     def receive() -> torch.Tensor:
-        with _errors_of(buffer):
+        try:
             out: torch.Tensor = _ops.ll_combine_recv.default(
                 buffer.name, buffer._seq, handle.tensor, biases, rows.dtype, rows.shape[-1], *handle.args(), *how
             )
+        except RuntimeError as error:
+            raise _error_of(buffer, error) from error
         return out
 
     return Pending(receive)
@@ -205,11 +221,13 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     Raises: as ``combine``.
     """
     buffer = _buffer_of(handle)
-    _require_on(buffer, values=values, handle=handle.tensor)
-    with _errors_of(buffer):
+    _require_on(buffer, ("values", "handle"), (values, handle.tensor))
+    try:
         out: torch.Tensor = _ops.ll_combine_weights.default(
             buffer.name, buffer._seq, values, handle.tensor, *handle.args()
         )
+    except RuntimeError as error:
+        raise _error_of(buffer, error) from error
     return out
 
 
@@ -230,34 +248,54 @@ class Pending(Generic[T]):
 # ---- From arguments to ops
 
 
-@dataclass(frozen=True, slots=True)
-class _DispatchCall:
-    """What the two halves of a dispatch and its results have in common."""
+@dataclass(slots=True, eq=False)
+class _Form:
+    """The numbers of a dispatch, checked: the same for many calls."""
 
-    buffer: Buffer
-    num_tokens: int
-    topk: int
     num_experts: int
+    topk: int
     max_tokens: int
     layout: Layout
     capacity: int
-    alignment: int
     quant: Quant
-    has_scales: bool
+    args: tuple[int, int, int, int, int, int]  # as the ops take them
 
-    @property
-    def config(self) -> tuple[int, int, int, int, int, int]:
-        return (
-            self.num_experts,
-            self.max_tokens,
-            int(self.layout),
-            self.capacity,
-            self.alignment,
-            int(self.quant),
-        )
+    @staticmethod
+    def check(
+        ranks: int,
+        num_experts: int,
+        mode: str,
+        layout: str,
+        max_tokens: int | None,
+        capacity: int | None,
+        alignment: int,
+        quant: str | None,
+        topk: int,
+    ) -> _Form:
+        if mode != "ll":
+            raise ValueError(f'mode is {mode!r}, must be "ll"; high throughput ("ht", "auto") is not built yet')
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout is {layout!r}, must be one of {', '.join(LAYOUTS)}")
+        if quant not in QUANTS:
+            raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
+        if max_tokens is None:
+            raise ValueError("max_tokens is not given, and the buffer was made without it")
+        if num_experts < 1 or num_experts % ranks:
+            raise ValueError(f"{num_experts} experts do not divide over {ranks} ranks")
+        kind = LAYOUTS[layout]
+        if alignment != 1 and kind != Layout.PACKED:
+            raise ValueError(f"expert_alignment is {alignment}, but layout {layout} has no alignment")
+        if alignment < 1:
+            raise ValueError(f"expert_alignment is {alignment}, must be at least 1")
+        if capacity is None:
+            capacity = _default_capacity(kind, ranks, num_experts, max_tokens, topk, alignment)
+        elif kind == Layout.RANK_MAJOR:
+            raise ValueError(f"capacity is {capacity}, but layout rank_major always holds max_tokens rows of a rank")
+        args = (num_experts, max_tokens, int(kind), capacity, alignment, int(QUANTS[quant]))
+        return _Form(num_experts, topk, max_tokens, kind, capacity, QUANTS[quant], args)
 
 
-def _dispatch_call(
+def _form_of(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -270,43 +308,25 @@ def _dispatch_call(
     capacity: int | None,
     alignment: int,
     quant: str | None,
-) -> _DispatchCall:
-    if mode != "ll":
-        raise ValueError(f'mode is {mode!r}, must be "ll"; high throughput ("ht", "auto") is not built yet')
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}, must be one of {', '.join(LAYOUTS)}")
-    if quant not in QUANTS:
-        raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
-    if max_tokens is None and (max_tokens := buffer.max_tokens) is None:
-        raise ValueError("max_tokens is not given, and the buffer was made without it")
-    _require_on(buffer, x=x, topk_idx=topk_idx, topk_weights=topk_weights, scales=scales)
+) -> _Form:
+    """Checks the arguments of a call: the tensors each time, the numbers when they are new."""
+    _require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
     if topk_idx.dim() != 2:
         raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}, must be [tokens, top-k]")
-    if num_experts < 1 or num_experts % buffer.num_ranks:
-        raise ValueError(f"{num_experts} experts do not divide over {buffer.num_ranks} ranks")
-    kind, topk = LAYOUTS[layout], topk_idx.shape[1]
-    if alignment != 1 and kind != Layout.PACKED:
-        raise ValueError(f"expert_alignment is {alignment}, but layout {layout} has no alignment")
-    if alignment < 1:
-        raise ValueError(f"expert_alignment is {alignment}, must be at least 1")
-    if capacity is None:
-        capacity = _default_capacity(kind, buffer.num_ranks, num_experts, max_tokens, topk, alignment)
-    elif kind == Layout.RANK_MAJOR:
-        raise ValueError(f"capacity is {capacity}, but layout rank_major always holds max_tokens rows of a rank")
-    return _DispatchCall(
-        buffer,
-        x.shape[0],
-        topk,
-        num_experts,
-        max_tokens,
-        kind,
-        capacity,
-        alignment,
-        QUANTS[quant],
-        scales is not None or quant is not None,
-    )
+    if max_tokens is None:
+        max_tokens = buffer.max_tokens
+    numbers = (num_experts, mode, layout, max_tokens, capacity, alignment, quant, topk_idx.shape[1])
+    if is_dynamo_compiling():  # sizes may be symbols, which are no keys; and it costs nothing there
+        return _Form.check(buffer.num_ranks, *numbers)
+    form: _Form | None = buffer._forms.get(numbers)
+    if form is None:
+        form = _Form.check(buffer.num_ranks, *numbers)
+        if len(buffer._forms) >= _MAX_FORMS:
+            buffer._forms.clear()
+        buffer._forms[numbers] = form
+    return form
 
 
 def _default_capacity(layout: Layout, ranks: int, experts: int, max_tokens: int, topk: int, alignment: int) -> int:
@@ -318,40 +338,31 @@ def _default_capacity(layout: Layout, ranks: int, experts: int, max_tokens: int,
     return (rows + alignment - 1) // alignment * alignment
 
 
-def _output(call: _DispatchCall, received: Sequence[torch.Tensor]) -> DispatchOutput:
+def _output(
+    buffer: Buffer, form: _Form, num_tokens: int, has_scales: bool, received: Sequence[torch.Tensor]
+) -> DispatchOutput:
     x, scales, weights, topk_idx, row_expert, info, handle_tensor = received
-    layout, ranks = call.layout, call.buffer.num_ranks
-    bins = call.num_experts // ranks if layout.has_expert_rows else ranks
-    overflow = info[2 * bins : 2 * bins + 1]
-    if call.buffer.on_overflow == "raise" and int(overflow) > 0:
-        raise OverflowError(
-            f"{int(overflow)} rows did not fit into capacity {call.capacity} of layout {layout.name.lower()}: "
-            f"demand was {info[bins : 2 * bins].tolist()}"
-        )
+    layout = form.layout
+    has_expert_rows = layout <= _PACKED
     handle = Handle(
-        handle_tensor,
-        call.buffer.name,
-        call.num_tokens,
-        call.topk,
-        call.num_experts,
-        call.max_tokens,
-        layout,
-        call.capacity,
-        ranks,
+        handle_tensor, buffer.name, num_tokens, form.topk, form.num_experts, form.max_tokens, layout, form.capacity,
+        buffer.num_ranks,
+    )  # fmt: skip
+    out = DispatchOutput.of_info(
+        x,
+        scales if has_scales or form.quant else None,
+        None if has_expert_rows else topk_idx,
+        weights,
+        row_expert if layout is _PACKED else None,
+        info,
+        handle,
     )
-    return DispatchOutput(
-        x=x,
-        scales=scales if call.has_scales else None,
-        topk_idx=None if layout.has_expert_rows else topk_idx,
-        weights=weights,
-        counts=info[:bins],
-        offsets=info[2 * bins + 2 :] if layout == Layout.PACKED else None,
-        row_expert=row_expert if layout == Layout.PACKED else None,
-        total=info[2 * bins + 1 : 2 * bins + 2] if layout == Layout.FLAT else None,
-        overflow=overflow,
-        demand=info[bins : 2 * bins],
-        handle=handle,
-    )
+    if buffer.on_overflow == "raise" and int(out.overflow) > 0:
+        raise OverflowError(
+            f"{int(out.overflow)} rows did not fit into capacity {form.capacity} of layout {layout.name.lower()}: "
+            f"demand was {out.demand.tolist()}"
+        )
+    return out
 
 
 def _combine_call(
@@ -364,25 +375,28 @@ def _combine_call(
     wire_dtype: torch.dtype | None,
     num_sms: int,
 ) -> tuple[Buffer, tuple[Any, ...]]:
-    if isinstance(weights, str) and weights != "dispatch":
-        raise ValueError(f'weights is {weights!r}, must be "dispatch", a tensor [T, K] or None')
-    if not isinstance(weights, (str, torch.Tensor, type(None))):
-        raise TypeError(f'weights is a {type(weights).__name__}, must be "dispatch", a tensor [T, K] or None')
-    home_weights = weights if isinstance(weights, torch.Tensor) else None
-    if home_weights is not None:
-        weighting = _HOME
+    home_weights = None
+    if weights is None:
+        weighting = _NONE
+    elif isinstance(weights, _Tensor):
+        home_weights, weighting = weights, _HOME
+    elif isinstance(weights, str):
+        if weights != "dispatch":
+            raise ValueError(f'weights is {weights!r}, must be "dispatch", a tensor [T, K] or None')
+        weighting = _DISPATCH if handle.layout <= _PACKED else _NONE
     else:
-        weighting = _DISPATCH if weights is not None and handle.layout.has_expert_rows else _NONE
+        raise TypeError(f'weights is a {type(weights).__name__}, must be "dispatch", a tensor [T, K] or None')
     out_dtype = out_dtype or rows.dtype
     wire_dtype = wire_dtype or out_dtype
-    if wire_dtype not in (out_dtype, torch.float32):
+    if wire_dtype is not out_dtype and wire_dtype is not _float32:
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype} or torch.float32")
     biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
     buffer = _buffer_of(handle)
-    _require_on(buffer, rows=rows, handle=handle.tensor, weights=home_weights, topk_idx=topk_idx)
-    _require_on(buffer, **{f"bias {i}": given for i, given in enumerate(biases)})
-    args = (rows, handle.tensor, home_weights, topk_idx, biases, *handle.args(), weighting, out_dtype, wire_dtype, num_sms)
-    return buffer, args
+    _require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
+    if biases:
+        _require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
+    how = (weighting, out_dtype, wire_dtype, num_sms)
+    return buffer, (rows, handle.tensor, home_weights, topk_idx, biases, *handle.args(), *how)
 
 
 def _buffer_of(handle: Handle) -> Buffer:
@@ -392,22 +406,24 @@ def _buffer_of(handle: Handle) -> Buffer:
     return buffer
 
 
-def _require_on(buffer: Buffer, **tensors: torch.Tensor | None) -> None:
+def _require_on(buffer: Buffer, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
     """An op would follow a tensor on another device to that device's kernel, or to the fake one."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+    device = buffer.device
+    for tensor in tensors:
+        if tensor is None or (isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _strided):
+            continue
+        name = next(name for name, each in zip(names, tensors, strict=True) if each is tensor)
+        if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, must be a tensor")
-        if tensor is not None and tensor.device != buffer.device:
-            raise ValueError(f"{name} is on {tensor.device}, the buffer on {buffer.device}")
-        if tensor is not None and tensor.layout != torch.strided:
-            raise ValueError(f"{name} is {tensor.layout}, must be strided")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, the buffer on {device}")
+        raise ValueError(f"{name} is {tensor.layout}, must be strided")
 
 
-@contextmanager
-def _errors_of(buffer: Buffer) -> Iterator[None]:
+def _error_of(buffer: Buffer, error: RuntimeError) -> Exception:
     """Ops know only ValueError and RuntimeError: the second becomes the buffer's own error where it has one."""
     try:
-        yield
-    except RuntimeError as error:
         buffer.require_usable()
-        raise UsageError(str(error).split("\n", 1)[0]) from error
+    except Exception as reason:
+        return reason
+    return UsageError(str(error).split("\n", 1)[0])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,7 +36,7 @@ LAYOUTS = {layout.name.lower(): layout for layout in Layout}
 QUANTS = {None: Quant.NONE} | {quant.name.lower(): quant for quant in Quant if quant}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: a frozen one takes three times as long to make
 class Handle:
     """The routing of one dispatch, for any number of combines. Plain data: an int32 tensor of static size, and numbers.
 
@@ -67,7 +68,7 @@ class Handle:
         return self.num_tokens, self.topk, self.num_experts, self.max_tokens, int(self.layout), self.capacity
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class DispatchOutput:
     """Rows received for the experts of this rank. L local experts, R ranks, M max_tokens, N rows, K top-k, H hidden.
 
@@ -97,3 +98,51 @@ class DispatchOutput:
     overflow: torch.Tensor
     demand: torch.Tensor
     handle: Handle
+    _info: torch.Tensor = field(init=False, repr=False)  # of which the fields that were not given are views
+
+    @classmethod
+    def of_info(
+        cls,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        weights: torch.Tensor,
+        row_expert: torch.Tensor | None,
+        info: torch.Tensor,
+        handle: Handle,
+    ) -> DispatchOutput:
+        """Counts, demand, overflow, offsets and total become views of ``info`` when they are first asked for."""
+        out = object.__new__(cls)
+        out.x = x
+        out.scales = scales
+        out.topk_idx = topk_idx
+        out.weights = weights
+        out.row_expert = row_expert
+        out.handle = handle
+        out._info = info
+        return out
+
+    if not TYPE_CHECKING:  # a type checker sees the fields and nothing else
+
+        def __getattr__(self, name: str) -> torch.Tensor | None:
+            """Called for an attribute that is not set yet."""
+            if name not in ("counts", "demand", "overflow", "total", "offsets"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            view = _part_of_info(name, self._info, self.handle)
+            setattr(self, name, view)
+            return view
+
+
+def _part_of_info(name: str, info: torch.Tensor, handle: Handle) -> torch.Tensor | None:
+    """Places as in csrc/layout/outputs.h, OutputShape."""
+    layout = handle.layout
+    bins = handle.num_local_experts if layout.has_expert_rows else handle.num_ranks
+    if name == "counts":
+        return info[:bins]
+    if name == "demand":
+        return info[bins : 2 * bins]
+    if name == "overflow":
+        return info[2 * bins : 2 * bins + 1]
+    if name == "total":
+        return info[2 * bins + 1 : 2 * bins + 2] if layout == Layout.FLAT else None
+    return info[2 * bins + 2 :] if layout == Layout.PACKED else None

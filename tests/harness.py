@@ -134,9 +134,7 @@ def check_case(
     rows = [case.expert(got[rank].dispatched.x.cpu(), results[rank], rank) for rank in range(case.num_ranks)]
     combined = reference.combine(rows, results, inputs, **case.combine_kwargs())
     values = [case.scalars(result, rank) for rank, result in enumerate(results)]
-    scalars = reference.combine_weights(
-        values, results, inputs, num_experts=case.num_experts, layout=case.layout
-    )
+    scalars = reference.combine_weights(values, results, inputs, num_experts=case.num_experts, layout=case.layout)
     for rank, result in enumerate(got):
         where = f"{case.describe()} rank {rank}"
         check_dispatch(result.dispatched, results[rank], where)

@@ -103,6 +103,7 @@ def run_processes(
 
 def _run(rank: int, num_ranks: int, store: str, sender: Connection, body: Callable[..., Any], args: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it, and so would its children
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast can put GPUs that others share out of service
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)

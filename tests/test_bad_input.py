@@ -453,7 +453,7 @@ def _use_in_fork(buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, pipe: Any) -> N
     buffer.destroy()
     with _alone() as own:  # and what the text advises works
         SOLO.run(own)
-    del call, buffer  # its network's thread is not here to be joined
+    buffer.runtime = None  # what the end of its last reference does; its network's thread is not here to be joined
     pipe.send(texts)
 
 

@@ -133,6 +133,7 @@ def test_leaving_by_ctrl_c(tmp_path: Path) -> None:
     start = time.monotonic()
     ended = _leave("ctrl-c", tmp_path, interrupt=True)
     assert time.monotonic() - start < 25
-    for code, text in ended:
-        assert code == -signal.SIGINT, text
-        assert text.rstrip().endswith("KeyboardInterrupt"), text
+    (code0, text0), (code1, text1) = ended
+    assert code1 == -signal.SIGINT and text1.rstrip().endswith("KeyboardInterrupt"), text1
+    # On a busy machine the deadline of rank 0 may pass before the signal is sent.
+    assert code0 == -signal.SIGINT or (code0 == 1 and "TimeoutError: the buffer has failed" in text0), text0

@@ -109,7 +109,11 @@ def main(rank, R, path, spec):
                 tl=nccl_ep._C.time_line(nm=="C")
                 if rank==0 and tl:
                     names=["start","epoch","sent","routing","own","end"]
-                    print("stamps",T,nm," ".join(f"{n}:{t[0]}/{t[len(t)//2]}/{t[-1]}" for n,t in zip(names,tl) if t),flush=True)
+                    BIG=1<<60
+                    print("stamps",T,nm," ".join(f"{n}:{t[0]}/{t[len(t)//2]}/{t[-1]}" for n,t in ((n,sorted(v for v in t if v<BIG)) for n,t in zip(names,tl)) if t),flush=True)
+                    if T==1:
+                        for bl in list(range(0,17))+[60,100,130,131]:
+                            print("  block",bl," ".join(f"{n}:"+",".join(f"w{w}={tl[k][bl*32+w]}" for w in (0,1,7,8,9,15,16) if tl[k][bl*32+w]<BIG) for k,n in enumerate(names)),flush=True)
         b.destroy(); dist.barrier()
     if rank==0: json.dump(out,open(os.environ.get("OUT",".")+"/scan.json","w"))
     dist.destroy_process_group()

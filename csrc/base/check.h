@@ -40,13 +40,13 @@ template <class... Parts>
 }  // namespace ep
 
 // Refuses an argument: EP_CHECK(a % b == 0, a, " experts do not divide over ", b, " ranks")
-#define EP_CHECK(condition, ...)                                                           \
-  do {                                                                                     \
-    if (!(condition)) ::ep::raise(::ep::ErrorKind::kInvalidArgument, __VA_ARGS__);         \
+#define EP_CHECK(condition, ...)                                                   \
+  do {                                                                             \
+    if (!(condition)) ::ep::raise(::ep::ErrorKind::kInvalidArgument, __VA_ARGS__); \
   } while (0)
 
 // Refuses a call made at the wrong time.
-#define EP_CHECK_USAGE(condition, ...)                                                     \
-  do {                                                                                     \
-    if (!(condition)) ::ep::raise(::ep::ErrorKind::kInvalidUsage, __VA_ARGS__);            \
+#define EP_CHECK_USAGE(condition, ...)                                          \
+  do {                                                                          \
+    if (!(condition)) ::ep::raise(::ep::ErrorKind::kInvalidUsage, __VA_ARGS__); \
   } while (0)

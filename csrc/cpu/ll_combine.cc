@@ -160,8 +160,8 @@ class HomeSum {
     has_domain_term_ = false;
   }
   void store(int token) {
-    from_floats(p_.out_dtype, sum_.data(),
-                const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.out_dtype)), p_.hidden);
+    from_floats(p_.out_dtype, sum_.data(), const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.out_dtype)),
+                p_.hidden);
   }
 
  private:
@@ -181,8 +181,8 @@ void receive(const LlCombineParams& p, Channel& channel) {
     const int32_t* ids = p.handle.ids + token * p.shape.topk;
     sum.begin(token);
     for (int rank = 0; rank < channel.num_ranks(); rank++) {
-      const bool has_expert = std::any_of(ids, ids + p.shape.topk,
-                                          [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
+      const bool has_expert =
+          std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
       if (has_expert) {
         channel.take_row(rank, token, Phase::kPartials, words.data(), static_cast<int>(words.size()));
         sum.add_rank(words.data());

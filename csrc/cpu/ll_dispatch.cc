@@ -85,8 +85,8 @@ void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
     load_row(p, token, words);
     for (int step = 0; step < channel.num_ranks(); step++) {
       const int peer = channel.peer(step);
-      const bool wants = std::any_of(ids, ids + p.shape.topk,
-                                     [&](int32_t id) { return id >= 0 && p.shape.owner(id) == peer; });
+      const bool wants =
+          std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == peer; });
       if (wants) channel.send_row(peer, token, words.data(), static_cast<int>(words.size()));
     }
   }

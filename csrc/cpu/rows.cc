@@ -44,7 +44,8 @@ void to_floats(DType dtype, const void* values, float* floats, int count) {
     case DType::kF16:
       for (int i = 0; i < count; i++) floats[i] = f16_to_float(halves[i]);
       break;
-    default: std::memcpy(floats, values, count * sizeof(float));
+    default:
+      std::memcpy(floats, values, count * sizeof(float));
   }
 }
 
@@ -57,7 +58,8 @@ void from_floats(DType dtype, const float* floats, void* values, int count) {
     case DType::kF16:
       for (int i = 0; i < count; i++) halves[i] = float_to_f16(floats[i]);
       break;
-    default: std::memcpy(values, floats, count * sizeof(float));
+    default:
+      std::memcpy(values, floats, count * sizeof(float));
   }
 }
 

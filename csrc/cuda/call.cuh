@@ -17,27 +17,23 @@ struct BlockPosition {
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
 
-// A call begins with loads that nobody looks at yet: warp 0 of a block asks for the epoch and for every rank's credit,
-// all warps ask for what they send first. Only then does begin_call() look.
+// A call begins with loads that nobody looks at yet: warp 0 of a block asks for the epoch, all warps ask for what they
+// send first, then warp 0 asks for every rank's credit (an acquire holds up what follows it). begin_call() looks.
 struct Opening {
-  uint64_t last_epoch;
-  uint32_t has_failed;
-  uint64_t credit;  // of rank `lane`
+  uint64_t last_epoch = 0;
+  uint32_t has_failed = 0;
 };
+
+__device__ __forceinline__ Opening open_call(const DeviceState* state, Kind kind) {
+  Opening opening;
+  if (threadIdx.x != 0) return opening;
+  opening.last_epoch = ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch);
+  opening.has_failed = ptx::ld_relaxed_gpu(&state->fate.has_failed);
+  return opening;
+}
 
 __device__ __forceinline__ const uint64_t* credit_of(const LlLayout& layout, const LsaPeers& peers, int source) {
   return peers.local<uint64_t>(layout.signal(source));
-}
-
-template <class Params>
-__device__ __forceinline__ Opening open_call(const Params& p, const DeviceState* state, const LsaPeers& peers,
-                                             Kind kind) {
-  Opening opening{0, 0, 0};
-  if (threadIdx.x >= 32) return opening;
-  opening.last_epoch = ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch);
-  opening.has_failed = ptx::ld_relaxed_gpu(&state->fate.has_failed);
-  if (threadIdx.x < p.layout.num_ranks) opening.credit = ptx::ld_acquire_sys(credit_of(p.layout, peers, threadIdx.x));
-  return opening;
 }
 
 // Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
@@ -61,13 +57,15 @@ template <class Params>
 __device__ __forceinline__ void begin_call(CallContext& call, const Params& p, DeviceState* state,
                                            const LsaPeers& peers, const Opening& opening, Kind kind, BlockPosition at,
                                            bool advances) {
-  const uint64_t epoch = opening.last_epoch + 1;
   if (threadIdx.x < 32) {
+    uint64_t credit = 0;
+    if (threadIdx.x < p.layout.num_ranks) credit = ptx::ld_acquire_sys(credit_of(p.layout, peers, threadIdx.x));
+    const uint64_t epoch = opening.last_epoch + 1;
     if (threadIdx.x == 0) {
       call = {state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch), opening.has_failed != 0};
     }
     __syncwarp();
-    await_credits(call, p.layout, peers, opening.last_epoch, opening.credit);
+    await_credits(call, p.layout, peers, call.epoch - 1, credit);
   }
   __syncthreads();
   if (threadIdx.x != 0 || !advances) return;
@@ -75,7 +73,7 @@ __device__ __forceinline__ void begin_call(CallContext& call, const Params& p, D
   TicketLine& ticket = state->ticket[k];
   if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
     ptx::st_relaxed_gpu(&ticket.started, 0u);
-    ptx::st_relaxed_gpu(&state->epoch[k].epoch, epoch);
+    ptx::st_relaxed_gpu(&state->epoch[k].epoch, call.epoch);
   }
 }
 

@@ -5,7 +5,7 @@
 namespace ep {
 namespace {
 
-constexpr int kMaxThreads = 672;
+constexpr int kMaxThreads = 640;
 constexpr int kScalarThreads = 256;
 
 template <DType kIn, DType kWire, DType kOut>

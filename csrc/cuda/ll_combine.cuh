@@ -134,7 +134,12 @@ struct CombineRole {
   __device__ int receiver() const {
     return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
   }
-  __device__ bool sends_to_itself() const { return p.half == Half::kSend; }
+  // Homes other than this rank; a staged send counts itself among them.
+  __device__ int num_homes() const { return p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1); }
+  __device__ int home_of(int index) const {
+    const int home = peers.rank + index + (p.half == Half::kSend ? 0 : 1);
+    return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
+  }
 };
 
 // The rows of a token here: lane k holds choice k.
@@ -203,36 +208,67 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
   }
 }
 
+// Units are (token, piece, home): the home changes fastest, so that no link waits for another. A worker goes from unit to
+// unit by adding its stride digit by digit, because divisions would cost more than the sums.
+struct Units {
+  int token, piece, home;     // the unit
+  int tokens, pieces, homes;  // the stride
+  int num_pieces, num_homes;
+
+  __device__ __forceinline__ static Units begin(int first, int stride, int num_pieces, int num_homes) {
+    Units units;
+    units.num_pieces = num_pieces;
+    units.num_homes = num_homes;
+    units.home = first % num_homes;
+    units.piece = first / num_homes % num_pieces;
+    units.token = first / num_homes / num_pieces;
+    units.homes = stride % num_homes;
+    units.pieces = stride / num_homes % num_pieces;
+    units.tokens = stride / num_homes / num_pieces;
+    return units;
+  }
+  __device__ __forceinline__ void advance() {
+    home += homes;
+    piece += pieces;
+    token += tokens;
+    if (home >= num_homes) {
+      home -= num_homes;
+      piece++;
+    }
+    if (piece >= num_pieces) {
+      piece -= num_pieces;
+      token++;
+    }
+  }
+};
+
 // ---- Sending: the partial sums of other ranks' tokens
 
 template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ void send_partials(const CombineRole& role, const CallContext& call, Terms terms, int most_tokens) {
+__device__ __forceinline__ void send_partials(const CombineRole& role, const CallContext& call, Units units,
+                                              Terms terms, int tokens) {
   const LlCombineParams& p = role.p;
-  const int first_hop = role.sends_to_itself() ? 0 : 1;
-  const int homes = p.shape.num_ranks - first_hop;
-  if (homes == 0) return;
-  const int units = most_tokens * role.pieces * homes, step = role.plan.senders();
-  const auto home_of = [&](int unit) {
-    const int home = role.peers.rank + first_hop + unit % homes;
-    return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
-  };
+  const int most_tokens = __reduce_max_sync(~0u, tokens);
 #pragma unroll 1
-  for (int unit = role.sender(); unit < units; unit += step) {
-    const int home = home_of(unit), token = unit / homes / role.pieces, piece = unit / homes % role.pieces;
+  while (units.token < most_tokens) {
+    const Units unit = units;
     Terms now = terms;
-    const int next = unit + step;
-    if (next < units) terms = load_terms(role, home_of(next), next / homes / role.pieces);
-    if (token >= __ldg(p.handle.tokens + home)) continue;
-    if (!__any_sync(~0u, now.row != kNoRow)) continue;
-    if (p.weighting == Weighting::kHome) now = await_home_weight(p.layout, role.peers, call, home, token, now);
-    const int lane_index = piece * 32 + role.lane;
+    units.advance();
+    const int home = role.home_of(unit.home);
+    if (units.token < most_tokens) terms = load_terms(role, role.home_of(units.home), units.token);
+    const int home_tokens = p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(p.handle.tokens + home);
+    if (unit.token >= home_tokens || !__any_sync(~0u, now.row != kNoRow)) continue;
+    if (p.weighting == Weighting::kHome) {
+      now = await_home_weight(p.layout, role.peers, call, home, unit.token, now);
+    }
+    const int lane_index = unit.piece * 32 + role.lane;
     const bool is_inside = lane_index * kCount < p.hidden;
     float sum[kCount];
     partial_sum<kIn>(role, now, lane_index, is_inside, sum);
     Numbers<kWire, kCount> wire;
     wire.from(sum);
     wire.escape();
-    char* slot = role.peers.at<char>(home, p.layout.row(call.bank, role.peers.rank, token));
+    char* slot = role.peers.at<char>(home, p.layout.row(call.bank, role.peers.rank, unit.token));
     if (is_inside) wire.store_remote(slot, lane_index);
   }
 }
@@ -325,19 +361,19 @@ __device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
 }
 
 template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call, Terms terms, int id) {
-  const int units = role.p.num_tokens * role.pieces, step = role.plan.receivers();
+__device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call, Units units, Terms terms,
+                                           int id) {
 #pragma unroll 1
-  for (int unit = role.receiver(); unit < units; unit += step) {
+  while (units.token < role.p.num_tokens) {
+    const Units unit = units;
     const Terms now = terms;
-    const int now_id = id, next = unit + step;
-    if (next < units) {
-      terms = load_terms(role, role.peers.rank, next / role.pieces);
-      id = load_own_id(role, next / role.pieces);
+    const int now_id = id;
+    units.advance();
+    if (units.token < role.p.num_tokens) {
+      terms = load_terms(role, role.peers.rank, units.token);
+      id = load_own_id(role, units.token);
     }
-    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, unit / role.pieces, unit % role.pieces, now, now_id)) {
-      return;
-    }
+    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, unit.token, unit.piece, now, now_id)) return;
   }
 }
 
@@ -370,22 +406,23 @@ __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers
   ptx::wait_for_prerequisites();
 
   // The first unit's handle entries are on their way while the epoch is.
-  const Opening opening = open_call(p, state, peers, Kind::kCombine);
+  const Opening opening = open_call(state, Kind::kCombine);
   Terms send_terms{kNoRow, 1.0f}, own_terms{kNoRow, 1.0f};
+  Units units{};
   int id = -1, tokens = 0;
-  const int first_hop = role.sends_to_itself() ? 0 : 1, homes = p.shape.num_ranks - first_hop;
-  if (sends(p.half) && role.is_sender()) {
+  const bool is_sender = sends(p.half) && role.is_sender() && role.num_homes() > 0;
+  const bool is_receiver = receives(p.half) && role.is_receiver();
+  if (is_sender) {
+    units = Units::begin(role.sender(), plan.senders(), role.pieces, role.num_homes());
 #pragma unroll 1
     for (int r = role.lane; r < p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(p.handle.tokens + r));
-    if (homes > 0 && role.sender() / homes / role.pieces < p.shape.max_tokens) {
-      int home = peers.rank + first_hop + role.sender() % homes;
-      if (home >= p.shape.num_ranks) home -= p.shape.num_ranks;
-      send_terms = load_terms(role, home, role.sender() / homes / role.pieces);
+    if (units.token < p.shape.max_tokens) send_terms = load_terms(role, role.home_of(units.home), units.token);
+  } else if (is_receiver) {
+    units = Units::begin(role.receiver(), plan.receivers(), role.pieces, 1);
+    if (units.token < p.num_tokens) {
+      own_terms = load_terms(role, peers.rank, units.token);
+      id = load_own_id(role, units.token);
     }
-  }
-  if (receives(p.half) && role.is_receiver() && role.receiver() / role.pieces < p.num_tokens) {
-    own_terms = load_terms(role, peers.rank, role.receiver() / role.pieces);
-    id = load_own_id(role, role.receiver() / role.pieces);
   }
   __shared__ CallContext call;
   begin_call(call, p, state, peers, opening, Kind::kCombine, at, receives(p.half));
@@ -398,12 +435,12 @@ __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers
       send_credits(call, p.layout, peers);
     }
     if (p.weighting == Weighting::kHome) send_home_weights(role, call);
-    if (role.is_sender()) send_partials<kIn, kWire, kCount>(role, call, send_terms, __reduce_max_sync(~0u, tokens));
+    if (is_sender) send_partials<kIn, kWire, kCount>(role, call, units, send_terms, tokens);
     stamp(Stamp::kSent, peers.rank);
   }
   if (receives(p.half)) {
     if (role.is_control()) check_records(call, p.layout, peers);
-    if (role.is_receiver()) sum_tokens<kIn, kWire, kOut, kCount>(role, call, own_terms, id);
+    if (is_receiver) sum_tokens<kIn, kWire, kOut, kCount>(role, call, units, own_terms, id);
   }
   stamp(Stamp::kEnd, peers.rank);
 }
@@ -414,7 +451,7 @@ __device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, co
                                              BlockPosition at) {
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(p, state, peers, Kind::kCombine);
+  const Opening opening = open_call(state, Kind::kCombine);
   __shared__ CallContext call;
   begin_call(call, p, state, peers, opening, Kind::kCombine, at, true);
   if (call.begins_failed) return;

@@ -115,7 +115,10 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
 // ---- Receiving
 
 // A row's numbers: the handle's map and weights, and what the layout tells of the row. Once for each slot.
-__device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source, int token, bool wanted, uint32_t expert, int32_t row) {
+// `weight_word`: what the lane saw of its weight when it asked for the row.
+__device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source,
+                                               int token, bool wanted, uint32_t expert, int32_t row,
+                                               uint64_t weight_word) {
   const LlDispatchParams& p = role.p;
   const int slot = source * p.shape.max_tokens + token, lane = role.lane, topk = p.shape.topk;
   const bool expert_rows = has_expert_rows(p.output.layout);
@@ -124,7 +127,9 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
   const int32_t token_row = expert_rows || any == 0 ? row : __shfl_sync(~0u, row, __ffs(any) - 1);
   if (lane < map_k) p.handle.rows[static_cast<int64_t>(slot) * map_k + lane] = expert_rows ? row : token_row;
   float weight = 0;
-  if (wanted) {
+  if (wanted && is_tagged(weight_word, call.tag)) {
+    weight = __uint_as_float(static_cast<uint32_t>(weight_word));
+  } else if (wanted) {
     const auto* word = role.peers.local<uint64_t>(p.layout.weight(call.bank, source, token, lane));
     weight = __uint_as_float(await_word(call, word, Phase::kWeights, source));
   }
@@ -183,11 +188,18 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     char* staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token));
     Piece<kSteps> piece;
     Raw<kPayload, kSteps> raw;
+    uint64_t weight_word = 0;
+    if (unit.piece == 0 && wanted) {
+      weight_word = ptx::ld_relaxed_sys(
+          role.peers.local<uint64_t>(p.layout.weight(call.bank, unit.source, unit.token, role.lane)));
+    }
     if (is_here && is_own) raw.load(p, row, unit.token, unit.piece, role.lane);
     if (is_here && !is_own) load_wire(staged, row, unit.piece, piece, role.lane);  // perhaps it is there already
     const int32_t my_row = row_of(p, places, unit.source, slot, wanted, expert);
     if (!is_here) {
-      if (unit.piece == 0) store_row_info(role, call, unit.source, unit.token, wanted, expert, my_row);
+      if (unit.piece == 0) {
+        store_row_info(role, call, unit.source, unit.token, wanted, expert, my_row, weight_word);
+      }
       continue;
     }
     if (is_own) {
@@ -208,7 +220,9 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
       const int32_t out_row = __shfl_sync(~0u, my_row, __ffs(targets) - 1);
       store_row<kPayload>(p, row, out_row, unit.piece, piece, role.lane);
     }
-    if (unit.piece == 0) store_row_info(role, call, unit.source, unit.token, wanted, expert, my_row);
+    if (unit.piece == 0) {
+      store_row_info(role, call, unit.source, unit.token, wanted, expert, my_row, weight_word);
+    }
     if (is_own) stamp(Stamp::kOwnDone, rank);
   }
 }
@@ -280,36 +294,38 @@ static __device__ __noinline__ void clear_missing_rows(const DispatchRole role, 
   }
 }
 
-// One block writes the info tensor. `sums` are two words of shared memory: dropped rows, rows in the tensor.
-static __device__ __noinline__ void store_info(const DispatchRole role, const CallContext& call, const Places places,
-                                               int* sums) {
+// One warp writes the info tensor.
+static __device__ __noinline__ void store_info(const DispatchRole role, const CallContext& call, const Places places) {
   const LlDispatchParams& p = role.p;
   const OutputShape& output = p.output;
-  const int thread = role.receiving_thread(), threads = role.receiving_threads();
-  if (thread < 2) sums[thread] = 0;
-  ptx::named_barrier(2, threads);
-  for (int bin = thread; bin < output.bins(); bin += threads) {
-    const int demand = demand_of(p, places, bin);
+  const bool has_failed = call.has_failed();  // then nothing counts
+  int dropped = 0, total = 0;
+#pragma unroll 1
+  for (int bin = role.lane; bin < output.bins(); bin += 32) {
+    const int demand = has_failed ? 0 : demand_of(p, places, bin);
     int64_t start = 0;
     if (output.layout == OutputLayout::kPacked) start = places.starts[bin];
     if (output.layout == OutputLayout::kFlat) start = places.count_bits(0, 0, bin * p.shape.max_tokens);
     const int kept = static_cast<int>(output.kept(start, demand));
     p.info[bin] = kept;
     p.info[output.demand_at() + bin] = demand;
-    if (demand != kept) atomicAdd(&sums[0], demand - kept);
-    if (kept != 0) atomicAdd(&sums[1], kept);
+    dropped += demand - kept;
+    total += kept;
   }
-  for (int i = thread; i < output.num_offsets(); i += threads) {
+#pragma unroll 1
+  for (int i = role.lane; i < output.num_offsets(); i += 32) {
     p.info[output.offsets_at() + i] = static_cast<int>(min(static_cast<int64_t>(places.starts[i]), output.capacity));
   }
-  for (int r = thread; r < p.shape.num_ranks; r += threads) p.handle.tokens[r] = places.tokens[r];
-  ptx::named_barrier(2, threads);
-  if (thread != 0) return;
-  p.info[output.overflow_at()] = sums[0];
-  p.info[output.total_at()] = sums[1];
-  if (sums[0] != 0) {
+#pragma unroll 1
+  for (int r = role.lane; r < p.shape.num_ranks; r += 32) p.handle.tokens[r] = places.tokens[r];
+  dropped = __reduce_add_sync(~0u, dropped);
+  total = __reduce_add_sync(~0u, total);
+  if (role.lane != 0) return;
+  p.info[output.overflow_at()] = dropped;
+  p.info[output.total_at()] = total;
+  if (dropped != 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&call.state->found.dropped_rows),
-              static_cast<unsigned long long>(sums[0]));
+              static_cast<unsigned long long>(dropped));
   }
 }
 
@@ -327,7 +343,6 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
 template <Payload kPayload, DType kType, int kSteps>
 __device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const RowShape& row,
                                         const Places& places) {
-  __shared__ int sums[2];
   const LlDispatchParams& p = role.p;
   build_places(p, role.peers, call, places, role.receiving_thread(), role.receiving_threads());
   ptx::named_barrier(1, role.receiving_threads());
@@ -336,15 +351,10 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
-  // The last block has the fewest rows to move: it writes what is not rows.
-  const bool is_last_block = role.at.block == role.plan.blocks - 1;
   if (role.plan.receivers() - 1 - role.receiver() < p.output.bins()) clear_missing_rows(role, places);
-  if (is_last_block) store_info(role, call, places, sums);
+  // The last warp has the fewest rows to move.
+  if (role.receiver() == role.plan.receivers() - 1) store_info(role, call, places);
   receive_rows<kPayload, kType, kSteps>(role, call, row, places);
-  if (!is_last_block) return;
-  ptx::named_barrier(2, role.receiving_threads());
-  if (!call.has_failed()) return;
-  for (int i = role.receiving_thread(); i < p.output.info_size(); i += role.receiving_threads()) p.info[i] = 0;
 }
 
 // ---- Table of contents
@@ -361,7 +371,7 @@ __device__ __forceinline__ void dispatch(const LlDispatchParams& p, const LsaPee
   ptx::wait_for_prerequisites();
 
   // What a warp sends first is on its way while the epoch is.
-  const Opening opening = open_call(p, state, peers, Kind::kDispatch);
+  const Opening opening = open_call(state, Kind::kDispatch);
   Raw<kPayload, kSteps> raw;
   int64_t row_id = -1, routing_id = -1;
   float weight = 1.0f;

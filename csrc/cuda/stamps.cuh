@@ -30,12 +30,11 @@ static inline std::vector<std::vector<uint64_t>> read_stamps() {
   EP_CUDA(cudaMemcpyToSymbol(stamp_times, zeros, sizeof zeros));
   uint64_t start = ~0ull;
   for (uint64_t t : times[0]) start = t != 0 ? std::min(start, t) : start;
-  std::vector<std::vector<uint64_t>> phases(kStamps);
+  std::vector<std::vector<uint64_t>> phases(kStamps, std::vector<uint64_t>(kStampWarps, ~0ull));
   for (int phase = 0; phase < kStamps; phase++) {
-    for (uint64_t t : times[phase]) {
-      if (t != 0) phases[phase].push_back(t - start);
+    for (int warp = 0; warp < kStampWarps; warp++) {
+      if (times[phase][warp] != 0) phases[phase][warp] = times[phase][warp] - start;
     }
-    std::sort(phases[phase].begin(), phases[phase].end());
   }
   return phases;
 }

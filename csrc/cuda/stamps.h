@@ -6,7 +6,8 @@
 
 namespace ep {
 
-// For each phase the times of all warps that passed it, in ns from the first stamp of the first phase. Clears them.
+// For each phase the time at which each warp (32 a block) passed it, in ns from the first stamp of the first phase; ~0
+// if it did not. Clears them.
 // Empty in other builds. `combine`: of the combine kernel, else of dispatch.
 std::vector<std::vector<uint64_t>> take_stamps(bool combine);
 

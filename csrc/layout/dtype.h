@@ -20,11 +20,15 @@ EP_HD int size_of(DType dtype) {
   switch (dtype) {
     case DType::kBF16:
     case DType::kF16:
-    case DType::kOpaque16: return 2;
+    case DType::kOpaque16:
+      return 2;
     case DType::kF32:
-    case DType::kOpaque32: return 4;
-    case DType::kOpaque64: return 8;
-    default: return 1;
+    case DType::kOpaque32:
+      return 4;
+    case DType::kOpaque64:
+      return 8;
+    default:
+      return 1;
   }
 }
 

@@ -49,7 +49,7 @@ struct LlLayout {
   IdFormat ids;
   int row_stride = 0;
   Offset signals = 0;
-  Offset records = 0, tagged = 0, rows = 0;         // bank 0
+  Offset records = 0, tagged = 0, rows = 0;            // bank 0
   uint64_t tagged_bank_bytes = 0, row_bank_bytes = 0;  // from one bank to the next
 
   EP_HD Offset signal(int source) const { return signals + static_cast<Offset>(source) * 8; }

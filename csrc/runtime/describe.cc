@@ -8,10 +8,14 @@ namespace {
 
 const char* name_of(Operation operation) {
   switch (operation) {
-    case Operation::kDispatch: return "dispatch";
-    case Operation::kCombine: return "combine";
-    case Operation::kCombineWeighted: return "combine with weights of the home rank";
-    case Operation::kCombineWeights: return "combine of weights";
+    case Operation::kDispatch:
+      return "dispatch";
+    case Operation::kCombine:
+      return "combine";
+    case Operation::kCombineWeighted:
+      return "combine with weights of the home rank";
+    case Operation::kCombineWeights:
+      return "combine of weights";
   }
   return "unknown operation";
 }
@@ -53,7 +57,8 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   std::string text = concat("rank ", rank, " waited ", timeout_seconds, " s for the ", name_of(failure.phase),
                             " of rank ", failure.peer, " in ", kind, " ", failure.epoch, " (expected ",
                             failure.expected, ", saw ", failure.seen, ")");
-  if (failure.missing != 0) text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));
+  if (failure.missing != 0)
+    text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));
   return text;
 }
 

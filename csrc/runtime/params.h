@@ -18,10 +18,10 @@ EP_HD bool receives(Half half) { return half != Half::kSend; }
 
 // A handle's parts in its int32 tensor.
 struct HandlePtrs {
-  int32_t* tokens = nullptr;   // [R]
-  int32_t* ids = nullptr;      // [T, K], ids out of range replaced by -1
-  int32_t* rows = nullptr;     // [R, M, map_k]
-  float* weights = nullptr;    // [R, M, map_k]
+  int32_t* tokens = nullptr;  // [R]
+  int32_t* ids = nullptr;     // [T, K], ids out of range replaced by -1
+  int32_t* rows = nullptr;    // [R, M, map_k]
+  float* weights = nullptr;   // [R, M, map_k]
 
   static HandlePtrs of(int32_t* base, const HandleShape& shape) {
     return {base, base + shape.ids_at(), base + shape.map_at(), reinterpret_cast<float*>(base + shape.weights_at())};
@@ -32,7 +32,7 @@ struct HandlePtrs {
 struct Scales {
   void* data = nullptr;
   int64_t row_stride = 0, group_stride = 0;
-  int count = 0;         // S
+  int count = 0;  // S
   int element_bytes = 4;
 };
 
@@ -57,12 +57,12 @@ struct LlDispatchParams {
   // Out: written by the receiving half, but for the handle's ids.
   OutputShape output;
   bool zero_padding = false;
-  void* out_x = nullptr;             // [rows, payload bytes]
+  void* out_x = nullptr;  // [rows, payload bytes]
   Scales out_scales;
-  int32_t* info = nullptr;           // OutputShape
-  int32_t* row_expert = nullptr;     // packed: [rows]
-  void* out_topk_idx = nullptr;      // rank layouts: [rows, K], of the type of topk_idx
-  float* out_weights = nullptr;      // [rows] or [rows, K]
+  int32_t* info = nullptr;        // OutputShape
+  int32_t* row_expert = nullptr;  // packed: [rows]
+  void* out_topk_idx = nullptr;   // rank layouts: [rows, K], of the type of topk_idx
+  float* out_weights = nullptr;   // [rows] or [rows, K]
   HandlePtrs handle;
   int num_sms = 0;  // 0: the plan's choice
 };
@@ -86,8 +86,8 @@ struct LlCombineParams {
   OutputShape output;
   HandlePtrs handle;  // of the dispatch
   Weighting weighting = Weighting::kNone;
-  const float* home_weights = nullptr;   // kHome: [T, K]
-  const void* home_topk_idx = nullptr;   // kHome: optional [T, K], -1 skips
+  const float* home_weights = nullptr;  // kHome: [T, K]
+  const void* home_topk_idx = nullptr;  // kHome: optional [T, K], -1 skips
   bool is_idx64 = true;
   const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
   int num_tokens = 0;

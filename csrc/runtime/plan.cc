@@ -39,8 +39,8 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
   plan.warps = plan.receiver_warps = 16;
   plan.steps = fitting_steps(row_steps, sizes.is_heavy ? 2 : sizes.num_tokens <= 48 ? 4 : 7);
   plan.sender_warps = sizes.is_heavy && sizes.num_tokens > 48 ? 8 : 4;
-  plan.sender_blocks = plan.receiver_block0 =
-      sender_share(plan.blocks, sizes.is_heavy ? 20 : sizes.num_tokens <= 48 ? 16 : 32);
+  const int share = sizes.is_heavy ? 20 : sizes.num_tokens <= 48 ? 16 : 32;
+  plan.sender_blocks = plan.receiver_block0 = sender_share(plan.blocks, share);
   return plan;
 }
 

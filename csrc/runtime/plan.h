@@ -1,5 +1,5 @@
-// How an operation is laid over the GPU: a pure function of sizes, so that it can be printed and tested anywhere. A plan
-// changes speed only: rows, places and sums are the same for every plan.
+// How an operation is laid over the GPU: a pure function of sizes, so that it can be printed and tested anywhere. A
+// plan changes speed only: rows, places and sums are the same for every plan.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ namespace ep {
 constexpr int kLaneBytes = 16;
 constexpr int kStepBytes = 32 * kLaneBytes;  // what a warp moves with one instruction
 
-// Warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role. The last warp of block 0 has
-// no other role than control: it greets the other ranks and listens to them.
+// Warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role. The last warp of block 0
+// has no other role than control: it greets the other ranks and listens to them.
 struct LlPlan {
   int blocks = 1;
-  int warps = 2;            // of a block
-  int sender_blocks = 1;    // blocks [0, sender_blocks) send with warps [0, sender_warps)
+  int warps = 2;          // of a block
+  int sender_blocks = 1;  // blocks [0, sender_blocks) send with warps [0, sender_warps)
   int sender_warps = 1;
   int receiver_block0 = 0;  // blocks [receiver_block0, blocks) receive with warps [receiver_warp0, + receiver_warps)
   int receiver_warp0 = 0;
@@ -32,8 +32,8 @@ struct LlPlan {
 };
 
 struct LlDispatchSizes {
-  int num_tokens = 0;  // of this rank
-  int wire_bytes = 0;  // of a row
+  int num_tokens = 0;     // of this rank
+  int wire_bytes = 0;     // of a row
   bool is_heavy = false;  // quantised or keyed: more registers a step
 };
 

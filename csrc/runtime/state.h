@@ -12,8 +12,8 @@ namespace ep {
 enum class Phase : uint32_t { kNone = 0, kCallRecord, kRouting, kWeights, kRows, kPartials, kScalars, kArrivalSignal };
 
 inline const char* name_of(Phase phase) {
-  constexpr const char* kNames[] = {"nothing",      "call record",        "routing message", "weights", "token rows",
-                                    "partial sums", "scalars of weights", "arrival signal"};
+  constexpr const char* kNames[] = {"nothing",    "call record",  "routing message",    "weights",
+                                    "token rows", "partial sums", "scalars of weights", "arrival signal"};
   return kNames[static_cast<int>(phase)];
 }
 
@@ -25,9 +25,9 @@ struct Failure {
   Phase phase = Phase::kNone;
   int32_t peer = -1;
   uint64_t epoch = 0;
-  uint64_t expected = 0;   // of the word waited for
+  uint64_t expected = 0;  // of the word waited for
   uint64_t seen = 0;
-  uint64_t missing = 0;    // bit r: nothing of the call was heard from rank r (ranks below 64)
+  uint64_t missing = 0;  // bit r: nothing of the call was heard from rank r (ranks below 64)
   CallRecord mine, theirs;
 };
 

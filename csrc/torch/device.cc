@@ -1,7 +1,12 @@
 #include "torch/device.h"
 
+#include <ATen/EmptyTensor.h>
+
 #if defined(EP_WITH_CUDA)
+#include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAStream.h>
+
+#include "cuda/device_guard.h"
 #endif
 
 namespace ep {
@@ -18,5 +23,72 @@ void* current_stream([[maybe_unused]] const at::Device& device) {
 #endif
   return nullptr;
 }
+
+at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
+#if defined(EP_WITH_CUDA)
+  if (device.is_cuda()) return at::detail::empty_cuda(sizes, type, device, std::nullopt);
+#endif
+  return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
+}
+
+void* CallOrder::next_stream(const at::Device& device) {
+  void* stream = current_stream(device);
+  const bool is_as_before = !captured_ && eager_ && *eager_ == stream;
+  if (!is_as_before) switch_to(device, stream);
+  return stream;
+}
+
+#if defined(EP_WITH_CUDA)
+namespace {
+
+constexpr unsigned long long kNotCaptured = 0, kUnknown = ~0ull;
+
+// Which capture a stream takes part in. Streams are waited for inside one capture, or outside of all.
+unsigned long long capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = kNotCaptured;
+  if (cudaStreamGetCaptureInfo(stream, &status, &id) != cudaSuccess) {  // of the default stream beside a capture
+    cudaGetLastError();
+    return kUnknown;
+  }
+  return status == cudaStreamCaptureStatusNone ? kNotCaptured : id;
+}
+
+}  // namespace
+
+CallOrder::~CallOrder() {
+  if (event_ != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event_));
+}
+
+void CallOrder::switch_to(const at::Device& device, void* stream) {
+  if (!device.is_cuda()) {
+    eager_ = stream;
+    return;
+  }
+  const auto now = static_cast<cudaStream_t>(stream);
+  const unsigned long long capture = capture_of(now);
+  const std::optional<void*>& before = capture != kNotCaptured && captured_ ? captured_ : eager_;
+  const auto last = static_cast<cudaStream_t>(before.value_or(stream));
+  if (last != now && capture != kUnknown && capture_of(last) == capture) {
+    DeviceGuard guard(device.index());
+    if (event_ == nullptr) {
+      cudaEvent_t event = nullptr;
+      EP_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+      event_ = event;
+    }
+    EP_CUDA(cudaEventRecord(static_cast<cudaEvent_t>(event_), last));
+    EP_CUDA(cudaStreamWaitEvent(now, static_cast<cudaEvent_t>(event_), 0));
+  }
+  if (capture == kNotCaptured) {
+    eager_ = stream;
+    captured_.reset();
+  } else {
+    captured_ = stream;
+  }
+}
+#else
+CallOrder::~CallOrder() = default;
+void CallOrder::switch_to(const at::Device&, void* stream) { eager_ = stream; }
+#endif
 
 }  // namespace ep

@@ -3,11 +3,36 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
+
 #include "runtime/group.h"
 
 namespace ep {
 
 at::Device device_of(const Group& group);
 void* current_stream(const at::Device& device);  // a cudaStream_t; null on the CPU
+
+// As at::empty, without its way through the dispatcher: an op's kernel is below all that would want to know.
+at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, const at::Device& device);
+
+// A buffer's operations run in the order of their calls, whatever the streams.
+class CallOrder {
+ public:
+  CallOrder() = default;
+  ~CallOrder();
+  CallOrder(const CallOrder&) = delete;
+  CallOrder& operator=(const CallOrder&) = delete;
+
+  // The current stream, which waits from now on for the operations before, should they run on another. What a graph is
+  // captured for comes after what was captured before: where it is replayed is the caller's to order.
+  void* next_stream(const at::Device& device);
+
+ private:
+  void switch_to(const at::Device& device, void* stream);
+
+  std::optional<void*> eager_;     // stream of the last operation that was not captured
+  std::optional<void*> captured_;  // of the last operation, if that one was captured
+  void* event_ = nullptr;
+};
 
 }  // namespace ep

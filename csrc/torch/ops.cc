@@ -3,6 +3,8 @@
 // drops, merges nor reorders communication. docs/architecture.md lists the ops; nccl_ep/ops.py has their fakes.
 #include <torch/library.h>
 
+#include <array>
+
 #include "base/check.h"
 #include "torch/device.h"
 #include "torch/registry.h"
@@ -29,15 +31,16 @@ auto guarded(Body body) {
 DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec,
                              Half half, const DispatchTensors* given) {
-  const auto group = find_group(buffer);
-  const at::Device device = device_of(*group);
+  const auto registered = find_group(buffer);
+  Group& group = *registered->group;
+  const at::Device device = device_of(group);
   const RowSpec row = check_inputs(x, x_scales, topk_idx, topk_weights, device);
-  const OutputShape output = output_shape(group->num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout,
+  const OutputShape output = output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout,
                                           spec.capacity, spec.alignment);
   LlDispatchParams params = dispatch_params(row, spec, output);
   params.half = half;
   set_inputs(params, x, x_scales, topk_idx, topk_weights);
-  group->prepare(params);  // refuses what does not fit before memory is taken for it
+  group.prepare(params);  // refuses what does not fit before memory is taken for it
   if (given != nullptr) check_outputs(*given, row, spec, output, device);
   DispatchTensors tensors;
   if (given != nullptr) {
@@ -48,7 +51,7 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   }
   set_handle(params, tensors.handle);
   if (half == Half::kBoth) set_outputs(params, tensors);
-  group->dispatch(params, current_stream(device));
+  group.dispatch(params, registered->order.next_stream(device));
   return tensors;
 }
 
@@ -89,20 +92,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
     std::string_view buffer, Tensor, Tensor handle, at::ScalarType dtype, int64_t hidden, int64_t num_scales,
     at::ScalarType scale_dtype, int64_t num_tokens, int64_t topk, bool is_idx64, EP_DISPATCH_CONFIG) {
   return guarded([&] {
-    const auto group = find_group(buffer);
-    const at::Device device = device_of(*group);
+    const auto registered = find_group(buffer);
+    Group& group = *registered->group;
+    const at::Device device = device_of(group);
     const DispatchSpec spec = EP_DISPATCH_SPEC;
     const RowSpec row{dtype, hidden, num_scales, scale_dtype, num_tokens, topk, is_idx64};
     const OutputShape output =
-        output_shape(group->num_ranks(), num_experts, max_tokens, topk, layout, capacity, alignment);
+        output_shape(group.num_ranks(), num_experts, max_tokens, topk, layout, capacity, alignment);
     check_tensor(handle, "handle", at::kInt, {handle_shape(output, num_tokens).size()}, device);
     LlDispatchParams params = dispatch_params(row, spec, output);
     params.half = Half::kReceive;
     set_handle(params, handle);
-    group->prepare(params);
+    group.prepare(params);
     const DispatchTensors t = allocate_outputs(row, spec, output, device);
     set_outputs(params, t);
-    group->dispatch(params, current_stream(device));
+    group.dispatch(params, registered->order.next_stream(device));
     return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
   });
 }
@@ -145,16 +149,10 @@ OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor
   return output;
 }
 
-std::vector<int64_t> rows_shape(const OutputShape& output, int64_t last) {
-  if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity, last};
-  if (output.layout == OutputLayout::kRankMajor) return {output.num_ranks, output.max_tokens, last};
-  return {output.capacity, last};
-}
-
 struct CombineArgs {
   std::optional<Tensor> rows;
   OptionalTensor weights, topk_idx;
-  std::vector<Tensor> biases;
+  at::TensorList biases;
   int64_t hidden, weighting;
   at::ScalarType rows_dtype, out_dtype, wire_dtype;
   int64_t num_sms;
@@ -186,10 +184,11 @@ void set_biases(LlCombineParams& p, const CombineArgs& args, const HandleSpec& s
 
 Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSpec& spec, const CombineArgs& args,
                    Half half, const Tensor* given) {
-  const auto group = find_group(buffer);
-  const at::Device device = device_of(*group);
+  const auto registered = find_group(buffer);
+  Group& group = *registered->group;
+  const at::Device device = device_of(group);
   LlCombineParams p;
-  p.output = take_handle(spec, *group, handle, device, p.shape, p.handle);
+  p.output = take_handle(spec, group, handle, device, p.shape, p.handle);
   p.half = half;
   p.dtype = dtype_of(args.rows_dtype);
   p.out_dtype = dtype_of(args.out_dtype);
@@ -201,7 +200,7 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
   EP_CHECK(args.num_sms >= 0, "num_sms is ", args.num_sms, ", must not be negative");
   p.num_sms = static_cast<int>(args.num_sms);
   if (args.rows) {
-    check_tensor(*args.rows, "rows", args.rows_dtype, rows_shape(p.output, args.hidden), device);
+    check_tensor(*args.rows, "rows", args.rows_dtype, row_shape(p.output, args.hidden), device);
     check_aligned(*args.rows, "rows");
     p.rows = args.rows->data_ptr();
   }
@@ -209,13 +208,13 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
   set_biases(p, args, spec, device);
   Tensor out;
   if (receives(half)) {
-    const std::vector<int64_t> sizes{spec.num_tokens, args.hidden};
-    out = given != nullptr ? *given : at::empty(sizes, at::TensorOptions(device).dtype(args.out_dtype));
+    const std::array<int64_t, 2> sizes{spec.num_tokens, args.hidden};
+    out = given != nullptr ? *given : new_tensor(sizes, args.out_dtype, device);
     check_tensor(out, "out", args.out_dtype, sizes, device);
     check_aligned(out, "out");
     p.out = out.data_ptr();
   }
-  group->combine(p, current_stream(device));
+  group.combine(p, registered->order.next_stream(device));
   return out;
 }
 
@@ -223,7 +222,7 @@ CombineArgs combine_args(const Tensor& rows, const OptionalTensor& weights, cons
                          at::TensorList biases, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype,
                          int64_t num_sms) {
   EP_CHECK(rows.dim() >= 2, "rows have ", rows.dim(), " dimensions, must be shaped as dispatch's output");
-  return {rows,      weights,    topk_idx, biases.vec(), rows.size(-1), weighting, rows.scalar_type(),
+  return {rows,      weights,    topk_idx, biases, rows.size(-1), weighting, rows.scalar_type(),
           out_dtype, wire_dtype, num_sms};
 }
 
@@ -260,25 +259,26 @@ Tensor ll_combine_recv(std::string_view buffer, Tensor, const Tensor& handle, at
                        at::ScalarType rows_dtype, int64_t hidden, EP_HANDLE_ARGS, int64_t weighting,
                        at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms) {
   return guarded([&] {
-    const CombineArgs args{{}, {}, {}, biases.vec(), hidden, weighting, rows_dtype, out_dtype, wire_dtype, num_sms};
+    const CombineArgs args{{}, {}, {}, biases, hidden, weighting, rows_dtype, out_dtype, wire_dtype, num_sms};
     return run_combine(buffer, handle, EP_HANDLE_SPEC, args, Half::kReceive, nullptr);
   });
 }
 
 Tensor ll_combine_weights(std::string_view buffer, Tensor, const Tensor& values, const Tensor& handle, EP_HANDLE_ARGS) {
   return guarded([&] {
-    const auto group = find_group(buffer);
-    const at::Device device = device_of(*group);
+    const auto registered = find_group(buffer);
+    Group& group = *registered->group;
+    const at::Device device = device_of(group);
     LlCombineWeightsParams p;
-    p.output = take_handle(EP_HANDLE_SPEC, *group, handle, device, p.shape, p.handle);
-    std::vector<int64_t> sizes = rows_shape(p.output, topk);
+    p.output = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle);
+    at::DimVector sizes = row_shape(p.output, topk);
     if (has_expert_rows(p.output.layout)) sizes.pop_back();
     check_tensor(values, "values", at::kFloat, sizes, device);
     p.values = values.data_ptr<float>();
     p.num_tokens = static_cast<int>(num_tokens);
-    Tensor out = at::empty({num_tokens, topk}, at::TensorOptions(device).dtype(at::kFloat));
+    Tensor out = new_tensor({num_tokens, topk}, at::kFloat, device);
     p.out = out.data_ptr<float>();
-    group->combine_weights(p, current_stream(device));
+    group.combine_weights(p, registered->order.next_stream(device));
     return out;
   });
 }

@@ -1,6 +1,7 @@
 #include "torch/spec.h"
 
 #include "base/check.h"
+#include "torch/device.h"
 
 namespace ep {
 namespace {
@@ -21,15 +22,9 @@ int num_quant_scales(Quant quant, int64_t hidden) {
   return quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) : groups;
 }
 
-std::vector<int64_t> row_shape(const OutputShape& output, int64_t last) {
-  if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity, last};
-  if (output.layout == OutputLayout::kRankMajor) return {output.num_ranks, output.max_tokens, last};
-  return {output.capacity, last};
-}
-
 // Sizes and types of every output; tensors that a layout has not got are empty.
 struct OutputTypes {
-  std::vector<int64_t> x, scales, weights, topk_idx, row_expert, info;
+  at::DimVector x, scales, weights, topk_idx, row_expert, info;
   at::ScalarType x_type, scales_type, idx_type;
 };
 
@@ -40,11 +35,11 @@ OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const Out
   OutputTypes types;
   types.x = row_shape(output, row.hidden);
   types.x_type = quantises ? at::kFloat8_e4m3fn : row.dtype;
-  types.scales = num_scales > 0 ? row_shape(output, num_scales) : std::vector<int64_t>{0};
+  types.scales = num_scales > 0 ? row_shape(output, num_scales) : at::DimVector{0};
   types.scales_type = !quantises ? row.scale_dtype : quant == Quant::kFp8Ue8m0 ? at::kInt : at::kFloat;
   types.weights = row_shape(output, row.topk);
   if (has_expert_rows(output.layout)) types.weights.pop_back();
-  types.topk_idx = has_expert_rows(output.layout) ? std::vector<int64_t>{0} : types.weights;
+  types.topk_idx = has_expert_rows(output.layout) ? at::DimVector{0} : types.weights;
   types.idx_type = row.is_idx64 ? at::kLong : at::kInt;
   types.row_expert = {output.layout == OutputLayout::kPacked ? output.capacity : 0};
   types.info = {output.info_size()};
@@ -57,6 +52,12 @@ T* data(const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+at::DimVector row_shape(const OutputShape& output, int64_t last) {
+  if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity, last};
+  if (output.layout == OutputLayout::kRankMajor) return {output.num_ranks, output.max_tokens, last};
+  return {output.capacity, last};
+}
 
 DType dtype_of(at::ScalarType type) {
   switch (type) {
@@ -137,25 +138,21 @@ RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at
 }
 
 at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device) {
-  const auto options = at::TensorOptions(device).dtype(at::kInt);
-  const std::vector<int64_t> sizes{handle_shape(output, row.num_tokens).size()};
+  const int64_t size = handle_shape(output, row.num_tokens).size();
   // Entries that no operation reads are 0 on the CPU, so that opcheck finds equal handles; a GPU's kernels leave them.
-  return device.is_cpu() ? at::zeros(sizes, options) : at::empty(sizes, options);
+  return device.is_cpu() ? at::zeros({size}, at::kInt) : new_tensor({size}, at::kInt, device);
 }
 
 DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
                                  const at::Device& device) {
   const OutputTypes types = output_types(row, spec, output);
-  const auto make = [&](at::IntArrayRef sizes, at::ScalarType type) {
-    return at::empty(sizes, at::TensorOptions(device).dtype(type));
-  };
   DispatchTensors tensors;
-  tensors.x = make(types.x, types.x_type);
-  tensors.scales = make(types.scales, types.scales_type);
-  tensors.weights = make(types.weights, at::kFloat);
-  tensors.topk_idx = make(types.topk_idx, types.idx_type);
-  tensors.row_expert = make(types.row_expert, at::kInt);
-  tensors.info = make(types.info, at::kInt);
+  tensors.x = new_tensor(types.x, types.x_type, device);
+  tensors.scales = new_tensor(types.scales, types.scales_type, device);
+  tensors.weights = new_tensor(types.weights, at::kFloat, device);
+  tensors.topk_idx = new_tensor(types.topk_idx, types.idx_type, device);
+  tensors.row_expert = new_tensor(types.row_expert, at::kInt, device);
+  tensors.info = new_tensor(types.info, at::kInt, device);
   return tensors;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/DimVector.h>
 
 #include <optional>
 
@@ -36,6 +37,7 @@ struct DispatchTensors {
 
 OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
                          int64_t capacity, int64_t alignment);
+at::DimVector row_shape(const OutputShape& output, int64_t last);  // of the rows, with `last` in place of H
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens);
 
 // Refuses tensors that the kernels could not read. `device`: of the group.

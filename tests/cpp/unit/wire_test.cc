@@ -26,13 +26,12 @@ TEST(Tags, AreNeverThatOfANewWindowAndDifferBetweenNeighbours) {
 
 TEST(CallRecord, WordsRoundTrip) {
   CallRecord call, copy;
-  for (int i = 0; i < 7; i++) call.set_word(i, 0xABC00000u + i);
-  call.set_word(7, 1);  // padding is ignored
-  for (int i = 0; i < 7; i++) {
+  for (int i = 0; i < CallRecord::kWords; i++) call.set_word(i, 0xABC00000u + i);
+  for (int i = 0; i < CallRecord::kWords; i++) {
     EXPECT_EQ(call.word(i), 0xABC00000u + i);
     copy.set_word(i, call.word(i));
   }
-  EXPECT_EQ(call.word(7), 0u);
+  EXPECT_EQ(call.operation, 0xABC00000u);
   EXPECT_EQ(copy.num_tokens, call.num_tokens);
 }
 

@@ -1,0 +1,113 @@
+// Which half of an operation a group takes for open.
+#include "runtime/group.h"
+
+#include <gtest/gtest.h>
+
+#include "unit/errors.h"
+#include "world.h"
+
+namespace ep {
+namespace {
+
+// Refuses every operation while `refuses`, as a GPU's backend does with a shape that its kernels do not serve.
+class PickyBackend : public Backend {
+ public:
+  static inline bool refuses = false;
+  static inline int num_served = 0;
+
+  const char* name() const override { return "picky"; }
+  void dispatch(const LlDispatchParams&, void*) override { serve(); }
+  void combine(const LlCombineParams&, void*) override { serve(); }
+  void combine_weights(const LlCombineWeightsParams&, void*) override { serve(); }
+  Failure failure() const override { return {}; }
+  Report report(bool) override { return {}; }
+  void set_timeout(double) override {}
+  void abort() override {}
+
+ private:
+  static void serve() {
+    if (refuses) raise(ErrorKind::kInvalidArgument, "not served");
+    num_served++;
+  }
+};
+
+std::unique_ptr<Backend> make_picky(Bootstrap&, const Topology&, const LlWindow&, const GroupConfig&) {
+  return std::make_unique<PickyBackend>();
+}
+
+class PickyGroup : public ::testing::Test {
+ protected:
+  PickyGroup() {
+    PickyBackend::refuses = false;
+    PickyBackend::num_served = 0;
+    config_.sizes = sizes_for(shape_, 32, 32);
+    group_ = std::make_unique<Group>(bootstrap_, config_, &make_picky);
+  }
+
+  // The text of the error, "" for none.
+  std::string dispatch(Half half) {
+    LlDispatchParams params;
+    params.shape = shape_;
+    params.half = half;
+    params.hidden = 16;
+    params.output = OutputShape::make(shape_, OutputLayout::kExpertMajor, 1, 1);
+    return error_of([&] { group_->dispatch(params, nullptr); });
+  }
+  std::string combine(Half half) {
+    LlCombineParams params;
+    params.shape = shape_;
+    params.half = half;
+    params.hidden = 16;
+    params.output = OutputShape::make(shape_, OutputLayout::kExpertMajor, 1, 1);
+    return error_of([&] { group_->combine(params, nullptr); });
+  }
+  std::string combine_weights() {
+    LlCombineWeightsParams params;
+    params.shape = shape_;
+    return error_of([&] { group_->combine_weights(params, nullptr); });
+  }
+
+  const Shape shape_ = Shape::make(1, 2, 1, 1);
+  Meeting meeting_{1, 1};
+  ThreadBootstrap bootstrap_{meeting_, 0};
+  GroupConfig config_;
+  std::unique_ptr<Group> group_;
+};
+
+TEST_F(PickyGroup, ARefusedSendOpensNothing) {
+  PickyBackend::refuses = true;
+  EXPECT_EQ(dispatch(Half::kSend), "not served");
+  EXPECT_EQ(combine(Half::kSend), "not served");
+  PickyBackend::refuses = false;
+  EXPECT_EQ(dispatch(Half::kReceive), "dispatch: nothing was sent that could be received");
+  EXPECT_EQ(combine(Half::kReceive), "combine: nothing was sent that could be received");
+  EXPECT_EQ(dispatch(Half::kBoth), "");
+  EXPECT_EQ(combine(Half::kBoth), "");
+  EXPECT_EQ(combine_weights(), "");
+}
+
+TEST_F(PickyGroup, ARefusedReceiveMayBeMadeAgain) {
+  EXPECT_EQ(dispatch(Half::kSend), "");
+  EXPECT_EQ(combine(Half::kSend), "");
+  PickyBackend::refuses = true;
+  EXPECT_EQ(dispatch(Half::kReceive), "not served");
+  EXPECT_EQ(combine(Half::kReceive), "not served");
+  PickyBackend::refuses = false;
+  EXPECT_EQ(dispatch(Half::kReceive), "");
+  EXPECT_EQ(combine(Half::kReceive), "");
+}
+
+TEST_F(PickyGroup, ASecondSendIsRefusedBeforeTheBackendIsCalled) {
+  EXPECT_EQ(dispatch(Half::kBoth), "");
+  EXPECT_EQ(dispatch(Half::kSend), "");
+  EXPECT_EQ(combine(Half::kSend), "");  // of the other kind
+  for (Half half : {Half::kSend, Half::kBoth}) {
+    EXPECT_EQ(dispatch(half), "dispatch 2 was sent and has not been received; receive it before the next dispatch");
+    EXPECT_EQ(combine(half), "combine 1 was sent and has not been received; receive it before the next combine");
+  }
+  EXPECT_EQ(combine_weights(), "combine 1 was sent and has not been received; receive it before the next combine");
+  EXPECT_EQ(PickyBackend::num_served, 3);
+}
+
+}  // namespace
+}  // namespace ep
