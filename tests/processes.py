@@ -108,6 +108,7 @@ def _run(rank: int, num_ranks: int, store: str, sender: Connection, body: Callab
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
     )
+    dist.barrier()  # a rank whose body returns at once would close connections that others are still making
     try:
         said = (body(rank, *args), "")
     except BaseException:

@@ -34,21 +34,11 @@ struct Instance {
 // Calls body with the template instance for these parameters.
 template <class Body>
 void with_instance(const LlDispatchParams& p, int steps, Body body) {
-  if (p.quant != Quant::kNone && p.dtype == DType::kBF16) {
-    if (steps == 2) return body(Instance<Payload::kFp8, DType::kBF16, 2>{});
-    return body(Instance<Payload::kFp8, DType::kBF16, 4>{});
-  }
-  if (p.quant != Quant::kNone) {
-    if (steps == 2) return body(Instance<Payload::kFp8, DType::kF16, 2>{});
-    return body(Instance<Payload::kFp8, DType::kF16, 4>{});
-  }
-  if (p.row.is_keyed) {
-    if (steps == 2) return body(Instance<Payload::kKeyed, DType::kBF16, 2>{});
-    return body(Instance<Payload::kKeyed, DType::kBF16, 4>{});
-  }
+  if (p.quant != Quant::kNone && p.dtype == DType::kBF16) return body(Instance<Payload::kFp8, DType::kBF16, 2>{});
+  if (p.quant != Quant::kNone) return body(Instance<Payload::kFp8, DType::kF16, 2>{});
+  if (p.row.is_keyed) return body(Instance<Payload::kKeyed, DType::kBF16, 2>{});
   if (steps == 2) return body(Instance<Payload::kFloat, DType::kBF16, 2>{});
-  if (steps == 4) return body(Instance<Payload::kFloat, DType::kBF16, 4>{});
-  return body(Instance<Payload::kFloat, DType::kBF16, 7>{});
+  return body(Instance<Payload::kFloat, DType::kBF16, 4>{});
 }
 
 int shared_bytes(const LlDispatchParams& p) {
@@ -75,7 +65,7 @@ void load_dispatch_kernels() {
     load_kernel(&ll_dispatch_world<I::payload, I::type, I::steps>, kMaxSharedBytes);
   };
   LlDispatchParams p;
-  for (int steps : {2, 4, 7}) {
+  for (int steps : {2, 4}) {
     for (bool is_keyed : {false, true}) {
       for (DType dtype : {DType::kBF16, DType::kF16}) {
         for (Quant quant : {Quant::kNone, Quant::kFp8}) {

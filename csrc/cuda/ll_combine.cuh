@@ -208,35 +208,37 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
   }
 }
 
-// Units are (token, piece, home): the home changes fastest, so that no link waits for another. A worker goes from unit to
-// unit by adding its stride digit by digit, because divisions would cost more than the sums.
+// Pieces of rows are dealt to blocks, the same on every rank: piece number u (of a row, rows one after the other) to block
+// u % blocks. So a block waits only for blocks of its own index on other ranks, and blocks need not be resident together.
+// Inside a block the pieces, once for each home, go to the warps in turn. A warp goes from unit to unit by adding its
+// stride digit by digit, because divisions would cost more than the sums.
 struct Units {
-  int token, piece, home;     // the unit
-  int tokens, pieces, homes;  // the stride
-  int num_pieces, num_homes;
+  int home, piece, token;  // the unit
+  int homes_step;          // added to home; a carry chooses the second of the steps below
+  int piece_step[2], token_step[2];
 
-  __device__ __forceinline__ static Units begin(int first, int stride, int num_pieces, int num_homes) {
+  __device__ __forceinline__ static Units begin(const BlockPosition& at, int warp, int warps, int pieces, int homes) {
     Units units;
-    units.num_pieces = num_pieces;
-    units.num_homes = num_homes;
-    units.home = first % num_homes;
-    units.piece = first / num_homes % num_pieces;
-    units.token = first / num_homes / num_pieces;
-    units.homes = stride % num_homes;
-    units.pieces = stride / num_homes % num_pieces;
-    units.tokens = stride / num_homes / num_pieces;
+    units.home = warp % homes;
+    units.homes_step = warps % homes;
+    const int number = warp / homes * at.num_blocks + at.block;
+    units.piece = number % pieces;
+    units.token = number / pieces;
+    for (int carry = 0; carry < 2; carry++) {
+      const int step = (warps / homes + carry) * at.num_blocks;
+      units.piece_step[carry] = step % pieces;
+      units.token_step[carry] = step / pieces;
+    }
     return units;
   }
-  __device__ __forceinline__ void advance() {
-    home += homes;
-    piece += pieces;
-    token += tokens;
-    if (home >= num_homes) {
-      home -= num_homes;
-      piece++;
-    }
-    if (piece >= num_pieces) {
-      piece -= num_pieces;
+  __device__ __forceinline__ void advance(int pieces, int homes) {
+    home += homes_step;
+    const bool carry = home >= homes;
+    if (carry) home -= homes;
+    piece += carry ? piece_step[1] : piece_step[0];
+    token += carry ? token_step[1] : token_step[0];
+    if (piece >= pieces) {
+      piece -= pieces;
       token++;
     }
   }
@@ -253,7 +255,7 @@ __device__ __forceinline__ void send_partials(const CombineRole& role, const Cal
   while (units.token < most_tokens) {
     const Units unit = units;
     Terms now = terms;
-    units.advance();
+    units.advance(role.pieces, role.num_homes());
     const int home = role.home_of(unit.home);
     if (units.token < most_tokens) terms = load_terms(role, role.home_of(units.home), units.token);
     const int home_tokens = p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(p.handle.tokens + home);
@@ -368,7 +370,7 @@ __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallCo
     const Units unit = units;
     const Terms now = terms;
     const int now_id = id;
-    units.advance();
+    units.advance(role.pieces, 1);
     if (units.token < role.p.num_tokens) {
       terms = load_terms(role, role.peers.rank, units.token);
       id = load_own_id(role, units.token);
@@ -377,12 +379,11 @@ __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallCo
   }
 }
 
-// ---- Weights of the home rank: every warp of the grid takes some tokens.
+// ---- Weights of the home rank. Block 0 sends them all, because every block of a peer may wait for them.
 
 static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call) {
   const LlCombineParams& p = role.p;
-  const int step = role.at.num_blocks * role.plan.warps;
-  for (int token = role.warp * role.at.num_blocks + role.at.block; token < p.num_tokens; token += step) {
+  for (int token = role.warp; token < p.num_tokens; token += role.plan.warps) {
     Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, p.output.local_experts);
     float weight = 0;
     if (role.lane < p.shape.topk) {
@@ -413,12 +414,12 @@ __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers
   const bool is_sender = sends(p.half) && role.is_sender() && role.num_homes() > 0;
   const bool is_receiver = receives(p.half) && role.is_receiver();
   if (is_sender) {
-    units = Units::begin(role.sender(), plan.senders(), role.pieces, role.num_homes());
+    units = Units::begin(at, role.warp, plan.sender_warps, role.pieces, role.num_homes());
 #pragma unroll 1
     for (int r = role.lane; r < p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(p.handle.tokens + r));
     if (units.token < p.shape.max_tokens) send_terms = load_terms(role, role.home_of(units.home), units.token);
   } else if (is_receiver) {
-    units = Units::begin(role.receiver(), plan.receivers(), role.pieces, 1);
+    units = Units::begin(at, role.warp - plan.receiver_warp0, plan.receiver_warps, role.pieces, 1);
     if (units.token < p.num_tokens) {
       own_terms = load_terms(role, peers.rank, units.token);
       id = load_own_id(role, units.token);
@@ -434,7 +435,7 @@ __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers
       send_records(call, p.layout, peers);
       send_credits(call, p.layout, peers);
     }
-    if (p.weighting == Weighting::kHome) send_home_weights(role, call);
+    if (p.weighting == Weighting::kHome && at.block == 0) send_home_weights(role, call);
     if (is_sender) send_partials<kIn, kWire, kCount>(role, call, units, send_terms, tokens);
     stamp(Stamp::kSent, peers.rank);
   }
@@ -457,31 +458,32 @@ __device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, co
   if (call.begins_failed) return;
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
-  const int64_t thread = at.block * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  const int64_t threads = static_cast<int64_t>(at.num_blocks) * blockDim.x;
+  // Entry (token, k) is the same block's on every rank, for all homes: a block waits only for blocks of its own index.
+  const int first = at.block * static_cast<int>(blockDim.x) + threadIdx.x;
+  const int step = at.num_blocks * static_cast<int>(blockDim.x);
   const bool is_control = at.block == 0 && threadIdx.x < 32;
   if (is_control) {
     send_records(call, p.layout, peers);
     send_credits(call, p.layout, peers);
   }
-  for (int64_t i = thread; i < static_cast<int64_t>(p.shape.num_ranks) * p.shape.max_tokens * topk; i += threads) {
-    const int k = static_cast<int>(i % topk), slot = static_cast<int>(i / topk);
-    const int home = slot / p.shape.max_tokens, token = slot % p.shape.max_tokens;
-    if (token >= p.handle.tokens[home]) continue;
-    const int32_t row = p.handle.rows[static_cast<int64_t>(slot) * map_k + (expert_rows ? k : 0)];
-    if (row == kNoRow) continue;
-    const float value = row < 0 ? 0.0f : p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k];
-    auto* target = peers.at<uint64_t>(home, p.layout.weight(call.bank, peers.rank, token, k));
-    ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), call.tag));
+  for (int i = first; i < p.shape.max_tokens * topk; i += step) {
+    const int token = i / topk, k = i % topk;
+    for (int home = 0; home < p.shape.num_ranks; home++) {
+      if (token >= p.handle.tokens[home]) continue;
+      const int32_t row = p.handle.rows[p.layout.slot(home, token) * map_k + (expert_rows ? k : 0)];
+      if (row == kNoRow) continue;
+      const float value = row < 0 ? 0.0f : p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k];
+      auto* target = peers.at<uint64_t>(home, p.layout.weight(call.bank, peers.rank, token, k));
+      ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), call.tag));
+    }
   }
   if (is_control) check_records(call, p.layout, peers);
-  for (int64_t i = thread; i < static_cast<int64_t>(p.num_tokens) * topk; i += threads) {
+  for (int i = first; i < p.num_tokens * topk; i += step) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;
     if (id >= 0) {
       const int owner = p.shape.owner(id);
-      const auto* word = peers.local<uint64_t>(
-          p.layout.weight(call.bank, owner, static_cast<int>(i / topk), static_cast<int>(i % topk)));
+      const auto* word = peers.local<uint64_t>(p.layout.weight(call.bank, owner, i / topk, i % topk));
       bits = await_word(call, word, Phase::kScalars, owner);
     }
     p.out[i] = __uint_as_float(bits);

@@ -28,6 +28,11 @@ struct DispatchRole {
   __device__ int receiver() const {
     return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
   }
+  // The first own token whose routing this warp sends; the control warp comes last.
+  __device__ int routing_token() const {
+    const int turn = warp == plan.warps - 1 ? plan.warps - 1 : plan.warps - 2 - warp;
+    return turn * plan.sender_blocks + at.block;
+  }
   __device__ int receiving_thread() const { return threadIdx.x - plan.receiver_warp0 * 32; }
   __device__ int receiving_threads() const { return plan.receiver_warps * 32; }
   // Own rows of a whole operation never enter the window; a staged one sends them to itself.
@@ -65,12 +70,13 @@ __device__ __forceinline__ float own_weight(const DispatchRole& role, int token)
   return __ldg(p.topk_weights + token * p.shape.topk + role.lane);
 }
 
-// Every warp of the grid takes some tokens.
+// Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send have
+// the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
 __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call,
                                                  int64_t first_id, float first_weight) {
   const LlDispatchParams& p = role.p;
-  const int step = role.at.num_blocks * role.plan.warps;
-  const int first = role.warp * role.at.num_blocks + role.at.block;
+  const int step = role.plan.sender_blocks * role.plan.warps;
+  const int first = role.routing_token();
 #pragma unroll 1
   for (int token = first; token < p.num_tokens; token += step) {
     const Choice choice = choice_of(role, token == first ? first_id : own_id(role, token));
@@ -267,12 +273,13 @@ __device__ __forceinline__ void clear_rows(const LlDispatchParams& p, int64_t fr
   if (p.zero_padding) zero_rows(p, from, to);
 }
 
-// Bins are dealt to the receivers from the last on, because the first have the most rows to move.
-static __device__ __noinline__ void clear_missing_rows(const DispatchRole role, const Places places) {
-  const OutputShape& output = role.p.output;
-  const int receivers = role.plan.receivers();
-  for (int bin = receivers - 1 - role.receiver(); bin < output.bins(); bin += receivers) {
-    const int demand = demand_of(role.p, places, bin);
+// A warp does so for bins first, first + step, ...
+static __device__ __noinline__ void clear_missing_rows(const LlDispatchParams& p, const Places places, int first_bin,
+                                                       int step) {
+  const OutputShape& output = p.output;
+#pragma unroll 1
+  for (int bin = first_bin; bin < output.bins(); bin += step) {
+    const int demand = demand_of(p, places, bin);
     int64_t first = 0, end = 0, start = 0;
     if (output.layout == OutputLayout::kPacked) {
       start = min(static_cast<int64_t>(places.starts[bin]), output.capacity);
@@ -282,26 +289,27 @@ static __device__ __noinline__ void clear_missing_rows(const DispatchRole role, 
     } else if (output.layout == OutputLayout::kFlat) {
       if (bin != 0) continue;
       end = output.capacity;
-      const int total = places.count_bits(0, 0, role.p.shape.num_ranks * role.p.shape.max_tokens);
-      clear_rows(role.p, min(static_cast<int64_t>(total), end), end);
+      const int total = places.count_bits(0, 0, p.shape.num_ranks * p.shape.max_tokens);
+      clear_rows(p, min(static_cast<int64_t>(total), end), end);
       continue;
     } else {
       const int64_t limit = output.rows() / output.bins();
       first = bin * limit;
       end = first + limit;
     }
-    clear_rows(role.p, first + output.kept(start, demand), end);
+    clear_rows(p, first + output.kept(start, demand), end);
   }
 }
 
 // One warp writes the info tensor.
-static __device__ __noinline__ void store_info(const DispatchRole role, const CallContext& call, const Places places) {
-  const LlDispatchParams& p = role.p;
+static __device__ __noinline__ void store_info(const LlDispatchParams& p, const CallContext& call,
+                                               const Places places) {
   const OutputShape& output = p.output;
+  const int lane = lane_id();
   const bool has_failed = call.has_failed();  // then nothing counts
   int dropped = 0, total = 0;
 #pragma unroll 1
-  for (int bin = role.lane; bin < output.bins(); bin += 32) {
+  for (int bin = lane; bin < output.bins(); bin += 32) {
     const int demand = has_failed ? 0 : demand_of(p, places, bin);
     int64_t start = 0;
     if (output.layout == OutputLayout::kPacked) start = places.starts[bin];
@@ -313,14 +321,14 @@ static __device__ __noinline__ void store_info(const DispatchRole role, const Ca
     total += kept;
   }
 #pragma unroll 1
-  for (int i = role.lane; i < output.num_offsets(); i += 32) {
+  for (int i = lane; i < output.num_offsets(); i += 32) {
     p.info[output.offsets_at() + i] = static_cast<int>(min(static_cast<int64_t>(places.starts[i]), output.capacity));
   }
 #pragma unroll 1
-  for (int r = role.lane; r < p.shape.num_ranks; r += 32) p.handle.tokens[r] = places.tokens[r];
+  for (int r = lane; r < p.shape.num_ranks; r += 32) p.handle.tokens[r] = places.tokens[r];
   dropped = __reduce_add_sync(~0u, dropped);
   total = __reduce_add_sync(~0u, total);
-  if (role.lane != 0) return;
+  if (lane != 0) return;
   p.info[output.overflow_at()] = dropped;
   p.info[output.total_at()] = total;
   if (dropped != 0) {
@@ -351,9 +359,12 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
-  if (role.plan.receivers() - 1 - role.receiver() < p.output.bins()) clear_missing_rows(role, places);
-  // The last warp has the fewest rows to move.
-  if (role.receiver() == role.plan.receivers() - 1) store_info(role, call, places);
+  // The last warps have the fewest rows to move: the very last writes the info tensor, those before it clear a bin each.
+  const int from_last = role.plan.receivers() - 1 - role.receiver();
+  const int clearing = max(role.plan.receivers() - 1, 1);
+  if (from_last == 0) store_info(p, call, places);
+  const int first_bin = role.plan.receivers() == 1 ? 0 : from_last - 1;
+  if (first_bin >= 0 && first_bin < p.output.bins()) clear_missing_rows(p, places, first_bin, clearing);
   receive_rows<kPayload, kType, kSteps>(role, call, row, places);
 }
 
@@ -377,8 +388,8 @@ __device__ __forceinline__ void dispatch(const LlDispatchParams& p, const LsaPee
   float weight = 1.0f;
   if (sends(p.half)) {
     const int pieces = ceil_div(row.steps, kSteps);
-    const int unit = role.sender(), token = role.warp * at.num_blocks + at.block;
-    if (token < p.num_tokens) {
+    const int unit = role.sender(), token = role.routing_token();
+    if (at.block < plan.sender_blocks && token < p.num_tokens) {
       routing_id = own_id(role, token);
       weight = own_weight(role, token);
     }
@@ -397,7 +408,7 @@ __device__ __forceinline__ void dispatch(const LlDispatchParams& p, const LsaPee
       send_records(call, p.layout, peers);
       send_credits(call, p.layout, peers);
     }
-    send_all_routing(role, call, routing_id, weight);
+    if (at.block < plan.sender_blocks) send_all_routing(role, call, routing_id, weight);
     if (role.is_sender()) send_rows<kPayload, kType, kSteps>(role, call, row, raw, row_id);
     stamp(Stamp::kSent, peers.rank);
   }

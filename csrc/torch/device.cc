@@ -24,7 +24,7 @@ void* current_stream([[maybe_unused]] const at::Device& device) {
   return nullptr;
 }
 
-at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
+at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused]] const at::Device& device) {
 #if defined(EP_WITH_CUDA)
   if (device.is_cuda()) return at::detail::empty_cuda(sizes, type, device, std::nullopt);
 #endif
