@@ -1,0 +1,52 @@
+// Plans are pure: what holds for every size can be checked without a GPU.
+#include "runtime/plan.h"
+
+#include <gtest/gtest.h>
+
+namespace ep {
+namespace {
+
+constexpr int kMaxWarps = 20;  // of the kernels' launch bounds
+
+void check_roles(const LlPlan& plan, int num_sms) {
+  EXPECT_EQ(plan.blocks, num_sms);
+  EXPECT_GE(plan.senders(), 1);
+  EXPECT_GE(plan.receivers(), 1);
+  EXPECT_LE(plan.warps, kMaxWarps);
+  EXPECT_LE(plan.sender_blocks, plan.blocks);
+  EXPECT_LE(plan.receiver_warp0 + plan.receiver_warps, plan.warps);
+  // The control warp, the last of block 0, neither sends rows nor receives.
+  EXPECT_LT(plan.sender_warps, plan.warps);
+  if (plan.receiver_block0 == 0) {
+    EXPECT_LT(plan.receiver_warp0 + plan.receiver_warps, plan.warps);
+    EXPECT_LE(plan.sender_warps, plan.receiver_warp0);
+  }
+}
+
+TEST(Plan, DispatchRolesAreDisjointForEverySize) {
+  for (int num_sms = 1; num_sms <= 160; num_sms++) {
+    for (int tokens : {0, 1, 8, 16, 17, 32, 48, 49, 128, 512, 4096}) {
+      for (int wire_bytes : {16, 512, 2880 * 2, 7392, 14336, 65536}) {
+        for (bool is_heavy : {false, true}) {
+          const LlPlan plan = plan_dispatch({tokens, wire_bytes, is_heavy}, num_sms);
+          check_roles(plan, num_sms);
+          EXPECT_TRUE(plan.steps == 2 || (plan.steps == 4 && !is_heavy));
+          // Blocks that wait come after those that send, so that the grid need not be resident at once.
+          if (num_sms > 1) EXPECT_EQ(plan.receiver_block0, plan.sender_blocks);
+        }
+      }
+    }
+  }
+}
+
+TEST(Plan, CombineRolesAreDisjointForEverySize) {
+  for (int num_sms = 1; num_sms <= 160; num_sms++) {
+    const LlPlan plan = plan_combine(128, num_sms);
+    check_roles(plan, num_sms);
+    EXPECT_EQ(plan.sender_blocks, plan.blocks);  // every block has both roles
+    EXPECT_EQ(plan.receiver_block0, 0);
+  }
+}
+
+}  // namespace
+}  // namespace ep

@@ -1,0 +1,204 @@
+"""The CUDA backend against the oracle: on one GPU that holds the whole world, and with a GPU for each rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpu_ranks
+import pytest
+import torch
+from expected import Expected, plain_case
+from harness import check_case, dispatch_case, make_buffer
+from processes import run_processes
+
+import nccl_ep
+from nccl_ep import _C
+
+TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
+NUM_CASES = int(os.environ.get("NCCL_EP_GPU_CASES", "600"))
+NUM_REPLAYS = int(os.environ.get("NCCL_EP_GPU_REPLAYS", "10000" if TEST_ALL else "2000"))
+NUM_SMS = (4, 12, 132)
+PATIENCE = 150.0  # seconds for a world of processes
+
+NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
+_reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]
+several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
+WORLDS = sorted({2, min(max(NUM_GPUS, 2), 8)})
+
+
+# ---- The world on one GPU
+
+
+def test_generated_cases_on_one_gpu() -> None:
+    for seed in range(NUM_CASES):
+        check_case(gpu_ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
+@pytest.mark.parametrize("num_sms", NUM_SMS)
+def test_number_of_sms_changes_no_bit(num_sms: int, staged: bool) -> None:
+    for layout, quant in (("expert_major", None), ("packed", "fp8"), ("flat", None)):
+        how = "none" if layout == "flat" else "dispatch"
+        case = gpu_ranks.wide_case(3, layout=layout, quant=quant, combine_weights=how, hidden=1024, topk=5)
+        check_case(case, device="cuda", staged=staged, num_sms=num_sms)
+
+
+# ---- A world of one rank
+
+
+@pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
+def test_graphs_of_one_rank(pdl: bool) -> None:
+    with gpu_ranks.graph_buffer(None, torch.device("cuda", 0)) as buffer:
+        assert gpu_ranks.replay_graphs(buffer, NUM_REPLAYS, pdl=pdl) == 0
+
+
+def test_the_graph_test_sees_a_wrong_bit() -> None:
+    x = torch.randn(8, 16, device="cuda").bfloat16()
+    ids, weights = torch.randint(0, 4, (8, 2), device="cuda"), torch.rand(8, 2, device="cuda")
+    want = gpu_ranks.home_sum(x, ids, weights, 2, 4)
+    got = want.clone()
+    assert gpu_ranks.count_differences(got, want).item() == 0
+    got.view(torch.int16)[3, 5] ^= 1
+    assert gpu_ranks.count_differences(got, want).item() == 1
+
+
+def test_inputs_may_be_overwritten_at_once() -> None:
+    case = Expected(gpu_ranks.wide_case(1))
+    with make_buffer(case.case, None, device="cuda") as buffer:
+        for _ in range(10):
+            gpu_ranks.run_overwritten(case, buffer)
+
+
+def _long_ago(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind about a fifth of a second of work."""
+    event = torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(400_000_000)
+        event.record()
+    return event
+
+
+def test_calls_on_two_streams_run_in_call_order() -> None:
+    """The second call is on a stream that has nothing else to wait for."""
+    case = Expected(plain_case(1))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    with make_buffer(case.case, None, device="cuda") as buffer:
+        gpu_ranks.run_case(case, buffer)
+        for first, second in (streams, streams[::-1]):
+            slow, last = _long_ago(first), torch.cuda.Event()
+            with torch.cuda.stream(first):
+                out = dispatch_case(case.case, case.inputs[0], buffer)
+            with torch.cuda.stream(second):
+                again = dispatch_case(case.case, case.inputs[0], buffer)
+                last.record()
+            time.sleep(0.02)
+            was_slow, was_early = not slow.query(), last.query()
+            torch.cuda.synchronize()
+            buffer.check()
+            assert was_slow, "the first stream was done too soon to tell"
+            assert not was_early, "the second call did not wait for the first"
+            case.check_dispatch(out, 0)
+            case.check_dispatch(again, 0)
+
+
+def test_two_streams_in_one_capture() -> None:
+    """Calls on branches of a graph that only this buffer orders; and eager calls before and after it."""
+    case = Expected(plain_case(1))
+    given = case.inputs[0]
+    x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
+
+    with make_buffer(case.case, None, device="cuda") as buffer:
+
+        def pair() -> torch.Tensor:
+            out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.case.dispatch_kwargs())
+            return nccl_ep.combine(out.x, out.handle)
+
+        want = pair()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph):
+            side.wait_stream(torch.cuda.current_stream())
+            outs = [pair()]
+            with torch.cuda.stream(side):
+                outs += [pair(), pair()]
+            outs.append(pair())
+            torch.cuda.current_stream().wait_stream(side)
+        for number in range(50):
+            for y in outs:
+                y.fill_(9)
+            graph.replay()
+            if number % 10 == 0:
+                assert torch.equal(pair(), want)
+            for y in outs:
+                assert torch.equal(y, want)
+        buffer.check()
+
+
+# ---- Ranks in processes, each with a GPU of its own
+
+
+@several_gpus
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
+    """With it: staged and fused, every number of SMs, and inputs that are overwritten at once."""
+    count = max(NUM_CASES // 6, 1)
+    got = run_processes(num_ranks, gpu_ranks.run_cases, tmp_path, num_ranks, count, NUM_SMS, timeout=PATIENCE)
+    assert got == [count + 2 * 2 * len(NUM_SMS) + 20] * num_ranks
+
+
+@several_gpus
+def test_graphs_over_nccl(tmp_path: Path) -> None:
+    """Replays with new data and routing each time, of odd and even numbers of operations, without and with PDL."""
+    num_ranks = WORLDS[-1]
+    got = run_processes(num_ranks, gpu_ranks.run_graphs, tmp_path, NUM_REPLAYS, timeout=PATIENCE)
+    assert got == [{False: 0, True: 0}] * num_ranks
+
+
+@several_gpus
+def test_a_rank_that_does_not_call(tmp_path: Path) -> None:
+    run_processes(2, gpu_ranks.run_deadlines, tmp_path, 2, timeout=PATIENCE)
+
+
+@several_gpus
+def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
+    got = run_processes(2, gpu_ranks.run_mismatches, tmp_path, timeout=PATIENCE)
+    for rank, texts in enumerate(got):
+        for kind, text in zip(("dispatch", "combine"), texts, strict=True):
+            assert f"ranks made different calls in {kind}" in text
+            for each, hidden in ((0, 64), (1, 128)):
+                assert f"rank {each} called {kind}(bf16, hidden {hidden}" in text, f"on rank {rank}: {text}"
+
+
+# ---- compute-sanitizer
+
+TOOLS = ("memcheck", "racecheck", "synccheck")  # racecheck sees shared memory only
+_SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+
+
+@pytest.mark.skipif(_SANITIZER is None, reason="no compute-sanitizer here")
+def test_sanitizers(tmp_path: Path) -> None:
+    """All tools at once, over a few cases of two to four ranks on one GPU. Every tensor is an allocation of its own, so
+    that memcheck sees its ends."""
+    seeds = [seed for seed in range(60) if 2 <= gpu_ranks.cuda_case(seed).num_ranks <= 4][: 24 if TEST_ALL else 6]
+    program = [sys.executable, gpu_ranks.__file__, *map(str, seeds)]
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    logs = {tool: tmp_path / tool for tool in TOOLS}
+    running = {}
+    try:
+        for tool, log in logs.items():
+            with log.open("w") as file:
+                command = [str(_SANITIZER), "--tool", tool, "--error-exitcode", "9", *program]
+                running[tool] = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+        codes = {tool: process.wait(timeout=300) for tool, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    for tool, code in codes.items():
+        text = logs[tool].read_text()
+        assert code == 0 and f"case {seeds[-1]}\n" in text, f"{tool} ended with {code}:\n{text[-4000:]}"
