@@ -155,7 +155,7 @@ void Channel::await_calls() {
   for (int source = 0; source < num_ranks(); source++) {
     uint32_t words[CallRecord::kWords];
     await_words(source, layout_.record(bank_, source), Phase::kCallRecord, words, CallRecord::kWords);
-    for (int i = 0; i < CallRecord::kWords; i++) calls_[source].set_word(i, words[i]);
+    for (int i = 0; i < CallRecord::kWords; i++) calls_[source].words[i] = words[i];
     for (int i = 0; i < CallRecord::kComparedWords; i++) {
       if (words[i] != call_.word(i)) refuse_call(source, calls_[source]);
     }

@@ -45,7 +45,7 @@ class Channel {
   // ---- Receiving.
   // Waits for the record of every rank and compares it with the own call.
   void await_calls();
-  int num_tokens(int source) const { return calls_[source].num_tokens; }
+  int num_tokens(int source) const { return static_cast<int>(calls_[source].word(CallRecord::kNumTokens)); }
   void await_words(int source, Offset offset, Phase phase, uint32_t* values, int count);
   // Takes a row out of its slot and leaves the slot as it was before.
   void take_row(int source, int token, Phase phase, uint32_t* words, int num_words);

@@ -78,7 +78,8 @@ __device__ __forceinline__ void begin_call(CallContext& call, const Params& p, D
 }
 
 // One warp sends the call record to every rank, itself included.
-__device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout, const LsaPeers& peers) {
+__device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout,
+                                             const LsaPeers& peers) {
 #pragma unroll 1
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int peer = i / CallRecord::kWords, word = i % CallRecord::kWords;
@@ -89,7 +90,8 @@ __device__ __forceinline__ void send_records(const CallContext& context, const L
 
 // The same warp tells every rank that the banks of all earlier calls are empty here. The fence takes longer than a
 // message: nobody waits for a credit before the call after next, in await_credits().
-__device__ __forceinline__ void send_credits(const CallContext& context, const LlLayout& layout, const LsaPeers& peers) {
+__device__ __forceinline__ void send_credits(const CallContext& context, const LlLayout& layout,
+                                             const LsaPeers& peers) {
   __threadfence_system();
 #pragma unroll 1
   for (int peer = lane_id(); peer < layout.num_ranks; peer += 32) {
@@ -97,12 +99,12 @@ __device__ __forceinline__ void send_credits(const CallContext& context, const L
   }
 }
 
-static __device__ __noinline__ void refuse_call(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
-                                                int source) {
+static __device__ __noinline__ void refuse_call(const CallContext& context, const LlLayout& layout,
+                                                const LsaPeers& peers, int source) {
   CallRecord theirs;
   const auto* record = peers.local<uint64_t>(layout.record(context.bank, source));
   for (int i = 0; i < CallRecord::kWords; i++) {
-    theirs.set_word(i, await_word(context, record + i, Phase::kCallRecord, source));
+    theirs.words[i] = await_word(context, record + i, Phase::kCallRecord, source);
   }
   fail(context, Failure::kOtherCall, Phase::kCallRecord, source, 0, 0, theirs);
 }
@@ -125,9 +127,6 @@ __device__ __forceinline__ void check_records(const CallContext& context, const 
     if (differs) refuse_call(context, layout, peers, source);
   }
 }
-
-// Word 6 of a record: the sender's tokens.
-constexpr int kTokensWord = 6;
 
 __device__ __forceinline__ int64_t load_id(const void* ids, bool is_idx64, int64_t index) {
   return is_idx64 ? __ldg(static_cast<const long long*>(ids) + index) : __ldg(static_cast<const int*>(ids) + index);

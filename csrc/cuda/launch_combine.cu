@@ -9,22 +9,20 @@ constexpr int kMaxThreads = 640;
 constexpr int kScalarThreads = 256;
 
 template <DType kIn, DType kWire, DType kOut>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    ll_combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
+__global__ void __launch_bounds__(kMaxThreads, 1) ll_combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
   combine<kIn, kWire, kOut>(args.params, args.peers, args.state, args.plan,
                             {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
 }
 
 template <DType kIn, DType kWire, DType kOut>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    ll_combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
+__global__ void __launch_bounds__(kMaxThreads, 1) ll_combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
   const KernelArgs<LlCombineParams>& args = all[blockIdx.x / blocks];
   combine<kIn, kWire, kOut>(args.params, args.peers, args.state, args.plan,
                             {static_cast<int>(blockIdx.x) % blocks, blocks});
 }
 
-__global__ void __launch_bounds__(kScalarThreads) ll_scalars_home(
-    const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
+__global__ void __launch_bounds__(kScalarThreads)
+    ll_scalars_home(const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
   scalars_home(args.params, args.peers, args.state, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
 }
 
@@ -74,8 +72,8 @@ LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
 void check_served(const LlCombineParams& p) {
   EP_CHECK(p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype), " wire for ",
            name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
-  EP_CHECK(p.domain_size == p.shape.num_ranks, "domains of ", p.domain_size, " ranks in a world of ",
-           p.shape.num_ranks, ": on CUDA the ranks of a group are one domain");
+  EP_CHECK(p.domain_size == p.shape.num_ranks, "domains of ", p.domain_size, " ranks in a world of ", p.shape.num_ranks,
+           ": on CUDA the ranks of a group are one domain");
   EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
 }
 void check_served(const LlCombineWeightsParams&) {}

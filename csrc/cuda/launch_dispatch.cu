@@ -42,14 +42,13 @@ void with_instance(const LlDispatchParams& p, int steps, Body body) {
   return body(Instance<Payload::kFloat, DType::kBF16, 4>{});
 }
 
-int shared_bytes(const LlDispatchParams& p) {
-  return static_cast<int>(Places::bytes(p.shape, p.output, p.layout.ids));
-}
+int shared_bytes(const LlDispatchParams& p) { return static_cast<int>(Places::bytes(p.shape, p.output, p.layout.ids)); }
 
 }  // namespace
 
 LlPlan plan_of(const LlDispatchParams& p, int tokens, int num_sms) {
-  return tuned("EP_PLAN_D", plan_dispatch({tokens, p.row.wire_bytes(), p.quant != Quant::kNone || p.row.is_keyed}, num_sms));
+  return tuned("EP_PLAN_D",
+               plan_dispatch({tokens, p.row.wire_bytes(), p.quant != Quant::kNone || p.row.is_keyed}, num_sms));
 }
 
 void check_served(const LlDispatchParams& p) {

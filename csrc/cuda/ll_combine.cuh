@@ -208,10 +208,10 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
   }
 }
 
-// Pieces of rows are dealt to blocks, the same on every rank: piece number u (of a row, rows one after the other) to block
-// u % blocks. So a block waits only for blocks of its own index on other ranks, and blocks need not be resident together.
-// Inside a block the pieces, once for each home, go to the warps in turn. A warp goes from unit to unit by adding its
-// stride digit by digit, because divisions would cost more than the sums.
+// Pieces of rows are dealt to blocks, the same on every rank: piece number u (of a row, rows one after the other) to
+// block u % blocks. So a block waits only for blocks of its own index on other ranks, and blocks need not be resident
+// together. Inside a block the pieces, once for each home, go to the warps in turn. A warp goes from unit to unit by
+// adding its stride digit by digit, because divisions would cost more than the sums.
 struct Units {
   int home, piece, token;  // the unit
   int homes_step;          // added to home; a carry chooses the second of the steps below
@@ -288,7 +288,8 @@ __device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, i
   for (const void* bias : p.bias) {
     if (bias == nullptr || !is_inside) continue;
     Numbers<kOut, kCount> numbers;
-    numbers.load_nc(static_cast<const char*>(bias) + static_cast<int64_t>(token) * p.hidden * size_of(kOut), lane_index);
+    numbers.load_nc(static_cast<const char*>(bias) + static_cast<int64_t>(token) * p.hidden * size_of(kOut),
+                    lane_index);
     numbers.add_to(sum);
   }
 }

@@ -70,10 +70,10 @@ __device__ __forceinline__ float own_weight(const DispatchRole& role, int token)
   return __ldg(p.topk_weights + token * p.shape.topk + role.lane);
 }
 
-// Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send have
-// the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
-__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call,
-                                                 int64_t first_id, float first_weight) {
+// Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send
+// have the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
+__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call, int64_t first_id,
+                                                 float first_weight) {
   const LlDispatchParams& p = role.p;
   const int step = role.plan.sender_blocks * role.plan.warps;
   const int first = role.routing_token();
@@ -112,8 +112,8 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
 #pragma unroll 1
     for (int hop = 0; hop < p.shape.num_ranks; hop++, peer = peer + 1 == p.shape.num_ranks ? 0 : peer + 1) {
       if ((mask >> peer & 1) == 0 || (hop == 0 && !role.sends_to_itself())) continue;
-      store_wire<RemoteStore>(role.peers.at<char>(peer, p.layout.row(call.bank, role.peers.rank, token)), row, piece_index, piece,
-                 role.lane);
+      store_wire<RemoteStore>(role.peers.at<char>(peer, p.layout.row(call.bank, role.peers.rank, token)), row,
+                              piece_index, piece, role.lane);
     }
   }
 }
@@ -122,9 +122,8 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
 
 // A row's numbers: the handle's map and weights, and what the layout tells of the row. Once for each slot.
 // `weight_word`: what the lane saw of its weight when it asked for the row.
-__device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source,
-                                               int token, bool wanted, uint32_t expert, int32_t row,
-                                               uint64_t weight_word) {
+__device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source, int token,
+                                               bool wanted, uint32_t expert, int32_t row, uint64_t weight_word) {
   const LlDispatchParams& p = role.p;
   const int slot = source * p.shape.max_tokens + token, lane = role.lane, topk = p.shape.topk;
   const bool expert_rows = has_expert_rows(p.output.layout);
@@ -359,7 +358,8 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
-  // The last warps have the fewest rows to move: the very last writes the info tensor, those before it clear a bin each.
+  // The last warps have the fewest rows to move: the very last writes the info tensor, those before it clear a bin
+  // each.
   const int from_last = role.plan.receivers() - 1 - role.receiver();
   const int clearing = max(role.plan.receivers() - 1, 1);
   if (from_last == 0) store_info(p, call, places);

@@ -34,7 +34,9 @@ struct RowShape {
     row.chunks = kPayload == Payload::kKeyed ? p.row.body_bytes() / kLaneBytes : row.payload_chunks;
     row.steps = ceil_div(row.chunks, 32);
     row.side_offset = kPayload == Payload::kKeyed ? p.row.keys_offset() : p.row.scales_offset();
-    row.side_bytes = kPayload == Payload::kFloat ? 0 : kPayload == Payload::kKeyed || p.quant == Quant::kFp8Ue8m0 ? 4 : 16;
+    row.side_bytes = kPayload == Payload::kFloat                                  ? 0
+                     : kPayload == Payload::kKeyed || p.quant == Quant::kFp8Ue8m0 ? 4
+                                                                                  : 16;
     return row;
   }
 };
@@ -57,8 +59,8 @@ static __device__ __noinline__ uint4 gather_scales(const Scales& scales, int64_t
     const int group = (first_byte + b) / scales.element_bytes;
     if (group >= scales.count) break;
     const int64_t element = token * scales.row_stride + group * scales.group_stride;
-    bytes[b] = static_cast<const uint8_t*>(scales.data)[element * scales.element_bytes +
-                                                        (first_byte + b) % scales.element_bytes];
+    bytes[b] = static_cast<const uint8_t*>(
+        scales.data)[element * scales.element_bytes + (first_byte + b) % scales.element_bytes];
   }
   return *reinterpret_cast<const uint4*>(bytes);
 }
@@ -97,7 +99,8 @@ __device__ __forceinline__ void group_scale(Quant quant, float amax, float& scal
     const uint32_t bits = __float_as_uint(scale);
     const int exponent = min(static_cast<int>(bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0 ? 1 : 0), 127);
     scale = __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
-    factor = exponent == 127 ? __uint_as_float(0x00400000u) : __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+    factor =
+        exponent == 127 ? __uint_as_float(0x00400000u) : __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
   }
 }
 
@@ -124,8 +127,8 @@ __device__ __forceinline__ void quantize(Quant quant, const Raw<Payload::kFp8, k
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float2 a = unpack2<kType>(words[2 * i]), b = unpack2<kType>(words[2 * i + 1]);
-      packed[i] = pack_e4m3(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(b.x, factor),
-                            __fmul_rn(b.y, factor));
+      packed[i] =
+          pack_e4m3(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(b.x, factor), __fmul_rn(b.y, factor));
     }
     piece.chunk[j] = escaped(make_uint4(packed[0], packed[1], packed[2], packed[3]));
     const uint32_t bits = __float_as_uint(scale);
@@ -260,7 +263,8 @@ __device__ __forceinline__ void decode(Piece<kSteps>& piece) {
   }
 }
 
-static __device__ __noinline__ void scatter_scales(const Scales& scales, int64_t row, int first_byte, uint4 value, int bytes) {
+static __device__ __noinline__ void scatter_scales(const Scales& scales, int64_t row, int first_byte, uint4 value,
+                                                   int bytes) {
   const auto* source = reinterpret_cast<const uint8_t*>(&value);
   for (int b = 0; b < bytes; b++) {
     const int group = (first_byte + b) / scales.element_bytes;

@@ -9,12 +9,12 @@ namespace ep {
 
 // In shared memory. A bin is a local expert, or, in rank layouts, the one bin of all rows.
 struct Places {
-  uint32_t* bits;     // [bins, words]: bit i of a bin: (source, token) number i = source * M + token has a row there
-  uint32_t* ids;      // [R * M, id words]: local expert ids as they travel
-  int* tokens;        // [R]
-  int* starts;        // [bins + 1] packed: first row of each expert
-  int* duplicates;    // != 0: some token names an expert twice, and bits do not tell the whole story
-  int words;          // of a bin
+  uint32_t* bits;   // [bins, words]: bit i of a bin: (source, token) number i = source * M + token has a row there
+  uint32_t* ids;    // [R * M, id words]: local expert ids as they travel
+  int* tokens;      // [R]
+  int* starts;      // [bins + 1] packed: first row of each expert
+  int* duplicates;  // != 0: some token names an expert twice, and bits do not tell the whole story
+  int words;        // of a bin
   int bins;
   int id_words;
 
@@ -45,7 +45,7 @@ struct Places {
   }
 
   __device__ __forceinline__ void clear(int thread, int num_threads) const {
-  #pragma unroll 1
+#pragma unroll 1
     for (int i = thread; i < bins * words; i += num_threads) bits[i] = 0;
     if (thread == 0) *duplicates = 0;
   }
@@ -135,7 +135,7 @@ __device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places
 __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const LsaPeers& peers, const CallContext& call,
                                              const Places& places, int source, int token) {
   const int slot = source * p.shape.max_tokens + token;
-  const auto* record = peers.local<uint64_t>(p.layout.record(call.bank, source)) + kTokensWord;
+  const auto* record = peers.local<uint64_t>(p.layout.record(call.bank, source)) + CallRecord::kNumTokens;
   const auto* message = peers.local<ulonglong2>(p.layout.id_words(call.bank, source, token));
   // The last slot's thread learns the source's number of tokens, so that every rank is heard of in every call.
   const bool needs_record = token == p.shape.max_tokens - 1;

@@ -1,4 +1,5 @@
-// Every asm statement, one instruction each. The name tells order and scope; docs/memory_model.md tells who pairs with whom.
+// Every asm statement, one instruction each. The name tells order and scope; docs/memory_model.md tells who pairs with
+// whom.
 #pragma once
 
 #include <cstdint>

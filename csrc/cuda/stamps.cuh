@@ -1,4 +1,5 @@
-// Time line of a kernel, for builds with EP_STAMPS: when each warp of rank 0 passed each phase. Costs nothing otherwise.
+// Time line of a kernel, for builds with EP_STAMPS: when each warp of rank 0 passed each phase. Costs nothing
+// otherwise.
 #pragma once
 
 #include <algorithm>

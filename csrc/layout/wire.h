@@ -53,23 +53,16 @@ struct RowFormat {
 // ---- The call record: the first thing a rank sends to every other in an operation. Words up to kComparedWords must
 // be equal on all ranks; a receiver that sees another call ends the operation and names both.
 struct CallRecord {
-  static constexpr int kComparedWords = 6;
-  static constexpr int kWords = 8;  // stride of a record in tagged words
+  enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens };
+  static constexpr int kComparedWords = kNumTokens;  // the sender's tokens are its own affair
+  static constexpr int kWords = 8;                   // stride of a record in tagged words
 
-  uint32_t operation = 0;  // Operation | dtype << 8 | quant << 16 | wire dtype << 24
-  uint32_t hidden = 0;     // elements of a row
-  uint32_t topk = 0;
-  uint32_t num_experts = 0;
-  uint32_t max_tokens = 0;
-  uint32_t scale_bytes = 0;  // of a row
-  uint32_t num_tokens = 0;   // of the sender; the only word that may differ
+  // Operation | dtype << 8 | quant << 16 | wire dtype << 24, elements of a row, top-k, experts, max_tokens, bytes of
+  // scales of a row, tokens of the sender, 0.
+  uint32_t words[kWords] = {};
 
-  uint32_t unused = 0;
-
-  EP_HD uint32_t word(int index) const { return (&operation)[index]; }
-  EP_HD void set_word(int index, uint32_t value) { (&operation)[index] = value; }
+  EP_HD uint32_t word(int index) const { return words[index]; }
 };
-static_assert(sizeof(CallRecord) == CallRecord::kWords * sizeof(uint32_t));
 
 enum class Operation : int { kDispatch = 1, kCombine = 2, kCombineWeighted = 3, kCombineWeights = 4 };
 

@@ -22,7 +22,7 @@ const char* name_of(Operation operation) {
 
 template <class Enum>
 Enum field(const CallRecord& call, int shift, int max) {
-  const int value = static_cast<int>(call.operation >> shift & 0xFF);
+  const int value = static_cast<int>(call.word(CallRecord::kOperation) >> shift & 0xFF);
   return static_cast<Enum>(value > max ? max : value);
 }
 
@@ -37,11 +37,14 @@ std::string missing_ranks(uint64_t missing) {
 }  // namespace
 
 std::string describe(const CallRecord& call) {
-  const auto operation = static_cast<Operation>(call.operation & 0xFF);
-  std::string text = concat(name_of(operation), "(", name_of(field<DType>(call, 8, 7)), ", hidden ", call.hidden,
-                            ", top-", call.topk, ", ", call.num_experts, " experts, max_tokens ", call.max_tokens);
+  const auto operation = static_cast<Operation>(call.word(CallRecord::kOperation) & 0xFF);
+  std::string text =
+      concat(name_of(operation), "(", name_of(field<DType>(call, 8, 7)), ", hidden ", call.word(CallRecord::kHidden),
+             ", top-", call.word(CallRecord::kTopk), ", ", call.word(CallRecord::kNumExperts), " experts, max_tokens ",
+             call.word(CallRecord::kMaxTokens));
   if (operation == Operation::kDispatch) {
-    text += concat(", quant ", name_of(field<Quant>(call, 16, 3)), ", ", call.scale_bytes, " bytes of scales a row");
+    text += concat(", quant ", name_of(field<Quant>(call, 16, 3)), ", ", call.word(CallRecord::kScaleBytes),
+                   " bytes of scales a row");
   } else {
     text += concat(", wire ", name_of(field<DType>(call, 24, 7)));
   }

@@ -19,6 +19,12 @@ void check_row_bytes(int64_t bytes, const char* what) {
            " bytes: must be a multiple of 16 and at most ", kMaxRowBytes);
 }
 
+CallRecord record_of(uint32_t operation, int hidden, const Shape& shape, int scale_bytes, int num_tokens) {
+  const auto word = [](int value) { return static_cast<uint32_t>(value); };
+  return {{operation, word(hidden), word(shape.topk), word(shape.num_experts), word(shape.max_tokens),
+           word(scale_bytes), word(num_tokens)}};
+}
+
 void check_tokens(int num_tokens, const Shape& shape) {
   EP_CHECK(num_tokens >= 0 && num_tokens <= shape.max_tokens, num_tokens, " tokens, but max_tokens is ",
            shape.max_tokens);
@@ -147,13 +153,8 @@ void Group::prepare(LlDispatchParams& p) {
   p.row.scale_bytes = p.out_scales.count * p.out_scales.element_bytes;
   p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
   p.layout = LlLayout::make(window_, Kind::kDispatch, p.shape, p.row);
-  p.call.operation = pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype);
-  p.call.hidden = p.hidden;
-  p.call.topk = p.shape.topk;
-  p.call.num_experts = p.shape.num_experts;
-  p.call.max_tokens = p.shape.max_tokens;
-  p.call.scale_bytes = p.row.scale_bytes;
-  p.call.num_tokens = p.num_tokens;
+  p.call = record_of(pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype), p.hidden, p.shape,
+                     p.row.scale_bytes, p.num_tokens);
 }
 
 void Group::dispatch(LlDispatchParams& p, void* stream) {
@@ -181,13 +182,8 @@ void Group::combine(LlCombineParams& p, void* stream) {
   p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
   p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, p.row);
   const Operation operation = p.weighting == Weighting::kHome ? Operation::kCombineWeighted : Operation::kCombine;
-  p.call = CallRecord{pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype),
-                      static_cast<uint32_t>(p.hidden),
-                      static_cast<uint32_t>(p.shape.topk),
-                      static_cast<uint32_t>(p.shape.num_experts),
-                      static_cast<uint32_t>(p.shape.max_tokens),
-                      0,
-                      static_cast<uint32_t>(p.num_tokens)};
+  p.call =
+      record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
   check_half(Kind::kCombine, p.half, "combine");
   backend_->combine(p, stream);
   note_half(Kind::kCombine, p.half);
@@ -198,13 +194,8 @@ void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
   check_tokens(p.num_tokens, p.shape);
   p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, RowFormat{});
-  p.call = CallRecord{pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32),
-                      0,
-                      static_cast<uint32_t>(p.shape.topk),
-                      static_cast<uint32_t>(p.shape.num_experts),
-                      static_cast<uint32_t>(p.shape.max_tokens),
-                      0,
-                      static_cast<uint32_t>(p.num_tokens)};
+  p.call = record_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape, 0,
+                     p.num_tokens);
   check_half(Kind::kCombine, Half::kBoth, "combine");
   backend_->combine_weights(p, stream);
   note_half(Kind::kCombine, Half::kBoth);

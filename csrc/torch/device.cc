@@ -70,8 +70,8 @@ void CallOrder::switch_to(const at::Device& device, void* stream) {
   const std::optional<void*>& before = capture != kNotCaptured && captured_ ? captured_ : eager_;
   const auto last = static_cast<cudaStream_t>(before.value_or(stream));
   if (last != now && capture != kUnknown && capture_of(last) == capture) {
-    DeviceGuard guard(device.index());
     if (event_ == nullptr) {
+      DeviceGuard guard(device.index());
       cudaEvent_t event = nullptr;
       EP_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
       event_ = event;

@@ -76,18 +76,20 @@ TEST(Agreement, RefusesBadConfigurations) {
 }
 
 CallRecord dispatch_call() {
-  return {pack_operation(Operation::kDispatch, DType::kBF16, Quant::kFp8, DType::kBF16), 7168, 8, 256, 128, 224, 5};
+  return {{pack_operation(Operation::kDispatch, DType::kBF16, Quant::kFp8, DType::kBF16), 7168, 8, 256, 128, 224, 5}};
 }
 
 TEST(Describe, Calls) {
   EXPECT_EQ(describe(dispatch_call()),
             "dispatch(bf16, hidden 7168, top-8, 256 experts, max_tokens 128, quant fp8, 224 bytes of scales a row)");
   CallRecord call = dispatch_call();
-  call.operation = pack_operation(Operation::kCombine, DType::kF16, Quant::kNone, DType::kF32);
+  call.words[CallRecord::kOperation] = pack_operation(Operation::kCombine, DType::kF16, Quant::kNone, DType::kF32);
   EXPECT_EQ(describe(call), "combine(fp16, hidden 7168, top-8, 256 experts, max_tokens 128, wire fp32)");
-  call.operation = pack_operation(Operation::kCombineWeighted, DType::kF16, Quant::kNone, DType::kF32);
+  call.words[CallRecord::kOperation] =
+      pack_operation(Operation::kCombineWeighted, DType::kF16, Quant::kNone, DType::kF32);
   EXPECT_EQ(describe(call).find("combine with weights of the home rank("), 0u);
-  call.operation = pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32);
+  call.words[CallRecord::kOperation] =
+      pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32);
   EXPECT_EQ(describe(call).find("combine of weights("), 0u);
 }
 
@@ -95,7 +97,7 @@ TEST(Describe, Calls) {
 TEST(Describe, NonsenseFromAPeer) {
   for (uint32_t operation : {0u, 5u, 0xFFFFFFFFu, 0xFFFFFF01u, 0xFFFFFF02u, 0x80808080u}) {
     CallRecord call = dispatch_call();
-    call.operation = operation;
+    call.words[CallRecord::kOperation] = operation;
     EXPECT_NE(describe(call), "");
   }
 }
@@ -115,7 +117,7 @@ TEST(Describe, Failures) {
   EXPECT_NE(describe(failure, 1, 2.5).find("; nothing of this call was heard from rank 3, 5, 63"), std::string::npos);
   failure.code = Failure::kOtherCall;
   failure.mine = failure.theirs = dispatch_call();
-  failure.theirs.hidden = 4096;
+  failure.theirs.words[CallRecord::kHidden] = 4096;
   const std::string text = describe(failure, 1, 2.5);
   EXPECT_EQ(text.find("ranks made different calls in combine 12: rank 1 called dispatch(bf16, hidden 7168"), 0u)
       << text;

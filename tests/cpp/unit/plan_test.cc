@@ -32,7 +32,9 @@ TEST(Plan, DispatchRolesAreDisjointForEverySize) {
           check_roles(plan, num_sms);
           EXPECT_TRUE(plan.steps == 2 || (plan.steps == 4 && !is_heavy));
           // Blocks that wait come after those that send, so that the grid need not be resident at once.
-          if (num_sms > 1) EXPECT_EQ(plan.receiver_block0, plan.sender_blocks);
+          if (num_sms > 1) {
+            EXPECT_EQ(plan.receiver_block0, plan.sender_blocks);
+          }
         }
       }
     }
