@@ -14,9 +14,7 @@ struct alignas(128) EpochLine {
   uint64_t epoch;  // of the last completed call
 };
 struct alignas(128) TicketLine {
-  uint32_t started;   // blocks of the running call that have read the epoch
-  uint32_t work[2];   // units handed out, by parity of the call
-  uint32_t finished;  // blocks of the running call that are done
+  uint32_t started;  // blocks of the running call that have read the epoch
 };
 
 struct DeviceState {

@@ -33,13 +33,4 @@ struct Placement {
 
 Placement place_rows(const Shape& shape, const OutputShape& output, const Routing& routing);
 
-// Bit r: rank r has an expert of this token. `ids` are global, -1 is no choice. For up to 64 ranks.
-EP_HD uint64_t rank_mask(const Shape& shape, const int32_t* ids) {
-  uint64_t mask = 0;
-  for (int k = 0; k < shape.topk; k++) {
-    if (ids[k] >= 0) mask |= 1ull << shape.owner(ids[k]);
-  }
-  return mask;
-}
-
 }  // namespace ep

@@ -74,14 +74,6 @@ TEST(HandleShape, PartsDoNotOverlapAndStayAligned) {
   }
 }
 
-TEST(RankMask, HasABitForEachOwner) {
-  const Shape shape = Shape::make(64, 128, 5, 1);
-  const int32_t ids[] = {-1, 0, 127, 1, 64};
-  EXPECT_EQ(rank_mask(shape, ids), 1ull | 1ull << 63 | 1ull << 32);
-  const int32_t none[] = {-1, -1, -1, -1, -1};
-  EXPECT_EQ(rank_mask(shape, none), 0u);
-}
-
 struct World {
   Shape shape;
   OutputShape output;
