@@ -73,11 +73,12 @@ def test_a_rank_outside_the_group_is_refused(tmp_path: Path) -> None:
 # ---- Ends without destroy(). Interpreters of their own, because multiprocessing ends its children without a shutdown.
 
 _SCRIPT = """
-import sys, time
+import signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 import nccl_ep
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do their children
 rank, store, end = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
 buffer = nccl_ep.Buffer.for_shapes(
