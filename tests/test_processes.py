@@ -78,7 +78,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 import nccl_ep
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do their children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it, and so would their children
 rank, store, end = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
 buffer = nccl_ep.Buffer.for_shapes(
