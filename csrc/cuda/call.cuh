@@ -17,6 +17,20 @@ struct BlockPosition {
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
 
+// What the plan has for this warp.
+struct WarpRole {
+  const LlPlan& plan;
+  BlockPosition at;
+  int lane, warp;
+
+  __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
+  __device__ bool is_receiver() const {
+    return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0 &&
+           warp < plan.receiver_warp0 + plan.receiver_warps;
+  }
+  __device__ bool is_control() const { return at.block == 0 && warp == plan.warps - 1; }
+};
+
 // A call begins with loads that nobody looks at yet: warp 0 of a block asks for the epoch, all warps ask for what they
 // send first, then warp 0 asks for every rank's credit (an acquire holds up what follows it). begin_call() looks.
 struct Opening {

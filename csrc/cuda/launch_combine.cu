@@ -58,9 +58,7 @@ void with_types(DType in, DType wire, DType out, Body body) {
 
 }  // namespace
 
-LlPlan plan_of(const LlCombineParams&, int tokens, int num_sms) {
-  return tuned("EP_PLAN_C", plan_combine(tokens, num_sms));
-}
+LlPlan plan_of(const LlCombineParams&, int, int num_sms) { return tuned("EP_PLAN_C", plan_combine(num_sms)); }
 
 LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
   LlPlan plan;

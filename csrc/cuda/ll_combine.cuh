@@ -116,24 +116,11 @@ struct Numbers {
 // A sum starts as -0: adding the first term to it leaves that term's bits, +0 and -0 included.
 constexpr float kNothingYet = -0.0f;
 
-struct CombineRole {
+struct CombineRole : WarpRole {
   const LlCombineParams& p;
   const LsaPeers& peers;
-  const LlPlan& plan;
-  BlockPosition at;
-  int lane, warp;
   int pieces;  // of a row
 
-  __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
-  __device__ bool is_receiver() const {
-    return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0 &&
-           warp < plan.receiver_warp0 + plan.receiver_warps;
-  }
-  __device__ bool is_control() const { return at.block == 0 && warp == plan.warps - 1; }
-  __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
-  __device__ int receiver() const {
-    return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
-  }
   // Homes other than this rank; a staged send counts itself among them.
   __device__ int num_homes() const { return p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1); }
   __device__ int home_of(int index) const {
@@ -402,7 +389,7 @@ template <DType kIn, DType kWire, DType kOut>
 __device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers& peers, DeviceState* state,
                                         const LlPlan& plan, BlockPosition at) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
-  const CombineRole role{p, peers, plan, at, lane_id(), warp_id(), ceil_div(p.hidden, 32 * kCount)};
+  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, peers, ceil_div(p.hidden, 32 * kCount)};
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();

@@ -11,19 +11,10 @@
 
 namespace ep {
 
-struct DispatchRole {
+struct DispatchRole : WarpRole {
   const LlDispatchParams& p;
   const LsaPeers& peers;
-  const LlPlan& plan;
-  BlockPosition at;
-  int lane, warp;
 
-  __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
-  __device__ bool is_receiver() const {
-    return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0 &&
-           warp < plan.receiver_warp0 + plan.receiver_warps;
-  }
-  __device__ bool is_control() const { return at.block == 0 && warp == plan.warps - 1; }
   __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
   __device__ int receiver() const {
     return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
@@ -373,7 +364,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
 template <Payload kPayload, DType kType, int kSteps>
 __device__ __forceinline__ void dispatch(const LlDispatchParams& p, const LsaPeers& peers, DeviceState* state,
                                          const LlPlan& plan, BlockPosition at, char* shared) {
-  const DispatchRole role{p, peers, plan, at, lane_id(), warp_id()};
+  const DispatchRole role{{plan, at, lane_id(), warp_id()}, p, peers};
   const RowShape row = RowShape::of<kPayload>(p);
   const Places places = Places::at(shared, p);
   stamp(Stamp::kStart, peers.rank);

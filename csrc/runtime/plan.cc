@@ -36,7 +36,7 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
   return plan;
 }
 
-LlPlan plan_combine(int, int num_sms) {
+LlPlan plan_combine(int num_sms) {
   LlPlan plan;
   plan.blocks = plan.sender_blocks = num_sms;
   // At 128 tokens of 4 ranks a block has 81 pieces to send and 27 to add up.

@@ -12,8 +12,8 @@ namespace ep {
 constexpr int kLaneBytes = 16;
 constexpr int kStepBytes = 32 * kLaneBytes;  // what a warp moves with one instruction
 
-// Warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role. The last warp of block 0
-// has no other role than control: it greets the other ranks and listens to them.
+// In dispatch, warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role. The last warp
+// of block 0 has no other role than control: it greets the other ranks and listens to them.
 struct LlPlan {
   int blocks = 1;
   int warps = 2;          // of a block
@@ -38,6 +38,6 @@ struct LlDispatchSizes {
 };
 
 LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms);
-LlPlan plan_combine(int num_tokens, int num_sms);
+LlPlan plan_combine(int num_sms);
 
 }  // namespace ep

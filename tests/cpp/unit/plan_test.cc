@@ -43,7 +43,7 @@ TEST(Plan, DispatchRolesAreDisjointForEverySize) {
 
 TEST(Plan, CombineRolesAreDisjointForEverySize) {
   for (int num_sms = 1; num_sms <= 160; num_sms++) {
-    const LlPlan plan = plan_combine(128, num_sms);
+    const LlPlan plan = plan_combine(num_sms);
     check_roles(plan, num_sms);
     EXPECT_EQ(plan.sender_blocks, plan.blocks);  // every block has both roles
     EXPECT_EQ(plan.receiver_block0, 0);
