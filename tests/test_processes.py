@@ -32,6 +32,13 @@ def test_cases_are_bit_exact(num_ranks: int, tmp_path: Path) -> None:
     assert run_processes(num_ranks, _run_cases, tmp_path, num_ranks, 12, None, 0) == [(num_ranks, 12)] * num_ranks
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(8, None), (8, 2), (9, 3)])
+def test_more_ranks(num_ranks: int, domain_size: int | None, tmp_path: Path) -> None:
+    got = run_processes(num_ranks, _run_cases, tmp_path, num_ranks, 6, domain_size, 7, timeout=150.0)
+    assert got == [(domain_size or num_ranks, 6)] * num_ranks
+
+
 @pytest.mark.parametrize("network_seed", [0, 7])
 def test_two_domains_with_a_network_between_processes(network_seed: int, tmp_path: Path) -> None:
     assert run_processes(4, _run_cases, tmp_path, 4, 6, 2, network_seed) == [(2, 6)] * 4
