@@ -4,6 +4,7 @@
 
 #include "cuda/call.cuh"
 #include "cuda/convert.cuh"
+#include "cuda/launch.h"
 #include "cuda/payload.cuh"
 #include "cuda/stamps.cuh"
 
@@ -118,11 +119,9 @@ constexpr float kNothingYet = -0.0f;
 
 struct CombineRole : WarpRole {
   const LlCombineParams& p;
+  const LlCombineGeometry& geometry;
   const LsaPeers& peers;
-  int pieces;  // of a row
 
-  // Homes other than this rank; a staged send counts itself among them.
-  __device__ int num_homes() const { return p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1); }
   __device__ int home_of(int index) const {
     const int home = peers.rank + index + (p.half == Half::kSend ? 0 : 1);
     return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
@@ -195,35 +194,26 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
   }
 }
 
-// Pieces of rows are dealt to blocks, the same on every rank: piece number u (of a row, rows one after the other) to
-// block u % blocks. So a block waits only for blocks of its own index on other ranks, and blocks need not be resident
-// together. Inside a block the pieces, once for each home, go to the warps in turn. A warp goes from unit to unit by
-// adding its stride digit by digit, because divisions would cost more than the sums.
+// Where a warp is in its share of the work (UnitStride). A block waits only for blocks of its own index on other ranks,
+// so blocks need not be resident together.
 struct Units {
-  int home, piece, token;  // the unit
-  int homes_step;          // added to home; a carry chooses the second of the steps below
-  int piece_step[2], token_step[2];
+  int home, piece, token;
 
-  __device__ __forceinline__ static Units begin(const BlockPosition& at, int warp, int warps, int pieces, int homes) {
+  __device__ __forceinline__ static Units begin(const CombineRole& role, const UnitStride& stride, int warp) {
     Units units;
-    units.home = warp % homes;
-    units.homes_step = warps % homes;
-    const int number = warp / homes * at.num_blocks + at.block;
-    units.piece = number % pieces;
-    units.token = number / pieces;
-    for (int carry = 0; carry < 2; carry++) {
-      const int step = (warps / homes + carry) * at.num_blocks;
-      units.piece_step[carry] = step % pieces;
-      units.token_step[carry] = step / pieces;
-    }
+    const int round = stride.by_homes.divide(warp);
+    units.home = stride.by_homes.remainder(warp, round);
+    const int number = round * role.at.num_blocks + role.at.block;
+    units.token = role.geometry.by_pieces.divide(number);
+    units.piece = role.geometry.by_pieces.remainder(number, units.token);
     return units;
   }
-  __device__ __forceinline__ void advance(int pieces, int homes) {
-    home += homes_step;
-    const bool carry = home >= homes;
-    if (carry) home -= homes;
-    piece += carry ? piece_step[1] : piece_step[0];
-    token += carry ? token_step[1] : token_step[0];
+  __device__ __forceinline__ void advance(const UnitStride& stride, int pieces) {
+    home += stride.home_step;
+    const bool carry = home >= stride.homes;
+    if (carry) home -= stride.homes;
+    piece += carry ? stride.piece_step[1] : stride.piece_step[0];
+    token += carry ? stride.token_step[1] : stride.token_step[0];
     if (piece >= pieces) {
       piece -= pieces;
       token++;
@@ -242,7 +232,7 @@ __device__ __forceinline__ void send_partials(const CombineRole& role, const Cal
   while (units.token < most_tokens) {
     const Units unit = units;
     Terms now = terms;
-    units.advance(role.pieces, role.num_homes());
+    units.advance(role.geometry.send, role.geometry.pieces);
     const int home = role.home_of(unit.home);
     if (units.token < most_tokens) terms = load_terms(role, role.home_of(units.home), units.token);
     const int home_tokens = p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(p.handle.tokens + home);
@@ -288,7 +278,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   const LlCombineParams& p = role.p;
   const int rank = role.peers.rank, lane_index = piece * 32 + role.lane;
   const bool is_inside = lane_index * kCount < p.hidden;
-  uint64_t mask = destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, p.output.local_experts));
+  uint64_t mask = destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
   const bool own_is_local = sends(p.half) && (mask >> rank & 1) != 0;
   Numbers<kWire, kCount> own;
   if (own_is_local) {
@@ -358,7 +348,7 @@ __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallCo
     const Units unit = units;
     const Terms now = terms;
     const int now_id = id;
-    units.advance(role.pieces, 1);
+    units.advance(role.geometry.sum, role.geometry.pieces);
     if (units.token < role.p.num_tokens) {
       terms = load_terms(role, role.peers.rank, units.token);
       id = load_own_id(role, units.token);
@@ -372,59 +362,61 @@ __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallCo
 static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call) {
   const LlCombineParams& p = role.p;
   for (int token = role.warp; token < p.num_tokens; token += role.plan.warps) {
-    Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, p.output.local_experts);
+    Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, role.geometry.by_local_experts);
     float weight = 0;
     if (role.lane < p.shape.topk) {
       const int64_t index = static_cast<int64_t>(token) * p.shape.topk + role.lane;
       weight = __ldg(p.home_weights + index);
       if (p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, index))) choice = {};
     }
-    send_routing(call, p.layout, role.peers, token, choice, weight);
+    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, token, choice, weight);
   }
 }
 
 // ---- Table of contents
 
 template <DType kIn, DType kWire, DType kOut>
-__device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers& peers, DeviceState* state,
-                                        const LlPlan& plan, BlockPosition at) {
+__device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args, BlockPosition at) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
-  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, peers, ceil_div(p.hidden, 32 * kCount)};
+  const LlCombineParams& p = args.params;
+  const LlPlan& plan = args.plan;
+  const LlCombineGeometry& geometry = args.geometry;
+  const LsaPeers& peers = args.peers;
   stamp(Stamp::kStart, peers.rank);
+  touch_parameters(args);
+  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, geometry, peers};
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
 
   // The first unit's handle entries are on their way while the epoch is.
-  const Opening opening = open_call(state, Kind::kCombine);
+  const Opening opening = open_call(args.state, Kind::kCombine);
   Terms send_terms{kNoRow, 1.0f}, own_terms{kNoRow, 1.0f};
   Units units{};
   int id = -1, tokens = 0;
-  const bool is_sender = sends(p.half) && role.is_sender() && role.num_homes() > 0;
+  const bool is_sender = sends(p.half) && role.is_sender() && geometry.homes > 0;
   const bool is_receiver = receives(p.half) && role.is_receiver();
   if (is_sender) {
-    units = Units::begin(at, role.warp, plan.sender_warps, role.pieces, role.num_homes());
+    units = Units::begin(role, geometry.send, role.warp);
 #pragma unroll 1
     for (int r = role.lane; r < p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(p.handle.tokens + r));
     if (units.token < p.shape.max_tokens) send_terms = load_terms(role, role.home_of(units.home), units.token);
   } else if (is_receiver) {
-    units = Units::begin(at, role.warp - plan.receiver_warp0, plan.receiver_warps, role.pieces, 1);
+    units = Units::begin(role, geometry.sum, role.warp - plan.receiver_warp0);
     if (units.token < p.num_tokens) {
       own_terms = load_terms(role, peers.rank, units.token);
       id = load_own_id(role, units.token);
     }
   }
   __shared__ CallContext call;
-  begin_call(call, p, state, peers, opening, Kind::kCombine, at, receives(p.half));
+  begin_call(call, p, args.state, peers, opening, Kind::kCombine, at, receives(p.half));
   stamp(Stamp::kEpochKnown, peers.rank);
   if (call.begins_failed) return;
 
   if (sends(p.half)) {
-    if (role.is_control()) {
-      send_records(call, p.layout, peers);
-      send_credits(call, p.layout, peers);
-    }
+    if (role.is_control()) send_records(call, p.layout, peers);
     if (p.weighting == Weighting::kHome && at.block == 0) send_home_weights(role, call);
     if (is_sender) send_partials<kIn, kWire, kCount>(role, call, units, send_terms, tokens);
+    if (role.is_creditor()) send_credits(call, p.layout, peers);
     stamp(Stamp::kSent, peers.rank);
   }
   if (receives(p.half)) {
