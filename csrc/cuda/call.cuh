@@ -92,7 +92,7 @@ __device__ __forceinline__ void begin_call(CallContext& call, const Params& p, D
     await_credits(call, p.layout, peers, opening.last_epoch, credit);
   }
   __syncthreads();
-  if (threadIdx.x != 0 || !advances) return;
+  if (threadIdx.x != blockDim.x - 1 || !advances) return;  // the last warp has the most time
   const int k = static_cast<int>(kind);
   TicketLine& ticket = state->ticket[k];
   if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {

@@ -282,7 +282,7 @@ __device__ __forceinline__ void clear_entry(const LlDispatchParams& p, int64_t r
   }
 }
 
-// A warp fills rows [from, to) with zeros.
+// A warp fills rows [from, to) with zeros, if the caller asks for it.
 static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
   const int chunks = p.row.payload_bytes / kLaneBytes;
   auto* out = static_cast<uint4*>(p.out_x);
@@ -296,40 +296,37 @@ static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t
   }
 }
 
-// A warp clears rows [from, to) that do not exist: ids -1, weights 0, and the content if the caller asks for zeros.
+// Rows [first, end) of a bin that do not exist.
+struct Gap {
+  int64_t first, end;
+};
+
 template <bool kExpertRows>
-__device__ __forceinline__ void clear_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
-#pragma unroll 1
-  for (int64_t row = from + lane_id(); row < to; row += 32) clear_entry<kExpertRows>(p, row);
-  if (p.zero_padding) zero_rows(p, from, to);
+__device__ __forceinline__ Gap gap_of(const LlDispatchParams& p, const Places& places, int bin) {
+  const OutputShape& output = p.output;
+  if (output.layout == OutputLayout::kFlat) {  // one gap for all bins
+    if (bin != 0) return {0, 0};
+    return {min(static_cast<int64_t>(places.count_bits(0, 0, places.shape.slots)), output.capacity), output.capacity};
+  }
+  const int demand = demand_of<kExpertRows>(p, places, bin);
+  if (kExpertRows && output.layout == OutputLayout::kPacked) {
+    const int64_t start = min(static_cast<int64_t>(places.start(bin)), output.capacity);
+    const int64_t next = bin + 1 < output.bins() ? places.start(bin + 1) : output.capacity;
+    return {start + output.kept(start, demand), min(next, output.capacity)};
+  }
+  const int64_t limit = kExpertRows ? output.capacity : p.shape.max_tokens;
+  return {bin * limit + output.kept(0, demand), (bin + 1) * limit};
 }
 
-// A warp does so for bins first, first + step, ...
+// A warp clears the gaps of bins first, first + step, ...
 template <bool kExpertRows>
-static __device__ __noinline__ void clear_missing_rows(const LlDispatchParams& p, const Places places, int first_bin,
-                                                       int step) {
-  const OutputShape& output = p.output;
+__device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Places& places, int first_bin, int step) {
 #pragma unroll 1
-  for (int bin = first_bin; bin < output.bins(); bin += step) {
-    const int demand = demand_of<kExpertRows>(p, places, bin);
-    int64_t first = 0, end = 0, start = 0;
-    if (output.layout == OutputLayout::kPacked) {
-      start = min(static_cast<int64_t>(places.start(bin)), output.capacity);
-      end =
-          bin + 1 < output.bins() ? min(static_cast<int64_t>(places.start(bin + 1)), output.capacity) : output.capacity;
-      first = start;
-    } else if (output.layout == OutputLayout::kFlat) {
-      if (bin != 0) continue;
-      end = output.capacity;
-      const int total = places.count_bits(0, 0, places.shape.slots);
-      clear_rows<kExpertRows>(p, min(static_cast<int64_t>(total), end), end);
-      continue;
-    } else {
-      const int64_t limit = output.rows() / output.bins();
-      first = bin * limit;
-      end = first + limit;
-    }
-    clear_rows<kExpertRows>(p, first + output.kept(start, demand), end);
+  for (int bin = first_bin; bin < p.output.bins(); bin += step) {
+    const Gap gap = gap_of<kExpertRows>(p, places, bin);
+#pragma unroll 1
+    for (int64_t row = gap.first + lane_id(); row < gap.end; row += 32) clear_entry<kExpertRows>(p, row);
+    if (p.zero_padding) zero_rows(p, gap.first, gap.end);
   }
 }
 
@@ -339,22 +336,24 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const Call
   const OutputShape& output = p.output;
   const int lane = lane_id();
   const bool has_failed = call.has_failed();  // then nothing counts
+  const bool is_packed = output.layout == OutputLayout::kPacked, is_flat = output.layout == OutputLayout::kFlat;
   int dropped = 0, total = 0;
 #pragma unroll 1
   for (int bin = lane; bin < output.bins(); bin += 32) {
-    const int demand = has_failed ? 0 : demand_of<kExpertRows>(p, places, bin);
-    int64_t start = 0;
-    if (output.layout == OutputLayout::kPacked) start = places.start(bin);
-    if (output.layout == OutputLayout::kFlat) start = places.count_bits(0, 0, bin * p.shape.max_tokens);
+    int demand = demand_of<kExpertRows>(p, places, bin);
+    const int start = is_packed ? places.start(bin) : is_flat ? places.count_bits(0, 0, bin * p.shape.max_tokens) : 0;
+    if (has_failed) demand = 0;
     const int kept = static_cast<int>(output.kept(start, demand));
     p.info[bin] = kept;
     p.info[output.demand_at() + bin] = demand;
     dropped += demand - kept;
     total += kept;
   }
+  if (is_packed) {
 #pragma unroll 1
-  for (int i = lane; i < output.num_offsets(); i += 32) {
-    p.info[output.offsets_at() + i] = static_cast<int>(min(static_cast<int64_t>(places.start(i)), output.capacity));
+    for (int i = lane; i < output.num_offsets(); i += 32) {
+      p.info[output.offsets_at() + i] = static_cast<int>(min(static_cast<int64_t>(places.start(i)), output.capacity));
+    }
   }
 #pragma unroll 1
   for (int r = lane; r < p.shape.num_ranks; r += 32) p.handle.tokens[r] = places.tokens(r);
@@ -400,9 +399,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   const int clearing = max(role.plan.receivers() - 1, 1);
   if (from_last == 0) store_info<kExpertRows>(p, call, places);
   const int first_bin = role.plan.receivers() == 1 ? 0 : from_last - 1;
-  if (first_bin >= 0 && first_bin < p.output.bins()) {
-    clear_missing_rows<kExpertRows>(p, places, first_bin, clearing);
-  }
+  if (first_bin >= 0) clear_gaps<kExpertRows>(p, places, first_bin, clearing);
   receive_rows<kPayload, kType, kSteps, kExpertRows>(role, call, places, in);
 }
 

@@ -119,4 +119,10 @@ __device__ __forceinline__ uint64_t global_timer_ns() {
   return t;
 }
 
+__device__ __forceinline__ uint64_t clock() {
+  uint64_t t;
+  asm volatile("mov.u64 %0,%clock64;" : "=l"(t)::"memory");
+  return t;
+}
+
 }  // namespace ep::ptx
