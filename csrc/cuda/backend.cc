@@ -239,7 +239,9 @@ class CudaBackend : public Backend {
   template <class Params>
   void run(const Params& params, void* stream) {
     check_served(params);
-    KernelArgs<Params> args{memory_->state, memory_->peers, {}, {}, params};
+    const LsaPeers& peers = memory_->peers;
+    KernelArgs<Params> args{
+        memory_->state, peers.local<uint64_t>(params.layout.signal(0)), peers, params.shape.num_ranks, {}, {}, params};
     if (memory_->world) {  // one launch holds the blocks of all ranks: they share the SMs, and a plan
       const int blocks = memory_->num_sms / params.shape.num_ranks;
       args.plan = plan_of(params, params.shape.max_tokens, num_blocks(params, blocks));

@@ -32,17 +32,11 @@ struct WarpRole {
   __device__ bool is_creditor() const { return at.block == min(1, at.num_blocks - 1) && warp == plan.warps - 1; }
 };
 
-// Parameters lie in constant memory, cold when a kernel starts, and a warp waits for each line that it meets. Here
-// every warp asks for another one, so that the misses of a block overlap.
-template <class Args>
-__device__ __forceinline__ void touch_parameters(const Args& args) {
-  constexpr int kLineWords = 16, kWords = sizeof(Args) / 4;
-  const int word = (threadIdx.x >> 5) * kLineWords;
-  if (word < kWords) ptx::use(reinterpret_cast<const uint32_t*>(&args)[word]);
-}
-
 // A call begins with loads that nobody looks at yet: the last warp of a block asks for the epoch and for the credits of
 // all ranks (an acquire holds up what follows it), the others for what they send first. begin_call() looks.
+//
+// Instructions count: a warp alone needs 5 cycles for each, and a call of one token lasts 4,000. What can be done
+// before the epoch is known is done before.
 struct Opening {
   uint64_t last_epoch = 0;
   uint64_t credit = 0;  // of rank `lane`
@@ -51,57 +45,69 @@ struct Opening {
 
 __device__ __forceinline__ bool is_opener() { return threadIdx.x >= blockDim.x - 32; }
 
-__device__ __forceinline__ const uint64_t* credit_of(const LlLayout& layout, const LsaPeers& peers, int source) {
-  return peers.local<uint64_t>(layout.signal(source));
-}
-
-__device__ __forceinline__ Opening open_call(const LlLayout& layout, const LsaPeers& peers, const DeviceState* state,
-                                             Kind kind) {
+template <class Args>
+__device__ __forceinline__ Opening open_call(CallContext& call, const Args& args, Kind kind) {
   Opening opening;
-  if (!is_opener()) return opening;
-  opening.last_epoch = ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch);
-  opening.has_failed = ptx::ld_relaxed_gpu(&state->fate.has_failed);
-  if (lane_id() < layout.num_ranks) opening.credit = ptx::ld_acquire_sys(credit_of(layout, peers, lane_id()));
+  if (is_opener()) {
+    opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
+    opening.has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
+    call.is_open = 0;
+  }
+  __syncthreads();
+  const int lane = lane_id();
+  if (is_opener() && lane < args.num_ranks) opening.credit = ptx::ld_acquire_sys(args.credits + lane);
   return opening;
 }
 
 // Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
 // acquire pairs with send_credits(); the barrier of the block hands it on.
-__device__ __forceinline__ void await_credits(const CallContext& call, const LlLayout& layout, const LsaPeers& peers,
-                                              const Opening& opening) {
+template <class Args>
+__device__ __forceinline__ void await_credits(const CallContext& call, const Args& args, const Opening& opening) {
 #pragma unroll 1
-  for (int source = lane_id(); source < layout.num_ranks; source += 32) {
+  for (int source = lane_id(); source < args.num_ranks; source += 32) {
     uint64_t credit = opening.credit;
-    if (source >= 32) credit = ptx::ld_acquire_sys(credit_of(layout, peers, source));
+    if (source >= 32) credit = ptx::ld_acquire_sys(args.credits + source);
     Patience patience;
     while (credit < opening.last_epoch) {
       if (patience.is_over(call, Phase::kArrivalSignal, source, opening.last_epoch, credit)) return;
-      credit = ptx::ld_acquire_sys(credit_of(layout, peers, source));
+      credit = ptx::ld_acquire_sys(args.credits + source);
     }
   }
 }
 
-// Fills the block's context. The last block to have read the epoch moves it on, off the critical path; a sending half
-// leaves that to its receiving half. Ends with a barrier of the block.
-template <class Params>
-__device__ __forceinline__ void begin_call(CallContext& call, const Params& p, DeviceState* state,
-                                           const LsaPeers& peers, const Opening& opening, Kind kind, BlockPosition at,
-                                           bool advances) {
-  const uint64_t epoch = opening.last_epoch + 1;
-  if (is_opener()) {
-    if (lane_id() == 0) {
-      call = {state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch), opening.has_failed != 0};
+// The opener fills the block's context, the other warps wait for it: each as late as it can, as a barrier would make
+// all wait for the slowest. The last block to have read the epoch moves it on, off the critical path; a sending half
+// leaves that to its receiving half.
+template <class Args>
+__device__ __forceinline__ void begin_call(CallContext& call, const Args& args, const Opening& opening, Kind kind,
+                                           BlockPosition at) {
+  if (!is_opener()) {
+    while (ptx::ld_acquire_shared(&call.is_open) == 0) {
     }
-    __syncwarp();
-    await_credits(call, p.layout, peers, opening);
+    return;
   }
-  __syncthreads();
-  if (threadIdx.x != blockDim.x - 1 || !advances) return;
+  const uint64_t epoch = opening.last_epoch + 1;
+  call.state = args.state;
+  call.call = &args.params.call;
+  call.kind = kind;
+  call.rank = args.peers.rank;
+  call.epoch = epoch;
+  call.tag = tag_of(epoch);
+  call.bank = bank_of(epoch);
+  call.begins_failed = opening.has_failed != 0;
+  __syncwarp();
+  await_credits(call, args, opening);
+  __syncwarp();
+  ptx::st_release_shared(&call.is_open, 1);
+  if (threadIdx.x != blockDim.x - 1) return;
+  if constexpr (requires { args.params.half; }) {
+    if (!receives(args.params.half)) return;
+  }
   const int k = static_cast<int>(kind);
-  TicketLine& ticket = state->ticket[k];
+  TicketLine& ticket = args.state->ticket[k];
   if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
     ptx::st_relaxed_gpu(&ticket.started, 0u);
-    ptx::st_relaxed_gpu(&state->epoch[k].epoch, epoch);
+    ptx::st_relaxed_gpu(&args.state->epoch[k].epoch, epoch);
   }
 }
 

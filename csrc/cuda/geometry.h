@@ -2,6 +2,7 @@
 // pieces, strides of work, divisors. Pure functions, so that they are tested anywhere.
 #pragma once
 
+#include "base/check.h"
 #include "base/math.h"
 #include "runtime/params.h"
 #include "runtime/plan.h"
@@ -72,6 +73,8 @@ struct LlDispatchGeometry {
   PlacesShape places;
 
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
+    EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
+             plan.receiver_warps, " receivers of ", plan.warps, " warps: the last opens the call");
     LlDispatchGeometry g;
     g.row = RowShape::of(p);
     const int pieces = ceil_div(g.row.steps, plan.steps), others = p.shape.num_ranks - 1;
@@ -120,6 +123,9 @@ struct LlCombineGeometry {
 
   // `lane_elements`: what a lane holds of a piece.
   static LlCombineGeometry of(const LlCombineParams& p, const LlPlan& plan, int lane_elements) {
+    EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warp0 + plan.receiver_warps < plan.warps,
+             plan.sender_warps, " senders and ", plan.receiver_warps, " receivers from warp ", plan.receiver_warp0,
+             " of ", plan.warps, " warps: the last opens the call");
     LlCombineGeometry g;
     g.pieces = ceil_div(p.hidden, 32 * lane_elements);
     g.homes = p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1);

@@ -21,11 +21,13 @@ struct GeometryOf<LlCombineParams> {
   using Type = LlCombineGeometry;
 };
 
-// In the order of first use: parameters lie in constant memory, which is cold when a kernel starts.
+// In the order of first use: a line of constant memory that is met for the first time costs 30 ns.
 template <class Params>
-struct KernelArgs {
+struct alignas(16) KernelArgs {
   DeviceState* state = nullptr;
+  const uint64_t* credits = nullptr;  // of every rank, in the own window: LlLayout::signal
   LsaPeers peers;
+  int num_ranks = 1;
   LlPlan plan;
   typename GeometryOf<Params>::Type geometry;
   Params params;

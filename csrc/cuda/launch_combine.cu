@@ -20,13 +20,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ll_combine_world(const KernelA
 
 __global__ void __launch_bounds__(kScalarThreads)
     ll_scalars_home(const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
-  scalars_home(args.params, args.peers, args.state, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+  scalars_home(args, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
 }
 
 __global__ void __launch_bounds__(kScalarThreads)
     ll_scalars_home_world(const KernelArgs<LlCombineWeightsParams>* all, int blocks) {
-  const KernelArgs<LlCombineWeightsParams>& args = all[blockIdx.x / blocks];
-  scalars_home(args.params, args.peers, args.state, {static_cast<int>(blockIdx.x) % blocks, blocks});
+  scalars_home(all[blockIdx.x / blocks], {static_cast<int>(blockIdx.x) % blocks, blocks});
 }
 
 template <DType kIn, DType kWire, DType kOut>

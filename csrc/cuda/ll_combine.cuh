@@ -436,21 +436,21 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   const LlPlan& plan = args.plan;
   const LlCombineGeometry& geometry = args.geometry;
   const LsaPeers& peers = args.peers;
-  stamp(Stamp::kStart, peers.rank);
-  touch_parameters(args);
+  __shared__ CallContext call;
   const CombineRole role{{plan, at, lane_id(), warp_id()}, p, geometry, peers};
+  stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
+  const Opening opening = open_call(call, args, Kind::kCombine);
 
-  // What a warp adds up first is on its way while the epoch is.
-  const Opening opening = open_call(p.layout, peers, args.state, Kind::kCombine);
+  // What a warp adds up first is on its way while the epoch is. The opener is neither sender nor receiver.
   Outbound out, next;
   Terms own_terms{kNoRow, 1.0f};
   RowBatch<kIn, kCount> batch;
   Units units{};
   int id = -1, tokens = 0;
-  const bool is_sender = sends(p.half) && role.is_sender() && geometry.homes > 0;
-  const bool is_receiver = receives(p.half) && role.is_receiver();
+  const bool is_sender = !is_opener() && sends(p.half) && role.is_sender() && geometry.homes > 0;
+  const bool is_receiver = !is_opener() && receives(p.half) && role.is_receiver();
   if (is_sender) {
     out.units = Units::begin(role, geometry.send, role.warp);
     out.load(role);
@@ -467,8 +467,7 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
       batch.load(role, own_terms, units.piece);
     }
   }
-  __shared__ CallContext call;
-  begin_call(call, p, args.state, peers, opening, Kind::kCombine, at, receives(p.half));
+  begin_call(call, args, opening, Kind::kCombine, at);
   stamp(Stamp::kEpochKnown, peers.rank);
   if (call.begins_failed) return;
 
@@ -488,13 +487,14 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
 
 // ---- Scalars instead of rows: every thread takes some (token, choice).
 
-__device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, const LsaPeers& peers, DeviceState* state,
-                                             BlockPosition at) {
+__device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsParams>& args, BlockPosition at) {
+  const LlCombineWeightsParams& p = args.params;
+  const LsaPeers& peers = args.peers;
+  __shared__ CallContext call;
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(p.layout, peers, state, Kind::kCombine);
-  __shared__ CallContext call;
-  begin_call(call, p, state, peers, opening, Kind::kCombine, at, true);
+  const Opening opening = open_call(call, args, Kind::kCombine);
+  begin_call(call, args, opening, Kind::kCombine, at);
   if (call.begins_failed) return;
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);

@@ -28,6 +28,10 @@ struct DispatchRole : WarpRole {
   }
   __device__ int receiving_thread() const { return threadIdx.x - plan.receiver_warp0 * 32; }
   __device__ int receiving_threads() const { return plan.receiver_warps * 32; }
+  // All of them but the opener, which has other things to do first.
+  __device__ int clearing_threads() const {
+    return receiving_threads() - (plan.receiver_warp0 + plan.receiver_warps == plan.warps ? 32 : 0);
+  }
   // Own rows of a whole operation never enter the window; a staged one sends them to itself.
   __device__ bool sends_to_itself() const { return p.half == Half::kSend; }
 };
@@ -213,6 +217,7 @@ struct ReceiveUnit {
 template <Payload kPayload, int kSteps>
 struct Incoming {
   ReceiveUnit unit;
+  int slot;
   bool is_own;  // lies in x; a row of another rank, or of a staged call, lies in the window
   char* staged;
   Raw<kPayload, kSteps> raw;
@@ -222,6 +227,7 @@ struct Incoming {
   __device__ __forceinline__ void load(const DispatchRole& role, const CallContext& call, int number) {
     const LlDispatchParams& p = role.p;
     unit = ReceiveUnit::of(role, number);
+    slot = unit.source * p.shape.max_tokens + unit.token;
     is_own = unit.source == role.peers.rank && sends(p.half);
     staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token));
     weight = 0;
@@ -264,7 +270,7 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     const ReceiveUnit unit = in.unit;
     const bool exists = unit.token < places.tokens(unit.source);
     if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return;
-    const int slot = unit.source * p.shape.max_tokens + unit.token;
+    const int slot = in.slot;
     const uint32_t expert = exists && role.lane < p.shape.topk ? places.id(p.layout.ids, slot, role.lane) : ~0u;
     const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
     const int32_t row = row_of<kExpertRows>(p, places, unit.source, slot, wanted, expert);
@@ -272,10 +278,10 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
       if (!in.template take<kType>(role, call)) return;
       unsigned targets = __ballot_sync(~0u, row >= 0);
       if constexpr (!kExpertRows) targets &= -targets;  // one row for all choices
+      const RowWriter<kPayload, kSteps> writer(p, role.geometry.row, unit.piece, role.lane);
 #pragma unroll 1
       for (; targets != 0; targets &= targets - 1) {
-        const int32_t out_row = __shfl_sync(~0u, row, __ffs(targets) - 1);
-        store_row<kPayload>(p, role.geometry.row, out_row, unit.piece, in.piece, role.lane);
+        writer.store(p, __shfl_sync(~0u, row, __ffs(targets) - 1), in.piece);
       }
       if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
     }
@@ -355,42 +361,47 @@ __device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Plac
   }
 }
 
-// One warp writes the info tensor.
+// Warp `index` of the `warps` that write the info tensor, all of one block: each takes 32 bins at a time, the last to
+// finish writes the sums.
 template <bool kExpertRows>
-__device__ __forceinline__ void store_info(const LlDispatchParams& p, const CallContext& call, const Places& places) {
+__device__ __forceinline__ void store_info(const LlDispatchParams& p, const CallContext& call, const Places& places,
+                                           int index, int warps) {
   const OutputShape& output = p.output;
-  const int lane = lane_id();
+  const int lane = lane_id(), first = index * 32 + lane;
   const bool has_failed = call.has_failed();  // then nothing counts
   const bool is_packed = output.layout == OutputLayout::kPacked, is_flat = output.layout == OutputLayout::kFlat;
   int dropped = 0, total = 0;
 #pragma unroll 1
-  for (int bin = lane; bin < output.bins(); bin += 32) {
+  for (int bin = first; bin < output.bins(); bin += warps * 32) {
     int demand = demand_of<kExpertRows>(p, places, bin);
     const int start = is_packed ? places.start(bin) : is_flat ? places.count_bits(0, 0, bin * p.shape.max_tokens) : 0;
     if (has_failed) demand = 0;
-    const int kept = static_cast<int>(output.kept(start, demand));
+    const int kept = kept_rows<kExpertRows>(p, start, demand);
     p.info[bin] = kept;
     p.info[output.demand_at() + bin] = demand;
     dropped += demand - kept;
     total += kept;
   }
-  if (is_packed) {
 #pragma unroll 1
-    for (int i = lane; i < output.num_offsets(); i += 32) {
-      p.info[output.offsets_at() + i] = static_cast<int>(min(static_cast<int64_t>(places.start(i)), output.capacity));
-    }
+  for (int i = first; is_packed && i < output.num_offsets(); i += warps * 32) {
+    p.info[output.offsets_at() + i] = min(places.start(i), static_cast<int>(output.capacity));
   }
 #pragma unroll 1
-  for (int r = lane; r < p.shape.num_ranks; r += 32) p.handle.tokens[r] = places.tokens(r);
+  for (int r = first; r < p.shape.num_ranks; r += warps * 32) p.handle.tokens[r] = places.tokens(r);
   dropped = __reduce_add_sync(~0u, dropped);
   total = __reduce_add_sync(~0u, total);
   if (lane != 0) return;
+  atomicAdd(&places.totals[Places::kDropped], dropped);
+  atomicAdd(&places.totals[Places::kKept], total);
+  __threadfence_block();
+  if (atomicAdd(&places.totals[Places::kInfoWarps], 1) != warps - 1) return;
+  __threadfence_block();
+  dropped = atomicAdd(&places.totals[Places::kDropped], 0);
   p.info[output.overflow_at()] = dropped;
-  p.info[output.total_at()] = total;
-  if (dropped != 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&call.state->found.dropped_rows),
-              static_cast<unsigned long long>(dropped));
-  }
+  p.info[output.total_at()] = atomicAdd(&places.totals[Places::kKept], 0);
+  if (dropped == 0) return;
+  atomicAdd(reinterpret_cast<unsigned long long*>(&call.state->found.dropped_rows),
+            static_cast<unsigned long long>(dropped));
 }
 
 // The buffer has failed: nothing was received.
@@ -408,6 +419,7 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
 template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const Places& places) {
   const LlDispatchParams& p = role.p;
+  ptx::named_barrier(1, role.receiving_threads());  // clear() is over
   build_places<kExpertRows>(p, role.peers, call, places, role.geometry.by_max_tokens, role.receiving_thread(),
                             role.receiving_threads());
   Incoming<kPayload, kSteps> in;
@@ -418,13 +430,14 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
-  // The last warps have the fewest rows to move: the very last writes the info tensor, those before it clear a bin
-  // each.
+  // The last warps have the fewest rows to move: each clears a bin, and those of the last block write the info tensor.
+  const int last_in_block = role.plan.receiver_warp0 + role.plan.receiver_warps - 1 - role.warp;
+  const int info_warps = min(ceil_div(p.output.bins(), 32), role.plan.receiver_warps);
+  if (role.at.block == role.at.num_blocks - 1 && last_in_block < info_warps) {
+    store_info<kExpertRows>(p, call, places, last_in_block, info_warps);
+  }
   const int from_last = role.plan.receivers() - 1 - role.receiver();
-  const int clearing = max(role.plan.receivers() - 1, 1);
-  if (from_last == 0) store_info<kExpertRows>(p, call, places);
-  const int first_bin = role.plan.receivers() == 1 ? 0 : from_last - 1;
-  if (first_bin >= 0) clear_gaps<kExpertRows>(p, places, first_bin, clearing);
+  clear_gaps<kExpertRows>(p, places, from_last, role.plan.receivers());
   receive_rows<kPayload, kType, kSteps, kExpertRows>(role, call, places, in);
 }
 
@@ -434,37 +447,42 @@ template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& args, BlockPosition at, char* shared) {
   const LlDispatchParams& p = args.params;
   const LlPlan& plan = args.plan;
-  const LlDispatchGeometry& geometry = args.geometry;
   const LsaPeers& peers = args.peers;
   __shared__ CallContext call;
   __shared__ int totals[Places::kNumTotals];
+  const DispatchRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
+  const Places places{reinterpret_cast<uint32_t*>(shared), args.geometry.places, totals};
   stamp(Stamp::kStart, peers.rank);
-  touch_parameters(args);
-  const DispatchRole role{{plan, at, lane_id(), warp_id()}, p, geometry, peers};
-  const Places places{reinterpret_cast<uint32_t*>(shared), geometry.places, totals};
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
+  const Opening opening = open_call(call, args, Kind::kDispatch);
 
   // What a warp sends first is on its way, and is made ready, while the epoch is.
-  const Opening opening = open_call(p.layout, peers, args.state, Kind::kDispatch);
+  const bool is_sending = sends(p.half) && at.block < plan.sender_blocks;
   Outgoing<kPayload, kType, kSteps> out;
   OutgoingRouting routing;
-  out.unit = geometry.send_units;
-  routing.token = p.num_tokens;
-  if (sends(p.half) && at.block < plan.sender_blocks) {
+  out.unit = args.geometry.send_units;
+  routing.token = is_sending ? role.routing_token() : p.num_tokens;
+  if (is_sending && !is_opener()) {
+    routing.load(role, routing.token);
     if (role.is_sender()) out.load(role, role.sender());
-    routing.load(role, role.routing_token());
     routing.prepare(role);
     out.prepare(role);
   }
-  if (receives(p.half)) places.clear(threadIdx.x, blockDim.x);
-  begin_call(call, p, args.state, peers, opening, Kind::kDispatch, at, receives(p.half));
+  if (receives(p.half) && role.is_receiver() && !is_opener()) {
+    places.clear(role.receiving_thread(), role.clearing_threads());
+  }
+  begin_call(call, args, opening, Kind::kDispatch, at);
   stamp(Stamp::kEpochKnown, peers.rank);
   if (call.begins_failed) return store_nothing<kExpertRows>(role);
 
+  if (is_sending && is_opener()) {
+    routing.load(role, routing.token);
+    routing.prepare(role);
+  }
   if (sends(p.half)) {
     if (role.is_control()) send_records(call, p.layout, peers);
-    if (at.block < plan.sender_blocks) {
+    if (is_sending) {
       send_all_routing(role, call, routing);
       send_rows(role, call, out);
     }

@@ -269,23 +269,35 @@ __device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t 
   for (int i = 0; i < 4 && first + i < scales.count; i++) target[i * scales.group_stride] = words[i];
 }
 
+// Stores a piece into any number of rows.
 template <Payload kPayload, int kSteps>
-__device__ __forceinline__ void store_row(const LlDispatchParams& p, const RowShape& row, int64_t out_row,
-                                          int piece_index, const Piece<kSteps>& piece, int lane) {
-  auto* out = static_cast<uint4*>(p.out_x) + out_row * row.payload_chunks;
+struct RowWriter {
+  uint4* out;  // the lane's first chunk of row 0
+  int row_chunks, payload_left, chunks_left, step, side_bytes;
+  bool has_scales;
+
+  __device__ __forceinline__ RowWriter(const LlDispatchParams& p, const RowShape& row, int piece_index, int lane) {
+    const int first = piece_index * kSteps * 32 + lane;
+    out = static_cast<uint4*>(p.out_x) + first;
+    row_chunks = row.payload_chunks;
+    payload_left = row.payload_chunks - first;
+    chunks_left = row.chunks - first;
+    step = piece_index * kSteps + lane;
+    side_bytes = row.side_bytes;
+    has_scales = kPayload == Payload::kFp8 && lane < kSteps && step < row.steps;
+  }
+  __device__ __forceinline__ void store(const LlDispatchParams& p, int32_t out_row, const Piece<kSteps>& piece) const {
+    uint4* target = out + static_cast<int64_t>(out_row) * row_chunks;
 #pragma unroll
-  for (int j = 0; j < kSteps; j++) {
-    const int c = (piece_index * kSteps + j) * 32 + lane;
-    if (c < row.payload_chunks) {
-      ptx::st(out + c, piece.chunk[j]);
-    } else if (kPayload == Payload::kKeyed && c < row.chunks) {
-      scatter_scales(p.out_scales, out_row, (c - row.payload_chunks) * kLaneBytes, piece.chunk[j], kLaneBytes);
+    for (int j = 0; j < kSteps; j++) {
+      if (j * 32 < payload_left) {
+        ptx::st(target + j * 32, piece.chunk[j]);
+      } else if (kPayload == Payload::kKeyed && j * 32 < chunks_left) {
+        scatter_scales(p.out_scales, out_row, (j * 32 - payload_left) * kLaneBytes, piece.chunk[j], kLaneBytes);
+      }
     }
+    if (has_scales) store_step_scales(p.out_scales, out_row, step, piece.side, side_bytes);
   }
-  const int step = piece_index * kSteps + lane;
-  if (kPayload == Payload::kFp8 && lane < kSteps && step < row.steps) {
-    store_step_scales(p.out_scales, out_row, step, piece.side, row.side_bytes);
-  }
-}
+};
 
 }  // namespace ep

@@ -11,9 +11,9 @@ namespace ep {
 struct Places {
   uint32_t* memory;  // shared, PlacesShape::bytes of it
   const PlacesShape& shape;
-  int* totals;  // shared: [kMostTokens], [kDuplicates]
+  int* totals;  // shared
 
-  enum Total { kMostTokens, kDuplicates, kNumTotals };
+  enum Total { kMostTokens, kDuplicates, kKept, kDropped, kInfoWarps, kNumTotals };
 
   // bit i of a bin: slot i has a row there
   __device__ __forceinline__ uint32_t* bits(int bin) const { return memory + shape.bits_at + bin * shape.words; }
@@ -85,6 +85,18 @@ __device__ __forceinline__ int32_t output_row(const LlDispatchParams& p, int bin
   const uint32_t place = per_bin ? index : start + index;
   if (place >= limit) return kDroppedRow;
   return static_cast<int32_t>(per_bin ? bin * limit + place : place);
+}
+
+// OutputShape::kept() in 32 bits.
+template <bool kExpertRows>
+__device__ __forceinline__ int kept_rows(const LlDispatchParams& p, int start, int demand) {
+  const OutputLayout layout = p.output.layout;
+  const auto capacity = static_cast<int>(p.output.capacity);
+  if constexpr (kExpertRows) {
+    return min(demand, layout == OutputLayout::kExpertMajor ? capacity : max(capacity - start, 0));
+  } else {
+    return min(demand, layout == OutputLayout::kRankMajor ? p.shape.max_tokens : max(capacity - start, 0));
+  }
 }
 
 // The row of a choice of `slot`, one a lane (rank layouts: the token's); kNoRow for lanes without. A whole warp calls.

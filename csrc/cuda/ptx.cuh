@@ -92,6 +92,21 @@ __device__ __forceinline__ void st_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// ---- Shared memory, between warps of a block
+
+__device__ __forceinline__ uint32_t ld_acquire_shared(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.cta.shared.u32 %0,[%1];"
+               : "=r"(v)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p)))
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_release_shared(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.cta.shared.u32 [%0],%1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(v)
+               : "memory");
+}
+
 // Words of rows that travel in band.
 template <class Vector>
 __device__ __forceinline__ void st_row(Vector* p, Vector v) {
@@ -103,10 +118,6 @@ __device__ __forceinline__ void st_row(Vector* p, Vector v) {
 }
 
 // ---- The rest
-
-__device__ __forceinline__ void use(uint32_t value) {  // a load of the value is not optimised away
-  asm volatile("{.reg .pred p; setp.eq.u32 p,%0,0x9E3779B9; @p nanosleep.u32 0;}" ::"r"(value));
-}
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory");

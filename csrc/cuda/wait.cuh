@@ -18,6 +18,7 @@ struct CallContext {
   uint32_t tag;
   int bank;
   bool begins_failed;  // the buffer had failed before
+  uint32_t is_open;    // the rest may be read
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
 };
