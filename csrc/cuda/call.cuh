@@ -51,18 +51,22 @@ __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args
   if (is_opener()) {
     opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
     opening.has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
-    call.is_open = 0;
+    call.is_open = CallContext::kClosed;
   }
   __syncthreads();
-  const int lane = lane_id();
-  if (is_opener() && lane < args.num_ranks) opening.credit = ptx::ld_acquire_sys(args.credits + lane);
+  if (!is_opener()) return opening;
+  if (lane_id() < args.num_ranks) opening.credit = ptx::ld_acquire_sys(args.credits + lane_id());
+  call.state = args.state;
+  call.call = &args.params.call;
+  call.kind = kind;
+  call.rank = args.peers.rank;
   return opening;
 }
 
 // Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
 // acquire pairs with send_credits(); the barrier of the block hands it on.
 template <class Args>
-__device__ __forceinline__ void await_credits(const CallContext& call, const Args& args, const Opening& opening) {
+__device__ __noinline__ void await_credits(const CallContext& call, const Args& args, const Opening& opening) {
 #pragma unroll 1
   for (int source = lane_id(); source < args.num_ranks; source += 32) {
     uint64_t credit = opening.credit;
@@ -77,31 +81,29 @@ __device__ __forceinline__ void await_credits(const CallContext& call, const Arg
 
 // The opener fills the block's context, the other warps wait for it: each as late as it can, as a barrier would make
 // all wait for the slowest. The last block to have read the epoch moves it on, off the critical path; a sending half
-// leaves that to its receiving half.
+// leaves that to its receiving half. False: the buffer had failed before.
 template <class Args>
-__device__ __forceinline__ void begin_call(CallContext& call, const Args& args, const Opening& opening, Kind kind,
+__device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, const Opening& opening, Kind kind,
                                            BlockPosition at) {
   if (!is_opener()) {
-    while (ptx::ld_acquire_shared(&call.is_open) == 0) {
-    }
-    return;
+    uint32_t is_open;
+    do {
+      is_open = ptx::ld_acquire_shared(&call.is_open);
+    } while (is_open == CallContext::kClosed);
+    return is_open == CallContext::kOpen;
   }
   const uint64_t epoch = opening.last_epoch + 1;
-  call.state = args.state;
-  call.call = &args.params.call;
-  call.kind = kind;
-  call.rank = args.peers.rank;
   call.epoch = epoch;
   call.tag = tag_of(epoch);
   call.bank = bank_of(epoch);
-  call.begins_failed = opening.has_failed != 0;
+  const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch;
+  if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) await_credits(call, args, opening);
   __syncwarp();
-  await_credits(call, args, opening);
-  __syncwarp();
-  ptx::st_release_shared(&call.is_open, 1);
-  if (threadIdx.x != blockDim.x - 1) return;
+  const bool has_failed = opening.has_failed != 0;
+  ptx::st_release_shared(&call.is_open, has_failed ? CallContext::kFailed : CallContext::kOpen);
+  if (lane_id() != 31) return !has_failed;
   if constexpr (requires { args.params.half; }) {
-    if (!receives(args.params.half)) return;
+    if (!receives(args.params.half)) return !has_failed;
   }
   const int k = static_cast<int>(kind);
   TicketLine& ticket = args.state->ticket[k];
@@ -109,6 +111,7 @@ __device__ __forceinline__ void begin_call(CallContext& call, const Args& args, 
     ptx::st_relaxed_gpu(&ticket.started, 0u);
     ptx::st_relaxed_gpu(&args.state->epoch[k].epoch, epoch);
   }
+  return !has_failed;
 }
 
 // One warp sends the call record to every rank, itself included.

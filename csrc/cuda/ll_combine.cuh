@@ -264,42 +264,75 @@ struct Outbound {
   }
 };
 
+// Adds up a unit. With weights of the home rank it waits for them, and asks for the rows again: some may not count.
 template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ void send_partial(const CombineRole& role, const CallContext& call, Outbound out,
-                                             RowBatch<kIn, kCount>& batch) {
-  const LlCombineParams& p = role.p;
-  const Units& unit = out.units;
-  const int home = role.home_of(unit.home), lane_index = unit.piece * 32 + role.lane;
-  if (p.weighting == Weighting::kHome) {
-    out.terms = await_home_weight(p.layout, role.peers, call, home, unit.token, out.terms);
-    batch.load(role, out.terms, unit.piece);
+__device__ __forceinline__ Numbers<kWire, kCount> add_up(const CombineRole& role, const CallContext& call, int home,
+                                                         int token, int piece, Terms terms,
+                                                         RowBatch<kIn, kCount>& batch) {
+  if (role.p.weighting == Weighting::kHome) {
+    terms = await_home_weight(role.p.layout, role.peers, call, home, token, terms);
+    batch.load(role, terms, piece);
   }
   float sum[kCount];
-  partial_sum<kIn>(role, out.terms, unit.piece, batch, sum);
-  Numbers<kWire, kCount> wire;
-  wire.from(sum);
-  wire.escape();
-  char* slot = role.peers.at<char>(home, p.layout.row(call.bank, role.peers.rank, unit.token));
-  if (lane_index * kCount < p.hidden) wire.store_remote(slot, lane_index);
+  partial_sum<kIn>(role, terms, piece, batch, sum);
+  Numbers<kWire, kCount> numbers;
+  numbers.from(sum);
+  return numbers;
 }
 
-// While a unit is added up, the rows of the next are on their way, and the handle's entries of the one after.
+// A sender's pipeline: the sum of one unit, the rows of the next, the handle's entries of the one after.
 template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ void send_partials(const CombineRole& role, const CallContext& call, Outbound now,
-                                              Outbound next, RowBatch<kIn, kCount>& batch, int tokens) {
-  const int most_tokens = __reduce_max_sync(~0u, tokens);
-#pragma unroll 1
-  while (now.units.token < most_tokens) {
-    next.hide_missing(role, tokens);
-    RowBatch<kIn, kCount> next_batch;
-    next_batch.load(role, next.terms, next.units.piece);
-    const Outbound after = next.following(role);
-    if (__any_sync(~0u, now.terms.row != kNoRow)) send_partial<kIn, kWire>(role, call, now, batch);
-    now = next;
-    next = after;
-    batch = next_batch;
+struct Sender {
+  Outbound now, next;
+  Numbers<kWire, kCount> sum;  // of `now`
+  RowBatch<kIn, kCount> rows;  // of `next`
+  int tokens = 0;              // of rank `lane`
+  int most_tokens = 0;
+
+  __device__ __forceinline__ void add_up_now(const CombineRole& role, const CallContext& call,
+                                             RowBatch<kIn, kCount>& batch) {
+    if (!__any_sync(~0u, now.terms.row != kNoRow)) return;
+    sum = add_up<kIn, kWire>(role, call, role.home_of(now.units.home), now.units.token, now.units.piece, now.terms,
+                             batch);
+    sum.escape();
   }
-}
+  // All but home weights is there before the epoch is known.
+  __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
+    now.units = Units::begin(role, role.geometry.send, role.warp);
+    now.load(role);
+    next = now.following(role);
+#pragma unroll 1
+    for (int r = role.lane; r < role.p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(role.p.handle.tokens + r));
+    most_tokens = __reduce_max_sync(~0u, tokens);
+    now.hide_missing(role, tokens);
+    RowBatch<kIn, kCount> first;
+    first.load(role, now.terms, now.units.piece);
+    next.hide_missing(role, tokens);
+    rows.load(role, next.terms, next.units.piece);
+    if (role.p.weighting != Weighting::kHome) add_up_now(role, call, first);
+  }
+  __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
+    if (role.p.weighting == Weighting::kHome) {
+      RowBatch<kIn, kCount> first;
+      add_up_now(role, call, first);
+    }
+#pragma unroll 1
+    while (now.units.token < most_tokens) {
+      Outbound after = next.following(role);
+      const int home = role.home_of(now.units.home), lane_index = now.units.piece * 32 + role.lane;
+      if (__any_sync(~0u, now.terms.row != kNoRow) && lane_index * kCount < role.p.hidden) {
+        char* slot = role.peers.at<char>(home, role.p.layout.row(call.bank, role.peers.rank, now.units.token));
+        sum.store_remote(slot, lane_index);
+      }
+      now = next;
+      next = after;
+      RowBatch<kIn, kCount> batch = rows;
+      next.hide_missing(role, tokens);
+      rows.load(role, next.terms, next.units.piece);
+      add_up_now(role, call, batch);
+    }
+  }
+};
 
 // ---- Receiving: the sum over ranks
 
@@ -320,26 +353,45 @@ __device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, i
   }
 }
 
+__device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
+  if (role.lane >= role.p.shape.topk) return -1;
+  return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
+}
+
+// The unit that a receiver is about to add up, with this rank's own share of it.
+template <DType kIn, DType kWire, int kCount>
+struct Inbound {
+  Units units{};
+  int id = -1;  // of choice `lane`
+  Terms terms{kNoRow, 1.0f};
+  RowBatch<kIn, kCount> batch;
+  Numbers<kWire, kCount> own;
+
+  __device__ __forceinline__ bool exists(const CombineRole& role) const { return units.token < role.p.num_tokens; }
+  __device__ __forceinline__ void load(const CombineRole& role) {
+    if (!exists(role)) return;
+    id = load_own_id(role, units.token);
+    if (!sends(role.p.half)) return;
+    terms = load_terms(role, role.peers.rank, units.token);
+    batch.load(role, terms, units.piece);
+  }
+  __device__ __forceinline__ void add_up_own(const CombineRole& role, const CallContext& call) {
+    if (!exists(role) || !sends(role.p.half) || !__any_sync(~0u, terms.row != kNoRow)) return;
+    own = add_up<kIn, kWire>(role, call, role.peers.rank, units.token, units.piece, terms, batch);
+  }
+};
+
 template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, int token, int piece,
-                                          const Terms& own_terms, RowBatch<kIn, kCount>& batch, int id) {
+__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call,
+                                          const Inbound<kIn, kWire, kCount>& in) {
   constexpr int kBatch = 4;  // ranks polled together
   const LlCombineParams& p = role.p;
-  const int rank = role.peers.rank, lane_index = piece * 32 + role.lane;
+  const int rank = role.peers.rank, token = in.units.token, piece = in.units.piece;
+  const int lane_index = piece * 32 + role.lane;
   const bool is_inside = lane_index * kCount < p.hidden;
-  uint64_t mask = destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
+  uint64_t mask =
+      destinations(p.shape.num_ranks, Choice::of(in.id, p.shape.num_experts, role.geometry.by_local_experts));
   const bool own_is_local = sends(p.half) && (mask >> rank & 1) != 0;
-  Numbers<kWire, kCount> own;
-  if (own_is_local) {
-    Terms terms = own_terms;
-    if (p.weighting == Weighting::kHome) {
-      terms = await_home_weight(p.layout, role.peers, call, rank, token, terms);
-      batch.load(role, terms, piece);
-    }
-    float sum[kCount];
-    partial_sum<kIn>(role, terms, piece, batch, sum);
-    own.from(sum);
-  }
   stamp(Stamp::kOwnDone, rank);
   float total[kCount];
   begin_sum<kOut>(p, token, lane_index, is_inside, mask != 0, total);
@@ -371,7 +423,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
     for (int q = 0; q < kBatch; q++) {
       if (ranks[q] < 0) continue;
       if (ranks[q] == rank && own_is_local) {
-        own.add_to(total);
+        in.own.add_to(total);
         continue;
       }
       numbers[q].add_to(total);
@@ -387,27 +439,16 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   return true;
 }
 
-__device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
-  if (role.lane >= role.p.shape.topk) return -1;
-  return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
-}
-
 template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call, Units units, Terms terms,
-                                           RowBatch<kIn, kCount>& batch, int id) {
+__device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call,
+                                           Inbound<kIn, kWire, kCount>& in) {
+  if (role.p.weighting == Weighting::kHome) in.add_up_own(role, call);
 #pragma unroll 1
-  while (units.token < role.p.num_tokens) {
-    const Units unit = units;
-    const Terms now = terms;
-    const int now_id = id;
-    units.advance(role.geometry.sum, role.geometry.pieces);
-    const bool goes_on = units.token < role.p.num_tokens;
-    if (goes_on) {
-      if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, units.token);
-      id = load_own_id(role, units.token);
-    }
-    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, unit.token, unit.piece, now, batch, now_id)) return;
-    if (goes_on) batch.load(role, terms, units.piece);
+  while (in.exists(role)) {
+    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, in)) return;
+    in.units.advance(role.geometry.sum, role.geometry.pieces);
+    in.load(role);
+    in.add_up_own(role, call);
   }
 }
 
@@ -434,53 +475,41 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const LlCombineParams& p = args.params;
   const LlPlan& plan = args.plan;
-  const LlCombineGeometry& geometry = args.geometry;
   const LsaPeers& peers = args.peers;
   __shared__ CallContext call;
-  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, geometry, peers};
+  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
   const Opening opening = open_call(call, args, Kind::kCombine);
 
-  // What a warp adds up first is on its way while the epoch is. The opener is neither sender nor receiver.
-  Outbound out, next;
-  Terms own_terms{kNoRow, 1.0f};
-  RowBatch<kIn, kCount> batch;
-  Units units{};
-  int id = -1, tokens = 0;
-  const bool is_sender = !is_opener() && sends(p.half) && role.is_sender() && geometry.homes > 0;
-  const bool is_receiver = !is_opener() && receives(p.half) && role.is_receiver();
-  if (is_sender) {
-    out.units = Units::begin(role, geometry.send, role.warp);
-    out.load(role);
-    next = out.following(role);
-#pragma unroll 1
-    for (int r = role.lane; r < p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(p.handle.tokens + r));
-    out.hide_missing(role, tokens);
-    batch.load(role, out.terms, out.units.piece);
-  } else if (is_receiver) {
-    units = Units::begin(role, geometry.sum, role.warp - plan.receiver_warp0);
-    if (units.token < p.num_tokens) {
-      if (sends(p.half)) own_terms = load_terms(role, peers.rank, units.token);
-      id = load_own_id(role, units.token);
-      batch.load(role, own_terms, units.piece);
-    }
-  }
-  begin_call(call, args, opening, Kind::kCombine, at);
-  stamp(Stamp::kEpochKnown, peers.rank);
-  if (call.begins_failed) return;
-
-  if (sends(p.half)) {
-    if (role.is_control()) send_records(call, p.layout, peers);
-    if (p.weighting == Weighting::kHome && at.block == 0) send_home_weights(role, call);
-    if (is_sender) send_partials<kIn, kWire>(role, call, out, next, batch, tokens);
-    if (role.is_creditor()) send_credits(call, p.layout, peers);
+  const auto begin = [&] {
+    const bool is_well = begin_call(call, args, opening, Kind::kCombine, at);
+    stamp(Stamp::kEpochKnown, peers.rank);
+    if (is_well && p.weighting == Weighting::kHome && at.block == 0 && sends(p.half)) send_home_weights(role, call);
+    return is_well;
+  };
+  // What a warp adds up first is ready when the epoch is known. The opener is neither sender nor receiver.
+  if (is_opener()) {
+    if (!begin()) return;
+    if (sends(p.half) && role.is_control()) send_records(call, p.layout, peers);
+    if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
+    if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers);
+  } else if (sends(p.half) && role.is_sender() && args.geometry.homes > 0) {
+    Sender<kIn, kWire, kCount> sender;
+    sender.begin(role, call);
+    if (!begin()) return;
+    sender.send_all(role, call);
     stamp(Stamp::kSent, peers.rank);
-  }
-  if (receives(p.half)) {
-    if (role.is_control()) check_records(call, p.layout, peers);
-    if (is_receiver) sum_tokens<kIn, kWire, kOut, kCount>(role, call, units, own_terms, batch, id);
+  } else if (receives(p.half) && role.is_receiver()) {
+    Inbound<kIn, kWire, kCount> in;
+    in.units = Units::begin(role, args.geometry.sum, role.warp - plan.receiver_warp0);
+    in.load(role);
+    if (p.weighting != Weighting::kHome) in.add_up_own(role, call);
+    if (!begin()) return;
+    sum_tokens<kIn, kWire, kOut, kCount>(role, call, in);
+  } else {
+    begin();
   }
   stamp(Stamp::kEnd, peers.rank);
 }
@@ -494,8 +523,7 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
   const Opening opening = open_call(call, args, Kind::kCombine);
-  begin_call(call, args, opening, Kind::kCombine, at);
-  if (call.begins_failed) return;
+  if (!begin_call(call, args, opening, Kind::kCombine, at)) return;
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
   // Entry (token, k) is the same block's on every rank, for all homes: a block waits only for blocks of its own index.

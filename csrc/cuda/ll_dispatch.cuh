@@ -218,7 +218,8 @@ template <Payload kPayload, int kSteps>
 struct Incoming {
   ReceiveUnit unit;
   int slot;
-  bool is_own;  // lies in x; a row of another rank, or of a staged call, lies in the window
+  int id_at, id_shift, id_mask;  // of choice `lane` in the ids of Places
+  bool is_own;                   // lies in x; a row of another rank, or of a staged call, lies in the window
   char* staged;
   Raw<kPayload, kSteps> raw;
   Piece<kSteps> piece;
@@ -228,6 +229,10 @@ struct Incoming {
     const LlDispatchParams& p = role.p;
     unit = ReceiveUnit::of(role, number);
     slot = unit.source * p.shape.max_tokens + unit.token;
+    const bool is_byte = p.layout.ids.bits == 8;
+    id_at = ptx::opaque(slot * p.layout.ids.words() + (is_byte ? role.lane >> 2 : role.lane >> 1));
+    id_shift = is_byte ? (role.lane & 3) * 8 : (role.lane & 1) * 16;
+    id_mask = ptx::opaque(static_cast<int>(p.layout.ids.none()));
     is_own = unit.source == role.peers.rank && sends(p.half);
     staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token));
     weight = 0;
@@ -240,6 +245,10 @@ struct Incoming {
     } else {
       load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
     }
+  }
+
+  __device__ __forceinline__ uint32_t id(const Places& places) const {
+    return places.memory[id_at] >> id_shift & static_cast<uint32_t>(id_mask);
   }
 
   // The row has arrived, and its place on the wire is free again. False: the wait was given up.
@@ -262,18 +271,16 @@ struct Incoming {
 
 template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __device__ __forceinline__ void receive_rows(const DispatchRole& role, const CallContext& call, const Places& places,
-                                             Incoming<kPayload, kSteps>& in) {
+                                             Incoming<kPayload, kSteps>& in, int number) {
   const LlDispatchParams& p = role.p;
-  int number = role.receiver();
 #pragma unroll 1
   while (number < role.geometry.receive_units) {
     const ReceiveUnit unit = in.unit;
     const bool exists = unit.token < places.tokens(unit.source);
     if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return;
-    const int slot = in.slot;
-    const uint32_t expert = exists && role.lane < p.shape.topk ? places.id(p.layout.ids, slot, role.lane) : ~0u;
+    const uint32_t expert = exists && role.lane < p.shape.topk ? in.id(places) : ~0u;
     const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
-    const int32_t row = row_of<kExpertRows>(p, places, unit.source, slot, wanted, expert);
+    const int32_t row = row_of<kExpertRows>(p, places, unit.source, in.slot, wanted, expert);
     if (__any_sync(~0u, wanted)) {
       if (!in.template take<kType>(role, call)) return;
       unsigned targets = __ballot_sync(~0u, row >= 0);
@@ -420,25 +427,28 @@ template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const Places& places) {
   const LlDispatchParams& p = role.p;
   ptx::named_barrier(1, role.receiving_threads());  // clear() is over
+  // The last warps have the fewest rows to move: each clears a bin, and those of the last block write the info tensor.
+  const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
+  const int last_in_block = role.plan.receiver_warp0 + role.plan.receiver_warps - 1 - role.warp;
+  const int info_warps = min(ceil_div(bins, 32), role.plan.receiver_warps);
+  const bool stores_info = role.at.block == role.at.num_blocks - 1 && last_in_block < info_warps;
+  const int number = ptx::opaque(role.receiver());
+  const bool has_duties = ptx::opaque(stores_info || from_last < bins);
   build_places<kExpertRows>(p, role.peers, call, places, role.geometry.by_max_tokens, role.receiving_thread(),
                             role.receiving_threads());
   Incoming<kPayload, kSteps> in;
-  if (role.receiver() < role.geometry.receive_units) in.load(role, call, role.receiver());
+  if (number < role.geometry.receive_units) in.load(role, call, number);
   ptx::named_barrier(1, role.receiving_threads());
   stamp(Stamp::kRoutingKnown, role.peers.rank);
   if (kExpertRows && p.output.layout == OutputLayout::kPacked) {
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
-  // The last warps have the fewest rows to move: each clears a bin, and those of the last block write the info tensor.
-  const int last_in_block = role.plan.receiver_warp0 + role.plan.receiver_warps - 1 - role.warp;
-  const int info_warps = min(ceil_div(p.output.bins(), 32), role.plan.receiver_warps);
-  if (role.at.block == role.at.num_blocks - 1 && last_in_block < info_warps) {
-    store_info<kExpertRows>(p, call, places, last_in_block, info_warps);
+  if (has_duties) {
+    if (stores_info) store_info<kExpertRows>(p, call, places, last_in_block, info_warps);
+    clear_gaps<kExpertRows>(p, places, from_last, role.plan.receivers());
   }
-  const int from_last = role.plan.receivers() - 1 - role.receiver();
-  clear_gaps<kExpertRows>(p, places, from_last, role.plan.receivers());
-  receive_rows<kPayload, kType, kSteps, kExpertRows>(role, call, places, in);
+  receive_rows<kPayload, kType, kSteps, kExpertRows>(role, call, places, in, number);
 }
 
 // ---- Table of contents
@@ -472,20 +482,18 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   if (receives(p.half) && role.is_receiver() && !is_opener()) {
     places.clear(role.receiving_thread(), role.clearing_threads());
   }
-  begin_call(call, args, opening, Kind::kDispatch, at);
+  const bool is_well = begin_call(call, args, opening, Kind::kDispatch, at);
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (call.begins_failed) return store_nothing<kExpertRows>(role);
+  if (!is_well) return store_nothing<kExpertRows>(role);
 
-  if (is_sending && is_opener()) {
-    routing.load(role, routing.token);
-    routing.prepare(role);
-  }
-  if (sends(p.half)) {
+  if (is_sending) {
     if (role.is_control()) send_records(call, p.layout, peers);
-    if (is_sending) {
-      send_all_routing(role, call, routing);
-      send_rows(role, call, out);
+    if (is_opener()) {
+      routing.load(role, routing.token);
+      routing.prepare(role);
     }
+    send_all_routing(role, call, routing);
+    send_rows(role, call, out);
     if (role.is_creditor()) send_credits(call, p.layout, peers);
     stamp(Stamp::kSent, peers.rank);
   }
