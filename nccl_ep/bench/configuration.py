@@ -151,16 +151,18 @@ class Configuration:
         return sms
 
     def _measure_floors(self, buffer: Buffer, checked: Checked) -> None:
-        for num_sms in self.num_sms:
-            for name in ("floor_flags", "floor_push"):
-                body = partial(self._floor_times, name, buffer, checked, num_sms)
-                self._timed(body, system=name, api="ops", op="dispatch", figure="graph", num_sms=num_sms)
-
-    def _floor_times(self, name: str, buffer: Buffer, checked: Checked, num_sms: int) -> list[float]:
-        if not self.world.is_cuda:
-            raise Skipped("floors are measured on GPUs")
-        call = floors.floor_call(name, self.shape, buffer, self._given, checked, num_sms)
-        return measure.graph_times(self.world, call, self.effort)
+        """CPU ranks: the times of the same bytes over the host's transport, which are no floor of anything."""
+        handle, figure = checked.out.handle, "graph" if self.world.is_cuda else "event"
+        measured = measure.graph_times if self.world.is_cuda else measure.event_times
+        calls = [("floor_flags", "dispatch", 0, floors.flags_call(buffer))]
+        calls += [
+            ("floor_push", op, num_sms, floors.push_call(self.shape, op, buffer, handle, num_sms))
+            for num_sms in self.num_sms
+            for op in OPS
+        ]
+        for system, op, num_sms, call in calls:
+            body = partial(measured, self.world, call, self.effort)
+            self._timed(body, system=system, api="ops", op=op, figure=figure, num_sms=num_sms)
 
     # ---- The others
 

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--figures", type=_words(*GPU_FIGURES), help=f"of {', '.join(GPU_FIGURES)}, list (CPU: event, host, memory)")
     add("--iterations", type=int, help="timed calls or replays; default 50")
     add("--quick", action="store_true", help="fewer tokens and iterations: a look, not a figure to quote")
-    add("--floors", action="store_true", help="also flags alone and pushes alone, where the build has them")
+    add("--floors", action="store_true", help="also flags alone and pushes alone")
     add("--no-rivals", action="store_true", help="without torch's all-to-alls")
     add("--json", type=Path, metavar="FILE", help="for the records, written after every configuration")
     add("--time-limit", type=float, default=480.0, metavar="SECONDS", help="no configuration is started after it")
