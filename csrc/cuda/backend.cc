@@ -250,14 +250,16 @@ class CudaBackend : public Backend {
   template <class Params>
   void run(const Params& params, void* stream) {
     check_served(params);
-    KernelArgs<Params> args{params, memory_->peers, memory_->state, {}};
+    KernelArgs<Params> args{memory_->state, memory_->peers, {}, {}, params};
     if (memory_->world) {  // one launch holds the blocks of all ranks: they share the SMs, and a plan
       const int blocks = memory_->num_sms / params.shape.num_ranks;
       args.plan = plan_of(params, params.shape.max_tokens, num_blocks(params, blocks));
+      args.geometry = geometry_of(params, args.plan);
       memory_->world->run(memory_->peers.rank, args, stream);
     } else {
       args.plan = plan_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
       args.plan.pdl = uses_pdl_;
+      args.geometry = geometry_of(params, args.plan);
       launch(args, stream);
     }
   }

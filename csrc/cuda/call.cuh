@@ -1,9 +1,8 @@
 // How every kernel begins and how ranks greet one another: epochs, call records, routing messages.
 #pragma once
 
+#include "cuda/geometry.h"
 #include "cuda/wait.cuh"
-#include "runtime/params.h"
-#include "runtime/plan.h"
 #include "transport/lsa_peers.h"
 
 namespace ep {
@@ -28,8 +27,19 @@ struct WarpRole {
     return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0 &&
            warp < plan.receiver_warp0 + plan.receiver_warps;
   }
+  // One warp greets the other ranks and listens to them, another (where there are two blocks) tells them of free banks.
   __device__ bool is_control() const { return at.block == 0 && warp == plan.warps - 1; }
+  __device__ bool is_creditor() const { return at.block == min(1, at.num_blocks - 1) && warp == plan.warps - 1; }
 };
+
+// Parameters lie in constant memory, cold when a kernel starts, and a warp waits for each line that it meets. Here
+// every warp asks for another one, so that the misses of a block overlap.
+template <class Args>
+__device__ __forceinline__ void touch_parameters(const Args& args) {
+  constexpr int kLineWords = 16, kWords = sizeof(Args) / 4;
+  const int word = (threadIdx.x >> 5) * kLineWords;
+  if (word < kWords) ptx::use(reinterpret_cast<const uint32_t*>(&args)[word]);
+}
 
 // A call begins with loads that nobody looks at yet: warp 0 of a block asks for the epoch, all warps ask for what they
 // send first, then warp 0 asks for every rank's credit (an acquire holds up what follows it). begin_call() looks.
@@ -40,7 +50,7 @@ struct Opening {
 
 __device__ __forceinline__ Opening open_call(const DeviceState* state, Kind kind) {
   Opening opening;
-  if (threadIdx.x != 0) return opening;
+  if (threadIdx.x >= 32) return opening;
   opening.last_epoch = ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch);
   opening.has_failed = ptx::ld_relaxed_gpu(&state->fate.has_failed);
   return opening;
@@ -79,10 +89,10 @@ __device__ __forceinline__ void begin_call(CallContext& call, const Params& p, D
       call = {state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch), opening.has_failed != 0};
     }
     __syncwarp();
-    await_credits(call, p.layout, peers, call.epoch - 1, credit);
+    await_credits(call, p.layout, peers, opening.last_epoch, credit);
   }
   __syncthreads();
-  if (threadIdx.x != 0 || !advances) return;
+  if (threadIdx.x != blockDim.x - 1 || !advances) return;  // the last warp has the most time
   const int k = static_cast<int>(kind);
   TicketLine& ticket = state->ticket[k];
   if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
@@ -151,11 +161,11 @@ struct Choice {
   int rank = -1;
   int expert = 0;
 
-  __device__ __forceinline__ static Choice of(int64_t id, int num_experts, int local_experts) {
+  __device__ __forceinline__ static Choice of(int64_t id, int num_experts, const Divisor& by_local_experts) {
     Choice choice;
     if (id < 0 || id >= num_experts) return choice;
-    choice.rank = static_cast<int>(id) / local_experts;
-    choice.expert = static_cast<int>(id) - choice.rank * local_experts;
+    choice.rank = by_local_experts.divide(static_cast<int>(id));
+    choice.expert = by_local_experts.remainder(static_cast<int>(id), choice.rank);
     return choice;
   }
 };
@@ -169,28 +179,31 @@ __device__ __forceinline__ uint64_t destinations(int num_ranks, const Choice& ch
 }
 
 // One warp sends the routing of an own token to every rank, itself included: the ids of its experts to each, and each
-// weight to the rank of its expert. Lane k holds choice k.
+// weight to the rank of its expert. Lane k holds choice k; lane i sends word i of the messages to all ranks.
 __device__ __forceinline__ void send_routing(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
-                                             int token, const Choice& choice, float weight) {
-  const int lane = lane_id();
-  const bool is_byte = layout.ids.bits == 8;
-  const int in_word = is_byte ? 8 * (lane & 3) : 16 * (lane & 1);
-  const int word_index = is_byte ? lane >> 2 : lane >> 1;
-  const bool stores = (is_byte ? (lane & 3) : (lane & 1)) == 0 && word_index < layout.ids.words();
-  int peer = peers.rank;
+                                             const Divisor& by_id_words, int token, const Choice& choice,
+                                             float weight) {
+  const int id_words = layout.ids.words(), per_word = layout.ids.per_word(), bits = layout.ids.bits;
+  const uint32_t none = layout.ids.none();
+  const uint32_t mine = choice.rank < 0 ? ~0u : static_cast<uint32_t>(choice.rank << 16 | choice.expert);
+  const int messages = layout.num_ranks * id_words;
 #pragma unroll 1
-  for (int hop = 0; hop < layout.num_ranks; hop++) {
-    uint32_t word = (choice.rank == peer ? static_cast<uint32_t>(choice.expert) : layout.ids.none()) << in_word;
-    word |= __shfl_xor_sync(~0u, word, 1);
-    if (is_byte) word |= __shfl_xor_sync(~0u, word, 2);
-    if (stores) {
-      auto* target = peers.at<uint64_t>(peer, layout.id_words(context.bank, context.rank, token));
-      ptx::st_relaxed_sys(target + word_index, tagged(word, context.tag));
+  for (int first = 0; first < messages; first += 32) {
+    const int peer = by_id_words.divide(first + lane_id());
+    const int index = by_id_words.remainder(first + lane_id(), peer);
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if (j >= per_word) break;
+      const uint32_t theirs = __shfl_sync(~0u, mine, index * per_word + j);
+      word |= (theirs >> 16 == static_cast<uint32_t>(peer) ? theirs & 0xFFFF : none) << j * bits;
     }
-    if (++peer == layout.num_ranks) peer = 0;
+    if (peer >= layout.num_ranks) continue;
+    auto* target = peers.at<uint64_t>(peer, layout.id_words(context.bank, context.rank, token));
+    ptx::st_relaxed_sys(target + index, tagged(word, context.tag));
   }
   if (choice.rank < 0) return;
-  auto* target = peers.at<uint64_t>(choice.rank, layout.weight(context.bank, context.rank, token, lane));
+  auto* target = peers.at<uint64_t>(choice.rank, layout.weight(context.bank, context.rank, token, lane_id()));
   ptx::st_relaxed_sys(target, tagged(__float_as_uint(weight), context.tag));
 }
 

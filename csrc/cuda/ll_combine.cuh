@@ -4,6 +4,7 @@
 
 #include "cuda/call.cuh"
 #include "cuda/convert.cuh"
+#include "cuda/launch.h"
 #include "cuda/payload.cuh"
 #include "cuda/stamps.cuh"
 
@@ -118,11 +119,9 @@ constexpr float kNothingYet = -0.0f;
 
 struct CombineRole : WarpRole {
   const LlCombineParams& p;
+  const LlCombineGeometry& geometry;
   const LsaPeers& peers;
-  int pieces;  // of a row
 
-  // Homes other than this rank; a staged send counts itself among them.
-  __device__ int num_homes() const { return p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1); }
   __device__ int home_of(int index) const {
     const int home = peers.rank + index + (p.half == Half::kSend ? 0 : 1);
     return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
@@ -162,68 +161,74 @@ __device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, i
   return terms;
 }
 
-// This rank's share of a token, one piece of it. Products and sums are rounded one by one, in the order of k.
+// A lane's numbers of a piece of the first rows to add. More are rarer, and registers are few.
 template <DType kIn, int kCount>
-__device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms& terms, int64_t lane_index,
-                                            bool is_inside, float (&sum)[kCount]) {
-  constexpr int kBatch = 4;  // rows loaded together: more are rare, and registers are few
+struct RowBatch {
+  static constexpr int kRows = 3;
+  Numbers<kIn, kCount> rows[kRows];
+
+  // `mask`: the lanes whose rows are meant.
+  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, unsigned mask, int piece) {
+    const int lane_index = piece * 32 + role.lane;
+    const bool is_inside = lane_index * kCount < role.p.hidden;
+    const int64_t row_bytes = static_cast<int64_t>(role.p.hidden) * size_of(kIn);
+#pragma unroll
+    for (int q = 0; q < kRows; q++) {
+      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(mask) - 1);
+      if (mask != 0 && is_inside) {
+        rows[q].load_nc(static_cast<const char*>(role.p.rows) + row * row_bytes, lane_index);
+      } else {
+        rows[q].fill(0);
+      }
+      mask &= mask - 1;
+    }
+  }
+  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, int piece) {
+    load(role, terms, __ballot_sync(~0u, terms.row >= 0), piece);
+  }
+};
+
+// This rank's share of a token, one piece of it. Products and sums are rounded one by one, in the order of k. `batch`
+// holds the first rows.
+template <DType kIn, int kCount>
+__device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms& terms, int piece,
+                                            RowBatch<kIn, kCount>& batch, float (&sum)[kCount]) {
   unsigned mask = __ballot_sync(~0u, terms.row >= 0);
   const float nothing = mask == 0 ? 0.0f : kNothingYet;
 #pragma unroll
   for (int i = 0; i < kCount; i++) sum[i] = nothing;
-  const int64_t row_bytes = static_cast<int64_t>(role.p.hidden) * size_of(kIn);
 #pragma unroll 1
   while (mask != 0) {
-    Numbers<kIn, kCount> numbers[kBatch];
-    unsigned rest = mask;
 #pragma unroll
-    for (int q = 0; q < kBatch; q++) {
-      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(rest) - 1);
-      if (rest != 0 && is_inside) {
-        numbers[q].load_nc(static_cast<const char*>(role.p.rows) + row * row_bytes, lane_index);
-      } else {
-        numbers[q].fill(0);
-      }
-      rest &= rest - 1;
-    }
-#pragma unroll
-    for (int q = 0; q < kBatch; q++) {
-      if (mask == 0) break;
-      numbers[q].add_product_to(sum, __shfl_sync(~0u, terms.weight, __ffs(mask) - 1));
+    for (int q = 0; q < batch.kRows; q++) {
+      if (mask == 0) return;
+      batch.rows[q].add_product_to(sum, __shfl_sync(~0u, terms.weight, __ffs(mask) - 1));
       mask &= mask - 1;
     }
+    batch.load(role, terms, mask, piece);
   }
 }
 
-// Pieces of rows are dealt to blocks, the same on every rank: piece number u (of a row, rows one after the other) to
-// block u % blocks. So a block waits only for blocks of its own index on other ranks, and blocks need not be resident
-// together. Inside a block the pieces, once for each home, go to the warps in turn. A warp goes from unit to unit by
-// adding its stride digit by digit, because divisions would cost more than the sums.
+// Where a warp is in its share of the work (UnitStride). A block waits only for blocks of its own index on other ranks,
+// so blocks need not be resident together.
 struct Units {
-  int home, piece, token;  // the unit
-  int homes_step;          // added to home; a carry chooses the second of the steps below
-  int piece_step[2], token_step[2];
+  int home, piece, token;
 
-  __device__ __forceinline__ static Units begin(const BlockPosition& at, int warp, int warps, int pieces, int homes) {
+  __device__ __forceinline__ static Units begin(const CombineRole& role, const UnitStride& stride, int warp) {
     Units units;
-    units.home = warp % homes;
-    units.homes_step = warps % homes;
-    const int number = warp / homes * at.num_blocks + at.block;
-    units.piece = number % pieces;
-    units.token = number / pieces;
-    for (int carry = 0; carry < 2; carry++) {
-      const int step = (warps / homes + carry) * at.num_blocks;
-      units.piece_step[carry] = step % pieces;
-      units.token_step[carry] = step / pieces;
-    }
+    const int round = stride.by_homes.divide(warp);
+    units.home = stride.by_homes.remainder(warp, round);
+    const int number = round * role.at.num_blocks + role.at.block;
+    units.token = role.geometry.by_pieces.divide(number);
+    units.piece = role.geometry.by_pieces.remainder(number, units.token);
     return units;
   }
-  __device__ __forceinline__ void advance(int pieces, int homes) {
-    home += homes_step;
-    const bool carry = home >= homes;
-    if (carry) home -= homes;
-    piece += carry ? piece_step[1] : piece_step[0];
-    token += carry ? token_step[1] : token_step[0];
+  __device__ __forceinline__ void advance(const UnitStride& stride, int pieces) {
+    home += stride.home_step;
+    const bool carry = home >= stride.homes;
+    if (carry) home -= stride.homes;
+    piece += carry ? stride.piece_step[1] : stride.piece_step[0];
+    token += carry ? stride.token_step[1] : stride.token_step[0];
     if (piece >= pieces) {
       piece -= pieces;
       token++;
@@ -233,32 +238,66 @@ struct Units {
 
 // ---- Sending: the partial sums of other ranks' tokens
 
+// A unit to send, and its entries of the handle.
+struct Outbound {
+  Units units{};
+  Terms terms{kNoRow, 1.0f};
+
+  // Entries beyond a home's tokens were never written: ask for them, but do not look.
+  __device__ __forceinline__ void load(const CombineRole& role) {
+    terms = {kNoRow, 1.0f};
+    if (units.token < role.p.shape.max_tokens) terms = load_terms(role, role.home_of(units.home), units.token);
+  }
+  // `tokens`: of rank `lane`
+  __device__ __forceinline__ void hide_missing(const CombineRole& role, int tokens) {
+    const int home = role.home_of(units.home);
+    const int home_tokens =
+        role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
+    if (units.token >= home_tokens) terms.row = kNoRow;
+  }
+  __device__ __forceinline__ Outbound following(const CombineRole& role) const {
+    Outbound next;
+    next.units = units;
+    next.units.advance(role.geometry.send, role.geometry.pieces);
+    next.load(role);
+    return next;
+  }
+};
+
 template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ void send_partials(const CombineRole& role, const CallContext& call, Units units,
-                                              Terms terms, int tokens) {
+__device__ __forceinline__ void send_partial(const CombineRole& role, const CallContext& call, Outbound out,
+                                             RowBatch<kIn, kCount>& batch) {
   const LlCombineParams& p = role.p;
+  const Units& unit = out.units;
+  const int home = role.home_of(unit.home), lane_index = unit.piece * 32 + role.lane;
+  if (p.weighting == Weighting::kHome) {
+    out.terms = await_home_weight(p.layout, role.peers, call, home, unit.token, out.terms);
+    batch.load(role, out.terms, unit.piece);
+  }
+  float sum[kCount];
+  partial_sum<kIn>(role, out.terms, unit.piece, batch, sum);
+  Numbers<kWire, kCount> wire;
+  wire.from(sum);
+  wire.escape();
+  char* slot = role.peers.at<char>(home, p.layout.row(call.bank, role.peers.rank, unit.token));
+  if (lane_index * kCount < p.hidden) wire.store_remote(slot, lane_index);
+}
+
+// While a unit is added up, the rows of the next are on their way, and the handle's entries of the one after.
+template <DType kIn, DType kWire, int kCount>
+__device__ __forceinline__ void send_partials(const CombineRole& role, const CallContext& call, Outbound now,
+                                              Outbound next, RowBatch<kIn, kCount>& batch, int tokens) {
   const int most_tokens = __reduce_max_sync(~0u, tokens);
 #pragma unroll 1
-  while (units.token < most_tokens) {
-    const Units unit = units;
-    Terms now = terms;
-    units.advance(role.pieces, role.num_homes());
-    const int home = role.home_of(unit.home);
-    if (units.token < most_tokens) terms = load_terms(role, role.home_of(units.home), units.token);
-    const int home_tokens = p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(p.handle.tokens + home);
-    if (unit.token >= home_tokens || !__any_sync(~0u, now.row != kNoRow)) continue;
-    if (p.weighting == Weighting::kHome) {
-      now = await_home_weight(p.layout, role.peers, call, home, unit.token, now);
-    }
-    const int lane_index = unit.piece * 32 + role.lane;
-    const bool is_inside = lane_index * kCount < p.hidden;
-    float sum[kCount];
-    partial_sum<kIn>(role, now, lane_index, is_inside, sum);
-    Numbers<kWire, kCount> wire;
-    wire.from(sum);
-    wire.escape();
-    char* slot = role.peers.at<char>(home, p.layout.row(call.bank, role.peers.rank, unit.token));
-    if (is_inside) wire.store_remote(slot, lane_index);
+  while (now.units.token < most_tokens) {
+    next.hide_missing(role, tokens);
+    RowBatch<kIn, kCount> next_batch;
+    next_batch.load(role, next.terms, next.units.piece);
+    const Outbound after = next.following(role);
+    if (__any_sync(~0u, now.terms.row != kNoRow)) send_partial<kIn, kWire>(role, call, now, batch);
+    now = next;
+    next = after;
+    batch = next_batch;
   }
 }
 
@@ -283,19 +322,22 @@ __device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, i
 
 template <DType kIn, DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, int token, int piece,
-                                          const Terms& own_terms, int id) {
+                                          const Terms& own_terms, RowBatch<kIn, kCount>& batch, int id) {
   constexpr int kBatch = 4;  // ranks polled together
   const LlCombineParams& p = role.p;
   const int rank = role.peers.rank, lane_index = piece * 32 + role.lane;
   const bool is_inside = lane_index * kCount < p.hidden;
-  uint64_t mask = destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, p.output.local_experts));
+  uint64_t mask = destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
   const bool own_is_local = sends(p.half) && (mask >> rank & 1) != 0;
   Numbers<kWire, kCount> own;
   if (own_is_local) {
     Terms terms = own_terms;
-    if (p.weighting == Weighting::kHome) terms = await_home_weight(p.layout, role.peers, call, rank, token, terms);
+    if (p.weighting == Weighting::kHome) {
+      terms = await_home_weight(p.layout, role.peers, call, rank, token, terms);
+      batch.load(role, terms, piece);
+    }
     float sum[kCount];
-    partial_sum<kIn>(role, terms, lane_index, is_inside, sum);
+    partial_sum<kIn>(role, terms, piece, batch, sum);
     own.from(sum);
   }
   stamp(Stamp::kOwnDone, rank);
@@ -352,18 +394,20 @@ __device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
 
 template <DType kIn, DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call, Units units, Terms terms,
-                                           int id) {
+                                           RowBatch<kIn, kCount>& batch, int id) {
 #pragma unroll 1
   while (units.token < role.p.num_tokens) {
     const Units unit = units;
     const Terms now = terms;
     const int now_id = id;
-    units.advance(role.pieces, 1);
-    if (units.token < role.p.num_tokens) {
-      terms = load_terms(role, role.peers.rank, units.token);
+    units.advance(role.geometry.sum, role.geometry.pieces);
+    const bool goes_on = units.token < role.p.num_tokens;
+    if (goes_on) {
+      if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, units.token);
       id = load_own_id(role, units.token);
     }
-    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, unit.token, unit.piece, now, now_id)) return;
+    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, unit.token, unit.piece, now, batch, now_id)) return;
+    if (goes_on) batch.load(role, terms, units.piece);
   }
 }
 
@@ -372,64 +416,72 @@ __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallCo
 static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call) {
   const LlCombineParams& p = role.p;
   for (int token = role.warp; token < p.num_tokens; token += role.plan.warps) {
-    Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, p.output.local_experts);
+    Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, role.geometry.by_local_experts);
     float weight = 0;
     if (role.lane < p.shape.topk) {
       const int64_t index = static_cast<int64_t>(token) * p.shape.topk + role.lane;
       weight = __ldg(p.home_weights + index);
       if (p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, index))) choice = {};
     }
-    send_routing(call, p.layout, role.peers, token, choice, weight);
+    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, token, choice, weight);
   }
 }
 
 // ---- Table of contents
 
 template <DType kIn, DType kWire, DType kOut>
-__device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers& peers, DeviceState* state,
-                                        const LlPlan& plan, BlockPosition at) {
+__device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args, BlockPosition at) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
-  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, peers, ceil_div(p.hidden, 32 * kCount)};
+  const LlCombineParams& p = args.params;
+  const LlPlan& plan = args.plan;
+  const LlCombineGeometry& geometry = args.geometry;
+  const LsaPeers& peers = args.peers;
   stamp(Stamp::kStart, peers.rank);
+  touch_parameters(args);
+  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, geometry, peers};
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
 
-  // The first unit's handle entries are on their way while the epoch is.
-  const Opening opening = open_call(state, Kind::kCombine);
-  Terms send_terms{kNoRow, 1.0f}, own_terms{kNoRow, 1.0f};
+  // What a warp adds up first is on its way while the epoch is.
+  const Opening opening = open_call(args.state, Kind::kCombine);
+  Outbound out, next;
+  Terms own_terms{kNoRow, 1.0f};
+  RowBatch<kIn, kCount> batch;
   Units units{};
   int id = -1, tokens = 0;
-  const bool is_sender = sends(p.half) && role.is_sender() && role.num_homes() > 0;
+  const bool is_sender = sends(p.half) && role.is_sender() && geometry.homes > 0;
   const bool is_receiver = receives(p.half) && role.is_receiver();
   if (is_sender) {
-    units = Units::begin(at, role.warp, plan.sender_warps, role.pieces, role.num_homes());
+    out.units = Units::begin(role, geometry.send, role.warp);
+    out.load(role);
+    next = out.following(role);
 #pragma unroll 1
     for (int r = role.lane; r < p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(p.handle.tokens + r));
-    if (units.token < p.shape.max_tokens) send_terms = load_terms(role, role.home_of(units.home), units.token);
+    out.hide_missing(role, tokens);
+    batch.load(role, out.terms, out.units.piece);
   } else if (is_receiver) {
-    units = Units::begin(at, role.warp - plan.receiver_warp0, plan.receiver_warps, role.pieces, 1);
+    units = Units::begin(role, geometry.sum, role.warp - plan.receiver_warp0);
     if (units.token < p.num_tokens) {
-      own_terms = load_terms(role, peers.rank, units.token);
+      if (sends(p.half)) own_terms = load_terms(role, peers.rank, units.token);
       id = load_own_id(role, units.token);
+      batch.load(role, own_terms, units.piece);
     }
   }
   __shared__ CallContext call;
-  begin_call(call, p, state, peers, opening, Kind::kCombine, at, receives(p.half));
+  begin_call(call, p, args.state, peers, opening, Kind::kCombine, at, receives(p.half));
   stamp(Stamp::kEpochKnown, peers.rank);
   if (call.begins_failed) return;
 
   if (sends(p.half)) {
-    if (role.is_control()) {
-      send_records(call, p.layout, peers);
-      send_credits(call, p.layout, peers);
-    }
+    if (role.is_control()) send_records(call, p.layout, peers);
     if (p.weighting == Weighting::kHome && at.block == 0) send_home_weights(role, call);
-    if (is_sender) send_partials<kIn, kWire, kCount>(role, call, units, send_terms, tokens);
+    if (is_sender) send_partials<kIn, kWire>(role, call, out, next, batch, tokens);
+    if (role.is_creditor()) send_credits(call, p.layout, peers);
     stamp(Stamp::kSent, peers.rank);
   }
   if (receives(p.half)) {
     if (role.is_control()) check_records(call, p.layout, peers);
-    if (is_receiver) sum_tokens<kIn, kWire, kOut, kCount>(role, call, units, own_terms, id);
+    if (is_receiver) sum_tokens<kIn, kWire, kOut, kCount>(role, call, units, own_terms, batch, id);
   }
   stamp(Stamp::kEnd, peers.rank);
 }

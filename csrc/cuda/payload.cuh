@@ -5,9 +5,8 @@
 #pragma once
 
 #include "cuda/convert.cuh"
+#include "cuda/geometry.h"
 #include "cuda/ptx.cuh"
-#include "runtime/params.h"
-#include "runtime/plan.h"
 
 namespace ep {
 
@@ -17,28 +16,6 @@ template <int kSteps>
 struct Piece {
   uint4 chunk[kSteps];
   uint4 side;
-};
-
-// Sizes of a row in the units of a warp.
-struct RowShape {
-  int chunks;          // of 16 bytes on the wire, side words apart
-  int payload_chunks;  // of them, the payload's
-  int steps;
-  int side_offset;
-  int side_bytes;  // of a step: 0, 4 or 16
-
-  template <Payload kPayload>
-  __device__ __forceinline__ static RowShape of(const LlDispatchParams& p) {
-    RowShape row;
-    row.payload_chunks = p.row.payload_bytes / kLaneBytes;
-    row.chunks = kPayload == Payload::kKeyed ? p.row.body_bytes() / kLaneBytes : row.payload_chunks;
-    row.steps = ceil_div(row.chunks, 32);
-    row.side_offset = kPayload == Payload::kKeyed ? p.row.keys_offset() : p.row.scales_offset();
-    row.side_bytes = kPayload == Payload::kFloat                                  ? 0
-                     : kPayload == Payload::kKeyed || p.quant == Quant::kFp8Ue8m0 ? 4
-                                                                                  : 16;
-    return row;
-  }
 };
 
 __device__ __forceinline__ uint32_t escaped(uint32_t word) { return min(word, kAbsent - 1); }

@@ -104,6 +104,10 @@ __device__ __forceinline__ void st_row(Vector* p, Vector v) {
 
 // ---- The rest
 
+__device__ __forceinline__ void use(uint32_t value) {  // a load of the value is not optimised away
+  asm volatile("{.reg .pred p; setp.eq.u32 p,%0,0x9E3779B9; @p nanosleep.u32 0;}" ::"r"(value));
+}
+
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -112,6 +116,12 @@ __device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddep
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
+  return t;
+}
+
+__device__ __forceinline__ uint64_t clock() {
+  uint64_t t;
+  asm volatile("mov.u64 %0,%clock64;" : "=l"(t)::"memory");
   return t;
 }
 

@@ -21,7 +21,10 @@ struct alignas(8) TaggedWord {
 };
 
 // Tags skip 0, the content of a new window. A stale tag could only match after 2^32 - 1 calls without a write.
-EP_HD uint32_t tag_of(uint64_t epoch) { return static_cast<uint32_t>(epoch % 0xFFFFFFFFull) + 1; }
+EP_HD uint32_t tag_of(uint64_t epoch) {
+  if (epoch < 0xFFFFFFFFull) return static_cast<uint32_t>(epoch) + 1;
+  return static_cast<uint32_t>(epoch % 0xFFFFFFFFull) + 1;
+}
 EP_HD int bank_of(uint64_t epoch) { return static_cast<int>(epoch & 1); }
 
 // ---- Rows in band: a bank rests full of kAbsent, any other word has arrived, the reader puts kAbsent back.
