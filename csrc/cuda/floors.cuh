@@ -110,10 +110,8 @@ __device__ __forceinline__ void push_floor(const LlFloorPushParams& p, const Lsa
   __shared__ CallContext call;
   begin_call(call, p, state, peers, opening, p.kind, at, true);  // its barrier is also that of `targets`
   if (call.begins_failed) return;
-  if (role.is_control()) {
-    send_records(call, p.layout, peers);
-    send_credits(call, p.layout, peers);
-  }
+  if (role.is_control()) send_records(call, p.layout, peers);
+  if (role.is_creditor()) send_credits(call, p.layout, peers);
   if (role.is_sender()) push_rows(role, call, targets);
 }
 
