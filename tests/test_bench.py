@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,20 @@ import torch
 
 import nccl_ep
 from nccl_ep import reference
-from nccl_ep.bench import configuration, floors, ll, measure, options, plot, records, rivals, table, workload
+from nccl_ep.bench import (
+    configuration,
+    floors,
+    lanes,
+    ll,
+    measure,
+    options,
+    overlap,
+    plot,
+    records,
+    rivals,
+    table,
+    workload,
+)
 from nccl_ep.bench.world import Skipped
 from nccl_ep.testing import ThreadGroup, run_ranks
 
@@ -112,12 +127,79 @@ def test_ranks_that_die_take_one_configuration_with_them(tmp_path: Path, monkeyp
 # ---- Its parts
 
 
+def test_payloads_and_layouts_of_one_run(tmp_path: Path) -> None:
+    """Every row that a caller may give, in every layout, held against the oracle; rivals once a payload."""
+    path = tmp_path / "records.json"
+    run(
+        "-m", "nccl_ep.bench", "ll", "--device", "cpu", "--tokens", "3", "--iterations", "2", "--hidden", "416",
+        "--dtype", ",".join(workload.DTYPES), "--layout", ",".join(reference.LAYOUTS), "--figures", "event",
+        "--json", str(path), "--floors",
+    )  # fmt: skip
+    found = records.load([path])
+    every = {(dtype, layout) for dtype in workload.DTYPES for layout in reference.LAYOUTS}
+    for system, where in (("nccl_ep", every), ("torch_all_to_all", {(d, "packed") for d in workload.DTYPES})):
+        mine = [r for r in found if r["system"] == system and r["value"] is not None]
+        assert {(r["dtype"], r["layout"]) for r in mine} == where
+        assert len(mine) == len(where) * len(configuration.OPS) * (2 if system == "nccl_ep" else 1)
+
+
+def test_overlap_on_cpu_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "overlap.json"
+    arguments = ("--device", "cpu", "--dtype", "fp8", "--iterations", "2", "--layout", "flat", "--json", str(path))
+    shown = run("-m", "nccl_ep.bench", "overlap", *arguments)
+    found = records.load([path])
+    expected = {("nccl_ep", "alone"), ("gemm", "alone"), ("gemm", "alone_on_rest"), ("nccl_ep", "overlapped"),
+                ("gemm", "overlapped"), ("nccl_ep", "slowdown"), ("nccl_ep", "fused"), ("nccl_ep", "halves"),
+                ("gemm", "between"), ("nccl_ep", "staged"), ("nccl_ep", "exposed")}  # fmt: skip
+    for op in ("dispatch", "combine"):
+        assert {(r["system"], r["figure"]) for r in found if r["op"] == op} == expected
+    assert len(found) == 2 * len(expected)
+    for record in found:
+        assert record["bench"] == "overlap" and record["gemm"] == "128x128x64" and record["layout"] == "flat"
+        assert record["value"] > 0 or record["figure"] == "exposed"
+        assert record["unit"] == ("x" if record["figure"] == "slowdown" else "us")
+    value = {(r["op"], r["system"], r["figure"]): r["value"] for r in found}
+    slowdown = value["combine", "nccl_ep", "overlapped"] / value["combine", "nccl_ep", "alone"]
+    assert value["combine", "nccl_ep", "slowdown"] == pytest.approx(slowdown, abs=1e-3)
+    assert "128x128x64" in shown and shown == run("-m", "nccl_ep.bench", "table", str(path))
+    assert plot.main([str(path), "--out", str(tmp_path)]) == 1  # nothing of ll
+
+
+def test_overlap_says_what_failed(tmp_path: Path) -> None:
+    path = tmp_path / "overlap.json"
+    run("-m", "nccl_ep.bench", "overlap", "--device", "cpu", "--tokens=-1", "--json", str(path), code=1)
+    assert records.load([path]) == []
+    run("-m", "nccl_ep.bench", "overlap", "--device", "cpu", "--gemm", "1,2", code=2)
+
+
+def test_gemm_share() -> None:
+    assert overlap.over_share(110, 100, 132, 12) == pytest.approx(1.0)
+    assert overlap.over_share(126, 100, 132, 12) == pytest.approx(126 / 110)
+
+
+def test_lanes_of_threads_run_side_by_side() -> None:
+    """Each lane waits for the other, which would not end one after the other; errors of either come out."""
+    meeting = threading.Barrier(2, timeout=20)
+    gate: Any = types.SimpleNamespace(gate=types.SimpleNamespace(wait=lambda: None))
+    taken = lanes.ThreadLanes(gate, meeting.wait, meeting.wait, chain=2).run(2, 4)
+    assert min(taken) > 0
+
+    def wrong() -> None:
+        raise ValueError("wrong")
+
+    for calls in ((wrong, int), (int, wrong)):
+        with pytest.raises(ValueError, match="wrong"):
+            lanes.ThreadLanes(gate, *calls, chain=1).run(1, 1)
+
+
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", workload.DTYPES)
 def test_check_notices_a_wrong_bit(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = shape(num_ranks=1, layout=layout, dtype=dtype)
+    given = shape(num_ranks=1, layout=layout, dtype=dtype, hidden=416)
     inputs = workload.make_inputs(given)
-    with nccl_ep.Buffer.for_shapes(None, max_tokens=16, hidden=400, topk=4, num_experts=32, device="cpu") as buffer:
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=16, hidden=416, topk=4, num_experts=32, dtype=given.payload.combined, device="cpu"
+    ) as buffer:
         workload.Checked(given, 0, inputs, buffer)
 
         def flip(tensor: torch.Tensor, row: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ class Configuration:
     """Measures one shape.
 
     Args:
-        figures, apis, num_sms: which ones. note: takes each record, on every rank.
+        figures, apis, num_sms: which ones. note: takes each record, progress: a line now and then, on every rank.
 
     ``failures`` says what went wrong without ending the measurement.
     """
@@ -42,9 +43,11 @@ class Configuration:
         apis: list[str],
         num_sms: list[int],
         with_floors: bool = False,
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.world, self.shape, self.effort, self._note = world, shape, effort, note
         self.figures, self.apis, self.num_sms, self.with_floors = figures, apis, num_sms, with_floors
+        self._progress = progress
         self.failures: list[str] = []
         self._common: Record = {
             "ranks": shape.num_ranks, "tokens": shape.tokens, "hidden": shape.hidden, "topk": shape.topk,
@@ -80,7 +83,9 @@ class Configuration:
         world = self.world
         buffer = self._make_buffer()
         try:
+            begin = time.monotonic()
             checked = world.together(lambda: Checked(self.shape, world.rank, self._inputs, buffer))
+            self._progress(f"equal to the oracle, which took {time.monotonic() - begin:.1f} s")
             for num_sms in self.num_sms:
                 for api in self.apis:
                     make = measure.native_operations if api == "native" else measure.op_operations
@@ -104,7 +109,8 @@ class Configuration:
             before = torch.cuda.mem_get_info()[0] if world.is_cuda else 0
             buffer = Buffer.for_shapes(
                 torch.distributed.group.WORLD, max_tokens=shape.tokens, hidden=shape.hidden, topk=shape.topk,
-                num_experts=shape.num_experts, device=world.device, timeout=_BUFFER_SECONDS,
+                num_experts=shape.num_experts, dtype=shape.payload.combined, device=world.device,
+                timeout=_BUFFER_SECONDS,
             )  # fmt: skip
             world.synchronize()
             taken = before - torch.cuda.mem_get_info()[0] if world.is_cuda else 0

@@ -24,7 +24,7 @@ def wire_us(shape: Shape, inputs: list[Given]) -> dict[str, float]:
     rate = (NVLINK_GBPS_4 if shape.num_ranks <= 4 else NVLINK_GBPS_8) * 1e3  # bytes a microsecond
     times = {
         "dispatch": int(remote.sum(1).max()) * shape.row_bytes() / rate,
-        "combine": int(remote.sum(0).max()) * 2 * shape.hidden / rate,
+        "combine": int(remote.sum(0).max()) * shape.combined_bytes() / rate,
     }
     return times | {"pair": times["dispatch"] + times["combine"]}
 
@@ -39,7 +39,7 @@ def push_call(shape: Shape, op: str, buffer: Buffer, handle: Handle, num_sms: in
     push = torch.ops.nccl_ep.ll_floor_push.default
     common = (buffer.name, buffer._seq, handle.tensor, *handle.args())
     dispatch = partial(push, *common, shape.row_bytes(), False, num_sms)
-    combine = partial(push, *common, 2 * shape.hidden, True, num_sms)
+    combine = partial(push, *common, shape.combined_bytes(), True, num_sms)
 
     def pair() -> None:
         dispatch()

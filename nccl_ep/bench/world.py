@@ -87,6 +87,7 @@ class World:
                 raise SystemExit(f"rank {self.rank} has no GPU: there are {torch.cuda.device_count()}")
             self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_ranks))  # the oracle runs on all ranks
         else:
             self.device = torch.device("cpu")
             torch.set_num_threads(1)  # ranks share the cores
