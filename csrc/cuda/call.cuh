@@ -41,35 +41,41 @@ __device__ __forceinline__ void touch_parameters(const Args& args) {
   if (word < kWords) ptx::use(reinterpret_cast<const uint32_t*>(&args)[word]);
 }
 
-// A call begins with loads that nobody looks at yet: warp 0 of a block asks for the epoch, all warps ask for what they
-// send first, then warp 0 asks for every rank's credit (an acquire holds up what follows it). begin_call() looks.
+// A call begins with loads that nobody looks at yet: the last warp of a block asks for the epoch and for the credits of
+// all ranks (an acquire holds up what follows it), the others for what they send first. begin_call() looks.
 struct Opening {
   uint64_t last_epoch = 0;
+  uint64_t credit = 0;  // of rank `lane`
   uint32_t has_failed = 0;
 };
 
-__device__ __forceinline__ Opening open_call(const DeviceState* state, Kind kind) {
-  Opening opening;
-  if (threadIdx.x >= 32) return opening;
-  opening.last_epoch = ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch);
-  opening.has_failed = ptx::ld_relaxed_gpu(&state->fate.has_failed);
-  return opening;
-}
+__device__ __forceinline__ bool is_opener() { return threadIdx.x >= blockDim.x - 32; }
 
 __device__ __forceinline__ const uint64_t* credit_of(const LlLayout& layout, const LsaPeers& peers, int source) {
   return peers.local<uint64_t>(layout.signal(source));
 }
 
+__device__ __forceinline__ Opening open_call(const LlLayout& layout, const LsaPeers& peers, const DeviceState* state,
+                                             Kind kind) {
+  Opening opening;
+  if (!is_opener()) return opening;
+  opening.last_epoch = ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch);
+  opening.has_failed = ptx::ld_relaxed_gpu(&state->fate.has_failed);
+  if (lane_id() < layout.num_ranks) opening.credit = ptx::ld_acquire_sys(credit_of(layout, peers, lane_id()));
+  return opening;
+}
+
 // Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
 // acquire pairs with send_credits(); the barrier of the block hands it on.
 __device__ __forceinline__ void await_credits(const CallContext& call, const LlLayout& layout, const LsaPeers& peers,
-                                              uint64_t last_epoch, uint64_t credit) {
+                                              const Opening& opening) {
 #pragma unroll 1
-  for (int source = threadIdx.x; source < layout.num_ranks; source += 32) {
+  for (int source = lane_id(); source < layout.num_ranks; source += 32) {
+    uint64_t credit = opening.credit;
     if (source >= 32) credit = ptx::ld_acquire_sys(credit_of(layout, peers, source));
     Patience patience;
-    while (credit < last_epoch) {
-      if (patience.is_over(call, Phase::kArrivalSignal, source, last_epoch, credit)) return;
+    while (credit < opening.last_epoch) {
+      if (patience.is_over(call, Phase::kArrivalSignal, source, opening.last_epoch, credit)) return;
       credit = ptx::ld_acquire_sys(credit_of(layout, peers, source));
     }
   }
@@ -81,23 +87,21 @@ template <class Params>
 __device__ __forceinline__ void begin_call(CallContext& call, const Params& p, DeviceState* state,
                                            const LsaPeers& peers, const Opening& opening, Kind kind, BlockPosition at,
                                            bool advances) {
-  if (threadIdx.x < 32) {
-    uint64_t credit = 0;
-    if (threadIdx.x < p.layout.num_ranks) credit = ptx::ld_acquire_sys(credit_of(p.layout, peers, threadIdx.x));
-    const uint64_t epoch = opening.last_epoch + 1;
-    if (threadIdx.x == 0) {
+  const uint64_t epoch = opening.last_epoch + 1;
+  if (is_opener()) {
+    if (lane_id() == 0) {
       call = {state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch), opening.has_failed != 0};
     }
     __syncwarp();
-    await_credits(call, p.layout, peers, opening.last_epoch, credit);
+    await_credits(call, p.layout, peers, opening);
   }
   __syncthreads();
-  if (threadIdx.x != blockDim.x - 1 || !advances) return;  // the last warp has the most time
+  if (threadIdx.x != blockDim.x - 1 || !advances) return;
   const int k = static_cast<int>(kind);
   TicketLine& ticket = state->ticket[k];
   if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
     ptx::st_relaxed_gpu(&ticket.started, 0u);
-    ptx::st_relaxed_gpu(&state->epoch[k].epoch, call.epoch);
+    ptx::st_relaxed_gpu(&state->epoch[k].epoch, epoch);
   }
 }
 
@@ -178,33 +182,54 @@ __device__ __forceinline__ uint64_t destinations(int num_ranks, const Choice& ch
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// One warp sends the routing of an own token to every rank, itself included: the ids of its experts to each, and each
-// weight to the rank of its expert. Lane k holds choice k; lane i sends word i of the messages to all ranks.
-__device__ __forceinline__ void send_routing(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
-                                             const Divisor& by_id_words, int token, const Choice& choice,
-                                             float weight) {
-  const int id_words = layout.ids.words(), per_word = layout.ids.per_word(), bits = layout.ids.bits;
-  const uint32_t none = layout.ids.none();
-  const uint32_t mine = choice.rank < 0 ? ~0u : static_cast<uint32_t>(choice.rank << 16 | choice.expert);
-  const int messages = layout.num_ranks * id_words;
-#pragma unroll 1
-  for (int first = 0; first < messages; first += 32) {
-    const int peer = by_id_words.divide(first + lane_id());
-    const int index = by_id_words.remainder(first + lane_id(), peer);
-    uint32_t word = 0;
+// What a lane sends of a token's routing: a word of ids to one rank, and the weight of choice `lane` to the rank of its
+// expert. Lane k holds choice k; lane i of pass n has word 32 n + i of the messages to all ranks. Targets lie in bank
+// 0, so that everything is ready when the epoch comes.
+struct RoutingLane {
+  uint64_t* ids = nullptr;
+  uint64_t* weight = nullptr;
+  uint32_t word = 0;
+  float value = 0;
+
+  __device__ __forceinline__ static int passes(const LlLayout& layout) {
+    return ceil_div(layout.num_ranks * layout.ids.words(), 32);
+  }
+  __device__ __forceinline__ static RoutingLane of(const LlLayout& layout, const LsaPeers& peers,
+                                                   const Divisor& by_id_words, int pass, int token,
+                                                   const Choice& choice, float value) {
+    RoutingLane lane;
+    const int per_word = layout.ids.per_word(), bits = layout.ids.bits;
+    const uint32_t none = layout.ids.none();
+    const uint32_t mine = choice.rank < 0 ? ~0u : static_cast<uint32_t>(choice.rank << 16 | choice.expert);
+    const int peer = by_id_words.divide(pass * 32 + lane_id());
+    const int index = by_id_words.remainder(pass * 32 + lane_id(), peer);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       if (j >= per_word) break;
       const uint32_t theirs = __shfl_sync(~0u, mine, index * per_word + j);
-      word |= (theirs >> 16 == static_cast<uint32_t>(peer) ? theirs & 0xFFFF : none) << j * bits;
+      lane.word |= (theirs >> 16 == static_cast<uint32_t>(peer) ? theirs & 0xFFFF : none) << j * bits;
     }
-    if (peer >= layout.num_ranks) continue;
-    auto* target = peers.at<uint64_t>(peer, layout.id_words(context.bank, context.rank, token));
-    ptx::st_relaxed_sys(target + index, tagged(word, context.tag));
+    if (peer < layout.num_ranks) lane.ids = peers.at<uint64_t>(peer, layout.id_words(0, peers.rank, token)) + index;
+    if (pass != 0 || choice.rank < 0) return lane;
+    lane.weight = peers.at<uint64_t>(choice.rank, layout.weight(0, peers.rank, token, lane_id()));
+    lane.value = value;
+    return lane;
   }
-  if (choice.rank < 0) return;
-  auto* target = peers.at<uint64_t>(choice.rank, layout.weight(context.bank, context.rank, token, lane_id()));
-  ptx::st_relaxed_sys(target, tagged(__float_as_uint(weight), context.tag));
+  __device__ __forceinline__ void send(const CallContext& context, const LlLayout& layout) const {
+    const int64_t offset = context.bank * static_cast<int64_t>(layout.tagged_bank_bytes / sizeof(uint64_t));
+    if (ids != nullptr) ptx::st_relaxed_sys(ids + offset, tagged(word, context.tag));
+    if (weight != nullptr) ptx::st_relaxed_sys(weight + offset, tagged(__float_as_uint(value), context.tag));
+  }
+};
+
+// One warp sends the routing of an own token to every rank, itself included.
+__device__ __forceinline__ void send_routing(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
+                                             const Divisor& by_id_words, int first_pass, int token,
+                                             const Choice& choice, float weight) {
+#pragma unroll 1
+  for (int pass = first_pass; pass < RoutingLane::passes(layout); pass++) {
+    RoutingLane::of(layout, peers, by_id_words, pass, token, choice, weight).send(context, layout);
+  }
 }
 
 }  // namespace ep

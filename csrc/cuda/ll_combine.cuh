@@ -423,7 +423,7 @@ static __device__ __noinline__ void send_home_weights(const CombineRole role, co
       weight = __ldg(p.home_weights + index);
       if (p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, index))) choice = {};
     }
-    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, token, choice, weight);
+    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 0, token, choice, weight);
   }
 }
 
@@ -443,7 +443,7 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   ptx::wait_for_prerequisites();
 
   // What a warp adds up first is on its way while the epoch is.
-  const Opening opening = open_call(args.state, Kind::kCombine);
+  const Opening opening = open_call(p.layout, peers, args.state, Kind::kCombine);
   Outbound out, next;
   Terms own_terms{kNoRow, 1.0f};
   RowBatch<kIn, kCount> batch;
@@ -492,7 +492,7 @@ __device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, co
                                              BlockPosition at) {
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(state, Kind::kCombine);
+  const Opening opening = open_call(p.layout, peers, state, Kind::kCombine);
   __shared__ CallContext call;
   begin_call(call, p, state, peers, opening, Kind::kCombine, at, true);
   if (call.begins_failed) return;

@@ -63,65 +63,90 @@ __device__ __forceinline__ float own_weight(const DispatchRole& role, int token)
   return __ldg(p.topk_weights + token * p.shape.topk + role.lane);
 }
 
+// The routing of an own token, ready to be sent as soon as the epoch is known.
+struct OutgoingRouting {
+  int token;
+  int64_t id = -1;
+  float weight = 1.0f;
+  Choice choice;
+  RoutingLane lane;
+
+  __device__ __forceinline__ void load(const DispatchRole& role, int next) {
+    token = next;
+    if (token >= role.p.num_tokens) return;
+    id = own_id(role, token);
+    weight = own_weight(role, token);
+  }
+  __device__ __forceinline__ void prepare(const DispatchRole& role) {
+    if (token >= role.p.num_tokens) return;
+    choice = choice_of(role, id);
+    lane = RoutingLane::of(role.p.layout, role.peers, role.geometry.by_id_words, 0, token, choice, weight);
+  }
+};
+
 // Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send
 // have the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
-__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call, int64_t first_id,
-                                                 float first_weight) {
+__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call,
+                                                 OutgoingRouting& out) {
   const LlDispatchParams& p = role.p;
-  const int step = role.plan.sender_blocks * role.plan.warps;
-  const int first = role.routing_token();
 #pragma unroll 1
-  for (int token = first; token < p.num_tokens; token += step) {
-    const Choice choice = choice_of(role, token == first ? first_id : own_id(role, token));
-    const float weight = token == first ? first_weight : own_weight(role, token);
-    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, token, choice, weight);
-    if (role.lane >= p.shape.topk) continue;
-    p.handle.ids[token * p.shape.topk + role.lane] =
-        choice.rank < 0 ? -1 : choice.rank * p.output.local_experts + choice.expert;
-    if (choice.rank < 0) report_invalid_id(p, call.state, token);
+  while (out.token < p.num_tokens) {
+    out.lane.send(call, p.layout);
+    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
+    if (role.lane < p.shape.topk) {
+      const Choice& choice = out.choice;
+      p.handle.ids[out.token * p.shape.topk + role.lane] =
+          choice.rank < 0 ? -1 : choice.rank * p.output.local_experts + choice.expert;
+      if (choice.rank < 0) report_invalid_id(p, call.state, out.token);
+    }
+    out.load(role, out.token + role.plan.sender_blocks * role.plan.warps);
+    out.prepare(role);
   }
 }
 
-// A piece of an own row: asked for early, looked at when it is stored.
-template <Payload kPayload, int kSteps>
+// A piece of an own row, ready to be sent as soon as the epoch is known.
+template <Payload kPayload, DType kType, int kSteps>
 struct Outgoing {
-  int unit, token, piece;
+  int unit, token, index;
   int64_t id;
+  uint64_t mask;  // ranks that it goes to
   Raw<kPayload, kSteps> raw;
+  Piece<kSteps> piece;
 
   __device__ __forceinline__ void load(const DispatchRole& role, int next) {
     unit = next;
     if (unit >= role.geometry.send_units) return;
     token = role.geometry.by_pieces.divide(unit);
-    piece = role.geometry.by_pieces.remainder(unit, token);
+    index = role.geometry.by_pieces.remainder(unit, token);
     id = own_id(role, token);
-    raw.load(role.p, role.geometry.row, token, piece, role.lane);
+    raw.load(role.p, role.geometry.row, token, index, role.lane);
+  }
+  __device__ __forceinline__ void prepare(const DispatchRole& role) {
+    if (unit >= role.geometry.send_units) return;
+    mask = destinations(role.p.shape.num_ranks, choice_of(role, id));
+    if (!role.sends_to_itself()) mask &= ~(1ull << role.peers.rank);
+    encode<kPayload, kType, kSteps>(role.p, raw, index, piece, role.lane);
   }
 };
 
 // Row pieces by 16-byte stores, to the ranks after this one first.
 template <Payload kPayload, DType kType, int kSteps>
 __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallContext& call,
-                                          Outgoing<kPayload, kSteps>& out) {
-  const LlDispatchParams& p = role.p;
-  const int rank = role.peers.rank, num_ranks = p.shape.num_ranks;
+                                          Outgoing<kPayload, kType, kSteps>& out) {
+  const int rank = role.peers.rank;
 #pragma unroll 1
   while (out.unit < role.geometry.send_units) {
-    uint64_t mask = destinations(num_ranks, choice_of(role, out.id));
-    if (!role.sends_to_itself()) mask &= ~(1ull << rank);
-    Piece<kSteps> piece;
-    encode<kPayload, kType, kSteps>(p, out.raw, out.piece, piece, role.lane);
-    const Offset slot = p.layout.row(call.bank, rank, out.token);
-    uint64_t later = mask >> rank << rank;
+    const Offset slot = role.p.layout.row(call.bank, rank, out.token);
+    uint64_t mask = out.mask, later = mask >> rank << rank;
 #pragma unroll 1
     while (mask != 0) {
-      const uint64_t next = later != 0 ? later : mask;
-      const int peer = __ffsll(static_cast<long long>(next)) - 1;
+      const int peer = __ffsll(static_cast<long long>(later != 0 ? later : mask)) - 1;
       mask &= ~(1ull << peer);
       later &= mask;
-      store_wire<RemoteStore>(role.peers.at<char>(peer, slot), role.geometry.row, out.piece, piece, role.lane);
+      store_wire<RemoteStore>(role.peers.at<char>(peer, slot), role.geometry.row, out.index, out.piece, role.lane);
     }
     out.load(role, out.unit + role.plan.senders());
+    out.prepare(role);
   }
 }
 
@@ -420,19 +445,17 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
 
-  // What a warp sends first is on its way while the epoch is.
-  const Opening opening = open_call(args.state, Kind::kDispatch);
-  Outgoing<kPayload, kSteps> out;
+  // What a warp sends first is on its way, and is made ready, while the epoch is.
+  const Opening opening = open_call(p.layout, peers, args.state, Kind::kDispatch);
+  Outgoing<kPayload, kType, kSteps> out;
+  OutgoingRouting routing;
   out.unit = geometry.send_units;
-  int64_t routing_id = -1;
-  float weight = 1.0f;
+  routing.token = p.num_tokens;
   if (sends(p.half) && at.block < plan.sender_blocks) {
     if (role.is_sender()) out.load(role, role.sender());
-    const int token = role.routing_token();
-    if (token < p.num_tokens) {
-      routing_id = own_id(role, token);
-      weight = own_weight(role, token);
-    }
+    routing.load(role, role.routing_token());
+    routing.prepare(role);
+    out.prepare(role);
   }
   if (receives(p.half)) places.clear(threadIdx.x, blockDim.x);
   begin_call(call, p, args.state, peers, opening, Kind::kDispatch, at, receives(p.half));
@@ -441,8 +464,10 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
 
   if (sends(p.half)) {
     if (role.is_control()) send_records(call, p.layout, peers);
-    if (at.block < plan.sender_blocks) send_all_routing(role, call, routing_id, weight);
-    if (role.is_sender()) send_rows<kPayload, kType, kSteps>(role, call, out);
+    if (at.block < plan.sender_blocks) {
+      send_all_routing(role, call, routing);
+      send_rows(role, call, out);
+    }
     if (role.is_creditor()) send_credits(call, p.layout, peers);
     stamp(Stamp::kSent, peers.rank);
   }

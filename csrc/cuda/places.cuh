@@ -76,6 +76,17 @@ __device__ __forceinline__ int demand_of(const LlDispatchParams& p, const Places
   return places.count_bits(0, bin * p.shape.max_tokens, (bin + 1) * p.shape.max_tokens);
 }
 
+// OutputShape::row() in 32 bits: rows and places stay below 2^31 (OutputShape::make), sums of two below 2^32.
+template <bool kExpertRows>
+__device__ __forceinline__ int32_t output_row(const LlDispatchParams& p, int bin, uint32_t start, uint32_t index) {
+  const OutputLayout layout = p.output.layout;
+  const bool per_bin = layout == (kExpertRows ? OutputLayout::kExpertMajor : OutputLayout::kRankMajor);
+  const auto limit = static_cast<uint32_t>(kExpertRows || !per_bin ? p.output.capacity : p.shape.max_tokens);
+  const uint32_t place = per_bin ? index : start + index;
+  if (place >= limit) return kDroppedRow;
+  return static_cast<int32_t>(per_bin ? bin * limit + place : place);
+}
+
 // The row of a choice of `slot`, one a lane (rank layouts: the token's); kNoRow for lanes without. A whole warp calls.
 template <bool kExpertRows>
 __device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Places& places, int source, int slot,
@@ -91,10 +102,10 @@ __device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Place
     }
     if (!wanted) return kNoRow;
     const int start = p.output.layout == OutputLayout::kPacked ? places.start(expert) : 0;
-    return p.output.row(expert, start, count_rows(p, places, expert, 0, slot) + earlier);
+    return output_row<true>(p, expert, start, count_rows(p, places, expert, 0, slot) + earlier);
   } else {
     const int from = p.output.layout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0;
-    return wanted ? p.output.row(source, 0, places.count_bits(0, from, slot)) : kNoRow;
+    return wanted ? output_row<false>(p, source, 0, places.count_bits(0, from, slot)) : kNoRow;
   }
 }
 

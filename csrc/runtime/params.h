@@ -36,26 +36,27 @@ struct Scales {
   int element_bytes = 4;
 };
 
+// The order is that of a kernel's needs.
 struct LlDispatchParams {
+  // In: read by the sending half only.
+  const void* x = nullptr;  // [T, H]
+  const void* topk_idx = nullptr;
+  const float* topk_weights = nullptr;  // [T, K], null: ones
+  int num_tokens = 0;
+  bool is_idx64 = true;
+  Half half = Half::kBoth;
+
   Shape shape;
   LlLayout layout;
-  RowFormat row;
   CallRecord call;
-  Half half = Half::kBoth;
+  OutputShape output;
   Quant quant = Quant::kNone;
   DType dtype = DType::kBF16;  // of x
   int hidden = 0;              // elements of a row of x
-
-  // In: read by the sending half only.
-  const void* x = nullptr;  // [T, H]
-  Scales scales;            // given by the caller; data null if none
-  const void* topk_idx = nullptr;
-  bool is_idx64 = true;
-  const float* topk_weights = nullptr;  // [T, K], null: ones
-  int num_tokens = 0;
+  RowFormat row;
+  Scales scales;  // given by the caller; data null if none
 
   // Out: written by the receiving half, but for the handle's ids.
-  OutputShape output;
   bool zero_padding = false;
   void* out_x = nullptr;  // [rows, payload bytes]
   Scales out_scales;
@@ -71,27 +72,27 @@ struct LlDispatchParams {
 enum class Weighting : int { kNone = 0, kDispatch = 1, kHome = 2 };
 
 struct LlCombineParams {
+  Half half = Half::kBoth;
+  int num_tokens = 0;
+  int hidden = 0;
+  Weighting weighting = Weighting::kNone;
+  const void* rows = nullptr;  // [output.rows(), H]
+  HandlePtrs handle;           // of the dispatch
   Shape shape;
   LlLayout layout;
-  RowFormat row;  // of a partial sum
   CallRecord call;
-  Half half = Half::kBoth;
+  OutputShape output;
+  void* out = nullptr;  // [T, H]
+
   DType dtype = DType::kBF16;  // of rows
   DType wire_dtype = DType::kBF16;
   DType out_dtype = DType::kBF16;
-  int hidden = 0;
-  int domain_size = 1;  // the order of the sum: ranks of a domain, then domains
-
-  const void* rows = nullptr;  // [output.rows(), H]
-  OutputShape output;
-  HandlePtrs handle;  // of the dispatch
-  Weighting weighting = Weighting::kNone;
+  RowFormat row;                        // of a partial sum
+  int domain_size = 1;                  // the order of the sum: ranks of a domain, then domains
   const float* home_weights = nullptr;  // kHome: [T, K]
   const void* home_topk_idx = nullptr;  // kHome: optional [T, K], -1 skips
   bool is_idx64 = true;
   const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
-  int num_tokens = 0;
-  void* out = nullptr;  // [T, H]
   int num_sms = 0;
 };
 
