@@ -103,8 +103,9 @@ __device__ __forceinline__ void push_floor(const LlFloorPushParams& p, const Lsa
   const FloorPushRole role{{plan, at, lane_id(), warp_id()}, p, peers};
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(state, p.kind);
-  for (int token = threadIdx.x; token < p.shape.max_tokens; token += blockDim.x) {
+  const Opening opening = open_call(p.layout, peers, state, p.kind);
+  const int threads = role.plan.sender_warps * 32;  // the last warp opens the call
+  for (int token = threadIdx.x; token < p.shape.max_tokens && threadIdx.x < threads; token += threads) {
     targets[token] = push_targets(p, peers.rank, token);
   }
   __shared__ CallContext call;
