@@ -147,3 +147,13 @@ def _(
     num_experts: int, max_tokens: int, layout: int, capacity: int,
 ) -> torch.Tensor:  # fmt: skip
     return values.new_empty([num_tokens, topk], dtype=torch.float32)
+
+
+@_fake("ll_floor_flags")
+def _(*args: Any) -> None:
+    return None
+
+
+@_fake("ll_floor_push")
+def _(*args: Any) -> None:
+    return None

@@ -20,7 +20,8 @@ from nccl_ep.testing import ThreadGroup, run_ranks
 
 OPS = [
     "ll_dispatch", "ll_dispatch_out", "ll_dispatch_send", "ll_dispatch_recv", "ll_combine", "ll_combine_out",
-    "ll_combine_send", "ll_combine_recv", "ll_combine_weights",
+    "ll_combine_send", "ll_combine_recv", "ll_combine_weights", "ll_floor_flags",
+    "ll_floor_push",
 ]  # fmt: skip
 HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
 UTILS = (
@@ -77,6 +78,8 @@ class Calls:
             "ll_combine_send": combine,
             "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *handle.args(), *how),
             "ll_combine_weights": (*head, case.values[buffer.rank], handle.tensor, *handle.args()),
+            "ll_floor_flags": head,
+            "ll_floor_push": (*head, handle.tensor, *handle.args(), 2 * shape.hidden, True, 0),
         }
         outs = [torch.zeros_like(tensor) for tensor in ops.ll_dispatch.default(*dispatch)]
         self.args["ll_dispatch_out"] = (*dispatch, *outs)

@@ -24,6 +24,8 @@ class CpuBackend : public Backend {
   void combine_weights(const LlCombineWeightsParams& params, void*) override {
     cpu_combine_weights(params, *transport_, state_);
   }
+  void floor_flags(const LlFloorFlagsParams& params, void*) override { cpu_floor_flags(params, *transport_, state_); }
+  void floor_push(const LlFloorPushParams& params, void*) override { cpu_floor_push(params, *transport_, state_); }
   Failure failure() const override { return state_.failure; }
   Report report(bool take_invalid_ids) override {
     Report report{state_.failure, state_.invalid_ids, state_.dropped_rows, {}};

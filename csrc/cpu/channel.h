@@ -18,6 +18,7 @@ struct CpuState {
   uint64_t arrivals[kNumKinds] = {0, 0};  // arrival signals that every network peer has sent up to that call
   double timeout_seconds = 100;
   Failure failure;
+  uint64_t flag_epoch = 0;  // of the last exchange of flags
   InvalidIds invalid_ids;
   uint64_t dropped_rows = 0;
   WireBytes wire;

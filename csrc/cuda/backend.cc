@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda/device_guard.h"
+#include "cuda/floors.h"
 #include "cuda/launch.h"
 #include "cuda/one_gpu_world.h"
 #include "runtime/agreement.h"
@@ -180,6 +181,16 @@ class CudaBackend : public Backend {
   void dispatch(const LlDispatchParams& params, void* stream) override { run(params, stream); }
   void combine(const LlCombineParams& params, void* stream) override { run(params, stream); }
   void combine_weights(const LlCombineWeightsParams& params, void* stream) override { run(params, stream); }
+  void floor_flags(const LlFloorFlagsParams& params, void* stream) override {
+    check_served(params);
+    run_floor(params, plan_of(params), stream);
+  }
+  void floor_push(const LlFloorPushParams& params, void* stream) override {
+    check_served(params);
+    const bool is_world = memory_->world != nullptr;
+    const int sms = num_blocks(params, is_world ? memory_->num_sms / params.shape.num_ranks : memory_->num_sms);
+    run_floor(params, plan_of(params, is_world ? params.shape.max_tokens : params.num_tokens, sms), stream);
+  }
 
   Failure failure() const override {
     // Pairs with the fence before the kernel's store of the code; nothing is written after it.
@@ -255,6 +266,18 @@ class CudaBackend : public Backend {
     }
   }
 
+  template <class Params>
+  void run_floor(const Params& params, const LlPlan& plan, void* stream) {
+    KernelArgs<Params> args;
+    args.params = params;
+    args.peers = memory_->peers;
+    args.state = memory_->state;
+    args.plan = plan;
+    if (memory_->world) return memory_->world->run(memory_->peers.rank, args, stream);
+    args.plan.pdl = uses_pdl_;
+    launch(args, stream);
+  }
+
   // Blocks that the caller asks for, of those there are.
   template <class Params>
   static int num_blocks(const Params& params, int available) {
@@ -294,6 +317,7 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     guard.emplace(device);
     seat = own_seat(device);
     load_kernels();
+    load_floor_kernels();
     memory = make_memory(device, config.timeout_seconds);
   });
   const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, seat);

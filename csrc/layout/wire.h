@@ -67,7 +67,7 @@ struct CallRecord {
   EP_HD uint32_t word(int index) const { return words[index]; }
 };
 
-enum class Operation : int { kDispatch = 1, kCombine = 2, kCombineWeighted = 3, kCombineWeights = 4 };
+enum class Operation : int { kDispatch = 1, kCombine = 2, kCombineWeighted = 3, kCombineWeights = 4, kFloorPush = 5 };
 
 EP_HD uint32_t pack_operation(Operation operation, DType dtype, Quant quant, DType wire_dtype) {
   return static_cast<uint32_t>(operation) | static_cast<uint32_t>(dtype) << 8 | static_cast<uint32_t>(quant) << 16 |

@@ -24,6 +24,8 @@ class Backend {
   virtual void dispatch(const LlDispatchParams& params, void* stream) = 0;
   virtual void combine(const LlCombineParams& params, void* stream) = 0;
   virtual void combine_weights(const LlCombineWeightsParams& params, void* stream) = 0;
+  virtual void floor_flags(const LlFloorFlagsParams& params, void* stream) = 0;
+  virtual void floor_push(const LlFloorPushParams& params, void* stream) = 0;
 
   // How the buffer failed, if it did: asked at every call, hence no call of CUDA.
   virtual Failure failure() const = 0;

@@ -16,6 +16,8 @@ const char* name_of(Operation operation) {
       return "combine with weights of the home rank";
     case Operation::kCombineWeights:
       return "combine of weights";
+    case Operation::kFloorPush:
+      return "pushes alone";
   }
   return "unknown operation";
 }
@@ -52,7 +54,9 @@ std::string describe(const CallRecord& call) {
 }
 
 std::string describe(const Failure& failure, int rank, double timeout_seconds) {
-  const char* kind = failure.kind == Kind::kDispatch ? "dispatch" : "combine";
+  const char* kind = failure.phase == Phase::kFlag     ? "exchange of flags"
+                     : failure.kind == Kind::kDispatch ? "dispatch"
+                                                       : "combine";
   if (failure.code == Failure::kOtherCall) {
     return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
                   describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs));

@@ -201,4 +201,23 @@ void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   note_half(Kind::kCombine, Half::kBoth);
 }
 
+void Group::floor_flags(void* stream) {
+  require_usable();
+  backend_->floor_flags({num_ranks(), window_.flags.offset, window_.flag_epoch.offset, {}}, stream);
+}
+
+void Group::floor_push(LlFloorPushParams& p, int64_t row_bytes, void* stream) {
+  require_usable();
+  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
+  check_tokens(p.num_tokens, p.shape);
+  check_row_bytes(row_bytes, "a row");
+  p.row = RowFormat{static_cast<int>(row_bytes), 0, false};
+  p.layout = LlLayout::make(window_, p.kind, p.shape, p.row);
+  p.call = record_of(pack_operation(Operation::kFloorPush, DType::kOpaque8, Quant::kNone, DType::kOpaque8),
+                     p.row.payload_bytes, p.shape, 0, p.num_tokens);
+  check_half(p.kind, Half::kBoth, p.kind == Kind::kDispatch ? "dispatch" : "combine");
+  backend_->floor_push(p, stream);
+  note_half(p.kind, Half::kBoth);
+}
+
 }  // namespace ep

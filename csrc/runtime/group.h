@@ -47,6 +47,9 @@ class Group {
   void dispatch(LlDispatchParams& params, void* stream);
   void combine(LlCombineParams& params, void* stream);
   void combine_weights(LlCombineWeightsParams& params, void* stream);
+  // `row_bytes`: of a row on the wire.
+  void floor_flags(void* stream);
+  void floor_push(LlFloorPushParams& params, int64_t row_bytes, void* stream);
 
   // Throws what the device has found: a failure of the buffer (again at every call), ids out of range (once).
   void check();

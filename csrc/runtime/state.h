@@ -9,11 +9,21 @@
 namespace ep {
 
 // What a rank waits for.
-enum class Phase : uint32_t { kNone = 0, kCallRecord, kRouting, kWeights, kRows, kPartials, kScalars, kArrivalSignal };
+enum class Phase : uint32_t {
+  kNone = 0,
+  kCallRecord,
+  kRouting,
+  kWeights,
+  kRows,
+  kPartials,
+  kScalars,
+  kArrivalSignal,
+  kFlag
+};
 
 inline const char* name_of(Phase phase) {
-  constexpr const char* kNames[] = {"nothing",    "call record",  "routing message",    "weights",
-                                    "token rows", "partial sums", "scalars of weights", "arrival signal"};
+  constexpr const char* kNames[] = {"nothing",      "call record",        "routing message", "weights", "token rows",
+                                    "partial sums", "scalars of weights", "arrival signal",  "flag"};
   return kNames[static_cast<int>(phase)];
 }
 

@@ -126,6 +126,14 @@ PYBIND11_MODULE(_C, m) {
   using namespace ep;
   py::register_exception_translator(&translate);
   m.def("has_cuda", &has_cuda_backend, "Whether this build holds the CUDA backend.");
+  m.def(
+      "nccl_info",
+      [] {
+        const NcclInfo info = nccl_info();
+        return py::dict(py::arg("compiled") = info.compiled, py::arg("loaded") = info.loaded,
+                        py::arg("path") = info.path, py::arg("problem") = info.problem);
+      },
+      "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
   m.def("time_line", &take_time_line, py::arg("combine"),
         "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");
   m.def(

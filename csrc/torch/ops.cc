@@ -283,6 +283,34 @@ Tensor ll_combine_weights(std::string_view buffer, Tensor, const Tensor& values,
   });
 }
 
+// ---- floors of the benchmark
+
+void ll_floor_flags(std::string_view buffer, Tensor) {
+  guarded([&] {
+    const auto registered = find_group(buffer);
+    Group& group = *registered->group;
+    group.floor_flags(registered->order.next_stream(device_of(group)));
+  });
+}
+
+// `row_bytes`: of a row on the wire, without the padding that makes them a multiple of 16.
+void ll_floor_push(std::string_view buffer, Tensor, const Tensor& handle, EP_HANDLE_ARGS, int64_t row_bytes,
+                   bool combine, int64_t num_sms) {
+  guarded([&] {
+    const auto registered = find_group(buffer);
+    Group& group = *registered->group;
+    const at::Device device = device_of(group);
+    LlFloorPushParams p;
+    p.kind = combine ? Kind::kCombine : Kind::kDispatch;
+    p.map_k = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle).map_k();
+    p.num_tokens = static_cast<int>(num_tokens);
+    EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
+    EP_CHECK(row_bytes > 0 && row_bytes <= INT32_MAX - 16, "row_bytes is ", row_bytes, ", must be positive");
+    p.num_sms = static_cast<int>(num_sms);
+    group.floor_push(p, align_up<int64_t>(row_bytes, 16), registered->order.next_stream(device));
+  });
+}
+
 // `seq` is the first mutable argument of all.
 #define EP_DISPATCH_CONFIG_SCHEMA                                                                                \
   "int num_experts, int max_tokens, int layout, int capacity, int alignment, int quant, bool zero_padding, int " \
@@ -305,6 +333,8 @@ void register_kernels(torch::Library& library) {
   library.impl("ll_combine_send", &ll_combine_send);
   library.impl("ll_combine_recv", &ll_combine_recv);
   library.impl("ll_combine_weights", &ll_combine_weights);
+  library.impl("ll_floor_flags", &ll_floor_flags);
+  library.impl("ll_floor_push", &ll_floor_push);
 }
 
 }  // namespace
@@ -331,6 +361,9 @@ TORCH_LIBRARY(nccl_ep, library) {
       ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms) -> Tensor out");
   library.def("ll_combine_weights(str buffer, Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA
               ") -> Tensor out");
+  library.def("ll_floor_flags(str buffer, Tensor(a!) seq) -> ()");
+  library.def("ll_floor_push(str buffer, Tensor(a!) seq, Tensor handle, " EP_HANDLE_SCHEMA
+              ", int row_bytes, bool combine, int num_sms) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ep::register_kernels(library); }

@@ -51,7 +51,8 @@ def native_operations(shape: Shape, buffer: Buffer, given: Given, checked: Check
     def run_dispatch() -> Any:
         return dispatch(
             given.x, given.topk_idx, given.weights,
-            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant, num_sms=num_sms,
+            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant, scales=given.scales,
+            num_sms=num_sms,
         )  # fmt: skip
 
     def run_combine() -> Any:
@@ -68,12 +69,13 @@ def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, 
     """torch.ops.nccl_ep with out= tensors made beforehand. The bits must be those of the public functions."""
     handle = checked.out.handle
     layout, quant = int(handle.layout), int(QUANTS[shape.quant])
-    inputs = (buffer.name, buffer._seq, given.x, None, given.topk_idx, given.weights)
+    inputs = (buffer.name, buffer._seq, given.x, given.scales, given.topk_idx, given.weights)
     config = (shape.num_experts, handle.max_tokens, layout, handle.capacity, 1, quant, False, num_sms)
     outputs = _ops.ll_dispatch.default(*inputs, *config)
     out_x, handle_tensor = outputs[0], outputs[-1]
     weighting = 1 if handle.layout.has_expert_rows else 0  # functional.py, _DISPATCH and _NONE
-    how = (weighting, torch.bfloat16, torch.bfloat16, num_sms)
+    combined = shape.payload.combined
+    how = (weighting, combined, combined, num_sms)
     y = torch.empty_like(checked.y)
     dispatch_out, combine_out = _ops.ll_dispatch_out.default, _ops.ll_combine_out.default
     combine_args: tuple[Any, ...] = (
