@@ -12,13 +12,14 @@ import torch
 
 from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
+from .deepep_low_latency import LowLatencyMethods
 from .errors import UsageError
 
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
 
-class Buffer:
+class Buffer(LowLatencyMethods):
     """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
 
     Args:
@@ -26,8 +27,9 @@ class Buffer:
             ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
         num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them; ignored with
             ``sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
-        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy,
-            enable_shrink, comm: DeepEP's arguments, in its order.
+        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric,
+            explicitly_destroy, enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py
+            communicator in place of a group.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
@@ -57,6 +59,7 @@ class Buffer:
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
+        use_fabric: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
@@ -94,6 +97,9 @@ class Buffer:
             timeout_seconds=timeout,
             network_seed=network_seed or 0,
         )
+        self._sizes = sizes
+        self._scratch: dict[Any, torch.Tensor] = {}
+        self._comm_stream: Any = None
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.runtime = _make_group(self.name, rendezvous, config, timeout)
@@ -187,6 +193,7 @@ class Buffer:
         """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice."""
         if os.getpid() == self._process:
             self.runtime.destroy()
+            self._scratch.clear()
 
     def __enter__(self) -> Buffer:
         return self

@@ -11,6 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from . import ops  # noqa: F401  (registers the fakes)
 from .buffer import Buffer, find_buffer
+from .checks import error_of as _error_of
+from .checks import require_on as _require_on
 from .errors import OverflowError, UsageError
 from .handle import LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
 
@@ -404,26 +406,3 @@ def _buffer_of(handle: Handle) -> Buffer:
     if handle.num_ranks != buffer.num_ranks:
         raise UsageError(f"the handle is of {handle.num_ranks} ranks, its buffer {buffer.name} of {buffer.num_ranks}")
     return buffer
-
-
-def _require_on(buffer: Buffer, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
-    """An op would follow a tensor on another device to that device's kernel, or to the fake one."""
-    device = buffer.device
-    for tensor in tensors:
-        if tensor is None or (isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _strided):
-            continue
-        name = next(name for name, each in zip(names, tensors, strict=True) if each is tensor)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, must be a tensor")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, the buffer on {device}")
-        raise ValueError(f"{name} is {tensor.layout}, must be strided")
-
-
-def _error_of(buffer: Buffer, error: RuntimeError) -> Exception:
-    """Ops know only ValueError and RuntimeError: the second becomes the buffer's own error where it has one."""
-    try:
-        buffer.require_usable()
-    except Exception as reason:
-        return reason
-    return UsageError(str(error).split("\n", 1)[0])

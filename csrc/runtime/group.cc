@@ -67,6 +67,14 @@ LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes) {
   return sizes;
 }
 
+uint64_t window_for(int num_ranks, const LlSizes& sizes) {
+  // Of a bank, sizes_for_window() gives a thirty-second to the tagged words of a kind, and 15 to its rows.
+  const uint64_t part = std::max(align_up<uint64_t>(sizes.tagged_bytes, 128),
+                                 ceil_div<uint64_t>(std::max(sizes.row_bytes[0], sizes.row_bytes[1]), 15)) +
+                        128;
+  return align_up<uint64_t>(LlWindow::make(num_ranks, {}).bytes + 8192 + kNumBanks * 32 * part, 4096) + 65536;
+}
+
 Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend)
     : rank_(bootstrap.rank()), config_(config) {
   check_timeout(config.timeout_seconds);

@@ -24,6 +24,8 @@ struct GroupConfig {
 LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_bytes);
 // Splits `window_bytes` for shapes that are not known yet.
 LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes);
+// A window whose split has room for `sizes`; a multiple of 128 bytes.
+uint64_t window_for(int num_ranks, const LlSizes& sizes);
 
 class Group {
  public:

@@ -139,6 +139,12 @@ PYBIND11_MODULE(_C, m) {
       "sizes_for_window",
       [](int num_ranks, uint64_t window_bytes) { return as_tuple(sizes_for_window(num_ranks, window_bytes)); },
       "The same for a window of the given bytes.");
+  m.def(
+      "window_for",
+      [](int num_ranks, const std::array<uint64_t, 3>& sizes) {
+        return window_for(num_ranks, {sizes[0], {sizes[1], sizes[2]}});
+      },
+      "Bytes of a window whose split has room for these sizes.");
   py::class_<GroupConfig>(m, "GroupConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
