@@ -45,8 +45,7 @@ Outputs allocate(const RowSpec& row, const DispatchSpec& spec, const OutputShape
             .transpose(1, 2);
   }
   const int64_t size = SourceShape::of(output).size(handle_shape(output, row.num_tokens));
-  const Tensor handle = device.is_cpu() ? at::zeros({size}, at::kInt) : new_tensor({size}, at::kInt, device);
-  return {made.x, made.scales, made.weights, made.info, handle};
+  return {made.x, made.scales, made.weights, made.info, new_handle(size, device)};
 }
 
 void set_all(LlDispatchParams& p, const Outputs& t) {
