@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
+import time
 import weakref
 from typing import Any, ClassVar
 
@@ -14,6 +16,7 @@ from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
 from .deepep_low_latency import LowLatencyMethods
 from .errors import UsageError
+from .log import logger
 
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
@@ -100,10 +103,19 @@ class Buffer(LowLatencyMethods):
         self._sizes = sizes
         self._scratch: dict[Any, torch.Tensor] = {}
         self._comm_stream: Any = None
+        self._is_destroyed = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
+        start, free = time.monotonic(), _free_memory(self.device)
         self.runtime = _make_group(self.name, rendezvous, config, timeout)
+        self._memory_total = free - _free_memory(self.device)
         _buffers[self.name] = weakref.ref(self, functools.partial(_forget, self.name))
+        if logger.isEnabledFor(logging.INFO):
+            took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
+            logger.info(
+                "made %r in %.3f s: window of %d bytes, %d ranks share memory, deadline %g s",
+                self, took, window, self.domain_size, timeout,
+            )  # fmt: skip
 
     @classmethod
     def for_shapes(
@@ -174,8 +186,23 @@ class Buffer(LowLatencyMethods):
         self.runtime.set_timeout(seconds)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the buffer was made: "dispatches", "combines", "dropped_rows"; "window_bytes"; "backend"."""
-        return dict(self.runtime.stats())
+        """What the buffer has done since it was made, what it takes, and what was chosen for it.
+
+        "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
+        of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
+        "combine", "combine_weights", and of the first two "staged". "dropped_rows": past a capacity. "invalid_ids":
+        since the last ``check()``. "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went
+        when the buffer was made, NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's
+        methods.
+        "mode", "backend", "device", "domain_size": how its operations run.
+
+        On CUDA it waits for a copy from the device, not for operations in flight.
+        """
+        stats = dict(self.runtime.stats())
+        stats["scratch_bytes"] = sum(tensor.nbytes for tensor in self._scratch.values())
+        if self.device.type == "cuda":
+            stats["memory_total_bytes"] = self._memory_total
+        return stats | {"mode": "ll", "device": str(self.device), "domain_size": self.domain_size}
 
     def wire_bytes(self) -> dict[str, list[int]]:
         """What this rank has sent since the buffer was made (CPU backend), each a list [R] that includes itself.
@@ -192,6 +219,9 @@ class Buffer(LowLatencyMethods):
     def destroy(self) -> None:
         """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice."""
         if os.getpid() == self._process:
+            if not self._is_destroyed:
+                self._is_destroyed = True
+                logger.info("destroying %r", self)
             self.runtime.destroy()
             self._scratch.clear()
 
@@ -233,6 +263,10 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def _make_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from .errors import UsageError
+from .log import logger
 
 
 class Buffer(Protocol):
@@ -40,5 +41,6 @@ def error_of(buffer: Buffer, error: RuntimeError) -> Exception:
     try:
         buffer.require_usable()
     except Exception as reason:
+        logger.error("%s", reason)
         return reason
     return UsageError(str(error).split("\n", 1)[0])

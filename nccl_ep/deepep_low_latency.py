@@ -15,7 +15,7 @@ import torch
 from . import _C
 from .checks import error_of, require_on
 from .errors import UsageError
-from .events import EventHandle, EventOverlap
+from .events import EventHandle, EventOverlap, run_beside
 from .handle import Quant
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
@@ -221,7 +221,7 @@ class LowLatencyMethods:
         args = (x, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0)
         op = _ops.ll_dispatch_deepep_send.default if return_recv_hook else _ops.ll_dispatch_deepep.default
         try:
-            outputs, event = self._run(lambda: op(self.name, self._seq, *args), args, async_finish)
+            outputs, event = run_beside(self, lambda: op(self.name, self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
         recv_x, scales, _, info, tensor = outputs
@@ -296,7 +296,7 @@ class LowLatencyMethods:
         op = _ops.ll_combine_deepep_send.default if return_recv_hook else _ops.ll_combine_deepep.default
         args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0)
         try:
-            made, event = self._run(lambda: op(self.name, self._seq, *args), args, async_finish)
+            made, event = run_beside(self, lambda: op(self.name, self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
         if out is None:
@@ -308,27 +308,6 @@ class LowLatencyMethods:
         return out, event, hook
 
     # ---- How they run
-
-    def _run(self, call: Callable[[], Any], inputs: tuple[Any, ...], is_async: bool) -> tuple[Any, EventOverlap]:
-        """``call()`` on the current stream, or on the buffer's own, then with an event of its end."""
-        if not is_async:
-            return call(), EventOverlap()
-        if self.device.type == "cpu":
-            return call(), EventOverlap(EventHandle.completed())
-        current, comm = torch.cuda.current_stream(self.device), self.get_comm_stream()
-        comm.wait_stream(current)
-        with torch.cuda.stream(comm):
-            result = call()
-            event = EventHandle(comm)
-        outputs = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-        kept = tuple(each for each in (*inputs, *outputs) if isinstance(each, torch.Tensor))
-        # The allocator learns who uses what, but for a capture: there memory that two streams use is not given back
-        # before its end, and the tensors that the event holds do.
-        if not torch.cuda.is_current_stream_capturing():
-            for tensor in kept:
-                tensor.record_stream(comm)
-                tensor.record_stream(current)
-        return result, EventOverlap(event, kept)
 
     def _hook(self, receive: Callable[[], None]) -> Hook:
         """The receiving half, on the stream that was current when it was made, as in DeepEP."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class EventHandle:
@@ -67,3 +70,40 @@ class EventOverlap:
     def __exit__(self, *_: Any) -> None:
         if self.event is not None:
             self.event.current_stream_wait()
+
+
+class _Buffer(Protocol):
+    device: torch.device
+
+    def get_comm_stream(self) -> Any: ...
+
+
+def run_beside(
+    buffer: _Buffer, call: Callable[[], T], inputs: tuple[Any, ...], is_async: bool
+) -> tuple[T, EventOverlap]:
+    """``call()`` on the current stream, without an event; or on the buffer's own, with an event of its end.
+
+    The buffer's stream first waits for the current one. The event holds the tensors of ``inputs`` and of the result.
+    """
+    if not is_async:
+        return call(), EventOverlap()
+    if buffer.device.type == "cpu":
+        return call(), EventOverlap(EventHandle.completed())
+    current, comm = torch.cuda.current_stream(buffer.device), buffer.get_comm_stream()
+    comm.wait_stream(current)
+    with torch.cuda.stream(comm):
+        result = call()
+        event = EventHandle(comm)
+    outputs = (result,) if isinstance(result, torch.Tensor) else result
+    kept = tuple(each for each in (*inputs, *_tensors(outputs)) if isinstance(each, torch.Tensor))
+    # The allocator learns who uses what. Not in a capture: there memory that two streams use is not given back before
+    # the end, and the tensors that the event holds are safe without.
+    if not torch.cuda.is_current_stream_capturing():
+        for tensor in kept:
+            tensor.record_stream(comm)
+            tensor.record_stream(current)
+    return result, EventOverlap(event, kept)
+
+
+def _tensors(outputs: Any) -> tuple[Any, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else ()

@@ -9,7 +9,7 @@ import deepep_ranks
 import pytest
 import torch
 from deepep_ranks import deepep_cases, small_case
-from expected import shared_buffer
+from expected import Expected, plain_case, shared_buffer
 from processes import run_processes
 
 import nccl_ep
@@ -65,6 +65,25 @@ def test_async_runs_beside_the_current_stream() -> None:
         with event:
             pass
         torch.cuda.synchronize()
+
+
+def test_native_async_runs_beside_the_current_stream() -> None:
+    case = Expected(plain_case(1))
+    given, kwargs = case.inputs[0], case.case.dispatch_kwargs()
+    x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
+    with shared_buffer(ThreadGroup.make(1)[0], [case], device="cuda") as buffer:
+        for _ in range(2):  # the first has streams to make
+            torch.cuda.synchronize()
+            pending = nccl_ep.dispatch_send(x, ids, weights, buffer=buffer, async_finish=True, **kwargs)
+            rows = case.rows[0].cuda()
+            slow = _event_after(200)
+            pending.event.event._event.synchronize()
+            was_beside = not slow.query()
+            out = pending.receive()
+            y = nccl_ep.combine_send(rows, out.handle, async_finish=True).receive()
+            case.check_dispatch(out, 0)
+            case.check_combine(y.cpu(), 0)
+        assert was_beside
 
 
 def test_a_hook_runs_on_the_stream_of_its_dispatch() -> None:

@@ -41,8 +41,10 @@ class NamedGroup {
   NamedGroup(std::string name, int rank, int num_ranks, py::function allgather, const GroupConfig& config)
       : name_(std::move(name)) {
     PythonBootstrap bootstrap(rank, num_ranks, std::move(allgather));
+    GroupConfig named = config;
+    named.name = name_;
     py::gil_scoped_release no_gil;
-    group_ = make_group(bootstrap, config);
+    group_ = make_group(bootstrap, named);
     register_group(name_, group_);
   }
   ~NamedGroup() { destroy(); }
@@ -86,6 +88,10 @@ py::dict stats(Group& group) {
   result["dispatches"] = report.epochs[0];
   result["combines"] = report.epochs[1];
   result["dropped_rows"] = report.dropped_rows;
+  result["invalid_ids"] = report.invalid_ids.count;
+  const Calls& calls = group.calls();
+  result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
+                             py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.staged);
   result["window_bytes"] = group.window().bytes;
   if (!group.is_destroyed()) result["backend"] = group.backend().name();
   return result;
