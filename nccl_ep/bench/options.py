@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", type=_words("bf16", "fp8"), default=["bf16", "fp8"], help="of dispatched rows, list")
     add("--layout", choices=tuple(LAYOUTS), default="expert_major")
     add("--num-sms", type=_ints, default=[0], help="list; 0: the library's choice")
-    add("--api", type=_words("native", "ops"), default=["native", "ops"], help="list")
+    add("--api", type=_words("native", "ops", "deepep"), default=["native", "ops"], help="list of native, ops, deepep")
     add("--routing", choices=ROUTINGS, default="uniform")
     add("--seed", type=int, default=1)
     add("--figures", type=_words(*GPU_FIGURES), help=f"of {', '.join(GPU_FIGURES)}, list (CPU: event, host, memory)")
@@ -67,6 +67,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     has_gpu = _C.has_cuda() and torch.cuda.is_available()
     if options.device == "cuda" and not has_gpu:
         parser.error("--device cuda: " + ("torch finds no GPU" if _C.has_cuda() else "this build has no CUDA backend"))
+    if "deepep" in options.api and options.layout != "expert_major":
+        parser.error(f"--api deepep: its layout is expert_major, not {options.layout}")
     options.device = options.device or ("cuda" if has_gpu else "cpu")
     is_cuda = options.device == "cuda"
     defaults = {
