@@ -1,8 +1,7 @@
 """DeepEP's low-latency methods of ``Buffer``. docs/deepep.md says what is the same and what differs.
 
-The ops (csrc/torch/deepep_ops.cc) put DeepEP's ``src_info`` and ``layout_range`` in front of our handle, in one tensor.
-The handle that callers hold is DeepEP's tuple of five, whose first two elements are views of that tensor: the memory of
-``src_info`` is all that combine needs, also when the tuple was taken apart and rebuilt.
+The handle that callers hold is DeepEP's tuple of five. Its ``src_info`` is the front of an allocation that goes on with
+our handle (csrc/torch/deepep_ops.cc), and so all that combine needs, also when the tuple was taken apart and rebuilt.
 """
 
 from __future__ import annotations
@@ -224,13 +223,8 @@ class LowLatencyMethods:
             outputs, event = run_beside(self, lambda: op(self.name, self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
-        recv_x, scales, _, info, tensor = outputs
-        local, rows, hidden = recv_x.shape
-        ranges = local * self.num_ranks
-        src_info = tensor.as_strided((local, rows), (rows, 1))
-        first_range = (local * rows + 3) // 4 * 4  # as SourceShape in csrc/layout/outputs.h
-        layout_range = tensor[first_range : first_range + 2 * ranges].view(torch.int64).view(local, self.num_ranks)
-        handle = (src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        recv_x, scales, _, counts, src_info, layout_range = outputs
+        handle = (src_info, layout_range, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts)
         hook = None
         if return_recv_hook:
             numbers = (
@@ -238,7 +232,7 @@ class LowLatencyMethods:
                 num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
             )  # fmt: skip
             hook = self._hook(lambda: _ops.ll_dispatch_deepep_recv.default(self.name, self._seq, *outputs, *numbers))
-        return (recv_x, scales) if use_fp8 else recv_x, info[:local], handle, event, hook
+        return (recv_x, scales) if use_fp8 else recv_x, counts, handle, event, hook
 
     def low_latency_combine(
         self,

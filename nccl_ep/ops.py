@@ -167,8 +167,10 @@ def _deepep_outputs(
     # As SourceShape in csrc/layout/outputs.h.
     handle = _handle_size(ranks, x.shape[0], max_tokens, topk_idx.shape[1], Layout.EXPERT_MAJOR)
     padding = _align4(topk_idx.numel()) - topk_idx.numel()
-    size = _align4(local * capacity) + _align4(2 * local * ranks) + handle + padding
-    return rows, scales, weights, info, x.new_empty([size], dtype=torch.int32)
+    size = _align4(local * capacity) + handle + padding
+    src_info = x.new_empty([size], dtype=torch.int32).as_strided([local, capacity], [capacity, 1])
+    layout_range = x.new_empty([local, ranks], dtype=torch.int64)
+    return rows, scales, weights, info.as_strided([local], [1]), src_info, layout_range
 
 
 def _deepep_combined(

@@ -367,8 +367,8 @@ def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str
         ({"x": torch.ones(2, 4, 64).to(torch.int16)}, ValueError, "must be bf16, fp16 or fp32"),
         ({"topk_weights": torch.ones(3, 2).bfloat16()}, ValueError, "weights is BFloat16, must be Float"),
         ({"topk_weights": torch.ones(3, 3)}, ValueError, r"weights has shape \[3, 3\]"),
-        ({"topk_idx": torch.zeros(4, 2, dtype=torch.int64)}, ValueError, "a dispatch of 4 tokens, top-2"),
-        ({"topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, ValueError, "a dispatch of 3 tokens, top-3"),
+        ({"topk_idx": torch.zeros(4, 2, dtype=torch.int64)}, ValueError, "after a dispatch of 4 tokens, top-2"),
+        ({"topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, ValueError, "after a dispatch of 3 tokens, top-3"),
         ({"out": torch.zeros(3, 64)}, ValueError, "out is Float, must be BFloat16"),
         ({"out": torch.zeros(2, 64).bfloat16()}, ValueError, r"out has shape \[2, 64\], must be \[3, 64\]"),
         ({"use_logfmt": True, "zero_copy": True}, ValueError, "use_logfmt and zero_copy are both set"),
@@ -400,7 +400,7 @@ def test_a_handle_that_is_none() -> None:
             buffer.low_latency_combine(rows[:, :3].contiguous(), ids, weights, (src_info, rest[0], 3, 64, 2))
         spoilt = src_info.clone().untyped_storage()
         assert spoilt.nbytes() < src_info.untyped_storage().nbytes()
-        handle[0].view(-1).as_strided((8,), (1,), 8 + 8).fill_(1000)  # behind src_info and layout_range
+        handle[0].view(-1).as_strided((8,), (1,), 8 + 4).fill_(1000)  # behind src_info and the numbers of tokens
         with pytest.raises(ValueError, match="the handle is not of these sizes, or was changed"):
             buffer.low_latency_combine(rows, ids, weights, handle)
 

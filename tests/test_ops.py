@@ -27,7 +27,7 @@ DEEPEP_OPS = [
     "ll_combine_deepep_send", "ll_combine_deepep_recv",
 ]  # fmt: skip
 HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
-WRITE_HANDLE = ("ll_dispatch_out", "ll_dispatch_recv", "ll_dispatch_deepep_recv")
+WRITE_HANDLE = ("ll_dispatch_out", "ll_dispatch_recv")
 UTILS = (
     "test_schema",
     "test_autograd_registration",
@@ -184,8 +184,7 @@ def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None) -> dict[str, tuple[
     stats, waits = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     numbers = (4, 6, int(QUANTS[quant]), stats, waits, 0)
     dispatch = (*head, x, ids, *numbers)
-    rows, _, _, _, handle = ops.ll_dispatch_deepep.default(*dispatch)
-    src_info = handle.as_strided((4, 6), (6, 1))
+    rows, _, _, _, src_info, _ = ops.ll_dispatch_deepep.default(*dispatch)
     combine = (*head, rows.bfloat16(), src_info, torch.rand(6, 3), ids, 4, 6, waits)
     out = torch.empty(6, 640).bfloat16()
     return {

@@ -1,6 +1,7 @@
 // Low-latency dispatch and combine in DeepEP's convention: outputs made when an operation is sent and filled when it is
-// received, scales column-major in their last two dimensions, and src_info and layout_range in front of the handle, in
-// one tensor: whoever holds src_info holds the handle. nccl_ep/deepep_low_latency.py has the methods over these ops.
+// received, scales column-major in their last two dimensions, and src_info and layout_range beside them. src_info is
+// the front of the allocation that holds the handle: whoever has it has the handle. nccl_ep/deepep_low_latency.py has
+// the methods over these ops.
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 
@@ -33,9 +34,26 @@ int64_t* take_wait_cost(const OptionalTensor& wait_cost, const Group& group, con
 
 // ---- dispatch
 
+// `counts` [L] is the front of the info tensor, `src_info` [L, C] that of the handle.
 struct Outputs {
-  Tensor x, scales, weights, info, handle;
+  Tensor x, scales, weights, counts, src_info, layout_range;
 };
+
+// A tensor of the first entries of a larger allocation.
+Tensor front(Tensor whole, at::IntArrayRef sizes) {
+  whole.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return whole;
+}
+
+// The other way: an allocation's int32 entries from `first` on.
+Tensor behind(const Tensor& front, int64_t first, int64_t count) {
+  const auto key = front.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(front.storage()), c10::DispatchKeySet(key), front.dtype());
+  tensor.unsafeGetTensorImpl()->set_storage_offset(first);
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({count});
+  return tensor;
+}
 
 Outputs allocate(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output, const at::Device& device) {
   DispatchTensors made = allocate_outputs(row, spec, output, device);
@@ -44,19 +62,34 @@ Outputs allocate(const RowSpec& row, const DispatchSpec& spec, const OutputShape
         new_tensor({output.local_experts, made.scales.size(2), output.capacity}, made.scales.scalar_type(), device)
             .transpose(1, 2);
   }
-  const int64_t size = SourceShape::of(output).size(handle_shape(output, row.num_tokens));
-  return {made.x, made.scales, made.weights, made.info, new_handle(size, device)};
+  const Tensor handle = new_handle(SourceShape::of(output).size(handle_shape(output, row.num_tokens)), device);
+  return {made.x,
+          made.scales,
+          made.weights,
+          front(made.info, {output.local_experts}),
+          front(handle, {output.local_experts, output.capacity}),
+          new_tensor({output.local_experts, output.num_ranks}, at::kLong, device)};
+}
+
+// `size`: int32 entries of the allocation.
+void check_front(const Tensor& tensor, const char* name, at::IntArrayRef sizes, int64_t size, const RowSpec& row,
+                 const at::Device& device) {
+  check_tensor(tensor, name, at::kInt, sizes, device);
+  const int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  EP_CHECK(tensor.storage_offset() == 0 && bytes == 4 * size, name, " begins at element ", tensor.storage_offset(),
+           " of ", bytes, " bytes, after a dispatch of ", row.num_tokens, " tokens, top-", row.topk,
+           " it is at element 0 of ", 4 * size,
+           ": give the tensor that dispatch returned, not a copy, and the topk_idx of that dispatch");
 }
 
 void set_all(LlDispatchParams& p, const Outputs& t) {
-  const SourceShape sources = SourceShape::of(p.output);
-  int32_t* base = t.handle.data_ptr<int32_t>();
+  int32_t* base = t.src_info.data_ptr<int32_t>();
   p.src_info = base;
-  p.layout_range = reinterpret_cast<int64_t*>(base + sources.layout_range_at());
-  p.handle = HandlePtrs::of(base + sources.handle_at(), handle_shape(p.output, p.num_tokens));
+  p.layout_range = t.layout_range.data_ptr<int64_t>();
+  p.handle = HandlePtrs::of(base + SourceShape::of(p.output).handle_at(), handle_shape(p.output, p.num_tokens));
   p.out_x = t.x.data_ptr();
   p.out_weights = t.weights.data_ptr<float>();
-  p.info = t.info.data_ptr<int32_t>();
+  p.info = t.counts.data_ptr<int32_t>();
   if (t.scales.numel() == 0) return;
   p.out_scales.data = t.scales.data_ptr();
   p.out_scales.bin_stride = t.scales.stride(0);
@@ -65,26 +98,26 @@ void set_all(LlDispatchParams& p, const Outputs& t) {
 }
 
 // What the CUDA kernels do not write yet, by torch's operations on the stream, from the handle: src_info, layout_range.
-void account_for_rows(const LlDispatchParams& p, const Tensor& handle) {
-  const SourceShape sources = SourceShape::of(p.output);
+void account_for_rows(const LlDispatchParams& p, const Outputs& t) {
+  const int64_t rows = p.output.rows(), first = SourceShape::of(p.output).handle_at();
   const HandleShape native = handle_shape(p.output, p.num_tokens);
   const int64_t num_ranks = p.output.num_ranks, experts = p.output.local_experts, capacity = p.output.capacity;
-  const auto part = [&](int64_t first, int64_t count) { return handle.narrow(0, sources.handle_at() + first, count); };
-  const Tensor map = part(native.map_at(), native.map_size()).view({num_ranks, native.max_tokens, native.map_k});
-  const Tensor token = at::arange(native.max_tokens, handle.options()).view({1, -1, 1}).expand_as(map);
-  const Tensor is_row = map.ge(0).logical_and_(token.lt(part(0, num_ranks).view({-1, 1, 1})));
+  const Tensor tokens = behind(t.src_info, first, num_ranks);
+  const Tensor map =
+      behind(t.src_info, first + native.map_at(), native.map_size()).view({num_ranks, native.max_tokens, native.map_k});
+  const Tensor token = at::arange(native.max_tokens, map.options()).view({1, -1, 1}).expand_as(map);
+  const Tensor is_row = map.ge(0).logical_and_(token.lt(tokens.view({-1, 1, 1})));
   // Entries without a row go to one place more than there is.
-  const Tensor row = map.masked_fill(is_row.logical_not(), sources.rows).to(at::kLong);
-  const Tensor src_info = at::zeros({sources.rows + 1}, handle.options());
+  const Tensor row = map.masked_fill(is_row.logical_not(), rows).to(at::kLong);
+  const Tensor src_info = at::zeros({rows + 1}, map.options());
   src_info.scatter_(0, row.flatten(), token.flatten());
-  handle.narrow(0, 0, sources.rows).copy_(src_info.narrow(0, 0, sources.rows));
+  t.src_info.copy_(src_info.narrow(0, 0, rows).view_as(t.src_info));
 
   const Tensor expert = at::floor_divide(row, capacity).clamp_max_(experts).view({num_ranks, -1});
   const Tensor counts = at::zeros({num_ranks, experts + 1}, expert.options());
   counts.scatter_add_(1, expert, at::ones_like(expert));
   const Tensor kept = counts.narrow(1, 0, experts).t();
-  const Tensor range = kept.cumsum(1).sub_(kept).bitwise_left_shift_(32).bitwise_or_(kept);
-  handle.narrow(0, sources.layout_range_at(), 2 * sources.ranges).copy_(range.contiguous().view(at::kInt).flatten());
+  t.layout_range.copy_(kept.cumsum(1).sub_(kept).bitwise_left_shift_(32).bitwise_or_(kept));
 }
 
 // Runs the operation, or a half, into `t`. `p` has all but outputs.
@@ -114,11 +147,11 @@ void run_into(const Outputs& t, LlDispatchParams& p, Registered& registered, con
   group.dispatch(p, registered.order.next_stream(device));
   if (!receives(p.half)) return;
   if (scales.defined()) t.scales.copy_(scales);
-  account_for_rows(p, t.handle);
-  if (recv_stats) recv_stats->add_(t.info.narrow(0, 0, p.output.local_experts));
+  account_for_rows(p, t);
+  if (recv_stats) recv_stats->add_(t.counts);
 }
 
-using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
                         int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
@@ -136,7 +169,7 @@ DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& 
     group.prepare(p);  // refuses what does not fit before memory is taken for it
     const Outputs t = allocate(row, spec, output, device);
     run_into(t, p, *registered, recv_stats, wait_cost);
-    return DispatchResult{t.x, t.scales, t.weights, t.info, t.handle};
+    return DispatchResult{t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range};
   });
 }
 
@@ -152,10 +185,10 @@ DispatchResult ll_dispatch_deepep_send(std::string_view buffer, Tensor, const Te
   return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Half::kSend);
 }
 
-void ll_dispatch_deepep_recv(std::string_view buffer, Tensor, Tensor x, Tensor scales, Tensor weights, Tensor info,
-                             Tensor handle, at::ScalarType dtype, int64_t num_tokens, int64_t topk, bool is_idx64,
-                             int64_t num_experts, int64_t max_tokens, int64_t quant, OptionalTensor recv_stats,
-                             OptionalTensor wait_cost, int64_t num_sms) {
+void ll_dispatch_deepep_recv(std::string_view buffer, Tensor, Tensor x, Tensor scales, Tensor weights, Tensor counts,
+                             Tensor src_info, Tensor layout_range, at::ScalarType dtype, int64_t num_tokens,
+                             int64_t topk, bool is_idx64, int64_t num_experts, int64_t max_tokens, int64_t quant,
+                             OptionalTensor recv_stats, OptionalTensor wait_cost, int64_t num_sms) {
   guarded([&] {
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
@@ -172,9 +205,11 @@ void ll_dispatch_deepep_recv(std::string_view buffer, Tensor, Tensor x, Tensor s
         quantises ? at::IntArrayRef{output.local_experts, p.out_scales.count, output.capacity} : at::IntArrayRef{0},
         device);
     check_tensor(weights, "weights", at::kFloat, {output.local_experts, output.capacity}, device);
-    check_tensor(info, "info", at::kInt, {output.info_size()}, device);
-    check_tensor(handle, "handle", at::kInt, {SourceShape::of(output).size(handle_shape(output, num_tokens))}, device);
-    run_into({x, scales, weights, info, handle}, p, *registered, recv_stats, wait_cost);
+    check_front(counts, "counts", {output.local_experts}, output.info_size(), row, device);
+    check_front(src_info, "src_info", {output.local_experts, output.capacity},
+                SourceShape::of(output).size(handle_shape(output, num_tokens)), row, device);
+    check_tensor(layout_range, "layout_range", at::kLong, {output.local_experts, output.num_ranks}, device);
+    run_into({x, scales, weights, counts, src_info, layout_range}, p, *registered, recv_stats, wait_cost);
   });
 }
 
@@ -182,20 +217,11 @@ void ll_dispatch_deepep_recv(std::string_view buffer, Tensor, Tensor x, Tensor s
 
 // The handle behind src_info, in the same memory.
 Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_tokens, const at::Device& device) {
-  check_tensor(src_info, "src_info", at::kInt, {output.local_experts, output.capacity}, device);
   const SourceShape sources = SourceShape::of(output);
   const HandleShape native = handle_shape(output, num_tokens);
-  const int64_t bytes = static_cast<int64_t>(src_info.storage().nbytes()), expected = 4 * sources.size(native);
-  EP_CHECK(src_info.storage_offset() == 0 && bytes == expected, "src_info begins at element ",
-           src_info.storage_offset(), " of ", bytes, " bytes, the handle of a dispatch of ", num_tokens,
-           " tokens, top-", output.topk, " at element 0 of ", expected,
-           ": give the tensor that dispatch returned, not a copy, and the topk_idx of that dispatch");
-  Tensor handle = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(src_info.storage()),
-      c10::DispatchKeySet(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA), src_info.dtype());
-  handle.unsafeGetTensorImpl()->set_storage_offset(sources.handle_at());
-  handle.unsafeGetTensorImpl()->set_sizes_contiguous({native.size()});
-  return handle;
+  const RowSpec row{at::kInt, 0, 0, at::kFloat, num_tokens, output.topk, true};
+  check_front(src_info, "src_info", {output.local_experts, output.capacity}, sources.size(native), row, device);
+  return behind(src_info, sources.handle_at(), native.size());
 }
 
 // The result, if it is not given.
@@ -264,7 +290,8 @@ void ll_combine_deepep_recv(std::string_view buffer, Tensor, const Tensor& src_i
 #define EP_STATS_SCHEMA "Tensor(b!)? out_recv_stats, Tensor(c!)? out_wait_cost, int num_sms"
 #define EP_DISPATCH_SCHEMA                                                                        \
   "(str buffer, Tensor(a!) seq, Tensor x, Tensor topk_idx, int num_experts, int max_tokens, int " \
-  "quant, " EP_STATS_SCHEMA ") -> (Tensor x, Tensor scales, Tensor weights, Tensor info, Tensor handle)"
+  "quant, " EP_STATS_SCHEMA                                                                       \
+  ") -> (Tensor x, Tensor scales, Tensor weights, Tensor counts, Tensor src_info, Tensor layout_range)"
 #define EP_COMBINE_SCHEMA                                                                            \
   "(str buffer, Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
   "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms) -> Tensor"
@@ -286,7 +313,8 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def("ll_dispatch_deepep_send" EP_DISPATCH_SCHEMA);
   library.def(
       "ll_dispatch_deepep_recv(str buffer, Tensor(a!) seq, Tensor(d!) out_x, Tensor(e!) out_scales, Tensor(f!) "
-      "out_weights, Tensor(g!) out_info, Tensor(h!) handle, ScalarType dtype, int num_tokens, int topk, bool is_idx64, "
+      "out_weights, Tensor(g!) out_counts, Tensor(h!) out_src_info, Tensor(i!) out_layout_range, ScalarType dtype, int "
+      "num_tokens, int topk, bool is_idx64, "
       "int num_experts, int max_tokens, int quant, " EP_STATS_SCHEMA ") -> ()");
   library.def("ll_combine_deepep" EP_COMBINE_SCHEMA);
   library.def("ll_combine_deepep_send" EP_COMBINE_SCHEMA);
