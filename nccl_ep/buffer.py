@@ -113,8 +113,8 @@ class Buffer(LowLatencyMethods):
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
             logger.info(
-                "made %r in %.3f s: window of %d bytes, %d ranks share memory, deadline %g s",
-                self, took, window, self.domain_size, timeout,
+                "made %s in %.3f s: window of %d bytes, %d ranks share memory, deadline %g s",
+                repr(self), took, window, self.domain_size, timeout,
             )  # fmt: skip
 
     @classmethod
@@ -221,7 +221,7 @@ class Buffer(LowLatencyMethods):
         if os.getpid() == self._process:
             if not self._is_destroyed:
                 self._is_destroyed = True
-                logger.info("destroying %r", self)
+                logger.info("destroying %s", repr(self))
             self.runtime.destroy()
             self._scratch.clear()
 

@@ -41,6 +41,7 @@ def error_of(buffer: Buffer, error: RuntimeError) -> Exception:
     try:
         buffer.require_usable()
     except Exception as reason:
-        logger.error("%s", reason)
+        if not isinstance(reason, UsageError):
+            logger.error("%s", str(reason))  # records that are kept must not keep the error, nor through it the buffer
         return reason
     return UsageError(str(error).split("\n", 1)[0])

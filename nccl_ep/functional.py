@@ -351,7 +351,7 @@ def _form_of(
         if len(buffer._forms) >= _MAX_FORMS:
             buffer._forms.clear()
         buffer._forms[numbers] = form
-        logger.debug("%r serves %s for the first time", buffer, form)
+        logger.debug("%s serves %s for the first time", buffer.name, form)
     return form
 
 
