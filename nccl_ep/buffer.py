@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
+import time
 import weakref
 from typing import Any, ClassVar
 
@@ -12,13 +14,15 @@ import torch
 
 from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
+from .deepep_low_latency import LowLatencyMethods
 from .errors import UsageError
+from .log import logger
 
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
 
-class Buffer:
+class Buffer(LowLatencyMethods):
     """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
 
     Args:
@@ -26,8 +30,9 @@ class Buffer:
             ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
         num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them; ignored with
             ``sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
-        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy,
-            enable_shrink, comm: DeepEP's arguments, in its order.
+        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric,
+            explicitly_destroy, enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py
+            communicator in place of a group.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
@@ -57,6 +62,7 @@ class Buffer:
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
+        use_fabric: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
@@ -94,10 +100,22 @@ class Buffer:
             timeout_seconds=timeout,
             network_seed=network_seed or 0,
         )
+        self._sizes = sizes
+        self._scratch: dict[Any, torch.Tensor] = {}
+        self._comm_stream: Any = None
+        self._is_destroyed = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
+        start, free = time.monotonic(), _free_memory(self.device)
         self.runtime = _make_group(self.name, rendezvous, config, timeout)
+        self._memory_total = free - _free_memory(self.device)
         _buffers[self.name] = weakref.ref(self, functools.partial(_forget, self.name))
+        if logger.isEnabledFor(logging.INFO):
+            took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
+            logger.info(
+                "made %s in %.3f s: window of %d bytes, %d ranks share memory, deadline %g s",
+                repr(self), took, window, self.domain_size, timeout,
+            )  # fmt: skip
 
     @classmethod
     def for_shapes(
@@ -168,8 +186,23 @@ class Buffer:
         self.runtime.set_timeout(seconds)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the buffer was made: "dispatches", "combines", "dropped_rows"; "window_bytes"; "backend"."""
-        return dict(self.runtime.stats())
+        """What the buffer has done since it was made, what it takes, and what was chosen for it.
+
+        "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
+        of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
+        "combine", "combine_weights", and of the first two "staged". "dropped_rows": past a capacity. "invalid_ids":
+        since the last ``check()``. "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went
+        when the buffer was made, NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's
+        methods.
+        "mode", "backend", "device", "domain_size": how its operations run.
+
+        On CUDA it waits for a copy from the device, not for operations in flight.
+        """
+        stats = dict(self.runtime.stats())
+        stats["scratch_bytes"] = sum(tensor.nbytes for tensor in self._scratch.values())
+        if self.device.type == "cuda":
+            stats["memory_total_bytes"] = self._memory_total
+        return stats | {"mode": "ll", "device": str(self.device), "domain_size": self.domain_size}
 
     def wire_bytes(self) -> dict[str, list[int]]:
         """What this rank has sent since the buffer was made (CPU backend), each a list [R] that includes itself.
@@ -186,7 +219,11 @@ class Buffer:
     def destroy(self) -> None:
         """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice."""
         if os.getpid() == self._process:
+            if not self._is_destroyed:
+                self._is_destroyed = True
+                logger.info("destroying %s", repr(self))
             self.runtime.destroy()
+            self._scratch.clear()
 
     def __enter__(self) -> Buffer:
         return self
@@ -226,6 +263,10 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def _make_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:

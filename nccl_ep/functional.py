@@ -11,8 +11,12 @@ from torch.compiler import is_dynamo_compiling
 
 from . import ops  # noqa: F401  (registers the fakes)
 from .buffer import Buffer, find_buffer
+from .checks import error_of as _error_of
+from .checks import require_on as _require_on
 from .errors import OverflowError, UsageError
+from .events import EventOverlap, run_beside
 from .handle import LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
+from .log import logger
 
 T = TypeVar("T")
 _ops = torch.ops.nccl_ep
@@ -95,11 +99,16 @@ def dispatch_send(
     scales: torch.Tensor | None = None,
     zero_padding: bool = False,
     num_sms: int = 0,
+    async_finish: bool = False,
 ) -> Pending[DispatchOutput]:
     """The sending half of ``dispatch``, with its arguments. ``receive()`` of what it returns is the other half.
 
     The caller's work goes between the two; x may be overwritten as soon as this half is done on its stream. At most one
     dispatch of a buffer is open.
+
+    With ``async_finish`` the whole operation runs at once on the buffer's own stream (``buffer.get_comm_stream()``),
+    beside what the caller puts on the current one, and ``receive()`` makes the current stream wait for ``event``. Any
+    number may be open; x must not be overwritten before the event.
 
     Raises: as ``dispatch``, here or in ``receive()``.
 
@@ -109,23 +118,25 @@ def dispatch_send(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
+    op = _ops.ll_dispatch.default if async_finish else _ops.ll_dispatch_send.default
+    args = (x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms)
     try:
-        handle = _ops.ll_dispatch_send.default(
-            buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
-        )
+        sent, event = run_beside(buffer, lambda: op(buffer.name, buffer._seq, *args), args, async_finish)
     except RuntimeError as error:
         raise _error_of(buffer, error) from error
+    if async_finish:
+        return Pending(lambda: _output(buffer, form, x.shape[0], scales is not None, sent), event)
     num_scales, scale_dtype = (scales.shape[1], scales.dtype) if scales is not None else (0, torch.float32)
 
     def receive() -> DispatchOutput:
         try:
             received = _ops.ll_dispatch_recv.default(
-                buffer.name, buffer._seq, handle, x.dtype, x.shape[1], num_scales, scale_dtype, x.shape[0],
+                buffer.name, buffer._seq, sent, x.dtype, x.shape[1], num_scales, scale_dtype, x.shape[0],
                 topk_idx.shape[1], topk_idx.dtype == torch.int64, *form.args, zero_padding, num_sms,
             )  # fmt: skip
         except RuntimeError as error:
             raise _error_of(buffer, error) from error
-        return _output(buffer, form, x.shape[0], scales is not None, (*received, handle))
+        return _output(buffer, form, x.shape[0], scales is not None, (*received, sent))
 
     return Pending(receive)
 
@@ -184,19 +195,26 @@ def combine_send(
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     num_sms: int = 0,
+    async_finish: bool = False,
 ) -> Pending[torch.Tensor]:
     """The sending half of ``combine``, with its arguments; ``receive()`` of what it returns gives [T, H].
 
     ``rows`` may be overwritten as soon as this half is done on its stream. At most one combine of a buffer is open.
+    ``async_finish``: as in ``dispatch_send``.
 
     Raises: as ``combine``, here or in ``receive()``.
     """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
     biases, how = args[4], args[-4:]
+    op = _ll_combine if async_finish else _ops.ll_combine_send.default
     try:
-        _ops.ll_combine_send.default(buffer.name, buffer._seq, *args)
+        combined, event = run_beside(
+            buffer, lambda: op(buffer.name, buffer._seq, *args), (*args, *biases), async_finish
+        )
     except RuntimeError as error:
         raise _error_of(buffer, error) from error
+    if async_finish:
+        return Pending(lambda: combined, event)
 
     def receive() -> torch.Tensor:
         try:
@@ -232,16 +250,23 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
 
 
 class Pending(Generic[T]):
-    """An operation whose first half is done."""
+    """An operation whose first half is done, or that runs on the buffer's own stream.
 
-    def __init__(self, receive: Callable[[], T]) -> None:
+    Attributes:
+        event: with ``async_finish``, of the end of the operation; else ``event.event`` is None.
+    """
+
+    def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None) -> None:
         self._receive: Callable[[], T] | None = receive
+        self.event = event or EventOverlap()
 
     def receive(self) -> T:
         """The other half: waits for the other ranks and returns the result. UsageError if it was received already."""
         if self._receive is None:
             raise UsageError("this operation was received already")
         receive, self._receive = self._receive, None
+        if self.event.event is not None:
+            self.event.current_stream_wait()
         return receive()
 
 
@@ -326,6 +351,7 @@ def _form_of(
         if len(buffer._forms) >= _MAX_FORMS:
             buffer._forms.clear()
         buffer._forms[numbers] = form
+        logger.debug("%s serves %s for the first time", buffer.name, form)
     return form
 
 
@@ -404,26 +430,3 @@ def _buffer_of(handle: Handle) -> Buffer:
     if handle.num_ranks != buffer.num_ranks:
         raise UsageError(f"the handle is of {handle.num_ranks} ranks, its buffer {buffer.name} of {buffer.num_ranks}")
     return buffer
-
-
-def _require_on(buffer: Buffer, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
-    """An op would follow a tensor on another device to that device's kernel, or to the fake one."""
-    device = buffer.device
-    for tensor in tensors:
-        if tensor is None or (isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _strided):
-            continue
-        name = next(name for name, each in zip(names, tensors, strict=True) if each is tensor)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, must be a tensor")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, the buffer on {device}")
-        raise ValueError(f"{name} is {tensor.layout}, must be strided")
-
-
-def _error_of(buffer: Buffer, error: RuntimeError) -> Exception:
-    """Ops know only ValueError and RuntimeError: the second becomes the buffer's own error where it has one."""
-    try:
-        buffer.require_usable()
-    except Exception as reason:
-        return reason
-    return UsageError(str(error).split("\n", 1)[0])

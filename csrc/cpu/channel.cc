@@ -133,9 +133,14 @@ void Channel::refuse_call(int source, const CallRecord& theirs) {
 template <class Ready>
 void Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
   uint64_t seen = 0;
+  if (ready(seen)) return;
+  const auto start = Clock::now();
   for (int attempt = 0; !ready(seen); attempt++) {
     back_off(attempt);
     if (attempt % 64 == 63 && Clock::now() > deadline_) give_up(phase, source, expected, seen);
+  }
+  if (wait_cost_ != nullptr) {
+    wait_cost_[source] += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
   }
 }
 

@@ -55,6 +55,8 @@ class Channel {
 
   // The call is over: advances the epoch.
   void complete();
+  // From now on, adds the ns waited for each source to `wait_cost` [R]; null: to nothing.
+  void count_waits(int64_t* wait_cost) { wait_cost_ = wait_cost; }
   // Takes up a call whose sending half closed `stages` stages, and has waited for all of the peers' but the last.
   void resume_after(int stages) {
     stages_ = stages;
@@ -85,6 +87,7 @@ class Channel {
   int stages_ = 0;                         // closed by the sender; each is one arrival signal
   int heard_stages_ = 0;
   std::chrono::steady_clock::time_point deadline_;
+  int64_t* wait_cost_ = nullptr;
 };
 
 }  // namespace ep

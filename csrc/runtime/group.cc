@@ -5,6 +5,7 @@
 #include "base/check.h"
 #include "base/testing.h"
 #include "runtime/agreement.h"
+#include "runtime/ranges.h"
 
 namespace ep {
 namespace {
@@ -33,6 +34,12 @@ void check_tokens(int num_tokens, const Shape& shape) {
 void check_timeout(double seconds) {
   EP_CHECK(seconds > 0 && seconds <= kMaxTimeoutSeconds, "timeout is ", seconds, " s, must be positive and at most ",
            kMaxTimeoutSeconds);
+}
+
+const char* name_of(Kind kind, Half half) {
+  constexpr const char* kNames[kNumKinds][3] = {{"dispatch", "dispatch send", "dispatch receive"},
+                                                {"combine", "combine send", "combine receive"}};
+  return kNames[static_cast<int>(kind)][static_cast<int>(half)];
 }
 
 void check_output(const OutputShape& output) {
@@ -65,6 +72,14 @@ LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes) {
   sizes.tagged_bytes = bank / 32 / 128 * 128;
   sizes.row_bytes[0] = sizes.row_bytes[1] = (bank - 2 * sizes.tagged_bytes) / 2 / 128 * 128;
   return sizes;
+}
+
+uint64_t window_for(int num_ranks, const LlSizes& sizes) {
+  // Of a bank, sizes_for_window() gives a thirty-second to the tagged words of a kind, and 15 to its rows.
+  const uint64_t part = std::max(align_up<uint64_t>(sizes.tagged_bytes, 128),
+                                 ceil_div<uint64_t>(std::max(sizes.row_bytes[0], sizes.row_bytes[1]), 15)) +
+                        128;
+  return align_up<uint64_t>(LlWindow::make(num_ranks, {}).bytes + 8192 + kNumBanks * 32 * part, 4096) + 65536;
 }
 
 Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend)
@@ -135,6 +150,7 @@ void Group::check_half(Kind kind, Half half, const char* call) const {
 void Group::note_half(Kind kind, Half half) {
   if (half != Half::kReceive) num_calls_[static_cast<int>(kind)]++;
   has_unreceived_send_[static_cast<int>(kind)] = half == Half::kSend;
+  if (half == Half::kSend) calls_.staged++;
 }
 
 void Group::prepare(LlDispatchParams& p) {
@@ -160,8 +176,10 @@ void Group::prepare(LlDispatchParams& p) {
 void Group::dispatch(LlDispatchParams& p, void* stream) {
   prepare(p);
   check_half(Kind::kDispatch, p.half, "dispatch");
+  Range range(config_.name, name_of(Kind::kDispatch, p.half), call_number(Kind::kDispatch, p.half));
   backend_->dispatch(p, stream);
   note_half(Kind::kDispatch, p.half);
+  if (sends(p.half)) calls_.dispatch++;
 }
 
 void Group::combine(LlCombineParams& p, void* stream) {
@@ -185,8 +203,10 @@ void Group::combine(LlCombineParams& p, void* stream) {
   p.call =
       record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
   check_half(Kind::kCombine, p.half, "combine");
+  Range range(config_.name, name_of(Kind::kCombine, p.half), call_number(Kind::kCombine, p.half));
   backend_->combine(p, stream);
   note_half(Kind::kCombine, p.half);
+  if (sends(p.half)) calls_.combine++;
 }
 
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
@@ -197,8 +217,10 @@ void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   p.call = record_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape, 0,
                      p.num_tokens);
   check_half(Kind::kCombine, Half::kBoth, "combine");
+  Range range(config_.name, "combine_weights", call_number(Kind::kCombine, Half::kBoth));
   backend_->combine_weights(p, stream);
   note_half(Kind::kCombine, Half::kBoth);
+  calls_.combine_weights++;
 }
 
 void Group::floor_flags(void* stream) {

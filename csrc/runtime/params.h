@@ -28,12 +28,14 @@ struct HandlePtrs {
   }
 };
 
-// Caller's scales [T, S] of any strides (in elements), or the output's.
+// Caller's scales [T, S] of any strides (in elements), or the output's. `bin_stride`: of expert_major outputs [L, C, S]
+// from expert to expert; 0 where it is C * row_stride.
 struct Scales {
   void* data = nullptr;
   int64_t row_stride = 0, group_stride = 0;
   int count = 0;  // S
   int element_bytes = 4;
+  int64_t bin_stride = 0;
 };
 
 // The order is that of a kernel's needs.
@@ -65,7 +67,12 @@ struct LlDispatchParams {
   void* out_topk_idx = nullptr;   // rank layouts: [rows, K], of the type of topk_idx
   float* out_weights = nullptr;   // [rows] or [rows, K]
   HandlePtrs handle;
-  int num_sms = 0;  // 0: the plan's choice
+  // expert_major: DeepEP's account of the rows; null: not asked for.
+  int32_t* src_info = nullptr;      // [L, C] index of each row's token at its source
+  int64_t* layout_range = nullptr;  // [L, R] first row of a source in the expert << 32 | its rows there
+  int32_t* recv_stats = nullptr;    // [bins] the counts are added
+  int64_t* wait_cost = nullptr;     // [R] ns that this rank waited for each source are added
+  int num_sms = 0;                  // 0: the plan's choice
 };
 
 // How expert rows are weighted on their way home.
@@ -93,6 +100,7 @@ struct LlCombineParams {
   const void* home_topk_idx = nullptr;  // kHome: optional [T, K], -1 skips
   bool is_idx64 = true;
   const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
+  int64_t* wait_cost = nullptr;              // optional [R]: ns that this rank waited for each other are added
   int num_sms = 0;
 };
 

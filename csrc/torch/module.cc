@@ -41,8 +41,10 @@ class NamedGroup {
   NamedGroup(std::string name, int rank, int num_ranks, py::function allgather, const GroupConfig& config)
       : name_(std::move(name)) {
     PythonBootstrap bootstrap(rank, num_ranks, std::move(allgather));
+    GroupConfig named = config;
+    named.name = name_;
     py::gil_scoped_release no_gil;
-    group_ = make_group(bootstrap, config);
+    group_ = make_group(bootstrap, named);
     register_group(name_, group_);
   }
   ~NamedGroup() { destroy(); }
@@ -86,6 +88,10 @@ py::dict stats(Group& group) {
   result["dispatches"] = report.epochs[0];
   result["combines"] = report.epochs[1];
   result["dropped_rows"] = report.dropped_rows;
+  result["invalid_ids"] = report.invalid_ids.count;
+  const Calls& calls = group.calls();
+  result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
+                             py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.staged);
   result["window_bytes"] = group.window().bytes;
   if (!group.is_destroyed()) result["backend"] = group.backend().name();
   return result;
@@ -147,6 +153,12 @@ PYBIND11_MODULE(_C, m) {
       "sizes_for_window",
       [](int num_ranks, uint64_t window_bytes) { return as_tuple(sizes_for_window(num_ranks, window_bytes)); },
       "The same for a window of the given bytes.");
+  m.def(
+      "window_for",
+      [](int num_ranks, const std::array<uint64_t, 3>& sizes) {
+        return window_for(num_ranks, {sizes[0], {sizes[1], sizes[2]}});
+      },
+      "Bytes of a window whose split has room for these sizes.");
   py::class_<GroupConfig>(m, "GroupConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),

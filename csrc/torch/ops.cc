@@ -5,26 +5,14 @@
 
 #include <array>
 
-#include "base/check.h"
 #include "torch/device.h"
 #include "torch/registry.h"
-#include "torch/spec.h"
+#include "torch/run.h"
 
 namespace ep {
 namespace {
 
 using at::Tensor;
-
-// Errors of the library as torch's, which Python sees as ValueError and RuntimeError.
-template <class Body>
-auto guarded(Body body) {
-  try {
-    return body();
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kInvalidArgument) TORCH_CHECK_VALUE(false, error.what());
-    TORCH_CHECK(false, error.what());
-  }
-}
 
 // ---- dispatch
 
@@ -113,11 +101,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
 
 // ---- combine
 
-// What the handle's tensor cannot tell by itself.
-struct HandleSpec {
-  int64_t num_tokens, topk, num_experts, max_tokens, layout, capacity;
-};
-
 #define EP_HANDLE_ARGS \
   int64_t num_tokens, int64_t topk, int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity
 #define EP_HANDLE_SPEC \
@@ -149,15 +132,6 @@ OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor
   return output;
 }
 
-struct CombineArgs {
-  std::optional<Tensor> rows;
-  OptionalTensor weights, topk_idx;
-  at::TensorList biases;
-  int64_t hidden, weighting;
-  at::ScalarType rows_dtype, out_dtype, wire_dtype;
-  int64_t num_sms;
-};
-
 void set_weights(LlCombineParams& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
   EP_CHECK(args.weights.has_value() == (p.weighting == Weighting::kHome),
            "weights of the home rank are given exactly when they are asked for");
@@ -181,6 +155,8 @@ void set_biases(LlCombineParams& p, const CombineArgs& args, const HandleSpec& s
     p.bias[i] = args.biases[i].data_ptr();
   }
 }
+
+}  // namespace
 
 Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSpec& spec, const CombineArgs& args,
                    Half half, const Tensor* given) {
@@ -214,9 +190,12 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
     check_aligned(out, "out");
     p.out = out.data_ptr();
   }
+  p.wait_cost = args.wait_cost;
   group.combine(p, registered->order.next_stream(device));
   return out;
 }
+
+namespace {
 
 CombineArgs combine_args(const Tensor& rows, const OptionalTensor& weights, const OptionalTensor& topk_idx,
                          at::TensorList biases, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype,

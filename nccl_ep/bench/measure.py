@@ -99,6 +99,28 @@ def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, 
     return Operations(run_dispatch, run_combine, run_pair)
 
 
+def deepep_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked) -> Operations:
+    """DeepEP's methods: weights at combine, scales column-major. The bits must be those of the public functions."""
+    max_tokens = checked.out.handle.max_tokens
+
+    def run_dispatch() -> Any:
+        return buffer.low_latency_dispatch(
+            given.x, given.topk_idx, max_tokens, shape.num_experts, use_fp8=shape.quant is not None
+        )
+
+    handle = run_dispatch()[2]
+
+    def run_combine() -> Any:
+        return buffer.low_latency_combine(checked.rows, given.topk_idx, given.weights, handle)
+
+    def run_pair() -> Any:
+        return buffer.low_latency_combine(checked.rows, given.topk_idx, given.weights, run_dispatch()[2])
+
+    received = run_dispatch()[0]
+    checked.require_same(received if shape.quant is None else received[0], run_combine()[0])
+    return Operations(run_dispatch, run_combine, run_pair)
+
+
 # ---- Times
 
 

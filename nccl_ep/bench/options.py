@@ -89,11 +89,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--tokens", type=ints, help="tokens of a rank, list; default 1,8,32,128,512 (CPU: 1,8)")
     add("--layout", type=words(*LAYOUTS), default=["expert_major"], help=f"list of {', '.join(LAYOUTS)}")
     add("--num-sms", type=ints, default=[0], help="list; 0: the library's choice")
-    add("--api", type=words("native", "ops"), default=["native", "ops"], help="list")
+    add("--api", type=words("native", "ops", "deepep"), default=["native", "ops"], help="list of native, ops, deepep")
     add("--figures", type=words(*GPU_FIGURES), help=f"of {', '.join(GPU_FIGURES)}, list (CPU: event, host, memory)")
     add("--floors", action="store_true", help="also flags alone and pushes alone")
     add("--no-rivals", action="store_true", help="without torch's all-to-alls")
     options = parse_device(parser, argv)
+    if "deepep" in options.api and (
+        options.layout != ["expert_major"] or not {"bf16", "fp8"}.issuperset(options.dtype)
+    ):
+        parser.error(f"--api deepep: expert_major of bf16 or fp8, not {options.layout} of {options.dtype}")
     is_cuda = options.device == "cuda"
     more: dict[str, Any] = {
         "tokens": [1, 8] if not is_cuda else [8, 128] if options.quick else [1, 8, 32, 128, 512],

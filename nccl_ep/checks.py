@@ -1,0 +1,47 @@
+"""What every operation checks before its op, and what becomes of an op's error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from .errors import UsageError
+from .log import logger
+
+
+class Buffer(Protocol):
+    """What is asked of a ``nccl_ep.Buffer`` here."""
+
+    device: torch.device
+
+    def require_usable(self) -> None: ...
+
+
+_Tensor, _strided = torch.Tensor, torch.strided  # look-ups that the hot path is spared
+
+
+def require_on(buffer: Buffer, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
+    """An op would follow a tensor on another device to that device's kernel, or to the fake one."""
+    device = buffer.device
+    for tensor in tensors:
+        if tensor is None or (isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _strided):
+            continue
+        name = next(name for name, each in zip(names, tensors, strict=True) if each is tensor)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, must be a tensor")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, the buffer on {device}")
+        raise ValueError(f"{name} is {tensor.layout}, must be strided")
+
+
+def error_of(buffer: Buffer, error: RuntimeError) -> Exception:
+    """Ops know only ValueError and RuntimeError: the second becomes the buffer's own error where it has one."""
+    try:
+        buffer.require_usable()
+    except Exception as reason:
+        if not isinstance(reason, UsageError):
+            logger.error("%s", str(reason))  # records that are kept must not keep the error, nor through it the buffer
+        return reason
+    return UsageError(str(error).split("\n", 1)[0])
