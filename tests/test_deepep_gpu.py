@@ -150,15 +150,14 @@ def test_graphs_with_new_routing(quant: str | None, way: int) -> None:
             case.check_combine(y.cpu(), 0)
 
 
-def test_waits_are_refused_until_they_are_measured() -> None:
+def test_statistics_are_added() -> None:
     case = small_case(1)
     with shared_buffer(ThreadGroup.make(1)[0], [case], device="cuda") as buffer:
-        waits = torch.zeros(1, dtype=torch.int64, device="cuda")
-        with pytest.raises(ValueError, match="do not measure how long they wait yet"):
-            case.send(buffer, dispatch_wait_recv_cost_stats=waits)
-        stats = torch.zeros(2, dtype=torch.int32, device="cuda")
-        case.send(buffer, cumulative_local_expert_recv_stats=stats)
-        assert stats.tolist() == case.results[0].counts.tolist()
+        waits = torch.full((1,), 5, dtype=torch.int64, device="cuda")
+        stats = torch.ones(2, dtype=torch.int32, device="cuda")
+        case.send(buffer, cumulative_local_expert_recv_stats=stats, dispatch_wait_recv_cost_stats=waits)
+        assert stats.tolist() == (case.results[0].counts + 1).tolist()
+        assert waits.tolist() == [5]  # nobody waits for itself
 
 
 def test_masks_and_scratch() -> None:

@@ -147,8 +147,10 @@ static __device__ __noinline__ void refuse_call(const CallContext& context, cons
 }
 
 // One warp waits for the call records of all ranks and compares them with the own call.
-__device__ __forceinline__ void check_records(const CallContext& context, const LlLayout& layout,
-                                              const LsaPeers& peers) {
+// `wait_cost`: optional [R], ns that each other rank came later are added.
+__device__ __forceinline__ void check_records(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
+                                              int64_t* wait_cost = nullptr) {
+  const uint64_t start = wait_cost != nullptr ? ptx::global_timer_ns() : 0;
 #pragma unroll 1
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int source = i / CallRecord::kWords, word = i % CallRecord::kWords;
@@ -162,6 +164,9 @@ __device__ __forceinline__ void check_records(const CallContext& context, const 
     const bool differs = word < CallRecord::kComparedWords && is_tagged(seen, context.tag) &&
                          static_cast<uint32_t>(seen) != context.call->word(word);
     if (differs) refuse_call(context, layout, peers, source);
+    if (wait_cost != nullptr && word == CallRecord::kNumTokens && source != peers.rank) {
+      wait_cost[source] += static_cast<int64_t>(ptx::global_timer_ns() - start);
+    }
   }
 }
 

@@ -494,7 +494,7 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
     if (!begin()) return;
     if (sends(p.half) && role.is_control()) send_records(call, p.layout, peers);
     if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
-    if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers);
+    if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
   } else if (sends(p.half) && role.is_sender() && args.geometry.homes > 0) {
     Sender<kIn, kWire, kCount> sender;
     sender.begin(role, call);

@@ -179,6 +179,7 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
     p.handle.weights[static_cast<int64_t>(slot) * map_k + lane] = weight;
     if (row < 0) return;
     p.out_weights[row] = weight;
+    if (p.src_info != nullptr) p.src_info[row] = token;
     if (p.row_expert != nullptr) p.row_expert[row] = static_cast<int>(expert);
     return;
   }
@@ -288,7 +289,8 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
       const RowWriter<kPayload, kSteps> writer(p, role.geometry.row, unit.piece, role.lane);
 #pragma unroll 1
       for (; targets != 0; targets &= targets - 1) {
-        writer.store(p, __shfl_sync(~0u, row, __ffs(targets) - 1), in.piece);
+        const int k = __ffs(targets) - 1;
+        writer.store(p, __shfl_sync(~0u, row, k), __shfl_sync(~0u, expert, k), in.piece);
       }
       if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
     }
@@ -368,6 +370,20 @@ __device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Plac
   }
 }
 
+// Which rows of an expert came from which rank.
+static __device__ __noinline__ void store_ranges(const LlDispatchParams& p, const Places places, int bin,
+                                                 bool has_failed) {
+  const int max_tokens = p.shape.max_tokens, capacity = static_cast<int>(p.output.capacity);
+  int64_t* ranges = p.layout_range + static_cast<int64_t>(bin) * p.shape.num_ranks;
+  int begin = 0;
+  for (int source = 0; source < p.shape.num_ranks; source++) {
+    const int demand = has_failed ? 0 : count_rows(p, places, bin, source * max_tokens, (source + 1) * max_tokens);
+    const int end = min(begin + demand, capacity);
+    ranges[source] = static_cast<int64_t>(begin) << 32 | (end - begin);
+    begin = end;
+  }
+}
+
 // Warp `index` of the `warps` that write the info tensor, all of one block: each takes 32 bins at a time, the last to
 // finish writes the sums.
 template <bool kExpertRows>
@@ -388,6 +404,8 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const Call
     p.info[output.demand_at() + bin] = demand;
     dropped += demand - kept;
     total += kept;
+    if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
+    if (kExpertRows && p.layout_range != nullptr) store_ranges(p, places, bin, has_failed);
   }
 #pragma unroll 1
   for (int i = first; is_packed && i < output.num_offsets(); i += warps * 32) {
@@ -497,7 +515,7 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
     if (role.is_creditor()) send_credits(call, p.layout, peers);
     stamp(Stamp::kSent, peers.rank);
   }
-  if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers);
+  if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
   if (receives(p.half) && role.is_receiver()) {
     receive<kPayload, kType, kSteps, kExpertRows>(role, call, places);
   }

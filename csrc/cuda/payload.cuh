@@ -253,10 +253,10 @@ static __device__ __noinline__ void scatter_scales(const Scales& scales, int64_t
 }
 
 // The scales of a step, four floats or one word of exponents.
-__device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t row, int step, uint4 side,
+__device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t row_offset, int step, uint4 side,
                                                   int side_bytes) {
   const int first = side_bytes == 16 ? step * 4 : step;
-  auto* target = static_cast<uint32_t*>(scales.data) + row * scales.row_stride + first * scales.group_stride;
+  auto* target = static_cast<uint32_t*>(scales.data) + row_offset + first * scales.group_stride;
   if (side_bytes == 4) {
     *target = side.x;
     return;
@@ -275,6 +275,7 @@ struct RowWriter {
   uint4* out;  // the lane's first chunk of row 0
   int row_chunks, payload_left, chunks_left, step, side_bytes;
   bool has_scales;
+  int64_t bin_gap = 0;  // scales of an expert begin so much after the end of those before
 
   __device__ __forceinline__ RowWriter(const LlDispatchParams& p, const RowShape& row, int piece_index, int lane) {
     const int first = piece_index * kSteps * 32 + lane;
@@ -285,8 +286,11 @@ struct RowWriter {
     step = piece_index * kSteps + lane;
     side_bytes = row.side_bytes;
     has_scales = kPayload == Payload::kFp8 && lane < kSteps && step < row.steps;
+    if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
   }
-  __device__ __forceinline__ void store(const LlDispatchParams& p, int32_t out_row, const Piece<kSteps>& piece) const {
+  // `expert`: whose row it is; of no meaning in rank layouts.
+  __device__ __forceinline__ void store(const LlDispatchParams& p, int32_t out_row, uint32_t expert,
+                                        const Piece<kSteps>& piece) const {
     uint4* target = out + static_cast<int64_t>(out_row) * row_chunks;
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
@@ -296,7 +300,9 @@ struct RowWriter {
         scatter_scales(p.out_scales, out_row, (j * 32 - payload_left) * kLaneBytes, piece.chunk[j], kLaneBytes);
       }
     }
-    if (has_scales) store_step_scales(p.out_scales, out_row, step, piece.side, side_bytes);
+    if (!has_scales) return;
+    const Scales& scales = p.out_scales;
+    store_step_scales(scales, out_row * scales.row_stride + expert * bin_gap, step, piece.side, side_bytes);
   }
 };
 

@@ -28,7 +28,6 @@ DispatchSpec spec_of(const OutputShape& output, int64_t num_experts, int64_t qua
 int64_t* take_wait_cost(const OptionalTensor& wait_cost, const Group& group, const at::Device& device) {
   if (!wait_cost) return nullptr;
   check_tensor(*wait_cost, "wait_recv_cost_stats", at::kLong, {group.num_ranks()}, device);
-  EP_CHECK(device.is_cpu(), "wait_recv_cost_stats: the CUDA kernels do not measure how long they wait yet");
   return wait_cost->data_ptr<int64_t>();
 }
 
@@ -97,29 +96,6 @@ void set_all(LlDispatchParams& p, const Outputs& t) {
   p.out_scales.group_stride = t.scales.stride(2);
 }
 
-// What the CUDA kernels do not write yet, by torch's operations on the stream, from the handle: src_info, layout_range.
-void account_for_rows(const LlDispatchParams& p, const Outputs& t) {
-  const int64_t rows = p.output.rows(), first = SourceShape::of(p.output).handle_at();
-  const HandleShape native = handle_shape(p.output, p.num_tokens);
-  const int64_t num_ranks = p.output.num_ranks, experts = p.output.local_experts, capacity = p.output.capacity;
-  const Tensor tokens = behind(t.src_info, first, num_ranks);
-  const Tensor map =
-      behind(t.src_info, first + native.map_at(), native.map_size()).view({num_ranks, native.max_tokens, native.map_k});
-  const Tensor token = at::arange(native.max_tokens, map.options()).view({1, -1, 1}).expand_as(map);
-  const Tensor is_row = map.ge(0).logical_and_(token.lt(tokens.view({-1, 1, 1})));
-  // Entries without a row go to one place more than there is.
-  const Tensor row = map.masked_fill(is_row.logical_not(), rows).to(at::kLong);
-  const Tensor src_info = at::zeros({rows + 1}, map.options());
-  src_info.scatter_(0, row.flatten(), token.flatten());
-  t.src_info.copy_(src_info.narrow(0, 0, rows).view_as(t.src_info));
-
-  const Tensor expert = at::floor_divide(row, capacity).clamp_max_(experts).view({num_ranks, -1});
-  const Tensor counts = at::zeros({num_ranks, experts + 1}, expert.options());
-  counts.scatter_add_(1, expert, at::ones_like(expert));
-  const Tensor kept = counts.narrow(1, 0, experts).t();
-  t.layout_range.copy_(kept.cumsum(1).sub_(kept).bitwise_left_shift_(32).bitwise_or_(kept));
-}
-
 // Runs the operation, or a half, into `t`. `p` has all but outputs.
 void run_into(const Outputs& t, LlDispatchParams& p, Registered& registered, const OptionalTensor& recv_stats,
               const OptionalTensor& wait_cost) {
@@ -127,28 +103,11 @@ void run_into(const Outputs& t, LlDispatchParams& p, Registered& registered, con
   const at::Device device = device_of(group);
   if (recv_stats) {
     check_tensor(*recv_stats, "cumulative_local_expert_recv_stats", at::kInt, {p.output.local_experts}, device);
+    p.recv_stats = recv_stats->data_ptr<int32_t>();
   }
   p.wait_cost = take_wait_cost(wait_cost, group, device);
   set_all(p, t);
-  if (device.is_cpu()) {
-    if (recv_stats) p.recv_stats = recv_stats->data_ptr<int32_t>();
-    group.dispatch(p, nullptr);
-    return;
-  }
-  // The kernels write scales row-major, and neither src_info, layout_range nor statistics.
-  Tensor scales;
-  if (receives(p.half) && p.out_scales.data != nullptr) {
-    scales = at::empty(t.scales.sizes(), t.scales.options());
-    p.out_scales.data = scales.data_ptr();
-    p.out_scales.bin_stride = 0;
-    p.out_scales.row_stride = p.out_scales.count;
-    p.out_scales.group_stride = 1;
-  }
-  group.dispatch(p, registered.order.next_stream(device));
-  if (!receives(p.half)) return;
-  if (scales.defined()) t.scales.copy_(scales);
-  account_for_rows(p, t);
-  if (recv_stats) recv_stats->add_(t.counts);
+  group.dispatch(p, device.is_cpu() ? nullptr : registered.order.next_stream(device));
 }
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
