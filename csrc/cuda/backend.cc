@@ -250,9 +250,7 @@ class CudaBackend : public Backend {
   template <class Params>
   void run(const Params& params, void* stream) {
     check_served(params);
-    const LsaPeers& peers = memory_->peers;
-    KernelArgs<Params> args{
-        memory_->state, peers.local<uint64_t>(params.layout.signal(0)), peers, params.shape.num_ranks, {}, {}, params};
+    KernelArgs<Params> args = args_of(params);
     if (memory_->world) {  // one launch holds the blocks of all ranks: they share the SMs, and a plan
       const int blocks = memory_->num_sms / params.shape.num_ranks;
       args.plan = plan_of(params, params.shape.max_tokens, num_blocks(params, blocks));
@@ -267,11 +265,21 @@ class CudaBackend : public Backend {
   }
 
   template <class Params>
-  void run_floor(const Params& params, const LlPlan& plan, void* stream) {
+  KernelArgs<Params> args_of(const Params& params) const {
     KernelArgs<Params> args;
-    args.params = params;
-    args.peers = memory_->peers;
     args.state = memory_->state;
+    args.peers = memory_->peers;
+    if constexpr (requires { params.layout; }) {
+      args.credits = args.peers.template local<uint64_t>(params.layout.signal(0));
+      args.num_ranks = params.layout.num_ranks;
+    }
+    args.params = params;
+    return args;
+  }
+
+  template <class Params>
+  void run_floor(const Params& params, const LlPlan& plan, void* stream) {
+    KernelArgs<Params> args = args_of(params);
     args.plan = plan;
     if (memory_->world) return memory_->world->run(memory_->peers.rank, args, stream);
     args.plan.pdl = uses_pdl_;

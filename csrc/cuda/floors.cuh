@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cuda/call.cuh"
+#include "cuda/launch.h"
 
 namespace ep {
 
@@ -98,22 +99,25 @@ __device__ __forceinline__ void push_rows(const FloorPushRole& role, const CallC
   }
 }
 
-__device__ __forceinline__ void push_floor(const LlFloorPushParams& p, const LsaPeers& peers, DeviceState* state,
-                                           const LlPlan& plan, BlockPosition at, uint64_t* targets) {
-  const FloorPushRole role{{plan, at, lane_id(), warp_id()}, p, peers};
+__device__ __forceinline__ void push_floor(const KernelArgs<LlFloorPushParams>& args, BlockPosition at,
+                                           uint64_t* targets) {
+  const LlFloorPushParams& p = args.params;
+  const LsaPeers& peers = args.peers;
+  const FloorPushRole role{{args.plan, at, lane_id(), warp_id()}, p, peers};
+  __shared__ CallContext call;
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(p.layout, peers, state, p.kind);
+  const Opening opening = open_call(call, args, p.kind);
   const int threads = role.plan.sender_warps * 32;  // the last warp opens the call
   for (int token = threadIdx.x; token < p.shape.max_tokens && threadIdx.x < threads; token += threads) {
     targets[token] = push_targets(p, peers.rank, token);
   }
-  __shared__ CallContext call;
-  begin_call(call, p, state, peers, opening, p.kind, at, true);  // its barrier is also that of `targets`
-  if (call.begins_failed) return;
+  if (!begin_call(call, args, opening, p.kind, at)) return;
   if (role.is_control()) send_records(call, p.layout, peers);
   if (role.is_creditor()) send_credits(call, p.layout, peers);
-  if (role.is_sender()) push_rows(role, call, targets);
+  if (!role.is_sender()) return;
+  ptx::named_barrier(1, threads);  // of `targets`
+  push_rows(role, call, targets);
 }
 
 }  // namespace ep

@@ -11,30 +11,25 @@ constexpr int kMaxThreads = 640;
 
 __global__ void __launch_bounds__(kMaxRanks)
     ll_floor_flags(const __grid_constant__ KernelArgs<LlFloorFlagsParams> args) {
-  touch_parameters(args);
   exchange_flags(args.params, args.peers, args.state);
 }
 
 __global__ void __launch_bounds__(kMaxRanks) ll_floor_flags_world(const KernelArgs<LlFloorFlagsParams>* all) {
   const KernelArgs<LlFloorFlagsParams>& args = all[blockIdx.x];
-  touch_parameters(args);
   exchange_flags(args.params, args.peers, args.state);
 }
 
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ll_floor_push(const __grid_constant__ KernelArgs<LlFloorPushParams> args) {
   extern __shared__ uint64_t targets[];
-  touch_parameters(args);
-  push_floor(args.params, args.peers, args.state, args.plan,
-             {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}, targets);
+  push_floor(args, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}, targets);
 }
 
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ll_floor_push_world(const KernelArgs<LlFloorPushParams>* all, int blocks) {
   extern __shared__ uint64_t targets[];
   const KernelArgs<LlFloorPushParams>& args = all[blockIdx.x / blocks];
-  touch_parameters(args);
-  push_floor(args.params, args.peers, args.state, args.plan, {static_cast<int>(blockIdx.x) % blocks, blocks}, targets);
+  push_floor(args, {static_cast<int>(blockIdx.x) % blocks, blocks}, targets);
 }
 
 int shared_bytes(const LlFloorPushParams& p) { return p.shape.max_tokens * static_cast<int>(sizeof(uint64_t)); }
