@@ -14,11 +14,11 @@ import gpu_ranks
 import pytest
 import torch
 from expected import Expected, plain_case, shared_buffer
-from harness import check_case, make_buffer
+from harness import check_case, check_dispatch, combine_case, dispatch_case, make_buffer
 from processes import run_processes
 
 import nccl_ep
-from nccl_ep import _C
+from nccl_ep import _C, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
@@ -48,6 +48,25 @@ def test_number_of_sms_changes_no_bit(num_sms: int, staged: bool) -> None:
     for layout, quant in (("expert_major", None), ("packed", "fp8")):
         case = gpu_ranks.wide_case(3, layout=layout, quant=quant)
         check_case(case, device="cuda", staged=staged, num_sms=num_sms)
+
+
+@pytest.mark.parametrize("num_sms", [*NUM_SMS, 2])
+def test_many_calls_on_few_sms(num_sms: int) -> None:
+    """A bank is used again after two calls: whoever forgets to free one shows it here."""
+    case = gpu_ranks.wide_case(2)
+    inputs, rounds = case.inputs(), 5
+    results = reference.dispatch(inputs, **case.dispatch_kwargs())
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        with make_buffer(case, group, device="cuda") as buffer:
+            for number in range(rounds):
+                out = dispatch_case(case, inputs[rank], buffer, num_sms=num_sms)
+                rows = case.expert(out.x, results[rank], rank)
+                combine_case(case, rows, out.handle, rank, num_sms=num_sms)
+                check_dispatch(out, results[rank], f"call {number} of rank {rank}")
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

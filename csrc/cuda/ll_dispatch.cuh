@@ -512,9 +512,9 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
     }
     send_all_routing(role, call, routing);
     send_rows(role, call, out);
-    if (role.is_creditor()) send_credits(call, p.layout, peers);
     stamp(Stamp::kSent, peers.rank);
   }
+  if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
   if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
   if (receives(p.half) && role.is_receiver()) {
     receive<kPayload, kType, kSteps, kExpertRows>(role, call, places);

@@ -20,17 +20,16 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
     plan.warps = 17;
     return plan;
   }
+  // Four steps a piece where they fit the row as well as two, and there is enough to do for all warps.
+  const bool fits = row_steps % 4 == 0 || row_steps % 4 == 3;
+  if (!sizes.is_heavy && fits && sizes.num_tokens > 16) plan.steps = 4;
+  plan.warps = plan.receiver_warps = sizes.is_heavy && sizes.num_tokens > 48 ? 20 : 16;
   if (sizes.num_tokens <= 48) {
-    // Four steps a piece where they fit the row as well as two, and there is enough to do for all warps.
-    const bool fits = row_steps % 4 == 0 || row_steps % 4 == 3;
-    if (!sizes.is_heavy && fits && sizes.num_tokens > 16) plan.steps = 4;
-    plan.warps = plan.receiver_warps = 16;
     plan.sender_warps = sizes.num_tokens > 16 ? 4 : 8;
     plan.sender_blocks = sender_share(plan.blocks, sizes.is_heavy || sizes.num_tokens <= 16 ? 20 : 16);
   } else {
-    plan.warps = plan.receiver_warps = 20;
-    plan.sender_warps = sizes.is_heavy ? 6 : 4;
-    plan.sender_blocks = sender_share(plan.blocks, sizes.is_heavy ? 24 : 32);
+    plan.sender_warps = sizes.is_heavy ? 8 : 4;
+    plan.sender_blocks = sender_share(plan.blocks, sizes.is_heavy ? 28 : 32);
   }
   plan.receiver_block0 = plan.sender_blocks;
   return plan;
