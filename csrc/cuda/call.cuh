@@ -80,11 +80,9 @@ __device__ __noinline__ void await_credits(const CallContext& call, const Args& 
 }
 
 // The opener fills the block's context, the other warps wait for it: each as late as it can, as a barrier would make
-// all wait for the slowest. The last block to have read the epoch moves it on, off the critical path; a sending half
-// leaves that to its receiving half. False: the buffer had failed before.
+// all wait for the slowest. False: the buffer had failed before.
 template <class Args>
-__device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, const Opening& opening, Kind kind,
-                                           BlockPosition at) {
+__device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, const Opening& opening) {
   if (!is_opener()) {
     uint32_t is_open;
     do {
@@ -101,17 +99,20 @@ __device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, 
   __syncwarp();
   const bool has_failed = opening.has_failed != 0;
   ptx::st_release_shared(&call.is_open, has_failed ? CallContext::kFailed : CallContext::kOpen);
-  if (lane_id() != 31) return !has_failed;
-  if constexpr (requires { args.params.half; }) {
-    if (!receives(args.params.half)) return !has_failed;
-  }
+  return !has_failed;
+}
+
+// The opener calls it once in a call, a sending half leaves it to its receiving half: the last block to come moves the
+// epoch on. All have read it by then. Not before what other ranks wait for is sent: the ticket takes its time.
+template <class Args>
+__device__ __forceinline__ void advance_epoch(const Args& args, const Opening& opening, Kind kind, BlockPosition at) {
+  if (!is_opener() || lane_id() != 0) return;
   const int k = static_cast<int>(kind);
   TicketLine& ticket = args.state->ticket[k];
   if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
     ptx::st_relaxed_gpu(&ticket.started, 0u);
-    ptx::st_relaxed_gpu(&args.state->epoch[k].epoch, epoch);
+    ptx::st_relaxed_gpu(&args.state->epoch[k].epoch, opening.last_epoch + 1);
   }
-  return !has_failed;
 }
 
 // One warp sends the call record to every rank, itself included.

@@ -112,8 +112,10 @@ __device__ __forceinline__ void push_floor(const KernelArgs<LlFloorPushParams>& 
   for (int token = threadIdx.x; token < p.shape.max_tokens && threadIdx.x < threads; token += threads) {
     targets[token] = push_targets(p, peers.rank, token);
   }
-  if (!begin_call(call, args, opening, p.kind, at)) return;
-  if (role.is_control()) send_records(call, p.layout, peers);
+  const bool is_well = begin_call(call, args, opening);
+  if (is_well && role.is_control()) send_records(call, p.layout, peers);
+  advance_epoch(args, opening, p.kind, at);
+  if (!is_well) return;
   if (role.is_creditor()) send_credits(call, p.layout, peers);
   if (!role.is_sender()) return;
   ptx::named_barrier(1, threads);  // of `targets`

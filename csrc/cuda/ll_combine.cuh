@@ -283,7 +283,7 @@ __device__ __forceinline__ Numbers<kWire, kCount> add_up(const CombineRole& role
 // A sender's pipeline: the sum of one unit, the rows of the next, the handle's entries of the one after.
 template <DType kIn, DType kWire, int kCount>
 struct Sender {
-  Outbound now, next;
+  Outbound now, next, after;
   Numbers<kWire, kCount> sum;  // of `now`
   RowBatch<kIn, kCount> rows;  // of `next`
   int tokens = 0;              // of rank `lane`
@@ -296,39 +296,47 @@ struct Sender {
                              batch);
     sum.escape();
   }
+  __device__ __forceinline__ bool has(const Outbound& out) const { return out.units.token < most_tokens; }
+
   // All but home weights is there before the epoch is known.
   __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
     now.units = Units::begin(role, role.geometry.send, role.warp);
     now.load(role);
-    next = now.following(role);
 #pragma unroll 1
     for (int r = role.lane; r < role.p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(role.p.handle.tokens + r));
+    next = now.following(role);
     most_tokens = __reduce_max_sync(~0u, tokens);
+    if (!has(now)) return;
     now.hide_missing(role, tokens);
     RowBatch<kIn, kCount> first;
     first.load(role, now.terms, now.units.piece);
-    next.hide_missing(role, tokens);
-    rows.load(role, next.terms, next.units.piece);
+    if (has(next)) after = next.following(role);
+    load_next(role);
     if (role.p.weighting != Weighting::kHome) add_up_now(role, call, first);
   }
+  __device__ __forceinline__ void load_next(const CombineRole& role) {
+    if (!has(next)) return;
+    next.hide_missing(role, tokens);
+    rows.load(role, next.terms, next.units.piece);
+  }
   __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
-    if (role.p.weighting == Weighting::kHome) {
+    if (role.p.weighting == Weighting::kHome && has(now)) {
       RowBatch<kIn, kCount> first;
       add_up_now(role, call, first);
     }
 #pragma unroll 1
-    while (now.units.token < most_tokens) {
-      Outbound after = next.following(role);
+    while (has(now)) {
       const int home = role.home_of(now.units.home), lane_index = now.units.piece * 32 + role.lane;
       if (__any_sync(~0u, now.terms.row != kNoRow) && lane_index * kCount < role.p.hidden) {
         char* slot = role.peers.at<char>(home, role.p.layout.row(call.bank, role.peers.rank, now.units.token));
         sum.store_remote(slot, lane_index);
       }
+      if (!has(next)) return;
       now = next;
       next = after;
       RowBatch<kIn, kCount> batch = rows;
-      next.hide_missing(role, tokens);
-      rows.load(role, next.terms, next.units.piece);
+      load_next(role);
+      after = next.following(role);
       add_up_now(role, call, batch);
     }
   }
@@ -484,15 +492,17 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   const Opening opening = open_call(call, args, Kind::kCombine);
 
   const auto begin = [&] {
-    const bool is_well = begin_call(call, args, opening, Kind::kCombine, at);
+    const bool is_well = begin_call(call, args, opening);
     stamp(Stamp::kEpochKnown, peers.rank);
     if (is_well && p.weighting == Weighting::kHome && at.block == 0 && sends(p.half)) send_home_weights(role, call);
     return is_well;
   };
   // What a warp adds up first is ready when the epoch is known. The opener is neither sender nor receiver.
   if (is_opener()) {
-    if (!begin()) return;
-    if (sends(p.half) && role.is_control()) send_records(call, p.layout, peers);
+    const bool is_well = begin();
+    if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers);
+    if (receives(p.half)) advance_epoch(args, opening, Kind::kCombine, at);
+    if (!is_well) return;
     if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
     if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
   } else if (sends(p.half) && role.is_sender() && args.geometry.homes > 0) {
@@ -523,7 +533,9 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
   const Opening opening = open_call(call, args, Kind::kCombine);
-  if (!begin_call(call, args, opening, Kind::kCombine, at)) return;
+  const bool is_well = begin_call(call, args, opening);
+  advance_epoch(args, opening, Kind::kCombine, at);
+  if (!is_well) return;
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
   // Entry (token, k) is the same block's on every rank, for all homes: a block waits only for blocks of its own index.

@@ -500,12 +500,13 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   if (receives(p.half) && role.is_receiver() && !is_opener()) {
     places.clear(role.receiving_thread(), role.clearing_threads());
   }
-  const bool is_well = begin_call(call, args, opening, Kind::kDispatch, at);
+  const bool is_well = begin_call(call, args, opening);
   stamp(Stamp::kEpochKnown, peers.rank);
+  if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers);
+  if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
   if (!is_well) return store_nothing<kExpertRows>(role);
 
   if (is_sending) {
-    if (role.is_control()) send_records(call, p.layout, peers);
     if (is_opener()) {
       routing.load(role, routing.token);
       routing.prepare(role);
