@@ -7,6 +7,7 @@ from .buffer import Buffer
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .functional import Pending, combine, combine_send, combine_weights, dispatch, dispatch_send
 from .handle import DispatchOutput, Handle, Layout, Quant
+from .high_throughput import Payload, dispatch_cached
 
 __all__ = [
     "Buffer",
@@ -16,6 +17,7 @@ __all__ = [
     "Layout",
     "MismatchError",
     "OverflowError",
+    "Payload",
     "Pending",
     "Quant",
     "SystemError",
@@ -26,5 +28,6 @@ __all__ = [
     "combine_send",
     "combine_weights",
     "dispatch",
+    "dispatch_cached",
     "dispatch_send",
 ]

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
 from .errors import UsageError
+from .modes import MODES, auto_ll_tokens
 
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
@@ -29,6 +31,7 @@ class Buffer:
         low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy,
             enable_shrink, comm: DeepEP's arguments, in its order.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
+        ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
         on_overflow: "count" (rows past a capacity are dropped and counted) or "raise".
@@ -62,6 +65,7 @@ class Buffer:
         comm: Any = None,
         *,
         sizes: tuple[int, int, int] | None = None,
+        ht_sizes: tuple[int, int, int, int, int, int] | None = None,
         device: str | torch.device | None = None,
         timeout: float = 100.0,
         on_overflow: str = "count",
@@ -93,6 +97,7 @@ class Buffer:
             combine_row_bytes=sizes[2],
             timeout_seconds=timeout,
             network_seed=network_seed or 0,
+            ht_sizes=ht_sizes or (0,) * 6,
         )
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -111,32 +116,49 @@ class Buffer:
         dtype: torch.dtype = torch.bfloat16,
         wire_dtype: torch.dtype | None = None,
         scale_bytes: int | None = None,
+        mode: str = "ll",
+        arena_bytes: int | None = None,
         **options: Any,
     ) -> Buffer:
-        """A buffer whose window fits low-latency operations up to these sizes.
+        """A buffer whose window fits operations up to these sizes.
 
         Args:
             max_tokens: tokens a rank sends at most, equal on all ranks; the default of ``dispatch``.
             hidden: elements of a row; rows are a multiple of 16 bytes. topk: choices of a token, 1 to 32.
             num_experts: of all ranks, a multiple of their number.
             dtype: of the rows. wire_dtype: of partial sums on their way home, by default ``dtype``.
-            scale_bytes: of a row that the caller quantises; by default 4 for 32 elements.
+            scale_bytes: of a row that the caller quantises, or of what is dispatched along with it; by default 4 for 32
+                elements.
+            mode: what the buffer has room for: "ll", "ht", or "auto" for both, of which low latency up to the sizes that
+                ``dispatch(mode="auto")`` gives to it.
+            arena_bytes: for outputs of high throughput and tensors of ``buffer.empty``, beside the window's other parts;
+                by default two outputs that hold all rows that can come.
             options: ``device``, ``timeout``, ``on_overflow`` and the other keywords of ``Buffer``.
 
         Raises: as ``Buffer``.
         """
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
         rendezvous = rendezvous_of(group)
+        ranks = rendezvous.size()
         if scale_bytes is None:
             scale_bytes = (hidden + 31) // 32 * 4
-        sizes = _C.sizes_for(
-            rendezvous.size(),
-            num_experts,
-            topk,
-            max_tokens,
-            hidden * dtype.itemsize + (scale_bytes + 15) // 16 * 16,
-            hidden * max((wire_dtype or dtype).itemsize, 2),
-        )
-        buffer = cls(rendezvous, sizes=sizes, **options)
+        row_bytes = hidden * dtype.itemsize + (scale_bytes + 15) // 16 * 16
+        home_bytes = hidden * max((wire_dtype or dtype).itemsize, 2)
+        sizes, ht_sizes = (0, 0, 0), None
+        if mode != "ht":
+            ll_tokens = max_tokens
+            if mode == "auto":
+                ll_tokens = auto_ll_tokens(max_tokens, hidden * dtype.itemsize, topk, ranks)
+            sizes = _C.sizes_for(ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes)
+        if mode != "ll":
+            if arena_bytes is None:
+                arena_bytes = 2 * ranks * max_tokens * row_bytes
+            domain = options.get("domain_size") or ranks
+            ht_sizes = _C.ht_sizes_for(
+                ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes
+            )
+        buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
         buffer.group, buffer.max_tokens = group, max_tokens
         return buffer
 
@@ -168,13 +190,30 @@ class Buffer:
         self.runtime.set_timeout(seconds)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the buffer was made: "dispatches", "combines", "dropped_rows"; "window_bytes"; "backend"."""
+        """Counters since the buffer was made, and sizes.
+
+        "dispatches", "combines", and "ht_dispatches", "ht_combines" of high throughput; "staged_dispatches",
+        "staged_combines": those of high throughput whose tensors were not in the arena; "dropped_rows"; "window_bytes",
+        "arena_bytes", "arena_free_bytes"; "backend".
+        """
         return dict(self.runtime.stats())
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """An uninitialised tensor in the window's arena, which other ranks can read and write where it lies.
+
+        Experts that write their rows into one spare ``combine`` a copy. It is an ordinary tensor otherwise, and keeps its
+        memory for as long as it is used, the buffer's end included. Where the arena has no room (``stats()`` tells), it
+        lies in other memory and works as well.
+        """
+        self.require_usable()
+        made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self.name, self._seq, list(size), dtype)
+        return made
 
     def wire_bytes(self) -> dict[str, list[int]]:
         """What this rank has sent since the buffer was made (CPU backend), each a list [R] that includes itself.
 
-        "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights.
+        "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights. A row that another rank
+        has made readable counts where it is read.
         """
         return dict(self.runtime.wire_bytes())
 

@@ -64,7 +64,20 @@ struct CallRecord {
   EP_HD uint32_t word(int index) const { return words[index]; }
 };
 
-enum class Operation : int { kDispatch = 1, kCombine = 2, kCombineWeighted = 3, kCombineWeights = 4 };
+enum class Operation : int {
+  kDispatch = 1,
+  kCombine = 2,
+  kCombineWeighted = 3,
+  kCombineWeights = 4,
+  // High throughput.
+  kHtDispatch = 5,
+  kHtRoute = 6,   // of exact sizes: the counts
+  kHtSend = 7,    // and the rows
+  kHtCached = 8,  // rows along the routes of a handle
+  kHtCombine = 9,
+  kHtCombineWeighted = 10,
+  kHtCombineWeights = 11,
+};
 
 EP_HD uint32_t pack_operation(Operation operation, DType dtype, Quant quant, DType wire_dtype) {
   return static_cast<uint32_t>(operation) | static_cast<uint32_t>(dtype) << 8 | static_cast<uint32_t>(quant) << 16 |

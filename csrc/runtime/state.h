@@ -9,11 +9,24 @@
 namespace ep {
 
 // What a rank waits for.
-enum class Phase : uint32_t { kNone = 0, kCallRecord, kRouting, kWeights, kRows, kPartials, kScalars, kArrivalSignal };
+enum class Phase : uint32_t {
+  kNone = 0,
+  kCallRecord,
+  kRouting,
+  kWeights,
+  kRows,
+  kPartials,
+  kScalars,
+  kArrivalSignal,
+  kReady,
+  kRail,
+  kDone
+};
 
 inline const char* name_of(Phase phase) {
-  constexpr const char* kNames[] = {"nothing",    "call record",  "routing message",    "weights",
-                                    "token rows", "partial sums", "scalars of weights", "arrival signal"};
+  constexpr const char* kNames[] = {"nothing",         "call record",          "routing message",    "weights",
+                                    "token rows",      "partial sums",         "scalars of weights", "arrival signal",
+                                    "rows to be read", "rows between domains", "end of reading"};
   return kNames[static_cast<int>(phase)];
 }
 
@@ -29,6 +42,7 @@ struct Failure {
   uint64_t seen = 0;
   uint64_t missing = 0;  // bit r: nothing of the call was heard from rank r (ranks below 64)
   CallRecord mine, theirs;
+  uint32_t is_ht = 0;  // the epoch counts calls of high throughput
 };
 
 // Expert ids outside [0, E) other than -1, since the last check.
@@ -44,6 +58,8 @@ struct Report {
   InvalidIds invalid_ids;
   uint64_t dropped_rows = 0;  // past a capacity, since the buffer was made
   uint64_t epochs[kNumKinds] = {0, 0};
+  uint64_t ht_epochs[kNumKinds] = {0, 0};
+  uint64_t ht_staged[kNumKinds] = {0, 0};  // calls of high throughput of which a tensor was not in the arena
 };
 
 }  // namespace ep
