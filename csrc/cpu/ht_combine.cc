@@ -129,7 +129,7 @@ class Combine {
 
   void stage() {
     const bool is_copied = p_.has_rows() && !p_.reads_in_place();
-    if (!is_copied && p_.values == nullptr) return;
+    if (!is_copied && !p_.has_values) return;
     const bool expert_rows = has_expert_rows(p_.output.layout);
     int64_t slot = 0, start = 0;
     for (int source = 0; source < p_.shape.num_ranks; source++) {
@@ -138,7 +138,7 @@ class Combine {
         const int32_t row = expert_rows ? kNoRow : p_.output.row(source, start, index);
         testing::delay(testing::Point::kBetweenRows, channel_.rank());
         if (is_copied) expert_rows ? stage_partial(slot) : stage_row(slot, row);
-        if (p_.values != nullptr) stage_scalars(slot, row);
+        if (p_.has_values) stage_scalars(slot, row);
       }
       start += count;
     }
@@ -214,7 +214,7 @@ class Combine {
         read_row(rank, row, slot);
         add(sum, term_, has_term);
       }
-      for (int k = 0; k < p_.shape.topk && p_.values != nullptr; k++) {
+      for (int k = 0; k < p_.shape.topk && p_.has_values; k++) {
         if (token.ids[k] < 0 || p_.shape.owner(token.ids[k]) != rank) continue;
         const int part = format_.num_parts - 1;
         std::memcpy(scalars + k, channel_.at(rank, p_.layout.staged_row(slot) + format_.offset[part]) + k * 4, 4);
@@ -258,7 +258,7 @@ class Combine {
         if (!add_domain(route, domain_sum_, has_term, scalars.data())) continue;
         const Offset out = p_.layout.rail_row_out(home, token);
         if (p_.has_rows()) from_floats(p_.wire_dtype, domain_sum_.data(), channel_.local(out), p_.hidden);
-        if (p_.values != nullptr) {
+        if (p_.has_values) {
           std::memcpy(channel_.local(out) + format_.offset[format_.num_parts - 1], scalars.data(), topk * 4);
         }
         channel_.put(peer, p_.layout.rail_row_in(channel_.domain(), token), out, format_.body_bytes);
@@ -301,7 +301,7 @@ class Combine {
       from_floats(p_.out_dtype, sum_.data(), const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.out_dtype)),
                   p_.hidden);
     }
-    if (p_.values != nullptr) std::copy(scalars.begin(), scalars.end(), p_.out_values + first);
+    if (p_.has_values) std::copy(scalars.begin(), scalars.end(), p_.out_values + first);
   }
 
   void add_from_rail(const Token& route, int domain, int token, bool& has_term, float* scalars) {
@@ -310,7 +310,7 @@ class Combine {
     for (int k = 0; k < p_.shape.topk; k++) {
       if (route.ids[k] < 0 || channel_.topology().domain_of(p_.shape.owner(route.ids[k])) != domain) continue;
       is_there = true;
-      if (p_.values != nullptr) std::memcpy(scalars + k, row + format_.offset[format_.num_parts - 1] + k * 4, 4);
+      if (p_.has_values) std::memcpy(scalars + k, row + format_.offset[format_.num_parts - 1] + k * 4, 4);
     }
     if (!is_there || !p_.has_rows()) return;
     to_floats(p_.wire_dtype, row, term_.data(), p_.hidden);

@@ -138,6 +138,7 @@ class Sender {
     if (channel_.num_domains() == 1) return;
     channel_.await_rail(HtSignal::kDispatchRail, Phase::kRail);
     const int topk = p_.shape.topk;
+    if (sends_routes(p_.steps)) p_.handle.rail_tokens[channel_.domain()] = 0;
     for (int source = 0; source < channel_.num_domains(); source++) {
       if (source == channel_.domain()) continue;
       if (sends_routes(p_.steps)) {

@@ -102,14 +102,14 @@ void Group::combine(HtCombineParams& p, void* stream) {
     p.rows_offset =
         offset_of(p.rows, static_cast<uint64_t>(p.output.rows()) * p.hidden * static_cast<uint64_t>(size_of(p.dtype)));
   }
-  if (p.values != nullptr) row.add(p.shape.topk * 4);
+  if (p.has_values) row.add(p.shape.topk * 4);
   EP_CHECK(row.num_parts > 0, "a combine of neither rows nor scalars");
   p.layout = HtLayout::make(window_.ht, Kind::kCombine, topology_, p.shape, row);
   const Operation operation = !p.has_rows()                     ? Operation::kHtCombineWeights
                               : p.weighting == Weighting::kHome ? Operation::kHtCombineWeighted
                                                                 : Operation::kHtCombine;
   p.call = record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape,
-                     p.values != nullptr ? p.shape.topk * 4 : 0, p.num_tokens);
+                     p.has_values ? p.shape.topk * 4 : 0, p.num_tokens);
   backend_->ht_combine(p, stream);
 }
 

@@ -72,7 +72,8 @@ struct HtCombineParams {
 
   const void* rows = nullptr;      // [output.rows(), H]
   Offset rows_offset = kNoOffset;  // of rows in the arena
-  const float* values = nullptr;   // [rows] or [rows, K]; null: none
+  bool has_values = false;
+  const float* values = nullptr;  // [rows] or [rows, K]
   OutputShape output;
   HtHandlePtrs handle;
   Weighting weighting = Weighting::kNone;

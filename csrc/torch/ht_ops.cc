@@ -265,16 +265,19 @@ void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const
   }();
   EP_CHECK(received <= sizes.num_slots, "the handle is not of these sizes, or was changed: ", received,
            " rows in slots for ", sizes.num_slots);
-  const auto check_routes = [&](const HtRoutes& all, int64_t count) {
-    check_handle_values(all.ids, count, -1, spec.num_experts - 1, "expert id");
-    check_handle_values(all.rows, count, kDroppedRow, INT32_MAX, "row");
-    check_handle_values(all.slots, count, kNoRow, static_cast<int64_t>(output.num_ranks) * output.max_tokens - 1,
-                        "slot");
+  const auto check_routes = [&](const HtRoutes& all, int64_t first, int64_t count) {
+    check_handle_values(all.ids + first, count, -1, spec.num_experts - 1, "expert id");
+    check_handle_values(all.rows + first, count, kDroppedRow, INT32_MAX, "row");
+    check_handle_values(all.slots + first, count, kNoRow,
+                        static_cast<int64_t>(output.num_ranks) * output.max_tokens - 1, "slot");
   };
-  check_routes(handle.own, sizes.own_size());
+  check_routes(handle.own, 0, sizes.own_size());
   if (sizes.num_domains > 1) {
     check_handle_values(handle.rail_tokens, sizes.num_domains, 0, output.max_tokens, "number of tokens");
-    check_routes(handle.rail, sizes.rail_size());
+    for (int d = 0; d < sizes.num_domains; d++) {
+      const int64_t first = static_cast<int64_t>(d) * output.max_tokens * output.topk;
+      check_routes(handle.rail, first, static_cast<int64_t>(handle.rail_tokens[d]) * output.topk);
+    }
   }
   for (int64_t slot = 0; slot < received && sizes.has_expert_rows; slot++) {
     check_handle_values(handle.slot(slot), output.topk, kDroppedRow, output.rows() - 1, "place");
@@ -374,10 +377,10 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
     at::DimVector sizes = row_shape(p.output, topk);
     if (has_expert_rows(p.output.layout)) sizes.pop_back();
     check_tensor(*values, "values", at::kFloat, sizes, device);
+    p.has_values = true;
     p.values = values->data_ptr<float>();
     out_values = new_tensor({num_tokens, topk}, at::kFloat, device);
     p.out_values = out_values.data_ptr<float>();
-    if (p.values == nullptr) p.values = p.out_values;  // no row here; others may have some
   }
   group.combine(p, registered->order.next_stream(device));
   return {out, out_values};
