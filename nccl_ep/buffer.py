@@ -155,9 +155,7 @@ class Buffer:
             if arena_bytes is None:
                 arena_bytes = 2 * ranks * max_tokens * row_bytes
             domain = options.get("domain_size") or ranks
-            ht_sizes = _C.ht_sizes_for(
-                ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes
-            )
+            ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
         buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
         buffer.group, buffer.max_tokens = group, max_tokens
         return buffer

@@ -63,7 +63,8 @@ def dispatch(
         quant: None, "fp8" (e4m3, a float32 scale for 128 elements), "fp8_rounded" (scales are powers of two) or
             "fp8_ue8m0" (their exponents, four in an int32). x is bf16 or fp16 then, H a multiple of 16.
         scales: [T, S] of any dtype and strides, for rows that the caller has quantised.
-        extra: HT: further tensors [T, n], contiguous, rows a multiple of 16 bytes: moved bit for bit along with x.
+        extra: HT: up to three further tensors [T, n], contiguous, rows a multiple of 16 bytes: moved bit for bit along
+            with x.
         zero_padding: rows of the output that do not exist are zeroed.
         out: HT: an earlier output of the same call, whose tensors (the handle's too) are written again.
         num_sms: CUDA: thread blocks to use; 0 chooses.
@@ -129,7 +130,9 @@ def dispatch_send(
         quant,
     )  # fmt: skip
     if form.mode != "ll":
-        raise ValueError("a dispatch of high throughput has no halves: call dispatch, on a stream of its own if need be")
+        raise ValueError(
+            "a dispatch of high throughput has no halves: call dispatch, on a stream of its own if need be"
+        )
     try:
         handle = _ops.ll_dispatch_send.default(
             buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
@@ -339,7 +342,9 @@ class _Form:
                 raise ValueError(f'capacity "exact" is for high throughput and not for expert_major: {mode}, {layout}')
             capacity = EXACT
         elif capacity is None and mode == "ht" and kind == Layout.EXPERT_MAJOR:
-            raise ValueError("expert_major needs a capacity in high throughput: R * max_tokens rows an expert are too many")
+            raise ValueError(
+                "expert_major needs a capacity in high throughput: R * max_tokens rows an expert are too many"
+            )
         elif capacity is None:
             capacity = _default_capacity(kind, ranks, num_experts, max_tokens, topk, alignment)
         elif kind == Layout.RANK_MAJOR:

@@ -38,11 +38,11 @@ def route_and_send(
     num_sms: int,
     out: DispatchOutput | None,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Runs the op. Returns what ``ll_dispatch`` returns, with ``route`` and ``slots`` for the handle, and the extras."""
+    """Runs the op. Returns what ``ll_dispatch`` returns, with ``route`` and ``slots`` for the handle; and the extras."""
     call = (buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, *args, zero_padding, num_sms)
     if out is None:
-        xs, *rest = _ops.ht_dispatch.default(*call)
-        return (xs[0], *rest), tuple(xs[1:])
+        received = _ops.ht_dispatch.default(*call)
+        return received[:8], received[8 : 8 + len(extra)]
     return _into(out, call, topk_idx.dtype)
 
 
@@ -94,13 +94,14 @@ def dispatch_cached(
     if quant not in QUANTS:
         raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
     try:
-        xs, moved = _ops.ht_dispatch_cached.default(
+        moved, moved_scales, *further = _ops.ht_dispatch_cached.default(
             buffer.name, buffer._seq, [x, *extra], scales, handle.tensor, slots, *handle.args(),
             int(QUANTS[quant]), zero_padding, num_sms,
         )  # fmt: skip
     except RuntimeError as error:
         raise error_of(buffer, error) from error
-    return Payload(xs[0], moved if scales is not None or quant is not None else None, tuple(xs[1:]))
+    has_scales = scales is not None or quant is not None
+    return Payload(moved, moved_scales if has_scales else None, tuple(further[: len(extra)]))
 
 
 def ht_handle(handle: Handle) -> tuple[Buffer, torch.Tensor]:

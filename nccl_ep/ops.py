@@ -166,14 +166,13 @@ def _slot_words(layout: int, topk: int) -> int:
     return _align4(2 * topk + 1) if layout <= Layout.PACKED else 1
 
 
-def _moved(
-    xs: list[torch.Tensor], outputs: Tensors, buffer: str, num_experts: int, max_tokens: int, layout: int, rows: int
+def _further(
+    xs: list[torch.Tensor], buffer: str, num_experts: int, max_tokens: int, layout: int, rows: int
 ) -> list[torch.Tensor]:
-    shapes = [
-        _row_shape(layout, _num_ranks(buffer), num_experts, max_tokens, rows, [each.shape[1]]) for each in xs[1:]
-    ]
+    """Of the tensors beside x; three in all."""
+    shapes = [_row_shape(layout, _num_ranks(buffer), num_experts, max_tokens, rows, [each.shape[1]]) for each in xs[1:]]
     further = [each.new_empty(shape) for each, shape in zip(xs[1:], shapes, strict=True)]
-    return [outputs[0], *further]
+    return [*further, *(xs[0].new_empty([0], dtype=torch.uint8) for _ in range(3 - len(further)))]
 
 
 @_fake("ht_dispatch")
@@ -193,10 +192,10 @@ def _(
         x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk, topk_idx.dtype, num_experts, max_tokens, layout,
         capacity, quant,
     )  # fmt: skip
-    moved = _moved(xs, outputs, buffer, num_experts, max_tokens, layout, capacity)
+    further = _further(xs, buffer, num_experts, max_tokens, layout, capacity)
     route = x.new_empty([_ht_route_size(buffer, x.shape[0], max_tokens, topk, num_experts)], dtype=torch.int32)
     slots = x.new_empty([num_slots, _slot_words(layout, topk)], dtype=torch.int32)
-    return moved, *outputs[1:], route, slots
+    return *outputs, route, slots, *further
 
 
 @_fake("ht_dispatch_out")
@@ -216,7 +215,7 @@ def _(
         x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk, torch.int32, num_experts, max_tokens, layout,
         capacity, quant,
     )  # fmt: skip
-    return _moved(xs, outputs, buffer, num_experts, max_tokens, layout, capacity), outputs[1]
+    return *outputs[:2], *_further(xs, buffer, num_experts, max_tokens, layout, capacity)
 
 
 @_fake("ht_combine")

@@ -61,9 +61,7 @@ def _garble(*tensors: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("arena_bytes", [0, 1 << 15, 1 << 22], ids=["no-arena", "exhausted", "ample"])
 @pytest.mark.parametrize(("num_ranks", "domain_size", "seed"), WORLDS, ids=IDS)
-def test_outputs_of_several_layers_live_at_once(
-    num_ranks: int, domain_size: int, seed: int, arena_bytes: int
-) -> None:
+def test_outputs_of_several_layers_live_at_once(num_ranks: int, domain_size: int, seed: int, arena_bytes: int) -> None:
     """Forward through all layers, then backward through them: every output, input and handle stays what it was."""
     layers = _layers(num_ranks, domain_size)
 
@@ -301,7 +299,9 @@ def test_a_handle_of_each_mode_is_refused_by_the_other() -> None:
     case = _case(1, "flat", 2)
     with _buffer(case.case, None, mode="auto") as buffer:
         ll, ht = _dispatch(case, buffer, mode="ll"), _dispatch(case, buffer)
-        with pytest.raises(nccl_ep.UsageError, match='handle is of mode "ll", a cached dispatch needs one of mode "ht"'):
+        with pytest.raises(
+            nccl_ep.UsageError, match='handle is of mode "ll", a cached dispatch needs one of mode "ht"'
+        ):
             nccl_ep.dispatch_cached(case.inputs[0].x, ll.handle)
         with pytest.raises(ValueError, match="combine of high throughput has no halves"):
             nccl_ep.combine_send(case.rows[0], ht.handle)

@@ -14,7 +14,9 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kExact = -1;  // capacity
-constexpr int kMaxTensors = kHtMaxParts - 1;
+// x and further tensors. Each has a result of its own, empty where there is none: an op that changes an argument may
+// not return a list (functionalization takes it for an alias).
+constexpr int kMaxTensors = 4;
 
 // A tensor that other ranks may write to or read; an ordinary one where there is no room for it.
 Tensor arena_tensor(const Group& group, at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
@@ -232,13 +234,29 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   return t;
 }
 
-using HtDispatchResult = std::tuple<std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using HtDispatchResult =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Tensor further(const Moved& moved, size_t index, const at::Device& device) {
+  return index < moved.xs.size() ? moved.xs[index] : new_tensor({0}, at::kByte, device);
+}
 
 HtDispatchResult ht_dispatch(std::string_view buffer, Tensor, at::TensorList xs, const OptionalTensor& x_scales,
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
   return guarded([&] {
     auto t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, nullptr);
-    return HtDispatchResult{t.moved.xs, t.moved.scales, t.weights, t.topk_idx, t.row_expert, t.info, t.route, t.slots};
+    const at::Device device = t.info.device();
+    return HtDispatchResult{t.moved.xs[0],
+                            t.moved.scales,
+                            t.weights,
+                            t.topk_idx,
+                            t.row_expert,
+                            t.info,
+                            t.route,
+                            t.slots,
+                            further(t.moved, 1, device),
+                            further(t.moved, 2, device),
+                            further(t.moved, 3, device)};
   });
 }
 
@@ -300,10 +318,11 @@ OutputShape take_ht_handle(const HandleSpec& spec, const Group& group, const Ten
   return output;
 }
 
-std::tuple<std::vector<Tensor>, Tensor> ht_dispatch_cached(std::string_view buffer, Tensor, at::TensorList xs,
-                                                           const OptionalTensor& x_scales, const Tensor& route,
-                                                           const Tensor& slots, EP_HANDLE_ARGS, int64_t quant,
-                                                           bool zero_padding, int64_t num_sms) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, Tensor,
+                                                                      at::TensorList xs, const OptionalTensor& x_scales,
+                                                                      const Tensor& route, const Tensor& slots,
+                                                                      EP_HANDLE_ARGS, int64_t quant, bool zero_padding,
+                                                                      int64_t num_sms) {
   return guarded([&] {
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
@@ -328,7 +347,8 @@ std::tuple<std::vector<Tensor>, Tensor> ht_dispatch_cached(std::string_view buff
     Moved moved = allocate_moved(group, {xs, x_scales}, p.output, output_types(row, dispatch, p.output), device);
     set_moved(p, moved);
     group.dispatch(p, registered->order.next_stream(device));
-    return std::make_tuple(moved.xs, moved.scales);
+    return std::make_tuple(moved.xs[0], moved.scales, further(moved, 1, device), further(moved, 2, device),
+                           further(moved, 3, device));
   });
 }
 
@@ -420,14 +440,16 @@ Tensor arena_empty(std::string_view buffer, Tensor, at::IntArrayRef size, at::Sc
 
 void define_ht_ops(torch::Library& library) {
   library.def("ht_dispatch(" EP_HT_DISPATCH_SCHEMA
-              ") -> (Tensor[] xs, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info, "
-              "Tensor route, Tensor slots)");
+              ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info, "
+              "Tensor route, Tensor slots, Tensor x1, Tensor x2, Tensor x3)");
   library.def("ht_dispatch_out(" EP_HT_DISPATCH_SCHEMA
               ", Tensor(b!)[] out_xs, Tensor(c!) out_scales, Tensor(d!) out_weights, Tensor(e!) out_topk_idx, "
               "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) out_route, Tensor(i!) out_slots) -> ()");
   library.def(
       "ht_dispatch_cached(str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor "
-      "slots, " EP_HANDLE_SCHEMA ", int quant, bool zero_padding, int num_sms) -> (Tensor[] xs, Tensor scales)");
+      "slots, " EP_HANDLE_SCHEMA
+      ", int quant, bool zero_padding, int num_sms) -> (Tensor x, Tensor scales, Tensor "
+      "x1, Tensor x2, Tensor x3)");
   library.def("ht_combine(" EP_HT_COMBINE_SCHEMA ") -> (Tensor out, Tensor out_values)");
   library.def("ht_combine_out(" EP_HT_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
   library.def("arena_empty(str buffer, Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
