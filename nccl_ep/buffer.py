@@ -127,12 +127,12 @@ class Buffer:
             hidden: elements of a row; rows are a multiple of 16 bytes. topk: choices of a token, 1 to 32.
             num_experts: of all ranks, a multiple of their number.
             dtype: of the rows. wire_dtype: of partial sums on their way home, by default ``dtype``.
-            scale_bytes: of a row that the caller quantises, or of what is dispatched along with it; by default 4 for 32
-                elements.
-            mode: what the buffer has room for: "ll", "ht", or "auto" for both, of which low latency up to the sizes that
+            scale_bytes: of a row that the caller quantises, or of what is dispatched along with it; by default 4 for
+                32 elements.
+            mode: what the buffer has room for: "ll", "ht", or "auto" for both, low latency then up to the sizes that
                 ``dispatch(mode="auto")`` gives to it.
-            arena_bytes: for outputs of high throughput and tensors of ``buffer.empty``, beside the window's other parts;
-                by default two outputs that hold all rows that can come.
+            arena_bytes: for outputs of high throughput and tensors of ``buffer.empty``, beside the window's other
+                parts; by default two outputs that hold all rows that can come.
             options: ``device``, ``timeout``, ``on_overflow`` and the other keywords of ``Buffer``.
 
         Raises: as ``Buffer``.
@@ -191,7 +191,8 @@ class Buffer:
         """Counters since the buffer was made, and sizes.
 
         "dispatches", "combines", and "ht_dispatches", "ht_combines" of high throughput; "staged_dispatches",
-        "staged_combines": those of high throughput whose tensors were not in the arena; "dropped_rows"; "window_bytes",
+        "staged_combines": those of high throughput that needed a copy, for a tensor was not in the arena (or its dtype
+        wider than the wire's); "dropped_rows"; "window_bytes",
         "arena_bytes", "arena_free_bytes"; "backend".
         """
         return dict(self.runtime.stats())
@@ -199,9 +200,9 @@ class Buffer:
     def empty(self, size: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """An uninitialised tensor in the window's arena, which other ranks can read and write where it lies.
 
-        Experts that write their rows into one spare ``combine`` a copy. It is an ordinary tensor otherwise, and keeps its
-        memory for as long as it is used, the buffer's end included. Where the arena has no room (``stats()`` tells), it
-        lies in other memory and works as well.
+        Experts that write their rows into one spare ``combine`` a copy. It is an ordinary tensor otherwise, and keeps
+        its memory for as long as it is used, the buffer's end included. Where the arena has no room (``stats()``
+        tells), it lies in other memory and works as well.
         """
         self.require_usable()
         made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self.name, self._seq, list(size), dtype)
@@ -210,8 +211,8 @@ class Buffer:
     def wire_bytes(self) -> dict[str, list[int]]:
         """What this rank has sent since the buffer was made (CPU backend), each a list [R] that includes itself.
 
-        "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights. A row that another rank
-        has made readable counts where it is read.
+        "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights. A row that another
+        rank has made readable counts where it is read.
         """
         return dict(self.runtime.wire_bytes())
 

@@ -53,12 +53,12 @@ def dispatch(
         topk_idx: [T, K] int64 or int32 expert ids; -1 is no choice. An id out of range acts as -1 and is reported by
             ``buffer.check()``.
         topk_weights: [T, K] float32, by default ones.
-        mode: "ll" (low latency), "ht" (high throughput) or "auto": by ``max_tokens``, the bytes of a row, K, R, layout and
-            capacity (``nccl_ep.modes.choose_mode``); the handle says which it was.
+        mode: "ll" (low latency), "ht" (high throughput) or "auto": by ``max_tokens``, the bytes of a row, K, R, layout
+            and capacity (``nccl_ep.modes.choose_mode``); the handle says which it was.
         layout: "expert_major", "packed", "rank_major" or "flat": see ``DispatchOutput``.
         max_tokens: equal on all ranks; default: the buffer's.
-        capacity: rows of an expert (expert_major; default R * M, HT must be told), or in all (packed, flat; default: what
-            always fits). "exact", HT alone: the tensors get the size of what is received, for which the host waits.
+        capacity: rows of an expert (expert_major; default R * M, HT must be told), or in all (packed, flat; default:
+            what always fits). "exact", HT alone: the size of what is received, for which the host waits.
         expert_alignment: packed: the first row of an expert is a multiple of it.
         quant: None, "fp8" (e4m3, a float32 scale for 128 elements), "fp8_rounded" (scales are powers of two) or
             "fp8_ue8m0" (their exponents, four in an int32). x is bf16 or fp16 then, H a multiple of 16.

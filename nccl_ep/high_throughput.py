@@ -38,7 +38,7 @@ def route_and_send(
     num_sms: int,
     out: DispatchOutput | None,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Runs the op. Returns what ``ll_dispatch`` returns, with ``route`` and ``slots`` for the handle; and the extras."""
+    """Runs the op. Returns what ``ll_dispatch`` returns, with two tensors of the handle at the end; and the extras."""
     call = (buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, *args, zero_padding, num_sms)
     if out is None:
         received = _ops.ht_dispatch.default(*call)

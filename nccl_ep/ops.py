@@ -182,11 +182,12 @@ def _(
     quant: int, zero_padding: bool, num_sms: int,
 ) -> Any:  # fmt: skip
     x, topk = xs[0], topk_idx.shape[1]
-    num_slots = _num_ranks(buffer) * max_tokens
+    num_slots: Any = _num_ranks(buffer) * max_tokens
     if capacity < 0:
         context = torch.library.get_ctx()
         num_slots = context.new_dynamic_size()
-        capacity = max_tokens if layout == Layout.RANK_MAJOR else context.new_dynamic_size()
+        rows: Any = max_tokens if layout == Layout.RANK_MAJOR else context.new_dynamic_size()
+        capacity = rows
     num_scales, scale_dtype = (x_scales.shape[1], x_scales.dtype) if x_scales is not None else (0, torch.float32)
     outputs = _outputs(
         x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk, topk_idx.dtype, num_experts, max_tokens, layout,

@@ -63,8 +63,9 @@ class HtPlan:
 
     def buckets(self) -> dict[str, object]:
         return {
-            "sizes": "exact" if self.exact else "capacity", "arena": self.arena, "rows in the arena": self.rows_in_arena,
-            "further tensors": len(self.extra), "cached": len(self.cached), "given outputs": self.given,
+            "sizes": "exact" if self.exact else "capacity", "arena": self.arena,
+            "rows in the arena": self.rows_in_arena, "further tensors": len(self.extra), "cached": len(self.cached),
+            "given outputs": self.given,
         }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""High-throughput dispatch and combine on CPU ranks: bit for bit what the oracle says, for thousands of random cases."""
+"""High-throughput dispatch and combine on CPU ranks: bit for bit what the oracle says, for many random cases."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_arena_tensors_outlive_the_buffer() -> None:
         del buffer
         case.check_dispatch(out, group.rank())
         assert spare.eq(2.5).all()
-        with pytest.raises(nccl_ep.UsageError, match="gone|destroyed"):
+        with pytest.raises(nccl_ep.UsageError, match=r"gone|destroyed"):
             nccl_ep.combine(out.x, out.handle)
 
     run_ranks(2, body)

@@ -58,7 +58,7 @@ BAD: list[Bad] = [
     ("halves", lambda s: nccl_ep.dispatch_send(s.x, s.ids, buffer=s.buffer, num_experts=EXPERTS, mode="ht",
                                                layout="flat"), ValueError, "dispatch of high throughput has no halves"),
     ("extra in LL", lambda s: s.dispatch(mode="ll", extra=[s.x]), ValueError, "extra and out are for high throughput"),
-    ("extra tokens", lambda s: s.dispatch(extra=[s.x[:7]]), ValueError, r"tensor 1 of the dispatch has 2 dim.* 7: must"),
+    ("extra tokens", lambda s: s.dispatch(extra=[s.x[:7]]), ValueError, r"tensor 1 of the dispatch .* 7: must"),
     ("extra rank", lambda s: s.dispatch(extra=[s.x[0]]), ValueError, "tensor 1 of the dispatch has 1 dimensions"),
     ("extra width", lambda s: s.dispatch(extra=[s.x[:, :4].contiguous()]), ValueError,
      "rows of tensor 1 have 8 bytes: must be a multiple of 16"),
@@ -72,7 +72,7 @@ BAD: list[Bad] = [
     ("tokens", lambda s: s.dispatch(max_tokens=7), ValueError, "8 tokens, but max_tokens is 7"),
     ("odd row", lambda s: s.dispatch(s.x[:, :4].contiguous()), ValueError, "a row of 8 bytes: must be a multiple"),
     ("quant dtype", lambda s: s.dispatch(s.x.float(), quant="fp8"), ValueError, "fp8 of fp32: only bf16 and fp16"),
-    ("quant and scales", lambda s: s.dispatch(quant="fp8", scales=torch.ones(8, 1)), ValueError, "scales given together"),
+    ("quant and scales", lambda s: s.dispatch(quant="fp8", scales=torch.ones(8, 1)), ValueError, "scales given"),
     ("scales", lambda s: s.dispatch(scales=torch.ones(7, 1)), ValueError, r"scales have shape \[7, 1\], must be \[8, "),
     ("num_sms", lambda s: s.dispatch(num_sms=-1), ValueError, "num_sms is -1"),
     ("out of other sizes", lambda s: s.dispatch(capacity=3, out=s.flat), ValueError,
@@ -102,13 +102,13 @@ BAD: list[Bad] = [
     # combine
     ("rows shape", lambda s: nccl_ep.combine(s.packed.x, s.flat.handle), ValueError, r"must be \[16, 64\]"),
     ("rows dtype", lambda s: nccl_ep.combine(s.flat.x.double(), s.flat.handle), ValueError, "adds up 64 bits rows"),
-    ("rows window", lambda s: nccl_ep.combine(s.flat.x.repeat(1, 20), s.flat.handle), ValueError, "window is too small"),
+    ("rows window", lambda s: nccl_ep.combine(s.flat.x.repeat(1, 20), s.flat.handle), ValueError, "window is too"),
     ("weights of flat", lambda s: nccl_ep.combine(s.flat.x, s.flat.handle, weights=torch.ones(8, 2)), ValueError,
      "rows of layout flat are already weighted"),
     ("bias of packed", lambda s: nccl_ep.combine(s.packed.x, s.packed.handle, bias=s.x), ValueError,
      "biases go with layout flat, not with packed"),
     ("bias shape", lambda s: nccl_ep.combine(s.flat.x, s.flat.handle, bias=s.x[:7]), ValueError, "bias has shape"),
-    ("out shape", lambda s: nccl_ep.combine(s.flat.x, s.flat.handle, out=s.x[:7]), ValueError, r"out has shape \[7, 64"),
+    ("out shape", lambda s: nccl_ep.combine(s.flat.x, s.flat.handle, out=s.x[:7]), ValueError, r"out has shape \[7"),
     ("values shape", lambda s: nccl_ep.combine_weights(s.flat.weights[:3], s.flat.handle), ValueError,
      r"values has shape \[3, 2\], must be \[16, 2\]"),
 ]  # fmt: skip
@@ -192,6 +192,6 @@ def test_invalid_ids_are_reported() -> None:
     with _buffer(None) as buffer:
         out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=4, mode="ht", layout="flat")
         assert out.total.tolist() == [2]
-        with pytest.raises(ValueError, match="2 expert ids out of range .* the first is 4 at token 1, k 0"):
+        with pytest.raises(ValueError, match=r"2 expert ids out of range .* the first is 4 at token 1, k 0"):
             buffer.check()
         buffer.check()

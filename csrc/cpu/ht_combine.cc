@@ -329,7 +329,7 @@ class Combine {
 void cpu_ht_combine(const HtCombineParams& p, Transport& transport, CpuState& state) {
   HtChannel channel(transport, state, Kind::kCombine, p.layout, p.call);
   Combine(p, channel).run();
-  if (p.has_rows() && p.rows_offset == kNoOffset) state.ht_staged[1]++;
+  if (p.has_rows() && !has_expert_rows(p.output.layout) && !p.reads_in_place()) state.ht_staged[1]++;
 }
 
 }  // namespace ep

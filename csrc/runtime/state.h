@@ -59,7 +59,7 @@ struct Report {
   uint64_t dropped_rows = 0;  // past a capacity, since the buffer was made
   uint64_t epochs[kNumKinds] = {0, 0};
   uint64_t ht_epochs[kNumKinds] = {0, 0};
-  uint64_t ht_staged[kNumKinds] = {0, 0};  // calls of high throughput of which a tensor was not in the arena
+  uint64_t ht_staged[kNumKinds] = {0, 0};  // calls of high throughput that copied for want of a place in the arena
 };
 
 }  // namespace ep
