@@ -93,7 +93,8 @@ def train_step(group, device):
     up, down = up[mine].to(device), down[mine].to(device)
     x, topk_idx, weights, grad_y = (tensor.to(device) for tensor in ranks[rank])
     sizes = {"max_tokens": MAX_TOKENS, "hidden": HIDDEN, "topk": TOPK, "num_experts": EXPERTS_PER_RANK * num_ranks}
-    arena = 4 * num_ranks * MAX_TOKENS * HIDDEN * 2  # bytes: outputs lie there and are written by their senders
+    # Room for four outputs, however the tokens choose: they lie there, and their senders write into them.
+    arena = 4 * num_ranks * MAX_TOKENS * TOPK * HIDDEN * 2
     with nccl_ep.Buffer.for_shapes(group, **sizes, mode="auto", arena_bytes=arena, device=device) as buffer:
         begin = time.perf_counter()
         y, saved = forward(x, topk_idx, weights, up, down, buffer)
@@ -157,9 +158,7 @@ def explain(reports, expected):
         print("" if report["sent"] is None else f", {report['sent']} rows to and from other ranks")
     stats = reports[0]["stats"]
     in_place = stats["ht_dispatches"] // 3 * 2 - stats["staged_dispatches"]  # a dispatch of exact sizes counts twice
-    print(
-        f'mode="auto" took "{reports[0]["mode"]}". Senders wrote the rows of {in_place} dispatches to their final place,'
-    )
+    print(f'mode="auto" took "{reports[0]["mode"]}". Senders wrote rows of {in_place} dispatches to their final place,')
     print(f"{stats['staged_dispatches']} went through the staging rows for want of room in the arena.")
     print("\nAgainst one rank with autograd in float32, largest error and largest value:")
     right = True

@@ -16,6 +16,7 @@ from .bootstrap import Rendezvous, rendezvous_of
 from .errors import UsageError
 from .modes import MODES, auto_ll_tokens
 
+_MIN_ARENA_BYTES = 1 << 16  # blocks are multiples of 512 bytes, and an output may be several
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
@@ -132,7 +133,7 @@ class Buffer:
             mode: what the buffer has room for: "ll", "ht", or "auto" for both, low latency then up to the sizes that
                 ``dispatch(mode="auto")`` gives to it.
             arena_bytes: for outputs of high throughput and tensors of ``buffer.empty``, beside the window's other
-                parts; by default two outputs that hold all rows that can come.
+                parts; by default two flat outputs that hold all rows that can come.
             options: ``device``, ``timeout``, ``on_overflow`` and the other keywords of ``Buffer``.
 
         Raises: as ``Buffer``.
@@ -153,7 +154,7 @@ class Buffer:
             sizes = _C.sizes_for(ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes)
         if mode != "ll":
             if arena_bytes is None:
-                arena_bytes = 2 * ranks * max_tokens * row_bytes
+                arena_bytes = max(2 * ranks * max_tokens * row_bytes, _MIN_ARENA_BYTES)
             domain = options.get("domain_size") or ranks
             ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
         buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
