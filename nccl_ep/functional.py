@@ -406,14 +406,15 @@ def _output(
     received: Sequence[torch.Tensor],
     extra: tuple[torch.Tensor, ...] = (),
 ) -> DispatchOutput:
-    x, scales, weights, topk_idx, row_expert, info, handle_tensor = received[:7]
+    is_ht = form.mode == "ht"
+    x, scales, weights, topk_idx, row_expert, info, handle_tensor = received[:7] if is_ht else received
     layout = form.layout
     has_expert_rows = layout <= _PACKED
     handle = Handle(
         handle_tensor, buffer.name, num_tokens, form.topk, form.num_experts, form.max_tokens, layout, form.capacity,
         buffer.num_ranks,
     )  # fmt: skip
-    if form.mode == "ht":
+    if is_ht:
         _complete_handle(handle, received[7], x)
     out = DispatchOutput.of_info(
         x,
