@@ -53,8 +53,8 @@ def dispatch(
         topk_idx: [T, K] int64 or int32 expert ids; -1 is no choice. An id out of range acts as -1 and is reported by
             ``buffer.check()``.
         topk_weights: [T, K] float32, by default ones.
-        mode: "ll" (low latency), "ht" (high throughput) or "auto": by ``max_tokens``, the bytes of a row, K, R, layout
-            and capacity (``nccl_ep.modes.choose_mode``); the handle says which it was.
+        mode: "ll" (low latency), "ht" (high throughput) or "auto": by ``max_tokens``, the bytes of a row, K and R
+            (``nccl_ep.modes.choose_mode``); the handle says which it was.
         layout: "expert_major", "packed", "rank_major" or "flat": see ``DispatchOutput``.
         max_tokens: equal on all ranks; default: the buffer's.
         capacity: rows of an expert (expert_major; default R * M, HT must be told), or in all (packed, flat; default:
@@ -334,7 +334,7 @@ class _Form:
         if alignment < 1:
             raise ValueError(f"expert_alignment is {alignment}, must be at least 1")
         if mode == "auto":
-            mode = choose_mode(max_tokens, row_bytes, topk, ranks, kind, capacity)
+            mode = choose_mode(max_tokens, row_bytes, topk, ranks, capacity)
         if isinstance(capacity, str):
             if capacity != "exact":
                 raise ValueError(f'capacity is {capacity!r}, must be a number, None or "exact"')

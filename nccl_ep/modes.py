@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .handle import Layout
-
 MODES = ("ll", "ht", "auto")
 
 # Bytes that a rank sends at most in a dispatch of max_tokens, up to which LL is taken. Below it LL's early start counts
@@ -13,17 +11,13 @@ MODES = ("ll", "ht", "auto")
 AUTO_LL_BYTES = 16 << 20
 
 
-def choose_mode(
-    max_tokens: int, row_bytes: int, topk: int, num_ranks: int, layout: Layout, capacity: int | str | None
-) -> str:
+def choose_mode(max_tokens: int, row_bytes: int, topk: int, num_ranks: int, capacity: int | str | None) -> str:
     """ "ll" or "ht", from what is equal on all ranks of a call: never from the tokens that this rank happens to have.
 
-    ``row_bytes``: of a row of x. Exact sizes are HT's, expert_major without a capacity is LL's.
+    ``row_bytes``: of a row of x. Exact sizes are HT's.
     """
     if capacity == "exact":
         return "ht"
-    if layout is Layout.EXPERT_MAJOR and capacity is None:
-        return "ll"
     return "ll" if max_tokens * min(topk, num_ranks) * row_bytes <= AUTO_LL_BYTES else "ht"
 
 

@@ -15,7 +15,6 @@ from ht_harness import HtPlan, check_ht_case
 
 import nccl_ep
 from nccl_ep import modes, reference
-from nccl_ep.handle import Layout
 from nccl_ep.testing import run_ranks
 
 WORLDS = [(2, 2, 0), (4, 4, 0), (4, 2, 5), (4, 1, 6), (8, 4, 7), (8, 2, 8)]
@@ -258,16 +257,14 @@ def test_overflow_raises_where_asked() -> None:
 
 
 def test_auto_goes_by_what_all_ranks_share() -> None:
-    flat, experts = Layout.FLAT, Layout.EXPERT_MAJOR
     row = 7168 * 2
-    assert modes.choose_mode(128, row, 8, 4, flat, None) == "ll"
-    assert modes.choose_mode(4096, row, 8, 4, flat, None) == "ht"
-    assert modes.choose_mode(4096, row, 8, 4, experts, None) == "ll"  # HT wants a capacity there
-    assert modes.choose_mode(4096, row, 8, 4, experts, 100) == "ht"
-    assert modes.choose_mode(1, row, 8, 4, flat, "exact") == "ht"
+    assert modes.choose_mode(128, row, 8, 4, None) == "ll"
+    assert modes.choose_mode(4096, row, 8, 4, None) == "ht"
+    assert modes.choose_mode(1, row, 8, 4, "exact") == "ht"
     most = modes.auto_ll_tokens(10**6, row, 8, 4)
-    assert modes.choose_mode(most, row, 8, 4, flat, None) == "ll"
-    assert modes.choose_mode(most + 1, row, 8, 4, flat, None) == "ht"
+    assert modes.choose_mode(most, row, 8, 4, None) == "ll"
+    assert modes.choose_mode(most + 1, row, 8, 4, None) == "ht"
+    assert modes.choose_mode(most + 1, row, 1, 4, None) == "ll"  # a quarter of the rows
     assert modes.auto_ll_tokens(64, row, 8, 4) == 64
 
 

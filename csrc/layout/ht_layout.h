@@ -43,6 +43,7 @@ struct HtCall {
     kOffsets,  // of each part's output in the sender's arena, low word first; kNoOffset: staged
     kCounts = 32,
   };
+  static_assert(kOffsets + 2 * kHtMaxParts <= kCounts);
   // kCounts: tokens with an expert of rank r [R] | choices of expert e [E].
   static int words(int num_ranks, int num_experts) { return kCounts + num_ranks + num_experts; }
 };
