@@ -2,17 +2,23 @@
 
 import torch  # noqa: F401  (its libraries must be loaded before the extension)
 
+from . import log
 from ._version import __version__
 from .buffer import Buffer
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
+from .events import EventHandle, EventOverlap
 from .functional import Pending, combine, combine_send, combine_weights, dispatch, dispatch_send
 from .handle import DispatchOutput, Handle, Layout, Quant
 from .high_throughput import Payload, dispatch_cached
+
+log.set_up()
 
 __all__ = [
     "Buffer",
     "DispatchOutput",
     "EpError",
+    "EventHandle",
+    "EventOverlap",
     "Handle",
     "Layout",
     "MismatchError",

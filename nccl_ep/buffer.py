@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,7 +15,9 @@ import torch
 
 from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
+from .deepep_low_latency import LowLatencyMethods
 from .errors import UsageError
+from .log import logger
 from .modes import MODES, auto_ll_tokens
 
 _MIN_ARENA_BYTES = 1 << 16  # blocks are multiples of 512 bytes, and an output may be several
@@ -21,7 +25,7 @@ _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
 
-class Buffer:
+class Buffer(LowLatencyMethods):
     """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
 
     Args:
@@ -29,8 +33,9 @@ class Buffer:
             ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
         num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them; ignored with
             ``sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
-        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy,
-            enable_shrink, comm: DeepEP's arguments, in its order.
+        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric,
+            explicitly_destroy, enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py
+            communicator in place of a group.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
         ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
@@ -61,6 +66,7 @@ class Buffer:
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
+        use_fabric: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
@@ -100,10 +106,23 @@ class Buffer:
             network_seed=network_seed or 0,
             ht_sizes=ht_sizes or (0,) * 6,
         )
+        self._sizes = sizes
+        self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
+        self._scratch: dict[Any, torch.Tensor] = {}
+        self._comm_stream: Any = None
+        self._is_destroyed = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
+        start, free = time.monotonic(), _free_memory(self.device)
         self.runtime = _make_group(self.name, rendezvous, config, timeout)
+        self._memory_total = free - _free_memory(self.device)
         _buffers[self.name] = weakref.ref(self, functools.partial(_forget, self.name))
+        if logger.isEnabledFor(logging.INFO):
+            took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
+            logger.info(
+                "made %s in %.3f s: window of %d bytes, %d ranks share memory, deadline %g s",
+                repr(self), took, window, self.domain_size, timeout,
+            )  # fmt: skip
 
     @classmethod
     def for_shapes(
@@ -189,14 +208,26 @@ class Buffer:
         self.runtime.set_timeout(seconds)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the buffer was made, and sizes.
+        """What the buffer has done since it was made, what it takes, and what was chosen for it.
 
-        "dispatches", "combines", and "ht_dispatches", "ht_combines" of high throughput; "staged_dispatches",
-        "staged_combines": those of high throughput that needed a copy, for a tensor was not in the arena (or its dtype
-        wider than the wire's); "dropped_rows"; "window_bytes",
-        "arena_bytes", "arena_free_bytes"; "backend".
+        "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
+        of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
+        "combine", "combine_weights", and of the first two "staged". "dropped_rows": past a capacity. "invalid_ids":
+        since the last ``check()``. "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went
+        when the buffer was made, NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's
+        methods.
+        "ht_dispatches", "ht_combines": of high throughput; "staged_dispatches", "staged_combines": those of them that
+        needed a copy, because a tensor was not in the arena (or a row's dtype wider than the wire's); "arena_bytes",
+        "arena_free_bytes".
+        "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
+
+        On CUDA it waits for a copy from the device, not for operations in flight.
         """
-        return dict(self.runtime.stats())
+        stats = dict(self.runtime.stats())
+        stats["scratch_bytes"] = sum(tensor.nbytes for tensor in self._scratch.values())
+        if self.device.type == "cuda":
+            stats["memory_total_bytes"] = self._memory_total
+        return stats | {"mode": self._mode, "device": str(self.device), "domain_size": self.domain_size}
 
     def empty(self, size: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """An uninitialised tensor in the window's arena, which other ranks can read and write where it lies.
@@ -225,7 +256,11 @@ class Buffer:
     def destroy(self) -> None:
         """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice."""
         if os.getpid() == self._process:
+            if not self._is_destroyed:
+                self._is_destroyed = True
+                logger.info("destroying %s", repr(self))
             self.runtime.destroy()
+            self._scratch.clear()
 
     def __enter__(self) -> Buffer:
         return self
@@ -265,6 +300,10 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def _make_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:

@@ -1,24 +1,25 @@
-"""Checks and errors that the calls of both modes share."""
+"""What every operation checks before its op, and what becomes of an op's error."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from .buffer import Buffer, find_buffer
 from .errors import UsageError
-from .handle import Handle
-
-_Tensor, _strided = torch.Tensor, torch.strided  # the hot path is spared the look-ups
+from .log import logger
 
 
-def buffer_of(handle: Handle) -> Buffer:
-    """The buffer that a handle belongs to."""
-    buffer = find_buffer(handle.buffer)
-    if handle.num_ranks != buffer.num_ranks:
-        raise UsageError(f"the handle is of {handle.num_ranks} ranks, its buffer {buffer.name} of {buffer.num_ranks}")
-    return buffer
+class Buffer(Protocol):
+    """What is asked of a ``nccl_ep.Buffer`` here."""
+
+    device: torch.device
+
+    def require_usable(self) -> None: ...
+
+
+_Tensor, _strided = torch.Tensor, torch.strided  # look-ups that the hot path is spared
 
 
 def require_on(buffer: Buffer, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
@@ -40,5 +41,7 @@ def error_of(buffer: Buffer, error: RuntimeError) -> Exception:
     try:
         buffer.require_usable()
     except Exception as reason:
+        if not isinstance(reason, UsageError):
+            logger.error("%s", str(reason))  # records that are kept must not keep the error, nor through it the buffer
         return reason
     return UsageError(str(error).split("\n", 1)[0])

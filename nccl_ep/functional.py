@@ -11,10 +11,12 @@ from torch.compiler import is_dynamo_compiling
 
 from . import ops  # noqa: F401  (registers the fakes)
 from .buffer import Buffer
-from .checks import buffer_of, error_of, require_on
+from .checks import error_of, require_on
 from .errors import OverflowError, UsageError
+from .events import EventOverlap, run_beside
 from .handle import LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
-from .high_throughput import EXACT, combine_args, route_and_send
+from .high_throughput import EXACT, buffer_of, combine_args, route_and_send
+from .log import logger
 from .modes import MODES, choose_mode
 
 T = TypeVar("T")
@@ -109,17 +111,22 @@ def dispatch_send(
     mode: str = "ll",
     layout: str = "expert_major",
     max_tokens: int | None = None,
-    capacity: int | None = None,
+    capacity: int | str | None = None,
     expert_alignment: int = 1,
     quant: str | None = None,
     scales: torch.Tensor | None = None,
     zero_padding: bool = False,
     num_sms: int = 0,
+    async_finish: bool = False,
 ) -> Pending[DispatchOutput]:
     """The sending half of ``dispatch``, with its arguments. ``receive()`` of what it returns is the other half.
 
     The caller's work goes between the two; x may be overwritten as soon as this half is done on its stream. At most one
     dispatch of a buffer is open.
+
+    With ``async_finish`` the whole operation runs at once on the buffer's own stream (``buffer.get_comm_stream()``),
+    beside what the caller puts on the current one, and ``receive()`` makes the current stream wait for ``event``. Any
+    number may be open; x must not be overwritten before the event. High throughput has this form only.
 
     Raises: as ``dispatch``, here or in ``receive()``.
 
@@ -129,27 +136,33 @@ def dispatch_send(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
-    if form.mode != "ll":
-        raise ValueError(
-            "a dispatch of high throughput has no halves: call dispatch, on a stream of its own if need be"
-        )
+    if form.mode == "ht" and not async_finish:
+        raise ValueError("a dispatch of high throughput has no halves: pass async_finish=True, or call dispatch")
+    op = _ops.ll_dispatch.default if async_finish else _ops.ll_dispatch_send.default
+    args = (x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms)
+
+    def call() -> Any:
+        if form.mode == "ll":
+            return op(buffer.name, buffer._seq, *args)
+        return route_and_send(buffer, x, (), scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, None)[0]
+
     try:
-        handle = _ops.ll_dispatch_send.default(
-            buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
-        )
+        sent, event = run_beside(buffer, call, args, async_finish)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
+    if async_finish:
+        return Pending(lambda: _output(buffer, form, x.shape[0], scales is not None, sent), event)
     num_scales, scale_dtype = (scales.shape[1], scales.dtype) if scales is not None else (0, torch.float32)
 
     def receive() -> DispatchOutput:
         try:
             received = _ops.ll_dispatch_recv.default(
-                buffer.name, buffer._seq, handle, x.dtype, x.shape[1], num_scales, scale_dtype, x.shape[0],
+                buffer.name, buffer._seq, sent, x.dtype, x.shape[1], num_scales, scale_dtype, x.shape[0],
                 topk_idx.shape[1], topk_idx.dtype == torch.int64, *form.args, zero_padding, num_sms,
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(buffer, error) from error
-        return _output(buffer, form, x.shape[0], scales is not None, (*received, handle))
+        return _output(buffer, form, x.shape[0], scales is not None, (*received, sent))
 
     return Pending(receive)
 
@@ -210,21 +223,32 @@ def combine_send(
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     num_sms: int = 0,
+    async_finish: bool = False,
 ) -> Pending[torch.Tensor]:
     """The sending half of ``combine``, with its arguments; ``receive()`` of what it returns gives [T, H].
 
     ``rows`` may be overwritten as soon as this half is done on its stream. At most one combine of a buffer is open.
+    ``async_finish``: as in ``dispatch_send``.
 
     Raises: as ``combine``, here or in ``receive()``.
     """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
-    if handle.mode != "ll":
-        raise ValueError("a combine of high throughput has no halves: call combine, on a stream of its own if need be")
+    if handle.mode == "ht" and not async_finish:
+        raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
     biases, how = args[4], args[-4:]
+    op = _ll_combine if async_finish else _ops.ll_combine_send.default
+
+    def call() -> Any:
+        if handle.mode == "ht":
+            return _ht_combine(buffer, combine_args(handle, args, rows=True), None)
+        return op(buffer.name, buffer._seq, *args)
+
     try:
-        _ops.ll_combine_send.default(buffer.name, buffer._seq, *args)
+        combined, event = run_beside(buffer, call, (*args, handle.slots, *biases), async_finish)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
+    if async_finish:
+        return Pending(lambda: combined, event)
 
     def receive() -> torch.Tensor:
         try:
@@ -276,16 +300,23 @@ def _ht_combine(buffer: Buffer, args: tuple[Any, ...], out: torch.Tensor | None)
 
 
 class Pending(Generic[T]):
-    """An operation whose first half is done."""
+    """An operation whose first half is done, or that runs on the buffer's own stream.
 
-    def __init__(self, receive: Callable[[], T]) -> None:
+    Attributes:
+        event: with ``async_finish``, of the end of the operation; else ``event.event`` is None.
+    """
+
+    def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None) -> None:
         self._receive: Callable[[], T] | None = receive
+        self.event = event or EventOverlap()
 
     def receive(self) -> T:
         """The other half: waits for the other ranks and returns the result. UsageError if it was received already."""
         if self._receive is None:
             raise UsageError("this operation was received already")
         receive, self._receive = self._receive, None
+        if self.event.event is not None:
+            self.event.current_stream_wait()
         return receive()
 
 
@@ -386,6 +417,7 @@ def _form_of(
         if len(buffer._forms) >= _MAX_FORMS:
             buffer._forms.clear()
         buffer._forms[key] = form
+        logger.debug("%s serves %s for the first time", buffer.name, form)
     return form
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .buffer import Buffer
-from .checks import buffer_of, error_of, require_on
+from .buffer import Buffer, find_buffer
+from .checks import error_of, require_on
 from .errors import UsageError
 from .handle import QUANTS, DispatchOutput, Handle
 
@@ -102,6 +102,14 @@ def dispatch_cached(
         raise error_of(buffer, error) from error
     has_scales = scales is not None or quant is not None
     return Payload(moved, moved_scales if has_scales else None, tuple(further[: len(extra)]))
+
+
+def buffer_of(handle: Handle) -> Buffer:
+    """The buffer that a handle, of either mode, belongs to."""
+    buffer = find_buffer(handle.buffer)
+    if handle.num_ranks != buffer.num_ranks:
+        raise UsageError(f"the handle is of {handle.num_ranks} ranks, its buffer {buffer.name} of {buffer.num_ranks}")
+    return buffer
 
 
 def ht_handle(handle: Handle) -> tuple[Buffer, torch.Tensor]:

@@ -149,6 +149,64 @@ def _(
     return values.new_empty([num_tokens, topk], dtype=torch.float32)
 
 
+@_fake("ll_floor_flags")
+def _(*args: Any) -> None:
+    return None
+
+
+@_fake("ll_floor_push")
+def _(*args: Any) -> None:
+    return None
+
+
+# ---- DeepEP's convention (csrc/torch/deepep_ops.cc)
+
+
+def _deepep_outputs(
+    buffer: str, seq: torch.Tensor, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, max_tokens: int,
+    quant: int, *rest: Any,
+) -> Tensors:  # fmt: skip
+    ranks = _num_ranks(buffer)
+    capacity, local = ranks * max_tokens, num_experts // ranks
+    rows, scales, weights, _, _, info = _outputs(
+        x, buffer, x.dtype, x.shape[1], 0, torch.float32, topk_idx.shape[1], topk_idx.dtype, num_experts, max_tokens,
+        Layout.EXPERT_MAJOR, capacity, quant,
+    )  # fmt: skip
+    if quant != Quant.NONE:
+        scales = scales.new_empty([local, scales.shape[2], capacity]).transpose(1, 2)
+    # As SourceShape in csrc/layout/outputs.h.
+    handle = _handle_size(ranks, x.shape[0], max_tokens, topk_idx.shape[1], Layout.EXPERT_MAJOR)
+    padding = _align4(topk_idx.numel()) - topk_idx.numel()
+    size = _align4(local * capacity) + handle + padding
+    src_info = x.new_empty([size], dtype=torch.int32).as_strided([local, capacity], [capacity, 1])
+    layout_range = x.new_empty([local, ranks], dtype=torch.int64)
+    return rows, scales, weights, info.as_strided([local], [1]), src_info, layout_range
+
+
+def _deepep_combined(
+    buffer: str, seq: torch.Tensor, rows: torch.Tensor, src_info: torch.Tensor, weights: torch.Tensor,
+    topk_idx: torch.Tensor, num_experts: int, max_tokens: int, wait_cost: torch.Tensor | None,
+    out: torch.Tensor | None, num_sms: int,
+) -> torch.Tensor:  # fmt: skip
+    return rows.new_empty([topk_idx.shape[0], rows.shape[2]] if out is None else [0])
+
+
+_fake("ll_dispatch_deepep")(_deepep_outputs)
+_fake("ll_dispatch_deepep_send")(_deepep_outputs)
+_fake("ll_combine_deepep")(_deepep_combined)
+_fake("ll_combine_deepep_send")(_deepep_combined)
+
+
+@_fake("ll_dispatch_deepep_recv")
+def _(*args: Any) -> None:
+    return None
+
+
+@_fake("ll_combine_deepep_recv")
+def _(*args: Any) -> None:
+    return None
+
+
 # ---- High throughput. Sizes that the ranks tell one another when the op runs are new symbols.
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+import floor_calls
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +106,36 @@ def run_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]) -
         for _ in range(20):
             run_overwritten(wide[0], buffer)
         return int(buffer.stats()["dispatches"])
+
+
+# ---- Floors of the benchmark
+
+
+def replay_floors(case: Expected, buffer: nccl_ep.Buffer, replays: int, *, pdl: bool) -> None:
+    """Chains of floors in graphs, an odd number of each, and real operations after every few replays."""
+    handle = case.dispatch(buffer).handle
+    buffer.runtime.set_pdl(pdl)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(3):
+            floor_calls.flags(buffer)
+            floor_calls.push(handle, case.case.hidden * 2)
+            floor_calls.push(handle, case.case.hidden * 2, combine=True, num_sms=8)
+    for _ in range(replays):
+        for _ in range(5):
+            graph.replay()
+        run_case(case, buffer)
+    buffer.runtime.set_pdl(False)
+
+
+def run_floors(rank: int, num_ranks: int) -> None:
+    device = _start(rank)
+    cases = [Expected(case) for case in cuda_cases(6, num_ranks)]
+    cases += [Expected(wide_case(num_ranks)), Expected(plain_case(num_ranks))]
+    with shared_buffer(rendezvous_of(dist.group.WORLD), cases, device=device) as buffer:
+        floor_calls.run_between(cases, buffer, rounds=150, seed=num_ranks)
+        for pdl in (False, True):
+            replay_floors(cases[-2], buffer, 20, pdl=pdl)
 
 
 # ---- CUDA graphs with routing that changes

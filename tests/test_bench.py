@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,22 @@ import torch
 
 import nccl_ep
 from nccl_ep import reference
-from nccl_ep.bench import configuration, floors, ll, measure, options, plot, records, rivals, table, workload
+from nccl_ep.bench import (
+    configuration,
+    floors,
+    lanes,
+    ll,
+    measure,
+    options,
+    overlap,
+    plot,
+    records,
+    rivals,
+    table,
+    workload,
+)
 from nccl_ep.bench.world import Skipped
+from nccl_ep.testing import ThreadGroup, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = {"nccl_ep", "torch_all_to_all", "torch_symm_mem"}
@@ -50,7 +66,7 @@ def test_ll_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "new" / "records.json"
     shown = run(
         "-m", "nccl_ep.bench", "ll", "--device", "cpu", "--tokens", "1,5", "--iterations", "5", "--json", str(path),
-        "--figures", "event,host,memory",
+        "--figures", "event,host,memory", "--floors",
     )  # fmt: skip
     found = json.loads(path.read_text())
     for record in found:
@@ -58,7 +74,11 @@ def test_ll_on_cpu_ranks(tmp_path: Path) -> None:
         assert list(record) == [*records.FIELDS, *skipped]
         assert record["device"].startswith("cpu ") and record["revision"] == "some-revision" and record["ranks"] == 2
         assert record["value"] is None or record["value"] > 0
-    assert {record["system"] for record in found} == SYSTEMS
+    assert {record["system"] for record in found} == SYSTEMS | {"floor_flags", "floor_push"}
+    pushes = [record for record in found if record["system"] == "floor_push"]
+    assert {(r["op"], r["tokens"], r["dtype"]) for r in pushes} == {
+        (op, tokens, dtype) for op in configuration.OPS for tokens in (1, 5) for dtype in ("bf16", "fp8")
+    }  # fmt: skip
     assert all(record["value"] is not None for record in found if record["system"] != "torch_symm_mem")
     mine = [record for record in found if record["system"] == "nccl_ep" and record["unit"] == "us"]
     keys = {tuple(record[name] for name in ("api", "op", "figure", "tokens", "dtype")) for record in mine}
@@ -107,12 +127,79 @@ def test_ranks_that_die_take_one_configuration_with_them(tmp_path: Path, monkeyp
 # ---- Its parts
 
 
+def test_payloads_and_layouts_of_one_run(tmp_path: Path) -> None:
+    """Every row that a caller may give, in every layout, held against the oracle; rivals once a payload."""
+    path = tmp_path / "records.json"
+    run(
+        "-m", "nccl_ep.bench", "ll", "--device", "cpu", "--tokens", "3", "--iterations", "2", "--hidden", "416",
+        "--dtype", ",".join(workload.DTYPES), "--layout", ",".join(reference.LAYOUTS), "--figures", "event",
+        "--json", str(path), "--floors",
+    )  # fmt: skip
+    found = records.load([path])
+    every = {(dtype, layout) for dtype in workload.DTYPES for layout in reference.LAYOUTS}
+    for system, where in (("nccl_ep", every), ("torch_all_to_all", {(d, "packed") for d in workload.DTYPES})):
+        mine = [r for r in found if r["system"] == system and r["value"] is not None]
+        assert {(r["dtype"], r["layout"]) for r in mine} == where
+        assert len(mine) == len(where) * len(configuration.OPS) * (2 if system == "nccl_ep" else 1)
+
+
+def test_overlap_on_cpu_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "overlap.json"
+    arguments = ("--device", "cpu", "--dtype", "fp8", "--iterations", "2", "--layout", "flat", "--json", str(path))
+    shown = run("-m", "nccl_ep.bench", "overlap", *arguments)
+    found = records.load([path])
+    expected = {("nccl_ep", "alone"), ("gemm", "alone"), ("gemm", "alone_on_rest"), ("nccl_ep", "overlapped"),
+                ("gemm", "overlapped"), ("nccl_ep", "slowdown"), ("nccl_ep", "fused"), ("nccl_ep", "halves"),
+                ("gemm", "between"), ("nccl_ep", "staged"), ("nccl_ep", "exposed")}  # fmt: skip
+    for op in ("dispatch", "combine"):
+        assert {(r["system"], r["figure"]) for r in found if r["op"] == op} == expected
+    assert len(found) == 2 * len(expected)
+    for record in found:
+        assert record["bench"] == "overlap" and record["gemm"] == "128x128x64" and record["layout"] == "flat"
+        assert record["value"] > 0 or record["figure"] == "exposed"
+        assert record["unit"] == ("x" if record["figure"] == "slowdown" else "us")
+    value = {(r["op"], r["system"], r["figure"]): r["value"] for r in found}
+    slowdown = value["combine", "nccl_ep", "overlapped"] / value["combine", "nccl_ep", "alone"]
+    assert value["combine", "nccl_ep", "slowdown"] == pytest.approx(slowdown, abs=1e-3)
+    assert "128x128x64" in shown and shown == run("-m", "nccl_ep.bench", "table", str(path))
+    assert plot.main([str(path), "--out", str(tmp_path)]) == 1  # nothing of ll
+
+
+def test_overlap_says_what_failed(tmp_path: Path) -> None:
+    path = tmp_path / "overlap.json"
+    run("-m", "nccl_ep.bench", "overlap", "--device", "cpu", "--tokens=-1", "--json", str(path), code=1)
+    assert records.load([path]) == []
+    run("-m", "nccl_ep.bench", "overlap", "--device", "cpu", "--gemm", "1,2", code=2)
+
+
+def test_gemm_share() -> None:
+    assert overlap.over_share(110, 100, 132, 12) == pytest.approx(1.0)
+    assert overlap.over_share(126, 100, 132, 12) == pytest.approx(126 / 110)
+
+
+def test_lanes_of_threads_run_side_by_side() -> None:
+    """Each lane waits for the other, which would not end one after the other; errors of either come out."""
+    meeting = threading.Barrier(2, timeout=20)
+    gate: Any = types.SimpleNamespace(gate=types.SimpleNamespace(wait=lambda: None))
+    taken = lanes.ThreadLanes(gate, meeting.wait, meeting.wait, chain=2).run(2, 4)
+    assert min(taken) > 0
+
+    def wrong() -> None:
+        raise ValueError("wrong")
+
+    for calls in ((wrong, int), (int, wrong)):
+        with pytest.raises(ValueError, match="wrong"):
+            lanes.ThreadLanes(gate, *calls, chain=1).run(1, 1)
+
+
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", workload.DTYPES)
 def test_check_notices_a_wrong_bit(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = shape(num_ranks=1, layout=layout, dtype=dtype)
+    given = shape(num_ranks=1, layout=layout, dtype=dtype, hidden=416)
     inputs = workload.make_inputs(given)
-    with nccl_ep.Buffer.for_shapes(None, max_tokens=16, hidden=400, topk=4, num_experts=32, device="cpu") as buffer:
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=16, hidden=416, topk=4, num_experts=32, dtype=given.payload.combined, device="cpu"
+    ) as buffer:
         workload.Checked(given, 0, inputs, buffer)
 
         def flip(tensor: torch.Tensor, row: int) -> None:
@@ -181,10 +268,38 @@ def test_wire_floor() -> None:
     assert floors.wire_us(local, workload.make_inputs(local))["pair"] == 0
 
 
-def test_floors_are_skipped_where_the_build_has_none() -> None:
-    given: Any = None
-    with pytest.raises(Skipped, match="ll_floor_none"):
-        floors.floor_call("floor_none", shape(), given, given, given, 0)
+def test_pushes_alone_are_the_rows_of_the_operation() -> None:
+    """Bytes that leave each rank, for every operation and quantisation."""
+    for dtype, hidden in (("bf16", 400), ("fp8", 400), ("fp8", 256)):
+        given = shape(num_ranks=2, dtype=dtype, hidden=hidden)
+        inputs = workload.make_inputs(given)
+        remote = reference.wire_rows(
+            [reference.RankInput(i.x, i.topk_idx) for i in inputs], num_experts=given.num_experts
+        )
+
+        def body(
+            group: ThreadGroup, given: workload.Shape = given, inputs: Any = inputs, remote: torch.Tensor = remote
+        ) -> None:
+            mine = inputs[group.rank()]
+            with nccl_ep.Buffer.for_shapes(
+                group, max_tokens=16, hidden=given.hidden, topk=4, num_experts=32, device="cpu"
+            ) as buffer:
+                out = nccl_ep.dispatch(mine.x, mine.topk_idx, buffer=buffer, num_experts=32, quant=given.quant)
+                scales = 0 if given.quant is None else -(-4 * -(-given.hidden // 128) // 16) * 16
+                row = {"dispatch": (given.hidden + scales) if given.quant else 2 * given.hidden}
+                row["combine"] = 2 * given.hidden
+                me, other = buffer.rank, 1 - buffer.rank
+                rows = {"dispatch": int(remote[me, other]), "combine": int(remote[other, me])}
+                expected = {op: row[op] * rows[op] for op in rows}
+                expected["pair"] = sum(expected.values())
+                for op in configuration.OPS:
+                    before = buffer.wire_bytes()["rows"]
+                    floors.push_call(given, op, buffer, out.handle, 0)()
+                    after = buffer.wire_bytes()["rows"]
+                    assert after[other] - before[other] == expected[op] > 0
+                    assert after[me] == before[me]
+
+        run_ranks(2, body)
 
 
 def test_rival_parts() -> None:

@@ -9,15 +9,17 @@ import sys
 import time
 from pathlib import Path
 
+import floor_calls
 import gpu_ranks
 import pytest
 import torch
-from expected import Expected, plain_case
+from expected import Expected, plain_case, shared_buffer
 from harness import check_case, make_buffer
 from processes import run_processes
 
 import nccl_ep
 from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
 
 TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
 NUM_CASES = int(os.environ.get("NCCL_EP_GPU_CASES", "600"))
@@ -46,6 +48,19 @@ def test_number_of_sms_changes_no_bit(num_sms: int, staged: bool) -> None:
     for layout, quant in (("expert_major", None), ("packed", "fp8")):
         case = gpu_ranks.wide_case(3, layout=layout, quant=quant)
         check_case(case, device="cuda", staged=staged, num_sms=num_sms)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_floors_on_one_gpu(num_ranks: int) -> None:
+    """Real operations between floors: see test_floors.py for what is sent."""
+    cases = [Expected(case) for case in gpu_ranks.cuda_cases(4, num_ranks)]
+    cases += [Expected(gpu_ranks.wide_case(num_ranks)), Expected(plain_case(num_ranks))]
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases, device="cuda") as buffer:
+            floor_calls.run_between(cases, buffer, rounds=60, seed=num_ranks)
+
+    run_ranks(num_ranks, body)
 
 
 # ---- A world of one rank
@@ -158,6 +173,12 @@ def test_graphs_over_nccl(tmp_path: Path) -> None:
     num_ranks = WORLDS[-1]
     got = run_processes(num_ranks, gpu_ranks.run_graphs, tmp_path, NUM_REPLAYS, timeout=PATIENCE)
     assert got == [{False: 0, True: 0}] * num_ranks
+
+
+@several_gpus
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_floors_over_nccl(num_ranks: int, tmp_path: Path) -> None:
+    run_processes(num_ranks, gpu_ranks.run_floors, tmp_path, num_ranks, timeout=PATIENCE)
 
 
 @several_gpus

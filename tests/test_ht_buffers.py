@@ -304,3 +304,29 @@ def test_a_handle_of_each_mode_is_refused_by_the_other() -> None:
             nccl_ep.combine_send(case.rows[0], ht.handle)
         with pytest.raises(nccl_ep.UsageError, match="out is of a low-latency dispatch"):
             _dispatch(case, buffer, out=ll)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_async_finish_runs_the_whole_operation(layout: str) -> None:
+    """The form in which high throughput overlaps with other work; on the CPU it is done when the call returns."""
+    case = _case(2, layout, 12)
+
+    def body(group: Any) -> None:
+        given = case.inputs[group.rank()]
+        with _buffer(case.case, group) as buffer:
+            pending = [
+                nccl_ep.dispatch_send(
+                    given.x, given.topk_idx, given.topk_weights, buffer=buffer, mode="ht", async_finish=True,
+                    **case.case.dispatch_kwargs(),
+                )
+                for _ in range(2)
+            ]  # fmt: skip
+            for each in pending:
+                out = each.receive()
+                case.check_dispatch(out, group.rank())
+            back = nccl_ep.combine_send(case.rows[group.rank()], out.handle, async_finish=True)
+            assert back.event.event is not None and back.event.event.query()
+            case.check_combine(back.receive(), group.rank())
+            assert buffer.stats()["ht_dispatches"] == 2
+
+    run_ranks(2, body)

@@ -20,10 +20,16 @@ from nccl_ep.testing import ThreadGroup, run_ranks
 
 OPS = [
     "ll_dispatch", "ll_dispatch_out", "ll_dispatch_send", "ll_dispatch_recv", "ll_combine", "ll_combine_out",
-    "ll_combine_send", "ll_combine_recv", "ll_combine_weights",
+    "ll_combine_send", "ll_combine_recv", "ll_combine_weights", "ll_floor_flags",
+    "ll_floor_push",
+]  # fmt: skip
+DEEPEP_OPS = [
+    "ll_dispatch_deepep", "ll_dispatch_deepep_send", "ll_dispatch_deepep_recv", "ll_combine_deepep",
+    "ll_combine_deepep_send", "ll_combine_deepep_recv",
 ]  # fmt: skip
 HT_OPS = ["ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_combine", "ht_combine_out", "arena_empty"]
 HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
+WRITE_HANDLE = ("ll_dispatch_out", "ll_dispatch_recv")
 UTILS = (
     "test_schema",
     "test_autograd_registration",
@@ -78,6 +84,8 @@ class Calls:
             "ll_combine_send": combine,
             "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *handle.args(), *how),
             "ll_combine_weights": (*head, case.values[buffer.rank], handle.tensor, *handle.args()),
+            "ll_floor_flags": head,
+            "ll_floor_push": (*head, handle.tensor, *handle.args(), 2 * shape.hidden, True, 0),
         }
         outs = [torch.zeros_like(tensor) for tensor in ops.ll_dispatch.default(*dispatch)]
         self.args["ll_dispatch_out"] = (*dispatch, *outs)
@@ -100,10 +108,10 @@ def _check(name: str, calls: Calls, util: str) -> None:
 
 def test_these_are_all_the_ops() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nccl_ep::")}
-    assert names == set(OPS + HT_OPS)
+    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS}
 
 
-@pytest.mark.parametrize("name", OPS + HT_OPS)
+@pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS)
 def test_schemas(name: str) -> None:
     """Only tensors, numbers and the buffer's name cross, and the sequence tensor is changed by all."""
     schema = getattr(ops, name).default._schema
@@ -113,7 +121,7 @@ def test_schemas(name: str) -> None:
     kinds = {str(argument.type) for argument in schema.arguments[2:]}
     assert kinds <= {"Tensor", "Optional[Tensor]", "List[Tensor]", "int", "bool", "float", "List[int]"}
     changed = {argument.name for argument in schema.arguments if argument.alias_info is not None}
-    outs = {"seq"} | ({"handle"} if name in ("ll_dispatch_out", "ll_dispatch_recv") else set())
+    outs = {"seq"} | ({"handle"} if name in WRITE_HANDLE else set())
     assert {each for each in changed if not each.startswith("out")} == outs
     assert schema.is_mutable
     for result in schema.returns:
@@ -171,6 +179,54 @@ def test_opcheck_of_two_ranks_in_lockstep(name: str) -> None:
             case.run(buffer)
 
     run_ranks(2, body)
+
+
+def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None) -> dict[str, tuple[Any, ...]]:
+    """Arguments of the ops of DeepEP's convention; receiving halves without what the sending ones return."""
+    head = (buffer.name, buffer._seq)
+    x, ids = torch.randn(6, 640).bfloat16(), torch.randint(-1, 4, (6, 3))
+    stats, waits = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    numbers = (4, 6, int(QUANTS[quant]), stats, waits, 0)
+    dispatch = (*head, x, ids, *numbers)
+    rows, _, _, _, src_info, _ = ops.ll_dispatch_deepep.default(*dispatch)
+    combine = (*head, rows.bfloat16(), src_info, torch.rand(6, 3), ids, 4, 6, waits)
+    out = torch.empty(6, 640).bfloat16()
+    return {
+        "ll_dispatch_deepep": dispatch,
+        "ll_dispatch_deepep_send": dispatch,
+        "ll_dispatch_deepep_recv": (torch.bfloat16, 6, 3, True, *numbers),
+        "ll_combine_deepep": (*combine, None, 0),
+        "ll_combine_deepep_send": (*combine, out, 0),
+        "ll_combine_deepep_recv": (*head, src_info, 3, 4, 6, waits, out, 0),
+    }
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_opcheck_of_deepeps_convention(quant: str | None) -> None:
+    """opcheck runs an op more than once and copies its arguments: not for halves, nor for combine, whose src_info has
+    the handle behind it."""
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=6, hidden=640, topk=3, num_experts=4, device="cpu", timeout=30.0
+    ) as buffer:
+        calls = _deepep_calls(buffer, quant)
+        for kind in ("dispatch", "combine"):
+            fused, send, recv = (f"ll_{kind}_deepep{half}" for half in ("", "_send", "_recv"))
+            if kind == "dispatch":
+                for util in ("test_schema", "test_autograd_registration", "test_faketensor"):
+                    torch.library.opcheck(getattr(ops, fused).default, calls[fused], test_utils=util)
+            for name in (fused, send):
+                with FakeTensorMode() as mode:
+                    fake = getattr(ops, name).default(*_as_fake(mode, calls[name]))
+                sent = getattr(ops, name).default(*calls[name])
+                assert _described(fake) == _described(sent)
+            received = calls[recv] if kind == "combine" else (*calls[send][:2], *sent, *calls[recv])
+            with FakeTensorMode() as mode:
+                assert getattr(ops, recv).default(*_as_fake(mode, received)) is None
+            getattr(ops, recv).default(*received)
+
+
+def _as_fake(mode: FakeTensorMode, args: tuple[Any, ...]) -> list[Any]:
+    return [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in args]
 
 
 def _described(result: Any) -> list[tuple[Any, ...]]:

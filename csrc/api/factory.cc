@@ -5,6 +5,8 @@
 #if defined(EP_WITH_CUDA)
 #include "cuda/backend.h"
 #include "cuda/stamps.h"
+#include "transport/nccl_api.h"
+#include "transport/nccl_version.h"
 #endif
 
 namespace ep {
@@ -23,6 +25,20 @@ bool has_cuda_backend() {
 #else
   return false;
 #endif
+}
+
+NcclInfo nccl_info() {
+  NcclInfo info;
+#if defined(EP_WITH_CUDA)
+  info.compiled = nccl_version_name(NCCL_VERSION_CODE);
+  try {
+    info.loaded = nccl_version_name(nccl().version);
+    info.path = nccl().path;
+  } catch (const Error& error) {
+    info.problem = error.what();
+  }
+#endif
+  return info;
 }
 
 std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config) {

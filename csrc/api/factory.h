@@ -1,6 +1,7 @@
 // The backend for a kind of device.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "runtime/group.h"
@@ -12,6 +13,13 @@ std::vector<std::vector<uint64_t>> take_time_line(bool combine);
 
 // False in a build without CUDA.
 bool has_cuda_backend();
+
+// NCCL as "2.28.9": whose headers the build had, and what this process has loaded, from which file. `problem`: why it
+// cannot be used. All empty in a build without CUDA.
+struct NcclInfo {
+  std::string compiled, loaded, path, problem;
+};
+NcclInfo nccl_info();
 
 // `config.device_index` < 0: the CPU backend, else CUDA's.
 std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config);

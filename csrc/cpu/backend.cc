@@ -33,6 +33,8 @@ class CpuBackend : public Backend {
   void ht_dispatch(const HtDispatchParams& params, void*) override { cpu_ht_dispatch(params, *transport_, state_); }
   void ht_combine(const HtCombineParams& params, void*) override { cpu_ht_combine(params, *transport_, state_); }
   std::shared_ptr<Arena> arena() const override { return arena_; }
+  void floor_flags(const LlFloorFlagsParams& params, void*) override { cpu_floor_flags(params, *transport_, state_); }
+  void floor_push(const LlFloorPushParams& params, void*) override { cpu_floor_push(params, *transport_, state_); }
   Failure failure() const override { return state_.failure; }
   Report report(bool take_invalid_ids) override {
     Report report{state_.failure, state_.invalid_ids, state_.dropped_rows, {}, {}, {}};

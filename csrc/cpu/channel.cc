@@ -114,7 +114,13 @@ void Channel::refuse_call(int source, const CallRecord& theirs) {
 template <class Ready>
 void Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
   uint64_t seen = 0;
+  if (ready(seen)) return;
+  const auto start = std::chrono::steady_clock::now();
   if (!deadline_.wait_until([&] { return ready(seen); })) give_up(phase, source, expected, seen);
+  if (wait_cost_ != nullptr) {
+    const auto waited = std::chrono::steady_clock::now() - start;
+    wait_cost_[source] += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
+  }
 }
 
 void Channel::await_arrivals() {

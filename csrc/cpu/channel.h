@@ -19,6 +19,7 @@ struct CpuState {
   uint64_t arrivals[kNumKinds] = {0, 0};  // arrival signals that every network peer has sent up to that call
   double timeout_seconds = 100;
   Failure failure;
+  uint64_t flag_epoch = 0;  // of the last exchange of flags
   InvalidIds invalid_ids;
   uint64_t dropped_rows = 0;
   WireBytes wire;
@@ -59,6 +60,8 @@ class Channel {
 
   // The call is over: advances the epoch.
   void complete();
+  // From now on, adds the ns waited for each source to `wait_cost` [R]; null: to nothing.
+  void count_waits(int64_t* wait_cost) { wait_cost_ = wait_cost; }
   // Takes up a call whose sending half closed `stages` stages, and has waited for all of the peers' but the last.
   void resume_after(int stages) {
     stages_ = stages;
@@ -89,6 +92,7 @@ class Channel {
   int stages_ = 0;                         // closed by the sender; each is one arrival signal
   int heard_stages_ = 0;
   const Deadline deadline_;
+  int64_t* wait_cost_ = nullptr;
 };
 
 }  // namespace ep

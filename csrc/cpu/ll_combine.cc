@@ -188,6 +188,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
 void cpu_combine(const LlCombineParams& p, Transport& transport, CpuState& state) {
   Channel channel(transport, state, Kind::kCombine, p.layout, p.call);
   const int weight_stages = p.weighting == Weighting::kHome ? 1 : 0;
+  channel.count_waits(p.wait_cost);
   if (sends(p.half)) send(p, channel);
   if (!receives(p.half)) return;
   if (p.half == Half::kReceive) channel.resume_after(1 + weight_stages);

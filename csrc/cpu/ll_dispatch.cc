@@ -108,8 +108,10 @@ void put_row(const LlDispatchParams& p, int64_t row, const Words& words) {
   const char* body = reinterpret_cast<const char*>(words.data());
   std::memcpy(static_cast<char*>(p.out_x) + row * p.row.payload_bytes, body, p.row.payload_bytes);
   const Scales& s = p.out_scales;
+  const int64_t bin = s.bin_stride == 0 ? 0 : row / p.output.capacity;
+  const int64_t first = bin * s.bin_stride + (row - bin * p.output.capacity) * s.row_stride;
   for (int g = 0; s.data != nullptr && g < s.count; g++) {
-    std::memcpy(static_cast<char*>(s.data) + (row * s.row_stride + g * s.group_stride) * s.element_bytes,
+    std::memcpy(static_cast<char*>(s.data) + (first + g * s.group_stride) * s.element_bytes,
                 body + p.row.scales_offset() + g * s.element_bytes, s.element_bytes);
   }
 }
@@ -149,8 +151,30 @@ void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& ro
   }
 }
 
+// Sources lie one after the other in an expert, and the tokens of each in their order.
+void account_for_rows(const LlDispatchParams& p, const Placement& placement) {
+  const OutputShape& output = p.output;
+  std::vector<int64_t> counts(static_cast<size_t>(output.local_experts) * output.num_ranks);
+  for (size_t entry = 0; entry < placement.row_map.size(); entry++) {
+    const int32_t row = placement.row_map[entry];
+    if (row < 0) continue;
+    const int64_t slot = static_cast<int64_t>(entry) / output.map_k();
+    p.src_info[row] = static_cast<int32_t>(slot % output.max_tokens);
+    counts[row / output.capacity * output.num_ranks + slot / output.max_tokens]++;
+  }
+  for (int expert = 0; expert < output.local_experts; expert++) {
+    int64_t begin = 0;
+    for (int source = 0; source < output.num_ranks; source++) {
+      const int64_t count = counts[expert * output.num_ranks + source];
+      p.layout_range[expert * output.num_ranks + source] = begin << 32 | count;
+      begin += count;
+    }
+  }
+}
+
 void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
   testing::delay(testing::Point::kBeforeReceive, channel.rank());
+  channel.count_waits(p.wait_cost);
   channel.await_arrivals();
   channel.await_calls();
   std::vector<float> weights;
@@ -162,6 +186,8 @@ void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
   std::copy(routing.tokens.begin(), routing.tokens.end(), p.handle.tokens);
   std::copy(placement.row_map.begin(), placement.row_map.end(), p.handle.rows);
   if (has_expert_rows(p.output.layout)) std::copy(weights.begin(), weights.end(), p.handle.weights);
+  if (p.src_info != nullptr) account_for_rows(p, placement);
+  for (int bin = 0; p.recv_stats != nullptr && bin < p.output.bins(); bin++) p.recv_stats[bin] += p.info[bin];
   state.dropped_rows += placement.dropped;
   channel.complete();
 }

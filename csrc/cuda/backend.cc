@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda/device_guard.h"
+#include "cuda/floors.h"
 #include "cuda/launch.h"
 #include "cuda/one_gpu_world.h"
 #include "runtime/agreement.h"
@@ -180,6 +181,16 @@ class CudaBackend : public Backend {
   void dispatch(const LlDispatchParams& params, void* stream) override { run(params, stream); }
   void combine(const LlCombineParams& params, void* stream) override { run(params, stream); }
   void combine_weights(const LlCombineWeightsParams& params, void* stream) override { run(params, stream); }
+  void floor_flags(const LlFloorFlagsParams& params, void* stream) override {
+    check_served(params);
+    run_floor(params, plan_of(params), stream);
+  }
+  void floor_push(const LlFloorPushParams& params, void* stream) override {
+    check_served(params);
+    const bool is_world = memory_->world != nullptr;
+    const int sms = num_blocks(params, is_world ? memory_->num_sms / params.shape.num_ranks : memory_->num_sms);
+    run_floor(params, plan_of(params, is_world ? params.shape.max_tokens : params.num_tokens, sms), stream);
+  }
 
   Failure failure() const override {
     // Pairs with the fence before the kernel's store of the code; nothing is written after it.
@@ -239,16 +250,40 @@ class CudaBackend : public Backend {
   template <class Params>
   void run(const Params& params, void* stream) {
     check_served(params);
-    KernelArgs<Params> args{params, memory_->peers, memory_->state, {}};
+    KernelArgs<Params> args = args_of(params);
     if (memory_->world) {  // one launch holds the blocks of all ranks: they share the SMs, and a plan
       const int blocks = memory_->num_sms / params.shape.num_ranks;
       args.plan = plan_of(params, params.shape.max_tokens, num_blocks(params, blocks));
+      args.geometry = geometry_of(params, args.plan);
       memory_->world->run(memory_->peers.rank, args, stream);
     } else {
       args.plan = plan_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
       args.plan.pdl = uses_pdl_;
+      args.geometry = geometry_of(params, args.plan);
       launch(args, stream);
     }
+  }
+
+  template <class Params>
+  KernelArgs<Params> args_of(const Params& params) const {
+    KernelArgs<Params> args;
+    args.state = memory_->state;
+    args.peers = memory_->peers;
+    if constexpr (requires { params.layout; }) {
+      args.credits = args.peers.template local<uint64_t>(params.layout.signal(0));
+      args.num_ranks = params.layout.num_ranks;
+    }
+    args.params = params;
+    return args;
+  }
+
+  template <class Params>
+  void run_floor(const Params& params, const LlPlan& plan, void* stream) {
+    KernelArgs<Params> args = args_of(params);
+    args.plan = plan;
+    if (memory_->world) return memory_->world->run(memory_->peers.rank, args, stream);
+    args.plan.pdl = uses_pdl_;
+    launch(args, stream);
   }
 
   // Blocks that the caller asks for, of those there are.
@@ -290,6 +325,7 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     guard.emplace(device);
     seat = own_seat(device);
     load_kernels();
+    load_floor_kernels();
     memory = make_memory(device, config.timeout_seconds);
   });
   const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, seat);

@@ -1,9 +1,8 @@
 // How every kernel begins and how ranks greet one another: epochs, call records, routing messages.
 #pragma once
 
+#include "cuda/geometry.h"
 #include "cuda/wait.cuh"
-#include "runtime/params.h"
-#include "runtime/plan.h"
 #include "transport/lsa_peers.h"
 
 namespace ep {
@@ -28,67 +27,91 @@ struct WarpRole {
     return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0 &&
            warp < plan.receiver_warp0 + plan.receiver_warps;
   }
+  // One warp greets the other ranks and listens to them, another (where there are two blocks) tells them of free banks.
   __device__ bool is_control() const { return at.block == 0 && warp == plan.warps - 1; }
+  __device__ bool is_creditor() const { return at.block == min(1, at.num_blocks - 1) && warp == plan.warps - 1; }
 };
 
-// A call begins with loads that nobody looks at yet: warp 0 of a block asks for the epoch, all warps ask for what they
-// send first, then warp 0 asks for every rank's credit (an acquire holds up what follows it). begin_call() looks.
+// A call begins with loads that nobody looks at yet: the last warp of a block asks for the epoch and for the credits of
+// all ranks (an acquire holds up what follows it), the others for what they send first. begin_call() looks.
+//
+// Instructions count: a warp alone needs 5 cycles for each, and a call of one token lasts 4,000. What can be done
+// before the epoch is known is done before.
 struct Opening {
   uint64_t last_epoch = 0;
+  uint64_t credit = 0;  // of rank `lane`
   uint32_t has_failed = 0;
 };
 
-__device__ __forceinline__ Opening open_call(const DeviceState* state, Kind kind) {
-  Opening opening;
-  if (threadIdx.x != 0) return opening;
-  opening.last_epoch = ptx::ld_relaxed_gpu(&state->epoch[static_cast<int>(kind)].epoch);
-  opening.has_failed = ptx::ld_relaxed_gpu(&state->fate.has_failed);
-  return opening;
-}
+__device__ __forceinline__ bool is_opener() { return threadIdx.x >= blockDim.x - 32; }
 
-__device__ __forceinline__ const uint64_t* credit_of(const LlLayout& layout, const LsaPeers& peers, int source) {
-  return peers.local<uint64_t>(layout.signal(source));
+template <class Args>
+__device__ __forceinline__ Opening open_call(CallContext& call, const Args& args, Kind kind) {
+  Opening opening;
+  if (is_opener()) {
+    opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
+    opening.has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
+    call.is_open = CallContext::kClosed;
+  }
+  __syncthreads();
+  if (!is_opener()) return opening;
+  if (lane_id() < args.num_ranks) opening.credit = ptx::ld_acquire_sys(args.credits + lane_id());
+  call.state = args.state;
+  call.call = &args.params.call;
+  call.kind = kind;
+  call.rank = args.peers.rank;
+  return opening;
 }
 
 // Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
 // acquire pairs with send_credits(); the barrier of the block hands it on.
-__device__ __forceinline__ void await_credits(const CallContext& call, const LlLayout& layout, const LsaPeers& peers,
-                                              uint64_t last_epoch, uint64_t credit) {
+template <class Args>
+__device__ __noinline__ void await_credits(const CallContext& call, const Args& args, const Opening& opening) {
 #pragma unroll 1
-  for (int source = threadIdx.x; source < layout.num_ranks; source += 32) {
-    if (source >= 32) credit = ptx::ld_acquire_sys(credit_of(layout, peers, source));
+  for (int source = lane_id(); source < args.num_ranks; source += 32) {
+    uint64_t credit = opening.credit;
+    if (source >= 32) credit = ptx::ld_acquire_sys(args.credits + source);
     Patience patience;
-    while (credit < last_epoch) {
-      if (patience.is_over(call, Phase::kArrivalSignal, source, last_epoch, credit)) return;
-      credit = ptx::ld_acquire_sys(credit_of(layout, peers, source));
+    while (credit < opening.last_epoch) {
+      if (patience.is_over(call, Phase::kArrivalSignal, source, opening.last_epoch, credit)) return;
+      credit = ptx::ld_acquire_sys(args.credits + source);
     }
   }
 }
 
-// Fills the block's context. The last block to have read the epoch moves it on, off the critical path; a sending half
-// leaves that to its receiving half. Ends with a barrier of the block.
-template <class Params>
-__device__ __forceinline__ void begin_call(CallContext& call, const Params& p, DeviceState* state,
-                                           const LsaPeers& peers, const Opening& opening, Kind kind, BlockPosition at,
-                                           bool advances) {
-  if (threadIdx.x < 32) {
-    uint64_t credit = 0;
-    if (threadIdx.x < p.layout.num_ranks) credit = ptx::ld_acquire_sys(credit_of(p.layout, peers, threadIdx.x));
-    const uint64_t epoch = opening.last_epoch + 1;
-    if (threadIdx.x == 0) {
-      call = {state, &p.call, kind, peers.rank, epoch, tag_of(epoch), bank_of(epoch), opening.has_failed != 0};
-    }
-    __syncwarp();
-    await_credits(call, p.layout, peers, call.epoch - 1, credit);
+// The opener fills the block's context, the other warps wait for it: each as late as it can, as a barrier would make
+// all wait for the slowest. The last block to have read the epoch moves it on, off the critical path; a sending half
+// leaves that to its receiving half. False: the buffer had failed before.
+template <class Args>
+__device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, const Opening& opening, Kind kind,
+                                           BlockPosition at) {
+  if (!is_opener()) {
+    uint32_t is_open;
+    do {
+      is_open = ptx::ld_acquire_shared(&call.is_open);
+    } while (is_open == CallContext::kClosed);
+    return is_open == CallContext::kOpen;
   }
-  __syncthreads();
-  if (threadIdx.x != 0 || !advances) return;
+  const uint64_t epoch = opening.last_epoch + 1;
+  call.epoch = epoch;
+  call.tag = tag_of(epoch);
+  call.bank = bank_of(epoch);
+  const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch;
+  if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) await_credits(call, args, opening);
+  __syncwarp();
+  const bool has_failed = opening.has_failed != 0;
+  ptx::st_release_shared(&call.is_open, has_failed ? CallContext::kFailed : CallContext::kOpen);
+  if (lane_id() != 31) return !has_failed;
+  if constexpr (requires { args.params.half; }) {
+    if (!receives(args.params.half)) return !has_failed;
+  }
   const int k = static_cast<int>(kind);
-  TicketLine& ticket = state->ticket[k];
+  TicketLine& ticket = args.state->ticket[k];
   if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
     ptx::st_relaxed_gpu(&ticket.started, 0u);
-    ptx::st_relaxed_gpu(&state->epoch[k].epoch, call.epoch);
+    ptx::st_relaxed_gpu(&args.state->epoch[k].epoch, epoch);
   }
+  return !has_failed;
 }
 
 // One warp sends the call record to every rank, itself included.
@@ -124,8 +147,10 @@ static __device__ __noinline__ void refuse_call(const CallContext& context, cons
 }
 
 // One warp waits for the call records of all ranks and compares them with the own call.
-__device__ __forceinline__ void check_records(const CallContext& context, const LlLayout& layout,
-                                              const LsaPeers& peers) {
+// `wait_cost`: optional [R], ns that each other rank came later are added.
+__device__ __forceinline__ void check_records(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
+                                              int64_t* wait_cost = nullptr) {
+  const uint64_t start = wait_cost != nullptr ? ptx::global_timer_ns() : 0;
 #pragma unroll 1
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int source = i / CallRecord::kWords, word = i % CallRecord::kWords;
@@ -139,6 +164,9 @@ __device__ __forceinline__ void check_records(const CallContext& context, const 
     const bool differs = word < CallRecord::kComparedWords && is_tagged(seen, context.tag) &&
                          static_cast<uint32_t>(seen) != context.call->word(word);
     if (differs) refuse_call(context, layout, peers, source);
+    if (wait_cost != nullptr && word == CallRecord::kNumTokens && source != peers.rank) {
+      wait_cost[source] += static_cast<int64_t>(ptx::global_timer_ns() - start);
+    }
   }
 }
 
@@ -151,11 +179,11 @@ struct Choice {
   int rank = -1;
   int expert = 0;
 
-  __device__ __forceinline__ static Choice of(int64_t id, int num_experts, int local_experts) {
+  __device__ __forceinline__ static Choice of(int64_t id, int num_experts, const Divisor& by_local_experts) {
     Choice choice;
     if (id < 0 || id >= num_experts) return choice;
-    choice.rank = static_cast<int>(id) / local_experts;
-    choice.expert = static_cast<int>(id) - choice.rank * local_experts;
+    choice.rank = by_local_experts.divide(static_cast<int>(id));
+    choice.expert = by_local_experts.remainder(static_cast<int>(id), choice.rank);
     return choice;
   }
 };
@@ -168,30 +196,54 @@ __device__ __forceinline__ uint64_t destinations(int num_ranks, const Choice& ch
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// One warp sends the routing of an own token to every rank, itself included: the ids of its experts to each, and each
-// weight to the rank of its expert. Lane k holds choice k.
-__device__ __forceinline__ void send_routing(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
-                                             int token, const Choice& choice, float weight) {
-  const int lane = lane_id();
-  const bool is_byte = layout.ids.bits == 8;
-  const int in_word = is_byte ? 8 * (lane & 3) : 16 * (lane & 1);
-  const int word_index = is_byte ? lane >> 2 : lane >> 1;
-  const bool stores = (is_byte ? (lane & 3) : (lane & 1)) == 0 && word_index < layout.ids.words();
-  int peer = peers.rank;
-#pragma unroll 1
-  for (int hop = 0; hop < layout.num_ranks; hop++) {
-    uint32_t word = (choice.rank == peer ? static_cast<uint32_t>(choice.expert) : layout.ids.none()) << in_word;
-    word |= __shfl_xor_sync(~0u, word, 1);
-    if (is_byte) word |= __shfl_xor_sync(~0u, word, 2);
-    if (stores) {
-      auto* target = peers.at<uint64_t>(peer, layout.id_words(context.bank, context.rank, token));
-      ptx::st_relaxed_sys(target + word_index, tagged(word, context.tag));
-    }
-    if (++peer == layout.num_ranks) peer = 0;
+// What a lane sends of a token's routing: a word of ids to one rank, and the weight of choice `lane` to the rank of its
+// expert. Lane k holds choice k; lane i of pass n has word 32 n + i of the messages to all ranks. Targets lie in bank
+// 0, so that everything is ready when the epoch comes.
+struct RoutingLane {
+  uint64_t* ids = nullptr;
+  uint64_t* weight = nullptr;
+  uint32_t word = 0;
+  float value = 0;
+
+  __device__ __forceinline__ static int passes(const LlLayout& layout) {
+    return ceil_div(layout.num_ranks * layout.ids.words(), 32);
   }
-  if (choice.rank < 0) return;
-  auto* target = peers.at<uint64_t>(choice.rank, layout.weight(context.bank, context.rank, token, lane));
-  ptx::st_relaxed_sys(target, tagged(__float_as_uint(weight), context.tag));
+  __device__ __forceinline__ static RoutingLane of(const LlLayout& layout, const LsaPeers& peers,
+                                                   const Divisor& by_id_words, int pass, int token,
+                                                   const Choice& choice, float value) {
+    RoutingLane lane;
+    const int per_word = layout.ids.per_word(), bits = layout.ids.bits;
+    const uint32_t none = layout.ids.none();
+    const uint32_t mine = choice.rank < 0 ? ~0u : static_cast<uint32_t>(choice.rank << 16 | choice.expert);
+    const int peer = by_id_words.divide(pass * 32 + lane_id());
+    const int index = by_id_words.remainder(pass * 32 + lane_id(), peer);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if (j >= per_word) break;
+      const uint32_t theirs = __shfl_sync(~0u, mine, index * per_word + j);
+      lane.word |= (theirs >> 16 == static_cast<uint32_t>(peer) ? theirs & 0xFFFF : none) << j * bits;
+    }
+    if (peer < layout.num_ranks) lane.ids = peers.at<uint64_t>(peer, layout.id_words(0, peers.rank, token)) + index;
+    if (pass != 0 || choice.rank < 0) return lane;
+    lane.weight = peers.at<uint64_t>(choice.rank, layout.weight(0, peers.rank, token, lane_id()));
+    lane.value = value;
+    return lane;
+  }
+  __device__ __forceinline__ void send(const CallContext& context, const LlLayout& layout) const {
+    const int64_t offset = context.bank * static_cast<int64_t>(layout.tagged_bank_bytes / sizeof(uint64_t));
+    if (ids != nullptr) ptx::st_relaxed_sys(ids + offset, tagged(word, context.tag));
+    if (weight != nullptr) ptx::st_relaxed_sys(weight + offset, tagged(__float_as_uint(value), context.tag));
+  }
+};
+
+// One warp sends the routing of an own token to every rank, itself included.
+__device__ __forceinline__ void send_routing(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
+                                             const Divisor& by_id_words, int first_pass, int token,
+                                             const Choice& choice, float weight) {
+#pragma unroll 1
+  for (int pass = first_pass; pass < RoutingLane::passes(layout); pass++) {
+    RoutingLane::of(layout, peers, by_id_words, pass, token, choice, weight).send(context, layout);
+  }
 }
 
 }  // namespace ep

@@ -2,24 +2,44 @@
 #pragma once
 
 #include "cuda/device_state.h"
-#include "runtime/params.h"
-#include "runtime/plan.h"
+#include "cuda/geometry.h"
 #include "transport/lsa_peers.h"
 
 namespace ep {
 
+struct NoGeometry {};
 template <class Params>
-struct KernelArgs {
-  Params params;
-  LsaPeers peers;
-  DeviceState* state = nullptr;
-  LlPlan plan;
+struct GeometryOf {
+  using Type = NoGeometry;
+};
+template <>
+struct GeometryOf<LlDispatchParams> {
+  using Type = LlDispatchGeometry;
+};
+template <>
+struct GeometryOf<LlCombineParams> {
+  using Type = LlCombineGeometry;
 };
 
-// The plan for `tokens` tokens on `num_sms` blocks.
+// In the order of first use: a line of constant memory that is met for the first time costs 30 ns.
+template <class Params>
+struct alignas(16) KernelArgs {
+  DeviceState* state = nullptr;
+  const uint64_t* credits = nullptr;  // of every rank, in the own window: LlLayout::signal
+  LsaPeers peers;
+  int num_ranks = 1;
+  LlPlan plan;
+  typename GeometryOf<Params>::Type geometry;
+  Params params;
+};
+
+// The plan for `tokens` tokens on `num_sms` blocks, and what follows from it.
 LlPlan plan_of(const LlDispatchParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineWeightsParams& params, int tokens, int num_sms);
+LlDispatchGeometry geometry_of(const LlDispatchParams& params, const LlPlan& plan);
+LlCombineGeometry geometry_of(const LlCombineParams& params, const LlPlan& plan);
+NoGeometry geometry_of(const LlCombineWeightsParams& params, const LlPlan& plan);
 
 // Refuses what these kernels cannot serve, with the values.
 void check_served(const LlDispatchParams& params);

@@ -10,26 +10,22 @@ constexpr int kScalarThreads = 256;
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1) ll_combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
-  combine<kIn, kWire, kOut>(args.params, args.peers, args.state, args.plan,
-                            {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+  combine<kIn, kWire, kOut>(args, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
 }
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1) ll_combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
-  const KernelArgs<LlCombineParams>& args = all[blockIdx.x / blocks];
-  combine<kIn, kWire, kOut>(args.params, args.peers, args.state, args.plan,
-                            {static_cast<int>(blockIdx.x) % blocks, blocks});
+  combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], {static_cast<int>(blockIdx.x) % blocks, blocks});
 }
 
 __global__ void __launch_bounds__(kScalarThreads)
     ll_scalars_home(const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
-  scalars_home(args.params, args.peers, args.state, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+  scalars_home(args, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
 }
 
 __global__ void __launch_bounds__(kScalarThreads)
     ll_scalars_home_world(const KernelArgs<LlCombineWeightsParams>* all, int blocks) {
-  const KernelArgs<LlCombineWeightsParams>& args = all[blockIdx.x / blocks];
-  scalars_home(args.params, args.peers, args.state, {static_cast<int>(blockIdx.x) % blocks, blocks});
+  scalars_home(all[blockIdx.x / blocks], {static_cast<int>(blockIdx.x) % blocks, blocks});
 }
 
 template <DType kIn, DType kWire, DType kOut>
@@ -66,6 +62,12 @@ LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
   plan.warps = kScalarThreads / 32;
   return plan;
 }
+
+LlCombineGeometry geometry_of(const LlCombineParams& p, const LlPlan& plan) {
+  const bool is_wide = p.dtype == DType::kF32 || p.wire_dtype == DType::kF32 || p.out_dtype == DType::kF32;
+  return LlCombineGeometry::of(p, plan, is_wide ? 4 : 8);
+}
+NoGeometry geometry_of(const LlCombineWeightsParams&, const LlPlan&) { return {}; }
 
 void check_served(const LlCombineParams& p) {
   EP_CHECK(p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype), " wire for ",

@@ -8,41 +8,45 @@ namespace {
 // As in plan_dispatch(): pieces of four steps need more registers a thread.
 constexpr int max_threads(int steps) { return steps == 2 ? 640 : 512; }
 
-template <Payload kPayload, DType kType, int kSteps>
+template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
     ll_dispatch(const __grid_constant__ KernelArgs<LlDispatchParams> args) {
   extern __shared__ __align__(128) char shared[];
   const BlockPosition at{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
-  dispatch<kPayload, kType, kSteps>(args.params, args.peers, args.state, args.plan, at, shared);
+  dispatch<kPayload, kType, kSteps, kExpertRows>(args, at, shared);
 }
 
-template <Payload kPayload, DType kType, int kSteps>
+template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
     ll_dispatch_world(const KernelArgs<LlDispatchParams>* all, int blocks) {
   extern __shared__ __align__(128) char shared[];
-  const KernelArgs<LlDispatchParams>& args = all[blockIdx.x / blocks];
-  dispatch<kPayload, kType, kSteps>(args.params, args.peers, args.state, args.plan,
-                                    {static_cast<int>(blockIdx.x) % blocks, blocks}, shared);
+  const BlockPosition at{static_cast<int>(blockIdx.x) % blocks, blocks};
+  dispatch<kPayload, kType, kSteps, kExpertRows>(all[blockIdx.x / blocks], at, shared);
 }
 
-template <Payload kPayload, DType kType, int kSteps>
+template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 struct Instance {
   static constexpr Payload payload = kPayload;
   static constexpr DType type = kType;
   static constexpr int steps = kSteps;
+  static constexpr bool expert_rows = kExpertRows;
 };
 
 // Calls body with the template instance for these parameters.
+template <bool kExpertRows, class Body>
+void with_payload(const LlDispatchParams& p, int steps, Body body) {
+  constexpr bool k = kExpertRows;
+  if (p.quant != Quant::kNone && p.dtype == DType::kBF16) return body(Instance<Payload::kFp8, DType::kBF16, 2, k>{});
+  if (p.quant != Quant::kNone) return body(Instance<Payload::kFp8, DType::kF16, 2, k>{});
+  if (p.row.is_keyed) return body(Instance<Payload::kKeyed, DType::kBF16, 2, k>{});
+  if (steps == 2) return body(Instance<Payload::kFloat, DType::kBF16, 2, k>{});
+  return body(Instance<Payload::kFloat, DType::kBF16, 4, k>{});
+}
 template <class Body>
 void with_instance(const LlDispatchParams& p, int steps, Body body) {
-  if (p.quant != Quant::kNone && p.dtype == DType::kBF16) return body(Instance<Payload::kFp8, DType::kBF16, 2>{});
-  if (p.quant != Quant::kNone) return body(Instance<Payload::kFp8, DType::kF16, 2>{});
-  if (p.row.is_keyed) return body(Instance<Payload::kKeyed, DType::kBF16, 2>{});
-  if (steps == 2) return body(Instance<Payload::kFloat, DType::kBF16, 2>{});
-  return body(Instance<Payload::kFloat, DType::kBF16, 4>{});
+  if (has_expert_rows(p.output.layout)) return with_payload<true>(p, steps, body);
+  return with_payload<false>(p, steps, body);
 }
-
-int shared_bytes(const LlDispatchParams& p) { return static_cast<int>(Places::bytes(p.shape, p.output, p.layout.ids)); }
 
 }  // namespace
 
@@ -51,8 +55,12 @@ LlPlan plan_of(const LlDispatchParams& p, int tokens, int num_sms) {
                plan_dispatch({tokens, p.row.wire_bytes(), p.quant != Quant::kNone || p.row.is_keyed}, num_sms));
 }
 
+LlDispatchGeometry geometry_of(const LlDispatchParams& p, const LlPlan& plan) {
+  return LlDispatchGeometry::of(p, plan);
+}
+
 void check_served(const LlDispatchParams& p) {
-  const int64_t bytes = Places::bytes(p.shape, p.output, p.layout.ids);
+  const int64_t bytes = PlacesShape::of(p).bytes;
   EP_CHECK(bytes <= kMaxSharedBytes, p.shape.num_experts, " experts, max_tokens ", p.shape.max_tokens, " and top-",
            p.shape.topk, " need ", bytes, " bytes of shared memory, low-latency mode on CUDA has ", kMaxSharedBytes);
   EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
@@ -61,18 +69,21 @@ void check_served(const LlDispatchParams& p) {
 void load_dispatch_kernels() {
   const auto load = [](auto instance) {
     using I = decltype(instance);
-    load_kernel(&ll_dispatch<I::payload, I::type, I::steps>, kMaxSharedBytes);
-    load_kernel(&ll_dispatch_world<I::payload, I::type, I::steps>, kMaxSharedBytes);
+    load_kernel(&ll_dispatch<I::payload, I::type, I::steps, I::expert_rows>, kMaxSharedBytes);
+    load_kernel(&ll_dispatch_world<I::payload, I::type, I::steps, I::expert_rows>, kMaxSharedBytes);
   };
   LlDispatchParams p;
   for (int steps : {2, 4}) {
     for (bool is_keyed : {false, true}) {
       for (DType dtype : {DType::kBF16, DType::kF16}) {
         for (Quant quant : {Quant::kNone, Quant::kFp8}) {
-          p.row.is_keyed = is_keyed;
-          p.dtype = dtype;
-          p.quant = quant;
-          with_instance(p, steps, load);
+          for (OutputLayout layout : {OutputLayout::kExpertMajor, OutputLayout::kFlat}) {
+            p.output.layout = layout;
+            p.row.is_keyed = is_keyed;
+            p.dtype = dtype;
+            p.quant = quant;
+            with_instance(p, steps, load);
+          }
         }
       }
     }
@@ -84,8 +95,8 @@ std::vector<std::vector<uint64_t>> dispatch_stamps() { return read_stamps(); }
 void launch(const KernelArgs<LlDispatchParams>& args, void* stream) {
   with_instance(args.params, args.plan.steps, [&](auto instance) {
     using I = decltype(instance);
-    launch_kernel(&ll_dispatch<I::payload, I::type, I::steps>, args.plan.blocks, args.plan.threads(),
-                  shared_bytes(args.params), args.plan.pdl, stream, args);
+    launch_kernel(&ll_dispatch<I::payload, I::type, I::steps, I::expert_rows>, args.plan.blocks, args.plan.threads(),
+                  static_cast<int>(args.geometry.places.bytes), args.plan.pdl, stream, args);
   });
 }
 
@@ -95,8 +106,8 @@ void launch_world(const KernelArgs<LlDispatchParams>* host_args, const KernelArg
   const LlPlan& plan = host_args->plan;
   with_instance(host_args->params, plan.steps, [&](auto instance) {
     using I = decltype(instance);
-    launch_kernel(&ll_dispatch_world<I::payload, I::type, I::steps>, plan.blocks * num_ranks, plan.threads(),
-                  shared_bytes(host_args->params), false, stream, args, plan.blocks);
+    launch_kernel(&ll_dispatch_world<I::payload, I::type, I::steps, I::expert_rows>, plan.blocks * num_ranks,
+                  plan.threads(), static_cast<int>(host_args->geometry.places.bytes), false, stream, args, plan.blocks);
   });
 }
 

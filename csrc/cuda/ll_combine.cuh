@@ -4,6 +4,7 @@
 
 #include "cuda/call.cuh"
 #include "cuda/convert.cuh"
+#include "cuda/launch.h"
 #include "cuda/payload.cuh"
 #include "cuda/stamps.cuh"
 
@@ -118,11 +119,9 @@ constexpr float kNothingYet = -0.0f;
 
 struct CombineRole : WarpRole {
   const LlCombineParams& p;
+  const LlCombineGeometry& geometry;
   const LsaPeers& peers;
-  int pieces;  // of a row
 
-  // Homes other than this rank; a staged send counts itself among them.
-  __device__ int num_homes() const { return p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1); }
   __device__ int home_of(int index) const {
     const int home = peers.rank + index + (p.half == Half::kSend ? 0 : 1);
     return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
@@ -162,68 +161,74 @@ __device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, i
   return terms;
 }
 
-// This rank's share of a token, one piece of it. Products and sums are rounded one by one, in the order of k.
+// A lane's numbers of a piece of the first rows to add. More are rarer, and registers are few.
 template <DType kIn, int kCount>
-__device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms& terms, int64_t lane_index,
-                                            bool is_inside, float (&sum)[kCount]) {
-  constexpr int kBatch = 4;  // rows loaded together: more are rare, and registers are few
+struct RowBatch {
+  static constexpr int kRows = 3;
+  Numbers<kIn, kCount> rows[kRows];
+
+  // `mask`: the lanes whose rows are meant.
+  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, unsigned mask, int piece) {
+    const int lane_index = piece * 32 + role.lane;
+    const bool is_inside = lane_index * kCount < role.p.hidden;
+    const int64_t row_bytes = static_cast<int64_t>(role.p.hidden) * size_of(kIn);
+#pragma unroll
+    for (int q = 0; q < kRows; q++) {
+      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(mask) - 1);
+      if (mask != 0 && is_inside) {
+        rows[q].load_nc(static_cast<const char*>(role.p.rows) + row * row_bytes, lane_index);
+      } else {
+        rows[q].fill(0);
+      }
+      mask &= mask - 1;
+    }
+  }
+  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, int piece) {
+    load(role, terms, __ballot_sync(~0u, terms.row >= 0), piece);
+  }
+};
+
+// This rank's share of a token, one piece of it. Products and sums are rounded one by one, in the order of k. `batch`
+// holds the first rows.
+template <DType kIn, int kCount>
+__device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms& terms, int piece,
+                                            RowBatch<kIn, kCount>& batch, float (&sum)[kCount]) {
   unsigned mask = __ballot_sync(~0u, terms.row >= 0);
   const float nothing = mask == 0 ? 0.0f : kNothingYet;
 #pragma unroll
   for (int i = 0; i < kCount; i++) sum[i] = nothing;
-  const int64_t row_bytes = static_cast<int64_t>(role.p.hidden) * size_of(kIn);
 #pragma unroll 1
   while (mask != 0) {
-    Numbers<kIn, kCount> numbers[kBatch];
-    unsigned rest = mask;
 #pragma unroll
-    for (int q = 0; q < kBatch; q++) {
-      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(rest) - 1);
-      if (rest != 0 && is_inside) {
-        numbers[q].load_nc(static_cast<const char*>(role.p.rows) + row * row_bytes, lane_index);
-      } else {
-        numbers[q].fill(0);
-      }
-      rest &= rest - 1;
-    }
-#pragma unroll
-    for (int q = 0; q < kBatch; q++) {
-      if (mask == 0) break;
-      numbers[q].add_product_to(sum, __shfl_sync(~0u, terms.weight, __ffs(mask) - 1));
+    for (int q = 0; q < batch.kRows; q++) {
+      if (mask == 0) return;
+      batch.rows[q].add_product_to(sum, __shfl_sync(~0u, terms.weight, __ffs(mask) - 1));
       mask &= mask - 1;
     }
+    batch.load(role, terms, mask, piece);
   }
 }
 
-// Pieces of rows are dealt to blocks, the same on every rank: piece number u (of a row, rows one after the other) to
-// block u % blocks. So a block waits only for blocks of its own index on other ranks, and blocks need not be resident
-// together. Inside a block the pieces, once for each home, go to the warps in turn. A warp goes from unit to unit by
-// adding its stride digit by digit, because divisions would cost more than the sums.
+// Where a warp is in its share of the work (UnitStride). A block waits only for blocks of its own index on other ranks,
+// so blocks need not be resident together.
 struct Units {
-  int home, piece, token;  // the unit
-  int homes_step;          // added to home; a carry chooses the second of the steps below
-  int piece_step[2], token_step[2];
+  int home, piece, token;
 
-  __device__ __forceinline__ static Units begin(const BlockPosition& at, int warp, int warps, int pieces, int homes) {
+  __device__ __forceinline__ static Units begin(const CombineRole& role, const UnitStride& stride, int warp) {
     Units units;
-    units.home = warp % homes;
-    units.homes_step = warps % homes;
-    const int number = warp / homes * at.num_blocks + at.block;
-    units.piece = number % pieces;
-    units.token = number / pieces;
-    for (int carry = 0; carry < 2; carry++) {
-      const int step = (warps / homes + carry) * at.num_blocks;
-      units.piece_step[carry] = step % pieces;
-      units.token_step[carry] = step / pieces;
-    }
+    const int round = stride.by_homes.divide(warp);
+    units.home = stride.by_homes.remainder(warp, round);
+    const int number = round * role.at.num_blocks + role.at.block;
+    units.token = role.geometry.by_pieces.divide(number);
+    units.piece = role.geometry.by_pieces.remainder(number, units.token);
     return units;
   }
-  __device__ __forceinline__ void advance(int pieces, int homes) {
-    home += homes_step;
-    const bool carry = home >= homes;
-    if (carry) home -= homes;
-    piece += carry ? piece_step[1] : piece_step[0];
-    token += carry ? token_step[1] : token_step[0];
+  __device__ __forceinline__ void advance(const UnitStride& stride, int pieces) {
+    home += stride.home_step;
+    const bool carry = home >= stride.homes;
+    if (carry) home -= stride.homes;
+    piece += carry ? stride.piece_step[1] : stride.piece_step[0];
+    token += carry ? stride.token_step[1] : stride.token_step[0];
     if (piece >= pieces) {
       piece -= pieces;
       token++;
@@ -233,34 +238,101 @@ struct Units {
 
 // ---- Sending: the partial sums of other ranks' tokens
 
-template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ void send_partials(const CombineRole& role, const CallContext& call, Units units,
-                                              Terms terms, int tokens) {
-  const LlCombineParams& p = role.p;
-  const int most_tokens = __reduce_max_sync(~0u, tokens);
-#pragma unroll 1
-  while (units.token < most_tokens) {
-    const Units unit = units;
-    Terms now = terms;
-    units.advance(role.pieces, role.num_homes());
-    const int home = role.home_of(unit.home);
-    if (units.token < most_tokens) terms = load_terms(role, role.home_of(units.home), units.token);
-    const int home_tokens = p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(p.handle.tokens + home);
-    if (unit.token >= home_tokens || !__any_sync(~0u, now.row != kNoRow)) continue;
-    if (p.weighting == Weighting::kHome) {
-      now = await_home_weight(p.layout, role.peers, call, home, unit.token, now);
-    }
-    const int lane_index = unit.piece * 32 + role.lane;
-    const bool is_inside = lane_index * kCount < p.hidden;
-    float sum[kCount];
-    partial_sum<kIn>(role, now, lane_index, is_inside, sum);
-    Numbers<kWire, kCount> wire;
-    wire.from(sum);
-    wire.escape();
-    char* slot = role.peers.at<char>(home, p.layout.row(call.bank, role.peers.rank, unit.token));
-    if (is_inside) wire.store_remote(slot, lane_index);
+// A unit to send, and its entries of the handle.
+struct Outbound {
+  Units units{};
+  Terms terms{kNoRow, 1.0f};
+
+  // Entries beyond a home's tokens were never written: ask for them, but do not look.
+  __device__ __forceinline__ void load(const CombineRole& role) {
+    terms = {kNoRow, 1.0f};
+    if (units.token < role.p.shape.max_tokens) terms = load_terms(role, role.home_of(units.home), units.token);
   }
+  // `tokens`: of rank `lane`
+  __device__ __forceinline__ void hide_missing(const CombineRole& role, int tokens) {
+    const int home = role.home_of(units.home);
+    const int home_tokens =
+        role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
+    if (units.token >= home_tokens) terms.row = kNoRow;
+  }
+  __device__ __forceinline__ Outbound following(const CombineRole& role) const {
+    Outbound next;
+    next.units = units;
+    next.units.advance(role.geometry.send, role.geometry.pieces);
+    next.load(role);
+    return next;
+  }
+};
+
+// Adds up a unit. With weights of the home rank it waits for them, and asks for the rows again: some may not count.
+template <DType kIn, DType kWire, int kCount>
+__device__ __forceinline__ Numbers<kWire, kCount> add_up(const CombineRole& role, const CallContext& call, int home,
+                                                         int token, int piece, Terms terms,
+                                                         RowBatch<kIn, kCount>& batch) {
+  if (role.p.weighting == Weighting::kHome) {
+    terms = await_home_weight(role.p.layout, role.peers, call, home, token, terms);
+    batch.load(role, terms, piece);
+  }
+  float sum[kCount];
+  partial_sum<kIn>(role, terms, piece, batch, sum);
+  Numbers<kWire, kCount> numbers;
+  numbers.from(sum);
+  return numbers;
 }
+
+// A sender's pipeline: the sum of one unit, the rows of the next, the handle's entries of the one after.
+template <DType kIn, DType kWire, int kCount>
+struct Sender {
+  Outbound now, next;
+  Numbers<kWire, kCount> sum;  // of `now`
+  RowBatch<kIn, kCount> rows;  // of `next`
+  int tokens = 0;              // of rank `lane`
+  int most_tokens = 0;
+
+  __device__ __forceinline__ void add_up_now(const CombineRole& role, const CallContext& call,
+                                             RowBatch<kIn, kCount>& batch) {
+    if (!__any_sync(~0u, now.terms.row != kNoRow)) return;
+    sum = add_up<kIn, kWire>(role, call, role.home_of(now.units.home), now.units.token, now.units.piece, now.terms,
+                             batch);
+    sum.escape();
+  }
+  // All but home weights is there before the epoch is known.
+  __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
+    now.units = Units::begin(role, role.geometry.send, role.warp);
+    now.load(role);
+    next = now.following(role);
+#pragma unroll 1
+    for (int r = role.lane; r < role.p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(role.p.handle.tokens + r));
+    most_tokens = __reduce_max_sync(~0u, tokens);
+    now.hide_missing(role, tokens);
+    RowBatch<kIn, kCount> first;
+    first.load(role, now.terms, now.units.piece);
+    next.hide_missing(role, tokens);
+    rows.load(role, next.terms, next.units.piece);
+    if (role.p.weighting != Weighting::kHome) add_up_now(role, call, first);
+  }
+  __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
+    if (role.p.weighting == Weighting::kHome) {
+      RowBatch<kIn, kCount> first;
+      add_up_now(role, call, first);
+    }
+#pragma unroll 1
+    while (now.units.token < most_tokens) {
+      Outbound after = next.following(role);
+      const int home = role.home_of(now.units.home), lane_index = now.units.piece * 32 + role.lane;
+      if (__any_sync(~0u, now.terms.row != kNoRow) && lane_index * kCount < role.p.hidden) {
+        char* slot = role.peers.at<char>(home, role.p.layout.row(call.bank, role.peers.rank, now.units.token));
+        sum.store_remote(slot, lane_index);
+      }
+      now = next;
+      next = after;
+      RowBatch<kIn, kCount> batch = rows;
+      next.hide_missing(role, tokens);
+      rows.load(role, next.terms, next.units.piece);
+      add_up_now(role, call, batch);
+    }
+  }
+};
 
 // ---- Receiving: the sum over ranks
 
@@ -281,23 +353,45 @@ __device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, i
   }
 }
 
+__device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
+  if (role.lane >= role.p.shape.topk) return -1;
+  return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
+}
+
+// The unit that a receiver is about to add up, with this rank's own share of it.
+template <DType kIn, DType kWire, int kCount>
+struct Inbound {
+  Units units{};
+  int id = -1;  // of choice `lane`
+  Terms terms{kNoRow, 1.0f};
+  RowBatch<kIn, kCount> batch;
+  Numbers<kWire, kCount> own;
+
+  __device__ __forceinline__ bool exists(const CombineRole& role) const { return units.token < role.p.num_tokens; }
+  __device__ __forceinline__ void load(const CombineRole& role) {
+    if (!exists(role)) return;
+    id = load_own_id(role, units.token);
+    if (!sends(role.p.half)) return;
+    terms = load_terms(role, role.peers.rank, units.token);
+    batch.load(role, terms, units.piece);
+  }
+  __device__ __forceinline__ void add_up_own(const CombineRole& role, const CallContext& call) {
+    if (!exists(role) || !sends(role.p.half) || !__any_sync(~0u, terms.row != kNoRow)) return;
+    own = add_up<kIn, kWire>(role, call, role.peers.rank, units.token, units.piece, terms, batch);
+  }
+};
+
 template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, int token, int piece,
-                                          const Terms& own_terms, int id) {
+__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call,
+                                          const Inbound<kIn, kWire, kCount>& in) {
   constexpr int kBatch = 4;  // ranks polled together
   const LlCombineParams& p = role.p;
-  const int rank = role.peers.rank, lane_index = piece * 32 + role.lane;
+  const int rank = role.peers.rank, token = in.units.token, piece = in.units.piece;
+  const int lane_index = piece * 32 + role.lane;
   const bool is_inside = lane_index * kCount < p.hidden;
-  uint64_t mask = destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, p.output.local_experts));
+  uint64_t mask =
+      destinations(p.shape.num_ranks, Choice::of(in.id, p.shape.num_experts, role.geometry.by_local_experts));
   const bool own_is_local = sends(p.half) && (mask >> rank & 1) != 0;
-  Numbers<kWire, kCount> own;
-  if (own_is_local) {
-    Terms terms = own_terms;
-    if (p.weighting == Weighting::kHome) terms = await_home_weight(p.layout, role.peers, call, rank, token, terms);
-    float sum[kCount];
-    partial_sum<kIn>(role, terms, lane_index, is_inside, sum);
-    own.from(sum);
-  }
   stamp(Stamp::kOwnDone, rank);
   float total[kCount];
   begin_sum<kOut>(p, token, lane_index, is_inside, mask != 0, total);
@@ -329,7 +423,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
     for (int q = 0; q < kBatch; q++) {
       if (ranks[q] < 0) continue;
       if (ranks[q] == rank && own_is_local) {
-        own.add_to(total);
+        in.own.add_to(total);
         continue;
       }
       numbers[q].add_to(total);
@@ -345,25 +439,16 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   return true;
 }
 
-__device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
-  if (role.lane >= role.p.shape.topk) return -1;
-  return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
-}
-
 template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call, Units units, Terms terms,
-                                           int id) {
+__device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call,
+                                           Inbound<kIn, kWire, kCount>& in) {
+  if (role.p.weighting == Weighting::kHome) in.add_up_own(role, call);
 #pragma unroll 1
-  while (units.token < role.p.num_tokens) {
-    const Units unit = units;
-    const Terms now = terms;
-    const int now_id = id;
-    units.advance(role.pieces, 1);
-    if (units.token < role.p.num_tokens) {
-      terms = load_terms(role, role.peers.rank, units.token);
-      id = load_own_id(role, units.token);
-    }
-    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, unit.token, unit.piece, now, now_id)) return;
+  while (in.exists(role)) {
+    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, in)) return;
+    in.units.advance(role.geometry.sum, role.geometry.pieces);
+    in.load(role);
+    in.add_up_own(role, call);
   }
 }
 
@@ -372,78 +457,73 @@ __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallCo
 static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call) {
   const LlCombineParams& p = role.p;
   for (int token = role.warp; token < p.num_tokens; token += role.plan.warps) {
-    Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, p.output.local_experts);
+    Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, role.geometry.by_local_experts);
     float weight = 0;
     if (role.lane < p.shape.topk) {
       const int64_t index = static_cast<int64_t>(token) * p.shape.topk + role.lane;
       weight = __ldg(p.home_weights + index);
       if (p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, index))) choice = {};
     }
-    send_routing(call, p.layout, role.peers, token, choice, weight);
+    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 0, token, choice, weight);
   }
 }
 
 // ---- Table of contents
 
 template <DType kIn, DType kWire, DType kOut>
-__device__ __forceinline__ void combine(const LlCombineParams& p, const LsaPeers& peers, DeviceState* state,
-                                        const LlPlan& plan, BlockPosition at) {
+__device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args, BlockPosition at) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
-  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, peers, ceil_div(p.hidden, 32 * kCount)};
+  const LlCombineParams& p = args.params;
+  const LlPlan& plan = args.plan;
+  const LsaPeers& peers = args.peers;
+  __shared__ CallContext call;
+  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
+  const Opening opening = open_call(call, args, Kind::kCombine);
 
-  // The first unit's handle entries are on their way while the epoch is.
-  const Opening opening = open_call(state, Kind::kCombine);
-  Terms send_terms{kNoRow, 1.0f}, own_terms{kNoRow, 1.0f};
-  Units units{};
-  int id = -1, tokens = 0;
-  const bool is_sender = sends(p.half) && role.is_sender() && role.num_homes() > 0;
-  const bool is_receiver = receives(p.half) && role.is_receiver();
-  if (is_sender) {
-    units = Units::begin(at, role.warp, plan.sender_warps, role.pieces, role.num_homes());
-#pragma unroll 1
-    for (int r = role.lane; r < p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(p.handle.tokens + r));
-    if (units.token < p.shape.max_tokens) send_terms = load_terms(role, role.home_of(units.home), units.token);
-  } else if (is_receiver) {
-    units = Units::begin(at, role.warp - plan.receiver_warp0, plan.receiver_warps, role.pieces, 1);
-    if (units.token < p.num_tokens) {
-      own_terms = load_terms(role, peers.rank, units.token);
-      id = load_own_id(role, units.token);
-    }
-  }
-  __shared__ CallContext call;
-  begin_call(call, p, state, peers, opening, Kind::kCombine, at, receives(p.half));
-  stamp(Stamp::kEpochKnown, peers.rank);
-  if (call.begins_failed) return;
-
-  if (sends(p.half)) {
-    if (role.is_control()) {
-      send_records(call, p.layout, peers);
-      send_credits(call, p.layout, peers);
-    }
-    if (p.weighting == Weighting::kHome && at.block == 0) send_home_weights(role, call);
-    if (is_sender) send_partials<kIn, kWire, kCount>(role, call, units, send_terms, tokens);
+  const auto begin = [&] {
+    const bool is_well = begin_call(call, args, opening, Kind::kCombine, at);
+    stamp(Stamp::kEpochKnown, peers.rank);
+    if (is_well && p.weighting == Weighting::kHome && at.block == 0 && sends(p.half)) send_home_weights(role, call);
+    return is_well;
+  };
+  // What a warp adds up first is ready when the epoch is known. The opener is neither sender nor receiver.
+  if (is_opener()) {
+    if (!begin()) return;
+    if (sends(p.half) && role.is_control()) send_records(call, p.layout, peers);
+    if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
+    if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
+  } else if (sends(p.half) && role.is_sender() && args.geometry.homes > 0) {
+    Sender<kIn, kWire, kCount> sender;
+    sender.begin(role, call);
+    if (!begin()) return;
+    sender.send_all(role, call);
     stamp(Stamp::kSent, peers.rank);
-  }
-  if (receives(p.half)) {
-    if (role.is_control()) check_records(call, p.layout, peers);
-    if (is_receiver) sum_tokens<kIn, kWire, kOut, kCount>(role, call, units, own_terms, id);
+  } else if (receives(p.half) && role.is_receiver()) {
+    Inbound<kIn, kWire, kCount> in;
+    in.units = Units::begin(role, args.geometry.sum, role.warp - plan.receiver_warp0);
+    in.load(role);
+    if (p.weighting != Weighting::kHome) in.add_up_own(role, call);
+    if (!begin()) return;
+    sum_tokens<kIn, kWire, kOut, kCount>(role, call, in);
+  } else {
+    begin();
   }
   stamp(Stamp::kEnd, peers.rank);
 }
 
 // ---- Scalars instead of rows: every thread takes some (token, choice).
 
-__device__ __forceinline__ void scalars_home(const LlCombineWeightsParams& p, const LsaPeers& peers, DeviceState* state,
-                                             BlockPosition at) {
+__device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsParams>& args, BlockPosition at) {
+  const LlCombineWeightsParams& p = args.params;
+  const LsaPeers& peers = args.peers;
+  __shared__ CallContext call;
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(state, Kind::kCombine);
-  __shared__ CallContext call;
-  begin_call(call, p, state, peers, opening, Kind::kCombine, at, true);
-  if (call.begins_failed) return;
+  const Opening opening = open_call(call, args, Kind::kCombine);
+  if (!begin_call(call, args, opening, Kind::kCombine, at)) return;
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
   // Entry (token, k) is the same block's on every rank, for all homes: a block waits only for blocks of its own index.

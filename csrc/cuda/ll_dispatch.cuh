@@ -5,6 +5,7 @@
 // hold up the loads of its SM.
 #pragma once
 
+#include "cuda/launch.h"
 #include "cuda/payload.cuh"
 #include "cuda/places.cuh"
 #include "cuda/stamps.cuh"
@@ -13,6 +14,7 @@ namespace ep {
 
 struct DispatchRole : WarpRole {
   const LlDispatchParams& p;
+  const LlDispatchGeometry& geometry;
   const LsaPeers& peers;
 
   __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
@@ -26,6 +28,10 @@ struct DispatchRole : WarpRole {
   }
   __device__ int receiving_thread() const { return threadIdx.x - plan.receiver_warp0 * 32; }
   __device__ int receiving_threads() const { return plan.receiver_warps * 32; }
+  // All of them but the opener, which has other things to do first.
+  __device__ int clearing_threads() const {
+    return receiving_threads() - (plan.receiver_warp0 + plan.receiver_warps == plan.warps ? 32 : 0);
+  }
   // Own rows of a whole operation never enter the window; a staged one sends them to itself.
   __device__ bool sends_to_itself() const { return p.half == Half::kSend; }
 };
@@ -40,7 +46,7 @@ __device__ __forceinline__ int64_t own_id(const DispatchRole& role, int token) {
 }
 
 __device__ __forceinline__ Choice choice_of(const DispatchRole& role, int64_t id) {
-  return Choice::of(id, role.p.shape.num_experts, role.p.output.local_experts);
+  return Choice::of(id, role.p.shape.num_experts, role.geometry.by_local_experts);
 }
 
 static __device__ __noinline__ void report_invalid_id(const LlDispatchParams& p, DeviceState* state, int token) {
@@ -61,51 +67,90 @@ __device__ __forceinline__ float own_weight(const DispatchRole& role, int token)
   return __ldg(p.topk_weights + token * p.shape.topk + role.lane);
 }
 
+// The routing of an own token, ready to be sent as soon as the epoch is known.
+struct OutgoingRouting {
+  int token;
+  int64_t id = -1;
+  float weight = 1.0f;
+  Choice choice;
+  RoutingLane lane;
+
+  __device__ __forceinline__ void load(const DispatchRole& role, int next) {
+    token = next;
+    if (token >= role.p.num_tokens) return;
+    id = own_id(role, token);
+    weight = own_weight(role, token);
+  }
+  __device__ __forceinline__ void prepare(const DispatchRole& role) {
+    if (token >= role.p.num_tokens) return;
+    choice = choice_of(role, id);
+    lane = RoutingLane::of(role.p.layout, role.peers, role.geometry.by_id_words, 0, token, choice, weight);
+  }
+};
+
 // Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send
 // have the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
-__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call, int64_t first_id,
-                                                 float first_weight) {
+__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call,
+                                                 OutgoingRouting& out) {
   const LlDispatchParams& p = role.p;
-  const int step = role.plan.sender_blocks * role.plan.warps;
-  const int first = role.routing_token();
 #pragma unroll 1
-  for (int token = first; token < p.num_tokens; token += step) {
-    const Choice choice = choice_of(role, token == first ? first_id : own_id(role, token));
-    const float weight = token == first ? first_weight : own_weight(role, token);
-    send_routing(call, p.layout, role.peers, token, choice, weight);
-    if (role.lane >= p.shape.topk) continue;
-    p.handle.ids[token * p.shape.topk + role.lane] =
-        choice.rank < 0 ? -1 : choice.rank * p.output.local_experts + choice.expert;
-    if (choice.rank < 0) report_invalid_id(p, call.state, token);
+  while (out.token < p.num_tokens) {
+    out.lane.send(call, p.layout);
+    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
+    if (role.lane < p.shape.topk) {
+      const Choice& choice = out.choice;
+      p.handle.ids[out.token * p.shape.topk + role.lane] =
+          choice.rank < 0 ? -1 : choice.rank * p.output.local_experts + choice.expert;
+      if (choice.rank < 0) report_invalid_id(p, call.state, out.token);
+    }
+    out.load(role, out.token + role.plan.sender_blocks * role.plan.warps);
+    out.prepare(role);
   }
 }
 
-// Row pieces by 16-byte stores.
+// A piece of an own row, ready to be sent as soon as the epoch is known.
 template <Payload kPayload, DType kType, int kSteps>
-__device__ __forceinline__ void send_rows(const DispatchRole& role, const CallContext& call, const RowShape& row,
-                                          Raw<kPayload, kSteps>& raw, int64_t first_id) {
-  const LlDispatchParams& p = role.p;
-  const int pieces = ceil_div(row.steps, kSteps);
-  const int units = p.num_tokens * pieces;
-  const int first = role.sender();
+struct Outgoing {
+  int unit, token, index;
+  int64_t id;
+  uint64_t mask;  // ranks that it goes to
+  Raw<kPayload, kSteps> raw;
+  Piece<kSteps> piece;
+
+  __device__ __forceinline__ void load(const DispatchRole& role, int next) {
+    unit = next;
+    if (unit >= role.geometry.send_units) return;
+    token = role.geometry.by_pieces.divide(unit);
+    index = role.geometry.by_pieces.remainder(unit, token);
+    id = own_id(role, token);
+    raw.load(role.p, role.geometry.row, token, index, role.lane);
+  }
+  __device__ __forceinline__ void prepare(const DispatchRole& role) {
+    if (unit >= role.geometry.send_units) return;
+    mask = destinations(role.p.shape.num_ranks, choice_of(role, id));
+    if (!role.sends_to_itself()) mask &= ~(1ull << role.peers.rank);
+    encode<kPayload, kType, kSteps>(role.p, raw, index, piece, role.lane);
+  }
+};
+
+// Row pieces by 16-byte stores, to the ranks after this one first.
+template <Payload kPayload, DType kType, int kSteps>
+__device__ __forceinline__ void send_rows(const DispatchRole& role, const CallContext& call,
+                                          Outgoing<kPayload, kType, kSteps>& out) {
+  const int rank = role.peers.rank;
 #pragma unroll 1
-  for (int unit = first; unit < units; unit += role.plan.senders()) {
-    const int token = unit / pieces, piece_index = unit % pieces;
-    int64_t id = first_id;
-    if (unit != first) {
-      raw.load(p, row, token, piece_index, role.lane);
-      id = own_id(role, token);
-    }
-    const uint64_t mask = destinations(p.shape.num_ranks, choice_of(role, id));
-    Piece<kSteps> piece;
-    encode<kPayload, kType, kSteps>(p, raw, piece_index, piece, role.lane);
-    int peer = role.peers.rank;
+  while (out.unit < role.geometry.send_units) {
+    const Offset slot = role.p.layout.row(call.bank, rank, out.token);
+    uint64_t mask = out.mask, later = mask >> rank << rank;
 #pragma unroll 1
-    for (int hop = 0; hop < p.shape.num_ranks; hop++, peer = peer + 1 == p.shape.num_ranks ? 0 : peer + 1) {
-      if ((mask >> peer & 1) == 0 || (hop == 0 && !role.sends_to_itself())) continue;
-      store_wire<RemoteStore>(role.peers.at<char>(peer, p.layout.row(call.bank, role.peers.rank, token)), row,
-                              piece_index, piece, role.lane);
+    while (mask != 0) {
+      const int peer = __ffsll(static_cast<long long>(later != 0 ? later : mask)) - 1;
+      mask &= ~(1ull << peer);
+      later &= mask;
+      store_wire<RemoteStore>(role.peers.at<char>(peer, slot), role.geometry.row, out.index, out.piece, role.lane);
     }
+    out.load(role, out.unit + role.plan.senders());
+    out.prepare(role);
   }
 }
 
@@ -113,15 +158,15 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
 
 // A row's numbers: the handle's map and weights, and what the layout tells of the row. Once for each slot.
 // `weight_word`: what the lane saw of its weight when it asked for the row.
+template <bool kExpertRows>
 __device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source, int token,
                                                bool wanted, uint32_t expert, int32_t row, uint64_t weight_word) {
   const LlDispatchParams& p = role.p;
   const int slot = source * p.shape.max_tokens + token, lane = role.lane, topk = p.shape.topk;
-  const bool expert_rows = has_expert_rows(p.output.layout);
-  const int map_k = p.output.map_k();
+  const int map_k = kExpertRows ? topk : 1;
   const unsigned any = __ballot_sync(~0u, wanted);
-  const int32_t token_row = expert_rows || any == 0 ? row : __shfl_sync(~0u, row, __ffs(any) - 1);
-  if (lane < map_k) p.handle.rows[static_cast<int64_t>(slot) * map_k + lane] = expert_rows ? row : token_row;
+  const int32_t token_row = kExpertRows || any == 0 ? row : __shfl_sync(~0u, row, __ffs(any) - 1);
+  if (lane < map_k) p.handle.rows[static_cast<int64_t>(slot) * map_k + lane] = token_row;
   float weight = 0;
   if (wanted && is_tagged(weight_word, call.tag)) {
     weight = __uint_as_float(static_cast<uint32_t>(weight_word));
@@ -129,11 +174,12 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
     const auto* word = role.peers.local<uint64_t>(p.layout.weight(call.bank, source, token, lane));
     weight = __uint_as_float(await_word(call, word, Phase::kWeights, source));
   }
-  if (expert_rows) {
+  if constexpr (kExpertRows) {
     if (!wanted) return;
     p.handle.weights[static_cast<int64_t>(slot) * map_k + lane] = weight;
     if (row < 0) return;
     p.out_weights[row] = weight;
+    if (p.src_info != nullptr) p.src_info[row] = token;
     if (p.row_expert != nullptr) p.row_expert[row] = static_cast<int>(expert);
     return;
   }
@@ -148,101 +194,135 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
   }
 }
 
-// Units are (slot, piece): the own rank's first, then the others' in turn, so that no source waits for another.
+// A piece to place: the own rank's come first, then the others' in turn, so that no source waits for another.
 struct ReceiveUnit {
   int source, token, piece;
 
-  __device__ static ReceiveUnit of(int unit, int own_units, int pieces, int rank, int num_ranks) {
-    if (unit < own_units) return {rank, unit / pieces, unit % pieces};
-    const int remote = unit - own_units, others = num_ranks - 1;
-    int source = rank - 1 - remote % others;
-    if (source < 0) source += num_ranks;
-    const int rest = remote / others;
-    return {source, rest / pieces, rest % pieces};
+  __device__ __forceinline__ static ReceiveUnit of(const DispatchRole& role, int unit) {
+    const LlDispatchGeometry& g = role.geometry;
+    ReceiveUnit result{role.peers.rank, 0, 0};
+    int rest = unit;
+    if (unit >= g.own_units) {
+      const int turn = g.by_others.divide(unit - g.own_units);
+      result.source -= 1 + g.by_others.remainder(unit - g.own_units, turn);
+      if (result.source < 0) result.source += role.p.shape.num_ranks;
+      rest = turn;
+    }
+    result.token = g.by_pieces.divide(rest);
+    result.piece = g.by_pieces.remainder(rest, result.token);
+    return result;
   }
 };
 
-template <Payload kPayload, DType kType, int kSteps>
-__device__ __forceinline__ void receive_rows(const DispatchRole& role, const CallContext& call, const RowShape& row,
-                                             const Places& places) {
-  const LlDispatchParams& p = role.p;
-  const int pieces = ceil_div(row.steps, kSteps), rank = role.peers.rank, num_ranks = p.shape.num_ranks;
-  int most_tokens = 0;
-#pragma unroll 1
-  for (int r = 0; r < num_ranks; r++) most_tokens = max(most_tokens, places.tokens[r]);
-  const int own_units = places.tokens[rank] * pieces;
-  const int units = own_units + most_tokens * pieces * (num_ranks - 1);
-#pragma unroll 1
-  for (int u = role.receiver(); u < units; u += role.plan.receivers()) {
-    const ReceiveUnit unit = ReceiveUnit::of(u, own_units, pieces, rank, num_ranks);
-    if (unit.token >= places.tokens[unit.source]) continue;
-    const int slot = unit.source * p.shape.max_tokens + unit.token;
-    const uint32_t expert = role.lane < p.shape.topk ? places.id(p.layout.ids, slot, role.lane) : ~0u;
-    const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
-    const bool is_here = __any_sync(~0u, wanted);
-    const bool is_own = unit.source == rank && sends(p.half);
-    char* staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token));
-    Piece<kSteps> piece;
-    Raw<kPayload, kSteps> raw;
-    uint64_t weight_word = 0;
-    if (unit.piece == 0 && wanted) {
-      weight_word = ptx::ld_relaxed_sys(
+// A piece on its way to its places: asked for before it is known whether it comes, looked at afterwards.
+template <Payload kPayload, int kSteps>
+struct Incoming {
+  ReceiveUnit unit;
+  int slot;
+  int id_at, id_shift, id_mask;  // of choice `lane` in the ids of Places
+  bool is_own;                   // lies in x; a row of another rank, or of a staged call, lies in the window
+  char* staged;
+  Raw<kPayload, kSteps> raw;
+  Piece<kSteps> piece;
+  uint64_t weight;
+
+  __device__ __forceinline__ void load(const DispatchRole& role, const CallContext& call, int number) {
+    const LlDispatchParams& p = role.p;
+    unit = ReceiveUnit::of(role, number);
+    slot = unit.source * p.shape.max_tokens + unit.token;
+    const bool is_byte = p.layout.ids.bits == 8;
+    id_at = ptx::opaque(slot * p.layout.ids.words() + (is_byte ? role.lane >> 2 : role.lane >> 1));
+    id_shift = is_byte ? (role.lane & 3) * 8 : (role.lane & 1) * 16;
+    id_mask = ptx::opaque(static_cast<int>(p.layout.ids.none()));
+    is_own = unit.source == role.peers.rank && sends(p.half);
+    staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token));
+    weight = 0;
+    if (unit.piece == 0 && role.lane < p.shape.topk) {
+      weight = ptx::ld_relaxed_sys(
           role.peers.local<uint64_t>(p.layout.weight(call.bank, unit.source, unit.token, role.lane)));
     }
-    if (is_here && is_own) raw.load(p, row, unit.token, unit.piece, role.lane);
-    if (is_here && !is_own) load_wire(staged, row, unit.piece, piece, role.lane);  // perhaps it is there already
-    const int32_t my_row = row_of(p, places, unit.source, slot, wanted, expert);
-    if (!is_here) {
-      if (unit.piece == 0) {
-        store_row_info(role, call, unit.source, unit.token, wanted, expert, my_row, weight_word);
-      }
-      continue;
-    }
     if (is_own) {
-      encode<kPayload, kType, kSteps>(p, raw, unit.piece, piece, role.lane);
+      raw.load(p, role.geometry.row, unit.token, unit.piece, role.lane);
+    } else {
+      load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t id(const Places& places) const {
+    return places.memory[id_at] >> id_shift & static_cast<uint32_t>(id_mask);
+  }
+
+  // The row has arrived, and its place on the wire is free again. False: the wait was given up.
+  template <DType kType>
+  __device__ __forceinline__ bool take(const DispatchRole& role, const CallContext& call) {
+    if (is_own) {
+      encode<kPayload, kType, kSteps>(role.p, raw, unit.piece, piece, role.lane);
     } else {
       Patience patience;
       while (!has_arrived(piece)) {
-        if (__any_sync(~0u, patience.is_over(call, Phase::kRows, unit.source, unit.token, unit.piece))) return;
-        load_wire(staged, row, unit.piece, piece, role.lane);
+        if (__any_sync(~0u, patience.is_over(call, Phase::kRows, unit.source, unit.token, unit.piece))) return false;
+        load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
       }
-      reset_wire<kSteps>(staged, row, unit.piece, role.lane);
+      reset_wire<kSteps>(staged, role.geometry.row, unit.piece, role.lane);
     }
     decode<kPayload>(piece);
-    unsigned targets = __ballot_sync(~0u, my_row >= 0);
-    if (!has_expert_rows(p.output.layout)) targets &= -targets;  // one row for all choices
+    return true;
+  }
+};
+
+template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
+__device__ __forceinline__ void receive_rows(const DispatchRole& role, const CallContext& call, const Places& places,
+                                             Incoming<kPayload, kSteps>& in, int number) {
+  const LlDispatchParams& p = role.p;
 #pragma unroll 1
-    for (; targets != 0; targets &= targets - 1) {
-      const int32_t out_row = __shfl_sync(~0u, my_row, __ffs(targets) - 1);
-      store_row<kPayload>(p, row, out_row, unit.piece, piece, role.lane);
+  while (number < role.geometry.receive_units) {
+    const ReceiveUnit unit = in.unit;
+    const bool exists = unit.token < places.tokens(unit.source);
+    if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return;
+    const uint32_t expert = exists && role.lane < p.shape.topk ? in.id(places) : ~0u;
+    const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
+    const int32_t row = row_of<kExpertRows>(p, places, unit.source, in.slot, wanted, expert);
+    if (__any_sync(~0u, wanted)) {
+      if (!in.template take<kType>(role, call)) return;
+      unsigned targets = __ballot_sync(~0u, row >= 0);
+      if constexpr (!kExpertRows) targets &= -targets;  // one row for all choices
+      const RowWriter<kPayload, kSteps> writer(p, role.geometry.row, unit.piece, role.lane);
+#pragma unroll 1
+      for (; targets != 0; targets &= targets - 1) {
+        const int k = __ffs(targets) - 1;
+        writer.store(p, __shfl_sync(~0u, row, k), __shfl_sync(~0u, expert, k), in.piece);
+      }
+      if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
     }
-    if (unit.piece == 0) {
-      store_row_info(role, call, unit.source, unit.token, wanted, expert, my_row, weight_word);
+    if (exists && unit.piece == 0) {
+      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
     }
-    if (is_own) stamp(Stamp::kOwnDone, rank);
+    number += role.plan.receivers();
+    if (number < role.geometry.receive_units) in.load(role, call, number);
   }
 }
 
 // ---- What is not rows
 
+template <bool kExpertRows>
 __device__ __forceinline__ void clear_entry(const LlDispatchParams& p, int64_t row) {
-  if (has_expert_rows(p.output.layout)) {
+  if constexpr (kExpertRows) {
     p.out_weights[row] = 0;
     if (p.row_expert != nullptr) p.row_expert[row] = -1;
-    return;
-  }
-  for (int k = 0; k < p.shape.topk; k++) {
-    const int64_t entry = row * p.shape.topk + k;
-    p.out_weights[entry] = 0;
-    if (p.is_idx64) {
-      static_cast<int64_t*>(p.out_topk_idx)[entry] = -1;
-    } else {
-      static_cast<int32_t*>(p.out_topk_idx)[entry] = -1;
+  } else {
+    for (int k = 0; k < p.shape.topk; k++) {
+      const int64_t entry = row * p.shape.topk + k;
+      p.out_weights[entry] = 0;
+      if (p.is_idx64) {
+        static_cast<int64_t*>(p.out_topk_idx)[entry] = -1;
+      } else {
+        static_cast<int32_t*>(p.out_topk_idx)[entry] = -1;
+      }
     }
   }
 }
 
-// A warp fills rows [from, to) with zeros.
+// A warp fills rows [from, to) with zeros, if the caller asks for it.
 static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
   const int chunks = p.row.payload_bytes / kLaneBytes;
   auto* out = static_cast<uint4*>(p.out_x);
@@ -256,78 +336,101 @@ static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t
   }
 }
 
-// A warp clears rows [from, to) that do not exist: ids -1, weights 0, and the content if the caller asks for zeros.
-__device__ __forceinline__ void clear_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
-#pragma unroll 1
-  for (int64_t row = from + lane_id(); row < to; row += 32) clear_entry(p, row);
-  if (p.zero_padding) zero_rows(p, from, to);
+// Rows [first, end) of a bin that do not exist.
+struct Gap {
+  int64_t first, end;
+};
+
+template <bool kExpertRows>
+__device__ __forceinline__ Gap gap_of(const LlDispatchParams& p, const Places& places, int bin) {
+  const OutputShape& output = p.output;
+  if (output.layout == OutputLayout::kFlat) {  // one gap for all bins
+    if (bin != 0) return {0, 0};
+    return {min(static_cast<int64_t>(places.count_bits(0, 0, places.shape.slots)), output.capacity), output.capacity};
+  }
+  const int demand = demand_of<kExpertRows>(p, places, bin);
+  if (kExpertRows && output.layout == OutputLayout::kPacked) {
+    const int64_t start = min(static_cast<int64_t>(places.start(bin)), output.capacity);
+    const int64_t next = bin + 1 < output.bins() ? places.start(bin + 1) : output.capacity;
+    return {start + output.kept(start, demand), min(next, output.capacity)};
+  }
+  const int64_t limit = kExpertRows ? output.capacity : p.shape.max_tokens;
+  return {bin * limit + output.kept(0, demand), (bin + 1) * limit};
 }
 
-// A warp does so for bins first, first + step, ...
-static __device__ __noinline__ void clear_missing_rows(const LlDispatchParams& p, const Places places, int first_bin,
-                                                       int step) {
-  const OutputShape& output = p.output;
+// A warp clears the gaps of bins first, first + step, ...
+template <bool kExpertRows>
+__device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Places& places, int first_bin, int step) {
 #pragma unroll 1
-  for (int bin = first_bin; bin < output.bins(); bin += step) {
-    const int demand = demand_of(p, places, bin);
-    int64_t first = 0, end = 0, start = 0;
-    if (output.layout == OutputLayout::kPacked) {
-      start = min(static_cast<int64_t>(places.starts[bin]), output.capacity);
-      end = bin + 1 < output.bins() ? min(static_cast<int64_t>(places.starts[bin + 1]), output.capacity)
-                                    : output.capacity;
-      first = start;
-    } else if (output.layout == OutputLayout::kFlat) {
-      if (bin != 0) continue;
-      end = output.capacity;
-      const int total = places.count_bits(0, 0, p.shape.num_ranks * p.shape.max_tokens);
-      clear_rows(p, min(static_cast<int64_t>(total), end), end);
-      continue;
-    } else {
-      const int64_t limit = output.rows() / output.bins();
-      first = bin * limit;
-      end = first + limit;
-    }
-    clear_rows(p, first + output.kept(start, demand), end);
+  for (int bin = first_bin; bin < p.output.bins(); bin += step) {
+    const Gap gap = gap_of<kExpertRows>(p, places, bin);
+#pragma unroll 1
+    for (int64_t row = gap.first + lane_id(); row < gap.end; row += 32) clear_entry<kExpertRows>(p, row);
+    if (p.zero_padding) zero_rows(p, gap.first, gap.end);
   }
 }
 
-// One warp writes the info tensor.
-static __device__ __noinline__ void store_info(const LlDispatchParams& p, const CallContext& call,
-                                               const Places places) {
+// Which rows of an expert came from which rank.
+static __device__ __noinline__ void store_ranges(const LlDispatchParams& p, const Places places, int bin,
+                                                 bool has_failed) {
+  const int max_tokens = p.shape.max_tokens, capacity = static_cast<int>(p.output.capacity);
+  int64_t* ranges = p.layout_range + static_cast<int64_t>(bin) * p.shape.num_ranks;
+  int begin = 0;
+  for (int source = 0; source < p.shape.num_ranks; source++) {
+    const int demand = has_failed ? 0 : count_rows(p, places, bin, source * max_tokens, (source + 1) * max_tokens);
+    const int end = min(begin + demand, capacity);
+    ranges[source] = static_cast<int64_t>(begin) << 32 | (end - begin);
+    begin = end;
+  }
+}
+
+// Warp `index` of the `warps` that write the info tensor, all of one block: each takes 32 bins at a time, the last to
+// finish writes the sums.
+template <bool kExpertRows>
+__device__ __forceinline__ void store_info(const LlDispatchParams& p, const CallContext& call, const Places& places,
+                                           int index, int warps) {
   const OutputShape& output = p.output;
-  const int lane = lane_id();
+  const int lane = lane_id(), first = index * 32 + lane;
   const bool has_failed = call.has_failed();  // then nothing counts
+  const bool is_packed = output.layout == OutputLayout::kPacked, is_flat = output.layout == OutputLayout::kFlat;
   int dropped = 0, total = 0;
 #pragma unroll 1
-  for (int bin = lane; bin < output.bins(); bin += 32) {
-    const int demand = has_failed ? 0 : demand_of(p, places, bin);
-    int64_t start = 0;
-    if (output.layout == OutputLayout::kPacked) start = places.starts[bin];
-    if (output.layout == OutputLayout::kFlat) start = places.count_bits(0, 0, bin * p.shape.max_tokens);
-    const int kept = static_cast<int>(output.kept(start, demand));
+  for (int bin = first; bin < output.bins(); bin += warps * 32) {
+    int demand = demand_of<kExpertRows>(p, places, bin);
+    const int start = is_packed ? places.start(bin) : is_flat ? places.count_bits(0, 0, bin * p.shape.max_tokens) : 0;
+    if (has_failed) demand = 0;
+    const int kept = kept_rows<kExpertRows>(p, start, demand);
     p.info[bin] = kept;
     p.info[output.demand_at() + bin] = demand;
     dropped += demand - kept;
     total += kept;
+    if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
+    if (kExpertRows && p.layout_range != nullptr) store_ranges(p, places, bin, has_failed);
   }
 #pragma unroll 1
-  for (int i = lane; i < output.num_offsets(); i += 32) {
-    p.info[output.offsets_at() + i] = static_cast<int>(min(static_cast<int64_t>(places.starts[i]), output.capacity));
+  for (int i = first; is_packed && i < output.num_offsets(); i += warps * 32) {
+    p.info[output.offsets_at() + i] = min(places.start(i), static_cast<int>(output.capacity));
   }
 #pragma unroll 1
-  for (int r = lane; r < p.shape.num_ranks; r += 32) p.handle.tokens[r] = places.tokens[r];
+  for (int r = first; r < p.shape.num_ranks; r += warps * 32) p.handle.tokens[r] = places.tokens(r);
   dropped = __reduce_add_sync(~0u, dropped);
   total = __reduce_add_sync(~0u, total);
   if (lane != 0) return;
+  atomicAdd(&places.totals[Places::kDropped], dropped);
+  atomicAdd(&places.totals[Places::kKept], total);
+  __threadfence_block();
+  if (atomicAdd(&places.totals[Places::kInfoWarps], 1) != warps - 1) return;
+  __threadfence_block();
+  dropped = atomicAdd(&places.totals[Places::kDropped], 0);
   p.info[output.overflow_at()] = dropped;
-  p.info[output.total_at()] = total;
-  if (dropped != 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&call.state->found.dropped_rows),
-              static_cast<unsigned long long>(dropped));
-  }
+  p.info[output.total_at()] = atomicAdd(&places.totals[Places::kKept], 0);
+  if (dropped == 0) return;
+  atomicAdd(reinterpret_cast<unsigned long long*>(&call.state->found.dropped_rows),
+            static_cast<unsigned long long>(dropped));
 }
 
 // The buffer has failed: nothing was received.
+template <bool kExpertRows>
 static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   const LlDispatchParams& p = role.p;
   if (!receives(p.half)) return;
@@ -335,76 +438,87 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   const int64_t threads = static_cast<int64_t>(role.at.num_blocks) * blockDim.x;
   for (int64_t i = thread; i < p.output.info_size(); i += threads) p.info[i] = 0;
   for (int64_t i = thread; i < p.shape.num_ranks; i += threads) p.handle.tokens[i] = 0;
-  for (int64_t row = thread; row < p.output.rows(); row += threads) clear_entry(p, row);
+  for (int64_t row = thread; row < p.output.rows(); row += threads) clear_entry<kExpertRows>(p, row);
 }
 
-template <Payload kPayload, DType kType, int kSteps>
-__device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const RowShape& row,
-                                        const Places& places) {
+template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
+__device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const Places& places) {
   const LlDispatchParams& p = role.p;
-  build_places(p, role.peers, call, places, role.receiving_thread(), role.receiving_threads());
+  ptx::named_barrier(1, role.receiving_threads());  // clear() is over
+  // The last warps have the fewest rows to move: each clears a bin, and those of the last block write the info tensor.
+  const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
+  const int last_in_block = role.plan.receiver_warp0 + role.plan.receiver_warps - 1 - role.warp;
+  const int info_warps = min(ceil_div(bins, 32), role.plan.receiver_warps);
+  const bool stores_info = role.at.block == role.at.num_blocks - 1 && last_in_block < info_warps;
+  const int number = ptx::opaque(role.receiver());
+  const bool has_duties = ptx::opaque(stores_info || from_last < bins);
+  build_places<kExpertRows>(p, role.peers, call, places, role.geometry.by_max_tokens, role.receiving_thread(),
+                            role.receiving_threads());
+  Incoming<kPayload, kSteps> in;
+  if (number < role.geometry.receive_units) in.load(role, call, number);
   ptx::named_barrier(1, role.receiving_threads());
   stamp(Stamp::kRoutingKnown, role.peers.rank);
-  if (p.output.layout == OutputLayout::kPacked) {
+  if (kExpertRows && p.output.layout == OutputLayout::kPacked) {
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
-  // The last warps have the fewest rows to move: the very last writes the info tensor, those before it clear a bin
-  // each.
-  const int from_last = role.plan.receivers() - 1 - role.receiver();
-  const int clearing = max(role.plan.receivers() - 1, 1);
-  if (from_last == 0) store_info(p, call, places);
-  const int first_bin = role.plan.receivers() == 1 ? 0 : from_last - 1;
-  if (first_bin >= 0 && first_bin < p.output.bins()) clear_missing_rows(p, places, first_bin, clearing);
-  receive_rows<kPayload, kType, kSteps>(role, call, row, places);
+  if (has_duties) {
+    if (stores_info) store_info<kExpertRows>(p, call, places, last_in_block, info_warps);
+    clear_gaps<kExpertRows>(p, places, from_last, role.plan.receivers());
+  }
+  receive_rows<kPayload, kType, kSteps, kExpertRows>(role, call, places, in, number);
 }
 
 // ---- Table of contents
 
-template <Payload kPayload, DType kType, int kSteps>
-__device__ __forceinline__ void dispatch(const LlDispatchParams& p, const LsaPeers& peers, DeviceState* state,
-                                         const LlPlan& plan, BlockPosition at, char* shared) {
-  const DispatchRole role{{plan, at, lane_id(), warp_id()}, p, peers};
-  const RowShape row = RowShape::of<kPayload>(p);
-  const Places places = Places::at(shared, p);
+template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
+__device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& args, BlockPosition at, char* shared) {
+  const LlDispatchParams& p = args.params;
+  const LlPlan& plan = args.plan;
+  const LsaPeers& peers = args.peers;
+  __shared__ CallContext call;
+  __shared__ int totals[Places::kNumTotals];
+  const DispatchRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
+  const Places places{reinterpret_cast<uint32_t*>(shared), args.geometry.places, totals};
   stamp(Stamp::kStart, peers.rank);
-  if (receives(p.half)) places.clear(threadIdx.x, blockDim.x);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
+  const Opening opening = open_call(call, args, Kind::kDispatch);
 
-  // What a warp sends first is on its way while the epoch is.
-  const Opening opening = open_call(state, Kind::kDispatch);
-  Raw<kPayload, kSteps> raw;
-  int64_t row_id = -1, routing_id = -1;
-  float weight = 1.0f;
-  if (sends(p.half)) {
-    const int pieces = ceil_div(row.steps, kSteps);
-    const int unit = role.sender(), token = role.routing_token();
-    if (at.block < plan.sender_blocks && token < p.num_tokens) {
-      routing_id = own_id(role, token);
-      weight = own_weight(role, token);
-    }
-    if (role.is_sender() && unit < p.num_tokens * pieces) {
-      row_id = own_id(role, unit / pieces);
-      raw.load(p, row, unit / pieces, unit % pieces, role.lane);
-    }
+  // What a warp sends first is on its way, and is made ready, while the epoch is.
+  const bool is_sending = sends(p.half) && at.block < plan.sender_blocks;
+  Outgoing<kPayload, kType, kSteps> out;
+  OutgoingRouting routing;
+  out.unit = args.geometry.send_units;
+  routing.token = is_sending ? role.routing_token() : p.num_tokens;
+  if (is_sending && !is_opener()) {
+    routing.load(role, routing.token);
+    if (role.is_sender()) out.load(role, role.sender());
+    routing.prepare(role);
+    out.prepare(role);
   }
-  __shared__ CallContext call;
-  begin_call(call, p, state, peers, opening, Kind::kDispatch, at, receives(p.half));
+  if (receives(p.half) && role.is_receiver() && !is_opener()) {
+    places.clear(role.receiving_thread(), role.clearing_threads());
+  }
+  const bool is_well = begin_call(call, args, opening, Kind::kDispatch, at);
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (call.begins_failed) return store_nothing(role);
+  if (!is_well) return store_nothing<kExpertRows>(role);
 
-  if (sends(p.half)) {
-    if (role.is_control()) {
-      send_records(call, p.layout, peers);
-      send_credits(call, p.layout, peers);
+  if (is_sending) {
+    if (role.is_control()) send_records(call, p.layout, peers);
+    if (is_opener()) {
+      routing.load(role, routing.token);
+      routing.prepare(role);
     }
-    if (at.block < plan.sender_blocks) send_all_routing(role, call, routing_id, weight);
-    if (role.is_sender()) send_rows<kPayload, kType, kSteps>(role, call, row, raw, row_id);
+    send_all_routing(role, call, routing);
+    send_rows(role, call, out);
+    if (role.is_creditor()) send_credits(call, p.layout, peers);
     stamp(Stamp::kSent, peers.rank);
   }
-  if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers);
-  if (receives(p.half) && role.is_receiver()) receive<kPayload, kType, kSteps>(role, call, row, places);
+  if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
+  if (receives(p.half) && role.is_receiver()) {
+    receive<kPayload, kType, kSteps, kExpertRows>(role, call, places);
+  }
   stamp(Stamp::kEnd, peers.rank);
 }
 

@@ -13,12 +13,16 @@ namespace {
 
 constexpr uint64_t kWindowAlignment = 2u << 20;  // a GPU page, as NCCL's windows have
 constexpr size_t kNumSlots = 4;                  // launches that may be in flight before a call waits
-constexpr size_t kMaxArgBytes = std::max({sizeof(KernelArgs<LlDispatchParams>), sizeof(KernelArgs<LlCombineParams>),
-                                          sizeof(KernelArgs<LlCombineWeightsParams>)});
+constexpr size_t kMaxArgBytes =
+    std::max({sizeof(KernelArgs<LlDispatchParams>), sizeof(KernelArgs<LlCombineParams>),
+              sizeof(KernelArgs<LlCombineWeightsParams>), sizeof(KernelArgs<LlFloorFlagsParams>),
+              sizeof(KernelArgs<LlFloorPushParams>)});
 
 const char* call_name(const LlDispatchParams&) { return "dispatch"; }
 const char* call_name(const LlCombineParams&) { return "combine"; }
 const char* call_name(const LlCombineWeightsParams&) { return "combine_weights"; }
+const char* call_name(const LlFloorFlagsParams&) { return "floor_flags"; }
+const char* call_name(const LlFloorPushParams&) { return "floor_push"; }
 
 template <class Params>
 void launch_typed(const void* host_args, const void* args, int num_ranks, void* stream) {
@@ -97,6 +101,8 @@ void OneGpuWorld::run(int rank, const KernelArgs<Params>& args, void* stream) {
 template void OneGpuWorld::run(int, const KernelArgs<LlDispatchParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlCombineParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlCombineWeightsParams>&, void*);
+template void OneGpuWorld::run(int, const KernelArgs<LlFloorFlagsParams>&, void*);
+template void OneGpuWorld::run(int, const KernelArgs<LlFloorPushParams>&, void*);
 
 void OneGpuWorld::meet(int rank, const Call& call, const void* args) {
   std::unique_lock lock(mutex_);

@@ -5,9 +5,8 @@
 #pragma once
 
 #include "cuda/convert.cuh"
+#include "cuda/geometry.h"
 #include "cuda/ptx.cuh"
-#include "runtime/params.h"
-#include "runtime/plan.h"
 
 namespace ep {
 
@@ -17,28 +16,6 @@ template <int kSteps>
 struct Piece {
   uint4 chunk[kSteps];
   uint4 side;
-};
-
-// Sizes of a row in the units of a warp.
-struct RowShape {
-  int chunks;          // of 16 bytes on the wire, side words apart
-  int payload_chunks;  // of them, the payload's
-  int steps;
-  int side_offset;
-  int side_bytes;  // of a step: 0, 4 or 16
-
-  template <Payload kPayload>
-  __device__ __forceinline__ static RowShape of(const LlDispatchParams& p) {
-    RowShape row;
-    row.payload_chunks = p.row.payload_bytes / kLaneBytes;
-    row.chunks = kPayload == Payload::kKeyed ? p.row.body_bytes() / kLaneBytes : row.payload_chunks;
-    row.steps = ceil_div(row.chunks, 32);
-    row.side_offset = kPayload == Payload::kKeyed ? p.row.keys_offset() : p.row.scales_offset();
-    row.side_bytes = kPayload == Payload::kFloat                                  ? 0
-                     : kPayload == Payload::kKeyed || p.quant == Quant::kFp8Ue8m0 ? 4
-                                                                                  : 16;
-    return row;
-  }
 };
 
 __device__ __forceinline__ uint32_t escaped(uint32_t word) { return min(word, kAbsent - 1); }
@@ -276,10 +253,10 @@ static __device__ __noinline__ void scatter_scales(const Scales& scales, int64_t
 }
 
 // The scales of a step, four floats or one word of exponents.
-__device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t row, int step, uint4 side,
+__device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t row_offset, int step, uint4 side,
                                                   int side_bytes) {
   const int first = side_bytes == 16 ? step * 4 : step;
-  auto* target = static_cast<uint32_t*>(scales.data) + row * scales.row_stride + first * scales.group_stride;
+  auto* target = static_cast<uint32_t*>(scales.data) + row_offset + first * scales.group_stride;
   if (side_bytes == 4) {
     *target = side.x;
     return;
@@ -292,23 +269,41 @@ __device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t 
   for (int i = 0; i < 4 && first + i < scales.count; i++) target[i * scales.group_stride] = words[i];
 }
 
+// Stores a piece into any number of rows.
 template <Payload kPayload, int kSteps>
-__device__ __forceinline__ void store_row(const LlDispatchParams& p, const RowShape& row, int64_t out_row,
-                                          int piece_index, const Piece<kSteps>& piece, int lane) {
-  auto* out = static_cast<uint4*>(p.out_x) + out_row * row.payload_chunks;
+struct RowWriter {
+  uint4* out;  // the lane's first chunk of row 0
+  int row_chunks, payload_left, chunks_left, step, side_bytes;
+  bool has_scales;
+  int64_t bin_gap = 0;  // scales of an expert begin so much after the end of those before
+
+  __device__ __forceinline__ RowWriter(const LlDispatchParams& p, const RowShape& row, int piece_index, int lane) {
+    const int first = piece_index * kSteps * 32 + lane;
+    out = static_cast<uint4*>(p.out_x) + first;
+    row_chunks = row.payload_chunks;
+    payload_left = row.payload_chunks - first;
+    chunks_left = row.chunks - first;
+    step = piece_index * kSteps + lane;
+    side_bytes = row.side_bytes;
+    has_scales = kPayload == Payload::kFp8 && lane < kSteps && step < row.steps;
+    if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
+  }
+  // `expert`: whose row it is; of no meaning in rank layouts.
+  __device__ __forceinline__ void store(const LlDispatchParams& p, int32_t out_row, uint32_t expert,
+                                        const Piece<kSteps>& piece) const {
+    uint4* target = out + static_cast<int64_t>(out_row) * row_chunks;
 #pragma unroll
-  for (int j = 0; j < kSteps; j++) {
-    const int c = (piece_index * kSteps + j) * 32 + lane;
-    if (c < row.payload_chunks) {
-      ptx::st(out + c, piece.chunk[j]);
-    } else if (kPayload == Payload::kKeyed && c < row.chunks) {
-      scatter_scales(p.out_scales, out_row, (c - row.payload_chunks) * kLaneBytes, piece.chunk[j], kLaneBytes);
+    for (int j = 0; j < kSteps; j++) {
+      if (j * 32 < payload_left) {
+        ptx::st(target + j * 32, piece.chunk[j]);
+      } else if (kPayload == Payload::kKeyed && j * 32 < chunks_left) {
+        scatter_scales(p.out_scales, out_row, (j * 32 - payload_left) * kLaneBytes, piece.chunk[j], kLaneBytes);
+      }
     }
+    if (!has_scales) return;
+    const Scales& scales = p.out_scales;
+    store_step_scales(scales, out_row * scales.row_stride + expert * bin_gap, step, piece.side, side_bytes);
   }
-  const int step = piece_index * kSteps + lane;
-  if (kPayload == Payload::kFp8 && lane < kSteps && step < row.steps) {
-    store_step_scales(p.out_scales, out_row, step, piece.side, row.side_bytes);
-  }
-}
+};
 
 }  // namespace ep

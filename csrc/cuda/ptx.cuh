@@ -92,6 +92,21 @@ __device__ __forceinline__ void st_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// ---- Shared memory, between warps of a block
+
+__device__ __forceinline__ uint32_t ld_acquire_shared(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.cta.shared.u32 %0,[%1];"
+               : "=r"(v)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p)))
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_release_shared(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.cta.shared.u32 [%0],%1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(v)
+               : "memory");
+}
+
 // Words of rows that travel in band.
 template <class Vector>
 __device__ __forceinline__ void st_row(Vector* p, Vector v) {
@@ -104,6 +119,11 @@ __device__ __forceinline__ void st_row(Vector* p, Vector v) {
 
 // ---- The rest
 
+// Keeps a value in a register: the compiler would rather work it out again from constants, at 35 cycles each.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -112,6 +132,12 @@ __device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddep
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
+  return t;
+}
+
+__device__ __forceinline__ uint64_t clock() {
+  uint64_t t;
+  asm volatile("mov.u64 %0,%clock64;" : "=l"(t)::"memory");
   return t;
 }
 

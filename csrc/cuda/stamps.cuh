@@ -17,24 +17,39 @@ enum class Stamp : int { kStart, kEpochKnown, kSent, kRoutingKnown, kOwnDone, kE
 constexpr int kStamps = static_cast<int>(Stamp::kCount);
 constexpr int kStampWarps = 132 * 32;
 
-static __device__ uint64_t stamp_times[kStamps][kStampWarps];
+// Clocks of the warp's SM, and the global time of the first and last stamp to translate them: a look at the global
+// timer takes 200 ns.
+static __device__ uint64_t stamp_clocks[kStamps][kStampWarps];
+static __device__ uint64_t stamp_times[2][kStampWarps];
 
 __device__ __forceinline__ void stamp(Stamp phase, int rank) {
   const int warp = blockIdx.x * 32 + (threadIdx.x >> 5);
   if (rank != 0 || (threadIdx.x & 31) != 0 || warp >= kStampWarps) return;
-  stamp_times[static_cast<int>(phase)][warp] = ptx::global_timer_ns();
+  if (phase == Stamp::kStart) stamp_times[0][warp] = ptx::global_timer_ns();
+  stamp_clocks[static_cast<int>(phase)][warp] = ptx::clock();
+  if (phase == Stamp::kEnd) stamp_times[1][warp] = ptx::global_timer_ns();
 }
 
 static inline std::vector<std::vector<uint64_t>> read_stamps() {
-  static uint64_t times[kStamps][kStampWarps], zeros[kStamps][kStampWarps];
+  static uint64_t clocks[kStamps][kStampWarps], zeros[kStamps][kStampWarps], times[2][kStampWarps];
+  EP_CUDA(cudaMemcpyFromSymbol(clocks, stamp_clocks, sizeof clocks));
   EP_CUDA(cudaMemcpyFromSymbol(times, stamp_times, sizeof times));
-  EP_CUDA(cudaMemcpyToSymbol(stamp_times, zeros, sizeof zeros));
-  uint64_t start = ~0ull;
-  for (uint64_t t : times[0]) start = t != 0 ? std::min(start, t) : start;
+  EP_CUDA(cudaMemcpyToSymbol(stamp_clocks, zeros, sizeof zeros));
+  constexpr int kEnd = static_cast<int>(Stamp::kEnd);
+  uint64_t start = ~0ull, elapsed = 0, ticks = 1;
+  for (int warp = 0; warp < kStampWarps; warp++) {
+    if (clocks[0][warp] == 0 || clocks[kEnd][warp] == 0) continue;
+    start = std::min(start, times[0][warp]);
+    elapsed += times[1][warp] - times[0][warp];
+    ticks += clocks[kEnd][warp] - clocks[0][warp];
+  }
+  const double ns_per_tick = static_cast<double>(elapsed) / static_cast<double>(ticks);
   std::vector<std::vector<uint64_t>> phases(kStamps, std::vector<uint64_t>(kStampWarps, ~0ull));
   for (int phase = 0; phase < kStamps; phase++) {
     for (int warp = 0; warp < kStampWarps; warp++) {
-      if (times[phase][warp] != 0) phases[phase][warp] = times[phase][warp] - start;
+      if (clocks[phase][warp] == 0) continue;
+      const auto ticks_in = static_cast<double>(clocks[phase][warp] - clocks[0][warp]);
+      phases[phase][warp] = times[0][warp] - start + static_cast<uint64_t>(ticks_in * ns_per_tick);
     }
   }
   return phases;

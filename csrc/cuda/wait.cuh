@@ -17,7 +17,9 @@ struct CallContext {
   uint64_t epoch;
   uint32_t tag;
   int bank;
-  bool begins_failed;  // the buffer had failed before
+
+  enum IsOpen : uint32_t { kClosed, kOpen, kFailed };  // the rest may be read; the buffer had failed before
+  uint32_t is_open;
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
 };

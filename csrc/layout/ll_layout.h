@@ -24,6 +24,8 @@ struct LlWindow {
     Region<TaggedWord> tagged;   // [bank][tagged words]
     Region<uint32_t> rows;       // [bank][row words]
   } kind[kNumKinds];
+  Region<uint64_t> flags;       // [source]: the floor of flags alone; each has one writer, and grows
+  Region<uint64_t> flag_epoch;  // of the last such exchange; its owner's alone
   uint64_t bytes = 0;
 
   static LlWindow make(int num_ranks, const LlSizes& sizes) {
@@ -36,6 +38,8 @@ struct LlWindow {
       kind.tagged = carver.take<TaggedWord>(kNumBanks * align_up<uint64_t>(sizes.tagged_bytes, 128) / 8);
       kind.rows = carver.take<uint32_t>(kNumBanks * align_up<uint64_t>(sizes.row_bytes[k], 128) / 4);
     }
+    window.flags = carver.take<uint64_t>(num_ranks);
+    window.flag_epoch = carver.take<uint64_t>(1);
     window.bytes = align_up<uint64_t>(carver.used(), 4096);
     return window;
   }

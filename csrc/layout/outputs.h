@@ -97,4 +97,17 @@ struct HandleShape {
   EP_HD int64_t size() const { return weights_at() + align_up<int64_t>(map_size(), 4); }
 };
 
+// DeepEP's handle in one allocation, int32: src_info [L, C] | a handle | so much that the size tells the number of
+// tokens, which nobody writes down.
+struct SourceShape {
+  int64_t rows = 0;  // L * C
+
+  static SourceShape of(const OutputShape& output) { return {output.rows()}; }
+  int64_t handle_at() const { return align_up<int64_t>(rows, 4); }
+  int64_t size(const HandleShape& handle) const {
+    const int64_t padding = handle.map_at() - handle.ids_at() - static_cast<int64_t>(handle.num_tokens) * handle.topk;
+    return handle_at() + handle.size() + padding;
+  }
+};
+
 }  // namespace ep

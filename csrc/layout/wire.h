@@ -21,7 +21,10 @@ struct alignas(8) TaggedWord {
 };
 
 // Tags skip 0, the content of a new window. A stale tag could only match after 2^32 - 1 calls without a write.
-EP_HD uint32_t tag_of(uint64_t epoch) { return static_cast<uint32_t>(epoch % 0xFFFFFFFFull) + 1; }
+EP_HD uint32_t tag_of(uint64_t epoch) {
+  if (epoch < 0xFFFFFFFFull) return static_cast<uint32_t>(epoch) + 1;
+  return static_cast<uint32_t>(epoch % 0xFFFFFFFFull) + 1;
+}
 EP_HD int bank_of(uint64_t epoch) { return static_cast<int>(epoch & 1); }
 
 // ---- Rows in band: a bank rests full of kAbsent, any other word has arrived, the reader puts kAbsent back.
@@ -69,14 +72,15 @@ enum class Operation : int {
   kCombine = 2,
   kCombineWeighted = 3,
   kCombineWeights = 4,
+  kFloorPush = 5,
   // High throughput.
-  kHtDispatch = 5,
-  kHtRoute = 6,   // of exact sizes: the counts
-  kHtSend = 7,    // and the rows
-  kHtCached = 8,  // rows along the routes of a handle
-  kHtCombine = 9,
-  kHtCombineWeighted = 10,
-  kHtCombineWeights = 11,
+  kHtDispatch = 6,
+  kHtRoute = 7,   // of exact sizes: the counts
+  kHtSend = 8,    // and the rows
+  kHtCached = 9,  // rows along the routes of a handle
+  kHtCombine = 10,
+  kHtCombineWeighted = 11,
+  kHtCombineWeights = 12,
 };
 
 EP_HD uint32_t pack_operation(Operation operation, DType dtype, Quant quant, DType wire_dtype) {

@@ -30,6 +30,8 @@ const char* name_of(Operation operation) {
       return "high-throughput combine with weights of the home rank";
     case Operation::kHtCombineWeights:
       return "high-throughput combine of weights";
+    case Operation::kFloorPush:
+      return "pushes alone";
   }
   return "unknown operation";
 }
@@ -69,7 +71,9 @@ std::string describe(const CallRecord& call) {
 
 std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   const std::string kind =
-      concat(failure.is_ht ? "high-throughput " : "", failure.kind == Kind::kDispatch ? "dispatch" : "combine");
+      concat(failure.is_ht ? "high-throughput " : "", failure.phase == Phase::kFlag     ? "exchange of flags"
+                                                      : failure.kind == Kind::kDispatch ? "dispatch"
+                                                                                        : "combine");
   if (failure.code == Failure::kOtherCall) {
     return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
                   describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs));

@@ -6,6 +6,7 @@
 #include "base/testing.h"
 #include "runtime/agreement.h"
 #include "runtime/call_checks.h"
+#include "runtime/ranges.h"
 
 namespace ep {
 namespace {
@@ -17,6 +18,12 @@ constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bi
 void check_timeout(double seconds) {
   EP_CHECK(seconds > 0 && seconds <= kMaxTimeoutSeconds, "timeout is ", seconds, " s, must be positive and at most ",
            kMaxTimeoutSeconds);
+}
+
+const char* name_of(Kind kind, Half half) {
+  constexpr const char* kNames[kNumKinds][3] = {{"dispatch", "dispatch send", "dispatch receive"},
+                                                {"combine", "combine send", "combine receive"}};
+  return kNames[static_cast<int>(kind)][static_cast<int>(half)];
 }
 
 }  // namespace
@@ -42,6 +49,14 @@ LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes) {
   sizes.tagged_bytes = bank / 32 / 128 * 128;
   sizes.row_bytes[0] = sizes.row_bytes[1] = (bank - 2 * sizes.tagged_bytes) / 2 / 128 * 128;
   return sizes;
+}
+
+uint64_t window_for(int num_ranks, const LlSizes& sizes) {
+  // Of a bank, sizes_for_window() gives a thirty-second to the tagged words of a kind, and 15 to its rows.
+  const uint64_t part = std::max(align_up<uint64_t>(sizes.tagged_bytes, 128),
+                                 ceil_div<uint64_t>(std::max(sizes.row_bytes[0], sizes.row_bytes[1]), 15)) +
+                        128;
+  return align_up<uint64_t>(LlWindow::make(num_ranks, {}).bytes + 8192 + kNumBanks * 32 * part, 4096) + 65536;
 }
 
 Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend)
@@ -116,6 +131,7 @@ void Group::check_half(Kind kind, Half half, const char* call) const {
 void Group::note_half(Kind kind, Half half) {
   if (half != Half::kReceive) num_calls_[static_cast<int>(kind)]++;
   has_unreceived_send_[static_cast<int>(kind)] = half == Half::kSend;
+  if (half == Half::kSend) calls_.staged++;
 }
 
 void Group::prepare(LlDispatchParams& p) {
@@ -141,8 +157,10 @@ void Group::prepare(LlDispatchParams& p) {
 void Group::dispatch(LlDispatchParams& p, void* stream) {
   prepare(p);
   check_half(Kind::kDispatch, p.half, "dispatch");
+  Range range(config_.name, name_of(Kind::kDispatch, p.half), call_number(Kind::kDispatch, p.half));
   backend_->dispatch(p, stream);
   note_half(Kind::kDispatch, p.half);
+  if (sends(p.half)) calls_.dispatch++;
 }
 
 void Group::combine(LlCombineParams& p, void* stream) {
@@ -166,8 +184,10 @@ void Group::combine(LlCombineParams& p, void* stream) {
   p.call =
       record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
   check_half(Kind::kCombine, p.half, "combine");
+  Range range(config_.name, name_of(Kind::kCombine, p.half), call_number(Kind::kCombine, p.half));
   backend_->combine(p, stream);
   note_half(Kind::kCombine, p.half);
+  if (sends(p.half)) calls_.combine++;
 }
 
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
@@ -178,8 +198,29 @@ void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   p.call = record_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape, 0,
                      p.num_tokens);
   check_half(Kind::kCombine, Half::kBoth, "combine");
+  Range range(config_.name, "combine_weights", call_number(Kind::kCombine, Half::kBoth));
   backend_->combine_weights(p, stream);
   note_half(Kind::kCombine, Half::kBoth);
+  calls_.combine_weights++;
+}
+
+void Group::floor_flags(void* stream) {
+  require_usable();
+  backend_->floor_flags({num_ranks(), window_.flags.offset, window_.flag_epoch.offset, {}}, stream);
+}
+
+void Group::floor_push(LlFloorPushParams& p, int64_t row_bytes, void* stream) {
+  require_usable();
+  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
+  check_tokens(p.num_tokens, p.shape);
+  check_row_bytes(row_bytes, "a row");
+  p.row = RowFormat{static_cast<int>(row_bytes), 0, false};
+  p.layout = LlLayout::make(window_, p.kind, p.shape, p.row);
+  p.call = record_of(pack_operation(Operation::kFloorPush, DType::kOpaque8, Quant::kNone, DType::kOpaque8),
+                     p.row.payload_bytes, p.shape, 0, p.num_tokens);
+  check_half(p.kind, Half::kBoth, p.kind == Kind::kDispatch ? "dispatch" : "combine");
+  backend_->floor_push(p, stream);
+  note_half(p.kind, Half::kBoth);
 }
 
 }  // namespace ep

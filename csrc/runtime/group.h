@@ -12,7 +12,8 @@
 namespace ep {
 
 struct GroupConfig {
-  int domain_size = 0;  // 0: the whole world
+  std::string name = "nccl_ep";  // for profilers
+  int domain_size = 0;           // 0: the whole world
   LlSizes sizes;
   HtSizes ht_sizes;
   double timeout_seconds = 100;
@@ -22,6 +23,11 @@ struct GroupConfig {
   const char* device_kind() const { return device_index < 0 ? "cpu" : "cuda"; }
 };
 
+// Operations that the host has asked for; replays of graphs are not among them. `staged`: of dispatch and combine.
+struct Calls {
+  uint64_t dispatch = 0, combine = 0, combine_weights = 0, staged = 0;
+};
+
 // Bytes of a bank for operations up to these sizes.
 LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_bytes);
 // Bytes for high throughput up to these sizes, the parts of a row together.
@@ -29,6 +35,8 @@ HtSizes ht_sizes_for(const Topology& topology, const Shape& shape, int dispatch_
                      uint64_t arena_bytes);
 // Splits `window_bytes` for shapes that are not known yet.
 LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes);
+// A window whose split has room for `sizes`; a multiple of 128 bytes.
+uint64_t window_for(int num_ranks, const LlSizes& sizes);
 
 class Group {
  public:
@@ -52,6 +60,9 @@ class Group {
   void dispatch(LlDispatchParams& params, void* stream);
   void combine(LlCombineParams& params, void* stream);
   void combine_weights(LlCombineWeightsParams& params, void* stream);
+  // `row_bytes`: of a row on the wire.
+  void floor_flags(void* stream);
+  void floor_push(LlFloorPushParams& params, int64_t row_bytes, void* stream);
 
   // The same for high throughput. `out_offset` of parts and `rows_offset` are filled in here.
   void prepare(HtDispatchParams& params);
@@ -64,6 +75,7 @@ class Group {
   void check();
   // Throws if the buffer has failed or was destroyed.
   void require_usable();
+  const Calls& calls() const { return calls_; }
   Report report() { return backend_ ? backend_->report(false) : Report{}; }
   void set_timeout(double seconds);
   void set_pdl(bool enabled);
@@ -74,6 +86,10 @@ class Group {
   Offset offset_of(const void* data, uint64_t bytes) const;
   void check_half(Kind kind, Half half, const char* call) const;
   void note_half(Kind kind, Half half);
+  // Of the call that comes, or, for a receiving half, of the one that was sent.
+  uint64_t call_number(Kind kind, Half half) const {
+    return num_calls_[static_cast<int>(kind)] + (half == Half::kReceive ? 0 : 1);
+  }
 
   int rank_;
   Topology topology_;
@@ -82,6 +98,8 @@ class Group {
   std::unique_ptr<Backend> backend_;
   bool has_unreceived_send_[kNumKinds] = {false, false};
   uint64_t num_calls_[kNumKinds] = {0, 0};
+  uint64_t num_ht_calls_[kNumKinds] = {0, 0};
+  Calls calls_;
 };
 
 // The sentence that tells what ended a buffer.

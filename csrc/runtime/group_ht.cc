@@ -2,6 +2,7 @@
 #include "base/check.h"
 #include "runtime/call_checks.h"
 #include "runtime/group.h"
+#include "runtime/ranges.h"
 
 namespace ep {
 namespace {
@@ -17,6 +18,11 @@ Operation operation_of(HtSteps steps) {
     default:
       return Operation::kHtCached;
   }
+}
+
+const char* name_of(HtSteps steps) {
+  constexpr const char* kNames[] = {"ht dispatch", "ht route", "ht send", "ht cached dispatch"};
+  return kNames[static_cast<int>(steps)];
 }
 
 void check_slots(int64_t num_slots, const Shape& shape) {
@@ -77,6 +83,7 @@ void Group::dispatch(HtDispatchParams& p, void* stream) {
     p.parts[i].out_offset = offset_of(p.parts[i].out, static_cast<uint64_t>(p.output.rows()) * p.parts[i].bytes);
   }
   if (sends_rows(p.steps)) check_slots(p.handle.num_slots, p.shape);
+  Range range(config_.name, name_of(p.steps), ++num_ht_calls_[static_cast<int>(Kind::kDispatch)]);
   backend_->ht_dispatch(p, stream);
 }
 
@@ -110,6 +117,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
                                                                 : Operation::kHtCombine;
   p.call = record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape,
                      p.has_values ? p.shape.topk * 4 : 0, p.num_tokens);
+  Range range(config_.name, "ht combine", ++num_ht_calls_[static_cast<int>(Kind::kCombine)]);
   backend_->ht_combine(p, stream);
 }
 

@@ -18,15 +18,17 @@ enum class Phase : uint32_t {
   kPartials,
   kScalars,
   kArrivalSignal,
+  kFlag,
+  // High throughput.
   kReady,
   kRail,
   kDone
 };
 
 inline const char* name_of(Phase phase) {
-  constexpr const char* kNames[] = {"nothing",         "call record",          "routing message",    "weights",
-                                    "token rows",      "partial sums",         "scalars of weights", "arrival signal",
-                                    "rows to be read", "rows between domains", "end of reading"};
+  constexpr const char* kNames[] = {"nothing",    "call record",     "routing message",      "weights",
+                                    "token rows", "partial sums",    "scalars of weights",   "arrival signal",
+                                    "flag",       "rows to be read", "rows between domains", "end of reading"};
   return kNames[static_cast<int>(phase)];
 }
 

@@ -2,6 +2,8 @@
 
 #include <ATen/EmptyTensor.h>
 
+#include <cstring>
+
 #if defined(EP_WITH_CUDA)
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAStream.h>
@@ -29,6 +31,12 @@ at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused
   if (device.is_cuda()) return at::detail::empty_cuda(sizes, type, device, std::nullopt);
 #endif
   return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
+}
+
+at::Tensor new_handle(int64_t size, const at::Device& device) {
+  at::Tensor handle = new_tensor({size}, at::kInt, device);
+  if (device.is_cpu()) std::memset(handle.data_ptr(), 0, handle.nbytes());
+  return handle;
 }
 
 void* CallOrder::next_stream(const at::Device& device) {

@@ -43,8 +43,10 @@ class NamedGroup {
   NamedGroup(std::string name, int rank, int num_ranks, py::function allgather, const GroupConfig& config)
       : name_(std::move(name)) {
     PythonBootstrap bootstrap(rank, num_ranks, std::move(allgather));
+    GroupConfig named = config;
+    named.name = name_;
     py::gil_scoped_release no_gil;
-    group_ = make_group(bootstrap, config);
+    group_ = make_group(bootstrap, named);
     register_group(name_, group_);
   }
   ~NamedGroup() { destroy(); }
@@ -94,6 +96,10 @@ py::dict stats(Group& group) {
   result["staged_dispatches"] = report.ht_staged[0];
   result["staged_combines"] = report.ht_staged[1];
   result["dropped_rows"] = report.dropped_rows;
+  result["invalid_ids"] = report.invalid_ids.count;
+  const Calls& calls = group.calls();
+  result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
+                             py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.staged);
   result["window_bytes"] = group.window().bytes;
   if (!group.is_destroyed()) result["backend"] = group.backend().name();
   const auto arena = group.arena();
@@ -137,6 +143,14 @@ PYBIND11_MODULE(_C, m) {
   using namespace ep;
   py::register_exception_translator(&translate);
   m.def("has_cuda", &has_cuda_backend, "Whether this build holds the CUDA backend.");
+  m.def(
+      "nccl_info",
+      [] {
+        const NcclInfo info = nccl_info();
+        return py::dict(py::arg("compiled") = info.compiled, py::arg("loaded") = info.loaded,
+                        py::arg("path") = info.path, py::arg("problem") = info.problem);
+      },
+      "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
   m.def("time_line", &take_time_line, py::arg("combine"),
         "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");
   m.def(
@@ -161,6 +175,12 @@ PYBIND11_MODULE(_C, m) {
       "sizes_for_window",
       [](int num_ranks, uint64_t window_bytes) { return as_tuple(sizes_for_window(num_ranks, window_bytes)); },
       "The same for a window of the given bytes.");
+  m.def(
+      "window_for",
+      [](int num_ranks, const std::array<uint64_t, 3>& sizes) {
+        return window_for(num_ranks, {sizes[0], {sizes[1], sizes[2]}});
+      },
+      "Bytes of a window whose split has room for these sizes.");
   py::class_<GroupConfig>(m, "GroupConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),

@@ -3,14 +3,11 @@
 // drops, merges nor reorders communication. docs/architecture.md lists the ops; nccl_ep/ops.py has their fakes.
 #include "torch/ops.h"
 
-#include <torch/library.h>
-
 #include <array>
 
-#include "base/check.h"
 #include "torch/device.h"
 #include "torch/registry.h"
-#include "torch/spec.h"
+#include "torch/run.h"
 
 namespace ep {
 namespace {
@@ -118,6 +115,8 @@ OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor
   return output;
 }
 
+}  // namespace
+
 Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSpec& spec, const CombineArgs& args,
                    Half half, const Tensor* given) {
   const auto registered = find_group(buffer);
@@ -150,9 +149,12 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
     check_aligned(out, "out");
     p.out = out.data_ptr();
   }
+  p.wait_cost = args.wait_cost;
   group.combine(p, registered->order.next_stream(device));
   return out;
 }
+
+namespace {
 
 CombineArgs combine_args(const Tensor& rows, const OptionalTensor& weights, const OptionalTensor& topk_idx,
                          at::TensorList biases, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype,
@@ -219,6 +221,34 @@ Tensor ll_combine_weights(std::string_view buffer, Tensor, const Tensor& values,
   });
 }
 
+// ---- floors of the benchmark
+
+void ll_floor_flags(std::string_view buffer, Tensor) {
+  guarded([&] {
+    const auto registered = find_group(buffer);
+    Group& group = *registered->group;
+    group.floor_flags(registered->order.next_stream(device_of(group)));
+  });
+}
+
+// `row_bytes`: of a row on the wire, without the padding that makes them a multiple of 16.
+void ll_floor_push(std::string_view buffer, Tensor, const Tensor& handle, EP_HANDLE_ARGS, int64_t row_bytes,
+                   bool combine, int64_t num_sms) {
+  guarded([&] {
+    const auto registered = find_group(buffer);
+    Group& group = *registered->group;
+    const at::Device device = device_of(group);
+    LlFloorPushParams p;
+    p.kind = combine ? Kind::kCombine : Kind::kDispatch;
+    p.map_k = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle).map_k();
+    p.num_tokens = static_cast<int>(num_tokens);
+    EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
+    EP_CHECK(row_bytes > 0 && row_bytes <= INT32_MAX - 16, "row_bytes is ", row_bytes, ", must be positive");
+    p.num_sms = static_cast<int>(num_sms);
+    group.floor_push(p, align_up<int64_t>(row_bytes, 16), registered->order.next_stream(device));
+  });
+}
+
 // `seq` is the first mutable argument of all.
 #define EP_DISPATCH_SCHEMA                                                            \
   "str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? " \
@@ -238,6 +268,8 @@ void register_kernels(torch::Library& library) {
   library.impl("ll_combine_recv", &ll_combine_recv);
   library.impl("ll_combine_weights", &ll_combine_weights);
   register_ht_kernels(library);
+  library.impl("ll_floor_flags", &ll_floor_flags);
+  library.impl("ll_floor_push", &ll_floor_push);
 }
 
 }  // namespace
@@ -265,6 +297,9 @@ TORCH_LIBRARY(nccl_ep, library) {
   library.def("ll_combine_weights(str buffer, Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA
               ") -> Tensor out");
   ep::define_ht_ops(library);
+  library.def("ll_floor_flags(str buffer, Tensor(a!) seq) -> ()");
+  library.def("ll_floor_push(str buffer, Tensor(a!) seq, Tensor handle, " EP_HANDLE_SCHEMA
+              ", int row_bytes, bool combine, int num_sms) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ep::register_kernels(library); }

@@ -1,34 +1,19 @@
-// What the ops of both modes share.
+// What the ops of both modes share, beside run.h.
 #pragma once
 
 #include <torch/library.h>
 
 #include "base/check.h"
+#include "torch/run.h"
 #include "torch/spec.h"
 
 namespace ep {
-
-// Errors of the library as torch's, which Python sees as ValueError and RuntimeError.
-template <class Body>
-auto guarded(Body body) {
-  try {
-    return body();
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kInvalidArgument) TORCH_CHECK_VALUE(false, error.what());
-    TORCH_CHECK(false, error.what());
-  }
-}
 
 #define EP_DISPATCH_CONFIG                                                                                     \
   int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity, int64_t alignment, int64_t quant, \
       bool zero_padding, int64_t num_sms
 #define EP_DISPATCH_SPEC \
   DispatchSpec { num_experts, max_tokens, layout, capacity, alignment, quant, zero_padding, num_sms }
-
-// What the handle's tensor cannot tell by itself.
-struct HandleSpec {
-  int64_t num_tokens, topk, num_experts, max_tokens, layout, capacity;
-};
 
 #define EP_HANDLE_ARGS \
   int64_t num_tokens, int64_t topk, int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity
@@ -42,15 +27,6 @@ inline void check_handle_values(const int32_t* values, int64_t count, int64_t fi
              i, " is ", values[i], ", must be ", first, " to ", last);
   }
 }
-
-struct CombineArgs {
-  OptionalTensor rows;
-  OptionalTensor weights, topk_idx;
-  at::TensorList biases;
-  int64_t hidden, weighting;
-  at::ScalarType rows_dtype, out_dtype, wire_dtype;
-  int64_t num_sms;
-};
 
 // Weights and ids of the home rank, of either mode.
 template <class Params>

@@ -1,10 +1,11 @@
-"""``python -m nccl_ep.bench [ll] ...`` measures, ``python -m nccl_ep.bench plot FILE... --out DIR`` draws."""
+"""``python -m nccl_ep.bench [ll] ...`` measures, ``overlap`` beside a GEMM, ``plot FILE... --out DIR`` draws."""
 
 from __future__ import annotations
 
 import sys
 
 USAGE = """usage: python -m nccl_ep.bench [ll] [options]              measure low-latency dispatch and combine
+       python -m nccl_ep.bench overlap [options]           an operation and a GEMM at the same time
        python -m nccl_ep.bench plot FILE... [--out DIR]   draw what was measured, as PNG and SVG
        python -m nccl_ep.bench table FILE...              print it
 --help after a command lists its options."""
@@ -18,6 +19,8 @@ def main(argv: list[str]) -> int:
         return 0
     if command == "ll":
         from .ll import main as run
+    elif command == "overlap":
+        from .overlap import main as run
     elif command == "plot":
         from .plot import main as run
     elif command == "table":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ class Configuration:
     """Measures one shape.
 
     Args:
-        figures, apis, num_sms: which ones. note: takes each record, on every rank.
+        figures, apis, num_sms: which ones. note: takes each record, progress: a line now and then, on every rank.
 
     ``failures`` says what went wrong without ending the measurement.
     """
@@ -42,9 +43,11 @@ class Configuration:
         apis: list[str],
         num_sms: list[int],
         with_floors: bool = False,
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.world, self.shape, self.effort, self._note = world, shape, effort, note
         self.figures, self.apis, self.num_sms, self.with_floors = figures, apis, num_sms, with_floors
+        self._progress = progress
         self.failures: list[str] = []
         self._common: Record = {
             "ranks": shape.num_ranks, "tokens": shape.tokens, "hidden": shape.hidden, "topk": shape.topk,
@@ -80,11 +83,20 @@ class Configuration:
         world = self.world
         buffer = self._make_buffer()
         try:
+            begin = time.monotonic()
             checked = world.together(lambda: Checked(self.shape, world.rank, self._inputs, buffer))
+            self._progress(f"equal to the oracle, which took {time.monotonic() - begin:.1f} s")
             for num_sms in self.num_sms:
                 for api in self.apis:
-                    make = measure.native_operations if api == "native" else measure.op_operations
-                    operations = world.together(partial(make, self.shape, buffer, self._given, checked, num_sms))
+                    given = (self.shape, buffer, self._given, checked)
+                    if api == "deepep" and num_sms != 0:  # its methods leave the choice to the library
+                        continue
+                    make = {
+                        "native": partial(measure.native_operations, *given, num_sms),
+                        "ops": partial(measure.op_operations, *given, num_sms),
+                        "deepep": partial(measure.deepep_operations, *given),
+                    }
+                    operations = world.together(make[api])
                     self._measure_operations(buffer, operations, {"system": "nccl_ep", "api": api, "num_sms": num_sms})
             if self.with_floors:
                 self._measure_floors(buffer, checked)
@@ -104,7 +116,8 @@ class Configuration:
             before = torch.cuda.mem_get_info()[0] if world.is_cuda else 0
             buffer = Buffer.for_shapes(
                 torch.distributed.group.WORLD, max_tokens=shape.tokens, hidden=shape.hidden, topk=shape.topk,
-                num_experts=shape.num_experts, device=world.device, timeout=_BUFFER_SECONDS,
+                num_experts=shape.num_experts, dtype=shape.payload.combined, device=world.device,
+                timeout=_BUFFER_SECONDS,
             )  # fmt: skip
             world.synchronize()
             taken = before - torch.cuda.mem_get_info()[0] if world.is_cuda else 0
@@ -151,16 +164,18 @@ class Configuration:
         return sms
 
     def _measure_floors(self, buffer: Buffer, checked: Checked) -> None:
-        for num_sms in self.num_sms:
-            for name in ("floor_flags", "floor_push"):
-                body = partial(self._floor_times, name, buffer, checked, num_sms)
-                self._timed(body, system=name, api="ops", op="dispatch", figure="graph", num_sms=num_sms)
-
-    def _floor_times(self, name: str, buffer: Buffer, checked: Checked, num_sms: int) -> list[float]:
-        if not self.world.is_cuda:
-            raise Skipped("floors are measured on GPUs")
-        call = floors.floor_call(name, self.shape, buffer, self._given, checked, num_sms)
-        return measure.graph_times(self.world, call, self.effort)
+        """CPU ranks: the times of the same bytes over the host's transport, which are no floor of anything."""
+        handle, figure = checked.out.handle, "graph" if self.world.is_cuda else "event"
+        measured = measure.graph_times if self.world.is_cuda else measure.event_times
+        calls = [("floor_flags", "dispatch", 0, floors.flags_call(buffer))]
+        calls += [
+            ("floor_push", op, num_sms, floors.push_call(self.shape, op, buffer, handle, num_sms))
+            for num_sms in self.num_sms
+            for op in OPS
+        ]
+        for system, op, num_sms, call in calls:
+            body = partial(measured, self.world, call, self.effort)
+            self._timed(body, system=system, api="ops", op=op, figure=figure, num_sms=num_sms)
 
     # ---- The others
 

@@ -39,21 +39,25 @@ class Job:
         return self.system == "nccl_ep"
 
     def __str__(self) -> str:
-        return f"{self.system}, {self.shape.tokens} tokens, {self.shape.dtype}"
+        layout = f", {self.shape.layout}" if self.is_ours else ""
+        return f"{self.system}, {self.shape.tokens} tokens, {self.shape.dtype}{layout}"
 
 
 def make_jobs(options: argparse.Namespace) -> list[Job]:
     """The library's first, then the rivals': they cannot break what was not yet measured."""
     shapes = [
         Shape(
-            options.ranks, tokens, options.hidden, options.topk, options.experts, dtype, options.layout,
-            options.routing, options.seed,
+            options.ranks, tokens, options.hidden, options.topk, options.experts, dtype, layout, options.routing,
+            options.seed,
         )
+        for layout in options.layout
         for tokens in options.tokens
         for dtype in options.dtype
     ]  # fmt: skip
-    systems = ["nccl_ep"] + ([] if options.no_rivals else [TorchAllToAll.name, TorchSymmMem.name])
-    return [Job(system, shape) for system in systems for shape in shapes]
+    jobs = [Job("nccl_ep", shape) for shape in shapes]
+    for rival in () if options.no_rivals else (TorchAllToAll.name, TorchSymmMem.name):  # they have one layout
+        jobs += [Job(rival, shape) for shape in shapes if shape.layout == options.layout[0]]
+    return jobs
 
 
 def main(argv: list[str]) -> int:
@@ -110,6 +114,7 @@ class _Rank:
             configuration = Configuration(
                 self.world, job.shape, self.effort, note, figures=options.figures, apis=options.api,
                 num_sms=options.num_sms, with_floors=options.floors,
+                progress=lambda text: self._say(f"{job}: {text}"),
             )  # fmt: skip
             if job.is_ours:
                 configuration.measure_library()
@@ -119,7 +124,7 @@ class _Rank:
                 self._fail(job, failure)
         except BenchError as error:
             self._fail(job, str(error))
-        self._progress(job, mine)
+        self._say(f"{job}: {table.in_short(mine)}")
         try:
             self.world.together(self.world.synchronize)
         except BenchError as error:  # an error of CUDA stays with its process
@@ -135,10 +140,9 @@ class _Rank:
         if job.is_ours:
             self.failures.append(f"{job}: {text}")
 
-    def _progress(self, job: Job, mine: list[Record]) -> None:
+    def _say(self, text: str) -> None:
         if self.world.rank == 0:
-            seconds = time.monotonic() - self.begin
-            print(f"[{seconds:5.1f} s] {job}: {table.in_short(mine)}", file=sys.stderr)
+            print(f"[{time.monotonic() - self.begin:5.1f} s] {text}", file=sys.stderr, flush=True)
 
     def _save(self) -> None:
         if self.world.rank == 0 and self.options.json is not None:

@@ -51,7 +51,8 @@ def native_operations(shape: Shape, buffer: Buffer, given: Given, checked: Check
     def run_dispatch() -> Any:
         return dispatch(
             given.x, given.topk_idx, given.weights,
-            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant, num_sms=num_sms,
+            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant, scales=given.scales,
+            num_sms=num_sms,
         )  # fmt: skip
 
     def run_combine() -> Any:
@@ -68,12 +69,13 @@ def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, 
     """torch.ops.nccl_ep with out= tensors made beforehand. The bits must be those of the public functions."""
     handle = checked.out.handle
     layout, quant = int(handle.layout), int(QUANTS[shape.quant])
-    inputs = (buffer.name, buffer._seq, given.x, None, given.topk_idx, given.weights)
+    inputs = (buffer.name, buffer._seq, given.x, given.scales, given.topk_idx, given.weights)
     config = (shape.num_experts, handle.max_tokens, layout, handle.capacity, 1, quant, False, num_sms)
     outputs = _ops.ll_dispatch.default(*inputs, *config)
     out_x, handle_tensor = outputs[0], outputs[-1]
     weighting = 1 if handle.layout.has_expert_rows else 0  # functional.py, _DISPATCH and _NONE
-    how = (weighting, torch.bfloat16, torch.bfloat16, num_sms)
+    combined = shape.payload.combined
+    how = (weighting, combined, combined, num_sms)
     y = torch.empty_like(checked.y)
     dispatch_out, combine_out = _ops.ll_dispatch_out.default, _ops.ll_combine_out.default
     combine_args: tuple[Any, ...] = (
@@ -94,6 +96,28 @@ def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, 
         tensor.view(torch.uint8).fill_(0x5A)
     run_pair()
     checked.require_same(out_x, y)
+    return Operations(run_dispatch, run_combine, run_pair)
+
+
+def deepep_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked) -> Operations:
+    """DeepEP's methods: weights at combine, scales column-major. The bits must be those of the public functions."""
+    max_tokens = checked.out.handle.max_tokens
+
+    def run_dispatch() -> Any:
+        return buffer.low_latency_dispatch(
+            given.x, given.topk_idx, max_tokens, shape.num_experts, use_fp8=shape.quant is not None
+        )
+
+    handle = run_dispatch()[2]
+
+    def run_combine() -> Any:
+        return buffer.low_latency_combine(checked.rows, given.topk_idx, given.weights, handle)
+
+    def run_pair() -> Any:
+        return buffer.low_latency_combine(checked.rows, given.topk_idx, given.weights, run_dispatch()[2])
+
+    received = run_dispatch()[0]
+    checked.require_same(received if shape.quant is None else received[0], run_combine()[0])
     return Operations(run_dispatch, run_combine, run_pair)
 
 

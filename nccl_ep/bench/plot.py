@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of --json")
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR")
     options = parser.parse_args(argv)
-    written = draw(records.load(options.files), options.out)
+    written = draw([record for record in records.load(options.files) if record["bench"] == "ll"], options.out)
     if not written:
         print("nothing of the library's was measured there", file=sys.stderr)
         return 1

@@ -18,14 +18,14 @@ FIELDS = (
     "bench", "system", "api", "op", "figure", "value", "unit", "p99", "ranks", "tokens", "hidden", "topk", "experts",
     "dtype", "layout", "routing", "num_sms", "num_sms_used", "seed", "device", "revision", "date",
 )  # fmt: skip
+_MORE = ("gemm", "partition", "skipped")  # that some records have
 
 
 def make(common: Record, **fields: Any) -> Record:
-    """A record of all fields, in their order; ``skipped`` may be added to them."""
+    """A record of all fields, in their order, and of those that only some records have."""
     values = {"bench": "ll", "unit": "us", "p99": None, "num_sms_used": None} | common | fields
     record = {name: values.pop(name) for name in FIELDS}
-    if reason := values.pop("skipped", None):
-        record["skipped"] = reason
+    record |= {name: values.pop(name) for name in _MORE if name in values}
     if values:
         raise TypeError(f"records have no field {', '.join(values)}")
     return record

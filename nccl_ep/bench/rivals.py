@@ -58,11 +58,11 @@ class TorchAllToAll:
     # ---- What both rivals share
 
     def payload(self) -> Tensor:
-        """Rows to send as bytes [T, ...]; FP8 rows have their scales behind them."""
-        if self.shape.quant is None:
-            return self.given.x.view(torch.uint8)
-        quantized, scales = quantize(self.given.x)
-        return torch.cat([quantized.view(torch.uint8), scales.view(torch.uint8)], 1)
+        """Rows to send as bytes [T, ...], scales behind them. Whatever dispatch quantises has plain scales here."""
+        x, scales = self.given.x, self.given.scales
+        if self.shape.quant is not None:
+            x, scales = quantize(x)
+        return x.view(torch.uint8) if scales is None else torch.cat([x.view(torch.uint8), scales.view(torch.uint8)], 1)
 
     def sorted_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of all choices by expert, their order, and what each expert gets [E]."""
@@ -78,12 +78,12 @@ class TorchAllToAll:
         return received.view(self.shape.num_ranks, -1)
 
     def sum_at_home(self, home: Tensor, order: Tensor) -> Tensor:
-        """Rows of the own choices, by expert, weighted and added: [T, H] bf16."""
+        """Rows of the own choices, by expert, weighted and added: [T, H]."""
         shape = self.shape
         choices = torch.empty_like(home)
         choices[order] = home
         weighted = choices.view(shape.tokens, shape.topk, shape.hidden) * self.given.weights.unsqueeze(-1)
-        return weighted.sum(1).to(torch.bfloat16)
+        return weighted.sum(1).to(shape.payload.combined)
 
     # ---- The operations
 
@@ -98,7 +98,7 @@ class TorchAllToAll:
         return Received(came[index], received, order, index, in_splits, out_splits)
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
-        """rows: bf16, as ``Received.rows`` lie."""
+        """rows: [.., H] in the dtype that is combined, as ``Received.rows`` lie."""
         back = torch.empty_like(rows)
         back[received.index] = rows
         home = rows.new_empty(len(received.order), rows.shape[1])
@@ -112,20 +112,27 @@ class TorchAllToAll:
         received = self.dispatch()
         rows = self.decode(received.rows)
         y = self.combine(rows, received).to(torch.float32)
-        want = self.given.x.to(torch.float32) * self.given.weights.sum(1, keepdim=True)
+        sent = self.given.x if self.shape.quant is not None else self.decode(self.payload())
+        want = sent.to(torch.float32) * self.given.weights.sum(1, keepdim=True)
         error = float((y - want).norm() / want.norm().clamp(min=1e-9))
         if not error < (0.05 if self.shape.quant else 0.01):
             raise AssertionError(f"{self.name}: rows come home with a relative error of {error}")
         return rows, received
 
     def decode(self, rows: Tensor) -> Tensor:
-        """Received bytes as bf16 rows."""
-        if self.shape.quant is None:
-            return rows.view(torch.bfloat16)
-        hidden = self.shape.hidden
-        values = rows[:, :hidden].view(torch.float8_e4m3fn).to(torch.float32)
-        scales = rows[:, hidden:].contiguous().view(torch.float32)
-        return (values * scales.repeat_interleave(_GROUP, 1)[:, :hidden]).to(torch.bfloat16)
+        """Received bytes as rows to combine; packed bytes stand for numbers as in workload.expert."""
+        shape, payload = self.shape, self.shape.payload
+        dtype, group = payload.rows, payload.group
+        if shape.quant is not None:
+            dtype, group = torch.float8_e4m3fn, _GROUP
+        if not group:
+            return rows.view(payload.combined)
+        end = shape.width * dtype.itemsize
+        values = rows[:, :end].contiguous().view(dtype).to(torch.float32)
+        if payload.packed == 1:
+            scales = rows[:, end:].contiguous().view(payload.scales).to(torch.float32)
+            values = values * scales.repeat_interleave(group, 1)[:, : shape.width]
+        return torch.cat([values] * payload.packed, 1).to(payload.combined)
 
     def close(self) -> None:
         """Frees what the rival holds. Collective."""
@@ -165,11 +172,11 @@ class TorchSymmMem(TorchAllToAll):
         def splits(*sizes: int) -> Tensor:
             return symm_mem.empty(*sizes, dtype=torch.int64, device=world.device)
 
-        ranks, width = shape.num_ranks, shape.row_bytes()
+        ranks, width = shape.num_ranks, self.payload().shape[1]
         self.there = rows(width, torch.uint8), rows(width, torch.uint8), splits(ranks), splits(2, ranks)
         self.back = (
-            rows(shape.hidden, torch.bfloat16),
-            rows(shape.hidden, torch.bfloat16),
+            rows(shape.hidden, shape.payload.combined),
+            rows(shape.hidden, shape.payload.combined),
             splits(ranks),
             splits(2, ranks),
         )

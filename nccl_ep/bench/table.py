@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from . import records
+from . import overlap, records
 from .records import Record
 
 FIGURES = ("graph", "graph_pdl", "kernel", "event", "host")
@@ -115,5 +115,10 @@ def show(found: list[Record]) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m nccl_ep.bench table", description="Prints what was measured.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    show(records.load(parser.parse_args(argv).files))
+    found = records.load(parser.parse_args(argv).files)
+    beside_gemms = [record for record in found if record["bench"] == "overlap"]
+    if beside_gemms:
+        print(overlap.render(beside_gemms))
+    if len(found) > len(beside_gemms):
+        show([record for record in found if record["bench"] == "ll"])
     return 0

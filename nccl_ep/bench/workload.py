@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +12,42 @@ from nccl_ep import Buffer, DispatchOutput, combine, dispatch, reference
 ROUTINGS = ("uniform", "skewed", "all_local", "all_remote")
 _GROUP = reference.FP8_GROUP
 _ORACLE_ELEMENTS = 1 << 26  # of dispatched rows of all ranks, which bounds the oracle to seconds
+_BLOCK_ELEMENTS = 1 << 26  # of rows that are worked on at a time, which bounds memory
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Rows as the caller gives them, what dispatch makes of them, and what is combined.
+
+    group: elements of ``rows`` for each scale of the caller; 0: no scales. packed: numbers in an element.
+    """
+
+    rows: torch.dtype
+    combined: torch.dtype
+    quant: str | None = None
+    group: int = 0
+    scales: torch.dtype = torch.float32
+    packed: int = 1
+
+
+_BF16 = torch.bfloat16
+PAYLOADS = {
+    "bf16": Payload(_BF16, _BF16),
+    "fp16": Payload(torch.float16, torch.float16),
+    "fp32": Payload(torch.float32, torch.float32),
+    "fp8": Payload(_BF16, _BF16, "fp8"),
+    "fp8_rounded": Payload(_BF16, _BF16, "fp8_rounded"),
+    "fp8_ue8m0": Payload(_BF16, _BF16, "fp8_ue8m0"),
+    "given_fp8": Payload(torch.float8_e4m3fn, _BF16, group=_GROUP),
+    "given_int8": Payload(torch.int8, _BF16, group=_GROUP),
+    "given_fp4": Payload(torch.uint8, _BF16, group=16, scales=torch.uint8, packed=2),  # 32 numbers a scale
+}
+DTYPES = tuple(PAYLOADS)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One configuration. dtype: "bf16" or "fp8" (quantised by dispatch; combine is bf16)."""
+    """One configuration. dtype: one of PAYLOADS."""
 
     num_ranks: int
     tokens: int
@@ -30,8 +60,17 @@ class Shape:
     seed: int
 
     @property
+    def payload(self) -> Payload:
+        return PAYLOADS[self.dtype]
+
+    @property
     def quant(self) -> str | None:
-        return "fp8" if self.dtype == "fp8" else None
+        return self.payload.quant
+
+    @property
+    def width(self) -> int:
+        """Elements of a row as it is given."""
+        return self.hidden // self.payload.packed
 
     @property
     def num_local(self) -> int:
@@ -39,21 +78,29 @@ class Shape:
 
     def row_bytes(self) -> int:
         """Of a dispatched row, scales included."""
-        if self.quant is None:
-            return 2 * self.hidden
-        return self.hidden + 4 * -(-self.hidden // _GROUP)
+        payload = self.payload
+        if payload.quant is not None:
+            return self.hidden + 4 * -(-self.hidden // (4 * _GROUP if payload.quant == "fp8_ue8m0" else _GROUP))
+        scales = -(-self.width // payload.group) * payload.scales.itemsize if payload.group else 0
+        return self.width * payload.rows.itemsize + scales
+
+    def combined_bytes(self) -> int:
+        """Of a row on its way home."""
+        return self.hidden * self.payload.combined.itemsize
 
 
 @dataclass
 class Given:
-    """What one rank dispatches: x [T, H] bf16, topk_idx [T, K] int64, weights [T, K]."""
+    """What one rank dispatches: x [T, width], topk_idx [T, K] int64, weights [T, K], scales [T, S] or None."""
 
     x: Tensor
     topk_idx: Tensor
     weights: Tensor
+    scales: Tensor | None = None
 
     def to(self, device: torch.device) -> Given:
-        return Given(self.x.to(device), self.topk_idx.to(device), self.weights.to(device))
+        scales = None if self.scales is None else self.scales.to(device)
+        return Given(self.x.to(device), self.topk_idx.to(device), self.weights.to(device), scales)
 
 
 def route(shape: Shape, rank: int, rng: torch.Generator) -> Tensor:
@@ -80,10 +127,23 @@ def make_inputs(shape: Shape) -> list[Given]:
     made = []
     for rank in range(shape.num_ranks):
         rng = torch.Generator().manual_seed(shape.seed * 1009 + rank)
-        x = torch.randn(shape.tokens, shape.hidden, generator=rng).to(torch.bfloat16)
+        x, scales = _rows(shape, rng)
         weights = torch.rand(shape.tokens, shape.topk, generator=rng)
-        made.append(Given(x, route(shape, rank, rng), weights))
+        made.append(Given(x, route(shape, rank, rng), weights, scales))
     return made
+
+
+def _rows(shape: Shape, rng: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """Rows, and scales where the caller has quantised them."""
+    payload, tokens, width = shape.payload, shape.tokens, shape.width
+    if not payload.group:
+        return torch.randn(tokens, width, generator=rng).to(payload.rows), None
+    groups = -(-width // payload.group)
+    if payload.packed > 1:
+        scales = torch.randint(120, 132, (tokens, groups), generator=rng).to(payload.scales)
+        return torch.randint(0, 256, (tokens, width), generator=rng).to(payload.rows), scales
+    scales = (torch.rand(tokens, groups, generator=rng) + 0.5).to(payload.scales)
+    return (8 * torch.randn(tokens, width, generator=rng)).to(payload.rows), scales
 
 
 # ---- The oracle's view
@@ -91,32 +151,31 @@ def make_inputs(shape: Shape) -> list[Given]:
 
 def _columns(shape: Shape) -> Tensor:
     """Some of the columns, in whole groups of FP8, the last group always: operations treat columns alike."""
-    groups = -(-shape.hidden // _GROUP)
+    groups = -(-shape.width // _GROUP)
     rows = shape.num_ranks * shape.num_local * shape.num_ranks * shape.tokens
     wanted = min(groups, max(2, _ORACLE_ELEMENTS // max(1, rows * _GROUP)))
     chosen = torch.randperm(groups - 1, generator=torch.Generator().manual_seed(shape.seed))[: wanted - 1]
     picked = torch.cat([chosen.sort().values, torch.tensor([groups - 1])])
     columns = (picked.unsqueeze(1) * _GROUP + torch.arange(_GROUP)).reshape(-1)
-    return columns[columns < shape.hidden]
+    return columns[columns < shape.width]
 
 
-def _blocks(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """rows [N, H] in blocks of a bounded size, each with the number of its first row."""
-    step = max(1, (1 << 28) // max(1, rows.shape[1]))
-    for first in range(0, len(rows), step):
-        yield first, rows[first : first + step]
+def expert(x: Tensor, valid: Tensor, payload: Payload) -> Tensor:
+    """What stands for the experts: dispatched rows, each times a factor of its place. NaN where no row is.
 
-
-def expert(x: Tensor, valid: Tensor) -> Tensor:
-    """What stands for the experts: dispatched rows, each times a factor of its place, in bf16. NaN where no row is."""
+    Packed bytes count as numbers, one after the other as many times as there are numbers in them.
+    """
     flat = x.view(-1, x.shape[-1])
-    made = torch.empty(flat.shape, dtype=torch.bfloat16, device=x.device)
-    for first, block in _blocks(flat):
-        place = torch.arange(first, first + len(block), device=x.device)
+    width = flat.shape[1] * payload.packed
+    made = torch.full((len(flat), width), float("nan"), dtype=payload.combined, device=x.device)
+    places = valid.to(x.device).nonzero().squeeze(1)  # capacities are large, and most of their rows are not there
+    step = max(1, _BLOCK_ELEMENTS // max(1, width))
+    for first in range(0, len(places), step):
+        place = places[first : first + step]
         factor = 1 + (place % 61).to(torch.float32).unsqueeze(1) / 64
-        made[first : first + len(block)] = (block.to(torch.float32) * factor).to(torch.bfloat16)
-    made[~valid.to(x.device)] = float("nan")
-    return made.view(*x.shape)
+        rows = (flat[place].to(torch.float32) * factor).to(payload.combined)
+        made[place] = torch.cat([rows] * payload.packed, 1)
+    return made.view(*x.shape[:-1], width)
 
 
 def _require_equal(name: str, mine: Tensor | None, theirs: Tensor | None) -> None:
@@ -124,6 +183,12 @@ def _require_equal(name: str, mine: Tensor | None, theirs: Tensor | None) -> Non
         raise AssertionError(f"{name} is {mine}, the oracle has {theirs}")
     if mine is not None and theirs is not None and (difference := reference.first_difference(mine, theirs)):
         raise AssertionError(f"{name} differs from the oracle: {difference}")
+
+
+def _take(x: Tensor, columns: Tensor) -> Tensor:
+    """Those columns of rows of any dtype."""
+    whole = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    return whole[:, columns].contiguous().view(x.dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -136,7 +201,7 @@ class Checked:
     def __init__(self, shape: Shape, rank: int, inputs: list[Given], buffer: Buffer) -> None:
         """Raises AssertionError where a bit differs."""
         columns = _columns(shape)
-        narrow = [reference.RankInput(i.x[:, columns].contiguous(), i.topk_idx, i.weights) for i in inputs]
+        narrow = [reference.RankInput(_take(i.x, columns), i.topk_idx, i.weights, i.scales) for i in inputs]
         want = reference.dispatch(
             narrow, num_experts=shape.num_experts, max_tokens=shape.tokens, layout=shape.layout, quant=shape.quant
         )
@@ -144,7 +209,7 @@ class Checked:
         given = inputs[rank].to(buffer.device)
         out = dispatch(
             given.x, given.topk_idx, given.weights,
-            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant,
+            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant, scales=given.scales,
         )  # fmt: skip
         buffer.check()
         for name in ("counts", "demand", "overflow", "offsets", "row_expert", "total", "topk_idx", "weights"):
@@ -152,18 +217,19 @@ class Checked:
         self._check_rows(shape, inputs, out, mine)
         self.valid = mine.valid.to(buffer.device)
         self.out = out
-        self.rows = expert(out.x, self.valid)
+        self.rows = expert(out.x, self.valid, shape.payload)
         self.y = combine(self.rows, out.handle)
         buffer.check()
-        rows = [expert(result.x, result.valid) for result in want]
+        rows = [expert(result.x, result.valid, shape.payload) for result in want]
         summed = reference.combine(rows, want, narrow, num_experts=shape.num_experts, layout=shape.layout)
+        columns = torch.cat([columns + i * shape.width for i in range(shape.payload.packed)])
         _require_equal("combine's result", self.y[:, columns.to(self.y.device)], summed[rank])
         self._x = self._valid_bytes(out.x)
 
     @staticmethod
     def _check_rows(shape: Shape, inputs: list[Given], out: DispatchOutput, want: reference.DispatchResult) -> None:
         """All bytes of all rows, on the device; the oracle says which token is where."""
-        sent = [(i.x, None) for i in inputs] if shape.quant is None else [
+        sent = [(i.x, i.scales) for i in inputs] if shape.quant is None else [
             reference.quantize_fp8(i.x, shape.quant) for i in inputs
         ]  # fmt: skip
         source, token, choice = torch.nonzero(want.row_of >= 0, as_tuple=True)

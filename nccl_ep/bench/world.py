@@ -87,6 +87,7 @@ class World:
                 raise SystemExit(f"rank {self.rank} has no GPU: there are {torch.cuda.device_count()}")
             self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_ranks))  # the oracle runs on all ranks
         else:
             self.device = torch.device("cpu")
             torch.set_num_threads(1)  # ranks share the cores
@@ -163,8 +164,8 @@ class Launcher:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
 
-    def run(self, argv: list[str], settings: dict[str, str], deadline: float) -> str:
-        """``python -m nccl_ep.bench`` with ``argv`` on every rank. "" if all ended well, else what happened.
+    def run(self, argv: list[str], settings: dict[str, str], deadline: float, module: str = "nccl_ep.bench") -> str:
+        """``python -m module`` with ``argv`` on every rank. "" if all ended well, else what happened.
 
         The first rank that fails ends the others, as does the deadline (of time.monotonic).
         """
@@ -181,7 +182,7 @@ class Launcher:
         }
         if any(name == "lo" for _, name in socket.if_nameindex()):
             common.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        command = [sys.executable, "-m", "nccl_ep.bench", *argv]
+        command = [sys.executable, "-m", module, *argv]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(self.num_ranks):

@@ -19,6 +19,8 @@ class PickyBackend : public Backend {
   void dispatch(const LlDispatchParams&, void*) override { serve(); }
   void combine(const LlCombineParams&, void*) override { serve(); }
   void combine_weights(const LlCombineWeightsParams&, void*) override { serve(); }
+  void floor_flags(const LlFloorFlagsParams&, void*) override { serve(); }
+  void floor_push(const LlFloorPushParams&, void*) override { serve(); }
   Failure failure() const override { return {}; }
   Report report(bool) override { return {}; }
   void set_timeout(double) override {}

@@ -58,6 +58,8 @@ TEST(LlLayout, NothingOverlaps) {
             std::vector<Piece> pieces;
             add_pieces(pieces, LlLayout::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
             add_pieces(pieces, LlLayout::make(window, Kind::kCombine, shape, combine), combine, "combine ");
+            pieces.push_back({window.flags.offset, window.flags.at(num_ranks), "flags"});
+            pieces.push_back({window.flag_epoch.offset, window.flag_epoch.at(1), "epoch of flags"});
             expect_apart(pieces, window.bytes);
           }
         }

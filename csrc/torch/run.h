@@ -1,0 +1,44 @@
+// What the files of ops have in common.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string_view>
+
+#include "base/check.h"
+#include "torch/spec.h"
+
+namespace ep {
+
+// Errors of the library as torch's, which Python sees as ValueError and RuntimeError.
+template <class Body>
+auto guarded(Body body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kInvalidArgument) TORCH_CHECK_VALUE(false, error.what());
+    TORCH_CHECK(false, error.what());
+  }
+}
+
+// What the handle's tensor cannot tell by itself.
+struct HandleSpec {
+  int64_t num_tokens, topk, num_experts, max_tokens, layout, capacity;
+};
+
+struct CombineArgs {
+  std::optional<at::Tensor> rows;
+  OptionalTensor weights, topk_idx;
+  at::TensorList biases;
+  int64_t hidden, weighting;
+  at::ScalarType rows_dtype, out_dtype, wire_dtype;
+  int64_t num_sms;
+  int64_t* wait_cost = nullptr;  // [R]
+};
+
+// `given`: where the result goes; null: into a new tensor. Returns it, where the half receives.
+at::Tensor run_combine(std::string_view buffer, const at::Tensor& handle, const HandleSpec& spec,
+                       const CombineArgs& args, Half half, const at::Tensor* given);
+
+}  // namespace ep

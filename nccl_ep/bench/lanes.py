@@ -1,0 +1,148 @@
+"""Two queues of work that run at the same time: operations in one, GEMMs in the other. Streams on a GPU, else threads.
+
+All ranks call everything here together, with the same numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from .measure import Call, Effort, _timing_event, event_times, graph_times
+from .world import Skipped, World
+
+
+class Lanes(Protocol):
+    num_sms: int  # of the device; 0: it has none
+
+    def run(self, chains: int, gemms: int) -> tuple[float, float]:
+        """So many chains of operations and so many GEMMs, side by side. Microseconds of one operation, of one GEMM."""
+        ...
+
+    def widen(self, on_all_sms: bool) -> None:
+        """GEMMs take all SMs from now on, or again those that operations leave them."""
+
+
+class ThreadLanes:
+    """For CPU ranks: shows that the code runs."""
+
+    num_sms = 0
+
+    def __init__(self, world: World, op: Call, gemm: Call, chain: int) -> None:
+        self._world, self._op, self._gemm, self._chain = world, op, gemm, chain
+
+    def run(self, chains: int, gemms: int) -> tuple[float, float]:
+        taken = [0.0, 0.0]
+        errors: list[Exception] = []
+
+        def work(lane: int, call: Call, count: int) -> None:
+            begin = time.perf_counter()
+            try:
+                for _ in range(count):
+                    call()
+            except Exception as error:
+                errors.append(error)
+            taken[lane] = (time.perf_counter() - begin) * 1e6 / max(count, 1)
+
+        self._world.gate.wait()
+        beside = threading.Thread(target=work, args=(1, self._gemm, gemms))
+        beside.start()
+        work(0, self._op, chains * self._chain)
+        beside.join()
+        if errors:
+            raise errors[0]
+        return taken[0], taken[1]
+
+    def widen(self, on_all_sms: bool) -> None:
+        pass
+
+
+class StreamLanes:
+    """Operations in graphs on a stream of high priority, GEMMs on another, of all SMs or of a green context's."""
+
+    def __init__(self, world: World, op: Call, gemm: Call, chain: int, num_sms: int, partition: str) -> None:
+        self._world, self._gemm, self._chain = world, gemm, chain
+        self.num_sms = torch.cuda.get_device_properties(world.device).multi_processor_count
+        if num_sms >= self.num_sms:
+            raise Skipped(f"{num_sms} SMs for the operation leave none of {self.num_sms}")
+        self._all: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._rest: Any = self._all
+        if partition == "green":
+            self._context, self._rest = _green_stream(world.device, (self.num_sms - num_sms) // 8 * 8)
+        self._gemms = self._rest
+        self._ops: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._graph = torch.cuda.CUDAGraph()
+        self._ops.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._ops):
+            op()
+        with torch.cuda.graph(self._graph, stream=self._ops, capture_error_mode="thread_local"):
+            for _ in range(chain):
+                op()
+        for stream in (self._all, self._rest):
+            with _on(stream):
+                gemm()  # cuBLAS makes its workspace of a stream
+        world.synchronize()
+
+    def run(self, chains: int, gemms: int) -> tuple[float, float]:
+        events = [_timing_event() for _ in range(4)]
+        self._world.gate.wait()
+        self._world.align()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        for stream, call, count, begin, end in (
+            (self._gemms, self._gemm, gemms, *events[2:]),
+            (self._ops, self._graph.replay, chains, *events[:2]),
+        ):
+            with _on(stream):
+                torch.cuda.current_stream().wait_event(ready)
+                begin.record()
+                for _ in range(count):
+                    call()
+                end.record()
+        self._world.synchronize()
+        op, gemm = events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
+        return op * 1e3 / max(chains * self._chain, 1), gemm * 1e3 / max(gemms, 1)
+
+    def widen(self, on_all_sms: bool) -> None:
+        self._gemms = self._all if on_all_sms else self._rest
+
+
+def _on(stream: Any) -> AbstractContextManager[Any]:
+    context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+    return context
+
+
+def _green_stream(device: torch.device, num_sms: int) -> tuple[Any, Any]:
+    """A green context of so many SMs (GPUs give them out in eights) and a stream in it. Raises Skipped."""
+    try:
+        from torch.cuda import green_contexts
+    except ImportError:
+        raise Skipped("this torch has no green contexts") from None
+    if not green_contexts.SUPPORTED:
+        raise Skipped("this torch was built without green contexts")
+    try:
+        context: Any = green_contexts.GreenContext.create(num_sms, device.index)
+        return context, context.Stream()
+    except (RuntimeError, AttributeError) as error:
+        raise Skipped(f"no green context of {num_sms} SMs: {str(error).splitlines()[0]}") from None
+
+
+def make_lanes(world: World, op: Call, gemm: Call, chain: int, num_sms: int, partition: str) -> Lanes:
+    """Raises Skipped where this machine has no such partition."""
+    if not world.is_cuda:
+        return ThreadLanes(world, op, gemm, chain)
+    return StreamLanes(world, op, gemm, chain, num_sms, partition)
+
+
+class StagedTimer:
+    """Times of one call, of many in a graph; on CPU ranks of one by one."""
+
+    def __init__(self, world: World, chain: int, iterations: int) -> None:
+        self._world, self._effort = world, Effort(3, iterations, chain, 0)
+
+    def run(self, call: Call) -> list[float]:
+        return (graph_times if self._world.is_cuda else event_times)(self._world, call, self._effort)

@@ -1,0 +1,306 @@
+"""``python -m nccl_ep.bench overlap``: what an operation and a GEMM cost one another, for overlap of two batches.
+
+Fused: operations in a row on a few SMs, GEMMs in a row on the others, at the same time. Staged: send, GEMM, receive in
+one stream. CPU ranks run the same code with threads for streams: their figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from nccl_ep import Buffer, combine_send, dispatch_send
+from nccl_ep.handle import LAYOUTS
+
+from . import measure, records
+from .lanes import Lanes, StagedTimer, make_lanes
+from .options import common_parser, ints, parse_device, set_defaults, words
+from .records import Record
+from .workload import Checked, Shape, make_inputs
+from .world import BenchError, Launcher, Skipped, World, is_rank
+
+OPS = ("dispatch", "combine")
+_BUFFER_SECONDS = 15.0
+_GRACE_SECONDS = 30.0
+_LONGER = 1.5  # the other lane is busy for so much longer than the one that is timed
+DESCRIPTION = """An operation and a GEMM at the same time: what each takes, alone and together. Targets: the GEMM within
+5 % of its share of SMs (share <= 1.05), the operation at most 1.1 times as long as alone on as many SMs (slowdown <=
+1.1)."""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = common_parser("overlap", DESCRIPTION)
+    add = parser.add_argument
+    add("--tokens", type=int, help="of a rank; default 128 (CPU: 8)")
+    add("--layout", choices=tuple(LAYOUTS), default="expert_major")
+    add("--num-sms", type=ints, help="of the operation, list; default what leaves multiples of 8 SMs: 12,20,36")
+    add("--partition", type=words("green", "none"), default=["green", "none"],
+        help="list; green: GEMMs in a green context of the SMs that are left; none: on any")  # fmt: skip
+    add(
+        "--gemm", type=ints, metavar="M,N,K", help="bf16; default 16384,8192,4096, staged with M / 16 (CPU: 128,128,64)"
+    )
+    options = parse_device(parser, argv)
+    is_cuda = options.device == "cuda"
+    defaults = {"tokens": 128, "num_sms": [12, 20, 36], "gemm": [16384, 8192, 4096], "iterations": 15}
+    if options.quick:
+        defaults |= {"num_sms": [20], "iterations": 5}
+    if not is_cuda:
+        defaults |= {"tokens": 8, "num_sms": [0], "gemm": [128, 128, 64], "iterations": 3}
+        options.partition = ["none"]
+    set_defaults(parser, options, defaults)
+    if len(options.gemm) != 3 or min(options.gemm) < 1:
+        parser.error(f"--gemm {','.join(map(str, options.gemm))}: must be M,N,K")
+    if is_cuda and (wrong := [n for n in options.num_sms if n < 1]):
+        parser.error(f"--num-sms {wrong[0]}: must be 1 or more")
+    return options
+
+
+def gemm_call(sizes: Sequence[int], device: torch.device) -> measure.Call:
+    m, n, k = sizes
+    a, b = (torch.randn(*size, device=device).to(torch.bfloat16) for size in ((m, k), (k, n)))
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
+    return partial(torch.mm, a, b, out=out)
+
+
+def over_share(beside: float, alone: float, all_sms: int, taken_sms: int) -> float:
+    """A GEMM's time beside an operation on so many SMs, over what it would take on the others alone, without loss."""
+    return beside / (alone * all_sms / (all_sms - taken_sms))
+
+
+class Overlap:
+    """Measures one shape. All ranks call everything here together. ``note`` takes each record, on every rank."""
+
+    def __init__(self, world: World, options: argparse.Namespace, dtype: str, note: Callable[[Record], None]) -> None:
+        self.world, self.options, self._note = world, options, note
+        self.shape = Shape(
+            options.ranks, options.tokens, options.hidden, options.topk, options.experts, dtype, options.layout,
+            options.routing, options.seed,
+        )  # fmt: skip
+        self.chain = 10 if world.is_cuda else 2
+        self.failures: list[str] = []
+        self._common: Record = {
+            "bench": "overlap", "api": "native", "ranks": options.ranks, "tokens": options.tokens,
+            "hidden": options.hidden, "topk": options.topk, "experts": options.experts, "dtype": dtype,
+            "layout": options.layout, "routing": options.routing, "num_sms": 0, "seed": options.seed,
+            "device": world.device_name(), "revision": records.revision(), "date": records.today(),
+            "gemm": "x".join(map(str, options.gemm)),
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Raises BenchError when results are wrong, or nothing can follow."""
+        world, shape, options = self.world, self.shape, self.options
+        inputs = world.together(lambda: make_inputs(shape))
+        given = inputs[world.rank].to(world.device)
+        buffer = world.together(self._make_buffer)
+        try:
+            checked = world.together(lambda: Checked(shape, world.rank, inputs, buffer))
+            gemm = world.together(lambda: gemm_call(options.gemm, world.device))
+            small = world.together(lambda: gemm_call([-(-options.gemm[0] // 16), *options.gemm[1:]], world.device))
+            for num_sms in options.num_sms:
+                make = partial(measure.native_operations, shape, buffer, given, checked, num_sms)
+                operations = world.together(make)
+                for op in OPS:
+                    for partition in options.partition:
+                        self._measure_fused(op, operations.get(op), gemm, num_sms, partition)
+            whole = world.together(partial(measure.native_operations, shape, buffer, given, checked, 0))
+            for op in OPS:
+                self._measure_staged(op, whole.get(op), self._sender(op, buffer, given, checked), small)
+            world.together(buffer.check)
+        finally:
+            buffer.destroy()
+
+    def _make_buffer(self) -> Buffer:
+        shape = self.shape
+        return Buffer.for_shapes(
+            torch.distributed.group.WORLD, max_tokens=shape.tokens, hidden=shape.hidden, topk=shape.topk,
+            num_experts=shape.num_experts, dtype=shape.payload.combined, device=self.world.device,
+            timeout=_BUFFER_SECONDS,
+        )  # fmt: skip
+
+    def _sender(self, op: str, buffer: Buffer, given: Any, checked: Checked) -> Callable[[], Any]:
+        shape = self.shape
+        if op == "combine":
+            return lambda: combine_send(checked.rows, checked.out.handle)
+        return lambda: dispatch_send(
+            given.x, given.topk_idx, given.weights,
+            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant, scales=given.scales,
+        )  # fmt: skip
+
+    # ---- Records
+
+    def _record(self, **fields: Any) -> None:
+        self._note(records.make(self._common, **fields))
+
+    def _slowest(self, samples: list[float], **fields: Any) -> float:
+        """A record of what all ranks sampled. Returns the slowest rank's median."""
+        value, p99 = records.slowest(self.world.agree(lambda: samples))
+        self._record(value=value, p99=p99, **fields)
+        return value
+
+    def _guarded(self, body: Callable[[], None], **fields: Any) -> None:
+        """``body`` agrees with the other ranks at every step; what keeps it from running becomes the record."""
+        try:
+            body()
+        except (Skipped, BenchError) as reason:
+            self._record(value=None, skipped=str(reason), **fields)
+            if isinstance(reason, BenchError):
+                self.failures.append(f"{fields['op']} {fields['figure']}: {reason}")
+                self.world.together(self.world.synchronize)
+
+    # ---- At the same time, in two lanes
+
+    def _measure_fused(self, op: str, call: measure.Call, gemm: measure.Call, num_sms: int, partition: str) -> None:
+        fields = {"op": op, "num_sms": num_sms, "partition": partition}
+        body = partial(self._fused, call, gemm, num_sms, partition, fields)
+        self._guarded(body, system="nccl_ep", figure="overlapped", **fields)
+
+    def _fused(
+        self, call: measure.Call, gemm: measure.Call, num_sms: int, partition: str, fields: dict[str, Any]
+    ) -> None:
+        world, iterations = self.world, self.options.iterations
+        lanes: Lanes = world.together(lambda: make_lanes(world, call, gemm, self.chain, num_sms, partition))
+
+        def sample(ops: int, gemms: int) -> list[tuple[float, float]]:
+            return world.together(lambda: [lanes.run(ops, gemms) for _ in range(iterations + 1)][1:])
+
+        def run(ops: int, gemms: int, system: str, figure: str) -> float:
+            samples = [pair[0 if system == "nccl_ep" else 1] for pair in sample(ops, gemms)]
+            return self._slowest(samples, system=system, figure=figure, **fields)
+
+        op_alone = run(4, 0, "nccl_ep", "alone")
+        on_rest = run(0, 4, "gemm", "alone_on_rest")
+        world.together(lambda: lanes.widen(True))
+        gemm_alone = run(0, 4, "gemm", "alone")
+        world.together(lambda: lanes.widen(False))
+        # One lane is timed, the other has enough to do until it is done.
+        chain_us = op_alone * self.chain
+        op_beside = run(4, math.ceil(_LONGER * 4 * chain_us / on_rest) + 1, "nccl_ep", "overlapped")
+        gemm_beside = run(math.ceil(_LONGER * 2 * on_rest / chain_us) + 1, 2, "gemm", "overlapped")
+        ratio = {"unit": "x", **fields}
+        self._record(system="nccl_ep", figure="slowdown", value=round(op_beside / op_alone, 3), **ratio)
+        if lanes.num_sms:  # those of the device
+            share = over_share(gemm_beside, gemm_alone, lanes.num_sms, num_sms)
+            self._record(system="gemm", figure="share", value=round(share, 3), **ratio)
+
+    # ---- One after the other, in halves
+
+    def _measure_staged(self, op: str, whole: measure.Call, send: Callable[[], Any], gemm: measure.Call) -> None:
+        def body() -> None:
+            timer = StagedTimer(self.world, self.chain, self.options.iterations)
+
+            def staged(between: measure.Call | None) -> None:
+                pending = send()
+                if between is not None:
+                    between()
+                pending.receive()
+
+            def run(call: measure.Call, system: str, figure: str) -> list[float]:
+                samples = self.world.together(lambda: timer.run(call))
+                self._slowest(samples, system=system, op=op, figure=figure)
+                return samples
+
+            run(whole, "nccl_ep", "fused")
+            run(lambda: staged(None), "nccl_ep", "halves")
+            alone = run(gemm, "gemm", "between")
+            total = run(lambda: staged(gemm), "nccl_ep", "staged")
+            exposed = [value - median(alone) for value in total]
+            self._slowest(exposed, system="nccl_ep", op=op, figure="exposed")
+
+        self._guarded(body, system="nccl_ep", op=op, figure="staged")
+
+
+# ---- Text
+
+_FUSED = ("alone", "overlapped", "slowdown", "gemm alone", "gemm alone_on_rest", "gemm overlapped", "gemm share")
+_STAGED = ("fused", "halves", "gemm between", "staged", "exposed")
+
+
+def render(found: Sequence[Record]) -> str:
+    lines: list[str] = []
+    for title, figures in (
+        ("at the same time (gemm share: time over that of all SMs, scaled to those that are left)", _FUSED),
+        ("send, GEMM, receive in one stream (exposed: what the operation adds to the GEMM)", _STAGED),
+    ):
+        rows: dict[tuple[Any, ...], dict[str, str]] = {}
+        for record in found:
+            name = ("gemm " if record["system"] == "gemm" else "") + record["figure"]
+            if name in figures and record["value"] is not None:
+                key = (record["op"], record["dtype"], record["num_sms"], record.get("partition", ""))
+                rows.setdefault(key, {})[name] = f"{record['value']:.2f}"
+        if rows:
+            table = [["op", "dtype", "num_sms", "partition", *figures]]
+            table += [[*map(str, key), *(row.get(name, "-") for name in figures)] for key, row in rows.items()]
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            lines += [
+                title,
+                *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table),
+            ]
+    lines += [f"not measured: {r['op']} {r['figure']} {r.get('partition', '')}: {r['skipped']}"
+              for r in found if "skipped" in r]  # fmt: skip
+    if not found:
+        return "nothing was measured"
+    first = found[0]
+    head = (
+        f"{first['ranks']} ranks, {first['device']}; {first['tokens']} tokens, hidden {first['hidden']}, "
+        f"top-{first['topk']} of {first['experts']} experts; GEMM {first['gemm']} bf16; us"
+    )
+    return "\n".join([head, *lines])
+
+
+# ---- Ranks, and the process that starts them
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    if is_rank():
+        return _run_rank(options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.json or Path(folder) / "records.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records.save(path, [])
+        argv = ["overlap", *argv, "--json", str(path)]
+        deadline = time.monotonic() + options.time_limit + _GRACE_SECONDS
+        reason = Launcher(options.ranks).run(argv, {}, deadline)
+        print(render(records.load([path])), flush=True)
+        if reason:
+            print(f"FAILED {reason}", file=sys.stderr)
+        return 1 if reason else 0
+
+
+def _run_rank(options: argparse.Namespace) -> int:
+    world = World(options.device)
+    begin = time.monotonic()
+    found: list[Record] = []
+    failures: list[str] = []
+    try:
+        for dtype in options.dtype:
+            if world.agree(lambda: time.monotonic() - begin > options.time_limit)[0]:
+                failures.append(f"{dtype}: the time limit left no time for it")
+                continue
+            overlap = Overlap(world, options, dtype, found.append)
+            try:
+                overlap.run()
+            except BenchError as error:
+                failures.append(f"{dtype}: {error}")
+            failures += [f"{dtype}: {failure}" for failure in overlap.failures]
+            if world.rank == 0:
+                print(f"[{time.monotonic() - begin:5.1f} s] {dtype}: {len(found)} records", file=sys.stderr)
+                if options.json is not None:
+                    records.save(options.json, found)
+        if world.rank == 0:
+            for failure in failures:
+                print(json.dumps({"failed": failure}), file=sys.stderr)
+    finally:
+        world.close()
+    return 1 if failures else 0

@@ -1,0 +1,332 @@
+"""DeepEP's low-latency methods of ``Buffer``. docs/deepep.md says what is the same and what differs.
+
+The handle that callers hold is DeepEP's tuple of five. Its ``src_info`` is the front of an allocation that goes on with
+our handle (csrc/torch/deepep_ops.cc), and so all that combine needs, also when the tuple was taken apart and rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from . import _C
+from .checks import error_of, require_on
+from .errors import UsageError
+from .events import EventHandle, EventOverlap, run_beside
+from .handle import Quant
+
+# src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
+LowLatencyHandle: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int]
+Received: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+Hook: TypeAlias = Callable[[], None]
+
+_ops = torch.ops.nccl_ep
+_MAX_TOPK = 32
+
+
+class LowLatencyMethods:
+    """What ``Buffer`` has of DeepEP's low-latency mode."""
+
+    name: str
+    device: torch.device
+    rank: int
+    num_ranks: int
+    num_nvl_bytes: int
+    num_rdma_bytes: int
+    _seq: torch.Tensor
+    _scratch: dict[Any, torch.Tensor]
+    _sizes: tuple[int, int, int]  # of a bank, in bytes: routing, dispatched rows, combined rows
+    _comm_stream: Any
+
+    if TYPE_CHECKING:
+
+        def require_usable(self) -> None: ...
+
+    # ---- Sizes and memory
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes for ``num_rdma_bytes`` with which bf16 operations of these sizes fit, whatever the top-k (up to 32).
+
+        Source: DeepEP's method of that name.
+        """
+        sizes = _C.sizes_for(
+            num_ranks, num_experts, _MAX_TOPK, num_max_dispatch_tokens_per_rank, 2 * hidden, 2 * hidden
+        )
+        return _C.window_for(num_ranks, sizes)
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing has to be cleaned here, before or between operations: checks that such operations fit the window.
+
+        Raises: ValueError with the bytes if they do not; otherwise as ``Buffer.require_usable``.
+        """
+        self.require_usable()
+        sizes = _C.sizes_for(self.num_ranks, num_experts, 1, num_max_dispatch_tokens_per_rank, 2 * hidden, 2 * hidden)
+        for need, have, what in zip(sizes, self._sizes, ("routing", "dispatched rows", "combined rows"), strict=True):
+            if need > have:
+                raise ValueError(
+                    f"the window of {self.name} is too small for {num_max_dispatch_tokens_per_rank} tokens a rank, "
+                    f"hidden {hidden}, {num_experts} experts: a bank needs {need} bytes of {what}, it has {have}"
+                )
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """A bf16 tensor [L, R * M, H] for the rows of ``low_latency_combine(zero_copy=True)``; the same at every call.
+
+        Made when first asked for: an ordinary, contiguous tensor of this rank, no part of the window.
+        """
+        _, _, max_tokens, hidden, num_experts = handle
+        key = ("combine", max_tokens, hidden, num_experts)
+        rows = self._scratch.get(key)
+        if rows is None:
+            self.require_usable()
+            sizes = (num_experts // self.num_ranks, self.num_ranks * max_tokens, hidden)
+            with torch.inference_mode(False):  # it may be written in any mode
+                rows = self._scratch[key] = torch.empty(sizes, dtype=torch.bfloat16, device=self.device)
+        return rows
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """Scratch of ``num_rdma_bytes`` (or ``num_nvl_bytes``), made when first asked for, the same at every call.
+
+        It is no part of the window: whatever is written there changes no operation.
+
+        Args:
+            dtype: of the result. size: its shape; by default [all elements]. offset: bytes to leave out first.
+
+        Raises: ValueError for a size or offset beyond the bytes there are.
+        """
+        num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        which = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
+        needed = dtype.itemsize * (size.numel() if size is not None else 0)
+        if offset < 0 or offset % dtype.itemsize or offset + needed > num_bytes:
+            shape = "" if size is None else f" of shape {list(size)}"
+            raise ValueError(f"a {dtype} tensor{shape} at byte {offset}, but {which} is {num_bytes}")
+        scratch = self._scratch.get(which)
+        if scratch is None:
+            self.require_usable()
+            with torch.inference_mode(False):
+                scratch = self._scratch[which] = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        end = offset + (num_bytes - offset) // dtype.itemsize * dtype.itemsize
+        tensor = scratch[offset:end].view(dtype)
+        return tensor if size is None else tensor[: size.numel()].view(size)
+
+    # ---- Masks: with no fault tolerance, no rank is ever masked
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Unmasks a rank, which it always is.
+
+        Raises: ValueError for a rank that is not there; UsageError for ``mask=True``, which is not built.
+        """
+        self.require_usable()
+        if not 0 <= rank_to_mask < self.num_ranks:
+            raise ValueError(f"rank_to_mask is {rank_to_mask}, must be 0 to {self.num_ranks - 1}")
+        if mask:
+            raise UsageError(
+                f"rank {rank_to_mask} cannot be masked: operations go on without a rank only once fault tolerance is "
+                "built; until then destroy the buffer and make one of the ranks that are left"
+            )
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Writes 0 (not masked) for every rank to ``mask_status``, int32 [R] on the buffer's device."""
+        self.require_usable()
+        require_on(self, ("mask_status",), (mask_status,))
+        if mask_status.dtype != torch.int32 or mask_status.shape != (self.num_ranks,):
+            raise ValueError(
+                f"mask_status is {mask_status.dtype} {list(mask_status.shape)}, must be torch.int32 [{self.num_ranks}]"
+            )
+        mask_status.zero_()
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Unmasks all ranks, which they are."""
+        self.require_usable()
+
+    # ---- Streams and events
+
+    def get_comm_stream(self) -> Any:
+        """The buffer's own stream, of high priority, on which operations with ``async_finish`` run.
+
+        A ``torch.cuda.Stream``, made when first asked for; on a CPU buffer a ``torch.cpu.Stream``.
+        """
+        if self._comm_stream is None:
+            if self.device.type == "cpu":
+                self._comm_stream = torch.cpu.Stream()
+            else:
+                self._comm_stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        return self._comm_stream
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The present point of the current stream (not of a CUDA graph), to be waited for later."""
+        return EventOverlap(EventHandle())
+
+    # ---- Operations
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Received, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """Sends tokens to their experts. Collective. T tokens, M ``num_max_dispatch_tokens_per_rank``, L local experts.
+
+        Args:
+            x: [T, H] bf16 (or fp16; without ``use_fp8`` of any dtype), rows a multiple of 16 bytes.
+            topk_idx: [T, K] int64 or int32; -1 is no choice.
+            cumulative_local_expert_recv_stats: int32 [L], to which the received rows are added.
+            dispatch_wait_recv_cost_stats: int64 [R], to which the ns that this rank waited for each other are added.
+                CPU buffers only, as yet.
+            use_fp8: rows are quantised to e4m3, with a float32 scale for 128 elements. round_scale: scales are powers
+                of two. use_ue8m0: they are packed exponents, four in an int32; needs ``round_scale``. Without
+                ``use_fp8`` neither has a meaning.
+            async_finish: the operation runs on ``get_comm_stream()``, and the event says when it is done.
+            return_recv_hook: sends only; what is returned is filled by calling the hook, once.
+
+        Returns:
+            recv_x: [L, R * M, H], or with ``use_fp8`` the pair of it and the scales, [L, R * M, ceil(H / 128)]
+            (``use_ue8m0``: ceil(H / 512)), contiguous in dimension 1. Of expert e only the first recv_count[e] rows are
+            set, in the order of (source rank, token).
+            recv_count: int32 [L].
+            handle: (src_info, layout_range, M, H, num_experts); src_info: int32 [L, R * M], the token of each row at
+            its source; layout_range: int64 [L, R], first row of each source << 32 | their number.
+            event: with ``async_finish`` something to wait for, else ``event.event`` is None.
+            hook: None without ``return_recv_hook``.
+
+        Raises: ValueError, UsageError, TimeoutError, MismatchError as ``nccl_ep.dispatch``.
+
+        Source: DeepEP's method of that name.
+        """
+        if async_finish and return_recv_hook:
+            raise ValueError("async_finish and return_recv_hook are both set: a hook leaves nothing to wait for")
+        quant = _quant_of(use_fp8, round_scale, use_ue8m0)
+        stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        require_on(
+            self,
+            ("x", "topk_idx", "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"),
+            (x, topk_idx, stats, waits),
+        )
+        args = (x, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0)
+        op = _ops.ll_dispatch_deepep_send.default if return_recv_hook else _ops.ll_dispatch_deepep.default
+        try:
+            outputs, event = run_beside(self, lambda: op(self.name, self._seq, *args), args, async_finish)
+        except RuntimeError as error:
+            raise error_of(self, error) from error
+        recv_x, scales, _, counts, src_info, layout_range = outputs
+        handle = (src_info, layout_range, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts)
+        hook = None
+        if return_recv_hook:
+            numbers = (
+                x.dtype, x.shape[0], topk_idx.shape[1], topk_idx.dtype is torch.int64, num_experts,
+                num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
+            )  # fmt: skip
+            hook = self._hook(lambda: _ops.ll_dispatch_deepep_recv.default(self.name, self._seq, *outputs, *numbers))
+        return (recv_x, scales) if use_fp8 else recv_x, counts, handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Brings the experts' rows home and adds them up with the weights. Collective.
+
+        Args:
+            x: [L, R * M, H] bf16 (or fp16, fp32), contiguous, for the rows of the dispatch.
+            topk_idx: [T, K] as at dispatch; a row whose id is -1 here is skipped. topk_weights: [T, K] float32.
+            handle: of ``low_latency_dispatch``, or a tuple of the same elements.
+            use_logfmt: accepted; rows travel in their own dtype all the same. Not with ``zero_copy``.
+            zero_copy: the rows are those of ``get_next_low_latency_combine_buffer(handle)``, and x gives their shape.
+            async_finish, return_recv_hook: as at dispatch.
+            out: [T, H] of x's dtype, by default a new tensor.
+            combine_wait_recv_cost_stats: int64 [R], to which the ns that this rank waited for each other are added. CPU
+                buffers only, as yet.
+
+        Returns: combined_x [T, H] (``out``), event and hook as at dispatch.
+
+        Raises: as ``low_latency_dispatch``.
+
+        Source: DeepEP's method of that name.
+        """
+        if async_finish and return_recv_hook:
+            raise ValueError("async_finish and return_recv_hook are both set: a hook leaves nothing to wait for")
+        if use_logfmt and zero_copy:
+            raise ValueError("use_logfmt and zero_copy are both set, and exclude each other")
+        src_info, _, max_tokens, hidden, num_experts = handle
+        waits = combine_wait_recv_cost_stats
+        require_on(
+            self,
+            ("x", "topk_idx", "topk_weights", "handle[0]", "out", "combine_wait_recv_cost_stats"),
+            (x, topk_idx, topk_weights, src_info, out, waits),
+        )
+        if x.dim() != 3 or x.shape[2] != hidden:
+            raise ValueError(f"x has shape {list(x.shape)}, must be [local experts, ranks * max_tokens, {hidden}]")
+        if zero_copy:
+            rows = self.get_next_low_latency_combine_buffer(handle)
+            if x.shape != rows.shape or x.dtype != rows.dtype or not x.is_contiguous():
+                raise ValueError(
+                    f"x is {x.dtype} {list(x.shape)} of strides {x.stride()}, with zero_copy it must be as "
+                    f"{rows.dtype} {list(rows.shape)}, contiguous"
+                )
+            x = rows
+        op = _ops.ll_combine_deepep_send.default if return_recv_hook else _ops.ll_combine_deepep.default
+        args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0)
+        try:
+            made, event = run_beside(self, lambda: op(self.name, self._seq, *args), args, async_finish)
+        except RuntimeError as error:
+            raise error_of(self, error) from error
+        if out is None:
+            out = made
+        hook = None
+        if return_recv_hook:
+            numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)
+            hook = self._hook(lambda: _ops.ll_combine_deepep_recv.default(self.name, self._seq, *numbers))
+        return out, event, hook
+
+    # ---- How they run
+
+    def _hook(self, receive: Callable[[], None]) -> Hook:
+        """The receiving half, on the stream that was current when it was made, as in DeepEP."""
+        stream = None if self.device.type == "cpu" else torch.cuda.current_stream(self.device)
+        pending: list[Callable[[], None]] = [receive]
+
+        def hook() -> None:
+            if not pending:
+                raise UsageError("this hook was called already, and what it receives has been received")
+            receive = pending.pop()
+            try:
+                if stream is None or stream == torch.cuda.current_stream(self.device):
+                    receive()
+                else:
+                    with torch.cuda.stream(stream):
+                        receive()
+            except RuntimeError as error:
+                raise error_of(self, error) from error
+
+        return hook
+
+
+def _quant_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Quant:
+    if not use_fp8:
+        return Quant.NONE
+    if use_ue8m0 and not round_scale:
+        raise ValueError("use_ue8m0 is set, and round_scale is not: exponents stand for scales that are powers of two")
+    return Quant.FP8_UE8M0 if use_ue8m0 else Quant.FP8_ROUNDED if round_scale else Quant.FP8

@@ -1,0 +1,84 @@
+"""What follows from what a machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .facts import Facts
+
+_OLDEST_CAPABILITY = (9, 0)  # the kernels use what sm_90 has
+_SMALLEST_SHM = 64 << 20  # NCCL's shared memory, about 10 MB a GPU
+
+
+@dataclass
+class Finding:
+    """level: "problem" (exit code 1) or "note". remedy: how to get what is missing."""
+
+    level: str
+    text: str
+    remedy: str = ""
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """What is missing on a machine, and how to get it."""
+    found: list[Finding] = []
+
+    def problem(text: str, remedy: str) -> None:
+        found.append(Finding("problem", text, remedy))
+
+    def note(text: str, remedy: str = "") -> None:
+        found.append(Finding("note", text, remedy))
+
+    if not facts.gpus:
+        why = f" ({facts.gpu_error})" if facts.gpu_error else ""
+        note(f"torch finds no GPU{why}: ranks run on the CPU, which is for tests, not for speed",
+             "GPUs need a driver of NVIDIA's and a torch with CUDA (pip install torch)")  # fmt: skip
+        return found
+    if not facts.library_cuda:
+        problem(f"{len(facts.gpus)} GPUs are here, but this nccl_ep is built without CUDA",
+                "build it where nvcc is: NCCL_EP_CUDA=ON pip install --no-build-isolation .")  # fmt: skip
+    elif facts.nccl.get("problem"):
+        problem(facts.nccl["problem"], "")  # which says what to do
+    _judge_gpus(facts, problem, note)
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE"):
+        if facts.environment.get(name) == "0":
+            problem(f"{name} is 0: NCCL then maps no memory of other GPUs", f"unset {name}")
+    if facts.environment.get("NCCL_P2P_DISABLE") == "1":
+        problem("NCCL_P2P_DISABLE is 1: NCCL then uses no NVLink", "unset NCCL_P2P_DISABLE")
+    if facts.shm_bytes is None or facts.shm_bytes < _SMALLEST_SHM:
+        size = "is not there" if facts.shm_bytes is None else f"has {facts.shm_bytes / 2**20:.0f} MiB"
+        note(f"/dev/shm {size}: NCCL's start may fail for want of shared memory",
+             "in a container: docker run --shm-size=1g, or --ipc=host")  # fmt: skip
+    if facts.cuda_graphs is False:
+        problem("CUDA graphs cannot be captured", "a newer driver; CUDA_LAUNCH_BLOCKING and debuggers must be off")
+    return found
+
+
+def _judge_gpus(facts: Facts, problem: Any, note: Any) -> None:
+    for index, gpu in enumerate(facts.gpus):
+        if gpu.capability < _OLDEST_CAPABILITY:
+            problem(f"GPU {index}, {gpu.name}, has compute capability {gpu.capability[0]}.{gpu.capability[1]}; the "
+                    "kernels are for 9.0", "a Hopper GPU or newer; hide others with CUDA_VISIBLE_DEVICES")  # fmt: skip
+        elif gpu.capability[0] > _OLDEST_CAPABILITY[0] and facts.library_cuda:
+            note(f"GPU {index}, {gpu.name}, is newer than the default build",
+                 f"build with NCCL_EP_CUDA_ARCHS='90a;{gpu.capability[0]}{gpu.capability[1]}a'")  # fmt: skip
+        if not (gpu.vmm and gpu.posix_handles):
+            problem(f"GPU {index}, {gpu.name}, cannot share memory by cuMem (virtual memory management)",
+                    "a newer driver; in a virtual machine, a GPU that is passed through whole")  # fmt: skip
+    if bad := [pair for pair, link in facts.pairs.items() if link == "none"]:
+        problem(f"GPUs {', '.join(bad)} reach one another neither by NVLink nor by PCIe",
+                "use GPUs that NVLink joins (CUDA_VISIBLE_DEVICES); on an NVSwitch machine the fabric manager must run "
+                "(systemctl status nvidia-fabricmanager)")  # fmt: skip
+    if any(link == "peer access" for link in facts.pairs.values()):
+        note("GPUs reach one another, whether by NVLink or PCIe is not known here",
+             "pip install nvidia-ml-py, or nvidia-smi on the PATH, tells")  # fmt: skip
+    if len(facts.gpus) == 1:
+        note("one GPU: a world of one rank, or of several ranks as threads of one process for tests")
+
+
+def plan(facts: Facts, findings: list[Finding]) -> tuple[str, int]:
+    """The device kind and the number of ranks that the self-test uses: GPUs only where nothing speaks against them."""
+    if facts.gpus and facts.library_cuda and not any(finding.level == "problem" for finding in findings):
+        return "cuda", len(facts.gpus)
+    return "cpu", 2

@@ -1,0 +1,109 @@
+"""Events, in DeepEP's terms: a point of a stream that another stream, or the caller's work, waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class EventHandle:
+    """The present point of the current CUDA stream. Work on the CPU is done when a call returns: nothing to wait for.
+
+    Args:
+        stream: another stream than the current one.
+
+    Source: DeepEP's ``EventHandle``.
+    """
+
+    __slots__ = ("_event",)
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._event: torch.cuda.Event | None = None
+        # A process that has not used CUDA so far has nothing on its streams, and need not begin now.
+        if stream is not None or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(stream or torch.cuda.current_stream())
+
+    @classmethod
+    def completed(cls) -> EventHandle:
+        """An event of work that is done: what CPU buffers give."""
+        event = cls.__new__(cls)
+        event._event = None
+        return event
+
+    def current_stream_wait(self) -> None:
+        """Work that is put on the current stream from now on waits for the event. The host does not."""
+        if self._event is not None:
+            self._event.wait()
+
+    def query(self) -> bool:
+        """Whether the point has been reached."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class EventOverlap:
+    """An event, and the tensors that must live until it was waited for; or no event (``event`` is None).
+
+    As a context manager, what is in the ``with`` block overlaps with the operation, and its end waits for the event.
+
+    Source: DeepEP's ``EventOverlap``.
+    """
+
+    __slots__ = ("event", "extra_tensors")
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """The current stream waits for the event. AssertionError if there is none."""
+        assert self.event is not None, "there is no event to wait for: the operation was not called with async_finish"
+        self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+
+class _Buffer(Protocol):
+    device: torch.device
+
+    def get_comm_stream(self) -> Any: ...
+
+
+def run_beside(
+    buffer: _Buffer, call: Callable[[], T], inputs: tuple[Any, ...], is_async: bool
+) -> tuple[T, EventOverlap]:
+    """``call()`` on the current stream, without an event; or on the buffer's own, with an event of its end.
+
+    The buffer's stream first waits for the current one. The event holds the tensors of ``inputs`` and of the result.
+    """
+    if not is_async:
+        return call(), EventOverlap()
+    if buffer.device.type == "cpu":
+        return call(), EventOverlap(EventHandle.completed())
+    current, comm = torch.cuda.current_stream(buffer.device), buffer.get_comm_stream()
+    comm.wait_stream(current)
+    with torch.cuda.stream(comm):
+        result = call()
+        event = EventHandle(comm)
+    outputs = (result,) if isinstance(result, torch.Tensor) else result
+    kept = tuple(each for each in (*inputs, *_tensors(outputs)) if isinstance(each, torch.Tensor))
+    # The allocator learns who uses what. Not in a capture: there memory that two streams use is not given back before
+    # the end, and the tensors that the event holds are safe without.
+    if not torch.cuda.is_current_stream_capturing():
+        for tensor in kept:
+            tensor.record_stream(comm)
+            tensor.record_stream(current)
+    return result, EventOverlap(event, kept)
+
+
+def _tensors(outputs: Any) -> tuple[Any, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else ()

@@ -1,0 +1,435 @@
+"""DeepEP's low-latency methods on CPU ranks, against the oracle and against what DeepEP's users rely on."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepep_ranks import QUANTS, deepep_cases, rebuilt, run_program, small_case
+from expected import shared_buffer
+from processes import run_processes
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+SIZES = {"max_tokens": 4, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu", "timeout": 30.0}
+
+
+def _one_rank(**options: Any) -> nccl_ep.Buffer:
+    return nccl_ep.Buffer.for_shapes(None, **{**SIZES, **options})
+
+
+def _dispatched(buffer: nccl_ep.Buffer, **options: Any) -> tuple[Any, ...]:
+    x, ids = torch.ones(3, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1], [0, 1]])
+    return (ids, *buffer.low_latency_dispatch(x, ids, 4, 2, **{"use_fp8": False, **options}))
+
+
+# ---- Against the oracle
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 30), (2, 40), (3, 25), (4, 25), (8, 8)])
+def test_generated_cases(num_ranks: int, count: int) -> None:
+    """Every other one with hooks; handles are always rebuilt."""
+    cases = deepep_cases(count, num_ranks, domain_size=None)
+    assert {case.case.quant for case in cases} > {None} and {case.case.combine_weights for case in cases} > {"masked"}
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases) as buffer:
+            for number, case in enumerate(cases):
+                case.run(buffer, staged=number % 2 == 1)
+
+    run_ranks(num_ranks, body)
+
+
+@pytest.mark.parametrize("domain_size", [2, 1])
+def test_generated_cases_over_domains(domain_size: int) -> None:
+    cases = deepep_cases(10, 4, domain_size=domain_size)
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases, domain_size=domain_size, network_seed=3) as buffer:
+            for number, case in enumerate(cases):
+                case.run(buffer, staged=number % 2 == 1)
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_options_change_no_bit(quant: str | None) -> None:
+    case = small_case(2, quant=quant, hidden=640)
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case]) as buffer:
+            for options in ({}, {"staged": True}, {"async_finish": True}):
+                case.run(buffer, **options)
+                _, _, handle, event, hook = case.send(buffer)
+                assert event.event is None and hook is None
+                for more in ({"zero_copy": True}, {"use_logfmt": True}, {"out": torch.empty(8, 640).bfloat16()}):
+                    staged = "staged" in options
+                    y, event, hook = case.send_back(
+                        buffer, handle, return_recv_hook=staged, async_finish="async_finish" in options, **more
+                    )
+                    assert (event.event is not None) == ("async_finish" in options)
+                    if hook is not None:
+                        hook()
+                    case.check_combine(y, group.rank())
+                    assert "out" not in more or y is more["out"]
+
+    run_ranks(2, body)
+
+
+def test_two_batches_interleaved_with_hooks() -> None:
+    """While the rows of one batch are on their way, the other's are worked on; ranks are out of step."""
+    cases = [small_case(3, seed=seed, num_experts=6, topk=3) for seed in (3, 5)]
+
+    def body(group: ThreadGroup) -> None:
+        rank, pauses = group.rank(), random.Random(group.rank())
+        with shared_buffer(group, cases) as buffer:
+            back: Any = None
+            flying = cases[0].send(buffer, return_recv_hook=True)
+            for number in range(1, 21):
+                now, following = cases[(number - 1) % 2], cases[number % 2]
+                received, counts, handle, _, hook = flying
+                if pauses.random() < 0.3:
+                    sum(range(20000))
+                hook()
+                if back is not None:
+                    back[2]()
+                    following.check_combine(back[0], rank)
+                flying = following.send(buffer, return_recv_hook=True)
+                now.check_received(rank, received, counts, handle)
+                back = now.send_back(buffer, rebuilt(handle), return_recv_hook=True)
+            flying[4]()
+            back[2]()
+
+    run_ranks(3, body)
+
+
+def test_handles_live_on() -> None:
+    """Used after other dispatches, more than once, and rebuilt."""
+    cases = deepep_cases(5, 2, domain_size=None)
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases) as buffer:
+            handles = [case.send(buffer)[2] for case in cases]
+            for index in (4, 0, 2, 0, 1, 3):
+                y, _, _ = cases[index].send_back(buffer, rebuilt(handles[index]))
+                cases[index].check_combine(y, group.rank())
+
+    run_ranks(2, body)
+
+
+def test_a_program_written_for_deepep(tmp_path: Path) -> None:
+    """Ranks are processes that know one another by a gloo group alone."""
+    assert run_processes(2, run_program, tmp_path, 2) == [16, 16]
+
+
+# ---- The constructor, sizes, memory
+
+
+def test_constructor_is_deepeps() -> None:
+    parameters = list(inspect.signature(nccl_ep.Buffer.__init__).parameters.values())[1:]
+    positional = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
+    assert list(positional.items()) == [
+        ("group", None), ("num_nvl_bytes", 0), ("num_rdma_bytes", 0), ("low_latency_mode", False),
+        ("num_qps_per_rank", 24), ("allow_nvlink_for_low_latency_mode", True), ("allow_mnnvl", False),
+        ("use_fabric", False), ("explicitly_destroy", False), ("enable_shrink", False), ("comm", None),
+    ]  # fmt: skip
+    with nccl_ep.Buffer(None, 256, 1 << 22, True, 4, True, False, False, True, device="cpu") as buffer:
+        assert (buffer.rank, buffer.group_size, buffer.group, buffer.num_sms) == (0, 1, None, 20)
+        assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.low_latency_mode) == (256, 1 << 22, True)
+        assert buffer.explicitly_destroy and not buffer.enable_shrink and buffer.runtime is not None
+
+
+def test_signatures_are_deepeps() -> None:
+    def names(method: Any) -> list[str]:
+        return [name for name in inspect.signature(method).parameters if name != "self"]
+
+    assert names(nccl_ep.Buffer.low_latency_dispatch) == [
+        "x", "topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts", "cumulative_local_expert_recv_stats",
+        "dispatch_wait_recv_cost_stats", "use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook",
+    ]  # fmt: skip
+    assert inspect.signature(nccl_ep.Buffer.low_latency_dispatch).parameters["use_fp8"].default is True
+    assert names(nccl_ep.Buffer.low_latency_combine) == [
+        "x", "topk_idx", "topk_weights", "handle", "use_logfmt", "zero_copy", "async_finish", "return_recv_hook",
+        "out", "combine_wait_recv_cost_stats",
+    ]  # fmt: skip
+    assert names(nccl_ep.Buffer.get_low_latency_rdma_size_hint) == [
+        "num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 1, 1), (8, 16, 2, 64), (128, 7168, 4, 256), (1024, 2880, 8, 512)])
+def test_size_hint_suffices(shape: tuple[int, int, int, int]) -> None:
+    """What the window of that many bytes is split into has room for every top-k."""
+    max_tokens, hidden, ranks, experts = shape
+    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(max_tokens, hidden, ranks, experts)
+    assert hint % 128 == 0
+    split = _C.sizes_for_window(ranks, hint)
+    for topk in (1, 8, 32):
+        need = _C.sizes_for(ranks, experts, topk, max_tokens, 2 * hidden, 2 * hidden)
+        assert all(have >= want for have, want in zip(split, need, strict=True)), (split, need)
+    if max_tokens >= 128:
+        assert hint < 1.5 * 2 * (2 * need[0] + need[1] + need[2]), "the hint wastes memory"
+
+
+def test_a_buffer_of_the_hint_runs() -> None:
+    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(8, 64, 1, 4)
+    ids = torch.arange(32).repeat(8, 1) % 4
+    with nccl_ep.Buffer(None, 0, hint, low_latency_mode=True, device="cpu") as buffer:
+        buffer.clean_low_latency_buffer(8, 64, 4)
+        _, counts, _, _, _ = buffer.low_latency_dispatch(torch.ones(8, 64).bfloat16(), ids, 8, 4, use_fp8=False)
+        assert counts.tolist() == [8, 8, 8, 8]  # of 64 rows each, those past the R * M there is room for are dropped
+
+
+def test_clean_says_what_does_not_fit() -> None:
+    with _one_rank() as buffer:
+        buffer.clean_low_latency_buffer(4, 64, 2)
+        with pytest.raises(ValueError, match=r"too small for 400 tokens a rank, hidden 6400, 2 experts: a bank needs"):
+            buffer.clean_low_latency_buffer(400, 6400, 2)
+
+
+def test_local_buffer_tensor_is_scratch() -> None:
+    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(4, 64, 1, 2)
+    with nccl_ep.Buffer(None, 256, hint, low_latency_mode=True, device="cpu", timeout=5.0) as buffer:
+        whole = buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)
+        assert whole.shape == (hint,) and whole.dtype == torch.int8
+        ids, rows, _, handle, _, hook = _dispatched(buffer, return_recv_hook=True)
+        whole.fill_(0x5A)  # in the middle of an operation
+        hook()
+        y, _, _ = buffer.low_latency_combine(rows, ids, torch.ones(3, 2), handle)
+        assert y[:, 0].tolist() == [2, 1, 2]
+        part = buffer.get_local_buffer_tensor(torch.float32, torch.Size([2, 3]), 8, use_rdma_buffer=True)
+        assert part.shape == (2, 3) and part.data_ptr() == whole.data_ptr() + 8
+        assert buffer.get_local_buffer_tensor(torch.int64).shape == (32,)
+        for size, offset in ((torch.Size([65]), 0), (torch.Size([64]), 4), (None, 2), (None, -4)):
+            with pytest.raises(ValueError, match="num_nvl_bytes is 256"):
+                buffer.get_local_buffer_tensor(torch.float32, size, offset)
+
+
+def test_combine_buffer_is_the_same_each_time() -> None:
+    with _one_rank() as buffer:
+        *_, handle, _, _ = _dispatched(buffer)
+        first = buffer.get_next_low_latency_combine_buffer(handle)
+        assert first.shape == (2, 4, 64) and first.dtype == torch.bfloat16 and first.is_contiguous()
+        *_, other, _, _ = _dispatched(buffer)
+        assert buffer.get_next_low_latency_combine_buffer(other) is first
+
+
+# ---- Masks
+
+
+def test_masks() -> None:
+    with _one_rank(enable_shrink=True) as buffer:
+        status = torch.full((1,), 7, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0]
+        buffer.low_latency_update_mask_buffer(0, False)
+        buffer.low_latency_update_mask_buffer(0)
+        buffer.low_latency_clean_mask_buffer()
+        with pytest.raises(nccl_ep.UsageError, match=r"rank 0 cannot be masked: .* fault tolerance"):
+            buffer.low_latency_update_mask_buffer(0, mask=True)
+        with pytest.raises(ValueError, match="rank_to_mask is 1, must be 0 to 0"):
+            buffer.low_latency_update_mask_buffer(1)
+        for wrong in (torch.zeros(2, dtype=torch.int32), torch.zeros(1)):
+            with pytest.raises(ValueError, match=r"must be torch.int32 \[1\]"):
+                buffer.low_latency_query_mask_buffer(wrong)
+
+
+# ---- Events and hooks
+
+
+def test_events_of_a_cpu_buffer_are_complete() -> None:
+    with _one_rank() as buffer:
+        *_, event, hook = _dispatched(buffer, async_finish=True)
+        assert hook is None and event.event is not None and event.event.query()
+        event.current_stream_wait()
+        assert event.extra_tensors is None or all(isinstance(t, torch.Tensor) for t in event.extra_tensors)
+        with event as same:
+            assert same is event
+        assert buffer.get_comm_stream() is buffer.get_comm_stream()
+        captured = buffer.capture()
+        assert captured.event is not None
+        captured.current_stream_wait()
+        nccl_ep.EventOverlap(nccl_ep.EventHandle()).current_stream_wait()
+
+
+def test_an_event_that_is_not_there() -> None:
+    with _one_rank() as buffer:
+        *_, event, hook = _dispatched(buffer)
+        assert event.event is None and hook is None
+        with pytest.raises(AssertionError, match="no event"):
+            event.current_stream_wait()
+        with event:  # DeepEP's allows it
+            pass
+
+
+def test_a_hook_works_once() -> None:
+    with _one_rank() as buffer:
+        ids, rows, counts, handle, event, hook = _dispatched(buffer, return_recv_hook=True)
+        assert event.event is None
+        with pytest.raises(nccl_ep.UsageError, match="has not been received"):
+            _dispatched(buffer)
+        hook()
+        assert counts.tolist() == [2, 3]
+        with pytest.raises(nccl_ep.UsageError, match="called already"):
+            hook()
+        y, _, hook = buffer.low_latency_combine(rows, ids, torch.ones(3, 2), handle, return_recv_hook=True)
+        hook()
+        assert y[:, 0].tolist() == [2, 1, 2]
+
+
+# ---- Statistics
+
+
+def test_received_rows_are_counted() -> None:
+    case = small_case(2)
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case]) as buffer:
+            stats = torch.full((2,), 5, dtype=torch.int32)
+            for staged in (False, True, False):
+                *_, hook = case.send(buffer, cumulative_local_expert_recv_stats=stats, return_recv_hook=staged)
+                if hook is not None:
+                    hook()
+            assert stats.tolist() == (5 + 3 * case.results[group.rank()].counts).tolist()
+
+    run_ranks(2, body)
+
+
+def test_waits_are_measured() -> None:
+    """Rank 1 is 0.2 s late for each operation: rank 0 waits for it, and nobody for itself."""
+    case = small_case(2)
+
+    def body(group: ThreadGroup) -> tuple[list[int], list[int]]:
+        rank = group.rank()
+        there, back = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        with shared_buffer(group, [case]) as buffer:
+            _, _, handle, _, _ = case.send(buffer)
+            time.sleep(0.2 * rank)
+            case.send(buffer, dispatch_wait_recv_cost_stats=there)
+            time.sleep(0.2 * rank)
+            case.send_back(buffer, handle, combine_wait_recv_cost_stats=back)
+        return there.tolist(), back.tolist()
+
+    for waits in run_ranks(2, body)[0]:
+        assert waits[0] == 0 and 0.1e9 < waits[1] < 20e9, waits
+
+
+# ---- Bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"x": torch.ones(3, 4, 16).bfloat16()}, ValueError, r"x has shape \[3, 4, 16\], must be \[tokens, hidden\]"),
+        ({"x": torch.ones(3, 64)}, ValueError, "quant fp8 of fp32"),
+        ({"x": None}, ValueError, "x has shape"),
+        ({"topk_idx": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, r"topk_idx has shape \[2, 2\], must be \[3"),
+        ({"topk_idx": torch.zeros(3, 2)}, ValueError, "topk_idx is Float, must be int64 or int32"),
+        ({"topk_idx": [[0, 1]] * 3}, TypeError, "topk_idx is a list, must be a tensor"),
+        ({"num_max_dispatch_tokens_per_rank": 2}, ValueError, "3 tokens, but max_tokens is 2"),
+        ({"num_max_dispatch_tokens_per_rank": 0}, ValueError, "max_tokens"),
+        ({"num_max_dispatch_tokens_per_rank": 4000}, ValueError, "the window is too small for 4000 tokens"),
+        ({"num_experts": 0}, ValueError, "experts"),
+        ({"use_ue8m0": True}, ValueError, "use_ue8m0 is set, and round_scale is not"),
+        ({"async_finish": True, "return_recv_hook": True}, ValueError, "async_finish and return_recv_hook are both"),
+        ({"cumulative_local_expert_recv_stats": torch.zeros(3, dtype=torch.int32)}, ValueError, r"must be \[2\]"),
+        ({"cumulative_local_expert_recv_stats": torch.zeros(2)}, ValueError, "is Float, must be Int"),
+        ({"dispatch_wait_recv_cost_stats": torch.zeros(2, dtype=torch.int64)}, ValueError, r"must be \[1\]"),
+        ({"x": torch.ones(3, 64, device="meta").bfloat16()}, ValueError, "x is on meta, the buffer on cpu"),
+    ],
+)
+def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    good = {
+        "x": torch.ones(3, 64).bfloat16(), "topk_idx": torch.zeros(3, 2, dtype=torch.int64),
+        "num_max_dispatch_tokens_per_rank": 4, "num_experts": 2,
+    }  # fmt: skip
+    with _one_rank() as buffer:
+        with pytest.raises(error, match=text):
+            buffer.low_latency_dispatch(**{**good, **changes})
+        *_, counts, _, _, _ = buffer.low_latency_dispatch(**good)  # nothing was sent, nothing is harmed
+        assert counts.tolist() == [4, 0]  # of six rows, those that there is room for
+        assert buffer.stats()["dispatches"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"x": torch.ones(2, 3, 64).bfloat16()}, ValueError, r"rows has shape \[2, 3, 64\], must be \[2, 4, 64\]"),
+        ({"x": torch.ones(2, 4, 32).bfloat16()}, ValueError, r"x has shape \[2, 4, 32\], must be \[local .*, 64\]"),
+        ({"x": torch.ones(2, 64, 4).bfloat16().transpose(1, 2)}, ValueError, "not contiguous"),
+        ({"x": torch.ones(2, 4, 64).to(torch.int16)}, ValueError, "must be bf16, fp16 or fp32"),
+        ({"topk_weights": torch.ones(3, 2).bfloat16()}, ValueError, "weights is BFloat16, must be Float"),
+        ({"topk_weights": torch.ones(3, 3)}, ValueError, r"weights has shape \[3, 3\]"),
+        ({"topk_idx": torch.zeros(4, 2, dtype=torch.int64)}, ValueError, "after a dispatch of 4 tokens, top-2"),
+        ({"topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, ValueError, "after a dispatch of 3 tokens, top-3"),
+        ({"out": torch.zeros(3, 64)}, ValueError, "out is Float, must be BFloat16"),
+        ({"out": torch.zeros(2, 64).bfloat16()}, ValueError, r"out has shape \[2, 64\], must be \[3, 64\]"),
+        ({"use_logfmt": True, "zero_copy": True}, ValueError, "use_logfmt and zero_copy are both set"),
+        ({"zero_copy": True, "x": torch.ones(2, 4, 64)}, ValueError, "with zero_copy it must be as torch.bfloat16"),
+        ({"async_finish": True, "return_recv_hook": True}, ValueError, "async_finish and return_recv_hook are both"),
+        ({"combine_wait_recv_cost_stats": torch.zeros(1)}, ValueError, "is Float, must be Long"),
+    ],
+)
+def test_bad_combine(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    with _one_rank() as buffer:
+        ids, rows, _, handle, _, _ = _dispatched(buffer)
+        good = {"x": rows, "topk_idx": ids, "topk_weights": torch.ones(3, 2), "handle": handle}
+        with pytest.raises(error, match=text):
+            buffer.low_latency_combine(**{**good, **changes})
+        assert buffer.low_latency_combine(**good)[0][:, 0].tolist() == [2, 1, 2]
+        assert buffer.stats()["combines"] == 1
+
+
+def test_a_handle_that_is_none() -> None:
+    """Copies of src_info have lost the routing behind it; other tuples have other sizes."""
+    with _one_rank() as buffer:
+        ids, rows, _, handle, _, _ = _dispatched(buffer)
+        src_info, *rest = handle
+        weights = torch.ones(3, 2)
+        for wrong in (src_info.clone(), torch.zeros(4, 2, dtype=torch.int32).t().contiguous(), src_info[:, :3]):
+            with pytest.raises(ValueError, match="src_info"):
+                buffer.low_latency_combine(rows, ids, weights, (wrong, *rest))
+        with pytest.raises(ValueError, match=r"src_info has shape \[2, 4\], must be \[2, 3\]"):
+            buffer.low_latency_combine(rows[:, :3].contiguous(), ids, weights, (src_info, rest[0], 3, 64, 2))
+        spoilt = src_info.clone().untyped_storage()
+        assert spoilt.nbytes() < src_info.untyped_storage().nbytes()
+        handle[0].view(-1).as_strided((8,), (1,), 8 + 4).fill_(1000)  # behind src_info and the numbers of tokens
+        with pytest.raises(ValueError, match="the handle is not of these sizes, or was changed"):
+            buffer.low_latency_combine(rows, ids, weights, handle)
+
+
+def test_a_destroyed_buffer() -> None:
+    buffer = _one_rank()
+    ids, rows, _, handle, _, _ = _dispatched(buffer)
+    buffer.destroy()
+    calls: list[Any] = [
+        lambda: _dispatched(buffer),
+        lambda: buffer.low_latency_combine(rows, ids, torch.ones(3, 2), handle),
+        lambda: buffer.clean_low_latency_buffer(4, 64, 2),
+        lambda: buffer.get_next_low_latency_combine_buffer(handle),
+        lambda: buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),
+        buffer.low_latency_clean_mask_buffer,
+    ]
+    for call in calls:
+        with pytest.raises(nccl_ep.UsageError, match="destroyed"):
+            call()
+
+
+def test_a_rank_that_does_not_come() -> None:
+    case = small_case(2)
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case], timeout=0.3) as buffer:
+            if group.rank() == 0:
+                *_, hook = case.send(buffer, return_recv_hook=True)
+                with pytest.raises(nccl_ep.TimeoutError, match="nothing of this call was heard from rank 1"):
+                    hook()
+
+    run_ranks(2, body)

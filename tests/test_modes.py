@@ -1,0 +1,110 @@
+"""Modes of torch around the operations: inference mode, autocast, memory that torch fills."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from deepep_ranks import small_case
+from expected import Expected, plain_case, shared_buffer
+from torch.profiler import ProfilerActivity, profile
+
+import nccl_ep
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+
+@contextlib.contextmanager
+def _filled_memory() -> Iterator[None]:
+    """torch's default for ``use_deterministic_algorithms``: it fills what ``torch.empty`` returns, with NaN or the
+    largest number."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "filled": _filled_memory,
+}
+
+
+@pytest.mark.parametrize("quant", [None, "fp8_ue8m0"])
+@pytest.mark.parametrize("mode", MODES)
+def test_results_are_the_oracles(mode: str, quant: str | None) -> None:
+    """Inside the mode, before and after; what was made inside works outside, and the other way round."""
+    changes: dict[str, Any] = {"quant": quant, "rows_dtype": torch.float32, "hidden": 640}
+    deepep, native = small_case(1, **changes), Expected(plain_case(1, **changes))
+    with shared_buffer(ThreadGroup.make(1)[0], [deepep, native]) as buffer:
+        outside = deepep.send(buffer)[2]
+        with MODES[mode]():
+            for staged in (False, True):
+                native.run(buffer, staged=staged)
+            for options in ({}, {"return_recv_hook": True}, {"async_finish": True}):
+                received, counts, inside, _, hook = deepep.send(buffer, **options)
+                if hook is not None:
+                    hook()
+                deepep.check_received(0, received, counts, inside)
+            scratch = buffer.get_next_low_latency_combine_buffer(inside)
+            for handle in (outside, inside):
+                y, _, _ = deepep.send_back(buffer, handle)
+                deepep.check_combine(y, 0)
+            status = torch.ones(1, dtype=torch.int32)
+            buffer.low_latency_query_mask_buffer(status)
+        scratch.zero_()
+        y, _, _ = deepep.send_back(buffer, inside)
+        deepep.check_combine(y, 0)
+        native.run(buffer)
+
+
+def _torch_calls(body: Callable[[], Any]) -> Counter[str]:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as run:
+        body()
+    return Counter(event.name for event in run.events() if event.name.startswith(("aten::", "nccl_ep::")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_add_no_work(mode: str) -> None:
+    """Torch is called for the same things: nothing is converted, and outputs are not filled before they are written."""
+    case = small_case(1)
+    given = case.inputs[0]
+    weights = torch.rand(given.topk_idx.shape)
+    with shared_buffer(ThreadGroup.make(1)[0], [case]) as buffer:
+
+        def native() -> None:
+            out = nccl_ep.dispatch(given.x, given.topk_idx, weights, buffer=buffer, num_experts=2, max_tokens=8)
+            nccl_ep.combine(out.x, out.handle)
+
+        def deepep() -> None:
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(given.x, given.topk_idx, 8, 2, use_fp8=False)
+            buffer.low_latency_combine(rows, given.topk_idx, weights, handle)
+            _, _, handle, _, hook = buffer.low_latency_dispatch(given.x, given.topk_idx, 8, 2, return_recv_hook=True)
+            hook()
+
+        for body in (native, deepep):
+            plain = _torch_calls(body)
+            with MODES[mode]():
+                within = _torch_calls(body)
+            assert within == plain, f"{body.__name__}: {within - plain}, {plain - within}"
+            assert sum(count for name, count in plain.items() if name.startswith("nccl_ep::")) >= 2
+
+
+def test_filled_memory_between_ranks() -> None:
+    case = small_case(2, quant="fp8", hidden=640)
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case]) as buffer:
+            for staged in (False, True):
+                case.run(buffer, staged=staged)
+
+    with _filled_memory():
+        run_ranks(2, body)
