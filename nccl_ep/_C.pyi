@@ -17,6 +17,19 @@ def sizes_for(
     combine_row_bytes: int,
     /,
 ) -> tuple[int, int, int]: ...
+
+# Words of a call; bytes of routes, rows, crossing routes, crossing rows, arena.
+def ht_sizes_for(
+    num_ranks: int,
+    domain_size: int,
+    num_experts: int,
+    topk: int,
+    max_tokens: int,
+    dispatch_row_bytes: int,
+    combine_row_bytes: int,
+    arena_bytes: int,
+    /,
+) -> tuple[int, int, int, int, int, int]: ...
 def sizes_for_window(num_ranks: int, window_bytes: int, /) -> tuple[int, int, int]: ...
 def window_for(num_ranks: int, sizes: tuple[int, int, int], /) -> int: ...
 
@@ -31,6 +44,7 @@ class GroupConfig:
         combine_row_bytes: int,
         timeout_seconds: float,
         network_seed: int,
+        ht_sizes: tuple[int, int, int, int, int, int],
     ) -> None: ...
 
 class Group:

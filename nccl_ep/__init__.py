@@ -9,6 +9,7 @@ from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutE
 from .events import EventHandle, EventOverlap
 from .functional import Pending, combine, combine_send, combine_weights, dispatch, dispatch_send
 from .handle import DispatchOutput, Handle, Layout, Quant
+from .high_throughput import Payload, dispatch_cached
 
 log.set_up()
 
@@ -22,6 +23,7 @@ __all__ = [
     "Layout",
     "MismatchError",
     "OverflowError",
+    "Payload",
     "Pending",
     "Quant",
     "SystemError",
@@ -32,5 +34,6 @@ __all__ = [
     "combine_send",
     "combine_weights",
     "dispatch",
+    "dispatch_cached",
     "dispatch_send",
 ]

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,9 @@ from .bootstrap import Rendezvous, rendezvous_of
 from .deepep_low_latency import LowLatencyMethods
 from .errors import UsageError
 from .log import logger
+from .modes import MODES, auto_ll_tokens
 
+_MIN_ARENA_BYTES = 1 << 16  # blocks are multiples of 512 bytes, and an output may be several
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
@@ -34,6 +37,7 @@ class Buffer(LowLatencyMethods):
             explicitly_destroy, enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py
             communicator in place of a group.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
+        ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
         on_overflow: "count" (rows past a capacity are dropped and counted) or "raise".
@@ -68,6 +72,7 @@ class Buffer(LowLatencyMethods):
         comm: Any = None,
         *,
         sizes: tuple[int, int, int] | None = None,
+        ht_sizes: tuple[int, int, int, int, int, int] | None = None,
         device: str | torch.device | None = None,
         timeout: float = 100.0,
         on_overflow: str = "count",
@@ -99,8 +104,10 @@ class Buffer(LowLatencyMethods):
             combine_row_bytes=sizes[2],
             timeout_seconds=timeout,
             network_seed=network_seed or 0,
+            ht_sizes=ht_sizes or (0,) * 6,
         )
         self._sizes = sizes
+        self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._scratch: dict[Any, torch.Tensor] = {}
         self._comm_stream: Any = None
         self._is_destroyed = False
@@ -129,32 +136,47 @@ class Buffer(LowLatencyMethods):
         dtype: torch.dtype = torch.bfloat16,
         wire_dtype: torch.dtype | None = None,
         scale_bytes: int | None = None,
+        mode: str = "ll",
+        arena_bytes: int | None = None,
         **options: Any,
     ) -> Buffer:
-        """A buffer whose window fits low-latency operations up to these sizes.
+        """A buffer whose window fits operations up to these sizes.
 
         Args:
             max_tokens: tokens a rank sends at most, equal on all ranks; the default of ``dispatch``.
             hidden: elements of a row; rows are a multiple of 16 bytes. topk: choices of a token, 1 to 32.
             num_experts: of all ranks, a multiple of their number.
             dtype: of the rows. wire_dtype: of partial sums on their way home, by default ``dtype``.
-            scale_bytes: of a row that the caller quantises; by default 4 for 32 elements.
+            scale_bytes: of a row that the caller quantises, or of what is dispatched along with it; by default 4 for
+                32 elements.
+            mode: what the buffer has room for: "ll", "ht", or "auto" for both, low latency then up to the sizes that
+                ``dispatch(mode="auto")`` gives to it.
+            arena_bytes: for outputs of high throughput and tensors of ``buffer.empty``, beside the window's other
+                parts; by default two flat outputs that hold all rows that can come.
             options: ``device``, ``timeout``, ``on_overflow`` and the other keywords of ``Buffer``.
 
         Raises: as ``Buffer``.
         """
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
         rendezvous = rendezvous_of(group)
+        ranks = rendezvous.size()
         if scale_bytes is None:
             scale_bytes = (hidden + 31) // 32 * 4
-        sizes = _C.sizes_for(
-            rendezvous.size(),
-            num_experts,
-            topk,
-            max_tokens,
-            hidden * dtype.itemsize + (scale_bytes + 15) // 16 * 16,
-            hidden * max((wire_dtype or dtype).itemsize, 2),
-        )
-        buffer = cls(rendezvous, sizes=sizes, **options)
+        row_bytes = hidden * dtype.itemsize + (scale_bytes + 15) // 16 * 16
+        home_bytes = hidden * max((wire_dtype or dtype).itemsize, 2)
+        sizes, ht_sizes = (0, 0, 0), None
+        if mode != "ht":
+            ll_tokens = max_tokens
+            if mode == "auto":
+                ll_tokens = auto_ll_tokens(max_tokens, hidden * dtype.itemsize, topk, ranks)
+            sizes = _C.sizes_for(ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes)
+        if mode != "ll":
+            if arena_bytes is None:
+                arena_bytes = max(2 * ranks * max_tokens * row_bytes, _MIN_ARENA_BYTES)
+            domain = options.get("domain_size") or ranks
+            ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
+        buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
         buffer.group, buffer.max_tokens = group, max_tokens
         return buffer
 
@@ -194,7 +216,10 @@ class Buffer(LowLatencyMethods):
         since the last ``check()``. "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went
         when the buffer was made, NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's
         methods.
-        "mode", "backend", "device", "domain_size": how its operations run.
+        "ht_dispatches", "ht_combines": of high throughput; "staged_dispatches", "staged_combines": those of them that
+        needed a copy, because a tensor was not in the arena (or a row's dtype wider than the wire's); "arena_bytes",
+        "arena_free_bytes".
+        "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
 
         On CUDA it waits for a copy from the device, not for operations in flight.
         """
@@ -202,12 +227,24 @@ class Buffer(LowLatencyMethods):
         stats["scratch_bytes"] = sum(tensor.nbytes for tensor in self._scratch.values())
         if self.device.type == "cuda":
             stats["memory_total_bytes"] = self._memory_total
-        return stats | {"mode": "ll", "device": str(self.device), "domain_size": self.domain_size}
+        return stats | {"mode": self._mode, "device": str(self.device), "domain_size": self.domain_size}
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """An uninitialised tensor in the window's arena, which other ranks can read and write where it lies.
+
+        Experts that write their rows into one spare ``combine`` a copy. It is an ordinary tensor otherwise, and keeps
+        its memory for as long as it is used, the buffer's end included. Where the arena has no room (``stats()``
+        tells), it lies in other memory and works as well.
+        """
+        self.require_usable()
+        made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self.name, self._seq, list(size), dtype)
+        return made
 
     def wire_bytes(self) -> dict[str, list[int]]:
         """What this rank has sent since the buffer was made (CPU backend), each a list [R] that includes itself.
 
-        "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights.
+        "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights. A row that another
+        rank has made readable counts where it is read.
         """
         return dict(self.runtime.wire_bytes())
 

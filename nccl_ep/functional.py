@@ -10,19 +10,20 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import ops  # noqa: F401  (registers the fakes)
-from .buffer import Buffer, find_buffer
-from .checks import error_of as _error_of
-from .checks import require_on as _require_on
+from .buffer import Buffer
+from .checks import error_of, require_on
 from .errors import OverflowError, UsageError
 from .events import EventOverlap, run_beside
 from .handle import LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
+from .high_throughput import EXACT, buffer_of, combine_args, route_and_send
 from .log import logger
+from .modes import MODES, choose_mode
 
 T = TypeVar("T")
 _ops = torch.ops.nccl_ep
 # Look-ups that the hot path is spared.
 _ll_dispatch, _ll_combine = _ops.ll_dispatch.default, _ops.ll_combine.default
-_Tensor, _strided, _float32, _PACKED = torch.Tensor, torch.strided, torch.float32, Layout.PACKED
+_Tensor, _float32, _PACKED = torch.Tensor, torch.float32, Layout.PACKED
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/params.h, Weighting
 _MAX_FORMS = 256  # that a buffer remembers
 
@@ -37,11 +38,13 @@ def dispatch(
     mode: str = "ll",
     layout: str = "expert_major",
     max_tokens: int | None = None,
-    capacity: int | None = None,
+    capacity: int | str | None = None,
     expert_alignment: int = 1,
     quant: str | None = None,
     scales: torch.Tensor | None = None,
+    extra: Sequence[torch.Tensor] = (),
     zero_padding: bool = False,
+    out: DispatchOutput | None = None,
     num_sms: int = 0,
 ) -> DispatchOutput:
     """Sends every token to the ranks of its experts, once a rank. Collective; the same results whatever the timing.
@@ -52,14 +55,20 @@ def dispatch(
         topk_idx: [T, K] int64 or int32 expert ids; -1 is no choice. An id out of range acts as -1 and is reported by
             ``buffer.check()``.
         topk_weights: [T, K] float32, by default ones.
+        mode: "ll" (low latency), "ht" (high throughput) or "auto": by ``max_tokens``, the bytes of a row, K and R
+            (``nccl_ep.modes.choose_mode``); the handle says which it was.
         layout: "expert_major", "packed", "rank_major" or "flat": see ``DispatchOutput``.
         max_tokens: equal on all ranks; default: the buffer's.
-        capacity: rows of an expert (expert_major, default R * M), or in all (packed, flat; default: what always fits).
+        capacity: rows of an expert (expert_major; default R * M, HT must be told), or in all (packed, flat; default:
+            what always fits). "exact", HT alone: the size of what is received, for which the host waits.
         expert_alignment: packed: the first row of an expert is a multiple of it.
         quant: None, "fp8" (e4m3, a float32 scale for 128 elements), "fp8_rounded" (scales are powers of two) or
             "fp8_ue8m0" (their exponents, four in an int32). x is bf16 or fp16 then, H a multiple of 16.
         scales: [T, S] of any dtype and strides, for rows that the caller has quantised.
+        extra: HT: up to three further tensors [T, n], contiguous, rows a multiple of 16 bytes: moved bit for bit along
+            with x.
         zero_padding: rows of the output that do not exist are zeroed.
+        out: HT: an earlier output of the same call, whose tensors (the handle's too) are written again.
         num_sms: CUDA: thread blocks to use; 0 chooses.
 
     Raises:
@@ -68,19 +77,28 @@ def dispatch(
         TimeoutError, MismatchError: a rank did not come, or made another call; the buffer has failed.
         OverflowError: rows were dropped, and the buffer was made with ``on_overflow="raise"``.
 
-    Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch``.
+    Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch`` and ``dispatch``.
     """
     form = _form_of(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
+    moved: tuple[torch.Tensor, ...] = ()
+    if form.mode == "ll" and (extra or out is not None):
+        raise ValueError("extra and out are for high throughput, and this is a low-latency dispatch")
     try:
-        received = _ll_dispatch(
-            buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
-        )
+        if form.mode == "ll":
+            received = _ll_dispatch(
+                buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
+            )
+        else:
+            require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
+            received, moved = route_and_send(
+                buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, out
+            )
     except RuntimeError as error:
-        raise _error_of(buffer, error) from error
-    return _output(buffer, form, x.shape[0], scales is not None, received)
+        raise error_of(buffer, error) from error
+    return _output(buffer, form, x.shape[0], scales is not None, received, moved)
 
 
 def dispatch_send(
@@ -93,7 +111,7 @@ def dispatch_send(
     mode: str = "ll",
     layout: str = "expert_major",
     max_tokens: int | None = None,
-    capacity: int | None = None,
+    capacity: int | str | None = None,
     expert_alignment: int = 1,
     quant: str | None = None,
     scales: torch.Tensor | None = None,
@@ -108,7 +126,7 @@ def dispatch_send(
 
     With ``async_finish`` the whole operation runs at once on the buffer's own stream (``buffer.get_comm_stream()``),
     beside what the caller puts on the current one, and ``receive()`` makes the current stream wait for ``event``. Any
-    number may be open; x must not be overwritten before the event.
+    number may be open; x must not be overwritten before the event. High throughput has this form only.
 
     Raises: as ``dispatch``, here or in ``receive()``.
 
@@ -118,12 +136,20 @@ def dispatch_send(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
+    if form.mode == "ht" and not async_finish:
+        raise ValueError("a dispatch of high throughput has no halves: pass async_finish=True, or call dispatch")
     op = _ops.ll_dispatch.default if async_finish else _ops.ll_dispatch_send.default
     args = (x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms)
+
+    def call() -> Any:
+        if form.mode == "ll":
+            return op(buffer.name, buffer._seq, *args)
+        return route_and_send(buffer, x, (), scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, None)[0]
+
     try:
-        sent, event = run_beside(buffer, lambda: op(buffer.name, buffer._seq, *args), args, async_finish)
+        sent, event = run_beside(buffer, call, args, async_finish)
     except RuntimeError as error:
-        raise _error_of(buffer, error) from error
+        raise error_of(buffer, error) from error
     if async_finish:
         return Pending(lambda: _output(buffer, form, x.shape[0], scales is not None, sent), event)
     num_scales, scale_dtype = (scales.shape[1], scales.dtype) if scales is not None else (0, torch.float32)
@@ -135,7 +161,7 @@ def dispatch_send(
                 topk_idx.shape[1], topk_idx.dtype == torch.int64, *form.args, zero_padding, num_sms,
             )  # fmt: skip
         except RuntimeError as error:
-            raise _error_of(buffer, error) from error
+            raise error_of(buffer, error) from error
         return _output(buffer, form, x.shape[0], scales is not None, (*received, sent))
 
     return Pending(receive)
@@ -176,12 +202,14 @@ def combine(
     """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
     try:
+        if handle.mode == "ht":
+            return _ht_combine(buffer, combine_args(handle, args, rows=True), out)
         if out is None:
             out = _ll_combine(buffer.name, buffer._seq, *args)
         else:
             _ops.ll_combine_out.default(buffer.name, buffer._seq, *args, out)
     except RuntimeError as error:
-        raise _error_of(buffer, error) from error
+        raise error_of(buffer, error) from error
     return out
 
 
@@ -205,14 +233,20 @@ def combine_send(
     Raises: as ``combine``, here or in ``receive()``.
     """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
+    if handle.mode == "ht" and not async_finish:
+        raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
     biases, how = args[4], args[-4:]
     op = _ll_combine if async_finish else _ops.ll_combine_send.default
+
+    def call() -> Any:
+        if handle.mode == "ht":
+            return _ht_combine(buffer, combine_args(handle, args, rows=True), None)
+        return op(buffer.name, buffer._seq, *args)
+
     try:
-        combined, event = run_beside(
-            buffer, lambda: op(buffer.name, buffer._seq, *args), (*args, *biases), async_finish
-        )
+        combined, event = run_beside(buffer, call, (*args, handle.slots, *biases), async_finish)
     except RuntimeError as error:
-        raise _error_of(buffer, error) from error
+        raise error_of(buffer, error) from error
     if async_finish:
         return Pending(lambda: combined, event)
 
@@ -222,7 +256,7 @@ def combine_send(
                 buffer.name, buffer._seq, handle.tensor, biases, rows.dtype, rows.shape[-1], *handle.args(), *how
             )
         except RuntimeError as error:
-            raise _error_of(buffer, error) from error
+            raise error_of(buffer, error) from error
         return out
 
     return Pending(receive)
@@ -238,14 +272,30 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
 
     Raises: as ``combine``.
     """
-    buffer = _buffer_of(handle)
-    _require_on(buffer, ("values", "handle"), (values, handle.tensor))
+    buffer = buffer_of(handle)
+    require_on(buffer, ("values", "handle"), (values, handle.tensor))
+    if handle.mode == "ht":
+        how = (_NONE, _float32, _float32, 0)
+        args = combine_args(handle, (values, handle.tensor, None, None, [], *handle.args(), *how), rows=False)
+        try:
+            scalars: torch.Tensor = _ops.ht_combine.default(buffer.name, buffer._seq, *args)[1]
+        except RuntimeError as error:
+            raise error_of(buffer, error) from error
+        return scalars
     try:
         out: torch.Tensor = _ops.ll_combine_weights.default(
             buffer.name, buffer._seq, values, handle.tensor, *handle.args()
         )
     except RuntimeError as error:
-        raise _error_of(buffer, error) from error
+        raise error_of(buffer, error) from error
+    return out
+
+
+def _ht_combine(buffer: Buffer, args: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        result: torch.Tensor = _ops.ht_combine.default(buffer.name, buffer._seq, *args)[0]
+        return result
+    _ops.ht_combine_out.default(buffer.name, buffer._seq, *args, out)
     return out
 
 
@@ -275,8 +325,9 @@ class Pending(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class _Form:
-    """The numbers of a dispatch, checked: the same for many calls."""
+    """The numbers of a dispatch, checked: the same for many calls. mode: "ll" or "ht"."""
 
+    mode: str
     num_experts: int
     topk: int
     max_tokens: int
@@ -292,13 +343,14 @@ class _Form:
         mode: str,
         layout: str,
         max_tokens: int | None,
-        capacity: int | None,
+        capacity: int | str | None,
         alignment: int,
         quant: str | None,
         topk: int,
+        row_bytes: int,
     ) -> _Form:
-        if mode != "ll":
-            raise ValueError(f'mode is {mode!r}, must be "ll"; high throughput ("ht", "auto") is not built yet')
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
         if layout not in LAYOUTS:
             raise ValueError(f"layout is {layout!r}, must be one of {', '.join(LAYOUTS)}")
         if quant not in QUANTS:
@@ -312,12 +364,24 @@ class _Form:
             raise ValueError(f"expert_alignment is {alignment}, but layout {layout} has no alignment")
         if alignment < 1:
             raise ValueError(f"expert_alignment is {alignment}, must be at least 1")
-        if capacity is None:
+        if mode == "auto":
+            mode = choose_mode(max_tokens, row_bytes, topk, ranks, capacity)
+        if isinstance(capacity, str):
+            if capacity != "exact":
+                raise ValueError(f'capacity is {capacity!r}, must be a number, None or "exact"')
+            if mode != "ht" or kind == Layout.EXPERT_MAJOR:
+                raise ValueError(f'capacity "exact" is for high throughput and not for expert_major: {mode}, {layout}')
+            capacity = EXACT
+        elif capacity is None and mode == "ht" and kind == Layout.EXPERT_MAJOR:
+            raise ValueError(
+                "expert_major needs a capacity in high throughput: R * max_tokens rows an expert are too many"
+            )
+        elif capacity is None:
             capacity = _default_capacity(kind, ranks, num_experts, max_tokens, topk, alignment)
         elif kind == Layout.RANK_MAJOR:
             raise ValueError(f"capacity is {capacity}, but layout rank_major always holds max_tokens rows of a rank")
         args = (num_experts, max_tokens, int(kind), capacity, alignment, int(QUANTS[quant]))
-        return _Form(num_experts, topk, max_tokens, kind, capacity, QUANTS[quant], args)
+        return _Form(mode, num_experts, topk, max_tokens, kind, capacity, QUANTS[quant], args)
 
 
 def _form_of(
@@ -330,12 +394,12 @@ def _form_of(
     mode: str,
     layout: str,
     max_tokens: int | None,
-    capacity: int | None,
+    capacity: int | str | None,
     alignment: int,
     quant: str | None,
 ) -> _Form:
     """Checks the arguments of a call: the tensors each time, the numbers when they are new."""
-    _require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
+    require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
     if topk_idx.dim() != 2:
@@ -343,14 +407,16 @@ def _form_of(
     if max_tokens is None:
         max_tokens = buffer.max_tokens
     numbers = (num_experts, mode, layout, max_tokens, capacity, alignment, quant, topk_idx.shape[1])
+    row_bytes = x.shape[1] * x.element_size() if mode == "auto" else 0
     if is_dynamo_compiling():  # sizes may be symbols, which are no keys; and it costs nothing there
-        return _Form.check(buffer.num_ranks, *numbers)
-    form: _Form | None = buffer._forms.get(numbers)
+        return _Form.check(buffer.num_ranks, *numbers, row_bytes)
+    key = (*numbers, row_bytes) if row_bytes else numbers
+    form: _Form | None = buffer._forms.get(key)
     if form is None:
-        form = _Form.check(buffer.num_ranks, *numbers)
+        form = _Form.check(buffer.num_ranks, *numbers, row_bytes)
         if len(buffer._forms) >= _MAX_FORMS:
             buffer._forms.clear()
-        buffer._forms[numbers] = form
+        buffer._forms[key] = form
         logger.debug("%s serves %s for the first time", buffer.name, form)
     return form
 
@@ -365,15 +431,23 @@ def _default_capacity(layout: Layout, ranks: int, experts: int, max_tokens: int,
 
 
 def _output(
-    buffer: Buffer, form: _Form, num_tokens: int, has_scales: bool, received: Sequence[torch.Tensor]
+    buffer: Buffer,
+    form: _Form,
+    num_tokens: int,
+    has_scales: bool,
+    received: Sequence[torch.Tensor],
+    extra: tuple[torch.Tensor, ...] = (),
 ) -> DispatchOutput:
-    x, scales, weights, topk_idx, row_expert, info, handle_tensor = received
+    is_ht = form.mode == "ht"
+    x, scales, weights, topk_idx, row_expert, info, handle_tensor = received[:7] if is_ht else received
     layout = form.layout
     has_expert_rows = layout <= _PACKED
     handle = Handle(
         handle_tensor, buffer.name, num_tokens, form.topk, form.num_experts, form.max_tokens, layout, form.capacity,
         buffer.num_ranks,
     )  # fmt: skip
+    if is_ht:
+        _complete_handle(handle, received[7], x)
     out = DispatchOutput.of_info(
         x,
         scales if has_scales or form.quant else None,
@@ -382,6 +456,7 @@ def _output(
         row_expert if layout is _PACKED else None,
         info,
         handle,
+        extra,
     )
     if buffer.on_overflow == "raise" and int(out.overflow) > 0:
         raise OverflowError(
@@ -389,6 +464,13 @@ def _output(
             f"demand was {out.demand.tolist()}"
         )
     return out
+
+
+def _complete_handle(handle: Handle, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """What a handle of high throughput has besides; sizes that were asked of the other ranks stand in its tensors."""
+    handle.mode, handle.slots = "ht", slots
+    if handle.capacity == EXACT:
+        handle.capacity = handle.max_tokens if handle.layout == Layout.RANK_MAJOR else x.shape[0]
 
 
 def _combine_call(
@@ -417,16 +499,9 @@ def _combine_call(
     if wire_dtype is not out_dtype and wire_dtype is not _float32:
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype} or torch.float32")
     biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
-    buffer = _buffer_of(handle)
-    _require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
+    buffer = buffer_of(handle)
+    require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
     if biases:
-        _require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
+        require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
     how = (weighting, out_dtype, wire_dtype, num_sms)
     return buffer, (rows, handle.tensor, home_weights, topk_idx, biases, *handle.args(), *how)
-
-
-def _buffer_of(handle: Handle) -> Buffer:
-    buffer = find_buffer(handle.buffer)
-    if handle.num_ranks != buffer.num_ranks:
-        raise UsageError(f"the handle is of {handle.num_ranks} ranks, its buffer {buffer.name} of {buffer.num_ranks}")
-    return buffer

@@ -38,14 +38,16 @@ QUANTS = {None: Quant.NONE} | {quant.name.lower(): quant for quant in Quant if q
 
 @dataclass(slots=True, eq=False)  # not frozen: a frozen one takes three times as long to make
 class Handle:
-    """The routing of one dispatch, for any number of combines. Plain data: an int32 tensor of static size, and numbers.
+    """The routing of one dispatch, for any number of combines. Plain data: one or two int32 tensors, and numbers.
 
     Attributes:
         tensor: tokens of every source [R] | expert ids of the own tokens [T, K] | row of each (source, token, k) here |
-            weights of the local choices.
+            weights of the local choices. mode "ht": rows from each source to each destination [R, R], and of the own
+            tokens the ids, and the rows and slots at their owners (csrc/layout/ht_handle.h).
+        slots: mode "ht": of every received row its places and weights (expert layouts), and its token at the source.
         buffer: name of the buffer that made it.
         num_tokens, topk, num_experts, max_tokens, num_ranks: T, K, E, M, R of the dispatch.
-        layout, capacity: of its rows. mode: "ll".
+        layout, capacity: of its rows. mode: "ll" or "ht".
     """
 
     tensor: torch.Tensor
@@ -58,6 +60,7 @@ class Handle:
     capacity: int
     num_ranks: int
     mode: str = "ll"
+    slots: torch.Tensor | None = None
 
     @property
     def num_local_experts(self) -> int:
@@ -85,6 +88,7 @@ class DispatchOutput:
         row_expert: packed: int32 [N] local expert of each row, -1 for padding.
         total: flat: int32 [1] rows in the tensor.
         handle: for combine.
+        extra: of further tensors that were dispatched along, the rows in the places of x's.
     """
 
     x: torch.Tensor
@@ -98,6 +102,7 @@ class DispatchOutput:
     overflow: torch.Tensor
     demand: torch.Tensor
     handle: Handle
+    extra: tuple[torch.Tensor, ...] = ()
     _info: torch.Tensor = field(init=False, repr=False)  # of which the fields that were not given are views
 
     @classmethod
@@ -110,6 +115,7 @@ class DispatchOutput:
         row_expert: torch.Tensor | None,
         info: torch.Tensor,
         handle: Handle,
+        extra: tuple[torch.Tensor, ...] = (),
     ) -> DispatchOutput:
         """Counts, demand, overflow, offsets and total become views of ``info`` when they are first asked for."""
         out = object.__new__(cls)
@@ -119,6 +125,7 @@ class DispatchOutput:
         out.weights = weights
         out.row_expert = row_expert
         out.handle = handle
+        out.extra = extra
         out._info = info
         return out
 

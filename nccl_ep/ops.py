@@ -205,3 +205,96 @@ def _(*args: Any) -> None:
 @_fake("ll_combine_deepep_recv")
 def _(*args: Any) -> None:
     return None
+
+
+# ---- High throughput. Sizes that the ranks tell one another when the op runs are new symbols.
+
+
+def _ht_route_size(buffer: str, num_tokens: int, max_tokens: int, topk: int, num_experts: int) -> int:
+    """As HtHandleShape in csrc/layout/ht_handle.h."""
+    from .buffer import find_buffer
+
+    made = find_buffer(buffer)
+    ranks, domains = made.num_ranks, made.num_ranks // made.domain_size
+    size = _align4(ranks * ranks) + _align4(num_experts // ranks) + 3 * _align4(num_tokens * topk)
+    return size if domains == 1 else size + _align4(domains) + 3 * _align4(domains * max_tokens * topk)
+
+
+def _slot_words(layout: int, topk: int) -> int:
+    return _align4(2 * topk + 1) if layout <= Layout.PACKED else 1
+
+
+def _further(
+    xs: list[torch.Tensor], buffer: str, num_experts: int, max_tokens: int, layout: int, rows: int
+) -> list[torch.Tensor]:
+    """Of the tensors beside x; three in all."""
+    shapes = [_row_shape(layout, _num_ranks(buffer), num_experts, max_tokens, rows, [each.shape[1]]) for each in xs[1:]]
+    further = [each.new_empty(shape) for each, shape in zip(xs[1:], shapes, strict=True)]
+    return [*further, *(xs[0].new_empty([0], dtype=torch.uint8) for _ in range(3 - len(further)))]
+
+
+@_fake("ht_dispatch")
+def _(
+    buffer: str, seq: torch.Tensor, xs: list[torch.Tensor], x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, layout: int, capacity: int, alignment: int,
+    quant: int, zero_padding: bool, num_sms: int,
+) -> Any:  # fmt: skip
+    x, topk = xs[0], topk_idx.shape[1]
+    num_slots: Any = _num_ranks(buffer) * max_tokens
+    if capacity < 0:
+        context = torch.library.get_ctx()
+        num_slots = context.new_dynamic_size()
+        rows: Any = max_tokens if layout == Layout.RANK_MAJOR else context.new_dynamic_size()
+        capacity = rows
+    num_scales, scale_dtype = (x_scales.shape[1], x_scales.dtype) if x_scales is not None else (0, torch.float32)
+    outputs = _outputs(
+        x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk, topk_idx.dtype, num_experts, max_tokens, layout,
+        capacity, quant,
+    )  # fmt: skip
+    further = _further(xs, buffer, num_experts, max_tokens, layout, capacity)
+    route = x.new_empty([_ht_route_size(buffer, x.shape[0], max_tokens, topk, num_experts)], dtype=torch.int32)
+    slots = x.new_empty([num_slots, _slot_words(layout, topk)], dtype=torch.int32)
+    return *outputs, route, slots, *further
+
+
+@_fake("ht_dispatch_out")
+def _(*args: Any) -> None:
+    return None
+
+
+@_fake("ht_dispatch_cached")
+def _(
+    buffer: str, seq: torch.Tensor, xs: list[torch.Tensor], x_scales: torch.Tensor | None, route: torch.Tensor,
+    slots: torch.Tensor, num_tokens: int, topk: int, num_experts: int, max_tokens: int, layout: int, capacity: int,
+    quant: int, zero_padding: bool, num_sms: int,
+) -> Any:  # fmt: skip
+    x = xs[0]
+    num_scales, scale_dtype = (x_scales.shape[1], x_scales.dtype) if x_scales is not None else (0, torch.float32)
+    outputs = _outputs(
+        x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk, torch.int32, num_experts, max_tokens, layout,
+        capacity, quant,
+    )  # fmt: skip
+    return *outputs[:2], *_further(xs, buffer, num_experts, max_tokens, layout, capacity)
+
+
+@_fake("ht_combine")
+def _(
+    buffer: str, seq: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor | None, route: torch.Tensor,
+    slots: torch.Tensor, weights: torch.Tensor | None, topk_idx: torch.Tensor | None, biases: list[torch.Tensor],
+    num_tokens: int, topk: int, num_experts: int, max_tokens: int, layout: int, capacity: int, weighting: int,
+    out_dtype: torch.dtype, wire_dtype: torch.dtype, num_sms: int,
+) -> Tensors:  # fmt: skip
+    return (
+        route.new_empty([0] if rows is None else [num_tokens, rows.shape[-1]], dtype=out_dtype),
+        route.new_empty([0] if values is None else [num_tokens, topk], dtype=torch.float32),
+    )
+
+
+@_fake("ht_combine_out")
+def _(*args: Any) -> None:
+    return None
+
+
+@_fake("arena_empty")
+def _(buffer: str, seq: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return seq.new_empty(size, dtype=dtype)

@@ -138,7 +138,8 @@ class Case:
         """Values for combine_weights at `rank`, shaped like result.weights; NaN where no row is."""
         rng = self._rng(_STREAM_COMBINE, rank, 3)
         values = _tensor(rng.standard_normal(tuple(result.weights.shape), dtype=np.float32))
-        values.view(result.valid.numel(), -1)[~result.valid] = float("nan")
+        if values.numel():  # of no rows, the width would be anything
+            values.view(result.valid.numel(), -1)[~result.valid] = float("nan")
         return values
 
     def describe(self) -> str:

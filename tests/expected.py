@@ -50,8 +50,13 @@ class Expected:
         return out
 
     def combine(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, *, staged: bool = False) -> None:
+        self.combine_rows(buffer, handle, self.rows[buffer.rank].clone(), staged=staged)
+
+    def combine_rows(
+        self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, rows: torch.Tensor, *, staged: bool = False
+    ) -> None:
+        """The same with the rows where the test wants them."""
         rank = buffer.rank
-        rows = self.rows[rank].clone()
         self.check_combine(combine_case(self.case, rows, handle, rank, staged=staged), rank)
 
     def combine_weights(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> None:

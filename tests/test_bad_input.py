@@ -129,7 +129,8 @@ DISPATCH: list[Bad] = [
      "a bank needs 64000000 bytes of routing"),
     ("window scales", lambda s: s.dispatch(s.x, s.ids, scales=torch.ones(8, 1000)), ValueError, "rows of 4176 bytes"),
     # choices
-    ("mode", lambda s: s.dispatch(mode="ht"), ValueError, "mode is 'ht', must be \"ll\""),
+    ("mode", lambda s: s.dispatch(mode="fast"), ValueError, "mode is 'fast', must be one of ll, ht, auto"),
+    ("no high throughput", lambda s: s.dispatch(mode="ht", layout="flat"), ValueError, "made without room for high"),
     ("layout", lambda s: s.dispatch(layout="round"), ValueError,
      "layout is 'round', must be one of expert_major, packed"),
     ("quant", lambda s: s.dispatch(quant="fp4"), ValueError, "quant is 'fp4', must be one of None, fp8, fp8_rounded"),

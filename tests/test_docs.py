@@ -99,3 +99,11 @@ def test_ll_moe_layer_example(options: str) -> None:
     for sentence in ("rows crossed between ranks", "The transport counted the same", "as expected of bf16",
                      "the same bits every time"):  # fmt: skip
         assert sentence in text, text
+
+
+@pytest.mark.parametrize("options", ["", "--ranks 1", "--ranks 3 --processes"], ids=["default", "one", "processes"])
+def test_ht_moe_layer_example(options: str) -> None:
+    text = run("examples/ht_moe_layer.py", *options.split())
+    assert text.count("as expected of bf16") == 5, text
+    for sentence in ('mode="auto" took "ht"', "of 4 dispatches to their final place", "gave the same bits"):
+        assert sentence in text, text

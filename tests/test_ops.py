@@ -27,6 +27,7 @@ DEEPEP_OPS = [
     "ll_dispatch_deepep", "ll_dispatch_deepep_send", "ll_dispatch_deepep_recv", "ll_combine_deepep",
     "ll_combine_deepep_send", "ll_combine_deepep_recv",
 ]  # fmt: skip
+HT_OPS = ["ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_combine", "ht_combine_out", "arena_empty"]
 HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
 WRITE_HANDLE = ("ll_dispatch_out", "ll_dispatch_recv")
 UTILS = (
@@ -107,10 +108,10 @@ def _check(name: str, calls: Calls, util: str) -> None:
 
 def test_these_are_all_the_ops() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nccl_ep::")}
-    assert names == {*OPS, *DEEPEP_OPS}
+    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS}
 
 
-@pytest.mark.parametrize("name", OPS + DEEPEP_OPS)
+@pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS)
 def test_schemas(name: str) -> None:
     """Only tensors, numbers and the buffer's name cross, and the sequence tensor is changed by all."""
     schema = getattr(ops, name).default._schema
@@ -118,7 +119,7 @@ def test_schemas(name: str) -> None:
     assert str(schema.arguments[0].type) == "str"
     assert schema.arguments[1].alias_info is not None and schema.arguments[1].alias_info.is_write
     kinds = {str(argument.type) for argument in schema.arguments[2:]}
-    assert kinds <= {"Tensor", "Optional[Tensor]", "List[Tensor]", "int", "bool", "float"}
+    assert kinds <= {"Tensor", "Optional[Tensor]", "List[Tensor]", "int", "bool", "float", "List[int]"}
     changed = {argument.name for argument in schema.arguments if argument.alias_info is not None}
     outs = {"seq"} | ({"handle"} if name in WRITE_HANDLE else set())
     assert {each for each in changed if not each.startswith("out")} == outs

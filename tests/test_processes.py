@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from expected import Expected, expected_cases, plain_case, shared_buffer
-from harness import make_buffer
+from harness import check_dispatch, make_buffer
+from ht_harness import HtPlan, ht_buffer, oracle, oracle_kwargs, run_on_rank
 from processes import run_processes
 
 import nccl_ep
+from nccl_ep import reference
 from nccl_ep.bootstrap import rendezvous_of
 
 
@@ -30,6 +32,34 @@ def _run_cases(rank: int, num_ranks: int, count: int, domain_size: int | None, n
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_cases_are_bit_exact(num_ranks: int, tmp_path: Path) -> None:
     assert run_processes(num_ranks, _run_cases, tmp_path, num_ranks, 12, None, 0) == [(num_ranks, 12)] * num_ranks
+
+
+def _run_ht_cases(rank: int, num_ranks: int, count: int, domain_size: int | None, network_seed: int) -> list[int]:
+    group, done = rendezvous_of(dist.group.WORLD), []
+    for case in (each.case for each in expected_cases(count, num_ranks=num_ranks, domain_size=domain_size)):
+        plan, inputs = HtPlan.of(case), case.inputs()
+        results = oracle(inputs, oracle_kwargs(case, plan, inputs))
+        rows = [case.expert(result.x, result, each) for each, result in enumerate(results)]
+        with ht_buffer(case, plan, group, network_seed=network_seed) as buffer:
+            got = run_on_rank(case, plan, buffer, inputs[rank], results[rank])
+        check_dispatch(got.dispatched, results[rank], case.describe())
+        combined = reference.combine(rows, results, inputs, **case.combine_kwargs())
+        assert not reference.first_difference(got.combined, combined[rank]), case.describe()
+        done.append(case.seed)
+    return done
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, None), (4, None), (4, 2)])
+def test_high_throughput_is_bit_exact(num_ranks: int, domain_size: int | None, tmp_path: Path) -> None:
+    got = run_processes(num_ranks, _run_ht_cases, tmp_path, num_ranks, 8, domain_size, 3)
+    assert len(got[0]) == 8 and got == got[:1] * num_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(8, None), (8, 2), (8, 4)])
+def test_high_throughput_of_more_ranks(num_ranks: int, domain_size: int | None, tmp_path: Path) -> None:
+    got = run_processes(num_ranks, _run_ht_cases, tmp_path, num_ranks, 4, domain_size, 3, timeout=150.0)
+    assert len(got[0]) == 4 and got == got[:1] * num_ranks
 
 
 @pytest.mark.slow

@@ -44,7 +44,10 @@ NcclInfo nccl_info() {
 std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config) {
   if (config.device_index < 0) return std::make_unique<Group>(bootstrap, config, &make_cpu_backend);
 #if defined(EP_WITH_CUDA)
-  return std::make_unique<Group>(bootstrap, config, &make_cuda_backend);
+  const auto make_cuda = [](Bootstrap& all, const Topology& topology, const Window& window, const GroupConfig& c) {
+    return make_cuda_backend(all, topology, window, c);
+  };
+  return std::make_unique<Group>(bootstrap, config, make_cuda);
 #else
   raise(ErrorKind::kSystem, "this nccl_ep was built without CUDA; build it with a CUDA toolkit, or use device=\"cpu\"");
 #endif

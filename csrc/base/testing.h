@@ -13,6 +13,8 @@ enum class Bug : int {
   kReusedEpoch,       // a call runs under the epoch of the one before
   kSignalBeforeData,  // a signal overtakes the puts it should follow
   kSecondSend,        // a second send leaves before the first was received
+  kEarlyDone,         // high throughput: a reader says that it has read before it has
+  kEarlyRows,         // high throughput: rows are announced before the last of them is stored
 };
 
 // Steps of the protocol at which a rank may be held up.

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "cpu/ht.h"
 #include "cpu/ll.h"
 #include "transport/host_transport.h"
 
@@ -11,7 +12,12 @@ namespace {
 
 class CpuBackend : public Backend {
  public:
-  CpuBackend(std::unique_ptr<Transport> transport, double timeout_seconds) : transport_(std::move(transport)) {
+  CpuBackend(std::unique_ptr<Transport> transport, const Region<char>& arena, double timeout_seconds)
+      : transport_(std::move(transport)) {
+    if (arena.count > 0) {
+      arena_ = std::make_shared<Arena>(transport_->local_window() + arena.offset, arena.offset, arena.count,
+                                       transport_->window_owner());
+    }
     state_.timeout_seconds = timeout_seconds;
     const size_t num_ranks = transport_->topology().num_ranks;
     state_.wire = {std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks),
@@ -24,12 +30,19 @@ class CpuBackend : public Backend {
   void combine_weights(const LlCombineWeightsParams& params, void*) override {
     cpu_combine_weights(params, *transport_, state_);
   }
+  void ht_dispatch(const HtDispatchParams& params, void*) override { cpu_ht_dispatch(params, *transport_, state_); }
+  void ht_combine(const HtCombineParams& params, void*) override { cpu_ht_combine(params, *transport_, state_); }
+  std::shared_ptr<Arena> arena() const override { return arena_; }
   void floor_flags(const LlFloorFlagsParams& params, void*) override { cpu_floor_flags(params, *transport_, state_); }
   void floor_push(const LlFloorPushParams& params, void*) override { cpu_floor_push(params, *transport_, state_); }
   Failure failure() const override { return state_.failure; }
   Report report(bool take_invalid_ids) override {
-    Report report{state_.failure, state_.invalid_ids, state_.dropped_rows, {}};
-    for (int kind = 0; kind < kNumKinds; kind++) report.epochs[kind] = state_.epoch[kind];
+    Report report{state_.failure, state_.invalid_ids, state_.dropped_rows, {}, {}, {}};
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      report.epochs[kind] = state_.epoch[kind];
+      report.ht_epochs[kind] = state_.ht_epoch[kind];
+      report.ht_staged[kind] = state_.ht_staged[kind];
+    }
     if (take_invalid_ids) state_.invalid_ids = {};
     return report;
   }
@@ -43,11 +56,12 @@ class CpuBackend : public Backend {
  private:
   std::unique_ptr<Transport> transport_;
   CpuState state_;
+  std::shared_ptr<Arena> arena_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& topology, const LlWindow& window,
+std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                           const GroupConfig& config) {
   auto windows = HostWindows::create(bootstrap, window.bytes);
   char* base = windows->base(windows->rank());
@@ -57,7 +71,8 @@ std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& 
   }
   bootstrap.allgather("window ready");  // nobody writes into a window before its owner has cleaned it
   const uint64_t seed = config.network_seed == 0 ? 0 : config.network_seed + windows->rank();
-  return std::make_unique<CpuBackend>(make_host_transport(std::move(windows), topology, seed), config.timeout_seconds);
+  return std::make_unique<CpuBackend>(make_host_transport(std::move(windows), topology, seed), window.ht.arena,
+                                      config.timeout_seconds);
 }
 
 }  // namespace ep

@@ -7,7 +7,7 @@
 
 namespace ep {
 
-std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& topology, const LlWindow& window,
+std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                           const GroupConfig& config);
 
 }  // namespace ep

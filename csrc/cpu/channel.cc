@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <thread>
 
 #include "base/check.h"
 #include "base/testing.h"
@@ -11,24 +10,7 @@
 namespace ep {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-uint64_t pack(TaggedWord word) { return word.value | static_cast<uint64_t>(word.tag) << 32; }
-
-std::atomic_ref<uint64_t> atomic_tagged(char* address) {
-  return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(address));
-}
-
 std::atomic_ref<uint32_t> atomic_word(uint32_t* address) { return std::atomic_ref<uint32_t>(*address); }
-
-// Ranks share few cores: give the core away soon, and sleep when nothing has happened for long.
-void back_off(int attempt) {
-  if (attempt < 4096) {
-    std::this_thread::yield();
-  } else {
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-}
 
 }  // namespace
 
@@ -42,8 +24,7 @@ Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlLayou
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
       calls_(layout.num_ranks),
-      deadline_(Clock::now() +
-                std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(state.timeout_seconds))) {}
+      deadline_(state.timeout_seconds) {}
 
 Channel::~Channel() {
   if (!sources_.empty()) transport_.flush();
@@ -117,7 +98,7 @@ bool Channel::has_heard(int source) const {
 
 void Channel::give_up(Phase phase, int source, uint64_t expected, uint64_t seen) {
   Failure& failure = state_.failure;
-  failure = {Failure::kTimeout, kind_, phase, source, epoch_, expected, seen, 0, call_, {}};
+  failure = {Failure::kTimeout, kind_, phase, source, epoch_, expected, seen, 0, call_, {}, 0};
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
@@ -125,7 +106,7 @@ void Channel::give_up(Phase phase, int source, uint64_t expected, uint64_t seen)
 }
 
 void Channel::refuse_call(int source, const CallRecord& theirs) {
-  state_.failure = {Failure::kOtherCall, kind_, Phase::kCallRecord, source, epoch_, 0, 0, 0, call_, theirs};
+  state_.failure = {Failure::kOtherCall, kind_, Phase::kCallRecord, source, epoch_, 0, 0, 0, call_, theirs, 0};
   raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
 }
 
@@ -134,13 +115,11 @@ template <class Ready>
 void Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
   uint64_t seen = 0;
   if (ready(seen)) return;
-  const auto start = Clock::now();
-  for (int attempt = 0; !ready(seen); attempt++) {
-    back_off(attempt);
-    if (attempt % 64 == 63 && Clock::now() > deadline_) give_up(phase, source, expected, seen);
-  }
+  const auto start = std::chrono::steady_clock::now();
+  if (!deadline_.wait_until([&] { return ready(seen); })) give_up(phase, source, expected, seen);
   if (wait_cost_ != nullptr) {
-    wait_cost_[source] += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+    const auto waited = std::chrono::steady_clock::now() - start;
+    wait_cost_[source] += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
   }
 }
 

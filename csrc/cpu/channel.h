@@ -2,11 +2,12 @@
 // one arrival signal to the others. Throws kTimeout or kMismatch and leaves the reason in the state.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <vector>
 
+#include "cpu/wait.h"
+#include "layout/ht_layout.h"
 #include "layout/ll_layout.h"
 #include "runtime/backend.h"
 #include "transport/transport.h"
@@ -22,6 +23,10 @@ struct CpuState {
   InvalidIds invalid_ids;
   uint64_t dropped_rows = 0;
   WireBytes wire;
+  // High throughput.
+  uint64_t ht_epoch[kNumKinds] = {0, 0};
+  uint64_t ht_sent[kNumHtSignals] = {};  // value of each signal that all of its readers have been sent
+  uint64_t ht_staged[kNumKinds] = {0, 0};
 };
 
 class Channel {
@@ -86,7 +91,7 @@ class Channel {
   std::deque<std::vector<char>> sources_;  // of puts that have not been flushed
   int stages_ = 0;                         // closed by the sender; each is one arrival signal
   int heard_stages_ = 0;
-  std::chrono::steady_clock::time_point deadline_;
+  const Deadline deadline_;
   int64_t* wait_cost_ = nullptr;
 };
 

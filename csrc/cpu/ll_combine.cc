@@ -7,21 +7,10 @@
 #include "base/testing.h"
 #include "cpu/ll.h"
 #include "cpu/rows.h"
+#include "cpu/sums.h"
 
 namespace ep {
 namespace {
-
-using Floats = std::vector<float>;
-
-// Adds `row` to `sum`, or begins with it: a sum starts from its first term, so that -0 stays -0.
-void add(Floats& sum, const Floats& row, bool& has_term) {
-  for (size_t i = 0; i < sum.size(); i++) sum[i] = has_term ? sum[i] + row[i] : row[i];
-  has_term = true;
-}
-
-const char* row_at(const void* base, int64_t row, int hidden, DType dtype) {
-  return static_cast<const char*>(base) + row * hidden * size_of(dtype);
-}
 
 // Weights that the home ranks send for this combine; ids mark the choices that count.
 class HomeWeights {

@@ -5,6 +5,7 @@
 
 #include "base/testing.h"
 #include "cpu/channel.h"
+#include "cpu/ids.h"
 #include "cpu/ll.h"
 #include "cpu/rows.h"
 #include "layout/routing.h"
@@ -15,20 +16,6 @@ namespace {
 using Words = std::vector<uint32_t>;
 
 const char* at(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
-
-// Copies the ids into the handle; one that names no expert counts as -1 and is reported.
-void take_ids(const LlDispatchParams& p, CpuState& state) {
-  for (int i = 0; i < p.num_tokens * p.shape.topk; i++) {
-    const int64_t id =
-        p.is_idx64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
-    p.handle.ids[i] = p.shape.valid(id) ? static_cast<int32_t>(id) : -1;
-    if (id != -1 && !p.shape.valid(id) && state.invalid_ids.count++ == 0) {
-      state.invalid_ids.value = id;
-      state.invalid_ids.token = i / p.shape.topk;
-      state.invalid_ids.k = i % p.shape.topk;
-    }
-  }
-}
 
 // A row of x and its scales, as it travels.
 void load_row(const LlDispatchParams& p, int token, Words& words) {
@@ -73,7 +60,7 @@ void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
 }
 
 void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
-  take_ids(p, state);
+  take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids, state);
   for (int step = 0; step < channel.num_ranks(); step++) {
     const int peer = channel.peer(step);
     channel.send_record(peer);
@@ -117,39 +104,6 @@ Routing await_routing(const LlDispatchParams& p, Channel& channel, std::vector<f
   return routing;
 }
 
-void fill_info(const LlDispatchParams& p, const Placement& placement) {
-  const OutputShape& output = p.output;
-  int64_t total = 0;
-  for (int bin = 0; bin < output.bins(); bin++) {
-    p.info[bin] = static_cast<int32_t>(placement.kept[bin]);
-    p.info[output.demand_at() + bin] = static_cast<int32_t>(placement.demand[bin]);
-    total += placement.kept[bin];
-  }
-  p.info[output.overflow_at()] = static_cast<int32_t>(placement.dropped);
-  p.info[output.total_at()] = static_cast<int32_t>(total);
-  for (int i = 0; i < output.num_offsets(); i++) {
-    p.info[output.offsets_at() + i] = static_cast<int32_t>(std::min(placement.starts[i], output.capacity));
-  }
-}
-
-void set_out_id(const LlDispatchParams& p, int64_t index, int32_t id) {
-  if (p.is_idx64) {
-    static_cast<int64_t*>(p.out_topk_idx)[index] = id;
-  } else {
-    static_cast<int32_t*>(p.out_topk_idx)[index] = id;
-  }
-}
-
-// Everything about rows but their content: ids -1 and weights 0 where there is none.
-void clear_row_info(const LlDispatchParams& p) {
-  const int64_t rows = p.output.rows();
-  const bool expert_rows = has_expert_rows(p.output.layout);
-  const int64_t entries = expert_rows ? rows : rows * p.shape.topk;
-  std::fill(p.out_weights, p.out_weights + entries, 0.0f);
-  if (p.row_expert != nullptr) std::fill(p.row_expert, p.row_expert + rows, -1);
-  for (int64_t i = 0; !expert_rows && i < entries; i++) set_out_id(p, i, -1);
-}
-
 void put_row(const LlDispatchParams& p, int64_t row, const Words& words) {
   const char* body = reinterpret_cast<const char*>(words.data());
   std::memcpy(static_cast<char*>(p.out_x) + row * p.row.payload_bytes, body, p.row.payload_bytes);
@@ -185,7 +139,7 @@ void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& ro
           continue;
         }
         for (int j = 0; j < p.shape.topk; j++) {
-          set_out_id(p, static_cast<int64_t>(row) * p.shape.topk + j, ids[j]);
+          set_id(p.out_topk_idx, p.is_idx64, static_cast<int64_t>(row) * p.shape.topk + j, ids[j]);
           p.out_weights[static_cast<int64_t>(row) * p.shape.topk + j] = weights[slot * p.shape.topk + j];
         }
       }
@@ -226,8 +180,8 @@ void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
   std::vector<float> weights;
   const Routing routing = await_routing(p, channel, weights);
   const Placement placement = place_rows(p.shape, p.output, routing);
-  fill_info(p, placement);
-  clear_row_info(p);
+  fill_info(p.output, placement, p.info);
+  clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
   receive_rows(p, channel, routing, placement, weights);
   std::copy(routing.tokens.begin(), routing.tokens.end(), p.handle.tokens);
   std::copy(placement.row_map.begin(), placement.row_map.end(), p.handle.rows);
@@ -249,7 +203,7 @@ void cpu_dispatch(const LlDispatchParams& p, Transport& transport, CpuState& sta
     receive(p, state, channel);
   } catch (const Error&) {  // the buffer has failed: nothing was received
     std::fill(p.info, p.info + p.output.info_size(), 0);
-    clear_row_info(p);
+    clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
     throw;
   }
 }

@@ -20,6 +20,7 @@ struct Region {
 // Takes regions one after the other, so that sizing and addressing come from the same lines.
 class Carver {
  public:
+  explicit Carver(uint64_t used = 0) : used_(used) {}
   template <class T>
   Region<T> take(uint64_t count, uint64_t alignment = 128) {
     used_ = align_up<uint64_t>(used_, alignment);

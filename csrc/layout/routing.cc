@@ -23,19 +23,23 @@ void for_each_row(const Shape& shape, const OutputShape& output, const Routing& 
 
 }  // namespace
 
-Placement place_rows(const Shape& shape, const OutputShape& output, const Routing& routing) {
+void finish_bins(const OutputShape& output, Placement& placement) {
   const int bins = output.bins();
-  Placement placement;
-  placement.row_map.assign(static_cast<size_t>(shape.num_ranks) * shape.max_tokens * output.map_k(), kNoRow);
-  placement.demand.assign(bins, 0);
-  for_each_row(shape, output, routing, [&](size_t, int bin) { placement.demand[bin]++; });
-
   placement.starts.assign(bins + 1, 0);
   for (int bin = 0; bin < bins; bin++) {
     placement.starts[bin + 1] = placement.starts[bin] + output.span(placement.demand[bin]);
     placement.kept.push_back(output.kept(placement.starts[bin], placement.demand[bin]));
     placement.dropped += placement.demand[bin] - placement.kept[bin];
   }
+}
+
+Placement place_rows(const Shape& shape, const OutputShape& output, const Routing& routing) {
+  const int bins = output.bins();
+  Placement placement;
+  placement.row_map.assign(static_cast<size_t>(shape.num_ranks) * shape.max_tokens * output.map_k(), kNoRow);
+  placement.demand.assign(bins, 0);
+  for_each_row(shape, output, routing, [&](size_t, int bin) { placement.demand[bin]++; });
+  finish_bins(output, placement);
 
   std::vector<int64_t> next(bins, 0);
   for_each_row(shape, output, routing, [&](size_t entry, int bin) {

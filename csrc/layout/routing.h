@@ -31,6 +31,9 @@ struct Placement {
   int64_t dropped = 0;
 };
 
+// Starts, kept and dropped rows of bins whose demand is known.
+void finish_bins(const OutputShape& output, Placement& placement);
+
 Placement place_rows(const Shape& shape, const OutputShape& output, const Routing& routing);
 
 }  // namespace ep

@@ -67,7 +67,21 @@ struct CallRecord {
   EP_HD uint32_t word(int index) const { return words[index]; }
 };
 
-enum class Operation : int { kDispatch = 1, kCombine = 2, kCombineWeighted = 3, kCombineWeights = 4, kFloorPush = 5 };
+enum class Operation : int {
+  kDispatch = 1,
+  kCombine = 2,
+  kCombineWeighted = 3,
+  kCombineWeights = 4,
+  kFloorPush = 5,
+  // High throughput.
+  kHtDispatch = 6,
+  kHtRoute = 7,   // of exact sizes: the counts
+  kHtSend = 8,    // and the rows
+  kHtCached = 9,  // rows along the routes of a handle
+  kHtCombine = 10,
+  kHtCombineWeighted = 11,
+  kHtCombineWeights = 12,
+};
 
 EP_HD uint32_t pack_operation(Operation operation, DType dtype, Quant quant, DType wire_dtype) {
   return static_cast<uint32_t>(operation) | static_cast<uint32_t>(dtype) << 8 | static_cast<uint32_t>(quant) << 16 |

@@ -5,6 +5,9 @@
 #include <memory>
 #include <vector>
 
+#include "base/check.h"
+#include "runtime/arena.h"
+#include "runtime/ht_params.h"
 #include "runtime/params.h"
 #include "runtime/state.h"
 
@@ -27,6 +30,12 @@ class Backend {
   virtual void floor_flags(const LlFloorFlagsParams& params, void* stream) = 0;
   virtual void floor_push(const LlFloorPushParams& params, void* stream) = 0;
 
+  // High throughput. Scalars go with combine.
+  virtual void ht_dispatch(const HtDispatchParams&, void*) { refuse_ht(); }
+  virtual void ht_combine(const HtCombineParams&, void*) { refuse_ht(); }
+  // Where outputs may lie that others write to; null if there is no such place.
+  virtual std::shared_ptr<Arena> arena() const { return nullptr; }
+
   // How the buffer failed, if it did: asked at every call, hence no call of CUDA.
   virtual Failure failure() const = 0;
   // What the device has found so far. `take_invalid_ids` forgets them.
@@ -37,6 +46,12 @@ class Backend {
   virtual WireBytes wire_bytes() const { return {}; }
   // Gives up: no peer is waited for. Nothing but the destructor may follow.
   virtual void abort() = 0;
+
+ private:
+  [[noreturn]] void refuse_ht() const {
+    raise(ErrorKind::kInvalidUsage, "high throughput is not built for ", name(),
+          " yet: take mode=\"ll\", or device=\"cpu\"");
+  }
 };
 
 }  // namespace ep

@@ -16,6 +16,20 @@ const char* name_of(Operation operation) {
       return "combine with weights of the home rank";
     case Operation::kCombineWeights:
       return "combine of weights";
+    case Operation::kHtDispatch:
+      return "high-throughput dispatch";
+    case Operation::kHtRoute:
+      return "counts of a high-throughput dispatch";
+    case Operation::kHtSend:
+      return "rows of a high-throughput dispatch";
+    case Operation::kHtCached:
+      return "cached high-throughput dispatch";
+    case Operation::kHtCombine:
+      return "high-throughput combine";
+    case Operation::kHtCombineWeighted:
+      return "high-throughput combine with weights of the home rank";
+    case Operation::kHtCombineWeights:
+      return "high-throughput combine of weights";
     case Operation::kFloorPush:
       return "pushes alone";
   }
@@ -44,7 +58,9 @@ std::string describe(const CallRecord& call) {
       concat(name_of(operation), "(", name_of(field<DType>(call, 8, 7)), ", hidden ", call.word(CallRecord::kHidden),
              ", top-", call.word(CallRecord::kTopk), ", ", call.word(CallRecord::kNumExperts), " experts, max_tokens ",
              call.word(CallRecord::kMaxTokens));
-  if (operation == Operation::kDispatch) {
+  const bool is_dispatch =
+      operation == Operation::kDispatch || (operation >= Operation::kHtDispatch && operation <= Operation::kHtCached);
+  if (is_dispatch) {
     text += concat(", quant ", name_of(field<Quant>(call, 16, 3)), ", ", call.word(CallRecord::kScaleBytes),
                    " bytes of scales a row");
   } else {
@@ -54,9 +70,10 @@ std::string describe(const CallRecord& call) {
 }
 
 std::string describe(const Failure& failure, int rank, double timeout_seconds) {
-  const char* kind = failure.phase == Phase::kFlag     ? "exchange of flags"
-                     : failure.kind == Kind::kDispatch ? "dispatch"
-                                                       : "combine";
+  const std::string kind =
+      concat(failure.is_ht ? "high-throughput " : "", failure.phase == Phase::kFlag     ? "exchange of flags"
+                                                      : failure.kind == Kind::kDispatch ? "dispatch"
+                                                                                        : "combine");
   if (failure.code == Failure::kOtherCall) {
     return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
                   describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs));

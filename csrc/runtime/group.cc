@@ -5,31 +5,15 @@
 #include "base/check.h"
 #include "base/testing.h"
 #include "runtime/agreement.h"
+#include "runtime/call_checks.h"
 #include "runtime/ranges.h"
 
 namespace ep {
 namespace {
 
 constexpr const char* kVersion = "0.1.0";
-constexpr int kWireVersion = 1;  // changes with the bytes that ranks exchange
-constexpr int kMaxRowBytes = 65536;
+constexpr int kWireVersion = 2;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
-
-void check_row_bytes(int64_t bytes, const char* what) {
-  EP_CHECK(bytes > 0 && bytes % 16 == 0 && bytes <= kMaxRowBytes, what, " of ", bytes,
-           " bytes: must be a multiple of 16 and at most ", kMaxRowBytes);
-}
-
-CallRecord record_of(uint32_t operation, int hidden, const Shape& shape, int scale_bytes, int num_tokens) {
-  const auto word = [](int value) { return static_cast<uint32_t>(value); };
-  return {{operation, word(hidden), word(shape.topk), word(shape.num_experts), word(shape.max_tokens),
-           word(scale_bytes), word(num_tokens)}};
-}
-
-void check_tokens(int num_tokens, const Shape& shape) {
-  EP_CHECK(num_tokens >= 0 && num_tokens <= shape.max_tokens, num_tokens, " tokens, but max_tokens is ",
-           shape.max_tokens);
-}
 
 void check_timeout(double seconds) {
   EP_CHECK(seconds > 0 && seconds <= kMaxTimeoutSeconds, "timeout is ", seconds, " s, must be positive and at most ",
@@ -40,13 +24,6 @@ const char* name_of(Kind kind, Half half) {
   constexpr const char* kNames[kNumKinds][3] = {{"dispatch", "dispatch send", "dispatch receive"},
                                                 {"combine", "combine send", "combine receive"}};
   return kNames[static_cast<int>(kind)][static_cast<int>(half)];
-}
-
-void check_output(const OutputShape& output) {
-  EP_CHECK(output.capacity >= 0 && output.capacity <= INT32_MAX, "capacity is ", output.capacity, ", must be 0 to ",
-           INT32_MAX);
-  EP_CHECK(output.alignment >= 1, "expert_alignment is ", output.alignment, ", must be at least 1");
-  EP_CHECK(output.rows() <= INT32_MAX, "the output would have ", output.rows(), " rows, at most ", INT32_MAX);
 }
 
 }  // namespace
@@ -94,10 +71,14 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
   agreement.add("the bytes of routing in a bank", config.sizes.tagged_bytes);
   agreement.add("the bytes of dispatched rows in a bank", config.sizes.row_bytes[0]);
   agreement.add("the bytes of combined rows in a bank", config.sizes.row_bytes[1]);
+  agreement.add("the words of a call of high throughput", config.ht_sizes.call_words);
+  agreement.add("the bytes of routes of high throughput", config.ht_sizes.slot_bytes);
+  agreement.add("the bytes of rows of high throughput", config.ht_sizes.row_bytes);
+  agreement.add("the bytes of the arena", config.ht_sizes.arena_bytes);
   agreement.check(bootstrap);
   topology_ =
       Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
-  window_ = LlWindow::make(topology_.num_ranks, config.sizes);
+  window_ = Window::make(topology_.num_ranks, config.sizes, config.ht_sizes);
   backend_ = make_backend(bootstrap, topology_, window_, config_);
 }
 

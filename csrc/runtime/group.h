@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "layout/window.h"
 #include "runtime/backend.h"
 #include "transport/transport.h"
 
@@ -14,6 +15,7 @@ struct GroupConfig {
   std::string name = "nccl_ep";  // for profilers
   int domain_size = 0;           // 0: the whole world
   LlSizes sizes;
+  HtSizes ht_sizes;
   double timeout_seconds = 100;
   uint64_t network_seed = 0;
   bool raise_on_overflow = false;
@@ -28,6 +30,9 @@ struct Calls {
 
 // Bytes of a bank for operations up to these sizes.
 LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_bytes);
+// Bytes for high throughput up to these sizes, the parts of a row together.
+HtSizes ht_sizes_for(const Topology& topology, const Shape& shape, int dispatch_row_bytes, int combine_row_bytes,
+                     uint64_t arena_bytes);
 // Splits `window_bytes` for shapes that are not known yet.
 LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes);
 // A window whose split has room for `sizes`; a multiple of 128 bytes.
@@ -35,7 +40,7 @@ uint64_t window_for(int num_ranks, const LlSizes& sizes);
 
 class Group {
  public:
-  using BackendFactory = std::unique_ptr<Backend> (*)(Bootstrap&, const Topology&, const LlWindow&, const GroupConfig&);
+  using BackendFactory = std::unique_ptr<Backend> (*)(Bootstrap&, const Topology&, const Window&, const GroupConfig&);
 
   // Collective. Throws kMismatch with both ranks' values when the ranks disagree.
   Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend);
@@ -46,7 +51,7 @@ class Group {
   int rank() const { return rank_; }
   int num_ranks() const { return topology_.num_ranks; }
   const Topology& topology() const { return topology_; }
-  const LlWindow& window() const { return window_; }
+  const Window& window() const { return window_; }
   const GroupConfig& config() const { return config_; }
   const Backend& backend() const { return *backend_; }
 
@@ -58,6 +63,13 @@ class Group {
   // `row_bytes`: of a row on the wire.
   void floor_flags(void* stream);
   void floor_push(LlFloorPushParams& params, int64_t row_bytes, void* stream);
+
+  // The same for high throughput. `out_offset` of parts and `rows_offset` are filled in here.
+  void prepare(HtDispatchParams& params);
+  void dispatch(HtDispatchParams& params, void* stream);
+  void combine(HtCombineParams& params, void* stream);
+  bool has_ht() const { return config_.ht_sizes.any(); }
+  std::shared_ptr<Arena> arena() const { return backend_ ? backend_->arena() : nullptr; }
 
   // Throws what the device has found: a failure of the buffer (again at every call), ids out of range (once).
   void check();
@@ -71,6 +83,7 @@ class Group {
   void destroy();
 
  private:
+  Offset offset_of(const void* data, uint64_t bytes) const;
   void check_half(Kind kind, Half half, const char* call) const;
   void note_half(Kind kind, Half half);
   // Of the call that comes, or, for a receiving half, of the one that was sent.
@@ -81,10 +94,11 @@ class Group {
   int rank_;
   Topology topology_;
   GroupConfig config_;
-  LlWindow window_;
+  Window window_;
   std::unique_ptr<Backend> backend_;
   bool has_unreceived_send_[kNumKinds] = {false, false};
   uint64_t num_calls_[kNumKinds] = {0, 0};
+  uint64_t num_ht_calls_[kNumKinds] = {0, 0};
   Calls calls_;
 };
 

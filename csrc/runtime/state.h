@@ -18,12 +18,17 @@ enum class Phase : uint32_t {
   kPartials,
   kScalars,
   kArrivalSignal,
-  kFlag
+  kFlag,
+  // High throughput.
+  kReady,
+  kRail,
+  kDone
 };
 
 inline const char* name_of(Phase phase) {
-  constexpr const char* kNames[] = {"nothing",      "call record",        "routing message", "weights", "token rows",
-                                    "partial sums", "scalars of weights", "arrival signal",  "flag"};
+  constexpr const char* kNames[] = {"nothing",    "call record",     "routing message",      "weights",
+                                    "token rows", "partial sums",    "scalars of weights",   "arrival signal",
+                                    "flag",       "rows to be read", "rows between domains", "end of reading"};
   return kNames[static_cast<int>(phase)];
 }
 
@@ -39,6 +44,7 @@ struct Failure {
   uint64_t seen = 0;
   uint64_t missing = 0;  // bit r: nothing of the call was heard from rank r (ranks below 64)
   CallRecord mine, theirs;
+  uint32_t is_ht = 0;  // the epoch counts calls of high throughput
 };
 
 // Expert ids outside [0, E) other than -1, since the last check.
@@ -54,6 +60,8 @@ struct Report {
   InvalidIds invalid_ids;
   uint64_t dropped_rows = 0;  // past a capacity, since the buffer was made
   uint64_t epochs[kNumKinds] = {0, 0};
+  uint64_t ht_epochs[kNumKinds] = {0, 0};
+  uint64_t ht_staged[kNumKinds] = {0, 0};  // calls of high throughput that copied for want of a place in the arena
 };
 
 }  // namespace ep

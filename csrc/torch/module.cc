@@ -4,6 +4,8 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <array>
+
 #include "api/factory.h"
 #include "base/check.h"
 #include "torch/registry.h"
@@ -66,8 +68,10 @@ class NamedGroup {
 };
 
 GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes, uint64_t dispatch_row_bytes,
-                        uint64_t combine_row_bytes, double timeout_seconds, uint64_t network_seed) {
+                        uint64_t combine_row_bytes, double timeout_seconds, uint64_t network_seed,
+                        const std::array<uint64_t, 6>& ht_sizes) {
   GroupConfig config;
+  config.ht_sizes = {ht_sizes[0], ht_sizes[1], ht_sizes[2], ht_sizes[3], ht_sizes[4], ht_sizes[5]};
   config.device_index = device_index;
   config.domain_size = domain_size;
   config.sizes.tagged_bytes = tagged_bytes;
@@ -87,6 +91,10 @@ py::dict stats(Group& group) {
   const Report report = group.report();
   result["dispatches"] = report.epochs[0];
   result["combines"] = report.epochs[1];
+  result["ht_dispatches"] = report.ht_epochs[0];
+  result["ht_combines"] = report.ht_epochs[1];
+  result["staged_dispatches"] = report.ht_staged[0];
+  result["staged_combines"] = report.ht_staged[1];
   result["dropped_rows"] = report.dropped_rows;
   result["invalid_ids"] = report.invalid_ids.count;
   const Calls& calls = group.calls();
@@ -94,6 +102,9 @@ py::dict stats(Group& group) {
                              py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.staged);
   result["window_bytes"] = group.window().bytes;
   if (!group.is_destroyed()) result["backend"] = group.backend().name();
+  const auto arena = group.arena();
+  result["arena_bytes"] = arena ? arena->bytes() : 0;
+  result["arena_free_bytes"] = arena ? arena->free_bytes() : 0;
   return result;
 }
 
@@ -150,6 +161,17 @@ PYBIND11_MODULE(_C, m) {
       },
       "Bytes of routing, dispatched rows and combined rows in one bank.");
   m.def(
+      "ht_sizes_for",
+      [](int num_ranks, int domain_size, int num_experts, int topk, int max_tokens, int dispatch_row_bytes,
+         int combine_row_bytes, uint64_t arena_bytes) {
+        const HtSizes sizes =
+            ht_sizes_for(Topology::make(num_ranks, domain_size), Shape::make(num_ranks, num_experts, topk, max_tokens),
+                         dispatch_row_bytes, combine_row_bytes, arena_bytes);
+        return py::make_tuple(sizes.call_words, sizes.slot_bytes, sizes.row_bytes, sizes.route_bytes, sizes.rail_bytes,
+                              sizes.arena_bytes);
+      },
+      "What high throughput needs: words of a call, bytes of routes, rows, crossing routes, crossing rows, arena.");
+  m.def(
       "sizes_for_window",
       [](int num_ranks, uint64_t window_bytes) { return as_tuple(sizes_for_window(num_ranks, window_bytes)); },
       "The same for a window of the given bytes.");
@@ -162,7 +184,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<GroupConfig>(m, "GroupConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
-           py::arg("timeout_seconds"), py::arg("network_seed"));
+           py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"));
   py::class_<NamedGroup>(m, "Group")
       .def(py::init<std::string, int, int, py::function, const GroupConfig&>(), py::arg("name"), py::arg("rank"),
            py::arg("num_ranks"), py::arg("allgather"), py::arg("config"))

@@ -1,7 +1,7 @@
 // The ops under torch.ops.nccl_ep: one schema, served by the backend of the buffer that is named. Only tensors, numbers
 // and that name cross. `seq` is a tensor of the buffer that every op claims to change, so that a compiler neither
 // drops, merges nor reorders communication. docs/architecture.md lists the ops; nccl_ep/ops.py has their fakes.
-#include <torch/library.h>
+#include "torch/ops.h"
 
 #include <array>
 
@@ -42,12 +42,6 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   group.dispatch(params, registered->order.next_stream(device));
   return tensors;
 }
-
-#define EP_DISPATCH_CONFIG                                                                                     \
-  int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity, int64_t alignment, int64_t quant, \
-      bool zero_padding, int64_t num_sms
-#define EP_DISPATCH_SPEC \
-  DispatchSpec { num_experts, max_tokens, layout, capacity, alignment, quant, zero_padding, num_sms }
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -101,23 +95,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
 
 // ---- combine
 
-#define EP_HANDLE_ARGS \
-  int64_t num_tokens, int64_t topk, int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity
-#define EP_HANDLE_SPEC \
-  HandleSpec { num_tokens, topk, num_experts, max_tokens, layout, capacity }
-
 // A handle in host memory is read before it is trusted: its entries become addresses.
 void check_entries(const HandlePtrs& handle, const HandleSpec& spec, const OutputShape& output) {
-  const auto check = [](const int32_t* values, int64_t count, int64_t first, int64_t last, const char* name) {
-    for (int64_t i = 0; i < count; i++) {
-      EP_CHECK(values[i] >= first && values[i] <= last, "the handle is not of these sizes, or was changed: ", name, " ",
-               i, " is ", values[i], ", must be ", first, " to ", last);
-    }
-  };
-  check(handle.tokens, output.num_ranks, 0, output.max_tokens, "number of tokens");
-  check(handle.ids, spec.num_tokens * spec.topk, -1, spec.num_experts - 1, "expert id");
-  check(handle.rows, static_cast<int64_t>(output.num_ranks) * output.max_tokens * output.map_k(), kDroppedRow,
-        output.rows() - 1, "row");
+  check_handle_values(handle.tokens, output.num_ranks, 0, output.max_tokens, "number of tokens");
+  check_handle_values(handle.ids, spec.num_tokens * spec.topk, -1, spec.num_experts - 1, "expert id");
+  check_handle_values(handle.rows, static_cast<int64_t>(output.num_ranks) * output.max_tokens * output.map_k(),
+                      kDroppedRow, output.rows() - 1, "row");
 }
 
 OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor& handle, const at::Device& device,
@@ -130,30 +113,6 @@ OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor
   pointers = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_sizes);
   if (device.is_cpu()) check_entries(pointers, spec, output);
   return output;
-}
-
-void set_weights(LlCombineParams& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
-  EP_CHECK(args.weights.has_value() == (p.weighting == Weighting::kHome),
-           "weights of the home rank are given exactly when they are asked for");
-  EP_CHECK(!args.topk_idx || p.weighting == Weighting::kHome, "topk_idx at combine goes with weights of the home rank");
-  if (args.weights) {
-    check_tensor(*args.weights, "weights", at::kFloat, {spec.num_tokens, spec.topk}, device);
-    p.home_weights = args.weights->data_ptr<float>();
-  }
-  if (args.topk_idx) {
-    p.is_idx64 = args.topk_idx->scalar_type() == at::kLong;
-    check_tensor(*args.topk_idx, "topk_idx", p.is_idx64 ? at::kLong : at::kInt, {spec.num_tokens, spec.topk}, device);
-    p.home_topk_idx = args.topk_idx->data_ptr();
-  }
-}
-
-void set_biases(LlCombineParams& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
-  EP_CHECK(args.biases.size() <= 2, args.biases.size(), " biases, at most 2");
-  for (size_t i = 0; i < args.biases.size(); i++) {
-    check_tensor(args.biases[i], "bias", args.out_dtype, {spec.num_tokens, args.hidden}, device);
-    check_aligned(args.biases[i], "bias");
-    p.bias[i] = args.biases[i].data_ptr();
-  }
 }
 
 }  // namespace
@@ -291,13 +250,9 @@ void ll_floor_push(std::string_view buffer, Tensor, const Tensor& handle, EP_HAN
 }
 
 // `seq` is the first mutable argument of all.
-#define EP_DISPATCH_CONFIG_SCHEMA                                                                                \
-  "int num_experts, int max_tokens, int layout, int capacity, int alignment, int quant, bool zero_padding, int " \
-  "num_sms"
 #define EP_DISPATCH_SCHEMA                                                            \
   "str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? " \
   "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
-#define EP_HANDLE_SCHEMA "int num_tokens, int topk, int num_experts, int max_tokens, int layout, int capacity"
 #define EP_COMBINE_SCHEMA                                                                                \
   "str buffer, Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] " \
   "biases, " EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms"
@@ -312,6 +267,7 @@ void register_kernels(torch::Library& library) {
   library.impl("ll_combine_send", &ll_combine_send);
   library.impl("ll_combine_recv", &ll_combine_recv);
   library.impl("ll_combine_weights", &ll_combine_weights);
+  register_ht_kernels(library);
   library.impl("ll_floor_flags", &ll_floor_flags);
   library.impl("ll_floor_push", &ll_floor_push);
 }
@@ -340,6 +296,7 @@ TORCH_LIBRARY(nccl_ep, library) {
       ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms) -> Tensor out");
   library.def("ll_combine_weights(str buffer, Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA
               ") -> Tensor out");
+  ep::define_ht_ops(library);
   library.def("ll_floor_flags(str buffer, Tensor(a!) seq) -> ()");
   library.def("ll_floor_push(str buffer, Tensor(a!) seq, Tensor handle, " EP_HANDLE_SCHEMA
               ", int row_bytes, bool combine, int num_sms) -> ()");

@@ -12,21 +12,22 @@ std::string text(at::IntArrayRef sizes) {
   return result + "]";
 }
 
-int to_int(int64_t value, const char* name) {
-  EP_CHECK(value >= INT32_MIN && value <= INT32_MAX, name, " is ", value, ", beyond 32 bits");
-  return static_cast<int>(value);
-}
-
 int num_quant_scales(Quant quant, int64_t hidden) {
   const int groups = ceil_div(static_cast<int>(hidden), kQuantGroup);
   return quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) : groups;
 }
 
-// Sizes and types of every output; tensors that a layout has not got are empty.
-struct OutputTypes {
-  at::DimVector x, scales, weights, topk_idx, row_expert, info;
-  at::ScalarType x_type, scales_type, idx_type;
-};
+template <class T>
+T* data(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.data_ptr());
+}
+
+}  // namespace
+
+int to_int(int64_t value, const char* name) {
+  EP_CHECK(value >= INT32_MIN && value <= INT32_MAX, name, " is ", value, ", beyond 32 bits");
+  return static_cast<int>(value);
+}
 
 OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
   const auto quant = static_cast<Quant>(spec.quant);
@@ -45,13 +46,6 @@ OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const Out
   types.info = {output.info_size()};
   return types;
 }
-
-template <class T>
-T* data(const at::Tensor& tensor) {
-  return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.data_ptr());
-}
-
-}  // namespace
 
 at::DimVector row_shape(const OutputShape& output, int64_t last) {
   if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity, last};

@@ -13,6 +13,7 @@ namespace ep {
 using OptionalTensor = std::optional<at::Tensor>;
 
 DType dtype_of(at::ScalarType type);
+int to_int(int64_t value, const char* name);  // refuses what does not fit
 
 // What every rank passes alike, and what this rank asks of its outputs.
 struct DispatchSpec {
@@ -30,6 +31,13 @@ struct RowSpec {
   int64_t num_tokens, topk;
   bool is_idx64;
 };
+
+// Sizes and types of every output; tensors that a layout has not got are empty.
+struct OutputTypes {
+  at::DimVector x, scales, weights, topk_idx, row_expert, info;
+  at::ScalarType x_type, scales_type, idx_type;
+};
+OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output);
 
 struct DispatchTensors {
   at::Tensor x, scales, weights, topk_idx, row_expert, info, handle;

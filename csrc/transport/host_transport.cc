@@ -170,6 +170,7 @@ class HostTransport : public Transport {
       network_->signal_add(peer, signal, value);
     }
   }
+  std::shared_ptr<void> window_owner() const override { return windows_; }
   void flush() override {
     if (network_) network_->flush();
   }
@@ -184,7 +185,7 @@ class HostTransport : public Transport {
              " bytes to offset ", offset, " of rank ", peer, " leaves its window of ", window_bytes());
   }
 
-  std::unique_ptr<HostWindows> windows_;
+  std::shared_ptr<HostWindows> windows_;
   Topology topology_;
   std::unique_ptr<SimulatedNetwork> network_;
 };

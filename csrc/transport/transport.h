@@ -39,6 +39,8 @@ class Transport {
   virtual void put(int peer, Offset destination, const void* source, uint64_t bytes) = 0;
   virtual void signal_add(int peer, Offset signal, uint64_t value) = 0;
   virtual void flush() = 0;
+  // Keeps the windows' memory for as long as it is held, the transport's end or not.
+  virtual std::shared_ptr<void> window_owner() const = 0;
   // Gives up what is on its way, without waiting for peers. No call but the destructor may follow.
   virtual void abort() = 0;
 

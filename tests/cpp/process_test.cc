@@ -11,6 +11,7 @@
 #include <memory>
 #include <new>
 
+#include "ht_stress.h"
 #include "stress.h"
 #include "transport/host_window.h"
 #include "world.h"
@@ -176,6 +177,19 @@ TEST(Processes, RunTheProtocol) {
     config.rounds = 60 / kSlowdown;
     config.seed = config.network_seed = 77 + domain_size;
     const auto statuses = run_processes(4, [&](Bootstrap& bootstrap, Shared&) { run_stress_rank(bootstrap, config); });
+    EXPECT_EQ(statuses, std::vector<int>(4, 0)) << "domains of " << domain_size;
+  }
+}
+
+TEST(Processes, RunHighThroughput) {
+  for (int domain_size : {4, 2, 1}) {
+    HtStressConfig config;
+    config.domain_size = domain_size;
+    config.mode = HtStressConfig::Mode::kMixed;
+    config.rounds = 60 / kSlowdown;
+    config.seed = config.network_seed = 87 + domain_size;
+    const auto statuses =
+        run_processes(4, [&](Bootstrap& bootstrap, Shared&) { run_ht_stress_rank(bootstrap, config); });
     EXPECT_EQ(statuses, std::vector<int>(4, 0)) << "domains of " << domain_size;
   }
 }

@@ -5,28 +5,16 @@
 #include <vector>
 
 #include "base/testing.h"
-#include "round.h"
+#include "trip.h"
 #include "world.h"
 
 namespace ep {
 namespace {
 
-template <class... Parts>
-void require(bool condition, const Round& round, Parts&&... parts) {
-  if (condition) return;
-  throw std::runtime_error(concat("round ", round.index, " of seed ", round.seed, " (", name_of(round.output.layout),
-                                  ", ", name_of(round.dtype), ", top-", round.shape.topk, ", ", round.shape.num_experts,
-                                  " experts): ", std::forward<Parts>(parts)...));
-}
-
-bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
-
-// One round's tensors on one rank, from dispatch to combine.
-class Trip {
+// One round in low latency.
+class LlTrip : public Trip {
  public:
-  Trip(Group& group, const Round& round)
-      : group_(group), round_(round), rank_(group.rank()), num_tokens_(round.num_tokens(rank_)) {
-    for (int r = 0; r < round.shape.num_ranks; r++) expected_.push_back(Expected::make(round, r));
+  LlTrip(Group& group, const Round& round) : Trip(round, group.rank(), false), group_(group) {
     const OutputShape& output = round.output;
     const HandleShape sizes{output.num_ranks, num_tokens_, output.max_tokens, output.topk, output.map_k()};
     handle_.assign(sizes.size(), 0x55555555);
@@ -40,11 +28,14 @@ class Trip {
     if (receives(half)) allocate_outputs(p);
     group_.dispatch(p, nullptr);
     if (sends(half)) spoil_inputs();
-    if (receives(half)) check_dispatch();
+    if (receives(half)) check_dispatch(out_x_.data(), out_scales_.data());
   }
 
   void combine(Half half) {
-    if (sends(half)) fill_rows();
+    if (sends(half)) {
+      rows_.resize(round_.output.rows() * round_.hidden);
+      fill_rows(rows_.data());
+    }
     LlCombineParams p;
     p.shape = round_.shape;
     p.half = half;
@@ -68,62 +59,20 @@ class Trip {
   }
 
   void combine_weights() {
-    const OutputShape& output = round_.output;
-    const int topk = round_.shape.topk;
-    const bool expert_rows = has_expert_rows(output.layout);
-    std::vector<float> values(output.rows() * (expert_rows ? 1 : topk), 99999.0f);
-    for (const Expected::Entry& entry : expected_[rank_].entries) {
-      for (int k = 0; entry.row >= 0 && k < topk; k++) {
-        if (expert_rows && k != entry.k) continue;
-        values[expert_rows ? entry.row : entry.row * topk + k] =
-            round_.value(rank_, entry.source, entry.token, k, kScalar);
-      }
-    }
-    std::vector<float> scalars(static_cast<size_t>(num_tokens_) * topk, -12345.0f);
+    const std::vector<float> values = scalars_to_send();
+    std::vector<float> scalars(static_cast<size_t>(num_tokens_) * round_.shape.topk, -12345.0f);
     LlCombineWeightsParams p;
     p.shape = round_.shape;
-    p.output = output;
+    p.output = round_.output;
     p.handle = handle_ptrs_;
     p.values = values.data();
     p.num_tokens = num_tokens_;
     p.out = scalars.data();
     group_.combine_weights(p, nullptr);
-    for (int i = 0; i < num_tokens_ * topk; i++) {
-      const int token = i / topk, k = i % topk, owner = owner_of(token, k);
-      const bool is_kept = owner >= 0 && expected_[owner].keeps(rank_, token, k);
-      const float expected = is_kept ? round_.value(owner, rank_, token, k, kScalar) : 0.0f;
-      require(same(scalars[i], expected), round_, "scalar of token ", token, ", k ", k, " is ", scalars[i], ", not ",
-              expected);
-    }
+    check_scalars(scalars);
   }
-
-  const Round& round() const { return round_; }
 
  private:
-  static constexpr int kScalar = 1 << 20;  // an element index that no row has
-
-  int owner_of(int token, int k) const {
-    const int32_t id = round_.expert(rank_, token, k);
-    return id < 0 ? -1 : id / (round_.shape.num_experts / round_.shape.num_ranks);
-  }
-
-  void fill_inputs() {
-    for (int token = 0; token < num_tokens_; token++) {
-      for (int i = 0; i < round_.row_words; i++) x_.push_back(round_.word(rank_, token, i));
-      for (int i = 0; i < round_.num_scales; i++) scales_.push_back(round_.word(rank_, token, round_.row_words + i));
-      for (int k = 0; k < round_.shape.topk; k++) {
-        ids_.push_back(round_.expert(rank_, token, k));
-        weights_.push_back(round_.weight(rank_, token, k));
-      }
-    }
-  }
-  void spoil_inputs() {  // they are free as soon as the sending half is done
-    x_.assign(x_.size(), 0x5A5A5A5A);
-    scales_.assign(scales_.size(), 0x5A5A5A5A);
-    ids_.assign(ids_.size(), 0);
-    weights_.assign(weights_.size(), 99999.0f);
-  }
-
   LlDispatchParams dispatch_params() {
     LlDispatchParams p;
     p.shape = round_.shape;
@@ -157,144 +106,16 @@ class Trip {
     p.out_weights = out_weights_.data();
   }
 
-  void check_info() const {
-    const Expected& expected = expected_[rank_];
-    const size_t bins = expected.counts.size();
-    int64_t total = 0;
-    for (size_t bin = 0; bin < bins; bin++) {
-      require(info_[bin] == expected.counts[bin], round_, "count ", bin, " is ", info_[bin], ", not ",
-              expected.counts[bin]);
-      require(info_[bins + bin] == expected.demand[bin], round_, "demand ", bin, " is ", info_[bins + bin], ", not ",
-              expected.demand[bin]);
-      total += expected.counts[bin];
-    }
-    require(info_[2 * bins] == expected.dropped, round_, "overflow is ", info_[2 * bins], ", not ", expected.dropped);
-    require(info_[2 * bins + 1] == total, round_, "total is ", info_[2 * bins + 1], ", not ", total);
-    for (size_t bin = 0; round_.output.layout == OutputLayout::kPacked && bin <= bins; bin++) {
-      const int64_t offset = std::min(expected.starts[bin], round_.output.capacity);
-      require(info_[2 * bins + 2 + bin] == offset, round_, "offset ", bin, " is ", info_[2 * bins + 2 + bin], ", not ",
-              offset);
-    }
-  }
-
-  void check_dispatch() const {
-    check_info();
-    std::vector<bool> exists(round_.output.rows(), false);
-    for (const Expected::Entry& entry : expected_[rank_].entries) {
-      if (entry.row < 0) continue;
-      exists[entry.row] = true;
-      const auto check = [&](const uint32_t* words, int count, int first, const char* what) {
-        for (int i = 0; i < count; i++) {
-          const uint32_t expected = round_.word_on_arrival(entry.source, entry.token, first + i);
-          require(words[i] == expected, round_, what, " ", i, " of row ", entry.row, " (rank ", entry.source,
-                  ", token ", entry.token, ") is ", words[i], ", not ", expected);
-        }
-      };
-      check(out_x_.data() + entry.row * round_.row_words, round_.row_words, 0, "word");
-      check(out_scales_.data() + entry.row * round_.num_scales, round_.num_scales, round_.row_words, "scale");
-      check_row_info(entry);
-    }
-    for (size_t row = 0; row < exists.size(); row++) {
-      if (!exists[row]) check_no_row(row);
-    }
-  }
-
-  void check_row_info(const Expected::Entry& entry) const {
-    const int topk = round_.shape.topk, local_experts = round_.shape.num_experts / round_.shape.num_ranks;
-    if (entry.k >= 0) {
-      require(out_weights_[entry.row] == round_.weight(entry.source, entry.token, entry.k), round_, "weight of row ",
-              entry.row, " is ", out_weights_[entry.row]);
-      require(round_.output.layout != OutputLayout::kPacked || row_expert_[entry.row] == entry.bin, round_,
-              "expert of row ", entry.row, " is ", row_expert_[entry.row]);
-      return;
-    }
-    for (int k = 0; k < topk; k++) {
-      const int32_t id = round_.expert(entry.source, entry.token, k);
-      const bool is_here = id >= 0 && id / local_experts == rank_;
-      require(out_ids_[entry.row * topk + k] == (is_here ? id - rank_ * local_experts : -1), round_, "id ", k,
-              " of row ", entry.row, " is ", out_ids_[entry.row * topk + k]);
-      require(out_weights_[entry.row * topk + k] == (is_here ? round_.weight(entry.source, entry.token, k) : 0.0f),
-              round_, "weight ", k, " of row ", entry.row, " is ", out_weights_[entry.row * topk + k]);
-    }
-  }
-
-  void check_no_row(size_t row) const {
-    const bool expert_rows = has_expert_rows(round_.output.layout);
-    const int entries = expert_rows ? 1 : round_.shape.topk;
-    for (int j = 0; j < entries; j++) {
-      require(out_weights_[row * entries + j] == 0.0f, round_, "row ", row, " does not exist and has a weight");
-      require(expert_rows || out_ids_[row * entries + j] == -1, round_, "row ", row, " does not exist and has an id");
-    }
-    require(round_.output.layout != OutputLayout::kPacked || row_expert_[row] == -1, round_, "row ", row,
-            " is padding and has an expert");
-  }
-
-  void fill_rows() {
-    rows_.assign(round_.output.rows() * round_.hidden, 99999.0f);
-    for (const Expected::Entry& entry : expected_[rank_].entries) {
-      for (int i = 0; entry.row >= 0 && i < round_.hidden; i++) {
-        rows_[entry.row * round_.hidden + i] = round_.value(rank_, entry.source, entry.token, entry.k, i);
-      }
-    }
-    for (int i = 0; i < num_tokens_ * round_.shape.topk; i++) {
-      const int token = i / round_.shape.topk, k = i % round_.shape.topk;
-      weights_[i] = round_.home_weight(rank_, token, k);
-      ids_[i] = round_.home_skips(rank_, token, k) ? -1 : round_.expert(rank_, token, k);
-    }
-  }
-
-  float factor(int token, int k) const {
-    switch (round_.weighting) {
-      case Weighting::kNone:
-        return 1.0f;
-      case Weighting::kDispatch:
-        return round_.weight(rank_, token, k);
-      default:
-        return round_.home_skips(rank_, token, k) ? 0.0f : round_.home_weight(rank_, token, k);
-    }
-  }
-
-  float expected_sum(int token, int i) const {
-    float sum = 0;
-    if (!has_expert_rows(round_.output.layout)) {
-      for (int owner = 0; owner < round_.shape.num_ranks; owner++) {
-        if (expected_[owner].keeps(rank_, token, -1)) sum += round_.value(owner, rank_, token, -1, i);
-      }
-      return sum;
-    }
-    for (int k = 0; k < round_.shape.topk; k++) {
-      const int owner = owner_of(token, k);
-      const float weight = factor(token, k);  // 0: skipped, not multiplied
-      if (owner < 0 || weight == 0 || !expected_[owner].keeps(rank_, token, k)) continue;
-      sum += weight * round_.value(owner, rank_, token, k, i);
-    }
-    return sum;
-  }
-
-  void check_combine() const {
-    for (int token = 0; token < num_tokens_; token++) {
-      for (int i = 0; i < round_.hidden; i++) {
-        const float sum = sums_[static_cast<size_t>(token) * round_.hidden + i], expected = expected_sum(token, i);
-        require(same(sum, expected), round_, "element ", i, " of the sum of token ", token, " is ", sum, ", not ",
-                expected);
-      }
-    }
-  }
-
   Group& group_;
-  const Round round_;
-  const int rank_, num_tokens_;
-  std::vector<Expected> expected_;  // [R]
-  std::vector<uint32_t> x_, scales_, out_x_, out_scales_;
-  std::vector<int64_t> ids_, out_ids_;
-  std::vector<float> weights_, out_weights_, rows_, sums_;
-  std::vector<int32_t> handle_, info_, row_expert_;
+  std::vector<uint32_t> out_x_, out_scales_;
+  std::vector<float> rows_;
+  std::vector<int32_t> handle_;
   HandlePtrs handle_ptrs_;
 };
 
 // The second send carries another round's rows: nothing of them may reach anybody.
 void require_refused_send(Group& group, const Round& round, const Round& other) {
-  Trip trip(group, other);
+  LlTrip trip(group, other);
   try {
     trip.dispatch(Half::kSend);
   } catch (const Error& error) {
@@ -307,10 +128,10 @@ void require_refused_send(Group& group, const Round& round, const Round& other) 
 void run_in_row(Group& group, const StressConfig& config) {
   constexpr int kHandles = 5;
   for (int first = 0; first < config.rounds; first += kHandles) {
-    std::vector<std::unique_ptr<Trip>> trips;
+    std::vector<std::unique_ptr<LlTrip>> trips;
     for (int i = 0; i < kHandles; i++) {
       trips.push_back(
-          std::make_unique<Trip>(group, Round::make(config.seed, first + i, config.num_ranks, config.same_shape)));
+          std::make_unique<LlTrip>(group, Round::make(config.seed, first + i, config.num_ranks, config.same_shape)));
       trips.back()->dispatch(Half::kBoth);
     }
     for (const auto& trip : trips) trip->combine(Half::kBoth);
@@ -323,12 +144,12 @@ void run_in_row(Group& group, const StressConfig& config) {
 void run_rounds(Group& group, const StressConfig& config) {
   using Mode = StressConfig::Mode;
   const auto begin = [&](int index) {
-    return std::make_unique<Trip>(group, Round::make(config.seed, index, config.num_ranks, config.same_shape));
+    return std::make_unique<LlTrip>(group, Round::make(config.seed, index, config.num_ranks, config.same_shape));
   };
-  std::unique_ptr<Trip> next = begin(0);
+  std::unique_ptr<LlTrip> next = begin(0);
   if (config.mode == Mode::kPipelined) next->dispatch(Half::kBoth);
   for (int index = 0; index < config.rounds; index++) {
-    std::unique_ptr<Trip> trip = std::move(next);
+    std::unique_ptr<LlTrip> trip = std::move(next);
     next = begin(index + 1);
     switch (config.mode) {
       case Mode::kFused:
@@ -356,6 +177,12 @@ void run_rounds(Group& group, const StressConfig& config) {
 }
 
 }  // namespace
+
+void run_ll_round(Group& group, const Round& round) {
+  LlTrip trip(group, round);
+  trip.dispatch(Half::kBoth);
+  trip.combine(Half::kBoth);
+}
 
 void run_stress_rank(Bootstrap& bootstrap, const StressConfig& config) {
   const Shape largest{config.num_ranks, config.num_ranks * Round::kMaxLocalExperts, Round::kMaxTopk, Round::kMaxTokens};

@@ -33,4 +33,9 @@ std::string run_stress(const StressConfig& config);
 // One rank's part. Throws at the first thing that is wrong.
 void run_stress_rank(Bootstrap& bootstrap, const StressConfig& config);
 
+// One low-latency dispatch and combine of a round on a group that has room for it.
+class Group;
+struct Round;
+void run_ll_round(Group& group, const Round& round);
+
 }  // namespace ep

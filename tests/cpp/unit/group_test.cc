@@ -33,7 +33,7 @@ class PickyBackend : public Backend {
   }
 };
 
-std::unique_ptr<Backend> make_picky(Bootstrap&, const Topology&, const LlWindow&, const GroupConfig&) {
+std::unique_ptr<Backend> make_picky(Bootstrap&, const Topology&, const Window&, const GroupConfig&) {
   return std::make_unique<PickyBackend>();
 }
 

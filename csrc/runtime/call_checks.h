@@ -1,0 +1,36 @@
+// Checks that both modes make of a call, and its record.
+#pragma once
+
+#include "base/check.h"
+#include "layout/outputs.h"
+#include "layout/shape.h"
+#include "layout/wire.h"
+
+namespace ep {
+
+constexpr int kMaxRowBytes = 65536;
+
+inline void check_row_bytes(int64_t bytes, const char* what) {
+  EP_CHECK(bytes > 0 && bytes % 16 == 0 && bytes <= kMaxRowBytes, what, " of ", bytes,
+           " bytes: must be a multiple of 16 and at most ", kMaxRowBytes);
+}
+
+inline void check_tokens(int num_tokens, const Shape& shape) {
+  EP_CHECK(num_tokens >= 0 && num_tokens <= shape.max_tokens, num_tokens, " tokens, but max_tokens is ",
+           shape.max_tokens);
+}
+
+inline void check_output(const OutputShape& output) {
+  EP_CHECK(output.capacity >= 0 && output.capacity <= INT32_MAX, "capacity is ", output.capacity, ", must be 0 to ",
+           INT32_MAX);
+  EP_CHECK(output.alignment >= 1, "expert_alignment is ", output.alignment, ", must be at least 1");
+  EP_CHECK(output.rows() <= INT32_MAX, "the output would have ", output.rows(), " rows, at most ", INT32_MAX);
+}
+
+inline CallRecord record_of(uint32_t operation, int hidden, const Shape& shape, int scale_bytes, int num_tokens) {
+  const auto word = [](int value) { return static_cast<uint32_t>(value); };
+  return {{operation, word(hidden), word(shape.topk), word(shape.num_experts), word(shape.max_tokens),
+           word(scale_bytes), word(num_tokens)}};
+}
+
+}  // namespace ep

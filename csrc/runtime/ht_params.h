@@ -1,0 +1,96 @@
+// One struct an operation of high throughput, as params.h has them for low latency.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/ht_handle.h"
+#include "layout/ht_layout.h"
+#include "runtime/params.h"
+
+namespace ep {
+
+// A dispatch of known capacity routes and sends in one operation. Exact sizes take two: the host makes the outputs in
+// between. A cached one sends another payload along the routes of a handle.
+enum class HtSteps : int { kRouteAndSend = 0, kRoute = 1, kSend = 2, kCached = 3 };
+EP_HD bool routes(HtSteps steps) { return steps == HtSteps::kRouteAndSend || steps == HtSteps::kRoute; }
+EP_HD bool sends_rows(HtSteps steps) { return steps != HtSteps::kRoute; }
+EP_HD bool sends_routes(HtSteps steps) { return steps == HtSteps::kRouteAndSend || steps == HtSteps::kSend; }
+
+// One tensor [T, n] of a dispatch, or the scales that the operation makes (`in` is null then).
+struct HtPart {
+  const void* in = nullptr;
+  int64_t row_stride = 0, element_stride = 0;  // of `in`, bytes
+  int elements = 0, element_bytes = 1;         // of a row of `in`
+  int bytes = 0;                               // of a row that travels, and of `out`, which is contiguous
+  void* out = nullptr;
+  Offset out_offset = kNoOffset;  // of `out` in the arena, for the senders; kNoOffset: they write to the staging rows
+};
+
+struct HtDispatchParams {
+  Shape shape;
+  HtLayout layout;
+  CallRecord call;
+  HtSteps steps = HtSteps::kRouteAndSend;
+  Quant quant = Quant::kNone;  // of part 0; part 1 is the scales then
+  DType dtype = DType::kBF16;  // of part 0
+  int hidden = 0;
+  int num_parts = 0;
+  HtPart parts[kHtMaxParts];
+
+  // In: read where the steps route (ids), or send routes (weights).
+  const void* topk_idx = nullptr;
+  bool is_idx64 = true;
+  const float* topk_weights = nullptr;  // [T, K], null: ones
+  int num_tokens = 0;
+
+  OutputShape output;  // kRoute: of capacity INT32_MAX, so that nothing is dropped
+  bool zero_padding = false;
+  HtHandlePtrs handle;  // `slots` part: where the steps send
+
+  // Out. Where the steps route:
+  int32_t* info = nullptr;  // OutputShape
+  // kRoute, memory that the host sees: rows that the output needs, then slots.
+  int64_t* host_sizes = nullptr;
+  // Where the steps send routes:
+  int32_t* row_expert = nullptr;
+  void* out_topk_idx = nullptr;
+  float* out_weights = nullptr;
+  int num_sms = 0;
+};
+
+// Rows, or a scalar for each of their choices, or both, go home. Readers pull: the rows where they lie if that is the
+// arena, no sum is needed here, and the wire's dtype is no smaller; else from the staging rows of their owner, in the
+// wire dtype, by slot.
+struct HtCombineParams {
+  Shape shape;
+  HtLayout layout;
+  CallRecord call;
+  DType dtype = DType::kBF16;  // of rows
+  DType wire_dtype = DType::kBF16;
+  DType out_dtype = DType::kBF16;
+  int hidden = 0;  // 0: no rows, scalars only
+
+  const void* rows = nullptr;      // [output.rows(), H]
+  Offset rows_offset = kNoOffset;  // of rows in the arena
+  bool has_values = false;
+  const float* values = nullptr;  // [rows] or [rows, K]
+  OutputShape output;
+  HtHandlePtrs handle;
+  Weighting weighting = Weighting::kNone;
+  const float* home_weights = nullptr;  // kHome: [T, K]
+  const void* home_topk_idx = nullptr;  // kHome: optional [T, K], an id that is no expert skips
+  bool is_idx64 = true;
+  const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
+  int num_tokens = 0;
+  void* out = nullptr;          // [T, H]
+  float* out_values = nullptr;  // [T, K]
+  int num_sms = 0;
+
+  EP_HD bool has_rows() const { return hidden > 0; }
+  EP_HD bool reads_in_place() const {
+    return has_rows() && rows_offset != kNoOffset && !has_expert_rows(output.layout) &&
+           size_of(dtype) <= size_of(wire_dtype);
+  }
+};
+
+}  // namespace ep

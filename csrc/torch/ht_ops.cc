@@ -1,0 +1,467 @@
+// The ops of high throughput. A dispatch of exact sizes (capacity -1) asks the other ranks how much will come before it
+// makes its outputs; every other knows their sizes. Outputs lie in the window's arena while there is room.
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "torch/device.h"
+#include "torch/ops.h"
+#include "torch/registry.h"
+
+namespace ep {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kExact = -1;  // capacity
+// x and further tensors. Each has a result of its own, empty where there is none: an op that changes an argument may
+// not return a list (functionalization takes it for an alias).
+constexpr int kMaxTensors = 4;
+
+// A tensor that other ranks may write to or read; an ordinary one where there is no room for it.
+Tensor arena_tensor(const Group& group, at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
+  int64_t elements = 1;
+  for (int64_t size : sizes) {
+    EP_CHECK(size >= 0, "a dimension of ", size);
+    elements *= size;
+  }
+  if (elements == 0 || !device.is_cpu()) return new_tensor(sizes, type, device);
+  std::shared_ptr<void> block = Arena::take(group.arena(), elements * at::elementSize(type));
+  if (block == nullptr) return new_tensor(sizes, type, device);
+  void* data = block.get();
+  return at::from_blob(
+      data, sizes, [block = std::move(block)](void*) mutable { block.reset(); }, at::TensorOptions(type));
+}
+
+template <class T>
+T* pointer(const Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.data_ptr());
+}
+
+// ---- The payload of a dispatch: tensors [T, n], the first with scales or quantised
+
+struct Payload {
+  at::TensorList xs;
+  const OptionalTensor& scales;
+};
+
+void check_payload(const Payload& payload, int64_t num_tokens, const at::Device& device) {
+  EP_CHECK(!payload.xs.empty() && payload.xs.size() <= kMaxTensors, payload.xs.size(), " tensors, must be 1 to ",
+           kMaxTensors);
+  for (size_t i = 1; i < payload.xs.size(); i++) {
+    const Tensor& x = payload.xs[i];
+    EP_CHECK(x.dim() == 2 && x.size(0) == num_tokens, "tensor ", i, " of the dispatch has ", x.dim(),
+             " dimensions, the first of them ", x.dim() == 0 ? 0 : x.size(0), ": must be [", num_tokens, ", elements]");
+    check_tensor(x, "a further tensor", x.scalar_type(), x.sizes(), device);
+    check_aligned(x, "a further tensor");
+    const int64_t bytes = x.size(1) * x.element_size();
+    EP_CHECK(bytes > 0 && bytes % 16 == 0, "rows of tensor ", i, " have ", bytes, " bytes: must be a multiple of 16");
+  }
+}
+
+// Sizes and input pointers of all parts: x, its scales, the further tensors.
+void set_parts(HtDispatchParams& p, const Payload& payload) {
+  const auto add = [&](const Tensor& x) {
+    HtPart& part = p.parts[p.num_parts++];
+    part.in = x.data_ptr();
+    part.row_stride = x.stride(0) * x.element_size();
+    part.element_stride = x.stride(1) * x.element_size();
+    part.elements = to_int(x.size(1), "elements of a row");
+    part.element_bytes = static_cast<int>(x.element_size());
+    part.bytes = to_int(x.size(1) * x.element_size(), "bytes of a row");
+    if (x.is_contiguous()) {  // one element, so that it moves at once
+      part.elements = 1;
+      part.element_bytes = part.bytes;
+      part.row_stride = part.bytes;
+    }
+  };
+  add(payload.xs[0]);
+  p.dtype = dtype_of(payload.xs[0].scalar_type());
+  p.hidden = to_int(payload.xs[0].size(1), "hidden");
+  if (p.quant != Quant::kNone) {
+    EP_CHECK(!payload.scales, "scales given together with quant ", name_of(p.quant));
+    p.parts[0].bytes = p.hidden;
+    const int groups = ceil_div(p.hidden, kQuantGroup);
+    p.parts[p.num_parts++].bytes = 4 * (p.quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) : groups);
+  } else if (payload.scales) {
+    add(*payload.scales);
+  }
+  for (const Tensor& x : payload.xs.slice(1)) add(x);
+}
+
+struct Moved {
+  std::vector<Tensor> xs;
+  Tensor scales;
+};
+
+Moved allocate_moved(const Group& group, const Payload& payload, const OutputShape& output, const OutputTypes& types,
+                     const at::Device& device) {
+  Moved moved;
+  moved.xs.push_back(arena_tensor(group, types.x, types.x_type, device));
+  moved.scales = arena_tensor(group, types.scales, types.scales_type, device);
+  for (const Tensor& x : payload.xs.slice(1)) {
+    moved.xs.push_back(arena_tensor(group, row_shape(output, x.size(1)), x.scalar_type(), device));
+  }
+  return moved;
+}
+
+void check_moved(const Moved& moved, const Payload& payload, const OutputShape& output, const OutputTypes& types,
+                 const at::Device& device) {
+  EP_CHECK(moved.xs.size() == payload.xs.size(), moved.xs.size(), " output tensors for ", payload.xs.size());
+  for (size_t i = 0; i < moved.xs.size(); i++) {
+    const at::DimVector sizes = i == 0 ? types.x : row_shape(output, payload.xs[i].size(1));
+    check_tensor(moved.xs[i], "out_x", i == 0 ? types.x_type : payload.xs[i].scalar_type(), sizes, device);
+    check_aligned(moved.xs[i], "out_x");
+  }
+  check_tensor(moved.scales, "out_scales", types.scales_type, types.scales, device);
+}
+
+void set_moved(HtDispatchParams& p, const Moved& moved) {
+  const bool has_scales = p.num_parts > static_cast<int>(moved.xs.size());
+  int part = 0;
+  p.parts[part++].out = pointer<void>(moved.xs[0]);
+  if (has_scales) p.parts[part++].out = pointer<void>(moved.scales);
+  for (size_t i = 1; i < moved.xs.size(); i++) p.parts[part++].out = pointer<void>(moved.xs[i]);
+}
+
+// ---- dispatch
+
+struct HtTensors {
+  Moved moved;
+  Tensor weights, topk_idx, row_expert, info, route, slots;
+};
+
+HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int64_t num_tokens, int64_t num_slots) {
+  return HtHandleShape::make(output, group.topology(), to_int(num_tokens, "number of tokens"), num_slots);
+}
+
+Tensor new_handle(at::IntArrayRef sizes, const at::Device& device) {
+  // Entries that no operation reads are 0 on the CPU, so that opcheck finds equal handles.
+  return device.is_cpu() ? at::zeros(sizes, at::kInt) : new_tensor(sizes, at::kInt, device);
+}
+
+// Rows and slots that will come here: the first half of a dispatch of exact sizes.
+std::array<int64_t, 2> ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
+  std::array<int64_t, 2> sizes{0, 0};
+  p.steps = HtSteps::kRoute;
+  p.host_sizes = sizes.data();
+  group.dispatch(p, stream);
+  return sizes;
+}
+
+void allocate_received(HtTensors& t, const OutputTypes& types, const HtHandleShape& handle, const at::Device& device) {
+  t.weights = new_tensor(types.weights, at::kFloat, device);
+  t.topk_idx = new_tensor(types.topk_idx, types.idx_type, device);
+  t.row_expert = new_tensor(types.row_expert, at::kInt, device);
+  t.slots = new_handle({handle.num_slots, handle.slot_words()}, device);
+}
+
+void check_received(const HtTensors& t, const OutputTypes& types, const HtHandleShape& handle,
+                    const at::Device& device) {
+  check_tensor(t.weights, "out_weights", at::kFloat, types.weights, device);
+  check_tensor(t.topk_idx, "out_topk_idx", types.idx_type, types.topk_idx, device);
+  check_tensor(t.row_expert, "out_row_expert", at::kInt, types.row_expert, device);
+  check_tensor(t.info, "out_info", at::kInt, types.info, device);
+  check_tensor(t.route, "route", at::kInt, {handle.route_size()}, device);
+  check_tensor(t.slots, "slots", at::kInt, {handle.num_slots, handle.slot_words()}, device);
+}
+
+HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const Tensor& topk_idx,
+                          const OptionalTensor& topk_weights, DispatchSpec spec, const HtTensors* given) {
+  const auto registered = find_group(buffer);
+  Group& group = *registered->group;
+  const at::Device device = device_of(group);
+  EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
+  const RowSpec row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, device);
+  check_payload(payload, row.num_tokens, device);
+  const bool is_exact = spec.capacity == kExact;
+  EP_CHECK(!is_exact || spec.layout != static_cast<int64_t>(OutputLayout::kExpertMajor),
+           "expert_major needs a capacity: its rows have no exact number");
+  EP_CHECK(!is_exact || given == nullptr, "outputs of exact sizes cannot be given");
+  const auto output_of = [&](int64_t capacity) {
+    return output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout, capacity,
+                        spec.alignment);
+  };
+  HtDispatchParams p;
+  p.output = output_of(is_exact ? INT32_MAX : spec.capacity);
+  p.shape = {group.num_ranks(), to_int(spec.num_experts, "num_experts"), p.output.topk, p.output.max_tokens};
+  EP_CHECK(spec.quant >= 0 && spec.quant <= 3, "quant ", spec.quant, " is unknown");
+  p.quant = static_cast<Quant>(spec.quant);
+  set_parts(p, payload);
+  p.topk_idx = topk_idx.data_ptr();
+  p.is_idx64 = row.is_idx64;
+  p.topk_weights = topk_weights ? topk_weights->data_ptr<float>() : nullptr;
+  p.num_tokens = to_int(row.num_tokens, "number of tokens");
+  p.zero_padding = spec.zero_padding;
+  EP_CHECK(spec.num_sms >= 0, "num_sms is ", spec.num_sms, ", must not be negative");
+  p.num_sms = to_int(spec.num_sms, "num_sms");
+  group.prepare(p);  // refuses what does not fit before memory is taken for it
+  int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * spec.max_tokens;
+
+  HtTensors t;
+  if (given != nullptr) t = *given;
+  const int64_t info_size = p.output.info_size();
+  if (given == nullptr) {
+    t.info = new_tensor({info_size}, at::kInt, device);
+    t.route = new_handle({ht_handle_shape(p.output, group, row.num_tokens, 0).route_size()}, device);
+  }
+  void* stream = registered->order.next_stream(device);
+  if (is_exact) {
+    p.info = t.info.data_ptr<int32_t>();
+    p.handle =
+        HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, ht_handle_shape(p.output, group, row.num_tokens, 0));
+    const auto [rows, slots] = ask_for_sizes(group, p, stream);
+    p.steps = HtSteps::kSend;
+    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : rows);
+    num_slots = slots;
+  }
+  const OutputTypes types = output_types(row, spec, p.output);
+  const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
+  if (given != nullptr) {
+    check_moved(t.moved, payload, p.output, types, device);
+    check_received(t, types, handle, device);
+  } else {
+    t.moved = allocate_moved(group, payload, p.output, types, device);
+    allocate_received(t, types, handle, device);
+  }
+  set_moved(p, t.moved);
+  p.handle = HtHandlePtrs::of(t.route.data_ptr<int32_t>(), t.slots.data_ptr<int32_t>(), handle);
+  p.info = t.info.data_ptr<int32_t>();
+  p.row_expert = pointer<int32_t>(t.row_expert);
+  p.out_topk_idx = pointer<void>(t.topk_idx);
+  p.out_weights = pointer<float>(t.weights);
+  group.dispatch(p, stream);
+  return t;
+}
+
+using HtDispatchResult =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Tensor further(const Moved& moved, size_t index, const at::Device& device) {
+  return index < moved.xs.size() ? moved.xs[index] : new_tensor({0}, at::kByte, device);
+}
+
+HtDispatchResult ht_dispatch(std::string_view buffer, Tensor, at::TensorList xs, const OptionalTensor& x_scales,
+                             const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
+  return guarded([&] {
+    auto t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, nullptr);
+    const at::Device device = t.info.device();
+    return HtDispatchResult{t.moved.xs[0],
+                            t.moved.scales,
+                            t.weights,
+                            t.topk_idx,
+                            t.row_expert,
+                            t.info,
+                            t.route,
+                            t.slots,
+                            further(t.moved, 1, device),
+                            further(t.moved, 2, device),
+                            further(t.moved, 3, device)};
+  });
+}
+
+void ht_dispatch_out(std::string_view buffer, Tensor, at::TensorList xs, const OptionalTensor& x_scales,
+                     const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG,
+                     at::TensorList out_xs, Tensor out_scales, Tensor out_weights, Tensor out_topk_idx,
+                     Tensor out_row_expert, Tensor out_info, Tensor out_route, Tensor out_slots) {
+  guarded([&] {
+    const HtTensors given{
+        {out_xs.vec(), out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots};
+    run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, &given);
+  });
+}
+
+// ---- With a handle
+
+void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const HandleSpec& spec,
+                   const OutputShape& output, int rank) {
+  check_handle_values(handle.counts, sizes.counts_size(), 0, output.max_tokens, "number of rows");
+  const int64_t received = [&] {
+    int64_t sum = 0;
+    for (int r = 0; r < output.num_ranks; r++) sum += handle.counts[r * output.num_ranks + rank];
+    return sum;
+  }();
+  EP_CHECK(received <= sizes.num_slots, "the handle is not of these sizes, or was changed: ", received,
+           " rows in slots for ", sizes.num_slots);
+  const auto check_routes = [&](const HtRoutes& all, int64_t first, int64_t count) {
+    check_handle_values(all.ids + first, count, -1, spec.num_experts - 1, "expert id");
+    check_handle_values(all.rows + first, count, kDroppedRow, INT32_MAX, "row");
+    check_handle_values(all.slots + first, count, kNoRow,
+                        static_cast<int64_t>(output.num_ranks) * output.max_tokens - 1, "slot");
+  };
+  check_routes(handle.own, 0, sizes.own_size());
+  if (sizes.num_domains > 1) {
+    check_handle_values(handle.rail_tokens, sizes.num_domains, 0, output.max_tokens, "number of tokens");
+    for (int d = 0; d < sizes.num_domains; d++) {
+      const int64_t first = static_cast<int64_t>(d) * output.max_tokens * output.topk;
+      check_routes(handle.rail, first, static_cast<int64_t>(handle.rail_tokens[d]) * output.topk);
+    }
+  }
+  for (int64_t slot = 0; slot < received && sizes.has_expert_rows; slot++) {
+    check_handle_values(handle.slot(slot), output.topk, kDroppedRow, output.rows() - 1, "place");
+  }
+}
+
+OutputShape take_ht_handle(const HandleSpec& spec, const Group& group, const Tensor& route, const Tensor& slots,
+                           const at::Device& device, Shape& shape, HtHandlePtrs& pointers) {
+  const OutputShape output =
+      output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout, spec.capacity, 1);
+  const int64_t num_slots = slots.dim() == 2 ? slots.size(0) : 0;
+  EP_CHECK(num_slots <= static_cast<int64_t>(output.num_ranks) * output.max_tokens, "a handle of ", num_slots,
+           " received rows, at most ", static_cast<int64_t>(output.num_ranks) * output.max_tokens);
+  const HtHandleShape sizes = ht_handle_shape(output, group, spec.num_tokens, num_slots);
+  check_tensor(route, "the handle's route", at::kInt, {sizes.route_size()}, device);
+  check_tensor(slots, "the handle's slots", at::kInt, {sizes.num_slots, sizes.slot_words()}, device);
+  shape = {output.num_ranks, static_cast<int>(spec.num_experts), output.topk, output.max_tokens};
+  pointers = HtHandlePtrs::of(route.data_ptr<int32_t>(), slots.data_ptr<int32_t>(), sizes);
+  if (device.is_cpu()) check_entries(pointers, sizes, spec, output, group.rank());
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, Tensor,
+                                                                      at::TensorList xs, const OptionalTensor& x_scales,
+                                                                      const Tensor& route, const Tensor& slots,
+                                                                      EP_HANDLE_ARGS, int64_t quant, bool zero_padding,
+                                                                      int64_t num_sms) {
+  return guarded([&] {
+    const auto registered = find_group(buffer);
+    Group& group = *registered->group;
+    const at::Device device = device_of(group);
+    const HandleSpec spec = EP_HANDLE_SPEC;
+    HtDispatchParams p;
+    p.steps = HtSteps::kCached;
+    p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
+    EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x must be [", num_tokens,
+             ", hidden], as in the dispatch of the handle");
+    const Tensor none = at::empty({num_tokens, topk}, at::TensorOptions(at::kInt).device(device));
+    const RowSpec row = check_inputs(xs[0], x_scales, none, std::nullopt, device);
+    check_payload({xs, x_scales}, num_tokens, device);
+    EP_CHECK(quant >= 0 && quant <= 3, "quant ", quant, " is unknown");
+    p.quant = static_cast<Quant>(quant);
+    set_parts(p, {xs, x_scales});
+    p.num_tokens = to_int(num_tokens, "number of tokens");
+    p.zero_padding = zero_padding;
+    p.num_sms = to_int(num_sms, "num_sms");
+    group.prepare(p);
+    const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
+    Moved moved = allocate_moved(group, {xs, x_scales}, p.output, output_types(row, dispatch, p.output), device);
+    set_moved(p, moved);
+    group.dispatch(p, registered->order.next_stream(device));
+    return std::make_tuple(moved.xs[0], moved.scales, further(moved, 1, device), further(moved, 2, device),
+                           further(moved, 3, device));
+  });
+}
+
+// ---- combine
+
+#define EP_HT_COMBINE_ARGS                                                                                  \
+  const OptionalTensor &rows, const OptionalTensor &values, const Tensor &route, const Tensor &slots,       \
+      const OptionalTensor &weights, const OptionalTensor &topk_idx, at::TensorList biases, EP_HANDLE_ARGS, \
+      int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms
+
+std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_ARGS, const Tensor* given) {
+  const auto registered = find_group(buffer);
+  Group& group = *registered->group;
+  const at::Device device = device_of(group);
+  const HandleSpec spec = EP_HANDLE_SPEC;
+  HtCombineParams p;
+  p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
+  EP_CHECK(weighting >= 0 && weighting <= 2, "weighting ", weighting, " is unknown");
+  EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
+  p.weighting = static_cast<Weighting>(weighting);
+  p.num_tokens = to_int(num_tokens, "number of tokens");
+  p.num_sms = to_int(num_sms, "num_sms");
+  Tensor out = new_tensor({0}, out_dtype, device), out_values = new_tensor({0}, at::kFloat, device);
+  if (rows) {
+    EP_CHECK(rows->dim() >= 2, "rows have ", rows->dim(), " dimensions, must be shaped as dispatch's output");
+    const int64_t hidden = rows->size(-1);
+    const CombineArgs args{rows,      weights,    topk_idx, biases, hidden, weighting, rows->scalar_type(),
+                           out_dtype, wire_dtype, num_sms};
+    p.dtype = dtype_of(rows->scalar_type());
+    p.out_dtype = dtype_of(out_dtype);
+    p.wire_dtype = dtype_of(wire_dtype);
+    p.hidden = to_int(hidden, "hidden");
+    EP_CHECK(p.hidden > 0, "rows have no elements");
+    check_tensor(*rows, "rows", rows->scalar_type(), row_shape(p.output, hidden), device);
+    check_aligned(*rows, "rows");
+    p.rows = pointer<void>(*rows);
+    set_weights(p, args, spec, device);
+    set_biases(p, args, spec, device);
+    const std::array<int64_t, 2> sizes{num_tokens, hidden};
+    out = given != nullptr ? *given : new_tensor(sizes, out_dtype, device);
+    check_tensor(out, "out", out_dtype, sizes, device);
+    check_aligned(out, "out");
+    p.out = out.data_ptr();
+  }
+  if (values) {
+    at::DimVector sizes = row_shape(p.output, topk);
+    if (has_expert_rows(p.output.layout)) sizes.pop_back();
+    check_tensor(*values, "values", at::kFloat, sizes, device);
+    p.has_values = true;
+    p.values = values->data_ptr<float>();
+    out_values = new_tensor({num_tokens, topk}, at::kFloat, device);
+    p.out_values = out_values.data_ptr<float>();
+  }
+  group.combine(p, registered->order.next_stream(device));
+  return {out, out_values};
+}
+
+#define EP_HT_COMBINE_PASS                                                                                            \
+  rows, values, route, slots, weights, topk_idx, biases, num_tokens, topk, num_experts, max_tokens, layout, capacity, \
+      weighting, out_dtype, wire_dtype, num_sms
+
+std::tuple<Tensor, Tensor> ht_combine(std::string_view buffer, Tensor, EP_HT_COMBINE_ARGS) {
+  return guarded([&] { return run_ht_combine(buffer, EP_HT_COMBINE_PASS, nullptr); });
+}
+
+void ht_combine_out(std::string_view buffer, Tensor, EP_HT_COMBINE_ARGS, Tensor out) {
+  guarded([&] { run_ht_combine(buffer, EP_HT_COMBINE_PASS, &out); });
+}
+
+// ---- Tensors of the arena
+
+Tensor arena_empty(std::string_view buffer, Tensor, at::IntArrayRef size, at::ScalarType dtype) {
+  return guarded([&] {
+    const auto registered = find_group(buffer);
+    return arena_tensor(*registered->group, size, dtype, device_of(*registered->group));
+  });
+}
+
+#define EP_HT_DISPATCH_SCHEMA                                                            \
+  "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor topk_idx, Tensor? " \
+  "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
+#define EP_HT_COMBINE_SCHEMA                                                                                \
+  "str buffer, Tensor(a!) seq, Tensor? rows, Tensor? values, Tensor route, Tensor slots, Tensor? weights, " \
+  "Tensor? topk_idx, Tensor[] biases, " EP_HANDLE_SCHEMA                                                    \
+  ", int weighting, ScalarType out_dtype, "                                                                 \
+  "ScalarType wire_dtype, int num_sms"
+
+}  // namespace
+
+void define_ht_ops(torch::Library& library) {
+  library.def("ht_dispatch(" EP_HT_DISPATCH_SCHEMA
+              ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info, "
+              "Tensor route, Tensor slots, Tensor x1, Tensor x2, Tensor x3)");
+  library.def("ht_dispatch_out(" EP_HT_DISPATCH_SCHEMA
+              ", Tensor(b!)[] out_xs, Tensor(c!) out_scales, Tensor(d!) out_weights, Tensor(e!) out_topk_idx, "
+              "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) out_route, Tensor(i!) out_slots) -> ()");
+  library.def(
+      "ht_dispatch_cached(str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor "
+      "slots, " EP_HANDLE_SCHEMA
+      ", int quant, bool zero_padding, int num_sms) -> (Tensor x, Tensor scales, Tensor "
+      "x1, Tensor x2, Tensor x3)");
+  library.def("ht_combine(" EP_HT_COMBINE_SCHEMA ") -> (Tensor out, Tensor out_values)");
+  library.def("ht_combine_out(" EP_HT_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
+  library.def("arena_empty(str buffer, Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
+}
+
+void register_ht_kernels(torch::Library& library) {
+  library.impl("ht_dispatch", &ht_dispatch);
+  library.impl("ht_dispatch_out", &ht_dispatch_out);
+  library.impl("ht_dispatch_cached", &ht_dispatch_cached);
+  library.impl("ht_combine", &ht_combine);
+  library.impl("ht_combine_out", &ht_combine_out);
+  library.impl("arena_empty", &arena_empty);
+}
+
+}  // namespace ep

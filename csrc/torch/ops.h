@@ -1,0 +1,66 @@
+// What the ops of both modes share, beside run.h.
+#pragma once
+
+#include <torch/library.h>
+
+#include "base/check.h"
+#include "torch/run.h"
+#include "torch/spec.h"
+
+namespace ep {
+
+#define EP_DISPATCH_CONFIG                                                                                     \
+  int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity, int64_t alignment, int64_t quant, \
+      bool zero_padding, int64_t num_sms
+#define EP_DISPATCH_SPEC \
+  DispatchSpec { num_experts, max_tokens, layout, capacity, alignment, quant, zero_padding, num_sms }
+
+#define EP_HANDLE_ARGS \
+  int64_t num_tokens, int64_t topk, int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity
+#define EP_HANDLE_SPEC \
+  HandleSpec { num_tokens, topk, num_experts, max_tokens, layout, capacity }
+
+// Values of a handle in host memory.
+inline void check_handle_values(const int32_t* values, int64_t count, int64_t first, int64_t last, const char* name) {
+  for (int64_t i = 0; i < count; i++) {
+    EP_CHECK(values[i] >= first && values[i] <= last, "the handle is not of these sizes, or was changed: ", name, " ",
+             i, " is ", values[i], ", must be ", first, " to ", last);
+  }
+}
+
+// Weights and ids of the home rank, of either mode.
+template <class Params>
+void set_weights(Params& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
+  EP_CHECK(args.weights.has_value() == (p.weighting == Weighting::kHome),
+           "weights of the home rank are given exactly when they are asked for");
+  EP_CHECK(!args.topk_idx || p.weighting == Weighting::kHome, "topk_idx at combine goes with weights of the home rank");
+  if (args.weights) {
+    check_tensor(*args.weights, "weights", at::kFloat, {spec.num_tokens, spec.topk}, device);
+    p.home_weights = args.weights->data_ptr<float>();
+  }
+  if (args.topk_idx) {
+    p.is_idx64 = args.topk_idx->scalar_type() == at::kLong;
+    check_tensor(*args.topk_idx, "topk_idx", p.is_idx64 ? at::kLong : at::kInt, {spec.num_tokens, spec.topk}, device);
+    p.home_topk_idx = args.topk_idx->data_ptr();
+  }
+}
+
+template <class Params>
+void set_biases(Params& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
+  EP_CHECK(args.biases.size() <= 2, args.biases.size(), " biases, at most 2");
+  for (size_t i = 0; i < args.biases.size(); i++) {
+    check_tensor(args.biases[i], "bias", args.out_dtype, {spec.num_tokens, args.hidden}, device);
+    check_aligned(args.biases[i], "bias");
+    p.bias[i] = args.biases[i].data_ptr();
+  }
+}
+
+#define EP_DISPATCH_CONFIG_SCHEMA                                                                                \
+  "int num_experts, int max_tokens, int layout, int capacity, int alignment, int quant, bool zero_padding, int " \
+  "num_sms"
+#define EP_HANDLE_SCHEMA "int num_tokens, int topk, int num_experts, int max_tokens, int layout, int capacity"
+
+void define_ht_ops(torch::Library& library);
+void register_ht_kernels(torch::Library& library);
+
+}  // namespace ep

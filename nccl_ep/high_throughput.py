@@ -1,0 +1,129 @@
+"""The calls of high throughput (HT), once functional.py has checked their numbers; and cached dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .buffer import Buffer, find_buffer
+from .checks import error_of, require_on
+from .errors import UsageError
+from .handle import QUANTS, DispatchOutput, Handle
+
+_ops = torch.ops.nccl_ep
+EXACT = -1  # the capacity of a dispatch of exact sizes, as the op takes it
+
+
+@dataclass(slots=True, eq=False)
+class Payload:
+    """What a cached dispatch moved: x, scales and extra as in ``DispatchOutput``."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    extra: tuple[torch.Tensor, ...] = ()
+
+
+def route_and_send(
+    buffer: Buffer,
+    x: torch.Tensor,
+    extra: Sequence[torch.Tensor],
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    args: tuple[int, ...],
+    zero_padding: bool,
+    num_sms: int,
+    out: DispatchOutput | None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Runs the op. Returns what ``ll_dispatch`` returns, with two tensors of the handle at the end; and the extras."""
+    call = (buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, *args, zero_padding, num_sms)
+    if out is None:
+        received = _ops.ht_dispatch.default(*call)
+        return received[:8], received[8 : 8 + len(extra)]
+    return _into(out, call, topk_idx.dtype)
+
+
+def _into(
+    out: DispatchOutput, call: tuple[Any, ...], idx_dtype: torch.dtype
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The same into the tensors of an earlier output of the same sizes."""
+    if out.handle.mode != "ht" or out.handle.slots is None:
+        raise UsageError("out is of a low-latency dispatch")
+
+    def given(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device=out.x.device) if tensor is None else tensor
+
+    scales_dtype = torch.float32 if call[3] is None else call[3].dtype
+    rest = (
+        given(out.scales, scales_dtype), out.weights, given(out.topk_idx, idx_dtype),
+        given(out.row_expert, torch.int32), out._info, out.handle.tensor, out.handle.slots,
+    )  # fmt: skip
+    _ops.ht_dispatch_out.default(*call, [out.x, *out.extra], *rest)
+    return (out.x, *rest), out.extra
+
+
+def dispatch_cached(
+    x: torch.Tensor,
+    handle: Handle,
+    *,
+    extra: Sequence[torch.Tensor] = (),
+    scales: torch.Tensor | None = None,
+    quant: str | None = None,
+    zero_padding: bool = False,
+    num_sms: int = 0,
+) -> Payload:
+    """Sends another payload along the routes of a high-throughput dispatch, any number of times. Collective.
+
+    It is the backward of ``combine``: gradients of the sums go where the rows came from.
+
+    Args:
+        x: [T, H] for the T tokens of that dispatch; any H and dtype. extra, scales, quant, zero_padding, num_sms: as in
+            ``dispatch``.
+        handle: of a dispatch in mode "ht". Its rows go to the same places; rows that were dropped are dropped again.
+
+    Raises: as ``dispatch``; UsageError for a handle of another buffer, or of mode "ll".
+
+    Source: DeepEP's ``dispatch(handle=)``, NCCL EP's dispatch with ``pass_direction`` BWD.
+    """
+    buffer, slots = ht_handle(handle)
+    require_on(buffer, ("x", "scales", "handle"), (x, scales, handle.tensor))
+    require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
+    if quant not in QUANTS:
+        raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
+    try:
+        moved, moved_scales, *further = _ops.ht_dispatch_cached.default(
+            buffer.name, buffer._seq, [x, *extra], scales, handle.tensor, slots, *handle.args(),
+            int(QUANTS[quant]), zero_padding, num_sms,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise error_of(buffer, error) from error
+    has_scales = scales is not None or quant is not None
+    return Payload(moved, moved_scales if has_scales else None, tuple(further[: len(extra)]))
+
+
+def buffer_of(handle: Handle) -> Buffer:
+    """The buffer that a handle, of either mode, belongs to."""
+    buffer = find_buffer(handle.buffer)
+    if handle.num_ranks != buffer.num_ranks:
+        raise UsageError(f"the handle is of {handle.num_ranks} ranks, its buffer {buffer.name} of {buffer.num_ranks}")
+    return buffer
+
+
+def ht_handle(handle: Handle) -> tuple[Buffer, torch.Tensor]:
+    """The buffer of a handle of this mode, and the tensor that the other mode's has not got."""
+    if handle.mode != "ht" or handle.slots is None:
+        raise UsageError(f'the handle is of mode "{handle.mode}", a cached dispatch needs one of mode "ht"')
+    return buffer_of(handle), handle.slots
+
+
+def combine_args(handle: Handle, ll_args: tuple[Any, ...], rows: bool) -> tuple[Any, ...]:
+    """The arguments of ``ht_combine`` from those of ``ll_combine``; ``rows``: the first is rows, not scalars."""
+    first, tensor, weights, topk_idx, biases, *rest = ll_args
+    numbers, how = rest[:6], rest[6:]
+    return (
+        first if rows else None, None if rows else first, tensor, handle.slots, weights, topk_idx, biases, *numbers,
+        *how,
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Number formats of the oracle: FP8, and what counts as the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUANT_MODES = ("fp8", "fp8_rounded", "fp8_ue8m0")
+
+FP8_MAX = 448.0
+FP8_GROUP = 128
+FP8_MIN_AMAX = 1e-4
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """A row-major copy. Tensor.contiguous keeps odd strides of dimensions of size 0 and 1, on which a view
+    of another dtype fails."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def align_up(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+# --- FP8
+
+
+def quantize_fp8(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """Rows [T, H] of a float dtype as E4M3, in groups of 128 elements of which the last may be shorter.
+
+    Returns (float8_e4m3fn [T, H], scales): fp32 [T, ceil(H / 128)], or in mode "fp8_ue8m0" int32
+    [T, ceil(H / 512)] with the biased exponent of group g in byte g % 4 of word g // 4.
+    NaN elements stay NaN and do not take part in the maximum. Raises ValueError.
+    """
+    if mode not in QUANT_MODES:
+        raise ValueError(f"unknown quantisation {mode!r}")
+    tokens, hidden = x.shape
+    if hidden == 0 or hidden % 16:
+        raise ValueError(f"rows of {hidden} elements cannot be quantised: not a multiple of 16")
+    groups = -(-hidden // FP8_GROUP)
+    padded = torch.zeros(tokens, groups * FP8_GROUP)
+    padded[:, :hidden] = x.to(torch.float32)
+    grouped = padded.view(tokens, groups, FP8_GROUP)
+    magnitude = torch.where(torch.isnan(grouped), 0.0, grouped.abs())
+    amax = magnitude.amax(-1).clamp(min=FP8_MIN_AMAX)
+    plain_scale = amax * torch.tensor(1.0 / FP8_MAX)
+
+    exponent = torch.zeros_like(amax, dtype=torch.int32)
+    if mode == "fp8":
+        factor, scale = torch.tensor(FP8_MAX) / amax, plain_scale
+    else:
+        # From its bits the power is exact, and so is its reciprocal, denormal for the largest.
+        exponent = _ceil_log2(plain_scale)
+        scale = ((exponent + 127) << 23).view(torch.float32)
+        factor = torch.tensor(1.0) / scale
+
+    # Out of range, the cast alone would give NaN; clamp saturates and lets NaN through.
+    scaled = (grouped * factor.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
+    quantized = compact(scaled.view_as(padded)[:, :hidden].to(torch.float8_e4m3fn))
+    if mode != "fp8_ue8m0":
+        return quantized, scale
+    biased = torch.zeros(tokens, align_up(groups, 4), dtype=torch.uint8)
+    biased[:, :groups] = (exponent + 127).to(torch.uint8)
+    return quantized, biased.view(torch.int32)
+
+
+def _ceil_log2(value: Tensor) -> Tensor:
+    """ceil(log2(value)) of positive values, int32, exact, kept within [-126, 127]; 127 for infinity."""
+    mantissa, exponent = torch.frexp(value)
+    exact = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.where(torch.isinf(value), 127, exact).clamp(-126, 127).to(torch.int32)
+
+
+# --- Comparison
+
+
+def _differences(a: Tensor, b: Tensor) -> Tensor:
+    """bool mask of the elements that differ, for tensors of one dtype and shape."""
+    kind = _INTEGER_OF_SIZE[a.element_size()]
+    differ = compact(a).view(kind) != compact(b).view(kind)
+    if a.dtype.is_floating_point:
+        wide_a, wide_b = a.to(torch.float32), b.to(torch.float32)
+        differ &= ~(torch.isnan(wide_a) & torch.isnan(wide_b))
+    return differ
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    """Same dtype and shape, and the same bits, except that of floats (E4M3 included) NaN equals NaN."""
+    return first_difference(a, b) == ""
+
+
+def first_difference(a: Tensor, b: Tensor) -> str:
+    """Where `a` and `b` first differ in the sense of bits_equal, with values and bits; "" if nowhere."""
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if a.dtype != b.dtype:
+        return f"dtype {a.dtype} against {b.dtype}"
+    if a.shape != b.shape:
+        return f"shape {tuple(a.shape)} against {tuple(b.shape)}"
+    differ = _differences(a, b)
+    if not bool(differ.any()):
+        return ""
+    index = tuple(int(i) for i in torch.nonzero(differ)[0])
+    shown = []
+    for tensor in (a, b):
+        element = compact(tensor[index].reshape(1))
+        value = element.to(torch.float32) if tensor.dtype.is_floating_point else element
+        size = element.element_size()
+        bits = int(element.view(_INTEGER_OF_SIZE[size])) & ((1 << (8 * size)) - 1)
+        shown.append(f"{value.item()!r} (0x{bits:0{2 * size}X})")
+    count = int(differ.sum())
+    return f"{count} of {a.numel()} elements differ, first at {list(index)}: {shown[0]} against {shown[1]}"

@@ -1,0 +1,324 @@
+"""Runs a generated case in high throughput on real ranks and holds every result, and every row on the wire, against the
+oracle."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from cases import FLOATS, OPAQUE, Case
+from harness import check_dispatch, check_padding, combine_case
+
+import nccl_ep
+from nccl_ep import reference
+from nccl_ep.testing import run_ranks
+
+ARENAS = ("none", "tight", "ample")
+_STREAM_EXTRA = 100  # beside those of cases.py
+
+
+@dataclass(frozen=True)
+class HtPlan:
+    """What a case leaves open: drawn from its seed.
+
+    exact: sizes asked of the other ranks. arena: room for outputs. rows_in_arena: where combine's input lies.
+    extra: (hidden, dtype) of further tensors. cached: (hidden, dtype, quant) of payloads that use the handle again.
+    given: the outputs are those of an earlier call.
+    """
+
+    exact: bool
+    arena: str
+    rows_in_arena: bool
+    extra: tuple[tuple[int, torch.dtype], ...]
+    cached: tuple[tuple[int, torch.dtype, str | None], ...]
+    given: bool
+
+    @staticmethod
+    def of(case: Case) -> HtPlan:
+        rng = random.Random(f"high throughput {case.seed}")
+
+        def tensor() -> tuple[int, torch.dtype]:
+            dtype = rng.choice([*FLOATS, *OPAQUE])
+            return rng.randint(1, 12) * 16 // dtype.itemsize, dtype
+
+        exact = case.capacity_kind == "default" and case.layout != "expert_major" and rng.random() < 0.7
+        cached: list[tuple[int, torch.dtype, str | None]] = []
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            quant = rng.choice([None, None, *reference.QUANT_MODES])
+            if quant is None:
+                cached.append((*tensor(), None))
+            else:
+                cached.append((rng.randint(1, 20) * 16, rng.choice(FLOATS[:2]), quant))
+        return HtPlan(
+            exact=exact,
+            arena=rng.choice(ARENAS),
+            rows_in_arena=rng.random() < 0.7,
+            extra=tuple(tensor() for _ in range(rng.choice([0, 0, 1, 2]))),
+            cached=tuple(cached),
+            given=not exact and rng.random() < 0.2,
+        )
+
+    def buckets(self) -> dict[str, object]:
+        return {
+            "sizes": "exact" if self.exact else "capacity", "arena": self.arena,
+            "rows in the arena": self.rows_in_arena, "further tensors": len(self.extra), "cached": len(self.cached),
+            "given outputs": self.given,
+        }  # fmt: skip
+
+
+EXPECTED_BUCKETS: dict[str, tuple[object, ...]] = {
+    "sizes": ("capacity", "exact"),
+    "arena": ARENAS,
+    "rows in the arena": (False, True),
+    "further tensors": (0, 1, 2),
+    "cached": (0, 1, 2),
+    "given outputs": (False, True),
+    "placed by": ("sender", "receiver"),
+    "combine reads": ("in place", "staged"),
+}
+
+
+class HtCoverage:
+    """How many cases fell into each bucket of EXPECTED_BUCKETS."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Counter[object]] = {name: Counter() for name in EXPECTED_BUCKETS}
+
+    def add(self, outcome: HtOutcome) -> None:
+        for name, bucket in outcome.plan.buckets().items():
+            self.counts[name][bucket] += 1
+        for result in outcome.ranks:
+            self.counts["placed by"]["receiver" if result.stats["staged_dispatches"] else "sender"] += 1
+            self.counts["combine reads"]["staged" if result.stats["staged_combines"] else "in place"] += 1
+
+    def report(self) -> str:
+        return "\n".join(f"  {name}: {dict(counts)}" for name, counts in self.counts.items())
+
+    def missing(self) -> list[str]:
+        return [
+            f"{name}: {bucket}"
+            for name, expected in EXPECTED_BUCKETS.items()
+            for bucket in expected
+            if self.counts[name][bucket] == 0
+        ]
+
+
+@dataclass
+class HtRankResult:
+    """What one rank made of a case."""
+
+    dispatched: nccl_ep.DispatchOutput
+    cached: list[nccl_ep.Payload]
+    combined: torch.Tensor
+    scalars: torch.Tensor
+    wire: list[dict[str, list[int]]]  # of the dispatch, of the combine
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class HtOutcome:
+    plan: HtPlan
+    results: list[reference.DispatchResult]
+    ranks: list[HtRankResult]
+
+
+def further(case: Case, rank: int, number: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor [T, hidden] of any bits, the same at every call."""
+    made = torch.Generator().manual_seed((case.seed * 64 + rank) * 64 + number + _STREAM_EXTRA)
+    if dtype in FLOATS:
+        return torch.randn(case.tokens[rank], hidden, generator=made).to(dtype)
+    return torch.randint(0, 256, (case.tokens[rank], hidden), dtype=torch.uint8, generator=made).view(dtype)
+
+
+def ht_kwargs(case: Case, plan: HtPlan) -> dict[str, Any]:
+    """Arguments of nccl_ep.dispatch: the default capacity of an expert must be spelt out."""
+    kwargs = case.dispatch_kwargs()
+    if plan.exact:
+        kwargs["capacity"] = "exact"
+    elif case.layout == "expert_major" and case.capacity is None:
+        kwargs["capacity"] = case.num_ranks * case.max_tokens
+    return {**kwargs, "mode": "ht"}
+
+
+def oracle_kwargs(case: Case, plan: HtPlan, inputs: list[reference.RankInput]) -> list[dict[str, Any]]:
+    """Those of the oracle, for each rank: exact sizes are the demand."""
+    kwargs = case.dispatch_kwargs()
+    if not plan.exact or case.layout == "rank_major":
+        return [kwargs] * case.num_ranks
+    demand = [result.demand.tolist() for result in reference.dispatch(inputs, **kwargs)]
+    align = case.expert_alignment
+    return [{**kwargs, "capacity": sum(-(-rows // align) * align for rows in each)} for each in demand]
+
+
+def oracle(
+    inputs: list[reference.RankInput], kwargs: list[dict[str, Any]], **changes: Any
+) -> list[reference.DispatchResult]:
+    """The oracle's dispatch where every rank has a capacity of its own."""
+    made: dict[Any, list[reference.DispatchResult]] = {}
+    for each in kwargs:
+        if each["capacity"] not in made:
+            made[each["capacity"]] = reference.dispatch(inputs, **{**each, **changes})
+    return [made[each["capacity"]][rank] for rank, each in enumerate(kwargs)]
+
+
+def ht_buffer(case: Case, plan: HtPlan, group: Any, **options: Any) -> nccl_ep.Buffer:
+    """A buffer in which all operations of the case fit."""
+    beside = case.scales_width * 8 + 16
+    row = case.hidden * case.dtype.itemsize + beside
+    further_bytes = sum(hidden * dtype.itemsize for hidden, dtype in plan.extra)
+    cached_bytes = max([hidden * dtype.itemsize + 400 for hidden, dtype, _ in plan.cached], default=0)
+    beside = max(beside + further_bytes, cached_bytes - case.hidden * case.dtype.itemsize)
+    output = case.num_ranks * case.max_tokens * (row + further_bytes + case.hidden * 4)
+    arena = {"none": 0, "tight": output // 2, "ample": 64 * output + (1 << 20)}[plan.arena]
+    return nccl_ep.Buffer.for_shapes(
+        group, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk, num_experts=case.num_experts,
+        dtype=case.dtype, wire_dtype=torch.float32, scale_bytes=beside, domain_size=case.domain_size, mode="ht",
+        arena_bytes=arena, device="cpu", **{"timeout": 30.0, **options},
+    )  # fmt: skip
+
+
+def run_on_rank(
+    case: Case, plan: HtPlan, buffer: nccl_ep.Buffer, given: reference.RankInput, result: reference.DispatchResult
+) -> HtRankResult:
+    rank = buffer.rank
+    extra = [further(case, rank, i, *what) for i, what in enumerate(plan.extra)]
+
+    def dispatch(**options: Any) -> nccl_ep.DispatchOutput:
+        return nccl_ep.dispatch(
+            given.x, given.topk_idx, given.topk_weights, buffer=buffer, scales=given.scales, extra=extra,
+            **ht_kwargs(case, plan), **options,
+        )  # fmt: skip
+
+    out = dispatch()
+    if plan.given:
+        for tensor in (out.x, out.weights, out.handle.tensor, out.handle.slots, *out.extra):
+            assert tensor is not None
+            tensor.reshape(-1).view(torch.uint8).fill_(0x5A)
+        out = dispatch(out=out)
+    wire = [buffer.wire_bytes()]
+    rows = case.expert(out.x, result, rank)
+    if plan.rows_in_arena:
+        rows = buffer.empty(rows.shape, rows.dtype).copy_(rows)
+    combined = combine_case(case, rows, out.handle, rank)
+    rows.zero_()
+    wire.append(buffer.wire_bytes())
+    stats = buffer.stats()
+    scalars = nccl_ep.combine_weights(case.scalars(result, rank), out.handle)
+    cached = [
+        nccl_ep.dispatch_cached(
+            further(case, rank, 10 + i, hidden, dtype), out.handle, quant=quant, zero_padding=case.zero_padding
+        )
+        for i, (hidden, dtype, quant) in enumerate(plan.cached)
+    ]  # fmt: skip
+    return HtRankResult(out, cached, combined, scalars, wire, stats)
+
+
+def check_ht_case(case: Case, *, network_seed: int = 0) -> HtOutcome:
+    """Runs the case; fails with its description where a bit differs, or a row crosses once too often."""
+    plan = HtPlan.of(case)
+    inputs = case.inputs()
+    kwargs = oracle_kwargs(case, plan, inputs)
+    results = oracle(inputs, kwargs)
+
+    def body(group: Any) -> HtRankResult:
+        rank = group.rank()
+        with ht_buffer(case, plan, group, network_seed=network_seed) as buffer:
+            return run_on_rank(case, plan, buffer, case.inputs()[rank], results[rank])
+
+    got = run_ranks(case.num_ranks, body)
+    rows = [case.expert(got[rank].dispatched.x, results[rank], rank) for rank in range(case.num_ranks)]
+    combined = reference.combine(rows, results, inputs, **case.combine_kwargs())
+    values = [case.scalars(result, rank) for rank, result in enumerate(results)]
+    scalars = reference.combine_weights(values, results, inputs, num_experts=case.num_experts, layout=case.layout)
+    for rank, result in enumerate(got):
+        where = f"{case.describe()} {plan} rank {rank}"
+        check_dispatch(result.dispatched, results[rank], where)
+        if case.zero_padding:
+            check_padding(result.dispatched, results[rank], where)
+        for name, mine, theirs in (
+            ("combined", result.combined, combined[rank]),
+            ("scalars", result.scalars, scalars[rank]),
+        ):
+            difference = reference.first_difference(mine, theirs)
+            assert not difference, f"{where}: {name}: {difference}"
+    check_further(case, plan, inputs, kwargs, got)
+    check_ht_wire(case, plan, results, inputs, got)
+    return HtOutcome(plan, results, got)
+
+
+def check_further(
+    case: Case, plan: HtPlan, inputs: list[reference.RankInput], kwargs: list[dict[str, Any]], got: list[HtRankResult]
+) -> None:
+    """Further tensors and cached payloads lie where the rows of x do."""
+    ranks = range(case.num_ranks)
+    for i, what in enumerate(plan.extra):
+        moved = [replace(inputs[rank], x=further(case, rank, i, *what), scales=None) for rank in ranks]
+        for rank, want in enumerate(oracle(moved, kwargs, quant=None)):
+            _check_rows(got[rank].dispatched.extra[i], want.x, want, f"{case.describe()} rank {rank} extra {i}", case)
+    for i, (hidden, dtype, quant) in enumerate(plan.cached):
+        moved = [replace(inputs[rank], x=further(case, rank, 10 + i, hidden, dtype), scales=None) for rank in ranks]
+        for rank, want in enumerate(oracle(moved, kwargs, quant=quant)):
+            where = f"{case.describe()} rank {rank} cached {i}"
+            _check_rows(got[rank].cached[i].x, want.x, want, where, case)
+            assert (got[rank].cached[i].scales is None) == (want.scales is None), where
+            if want.scales is not None:
+                _check_rows(got[rank].cached[i].scales, want.scales, want, where, case)
+
+
+def _check_rows(
+    mine: torch.Tensor | None, theirs: torch.Tensor, want: reference.DispatchResult, where: str, case: Case
+) -> None:
+    assert mine is not None and mine.shape == theirs.shape and mine.dtype == theirs.dtype, where
+    flat, valid = mine.reshape(-1, mine.shape[-1]), want.valid.flatten()
+    difference = reference.first_difference(flat[valid], theirs.reshape(-1, mine.shape[-1])[valid])
+    assert not difference, f"{where}: {difference}"
+    if case.zero_padding:
+        assert not flat[~valid].reshape(-1).view(torch.uint8).any(), f"{where}: padding is not zero"
+
+
+def check_ht_wire(
+    case: Case, plan: HtPlan, results: list[reference.DispatchResult], inputs: list[reference.RankInput],
+    got: list[HtRankResult],
+) -> None:  # fmt: skip
+    """A row crosses once to each rank that keeps it, once to each other domain, and as many come home."""
+    ranks, domain = case.num_ranks, case.domain_size or case.num_ranks
+    local = case.num_experts // ranks
+    rows = [[[0, 0] for _ in range(ranks)] for _ in range(ranks)]  # [mover][peer]: dispatch, combine inside the domain
+    rail = [[[0, 0] for _ in range(ranks)] for _ in range(ranks)]
+    for source in range(ranks):
+        ids = inputs[source].topk_idx.to(torch.int64)
+        for token in range(len(ids)):
+            named = [int(e) for e in ids[token] if 0 <= int(e) < case.num_experts]
+            for other in {e // local // domain for e in named}:
+                via = source if other == source // domain else other * domain + source % domain
+                if via != source:
+                    rail[source][via][0] += 1
+                    rail[via][source][1] += 1
+                for owner in {e // local for e in named if e // local // domain == other}:
+                    if bool((results[owner].row_of[source, token] >= 0).any()):
+                        rows[via][owner][0] += 1
+                        rows[via][owner][1] += 1
+    out = got[0].dispatched
+    parts = [out.x, *([] if out.scales is None else [out.scales]), *out.extra]
+    body = sum(-(-each.shape[-1] * each.element_size() // 16) * 16 for each in parts)
+    times = 2 if plan.given else 1
+    wire_dtype = case.wire_dtype or case.out_dtype or case.rows_dtype
+    for rank, result in enumerate(got):
+        for peer in range(ranks):
+            where = f"{case.describe()} {plan}: {rank} -> {peer}"
+            sent = rows[rank][peer][0] + rail[rank][peer][0]
+            assert result.wire[0]["rows_count"][peer] == times * sent, where
+            assert result.wire[0]["rows"][peer] == times * sent * body, where
+            home, pulled = rail[rank][peer][1], rows[rank][peer][1]
+            assert result.wire[1]["rows_count"][peer] - times * sent == home + pulled, where
+            is_in_place = (
+                case.layout in reference.RANK_LAYOUTS and not got[peer].stats["staged_combines"]
+                and case.rows_dtype.itemsize <= wire_dtype.itemsize
+            )  # fmt: skip
+            pulled_bytes = case.hidden * (case.rows_dtype if is_in_place else wire_dtype).itemsize
+            home_bytes = -(-case.hidden * wire_dtype.itemsize // 16) * 16
+            expected = home * home_bytes + pulled * pulled_bytes
+            assert result.wire[1]["rows"][peer] - times * sent * body == expected, f"{where} bytes"

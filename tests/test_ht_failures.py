@@ -1,0 +1,219 @@
+"""High throughput with ranks that fall silent, die, or make other calls: the others hear of it in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expected import Expected, plain_case
+from processes import processes
+from test_failures import DEADLINE, PATIENCE, SLACK, Clock
+
+import nccl_ep
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+PHASES = ("dispatch", "exact", "cached", "combine", "weighted combine", "scalars")
+
+
+def _buffer(num_ranks: int, group: Any, domain_size: int, timeout: float = PATIENCE) -> nccl_ep.Buffer:
+    return nccl_ep.Buffer.for_shapes(
+        group, max_tokens=8, hidden=64, topk=2, num_experts=2 * num_ranks, mode="ht", device="cpu", timeout=timeout,
+        domain_size=domain_size,
+    )  # fmt: skip
+
+
+def _dispatch(case: Expected, buffer: nccl_ep.Buffer, **options: Any) -> nccl_ep.DispatchOutput:
+    given, kwargs = case.inputs[buffer.rank], case.case.dispatch_kwargs()
+    return nccl_ep.dispatch(
+        given.x, given.topk_idx, given.topk_weights, buffer=buffer, **{**kwargs, "mode": "ht", **options}
+    )
+
+
+def _run(case: Expected, buffer: nccl_ep.Buffer) -> nccl_ep.DispatchOutput:
+    out = _dispatch(case, buffer)
+    case.check_dispatch(out, buffer.rank)
+    case.combine(buffer, out.handle)
+    return out
+
+
+def _step(case: Expected, buffer: nccl_ep.Buffer, phase: str) -> Callable[[], Any]:
+    """What all ranks do together first, and the step that one of them leaves out."""
+    out, rank = _run(case, buffer), buffer.rank
+    steps: dict[str, Callable[[], Any]] = {
+        "dispatch": lambda: _dispatch(case, buffer),
+        "exact": lambda: _dispatch(case, buffer, capacity="exact"),
+        "cached": lambda: nccl_ep.dispatch_cached(case.inputs[rank].x, out.handle),
+        "combine": lambda: case.combine(buffer, out.handle),
+        "weighted combine": lambda: nccl_ep.combine(case.rows[rank], out.handle, weights=torch.ones(8, 2)),
+        "scalars": lambda: case.combine_weights(buffer, out.handle),
+    }
+    return steps[phase]
+
+
+def _expect_failure(case: Expected, buffer: nccl_ep.Buffer, phase: str, missing: int) -> None:
+    step = _step(case, buffer, phase)
+    buffer.set_timeout(DEADLINE)
+    with Clock(DEADLINE + SLACK), pytest.raises(nccl_ep.TimeoutError) as caught:
+        step()
+    text = str(caught.value)
+    kind = "dispatch" if phase in ("dispatch", "exact", "cached") else "combine"
+    waited = "call record" if buffer.rank // buffer.domain_size == missing // buffer.domain_size else "arrival signal"
+    pattern = (
+        rf"rank {buffer.rank} waited {DEADLINE} s for the {waited} of rank {missing} in high-throughput {kind} \d+ "
+        rf"\(expected \d+, saw \d+\); nothing of this call was heard from rank {missing};"
+    )
+    assert re.search(pattern, text), text
+    for call in (step, lambda: _dispatch(case, buffer), buffer.check, lambda: buffer.empty([1])):
+        with Clock(DEADLINE / 2), pytest.raises(nccl_ep.TimeoutError, match=f"failed: .*rank {missing}"):
+            call()
+    with Clock(DEADLINE):
+        buffer.destroy()
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(3, 3), (4, 2), (3, 1)], ids=["memory", "domains", "network"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_silent_rank(phase: str, num_ranks: int, domain_size: int) -> None:
+    case = Expected(plain_case(num_ranks, layout="packed", domain_size=domain_size))
+    again = ThreadGroup.make(num_ranks)
+    gone = threading.Semaphore(0)
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        buffer = _buffer(num_ranks, group, domain_size)
+        if rank == 1:
+            _step(case, buffer, phase)
+            for _ in range(num_ranks - 1):
+                assert gone.acquire(timeout=PATIENCE)
+        else:
+            _expect_failure(case, buffer, phase, missing=1)
+            gone.release()
+        with _buffer(num_ranks, again[rank], domain_size) as fresh:
+            _run(case, fresh)
+
+    run_ranks(num_ranks, body)
+
+
+def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
+    """Given outputs leave nothing that looks like rows: counts 0, ids -1, weights 0."""
+    case, seen = Expected(plain_case(2, layout="flat", combine_weights="none")), threading.Event()
+
+    def body(group: ThreadGroup) -> None:
+        buffer = _buffer(2, group, 2)
+        out = _dispatch(case, buffer)
+        if group.rank() == 1:
+            assert seen.wait(PATIENCE)
+            return
+        buffer.set_timeout(DEADLINE)
+        assert int(out.total) > 0
+        with pytest.raises(nccl_ep.TimeoutError):
+            _dispatch(case, buffer, out=out)
+        assert out._info.tolist() == [0] * 6
+        assert out.topk_idx is not None and out.topk_idx.eq(-1).all() and out.weights.eq(0).all()
+        seen.set()
+
+    run_ranks(2, body)
+
+
+# ---- Ranks as processes, killed in the middle of something
+
+
+def _loop_until_killed(rank: int, victim: int, domain_size: int, seed: int) -> str:
+    case = Expected(plain_case(4, layout="flat", domain_size=domain_size))
+    with _buffer(4, dist.group.WORLD, domain_size) as buffer:
+        _run(case, buffer)
+        buffer.set_timeout(1.5)
+        if rank == victim:
+            threading.Timer(0.02 + seed * 0.013, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with Clock(10.0), pytest.raises(nccl_ep.TimeoutError) as caught:
+            while True:
+                out = _run(case, buffer)
+                nccl_ep.dispatch_cached(case.inputs[rank].x, out.handle)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("domain_size", "seed"), [(4, 1), (4, 2), (2, 3), (1, 4)])
+def test_killed_in_the_middle_of_something(domain_size: int, seed: int, tmp_path: Path) -> None:
+    with processes(4, _loop_until_killed, tmp_path, 1, domain_size, seed) as world:
+        texts = []
+        for rank in (0, 2, 3):
+            outcome = world.wait(rank)
+            assert not outcome.error and outcome.exitcode == 0, outcome.error
+            texts.append(outcome.value)
+            assert "the buffer has failed: rank" in texts[-1]
+        assert world.wait(1).exitcode == -signal.SIGKILL
+        assert any(re.search(r"of rank 1 in high-throughput", text) for text in texts), texts
+
+
+# ---- Ranks that make other calls
+
+BASE: dict[str, Any] = {"hidden": 64, "dtype": torch.bfloat16, "quant": None, "extra": 0, "capacity": None, "topk": 2}
+CALLS: list[tuple[dict[str, Any], str, str]] = [
+    ({"hidden": 32}, "hidden 64", "hidden 32"),
+    ({"dtype": torch.float16}, r"dispatch\(bf16", r"dispatch\(fp16"),
+    ({"quant": "fp8"}, "quant none, 0 bytes", "quant fp8, 4 bytes"),
+    ({"extra": 1}, "0 bytes of scales", "16 bytes of scales"),
+    ({"topk": 1}, "top-2", "top-1"),
+    ({"capacity": "exact"}, r"high-throughput dispatch\(", r"counts of a high-throughput dispatch\("),
+]
+
+
+def _call(buffer: nccl_ep.Buffer, **changes: Any) -> nccl_ep.DispatchOutput:
+    how = {**BASE, **changes}
+    x, ids = torch.ones(7, how["hidden"]).to(how["dtype"]), torch.arange(how["topk"]).repeat(7, 1)
+    return nccl_ep.dispatch(
+        x, ids, buffer=buffer, num_experts=2 * buffer.num_ranks, mode="ht", layout="flat", quant=how["quant"],
+        capacity=how["capacity"], extra=[torch.ones(7, 4)] * how["extra"],
+    )  # fmt: skip
+
+
+def _expect_mismatch(
+    num_ranks: int, domain_size: int, call: Callable[[nccl_ep.Buffer, bool], Any], mine: str, other: str
+) -> None:
+    odd = num_ranks - 1
+
+    def body(group: ThreadGroup) -> None:
+        rank, buffer = group.rank(), _buffer(num_ranks, group, domain_size)
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError) as caught:
+            call(buffer, rank == odd)
+        text, peer = str(caught.value), 0 if rank == odd else odd
+        ours, theirs = (other, mine) if rank == odd else (mine, other)
+        assert re.search(rf"rank {rank} called [^)]*{ours}.*\), rank {peer} called [^)]*{theirs}", text), text
+        with Clock(1.0), pytest.raises(nccl_ep.MismatchError, match="different calls"):
+            buffer.check()
+        buffer.destroy()
+
+    run_ranks(num_ranks, body)
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("changes", "mine", "other"), CALLS, ids=[str(*change[0].items()) for change in CALLS])
+def test_different_dispatches(changes: dict[str, Any], mine: str, other: str, num_ranks: int, domain_size: int) -> None:
+    _expect_mismatch(
+        num_ranks, domain_size, lambda buffer, is_odd: _call(buffer, **(changes if is_odd else {})), mine, other
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("odd", ["scalars", "wire", "cached"])
+def test_different_combines(odd: str, num_ranks: int, domain_size: int) -> None:
+    texts = {"scalars": (r"combine\(", r"combine of weights\("), "wire": ("wire bf16", "wire fp32")}
+
+    def call(buffer: nccl_ep.Buffer, is_odd: bool) -> None:
+        out = _call(buffer)
+        if odd == "cached":
+            nccl_ep.dispatch_cached(torch.ones(7, 64, dtype=torch.bfloat16), out.handle) if is_odd else _call(buffer)
+        elif is_odd and odd == "scalars":
+            nccl_ep.combine_weights(out.weights, out.handle)
+        else:
+            nccl_ep.combine(out.x, out.handle, wire_dtype=torch.float32 if is_odd and odd == "wire" else None)
+
+    mine, other = texts.get(odd, (r"high-throughput dispatch\(", r"cached high-throughput dispatch\("))
+    _expect_mismatch(num_ranks, domain_size, call, mine, other)
