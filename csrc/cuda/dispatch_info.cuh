@@ -1,0 +1,133 @@
+// What a dispatch writes beside rows: the info tensor, and entries of rows that do not exist.
+#pragma once
+
+#include "cuda/places.cuh"
+
+namespace ep {
+
+template <bool kExpertRows>
+__device__ __forceinline__ void clear_entry(const LlDispatchParams& p, int64_t row) {
+  if constexpr (kExpertRows) {
+    p.out_weights[row] = 0;
+    if (p.row_expert != nullptr) p.row_expert[row] = -1;
+  } else {
+    for (int k = 0; k < p.shape.topk; k++) {
+      const int64_t entry = row * p.shape.topk + k;
+      p.out_weights[entry] = 0;
+      if (p.is_idx64) {
+        static_cast<int64_t*>(p.out_topk_idx)[entry] = -1;
+      } else {
+        static_cast<int32_t*>(p.out_topk_idx)[entry] = -1;
+      }
+    }
+  }
+}
+
+// A warp fills rows [from, to) with zeros, if the caller asks for it.
+static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
+  const int chunks = p.row.payload_bytes / kLaneBytes;
+  auto* out = static_cast<uint4*>(p.out_x);
+  for (int64_t i = from * chunks + lane_id(); i < to * chunks; i += 32) ptx::st(out + i, make_uint4(0, 0, 0, 0));
+  const Scales& scales = p.out_scales;
+  for (int64_t i = from * scales.count + lane_id(); scales.data != nullptr && i < to * scales.count; i += 32) {
+    const int64_t element = i / scales.count * scales.row_stride + i % scales.count * scales.group_stride;
+    for (int b = 0; b < scales.element_bytes; b++) {
+      static_cast<uint8_t*>(scales.data)[element * scales.element_bytes + b] = 0;
+    }
+  }
+}
+
+// Rows [first, end) of a bin that do not exist.
+struct Gap {
+  int64_t first, end;
+};
+
+template <bool kExpertRows>
+__device__ __forceinline__ Gap gap_of(const LlDispatchParams& p, const Places& places, int bin) {
+  const OutputShape& output = p.output;
+  if (output.layout == OutputLayout::kFlat) {  // one gap for all bins
+    if (bin != 0) return {0, 0};
+    return {min(static_cast<int64_t>(places.count_bits(0, 0, places.shape.slots)), output.capacity), output.capacity};
+  }
+  const int demand = demand_of<kExpertRows>(p, places, bin);
+  if (kExpertRows && output.layout == OutputLayout::kPacked) {
+    const int64_t start = min(static_cast<int64_t>(places.start(bin)), output.capacity);
+    const int64_t next = bin + 1 < output.bins() ? places.start(bin + 1) : output.capacity;
+    return {start + output.kept(start, demand), min(next, output.capacity)};
+  }
+  const int64_t limit = kExpertRows ? output.capacity : p.shape.max_tokens;
+  return {bin * limit + output.kept(0, demand), (bin + 1) * limit};
+}
+
+// A warp clears the gaps of bins first, first + step, ...
+template <bool kExpertRows>
+__device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Places& places, int first_bin, int step) {
+#pragma unroll 1
+  for (int bin = first_bin; bin < p.output.bins(); bin += step) {
+    const Gap gap = gap_of<kExpertRows>(p, places, bin);
+#pragma unroll 1
+    for (int64_t row = gap.first + lane_id(); row < gap.end; row += 32) clear_entry<kExpertRows>(p, row);
+    if (p.zero_padding) zero_rows(p, gap.first, gap.end);
+  }
+}
+
+// Which rows of an expert came from which rank.
+static __device__ __noinline__ void store_ranges(const LlDispatchParams& p, const Places places, int bin,
+                                                 bool has_failed) {
+  const int max_tokens = p.shape.max_tokens, capacity = static_cast<int>(p.output.capacity);
+  int64_t* ranges = p.layout_range + static_cast<int64_t>(bin) * p.shape.num_ranks;
+  int begin = 0;
+  for (int source = 0; source < p.shape.num_ranks; source++) {
+    const int demand = has_failed ? 0 : count_rows(p, places, bin, source * max_tokens, (source + 1) * max_tokens);
+    const int end = min(begin + demand, capacity);
+    ranges[source] = static_cast<int64_t>(begin) << 32 | (end - begin);
+    begin = end;
+  }
+}
+
+// Warp `index` of the `warps` that write the info tensor, all of one block: each takes 32 bins at a time, the last to
+// finish writes the sums.
+template <bool kExpertRows>
+__device__ __forceinline__ void store_info(const LlDispatchParams& p, const CallContext& call, const Places& places,
+                                           int index, int warps) {
+  const OutputShape& output = p.output;
+  const int lane = lane_id(), first = index * 32 + lane;
+  const bool has_failed = call.has_failed();  // then nothing counts
+  const bool is_packed = output.layout == OutputLayout::kPacked, is_flat = output.layout == OutputLayout::kFlat;
+  int dropped = 0, total = 0;
+#pragma unroll 1
+  for (int bin = first; bin < output.bins(); bin += warps * 32) {
+    int demand = demand_of<kExpertRows>(p, places, bin);
+    const int start = is_packed ? places.start(bin) : is_flat ? places.count_bits(0, 0, bin * p.shape.max_tokens) : 0;
+    if (has_failed) demand = 0;
+    const int kept = kept_rows<kExpertRows>(p, start, demand);
+    p.info[bin] = kept;
+    p.info[output.demand_at() + bin] = demand;
+    dropped += demand - kept;
+    total += kept;
+    if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
+    if (kExpertRows && p.layout_range != nullptr) store_ranges(p, places, bin, has_failed);
+  }
+#pragma unroll 1
+  for (int i = first; is_packed && i < output.num_offsets(); i += warps * 32) {
+    p.info[output.offsets_at() + i] = min(places.start(i), static_cast<int>(output.capacity));
+  }
+#pragma unroll 1
+  for (int r = first; r < p.shape.num_ranks; r += warps * 32) p.handle.tokens[r] = places.tokens(r);
+  dropped = __reduce_add_sync(~0u, dropped);
+  total = __reduce_add_sync(~0u, total);
+  if (lane != 0) return;
+  atomicAdd(&places.totals[Places::kDropped], dropped);
+  atomicAdd(&places.totals[Places::kKept], total);
+  __threadfence_block();
+  if (atomicAdd(&places.totals[Places::kInfoWarps], 1) != warps - 1) return;
+  __threadfence_block();
+  dropped = atomicAdd(&places.totals[Places::kDropped], 0);
+  p.info[output.overflow_at()] = dropped;
+  p.info[output.total_at()] = atomicAdd(&places.totals[Places::kKept], 0);
+  if (dropped == 0) return;
+  atomicAdd(reinterpret_cast<unsigned long long*>(&call.state->found.dropped_rows),
+            static_cast<unsigned long long>(dropped));
+}
+
+}  // namespace ep
