@@ -64,23 +64,24 @@ __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args
 }
 
 // Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
-// acquire pairs with send_credits(); the barrier of the block hands it on.
+// acquire pairs with send_credits(); the flag of the block hands it on. False: the wait was given up.
 template <class Args>
-__device__ __noinline__ void await_credits(const CallContext& call, const Args& args, const Opening& opening) {
+__device__ __noinline__ bool await_credits(const CallContext& call, const Args& args, const Opening& opening) {
 #pragma unroll 1
   for (int source = lane_id(); source < args.num_ranks; source += 32) {
     uint64_t credit = opening.credit;
     if (source >= 32) credit = ptx::ld_acquire_sys(args.credits + source);
     Patience patience;
     while (credit < opening.last_epoch) {
-      if (patience.is_over(call, Phase::kArrivalSignal, source, opening.last_epoch, credit)) return;
+      if (patience.is_over(call, Phase::kArrivalSignal, source, opening.last_epoch, credit)) return false;
       credit = ptx::ld_acquire_sys(args.credits + source);
     }
   }
+  return true;
 }
 
 // The opener fills the block's context, the other warps wait for it: each as late as it can, as a barrier would make
-// all wait for the slowest. False: the buffer had failed before.
+// all wait for the slowest. False: the buffer has failed, and nothing may be sent.
 template <class Args>
 __device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, const Opening& opening) {
   if (!is_opener()) {
@@ -95,11 +96,12 @@ __device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, 
   call.tag = tag_of(epoch);
   call.bank = bank_of(epoch);
   const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch;
-  if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) await_credits(call, args, opening);
+  bool is_well = opening.has_failed == 0;
+  if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) is_well = await_credits(call, args, opening) && is_well;
+  is_well = __all_sync(~0u, is_well);
   __syncwarp();
-  const bool has_failed = opening.has_failed != 0;
-  ptx::st_release_shared(&call.is_open, has_failed ? CallContext::kFailed : CallContext::kOpen);
-  return !has_failed;
+  ptx::st_release_shared(&call.is_open, is_well ? CallContext::kOpen : CallContext::kFailed);
+  return is_well;
 }
 
 // The opener calls it once in a call, a sending half leaves it to its receiving half: the last block to come moves the
@@ -127,7 +129,7 @@ __device__ __forceinline__ void send_records(const CallContext& context, const L
 }
 
 // The same warp tells every rank that the banks of all earlier calls are empty here. The fence takes longer than a
-// message: nobody waits for a credit before the call after next, in await_credits().
+// message: nobody waits for a credit before the next call begins, in await_credits().
 __device__ __forceinline__ void send_credits(const CallContext& context, const LlLayout& layout,
                                              const LsaPeers& peers) {
   __threadfence_system();

@@ -114,8 +114,9 @@ struct UnitStride {
 };
 
 struct LlCombineGeometry {
-  int pieces = 1;  // of a row
-  int homes = 0;   // to send to; a sending half counts itself among them
+  int pieces = 1;       // of a row
+  int output_rows = 0;  // of the dispatch
+  int homes = 0;        // to send to; a sending half counts itself among them
   UnitStride send, sum;
   Divisor by_pieces;
   Divisor by_id_words;
@@ -128,6 +129,7 @@ struct LlCombineGeometry {
              " of ", plan.warps, " warps: the last opens the call");
     LlCombineGeometry g;
     g.pieces = ceil_div(p.hidden, 32 * lane_elements);
+    g.output_rows = static_cast<int>(p.output.rows());
     g.homes = p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1);
     g.send = UnitStride::of(plan.blocks, plan.sender_warps, g.pieces, g.homes > 0 ? g.homes : 1);
     g.sum = UnitStride::of(plan.blocks, plan.receiver_warps, g.pieces, 1);

@@ -50,6 +50,8 @@ __device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, i
   if (role.lane >= map_k) return terms;
   const int64_t entry = role.p.layout.slot(home, token) * map_k + role.lane;
   terms.row = __ldg(role.p.handle.rows + entry);
+  // A dispatch that was given up leaves entries unwritten, and rows are asked for before that is known.
+  if (terms.row >= role.geometry.output_rows) terms.row = kNoRow;
   if (role.p.weighting == Weighting::kDispatch) terms.weight = __ldg(role.p.handle.weights + entry);
   return terms;
 }

@@ -304,16 +304,20 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
 
 // ---- Table of contents of a receiver
 
-// The buffer has failed: nothing was received.
+// The buffer has failed: nothing was received. The block that would write the info tensor says so: others may still
+// have seen the buffer well.
 template <bool kExpertRows>
 static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   const LlDispatchParams& p = role.p;
   if (!receives(p.half)) return;
   const int64_t thread = role.at.block * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(role.at.num_blocks) * blockDim.x;
-  for (int64_t i = thread; i < p.output.info_size(); i += threads) p.info[i] = 0;
-  for (int64_t i = thread; i < p.shape.num_ranks; i += threads) p.handle.tokens[i] = 0;
   for (int64_t row = thread; row < p.output.rows(); row += threads) clear_entry<kExpertRows>(p, row);
+  if (role.at.block != role.at.num_blocks - 1) return;
+  const int ranges = p.layout_range != nullptr ? p.output.bins() * p.shape.num_ranks : 0;
+  for (int i = threadIdx.x; i < p.output.info_size(); i += blockDim.x) p.info[i] = 0;
+  for (int i = threadIdx.x; i < p.shape.num_ranks; i += blockDim.x) p.handle.tokens[i] = 0;
+  for (int i = threadIdx.x; i < ranges; i += blockDim.x) p.layout_range[i] = 0;
 }
 
 template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>

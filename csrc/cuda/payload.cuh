@@ -156,7 +156,7 @@ __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kPay
 // ---- On the wire
 
 // How words of a row are stored: into another rank's window they race with its polls; a reset of the own window does
-// not, the record of the next call orders it before the next writer.
+// not, the credit of the next call orders it before the next writer.
 struct RemoteStore {
   template <class Vector>
   __device__ __forceinline__ static void store(Vector* p, Vector v) {
