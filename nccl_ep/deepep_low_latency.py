@@ -187,7 +187,7 @@ class LowLatencyMethods:
             topk_idx: [T, K] int64 or int32; -1 is no choice.
             cumulative_local_expert_recv_stats: int32 [L], to which the received rows are added.
             dispatch_wait_recv_cost_stats: int64 [R], to which the ns that this rank waited for each other are added.
-                CPU buffers only, as yet.
+                On CUDA those until the other's call was heard of.
             use_fp8: rows are quantised to e4m3, with a float32 scale for 128 elements. round_scale: scales are powers
                 of two. use_ue8m0: they are packed exponents, four in an int32; needs ``round_scale``. Without
                 ``use_fp8`` neither has a meaning.
@@ -257,8 +257,8 @@ class LowLatencyMethods:
             zero_copy: the rows are those of ``get_next_low_latency_combine_buffer(handle)``, and x gives their shape.
             async_finish, return_recv_hook: as at dispatch.
             out: [T, H] of x's dtype, by default a new tensor.
-            combine_wait_recv_cost_stats: int64 [R], to which the ns that this rank waited for each other are added. CPU
-                buffers only, as yet.
+            combine_wait_recv_cost_stats: int64 [R], to which the ns that this rank waited for each other are added;
+                as at dispatch.
 
         Returns: combined_x [T, H] (``out``), event and hook as at dispatch.
 
