@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +119,28 @@ def check_dispatch(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, 
         assert not difference, f"{where}: {name}: {difference}"
 
 
+def check_results(
+    case: Case, inputs: list[reference.RankInput], results: list[reference.DispatchResult], got: Sequence[Any],
+    where: str,
+) -> None:  # fmt: skip
+    """Holds what every rank got (``dispatched``, ``combined``, ``scalars``) against the oracle."""
+    rows = [case.expert(got[rank].dispatched.x.cpu(), results[rank], rank) for rank in range(case.num_ranks)]
+    combined = reference.combine(rows, results, inputs, **case.combine_kwargs())
+    values = [case.scalars(result, rank) for rank, result in enumerate(results)]
+    scalars = reference.combine_weights(values, results, inputs, num_experts=case.num_experts, layout=case.layout)
+    for rank, result in enumerate(got):
+        here = f"{where} rank {rank}"
+        check_dispatch(result.dispatched, results[rank], here)
+        if case.zero_padding:
+            check_padding(result.dispatched, results[rank], here)
+        for name, mine, theirs in (
+            ("combined", result.combined, combined[rank]),
+            ("scalars", result.scalars, scalars[rank]),
+        ):
+            difference = reference.first_difference(mine, theirs)
+            assert not difference, f"{here}: {name}: {difference}"
+
+
 def check_case(
     case: Case, *, staged: bool = False, network_seed: int = 0, device: str = "cpu", **options: Any
 ) -> list[reference.DispatchResult]:
@@ -131,21 +154,7 @@ def check_case(
             case, group, given, results, staged=staged, network_seed=network_seed, device=device, **options
         ),
     )
-    rows = [case.expert(got[rank].dispatched.x.cpu(), results[rank], rank) for rank in range(case.num_ranks)]
-    combined = reference.combine(rows, results, inputs, **case.combine_kwargs())
-    values = [case.scalars(result, rank) for rank, result in enumerate(results)]
-    scalars = reference.combine_weights(values, results, inputs, num_experts=case.num_experts, layout=case.layout)
-    for rank, result in enumerate(got):
-        where = f"{case.describe()} rank {rank}"
-        check_dispatch(result.dispatched, results[rank], where)
-        if case.zero_padding:
-            check_padding(result.dispatched, results[rank], where)
-        for name, mine, theirs in (
-            ("combined", result.combined, combined[rank]),
-            ("scalars", result.scalars, scalars[rank]),
-        ):
-            difference = reference.first_difference(mine, theirs)
-            assert not difference, f"{where}: {name}: {difference}"
+    check_results(case, inputs, results, got, case.describe())
     if device == "cpu":
         check_wire(case, inputs, got)
     return results

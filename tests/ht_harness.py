@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from cases import FLOATS, OPAQUE, Case
-from harness import check_dispatch, check_padding, combine_case
+from harness import check_results, combine_case
 
 import nccl_ep
 from nccl_ep import reference
@@ -229,21 +229,7 @@ def check_ht_case(case: Case, *, network_seed: int = 0) -> HtOutcome:
             return run_on_rank(case, plan, buffer, case.inputs()[rank], results[rank])
 
     got = run_ranks(case.num_ranks, body)
-    rows = [case.expert(got[rank].dispatched.x, results[rank], rank) for rank in range(case.num_ranks)]
-    combined = reference.combine(rows, results, inputs, **case.combine_kwargs())
-    values = [case.scalars(result, rank) for rank, result in enumerate(results)]
-    scalars = reference.combine_weights(values, results, inputs, num_experts=case.num_experts, layout=case.layout)
-    for rank, result in enumerate(got):
-        where = f"{case.describe()} {plan} rank {rank}"
-        check_dispatch(result.dispatched, results[rank], where)
-        if case.zero_padding:
-            check_padding(result.dispatched, results[rank], where)
-        for name, mine, theirs in (
-            ("combined", result.combined, combined[rank]),
-            ("scalars", result.scalars, scalars[rank]),
-        ):
-            difference = reference.first_difference(mine, theirs)
-            assert not difference, f"{where}: {name}: {difference}"
+    check_results(case, inputs, results, got, f"{case.describe()} {plan}")
     check_further(case, plan, inputs, kwargs, got)
     check_ht_wire(case, plan, results, inputs, got)
     return HtOutcome(plan, results, got)

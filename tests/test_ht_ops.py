@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from expected import Expected, plain_case
+from op_checks import HT_OPS as OPS
+from op_checks import UTILS, as_fake, described
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -15,14 +17,6 @@ from nccl_ep import reference
 from nccl_ep.handle import LAYOUTS, QUANTS
 from nccl_ep.testing import run_ranks
 
-OPS = ["ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_combine", "ht_combine_out", "arena_empty"]
-UTILS = (
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    "test_aot_dispatch_static",
-    "test_aot_dispatch_dynamic",
-)
 ops = torch.ops.nccl_ep
 
 
@@ -110,11 +104,6 @@ def test_opcheck_of_ranks_in_lockstep(name: str) -> None:
     run_ranks(4, body)
 
 
-def _described(result: Any) -> list[tuple[Any, ...]]:
-    tensors = [result] if isinstance(result, torch.Tensor) else list(result or ())
-    return [(tuple(t.shape), t.dtype, t.stride(), t.device, t.storage_offset()) for t in tensors]
-
-
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
@@ -126,14 +115,8 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
             calls = Calls(case, buffer)
             for name in OPS:
                 with FakeTensorMode() as mode:
-
-                    def fake(each: Any, mode: FakeTensorMode = mode) -> Any:
-                        if isinstance(each, list):
-                            return [fake(item) for item in each]
-                        return mode.from_tensor(each) if isinstance(each, torch.Tensor) else each
-
-                    faked = _described(getattr(ops, name).default(*map(fake, calls.args[name])))
-                assert faked == _described(calls.run(name)), name
+                    faked = described(getattr(ops, name).default(*(as_fake(mode, each) for each in calls.args[name])))
+                assert faked == described(calls.run(name)), name
 
     run_ranks(2, body)
 

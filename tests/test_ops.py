@@ -8,6 +8,7 @@ import pytest
 import torch
 from expected import Expected, plain_case
 from harness import make_buffer
+from op_checks import HT_OPS, UTILS, as_fake, described
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests import aot_autograd_check
@@ -27,16 +28,8 @@ DEEPEP_OPS = [
     "ll_dispatch_deepep", "ll_dispatch_deepep_send", "ll_dispatch_deepep_recv", "ll_combine_deepep",
     "ll_combine_deepep_send", "ll_combine_deepep_recv",
 ]  # fmt: skip
-HT_OPS = ["ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_combine", "ht_combine_out", "arena_empty"]
 HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
 WRITE_HANDLE = ("ll_dispatch_out", "ll_dispatch_recv")
-UTILS = (
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    "test_aot_dispatch_static",
-    "test_aot_dispatch_dynamic",
-)
 ops = torch.ops.nccl_ep
 
 
@@ -216,22 +209,13 @@ def test_opcheck_of_deepeps_convention(quant: str | None) -> None:
                     torch.library.opcheck(getattr(ops, fused).default, calls[fused], test_utils=util)
             for name in (fused, send):
                 with FakeTensorMode() as mode:
-                    fake = getattr(ops, name).default(*_as_fake(mode, calls[name]))
+                    fake = getattr(ops, name).default(*(as_fake(mode, each) for each in calls[name]))
                 sent = getattr(ops, name).default(*calls[name])
-                assert _described(fake) == _described(sent)
+                assert described(fake) == described(sent)
             received = calls[recv] if kind == "combine" else (*calls[send][:2], *sent, *calls[recv])
             with FakeTensorMode() as mode:
-                assert getattr(ops, recv).default(*_as_fake(mode, received)) is None
+                assert getattr(ops, recv).default(*(as_fake(mode, each) for each in received)) is None
             getattr(ops, recv).default(*received)
-
-
-def _as_fake(mode: FakeTensorMode, args: tuple[Any, ...]) -> list[Any]:
-    return [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in args]
-
-
-def _described(result: Any) -> list[tuple[Any, ...]]:
-    tensors = [result] if isinstance(result, torch.Tensor) else list(result or ())
-    return [(tuple(t.shape), t.dtype, t.stride(), t.device, t.storage_offset()) for t in tensors]
 
 
 @pytest.mark.parametrize("quant", QUANTS)
@@ -251,18 +235,14 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
                 fakes, sent = {}, None
                 for name in OPS:
                     with FakeTensorMode() as mode:
-                        args = [
-                            mode.from_tensor(each) if isinstance(each, torch.Tensor)
-                            else [mode.from_tensor(bias) for bias in each] if isinstance(each, list) else each
-                            for each in calls.args[name]
-                        ]  # fmt: skip
-                        fakes[name] = _described(getattr(ops, name).default(*args))
+                        args = [as_fake(mode, each) for each in calls.args[name]]
+                        fakes[name] = described(getattr(ops, name).default(*args))
                 for name in OPS:
                     args = list(calls.args[name])
                     if name == "ll_dispatch_recv":
                         args[2] = sent
                     result = getattr(ops, name).default(*args)
-                    assert fakes[name] == _described(result), name
+                    assert fakes[name] == described(result), name
                     if name == "ll_dispatch_send":
                         sent = result
 

@@ -5,6 +5,7 @@
 #include "layout/outputs.h"
 #include "layout/shape.h"
 #include "layout/wire.h"
+#include "runtime/params.h"
 
 namespace ep {
 
@@ -25,6 +26,21 @@ inline void check_output(const OutputShape& output) {
            INT32_MAX);
   EP_CHECK(output.alignment >= 1, "expert_alignment is ", output.alignment, ", must be at least 1");
   EP_CHECK(output.rows() <= INT32_MAX, "the output would have ", output.rows(), " rows, at most ", INT32_MAX);
+}
+
+// What a combine of rows may ask for, in either mode.
+template <class Params>
+void check_combined_rows(const Params& p) {
+  EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ", name_of(p.dtype),
+           " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
+           " wire: all three must be bf16, fp16 or fp32");
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.wire_dtype), "a partial sum");
+  EP_CHECK(p.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
+           name_of(p.output.layout), " are already weighted by the caller");
+  EP_CHECK((p.bias[0] == nullptr && p.bias[1] == nullptr) || p.output.layout == OutputLayout::kFlat,
+           "biases go with layout flat, not with ", name_of(p.output.layout));
 }
 
 inline CallRecord record_of(uint32_t operation, int hidden, const Shape& shape, int scale_bytes, int num_tokens) {

@@ -167,16 +167,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
   require_usable();
   p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
   check_tokens(p.num_tokens, p.shape);
-  EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ", name_of(p.dtype),
-           " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
-           " wire: all three must be bf16, fp16 or fp32");
-  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
-  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
-  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.wire_dtype), "a partial sum");
-  EP_CHECK(p.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
-           name_of(p.output.layout), " are already weighted by the caller");
-  EP_CHECK((p.bias[0] == nullptr && p.bias[1] == nullptr) || p.output.layout == OutputLayout::kFlat,
-           "biases go with layout flat, not with ", name_of(p.output.layout));
+  check_combined_rows(p);
   p.domain_size = topology_.domain_size;
   p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
   p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, p.row);

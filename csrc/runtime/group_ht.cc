@@ -95,16 +95,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
   check_slots(p.handle.num_slots, p.shape);
   HtRowFormat row;
   if (p.has_rows()) {
-    EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ", name_of(p.dtype),
-             " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
-             " wire: all three must be bf16, fp16 or fp32");
-    check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
-    check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
-    check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.wire_dtype), "a partial sum");
-    EP_CHECK(p.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
-             name_of(p.output.layout), " are already weighted by the caller");
-    EP_CHECK((p.bias[0] == nullptr && p.bias[1] == nullptr) || p.output.layout == OutputLayout::kFlat,
-             "biases go with layout flat, not with ", name_of(p.output.layout));
+    check_combined_rows(p);
     row.add(p.hidden * size_of(p.wire_dtype));
     p.rows_offset =
         offset_of(p.rows, static_cast<uint64_t>(p.output.rows()) * p.hidden * static_cast<uint64_t>(size_of(p.dtype)));

@@ -61,7 +61,7 @@ Outputs allocate(const RowSpec& row, const DispatchSpec& spec, const OutputShape
         new_tensor({output.local_experts, made.scales.size(2), output.capacity}, made.scales.scalar_type(), device)
             .transpose(1, 2);
   }
-  const Tensor handle = new_handle(SourceShape::of(output).size(handle_shape(output, row.num_tokens)), device);
+  const Tensor handle = new_handle({SourceShape::of(output).size(handle_shape(output, row.num_tokens))}, device);
   return {made.x,
           made.scales,
           made.weights,

@@ -33,8 +33,8 @@ at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused
   return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
 }
 
-at::Tensor new_handle(int64_t size, const at::Device& device) {
-  at::Tensor handle = new_tensor({size}, at::kInt, device);
+at::Tensor new_handle(at::IntArrayRef sizes, const at::Device& device) {
+  at::Tensor handle = new_tensor(sizes, at::kInt, device);
   if (device.is_cpu()) std::memset(handle.data_ptr(), 0, handle.nbytes());
   return handle;
 }

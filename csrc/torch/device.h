@@ -14,9 +14,9 @@ void* current_stream(const at::Device& device);  // a cudaStream_t; null on the 
 
 // As at::empty, without its way through the dispatcher: an op's kernel is below all that would want to know.
 at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, const at::Device& device);
-// The int32 tensor of a handle. Entries that no operation reads are 0 on the CPU, so that opcheck finds equal handles;
+// An int32 tensor of a handle. Entries that no operation reads are 0 on the CPU, so that opcheck finds equal handles;
 // a GPU's kernels leave them.
-at::Tensor new_handle(int64_t size, const at::Device& device);
+at::Tensor new_handle(at::IntArrayRef sizes, const at::Device& device);
 
 // A buffer's operations run in the order of their calls, whatever the streams.
 class CallOrder {

@@ -135,11 +135,6 @@ HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int
   return HtHandleShape::make(output, group.topology(), to_int(num_tokens, "number of tokens"), num_slots);
 }
 
-Tensor new_handle(at::IntArrayRef sizes, const at::Device& device) {
-  // Entries that no operation reads are 0 on the CPU, so that opcheck finds equal handles.
-  return device.is_cpu() ? at::zeros(sizes, at::kInt) : new_tensor(sizes, at::kInt, device);
-}
-
 // Rows and slots that will come here: the first half of a dispatch of exact sizes.
 std::array<int64_t, 2> ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
   std::array<int64_t, 2> sizes{0, 0};
@@ -185,8 +180,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   HtDispatchParams p;
   p.output = output_of(is_exact ? INT32_MAX : spec.capacity);
   p.shape = {group.num_ranks(), to_int(spec.num_experts, "num_experts"), p.output.topk, p.output.max_tokens};
-  EP_CHECK(spec.quant >= 0 && spec.quant <= 3, "quant ", spec.quant, " is unknown");
-  p.quant = static_cast<Quant>(spec.quant);
+  p.quant = quant_of(spec.quant);
   set_parts(p, payload);
   p.topk_idx = topk_idx.data_ptr();
   p.is_idx64 = row.is_idx64;
@@ -336,8 +330,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::strin
     const Tensor none = at::empty({num_tokens, topk}, at::TensorOptions(at::kInt).device(device));
     const RowSpec row = check_inputs(xs[0], x_scales, none, std::nullopt, device);
     check_payload({xs, x_scales}, num_tokens, device);
-    EP_CHECK(quant >= 0 && quant <= 3, "quant ", quant, " is unknown");
-    p.quant = static_cast<Quant>(quant);
+    p.quant = quant_of(quant);
     set_parts(p, {xs, x_scales});
     p.num_tokens = to_int(num_tokens, "number of tokens");
     p.zero_padding = zero_padding;
@@ -366,9 +359,8 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
   const HandleSpec spec = EP_HANDLE_SPEC;
   HtCombineParams p;
   p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
-  EP_CHECK(weighting >= 0 && weighting <= 2, "weighting ", weighting, " is unknown");
+  p.weighting = weighting_of(weighting);
   EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
-  p.weighting = static_cast<Weighting>(weighting);
   p.num_tokens = to_int(num_tokens, "number of tokens");
   p.num_sms = to_int(num_sms, "num_sms");
   Tensor out = new_tensor({0}, out_dtype, device), out_values = new_tensor({0}, at::kFloat, device);
@@ -387,16 +379,11 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
     p.rows = pointer<void>(*rows);
     set_weights(p, args, spec, device);
     set_biases(p, args, spec, device);
-    const std::array<int64_t, 2> sizes{num_tokens, hidden};
-    out = given != nullptr ? *given : new_tensor(sizes, out_dtype, device);
-    check_tensor(out, "out", out_dtype, sizes, device);
-    check_aligned(out, "out");
+    out = take_combined(args, spec, device, given);
     p.out = out.data_ptr();
   }
   if (values) {
-    at::DimVector sizes = row_shape(p.output, topk);
-    if (has_expert_rows(p.output.layout)) sizes.pop_back();
-    check_tensor(*values, "values", at::kFloat, sizes, device);
+    check_tensor(*values, "values", at::kFloat, values_shape(p.output), device);
     p.has_values = true;
     p.values = values->data_ptr<float>();
     out_values = new_tensor({num_tokens, topk}, at::kFloat, device);

@@ -129,8 +129,7 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
   p.out_dtype = dtype_of(args.out_dtype);
   p.wire_dtype = dtype_of(args.wire_dtype);
   p.hidden = static_cast<int>(args.hidden);
-  EP_CHECK(args.weighting >= 0 && args.weighting <= 2, "weighting ", args.weighting, " is unknown");
-  p.weighting = static_cast<Weighting>(args.weighting);
+  p.weighting = weighting_of(args.weighting);
   p.num_tokens = static_cast<int>(spec.num_tokens);
   EP_CHECK(args.num_sms >= 0, "num_sms is ", args.num_sms, ", must not be negative");
   p.num_sms = static_cast<int>(args.num_sms);
@@ -143,10 +142,7 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
   set_biases(p, args, spec, device);
   Tensor out;
   if (receives(half)) {
-    const std::array<int64_t, 2> sizes{spec.num_tokens, args.hidden};
-    out = given != nullptr ? *given : new_tensor(sizes, args.out_dtype, device);
-    check_tensor(out, "out", args.out_dtype, sizes, device);
-    check_aligned(out, "out");
+    out = take_combined(args, spec, device, given);
     p.out = out.data_ptr();
   }
   p.wait_cost = args.wait_cost;
@@ -209,9 +205,7 @@ Tensor ll_combine_weights(std::string_view buffer, Tensor, const Tensor& values,
     const at::Device device = device_of(group);
     LlCombineWeightsParams p;
     p.output = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle);
-    at::DimVector sizes = row_shape(p.output, topk);
-    if (has_expert_rows(p.output.layout)) sizes.pop_back();
-    check_tensor(values, "values", at::kFloat, sizes, device);
+    check_tensor(values, "values", at::kFloat, values_shape(p.output), device);
     p.values = values.data_ptr<float>();
     p.num_tokens = static_cast<int>(num_tokens);
     Tensor out = new_tensor({num_tokens, topk}, at::kFloat, device);

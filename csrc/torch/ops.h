@@ -3,7 +3,10 @@
 
 #include <torch/library.h>
 
+#include <array>
+
 #include "base/check.h"
+#include "torch/device.h"
 #include "torch/run.h"
 #include "torch/spec.h"
 
@@ -53,6 +56,16 @@ void set_biases(Params& p, const CombineArgs& args, const HandleSpec& spec, cons
     check_aligned(args.biases[i], "bias");
     p.bias[i] = args.biases[i].data_ptr();
   }
+}
+
+// The result of a combine: `given`, checked, or a new tensor.
+inline at::Tensor take_combined(const CombineArgs& args, const HandleSpec& spec, const at::Device& device,
+                                const at::Tensor* given) {
+  const std::array<int64_t, 2> sizes{spec.num_tokens, args.hidden};
+  const at::Tensor out = given != nullptr ? *given : new_tensor(sizes, args.out_dtype, device);
+  check_tensor(out, "out", args.out_dtype, sizes, device);
+  check_aligned(out, "out");
+  return out;
 }
 
 #define EP_DISPATCH_CONFIG_SCHEMA                                                                                \

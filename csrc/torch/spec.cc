@@ -29,6 +29,16 @@ int to_int(int64_t value, const char* name) {
   return static_cast<int>(value);
 }
 
+Quant quant_of(int64_t quant) {
+  EP_CHECK(quant >= 0 && quant <= 3, "quant ", quant, " is unknown");
+  return static_cast<Quant>(quant);
+}
+
+Weighting weighting_of(int64_t weighting) {
+  EP_CHECK(weighting >= 0 && weighting <= 2, "weighting ", weighting, " is unknown");
+  return static_cast<Weighting>(weighting);
+}
+
 OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
   const auto quant = static_cast<Quant>(spec.quant);
   const bool quantises = quant != Quant::kNone;
@@ -38,13 +48,18 @@ OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const Out
   types.x_type = quantises ? at::kFloat8_e4m3fn : row.dtype;
   types.scales = num_scales > 0 ? row_shape(output, num_scales) : at::DimVector{0};
   types.scales_type = !quantises ? row.scale_dtype : quant == Quant::kFp8Ue8m0 ? at::kInt : at::kFloat;
-  types.weights = row_shape(output, row.topk);
-  if (has_expert_rows(output.layout)) types.weights.pop_back();
+  types.weights = values_shape(output);
   types.topk_idx = has_expert_rows(output.layout) ? at::DimVector{0} : types.weights;
   types.idx_type = row.is_idx64 ? at::kLong : at::kInt;
   types.row_expert = {output.layout == OutputLayout::kPacked ? output.capacity : 0};
   types.info = {output.info_size()};
   return types;
+}
+
+at::DimVector values_shape(const OutputShape& output) {
+  at::DimVector sizes = row_shape(output, output.topk);
+  if (has_expert_rows(output.layout)) sizes.pop_back();
+  return sizes;
 }
 
 at::DimVector row_shape(const OutputShape& output, int64_t last) {
@@ -132,7 +147,7 @@ RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at
 }
 
 at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device) {
-  return new_handle(handle_shape(output, row.num_tokens).size(), device);
+  return new_handle({handle_shape(output, row.num_tokens).size()}, device);
 }
 
 DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
@@ -162,10 +177,9 @@ void check_outputs(const DispatchTensors& given, const RowSpec& row, const Dispa
 }
 
 LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
-  EP_CHECK(spec.quant >= 0 && spec.quant <= 3, "quant ", spec.quant, " is unknown");
   LlDispatchParams p;
+  p.quant = quant_of(spec.quant);
   p.shape = {output.num_ranks, to_int(spec.num_experts, "num_experts"), output.topk, output.max_tokens};
-  p.quant = static_cast<Quant>(spec.quant);
   p.dtype = dtype_of(row.dtype);
   p.hidden = to_int(row.hidden, "hidden");
   p.is_idx64 = row.is_idx64;

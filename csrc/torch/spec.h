@@ -14,6 +14,8 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 DType dtype_of(at::ScalarType type);
 int to_int(int64_t value, const char* name);  // refuses what does not fit
+Quant quant_of(int64_t quant);
+Weighting weighting_of(int64_t weighting);
 
 // What every rank passes alike, and what this rank asks of its outputs.
 struct DispatchSpec {
@@ -46,6 +48,7 @@ struct DispatchTensors {
 OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
                          int64_t capacity, int64_t alignment);
 at::DimVector row_shape(const OutputShape& output, int64_t last);  // of the rows, with `last` in place of H
+at::DimVector values_shape(const OutputShape& output);             // one number a row, in rank layouts one a choice
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens);
 
 // Refuses tensors that the kernels could not read. `device`: of the group.

@@ -169,30 +169,22 @@ TEST(Processes, WithOneIdAreNotThreads) {
   }
 }
 
-TEST(Processes, RunTheProtocol) {
+template <class Config>
+void run_stress_in_processes(typename Config::Mode mode, uint64_t seed, void (*run)(Bootstrap&, const Config&)) {
   for (int domain_size : {4, 2, 1}) {
-    StressConfig config;
+    Config config;
     config.domain_size = domain_size;
-    config.mode = StressConfig::Mode::kPipelined;
+    config.mode = mode;
     config.rounds = 60 / kSlowdown;
-    config.seed = config.network_seed = 77 + domain_size;
-    const auto statuses = run_processes(4, [&](Bootstrap& bootstrap, Shared&) { run_stress_rank(bootstrap, config); });
+    config.seed = config.network_seed = seed + domain_size;
+    const auto statuses = run_processes(4, [&](Bootstrap& bootstrap, Shared&) { run(bootstrap, config); });
     EXPECT_EQ(statuses, std::vector<int>(4, 0)) << "domains of " << domain_size;
   }
 }
 
-TEST(Processes, RunHighThroughput) {
-  for (int domain_size : {4, 2, 1}) {
-    HtStressConfig config;
-    config.domain_size = domain_size;
-    config.mode = HtStressConfig::Mode::kMixed;
-    config.rounds = 60 / kSlowdown;
-    config.seed = config.network_seed = 87 + domain_size;
-    const auto statuses =
-        run_processes(4, [&](Bootstrap& bootstrap, Shared&) { run_ht_stress_rank(bootstrap, config); });
-    EXPECT_EQ(statuses, std::vector<int>(4, 0)) << "domains of " << domain_size;
-  }
-}
+TEST(Processes, RunTheProtocol) { run_stress_in_processes(StressConfig::Mode::kPipelined, 77, run_stress_rank); }
+
+TEST(Processes, RunHighThroughput) { run_stress_in_processes(HtStressConfig::Mode::kMixed, 87, run_ht_stress_rank); }
 
 }  // namespace
 }  // namespace ep

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "stress.h"
+#include "stress_cases.h"
 #include "world.h"
 
 namespace ep {
@@ -9,39 +10,11 @@ namespace {
 
 using Mode = StressConfig::Mode;
 
-struct Case {
-  int num_ranks, domain_size;
-  Mode mode;
-  uint64_t seed;
-  friend void PrintTo(const Case& c, std::ostream* out) {
-    *out << c.num_ranks / c.domain_size << " domains of " << c.domain_size << ", mode " << static_cast<int>(c.mode)
-         << ", seed " << c.seed;
-  }
-};
-
-std::vector<Case> all_cases() {
-  constexpr int kWorlds[][2] = {{1, 1}, {2, 2}, {3, 3}, {3, 1}, {4, 4}, {4, 2}, {4, 1}, {5, 5}, {5, 1}};
-  std::vector<Case> cases;
-  for (const auto& world : kWorlds) {
-    for (Mode mode : {Mode::kFused, Mode::kStaged, Mode::kPipelined, Mode::kInRow}) {
-      cases.push_back({world[0], world[1], mode, 11 + cases.size()});
-    }
-  }
-  return cases;
-}
+using Case = StressCase<StressConfig>;
 
 class ProtocolStress : public ::testing::TestWithParam<Case> {
  protected:
-  StressConfig config() const {
-    const Case& c = GetParam();
-    StressConfig config;
-    config.num_ranks = c.num_ranks;
-    config.domain_size = c.domain_size;
-    config.mode = c.mode;
-    config.seed = c.seed;
-    config.rounds = 120 / kSlowdown;
-    return config;
-  }
+  StressConfig config() const { return GetParam().config(120 / kSlowdown); }
 };
 
 TEST_P(ProtocolStress, AtFullSpeed) { EXPECT_EQ(run_stress(config()), ""); }
@@ -56,10 +29,14 @@ TEST_P(ProtocolStress, WithDelays) {
   }
 }
 
+std::vector<Case> all_cases() {
+  return Case::all({{1, 1}, {2, 2}, {3, 3}, {3, 1}, {4, 4}, {4, 2}, {4, 1}, {5, 5}, {5, 1}},
+                   {Mode::kFused, Mode::kStaged, Mode::kPipelined, Mode::kInRow}, 11);
+}
+
 std::string name_of_case(const ::testing::TestParamInfo<Case>& info) {
   constexpr const char* kModes[] = {"fused", "staged", "pipelined", "in_row"};
-  const Case& c = info.param;
-  return concat(c.num_ranks / c.domain_size, "x", c.domain_size, "_", kModes[static_cast<int>(c.mode)]);
+  return info.param.name(kModes[static_cast<int>(info.param.mode)]);
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, ProtocolStress, ::testing::ValuesIn(all_cases()), name_of_case);
