@@ -327,6 +327,8 @@ def test_crossover_that_costs_some() -> None:
     assert values["loss"] == pytest.approx(20 / 18, abs=1e-3)
     assert choose_mode(128, 14336, 8, 4, None) == "ll" and values["loss_now"] == 3.0
     assert 64 * 4 * 14336 <= values["auto_ll_bytes"] < 128 * 4 * 14336
+    (curve,) = crossover.curves(early)
+    assert curve.loss(64 * 4 * 14336) == 1.0 and curve.loss(64 * 4 * 14336 - 1) == 1.5  # the edge is LL's
 
 
 def test_no_crossover() -> None:
