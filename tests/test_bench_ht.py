@@ -135,17 +135,24 @@ def test_overlap_of_high_throughput(tmp_path: Path) -> None:
 # ---- Its parts
 
 
+def lone_world() -> Any:
+    return types.SimpleNamespace(
+        rank=0, is_cuda=False, device=torch.device("cpu"), synchronize=lambda: None, device_name=lambda: "cpu",
+        together=lambda body: body(), agree=lambda body: [body()],
+    )  # fmt: skip
+
+
+def lone_configuration(given: Shape, figures: list[str], note: Any) -> ht_configuration.HtConfiguration:
+    plan = configuration.Plan(figures, [], [])
+    return ht_configuration.HtConfiguration(lone_world(), given, measure.Effort(0, 1, 1, 1), note, plan)
+
+
 @pytest.mark.parametrize("outputs, expected", [(0, ["staged"] * 2), (1, ["in_place", "staged"]), (4, ["in_place"] * 2)])
 def test_placement_is_what_the_buffer_counted(outputs: int, expected: list[str]) -> None:
     """Not what was asked for: in an arena of one output the second call copies."""
     given = ht_shape(num_ranks=1)
     mine = workload.make_inputs(given)[0]
-    world: Any = types.SimpleNamespace(
-        rank=0, is_cuda=False, device=torch.device("cpu"), synchronize=lambda: None, device_name=lambda: "cpu",
-        together=lambda body: body(), agree=lambda body: [body()],
-    )  # fmt: skip
-    plan = configuration.Plan([], [], [])
-    made = ht_configuration.HtConfiguration(world, given, measure.Effort(0, 0, 0, 0), lambda record: None, plan)
+    made = lone_configuration(given, [], lambda record: None)
     arena_bytes = outputs * given.output_rows() * given.row_bytes() + (512 if outputs else 0)
     with ht_buffer(given, None, arena_bytes) as buffer:
         made._buffer = buffer
@@ -237,6 +244,57 @@ def test_graphs_take_given_tensors_of_the_arena() -> None:
         assert made.in_graph("combine") is made.get("combine")
         assert made.in_graph("routing")().x.shape == (given.output_rows(), 8)
         assert buffer.stats()["staged_dispatches"] == buffer.stats()["staged_combines"] == 0
+
+
+def test_figures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which call is timed and which kernels count, with clocks of our own: the routing's run is its own, graphs take
+    captured calls, and what a timed call copied stands in its record."""
+    given, found = ht_shape(num_ranks=1), []
+    mine = workload.make_inputs(given)[0]
+    made = lone_configuration(given, ["graph", "kernel", "event"], found.append)
+    called: list[str] = []
+
+    def clock(kind: str) -> Any:
+        def times(world: Any, call: Any, effort: measure.Effort, *names: Any) -> Any:
+            call()
+            if not names:
+                return [10.0, 30.0, 20.0]
+            return {op: measure.KernelTimes([float(len(name))], 200 if op == "combine" else 12)
+                    for op, name in names[0].items()}  # fmt: skip
+
+        return times
+
+    for name in ("graph_times", "kernel_times", "event_times"):
+        monkeypatch.setattr(measure, name, clock(name))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132)
+    )
+    with ht_buffer(given, None, 1 << 20) as buffer:
+        made._buffer = buffer
+        out = nccl_ep.dispatch(mine.x, mine.topk_idx, buffer=buffer, **given.dispatch_kwargs())
+
+        def call(name: str, copies: bool = False) -> Any:
+            def body() -> None:
+                called.append(name)
+                if copies:
+                    nccl_ep.combine(out.x.clone(), out.handle)
+
+            return body
+
+        calls = {op: call(op, copies=op == "pair") for op in ht_configuration.OPS}
+        captured = {"pair": call("captured pair"), "dispatch": call("captured dispatch")}
+        fields = {"system": "nccl_ep", "api": "native", "num_sms": 0}
+        made._measure_operations(buffer, operations.Operations(calls, captured), fields)
+    ops = ht_configuration.OPS
+    assert called == ["pair", "routing", "routing", "captured dispatch", "combine", "captured pair", *ops]
+    got = {(r["figure"], r["op"]): (r["value"], r["num_sms_used"], r["placement"]) for r in found}
+    assert got == {
+        ("kernel", "dispatch"): (8.0, 12, "in_place"), ("kernel", "combine"): (7.0, 132, "staged"),
+        ("kernel", "routing"): (8.0, 12, "in_place"),
+        **{("graph", op): (20.0, 132 if op in ("combine", "pair") else 12, "in_place") for op in ops},
+        **{("event", op): (20.0, 132 if op in ("combine", "pair") else 12, "in_place") for op in ops[:3]},
+        ("event", "pair"): (20.0, 132, "staged"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
