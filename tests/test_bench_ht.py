@@ -24,6 +24,7 @@ from nccl_ep.bench import (
     table,
     workload,
 )
+from nccl_ep.bench.__main__ import main as bench_main
 from nccl_ep.bench.workload import Shape
 from nccl_ep.modes import AUTO_LL_BYTES, choose_mode
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -130,6 +131,16 @@ def test_overlap_of_high_throughput(tmp_path: Path) -> None:
     assert len(found) == 22 and {r["op"] for r in found} == {"dispatch", "combine"}
     assert all(r["mode"] == "ht" and r["layout"] == "flat" and r["value"] is not None for r in found)
     assert shown.startswith("ht: 2 ranks") and "ll: " not in shown
+
+
+def test_options_that_make_no_sense() -> None:
+    for command, *arguments in (
+        ("ht", "--alignment", "0"), ("fit", "--alignment", "-1"), ("overlap", "--mode", "ht", "--alignment", "0"),
+        ("ht", "--figures", "graph"), ("ht", "--figures", "graph_pdl"), ("ht", "--api", "deepep"),
+        ("fit", "--experts", "15"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match="2"):
+            bench_main([command, "--device", "cpu", *arguments])
 
 
 # ---- Its parts

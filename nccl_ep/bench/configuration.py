@@ -73,7 +73,7 @@ class Configuration:
         self.failures: list[str] = []
         self._inputs = world.together(lambda: make_inputs(shape))
         self._given = self._inputs[world.rank].to(world.device)
-        self.shape = fitted(shape, self._inputs) if self.fits_capacity() else shape
+        self.shape = world.together(lambda: fitted(shape, self._inputs)) if self.fits_capacity() else shape
         self._common: Record = {
             "bench": self.bench, "ranks": shape.num_ranks, "tokens": shape.tokens, "hidden": shape.hidden,
             "topk": shape.topk, "experts": shape.num_experts, "dtype": shape.dtype, "layout": shape.layout,

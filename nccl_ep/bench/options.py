@@ -84,6 +84,8 @@ def set_defaults(parser: argparse.ArgumentParser, options: argparse.Namespace, m
             setattr(options, name, value)
     if is_rank():
         options.ranks = int(os.environ["WORLD_SIZE"])
+    if options.alignment < 1:
+        parser.error(f"--alignment {options.alignment}: must be 1 or more")
     if options.experts % options.ranks:
         parser.error(f"{options.experts} experts do not divide over {options.ranks} ranks")
 

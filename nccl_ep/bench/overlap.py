@@ -47,7 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--mode", choices=("ll", "ht"), default="ll", help="low latency or high throughput")
     add("--tokens", type=int, help="of a rank; default 128, ht 4096 (CPU: 8)")
     add("--layout", choices=tuple(LAYOUTS), help="default expert_major, ht flat")
-    add("--alignment", type=int, default=128, help="of experts in packed, ht")
+    add("--alignment", type=int, default=128, help="of experts in packed, ht; default 128")
     add("--num-sms", type=ints, help="of the operation, list; default what leaves multiples of 8 SMs: 12,20,36")
     add("--partition", type=words("green", "none"), default=["green", "none"],
         help="list; green: GEMMs in a green context of the SMs that are left; none: on any")  # fmt: skip
@@ -115,7 +115,7 @@ class Overlap:
         given = inputs[world.rank].to(world.device)
         arena_bytes = None
         if options.mode == "ht":
-            self.shape = fitted(self.shape, inputs)
+            self.shape = world.together(lambda: fitted(self.shape, inputs))
             arena_bytes = arena_bytes_for(self.shape)
         shape = self.shape
         buffer = world.together(lambda: make_buffer(shape, world.device, _BUFFER_SECONDS, arena_bytes))
