@@ -1,6 +1,9 @@
 """The benchmark of high throughput on CPU ranks: records, what it notices, the crossover of the modes."""
 
 import json
+import os
+import re
+import subprocess
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench import gpu_record, run, shape
+from test_bench import ROOT, gpu_record, run, shape
 
 import nccl_ep
 from nccl_ep import reference
@@ -19,6 +22,8 @@ from nccl_ep.bench import (
     ht_configuration,
     measure,
     operations,
+    options,
+    overlap,
     plot,
     records,
     table,
@@ -141,6 +146,29 @@ def test_options_that_make_no_sense() -> None:
     ):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             bench_main([command, "--device", "cpu", *arguments])
+
+
+def test_the_script_of_figures_gives_options_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(options, "_C", types.SimpleNamespace(has_cuda=lambda: True))
+    script = ROOT / "benchmarks" / "measure_ht.sh"
+    steps = re.findall(r"^(\w+)\)", script.read_text(), re.MULTILINE)
+    assert len(steps) == 6
+    for step in steps:
+        command = ["sh", str(script), step, str(tmp_path / "out")]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        for line in lines:
+            _, module, name, *arguments = line.split()
+            parse = {"ht": options.parse_ht, "fit": options.parse_fit, "overlap": overlap.parse}[name]
+            parsed = parse(arguments)
+            assert module == "nccl_ep.bench" and parsed.device == "cuda"
+            assert parsed.json.parent == tmp_path / "out" and parsed.json.name.startswith(f"ht_{step}")
+        assert len(lines) == (7 if step == "shapes" else 1)
 
 
 # ---- Its parts
