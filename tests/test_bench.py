@@ -17,9 +17,11 @@ from nccl_ep import reference
 from nccl_ep.bench import (
     configuration,
     floors,
+    jobs,
     lanes,
     ll,
     measure,
+    operations,
     options,
     overlap,
     plot,
@@ -116,11 +118,11 @@ def test_ranks_that_die_take_one_configuration_with_them(tmp_path: Path, monkeyp
             Path(settings["NCCL_EP_BENCH_STATE"]).write_text(json.dumps(state))
             return "rank 1 ended with code -9" if dies else ""
 
-    monkeypatch.setattr(ll, "Launcher", Launcher)
+    monkeypatch.setattr(jobs, "Launcher", Launcher)
     argv = ["--device", "cpu", "--tokens", "1,2", "--json", str(tmp_path / "records.json")]
     parsed = options.parse(argv)
     parsed.device = "cuda"  # where the last rival has ranks of its own
-    assert ll.start_ranks(argv, parsed) == 1
+    assert jobs.start_ranks(ll.BENCH, argv, parsed) == 1
     assert worlds == ["0:8", "2:8", "8:12"]
 
 
@@ -233,10 +235,10 @@ def test_a_num_sms_with_other_bits_is_noticed() -> None:
     inputs = workload.make_inputs(given)
     with nccl_ep.Buffer.for_shapes(None, max_tokens=16, hidden=400, topk=4, num_experts=32, device="cpu") as buffer:
         checked = workload.Checked(given, 0, inputs, buffer)
-        for make in (measure.native_operations, measure.op_operations):
+        for make in (operations.native_operations, operations.op_operations):
             make(given, buffer, inputs[0], checked, 0)
         checked.y[2, 5] += 1
-        for make in (measure.native_operations, measure.op_operations):
+        for make in (operations.native_operations, operations.op_operations):
             with pytest.raises(AssertionError, match="combine"):
                 make(given, buffer, inputs[0], checked, 0)
 
@@ -249,8 +251,10 @@ def test_routing() -> None:
         assert all(len(set(token)) == 8 for token in ids.view(-1, 8).tolist())
         is_local = ids // 16 == torch.arange(4).view(4, 1, 1)
         assert {"all_local": is_local.all(), "all_remote": not is_local.any()}.get(routing, True)
-        load = torch.bincount(ids.reshape(-1), minlength=64)
-        assert (int(load.max()) > 100) == (routing == "skewed"), load
+        load = torch.bincount(ids.reshape(-1), minlength=64).sort().values
+        assert (int(load[-1]) > 100) == (routing in ("skewed", "hot_expert")), load
+        if routing == "hot_expert":  # one, of all tokens
+            assert int(load[-1]) == 200 and int(load[-2]) < 60
     with pytest.raises(ValueError, match="top-8 of 4"):
         workload.make_inputs(shape(routing="all_local", num_experts=16, topk=8))
 
@@ -330,11 +334,12 @@ def test_kernels_of_a_trace() -> None:
     for call in range(3):
         events += [kernel("ll_dispatch_send", 10 * call, 2, 8), kernel("ll_dispatch_recv", 10 * call + 2, 3 + call, 64)]
         events += [kernel("void ep::ll_combine<8>", 10 * call + 6, 4, 300)]
-    found = measure.find_kernels(events[::-1], 3)
+    both = {"dispatch": "dispatch", "combine": "combine"}
+    found = measure.find_kernels(events[::-1], 3, both)
     assert found["dispatch"] == measure.KernelTimes([5, 6, 7], 64)
     assert found["combine"] == measure.KernelTimes([4, 4, 4], 300)
     with pytest.raises(Skipped, match=r"\*combine\* in 2 calls"):
-        measure.find_kernels(events[2:7], 2)
+        measure.find_kernels(events[2:7], 2, both)
 
 
 def sweep() -> list[records.Record]:

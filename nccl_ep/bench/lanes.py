@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .measure import Call, Effort, _timing_event, event_times, graph_times
+from .measure import Effort, _timing_event, event_times, graph_times
+from .operations import Call
 from .world import Skipped, World
 
 
