@@ -42,7 +42,7 @@ def is_routed(case: Case, plan: HtPlan) -> bool:
 
 
 class HtCaseRun(CaseRun):
-    """The same as CaseRun in high throughput, with what HtPlan leaves open. Outputs lie in the arena while it has room."""
+    """As CaseRun, in high throughput and with what HtPlan leaves open. Outputs lie in the arena while it has room."""
 
     def __init__(self, library: Library, expected: Expected, plan: HtPlan, group: ThreadGroup, device: str) -> None:
         case = expected.case

@@ -171,7 +171,7 @@ def test_bad_handles_are_refused(library: Library, group: c.c_void_p) -> None:
         ("layout is not set", {}),
         ("layout 9 is unknown", {"layout": 9}),
         ("topk is 3, must be 1 to the group's 2", {"layout": 1, "topk": 3}),
-        ("capacity is -1", {"layout": 1, "capacity": -1}),
+        ("capacity is -2", {"layout": 1, "capacity": -2}),
         ("rank_major always", {"layout": 3, "capacity": 4}),
         ("layout flat has none", {"layout": 4, "expert_alignment": 8}),
         ("rows at capacity 4294967296", {"layout": 4, "capacity": 1 << 32}),

@@ -57,7 +57,8 @@ bool takes_ht(const GroupState& state, const Shape& shape, const ncclEpHandleCon
   if (config.algorithm == NCCL_EP_ALGORITHM_AUTO && of_group == NCCL_EP_ALGORITHM_AUTO) {
     is_ht = is_exact || shape.max_tokens > state.ll_max_tokens;
   }
-  EP_CHECK(is_ht || !is_exact, "exact sizes are high throughput's");
+  EP_CHECK(is_ht || !is_exact, "capacity is ", config.capacity,
+           " (exact), but low latency has outputs of fixed sizes only");
   EP_CHECK(is_ht || shape.max_tokens <= state.ll_max_tokens, "max_tokens is ", shape.max_tokens,
            ", but the group has room for low latency up to ", state.ll_max_tokens);
   return is_ht;
@@ -68,7 +69,8 @@ int64_t capacity_of(const ncclEpHandleConfig_t& config, const Shape& shape, Outp
   EP_CHECK(config.capacity == 0 || layout != OutputLayout::kRankMajor, "capacity is ", config.capacity,
            ", but layout rank_major always holds max_tokens rows of a rank");
   if (config.capacity == NCCL_EP_CAPACITY_EXACT) {
-    EP_CHECK(layout != OutputLayout::kExpertMajor, "expert_major needs a capacity: its rows have no exact number");
+    EP_CHECK(layout != OutputLayout::kExpertMajor, "capacity is ", config.capacity,
+             " (exact), but expert_major needs one of an expert: its rows have no exact number");
     return INT32_MAX;  // until it is known: nothing is dropped
   }
   EP_CHECK(config.capacity != 0 || layout != OutputLayout::kExpertMajor || !is_ht,
