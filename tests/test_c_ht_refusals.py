@@ -228,6 +228,9 @@ def test_steps_are_taken_in_turn(library: Library, group: c.c_void_p) -> None:
     library.UpdateHandle(solo.handle, tensor(solo.ids))
     solo.combine()  # a new routing is known, and nothing was done with it
     refused(USAGE, "exact, but not known", lambda: solo.dispatch(info=None))
+    solo.route()
+    for call in (solo.combine, lambda: solo.dispatch(cached=True)):  # the routes are not those of the rows any more
+        refused(USAGE, "nothing was dispatched with this handle yet", call)
     for handle in (solo.handle, unrouted):
         library.HandleDestroy(handle)
 
