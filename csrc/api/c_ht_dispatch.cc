@@ -1,4 +1,6 @@
 // High throughput's dispatch and routing.
+#include <vector>
+
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
 #include "cpu/rows.h"
@@ -99,11 +101,11 @@ void route(ncclEpHandle& handle, const ncclEpTensor_t* info, void* stream) {
   check_tensor(filled, "info", NCCL_EP_INT32, {p.output.info_size()});
   p.info = static_cast<int32_t*>(filled.data);
   p.parts[p.num_parts++] = smallest_row();
-  int64_t rows_and_slots[2] = {0, 0};
-  if (handle.is_exact) p.host_sizes = rows_and_slots;
+  std::vector<int64_t> sizes(2 + handle.shape.local_experts(), 0);  // rows, slots, room for the demand of each expert
+  if (handle.is_exact) p.host_sizes = sizes.data();
   const ScopedDevice device(handle.device());
   group.dispatch(p, stream);
-  if (handle.is_exact) handle.output.capacity = rows_and_slots[0];
+  if (handle.is_exact) handle.output.capacity = sizes[0];
   handle.is_routed = true;
   handle.dispatched_tokens = -1;
   if (handle.device() < 0) handle.state->check_overflow();

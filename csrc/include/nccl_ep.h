@@ -246,13 +246,14 @@ NCCL_EP_API ncclEpResult_t ncclEpHandleMemSize(ncclEpGroup_t group, const ncclEp
 NCCL_EP_API ncclEpResult_t ncclEpInitHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
                                             const ncclEpHandleConfig_t* config, void* handle_mem);
 /* The expert ids of the next dispatches: [T, K] int64 or int32, T up to max_tokens, -1 for no choice. Stores the
- * address only: the ids are read by ncclEpDispatch, or ncclEpRouteHandle. An id out of range counts as -1, and ncclEpCheck tells. */
+ * address only: the ids are read by ncclEpDispatch, or ncclEpRouteHandle. An id out of range counts as -1, and
+ * ncclEpCheck tells. */
 NCCL_EP_API ncclEpResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t* topk_idx);
 /* High throughput, collective: the ranks learn what each sends to each. Fills `info` (int32, NCCL_EP_INFO_SIZE or
  * NCCL_EP_INFO_SIZE_PACKED), and the dispatches that follow send along these routes, any number of them, until the next
  * ncclEpUpdateHandle. Without it every dispatch routes by itself, in one operation. A handle of NCCL_EP_CAPACITY_EXACT
- * needs it: then it waits for the counts, and ncclEpDispatchShapes has the sizes. The rows of the dispatch before cannot
- * be combined afterwards. */
+ * needs it: then it waits for the counts, and ncclEpDispatchShapes has the sizes. The rows of the dispatch before
+ * cannot be combined afterwards. */
 NCCL_EP_API ncclEpResult_t ncclEpRouteHandle(ncclEpHandle_t handle, const ncclEpTensor_t* info, void* stream);
 /* ncclEpInitHandle and ncclEpUpdateHandle. */
 NCCL_EP_API ncclEpResult_t ncclEpCreateHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
