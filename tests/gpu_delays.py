@@ -19,8 +19,8 @@ from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 DISPATCH, COMBINE = 1, 2  # kinds, as bits
-DEADLINE = 1.5  # seconds, of the search for bugs; delays last 2 ms at most
-BATCH = 20  # runs of a chain between two looks at what they found
+DEADLINE = 1.0  # seconds, of the search for bugs; delays last 2 ms at most
+BATCH = 40  # runs of a chain between two looks at what they found
 MEETING = 60.0  # seconds that ranks wait for one another between batches
 ONE_GPU_RANKS = 4
 
@@ -66,16 +66,20 @@ class Found:
     planted: str
 
 
+def set_testing(**state: Any) -> None:
+    """Of the current GPU; without a word, it is as in any build."""
+    torch.cuda.synchronize()
+    _C.set_gpu_testing(torch.cuda.current_device(), **state)
+
+
 @contextlib.contextmanager
 def delays(seed: int, percent: int = 100) -> Iterator[None]:
     """Delays in all kernels of the current GPU."""
-    torch.cuda.synchronize()
-    _C.set_gpu_testing(seed=seed, percent=percent)
+    set_testing(seed=seed, percent=percent)
     try:
         yield
     finally:
-        torch.cuda.synchronize()
-        _C.set_gpu_testing()
+        set_testing()
 
 
 def meet(group: Any, text: str = "") -> list[str]:
@@ -121,11 +125,11 @@ def search(name: str, group: Any, device: torch.device, runs: int, *, on_one_gpu
         for bugs in ((), wanted.bugs):
             meet(group)
             if sets:
-                _C.set_gpu_testing(seed=seed, bugs=list(bugs), kinds=wanted.kinds)
+                set_testing(seed=seed, bugs=list(bugs), kinds=wanted.kinds)
             meet(group)
             seen.append(stress(chain, run, runs, group))  # its last words are said when the GPU is idle
             if sets:
-                _C.set_gpu_testing()
+                set_testing()
             meet(group)
     return Found(*seen)
 

@@ -236,7 +236,54 @@ def run_mismatches(rank: int) -> list[str]:
     return texts
 
 
+# ---- Sanitizers
+
+
+def _properties(case: Case, staged: bool, *, full: bool) -> set[tuple[Any, ...]]:
+    """What tells one path through the kernels from another."""
+    is_opaque = not case.dtype.is_floating_point or case.dtype.itemsize == 1 or case.scales_dtype is not None
+    payload = case.quant if full else "fp8" if case.quant else None
+    found: set[tuple[Any, ...]] = {
+        (case.layout, payload or ("opaque" if is_opaque else "float")),
+        ("weights", case.combine_weights),
+        ("staged", staged),
+    }
+    if full:
+        out = case.out_dtype or case.rows_dtype
+        found |= {
+            ("types", case.rows_dtype, case.wire_dtype or out, out), ("ids", case.idx_dtype), (case.routing,),
+            ("capacity", case.layout, case.capacity_kind), ("padding", case.zero_padding),
+        }  # fmt: skip
+    return found
+
+
+def covering_cases(*, full: bool) -> list[str]:
+    """Few small cases of 2 to 4 ranks that have all properties between them, as arguments of this program."""
+    small: dict[str, tuple[int, set[tuple[Any, ...]]]] = {}
+    for seed in range(400):
+        case = cuda_case(seed)
+        size = case.num_experts * case.num_ranks * case.max_tokens * case.hidden
+        if 2 <= case.num_ranks <= 4 and size < 2**17 and sum(case.tokens) > 4 and case.routing != "none":
+            for staged in (False, True):
+                small[f"{seed}{'s' * staged}"] = (size, _properties(case, staged, full=full))
+    missing = set[tuple[Any, ...]]().union(*(properties for _, properties in small.values()))
+    chosen = []
+    while missing:
+        name, (_, most) = max(small.items(), key=lambda item: (len(item[1][1] & missing), -item[1][0]))
+        missing -= most
+        chosen.append(name)
+    return [*chosen, "wide"]  # long rows, in pieces of four steps
+
+
+def run_argument(text: str) -> None:
+    """A seed, with an "s" if staged, or "wide"."""
+    if text == "wide":
+        check_case(wide_case(2, max_tokens=20, tokens=(20, 20)), device="cuda")
+    else:
+        check_case(cuda_case(int(text.rstrip("s"))), device="cuda", staged=text.endswith("s"))
+
+
 if __name__ == "__main__":
-    for number, text in enumerate(sys.argv[1:]):
-        check_case(cuda_case(int(text)), device="cuda", staged=number % 2 == 1)
+    for text in sys.argv[1:]:
+        run_argument(text)
         print("case", text, flush=True)

@@ -232,8 +232,8 @@ _SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitize
 def test_sanitizers(tmp_path: Path) -> None:
     """All tools at once, over a few cases of two to four ranks on one GPU. Every tensor is an allocation of its own, so
     that memcheck sees its ends."""
-    seeds = [seed for seed in range(60) if 2 <= gpu_ranks.cuda_case(seed).num_ranks <= 4][: 20 if TEST_ALL else 4]
-    program = [sys.executable, gpu_ranks.__file__, *map(str, seeds)]
+    cases = gpu_ranks.covering_cases(full=TEST_ALL)
+    program = [sys.executable, gpu_ranks.__file__, *cases]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     logs = {tool: tmp_path / tool for tool in TOOLS}
     running = {}
@@ -252,4 +252,4 @@ def test_sanitizers(tmp_path: Path) -> None:
             process.wait()
     for tool, code in codes.items():
         text = logs[tool].read_text()
-        assert code == 0 and f"case {seeds[-1]}\n" in text, f"{tool} ended with {code}:\n{text[-4000:]}"
+        assert code == 0 and f"case {cases[-1]}\n" in text, f"{tool} ended with {code}:\n{text[-4000:]}"

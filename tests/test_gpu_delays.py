@@ -1,6 +1,7 @@
 """Kernels under delays: what is right stays right, and what is planted in them is found.
 
-Needs a build with the switch, which nothing else needs:
+Needs a build with the switch, which nothing else needs, best in a copy of the tree: the extension lands in nccl_ep/
+like any other, and a build directory that made one before does not notice that it was replaced.
 
     cmake -S . -B build/gpu_testing -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_BUILD_TESTS=OFF
     cmake --build build/gpu_testing && python3 -m pytest -m gpu tests/test_gpu_delays.py
@@ -41,8 +42,7 @@ ON_ONE_GPU = [name for name, search in SEARCHES.items() if search.on_one_gpu]
 @pytest.fixture(autouse=True)
 def _leaves_no_delay() -> Iterator[None]:
     yield
-    torch.cuda.synchronize()
-    _C.set_gpu_testing()
+    gpu_delays.set_testing()
 
 
 def _expect_found(found: Found, name: str) -> None:
@@ -56,7 +56,7 @@ def _expect_found(found: Found, name: str) -> None:
 
 def test_a_bug_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match=r'no kernel can have the bug "two_banks": there are one_bank, '):
-        _C.set_gpu_testing(bugs=["one_bank", "two_banks"])
+        _C.set_gpu_testing(0, bugs=["one_bank", "two_banks"])
 
 
 def test_delays_take_time() -> None:

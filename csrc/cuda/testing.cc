@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "base/testing.h"
+#include "cuda/device_guard.h"
 
 namespace ep {
 namespace {
@@ -48,7 +49,8 @@ uint32_t bugs_named(const std::vector<std::string>& names) {
   return bugs;
 }
 
-void set_gpu_testing(const GpuTesting& testing) {
+void set_gpu_testing(int device, const GpuTesting& testing) {
+  DeviceGuard guard(device);
   for (GpuTestingSetter set : setters()) set(testing);
 }
 

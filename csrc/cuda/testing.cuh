@@ -52,7 +52,7 @@ static __device__ __noinline__ void stall(Point point, const TestingCall call, i
   draw = testing_hash(draw, static_cast<uint64_t>(point));
   uint64_t ns = 0;
   if (number == kOnce) {
-    ns = testing_stall(draw, 16, 300) + testing_stall(testing_hash(draw, 0), 256, 2000);
+    ns = testing_stall(draw, 16, 300) + testing_stall(testing_hash(draw, ~0ull), 256, 2000);
     draw = testing_hash(draw, blockIdx.x);
     ns = max(ns, testing_stall(draw, 64, 100));
   }

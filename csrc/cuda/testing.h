@@ -9,7 +9,7 @@
 
 namespace ep {
 
-// What the kernels of the current GPU do from their next launch on.
+// What the kernels of a GPU do from their next launch on.
 struct GpuTesting {
   uint64_t seed = 0;       // of the delays; 0: none
   uint32_t bugs = 0;       // bit b: Bug b is planted
@@ -17,9 +17,9 @@ struct GpuTesting {
   uint32_t percent = 100;  // of the delays' usual length
 };
 
-// The current GPU must be idle. Throws kInvalidArgument for a name that is none: bugs are called as in base/testing.h,
+// The GPU must be idle. Throws kInvalidArgument for a name that is none: bugs are called as in base/testing.h,
 // "one_bank" and so on.
-void set_gpu_testing(const GpuTesting& testing);
+void set_gpu_testing(int device, const GpuTesting& testing);
 uint32_t bugs_named(const std::vector<std::string>& names);
 
 // Every file of kernels has a copy of the state, and tells this list how it is set.
