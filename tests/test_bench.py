@@ -179,6 +179,51 @@ def test_gemm_share() -> None:
     assert overlap.over_share(126, 100, 132, 12) == pytest.approx(126 / 110)
 
 
+@pytest.mark.parametrize("gemm_us", [20.0, 1.0])
+def test_overlapped_figures_are_of_lanes_that_last_long_enough(gemm_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side operations take ten times as long as the first guess assumes: GEMMs are added until they cover them,
+    or the figure is given up."""
+    runs: list[tuple[int, int]] = []
+
+    def run(chains: int, gemms: int) -> tuple[float, float]:
+        runs.append((chains, gemms))
+        return (100.0 if gemms else 10.0), (gemm_us if chains else 100.0)
+
+    made = types.SimpleNamespace(num_sms=132, run=run, widen=lambda on_all_sms: None)
+    monkeypatch.setattr(overlap, "make_lanes", lambda *_: made)
+    world: Any = types.SimpleNamespace(together=lambda body: body(), agree=lambda body: [body()], is_cuda=False)
+    found: list[records.Record] = []
+    measured = object.__new__(overlap.Overlap)
+    measured.__dict__.update(
+        world=world,
+        options=types.SimpleNamespace(iterations=2),
+        chain=2,
+        _note=found.append,
+        failures=[],
+        _common=dict.fromkeys(records.FIELDS),
+    )
+    measured._measure_fused("dispatch", lambda: None, lambda: None, 12, "none")
+    beside = [gemms for chains, gemms in runs if chains == 4 and gemms]
+    assert beside == sorted(beside) and len(set(beside)) > 1
+    figures = {(r["system"], r["figure"]): r for r in found}
+    if gemm_us == 20.0:
+        assert beside[-1] * gemm_us >= 4 * 2 * 100.0 > beside[0] * gemm_us
+        assert figures["nccl_ep", "slowdown"]["value"] == 10.0
+    else:
+        assert "did not last alike" in figures["nccl_ep", "overlapped"]["skipped"]
+
+
+def test_gemms_laid_out_for_fewer_sms() -> None:
+    def state() -> tuple[Any, int | None]:
+        return torch.backends.cuda.preferred_blas_library(), torch._C._get_sm_carveout_experimental()
+
+    before = state()
+    with pytest.raises(KeyError), lanes._laid_out(12):
+        assert state() == (torch._C._BlasBackend.Cublaslt, 12)
+        raise KeyError
+    assert state() == before
+
+
 def test_lanes_of_threads_run_side_by_side() -> None:
     """Each lane waits for the other, which would not end one after the other; errors of either come out."""
     meeting = threading.Barrier(2, timeout=20)
