@@ -154,7 +154,7 @@ PYBIND11_MODULE(_C, m) {
                         py::arg("path") = info.path, py::arg("problem") = info.problem);
       },
       "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
-  m.def("time_line", &take_time_line, py::arg("combine"),
+  m.def("time_line", &take_time_line, py::arg("combine"), py::arg("ht") = false,
         "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");
 #if defined(EP_GPU_TESTING)
   m.def(
