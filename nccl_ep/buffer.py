@@ -9,33 +9,37 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
+from .deepep_config import sizes_for_bytes
 from .deepep_low_latency import LowLatencyMethods
+from .deepep_normal import NormalMethods
 from .errors import UsageError
 from .log import logger
 from .modes import MODES, auto_ll_tokens
 
+_MIN_LL_BYTES = 1 << 20
 _MIN_ARENA_BYTES = 1 << 16  # blocks are multiples of 512 bytes, and an output may be several
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
 
-class Buffer(LowLatencyMethods):
+class Buffer(LowLatencyMethods, NormalMethods):
     """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
 
     Args:
         group: a torch process group of any backend (gloo is legal), ``None`` for a world of one rank, or an object with
             ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
-        num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them; ignored with
-            ``sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
-        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric,
-            explicitly_destroy, enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py
-            communicator in place of a group.
+        num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them: with
+            ``low_latency_mode`` for the normal and the low-latency mode, else both for the normal mode. Ignored with
+            ``sizes`` or ``ht_sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, explicitly_destroy,
+            enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py communicator in place
+            of a group.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
         ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
@@ -54,8 +58,6 @@ class Buffer(LowLatencyMethods):
 
     Source: DeepEP's ``Buffer``, whose constructor's arguments come first.
     """
-
-    num_sms: ClassVar[int] = 20  # DeepEP's class attribute, for the high-throughput mode
 
     def __init__(
         self,
@@ -94,8 +96,13 @@ class Buffer(LowLatencyMethods):
         self._forms: dict[tuple[Any, ...], Any] = {}  # what functional.py has checked, by the numbers of the call
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
+        if sizes is None and ht_sizes is None:
+            normal_bytes = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
+            if normal_bytes > 0:
+                ht_sizes = sizes_for_bytes(normal_bytes, self.num_ranks, domain_size or self.num_ranks)
         if sizes is None:
-            sizes = _C.sizes_for_window(self.num_ranks, max(num_nvl_bytes + num_rdma_bytes, 1 << 20))
+            ll_bytes = num_rdma_bytes if low_latency_mode else 0
+            sizes = _C.sizes_for_window(self.num_ranks, max(ll_bytes, _MIN_LL_BYTES))
         config = _C.GroupConfig(
             device_index=-1 if self.device.type == "cpu" else self.device.index,
             domain_size=domain_size or 0,
@@ -106,7 +113,8 @@ class Buffer(LowLatencyMethods):
             network_seed=network_seed or 0,
             ht_sizes=ht_sizes or (0,) * 6,
         )
-        self._sizes = sizes
+        self._sizes, self._ht_sizes = sizes, ht_sizes
+        self._fitting: dict[tuple[int, int, int], int] = {}
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._scratch: dict[Any, torch.Tensor] = {}
         self._comm_stream: Any = None

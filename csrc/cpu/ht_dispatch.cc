@@ -91,6 +91,7 @@ int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vect
   if (p.host_sizes != nullptr) {
     p.host_sizes[0] = bins.starts.back();
     p.host_sizes[1] = first_slot(p.handle.counts, p.shape.num_ranks, p.shape.num_ranks, rank);
+    std::copy_n(p.handle.expert_counts, p.shape.local_experts(), p.host_sizes + 2);
   }
   return bins.dropped;
 }

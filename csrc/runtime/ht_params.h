@@ -49,7 +49,7 @@ struct HtDispatchParams {
 
   // Out. Where the steps route:
   int32_t* info = nullptr;  // OutputShape
-  // kRoute, memory that the host sees: rows that the output needs, then slots.
+  // kRoute, memory that the host sees: rows that the output needs, slots, then the demand of each local expert [L].
   int64_t* host_sizes = nullptr;
   // Where the steps send routes:
   int32_t* row_expert = nullptr;

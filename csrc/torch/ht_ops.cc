@@ -1,6 +1,7 @@
 // The ops of high throughput. A dispatch of exact sizes (capacity -1) asks the other ranks how much will come before it
 // makes its outputs; every other knows their sizes. Outputs lie in the window's arena while there is room.
-#include <array>
+#include "torch/ht_ops.h"
+
 #include <tuple>
 #include <vector>
 
@@ -129,15 +130,16 @@ void set_moved(HtDispatchParams& p, const Moved& moved) {
 struct HtTensors {
   Moved moved;
   Tensor weights, topk_idx, row_expert, info, route, slots;
+  std::vector<int64_t> demand;  // of each local expert, where sizes are exact
 };
 
 HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int64_t num_tokens, int64_t num_slots) {
   return HtHandleShape::make(output, group.topology(), to_int(num_tokens, "number of tokens"), num_slots);
 }
 
-// Rows and slots that will come here: the first half of a dispatch of exact sizes.
-std::array<int64_t, 2> ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
-  std::array<int64_t, 2> sizes{0, 0};
+// Rows and slots that will come here, and what each expert gets: the first half of a dispatch of exact sizes.
+std::vector<int64_t> ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
+  std::vector<int64_t> sizes(2 + p.shape.local_experts(), 0);
   p.steps = HtSteps::kRoute;
   p.host_sizes = sizes.data();
   group.dispatch(p, stream);
@@ -204,10 +206,11 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
     p.info = t.info.data_ptr<int32_t>();
     p.handle =
         HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, ht_handle_shape(p.output, group, row.num_tokens, 0));
-    const auto [rows, slots] = ask_for_sizes(group, p, stream);
+    const std::vector<int64_t> sizes = ask_for_sizes(group, p, stream);
     p.steps = HtSteps::kSend;
-    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : rows);
-    num_slots = slots;
+    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : sizes[0]);
+    num_slots = sizes[1];
+    t.demand.assign(sizes.begin() + 2, sizes.end());
   }
   const OutputTypes types = output_types(row, spec, p.output);
   const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
@@ -260,7 +263,7 @@ void ht_dispatch_out(std::string_view buffer, Tensor, at::TensorList xs, const O
                      Tensor out_row_expert, Tensor out_info, Tensor out_route, Tensor out_slots) {
   guarded([&] {
     const HtTensors given{
-        {out_xs.vec(), out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots};
+        {out_xs.vec(), out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots, {}};
     run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, &given);
   });
 }
@@ -275,8 +278,9 @@ void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const
     for (int r = 0; r < output.num_ranks; r++) sum += handle.counts[r * output.num_ranks + rank];
     return sum;
   }();
-  EP_CHECK(received <= sizes.num_slots, "the handle is not of these sizes, or was changed: ", received,
-           " rows in slots for ", sizes.num_slots);
+  // Rank layouts need no slots to find a row: a capacity below what came has dropped those of the rows that it dropped.
+  EP_CHECK(received <= sizes.num_slots || !sizes.has_expert_rows,
+           "the handle is not of these sizes, or was changed: ", received, " rows in slots for ", sizes.num_slots);
   const auto check_routes = [&](const HtRoutes& all, int64_t first, int64_t count) {
     check_handle_values(all.ids + first, count, -1, spec.num_experts - 1, "expert id");
     check_handle_values(all.rows + first, count, kDroppedRow, INT32_MAX, "row");
@@ -424,6 +428,13 @@ Tensor arena_empty(std::string_view buffer, Tensor, at::IntArrayRef size, at::Sc
   "ScalarType wire_dtype, int num_sms"
 
 }  // namespace
+
+HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
+                         const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec) {
+  const Tensor xs[] = {x};
+  const HtTensors t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, spec, nullptr);
+  return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.demand};
+}
 
 void define_ht_ops(torch::Library& library) {
   library.def("ht_dispatch(" EP_HT_DISPATCH_SCHEMA
