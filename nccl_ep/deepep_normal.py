@@ -364,7 +364,7 @@ class NormalMethods:
                 f"{self.name} was made without room for the normal mode: give num_nvl_bytes, or make it with "
                 'Buffer.for_shapes(mode="ht") or "auto"'
             )
-        key = (num_experts, topk, max(row_bytes, (topk + 3) // 4 * 16))  # or of topk_weights on their way home
+        key = (num_experts, topk, row_bytes)  # topk_weights on their way home are a row of the least size there is
         if key not in self._fitting:
             fitting = tokens_that_fit(self._ht_sizes, self.num_ranks, self.domain_size, *key)
             self._fitting[key] = min(fitting, (2**31 - 1) // self.num_ranks)

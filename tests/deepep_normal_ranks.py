@@ -182,17 +182,29 @@ class NormalCase:
         prefix = torch.tensor([each[0] for each in layouts], dtype=torch.int32).cumsum(0)
         assert isinstance(handle, tuple) and all(isinstance(each, torch.Tensor) for each in handle), where
         if case.domain_size in (None, case.num_ranks):
-            rank_prefix, _, _, src_idx, is_in_rank, _ = handle
+            rank_prefix, _, _, src_idx, is_in_rank, places = handle
             assert rank_prefix.dtype == torch.int32 and rank_prefix.tolist() == prefix.tolist(), where
         else:
             assert len(handle) == 10, where
-            is_in_rank, src_idx = handle[0], handle[7]
+            is_in_rank, src_idx, places = handle[0], handle[7], handle[8]
             assert handle[-4].dtype == torch.int32 and handle[-4].tolist() == prefix[:, rank].tolist(), where
             assert handle[4].tolist() == prefix[:, rank].tolist()[case.domain_size - 1 :: case.domain_size], where
         assert is_in_rank.tolist() == layouts[rank][3], where
         tokens = [token for each in layouts for token, row in enumerate(each[3]) if row[rank]]
         assert src_idx.dtype == torch.int32 and src_idx.shape == (self.num_rows(rank),), where
         assert src_idx[: len(tokens)].tolist() == tokens, where
+        assert places.dtype == torch.int32 and places.tolist() == self.places(rank), where
+
+    def places(self, rank: int) -> list[list[int]]:
+        """The row of every choice at its owner; without top-k, of every token at every rank."""
+        local, case = self.case.num_experts // self.case.num_ranks, self.case
+        rows = [result.row_of[rank] for result in self.results]
+        if not self.with_topk:
+            return [[int(rows[r][token].max()) for r in range(case.num_ranks)] for token in range(case.tokens[rank])]
+        return [
+            [int(rows[e // local][token, k]) if 0 <= e < case.num_experts else -1 for k, e in enumerate(ids)]
+            for token, ids in enumerate(self.inputs[rank].topk_idx.tolist())
+        ]
 
     # ---- And back
 
