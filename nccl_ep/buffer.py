@@ -23,7 +23,9 @@ from .log import logger
 from .modes import MODES, auto_ll_tokens
 
 _MIN_LL_BYTES = 1 << 20
-_MIN_ARENA_BYTES = 1 << 16  # blocks are multiples of 512 bytes, and an output may be several
+# Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
+# each stream.
+_MIN_ARENA_BYTES = {"cpu": 1 << 16, "cuda": 64 << 20}
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
@@ -181,7 +183,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
             sizes = _C.sizes_for(ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes)
         if mode != "ll":
             if arena_bytes is None:
-                arena_bytes = max(2 * ranks * max_tokens * row_bytes, _MIN_ARENA_BYTES)
+                least = _MIN_ARENA_BYTES[_choose_device(options.get("device")).type]
+                arena_bytes = max(2 * ranks * max_tokens * row_bytes, least)
             domain = options.get("domain_size") or ranks
             ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
         buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)

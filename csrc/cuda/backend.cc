@@ -166,18 +166,37 @@ void clean_window(const Memory& memory, const LlWindow& window) {
   EP_CUDA(cudaStreamSynchronize(memory.stream));
 }
 
+// Memory that is torn down when its last user lets go: the buffer, or a tensor in its arena. It stays registered until
+// then, as such a tensor's address is that of the mapped window.
+struct SharedMemory {
+  SharedMemory(std::unique_ptr<Memory> owned, double timeout_seconds)
+      : memory(std::move(owned)), seconds(timeout_seconds) {}
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+  ~SharedMemory() { tear_down(std::move(memory), seconds + kTearDownSlackSeconds); }
+
+  std::unique_ptr<Memory> memory;
+  double seconds;
+};
+
 // ---- The backend.
 
 class CudaBackend : public Backend {
  public:
-  CudaBackend(std::unique_ptr<Memory> memory, double timeout_seconds)
-      : memory_(std::move(memory)), timeout_seconds_(timeout_seconds) {}
+  CudaBackend(std::unique_ptr<Memory> memory, const Region<char>& arena, double timeout_seconds)
+      : memory_(memory.get()), timeout_seconds_(timeout_seconds) {
+    keeper_ = std::make_shared<SharedMemory>(std::move(memory), timeout_seconds);
+    if (arena.count > 0) {
+      arena_ = std::make_shared<Arena>(memory_->peers.local<char>(arena.offset), arena.offset, arena.count, keeper_);
+    }
+  }
   ~CudaBackend() override {
     if (memory_->world) memory_->world->abort(memory_->peers.rank);
-    tear_down(std::move(memory_), timeout_seconds_ + kTearDownSlackSeconds);
+    keeper_->seconds = timeout_seconds_;
   }
 
   const char* name() const override { return "cuda"; }
+  std::shared_ptr<Arena> arena() const override { return arena_; }
   void dispatch(const LlDispatchParams& params, void* stream) override { run(params, stream); }
   void combine(const LlCombineParams& params, void* stream) override { run(params, stream); }
   void combine_weights(const LlCombineWeightsParams& params, void* stream) override { run(params, stream); }
@@ -295,7 +314,9 @@ class CudaBackend : public Backend {
     return std::max(available, 1);
   }
 
-  std::unique_ptr<Memory> memory_;
+  Memory* memory_;
+  std::shared_ptr<SharedMemory> keeper_;  // of memory_
+  std::shared_ptr<Arena> arena_;
   double timeout_seconds_;
   bool uses_pdl_ = false;
   std::mutex mutex_;  // of the private stream and its host block
@@ -314,7 +335,7 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, doub
 
 }  // namespace
 
-std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&, const LlWindow& window,
+std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&, const Window& window,
                                            const GroupConfig& config) {
   int device = config.device_index;
   Seat seat{};
@@ -340,7 +361,7 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
   }
   // Nobody writes into a window before its owner has cleaned it.
   on_all_ranks(bootstrap, [&] { clean_window(*memory, window); });
-  return std::make_unique<CudaBackend>(std::move(memory), config.timeout_seconds);
+  return std::make_unique<CudaBackend>(std::move(memory), window.ht.arena, config.timeout_seconds);
 }
 
 }  // namespace ep

@@ -20,14 +20,15 @@ constexpr int64_t kExact = -1;  // capacity
 constexpr int kMaxTensors = 4;
 
 // A tensor that other ranks may write to or read; an ordinary one where there is no room for it.
-Tensor arena_tensor(const Group& group, at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
+Tensor arena_tensor(Registered& registered, at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
   int64_t elements = 1;
   for (int64_t size : sizes) {
     EP_CHECK(size >= 0, "a dimension of ", size);
     elements *= size;
   }
+  if (elements > 0 && device.is_cuda() && registered.pool() != nullptr) return registered.pool()->empty(sizes, type);
   if (elements == 0 || !device.is_cpu()) return new_tensor(sizes, type, device);
-  std::shared_ptr<void> block = Arena::take(group.arena(), elements * at::elementSize(type));
+  std::shared_ptr<void> block = Arena::take(registered.group->arena(), elements * at::elementSize(type));
   if (block == nullptr) return new_tensor(sizes, type, device);
   void* data = block.get();
   return at::from_blob(
@@ -95,13 +96,13 @@ struct Moved {
   Tensor scales;
 };
 
-Moved allocate_moved(const Group& group, const Payload& payload, const OutputShape& output, const OutputTypes& types,
-                     const at::Device& device) {
+Moved allocate_moved(Registered& registered, const Payload& payload, const OutputShape& output,
+                     const OutputTypes& types, const at::Device& device) {
   Moved moved;
-  moved.xs.push_back(arena_tensor(group, types.x, types.x_type, device));
-  moved.scales = arena_tensor(group, types.scales, types.scales_type, device);
+  moved.xs.push_back(arena_tensor(registered, types.x, types.x_type, device));
+  moved.scales = arena_tensor(registered, types.scales, types.scales_type, device);
   for (const Tensor& x : payload.xs.slice(1)) {
-    moved.xs.push_back(arena_tensor(group, row_shape(output, x.size(1)), x.scalar_type(), device));
+    moved.xs.push_back(arena_tensor(registered, row_shape(output, x.size(1)), x.scalar_type(), device));
   }
   return moved;
 }
@@ -218,7 +219,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
     check_moved(t.moved, payload, p.output, types, device);
     check_received(t, types, handle, device);
   } else {
-    t.moved = allocate_moved(group, payload, p.output, types, device);
+    t.moved = allocate_moved(*registered, payload, p.output, types, device);
     allocate_received(t, types, handle, device);
   }
   set_moved(p, t.moved);
@@ -341,7 +342,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::strin
     p.num_sms = to_int(num_sms, "num_sms");
     group.prepare(p);
     const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
-    Moved moved = allocate_moved(group, {xs, x_scales}, p.output, output_types(row, dispatch, p.output), device);
+    Moved moved = allocate_moved(*registered, {xs, x_scales}, p.output, output_types(row, dispatch, p.output), device);
     set_moved(p, moved);
     group.dispatch(p, registered->order.next_stream(device));
     return std::make_tuple(moved.xs[0], moved.scales, further(moved, 1, device), further(moved, 2, device),
@@ -414,7 +415,7 @@ void ht_combine_out(std::string_view buffer, Tensor, EP_HT_COMBINE_ARGS, Tensor 
 Tensor arena_empty(std::string_view buffer, Tensor, at::IntArrayRef size, at::ScalarType dtype) {
   return guarded([&] {
     const auto registered = find_group(buffer);
-    return arena_tensor(*registered->group, size, dtype, device_of(*registered->group));
+    return arena_tensor(*registered, size, dtype, device_of(*registered->group));
   });
 }
 
