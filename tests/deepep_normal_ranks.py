@@ -33,9 +33,9 @@ def small_case(num_ranks: int = 2, ids: list[torch.Tensor] | None = None, **chan
     return NormalCase(plain_case(num_ranks, **{"layout": "flat", "combine_weights": "none", **changes}), ids)
 
 
-def normal_buffer(group: Any, **options: Any) -> nccl_ep.Buffer:
+def normal_buffer(group: Any, num_nvl_bytes: int = WINDOW, **options: Any) -> nccl_ep.Buffer:
     """A buffer as DeepEP's callers make it."""
-    return nccl_ep.Buffer(group, WINDOW, **{"device": "cpu", "timeout": 30.0, **options})
+    return nccl_ep.Buffer(group, num_nvl_bytes, **{"device": "cpu", "timeout": 30.0, **options})
 
 
 def normal_arguments(buffer: nccl_ep.Buffer) -> dict[str, Any]:
