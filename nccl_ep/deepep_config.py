@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from . import _C
 
 Sizes = tuple[int, int, int, int, int, int]  # as _C.ht_sizes_for returns them
 
-# Tokens a rank of the size hints: those of DeepEP's own tests and figures.
-HINT_TOKENS = 4096
+# Tokens a rank of the size hints: those of DeepEP's own tests and figures. A program whose code asks for hints, and for
+# nothing else, is told by its environment.
+_HINT_TOKENS = "NCCL_EP_HINT_TOKENS"
+_DEFAULT_HINT_TOKENS = 4096
 # Eighths of the bytes that are kept for rows that cannot go to their final place, and their routes; the rest is the
 # arena of outputs.
 _STAGED_EIGHTHS = 5
@@ -54,9 +57,11 @@ class Config:
         Args:
             hidden_bytes: of a bf16 row. num_ranks: that share memory.
 
+        The environment's NCCL_EP_HINT_TOKENS stands for another number of tokens; ValueError if it is no number.
+
         Source: DeepEP's method of that name.
         """
-        return bytes_for_tokens(HINT_TOKENS, num_ranks, num_ranks, hidden_bytes)
+        return bytes_for_tokens(_hint_tokens(), num_ranks, num_ranks, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """What has to be added in ``num_rdma_bytes`` for nodes of 8 ranks; 0 for up to 8 ranks.
@@ -65,7 +70,7 @@ class Config:
         """
         if num_ranks <= _RANKS_OF_A_NODE or num_ranks % _RANKS_OF_A_NODE:
             return 0
-        whole = bytes_for_tokens(HINT_TOKENS, num_ranks, _RANKS_OF_A_NODE, hidden_bytes)
+        whole = bytes_for_tokens(_hint_tokens(), num_ranks, _RANKS_OF_A_NODE, hidden_bytes)
         return max(whole - self.get_nvl_buffer_size_hint(hidden_bytes, num_ranks), 0)
 
 
@@ -91,6 +96,13 @@ def config_of(num_ranks: int, num_sms: int, is_combine: bool) -> Config:
 
 
 # ---- Bytes and tokens. All that grows with them grows in proportion.
+
+
+def _hint_tokens() -> int:
+    text = os.environ.get(_HINT_TOKENS, str(_DEFAULT_HINT_TOKENS))
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{_HINT_TOKENS} is {text!r}, must be a number of tokens")
+    return int(text)
 
 
 def _ceil_div(a: int, b: int) -> int:

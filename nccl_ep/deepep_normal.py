@@ -375,7 +375,8 @@ class NormalMethods:
         need = bytes_for_tokens(tokens, self.num_ranks, self.domain_size, payload.row_bytes, topk)
         return (
             f"{tokens} tokens of {payload.row_bytes} bytes, top-{topk}, but the window of {self.name} has room for "
-            f"{fitting} of each of {self.num_ranks} ranks: it takes num_nvl_bytes={need}"
+            f"{fitting} of each of {self.num_ranks} ranks: it takes num_nvl_bytes={need} (the size hints give them "
+            f"with NCCL_EP_HINT_TOKENS={tokens} in the environment)"
         )
 
     def _check_experts(self, num_experts: int) -> None:

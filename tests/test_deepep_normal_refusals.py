@@ -82,6 +82,17 @@ def test_size_hint_suffices(ranks: int, hidden: int) -> None:
         assert sum(sizes[1:3]) + 2 * sum(sizes[3:5]) + sizes[5] <= num_bytes
 
 
+def test_the_environment_changes_the_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = nccl_ep.Config().get_nvl_buffer_size_hint(1024, 4)
+    monkeypatch.setenv("NCCL_EP_HINT_TOKENS", "8192")
+    num_bytes = nccl_ep.Config().get_nvl_buffer_size_hint(1024, 4)
+    assert 8192 <= tokens_that_fit(sizes_for_bytes(num_bytes, 4, 4), 4, 4, 64, 8, 1024) < 8300 and num_bytes > before
+    for wrong in ("many", "0", "-1"):
+        monkeypatch.setenv("NCCL_EP_HINT_TOKENS", wrong)
+        with pytest.raises(ValueError, match=f"NCCL_EP_HINT_TOKENS is '{wrong}', must be a number of tokens"):
+            nccl_ep.Config().get_nvl_buffer_size_hint(1024, 4)
+
+
 def test_deepeps_own_test_fits() -> None:
     """Its buffer of 1e9 bytes, 8 ranks, 4096 tokens, hidden 7168, top-8 of 256."""
     assert tokens_that_fit(sizes_for_bytes(int(1e9), 8, 8), 8, 8, 256, 8, 2 * 7168) >= 4096
@@ -100,7 +111,7 @@ def test_more_tokens_than_fit() -> None:
                 break
             with pytest.raises(ValueError, match=r"3000 tokens of 1024 bytes, top-2, but .* room for \d+ of") as caught:
                 buffer.dispatch(*arguments)
-            num_bytes = int(str(caught.value).split("num_nvl_bytes=")[1])
+            num_bytes = int(str(caught.value).split("num_nvl_bytes=")[1].split()[0])
     assert num_bytes == bytes_for_tokens(3000, 1, 1, 1024, 2)
 
 
