@@ -26,6 +26,9 @@ _MIN_LL_BYTES = 1 << 20
 # Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
 # each stream.
 _MIN_ARENA_BYTES = {"cpu": 1 << 16, "cuda": 64 << 20}
+_COUNTERS = (  # of stats(), which go on when a larger window takes the place of one
+    "dispatches", "combines", "ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines", "dropped_rows",
+)  # fmt: skip
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
@@ -105,16 +108,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
         if sizes is None:
             ll_bytes = num_rdma_bytes if low_latency_mode else 0
             sizes = _C.sizes_for_window(self.num_ranks, max(ll_bytes, _MIN_LL_BYTES))
-        config = _C.GroupConfig(
-            device_index=-1 if self.device.type == "cpu" else self.device.index,
-            domain_size=domain_size or 0,
-            tagged_bytes=sizes[0],
-            dispatch_row_bytes=sizes[1],
-            combine_row_bytes=sizes[2],
-            timeout_seconds=timeout,
-            network_seed=network_seed or 0,
-            ht_sizes=ht_sizes or (0,) * 6,
-        )
+        self._rendezvous, self._timeout = rendezvous, timeout
+        self._claims = {"domain_size": domain_size or 0, "network_seed": network_seed or 0}
         self._sizes, self._ht_sizes = sizes, ht_sizes
         self._fitting: dict[tuple[int, int, int], int] = {}
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
@@ -123,9 +118,10 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self._is_destroyed = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
-        start, free = time.monotonic(), _free_memory(self.device)
-        self.runtime = _make_group(self.name, rendezvous, config, timeout)
-        self._memory_total = free - _free_memory(self.device)
+        self._past: dict[str, Any] = {"grown": 0}  # of windows that were too small
+        self._found_before: str | None = None
+        start = time.monotonic()
+        self.runtime = self._make_runtime()
         _buffers[self.name] = weakref.ref(self, functools.partial(_forget, self.name))
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
@@ -191,6 +187,42 @@ class Buffer(LowLatencyMethods, NormalMethods):
         buffer.group, buffer.max_tokens = group, max_tokens
         return buffer
 
+    def _make_runtime(self) -> _C.Group:
+        free = _free_memory(self.device)
+        config = _C.GroupConfig(
+            device_index=-1 if self.device.type == "cpu" else self.device.index,
+            tagged_bytes=self._sizes[0],
+            dispatch_row_bytes=self._sizes[1],
+            combine_row_bytes=self._sizes[2],
+            timeout_seconds=self._timeout,
+            ht_sizes=self._ht_sizes or (0,) * 6,
+            **self._claims,
+        )
+        made = _make_group(self.name, self._rendezvous, config, self._timeout)
+        self._memory_total = free - _free_memory(self.device)
+        return made
+
+    def _grow(self, ht_sizes: tuple[int, int, int, int, int, int]) -> None:
+        """A window of other sizes in place of this one. Collective.
+
+        Handles stay valid, and so do tensors of the old arena, as ordinary ones. What was sent and not received is
+        gone.
+        """
+        before = self.stats()
+        try:
+            self.runtime.check()
+        except ValueError as error:
+            self._found_before = str(error)
+        self.runtime.destroy()
+        self._ht_sizes = ht_sizes
+        self._fitting.clear()
+        self.runtime = self._make_runtime()
+        self._past = {name: before[name] for name in (*_COUNTERS, "calls")} | {"grown": before["grown"] + 1}
+        logger.info(
+            "%s grew from a window of %d to one of %d bytes",
+            repr(self), before["window_bytes"], self.runtime.stats()["window_bytes"],
+        )  # fmt: skip
+
     # ---- State
 
     def require_usable(self) -> None:
@@ -211,12 +243,16 @@ class Buffer(LowLatencyMethods, NormalMethods):
         Otherwise as ``require_usable``.
         """
         self.require_usable()
+        found, self._found_before = self._found_before, None
+        if found is not None:
+            raise ValueError(found)
         self.runtime.check()
 
     def set_timeout(self, seconds: float) -> None:
         """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive."""
         self.require_usable()
         self.runtime.set_timeout(seconds)
+        self._timeout = seconds
 
     def stats(self) -> dict[str, Any]:
         """What the buffer has done since it was made, what it takes, and what was chosen for it.
@@ -230,11 +266,15 @@ class Buffer(LowLatencyMethods, NormalMethods):
         "ht_dispatches", "ht_combines": of high throughput; "staged_dispatches", "staged_combines": those of them that
         needed a copy, because a tensor was not in the arena (or a row's dtype wider than the wire's); "arena_bytes",
         "arena_free_bytes".
+        "grown": how often the normal mode of DeepEP has made a larger window in its place.
         "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
 
         On CUDA it waits for a copy from the device, not for operations in flight.
         """
-        stats = dict(self.runtime.stats())
+        stats = dict(self.runtime.stats()) | {"grown": self._past["grown"]}
+        if stats["grown"]:
+            stats |= {name: stats[name] + self._past[name] for name in _COUNTERS}
+            stats["calls"] = {name: count + self._past["calls"][name] for name, count in stats["calls"].items()}
         stats["scratch_bytes"] = sum(tensor.nbytes for tensor in self._scratch.values())
         if self.device.type == "cuda":
             stats["memory_total_bytes"] = self._memory_total

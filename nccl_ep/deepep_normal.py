@@ -14,7 +14,7 @@ import torch
 
 from . import _C
 from .checks import error_of, require_on
-from .deepep_config import Config, Sizes, bytes_for_tokens, config_of, tokens_that_fit
+from .deepep_config import Config, Sizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
 from .deepep_handle import NormalHandle, Payload, Route, Rows
 from .errors import OverflowError
 from .events import EventHandle, EventOverlap, run_beside
@@ -50,6 +50,8 @@ class NormalMethods:
         def get_comm_stream(self) -> Any: ...
 
         def require_usable(self) -> None: ...
+
+        def _grow(self, ht_sizes: Sizes) -> None: ...
 
     # ---- Tuning
 
@@ -162,8 +164,12 @@ class NormalMethods:
             event: with ``async_finish`` something to wait for, else ``event.event`` is None.
             Cached: (recv_x, None, None, None, None, event).
 
-        Raises: ValueError, UsageError, TimeoutError, MismatchError as ``nccl_ep.dispatch``; ValueError also for more
-        tokens than the window has room for, with the bytes that would do.
+        Where the window has no room for the tokens of a rank, all ranks together make a larger one, which
+        ``buffer.stats()`` counts; with ``num_worst_tokens``, when nothing is asked of the other ranks, it is a
+        ValueError with the bytes that would do.
+
+        Raises: ValueError, UsageError, TimeoutError, MismatchError as ``nccl_ep.dispatch``; SystemError if there is no
+        memory to grow.
 
         Source: DeepEP's method of that name.
         """
@@ -303,14 +309,21 @@ class NormalMethods:
         self, payload: Payload, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_experts: int,
         capacity: int, num_sms: int,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        tokens = self._max_tokens(num_experts, topk_idx.shape[1], payload.row_bytes)
-        if payload.rows.shape[0] > tokens:
-            raise ValueError(self._too_many_tokens(payload, topk_idx.shape[1], tokens))
-        made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_deepep.default(
-            self.name, self._seq, payload.rows, payload.scales, topk_idx, topk_weights, num_experts, tokens, capacity,
-            num_sms,
-        )  # fmt: skip
-        return made
+        """Results as the op's; the last is the counts of the experts alone."""
+        topk = topk_idx.shape[1]
+        while True:
+            tokens = self._max_tokens(num_experts, topk, payload.row_bytes)
+            if capacity != EXACT and payload.rows.shape[0] > tokens:
+                raise ValueError(self._too_many_tokens(payload, topk, tokens))
+            made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_deepep.default(
+                self.name, self._seq, payload.rows, payload.scales, topk_idx, topk_weights, num_experts, tokens,
+                capacity, num_sms,
+            )  # fmt: skip
+            host_counts = made[-1]
+            if capacity != EXACT or int(host_counts[0]) <= tokens:
+                return *made[:-1], host_counts[1:]
+            # All ranks have seen the same numbers, and nothing was sent.
+            self._grow_for(int(host_counts[0]), topk, payload.row_bytes)
 
     def _route_by_ranks(
         self, payload: Payload, is_token_in_rank: torch.Tensor, per_expert: torch.Tensor, num_sms: int
@@ -369,6 +382,13 @@ class NormalMethods:
             fitting = tokens_that_fit(self._ht_sizes, self.num_ranks, self.domain_size, *key)
             self._fitting[key] = min(fitting, (2**31 - 1) // self.num_ranks)
         return self._fitting[key]
+
+    def _grow_for(self, tokens: int, topk: int, row_bytes: int) -> None:
+        """Room for so many tokens of a rank, and some more, so that a little growth is not followed by another."""
+        assert self._ht_sizes is not None
+        num_bytes = bytes_for_tokens(tokens + tokens // 8, self.num_ranks, self.domain_size, row_bytes, topk)
+        sizes = sizes_for_bytes(num_bytes, self.num_ranks, self.domain_size)
+        self._grow(tuple(map(max, sizes, self._ht_sizes)))  # type: ignore[arg-type]
 
     def _too_many_tokens(self, payload: Payload, topk: int, fitting: int) -> str:
         tokens = payload.rows.shape[0]

@@ -274,7 +274,7 @@ def _(
     size = _ht_route_size(buffer, x.shape[0], max_tokens, topk_idx.shape[1], num_experts)
     route, slots = x.new_empty([size], dtype=torch.int32), x.new_empty([num_slots, 1], dtype=torch.int32)
     prefix = x.new_empty([ranks, ranks], dtype=torch.int32)
-    counts = torch.empty([num_experts // ranks if is_exact else 0], dtype=torch.int64, device="cpu")
+    counts = torch.empty([1 + num_experts // ranks if is_exact else 0], dtype=torch.int64, device="cpu")
     return rows, scales, ids, weights, info, route, slots, prefix, counts
 
 

@@ -296,7 +296,8 @@ def run_program(rank: int, num_ranks: int, device_type: str = "cpu") -> int:
         each.get_nvl_buffer_size_hint(2 * hidden, num_ranks)
         for each in (nccl_ep.Buffer.get_dispatch_config(num_ranks), nccl_ep.Buffer.get_combine_config(num_ranks))
     )
-    buffer = nccl_ep.Buffer(group, num_bytes, 0, device=device, explicitly_destroy=True)
+    assert num_bytes > 1 << 15
+    buffer = nccl_ep.Buffer(group, 1 << 15, 0, device=device, explicitly_destroy=True)  # too little: it will grow
 
     topk_idx = torch.rand(num_tokens, num_experts, generator=made).topk(topk, dim=1).indices
     topk_idx[torch.randint(num_tokens, (9,), generator=made), torch.randint(topk, (9,), generator=made)] = -1
@@ -364,6 +365,7 @@ def run_program(rank: int, num_ranks: int, device_type: str = "cpu") -> int:
         elif with_topk:
             assert torch.equal(combined_weights, weights.masked_fill(topk_idx < 0, 0))
         buffer.require_usable()
+    assert 1 <= buffer.stats()["grown"] <= 3
     buffer.destroy()
     return dispatches
 

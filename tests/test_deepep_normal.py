@@ -152,6 +152,57 @@ def test_other_rows_go_home() -> None:
     run_ranks(2, body)
 
 
+# ---- More than there is room for
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(1, None), (3, None), (4, 2)])
+def test_the_window_grows(num_ranks: int, domain_size: int | None) -> None:
+    """One rank has too many tokens: all make a larger window, once, and what was there before goes on."""
+    tokens = (400, *(3,) * (num_ranks - 1))
+    small = small_case(num_ranks, domain_size=domain_size)
+    large = small_case(num_ranks, domain_size=domain_size, seed=9, max_tokens=400, tokens=tokens, tokens_kind="mixed")
+    for case in (small, large):
+        case.with_topk, case.worst = True, 0
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        with normal_buffer(group, 20_000 * num_ranks, domain_size=domain_size, timeout=20.0) as buffer:
+            handle = small.check_received(rank, small.send(buffer))
+            old = buffer.empty([4, 8], torch.float32).fill_(3)
+            before = buffer.stats()
+            assert before["grown"] == 0
+            received = large.send(buffer)
+            case_handle = large.check_received(rank, received)
+            after = buffer.stats()
+            assert after["grown"] == 1 and after["window_bytes"] > before["window_bytes"]
+            assert after["ht_dispatches"] == before["ht_dispatches"] + 3  # counts; then counts and rows
+            assert received[0].shape[0] == large.totals[rank] and old.tolist() == [[3.0] * 8] * 4
+            for case, each in ((small, handle), (large, case_handle)):
+                combined, _, _ = case.send_back(buffer, each)
+                case.check_combined(rank, combined)
+                case.check_rows(rank, buffer.dispatch(case.payload(buffer), each)[0])
+                case.run(buffer)
+            assert buffer.stats()["grown"] == 1 and buffer.stats()["ht_combines"] == 8
+
+    run_ranks(num_ranks, body)
+
+
+def test_growing_forgets_no_finding() -> None:
+    ids = torch.tensor([[0, 7]] * 3)
+    with normal_buffer(None, 20_000) as buffer:
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)
+        x = torch.ones(3, 64, dtype=HALF)
+        buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, torch.ones(3, 2))
+        ids = torch.zeros(500, 2, dtype=torch.int64)
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)
+        x = torch.ones(500, 64, dtype=HALF)
+        buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, torch.ones(500, 2))
+        assert buffer.stats()["grown"] == 1
+        with pytest.raises(ValueError, match="3 expert ids"):
+            buffer.check()
+        buffer.check()
+
+
 # ---- Handles
 
 

@@ -49,8 +49,10 @@ struct HtDispatchParams {
 
   // Out. Where the steps route:
   int32_t* info = nullptr;  // OutputShape
-  // kRoute, memory that the host sees: rows that the output needs, slots, then the demand of each local expert [L].
+  // kRoute, memory that the host sees: rows that the output needs, then slots.
   int64_t* host_sizes = nullptr;
+  // kRoute, likewise, null if nobody asks: most tokens of any rank, then the demand of each local expert [L].
+  int64_t* host_counts = nullptr;
   // Where the steps send routes:
   int32_t* row_expert = nullptr;
   void* out_topk_idx = nullptr;

@@ -1,5 +1,7 @@
-// High-throughput dispatch in the convention of DeepEP's normal mode: flat, with the counts of the experts on the host.
-// combine and the cached dispatch take the native ops: nccl_ep/deepep_normal.py has the methods.
+// High-throughput dispatch in the convention of DeepEP's normal mode: flat, with counts on the host. host_counts, where
+// sizes are exact: most tokens of any rank, then the rows of each local expert [L]; if the first is above max_tokens,
+// nothing was sent and the other results are empty. combine and the cached dispatch take the native ops:
+// nccl_ep/deepep_normal.py has the methods.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -27,11 +29,27 @@ DispatchResult ht_dispatch_deepep(std::string_view buffer, Tensor, const Tensor&
     const DispatchSpec spec{num_experts, max_tokens, static_cast<int64_t>(OutputLayout::kFlat), capacity, 1, 0,
                             false,       num_sms};
     const HtDispatched t = dispatch_ht(buffer, x, x_scales, topk_idx, topk_weights, spec);
-    Tensor demand = new_tensor({static_cast<int64_t>(t.demand.size())}, at::kLong, at::Device(at::kCPU));
-    std::copy(t.demand.begin(), t.demand.end(), demand.data_ptr<int64_t>());
+    const at::Device host(at::kCPU);
+    Tensor counts = new_tensor({capacity < 0 ? 1 + static_cast<int64_t>(t.demand.size()) : 0}, at::kLong, host);
+    if (capacity < 0) {
+      counts.data_ptr<int64_t>()[0] = t.most_tokens;
+      std::copy(t.demand.begin(), t.demand.end(), counts.data_ptr<int64_t>() + 1);
+    }
+    if (!t.x.defined()) {
+      const auto none = [&](at::ScalarType type) { return new_tensor({0}, type, x.device()); };
+      return DispatchResult{none(x.scalar_type()),
+                            none(x_scales ? x_scales->scalar_type() : at::kFloat),
+                            none(topk_idx.scalar_type()),
+                            none(at::kFloat),
+                            none(at::kInt),
+                            none(at::kInt),
+                            none(at::kInt),
+                            none(at::kInt),
+                            counts};
+    }
     const int64_t num_ranks = find_group(buffer)->group->num_ranks();
     return DispatchResult{
-        t.x, t.scales, t.topk_idx, t.weights, t.info, t.route, t.slots, rank_prefix(t.route, num_ranks), demand};
+        t.x, t.scales, t.topk_idx, t.weights, t.info, t.route, t.slots, rank_prefix(t.route, num_ranks), counts};
   });
 }
 

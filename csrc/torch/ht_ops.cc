@@ -131,18 +131,21 @@ void set_moved(HtDispatchParams& p, const Moved& moved) {
 struct HtTensors {
   Moved moved;
   Tensor weights, topk_idx, row_expert, info, route, slots;
-  std::vector<int64_t> demand;  // of each local expert, where sizes are exact
+  // Where sizes are exact:
+  int64_t most_tokens = 0;      // of any rank
+  std::vector<int64_t> demand;  // of each local expert
 };
 
 HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int64_t num_tokens, int64_t num_slots) {
   return HtHandleShape::make(output, group.topology(), to_int(num_tokens, "number of tokens"), num_slots);
 }
 
-// Rows and slots that will come here, and what each expert gets: the first half of a dispatch of exact sizes.
+// HtDispatchParams::host_sizes and host_counts, of the first half of a dispatch of exact sizes.
 std::vector<int64_t> ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
-  std::vector<int64_t> sizes(2 + p.shape.local_experts(), 0);
+  std::vector<int64_t> sizes(3 + p.shape.local_experts(), 0);
   p.steps = HtSteps::kRoute;
   p.host_sizes = sizes.data();
+  p.host_counts = sizes.data() + 2;
   group.dispatch(p, stream);
   return sizes;
 }
@@ -164,8 +167,10 @@ void check_received(const HtTensors& t, const OutputTypes& types, const HtHandle
   check_tensor(t.slots, "slots", at::kInt, {handle.num_slots, handle.slot_words()}, device);
 }
 
+// `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all ranks alike.
 HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const Tensor& topk_idx,
-                          const OptionalTensor& topk_weights, DispatchSpec spec, const HtTensors* given) {
+                          const OptionalTensor& topk_weights, DispatchSpec spec, const HtTensors* given,
+                          bool asks_first = false) {
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
@@ -192,6 +197,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   p.zero_padding = spec.zero_padding;
   EP_CHECK(spec.num_sms >= 0, "num_sms is ", spec.num_sms, ", must not be negative");
   p.num_sms = to_int(spec.num_sms, "num_sms");
+  if (asks_first && is_exact) p.steps = HtSteps::kRoute;
   group.prepare(p);  // refuses what does not fit before memory is taken for it
   int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * spec.max_tokens;
 
@@ -211,7 +217,9 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
     p.steps = HtSteps::kSend;
     p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : sizes[0]);
     num_slots = sizes[1];
-    t.demand.assign(sizes.begin() + 2, sizes.end());
+    t.most_tokens = sizes[2];
+    t.demand.assign(sizes.begin() + 3, sizes.end());
+    if (t.most_tokens > spec.max_tokens) return t;  // asks_first: else it was refused
   }
   const OutputTypes types = output_types(row, spec, p.output);
   const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
@@ -264,7 +272,7 @@ void ht_dispatch_out(std::string_view buffer, Tensor, at::TensorList xs, const O
                      Tensor out_row_expert, Tensor out_info, Tensor out_route, Tensor out_slots) {
   guarded([&] {
     const HtTensors given{
-        {out_xs.vec(), out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots, {}};
+        {out_xs.vec(), out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots, 0, {}};
     run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, &given);
   });
 }
@@ -433,8 +441,9 @@ Tensor arena_empty(std::string_view buffer, Tensor, at::IntArrayRef size, at::Sc
 HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
                          const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec) {
   const Tensor xs[] = {x};
-  const HtTensors t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, spec, nullptr);
-  return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.demand};
+  const HtTensors t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, spec, nullptr, true);
+  if (t.moved.xs.empty()) return {{}, {}, {}, {}, {}, {}, {}, t.most_tokens, {}};
+  return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.most_tokens, t.demand};
 }
 
 void define_ht_ops(torch::Library& library) {

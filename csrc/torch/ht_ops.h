@@ -12,10 +12,13 @@ namespace ep {
 
 struct HtDispatched {
   at::Tensor x, scales, weights, topk_idx, info, route, slots;
-  std::vector<int64_t> demand;  // of each local expert, of all ranks; empty where the capacity is given
+  // Where sizes are exact:
+  int64_t most_tokens;          // of any rank
+  std::vector<int64_t> demand;  // of each local expert, of all ranks
 };
 
-// Of one tensor. A capacity of -1: exact sizes.
+// Of one tensor. A capacity of -1: exact sizes; then, if a rank has more tokens than max_tokens, all ranks get
+// `most_tokens` alone, and nothing was sent.
 HtDispatched dispatch_ht(std::string_view buffer, const at::Tensor& x, const OptionalTensor& x_scales,
                          const at::Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec);
 
