@@ -26,8 +26,9 @@ _MIN_LL_BYTES = 1 << 20
 # Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
 # each stream.
 _MIN_ARENA_BYTES = {"cpu": 1 << 16, "cuda": 64 << 20}
-_COUNTERS = (  # of stats(), which go on when a larger window takes the place of one
-    "dispatches", "combines", "ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines", "dropped_rows",
+_ADDED_UP = (  # of stats(), over the windows
+    "ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines", "dropped_rows", "invalid_ids",
+    "window_bytes", "arena_bytes", "arena_free_bytes",
 )  # fmt: skip
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
@@ -118,11 +119,11 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self._is_destroyed = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._past: dict[str, Any] = {"grown": 0}  # of windows that were too small
-        self._found_before: str | None = None
+        self._windows: list[_C.Group] = []  # the first, and those that the normal mode has needed since
+        self._normal_name = self.name  # by which ops find the last
+        self._memory_total = 0
         start = time.monotonic()
-        self.runtime = self._make_runtime()
-        _buffers[self.name] = weakref.ref(self, functools.partial(_forget, self.name))
+        self.runtime = self._make_window(self.name, sizes)
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
             logger.info(
@@ -187,41 +188,36 @@ class Buffer(LowLatencyMethods, NormalMethods):
         buffer.group, buffer.max_tokens = group, max_tokens
         return buffer
 
-    def _make_runtime(self) -> _C.Group:
+    def _make_window(self, name: str, sizes: tuple[int, int, int]) -> _C.Group:
+        """With ``_ht_sizes``. Collective."""
         free = _free_memory(self.device)
         config = _C.GroupConfig(
             device_index=-1 if self.device.type == "cpu" else self.device.index,
-            tagged_bytes=self._sizes[0],
-            dispatch_row_bytes=self._sizes[1],
-            combine_row_bytes=self._sizes[2],
+            tagged_bytes=sizes[0],
+            dispatch_row_bytes=sizes[1],
+            combine_row_bytes=sizes[2],
             timeout_seconds=self._timeout,
             ht_sizes=self._ht_sizes or (0,) * 6,
             **self._claims,
         )
-        made = _make_group(self.name, self._rendezvous, config, self._timeout)
-        self._memory_total = free - _free_memory(self.device)
+        made = _make_group(name, self._rendezvous, config, self._timeout)
+        self._memory_total += free - _free_memory(self.device)
+        _buffers[name] = weakref.ref(self, functools.partial(_forget, name))
+        self._windows.append(made)
         return made
 
     def _grow(self, ht_sizes: tuple[int, int, int, int, int, int]) -> None:
-        """A window of other sizes in place of this one. Collective.
+        """A further window for DeepEP's normal mode, which is too large for those there are. Collective.
 
-        Handles stay valid, and so do tensors of the old arena, as ordinary ones. What was sent and not received is
-        gone.
+        The others stay: graphs may have been captured on them, low latency goes on in the first.
         """
-        before = self.stats()
-        try:
-            self.runtime.check()
-        except ValueError as error:
-            self._found_before = str(error)
-        self.runtime.destroy()
+        self.require_usable()
         self._ht_sizes = ht_sizes
         self._fitting.clear()
-        self.runtime = self._make_runtime()
-        self._past = {name: before[name] for name in (*_COUNTERS, "calls")} | {"grown": before["grown"] + 1}
-        logger.info(
-            "%s grew from a window of %d to one of %d bytes",
-            repr(self), before["window_bytes"], self.runtime.stats()["window_bytes"],
-        )  # fmt: skip
+        name = f"{self.name}.{len(self._windows)}"
+        window_bytes = self._make_window(name, (0, 0, 0)).stats()["window_bytes"]
+        self._normal_name = name
+        logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
 
     # ---- State
 
@@ -234,7 +230,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
             raise UsageError(
                 f"{self.name} belongs to process {self._process}, this is its fork {os.getpid()}: make a buffer here"
             )
-        self.runtime.require_usable()
+        for window in self._windows:
+            window.require_usable()
 
     def check(self) -> None:
         """Raises what was found since the last call.
@@ -243,15 +240,14 @@ class Buffer(LowLatencyMethods, NormalMethods):
         Otherwise as ``require_usable``.
         """
         self.require_usable()
-        found, self._found_before = self._found_before, None
-        if found is not None:
-            raise ValueError(found)
-        self.runtime.check()
+        for window in self._windows:
+            window.check()
 
     def set_timeout(self, seconds: float) -> None:
         """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive."""
         self.require_usable()
-        self.runtime.set_timeout(seconds)
+        for window in self._windows:
+            window.set_timeout(seconds)
         self._timeout = seconds
 
     def stats(self) -> dict[str, Any]:
@@ -266,15 +262,15 @@ class Buffer(LowLatencyMethods, NormalMethods):
         "ht_dispatches", "ht_combines": of high throughput; "staged_dispatches", "staged_combines": those of them that
         needed a copy, because a tensor was not in the arena (or a row's dtype wider than the wire's); "arena_bytes",
         "arena_free_bytes".
-        "grown": how often the normal mode of DeepEP has made a larger window in its place.
+        "grown": further windows that the normal mode of DeepEP has needed.
         "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
 
         On CUDA it waits for a copy from the device, not for operations in flight.
         """
-        stats = dict(self.runtime.stats()) | {"grown": self._past["grown"]}
-        if stats["grown"]:
-            stats |= {name: stats[name] + self._past[name] for name in _COUNTERS}
-            stats["calls"] = {name: count + self._past["calls"][name] for name, count in stats["calls"].items()}
+        first, *further = (window.stats() for window in self._windows)
+        stats = dict(first) | {"grown": len(further)}
+        for each in further:
+            stats |= {name: stats[name] + each[name] for name in _ADDED_UP}
         stats["scratch_bytes"] = sum(tensor.nbytes for tensor in self._scratch.values())
         if self.device.type == "cuda":
             stats["memory_total_bytes"] = self._memory_total
@@ -288,7 +284,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         tells), it lies in other memory and works as well.
         """
         self.require_usable()
-        made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self.name, self._seq, list(size), dtype)
+        made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._normal_name, self._seq, list(size), dtype)
         return made
 
     def wire_bytes(self) -> dict[str, list[int]]:
@@ -297,7 +293,10 @@ class Buffer(LowLatencyMethods, NormalMethods):
         "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights. A row that another
         rank has made readable counts where it is read.
         """
-        return dict(self.runtime.wire_bytes())
+        total, *further = (dict(window.wire_bytes()) for window in self._windows)
+        for each in further:
+            total = {name: [a + b for a, b in zip(total[name], each[name], strict=True)] for name in total}
+        return total
 
     @property
     def domain_size(self) -> int:
@@ -310,7 +309,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
             if not self._is_destroyed:
                 self._is_destroyed = True
                 logger.info("destroying %s", repr(self))
-            self.runtime.destroy()
+            for window in self._windows:
+                window.destroy()
             self._scratch.clear()
 
     def __enter__(self) -> Buffer:

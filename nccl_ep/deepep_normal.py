@@ -16,7 +16,7 @@ from . import _C
 from .checks import error_of, require_on
 from .deepep_config import Config, Sizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
 from .deepep_handle import NormalHandle, Payload, Route, Rows
-from .errors import OverflowError
+from .errors import EpError, OverflowError
 from .events import EventHandle, EventOverlap, run_beside
 from .handle import EXACT, Layout
 
@@ -38,6 +38,7 @@ class NormalMethods:
     rank: int
     num_ranks: int
     on_overflow: str
+    _normal_name: str  # of the window that these methods use
     _seq: torch.Tensor
     _ht_sizes: Sizes | None
     _fitting: dict[tuple[int, int, int], int]  # tokens, by experts, top-k and bytes of a row
@@ -164,7 +165,7 @@ class NormalMethods:
             event: with ``async_finish`` something to wait for, else ``event.event`` is None.
             Cached: (recv_x, None, None, None, None, event).
 
-        Where the window has no room for the tokens of a rank, all ranks together make a larger one, which
+        Where the window has no room for the tokens of a rank, all ranks together make a further one, which
         ``buffer.stats()`` counts; with ``num_worst_tokens``, when nothing is asked of the other ranks, it is a
         ValueError with the bytes that would do.
 
@@ -286,6 +287,8 @@ class NormalMethods:
     ) -> tuple[tuple[Any, ...], EventOverlap]:
         try:
             return run_beside(self, call, given, is_async, previous)
+        except EpError:  # of growing
+            raise
         except RuntimeError as error:
             raise error_of(self, error) from error
 
@@ -316,14 +319,14 @@ class NormalMethods:
             if capacity != EXACT and payload.rows.shape[0] > tokens:
                 raise ValueError(self._too_many_tokens(payload, topk, tokens))
             made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_deepep.default(
-                self.name, self._seq, payload.rows, payload.scales, topk_idx, topk_weights, num_experts, tokens,
+                self._normal_name, self._seq, payload.rows, payload.scales, topk_idx, topk_weights, num_experts, tokens,
                 capacity, num_sms,
             )  # fmt: skip
             host_counts = made[-1]
             if capacity != EXACT or int(host_counts[0]) <= tokens:
                 return *made[:-1], host_counts[1:]
             # All ranks have seen the same numbers, and nothing was sent.
-            self._grow_for(int(host_counts[0]), topk, payload.row_bytes)
+            self._grow_for(int(host_counts[0]), tokens, topk, payload.row_bytes)
 
     def _route_by_ranks(
         self, payload: Payload, is_token_in_rank: torch.Tensor, per_expert: torch.Tensor, num_sms: int
@@ -341,8 +344,8 @@ class NormalMethods:
     ) -> tuple[Rows, EventOverlap]:
         def call() -> tuple[torch.Tensor, ...]:
             made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_cached.default(
-                self.name, self._seq, [payload.rows], payload.scales, *self._args(route, payload.row_bytes), 0, False,
-                num_sms,
+                self._normal_name, self._seq, [payload.rows], payload.scales, *self._args(route, payload.row_bytes), 0,
+                False, num_sms,
             )  # fmt: skip
             return made
 
@@ -354,7 +357,7 @@ class NormalMethods:
         route_tensor, slots, *numbers = self._args(route, rows.shape[1] * rows.element_size())
         how = (_UNWEIGHTED, rows.dtype, rows.dtype, num_sms)
         out: torch.Tensor = _ops.ht_combine.default(
-            self.name, self._seq, rows, None, route_tensor, slots, None, None, biases, *numbers, *how
+            self._normal_name, self._seq, rows, None, route_tensor, slots, None, None, biases, *numbers, *how
         )[0]
         return out
 
@@ -383,12 +386,11 @@ class NormalMethods:
             self._fitting[key] = min(fitting, (2**31 - 1) // self.num_ranks)
         return self._fitting[key]
 
-    def _grow_for(self, tokens: int, topk: int, row_bytes: int) -> None:
-        """Room for so many tokens of a rank, and some more, so that a little growth is not followed by another."""
-        assert self._ht_sizes is not None
-        num_bytes = bytes_for_tokens(tokens + tokens // 8, self.num_ranks, self.domain_size, row_bytes, topk)
-        sizes = sizes_for_bytes(num_bytes, self.num_ranks, self.domain_size)
-        self._grow(tuple(map(max, sizes, self._ht_sizes)))  # type: ignore[arg-type]
+    def _grow_for(self, tokens: int, fitting: int, topk: int, row_bytes: int) -> None:
+        """Room for so many tokens of a rank, and at least for twice those that fit now: windows add up."""
+        tokens = max(tokens, 2 * fitting)
+        num_bytes = bytes_for_tokens(tokens, self.num_ranks, self.domain_size, row_bytes, topk)
+        self._grow(sizes_for_bytes(num_bytes, self.num_ranks, self.domain_size))
 
     def _too_many_tokens(self, payload: Payload, topk: int, fitting: int) -> str:
         tokens = payload.rows.shape[0]

@@ -187,20 +187,49 @@ def test_the_window_grows(num_ranks: int, domain_size: int | None) -> None:
     run_ranks(num_ranks, body)
 
 
-def test_growing_forgets_no_finding() -> None:
-    ids = torch.tensor([[0, 7]] * 3)
-    with normal_buffer(None, 20_000) as buffer:
-        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)
-        x = torch.ones(3, 64, dtype=HALF)
-        buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, torch.ones(3, 2))
-        ids = torch.zeros(500, 2, dtype=torch.int64)
-        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)
-        x = torch.ones(500, 64, dtype=HALF)
-        buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, torch.ones(500, 2))
-        assert buffer.stats()["grown"] == 1
-        with pytest.raises(ValueError, match="3 expert ids"):
-            buffer.check()
+def test_a_buffer_with_two_windows_is_one_buffer() -> None:
+    """Findings, counters, deadline and end are of both; low latency goes on in the first, between its halves too."""
+    low = low_latency_case(1, hidden=128)
+    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 1, 2)
+    with normal_buffer(None, 20_000, num_rdma_bytes=hint, low_latency_mode=True) as buffer:
+
+        def dispatch(ids: torch.Tensor) -> None:
+            per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)
+            x, weights = torch.ones(len(ids), 64, dtype=HALF), torch.ones(ids.shape)
+            buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, weights)
+
+        dispatch(torch.tensor([[0, 7]] * 3))
+        received, counts, handle, _, hook = low.send(buffer, return_recv_hook=True)
+        dispatch(torch.tensor([[0, 9]] * 500))
+        assert buffer.stats()["grown"] == 1 and buffer.stats()["dispatches"] <= 1
+        hook()
+        low.check_received(0, received, counts, handle)
+        assert buffer.stats()["invalid_ids"] == 3 + 2 * 500  # the counts of 500 tokens were told twice
+        assert sum(buffer.wire_bytes()["rows_count"]) == 3 + 500 + len(low.inputs[0].x)
+        for number in (3, 500):
+            with pytest.raises(ValueError, match=f"{number} expert ids"):
+                buffer.check()
         buffer.check()
+        buffer.set_timeout(5.0)
+    with pytest.raises(nccl_ep.UsageError, match="destroyed"):
+        dispatch(torch.tensor([[0, 1]] * 500))
+    with pytest.raises(nccl_ep.UsageError, match="destroyed"):
+        dispatch(torch.tensor([[0, 1]] * 3))
+
+
+def test_ranks_that_do_not_grow_together() -> None:
+    """The one that is alone gets an error that names the other, and the buffer has not changed."""
+    case = small_case(2, max_tokens=400, tokens=(400, 3), tokens_kind="mixed")
+    case.with_topk, case.worst = True, 0
+
+    def body(group: ThreadGroup) -> None:
+        with normal_buffer(group, 40_000, timeout=0.5) as buffer:
+            if group.rank() == 1:
+                buffer._grow = lambda sizes: pytest.skip("this rank leaves")  # type: ignore[method-assign]
+            with pytest.raises((nccl_ep.TimeoutError, pytest.skip.Exception), match=r"rank 1|leaves"):
+                case.send(buffer)
+
+    run_ranks(2, body)
 
 
 # ---- Handles

@@ -6,7 +6,6 @@
 
 #include <array>
 #include <optional>
-#include <utility>
 
 #include "api/factory.h"
 #include "base/check.h"
@@ -58,7 +57,6 @@ class NamedGroup {
       return;
     }
     py::gil_scoped_release no_gil;
-    if (std::exchange(is_destroyed_, true)) return;  // the name may be another's by now
     const std::shared_ptr<Registered> last = unregister_group(name_);
     group_->destroy();  // first: a failed buffer's kernels end, and `last` waits for them before it frees its pool
   }
@@ -67,7 +65,6 @@ class NamedGroup {
  private:
   std::string name_;
   pid_t process_ = getpid();
-  bool is_destroyed_ = false;
   std::shared_ptr<Group> group_;
 };
 
