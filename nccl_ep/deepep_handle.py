@@ -73,7 +73,7 @@ class Route(NamedTuple):
         def align(value: int) -> int:
             return (value + 3) // 4 * 4
 
-        first = align(num_ranks * num_ranks) + align(local) + 2 * align(size)
+        first = align(num_ranks * num_ranks) + align(local + 1) + 2 * align(size)
         return self.route[first : first + size].view(tokens, self.topk)
 
     @staticmethod

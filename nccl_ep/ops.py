@@ -216,7 +216,7 @@ def _ht_route_size(buffer: str, num_tokens: int, max_tokens: int, topk: int, num
 
     made = find_buffer(buffer)
     ranks, domains = made.num_ranks, made.num_ranks // made.domain_size
-    size = _align4(ranks * ranks) + _align4(num_experts // ranks) + 3 * _align4(num_tokens * topk)
+    size = _align4(ranks * ranks) + _align4(num_experts // ranks + 1) + 3 * _align4(num_tokens * topk)
     return size if domains == 1 else size + _align4(domains) + 3 * _align4(domains * max_tokens * topk)
 
 

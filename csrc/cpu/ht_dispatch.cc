@@ -88,18 +88,16 @@ int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vect
       p.handle.expert_counts[e] += counts.choices[first + rank * p.shape.local_experts() + e];
     }
   }
+  *p.handle.alignment = p.output.alignment;
   const Placement bins = place_bins(p.shape, p.output, counts, rank);
   fill_info(p.output, bins, p.info);
   if (p.host_sizes != nullptr) {
     p.host_sizes[0] = bins.starts.back();
     p.host_sizes[1] = first_slot(p.handle.counts, p.shape.num_ranks, p.shape.num_ranks, rank);
+    std::copy_n(p.handle.expert_counts, p.shape.local_experts(), p.host_sizes + 2);
   }
-  if (p.host_counts != nullptr) {
-    p.host_counts[0] = 0;
-    for (int r = 0; r < p.shape.num_ranks; r++) {
-      p.host_counts[0] = std::max<int64_t>(p.host_counts[0], channel.num_tokens(r));
-    }
-    std::copy_n(p.handle.expert_counts, p.shape.local_experts(), p.host_counts + 1);
+  for (int r = 0; p.host_most_tokens != nullptr && r < p.shape.num_ranks; r++) {
+    *p.host_most_tokens = std::max<int64_t>(*p.host_most_tokens, channel.num_tokens(r));
   }
   return bins.dropped;
 }

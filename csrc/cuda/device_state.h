@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "layout/ht_layout.h"
 #include "layout/wire.h"
 #include "runtime/state.h"
 
@@ -17,6 +18,17 @@ struct alignas(128) TicketLine {
   uint32_t started;  // blocks of the running call that have read the epoch
 };
 
+constexpr int kMaxCudaRanks = 64;
+
+// What the blocks of one operation of high throughput count together. Two of each kind, by the parity of the epoch:
+// an operation clears the other's for the one after it.
+struct HtCounters {
+  alignas(128) uint32_t taken;  // units of work handed out to workers
+  alignas(128) uint32_t finished;
+  alignas(128) uint32_t staged;                            // the same for rows that are made readable
+  alignas(128) uint32_t ready[kMaxCudaRanks * kHtChunks];  // rows of a chunk for a rank that lie in place
+};
+
 struct DeviceState {
   EpochLine epoch[kNumKinds];
   TicketLine ticket[kNumKinds];
@@ -28,7 +40,11 @@ struct DeviceState {
     InvalidIds invalid_ids;
     uint64_t dropped_rows;
   } found;
-  Failure* failure;  // pinned host memory, so that the host learns of it while the GPU is busy
+  EpochLine ht_epoch[kNumKinds];
+  TicketLine ht_ticket[kNumKinds];
+  HtCounters ht_counters[kNumKinds][2];
+  uint64_t ht_staged[kNumKinds];  // calls that copied for want of a place in the arena
+  Failure* failure;               // pinned host memory, so that the host learns of it while the GPU is busy
 };
 
 }  // namespace ep

@@ -219,8 +219,10 @@ struct Sender {
       RowBatch<kIn, kCount> first;
       add_up_now(role, call, first);
     }
+    testing_point(Point::kBeforeRows, call);
 #pragma unroll 1
     while (has(now)) {
+      testing_point(Point::kBetweenRows, call, now.units.token);
       const int home = role.home_of(now.units.home), lane_index = now.units.piece * 32 + role.lane;
       if (__any_sync(~0u, now.terms.row != kNoRow) && lane_index * kCount < role.p.hidden) {
         char* slot = role.peers.at<char>(home, role.p.layout.row(call.bank, role.peers.rank, now.units.token));
@@ -319,6 +321,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
       }
 #pragma unroll
       for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
+      if (has_bug(Bug::kTornRows, call.kind)) ok = numbers[0].have_arrived();
       ok = __all_sync(~0u, ok);
       if (!ok && __any_sync(~0u, patience.is_over(call, Phase::kPartials, ranks[0], token, piece))) return false;
     } while (!ok);
@@ -332,7 +335,8 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
       numbers[q].add_to(total);
       numbers[q].fill(kAbsent);
       char* slot = role.peers.local<char>(p.layout.row(call.bank, ranks[q], token));
-      if (is_inside) numbers[q].store(slot, lane_index);
+      testing_point(Point::kBeforeReset, call, token);
+      if (is_inside && !(has_bug(Bug::kSkippedReset, call.kind) && token == 0)) numbers[q].store(slot, lane_index);
     }
   }
   Numbers<kOut, kCount> out;
@@ -345,6 +349,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
 template <DType kIn, DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call,
                                            Inbound<kIn, kWire, kCount>& in) {
+  testing_point(Point::kBeforeReceive, call);
   if (role.p.weighting == Weighting::kHome) in.add_up_own(role, call);
 #pragma unroll 1
   while (in.exists(role)) {
@@ -359,6 +364,7 @@ __device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallCo
 
 static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call) {
   const LlCombineParams& p = role.p;
+  testing_point(Point::kBeforeRouting, call);
   for (int token = role.warp; token < p.num_tokens; token += role.plan.warps) {
     Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, role.geometry.by_local_experts);
     float weight = 0;
@@ -441,6 +447,7 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
     send_records(call, p.layout, peers);
     send_credits(call, p.layout, peers);
   }
+  testing_point(Point::kBeforeRows, call);
   for (int i = first; i < p.shape.max_tokens * topk; i += step) {
     const int token = i / topk, k = i % topk;
     for (int home = 0; home < p.shape.num_ranks; home++) {
@@ -453,6 +460,7 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
     }
   }
   if (is_control) check_records(call, p.layout, peers);
+  testing_point(Point::kBeforeReceive, call);
   for (int i = first; i < p.num_tokens * topk; i += step) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;

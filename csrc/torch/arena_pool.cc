@@ -91,7 +91,7 @@ class CudaArenaPool : public ArenaPool {
       : device_(device), arena_(std::move(arena)), pool_(segments_of(arena_)) {}
 
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) override {
-    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+    if (is_capturing(device_)) {
       return new_tensor(sizes, type, device_);  // of the graph's own pool: what a graph writes at every replay is its
     }
     std::lock_guard lock(mutex_);

@@ -32,7 +32,8 @@ Tensor arena_tensor(Registered& registered, at::IntArrayRef sizes, at::ScalarTyp
   if (block == nullptr) return new_tensor(sizes, type, device);
   void* data = block.get();
   return at::from_blob(
-      data, sizes, [block = std::move(block)](void*) mutable { block.reset(); }, at::TensorOptions(type));
+      data, sizes, [block = std::move(block)](void*) mutable { block.reset(); },
+      at::TensorOptions(type).device(device));
 }
 
 template <class T>
@@ -140,13 +141,22 @@ HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int
   return HtHandleShape::make(output, group.topology(), to_int(num_tokens, "number of tokens"), num_slots);
 }
 
-// HtDispatchParams::host_sizes and host_counts, of the first half of a dispatch of exact sizes.
-std::vector<int64_t> ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
-  std::vector<int64_t> sizes(3 + p.shape.local_experts(), 0);
+// What the first half of a dispatch of exact sizes tells the host.
+struct HostSizes {
+  int64_t rows = 0, slots = 0, most_tokens = 0;
+  std::vector<int64_t> demand;
+};
+
+HostSizes ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
+  std::vector<int64_t> words(2 + p.shape.local_experts(), 0);
+  HostSizes sizes;
   p.steps = HtSteps::kRoute;
-  p.host_sizes = sizes.data();
-  p.host_counts = sizes.data() + 2;
+  p.host_sizes = words.data();
+  p.host_most_tokens = &sizes.most_tokens;
   group.dispatch(p, stream);
+  sizes.rows = words[0];
+  sizes.slots = words[1];
+  sizes.demand.assign(words.begin() + 2, words.end());
   return sizes;
 }
 
@@ -213,12 +223,12 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
     p.info = t.info.data_ptr<int32_t>();
     p.handle =
         HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, ht_handle_shape(p.output, group, row.num_tokens, 0));
-    const std::vector<int64_t> sizes = ask_for_sizes(group, p, stream);
+    const HostSizes sizes = ask_for_sizes(group, p, stream);
     p.steps = HtSteps::kSend;
-    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : sizes[0]);
-    num_slots = sizes[1];
-    t.most_tokens = sizes[2];
-    t.demand.assign(sizes.begin() + 3, sizes.end());
+    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : sizes.rows);
+    num_slots = sizes.slots;
+    t.most_tokens = sizes.most_tokens;
+    t.demand = sizes.demand;
     if (t.most_tokens > spec.max_tokens) return t;  // asks_first: else it was refused
   }
   const OutputTypes types = output_types(row, spec, p.output);
