@@ -126,6 +126,18 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("num_experts", [3, 4, 5])
+def test_fakes_know_the_size_of_a_route(num_experts: int) -> None:
+    """Its parts are aligned, and one of them has a word more than experts."""
+    case = _case(1, "flat", num_experts=num_experts)
+    with _buffer(case, None) as buffer:
+        calls = Calls(case, buffer)
+        for name in ("ht_dispatch", "ht_dispatch_deepep"):
+            with FakeTensorMode() as mode:
+                faked = described(getattr(ops, name).default(*(as_fake(mode, each) for each in calls.args[name])))
+            assert faked == described(calls.run(name)), name
+
+
 @pytest.mark.parametrize("layout", ["flat", "packed", "rank_major"])
 def test_exact_sizes_are_symbols(layout: str) -> None:
     """What is only known when the op runs must not be a number in a trace."""
