@@ -277,6 +277,12 @@ __device__ __forceinline__ void store_info(const RouteRole& role) {
   const int slots = received_before(ranks);
   p.host_sizes[0] = expert_rows ? end : slots;
   p.host_sizes[1] = slots;
+  int most_tokens = 0;
+  for (int source = 0; source < ranks; source++) {
+    const uint32_t tokens = await_call_word(role.call, p.layout, role.peers, source, CallRecord::kNumTokens);
+    most_tokens = max(most_tokens, static_cast<int>(tokens));
+  }
+  p.host_sizes[2 + output.local_experts] = most_tokens;
   __threadfence_system();
   *reinterpret_cast<volatile uint64_t*>(p.host_epoch) = role.call.epoch;
 }
