@@ -36,19 +36,22 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
     call.call = &args.params.call;
     call.kind = kind;
     call.rank = args.peers.rank;
-    call.epoch = ptx::ld_relaxed_gpu(&args.state->ht_epoch[k].epoch) + 1;
+    const uint64_t last_epoch = ptx::ld_relaxed_gpu(&args.state->ht_epoch[k].epoch);
+    const uint32_t has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
+    call.epoch = last_epoch + 1;
     call.tag = tag_of(call.epoch);
     call.bank = bank_of(call.epoch);
-    call.is_open = call.has_failed() ? CallContext::kFailed : CallContext::kOpen;
-    if (is_last_kernel) {
-      TicketLine& ticket = args.state->ht_ticket[k];
-      if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
-        ptx::st_relaxed_gpu(&ticket.started, 0u);
-        ptx::st_relaxed_gpu(&args.state->ht_epoch[k].epoch, call.epoch);
-      }
-    }
+    call.is_open = has_failed != 0 ? CallContext::kFailed : CallContext::kOpen;
   }
   __syncthreads();
+  if (threadIdx.x == blockDim.x - 1 && is_last_kernel) {
+    TicketLine& ticket = args.state->ht_ticket[k];
+    __threadfence();  // the epoch is read before others may move it on
+    if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
+      ptx::st_relaxed_gpu(&ticket.started, 0u);
+      ptx::st_relaxed_gpu(&args.state->ht_epoch[k].epoch, call.epoch);
+    }
+  }
   return call.is_open == CallContext::kOpen;
 }
 
@@ -212,6 +215,20 @@ struct Tickets {
   }
   __device__ __forceinline__ int take() const { return static_cast<int>(__shfl_sync(~0u, pending, 0)); }
 };
+
+// A warp has finished `units`; returns what others had before. Release of what its lanes did, acquire of the others'.
+__device__ __forceinline__ uint32_t count_finished(const CallContext& call, int units) {
+  uint32_t before = 0;
+  __syncwarp();
+  if (lane_id() == 0) {
+    __threadfence();
+    before = atomicAdd(&counters_of(call).finished, static_cast<uint32_t>(units));
+    __threadfence();
+  }
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before;
+}
 
 // Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first.
 struct Group {

@@ -83,6 +83,8 @@ void check_served(const HtDispatchParams& p) {
 }
 
 void load_ht_dispatch_kernels() {
+  // As the kernel that follows: an SM that changes its split of memory waits until it is empty.
+  EP_CUDA(cudaFuncSetAttribute(&ht_dispatch_route, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
   load_kernel(&ht_dispatch_route, kMaxSharedBytes);
   load_kernel(&ht_dispatch_route_world, kMaxSharedBytes);
   load_kernel(&ht_dispatch_send<false>, kMaxSharedBytes);
@@ -107,6 +109,10 @@ void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<H
                   void* stream) {
   const auto [threads, bytes] = largest(host_args, num_ranks);
   const int blocks = host_args->plan.blocks;
+  for (int r = 1; r < num_ranks; r++) {
+    EP_CHECK(host_args[r].plan.blocks == blocks, "rank 0 gives a dispatch ", blocks, " SMs, rank ", r, " gives it ",
+             host_args[r].plan.blocks, ": in a world on one GPU they must be equal");
+  }
   launch_kernel(&ht_dispatch_route_world, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
 }
 
