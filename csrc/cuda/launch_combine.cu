@@ -5,7 +5,10 @@
 namespace ep {
 namespace {
 
-constexpr int kMaxThreads = 640;
+#if !defined(EP_COMBINE_THREADS)
+#define EP_COMBINE_THREADS 640
+#endif
+constexpr int kMaxThreads = EP_COMBINE_THREADS;
 constexpr int kScalarThreads = 256;
 
 template <DType kIn, DType kWire, DType kOut>

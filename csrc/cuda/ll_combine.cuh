@@ -59,7 +59,10 @@ __device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, i
 // A lane's numbers of a piece of the first rows to add. More are rarer, and registers are few.
 template <DType kIn, int kCount>
 struct RowBatch {
-  static constexpr int kRows = 3;
+#if !defined(EP_COMBINE_ROWS)
+#define EP_COMBINE_ROWS 3
+#endif
+  static constexpr int kRows = EP_COMBINE_ROWS;
   Numbers<kIn, kCount> rows[kRows];
 
   // `mask`: the lanes whose rows are meant.
@@ -261,32 +264,30 @@ __device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
   return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
 }
 
-// The unit that a receiver is about to add up, with this rank's own share of it.
-template <DType kIn, DType kWire, int kCount>
+// A unit to receive, and what the handle says of this rank's own share of it.
 struct Inbound {
   Units units{};
   int id = -1;  // of choice `lane`
   Terms terms{kNoRow, 1.0f};
-  RowBatch<kIn, kCount> batch;
-  Numbers<kWire, kCount> own;
 
   __device__ __forceinline__ bool exists(const CombineRole& role) const { return units.token < role.p.num_tokens; }
   __device__ __forceinline__ void load(const CombineRole& role) {
     if (!exists(role)) return;
     id = load_own_id(role, units.token);
-    if (!sends(role.p.half)) return;
-    terms = load_terms(role, role.peers.rank, units.token);
-    batch.load(role, terms, units.piece);
+    if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, units.token);
   }
-  __device__ __forceinline__ void add_up_own(const CombineRole& role, const CallContext& call) {
-    if (!exists(role) || !sends(role.p.half) || !__any_sync(~0u, terms.row != kNoRow)) return;
-    own = add_up<kIn, kWire>(role, call, role.peers.rank, units.token, units.piece, terms, batch);
+  __device__ __forceinline__ Inbound following(const CombineRole& role) const {
+    Inbound next;
+    next.units = units;
+    next.units.advance(role.geometry.sum, role.geometry.pieces);
+    next.load(role);
+    return next;
   }
 };
 
 template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call,
-                                          const Inbound<kIn, kWire, kCount>& in) {
+__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, const Inbound& in,
+                                          const Numbers<kWire, kCount>& own) {
   constexpr int kBatch = 4;  // ranks polled together
   const LlCombineParams& p = role.p;
   const int rank = role.peers.rank, token = in.units.token, piece = in.units.piece;
@@ -326,7 +327,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
     for (int q = 0; q < kBatch; q++) {
       if (ranks[q] < 0) continue;
       if (ranks[q] == rank && own_is_local) {
-        in.own.add_to(total);
+        own.add_to(total);
         continue;
       }
       numbers[q].add_to(total);
@@ -342,18 +343,46 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   return true;
 }
 
+// A receiver's pipeline: the own share of one unit, the own rows of the next, the handle's entries of the one after.
+// What is asked for late comes late: the loads of an SM queue up behind its remote stores.
 template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call,
-                                           Inbound<kIn, kWire, kCount>& in) {
-  if (role.p.weighting == Weighting::kHome) in.add_up_own(role, call);
-#pragma unroll 1
-  while (in.exists(role)) {
-    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, in)) return;
-    in.units.advance(role.geometry.sum, role.geometry.pieces);
-    in.load(role);
-    in.add_up_own(role, call);
+struct Receiver {
+  Inbound now, next;
+  Numbers<kWire, kCount> own;  // share of `now`
+
+  __device__ __forceinline__ void add_up_own(const CombineRole& role, const CallContext& call,
+                                             RowBatch<kIn, kCount>& rows) {
+    if (!sends(role.p.half) || !__any_sync(~0u, now.terms.row != kNoRow)) return;
+    own = add_up<kIn, kWire>(role, call, role.peers.rank, now.units.token, now.units.piece, now.terms, rows);
   }
-}
+  // All but home weights is there before the epoch is known.
+  __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
+    now.units = Units::begin(role, role.geometry.sum, role.warp - role.plan.receiver_warp0);
+    now.load(role);
+    if (!now.exists(role)) return;
+    next = now.following(role);
+    RowBatch<kIn, kCount> rows;
+    rows.load(role, now.terms, now.units.piece);
+    if (role.p.weighting != Weighting::kHome) add_up_own(role, call, rows);
+  }
+  __device__ __forceinline__ void sum_all(const CombineRole& role, const CallContext& call) {
+    RowBatch<kIn, kCount> rows;
+    if (role.p.weighting == Weighting::kHome && now.exists(role)) add_up_own(role, call, rows);
+#pragma unroll 1
+    while (now.exists(role)) {
+      Inbound after;
+      if (next.exists(role)) {
+        rows.load(role, next.terms, next.units.piece);
+        after = next.following(role);
+      }
+      if (!sum_token<kIn, kWire, kOut, kCount>(role, call, now, own)) return;
+      if (!next.exists(role)) return;
+      now = next;
+      next = after;
+      add_up_own(role, call, rows);
+    }
+  }
+};
 
 // ---- Weights of the home rank. Block 0 sends them all, because every block of a peer may wait for them.
 
@@ -407,12 +436,10 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
     sender.send_all(role, call);
     stamp(Stamp::kSent, peers.rank);
   } else if (receives(p.half) && role.is_receiver()) {
-    Inbound<kIn, kWire, kCount> in;
-    in.units = Units::begin(role, args.geometry.sum, role.warp - plan.receiver_warp0);
-    in.load(role);
-    if (p.weighting != Weighting::kHome) in.add_up_own(role, call);
+    Receiver<kIn, kWire, kOut, kCount> receiver;
+    receiver.begin(role, call);
     if (!begin()) return;
-    sum_tokens<kIn, kWire, kOut, kCount>(role, call, in);
+    receiver.sum_all(role, call);
   } else {
     begin();
   }
