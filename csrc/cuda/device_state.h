@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/geometry.h"
 #include "layout/wire.h"
 #include "runtime/state.h"
 
@@ -17,9 +18,14 @@ struct alignas(128) TicketLine {
   uint32_t started;  // blocks of the running call that have read the epoch
 };
 
+struct alignas(128) WorkLine {
+  uint32_t ticket;  // the next one of a group of blocks; zero between calls (UnitDeal)
+};
+
 struct DeviceState {
   EpochLine epoch[kNumKinds];
   TicketLine ticket[kNumKinds];
+  WorkLine work[kMaxTicketGroups];  // of combine's senders
   struct alignas(128) {
     uint32_t has_failed;  // set once, by the first wait that gives up; every wait looks at it
     uint64_t timeout_ns;

@@ -2,241 +2,166 @@
 // window, in band; the home rank adds the ranks' rows in rank order. The table of contents is combine(), at the end.
 #pragma once
 
-#include "cuda/call.cuh"
-#include "cuda/convert.cuh"
-#include "cuda/launch.h"
-#include "cuda/numbers.cuh"
-#include "cuda/stamps.cuh"
+#include "cuda/ll_combine_rows.cuh"
 
 namespace ep {
 
-struct CombineRole : WarpRole {
-  const LlCombineParams& p;
-  const LlCombineGeometry& geometry;
-  const LsaPeers& peers;
-
-  __device__ int home_of(int index) const {
-    const int home = peers.rank + index + (p.half == Half::kSend ? 0 : 1);
-    return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
-  }
-};
-
-// The rows of a token here: lane k holds choice k.
-struct Terms {
-  int32_t row;  // kNoRow, kDroppedRow, or the row to add
-  float weight;
-};
-
-// Weights that the home rank sends for this combine come with ids that say which choices count.
-static __device__ __noinline__ Terms await_home_weight(const LlLayout& layout, const LsaPeers& peers,
-                                                       const CallContext& call, int home, int token, Terms terms) {
-  if (terms.row == kNoRow) return terms;
-  const int lane = lane_id();
-  const int per_word = layout.ids.per_word();
-  const auto* ids = peers.local<uint64_t>(layout.id_words(call.bank, home, token));
-  const uint32_t word = await_word(call, ids + lane / per_word, Phase::kWeights, home);
-  if (layout.ids.get(word, lane % per_word) == layout.ids.none()) {
-    terms.row = kDroppedRow;
-    return terms;
-  }
-  const auto* weight = peers.local<uint64_t>(layout.weight(call.bank, home, token, lane));
-  terms.weight = __uint_as_float(await_word(call, weight, Phase::kWeights, home));
-  return terms;
-}
-
-__device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, int token) {
-  Terms terms{kNoRow, 1.0f};
-  const int map_k = role.p.output.map_k();
-  if (role.lane >= map_k) return terms;
-  const int64_t entry = role.p.layout.slot(home, token) * map_k + role.lane;
-  terms.row = __ldg(role.p.handle.rows + entry);
-  // A dispatch that was given up leaves entries unwritten, and rows are asked for before that is known.
-  if (terms.row >= role.geometry.output_rows) terms.row = kNoRow;
-  if (role.p.weighting == Weighting::kDispatch) terms.weight = __ldg(role.p.handle.weights + entry);
-  return terms;
-}
-
-// A lane's numbers of a piece of the first rows to add. More are rarer, and registers are few.
-template <DType kIn, int kCount>
-struct RowBatch {
-#if !defined(EP_COMBINE_ROWS)
-#define EP_COMBINE_ROWS 3
-#endif
-  static constexpr int kRows = EP_COMBINE_ROWS;
-  Numbers<kIn, kCount> rows[kRows];
-
-  // `mask`: the lanes whose rows are meant.
-  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, unsigned mask, int piece) {
-    const int lane_index = piece * 32 + role.lane;
-    const bool is_inside = lane_index * kCount < role.p.hidden;
-    const int64_t row_bytes = static_cast<int64_t>(role.p.hidden) * size_of(kIn);
-#pragma unroll
-    for (int q = 0; q < kRows; q++) {
-      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(mask) - 1);
-      if (mask != 0 && is_inside) {
-        rows[q].load_nc(static_cast<const char*>(role.p.rows) + row * row_bytes, lane_index);
-      } else {
-        rows[q].fill(0);
-      }
-      mask &= mask - 1;
-    }
-  }
-  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, int piece) {
-    load(role, terms, __ballot_sync(~0u, terms.row >= 0), piece);
-  }
-};
-
-// This rank's share of a token, one piece of it. Products and sums are rounded one by one, in the order of k. `batch`
-// holds the first rows.
-template <DType kIn, int kCount>
-__device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms& terms, int piece,
-                                            RowBatch<kIn, kCount>& batch, float (&sum)[kCount]) {
-  unsigned mask = __ballot_sync(~0u, terms.row >= 0);
-  const float nothing = mask == 0 ? 0.0f : kNothingYet;
-#pragma unroll
-  for (int i = 0; i < kCount; i++) sum[i] = nothing;
-#pragma unroll 1
-  while (mask != 0) {
-#pragma unroll
-    for (int q = 0; q < batch.kRows; q++) {
-      if (mask == 0) return;
-      batch.rows[q].add_product_to(sum, __shfl_sync(~0u, terms.weight, __ffs(mask) - 1));
-      mask &= mask - 1;
-    }
-    batch.load(role, terms, mask, piece);
-  }
-}
-
-// Where a warp is in its share of the work (UnitStride). A block waits only for blocks of its own index on other ranks,
-// so blocks need not be resident together.
-struct Units {
-  int home, piece, token;
-
-  __device__ __forceinline__ static Units begin(const CombineRole& role, const UnitStride& stride, int warp) {
-    Units units;
-    const int round = stride.by_homes.divide(warp);
-    units.home = stride.by_homes.remainder(warp, round);
-    const int number = round * role.at.num_blocks + role.at.block;
-    units.token = role.geometry.by_pieces.divide(number);
-    units.piece = role.geometry.by_pieces.remainder(number, units.token);
-    return units;
-  }
-  __device__ __forceinline__ void advance(const UnitStride& stride, int pieces) {
-    home += stride.home_step;
-    const bool carry = home >= stride.homes;
-    if (carry) home -= stride.homes;
-    piece += carry ? stride.piece_step[1] : stride.piece_step[0];
-    token += carry ? stride.token_step[1] : stride.token_step[0];
-    if (piece >= pieces) {
-      piece -= pieces;
-      token++;
-    }
-  }
-};
-
 // ---- Sending: the partial sums of other ranks' tokens
 
-// A unit to send, and its entries of the handle.
-struct Outbound {
-  Units units{};
-  Terms terms{kNoRow, 1.0f};
+#if !defined(EP_C_AHEAD)
+#define EP_C_AHEAD 0
+#endif
+#if !defined(EP_C_RAHEAD)
+#define EP_C_RAHEAD 1
+#endif
+#if !defined(EP_C_LATE)
+#define EP_C_LATE 100000000
+#endif
+#if !defined(EP_C_EARLY)
+#define EP_C_EARLY 0
+#endif
 
-  // Entries beyond a home's tokens were never written: ask for them, but do not look.
-  __device__ __forceinline__ void load(const CombineRole& role) {
-    terms = {kNoRow, 1.0f};
-    if (units.token < role.p.shape.max_tokens) terms = load_terms(role, role.home_of(units.home), units.token);
-  }
-  // `tokens`: of rank `lane`
-  __device__ __forceinline__ void hide_missing(const CombineRole& role, int tokens) {
-    const int home = role.home_of(units.home);
-    const int home_tokens =
-        role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
-    if (units.token >= home_tokens) terms.row = kNoRow;
-  }
-  __device__ __forceinline__ Outbound following(const CombineRole& role) const {
-    Outbound next;
-    next.units = units;
-    next.units.advance(role.geometry.send, role.geometry.pieces);
-    next.load(role);
-    return next;
-  }
+// A unit whose rows have been asked for.
+template <DType kIn, int kCount>
+struct Outbound {
+  Unit unit;
+  Terms terms;
+  bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
+  RowBatch<kIn, kCount> rows;
 };
 
-// Adds up a unit. With weights of the home rank it waits for them, and asks for the rows again: some may not count.
-template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ Numbers<kWire, kCount> add_up(const CombineRole& role, const CallContext& call, int home,
-                                                         int token, int piece, Terms terms,
-                                                         RowBatch<kIn, kCount>& batch) {
-  if (role.p.weighting == Weighting::kHome) {
-    terms = await_home_weight(role.p.layout, role.peers, call, home, token, terms);
-    batch.load(role, terms, piece);
-  }
-  float sum[kCount];
-  partial_sum<kIn>(role, terms, piece, batch, sum);
-  Numbers<kWire, kCount> numbers;
-  numbers.from(sum);
-  return numbers;
-}
-
-// A sender's pipeline: the sum of one unit, the rows of the next, the handle's entries of the one after.
+// A sender asks for the handle's entries of a unit while it adds up the one before.
 template <DType kIn, DType kWire, int kCount>
 struct Sender {
-  Outbound now, next, after;
-  Numbers<kWire, kCount> sum;  // of `now`
-  RowBatch<kIn, kCount> rows;  // of `next`
-  int tokens = 0;              // of rank `lane`
+  int index = 0;       // of the unit in the block's deal
+  uint32_t drawn = 0;  // the last ticket, of lane 0
+  bool has_tickets = false, is_idle = false;
+  int tokens = 0;  // of rank `lane`
   int most_tokens = 0;
+  Unit unit{};  // the next, and its entries
+  Terms terms{kNoRow, 1.0f};
+  Outbound<kIn, kCount> out;
+  Numbers<kWire, kCount> sum;  // of `out`
 
-  __device__ __forceinline__ void add_up_now(const CombineRole& role, const CallContext& call,
-                                             RowBatch<kIn, kCount>& batch) {
-    if (!__any_sync(~0u, now.terms.row != kNoRow)) return;
-    sum = add_up<kIn, kWire>(role, call, role.home_of(now.units.home), now.units.token, now.units.piece, now.terms,
-                             batch);
+  __device__ __forceinline__ bool exists(const Unit& u) const { return u.token < most_tokens; }
+  __device__ __forceinline__ uint32_t* counter(const CombineRole& role) const {
+    if constexpr (EP_C_TICKETS == 2) return role.block_work;
+    return &role.state->work[role.geometry.send.group_of(role.at.block)].ticket;
+  }
+  __device__ __forceinline__ void load_terms_of_next(const CombineRole& role) {
+    terms = {kNoRow, 1.0f};
+    if (unit.token < role.p.shape.max_tokens) terms = load_terms(role, role.home_of(unit.home), unit.token);
+  }
+  // All that needs no answer of the handle.
+  __device__ __forceinline__ void ask_first(const CombineRole& role) {
+    index = role.warp;
+    unit = role.geometry.send.dealt_unit(role.at.block, index);
+    load_terms_of_next(role);
+    if (role.lane < role.p.shape.num_ranks) tokens = __ldg(role.p.handle.tokens + role.lane);
+  }
+  // Asks for a ticket if one is needed, find_next() looks at it.
+  __device__ __forceinline__ void draw(const CombineRole& role) {
+    if constexpr (EP_C_TICKETS == 0) return;
+    if (!has_tickets || index + role.geometry.send.warps < role.geometry.send.dealt) return;
+    if (role.lane == 0) drawn = atomicAdd(counter(role), 1u);
+  }
+  __device__ __forceinline__ void find_next(const CombineRole& role) {
+    const UnitDeal& deal = role.geometry.send;
+    index += deal.warps;
+    if (EP_C_TICKETS == 0 || index < deal.dealt) {
+      unit = deal.dealt_unit(role.at.block, index);
+    } else if (has_tickets) {
+      const int ticket = static_cast<int>(__shfl_sync(~0u, drawn, 0));
+      unit = deal.ticket_unit(deal.group_of(role.at.block), ticket);
+      if (EP_C_TICKETS == 1 && !exists(unit) && role.lane == 0 &&
+          ticket == deal.last_ticket(deal.group_of(role.at.block), most_tokens)) {
+        *counter(role) = 0;
+      }
+    } else {
+      unit.token = most_tokens;
+    }
+    load_terms_of_next(role);
+  }
+  // Asks for the rows of the next unit.
+  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
+    out.unit = unit;
+    const int home = role.home_of(unit.home);
+    const int home_tokens =
+        role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
+    out.terms = checked(role, terms, unit.token < home_tokens);
+    if (role.p.weighting == Weighting::kHome) {
+      out.terms = await_home_weight(role.p.layout, role.peers, call, home, unit.token, out.terms);
+    }
+    out.is_any = __any_sync(~0u, out.terms.row != kNoRow);
+    out.rows.load(role, out.terms, unit.piece);
+  }
+  __device__ __forceinline__ void add_up(const CombineRole& role, const Outbound<kIn, kCount>& summed,
+                                         RowBatch<kIn, kCount>& rows) {
+    if (!summed.is_any) return;
+    float total[kCount];
+    partial_sum<kIn>(role, summed.terms, summed.unit.piece, rows, total);
+    sum.from(total);
     sum.escape();
   }
-  __device__ __forceinline__ bool has(const Outbound& out) const { return out.units.token < most_tokens; }
-
-  // All but home weights is there before the epoch is known.
-  __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
-    now.units = Units::begin(role, role.geometry.send, role.warp);
-    now.load(role);
-#pragma unroll 1
-    for (int r = role.lane; r < role.p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(role.p.handle.tokens + r));
-    next = now.following(role);
-    most_tokens = __reduce_max_sync(~0u, tokens);
-    if (!has(now)) return;
-    now.hide_missing(role, tokens);
-    RowBatch<kIn, kCount> first;
-    first.load(role, now.terms, now.units.piece);
-    if (has(next)) after = next.following(role);
-    load_next(role);
-    if (role.p.weighting != Weighting::kHome) add_up_now(role, call, first);
+  __device__ __forceinline__ void store(const CombineRole& role, const CallContext& call,
+                                        const Outbound<kIn, kCount>& summed) const {
+    const int lane_index = summed.unit.piece * 32 + role.lane;
+    if (!summed.is_any || lane_index * kCount >= role.p.hidden) return;
+    const int home = role.home_of(summed.unit.home);
+    sum.store_remote(role.peers.at<char>(home, role.p.layout.row(call.bank, role.peers.rank, summed.unit.token)),
+                     lane_index);
   }
-  __device__ __forceinline__ void load_next(const CombineRole& role) {
-    if (!has(next)) return;
-    next.hide_missing(role, tokens);
-    rows.load(role, next.terms, next.units.piece);
+
+  // The first sum: all but home weights is there before the epoch is known.
+  __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
+#pragma unroll 1
+    for (int r = role.lane + 32; r < role.p.shape.num_ranks; r += 32) {
+      most_tokens = max(most_tokens, __ldg(role.p.handle.tokens + r));
+    }
+    most_tokens = __reduce_max_sync(~0u, max(tokens, most_tokens));
+    has_tickets = EP_C_TICKETS != 0 && role.geometry.send.has_tickets(most_tokens);
+    is_idle = !exists(unit);
+    if (!is_idle && role.p.weighting != Weighting::kHome) begin_first(role, call);
+  }
+  __device__ __forceinline__ void begin_first(const CombineRole& role, const CallContext& call) {
+    load_rows(role, call);
+    draw(role);
+    if constexpr (EP_C_TICKETS == 0) find_next(role);
+    add_up(role, out, out.rows);
   }
   __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
-    if (role.p.weighting == Weighting::kHome && has(now)) {
-      RowBatch<kIn, kCount> first;
-      add_up_now(role, call, first);
-    }
+    if (is_idle) return;
+    if (role.p.weighting == Weighting::kHome) begin_first(role, call);
+    store(role, call, out);
+    if constexpr (EP_C_TICKETS != 0) find_next(role);
+#if EP_C_AHEAD
+    if (!exists(unit)) return;
+    load_rows(role, call);
+    draw(role);
+    find_next(role);
 #pragma unroll 1
-    while (has(now)) {
-      const int home = role.home_of(now.units.home), lane_index = now.units.piece * 32 + role.lane;
-      if (__any_sync(~0u, now.terms.row != kNoRow) && lane_index * kCount < role.p.hidden) {
-        char* slot = role.peers.at<char>(home, role.p.layout.row(call.bank, role.peers.rank, now.units.token));
-        sum.store_remote(slot, lane_index);
+    while (true) {
+      Outbound<kIn, kCount> now = out;
+      const bool has_next = exists(unit);
+      if (has_next) {
+        load_rows(role, call);
+        draw(role);
+        find_next(role);
       }
-      if (!has(next)) return;
-      now = next;
-      next = after;
-      RowBatch<kIn, kCount> batch = rows;
-      load_next(role);
-      after = next.following(role);
-      add_up_now(role, call, batch);
+      add_up(role, now, now.rows);
+      store(role, call, now);
+      if (!has_next) return;
     }
+#else
+#pragma unroll 1
+    while (exists(unit)) {
+      load_rows(role, call);
+      draw(role);
+      find_next(role);
+      add_up(role, out, out.rows);
+      store(role, call, out);
+    }
+#endif
   }
 };
 
@@ -264,76 +189,64 @@ __device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
   return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
 }
 
-// A unit to receive, and what the handle says of this rank's own share of it.
-struct Inbound {
-  Units units{};
-  int id = -1;  // of choice `lane`
-  Terms terms{kNoRow, 1.0f};
-
-  __device__ __forceinline__ bool exists(const CombineRole& role) const { return units.token < role.p.num_tokens; }
-  __device__ __forceinline__ void load(const CombineRole& role) {
-    if (!exists(role)) return;
-    id = load_own_id(role, units.token);
-    if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, units.token);
-  }
-  __device__ __forceinline__ Inbound following(const CombineRole& role) const {
-    Inbound next;
-    next.units = units;
-    next.units.advance(role.geometry.sum, role.geometry.pieces);
-    next.load(role);
-    return next;
-  }
-};
-
-template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, const Inbound& in,
+template <DType kWire, DType kOut, int kCount>
+__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, const Unit& unit, int id,
                                           const Numbers<kWire, kCount>& own) {
   constexpr int kBatch = 4;  // ranks polled together
   const LlCombineParams& p = role.p;
-  const int rank = role.peers.rank, token = in.units.token, piece = in.units.piece;
+  const int rank = role.peers.rank, token = unit.token, piece = unit.piece;
   const int lane_index = piece * 32 + role.lane;
   const bool is_inside = lane_index * kCount < p.hidden;
-  uint64_t mask =
-      destinations(p.shape.num_ranks, Choice::of(in.id, p.shape.num_experts, role.geometry.by_local_experts));
-  const bool own_is_local = sends(p.half) && (mask >> rank & 1) != 0;
+  const uint32_t source_bytes = role.geometry.source_bytes;
+  uint64_t mask = destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
+  const uint32_t local_rank = sends(p.half) ? rank : 0xFE;  // whose share is at hand
   stamp(Stamp::kOwnDone, rank);
+  char* slots = role.peers.local<char>(p.layout.row(call.bank, 0, token));
   float total[kCount];
   begin_sum<kOut>(p, token, lane_index, is_inside, mask != 0, total);
   Patience patience;
 #pragma unroll 1
   while (mask != 0) {
-    int ranks[kBatch];
+    uint32_t ranks = ~0u;  // in bytes: registers are few
     Numbers<kWire, kCount> numbers[kBatch];
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
-      ranks[q] = mask != 0 ? __ffsll(static_cast<long long>(mask)) - 1 : -1;
+      if (mask == 0) break;
+      const uint32_t r = __ffsll(static_cast<long long>(mask)) - 1;
+      ranks ^= (r ^ 0xFF) << 8 * q;
       mask &= mask - 1;
     }
+    const auto rank_of = [&](int q) {
+      return static_cast<uint32_t>(ptx::opaque(static_cast<int>(ranks))) >> 8 * q & 0xFF;
+    };
+    const auto is_polled = [&](uint32_t r) { return r != 0xFF && r != local_rank && is_inside; };
+    const auto slot_of = [&](uint32_t r) { return slots + static_cast<uint64_t>(r) * source_bytes; };
     bool ok;
     do {
       ok = true;
 #pragma unroll
       for (int q = 0; q < kBatch; q++) {
         numbers[q].fill(0);
-        if (ranks[q] < 0 || (ranks[q] == rank && own_is_local) || !is_inside) continue;
-        numbers[q].load_relaxed_sys(role.peers.local<char>(p.layout.row(call.bank, ranks[q], token)), lane_index);
+        const uint32_t r = rank_of(q);
+        if (is_polled(r)) numbers[q].load_relaxed_sys(slot_of(r), lane_index);
       }
 #pragma unroll
       for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
       ok = __all_sync(~0u, ok);
-      if (!ok && __any_sync(~0u, patience.is_over(call, Phase::kPartials, ranks[0], token, piece))) return false;
+      if (!ok && __any_sync(~0u, patience.is_over(call, Phase::kPartials, static_cast<int>(rank_of(0)), token, piece)))
+        return false;
     } while (!ok);
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
-      if (ranks[q] < 0) continue;
-      if (ranks[q] == rank && own_is_local) {
+      const uint32_t r = rank_of(q);
+      if (r == 0xFF) continue;
+      if (r == local_rank) {
         own.add_to(total);
         continue;
       }
       numbers[q].add_to(total);
       numbers[q].fill(kAbsent);
-      char* slot = role.peers.local<char>(p.layout.row(call.bank, ranks[q], token));
-      if (is_inside) numbers[q].store(slot, lane_index);
+      if (is_inside) numbers[q].store(slot_of(r), lane_index);
     }
   }
   Numbers<kOut, kCount> out;
@@ -343,43 +256,84 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   return true;
 }
 
-// A receiver's pipeline: the own share of one unit, the own rows of the next, the handle's entries of the one after.
-// What is asked for late comes late: the loads of an SM queue up behind its remote stores.
+// A unit to add up, whose own rows have been asked for.
+template <DType kIn, int kCount>
+struct Inbound {
+  Unit unit;
+  int id;  // of choice `lane`
+  Terms terms;
+  RowBatch<kIn, kCount> rows;
+};
+
+// A receiver asks for its own rows of a unit while it waits for the others' of the one before: what is asked for late
+// comes late, as the loads of an SM queue up behind its remote stores.
 template <DType kIn, DType kWire, DType kOut, int kCount>
 struct Receiver {
-  Inbound now, next;
-  Numbers<kWire, kCount> own;  // share of `now`
+  int index = 0;  // of the unit in the block's deal
+  Unit unit{};    // the next, and what the handle says of this rank's own share of it
+  int id = -1;
+  Terms terms{kNoRow, 1.0f};
+  Inbound<kIn, kCount> in;
+  Numbers<kWire, kCount> own;  // share of a unit
+  bool has_begun = false;
 
-  __device__ __forceinline__ void add_up_own(const CombineRole& role, const CallContext& call,
-                                             RowBatch<kIn, kCount>& rows) {
-    if (!sends(role.p.half) || !__any_sync(~0u, now.terms.row != kNoRow)) return;
-    own = add_up<kIn, kWire>(role, call, role.peers.rank, now.units.token, now.units.piece, now.terms, rows);
+  __device__ __forceinline__ bool exists(const CombineRole& role) const { return unit.token < role.p.num_tokens; }
+  __device__ __forceinline__ void ask(const CombineRole& role) {
+    unit = role.geometry.sum.dealt_unit(role.at.block - role.plan.receiver_block0, index);
+    if (!exists(role)) return;
+    id = load_own_id(role, unit.token);
+    if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, unit.token);
+  }
+  __device__ __forceinline__ void ask_first(const CombineRole& role) {
+    index = role.warp - role.plan.receiver_warp0;
+    ask(role);
+  }
+  // Asks for the own rows of the next unit and the handle's entries of the one after.
+  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
+    in.unit = unit;
+    in.id = id;
+    if (sends(role.p.half)) {
+      in.terms = checked(role, terms, true);
+      if (role.p.weighting == Weighting::kHome) {
+        in.terms = await_home_weight(role.p.layout, role.peers, call, role.peers.rank, unit.token, in.terms);
+      }
+      in.rows.load(role, in.terms, unit.piece);
+    }
+    index += role.geometry.sum.warps;
+    ask(role);
+  }
+  __device__ __forceinline__ void add_up_own(const CombineRole& role) {
+    if (!sends(role.p.half)) return;
+    float total[kCount];
+    partial_sum<kIn>(role, in.terms, in.unit.piece, in.rows, total);
+    own.from(total);
   }
   // All but home weights is there before the epoch is known.
   __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
-    now.units = Units::begin(role, role.geometry.sum, role.warp - role.plan.receiver_warp0);
-    now.load(role);
-    if (!now.exists(role)) return;
-    next = now.following(role);
-    RowBatch<kIn, kCount> rows;
-    rows.load(role, now.terms, now.units.piece);
-    if (role.p.weighting != Weighting::kHome) add_up_own(role, call, rows);
+    if (!exists(role)) return;
+    load_rows(role, call);
+    add_up_own(role);
+    has_begun = true;
   }
   __device__ __forceinline__ void sum_all(const CombineRole& role, const CallContext& call) {
-    RowBatch<kIn, kCount> rows;
-    if (role.p.weighting == Weighting::kHome && now.exists(role)) add_up_own(role, call, rows);
+    if (!has_begun) {
+      if (!exists(role)) return;
+      begin(role, call);
+    }
 #pragma unroll 1
-    while (now.exists(role)) {
-      Inbound after;
-      if (next.exists(role)) {
-        rows.load(role, next.terms, next.units.piece);
-        after = next.following(role);
-      }
-      if (!sum_token<kIn, kWire, kOut, kCount>(role, call, now, own)) return;
-      if (!next.exists(role)) return;
-      now = next;
-      next = after;
-      add_up_own(role, call, rows);
+    while (true) {
+      const Unit now = in.unit;
+      const int now_id = in.id;
+      const bool has_next = exists(role);
+#if EP_C_RAHEAD
+      if (has_next) load_rows(role, call);
+#endif
+      if (!sum_token<kWire, kOut, kCount>(role, call, now, now_id, own)) return;
+      if (!has_next) return;
+#if !EP_C_RAHEAD
+      load_rows(role, call);
+#endif
+      add_up_own(role);
     }
   }
 };
@@ -409,11 +363,25 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
   __shared__ CallContext call;
-  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
+  __shared__ uint32_t block_work;
+  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers, args.state, &block_work};
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
+  if constexpr (EP_C_TICKETS == 2) {
+    if (threadIdx.x == blockDim.x - 1) block_work = 0;
+  }
+  Sender<kIn, kWire, kCount> sender;
+  Receiver<kIn, kWire, kOut, kCount> receiver;
+  const bool is_sender = sends(p.half) && role.is_sender() && args.geometry.homes > 0;
+  const bool is_receiver = !is_sender && receives(p.half) && role.is_receiver();
+  const auto ask_first = [&] {
+    if (is_sender) sender.ask_first(role);
+    if (is_receiver) receiver.ask_first(role);
+  };
+  if (EP_C_EARLY) ask_first();
   const Opening opening = open_call(call, args, Kind::kCombine);
+  if (!EP_C_EARLY) ask_first();
 
   const auto begin = [&] {
     const bool is_well = begin_call(call, args, opening);
@@ -429,15 +397,13 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
     if (!is_well) return;
     if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
     if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
-  } else if (sends(p.half) && role.is_sender() && args.geometry.homes > 0) {
-    Sender<kIn, kWire, kCount> sender;
+  } else if (is_sender) {
     sender.begin(role, call);
     if (!begin()) return;
     sender.send_all(role, call);
     stamp(Stamp::kSent, peers.rank);
-  } else if (receives(p.half) && role.is_receiver()) {
-    Receiver<kIn, kWire, kOut, kCount> receiver;
-    receiver.begin(role, call);
+  } else if (is_receiver) {
+    if (p.weighting != Weighting::kHome && p.num_tokens < EP_C_LATE) receiver.begin(role, call);
     if (!begin()) return;
     receiver.sum_all(role, call);
   } else {

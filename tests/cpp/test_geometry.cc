@@ -1,8 +1,11 @@
 // What kernels are told beforehand: divisors, strides of work, shared memory.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <random>
 #include <set>
 #include <tuple>
+#include <vector>
 
 #include "cuda/geometry.h"
 
@@ -23,45 +26,95 @@ TEST(Divisor, DividesAsTheMachineDoes) {
   }
 }
 
-// Walks every warp's units as Units of ll_combine.cuh does.
-std::multiset<std::tuple<int, int, int>> walk(int blocks, int warps, int pieces, int homes, int tokens) {
-  const UnitStride stride = UnitStride::of(blocks, warps, pieces, homes);
-  std::multiset<std::tuple<int, int, int>> units;
-  for (int block = 0; block < blocks; block++) {
-    for (int warp = 0; warp < warps; warp++) {
-      const int round = stride.by_homes.divide(warp);
-      int home = stride.by_homes.remainder(warp, round);
-      const int number = round * blocks + block;
-      int token = number / pieces, piece = number % pieces;
-      while (token < tokens) {
-        units.emplace(home, token, piece);
-        EXPECT_EQ((token * pieces + piece) % blocks, block) << "a unit belongs to one block, whatever the home";
-        home += stride.home_step;
-        const bool carry = home >= stride.homes;
-        if (carry) home -= stride.homes;
-        piece += stride.piece_step[carry];
-        token += stride.token_step[carry];
-        if (piece >= pieces) {
-          piece -= pieces;
-          token++;
-        }
+// One rank's senders and receivers of a call, as Sender and Receiver of ll_combine.cuh go through their units.
+class SimulatedRank {
+ public:
+  using Key = std::tuple<int, int, int>;  // home, token, piece
+
+  SimulatedRank(const UnitDeal& send, std::vector<uint32_t>& counters, int tokens)
+      : send_(send), counters_(counters), tokens_(tokens) {}
+
+  // A warp from its first unit to its last: it waits for nobody. Other warps may draw in between.
+  class Sender {
+   public:
+    Sender(SimulatedRank& rank, int block, int warp) : rank_(&rank), block_(block), index_(warp) {
+      unit_ = rank.send_.dealt_unit(block, warp);
+    }
+    bool exists() const { return unit_.token < rank_->tokens_; }
+    void step() {
+      const UnitDeal& deal = rank_->send_;
+      rank_->sent.emplace(unit_.home, unit_.token, unit_.piece);
+      index_ += deal.warps;
+      if (index_ < deal.dealt) {
+        unit_ = deal.dealt_unit(block_, index_);
+      } else if (deal.has_tickets(rank_->tokens_)) {
+        const int group = deal.group_of(block_);
+        const auto ticket = static_cast<int>(rank_->counters_[group]++);
+        unit_ = deal.ticket_unit(group, ticket);
+        EXPECT_EQ((unit_.token * deal.pieces + unit_.piece) % deal.groups, group);
+        if (!exists() && ticket == deal.last_ticket(group, rank_->tokens_)) rank_->counters_[group] = 0;
+      } else {
+        unit_.token = rank_->tokens_;
       }
+    }
+
+   private:
+    SimulatedRank* rank_;
+    int block_, index_;
+    Unit unit_;
+  };
+
+  std::multiset<Key> sent;
+
+ private:
+  const UnitDeal& send_;
+  std::vector<uint32_t>& counters_;
+  int tokens_;
+};
+
+std::multiset<SimulatedRank::Key> all_units(int homes, int tokens, int pieces) {
+  std::multiset<SimulatedRank::Key> units;
+  for (int home = 0; home < homes; home++) {
+    for (int token = 0; token < tokens; token++) {
+      for (int piece = 0; piece < pieces; piece++) units.emplace(home, token, piece);
     }
   }
   return units;
 }
 
-TEST(UnitStride, DealsEveryUnitOnce) {
-  for (auto [blocks, warps, pieces, homes, tokens] :
-       {std::tuple{132, 9, 28, 3, 128}, {4, 9, 28, 3, 5}, {1, 9, 7, 2, 3}, {7, 10, 3, 1, 11}, {132, 9, 5, 63, 2}}) {
-    const auto units = walk(blocks, warps, pieces, homes, tokens);
-    std::multiset<std::tuple<int, int, int>> expected;
-    for (int home = 0; home < homes; home++) {
-      for (int token = 0; token < tokens; token++) {
-        for (int piece = 0; piece < pieces; piece++) expected.emplace(home, token, piece);
+TEST(UnitDeal, DealsEveryUnitOnceAndLeavesTheCountersAtZero) {
+  std::mt19937 random(1);
+  for (auto [blocks, warps, pieces, homes] :
+       {std::tuple{132, 9, 28, 3}, {6, 9, 28, 3}, {1, 9, 7, 2}, {7, 10, 3, 1}, {12, 9, 5, 63}, {4, 1, 1, 7}}) {
+    for (int wanted_groups : {0, 1, 4, 12, 64, blocks}) {  // 0: no tickets
+      for (int rounds : {1, 2}) {
+        UnitDeal deal = UnitDeal::of(blocks, warps, pieces, homes);
+        if (wanted_groups > 0) deal = deal.with_tickets(rounds, wanted_groups);
+        std::vector<uint32_t> counters(deal.groups);
+        for (int tokens : {9, 0, 1, 40, 3, 128}) {  // one call after the other
+          SimulatedRank rank(deal, counters, tokens);
+          std::vector<SimulatedRank::Sender> senders;
+          for (int block = 0; block < blocks; block++) {
+            for (int warp = 0; warp < warps; warp++) {
+              SimulatedRank::Sender sender(rank, block, warp);
+              if (sender.exists()) senders.push_back(sender);
+            }
+          }
+          while (!senders.empty()) {
+            auto& sender = senders[random() % senders.size()];
+            sender.step();
+            if (!sender.exists()) {
+              std::swap(sender, senders.back());
+              senders.pop_back();
+            }
+          }
+          ASSERT_EQ(rank.sent, all_units(homes, tokens, pieces))
+              << blocks << " blocks of " << warps << " warps, " << homes << " homes, " << deal.groups << " groups, "
+              << tokens << " tokens";
+          for (uint32_t counter : counters) ASSERT_EQ(counter, 0u);
+        }
       }
     }
-    EXPECT_EQ(units, expected) << blocks << " blocks of " << warps << " warps";
   }
 }
 
