@@ -105,13 +105,13 @@ struct Unit {
 // How pieces of rows, once for each home, are dealt to warps. Piece number n is n % pieces of token n / pieces. The
 // first numbers are dealt beforehand, number n to block n % blocks, where the homes of its numbers go to the warps in
 // turn. From `first_number` on a warp draws a ticket for each unit, from the counter of its group: number n belongs to
-// group n % groups, which is that of block n % blocks too. A group's counter runs on until each of its warps has drawn
-// one ticket in vain; who draws the last of these sets it back to zero.
+// group n % groups, which is that of block n % blocks too. Each warp of a group draws until it has drawn one ticket in
+// vain, so it is known which ticket is the last: the counter goes on to zero from there, ready for the next call.
 struct UnitDeal {
   int blocks = 1, warps = 1, homes = 1, pieces = 1;
   int dealt = INT32_MAX;         // units of a block without a ticket
   int first_number = INT32_MAX;  // of those with one
-  int groups = 1;
+  int groups = 1, group_warps = 1;
   Divisor by_homes, by_pieces, by_groups;
 
   static UnitDeal of(int blocks, int warps, int pieces, int homes) {
@@ -131,6 +131,7 @@ struct UnitDeal {
     deal.dealt = numbers * homes;
     deal.first_number = numbers * blocks;
     deal.groups = std::gcd(blocks, wanted_groups);
+    deal.group_warps = blocks / deal.groups * warps;
     deal.by_groups = Divisor::of(deal.groups);
     return deal;
   }
@@ -152,7 +153,7 @@ struct UnitDeal {
   }
   EP_HD int last_ticket(int group, int tokens) const {
     const int numbers = tokens * pieces - first_number - group;
-    return (numbers > 0 ? ceil_div(numbers, groups) * homes : 0) + blocks / groups * warps - 1;
+    return (numbers > 0 ? by_groups.divide(numbers + groups - 1) * homes : 0) + group_warps - 1;
   }
 };
 

@@ -44,10 +44,6 @@ struct Sender {
   Numbers<kWire, kCount> sum;  // of `out`
 
   __device__ __forceinline__ bool exists(const Unit& u) const { return u.token < most_tokens; }
-  __device__ __forceinline__ uint32_t* counter(const CombineRole& role) const {
-    if constexpr (EP_C_TICKETS == 2) return role.block_work;
-    return &role.state->work[role.geometry.send.group_of(role.at.block)].ticket;
-  }
   __device__ __forceinline__ void load_terms_of_next(const CombineRole& role) {
     terms = {kNoRow, 1.0f};
     if (unit.token < role.p.shape.max_tokens) terms = load_terms(role, role.home_of(unit.home), unit.token);
@@ -61,9 +57,19 @@ struct Sender {
   }
   // Asks for a ticket if one is needed, find_next() looks at it.
   __device__ __forceinline__ void draw(const CombineRole& role) {
-    if constexpr (EP_C_TICKETS == 0) return;
-    if (!has_tickets || index + role.geometry.send.warps < role.geometry.send.dealt) return;
-    if (role.lane == 0) drawn = atomicAdd(counter(role), 1u);
+    const UnitDeal& deal = role.geometry.send;
+    if (EP_C_TICKETS == 0 || !has_tickets || index + deal.warps < deal.dealt) return;
+    const int group = deal.group_of(role.at.block);
+    const auto last = static_cast<uint32_t>(deal.last_ticket(group, most_tokens));
+    uint32_t ticket;  // of lane 0; another value would meet it in a move that waits
+    if (role.lane == 0) {
+      if constexpr (EP_C_TICKETS == 2) {
+        ticket = ptx::atom_inc_relaxed_shared(role.block_work, last);
+      } else {
+        ticket = ptx::atom_inc_relaxed_gpu(&role.state->work[group].ticket, last);
+      }
+    }
+    drawn = ticket;
   }
   __device__ __forceinline__ void find_next(const CombineRole& role) {
     const UnitDeal& deal = role.geometry.send;
@@ -73,10 +79,6 @@ struct Sender {
     } else if (has_tickets) {
       const int ticket = static_cast<int>(__shfl_sync(~0u, drawn, 0));
       unit = deal.ticket_unit(deal.group_of(role.at.block), ticket);
-      if (EP_C_TICKETS == 1 && !exists(unit) && role.lane == 0 &&
-          ticket == deal.last_ticket(deal.group_of(role.at.block), most_tokens)) {
-        *counter(role) = 0;
-      }
     } else {
       unit.token = most_tokens;
     }
@@ -379,9 +381,12 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
     if (is_sender) sender.ask_first(role);
     if (is_receiver) receiver.ask_first(role);
   };
-  if (EP_C_EARLY) ask_first();
+#if EP_C_EARLY
+  const Opening opening = open_call(call, args, Kind::kCombine, ask_first);
+#else
   const Opening opening = open_call(call, args, Kind::kCombine);
-  if (!EP_C_EARLY) ask_first();
+  ask_first();
+#endif
 
   const auto begin = [&] {
     const bool is_well = begin_call(call, args, opening);

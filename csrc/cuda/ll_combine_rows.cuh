@@ -71,19 +71,17 @@ struct RowBatch {
   static constexpr int kRows = EP_COMBINE_ROWS;
   Numbers<kIn, kCount> rows[kRows];
 
-  // `mask`: the lanes whose rows are meant.
+  // `mask`: the lanes whose rows are meant. Without rows, and past a row's end, there is nothing to look at: setting it
+  // to zero instead would cost moves that wait for the loads.
   __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, unsigned mask, int piece) {
-    const int lane_index = piece * 32 + role.lane;
-    const bool is_inside = lane_index * kCount < role.p.hidden;
+    const int last = role.p.hidden / kCount - 1;
+    const int lane_index = min(piece * 32 + role.lane, last);
 #pragma unroll
     for (int q = 0; q < kRows; q++) {
+      if (mask == 0) break;
       const int32_t row = __shfl_sync(~0u, terms.row, __ffs(mask) - 1);
-      if (mask != 0 && is_inside) {
-        rows[q].load_nc(static_cast<const char*>(role.p.rows) + static_cast<int64_t>(row) * role.geometry.row_bytes,
-                        lane_index);
-      } else {
-        rows[q].fill(0);
-      }
+      rows[q].load_nc(static_cast<const char*>(role.p.rows) + static_cast<int64_t>(row) * role.geometry.row_bytes,
+                      lane_index);
       mask &= mask - 1;
     }
   }

@@ -64,6 +64,23 @@ __device__ __forceinline__ uint32_t ld_relaxed_gpu(const uint32_t* p) {
   return v;
 }
 
+// ---- Atomics
+
+// Counts up, from `last` on to 0. (The compiler turns additions into one for the whole warp, and waits for it.)
+__device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* p, uint32_t last) {
+  uint32_t v;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(v) : "l"(p), "r"(last) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t atom_inc_relaxed_shared(uint32_t* p, uint32_t last) {
+  uint32_t v;
+  asm volatile("atom.relaxed.cta.shared.inc.u32 %0,[%1],%2;"
+               : "=r"(v)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(last)
+               : "memory");
+  return v;
+}
+
 // ---- Stores
 
 __device__ __forceinline__ void st(uint4* p, uint4 v) {

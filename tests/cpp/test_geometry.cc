@@ -49,10 +49,11 @@ class SimulatedRank {
         unit_ = deal.dealt_unit(block_, index_);
       } else if (deal.has_tickets(rank_->tokens_)) {
         const int group = deal.group_of(block_);
-        const auto ticket = static_cast<int>(rank_->counters_[group]++);
+        uint32_t& counter = rank_->counters_[group];
+        const auto ticket = static_cast<int>(counter);
+        counter = ticket >= deal.last_ticket(group, rank_->tokens_) ? 0 : counter + 1;
         unit_ = deal.ticket_unit(group, ticket);
         EXPECT_EQ((unit_.token * deal.pieces + unit_.piece) % deal.groups, group);
-        if (!exists() && ticket == deal.last_ticket(group, rank_->tokens_)) rank_->counters_[group] = 0;
       } else {
         unit_.token = rank_->tokens_;
       }
