@@ -170,15 +170,15 @@ struct Sender {
 // ---- Receiving: the sum over ranks
 
 template <DType kOut, int kCount>
-__device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, int lane_index, bool is_inside,
-                                          bool has_terms, float (&sum)[kCount]) {
+__device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, int lane_index, bool has_terms,
+                                          float (&sum)[kCount]) {
   const bool has_bias = p.bias[0] != nullptr || p.bias[1] != nullptr;
 #pragma unroll
   for (int i = 0; i < kCount; i++) sum[i] = has_terms || has_bias ? kNothingYet : 0.0f;
   if (!has_bias) return;
 #pragma unroll 1
   for (const void* bias : p.bias) {
-    if (bias == nullptr || !is_inside) continue;
+    if (bias == nullptr) continue;
     Numbers<kOut, kCount> numbers;
     numbers.load_nc(static_cast<const char*>(bias) + static_cast<int64_t>(token) * p.hidden * size_of(kOut),
                     lane_index);
@@ -191,38 +191,43 @@ __device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
   return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
 }
 
+// Lanes past the row's end do what the last lane inside does.
 template <DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, const Unit& unit, int id,
                                           const Numbers<kWire, kCount>& own) {
   constexpr int kBatch = 4;  // ranks polled together
+  constexpr uint32_t kNone = 0xFF;
   const LlCombineParams& p = role.p;
-  const int rank = role.peers.rank, token = unit.token, piece = unit.piece;
-  const int lane_index = piece * 32 + role.lane;
-  const bool is_inside = lane_index * kCount < p.hidden;
-  const uint32_t source_bytes = role.geometry.source_bytes;
-  uint64_t mask = destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
-  const uint32_t local_rank = sends(p.half) ? rank : 0xFE;  // whose share is at hand
-  stamp(Stamp::kOwnDone, rank);
-  char* slots = role.peers.local<char>(p.layout.row(call.bank, 0, token));
+  const int token = unit.token;
+  const int lane_index = min(unit.piece * 32 + role.lane, p.hidden / kCount - 1);
+  const uint64_t all =
+      destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
+  uint32_t mask = static_cast<uint32_t>(all), high = static_cast<uint32_t>(all >> 32), first = 0;
+  const uint32_t local_rank = sends(p.half) ? role.peers.rank : kNone - 1;  // whose share is at hand
+  stamp(Stamp::kOwnDone, role.peers.rank);
+  char* slots = role.peers.local<char>(p.layout.row(call.bank, 0, token)) + lane_index * static_cast<int>(sizeof own);
   float total[kCount];
-  begin_sum<kOut>(p, token, lane_index, is_inside, mask != 0, total);
+  begin_sum<kOut>(p, token, lane_index, all != 0, total);
   Patience patience;
 #pragma unroll 1
-  while (mask != 0) {
+  while ((mask | high) != 0) {
+    if (mask == 0) {
+      mask = high;
+      high = 0;
+      first = 32;
+    }
     uint32_t ranks = ~0u;  // in bytes: registers are few
-    Numbers<kWire, kCount> numbers[kBatch];
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
       if (mask == 0) break;
-      const uint32_t r = __ffsll(static_cast<long long>(mask)) - 1;
-      ranks ^= (r ^ 0xFF) << 8 * q;
+      ranks ^= ((first + __ffs(mask) - 1) ^ kNone) << (8 * q);
       mask &= mask - 1;
     }
     const auto rank_of = [&](int q) {
-      return static_cast<uint32_t>(ptx::opaque(static_cast<int>(ranks))) >> 8 * q & 0xFF;
+      return static_cast<uint32_t>(ptx::opaque(static_cast<int>(ranks))) >> (8 * q) & kNone;
     };
-    const auto is_polled = [&](uint32_t r) { return r != 0xFF && r != local_rank && is_inside; };
-    const auto slot_of = [&](uint32_t r) { return slots + static_cast<uint64_t>(r) * source_bytes; };
+    const auto slot_of = [&](uint32_t r) { return slots + static_cast<uint64_t>(r) * role.geometry.source_bytes; };
+    Numbers<kWire, kCount> numbers[kBatch];
     bool ok;
     do {
       ok = true;
@@ -230,31 +235,27 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
       for (int q = 0; q < kBatch; q++) {
         numbers[q].fill(0);
         const uint32_t r = rank_of(q);
-        if (is_polled(r)) numbers[q].load_relaxed_sys(slot_of(r), lane_index);
+        if (r != kNone && r != local_rank) numbers[q].load_relaxed_sys(slot_of(r), 0);
       }
 #pragma unroll
       for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
       ok = __all_sync(~0u, ok);
-      if (!ok && __any_sync(~0u, patience.is_over(call, Phase::kPartials, static_cast<int>(rank_of(0)), token, piece)))
-        return false;
+      if (!ok && __any_sync(~0u, patience.is_over(call, Phase::kPartials, rank_of(0), token, unit.piece))) return false;
     } while (!ok);
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
       const uint32_t r = rank_of(q);
-      if (r == 0xFF) continue;
-      if (r == local_rank) {
-        own.add_to(total);
-        continue;
-      }
+      if (r == kNone) break;
+      if (r == local_rank) numbers[q] = own;
       numbers[q].add_to(total);
+      if (r == local_rank) continue;
       numbers[q].fill(kAbsent);
-      if (is_inside) numbers[q].store(slot_of(r), lane_index);
+      numbers[q].store(slot_of(r), 0);
     }
   }
   Numbers<kOut, kCount> out;
   out.from(total);
-  char* row = static_cast<char*>(p.out) + static_cast<int64_t>(token) * p.hidden * size_of(kOut);
-  if (is_inside) out.store(row, lane_index);
+  out.store(static_cast<char*>(p.out) + static_cast<int64_t>(token) * p.hidden * size_of(kOut), lane_index);
   return true;
 }
 

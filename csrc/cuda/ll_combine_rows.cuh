@@ -71,18 +71,18 @@ struct RowBatch {
   static constexpr int kRows = EP_COMBINE_ROWS;
   Numbers<kIn, kCount> rows[kRows];
 
-  // `mask`: the lanes whose rows are meant. Without rows, and past a row's end, there is nothing to look at: setting it
-  // to zero instead would cost moves that wait for the loads.
-  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, unsigned mask, int piece) {
-    const int last = role.p.hidden / kCount - 1;
-    const int lane_index = min(piece * 32 + role.lane, last);
+  // `mask`: the lanes whose rows are meant. Lanes past the row's end load its last numbers. Where there is no row,
+  // nothing is loaded and nobody looks: zeros instead would cost moves that wait for the loads before.
+  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, const unsigned mask, int piece) {
+    const int lane_index = min(piece * 32 + role.lane, role.p.hidden / kCount - 1);
+    unsigned rest = mask;
 #pragma unroll
     for (int q = 0; q < kRows; q++) {
-      if (mask == 0) break;
-      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(mask) - 1);
+      if (rest == 0) break;
+      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(rest) - 1);
       rows[q].load_nc(static_cast<const char*>(role.p.rows) + static_cast<int64_t>(row) * role.geometry.row_bytes,
                       lane_index);
-      mask &= mask - 1;
+      rest &= rest - 1;
     }
   }
   __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, int piece) {
@@ -107,6 +107,7 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
       batch.rows[q].add_product_to(sum, __shfl_sync(~0u, terms.weight, __ffs(mask) - 1));
       mask &= mask - 1;
     }
+    if (mask == 0) return;
     batch.load(role, terms, mask, piece);
   }
 }
