@@ -17,6 +17,9 @@ namespace ep {
 #if !defined(EP_C_LATE)
 #define EP_C_LATE 100000000
 #endif
+#if !defined(EP_C_LIGHT)
+#define EP_C_LIGHT 100000000
+#endif
 #if !defined(EP_C_EARLY)
 #define EP_C_EARLY 0
 #endif
@@ -205,7 +208,8 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   uint32_t mask = static_cast<uint32_t>(all), high = static_cast<uint32_t>(all >> 32), first = 0;
   const uint32_t local_rank = sends(p.half) ? role.peers.rank : kNone - 1;  // whose share is at hand
   stamp(Stamp::kOwnDone, role.peers.rank);
-  char* slots = role.peers.local<char>(p.layout.row(call.bank, 0, token)) + lane_index * static_cast<int>(sizeof own);
+  char* slots = ptx::opaque(role.peers.local<char>(p.layout.row(call.bank, 0, token)) +
+                            lane_index * static_cast<int>(sizeof own));
   float total[kCount];
   begin_sum<kOut>(p, token, lane_index, all != 0, total);
   Patience patience;
@@ -223,14 +227,12 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
       ranks ^= ((first + __ffs(mask) - 1) ^ kNone) << (8 * q);
       mask &= mask - 1;
     }
-    const auto rank_of = [&](int q) {
-      return static_cast<uint32_t>(ptx::opaque(static_cast<int>(ranks))) >> (8 * q) & kNone;
-    };
+    const auto rank_of = [&](int q) { return ranks >> (8 * q) & kNone; };
     const auto slot_of = [&](uint32_t r) { return slots + static_cast<uint64_t>(r) * role.geometry.source_bytes; };
     Numbers<kWire, kCount> numbers[kBatch];
-    bool ok;
-    do {
-      ok = true;
+    while (true) {
+      bool ok = true;
+      ranks = static_cast<uint32_t>(ptx::opaque(static_cast<int>(ranks)));  // addresses are worked out again
 #pragma unroll
       for (int q = 0; q < kBatch; q++) {
         numbers[q].fill(0);
@@ -239,9 +241,18 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
       }
 #pragma unroll
       for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
-      ok = __all_sync(~0u, ok);
-      if (!ok && __any_sync(~0u, patience.is_over(call, Phase::kPartials, rank_of(0), token, unit.piece))) return false;
-    } while (!ok);
+      if (__all_sync(~0u, ok)) break;
+      if (p.num_tokens >= EP_C_LIGHT) {
+        // Lane q looks at one word of the q-th rank: rows that are not there yet need not be asked for again and again.
+        const uint32_t r = role.lane < kBatch ? ranks >> (8 * role.lane) & kNone : kNone;
+        const auto* word = reinterpret_cast<const uint32_t*>(slot_of(r));
+        const bool is_polled = r != kNone && r != local_rank;
+        while (__any_sync(~0u, is_polled && ptx::ld_relaxed_sys(word) == kAbsent)) {
+          if (__any_sync(~0u, patience.is_over(call, Phase::kPartials, rank_of(0), token, unit.piece))) return false;
+        }
+      }
+      if (__any_sync(~0u, patience.is_over(call, Phase::kPartials, rank_of(0), token, unit.piece))) return false;
+    }
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
       const uint32_t r = rank_of(q);
