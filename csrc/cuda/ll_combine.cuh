@@ -30,6 +30,7 @@ struct Outbound {
   Unit unit;
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
+  char* slot;   // in bank 0 of the home rank, of this lane's numbers
   RowBatch<kIn, kCount> rows;
 };
 
@@ -39,8 +40,10 @@ struct Sender {
   int index = 0;       // of the unit in the block's deal
   uint32_t drawn = 0;  // the last ticket, of lane 0
   bool has_tickets = false, is_idle = false;
-  int tokens = 0;  // of rank `lane`
+  int tokens = 0;        // of rank `lane`
+  int first_tokens = 0;  // of the first unit's home
   int most_tokens = 0;
+  int64_t bank_offset = 0;
   Unit unit{};  // the next, and its entries
   Terms terms{kNoRow, 1.0f};
   Outbound<kIn, kCount> out;
@@ -56,6 +59,7 @@ struct Sender {
     index = role.warp;
     unit = role.geometry.send.dealt_unit(role.at.block, index);
     load_terms_of_next(role);
+    first_tokens = __ldg(role.p.handle.tokens + role.home_of(unit.home));
     if (role.lane < role.p.shape.num_ranks) tokens = __ldg(role.p.handle.tokens + role.lane);
   }
   // Asks for a ticket if one is needed, find_next() looks at it.
@@ -87,18 +91,26 @@ struct Sender {
     }
     load_terms_of_next(role);
   }
+  __device__ __forceinline__ int tokens_of(const CombineRole& role, int home) const {
+    return role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
+  }
   // Asks for the rows of the next unit.
-  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
+  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call, int home_tokens) {
     out.unit = unit;
     const int home = role.home_of(unit.home);
-    const int home_tokens =
-        role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
     out.terms = checked(role, terms, unit.token < home_tokens);
     if (role.p.weighting == Weighting::kHome) {
       out.terms = await_home_weight(role.p.layout, role.peers, call, home, unit.token, out.terms);
     }
-    out.is_any = __any_sync(~0u, out.terms.row != kNoRow);
     out.rows.load(role, out.terms, unit.piece);
+    out.is_any = __any_sync(~0u, out.terms.row != kNoRow);
+    const int lane_index = unit.piece * 32 + role.lane;
+    out.slot = role.peers.at<char>(home, role.p.layout.row(0, role.peers.rank, unit.token)) +
+               lane_index * static_cast<int>(sizeof sum);
+    if (lane_index * kCount >= role.p.hidden) out.slot = nullptr;
+  }
+  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
+    load_rows(role, call, tokens_of(role, role.home_of(unit.home)));
   }
   __device__ __forceinline__ void add_up(const CombineRole& role, const Outbound<kIn, kCount>& summed,
                                          RowBatch<kIn, kCount>& rows) {
@@ -108,17 +120,13 @@ struct Sender {
     sum.from(total);
     sum.escape();
   }
-  __device__ __forceinline__ void store(const CombineRole& role, const CallContext& call,
-                                        const Outbound<kIn, kCount>& summed) const {
-    const int lane_index = summed.unit.piece * 32 + role.lane;
-    if (!summed.is_any || lane_index * kCount >= role.p.hidden) return;
-    const int home = role.home_of(summed.unit.home);
-    sum.store_remote(role.peers.at<char>(home, role.p.layout.row(call.bank, role.peers.rank, summed.unit.token)),
-                     lane_index);
+  __device__ __forceinline__ void store(const Outbound<kIn, kCount>& summed) const {
+    if (summed.is_any && summed.slot != nullptr) sum.store_remote(summed.slot + bank_offset, 0);
   }
 
   // The first sum: all but home weights is there before the epoch is known.
   __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
+    if (role.p.weighting != Weighting::kHome) load_rows(role, call, first_tokens);
 #pragma unroll 1
     for (int r = role.lane + 32; r < role.p.shape.num_ranks; r += 32) {
       most_tokens = max(most_tokens, __ldg(role.p.handle.tokens + r));
@@ -126,18 +134,21 @@ struct Sender {
     most_tokens = __reduce_max_sync(~0u, max(tokens, most_tokens));
     has_tickets = EP_C_TICKETS != 0 && role.geometry.send.has_tickets(most_tokens);
     is_idle = !exists(unit);
-    if (!is_idle && role.p.weighting != Weighting::kHome) begin_first(role, call);
+    if (!is_idle && role.p.weighting != Weighting::kHome) begin_first(role);
   }
-  __device__ __forceinline__ void begin_first(const CombineRole& role, const CallContext& call) {
-    load_rows(role, call);
+  __device__ __forceinline__ void begin_first(const CombineRole& role) {
     draw(role);
     if constexpr (EP_C_TICKETS == 0) find_next(role);
     add_up(role, out, out.rows);
   }
   __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
     if (is_idle) return;
-    if (role.p.weighting == Weighting::kHome) begin_first(role, call);
-    store(role, call, out);
+    bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
+    if (role.p.weighting == Weighting::kHome) {
+      load_rows(role, call);
+      begin_first(role);
+    }
+    store(out);
     if constexpr (EP_C_TICKETS != 0) find_next(role);
 #if EP_C_AHEAD
     if (!exists(unit)) return;
@@ -154,7 +165,7 @@ struct Sender {
         find_next(role);
       }
       add_up(role, now, now.rows);
-      store(role, call, now);
+      store(now);
       if (!has_next) return;
     }
 #else
@@ -164,7 +175,7 @@ struct Sender {
       draw(role);
       find_next(role);
       add_up(role, out, out.rows);
-      store(role, call, out);
+      store(out);
     }
 #endif
   }
