@@ -75,14 +75,19 @@ struct RowBatch {
   // nothing is loaded and nobody looks: zeros instead would cost moves that wait for the loads before.
   __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, const unsigned mask, int piece) {
     const int lane_index = min(piece * 32 + role.lane, role.p.hidden / kCount - 1);
+    const int count = __popc(mask);
+    int32_t row[kRows];
     unsigned rest = mask;
 #pragma unroll
     for (int q = 0; q < kRows; q++) {
-      if (rest == 0) break;
-      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(rest) - 1);
-      rows[q].load_nc(static_cast<const char*>(role.p.rows) + static_cast<int64_t>(row) * role.geometry.row_bytes,
-                      lane_index);
+      row[q] = __shfl_sync(~0u, terms.row, __ffs(rest) - 1);
       rest &= rest - 1;
+    }
+#pragma unroll
+    for (int q = 0; q < kRows; q++) {
+      if (q >= count) break;
+      rows[q].load_nc(static_cast<const char*>(role.p.rows) + static_cast<int64_t>(row[q]) * role.geometry.row_bytes,
+                      lane_index);
     }
   }
   __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, int piece) {
@@ -101,11 +106,16 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
   for (int i = 0; i < kCount; i++) sum[i] = nothing;
 #pragma unroll 1
   while (mask != 0) {
+    const int count = __popc(mask);
+    float weight[batch.kRows];
 #pragma unroll
     for (int q = 0; q < batch.kRows; q++) {
-      if (mask == 0) return;
-      batch.rows[q].add_product_to(sum, __shfl_sync(~0u, terms.weight, __ffs(mask) - 1));
+      weight[q] = __shfl_sync(~0u, terms.weight, __ffs(mask) - 1);
       mask &= mask - 1;
+    }
+#pragma unroll
+    for (int q = 0; q < batch.kRows; q++) {
+      if (q < count) batch.rows[q].add_product_to(sum, weight[q]);
     }
     if (mask == 0) return;
     batch.load(role, terms, mask, piece);
