@@ -26,55 +26,39 @@ TEST(Divisor, DividesAsTheMachineDoes) {
   }
 }
 
-// One rank's senders and receivers of a call, as Sender and Receiver of ll_combine.cuh go through their units.
-class SimulatedRank {
- public:
-  using Key = std::tuple<int, int, int>;  // home, token, piece
+using UnitKey = std::tuple<int, int, int>;  // home, token, piece
 
-  SimulatedRank(const UnitDeal& send, std::vector<uint32_t>& counters, int tokens)
-      : send_(send), counters_(counters), tokens_(tokens) {}
+// A sending warp, as Sender of ll_combine.cuh goes through its units.
+struct SendingWarp {
+  const UnitDeal* deal;
+  std::vector<uint32_t>* counters;
+  int tokens, block, index;
+  Unit unit;
 
-  // A warp from its first unit to its last: it waits for nobody. Other warps may draw in between.
-  class Sender {
-   public:
-    Sender(SimulatedRank& rank, int block, int warp) : rank_(&rank), block_(block), index_(warp) {
-      unit_ = rank.send_.dealt_unit(block, warp);
+  static SendingWarp of(const UnitDeal& deal, std::vector<uint32_t>& counters, int tokens, int block, int warp) {
+    return {&deal, &counters, tokens, block, warp, deal.dealt_unit(block, warp)};
+  }
+  bool exists() const { return unit.token < tokens; }
+  UnitKey key() const { return {unit.home, unit.token, unit.piece}; }
+  void advance() {
+    index += deal->warps;
+    if (index < deal->dealt) {
+      unit = deal->dealt_unit(block, index);
+    } else if (deal->has_tickets(tokens)) {
+      const int group = deal->group_of(block);
+      uint32_t& counter = (*counters)[group];
+      const auto ticket = static_cast<int>(counter);
+      counter = ticket >= deal->last_ticket(group, tokens) ? 0 : counter + 1;
+      unit = deal->ticket_unit(group, ticket);
+      EXPECT_EQ((unit.token * deal->pieces + unit.piece) % deal->groups, group);
+    } else {
+      unit.token = tokens;
     }
-    bool exists() const { return unit_.token < rank_->tokens_; }
-    void step() {
-      const UnitDeal& deal = rank_->send_;
-      rank_->sent.emplace(unit_.home, unit_.token, unit_.piece);
-      index_ += deal.warps;
-      if (index_ < deal.dealt) {
-        unit_ = deal.dealt_unit(block_, index_);
-      } else if (deal.has_tickets(rank_->tokens_)) {
-        const int group = deal.group_of(block_);
-        uint32_t& counter = rank_->counters_[group];
-        const auto ticket = static_cast<int>(counter);
-        counter = ticket >= deal.last_ticket(group, rank_->tokens_) ? 0 : counter + 1;
-        unit_ = deal.ticket_unit(group, ticket);
-        EXPECT_EQ((unit_.token * deal.pieces + unit_.piece) % deal.groups, group);
-      } else {
-        unit_.token = rank_->tokens_;
-      }
-    }
-
-   private:
-    SimulatedRank* rank_;
-    int block_, index_;
-    Unit unit_;
-  };
-
-  std::multiset<Key> sent;
-
- private:
-  const UnitDeal& send_;
-  std::vector<uint32_t>& counters_;
-  int tokens_;
+  }
 };
 
-std::multiset<SimulatedRank::Key> all_units(int homes, int tokens, int pieces) {
-  std::multiset<SimulatedRank::Key> units;
+std::multiset<UnitKey> all_units(int homes, int tokens, int pieces) {
+  std::multiset<UnitKey> units;
   for (int home = 0; home < homes; home++) {
     for (int token = 0; token < tokens; token++) {
       for (int piece = 0; piece < pieces; piece++) units.emplace(home, token, piece);
@@ -93,23 +77,24 @@ TEST(UnitDeal, DealsEveryUnitOnceAndLeavesTheCountersAtZero) {
         if (wanted_groups > 0) deal = deal.with_tickets(rounds, wanted_groups);
         std::vector<uint32_t> counters(deal.groups);
         for (int tokens : {9, 0, 1, 40, 3, 128}) {  // one call after the other
-          SimulatedRank rank(deal, counters, tokens);
-          std::vector<SimulatedRank::Sender> senders;
+          std::vector<SendingWarp> senders;
           for (int block = 0; block < blocks; block++) {
             for (int warp = 0; warp < warps; warp++) {
-              SimulatedRank::Sender sender(rank, block, warp);
+              const auto sender = SendingWarp::of(deal, counters, tokens, block, warp);
               if (sender.exists()) senders.push_back(sender);
             }
           }
+          std::multiset<UnitKey> sent;
           while (!senders.empty()) {
             auto& sender = senders[random() % senders.size()];
-            sender.step();
+            sent.insert(sender.key());
+            sender.advance();
             if (!sender.exists()) {
               std::swap(sender, senders.back());
               senders.pop_back();
             }
           }
-          ASSERT_EQ(rank.sent, all_units(homes, tokens, pieces))
+          ASSERT_EQ(sent, all_units(homes, tokens, pieces))
               << blocks << " blocks of " << warps << " warps, " << homes << " homes, " << deal.groups << " groups, "
               << tokens << " tokens";
           for (uint32_t counter : counters) ASSERT_EQ(counter, 0u);
@@ -117,6 +102,114 @@ TEST(UnitDeal, DealsEveryUnitOnceAndLeavesTheCountersAtZero) {
       }
     }
   }
+}
+
+// A call on several ranks, each of which holds only so many blocks at a time, in the order of their numbers.
+struct CrowdedCall {
+  static constexpr int kRanks = 3, kWarps = 2, kPieces = 5, kTokens = 9;
+  LlPlan plan;
+  UnitDeal send, sum;
+  int resident;
+
+  struct Rank {
+    std::vector<uint32_t> counters;
+    std::vector<std::vector<SendingWarp>> senders;  // by block
+    std::vector<std::vector<int>> receivers;        // by block: the index of each warp's unit
+    std::vector<bool> is_done;
+    std::set<std::tuple<int, int, int>> arrived;  // source, token, piece
+  };
+
+  // False: nobody goes on.
+  bool completes(std::mt19937& random) const {
+    std::vector<Rank> ranks(kRanks);
+    for (Rank& rank : ranks) {
+      rank.counters.resize(send.groups);
+      rank.senders.resize(plan.blocks);
+      rank.receivers.resize(plan.blocks);
+      rank.is_done.resize(plan.blocks);
+      for (int b = 0; b < plan.blocks; b++) {
+        for (int w = 0; w < kWarps; w++) {
+          if (b < plan.sender_blocks) {
+            rank.senders[b].push_back(SendingWarp::of(send, rank.counters, kTokens, b, w));
+          }
+          if (b >= plan.receiver_block0) rank.receivers[b].push_back(w);
+        }
+      }
+    }
+    bool has_moved = true;
+    while (has_moved) {
+      has_moved = false;
+      for (int r = 0; r < kRanks; r++) {
+        int held = 0;
+        for (int b = 0; b < plan.blocks && held < resident; b++) {
+          if (ranks[r].is_done[b]) continue;
+          held++;
+          has_moved = step(ranks, r, b, random) || has_moved;
+        }
+      }
+    }
+    return std::all_of(ranks.begin(), ranks.end(), [](const Rank& rank) {
+      return std::all_of(rank.is_done.begin(), rank.is_done.end(), [](bool is_done) { return is_done; });
+    });
+  }
+
+  bool step(std::vector<Rank>& ranks, int r, int b, std::mt19937& random) const {
+    bool has_moved = false, is_done = true;
+    for (SendingWarp& sender : ranks[r].senders[b]) {
+      for (int i = random() % 3; i >= 0 && sender.exists(); i--, has_moved = true) {
+        const auto [home, token, piece] = sender.key();
+        ranks[(r + 1 + home) % kRanks].arrived.emplace(r, token, piece);
+        sender.advance();
+      }
+      is_done = is_done && !sender.exists();
+    }
+    for (int& index : ranks[r].receivers[b]) {
+      for (Unit unit = sum.dealt_unit(b - plan.receiver_block0, index); unit.token < kTokens;
+           unit = sum.dealt_unit(b - plan.receiver_block0, index)) {
+        bool is_here = true;
+        for (int source = 0; source < kRanks; source++) {
+          is_here = is_here && (source == r || ranks[r].arrived.count({source, unit.token, unit.piece}) > 0);
+        }
+        is_done = is_done && is_here;
+        if (!is_here) break;
+        index += sum.warps;
+        has_moved = true;
+      }
+    }
+    if (is_done) ranks[r].is_done[b] = true;
+    return has_moved || is_done;
+  }
+};
+
+TEST(UnitDeal, EveryCallCompletesHoweverFewBlocksAreResident) {
+  std::mt19937 random(1);
+  for (auto [blocks, sender_blocks, receiver_block0] : {std::tuple{12, 12, 0}, {12, 4, 4}, {7, 7, 0}, {1, 1, 0}}) {
+    for (int groups : {0, 1, 2, 4, blocks}) {
+      for (int resident : {1, 2, 5, 12}) {
+        CrowdedCall call;
+        call.plan.blocks = blocks;
+        call.plan.sender_blocks = sender_blocks;
+        call.plan.receiver_block0 = receiver_block0;
+        call.send = UnitDeal::of(sender_blocks, CrowdedCall::kWarps, CrowdedCall::kPieces, CrowdedCall::kRanks - 1);
+        if (groups > 0) call.send = call.send.with_tickets(1, groups);
+        call.sum = UnitDeal::of(blocks - receiver_block0, CrowdedCall::kWarps, CrowdedCall::kPieces, 1);
+        call.resident = resident;
+        for (int repeat = 0; repeat < 5; repeat++) {
+          EXPECT_TRUE(call.completes(random))
+              << sender_blocks << " sending blocks, receivers from " << receiver_block0 << " of " << blocks << ", "
+              << resident << " resident, " << groups << " groups";
+        }
+      }
+    }
+  }
+  // The claim is not empty: receivers below the senders hang.
+  CrowdedCall call;
+  call.plan.blocks = 12;
+  call.plan.sender_blocks = 12;
+  call.send = UnitDeal::of(12, CrowdedCall::kWarps, CrowdedCall::kPieces, CrowdedCall::kRanks - 1);
+  call.sum = UnitDeal::of(5, CrowdedCall::kWarps, CrowdedCall::kPieces, 1);
+  call.resident = 1;
+  EXPECT_FALSE(call.completes(random));
 }
 
 LlDispatchParams some_dispatch(OutputLayout layout) {
@@ -170,6 +263,11 @@ TEST(Geometry, RefusesAPlanWithoutAnOpener) {
   EXPECT_NO_THROW(LlCombineGeometry::of(combine, sums, 8));
   sums.receiver_warps++;
   EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error);
+  sums = plan_combine(132);
+  sums.sender_blocks = sums.receiver_block0 = 60;
+  EXPECT_NO_THROW(LlCombineGeometry::of(combine, sums, 8));
+  sums.receiver_block0 = 59;
+  EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error) << "receivers must not lie below senders";
 }
 
 }  // namespace
