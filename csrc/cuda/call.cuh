@@ -57,16 +57,16 @@ __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args
     opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
     opening.has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
     call.is_open = CallContext::kClosed;
+    call.state = args.state;
+    call.call = &args.params.call;
+    call.kind = kind;
+    call.rank = args.peers.rank;
   } else {
     others_ask();
   }
   __syncthreads();
   if (!is_opener()) return opening;
   if (lane_id() < args.num_ranks) opening.credit = ptx::ld_acquire_sys(args.credits + lane_id());
-  call.state = args.state;
-  call.call = &args.params.call;
-  call.kind = kind;
-  call.rank = args.peers.rank;
   return opening;
 }
 

@@ -141,6 +141,10 @@ __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+// Has the value loaded, and nothing else.
+__device__ __forceinline__ void touch(int value) {
+  asm volatile("{.reg .pred q; setp.eq.s32 q,%0,0x5EEDF00D; @q nanosleep.u32 0;}" ::"r"(value));
+}
 template <class T>
 __device__ __forceinline__ T* opaque(T* pointer) {
   asm volatile("" : "+l"(pointer));
