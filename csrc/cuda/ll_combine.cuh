@@ -207,11 +207,12 @@ __device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
 
 // Lanes past the row's end do what the last lane inside does.
 template <DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, const Unit& unit, int id,
+__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, int number, int id,
                                           const Numbers<kWire, kCount>& own) {
   constexpr int kBatch = 4;  // ranks polled together
   constexpr uint32_t kNone = 0xFF;
   const LlCombineParams& p = role.p;
+  const Unit unit = role.geometry.sum.unit(0, number);
   const int token = unit.token;
   const int lane_index = min(unit.piece * 32 + role.lane, p.hidden / kCount - 1);
   const uint64_t all =
@@ -281,56 +282,53 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
   return true;
 }
 
-// A unit to add up, whose own rows have been asked for.
-template <DType kIn, int kCount>
-struct Inbound {
-  Unit unit;
-  int id;  // of choice `lane`
-  Terms terms;
-  RowBatch<kIn, kCount> rows;
-};
-
-// A receiver asks for its own rows of a unit while it waits for the others' of the one before: what is asked for late
-// comes late, as the loads of an SM queue up behind its remote stores.
+// A receiver asks for its own rows of a piece while it waits for the others' of the one before: what is asked for late
+// comes late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers.
 template <DType kIn, DType kWire, DType kOut, int kCount>
 struct Receiver {
-  int index = 0;  // of the unit in the block's deal
-  Unit unit{};    // the next, and what the handle says of this rank's own share of it
-  int id = -1;
-  Terms terms{kNoRow, 1.0f};
-  Inbound<kIn, kCount> in;
-  Numbers<kWire, kCount> own;  // share of a unit
+  int number = 0;             // of the piece whose entries of the handle have been asked for
+  int id = -1;                // of choice `lane`
+  Terms terms{kNoRow, 1.0f};  // of the own share
+  int rows_number = 0;        // of the piece whose own rows have been asked for
+  int rows_id = -1;
+  Terms rows_terms;
+  RowBatch<kIn, kCount> rows;
+  Numbers<kWire, kCount> own;  // share of the piece that is added up
   bool has_begun = false;
 
-  __device__ __forceinline__ bool exists(const CombineRole& role) const { return unit.token < role.p.num_tokens; }
+  __device__ __forceinline__ bool exists(const CombineRole& role) const {
+    return number < role.p.num_tokens * role.geometry.pieces;
+  }
   __device__ __forceinline__ void ask(const CombineRole& role) {
-    unit = role.geometry.sum.dealt_unit(role.at.block - role.plan.receiver_block0, index);
     if (!exists(role)) return;
-    id = load_own_id(role, unit.token);
-    if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, unit.token);
+    const int token = role.geometry.sum.unit(0, number).token;
+    id = load_own_id(role, token);
+    if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, token);
   }
   __device__ __forceinline__ void ask_first(const CombineRole& role) {
-    index = role.warp - role.plan.receiver_warp0;
+    number =
+        (role.warp - role.plan.receiver_warp0) * role.geometry.sum.blocks + role.at.block - role.plan.receiver_block0;
     ask(role);
   }
-  // Asks for the own rows of the next unit and the handle's entries of the one after.
+  // Asks for the own rows of a piece and the handle's entries of the one after.
   __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
-    in.unit = unit;
-    in.id = id;
+    rows_number = number;
+    rows_id = id;
     if (sends(role.p.half)) {
-      in.terms = checked(role, terms, true);
+      const Unit unit = role.geometry.sum.unit(0, number);
+      rows_terms = checked(role, terms, true);
       if (role.p.weighting == Weighting::kHome) {
-        in.terms = await_home_weight(role.p.layout, role.peers, call, role.peers.rank, unit.token, in.terms);
+        rows_terms = await_home_weight(role.p.layout, role.peers, call, role.peers.rank, unit.token, rows_terms);
       }
-      in.rows.load(role, in.terms, unit.piece);
+      rows.load(role, rows_terms, unit.piece);
     }
-    index += role.geometry.sum.warps;
+    number += role.geometry.sum.warps * role.geometry.sum.blocks;
     ask(role);
   }
   __device__ __forceinline__ void add_up_own(const CombineRole& role) {
     if (!sends(role.p.half)) return;
     float total[kCount];
-    partial_sum<kIn>(role, in.terms, in.unit.piece, in.rows, total);
+    partial_sum<kIn>(role, rows_terms, role.geometry.sum.unit(0, rows_number).piece, rows, total);
     own.from(total);
   }
   // All but home weights is there before the epoch is known.
@@ -347,8 +345,7 @@ struct Receiver {
     }
 #pragma unroll 1
     while (true) {
-      const Unit now = in.unit;
-      const int now_id = in.id;
+      const int now = rows_number, now_id = rows_id;
       const bool has_next = exists(role);
 #if EP_C_RAHEAD
       if (has_next) load_rows(role, call);
