@@ -224,7 +224,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
                             lane_index * static_cast<int>(sizeof own));
   float total[kCount];
   begin_sum<kOut>(p, token, lane_index, all != 0, total);
-  Patience patience;
+  LeanPatience patience;
 #pragma unroll 1
   while ((mask | high) != 0) {
     if (mask == 0) {
