@@ -7,7 +7,7 @@ MODES = ("ll", "ht", "auto")
 # Bytes that a rank sends at most in a dispatch of max_tokens, up to which LL is taken. Below it LL's early start counts
 # most; above, HT writes rows to their final place, while LL copies each once more and keeps a slot for every token of
 # every rank. An estimate from the prototypes (LL is at the link's speed up to 128 tokens of 14 KiB on 4 ranks, 7 MB);
-# the benchmark fits it.
+# ``python -m nccl_ep.bench fit`` measures what it should be.
 AUTO_LL_BYTES = 16 << 20
 
 

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 MAGIC, VERSION = 0x4E434550, 100
 (SUCCESS, INVALID_ARGUMENT, INVALID_USAGE, TIMEOUT, MISMATCH, SYSTEM_ERROR, NOT_SUPPORTED, OVERFLOW) = range(8)
+ALGORITHM_AUTO, LOW_LATENCY, HIGH_THROUGHPUT = range(3)
+EXACT = -1
 LAYOUTS = {"expert_major": 1, "packed": 2, "rank_major": 3, "flat": 4}
 WEIGHTS_DISPATCH, WEIGHTS_NONE, WEIGHTS_HOME = range(3)
 HEAD = [("size", c.c_size_t), ("magic", c.c_uint32), ("version", c.c_uint32)]
@@ -28,6 +30,9 @@ class Tensor(Struct):
     defaults = {"dtype": -1}
 
 
+Further = c.POINTER(Tensor) * 3
+
+
 def pointers(*names: str) -> list[tuple[str, Any]]:
     return [(name, c.POINTER(Tensor)) for name in names]
 
@@ -39,38 +44,48 @@ def integers(*names: str) -> list[tuple[str, Any]]:
 class GroupConfig(Struct):
     _fields_ = [*HEAD, *integers("algorithm", "device", "num_experts", "max_tokens", "topk", "domain_size"),
                 ("max_token_bytes", c.c_size_t), ("max_combine_row_bytes", c.c_size_t), ("timeout_ns", c.c_uint64),
-                *integers("overflow_policy", "max_num_sms")]  # fmt: skip
+                *integers("overflow_policy", "max_num_sms"), ("arena_bytes", c.c_uint64)]  # fmt: skip
     defaults = {"device": -1}
 
 
 class GroupInfo(Struct):
     _fields_ = [*HEAD, *integers("rank", "num_ranks", "domain_size", "algorithm"),
-                *[(name, c.c_uint64) for name in ("window_bytes", "num_dispatches", "num_combines", "dropped_rows")],
-                ]  # fmt: skip
+                *[(name, c.c_uint64) for name in (
+                    "window_bytes", "num_dispatches", "num_combines", "dropped_rows", "num_ht_dispatches",
+                    "num_ht_combines", "num_staged_dispatches", "num_staged_combines", "arena_bytes",
+                    "arena_free_bytes")],
+                *integers("ll_max_tokens", "reserved")]  # fmt: skip
 
 
 class HandleConfig(Struct):
-    _fields_ = [*HEAD, *integers("layout", "topk"), ("capacity", c.c_int64), *integers("expert_alignment", "reserved")]
+    _fields_ = [*HEAD, *integers("layout", "topk"), ("capacity", c.c_int64),
+                *integers("expert_alignment", "algorithm", "max_tokens", "reserved")]  # fmt: skip
+
+
+class HandleInfo(Struct):
+    _fields_ = [*HEAD, *integers("layout", "topk", "max_tokens", "expert_alignment", "algorithm", "reserved"),
+                ("capacity", c.c_int64)]  # fmt: skip
 
 
 class DispatchInputs(Struct):
-    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "scales")]
+    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "scales"), ("further", Further)]
 
 
 class DispatchOutputs(Struct):
-    _fields_ = [*HEAD, *pointers("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")]
+    _fields_ = [*HEAD, *pointers("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info"),
+                ("further", Further)]  # fmt: skip
 
 
 class DispatchConfig(Struct):
-    _fields_ = [*HEAD, *integers("send_only", "quant", "zero_padding", "num_sms")]
+    _fields_ = [*HEAD, *integers("send_only", "quant", "zero_padding", "num_sms", "cached", "reserved")]
 
 
 class CombineInputs(Struct):
-    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "topk_idx", "bias0", "bias1")]
+    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "topk_idx", "bias0", "bias1", "values")]
 
 
 class CombineOutputs(Struct):
-    _fields_ = [*HEAD, *pointers("tokens")]
+    _fields_ = [*HEAD, *pointers("tokens", "values")]
 
 
 class CombineConfig(Struct):
@@ -85,6 +100,7 @@ STRUCTS = {
         GroupConfig,
         GroupInfo,
         HandleConfig,
+        HandleInfo,
         DispatchInputs,
         DispatchOutputs,
         DispatchConfig,
@@ -113,11 +129,15 @@ ARGUMENTS: dict[str, list[Any]] = {
     "GroupSetTimeout": [_void, c.c_uint64],
     "Check": [_void],
     "GroupGetInfo": [_void, c.POINTER(GroupInfo)],
+    "MemAlloc": [_void, c.POINTER(_void), c.c_size_t],
+    "MemFree": [_void, _void],
     "HandleMemSize": [_void, c.POINTER(HandleConfig), c.POINTER(c.c_size_t)],
     "InitHandle": [c.POINTER(_void), _void, c.POINTER(HandleConfig), _void],
     "UpdateHandle": [_void, _tensor],
     "CreateHandle": [c.POINTER(_void), _void, c.POINTER(HandleConfig), _tensor, _void],
+    "RouteHandle": [_void, _tensor, _void],
     "HandleDestroy": [_void],
+    "HandleGetInfo": [_void, c.POINTER(HandleInfo)],
     "DispatchShapes": [_void, c.POINTER(DispatchInputs), c.POINTER(DispatchConfig), c.POINTER(DispatchOutputs)],
     "Dispatch": [_void, c.POINTER(DispatchInputs), c.POINTER(DispatchOutputs), c.POINTER(DispatchConfig), _void],
     "Combine": [_void, c.POINTER(CombineInputs), c.POINTER(CombineOutputs), c.POINTER(CombineConfig), _void],

@@ -26,6 +26,8 @@ SECOND = 10**9
 QUANTS = {None: 0, "fp8": 1, "fp8_rounded": 2, "fp8_ue8m0": 3}
 DTYPES = {torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7,
           torch.bfloat16: 9, torch.float8_e4m3fn: 10}  # fmt: skip
+OUTPUTS = ("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")
+FURTHER = tuple(f"further[{i}]" for i in range(3))
 TORCH_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 
 
@@ -77,16 +79,19 @@ def make_group(library: Library, group: ThreadGroup, **config: Any) -> c.c_void_
 class CaseRun:
     """One rank's part of a generated case, through the C library."""
 
-    def __init__(self, library: Library, expected: Expected, group: ThreadGroup, staged: bool, device: str) -> None:
+    def __init__(
+        self, library: Library, expected: Expected, group: ThreadGroup, staged: bool, device: str, **config: Any
+    ) -> None:
         self.library, self.expected, self.case, self.staged = library, expected, expected.case, staged
         self.rank, self.device = group.rank(), torch.device(device)
         case = self.case
-        self.group = make_group(
-            library, group, num_experts=case.num_experts, max_tokens=case.max_tokens, topk=case.topk,
-            device=-1 if device == "cpu" else torch.cuda.current_device(), domain_size=case.domain_size or 0,
-            max_token_bytes=case.hidden * case.dtype.itemsize + -(-case.scales_width * 8 // 16) * 16,
-            max_combine_row_bytes=case.hidden * 4,
-        )  # fmt: skip
+        sizes = {
+            "num_experts": case.num_experts, "max_tokens": case.max_tokens, "topk": case.topk,
+            "device": -1 if device == "cpu" else torch.cuda.current_device(), "domain_size": case.domain_size or 0,
+            "max_token_bytes": case.hidden * case.dtype.itemsize + -(-case.scales_width * 8 // 16) * 16,
+            "max_combine_row_bytes": case.hidden * 4,
+        }  # fmt: skip
+        self.group = make_group(library, group, **{**sizes, **config})
 
     def move(self, given: torch.Tensor | None) -> torch.Tensor | None:
         if given is None:
@@ -101,27 +106,39 @@ class CaseRun:
                     given.zero_()
             self.library.Complete(handle, None, None)
 
+    def new(self, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device=self.device)
+
+    def run_dispatch(self, handle: c.c_void_p, inputs: Any, config: Any) -> dict[str, Any]:
+        """Into outputs of the shapes that the library says, by name; None for those that there are not."""
+        described = {name: c_api.Tensor() for name in OUTPUTS}
+        further = [c_api.Tensor() for _ in FURTHER]
+        outputs = c_api.DispatchOutputs(
+            **{name: c.pointer(described[name]) for name in OUTPUTS},
+            further=c_api.Further(*[c.pointer(each) for each in further]),
+        )
+        described |= dict(zip(FURTHER, further, strict=True))
+        self.library.DispatchShapes(handle, inputs, config, outputs)
+        made: dict[str, Any] = dict.fromkeys(described)
+        for name, shape in described.items():
+            if shape.ndim > 0:
+                sizes, dtype = list(shape.sizes[: shape.ndim]), TORCH_DTYPES[shape.dtype]
+                size = c.c_size_t()
+                self.library.TensorBytes(shape, size)
+                made[name] = self.new(sizes, dtype)
+                assert size.value == made[name].nbytes
+                made[name].view(torch.uint8).fill_(0xA5)
+                shape.data = made[name].data_ptr() or None
+        self.library.Dispatch(handle, inputs, outputs, config, None)
+        return made
+
     def dispatch(self, handle: c.c_void_p) -> nccl_ep.DispatchOutput:
         case, given = self.case, self.expected.inputs[self.rank]
         x, ids, weights, scales = map(self.move, (given.x, given.topk_idx, given.topk_weights, given.scales))
         self.library.UpdateHandle(handle, tensor(ids))
         inputs = c_api.DispatchInputs(tokens=tensor(x), topk_weights=tensor(weights), scales=tensor(scales))
         config = c_api.DispatchConfig(send_only=self.staged, quant=QUANTS[case.quant], zero_padding=case.zero_padding)
-        names = ("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")
-        described = {name: c_api.Tensor() for name in names}
-        outputs = c_api.DispatchOutputs(**{name: c.pointer(described[name]) for name in names})
-        self.library.DispatchShapes(handle, inputs, config, outputs)
-        made: dict[str, Any] = dict.fromkeys(names)
-        for name, shape in described.items():
-            if shape.ndim > 0:
-                sizes, dtype = list(shape.sizes[: shape.ndim]), TORCH_DTYPES[shape.dtype]
-                size = c.c_size_t()
-                self.library.TensorBytes(shape, size)
-                made[name] = torch.empty(sizes, dtype=dtype, device=self.device)
-                assert size.value == made[name].nbytes
-                made[name].view(torch.uint8).fill_(0xA5)
-                shape.data = made[name].data_ptr() or None
-        self.library.Dispatch(handle, inputs, outputs, config, None)
+        made = self.run_dispatch(handle, inputs, config)
         self.finish(handle, [x, ids, weights, scales])
         return self.output(made)
 
@@ -137,8 +154,15 @@ class CaseRun:
         )  # type: ignore[arg-type]  # fmt: skip
 
     def combine(self, handle: c.c_void_p) -> torch.Tensor:
-        case, kwargs = self.case, self.case.combine_kwargs()
         rows = self.move(self.expected.rows[self.rank])
+        assert rows is not None
+        return self.combine_rows(handle, rows)
+
+    def combine_rows(
+        self, handle: c.c_void_p, rows: torch.Tensor, values: torch.Tensor | None = None,
+        home_values: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        case, kwargs = self.case, self.case.combine_kwargs()
         weights, ids = (
             self.move(kwargs[name][self.rank]) if isinstance(kwargs[name], list) else None
             for name in ("weights", "topk_idx")
@@ -149,13 +173,15 @@ class CaseRun:
         inputs = c_api.CombineInputs(
             tokens=tensor(rows), topk_weights=tensor(weights), topk_idx=tensor(ids),
             bias0=tensor(biases[0] if biases else None), bias1=tensor(biases[1] if len(biases) > 1 else None),
+            values=tensor(values),
         )  # fmt: skip
         named = {"dispatch": c_api.WEIGHTS_DISPATCH, "none": c_api.WEIGHTS_NONE}
         config = c_api.CombineConfig(
             send_only=self.staged, weights=named.get(case.combine_weights, c_api.WEIGHTS_HOME),
             wire_dtype=DTYPES[case.wire_dtype] if case.wire_dtype else -1,
         )  # fmt: skip
-        self.library.Combine(handle, inputs, c_api.CombineOutputs(tokens=tensor(result)), config, None)
+        outputs = c_api.CombineOutputs(tokens=tensor(result), values=tensor(home_values))
+        self.library.Combine(handle, inputs, outputs, config, None)
         self.finish(handle, [rows, weights, ids])
         return result.cpu()
 

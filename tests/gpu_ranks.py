@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from cases import Case, generate
 from expected import Expected, plain_case, shared_buffer
+from gpu_chains import chain_buffer, replay_graphs
 from harness import check_case, combine_case, dispatch_case
 
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
 
-HIDDEN, TOPK, TOKENS = 256, 4, 24  # of the graph tests
 DEADLINE, SLACK = 1.0, 6.0
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def cuda_case(seed: int) -> Case:
@@ -141,106 +140,10 @@ def run_floors(rank: int, num_ranks: int) -> None:
 # ---- CUDA graphs with routing that changes
 
 
-def home_sum(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_ranks: int, experts: int) -> torch.Tensor:
-    """What combine makes of untouched rows, to the bit: fp32 sums in the order of k, a bf16 row a rank, their sum."""
-    owner = torch.where(ids >= 0, ids // (experts // num_ranks), -1)
-    products = weights.unsqueeze(-1) * x.float().unsqueeze(1)
-    total, has_total = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(owner[:, :1], dtype=torch.bool)
-    for rank in range(num_ranks):
-        partial, has_partial = torch.zeros_like(total), torch.zeros_like(has_total)
-        for k in range(ids.shape[1]):
-            is_here, product = owner[:, k : k + 1] == rank, products[:, k]
-            added = torch.where(has_partial, partial + product, product)
-            partial = torch.where(is_here, added, partial)
-            has_partial |= is_here
-        row = partial.bfloat16().float()
-        total = torch.where(has_partial, torch.where(has_total, total + row, row), total)
-        has_total |= has_partial
-    return total.bfloat16()
-
-
-def count_differences(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    bits = BITS[got.element_size()]
-    return (got.view(bits) != want.view(bits)).sum()
-
-
-class Supply:
-    """Inputs for `slots` operations of a graph, replaced before each replay from pools of lengths without a common
-    divisor, so that data and routing meet in ever new pairs."""
-
-    def __init__(self, rank: int, experts: int, slots: int, device: torch.device) -> None:
-        random = torch.Generator(device).manual_seed(1000 + rank)
-
-        def noise(count: int, *shape: int) -> torch.Tensor:
-            return torch.randn(count + slots, TOKENS, *shape, generator=random, device=device)
-
-        ids = noise(67, experts).argsort(-1)[..., :TOPK].contiguous()
-        ids[torch.rand(ids.shape, generator=random, device=device) < 0.15] = -1
-        ids[::5] = torch.where(ids[::5] < experts // 2, ids[::5], -1)  # some replays leave ranks out
-        ids[::7, ::2] = -1  # and some tokens have no expert at all
-        self.pools = [noise(61, HIDDEN).bfloat16(), ids, noise(59, TOPK)]
-        self.slots = slots
-        self.now = [pool[:slots].clone() for pool in self.pools]  # x, ids, weights
-
-    def next(self, number: int) -> None:
-        for tensor, pool in zip(self.now, self.pools, strict=True):
-            first = number % (len(pool) - self.slots)
-            tensor.copy_(pool[first : first + self.slots])
-
-
-def replay_graphs(buffer: nccl_ep.Buffer, replays: int, *, pdl: bool) -> int:
-    """Graphs of 1, 3 and 4 pairs of dispatch and combine. Returns how many elements were wrong, of all replays."""
-    ranks, device = buffer.num_ranks, buffer.device
-    experts = 4 * ranks
-    wrong = torch.zeros(1, dtype=torch.int64, device=device)
-    buffer.runtime.set_pdl(pdl)
-
-    def pairs(supply: Supply) -> list[torch.Tensor]:
-        outs = []
-        for x, ids, weights in zip(*supply.now, strict=True):
-            out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
-            outs.append(nccl_ep.combine(out.x, out.handle))
-        return outs
-
-    def check(supply: Supply, outs: list[torch.Tensor]) -> None:
-        for x, ids, weights, y in zip(*supply.now, outs, strict=True):
-            wrong.add_(count_differences(y, home_sum(x, ids, weights, ranks, experts)))
-
-    number = 0
-    for slots in (1, 3, 4):
-        supply = Supply(buffer.rank, experts, slots, device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            check(supply, pairs(supply))  # eager, and the warm-up of all that is captured
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            check(supply, pairs(supply))
-        for _ in range(replays // 3):
-            number += 1
-            supply.next(number * (1 + buffer.rank))
-            if (number + 5 * buffer.rank) % 17 == 0:
-                torch.cuda._sleep(200_000)  # ranks fall behind in turn
-            graph.replay()
-        check(supply, pairs(supply))  # eager again, at whatever parity the replays have left
-        torch.cuda.synchronize()
-        buffer.check()
-    buffer.runtime.set_pdl(False)
-    return int(wrong)
-
-
-def graph_buffer(group: Any, device: torch.device) -> nccl_ep.Buffer:
-    ranks = 1 if group is None else dist.get_world_size(group)
-    return nccl_ep.Buffer.for_shapes(
-        group, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK, num_experts=4 * ranks, device=device, timeout=30.0
-    )
-
-
-def run_graphs(rank: int, replays: int) -> dict[bool, int]:
-    """Wrong elements without and with programmatic dependent launch."""
-    with graph_buffer(dist.group.WORLD, _start(rank)) as buffer:
+def run_graphs(rank: int, replays: int) -> dict[bool, tuple[int, float]]:
+    """Wrong elements, and microseconds of a replay, without and with programmatic dependent launch."""
+    device, group = _start(rank), rendezvous_of(dist.group.WORLD)
+    with chain_buffer(group, device) as buffer:
         return {pdl: replay_graphs(buffer, replays, pdl=pdl) for pdl in (False, True)}
 
 
@@ -333,7 +236,54 @@ def run_mismatches(rank: int) -> list[str]:
     return texts
 
 
+# ---- Sanitizers
+
+
+def _properties(case: Case, staged: bool, *, full: bool) -> set[tuple[Any, ...]]:
+    """What tells one path through the kernels from another."""
+    is_opaque = not case.dtype.is_floating_point or case.dtype.itemsize == 1 or case.scales_dtype is not None
+    payload = case.quant if full else "fp8" if case.quant else None
+    found: set[tuple[Any, ...]] = {
+        (case.layout, payload or ("opaque" if is_opaque else "float")),
+        ("weights", case.combine_weights),
+        ("staged", staged),
+    }
+    if full:
+        out = case.out_dtype or case.rows_dtype
+        found |= {
+            ("types", case.rows_dtype, case.wire_dtype or out, out), ("ids", case.idx_dtype), (case.routing,),
+            ("capacity", case.layout, case.capacity_kind), ("padding", case.zero_padding),
+        }  # fmt: skip
+    return found
+
+
+def covering_cases(*, full: bool) -> list[str]:
+    """Few small cases of 2 to 4 ranks that have all properties between them, as arguments of this program."""
+    small: dict[str, tuple[int, set[tuple[Any, ...]]]] = {}
+    for seed in range(400):
+        case = cuda_case(seed)
+        size = case.num_experts * case.num_ranks * case.max_tokens * case.hidden
+        if 2 <= case.num_ranks <= 4 and size < 2**17 and sum(case.tokens) > 4 and case.routing != "none":
+            for staged in (False, True):
+                small[f"{seed}{'s' * staged}"] = (size, _properties(case, staged, full=full))
+    missing = set[tuple[Any, ...]]().union(*(properties for _, properties in small.values()))
+    chosen = []
+    while missing:
+        name, (_, most) = max(small.items(), key=lambda item: (len(item[1][1] & missing), -item[1][0]))
+        missing -= most
+        chosen.append(name)
+    return [*chosen, "wide"]  # long rows, in pieces of four steps
+
+
+def run_argument(text: str) -> None:
+    """A seed, with an "s" if staged, or "wide"."""
+    if text == "wide":
+        check_case(wide_case(2, max_tokens=20, tokens=(20, 20)), device="cuda")
+    else:
+        check_case(cuda_case(int(text.rstrip("s"))), device="cuda", staged=text.endswith("s"))
+
+
 if __name__ == "__main__":
-    for number, text in enumerate(sys.argv[1:]):
-        check_case(cuda_case(int(text)), device="cuda", staged=number % 2 == 1)
+    for text in sys.argv[1:]:
+        run_argument(text)
         print("case", text, flush=True)

@@ -41,19 +41,21 @@ def make_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
     )
 
 
+def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """The tensor there, with its strides."""
+    if tensor is None or device.type == "cpu":
+        return tensor
+    moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return moved.copy_(tensor)
+
+
 def dispatch_case(
     case: Case, given: reference.RankInput, buffer: nccl_ep.Buffer, *, staged: bool = False, **options: Any
 ) -> nccl_ep.DispatchOutput:
-    device = buffer.device
-
-    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None or device.type == "cpu":
-            return tensor
-        moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return moved.copy_(tensor)
-
     run = nccl_ep.dispatch_send if staged else nccl_ep.dispatch
-    x, topk_idx, weights, scales = (move(t) for t in (given.x, given.topk_idx, given.topk_weights, given.scales))
+    x, topk_idx, weights, scales = (
+        to_device(t, buffer.device) for t in (given.x, given.topk_idx, given.topk_weights, given.scales)
+    )
     result: Any = run(x, topk_idx, weights, buffer=buffer, scales=scales, **case.dispatch_kwargs(), **options)
     if staged:
         for tensor in (x, topk_idx, weights, scales):  # inputs are free once the sending half is done

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from cases import FLOATS, OPAQUE, Case
-from harness import check_results, combine_case
+from harness import check_results, combine_case, to_device
 
 import nccl_ep
 from nccl_ep import reference
@@ -176,21 +176,24 @@ def ht_buffer(case: Case, plan: HtPlan, group: Any, **options: Any) -> nccl_ep.B
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk, num_experts=case.num_experts,
         dtype=case.dtype, wire_dtype=torch.float32, scale_bytes=beside, domain_size=case.domain_size, mode="ht",
-        arena_bytes=arena, device="cpu", **{"timeout": 30.0, **options},
+        arena_bytes=arena, **{"timeout": 30.0, "device": "cpu", **options},
     )  # fmt: skip
 
 
 def run_on_rank(
-    case: Case, plan: HtPlan, buffer: nccl_ep.Buffer, given: reference.RankInput, result: reference.DispatchResult
-) -> HtRankResult:
-    rank = buffer.rank
-    extra = [further(case, rank, i, *what) for i, what in enumerate(plan.extra)]
+    case: Case, plan: HtPlan, buffer: nccl_ep.Buffer, given: reference.RankInput, result: reference.DispatchResult,
+    **options: Any,
+) -> HtRankResult:  # fmt: skip
+    rank, device = buffer.rank, buffer.device
+    x, topk_idx, weights, scales = (
+        to_device(each, device) for each in (given.x, given.topk_idx, given.topk_weights, given.scales)
+    )
+    extra = [further(case, rank, i, *what).to(device) for i, what in enumerate(plan.extra)]
 
-    def dispatch(**options: Any) -> nccl_ep.DispatchOutput:
+    def dispatch(**more: Any) -> nccl_ep.DispatchOutput:
         return nccl_ep.dispatch(
-            given.x, given.topk_idx, given.topk_weights, buffer=buffer, scales=given.scales, extra=extra,
-            **ht_kwargs(case, plan), **options,
-        )  # fmt: skip
+            x, topk_idx, weights, buffer=buffer, scales=scales, extra=extra, **ht_kwargs(case, plan), **options, **more
+        )
 
     out = dispatch()
     if plan.given:
@@ -202,22 +205,23 @@ def run_on_rank(
     rows = case.expert(out.x, result, rank)
     if plan.rows_in_arena:
         rows = buffer.empty(rows.shape, rows.dtype).copy_(rows)
-    combined = combine_case(case, rows, out.handle, rank)
+    combined = combine_case(case, rows, out.handle, rank, **options)
     rows.zero_()
     wire.append(buffer.wire_bytes())
     stats = buffer.stats()
-    scalars = nccl_ep.combine_weights(case.scalars(result, rank), out.handle)
+    scalars = nccl_ep.combine_weights(case.scalars(result, rank).to(device), out.handle)
     cached = [
         nccl_ep.dispatch_cached(
-            further(case, rank, 10 + i, hidden, dtype), out.handle, quant=quant, zero_padding=case.zero_padding
+            further(case, rank, 10 + i, hidden, dtype).to(device), out.handle, quant=quant,
+            zero_padding=case.zero_padding, **options,
         )
         for i, (hidden, dtype, quant) in enumerate(plan.cached)
     ]  # fmt: skip
-    return HtRankResult(out, cached, combined, scalars, wire, stats)
+    return HtRankResult(out, cached, combined.cpu(), scalars.cpu(), wire, stats)
 
 
-def check_ht_case(case: Case, *, network_seed: int = 0) -> HtOutcome:
-    """Runs the case; fails with its description where a bit differs, or a row crosses once too often."""
+def check_ht_case(case: Case, *, network_seed: int = 0, device: str = "cpu", **options: Any) -> HtOutcome:
+    """Runs the case; fails with its description where a bit differs, or a row crosses once too often (CPU ranks)."""
     plan = HtPlan.of(case)
     inputs = case.inputs()
     kwargs = oracle_kwargs(case, plan, inputs)
@@ -225,13 +229,14 @@ def check_ht_case(case: Case, *, network_seed: int = 0) -> HtOutcome:
 
     def body(group: Any) -> HtRankResult:
         rank = group.rank()
-        with ht_buffer(case, plan, group, network_seed=network_seed) as buffer:
-            return run_on_rank(case, plan, buffer, case.inputs()[rank], results[rank])
+        with ht_buffer(case, plan, group, network_seed=network_seed, device=device) as buffer:
+            return run_on_rank(case, plan, buffer, case.inputs()[rank], results[rank], **options)
 
     got = run_ranks(case.num_ranks, body)
     check_results(case, inputs, results, got, f"{case.describe()} {plan}")
     check_further(case, plan, inputs, kwargs, got)
-    check_ht_wire(case, plan, results, inputs, got)
+    if device == "cpu":
+        check_ht_wire(case, plan, results, inputs, got)
     return HtOutcome(plan, results, got)
 
 
@@ -259,6 +264,7 @@ def _check_rows(
 ) -> None:
     assert mine is not None and mine.shape == theirs.shape and mine.dtype == theirs.dtype, where
     flat, valid = mine.reshape(-1, mine.shape[-1]), want.valid.flatten()
+    flat = flat.cpu()
     difference = reference.first_difference(flat[valid], theirs.reshape(-1, mine.shape[-1])[valid])
     assert not difference, f"{where}: {difference}"
     if case.zero_padding:

@@ -17,9 +17,11 @@ from nccl_ep import reference
 from nccl_ep.bench import (
     configuration,
     floors,
+    jobs,
     lanes,
     ll,
     measure,
+    operations,
     options,
     overlap,
     plot,
@@ -116,11 +118,11 @@ def test_ranks_that_die_take_one_configuration_with_them(tmp_path: Path, monkeyp
             Path(settings["NCCL_EP_BENCH_STATE"]).write_text(json.dumps(state))
             return "rank 1 ended with code -9" if dies else ""
 
-    monkeypatch.setattr(ll, "Launcher", Launcher)
+    monkeypatch.setattr(jobs, "Launcher", Launcher)
     argv = ["--device", "cpu", "--tokens", "1,2", "--json", str(tmp_path / "records.json")]
     parsed = options.parse(argv)
     parsed.device = "cuda"  # where the last rival has ranks of its own
-    assert ll.start_ranks(argv, parsed) == 1
+    assert jobs.start_ranks(ll.BENCH, argv, parsed) == 1
     assert worlds == ["0:8", "2:8", "8:12"]
 
 
@@ -175,6 +177,51 @@ def test_overlap_says_what_failed(tmp_path: Path) -> None:
 def test_gemm_share() -> None:
     assert overlap.over_share(110, 100, 132, 12) == pytest.approx(1.0)
     assert overlap.over_share(126, 100, 132, 12) == pytest.approx(126 / 110)
+
+
+@pytest.mark.parametrize("gemm_us", [20.0, 1.0])
+def test_overlapped_figures_are_of_lanes_that_last_long_enough(gemm_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side operations take ten times as long as the first guess assumes: GEMMs are added until they cover them,
+    or the figure is given up."""
+    runs: list[tuple[int, int]] = []
+
+    def run(chains: int, gemms: int) -> tuple[float, float]:
+        runs.append((chains, gemms))
+        return (100.0 if gemms else 10.0), (gemm_us if chains else 100.0)
+
+    made = types.SimpleNamespace(num_sms=132, run=run, widen=lambda on_all_sms: None)
+    monkeypatch.setattr(overlap, "make_lanes", lambda *_: made)
+    world: Any = types.SimpleNamespace(together=lambda body: body(), agree=lambda body: [body()], is_cuda=False)
+    found: list[records.Record] = []
+    measured = object.__new__(overlap.Overlap)
+    measured.__dict__.update(
+        world=world,
+        options=types.SimpleNamespace(iterations=2),
+        chain=2,
+        _note=found.append,
+        failures=[],
+        _common=dict.fromkeys(records.FIELDS),
+    )
+    measured._measure_fused("dispatch", lambda: None, lambda: None, 12, "none")
+    beside = [gemms for chains, gemms in runs if chains == 4 and gemms]
+    assert beside == sorted(beside) and len(set(beside)) > 1
+    figures = {(r["system"], r["figure"]): r for r in found}
+    if gemm_us == 20.0:
+        assert beside[-1] * gemm_us >= 4 * 2 * 100.0 > beside[0] * gemm_us
+        assert figures["nccl_ep", "slowdown"]["value"] == 10.0
+    else:
+        assert "did not last alike" in figures["nccl_ep", "overlapped"]["skipped"]
+
+
+def test_gemms_laid_out_for_fewer_sms() -> None:
+    def state() -> tuple[Any, int | None]:
+        return torch.backends.cuda.preferred_blas_library(), torch._C._get_sm_carveout_experimental()
+
+    before = state()
+    with pytest.raises(KeyError), lanes._laid_out(12):
+        assert state() == (torch._C._BlasBackend.Cublaslt, 12)
+        raise KeyError
+    assert state() == before
 
 
 def test_lanes_of_threads_run_side_by_side() -> None:
@@ -233,10 +280,10 @@ def test_a_num_sms_with_other_bits_is_noticed() -> None:
     inputs = workload.make_inputs(given)
     with nccl_ep.Buffer.for_shapes(None, max_tokens=16, hidden=400, topk=4, num_experts=32, device="cpu") as buffer:
         checked = workload.Checked(given, 0, inputs, buffer)
-        for make in (measure.native_operations, measure.op_operations):
+        for make in (operations.native_operations, operations.op_operations):
             make(given, buffer, inputs[0], checked, 0)
         checked.y[2, 5] += 1
-        for make in (measure.native_operations, measure.op_operations):
+        for make in (operations.native_operations, operations.op_operations):
             with pytest.raises(AssertionError, match="combine"):
                 make(given, buffer, inputs[0], checked, 0)
 
@@ -249,8 +296,10 @@ def test_routing() -> None:
         assert all(len(set(token)) == 8 for token in ids.view(-1, 8).tolist())
         is_local = ids // 16 == torch.arange(4).view(4, 1, 1)
         assert {"all_local": is_local.all(), "all_remote": not is_local.any()}.get(routing, True)
-        load = torch.bincount(ids.reshape(-1), minlength=64)
-        assert (int(load.max()) > 100) == (routing == "skewed"), load
+        load = torch.bincount(ids.reshape(-1), minlength=64).sort().values
+        assert (int(load[-1]) > 100) == (routing in ("skewed", "hot_expert")), load
+        if routing == "hot_expert":  # one, of all tokens
+            assert int(load[-1]) == 200 and int(load[-2]) < 60
     with pytest.raises(ValueError, match="top-8 of 4"):
         workload.make_inputs(shape(routing="all_local", num_experts=16, topk=8))
 
@@ -330,11 +379,12 @@ def test_kernels_of_a_trace() -> None:
     for call in range(3):
         events += [kernel("ll_dispatch_send", 10 * call, 2, 8), kernel("ll_dispatch_recv", 10 * call + 2, 3 + call, 64)]
         events += [kernel("void ep::ll_combine<8>", 10 * call + 6, 4, 300)]
-    found = measure.find_kernels(events[::-1], 3)
+    both = {"dispatch": "dispatch", "combine": "combine"}
+    found = measure.find_kernels(events[::-1], 3, both)
     assert found["dispatch"] == measure.KernelTimes([5, 6, 7], 64)
     assert found["combine"] == measure.KernelTimes([4, 4, 4], 300)
     with pytest.raises(Skipped, match=r"\*combine\* in 2 calls"):
-        measure.find_kernels(events[2:7], 2)
+        measure.find_kernels(events[2:7], 2, both)
 
 
 def sweep() -> list[records.Record]:

@@ -122,28 +122,35 @@ def test_structs_of_older_and_newer_headers(library: Library) -> None:
 # ---- A C program against the installed library
 
 
-def check_example(program: Path, library_file: Path | None) -> None:
+EXAMPLES = {
+    "ll_moe": ("0 of 192 values that came home are wrong", "every token came home as its experts made it"),
+    "ht_moe": (": 0 values are wrong; 0 dispatches copied rows", "sums and gradients are those of one rank"),
+}
+
+
+def check_examples(directory: Path, library_file: Path | None) -> None:
     environment = {**TOOLS} if library_file is None else {**TOOLS, "LD_LIBRARY_PATH": str(library_file.parent)}
-    text = run(program, env=environment)
-    assert text.count("0 of 192 values that came home are wrong") == 4, text
-    assert "every token came home as its experts made it" in text
+    for name, (of_each_rank, end) in EXAMPLES.items():
+        text = run(directory / name, env=environment)
+        assert text.count(of_each_rank) == 4 and end in text, text
 
 
-def test_example_through_find_package(prefix: Path, tmp_path: Path) -> None:
+def test_examples_through_find_package(prefix: Path, tmp_path: Path) -> None:
     flags = f"-DCMAKE_C_FLAGS={' '.join(STRICT[1:])}"
     run("cmake", "-S", ROOT / "examples/c", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}", flags)
     run("cmake", "--build", tmp_path, "--verbose")
-    check_example(tmp_path / "ll_moe", None)
+    check_examples(tmp_path, None)
 
 
-def test_example_through_pkg_config(prefix: Path, library_file: Path, tmp_path: Path) -> None:
+def test_examples_through_pkg_config(prefix: Path, library_file: Path, tmp_path: Path) -> None:
     if shutil.which("pkg-config") is None:
         pytest.skip("there is no pkg-config")
     found = {**TOOLS, "PKG_CONFIG_PATH": str(library_file.parent / "pkgconfig")}
     assert run("pkg-config", "--modversion", "ncclep", env=found).strip() == nccl_ep.__version__
     flags = run("pkg-config", "--cflags", "--libs", "ncclep", env=found).split()
-    run("cc", *STRICT, "-pthread", ROOT / "examples/c/ll_moe.c", *flags, "-o", tmp_path / "ll_moe")
-    check_example(tmp_path / "ll_moe", library_file)
+    for name in EXAMPLES:
+        run("cc", *STRICT, "-pthread", ROOT / f"examples/c/{name}.c", *flags, "-o", tmp_path / name)
+    check_examples(tmp_path, library_file)
 
 
 # ---- Beside NVIDIA's library of the same symbols

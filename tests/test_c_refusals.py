@@ -27,7 +27,9 @@ def group(library: Library) -> Iterator[c.c_void_p]:
 
 def test_bad_groups_are_refused_with_the_values(library: Library) -> None:
     for result, pattern, config in (
-        (c_api.NOT_SUPPORTED, "high-throughput", {"algorithm": 2}),
+        (c_api.INVALID_ARGUMENT, "arena_bytes is 4096, but low latency has", {"algorithm": 1, "arena_bytes": 4096}),
+        (c_api.INVALID_ARGUMENT, "max_token_bytes is 600000, must be 1 to 524288",
+         {"algorithm": 2, "max_token_bytes": 600000}),
         (c_api.INVALID_ARGUMENT, "algorithm 7", {"algorithm": 7}),
         (c_api.INVALID_ARGUMENT, "device is -3", {"device": -3}),
         (c_api.INVALID_ARGUMENT, "0 experts do not divide", {"num_experts": 0}),
@@ -37,7 +39,7 @@ def test_bad_groups_are_refused_with_the_values(library: Library) -> None:
         (c_api.INVALID_ARGUMENT, "max_token_bytes is 100000", {"max_token_bytes": 100000}),
         (c_api.INVALID_ARGUMENT, "1 ranks do not divide into domains of 3", {"domain_size": 3}),
         (c_api.INVALID_ARGUMENT, "overflow_policy 5", {"overflow_policy": 5}),
-    ):
+    ):  # fmt: skip
         refused(result, pattern, lambda config=config: library.solo_group(**config))
     made = c.c_void_p()
     config = c_api.GroupConfig(num_experts=2, max_tokens=4, topk=2, max_token_bytes=64)
@@ -169,7 +171,7 @@ def test_bad_handles_are_refused(library: Library, group: c.c_void_p) -> None:
         ("layout is not set", {}),
         ("layout 9 is unknown", {"layout": 9}),
         ("topk is 3, must be 1 to the group's 2", {"layout": 1, "topk": 3}),
-        ("capacity is -1", {"layout": 1, "capacity": -1}),
+        ("capacity is -2", {"layout": 1, "capacity": -2}),
         ("rank_major always", {"layout": 3, "capacity": 4}),
         ("layout flat has none", {"layout": 4, "expert_alignment": 8}),
         ("rows at capacity 4294967296", {"layout": 4, "capacity": 1 << 32}),

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import floor_calls
+import gpu_chains
 import gpu_ranks
 import pytest
 import torch
@@ -87,18 +88,20 @@ def test_floors_on_one_gpu(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
 def test_graphs_of_one_rank(pdl: bool) -> None:
-    with gpu_ranks.graph_buffer(None, torch.device("cuda", 0)) as buffer:
-        assert gpu_ranks.replay_graphs(buffer, NUM_REPLAYS, pdl=pdl) == 0
+    with gpu_chains.chain_buffer(None, torch.device("cuda", 0)) as buffer:
+        wrong, microseconds = gpu_chains.replay_graphs(buffer, NUM_REPLAYS, pdl=pdl)
+    print(f"{NUM_REPLAYS} replays, {microseconds:.0f} us each")
+    assert wrong == 0
 
 
 def test_the_graph_test_sees_a_wrong_bit() -> None:
     x = torch.randn(8, 16, device="cuda").bfloat16()
     ids, weights = torch.randint(0, 4, (8, 2), device="cuda"), torch.rand(8, 2, device="cuda")
-    want = gpu_ranks.home_sum(x, ids, weights, 2, 4)
+    want = gpu_chains.home_sum(x, ids, weights, 2, 4)
     got = want.clone()
-    assert gpu_ranks.count_differences(got, want).item() == 0
+    assert gpu_chains.count_differences(got, want).item() == 0
     got.view(torch.int16)[3, 5] ^= 1
-    assert gpu_ranks.count_differences(got, want).item() == 1
+    assert gpu_chains.count_differences(got, want).item() == 1
 
 
 def test_inputs_may_be_overwritten_at_once() -> None:
@@ -188,10 +191,14 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 
 @several_gpus
 def test_graphs_over_nccl(tmp_path: Path) -> None:
-    """Replays with new data and routing each time, of odd and even numbers of operations, without and with PDL."""
+    """Replays with new data and routing each time, of odd numbers of operations, without and with PDL."""
     num_ranks = WORLDS[-1]
     got = run_processes(num_ranks, gpu_ranks.run_graphs, tmp_path, NUM_REPLAYS, timeout=PATIENCE)
-    assert got == [{False: 0, True: 0}] * num_ranks
+    for rank, found in enumerate(got):
+        print(
+            f"rank {rank}: {NUM_REPLAYS} replays, us each, plain and with PDL: {[round(t) for _, t in found.values()]}"
+        )
+        assert [wrong for wrong, _ in found.values()] == [0, 0]
 
 
 @several_gpus
@@ -225,8 +232,8 @@ _SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitize
 def test_sanitizers(tmp_path: Path) -> None:
     """All tools at once, over a few cases of two to four ranks on one GPU. Every tensor is an allocation of its own, so
     that memcheck sees its ends."""
-    seeds = [seed for seed in range(60) if 2 <= gpu_ranks.cuda_case(seed).num_ranks <= 4][: 20 if TEST_ALL else 4]
-    program = [sys.executable, gpu_ranks.__file__, *map(str, seeds)]
+    cases = gpu_ranks.covering_cases(full=TEST_ALL)
+    program = [sys.executable, gpu_ranks.__file__, *cases]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     logs = {tool: tmp_path / tool for tool in TOOLS}
     running = {}
@@ -245,4 +252,4 @@ def test_sanitizers(tmp_path: Path) -> None:
             process.wait()
     for tool, code in codes.items():
         text = logs[tool].read_text()
-        assert code == 0 and f"case {seeds[-1]}\n" in text, f"{tool} ended with {code}:\n{text[-4000:]}"
+        assert code == 0 and f"case {cases[-1]}\n" in text, f"{tool} ended with {code}:\n{text[-4000:]}"

@@ -1,8 +1,7 @@
 // ncclEpCombine, ncclEpCombineWeights, and ncclEpComplete for both operations.
 #include "api/c_device.h"
-#include "api/c_objects.h"
+#include "api/c_dispatch.h"
 #include "api/c_struct.h"
-#include "api/c_tensor.h"
 
 namespace ep::c {
 namespace {
@@ -20,26 +19,29 @@ Weighting to_weighting(ncclEpWeights_t weights, OutputLayout layout) {
   }
 }
 
-// Sizes of a tensor of the dispatch's rows.
-Sizes rows_of(const OutputShape& output, int64_t last) {
-  if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity, last};
-  if (output.layout == OutputLayout::kRankMajor) return {output.num_ranks, output.max_tokens, last};
-  return {output.capacity, last};
+// Sizes of scalars for each row, or for each choice of it.
+Sizes values_of(const OutputShape& output) {
+  const Sizes rows = row_sizes(output);
+  return has_expert_rows(output.layout) ? rows : rows.with(output.topk);
 }
 
-void set_rows(LlCombineParams& p, const ncclEpCombineInputs_t& inputs) {
+// ---- What the parameters of both algorithms have in common.
+
+template <class Params>
+void set_rows(Params& p, const ncclEpCombineInputs_t& inputs) {
   const Tensor rows = take_tensor(inputs.tokens, "tokens");
   EP_CHECK(rows, "tokens are not given");
   const int64_t hidden = rows.sizes.last();
   EP_CHECK(hidden <= INT32_MAX, "rows of ", hidden, " elements");
-  check_tensor(rows, "tokens", rows.dtype, rows_of(p.output, hidden));
+  check_tensor(rows, "tokens", rows.dtype, row_sizes(p.output).with(hidden));
   check_aligned(rows, "tokens");
   p.rows = rows.data;
   p.dtype = to_dtype(rows.dtype);
   p.hidden = static_cast<int>(hidden);
 }
 
-void set_weights(LlCombineParams& p, const ncclEpCombineInputs_t& inputs) {
+template <class Params>
+void set_weights(Params& p, const ncclEpCombineInputs_t& inputs) {
   const Tensor weights = take_tensor(inputs.topk_weights, "topk_weights");
   const Tensor ids = take_tensor(inputs.topk_idx, "topk_idx");
   const bool is_home = p.weighting == Weighting::kHome;
@@ -54,7 +56,8 @@ void set_weights(LlCombineParams& p, const ncclEpCombineInputs_t& inputs) {
   p.home_topk_idx = ids.data;
 }
 
-void set_out(LlCombineParams& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
+template <class Params>
+void set_out(Params& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
              const ncclEpCombineConfig_t& config) {
   const Sizes sizes{p.num_tokens, p.hidden};
   const Tensor out = take_tensor(outputs.tokens, "output tokens");
@@ -78,23 +81,90 @@ void set_out(LlCombineParams& p, const ncclEpCombineInputs_t& inputs, const nccl
   }
 }
 
-LlCombineParams make_params(const ncclEpHandle& handle, const ncclEpCombineInputs_t* given_inputs,
-                            const ncclEpCombineOutputs_t* given_outputs, const ncclEpCombineConfig_t* given_config) {
-  const auto inputs = take(given_inputs, "inputs");
-  const auto outputs = take(given_outputs, "outputs");
-  const auto config = take_or_default(given_config, "config");
-  LlCombineParams p;
+template <class Params>
+void set_combine(Params& p, const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs,
+                 const ncclEpCombineOutputs_t& outputs, const ncclEpCombineConfig_t& config) {
   p.shape = handle.shape;
   p.output = handle.output;
-  p.half = config.send_only ? Half::kSend : Half::kBoth;
   p.weighting = to_weighting(config.weights, p.output.layout);
   p.num_tokens = handle.dispatched_tokens;
   p.num_sms = handle.num_sms(config.num_sms);
-  p.handle = handle.pointers(p.num_tokens);
   set_rows(p, inputs);
   set_weights(p, inputs);
   set_out(p, inputs, outputs, config);
-  return p;
+}
+
+// ---- Low latency
+
+void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
+                const ncclEpCombineConfig_t& config, void* stream) {
+  LlCombineParams p;
+  EP_CHECK(!take_tensor(inputs.values, "values") && !take_tensor(outputs.values, "output values"),
+           "values beside rows are high throughput's; ncclEpCombineWeights brings them home");
+  set_combine(p, handle, inputs, outputs, config);
+  p.half = config.send_only ? Half::kSend : Half::kBoth;
+  p.handle = handle.pointers(p.num_tokens);
+  const ScopedDevice device(handle.device());
+  handle.state->get().combine(p, stream);
+  if (p.half == Half::kSend) {
+    handle.combine = p;
+    handle.pending = Pending::kCombine;
+  }
+}
+
+// ---- High throughput
+
+void set_values(HtCombineParams& p, const Tensor& values, const Tensor& out, const char* out_name) {
+  check_tensor(values, "values", NCCL_EP_FLOAT32, values_of(p.output));
+  check_tensor(out, out_name, NCCL_EP_FLOAT32, {p.num_tokens, p.shape.topk});
+  p.has_values = true;
+  p.values = static_cast<const float*>(values.data);
+  p.out_values = static_cast<float*>(out.data);
+}
+
+void combine_ht(const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
+                const ncclEpCombineConfig_t& config, void* stream) {
+  EP_CHECK(!config.send_only, "send_only is ", config.send_only,
+           ", but the handle is of high throughput, which has no halves");
+  HtCombineParams p;
+  set_combine(p, handle, inputs, outputs, config);
+  p.handle = handle.ht_pointers(p.num_tokens);
+  const Tensor values = take_tensor(inputs.values, "values"), home = take_tensor(outputs.values, "output values");
+  EP_CHECK(values || !home, "output values are given, but no values");
+  if (values) set_values(p, values, home, "output values");
+  const ScopedDevice device(handle.device());
+  handle.state->get().combine(p, stream);
+}
+
+// ---- Both
+
+void combine_weights(const ncclEpHandle& handle, const ncclEpTensor_t* given, const ncclEpTensor_t* given_out,
+                     void* stream) {
+  Group& group = handle.state->get();
+  handle.require_dispatched();
+  const Tensor values = take_tensor(given, "values"), out = take_tensor(given_out, "out");
+  const ScopedDevice device(handle.device());
+  if (handle.is_ht) {
+    HtCombineParams p;
+    p.shape = handle.shape;
+    p.output = handle.output;
+    p.num_tokens = handle.dispatched_tokens;
+    p.num_sms = handle.num_sms(0);
+    p.handle = handle.ht_pointers(p.num_tokens);
+    set_values(p, values, out, "out");
+    group.combine(p, stream);
+    return;
+  }
+  LlCombineWeightsParams p;
+  p.shape = handle.shape;
+  p.output = handle.output;
+  p.num_tokens = handle.dispatched_tokens;
+  p.handle = handle.pointers(p.num_tokens);
+  check_tensor(values, "values", NCCL_EP_FLOAT32, values_of(p.output));
+  check_tensor(out, "out", NCCL_EP_FLOAT32, {p.num_tokens, p.shape.topk});
+  p.values = static_cast<const float*>(values.data);
+  p.out = static_cast<float*>(out.data);
+  group.combine_weights(p, stream);
 }
 
 void complete(ncclEpHandle& handle, void* stream) {
@@ -121,44 +191,27 @@ using namespace ep::c;
 
 extern "C" {
 
-ncclEpResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t* inputs,
-                             const ncclEpCombineOutputs_t* outputs, const ncclEpCombineConfig_t* config, void* stream) {
+ncclEpResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t* given_inputs,
+                             const ncclEpCombineOutputs_t* given_outputs, const ncclEpCombineConfig_t* given_config,
+                             void* stream) {
   return guarded("ncclEpCombine", [&] {
     ncclEpHandle& object = object_of(handle);
-    Group& group = object.state->get();
+    object.state->get();
     object.require_dispatched();
-    LlCombineParams p = make_params(object, inputs, outputs, config);
-    const ScopedDevice device(object.device());
-    group.combine(p, stream);
-    if (p.half == Half::kSend) {
-      object.combine = p;
-      object.pending = Pending::kCombine;
+    const auto inputs = take(given_inputs, "inputs");
+    const auto outputs = take(given_outputs, "outputs");
+    const auto config = take_or_default(given_config, "config");
+    if (object.is_ht) {
+      combine_ht(object, inputs, outputs, config, stream);
+    } else {
+      combine_ll(object, inputs, outputs, config, stream);
     }
   });
 }
 
 ncclEpResult_t ncclEpCombineWeights(ncclEpHandle_t handle, const ncclEpTensor_t* values, const ncclEpTensor_t* out,
                                     void* stream) {
-  return guarded("ncclEpCombineWeights", [&] {
-    const ncclEpHandle& object = object_of(handle);
-    Group& group = object.state->get();
-    object.require_dispatched();
-    Sizes sizes = rows_of(object.output, object.shape.topk);
-    if (has_expert_rows(object.output.layout)) sizes.at[--sizes.ndim] = 0;
-    const Tensor given = take_tensor(values, "values");
-    check_tensor(given, "values", NCCL_EP_FLOAT32, sizes);
-    LlCombineWeightsParams p;
-    p.shape = object.shape;
-    p.output = object.output;
-    p.num_tokens = object.dispatched_tokens;
-    p.handle = object.pointers(p.num_tokens);
-    const Tensor result = take_tensor(out, "out");
-    check_tensor(result, "out", NCCL_EP_FLOAT32, {p.num_tokens, p.shape.topk});
-    p.values = static_cast<const float*>(given.data);
-    p.out = static_cast<float*>(result.data);
-    const ScopedDevice device(object.device());
-    group.combine_weights(p, stream);
-  });
+  return guarded("ncclEpCombineWeights", [&] { combine_weights(object_of(handle), values, out, stream); });
 }
 
 ncclEpResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t* config, void* stream) {

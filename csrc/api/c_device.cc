@@ -42,7 +42,7 @@ void* allocate([[maybe_unused]] int device, size_t bytes) {
   }
 #endif
   memory = std::aligned_alloc(64, align_up<size_t>(bytes, 64));
-  if (memory == nullptr) raise(ErrorKind::kSystem, "no memory for a handle of ", bytes, " bytes");
+  if (memory == nullptr) raise(ErrorKind::kSystem, "no memory: ", bytes, " bytes were asked for");
   return memory;
 }
 

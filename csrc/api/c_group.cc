@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "api/c_device.h"
 #include "api/c_objects.h"
 #include "api/c_struct.h"
 #include "api/factory.h"
@@ -13,7 +14,10 @@ namespace ep::c {
 namespace {
 
 constexpr double kDefaultTimeoutSeconds = 100;
-constexpr size_t kMaxRowBytes = 65536;       // as the group's
+constexpr size_t kMaxRowBytes = 65536;  // as the group's
+// Bytes that a rank sends at most in a dispatch of max_tokens, up to which AUTO takes low latency: nccl_ep/modes.py has
+// the reason, and the same number.
+constexpr int64_t kAutoLlBytes = 16 << 20;
 constexpr uint64_t kMaxMessage = 16u << 20;  // what ranks tell one another is far smaller
 
 double seconds_of(uint64_t timeout_ns) {
@@ -66,9 +70,6 @@ class CallbackBootstrap : public Bootstrap {
 void check_config(const ncclEpGroupConfig_t& config) {
   EP_CHECK(config.algorithm >= NCCL_EP_ALGORITHM_AUTO && config.algorithm <= NCCL_EP_ALGORITHM_HIGH_THROUGHPUT,
            "algorithm ", config.algorithm, " is unknown");
-  if (config.algorithm == NCCL_EP_ALGORITHM_HIGH_THROUGHPUT) {
-    throw ApiError(NCCL_EP_NOT_SUPPORTED, "the high-throughput algorithm is not built yet: use AUTO or LOW_LATENCY");
-  }
   EP_CHECK(config.device >= NCCL_EP_DEVICE_CPU, "device is ", config.device, ", must be NCCL_EP_DEVICE_CPU (",
            NCCL_EP_DEVICE_CPU, ") or the ordinal of a CUDA device");
   if (config.device >= 0 && !has_cuda_backend()) {
@@ -76,22 +77,43 @@ void check_config(const ncclEpGroupConfig_t& config) {
                    concat("device is ", config.device, ", but this library was built without CUDA"));
   }
   EP_CHECK(config.domain_size >= 0, "domain_size is ", config.domain_size, ", must not be negative");
-  EP_CHECK(config.max_token_bytes >= 1 && config.max_token_bytes <= kMaxRowBytes, "max_token_bytes is ",
-           config.max_token_bytes, ", must be 1 to ", kMaxRowBytes);
+  const bool has_ll = config.algorithm != NCCL_EP_ALGORITHM_HIGH_THROUGHPUT;
+  const size_t max_token_bytes = kMaxRowBytes * (has_ll ? 1 : kHtMaxParts);
+  EP_CHECK(config.max_token_bytes >= 1 && config.max_token_bytes <= max_token_bytes, "max_token_bytes is ",
+           config.max_token_bytes, ", must be 1 to ", max_token_bytes);
   EP_CHECK(config.max_combine_row_bytes <= kMaxRowBytes, "max_combine_row_bytes is ", config.max_combine_row_bytes,
            ", at most ", kMaxRowBytes);
   EP_CHECK(config.overflow_policy == NCCL_EP_OVERFLOW_COUNT || config.overflow_policy == NCCL_EP_OVERFLOW_ERROR,
            "overflow_policy ", config.overflow_policy, " is unknown");
   EP_CHECK(config.max_num_sms >= 0, "max_num_sms is ", config.max_num_sms, ", must not be negative");
+  EP_CHECK(config.arena_bytes == 0 || config.algorithm != NCCL_EP_ALGORITHM_LOW_LATENCY, "arena_bytes is ",
+           config.arena_bytes, ", but low latency has no arena");
+}
+
+// What low latency has room for, in tokens of a handle; 0: nothing.
+int ll_max_tokens(const ncclEpGroupConfig_t& config, int num_ranks) {
+  if (config.algorithm == NCCL_EP_ALGORITHM_HIGH_THROUGHPUT) return 0;
+  if (config.algorithm == NCCL_EP_ALGORITHM_LOW_LATENCY) return config.max_tokens;
+  const int64_t token_bytes = std::min(config.topk, num_ranks) * static_cast<int64_t>(config.max_token_bytes);
+  return static_cast<int>(std::clamp<int64_t>(kAutoLlBytes / token_bytes, 1, config.max_tokens));
 }
 
 GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
   const Shape shape = Shape::make(num_ranks, config.num_experts, config.topk, config.max_tokens);
-  const size_t combine_bytes =
-      config.max_combine_row_bytes == 0 ? config.max_token_bytes : config.max_combine_row_bytes;
+  const int dispatch_bytes = static_cast<int>(config.max_token_bytes);
+  const int combine_bytes =
+      config.max_combine_row_bytes == 0 ? dispatch_bytes : static_cast<int>(config.max_combine_row_bytes);
   GroupConfig result;
-  result.sizes = sizes_for(shape, static_cast<int>(config.max_token_bytes), static_cast<int>(combine_bytes));
   result.domain_size = config.domain_size;
+  if (const int ll_tokens = ll_max_tokens(config, num_ranks); ll_tokens > 0) {
+    Shape ll_shape = shape;
+    ll_shape.max_tokens = ll_tokens;
+    result.sizes = sizes_for(ll_shape, dispatch_bytes, combine_bytes);
+  }
+  if (config.algorithm != NCCL_EP_ALGORITHM_LOW_LATENCY) {
+    const Topology topology = Topology::make(num_ranks, config.domain_size == 0 ? num_ranks : config.domain_size);
+    result.ht_sizes = ht_sizes_for(topology, shape, dispatch_bytes, combine_bytes, config.arena_bytes);
+  }
   result.timeout_seconds = seconds_of(config.timeout_ns);
   result.raise_on_overflow = config.overflow_policy == NCCL_EP_OVERFLOW_ERROR;
   result.device_index = config.device;
@@ -141,6 +163,7 @@ ncclEpResult_t ncclEpCreateGroupFromCallback(ncclEpGroup_t* group, int rank, int
     state->process = getpid();
     check_config(state->config);
     const GroupConfig config = to_group_config(state->config, num_ranks);
+    state->ll_max_tokens = ll_max_tokens(state->config, num_ranks);
     auto object = std::make_unique<ncclEpGroup>();
     CallbackBootstrap bootstrap(rank, num_ranks, allgather, context,
                                 static_cast<uint64_t>(config.timeout_seconds * 1e9));
@@ -168,6 +191,7 @@ ncclEpResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
     if (getpid() != group->state->process) return;  // its threads are not here, and its memory is the parent's
     const std::unique_ptr<ncclEpGroup> object(group);
     object->state->group->destroy();
+    object->state->blocks.clear();
   });
 }
 
@@ -185,18 +209,50 @@ ncclEpResult_t ncclEpCheck(ncclEpGroup_t group) {
 
 ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupInfo_t* info) {
   return guarded("ncclEpGroupGetInfo", [&] {
-    Group& inner = state_of(group).get();
+    const GroupState& state = state_of(group);
+    Group& inner = state.get();
     ncclEpGroupInfo_t full = take(info, "info");
     const Report report = inner.report();
     full.rank = inner.rank();
     full.num_ranks = inner.num_ranks();
     full.domain_size = inner.topology().domain_size;
-    full.algorithm = NCCL_EP_ALGORITHM_LOW_LATENCY;
+    full.algorithm = state.config.algorithm;
     full.window_bytes = inner.window().bytes;
     full.num_dispatches = report.epochs[static_cast<int>(Kind::kDispatch)];
     full.num_combines = report.epochs[static_cast<int>(Kind::kCombine)];
     full.dropped_rows = report.dropped_rows;
+    full.num_ht_dispatches = report.ht_epochs[static_cast<int>(Kind::kDispatch)];
+    full.num_ht_combines = report.ht_epochs[static_cast<int>(Kind::kCombine)];
+    full.num_staged_dispatches = report.ht_staged[static_cast<int>(Kind::kDispatch)];
+    full.num_staged_combines = report.ht_staged[static_cast<int>(Kind::kCombine)];
+    const auto arena = inner.arena();
+    full.arena_bytes = arena ? arena->bytes() : 0;
+    full.arena_free_bytes = arena ? arena->free_bytes() : 0;
+    full.ll_max_tokens = state.ll_max_tokens;
     give(info, full);
+  });
+}
+
+ncclEpResult_t ncclEpMemAlloc(ncclEpGroup_t group, void** memory, size_t bytes) {
+  return guarded("ncclEpMemAlloc", [&] {
+    GroupState& state = state_of(group);
+    EP_CHECK(memory != nullptr, "memory is null");
+    std::shared_ptr<void> block = Arena::take(state.get().arena(), bytes);
+    if (block == nullptr) {
+      const int device = state.config.device;
+      block = {allocate(device, std::max<size_t>(bytes, 1)), [device](void* own) { release(device, own); }};
+    }
+    *memory = block.get();
+    state.blocks[*memory] = std::move(block);
+  });
+}
+
+ncclEpResult_t ncclEpMemFree(ncclEpGroup_t group, void* memory) {
+  return guarded("ncclEpMemFree", [&] {
+    GroupState& state = state_of(group);
+    if (memory == nullptr) return;
+    state.get();
+    EP_CHECK(state.blocks.erase(memory) == 1, "memory at ", memory, " is not of ncclEpMemAlloc with this group");
   });
 }
 

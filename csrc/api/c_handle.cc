@@ -38,8 +38,52 @@ int64_t default_capacity(OutputLayout layout, const Shape& shape, int64_t alignm
 struct HandleSizes {
   Shape shape;
   OutputShape output;
+  bool is_ht, is_exact;
   int64_t bytes;  // whatever the number of tokens
 };
+
+// Of a handle whose sizes are `shape`.
+bool takes_ht(const GroupState& state, const Shape& shape, const ncclEpHandleConfig_t& config) {
+  const ncclEpAlgorithm_t of_group = state.config.algorithm;
+  EP_CHECK(config.algorithm >= NCCL_EP_ALGORITHM_AUTO && config.algorithm <= NCCL_EP_ALGORITHM_HIGH_THROUGHPUT,
+           "algorithm ", config.algorithm, " is unknown");
+  EP_CHECK(
+      config.algorithm == NCCL_EP_ALGORITHM_AUTO || of_group == NCCL_EP_ALGORITHM_AUTO || config.algorithm == of_group,
+      "algorithm is ", config.algorithm, ", but the group was made with ", of_group, ": make it with ",
+      NCCL_EP_ALGORITHM_AUTO, " to have room for both");
+  const bool is_exact = config.capacity == NCCL_EP_CAPACITY_EXACT;
+  bool is_ht =
+      (config.algorithm == NCCL_EP_ALGORITHM_AUTO ? of_group : config.algorithm) == NCCL_EP_ALGORITHM_HIGH_THROUGHPUT;
+  if (config.algorithm == NCCL_EP_ALGORITHM_AUTO && of_group == NCCL_EP_ALGORITHM_AUTO) {
+    is_ht = is_exact || shape.max_tokens > state.ll_max_tokens;
+  }
+  EP_CHECK(is_ht || !is_exact, "capacity is ", config.capacity,
+           " (exact), but low latency has outputs of fixed sizes only");
+  EP_CHECK(is_ht || shape.max_tokens <= state.ll_max_tokens, "max_tokens is ", shape.max_tokens,
+           ", but the group has room for low latency up to ", state.ll_max_tokens);
+  return is_ht;
+}
+
+int64_t capacity_of(const ncclEpHandleConfig_t& config, const Shape& shape, OutputLayout layout, bool is_ht,
+                    int alignment) {
+  EP_CHECK(config.capacity == 0 || layout != OutputLayout::kRankMajor, "capacity is ", config.capacity,
+           ", but layout rank_major always holds max_tokens rows of a rank");
+  if (config.capacity == NCCL_EP_CAPACITY_EXACT) {
+    EP_CHECK(layout != OutputLayout::kExpertMajor, "capacity is ", config.capacity,
+             " (exact), but expert_major needs one of an expert: its rows have no exact number");
+    return INT32_MAX;  // until it is known: nothing is dropped
+  }
+  EP_CHECK(config.capacity != 0 || layout != OutputLayout::kExpertMajor || !is_ht,
+           "capacity is 0, but expert_major of high throughput needs one: ",
+           shape.local_experts() * default_capacity(layout, shape, 1), " rows would be made for what can come at most");
+  return config.capacity == 0 ? default_capacity(layout, shape, alignment) : config.capacity;
+}
+
+// The words of a high-throughput handle: its route, for as many tokens as there may be, then the slots.
+HtHandleShape most_of_ht(const OutputShape& output, const Topology& topology) {
+  const int64_t num_slots = static_cast<int64_t>(output.num_ranks) * output.max_tokens;
+  return HtHandleShape::make(output, topology, output.max_tokens, num_slots);
+}
 
 HandleSizes sizes_of(const GroupState& state, const ncclEpHandleConfig_t& config) {
   const ncclEpGroupConfig_t& group = state.config;
@@ -50,14 +94,24 @@ HandleSizes sizes_of(const GroupState& state, const ncclEpHandleConfig_t& config
   EP_CHECK(alignment >= 1, "expert_alignment is ", alignment, ", must be at least 1");
   EP_CHECK(alignment == 1 || layout == OutputLayout::kPacked, "expert_alignment is ", alignment, ", but layout ",
            name_of(layout), " has none");
-  EP_CHECK(config.capacity == 0 || layout != OutputLayout::kRankMajor, "capacity is ", config.capacity,
-           ", but layout rank_major always holds max_tokens rows of a rank");
+  const int max_tokens = config.max_tokens == 0 ? group.max_tokens : config.max_tokens;
+  EP_CHECK(max_tokens >= 1 && max_tokens <= group.max_tokens, "max_tokens is ", max_tokens,
+           ", must be 1 to the group's ", group.max_tokens);
   HandleSizes sizes;
-  sizes.shape = Shape::make(state.get().num_ranks(), group.num_experts, topk, group.max_tokens);
-  const int64_t capacity = config.capacity == 0 ? default_capacity(layout, sizes.shape, alignment) : config.capacity;
+  const Group& ranks = state.get();
+  sizes.shape = Shape::make(ranks.num_ranks(), group.num_experts, topk, max_tokens);
+  sizes.is_ht = takes_ht(state, sizes.shape, config);
+  sizes.is_exact = config.capacity == NCCL_EP_CAPACITY_EXACT;
+  const int64_t capacity = capacity_of(config, sizes.shape, layout, sizes.is_ht, alignment);
   sizes.output = OutputShape::make(sizes.shape, layout, capacity, alignment);
-  const HandleShape handle{sizes.shape.num_ranks, group.max_tokens, group.max_tokens, topk, sizes.output.map_k()};
-  sizes.bytes = handle.size() * static_cast<int64_t>(sizeof(int32_t));
+  int64_t words;
+  if (sizes.is_ht) {
+    const HtHandleShape handle = most_of_ht(sizes.output, ranks.topology());
+    words = handle.route_size() + handle.num_slots * handle.slot_words();
+  } else {
+    words = HandleShape{sizes.shape.num_ranks, max_tokens, max_tokens, topk, sizes.output.map_k()}.size();
+  }
+  sizes.bytes = words * static_cast<int64_t>(sizeof(int32_t));
   return sizes;
 }
 
@@ -74,7 +128,15 @@ void update(ncclEpHandle& handle, const ncclEpTensor_t* topk_idx) {
   check_data(ids, "topk_idx");
   handle.topk_idx = ids.data;
   handle.is_idx64 = ids.dtype == NCCL_EP_INT64;
-  handle.routed_tokens = static_cast<int>(ids.sizes.at[0]);
+  handle.given_tokens = static_cast<int>(ids.sizes.at[0]);
+  handle.is_routed = false;
+}
+
+ncclEpLayout_t layout_of(OutputLayout layout) {
+  for (ncclEpLayout_t each = NCCL_EP_LAYOUT_EXPERT_MAJOR; each < NCCL_EP_LAYOUT_FLAT; each++) {
+    if (to_layout(each) == layout) return each;
+  }
+  return NCCL_EP_LAYOUT_FLAT;
 }
 
 std::unique_ptr<ncclEpHandle> make_handle(ncclEpGroup_t group, const ncclEpHandleConfig_t* config, void* memory) {
@@ -86,6 +148,8 @@ std::unique_ptr<ncclEpHandle> make_handle(ncclEpGroup_t group, const ncclEpHandl
   handle->state = group->state;
   handle->shape = sizes.shape;
   handle->output = sizes.output;
+  handle->is_ht = sizes.is_ht;
+  handle->is_exact = sizes.is_exact;
   handle->memory = static_cast<int32_t*>(memory == nullptr ? allocate(state.config.device, sizes.bytes) : memory);
   handle->owns_memory = memory == nullptr;
   return handle;
@@ -111,6 +175,13 @@ HandlePtrs ncclEpHandle::pointers(int num_tokens) const {
   return HandlePtrs::of(memory, {shape.num_ranks, num_tokens, shape.max_tokens, shape.topk, output.map_k()});
 }
 
+HtHandlePtrs ncclEpHandle::ht_pointers(int num_tokens) const {
+  const Topology& topology = state->get().topology();
+  const HtHandleShape most = most_of_ht(output, topology);
+  return HtHandlePtrs::of(memory, memory + most.route_size(),
+                          HtHandleShape::make(output, topology, num_tokens, most.num_slots));
+}
+
 int ncclEpHandle::num_sms(int asked) const {
   EP_CHECK(asked >= 0, "num_sms is ", asked, ", must not be negative");
   return asked == 0 ? state->config.max_num_sms : asked;
@@ -125,6 +196,15 @@ void ncclEpHandle::require_nothing_pending() const {
 void ncclEpHandle::require_dispatched() const {
   require_nothing_pending();
   EP_CHECK_USAGE(dispatched_tokens >= 0, "nothing was dispatched with this handle yet");
+}
+
+void ncclEpHandle::require_rows(bool is_cached) const {
+  if (is_cached) return require_dispatched();
+  EP_CHECK_USAGE(rows_are_known(), "the handle's sizes are exact, but not known before ncclEpRouteHandle");
+}
+
+void ncclEpHandle::require_given() const {
+  EP_CHECK_USAGE(given_tokens >= 0, "the handle has no routing yet: ncclEpUpdateHandle gives it");
 }
 
 extern "C" {
@@ -169,6 +249,20 @@ ncclEpResult_t ncclEpHandleDestroy(ncclEpHandle_t handle) {
     const Group& group = *handle->state->group;
     if (!group.is_destroyed() && group.backend().failure().code == Failure::kNone) handle->require_nothing_pending();
     delete handle;
+  });
+}
+
+ncclEpResult_t ncclEpHandleGetInfo(ncclEpHandle_t handle, ncclEpHandleInfo_t* info) {
+  return guarded("ncclEpHandleGetInfo", [&] {
+    const ncclEpHandle& object = object_of(handle);
+    ncclEpHandleInfo_t full = take(info, "info");
+    full.layout = layout_of(object.output.layout);
+    full.topk = object.shape.topk;
+    full.max_tokens = object.shape.max_tokens;
+    full.expert_alignment = object.output.alignment;
+    full.algorithm = object.is_ht ? NCCL_EP_ALGORITHM_HIGH_THROUGHPUT : NCCL_EP_ALGORITHM_LOW_LATENCY;
+    full.capacity = object.rows_are_known() ? object.output.capacity : NCCL_EP_CAPACITY_EXACT;
+    give(info, full);
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <map>
 #include <memory>
 
 #include "api/c_error.h"
@@ -16,7 +17,9 @@ struct GroupState {
   std::unique_ptr<Group> group;
   ncclEpGroupConfig_t config;
   pid_t process;
+  int ll_max_tokens = 0;  // room of low latency; 0: none
   uint64_t reported_drops = 0;
+  std::map<void*, std::shared_ptr<void>> blocks;  // of ncclEpMemAlloc
 
   // The group, if this process may use it.
   Group& get() const;
@@ -38,11 +41,14 @@ struct ncclEpHandle {
   ep::OutputShape output;
   int32_t* memory = nullptr;
   bool owns_memory = false;
+  bool is_ht = false;
+  bool is_exact = false;  // high throughput: `output` has its rows once they are known
 
   // For the next dispatch.
   const void* topk_idx = nullptr;
   bool is_idx64 = true;
-  int routed_tokens = -1;  // before the first ncclEpUpdateHandle
+  int given_tokens = -1;   // before the first ncclEpUpdateHandle
+  bool is_routed = false;  // high throughput: ncclEpRouteHandle has sent these ids
 
   // Of the last dispatch, which combine answers.
   int dispatched_tokens = -1;  // before the first
@@ -58,10 +64,14 @@ struct ncclEpHandle {
   ncclEpHandle& operator=(const ncclEpHandle&) = delete;
 
   ep::HandlePtrs pointers(int num_tokens) const;
+  ep::HtHandlePtrs ht_pointers(int num_tokens) const;
   int device() const { return state->config.device; }
   int num_sms(int asked) const;
   void require_nothing_pending() const;
   void require_dispatched() const;
+  void require_given() const;  // the ids
+  bool rows_are_known() const { return !is_exact || is_routed; }
+  void require_rows(bool is_cached) const;  // that a dispatch, or a cached one, knows its outputs
 };
 
 namespace ep::c {

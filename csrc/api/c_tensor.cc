@@ -91,6 +91,15 @@ Tensor take_tensor(const ncclEpTensor_t* given, const char* name) {
   return tensor;
 }
 
+bool is_contiguous(const Tensor& tensor) {
+  int64_t stride = 1;
+  for (int i = tensor.sizes.ndim - 1; i >= 0; i--) {
+    if (tensor.sizes.at[i] != 1 && tensor.strides[i] != stride) return false;
+    stride *= tensor.sizes.at[i];
+  }
+  return true;
+}
+
 void check_contiguous(const Tensor& tensor, const char* name) {
   if (tensor.sizes.count() == 0) return;
   int64_t stride = 1;

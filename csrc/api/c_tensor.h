@@ -41,6 +41,7 @@ DType to_dtype(ncclEpDataType_t dtype);
 // The tensor of a descriptor, or none: of a null pointer or ndim 0. Data is not looked at.
 Tensor take_tensor(const ncclEpTensor_t* given, const char* name);
 
+bool is_contiguous(const Tensor& tensor);
 void check_contiguous(const Tensor& tensor, const char* name);
 void check_data(const Tensor& tensor, const char* name);  // is there, aligned to its elements
 // All of it. `name` as in the caller's struct.

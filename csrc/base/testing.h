@@ -1,4 +1,5 @@
-// Delay injection and planted bugs, in test builds only (EP_TESTING). In others every call folds to nothing.
+// Delay injection and planted bugs, in test builds only (EP_TESTING). In others every call folds to nothing. The names
+// serve the kernels too (cuda/testing.cuh, EP_GPU_TESTING).
 #pragma once
 
 #include <cstdint>
@@ -15,10 +16,29 @@ enum class Bug : int {
   kSecondSend,        // a second send leaves before the first was received
   kEarlyDone,         // high throughput: a reader says that it has read before it has
   kEarlyRows,         // high throughput: rows are announced before the last of them is stored
+  // On a GPU only.
+  kIgnoredCredits,    // a call stores into a bank before its owner has said that the bank is empty
+  kUncheckedRecords,  // a call ends although it has not heard of all ranks
+  kEarlyEpoch,        // the first block of a call moves the epoch on, not the last
+  kTornRows,          // a row counts as arrived when its first words have, or that of the first rank
+  kNumBugs,
 };
 
-// Steps of the protocol at which a rank may be held up.
-enum class Point : int { kBeforeRecord, kAfterRecord, kBetweenRows, kBeforeReset, kBeforeReceive };
+// Steps of the protocol at which a rank may be held up; on a GPU one of its blocks or warps, too.
+enum class Point : int {
+  kBeforeRecord,
+  kAfterRecord,
+  kBetweenRows,
+  kBeforeReset,
+  kBeforeReceive,
+  // On a GPU only.
+  kBeforeCall,     // before the block reads the epoch
+  kBeforeEpoch,    // before the epoch moves on
+  kBeforeCredits,  // before other ranks are told of empty banks
+  kBeforeRouting,  // before routing is sent
+  kBeforeRows,     // before the first row is sent
+  kBetweenWords,   // between words of a row
+};
 
 #if defined(EP_TESTING)
 void set_bug(Bug bug);

@@ -86,6 +86,7 @@ int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vect
       p.handle.expert_counts[e] += counts.choices[first + rank * p.shape.local_experts() + e];
     }
   }
+  *p.handle.alignment = p.output.alignment;
   const Placement bins = place_bins(p.shape, p.output, counts, rank);
   fill_info(p.output, bins, p.info);
   if (p.host_sizes != nullptr) {

@@ -89,11 +89,15 @@ struct HostBlock {
   DeviceState mirror;  // of the last report
   uint64_t timeout_ns;
   uint32_t has_failed;
+  uint64_t ht_epoch;  // of the last dispatch of exact sizes
 };
 
 struct Memory {
   int device = 0;
   int num_sms = 1;
+  double timeout_seconds = 0;
+  int64_t* ht_sizes = nullptr;  // pinned: of a dispatch of exact sizes, as HtDispatchParams says
+  int ht_sizes_count = 0;
   cudaStream_t stream = nullptr;  // non-blocking: never waits for the caller's kernels
   HostBlock* host = nullptr;
   DeviceState* state = nullptr;
@@ -113,14 +117,15 @@ struct Memory {
     cudaFree(own_window);
     cudaFree(state);
     cudaFreeHost(host);
+    cudaFreeHost(ht_sizes);
     if (stream != nullptr) cudaStreamDestroy(stream);
   }
 };
 
-// Frees what a buffer owns once the GPU is idle. After `seconds` the work is left to a thread of its own, and what
+// Frees what a buffer owns once the GPU is idle. After the deadline the work is left to a thread of its own, and what
 // cannot be freed safely is left to the end of the process: a caller never hangs here.
-void tear_down(std::unique_ptr<Memory> memory, double seconds) noexcept {
-  auto* owned = memory.release();
+void tear_down(Memory* owned) noexcept {
+  const double seconds = owned->timeout_seconds + kTearDownSlackSeconds;
   try {
     std::promise<void> promise;
     std::future<void> done = promise.get_future();
@@ -144,6 +149,7 @@ void tear_down(std::unique_ptr<Memory> memory, double seconds) noexcept {
 std::unique_ptr<Memory> make_memory(int device, double timeout_seconds) {
   auto memory = std::make_unique<Memory>();
   memory->device = device;
+  memory->timeout_seconds = timeout_seconds;
   EP_CUDA(cudaDeviceGetAttribute(&memory->num_sms, cudaDevAttrMultiProcessorCount, device));
   EP_CUDA(cudaStreamCreateWithFlags(&memory->stream, cudaStreamNonBlocking));
   EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory->host), sizeof(HostBlock), cudaHostAllocMapped));
@@ -170,17 +176,26 @@ void clean_window(const Memory& memory, const LlWindow& window) {
 
 class CudaBackend : public Backend {
  public:
-  CudaBackend(std::unique_ptr<Memory> memory, double timeout_seconds)
-      : memory_(std::move(memory)), timeout_seconds_(timeout_seconds) {}
+  CudaBackend(std::unique_ptr<Memory> memory, const Region<char>& arena) : memory_(memory.release(), &tear_down) {
+    if (arena.count == 0) return;
+    arena_ = std::make_shared<Arena>(memory_->peers.local<char>(arena.offset), arena.offset, arena.count, memory_);
+  }
   ~CudaBackend() override {
     if (memory_->world) memory_->world->abort(memory_->peers.rank);
-    tear_down(std::move(memory_), timeout_seconds_ + kTearDownSlackSeconds);
   }
 
   const char* name() const override { return "cuda"; }
   void dispatch(const LlDispatchParams& params, void* stream) override { run(params, stream); }
   void combine(const LlCombineParams& params, void* stream) override { run(params, stream); }
   void combine_weights(const LlCombineWeightsParams& params, void* stream) override { run(params, stream); }
+  void ht_dispatch(const HtDispatchParams& given, void* stream) override {
+    HtDispatchParams params = given;
+    params.chunks = plan_of(params, params.num_tokens, 1).chunks;
+    if (routes(params.steps)) route(params, stream);
+    if (sends_rows(params.steps)) run(params, stream);
+  }
+  void ht_combine(const HtCombineParams& params, void* stream) override { run(params, stream); }
+  std::shared_ptr<Arena> arena() const override { return arena_; }
   void floor_flags(const LlFloorFlagsParams& params, void* stream) override {
     check_served(params);
     run_floor(params, plan_of(params), stream);
@@ -210,7 +225,11 @@ class CudaBackend : public Backend {
     report.failure = failure();
     report.invalid_ids = seen.found.invalid_ids;
     report.dropped_rows = seen.found.dropped_rows;
-    for (int kind = 0; kind < kNumKinds; kind++) report.epochs[kind] = seen.epoch[kind].epoch;
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      report.epochs[kind] = seen.epoch[kind].epoch;
+      report.ht_epochs[kind] = seen.ht_epoch[kind].epoch;
+      report.ht_staged[kind] = seen.ht_staged[kind];
+    }
     if (take_invalid_ids && report.invalid_ids.count > 0) {
       EP_CUDA(cudaMemsetAsync(&memory_->state->found.invalid_ids, 0, sizeof(InvalidIds), memory_->stream));
       EP_CUDA(cudaStreamSynchronize(memory_->stream));
@@ -226,7 +245,7 @@ class CudaBackend : public Backend {
                             cudaMemcpyHostToDevice, memory_->stream));
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
     if (memory_->world) memory_->world->set_timeout(seconds);
-    timeout_seconds_ = seconds;
+    memory_->timeout_seconds = seconds;
   }
 
   void set_pdl(bool enabled) override { uses_pdl_ = enabled; }
@@ -264,12 +283,56 @@ class CudaBackend : public Backend {
     }
   }
 
+  // The first kernel of a dispatch that routes. Where the caller asks for the sizes, the host waits for them.
+  void route(const HtDispatchParams& params, void* stream) {
+    HtRouteParams routing{params};
+    if (params.host_sizes == nullptr) return run(routing, stream);
+    const int count = 2 + params.output.local_experts;
+    check_not_capturing(static_cast<cudaStream_t>(stream));
+    make_room_for_sizes(count);
+    EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_sizes), memory_->ht_sizes, 0));
+    EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_epoch), &memory_->host->ht_epoch, 0));
+    std::atomic_ref epoch(memory_->host->ht_epoch);
+    const uint64_t before = epoch.load(std::memory_order_relaxed);
+    run(routing, stream);
+    // The kernel has a deadline, so the host needs none but for a GPU that is busy with other work.
+    while (epoch.load(std::memory_order_acquire) == before) {
+      const Failure failed = failure();
+      if (failed.code != Failure::kNone) {
+        raise(failed.code == Failure::kTimeout ? ErrorKind::kTimeout : ErrorKind::kMismatch,
+              describe(failed, memory_->peers.rank, memory_->timeout_seconds));
+      }
+      if (cudaStreamQuery(static_cast<cudaStream_t>(stream)) != cudaErrorNotReady) {
+        if (epoch.load(std::memory_order_acquire) != before) break;
+        EP_CUDA(cudaStreamQuery(static_cast<cudaStream_t>(stream)));
+        if (failure().code == Failure::kNone)
+          raise(ErrorKind::kSystem, "the routing of a dispatch ended without sizes");
+      }
+    }
+    std::copy_n(memory_->ht_sizes, count, params.host_sizes);
+  }
+
+  static void check_not_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    EP_CUDA(cudaStreamIsCapturing(stream, &status));
+    EP_CHECK(status == cudaStreamCaptureStatusNone,
+             "a dispatch of exact sizes waits for the host and cannot be captured: give a capacity");
+  }
+
+  void make_room_for_sizes(int count) {
+    if (count <= memory_->ht_sizes_count) return;
+    EP_CUDA(cudaFreeHost(memory_->ht_sizes));
+    memory_->ht_sizes = nullptr;
+    EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory_->ht_sizes), count * sizeof(int64_t), cudaHostAllocMapped));
+    memory_->ht_sizes_count = count;
+  }
+
   template <class Params>
   KernelArgs<Params> args_of(const Params& params) const {
     KernelArgs<Params> args;
     args.state = memory_->state;
     args.peers = memory_->peers;
-    if constexpr (requires { params.layout; }) {
+    if constexpr (requires { params.layout.num_ranks; }) {
       args.credits = args.peers.template local<uint64_t>(params.layout.signal(0));
       args.num_ranks = params.layout.num_ranks;
     }
@@ -295,8 +358,8 @@ class CudaBackend : public Backend {
     return std::max(available, 1);
   }
 
-  std::unique_ptr<Memory> memory_;
-  double timeout_seconds_;
+  std::shared_ptr<Memory> memory_;  // tensors of the arena keep it
+  std::shared_ptr<Arena> arena_;
   bool uses_pdl_ = false;
   std::mutex mutex_;  // of the private stream and its host block
 };
@@ -314,7 +377,7 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, doub
 
 }  // namespace
 
-std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&, const LlWindow& window,
+std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&, const Window& window,
                                            const GroupConfig& config) {
   int device = config.device_index;
   Seat seat{};
@@ -340,7 +403,7 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
   }
   // Nobody writes into a window before its owner has cleaned it.
   on_all_ranks(bootstrap, [&] { clean_window(*memory, window); });
-  return std::make_unique<CudaBackend>(std::move(memory), config.timeout_seconds);
+  return std::make_unique<CudaBackend>(std::move(memory), window.ht.arena);
 }
 
 }  // namespace ep

@@ -10,7 +10,7 @@ namespace ep {
 
 // Collective, on the device of the config, or else the current one. Refuses two ranks of different processes on one
 // GPU.
-std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology& topology, const LlWindow& window,
+std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                            const GroupConfig& config);
 
 }  // namespace ep

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/geometry.h"
+#include "cuda/testing.cuh"
 #include "cuda/wait.cuh"
 #include "transport/lsa_peers.h"
 
@@ -52,6 +53,7 @@ struct Nothing {
 // `others_ask`: the first loads of the other warps, before the block's barrier.
 template <class Args, class Ask = Nothing>
 __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args, Kind kind, Ask others_ask = {}) {
+  testing_point_before_call(args.state->epoch[static_cast<int>(kind)].epoch, kind, args.peers.rank);
   Opening opening;
   if (is_opener()) {
     opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
@@ -101,8 +103,9 @@ __device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, 
   const uint64_t epoch = opening.last_epoch + 1;
   call.epoch = epoch;
   call.tag = tag_of(epoch);
-  call.bank = bank_of(epoch);
-  const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch;
+  call.bank = has_bug(Bug::kOneBank, call.kind) ? 0 : bank_of(epoch);
+  const bool has_credit =
+      lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch || has_bug(Bug::kIgnoredCredits, call.kind);
   bool is_well = opening.has_failed == 0;
   if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) is_well = await_credits(call, args, opening) && is_well;
   is_well = __all_sync(~0u, is_well);
@@ -117,9 +120,15 @@ template <class Args>
 __device__ __forceinline__ void advance_epoch(const Args& args, const Opening& opening, Kind kind, BlockPosition at) {
   if (!is_opener() || lane_id() != 0) return;
   const int k = static_cast<int>(kind);
+  testing_point_before_epoch(opening.last_epoch, kind, args.peers.rank);
   TicketLine& ticket = args.state->ticket[k];
-  if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
+  const uint32_t place = atomicAdd(&ticket.started, 1u);
+  if (has_bug(Bug::kEarlyEpoch, kind) && place == 0) {
+    ptx::st_relaxed_gpu(&args.state->epoch[k].epoch, opening.last_epoch + 1);
+  }
+  if (place == static_cast<uint32_t>(at.num_blocks) - 1) {
     ptx::st_relaxed_gpu(&ticket.started, 0u);
+    if (has_bug(Bug::kReusedEpoch, kind) && opening.last_epoch % 5 == 4) return;
     ptx::st_relaxed_gpu(&args.state->epoch[k].epoch, opening.last_epoch + 1);
   }
 }
@@ -127,18 +136,21 @@ __device__ __forceinline__ void advance_epoch(const Args& args, const Opening& o
 // One warp sends the call record to every rank, itself included.
 __device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout,
                                              const LsaPeers& peers) {
+  testing_point(Point::kBeforeRecord, context);
 #pragma unroll 1
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int peer = i / CallRecord::kWords, word = i % CallRecord::kWords;
     auto* record = peers.at<uint64_t>(peer, layout.record(context.bank, context.rank));
     ptx::st_relaxed_sys(record + word, tagged(context.call->word(word), context.tag));
   }
+  testing_point(Point::kAfterRecord, context);
 }
 
 // The same warp tells every rank that the banks of all earlier calls are empty here. The fence takes longer than a
 // message: nobody waits for a credit before the next call begins, in await_credits().
 __device__ __forceinline__ void send_credits(const CallContext& context, const LlLayout& layout,
                                              const LsaPeers& peers) {
+  testing_point(Point::kBeforeCredits, context);
   __threadfence_system();
 #pragma unroll 1
   for (int peer = lane_id(); peer < layout.num_ranks; peer += 32) {
@@ -160,6 +172,7 @@ static __device__ __noinline__ void refuse_call(const CallContext& context, cons
 // `wait_cost`: optional [R], ns that each other rank came later are added.
 __device__ __forceinline__ void check_records(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
                                               int64_t* wait_cost = nullptr) {
+  if (has_bug(Bug::kUncheckedRecords, context.kind)) return;
   const uint64_t start = wait_cost != nullptr ? ptx::global_timer_ns() : 0;
 #pragma unroll 1
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {

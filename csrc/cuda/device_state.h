@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/geometry.h"
+#include "layout/ht_layout.h"
 #include "layout/wire.h"
 #include "runtime/state.h"
 
@@ -22,6 +23,17 @@ struct alignas(128) WorkLine {
   uint32_t ticket;  // the next one of a group of blocks; zero between calls (UnitDeal)
 };
 
+constexpr int kMaxCudaRanks = 64;
+
+// What the blocks of one operation of high throughput count together. Two of each kind, by the parity of the epoch:
+// an operation clears the other's for the one after it.
+struct HtCounters {
+  alignas(128) uint32_t taken;  // units of work handed out to workers
+  alignas(128) uint32_t finished;
+  alignas(128) uint32_t staged;                            // the same for rows that are made readable
+  alignas(128) uint32_t ready[kMaxCudaRanks * kHtChunks];  // rows of a chunk for a rank that lie in place
+};
+
 struct DeviceState {
   EpochLine epoch[kNumKinds];
   TicketLine ticket[kNumKinds];
@@ -34,7 +46,11 @@ struct DeviceState {
     InvalidIds invalid_ids;
     uint64_t dropped_rows;
   } found;
-  Failure* failure;  // pinned host memory, so that the host learns of it while the GPU is busy
+  EpochLine ht_epoch[kNumKinds];
+  TicketLine ht_ticket[kNumKinds];
+  HtCounters ht_counters[kNumKinds][2];
+  uint64_t ht_staged[kNumKinds];  // calls that copied for want of a place in the arena
+  Failure* failure;               // pinned host memory, so that the host learns of it while the GPU is busy
 };
 
 }  // namespace ep

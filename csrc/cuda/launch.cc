@@ -6,6 +6,8 @@ namespace ep {
 void load_kernels() {
   load_dispatch_kernels();
   load_combine_kernels();
+  load_ht_dispatch_kernels();
+  load_ht_combine_kernels();
 }
 
 std::vector<std::vector<uint64_t>> take_stamps(bool combine) { return combine ? combine_stamps() : dispatch_stamps(); }

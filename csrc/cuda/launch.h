@@ -3,6 +3,7 @@
 
 #include "cuda/device_state.h"
 #include "cuda/geometry.h"
+#include "cuda/ht_geometry.h"
 #include "transport/lsa_peers.h"
 
 namespace ep {
@@ -21,6 +22,29 @@ struct GeometryOf<LlCombineParams> {
   using Type = LlCombineGeometry;
 };
 
+template <>
+struct GeometryOf<HtRouteParams> {
+  using Type = HtRouteGeometry;
+};
+template <>
+struct GeometryOf<HtDispatchParams> {
+  using Type = HtSendGeometry;
+};
+template <>
+struct GeometryOf<HtCombineParams> {
+  using Type = HtCombineGeometry;
+};
+
+template <class Params>
+struct PlanOf {
+  using Type = LlPlan;
+};
+template <class Params>
+requires requires(Params p) { p.handle.own; }
+struct PlanOf<Params> {
+  using Type = HtPlan;
+};
+
 // In the order of first use: a line of constant memory that is met for the first time costs 30 ns.
 template <class Params>
 struct alignas(16) KernelArgs {
@@ -28,7 +52,7 @@ struct alignas(16) KernelArgs {
   const uint64_t* credits = nullptr;  // of every rank, in the own window: LlLayout::signal
   LsaPeers peers;
   int num_ranks = 1;
-  LlPlan plan;
+  typename PlanOf<Params>::Type plan;
   typename GeometryOf<Params>::Type geometry;
   Params params;
 };
@@ -37,14 +61,22 @@ struct alignas(16) KernelArgs {
 LlPlan plan_of(const LlDispatchParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineWeightsParams& params, int tokens, int num_sms);
+HtPlan plan_of(const HtRouteParams& params, int tokens, int num_sms);
+HtPlan plan_of(const HtDispatchParams& params, int tokens, int num_sms);
+HtPlan plan_of(const HtCombineParams& params, int tokens, int num_sms);
 LlDispatchGeometry geometry_of(const LlDispatchParams& params, const LlPlan& plan);
 LlCombineGeometry geometry_of(const LlCombineParams& params, const LlPlan& plan);
 NoGeometry geometry_of(const LlCombineWeightsParams& params, const LlPlan& plan);
+HtRouteGeometry geometry_of(const HtRouteParams& params, const HtPlan& plan);
+HtSendGeometry geometry_of(const HtDispatchParams& params, const HtPlan& plan);
+HtCombineGeometry geometry_of(const HtCombineParams& params, const HtPlan& plan);
 
 // Refuses what these kernels cannot serve, with the values.
 void check_served(const LlDispatchParams& params);
 void check_served(const LlCombineParams& params);
 void check_served(const LlCombineWeightsParams& params);
+void check_served(const HtDispatchParams& params);
+void check_served(const HtCombineParams& params);
 
 // Loads every kernel, so that none is loaded while another spins. Throws kSystem.
 void load_kernels();
@@ -53,9 +85,12 @@ void load_kernels();
 void launch(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch(const KernelArgs<LlCombineParams>& args, void* stream);
 void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
+void launch(const KernelArgs<HtRouteParams>& args, void* stream);
+void launch(const KernelArgs<HtDispatchParams>& args, void* stream);
+void launch(const KernelArgs<HtCombineParams>& args, void* stream);
 
 // All `num_ranks` ranks of a world on this GPU in one launch; `args` is a device array, `host_args` its host copy. The
-// plans of all ranks are equal.
+// plans of all ranks have the same number of blocks.
 template <class Params>
 void launch_world(const KernelArgs<Params>* host_args, const KernelArgs<Params>* args, int num_ranks, void* stream);
 

@@ -1,6 +1,7 @@
 #include "base/check.h"
 #include "cuda/launch_util.h"
 #include "cuda/ll_combine.cuh"
+#include "cuda/with_types.h"
 
 namespace ep {
 namespace {
@@ -31,30 +32,6 @@ __global__ void __launch_bounds__(kScalarThreads)
   scalars_home(all[blockIdx.x / blocks], {static_cast<int>(blockIdx.x) % blocks, blocks});
 }
 
-template <DType kIn, DType kWire, DType kOut>
-struct Types {
-  static constexpr DType in = kIn, wire = kWire, out = kOut;
-};
-
-template <class Body>
-void with_dtype(DType dtype, Body body) {
-  if (dtype == DType::kBF16) return body(std::integral_constant<DType, DType::kBF16>{});
-  if (dtype == DType::kF16) return body(std::integral_constant<DType, DType::kF16>{});
-  return body(std::integral_constant<DType, DType::kF32>{});
-}
-
-// Calls body with the types as compile-time constants. The wire is the output's type, or fp32.
-template <class Body>
-void with_types(DType in, DType wire, DType out, Body body) {
-  with_dtype(in, [&](auto in_constant) {
-    with_dtype(out, [&](auto out_constant) {
-      constexpr DType kIn = decltype(in_constant)::value, kOut = decltype(out_constant)::value;
-      if (wire == DType::kF32) return body(Types<kIn, DType::kF32, kOut>{});
-      return body(Types<kIn, kOut, kOut>{});
-    });
-  });
-}
-
 }  // namespace
 
 LlPlan plan_of(const LlCombineParams&, int, int num_sms) { return tuned("EP_PLAN_C", plan_combine(num_sms)); }
@@ -82,17 +59,11 @@ void check_served(const LlCombineParams& p) {
 void check_served(const LlCombineWeightsParams&) {}
 
 void load_combine_kernels() {
-  for (DType in : {DType::kBF16, DType::kF16, DType::kF32}) {
-    for (DType out : {DType::kBF16, DType::kF16, DType::kF32}) {
-      for (DType wire : {out, DType::kF32}) {
-        with_types(in, wire, out, [](auto types) {
-          using T = decltype(types);
-          load_kernel(&ll_combine<T::in, T::wire, T::out>, 0);
-          load_kernel(&ll_combine_world<T::in, T::wire, T::out>, 0);
-        });
-      }
-    }
-  }
+  for_all_types([](auto types) {
+    using T = decltype(types);
+    load_kernel(&ll_combine<T::in, T::wire, T::out>, 0);
+    load_kernel(&ll_combine_world<T::in, T::wire, T::out>, 0);
+  });
   load_kernel(&ll_scalars_home, 0);
   load_kernel(&ll_scalars_home_world, 0);
 }

@@ -43,6 +43,15 @@ void load_kernel(Kernel kernel, int shared_bytes) {
 
 // Builds with EP_TUNING: a plan from the environment, for measuring variants: "blocks,warps,sender_blocks,sender_warps,
 // receiver_block0,receiver_warp0,receiver_warps,steps".
+// The plans of high throughput: "blocks,warps,workers,chunks".
+inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
+#if defined(EP_TUNING)
+  if (const char* text = std::getenv(variable)) {
+    std::sscanf(text, "%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks);
+  }
+#endif
+  return plan;
+}
 inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 #if defined(EP_TUNING)
   if (const char* text = std::getenv(variable)) {
@@ -55,6 +64,8 @@ inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 
 void load_dispatch_kernels();
 void load_combine_kernels();
+void load_ht_dispatch_kernels();
+void load_ht_combine_kernels();
 std::vector<std::vector<uint64_t>> dispatch_stamps();
 std::vector<std::vector<uint64_t>> combine_stamps();
 

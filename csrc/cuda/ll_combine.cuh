@@ -142,12 +142,14 @@ struct Sender {
     add_up(role, out, out.rows);
   }
   __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
+    testing_point(Point::kBeforeRows, call);
     if (is_idle) return;
     bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
     if (role.p.weighting == Weighting::kHome) {
       load_rows(role, call);
       begin_first(role);
     }
+    testing_point(Point::kBetweenRows, call, out.unit.token);
     store(out);
     if constexpr (EP_C_TICKETS != 0) find_next(role);
 #if EP_C_AHEAD
@@ -165,6 +167,7 @@ struct Sender {
         find_next(role);
       }
       add_up(role, now, now.rows);
+      testing_point(Point::kBetweenRows, call, now.unit.token);
       store(now);
       if (!has_next) return;
     }
@@ -175,6 +178,7 @@ struct Sender {
       draw(role);
       find_next(role);
       add_up(role, out, out.rows);
+      testing_point(Point::kBetweenRows, call, out.unit.token);
       store(out);
     }
 #endif
@@ -253,6 +257,7 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
       }
 #pragma unroll
       for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
+      if (has_bug(Bug::kTornRows, call.kind)) ok = numbers[0].have_arrived();
       if (__all_sync(~0u, ok)) break;
       if (p.num_tokens >= EP_C_LIGHT) {
         // Lane q looks at one word of the q-th rank: rows that are not there yet need not be asked for again and again.
@@ -273,7 +278,8 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
       numbers[q].add_to(total);
       if (r == local_rank) continue;
       numbers[q].fill(kAbsent);
-      numbers[q].store(slot_of(r), 0);
+      testing_point(Point::kBeforeReset, call, token);
+      if (!(has_bug(Bug::kSkippedReset, call.kind) && token == 0)) numbers[q].store(slot_of(r), 0);
     }
   }
   Numbers<kOut, kCount> out;
@@ -339,6 +345,7 @@ struct Receiver {
     has_begun = true;
   }
   __device__ __forceinline__ void sum_all(const CombineRole& role, const CallContext& call) {
+    testing_point(Point::kBeforeReceive, call);
     if (!has_begun) {
       if (!exists(role)) return;
       begin(role, call);
@@ -364,6 +371,7 @@ struct Receiver {
 
 static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call) {
   const LlCombineParams& p = role.p;
+  testing_point(Point::kBeforeRouting, call);
   for (int token = role.warp; token < p.num_tokens; token += role.plan.warps) {
     Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, role.geometry.by_local_experts);
     float weight = 0;
@@ -465,6 +473,7 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
     send_records(call, p.layout, peers);
     send_credits(call, p.layout, peers);
   }
+  testing_point(Point::kBeforeRows, call);
   for (int i = first; i < p.shape.max_tokens * topk; i += step) {
     const int token = i / topk, k = i % topk;
     for (int home = 0; home < p.shape.num_ranks; home++) {
@@ -477,6 +486,7 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
     }
   }
   if (is_control) check_records(call, p.layout, peers);
+  testing_point(Point::kBeforeReceive, call);
   for (int i = first; i < p.num_tokens * topk; i += step) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;

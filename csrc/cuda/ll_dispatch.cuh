@@ -93,8 +93,10 @@ struct OutgoingRouting {
 __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call,
                                                  OutgoingRouting& out) {
   const LlDispatchParams& p = role.p;
+  testing_point(Point::kBeforeRouting, call);
 #pragma unroll 1
   while (out.token < p.num_tokens) {
+    testing_point(Point::kBeforeRouting, call, out.token);
     out.lane.send(call, p.layout);
     send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
     if (role.lane < p.shape.topk) {
@@ -138,8 +140,10 @@ template <Payload kPayload, DType kType, int kSteps>
 __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallContext& call,
                                           Outgoing<kPayload, kType, kSteps>& out) {
   const int rank = role.peers.rank;
+  testing_point(Point::kBeforeRows, call);
 #pragma unroll 1
   while (out.unit < role.geometry.send_units) {
+    testing_point(Point::kBetweenRows, call, out.unit);
     const Offset slot = role.p.layout.row(call.bank, rank, out.token);
     uint64_t mask = out.mask, later = mask >> rank << rank;
 #pragma unroll 1
@@ -260,10 +264,14 @@ struct Incoming {
     } else {
       Patience patience;
       while (!has_arrived(piece)) {
+        if (has_bug(Bug::kTornRows, call.kind) && __all_sync(~0u, has_arrived(piece.chunk[0]))) break;
         if (__any_sync(~0u, patience.is_over(call, Phase::kRows, unit.source, unit.token, unit.piece))) return false;
         load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
       }
-      reset_wire<kSteps>(staged, role.geometry.row, unit.piece, role.lane);
+      testing_point(Point::kBeforeReset, call, slot);
+      if (!has_bug(Bug::kSkippedReset, call.kind) || unit.token != 0) {
+        reset_wire<kSteps>(staged, role.geometry.row, unit.piece, role.lane);
+      }
     }
     decode<kPayload>(piece);
     return true;
@@ -323,6 +331,7 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
 template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const Places& places) {
   const LlDispatchParams& p = role.p;
+  testing_point(Point::kBeforeReceive, call);
   ptx::named_barrier(1, role.receiving_threads());  // clear() is over
   // The last warps have the fewest rows to move: each clears a bin, and those of the last block write the info tensor.
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();

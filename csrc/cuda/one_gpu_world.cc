@@ -16,11 +16,15 @@ constexpr size_t kNumSlots = 4;                  // launches that may be in flig
 constexpr size_t kMaxArgBytes =
     std::max({sizeof(KernelArgs<LlDispatchParams>), sizeof(KernelArgs<LlCombineParams>),
               sizeof(KernelArgs<LlCombineWeightsParams>), sizeof(KernelArgs<LlFloorFlagsParams>),
-              sizeof(KernelArgs<LlFloorPushParams>)});
+              sizeof(KernelArgs<LlFloorPushParams>), sizeof(KernelArgs<HtRouteParams>),
+              sizeof(KernelArgs<HtDispatchParams>), sizeof(KernelArgs<HtCombineParams>)});
 
 const char* call_name(const LlDispatchParams&) { return "dispatch"; }
 const char* call_name(const LlCombineParams&) { return "combine"; }
 const char* call_name(const LlCombineWeightsParams&) { return "combine_weights"; }
+const char* call_name(const HtRouteParams&) { return "the routing of a dispatch"; }
+const char* call_name(const HtDispatchParams&) { return "a dispatch of high throughput"; }
+const char* call_name(const HtCombineParams&) { return "a combine of high throughput"; }
 const char* call_name(const LlFloorFlagsParams&) { return "floor_flags"; }
 const char* call_name(const LlFloorPushParams&) { return "floor_push"; }
 
@@ -101,6 +105,9 @@ void OneGpuWorld::run(int rank, const KernelArgs<Params>& args, void* stream) {
 template void OneGpuWorld::run(int, const KernelArgs<LlDispatchParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlCombineParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlCombineWeightsParams>&, void*);
+template void OneGpuWorld::run(int, const KernelArgs<HtRouteParams>&, void*);
+template void OneGpuWorld::run(int, const KernelArgs<HtDispatchParams>&, void*);
+template void OneGpuWorld::run(int, const KernelArgs<HtCombineParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlFloorFlagsParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlFloorPushParams>&, void*);
 

@@ -7,6 +7,7 @@
 #include "cuda/convert.cuh"
 #include "cuda/geometry.h"
 #include "cuda/ptx.cuh"
+#include "cuda/testing.cuh"
 
 namespace ep {
 
@@ -180,6 +181,7 @@ __device__ __forceinline__ void store_wire(char* slot, const RowShape& row, int 
   for (int j = 0; j < kSteps; j++) {
     const int c = (piece_index * kSteps + j) * 32 + lane;
     if (c < row.chunks) Store::store(chunks + c, piece.chunk[j]);
+    testing_point(Point::kBetweenWords);
   }
   const int step = piece_index * kSteps + lane;
   if (row.side_bytes == 0 || lane >= kSteps || step >= row.steps) return;

@@ -38,6 +38,7 @@ static __device__ __noinline__ void fail(const CallContext& context, Failure::Co
   failure->missing = 0;
   failure->mine = *context.call;
   failure->theirs = theirs;
+  failure->is_ht = is_high_throughput(*context.call) ? 1 : 0;
   __threadfence_system();
   *reinterpret_cast<volatile uint32_t*>(&failure->code) = code;
 }

@@ -2,7 +2,9 @@
  *
  * A group is one rank's part of a world of ranks. A handle holds the routing of one dispatch: which tokens went to
  * which expert. ncclEpDispatch sends every token to the ranks of its experts, ncclEpCombine brings the experts' rows
- * home. docs/c_api.md compares this API with that of NCCL EP; docs/semantics.md says what the operations promise.
+ * home. There are two algorithms, with the same results bit for bit: low latency, for the few tokens of decoding, and
+ * high throughput, for the thousands of training and prefill. docs/c_api.md compares this API with that of NCCL EP;
+ * docs/semantics.md says what the operations promise.
  *
  * Every struct begins with size, magic and version, and is filled by its NCCL_EP_*_INIT macro:
  *     ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
@@ -53,6 +55,8 @@ enum {
   NCCL_EP_OVERFLOW = 7          /* NCCL_EP_OVERFLOW_ERROR: rows did not fit; those that did are there */
 };
 
+/* Of a group: what it has room for, AUTO is both. Of a handle: what its operations use; AUTO is what the group has, and
+ * of both low latency up to ncclEpGroupInfo_t.ll_max_tokens. */
 typedef int32_t ncclEpAlgorithm_t;
 enum { NCCL_EP_ALGORITHM_AUTO = 0, NCCL_EP_ALGORITHM_LOW_LATENCY = 1, NCCL_EP_ALGORITHM_HIGH_THROUGHPUT = 2 };
 
@@ -152,15 +156,16 @@ typedef struct {
   int32_t num_experts;
   int32_t max_tokens; /* that a rank dispatches at once */
   int32_t topk;
-  int32_t domain_size;    /* claimed topology: ranks that share memory, consecutive ones. 0: all */
-  size_t max_token_bytes; /* of a dispatched row; with scales of the caller's, row plus scales, rounded up to 16 */
+  int32_t domain_size;          /* claimed topology: ranks that share memory, consecutive ones. 0: all */
+  size_t max_token_bytes;       /* of a dispatched row; with scales or further tensors the sum, each rounded up to 16 */
   size_t max_combine_row_bytes; /* of a row on its way home, H times the wire type's size. 0: as max_token_bytes */
   uint64_t timeout_ns;          /* of every wait for another rank. 0: 100 s */
   ncclEpOverflowPolicy_t overflow_policy;
-  int32_t max_num_sms; /* of an operation that names none. 0: the library's choice */
+  int32_t max_num_sms;  /* of an operation that names none. 0: the library's choice */
+  uint64_t arena_bytes; /* high throughput: of shared memory for ncclEpMemAlloc. 0: none */
 } ncclEpGroupConfig_t;
 #define NCCL_EP_GROUP_CONFIG_INIT \
-  { NCCL_EP_HEAD(ncclEpGroupConfig_t), 0, NCCL_EP_DEVICE_CPU, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { NCCL_EP_HEAD(ncclEpGroupConfig_t), 0, NCCL_EP_DEVICE_CPU, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 /* How ranks find one another: puts `bytes` bytes of every rank, in rank order, into `all`, or returns another result
  * than NCCL_EP_SUCCESS (NCCL_EP_TIMEOUT: after timeout_ns). Called by ncclEpCreateGroupFromCallback only, in the same
@@ -187,18 +192,36 @@ typedef struct {
   size_t size;
   uint32_t magic, version;
   int32_t rank, num_ranks, domain_size;
-  ncclEpAlgorithm_t algorithm;           /* that was taken */
+  ncclEpAlgorithm_t algorithm;           /* what there is room for */
   uint64_t window_bytes;                 /* of memory that the ranks share */
-  uint64_t num_dispatches, num_combines; /* that were finished */
+  uint64_t num_dispatches, num_combines; /* of low latency, that were finished */
   uint64_t dropped_rows;
+  uint64_t num_ht_dispatches, num_ht_combines; /* of high throughput; every ncclEpRouteHandle counts as a dispatch */
+  uint64_t num_staged_dispatches; /* of them, those that copied rows: an output was not of ncclEpMemAlloc */
+  uint64_t num_staged_combines;   /* the same of rank_major's and flat's input, or it was of a wider type
+                                     than the wire */
+  uint64_t arena_bytes, arena_free_bytes;
+  int32_t ll_max_tokens; /* room of low latency, in tokens of a handle. 0: none */
+  int32_t reserved;
 } ncclEpGroupInfo_t;
 #define NCCL_EP_GROUP_INFO_INIT \
-  { NCCL_EP_HEAD(ncclEpGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0 }
+  { NCCL_EP_HEAD(ncclEpGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 NCCL_EP_API ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupInfo_t* info);
+
+/* Memory on the group's device, aligned to 64 bytes at least, out of its arena: there the ranks write the outputs of a
+ * high-throughput dispatch where they stay, and read a combine's input (rank_major, flat) where it lies. Other memory
+ * works as well and costs a copy; so does what this returns once the arena is full. Free it when the operations that
+ * use it are done, or all that will use it are on one stream. What is left goes with the group. */
+NCCL_EP_API ncclEpResult_t ncclEpMemAlloc(ncclEpGroup_t group, void** memory, size_t bytes);
+/* Null is allowed. */
+NCCL_EP_API ncclEpResult_t ncclEpMemFree(ncclEpGroup_t group, void* memory);
 
 /* ---- Handles ---- */
 
 typedef struct ncclEpHandle* ncclEpHandle_t;
+
+/* packed and flat of high throughput: outputs of exactly the rows that come, known after ncclEpRouteHandle. */
+#define NCCL_EP_CAPACITY_EXACT (-1)
 
 typedef struct {
   size_t size;
@@ -206,12 +229,15 @@ typedef struct {
   ncclEpLayout_t layout;
   int32_t topk;             /* choices of a token. 0: the group's */
   int64_t capacity;         /* rows of an expert (expert_major), or in all (packed, flat). 0: what always fits, as long
-                               as no token names an expert twice. rank_major: 0 */
+                               as no token names an expert twice (expert_major of high throughput needs a number).
+                               rank_major: 0 */
   int32_t expert_alignment; /* packed. 0: 1 */
+  ncclEpAlgorithm_t algorithm;
+  int32_t max_tokens; /* that a rank dispatches at once with it, the same on all ranks. 0: the group's */
   int32_t reserved;
 } ncclEpHandleConfig_t;
 #define NCCL_EP_HANDLE_CONFIG_INIT \
-  { NCCL_EP_HEAD(ncclEpHandleConfig_t), 0, 0, 0, 0, 0 }
+  { NCCL_EP_HEAD(ncclEpHandleConfig_t), 0, 0, 0, 0, 0, 0, 0 }
 
 /* Bytes of device memory that a handle needs. */
 NCCL_EP_API ncclEpResult_t ncclEpHandleMemSize(ncclEpGroup_t group, const ncclEpHandleConfig_t* config, size_t* bytes);
@@ -220,8 +246,15 @@ NCCL_EP_API ncclEpResult_t ncclEpHandleMemSize(ncclEpGroup_t group, const ncclEp
 NCCL_EP_API ncclEpResult_t ncclEpInitHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
                                             const ncclEpHandleConfig_t* config, void* handle_mem);
 /* The expert ids of the next dispatches: [T, K] int64 or int32, T up to max_tokens, -1 for no choice. Stores the
- * address only: the ids are read by ncclEpDispatch. An id out of range counts as -1, and ncclEpCheck tells. */
+ * address only: the ids are read by ncclEpDispatch, or ncclEpRouteHandle. An id out of range counts as -1, and
+ * ncclEpCheck tells. */
 NCCL_EP_API ncclEpResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t* topk_idx);
+/* High throughput, collective: the ranks learn what each sends to each. Fills `info` (int32, NCCL_EP_INFO_SIZE or
+ * NCCL_EP_INFO_SIZE_PACKED), and the dispatches that follow send along these routes, any number of them, until the next
+ * ncclEpUpdateHandle. Without it every dispatch routes by itself, in one operation. A handle of NCCL_EP_CAPACITY_EXACT
+ * needs it: then it waits for the counts, and ncclEpDispatchShapes has the sizes. The rows of the dispatch before
+ * cannot be combined afterwards. */
+NCCL_EP_API ncclEpResult_t ncclEpRouteHandle(ncclEpHandle_t handle, const ncclEpTensor_t* info, void* stream);
 /* ncclEpInitHandle and ncclEpUpdateHandle. */
 NCCL_EP_API ncclEpResult_t ncclEpCreateHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
                                               const ncclEpHandleConfig_t* config, const ncclEpTensor_t* topk_idx,
@@ -229,7 +262,23 @@ NCCL_EP_API ncclEpResult_t ncclEpCreateHandle(ncclEpHandle_t* handle, ncclEpGrou
 /* Refused while a half of an operation of a usable group is open. Null is allowed. */
 NCCL_EP_API ncclEpResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
 
+typedef struct {
+  size_t size;
+  uint32_t magic, version;
+  ncclEpLayout_t layout;
+  int32_t topk, max_tokens, expert_alignment;
+  ncclEpAlgorithm_t algorithm; /* that was taken */
+  int32_t reserved;
+  int64_t capacity; /* rows as in ncclEpHandleConfig_t, rank_major: max_tokens; NCCL_EP_CAPACITY_EXACT until they are
+                       known */
+} ncclEpHandleInfo_t;
+#define NCCL_EP_HANDLE_INFO_INIT \
+  { NCCL_EP_HEAD(ncclEpHandleInfo_t), 0, 0, 0, 0, 0, 0, 0 }
+NCCL_EP_API ncclEpResult_t ncclEpHandleGetInfo(ncclEpHandle_t handle, ncclEpHandleInfo_t* info);
+
 /* ---- Dispatch ---- */
+
+#define NCCL_EP_MAX_FURTHER 3
 
 typedef struct {
   size_t size;
@@ -237,9 +286,13 @@ typedef struct {
   const ncclEpTensor_t* tokens;       /* [T, H], aligned and rows a multiple of 16 bytes */
   const ncclEpTensor_t* topk_weights; /* [T, K] float32. Null: ones */
   const ncclEpTensor_t* scales; /* [T, S] of rows that the caller has quantised, any type and strides. Null: none */
+  const ncclEpTensor_t* further[NCCL_EP_MAX_FURTHER]; /* high throughput: more tensors [T, n] on the same routes, of any
+                                                         type, as `tokens` aligned. Null: none */
 } ncclEpDispatchInputs_t;
-#define NCCL_EP_DISPATCH_INPUTS_INIT \
-  { NCCL_EP_HEAD(ncclEpDispatchInputs_t), NULL, NULL, NULL }
+#define NCCL_EP_DISPATCH_INPUTS_INIT                                             \
+  {                                                                              \
+    NCCL_EP_HEAD(ncclEpDispatchInputs_t), NULL, NULL, NULL, { NULL, NULL, NULL } \
+  }
 
 /* "rows" stands for the leading sizes of the layout, [L, capacity], [capacity] or [R, M]. ncclEpDispatchShapes fills
  * them in, but for the data. A tensor that the layout or the call has not got is null or of ndim 0. */
@@ -251,10 +304,13 @@ typedef struct {
   ncclEpTensor_t* topk_weights; /* expert layouts [rows], else [rows, K], float32; 0 where there is no row or choice */
   ncclEpTensor_t* topk_idx;     /* rank_major, flat: [rows, K] local expert ids or -1, of the type of the ids given */
   ncclEpTensor_t* row_expert;   /* packed: [rows] int32, -1 is padding */
-  ncclEpTensor_t* info;         /* int32, all of NCCL_EP_INFO_* */
+  ncclEpTensor_t* info;         /* int32, all of NCCL_EP_INFO_*; after ncclEpRouteHandle, which has filled it: none */
+  ncclEpTensor_t* further[NCCL_EP_MAX_FURTHER]; /* [rows, n] of the inputs' */
 } ncclEpDispatchOutputs_t;
-#define NCCL_EP_DISPATCH_OUTPUTS_INIT \
-  { NCCL_EP_HEAD(ncclEpDispatchOutputs_t), NULL, NULL, NULL, NULL, NULL, NULL }
+#define NCCL_EP_DISPATCH_OUTPUTS_INIT                                                               \
+  {                                                                                                 \
+    NCCL_EP_HEAD(ncclEpDispatchOutputs_t), NULL, NULL, NULL, NULL, NULL, NULL, { NULL, NULL, NULL } \
+  }
 
 /* Where things begin in info. num_bins: L in the expert layouts, R in the others. */
 #define NCCL_EP_INFO_COUNTS(num_bins) 0                     /* [bins] rows in the tensor */
@@ -262,17 +318,22 @@ typedef struct {
 #define NCCL_EP_INFO_OVERFLOW(num_bins) (2 * (num_bins))    /* [1] rows that were dropped */
 #define NCCL_EP_INFO_TOTAL(num_bins) (2 * (num_bins) + 1)   /* [1] sum of the counts */
 #define NCCL_EP_INFO_OFFSETS(num_bins) (2 * (num_bins) + 2) /* packed: [L + 1] starts of the experts, and the end */
+#define NCCL_EP_INFO_SIZE(num_bins) (2 * (num_bins) + 2)
+#define NCCL_EP_INFO_SIZE_PACKED(num_bins) (3 * (num_bins) + 3)
 
 typedef struct {
   size_t size;
   uint32_t magic, version;
-  int32_t send_only; /* the sending half; ncclEpComplete is the other */
+  int32_t send_only; /* low latency: the sending half; ncclEpComplete is the other */
   ncclEpQuant_t quant;
   int32_t zero_padding; /* rows that do not exist are zero; otherwise their content is unspecified */
   int32_t num_sms;      /* 0: as the group */
+  int32_t cached;       /* high throughput: other tensors along the routes of the handle's last dispatch, to the same
+                           rows. Tokens, scales and further tensors only: what else that dispatch gave stays as it was */
+  int32_t reserved;
 } ncclEpDispatchConfig_t;
 #define NCCL_EP_DISPATCH_CONFIG_INIT \
-  { NCCL_EP_HEAD(ncclEpDispatchConfig_t), 0, 0, 0, 0 }
+  { NCCL_EP_HEAD(ncclEpDispatchConfig_t), 0, 0, 0, 0, 0, 0 }
 
 /* Fills in ndim, dtype and sizes of the output tensors that are not null; tells ndim 0 of those that there are not. Of
  * the inputs only types and sizes count. topk_idx is int64 until ncclEpUpdateHandle has seen int32 ids. */
@@ -294,22 +355,24 @@ typedef struct {
   const ncclEpTensor_t* topk_idx;     /* NCCL_EP_WEIGHTS_HOME, optional: [T, K]; where it is -1, that row is left out */
   const ncclEpTensor_t* bias0;        /* flat, optional: [T, H] of the output's type, added first */
   const ncclEpTensor_t* bias1;        /* flat, optional, the same */
+  const ncclEpTensor_t* values;       /* high throughput, optional: as ncclEpCombineWeights has them, beside the rows */
 } ncclEpCombineInputs_t;
 #define NCCL_EP_COMBINE_INPUTS_INIT \
-  { NCCL_EP_HEAD(ncclEpCombineInputs_t), NULL, NULL, NULL, NULL, NULL }
+  { NCCL_EP_HEAD(ncclEpCombineInputs_t), NULL, NULL, NULL, NULL, NULL, NULL }
 
 typedef struct {
   size_t size;
   uint32_t magic, version;
   ncclEpTensor_t* tokens; /* [T, H] bf16, fp16 or fp32, T of the dispatch */
+  ncclEpTensor_t* values; /* [T, K] float32, with the inputs' values */
 } ncclEpCombineOutputs_t;
 #define NCCL_EP_COMBINE_OUTPUTS_INIT \
-  { NCCL_EP_HEAD(ncclEpCombineOutputs_t), NULL }
+  { NCCL_EP_HEAD(ncclEpCombineOutputs_t), NULL, NULL }
 
 typedef struct {
   size_t size;
   uint32_t magic, version;
-  int32_t send_only;
+  int32_t send_only; /* low latency */
   ncclEpWeights_t weights;
   ncclEpDataType_t wire_dtype; /* of partial sums on their way home: the output's type (AUTO) or float32 */
   int32_t num_sms;             /* 0: as the group */

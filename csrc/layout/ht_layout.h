@@ -33,6 +33,12 @@ enum class HtSignal : int {
 };
 constexpr int kNumHtSignals = 9;
 
+// CUDA announces the rows of one rank to another in pieces, so that the receiver has work before the last has come:
+// the signal's line holds a word for each.
+constexpr int kHtChunks = 16;
+EP_HD int chunk_of(int index, int count, int chunks) { return index * chunks / count; }
+EP_HD int chunk_begin(int chunk, int count, int chunks) { return ceil_div(chunk * count, chunks); }
+
 // A call message, tagged words: the record, the receiver's output, then (dispatch) the counts of the sender's choices.
 struct HtCall {
   enum Word {
@@ -41,11 +47,12 @@ struct HtCall {
     kCapacity,
     kAlignment,
     kOffsets,  // of each part's output in the sender's arena, low word first; kNoOffset: staged
+    kChunks = kOffsets + 2 * kHtMaxParts,  // CUDA: pieces in which the sender of the message wants to hear of its rows
     kCounts = 32,
   };
-  static_assert(kOffsets + 2 * kHtMaxParts <= kCounts);
+  static_assert(kChunks < kCounts);
   // kCounts: tokens with an expert of rank r [R] | choices of expert e [E].
-  static int words(int num_ranks, int num_experts) { return kCounts + num_ranks + num_experts; }
+  EP_HD static int words(int num_ranks, int num_experts) { return kCounts + num_ranks + num_experts; }
 };
 
 // Bytes of the regions; all 0 where a buffer has no HT.
@@ -71,6 +78,7 @@ struct HtWindow {
   uint64_t call_words = 0;
 
   static constexpr int kSignalStride = 128;
+  static_assert(kHtChunks * sizeof(uint64_t) <= kSignalStride);
 
   static HtWindow make(Carver& carver, int num_ranks, const HtSizes& sizes) {
     HtWindow window;

@@ -83,6 +83,10 @@ enum class Operation : int {
   kHtCombineWeights = 12,
 };
 
+EP_HD bool is_high_throughput(const CallRecord& call) {
+  return (call.word(CallRecord::kOperation) & 0xFF) >= static_cast<uint32_t>(Operation::kHtDispatch);
+}
+
 EP_HD uint32_t pack_operation(Operation operation, DType dtype, Quant quant, DType wire_dtype) {
   return static_cast<uint32_t>(operation) | static_cast<uint32_t>(dtype) << 8 | static_cast<uint32_t>(quant) << 16 |
          static_cast<uint32_t>(wire_dtype) << 24;

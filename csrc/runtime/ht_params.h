@@ -49,13 +49,15 @@ struct HtDispatchParams {
 
   // Out. Where the steps route:
   int32_t* info = nullptr;  // OutputShape
-  // kRoute, memory that the host sees: rows that the output needs, then slots.
+  // kRoute, memory that the host sees: rows that the output needs, slots, then the demand of each local expert [L].
   int64_t* host_sizes = nullptr;
+  uint64_t* host_epoch = nullptr;  // CUDA: becomes the call's epoch when the sizes are there
   // Where the steps send routes:
   int32_t* row_expert = nullptr;
   void* out_topk_idx = nullptr;
   float* out_weights = nullptr;
   int num_sms = 0;
+  int chunks = 1;  // CUDA fills it in: the plan's, of the kernel that sends
 };
 
 // Rows, or a scalar for each of their choices, or both, go home. Readers pull: the rows where they lie if that is the

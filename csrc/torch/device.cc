@@ -26,6 +26,17 @@ void* current_stream([[maybe_unused]] const at::Device& device) {
   return nullptr;
 }
 
+bool is_capturing([[maybe_unused]] const at::Device& device) {
+#if defined(EP_WITH_CUDA)
+  if (device.is_cuda()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    EP_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(current_stream(device)), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+#endif
+  return false;
+}
+
 at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused]] const at::Device& device) {
 #if defined(EP_WITH_CUDA)
   if (device.is_cuda()) return at::detail::empty_cuda(sizes, type, device, std::nullopt);

@@ -10,6 +10,7 @@
 namespace ep {
 
 at::Device device_of(const Group& group);
+bool is_capturing(const at::Device& device);     // the current stream
 void* current_stream(const at::Device& device);  // a cudaStream_t; null on the CPU
 
 // As at::empty, without its way through the dispatcher: an op's kernel is below all that would want to know.

@@ -18,19 +18,21 @@ constexpr int64_t kExact = -1;  // capacity
 // not return a list (functionalization takes it for an alias).
 constexpr int kMaxTensors = 4;
 
-// A tensor that other ranks may write to or read; an ordinary one where there is no room for it.
+// A tensor that other ranks may write to or read; an ordinary one where there is no room for it, and in a capture: a
+// graph would go on using the block after the tensor is gone.
 Tensor arena_tensor(const Group& group, at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
   int64_t elements = 1;
   for (int64_t size : sizes) {
     EP_CHECK(size >= 0, "a dimension of ", size);
     elements *= size;
   }
-  if (elements == 0 || !device.is_cpu()) return new_tensor(sizes, type, device);
+  if (elements == 0 || is_capturing(device)) return new_tensor(sizes, type, device);
   std::shared_ptr<void> block = Arena::take(group.arena(), elements * at::elementSize(type));
   if (block == nullptr) return new_tensor(sizes, type, device);
   void* data = block.get();
   return at::from_blob(
-      data, sizes, [block = std::move(block)](void*) mutable { block.reset(); }, at::TensorOptions(type));
+      data, sizes, [block = std::move(block)](void*) mutable { block.reset(); },
+      at::TensorOptions(type).device(device));
 }
 
 template <class T>

@@ -9,6 +9,9 @@
 #include "api/factory.h"
 #include "base/check.h"
 #include "torch/registry.h"
+#if defined(EP_GPU_TESTING)
+#include "cuda/testing.h"
+#endif
 
 namespace py = pybind11;
 
@@ -153,6 +156,17 @@ PYBIND11_MODULE(_C, m) {
       "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
   m.def("time_line", &take_time_line, py::arg("combine"),
         "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");
+#if defined(EP_GPU_TESTING)
+  m.def(
+      "set_gpu_testing",
+      [](int device, uint64_t seed, const std::vector<std::string>& bugs, uint32_t kinds, uint32_t percent) {
+        set_gpu_testing(device, {seed, bugs_named(bugs), kinds, percent});
+      },
+      py::arg("device"), py::arg("seed") = 0, py::arg("bugs") = std::vector<std::string>{}, py::arg("kinds") = 3u,
+      py::arg("percent") = 100u,
+      "Delays and planted bugs of the kernels on a GPU, which must be idle. seed 0: no delays. kinds: 1 for "
+      "bugs in dispatch, 2 in combine, 3 in both. percent: of the delays' usual length.");
+#endif
   m.def(
       "sizes_for",
       [](int num_ranks, int num_experts, int topk, int max_tokens, int dispatch_row_bytes, int combine_row_bytes) {

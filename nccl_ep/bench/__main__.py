@@ -1,10 +1,12 @@
-"""``python -m nccl_ep.bench [ll] ...`` measures, ``overlap`` beside a GEMM, ``plot FILE... --out DIR`` draws."""
+"""``python -m nccl_ep.bench [ll | ht | fit | overlap] ...`` measures, ``plot FILE... --out DIR`` draws."""
 
 from __future__ import annotations
 
 import sys
 
 USAGE = """usage: python -m nccl_ep.bench [ll] [options]              measure low-latency dispatch and combine
+       python -m nccl_ep.bench ht [options]                high-throughput dispatch and combine
+       python -m nccl_ep.bench fit [FILE...] [options]     where high throughput overtakes low latency
        python -m nccl_ep.bench overlap [options]           an operation and a GEMM at the same time
        python -m nccl_ep.bench plot FILE... [--out DIR]   draw what was measured, as PNG and SVG
        python -m nccl_ep.bench table FILE...              print it
@@ -19,6 +21,10 @@ def main(argv: list[str]) -> int:
         return 0
     if command == "ll":
         from .ll import main as run
+    elif command == "ht":
+        from .ht import main as run
+    elif command == "fit":
+        from .fit import main as run
     elif command == "overlap":
         from .overlap import main as run
     elif command == "plot":

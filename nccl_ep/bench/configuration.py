@@ -4,33 +4,60 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from nccl_ep import Buffer
 
-from . import floors, measure, records
-from .measure import Effort, Operations
+from . import floors, measure, operations, records
+from .measure import Effort
+from .operations import Call, Operations
 from .records import Record
 from .rivals import RIVALS
-from .workload import Checked, Shape, make_inputs
+from .workload import Checked, Shape, fitted, make_buffer, make_inputs
 from .world import BenchError, Skipped, World
 
+T = TypeVar("T")
 OPS = ("dispatch", "combine", "pair")
 _BUFFER_SECONDS = 15.0  # deadline of the operations: a rank that failed is given up after it
 _MB = 1e6
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What to measure of every shape. is_cached, is_staged: high throughput's further variants; fits_capacity: low
+    latency has the capacity of the routing, as high throughput always has."""
+
+    figures: list[str]
+    apis: list[str]
+    num_sms: list[int]
+    with_floors: bool = False
+    is_cached: bool = False
+    is_staged: bool = False
+    fits_capacity: bool = False
+
+
+@dataclass(frozen=True)
+class Sampled(Generic[T]):
+    """What every rank found, and the operations of which some needed a copy on a rank (high throughput)."""
+
+    ranks: list[T]
+    staged: frozenset[str] = frozenset()
+
+
 class Configuration:
-    """Measures one shape.
+    """Measures one shape. Here in low latency; high throughput changes some steps.
 
     Args:
-        figures, apis, num_sms: which ones. note: takes each record, progress: a line now and then, on every rank.
+        plan: what. note: takes each record, progress: a line now and then, on every rank.
 
     ``failures`` says what went wrong without ending the measurement.
     """
+
+    bench = "ll"
 
     def __init__(
         self,
@@ -38,25 +65,23 @@ class Configuration:
         shape: Shape,
         effort: Effort,
         note: Callable[[Record], None],
-        *,
-        figures: list[str],
-        apis: list[str],
-        num_sms: list[int],
-        with_floors: bool = False,
+        plan: Plan,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.world, self.shape, self.effort, self._note = world, shape, effort, note
-        self.figures, self.apis, self.num_sms, self.with_floors = figures, apis, num_sms, with_floors
+        self.world, self.effort, self._note, self.plan = world, effort, note, plan
         self._progress = progress
         self.failures: list[str] = []
-        self._common: Record = {
-            "ranks": shape.num_ranks, "tokens": shape.tokens, "hidden": shape.hidden, "topk": shape.topk,
-            "experts": shape.num_experts, "dtype": shape.dtype, "layout": shape.layout, "routing": shape.routing,
-            "num_sms": 0, "seed": shape.seed, "device": world.device_name(), "revision": records.revision(),
-            "date": records.today(),
-        }  # fmt: skip
         self._inputs = world.together(lambda: make_inputs(shape))
         self._given = self._inputs[world.rank].to(world.device)
+        self.shape = world.together(lambda: fitted(shape, self._inputs)) if self.fits_capacity() else shape
+        self._common: Record = {
+            "bench": self.bench, "ranks": shape.num_ranks, "tokens": shape.tokens, "hidden": shape.hidden,
+            "topk": shape.topk, "experts": shape.num_experts, "dtype": shape.dtype, "layout": shape.layout,
+            "routing": shape.routing, "num_sms": 0, "seed": shape.seed, "device": world.device_name(),
+            "revision": records.revision(), "date": records.today(),
+        }  # fmt: skip
+
+    # ---- Records
 
     def _record(self, **fields: Any) -> None:
         self._note(records.make(self._common, **fields))
@@ -64,11 +89,19 @@ class Configuration:
     def _timed(self, body: Callable[[], list[float]], **fields: Any) -> None:
         """A record of what ``body`` samples, or of why it could not. BenchError: nothing can follow."""
         try:
-            value, p99 = records.slowest(self.world.agree(body))
+            sampled = self._sample(body)
+            value, p99 = records.slowest(sampled.ranks)
         except (Skipped, BenchError) as reason:
             self._not_measured(reason, **fields)
         else:
-            self._record(value=value, p99=p99, **fields)
+            self._record(value=value, p99=p99, **fields, **self._placed(fields["op"], sampled))
+
+    def _sample(self, body: Callable[[], T]) -> Sampled[T]:
+        return Sampled(self.world.agree(body))
+
+    def _placed(self, op: str, sampled: Sampled[Any]) -> Record:
+        """Fields that say how an operation ran."""
+        return {}
 
     def _not_measured(self, reason: Exception, **fields: Any) -> None:
         self._record(value=None, skipped=str(reason), **fields)
@@ -78,90 +111,112 @@ class Configuration:
 
     # ---- The library
 
+    def fits_capacity(self) -> bool:
+        return self.plan.fits_capacity
+
     def measure_library(self) -> None:
         """Raises BenchError when the results are wrong, or the library no longer works."""
+        self._measure_buffer(None)
+        self._record_wire()
+
+    def _measure_buffer(self, arena_bytes: int | None) -> None:
         world = self.world
-        buffer = self._make_buffer()
+        buffer = self._make_buffer(arena_bytes)
         try:
             begin = time.monotonic()
             checked = world.together(lambda: Checked(self.shape, world.rank, self._inputs, buffer))
             self._progress(f"equal to the oracle, which took {time.monotonic() - begin:.1f} s")
-            for num_sms in self.num_sms:
-                for api in self.apis:
-                    given = (self.shape, buffer, self._given, checked)
-                    if api == "deepep" and num_sms != 0:  # its methods leave the choice to the library
-                        continue
-                    make = {
-                        "native": partial(measure.native_operations, *given, num_sms),
-                        "ops": partial(measure.op_operations, *given, num_sms),
-                        "deepep": partial(measure.deepep_operations, *given),
-                    }
-                    operations = world.together(make[api])
-                    self._measure_operations(buffer, operations, {"system": "nccl_ep", "api": api, "num_sms": num_sms})
-            if self.with_floors:
+            for num_sms in self.plan.num_sms:
+                for api in self.plan.apis:
+                    self._measure_api(api, buffer, checked, num_sms)
+            if self.plan.with_floors:
                 self._measure_floors(buffer, checked)
             world.together(buffer.check)
         finally:
             buffer.destroy()
-        if world.is_cuda:
-            for op, value in floors.wire_us(self.shape, self._inputs).items():
-                self._record(system="floor_wire", api="computed", op=op, figure="graph", value=round(value, 3))
 
-    def _make_buffer(self) -> Buffer:
+    def _measure_api(self, api: str, buffer: Buffer, checked: Checked, num_sms: int) -> None:
+        if api == "deepep" and num_sms != 0:  # its methods leave the choice to the library
+            return
+        given = (self.shape, buffer, self._given, checked)
+        make = {
+            "native": partial(operations.native_operations, *given, num_sms),
+            "ops": partial(operations.op_operations, *given, num_sms),
+            "deepep": partial(operations.deepep_operations, *given),
+        }
+        fields = {"system": "nccl_ep", "api": api, "num_sms": num_sms}
+        self._measure_operations(buffer, self.world.together(make[api]), fields)
+
+    def _make_buffer(self, arena_bytes: int | None) -> Buffer:
         """With records of the memory that it takes."""
-        shape, world = self.shape, self.world
+        world = self.world
 
-        def make() -> tuple[Buffer, float, float]:
+        def make() -> tuple[Buffer, float, float, float]:
             world.synchronize()
             before = torch.cuda.mem_get_info()[0] if world.is_cuda else 0
-            buffer = Buffer.for_shapes(
-                torch.distributed.group.WORLD, max_tokens=shape.tokens, hidden=shape.hidden, topk=shape.topk,
-                num_experts=shape.num_experts, dtype=shape.payload.combined, device=world.device,
-                timeout=_BUFFER_SECONDS,
-            )  # fmt: skip
+            buffer = make_buffer(self.shape, world.device, _BUFFER_SECONDS, arena_bytes)
             world.synchronize()
             taken = before - torch.cuda.mem_get_info()[0] if world.is_cuda else 0
-            return buffer, buffer.stats()["window_bytes"] / _MB, taken / _MB
+            stats = buffer.stats()
+            arena = stats["arena_bytes"] if self.shape.mode == "ht" else 0
+            return buffer, (stats["window_bytes"] - arena) / _MB, taken / _MB, arena / _MB
 
         buffer, *sizes = world.together(make)
-        if "memory" in self.figures:
-            window, total = (max(values) for values in zip(*world.agree(lambda: sizes), strict=True))
+        if "memory" in self.plan.figures:
+            window, total, arena = (max(values) for values in zip(*world.agree(lambda: sizes), strict=True))
             fields = {"system": "nccl_ep", "api": "native", "op": "pair", "unit": "MB"}
             self._record(figure="memory", value=round(window, 3), **fields)
             if world.is_cuda:
                 self._record(figure="memory_total", value=round(total, 3), **fields)
+            if arena:
+                self._record(figure="memory_arena", value=round(arena, 3), **fields)
         return buffer
 
-    def _measure_operations(self, buffer: Buffer, operations: Operations, fields: Record) -> None:
+    def _measure_operations(self, buffer: Buffer, made: Operations, fields: Record) -> None:
         world, effort = self.world, self.effort
-        sms = self._measure_kernels(operations, fields) if "kernel" in self.figures else dict.fromkeys(OPS)
-        functions: dict[str, Callable[[measure.Call], list[float]]] = {
+        ops = tuple(made.calls)
+        sms = self._measure_kernels(made, fields) if "kernel" in self.plan.figures else dict.fromkeys(ops)
+        functions: dict[str, Callable[[Call], list[float]]] = {
             "graph": lambda call: measure.graph_times(world, call, effort),
             "graph_pdl": lambda call: measure.graph_pdl_times(world, buffer, call, effort),
             "event": lambda call: measure.event_times(world, call, effort),
             "host": lambda call: measure.host_time(world, call, effort),
         }
         for figure, function in functions.items():
-            if figure in self.figures:
-                for op in OPS:
-                    body = partial(function, operations.get(op))
-                    self._timed(body, op=op, figure=figure, num_sms_used=sms[op], **fields)
+            if figure in self.plan.figures:
+                for op in ops:
+                    call = made.in_graph(op) if figure.startswith("graph") else made.get(op)
+                    self._timed(partial(function, call), op=op, figure=figure, num_sms_used=sms[op], **fields)
 
-    def _measure_kernels(self, operations: Operations, fields: Record) -> dict[str, int | None]:
-        """Records the figure "kernel" of both operations. Returns the SMs that they use: a block runs on one."""
-        sms: dict[str, int | None] = dict.fromkeys(OPS)
-        found: dict[str, measure.KernelTimes] = {}
-        try:
-            found = self.world.together(lambda: measure.kernel_times(self.world, operations.pair, self.effort))
-        except (Skipped, BenchError) as reason:
-            self._not_measured(reason, op="pair", figure="kernel", **fields)
-        for op, times in found.items():
-            all_sms = torch.cuda.get_device_properties(self.world.device).multi_processor_count
-            sms[op] = min(times.blocks, all_sms)
-            body: Callable[[], list[float]] = partial(list, times.samples)
-            self._timed(body, op=op, figure="kernel", num_sms_used=sms[op], **fields)
-        sms["pair"] = max(filter(None, sms.values()), default=None)
+    def _measure_kernels(self, made: Operations, fields: Record) -> dict[str, int | None]:
+        """Records the figure "kernel" of all but the pair. Returns the SMs that they use: a block runs on one."""
+        ops = [op for op in made.calls if op != "pair"]
+        sms: dict[str, int | None] = dict.fromkeys(made.calls)
+        # One run has both operations; what the kernels of dispatch do besides has another.
+        runs = {"pair": {op: op for op in ops if op in OPS}} | {op: {op: "dispatch"} for op in ops if op not in OPS}
+        for run, names in runs.items():
+            body = partial(measure.kernel_times, self.world, made.get(run), self.effort, names)
+            try:
+                sampled = self._sample(body)
+            except (Skipped, BenchError) as reason:
+                self._not_measured(reason, op=run, figure="kernel", **fields)
+                continue
+            for op in names:
+                found = [times[op] for times in sampled.ranks]
+                all_sms = torch.cuda.get_device_properties(self.world.device).multi_processor_count
+                sms[op] = min(found[0].blocks, all_sms)
+                value, p99 = records.slowest([times.samples for times in found])
+                placed = self._placed(op, sampled)
+                self._record(op=op, figure="kernel", num_sms_used=sms[op], value=value, p99=p99, **fields, **placed)
+        sms["pair"] = max((used for op in OPS[:2] if (used := sms.get(op))), default=None)
         return sms
+
+    # ---- Floors
+
+    def _record_wire(self) -> None:
+        if self.world.is_cuda:
+            for op, value in floors.wire_us(self.shape, self._inputs).items():
+                self._record(system="floor_wire", api="computed", op=op, figure="graph", value=round(value, 3))
 
     def _measure_floors(self, buffer: Buffer, checked: Checked) -> None:
         """CPU ranks: the times of the same bytes over the host's transport, which are no floor of anything."""
@@ -170,7 +225,7 @@ class Configuration:
         calls = [("floor_flags", "dispatch", 0, floors.flags_call(buffer))]
         calls += [
             ("floor_push", op, num_sms, floors.push_call(self.shape, op, buffer, handle, num_sms))
-            for num_sms in self.num_sms
+            for num_sms in self.plan.num_sms
             for op in OPS
         ]
         for system, op, num_sms, call in calls:
@@ -188,7 +243,7 @@ class Configuration:
         except (Skipped, BenchError) as reason:
             self._not_measured(reason, op="pair", **fields)
             return
-        calls: dict[str, measure.Call] = {
+        calls: dict[str, Call] = {
             "dispatch": rival.dispatch,
             "combine": lambda: rival.combine(rows, received),
             "pair": lambda: rival.combine(rows, rival.dispatch()),

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from .measure import Call, Effort, _timing_event, event_times, graph_times
+from .measure import Effort, _timing_event, event_times, graph_times
+from .operations import Call
 from .world import Skipped, World
 
 
@@ -62,18 +64,27 @@ class ThreadLanes:
 
 
 class StreamLanes:
-    """Operations in graphs on a stream of high priority, GEMMs on another, of all SMs or of a green context's."""
+    """Operations in graphs on a stream of high priority, GEMMs on another.
+
+    partition: "green", GEMMs in a green context of the SMs that are left; "carveout", on any, but laid out for so many;
+    "none", as if they were alone.
+    """
 
     def __init__(self, world: World, op: Call, gemm: Call, chain: int, num_sms: int, partition: str) -> None:
         self._world, self._gemm, self._chain = world, gemm, chain
         self.num_sms = torch.cuda.get_device_properties(world.device).multi_processor_count
         if num_sms >= self.num_sms:
             raise Skipped(f"{num_sms} SMs for the operation leave none of {self.num_sms}")
+        self._left_out: int | None = None
+        if partition == "carveout":
+            if not hasattr(torch._C, "_set_sm_carveout_experimental"):
+                raise Skipped("this torch cannot tell cuBLAS how many SMs to use")
+            self._left_out = num_sms
+        self._is_wide = False
         self._all: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._rest: Any = self._all
         if partition == "green":
             self._context, self._rest = _green_stream(world.device, (self.num_sms - num_sms) // 8 * 8)
-        self._gemms = self._rest
         self._ops: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._graph = torch.cuda.CUDAGraph()
         self._ops.wait_stream(torch.cuda.current_stream())
@@ -82,8 +93,9 @@ class StreamLanes:
         with torch.cuda.graph(self._graph, stream=self._ops, capture_error_mode="thread_local"):
             for _ in range(chain):
                 op()
-        for stream in (self._all, self._rest):
-            with _on(stream):
+        for is_wide in (True, False):
+            self.widen(is_wide)
+            with _on(self._gemms), self._layout():
                 gemm()  # cuBLAS makes its workspace of a stream
         world.synchronize()
 
@@ -93,11 +105,11 @@ class StreamLanes:
         self._world.align()
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        for stream, call, count, begin, end in (
-            (self._gemms, self._gemm, gemms, *events[2:]),
-            (self._ops, self._graph.replay, chains, *events[:2]),
+        for stream, layout, call, count, begin, end in (
+            (self._gemms, self._layout(), self._gemm, gemms, *events[2:]),
+            (self._ops, nullcontext(), self._graph.replay, chains, *events[:2]),
         ):
-            with _on(stream):
+            with _on(stream), layout:
                 torch.cuda.current_stream().wait_event(ready)
                 begin.record()
                 for _ in range(count):
@@ -108,7 +120,29 @@ class StreamLanes:
         return op * 1e3 / max(chains * self._chain, 1), gemm * 1e3 / max(gemms, 1)
 
     def widen(self, on_all_sms: bool) -> None:
-        self._gemms = self._all if on_all_sms else self._rest
+        self._is_wide = on_all_sms
+
+    @property
+    def _gemms(self) -> Any:
+        return self._all if self._is_wide else self._rest
+
+    def _layout(self) -> AbstractContextManager[None]:
+        if self._left_out is None:
+            return nullcontext()
+        return _laid_out(None if self._is_wide else self._left_out)
+
+
+@contextmanager
+def _laid_out(left_out: int | None) -> Iterator[None]:
+    """GEMMs by cuBLASLt, for all SMs but so many: one block for each SM of the GPU would need a second wave."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # cuBLAS does not ask
+    torch._C._set_sm_carveout_experimental(left_out)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def _on(stream: Any) -> AbstractContextManager[Any]:
@@ -125,9 +159,9 @@ def _green_stream(device: torch.device, num_sms: int) -> tuple[Any, Any]:
     if not green_contexts.SUPPORTED:
         raise Skipped("this torch was built without green contexts")
     try:
-        context: Any = green_contexts.GreenContext.create(num_sms, device.index)
+        context: Any = green_contexts.GreenContext.create(num_sms=num_sms, device_id=device.index)
         return context, context.Stream()
-    except (RuntimeError, AttributeError) as error:
+    except (RuntimeError, AttributeError) as error:  # no such partition; torch 2.10 has no streams of it
         raise Skipped(f"no green context of {num_sms} SMs: {str(error).splitlines()[0]}") from None
 
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nccl_ep import Buffer, combine, dispatch
-from nccl_ep.handle import QUANTS
+from nccl_ep import Buffer
 
-from .workload import Checked, Given, Shape
+from .operations import Call
 from .world import Skipped, World
-
-Call = Callable[[], Any]
-_ops = torch.ops.nccl_ep
 
 
 @dataclass(frozen=True)
@@ -30,98 +26,6 @@ class Effort:
     iterations: int
     chain: int
     host_calls: int
-
-
-@dataclass(frozen=True)
-class Operations:
-    """What is measured: both operations, and one after the other."""
-
-    dispatch: Call
-    combine: Call
-    pair: Call
-
-    def get(self, op: str) -> Call:
-        call: Call = getattr(self, op)
-        return call
-
-
-def native_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_sms: int) -> Operations:
-    """The public functions: every call allocates its outputs. The bits must be the same at every num_sms."""
-
-    def run_dispatch() -> Any:
-        return dispatch(
-            given.x, given.topk_idx, given.weights,
-            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant, scales=given.scales,
-            num_sms=num_sms,
-        )  # fmt: skip
-
-    def run_combine() -> Any:
-        return combine(checked.rows, checked.out.handle, num_sms=num_sms)
-
-    def run_pair() -> Any:
-        return combine(checked.rows, run_dispatch().handle, num_sms=num_sms)
-
-    checked.require_same(run_dispatch().x, run_combine())
-    return Operations(run_dispatch, run_combine, run_pair)
-
-
-def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_sms: int) -> Operations:
-    """torch.ops.nccl_ep with out= tensors made beforehand. The bits must be those of the public functions."""
-    handle = checked.out.handle
-    layout, quant = int(handle.layout), int(QUANTS[shape.quant])
-    inputs = (buffer.name, buffer._seq, given.x, given.scales, given.topk_idx, given.weights)
-    config = (shape.num_experts, handle.max_tokens, layout, handle.capacity, 1, quant, False, num_sms)
-    outputs = _ops.ll_dispatch.default(*inputs, *config)
-    out_x, handle_tensor = outputs[0], outputs[-1]
-    weighting = 1 if handle.layout.has_expert_rows else 0  # functional.py, _DISPATCH and _NONE
-    combined = shape.payload.combined
-    how = (weighting, combined, combined, num_sms)
-    y = torch.empty_like(checked.y)
-    dispatch_out, combine_out = _ops.ll_dispatch_out.default, _ops.ll_combine_out.default
-    combine_args: tuple[Any, ...] = (
-        buffer.name, buffer._seq, checked.rows, handle_tensor, None, None, [], *handle.args(), *how, y,
-    )  # fmt: skip
-
-    def run_dispatch() -> Any:
-        return dispatch_out(*inputs, *config, *outputs)
-
-    def run_combine() -> Any:
-        return combine_out(*combine_args)
-
-    def run_pair() -> Any:
-        run_dispatch()
-        run_combine()
-
-    for tensor in (out_x, y):
-        tensor.view(torch.uint8).fill_(0x5A)
-    run_pair()
-    checked.require_same(out_x, y)
-    return Operations(run_dispatch, run_combine, run_pair)
-
-
-def deepep_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked) -> Operations:
-    """DeepEP's methods: weights at combine, scales column-major. The bits must be those of the public functions."""
-    max_tokens = checked.out.handle.max_tokens
-
-    def run_dispatch() -> Any:
-        return buffer.low_latency_dispatch(
-            given.x, given.topk_idx, max_tokens, shape.num_experts, use_fp8=shape.quant is not None
-        )
-
-    handle = run_dispatch()[2]
-
-    def run_combine() -> Any:
-        return buffer.low_latency_combine(checked.rows, given.topk_idx, given.weights, handle)
-
-    def run_pair() -> Any:
-        return buffer.low_latency_combine(checked.rows, given.topk_idx, given.weights, run_dispatch()[2])
-
-    received = run_dispatch()[0]
-    checked.require_same(received if shape.quant is None else received[0], run_combine()[0])
-    return Operations(run_dispatch, run_combine, run_pair)
-
-
-# ---- Times
 
 
 def _timing_event() -> torch.cuda.Event:
@@ -216,30 +120,30 @@ class KernelTimes:
     blocks: int
 
 
-def kernel_times(world: World, pair: Call, effort: Effort) -> dict[str, KernelTimes]:
-    """Profiler's time of the kernels named ``*dispatch*`` and ``*combine*``, in pairs that all GPUs start together."""
+def kernel_times(world: World, call: Call, effort: Effort, names: Mapping[str, str]) -> dict[str, KernelTimes]:
+    """Profiler's time of kernels in calls that all GPUs start together. names: a part of the kernels' names, by op."""
     calls = min(effort.iterations, 30)
-    _warm_up(world, pair, effort.warm_up)
+    _warm_up(world, call, effort.warm_up)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(calls):
             world.align()
-            pair()
+            call()
         world.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))  # the only form that has the grid
         events = json.loads(path.read_text())["traceEvents"]
-    return find_kernels(events, calls)
+    return find_kernels(events, calls, names)
 
 
-def find_kernels(events: list[dict[str, Any]], calls: int) -> dict[str, KernelTimes]:
+def find_kernels(events: list[dict[str, Any]], calls: int, names: Mapping[str, str]) -> dict[str, KernelTimes]:
     """Kernels of a Chrome trace by operation; an operation of several kernels takes their sum. Raises Skipped."""
     kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
     found = {}
-    for op in ("dispatch", "combine"):
-        mine = [event for event in kernels if op in event["name"]]
+    for op, name in names.items():
+        mine = [event for event in kernels if name in event["name"]]
         if not mine or len(mine) % calls:
-            raise Skipped(f"the profiler saw {len(mine)} kernels named *{op}* in {calls} calls")
+            raise Skipped(f"the profiler saw {len(mine)} kernels named *{name}* in {calls} calls")
         each = len(mine) // calls
         samples = [sum(event["dur"] for event in mine[i : i + each]) for i in range(0, len(mine), each)]
         grids = [event.get("args", {}).get("grid", [0]) for event in mine]

@@ -1,10 +1,10 @@
-"""The options of ``python -m nccl_ep.bench ll``, and those that other measurements share with it."""
+"""The options of ``ll``, ``ht`` and ``fit``, and those that other measurements share with them."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,15 @@ from .workload import DTYPES, ROUTINGS
 from .world import is_rank
 
 GPU_FIGURES = ("graph", "graph_pdl", "kernel", "event", "host", "memory")
+HT_FIGURES = tuple(figure for figure in GPU_FIGURES if figure != "graph_pdl")  # its kernels have none
 CPU_FIGURES = ("event", "host")
-DESCRIPTION = """Low-latency dispatch and combine, held against the oracle, then measured, beside torch's own ways.
-Starts its ranks itself, or runs as one of them under torchrun. Lists are separated by commas."""
+_STARTS = "Starts its ranks itself, or runs as one of them under torchrun. Lists are separated by commas."
+DESCRIPTION = f"""Low-latency dispatch and combine, held against the oracle, then measured, beside torch's own ways.
+{_STARTS}"""
+HT_DESCRIPTION = f"""High-throughput dispatch (routing included) and combine, held against the oracle, then measured,
+beside torch's sort and all-to-all. {_STARTS}"""
+FIT_DESCRIPTION = f"""Where high throughput overtakes low latency: both modes over the tokens, with the same capacity
+and layout. With FILEs, from what they have. {_STARTS}"""
 
 
 def ints(text: str) -> list[int]:
@@ -78,21 +84,43 @@ def set_defaults(parser: argparse.ArgumentParser, options: argparse.Namespace, m
             setattr(options, name, value)
     if is_rank():
         options.ranks = int(os.environ["WORLD_SIZE"])
+    if options.alignment < 1:
+        parser.error(f"--alignment {options.alignment}: must be 1 or more")
     if options.experts % options.ranks:
         parser.error(f"{options.experts} experts do not divide over {options.ranks} ranks")
 
 
+def _measuring_parser(command: str, description: str, layouts: list[str], figures: Sequence[str]) -> Any:
+    """What ``ll``, ``ht`` and ``fit`` take; whatever one of them does not offer has its value all the same."""
+    parser = common_parser(command, description)
+    parser.set_defaults(floors=False, cached=False, staged=False, fits_capacity=False, no_rivals=True, alignment=1)
+    add = parser.add_argument
+    add("--layout", type=words(*LAYOUTS), default=layouts, help=f"list of {', '.join(LAYOUTS)}")
+    add("--num-sms", type=ints, default=[0], help="list; 0: the library's choice")
+    add("--figures", type=words(*figures), help=f"of {', '.join(figures)}, list (CPU: event, host, memory)")
+    return parser
+
+
+def _finish(parser: argparse.ArgumentParser, options: argparse.Namespace, more: dict[str, Any]) -> None:
+    """Defaults, and a check of the figures."""
+    is_cuda = options.device == "cuda"
+    set_defaults(parser, options, {"iterations": 10 if options.quick else 50} | more)
+    if not is_cuda and (wrong := set(options.figures) - {*CPU_FIGURES, "memory"}):
+        parser.error(f"--figures {','.join(sorted(wrong))}: not on CPU ranks")
+
+
+def _add_alignment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--alignment", type=int, default=None, help="of experts in packed, default 128 (CPU: 8)")
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options of ``ll``. Exits where they make no sense."""
-    parser = common_parser("ll", DESCRIPTION)
+    parser = _measuring_parser("ll", DESCRIPTION, ["expert_major"], GPU_FIGURES)
     add = parser.add_argument
     add("--tokens", type=ints, help="tokens of a rank, list; default 1,8,32,128,512 (CPU: 1,8)")
-    add("--layout", type=words(*LAYOUTS), default=["expert_major"], help=f"list of {', '.join(LAYOUTS)}")
-    add("--num-sms", type=ints, default=[0], help="list; 0: the library's choice")
     add("--api", type=words("native", "ops", "deepep"), default=["native", "ops"], help="list of native, ops, deepep")
-    add("--figures", type=words(*GPU_FIGURES), help=f"of {', '.join(GPU_FIGURES)}, list (CPU: event, host, memory)")
     add("--floors", action="store_true", help="also flags alone and pushes alone")
-    add("--no-rivals", action="store_true", help="without torch's all-to-alls")
+    add("--no-rivals", action="store_true", default=False, help="without torch's all-to-alls")
     options = parse_device(parser, argv)
     if "deepep" in options.api and (
         options.layout != ["expert_major"] or not {"bf16", "fp8"}.issuperset(options.dtype)
@@ -102,9 +130,47 @@ def parse(argv: list[str]) -> argparse.Namespace:
     more: dict[str, Any] = {
         "tokens": [1, 8] if not is_cuda else [8, 128] if options.quick else [1, 8, 32, 128, 512],
         "figures": GPU_FIGURES if is_cuda else CPU_FIGURES,
-        "iterations": 10 if options.quick else 50,
     }
-    set_defaults(parser, options, more)
-    if not is_cuda and (wrong := set(options.figures) - {*CPU_FIGURES, "memory"}):
-        parser.error(f"--figures {','.join(sorted(wrong))}: not on CPU ranks")
+    _finish(parser, options, more)
+    return options
+
+
+def parse_ht(argv: list[str]) -> argparse.Namespace:
+    """Options of ``ht``. Exits where they make no sense."""
+    parser = _measuring_parser("ht", HT_DESCRIPTION, ["flat", "packed"], HT_FIGURES)
+    _add_alignment(parser)
+    add = parser.add_argument
+    add("--tokens", type=ints, help="tokens of a rank, list; default 1024,4096,8192 (CPU: 8,32)")
+    add("--api", type=words("native", "ops"), default=["native", "ops"], help="list of native, ops")
+    add("--cached", action="store_true", help="also dispatch along the routes of an earlier one")
+    add("--staged", action="store_true", help="also with nothing in the arena")
+    add("--no-rivals", action="store_true", default=False, help="without torch's all-to-all")
+    options = parse_device(parser, argv)
+    is_cuda = options.device == "cuda"
+    more: dict[str, Any] = {
+        "tokens": [8, 32] if not is_cuda else [4096] if options.quick else [1024, 4096, 8192],
+        "figures": HT_FIGURES if is_cuda else CPU_FIGURES,
+        "alignment": 128 if is_cuda else 8,
+    }
+    _finish(parser, options, more)
+    return options
+
+
+def parse_fit(argv: list[str]) -> argparse.Namespace:
+    """Options of ``fit``. Exits where they make no sense."""
+    parser = _measuring_parser("fit", FIT_DESCRIPTION, ["flat", "packed"], GPU_FIGURES)
+    _add_alignment(parser)
+    add = parser.add_argument
+    add("files", nargs="*", type=Path, metavar="FILE", help="records of both modes; then nothing is measured")
+    add("--tokens", type=ints, help="tokens of a rank, list; default powers of two from 32 to 4096 (CPU: 1,4,16)")
+    add("--api", type=words("native", "ops"), default=["native"], help="list of native, ops")
+    options = parse_device(parser, argv)
+    is_cuda = options.device == "cuda"
+    more: dict[str, Any] = {
+        "tokens": [1, 4, 16] if not is_cuda else [2**i for i in range(5, 13, 2 if options.quick else 1)],
+        "figures": ("graph", "event") if is_cuda else ("event",),
+        "alignment": 128 if is_cuda else 8,
+    }
+    options.fits_capacity = True
+    _finish(parser, options, more)
     return options

@@ -1,7 +1,8 @@
 """``python -m nccl_ep.bench overlap``: what an operation and a GEMM cost one another, for overlap of two batches.
 
 Fused: operations in a row on a few SMs, GEMMs in a row on the others, at the same time. Staged: send, GEMM, receive in
-one stream. CPU ranks run the same code with threads for streams: their figures mean nothing.
+one stream (high throughput, which has no halves: the operation on the buffer's own stream, beside the GEMM). CPU ranks
+run the same code with threads for streams: their figures mean nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ import torch
 from nccl_ep import Buffer, combine_send, dispatch_send
 from nccl_ep.handle import LAYOUTS
 
-from . import measure, records
+from . import records
 from .lanes import Lanes, StagedTimer, make_lanes
+from .operations import Call, native_operations
 from .options import common_parser, ints, parse_device, set_defaults, words
 from .records import Record
-from .workload import Checked, Shape, make_inputs
+from .workload import Checked, Shape, arena_bytes_for, fitted, make_buffer, make_inputs
 from .world import BenchError, Launcher, Skipped, World, is_rank
 
 OPS = ("dispatch", "combine")
 _BUFFER_SECONDS = 15.0
 _GRACE_SECONDS = 30.0
-_LONGER = 1.5  # the other lane is busy for so much longer than the one that is timed
+_LONGER = 1.5  # the other lane is given work for so much longer than the one that is timed, and
+_TRIES = 5  # twice as much each time that it was not enough, since both are slower together
 DESCRIPTION = """An operation and a GEMM at the same time: what each takes, alone and together. Targets: the GEMM within
 5 % of its share of SMs (share <= 1.05), the operation at most 1.1 times as long as alone on as many SMs (slowdown <=
 1.1)."""
@@ -42,17 +45,27 @@ DESCRIPTION = """An operation and a GEMM at the same time: what each takes, alon
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = common_parser("overlap", DESCRIPTION)
     add = parser.add_argument
-    add("--tokens", type=int, help="of a rank; default 128 (CPU: 8)")
-    add("--layout", choices=tuple(LAYOUTS), default="expert_major")
+    add("--mode", choices=("ll", "ht"), default="ll", help="low latency or high throughput")
+    add("--tokens", type=int, help="of a rank; default 128, ht 4096 (CPU: 8)")
+    add("--layout", choices=tuple(LAYOUTS), help="default expert_major, ht flat")
+    add("--alignment", type=int, default=128, help="of experts in packed, ht; default 128")
     add("--num-sms", type=ints, help="of the operation, list; default what leaves multiples of 8 SMs: 12,20,36")
-    add("--partition", type=words("green", "none"), default=["green", "none"],
-        help="list; green: GEMMs in a green context of the SMs that are left; none: on any")  # fmt: skip
+    partitions = ("green", "carveout", "none")
+    add("--partition", type=words(*partitions), default=[*partitions],
+        help="list; GEMMs: green, in a green context of the SMs that are left; carveout, laid out for so many; "
+        "none, as if alone")  # fmt: skip
     add(
-        "--gemm", type=ints, metavar="M,N,K", help="bf16; default 16384,8192,4096, staged with M / 16 (CPU: 128,128,64)"
+        "--gemm",
+        type=ints,
+        metavar="M,N,K",
+        help="bf16; default 16384,8192,4096, LL staged with M / 16 (CPU: 128,128,64)",
     )
     options = parse_device(parser, argv)
     is_cuda = options.device == "cuda"
-    defaults = {"tokens": 128, "num_sms": [12, 20, 36], "gemm": [16384, 8192, 4096], "iterations": 15}
+    is_ht = options.mode == "ht"
+    options.layout = options.layout or ("flat" if is_ht else "expert_major")
+    tokens = 4096 if is_ht else 128
+    defaults = {"tokens": tokens, "num_sms": [12, 20, 36], "gemm": [16384, 8192, 4096], "iterations": 15}
     if options.quick:
         defaults |= {"num_sms": [20], "iterations": 5}
     if not is_cuda:
@@ -66,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def gemm_call(sizes: Sequence[int], device: torch.device) -> measure.Call:
+def gemm_call(sizes: Sequence[int], device: torch.device) -> Call:
     m, n, k = sizes
     a, b = (torch.randn(*size, device=device).to(torch.bfloat16) for size in ((m, k), (k, n)))
     out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
@@ -85,7 +98,8 @@ class Overlap:
         self.world, self.options, self._note = world, options, note
         self.shape = Shape(
             options.ranks, options.tokens, options.hidden, options.topk, options.experts, dtype, options.layout,
-            options.routing, options.seed,
+            options.routing, options.seed, options.mode,
+            options.alignment if options.mode == "ht" and options.layout == "packed" else 1,
         )  # fmt: skip
         self.chain = 10 if world.is_cuda else 2
         self.failures: list[str] = []
@@ -94,47 +108,50 @@ class Overlap:
             "hidden": options.hidden, "topk": options.topk, "experts": options.experts, "dtype": dtype,
             "layout": options.layout, "routing": options.routing, "num_sms": 0, "seed": options.seed,
             "device": world.device_name(), "revision": records.revision(), "date": records.today(),
-            "gemm": "x".join(map(str, options.gemm)),
+            "mode": options.mode, "gemm": "x".join(map(str, options.gemm)),
         }  # fmt: skip
 
     def run(self) -> None:
         """Raises BenchError when results are wrong, or nothing can follow."""
-        world, shape, options = self.world, self.shape, self.options
-        inputs = world.together(lambda: make_inputs(shape))
+        world, options = self.world, self.options
+        inputs = world.together(lambda: make_inputs(self.shape))
         given = inputs[world.rank].to(world.device)
-        buffer = world.together(self._make_buffer)
+        arena_bytes = None
+        if options.mode == "ht":
+            self.shape = world.together(lambda: fitted(self.shape, inputs))
+            arena_bytes = arena_bytes_for(self.shape)
+        shape = self.shape
+        buffer = world.together(lambda: make_buffer(shape, world.device, _BUFFER_SECONDS, arena_bytes))
         try:
             checked = world.together(lambda: Checked(shape, world.rank, inputs, buffer))
             gemm = world.together(lambda: gemm_call(options.gemm, world.device))
-            small = world.together(lambda: gemm_call([-(-options.gemm[0] // 16), *options.gemm[1:]], world.device))
+            # Of an operation's own length, more or less.
+            rows = options.gemm[0] if options.mode == "ht" else -(-options.gemm[0] // 16)
+            between = world.together(lambda: gemm_call([rows, *options.gemm[1:]], world.device))
             for num_sms in options.num_sms:
-                make = partial(measure.native_operations, shape, buffer, given, checked, num_sms)
+                make = partial(native_operations, shape, buffer, given, checked, num_sms)
                 operations = world.together(make)
                 for op in OPS:
                     for partition in options.partition:
-                        self._measure_fused(op, operations.get(op), gemm, num_sms, partition)
-            whole = world.together(partial(measure.native_operations, shape, buffer, given, checked, 0))
+                        self._measure_fused(op, operations.in_graph(op), gemm, num_sms, partition)
+            whole = world.together(partial(native_operations, shape, buffer, given, checked, 0))
             for op in OPS:
-                self._measure_staged(op, whole.get(op), self._sender(op, buffer, given, checked), small)
+                self._measure_staged(op, whole.in_graph(op), self._sender(op, buffer, given, checked), between)
             world.together(buffer.check)
         finally:
             buffer.destroy()
 
-    def _make_buffer(self) -> Buffer:
-        shape = self.shape
-        return Buffer.for_shapes(
-            torch.distributed.group.WORLD, max_tokens=shape.tokens, hidden=shape.hidden, topk=shape.topk,
-            num_experts=shape.num_experts, dtype=shape.payload.combined, device=self.world.device,
-            timeout=_BUFFER_SECONDS,
-        )  # fmt: skip
-
     def _sender(self, op: str, buffer: Buffer, given: Any, checked: Checked) -> Callable[[], Any]:
+        """High throughput has no halves: all of it runs on the buffer's own stream, on the SMs that GEMMs leave it."""
         shape = self.shape
+        how: dict[str, Any] = {}
+        if shape.mode == "ht":
+            how = {"async_finish": True, "num_sms": self.options.num_sms[0]}
         if op == "combine":
-            return lambda: combine_send(checked.rows, checked.out.handle)
+            return lambda: combine_send(checked.rows, checked.out.handle, **how)
         return lambda: dispatch_send(
             given.x, given.topk_idx, given.weights,
-            buffer=buffer, num_experts=shape.num_experts, layout=shape.layout, quant=shape.quant, scales=given.scales,
+            buffer=buffer, quant=shape.quant, scales=given.scales, **shape.dispatch_kwargs(), **how,
         )  # fmt: skip
 
     # ---- Records
@@ -160,14 +177,12 @@ class Overlap:
 
     # ---- At the same time, in two lanes
 
-    def _measure_fused(self, op: str, call: measure.Call, gemm: measure.Call, num_sms: int, partition: str) -> None:
+    def _measure_fused(self, op: str, call: Call, gemm: Call, num_sms: int, partition: str) -> None:
         fields = {"op": op, "num_sms": num_sms, "partition": partition}
         body = partial(self._fused, call, gemm, num_sms, partition, fields)
         self._guarded(body, system="nccl_ep", figure="overlapped", **fields)
 
-    def _fused(
-        self, call: measure.Call, gemm: measure.Call, num_sms: int, partition: str, fields: dict[str, Any]
-    ) -> None:
+    def _fused(self, call: Call, gemm: Call, num_sms: int, partition: str, fields: dict[str, Any]) -> None:
         world, iterations = self.world, self.options.iterations
         lanes: Lanes = world.together(lambda: make_lanes(world, call, gemm, self.chain, num_sms, partition))
 
@@ -178,15 +193,26 @@ class Overlap:
             samples = [pair[0 if system == "nccl_ep" else 1] for pair in sample(ops, gemms)]
             return self._slowest(samples, system=system, figure=figure, **fields)
 
+        def run_beside(chains: int, gemms: int, system: str) -> float:
+            """The timed lane's figure, of samples in which the other one was busy until it was done."""
+            timed = 0 if system == "nccl_ep" else 1
+            for _ in range(_TRIES):
+                samples = sample(chains, gemms)
+                took = [median(pair[lane] for pair in samples) * (chains * self.chain, gemms)[lane] for lane in (0, 1)]
+                if all(world.agree(lambda took=took: took[1 - timed] >= took[timed])):  # type: ignore[misc]
+                    mine = [pair[timed] for pair in samples]
+                    return self._slowest(mine, system=system, figure="overlapped", **fields)
+                chains, gemms = (chains, 2 * gemms) if timed == 0 else (2 * chains, gemms)
+            raise Skipped(f"{gemms} GEMMs and {chains} chains did not last alike: {took[0]:.0f} and {took[1]:.0f} us")
+
         op_alone = run(4, 0, "nccl_ep", "alone")
         on_rest = run(0, 4, "gemm", "alone_on_rest")
         world.together(lambda: lanes.widen(True))
         gemm_alone = run(0, 4, "gemm", "alone")
         world.together(lambda: lanes.widen(False))
-        # One lane is timed, the other has enough to do until it is done.
         chain_us = op_alone * self.chain
-        op_beside = run(4, math.ceil(_LONGER * 4 * chain_us / on_rest) + 1, "nccl_ep", "overlapped")
-        gemm_beside = run(math.ceil(_LONGER * 2 * on_rest / chain_us) + 1, 2, "gemm", "overlapped")
+        op_beside = run_beside(4, math.ceil(_LONGER * 4 * chain_us / on_rest) + 1, "nccl_ep")
+        gemm_beside = run_beside(math.ceil(_LONGER * 2 * on_rest / chain_us) + 1, 2, "gemm")
         ratio = {"unit": "x", **fields}
         self._record(system="nccl_ep", figure="slowdown", value=round(op_beside / op_alone, 3), **ratio)
         if lanes.num_sms:  # those of the device
@@ -195,17 +221,17 @@ class Overlap:
 
     # ---- One after the other, in halves
 
-    def _measure_staged(self, op: str, whole: measure.Call, send: Callable[[], Any], gemm: measure.Call) -> None:
+    def _measure_staged(self, op: str, whole: Call, send: Callable[[], Any], gemm: Call) -> None:
         def body() -> None:
             timer = StagedTimer(self.world, self.chain, self.options.iterations)
 
-            def staged(between: measure.Call | None) -> None:
+            def staged(between: Call | None) -> None:
                 pending = send()
                 if between is not None:
                     between()
                 pending.receive()
 
-            def run(call: measure.Call, system: str, figure: str) -> list[float]:
+            def run(call: Call, system: str, figure: str) -> list[float]:
                 samples = self.world.together(lambda: timer.run(call))
                 self._slowest(samples, system=system, op=op, figure=figure)
                 return samples
@@ -227,6 +253,14 @@ _STAGED = ("fused", "halves", "gemm between", "staged", "exposed")
 
 
 def render(found: Sequence[Record]) -> str:
+    """Modes one after the other."""
+    by_mode: dict[str, list[Record]] = {}
+    for record in found:
+        by_mode.setdefault(record.get("mode", "ll"), []).append(record)  # low latency's once had no such field
+    return "\n".join(_render(mine, mode) for mode, mine in sorted(by_mode.items())) or "nothing was measured"
+
+
+def _render(found: Sequence[Record], mode: str) -> str:
     lines: list[str] = []
     for title, figures in (
         ("at the same time (gemm share: time over that of all SMs, scaled to those that are left)", _FUSED),
@@ -248,11 +282,9 @@ def render(found: Sequence[Record]) -> str:
             ]
     lines += [f"not measured: {r['op']} {r['figure']} {r.get('partition', '')}: {r['skipped']}"
               for r in found if "skipped" in r]  # fmt: skip
-    if not found:
-        return "nothing was measured"
     first = found[0]
     head = (
-        f"{first['ranks']} ranks, {first['device']}; {first['tokens']} tokens, hidden {first['hidden']}, "
+        f"{mode}: {first['ranks']} ranks, {first['device']}; {first['tokens']} tokens, hidden {first['hidden']}, "
         f"top-{first['topk']} of {first['experts']} experts; GEMM {first['gemm']} bf16; us"
     )
     return "\n".join([head, *lines])

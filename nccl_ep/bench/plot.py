@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from . import published, records
 from .records import Record
 from .table import FIGURES, FLOORS, is_measured
 
-_OPS = ("dispatch", "combine", "pair")
-_SHAPE = ("device", "ranks", "hidden", "topk", "experts", "layout", "routing")
+_OPS = {"ll": ("dispatch", "combine", "pair"), "ht": ("routing", "dispatch", "combine", "pair")}
+_SHAPE = ("bench", "device", "ranks", "hidden", "topk", "experts", "layout", "routing")
 _STYLES = {"graph": "-", "graph_pdl": "--", "kernel": "-.", "event": ":"}
-_COLOURS = {"nccl_ep": "tab:blue", "torch_all_to_all": "tab:orange", "torch_symm_mem": "tab:green"}
+_COLOURS = {"torch_all_to_all": "tab:orange", "torch_symm_mem": "tab:green"}
+# Ours in high throughput: the public functions as they are called, and how else.
+_VARIANTS = {"": "tab:blue", ", cached": "tab:cyan", ", staged": "tab:purple", ", cached, staged": "tab:pink"}
 _MARKERS = "sD^vP*"
 _FLOOR_STYLES = {"floor_wire": ("black", "-"), "floor_flags": ("grey", ":"), "floor_push": ("grey", "--")}
 
@@ -45,8 +47,8 @@ def _shapes(found: list[Record]) -> dict[tuple[Any, ...], list[Record]]:
 
 
 def _title(key: tuple[Any, ...]) -> str:
-    device, ranks, hidden, topk, experts, layout, routing = key
-    return f"{ranks} x {device}, hidden {hidden}, top-{topk} of {experts}, {layout}, {routing} routing"
+    bench, device, ranks, hidden, topk, experts, layout, routing = key
+    return f"{bench}, {ranks} x {device}, hidden {hidden}, top-{topk} of {experts}, {layout}, {routing} routing"
 
 
 def _panels(rows: int, columns: int, title: str) -> tuple[Any, Any]:
@@ -71,44 +73,56 @@ def _draw_published(axes: Any, shape: dict[str, Any], op: str, dtype: str) -> No
     if any(shape[name] != value for name, value in published.SHAPE.items()):
         return
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for point in published.RIVALS:
+    rivals = [point for point in published.RIVALS if point.bench == shape["bench"]]
+    for point in rivals:
         if (point.op, point.dtype) == (op, dtype):
             lines.setdefault((point.system, point.figure), []).append((point.tokens, point.us))
-    systems = sorted({point.system for point in published.RIVALS})
+    systems = sorted({point.system for point in rivals})
     for (system, figure), points in lines.items():
         marker, label = _MARKERS[systems.index(system)], f"{system}, {figure}"
         x, y = zip(*points, strict=True)
         axes.plot(x, y, _STYLES[figure], color="tab:red", alpha=0.6, marker=marker, label=label)
 
 
+def _how(record: Record) -> str:
+    """What a line's name says besides, of high throughput."""
+    staged = ", staged" if record.get("placement") == "staged" else ""
+    return (", cached" if record.get("cached") else "") + staged
+
+
+def _draw_line(axes: Any, name: tuple[str, ...], points: list[tuple[int, float]], names: Iterable[Any]) -> None:
+    """Over the tokens. The ops' lines are drawn only where the public functions have none."""
+    system, api, figure, how = name
+    x, y = zip(*sorted(points), strict=True)
+    if system in FLOORS:
+        colour, style = _FLOOR_STYLES[system]
+        axes.plot(x, y, style, color=colour, label=system.replace("_", ", "))
+    elif figure in _STYLES and (api != "ops" or ("nccl_ep", "native", figure, how) not in names):
+        colour = _VARIANTS[how] if system == "nccl_ep" else _COLOURS.get(system, "tab:brown")
+        axes.plot(x, y, _STYLES[figure], color=colour, marker=".", label=f"{system}, {figure}{how}")
+
+
 def plot_tokens(key: tuple[Any, ...], group: list[Record]) -> Any:
     """Panels of operation and dtype; lines of system, api and figure over the tokens."""
+    shape = dict(zip(_SHAPE, key, strict=True))
+    ops = _OPS[shape["bench"]]
     dtypes = sorted({record["dtype"] for record in group})
     ticks = sorted({record["tokens"] for record in group})
-    figure, panels = _panels(len(_OPS), len(dtypes), _title(key))
+    figure, panels = _panels(len(ops), len(dtypes), _title(key))
     # A sweep over num_sms is drawn by its default, or by its largest number where it has no default.
     sms = {record["num_sms"] for record in group if record["system"] == "nccl_ep"}
     chosen = 0 if 0 in sms else max(sms)
-    for op, row in zip(_OPS, panels, strict=True):
+    for op, row in zip(ops, panels, strict=True):
         for dtype, axes in zip(dtypes, row, strict=True):
             lines: dict[tuple[str, ...], list[tuple[int, float]]] = {}
             for record in group:
                 at_default = record["system"] != "nccl_ep" or record["num_sms"] == chosen
                 if (record["op"], record["dtype"], record["unit"]) == (op, dtype, "us") and at_default:
-                    name = (record["system"], record["api"], record["figure"])
+                    name = (record["system"], record["api"], record["figure"], _how(record))
                     lines.setdefault(name, []).append((record["tokens"], record["value"]))
-            for (system, api, measured), points in lines.items():
-                points.sort()
-                if system in FLOORS:
-                    colour, style = _FLOOR_STYLES[system]
-                    axes.plot(*zip(*points, strict=True), style, color=colour, label=system.replace("_", ", "))
-                elif measured in _STYLES and (api != "ops" or ("nccl_ep", "native", measured) not in lines):
-                    colour = _COLOURS.get(system, "tab:purple")
-                    axes.plot(
-                        *zip(*points, strict=True), _STYLES[measured], color=colour, marker=".",
-                        label=f"{system}, {measured}",
-                    )  # fmt: skip
-            _draw_published(axes, dict(zip(_SHAPE, key, strict=True)), op, dtype)
+            for line, points in lines.items():
+                _draw_line(axes, line, points, lines)
+            _draw_published(axes, shape, op, dtype)
             _label(axes, f"{op}, {dtype}", "tokens of a rank", ticks)
     return figure
 
@@ -123,14 +137,17 @@ def plot_num_sms(key: tuple[Any, ...], group: list[Record]) -> Any | None:
         return None
     measured = next(figure for figure in FIGURES if any(record["figure"] == figure for record in mine))
     api = "native" if any(record["api"] == "native" for record in mine) else "ops"
-    figure, panels = _panels(1, len(_OPS), f"{_title(key)}; {measured}")
-    for op, axes in zip(_OPS, panels[0], strict=True):
-        lines: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    ops = _OPS[key[0]]
+    figure, panels = _panels(1, len(ops), f"{_title(key)}; {measured}")
+    for op, axes in zip(ops, panels[0], strict=True):
+        lines: dict[tuple[int, str, str], list[tuple[int, float]]] = {}
         for record in mine:
             if (record["op"], record["figure"], record["api"]) == (op, measured, api):
-                lines.setdefault((record["tokens"], record["dtype"]), []).append((record["num_sms"], record["value"]))
-        for (tokens, dtype), points in sorted(lines.items()):
-            drawn = axes.plot(*zip(*sorted(points), strict=True), marker=".", label=f"{tokens} tokens, {dtype}")
+                name = (record["tokens"], record["dtype"], _how(record))
+                lines.setdefault(name, []).append((record["num_sms"], record["value"]))
+        for (tokens, dtype, how), points in sorted(lines.items()):
+            label = f"{tokens} tokens, {dtype}{how}"
+            drawn = axes.plot(*zip(*sorted(points), strict=True), marker=".", label=label)
             for record in group:
                 where = (record["system"], record["op"], record["tokens"], record["dtype"])
                 if where == ("floor_wire", op, tokens, dtype):
@@ -145,13 +162,15 @@ def draw(found: list[Record], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     shapes = _shapes(found)
+    benches = [key[0] for key in shapes]
     for number, (key, group) in enumerate(shapes.items()):
-        suffix = f"_{number + 1}" if len(shapes) > 1 else ""
+        bench = key[0]
+        suffix = f"_{benches[:number].count(bench) + 1}" if benches.count(bench) > 1 else ""
         for name, figure in (("tokens", plot_tokens(key, group)), ("num_sms", plot_num_sms(key, group))):
             if figure is None:
                 continue
             for kind in ("png", "svg"):
-                path = folder / f"ll_{name}{suffix}.{kind}"
+                path = folder / f"{bench}_{name}{suffix}.{kind}"
                 figure.savefig(path, dpi=120)
                 written.append(path)
     return written
@@ -166,7 +185,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of --json")
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR")
     options = parser.parse_args(argv)
-    written = draw([record for record in records.load(options.files) if record["bench"] == "ll"], options.out)
+    written = draw([record for record in records.load(options.files) if record["bench"] in _OPS], options.out)
     if not written:
         print("nothing of the library's was measured there", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""What was measured, as a list of flat records in a JSON file: see issue 4 and docs/performance.md for the fields."""
+"""What was measured, as a list of flat records in a JSON file: docs/benchmarks.md has the fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ FIELDS = (
     "bench", "system", "api", "op", "figure", "value", "unit", "p99", "ranks", "tokens", "hidden", "topk", "experts",
     "dtype", "layout", "routing", "num_sms", "num_sms_used", "seed", "device", "revision", "date",
 )  # fmt: skip
-_MORE = ("gemm", "partition", "skipped")  # that some records have
+# That some records have. ht: cached, alignment (of packed), placement ("in_place"; "staged": a copy was needed, for a
+# tensor outside the arena). overlap: mode, gemm, partition.
+_MORE = ("cached", "alignment", "placement", "mode", "gemm", "partition", "skipped")
 
 
 def make(common: Record, **fields: Any) -> Record:

@@ -6,14 +6,16 @@ import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from . import overlap, records
+from . import crossover, overlap, records
 from .records import Record
 
 FIGURES = ("graph", "graph_pdl", "kernel", "event", "host")
 FLOORS = ("floor_wire", "floor_flags", "floor_push")
-_OPS = ("dispatch", "combine", "pair")
-_SHAPE = ("device", "ranks", "hidden", "topk", "experts", "routing", "seed", "revision", "date")
+_OPS = ("routing", "dispatch", "combine", "pair")
+_SHAPE = ("bench", "device", "ranks", "hidden", "topk", "experts", "routing", "seed", "revision", "date")
 _ROW = ("op", "tokens", "dtype", "system", "layout", "api", "num_sms")
+_HT_ROW = ("placement", "cached")  # besides
+_TITLES = {"ll": "low latency", "ht": "high throughput"}
 
 
 def is_measured(record: Record) -> bool:
@@ -47,23 +49,31 @@ def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
-def _table(found: list[Record]) -> list[str]:
+def _how(record: Record) -> tuple[str, bool]:
+    """How an operation of high throughput ran: what the others have not got is empty."""
+    return record.get("placement") or "", record.get("cached", False)
+
+
+def _table(found: list[Record], bench: str) -> list[str]:
     """One line a call (operation, tokens, dtype, system, api, num_sms), figures beside one another."""
     rows: dict[tuple[object, ...], dict[str, Record]] = {}
     for record in found:
         if record["system"] not in FLOORS and record["unit"] == "us" and is_measured(record):
-            rows.setdefault(tuple(record[name] for name in _ROW), {})[record["figure"]] = record
+            key = (*(record[name] for name in _ROW), *_how(record))
+            rows.setdefault(key, {})[record["figure"]] = record
     if not rows:
         return ["nothing was measured"]
     figures = [figure for figure in FIGURES if any(figure in row for row in rows.values())]
     floors = [name for name in FLOORS if any(record["system"] == name and is_measured(record) for record in found)]
-    lines = [["op", "tokens", "dtype", "system", "layout", "api", "num_sms", *figures, *floors]]
+    further = _HT_ROW if bench == "ht" else ()
+    lines = [["op", "tokens", "dtype", "system", "layout", "api", "num_sms", *further, *figures, *floors]]
     order = sorted(rows, key=lambda key: (_OPS.index(str(key[0])), key[1], key[2], key[3] != "nccl_ep", *key[3:]))
     for key in order:
-        op, tokens, dtype, system, layout, api, num_sms = key
+        op, tokens, dtype, system, layout, api, num_sms, placement, cached = key
         used = next((r["num_sms_used"] for r in rows[key].values() if r["num_sms_used"]), None)
         sms = (f"{num_sms or 'auto'}" + (f" ({used})" if used else "")) if system == "nccl_ep" else ""
         line = [str(op), str(tokens), str(dtype), str(system), str(layout), str(api), sms]
+        line += [str(placement), "cached" if cached else ""] if further else []
         line += [_cell(rows[key].get(figure)) for figure in figures]
         line += [_number(floor(found, name, str(op), int(str(tokens)), str(dtype))) for name in floors]
         lines.append(line)
@@ -77,18 +87,18 @@ def render(found: list[Record]) -> str:
     for record in found:
         groups.setdefault(tuple(record[name] for name in _SHAPE), []).append(record)
     for key, group in groups.items():
-        device, ranks, hidden, topk, experts, routing, seed, revision, date = key
+        bench, device, ranks, hidden, topk, experts, routing, seed, revision, date = key
         text.append(
-            f"{ranks} ranks, {device}; hidden {hidden}, top-{topk} of {experts} experts, {routing} routing, "
-            f"seed {seed}; revision {revision}, {date}"
+            f"{_TITLES[str(bench)]}: {ranks} ranks, {device}; hidden {hidden}, top-{topk} of {experts} experts, "
+            f"{routing} routing, seed {seed}; revision {revision}, {date}"
         )
         text.append("us: median of the slowest rank (its 99th percentile); host: a mean; floor_wire: computed")
-        text += _table(group)
+        text += _table(group, str(bench))
         for record in group:
             if record["unit"] == "MB" and is_measured(record):
-                text.append(
-                    f"{record['figure']}, {record['tokens']} tokens, {record['dtype']}: {record['value']:.2f} MB"
-                )
+                how = f", {record['layout']}, {record['placement']}" if bench == "ht" else ""
+                what = f"{record['figure']}, {record['tokens']} tokens, {record['dtype']}{how}"
+                text.append(f"{what}: {record['value']:.2f} MB")
         skipped: dict[str, set[str]] = {}
         for record in group:
             if reason := record.get("skipped"):
@@ -108,17 +118,19 @@ def in_short(found: Iterable[Record]) -> str:
     return f"{figure} {shown} us" if shown else "nothing measured"
 
 
-def show(found: list[Record]) -> None:
+def show(found: list[Record]) -> list[Record]:
+    """Prints them, and returns them."""
     print(render(found), flush=True)
+    return found
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m nccl_ep.bench table", description="Prints what was measured.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     found = records.load(parser.parse_args(argv).files)
-    beside_gemms = [record for record in found if record["bench"] == "overlap"]
-    if beside_gemms:
-        print(overlap.render(beside_gemms))
-    if len(found) > len(beside_gemms):
-        show([record for record in found if record["bench"] == "ll"])
+    for bench, draw in (("overlap", overlap.render), ("fit", crossover.render)):
+        if mine := [record for record in found if record["bench"] == bench]:
+            print(draw(mine))
+    if mine := [record for record in found if record["bench"] in _TITLES]:
+        show(mine)
     return 0

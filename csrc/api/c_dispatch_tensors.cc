@@ -1,0 +1,157 @@
+// The tensors of a dispatch: what the caller gives, and what must be there for the results.
+#include "api/c_dispatch.h"
+#include "api/c_struct.h"
+#include "cpu/rows.h"
+
+namespace ep::c {
+namespace {
+
+// NCCL_EP_INFO_* are what the backends write.
+constexpr OutputShape kSample{OutputLayout::kPacked, 2, 7, 1, 1, 1, 1};
+static_assert(NCCL_EP_INFO_DEMAND(7) == kSample.demand_at() && NCCL_EP_INFO_OVERFLOW(7) == kSample.overflow_at() &&
+              NCCL_EP_INFO_TOTAL(7) == kSample.total_at() && NCCL_EP_INFO_OFFSETS(7) == kSample.offsets_at() &&
+              NCCL_EP_INFO_SIZE(7) == kSample.offsets_at() &&
+              NCCL_EP_INFO_SIZE_PACKED(7) == kSample.offsets_at() + 7 + 1);
+static_assert(NCCL_EP_QUANT_FP8 == static_cast<int>(Quant::kFp8) &&
+              NCCL_EP_QUANT_FP8_ROUNDED == static_cast<int>(Quant::kFp8Rounded) &&
+              NCCL_EP_QUANT_FP8_UE8M0 == static_cast<int>(Quant::kFp8Ue8m0));
+
+constexpr const char* kFurtherNames[] = {"further[0]", "further[1]", "further[2]"};
+static_assert(std::size(kFurtherNames) == NCCL_EP_MAX_FURTHER);
+
+void check_sizes(const DispatchCall& call) {
+  const Sizes& tokens = call.tokens.sizes;
+  EP_CHECK(tokens.ndim == 2, "tokens have shape ", text_of(tokens), ", must be [tokens, hidden]");
+  EP_CHECK(tokens.at[1] <= INT32_MAX, "rows of ", tokens.at[1], " elements");
+  if (call.scales) {
+    const Sizes& scales = call.scales.sizes;
+    EP_CHECK(scales.ndim == 2 && scales.at[0] == tokens.at[0], "scales have shape ", text_of(scales), ", must be [",
+             tokens.at[0], ", scales of a row]");
+    EP_CHECK(scales.at[1] >= 1 && scales.at[1] <= 65536, "scales have shape ", text_of(scales),
+             ": 1 to 65536 of a row");
+  }
+  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
+    const Tensor& further = call.further[i];
+    if (!further) continue;
+    EP_CHECK(further.sizes.ndim == 2 && further.sizes.at[0] == tokens.at[0], kFurtherNames[i], " has shape ",
+             text_of(further.sizes), ", must be [", tokens.at[0], ", elements of a row]");
+    const int64_t elements = further.sizes.at[1];
+    const int64_t bytes = elements * element_bytes(further.dtype);
+    EP_CHECK(elements >= 1 && elements <= 65536 && bytes % 16 == 0 && bytes <= 65536, kFurtherNames[i], " has rows of ",
+             elements, " elements of ", element_bytes(further.dtype),
+             " bytes: must be a multiple of 16 bytes, at most 65536");
+  }
+}
+
+void check_config(const DispatchCall& call, const ncclEpHandle& handle) {
+  const ncclEpDispatchConfig_t& config = call.config;
+  EP_CHECK(config.quant >= NCCL_EP_QUANT_NONE && config.quant <= NCCL_EP_QUANT_FP8_UE8M0, "quant ", config.quant,
+           " is unknown");
+  EP_CHECK(!config.send_only || !handle.is_ht, "send_only is ", config.send_only,
+           ", but the handle is of high throughput, which has no halves");
+  EP_CHECK(!config.cached || handle.is_ht, "cached is ", config.cached, ", but the handle is of low latency");
+  EP_CHECK(!config.cached || !call.weights, "topk_weights go with a routing, which a cached dispatch has not got");
+  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
+    EP_CHECK(!call.further[i] || handle.is_ht, kFurtherNames[i],
+             " is given, but the handle is of low latency, which moves one tensor");
+  }
+}
+
+}  // namespace
+
+Sizes row_sizes(const OutputShape& output) {
+  if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity};
+  if (output.layout == OutputLayout::kRankMajor) return {output.num_ranks, output.max_tokens};
+  return {output.capacity};
+}
+
+DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t* given_inputs,
+                       const ncclEpDispatchConfig_t* given_config) {
+  const auto inputs = take(given_inputs, "inputs");
+  DispatchCall call;
+  call.config = take_or_default(given_config, "config");
+  call.tokens = take_tensor(inputs.tokens, "tokens");
+  call.weights = take_tensor(inputs.topk_weights, "topk_weights");
+  call.scales = take_tensor(inputs.scales, "scales");
+  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) call.further[i] = take_tensor(inputs.further[i], kFurtherNames[i]);
+  check_sizes(call);
+  check_config(call, handle);
+  call.quant = static_cast<Quant>(call.config.quant);
+  call.dtype = to_dtype(call.tokens.dtype);
+  call.hidden = static_cast<int>(call.tokens.sizes.at[1]);
+  if (call.quant != Quant::kNone) {
+    call.num_scales = quant_scale_bytes(call.quant, call.hidden) / 4;
+  } else if (call.scales) {
+    call.num_scales = static_cast<int>(call.scales.sizes.at[1]);
+    call.scale_bytes = element_bytes(call.scales.dtype);
+  }
+  return call;
+}
+
+void check_inputs(const DispatchCall& call, const ncclEpHandle& handle, int num_tokens) {
+  const Tensor& x = call.tokens;
+  EP_CHECK(x.sizes.at[0] == num_tokens, "tokens have shape ", text_of(x.sizes),
+           call.config.cached ? ", the dispatch of the handle had " : ", topk_idx has ", num_tokens, " tokens");
+  const auto check_rows = [](const Tensor& tensor, const char* name) {
+    check_contiguous(tensor, name);
+    check_data(tensor, name);
+    check_aligned(tensor, name);
+  };
+  check_rows(x, "tokens");
+  if (call.weights) check_tensor(call.weights, "topk_weights", NCCL_EP_FLOAT32, {num_tokens, handle.shape.topk});
+  if (call.scales) {
+    check_data(call.scales, "scales");
+    EP_CHECK(call.quant == Quant::kNone, "scales given together with quant ", ep::name_of(call.quant));
+  }
+  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
+    if (call.further[i]) check_rows(call.further[i], kFurtherNames[i]);
+  }
+}
+
+Outputs outputs_of(const DispatchCall& call, const ncclEpHandle& handle, const ncclEpDispatchOutputs_t& given) {
+  const OutputShape& output = handle.output;
+  const bool quantises = call.quant != Quant::kNone, expert_rows = has_expert_rows(output.layout);
+  const bool has_routing = !call.config.cached, has_info = has_routing && !handle.is_routed;
+  const Sizes rows = row_sizes(output), none, choices = rows.with(handle.shape.topk);
+  const ncclEpDataType_t scale_type = call.quant == Quant::kFp8Ue8m0 ? NCCL_EP_INT32
+                                      : quantises                    ? NCCL_EP_FLOAT32
+                                                                     : call.scales.dtype;
+  const Sizes row_expert = has_routing && output.layout == OutputLayout::kPacked ? rows : none;
+  Outputs outputs{{
+      {"tokens", given.tokens, quantises ? NCCL_EP_FLOAT8_E4M3 : call.tokens.dtype, rows.with(call.hidden)},
+      {"scales", given.scales, scale_type, call.num_scales > 0 ? rows.with(call.num_scales) : none},
+      {"topk_weights", given.topk_weights, NCCL_EP_FLOAT32,
+       !has_routing  ? none
+       : expert_rows ? rows
+                     : choices},
+      {"topk_idx", given.topk_idx, handle.is_idx64 ? NCCL_EP_INT64 : NCCL_EP_INT32,
+       has_routing && !expert_rows ? choices : none},
+      {"row_expert", given.row_expert, NCCL_EP_INT32, row_expert},
+      {"info", given.info, NCCL_EP_INT32, has_info ? Sizes{output.info_size()} : none},
+  }};
+  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
+    const Tensor& further = call.further[i];
+    outputs[kFurther + i] = {kFurtherNames[i], given.further[i], further.dtype,
+                             further ? rows.with(further.sizes.at[1]) : none};
+  }
+  return outputs;
+}
+
+OutputPointers take_outputs(const Outputs& outputs) {
+  OutputPointers pointers{};
+  for (int i = 0; i < kNumOutputs; i++) {
+    const Output& output = outputs[i];
+    const std::string name = concat("output ", output.name);
+    const Tensor tensor = take_tensor(output.given, name.c_str());
+    if (output.sizes.ndim == 0) {
+      EP_CHECK(!tensor, name, " is given, but this call has none");
+      continue;
+    }
+    check_tensor(tensor, name.c_str(), output.dtype, output.sizes);
+    if (i == kTokens || i >= kFurther) check_aligned(tensor, name.c_str());
+    pointers[i] = tensor.data;
+  }
+  return pointers;
+}
+
+}  // namespace ep::c

@@ -1,0 +1,119 @@
+// High throughput's dispatch and routing.
+#include <vector>
+
+#include "api/c_device.h"
+#include "api/c_dispatch.h"
+#include "cpu/rows.h"
+
+namespace ep::c {
+namespace {
+
+HtPart part_of(const Tensor& in) {
+  HtPart part;
+  part.in = in.data;
+  part.elements = static_cast<int>(in.sizes.at[1]);
+  part.element_bytes = element_bytes(in.dtype);
+  part.row_stride = in.strides[0] * part.element_bytes;
+  part.element_stride = in.strides[1] * part.element_bytes;
+  part.bytes = part.elements * part.element_bytes;
+  if (is_contiguous(in)) {  // one element, so that it moves at once
+    part.element_bytes = part.bytes;
+    part.elements = 1;
+    part.row_stride = part.bytes;
+  }
+  return part;
+}
+
+// What all steps have in common, of `num_tokens` tokens.
+HtDispatchParams params_of(const ncclEpHandle& handle, HtSteps steps, int num_tokens) {
+  HtDispatchParams p;
+  p.steps = steps;
+  p.shape = handle.shape;
+  p.output = handle.output;
+  p.num_tokens = num_tokens;
+  p.handle = handle.ht_pointers(num_tokens);
+  p.topk_idx = handle.topk_idx;
+  p.is_idx64 = handle.is_idx64;
+  return p;
+}
+
+// The tensors that travel: tokens, their scales, the further ones.
+void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointers& out) {
+  p.dtype = call.dtype;
+  p.hidden = call.hidden;
+  p.quant = call.quant;
+  const auto add = [&](const HtPart& part, void* target) {
+    p.parts[p.num_parts] = part;
+    p.parts[p.num_parts++].out = target;
+  };
+  EP_CHECK(call.hidden <= 65536, "rows of ", call.hidden, " elements, at most 65536 bytes");
+  add(part_of(call.tokens), out[kTokens]);
+  if (call.quant != Quant::kNone) {
+    p.parts[0].bytes = call.hidden;
+    HtPart scales;  // made by the operation
+    scales.bytes = quant_scale_bytes(call.quant, call.hidden);
+    add(scales, out[kScales]);
+  } else if (call.scales) {
+    add(part_of(call.scales), out[kScales]);
+  }
+  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
+    if (call.further[i]) add(part_of(call.further[i]), out[kFurther + i]);
+  }
+}
+
+// A routing moves no row, but every operation has one: the smallest stands for what the dispatches will move.
+HtPart smallest_row() {
+  HtPart part;
+  part.bytes = 16;
+  return part;
+}
+
+}  // namespace
+
+void dispatch_ht(ncclEpHandle& handle, const DispatchCall& call, const Outputs& outputs, void* stream) {
+  const bool is_cached = call.config.cached != 0;
+  const HtSteps steps = is_cached ? HtSteps::kCached : handle.is_routed ? HtSteps::kSend : HtSteps::kRouteAndSend;
+  HtDispatchParams p = params_of(handle, steps, is_cached ? handle.dispatched_tokens : handle.given_tokens);
+  p.zero_padding = call.config.zero_padding != 0;
+  p.num_sms = handle.num_sms(call.config.num_sms);
+  p.topk_weights = static_cast<const float*>(call.weights.data);
+  const OutputPointers out = take_outputs(outputs);
+  set_parts(p, call, out);
+  p.info = static_cast<int32_t*>(out[kInfo]);
+  p.row_expert = static_cast<int32_t*>(out[kRowExpert]);
+  p.out_topk_idx = out[kIdx];
+  p.out_weights = static_cast<float*>(out[kWeights]);
+  const ScopedDevice device(handle.device());
+  handle.state->get().dispatch(p, stream);
+  handle.dispatched_tokens = p.num_tokens;
+  if (handle.device() < 0) handle.state->check_overflow();
+}
+
+namespace {
+
+void route(ncclEpHandle& handle, const ncclEpTensor_t* info, void* stream) {
+  Group& group = handle.state->get();
+  EP_CHECK_USAGE(handle.is_ht, "the handle is of low latency, whose dispatch carries the routing");
+  handle.require_given();
+  HtDispatchParams p = params_of(handle, HtSteps::kRoute, handle.given_tokens);
+  if (handle.is_exact) p.output.capacity = INT32_MAX;
+  const Tensor filled = take_tensor(info, "info");
+  check_tensor(filled, "info", NCCL_EP_INT32, {p.output.info_size()});
+  p.info = static_cast<int32_t*>(filled.data);
+  p.parts[p.num_parts++] = smallest_row();
+  std::vector<int64_t> sizes(2 + handle.shape.local_experts(), 0);  // rows, slots, room for the demand of each expert
+  if (handle.is_exact) p.host_sizes = sizes.data();
+  const ScopedDevice device(handle.device());
+  group.dispatch(p, stream);
+  if (handle.is_exact) handle.output.capacity = sizes[0];
+  handle.is_routed = true;
+  handle.dispatched_tokens = -1;
+  if (handle.device() < 0) handle.state->check_overflow();
+}
+
+}  // namespace
+}  // namespace ep::c
+
+extern "C" ncclEpResult_t ncclEpRouteHandle(ncclEpHandle_t handle, const ncclEpTensor_t* info, void* stream) {
+  return ep::c::guarded("ncclEpRouteHandle", [&] { ep::c::route(ep::c::object_of(handle), info, stream); });
+}

@@ -1,0 +1,179 @@
+// How kernels of high throughput begin, what ranks tell one another before rows move, and signals. One GPU's blocks
+// need not run at the same time: what a rank owes the others is handed out by counters, so that whichever blocks run do
+// all of it, and only then wait.
+#pragma once
+
+#include "cuda/call.cuh"
+#include "cuda/launch.h"
+#include "layout/ht_routing.h"
+
+namespace ep {
+
+// What the threads of a block know of their place.
+struct HtBlock {
+  BlockPosition at;
+  int lane = lane_id(), warp = warp_id();
+
+  __device__ int threads() const { return static_cast<int>(blockDim.x); }
+  __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ bool is_first() const { return at.block == 0; }
+};
+
+// True for all threads of the block if the buffer has failed. A barrier.
+__device__ __forceinline__ bool block_has_failed(const CallContext& call) {
+  __syncthreads();
+  return __syncthreads_or(threadIdx.x == 0 && call.has_failed()) != 0;
+}
+
+// Every block reads the epoch; the last to have done so moves it on, unless a further kernel belongs to the call.
+// False: the buffer has failed.
+template <class Args>
+__device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args, Kind kind, BlockPosition at,
+                                             bool is_last_kernel) {
+  const int k = static_cast<int>(kind);
+  if (threadIdx.x == 0) {
+    call.state = args.state;
+    call.call = &args.params.call;
+    call.kind = kind;
+    call.rank = args.peers.rank;
+    call.epoch = ptx::ld_relaxed_gpu(&args.state->ht_epoch[k].epoch) + 1;
+    call.tag = tag_of(call.epoch);
+    call.bank = bank_of(call.epoch);
+    call.is_open = call.has_failed() ? CallContext::kFailed : CallContext::kOpen;
+    if (is_last_kernel) {
+      TicketLine& ticket = args.state->ht_ticket[k];
+      if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
+        ptx::st_relaxed_gpu(&ticket.started, 0u);
+        ptx::st_relaxed_gpu(&args.state->ht_epoch[k].epoch, call.epoch);
+      }
+    }
+  }
+  __syncthreads();
+  return call.is_open == CallContext::kOpen;
+}
+
+__device__ __forceinline__ HtCounters& counters_of(const CallContext& call) {
+  return call.state->ht_counters[static_cast<int>(call.kind)][call.epoch & 1];
+}
+
+// The first block clears the counters of the next operation: its last user, the operation before this one, is over.
+__device__ __forceinline__ void clear_next_counters(const CallContext& call) {
+  auto* words = reinterpret_cast<uint32_t*>(&call.state->ht_counters[static_cast<int>(call.kind)][~call.epoch & 1]);
+#pragma unroll 1
+  for (unsigned i = threadIdx.x; i < sizeof(HtCounters) / 4; i += blockDim.x) words[i] = 0;
+}
+
+// ---- Call messages
+
+// One block tells every rank: the record, and `word_of(i)` for the words behind it. Release: this rank's last operation
+// is over, so what it wrote is there, and what it read may be written again.
+template <class WordOf>
+__device__ __forceinline__ void send_call(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
+                                          int words, const WordOf& word_of) {
+  __threadfence_system();
+  const int ranks = layout.topology.num_ranks;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < words * ranks; i += blockDim.x) {
+    const int turn = i / words, index = i - turn * words;
+    const int peer = (peers.rank + turn) % ranks;
+    const uint32_t value = index < CallRecord::kWords ? call.call->word(index) : word_of(index);
+    ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.call_word(call.bank, call.rank, index)),
+                        tagged(value, call.tag));
+  }
+}
+
+__device__ __forceinline__ uint32_t await_call_word(const CallContext& call, const HtLayout& layout,
+                                                    const LsaPeers& peers, int source, int index) {
+  return await_word(call, peers.local<uint64_t>(layout.call_word(call.bank, source, index)), Phase::kRouting, source);
+}
+
+__device__ __forceinline__ Offset await_call_offset(const CallContext& call, const HtLayout& layout,
+                                                    const LsaPeers& peers, int source, int index) {
+  const uint32_t low = await_call_word(call, layout, peers, source, index);
+  const uint32_t high = await_call_word(call, layout, peers, source, index + 1);
+  return low | static_cast<Offset>(high) << 32;
+}
+
+static __device__ __noinline__ void refuse_ht_call(const CallContext& call, const HtLayout& layout,
+                                                   const LsaPeers& peers, int source) {
+  CallRecord theirs;
+  for (int i = 0; i < CallRecord::kWords; i++) {
+    theirs.words[i] =
+        await_word(call, peers.local<uint64_t>(layout.call_word(call.bank, source, i)), Phase::kCallRecord, source);
+  }
+  fail(call, Failure::kOtherCall, Phase::kCallRecord, source, 0, 0, theirs);
+}
+
+// A block waits for the records of all ranks and compares them. Acquire: see send_call().
+__device__ __forceinline__ void await_records(const CallContext& call, const HtLayout& layout, const LsaPeers& peers) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < layout.topology.num_ranks * CallRecord::kWords; i += blockDim.x) {
+    const int source = i / CallRecord::kWords, index = i % CallRecord::kWords;
+    const auto* word = peers.local<uint64_t>(layout.call_word(call.bank, source, index));
+    Patience patience;
+    uint64_t seen = ptx::ld_acquire_sys(word);
+    while (!is_tagged(seen, call.tag) && !patience.is_over(call, Phase::kCallRecord, source, call.tag, seen >> 32)) {
+      seen = ptx::ld_acquire_sys(word);
+    }
+    const bool differs = index < CallRecord::kComparedWords && is_tagged(seen, call.tag) &&
+                         static_cast<uint32_t>(seen) != call.call->word(index);
+    if (differs) refuse_ht_call(call, layout, peers, source);
+  }
+}
+
+// ---- Signals: words that hold the epoch of the last call that was announced
+
+__device__ __forceinline__ uint64_t* signal_word(const HtLayout& layout, const LsaPeers& peers, int at_rank,
+                                                 HtSignal which, int source, int chunk) {
+  return peers.at<uint64_t>(at_rank, layout.signal(which, source)) + chunk;
+}
+
+// The caller's thread has seen, by a fence or a barrier, all that the signal announces.
+__device__ __forceinline__ void send_signal(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
+                                            int peer, HtSignal which, int chunk) {
+  __threadfence_system();
+  ptx::st_relaxed_sys(signal_word(layout, peers, peer, which, call.rank, chunk), call.epoch);
+}
+
+// Acquire. False: the wait was given up.
+__device__ __forceinline__ bool await_signal(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
+                                             HtSignal which, int source, int chunk, Phase phase) {
+  const uint64_t* word = signal_word(layout, peers, peers.rank, which, source, chunk);
+  Patience patience;
+  uint64_t seen = ptx::ld_acquire_sys(word);
+  while (seen < call.epoch) {
+    if (patience.is_over(call, phase, source, call.epoch, seen)) return false;
+    seen = ptx::ld_acquire_sys(word);
+  }
+  return true;
+}
+
+// ---- Work
+
+// A warp takes the next unit of a counter. Ask early, look late: see Tickets.
+struct Tickets {
+  uint32_t* counter;
+  uint32_t pending = 0;
+
+  __device__ __forceinline__ void ask() {
+    if (lane_id() == 0) pending = atomicAdd(counter, 1u);
+  }
+  __device__ __forceinline__ int take() const { return static_cast<int>(__shfl_sync(~0u, pending, 0)); }
+};
+
+// Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first.
+struct Group {
+  int rank = -1;
+  unsigned lanes = 0;  // of the same rank
+  bool leads = false;
+
+  __device__ __forceinline__ static Group of(int id, const Divisor& by_local_experts) {
+    Group group;
+    if (id >= 0) group.rank = by_local_experts.divide(id);
+    group.lanes = __match_any_sync(~0u, id >= 0 ? group.rank : 0x10000 + lane_id());
+    group.leads = id >= 0 && __ffs(static_cast<int>(group.lanes)) - 1 == lane_id();
+    return group;
+  }
+};
+
+}  // namespace ep

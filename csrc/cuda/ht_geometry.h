@@ -1,0 +1,131 @@
+// Sizes of high throughput's kernels that follow from params and plan.
+#pragma once
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/math.h"
+#include "runtime/ht_params.h"
+#include "runtime/ht_plan.h"
+
+namespace ep {
+
+constexpr int kHtSharedBytes = 200 * 1024;
+
+// The first kernel of a dispatch that routes: counts, their exchange, places.
+struct HtRouteParams : HtDispatchParams {};
+
+struct HtRouteGeometry {
+  int chunk_tokens = 32;  // of a block, a multiple of 32
+  int place_warps = 1;    // that place a chunk's tokens, each with counters of its own
+  int warp_tokens = 1;    // of each
+  int step_tokens = 1;    // that a warp looks at together
+  Divisor by_local_experts, by_topk;
+  int bytes = 0;  // of shared memory
+
+  static HtRouteGeometry of(const HtRouteParams& p, const HtPlan& plan) {
+    HtRouteGeometry g;
+    const int ranks = p.shape.num_ranks, experts = p.shape.num_experts;
+    g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.blocks), 32);
+    const int counters = 4 * (ranks + experts);  // of a placing warp, bytes
+    const int others = 4 * (8 * ranks + 4 * experts + 64);
+    EP_CHECK(others + counters <= kHtSharedBytes, experts, " experts and ", ranks, " ranks need ", others + counters,
+             " bytes of shared memory, high throughput on CUDA has ", kHtSharedBytes);
+    g.place_warps = std::min(plan.warps, (kHtSharedBytes - others) / counters);
+    g.warp_tokens = ceil_div(g.chunk_tokens, g.place_warps);
+    g.step_tokens = 32 / p.shape.topk;
+    g.by_local_experts = Divisor::of(p.shape.local_experts());
+    g.by_topk = Divisor::of(p.shape.topk);
+    g.bytes = others + g.place_warps * counters;
+    return g;
+  }
+};
+
+// A worker moves one token's parts through its stage of shared memory; a pass takes as many parts as fit.
+struct HtSendGeometry {
+  int stage_bytes = 0;
+  int passes = 1;
+  int first_part[kHtMaxParts + 1] = {};  // of each pass
+  int stage_offset[kHtMaxParts] = {};
+  int in_width[kHtMaxParts] = {};  // bytes that are loaded at once; 0: by a bulk copy
+  int units = 0;                   // of all workers
+  bool has_staged = false;         // a part's output lies elsewhere than in the arena
+  Divisor by_tokens, by_local_experts, by_topk;
+  int tables_at = 0, bytes = 0;  // shared memory: stages | barriers and tables
+
+  static constexpr int kStageLimit = kHtSharedBytes / 2;
+
+  static int in_width_of(const HtPart& part) {
+    if (part.in == nullptr) return 0;
+    const auto address = reinterpret_cast<uintptr_t>(part.in);
+    const uint64_t unit = part.elements == 1 ? part.bytes : part.element_bytes;
+    const uint64_t bits = unit | address | static_cast<uint64_t>(part.row_stride) |
+                          (part.elements == 1 ? 0 : static_cast<uint64_t>(part.element_stride));
+    if (part.elements == 1 && bits % 16 == 0) return 0;
+    return static_cast<int>(std::min<uint64_t>(bits & ~(bits - 1), 8));
+  }
+
+  static HtSendGeometry shapes_of(const HtDispatchParams& p) {
+    HtSendGeometry g;
+    g.passes = 0;
+    int filled = 0;
+    for (int i = 0; i < p.num_parts; i++) {
+      const HtPart& part = p.parts[i];
+      const int bytes = align_up(part.bytes, 128);
+      const bool stays = i > 0 && (part.in == nullptr || filled + bytes <= kStageLimit);
+      if (!stays) {
+        g.first_part[g.passes++] = i;
+        filled = 0;
+      }
+      g.stage_offset[i] = filled;
+      filled += bytes;
+      g.stage_bytes = std::max(g.stage_bytes, filled);
+      g.in_width[i] = in_width_of(part);
+      g.has_staged = g.has_staged || part.out_offset == kNoOffset;
+    }
+    g.first_part[g.passes] = p.num_parts;
+    return g;
+  }
+
+  static bool has_copies(const HtDispatchParams& p) {
+    const HtSendGeometry g = shapes_of(p);
+    return g.has_staged || has_expert_rows(p.output.layout);
+  }
+
+  static HtSendGeometry of(const HtDispatchParams& p, const HtPlan& plan) {
+    HtSendGeometry g = shapes_of(p);
+    g.units = p.num_tokens * g.passes;
+    g.by_tokens = Divisor::of(std::max(p.num_tokens, 1));
+    g.by_local_experts = Divisor::of(p.shape.local_experts());
+    g.by_topk = Divisor::of(p.shape.topk);
+    g.tables_at = plan.workers * g.stage_bytes;
+    const int ranks = p.shape.num_ranks;
+    g.bytes =
+        g.tables_at + 8 * plan.workers + ranks * (8 * kHtMaxParts + 5 * 4) + 4 * (p.output.local_experts + 1) + 64;
+    return g;
+  }
+};
+
+struct HtCombineGeometry {
+  int pieces = 1;  // of a row: what a warp adds up at once
+  bool has_staging = false;
+  Divisor by_local_experts;
+  int bytes = 0;  // of shared memory
+
+  static constexpr int kPieceSteps = 2;
+
+  static bool stages(const HtCombineParams& p) { return p.has_values || (p.has_rows() && !p.reads_in_place()); }
+
+  static HtCombineGeometry of(const HtCombineParams& p, const HtPlan& plan) {
+    HtCombineGeometry g;
+    const bool is_wide = p.dtype == DType::kF32 || p.wire_dtype == DType::kF32 || p.out_dtype == DType::kF32;
+    g.pieces = ceil_div(p.hidden, 32 * (is_wide ? 4 : 8) * kPieceSteps);
+    g.has_staging = stages(p);
+    g.by_local_experts = Divisor::of(p.shape.local_experts());
+    const int ranks = p.shape.num_ranks;
+    g.bytes = ranks * (8 + 4 * 4) + 4 * (plan.chunks * ranks + 1) + 64;
+    return g;
+  }
+};
+
+}  // namespace ep

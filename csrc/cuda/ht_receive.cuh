@@ -1,0 +1,292 @@
+// What a rank does with the rows that have come: ids and weights to the outputs, copies for further choices or from the
+// staging rows, zeros for rows that do not exist.
+#pragma once
+
+#include "cuda/ht_send.cuh"
+
+namespace ep {
+
+struct ReceiveRole : SendRole {
+  int warp0;  // warps [warp0, plan.warps) of every block receive
+
+  __device__ int warps() const { return at.num_blocks * (plan.warps - warp0); }
+  __device__ int receiver() const { return (warp - warp0) * at.num_blocks + at.block; }
+  __device__ bool has_copies() const { return geometry.has_staged || has_expert_rows(p.output.layout); }
+  __device__ char* out_row(int part, int32_t row) const {
+    return static_cast<char*>(p.parts[part].out) + static_cast<int64_t>(row) * p.parts[part].bytes;
+  }
+};
+
+// ---- Rows
+
+// A warp copies a row that another rank may have written.
+static __device__ __noinline__ void copy_row(char* out, const char* in, int bytes, int lane) {
+  const auto bits = static_cast<unsigned>(reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(in)) |
+                    static_cast<unsigned>(bytes);
+  if (bits % 16 != 0) return copy_bytes(out, in, bytes, static_cast<int>(min(bits & ~(bits - 1), 8u)), lane);
+  constexpr int kTogether = 7;
+  const int chunks = bytes / 16;
+  auto* to = reinterpret_cast<uint4*>(out);
+  const auto* from = reinterpret_cast<const uint4*>(in);
+#pragma unroll 1
+  for (int first = lane; first < chunks; first += 32 * kTogether) {
+    uint4 value[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; i++) {
+      if (first + 32 * i < chunks) value[i] = ptx::ld_relaxed_sys(from + first + 32 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; i++) {
+      if (first + 32 * i < chunks) ptx::st(to + first + 32 * i, value[i]);
+    }
+  }
+}
+
+// To `row`: from row `first` of the output where the sender has written that one in place, else from the staging rows.
+__device__ __forceinline__ void put_row(const ReceiveRole& role, int32_t slot, int32_t first, int32_t row) {
+#pragma unroll 1
+  for (int i = 0; i < role.p.num_parts; i++) {
+    const bool is_in_place = role.p.parts[i].out_offset != kNoOffset;
+    if (is_in_place && first < 0) continue;
+    const char* from = is_in_place
+                           ? role.out_row(i, first)
+                           : role.peers.local<char>(role.p.layout.staged_row(slot) + role.p.layout.row.offset[i]);
+    copy_row(role.out_row(i, row), from, role.p.parts[i].bytes, role.lane);
+  }
+}
+
+// The expert of a packed row.
+__device__ __forceinline__ int expert_of(const ReceiveRole& role, int32_t row) {
+  int low = 0, high = role.p.output.local_experts;  // start[low] <= row < start[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (role.tables.start[middle] <= row) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Expert layouts: lane k holds choice k of the slot's token.
+__device__ __forceinline__ void place_choices(const ReceiveRole& role, int32_t slot) {
+  const HtDispatchParams& p = role.p;
+  const HtSlotFormat& format = p.layout.slot;
+  const int topk = p.shape.topk;
+  const bool with_routes = sends_routes(p.steps);
+  int32_t* kept = p.handle.slot(slot);
+  int32_t row = kNoRow;
+  if (with_routes) {
+    const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(slot));
+    if (role.lane < topk) {
+      row = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.place(role.lane)));
+      const uint32_t weight = ptx::ld_relaxed_sys(words + format.weight(role.lane));
+      kept[format.place(role.lane)] = row;
+      kept[format.weight(role.lane)] = static_cast<int32_t>(weight);
+      if (row >= 0) {
+        p.out_weights[row] = __uint_as_float(weight);
+        if (p.row_expert != nullptr) p.row_expert[row] = expert_of(role, row);
+      }
+    }
+    if (role.lane == 0) kept[format.token()] = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
+  } else if (role.lane < topk) {
+    row = kept[format.place(role.lane)];
+  }
+  unsigned fitting = __ballot_sync(~0u, row >= 0);
+  int32_t first = kNoRow;
+#pragma unroll 1
+  for (; fitting != 0; fitting &= fitting - 1) {
+    const int32_t next = __shfl_sync(~0u, row, __ffs(static_cast<int>(fitting)) - 1);
+    put_row(role, slot, first, next);
+    if (first < 0) first = next;
+  }
+}
+
+// Slots of a chunk of a source, dealt to the warps; `dealt` counts those of the chunks before.
+__device__ __forceinline__ void place_chunk(const ReceiveRole& role, int source, int begin, int end, int& dealt) {
+  const int warps = role.warps();
+  int index = begin + (role.receiver() - dealt % warps + warps) % warps;
+  dealt += end - begin;
+#pragma unroll 1
+  for (; index < end; index += warps) {
+    const int32_t slot = role.tables.from_first[source] + index;
+    if (has_expert_rows(role.p.output.layout)) {
+      place_choices(role, slot);
+    } else {
+      const int32_t row = role.p.output.row(source, role.tables.from_first[source], index);
+      if (row >= 0) put_row(role, slot, kNoRow, row);
+    }
+  }
+}
+
+__device__ __forceinline__ bool await_rows(const ReceiveRole& role, int source, int chunk) {
+  bool ok = true;
+  if (role.lane == 0) {
+    ok = await_signal(role.call, role.p.layout, role.peers, HtSignal::kDispatchRows, source, chunk, Phase::kRows);
+  }
+  ok = __all_sync(~0u, ok);
+  __syncwarp();
+  return ok;
+}
+
+// False: a wait was given up.
+__device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
+  const int chunks = role.plan.chunks, ranks = role.num_ranks();
+  int dealt = 0;
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; chunk++) {
+#pragma unroll 1
+    for (int step = 0; step < ranks; step++) {
+      const int source = (role.peers.rank + step) % ranks, count = role.tables.from[source];
+      const int begin = chunk_begin(chunk, count, chunks), end = chunk_begin(chunk + 1, count, chunks);
+      if (begin == end) continue;
+      if (!await_rows(role, source, chunk)) return false;
+      if (role.has_copies()) place_chunk(role, source, begin, end, dealt);
+    }
+  }
+  return true;
+}
+
+// ---- What stands beside rows
+
+__device__ __forceinline__ void set_entry(const HtDispatchParams& p, int64_t entry, int32_t id, float weight) {
+  p.out_weights[entry] = weight;
+  if (p.is_idx64) {
+    static_cast<int64_t*>(p.out_topk_idx)[entry] = id;
+  } else {
+    static_cast<int32_t*>(p.out_topk_idx)[entry] = id;
+  }
+}
+
+// Rank layouts: a thread takes choices of slots.
+__device__ __forceinline__ void store_choices(const ReceiveRole& role) {
+  const HtDispatchParams& p = role.p;
+  const HtSlotFormat& format = p.layout.slot;
+  const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
+#pragma unroll 1
+  for (int source = 0; source < role.num_ranks(); source++) {
+    const int first = role.tables.from_first[source];
+#pragma unroll 4
+    for (int i = thread; i < role.tables.from[source] * topk; i += threads) {
+      const int index = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, index);
+      const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(first + index));
+      const auto id = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.place(k)));
+      const uint32_t weight = ptx::ld_relaxed_sys(words + format.weight(k));
+      if (k == 0 && first + index < p.handle.num_slots) {
+        *p.handle.slot(first + index) = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
+      }
+      const int32_t row = p.output.row(source, first, index);
+      if (row >= 0) set_entry(p, static_cast<int64_t>(row) * topk + k, id, __uint_as_float(weight));
+    }
+  }
+}
+
+static __device__ __noinline__ void zero_row(const ReceiveRole& role, int32_t row) {
+  for (int i = 0; i < role.p.num_parts; i++) {
+    char* out = role.out_row(i, row);
+    const int bytes = role.p.parts[i].bytes;
+    const auto bits = static_cast<unsigned>(reinterpret_cast<uintptr_t>(out)) | static_cast<unsigned>(bytes);
+    if (bits % 16 != 0) {
+      for (int b = role.lane; b < bytes; b += 32) out[b] = 0;
+    } else {
+      for (int c = role.lane; c < bytes / 16; c += 32)
+        ptx::st(reinterpret_cast<uint4*>(out) + c, make_uint4(0, 0, 0, 0));
+    }
+  }
+}
+
+// Rows [first, end) do not exist.
+__device__ __forceinline__ void clear_rows(const ReceiveRole& role, int64_t first, int64_t end, bool zero_padding) {
+  const HtDispatchParams& p = role.p;
+  const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
+  if (sends_routes(p.steps)) {
+#pragma unroll 1
+    for (int64_t row = first + thread; row < end; row += threads) {
+      if (has_expert_rows(p.output.layout)) {
+        p.out_weights[row] = 0;
+        if (p.row_expert != nullptr) p.row_expert[row] = -1;
+      } else {
+        for (int k = 0; k < topk; k++) set_entry(p, row * topk + k, -1, 0.0f);
+      }
+    }
+  }
+  if (!zero_padding) return;
+#pragma unroll 1
+  for (int64_t row = first + role.receiver(); row < end; row += role.warps()) zero_row(role, static_cast<int32_t>(row));
+}
+
+__device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
+  const HtDispatchParams& p = role.p;
+  const OutputShape& output = p.output;
+  const int last = role.num_ranks() - 1;
+  if (output.layout == OutputLayout::kFlat) {
+    const int64_t rows = role.tables.from_first[last] + role.tables.from[last];
+    return clear_rows(role, min(rows, output.capacity), output.capacity, p.zero_padding);
+  }
+#pragma unroll 1
+  for (int bin = 0; bin < output.bins(); bin++) {
+    if (output.layout == OutputLayout::kPacked) {
+      const int64_t start = min(static_cast<int64_t>(role.tables.start[bin]), output.capacity);
+      const int64_t next = bin + 1 < output.bins() ? role.tables.start[bin + 1] : output.capacity;
+      const int64_t filled = start + output.kept(start, p.handle.expert_counts[bin]);
+      clear_rows(role, filled, min(next, output.capacity), p.zero_padding);
+    } else {
+      const bool expert_rows = has_expert_rows(output.layout);
+      const int64_t limit = expert_rows ? output.capacity : p.shape.max_tokens;
+      const int demand = expert_rows ? p.handle.expert_counts[bin] : role.tables.from[bin];
+      clear_rows(role, bin * limit + output.kept(0, demand), (bin + 1) * limit, p.zero_padding);
+    }
+  }
+}
+
+// The call has failed: nothing was received.
+__device__ __forceinline__ void clear_all(const ReceiveRole& role) {
+  if (routes(role.p.steps)) {
+    for (int i = role.thread(); role.is_first() && i < role.p.output.info_size(); i += role.threads()) {
+      role.p.info[i] = 0;
+    }
+  }
+  clear_rows(role, 0, role.p.output.rows(), false);
+}
+
+// ---- Table of contents: the second kernel of a dispatch
+
+template <bool kQuant>
+__device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
+  const HtDispatchParams& p = args.params;
+  const LsaPeers& peers = args.peers;
+  __shared__ CallContext call;
+  HtBlock block{at};
+  const bool is_worker = block.warp < args.plan.workers;
+  // The receivers. In a world on one GPU another rank's plan may have more warps.
+  const bool joins = (args.plan.chunks == 1 || !is_worker) && block.warp < args.plan.warps;
+  const ReceiveRole role{
+      {block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry, args.plan.workers),
+       shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes},
+      args.plan.chunks == 1 ? 0 : args.plan.workers};
+  if (!open_ht_call(call, args, Kind::kDispatch, at, true)) {
+    if (joins) clear_all(role);
+    return;
+  }
+  const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
+  if (!has_routed && block.is_first()) {
+    clear_next_counters(call);
+    send_call(call, p.layout, peers, HtCall::kCounts,
+              [&](int index) { return call_word_of(p, nullptr, p.chunks, index); });
+  }
+  await_records(call, p.layout, peers);
+  fill_tables(role);
+  if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) call.state->ht_staged[0] += 1;
+  if (block_has_failed(call)) {
+    if (joins) clear_all(role);
+    return;
+  }
+  if (is_worker) send_rows<kQuant>(role);
+  if (!joins) return;
+  clear_gaps(role);
+  if (!place_rows(role)) return clear_all(role);
+  if (sends_routes(p.steps) && !has_expert_rows(p.output.layout)) store_choices(role);
+}
+
+}  // namespace ep

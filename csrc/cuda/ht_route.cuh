@@ -1,0 +1,384 @@
+// The first half of high-throughput dispatch: every block counts all tokens, the first tells the other ranks, and each
+// places the tokens of its own share at their receivers. The table of contents is ht_route(), at the end.
+#pragma once
+
+#include "cuda/ht_call.cuh"
+
+namespace ep {
+
+// What a block keeps in shared memory. "before": of tokens before this block's share.
+struct RouteTables {
+  int *rows_before, *rows;        // [R] own tokens for each rank
+  int *choices_before, *choices;  // [E] own choices of each expert
+  int* first_slot;                // [R] of this rank's rows at each receiver
+  int *layout, *capacity;         // [R] of each receiver's output
+  int *start, *index;             // [E] first row of each expert at its owner; choices of ranks before this one
+  int *warp_rows, *warp_choices;  // [place_warps][R], [E]: counts, then numbers before each warp's tokens
+
+  __device__ static RouteTables of(char* shared, const HtRouteParams& p, const HtRouteGeometry& g) {
+    auto* next = reinterpret_cast<int*>(shared);
+    const auto take = [&](int count) {
+      int* table = next;
+      next += count;
+      return table;
+    };
+    const int ranks = p.shape.num_ranks, experts = p.shape.num_experts;
+    RouteTables t;
+    t.rows_before = take(ranks);
+    t.rows = take(ranks);
+    t.choices_before = take(experts);
+    t.choices = take(experts);
+    t.warp_rows = take(g.place_warps * ranks);
+    t.warp_choices = take(g.place_warps * experts);
+    t.first_slot = take(ranks);
+    t.layout = take(ranks);
+    t.capacity = take(ranks);
+    t.start = take(experts);
+    t.index = take(experts);
+    return t;
+  }
+};
+
+struct RouteRole : HtBlock {
+  const HtRouteParams& p;
+  const HtRouteGeometry& geometry;
+  const LsaPeers& peers;
+  const CallContext& call;
+  RouteTables tables;
+
+  __device__ int num_ranks() const { return p.shape.num_ranks; }
+  __device__ int num_experts() const { return p.shape.num_experts; }
+  __device__ int chunk_begin() const { return at.block * geometry.chunk_tokens; }
+  __device__ int chunk_end() const { return min(p.num_tokens, chunk_begin() + geometry.chunk_tokens); }
+  __device__ int load_choice(int token, int k) const {
+    const int64_t id = load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + k);
+    return id >= 0 && id < num_experts() ? static_cast<int>(id) : -1;
+  }
+};
+
+// ---- Counting
+
+__device__ __forceinline__ void clear_tables(const RouteRole& role) {
+  const int ranks = role.num_ranks(), experts = role.num_experts();
+  const int count = (2 + role.geometry.place_warps) * (ranks + experts);
+  for (int i = role.thread(); i < count; i += role.threads()) role.tables.rows_before[i] = 0;
+}
+
+// A thread a token. Tokens for a rank are counted by the warp: few counters would be hit by many threads.
+__device__ __forceinline__ void count_tokens(const RouteRole& role) {
+  const RouteTables& t = role.tables;
+  const int ranks = role.num_ranks(), warps = role.threads() / 32, topk = role.p.shape.topk;
+  int before[2] = {0, 0}, all[2] = {0, 0};  // of ranks `lane` and 32 + `lane`
+#pragma unroll 1
+  for (int first = role.warp * 32; first < role.p.num_tokens; first += warps * 32) {
+    const int token = first + role.lane;
+    const bool is_before = first < role.chunk_begin();
+    uint64_t wanted = 0;
+    if (token < role.p.num_tokens) {
+#pragma unroll 8
+      for (int k = 0; k < topk; k++) {
+        const int id = role.load_choice(token, k);
+        if (id < 0) continue;
+        wanted |= 1ull << role.geometry.by_local_experts.divide(id);
+        atomicAdd((is_before ? t.choices_before : t.choices) + id, 1);
+      }
+    }
+#pragma unroll 1
+    for (int r = 0; r < ranks; r++) {
+      const int count = __popc(__ballot_sync(~0u, (wanted >> r & 1) != 0));
+      if (role.lane != (r & 31)) continue;
+      all[r >> 5] += count;
+      if (is_before) before[r >> 5] += count;
+    }
+  }
+  for (int half = 0; half < 2; half++) {
+    const int r = half * 32 + role.lane;
+    if (r >= ranks) break;
+    atomicAdd(t.rows + r, all[half]);
+    atomicAdd(t.rows_before + r, before[half]);
+  }
+}
+
+// Calls visit(token, k, id, group, same) with lanes in the order (token, k); `same`: lanes with the same expert.
+template <class Visit>
+__device__ __forceinline__ void for_each_step(const RouteRole& role, const Visit& visit) {
+  if (role.warp >= role.geometry.place_warps) return;
+  const int topk = role.p.shape.topk;
+  const int turn = role.geometry.by_topk.divide(role.lane), k = role.geometry.by_topk.remainder(role.lane, turn);
+  const int begin = role.chunk_begin() + role.warp * role.geometry.warp_tokens;
+  const int end = min(role.chunk_end(), begin + role.geometry.warp_tokens);
+#pragma unroll 1
+  for (int first = begin; first < end; first += role.geometry.step_tokens) {
+    const int token = first + turn;
+    const bool exists = turn < role.geometry.step_tokens && token < end && k < topk;
+    visit(token, k, exists, exists ? role.load_choice(token, k) : -1);
+  }
+}
+
+// Lanes whose key is the same; a lane without one stands alone.
+__device__ __forceinline__ unsigned same_key(bool has_key, int key) {
+  return __match_any_sync(~0u, has_key ? key : static_cast<int>(0x80000000u | lane_id()));
+}
+
+__device__ __forceinline__ void count_share(const RouteRole& role) {
+  const int ranks = role.num_ranks(), experts = role.num_experts();
+  for_each_step(role, [&](int token, int, bool, int id) {
+    const int rank = id >= 0 ? role.geometry.by_local_experts.divide(id) : -1;
+    if (id >= 0) atomicAdd(role.tables.warp_choices + role.warp * experts + id, 1);
+    const unsigned group = same_key(id >= 0, token * ranks + rank);
+    if (id >= 0 && __ffs(static_cast<int>(group)) - 1 == role.lane) {
+      atomicAdd(role.tables.warp_rows + role.warp * ranks + rank, 1);
+    }
+  });
+}
+
+// ---- The other ranks
+
+__device__ __forceinline__ uint32_t call_word_of(const HtDispatchParams& p, const RouteTables* tables, int chunks,
+                                                 int index) {
+  if (index == HtCall::kLayout) return static_cast<uint32_t>(p.output.layout);
+  if (index == HtCall::kCapacity) return static_cast<uint32_t>(p.output.capacity);
+  if (index == HtCall::kAlignment) return static_cast<uint32_t>(p.output.alignment);
+  if (index == HtCall::kChunks) return static_cast<uint32_t>(chunks);
+  if (index < HtCall::kCounts) {
+    const int part = (index - HtCall::kOffsets) / 2;
+    if (index < HtCall::kOffsets || part >= kHtMaxParts) return 0;
+    const Offset offset = part < p.num_parts ? p.parts[part].out_offset : kNoOffset;
+    return static_cast<uint32_t>((index - HtCall::kOffsets) % 2 == 0 ? offset : offset >> 32);
+  }
+  const int count = index - HtCall::kCounts, ranks = p.shape.num_ranks;
+  if (count < ranks) return static_cast<uint32_t>(tables->rows[count]);
+  return static_cast<uint32_t>(tables->choices_before[count - ranks] + tables->choices[count - ranks]);
+}
+
+// Reads the counts of all ranks. `demand`: choices of each expert by all ranks, into tables.start for now.
+__device__ __forceinline__ void take_counts(const RouteRole& role) {
+  const RouteTables& t = role.tables;
+  const HtLayout& layout = role.p.layout;
+  const int ranks = role.num_ranks(), experts = role.num_experts(), rank = role.peers.rank;
+  const auto word = [&](int source, int index) {
+    return static_cast<int>(await_call_word(role.call, layout, role.peers, source, index));
+  };
+#pragma unroll 1
+  for (int e = role.thread(); e < experts; e += role.threads()) {
+    int before = 0, all = 0;
+#pragma unroll 4
+    for (int source = 0; source < ranks; source++) {
+      const int count = word(source, HtCall::kCounts + ranks + e);
+      if (source < rank) before += count;
+      all += count;
+    }
+    t.index[e] = before + t.choices_before[e];
+    t.start[e] = all;
+    const int local = e - rank * role.p.shape.local_experts();
+    if (role.is_first() && local >= 0 && local < role.p.shape.local_experts()) role.p.handle.expert_counts[local] = all;
+  }
+#pragma unroll 1
+  for (int r = role.threads() - 1 - role.thread(); r < ranks; r += role.threads()) {
+    int before = 0;
+    for (int source = 0; source < rank; source++) before += word(source, HtCall::kCounts + r);
+    t.first_slot[r] = before;
+    t.layout[r] = word(r, HtCall::kLayout);
+    t.capacity[r] = word(r, HtCall::kCapacity);
+  }
+  if (!role.is_first()) return;
+  if (role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
+#pragma unroll 1
+  for (int i = role.thread(); i < ranks * ranks; i += role.threads()) {
+    role.p.handle.counts[i] = word(i / ranks, HtCall::kCounts + i % ranks);
+  }
+}
+
+// Demand of a rank's experts to the first row of each, in tables.start; a warp a rank.
+__device__ __forceinline__ void find_starts(const RouteRole& role) {
+  const int local_experts = role.p.shape.local_experts();
+#pragma unroll 1
+  for (int r = role.warp; r < role.num_ranks(); r += role.threads() / 32) {
+    OutputShape output = role.p.output;
+    output.layout = static_cast<OutputLayout>(role.tables.layout[r]);
+    output.alignment = static_cast<int>(await_call_word(role.call, role.p.layout, role.peers, r, HtCall::kAlignment));
+    int* start = role.tables.start + r * local_experts;
+    int next = 0;
+#pragma unroll 1
+    for (int first = 0; first < local_experts; first += 32) {
+      const int e = first + role.lane;
+      const int span = e < local_experts ? static_cast<int>(output.span(start[e])) : 0;
+      int sum = span;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, step);
+        if (role.lane >= step) sum += other;
+      }
+      if (e < local_experts) start[e] = next + sum - span;
+      next += __shfl_sync(~0u, sum, 31);
+    }
+  }
+}
+
+// ---- What this rank receives
+
+// One block: the info tensor, and the sizes that the host waits for. The handle has the counts of all.
+__device__ __forceinline__ void store_info(const RouteRole& role) {
+  __shared__ int dropped, total;
+  const HtRouteParams& p = role.p;
+  const OutputShape& output = p.output;
+  const int ranks = role.num_ranks(), rank = role.peers.rank;
+  const bool expert_rows = has_expert_rows(output.layout);
+  const int* start_of = role.tables.start + rank * output.local_experts;
+  if (role.thread() == 0) dropped = total = 0;
+  __syncthreads();
+  const auto rows_from = [&](int source) { return p.handle.counts[source * ranks + rank]; };
+  const auto received_before = [&](int source) {
+    int sum = 0;
+    for (int s = 0; s < source; s++) sum += rows_from(s);
+    return sum;
+  };
+#pragma unroll 1
+  for (int bin = role.thread(); bin < output.bins(); bin += role.threads()) {
+    const int demand = expert_rows ? p.handle.expert_counts[bin] : rows_from(bin);
+    const int start = expert_rows ? start_of[bin] : received_before(bin);
+    const int kept = static_cast<int>(output.kept(start, demand));
+    p.info[bin] = kept;
+    p.info[output.demand_at() + bin] = demand;
+    atomicAdd(&total, kept);
+    atomicAdd(&dropped, demand - kept);
+  }
+  const int last = output.local_experts - 1;
+  const int end = expert_rows ? start_of[last] + static_cast<int>(output.span(p.handle.expert_counts[last])) : 0;
+#pragma unroll 1
+  for (int i = role.thread(); i < output.num_offsets(); i += role.threads()) {
+    const int64_t start = i <= last ? start_of[i] : end;
+    p.info[output.offsets_at() + i] = static_cast<int>(min(start, output.capacity));
+  }
+  for (int e = role.thread(); p.host_sizes != nullptr && e < output.local_experts; e += role.threads()) {
+    p.host_sizes[2 + e] = p.handle.expert_counts[e];
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (role.thread() != 0) return;
+  p.info[output.overflow_at()] = dropped;
+  p.info[output.total_at()] = total;
+  if (dropped > 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&role.call.state->found.dropped_rows),
+              static_cast<unsigned long long>(dropped));
+  }
+  if (p.host_sizes == nullptr) return;
+  const int slots = received_before(ranks);
+  p.host_sizes[0] = expert_rows ? end : slots;
+  p.host_sizes[1] = slots;
+  __threadfence_system();
+  *reinterpret_cast<volatile uint64_t*>(p.host_epoch) = role.call.epoch;
+}
+
+__device__ __forceinline__ void clear_info(const RouteRole& role) {
+  for (int i = role.thread(); i < role.p.output.info_size(); i += role.threads()) role.p.info[i] = 0;
+}
+
+// ---- Places of the own tokens
+
+// Counts of each placing warp to what comes before its tokens.
+__device__ __forceinline__ void add_up_warps(const RouteRole& role) {
+  const RouteTables& t = role.tables;
+  const int ranks = role.num_ranks(), experts = role.num_experts();
+  const auto scan = [&](int* counts, int stride, int first) {
+    for (int warp = 0; warp < role.geometry.place_warps; warp++) {
+      const int count = counts[warp * stride];
+      counts[warp * stride] = first;
+      first += count;
+    }
+  };
+#pragma unroll 1
+  for (int e = role.thread(); e < experts; e += role.threads()) scan(t.warp_choices + e, experts, t.index[e]);
+#pragma unroll 1
+  for (int r = role.threads() - 1 - role.thread(); r < ranks; r += role.threads()) {
+    scan(t.warp_rows + r, ranks, t.rows_before[r]);
+  }
+}
+
+static __device__ __noinline__ void note_invalid_id(const RouteRole& role, int token, int k) {
+  const int64_t id = load_id(role.p.topk_idx, role.p.is_idx64, static_cast<int64_t>(token) * role.p.shape.topk + k);
+  if (id == -1) return;
+  InvalidIds& invalid = role.call.state->found.invalid_ids;
+  if (atomicAdd(reinterpret_cast<unsigned long long*>(&invalid.count), 1ull) == 0) {
+    invalid.value = id;
+    invalid.token = token;
+    invalid.k = k;
+  }
+}
+
+__device__ __forceinline__ void place_share(const RouteRole& role) {
+  const RouteTables& t = role.tables;
+  const HtRoutes& own = role.p.handle.own;
+  int* choices = t.warp_choices + role.warp * role.num_experts();
+  int* rows = t.warp_rows + role.warp * role.num_ranks();
+  const unsigned below = (1u << role.lane) - 1;
+  for_each_step(role, [&](int token, int k, bool exists, int id) {
+    if (exists && id < 0) note_invalid_id(role, token, k);
+    const int rank = id >= 0 ? role.geometry.by_local_experts.divide(id) : 0;
+    // The choice's number among those of its expert, and the token's among those for its rank. A number is read by all
+    // lanes before one moves it on.
+    const unsigned same = same_key(id >= 0, id), group = same_key(id >= 0, token * role.num_ranks() + rank);
+    const int leader = __ffs(static_cast<int>(group)) - 1;
+    const bool leads = id >= 0 && leader == role.lane;
+    const unsigned tokens = same_key(leads, rank);
+    const int choice = id >= 0 ? choices[id] + __popc(same & below) : 0;
+    int number = leads ? rows[rank] + __popc(tokens & below) : 0;
+    __syncwarp();
+    if (id >= 0 && (same & below) == 0) choices[id] += __popc(same);
+    if (leads && (tokens & below) == 0) rows[rank] += __popc(tokens);
+    __syncwarp();
+    number = __shfl_sync(~0u, number, leader);
+    if (!exists) return;
+    int32_t row = kNoRow, slot = kNoRow;
+    if (id >= 0) {
+      OutputShape output = role.p.output;
+      output.layout = static_cast<OutputLayout>(t.layout[rank]);
+      output.capacity = t.capacity[rank];
+      slot = t.first_slot[rank] + number;
+      row = has_expert_rows(output.layout)
+                ? output.row(role.geometry.by_local_experts.remainder(id, rank), t.start[id], choice)
+                : output.row(role.peers.rank, t.first_slot[rank], number);
+    }
+    const int64_t entry = static_cast<int64_t>(token) * role.p.shape.topk + k;
+    own.ids[entry] = id;
+    own.rows[entry] = row;
+    own.slots[entry] = slot;
+  });
+}
+
+// ---- Table of contents
+
+__device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
+  const HtRouteParams& p = args.params;
+  const LsaPeers& peers = args.peers;
+  __shared__ CallContext call;
+  const RouteRole role{{at}, p, args.geometry, peers, call, RouteTables::of(shared, p, args.geometry)};
+  const bool is_open = open_ht_call(call, args, Kind::kDispatch, at, !sends_rows(p.steps));
+  if (!is_open) {
+    if (role.is_first()) clear_info(role);
+    return;
+  }
+  clear_tables(role);
+  if (role.is_first()) clear_next_counters(call);
+  __syncthreads();
+  count_tokens(role);
+  __syncthreads();
+  if (role.is_first()) {
+    send_call(call, p.layout, peers, HtCall::words(p.shape.num_ranks, p.shape.num_experts),
+              [&](int index) { return call_word_of(p, &role.tables, p.chunks, index); });
+  }
+  count_share(role);
+  await_records(call, p.layout, peers);
+  take_counts(role);
+  if (block_has_failed(call)) {
+    if (role.is_first()) clear_info(role);
+    return;
+  }
+  find_starts(role);
+  add_up_warps(role);
+  __syncthreads();
+  place_share(role);
+  if (role.is_first()) store_info(role);
+}
+
+}  // namespace ep

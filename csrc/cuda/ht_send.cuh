@@ -1,0 +1,356 @@
+// The second half of high-throughput dispatch: workers (warps) take tokens from a counter, load a row into their stage
+// of shared memory, and store it from there to its place on every rank that wants it. Bulk copies move what is aligned.
+#pragma once
+
+#include "cuda/ht_route.cuh"
+#include "cuda/payload.cuh"
+
+namespace ep {
+
+// What a block keeps in shared memory beside the stages.
+struct SendTables {
+  uint64_t* barriers;      // of each worker
+  Offset* offsets;         // [R, kHtMaxParts] of outputs at the receivers
+  int *to, *to_first;      // [R] rows from this rank to each, and the first slot there
+  int* chunks;             // [R] pieces in which each rank wants to hear of its rows
+  int *from, *from_first;  // [R] rows from each rank to this one, and the first slot here
+  int* start;              // [L + 1] first row of each expert here, packed outputs
+
+  __device__ static SendTables of(char* shared, const HtDispatchParams& p, const HtSendGeometry& g, int workers) {
+    const int ranks = p.shape.num_ranks;
+    SendTables t;
+    t.barriers = reinterpret_cast<uint64_t*>(shared + g.tables_at);
+    t.offsets = t.barriers + workers;
+    t.to = reinterpret_cast<int*>(t.offsets + ranks * kHtMaxParts);
+    t.to_first = t.to + ranks;
+    t.chunks = t.to_first + ranks;
+    t.from = t.chunks + ranks;
+    t.from_first = t.from + ranks;
+    t.start = t.from_first + ranks;
+    return t;
+  }
+};
+
+struct SendRole : HtBlock {
+  const HtDispatchParams& p;
+  const HtSendGeometry& geometry;
+  const HtPlan& plan;
+  const LsaPeers& peers;
+  const CallContext& call;
+  SendTables tables;
+  char* stage;  // of this worker
+
+  __device__ int num_ranks() const { return p.shape.num_ranks; }
+  __device__ uint64_t* barrier() const { return tables.barriers + warp; }
+};
+
+// ---- Preparation
+
+__device__ __forceinline__ void fill_tables(const SendRole& role) {
+  const HtDispatchParams& p = role.p;
+  const SendTables& t = role.tables;
+  const int ranks = role.num_ranks(), rank = role.peers.rank;
+#pragma unroll 1
+  for (int i = role.thread(); i < ranks * p.num_parts; i += role.threads()) {
+    const int source = i / p.num_parts, part = i % p.num_parts;
+    t.offsets[source * kHtMaxParts + part] =
+        await_call_offset(role.call, p.layout, role.peers, source, HtCall::kOffsets + 2 * part);
+  }
+#pragma unroll 1
+  for (int r = role.thread(); r < ranks; r += role.threads()) {
+    t.to[r] = p.handle.counts[rank * ranks + r];
+    t.chunks[r] = static_cast<int>(await_call_word(role.call, p.layout, role.peers, r, HtCall::kChunks));
+    t.from[r] = p.handle.counts[r * ranks + rank];
+    t.to_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, rank, r));
+    t.from_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, r, rank));
+  }
+  if (role.thread() == role.threads() - 1) {
+    OutputShape output = p.output;
+    output.alignment = *p.handle.alignment;  // a cached dispatch does not know it
+    int next = 0;
+    for (int e = 0; e <= p.output.local_experts; e++) {
+      t.start[e] = next;
+      if (e < p.output.local_experts) next += static_cast<int>(output.span(p.handle.expert_counts[e]));
+    }
+  }
+  if (role.warp < role.plan.workers && role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
+}
+
+// ---- A row into the stage
+
+template <class Word>
+__device__ __forceinline__ void copy_words(char* out, const char* in, int bytes, int lane) {
+  for (int i = lane; i < bytes / static_cast<int>(sizeof(Word)); i += 32) {
+    reinterpret_cast<Word*>(out)[i] = reinterpret_cast<const Word*>(in)[i];
+  }
+}
+
+// By the widest words that sizes and addresses allow.
+static __device__ __noinline__ void copy_bytes(char* out, const char* in, int bytes, int width, int lane) {
+  if (width == 8) return copy_words<uint64_t>(out, in, bytes, lane);
+  if (width == 4) return copy_words<uint32_t>(out, in, bytes, lane);
+  if (width == 2) return copy_words<uint16_t>(out, in, bytes, lane);
+  copy_words<uint8_t>(out, in, bytes, lane);
+}
+
+static __device__ __noinline__ void gather_part(const HtPart& part, const char* in, char* out, int width, int lane) {
+  if (part.elements == 1) return copy_bytes(out, in, part.bytes, width, lane);
+  const int words = part.element_bytes / width;
+  for (int i = lane; i < part.elements * words; i += 32) {
+    const int element = i / words, word = i % words;
+    copy_bytes(out + element * part.element_bytes + word * width, in + element * part.element_stride + word * width,
+               width, width, 0);
+  }
+}
+
+// Part 0 to e4m3, part 1 its scales.
+template <DType kType>
+__device__ __forceinline__ void quantize_into_stage(const SendRole& role, int token) {
+  const HtDispatchParams& p = role.p;
+  const auto* row =
+      reinterpret_cast<const uint4*>(static_cast<const char*>(p.parts[0].in) + token * p.parts[0].row_stride);
+  char* scales = role.stage + role.geometry.stage_offset[1];
+  const int chunks = p.hidden / 16;  // of sixteen elements
+  const auto load = [&](Raw<Payload::kFp8, 1>& raw, int chunk) {
+    raw.chunk[0] = raw.chunk[1] = make_uint4(0, 0, 0, 0);
+    if (chunk >= chunks) return;
+    raw.chunk[0] = ptx::ld_nc(row + 2 * chunk);
+    raw.chunk[1] = ptx::ld_nc(row + 2 * chunk + 1);
+  };
+  const int steps = ceil_div(chunks, 32);
+  Raw<Payload::kFp8, 1> raw, next, after;
+  load(raw, role.lane);
+  load(next, 32 + role.lane);
+#pragma unroll 1
+  for (int step = 0; step < steps; step++) {
+    const int chunk = step * 32 + role.lane;
+    load(after, chunk + 64);
+    Piece<1> piece;
+    quantize<kType, 1>(p.quant, raw, piece, role.lane);
+    if (chunk < chunks) *reinterpret_cast<uint4*>(role.stage + chunk * 16) = piece.chunk[0];
+    if (role.lane == 0) {
+      const uint4 side = finish_scales(p.quant, piece.side, step, p.hidden);
+      if (p.quant == Quant::kFp8Ue8m0) {
+        reinterpret_cast<uint32_t*>(scales)[step] = side.x;
+      } else {
+        reinterpret_cast<uint4*>(scales)[step] = side;
+      }
+    }
+    raw = next;
+    next = after;
+  }
+}
+
+// Begins to load a pass of a token's parts. Returns the bytes that the barrier will announce.
+__device__ __forceinline__ int begin_load(const SendRole& role, int token, int pass) {
+  const HtDispatchParams& p = role.p;
+  const HtSendGeometry& g = role.geometry;
+  ptx::fence_proxy_async();  // the stage's last readers were threads, perhaps
+  __syncwarp();
+  int bulk = 0;
+  for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
+    if (p.quant != Quant::kNone && i < 2) continue;
+    if (g.in_width[i] == 0) bulk += p.parts[i].bytes;
+  }
+  if (bulk > 0 && role.lane == 0) {
+    ptx::mbarrier_expect(role.barrier(), bulk);
+    for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
+      if (g.in_width[i] != 0 || (p.quant != Quant::kNone && i < 2)) continue;
+      const char* in = static_cast<const char*>(p.parts[i].in) + token * p.parts[i].row_stride;
+      ptx::bulk_load(role.stage + g.stage_offset[i], in, p.parts[i].bytes, role.barrier());
+    }
+  }
+  return bulk;
+}
+
+template <bool kQuant>
+__device__ __forceinline__ void finish_load(const SendRole& role, int token, int pass, int bulk, uint32_t& parity) {
+  const HtDispatchParams& p = role.p;
+  const HtSendGeometry& g = role.geometry;
+  bool by_threads = false;
+  if constexpr (kQuant) {
+    if (pass == 0) {
+      by_threads = true;
+      if (p.dtype == DType::kBF16) {
+        quantize_into_stage<DType::kBF16>(role, token);
+      } else {
+        quantize_into_stage<DType::kF16>(role, token);
+      }
+    }
+  }
+  for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
+    if (g.in_width[i] == 0 || (kQuant && i < 2)) continue;
+    by_threads = true;
+    const char* in = static_cast<const char*>(p.parts[i].in) + token * p.parts[i].row_stride;
+    gather_part(p.parts[i], in, role.stage + g.stage_offset[i], g.in_width[i], role.lane);
+  }
+  if (by_threads) ptx::fence_proxy_async();  // the bulk stores shall see it
+  if (bulk > 0) {
+    while (!ptx::mbarrier_try_wait(role.barrier(), parity)) {
+    }
+    parity ^= 1;
+  }
+  __syncwarp();
+}
+
+// ---- From the stage to its places
+
+// A token's choice `lane`; the leading lane of a group speaks for its rank.
+struct SendRoute {
+  Group group;
+  int32_t id = -1;
+  int32_t slot = kNoRow;
+  int32_t row = kNoRow;        // of this choice
+  int32_t first_row = kNoRow;  // of the group: where the row goes
+
+  __device__ __forceinline__ static SendRoute load(const SendRole& role, int token) {
+    const HtDispatchParams& p = role.p;
+    SendRoute route;
+    if (role.lane < p.shape.topk) {
+      const int64_t entry = static_cast<int64_t>(token) * p.shape.topk + role.lane;
+      route.id = p.handle.own.ids[entry];
+      route.row = p.handle.own.rows[entry];
+      route.slot = p.handle.own.slots[entry];
+    }
+    route.group = Group::of(route.id, role.geometry.by_local_experts);
+    const unsigned fitting = __ballot_sync(~0u, route.row >= 0) & route.group.lanes;
+    const int first = __shfl_sync(~0u, route.row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : role.lane);
+    if (fitting != 0) route.first_row = first;
+    return route;
+  }
+};
+
+__device__ __forceinline__ char* target_of(const SendRole& role, const SendRoute& route, int part) {
+  const int peer = route.group.rank;
+  const Offset out = role.tables.offsets[peer * kHtMaxParts + part];
+  const Offset target = out == kNoOffset ? role.p.layout.staged_row(route.slot) + role.p.layout.row.offset[part]
+                                         : out + static_cast<Offset>(route.first_row) * role.p.parts[part].bytes;
+  return role.peers.at<char>(peer, target);
+}
+
+// Leading lanes store to their ranks, all at once; a row that bulk copies cannot move goes word by word.
+__device__ __forceinline__ void store_parts(const SendRole& role, const SendRoute& route, int pass) {
+  const HtSendGeometry& g = role.geometry;
+  const bool sends = route.group.leads && route.first_row >= 0;
+#pragma unroll 1
+  for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
+    const int bytes = role.p.parts[i].bytes;
+    char* target = sends ? target_of(role, route, i) : nullptr;
+    const auto bits = static_cast<unsigned>(reinterpret_cast<uintptr_t>(target)) | static_cast<unsigned>(bytes);
+    const bool is_bulk = sends && bits % 16 == 0;
+    if (is_bulk) ptx::bulk_store(target, role.stage + g.stage_offset[i], bytes);
+    unsigned rest = __ballot_sync(~0u, sends && !is_bulk);
+#pragma unroll 1
+    for (; rest != 0; rest &= rest - 1) {
+      const int lane = __ffs(static_cast<int>(rest)) - 1;
+      auto* out = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(target), lane));
+      const unsigned low = __shfl_sync(~0u, bits, lane);
+      copy_bytes(out, role.stage + g.stage_offset[i], bytes, static_cast<int>(min(low & ~(low - 1), 8u)), role.lane);
+    }
+  }
+  ptx::bulk_commit();
+}
+
+// What goes beside a row: places and weights of its choices there, and the token's number here.
+__device__ __forceinline__ void store_slots(const SendRole& role, const SendRoute& route, int token) {
+  const HtDispatchParams& p = role.p;
+  const HtSlotFormat& format = p.layout.slot;
+  const int topk = p.shape.topk;
+  float weight = 1.0f;
+  if (p.topk_weights != nullptr && role.lane < topk) {
+    weight = __ldg(p.topk_weights + static_cast<int64_t>(token) * topk + role.lane);
+  }
+  const bool expert_rows = has_expert_rows(p.output.layout);
+  unsigned leaders = __ballot_sync(~0u, route.group.leads);
+#pragma unroll 1
+  for (; leaders != 0; leaders &= leaders - 1) {
+    const int leader = __ffs(static_cast<int>(leaders)) - 1;
+    const int peer = __shfl_sync(~0u, route.group.rank, leader);
+    const int32_t slot = __shfl_sync(~0u, route.slot, leader);
+    auto* words = role.peers.at<uint32_t>(peer, p.layout.slot_words(slot));
+    const bool is_there = route.group.rank == peer;
+    if (role.lane < topk) {
+      int32_t place = kNoRow;
+      if (is_there) {
+        place = expert_rows ? route.row : route.id - peer * p.shape.local_experts();
+      }
+      ptx::st_relaxed_sys(words + format.place(role.lane), static_cast<uint32_t>(place));
+      ptx::st_relaxed_sys(words + format.weight(role.lane), is_there ? __float_as_uint(weight) : 0u);
+    }
+    if (role.lane == 0) ptx::st_relaxed_sys(words + format.token(), static_cast<uint32_t>(token));
+  }
+}
+
+// ---- Announcements
+
+// To ranks that want to hear of chunks: leading lanes count a row that lies in place, and the last of a chunk says so.
+__device__ __forceinline__ void announce(const SendRole& role, const SendRoute& route) {
+  __syncwarp();  // other lanes wrote words of the slot
+  const int peer = route.group.rank;
+  if (!route.group.leads || role.tables.chunks[peer] == 1) return;
+  const int count = role.tables.to[peer], chunks = role.tables.chunks[peer];
+  const int chunk = chunk_of(route.slot - role.tables.to_first[peer], count, chunks);
+  const int size = chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
+  ptx::fence_proxy_async();
+  __threadfence_system();
+  const uint32_t before = atomicAdd(&counters_of(role.call).ready[peer * kHtChunks + chunk], 1u);
+  if (before + 1 == static_cast<uint32_t>(size * role.geometry.passes)) {
+    send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, chunk);
+  }
+}
+
+// To the others all rows together: the worker that finishes the last unit tells them.
+__device__ __forceinline__ void announce_all(const SendRole& role, int units) {
+  __syncwarp();
+  if (units == 0) return;
+  ptx::fence_proxy_async();
+  __threadfence_system();
+  __syncwarp();
+  uint32_t before = 0;
+  if (role.lane == 0) before = atomicAdd(&counters_of(role.call).finished, static_cast<uint32_t>(units));
+  before = __shfl_sync(~0u, before, 0);
+  if (before + units != static_cast<uint32_t>(role.geometry.units)) return;
+#pragma unroll 1
+  for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
+    if (role.tables.to[peer] > 0 && role.tables.chunks[peer] == 1) {
+      send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, 0);
+    }
+  }
+}
+
+// ---- A worker
+
+template <bool kQuant>
+__device__ __forceinline__ void send_rows(const SendRole& role) {
+  const HtDispatchParams& p = role.p;
+  bool in_chunks = false;
+  for (int r = 0; r < role.num_ranks(); r++) in_chunks = in_chunks || role.tables.chunks[r] > 1;
+  Tickets tickets{&counters_of(role.call).taken};
+  tickets.ask();
+  SendRoute last;
+  uint32_t parity = 0;
+  int done = 0;
+#pragma unroll 1
+  for (int unit = tickets.take(); unit < role.geometry.units; unit = tickets.take()) {
+    tickets.ask();
+    const int pass = role.geometry.by_tokens.divide(unit);
+    const int token = role.geometry.by_tokens.remainder(unit, pass);
+    const int bulk = begin_load(role, token, pass);
+    const SendRoute route = SendRoute::load(role, token);
+    if (sends_routes(p.steps) && pass == 0) store_slots(role, route, token);
+    finish_load<kQuant>(role, token, pass, bulk, parity);
+    store_parts(role, route, pass);
+    if (in_chunks && done > 0) {
+      ptx::bulk_wait<1>();
+      announce(role, last);
+    }
+    ptx::bulk_wait_read<0>();
+    last = route;
+    done++;
+  }
+  ptx::bulk_wait<0>();
+  if (done > 0) announce(role, last);
+  announce_all(role, done);
+}
+
+}  // namespace ep

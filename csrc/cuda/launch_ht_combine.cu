@@ -1,0 +1,73 @@
+#include "base/check.h"
+#include "cuda/ht_combine.cuh"
+#include "cuda/launch_util.h"
+#include "cuda/with_types.h"
+
+namespace ep {
+namespace {
+
+constexpr int kMaxThreads = 640;
+
+template <DType kIn, DType kWire, DType kOut>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ht_combine_rows(const __grid_constant__ KernelArgs<HtCombineParams> args) {
+  extern __shared__ __align__(128) char shared[];
+  ht_combine<kIn, kWire, kOut>(args, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}, shared);
+}
+
+template <DType kIn, DType kWire, DType kOut>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ht_combine_rows_world(const KernelArgs<HtCombineParams>* all, int blocks) {
+  extern __shared__ __align__(128) char shared[];
+  ht_combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], {static_cast<int>(blockIdx.x) % blocks, blocks}, shared);
+}
+
+}  // namespace
+
+HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
+  const bool has_staging = HtCombineGeometry::stages(p);
+  if (p.num_sms == 0) num_sms = default_ht_sms(has_staging, num_sms);
+  return tuned("EP_PLAN_HC", plan_ht_combine(has_staging, num_sms));
+}
+
+HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { return HtCombineGeometry::of(p, plan); }
+
+void check_served(const HtCombineParams& p) {
+  EP_CHECK(!p.has_rows() || p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype),
+           " wire for ", name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
+  EP_CHECK(p.layout.topology.num_domains() == 1, p.layout.topology.num_domains(),
+           " domains: high throughput on CUDA serves one");
+  EP_CHECK(p.shape.num_ranks <= kMaxCudaRanks, p.shape.num_ranks, " ranks, high throughput on CUDA serves ",
+           kMaxCudaRanks);
+}
+
+void load_ht_combine_kernels() {
+  for_all_types([](auto types) {
+    using T = decltype(types);
+    load_kernel(&ht_combine_rows<T::in, T::wire, T::out>, 0);
+    load_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, 0);
+  });
+}
+
+void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
+  with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
+    using T = decltype(types);
+    launch_kernel(&ht_combine_rows<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), args.geometry.bytes,
+                  false, stream, args);
+  });
+}
+
+template <>
+void launch_world(const KernelArgs<HtCombineParams>* host_args, const KernelArgs<HtCombineParams>* args, int num_ranks,
+                  void* stream) {
+  const HtPlan& plan = host_args->plan;
+  int bytes = 0;
+  for (int r = 0; r < num_ranks; r++) bytes = std::max(bytes, host_args[r].geometry.bytes);
+  with_types(host_args->params.dtype, host_args->params.wire_dtype, host_args->params.out_dtype, [&](auto types) {
+    using T = decltype(types);
+    launch_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, plan.blocks * num_ranks, plan.threads(), bytes, false,
+                  stream, args, plan.blocks);
+  });
+}
+
+}  // namespace ep

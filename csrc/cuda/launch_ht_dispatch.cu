@@ -1,0 +1,120 @@
+#include "base/check.h"
+#include "cuda/ht_receive.cuh"
+#include "cuda/launch_util.h"
+
+namespace ep {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+
+__device__ __forceinline__ BlockPosition own_block() {
+  return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+}
+__device__ __forceinline__ BlockPosition block_of_world(int blocks) {
+  return {static_cast<int>(blockIdx.x) % blocks, blocks};
+}
+
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ht_dispatch_route(const __grid_constant__ KernelArgs<HtRouteParams> args) {
+  extern __shared__ __align__(128) char shared[];
+  ht_route(args, own_block(), shared);
+}
+
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ht_dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
+  extern __shared__ __align__(128) char shared[];
+  ht_route(all[blockIdx.x / blocks], block_of_world(blocks), shared);
+}
+
+template <bool kQuant>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ht_dispatch_send(const __grid_constant__ KernelArgs<HtDispatchParams> args) {
+  extern __shared__ __align__(128) char shared[];
+  ht_send<kQuant>(args, own_block(), shared);
+}
+
+template <bool kQuant>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ht_dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
+  extern __shared__ __align__(128) char shared[];
+  ht_send<kQuant>(all[blockIdx.x / blocks], block_of_world(blocks), shared);
+}
+
+struct Launch {
+  int threads = 0, bytes = 0;
+};
+
+// What the blocks of any rank need: ranks whose outputs lie elsewhere have other plans.
+template <class Params>
+Launch largest(const KernelArgs<Params>* host_args, int num_ranks) {
+  Launch launch;
+  for (int r = 0; r < num_ranks; r++) {
+    launch.threads = std::max(launch.threads, host_args[r].plan.threads());
+    launch.bytes = std::max(launch.bytes, host_args[r].geometry.bytes);
+  }
+  return launch;
+}
+
+}  // namespace
+
+HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
+  return plan_ht_route(p.num_sms > 0 ? num_sms : default_ht_sms(false, num_sms));
+}
+
+HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
+  const bool has_copies = HtSendGeometry::has_copies(p);
+  if (p.num_sms == 0) num_sms = default_ht_sms(has_copies, num_sms);
+  return tuned("EP_PLAN_HD",
+               plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, kHtSharedBytes, has_copies, num_sms));
+}
+
+HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return HtRouteGeometry::of(p, plan); }
+HtSendGeometry geometry_of(const HtDispatchParams& p, const HtPlan& plan) { return HtSendGeometry::of(p, plan); }
+
+void check_served(const HtDispatchParams& p) {
+  EP_CHECK(p.layout.topology.num_domains() == 1, p.layout.topology.num_domains(),
+           " domains: high throughput on CUDA serves one");
+  EP_CHECK(p.shape.num_ranks <= kMaxCudaRanks, p.shape.num_ranks, " ranks, high throughput on CUDA serves ",
+           kMaxCudaRanks);
+  const int bytes = HtSendGeometry::of(p, plan_of(p, 0, 1)).bytes;
+  EP_CHECK(bytes <= kMaxSharedBytes, p.shape.num_experts, " experts and rows of ", p.parts[0].bytes, " bytes need ",
+           bytes, " bytes of shared memory, high throughput on CUDA has ", kMaxSharedBytes);
+}
+
+void load_ht_dispatch_kernels() {
+  load_kernel(&ht_dispatch_route, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_route_world, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send<false>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send<true>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send_world<false>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send_world<true>, kMaxSharedBytes);
+}
+
+void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
+  launch_kernel(&ht_dispatch_route, args.plan.blocks, args.plan.threads(), args.geometry.bytes, false, stream, args);
+}
+
+void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
+  const auto kernel = args.params.quant != Quant::kNone ? &ht_dispatch_send<true> : &ht_dispatch_send<false>;
+  launch_kernel(kernel, args.plan.blocks, args.plan.threads(), args.geometry.bytes, false, stream, args);
+}
+
+template <>
+void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<HtRouteParams>* args, int num_ranks,
+                  void* stream) {
+  const auto [threads, bytes] = largest(host_args, num_ranks);
+  const int blocks = host_args->plan.blocks;
+  launch_kernel(&ht_dispatch_route_world, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
+}
+
+template <>
+void launch_world(const KernelArgs<HtDispatchParams>* host_args, const KernelArgs<HtDispatchParams>* args,
+                  int num_ranks, void* stream) {
+  const auto [threads, bytes] = largest(host_args, num_ranks);
+  const int blocks = host_args->plan.blocks;
+  const auto kernel =
+      host_args->params.quant != Quant::kNone ? &ht_dispatch_send_world<true> : &ht_dispatch_send_world<false>;
+  launch_kernel(kernel, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
+}
+
+}  // namespace ep

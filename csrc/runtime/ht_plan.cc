@@ -1,0 +1,36 @@
+#include "runtime/ht_plan.h"
+
+#include <algorithm>
+
+#include "layout/ht_layout.h"
+
+namespace ep {
+
+HtPlan plan_ht_route(int num_sms) {
+  HtPlan plan;
+  plan.blocks = num_sms;
+  plan.warps = plan.workers = 32;
+  return plan;
+}
+
+HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int num_sms) {
+  HtPlan plan;
+  plan.blocks = num_sms;
+  plan.workers = std::clamp(shared_bytes / stage_bytes, 1, has_copies ? 12 : 16);
+  plan.warps = has_copies ? plan.workers + 16 : std::max(plan.workers, 16);
+  plan.chunks = has_copies ? kHtChunks : 1;
+  return plan;
+}
+
+HtPlan plan_ht_combine(bool has_staging, int num_sms) {
+  HtPlan plan;
+  plan.blocks = num_sms;
+  plan.warps = 20;
+  plan.workers = has_staging ? 8 : 20;
+  plan.chunks = has_staging ? kHtChunks : 1;
+  return plan;
+}
+
+int default_ht_sms(bool has_copies, int available) { return std::min(has_copies ? 32 : 12, available); }
+
+}  // namespace ep

@@ -1,0 +1,30 @@
+// How an operation of high throughput is laid over the GPU. A plan changes speed only.
+#pragma once
+
+#include "base/platform.h"
+#include "layout/outputs.h"
+
+namespace ep {
+
+struct HtPlan {
+  int blocks = 1;
+  int warps = 1;    // of a block
+  int workers = 1;  // of them, those that move rows between ranks: warps [0, workers)
+  int chunks = 1;   // pieces in which the rows from one rank to another are announced
+  bool pdl = false;
+
+  EP_HD int threads() const { return warps * 32; }
+  EP_HD int helpers() const { return warps - workers; }
+};
+
+// Every block counts all tokens.
+HtPlan plan_ht_route(int num_sms);
+// `stage_bytes`: of a row in shared memory; `has_copies`: the receiver has rows to copy.
+HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int num_sms);
+// `has_staging`: rows are added up or copied before others read them.
+HtPlan plan_ht_combine(bool has_staging, int num_sms);
+
+// Blocks of an operation whose caller names none: the fewest that fill the links.
+int default_ht_sms(bool has_copies, int available);
+
+}  // namespace ep

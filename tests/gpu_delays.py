@@ -1,0 +1,169 @@
+"""Kernels with delays and planted bugs, of builds with NCCL_EP_GPU_TESTING: what a rank does in test_gpu_delays.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from expected import Expected, shared_buffer
+from gpu_chains import Chain, chain_buffer, replay_graphs
+from gpu_ranks import cuda_cases, run_case, wide_case
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.bootstrap import rendezvous_of
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+DISPATCH, COMBINE = 1, 2  # kinds, as bits
+DEADLINE = 1.0  # seconds, of the search for bugs; delays last 2 ms at most
+BATCH = 40  # runs of a chain between two looks at what they found
+MEETING = 60.0  # seconds that ranks wait for one another between batches
+ONE_GPU_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is planted, and the chain that must show it."""
+
+    bugs: tuple[str, ...]
+    kinds: int
+    letters: str = "ddccc"  # calls of a kind in a row: a rank can be a call ahead of the others
+    to_rank_0: bool = False
+    # In a world on one GPU a call is one launch of all ranks, and no rank begins a call before all have ended the one
+    # before: what only such a rank can do wrong is not to be seen there.
+    on_one_gpu: bool = True
+
+
+SEARCHES = {
+    "one_bank in dispatch": Search(("one_bank",), DISPATCH, on_one_gpu=False),
+    "one_bank in combine": Search(("one_bank",), COMBINE, on_one_gpu=False),
+    "skipped_reset in dispatch": Search(("skipped_reset",), DISPATCH),
+    "skipped_reset in combine": Search(("skipped_reset",), COMBINE),
+    "reused_epoch in dispatch": Search(("reused_epoch",), DISPATCH),
+    "reused_epoch in combine": Search(("reused_epoch",), COMBINE, on_one_gpu=False),
+    "early_epoch in dispatch": Search(("early_epoch",), DISPATCH),
+    "early_epoch in combine": Search(("early_epoch",), COMBINE),
+    "torn_rows in dispatch": Search(("torn_rows",), DISPATCH),
+    "torn_rows in combine": Search(("torn_rows",), COMBINE),
+    # Dispatch and combine have a second net, the records of all ranks, each of which was sent after its rank's last
+    # call; pushes have none, and combines that wait for nobody's rows have none but these two.
+    "ignored_credits before pushes": Search(("ignored_credits",), DISPATCH, "dppc", on_one_gpu=False),
+    "ignored_credits, unchecked_records": Search(
+        ("ignored_credits", "unchecked_records"), COMBINE, "dcccc", to_rank_0=True, on_one_gpu=False
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search saw without the bug and with it; empty: nothing."""
+
+    without: str
+    planted: str
+
+
+def set_testing(**state: Any) -> None:
+    """Of the current GPU; without a word, it is as in any build."""
+    torch.cuda.synchronize()
+    _C.set_gpu_testing(torch.cuda.current_device(), **state)
+
+
+@contextlib.contextmanager
+def delays(seed: int, percent: int = 100) -> Iterator[None]:
+    """Delays in all kernels of the current GPU."""
+    set_testing(seed=seed, percent=percent)
+    try:
+        yield
+    finally:
+        set_testing()
+
+
+def meet(group: Any, text: str = "") -> list[str]:
+    """What all ranks say, as "rank 1: ..."; nothing of those that say nothing."""
+    texts = group.allgather(b":" + text.encode(), MEETING)  # stores may not take nothing
+    return [f"rank {rank}: {said[1:].decode()}" for rank, said in enumerate(texts) if len(said) > 1]
+
+
+def stress(chain: Chain, run: Callable[[], None], runs: int, group: Any) -> str:
+    """Runs the chain, with new inputs each time. Returns what went wrong on the first ranks to see anything."""
+    for done in range(BATCH, runs + BATCH, BATCH):
+        problem = ""
+        try:
+            for _ in range(BATCH):
+                chain.renew()
+                run()
+            torch.cuda.synchronize()
+            chain.buffer.check()
+            if wrong := int(chain.wrong):
+                problem = f"{wrong} wrong elements"
+        except nccl_ep.EpError as error:
+            problem = f"{type(error).__name__}: {error}"
+            torch.cuda.synchronize()
+        if problems := meet(group, problem):
+            return f"after {done} runs: {'; '.join(problems)}"
+    return ""
+
+
+def search(name: str, group: Any, device: torch.device, runs: int, *, on_one_gpu: bool) -> Found:
+    """The same chain under the same delays without the bug and with it. All ranks call, and find the same."""
+    wanted, seen = SEARCHES[name], []
+    seed = 1 + list(SEARCHES).index(name)
+    sets = group.rank() == 0 or not on_one_gpu  # the state is the GPU's
+    with chain_buffer(group, device) as buffer:
+        chain = Chain(wanted.letters, buffer, seed=seed, to_rank_0=wanted.to_rank_0)
+        if on_one_gpu:
+            chain.run()
+            run: Callable[[], None] = chain.run
+        else:
+            run = chain.capture().replay
+        torch.cuda.synchronize()
+        buffer.set_timeout(DEADLINE)
+        for bugs in ((), wanted.bugs):
+            meet(group)
+            if sets:
+                set_testing(seed=seed, bugs=list(bugs), kinds=wanted.kinds)
+            meet(group)
+            seen.append(stress(chain, run, runs, group))  # its last words are said when the GPU is idle
+            if sets:
+                set_testing()
+            meet(group)
+    return Found(*seen)
+
+
+def search_over_nccl(rank: int, names: list[str], runs: int) -> dict[str, Found]:
+    torch.cuda.set_device(rank)
+    group = rendezvous_of(dist.group.WORLD)
+    device = torch.device("cuda", rank)
+    return {name: search(name, group, device, runs, on_one_gpu=False) for name in names}
+
+
+def search_on_one_gpu(_: int, names: list[str], runs: int) -> dict[str, Found]:
+    """In a process of its own, whose ranks are threads."""
+
+    def body(group: ThreadGroup) -> dict[str, Found]:
+        torch.cuda.set_device(0)
+        return {name: search(name, group, torch.device("cuda", 0), runs, on_one_gpu=True) for name in names}
+
+    return run_ranks(ONE_GPU_RANKS, body)[0]
+
+
+def run_with_delays(rank: int, num_ranks: int, count: int, replays: int) -> dict[bool, tuple[int, float]]:
+    """Generated cases, by turns staged and fused, and graphs without and with programmatic dependent launch."""
+    torch.cuda.set_device(rank)
+    device, group = torch.device("cuda", rank), rendezvous_of(dist.group.WORLD)
+    cases = [Expected(case) for case in cuda_cases(count, num_ranks)]
+    cases += [Expected(wide_case(num_ranks, **how)) for how in ({}, {"quant": "fp8_ue8m0", "layout": "packed"})]
+    with shared_buffer(group, cases, device=device) as buffer:
+        for number, case in enumerate(cases):
+            with delays(seed=1 + number):
+                run_case(case, buffer, staged=number % 2 == 1)
+    found = {}
+    with chain_buffer(group, device) as buffer:
+        for pdl in (False, True):
+            with delays(seed=5 + pdl):
+                found[pdl] = replay_graphs(buffer, replays, pdl=pdl, seed=5)
+    return found

@@ -1,0 +1,84 @@
+"""The chains of the GPU tests on CPU ranks: operations in a row, and that their checks see what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from gpu_chains import CHAINS, Chain, chain_buffer
+from gpu_delays import BATCH, SEARCHES, stress
+
+import nccl_ep
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+LETTERS = sorted({*CHAINS, *(search.letters for search in SEARCHES.values())})
+
+
+def test_letters() -> None:
+    assert all(len(letters) % 2 == 1 for letters in CHAINS)
+    parities = {(letters.count("d") % 2, letters.count("c") % 2) for letters in CHAINS}
+    assert parities == {(1, 0), (0, 1)}
+
+
+@pytest.mark.parametrize("to_rank_0", [False, True])
+@pytest.mark.parametrize("letters", LETTERS)
+def test_chains_are_right(letters: str, to_rank_0: bool) -> None:
+    def body(group: ThreadGroup) -> tuple[str, int, int]:
+        with chain_buffer(group, "cpu") as buffer:
+            chain = Chain(letters, buffer, seed=1, to_rank_0=to_rank_0)
+            before = chain.ids.clone()
+            problem = stress(chain, chain.run, 1, group)
+            stats = buffer.stats()
+            assert not torch.equal(before, chain.ids)
+            return problem, stats["dispatches"], stats["combines"]
+
+    calls = letters.count("d") + letters.count("p"), letters.count("c")
+    assert run_ranks(3, body) == [("", *(BATCH * each for each in calls))] * 3
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def test_a_wrong_bit_is_seen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    combine, calls, lock = nccl_ep.combine, itertools.count(), threading.Lock()
+
+    def wrong_once(*args: Any, **options: Any) -> torch.Tensor:
+        y = combine(*args, **options)
+        with lock:
+            if next(calls) == 150:
+                y.view(torch.int16)[-1, -1] ^= 1
+        return y
+
+    def body(group: ThreadGroup) -> str:
+        with chain_buffer(group, "cpu") as buffer:
+            chain = Chain("ddccc", buffer)
+            return stress(chain, chain.run, 80, group)
+
+    monkeypatch.setattr(nccl_ep, "combine", wrong_once)
+    texts = run_ranks(2, body)
+    assert re.fullmatch(r"after 40 runs: rank [01]: 1 wrong elements", texts[0]) and texts[1] == texts[0]
+
+
+def test_an_error_is_seen_by_all() -> None:
+    def body(group: ThreadGroup) -> str:
+        with chain_buffer(group, "cpu") as buffer:
+            chain = Chain("dcc", buffer)
+            buffer.set_timeout(0.5)
+            calls = itertools.count()
+
+            def run() -> None:
+                if buffer.rank == 1 and next(calls) == 45:
+                    raise nccl_ep.UsageError("gone")
+                chain.run()
+
+            return stress(chain, run, 80, group)
+
+    texts = run_ranks(2, body)
+    assert re.match(r"after 80 runs: rank 0: TimeoutError: .*rank 1.*; rank 1: UsageError: gone$", texts[0], re.DOTALL)
+    assert texts[1] == texts[0]

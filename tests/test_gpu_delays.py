@@ -1,0 +1,140 @@
+"""Kernels under delays: what is right stays right, and what is planted in them is found.
+
+Needs a build with the switch, which nothing else needs, best in a copy of the tree: the extension lands in nccl_ep/
+like any other, and a build directory that made one before does not notice that it was replaced.
+
+    cmake -S . -B build/gpu_testing -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_BUILD_TESTS=OFF
+    cmake --build build/gpu_testing && python3 -m pytest -m gpu tests/test_gpu_delays.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_chains
+import gpu_delays
+import gpu_ranks
+import pytest
+import torch
+from gpu_delays import SEARCHES, Found
+from harness import check_case
+from processes import run_processes
+
+from nccl_ep import _C
+
+NUM_CASES = int(os.environ.get("NCCL_EP_GPU_CASES", "60"))
+NUM_REPLAYS = int(os.environ.get("NCCL_EP_GPU_REPLAYS", "1500"))
+RUNS = 600  # of a chain, in the search for a planted bug; on one GPU, where they are not graphs, a fifth
+PATIENCE = 150.0  # seconds for a world of processes
+
+HAS_SWITCH = hasattr(_C, "set_gpu_testing")
+NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
+_reason = "no GPU here" if NUM_GPUS == 0 else "no delays in the kernels: build with -DNCCL_EP_GPU_TESTING=ON"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0 or not HAS_SWITCH, reason=_reason)]
+several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
+WORLD = min(max(NUM_GPUS, 2), 8)
+ON_ONE_GPU = [name for name, search in SEARCHES.items() if search.on_one_gpu]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_delay() -> Iterator[None]:
+    yield
+    gpu_delays.set_testing()
+
+
+def _expect_found(found: Found, name: str) -> None:
+    print(f"{name}: {found.planted}")
+    assert not found.without, f"{name}: wrong without the bug"
+    assert found.planted, f"{name}: not noticed"
+
+
+# ---- The switch itself
+
+
+def test_a_bug_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=r'no kernel can have the bug "two_banks": there are one_bank, '):
+        _C.set_gpu_testing(0, bugs=["one_bank", "two_banks"])
+
+
+def test_delays_take_time() -> None:
+    """A world of one rank, whose calls take about 10 us: nearly all have a block or a warp that is late for longer."""
+
+    def milliseconds(chain: gpu_chains.Chain, graph: torch.cuda.CUDAGraph) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(50):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        chain.buffer.check()
+        assert int(chain.wrong) == 0
+        return float(start.elapsed_time(end))
+
+    with gpu_chains.chain_buffer(None, torch.device("cuda", 0)) as buffer:
+        chain = gpu_chains.Chain("dcddccc", buffer)
+        graph = chain.capture()
+        plain = milliseconds(chain, graph)
+        with gpu_delays.delays(seed=3):
+            delayed = milliseconds(chain, graph)
+        with gpu_delays.delays(seed=3, percent=10):
+            short = milliseconds(chain, graph)
+        again = milliseconds(chain, graph)
+    print(f"50 chains of 7: {plain:.1f} ms, delayed {delayed:.1f}, a tenth of it {short:.1f}, afterwards {again:.1f}")
+    assert delayed > plain + 50 * 7 * 0.02
+    assert short < plain + (delayed - plain) / 2
+    assert again < plain + (delayed - plain) / 2
+
+
+# ---- The world on one GPU
+
+
+def test_generated_cases_on_one_gpu() -> None:
+    for seed in range(NUM_CASES):
+        with gpu_delays.delays(seed=seed + 1):
+            check_case(gpu_ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    """In another process: planted bugs must not reach this one."""
+    folder = tmp_path_factory.mktemp("one_gpu")
+    found: list[dict[str, Found]] = run_processes(
+        1, gpu_delays.search_on_one_gpu, folder, ON_ONE_GPU, RUNS // 5, timeout=PATIENCE
+    )
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ON_ONE_GPU)
+def test_planted_bugs_on_one_gpu(name: str, one_gpu: dict[str, Found]) -> None:
+    _expect_found(one_gpu[name], name)
+
+
+# ---- Ranks in processes, each with a GPU of its own
+
+
+@several_gpus
+def test_cases_and_graphs_over_nccl(tmp_path: Path) -> None:
+    got: list[Any] = run_processes(
+        WORLD, gpu_delays.run_with_delays, tmp_path, WORLD, max(NUM_CASES // 3, 1), NUM_REPLAYS, timeout=PATIENCE
+    )
+    for rank, found in enumerate(got):
+        print(f"rank {rank}: us a replay, plain and with PDL: {[round(each) for _, each in found.values()]}")
+        assert [wrong for wrong, _ in found.values()] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def over_nccl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    folder = tmp_path_factory.mktemp("over_nccl")
+    found: list[dict[str, Found]] = run_processes(
+        WORLD, gpu_delays.search_over_nccl, folder, list(SEARCHES), RUNS, timeout=PATIENCE
+    )
+    return found[0]
+
+
+@several_gpus
+@pytest.mark.parametrize("name", list(SEARCHES))
+def test_planted_bugs_over_nccl(name: str, over_nccl: dict[str, Found]) -> None:
+    _expect_found(over_nccl[name], name)
