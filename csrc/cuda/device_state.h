@@ -19,8 +19,8 @@ struct alignas(128) TicketLine {
   uint32_t started;  // blocks of the running call that have read the epoch
 };
 
-struct alignas(128) WorkLine {
-  uint32_t ticket;  // the next one of a group of blocks; zero between calls (UnitDeal)
+struct alignas(128) UnitTicketLine {
+  uint32_t next;  // ticket of a group of combine's sending blocks (UnitDeal); zero between calls
 };
 
 constexpr int kMaxCudaRanks = 64;
@@ -37,7 +37,7 @@ struct HtCounters {
 struct DeviceState {
   EpochLine epoch[kNumKinds];
   TicketLine ticket[kNumKinds];
-  WorkLine work[kMaxTicketGroups];  // of combine's senders
+  UnitTicketLine unit_tickets[kMaxTicketGroups];
   struct alignas(128) {
     uint32_t has_failed;  // set once, by the first wait that gives up; every wait looks at it
     uint64_t timeout_ns;

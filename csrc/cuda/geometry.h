@@ -102,36 +102,34 @@ struct Unit {
   int home, piece, token;
 };
 
-// How pieces of rows, once for each home, are dealt to warps. Piece number n is n % pieces of token n / pieces. The
-// first numbers are dealt beforehand, number n to block n % blocks, where the homes of its numbers go to the warps in
-// turn. From `first_number` on a warp draws a ticket for each unit, from the counter of its group: number n belongs to
-// group n % groups, which is that of block n % blocks too. Each warp of a group draws until it has drawn one ticket in
-// vain, so it is known which ticket is the last: the counter goes on to zero from there, ready for the next call.
+// How pieces of rows, once for each home, are handed out to the sending warps. Piece number n is n % pieces of token
+// n / pieces, and is sent by block n % blocks, or by another block of its group, n % groups.
+//
+// Each warp has its first unit, and a few have two, without asking. From number `first_number` on, a warp draws a
+// ticket for each unit from the counter of its group, and ends when it draws one in vain. So as many tickets are drawn
+// as there are units and warps together: it is known which is the call's last, and the counter goes on to zero from
+// there, ready for the next call.
 struct UnitDeal {
   int blocks = 1, warps = 1, homes = 1, pieces = 1;
-  int dealt = INT32_MAX;         // units of a block without a ticket
-  int first_number = INT32_MAX;  // of those with one
+  int dealt = 1;         // units of a block that need no ticket
+  int first_number = 1;  // of pieces whose units need one
   int groups = 1, group_warps = 1;
   Divisor by_homes, by_pieces, by_groups;
 
-  static UnitDeal of(int blocks, int warps, int pieces, int homes) {
+  // `groups`: wanted. Blocks are a multiple of what there are.
+  static UnitDeal of(int blocks, int warps, int pieces, int homes, int groups) {
     UnitDeal deal;
     deal.blocks = blocks;
     deal.warps = warps;
-    deal.pieces = pieces;
     deal.homes = homes;
-    deal.by_homes = Divisor::of(homes);
-    deal.by_pieces = Divisor::of(pieces);
-    return deal;
-  }
-  // Every warp has at least `rounds` units that need no ticket.
-  UnitDeal with_tickets(int rounds, int wanted_groups) const {
-    UnitDeal deal = *this;
-    const int numbers = ceil_div(rounds * warps, homes);  // of a block
+    deal.pieces = pieces;
+    const int numbers = ceil_div(warps, homes);  // of a block that need no ticket
     deal.dealt = numbers * homes;
     deal.first_number = numbers * blocks;
-    deal.groups = std::gcd(blocks, wanted_groups);
+    deal.groups = std::gcd(blocks, std::clamp(groups, 1, kMaxTicketGroups));
     deal.group_warps = blocks / deal.groups * warps;
+    deal.by_homes = Divisor::of(homes);
+    deal.by_pieces = Divisor::of(pieces);
     deal.by_groups = Divisor::of(deal.groups);
     return deal;
   }
@@ -141,12 +139,14 @@ struct UnitDeal {
     return {home, by_pieces.remainder(number, token), token};
   }
   // A warp begins with the index-th unit of its block, index being its own number, and goes on in steps of `warps`.
+  EP_HD bool is_dealt(int index) const { return index < dealt; }
   EP_HD Unit dealt_unit(int block, int index) const {
     const int round = by_homes.divide(index);
     return unit(by_homes.remainder(index, round), round * blocks + block);
   }
-  EP_HD int group_of(int block) const { return by_groups.remainder(block, by_groups.divide(block)); }
+  // `tokens`: of the rank that has most.
   EP_HD bool has_tickets(int tokens) const { return tokens * pieces > first_number; }
+  EP_HD int group_of(int block) const { return by_groups.remainder(block, by_groups.divide(block)); }
   EP_HD Unit ticket_unit(int group, int ticket) const {
     const int round = by_homes.divide(ticket);
     return unit(by_homes.remainder(ticket, round), first_number + group + round * groups);
@@ -157,25 +157,40 @@ struct UnitDeal {
   }
 };
 
-#if !defined(EP_C_TICKETS)  // 0: units are dealt beforehand, 1: by tickets of plan.steps groups, 2: inside a block
-#define EP_C_TICKETS 0
-#endif
-#if !defined(EP_C_ROUNDS)
-#define EP_C_ROUNDS 1
-#endif
+// Receivers of a call of so many tokens of their rank leave the senders' way: they ask for their first rows when the
+// epoch is known, and poll one word of a rank.
+constexpr int kBusyTokens = 16;
 
 struct LlCombineGeometry {
-  int pieces = 1;       // of a row
   int output_rows = 0;  // of the dispatch
   int homes = 0;        // to send to; a sending half counts itself among them
   int row_bytes = 0;    // of the rows to add
-  UnitDeal send, sum;
+  bool is_busy = false;
+  UnitDeal deal;
+  int receivers = 0;          // warps, between which the pieces of own tokens are dealt by their numbers
   uint32_t source_bytes = 0;  // from a source's rows in the window to the next one's
   Divisor by_id_words;
   Divisor by_local_experts;
 
   // `lane_elements`: what a lane holds of a piece.
   static LlCombineGeometry of(const LlCombineParams& p, const LlPlan& plan, int lane_elements) {
+    check(plan);
+    LlCombineGeometry g;
+    g.output_rows = static_cast<int>(p.output.rows());
+    g.homes = p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1);
+    g.row_bytes = p.hidden * size_of(p.dtype);
+    g.is_busy = p.num_tokens >= kBusyTokens;
+    g.deal = UnitDeal::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, 32 * lane_elements),
+                          g.homes > 0 ? g.homes : 1, plan.groups);
+    g.receivers = plan.receivers();
+    g.source_bytes = static_cast<uint32_t>(p.shape.max_tokens) * static_cast<uint32_t>(p.layout.row_stride);
+    g.by_id_words = Divisor::of(p.layout.ids.words());
+    g.by_local_experts = Divisor::of(p.output.local_experts);
+    return g;
+  }
+
+  // Nobody waits for a block above its own (docs/memory_model.md).
+  static void check(const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warp0 + plan.receiver_warps < plan.warps,
              plan.sender_warps, " senders and ", plan.receiver_warps, " receivers from warp ", plan.receiver_warp0,
              " of ", plan.warps, " warps: the last opens the call");
@@ -183,19 +198,6 @@ struct LlCombineGeometry {
     EP_CHECK(is_together || (plan.sender_blocks <= plan.receiver_block0 && plan.receiver_block0 < plan.blocks),
              "senders in blocks [0, ", plan.sender_blocks, "), receivers from block ", plan.receiver_block0, " of ",
              plan.blocks, ": all of them, or senders below receivers");
-    LlCombineGeometry g;
-    g.pieces = ceil_div(p.hidden, 32 * lane_elements);
-    g.output_rows = static_cast<int>(p.output.rows());
-    g.homes = p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1);
-    g.row_bytes = p.hidden * size_of(p.dtype);
-    g.send = UnitDeal::of(plan.sender_blocks, plan.sender_warps, g.pieces, g.homes > 0 ? g.homes : 1);
-    g.sum = UnitDeal::of(plan.receiver_blocks(), plan.receiver_warps, g.pieces, 1);
-    if constexpr (EP_C_TICKETS == 1) g.send = g.send.with_tickets(EP_C_ROUNDS, std::min(plan.steps, kMaxTicketGroups));
-    if constexpr (EP_C_TICKETS == 2) g.send = g.send.with_tickets(EP_C_ROUNDS, plan.sender_blocks);
-    g.source_bytes = static_cast<uint32_t>(p.shape.max_tokens) * static_cast<uint32_t>(p.layout.row_stride);
-    g.by_id_words = Divisor::of(p.layout.ids.words());
-    g.by_local_experts = Divisor::of(p.output.local_experts);
-    return g;
   }
 };
 

@@ -8,122 +8,34 @@ namespace ep {
 
 // ---- Sending: the partial sums of other ranks' tokens
 
-#if !defined(EP_C_AHEAD)
-#define EP_C_AHEAD 0
-#endif
-#if !defined(EP_C_RAHEAD)
-#define EP_C_RAHEAD 1
-#endif
-#if !defined(EP_C_LATE)
-#define EP_C_LATE 100000000
-#endif
-#if !defined(EP_C_LIGHT)
-#define EP_C_LIGHT 100000000
-#endif
-#if !defined(EP_C_EARLY)
-#define EP_C_EARLY 0
-#endif
-
-// A unit whose rows have been asked for.
-template <DType kIn, int kCount>
-struct Outbound {
-  Unit unit;
+// A sender adds up one unit at a time. While the unit's rows are on their way it learns which is next, and asks for
+// that one's entries of the handle.
+template <DType kIn, DType kWire, int kCount>
+struct Sender {
+  int index = 0;        // of the next unit in the block's deal
+  uint32_t ticket = 0;  // of the next unit, if it needs one; lane 0 has it
+  bool has_tickets = false, is_idle = false;
+  int tokens = 0;        // of rank `lane`
+  int first_tokens = 0;  // of the first unit's home
+  int most_tokens = 0;   // of a rank
+  int64_t bank_offset = 0;
+  Unit next{};
+  Terms next_terms{kNoRow, 1.0f};
+  Unit unit;  // whose rows have been asked for
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
   char* slot;   // in bank 0 of the home rank, of this lane's numbers
   RowBatch<kIn, kCount> rows;
-};
+  Numbers<kWire, kCount> sum;
 
-// A sender asks for the handle's entries of a unit while it adds up the one before.
-template <DType kIn, DType kWire, int kCount>
-struct Sender {
-  int index = 0;       // of the unit in the block's deal
-  uint32_t drawn = 0;  // the last ticket, of lane 0
-  bool has_tickets = false, is_idle = false;
-  int tokens = 0;        // of rank `lane`
-  int first_tokens = 0;  // of the first unit's home
-  int most_tokens = 0;
-  int64_t bank_offset = 0;
-  Unit unit{};  // the next, and its entries
-  Terms terms{kNoRow, 1.0f};
-  Outbound<kIn, kCount> out;
-  Numbers<kWire, kCount> sum;  // of `out`
-
-  __device__ __forceinline__ bool exists(const Unit& u) const { return u.token < most_tokens; }
-  __device__ __forceinline__ void load_terms_of_next(const CombineRole& role) {
-    terms = {kNoRow, 1.0f};
-    if (unit.token < role.p.shape.max_tokens) terms = load_terms(role, role.home_of(unit.home), unit.token);
-  }
   // All that needs no answer of the handle.
   __device__ __forceinline__ void ask_first(const CombineRole& role) {
     index = role.warp;
-    unit = role.geometry.send.dealt_unit(role.at.block, index);
-    load_terms_of_next(role);
-    first_tokens = __ldg(role.p.handle.tokens + role.home_of(unit.home));
+    next = role.geometry.deal.dealt_unit(role.at.block, index);
+    load_next_terms(role);
+    first_tokens = __ldg(role.p.handle.tokens + role.home_of(next.home));
     if (role.lane < role.p.shape.num_ranks) tokens = __ldg(role.p.handle.tokens + role.lane);
   }
-  // Asks for a ticket if one is needed, find_next() looks at it.
-  __device__ __forceinline__ void draw(const CombineRole& role) {
-    const UnitDeal& deal = role.geometry.send;
-    if (EP_C_TICKETS == 0 || !has_tickets || index + deal.warps < deal.dealt) return;
-    const int group = deal.group_of(role.at.block);
-    const auto last = static_cast<uint32_t>(deal.last_ticket(group, most_tokens));
-    uint32_t ticket;  // of lane 0; another value would meet it in a move that waits
-    if (role.lane == 0) {
-      if constexpr (EP_C_TICKETS == 2) {
-        ticket = ptx::atom_inc_relaxed_shared(role.block_work, last);
-      } else {
-        ticket = ptx::atom_inc_relaxed_gpu(&role.state->work[group].ticket, last);
-      }
-    }
-    drawn = ticket;
-  }
-  __device__ __forceinline__ void find_next(const CombineRole& role) {
-    const UnitDeal& deal = role.geometry.send;
-    index += deal.warps;
-    if (EP_C_TICKETS == 0 || index < deal.dealt) {
-      unit = deal.dealt_unit(role.at.block, index);
-    } else if (has_tickets) {
-      const int ticket = static_cast<int>(__shfl_sync(~0u, drawn, 0));
-      unit = deal.ticket_unit(deal.group_of(role.at.block), ticket);
-    } else {
-      unit.token = most_tokens;
-    }
-    load_terms_of_next(role);
-  }
-  __device__ __forceinline__ int tokens_of(const CombineRole& role, int home) const {
-    return role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
-  }
-  // Asks for the rows of the next unit.
-  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call, int home_tokens) {
-    out.unit = unit;
-    const int home = role.home_of(unit.home);
-    out.terms = checked(role, terms, unit.token < home_tokens);
-    if (role.p.weighting == Weighting::kHome) {
-      out.terms = await_home_weight(role.p.layout, role.peers, call, home, unit.token, out.terms);
-    }
-    out.rows.load(role, out.terms, unit.piece);
-    out.is_any = __any_sync(~0u, out.terms.row != kNoRow);
-    const int lane_index = unit.piece * 32 + role.lane;
-    out.slot = role.peers.at<char>(home, role.p.layout.row(0, role.peers.rank, unit.token)) +
-               lane_index * static_cast<int>(sizeof sum);
-    if (lane_index * kCount >= role.p.hidden) out.slot = nullptr;
-  }
-  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
-    load_rows(role, call, tokens_of(role, role.home_of(unit.home)));
-  }
-  __device__ __forceinline__ void add_up(const CombineRole& role, const Outbound<kIn, kCount>& summed,
-                                         RowBatch<kIn, kCount>& rows) {
-    if (!summed.is_any) return;
-    float total[kCount];
-    partial_sum<kIn>(role, summed.terms, summed.unit.piece, rows, total);
-    sum.from(total);
-    sum.escape();
-  }
-  __device__ __forceinline__ void store(const Outbound<kIn, kCount>& summed) const {
-    if (summed.is_any && summed.slot != nullptr) sum.store_remote(summed.slot + bank_offset, 0);
-  }
-
   // The first sum: all but home weights is there before the epoch is known.
   __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
     if (role.p.weighting != Weighting::kHome) load_rows(role, call, first_tokens);
@@ -132,56 +44,90 @@ struct Sender {
       most_tokens = max(most_tokens, __ldg(role.p.handle.tokens + r));
     }
     most_tokens = __reduce_max_sync(~0u, max(tokens, most_tokens));
-    has_tickets = EP_C_TICKETS != 0 && role.geometry.send.has_tickets(most_tokens);
-    is_idle = !exists(unit);
-    if (!is_idle && role.p.weighting != Weighting::kHome) begin_first(role);
-  }
-  __device__ __forceinline__ void begin_first(const CombineRole& role) {
+    has_tickets = role.geometry.deal.has_tickets(most_tokens);
+    is_idle = !has_next();
+    if (is_idle || role.p.weighting == Weighting::kHome) return;
     draw(role);
-    if constexpr (EP_C_TICKETS == 0) find_next(role);
-    add_up(role, out, out.rows);
+    add_up(role);
   }
   __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
     testing_point(Point::kBeforeRows, call);
     if (is_idle) return;
     bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
     if (role.p.weighting == Weighting::kHome) {
-      load_rows(role, call);
-      begin_first(role);
+      load_rows(role, call, tokens_of(role, role.home_of(next.home)));
+      draw(role);
+      add_up(role);
     }
-    testing_point(Point::kBetweenRows, call, out.unit.token);
-    store(out);
-    if constexpr (EP_C_TICKETS != 0) find_next(role);
-#if EP_C_AHEAD
-    if (!exists(unit)) return;
-    load_rows(role, call);
-    draw(role);
+    store(call);
     find_next(role);
 #pragma unroll 1
-    while (true) {
-      Outbound<kIn, kCount> now = out;
-      const bool has_next = exists(unit);
-      if (has_next) {
-        load_rows(role, call);
-        draw(role);
-        find_next(role);
-      }
-      add_up(role, now, now.rows);
-      testing_point(Point::kBetweenRows, call, now.unit.token);
-      store(now);
-      if (!has_next) return;
-    }
-#else
-#pragma unroll 1
-    while (exists(unit)) {
-      load_rows(role, call);
+    while (has_next()) {
+      load_rows(role, call, tokens_of(role, role.home_of(next.home)));
       draw(role);
       find_next(role);
-      add_up(role, out, out.rows);
-      testing_point(Point::kBetweenRows, call, out.unit.token);
-      store(out);
+      add_up(role);
+      store(call);
     }
-#endif
+  }
+
+ private:
+  __device__ __forceinline__ bool has_next() const { return next.token < most_tokens; }
+  __device__ __forceinline__ int tokens_of(const CombineRole& role, int home) const {
+    return role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
+  }
+  __device__ __forceinline__ void load_next_terms(const CombineRole& role) {
+    next_terms = {kNoRow, 1.0f};
+    if (next.token < role.p.shape.max_tokens) next_terms = load_terms(role, role.home_of(next.home), next.token);
+  }
+  // Asks for a ticket if the next unit needs one; find_next() looks at it.
+  __device__ __forceinline__ void draw(const CombineRole& role) {
+    const UnitDeal& deal = role.geometry.deal;
+    if (!has_tickets || deal.is_dealt(index + deal.warps)) return;
+    testing_point(Point::kBeforeTicket);
+    const int group = deal.group_of(role.at.block);
+    const auto last = static_cast<uint32_t>(deal.last_ticket(group, most_tokens));
+    uint32_t drawn;  // another value in other lanes would meet it in a move that waits
+    if (role.lane == 0) drawn = ptx::atom_inc_relaxed_gpu(&role.state->unit_tickets[group].next, last);
+    ticket = drawn;
+  }
+  __device__ __forceinline__ void find_next(const CombineRole& role) {
+    const UnitDeal& deal = role.geometry.deal;
+    index += deal.warps;
+    if (deal.is_dealt(index)) {
+      next = deal.dealt_unit(role.at.block, index);
+    } else if (has_tickets) {
+      next = deal.ticket_unit(deal.group_of(role.at.block), static_cast<int>(__shfl_sync(~0u, ticket, 0)));
+    } else {
+      next.token = most_tokens;
+    }
+    load_next_terms(role);
+  }
+  // Makes the next unit the one to add up, and asks for its rows.
+  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call, int home_tokens) {
+    unit = next;
+    const int home = role.home_of(unit.home);
+    terms = checked(role, next_terms, unit.token < home_tokens);
+    if (role.p.weighting == Weighting::kHome) {
+      terms = await_home_weight(role.p.layout, role.peers, call, home, unit.token, terms);
+    }
+    rows.load(role, terms, unit.piece);
+    is_any = __any_sync(~0u, terms.row != kNoRow);
+    const int lane_index = unit.piece * 32 + role.lane;
+    slot = role.peers.at<char>(home, role.p.layout.row(0, role.peers.rank, unit.token)) +
+           lane_index * static_cast<int>(sizeof sum);
+    if (lane_index * kCount >= role.p.hidden) slot = nullptr;
+  }
+  __device__ __forceinline__ void add_up(const CombineRole& role) {
+    if (!is_any) return;
+    float total[kCount];
+    partial_sum<kIn>(role, terms, unit.piece, rows, total);
+    sum.from(total);
+    sum.escape();
+  }
+  __device__ __forceinline__ void store(const CallContext& call) const {
+    testing_point(Point::kBetweenRows, call, unit.token);
+    if (is_any && slot != nullptr) sum.store_remote(slot + bank_offset, 0);
   }
 };
 
@@ -209,67 +155,88 @@ __device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
   return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
 }
 
-// Lanes past the row's end do what the last lane inside does.
-template <DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call, int number, int id,
-                                          const Numbers<kWire, kCount>& own) {
-  constexpr int kBatch = 4;  // ranks polled together
-  constexpr uint32_t kNone = 0xFF;
-  const LlCombineParams& p = role.p;
-  const Unit unit = role.geometry.sum.unit(0, number);
-  const int token = unit.token;
-  const int lane_index = min(unit.piece * 32 + role.lane, p.hidden / kCount - 1);
-  const uint64_t all =
-      destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
-  uint32_t mask = static_cast<uint32_t>(all), high = static_cast<uint32_t>(all >> 32), first = 0;
-  const uint32_t local_rank = sends(p.half) ? role.peers.rank : kNone - 1;  // whose share is at hand
-  stamp(Stamp::kOwnDone, role.peers.rank);
-  char* slots = ptx::opaque(role.peers.local<char>(p.layout.row(call.bank, 0, token)) +
-                            lane_index * static_cast<int>(sizeof own));
-  float total[kCount];
-  begin_sum<kOut>(p, token, lane_index, all != 0, total);
-  LeanPatience patience;
-#pragma unroll 1
-  while ((mask | high) != 0) {
+// The ranks' sums of a piece, as they arrive in the own window: up to four ranks at a time, in ascending order. Lanes
+// past the row's end do what the last lane inside does.
+template <DType kWire, int kCount>
+struct Partials {
+  static constexpr int kBatch = 4;
+  static constexpr uint32_t kNone = 0xFF;
+  uint32_t mask, high_mask;  // ranks that are not taken yet; bit i of `mask` is rank first + i
+  uint32_t first = 0;
+  uint32_t local_rank;  // whose share does not travel
+  uint32_t ranks;       // of the batch, in bytes: registers are few
+  char* slots;          // of rank 0's row, this lane's numbers
+  Numbers<kWire, kCount> numbers[kBatch];
+
+  __device__ __forceinline__ Partials(const CombineRole& role, const CallContext& call, uint64_t sources,
+                                      const Unit& unit, int lane_index)
+      : mask(static_cast<uint32_t>(sources)),
+        high_mask(static_cast<uint32_t>(sources >> 32)),
+        local_rank(sends(role.p.half) ? role.peers.rank : kNone - 1),
+        slots(ptx::opaque(role.peers.local<char>(role.p.layout.row(call.bank, 0, unit.token)) +
+                          lane_index * static_cast<int>(sizeof *numbers))) {}
+
+  __device__ __forceinline__ bool has_more() const { return (mask | high_mask) != 0; }
+  __device__ __forceinline__ void begin_batch() {
     if (mask == 0) {
-      mask = high;
-      high = 0;
+      mask = high_mask;
+      high_mask = 0;
       first = 32;
     }
-    uint32_t ranks = ~0u;  // in bytes: registers are few
+    ranks = ~0u;
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
       if (mask == 0) break;
       ranks ^= ((first + __ffs(mask) - 1) ^ kNone) << (8 * q);
       mask &= mask - 1;
     }
-    const auto rank_of = [&](int q) { return ranks >> (8 * q) & kNone; };
-    const auto slot_of = [&](uint32_t r) { return slots + static_cast<uint64_t>(r) * role.geometry.source_bytes; };
-    Numbers<kWire, kCount> numbers[kBatch];
+  }
+  __device__ __forceinline__ uint32_t rank_of(int q) const { return ranks >> (8 * q) & kNone; }
+  __device__ __forceinline__ bool travels(uint32_t rank) const { return rank != kNone && rank != local_rank; }
+  __device__ __forceinline__ char* slot_of(const CombineRole& role, uint32_t rank) const {
+    return slots + static_cast<uint64_t>(rank) * role.geometry.source_bytes;
+  }
+
+  // Waits for the batch. False: the wait was given up.
+  __device__ __forceinline__ bool await(const CombineRole& role, const CallContext& call, const Unit& unit,
+                                        LeanPatience& patience) {
     while (true) {
-      bool ok = true;
       ranks = static_cast<uint32_t>(ptx::opaque(static_cast<int>(ranks)));  // addresses are worked out again
-#pragma unroll
-      for (int q = 0; q < kBatch; q++) {
-        numbers[q].fill(0);
-        const uint32_t r = rank_of(q);
-        if (r != kNone && r != local_rank) numbers[q].load_relaxed_sys(slot_of(r), 0);
-      }
-#pragma unroll
-      for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
-      if (has_bug(Bug::kTornRows, call.kind)) ok = numbers[0].have_arrived();
-      if (__all_sync(~0u, ok)) break;
-      if (p.num_tokens >= EP_C_LIGHT) {
-        // Lane q looks at one word of the q-th rank: rows that are not there yet need not be asked for again and again.
-        const uint32_t r = role.lane < kBatch ? ranks >> (8 * role.lane) & kNone : kNone;
-        const auto* word = reinterpret_cast<const uint32_t*>(slot_of(r));
-        const bool is_polled = r != kNone && r != local_rank;
-        while (__any_sync(~0u, is_polled && ptx::ld_relaxed_sys(word) == kAbsent)) {
-          if (__any_sync(~0u, patience.is_over(call, Phase::kPartials, rank_of(0), token, unit.piece))) return false;
+      if (have_arrived(role, call)) return true;
+      if (role.geometry.is_busy) {
+        while (!has_first_words(role)) {
+          if (is_over(call, unit, patience)) return false;
         }
       }
-      if (__any_sync(~0u, patience.is_over(call, Phase::kPartials, rank_of(0), token, unit.piece))) return false;
+      if (is_over(call, unit, patience)) return false;
     }
+  }
+  __device__ __forceinline__ bool have_arrived(const CombineRole& role, const CallContext& call) {
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) {
+      numbers[q].fill(0);
+      const uint32_t r = rank_of(q);
+      if (travels(r)) numbers[q].load_relaxed_sys(slot_of(role, r), 0);
+    }
+    bool ok = true;
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
+    if (has_bug(Bug::kTornRows, call.kind)) ok = numbers[0].have_arrived();
+    return __all_sync(~0u, ok);
+  }
+  // Lane q looks at one word of the q-th rank: rows that are not there yet need not be asked for again and again.
+  __device__ __forceinline__ bool has_first_words(const CombineRole& role) const {
+    const uint32_t r = role.lane < kBatch ? ranks >> (8 * role.lane) & kNone : kNone;
+    const auto* word = reinterpret_cast<const uint32_t*>(slot_of(role, r));
+    return !__any_sync(~0u, travels(r) && ptx::ld_relaxed_sys(word) == kAbsent);
+  }
+  __device__ __forceinline__ bool is_over(const CallContext& call, const Unit& unit, LeanPatience& patience) const {
+    return __any_sync(~0u, patience.is_over(call, Phase::kPartials, rank_of(0), unit.token, unit.piece));
+  }
+
+  // In the order of ranks. Slots are free again.
+  __device__ __forceinline__ void add_to(const CombineRole& role, const CallContext& call, int token,
+                                         const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
       const uint32_t r = rank_of(q);
@@ -279,17 +246,39 @@ __device__ __forceinline__ bool sum_token(const CombineRole& role, const CallCon
       if (r == local_rank) continue;
       numbers[q].fill(kAbsent);
       testing_point(Point::kBeforeReset, call, token);
-      if (!(has_bug(Bug::kSkippedReset, call.kind) && token == 0)) numbers[q].store(slot_of(r), 0);
+      if (!(has_bug(Bug::kSkippedReset, call.kind) && token == 0)) numbers[q].store(slot_of(role, r), 0);
     }
+  }
+};
+
+// Adds up piece `number`. `id`: of choice `lane`. False: a wait was given up.
+template <DType kWire, DType kOut, int kCount>
+__device__ __forceinline__ bool sum_piece(const CombineRole& role, const CallContext& call, int number, int id,
+                                          const Numbers<kWire, kCount>& own) {
+  const LlCombineParams& p = role.p;
+  const Unit unit = role.geometry.deal.unit(0, number);
+  const int lane_index = min(unit.piece * 32 + role.lane, p.hidden / kCount - 1);
+  const uint64_t sources =
+      destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
+  stamp(Stamp::kOwnDone, role.peers.rank);
+  Partials<kWire, kCount> partials(role, call, sources, unit, lane_index);
+  float total[kCount];
+  begin_sum<kOut>(p, unit.token, lane_index, sources != 0, total);
+  LeanPatience patience;
+#pragma unroll 1
+  while (partials.has_more()) {
+    partials.begin_batch();
+    if (!partials.await(role, call, unit, patience)) return false;
+    partials.add_to(role, call, unit.token, own, total);
   }
   Numbers<kOut, kCount> out;
   out.from(total);
-  out.store(static_cast<char*>(p.out) + static_cast<int64_t>(token) * p.hidden * size_of(kOut), lane_index);
+  out.store(static_cast<char*>(p.out) + static_cast<int64_t>(unit.token) * p.hidden * size_of(kOut), lane_index);
   return true;
 }
 
 // A receiver asks for its own rows of a piece while it waits for the others' of the one before: what is asked for late
-// comes late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers.
+// comes late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers (UnitDeal).
 template <DType kIn, DType kWire, DType kOut, int kCount>
 struct Receiver {
   int number = 0;             // of the piece whose entries of the handle have been asked for
@@ -302,68 +291,61 @@ struct Receiver {
   Numbers<kWire, kCount> own;  // share of the piece that is added up
   bool has_begun = false;
 
-  __device__ __forceinline__ bool exists(const CombineRole& role) const {
-    return number < role.p.num_tokens * role.geometry.pieces;
-  }
-  __device__ __forceinline__ void ask(const CombineRole& role) {
-    if (!exists(role)) return;
-    const int token = role.geometry.sum.unit(0, number).token;
-    id = load_own_id(role, token);
-    if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, token);
-  }
   __device__ __forceinline__ void ask_first(const CombineRole& role) {
-    number =
-        (role.warp - role.plan.receiver_warp0) * role.geometry.sum.blocks + role.at.block - role.plan.receiver_block0;
+    number = role.receiver();
     ask(role);
-  }
-  // Asks for the own rows of a piece and the handle's entries of the one after.
-  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
-    rows_number = number;
-    rows_id = id;
-    if (sends(role.p.half)) {
-      const Unit unit = role.geometry.sum.unit(0, number);
-      rows_terms = checked(role, terms, true);
-      if (role.p.weighting == Weighting::kHome) {
-        rows_terms = await_home_weight(role.p.layout, role.peers, call, role.peers.rank, unit.token, rows_terms);
-      }
-      rows.load(role, rows_terms, unit.piece);
-    }
-    number += role.geometry.sum.warps * role.geometry.sum.blocks;
-    ask(role);
-  }
-  __device__ __forceinline__ void add_up_own(const CombineRole& role) {
-    if (!sends(role.p.half)) return;
-    float total[kCount];
-    partial_sum<kIn>(role, rows_terms, role.geometry.sum.unit(0, rows_number).piece, rows, total);
-    own.from(total);
   }
   // All but home weights is there before the epoch is known.
   __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
-    if (!exists(role)) return;
+    if (!has_next(role)) return;
     load_rows(role, call);
     add_up_own(role);
     has_begun = true;
   }
   __device__ __forceinline__ void sum_all(const CombineRole& role, const CallContext& call) {
     testing_point(Point::kBeforeReceive, call);
-    if (!has_begun) {
-      if (!exists(role)) return;
-      begin(role, call);
-    }
+    if (!has_begun) begin(role, call);
+    if (!has_begun) return;
 #pragma unroll 1
     while (true) {
       const int now = rows_number, now_id = rows_id;
-      const bool has_next = exists(role);
-#if EP_C_RAHEAD
-      if (has_next) load_rows(role, call);
-#endif
-      if (!sum_token<kWire, kOut, kCount>(role, call, now, now_id, own)) return;
-      if (!has_next) return;
-#if !EP_C_RAHEAD
-      load_rows(role, call);
-#endif
+      const bool is_last = !has_next(role);
+      if (!is_last) load_rows(role, call);
+      if (!sum_piece<kWire, kOut, kCount>(role, call, now, now_id, own) || is_last) return;
       add_up_own(role);
     }
+  }
+
+ private:
+  __device__ __forceinline__ bool has_next(const CombineRole& role) const {
+    return number < role.p.num_tokens * role.geometry.deal.pieces;
+  }
+  __device__ __forceinline__ void ask(const CombineRole& role) {
+    if (!has_next(role)) return;
+    const int token = role.geometry.deal.unit(0, number).token;
+    id = load_own_id(role, token);
+    if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, token);
+  }
+  // Asks for the own rows of a piece and the handle's entries of the one after.
+  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
+    rows_number = number;
+    rows_id = id;
+    if (sends(role.p.half)) {
+      const Unit unit = role.geometry.deal.unit(0, number);
+      rows_terms = checked(role, terms, true);
+      if (role.p.weighting == Weighting::kHome) {
+        rows_terms = await_home_weight(role.p.layout, role.peers, call, role.peers.rank, unit.token, rows_terms);
+      }
+      rows.load(role, rows_terms, unit.piece);
+    }
+    number += role.geometry.receivers;
+    ask(role);
+  }
+  __device__ __forceinline__ void add_up_own(const CombineRole& role) {
+    if (!sends(role.p.half)) return;
+    float total[kCount];
+    partial_sum<kIn>(role, rows_terms, role.geometry.deal.unit(0, rows_number).piece, rows, total);
+    own.from(total);
   }
 };
 
@@ -393,34 +375,18 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
   __shared__ CallContext call;
-  __shared__ uint32_t block_work;
-  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers, args.state, &block_work};
+  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers, args.state};
   stamp(Stamp::kStart, peers.rank);
-#if EP_C_WARM
-  // A warp that has time asks for all lines of constant memory, before others need them one after the other.
-  if (role.warp == plan.receiver_warp0 + plan.receiver_warps - 1 && role.lane < static_cast<int>(sizeof args / 64)) {
-    ptx::touch(reinterpret_cast<const int*>(&args)[16 * role.lane]);
-  }
-#endif
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  if constexpr (EP_C_TICKETS == 2) {
-    if (threadIdx.x == blockDim.x - 1) block_work = 0;
-  }
   Sender<kIn, kWire, kCount> sender;
   Receiver<kIn, kWire, kOut, kCount> receiver;
   const bool is_sender = sends(p.half) && role.is_sender() && args.geometry.homes > 0;
   const bool is_receiver = !is_sender && receives(p.half) && role.is_receiver();
-  const auto ask_first = [&] {
+  const Opening opening = open_call(call, args, Kind::kCombine, [&] {
     if (is_sender) sender.ask_first(role);
     if (is_receiver) receiver.ask_first(role);
-  };
-#if EP_C_EARLY
-  const Opening opening = open_call(call, args, Kind::kCombine, ask_first);
-#else
-  const Opening opening = open_call(call, args, Kind::kCombine);
-  ask_first();
-#endif
+  });
 
   const auto begin = [&] {
     const bool is_well = begin_call(call, args, opening);
@@ -442,7 +408,7 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
     sender.send_all(role, call);
     stamp(Stamp::kSent, peers.rank);
   } else if (is_receiver) {
-    if (p.weighting != Weighting::kHome && p.num_tokens < EP_C_LATE) receiver.begin(role, call);
+    if (p.weighting != Weighting::kHome && !args.geometry.is_busy) receiver.begin(role, call);
     if (!begin()) return;
     receiver.sum_all(role, call);
   } else {

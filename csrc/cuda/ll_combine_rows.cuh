@@ -14,8 +14,10 @@ struct CombineRole : WarpRole {
   const LlCombineGeometry& geometry;
   const LsaPeers& peers;
   DeviceState* state;
-  uint32_t* block_work;  // tickets of a block
 
+  __device__ int receiver() const {
+    return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
+  }
   __device__ int home_of(int index) const {
     const int home = peers.rank + index + (p.half == Half::kSend ? 0 : 1);
     return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
@@ -65,10 +67,7 @@ __device__ __forceinline__ Terms checked(const CombineRole& role, Terms terms, b
 // A lane's numbers of a piece of the first rows to add. More are rarer, and registers are few.
 template <DType kIn, int kCount>
 struct RowBatch {
-#if !defined(EP_COMBINE_ROWS)
-#define EP_COMBINE_ROWS 3
-#endif
-  static constexpr int kRows = EP_COMBINE_ROWS;
+  static constexpr int kRows = 3;
   Numbers<kIn, kCount> rows[kRows];
 
   // `mask`: the lanes whose rows are meant. Lanes past the row's end load its last numbers. Where there is no row,

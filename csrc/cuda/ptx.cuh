@@ -72,14 +72,6 @@ __device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* p, uint32_t l
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(v) : "l"(p), "r"(last) : "memory");
   return v;
 }
-__device__ __forceinline__ uint32_t atom_inc_relaxed_shared(uint32_t* p, uint32_t last) {
-  uint32_t v;
-  asm volatile("atom.relaxed.cta.shared.inc.u32 %0,[%1],%2;"
-               : "=r"(v)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(last)
-               : "memory");
-  return v;
-}
 
 // ---- Stores
 
@@ -181,10 +173,6 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
-}
-// Has the value loaded, and nothing else.
-__device__ __forceinline__ void touch(int value) {
-  asm volatile("{.reg .pred q; setp.eq.s32 q,%0,0x5EEDF00D; @q nanosleep.u32 0;}" ::"r"(value));
 }
 template <class T>
 __device__ __forceinline__ T* opaque(T* pointer) {
