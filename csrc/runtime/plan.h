@@ -44,7 +44,7 @@ struct LlCombineSizes {
 };
 
 LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms);
-// Ranks may have different plans, if they use as many blocks (docs/memory_model.md).
+// Ranks may have different plans in a call, with as many blocks (docs/memory_model.md, forward progress).
 LlPlan plan_combine(const LlCombineSizes& sizes, int num_sms);
 
 }  // namespace ep
