@@ -195,9 +195,11 @@ struct LlCombineGeometry {
              plan.sender_warps, " senders and ", plan.receiver_warps, " receivers from warp ", plan.receiver_warp0,
              " of ", plan.warps, " warps: the last opens the call");
     const bool is_together = plan.sender_blocks == plan.blocks && plan.receiver_block0 == 0;
-    EP_CHECK(is_together || (plan.sender_blocks <= plan.receiver_block0 && plan.receiver_block0 < plan.blocks),
-             "senders in blocks [0, ", plan.sender_blocks, "), receivers from block ", plan.receiver_block0, " of ",
-             plan.blocks, ": all of them, or senders below receivers");
+    const bool is_apart = plan.sender_blocks <= plan.receiver_block0 && plan.receiver_block0 < plan.blocks;
+    EP_CHECK(is_apart || (is_together && plan.sender_warps <= plan.receiver_warp0), plan.sender_warps,
+             " senders in blocks [0, ", plan.sender_blocks, "), receivers from warp ", plan.receiver_warp0,
+             " of blocks from ", plan.receiver_block0, " of ", plan.blocks,
+             ": both in all blocks, on warps of their own, or senders below receivers");
   }
 };
 

@@ -290,7 +290,10 @@ TEST(Geometry, RefusesAPlanWithoutAnOpener) {
     sums.receiver_warps++;
     EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error);
   }
-  LlPlan sums = plan_combine({128, false}, 132);
+  LlPlan sums = plan_combine({1, false}, 132);
+  sums.sender_warps++;
+  EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error) << "a warp has one role";
+  sums = plan_combine({128, false}, 132);
   sums.receiver_block0 = sums.sender_blocks - 1;
   EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error) << "receivers must not lie below senders";
 }
