@@ -46,22 +46,29 @@ struct Opening {
 
 __device__ __forceinline__ bool is_opener() { return threadIdx.x >= blockDim.x - 32; }
 
-template <class Args>
-__device__ __forceinline__ Opening open_call(CallContext& call, const Args& args, Kind kind) {
+struct Nothing {
+  __device__ void operator()() const {}
+};
+
+// `others_ask`: the first loads of the other warps, before the block's barrier.
+template <class Args, class Ask = Nothing>
+__device__ __forceinline__ Opening open_call(CallContext& call, const Args& args, Kind kind, Ask others_ask = {}) {
   testing_point_before_call(args.state->epoch[static_cast<int>(kind)].epoch, kind, args.peers.rank);
   Opening opening;
   if (is_opener()) {
     opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
     opening.has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
     call.is_open = CallContext::kClosed;
+    call.state = args.state;
+    call.call = &args.params.call;
+    call.kind = kind;
+    call.rank = args.peers.rank;
+  } else {
+    others_ask();
   }
   __syncthreads();
   if (!is_opener()) return opening;
   if (lane_id() < args.num_ranks) opening.credit = ptx::ld_acquire_sys(args.credits + lane_id());
-  call.state = args.state;
-  call.call = &args.params.call;
-  call.kind = kind;
-  call.rank = args.peers.rank;
   return opening;
 }
 

@@ -64,6 +64,15 @@ __device__ __forceinline__ uint32_t ld_relaxed_gpu(const uint32_t* p) {
   return v;
 }
 
+// ---- Atomics
+
+// Counts up, from `last` on to 0. (The compiler turns additions into one for the whole warp, and waits for it.)
+__device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* p, uint32_t last) {
+  uint32_t v;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(v) : "l"(p), "r"(last) : "memory");
+  return v;
+}
+
 // ---- Stores
 
 __device__ __forceinline__ void st(uint4* p, uint4 v) {
@@ -171,6 +180,11 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
+}
+template <class T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
 }
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory");
