@@ -234,29 +234,33 @@ def check_ht_case(case: Case, *, network_seed: int = 0, device: str = "cpu", **o
 
     got = run_ranks(case.num_ranks, body)
     check_results(case, inputs, results, got, f"{case.describe()} {plan}")
-    check_further(case, plan, inputs, kwargs, got)
+    check_further(case, plan, inputs, kwargs, dict(enumerate(got)))
     if device == "cpu":
         check_ht_wire(case, plan, results, inputs, got)
     return HtOutcome(plan, results, got)
 
 
 def check_further(
-    case: Case, plan: HtPlan, inputs: list[reference.RankInput], kwargs: list[dict[str, Any]], got: list[HtRankResult]
-) -> None:
-    """Further tensors and cached payloads lie where the rows of x do."""
+    case: Case, plan: HtPlan, inputs: list[reference.RankInput], kwargs: list[dict[str, Any]],
+    got: dict[int, HtRankResult],
+) -> None:  # fmt: skip
+    """Further tensors and cached payloads of these ranks lie where the rows of x do."""
     ranks = range(case.num_ranks)
     for i, what in enumerate(plan.extra):
         moved = [replace(inputs[rank], x=further(case, rank, i, *what), scales=None) for rank in ranks]
-        for rank, want in enumerate(oracle(moved, kwargs, quant=None)):
-            _check_rows(got[rank].dispatched.extra[i], want.x, want, f"{case.describe()} rank {rank} extra {i}", case)
+        wanted = oracle(moved, kwargs, quant=None)
+        for rank, result in got.items():
+            where = f"{case.describe()} rank {rank} extra {i}"
+            _check_rows(result.dispatched.extra[i], wanted[rank].x, wanted[rank], where, case)
     for i, (hidden, dtype, quant) in enumerate(plan.cached):
         moved = [replace(inputs[rank], x=further(case, rank, 10 + i, hidden, dtype), scales=None) for rank in ranks]
-        for rank, want in enumerate(oracle(moved, kwargs, quant=quant)):
-            where = f"{case.describe()} rank {rank} cached {i}"
-            _check_rows(got[rank].cached[i].x, want.x, want, where, case)
-            assert (got[rank].cached[i].scales is None) == (want.scales is None), where
+        wanted = oracle(moved, kwargs, quant=quant)
+        for rank, result in got.items():
+            where, want, payload = f"{case.describe()} rank {rank} cached {i}", wanted[rank], result.cached[i]
+            _check_rows(payload.x, want.x, want, where, case)
+            assert (payload.scales is None) == (want.scales is None), where
             if want.scales is not None:
-                _check_rows(got[rank].cached[i].scales, want.scales, want, where, case)
+                _check_rows(payload.scales, want.scales, want, where, case)
 
 
 def _check_rows(
