@@ -287,9 +287,9 @@ class CudaBackend : public Backend {
   void route(const HtDispatchParams& params, void* stream) {
     HtRouteParams routing{params};
     if (params.host_sizes == nullptr) return run(routing, stream);
-    const int count = 2 + params.output.local_experts;
+    const int count = 2 + params.output.local_experts;  // and the most tokens of a rank behind them
     check_not_capturing(static_cast<cudaStream_t>(stream));
-    make_room_for_sizes(count);
+    make_room_for_sizes(count + 1);
     EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_sizes), memory_->ht_sizes, 0));
     EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_epoch), &memory_->host->ht_epoch, 0));
     std::atomic_ref epoch(memory_->host->ht_epoch);
@@ -310,6 +310,7 @@ class CudaBackend : public Backend {
       }
     }
     std::copy_n(memory_->ht_sizes, count, params.host_sizes);
+    if (params.host_most_tokens != nullptr) *params.host_most_tokens = memory_->ht_sizes[count];
   }
 
   static void check_not_capturing(cudaStream_t stream) {

@@ -63,6 +63,32 @@ __device__ __forceinline__ void clear_next_counters(const CallContext& call) {
   for (unsigned i = threadIdx.x; i < sizeof(HtCounters) / 4; i += blockDim.x) words[i] = 0;
 }
 
+// The sum over this lane and those before it.
+__device__ __forceinline__ int inclusive_sum(int value) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, value, step);
+    if (lane_id() >= step) value += other;
+  }
+  return value;
+}
+
+// Rows between this rank and another, as a handle's counts [R, R] tell: their numbers and the first slots. A warp.
+struct Flow {
+  int to, to_first, from, from_first;
+
+  __device__ __forceinline__ static Flow between(const int32_t* counts, int ranks, int rank, int other, int lane) {
+    Flow flow{counts[rank * ranks + other], 0, counts[other * ranks + rank], 0};
+#pragma unroll 1
+    for (int first = 0; first < ranks; first += 32) {
+      const int s = first + lane;
+      flow.to_first += __reduce_add_sync(~0u, s < rank ? counts[s * ranks + other] : 0);
+      flow.from_first += __reduce_add_sync(~0u, s < other ? counts[s * ranks + rank] : 0);
+    }
+    return flow;
+  }
+};
+
 // ---- Call messages
 
 // One block tells every rank: the record, and `word_of(i)` for the words behind it. Release: this rank's last operation
@@ -81,6 +107,32 @@ __device__ __forceinline__ void send_call(const CallContext& call, const HtLayou
                         tagged(value, call.tag));
   }
 }
+
+// The same word of the messages of four sources from `first` on, asked for together. Sources past the last count as 0.
+struct CallWords {
+  static constexpr int kTogether = 4;
+  uint32_t value[kTogether];
+
+  __device__ __forceinline__ static CallWords await(const CallContext& call, const HtLayout& layout,
+                                                    const LsaPeers& peers, int first, int index) {
+    const int ranks = layout.topology.num_ranks;
+    uint64_t seen[kTogether];
+    const auto word = [&](int q) { return peers.local<uint64_t>(layout.call_word(call.bank, first + q, index)); };
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) seen[q] = first + q < ranks ? ptx::ld_relaxed_sys(word(q)) : 0;
+    CallWords words;
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      words.value[q] = static_cast<uint32_t>(seen[q]);
+      if (first + q >= ranks) {
+        words.value[q] = 0;
+      } else if (!is_tagged(seen[q], call.tag)) {
+        words.value[q] = await_word(call, word(q), Phase::kRouting, first + q);
+      }
+    }
+    return words;
+  }
+};
 
 __device__ __forceinline__ uint32_t await_call_word(const CallContext& call, const HtLayout& layout,
                                                     const LsaPeers& peers, int source, int index) {
@@ -156,7 +208,7 @@ struct Tickets {
   uint32_t pending = 0;
 
   __device__ __forceinline__ void ask() {
-    if (lane_id() == 0) pending = atomicAdd(counter, 1u);
+    if (lane_id() == 0) pending = ptx::atom_add_relaxed_gpu(counter, 1u);
   }
   __device__ __forceinline__ int take() const { return static_cast<int>(__shfl_sync(~0u, pending, 0)); }
 };

@@ -4,6 +4,7 @@
 
 #include "cuda/ht_call.cuh"
 #include "cuda/numbers.cuh"
+#include "cuda/stamps.cuh"
 
 namespace ep {
 
@@ -55,12 +56,14 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   const CombineTables& t = role.tables;
   const int ranks = role.num_ranks(), rank = role.peers.rank, chunks = role.plan.chunks;
 #pragma unroll 1
-  for (int r = role.thread(); r < ranks; r += role.threads()) {
+  for (int r = role.warp; r < ranks; r += role.threads() / 32) {
+    const Flow flow = Flow::between(p.handle.counts, ranks, rank, r, role.lane);
+    if (role.lane != 0) continue;
     t.offsets[r] = await_call_offset(role.call, p.layout, role.peers, r, kCombineRowsOffset);
-    t.to[r] = p.handle.counts[rank * ranks + r];
-    t.from[r] = p.handle.counts[r * ranks + rank];
-    t.to_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, rank, r));
-    t.from_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, r, rank));
+    t.to[r] = flow.to;
+    t.to_first[r] = flow.to_first;
+    t.from[r] = flow.from;
+    t.from_first[r] = flow.from_first;
   }
   __syncthreads();
   if (!role.geometry.has_staging || role.thread() != 0) return;
@@ -133,7 +136,7 @@ struct StagedTerms {
 // Adds a token's rows in the order of k, each product and sum rounded by itself.
 template <DType kIn, DType kWire, int kCount>
 __device__ __forceinline__ void stage_sum(const HtCombineRole& role, int32_t slot, const StagedTerms& terms) {
-  constexpr int kRows = 3, kSteps = HtCombineGeometry::kPieceSteps;
+  constexpr int kRows = 2, kSteps = HtCombineGeometry::kPieceSteps;
   const HtCombineParams& p = role.p;
   const int64_t row_bytes = static_cast<int64_t>(p.hidden) * size_of(kIn);
   const unsigned all = __ballot_sync(~0u, terms.row >= 0);
@@ -492,6 +495,7 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
   __shared__ CallContext call;
   const HtCombineRole role{
       {at}, p, args.geometry, args.plan, peers, call, CombineTables::of(shared, p.shape.num_ranks)};
+  stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kCombine, at, true)) return;
   if (role.is_first()) {
     clear_next_counters(call);
@@ -506,13 +510,17 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
     if (p.weighting == Weighting::kHome && p.has_rows()) send_weights(role);
   }
   const bool stages = args.geometry.has_staging && role.warp >= args.plan.workers;
+  stamp(Stamp::kEpochKnown, peers.rank);
   if (stages) {
     stage_rows<kIn, kWire, kCount>(role);
+    stamp(Stamp::kSent, peers.rank);
   } else {
     pull_rows<kIn, kWire, kOut, kCount>(role);
+    stamp(Stamp::kOwnDone, peers.rank);
   }
   // The input is the caller's again when all have read.
   if (role.is_first() && role.warp == 0) await_all(role, HtSignal::kCombineDone, Phase::kDone);
+  stamp(Stamp::kEnd, peers.rank);
 }
 
 }  // namespace ep

@@ -112,7 +112,7 @@ struct HtCombineGeometry {
   Divisor by_local_experts;
   int bytes = 0;  // of shared memory
 
-  static constexpr int kPieceSteps = 2;
+  static constexpr int kPieceSteps = 4;
 
   static bool stages(const HtCombineParams& p) { return p.has_values || (p.has_rows() && !p.reads_in_place()); }
 

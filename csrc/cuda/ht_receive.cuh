@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/ht_send.cuh"
+#include "cuda/stamps.cuh"
 
 namespace ep {
 
@@ -161,23 +162,40 @@ __device__ __forceinline__ void set_entry(const HtDispatchParams& p, int64_t ent
 
 // Rank layouts: a thread takes choices of slots.
 __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
+  constexpr int kTogether = 4;
   const HtDispatchParams& p = role.p;
   const HtSlotFormat& format = p.layout.slot;
   const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
 #pragma unroll 1
   for (int source = 0; source < role.num_ranks(); source++) {
     const int first = role.tables.from_first[source];
-#pragma unroll 4
-    for (int i = thread; i < role.tables.from[source] * topk; i += threads) {
-      const int index = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, index);
-      const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(first + index));
-      const auto id = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.place(k)));
-      const uint32_t weight = ptx::ld_relaxed_sys(words + format.weight(k));
-      if (k == 0 && first + index < p.handle.num_slots) {
-        *p.handle.slot(first + index) = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
+    const int entries = role.tables.from[source] * topk;
+#pragma unroll 1
+    for (int begin = thread; begin < entries; begin += kTogether * threads) {
+      uint32_t id[kTogether], weight[kTogether];  // asked for together
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) {
+        const int i = min(begin + q * threads, entries - 1);
+        const int index = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, index);
+        const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(first + index));
+        id[q] = ptx::ld_relaxed_sys(words + format.place(k));
+        weight[q] = ptx::ld_relaxed_sys(words + format.weight(k));
       }
-      const int32_t row = p.output.row(source, first, index);
-      if (row >= 0) set_entry(p, static_cast<int64_t>(row) * topk + k, id, __uint_as_float(weight));
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) {
+        const int i = begin + q * threads;
+        if (i >= entries) break;
+        const int index = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, index);
+        const int32_t row = p.output.row(source, first, index);
+        if (row < 0) continue;
+        set_entry(p, static_cast<int64_t>(row) * topk + k, static_cast<int32_t>(id[q]), __uint_as_float(weight[q]));
+      }
+    }
+#pragma unroll 4
+    for (int index = thread; index < role.tables.from[source]; index += threads) {
+      if (first + index >= p.handle.num_slots) break;
+      const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(first + index));
+      *p.handle.slot(first + index) = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
     }
   }
 }
@@ -265,6 +283,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
       {block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry, args.plan.workers),
        shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes},
       args.plan.chunks == 1 ? 0 : args.plan.workers};
+  stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, true)) {
     if (joins) clear_all(role);
     return;
@@ -282,11 +301,15 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
     if (joins) clear_all(role);
     return;
   }
+  stamp(Stamp::kEpochKnown, peers.rank);
   if (is_worker) send_rows<kQuant>(role);
+  stamp(Stamp::kSent, peers.rank);
   if (!joins) return;
   clear_gaps(role);
   if (!place_rows(role)) return clear_all(role);
+  stamp(Stamp::kOwnDone, peers.rank);
   if (sends_routes(p.steps) && !has_expert_rows(p.output.layout)) store_choices(role);
+  stamp(Stamp::kEnd, peers.rank);
 }
 
 }  // namespace ep

@@ -66,6 +66,7 @@ __device__ __forceinline__ void clear_tables(const RouteRole& role) {
 
 // A thread a token. Tokens for a rank are counted by the warp: few counters would be hit by many threads.
 __device__ __forceinline__ void count_tokens(const RouteRole& role) {
+  constexpr int kTogether = 8;
   const RouteTables& t = role.tables;
   const int ranks = role.num_ranks(), warps = role.threads() / 32, topk = role.p.shape.topk;
   int before[2] = {0, 0}, all[2] = {0, 0};  // of ranks `lane` and 32 + `lane`
@@ -75,12 +76,17 @@ __device__ __forceinline__ void count_tokens(const RouteRole& role) {
     const bool is_before = first < role.chunk_begin();
     uint64_t wanted = 0;
     if (token < role.p.num_tokens) {
-#pragma unroll 8
-      for (int k = 0; k < topk; k++) {
-        const int id = role.load_choice(token, k);
-        if (id < 0) continue;
-        wanted |= 1ull << role.geometry.by_local_experts.divide(id);
-        atomicAdd((is_before ? t.choices_before : t.choices) + id, 1);
+#pragma unroll 1
+      for (int first_k = 0; first_k < topk; first_k += kTogether) {
+        int ids[kTogether];  // asked for together
+#pragma unroll
+        for (int q = 0; q < kTogether; q++) ids[q] = first_k + q < topk ? role.load_choice(token, first_k + q) : -1;
+#pragma unroll
+        for (int q = 0; q < kTogether; q++) {
+          if (ids[q] < 0) continue;
+          wanted |= 1ull << role.geometry.by_local_experts.divide(ids[q]);
+          atomicAdd((is_before ? t.choices_before : t.choices) + ids[q], 1);
+        }
       }
     }
 #pragma unroll 1
@@ -162,11 +168,14 @@ __device__ __forceinline__ void take_counts(const RouteRole& role) {
 #pragma unroll 1
   for (int e = role.thread(); e < experts; e += role.threads()) {
     int before = 0, all = 0;
-#pragma unroll 4
-    for (int source = 0; source < ranks; source++) {
-      const int count = word(source, HtCall::kCounts + ranks + e);
-      if (source < rank) before += count;
-      all += count;
+#pragma unroll 1
+    for (int first = 0; first < ranks; first += CallWords::kTogether) {
+      const auto words = CallWords::await(role.call, layout, role.peers, first, HtCall::kCounts + ranks + e);
+#pragma unroll
+      for (int q = 0; q < CallWords::kTogether; q++) {
+        if (first + q < rank) before += static_cast<int>(words.value[q]);
+        all += static_cast<int>(words.value[q]);
+      }
     }
     t.index[e] = before + t.choices_before[e];
     t.start[e] = all;
@@ -176,7 +185,14 @@ __device__ __forceinline__ void take_counts(const RouteRole& role) {
 #pragma unroll 1
   for (int r = role.threads() - 1 - role.thread(); r < ranks; r += role.threads()) {
     int before = 0;
-    for (int source = 0; source < rank; source++) before += word(source, HtCall::kCounts + r);
+#pragma unroll 1
+    for (int first = 0; first < rank; first += CallWords::kTogether) {
+      const auto words = CallWords::await(role.call, layout, role.peers, first, HtCall::kCounts + r);
+#pragma unroll
+      for (int q = 0; q < CallWords::kTogether; q++) {
+        if (first + q < rank) before += static_cast<int>(words.value[q]);
+      }
+    }
     t.first_slot[r] = before;
     t.layout[r] = word(r, HtCall::kLayout);
     t.capacity[r] = word(r, HtCall::kCapacity);
@@ -203,12 +219,7 @@ __device__ __forceinline__ void find_starts(const RouteRole& role) {
     for (int first = 0; first < local_experts; first += 32) {
       const int e = first + role.lane;
       const int span = e < local_experts ? static_cast<int>(output.span(start[e])) : 0;
-      int sum = span;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        if (role.lane >= step) sum += other;
-      }
+      const int sum = inclusive_sum(span);
       if (e < local_experts) start[e] = next + sum - span;
       next += __shfl_sync(~0u, sum, 31);
     }
@@ -266,6 +277,12 @@ __device__ __forceinline__ void store_info(const RouteRole& role) {
   const int slots = received_before(ranks);
   p.host_sizes[0] = expert_rows ? end : slots;
   p.host_sizes[1] = slots;
+  int most_tokens = 0;
+  for (int source = 0; source < ranks; source++) {
+    const uint32_t tokens = await_call_word(role.call, p.layout, role.peers, source, CallRecord::kNumTokens);
+    most_tokens = max(most_tokens, static_cast<int>(tokens));
+  }
+  p.host_sizes[2 + output.local_experts] = most_tokens;
   __threadfence_system();
   *reinterpret_cast<volatile uint64_t*>(p.host_epoch) = role.call.epoch;
 }

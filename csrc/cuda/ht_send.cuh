@@ -46,6 +46,21 @@ struct SendRole : HtBlock {
 
 // ---- Preparation
 
+// A warp: the first row of each packed expert, and the end.
+__device__ __forceinline__ void find_own_starts(const SendRole& role) {
+  OutputShape output = role.p.output;
+  output.alignment = *role.p.handle.alignment;  // a cached dispatch does not know it
+  int next = 0;
+#pragma unroll 1
+  for (int first = 0; first <= output.local_experts; first += 32) {
+    const int e = first + role.lane;
+    const int span = e < output.local_experts ? static_cast<int>(output.span(role.p.handle.expert_counts[e])) : 0;
+    const int end = inclusive_sum(span);
+    if (e <= output.local_experts) role.tables.start[e] = next + end - span;
+    next += __shfl_sync(~0u, end, 31);
+  }
+}
+
 __device__ __forceinline__ void fill_tables(const SendRole& role) {
   const HtDispatchParams& p = role.p;
   const SendTables& t = role.tables;
@@ -57,22 +72,16 @@ __device__ __forceinline__ void fill_tables(const SendRole& role) {
         await_call_offset(role.call, p.layout, role.peers, source, HtCall::kOffsets + 2 * part);
   }
 #pragma unroll 1
-  for (int r = role.thread(); r < ranks; r += role.threads()) {
-    t.to[r] = p.handle.counts[rank * ranks + r];
+  for (int r = role.warp; r < ranks; r += role.threads() / 32) {
+    const Flow flow = Flow::between(p.handle.counts, ranks, rank, r, role.lane);
+    if (role.lane != 0) continue;
     t.chunks[r] = static_cast<int>(await_call_word(role.call, p.layout, role.peers, r, HtCall::kChunks));
-    t.from[r] = p.handle.counts[r * ranks + rank];
-    t.to_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, rank, r));
-    t.from_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, r, rank));
+    t.to[r] = flow.to;
+    t.to_first[r] = flow.to_first;
+    t.from[r] = flow.from;
+    t.from_first[r] = flow.from_first;
   }
-  if (role.thread() == role.threads() - 1) {
-    OutputShape output = p.output;
-    output.alignment = *p.handle.alignment;  // a cached dispatch does not know it
-    int next = 0;
-    for (int e = 0; e <= p.output.local_experts; e++) {
-      t.start[e] = next;
-      if (e < p.output.local_experts) next += static_cast<int>(output.span(p.handle.expert_counts[e]));
-    }
-  }
+  if (role.warp == role.threads() / 32 - 1 && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
   if (role.warp < role.plan.workers && role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
 }
 
@@ -203,20 +212,23 @@ struct SendRoute {
   int32_t row = kNoRow;        // of this choice
   int32_t first_row = kNoRow;  // of the group: where the row goes
 
-  __device__ __forceinline__ static SendRoute load(const SendRole& role, int token) {
-    const HtDispatchParams& p = role.p;
+  // Asks for the token's entries of the handle; resolve() looks at them.
+  __device__ __forceinline__ static SendRoute load(const SendRole& role, int unit) {
     SendRoute route;
-    if (role.lane < p.shape.topk) {
-      const int64_t entry = static_cast<int64_t>(token) * p.shape.topk + role.lane;
-      route.id = p.handle.own.ids[entry];
-      route.row = p.handle.own.rows[entry];
-      route.slot = p.handle.own.slots[entry];
-    }
-    route.group = Group::of(route.id, role.geometry.by_local_experts);
-    const unsigned fitting = __ballot_sync(~0u, route.row >= 0) & route.group.lanes;
-    const int first = __shfl_sync(~0u, route.row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : role.lane);
-    if (fitting != 0) route.first_row = first;
+    if (unit >= role.geometry.units || role.lane >= role.p.shape.topk) return route;
+    const int token = role.geometry.by_tokens.remainder(unit, role.geometry.by_tokens.divide(unit));
+    const int64_t entry = static_cast<int64_t>(token) * role.p.shape.topk + role.lane;
+    const HtRoutes& own = role.p.handle.own;
+    route.id = own.ids[entry];
+    route.row = own.rows[entry];
+    route.slot = own.slots[entry];
     return route;
+  }
+  __device__ __forceinline__ void resolve(const SendRole& role) {
+    group = Group::of(id, role.geometry.by_local_experts);
+    const unsigned fitting = __ballot_sync(~0u, row >= 0) & group.lanes;
+    const int first = __shfl_sync(~0u, row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : role.lane);
+    if (fitting != 0) first_row = first;
   }
 };
 
@@ -292,7 +304,7 @@ __device__ __forceinline__ void announce(const SendRole& role, const SendRoute& 
   const int chunk = chunk_of(route.slot - role.tables.to_first[peer], count, chunks);
   const int size = chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
   ptx::fence_proxy_async();
-  __threadfence_system();
+  __threadfence();
   const uint32_t before = atomicAdd(&counters_of(role.call).ready[peer * kHtChunks + chunk], 1u);
   if (before + 1 == static_cast<uint32_t>(size * role.geometry.passes)) {
     send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, chunk);
@@ -304,7 +316,7 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
   __syncwarp();
   if (units == 0) return;
   ptx::fence_proxy_async();
-  __threadfence_system();
+  __threadfence();
   __syncwarp();
   uint32_t before = 0;
   if (role.lane == 0) before = atomicAdd(&counters_of(role.call).finished, static_cast<uint32_t>(units));
@@ -327,16 +339,20 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
   for (int r = 0; r < role.num_ranks(); r++) in_chunks = in_chunks || role.tables.chunks[r] > 1;
   Tickets tickets{&counters_of(role.call).taken};
   tickets.ask();
-  SendRoute last;
+  int unit = tickets.take();
+  tickets.ask();
+  SendRoute route = SendRoute::load(role, unit), last;
   uint32_t parity = 0;
   int done = 0;
 #pragma unroll 1
-  for (int unit = tickets.take(); unit < role.geometry.units; unit = tickets.take()) {
+  while (unit < role.geometry.units) {
+    const int next_unit = tickets.take();
     tickets.ask();
     const int pass = role.geometry.by_tokens.divide(unit);
     const int token = role.geometry.by_tokens.remainder(unit, pass);
     const int bulk = begin_load(role, token, pass);
-    const SendRoute route = SendRoute::load(role, token);
+    const SendRoute next = SendRoute::load(role, next_unit);
+    route.resolve(role);
     if (sends_routes(p.steps) && pass == 0) store_slots(role, route, token);
     finish_load<kQuant>(role, token, pass, bulk, parity);
     store_parts(role, route, pass);
@@ -346,6 +362,8 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
     }
     ptx::bulk_wait_read<0>();
     last = route;
+    route = next;
+    unit = next_unit;
     done++;
   }
   ptx::bulk_wait<0>();

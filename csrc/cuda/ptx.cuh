@@ -92,6 +92,13 @@ __device__ __forceinline__ void st_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// The compiler would add up a warp's and wait for the sum at once; this result is waited for where it is used.
+__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0,[%1],%2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
+
 // ---- Shared memory, between warps of a block
 
 __device__ __forceinline__ uint32_t ld_acquire_shared(const uint32_t* p) {
