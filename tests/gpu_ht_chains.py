@@ -66,6 +66,10 @@ class HtChain(Chain):
             self._outs.setdefault(slot, out)
         return Sent(slot, slot, letter == "f", out.x, out)
 
+    def capture(self) -> torch.cuda.CUDAGraph:
+        self.run()  # outputs to be given come from the current stream's part of the arena, not from the capture's
+        return super().capture()
+
     def run(self) -> None:
         """All operations, then the checks: the elements of what came home that differ are added to ``wrong``."""
         sent: list[Sent] = []
@@ -98,7 +102,8 @@ def ht_chain_buffer(group: Any, device: str | torch.device) -> nccl_ep.Buffer:
     output = ranks * TOKENS * TOPK * HIDDEN * 2
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK, num_experts=LOCAL_EXPERTS * ranks, device=device,
-        mode="ht", arena_bytes=8 * output + (1 << 20), timeout=30.0,
+        mode="ht", arena_bytes=max(16 * output, 1 << 27) if torch.device(device).type == "cuda" else 8 * output,
+        timeout=30.0,
     )  # fmt: skip
 
 
