@@ -193,7 +193,7 @@ def run_ht_case(library: Library, case: Case, *, device: str = "cpu") -> Counter
     for number in range(2):
         results = [rounds[number] for rounds, _ in got]
         check_results(case, expected.inputs, expected.results, results, f"{case.describe()} {plan} round {number}")
-        check_further(case, plan, expected.inputs, kwargs, results)
+        check_further(case, plan, expected.inputs, kwargs, dict(enumerate(results)))
     ways = Counter({
         "exact": plan.exact, "routed": is_routed(case, plan), "cached": len(plan.cached), "further": len(plan.extra),
     })  # fmt: skip
