@@ -60,11 +60,16 @@ struct PlacesShape {
   }
 };
 
+#if !defined(EP_D_ROTATE)  // 1: rows go to warps that do not wait for routing first
+#define EP_D_ROTATE 0
+#endif
+
 struct LlDispatchGeometry {
   RowShape row;
   int send_units = 0;     // pieces of own rows
   int own_units = 0;      // pieces of own rows to place; a receiving half does not know its tokens, only their limit
   int receive_units = 0;  // pieces of all rows there may be to place
+  int listeners = 0;      // warps of a receiving block that wait for routing, if not all do: they come last for rows
   Divisor by_pieces;      // of a row
   Divisor by_others;      // ranks but this one
   Divisor by_max_tokens;
@@ -81,6 +86,8 @@ struct LlDispatchGeometry {
     g.send_units = p.num_tokens * pieces;
     g.own_units = (sends(p.half) ? p.num_tokens : p.shape.max_tokens) * pieces;
     g.receive_units = g.own_units + p.shape.max_tokens * pieces * others;
+    g.listeners = ceil_div(p.shape.num_ranks * p.shape.max_tokens, 32);
+    if (!EP_D_ROTATE || g.listeners >= plan.receiver_warps) g.listeners = 0;
     g.by_pieces = Divisor::of(pieces);
     g.by_others = Divisor::of(others > 0 ? others : 1);
     g.by_max_tokens = Divisor::of(p.shape.max_tokens);

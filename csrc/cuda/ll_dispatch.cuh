@@ -10,6 +10,19 @@
 #include "cuda/payload.cuh"
 #include "cuda/stamps.cuh"
 
+#if !defined(EP_D_EARLY)  // 1: what a sender needs first is asked for before the block's first barrier
+#define EP_D_EARLY 0
+#endif
+#if !defined(EP_D_AHEAD)  // 1: a sender asks for its next piece before it stores the one it has
+#define EP_D_AHEAD 0
+#endif
+#if !defined(EP_D_INFO_FIRST)  // 1: a row's numbers are stored while the row is waited for
+#define EP_D_INFO_FIRST 0
+#endif
+#if !defined(EP_D_REASK)  // 1: a row that had not come when it was asked for is asked for again once routing is known
+#define EP_D_REASK 0
+#endif
+
 namespace ep {
 
 struct DispatchRole : WarpRole {
@@ -19,7 +32,8 @@ struct DispatchRole : WarpRole {
 
   __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
   __device__ int receiver() const {
-    return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
+    const int index = warp - plan.receiver_warp0 - geometry.listeners;
+    return (index < 0 ? index + plan.receiver_warps : index) * plan.receiver_blocks() + at.block - plan.receiver_block0;
   }
   // The first own token whose routing this warp sends; the control warp comes last.
   __device__ int routing_token() const {
@@ -38,15 +52,17 @@ struct DispatchRole : WarpRole {
 
 // ---- Sending
 
-// Expert id `lane` of an own token, as the caller gave it.
-__device__ __forceinline__ int64_t own_id(const DispatchRole& role, int token) {
+// Expert id `lane` of an own token, as the caller gave it. Lanes past the last choice ask for that one.
+__device__ __forceinline__ RawId own_id(const DispatchRole& role, int token) {
   const LlDispatchParams& p = role.p;
-  if (role.lane >= p.shape.topk) return -1;
-  return load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + role.lane);
+  return RawId::load(p.topk_idx, p.is_idx64,
+                     static_cast<int64_t>(token) * p.shape.topk + min(role.lane, p.shape.topk - 1));
 }
 
-__device__ __forceinline__ Choice choice_of(const DispatchRole& role, int64_t id) {
-  return Choice::of(id, role.p.shape.num_experts, role.geometry.by_local_experts);
+__device__ __forceinline__ Choice choice_of(const DispatchRole& role, RawId raw) {
+  const LlDispatchParams& p = role.p;
+  const int64_t id = role.lane < p.shape.topk ? raw.below(p.shape.num_experts, p.is_idx64) : -1;
+  return Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
 }
 
 static __device__ __noinline__ void report_invalid_id(const LlDispatchParams& p, DeviceState* state, int token) {
@@ -70,7 +86,7 @@ __device__ __forceinline__ float own_weight(const DispatchRole& role, int token)
 // The routing of an own token, ready to be sent as soon as the epoch is known.
 struct OutgoingRouting {
   int token;
-  int64_t id = -1;
+  RawId id;
   float weight = 1.0f;
   Choice choice;
   RoutingLane lane;
@@ -81,10 +97,15 @@ struct OutgoingRouting {
     id = own_id(role, token);
     weight = own_weight(role, token);
   }
+  // Between load() and prepare(), as it needs nothing that was asked for.
+  __device__ __forceinline__ void aim(const DispatchRole& role) {
+    if (token >= role.p.num_tokens) return;
+    lane = RoutingLane::aimed(role.p.layout, role.peers, role.geometry.by_id_words, 0, token);
+  }
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
     if (token >= role.p.num_tokens) return;
     choice = choice_of(role, id);
-    lane = RoutingLane::of(role.p.layout, role.peers, role.geometry.by_id_words, 0, token, choice, weight);
+    lane.fill(role.p.layout, role.peers, 0, choice, weight);
   }
 };
 
@@ -106,6 +127,7 @@ __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const
       if (choice.rank < 0) report_invalid_id(p, call.state, out.token);
     }
     out.load(role, out.token + role.plan.sender_blocks * role.plan.warps);
+    out.aim(role);
     out.prepare(role);
   }
 }
@@ -113,21 +135,26 @@ __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const
 // A piece of an own row, ready to be sent as soon as the epoch is known.
 template <Payload kPayload, DType kType, int kSteps>
 struct Outgoing {
-  int unit, token, index;
-  int64_t id;
-  uint64_t mask;  // ranks that it goes to
+  int asked_unit, asked_token, asked_index;
+  RawId id;
   Raw<kPayload, kSteps> raw;
-  Piece<kSteps> piece;
+  int unit, token, index;
+  uint64_t mask;  // ranks that it goes to
+  PieceOf<kPayload, kSteps> piece;
 
   __device__ __forceinline__ void load(const DispatchRole& role, int next) {
-    unit = next;
-    if (unit >= role.geometry.send_units) return;
-    token = role.geometry.by_pieces.divide(unit);
-    index = role.geometry.by_pieces.remainder(unit, token);
-    id = own_id(role, token);
-    raw.load(role.p, role.geometry.row, token, index, role.lane);
+    asked_unit = next;
+    if (asked_unit >= role.geometry.send_units) return;
+    asked_token = role.geometry.by_pieces.divide(asked_unit);
+    asked_index = role.geometry.by_pieces.remainder(asked_unit, asked_token);
+    id = own_id(role, asked_token);
+    raw.load(role.p, role.geometry.row, asked_token, asked_index, role.lane);
   }
+  // What was asked for is the next to be sent.
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
+    unit = asked_unit;
+    token = asked_token;
+    index = asked_index;
     if (unit >= role.geometry.send_units) return;
     mask = destinations(role.p.shape.num_ranks, choice_of(role, id));
     if (!role.sends_to_itself()) mask &= ~(1ull << role.peers.rank);
@@ -146,6 +173,7 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
     testing_point(Point::kBetweenRows, call, out.unit);
     const Offset slot = role.p.layout.row(call.bank, rank, out.token);
     uint64_t mask = out.mask, later = mask >> rank << rank;
+    if (EP_D_AHEAD) out.load(role, out.unit + role.plan.senders());
 #pragma unroll 1
     while (mask != 0) {
       const int peer = __ffsll(static_cast<long long>(later != 0 ? later : mask)) - 1;
@@ -153,7 +181,7 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
       later &= mask;
       store_wire<RemoteStore>(role.peers.at<char>(peer, slot), role.geometry.row, out.index, out.piece, role.lane);
     }
-    out.load(role, out.unit + role.plan.senders());
+    if (!EP_D_AHEAD) out.load(role, out.unit + role.plan.senders());
     out.prepare(role);
   }
 }
@@ -164,7 +192,8 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
 // `weight_word`: what the lane saw of its weight when it asked for the row.
 template <bool kExpertRows>
 __device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source, int token,
-                                               bool wanted, uint32_t expert, int32_t row, uint64_t weight_word) {
+                                               bool wanted, uint32_t expert, int32_t row, uint64_t weight_word,
+                                               const uint64_t* weight_at) {
   const LlDispatchParams& p = role.p;
   const int slot = source * p.shape.max_tokens + token, lane = role.lane, topk = p.shape.topk;
   const int map_k = kExpertRows ? topk : 1;
@@ -175,8 +204,7 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
   if (wanted && is_tagged(weight_word, call.tag)) {
     weight = __uint_as_float(static_cast<uint32_t>(weight_word));
   } else if (wanted) {
-    const auto* word = role.peers.local<uint64_t>(p.layout.weight(call.bank, source, token, lane));
-    weight = __uint_as_float(await_word(call, word, Phase::kWeights, source));
+    weight = __uint_as_float(await_word(call, weight_at, Phase::kWeights, source));
   }
   if constexpr (kExpertRows) {
     if (!wanted) return;
@@ -227,8 +255,9 @@ struct Incoming {
   bool is_own;                   // lies in x; a row of another rank, or of a staged call, lies in the window
   char* staged;
   Raw<kPayload, kSteps> raw;
-  Piece<kSteps> piece;
+  PieceOf<kPayload, kSteps> piece;
   uint64_t weight;
+  const uint64_t* weight_at;
 
   __device__ __forceinline__ void load(const DispatchRole& role, const CallContext& call, int number) {
     const LlDispatchParams& p = role.p;
@@ -241,15 +270,22 @@ struct Incoming {
     is_own = unit.source == role.peers.rank && sends(p.half);
     staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token));
     weight = 0;
+    weight_at = nullptr;
     if (unit.piece == 0 && role.lane < p.shape.topk) {
-      weight = ptx::ld_relaxed_sys(
-          role.peers.local<uint64_t>(p.layout.weight(call.bank, unit.source, unit.token, role.lane)));
+      weight_at = role.peers.local<uint64_t>(p.layout.weight(call.bank, unit.source, unit.token, role.lane));
+      weight = ptx::ld_relaxed_sys(weight_at);
     }
     if (is_own) {
       raw.load(p, role.geometry.row, unit.token, unit.piece, role.lane);
     } else {
       load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
     }
+  }
+
+  // What had not come when it was asked for: again, before anybody looks at it.
+  __device__ __forceinline__ void ask_again(const DispatchRole& role, const CallContext& call) {
+    if (weight_at != nullptr && !is_tagged(weight, call.tag)) weight = ptx::ld_relaxed_sys(weight_at);
+    if (!is_own && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
 
   __device__ __forceinline__ uint32_t id(const Places& places) const {
@@ -270,10 +306,10 @@ struct Incoming {
       }
       testing_point(Point::kBeforeReset, call, slot);
       if (!has_bug(Bug::kSkippedReset, call.kind) || unit.token != 0) {
-        reset_wire<kSteps>(staged, role.geometry.row, unit.piece, role.lane);
+        reset_wire<kSteps, kPayload != Payload::kFloat>(staged, role.geometry.row, unit.piece, role.lane);
       }
     }
-    decode<kPayload>(piece);
+    decode<kPayload, kSteps>(piece);
     return true;
   }
 };
@@ -290,6 +326,9 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     const uint32_t expert = exists && role.lane < p.shape.topk ? in.id(places) : ~0u;
     const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
     const int32_t row = row_of<kExpertRows>(p, places, unit.source, in.slot, wanted, expert);
+    if (EP_D_INFO_FIRST && exists && unit.piece == 0) {
+      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight, in.weight_at);
+    }
     if (__any_sync(~0u, wanted)) {
       if (!in.template take<kType>(role, call)) return;
       unsigned targets = __ballot_sync(~0u, row >= 0);
@@ -302,8 +341,8 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
       }
       if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
     }
-    if (exists && unit.piece == 0) {
-      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
+    if (!EP_D_INFO_FIRST && exists && unit.piece == 0) {
+      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight, in.weight_at);
     }
     number += role.plan.receivers();
     if (number < role.geometry.receive_units) in.load(role, call, number);
@@ -350,6 +389,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
+  if (EP_D_REASK && number < role.geometry.receive_units) in.ask_again(role, call);
   if (has_duties) {
     if (stores_info) store_info<kExpertRows>(p, call, places, last_in_block, info_warps);
     clear_gaps<kExpertRows>(p, places, from_last, role.plan.receivers());
@@ -371,32 +411,44 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(call, args, Kind::kDispatch);
 
   // What a warp sends first is on its way, and is made ready, while the epoch is.
   const bool is_sending = sends(p.half) && at.block < plan.sender_blocks;
   Outgoing<kPayload, kType, kSteps> out;
   OutgoingRouting routing;
-  out.unit = args.geometry.send_units;
+  out.unit = out.asked_unit = args.geometry.send_units;
   routing.token = is_sending ? role.routing_token() : p.num_tokens;
-  if (is_sending && !is_opener()) {
+  const auto ask = [&] {
+    if (!is_sending) return;
     routing.load(role, routing.token);
     if (role.is_sender()) out.load(role, role.sender());
+    routing.aim(role);
+  };
+#if EP_D_EARLY
+  const Opening opening = open_call(call, args, Kind::kDispatch, ask);
+#else
+  const Opening opening = open_call(call, args, Kind::kDispatch);
+  if (!is_opener()) ask();
+#endif
+  if (is_sending && !is_opener()) {
     routing.prepare(role);
     out.prepare(role);
   }
+  RecordLane record;
+  if (is_opener() && role.is_control()) record = RecordLane::of(p.call, p.layout, peers, role.lane);
   if (receives(p.half) && role.is_receiver() && !is_opener()) {
     places.clear(role.receiving_thread(), role.clearing_threads());
   }
   const bool is_well = begin_call(call, args, opening);
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers);
+  if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers, record);
   if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
   if (!is_well) return store_nothing<kExpertRows>(role);
 
   if (is_sending) {
     if (is_opener()) {
       routing.load(role, routing.token);
+      routing.aim(role);
       routing.prepare(role);
     }
     send_all_routing(role, call, routing);

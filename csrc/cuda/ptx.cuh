@@ -117,6 +117,17 @@ __device__ __forceinline__ void st_row(Vector* p, Vector v) {
 #endif
 }
 
+// Sets bits of a word in shared memory where `wanted`, without a branch: several of them are on their way at once. What
+// the word was before, 0 where not wanted.
+__device__ __forceinline__ uint32_t atom_or_relaxed_shared(uint32_t* p, uint32_t bits, bool wanted) {
+  uint32_t before = 0;
+  asm volatile("{.reg .pred q; setp.ne.u32 q,%3,0; @q atom.relaxed.cta.shared.or.b32 %0,[%1],%2;}"
+               : "+r"(before)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(bits), "r"(static_cast<uint32_t>(wanted))
+               : "memory");
+  return before;
+}
+
 // ---- Bulk copies, by the engine beside the SM's warps: addresses and sizes are multiples of 16 bytes
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -165,8 +176,16 @@ __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+template <class T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0,%1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
