@@ -139,7 +139,8 @@ struct Outgoing {
   RawId id;
   Raw<kPayload, kSteps> raw;
   int unit, token, index;
-  uint64_t mask;  // ranks that it goes to
+  Offset slot;        // in bank 0: where the lane's words begin
+  uint32_t turns[2];  // ranks that it goes to: bit i is the i-th after this one
   PieceOf<kPayload, kSteps> piece;
 
   __device__ __forceinline__ void load(const DispatchRole& role, int next) {
@@ -156,8 +157,13 @@ struct Outgoing {
     token = asked_token;
     index = asked_index;
     if (unit >= role.geometry.send_units) return;
-    mask = destinations(role.p.shape.num_ranks, choice_of(role, id));
-    if (!role.sends_to_itself()) mask &= ~(1ull << role.peers.rank);
+    const int rank = role.peers.rank, num_ranks = role.p.shape.num_ranks;
+    slot = role.p.layout.row(0, rank, token) + lane_offset<kSteps>(index, role.lane);
+    const Choice choice = choice_of(role, id);
+    const bool wanted = choice.rank >= 0 && (choice.rank != rank || role.sends_to_itself());
+    const int turn = choice.rank - rank - 1 + (choice.rank <= rank ? num_ranks : 0);
+    turns[0] = __reduce_or_sync(~0u, wanted && turn < 32 ? 1u << turn : 0);
+    turns[1] = num_ranks > 32 ? __reduce_or_sync(~0u, wanted && turn >= 32 ? 1u << (turn - 32) : 0) : 0;
     encode<kPayload, kType, kSteps>(role.p, raw, index, piece, role.lane);
   }
 };
@@ -166,20 +172,26 @@ struct Outgoing {
 template <Payload kPayload, DType kType, int kSteps>
 __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallContext& call,
                                           Outgoing<kPayload, kType, kSteps>& out) {
-  const int rank = role.peers.rank;
   testing_point(Point::kBeforeRows, call);
 #pragma unroll 1
   while (out.unit < role.geometry.send_units) {
     testing_point(Point::kBetweenRows, call, out.unit);
-    const Offset slot = role.p.layout.row(call.bank, rank, out.token);
-    uint64_t mask = out.mask, later = mask >> rank << rank;
+    char* const at_rank0 = role.peers.base + out.slot + call.bank * role.p.layout.row_bank_bytes;
     if (EP_D_AHEAD) out.load(role, out.unit + role.plan.senders());
+    uint32_t turns = out.turns[0], others = out.turns[1];
+    int first = role.peers.rank + 1;
 #pragma unroll 1
-    while (mask != 0) {
-      const int peer = __ffsll(static_cast<long long>(later != 0 ? later : mask)) - 1;
-      mask &= ~(1ull << peer);
-      later &= mask;
-      store_wire<RemoteStore>(role.peers.at<char>(peer, slot), role.geometry.row, out.index, out.piece, role.lane);
+    while ((turns | others) != 0) {
+      if (turns == 0) {
+        turns = others;
+        others = 0;
+        first += 32;
+      }
+      int peer = first + __ffs(static_cast<int>(turns)) - 1;
+      if (peer >= role.p.shape.num_ranks) peer -= role.p.shape.num_ranks;
+      turns &= turns - 1;
+      store_wire<RemoteStore>(at_rank0 + static_cast<uint32_t>(peer) * role.peers.stride, role.geometry.row, out.index,
+                              out.piece, role.lane);
     }
     if (!EP_D_AHEAD) out.load(role, out.unit + role.plan.senders());
     out.prepare(role);
@@ -240,8 +252,8 @@ struct ReceiveUnit {
       if (result.source < 0) result.source += role.p.shape.num_ranks;
       rest = turn;
     }
-    result.token = g.by_pieces.divide(rest);
-    result.piece = g.by_pieces.remainder(rest, result.token);
+    result.token = g.by_receive_pieces.divide(rest);
+    result.piece = g.by_receive_pieces.remainder(rest, result.token);
     return result;
   }
 };
@@ -268,10 +280,11 @@ struct Incoming {
     id_shift = is_byte ? (role.lane & 3) * 8 : (role.lane & 1) * 16;
     id_mask = ptx::opaque(static_cast<int>(p.layout.ids.none()));
     is_own = unit.source == role.peers.rank && sends(p.half);
-    staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token));
+    staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token)) +
+             lane_offset<kSteps>(unit.piece, role.lane);
     weight = 0;
     weight_at = nullptr;
-    if (unit.piece == 0 && role.lane < p.shape.topk) {
+    if (unit.piece == role.geometry.numbers_piece && role.lane < p.shape.topk) {
       weight_at = role.peers.local<uint64_t>(p.layout.weight(call.bank, unit.source, unit.token, role.lane));
       weight = ptx::ld_relaxed_sys(weight_at);
     }
@@ -326,7 +339,7 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     const uint32_t expert = exists && role.lane < p.shape.topk ? in.id(places) : ~0u;
     const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
     const int32_t row = row_of<kExpertRows>(p, places, unit.source, in.slot, wanted, expert);
-    if (EP_D_INFO_FIRST && exists && unit.piece == 0) {
+    if (EP_D_INFO_FIRST && exists && unit.piece == role.geometry.numbers_piece) {
       store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight, in.weight_at);
     }
     if (__any_sync(~0u, wanted)) {
@@ -341,7 +354,7 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
       }
       if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
     }
-    if (!EP_D_INFO_FIRST && exists && unit.piece == 0) {
+    if (!EP_D_INFO_FIRST && exists && unit.piece == role.geometry.numbers_piece) {
       store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight, in.weight_at);
     }
     number += role.plan.receivers();
@@ -435,22 +448,24 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
     out.prepare(role);
   }
   RecordLane record;
-  if (is_opener() && role.is_control()) record = RecordLane::of(p.call, p.layout, peers, role.lane);
+  if (role.is_control()) record = RecordLane::of(p.call, p.layout, peers, role.lane);
   if (receives(p.half) && role.is_receiver() && !is_opener()) {
     places.clear(role.receiving_thread(), role.clearing_threads());
   }
   const bool is_well = begin_call(call, args, opening);
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers, record);
-  if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
-  if (!is_well) return store_nothing<kExpertRows>(role);
-
-  if (is_sending) {
-    if (is_opener()) {
+  if (is_opener()) {  // one branch for the others: they have something to send
+    if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers, record);
+    if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
+    if (is_well && is_sending) {
       routing.load(role, routing.token);
       routing.aim(role);
       routing.prepare(role);
     }
+  }
+  if (!is_well) return store_nothing<kExpertRows>(role);
+
+  if (is_sending) {
     send_all_routing(role, call, routing);
     send_rows(role, call, out);
     stamp(Stamp::kSent, peers.rank);

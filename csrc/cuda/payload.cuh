@@ -175,19 +175,26 @@ struct LocalStore {
   __device__ __forceinline__ static void store(uint32_t* p, uint32_t v) { *p = v; }
 };
 
+// Byte of a row's slot at which a lane's words of a piece begin.
+template <int kSteps>
+__device__ __forceinline__ int lane_offset(int piece_index, int lane) {
+  return (piece_index * kSteps * 32 + lane) * kLaneBytes;
+}
+
+// `at`: lane_offset() in the slot.
 template <class Store, int kSteps, bool kHasSide>
-__device__ __forceinline__ void store_wire(char* slot, const RowShape& row, int piece_index,
+__device__ __forceinline__ void store_wire(char* at, const RowShape& row, int piece_index,
                                            const Piece<kSteps, kHasSide>& piece, int lane) {
-  auto* chunks = reinterpret_cast<uint4*>(slot);
+  const int first = piece_index * kSteps * 32 + lane, left = row.chunks - first;
+  auto* chunks = reinterpret_cast<uint4*>(at);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
-    const int c = (piece_index * kSteps + j) * 32 + lane;
-    if (c < row.chunks) Store::store(chunks + c, piece.chunk[j]);
+    if (j * 32 < left) Store::store(chunks + j * 32, piece.chunk[j]);
     testing_point(Point::kBetweenWords);
   }
   const int step = piece_index * kSteps + lane;
   if (!kHasSide || lane >= kSteps || step >= row.steps) return;
-  char* side = slot + row.side_offset + step * row.side_bytes;
+  char* side = at + (row.side_offset + step * row.side_bytes - first * kLaneBytes);
   if (row.side_bytes == 16) {
     Store::store(reinterpret_cast<uint4*>(side), piece.side);
   } else {
@@ -197,18 +204,18 @@ __device__ __forceinline__ void store_wire(char* slot, const RowShape& row, int 
 
 // Reads whatever is there. Words that are not this row's count as arrived.
 template <int kSteps, bool kHasSide>
-__device__ __forceinline__ void load_wire(const char* slot, const RowShape& row, int piece_index,
+__device__ __forceinline__ void load_wire(const char* at, const RowShape& row, int piece_index,
                                           Piece<kSteps, kHasSide>& piece, int lane) {
-  const auto* chunks = reinterpret_cast<const uint4*>(slot);
+  const int first = piece_index * kSteps * 32 + lane, left = row.chunks - first;
+  const auto* chunks = reinterpret_cast<const uint4*>(at);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
-    const int c = (piece_index * kSteps + j) * 32 + lane;
-    piece.chunk[j] = c < row.chunks ? ptx::ld_relaxed_sys(chunks + c) : make_uint4(0, 0, 0, 0);
+    piece.chunk[j] = j * 32 < left ? ptx::ld_relaxed_sys(chunks + j * 32) : make_uint4(0, 0, 0, 0);
   }
   piece.side = make_uint4(0, 0, 0, 0);
   const int step = piece_index * kSteps + lane;
   if (!kHasSide || lane >= kSteps || step >= row.steps) return;
-  const char* side = slot + row.side_offset + step * row.side_bytes;
+  const char* side = at + (row.side_offset + step * row.side_bytes - first * kLaneBytes);
   if (row.side_bytes == 16) {
     piece.side = ptx::ld_relaxed_sys(reinterpret_cast<const uint4*>(side));
   } else {
@@ -226,12 +233,12 @@ __device__ __forceinline__ bool has_arrived(const Piece<kSteps, kHasSide>& piece
 
 // Back to the resting state, for the call after next.
 template <int kSteps, bool kHasSide>
-__device__ __forceinline__ void reset_wire(char* slot, const RowShape& row, int piece_index, int lane) {
+__device__ __forceinline__ void reset_wire(char* at, const RowShape& row, int piece_index, int lane) {
   Piece<kSteps, kHasSide> rest;
 #pragma unroll
   for (int j = 0; j < kSteps; j++) rest.chunk[j] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
   rest.side = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
-  store_wire<LocalStore>(slot, row, piece_index, rest, lane);
+  store_wire<LocalStore>(at, row, piece_index, rest, lane);
 }
 
 // ---- To the outputs
