@@ -305,6 +305,14 @@ struct Incoming {
     return places.memory[id_at] >> id_shift & static_cast<uint32_t>(id_mask);
   }
 
+  // Whether a late word of the piece has come: less to read than all of them, by all who wait.
+  __device__ __forceinline__ bool has_begun(const DispatchRole& role) const {
+    const auto* word = reinterpret_cast<const uint32_t*>(staged);
+    if (role.geometry.row.chunks > (unit.piece * kSteps + kSteps - 1) * 32) word += (kSteps - 1) * (kStepBytes / 4);
+    const uint32_t seen = role.lane == 0 ? ptx::ld_relaxed_sys(word) : 0;
+    return __shfl_sync(~0u, seen, 0) != kAbsent;
+  }
+
   // The row has arrived, and its place on the wire is free again. False: the wait was given up.
   template <DType kType>
   __device__ __forceinline__ bool take(const DispatchRole& role, const CallContext& call) {
@@ -315,6 +323,7 @@ struct Incoming {
       while (!has_arrived(piece)) {
         if (has_bug(Bug::kTornRows, call.kind) && __all_sync(~0u, has_arrived(piece.chunk[0]))) break;
         if (__any_sync(~0u, patience.is_over(call, Phase::kRows, unit.source, unit.token, unit.piece))) return false;
+        if (EP_D_LIGHT > 0 && role.p.shape.max_tokens >= EP_D_LIGHT && !has_begun(role)) continue;
         load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
       }
       testing_point(Point::kBeforeReset, call, slot);
