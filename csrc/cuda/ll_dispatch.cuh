@@ -135,28 +135,28 @@ __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const
 // A piece of an own row, ready to be sent as soon as the epoch is known.
 template <Payload kPayload, DType kType, int kSteps>
 struct Outgoing {
-  int asked_unit, asked_token, asked_index;
+  int asked;  // unit
   RawId id;
   Raw<kPayload, kSteps> raw;
-  int unit, token, index;
+  bool is_ready;
+  int index;          // of the piece in its row
   Offset slot;        // in bank 0: where the lane's words begin
   uint32_t turns[2];  // ranks that it goes to: bit i is the i-th after this one
   PieceOf<kPayload, kSteps> piece;
 
   __device__ __forceinline__ void load(const DispatchRole& role, int next) {
-    asked_unit = next;
-    if (asked_unit >= role.geometry.send_units) return;
-    asked_token = role.geometry.by_pieces.divide(asked_unit);
-    asked_index = role.geometry.by_pieces.remainder(asked_unit, asked_token);
-    id = own_id(role, asked_token);
-    raw.load(role.p, role.geometry.row, asked_token, asked_index, role.lane);
+    asked = next;
+    if (asked >= role.geometry.send_units) return;
+    const int token = role.geometry.by_pieces.divide(asked);
+    id = own_id(role, token);
+    raw.load(role.p, role.geometry.row, token, role.geometry.by_pieces.remainder(asked, token), role.lane);
   }
   // What was asked for is the next to be sent.
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
-    unit = asked_unit;
-    token = asked_token;
-    index = asked_index;
-    if (unit >= role.geometry.send_units) return;
+    is_ready = asked < role.geometry.send_units;
+    if (!is_ready) return;
+    const int token = role.geometry.by_pieces.divide(asked);
+    index = role.geometry.by_pieces.remainder(asked, token);
     const int rank = role.peers.rank, num_ranks = role.p.shape.num_ranks;
     slot = role.p.layout.row(0, rank, token) + lane_offset<kSteps>(index, role.lane);
     const Choice choice = choice_of(role, id);
@@ -174,10 +174,10 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
                                           Outgoing<kPayload, kType, kSteps>& out) {
   testing_point(Point::kBeforeRows, call);
 #pragma unroll 1
-  while (out.unit < role.geometry.send_units) {
-    testing_point(Point::kBetweenRows, call, out.unit);
+  while (out.is_ready) {
+    testing_point(Point::kBetweenRows, call, out.asked);
     char* const at_rank0 = role.peers.base + out.slot + call.bank * role.p.layout.row_bank_bytes;
-    if (EP_D_AHEAD) out.load(role, out.unit + role.plan.senders());
+    if (EP_D_AHEAD) out.load(role, out.asked + role.plan.senders());
     uint32_t turns = out.turns[0], others = out.turns[1];
     int first = role.peers.rank + 1;
 #pragma unroll 1
@@ -193,7 +193,7 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
       store_wire<RemoteStore>(at_rank0 + static_cast<uint32_t>(peer) * role.peers.stride, role.geometry.row, out.index,
                               out.piece, role.lane);
     }
-    if (!EP_D_AHEAD) out.load(role, out.unit + role.plan.senders());
+    if (!EP_D_AHEAD) out.load(role, out.asked + role.plan.senders());
     out.prepare(role);
   }
 }
@@ -438,7 +438,8 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   const bool is_sending = sends(p.half) && at.block < plan.sender_blocks;
   Outgoing<kPayload, kType, kSteps> out;
   OutgoingRouting routing;
-  out.unit = out.asked_unit = args.geometry.send_units;
+  out.is_ready = false;
+  out.asked = args.geometry.send_units;
   routing.token = is_sending ? role.routing_token() : p.num_tokens;
   const auto ask = [&] {
     if (!is_sending) return;
