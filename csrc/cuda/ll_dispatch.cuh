@@ -200,12 +200,17 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
 
 // ---- Receiving
 
+// Where the weight of choice `lane` of a row arrives.
+__device__ __forceinline__ const uint64_t* weight_word(const DispatchRole& role, const CallContext& call, int source,
+                                                       int token) {
+  return role.peers.local<uint64_t>(role.p.layout.weight(call.bank, source, token, role.lane));
+}
+
 // A row's numbers: the handle's map and weights, and what the layout tells of the row. Once for each slot.
-// `weight_word`: what the lane saw of its weight when it asked for the row.
+// `seen_weight`: what the lane saw of its weight when it asked for the row.
 template <bool kExpertRows>
 __device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source, int token,
-                                               bool wanted, uint32_t expert, int32_t row, uint64_t weight_word,
-                                               const uint64_t* weight_at) {
+                                               bool wanted, uint32_t expert, int32_t row, uint64_t seen_weight) {
   const LlDispatchParams& p = role.p;
   const int slot = source * p.shape.max_tokens + token, lane = role.lane, topk = p.shape.topk;
   const int map_k = kExpertRows ? topk : 1;
@@ -213,10 +218,10 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
   const int32_t token_row = kExpertRows || any == 0 ? row : __shfl_sync(~0u, row, __ffs(any) - 1);
   if (lane < map_k) p.handle.rows[static_cast<int64_t>(slot) * map_k + lane] = token_row;
   float weight = 0;
-  if (wanted && is_tagged(weight_word, call.tag)) {
-    weight = __uint_as_float(static_cast<uint32_t>(weight_word));
+  if (wanted && is_tagged(seen_weight, call.tag)) {
+    weight = __uint_as_float(static_cast<uint32_t>(seen_weight));
   } else if (wanted) {
-    weight = __uint_as_float(await_word(call, weight_at, Phase::kWeights, source));
+    weight = __uint_as_float(await_word(call, weight_word(role, call, source, token), Phase::kWeights, source));
   }
   if constexpr (kExpertRows) {
     if (!wanted) return;
@@ -269,7 +274,6 @@ struct Incoming {
   Raw<kPayload, kSteps> raw;
   PieceOf<kPayload, kSteps> piece;
   uint64_t weight;
-  const uint64_t* weight_at;
 
   __device__ __forceinline__ void load(const DispatchRole& role, const CallContext& call, int number) {
     const LlDispatchParams& p = role.p;
@@ -283,11 +287,7 @@ struct Incoming {
     staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token)) +
              lane_offset<kSteps>(unit.piece, role.lane);
     weight = 0;
-    weight_at = nullptr;
-    if (unit.piece == role.geometry.numbers_piece && role.lane < p.shape.topk) {
-      weight_at = role.peers.local<uint64_t>(p.layout.weight(call.bank, unit.source, unit.token, role.lane));
-      weight = ptx::ld_relaxed_sys(weight_at);
-    }
+    if (needs_weight(role)) weight = ptx::ld_relaxed_sys(weight_word(role, call, unit.source, unit.token));
     if (is_own) {
       raw.load(p, role.geometry.row, unit.token, unit.piece, role.lane);
     } else {
@@ -295,9 +295,14 @@ struct Incoming {
     }
   }
 
+  __device__ __forceinline__ bool needs_weight(const DispatchRole& role) const {
+    return unit.piece == role.geometry.numbers_piece && role.lane < role.p.shape.topk;
+  }
   // What had not come when it was asked for: again, before anybody looks at it.
   __device__ __forceinline__ void ask_again(const DispatchRole& role, const CallContext& call) {
-    if (weight_at != nullptr && !is_tagged(weight, call.tag)) weight = ptx::ld_relaxed_sys(weight_at);
+    if (needs_weight(role) && !is_tagged(weight, call.tag)) {
+      weight = ptx::ld_relaxed_sys(weight_word(role, call, unit.source, unit.token));
+    }
     if (!is_own && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
 
@@ -349,7 +354,7 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
     const int32_t row = row_of<kExpertRows>(p, places, unit.source, in.slot, wanted, expert);
     if (EP_D_INFO_FIRST && exists && unit.piece == role.geometry.numbers_piece) {
-      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight, in.weight_at);
+      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
     }
     if (__any_sync(~0u, wanted)) {
       if (!in.template take<kType>(role, call)) return;
@@ -364,7 +369,7 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
       if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
     }
     if (!EP_D_INFO_FIRST && exists && unit.piece == role.geometry.numbers_piece) {
-      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight, in.weight_at);
+      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
     }
     number += role.plan.receivers();
     if (number < role.geometry.receive_units) in.load(role, call, number);
