@@ -138,8 +138,7 @@ struct Outgoing {
   int asked;  // unit
   RawId id;
   Raw<kPayload, kSteps> raw;
-  bool is_ready;
-  int index;          // of the piece in its row
+  int index;          // of the piece in its row; -1: nothing left to send
   Offset slot;        // in bank 0: where the lane's words begin
   uint32_t turns[2];  // ranks that it goes to: bit i is the i-th after this one
   PieceOf<kPayload, kSteps> piece;
@@ -153,8 +152,8 @@ struct Outgoing {
   }
   // What was asked for is the next to be sent.
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
-    is_ready = asked < role.geometry.send_units;
-    if (!is_ready) return;
+    index = -1;
+    if (asked >= role.geometry.send_units) return;
     const int token = role.geometry.by_pieces.divide(asked);
     index = role.geometry.by_pieces.remainder(asked, token);
     const int rank = role.peers.rank, num_ranks = role.p.shape.num_ranks;
@@ -174,7 +173,7 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
                                           Outgoing<kPayload, kType, kSteps>& out) {
   testing_point(Point::kBeforeRows, call);
 #pragma unroll 1
-  while (out.is_ready) {
+  while (out.index >= 0) {
     testing_point(Point::kBetweenRows, call, out.asked);
     char* const at_rank0 = role.peers.base + out.slot + call.bank * role.p.layout.row_bank_bytes;
     if (EP_D_AHEAD) out.load(role, out.asked + role.plan.senders());
@@ -267,7 +266,6 @@ struct ReceiveUnit {
 template <Payload kPayload, int kSteps>
 struct Incoming {
   ReceiveUnit unit;
-  int slot;
   int id_at, id_shift, id_mask;  // of choice `lane` in the ids of Places
   bool is_own;                   // lies in x; a row of another rank, or of a staged call, lies in the window
   char* staged;
@@ -278,7 +276,7 @@ struct Incoming {
   __device__ __forceinline__ void load(const DispatchRole& role, const CallContext& call, int number) {
     const LlDispatchParams& p = role.p;
     unit = ReceiveUnit::of(role, number);
-    slot = unit.source * p.shape.max_tokens + unit.token;
+    const int slot = unit.source * p.shape.max_tokens + unit.token;
     const bool is_byte = p.layout.ids.bits == 8;
     id_at = ptx::opaque(slot * p.layout.ids.words() + (is_byte ? role.lane >> 2 : role.lane >> 1));
     id_shift = is_byte ? (role.lane & 3) * 8 : (role.lane & 1) * 16;
@@ -331,7 +329,7 @@ struct Incoming {
         if (EP_D_LIGHT > 0 && role.p.shape.max_tokens >= EP_D_LIGHT && !has_begun(role)) continue;
         load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
       }
-      testing_point(Point::kBeforeReset, call, slot);
+      testing_point(Point::kBeforeReset, call, unit.source * role.p.shape.max_tokens + unit.token);
       if (!has_bug(Bug::kSkippedReset, call.kind) || unit.token != 0) {
         reset_wire<kSteps, kPayload != Payload::kFloat>(staged, role.geometry.row, unit.piece, role.lane);
       }
@@ -352,7 +350,8 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return;
     const uint32_t expert = exists && role.lane < p.shape.topk ? in.id(places) : ~0u;
     const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
-    const int32_t row = row_of<kExpertRows>(p, places, unit.source, in.slot, wanted, expert);
+    const int slot = unit.source * p.shape.max_tokens + unit.token;
+    const int32_t row = row_of<kExpertRows>(p, places, unit.source, slot, wanted, expert);
     if (EP_D_INFO_FIRST && exists && unit.piece == role.geometry.numbers_piece) {
       store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
     }
@@ -443,7 +442,7 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   const bool is_sending = sends(p.half) && at.block < plan.sender_blocks;
   Outgoing<kPayload, kType, kSteps> out;
   OutgoingRouting routing;
-  out.is_ready = false;
+  out.index = -1;
   out.asked = args.geometry.send_units;
   routing.token = is_sending ? role.routing_token() : p.num_tokens;
   const auto ask = [&] {
