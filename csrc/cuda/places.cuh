@@ -135,18 +135,22 @@ __device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places
   ids[1] = high;
   const uint32_t bit = 1u << (slot & 31);
   uint32_t* column = places.bits(0) + (slot >> 5);
-  uint32_t before[2 * kPerWord];  // all atomics are on their way before the first is looked at
+  // No branches, and all atomics are on their way before the first is looked at. Choices of other ranks set no bit, in
+  // a word of the thread's own.
+  uint32_t bits[2 * kPerWord], before[2 * kPerWord];
 #pragma unroll
   for (int i = 0; i < 2 * kPerWord; i++) {
     const uint32_t id = (i < kPerWord ? low : high) >> i % kPerWord * kBits & ((1u << kBits) - 1);
     const bool wanted = id < static_cast<uint32_t>(p.output.local_experts);
-    before[i] = ptx::atom_or_relaxed_shared(column + (kExpertRows ? id * places.shape.words : 0), bit, wanted);
+    bits[i] = wanted ? bit : 0;
+    before[i] =
+        ptx::atom_or_relaxed_shared(wanted ? column + (kExpertRows ? id * places.shape.words : 0) : ids, bits[i]);
   }
   if (!kExpertRows) return;
-  uint32_t any = 0;
+  uint32_t seen = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * kPerWord; i++) any |= before[i];
-  if ((any & bit) != 0) places.totals[Places::kDuplicates] = 1;
+  for (int i = 0; i < 2 * kPerWord; i++) seen |= before[i] & bits[i];
+  if (seen != 0) places.totals[Places::kDuplicates] = 1;
 }
 
 // Waits for the routing of slot (source, token) and puts it into the places. One thread calls.

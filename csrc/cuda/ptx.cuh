@@ -117,13 +117,13 @@ __device__ __forceinline__ void st_row(Vector* p, Vector v) {
 #endif
 }
 
-// Sets bits of a word in shared memory where `wanted`, without a branch: several of them are on their way at once. What
-// the word was before, 0 where not wanted.
-__device__ __forceinline__ uint32_t atom_or_relaxed_shared(uint32_t* p, uint32_t bits, bool wanted) {
-  uint32_t before = 0;
-  asm volatile("{.reg .pred q; setp.ne.u32 q,%3,0; @q atom.relaxed.cta.shared.or.b32 %0,[%1],%2;}"
-               : "+r"(before)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(bits), "r"(static_cast<uint32_t>(wanted))
+// What the word was before. (The compiler waits for one atomic before it sends the next, if they stand under
+// conditions.)
+__device__ __forceinline__ uint32_t atom_or_relaxed_shared(uint32_t* p, uint32_t bits) {
+  uint32_t before;
+  asm volatile("atom.relaxed.cta.shared.or.b32 %0,[%1],%2;"
+               : "=r"(before)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(bits)
                : "memory");
   return before;
 }
