@@ -102,6 +102,24 @@ TEST(DispatchGeometry, CountsThePiecesToSendAndToReceive) {
   EXPECT_EQ(LlDispatchGeometry::of(p, plan).own_units, 128 * pieces) << "a receiving half does not know its tokens";
 }
 
+TEST(DispatchGeometry, NumbersOfRowsHaveWarpsOfTheirOwnWhereThereAreSome) {
+  LlDispatchParams p = some_dispatch(OutputLayout::kExpertMajor);
+  p.shape = Shape::make(4, 256, 8, 1);
+  p.num_tokens = 1;
+  const LlPlan plan = plan_dispatch({1, p.row.wire_bytes(), false}, 132);
+  const int pieces = ceil_div(28, plan.steps);
+  const LlDispatchGeometry small = LlDispatchGeometry::of(p, plan);
+  EXPECT_EQ(small.numbers_piece, EP_D_NUMBERS != 0 ? pieces : 0);
+  EXPECT_EQ(small.send_units, pieces) << "numbers are not sent as a piece";
+  EXPECT_EQ(small.receive_units, 4 * (pieces + (EP_D_NUMBERS != 0 ? 1 : 0)));
+  EXPECT_EQ(small.listeners, EP_D_ROTATE != 0 ? 1 : 0);
+  LlPlan few = plan;
+  few.blocks = few.receiver_block0 + 1;  // 16 receivers for 56 pieces
+  EXPECT_EQ(LlDispatchGeometry::of(p, few).numbers_piece, 0);
+  p.shape = Shape::make(4, 256, 8, 128);
+  EXPECT_EQ(LlDispatchGeometry::of(p, plan).listeners, 0) << "all warps wait for the routing of 512 slots";
+}
+
 TEST(Geometry, RefusesAPlanWithoutAnOpener) {
   const LlDispatchParams dispatch = some_dispatch(OutputLayout::kExpertMajor);
   LlPlan plan = plan_dispatch({100, dispatch.row.wire_bytes(), false}, 132);
