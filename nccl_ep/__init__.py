@@ -5,6 +5,8 @@ import torch  # noqa: F401  (its libraries must be loaded before the extension)
 from . import log
 from ._version import __version__
 from .buffer import Buffer
+from .deepep_config import Config
+from .deepep_normal import topk_idx_t
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap
 from .functional import Pending, combine, combine_send, combine_weights, dispatch, dispatch_send
@@ -15,6 +17,7 @@ log.set_up()
 
 __all__ = [
     "Buffer",
+    "Config",
     "DispatchOutput",
     "EpError",
     "EventHandle",
@@ -36,4 +39,5 @@ __all__ = [
     "dispatch",
     "dispatch_cached",
     "dispatch_send",
+    "topk_idx_t",
 ]

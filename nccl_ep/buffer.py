@@ -9,33 +9,43 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
+from .deepep_config import sizes_for_bytes
 from .deepep_low_latency import LowLatencyMethods
+from .deepep_normal import NormalMethods
 from .errors import UsageError
 from .log import logger
 from .modes import MODES, auto_ll_tokens
 
-_MIN_ARENA_BYTES = 1 << 16  # blocks are multiples of 512 bytes, and an output may be several
+_MIN_LL_BYTES = 1 << 20
+# Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
+# each stream.
+_MIN_ARENA_BYTES = {"cpu": 1 << 16, "cuda": 64 << 20}
+_ADDED_UP = (  # of stats(), over the windows
+    "ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines", "dropped_rows", "invalid_ids",
+    "window_bytes", "arena_bytes", "arena_free_bytes",
+)  # fmt: skip
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
 
-class Buffer(LowLatencyMethods):
+class Buffer(LowLatencyMethods, NormalMethods):
     """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
 
     Args:
         group: a torch process group of any backend (gloo is legal), ``None`` for a world of one rank, or an object with
             ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
-        num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them; ignored with
-            ``sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
-        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric,
-            explicitly_destroy, enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py
-            communicator in place of a group.
+        num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them: with
+            ``low_latency_mode`` for the normal and the low-latency mode, else both for the normal mode. Ignored with
+            ``sizes`` or ``ht_sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, explicitly_destroy,
+            enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py communicator in place
+            of a group.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
         ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
@@ -54,8 +64,6 @@ class Buffer(LowLatencyMethods):
 
     Source: DeepEP's ``Buffer``, whose constructor's arguments come first.
     """
-
-    num_sms: ClassVar[int] = 20  # DeepEP's class attribute, for the high-throughput mode
 
     def __init__(
         self,
@@ -94,29 +102,28 @@ class Buffer(LowLatencyMethods):
         self._forms: dict[tuple[Any, ...], Any] = {}  # what functional.py has checked, by the numbers of the call
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
+        if sizes is None and ht_sizes is None:
+            normal_bytes = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
+            if normal_bytes > 0:
+                ht_sizes = sizes_for_bytes(normal_bytes, self.num_ranks, domain_size or self.num_ranks)
         if sizes is None:
-            sizes = _C.sizes_for_window(self.num_ranks, max(num_nvl_bytes + num_rdma_bytes, 1 << 20))
-        config = _C.GroupConfig(
-            device_index=-1 if self.device.type == "cpu" else self.device.index,
-            domain_size=domain_size or 0,
-            tagged_bytes=sizes[0],
-            dispatch_row_bytes=sizes[1],
-            combine_row_bytes=sizes[2],
-            timeout_seconds=timeout,
-            network_seed=network_seed or 0,
-            ht_sizes=ht_sizes or (0,) * 6,
-        )
-        self._sizes = sizes
+            ll_bytes = num_rdma_bytes if low_latency_mode else 0
+            sizes = _C.sizes_for_window(self.num_ranks, max(ll_bytes, _MIN_LL_BYTES))
+        self._rendezvous, self._timeout = rendezvous, timeout
+        self._claims = {"domain_size": domain_size or 0, "network_seed": network_seed or 0}
+        self._sizes, self._ht_sizes = sizes, ht_sizes
+        self._fitting: dict[tuple[int, int, int], int] = {}
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._scratch: dict[Any, torch.Tensor] = {}
         self._comm_stream: Any = None
         self._is_destroyed = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
-        start, free = time.monotonic(), _free_memory(self.device)
-        self.runtime = _make_group(self.name, rendezvous, config, timeout)
-        self._memory_total = free - _free_memory(self.device)
-        _buffers[self.name] = weakref.ref(self, functools.partial(_forget, self.name))
+        self._windows: list[_C.Group] = []  # the first, and those that the normal mode has needed since
+        self._normal_name = self.name  # by which ops find the last
+        self._memory_total = 0
+        start = time.monotonic()
+        self.runtime = self._make_window(self.name, sizes)
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
             logger.info(
@@ -173,12 +180,44 @@ class Buffer(LowLatencyMethods):
             sizes = _C.sizes_for(ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes)
         if mode != "ll":
             if arena_bytes is None:
-                arena_bytes = max(2 * ranks * max_tokens * row_bytes, _MIN_ARENA_BYTES)
+                least = _MIN_ARENA_BYTES[_choose_device(options.get("device")).type]
+                arena_bytes = max(2 * ranks * max_tokens * row_bytes, least)
             domain = options.get("domain_size") or ranks
             ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
         buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
         buffer.group, buffer.max_tokens = group, max_tokens
         return buffer
+
+    def _make_window(self, name: str, sizes: tuple[int, int, int]) -> _C.Group:
+        """With ``_ht_sizes``. Collective."""
+        free = _free_memory(self.device)
+        config = _C.GroupConfig(
+            device_index=-1 if self.device.type == "cpu" else self.device.index,
+            tagged_bytes=sizes[0],
+            dispatch_row_bytes=sizes[1],
+            combine_row_bytes=sizes[2],
+            timeout_seconds=self._timeout,
+            ht_sizes=self._ht_sizes or (0,) * 6,
+            **self._claims,
+        )
+        made = _make_group(name, self._rendezvous, config, self._timeout)
+        self._memory_total += free - _free_memory(self.device)
+        _buffers[name] = weakref.ref(self, functools.partial(_forget, name))
+        self._windows.append(made)
+        return made
+
+    def _grow(self, ht_sizes: tuple[int, int, int, int, int, int]) -> None:
+        """A further window for DeepEP's normal mode, which is too large for those there are. Collective.
+
+        The others stay: graphs may have been captured on them, low latency goes on in the first.
+        """
+        self.require_usable()
+        self._ht_sizes = ht_sizes
+        self._fitting.clear()
+        name = f"{self.name}.{len(self._windows)}"
+        window_bytes = self._make_window(name, (0, 0, 0)).stats()["window_bytes"]
+        self._normal_name = name
+        logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
 
     # ---- State
 
@@ -191,7 +230,8 @@ class Buffer(LowLatencyMethods):
             raise UsageError(
                 f"{self.name} belongs to process {self._process}, this is its fork {os.getpid()}: make a buffer here"
             )
-        self.runtime.require_usable()
+        for window in self._windows:
+            window.require_usable()
 
     def check(self) -> None:
         """Raises what was found since the last call.
@@ -200,12 +240,15 @@ class Buffer(LowLatencyMethods):
         Otherwise as ``require_usable``.
         """
         self.require_usable()
-        self.runtime.check()
+        for window in self._windows:
+            window.check()
 
     def set_timeout(self, seconds: float) -> None:
         """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive."""
         self.require_usable()
-        self.runtime.set_timeout(seconds)
+        for window in self._windows:
+            window.set_timeout(seconds)
+        self._timeout = seconds
 
     def stats(self) -> dict[str, Any]:
         """What the buffer has done since it was made, what it takes, and what was chosen for it.
@@ -219,11 +262,15 @@ class Buffer(LowLatencyMethods):
         "ht_dispatches", "ht_combines": of high throughput; "staged_dispatches", "staged_combines": those of them that
         needed a copy, because a tensor was not in the arena (or a row's dtype wider than the wire's); "arena_bytes",
         "arena_free_bytes".
+        "grown": further windows that the normal mode of DeepEP has needed.
         "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
 
         On CUDA it waits for a copy from the device, not for operations in flight.
         """
-        stats = dict(self.runtime.stats())
+        first, *further = (window.stats() for window in self._windows)
+        stats = dict(first) | {"grown": len(further)}
+        for each in further:
+            stats |= {name: stats[name] + each[name] for name in _ADDED_UP}
         stats["scratch_bytes"] = sum(tensor.nbytes for tensor in self._scratch.values())
         if self.device.type == "cuda":
             stats["memory_total_bytes"] = self._memory_total
@@ -237,7 +284,7 @@ class Buffer(LowLatencyMethods):
         tells), it lies in other memory and works as well.
         """
         self.require_usable()
-        made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self.name, self._seq, list(size), dtype)
+        made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._normal_name, self._seq, list(size), dtype)
         return made
 
     def wire_bytes(self) -> dict[str, list[int]]:
@@ -246,7 +293,10 @@ class Buffer(LowLatencyMethods):
         "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights. A row that another
         rank has made readable counts where it is read.
         """
-        return dict(self.runtime.wire_bytes())
+        total, *further = (dict(window.wire_bytes()) for window in self._windows)
+        for each in further:
+            total = {name: [a + b for a, b in zip(total[name], each[name], strict=True)] for name in total}
+        return total
 
     @property
     def domain_size(self) -> int:
@@ -259,7 +309,8 @@ class Buffer(LowLatencyMethods):
             if not self._is_destroyed:
                 self._is_destroyed = True
                 logger.info("destroying %s", repr(self))
-            self.runtime.destroy()
+            for window in self._windows:
+                window.destroy()
             self._scratch.clear()
 
     def __enter__(self) -> Buffer:

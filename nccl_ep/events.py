@@ -79,19 +79,29 @@ class _Buffer(Protocol):
 
 
 def run_beside(
-    buffer: _Buffer, call: Callable[[], T], inputs: tuple[Any, ...], is_async: bool
+    buffer: _Buffer,
+    call: Callable[[], T],
+    inputs: tuple[Any, ...],
+    is_async: bool,
+    previous: EventOverlap | EventHandle | None = None,
 ) -> tuple[T, EventOverlap]:
     """``call()`` on the current stream, without an event; or on the buffer's own, with an event of its end.
 
-    The buffer's stream first waits for the current one. The event holds the tensors of ``inputs`` and of the result.
+    The buffer's stream first waits for the current one; given ``previous``, for that event instead. Then the operation
+    runs there also without ``is_async``, and the current stream waits for its end. The event holds the tensors of
+    ``inputs`` and of the result.
     """
-    if not is_async:
+    before = previous.event if isinstance(previous, EventOverlap) else previous
+    if not is_async and (before is None or buffer.device.type == "cpu"):
         return call(), EventOverlap()
     if buffer.device.type == "cpu":
         return call(), EventOverlap(EventHandle.completed())
     current, comm = torch.cuda.current_stream(buffer.device), buffer.get_comm_stream()
-    comm.wait_stream(current)
+    if before is None:
+        comm.wait_stream(current)
     with torch.cuda.stream(comm):
+        if before is not None:
+            before.current_stream_wait()
         result = call()
         event = EventHandle(comm)
     outputs = (result,) if isinstance(result, torch.Tensor) else result
@@ -100,8 +110,12 @@ def run_beside(
     # the end, and the tensors that the event holds are safe without.
     if not torch.cuda.is_current_stream_capturing():
         for tensor in kept:
-            tensor.record_stream(comm)
-            tensor.record_stream(current)
+            if tensor.is_cuda:
+                tensor.record_stream(comm)
+                tensor.record_stream(current)
+    if not is_async:
+        event.current_stream_wait()
+        return result, EventOverlap()
     return result, EventOverlap(event, kept)
 
 

@@ -14,8 +14,8 @@ from .buffer import Buffer
 from .checks import error_of, require_on
 from .errors import OverflowError, UsageError
 from .events import EventOverlap, run_beside
-from .handle import LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
-from .high_throughput import EXACT, buffer_of, combine_args, route_and_send
+from .handle import EXACT, LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
+from .high_throughput import buffer_of, combine_args, route_and_send
 from .log import logger
 from .modes import MODES, choose_mode
 

@@ -33,6 +33,7 @@ class Quant(enum.IntEnum):
 
 
 LAYOUTS = {layout.name.lower(): layout for layout in Layout}
+EXACT = -1  # the capacity of a dispatch of exact sizes, as the ops take it
 QUANTS = {None: Quant.NONE} | {quant.name.lower(): quant for quant in Quant if quant}
 
 

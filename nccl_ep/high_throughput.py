@@ -14,7 +14,6 @@ from .errors import UsageError
 from .handle import QUANTS, DispatchOutput, Handle
 
 _ops = torch.ops.nccl_ep
-EXACT = -1  # the capacity of a dispatch of exact sizes, as the op takes it
 
 
 @dataclass(slots=True, eq=False)

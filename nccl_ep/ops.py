@@ -216,7 +216,7 @@ def _ht_route_size(buffer: str, num_tokens: int, max_tokens: int, topk: int, num
 
     made = find_buffer(buffer)
     ranks, domains = made.num_ranks, made.num_ranks // made.domain_size
-    size = _align4(ranks * ranks) + _align4(num_experts // ranks) + 3 * _align4(num_tokens * topk)
+    size = _align4(ranks * ranks) + _align4(num_experts // ranks + 1) + 3 * _align4(num_tokens * topk)
     return size if domains == 1 else size + _align4(domains) + 3 * _align4(domains * max_tokens * topk)
 
 
@@ -255,6 +255,27 @@ def _(
     route = x.new_empty([_ht_route_size(buffer, x.shape[0], max_tokens, topk, num_experts)], dtype=torch.int32)
     slots = x.new_empty([num_slots, _slot_words(layout, topk)], dtype=torch.int32)
     return *outputs, route, slots, *further
+
+
+@_fake("ht_dispatch_deepep")
+def _(
+    buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, capacity: int, num_sms: int,
+) -> Any:  # fmt: skip
+    is_exact, ranks = capacity < 0, _num_ranks(buffer)
+    num_slots: Any = ranks * max_tokens
+    if is_exact:
+        capacity = num_slots = torch.library.get_ctx().new_dynamic_size()  # type: ignore[assignment]
+    num_scales, scale_dtype = (x_scales.shape[1], x_scales.dtype) if x_scales is not None else (0, torch.float32)
+    rows, scales, weights, ids, _, info = _outputs(
+        x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk_idx.shape[1], topk_idx.dtype, num_experts,
+        max_tokens, Layout.FLAT, capacity, Quant.NONE,
+    )  # fmt: skip
+    size = _ht_route_size(buffer, x.shape[0], max_tokens, topk_idx.shape[1], num_experts)
+    route, slots = x.new_empty([size], dtype=torch.int32), x.new_empty([num_slots, 1], dtype=torch.int32)
+    prefix = x.new_empty([ranks, ranks], dtype=torch.int32)
+    counts = torch.empty([1 + num_experts // ranks if is_exact else 0], dtype=torch.int64, device="cpu")
+    return rows, scales, ids, weights, info, route, slots, prefix, counts
 
 
 @_fake("ht_dispatch_out")

@@ -11,6 +11,7 @@ import torch
 import nccl_ep
 
 HIDDEN, TOPK, TOKENS, LOCAL_EXPERTS = 1024, 4, 24, 4
+NUM_SMS = (0, 4)  # of combines in turn; on four, a kernel's senders draw tickets for most of what they send
 # d: a dispatch of the next inputs. c: a combine of the oldest dispatch that has none yet, or once more of the last one.
 # p: a push of the benchmark's floor, a call of dispatch's kind that waits for credits alone.
 # An odd number of operations each: the kinds' epochs begin a replay at any parity, together or apart.
@@ -82,7 +83,8 @@ class Chain:
                 outs.append(nccl_ep.dispatch(*inputs, buffer=self.buffer, num_experts=self.experts))
             elif letter == "c":
                 slot = min(len(combined), len(outs) - 1)
-                combined.append((slot, nccl_ep.combine(outs[slot].x, outs[slot].handle)))
+                num_sms = NUM_SMS[len(combined) % 2]
+                combined.append((slot, nccl_ep.combine(outs[slot].x, outs[slot].handle, num_sms=num_sms)))
             else:
                 floor_calls.push(outs[-1].handle, HIDDEN * 2)
         ranks = self.buffer.num_ranks

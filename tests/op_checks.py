@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-HT_OPS = ["ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_combine", "ht_combine_out", "arena_empty"]
+HT_OPS = [
+    "ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_dispatch_deepep", "ht_combine", "ht_combine_out",
+    "arena_empty",
+]  # fmt: skip
 UTILS = (
     "test_schema",
     "test_autograd_registration",

@@ -57,7 +57,7 @@ def test_a_window_of_given_bytes_serves_shapes_unknown_when_it_was_made() -> Non
     cases = expected_cases(6, num_ranks=2)
 
     def body(group: ThreadGroup) -> None:
-        with nccl_ep.Buffer(group, 1 << 20, 15 << 20, device="cpu", timeout=30.0) as buffer:
+        with nccl_ep.Buffer(group, 0, 16 << 20, low_latency_mode=True, device="cpu", timeout=30.0) as buffer:
             for case in cases:
                 case.run(buffer)
 

@@ -63,11 +63,16 @@ class Calls:
         combine = (*head, case.rows[rank], case.values[rank], *routes, None, None, biases, *handle.args(), *how)
         made = ops.ht_dispatch.default(*dispatch)
         outs = [[torch.zeros_like(made[0]), torch.zeros_like(made[8])], *(torch.zeros_like(each) for each in made[1:8])]
+        deepep = (
+            *head, given.x, given.scales, given.topk_idx, given.topk_weights, shape.num_experts, shape.max_tokens,
+            len(given.x) * buffer.num_ranks, 0,
+        )  # fmt: skip
         self.out = out
         self.args: dict[str, tuple[Any, ...]] = {
             "ht_dispatch": dispatch,
             "ht_dispatch_out": (*dispatch, *outs),
             "ht_dispatch_cached": (*head, [given.x, extra], None, *routes, *handle.args(), quant, True, 0),
+            "ht_dispatch_deepep": deepep,
             "ht_combine": combine,
             "ht_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden)),
             "arena_empty": (*head, [3, 5], torch.float16),
@@ -121,6 +126,18 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("num_experts", [3, 4, 5])
+def test_fakes_know_the_size_of_a_route(num_experts: int) -> None:
+    """Its parts are aligned, and one of them has a word more than experts."""
+    case = _case(1, "flat", num_experts=num_experts)
+    with _buffer(case, None) as buffer:
+        calls = Calls(case, buffer)
+        for name in ("ht_dispatch", "ht_dispatch_deepep"):
+            with FakeTensorMode() as mode:
+                faked = described(getattr(ops, name).default(*(as_fake(mode, each) for each in calls.args[name])))
+            assert faked == described(calls.run(name)), name
+
+
 @pytest.mark.parametrize("layout", ["flat", "packed", "rank_major"])
 def test_exact_sizes_are_symbols(layout: str) -> None:
     """What is only known when the op runs must not be a number in a trace."""
@@ -144,6 +161,27 @@ def test_exact_sizes_are_symbols(layout: str) -> None:
             assert tensor.dtype == symbolic.dtype and tensor.dim() == symbolic.dim()
             for size, symbol in zip(tensor.shape, symbolic.shape, strict=True):
                 assert isinstance(symbol, torch.SymInt) or size == symbol
+
+
+def test_exact_sizes_in_deepeps_convention() -> None:
+    """The rows are a symbol; the counts are not, and lie where the host can read them."""
+    case = _case(1, "flat")
+    with _buffer(case, None) as buffer:
+        args = list(Calls(case, buffer).args["ht_dispatch_deepep"])
+        args[8] = -1  # capacity
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            faked = ops.ht_dispatch_deepep.default(
+                *[mode.from_tensor(t, static_shapes=True) if isinstance(t, torch.Tensor) else t for t in args]
+            )
+        real = ops.ht_dispatch_deepep.default(*args)
+        assert isinstance(faked[0].shape[0], torch.SymInt) and isinstance(faked[6].shape[0], torch.SymInt)
+        for tensor, symbolic in zip(real, faked, strict=True):
+            assert tensor.dtype == symbolic.dtype and tensor.dim() == symbolic.dim()
+            for size, symbol in zip(tensor.shape, symbolic.shape, strict=True):
+                assert isinstance(symbol, torch.SymInt) or size == symbol
+        ids = case.inputs[0].topk_idx
+        assert real[8].device.type == faked[8].device.type == "cpu"
+        assert real[8].tolist() == [len(ids), *(int((ids == expert).sum()) for expert in range(2))]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

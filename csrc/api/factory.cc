@@ -11,9 +11,9 @@
 
 namespace ep {
 
-std::vector<std::vector<uint64_t>> take_time_line([[maybe_unused]] bool combine) {
+std::vector<std::vector<uint64_t>> take_time_line([[maybe_unused]] bool combine, [[maybe_unused]] bool ht) {
 #if defined(EP_WITH_CUDA)
-  return take_stamps(combine);
+  return take_stamps(combine, ht);
 #else
   return {};
 #endif

@@ -9,7 +9,7 @@
 namespace ep {
 
 // Time lines of the last kernels (cuda/stamps.h); empty without CUDA.
-std::vector<std::vector<uint64_t>> take_time_line(bool combine);
+std::vector<std::vector<uint64_t>> take_time_line(bool combine, bool ht);
 
 // False in a build without CUDA.
 bool has_cuda_backend();

@@ -38,6 +38,7 @@ enum class Point : int {
   kBeforeRouting,  // before routing is sent
   kBeforeRows,     // before the first row is sent
   kBetweenWords,   // between words of a row
+  kBeforeTicket,   // before a sender draws a ticket for its next piece
 };
 
 #if defined(EP_TESTING)

@@ -74,7 +74,9 @@ void take_counts(const HtDispatchParams& p, const HtChannel& channel, HtCounts& 
 }
 
 // Counts of all ranks to the places of the own rows, and to what this rank will receive.
-int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vector<Receiver>& receivers, int rank) {
+int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vector<Receiver>& receivers,
+              const HtChannel& channel) {
+  const int rank = channel.rank();
   std::vector<OutputShape> outputs;
   for (const Receiver& receiver : receivers) outputs.push_back(receiver.output);
   place_tokens(p.shape, outputs, counts, rank, p.num_tokens, p.handle.own);
@@ -92,6 +94,10 @@ int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vect
   if (p.host_sizes != nullptr) {
     p.host_sizes[0] = bins.starts.back();
     p.host_sizes[1] = first_slot(p.handle.counts, p.shape.num_ranks, p.shape.num_ranks, rank);
+    std::copy_n(p.handle.expert_counts, p.shape.local_experts(), p.host_sizes + 2);
+  }
+  for (int r = 0; p.host_most_tokens != nullptr && r < p.shape.num_ranks; r++) {
+    *p.host_most_tokens = std::max<int64_t>(*p.host_most_tokens, channel.num_tokens(r));
   }
   return bins.dropped;
 }
@@ -277,7 +283,7 @@ void run(const HtDispatchParams& p, HtChannel& channel, CpuState& state) {
   int64_t dropped = 0;
   if (routes(p.steps)) {
     take_counts(p, channel, counts);
-    dropped = route(p, counts, receivers, rank);
+    dropped = route(p, counts, receivers, channel);
   }
   if (sends_rows(p.steps)) {
     Sender sender(p, channel, receivers);

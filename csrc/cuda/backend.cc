@@ -122,6 +122,18 @@ struct Memory {
   }
 };
 
+// While it lives, calls of CUDA in this thread do not disturb a capture in another.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // Frees what a buffer owns once the GPU is idle. After the deadline the work is left to a thread of its own, and what
 // cannot be freed safely is left to the end of the process: a caller never hangs here.
 void tear_down(Memory* owned) noexcept {
@@ -287,29 +299,36 @@ class CudaBackend : public Backend {
   void route(const HtDispatchParams& params, void* stream) {
     HtRouteParams routing{params};
     if (params.host_sizes == nullptr) return run(routing, stream);
-    const int count = 2 + params.output.local_experts;
+    const int count = 2 + params.output.local_experts;  // and the most tokens of a rank behind them
     check_not_capturing(static_cast<cudaStream_t>(stream));
-    make_room_for_sizes(count);
+    make_room_for_sizes(count + 1);
     EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_sizes), memory_->ht_sizes, 0));
     EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_epoch), &memory_->host->ht_epoch, 0));
-    std::atomic_ref epoch(memory_->host->ht_epoch);
-    const uint64_t before = epoch.load(std::memory_order_relaxed);
+    const uint64_t before = std::atomic_ref(memory_->host->ht_epoch).load(std::memory_order_relaxed);
     run(routing, stream);
-    // The kernel has a deadline, so the host needs none but for a GPU that is busy with other work.
-    while (epoch.load(std::memory_order_acquire) == before) {
+    await_sizes(before, static_cast<cudaStream_t>(stream));
+    std::copy_n(memory_->ht_sizes, count, params.host_sizes);
+    if (params.host_most_tokens != nullptr) *params.host_most_tokens = memory_->ht_sizes[count];
+  }
+
+  // The kernel has a deadline, so the host needs none. It looks at the stream once in a while: each time takes a lock
+  // of the driver that other threads want.
+  void await_sizes(uint64_t before, cudaStream_t stream) {
+    constexpr int kPollsPerLook = 4096;
+    RelaxedCapture relaxed;
+    std::atomic_ref epoch(memory_->host->ht_epoch);
+    for (int polls = 1; epoch.load(std::memory_order_acquire) == before; polls++) {
+      if (polls % kPollsPerLook != 0) continue;
       const Failure failed = failure();
       if (failed.code != Failure::kNone) {
         raise(failed.code == Failure::kTimeout ? ErrorKind::kTimeout : ErrorKind::kMismatch,
               describe(failed, memory_->peers.rank, memory_->timeout_seconds));
       }
-      if (cudaStreamQuery(static_cast<cudaStream_t>(stream)) != cudaErrorNotReady) {
-        if (epoch.load(std::memory_order_acquire) != before) break;
-        EP_CUDA(cudaStreamQuery(static_cast<cudaStream_t>(stream)));
-        if (failure().code == Failure::kNone)
-          raise(ErrorKind::kSystem, "the routing of a dispatch ended without sizes");
-      }
+      const cudaError_t state = cudaStreamQuery(stream);
+      if (state == cudaErrorNotReady || epoch.load(std::memory_order_acquire) != before) continue;
+      EP_CUDA(state);
+      raise(ErrorKind::kSystem, "the routing of a dispatch ended without sizes");
     }
-    std::copy_n(memory_->ht_sizes, count, params.host_sizes);
   }
 
   static void check_not_capturing(cudaStream_t stream) {
@@ -321,6 +340,7 @@ class CudaBackend : public Backend {
 
   void make_room_for_sizes(int count) {
     if (count <= memory_->ht_sizes_count) return;
+    RelaxedCapture relaxed;
     EP_CUDA(cudaFreeHost(memory_->ht_sizes));
     memory_->ht_sizes = nullptr;
     EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory_->ht_sizes), count * sizeof(int64_t), cudaHostAllocMapped));

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/geometry.h"
 #include "layout/ht_layout.h"
 #include "layout/wire.h"
 #include "runtime/state.h"
@@ -16,6 +17,10 @@ struct alignas(128) EpochLine {
 };
 struct alignas(128) TicketLine {
   uint32_t started;  // blocks of the running call that have read the epoch
+};
+
+struct alignas(128) UnitTicketLine {
+  uint32_t next;  // ticket of a group of combine's sending blocks (UnitDeal); zero between calls
 };
 
 constexpr int kMaxCudaRanks = 64;
@@ -32,6 +37,7 @@ struct HtCounters {
 struct DeviceState {
   EpochLine epoch[kNumKinds];
   TicketLine ticket[kNumKinds];
+  UnitTicketLine unit_tickets[kMaxTicketGroups];
   struct alignas(128) {
     uint32_t has_failed;  // set once, by the first wait that gives up; every wait looks at it
     uint64_t timeout_ns;

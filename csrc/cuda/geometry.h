@@ -2,12 +2,18 @@
 // pieces, strides of work, divisors. Pure functions, so that they are tested anywhere.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+
 #include "base/check.h"
 #include "base/math.h"
 #include "runtime/params.h"
 #include "runtime/plan.h"
 
 namespace ep {
+
+constexpr int kMaxTicketGroups = 64;  // DeviceState has a counter for each
 
 // Sizes of a row in the units of a warp.
 struct RowShape {
@@ -109,52 +115,109 @@ struct LlDispatchGeometry {
   }
 };
 
-// Pieces of rows are dealt to blocks, the same on every rank: piece number u (of a row, rows one after the other) to
-// block u % blocks. Inside a block the pieces, once for each home, go to the warps in turn. A warp goes on by adding
-// its stride digit by digit; a carry of the home digit chooses the second of two steps.
-struct UnitStride {
-  int homes = 1, home_step = 0;
-  int piece_step[2] = {0, 0}, token_step[2] = {0, 0};
-  Divisor by_homes;
+// A piece of a token's row, and the place of its home rank in the order of homes.
+struct Unit {
+  int home, piece, token;
+};
 
-  static UnitStride of(int blocks, int warps, int pieces, int homes) {
-    UnitStride stride;
-    stride.homes = homes;
-    stride.home_step = warps % homes;
-    for (int carry = 0; carry < 2; carry++) {
-      const int step = (warps / homes + carry) * blocks;
-      stride.piece_step[carry] = step % pieces;
-      stride.token_step[carry] = step / pieces;
-    }
-    stride.by_homes = Divisor::of(homes);
-    return stride;
+// How pieces of rows, once for each home, are handed out to the sending warps. Piece number n is n % pieces of token
+// n / pieces, and is sent by block n % blocks, or by another block of its group, n % groups.
+//
+// Each warp has its first unit, and a few have two, without asking. From number `first_number` on, a warp draws a
+// ticket for each unit from the counter of its group, and ends when it draws one in vain. So as many tickets are drawn
+// as there are units and warps together: it is known which is the call's last, and the counter goes on to zero from
+// there, ready for the next call.
+struct UnitDeal {
+  int blocks = 1, warps = 1, homes = 1, pieces = 1;
+  int dealt = 1;         // units of a block that need no ticket
+  int first_number = 1;  // of pieces whose units need one
+  int groups = 1, group_warps = 1;
+  Divisor by_homes, by_pieces, by_groups;
+
+  // `groups`: wanted. Blocks are a multiple of what there are.
+  static UnitDeal of(int blocks, int warps, int pieces, int homes, int groups) {
+    UnitDeal deal;
+    deal.blocks = blocks;
+    deal.warps = warps;
+    deal.homes = homes;
+    deal.pieces = pieces;
+    const int numbers = ceil_div(warps, homes);  // of a block that need no ticket
+    deal.dealt = numbers * homes;
+    deal.first_number = numbers * blocks;
+    deal.groups = std::gcd(blocks, std::clamp(groups, 1, kMaxTicketGroups));
+    deal.group_warps = blocks / deal.groups * warps;
+    deal.by_homes = Divisor::of(homes);
+    deal.by_pieces = Divisor::of(pieces);
+    deal.by_groups = Divisor::of(deal.groups);
+    return deal;
+  }
+
+  EP_HD Unit unit(int home, int number) const {
+    const int token = by_pieces.divide(number);
+    return {home, by_pieces.remainder(number, token), token};
+  }
+  // A warp begins with the index-th unit of its block, index being its own number, and goes on in steps of `warps`.
+  EP_HD bool is_dealt(int index) const { return index < dealt; }
+  EP_HD Unit dealt_unit(int block, int index) const {
+    const int round = by_homes.divide(index);
+    return unit(by_homes.remainder(index, round), round * blocks + block);
+  }
+  // `tokens`: of the rank that has most.
+  EP_HD bool has_tickets(int tokens) const { return tokens * pieces > first_number; }
+  EP_HD int group_of(int block) const { return by_groups.remainder(block, by_groups.divide(block)); }
+  EP_HD Unit ticket_unit(int group, int ticket) const {
+    const int round = by_homes.divide(ticket);
+    return unit(by_homes.remainder(ticket, round), first_number + group + round * groups);
+  }
+  EP_HD int last_ticket(int group, int tokens) const {
+    const int numbers = tokens * pieces - first_number - group;
+    return (numbers > 0 ? by_groups.divide(numbers + groups - 1) * homes : 0) + group_warps - 1;
   }
 };
 
+// Receivers of a call of so many tokens of their rank leave the senders' way: they ask for their first rows when the
+// epoch is known, and poll one word of a rank.
+constexpr int kBusyTokens = 16;
+
 struct LlCombineGeometry {
-  int pieces = 1;       // of a row
   int output_rows = 0;  // of the dispatch
   int homes = 0;        // to send to; a sending half counts itself among them
-  UnitStride send, sum;
-  Divisor by_pieces;
+  int row_bytes = 0;    // of the rows to add
+  bool is_busy = false;
+  UnitDeal deal;
+  int receivers = 0;          // warps, between which the pieces of own tokens are dealt by their numbers
+  uint32_t source_bytes = 0;  // from a source's rows in the window to the next one's
   Divisor by_id_words;
   Divisor by_local_experts;
 
   // `lane_elements`: what a lane holds of a piece.
   static LlCombineGeometry of(const LlCombineParams& p, const LlPlan& plan, int lane_elements) {
-    EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warp0 + plan.receiver_warps < plan.warps,
-             plan.sender_warps, " senders and ", plan.receiver_warps, " receivers from warp ", plan.receiver_warp0,
-             " of ", plan.warps, " warps: the last opens the call");
+    check(plan);
     LlCombineGeometry g;
-    g.pieces = ceil_div(p.hidden, 32 * lane_elements);
     g.output_rows = static_cast<int>(p.output.rows());
     g.homes = p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1);
-    g.send = UnitStride::of(plan.blocks, plan.sender_warps, g.pieces, g.homes > 0 ? g.homes : 1);
-    g.sum = UnitStride::of(plan.blocks, plan.receiver_warps, g.pieces, 1);
-    g.by_pieces = Divisor::of(g.pieces);
+    g.row_bytes = p.hidden * size_of(p.dtype);
+    g.is_busy = p.num_tokens >= kBusyTokens;
+    g.deal = UnitDeal::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, 32 * lane_elements),
+                          g.homes > 0 ? g.homes : 1, plan.groups);
+    g.receivers = plan.receivers();
+    g.source_bytes = static_cast<uint32_t>(p.shape.max_tokens) * static_cast<uint32_t>(p.layout.row_stride);
     g.by_id_words = Divisor::of(p.layout.ids.words());
     g.by_local_experts = Divisor::of(p.output.local_experts);
     return g;
+  }
+
+  // Nobody waits for a block above its own (docs/memory_model.md).
+  static void check(const LlPlan& plan) {
+    EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warp0 + plan.receiver_warps < plan.warps,
+             plan.sender_warps, " senders and ", plan.receiver_warps, " receivers from warp ", plan.receiver_warp0,
+             " of ", plan.warps, " warps: the last opens the call");
+    const bool is_together = plan.sender_blocks == plan.blocks && plan.receiver_block0 == 0;
+    const bool is_apart = plan.sender_blocks <= plan.receiver_block0 && plan.receiver_block0 < plan.blocks;
+    EP_CHECK(is_apart || (is_together && plan.sender_warps <= plan.receiver_warp0), plan.sender_warps,
+             " senders in blocks [0, ", plan.sender_blocks, "), receivers from warp ", plan.receiver_warp0,
+             " of blocks from ", plan.receiver_block0, " of ", plan.blocks,
+             ": both in all blocks, on warps of their own, or senders below receivers");
   }
 };
 

@@ -36,19 +36,22 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
     call.call = &args.params.call;
     call.kind = kind;
     call.rank = args.peers.rank;
-    call.epoch = ptx::ld_relaxed_gpu(&args.state->ht_epoch[k].epoch) + 1;
+    const uint64_t last_epoch = ptx::ld_relaxed_gpu(&args.state->ht_epoch[k].epoch);
+    const uint32_t has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
+    call.epoch = last_epoch + 1;
     call.tag = tag_of(call.epoch);
     call.bank = bank_of(call.epoch);
-    call.is_open = call.has_failed() ? CallContext::kFailed : CallContext::kOpen;
-    if (is_last_kernel) {
-      TicketLine& ticket = args.state->ht_ticket[k];
-      if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
-        ptx::st_relaxed_gpu(&ticket.started, 0u);
-        ptx::st_relaxed_gpu(&args.state->ht_epoch[k].epoch, call.epoch);
-      }
-    }
+    call.is_open = has_failed != 0 ? CallContext::kFailed : CallContext::kOpen;
   }
   __syncthreads();
+  if (threadIdx.x == blockDim.x - 1 && is_last_kernel) {
+    TicketLine& ticket = args.state->ht_ticket[k];
+    __threadfence();  // the epoch is read before others may move it on
+    if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
+      ptx::st_relaxed_gpu(&ticket.started, 0u);
+      ptx::st_relaxed_gpu(&args.state->ht_epoch[k].epoch, call.epoch);
+    }
+  }
   return call.is_open == CallContext::kOpen;
 }
 
@@ -62,6 +65,32 @@ __device__ __forceinline__ void clear_next_counters(const CallContext& call) {
 #pragma unroll 1
   for (unsigned i = threadIdx.x; i < sizeof(HtCounters) / 4; i += blockDim.x) words[i] = 0;
 }
+
+// The sum over this lane and those before it.
+__device__ __forceinline__ int inclusive_sum(int value) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, value, step);
+    if (lane_id() >= step) value += other;
+  }
+  return value;
+}
+
+// Rows between this rank and another, as a handle's counts [R, R] tell: their numbers and the first slots. A warp.
+struct Flow {
+  int to, to_first, from, from_first;
+
+  __device__ __forceinline__ static Flow between(const int32_t* counts, int ranks, int rank, int other, int lane) {
+    Flow flow{counts[rank * ranks + other], 0, counts[other * ranks + rank], 0};
+#pragma unroll 1
+    for (int first = 0; first < ranks; first += 32) {
+      const int s = first + lane;
+      flow.to_first += __reduce_add_sync(~0u, s < rank ? counts[s * ranks + other] : 0);
+      flow.from_first += __reduce_add_sync(~0u, s < other ? counts[s * ranks + rank] : 0);
+    }
+    return flow;
+  }
+};
 
 // ---- Call messages
 
@@ -81,6 +110,32 @@ __device__ __forceinline__ void send_call(const CallContext& call, const HtLayou
                         tagged(value, call.tag));
   }
 }
+
+// The same word of the messages of four sources from `first` on, asked for together. Sources past the last count as 0.
+struct CallWords {
+  static constexpr int kTogether = 4;
+  uint32_t value[kTogether];
+
+  __device__ __forceinline__ static CallWords await(const CallContext& call, const HtLayout& layout,
+                                                    const LsaPeers& peers, int first, int index) {
+    const int ranks = layout.topology.num_ranks;
+    uint64_t seen[kTogether];
+    const auto word = [&](int q) { return peers.local<uint64_t>(layout.call_word(call.bank, first + q, index)); };
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) seen[q] = first + q < ranks ? ptx::ld_relaxed_sys(word(q)) : 0;
+    CallWords words;
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      words.value[q] = static_cast<uint32_t>(seen[q]);
+      if (first + q >= ranks) {
+        words.value[q] = 0;
+      } else if (!is_tagged(seen[q], call.tag)) {
+        words.value[q] = await_word(call, word(q), Phase::kRouting, first + q);
+      }
+    }
+    return words;
+  }
+};
 
 __device__ __forceinline__ uint32_t await_call_word(const CallContext& call, const HtLayout& layout,
                                                     const LsaPeers& peers, int source, int index) {
@@ -156,10 +211,24 @@ struct Tickets {
   uint32_t pending = 0;
 
   __device__ __forceinline__ void ask() {
-    if (lane_id() == 0) pending = atomicAdd(counter, 1u);
+    if (lane_id() == 0) pending = ptx::atom_add_relaxed_gpu(counter, 1u);
   }
   __device__ __forceinline__ int take() const { return static_cast<int>(__shfl_sync(~0u, pending, 0)); }
 };
+
+// A warp has finished `units`; returns what others had before. Release of what its lanes did, acquire of the others'.
+__device__ __forceinline__ uint32_t count_finished(const CallContext& call, int units) {
+  uint32_t before = 0;
+  __syncwarp();
+  if (lane_id() == 0) {
+    __threadfence();
+    before = atomicAdd(&counters_of(call).finished, static_cast<uint32_t>(units));
+    __threadfence();
+  }
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before;
+}
 
 // Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first.
 struct Group {

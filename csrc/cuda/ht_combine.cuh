@@ -4,6 +4,7 @@
 
 #include "cuda/ht_call.cuh"
 #include "cuda/numbers.cuh"
+#include "cuda/stamps.cuh"
 
 namespace ep {
 
@@ -38,6 +39,11 @@ struct HtCombineRole : HtBlock {
     return peers.at<char>(rank, p.layout.staged_row(slot) + p.layout.row.offset[part]);
   }
   __device__ int values_part() const { return p.layout.row.num_parts - 1; }
+  // Of this lane in a step of a piece; the row's last one past its end.
+  template <int kCount>
+  __device__ int lane_index(int piece, int step) const {
+    return min((piece * HtCombineGeometry::kPieceSteps + step) * 32 + lane, p.hidden / kCount - 1);
+  }
 };
 
 // Words of combine's call message: where its rows may be read in place, low word first; kNoOffset: staged.
@@ -55,12 +61,14 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   const CombineTables& t = role.tables;
   const int ranks = role.num_ranks(), rank = role.peers.rank, chunks = role.plan.chunks;
 #pragma unroll 1
-  for (int r = role.thread(); r < ranks; r += role.threads()) {
+  for (int r = role.warp; r < ranks; r += role.threads() / 32) {
+    const Flow flow = Flow::between(p.handle.counts, ranks, rank, r, role.lane);
+    if (role.lane != 0) continue;
     t.offsets[r] = await_call_offset(role.call, p.layout, role.peers, r, kCombineRowsOffset);
-    t.to[r] = p.handle.counts[rank * ranks + r];
-    t.from[r] = p.handle.counts[r * ranks + rank];
-    t.to_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, rank, r));
-    t.from_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, r, rank));
+    t.to[r] = flow.to;
+    t.to_first[r] = flow.to_first;
+    t.from[r] = flow.from;
+    t.from_first[r] = flow.from_first;
   }
   __syncthreads();
   if (!role.geometry.has_staging || role.thread() != 0) return;
@@ -133,7 +141,7 @@ struct StagedTerms {
 // Adds a token's rows in the order of k, each product and sum rounded by itself.
 template <DType kIn, DType kWire, int kCount>
 __device__ __forceinline__ void stage_sum(const HtCombineRole& role, int32_t slot, const StagedTerms& terms) {
-  constexpr int kRows = 3, kSteps = HtCombineGeometry::kPieceSteps;
+  constexpr int kRows = 2, kSteps = HtCombineGeometry::kPieceSteps;
   const HtCombineParams& p = role.p;
   const int64_t row_bytes = static_cast<int64_t>(p.hidden) * size_of(kIn);
   const unsigned all = __ballot_sync(~0u, terms.row >= 0);
@@ -152,15 +160,11 @@ __device__ __forceinline__ void stage_sum(const HtCombineRole& role, int32_t slo
       unsigned rest = mask;
 #pragma unroll
       for (int q = 0; q < kRows; q++) {
+        if (rest == 0) break;
         const int32_t row = __shfl_sync(~0u, terms.row, __ffs(static_cast<int>(rest)) - 1);
 #pragma unroll
         for (int s = 0; s < kSteps; s++) {
-          const int lane_index = (piece * kSteps + s) * 32 + role.lane;
-          if (rest != 0 && lane_index * kCount < p.hidden) {
-            rows[q][s].load_nc(static_cast<const char*>(p.rows) + row * row_bytes, lane_index);
-          } else {
-            rows[q][s].fill(0);
-          }
+          rows[q][s].load_nc(static_cast<const char*>(p.rows) + row * row_bytes, role.lane_index<kCount>(piece, s));
         }
         rest &= rest - 1;
       }
@@ -338,36 +342,27 @@ struct PullRoute {
   }
 };
 
-// A piece of a row as it lies on another rank.
+// A lane's numbers of a row as they lie on another rank. Lanes past the row read its last numbers, and nobody looks: a
+// load with an alternative would be waited for where it stands.
 template <DType kIn, DType kWire, int kCount>
 struct PulledPiece {
   Numbers<kIn, kCount> rows;
   Numbers<kWire, kCount> sums;
 
-  __device__ __forceinline__ void load(const char* source, bool in_place, int lane_index, bool is_inside) {
-    if constexpr (kIn == kWire) {
-      sums.fill(0);
-      if (source != nullptr && is_inside) sums.load_relaxed_sys(source, lane_index);
+  __device__ __forceinline__ void load(const char* source, bool in_place, int lane_index) {
+    if (kIn != kWire && in_place) {
+      rows.load_relaxed_sys(source, lane_index);
     } else {
-      sums.fill(0);
-      rows.fill(0);
-      if (source == nullptr || !is_inside) return;
-      if (in_place) {
-        rows.load_relaxed_sys(source, lane_index);
-      } else {
-        sums.load_relaxed_sys(source, lane_index);
-      }
+      sums.load_relaxed_sys(source, lane_index);
     }
   }
   __device__ __forceinline__ void add_to(float (&total)[kCount], bool in_place) {
-    if constexpr (kIn != kWire) {
-      if (in_place) {
-        float values[kCount];
+    if (kIn != kWire && in_place) {
+      float values[kCount];
 #pragma unroll
-        for (int i = 0; i < kCount; i++) values[i] = kNothingYet;
-        rows.add_to(values);
-        sums.from(values);
-      }
+      for (int i = 0; i < kCount; i++) values[i] = kNothingYet;
+      rows.add_to(values);
+      sums.from(values);
     }
     sums.add_to(total);
   }
@@ -403,25 +398,33 @@ __device__ __forceinline__ void add_up_token(const HtCombineRole& role, int toke
 #pragma unroll 1
     for (int first = 0; first < count; first += kTogether) {
       PulledPiece<kIn, kWire, kCount> pieces[kTogether][kSteps];
+      const char* source[kTogether];
       bool in_place[kTogether];
 #pragma unroll
       for (int q = 0; q < kTogether; q++) {
         const int lane = min(first + q, 31);
-        const auto* source =
+        source[q] =
             reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(route.source), lane));
         in_place[q] = kIn != kWire && __shfl_sync(~0u, route.is_in_place ? 1 : 0, lane) != 0;
-        if (first + q >= count) source = nullptr;
+      }
 #pragma unroll
-        for (int s = 0; s < kSteps; s++) {
-          const int lane_index = (piece * kSteps + s) * 32 + role.lane;
-          pieces[q][s].load(source, in_place[q], lane_index, lane_index * kCount < p.hidden);
-        }
+      for (int q = 0; q < kTogether; q++) {
+        if (first + q >= count || source[q] == nullptr) continue;
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) pieces[q][s].load(source[q], in_place[q], role.lane_index<kCount>(piece, s));
       }
 #pragma unroll
       for (int q = 0; q < kTogether; q++) {
         if (first + q >= count) break;
 #pragma unroll
-        for (int s = 0; s < kSteps; s++) pieces[q][s].add_to(total[s], in_place[q]);
+        for (int s = 0; s < kSteps; s++) {
+          if (source[q] != nullptr) {
+            pieces[q][s].add_to(total[s], in_place[q]);
+          } else {  // a rank that has dropped all rows of the token counts with +0
+#pragma unroll
+            for (int i = 0; i < kCount; i++) total[s][i] = __fadd_rn(total[s][i], 0.0f);
+          }
+        }
       }
     }
 #pragma unroll
@@ -449,8 +452,7 @@ __device__ __forceinline__ void take_values(const HtCombineRole& role, int token
 template <DType kIn, DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ void pull_rows(const HtCombineRole& role) {
   const HtCombineParams& p = role.p;
-  HtCounters& counters = counters_of(role.call);
-  Tickets tickets{&counters.taken};
+  Tickets tickets{&counters_of(role.call).taken};
   tickets.ask();
   int token = tickets.take(), done = 0;
   PullRoute next;
@@ -468,12 +470,8 @@ __device__ __forceinline__ void pull_rows(const HtCombineRole& role) {
     done++;
   }
   // The last to have read tells every rank that its rows are its own again.
-  __syncwarp();
   if (done == 0 && p.num_tokens > 0) return;
-  uint32_t before = 0;
-  __threadfence();
-  if (role.lane == 0) before = atomicAdd(&counters.finished, static_cast<uint32_t>(done));
-  before = __shfl_sync(~0u, before, 0);
+  const uint32_t before = count_finished(role.call, done);
   if (before + done != static_cast<uint32_t>(p.num_tokens)) return;
   if (p.num_tokens == 0 && !(role.is_first() && role.warp == 0)) return;
 #pragma unroll 1
@@ -492,6 +490,7 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
   __shared__ CallContext call;
   const HtCombineRole role{
       {at}, p, args.geometry, args.plan, peers, call, CombineTables::of(shared, p.shape.num_ranks)};
+  stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kCombine, at, true)) return;
   if (role.is_first()) {
     clear_next_counters(call);
@@ -506,13 +505,17 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
     if (p.weighting == Weighting::kHome && p.has_rows()) send_weights(role);
   }
   const bool stages = args.geometry.has_staging && role.warp >= args.plan.workers;
+  stamp(Stamp::kEpochKnown, peers.rank);
   if (stages) {
     stage_rows<kIn, kWire, kCount>(role);
+    stamp(Stamp::kSent, peers.rank);
   } else {
     pull_rows<kIn, kWire, kOut, kCount>(role);
+    stamp(Stamp::kOwnDone, peers.rank);
   }
   // The input is the caller's again when all have read.
   if (role.is_first() && role.warp == 0) await_all(role, HtSignal::kCombineDone, Phase::kDone);
+  stamp(Stamp::kEnd, peers.rank);
 }
 
 }  // namespace ep

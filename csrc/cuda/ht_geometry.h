@@ -28,7 +28,7 @@ struct HtRouteGeometry {
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts;
     g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.blocks), 32);
     const int counters = 4 * (ranks + experts);  // of a placing warp, bytes
-    const int others = 4 * (8 * ranks + 4 * experts + 64);
+    const int others = 4 * (9 * ranks + 4 * experts + 64);
     EP_CHECK(others + counters <= kHtSharedBytes, experts, " experts and ", ranks, " ranks need ", others + counters,
              " bytes of shared memory, high throughput on CUDA has ", kHtSharedBytes);
     g.place_warps = std::min(plan.warps, (kHtSharedBytes - others) / counters);
@@ -101,7 +101,7 @@ struct HtSendGeometry {
     g.tables_at = plan.workers * g.stage_bytes;
     const int ranks = p.shape.num_ranks;
     g.bytes =
-        g.tables_at + 8 * plan.workers + ranks * (8 * kHtMaxParts + 5 * 4) + 4 * (p.output.local_experts + 1) + 64;
+        g.tables_at + 8 * plan.workers + ranks * (8 * kHtMaxParts + 7 * 4) + 4 * (p.output.local_experts + 1) + 64;
     return g;
   }
 };
@@ -112,7 +112,7 @@ struct HtCombineGeometry {
   Divisor by_local_experts;
   int bytes = 0;  // of shared memory
 
-  static constexpr int kPieceSteps = 2;
+  static constexpr int kPieceSteps = 4;
 
   static bool stages(const HtCombineParams& p) { return p.has_values || (p.has_rows() && !p.reads_in_place()); }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/ht_send.cuh"
+#include "cuda/stamps.cuh"
 
 namespace ep {
 
@@ -159,25 +160,54 @@ __device__ __forceinline__ void set_entry(const HtDispatchParams& p, int64_t ent
   }
 }
 
-// Rank layouts: a thread takes choices of slots.
+// Rank layouts: the row of a slot.
+__device__ __forceinline__ int32_t row_of_slot(const ReceiveRole& role, int slot) {
+  const OutputShape& output = role.p.output;
+  if (output.layout == OutputLayout::kFlat) return output.row(0, 0, slot);
+  int source = 0;
+  while (source + 1 < role.num_ranks() && slot >= role.tables.from_first[source + 1]) source++;
+  return output.row(source, role.tables.from_first[source], slot - role.tables.from_first[source]);
+}
+
+// Rank layouts: a thread takes choices of slots, several asked for together.
 __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
+  constexpr int kTogether = 8;
   const HtDispatchParams& p = role.p;
   const HtSlotFormat& format = p.layout.slot;
   const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
+  const int last = role.num_ranks() - 1, slots = role.tables.from_first[last] + role.tables.from[last];
+  const auto words_of = [&](int slot) { return role.peers.local<uint32_t>(p.layout.slot_words(slot)); };
 #pragma unroll 1
-  for (int source = 0; source < role.num_ranks(); source++) {
-    const int first = role.tables.from_first[source];
-#pragma unroll 4
-    for (int i = thread; i < role.tables.from[source] * topk; i += threads) {
-      const int index = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, index);
-      const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(first + index));
-      const auto id = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.place(k)));
-      const uint32_t weight = ptx::ld_relaxed_sys(words + format.weight(k));
-      if (k == 0 && first + index < p.handle.num_slots) {
-        *p.handle.slot(first + index) = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
-      }
-      const int32_t row = p.output.row(source, first, index);
-      if (row >= 0) set_entry(p, static_cast<int64_t>(row) * topk + k, id, __uint_as_float(weight));
+  for (int begin = thread; begin < slots * topk; begin += kTogether * threads) {
+    uint32_t id[kTogether], weight[kTogether];
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      const int i = min(begin + q * threads, slots * topk - 1);
+      const int slot = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, slot);
+      id[q] = ptx::ld_relaxed_sys(words_of(slot) + format.place(k));
+      weight[q] = ptx::ld_relaxed_sys(words_of(slot) + format.weight(k));
+    }
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      const int i = begin + q * threads;
+      if (i >= slots * topk) break;
+      const int slot = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, slot);
+      const int32_t row = row_of_slot(role, slot);
+      if (row < 0) continue;
+      set_entry(p, static_cast<int64_t>(row) * topk + k, static_cast<int32_t>(id[q]), __uint_as_float(weight[q]));
+    }
+  }
+  const int kept = static_cast<int>(min(static_cast<int64_t>(slots), p.handle.num_slots));
+#pragma unroll 1
+  for (int begin = thread; begin < kept; begin += kTogether * threads) {
+    uint32_t token[kTogether];
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      token[q] = ptx::ld_relaxed_sys(words_of(min(begin + q * threads, kept - 1)) + format.token());
+    }
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      if (begin + q * threads < kept) *p.handle.slot(begin + q * threads) = static_cast<int32_t>(token[q]);
     }
   }
 }
@@ -242,10 +272,11 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
 
 // The call has failed: nothing was received.
 __device__ __forceinline__ void clear_all(const ReceiveRole& role) {
-  if (routes(role.p.steps)) {
-    for (int i = role.thread(); role.is_first() && i < role.p.output.info_size(); i += role.threads()) {
-      role.p.info[i] = 0;
-    }
+  const int receivers = (role.plan.warps - role.warp0) * 32, receiver = (role.warp - role.warp0) * 32 + role.lane;
+  for (int i = receiver;
+       role.p.info != nullptr && sends_routes(role.p.steps) && role.is_first() && i < role.p.output.info_size();
+       i += receivers) {
+    role.p.info[i] = 0;
   }
   clear_rows(role, 0, role.p.output.rows(), false);
 }
@@ -265,6 +296,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
       {block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry, args.plan.workers),
        shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes},
       args.plan.chunks == 1 ? 0 : args.plan.workers};
+  stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, true)) {
     if (joins) clear_all(role);
     return;
@@ -282,11 +314,15 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
     if (joins) clear_all(role);
     return;
   }
+  stamp(Stamp::kEpochKnown, peers.rank);
   if (is_worker) send_rows<kQuant>(role);
+  stamp(Stamp::kSent, peers.rank);
   if (!joins) return;
   clear_gaps(role);
   if (!place_rows(role)) return clear_all(role);
+  stamp(Stamp::kOwnDone, peers.rank);
   if (sends_routes(p.steps) && !has_expert_rows(p.output.layout)) store_choices(role);
+  stamp(Stamp::kEnd, peers.rank);
 }
 
 }  // namespace ep

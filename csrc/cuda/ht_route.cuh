@@ -11,6 +11,7 @@ struct RouteTables {
   int *rows_before, *rows;        // [R] own tokens for each rank
   int *choices_before, *choices;  // [E] own choices of each expert
   int* first_slot;                // [R] of this rank's rows at each receiver
+  int* from;                      // [R] rows from each rank to this one
   int *layout, *capacity;         // [R] of each receiver's output
   int *start, *index;             // [E] first row of each expert at its owner; choices of ranks before this one
   int *warp_rows, *warp_choices;  // [place_warps][R], [E]: counts, then numbers before each warp's tokens
@@ -31,6 +32,7 @@ struct RouteTables {
     t.warp_rows = take(g.place_warps * ranks);
     t.warp_choices = take(g.place_warps * experts);
     t.first_slot = take(ranks);
+    t.from = take(ranks);
     t.layout = take(ranks);
     t.capacity = take(ranks);
     t.start = take(experts);
@@ -50,10 +52,14 @@ struct RouteRole : HtBlock {
   __device__ int num_experts() const { return p.shape.num_experts; }
   __device__ int chunk_begin() const { return at.block * geometry.chunk_tokens; }
   __device__ int chunk_end() const { return min(p.num_tokens, chunk_begin() + geometry.chunk_tokens); }
-  __device__ int load_choice(int token, int k) const {
-    const int64_t id = load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + k);
-    return id >= 0 && id < num_experts() ? static_cast<int>(id) : -1;
+  // The last block writes down what all learn; the first has told the other ranks.
+  __device__ bool records() const { return at.block == at.num_blocks - 1; }
+  // Ids are asked for without a look at them, within bounds: a load with an alternative is waited for where it stands.
+  __device__ int64_t ask_id(int token, int k) const {
+    const int64_t last = static_cast<int64_t>(p.num_tokens) * p.shape.topk - 1;
+    return load_id(p.topk_idx, p.is_idx64, min(static_cast<int64_t>(token) * p.shape.topk + k, last));
   }
+  __device__ int valid(int64_t id) const { return id >= 0 && id < num_experts() ? static_cast<int>(id) : -1; }
 };
 
 // ---- Counting
@@ -66,6 +72,7 @@ __device__ __forceinline__ void clear_tables(const RouteRole& role) {
 
 // A thread a token. Tokens for a rank are counted by the warp: few counters would be hit by many threads.
 __device__ __forceinline__ void count_tokens(const RouteRole& role) {
+  constexpr int kTogether = 8;
   const RouteTables& t = role.tables;
   const int ranks = role.num_ranks(), warps = role.threads() / 32, topk = role.p.shape.topk;
   int before[2] = {0, 0}, all[2] = {0, 0};  // of ranks `lane` and 32 + `lane`
@@ -74,11 +81,15 @@ __device__ __forceinline__ void count_tokens(const RouteRole& role) {
     const int token = first + role.lane;
     const bool is_before = first < role.chunk_begin();
     uint64_t wanted = 0;
-    if (token < role.p.num_tokens) {
-#pragma unroll 8
-      for (int k = 0; k < topk; k++) {
-        const int id = role.load_choice(token, k);
-        if (id < 0) continue;
+#pragma unroll 1
+    for (int first_k = 0; first_k < topk; first_k += kTogether) {
+      int64_t ids[kTogether];
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) ids[q] = role.ask_id(token, first_k + q);
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) {
+        const int id = role.valid(ids[q]);
+        if (id < 0 || token >= role.p.num_tokens || first_k + q >= topk) continue;
         wanted |= 1ull << role.geometry.by_local_experts.divide(id);
         atomicAdd((is_before ? t.choices_before : t.choices) + id, 1);
       }
@@ -103,15 +114,18 @@ __device__ __forceinline__ void count_tokens(const RouteRole& role) {
 template <class Visit>
 __device__ __forceinline__ void for_each_step(const RouteRole& role, const Visit& visit) {
   if (role.warp >= role.geometry.place_warps) return;
-  const int topk = role.p.shape.topk;
   const int turn = role.geometry.by_topk.divide(role.lane), k = role.geometry.by_topk.remainder(role.lane, turn);
   const int begin = role.chunk_begin() + role.warp * role.geometry.warp_tokens;
   const int end = min(role.chunk_end(), begin + role.geometry.warp_tokens);
+  if (begin >= end) return;
+  int64_t id = role.ask_id(begin + turn, k);
 #pragma unroll 1
   for (int first = begin; first < end; first += role.geometry.step_tokens) {
     const int token = first + turn;
-    const bool exists = turn < role.geometry.step_tokens && token < end && k < topk;
-    visit(token, k, exists, exists ? role.load_choice(token, k) : -1);
+    const bool exists = turn < role.geometry.step_tokens && token < end;
+    const int64_t next = role.ask_id(token + role.geometry.step_tokens, k);
+    visit(token, k, exists, exists ? role.valid(id) : -1);
+    id = next;
   }
 }
 
@@ -162,26 +176,37 @@ __device__ __forceinline__ void take_counts(const RouteRole& role) {
 #pragma unroll 1
   for (int e = role.thread(); e < experts; e += role.threads()) {
     int before = 0, all = 0;
-#pragma unroll 4
-    for (int source = 0; source < ranks; source++) {
-      const int count = word(source, HtCall::kCounts + ranks + e);
-      if (source < rank) before += count;
-      all += count;
+#pragma unroll 1
+    for (int first = 0; first < ranks; first += CallWords::kTogether) {
+      const auto words = CallWords::await(role.call, layout, role.peers, first, HtCall::kCounts + ranks + e);
+#pragma unroll
+      for (int q = 0; q < CallWords::kTogether; q++) {
+        if (first + q < rank) before += static_cast<int>(words.value[q]);
+        all += static_cast<int>(words.value[q]);
+      }
     }
     t.index[e] = before + t.choices_before[e];
     t.start[e] = all;
     const int local = e - rank * role.p.shape.local_experts();
-    if (role.is_first() && local >= 0 && local < role.p.shape.local_experts()) role.p.handle.expert_counts[local] = all;
+    if (role.records() && local >= 0 && local < role.p.shape.local_experts()) role.p.handle.expert_counts[local] = all;
   }
 #pragma unroll 1
   for (int r = role.threads() - 1 - role.thread(); r < ranks; r += role.threads()) {
     int before = 0;
-    for (int source = 0; source < rank; source++) before += word(source, HtCall::kCounts + r);
+#pragma unroll 1
+    for (int first = 0; first < rank; first += CallWords::kTogether) {
+      const auto words = CallWords::await(role.call, layout, role.peers, first, HtCall::kCounts + r);
+#pragma unroll
+      for (int q = 0; q < CallWords::kTogether; q++) {
+        if (first + q < rank) before += static_cast<int>(words.value[q]);
+      }
+    }
     t.first_slot[r] = before;
+    t.from[r] = word(r, HtCall::kCounts + rank);
     t.layout[r] = word(r, HtCall::kLayout);
     t.capacity[r] = word(r, HtCall::kCapacity);
   }
-  if (!role.is_first()) return;
+  if (!role.records()) return;
   if (role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
 #pragma unroll 1
   for (int i = role.thread(); i < ranks * ranks; i += role.threads()) {
@@ -203,12 +228,7 @@ __device__ __forceinline__ void find_starts(const RouteRole& role) {
     for (int first = 0; first < local_experts; first += 32) {
       const int e = first + role.lane;
       const int span = e < local_experts ? static_cast<int>(output.span(start[e])) : 0;
-      int sum = span;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        if (role.lane >= step) sum += other;
-      }
+      const int sum = inclusive_sum(span);
       if (e < local_experts) start[e] = next + sum - span;
       next += __shfl_sync(~0u, sum, 31);
     }
@@ -227,15 +247,15 @@ __device__ __forceinline__ void store_info(const RouteRole& role) {
   const int* start_of = role.tables.start + rank * output.local_experts;
   if (role.thread() == 0) dropped = total = 0;
   __syncthreads();
-  const auto rows_from = [&](int source) { return p.handle.counts[source * ranks + rank]; };
+  const int* from = role.tables.from;
   const auto received_before = [&](int source) {
     int sum = 0;
-    for (int s = 0; s < source; s++) sum += rows_from(s);
+    for (int s = 0; s < source; s++) sum += from[s];
     return sum;
   };
 #pragma unroll 1
   for (int bin = role.thread(); bin < output.bins(); bin += role.threads()) {
-    const int demand = expert_rows ? p.handle.expert_counts[bin] : rows_from(bin);
+    const int demand = expert_rows ? p.handle.expert_counts[bin] : from[bin];
     const int start = expert_rows ? start_of[bin] : received_before(bin);
     const int kept = static_cast<int>(output.kept(start, demand));
     p.info[bin] = kept;
@@ -253,7 +273,7 @@ __device__ __forceinline__ void store_info(const RouteRole& role) {
   for (int e = role.thread(); p.host_sizes != nullptr && e < output.local_experts; e += role.threads()) {
     p.host_sizes[2 + e] = p.handle.expert_counts[e];
   }
-  __threadfence_system();
+  if (p.host_sizes != nullptr) __threadfence_system();
   __syncthreads();
   if (role.thread() != 0) return;
   p.info[output.overflow_at()] = dropped;
@@ -266,6 +286,12 @@ __device__ __forceinline__ void store_info(const RouteRole& role) {
   const int slots = received_before(ranks);
   p.host_sizes[0] = expert_rows ? end : slots;
   p.host_sizes[1] = slots;
+  int most_tokens = 0;
+  for (int source = 0; source < ranks; source++) {
+    const uint32_t tokens = await_call_word(role.call, p.layout, role.peers, source, CallRecord::kNumTokens);
+    most_tokens = max(most_tokens, static_cast<int>(tokens));
+  }
+  p.host_sizes[2 + output.local_experts] = most_tokens;
   __threadfence_system();
   *reinterpret_cast<volatile uint64_t*>(p.host_epoch) = role.call.epoch;
 }
@@ -355,7 +381,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   const RouteRole role{{at}, p, args.geometry, peers, call, RouteTables::of(shared, p, args.geometry)};
   const bool is_open = open_ht_call(call, args, Kind::kDispatch, at, !sends_rows(p.steps));
   if (!is_open) {
-    if (role.is_first()) clear_info(role);
+    if (role.records()) clear_info(role);
     return;
   }
   clear_tables(role);
@@ -371,14 +397,14 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   await_records(call, p.layout, peers);
   take_counts(role);
   if (block_has_failed(call)) {
-    if (role.is_first()) clear_info(role);
+    if (role.records()) clear_info(role);
     return;
   }
   find_starts(role);
   add_up_warps(role);
   __syncthreads();
   place_share(role);
-  if (role.is_first()) store_info(role);
+  if (role.records()) store_info(role);
 }
 
 }  // namespace ep

@@ -13,6 +13,7 @@ struct SendTables {
   Offset* offsets;         // [R, kHtMaxParts] of outputs at the receivers
   int *to, *to_first;      // [R] rows from this rank to each, and the first slot there
   int* chunks;             // [R] pieces in which each rank wants to hear of its rows
+  int *layout, *rows;      // [R] of each receiver's output
   int *from, *from_first;  // [R] rows from each rank to this one, and the first slot here
   int* start;              // [L + 1] first row of each expert here, packed outputs
 
@@ -24,7 +25,9 @@ struct SendTables {
     t.to = reinterpret_cast<int*>(t.offsets + ranks * kHtMaxParts);
     t.to_first = t.to + ranks;
     t.chunks = t.to_first + ranks;
-    t.from = t.chunks + ranks;
+    t.layout = t.chunks + ranks;
+    t.rows = t.layout + ranks;
+    t.from = t.rows + ranks;
     t.from_first = t.from + ranks;
     t.start = t.from_first + ranks;
     return t;
@@ -46,6 +49,21 @@ struct SendRole : HtBlock {
 
 // ---- Preparation
 
+// A warp: the first row of each packed expert, and the end.
+__device__ __forceinline__ void find_own_starts(const SendRole& role) {
+  OutputShape output = role.p.output;
+  output.alignment = *role.p.handle.alignment;  // a cached dispatch does not know it
+  int next = 0;
+#pragma unroll 1
+  for (int first = 0; first <= output.local_experts; first += 32) {
+    const int e = first + role.lane;
+    const int span = e < output.local_experts ? static_cast<int>(output.span(role.p.handle.expert_counts[e])) : 0;
+    const int end = inclusive_sum(span);
+    if (e <= output.local_experts) role.tables.start[e] = next + end - span;
+    next += __shfl_sync(~0u, end, 31);
+  }
+}
+
 __device__ __forceinline__ void fill_tables(const SendRole& role) {
   const HtDispatchParams& p = role.p;
   const SendTables& t = role.tables;
@@ -57,22 +75,25 @@ __device__ __forceinline__ void fill_tables(const SendRole& role) {
         await_call_offset(role.call, p.layout, role.peers, source, HtCall::kOffsets + 2 * part);
   }
 #pragma unroll 1
-  for (int r = role.thread(); r < ranks; r += role.threads()) {
-    t.to[r] = p.handle.counts[rank * ranks + r];
-    t.chunks[r] = static_cast<int>(await_call_word(role.call, p.layout, role.peers, r, HtCall::kChunks));
-    t.from[r] = p.handle.counts[r * ranks + rank];
-    t.to_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, rank, r));
-    t.from_first[r] = static_cast<int>(first_slot(p.handle.counts, ranks, r, rank));
-  }
-  if (role.thread() == role.threads() - 1) {
+  for (int r = role.warp; r < ranks; r += role.threads() / 32) {
+    // Lane i asks for the message's word i.
+    static_assert(HtCall::kChunks < 32 && HtCall::kLayout < 32 && HtCall::kCapacity < 32);
+    const uint32_t mine = await_call_word(role.call, p.layout, role.peers, r, min(role.lane, int{HtCall::kChunks}));
+    const Flow flow = Flow::between(p.handle.counts, ranks, rank, r, role.lane);
     OutputShape output = p.output;
-    output.alignment = *p.handle.alignment;  // a cached dispatch does not know it
-    int next = 0;
-    for (int e = 0; e <= p.output.local_experts; e++) {
-      t.start[e] = next;
-      if (e < p.output.local_experts) next += static_cast<int>(output.span(p.handle.expert_counts[e]));
-    }
+    output.layout = static_cast<OutputLayout>(__shfl_sync(~0u, mine, HtCall::kLayout));
+    output.capacity = __shfl_sync(~0u, mine, HtCall::kCapacity);
+    const uint32_t chunks = __shfl_sync(~0u, mine, HtCall::kChunks);
+    if (role.lane != 0) continue;
+    t.chunks[r] = static_cast<int>(chunks);
+    t.layout[r] = static_cast<int>(output.layout);
+    t.rows[r] = static_cast<int>(output.rows());
+    t.to[r] = flow.to;
+    t.to_first[r] = flow.to_first;
+    t.from[r] = flow.from;
+    t.from_first[r] = flow.from_first;
   }
+  if (role.warp == role.threads() / 32 - 1 && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
   if (role.warp < role.plan.workers && role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
 }
 
@@ -85,8 +106,12 @@ __device__ __forceinline__ void copy_words(char* out, const char* in, int bytes,
   }
 }
 
+// Below it, the warp's own stores take less time than the engine does for a copy.
+constexpr int kLeastBulkBytes = 1024;
+
 // By the widest words that sizes and addresses allow.
 static __device__ __noinline__ void copy_bytes(char* out, const char* in, int bytes, int width, int lane) {
+  if (width == 16) return copy_words<uint4>(out, in, bytes, lane);
   if (width == 8) return copy_words<uint64_t>(out, in, bytes, lane);
   if (width == 4) return copy_words<uint32_t>(out, in, bytes, lane);
   if (width == 2) return copy_words<uint16_t>(out, in, bytes, lane);
@@ -112,8 +137,7 @@ __device__ __forceinline__ void quantize_into_stage(const SendRole& role, int to
   char* scales = role.stage + role.geometry.stage_offset[1];
   const int chunks = p.hidden / 16;  // of sixteen elements
   const auto load = [&](Raw<Payload::kFp8, 1>& raw, int chunk) {
-    raw.chunk[0] = raw.chunk[1] = make_uint4(0, 0, 0, 0);
-    if (chunk >= chunks) return;
+    chunk = min(chunk, chunks - 1);
     raw.chunk[0] = ptx::ld_nc(row + 2 * chunk);
     raw.chunk[1] = ptx::ld_nc(row + 2 * chunk + 1);
   };
@@ -125,6 +149,7 @@ __device__ __forceinline__ void quantize_into_stage(const SendRole& role, int to
   for (int step = 0; step < steps; step++) {
     const int chunk = step * 32 + role.lane;
     load(after, chunk + 64);
+    if (chunk >= chunks) raw.chunk[0] = raw.chunk[1] = make_uint4(0, 0, 0, 0);
     Piece<1> piece;
     quantize<kType, 1>(p.quant, raw, piece, role.lane);
     if (chunk < chunks) *reinterpret_cast<uint4*>(role.stage + chunk * 16) = piece.chunk[0];
@@ -203,20 +228,23 @@ struct SendRoute {
   int32_t row = kNoRow;        // of this choice
   int32_t first_row = kNoRow;  // of the group: where the row goes
 
-  __device__ __forceinline__ static SendRoute load(const SendRole& role, int token) {
-    const HtDispatchParams& p = role.p;
+  // Asks for the token's entries of the handle; resolve() looks at them.
+  __device__ __forceinline__ static SendRoute load(const SendRole& role, int unit) {
     SendRoute route;
-    if (role.lane < p.shape.topk) {
-      const int64_t entry = static_cast<int64_t>(token) * p.shape.topk + role.lane;
-      route.id = p.handle.own.ids[entry];
-      route.row = p.handle.own.rows[entry];
-      route.slot = p.handle.own.slots[entry];
-    }
-    route.group = Group::of(route.id, role.geometry.by_local_experts);
-    const unsigned fitting = __ballot_sync(~0u, route.row >= 0) & route.group.lanes;
-    const int first = __shfl_sync(~0u, route.row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : role.lane);
-    if (fitting != 0) route.first_row = first;
+    if (unit >= role.geometry.units || role.lane >= role.p.shape.topk) return route;
+    const int token = role.geometry.by_tokens.remainder(unit, role.geometry.by_tokens.divide(unit));
+    const int64_t entry = static_cast<int64_t>(token) * role.p.shape.topk + role.lane;
+    const HtRoutes& own = role.p.handle.own;
+    route.id = own.ids[entry];
+    route.row = own.rows[entry];
+    route.slot = own.slots[entry];
     return route;
+  }
+  __device__ __forceinline__ void resolve(const SendRole& role) {
+    group = Group::of(id, role.geometry.by_local_experts);
+    const unsigned fitting = __ballot_sync(~0u, row >= 0) & group.lanes;
+    const int first = __shfl_sync(~0u, row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : role.lane);
+    if (fitting != 0) first_row = first;
   }
 };
 
@@ -231,13 +259,14 @@ __device__ __forceinline__ char* target_of(const SendRole& role, const SendRoute
 // Leading lanes store to their ranks, all at once; a row that bulk copies cannot move goes word by word.
 __device__ __forceinline__ void store_parts(const SendRole& role, const SendRoute& route, int pass) {
   const HtSendGeometry& g = role.geometry;
-  const bool sends = route.group.leads && route.first_row >= 0;
+  // A handle that was changed must not reach beyond the receiver's output.
+  const bool sends = route.group.leads && route.first_row >= 0 && route.first_row < role.tables.rows[route.group.rank];
 #pragma unroll 1
   for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
     const int bytes = role.p.parts[i].bytes;
     char* target = sends ? target_of(role, route, i) : nullptr;
     const auto bits = static_cast<unsigned>(reinterpret_cast<uintptr_t>(target)) | static_cast<unsigned>(bytes);
-    const bool is_bulk = sends && bits % 16 == 0;
+    const bool is_bulk = sends && bits % 16 == 0 && bytes >= kLeastBulkBytes;
     if (is_bulk) ptx::bulk_store(target, role.stage + g.stage_offset[i], bytes);
     unsigned rest = __ballot_sync(~0u, sends && !is_bulk);
 #pragma unroll 1
@@ -245,7 +274,7 @@ __device__ __forceinline__ void store_parts(const SendRole& role, const SendRout
       const int lane = __ffs(static_cast<int>(rest)) - 1;
       auto* out = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(target), lane));
       const unsigned low = __shfl_sync(~0u, bits, lane);
-      copy_bytes(out, role.stage + g.stage_offset[i], bytes, static_cast<int>(min(low & ~(low - 1), 8u)), role.lane);
+      copy_bytes(out, role.stage + g.stage_offset[i], bytes, static_cast<int>(min(low & ~(low - 1), 16u)), role.lane);
     }
   }
   ptx::bulk_commit();
@@ -260,7 +289,6 @@ __device__ __forceinline__ void store_slots(const SendRole& role, const SendRout
   if (p.topk_weights != nullptr && role.lane < topk) {
     weight = __ldg(p.topk_weights + static_cast<int64_t>(token) * topk + role.lane);
   }
-  const bool expert_rows = has_expert_rows(p.output.layout);
   unsigned leaders = __ballot_sync(~0u, route.group.leads);
 #pragma unroll 1
   for (; leaders != 0; leaders &= leaders - 1) {
@@ -269,6 +297,7 @@ __device__ __forceinline__ void store_slots(const SendRole& role, const SendRout
     const int32_t slot = __shfl_sync(~0u, route.slot, leader);
     auto* words = role.peers.at<uint32_t>(peer, p.layout.slot_words(slot));
     const bool is_there = route.group.rank == peer;
+    const bool expert_rows = has_expert_rows(static_cast<OutputLayout>(role.tables.layout[peer]));
     if (role.lane < topk) {
       int32_t place = kNoRow;
       if (is_there) {
@@ -292,7 +321,7 @@ __device__ __forceinline__ void announce(const SendRole& role, const SendRoute& 
   const int chunk = chunk_of(route.slot - role.tables.to_first[peer], count, chunks);
   const int size = chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
   ptx::fence_proxy_async();
-  __threadfence_system();
+  __threadfence();
   const uint32_t before = atomicAdd(&counters_of(role.call).ready[peer * kHtChunks + chunk], 1u);
   if (before + 1 == static_cast<uint32_t>(size * role.geometry.passes)) {
     send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, chunk);
@@ -301,14 +330,10 @@ __device__ __forceinline__ void announce(const SendRole& role, const SendRoute& 
 
 // To the others all rows together: the worker that finishes the last unit tells them.
 __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
+  ptx::fence_proxy_async();
   __syncwarp();
   if (units == 0) return;
-  ptx::fence_proxy_async();
-  __threadfence_system();
-  __syncwarp();
-  uint32_t before = 0;
-  if (role.lane == 0) before = atomicAdd(&counters_of(role.call).finished, static_cast<uint32_t>(units));
-  before = __shfl_sync(~0u, before, 0);
+  const uint32_t before = count_finished(role.call, units);
   if (before + units != static_cast<uint32_t>(role.geometry.units)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
@@ -327,16 +352,20 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
   for (int r = 0; r < role.num_ranks(); r++) in_chunks = in_chunks || role.tables.chunks[r] > 1;
   Tickets tickets{&counters_of(role.call).taken};
   tickets.ask();
-  SendRoute last;
+  int unit = tickets.take();
+  tickets.ask();
+  SendRoute route = SendRoute::load(role, unit), last;
   uint32_t parity = 0;
   int done = 0;
 #pragma unroll 1
-  for (int unit = tickets.take(); unit < role.geometry.units; unit = tickets.take()) {
+  while (unit < role.geometry.units) {
+    const int next_unit = tickets.take();
     tickets.ask();
     const int pass = role.geometry.by_tokens.divide(unit);
     const int token = role.geometry.by_tokens.remainder(unit, pass);
     const int bulk = begin_load(role, token, pass);
-    const SendRoute route = SendRoute::load(role, token);
+    const SendRoute next = SendRoute::load(role, next_unit);
+    route.resolve(role);
     if (sends_routes(p.steps) && pass == 0) store_slots(role, route, token);
     finish_load<kQuant>(role, token, pass, bulk, parity);
     store_parts(role, route, pass);
@@ -346,6 +375,8 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
     }
     ptx::bulk_wait_read<0>();
     last = route;
+    route = next;
+    unit = next_unit;
     done++;
   }
   ptx::bulk_wait<0>();

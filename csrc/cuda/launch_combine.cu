@@ -31,7 +31,9 @@ __global__ void __launch_bounds__(kScalarThreads)
 
 }  // namespace
 
-LlPlan plan_of(const LlCombineParams&, int, int num_sms) { return tuned("EP_PLAN_C", plan_combine(num_sms)); }
+LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
+  return tuned("EP_PLAN_C", plan_combine({tokens, p.half != Half::kBoth}, num_sms));
+}
 
 LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
   LlPlan plan;

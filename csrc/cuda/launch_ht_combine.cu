@@ -6,7 +6,7 @@
 namespace ep {
 namespace {
 
-constexpr int kMaxThreads = 640;
+constexpr int kMaxThreads = 512;
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1)
@@ -48,6 +48,8 @@ void load_ht_combine_kernels() {
     load_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, 0);
   });
 }
+
+std::vector<std::vector<uint64_t>> ht_combine_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
   with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {

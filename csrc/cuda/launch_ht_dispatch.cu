@@ -5,7 +5,8 @@
 namespace ep {
 namespace {
 
-constexpr int kMaxThreads = 1024;
+constexpr int kRouteThreads = 1024;
+constexpr int kSendThreads = 896;  // as plan_ht_dispatch() has at most
 
 __device__ __forceinline__ BlockPosition own_block() {
   return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
@@ -14,27 +15,27 @@ __device__ __forceinline__ BlockPosition block_of_world(int blocks) {
   return {static_cast<int>(blockIdx.x) % blocks, blocks};
 }
 
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kRouteThreads, 1)
     ht_dispatch_route(const __grid_constant__ KernelArgs<HtRouteParams> args) {
   extern __shared__ __align__(128) char shared[];
   ht_route(args, own_block(), shared);
 }
 
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kRouteThreads, 1)
     ht_dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
   extern __shared__ __align__(128) char shared[];
   ht_route(all[blockIdx.x / blocks], block_of_world(blocks), shared);
 }
 
 template <bool kQuant>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kSendThreads, 1)
     ht_dispatch_send(const __grid_constant__ KernelArgs<HtDispatchParams> args) {
   extern __shared__ __align__(128) char shared[];
   ht_send<kQuant>(args, own_block(), shared);
 }
 
 template <bool kQuant>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kSendThreads, 1)
     ht_dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
   extern __shared__ __align__(128) char shared[];
   ht_send<kQuant>(all[blockIdx.x / blocks], block_of_world(blocks), shared);
@@ -82,6 +83,8 @@ void check_served(const HtDispatchParams& p) {
 }
 
 void load_ht_dispatch_kernels() {
+  // As the kernel that follows: an SM that changes its split of memory waits until it is empty.
+  EP_CUDA(cudaFuncSetAttribute(&ht_dispatch_route, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
   load_kernel(&ht_dispatch_route, kMaxSharedBytes);
   load_kernel(&ht_dispatch_route_world, kMaxSharedBytes);
   load_kernel(&ht_dispatch_send<false>, kMaxSharedBytes);
@@ -89,6 +92,8 @@ void load_ht_dispatch_kernels() {
   load_kernel(&ht_dispatch_send_world<false>, kMaxSharedBytes);
   load_kernel(&ht_dispatch_send_world<true>, kMaxSharedBytes);
 }
+
+std::vector<std::vector<uint64_t>> ht_dispatch_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
   launch_kernel(&ht_dispatch_route, args.plan.blocks, args.plan.threads(), args.geometry.bytes, false, stream, args);
@@ -104,6 +109,10 @@ void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<H
                   void* stream) {
   const auto [threads, bytes] = largest(host_args, num_ranks);
   const int blocks = host_args->plan.blocks;
+  for (int r = 1; r < num_ranks; r++) {
+    EP_CHECK(host_args[r].plan.blocks == blocks, "rank 0 gives a dispatch ", blocks, " SMs, rank ", r, " gives it ",
+             host_args[r].plan.blocks, ": in a world on one GPU they must be equal");
+  }
   launch_kernel(&ht_dispatch_route_world, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
 }
 

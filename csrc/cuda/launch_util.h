@@ -41,22 +41,25 @@ void load_kernel(Kernel kernel, int shared_bytes) {
   }
 }
 
-// Builds with EP_TUNING: a plan from the environment, for measuring variants: "blocks,warps,sender_blocks,sender_warps,
-// receiver_block0,receiver_warp0,receiver_warps,steps".
-// The plans of high throughput: "blocks,warps,workers,chunks".
-inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
+// Builds with EP_TUNING: a plan from the environment, for measuring variants.
+// Low latency: "blocks,warps,sender_blocks,sender_warps,receiver_block0,receiver_warp0,receiver_warps,steps,groups". Of
+// eight numbers the last is both steps, which combine has no use for, and groups.
+inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 #if defined(EP_TUNING)
   if (const char* text = std::getenv(variable)) {
-    std::sscanf(text, "%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks);
+    const int count = std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.sender_blocks,
+                                  &plan.sender_warps, &plan.receiver_block0, &plan.receiver_warp0, &plan.receiver_warps,
+                                  &plan.steps, &plan.groups);
+    if (count == 8) plan.groups = plan.steps;
   }
 #endif
   return plan;
 }
-inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
+// High throughput: "blocks,warps,workers,chunks".
+inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 #if defined(EP_TUNING)
   if (const char* text = std::getenv(variable)) {
-    std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.sender_blocks, &plan.sender_warps,
-                &plan.receiver_block0, &plan.receiver_warp0, &plan.receiver_warps, &plan.steps);
+    std::sscanf(text, "%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks);
   }
 #endif
   return plan;
@@ -68,5 +71,7 @@ void load_ht_dispatch_kernels();
 void load_ht_combine_kernels();
 std::vector<std::vector<uint64_t>> dispatch_stamps();
 std::vector<std::vector<uint64_t>> combine_stamps();
+std::vector<std::vector<uint64_t>> ht_dispatch_stamps();
+std::vector<std::vector<uint64_t>> ht_combine_stamps();
 
 }  // namespace ep

@@ -2,255 +2,147 @@
 // window, in band; the home rank adds the ranks' rows in rank order. The table of contents is combine(), at the end.
 #pragma once
 
-#include "cuda/call.cuh"
-#include "cuda/convert.cuh"
-#include "cuda/launch.h"
-#include "cuda/numbers.cuh"
-#include "cuda/stamps.cuh"
+#include "cuda/ll_combine_rows.cuh"
 
 namespace ep {
 
-struct CombineRole : WarpRole {
-  const LlCombineParams& p;
-  const LlCombineGeometry& geometry;
-  const LsaPeers& peers;
-
-  __device__ int home_of(int index) const {
-    const int home = peers.rank + index + (p.half == Half::kSend ? 0 : 1);
-    return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
-  }
-};
-
-// The rows of a token here: lane k holds choice k.
-struct Terms {
-  int32_t row;  // kNoRow, kDroppedRow, or the row to add
-  float weight;
-};
-
-// Weights that the home rank sends for this combine come with ids that say which choices count.
-static __device__ __noinline__ Terms await_home_weight(const LlLayout& layout, const LsaPeers& peers,
-                                                       const CallContext& call, int home, int token, Terms terms) {
-  if (terms.row == kNoRow) return terms;
-  const int lane = lane_id();
-  const int per_word = layout.ids.per_word();
-  const auto* ids = peers.local<uint64_t>(layout.id_words(call.bank, home, token));
-  const uint32_t word = await_word(call, ids + lane / per_word, Phase::kWeights, home);
-  if (layout.ids.get(word, lane % per_word) == layout.ids.none()) {
-    terms.row = kDroppedRow;
-    return terms;
-  }
-  const auto* weight = peers.local<uint64_t>(layout.weight(call.bank, home, token, lane));
-  terms.weight = __uint_as_float(await_word(call, weight, Phase::kWeights, home));
-  return terms;
-}
-
-__device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, int token) {
-  Terms terms{kNoRow, 1.0f};
-  const int map_k = role.p.output.map_k();
-  if (role.lane >= map_k) return terms;
-  const int64_t entry = role.p.layout.slot(home, token) * map_k + role.lane;
-  terms.row = __ldg(role.p.handle.rows + entry);
-  // A dispatch that was given up leaves entries unwritten, and rows are asked for before that is known.
-  if (terms.row >= role.geometry.output_rows) terms.row = kNoRow;
-  if (role.p.weighting == Weighting::kDispatch) terms.weight = __ldg(role.p.handle.weights + entry);
-  return terms;
-}
-
-// A lane's numbers of a piece of the first rows to add. More are rarer, and registers are few.
-template <DType kIn, int kCount>
-struct RowBatch {
-  static constexpr int kRows = 3;
-  Numbers<kIn, kCount> rows[kRows];
-
-  // `mask`: the lanes whose rows are meant.
-  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, unsigned mask, int piece) {
-    const int lane_index = piece * 32 + role.lane;
-    const bool is_inside = lane_index * kCount < role.p.hidden;
-    const int64_t row_bytes = static_cast<int64_t>(role.p.hidden) * size_of(kIn);
-#pragma unroll
-    for (int q = 0; q < kRows; q++) {
-      const int32_t row = __shfl_sync(~0u, terms.row, __ffs(mask) - 1);
-      if (mask != 0 && is_inside) {
-        rows[q].load_nc(static_cast<const char*>(role.p.rows) + row * row_bytes, lane_index);
-      } else {
-        rows[q].fill(0);
-      }
-      mask &= mask - 1;
-    }
-  }
-  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, int piece) {
-    load(role, terms, __ballot_sync(~0u, terms.row >= 0), piece);
-  }
-};
-
-// This rank's share of a token, one piece of it. Products and sums are rounded one by one, in the order of k. `batch`
-// holds the first rows.
-template <DType kIn, int kCount>
-__device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms& terms, int piece,
-                                            RowBatch<kIn, kCount>& batch, float (&sum)[kCount]) {
-  unsigned mask = __ballot_sync(~0u, terms.row >= 0);
-  const float nothing = mask == 0 ? 0.0f : kNothingYet;
-#pragma unroll
-  for (int i = 0; i < kCount; i++) sum[i] = nothing;
-#pragma unroll 1
-  while (mask != 0) {
-#pragma unroll
-    for (int q = 0; q < batch.kRows; q++) {
-      if (mask == 0) return;
-      batch.rows[q].add_product_to(sum, __shfl_sync(~0u, terms.weight, __ffs(mask) - 1));
-      mask &= mask - 1;
-    }
-    batch.load(role, terms, mask, piece);
-  }
-}
-
-// Where a warp is in its share of the work (UnitStride). A block waits only for blocks of its own index on other ranks,
-// so blocks need not be resident together.
-struct Units {
-  int home, piece, token;
-
-  __device__ __forceinline__ static Units begin(const CombineRole& role, const UnitStride& stride, int warp) {
-    Units units;
-    const int round = stride.by_homes.divide(warp);
-    units.home = stride.by_homes.remainder(warp, round);
-    const int number = round * role.at.num_blocks + role.at.block;
-    units.token = role.geometry.by_pieces.divide(number);
-    units.piece = role.geometry.by_pieces.remainder(number, units.token);
-    return units;
-  }
-  __device__ __forceinline__ void advance(const UnitStride& stride, int pieces) {
-    home += stride.home_step;
-    const bool carry = home >= stride.homes;
-    if (carry) home -= stride.homes;
-    piece += carry ? stride.piece_step[1] : stride.piece_step[0];
-    token += carry ? stride.token_step[1] : stride.token_step[0];
-    if (piece >= pieces) {
-      piece -= pieces;
-      token++;
-    }
-  }
-};
-
 // ---- Sending: the partial sums of other ranks' tokens
 
-// A unit to send, and its entries of the handle.
-struct Outbound {
-  Units units{};
-  Terms terms{kNoRow, 1.0f};
-
-  // Entries beyond a home's tokens were never written: ask for them, but do not look.
-  __device__ __forceinline__ void load(const CombineRole& role) {
-    terms = {kNoRow, 1.0f};
-    if (units.token < role.p.shape.max_tokens) terms = load_terms(role, role.home_of(units.home), units.token);
-  }
-  // `tokens`: of rank `lane`
-  __device__ __forceinline__ void hide_missing(const CombineRole& role, int tokens) {
-    const int home = role.home_of(units.home);
-    const int home_tokens =
-        role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
-    if (units.token >= home_tokens) terms.row = kNoRow;
-  }
-  __device__ __forceinline__ Outbound following(const CombineRole& role) const {
-    Outbound next;
-    next.units = units;
-    next.units.advance(role.geometry.send, role.geometry.pieces);
-    next.load(role);
-    return next;
-  }
-};
-
-// Adds up a unit. With weights of the home rank it waits for them, and asks for the rows again: some may not count.
-template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ Numbers<kWire, kCount> add_up(const CombineRole& role, const CallContext& call, int home,
-                                                         int token, int piece, Terms terms,
-                                                         RowBatch<kIn, kCount>& batch) {
-  if (role.p.weighting == Weighting::kHome) {
-    terms = await_home_weight(role.p.layout, role.peers, call, home, token, terms);
-    batch.load(role, terms, piece);
-  }
-  float sum[kCount];
-  partial_sum<kIn>(role, terms, piece, batch, sum);
-  Numbers<kWire, kCount> numbers;
-  numbers.from(sum);
-  return numbers;
-}
-
-// A sender's pipeline: the sum of one unit, the rows of the next, the handle's entries of the one after.
+// A sender adds up one unit at a time. While the unit's rows are on their way it learns which is next, and asks for
+// that one's entries of the handle.
 template <DType kIn, DType kWire, int kCount>
 struct Sender {
-  Outbound now, next, after;
-  Numbers<kWire, kCount> sum;  // of `now`
-  RowBatch<kIn, kCount> rows;  // of `next`
-  int tokens = 0;              // of rank `lane`
-  int most_tokens = 0;
+  int index = 0;        // of the next unit in the block's deal
+  uint32_t ticket = 0;  // of the next unit, if it needs one; lane 0 has it
+  bool has_tickets = false, is_idle = false;
+  int tokens = 0;        // of rank `lane`
+  int first_tokens = 0;  // of the first unit's home
+  int most_tokens = 0;   // of a rank
+  int64_t bank_offset = 0;
+  Unit next{};
+  Terms next_terms{kNoRow, 1.0f};
+  Unit unit;  // whose rows have been asked for
+  Terms terms;
+  bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
+  char* slot;   // in bank 0 of the home rank, of this lane's numbers
+  RowBatch<kIn, kCount> rows;
+  Numbers<kWire, kCount> sum;
 
-  __device__ __forceinline__ void add_up_now(const CombineRole& role, const CallContext& call,
-                                             RowBatch<kIn, kCount>& batch) {
-    if (!__any_sync(~0u, now.terms.row != kNoRow)) return;
-    sum = add_up<kIn, kWire>(role, call, role.home_of(now.units.home), now.units.token, now.units.piece, now.terms,
-                             batch);
-    sum.escape();
+  // All that needs no answer of the handle.
+  __device__ __forceinline__ void ask_first(const CombineRole& role) {
+    index = role.warp;
+    next = role.geometry.deal.dealt_unit(role.at.block, index);
+    load_next_terms(role);
+    first_tokens = __ldg(role.p.handle.tokens + role.home_of(next.home));
+    if (role.lane < role.p.shape.num_ranks) tokens = __ldg(role.p.handle.tokens + role.lane);
   }
-  __device__ __forceinline__ bool has(const Outbound& out) const { return out.units.token < most_tokens; }
-
-  // All but home weights is there before the epoch is known.
+  // The first sum: all but home weights is there before the epoch is known.
   __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
-    now.units = Units::begin(role, role.geometry.send, role.warp);
-    now.load(role);
+    if (role.p.weighting != Weighting::kHome) load_rows(role, call, first_tokens);
 #pragma unroll 1
-    for (int r = role.lane; r < role.p.shape.num_ranks; r += 32) tokens = max(tokens, __ldg(role.p.handle.tokens + r));
-    next = now.following(role);
-    most_tokens = __reduce_max_sync(~0u, tokens);
-    if (!has(now)) return;
-    now.hide_missing(role, tokens);
-    RowBatch<kIn, kCount> first;
-    first.load(role, now.terms, now.units.piece);
-    if (has(next)) after = next.following(role);
-    load_next(role);
-    if (role.p.weighting != Weighting::kHome) add_up_now(role, call, first);
-  }
-  __device__ __forceinline__ void load_next(const CombineRole& role) {
-    if (!has(next)) return;
-    next.hide_missing(role, tokens);
-    rows.load(role, next.terms, next.units.piece);
+    for (int r = role.lane + 32; r < role.p.shape.num_ranks; r += 32) {
+      most_tokens = max(most_tokens, __ldg(role.p.handle.tokens + r));
+    }
+    most_tokens = __reduce_max_sync(~0u, max(tokens, most_tokens));
+    has_tickets = role.geometry.deal.has_tickets(most_tokens);
+    is_idle = !has_next();
+    if (is_idle || role.p.weighting == Weighting::kHome) return;
+    draw(role);
+    add_up(role);
   }
   __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
-    if (role.p.weighting == Weighting::kHome && has(now)) {
-      RowBatch<kIn, kCount> first;
-      add_up_now(role, call, first);
-    }
     testing_point(Point::kBeforeRows, call);
-#pragma unroll 1
-    while (has(now)) {
-      testing_point(Point::kBetweenRows, call, now.units.token);
-      const int home = role.home_of(now.units.home), lane_index = now.units.piece * 32 + role.lane;
-      if (__any_sync(~0u, now.terms.row != kNoRow) && lane_index * kCount < role.p.hidden) {
-        char* slot = role.peers.at<char>(home, role.p.layout.row(call.bank, role.peers.rank, now.units.token));
-        sum.store_remote(slot, lane_index);
-      }
-      if (!has(next)) return;
-      now = next;
-      next = after;
-      RowBatch<kIn, kCount> batch = rows;
-      load_next(role);
-      after = next.following(role);
-      add_up_now(role, call, batch);
+    if (is_idle) return;
+    bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
+    if (role.p.weighting == Weighting::kHome) {
+      load_rows(role, call, tokens_of(role, role.home_of(next.home)));
+      draw(role);
+      add_up(role);
     }
+    store(call);
+    find_next(role);
+#pragma unroll 1
+    while (has_next()) {
+      load_rows(role, call, tokens_of(role, role.home_of(next.home)));
+      draw(role);
+      find_next(role);
+      add_up(role);
+      store(call);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool has_next() const { return next.token < most_tokens; }
+  __device__ __forceinline__ int tokens_of(const CombineRole& role, int home) const {
+    return role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
+  }
+  __device__ __forceinline__ void load_next_terms(const CombineRole& role) {
+    next_terms = {kNoRow, 1.0f};
+    if (next.token < role.p.shape.max_tokens) next_terms = load_terms(role, role.home_of(next.home), next.token);
+  }
+  // Asks for a ticket if the next unit needs one; find_next() looks at it.
+  __device__ __forceinline__ void draw(const CombineRole& role) {
+    const UnitDeal& deal = role.geometry.deal;
+    if (!has_tickets || deal.is_dealt(index + deal.warps)) return;
+    testing_point(Point::kBeforeTicket);
+    const int group = deal.group_of(role.at.block);
+    const auto last = static_cast<uint32_t>(deal.last_ticket(group, most_tokens));
+    uint32_t drawn;  // another value in other lanes would meet it in a move that waits
+    if (role.lane == 0) drawn = ptx::atom_inc_relaxed_gpu(&role.state->unit_tickets[group].next, last);
+    ticket = drawn;
+  }
+  __device__ __forceinline__ void find_next(const CombineRole& role) {
+    const UnitDeal& deal = role.geometry.deal;
+    index += deal.warps;
+    if (deal.is_dealt(index)) {
+      next = deal.dealt_unit(role.at.block, index);
+    } else if (has_tickets) {
+      next = deal.ticket_unit(deal.group_of(role.at.block), static_cast<int>(__shfl_sync(~0u, ticket, 0)));
+    } else {
+      next.token = most_tokens;
+    }
+    load_next_terms(role);
+  }
+  // Makes the next unit the one to add up, and asks for its rows.
+  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call, int home_tokens) {
+    unit = next;
+    const int home = role.home_of(unit.home);
+    terms = checked(role, next_terms, unit.token < home_tokens);
+    if (role.p.weighting == Weighting::kHome) {
+      terms = await_home_weight(role.p.layout, role.peers, call, home, unit.token, terms);
+    }
+    rows.load(role, terms, unit.piece);
+    is_any = __any_sync(~0u, terms.row != kNoRow);
+    const int lane_index = unit.piece * 32 + role.lane;
+    slot = role.peers.at<char>(home, role.p.layout.row(0, role.peers.rank, unit.token)) +
+           lane_index * static_cast<int>(sizeof sum);
+    if (lane_index * kCount >= role.p.hidden) slot = nullptr;
+  }
+  __device__ __forceinline__ void add_up(const CombineRole& role) {
+    if (!is_any) return;
+    float total[kCount];
+    partial_sum<kIn>(role, terms, unit.piece, rows, total);
+    sum.from(total);
+    sum.escape();
+  }
+  __device__ __forceinline__ void store(const CallContext& call) const {
+    testing_point(Point::kBetweenRows, call, unit.token);
+    if (is_any && slot != nullptr) sum.store_remote(slot + bank_offset, 0);
   }
 };
 
 // ---- Receiving: the sum over ranks
 
 template <DType kOut, int kCount>
-__device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, int lane_index, bool is_inside,
-                                          bool has_terms, float (&sum)[kCount]) {
+__device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, int lane_index, bool has_terms,
+                                          float (&sum)[kCount]) {
   const bool has_bias = p.bias[0] != nullptr || p.bias[1] != nullptr;
 #pragma unroll
   for (int i = 0; i < kCount; i++) sum[i] = has_terms || has_bias ? kNothingYet : 0.0f;
   if (!has_bias) return;
 #pragma unroll 1
   for (const void* bias : p.bias) {
-    if (bias == nullptr || !is_inside) continue;
+    if (bias == nullptr) continue;
     Numbers<kOut, kCount> numbers;
     numbers.load_nc(static_cast<const char*>(bias) + static_cast<int64_t>(token) * p.hidden * size_of(kOut),
                     lane_index);
@@ -263,102 +155,199 @@ __device__ __forceinline__ int load_own_id(const CombineRole& role, int token) {
   return __ldg(role.p.handle.ids + token * role.p.shape.topk + role.lane);
 }
 
-// The unit that a receiver is about to add up, with this rank's own share of it.
-template <DType kIn, DType kWire, int kCount>
-struct Inbound {
-  Units units{};
-  int id = -1;  // of choice `lane`
-  Terms terms{kNoRow, 1.0f};
-  RowBatch<kIn, kCount> batch;
-  Numbers<kWire, kCount> own;
+// The ranks' sums of a piece, as they arrive in the own window: up to four ranks at a time, in ascending order. Lanes
+// past the row's end do what the last lane inside does.
+template <DType kWire, int kCount>
+struct Partials {
+  static constexpr int kBatch = 4;
+  static constexpr uint32_t kNone = 0xFF;
+  uint32_t mask, high_mask;  // ranks that are not taken yet; bit i of `mask` is rank first + i
+  uint32_t first = 0;
+  uint32_t local_rank;  // whose share does not travel
+  uint32_t ranks;       // of the batch, in bytes: registers are few
+  char* slots;          // of rank 0's row, this lane's numbers
+  Numbers<kWire, kCount> numbers[kBatch];
 
-  __device__ __forceinline__ bool exists(const CombineRole& role) const { return units.token < role.p.num_tokens; }
-  __device__ __forceinline__ void load(const CombineRole& role) {
-    if (!exists(role)) return;
-    id = load_own_id(role, units.token);
-    if (!sends(role.p.half)) return;
-    terms = load_terms(role, role.peers.rank, units.token);
-    batch.load(role, terms, units.piece);
+  __device__ __forceinline__ Partials(const CombineRole& role, const CallContext& call, uint64_t sources,
+                                      const Unit& unit, int lane_index)
+      : mask(static_cast<uint32_t>(sources)),
+        high_mask(static_cast<uint32_t>(sources >> 32)),
+        local_rank(sends(role.p.half) ? role.peers.rank : kNone - 1),
+        slots(ptx::opaque(role.peers.local<char>(role.p.layout.row(call.bank, 0, unit.token)) +
+                          lane_index * static_cast<int>(sizeof *numbers))) {}
+
+  __device__ __forceinline__ bool has_more() const { return (mask | high_mask) != 0; }
+  __device__ __forceinline__ void begin_batch() {
+    if (mask == 0) {
+      mask = high_mask;
+      high_mask = 0;
+      first = 32;
+    }
+    ranks = ~0u;
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) {
+      if (mask == 0) break;
+      ranks ^= ((first + __ffs(mask) - 1) ^ kNone) << (8 * q);
+      mask &= mask - 1;
+    }
   }
-  __device__ __forceinline__ void add_up_own(const CombineRole& role, const CallContext& call) {
-    if (!exists(role) || !sends(role.p.half) || !__any_sync(~0u, terms.row != kNoRow)) return;
-    own = add_up<kIn, kWire>(role, call, role.peers.rank, units.token, units.piece, terms, batch);
+  __device__ __forceinline__ uint32_t rank_of(int q) const { return ranks >> (8 * q) & kNone; }
+  __device__ __forceinline__ bool travels(uint32_t rank) const { return rank != kNone && rank != local_rank; }
+  __device__ __forceinline__ char* slot_of(const CombineRole& role, uint32_t rank) const {
+    return slots + static_cast<uint64_t>(rank) * role.geometry.source_bytes;
+  }
+
+  // Waits for the batch. False: the wait was given up.
+  __device__ __forceinline__ bool await(const CombineRole& role, const CallContext& call, const Unit& unit,
+                                        LeanPatience& patience) {
+    while (true) {
+      ranks = static_cast<uint32_t>(ptx::opaque(static_cast<int>(ranks)));  // addresses are worked out again
+      if (have_arrived(role, call)) return true;
+      if (role.geometry.is_busy) {
+        while (!has_first_words(role)) {
+          if (is_over(call, unit, patience)) return false;
+        }
+      }
+      if (is_over(call, unit, patience)) return false;
+    }
+  }
+  __device__ __forceinline__ bool have_arrived(const CombineRole& role, const CallContext& call) {
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) {
+      numbers[q].fill(0);
+      const uint32_t r = rank_of(q);
+      if (travels(r)) numbers[q].load_relaxed_sys(slot_of(role, r), 0);
+    }
+    bool ok = true;
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
+    if (has_bug(Bug::kTornRows, call.kind)) ok = numbers[0].have_arrived();
+    return __all_sync(~0u, ok);
+  }
+  // Lane q looks at one word of the q-th rank: rows that are not there yet need not be asked for again and again.
+  __device__ __forceinline__ bool has_first_words(const CombineRole& role) const {
+    const uint32_t r = role.lane < kBatch ? ranks >> (8 * role.lane) & kNone : kNone;
+    const auto* word = reinterpret_cast<const uint32_t*>(slot_of(role, r));
+    return !__any_sync(~0u, travels(r) && ptx::ld_relaxed_sys(word) == kAbsent);
+  }
+  __device__ __forceinline__ bool is_over(const CallContext& call, const Unit& unit, LeanPatience& patience) const {
+    return __any_sync(~0u, patience.is_over(call, Phase::kPartials, rank_of(0), unit.token, unit.piece));
+  }
+
+  // In the order of ranks. Slots are free again.
+  __device__ __forceinline__ void add_to(const CombineRole& role, const CallContext& call, int token,
+                                         const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
+#pragma unroll
+    for (int q = 0; q < kBatch; q++) {
+      const uint32_t r = rank_of(q);
+      if (r == kNone) break;
+      if (r == local_rank) numbers[q] = own;
+      numbers[q].add_to(total);
+      if (r == local_rank) continue;
+      numbers[q].fill(kAbsent);
+      testing_point(Point::kBeforeReset, call, token);
+      if (!(has_bug(Bug::kSkippedReset, call.kind) && token == 0)) numbers[q].store(slot_of(role, r), 0);
+    }
   }
 };
 
-template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ bool sum_token(const CombineRole& role, const CallContext& call,
-                                          const Inbound<kIn, kWire, kCount>& in) {
-  constexpr int kBatch = 4;  // ranks polled together
+// Adds up piece `number`. `id`: of choice `lane`. False: a wait was given up.
+template <DType kWire, DType kOut, int kCount>
+__device__ __forceinline__ bool sum_piece(const CombineRole& role, const CallContext& call, int number, int id,
+                                          const Numbers<kWire, kCount>& own) {
   const LlCombineParams& p = role.p;
-  const int rank = role.peers.rank, token = in.units.token, piece = in.units.piece;
-  const int lane_index = piece * 32 + role.lane;
-  const bool is_inside = lane_index * kCount < p.hidden;
-  uint64_t mask =
-      destinations(p.shape.num_ranks, Choice::of(in.id, p.shape.num_experts, role.geometry.by_local_experts));
-  const bool own_is_local = sends(p.half) && (mask >> rank & 1) != 0;
-  stamp(Stamp::kOwnDone, rank);
+  const Unit unit = role.geometry.deal.unit(0, number);
+  const int lane_index = min(unit.piece * 32 + role.lane, p.hidden / kCount - 1);
+  const uint64_t sources =
+      destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
+  stamp(Stamp::kOwnDone, role.peers.rank);
+  Partials<kWire, kCount> partials(role, call, sources, unit, lane_index);
   float total[kCount];
-  begin_sum<kOut>(p, token, lane_index, is_inside, mask != 0, total);
-  Patience patience;
+  begin_sum<kOut>(p, unit.token, lane_index, sources != 0, total);
+  LeanPatience patience;
 #pragma unroll 1
-  while (mask != 0) {
-    int ranks[kBatch];
-    Numbers<kWire, kCount> numbers[kBatch];
-#pragma unroll
-    for (int q = 0; q < kBatch; q++) {
-      ranks[q] = mask != 0 ? __ffsll(static_cast<long long>(mask)) - 1 : -1;
-      mask &= mask - 1;
-    }
-    bool ok;
-    do {
-      ok = true;
-#pragma unroll
-      for (int q = 0; q < kBatch; q++) {
-        numbers[q].fill(0);
-        if (ranks[q] < 0 || (ranks[q] == rank && own_is_local) || !is_inside) continue;
-        numbers[q].load_relaxed_sys(role.peers.local<char>(p.layout.row(call.bank, ranks[q], token)), lane_index);
-      }
-#pragma unroll
-      for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
-      if (has_bug(Bug::kTornRows, call.kind)) ok = numbers[0].have_arrived();
-      ok = __all_sync(~0u, ok);
-      if (!ok && __any_sync(~0u, patience.is_over(call, Phase::kPartials, ranks[0], token, piece))) return false;
-    } while (!ok);
-#pragma unroll
-    for (int q = 0; q < kBatch; q++) {
-      if (ranks[q] < 0) continue;
-      if (ranks[q] == rank && own_is_local) {
-        in.own.add_to(total);
-        continue;
-      }
-      numbers[q].add_to(total);
-      numbers[q].fill(kAbsent);
-      char* slot = role.peers.local<char>(p.layout.row(call.bank, ranks[q], token));
-      testing_point(Point::kBeforeReset, call, token);
-      if (is_inside && !(has_bug(Bug::kSkippedReset, call.kind) && token == 0)) numbers[q].store(slot, lane_index);
-    }
+  while (partials.has_more()) {
+    partials.begin_batch();
+    if (!partials.await(role, call, unit, patience)) return false;
+    partials.add_to(role, call, unit.token, own, total);
   }
   Numbers<kOut, kCount> out;
   out.from(total);
-  char* row = static_cast<char*>(p.out) + static_cast<int64_t>(token) * p.hidden * size_of(kOut);
-  if (is_inside) out.store(row, lane_index);
+  out.store(static_cast<char*>(p.out) + static_cast<int64_t>(unit.token) * p.hidden * size_of(kOut), lane_index);
   return true;
 }
 
+// A receiver asks for its own rows of a piece while it waits for the others' of the one before: what is asked for late
+// comes late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers (UnitDeal).
 template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ void sum_tokens(const CombineRole& role, const CallContext& call,
-                                           Inbound<kIn, kWire, kCount>& in) {
-  testing_point(Point::kBeforeReceive, call);
-  if (role.p.weighting == Weighting::kHome) in.add_up_own(role, call);
-#pragma unroll 1
-  while (in.exists(role)) {
-    if (!sum_token<kIn, kWire, kOut, kCount>(role, call, in)) return;
-    in.units.advance(role.geometry.sum, role.geometry.pieces);
-    in.load(role);
-    in.add_up_own(role, call);
+struct Receiver {
+  int number = 0;             // of the piece whose entries of the handle have been asked for
+  int id = -1;                // of choice `lane`
+  Terms terms{kNoRow, 1.0f};  // of the own share
+  int rows_number = 0;        // of the piece whose own rows have been asked for
+  int rows_id = -1;
+  Terms rows_terms;
+  RowBatch<kIn, kCount> rows;
+  Numbers<kWire, kCount> own;  // share of the piece that is added up
+  bool has_begun = false;
+
+  __device__ __forceinline__ void ask_first(const CombineRole& role) {
+    number = role.receiver();
+    ask(role);
   }
-}
+  // All but home weights is there before the epoch is known.
+  __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
+    if (!has_next(role)) return;
+    load_rows(role, call);
+    add_up_own(role);
+    has_begun = true;
+  }
+  __device__ __forceinline__ void sum_all(const CombineRole& role, const CallContext& call) {
+    testing_point(Point::kBeforeReceive, call);
+    if (!has_begun) begin(role, call);
+    if (!has_begun) return;
+#pragma unroll 1
+    while (true) {
+      const int now = rows_number, now_id = rows_id;
+      const bool is_last = !has_next(role);
+      if (!is_last) load_rows(role, call);
+      if (!sum_piece<kWire, kOut, kCount>(role, call, now, now_id, own) || is_last) return;
+      add_up_own(role);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool has_next(const CombineRole& role) const {
+    return number < role.p.num_tokens * role.geometry.deal.pieces;
+  }
+  __device__ __forceinline__ void ask(const CombineRole& role) {
+    if (!has_next(role)) return;
+    const int token = role.geometry.deal.unit(0, number).token;
+    id = load_own_id(role, token);
+    if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, token);
+  }
+  // Asks for the own rows of a piece and the handle's entries of the one after.
+  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
+    rows_number = number;
+    rows_id = id;
+    if (sends(role.p.half)) {
+      const Unit unit = role.geometry.deal.unit(0, number);
+      rows_terms = checked(role, terms, true);
+      if (role.p.weighting == Weighting::kHome) {
+        rows_terms = await_home_weight(role.p.layout, role.peers, call, role.peers.rank, unit.token, rows_terms);
+      }
+      rows.load(role, rows_terms, unit.piece);
+    }
+    number += role.geometry.receivers;
+    ask(role);
+  }
+  __device__ __forceinline__ void add_up_own(const CombineRole& role) {
+    if (!sends(role.p.half)) return;
+    float total[kCount];
+    partial_sum<kIn>(role, rows_terms, role.geometry.deal.unit(0, rows_number).piece, rows, total);
+    own.from(total);
+  }
+};
 
 // ---- Weights of the home rank. Block 0 sends them all, because every block of a peer may wait for them.
 
@@ -386,11 +375,18 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
   __shared__ CallContext call;
-  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
+  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers, args.state};
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(call, args, Kind::kCombine);
+  Sender<kIn, kWire, kCount> sender;
+  Receiver<kIn, kWire, kOut, kCount> receiver;
+  const bool is_sender = sends(p.half) && role.is_sender() && args.geometry.homes > 0;
+  const bool is_receiver = !is_sender && receives(p.half) && role.is_receiver();
+  const Opening opening = open_call(call, args, Kind::kCombine, [&] {
+    if (is_sender) sender.ask_first(role);
+    if (is_receiver) receiver.ask_first(role);
+  });
 
   const auto begin = [&] {
     const bool is_well = begin_call(call, args, opening);
@@ -406,19 +402,15 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
     if (!is_well) return;
     if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
     if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
-  } else if (sends(p.half) && role.is_sender() && args.geometry.homes > 0) {
-    Sender<kIn, kWire, kCount> sender;
+  } else if (is_sender) {
     sender.begin(role, call);
     if (!begin()) return;
     sender.send_all(role, call);
     stamp(Stamp::kSent, peers.rank);
-  } else if (receives(p.half) && role.is_receiver()) {
-    Inbound<kIn, kWire, kCount> in;
-    in.units = Units::begin(role, args.geometry.sum, role.warp - plan.receiver_warp0);
-    in.load(role);
-    if (p.weighting != Weighting::kHome) in.add_up_own(role, call);
+  } else if (is_receiver) {
+    if (p.weighting != Weighting::kHome && !args.geometry.is_busy) receiver.begin(role, call);
     if (!begin()) return;
-    sum_tokens<kIn, kWire, kOut, kCount>(role, call, in);
+    receiver.sum_all(role, call);
   } else {
     begin();
   }

@@ -64,6 +64,15 @@ __device__ __forceinline__ uint32_t ld_relaxed_gpu(const uint32_t* p) {
   return v;
 }
 
+// ---- Atomics
+
+// Counts up, from `last` on to 0. (The compiler turns additions into one for the whole warp, and waits for it.)
+__device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* p, uint32_t last) {
+  uint32_t v;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(v) : "l"(p), "r"(last) : "memory");
+  return v;
+}
+
 // ---- Stores
 
 __device__ __forceinline__ void st(uint4* p, uint4 v) {
@@ -90,6 +99,13 @@ __device__ __forceinline__ void st_relaxed_gpu(uint64_t* p, uint64_t v) {
 }
 __device__ __forceinline__ void st_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// The compiler would add up a warp's and wait for the sum at once; this result is waited for where it is used.
+__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0,[%1],%2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
 }
 
 // ---- Shared memory, between warps of a block

@@ -55,21 +55,25 @@ static __device__ __noinline__ uint64_t look_around(const CallContext& context, 
   return ~0ull;
 }
 
-// Counts attempts, and looks around once in a while.
-class Patience {
+// Counts attempts, and looks around once in a while. `Time`: volatile keeps it in memory, where registers are few.
+template <class Time>
+class PatienceIn {
  public:
   // True: give up. The wait's owner must then leave its loop.
   __device__ __forceinline__ bool is_over(const CallContext& context, Phase phase, int peer, uint64_t expected,
                                           uint64_t seen) {
     if ((++attempts_ & 255) != 0) return false;
-    start_ = look_around(context, start_, phase, peer, expected, seen);
-    return start_ == ~0ull;
+    const uint64_t start = look_around(context, start_, phase, peer, expected, seen);
+    start_ = start;
+    return start == ~0ull;
   }
 
  private:
   uint32_t attempts_ = 0;
-  uint64_t start_ = 0;
+  Time start_ = 0;
 };
+using Patience = PatienceIn<uint64_t>;
+using LeanPatience = PatienceIn<volatile uint64_t>;
 
 __device__ __forceinline__ bool is_tagged(uint64_t word, uint32_t tag) {
   return static_cast<uint32_t>(word >> 32) == tag;

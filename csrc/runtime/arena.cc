@@ -55,4 +55,11 @@ uint64_t Arena::free_bytes() const {
   return sum;
 }
 
+uint64_t Arena::largest_free() const {
+  std::lock_guard lock(mutex_);
+  uint64_t most = 0;
+  for (const auto& [start, size] : free_) most = std::max(most, size);
+  return most;
+}
+
 }  // namespace ep

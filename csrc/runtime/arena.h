@@ -1,5 +1,5 @@
-// The part of a window in which tensors lie that other ranks write to, or read, where they are. Host form: blocks are
-// cut first fit; on a GPU torch's own allocator does it.
+// The part of a window in which tensors lie that other ranks write to, or read, where they are. Blocks are cut first
+// fit: a tensor each on the CPU; on a GPU they are the segments of torch's own allocator (csrc/torch/arena_pool.h).
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,7 @@ class Arena {
   Offset offset_of(const void* data, uint64_t bytes) const;
   uint64_t bytes() const { return bytes_; }
   uint64_t free_bytes() const;
+  uint64_t largest_free() const;  // that lie together
 
  private:
   void give_back(uint64_t start, uint64_t size);

@@ -51,7 +51,8 @@ struct HtDispatchParams {
   int32_t* info = nullptr;  // OutputShape
   // kRoute, memory that the host sees: rows that the output needs, slots, then the demand of each local expert [L].
   int64_t* host_sizes = nullptr;
-  uint64_t* host_epoch = nullptr;  // CUDA: becomes the call's epoch when the sizes are there
+  int64_t* host_most_tokens = nullptr;  // kRoute, likewise, null if nobody asks: of any rank
+  uint64_t* host_epoch = nullptr;       // CUDA: becomes the call's epoch when the sizes are there
   // Where the steps send routes:
   int32_t* row_expert = nullptr;
   void* out_topk_idx = nullptr;

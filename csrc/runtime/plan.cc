@@ -5,6 +5,8 @@
 namespace ep {
 namespace {
 
+constexpr int kFewTokens = 48;  // up to so many, what counts is how soon the first rows leave
+
 // Blocks that only send, the lowest ones: a quarter fills the links, the rest have the copying to do.
 int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * share_of_132 + 66) / 132, 1, blocks - 1); }
 
@@ -23,8 +25,8 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
   // Four steps a piece where they fit the row as well as two, and there is enough to do for all warps.
   const bool fits = row_steps % 4 == 0 || row_steps % 4 == 3;
   if (!sizes.is_heavy && fits && sizes.num_tokens > 16) plan.steps = 4;
-  plan.warps = plan.receiver_warps = sizes.is_heavy && sizes.num_tokens > 48 ? 20 : 16;
-  if (sizes.num_tokens <= 48) {
+  plan.warps = plan.receiver_warps = sizes.is_heavy && sizes.num_tokens > kFewTokens ? 20 : 16;
+  if (sizes.num_tokens <= kFewTokens) {
     plan.sender_warps = sizes.num_tokens > 16 ? 4 : 8;
     plan.sender_blocks = sender_share(plan.blocks, sizes.is_heavy || sizes.num_tokens <= 16 ? 20 : 16);
   } else {
@@ -35,13 +37,21 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
   return plan;
 }
 
-LlPlan plan_combine(int num_sms) {
+LlPlan plan_combine(const LlCombineSizes& sizes, int num_sms) {
   LlPlan plan;
-  plan.blocks = plan.sender_blocks = num_sms;
-  // At 128 tokens of 4 ranks a block has 81 pieces to send and 27 to add up.
-  plan.sender_warps = plan.receiver_warp0 = 9;
-  plan.receiver_warps = 10;
+  plan.blocks = num_sms;
   plan.warps = 20;
+  plan.groups = 4;
+  if (sizes.is_staged || sizes.num_tokens <= kFewTokens || num_sms == 1) {
+    plan.sender_blocks = num_sms;
+    plan.sender_warps = plan.receiver_warp0 = 9;
+    plan.receiver_warps = 10;
+    return plan;
+  }
+  // The loads of a receiver would queue up behind the remote stores of its SM.
+  plan.sender_blocks = plan.receiver_block0 = sender_share(num_sms, 60);
+  plan.sender_warps = 16;
+  plan.receiver_warps = 19;
   return plan;
 }
 

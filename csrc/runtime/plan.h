@@ -22,8 +22,9 @@ struct LlPlan {
   int receiver_block0 = 0;  // blocks [receiver_block0, blocks) receive with warps [receiver_warp0, + receiver_warps)
   int receiver_warp0 = 0;
   int receiver_warps = 1;
-  int steps = 1;     // steps of a piece: the unit of work of a warp
+  int steps = 1;     // dispatch: steps of a piece, the unit of work of a warp
   bool pdl = false;  // programmatic dependent launch
+  int groups = 1;    // combine: of sending blocks, each with a counter of tickets. What does not divide them is lowered
 
   EP_HD int threads() const { return warps * 32; }
   EP_HD int senders() const { return sender_blocks * sender_warps; }
@@ -37,7 +38,13 @@ struct LlDispatchSizes {
   bool is_heavy = false;  // quantised or keyed: more registers a step
 };
 
+struct LlCombineSizes {
+  int num_tokens = 0;      // of this rank
+  bool is_staged = false;  // one half of the operation
+};
+
 LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms);
-LlPlan plan_combine(int num_sms);
+// Ranks may have different plans in a call, with as many blocks (docs/memory_model.md, forward progress).
+LlPlan plan_combine(const LlCombineSizes& sizes, int num_sms);
 
 }  // namespace ep

@@ -1,6 +1,7 @@
 // The ops of high throughput. A dispatch of exact sizes (capacity -1) asks the other ranks how much will come before it
 // makes its outputs; every other knows their sizes. Outputs lie in the window's arena while there is room.
-#include <array>
+#include "torch/ht_ops.h"
+
 #include <tuple>
 #include <vector>
 
@@ -18,16 +19,16 @@ constexpr int64_t kExact = -1;  // capacity
 // not return a list (functionalization takes it for an alias).
 constexpr int kMaxTensors = 4;
 
-// A tensor that other ranks may write to or read; an ordinary one where there is no room for it, and in a capture: a
-// graph would go on using the block after the tensor is gone.
-Tensor arena_tensor(const Group& group, at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
+// A tensor that other ranks may write to or read; an ordinary one where there is no room for it.
+Tensor arena_tensor(Registered& registered, at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
   int64_t elements = 1;
   for (int64_t size : sizes) {
     EP_CHECK(size >= 0, "a dimension of ", size);
     elements *= size;
   }
-  if (elements == 0 || is_capturing(device)) return new_tensor(sizes, type, device);
-  std::shared_ptr<void> block = Arena::take(group.arena(), elements * at::elementSize(type));
+  if (elements > 0 && device.is_cuda() && registered.pool() != nullptr) return registered.pool()->empty(sizes, type);
+  if (elements == 0 || !device.is_cpu()) return new_tensor(sizes, type, device);
+  std::shared_ptr<void> block = Arena::take(registered.group->arena(), elements * at::elementSize(type));
   if (block == nullptr) return new_tensor(sizes, type, device);
   void* data = block.get();
   return at::from_blob(
@@ -96,13 +97,13 @@ struct Moved {
   Tensor scales;
 };
 
-Moved allocate_moved(const Group& group, const Payload& payload, const OutputShape& output, const OutputTypes& types,
-                     const at::Device& device) {
+Moved allocate_moved(Registered& registered, const Payload& payload, const OutputShape& output,
+                     const OutputTypes& types, const at::Device& device) {
   Moved moved;
-  moved.xs.push_back(arena_tensor(group, types.x, types.x_type, device));
-  moved.scales = arena_tensor(group, types.scales, types.scales_type, device);
+  moved.xs.push_back(arena_tensor(registered, types.x, types.x_type, device));
+  moved.scales = arena_tensor(registered, types.scales, types.scales_type, device);
   for (const Tensor& x : payload.xs.slice(1)) {
-    moved.xs.push_back(arena_tensor(group, row_shape(output, x.size(1)), x.scalar_type(), device));
+    moved.xs.push_back(arena_tensor(registered, row_shape(output, x.size(1)), x.scalar_type(), device));
   }
   return moved;
 }
@@ -131,18 +132,31 @@ void set_moved(HtDispatchParams& p, const Moved& moved) {
 struct HtTensors {
   Moved moved;
   Tensor weights, topk_idx, row_expert, info, route, slots;
+  // Where sizes are exact:
+  int64_t most_tokens = 0;      // of any rank
+  std::vector<int64_t> demand;  // of each local expert
 };
 
 HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int64_t num_tokens, int64_t num_slots) {
   return HtHandleShape::make(output, group.topology(), to_int(num_tokens, "number of tokens"), num_slots);
 }
 
-// Rows and slots that will come here: the first half of a dispatch of exact sizes.
-std::array<int64_t, 2> ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
-  std::array<int64_t, 2> sizes{0, 0};
+// What the first half of a dispatch of exact sizes tells the host.
+struct HostSizes {
+  int64_t rows = 0, slots = 0, most_tokens = 0;
+  std::vector<int64_t> demand;
+};
+
+HostSizes ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
+  std::vector<int64_t> words(2 + p.shape.local_experts(), 0);
+  HostSizes sizes;
   p.steps = HtSteps::kRoute;
-  p.host_sizes = sizes.data();
+  p.host_sizes = words.data();
+  p.host_most_tokens = &sizes.most_tokens;
   group.dispatch(p, stream);
+  sizes.rows = words[0];
+  sizes.slots = words[1];
+  sizes.demand.assign(words.begin() + 2, words.end());
   return sizes;
 }
 
@@ -163,8 +177,10 @@ void check_received(const HtTensors& t, const OutputTypes& types, const HtHandle
   check_tensor(t.slots, "slots", at::kInt, {handle.num_slots, handle.slot_words()}, device);
 }
 
+// `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all ranks alike.
 HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const Tensor& topk_idx,
-                          const OptionalTensor& topk_weights, DispatchSpec spec, const HtTensors* given) {
+                          const OptionalTensor& topk_weights, DispatchSpec spec, const HtTensors* given,
+                          bool asks_first = false) {
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
@@ -191,6 +207,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   p.zero_padding = spec.zero_padding;
   EP_CHECK(spec.num_sms >= 0, "num_sms is ", spec.num_sms, ", must not be negative");
   p.num_sms = to_int(spec.num_sms, "num_sms");
+  if (asks_first && is_exact) p.steps = HtSteps::kRoute;
   group.prepare(p);  // refuses what does not fit before memory is taken for it
   int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * spec.max_tokens;
 
@@ -206,10 +223,13 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
     p.info = t.info.data_ptr<int32_t>();
     p.handle =
         HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, ht_handle_shape(p.output, group, row.num_tokens, 0));
-    const auto [rows, slots] = ask_for_sizes(group, p, stream);
+    const HostSizes sizes = ask_for_sizes(group, p, stream);
     p.steps = HtSteps::kSend;
-    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : rows);
-    num_slots = slots;
+    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : sizes.rows);
+    num_slots = sizes.slots;
+    t.most_tokens = sizes.most_tokens;
+    t.demand = sizes.demand;
+    if (t.most_tokens > spec.max_tokens) return t;  // asks_first: else it was refused
   }
   const OutputTypes types = output_types(row, spec, p.output);
   const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
@@ -217,7 +237,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
     check_moved(t.moved, payload, p.output, types, device);
     check_received(t, types, handle, device);
   } else {
-    t.moved = allocate_moved(group, payload, p.output, types, device);
+    t.moved = allocate_moved(*registered, payload, p.output, types, device);
     allocate_received(t, types, handle, device);
   }
   set_moved(p, t.moved);
@@ -262,7 +282,7 @@ void ht_dispatch_out(std::string_view buffer, Tensor, at::TensorList xs, const O
                      Tensor out_row_expert, Tensor out_info, Tensor out_route, Tensor out_slots) {
   guarded([&] {
     const HtTensors given{
-        {out_xs.vec(), out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots};
+        {out_xs.vec(), out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots, 0, {}};
     run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, &given);
   });
 }
@@ -277,8 +297,9 @@ void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const
     for (int r = 0; r < output.num_ranks; r++) sum += handle.counts[r * output.num_ranks + rank];
     return sum;
   }();
-  EP_CHECK(received <= sizes.num_slots, "the handle is not of these sizes, or was changed: ", received,
-           " rows in slots for ", sizes.num_slots);
+  // Rank layouts need no slots to find a row: a capacity below what came has dropped those of the rows that it dropped.
+  EP_CHECK(received <= sizes.num_slots || !sizes.has_expert_rows,
+           "the handle is not of these sizes, or was changed: ", received, " rows in slots for ", sizes.num_slots);
   const auto check_routes = [&](const HtRoutes& all, int64_t first, int64_t count) {
     check_handle_values(all.ids + first, count, -1, spec.num_experts - 1, "expert id");
     check_handle_values(all.rows + first, count, kDroppedRow, INT32_MAX, "row");
@@ -339,7 +360,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::strin
     p.num_sms = to_int(num_sms, "num_sms");
     group.prepare(p);
     const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
-    Moved moved = allocate_moved(group, {xs, x_scales}, p.output, output_types(row, dispatch, p.output), device);
+    Moved moved = allocate_moved(*registered, {xs, x_scales}, p.output, output_types(row, dispatch, p.output), device);
     set_moved(p, moved);
     group.dispatch(p, registered->order.next_stream(device));
     return std::make_tuple(moved.xs[0], moved.scales, further(moved, 1, device), further(moved, 2, device),
@@ -412,7 +433,7 @@ void ht_combine_out(std::string_view buffer, Tensor, EP_HT_COMBINE_ARGS, Tensor 
 Tensor arena_empty(std::string_view buffer, Tensor, at::IntArrayRef size, at::ScalarType dtype) {
   return guarded([&] {
     const auto registered = find_group(buffer);
-    return arena_tensor(*registered->group, size, dtype, device_of(*registered->group));
+    return arena_tensor(*registered, size, dtype, device_of(*registered->group));
   });
 }
 
@@ -426,6 +447,14 @@ Tensor arena_empty(std::string_view buffer, Tensor, at::IntArrayRef size, at::Sc
   "ScalarType wire_dtype, int num_sms"
 
 }  // namespace
+
+HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
+                         const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec) {
+  const Tensor xs[] = {x};
+  const HtTensors t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, spec, nullptr, true);
+  if (t.moved.xs.empty()) return {{}, {}, {}, {}, {}, {}, {}, t.most_tokens, {}};
+  return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.most_tokens, t.demand};
+}
 
 void define_ht_ops(torch::Library& library) {
   library.def("ht_dispatch(" EP_HT_DISPATCH_SCHEMA

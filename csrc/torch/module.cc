@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <optional>
 
 #include "api/factory.h"
 #include "base/check.h"
@@ -59,8 +60,8 @@ class NamedGroup {
       return;
     }
     py::gil_scoped_release no_gil;
-    unregister_group(name_);
-    group_->destroy();
+    const std::shared_ptr<Registered> last = unregister_group(name_);
+    group_->destroy();  // first: a failed buffer's kernels end, and `last` waits for them before it frees its pool
   }
   Group& group() { return *group_; }
 
@@ -154,7 +155,7 @@ PYBIND11_MODULE(_C, m) {
                         py::arg("path") = info.path, py::arg("problem") = info.problem);
       },
       "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
-  m.def("time_line", &take_time_line, py::arg("combine"),
+  m.def("time_line", &take_time_line, py::arg("combine"), py::arg("ht") = false,
         "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");
 #if defined(EP_GPU_TESTING)
   m.def(
@@ -208,6 +209,15 @@ PYBIND11_MODULE(_C, m) {
       .def("set_pdl", [](NamedGroup& self, bool enabled) { self.group().set_pdl(enabled); })
       .def("domain_size", [](NamedGroup& self) { return self.group().topology().domain_size; })
       .def("stats", [](NamedGroup& self) { return stats(self.group()); })
+      .def(
+          "arena_offset",
+          [](NamedGroup& self, uint64_t address, uint64_t bytes) -> std::optional<uint64_t> {
+            const auto arena = self.group().arena();
+            if (arena == nullptr) return std::nullopt;
+            const Offset offset = arena->offset_of(reinterpret_cast<const void*>(address), bytes);
+            return offset == kNoOffset ? std::nullopt : std::optional<uint64_t>(offset);
+          },
+          py::arg("address"), py::arg("bytes"), "Where in the window memory of the arena lies; None: not there.")
       .def("wire_bytes", [](NamedGroup& self) { return wire_bytes(self.group()); })
       .def("destroy", &NamedGroup::destroy);
 }

@@ -40,9 +40,10 @@ void register_group(const std::string& name, std::shared_ptr<Group> group) {
   EP_CHECK(is_new, "a buffer named ", name, " exists already in this process");
 }
 
-void unregister_group(const std::string& name) {
+std::shared_ptr<Registered> unregister_group(const std::string& name) {
   std::unique_lock lock(registry().mutex);
-  registry().groups.erase(name);
+  const auto entry = registry().groups.extract(name);
+  return entry.empty() ? nullptr : entry.mapped();
 }
 
 std::shared_ptr<Registered> find_group(std::string_view name) {

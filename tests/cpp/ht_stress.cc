@@ -48,7 +48,7 @@ class HtTrip : public Trip {
     const HtHandleShape sizes = handle_shape(0);
     route_.assign(sizes.route_size(), 0x55555555);
     if (is_exact_) {
-      std::array<int64_t, 2> received{-1, -1};
+      std::vector<int64_t> received(2 + output_.local_experts, -1);
       p.steps = HtSteps::kRoute;
       p.output.capacity = INT32_MAX;
       p.host_sizes = received.data();

@@ -1,8 +1,11 @@
 // What kernels are told beforehand: divisors, strides of work, shared memory.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <random>
 #include <set>
 #include <tuple>
+#include <vector>
 
 #include "cuda/geometry.h"
 
@@ -23,46 +26,215 @@ TEST(Divisor, DividesAsTheMachineDoes) {
   }
 }
 
-// Walks every warp's units as Units of ll_combine.cuh does.
-std::multiset<std::tuple<int, int, int>> walk(int blocks, int warps, int pieces, int homes, int tokens) {
-  const UnitStride stride = UnitStride::of(blocks, warps, pieces, homes);
-  std::multiset<std::tuple<int, int, int>> units;
-  for (int block = 0; block < blocks; block++) {
-    for (int warp = 0; warp < warps; warp++) {
-      const int round = stride.by_homes.divide(warp);
-      int home = stride.by_homes.remainder(warp, round);
-      const int number = round * blocks + block;
-      int token = number / pieces, piece = number % pieces;
-      while (token < tokens) {
-        units.emplace(home, token, piece);
-        EXPECT_EQ((token * pieces + piece) % blocks, block) << "a unit belongs to one block, whatever the home";
-        home += stride.home_step;
-        const bool carry = home >= stride.homes;
-        if (carry) home -= stride.homes;
-        piece += stride.piece_step[carry];
-        token += stride.token_step[carry];
-        if (piece >= pieces) {
-          piece -= pieces;
-          token++;
-        }
-      }
+using UnitKey = std::tuple<int, int, int>;  // home, token, piece
+
+// A sending warp, as Sender of ll_combine.cuh goes through its units.
+struct SendingWarp {
+  const UnitDeal* deal;
+  std::vector<uint32_t>* counters;
+  int tokens, block, index;
+  Unit unit;
+
+  static SendingWarp of(const UnitDeal& deal, std::vector<uint32_t>& counters, int tokens, int block, int warp) {
+    return {&deal, &counters, tokens, block, warp, deal.dealt_unit(block, warp)};
+  }
+  bool exists() const { return unit.token < tokens; }
+  UnitKey key() const { return {unit.home, unit.token, unit.piece}; }
+  void advance() {
+    index += deal->warps;
+    if (deal->is_dealt(index)) {
+      unit = deal->dealt_unit(block, index);
+    } else if (deal->has_tickets(tokens)) {
+      const int group = deal->group_of(block);
+      uint32_t& counter = (*counters)[group];
+      const auto ticket = static_cast<int>(counter);
+      counter = ticket >= deal->last_ticket(group, tokens) ? 0 : counter + 1;
+      unit = deal->ticket_unit(group, ticket);
+      EXPECT_EQ((unit.token * deal->pieces + unit.piece) % deal->groups, group);
+    } else {
+      unit.token = tokens;
+    }
+  }
+};
+
+std::multiset<UnitKey> all_units(int homes, int tokens, int pieces) {
+  std::multiset<UnitKey> units;
+  for (int home = 0; home < homes; home++) {
+    for (int token = 0; token < tokens; token++) {
+      for (int piece = 0; piece < pieces; piece++) units.emplace(home, token, piece);
     }
   }
   return units;
 }
 
-TEST(UnitStride, DealsEveryUnitOnce) {
-  for (auto [blocks, warps, pieces, homes, tokens] :
-       {std::tuple{132, 9, 28, 3, 128}, {4, 9, 28, 3, 5}, {1, 9, 7, 2, 3}, {7, 10, 3, 1, 11}, {132, 9, 5, 63, 2}}) {
-    const auto units = walk(blocks, warps, pieces, homes, tokens);
-    std::multiset<std::tuple<int, int, int>> expected;
-    for (int home = 0; home < homes; home++) {
-      for (int token = 0; token < tokens; token++) {
-        for (int piece = 0; piece < pieces; piece++) expected.emplace(home, token, piece);
+TEST(UnitDeal, DealsEveryUnitOnceAndLeavesTheCountersAtZero) {
+  std::mt19937 random(1);
+  for (auto [blocks, warps, pieces, homes] :
+       {std::tuple{132, 9, 28, 3}, {6, 9, 28, 3}, {1, 9, 7, 2}, {7, 10, 3, 1}, {12, 9, 5, 63}, {4, 1, 1, 7}}) {
+    for (int groups : {1, 4, 12, 64, blocks}) {
+      const UnitDeal deal = UnitDeal::of(blocks, warps, pieces, homes, groups);
+      std::vector<uint32_t> counters(deal.groups);
+      for (int tokens : {9, 0, 1, 40, 3, 128}) {  // one call after the other
+        std::vector<SendingWarp> senders;
+        for (int block = 0; block < blocks; block++) {
+          for (int warp = 0; warp < warps; warp++) {
+            const auto sender = SendingWarp::of(deal, counters, tokens, block, warp);
+            if (sender.exists()) senders.push_back(sender);
+          }
+        }
+        std::multiset<UnitKey> sent;
+        while (!senders.empty()) {
+          auto& sender = senders[random() % senders.size()];
+          sent.insert(sender.key());
+          sender.advance();
+          if (!sender.exists()) {
+            std::swap(sender, senders.back());
+            senders.pop_back();
+          }
+        }
+        ASSERT_EQ(sent, all_units(homes, tokens, pieces))
+            << blocks << " blocks of " << warps << " warps, " << homes << " homes, " << deal.groups << " groups, "
+            << tokens << " tokens";
+        for (uint32_t counter : counters) ASSERT_EQ(counter, 0u);
       }
     }
-    EXPECT_EQ(units, expected) << blocks << " blocks of " << warps << " warps";
   }
+}
+
+TEST(UnitDeal, GroupsDivideTheBlocksAndHaveACounter) {
+  for (int blocks = 1; blocks <= 160; blocks++) {
+    for (int wanted : {-1, 0, 1, 3, 4, 12, 64, 65, 132, 1000}) {
+      const UnitDeal deal = UnitDeal::of(blocks, 9, 28, 3, wanted);
+      EXPECT_GE(deal.groups, 1);
+      EXPECT_LE(deal.groups, kMaxTicketGroups);
+      EXPECT_EQ(blocks % deal.groups, 0) << blocks << " blocks, " << wanted << " groups wanted";
+    }
+  }
+  EXPECT_EQ(UnitDeal::of(60, 16, 28, 3, 4).groups, 4);
+}
+
+// A call on several ranks, each of which holds only so many blocks at a time, in the order of their numbers.
+struct CrowdedCall {
+  static constexpr int kWarps = 2, kPieces = 5, kTokens = 9;
+  std::vector<LlPlan> plans;  // of the ranks
+  int resident;
+
+  struct Rank {
+    UnitDeal deal;
+    std::vector<uint32_t> counters;
+    std::vector<std::vector<SendingWarp>> senders;  // by block
+    std::vector<std::vector<int>> receivers;        // by block: the number of each warp's piece
+    std::vector<bool> is_done;
+    std::set<std::tuple<int, int, int>> arrived;  // source, token, piece
+  };
+
+  // False: nobody goes on.
+  bool completes(std::mt19937& random) const {
+    const int num_ranks = static_cast<int>(plans.size());
+    std::vector<Rank> ranks(num_ranks);
+    for (int r = 0; r < num_ranks; r++) {
+      Rank& rank = ranks[r];
+      const LlPlan& plan = plans[r];
+      rank.deal = UnitDeal::of(plan.sender_blocks, kWarps, kPieces, num_ranks - 1, plan.groups);
+      rank.counters.resize(rank.deal.groups);
+      rank.senders.resize(plan.blocks);
+      rank.receivers.resize(plan.blocks);
+      rank.is_done.resize(plan.blocks);
+      for (int b = 0; b < plan.blocks; b++) {
+        for (int w = 0; w < kWarps; w++) {
+          if (b < plan.sender_blocks) {
+            rank.senders[b].push_back(SendingWarp::of(rank.deal, rank.counters, kTokens, b, w));
+          }
+          if (b >= plan.receiver_block0) {
+            rank.receivers[b].push_back(w * plan.receiver_blocks() + b - plan.receiver_block0);
+          }
+        }
+      }
+    }
+    bool has_moved = true;
+    while (has_moved) {
+      has_moved = false;
+      for (int r = 0; r < num_ranks; r++) {
+        int held = 0;
+        for (int b = 0; b < plans[r].blocks && held < resident; b++) {
+          if (ranks[r].is_done[b]) continue;
+          held++;
+          has_moved = step(ranks, r, b, random) || has_moved;
+        }
+      }
+    }
+    return std::all_of(ranks.begin(), ranks.end(), [](const Rank& rank) {
+      return std::all_of(rank.is_done.begin(), rank.is_done.end(), [](bool is_done) { return is_done; });
+    });
+  }
+
+  bool step(std::vector<Rank>& ranks, int r, int b, std::mt19937& random) const {
+    const int num_ranks = static_cast<int>(ranks.size());
+    bool has_moved = false, is_done = true;
+    for (SendingWarp& sender : ranks[r].senders[b]) {
+      for (int i = random() % 3; i >= 0 && sender.exists(); i--, has_moved = true) {
+        const auto [home, token, piece] = sender.key();
+        ranks[(r + 1 + home) % num_ranks].arrived.emplace(r, token, piece);
+        sender.advance();
+      }
+      is_done = is_done && !sender.exists();
+    }
+    for (int& number : ranks[r].receivers[b]) {
+      for (; number < kTokens * kPieces; number += plans[r].receiver_blocks() * kWarps, has_moved = true) {
+        const Unit unit = ranks[r].deal.unit(0, number);
+        bool is_here = true;
+        for (int source = 0; source < num_ranks; source++) {
+          is_here = is_here && (source == r || ranks[r].arrived.count({source, unit.token, unit.piece}) > 0);
+        }
+        is_done = is_done && is_here;
+        if (!is_here) break;
+      }
+    }
+    if (is_done) ranks[r].is_done[b] = true;
+    return has_moved || is_done;
+  }
+};
+
+LlPlan crowded_plan(int blocks, int sender_blocks, int receiver_block0, int groups) {
+  LlPlan plan;
+  plan.blocks = blocks;
+  plan.sender_blocks = sender_blocks;
+  plan.receiver_block0 = receiver_block0;
+  plan.groups = groups;
+  return plan;
+}
+
+TEST(UnitDeal, EveryCallCompletesHoweverFewBlocksAreResident) {
+  std::mt19937 random(1);
+  const auto together = [](int groups) { return crowded_plan(12, 12, 0, groups); };
+  const auto apart = [](int groups) { return crowded_plan(12, 4, 4, groups); };
+  const auto one = crowded_plan(1, 1, 0, 1);
+  const std::vector<std::vector<LlPlan>> worlds = {
+      {together(1), together(1), together(1)},
+      {together(12), together(12), together(12)},
+      {apart(4), apart(4), apart(4)},
+      {together(1), together(4), together(6)},
+      {apart(4), together(4), apart(1)},
+      {together(2), apart(2), together(12)},
+      {one, one, one},
+  };
+  for (size_t world = 0; world < worlds.size(); world++) {
+    for (int resident : {1, 2, 5, 12}) {
+      for (int repeat = 0; repeat < 10; repeat++) {
+        const CrowdedCall call{worlds[world], resident};
+        EXPECT_TRUE(call.completes(random)) << "world " << world << ", " << resident << " blocks resident";
+      }
+    }
+  }
+}
+
+// The claims of docs/memory_model.md are needed: without them a call hangs.
+TEST(UnitDeal, CallsHangWithReceiversBelowSendersOrOtherNumbersOfBlocks) {
+  std::mt19937 random(1);
+  const LlPlan below = crowded_plan(12, 12, 7, 1);  // receiving blocks 7.. are not the senders of what they wait for
+  EXPECT_FALSE((CrowdedCall{{below, below, below}, 1}.completes(random)));
+  const LlPlan few = crowded_plan(5, 5, 0, 5), many = crowded_plan(12, 12, 0, 12);
+  EXPECT_FALSE((CrowdedCall{{few, many, many}, 1}.completes(random)));
 }
 
 LlDispatchParams some_dispatch(OutputLayout layout) {
@@ -130,10 +302,18 @@ TEST(Geometry, RefusesAPlanWithoutAnOpener) {
   combine.hidden = 7168;
   combine.layout.ids = dispatch.layout.ids;
   combine.output = dispatch.output;
-  LlPlan sums = plan_combine(132);
-  EXPECT_NO_THROW(LlCombineGeometry::of(combine, sums, 8));
-  sums.receiver_warps++;
-  EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error);
+  for (int tokens : {1, 128}) {
+    LlPlan sums = plan_combine({tokens, false}, 132);
+    EXPECT_NO_THROW(LlCombineGeometry::of(combine, sums, 8));
+    sums.receiver_warps++;
+    EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error);
+  }
+  LlPlan sums = plan_combine({1, false}, 132);
+  sums.sender_warps++;
+  EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error) << "a warp has one role";
+  sums = plan_combine({128, false}, 132);
+  sums.receiver_block0 = sums.sender_blocks - 1;
+  EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error) << "receivers must not lie below senders";
 }
 
 }  // namespace

@@ -27,7 +27,9 @@ TEST(Arena, BlocksAreApartAndComeBack) {
   for (int step = 0; step < 5000; step++) {
     if (held.empty() || random() % 2 == 0) {
       const uint64_t bytes = 1 + random() % (12 * kArenaAlignment);
+      const uint64_t room = arena->largest_free();
       std::shared_ptr<void> block = Arena::take(arena, bytes);
+      ASSERT_EQ(block != nullptr, align_up(bytes, kArenaAlignment) <= room);
       refused += block == nullptr;
       if (block == nullptr) continue;
       const auto begin = static_cast<uint64_t>(static_cast<char*>(block.get()) - memory.data());

@@ -43,11 +43,21 @@ TEST(Plan, DispatchRolesAreDisjointForEverySize) {
 
 TEST(Plan, CombineRolesAreDisjointForEverySize) {
   for (int num_sms = 1; num_sms <= 160; num_sms++) {
-    const LlPlan plan = plan_combine(num_sms);
-    check_roles(plan, num_sms);
-    EXPECT_EQ(plan.sender_blocks, plan.blocks);  // every block has both roles
-    EXPECT_EQ(plan.receiver_block0, 0);
+    for (int tokens : {0, 1, 48, 49, 128, 4096}) {
+      for (bool is_staged : {false, true}) {
+        const LlPlan plan = plan_combine({tokens, is_staged}, num_sms);
+        check_roles(plan, num_sms);
+        EXPECT_LT(plan.receiver_warp0 + plan.receiver_warps, plan.warps) << "the opener does nothing else";
+        if (tokens <= 48 || is_staged || num_sms == 1) {  // every block has both roles
+          EXPECT_EQ(plan.sender_blocks, plan.blocks);
+          EXPECT_EQ(plan.receiver_block0, 0);
+        } else {
+          EXPECT_EQ(plan.receiver_block0, plan.sender_blocks) << "senders below receivers";
+        }
+      }
+    }
   }
+  EXPECT_EQ(plan_combine({128, false}, 132).sender_blocks, 60);
 }
 
 }  // namespace

@@ -1,0 +1,124 @@
+// The sums that low-latency combine is made of: which rows of a token lie here, and what they add up to.
+#pragma once
+
+#include "cuda/call.cuh"
+#include "cuda/convert.cuh"
+#include "cuda/launch.h"
+#include "cuda/numbers.cuh"
+#include "cuda/stamps.cuh"
+
+namespace ep {
+
+struct CombineRole : WarpRole {
+  const LlCombineParams& p;
+  const LlCombineGeometry& geometry;
+  const LsaPeers& peers;
+  DeviceState* state;
+
+  __device__ int receiver() const {
+    return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
+  }
+  __device__ int home_of(int index) const {
+    const int home = peers.rank + index + (p.half == Half::kSend ? 0 : 1);
+    return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
+  }
+};
+
+// The rows of a token here: lane k holds choice k.
+struct Terms {
+  int32_t row;  // kNoRow, kDroppedRow, or the row to add
+  float weight;
+};
+
+// Weights that the home rank sends for this combine come with ids that say which choices count.
+__device__ __forceinline__ Terms await_home_weight(const LlLayout& layout, const LsaPeers& peers,
+                                                   const CallContext& call, int home, int token, Terms terms) {
+  if (terms.row == kNoRow) return terms;
+  const int lane = lane_id();
+  const int per_word = layout.ids.per_word();
+  const auto* ids = peers.local<uint64_t>(layout.id_words(call.bank, home, token));
+  const uint32_t word = await_word(call, ids + lane / per_word, Phase::kWeights, home);
+  if (layout.ids.get(word, lane % per_word) == layout.ids.none()) {
+    terms.row = kDroppedRow;
+    return terms;
+  }
+  const auto* weight = peers.local<uint64_t>(layout.weight(call.bank, home, token, lane));
+  terms.weight = __uint_as_float(await_word(call, weight, Phase::kWeights, home));
+  return terms;
+}
+
+// The handle's entries of a token, not yet looked at: whoever looks waits for them.
+__device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, int token) {
+  Terms terms{kNoRow, 1.0f};
+  const int map_k = role.p.output.map_k();
+  if (role.lane >= map_k) return terms;
+  const int entry = (home * role.p.shape.max_tokens + token) * map_k + role.lane;
+  terms.row = __ldg(role.p.handle.rows + entry);
+  if (role.p.weighting == Weighting::kDispatch) terms.weight = __ldg(role.p.handle.weights + entry);
+  return terms;
+}
+
+// A dispatch that was given up leaves entries unwritten, and so does one of fewer tokens than a unit's.
+__device__ __forceinline__ Terms checked(const CombineRole& role, Terms terms, bool is_token) {
+  if (!is_token || terms.row >= role.geometry.output_rows) terms.row = kNoRow;
+  return terms;
+}
+
+// A lane's numbers of a piece of the first rows to add. More are rarer, and registers are few.
+template <DType kIn, int kCount>
+struct RowBatch {
+  static constexpr int kRows = 3;
+  Numbers<kIn, kCount> rows[kRows];
+
+  // `mask`: the lanes whose rows are meant. Lanes past the row's end load its last numbers. Where there is no row,
+  // nothing is loaded and nobody looks: zeros instead would cost moves that wait for the loads before.
+  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, const unsigned mask, int piece) {
+    const int lane_index = min(piece * 32 + role.lane, role.p.hidden / kCount - 1);
+    const int count = __popc(mask);
+    int32_t row[kRows];
+    unsigned rest = mask;
+#pragma unroll
+    for (int q = 0; q < kRows; q++) {
+      row[q] = __shfl_sync(~0u, terms.row, __ffs(rest) - 1);
+      rest &= rest - 1;
+    }
+#pragma unroll
+    for (int q = 0; q < kRows; q++) {
+      if (q >= count) break;
+      rows[q].load_nc(static_cast<const char*>(role.p.rows) + static_cast<int64_t>(row[q]) * role.geometry.row_bytes,
+                      lane_index);
+    }
+  }
+  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, int piece) {
+    load(role, terms, __ballot_sync(~0u, terms.row >= 0), piece);
+  }
+};
+
+// This rank's share of a token, one piece of it. Products and sums are rounded one by one, in the order of k. `batch`
+// holds the first rows.
+template <DType kIn, int kCount>
+__device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms& terms, int piece,
+                                            RowBatch<kIn, kCount>& batch, float (&sum)[kCount]) {
+  unsigned mask = __ballot_sync(~0u, terms.row >= 0);
+  const float nothing = mask == 0 ? 0.0f : kNothingYet;
+#pragma unroll
+  for (int i = 0; i < kCount; i++) sum[i] = nothing;
+#pragma unroll 1
+  while (mask != 0) {
+    const int count = __popc(mask);
+    float weight[batch.kRows];
+#pragma unroll
+    for (int q = 0; q < batch.kRows; q++) {
+      weight[q] = __shfl_sync(~0u, terms.weight, __ffs(mask) - 1);
+      mask &= mask - 1;
+    }
+#pragma unroll
+    for (int q = 0; q < batch.kRows; q++) {
+      if (q < count) batch.rows[q].add_product_to(sum, weight[q]);
+    }
+    if (mask == 0) return;
+    batch.load(role, terms, mask, piece);
+  }
+}
+
+}  // namespace ep

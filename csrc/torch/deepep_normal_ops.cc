@@ -1,0 +1,67 @@
+// High-throughput dispatch in the convention of DeepEP's normal mode: flat, with counts on the host. host_counts, where
+// sizes are exact: most tokens of any rank, then the rows of each local expert [L]; if the first is above max_tokens,
+// nothing was sent and the other results are empty. combine and the cached dispatch take the native ops:
+// nccl_ep/deepep_normal.py has the methods.
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "torch/device.h"
+#include "torch/ht_ops.h"
+#include "torch/registry.h"
+#include "torch/run.h"
+
+namespace ep {
+namespace {
+
+using at::Tensor;
+using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Rows from each source to each destination [R, R], added up over the sources.
+Tensor rank_prefix(const Tensor& route, int64_t num_ranks) {
+  return route.narrow(0, 0, num_ranks * num_ranks).view({num_ranks, num_ranks}).cumsum(0, at::kInt);
+}
+
+DispatchResult ht_dispatch_deepep(std::string_view buffer, Tensor, const Tensor& x, const OptionalTensor& x_scales,
+                                  const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t num_experts,
+                                  int64_t max_tokens, int64_t capacity, int64_t num_sms) {
+  return guarded([&] {
+    const DispatchSpec spec{num_experts, max_tokens, static_cast<int64_t>(OutputLayout::kFlat), capacity, 1, 0,
+                            false,       num_sms};
+    const HtDispatched t = dispatch_ht(buffer, x, x_scales, topk_idx, topk_weights, spec);
+    const at::Device host(at::kCPU);
+    Tensor counts = new_tensor({capacity < 0 ? 1 + static_cast<int64_t>(t.demand.size()) : 0}, at::kLong, host);
+    if (capacity < 0) {
+      counts.data_ptr<int64_t>()[0] = t.most_tokens;
+      std::copy(t.demand.begin(), t.demand.end(), counts.data_ptr<int64_t>() + 1);
+    }
+    if (!t.x.defined()) {
+      const auto none = [&](at::ScalarType type) { return new_tensor({0}, type, x.device()); };
+      return DispatchResult{none(x.scalar_type()),
+                            none(x_scales ? x_scales->scalar_type() : at::kFloat),
+                            none(topk_idx.scalar_type()),
+                            none(at::kFloat),
+                            none(at::kInt),
+                            none(at::kInt),
+                            none(at::kInt),
+                            none(at::kInt),
+                            counts};
+    }
+    const int64_t num_ranks = find_group(buffer)->group->num_ranks();
+    return DispatchResult{
+        t.x, t.scales, t.topk_idx, t.weights, t.info, t.route, t.slots, rank_prefix(t.route, num_ranks), counts};
+  });
+}
+
+}  // namespace
+}  // namespace ep
+
+TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
+  library.def(
+      "ht_dispatch_deepep(str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? "
+      "topk_weights, int num_experts, int max_tokens, int capacity, int num_sms) -> (Tensor x, Tensor scales, Tensor "
+      "topk_idx, Tensor weights, Tensor info, Tensor route, Tensor slots, Tensor rank_prefix, Tensor host_counts)");
+}
+
+TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { library.impl("ht_dispatch_deepep", &ep::ht_dispatch_deepep); }
+TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { library.impl("ht_dispatch_deepep", &ep::ht_dispatch_deepep); }

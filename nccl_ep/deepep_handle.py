@@ -1,0 +1,93 @@
+"""What callers of DeepEP's normal mode hold: x with its scales, and the handle as a tuple of tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from .checks import require_on
+
+Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+NormalHandle: TypeAlias = tuple[torch.Tensor, ...]
+
+_INTRANODE, _INTERNODE = 6, 10  # elements of a handle: of one domain, of several
+
+
+class Payload(NamedTuple):
+    """x, taken apart."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None  # [T, S]
+    has_flat_scales: bool = False  # they were [T]
+
+    @staticmethod
+    def of(buffer: Any, x: Rows) -> Payload:
+        rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
+        require_on(buffer, ("x", "scales"), (rows, scales))
+        if rows is None or rows.dim() != 2:
+            raise ValueError(f"x has shape {None if rows is None else list(rows.shape)}, must be [tokens, hidden]")
+        is_flat = scales is not None and scales.dim() == 1
+        return Payload(rows, scales.unsqueeze(1) if scales is not None and is_flat else scales, is_flat)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row on its way there, or home in bf16."""
+        scales = self.scales
+        beside = 0 if scales is None else -(-scales.shape[-1] * scales.element_size() // 16) * 16
+        hidden: int = self.rows.shape[1]
+        return max(hidden * self.rows.element_size() + beside, 2 * hidden)
+
+    def as_given(self, rows: torch.Tensor, scales: torch.Tensor) -> Rows:
+        if self.scales is None:
+            return rows
+        return rows, scales.squeeze(1) if self.has_flat_scales else scales
+
+
+class Route(NamedTuple):
+    """What combine and cached dispatches need of a handle."""
+
+    route: torch.Tensor  # csrc/layout/ht_handle.h
+    src_idx: torch.Tensor  # [N]: of flat rows, all that the slots have
+    is_token_in_rank: torch.Tensor  # [T, R]
+    topk: int
+    num_experts: int
+    max_tokens: int
+
+    def as_handle(self, buffer: Any, rank_prefix: torch.Tensor) -> NormalHandle:
+        """DeepEP's elements, in its order, for one domain or several."""
+        numbers = self.route.new_empty((0, self.num_experts, self.max_tokens))
+        head = self._send_head(buffer.num_ranks)
+        if buffer.domain_size == buffer.num_ranks:
+            return rank_prefix, self.route, numbers, self.src_idx, self.is_token_in_rank, head
+        here = rank_prefix[:, buffer.rank].contiguous()
+        none = self.route.new_empty((0,))
+        by_domain = here[buffer.domain_size - 1 :: buffer.domain_size].contiguous()
+        return self.is_token_in_rank, self.route, numbers, none, by_domain, none, here, self.src_idx, head, none
+
+    def _send_head(self, num_ranks: int) -> torch.Tensor:
+        """[T, K]: the row of each choice at its owner, -1 for none; a part of the route."""
+        tokens, local = self.is_token_in_rank.shape[0], self.num_experts // num_ranks
+        size = tokens * self.topk
+
+        def align(value: int) -> int:
+            return (value + 3) // 4 * 4
+
+        first = align(num_ranks * num_ranks) + align(local + 1) + 2 * align(size)
+        return self.route[first : first + size].view(tokens, self.topk)
+
+    @staticmethod
+    def of(buffer: Any, handle: NormalHandle) -> Route:
+        size = _INTRANODE if buffer.domain_size == buffer.num_ranks else _INTERNODE
+        if not isinstance(handle, (tuple, list)) or len(handle) != size:
+            what = f"{len(handle)} elements" if isinstance(handle, (tuple, list)) else type(handle).__name__
+            raise ValueError(f"the handle is {what}, must be the {size} tensors that dispatch returned")
+        require_on(buffer, [f"handle[{i}]" for i in range(size)], handle)
+        if size == _INTRANODE:
+            _, route, numbers, src_idx, is_in_rank, head = handle
+        else:
+            is_in_rank, route, numbers, _, _, _, _, src_idx, head, _ = handle
+        if numbers.dim() != 3 or src_idx.dim() != 1 or is_in_rank.dim() != 2 or head.dim() != 2:
+            shapes = [list(each.shape) for each in handle]
+            raise ValueError(f"the handle has tensors of shapes {shapes}: it is not what dispatch returned")
+        return Route(route, src_idx, is_in_rank, head.shape[1], numbers.shape[1], numbers.shape[2])
