@@ -48,14 +48,17 @@ class Chain:
     to_rank_0: all tokens of all ranks have their experts there, so that rank 0 waits for nobody's rows.
     """
 
+    fresh = "d"  # letters that take inputs of their own
+    tokens = TOKENS
+
     def __init__(self, letters: str, buffer: nccl_ep.Buffer, *, seed: int = 0, to_rank_0: bool = False) -> None:
         self.letters, self.buffer, self._to_rank_0 = letters, buffer, to_rank_0
         self.experts = LOCAL_EXPERTS * buffer.num_ranks
-        device, slots = buffer.device, letters.count("d")
+        device, slots = buffer.device, sum(letter in self.fresh for letter in letters)
         self._random = torch.Generator(device).manual_seed(1000 * seed + buffer.rank)
-        self.x = torch.empty(slots, TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
-        self.ids = torch.empty(slots, TOKENS, TOPK, dtype=torch.int64, device=device)
-        self.weights = torch.empty(slots, TOKENS, TOPK, device=device)
+        self.x = torch.empty(slots, self.tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+        self.ids = torch.empty(slots, self.tokens, TOPK, dtype=torch.int64, device=device)
+        self.weights = torch.empty(slots, self.tokens, TOPK, device=device)
         self.wrong = torch.zeros(1, dtype=torch.int64, device=device)
         self.renew()
 
@@ -67,9 +70,9 @@ class Chain:
         self.x.normal_(generator=self._random)
         self.weights.normal_(generator=self._random)
         slots, experts = len(self.ids), LOCAL_EXPERTS if self._to_rank_0 else self.experts
-        ids = self._draw(slots, TOKENS, experts).argsort(-1)[..., :TOPK]
+        ids = self._draw(slots, self.tokens, experts).argsort(-1)[..., :TOPK]
         is_left_out = (self._draw(slots, 1, 1) < 0.2) & (ids >= experts // 2)  # some dispatches leave ranks out
-        is_none = (self._draw(slots, TOKENS, TOPK) < 0.15) | (self._draw(slots, TOKENS, 1) < 0.1)
+        is_none = (self._draw(slots, self.tokens, TOPK) < 0.15) | (self._draw(slots, self.tokens, 1) < 0.1)
         self.ids.copy_(torch.where(is_left_out | is_none, -1, ids))
 
     def run(self) -> None:

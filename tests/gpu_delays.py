@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from expected import Expected, shared_buffer
 from gpu_chains import Chain, chain_buffer, replay_graphs
+from gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
+from gpu_ht_ranks import ExpectedHt, own_layouts, shared_ht_buffer, wide_cases
 from gpu_ranks import cuda_cases, run_case, wide_case
 
 import nccl_ep
@@ -166,4 +168,23 @@ def run_with_delays(rank: int, num_ranks: int, count: int, replays: int) -> dict
         for pdl in (False, True):
             with delays(seed=5 + pdl):
                 found[pdl] = replay_graphs(buffer, replays, pdl=pdl, seed=5)
+    return found
+
+
+def run_ht_with_delays(rank: int, num_ranks: int, count: int, replays: int) -> dict[bool, tuple[int, float]]:
+    """The same of high throughput: generated cases, wide ones, layouts of the ranks' own, graphs."""
+    torch.cuda.set_device(rank)
+    device, group = torch.device("cuda", rank), rendezvous_of(dist.group.WORLD)
+    cases = [ExpectedHt(case) for case in [*cuda_cases(count, num_ranks), *wide_cases(num_ranks)]]
+    with shared_ht_buffer(group, [each.case for each in cases], device=device) as buffer:
+        for number, case in enumerate(cases):
+            with delays(seed=1 + number):
+                case.run(buffer, num_sms=number % 4)
+    with delays(seed=3):
+        own_layouts(group, device)
+    found = {}
+    with ht_chain_buffer(group, device) as buffer:
+        for given in (False, True):
+            with delays(seed=7 + given):
+                found[given] = replay_ht_graphs(buffer, replays, given=given, seed=5)
     return found

@@ -45,12 +45,12 @@ def wide_case(num_ranks: int, **changes: Any) -> Case:
     )  # fmt: skip
 
 
-def _start(rank: int) -> torch.device:
+def on_gpu(rank: int) -> torch.device:
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 
 
-def _spoil(*tensors: torch.Tensor | None) -> None:
+def spoil(*tensors: torch.Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None:
             tensor.zero_() if not tensor.is_contiguous() else tensor.view(torch.uint8).fill_(0x5A)
@@ -77,13 +77,13 @@ def run_overwritten(case: Expected, buffer: nccl_ep.Buffer) -> None:
     rank, device, given = buffer.rank, buffer.device, case.inputs[buffer.rank]
     x, ids, weights = (each.to(device, copy=True) for each in (given.x, given.topk_idx, given.topk_weights))
     out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.case.dispatch_kwargs())
-    _spoil(x, ids, weights)
+    spoil(x, ids, weights)
     rows = case.rows[rank].to(device, copy=True)
     y = nccl_ep.combine(rows, out.handle)
-    _spoil(rows)
+    spoil(rows)
     values = case.values[rank].to(device, copy=True)
     scalars = nccl_ep.combine_weights(values, out.handle)
-    _spoil(values, out.handle.tensor)
+    spoil(values, out.handle.tensor)
     torch.cuda.synchronize()
     buffer.require_usable()
     case.check_dispatch(out, rank)
@@ -93,7 +93,7 @@ def run_overwritten(case: Expected, buffer: nccl_ep.Buffer) -> None:
 
 def run_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]) -> int:
     """Generated cases, by turns staged and fused; a wide one with every number of SMs; overwritten inputs."""
-    device = _start(rank)
+    device = on_gpu(rank)
     cases = [Expected(case) for case in cuda_cases(count, num_ranks)]
     wide = [Expected(wide_case(num_ranks, **how)) for how in ({}, {"quant": "fp8_ue8m0", "layout": "packed"})]
     group = rendezvous_of(dist.group.WORLD)
@@ -128,7 +128,7 @@ def replay_floors(case: Expected, buffer: nccl_ep.Buffer, replays: int, *, pdl: 
 
 
 def run_floors(rank: int, num_ranks: int) -> None:
-    device = _start(rank)
+    device = on_gpu(rank)
     cases = [Expected(case) for case in cuda_cases(6, num_ranks)]
     cases += [Expected(wide_case(num_ranks)), Expected(plain_case(num_ranks))]
     with shared_buffer(rendezvous_of(dist.group.WORLD), cases, device=device) as buffer:
@@ -142,7 +142,7 @@ def run_floors(rank: int, num_ranks: int) -> None:
 
 def run_graphs(rank: int, replays: int) -> dict[bool, tuple[int, float]]:
     """Wrong elements, and microseconds of a replay, without and with programmatic dependent launch."""
-    device, group = _start(rank), rendezvous_of(dist.group.WORLD)
+    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
     with chain_buffer(group, device) as buffer:
         return {pdl: replay_graphs(buffer, replays, pdl=pdl) for pdl in (False, True)}
 
@@ -150,7 +150,7 @@ def run_graphs(rank: int, replays: int) -> dict[bool, tuple[int, float]]:
 # ---- Deadlines
 
 
-def _within(seconds: float, start: float, what: str) -> None:
+def within(seconds: float, start: float, what: str) -> None:
     took = time.monotonic() - start
     assert took < seconds, f"{what} took {took:.2f} s, at most {seconds} s"
 
@@ -170,7 +170,7 @@ def _expect_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: ncc
     start = time.monotonic()
     dispatch() if phase == "dispatch" else nccl_ep.combine(rows, out.handle)
     torch.cuda.synchronize()
-    _within(DEADLINE + SLACK, start, "the call")
+    within(DEADLINE + SLACK, start, "the call")
     start = time.monotonic()
     with pytest.raises(nccl_ep.TimeoutError) as caught:
         buffer.check()
@@ -186,12 +186,12 @@ def _expect_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: ncc
     graph.replay()
     torch.cuda.synchronize()
     assert captured.counts.eq(0).all(), "a replay on a failed buffer shows rows"
-    _within(DEADLINE, start, "what came after the failure")
+    within(DEADLINE, start, "what came after the failure")
 
 
 def run_deadlines(rank: int, num_ranks: int) -> None:
     """In each phase only rank 0 calls; it must give up in time. A new buffer then works in the same processes."""
-    device = _start(rank)
+    device = on_gpu(rank)
     case = Expected(plain_case(num_ranks))
     group = rendezvous_of(dist.group.WORLD)
     for phase in ("dispatch", "combine"):
@@ -206,14 +206,14 @@ def run_deadlines(rank: int, num_ranks: int) -> None:
         dist.barrier()
         start = time.monotonic()
         buffer.destroy()
-        _within(DEADLINE + SLACK, start, "destroy()")
+        within(DEADLINE + SLACK, start, "destroy()")
         with shared_buffer(group, [case], device=device) as fresh:
             run_case(case, fresh)
 
 
 def run_mismatches(rank: int) -> list[str]:
     """Ranks 0 and 1 make different calls; both must name both. Returns the texts."""
-    device = _start(rank)
+    device = on_gpu(rank)
     case, other = Expected(plain_case(2)), Expected(plain_case(2, hidden=128))
     group = rendezvous_of(dist.group.WORLD)
     texts = []

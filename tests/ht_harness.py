@@ -164,6 +164,17 @@ def oracle(
     return [made[each["capacity"]][rank] for rank, each in enumerate(kwargs)]
 
 
+# On a GPU torch cuts blocks from segments of 2 MiB, or of 20 and more for those beyond 1 MiB.
+SMALL_ARENA, LARGE_ARENA = 1 << 21, 1 << 26
+
+
+def crowd(buffer: nccl_ep.Buffer, room: int) -> list[torch.Tensor]:
+    """Tensors that leave about so many bytes of a GPU's small arena, for as long as they are kept."""
+    if buffer.device.type == "cpu" or buffer.stats()["arena_bytes"] != SMALL_ARENA:
+        return []
+    return [buffer.empty([1 << 14], torch.uint8) for _ in range(max(SMALL_ARENA - room, 0) >> 14)]
+
+
 def ht_buffer(case: Case, plan: HtPlan, group: Any, **options: Any) -> nccl_ep.Buffer:
     """A buffer in which all operations of the case fit."""
     beside = case.scales_width * 8 + 16
@@ -173,6 +184,8 @@ def ht_buffer(case: Case, plan: HtPlan, group: Any, **options: Any) -> nccl_ep.B
     beside = max(beside + further_bytes, cached_bytes - case.hidden * case.dtype.itemsize)
     output = case.num_ranks * case.max_tokens * (row + further_bytes + case.hidden * 4)
     arena = {"none": 0, "tight": output // 2, "ample": 64 * output + (1 << 20)}[plan.arena]
+    if plan.arena != "none" and torch.device(options.get("device", "cpu")).type == "cuda":
+        arena = SMALL_ARENA if plan.arena == "tight" else max(arena, LARGE_ARENA)
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk, num_experts=case.num_experts,
         dtype=case.dtype, wire_dtype=torch.float32, scale_bytes=beside, domain_size=case.domain_size, mode="ht",
@@ -230,33 +243,40 @@ def check_ht_case(case: Case, *, network_seed: int = 0, device: str = "cpu", **o
     def body(group: Any) -> HtRankResult:
         rank = group.rank()
         with ht_buffer(case, plan, group, network_seed=network_seed, device=device) as buffer:
-            return run_on_rank(case, plan, buffer, case.inputs()[rank], results[rank], **options)
+            kept = crowd(buffer, case.num_ranks * case.max_tokens * case.hidden * case.dtype.itemsize)
+            made = run_on_rank(case, plan, buffer, case.inputs()[rank], results[rank], **options)
+            del kept
+            return made
 
     got = run_ranks(case.num_ranks, body)
     check_results(case, inputs, results, got, f"{case.describe()} {plan}")
-    check_further(case, plan, inputs, kwargs, got)
+    check_further(case, plan, inputs, kwargs, dict(enumerate(got)))
     if device == "cpu":
         check_ht_wire(case, plan, results, inputs, got)
     return HtOutcome(plan, results, got)
 
 
 def check_further(
-    case: Case, plan: HtPlan, inputs: list[reference.RankInput], kwargs: list[dict[str, Any]], got: list[HtRankResult]
-) -> None:
-    """Further tensors and cached payloads lie where the rows of x do."""
+    case: Case, plan: HtPlan, inputs: list[reference.RankInput], kwargs: list[dict[str, Any]],
+    got: dict[int, HtRankResult],
+) -> None:  # fmt: skip
+    """Further tensors and cached payloads of these ranks lie where the rows of x do."""
     ranks = range(case.num_ranks)
     for i, what in enumerate(plan.extra):
         moved = [replace(inputs[rank], x=further(case, rank, i, *what), scales=None) for rank in ranks]
-        for rank, want in enumerate(oracle(moved, kwargs, quant=None)):
-            _check_rows(got[rank].dispatched.extra[i], want.x, want, f"{case.describe()} rank {rank} extra {i}", case)
+        wanted = oracle(moved, kwargs, quant=None)
+        for rank, result in got.items():
+            where = f"{case.describe()} rank {rank} extra {i}"
+            _check_rows(result.dispatched.extra[i], wanted[rank].x, wanted[rank], where, case)
     for i, (hidden, dtype, quant) in enumerate(plan.cached):
         moved = [replace(inputs[rank], x=further(case, rank, 10 + i, hidden, dtype), scales=None) for rank in ranks]
-        for rank, want in enumerate(oracle(moved, kwargs, quant=quant)):
-            where = f"{case.describe()} rank {rank} cached {i}"
-            _check_rows(got[rank].cached[i].x, want.x, want, where, case)
-            assert (got[rank].cached[i].scales is None) == (want.scales is None), where
+        wanted = oracle(moved, kwargs, quant=quant)
+        for rank, result in got.items():
+            where, want, payload = f"{case.describe()} rank {rank} cached {i}", wanted[rank], result.cached[i]
+            _check_rows(payload.x, want.x, want, where, case)
+            assert (payload.scales is None) == (want.scales is None), where
             if want.scales is not None:
-                _check_rows(got[rank].cached[i].scales, want.scales, want, where, case)
+                _check_rows(payload.scales, want.scales, want, where, case)
 
 
 def _check_rows(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import torch
 from expected import Expected, plain_case, shared_buffer
 from harness import check_case, check_dispatch, combine_case, dispatch_case, make_buffer
 from processes import run_processes
+from sanitizers import SANITIZER, run_sanitizers
 
 import nccl_ep
 from nccl_ep import _C, reference
@@ -224,32 +222,8 @@ def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
 
 # ---- compute-sanitizer
 
-TOOLS = ("memcheck", "racecheck", "synccheck")  # racecheck sees shared memory only
-_SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
-
-@pytest.mark.skipif(_SANITIZER is None, reason="no compute-sanitizer here")
+@pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here")
 def test_sanitizers(tmp_path: Path) -> None:
-    """All tools at once, over a few cases of two to four ranks on one GPU. Every tensor is an allocation of its own, so
-    that memcheck sees its ends."""
-    cases = gpu_ranks.covering_cases(full=TEST_ALL)
-    program = [sys.executable, gpu_ranks.__file__, *cases]
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    logs = {tool: tmp_path / tool for tool in TOOLS}
-    running = {}
-    try:
-        for tool, log in logs.items():
-            with log.open("w") as file:
-                command = [str(_SANITIZER), "--tool", tool, "--error-exitcode", "9"]
-                if tool == "memcheck":  # torch asks the driver for much that it may not have
-                    command += ["--report-api-errors", "no"]
-                command += program
-                running[tool] = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
-        codes = {tool: process.wait(timeout=300) for tool, process in running.items()}
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
-    for tool, code in codes.items():
-        text = logs[tool].read_text()
-        assert code == 0 and f"case {cases[-1]}\n" in text, f"{tool} ended with {code}:\n{text[-4000:]}"
+    """All tools at once, over a few cases of two to four ranks on one GPU."""
+    run_sanitizers(gpu_ranks.__file__, gpu_ranks.covering_cases(full=TEST_ALL), tmp_path)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from gpu_delays import SEARCHES, Found
 from harness import check_case
+from ht_harness import check_ht_case
 from processes import run_processes
 
 from nccl_ep import _C
@@ -97,6 +98,12 @@ def test_generated_cases_on_one_gpu() -> None:
             check_case(gpu_ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
 
 
+def test_generated_cases_of_high_throughput_on_one_gpu() -> None:
+    for seed in range(NUM_CASES):
+        with gpu_delays.delays(seed=seed + 1):
+            check_ht_case(gpu_ranks.cuda_case(seed), device="cuda", num_sms=seed % 4)
+
+
 @pytest.fixture(scope="module")
 def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """In another process: planted bugs must not reach this one."""
@@ -122,6 +129,16 @@ def test_cases_and_graphs_over_nccl(tmp_path: Path) -> None:
     )
     for rank, found in enumerate(got):
         print(f"rank {rank}: us a replay, plain and with PDL: {[round(each) for _, each in found.values()]}")
+        assert [wrong for wrong, _ in found.values()] == [0, 0]
+
+
+@several_gpus
+def test_high_throughput_over_nccl(tmp_path: Path) -> None:
+    got: list[Any] = run_processes(
+        WORLD, gpu_delays.run_ht_with_delays, tmp_path, WORLD, max(NUM_CASES // 3, 1), NUM_REPLAYS, timeout=PATIENCE
+    )
+    for rank, found in enumerate(got):
+        print(f"rank {rank}: us a replay, staged and given: {[round(each) for _, each in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]
 
 

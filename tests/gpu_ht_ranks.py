@@ -1,0 +1,434 @@
+"""What a rank does in test_ht_gpu.py: high throughput against the oracle, deadlines, other calls.
+
+Run as a program: a few cases on one GPU, for sanitizers and for settings of the allocator.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case
+from expected import Expected, plain_case
+from gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
+from gpu_ranks import DEADLINE, SLACK, cuda_case, cuda_cases, on_gpu, spoil, wide_case, within
+from harness import check_dispatch
+from ht_harness import (
+    LARGE_ARENA,
+    SMALL_ARENA,
+    HtPlan,
+    HtRankResult,
+    check_further,
+    check_ht_case,
+    crowd,
+    oracle,
+    oracle_kwargs,
+    run_on_rank,
+)  # fmt: skip
+
+import nccl_ep
+from nccl_ep import reference
+from nccl_ep.bootstrap import rendezvous_of
+
+LAYOUTS = ("flat", "packed", "expert_major", "rank_major")
+PHASES = ("dispatch", "exact", "cached", "combine", "weighted combine", "scalars")
+DEAD = 7  # exit code of a rank that leaves without a word
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _garble(*tensors: torch.Tensor | None) -> None:
+    spoil(*(None if tensor is None else tensor.reshape(-1) for tensor in tensors))
+
+
+# ---- Generated cases
+
+
+class ExpectedHt:
+    """A generated case of high throughput, with what its seed leaves open and all that the oracle says about it."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.plan, self.inputs = case, HtPlan.of(case), case.inputs()
+        self.kwargs = oracle_kwargs(case, self.plan, self.inputs)
+        self.results = oracle(self.inputs, self.kwargs)
+        rows = [case.expert(result.x, result, rank) for rank, result in enumerate(self.results)]
+        self.combined = reference.combine(rows, self.results, self.inputs, **case.combine_kwargs())
+        self.scalars = reference.combine_weights(
+            [case.scalars(result, rank) for rank, result in enumerate(self.results)], self.results, self.inputs,
+            num_experts=case.num_experts, layout=case.layout,
+        )  # fmt: skip
+
+    def run(self, buffer: nccl_ep.Buffer, **options: Any) -> None:
+        rank = buffer.rank
+        got = run_on_rank(self.case, self.plan, buffer, self.inputs[rank], self.results[rank], **options)
+        _synchronize(buffer.device)
+        buffer.require_usable()  # its error says more than a difference does
+        self.check(got, rank, f"{self.case.describe()} {self.plan} {options} rank {rank}")
+
+    def check(self, got: HtRankResult, rank: int, where: str) -> None:
+        check_dispatch(got.dispatched, self.results[rank], where)
+        for name, mine, theirs in (
+            ("combined", got.combined, self.combined[rank]),
+            ("scalars", got.scalars, self.scalars[rank]),
+        ):
+            difference = reference.first_difference(mine, theirs)
+            assert not difference, f"{where}: {name}: {difference}"
+        check_further(self.case, self.plan, self.inputs, self.kwargs, {rank: got})
+
+
+def shared_ht_buffer(group: Any, cases: Sequence[Case], **options: Any) -> nccl_ep.Buffer:
+    """A buffer in which all operations of all the cases fit; not all outputs find a place in its arena."""
+    beside = row = 0
+    for case in cases:
+        plan = HtPlan.of(case)
+        further = sum(hidden * dtype.itemsize for hidden, dtype in plan.extra)
+        cached = max([hidden * dtype.itemsize + 400 for hidden, dtype, _ in plan.cached], default=0)
+        beside = max(beside, case.scales_width * 8 + 16 + further, cached)
+        row = max(row, case.hidden)
+    arena = LARGE_ARENA if torch.device(options["device"]).type == "cuda" else 1 << 19
+    return nccl_ep.Buffer.for_shapes(
+        group, max_tokens=max(case.max_tokens for case in cases), hidden=-(-row // 8) * 8,
+        topk=max(case.topk for case in cases), num_experts=max(case.num_experts for case in cases), dtype=torch.float32,
+        scale_bytes=beside, mode="ht", **{"timeout": 30.0, "arena_bytes": arena, **options},
+    )  # fmt: skip
+
+
+def wide_cases(num_ranks: int) -> list[Case]:
+    """Work for many blocks, in every layout."""
+    cases = [wide_case(num_ranks, layout=layout, capacity=_capacity(layout, num_ranks, 96)) for layout in LAYOUTS]
+    return [*cases, wide_case(num_ranks, layout="packed", quant="fp8_ue8m0", expert_alignment=16)]
+
+
+def _capacity(layout: str, num_ranks: int, tokens: int) -> int | None:
+    return num_ranks * tokens if layout == "expert_major" else None
+
+
+def run_ht_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]) -> int:
+    """Generated cases, wide ones with every number of SMs, and the bodies below. Returns the number of dispatches."""
+    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
+    cases = [ExpectedHt(case) for case in cuda_cases(count, num_ranks)]
+    wide = [ExpectedHt(case) for case in wide_cases(num_ranks)]
+    with shared_ht_buffer(group, [each.case for each in cases + wide], device=device) as buffer:
+        for case in cases:
+            case.run(buffer)
+        for case, sms in itertools.product(wide, num_sms):
+            case.run(buffer, num_sms=sms)
+        dispatches = int(buffer.stats()["ht_dispatches"])
+    for body in (live_outputs, overwrite_inputs, both_modes, own_layouts):
+        body(group, device)
+    return dispatches
+
+
+# ---- Bodies on any device
+
+
+def _layer(num_ranks: int, layout: str, seed: int, **changes: Any) -> Expected:
+    tokens = 24
+    plain: dict[str, Any] = {
+        "num_experts": 4 * num_ranks, "topk": 4, "hidden": 256, "expert_alignment": 4 if layout == "packed" else 1,
+        "max_tokens": tokens, "tokens": (tokens,) * num_ranks, "capacity": _capacity(layout, num_ranks, tokens),
+    }  # fmt: skip
+    return Expected(plain_case(num_ranks, layout=layout, seed=seed, **{**plain, **changes}))
+
+
+def _layer_buffer(case: Case, group: Any, device: Any, mode: str = "ht", **options: Any) -> nccl_ep.Buffer:
+    return nccl_ep.Buffer.for_shapes(
+        group, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk, num_experts=case.num_experts, mode=mode,
+        device=device, timeout=30.0, **options,
+    )  # fmt: skip
+
+
+def _send(case: Expected, buffer: nccl_ep.Buffer, **options: Any) -> nccl_ep.DispatchOutput:
+    given, device = case.inputs[buffer.rank], buffer.device
+    x, ids, weights = (each.to(device, copy=True) for each in (given.x, given.topk_idx, given.topk_weights))
+    return nccl_ep.dispatch(x, ids, weights, buffer=buffer, **{**case.case.dispatch_kwargs(), "mode": "ht", **options})
+
+
+def live_outputs(group: Any, device: Any) -> None:
+    """Forward through all layers, then backward: outputs, inputs and handles of all live at once, in arenas of all
+    sizes."""
+    rank, layers = group.rank(), [_layer(group.size(), LAYOUTS[i % 4], 40 + i) for i in range(8)]
+    is_cpu, room = torch.device(device).type == "cpu", 1 << 17
+    small = room if is_cpu else SMALL_ARENA
+    for arena_bytes in (0, small, LARGE_ARENA):
+        with _layer_buffer(layers[0].case, group, device, arena_bytes=arena_bytes) as buffer:
+            kept = crowd(buffer, room)
+            outs = [_send(case, buffer) for case in layers]
+            rows = [buffer.empty(case.rows[rank].shape, case.rows[rank].dtype) for case in layers]
+            for mine, case in zip(rows, layers, strict=True):
+                mine.copy_(case.rows[rank])
+            combined = [nccl_ep.combine(each, out.handle) for each, out in zip(rows, outs, strict=True)]
+            for case, out in reversed(list(zip(layers, outs, strict=True))):
+                again = nccl_ep.dispatch_cached(case.inputs[rank].x.to(buffer.device), out.handle)
+                valid, hidden = case.results[rank].valid.to(buffer.device), case.case.hidden
+                assert torch.equal(again.x.reshape(-1, hidden)[valid], out.x.reshape(-1, hidden)[valid])
+                case.check_scalars(nccl_ep.combine_weights(case.values[rank].to(buffer.device), out.handle).cpu(), rank)
+            for case, out, each, y in zip(layers, outs, rows, combined, strict=True):
+                case.check_dispatch(out, rank)
+                case.check_combine(y.cpu(), rank)
+                assert not reference.first_difference(each.cpu(), case.rows[rank]), "combine's input was written to"
+            stats = buffer.stats()
+            staged, total = stats["staged_dispatches"], 2 * len(layers)
+            if arena_bytes == 0:
+                assert staged == total
+            elif arena_bytes == small:
+                assert 0 < staged < total, staged
+            else:
+                assert staged == 0 and stats["staged_combines"] == 0
+            del kept, outs, rows, combined, mine, again, out, each
+            if is_cpu:  # torch's allocator keeps what it has
+                assert buffer.stats()["arena_free_bytes"] == buffer.stats()["arena_bytes"] == arena_bytes
+
+
+def overwrite_inputs(group: Any, device: Any) -> None:
+    """Every input is overwritten by the next kernel of the stream, while other ranks may still be busy with it."""
+    rank, layers = group.rank(), [_layer(group.size(), layout, 60 + i) for i, layout in enumerate(LAYOUTS)]
+    for in_arena in (False, True):
+        with _layer_buffer(layers[0].case, group, device, arena_bytes=1 << 25) as buffer:
+
+            def place(tensor: torch.Tensor, buffer: nccl_ep.Buffer = buffer, in_arena: bool = in_arena) -> Any:
+                return (buffer.empty if in_arena else torch.empty)(
+                    tensor.shape, dtype=tensor.dtype, **({} if in_arena else {"device": buffer.device})
+                ).copy_(tensor)
+
+            for case in layers * 3:
+                given = case.inputs[rank]
+                x, ids, weights = (place(each) for each in (given.x, given.topk_idx, given.topk_weights))
+                kwargs = {**case.case.dispatch_kwargs(), "mode": "ht"}
+                out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **kwargs)
+                _garble(x, ids, weights)
+                x = place(given.x)
+                cached = nccl_ep.dispatch_cached(x, out.handle)
+                rows = place(case.rows[rank])
+                _garble(x)
+                y = nccl_ep.combine(rows, out.handle)
+                _garble(rows)
+                values = place(case.values[rank])
+                scalars = nccl_ep.combine_weights(values, out.handle)
+                _garble(values, out.handle.tensor, out.handle.slots)
+                _synchronize(buffer.device)
+                buffer.require_usable()
+                case.check_dispatch(out, rank)
+                valid, hidden = case.results[rank].valid.to(buffer.device), case.case.hidden
+                assert torch.equal(cached.x.reshape(-1, hidden)[valid], out.x.reshape(-1, hidden)[valid])
+                case.check_combine(y.cpu(), rank)
+                case.check_scalars(scalars.cpu(), rank)
+
+
+def both_modes(group: Any, device: Any) -> None:
+    """One buffer does both modes, in any order, and what comes out is equal to the last bit."""
+    rank = group.rank()
+    for layout, quant in itertools.product(LAYOUTS, (None, "fp8", "fp8_ue8m0")):
+        case = _layer(group.size(), layout, 80, quant=quant, zero_padding=True)
+        first: list[torch.Tensor] = []
+        with _layer_buffer(case.case, group, device, mode="auto", scale_bytes=64) as buffer:
+            for mode in ("ll", "ht", "ht", "ll", "ll", "ht"):
+                out = _send(case, buffer, mode=mode)
+                assert out.handle.mode == mode
+                y = nccl_ep.combine(case.rows[rank].to(buffer.device), out.handle)
+                scalars = nccl_ep.combine_weights(case.values[rank].to(buffer.device), out.handle)
+                kept = (out.x, out.scales, out.weights, out.topk_idx, out.counts, out.offsets, out.row_expert)
+                tensors = [each.cpu() for each in (*kept, y, scalars) if each is not None]
+                case.check_dispatch(out, rank)
+                first = first or tensors
+                for tensor, same in zip(tensors, first, strict=True):
+                    assert not reference.first_difference(tensor, same), f"{mode}, {layout}, {quant}"
+
+
+def own_layouts(group: Any, device: Any) -> None:
+    """Every rank takes what comes in a layout of its own, which the others learn from its call."""
+    rank, ranks = group.rank(), group.size()
+    for turn in range(len(LAYOUTS)):
+        layouts = [LAYOUTS[(r + turn) % len(LAYOUTS)] for r in range(ranks)]
+        case = _layer(ranks, layouts[rank], 90)
+        with _layer_buffer(case.case, group, device, arena_bytes=(turn % 2) << 25) as buffer:
+            out = _send(case, buffer)
+            case.check_dispatch(out, rank)
+            y = nccl_ep.combine(torch.full_like(out.x, rank + 1), out.handle, weights=None)
+            want = torch.zeros(len(case.inputs[rank].topk_idx))
+            owner = torch.where(case.inputs[rank].topk_idx >= 0, case.inputs[rank].topk_idx // 4, -1)
+            for r, layout in enumerate(layouts):
+                there = (owner == r).sum(1)
+                want += (r + 1) * (there if layout in ("packed", "expert_major") else there.clamp(max=1))
+            assert torch.equal(y.cpu(), want.bfloat16()[:, None].expand(y.shape)), f"{layouts} rank {rank}"
+
+
+# ---- CUDA graphs with routing that changes
+
+
+def run_ht_graphs(rank: int, replays: int) -> dict[bool, tuple[int, float]]:
+    """Wrong elements, and microseconds of a replay, of graphs with outputs of their own and with given ones."""
+    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
+    with ht_chain_buffer(group, device) as buffer:
+        return {given: replay_ht_graphs(buffer, replays, given=given, seed=given) for given in (False, True)}
+
+
+# ---- Deadlines, ranks that die, other calls
+
+
+def _step(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: nccl_ep.DispatchOutput) -> Callable[[], Any]:
+    rank, device = buffer.rank, buffer.device
+    rows, x = case.rows[rank].to(device), case.inputs[rank].x.to(device)
+    ones = torch.ones(case.inputs[rank].topk_idx.shape, device=device)
+    steps: dict[str, Callable[[], Any]] = {
+        "dispatch": lambda: _send(case, buffer),
+        "exact": lambda: _send(case, buffer, capacity="exact"),
+        "cached": lambda: nccl_ep.dispatch_cached(x, out.handle),
+        "combine": lambda: nccl_ep.combine(rows, out.handle),
+        "weighted combine": lambda: nccl_ep.combine(rows, out.handle, weights=ones),
+        "scalars": lambda: nccl_ep.combine_weights(case.values[rank].to(device), out.handle),
+    }
+    return steps[phase]
+
+
+def _expect_ht_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: nccl_ep.DispatchOutput) -> None:
+    """Rank 0, when no other rank calls any more."""
+    step, graph = _step(case, buffer, phase, out), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _send(case, buffer)
+        nccl_ep.combine(captured.x, captured.handle)
+    start = time.monotonic()
+    with pytest.raises(nccl_ep.TimeoutError) as caught:  # exact sizes say so at once
+        step()
+        torch.cuda.synchronize()
+        buffer.check()
+    within(DEADLINE + SLACK, start, "the call")
+    kind = "dispatch" if phase in ("dispatch", "exact", "cached") else "combine"
+    pattern = rf"rank 0 waited {DEADLINE:g} s for the call record of rank [1-9]\d* in high-throughput {kind} \d+"
+    assert re.search(pattern, str(caught.value)), f"{phase}: {caught.value}"
+    start = time.monotonic()
+    for call in (step, lambda: _send(case, buffer), buffer.check, lambda: buffer.empty([1])):
+        with pytest.raises(nccl_ep.TimeoutError, match="the buffer has failed"):
+            call()
+    captured.counts.fill_(9)
+    captured.handle.tensor.fill_(1 << 29)  # what nobody writes any more: no row, and combine must not look there
+    graph.replay()
+    torch.cuda.synchronize()
+    assert captured.counts.eq(0).all() and captured.weights.eq(0).all(), "a replay on a failed buffer shows rows"
+    assert captured.topk_idx is None or captured.topk_idx.eq(-1).all()
+    within(DEADLINE, start, "what came after the failure")
+
+
+def run_ht_deadlines(rank: int, num_ranks: int) -> None:
+    """In each phase only rank 0 calls; it must give up in time. A new buffer then works in the same processes."""
+    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
+    for phase, layout in zip(PHASES, ("flat", "packed", "rank_major", "flat", "packed", "expert_major"), strict=True):
+        case = _layer(num_ranks, layout, 30)
+        buffer = _layer_buffer(case.case, group, device)
+        out = _send(case, buffer)
+        case.check_dispatch(out, rank)
+        dist.barrier()
+        buffer.set_timeout(DEADLINE)
+        if rank == 0:
+            _expect_ht_timeout(case, buffer, phase, out)
+        dist.barrier()
+        start = time.monotonic()
+        buffer.destroy()
+        within(DEADLINE + SLACK, start, "destroy()")
+        with _layer_buffer(case.case, group, device) as fresh:
+            out = _send(case, fresh)
+            case.check_dispatch(out, rank)
+            case.check_combine(nccl_ep.combine(case.rows[rank].to(device), out.handle).cpu(), rank)
+
+
+def run_with_a_dead_rank(rank: int) -> str:
+    """Rank 1's process leaves between two operations. Returns what the other hears."""
+    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
+    case = _layer(2, "packed", 31)
+    buffer = _layer_buffer(case.case, group, device)
+    out = _send(case, buffer)
+    case.check_dispatch(out, rank)
+    dist.barrier()
+    if rank == 1:
+        os._exit(DEAD)
+    buffer.set_timeout(DEADLINE)
+    start = time.monotonic()
+    with pytest.raises(nccl_ep.TimeoutError) as caught:
+        nccl_ep.combine(case.rows[rank].to(device), out.handle)
+        torch.cuda.synchronize()
+        buffer.check()
+    buffer.destroy()
+    within(2 * DEADLINE + SLACK, start, "all of it")
+    return str(caught.value)
+
+
+def run_ht_mismatches(rank: int) -> list[str]:
+    """Ranks 0 and 1 make different calls; both must name both. Returns the texts."""
+    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
+    case, other = _layer(2, "packed", 32), _layer(2, "packed", 32, hidden=128)
+    texts = []
+    for what in ("hidden", "exact", "combine"):
+        buffer = _layer_buffer(case.case, group, device)
+        out = _send(case, buffer)
+        _synchronize(device)
+        with pytest.raises(nccl_ep.MismatchError) as caught:
+            if what == "hidden":
+                _send((case, other)[rank], buffer)
+            elif what == "exact":
+                _send(case, buffer, **({"capacity": "exact"} if rank else {}))
+            else:
+                _step(case, buffer, ("combine", "scalars")[rank], out)()
+            _synchronize(device)
+            buffer.check()
+        texts.append(str(caught.value))
+        dist.barrier()
+        buffer.destroy()
+    return texts
+
+
+# ---- As a program
+
+
+def _properties(case: Case) -> set[tuple[Any, ...]]:
+    """What tells one path through the kernels from another."""
+    plan = HtPlan.of(case)
+    return {
+        (case.layout, "quant" if case.quant else "bits"), ("sizes", plan.exact), ("arena", plan.arena),
+        ("rows in the arena", plan.rows_in_arena), ("further", len(plan.extra) > 0), ("given", plan.given),
+        ("weights", case.combine_weights), ("capacity", case.layout, case.capacity_kind),
+        ("padding", case.zero_padding),
+        *(("cached", quant is not None) for _, _, quant in plan.cached),
+    }  # fmt: skip
+
+
+def covering_ht_cases() -> list[str]:
+    """Few small cases of 2 to 4 ranks that have all properties between them, as arguments of this program."""
+    small: dict[str, tuple[int, set[tuple[Any, ...]]]] = {}
+    for seed in range(400):
+        case = cuda_case(seed)
+        size = case.num_experts * case.num_ranks * case.max_tokens * case.hidden
+        if 2 <= case.num_ranks <= 4 and size < 2**16 and sum(case.tokens) > 4 and case.routing != "none":
+            small[str(seed)] = (size, _properties(case))
+    missing = set[tuple[Any, ...]]().union(*(properties for _, properties in small.values()))
+    chosen = []
+    while missing:
+        name, (_, most) = max(small.items(), key=lambda item: (len(item[1][1] & missing), -item[1][0]))
+        missing -= most
+        chosen.append(name)
+    return [*chosen, "wide"]  # many pieces of a row, many tokens of a warp
+
+
+def run_argument(text: str) -> None:
+    """A seed, or "wide"."""
+    if text == "wide":
+        case = wide_case(2, layout="packed", max_tokens=40, tokens=(40, 40))
+        check_ht_case(case, device="cuda", num_sms=2)
+    else:
+        check_ht_case(cuda_case(int(text)), device="cuda")
+
+
+if __name__ == "__main__":
+    for text in sys.argv[1:]:
+        run_argument(text)
+        print("case", text, flush=True)
