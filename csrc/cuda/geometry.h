@@ -66,13 +66,6 @@ struct PlacesShape {
   }
 };
 
-#if !defined(EP_D_ROTATE)  // 1: rows go to warps that do not wait for routing first
-#define EP_D_ROTATE 0
-#endif
-#if !defined(EP_D_NUMBERS)  // 1: a row's numbers are stored by a warp of their own, where there are warps to spare
-#define EP_D_NUMBERS 0
-#endif
-
 struct LlDispatchGeometry {
   RowShape row;
   int send_units = 0;     // pieces of own rows
@@ -95,16 +88,16 @@ struct LlDispatchGeometry {
     g.row = RowShape::of(p);
     const int pieces = ceil_div(g.row.steps, plan.steps), others = p.shape.num_ranks - 1;
     g.send_units = p.num_tokens * pieces;
-    const int own_rows = sends(p.half) ? p.num_tokens : p.shape.max_tokens,
-              rows = own_rows + p.shape.max_tokens * others;
+    const int own_rows = sends(p.half) ? p.num_tokens : p.shape.max_tokens;
+    const int rows = own_rows + p.shape.max_tokens * others;
     const bool has_room = static_cast<int64_t>(rows) * (pieces + 1) <= plan.receivers();
-    g.numbers_piece = EP_D_NUMBERS && has_room ? pieces : 0;
-    const int receive_pieces = pieces + (g.numbers_piece > 0 ? 1 : 0);
+    g.numbers_piece = has_room ? pieces : 0;
+    const int receive_pieces = pieces + (has_room ? 1 : 0);
     g.own_units = own_rows * receive_pieces;
     g.receive_units = rows * receive_pieces;
     g.by_receive_pieces = Divisor::of(receive_pieces);
     g.listeners = ceil_div(p.shape.num_ranks * p.shape.max_tokens, 32);
-    if (!EP_D_ROTATE || g.listeners >= plan.receiver_warps) g.listeners = 0;
+    if (g.listeners >= plan.receiver_warps) g.listeners = 0;
     g.by_pieces = Divisor::of(pieces);
     g.by_others = Divisor::of(others > 0 ? others : 1);
     g.by_max_tokens = Divisor::of(p.shape.max_tokens);

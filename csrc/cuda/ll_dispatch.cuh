@@ -10,19 +10,6 @@
 #include "cuda/payload.cuh"
 #include "cuda/stamps.cuh"
 
-#if !defined(EP_D_EARLY)  // 1: what a sender needs first is asked for before the block's first barrier
-#define EP_D_EARLY 0
-#endif
-#if !defined(EP_D_AHEAD)  // 1: a sender asks for its next piece before it stores the one it has
-#define EP_D_AHEAD 0
-#endif
-#if !defined(EP_D_INFO_FIRST)  // 1: a row's numbers are stored while the row is waited for
-#define EP_D_INFO_FIRST 0
-#endif
-#if !defined(EP_D_REASK)  // 1: a row that had not come when it was asked for is asked for again once routing is known
-#define EP_D_REASK 0
-#endif
-
 namespace ep {
 
 struct DispatchRole : WarpRole {
@@ -176,7 +163,7 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
   while (out.index >= 0) {
     testing_point(Point::kBetweenRows, call, out.asked);
     char* const at_rank0 = role.peers.base + out.slot + call.bank * role.p.layout.row_bank_bytes;
-    if (EP_D_AHEAD) out.load(role, out.asked + role.plan.senders());
+    out.load(role, out.asked + role.plan.senders());  // before the stores: it would wait behind them
     uint32_t turns = out.turns[0], others = out.turns[1];
     int first = role.peers.rank + 1;
 #pragma unroll 1
@@ -192,7 +179,6 @@ __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallCo
       store_wire<RemoteStore>(at_rank0 + static_cast<uint32_t>(peer) * role.peers.stride, role.geometry.row, out.index,
                               out.piece, role.lane);
     }
-    if (!EP_D_AHEAD) out.load(role, out.asked + role.plan.senders());
     out.prepare(role);
   }
 }
@@ -308,14 +294,6 @@ struct Incoming {
     return places.memory[id_at] >> id_shift & static_cast<uint32_t>(id_mask);
   }
 
-  // Whether a late word of the piece has come: less to read than all of them, by all who wait.
-  __device__ __forceinline__ bool has_begun(const DispatchRole& role) const {
-    const auto* word = reinterpret_cast<const uint32_t*>(staged);
-    if (role.geometry.row.chunks > (unit.piece * kSteps + kSteps - 1) * 32) word += (kSteps - 1) * (kStepBytes / 4);
-    const uint32_t seen = role.lane == 0 ? ptx::ld_relaxed_sys(word) : 0;
-    return __shfl_sync(~0u, seen, 0) != kAbsent;
-  }
-
   // The row has arrived, and its place on the wire is free again. False: the wait was given up.
   template <DType kType>
   __device__ __forceinline__ bool take(const DispatchRole& role, const CallContext& call) {
@@ -326,7 +304,6 @@ struct Incoming {
       while (!has_arrived(piece)) {
         if (has_bug(Bug::kTornRows, call.kind) && __all_sync(~0u, has_arrived(piece.chunk[0]))) break;
         if (__any_sync(~0u, patience.is_over(call, Phase::kRows, unit.source, unit.token, unit.piece))) return false;
-        if (EP_D_LIGHT > 0 && role.p.shape.max_tokens >= EP_D_LIGHT && !has_begun(role)) continue;
         load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
       }
       testing_point(Point::kBeforeReset, call, unit.source * role.p.shape.max_tokens + unit.token);
@@ -352,7 +329,7 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
     const int slot = unit.source * p.shape.max_tokens + unit.token;
     const int32_t row = row_of<kExpertRows>(p, places, unit.source, slot, wanted, expert);
-    if (EP_D_INFO_FIRST && exists && unit.piece == role.geometry.numbers_piece) {
+    if (exists && unit.piece == role.geometry.numbers_piece) {
       store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
     }
     if (__any_sync(~0u, wanted)) {
@@ -366,9 +343,6 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
         writer.store(p, __shfl_sync(~0u, row, k), __shfl_sync(~0u, expert, k), in.piece);
       }
       if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
-    }
-    if (!EP_D_INFO_FIRST && exists && unit.piece == role.geometry.numbers_piece) {
-      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
     }
     number += role.plan.receivers();
     if (number < role.geometry.receive_units) in.load(role, call, number);
@@ -415,7 +389,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
-  if (EP_D_REASK && number < role.geometry.receive_units) in.ask_again(role, call);
+  if (number < role.geometry.receive_units) in.ask_again(role, call);
   if (has_duties) {
     if (stores_info) store_info<kExpertRows>(p, call, places, last_in_block, info_warps);
     clear_gaps<kExpertRows>(p, places, from_last, role.plan.receivers());
@@ -445,18 +419,12 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   out.index = -1;
   out.asked = args.geometry.send_units;
   routing.token = is_sending ? role.routing_token() : p.num_tokens;
-  const auto ask = [&] {
+  const Opening opening = open_call(call, args, Kind::kDispatch, [&] {
     if (!is_sending) return;
     routing.load(role, routing.token);
     if (role.is_sender()) out.load(role, role.sender());
     routing.aim(role);
-  };
-#if EP_D_EARLY
-  const Opening opening = open_call(call, args, Kind::kDispatch, ask);
-#else
-  const Opening opening = open_call(call, args, Kind::kDispatch);
-  if (!is_opener()) ask();
-#endif
+  });
   if (is_sending && !is_opener()) {
     routing.prepare(role);
     out.prepare(role);

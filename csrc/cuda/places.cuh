@@ -6,10 +6,6 @@
 #include "cuda/call.cuh"
 #include "cuda/geometry.h"
 
-#if !defined(EP_D_LIGHT)  // N: who waits in a call of N tokens or more looks at one word till that has come; 0: never
-#define EP_D_LIGHT 0
-#endif
-
 namespace ep {
 
 struct Places {
@@ -163,21 +159,6 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
   // The last slot's thread learns the source's number of tokens, so that every rank is heard of in every call.
   const bool needs_record = token == p.shape.max_tokens - 1;
   const uint32_t tag = call.tag;
-#if EP_D_LIGHT
-  if (p.shape.max_tokens >= EP_D_LIGHT && places.shape.slots % 32 == 0) {
-    // One word of the warp's last slot first: all slots of all blocks, again and again, would take the L2 for
-    // themselves. The wait proper, with its deadline, is below.
-    const auto* last = reinterpret_cast<const uint64_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(message), 31));
-    const auto* count = reinterpret_cast<const uint64_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(record), 31));
-    const int last_token = __shfl_sync(~0u, token, 31);
-#pragma unroll 1
-    for (int attempt = 0; attempt < 4096; attempt++) {
-      const uint64_t word = ptx::ld_relaxed_sys(last), tokens = ptx::ld_relaxed_sys(count);
-      if (is_tagged(word, tag)) break;
-      if (is_tagged(tokens, tag) && last_token >= static_cast<int>(static_cast<uint32_t>(tokens))) break;
-    }
-  }
-#endif
   const int pairs = places.shape.id_words / 2;
   Patience patience;
 #pragma unroll 1
