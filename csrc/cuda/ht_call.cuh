@@ -99,15 +99,24 @@ struct Flow {
 template <class WordOf>
 __device__ __forceinline__ void send_call(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
                                           int words, const WordOf& word_of) {
-  __threadfence_system();
   const int ranks = layout.topology.num_ranks;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < words * ranks; i += blockDim.x) {
-    const int turn = i / words, index = i - turn * words;
-    const int peer = (peers.rank + turn) % ranks;
-    const uint32_t value = index < CallRecord::kWords ? call.call->word(index) : word_of(index);
+  const auto send = [&](int peer, int index, uint32_t value) {
     ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.call_word(call.bank, call.rank, index)),
                         tagged(value, call.tag));
+  };
+  // Receivers acquire by the record's words, so one warp fences, for these.
+  if (warp_id() == 0) {
+    __threadfence_system();
+#pragma unroll 1
+    for (int i = lane_id(); i < CallRecord::kWords * ranks; i += 32) {
+      send(i / CallRecord::kWords, i % CallRecord::kWords, call.call->word(i % CallRecord::kWords));
+    }
+  }
+  const int rest = words - CallRecord::kWords;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rest * ranks; i += blockDim.x) {
+    const int turn = i / rest, index = CallRecord::kWords + i - turn * rest;
+    send((peers.rank + turn) % ranks, index, word_of(index));
   }
 }
 

@@ -71,13 +71,19 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
     t.from_first[r] = flow.from_first;
   }
   __syncthreads();
-  if (!role.geometry.has_staging || role.thread() != 0) return;
+  if (!role.geometry.has_staging || role.warp != 0) return;
   int next = 0;
-  for (int i = 0; i <= chunks * ranks; i++) {
-    t.chunk_start[i] = next;
-    if (i == chunks * ranks) break;
-    const int chunk = i / ranks, count = t.from[i % ranks];
-    next += chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
+#pragma unroll 1
+  for (int first = 0; first <= chunks * ranks; first += 32) {
+    const int i = first + role.lane;
+    int size = 0;
+    if (i < chunks * ranks) {
+      const int chunk = i / ranks, count = t.from[i - chunk * ranks];
+      size = chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
+    }
+    const int end = inclusive_sum(size);
+    if (i <= chunks * ranks) t.chunk_start[i] = next + end - size;
+    next += __shfl_sync(~0u, end, 31);
   }
 }
 

@@ -177,22 +177,22 @@ __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
   const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
   const int last = role.num_ranks() - 1, slots = role.tables.from_first[last] + role.tables.from[last];
   const auto words_of = [&](int slot) { return role.peers.local<uint32_t>(p.layout.slot_words(slot)); };
+  // A thread keeps to one k, so that slots are counted without divisions.
+  const int step = threads / topk;  // slots that all threads take at a time
+  const int first = role.geometry.by_topk.divide(thread), k = role.geometry.by_topk.remainder(thread, first);
 #pragma unroll 1
-  for (int begin = thread; begin < slots * topk; begin += kTogether * threads) {
+  for (int begin = first; first < step && begin < slots; begin += kTogether * step) {
     uint32_t id[kTogether], weight[kTogether];
 #pragma unroll
     for (int q = 0; q < kTogether; q++) {
-      const int i = min(begin + q * threads, slots * topk - 1);
-      const int slot = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, slot);
-      id[q] = ptx::ld_relaxed_sys(words_of(slot) + format.place(k));
-      weight[q] = ptx::ld_relaxed_sys(words_of(slot) + format.weight(k));
+      const uint32_t* words = words_of(min(begin + q * step, slots - 1));
+      id[q] = ptx::ld_relaxed_sys(words + format.place(k));
+      weight[q] = ptx::ld_relaxed_sys(words + format.weight(k));
     }
 #pragma unroll
     for (int q = 0; q < kTogether; q++) {
-      const int i = begin + q * threads;
-      if (i >= slots * topk) break;
-      const int slot = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, slot);
-      const int32_t row = row_of_slot(role, slot);
+      if (begin + q * step >= slots) break;
+      const int32_t row = row_of_slot(role, begin + q * step);
       if (row < 0) continue;
       set_entry(p, static_cast<int64_t>(row) * topk + k, static_cast<int32_t>(id[q]), __uint_as_float(weight[q]));
     }

@@ -16,8 +16,9 @@ HtPlan plan_ht_route(int num_sms) {
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int num_sms) {
   HtPlan plan;
   plan.blocks = num_sms;
-  plan.workers = std::clamp(shared_bytes / stage_bytes, 1, has_copies ? 12 : 16);
-  plan.warps = has_copies ? plan.workers + 16 : std::max(plan.workers, 16);
+  // With copies to make, eight workers keep the links as busy as they can be, and twenty warps copy.
+  plan.workers = std::clamp(shared_bytes / stage_bytes, 1, has_copies ? 8 : 24);
+  plan.warps = has_copies ? 28 : std::max(plan.workers, 16);
   plan.chunks = has_copies ? kHtChunks : 1;
   return plan;
 }
