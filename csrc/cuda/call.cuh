@@ -50,7 +50,9 @@ struct Nothing {
   __device__ void operator()() const {}
 };
 
-// `others_ask`: the first loads of the other warps, before the block's barrier.
+// The flag must be closed before anybody looks at it; the opener waits for nobody. `others_ask`: the first loads of the
+// other warps, and what they can do beside them.
+constexpr int kOpeningBarrier = 2;
 template <class Args, class Ask = Nothing>
 __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args, Kind kind, Ask others_ask = {}) {
   testing_point_before_call(args.state->epoch[static_cast<int>(kind)].epoch, kind, args.peers.rank);
@@ -63,11 +65,12 @@ __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args
     call.call = &args.params.call;
     call.kind = kind;
     call.rank = args.peers.rank;
+    ptx::named_barrier_arrive(kOpeningBarrier, static_cast<int>(blockDim.x));
   } else {
     others_ask();
+    ptx::named_barrier(kOpeningBarrier, static_cast<int>(blockDim.x));
+    return opening;
   }
-  __syncthreads();
-  if (!is_opener()) return opening;
   if (lane_id() < args.num_ranks) opening.credit = ptx::ld_acquire_sys(args.credits + lane_id());
   return opening;
 }
@@ -75,14 +78,15 @@ __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args
 // Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
 // acquire pairs with send_credits(); the flag of the block hands it on. False: the wait was given up.
 template <class Args>
-__device__ __noinline__ bool await_credits(const CallContext& call, const Args& args, const Opening& opening) {
+__device__ __noinline__ bool await_credits(const CallContext& call, const Args& args, uint64_t last_epoch,
+                                           uint64_t credit_of_lane) {
 #pragma unroll 1
   for (int source = lane_id(); source < args.num_ranks; source += 32) {
-    uint64_t credit = opening.credit;
+    uint64_t credit = credit_of_lane;
     if (source >= 32) credit = ptx::ld_acquire_sys(args.credits + source);
     Patience patience;
-    while (credit < opening.last_epoch) {
-      if (patience.is_over(call, Phase::kArrivalSignal, source, opening.last_epoch, credit)) return false;
+    while (credit < last_epoch) {
+      if (patience.is_over(call, Phase::kArrivalSignal, source, last_epoch, credit)) return false;
       credit = ptx::ld_acquire_sys(args.credits + source);
     }
   }
@@ -107,7 +111,9 @@ __device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, 
   const bool has_credit =
       lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch || has_bug(Bug::kIgnoredCredits, call.kind);
   bool is_well = opening.has_failed == 0;
-  if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) is_well = await_credits(call, args, opening) && is_well;
+  if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) {
+    is_well = await_credits(call, args, opening.last_epoch, opening.credit) && is_well;
+  }
   is_well = __all_sync(~0u, is_well);
   __syncwarp();
   ptx::st_release_shared(&call.is_open, is_well ? CallContext::kOpen : CallContext::kFailed);
@@ -133,17 +139,42 @@ __device__ __forceinline__ void advance_epoch(const Args& args, const Opening& o
   }
 }
 
-// One warp sends the call record to every rank, itself included.
-__device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout,
-                                             const LsaPeers& peers) {
-  testing_point(Point::kBeforeRecord, context);
-#pragma unroll 1
-  for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
+// Word `i` of the own call record's copies for all ranks, ready to be sent as soon as the epoch is known: others wait
+// for it, and `record` is a kernel's parameter, slow to read through a pointer.
+struct RecordLane {
+  uint64_t* target = nullptr;  // in bank 0
+  uint32_t value = 0;
+
+  __device__ __forceinline__ static RecordLane of(const CallRecord& record, const LlLayout& layout,
+                                                  const LsaPeers& peers, int i) {
     const int peer = i / CallRecord::kWords, word = i % CallRecord::kWords;
-    auto* record = peers.at<uint64_t>(peer, layout.record(context.bank, context.rank));
-    ptx::st_relaxed_sys(record + word, tagged(context.call->word(word), context.tag));
+    RecordLane lane;
+    lane.value = record.word(word);
+    if (peer < layout.num_ranks) {
+      lane.target = ptx::opaque(peers.at<uint64_t>(peer, layout.record(0, peers.rank)) + word);
+    }
+    return lane;
+  }
+  __device__ __forceinline__ void send(const CallContext& context, const LlLayout& layout) const {
+    if (target == nullptr) return;
+    ptx::st_relaxed_sys(target + context.bank * layout.num_ranks * CallRecord::kWords, tagged(value, context.tag));
+  }
+};
+
+// One warp sends the call record to every rank, itself included. `lane`: its first 32 words.
+__device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
+                                             const RecordLane& lane) {
+  testing_point(Point::kBeforeRecord, context);
+  lane.send(context, layout);
+#pragma unroll 1
+  for (int i = lane_id() + 32; i < layout.num_ranks * CallRecord::kWords; i += 32) {
+    RecordLane::of(*context.call, layout, peers, i).send(context, layout);
   }
   testing_point(Point::kAfterRecord, context);
+}
+__device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout,
+                                             const LsaPeers& peers) {
+  send_records(context, layout, peers, RecordLane::of(*context.call, layout, peers, lane_id()));
 }
 
 // The same warp tells every rank that the banks of all earlier calls are empty here. The fence takes longer than a
@@ -197,6 +228,22 @@ __device__ __forceinline__ int64_t load_id(const void* ids, bool is_idx64, int64
   return is_idx64 ? __ldg(static_cast<const long long*>(ids) + index) : __ldg(static_cast<const int*>(ids) + index);
 }
 
+// An id as it lies in memory, of either type: two loads that nobody waits for. A choice between loads of two widths
+// would be widened where it is loaded, and so waited for.
+struct RawId {
+  uint32_t low, high;
+
+  __device__ __forceinline__ static RawId load(const void* ids, bool is_idx64, int64_t index) {
+    const auto* p = static_cast<const char*>(ids) + (index << (is_idx64 ? 3 : 2));
+    return {__ldg(reinterpret_cast<const uint32_t*>(p)),
+            __ldg(reinterpret_cast<const uint32_t*>(p + (is_idx64 ? 4 : 0)))};
+  }
+  // The id if it is below `limit`, else -1.
+  __device__ __forceinline__ int64_t below(int limit, bool is_idx64) const {
+    return low < static_cast<uint32_t>(limit) && (high == 0 || !is_idx64) ? static_cast<int64_t>(low) : -1;
+  }
+};
+
 // A choice of a token: the rank of its expert and the expert's number there; rank -1 if there is none.
 struct Choice {
   int rank = -1;
@@ -224,32 +271,44 @@ __device__ __forceinline__ uint64_t destinations(int num_ranks, const Choice& ch
 // 0, so that everything is ready when the epoch comes.
 struct RoutingLane {
   uint64_t* ids = nullptr;
-  uint64_t* weight = nullptr;
+  uint64_t* weight = nullptr;  // before fill(): where rank 0 keeps the weight of choice `lane`
   uint32_t word = 0;
   float value = 0;
+  int peer, index;
 
   __device__ __forceinline__ static int passes(const LlLayout& layout) {
     return ceil_div(layout.num_ranks * layout.ids.words(), 32);
   }
-  __device__ __forceinline__ static RoutingLane of(const LlLayout& layout, const LsaPeers& peers,
-                                                   const Divisor& by_id_words, int pass, int token,
-                                                   const Choice& choice, float value) {
+  // Where a lane's words go: all that does not need the ids.
+  __device__ __forceinline__ static RoutingLane aimed(const LlLayout& layout, const LsaPeers& peers,
+                                                      const Divisor& by_id_words, int pass, int token) {
     RoutingLane lane;
+    lane.peer = by_id_words.divide(pass * 32 + lane_id());
+    lane.index = by_id_words.remainder(pass * 32 + lane_id(), lane.peer);
+    lane.ids = ptx::opaque(peers.at<uint64_t>(lane.peer, layout.id_words(0, peers.rank, token)) + lane.index);
+    lane.weight = ptx::opaque(peers.at<uint64_t>(0, layout.weight(0, peers.rank, token, lane_id())));
+    return lane;
+  }
+  __device__ __forceinline__ void fill(const LlLayout& layout, const LsaPeers& peers, int pass, const Choice& choice,
+                                       float weight_of_choice) {
     const int per_word = layout.ids.per_word(), bits = layout.ids.bits;
     const uint32_t none = layout.ids.none();
     const uint32_t mine = choice.rank < 0 ? ~0u : static_cast<uint32_t>(choice.rank << 16 | choice.expert);
-    const int peer = by_id_words.divide(pass * 32 + lane_id());
-    const int index = by_id_words.remainder(pass * 32 + lane_id(), peer);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       if (j >= per_word) break;
       const uint32_t theirs = __shfl_sync(~0u, mine, index * per_word + j);
-      lane.word |= (theirs >> 16 == static_cast<uint32_t>(peer) ? theirs & 0xFFFF : none) << j * bits;
+      word |= (theirs >> 16 == static_cast<uint32_t>(peer) ? theirs & 0xFFFF : none) << j * bits;
     }
-    if (peer < layout.num_ranks) lane.ids = peers.at<uint64_t>(peer, layout.id_words(0, peers.rank, token)) + index;
-    if (pass != 0 || choice.rank < 0) return lane;
-    lane.weight = peers.at<uint64_t>(choice.rank, layout.weight(0, peers.rank, token, lane_id()));
-    lane.value = value;
+    if (peer >= layout.num_ranks) ids = nullptr;
+    value = weight_of_choice;
+    weight = pass != 0 || choice.rank < 0 ? nullptr : weight + choice.rank * (peers.stride / sizeof(uint64_t));
+  }
+  __device__ __forceinline__ static RoutingLane of(const LlLayout& layout, const LsaPeers& peers,
+                                                   const Divisor& by_id_words, int pass, int token,
+                                                   const Choice& choice, float weight) {
+    RoutingLane lane = aimed(layout, peers, by_id_words, pass, token);
+    lane.fill(layout, peers, pass, choice, weight);
     return lane;
   }
   __device__ __forceinline__ void send(const CallContext& context, const LlLayout& layout) const {

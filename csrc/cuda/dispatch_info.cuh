@@ -92,13 +92,14 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const Call
                                            int index, int warps) {
   const OutputShape& output = p.output;
   const int lane = lane_id(), first = index * 32 + lane;
-  const bool has_failed = call.has_failed();  // then nothing counts
+  const uint32_t failure = ptx::ld_relaxed_gpu(&call.state->fate.has_failed);  // then nothing counts
   const bool is_packed = output.layout == OutputLayout::kPacked, is_flat = output.layout == OutputLayout::kFlat;
   int dropped = 0, total = 0;
 #pragma unroll 1
   for (int bin = first; bin < output.bins(); bin += warps * 32) {
     int demand = demand_of<kExpertRows>(p, places, bin);
     const int start = is_packed ? places.start(bin) : is_flat ? places.count_bits(0, 0, bin * p.shape.max_tokens) : 0;
+    const bool has_failed = ptx::opaque(static_cast<int>(failure)) != 0;  // no earlier: nobody waits for it till here
     if (has_failed) demand = 0;
     const int kept = kept_rows<kExpertRows>(p, start, demand);
     p.info[bin] = kept;

@@ -71,8 +71,11 @@ struct LlDispatchGeometry {
   int send_units = 0;     // pieces of own rows
   int own_units = 0;      // pieces of own rows to place; a receiving half does not know its tokens, only their limit
   int receive_units = 0;  // pieces of all rows there may be to place
-  Divisor by_pieces;      // of a row
-  Divisor by_others;      // ranks but this one
+  int numbers_piece = 0;  // the piece whose warp stores the row's numbers; past the row, if there are warps to spare
+  int listeners = 0;      // warps of a receiving block that wait for routing, if not all do: they come last for rows
+  Divisor by_pieces;      // of a row, to send
+  Divisor by_receive_pieces;
+  Divisor by_others;  // ranks but this one
   Divisor by_max_tokens;
   Divisor by_id_words;
   Divisor by_local_experts;
@@ -85,8 +88,16 @@ struct LlDispatchGeometry {
     g.row = RowShape::of(p);
     const int pieces = ceil_div(g.row.steps, plan.steps), others = p.shape.num_ranks - 1;
     g.send_units = p.num_tokens * pieces;
-    g.own_units = (sends(p.half) ? p.num_tokens : p.shape.max_tokens) * pieces;
-    g.receive_units = g.own_units + p.shape.max_tokens * pieces * others;
+    const int own_rows = sends(p.half) ? p.num_tokens : p.shape.max_tokens;
+    const int rows = own_rows + p.shape.max_tokens * others;
+    const bool has_room = static_cast<int64_t>(rows) * (pieces + 1) <= plan.receivers();
+    g.numbers_piece = has_room ? pieces : 0;
+    const int receive_pieces = pieces + (has_room ? 1 : 0);
+    g.own_units = own_rows * receive_pieces;
+    g.receive_units = rows * receive_pieces;
+    g.by_receive_pieces = Divisor::of(receive_pieces);
+    g.listeners = ceil_div(p.shape.num_ranks * p.shape.max_tokens, 32);
+    if (g.listeners >= plan.receiver_warps) g.listeners = 0;
     g.by_pieces = Divisor::of(pieces);
     g.by_others = Divisor::of(others > 0 ? others : 1);
     g.by_max_tokens = Divisor::of(p.shape.max_tokens);

@@ -150,7 +150,7 @@ __device__ __forceinline__ void quantize_into_stage(const SendRole& role, int to
     const int chunk = step * 32 + role.lane;
     load(after, chunk + 64);
     if (chunk >= chunks) raw.chunk[0] = raw.chunk[1] = make_uint4(0, 0, 0, 0);
-    Piece<1> piece;
+    PieceOf<Payload::kFp8, 1> piece;
     quantize<kType, 1>(p.quant, raw, piece, role.lane);
     if (chunk < chunks) *reinterpret_cast<uint4*>(role.stage + chunk * 16) = piece.chunk[0];
     if (role.lane == 0) {

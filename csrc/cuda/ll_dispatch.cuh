@@ -19,7 +19,8 @@ struct DispatchRole : WarpRole {
 
   __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
   __device__ int receiver() const {
-    return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
+    const int index = warp - plan.receiver_warp0 - geometry.listeners;
+    return (index < 0 ? index + plan.receiver_warps : index) * plan.receiver_blocks() + at.block - plan.receiver_block0;
   }
   // The first own token whose routing this warp sends; the control warp comes last.
   __device__ int routing_token() const {
@@ -38,15 +39,17 @@ struct DispatchRole : WarpRole {
 
 // ---- Sending
 
-// Expert id `lane` of an own token, as the caller gave it.
-__device__ __forceinline__ int64_t own_id(const DispatchRole& role, int token) {
+// Expert id `lane` of an own token, as the caller gave it. Lanes past the last choice ask for that one.
+__device__ __forceinline__ RawId own_id(const DispatchRole& role, int token) {
   const LlDispatchParams& p = role.p;
-  if (role.lane >= p.shape.topk) return -1;
-  return load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + role.lane);
+  return RawId::load(p.topk_idx, p.is_idx64,
+                     static_cast<int64_t>(token) * p.shape.topk + min(role.lane, p.shape.topk - 1));
 }
 
-__device__ __forceinline__ Choice choice_of(const DispatchRole& role, int64_t id) {
-  return Choice::of(id, role.p.shape.num_experts, role.geometry.by_local_experts);
+__device__ __forceinline__ Choice choice_of(const DispatchRole& role, RawId raw) {
+  const LlDispatchParams& p = role.p;
+  const int64_t id = role.lane < p.shape.topk ? raw.below(p.shape.num_experts, p.is_idx64) : -1;
+  return Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
 }
 
 static __device__ __noinline__ void report_invalid_id(const LlDispatchParams& p, DeviceState* state, int token) {
@@ -70,7 +73,7 @@ __device__ __forceinline__ float own_weight(const DispatchRole& role, int token)
 // The routing of an own token, ready to be sent as soon as the epoch is known.
 struct OutgoingRouting {
   int token;
-  int64_t id = -1;
+  RawId id;
   float weight = 1.0f;
   Choice choice;
   RoutingLane lane;
@@ -81,10 +84,15 @@ struct OutgoingRouting {
     id = own_id(role, token);
     weight = own_weight(role, token);
   }
+  // Between load() and prepare(), as it needs nothing that was asked for.
+  __device__ __forceinline__ void aim(const DispatchRole& role) {
+    if (token >= role.p.num_tokens) return;
+    lane = RoutingLane::aimed(role.p.layout, role.peers, role.geometry.by_id_words, 0, token);
+  }
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
     if (token >= role.p.num_tokens) return;
     choice = choice_of(role, id);
-    lane = RoutingLane::of(role.p.layout, role.peers, role.geometry.by_id_words, 0, token, choice, weight);
+    lane.fill(role.p.layout, role.peers, 0, choice, weight);
   }
 };
 
@@ -106,6 +114,7 @@ __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const
       if (choice.rank < 0) report_invalid_id(p, call.state, out.token);
     }
     out.load(role, out.token + role.plan.sender_blocks * role.plan.warps);
+    out.aim(role);
     out.prepare(role);
   }
 }
@@ -113,24 +122,34 @@ __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const
 // A piece of an own row, ready to be sent as soon as the epoch is known.
 template <Payload kPayload, DType kType, int kSteps>
 struct Outgoing {
-  int unit, token, index;
-  int64_t id;
-  uint64_t mask;  // ranks that it goes to
+  int asked;  // unit
+  RawId id;
   Raw<kPayload, kSteps> raw;
-  Piece<kSteps> piece;
+  int index;          // of the piece in its row; -1: nothing left to send
+  Offset slot;        // in bank 0: where the lane's words begin
+  uint32_t turns[2];  // ranks that it goes to: bit i is the i-th after this one
+  PieceOf<kPayload, kSteps> piece;
 
   __device__ __forceinline__ void load(const DispatchRole& role, int next) {
-    unit = next;
-    if (unit >= role.geometry.send_units) return;
-    token = role.geometry.by_pieces.divide(unit);
-    index = role.geometry.by_pieces.remainder(unit, token);
+    asked = next;
+    if (asked >= role.geometry.send_units) return;
+    const int token = role.geometry.by_pieces.divide(asked);
     id = own_id(role, token);
-    raw.load(role.p, role.geometry.row, token, index, role.lane);
+    raw.load(role.p, role.geometry.row, token, role.geometry.by_pieces.remainder(asked, token), role.lane);
   }
+  // What was asked for is the next to be sent.
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
-    if (unit >= role.geometry.send_units) return;
-    mask = destinations(role.p.shape.num_ranks, choice_of(role, id));
-    if (!role.sends_to_itself()) mask &= ~(1ull << role.peers.rank);
+    index = -1;
+    if (asked >= role.geometry.send_units) return;
+    const int token = role.geometry.by_pieces.divide(asked);
+    index = role.geometry.by_pieces.remainder(asked, token);
+    const int rank = role.peers.rank, num_ranks = role.p.shape.num_ranks;
+    slot = role.p.layout.row(0, rank, token) + lane_offset<kSteps>(index, role.lane);
+    const Choice choice = choice_of(role, id);
+    const bool wanted = choice.rank >= 0 && (choice.rank != rank || role.sends_to_itself());
+    const int turn = choice.rank - rank - 1 + (choice.rank <= rank ? num_ranks : 0);
+    turns[0] = __reduce_or_sync(~0u, wanted && turn < 32 ? 1u << turn : 0);
+    turns[1] = num_ranks > 32 ? __reduce_or_sync(~0u, wanted && turn >= 32 ? 1u << (turn - 32) : 0) : 0;
     encode<kPayload, kType, kSteps>(role.p, raw, index, piece, role.lane);
   }
 };
@@ -139,32 +158,44 @@ struct Outgoing {
 template <Payload kPayload, DType kType, int kSteps>
 __device__ __forceinline__ void send_rows(const DispatchRole& role, const CallContext& call,
                                           Outgoing<kPayload, kType, kSteps>& out) {
-  const int rank = role.peers.rank;
   testing_point(Point::kBeforeRows, call);
 #pragma unroll 1
-  while (out.unit < role.geometry.send_units) {
-    testing_point(Point::kBetweenRows, call, out.unit);
-    const Offset slot = role.p.layout.row(call.bank, rank, out.token);
-    uint64_t mask = out.mask, later = mask >> rank << rank;
+  while (out.index >= 0) {
+    testing_point(Point::kBetweenRows, call, out.asked);
+    char* const at_rank0 = role.peers.base + out.slot + call.bank * role.p.layout.row_bank_bytes;
+    out.load(role, out.asked + role.plan.senders());  // before the stores: it would wait behind them
+    uint32_t turns = out.turns[0], others = out.turns[1];
+    int first = role.peers.rank + 1;
 #pragma unroll 1
-    while (mask != 0) {
-      const int peer = __ffsll(static_cast<long long>(later != 0 ? later : mask)) - 1;
-      mask &= ~(1ull << peer);
-      later &= mask;
-      store_wire<RemoteStore>(role.peers.at<char>(peer, slot), role.geometry.row, out.index, out.piece, role.lane);
+    while ((turns | others) != 0) {
+      if (turns == 0) {
+        turns = others;
+        others = 0;
+        first += 32;
+      }
+      int peer = first + __ffs(static_cast<int>(turns)) - 1;
+      if (peer >= role.p.shape.num_ranks) peer -= role.p.shape.num_ranks;
+      turns &= turns - 1;
+      store_wire<RemoteStore>(at_rank0 + static_cast<uint32_t>(peer) * role.peers.stride, role.geometry.row, out.index,
+                              out.piece, role.lane);
     }
-    out.load(role, out.unit + role.plan.senders());
     out.prepare(role);
   }
 }
 
 // ---- Receiving
 
+// Where the weight of choice `lane` of a row arrives.
+__device__ __forceinline__ const uint64_t* weight_word(const DispatchRole& role, const CallContext& call, int source,
+                                                       int token) {
+  return role.peers.local<uint64_t>(role.p.layout.weight(call.bank, source, token, role.lane));
+}
+
 // A row's numbers: the handle's map and weights, and what the layout tells of the row. Once for each slot.
-// `weight_word`: what the lane saw of its weight when it asked for the row.
+// `seen_weight`: what the lane saw of its weight when it asked for the row.
 template <bool kExpertRows>
 __device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source, int token,
-                                               bool wanted, uint32_t expert, int32_t row, uint64_t weight_word) {
+                                               bool wanted, uint32_t expert, int32_t row, uint64_t seen_weight) {
   const LlDispatchParams& p = role.p;
   const int slot = source * p.shape.max_tokens + token, lane = role.lane, topk = p.shape.topk;
   const int map_k = kExpertRows ? topk : 1;
@@ -172,11 +203,10 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
   const int32_t token_row = kExpertRows || any == 0 ? row : __shfl_sync(~0u, row, __ffs(any) - 1);
   if (lane < map_k) p.handle.rows[static_cast<int64_t>(slot) * map_k + lane] = token_row;
   float weight = 0;
-  if (wanted && is_tagged(weight_word, call.tag)) {
-    weight = __uint_as_float(static_cast<uint32_t>(weight_word));
+  if (wanted && is_tagged(seen_weight, call.tag)) {
+    weight = __uint_as_float(static_cast<uint32_t>(seen_weight));
   } else if (wanted) {
-    const auto* word = role.peers.local<uint64_t>(p.layout.weight(call.bank, source, token, lane));
-    weight = __uint_as_float(await_word(call, word, Phase::kWeights, source));
+    weight = __uint_as_float(await_word(call, weight_word(role, call, source, token), Phase::kWeights, source));
   }
   if constexpr (kExpertRows) {
     if (!wanted) return;
@@ -212,8 +242,8 @@ struct ReceiveUnit {
       if (result.source < 0) result.source += role.p.shape.num_ranks;
       rest = turn;
     }
-    result.token = g.by_pieces.divide(rest);
-    result.piece = g.by_pieces.remainder(rest, result.token);
+    result.token = g.by_receive_pieces.divide(rest);
+    result.piece = g.by_receive_pieces.remainder(rest, result.token);
     return result;
   }
 };
@@ -222,34 +252,42 @@ struct ReceiveUnit {
 template <Payload kPayload, int kSteps>
 struct Incoming {
   ReceiveUnit unit;
-  int slot;
   int id_at, id_shift, id_mask;  // of choice `lane` in the ids of Places
   bool is_own;                   // lies in x; a row of another rank, or of a staged call, lies in the window
   char* staged;
   Raw<kPayload, kSteps> raw;
-  Piece<kSteps> piece;
+  PieceOf<kPayload, kSteps> piece;
   uint64_t weight;
 
   __device__ __forceinline__ void load(const DispatchRole& role, const CallContext& call, int number) {
     const LlDispatchParams& p = role.p;
     unit = ReceiveUnit::of(role, number);
-    slot = unit.source * p.shape.max_tokens + unit.token;
+    const int slot = unit.source * p.shape.max_tokens + unit.token;
     const bool is_byte = p.layout.ids.bits == 8;
     id_at = ptx::opaque(slot * p.layout.ids.words() + (is_byte ? role.lane >> 2 : role.lane >> 1));
     id_shift = is_byte ? (role.lane & 3) * 8 : (role.lane & 1) * 16;
     id_mask = ptx::opaque(static_cast<int>(p.layout.ids.none()));
     is_own = unit.source == role.peers.rank && sends(p.half);
-    staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token));
+    staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token)) +
+             lane_offset<kSteps>(unit.piece, role.lane);
     weight = 0;
-    if (unit.piece == 0 && role.lane < p.shape.topk) {
-      weight = ptx::ld_relaxed_sys(
-          role.peers.local<uint64_t>(p.layout.weight(call.bank, unit.source, unit.token, role.lane)));
-    }
+    if (needs_weight(role)) weight = ptx::ld_relaxed_sys(weight_word(role, call, unit.source, unit.token));
     if (is_own) {
       raw.load(p, role.geometry.row, unit.token, unit.piece, role.lane);
     } else {
       load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
     }
+  }
+
+  __device__ __forceinline__ bool needs_weight(const DispatchRole& role) const {
+    return unit.piece == role.geometry.numbers_piece && role.lane < role.p.shape.topk;
+  }
+  // What had not come when it was asked for: again, before anybody looks at it.
+  __device__ __forceinline__ void ask_again(const DispatchRole& role, const CallContext& call) {
+    if (needs_weight(role) && !is_tagged(weight, call.tag)) {
+      weight = ptx::ld_relaxed_sys(weight_word(role, call, unit.source, unit.token));
+    }
+    if (!is_own && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
 
   __device__ __forceinline__ uint32_t id(const Places& places) const {
@@ -268,12 +306,12 @@ struct Incoming {
         if (__any_sync(~0u, patience.is_over(call, Phase::kRows, unit.source, unit.token, unit.piece))) return false;
         load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
       }
-      testing_point(Point::kBeforeReset, call, slot);
+      testing_point(Point::kBeforeReset, call, unit.source * role.p.shape.max_tokens + unit.token);
       if (!has_bug(Bug::kSkippedReset, call.kind) || unit.token != 0) {
-        reset_wire<kSteps>(staged, role.geometry.row, unit.piece, role.lane);
+        reset_wire<kSteps, kPayload != Payload::kFloat>(staged, role.geometry.row, unit.piece, role.lane);
       }
     }
-    decode<kPayload>(piece);
+    decode<kPayload, kSteps>(piece);
     return true;
   }
 };
@@ -289,7 +327,11 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
     if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return;
     const uint32_t expert = exists && role.lane < p.shape.topk ? in.id(places) : ~0u;
     const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
-    const int32_t row = row_of<kExpertRows>(p, places, unit.source, in.slot, wanted, expert);
+    const int slot = unit.source * p.shape.max_tokens + unit.token;
+    const int32_t row = row_of<kExpertRows>(p, places, unit.source, slot, wanted, expert);
+    if (exists && unit.piece == role.geometry.numbers_piece) {
+      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
+    }
     if (__any_sync(~0u, wanted)) {
       if (!in.template take<kType>(role, call)) return;
       unsigned targets = __ballot_sync(~0u, row >= 0);
@@ -301,9 +343,6 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
         writer.store(p, __shfl_sync(~0u, row, k), __shfl_sync(~0u, expert, k), in.piece);
       }
       if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
-    }
-    if (exists && unit.piece == 0) {
-      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
     }
     number += role.plan.receivers();
     if (number < role.geometry.receive_units) in.load(role, call, number);
@@ -350,6 +389,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
     if (role.receiving_thread() < 32) find_starts(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
+  if (number < role.geometry.receive_units) in.ask_again(role, call);
   if (has_duties) {
     if (stores_info) store_info<kExpertRows>(p, call, places, last_in_block, info_warps);
     clear_gaps<kExpertRows>(p, places, from_last, role.plan.receivers());
@@ -371,34 +411,43 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(call, args, Kind::kDispatch);
 
   // What a warp sends first is on its way, and is made ready, while the epoch is.
   const bool is_sending = sends(p.half) && at.block < plan.sender_blocks;
   Outgoing<kPayload, kType, kSteps> out;
   OutgoingRouting routing;
-  out.unit = args.geometry.send_units;
+  out.index = -1;
+  out.asked = args.geometry.send_units;
   routing.token = is_sending ? role.routing_token() : p.num_tokens;
-  if (is_sending && !is_opener()) {
+  const Opening opening = open_call(call, args, Kind::kDispatch, [&] {
+    if (!is_sending) return;
     routing.load(role, routing.token);
     if (role.is_sender()) out.load(role, role.sender());
+    routing.aim(role);
+  });
+  if (is_sending && !is_opener()) {
     routing.prepare(role);
     out.prepare(role);
   }
+  RecordLane record;
+  if (role.is_control()) record = RecordLane::of(p.call, p.layout, peers, role.lane);
   if (receives(p.half) && role.is_receiver() && !is_opener()) {
     places.clear(role.receiving_thread(), role.clearing_threads());
   }
   const bool is_well = begin_call(call, args, opening);
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers);
-  if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
+  if (is_opener()) {  // one branch for the others: they have something to send
+    if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers, record);
+    if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
+    if (is_well && is_sending) {
+      routing.load(role, routing.token);
+      routing.aim(role);
+      routing.prepare(role);
+    }
+  }
   if (!is_well) return store_nothing<kExpertRows>(role);
 
   if (is_sending) {
-    if (is_opener()) {
-      routing.load(role, routing.token);
-      routing.prepare(role);
-    }
     send_all_routing(role, call, routing);
     send_rows(role, call, out);
     stamp(Stamp::kSent, peers.rank);

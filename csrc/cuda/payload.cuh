@@ -13,11 +13,13 @@ namespace ep {
 
 enum class Payload : int { kFloat, kKeyed, kFp8 };
 
-template <int kSteps>
+template <int kSteps, bool kHasSide>
 struct Piece {
   uint4 chunk[kSteps];
-  uint4 side;
+  uint4 side;  // where the payload has any
 };
+template <Payload kPayload, int kSteps>
+using PieceOf = Piece<kSteps, kPayload != Payload::kFloat>;
 
 __device__ __forceinline__ uint32_t escaped(uint32_t word) { return min(word, kAbsent - 1); }
 __device__ __forceinline__ uint4 escaped(uint4 v) {
@@ -84,8 +86,8 @@ __device__ __forceinline__ void group_scale(Quant quant, float amax, float& scal
 
 // Eight lanes hold a group of 128 elements, 16 each. Lanes past the row hold zeros.
 template <DType kType, int kSteps>
-__device__ __forceinline__ void quantize(Quant quant, const Raw<Payload::kFp8, kSteps>& raw, Piece<kSteps>& piece,
-                                         int lane) {
+__device__ __forceinline__ void quantize(Quant quant, const Raw<Payload::kFp8, kSteps>& raw,
+                                         PieceOf<Payload::kFp8, kSteps>& piece, int lane) {
   piece.side = make_uint4(0, 0, 0, 0);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
@@ -128,7 +130,7 @@ __device__ __forceinline__ uint4 finish_scales(Quant quant, uint4 scales, int st
 
 // Finds, for each step, the first key under which no word of the warp becomes kAbsent.
 template <int kSteps>
-__device__ __forceinline__ void find_keys(Piece<kSteps>& piece, int lane) {
+__device__ __forceinline__ void find_keys(PieceOf<Payload::kKeyed, kSteps>& piece, int lane) {
   piece.side = make_uint4(0, 0, 0, 0);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
@@ -141,7 +143,7 @@ __device__ __forceinline__ void find_keys(Piece<kSteps>& piece, int lane) {
 
 template <Payload kPayload, DType kType, int kSteps>
 __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kPayload, kSteps>& raw, int piece_index,
-                                       Piece<kSteps>& piece, int lane) {
+                                       PieceOf<kPayload, kSteps>& piece, int lane) {
   if constexpr (kPayload == Payload::kFp8) {
     quantize<kType, kSteps>(p.quant, raw, piece, lane);
     piece.side = finish_scales(p.quant, piece.side, piece_index * kSteps + lane, p.hidden);
@@ -150,7 +152,7 @@ __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kPay
     for (int j = 0; j < kSteps; j++) {
       piece.chunk[j] = kPayload == Payload::kFloat ? escaped(raw.chunk[j]) : raw.chunk[j];
     }
-    if constexpr (kPayload == Payload::kKeyed) find_keys(piece, lane);
+    if constexpr (kPayload == Payload::kKeyed) find_keys<kSteps>(piece, lane);
   }
 }
 
@@ -173,19 +175,26 @@ struct LocalStore {
   __device__ __forceinline__ static void store(uint32_t* p, uint32_t v) { *p = v; }
 };
 
-template <class Store, int kSteps>
-__device__ __forceinline__ void store_wire(char* slot, const RowShape& row, int piece_index, const Piece<kSteps>& piece,
-                                           int lane) {
-  auto* chunks = reinterpret_cast<uint4*>(slot);
+// Byte of a row's slot at which a lane's words of a piece begin.
+template <int kSteps>
+__device__ __forceinline__ int lane_offset(int piece_index, int lane) {
+  return (piece_index * kSteps * 32 + lane) * kLaneBytes;
+}
+
+// `at`: lane_offset() in the slot.
+template <class Store, int kSteps, bool kHasSide>
+__device__ __forceinline__ void store_wire(char* at, const RowShape& row, int piece_index,
+                                           const Piece<kSteps, kHasSide>& piece, int lane) {
+  const int first = piece_index * kSteps * 32 + lane, left = row.chunks - first;
+  auto* chunks = reinterpret_cast<uint4*>(at);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
-    const int c = (piece_index * kSteps + j) * 32 + lane;
-    if (c < row.chunks) Store::store(chunks + c, piece.chunk[j]);
+    if (j * 32 < left) Store::store(chunks + j * 32, piece.chunk[j]);
     testing_point(Point::kBetweenWords);
   }
   const int step = piece_index * kSteps + lane;
-  if (row.side_bytes == 0 || lane >= kSteps || step >= row.steps) return;
-  char* side = slot + row.side_offset + step * row.side_bytes;
+  if (!kHasSide || lane >= kSteps || step >= row.steps) return;
+  char* side = at + (row.side_offset + step * row.side_bytes - first * kLaneBytes);
   if (row.side_bytes == 16) {
     Store::store(reinterpret_cast<uint4*>(side), piece.side);
   } else {
@@ -194,19 +203,19 @@ __device__ __forceinline__ void store_wire(char* slot, const RowShape& row, int 
 }
 
 // Reads whatever is there. Words that are not this row's count as arrived.
-template <int kSteps>
-__device__ __forceinline__ void load_wire(const char* slot, const RowShape& row, int piece_index, Piece<kSteps>& piece,
-                                          int lane) {
-  const auto* chunks = reinterpret_cast<const uint4*>(slot);
+template <int kSteps, bool kHasSide>
+__device__ __forceinline__ void load_wire(const char* at, const RowShape& row, int piece_index,
+                                          Piece<kSteps, kHasSide>& piece, int lane) {
+  const int first = piece_index * kSteps * 32 + lane, left = row.chunks - first;
+  const auto* chunks = reinterpret_cast<const uint4*>(at);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
-    const int c = (piece_index * kSteps + j) * 32 + lane;
-    piece.chunk[j] = c < row.chunks ? ptx::ld_relaxed_sys(chunks + c) : make_uint4(0, 0, 0, 0);
+    piece.chunk[j] = j * 32 < left ? ptx::ld_relaxed_sys(chunks + j * 32) : make_uint4(0, 0, 0, 0);
   }
   piece.side = make_uint4(0, 0, 0, 0);
   const int step = piece_index * kSteps + lane;
-  if (row.side_bytes == 0 || lane >= kSteps || step >= row.steps) return;
-  const char* side = slot + row.side_offset + step * row.side_bytes;
+  if (!kHasSide || lane >= kSteps || step >= row.steps) return;
+  const char* side = at + (row.side_offset + step * row.side_bytes - first * kLaneBytes);
   if (row.side_bytes == 16) {
     piece.side = ptx::ld_relaxed_sys(reinterpret_cast<const uint4*>(side));
   } else {
@@ -214,28 +223,28 @@ __device__ __forceinline__ void load_wire(const char* slot, const RowShape& row,
   }
 }
 
-template <int kSteps>
-__device__ __forceinline__ bool has_arrived(const Piece<kSteps>& piece) {
-  bool ok = has_arrived(piece.side);
+template <int kSteps, bool kHasSide>
+__device__ __forceinline__ bool has_arrived(const Piece<kSteps, kHasSide>& piece) {
+  bool ok = !kHasSide || has_arrived(piece.side);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) ok = ok && has_arrived(piece.chunk[j]);
   return __all_sync(~0u, ok);
 }
 
 // Back to the resting state, for the call after next.
-template <int kSteps>
-__device__ __forceinline__ void reset_wire(char* slot, const RowShape& row, int piece_index, int lane) {
-  Piece<kSteps> rest;
+template <int kSteps, bool kHasSide>
+__device__ __forceinline__ void reset_wire(char* at, const RowShape& row, int piece_index, int lane) {
+  Piece<kSteps, kHasSide> rest;
 #pragma unroll
   for (int j = 0; j < kSteps; j++) rest.chunk[j] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
   rest.side = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
-  store_wire<LocalStore>(slot, row, piece_index, rest, lane);
+  store_wire<LocalStore>(at, row, piece_index, rest, lane);
 }
 
 // ---- To the outputs
 
 template <Payload kPayload, int kSteps>
-__device__ __forceinline__ void decode(Piece<kSteps>& piece) {
+__device__ __forceinline__ void decode(PieceOf<kPayload, kSteps>& piece) {
   if constexpr (kPayload == Payload::kKeyed) {
 #pragma unroll
     for (int j = 0; j < kSteps; j++) piece.chunk[j] = piece.chunk[j] ^ __shfl_sync(~0u, piece.side.x, j);
@@ -281,7 +290,7 @@ struct RowWriter {
 
   __device__ __forceinline__ RowWriter(const LlDispatchParams& p, const RowShape& row, int piece_index, int lane) {
     const int first = piece_index * kSteps * 32 + lane;
-    out = static_cast<uint4*>(p.out_x) + first;
+    out = ptx::opaque(static_cast<uint4*>(p.out_x) + first);
     row_chunks = row.payload_chunks;
     payload_left = row.payload_chunks - first;
     chunks_left = row.chunks - first;
@@ -292,8 +301,8 @@ struct RowWriter {
   }
   // `expert`: whose row it is; of no meaning in rank layouts.
   __device__ __forceinline__ void store(const LlDispatchParams& p, int32_t out_row, uint32_t expert,
-                                        const Piece<kSteps>& piece) const {
-    uint4* target = out + static_cast<int64_t>(out_row) * row_chunks;
+                                        const PieceOf<kPayload, kSteps>& piece) const {
+    uint4* target = out + static_cast<uint64_t>(static_cast<uint32_t>(out_row)) * static_cast<uint32_t>(row_chunks);
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
       if (j * 32 < payload_left) {

@@ -131,15 +131,22 @@ __device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places
   ids[1] = high;
   const uint32_t bit = 1u << (slot & 31);
   uint32_t* column = places.bits(0) + (slot >> 5);
-  uint32_t before = 0;  // all atomics are on their way before the first is looked at
+  // No branches, and all atomics are on their way before the first is looked at. Choices of other ranks set no bit, in
+  // a word of the thread's own.
+  uint32_t bits[2 * kPerWord], before[2 * kPerWord];
 #pragma unroll
   for (int i = 0; i < 2 * kPerWord; i++) {
     const uint32_t id = (i < kPerWord ? low : high) >> i % kPerWord * kBits & ((1u << kBits) - 1);
-    if (id >= static_cast<uint32_t>(p.output.local_experts)) continue;
-    const uint32_t seen = atomicOr(column + (kExpertRows ? id * places.shape.words : 0), bit);
-    if (kExpertRows) before |= seen;
+    const bool wanted = id < static_cast<uint32_t>(p.output.local_experts);
+    bits[i] = wanted ? bit : 0;
+    before[i] =
+        ptx::atom_or_relaxed_shared(wanted ? column + (kExpertRows ? id * places.shape.words : 0) : ids, bits[i]);
   }
-  if ((before & bit) != 0) places.totals[Places::kDuplicates] = 1;
+  if (!kExpertRows) return;
+  uint32_t seen = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * kPerWord; i++) seen |= before[i] & bits[i];
+  if (seen != 0) places.totals[Places::kDuplicates] = 1;
 }
 
 // Waits for the routing of slot (source, token) and puts it into the places. One thread calls.
@@ -151,26 +158,29 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
   const auto* message = peers.local<ulonglong2>(p.layout.id_words(call.bank, source, token));
   // The last slot's thread learns the source's number of tokens, so that every rank is heard of in every call.
   const bool needs_record = token == p.shape.max_tokens - 1;
+  const uint32_t tag = call.tag;
+  const int pairs = places.shape.id_words / 2;
   Patience patience;
 #pragma unroll 1
-  for (int pair = 0; pair < places.shape.id_words / 2; pair++) {
+  for (int pair = 0; pair < pairs; pair++) {
     ulonglong2 words;
+    uint64_t count;
     while (true) {
       words = ptx::ld_relaxed_sys(message + pair);
-      const uint64_t count = ptx::ld_relaxed_sys(record);
-      const bool knows_count = is_tagged(count, call.tag);
-      const int num_tokens = min(static_cast<int>(static_cast<uint32_t>(count)), p.shape.max_tokens);
-      const bool is_absent = knows_count && token >= num_tokens;
-      const bool is_here = is_tagged(words.x, call.tag) && is_tagged(words.y, call.tag);
-      const bool is_over = patience.is_over(call, Phase::kRouting, source, call.tag, words.x >> 32);
-      if (is_absent || is_over) words = make_ulonglong2(~0ull, ~0ull);
-      if (is_absent || is_over || (is_here && (knows_count || !needs_record))) {
-        if (needs_record && pair == 0) {
-          places.tokens(source) = knows_count ? num_tokens : 0;
-          if (knows_count) atomicMax(&places.totals[Places::kMostTokens], num_tokens);
-        }
+      count = ptx::ld_relaxed_sys(record);
+      const bool knows_count = is_tagged(count, tag);
+      if (is_tagged(words.x, tag) && is_tagged(words.y, tag) && (knows_count || !needs_record)) break;
+      const bool is_absent = knows_count && token >= static_cast<int>(static_cast<uint32_t>(count));
+      if (is_absent || patience.is_over(call, Phase::kRouting, source, tag, words.x >> 32)) {
+        words = make_ulonglong2(~0ull, ~0ull);
         break;
       }
+    }
+    if (needs_record && pair == 0) {
+      const bool knows_count = is_tagged(count, tag);
+      const int num_tokens = knows_count ? min(static_cast<int>(static_cast<uint32_t>(count)), p.shape.max_tokens) : 0;
+      places.tokens(source) = num_tokens;
+      atomicMax(&places.totals[Places::kMostTokens], num_tokens);
     }
     const auto low = static_cast<uint32_t>(words.x), high = static_cast<uint32_t>(words.y);
     if (p.layout.ids.bits == 8) {

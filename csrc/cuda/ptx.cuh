@@ -133,6 +133,17 @@ __device__ __forceinline__ void st_row(Vector* p, Vector v) {
 #endif
 }
 
+// What the word was before. (The compiler waits for one atomic before it sends the next, if they stand under
+// conditions.)
+__device__ __forceinline__ uint32_t atom_or_relaxed_shared(uint32_t* p, uint32_t bits) {
+  uint32_t before;
+  asm volatile("atom.relaxed.cta.shared.or.b32 %0,[%1],%2;"
+               : "=r"(before)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(bits)
+               : "memory");
+  return before;
+}
+
 // ---- Bulk copies, by the engine beside the SM's warps: addresses and sizes are multiples of 16 bytes
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -188,6 +199,9 @@ __device__ __forceinline__ T* opaque(T* pointer) {
 }
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0,%1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

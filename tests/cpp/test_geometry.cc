@@ -274,6 +274,29 @@ TEST(DispatchGeometry, CountsThePiecesToSendAndToReceive) {
   EXPECT_EQ(LlDispatchGeometry::of(p, plan).own_units, 128 * pieces) << "a receiving half does not know its tokens";
 }
 
+TEST(DispatchGeometry, NumbersOfRowsHaveWarpsOfTheirOwnWhereThereAreSome) {
+  LlDispatchParams p = some_dispatch(OutputLayout::kExpertMajor);
+  p.shape = Shape::make(4, 256, 8, 1);
+  p.num_tokens = 1;
+  const LlPlan plan = plan_dispatch({1, p.row.wire_bytes(), false}, 132);
+  const int pieces = ceil_div(28, plan.steps);
+  const LlDispatchGeometry small = LlDispatchGeometry::of(p, plan);
+  EXPECT_EQ(small.numbers_piece, pieces);
+  EXPECT_EQ(small.send_units, pieces) << "numbers are not sent as a piece";
+  EXPECT_EQ(small.receive_units, 4 * (pieces + 1));
+  EXPECT_EQ(small.listeners, 1);
+  LlPlan few = plan;
+  few.blocks = few.receiver_block0 + 1;  // 16 receivers for 56 pieces
+  EXPECT_EQ(LlDispatchGeometry::of(p, few).numbers_piece, 0);
+  p.shape = Shape::make(4, 256, 8, 128);
+  EXPECT_EQ(LlDispatchGeometry::of(p, plan).listeners, 0) << "all warps wait for the routing of 512 slots";
+  p.shape = Shape::make(1, 256, 8, 1);
+  p.num_tokens = 0;
+  EXPECT_EQ(LlDispatchGeometry::of(p, plan).receive_units, 0) << "a rank alone, without tokens";
+  p.half = Half::kReceive;
+  EXPECT_EQ(LlDispatchGeometry::of(p, plan).receive_units, pieces + 1) << "its receiving half does not know that";
+}
+
 TEST(Geometry, RefusesAPlanWithoutAnOpener) {
   const LlDispatchParams dispatch = some_dispatch(OutputLayout::kExpertMajor);
   LlPlan plan = plan_dispatch({100, dispatch.row.wire_bytes(), false}, 132);
