@@ -75,7 +75,10 @@ class Allocating {
       return std::this_thread::get_id() == owner;
     });
   }
-  ~Allocating() { allocator::endAllocateToPool(device_, pool_); }
+  ~Allocating() {
+    allocator::endAllocateToPool(device_, pool_);
+    allocator::releasePool(device_, pool_);  // the beginning has counted one more user
+  }
   Allocating(const Allocating&) = delete;
   Allocating& operator=(const Allocating&) = delete;
 

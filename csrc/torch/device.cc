@@ -54,6 +54,7 @@ void* CallOrder::next_stream(const at::Device& device) {
   void* stream = current_stream(device);
   const bool is_as_before = !captured_ && eager_ && *eager_ == stream;
   if (!is_as_before) switch_to(device, stream);
+  is_noted_ = false;
   return stream;
 }
 
@@ -79,6 +80,23 @@ CallOrder::~CallOrder() {
   if (event_ != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event_));
 }
 
+void CallOrder::record(const at::Device& device, void* stream) {
+  if (event_ == nullptr) {
+    DeviceGuard guard(device.index());
+    cudaEvent_t event = nullptr;
+    EP_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    event_ = event;
+  }
+  EP_CUDA(cudaEventRecord(static_cast<cudaEvent_t>(event_), static_cast<cudaStream_t>(stream)));
+}
+
+// What is captured is ordered inside its capture, by an event of that capture.
+void CallOrder::note_enqueued(const at::Device& device, void* stream) {
+  if (!device.is_cuda() || capture_of(static_cast<cudaStream_t>(stream)) != kNotCaptured) return;
+  record(device, stream);
+  is_noted_ = true;
+}
+
 void CallOrder::switch_to(const at::Device& device, void* stream) {
   if (!device.is_cuda()) {
     eager_ = stream;
@@ -89,13 +107,7 @@ void CallOrder::switch_to(const at::Device& device, void* stream) {
   const std::optional<void*>& before = capture != kNotCaptured && captured_ ? captured_ : eager_;
   const auto last = static_cast<cudaStream_t>(before.value_or(stream));
   if (last != now && capture != kUnknown && capture_of(last) == capture) {
-    if (event_ == nullptr) {
-      DeviceGuard guard(device.index());
-      cudaEvent_t event = nullptr;
-      EP_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-      event_ = event;
-    }
-    EP_CUDA(cudaEventRecord(static_cast<cudaEvent_t>(event_), last));
+    if (!is_noted_ || capture != kNotCaptured) record(device, last);
     EP_CUDA(cudaStreamWaitEvent(now, static_cast<cudaEvent_t>(event_), 0));
   }
   if (capture == kNotCaptured) {
@@ -108,6 +120,7 @@ void CallOrder::switch_to(const at::Device& device, void* stream) {
 #else
 CallOrder::~CallOrder() = default;
 void CallOrder::switch_to(const at::Device&, void* stream) { eager_ = stream; }
+void CallOrder::note_enqueued(const at::Device&, void*) {}
 #endif
 
 }  // namespace ep

@@ -30,13 +30,18 @@ class CallOrder {
   // The current stream, which waits from now on for the operations before, should they run on another. What a graph is
   // captured for comes after what was captured before: where it is replayed is the caller's to order.
   void* next_stream(const at::Device& device);
+  // The operation is enqueued on that stream. An operation that tells so delays a later one on another stream by itself
+  // alone, not by what the caller has put on its stream meanwhile.
+  void note_enqueued(const at::Device& device, void* stream);
 
  private:
   void switch_to(const at::Device& device, void* stream);
+  void record(const at::Device& device, void* stream);
 
   std::optional<void*> eager_;     // stream of the last operation that was not captured
   std::optional<void*> captured_;  // of the last operation, if that one was captured
   void* event_ = nullptr;
+  bool is_noted_ = false;  // event_ stands behind the last operation
 };
 
 }  // namespace ep

@@ -247,6 +247,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   p.out_topk_idx = pointer<void>(t.topk_idx);
   p.out_weights = pointer<float>(t.weights);
   group.dispatch(p, stream);
+  registered->order.note_enqueued(device, stream);
   return t;
 }
 
@@ -362,7 +363,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::strin
     const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
     Moved moved = allocate_moved(*registered, {xs, x_scales}, p.output, output_types(row, dispatch, p.output), device);
     set_moved(p, moved);
-    group.dispatch(p, registered->order.next_stream(device));
+    void* stream = registered->order.next_stream(device);
+    group.dispatch(p, stream);
+    registered->order.note_enqueued(device, stream);
     return std::make_tuple(moved.xs[0], moved.scales, further(moved, 1, device), further(moved, 2, device),
                            further(moved, 3, device));
   });
@@ -412,7 +415,9 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
     out_values = new_tensor({num_tokens, topk}, at::kFloat, device);
     p.out_values = out_values.data_ptr<float>();
   }
-  group.combine(p, registered->order.next_stream(device));
+  void* stream = registered->order.next_stream(device);
+  group.combine(p, stream);
+  registered->order.note_enqueued(device, stream);
   return {out, out_values};
 }
 
