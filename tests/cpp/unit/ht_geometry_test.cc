@@ -1,0 +1,131 @@
+// What high throughput's kernels are told beforehand: stages, passes, pieces, plans.
+#include "cuda/ht_geometry.h"
+
+#include <gtest/gtest.h>
+
+namespace ep {
+namespace {
+
+// Parts of these sizes, the first given by the caller, as all others but those of `made`.
+HtDispatchParams dispatch_of(const std::vector<int>& bytes, int num_tokens = 7) {
+  alignas(16) static char memory[16];
+  HtDispatchParams p;
+  p.shape = Shape::make(4, 16, 3, 8);
+  p.output = OutputShape::make(p.shape, OutputLayout::kFlat, 32, 1);
+  p.num_tokens = num_tokens;
+  for (int size : bytes) {
+    HtPart& part = p.parts[p.num_parts++];
+    part.in = memory;
+    part.elements = 1;
+    part.element_bytes = part.bytes = size;
+    part.row_stride = size;
+    part.out_offset = 4096;
+  }
+  return p;
+}
+
+TEST(HtChunks, EveryIndexLiesInOne) {
+  for (int chunks : {1, kHtChunks}) {
+    for (int count : {1, 2, 15, 16, 17, 100, 4096, 65536}) {
+      int before = 0;
+      for (int chunk = 0; chunk < chunks; chunk++) {
+        const int begin = chunk_begin(chunk, count, chunks), end = chunk_begin(chunk + 1, count, chunks);
+        ASSERT_EQ(begin, before) << "chunk " << chunk << " of " << count;
+        for (int index = begin; index < end; index++) ASSERT_EQ(chunk_of(index, count, chunks), chunk) << index;
+        before = end;
+      }
+      ASSERT_EQ(before, count);
+    }
+    EXPECT_EQ(chunk_begin(chunks, 0, chunks), 0);
+  }
+}
+
+TEST(HtSendGeometry, PassesHoldAllPartsOnce) {
+  for (const std::vector<int>& bytes : std::vector<std::vector<int>>{
+           {14336}, {14336, 224}, {16}, {65536, 65536, 65536, 65536}, {65536, 32768, 16, 65536}, {128, 92, 64}}) {
+    const HtDispatchParams p = dispatch_of(bytes);
+    const HtPlan plan = plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, kHtSharedBytes, false, 12);
+    const HtSendGeometry g = HtSendGeometry::of(p, plan);
+    ASSERT_GE(g.passes, 1);
+    EXPECT_EQ(g.units, p.num_tokens * g.passes);
+    EXPECT_EQ(g.first_part[0], 0);
+    EXPECT_EQ(g.first_part[g.passes], p.num_parts);
+    EXPECT_LE(plan.workers * g.stage_bytes, kHtSharedBytes);
+    for (int pass = 0; pass < g.passes; pass++) {
+      ASSERT_LT(g.first_part[pass], g.first_part[pass + 1]) << "pass " << pass << " moves nothing";
+      int end = 0;
+      for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
+        EXPECT_EQ(g.stage_offset[i] % 16, 0);
+        EXPECT_GE(g.stage_offset[i], end) << "part " << i << " lies over the one before";
+        end = g.stage_offset[i] + p.parts[i].bytes;
+      }
+      EXPECT_LE(end, g.stage_bytes);
+    }
+  }
+}
+
+TEST(HtSendGeometry, OnlyAlignedRowsGoByBulkCopies) {
+  HtDispatchParams p = dispatch_of({64, 92});
+  EXPECT_EQ(HtSendGeometry::in_width_of(p.parts[0]), 0);
+  EXPECT_EQ(HtSendGeometry::in_width_of(p.parts[1]), 4);
+  p.parts[0].in = static_cast<const char*>(p.parts[0].in) + 2;
+  EXPECT_EQ(HtSendGeometry::in_width_of(p.parts[0]), 2);
+  HtPart strided = p.parts[1];  // 23 scales of 4 bytes, 20 bytes apart
+  strided.elements = 23;
+  strided.element_bytes = 4;
+  strided.element_stride = 20;
+  EXPECT_EQ(HtSendGeometry::in_width_of(strided), 4);
+}
+
+TEST(HtSendGeometry, KnowsWhoHasCopiesToMake) {
+  HtDispatchParams p = dispatch_of({64});
+  EXPECT_FALSE(HtSendGeometry::has_copies(p));
+  p.output.layout = OutputLayout::kPacked;
+  EXPECT_TRUE(HtSendGeometry::has_copies(p));
+  p.output.layout = OutputLayout::kFlat;
+  p.parts[0].out_offset = kNoOffset;
+  EXPECT_TRUE(HtSendGeometry::has_copies(p));
+}
+
+TEST(HtRouteGeometry, SharesCoverAllTokensAndFitTheMemory) {
+  for (int blocks : {1, 2, 12, 132}) {
+    for (int tokens : {0, 1, 33, 4096, 65536}) {
+      for (int experts : {16, 256, 4096}) {
+        HtRouteParams p{dispatch_of({64}, tokens)};
+        p.shape = Shape::make(4, experts, 8, 65536);
+        const HtRouteGeometry g = HtRouteGeometry::of(p, plan_ht_route(blocks));
+        EXPECT_GE(g.chunk_tokens * blocks, tokens);
+        EXPECT_EQ(g.chunk_tokens % 32, 0);
+        ASSERT_GE(g.place_warps, 1);
+        EXPECT_GE(g.place_warps * g.warp_tokens, g.chunk_tokens);
+        EXPECT_LE(g.bytes, kHtSharedBytes);
+      }
+    }
+  }
+  HtRouteParams p{dispatch_of({64})};
+  p.shape = Shape::make(4, 4 * 16384, 8, 8);
+  EXPECT_THROW(HtRouteGeometry::of(p, plan_ht_route(12)), Error);
+}
+
+TEST(HtPlan, FitsTheKernelsLimits) {
+  for (int stage : {128, 7424, 14336, 65536, 2 * 65536}) {
+    for (bool has_copies : {false, true}) {
+      const HtPlan plan = plan_ht_dispatch(stage, kHtSharedBytes, has_copies, 12);
+      EXPECT_GE(plan.workers, 1);
+      EXPECT_LE(plan.threads(), 896);
+      EXPECT_EQ(plan.chunks, has_copies ? kHtChunks : 1);
+      EXPECT_EQ(plan.helpers() > 0 && has_copies, has_copies);
+    }
+  }
+  for (bool has_staging : {false, true}) {
+    const HtPlan plan = plan_ht_combine(has_staging, 12);
+    EXPECT_LE(plan.threads(), 512);
+    EXPECT_EQ(plan.helpers() > 0, has_staging);
+  }
+  EXPECT_EQ(default_ht_sms(false, 132), 12);
+  EXPECT_EQ(default_ht_sms(true, 132), 32);
+  EXPECT_EQ(default_ht_sms(true, 8), 8);
+}
+
+}  // namespace
+}  // namespace ep
