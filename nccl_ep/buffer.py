@@ -99,6 +99,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self.enable_shrink = enable_shrink
         self.on_overflow = on_overflow
         self.max_tokens: int | None = None  # default of dispatch; for_shapes sets it
+        self.ll_max_tokens: int | None = None  # mode="auto" takes low latency up to here; None: where it always may
         self._forms: dict[tuple[Any, ...], Any] = {}  # what functional.py has checked, by the numbers of the call
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
@@ -186,6 +187,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
             ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
         buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
         buffer.group, buffer.max_tokens = group, max_tokens
+        buffer.ll_max_tokens = ll_tokens if mode == "auto" else None
         return buffer
 
     def _make_window(self, name: str, sizes: tuple[int, int, int]) -> _C.Group:

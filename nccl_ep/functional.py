@@ -339,6 +339,7 @@ class _Form:
     @staticmethod
     def check(
         ranks: int,
+        ll_max_tokens: int | None,
         num_experts: int,
         mode: str,
         layout: str,
@@ -366,6 +367,8 @@ class _Form:
             raise ValueError(f"expert_alignment is {alignment}, must be at least 1")
         if mode == "auto":
             mode = choose_mode(max_tokens, row_bytes, topk, ranks, capacity)
+            if ll_max_tokens is not None and max_tokens > ll_max_tokens:
+                mode = "ht"  # rows are smaller, or choices fewer, than the buffer was made for
         if isinstance(capacity, str):
             if capacity != "exact":
                 raise ValueError(f'capacity is {capacity!r}, must be a number, None or "exact"')
@@ -409,11 +412,11 @@ def _form_of(
     numbers = (num_experts, mode, layout, max_tokens, capacity, alignment, quant, topk_idx.shape[1])
     row_bytes = x.shape[1] * x.element_size() if mode == "auto" else 0
     if is_dynamo_compiling():  # sizes may be symbols, which are no keys; and it costs nothing there
-        return _Form.check(buffer.num_ranks, *numbers, row_bytes)
+        return _Form.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes)
     key = (*numbers, row_bytes) if row_bytes else numbers
     form: _Form | None = buffer._forms.get(key)
     if form is None:
-        form = _Form.check(buffer.num_ranks, *numbers, row_bytes)
+        form = _Form.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes)
         if len(buffer._forms) >= _MAX_FORMS:
             buffer._forms.clear()
         buffer._forms[key] = form

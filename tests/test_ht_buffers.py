@@ -292,6 +292,24 @@ def test_auto_takes_either_mode_on_one_buffer() -> None:
     assert run_ranks(2, body) == [["ll", "ht", "ht"]] * 2
 
 
+@pytest.mark.parametrize(("hidden", "topk"), [(16384, 1), (4096, 2)], ids=["fewer choices", "smaller rows"])
+def test_auto_keeps_to_the_room_that_was_made(hidden: int, topk: int) -> None:
+    """By its own bytes the call is one for low latency; the buffer was made for larger ones."""
+    tokens = 400
+
+    def body(group: Any) -> str:
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=600, hidden=16384, topk=2, num_experts=4, mode="auto", arena_bytes=0, device="cpu",
+            timeout=30.0,
+        ) as buffer:  # fmt: skip
+            x, ids = torch.ones(3, hidden, dtype=torch.bfloat16), torch.zeros(3, topk, dtype=torch.int64)
+            out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=4, mode="auto", layout="flat", max_tokens=tokens)
+            return out.handle.mode
+
+    assert modes.choose_mode(tokens, hidden * 2, topk, 2, None) == "ll"
+    assert run_ranks(2, body) == ["ht", "ht"]
+
+
 def test_a_handle_of_each_mode_is_refused_by_the_other() -> None:
     case = _case(1, "flat", 2)
     with _buffer(case.case, None, mode="auto") as buffer:
