@@ -25,6 +25,19 @@ __device__ __forceinline__ bool block_has_failed(const CallContext& call) {
   return __syncthreads_or(threadIdx.x == 0 && call.has_failed()) != 0;
 }
 
+// One thread of each block that has read the epoch.
+__device__ __forceinline__ void move_ht_epoch(const CallContext& call, TicketLine& ticket, EpochLine& line,
+                                              BlockPosition at) {
+  testing_point_before_epoch(call.epoch - 1, call.kind, call.rank);
+  __threadfence();  // the epoch is read before others may move it on
+  const uint32_t place = atomicAdd(&ticket.started, 1u);
+  if (has_bug(Bug::kEarlyEpoch, call.kind) && place == 0) ptx::st_relaxed_gpu(&line.epoch, call.epoch);
+  if (place != static_cast<uint32_t>(at.num_blocks) - 1) return;
+  ptx::st_relaxed_gpu(&ticket.started, 0u);
+  if (has_bug(Bug::kReusedEpoch, call.kind) && call.epoch % 5 == 0) return;
+  ptx::st_relaxed_gpu(&line.epoch, call.epoch);
+}
+
 // Every block reads the epoch; the last to have done so moves it on, unless a further kernel belongs to the call.
 // False: the buffer has failed.
 template <class Args>
@@ -32,6 +45,7 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
                                              bool is_last_kernel) {
   const int k = static_cast<int>(kind);
   if (threadIdx.x == 0) {
+    testing_point_before_call(args.state->ht_epoch[k].epoch, kind, args.peers.rank);
     call.state = args.state;
     call.call = &args.params.call;
     call.kind = kind;
@@ -40,17 +54,12 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
     const uint32_t has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
     call.epoch = last_epoch + 1;
     call.tag = tag_of(call.epoch);
-    call.bank = bank_of(call.epoch);
+    call.bank = has_bug(Bug::kOneBank, kind) ? 0 : bank_of(call.epoch);
     call.is_open = has_failed != 0 ? CallContext::kFailed : CallContext::kOpen;
   }
   __syncthreads();
   if (threadIdx.x == blockDim.x - 1 && is_last_kernel) {
-    TicketLine& ticket = args.state->ht_ticket[k];
-    __threadfence();  // the epoch is read before others may move it on
-    if (atomicAdd(&ticket.started, 1u) == static_cast<uint32_t>(at.num_blocks) - 1) {
-      ptx::st_relaxed_gpu(&ticket.started, 0u);
-      ptx::st_relaxed_gpu(&args.state->ht_epoch[k].epoch, call.epoch);
-    }
+    move_ht_epoch(call, args.state->ht_ticket[k], args.state->ht_epoch[k], at);
   }
   return call.is_open == CallContext::kOpen;
 }
@@ -61,6 +70,7 @@ __device__ __forceinline__ HtCounters& counters_of(const CallContext& call) {
 
 // The first block clears the counters of the next operation: its last user, the operation before this one, is over.
 __device__ __forceinline__ void clear_next_counters(const CallContext& call) {
+  if (has_bug(Bug::kSkippedReset, call.kind)) return;
   auto* words = reinterpret_cast<uint32_t*>(&call.state->ht_counters[static_cast<int>(call.kind)][~call.epoch & 1]);
 #pragma unroll 1
   for (unsigned i = threadIdx.x; i < sizeof(HtCounters) / 4; i += blockDim.x) words[i] = 0;
@@ -104,6 +114,7 @@ __device__ __forceinline__ void send_call(const CallContext& call, const HtLayou
     ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.call_word(call.bank, call.rank, index)),
                         tagged(value, call.tag));
   };
+  testing_point(Point::kBeforeRecord, call);
   // Receivers acquire by the record's words, so one warp fences, for these.
   if (warp_id() == 0) {
     __threadfence_system();
@@ -118,6 +129,7 @@ __device__ __forceinline__ void send_call(const CallContext& call, const HtLayou
     const int turn = i / rest, index = CallRecord::kWords + i - turn * rest;
     send((peers.rank + turn) % ranks, index, word_of(index));
   }
+  testing_point(Point::kAfterRecord, call);
 }
 
 // The same word of the messages of four sources from `first` on, asked for together. Sources past the last count as 0.
@@ -170,6 +182,7 @@ static __device__ __noinline__ void refuse_ht_call(const CallContext& call, cons
 
 // A block waits for the records of all ranks and compares them. Acquire: see send_call().
 __device__ __forceinline__ void await_records(const CallContext& call, const HtLayout& layout, const LsaPeers& peers) {
+  if (has_bug(Bug::kUncheckedRecords, call.kind)) return;
 #pragma unroll 1
   for (int i = threadIdx.x; i < layout.topology.num_ranks * CallRecord::kWords; i += blockDim.x) {
     const int source = i / CallRecord::kWords, index = i % CallRecord::kWords;

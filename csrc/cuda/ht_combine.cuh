@@ -184,6 +184,7 @@ __device__ __forceinline__ void take_values(const HtCombineRole& role, int token
 template <DType kIn, DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ void pull_rows(const HtCombineRole& role) {
   const HtCombineParams& p = role.p;
+  testing_point(Point::kBeforeReceive, role.call);
   Tickets tickets{&counters_of(role.call).taken};
   tickets.ask();
   int token = tickets.take(), done = 0;
@@ -203,8 +204,10 @@ __device__ __forceinline__ void pull_rows(const HtCombineRole& role) {
   }
   // The last to have read tells every rank that its rows are its own again.
   if (done == 0 && p.num_tokens > 0) return;
+  testing_point(Point::kBeforeReset, role.call);
   const uint32_t before = count_finished(role.call, done);
-  if (before + done != static_cast<uint32_t>(p.num_tokens)) return;
+  const bool is_early = has_bug(Bug::kEarlyDone, Kind::kCombine) && p.num_tokens > 0;
+  if (is_early ? before != 0 : before + done != static_cast<uint32_t>(p.num_tokens)) return;
   if (p.num_tokens == 0 && !(role.is_first() && role.warp == 0)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {

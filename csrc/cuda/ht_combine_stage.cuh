@@ -258,6 +258,7 @@ __device__ __forceinline__ void stage_rows(const HtCombineRole& role) {
 #pragma unroll 1
   for (int unit = tickets.take(); unit < units; unit = tickets.take()) {
     tickets.ask();
+    testing_point(Point::kBetweenRows, role.call, unit);
     const StagedUnit at = StagedUnit::of(role, unit);
     const int first = role.tables.from_first[at.home];
     const int32_t slot = first + at.index;
@@ -274,7 +275,8 @@ __device__ __forceinline__ void stage_rows(const HtCombineRole& role) {
     const int count = role.tables.from[at.home], chunks = role.plan.chunks;
     const int size = chunk_begin(at.chunk + 1, count, chunks) - chunk_begin(at.chunk, count, chunks);
     __threadfence();
-    if (atomicAdd(&counters.ready[at.home * kHtChunks + at.chunk], 1u) + 1 == static_cast<uint32_t>(size)) {
+    const uint32_t staged = atomicAdd(&counters.ready[at.home * kHtChunks + at.chunk], 1u) + 1;
+    if (staged == (has_bug(Bug::kEarlyRows, Kind::kCombine) ? 1u : static_cast<uint32_t>(size))) {
       send_signal(role.call, p.layout, role.peers, at.home, HtSignal::kCombineReady, at.chunk);
     }
   }

@@ -111,6 +111,7 @@ __device__ __forceinline__ void place_chunk(const ReceiveRole& role, int source,
   dealt += end - begin;
 #pragma unroll 1
   for (; index < end; index += warps) {
+    testing_point(Point::kBetweenRows, role.call, index);
     const int32_t slot = role.tables.from_first[source] + index;
     if (has_expert_rows(role.p.output.layout)) {
       place_choices(role, slot);
@@ -123,6 +124,7 @@ __device__ __forceinline__ void place_chunk(const ReceiveRole& role, int source,
 
 __device__ __forceinline__ bool await_rows(const ReceiveRole& role, int source, int chunk) {
   bool ok = true;
+  if (has_bug(Bug::kTornRows, Kind::kDispatch)) chunk = 0;
   if (role.lane == 0) {
     ok = await_signal(role.call, role.p.layout, role.peers, HtSignal::kDispatchRows, source, chunk, Phase::kRows);
   }
@@ -135,6 +137,7 @@ __device__ __forceinline__ bool await_rows(const ReceiveRole& role, int source, 
 __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
   const int chunks = role.plan.chunks, ranks = role.num_ranks();
   int dealt = 0;
+  testing_point(Point::kBeforeReceive, role.call);
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; chunk++) {
 #pragma unroll 1

@@ -323,7 +323,8 @@ __device__ __forceinline__ void announce(const SendRole& role, const SendRoute& 
   ptx::fence_proxy_async();
   __threadfence();
   const uint32_t before = atomicAdd(&counters_of(role.call).ready[peer * kHtChunks + chunk], 1u);
-  if (before + 1 == static_cast<uint32_t>(size * role.geometry.passes)) {
+  const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
+  if (before + 1 == (is_early ? 1u : static_cast<uint32_t>(size * role.geometry.passes))) {
     send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, chunk);
   }
 }
@@ -334,7 +335,8 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
   __syncwarp();
   if (units == 0) return;
   const uint32_t before = count_finished(role.call, units);
-  if (before + units != static_cast<uint32_t>(role.geometry.units)) return;
+  const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
+  if (is_early ? before != 0 : before + units != static_cast<uint32_t>(role.geometry.units)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
     if (role.tables.to[peer] > 0 && role.tables.chunks[peer] == 1) {
@@ -357,8 +359,10 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
   SendRoute route = SendRoute::load(role, unit), last;
   uint32_t parity = 0;
   int done = 0;
+  testing_point(Point::kBeforeRows, role.call);
 #pragma unroll 1
   while (unit < role.geometry.units) {
+    testing_point(Point::kBetweenRows, role.call, unit);
     const int next_unit = tickets.take();
     tickets.ask();
     const int pass = role.geometry.by_tokens.divide(unit);
