@@ -12,6 +12,10 @@ namespace ep {
 struct BlockPosition {
   int block;
   int num_blocks;
+
+  __device__ static BlockPosition own() { return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}; }
+  // `blocks`: of each rank.
+  __device__ static BlockPosition in_world(int blocks) { return {static_cast<int>(blockIdx.x) % blocks, blocks}; }
 };
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
@@ -189,14 +193,18 @@ __device__ __forceinline__ void send_credits(const CallContext& context, const L
   }
 }
 
-static __device__ __noinline__ void refuse_call(const CallContext& context, const LlLayout& layout,
-                                                const LsaPeers& peers, int source) {
+// `record`: where the words of `source` lie, which are not those of the own call.
+__device__ __forceinline__ void refuse_record(const CallContext& context, const uint64_t* record, int source) {
   CallRecord theirs;
-  const auto* record = peers.local<uint64_t>(layout.record(context.bank, source));
   for (int i = 0; i < CallRecord::kWords; i++) {
     theirs.words[i] = await_word(context, record + i, Phase::kCallRecord, source);
   }
   fail(context, Failure::kOtherCall, Phase::kCallRecord, source, 0, 0, theirs);
+}
+
+static __device__ __noinline__ void refuse_call(const CallContext& context, const LlLayout& layout,
+                                                const LsaPeers& peers, int source) {
+  refuse_record(context, peers.local<uint64_t>(layout.record(context.bank, source)), source);
 }
 
 // One warp waits for the call records of all ranks and compares them with the own call.
@@ -226,6 +234,40 @@ __device__ __forceinline__ void check_records(const CallContext& context, const 
 
 __device__ __forceinline__ int64_t load_id(const void* ids, bool is_idx64, int64_t index) {
   return is_idx64 ? __ldg(static_cast<const long long*>(ids) + index) : __ldg(static_cast<const int*>(ids) + index);
+}
+
+__device__ __forceinline__ void store_id(void* ids, bool is_idx64, int64_t index, int id) {
+  if (is_idx64) {
+    static_cast<int64_t*>(ids)[index] = id;
+  } else {
+    static_cast<int32_t*>(ids)[index] = id;
+  }
+}
+
+// Weights and ids of an output row that does not exist, in either mode.
+template <class Params>
+__device__ __forceinline__ void clear_entry(const Params& p, bool expert_rows, int64_t row) {
+  if (expert_rows) {
+    p.out_weights[row] = 0;
+    if (p.row_expert != nullptr) p.row_expert[row] = -1;
+    return;
+  }
+  for (int k = 0; k < p.shape.topk; k++) {
+    const int64_t entry = row * p.shape.topk + k;
+    p.out_weights[entry] = 0;
+    store_id(p.out_topk_idx, p.is_idx64, entry, -1);
+  }
+}
+
+// Choice k of an own token is `id`, which is no expert.
+__device__ __forceinline__ void note_invalid_id(DeviceState* state, int64_t id, int token, int k) {
+  if (id == -1) return;
+  InvalidIds& invalid = state->found.invalid_ids;
+  if (atomicAdd(reinterpret_cast<unsigned long long*>(&invalid.count), 1ull) == 0) {
+    invalid.value = id;
+    invalid.token = token;
+    invalid.k = k;
+  }
 }
 
 // An id as it lies in memory, of either type: two loads that nobody waits for. A choice between loads of two widths

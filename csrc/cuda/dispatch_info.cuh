@@ -5,24 +5,6 @@
 
 namespace ep {
 
-template <bool kExpertRows>
-__device__ __forceinline__ void clear_entry(const LlDispatchParams& p, int64_t row) {
-  if constexpr (kExpertRows) {
-    p.out_weights[row] = 0;
-    if (p.row_expert != nullptr) p.row_expert[row] = -1;
-  } else {
-    for (int k = 0; k < p.shape.topk; k++) {
-      const int64_t entry = row * p.shape.topk + k;
-      p.out_weights[entry] = 0;
-      if (p.is_idx64) {
-        static_cast<int64_t*>(p.out_topk_idx)[entry] = -1;
-      } else {
-        static_cast<int32_t*>(p.out_topk_idx)[entry] = -1;
-      }
-    }
-  }
-}
-
 // A warp fills rows [from, to) with zeros, if the caller asks for it.
 static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
   const int chunks = p.row.payload_bytes / kLaneBytes;
@@ -66,7 +48,7 @@ __device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Plac
   for (int bin = first_bin; bin < p.output.bins(); bin += step) {
     const Gap gap = gap_of<kExpertRows>(p, places, bin);
 #pragma unroll 1
-    for (int64_t row = gap.first + lane_id(); row < gap.end; row += 32) clear_entry<kExpertRows>(p, row);
+    for (int64_t row = gap.first + lane_id(); row < gap.end; row += 32) clear_entry(p, kExpertRows, row);
     if (p.zero_padding) zero_rows(p, gap.first, gap.end);
   }
 }

@@ -86,19 +86,45 @@ __device__ __forceinline__ int inclusive_sum(int value) {
   return value;
 }
 
-// Rows between this rank and another, as a handle's counts [R, R] tell: their numbers and the first slots. A warp.
-struct Flow {
-  int to, to_first, from, from_first;
+// A warp: what comes before each of `count` values, into sums[0, count), and all of them, into sums[count] and
+// returned. value_of(i) may read sums[i].
+template <class ValueOf>
+__device__ __forceinline__ int exclusive_sums(int count, int* sums, const ValueOf& value_of) {
+  int next = 0;
+#pragma unroll 1
+  for (int first = 0; first < count; first += 32) {
+    const int i = first + lane_id();
+    const int value = i < count ? value_of(i) : 0;
+    const int end = inclusive_sum(value);
+    if (i < count) sums[i] = next + end - value;
+    next += __shfl_sync(~0u, end, 31);
+  }
+  return next;
+}
 
-  __device__ __forceinline__ static Flow between(const int32_t* counts, int ranks, int rank, int other, int lane) {
-    Flow flow{counts[rank * ranks + other], 0, counts[other * ranks + rank], 0};
+// Rows between this rank and each other, in shared memory, as a handle's counts [R, R] tell.
+struct Flows {
+  static constexpr int kTables = 4;
+  int *to, *to_first;      // [R] own tokens with an expert there, and their first slot there
+  int *from, *from_first;  // [R] rows here of each home, and the first slot
+
+  __device__ static Flows of(int* shared, int ranks) {
+    return {shared, shared + ranks, shared + 2 * ranks, shared + 3 * ranks};
+  }
+  // A warp.
+  __device__ __forceinline__ void fill(const int32_t* counts, int ranks, int rank, int other) const {
+    int before_to = 0, before_from = 0;
 #pragma unroll 1
     for (int first = 0; first < ranks; first += 32) {
-      const int s = first + lane;
-      flow.to_first += __reduce_add_sync(~0u, s < rank ? counts[s * ranks + other] : 0);
-      flow.from_first += __reduce_add_sync(~0u, s < other ? counts[s * ranks + rank] : 0);
+      const int s = first + lane_id();
+      before_to += __reduce_add_sync(~0u, s < rank ? counts[s * ranks + other] : 0);
+      before_from += __reduce_add_sync(~0u, s < other ? counts[s * ranks + rank] : 0);
     }
-    return flow;
+    if (lane_id() != 0) return;
+    to[other] = counts[rank * ranks + other];
+    to_first[other] = before_to;
+    from[other] = counts[other * ranks + rank];
+    from_first[other] = before_from;
   }
 };
 
@@ -172,12 +198,7 @@ __device__ __forceinline__ Offset await_call_offset(const CallContext& call, con
 
 static __device__ __noinline__ void refuse_ht_call(const CallContext& call, const HtLayout& layout,
                                                    const LsaPeers& peers, int source) {
-  CallRecord theirs;
-  for (int i = 0; i < CallRecord::kWords; i++) {
-    theirs.words[i] =
-        await_word(call, peers.local<uint64_t>(layout.call_word(call.bank, source, i)), Phase::kCallRecord, source);
-  }
-  fail(call, Failure::kOtherCall, Phase::kCallRecord, source, 0, 0, theirs);
+  refuse_record(call, peers.local<uint64_t>(layout.call_word(call.bank, source, 0)), source);
 }
 
 // A block waits for the records of all ranks and compares them. Acquire: see send_call().
@@ -227,7 +248,7 @@ __device__ __forceinline__ bool await_signal(const CallContext& call, const HtLa
 
 // ---- Work
 
-// A warp takes the next unit of a counter. Ask early, look late: see Tickets.
+// A warp takes the next unit of a counter: it asks early and looks late.
 struct Tickets {
   uint32_t* counter;
   uint32_t pending = 0;
@@ -258,12 +279,29 @@ struct Group {
   unsigned lanes = 0;  // of the same rank
   bool leads = false;
 
+  // The first of the group's rows that fits, `row` being this lane's; kNoRow if none does.
+  __device__ __forceinline__ int32_t first_fitting(int32_t row) const {
+    const unsigned fitting = __ballot_sync(~0u, row >= 0) & lanes;
+    const int32_t first = __shfl_sync(~0u, row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : lane_id());
+    return fitting != 0 ? first : kNoRow;
+  }
   __device__ __forceinline__ static Group of(int id, const Divisor& by_local_experts) {
     Group group;
     if (id >= 0) group.rank = by_local_experts.divide(id);
     group.lanes = __match_any_sync(~0u, id >= 0 ? group.rank : 0x10000 + lane_id());
     group.leads = id >= 0 && __ffs(static_cast<int>(group.lanes)) - 1 == lane_id();
     return group;
+  }
+};
+
+// Choice `lane` of an own token, as the handle has it.
+struct OwnChoice {
+  int32_t id = -1, row = kNoRow, slot = kNoRow;
+
+  __device__ __forceinline__ static OwnChoice load(const HtRoutes& own, int topk, int token) {
+    if (lane_id() >= topk) return {};
+    const int64_t entry = static_cast<int64_t>(token) * topk + lane_id();
+    return {own.ids[entry], own.rows[entry], own.slots[entry]};
   }
 };
 

@@ -11,8 +11,7 @@ namespace ep {
 
 // A token's choices, one a lane; then, one a lane, the rows to add in the order of ranks.
 struct PullRoute {
-  int id = -1;
-  int32_t slot = kNoRow, row = kNoRow;
+  OwnChoice choice;
   Group group;
   uint64_t ranks = 0;
   // Of the lane-th rank that has an expert of the token:
@@ -20,26 +19,17 @@ struct PullRoute {
   bool is_in_place = false;
 
   __device__ __forceinline__ static PullRoute load(const HtCombineRole& role, int token) {
-    const HtCombineParams& p = role.p;
     PullRoute route;
-    if (role.lane < p.shape.topk) {
-      const int64_t entry = static_cast<int64_t>(token) * p.shape.topk + role.lane;
-      route.id = p.handle.own.ids[entry];
-      route.row = p.handle.own.rows[entry];
-      route.slot = p.handle.own.slots[entry];
-    }
+    route.choice = OwnChoice::load(role.p.handle.own, role.p.shape.topk, token);
     return route;
   }
 
   // Waits for chunks that the ranks announce. False: a wait was given up.
   __device__ __forceinline__ bool resolve(const HtCombineRole& role) {
     const HtCombineParams& p = role.p;
-    group = Group::of(id, role.geometry.by_local_experts);
-    Choice choice;
-    choice.rank = group.rank;
-    ranks = destinations(role.num_ranks(), choice);
-    const unsigned fitting = __ballot_sync(~0u, row >= 0) & group.lanes;
-    const int32_t first_row = __shfl_sync(~0u, row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : role.lane);
+    group = Group::of(choice.id, role.geometry.by_local_experts);
+    ranks = destinations(role.num_ranks(), Choice{group.rank});
+    const int32_t first_row = group.first_fitting(choice.row);
     const char* mine = nullptr;
     bool ok = true;
     if (group.leads) {
@@ -47,13 +37,14 @@ struct PullRoute {
       const Offset offset = role.tables.offsets[rank];
       const bool in_place = offset != kNoOffset;
       if (p.has_values || !in_place) {
-        const int chunk = chunk_of(slot - role.tables.to_first[rank], role.tables.to[rank], kHtChunks);
+        const int chunk =
+            chunk_of(choice.slot - role.tables.flows.to_first[rank], role.tables.flows.to[rank], kHtChunks);
         ok = await_signal(role.call, p.layout, role.peers, HtSignal::kCombineReady, rank, chunk, Phase::kReady);
       }
-      if (fitting != 0 && p.has_rows()) {
+      if (first_row >= 0 && p.has_rows()) {
         mine = in_place
                    ? role.peers.at<char>(rank, offset) + static_cast<int64_t>(first_row) * p.hidden * size_of(p.dtype)
-                   : role.staged(rank, slot, 0);
+                   : role.staged(rank, choice.slot, 0);
       }
     }
     ok = __all_sync(~0u, ok);
@@ -89,13 +80,7 @@ struct PulledPiece {
     }
   }
   __device__ __forceinline__ void add_to(float (&total)[kCount], bool in_place) {
-    if (kIn != kWire && in_place) {
-      float values[kCount];
-#pragma unroll
-      for (int i = 0; i < kCount; i++) values[i] = kNothingYet;
-      rows.add_to(values);
-      sums.from(values);
-    }
+    if (kIn != kWire && in_place) sums = converted<kWire>(rows);
     sums.add_to(total);
   }
 };
@@ -173,9 +158,9 @@ __device__ __forceinline__ void take_values(const HtCombineRole& role, int token
   const HtCombineParams& p = role.p;
   if (role.lane >= p.shape.topk) return;
   float value = 0.0f;
-  if (route.id >= 0) {
+  if (route.choice.id >= 0) {
     const auto* words =
-        reinterpret_cast<const uint32_t*>(role.staged(route.group.rank, route.slot, role.values_part()));
+        reinterpret_cast<const uint32_t*>(role.staged(route.group.rank, route.choice.slot, role.values_part()));
     value = __uint_as_float(ptx::ld_relaxed_sys(words + role.lane));
   }
   p.out_values[static_cast<int64_t>(token) * p.shape.topk + role.lane] = value;

@@ -8,19 +8,16 @@
 namespace ep {
 
 struct CombineTables {
-  Offset* offsets;         // [R] of rows that are read in place
-  int *to, *to_first;      // [R] own tokens with an expert there, and their first slot there
-  int *from, *from_first;  // [R] rows here of each home, and the first slot
-  int* chunk_start;        // [chunks * R + 1] slots staged before (chunk, home)
+  Offset* offsets;  // [R] of rows that are read in place
+  Flows flows;
+  int* chunk_start;  // [chunks * R + 1] slots staged before (chunk, home)
 
   __device__ static CombineTables of(char* shared, int ranks) {
     CombineTables t;
     t.offsets = reinterpret_cast<Offset*>(shared);
-    t.to = reinterpret_cast<int*>(t.offsets + ranks);
-    t.to_first = t.to + ranks;
-    t.from = t.to_first + ranks;
-    t.from_first = t.from + ranks;
-    t.chunk_start = t.from_first + ranks;
+    auto* words = reinterpret_cast<int*>(t.offsets + ranks);
+    t.flows = Flows::of(words, ranks);
+    t.chunk_start = words + Flows::kTables * ranks;
     return t;
   }
 };
@@ -61,29 +58,14 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   const int ranks = role.num_ranks(), rank = role.peers.rank, chunks = role.plan.chunks;
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
-    const Flow flow = Flow::between(p.handle.counts, ranks, rank, r, role.lane);
-    if (role.lane != 0) continue;
-    t.offsets[r] = await_call_offset(role.call, p.layout, role.peers, r, kCombineRowsOffset);
-    t.to[r] = flow.to;
-    t.to_first[r] = flow.to_first;
-    t.from[r] = flow.from;
-    t.from_first[r] = flow.from_first;
+    t.flows.fill(p.handle.counts, ranks, rank, r);
+    if (role.lane == 0) t.offsets[r] = await_call_offset(role.call, p.layout, role.peers, r, kCombineRowsOffset);
   }
   __syncthreads();
   if (!role.geometry.has_staging || role.warp != 0) return;
-  int next = 0;
-#pragma unroll 1
-  for (int first = 0; first <= chunks * ranks; first += 32) {
-    const int i = first + role.lane;
-    int size = 0;
-    if (i < chunks * ranks) {
-      const int chunk = i / ranks, count = t.from[i - chunk * ranks];
-      size = chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
-    }
-    const int end = inclusive_sum(size);
-    if (i <= chunks * ranks) t.chunk_start[i] = next + end - size;
-    next += __shfl_sync(~0u, end, 31);
-  }
+  const auto size_of_segment = [&](int i) { return chunk_size(i / ranks, t.flows.from[i % ranks], chunks); };
+  const int end = exclusive_sums(chunks * ranks, t.chunk_start, size_of_segment);
+  if (role.lane == 0) t.chunk_start[chunks * ranks] = end;
 }
 
 // ---- Weights of the home rank: one block sends them to their slots, beside marks of choices that do not count
@@ -192,6 +174,17 @@ __device__ __forceinline__ void stage_sum(const HtCombineRole& role, int32_t slo
   }
 }
 
+template <DType kTo, DType kFrom, int kCount>
+__device__ __forceinline__ Numbers<kTo, kCount> converted(const Numbers<kFrom, kCount>& numbers) {
+  float values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) values[i] = kNothingYet;
+  numbers.add_to(values);
+  Numbers<kTo, kCount> result;
+  result.from(values);
+  return result;
+}
+
 // Rank layouts: a row as it is, in the wire's type.
 template <DType kIn, DType kWire, int kCount>
 __device__ __forceinline__ void stage_row(const HtCombineRole& role, int32_t slot, int32_t row) {
@@ -202,13 +195,7 @@ __device__ __forceinline__ void stage_row(const HtCombineRole& role, int32_t slo
   for (int lane_index = role.lane; lane_index * kCount < p.hidden; lane_index += 32) {
     Numbers<kIn, kCount> numbers;
     numbers.load_nc(in, lane_index);
-    float values[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; i++) values[i] = kNothingYet;
-    numbers.add_to(values);
-    Numbers<kWire, kCount> wire;
-    wire.from(values);
-    wire.store(out, lane_index);
+    converted<kWire>(numbers).store(out, lane_index);
   }
 }
 
@@ -239,7 +226,7 @@ struct StagedUnit {
     StagedUnit found;
     found.chunk = segment / role.num_ranks();
     found.home = segment % role.num_ranks();
-    found.index = chunk_begin(found.chunk, role.tables.from[found.home], role.plan.chunks) + unit -
+    found.index = chunk_begin(found.chunk, role.tables.flows.from[found.home], role.plan.chunks) + unit -
                   role.tables.chunk_start[segment];
     return found;
   }
@@ -260,7 +247,7 @@ __device__ __forceinline__ void stage_rows(const HtCombineRole& role) {
     tickets.ask();
     testing_point(Point::kBetweenRows, role.call, unit);
     const StagedUnit at = StagedUnit::of(role, unit);
-    const int first = role.tables.from_first[at.home];
+    const int first = role.tables.flows.from_first[at.home];
     const int32_t slot = first + at.index;
     int32_t row = kNoRow;
     if (!has_expert_rows(p.output.layout)) row = p.output.row(at.home, first, at.index);
@@ -272,8 +259,7 @@ __device__ __forceinline__ void stage_rows(const HtCombineRole& role) {
     if (p.has_values) stage_values(role, slot, row);
     __syncwarp();
     if (role.lane != 0) continue;
-    const int count = role.tables.from[at.home], chunks = role.plan.chunks;
-    const int size = chunk_begin(at.chunk + 1, count, chunks) - chunk_begin(at.chunk, count, chunks);
+    const int size = chunk_size(at.chunk, role.tables.flows.from[at.home], role.plan.chunks);
     __threadfence();
     const uint32_t staged = atomicAdd(&counters.ready[at.home * kHtChunks + at.chunk], 1u) + 1;
     if (staged == (has_bug(Bug::kEarlyRows, Kind::kCombine) ? 1u : static_cast<uint32_t>(size))) {

@@ -5,12 +5,19 @@
 
 #include "base/check.h"
 #include "base/math.h"
+#include "cuda/device_state.h"
 #include "runtime/ht_params.h"
 #include "runtime/ht_plan.h"
 
 namespace ep {
 
 constexpr int kHtSharedBytes = 200 * 1024;
+
+inline void check_ht_ranks(const Topology& topology) {
+  EP_CHECK(topology.num_domains() == 1, topology.num_domains(), " domains: high throughput on CUDA serves one");
+  EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks, high throughput on CUDA serves ",
+           kMaxCudaRanks);
+}
 
 // The first kernel of a dispatch that routes: counts, their exchange, places.
 struct HtRouteParams : HtDispatchParams {};

@@ -24,7 +24,7 @@ struct ReceiveRole : SendRole {
 static __device__ __noinline__ void copy_row(char* out, const char* in, int bytes, int lane) {
   const auto bits = static_cast<unsigned>(reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(in)) |
                     static_cast<unsigned>(bytes);
-  if (bits % 16 != 0) return copy_bytes(out, in, bytes, static_cast<int>(min(bits & ~(bits - 1), 8u)), lane);
+  if (bits % 16 != 0) return copy_bytes(out, in, bytes, word_bytes(bits, 8), lane);
   constexpr int kTogether = 7;
   const int chunks = bytes / 16;
   auto* to = reinterpret_cast<uint4*>(out);
@@ -112,11 +112,11 @@ __device__ __forceinline__ void place_chunk(const ReceiveRole& role, int source,
 #pragma unroll 1
   for (; index < end; index += warps) {
     testing_point(Point::kBetweenRows, role.call, index);
-    const int32_t slot = role.tables.from_first[source] + index;
+    const int32_t slot = role.tables.flows.from_first[source] + index;
     if (has_expert_rows(role.p.output.layout)) {
       place_choices(role, slot);
     } else {
-      const int32_t row = role.p.output.row(source, role.tables.from_first[source], index);
+      const int32_t row = role.p.output.row(source, role.tables.flows.from_first[source], index);
       if (row >= 0) put_row(role, slot, kNoRow, row);
     }
   }
@@ -142,7 +142,7 @@ __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
   for (int chunk = 0; chunk < chunks; chunk++) {
 #pragma unroll 1
     for (int step = 0; step < ranks; step++) {
-      const int source = (role.peers.rank + step) % ranks, count = role.tables.from[source];
+      const int source = (role.peers.rank + step) % ranks, count = role.tables.flows.from[source];
       const int begin = chunk_begin(chunk, count, chunks), end = chunk_begin(chunk + 1, count, chunks);
       if (begin == end) continue;
       if (!await_rows(role, source, chunk)) return false;
@@ -154,22 +154,13 @@ __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
 
 // ---- What stands beside rows
 
-__device__ __forceinline__ void set_entry(const HtDispatchParams& p, int64_t entry, int32_t id, float weight) {
-  p.out_weights[entry] = weight;
-  if (p.is_idx64) {
-    static_cast<int64_t*>(p.out_topk_idx)[entry] = id;
-  } else {
-    static_cast<int32_t*>(p.out_topk_idx)[entry] = id;
-  }
-}
-
 // Rank layouts: the row of a slot.
 __device__ __forceinline__ int32_t row_of_slot(const ReceiveRole& role, int slot) {
   const OutputShape& output = role.p.output;
   if (output.layout == OutputLayout::kFlat) return output.row(0, 0, slot);
   int source = 0;
-  while (source + 1 < role.num_ranks() && slot >= role.tables.from_first[source + 1]) source++;
-  return output.row(source, role.tables.from_first[source], slot - role.tables.from_first[source]);
+  while (source + 1 < role.num_ranks() && slot >= role.tables.flows.from_first[source + 1]) source++;
+  return output.row(source, role.tables.flows.from_first[source], slot - role.tables.flows.from_first[source]);
 }
 
 // Rank layouts: a thread takes choices of slots, several asked for together.
@@ -178,7 +169,7 @@ __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
   const HtDispatchParams& p = role.p;
   const HtSlotFormat& format = p.layout.slot;
   const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
-  const int last = role.num_ranks() - 1, slots = role.tables.from_first[last] + role.tables.from[last];
+  const int last = role.num_ranks() - 1, slots = role.tables.flows.from_first[last] + role.tables.flows.from[last];
   const auto words_of = [&](int slot) { return role.peers.local<uint32_t>(p.layout.slot_words(slot)); };
   // A thread keeps to one k, so that slots are counted without divisions.
   const int step = threads / topk;  // slots that all threads take at a time
@@ -197,7 +188,9 @@ __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
       if (begin + q * step >= slots) break;
       const int32_t row = row_of_slot(role, begin + q * step);
       if (row < 0) continue;
-      set_entry(p, static_cast<int64_t>(row) * topk + k, static_cast<int32_t>(id[q]), __uint_as_float(weight[q]));
+      const int64_t entry = static_cast<int64_t>(row) * topk + k;
+      p.out_weights[entry] = __uint_as_float(weight[q]);
+      store_id(p.out_topk_idx, p.is_idx64, entry, static_cast<int32_t>(id[q]));
     }
   }
   const int kept = static_cast<int>(min(static_cast<int64_t>(slots), p.handle.num_slots));
@@ -232,16 +225,11 @@ static __device__ __noinline__ void zero_row(const ReceiveRole& role, int32_t ro
 // Rows [first, end) do not exist.
 __device__ __forceinline__ void clear_rows(const ReceiveRole& role, int64_t first, int64_t end, bool zero_padding) {
   const HtDispatchParams& p = role.p;
-  const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
+  const int threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
   if (sends_routes(p.steps)) {
 #pragma unroll 1
     for (int64_t row = first + thread; row < end; row += threads) {
-      if (has_expert_rows(p.output.layout)) {
-        p.out_weights[row] = 0;
-        if (p.row_expert != nullptr) p.row_expert[row] = -1;
-      } else {
-        for (int k = 0; k < topk; k++) set_entry(p, row * topk + k, -1, 0.0f);
-      }
+      clear_entry(p, has_expert_rows(p.output.layout), row);
     }
   }
   if (!zero_padding) return;
@@ -254,7 +242,7 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
   const OutputShape& output = p.output;
   const int last = role.num_ranks() - 1;
   if (output.layout == OutputLayout::kFlat) {
-    const int64_t rows = role.tables.from_first[last] + role.tables.from[last];
+    const int64_t rows = role.tables.flows.from_first[last] + role.tables.flows.from[last];
     return clear_rows(role, min(rows, output.capacity), output.capacity, p.zero_padding);
   }
 #pragma unroll 1
@@ -267,7 +255,7 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
     } else {
       const bool expert_rows = has_expert_rows(output.layout);
       const int64_t limit = expert_rows ? output.capacity : p.shape.max_tokens;
-      const int demand = expert_rows ? p.handle.expert_counts[bin] : role.tables.from[bin];
+      const int demand = expert_rows ? p.handle.expert_counts[bin] : role.tables.flows.from[bin];
       clear_rows(role, bin * limit + output.kept(0, demand), (bin + 1) * limit, p.zero_padding);
     }
   }
@@ -307,8 +295,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
   if (!has_routed && block.is_first()) {
     clear_next_counters(call);
-    send_call(call, p.layout, peers, HtCall::kCounts,
-              [&](int index) { return call_word_of(p, nullptr, p.chunks, index); });
+    send_call(call, p.layout, peers, HtCall::kCounts, [&](int index) { return call_word_of(p, nullptr, index); });
   }
   await_records(call, p.layout, peers);
   fill_tables(role);

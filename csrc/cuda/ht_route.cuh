@@ -110,7 +110,7 @@ __device__ __forceinline__ void count_tokens(const RouteRole& role) {
   }
 }
 
-// Calls visit(token, k, id, group, same) with lanes in the order (token, k); `same`: lanes with the same expert.
+// Calls visit(token, k, exists, id) with lanes in the order (token, k); id is -1 where there is no expert.
 template <class Visit>
 __device__ __forceinline__ void for_each_step(const RouteRole& role, const Visit& visit) {
   if (role.warp >= role.geometry.place_warps) return;
@@ -148,12 +148,11 @@ __device__ __forceinline__ void count_share(const RouteRole& role) {
 
 // ---- The other ranks
 
-__device__ __forceinline__ uint32_t call_word_of(const HtDispatchParams& p, const RouteTables* tables, int chunks,
-                                                 int index) {
+__device__ __forceinline__ uint32_t call_word_of(const HtDispatchParams& p, const RouteTables* tables, int index) {
   if (index == HtCall::kLayout) return static_cast<uint32_t>(p.output.layout);
   if (index == HtCall::kCapacity) return static_cast<uint32_t>(p.output.capacity);
   if (index == HtCall::kAlignment) return static_cast<uint32_t>(p.output.alignment);
-  if (index == HtCall::kChunks) return static_cast<uint32_t>(chunks);
+  if (index == HtCall::kChunks) return static_cast<uint32_t>(p.chunks);
   if (index < HtCall::kCounts) {
     const int part = (index - HtCall::kOffsets) / 2;
     if (index < HtCall::kOffsets || part >= kHtMaxParts) return 0;
@@ -165,7 +164,7 @@ __device__ __forceinline__ uint32_t call_word_of(const HtDispatchParams& p, cons
   return static_cast<uint32_t>(tables->choices_before[count - ranks] + tables->choices[count - ranks]);
 }
 
-// Reads the counts of all ranks. `demand`: choices of each expert by all ranks, into tables.start for now.
+// Reads the counts of all ranks. Choices of each expert by all of them go into tables.start for now.
 __device__ __forceinline__ void take_counts(const RouteRole& role) {
   const RouteTables& t = role.tables;
   const HtLayout& layout = role.p.layout;
@@ -223,15 +222,7 @@ __device__ __forceinline__ void find_starts(const RouteRole& role) {
     output.layout = static_cast<OutputLayout>(role.tables.layout[r]);
     output.alignment = static_cast<int>(await_call_word(role.call, role.p.layout, role.peers, r, HtCall::kAlignment));
     int* start = role.tables.start + r * local_experts;
-    int next = 0;
-#pragma unroll 1
-    for (int first = 0; first < local_experts; first += 32) {
-      const int e = first + role.lane;
-      const int span = e < local_experts ? static_cast<int>(output.span(start[e])) : 0;
-      const int sum = inclusive_sum(span);
-      if (e < local_experts) start[e] = next + sum - span;
-      next += __shfl_sync(~0u, sum, 31);
-    }
+    exclusive_sums(local_experts, start, [&](int e) { return static_cast<int>(output.span(start[e])); });
   }
 }
 
@@ -321,15 +312,8 @@ __device__ __forceinline__ void add_up_warps(const RouteRole& role) {
   }
 }
 
-static __device__ __noinline__ void note_invalid_id(const RouteRole& role, int token, int k) {
-  const int64_t id = load_id(role.p.topk_idx, role.p.is_idx64, static_cast<int64_t>(token) * role.p.shape.topk + k);
-  if (id == -1) return;
-  InvalidIds& invalid = role.call.state->found.invalid_ids;
-  if (atomicAdd(reinterpret_cast<unsigned long long*>(&invalid.count), 1ull) == 0) {
-    invalid.value = id;
-    invalid.token = token;
-    invalid.k = k;
-  }
+static __device__ __noinline__ void report_invalid_id(const RouteRole& role, int token, int k) {
+  note_invalid_id(role.call.state, role.ask_id(token, k), token, k);
 }
 
 __device__ __forceinline__ void place_share(const RouteRole& role) {
@@ -339,7 +323,7 @@ __device__ __forceinline__ void place_share(const RouteRole& role) {
   int* rows = t.warp_rows + role.warp * role.num_ranks();
   const unsigned below = (1u << role.lane) - 1;
   for_each_step(role, [&](int token, int k, bool exists, int id) {
-    if (exists && id < 0) note_invalid_id(role, token, k);
+    if (exists && id < 0) report_invalid_id(role, token, k);
     const int rank = id >= 0 ? role.geometry.by_local_experts.divide(id) : 0;
     // The choice's number among those of its expert, and the token's among those for its rank. A number is read by all
     // lanes before one moves it on.
@@ -391,7 +375,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   __syncthreads();
   if (role.is_first()) {
     send_call(call, p.layout, peers, HtCall::words(p.shape.num_ranks, p.shape.num_experts),
-              [&](int index) { return call_word_of(p, &role.tables, p.chunks, index); });
+              [&](int index) { return call_word_of(p, &role.tables, index); });
   }
   count_share(role);
   await_records(call, p.layout, peers);

@@ -9,27 +9,24 @@ namespace ep {
 
 // What a block keeps in shared memory beside the stages.
 struct SendTables {
-  uint64_t* barriers;      // of each worker
-  Offset* offsets;         // [R, kHtMaxParts] of outputs at the receivers
-  int *to, *to_first;      // [R] rows from this rank to each, and the first slot there
-  int* chunks;             // [R] pieces in which each rank wants to hear of its rows
-  int *layout, *rows;      // [R] of each receiver's output
-  int *from, *from_first;  // [R] rows from each rank to this one, and the first slot here
-  int* start;              // [L + 1] first row of each expert here, packed outputs
+  uint64_t* barriers;  // of each worker
+  Offset* offsets;     // [R, kHtMaxParts] of outputs at the receivers
+  Flows flows;
+  int* chunks;         // [R] pieces in which each rank wants to hear of its rows
+  int *layout, *rows;  // [R] of each receiver's output
+  int* start;          // [L + 1] first row of each expert here, packed outputs
 
   __device__ static SendTables of(char* shared, const HtDispatchParams& p, const HtSendGeometry& g, int workers) {
     const int ranks = p.shape.num_ranks;
     SendTables t;
     t.barriers = reinterpret_cast<uint64_t*>(shared + g.tables_at);
     t.offsets = t.barriers + workers;
-    t.to = reinterpret_cast<int*>(t.offsets + ranks * kHtMaxParts);
-    t.to_first = t.to + ranks;
-    t.chunks = t.to_first + ranks;
+    auto* words = reinterpret_cast<int*>(t.offsets + ranks * kHtMaxParts);
+    t.flows = Flows::of(words, ranks);
+    t.chunks = words + Flows::kTables * ranks;
     t.layout = t.chunks + ranks;
     t.rows = t.layout + ranks;
-    t.from = t.rows + ranks;
-    t.from_first = t.from + ranks;
-    t.start = t.from_first + ranks;
+    t.start = t.rows + ranks;
     return t;
   }
 };
@@ -53,15 +50,10 @@ struct SendRole : HtBlock {
 __device__ __forceinline__ void find_own_starts(const SendRole& role) {
   OutputShape output = role.p.output;
   output.alignment = *role.p.handle.alignment;  // a cached dispatch does not know it
-  int next = 0;
-#pragma unroll 1
-  for (int first = 0; first <= output.local_experts; first += 32) {
-    const int e = first + role.lane;
-    const int span = e < output.local_experts ? static_cast<int>(output.span(role.p.handle.expert_counts[e])) : 0;
-    const int end = inclusive_sum(span);
-    if (e <= output.local_experts) role.tables.start[e] = next + end - span;
-    next += __shfl_sync(~0u, end, 31);
-  }
+  const int* counts = role.p.handle.expert_counts;
+  const auto span_of = [&](int e) { return static_cast<int>(output.span(counts[e])); };
+  const int end = exclusive_sums(output.local_experts, role.tables.start, span_of);
+  if (role.lane == 0) role.tables.start[output.local_experts] = end;
 }
 
 __device__ __forceinline__ void fill_tables(const SendRole& role) {
@@ -79,7 +71,7 @@ __device__ __forceinline__ void fill_tables(const SendRole& role) {
     // Lane i asks for the message's word i.
     static_assert(HtCall::kChunks < 32 && HtCall::kLayout < 32 && HtCall::kCapacity < 32);
     const uint32_t mine = await_call_word(role.call, p.layout, role.peers, r, min(role.lane, int{HtCall::kChunks}));
-    const Flow flow = Flow::between(p.handle.counts, ranks, rank, r, role.lane);
+    t.flows.fill(p.handle.counts, ranks, rank, r);
     OutputShape output = p.output;
     output.layout = static_cast<OutputLayout>(__shfl_sync(~0u, mine, HtCall::kLayout));
     output.capacity = __shfl_sync(~0u, mine, HtCall::kCapacity);
@@ -88,10 +80,6 @@ __device__ __forceinline__ void fill_tables(const SendRole& role) {
     t.chunks[r] = static_cast<int>(chunks);
     t.layout[r] = static_cast<int>(output.layout);
     t.rows[r] = static_cast<int>(output.rows());
-    t.to[r] = flow.to;
-    t.to_first[r] = flow.to_first;
-    t.from[r] = flow.from;
-    t.from_first[r] = flow.from_first;
   }
   if (role.warp == role.threads() / 32 - 1 && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
   if (role.warp < role.plan.workers && role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
@@ -126,6 +114,11 @@ static __device__ __noinline__ void gather_part(const HtPart& part, const char* 
     copy_bytes(out + element * part.element_bytes + word * width, in + element * part.element_stride + word * width,
                width, width, 0);
   }
+}
+
+// The widest word of which sizes and addresses, all their bits in `bits`, are multiples: up to `most` bytes.
+__device__ __forceinline__ int word_bytes(unsigned bits, unsigned most) {
+  return static_cast<int>(min(bits & ~(bits - 1), most));
 }
 
 // Part 0 to e4m3, part 1 its scales.
@@ -222,36 +215,28 @@ __device__ __forceinline__ void finish_load(const SendRole& role, int token, int
 
 // A token's choice `lane`; the leading lane of a group speaks for its rank.
 struct SendRoute {
+  OwnChoice choice;
   Group group;
-  int32_t id = -1;
-  int32_t slot = kNoRow;
-  int32_t row = kNoRow;        // of this choice
   int32_t first_row = kNoRow;  // of the group: where the row goes
 
   // Asks for the token's entries of the handle; resolve() looks at them.
   __device__ __forceinline__ static SendRoute load(const SendRole& role, int unit) {
     SendRoute route;
-    if (unit >= role.geometry.units || role.lane >= role.p.shape.topk) return route;
+    if (unit >= role.geometry.units) return route;
     const int token = role.geometry.by_tokens.remainder(unit, role.geometry.by_tokens.divide(unit));
-    const int64_t entry = static_cast<int64_t>(token) * role.p.shape.topk + role.lane;
-    const HtRoutes& own = role.p.handle.own;
-    route.id = own.ids[entry];
-    route.row = own.rows[entry];
-    route.slot = own.slots[entry];
+    route.choice = OwnChoice::load(role.p.handle.own, role.p.shape.topk, token);
     return route;
   }
   __device__ __forceinline__ void resolve(const SendRole& role) {
-    group = Group::of(id, role.geometry.by_local_experts);
-    const unsigned fitting = __ballot_sync(~0u, row >= 0) & group.lanes;
-    const int first = __shfl_sync(~0u, row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : role.lane);
-    if (fitting != 0) first_row = first;
+    group = Group::of(choice.id, role.geometry.by_local_experts);
+    first_row = group.first_fitting(choice.row);
   }
 };
 
 __device__ __forceinline__ char* target_of(const SendRole& role, const SendRoute& route, int part) {
   const int peer = route.group.rank;
   const Offset out = role.tables.offsets[peer * kHtMaxParts + part];
-  const Offset target = out == kNoOffset ? role.p.layout.staged_row(route.slot) + role.p.layout.row.offset[part]
+  const Offset target = out == kNoOffset ? role.p.layout.staged_row(route.choice.slot) + role.p.layout.row.offset[part]
                                          : out + static_cast<Offset>(route.first_row) * role.p.parts[part].bytes;
   return role.peers.at<char>(peer, target);
 }
@@ -274,7 +259,7 @@ __device__ __forceinline__ void store_parts(const SendRole& role, const SendRout
       const int lane = __ffs(static_cast<int>(rest)) - 1;
       auto* out = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(target), lane));
       const unsigned low = __shfl_sync(~0u, bits, lane);
-      copy_bytes(out, role.stage + g.stage_offset[i], bytes, static_cast<int>(min(low & ~(low - 1), 16u)), role.lane);
+      copy_bytes(out, role.stage + g.stage_offset[i], bytes, word_bytes(low, 16), role.lane);
     }
   }
   ptx::bulk_commit();
@@ -294,14 +279,14 @@ __device__ __forceinline__ void store_slots(const SendRole& role, const SendRout
   for (; leaders != 0; leaders &= leaders - 1) {
     const int leader = __ffs(static_cast<int>(leaders)) - 1;
     const int peer = __shfl_sync(~0u, route.group.rank, leader);
-    const int32_t slot = __shfl_sync(~0u, route.slot, leader);
+    const int32_t slot = __shfl_sync(~0u, route.choice.slot, leader);
     auto* words = role.peers.at<uint32_t>(peer, p.layout.slot_words(slot));
     const bool is_there = route.group.rank == peer;
     const bool expert_rows = has_expert_rows(static_cast<OutputLayout>(role.tables.layout[peer]));
     if (role.lane < topk) {
       int32_t place = kNoRow;
       if (is_there) {
-        place = expert_rows ? route.row : route.id - peer * p.shape.local_experts();
+        place = expert_rows ? route.choice.row : route.choice.id - peer * p.shape.local_experts();
       }
       ptx::st_relaxed_sys(words + format.place(role.lane), static_cast<uint32_t>(place));
       ptx::st_relaxed_sys(words + format.weight(role.lane), is_there ? __float_as_uint(weight) : 0u);
@@ -317,9 +302,9 @@ __device__ __forceinline__ void announce(const SendRole& role, const SendRoute& 
   __syncwarp();  // other lanes wrote words of the slot
   const int peer = route.group.rank;
   if (!route.group.leads || role.tables.chunks[peer] == 1) return;
-  const int count = role.tables.to[peer], chunks = role.tables.chunks[peer];
-  const int chunk = chunk_of(route.slot - role.tables.to_first[peer], count, chunks);
-  const int size = chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
+  const int count = role.tables.flows.to[peer], chunks = role.tables.chunks[peer];
+  const int chunk = chunk_of(route.choice.slot - role.tables.flows.to_first[peer], count, chunks);
+  const int size = chunk_size(chunk, count, chunks);
   ptx::fence_proxy_async();
   __threadfence();
   const uint32_t before = atomicAdd(&counters_of(role.call).ready[peer * kHtChunks + chunk], 1u);
@@ -339,7 +324,7 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
   if (is_early ? before != 0 : before + units != static_cast<uint32_t>(role.geometry.units)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
-    if (role.tables.to[peer] > 0 && role.tables.chunks[peer] == 1) {
+    if (role.tables.flows.to[peer] > 0 && role.tables.chunks[peer] == 1) {
       send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, 0);
     }
   }

@@ -11,22 +11,22 @@ constexpr int kScalarThreads = 256;
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1) ll_combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
-  combine<kIn, kWire, kOut>(args, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+  combine<kIn, kWire, kOut>(args, BlockPosition::own());
 }
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1) ll_combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
-  combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], {static_cast<int>(blockIdx.x) % blocks, blocks});
+  combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
 }
 
 __global__ void __launch_bounds__(kScalarThreads)
     ll_scalars_home(const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
-  scalars_home(args, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+  scalars_home(args, BlockPosition::own());
 }
 
 __global__ void __launch_bounds__(kScalarThreads)
     ll_scalars_home_world(const KernelArgs<LlCombineWeightsParams>* all, int blocks) {
-  scalars_home(all[blockIdx.x / blocks], {static_cast<int>(blockIdx.x) % blocks, blocks});
+  scalars_home(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
     ll_dispatch(const __grid_constant__ KernelArgs<LlDispatchParams> args) {
   extern __shared__ __align__(128) char shared[];
-  const BlockPosition at{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+  const BlockPosition at = BlockPosition::own();
   dispatch<kPayload, kType, kSteps, kExpertRows>(args, at, shared);
 }
 
@@ -20,7 +20,7 @@ template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
     ll_dispatch_world(const KernelArgs<LlDispatchParams>* all, int blocks) {
   extern __shared__ __align__(128) char shared[];
-  const BlockPosition at{static_cast<int>(blockIdx.x) % blocks, blocks};
+  const BlockPosition at = BlockPosition::in_world(blocks);
   dispatch<kPayload, kType, kSteps, kExpertRows>(all[blockIdx.x / blocks], at, shared);
 }
 

@@ -22,14 +22,14 @@ __global__ void __launch_bounds__(kMaxRanks) ll_floor_flags_world(const KernelAr
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ll_floor_push(const __grid_constant__ KernelArgs<LlFloorPushParams> args) {
   extern __shared__ uint64_t targets[];
-  push_floor(args, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}, targets);
+  push_floor(args, BlockPosition::own(), targets);
 }
 
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ll_floor_push_world(const KernelArgs<LlFloorPushParams>* all, int blocks) {
   extern __shared__ uint64_t targets[];
   const KernelArgs<LlFloorPushParams>& args = all[blockIdx.x / blocks];
-  push_floor(args, {static_cast<int>(blockIdx.x) % blocks, blocks}, targets);
+  push_floor(args, BlockPosition::in_world(blocks), targets);
 }
 
 int shared_bytes(const LlFloorPushParams& p) { return p.shape.max_tokens * static_cast<int>(sizeof(uint64_t)); }

@@ -12,14 +12,14 @@ template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ht_combine_rows(const __grid_constant__ KernelArgs<HtCombineParams> args) {
   extern __shared__ __align__(128) char shared[];
-  ht_combine<kIn, kWire, kOut>(args, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}, shared);
+  ht_combine<kIn, kWire, kOut>(args, BlockPosition::own(), shared);
 }
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ht_combine_rows_world(const KernelArgs<HtCombineParams>* all, int blocks) {
   extern __shared__ __align__(128) char shared[];
-  ht_combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], {static_cast<int>(blockIdx.x) % blocks, blocks}, shared);
+  ht_combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 
 }  // namespace
@@ -35,10 +35,7 @@ HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { re
 void check_served(const HtCombineParams& p) {
   EP_CHECK(!p.has_rows() || p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype),
            " wire for ", name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
-  EP_CHECK(p.layout.topology.num_domains() == 1, p.layout.topology.num_domains(),
-           " domains: high throughput on CUDA serves one");
-  EP_CHECK(p.shape.num_ranks <= kMaxCudaRanks, p.shape.num_ranks, " ranks, high throughput on CUDA serves ",
-           kMaxCudaRanks);
+  check_ht_ranks(p.layout.topology);
 }
 
 void load_ht_combine_kernels() {
@@ -62,13 +59,12 @@ void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
 template <>
 void launch_world(const KernelArgs<HtCombineParams>* host_args, const KernelArgs<HtCombineParams>* args, int num_ranks,
                   void* stream) {
-  const HtPlan& plan = host_args->plan;
-  int bytes = 0;
-  for (int r = 0; r < num_ranks; r++) bytes = std::max(bytes, host_args[r].geometry.bytes);
+  const auto [threads, bytes] = LargestBlock::of(host_args, num_ranks);
+  const int blocks = host_args->plan.blocks;
   with_types(host_args->params.dtype, host_args->params.wire_dtype, host_args->params.out_dtype, [&](auto types) {
     using T = decltype(types);
-    launch_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, plan.blocks * num_ranks, plan.threads(), bytes, false,
-                  stream, args, plan.blocks);
+    launch_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, blocks * num_ranks, threads, bytes, false, stream,
+                  args, blocks);
   });
 }
 

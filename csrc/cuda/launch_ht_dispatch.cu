@@ -8,52 +8,30 @@ namespace {
 constexpr int kRouteThreads = 1024;
 constexpr int kSendThreads = 896;  // as plan_ht_dispatch() has at most
 
-__device__ __forceinline__ BlockPosition own_block() {
-  return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
-}
-__device__ __forceinline__ BlockPosition block_of_world(int blocks) {
-  return {static_cast<int>(blockIdx.x) % blocks, blocks};
-}
-
 __global__ void __launch_bounds__(kRouteThreads, 1)
     ht_dispatch_route(const __grid_constant__ KernelArgs<HtRouteParams> args) {
   extern __shared__ __align__(128) char shared[];
-  ht_route(args, own_block(), shared);
+  ht_route(args, BlockPosition::own(), shared);
 }
 
 __global__ void __launch_bounds__(kRouteThreads, 1)
     ht_dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
   extern __shared__ __align__(128) char shared[];
-  ht_route(all[blockIdx.x / blocks], block_of_world(blocks), shared);
+  ht_route(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 
 template <bool kQuant>
 __global__ void __launch_bounds__(kSendThreads, 1)
     ht_dispatch_send(const __grid_constant__ KernelArgs<HtDispatchParams> args) {
   extern __shared__ __align__(128) char shared[];
-  ht_send<kQuant>(args, own_block(), shared);
+  ht_send<kQuant>(args, BlockPosition::own(), shared);
 }
 
 template <bool kQuant>
 __global__ void __launch_bounds__(kSendThreads, 1)
     ht_dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
   extern __shared__ __align__(128) char shared[];
-  ht_send<kQuant>(all[blockIdx.x / blocks], block_of_world(blocks), shared);
-}
-
-struct Launch {
-  int threads = 0, bytes = 0;
-};
-
-// What the blocks of any rank need: ranks whose outputs lie elsewhere have other plans.
-template <class Params>
-Launch largest(const KernelArgs<Params>* host_args, int num_ranks) {
-  Launch launch;
-  for (int r = 0; r < num_ranks; r++) {
-    launch.threads = std::max(launch.threads, host_args[r].plan.threads());
-    launch.bytes = std::max(launch.bytes, host_args[r].geometry.bytes);
-  }
-  return launch;
+  ht_send<kQuant>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 
 }  // namespace
@@ -73,10 +51,7 @@ HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return
 HtSendGeometry geometry_of(const HtDispatchParams& p, const HtPlan& plan) { return HtSendGeometry::of(p, plan); }
 
 void check_served(const HtDispatchParams& p) {
-  EP_CHECK(p.layout.topology.num_domains() == 1, p.layout.topology.num_domains(),
-           " domains: high throughput on CUDA serves one");
-  EP_CHECK(p.shape.num_ranks <= kMaxCudaRanks, p.shape.num_ranks, " ranks, high throughput on CUDA serves ",
-           kMaxCudaRanks);
+  check_ht_ranks(p.layout.topology);
   const int bytes = HtSendGeometry::of(p, plan_of(p, 0, 1)).bytes;
   EP_CHECK(bytes <= kMaxSharedBytes, p.shape.num_experts, " experts and rows of ", p.parts[0].bytes, " bytes need ",
            bytes, " bytes of shared memory, high throughput on CUDA has ", kMaxSharedBytes);
@@ -107,7 +82,7 @@ void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
 template <>
 void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<HtRouteParams>* args, int num_ranks,
                   void* stream) {
-  const auto [threads, bytes] = largest(host_args, num_ranks);
+  const auto [threads, bytes] = LargestBlock::of(host_args, num_ranks);
   const int blocks = host_args->plan.blocks;
   for (int r = 1; r < num_ranks; r++) {
     EP_CHECK(host_args[r].plan.blocks == blocks, "rank 0 gives a dispatch ", blocks, " SMs, rank ", r, " gives it ",
@@ -119,7 +94,7 @@ void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<H
 template <>
 void launch_world(const KernelArgs<HtDispatchParams>* host_args, const KernelArgs<HtDispatchParams>* args,
                   int num_ranks, void* stream) {
-  const auto [threads, bytes] = largest(host_args, num_ranks);
+  const auto [threads, bytes] = LargestBlock::of(host_args, num_ranks);
   const int blocks = host_args->plan.blocks;
   const auto kernel =
       host_args->params.quant != Quant::kNone ? &ht_dispatch_send_world<true> : &ht_dispatch_send_world<false>;

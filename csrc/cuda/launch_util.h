@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -40,6 +41,21 @@ void load_kernel(Kernel kernel, int shared_bytes) {
     EP_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   }
 }
+
+// What the blocks of any rank of a world on one GPU need: ranks whose outputs lie elsewhere have other plans.
+struct LargestBlock {
+  int threads = 0, bytes = 0;
+
+  template <class Params>
+  static LargestBlock of(const KernelArgs<Params>* host_args, int num_ranks) {
+    LargestBlock largest;
+    for (int r = 0; r < num_ranks; r++) {
+      largest.threads = std::max(largest.threads, host_args[r].plan.threads());
+      largest.bytes = std::max(largest.bytes, host_args[r].geometry.bytes);
+    }
+    return largest;
+  }
+};
 
 // Builds with EP_TUNING: a plan from the environment, for measuring variants.
 // Low latency: "blocks,warps,sender_blocks,sender_warps,receiver_block0,receiver_warp0,receiver_warps,steps,groups". Of

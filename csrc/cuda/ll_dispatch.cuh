@@ -55,13 +55,7 @@ __device__ __forceinline__ Choice choice_of(const DispatchRole& role, RawId raw)
 static __device__ __noinline__ void report_invalid_id(const LlDispatchParams& p, DeviceState* state, int token) {
   const int k = lane_id();
   const int64_t id = load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + k);
-  if (id == -1) return;
-  InvalidIds& invalid = state->found.invalid_ids;
-  if (atomicAdd(reinterpret_cast<unsigned long long*>(&invalid.count), 1ull) == 0) {
-    invalid.value = id;
-    invalid.token = token;
-    invalid.k = k;
-  }
+  note_invalid_id(state, id, token, k);
 }
 
 __device__ __forceinline__ float own_weight(const DispatchRole& role, int token) {
@@ -220,12 +214,7 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
   if (token_row < 0 || any == 0 || lane >= topk) return;
   const int64_t entry = static_cast<int64_t>(token_row) * topk + lane;
   p.out_weights[entry] = weight;
-  const int id = wanted ? static_cast<int>(expert) : -1;
-  if (p.is_idx64) {
-    static_cast<int64_t*>(p.out_topk_idx)[entry] = id;
-  } else {
-    static_cast<int32_t*>(p.out_topk_idx)[entry] = id;
-  }
+  store_id(p.out_topk_idx, p.is_idx64, entry, wanted ? static_cast<int>(expert) : -1);
 }
 
 // A piece to place: the own rank's come first, then the others' in turn, so that no source waits for another.
@@ -359,7 +348,7 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   if (!receives(p.half)) return;
   const int64_t thread = role.at.block * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(role.at.num_blocks) * blockDim.x;
-  for (int64_t row = thread; row < p.output.rows(); row += threads) clear_entry<kExpertRows>(p, row);
+  for (int64_t row = thread; row < p.output.rows(); row += threads) clear_entry(p, kExpertRows, row);
   if (role.at.block != role.at.num_blocks - 1) return;
   const int ranges = p.layout_range != nullptr ? p.output.bins() * p.shape.num_ranks : 0;
   for (int i = threadIdx.x; i < p.output.info_size(); i += blockDim.x) p.info[i] = 0;

@@ -38,6 +38,9 @@ constexpr int kNumHtSignals = 9;
 constexpr int kHtChunks = 16;
 EP_HD int chunk_of(int index, int count, int chunks) { return index * chunks / count; }
 EP_HD int chunk_begin(int chunk, int count, int chunks) { return ceil_div(chunk * count, chunks); }
+EP_HD int chunk_size(int chunk, int count, int chunks) {
+  return chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
+}
 
 // A call message, tagged words: the record, the receiver's output, then (dispatch) the counts of the sender's choices.
 struct HtCall {
