@@ -3,6 +3,7 @@
 # make format   formats all sources                        make clean     remove what was built, keep .venv
 # make tsan     C++ tests under ThreadSanitizer            make asan      ... AddressSanitizer and UBSan
 # make bench    measure here                               make wheel     build and check dist/*.whl
+# make emulated the kernels of CUDA against the oracle, on an emulated GPU
 # make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
 #
 # Set-up is on its own: .venv with the pinned requirements, and a CMake build in build/dev that puts the extension into
@@ -18,7 +19,7 @@ CMAKE_FLAGS ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo build test test-all lint format tsan asan bench wheel gpu clean
+.PHONY: demo build test test-all lint format tsan asan emulated bench wheel gpu clean
 
 demo: build
 	python examples/ll_moe_layer.py
@@ -28,7 +29,7 @@ test: build
 	python -m pytest -m "not slow"
 
 test-all: export NCCL_EP_TEST_ALL := 1
-test-all: build tsan asan wheel
+test-all: build tsan asan emulated wheel
 	$(ctest) build/dev
 	python -m pytest
 
@@ -69,6 +70,13 @@ tsan asan: .venv/ready
 	    -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_PYTHON=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF
 	cmake --build build/$@ --parallel $(JOBS)
 	$(ctest) build/$@
+
+# The extension stays in build/emulated: tests/emulated.py puts it in the place of the other.
+emulated: .venv/ready
+	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_EMULATED_GPU=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_CUDA=OFF \
+	    -DNCCL_EP_BUILD_TESTS=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	cmake --build build/$@ --parallel $(JOBS)
+	python tests/emulated.py
 
 wheel: .venv/ready
 	rm -rf dist

@@ -7,6 +7,8 @@
 #include "cuda/stamps.h"
 #include "transport/nccl_api.h"
 #include "transport/nccl_version.h"
+#elif defined(EP_EMULATED_GPU)
+#include "cuda/backend.h"
 #endif
 
 namespace ep {
@@ -42,14 +44,15 @@ NcclInfo nccl_info() {
 }
 
 std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config) {
+#if defined(EP_EMULATED_GPU)
+  return std::make_unique<Group>(bootstrap, config, &make_cuda_backend);
+#else
   if (config.device_index < 0) return std::make_unique<Group>(bootstrap, config, &make_cpu_backend);
 #if defined(EP_WITH_CUDA)
-  const auto make_cuda = [](Bootstrap& all, const Topology& topology, const Window& window, const GroupConfig& c) {
-    return make_cuda_backend(all, topology, window, c);
-  };
-  return std::make_unique<Group>(bootstrap, config, make_cuda);
+  return std::make_unique<Group>(bootstrap, config, &make_cuda_backend);
 #else
   raise(ErrorKind::kSystem, "this nccl_ep was built without CUDA; build it with a CUDA toolkit, or use device=\"cpu\"");
+#endif
 #endif
 }
 

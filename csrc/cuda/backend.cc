@@ -372,10 +372,11 @@ class CudaBackend : public Backend {
   // Blocks that the caller asks for, of those there are.
   template <class Params>
   static int num_blocks(const Params& params, int available) {
+    available = std::max(available, 1);
     if constexpr (requires { params.num_sms; }) {
-      if (params.num_sms > 0) return std::clamp(params.num_sms, 1, available);
+      if (params.num_sms > 0) return std::min(params.num_sms, available);
     }
-    return std::max(available, 1);
+    return available;
   }
 
   std::shared_ptr<Memory> memory_;  // tensors of the arena keep it

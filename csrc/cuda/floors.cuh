@@ -27,7 +27,7 @@ __device__ __forceinline__ void exchange_flags(const LlFloorFlagsParams& p, cons
   const uint64_t epoch = ptx::ld_relaxed_gpu(own_epoch) + 1;
   const bool has_peer = peer < p.num_ranks && peer != peers.rank;
   if (has_peer) ptx::st_relaxed_sys(peers.at<uint64_t>(peer, p.flags) + peers.rank, epoch);
-  __shared__ CallContext call;
+  EP_SHARED(CallContext, call);
   if (threadIdx.x == 0) {
     call.state = state;
     call.call = &p.call;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void push_floor(const KernelArgs<LlFloorPushParams>& 
   const LlFloorPushParams& p = args.params;
   const LsaPeers& peers = args.peers;
   const FloorPushRole role{{args.plan, at, lane_id(), warp_id()}, p, peers};
-  __shared__ CallContext call;
+  EP_SHARED(CallContext, call);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
   const Opening opening = open_call(call, args, p.kind);

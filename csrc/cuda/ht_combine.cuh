@@ -207,7 +207,7 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const HtCombineParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  __shared__ CallContext call;
+  EP_SHARED(CallContext, call);
   const HtCombineRole role{
       {at}, p, args.geometry, args.plan, peers, call, CombineTables::of(shared, p.shape.num_ranks)};
   stamp(Stamp::kStart, peers.rank);

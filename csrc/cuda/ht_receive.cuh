@@ -278,7 +278,7 @@ template <bool kQuant>
 __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
   const HtDispatchParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  __shared__ CallContext call;
+  EP_SHARED(CallContext, call);
   HtBlock block{at};
   const bool is_worker = block.warp < args.plan.workers;
   // The receivers. In a world on one GPU another rank's plan may have more warps.

@@ -230,7 +230,8 @@ __device__ __forceinline__ void find_starts(const RouteRole& role) {
 
 // One block: the info tensor, and the sizes that the host waits for. The handle has the counts of all.
 __device__ __forceinline__ void store_info(const RouteRole& role) {
-  __shared__ int dropped, total;
+  EP_SHARED(int, dropped);
+  EP_SHARED(int, total);
   const HtRouteParams& p = role.p;
   const OutputShape& output = p.output;
   const int ranks = role.num_ranks(), rank = role.peers.rank;
@@ -361,7 +362,7 @@ __device__ __forceinline__ void place_share(const RouteRole& role) {
 __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
   const HtRouteParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  __shared__ CallContext call;
+  EP_SHARED(CallContext, call);
   const RouteRole role{{at}, p, args.geometry, peers, call, RouteTables::of(shared, p, args.geometry)};
   const bool is_open = open_ht_call(call, args, Kind::kDispatch, at, !sends_rows(p.steps));
   if (!is_open) {

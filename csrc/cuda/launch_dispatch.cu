@@ -11,7 +11,7 @@ constexpr int max_threads(int steps) { return steps == 2 ? 640 : 512; }
 template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
     ll_dispatch(const __grid_constant__ KernelArgs<LlDispatchParams> args) {
-  extern __shared__ __align__(128) char shared[];
+  EP_DYNAMIC_SHARED(char, shared);
   const BlockPosition at = BlockPosition::own();
   dispatch<kPayload, kType, kSteps, kExpertRows>(args, at, shared);
 }
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(max_threads(kSteps), 1)
 template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
     ll_dispatch_world(const KernelArgs<LlDispatchParams>* all, int blocks) {
-  extern __shared__ __align__(128) char shared[];
+  EP_DYNAMIC_SHARED(char, shared);
   const BlockPosition at = BlockPosition::in_world(blocks);
   dispatch<kPayload, kType, kSteps, kExpertRows>(all[blockIdx.x / blocks], at, shared);
 }

@@ -21,13 +21,13 @@ __global__ void __launch_bounds__(kMaxRanks) ll_floor_flags_world(const KernelAr
 
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ll_floor_push(const __grid_constant__ KernelArgs<LlFloorPushParams> args) {
-  extern __shared__ uint64_t targets[];
+  EP_DYNAMIC_SHARED(uint64_t, targets);
   push_floor(args, BlockPosition::own(), targets);
 }
 
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ll_floor_push_world(const KernelArgs<LlFloorPushParams>* all, int blocks) {
-  extern __shared__ uint64_t targets[];
+  EP_DYNAMIC_SHARED(uint64_t, targets);
   const KernelArgs<LlFloorPushParams>& args = all[blockIdx.x / blocks];
   push_floor(args, BlockPosition::in_world(blocks), targets);
 }

@@ -11,14 +11,14 @@ constexpr int kMaxThreads = 512;
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ht_combine_rows(const __grid_constant__ KernelArgs<HtCombineParams> args) {
-  extern __shared__ __align__(128) char shared[];
+  EP_DYNAMIC_SHARED(char, shared);
   ht_combine<kIn, kWire, kOut>(args, BlockPosition::own(), shared);
 }
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ht_combine_rows_world(const KernelArgs<HtCombineParams>* all, int blocks) {
-  extern __shared__ __align__(128) char shared[];
+  EP_DYNAMIC_SHARED(char, shared);
   ht_combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 

@@ -10,27 +10,27 @@ constexpr int kSendThreads = 896;  // as plan_ht_dispatch() has at most
 
 __global__ void __launch_bounds__(kRouteThreads, 1)
     ht_dispatch_route(const __grid_constant__ KernelArgs<HtRouteParams> args) {
-  extern __shared__ __align__(128) char shared[];
+  EP_DYNAMIC_SHARED(char, shared);
   ht_route(args, BlockPosition::own(), shared);
 }
 
 __global__ void __launch_bounds__(kRouteThreads, 1)
     ht_dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
-  extern __shared__ __align__(128) char shared[];
+  EP_DYNAMIC_SHARED(char, shared);
   ht_route(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 
 template <bool kQuant>
 __global__ void __launch_bounds__(kSendThreads, 1)
     ht_dispatch_send(const __grid_constant__ KernelArgs<HtDispatchParams> args) {
-  extern __shared__ __align__(128) char shared[];
+  EP_DYNAMIC_SHARED(char, shared);
   ht_send<kQuant>(args, BlockPosition::own(), shared);
 }
 
 template <bool kQuant>
 __global__ void __launch_bounds__(kSendThreads, 1)
     ht_dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
-  extern __shared__ __align__(128) char shared[];
+  EP_DYNAMIC_SHARED(char, shared);
   ht_send<kQuant>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 

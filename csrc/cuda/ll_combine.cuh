@@ -374,7 +374,7 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   const LlCombineParams& p = args.params;
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
-  __shared__ CallContext call;
+  EP_SHARED(CallContext, call);
   const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers, args.state};
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
@@ -422,7 +422,7 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
 __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsParams>& args, BlockPosition at) {
   const LlCombineWeightsParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  __shared__ CallContext call;
+  EP_SHARED(CallContext, call);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
   const Opening opening = open_call(call, args, Kind::kCombine);

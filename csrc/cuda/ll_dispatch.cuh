@@ -393,8 +393,9 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   const LlDispatchParams& p = args.params;
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
-  __shared__ CallContext call;
-  __shared__ int totals[Places::kNumTotals];
+  EP_SHARED(CallContext, call);
+  using Totals = int[Places::kNumTotals];
+  EP_SHARED(Totals, totals);
   const DispatchRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
   const Places places{reinterpret_cast<uint32_t*>(shared), args.geometry.places, totals};
   stamp(Stamp::kStart, peers.rank);

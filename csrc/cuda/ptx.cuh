@@ -4,6 +4,10 @@
 
 #include <cstdint>
 
+// Shared memory of the block, declared in a function. (tests/gpu_emulator puts a file of its own in this one's place.)
+#define EP_SHARED(Type, name) __shared__ Type name
+#define EP_DYNAMIC_SHARED(Type, name) extern __shared__ __align__(128) Type name[]
+
 namespace ep::ptx {
 
 // ---- Loads

@@ -157,6 +157,11 @@ PYBIND11_MODULE(_C, m) {
       "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
   m.def("time_line", &take_time_line, py::arg("combine"), py::arg("ht") = false,
         "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");
+#if defined(EP_EMULATED_GPU)
+  m.attr("EMULATES_GPU") = true;
+#else
+  m.attr("EMULATES_GPU") = false;
+#endif
 #if defined(EP_GPU_TESTING)
   m.def(
       "set_gpu_testing",

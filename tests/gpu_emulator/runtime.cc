@@ -1,0 +1,124 @@
+// The CUDA runtime of the emulator, and what stands for NCCL. Every host thread that does not choose has a GPU of its
+// own; with NCCL_EP_EMULATOR_GPUS=1 they share one.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string_view>
+
+#include "base/check.h"
+#include "cuda_runtime_api.h"
+#include "transport/nccl_window.h"
+
+namespace {
+
+// Device memory begins as garbage.
+cudaError_t allocate(void** memory, size_t bytes) {
+  *memory = ::operator new (bytes, std::align_val_t{256}, std::nothrow);
+  if (*memory == nullptr) return cudaErrorMemoryAllocation;
+  std::memset(*memory, 0xA5, bytes);
+  return cudaSuccess;
+}
+thread_local int own_device = -1;
+
+int next_device() {
+  static const char* text = std::getenv("NCCL_EP_EMULATOR_GPUS");
+  static std::atomic<int> next = 0;
+  return text != nullptr && std::string_view(text) == "1" ? 0 : next++;
+}
+
+cudaError_t release(void* memory) {
+  ::operator delete (memory, std::align_val_t{256});
+  return cudaSuccess;
+}
+
+}  // namespace
+
+const char* cudaGetErrorName(cudaError_t code) {
+  return code == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorNotReady";
+}
+const char* cudaGetErrorString(cudaError_t) { return "of the emulator"; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) {
+  if (own_device < 0) own_device = next_device();
+  *device = own_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  own_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  std::snprintf(properties->uuid.bytes, sizeof properties->uuid.bytes, "emulated %d", device);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
+  std::snprintf(text, bytes, "emulated %d", device);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  const char* text = std::getenv("NCCL_EP_EMULATOR_SMS");
+  *value = text != nullptr ? std::atoi(text) : 4;
+  return cudaSuccess;
+}
+cudaError_t cudaMalloc(void** memory, size_t bytes) { return allocate(memory, bytes); }
+cudaError_t cudaFree(void* memory) { return release(memory); }
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) { return allocate(memory, bytes); }
+cudaError_t cudaFreeHost(void* memory) { return release(memory); }
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  *device = host;
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(target, source, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {
+  std::memset(target, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = nullptr;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = nullptr;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+
+namespace ep {
+
+// Rank 0's pointer to the memory of all is read by the others while it waits for them.
+NcclWindow::NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, uint64_t bytes, double)
+    : comm_(std::move(comm)) {
+  const uint64_t stride = (bytes + 4095) / 4096 * 4096;
+  if (bootstrap.rank() == 0) {
+    void* memory = nullptr;
+    if (allocate(&memory, stride * bootstrap.num_ranks()) != cudaSuccess) throw std::bad_alloc();
+    memory_.reset(memory, [](void* m) { release(m); });
+  }
+  const std::shared_ptr<void>* mine = &memory_;
+  const auto all = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
+  if (bootstrap.rank() != 0) {
+    const std::shared_ptr<void>* first = nullptr;
+    std::memcpy(&first, all[0].data(), sizeof first);
+    memory_ = *first;
+  }
+  bootstrap.allgather("mapped");
+  peers_ = {static_cast<char*>(memory_.get()), stride, bootstrap.rank()};
+}
+
+}  // namespace ep

@@ -1,0 +1,268 @@
+"""The kernels of CUDA against the oracle on emulated GPUs, one a rank: what stands in test_gpu.py, test_ht_gpu.py and
+test_gpu_delays.py where there are real ones. Run by emulated.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import floor_calls
+import gpu_chains
+import gpu_ht_chains
+import gpu_ht_ranks
+import gpu_ranks
+import pytest
+from expected import Expected, plain_case, shared_buffer
+from gpu_delays import COMBINE, DISPATCH, SEARCHES, Search
+from harness import check_case
+from ht_harness import HtCoverage, check_ht_case
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
+
+NUM_CASES = int(os.environ.get("NCCL_EP_EMULATOR_CASES", "200"))
+NUM_SMS = (1, 2, 3)
+DEADLINE = 1.0
+RUNS = 60  # of a chain, in the search for a planted bug
+PERCENT = 2000  # of a delay's usual length: an emulated call takes so much longer
+
+
+@contextlib.contextmanager
+def planted(**state: Any) -> Iterator[None]:
+    """Delays and planted bugs in all kernels."""
+    _C.set_gpu_testing(0, **state)
+    try:
+        yield
+    finally:
+        _C.set_gpu_testing(0)
+
+
+# ---- Generated cases
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_generated_cases(part: int) -> None:
+    for seed in range(part, NUM_CASES, 4):
+        check_case(gpu_ranks.cuda_case(seed), staged=seed % 3 == 1)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_generated_cases_of_high_throughput(part: int) -> None:
+    coverage = HtCoverage()
+    for seed in range(part, NUM_CASES, 4):
+        coverage.add(check_ht_case(gpu_ranks.cuda_case(seed), num_sms=(0, 1, 3)[seed % 3]))
+    print("\n" + coverage.report())
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_under_delays(mode: str) -> None:
+    for seed in range(NUM_CASES // 8):
+        with planted(seed=seed + 1):
+            if mode == "ll":
+                check_case(gpu_ranks.cuda_case(seed), staged=seed % 3 == 1)
+            else:
+                check_ht_case(gpu_ranks.cuda_case(seed), num_sms=seed % 4)
+
+
+@pytest.mark.parametrize("num_sms", NUM_SMS)
+def test_number_of_sms_changes_no_bit(num_sms: int) -> None:
+    for layout, quant in (("expert_major", None), ("packed", "fp8")):
+        for staged in (False, True):
+            check_case(gpu_ranks.wide_case(3, layout=layout, quant=quant), staged=staged, num_sms=num_sms)
+    for case in gpu_ht_ranks.wide_cases(3):
+        check_ht_case(case, num_sms=num_sms)
+
+
+@pytest.mark.parametrize("num_ranks", [33, 64])
+def test_more_ranks_than_lanes(num_ranks: int) -> None:
+    case = plain_case(num_ranks, topk=8, tokens=(4,) * num_ranks, max_tokens=4)
+    check_case(case, num_sms=1)
+    check_ht_case(case, num_sms=1)
+
+
+# ---- Buffers that live longer than a case: ranks may be a call ahead of others
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_one_buffer_for_many_cases(num_ranks: int) -> None:
+    cases = [Expected(case) for case in gpu_ranks.cuda_cases(20, num_ranks)]
+    ht_cases = [gpu_ht_ranks.ExpectedHt(each.case) for each in cases]
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases) as buffer:
+            for number, case in enumerate([*cases, *reversed(cases)]):
+                case.run(buffer, staged=number % 3 == 1)
+        with gpu_ht_ranks.shared_ht_buffer(group, [each.case for each in ht_cases], device="cpu") as buffer:
+            for number, ht_case in enumerate([*ht_cases, *reversed(ht_cases)]):
+                ht_case.run(buffer, num_sms=number % 4)
+
+    run_ranks(num_ranks, body)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "body",
+    [gpu_ht_ranks.live_outputs, gpu_ht_ranks.overwrite_inputs, gpu_ht_ranks.both_modes, gpu_ht_ranks.own_layouts],
+)
+def test_bodies_of_high_throughput(body: Any, num_ranks: int) -> None:
+    run_ranks(num_ranks, lambda group: body(group, "cpu"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_floors(num_ranks: int) -> None:
+    cases = [Expected(case) for case in gpu_ranks.cuda_cases(4, num_ranks)]
+    cases += [Expected(gpu_ranks.wide_case(num_ranks)), Expected(plain_case(num_ranks))]
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases) as buffer:
+            floor_calls.run_between(cases, buffer, rounds=30, seed=num_ranks)
+
+    run_ranks(num_ranks, body)
+
+
+def run_chain(make: Callable[[], gpu_chains.Chain], runs: int) -> int:
+    """Wrong elements of all runs, on this rank."""
+    chain = make()
+    for _ in range(runs):
+        chain.renew()
+        chain.run()
+    chain.buffer.check()
+    return int(chain.wrong)
+
+
+@pytest.mark.parametrize("delays", [0, 3])
+def test_chains(delays: int) -> None:
+    def body(group: ThreadGroup) -> int:
+        wrong = 0
+        with gpu_chains.chain_buffer(group, "cpu") as buffer:
+            for letters in gpu_chains.CHAINS:
+                wrong += run_chain(lambda letters=letters: gpu_chains.Chain(letters, buffer), 10)  # type: ignore[misc]
+        with gpu_ht_chains.ht_chain_buffer(group, "cpu") as buffer:
+            for letters in gpu_ht_chains.HT_CHAINS:
+                wrong += run_chain(
+                    lambda letters=letters: gpu_ht_chains.HtChain(letters, buffer, given=False),  # type: ignore[misc]
+                    3,
+                )
+        return wrong
+
+    with planted(seed=delays, percent=PERCENT):
+        assert run_ranks(4, body) == [0] * 4
+
+
+# ---- Ranks that are missing, or do something else
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_silent_rank_is_named(mode: str, phase: str) -> None:
+    case = Expected(plain_case(3, layout="flat"))
+    how: dict[str, Any] = {**case.case.dispatch_kwargs(), "mode": mode}
+
+    def body(group: ThreadGroup) -> str:
+        rank, given = group.rank(), case.inputs[group.rank()]
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=8, hidden=64, topk=2, num_experts=6, mode=mode, device="cpu", timeout=60.0
+        ) as buffer:
+            out = nccl_ep.dispatch(given.x, given.topk_idx, given.topk_weights, buffer=buffer, **how)
+            group.allgather(b".", 60.0)
+            if rank == 1:
+                group.allgather(b".", 60.0)
+                return ""
+            buffer.set_timeout(DEADLINE)
+            with pytest.raises(nccl_ep.TimeoutError) as caught:
+                if phase == "dispatch":
+                    nccl_ep.dispatch(given.x, given.topk_idx, buffer=buffer, **how)
+                else:
+                    nccl_ep.combine(out.x, out.handle)
+                buffer.check()
+            group.allgather(b".", 60.0)
+            return str(caught.value)
+
+    texts = run_ranks(3, body)
+    for rank in (0, 2):
+        assert f"rank {rank} waited {DEADLINE:g} s for" in texts[rank] and f"{phase} " in texts[rank]
+        assert "of rank 1" in texts[rank]
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_other_calls_are_told_apart(mode: str) -> None:
+    cases = [Expected(plain_case(2, layout="flat", hidden=hidden)) for hidden in (64, 128)]
+
+    def body(group: ThreadGroup) -> str:
+        case = cases[group.rank()]
+        given = case.inputs[group.rank()]
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=8, hidden=128, topk=2, num_experts=4, mode=mode, device="cpu", timeout=60.0
+        ) as buffer:
+            with pytest.raises(nccl_ep.MismatchError) as caught:
+                nccl_ep.dispatch(
+                    given.x, given.topk_idx, buffer=buffer, **{**case.case.dispatch_kwargs(), "mode": mode}
+                )
+                buffer.check()
+            group.allgather(b".", 60.0)
+            return str(caught.value)
+
+    for text in run_ranks(2, body):
+        assert "64" in text and "128" in text
+
+
+# ---- Planted bugs
+
+
+def _run_search(search: Search, seed: int, bugs: tuple[str, ...]) -> str:
+    """What went wrong in the chain of the search, on any rank; empty: nothing."""
+
+    def body(group: ThreadGroup) -> str:
+        problem = ""
+        with gpu_chains.chain_buffer(group, "cpu") as buffer:
+            chain = gpu_chains.Chain(search.letters, buffer, seed=seed, to_rank_0=search.to_rank_0)
+            chain.run()
+            buffer.set_timeout(4 * DEADLINE)  # without a bug no rank is so slow
+            group.allgather(b".", 60.0)
+            if group.rank() == 0:
+                _C.set_gpu_testing(0, seed=seed, bugs=list(bugs), kinds=search.kinds, percent=PERCENT)
+            group.allgather(b".", 60.0)
+            for done in range(RUNS if bugs else RUNS // 8):
+                try:
+                    chain.renew()
+                    chain.run()
+                    buffer.check()
+                    wrong = int(chain.wrong)
+                    problem = f"{wrong} wrong elements after {done} runs" if wrong else ""
+                except (nccl_ep.EpError, RuntimeError) as error:  # the latter of operations called as such
+                    problem = f"{type(error).__name__} after {done} runs: {error}"
+                said = group.allgather(b":" + problem.encode(), 60.0)
+                if any(len(each) > 1 for each in said):
+                    return "; ".join(f"rank {r}: {text[1:].decode()}" for r, text in enumerate(said) if len(text) > 1)
+        return ""
+
+    try:
+        return run_ranks(4, body)[0]
+    finally:
+        _C.set_gpu_testing(0)
+
+
+@pytest.fixture
+def _few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "2")
+
+
+@pytest.mark.usefixtures("_few_sms")
+@pytest.mark.parametrize("name", list(SEARCHES))
+def test_planted_bugs(name: str) -> None:
+    search, seed = SEARCHES[name], 1 + list(SEARCHES).index(name)
+    found = _run_search(search, seed, search.bugs)
+    print(f"{name}: {found}")
+    assert found, f"{name}: not noticed in {RUNS} runs"
+
+
+@pytest.mark.usefixtures("_few_sms")
+def test_the_chains_of_the_search_without_a_bug() -> None:
+    for letters, to_rank_0 in sorted({(search.letters, search.to_rank_0) for search in SEARCHES.values()}):
+        search = Search((), DISPATCH | COMBINE, letters, to_rank_0)
+        assert not _run_search(search, 1, ())
