@@ -62,30 +62,21 @@ void check_payload(const Payload& payload, int64_t num_tokens, const at::Device&
   }
 }
 
+HtPart part_of(const Tensor& x) {
+  const int bytes = to_int(x.size(1) * x.element_size(), "bytes of a row");
+  if (x.is_contiguous()) return HtPart::contiguous(x.data_ptr(), bytes);
+  return HtPart::strided(x.data_ptr(), bytes, static_cast<int>(x.element_size()), x.stride(0), x.stride(1));
+}
+
 // Sizes and input pointers of all parts: x, its scales, the further tensors.
 void set_parts(HtDispatchParams& p, const Payload& payload) {
-  const auto add = [&](const Tensor& x) {
-    HtPart& part = p.parts[p.num_parts++];
-    part.in = x.data_ptr();
-    part.row_stride = x.stride(0) * x.element_size();
-    part.element_stride = x.stride(1) * x.element_size();
-    part.elements = to_int(x.size(1), "elements of a row");
-    part.element_bytes = static_cast<int>(x.element_size());
-    part.bytes = to_int(x.size(1) * x.element_size(), "bytes of a row");
-    if (x.is_contiguous()) {  // one element, so that it moves at once
-      part.elements = 1;
-      part.element_bytes = part.bytes;
-      part.row_stride = part.bytes;
-    }
-  };
+  const auto add = [&](const Tensor& x) { p.parts[p.num_parts++] = part_of(x); };
   add(payload.xs[0]);
   p.dtype = dtype_of(payload.xs[0].scalar_type());
   p.hidden = to_int(payload.xs[0].size(1), "hidden");
   if (p.quant != Quant::kNone) {
     EP_CHECK(!payload.scales, "scales given together with quant ", name_of(p.quant));
-    p.parts[0].bytes = p.hidden;
-    const int groups = ceil_div(p.hidden, kQuantGroup);
-    p.parts[p.num_parts++].bytes = 4 * (p.quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) : groups);
+    p.add_quant_scales();
   } else if (payload.scales) {
     add(*payload.scales);
   }

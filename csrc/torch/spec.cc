@@ -12,10 +12,7 @@ std::string text(at::IntArrayRef sizes) {
   return result + "]";
 }
 
-int num_quant_scales(Quant quant, int64_t hidden) {
-  const int groups = ceil_div(static_cast<int>(hidden), kQuantGroup);
-  return quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) : groups;
-}
+int num_quant_scales(Quant quant, int64_t hidden) { return quant_scale_bytes(quant, static_cast<int>(hidden)) / 4; }
 
 template <class T>
 T* data(const at::Tensor& tensor) {
