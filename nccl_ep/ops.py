@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .handle import Layout, Quant
+from .handle import HtRouteShape, Layout, Quant, align4
 
 Tensors = tuple[torch.Tensor, ...]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,14 +21,10 @@ def _row_shape(layout: int, ranks: int, experts: int, max_tokens: int, capacity:
     return [capacity, *last]
 
 
-def _align4(value: int) -> int:
-    return (value + 3) // 4 * 4
-
-
 def _handle_size(ranks: int, num_tokens: int, max_tokens: int, topk: int, layout: int) -> int:
     """As HandleShape in csrc/layout/outputs.h."""
     entries = ranks * max_tokens * (topk if layout <= Layout.PACKED else 1)
-    return _align4(ranks) + _align4(num_tokens * topk) + 2 * _align4(entries)
+    return align4(ranks) + align4(num_tokens * topk) + 2 * align4(entries)
 
 
 def _num_ranks(buffer: str) -> int:
@@ -176,8 +172,8 @@ def _deepep_outputs(
         scales = scales.new_empty([local, scales.shape[2], capacity]).transpose(1, 2)
     # As SourceShape in csrc/layout/outputs.h.
     handle = _handle_size(ranks, x.shape[0], max_tokens, topk_idx.shape[1], Layout.EXPERT_MAJOR)
-    padding = _align4(topk_idx.numel()) - topk_idx.numel()
-    size = _align4(local * capacity) + handle + padding
+    padding = align4(topk_idx.numel()) - topk_idx.numel()
+    size = align4(local * capacity) + handle + padding
     src_info = x.new_empty([size], dtype=torch.int32).as_strided([local, capacity], [capacity, 1])
     layout_range = x.new_empty([local, ranks], dtype=torch.int64)
     return rows, scales, weights, info.as_strided([local], [1]), src_info, layout_range
@@ -211,17 +207,15 @@ def _(*args: Any) -> None:
 
 
 def _ht_route_size(buffer: str, num_tokens: int, max_tokens: int, topk: int, num_experts: int) -> int:
-    """As HtHandleShape in csrc/layout/ht_handle.h."""
     from .buffer import find_buffer
 
     made = find_buffer(buffer)
-    ranks, domains = made.num_ranks, made.num_ranks // made.domain_size
-    size = _align4(ranks * ranks) + _align4(num_experts // ranks + 1) + 3 * _align4(num_tokens * topk)
-    return size if domains == 1 else size + _align4(domains) + 3 * _align4(domains * max_tokens * topk)
+    num_domains = made.num_ranks // made.domain_size
+    return HtRouteShape(made.num_ranks, num_domains, num_experts, num_tokens, max_tokens, topk).size
 
 
 def _slot_words(layout: int, topk: int) -> int:
-    return _align4(2 * topk + 1) if layout <= Layout.PACKED else 1
+    return align4(2 * topk + 1) if layout <= Layout.PACKED else 1
 
 
 def _further(
