@@ -9,7 +9,6 @@ like any other, and a build directory that made one before does not notice that 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,20 @@ import gpu_ranks
 import pytest
 import torch
 from gpu_delays import SEARCHES, Found
+from gpus import WORLDS, needs_gpu, num_cases, num_replays, several_gpus
 from harness import check_case
 from ht_harness import check_ht_case
 from processes import run_processes
 
 from nccl_ep import _C
 
-NUM_CASES = int(os.environ.get("NCCL_EP_GPU_CASES", "60"))
-NUM_REPLAYS = int(os.environ.get("NCCL_EP_GPU_REPLAYS", "1500"))
+NUM_CASES, NUM_REPLAYS = num_cases(60), num_replays(1500)
 RUNS = 600  # of a chain, in the search for a planted bug; on one GPU, where they are not graphs, a fifth
 PATIENCE = 150.0  # seconds for a world of processes
 
-HAS_SWITCH = hasattr(_C, "set_gpu_testing")
-NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
-_reason = "no GPU here" if NUM_GPUS == 0 else "no delays in the kernels: build with -DNCCL_EP_GPU_TESTING=ON"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0 or not HAS_SWITCH, reason=_reason)]
-several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
-WORLD = min(max(NUM_GPUS, 2), 8)
+_reason = "no delays in the kernels: build with -DNCCL_EP_GPU_TESTING=ON"
+pytestmark = [*needs_gpu, pytest.mark.skipif(not hasattr(_C, "set_gpu_testing"), reason=_reason)]
+WORLD = WORLDS[-1]
 ON_ONE_GPU = [name for name, search in SEARCHES.items() if search.on_one_gpu]
 
 
