@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,19 @@ import torch.distributed as dist
 from cases import Case
 from expected import Expected, plain_case
 from gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
-from gpu_ranks import DEADLINE, SLACK, cuda_case, cuda_cases, on_gpu, spoil, wide_case, within
+from gpu_ranks import (
+    DEADLINE,
+    SLACK,
+    cover,
+    cuda_case,
+    cuda_cases,
+    expect_failed,
+    leave_alone,
+    on_gpu,
+    spoil,
+    wide_case,
+    within,
+)  # fmt: skip
 from harness import check_dispatch
 from ht_harness import (
     LARGE_ARENA,
@@ -308,16 +321,9 @@ def _expect_ht_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: 
     pattern = rf"rank 0 waited {DEADLINE:g} s for the call record of rank [1-9]\d* in high-throughput {kind} \d+"
     assert re.search(pattern, str(caught.value)), f"{phase}: {caught.value}"
     start = time.monotonic()
-    for call in (step, lambda: _send(case, buffer), buffer.check, lambda: buffer.empty([1])):
-        with pytest.raises(nccl_ep.TimeoutError, match="the buffer has failed"):
-            call()
-    captured.counts.fill_(9)
-    captured.handle.tensor.fill_(1 << 29)  # what nobody writes any more: no row, and combine must not look there
-    graph.replay()
-    torch.cuda.synchronize()
-    assert captured.counts.eq(0).all() and captured.weights.eq(0).all(), "a replay on a failed buffer shows rows"
+    expect_failed((step, lambda: _send(case, buffer), buffer.check, lambda: buffer.empty([1])), graph, captured, start)
+    assert captured.weights.eq(0).all(), "a replay on a failed buffer shows rows"
     assert captured.topk_idx is None or captured.topk_idx.eq(-1).all()
-    within(DEADLINE, start, "what came after the failure")
 
 
 def run_ht_deadlines(rank: int, num_ranks: int) -> None:
@@ -328,14 +334,7 @@ def run_ht_deadlines(rank: int, num_ranks: int) -> None:
         buffer = _layer_buffer(case.case, group, device)
         out = _send(case, buffer)
         case.check_dispatch(out, rank)
-        dist.barrier()
-        buffer.set_timeout(DEADLINE)
-        if rank == 0:
-            _expect_ht_timeout(case, buffer, phase, out)
-        dist.barrier()
-        start = time.monotonic()
-        buffer.destroy()
-        within(DEADLINE + SLACK, start, "destroy()")
+        leave_alone(buffer, partial(_expect_ht_timeout, case, buffer, phase, out))
         with _layer_buffer(case.case, group, device) as fresh:
             out = _send(case, fresh)
             case.check_dispatch(out, rank)
@@ -410,13 +409,7 @@ def covering_ht_cases() -> list[str]:
         size = case.num_experts * case.num_ranks * case.max_tokens * case.hidden
         if 2 <= case.num_ranks <= 4 and size < 2**16 and sum(case.tokens) > 4 and case.routing != "none":
             small[str(seed)] = (size, _properties(case))
-    missing = set[tuple[Any, ...]]().union(*(properties for _, properties in small.values()))
-    chosen = []
-    while missing:
-        name, (_, most) = max(small.items(), key=lambda item: (len(item[1][1] & missing), -item[1][0]))
-        missing -= most
-        chosen.append(name)
-    return [*chosen, "wide"]  # many pieces of a row, many tokens of a warp
+    return [*cover(small), "wide"]  # many pieces of a row, many tokens of a warp
 
 
 def run_argument(text: str) -> None:

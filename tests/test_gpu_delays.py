@@ -119,22 +119,16 @@ def test_planted_bugs_on_one_gpu(name: str, one_gpu: dict[str, Found]) -> None:
 
 
 @several_gpus
-def test_cases_and_graphs_over_nccl(tmp_path: Path) -> None:
-    got: list[Any] = run_processes(
-        WORLD, gpu_delays.run_with_delays, tmp_path, WORLD, max(NUM_CASES // 3, 1), NUM_REPLAYS, timeout=PATIENCE
-    )
+@pytest.mark.parametrize(
+    ("body", "graphs"),
+    [(gpu_delays.run_with_delays, "plain and with PDL"), (gpu_delays.run_ht_with_delays, "staged and given")],
+    ids=["ll", "ht"],
+)
+def test_cases_and_graphs_over_nccl(body: Any, graphs: str, tmp_path: Path) -> None:
+    count = max(NUM_CASES // 3, 1)
+    got: list[Any] = run_processes(WORLD, body, tmp_path, WORLD, count, NUM_REPLAYS, timeout=PATIENCE)
     for rank, found in enumerate(got):
-        print(f"rank {rank}: us a replay, plain and with PDL: {[round(each) for _, each in found.values()]}")
-        assert [wrong for wrong, _ in found.values()] == [0, 0]
-
-
-@several_gpus
-def test_high_throughput_over_nccl(tmp_path: Path) -> None:
-    got: list[Any] = run_processes(
-        WORLD, gpu_delays.run_ht_with_delays, tmp_path, WORLD, max(NUM_CASES // 3, 1), NUM_REPLAYS, timeout=PATIENCE
-    )
-    for rank, found in enumerate(got):
-        print(f"rank {rank}: us a replay, staged and given: {[round(each) for _, each in found.values()]}")
+        print(f"rank {rank}: us a replay, {graphs}: {[round(each) for _, each in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]
 
 
