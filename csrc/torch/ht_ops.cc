@@ -196,8 +196,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   p.topk_weights = topk_weights ? topk_weights->data_ptr<float>() : nullptr;
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.zero_padding = spec.zero_padding;
-  EP_CHECK(spec.num_sms >= 0, "num_sms is ", spec.num_sms, ", must not be negative");
-  p.num_sms = to_int(spec.num_sms, "num_sms");
+  p.num_sms = num_sms_of(spec.num_sms);
   if (asks_first && is_exact) p.steps = HtSteps::kRoute;
   group.prepare(p);  // refuses what does not fit before memory is taken for it
   int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * spec.max_tokens;
@@ -349,7 +348,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::strin
     set_parts(p, {xs, x_scales});
     p.num_tokens = to_int(num_tokens, "number of tokens");
     p.zero_padding = zero_padding;
-    p.num_sms = to_int(num_sms, "num_sms");
+    p.num_sms = num_sms_of(num_sms);
     group.prepare(p);
     const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
     Moved moved = allocate_moved(*registered, {xs, x_scales}, p.output, output_types(row, dispatch, p.output), device);
@@ -377,9 +376,8 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
   HtCombineParams p;
   p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
   p.weighting = weighting_of(weighting);
-  EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
   p.num_tokens = to_int(num_tokens, "number of tokens");
-  p.num_sms = to_int(num_sms, "num_sms");
+  p.num_sms = num_sms_of(num_sms);
   Tensor out = new_tensor({0}, out_dtype, device), out_values = new_tensor({0}, at::kFloat, device);
   if (rows) {
     EP_CHECK(rows->dim() >= 2, "rows have ", rows->dim(), " dimensions, must be shaped as dispatch's output");

@@ -36,6 +36,11 @@ Weighting weighting_of(int64_t weighting) {
   return static_cast<Weighting>(weighting);
 }
 
+int num_sms_of(int64_t num_sms) {
+  EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
+  return to_int(num_sms, "num_sms");
+}
+
 OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
   const auto quant = static_cast<Quant>(spec.quant);
   const bool quantises = quant != Quant::kNone;
@@ -183,8 +188,7 @@ LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, c
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.output = output;
   p.zero_padding = spec.zero_padding;
-  EP_CHECK(spec.num_sms >= 0, "num_sms is ", spec.num_sms, ", must not be negative");
-  p.num_sms = to_int(spec.num_sms, "num_sms");
+  p.num_sms = num_sms_of(spec.num_sms);
   // The size of the scales is part of the call, for the sending half too.
   const bool quantises = p.quant != Quant::kNone;
   p.out_scales.count = quantises ? num_quant_scales(p.quant, row.hidden) : to_int(row.num_scales, "number of scales");
