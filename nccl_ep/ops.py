@@ -292,6 +292,11 @@ def _(
     return *outputs[:2], *_further(xs, buffer, num_experts, max_tokens, layout, capacity)
 
 
+@_fake("ht_dispatch_cached_out")
+def _(*args: Any) -> None:
+    return None
+
+
 @_fake("ht_combine")
 def _(
     buffer: str, seq: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor | None, route: torch.Tensor,

@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 HT_OPS = [
-    "ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_dispatch_deepep", "ht_combine", "ht_combine_out",
-    "arena_empty",
+    "ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_dispatch_cached_out", "ht_dispatch_deepep",
+    "ht_combine", "ht_combine_out", "arena_empty",
 ]  # fmt: skip
 UTILS = (
     "test_schema",

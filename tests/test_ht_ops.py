@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,12 +33,12 @@ def _case(num_ranks: int, layout: str, quant: str | None = None, **changes: Any)
     )  # fmt: skip
 
 
-def _buffer(case: Expected, group: Any) -> nccl_ep.Buffer:
+def _buffer(case: Expected, group: Any, **options: Any) -> nccl_ep.Buffer:
     shape = case.case
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=shape.max_tokens, hidden=shape.hidden, topk=shape.topk, num_experts=shape.num_experts,
         mode="ht", scale_bytes=2000, wire_dtype=torch.float32, device="cpu", timeout=30.0,
-        domain_size=shape.domain_size,
+        domain_size=shape.domain_size, **options,
     )  # fmt: skip
 
 
@@ -63,6 +64,7 @@ class Calls:
         combine = (*head, case.rows[rank], case.values[rank], *routes, None, None, biases, *handle.args(), *how)
         made = ops.ht_dispatch.default(*dispatch)
         outs = [[torch.zeros_like(made[0]), torch.zeros_like(made[8])], *(torch.zeros_like(each) for each in made[1:8])]
+        cached = (*head, [given.x, extra], given.scales, *routes, *handle.args(), quant, True, 0)
         deepep = (
             *head, given.x, given.scales, given.topk_idx, given.topk_weights, shape.num_experts, shape.max_tokens,
             len(given.x) * buffer.num_ranks, 0,
@@ -71,7 +73,8 @@ class Calls:
         self.args: dict[str, tuple[Any, ...]] = {
             "ht_dispatch": dispatch,
             "ht_dispatch_out": (*dispatch, *outs),
-            "ht_dispatch_cached": (*head, [given.x, extra], None, *routes, *handle.args(), quant, True, 0),
+            "ht_dispatch_cached": cached,
+            "ht_dispatch_cached_out": (*cached, *outs[:2]),
             "ht_dispatch_deepep": deepep,
             "ht_combine": combine,
             "ht_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden)),
@@ -124,6 +127,59 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
                 assert faked == described(calls.run(name)), name
 
     run_ranks(2, body)
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(torch.uint8).fill_(0x5A)
+    return tensor
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cached_into_given_tensors(layout: str, quant: str | None) -> None:
+    """Every bit is the functional op's, in tensors of the arena and in others."""
+    scales = {"scales_dtype": torch.int32, "scales_width": 3} if quant is None else {}
+    case = _case(2, layout, quant, tokens=(3, 7), **scales)
+
+    def body(group: Any) -> None:
+        with _buffer(case, group, arena_bytes=1 << 20) as buffer:
+            calls = Calls(case, buffer)
+            x, scales, x1, *none = calls.run("ht_dispatch_cached")
+            want = x, x1, scales
+            assert len(x) and len(scales) and not any(map(len, none))
+            for empty in (buffer.empty, torch.empty):
+                given = [_blank(empty(each.shape, dtype=each.dtype)) for each in want]
+                staged = buffer.stats()["staged_dispatches"]
+                ops.ht_dispatch_cached_out.default(*calls.args["ht_dispatch_cached"], given[:2], given[2])
+                assert buffer.stats()["staged_dispatches"] - staged == (empty is torch.empty)
+                for mine, theirs in zip(given, want, strict=True):
+                    assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+    run_ranks(2, body)
+
+
+BAD_OUTPUTS = [
+    ("too few", lambda x, x1, scales: ([x], scales), "1 output tensors for 2"),
+    ("rows", lambda x, x1, scales: ([x[1:], x1], scales), r"out_x has shape \[7, 640\], must be \[8, 640\]"),
+    ("dtype", lambda x, x1, scales: ([x.view(torch.int8), x1], scales), "out_x is Char, must be Float8_e4m3fn"),
+    ("further rows", lambda x, x1, scales: ([x, x1[1:]], scales), r"out_x has shape \[7, 8\], must be \[8, 8\]"),
+    ("further strides", lambda x, x1, scales: ([x, torch.zeros(8, 16)[:, ::2]], scales), "is not contiguous"),
+    ("address", lambda x, x1, scales: ([x, torch.zeros(66)[2:].view(8, 8)], scales), "not aligned to 16 bytes"),
+    ("scales", lambda x, x1, scales: ([x, x1], scales[:, 1:]), r"out_scales has shape \[8, 4\], must be \[8, 5\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), [bad[1:] for bad in BAD_OUTPUTS], ids=[bad[0] for bad in BAD_OUTPUTS])
+def test_given_tensors_that_are_refused(change: Callable[..., Any], text: str) -> None:
+    case = _case(1, "flat", "fp8")
+    with _buffer(case, None) as buffer:
+        calls = Calls(case, buffer)
+        *args, xs, scales = calls.args["ht_dispatch_cached_out"]
+        before = buffer.stats(), buffer.wire_bytes()
+        with pytest.raises(ValueError, match=text):
+            ops.ht_dispatch_cached_out.default(*args, *change(*xs, scales))
+        assert (buffer.stats(), buffer.wire_bytes()) == before
+        calls.run("ht_dispatch_cached_out")
 
 
 @pytest.mark.parametrize("num_experts", [3, 4, 5])
