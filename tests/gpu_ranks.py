@@ -18,7 +18,7 @@ import torch.distributed as dist
 from cases import Case, generate
 from expected import Expected, plain_case, shared_buffer
 from gpu_chains import chain_buffer, replay_graphs
-from harness import check_case, combine_case, dispatch_case
+from harness import check_case, combine_case, dispatch_case, garble
 
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
@@ -52,12 +52,6 @@ def on_gpu(rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def spoil(*tensors: torch.Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.zero_() if not tensor.is_contiguous() else tensor.view(torch.uint8).fill_(0x5A)
-
-
 # ---- Cases
 
 
@@ -79,13 +73,13 @@ def run_overwritten(case: Expected, buffer: nccl_ep.Buffer) -> None:
     rank, device, given = buffer.rank, buffer.device, case.inputs[buffer.rank]
     x, ids, weights = (each.to(device, copy=True) for each in (given.x, given.topk_idx, given.topk_weights))
     out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.case.dispatch_kwargs())
-    spoil(x, ids, weights)
+    garble(x, ids, weights)
     rows = case.rows[rank].to(device, copy=True)
     y = nccl_ep.combine(rows, out.handle)
-    spoil(rows)
+    garble(rows)
     values = case.values[rank].to(device, copy=True)
     scalars = nccl_ep.combine_weights(values, out.handle)
-    spoil(values, out.handle.tensor)
+    garble(values, out.handle.tensor)
     torch.cuda.synchronize()
     buffer.require_usable()
     case.check_dispatch(out, rank)

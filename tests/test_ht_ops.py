@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from expected import Expected, plain_case
+from harness import case_buffer, garble
 from op_checks import HT_OPS as OPS
-from op_checks import UTILS, as_fake, described
+from op_checks import UTILS, as_fake, check_compiled, described, faked
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import nccl_ep
-from nccl_ep import reference
 from nccl_ep.handle import LAYOUTS, QUANTS
 from nccl_ep.testing import run_ranks
 
@@ -34,12 +34,7 @@ def _case(num_ranks: int, layout: str, quant: str | None = None, **changes: Any)
 
 
 def _buffer(case: Expected, group: Any, **options: Any) -> nccl_ep.Buffer:
-    shape = case.case
-    return nccl_ep.Buffer.for_shapes(
-        group, max_tokens=shape.max_tokens, hidden=shape.hidden, topk=shape.topk, num_experts=shape.num_experts,
-        mode="ht", scale_bytes=2000, wire_dtype=torch.float32, device="cpu", timeout=30.0,
-        domain_size=shape.domain_size, **options,
-    )  # fmt: skip
+    return case_buffer(case.case, group, mode="ht", scale_bytes=2000, wire_dtype=torch.float32, device="cpu", **options)
 
 
 class Calls:
@@ -122,16 +117,9 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
         with _buffer(case, group) as buffer:
             calls = Calls(case, buffer)
             for name in OPS:
-                with FakeTensorMode() as mode:
-                    faked = described(getattr(ops, name).default(*(as_fake(mode, each) for each in calls.args[name])))
-                assert faked == described(calls.run(name)), name
+                assert faked(name, calls.args[name]) == described(calls.run(name)), name
 
     run_ranks(2, body)
-
-
-def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.view(torch.uint8).fill_(0x5A)
-    return tensor
 
 
 @pytest.mark.parametrize("quant", QUANTS)
@@ -148,7 +136,8 @@ def test_cached_into_given_tensors(layout: str, quant: str | None) -> None:
             want = x, x1, scales
             assert len(x) and len(scales) and not any(map(len, none))
             for empty in (buffer.empty, torch.empty):
-                given = [_blank(empty(each.shape, dtype=each.dtype)) for each in want]
+                given = [empty(each.shape, dtype=each.dtype) for each in want]
+                garble(*given)
                 staged = buffer.stats()["staged_dispatches"]
                 ops.ht_dispatch_cached_out.default(*calls.args["ht_dispatch_cached"], given[:2], given[2])
                 assert buffer.stats()["staged_dispatches"] - staged == (empty is torch.empty)
@@ -189,9 +178,18 @@ def test_fakes_know_the_size_of_a_route(num_experts: int) -> None:
     with _buffer(case, None) as buffer:
         calls = Calls(case, buffer)
         for name in ("ht_dispatch", "ht_dispatch_deepep"):
-            with FakeTensorMode() as mode:
-                faked = described(getattr(ops, name).default(*(as_fake(mode, each) for each in calls.args[name])))
-            assert faked == described(calls.run(name)), name
+            assert faked(name, calls.args[name]) == described(calls.run(name)), name
+
+
+def _symbolic(name: str, args: list[Any], real: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What the op's fake returns, in which the sizes that are numbers are those of the real results."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        made: Sequence[torch.Tensor] = getattr(ops, name).default(*(as_fake(mode, each, True) for each in args))
+    for tensor, symbolic in zip(real, made, strict=True):
+        assert tensor.dtype == symbolic.dtype and tensor.dim() == symbolic.dim()
+        for size, symbol in zip(tensor.shape, symbolic.shape, strict=True):
+            assert isinstance(symbol, torch.SymInt) or size == symbol
+    return made
 
 
 @pytest.mark.parametrize("layout", ["flat", "packed", "rank_major"])
@@ -202,21 +200,9 @@ def test_exact_sizes_are_symbols(layout: str) -> None:
         calls = Calls(case, buffer)
         args = list(calls.args["ht_dispatch"])
         args[9] = -1  # capacity
-        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-            faked = ops.ht_dispatch.default(
-                *[
-                    [mode.from_tensor(t, static_shapes=True) for t in each] if isinstance(each, list)
-                    else mode.from_tensor(each, static_shapes=True) if isinstance(each, torch.Tensor) else each
-                    for each in args
-                ]
-            )  # fmt: skip
-        real = ops.ht_dispatch.default(*args)
-        assert isinstance(faked[7].shape[0], torch.SymInt)
-        assert isinstance(faked[0].shape[0], torch.SymInt) == (layout != "rank_major")
-        for tensor, symbolic in zip(real, faked, strict=True):
-            assert tensor.dtype == symbolic.dtype and tensor.dim() == symbolic.dim()
-            for size, symbol in zip(tensor.shape, symbolic.shape, strict=True):
-                assert isinstance(symbol, torch.SymInt) or size == symbol
+        made = _symbolic("ht_dispatch", args, ops.ht_dispatch.default(*args))
+        assert isinstance(made[7].shape[0], torch.SymInt)
+        assert isinstance(made[0].shape[0], torch.SymInt) == (layout != "rank_major")
 
 
 def test_exact_sizes_in_deepeps_convention() -> None:
@@ -225,18 +211,11 @@ def test_exact_sizes_in_deepeps_convention() -> None:
     with _buffer(case, None) as buffer:
         args = list(Calls(case, buffer).args["ht_dispatch_deepep"])
         args[8] = -1  # capacity
-        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-            faked = ops.ht_dispatch_deepep.default(
-                *[mode.from_tensor(t, static_shapes=True) if isinstance(t, torch.Tensor) else t for t in args]
-            )
         real = ops.ht_dispatch_deepep.default(*args)
-        assert isinstance(faked[0].shape[0], torch.SymInt) and isinstance(faked[6].shape[0], torch.SymInt)
-        for tensor, symbolic in zip(real, faked, strict=True):
-            assert tensor.dtype == symbolic.dtype and tensor.dim() == symbolic.dim()
-            for size, symbol in zip(tensor.shape, symbolic.shape, strict=True):
-                assert isinstance(symbol, torch.SymInt) or size == symbol
+        made = _symbolic("ht_dispatch_deepep", args, real)
+        assert isinstance(made[0].shape[0], torch.SymInt) and isinstance(made[6].shape[0], torch.SymInt)
         ids = case.inputs[0].topk_idx
-        assert real[8].device.type == faked[8].device.type == "cpu"
+        assert real[8].device.type == made[8].device.type == "cpu"
         assert real[8].tolist() == [len(ids), *(int((ids == expert).sum()) for expert in range(2))]
 
 
@@ -251,9 +230,4 @@ def test_a_compiled_layer(layout: str, backend: str) -> None:
             out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, mode="ht", **case.case.dispatch_kwargs())
             return nccl_ep.combine(out.x * 2, out.handle)
 
-        args = (given.x, given.topk_idx, given.topk_weights)
-        want = layer(*args)
-        torch._dynamo.reset()
-        compiled = torch.compile(layer, fullgraph=True, backend=backend)
-        for _ in range(3):
-            assert not reference.first_difference(compiled(*args), want)
+        check_compiled(layer, (given.x, given.topk_idx, given.topk_weights), backend)
