@@ -279,9 +279,9 @@ def run_ht_graphs(rank: int, replays: int) -> dict[bool, tuple[int, float]]:
 
 def _expect_ht_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: nccl_ep.DispatchOutput) -> None:
     """Rank 0, when no other rank calls any more."""
-    step, graph = ht_step(phase, case, buffer, out), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = case.send(buffer)
+    step, graph, given = ht_step(phase, case, buffer, out), torch.cuda.CUDAGraph(), case.given_on(buffer)
+    with torch.cuda.graph(graph):  # in which nothing may be copied from ordinary host memory
+        captured = case.send(buffer, given)
         nccl_ep.combine(captured.x, captured.handle)
     start = time.monotonic()
     with pytest.raises(nccl_ep.TimeoutError) as caught:  # exact sizes say so at once
