@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from .checks import require_on
+from .handle import HtRouteShape
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 NormalHandle: TypeAlias = tuple[torch.Tensor, ...]
@@ -57,7 +58,7 @@ class Route(NamedTuple):
     def as_handle(self, buffer: Any, rank_prefix: torch.Tensor) -> NormalHandle:
         """DeepEP's elements, in its order, for one domain or several."""
         numbers = self.route.new_empty((0, self.num_experts, self.max_tokens))
-        head = self._send_head(buffer.num_ranks)
+        head = self._send_head(buffer.num_ranks, buffer.domain_size)
         if buffer.domain_size == buffer.num_ranks:
             return rank_prefix, self.route, numbers, self.src_idx, self.is_token_in_rank, head
         here = rank_prefix[:, buffer.rank].contiguous()
@@ -65,16 +66,11 @@ class Route(NamedTuple):
         by_domain = here[buffer.domain_size - 1 :: buffer.domain_size].contiguous()
         return self.is_token_in_rank, self.route, numbers, none, by_domain, none, here, self.src_idx, head, none
 
-    def _send_head(self, num_ranks: int) -> torch.Tensor:
-        """[T, K]: the row of each choice at its owner, -1 for none; a part of the route."""
-        tokens, local = self.is_token_in_rank.shape[0], self.num_experts // num_ranks
-        size = tokens * self.topk
-
-        def align(value: int) -> int:
-            return (value + 3) // 4 * 4
-
-        first = align(num_ranks * num_ranks) + align(local + 1) + 2 * align(size)
-        return self.route[first : first + size].view(tokens, self.topk)
+    def _send_head(self, num_ranks: int, domain_size: int) -> torch.Tensor:
+        """[T, K]: the row of each choice at its owner, -1 for none; flat rows are in the order of the route's slots."""
+        tokens = self.is_token_in_rank.shape[0]
+        shape = HtRouteShape(num_ranks, num_ranks // domain_size, self.num_experts, tokens, self.max_tokens, self.topk)
+        return self.route[shape.slots_at :][: shape.own_size].view(tokens, self.topk)
 
     @staticmethod
     def of(buffer: Any, handle: NormalHandle) -> Route:

@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import ops  # noqa: F401  (registers the fakes)
 from .buffer import Buffer
 from .checks import error_of, require_on
 from .errors import OverflowError, UsageError
@@ -18,6 +17,7 @@ from .handle import EXACT, LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quan
 from .high_throughput import buffer_of, combine_args, route_and_send
 from .log import logger
 from .modes import MODES, choose_mode
+from .ops import scales_of  # and registers the fakes
 
 T = TypeVar("T")
 _ops = torch.ops.nccl_ep
@@ -152,7 +152,7 @@ def dispatch_send(
         raise error_of(buffer, error) from error
     if async_finish:
         return Pending(lambda: _output(buffer, form, x.shape[0], scales is not None, sent), event)
-    num_scales, scale_dtype = (scales.shape[1], scales.dtype) if scales is not None else (0, torch.float32)
+    num_scales, scale_dtype = scales_of(scales)
 
     def receive() -> DispatchOutput:
         try:

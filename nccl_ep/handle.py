@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -70,6 +70,39 @@ class Handle:
     def args(self) -> tuple[int, int, int, int, int, int]:
         """The numbers that every combine op takes with the tensor."""
         return self.num_tokens, self.topk, self.num_experts, self.max_tokens, int(self.layout), self.capacity
+
+
+def align4(words: int) -> int:
+    """Up to a multiple of 16 bytes: where the next part of a handle begins."""
+    return (words + 3) // 4 * 4
+
+
+class HtRouteShape(NamedTuple):
+    """Where the parts of ``Handle.tensor`` of mode "ht" lie, in words; as HtHandleShape in csrc/layout/ht_handle.h."""
+
+    num_ranks: int
+    num_domains: int
+    num_experts: int
+    num_tokens: int
+    max_tokens: int
+    topk: int
+
+    @property
+    def own_size(self) -> int:
+        """Of the ids [T, K], and of the rows and the slots at the owners."""
+        return self.num_tokens * self.topk
+
+    @property
+    def slots_at(self) -> int:
+        """Behind the counts [R, R], the experts' demand with a word more, the ids and the rows."""
+        return align4(self.num_ranks**2) + align4(self.num_experts // self.num_ranks + 1) + 2 * align4(self.own_size)
+
+    @property
+    def size(self) -> int:
+        own = self.slots_at + align4(self.own_size)
+        if self.num_domains == 1:
+            return own
+        return own + align4(self.num_domains) + 3 * align4(self.num_domains * self.max_tokens * self.topk)
 
 
 @dataclass(slots=True, eq=False)

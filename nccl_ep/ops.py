@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .handle import Layout, Quant
+from .handle import HtRouteShape, Layout, Quant, align4
 
 Tensors = tuple[torch.Tensor, ...]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,14 +21,15 @@ def _row_shape(layout: int, ranks: int, experts: int, max_tokens: int, capacity:
     return [capacity, *last]
 
 
-def _align4(value: int) -> int:
-    return (value + 3) // 4 * 4
-
-
 def _handle_size(ranks: int, num_tokens: int, max_tokens: int, topk: int, layout: int) -> int:
     """As HandleShape in csrc/layout/outputs.h."""
     entries = ranks * max_tokens * (topk if layout <= Layout.PACKED else 1)
-    return _align4(ranks) + _align4(num_tokens * topk) + 2 * _align4(entries)
+    return align4(ranks) + align4(num_tokens * topk) + 2 * align4(entries)
+
+
+def scales_of(x_scales: torch.Tensor | None) -> tuple[int, torch.dtype]:
+    """How many scales a row has, and their dtype, as the ops take them."""
+    return (0, torch.float32) if x_scales is None else (x_scales.shape[1], x_scales.dtype)
 
 
 def _num_ranks(buffer: str) -> int:
@@ -73,23 +74,30 @@ def _fake(op: str) -> Callable[[F], F]:
     return cast(Callable[[F], F], torch.library.register_fake(f"nccl_ep::{op}"))
 
 
+def _nothing(*args: Any) -> None:
+    """Of an op that writes into its arguments."""
+
+
+for _op in (
+    "ll_dispatch_out", "ll_combine_out", "ll_combine_send", "ll_floor_flags", "ll_floor_push",
+    "ll_dispatch_deepep_recv", "ll_combine_deepep_recv",
+    "ht_dispatch_out", "ht_dispatch_cached_out", "ht_combine_out",
+):  # fmt: skip
+    _fake(_op)(_nothing)
+
+
 @_fake("ll_dispatch")
 def _(
     buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, layout: int, capacity: int, alignment: int,
     quant: int, zero_padding: bool, num_sms: int,
 ) -> Tensors:  # fmt: skip
-    num_scales, scale_dtype = (x_scales.shape[1], x_scales.dtype) if x_scales is not None else (0, torch.float32)
+    num_scales, scale_dtype = scales_of(x_scales)
     outputs = _outputs(
         x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk_idx.shape[1], topk_idx.dtype, num_experts,
         max_tokens, layout, capacity, quant,
     )  # fmt: skip
     return (*outputs, _new_handle(x, buffer, topk_idx, max_tokens, layout))
-
-
-@_fake("ll_dispatch_out")
-def _(*args: Any) -> None:
-    return None
 
 
 @_fake("ll_dispatch_send")
@@ -122,16 +130,6 @@ def _(
     return rows.new_empty([num_tokens, rows.shape[-1]], dtype=out_dtype)
 
 
-@_fake("ll_combine_out")
-def _(*args: Any) -> None:
-    return None
-
-
-@_fake("ll_combine_send")
-def _(*args: Any) -> None:
-    return None
-
-
 @_fake("ll_combine_recv")
 def _(
     buffer: str, seq: torch.Tensor, handle: torch.Tensor, biases: list[torch.Tensor], rows_dtype: torch.dtype,
@@ -147,16 +145,6 @@ def _(
     num_experts: int, max_tokens: int, layout: int, capacity: int,
 ) -> torch.Tensor:  # fmt: skip
     return values.new_empty([num_tokens, topk], dtype=torch.float32)
-
-
-@_fake("ll_floor_flags")
-def _(*args: Any) -> None:
-    return None
-
-
-@_fake("ll_floor_push")
-def _(*args: Any) -> None:
-    return None
 
 
 # ---- DeepEP's convention (csrc/torch/deepep_ops.cc)
@@ -176,8 +164,8 @@ def _deepep_outputs(
         scales = scales.new_empty([local, scales.shape[2], capacity]).transpose(1, 2)
     # As SourceShape in csrc/layout/outputs.h.
     handle = _handle_size(ranks, x.shape[0], max_tokens, topk_idx.shape[1], Layout.EXPERT_MAJOR)
-    padding = _align4(topk_idx.numel()) - topk_idx.numel()
-    size = _align4(local * capacity) + handle + padding
+    padding = align4(topk_idx.numel()) - topk_idx.numel()
+    size = align4(local * capacity) + handle + padding
     src_info = x.new_empty([size], dtype=torch.int32).as_strided([local, capacity], [capacity, 1])
     layout_range = x.new_empty([local, ranks], dtype=torch.int64)
     return rows, scales, weights, info.as_strided([local], [1]), src_info, layout_range
@@ -197,31 +185,19 @@ _fake("ll_combine_deepep")(_deepep_combined)
 _fake("ll_combine_deepep_send")(_deepep_combined)
 
 
-@_fake("ll_dispatch_deepep_recv")
-def _(*args: Any) -> None:
-    return None
-
-
-@_fake("ll_combine_deepep_recv")
-def _(*args: Any) -> None:
-    return None
-
-
 # ---- High throughput. Sizes that the ranks tell one another when the op runs are new symbols.
 
 
 def _ht_route_size(buffer: str, num_tokens: int, max_tokens: int, topk: int, num_experts: int) -> int:
-    """As HtHandleShape in csrc/layout/ht_handle.h."""
     from .buffer import find_buffer
 
     made = find_buffer(buffer)
-    ranks, domains = made.num_ranks, made.num_ranks // made.domain_size
-    size = _align4(ranks * ranks) + _align4(num_experts // ranks + 1) + 3 * _align4(num_tokens * topk)
-    return size if domains == 1 else size + _align4(domains) + 3 * _align4(domains * max_tokens * topk)
+    num_domains = made.num_ranks // made.domain_size
+    return HtRouteShape(made.num_ranks, num_domains, num_experts, num_tokens, max_tokens, topk).size
 
 
 def _slot_words(layout: int, topk: int) -> int:
-    return _align4(2 * topk + 1) if layout <= Layout.PACKED else 1
+    return align4(2 * topk + 1) if layout <= Layout.PACKED else 1
 
 
 def _further(
@@ -246,7 +222,7 @@ def _(
         num_slots = context.new_dynamic_size()
         rows: Any = max_tokens if layout == Layout.RANK_MAJOR else context.new_dynamic_size()
         capacity = rows
-    num_scales, scale_dtype = (x_scales.shape[1], x_scales.dtype) if x_scales is not None else (0, torch.float32)
+    num_scales, scale_dtype = scales_of(x_scales)
     outputs = _outputs(
         x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk, topk_idx.dtype, num_experts, max_tokens, layout,
         capacity, quant,
@@ -266,7 +242,7 @@ def _(
     num_slots: Any = ranks * max_tokens
     if is_exact:
         capacity = num_slots = torch.library.get_ctx().new_dynamic_size()  # type: ignore[assignment]
-    num_scales, scale_dtype = (x_scales.shape[1], x_scales.dtype) if x_scales is not None else (0, torch.float32)
+    num_scales, scale_dtype = scales_of(x_scales)
     rows, scales, weights, ids, _, info = _outputs(
         x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk_idx.shape[1], topk_idx.dtype, num_experts,
         max_tokens, Layout.FLAT, capacity, Quant.NONE,
@@ -278,11 +254,6 @@ def _(
     return rows, scales, ids, weights, info, route, slots, prefix, counts
 
 
-@_fake("ht_dispatch_out")
-def _(*args: Any) -> None:
-    return None
-
-
 @_fake("ht_dispatch_cached")
 def _(
     buffer: str, seq: torch.Tensor, xs: list[torch.Tensor], x_scales: torch.Tensor | None, route: torch.Tensor,
@@ -290,7 +261,7 @@ def _(
     quant: int, zero_padding: bool, num_sms: int,
 ) -> Any:  # fmt: skip
     x = xs[0]
-    num_scales, scale_dtype = (x_scales.shape[1], x_scales.dtype) if x_scales is not None else (0, torch.float32)
+    num_scales, scale_dtype = scales_of(x_scales)
     outputs = _outputs(
         x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk, torch.int32, num_experts, max_tokens, layout,
         capacity, quant,
@@ -309,11 +280,6 @@ def _(
         route.new_empty([0] if rows is None else [num_tokens, rows.shape[-1]], dtype=out_dtype),
         route.new_empty([0] if values is None else [num_tokens, topk], dtype=torch.float32),
     )
-
-
-@_fake("ht_combine_out")
-def _(*args: Any) -> None:
-    return None
 
 
 @_fake("arena_empty")

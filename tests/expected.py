@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from cases import Case, generate
-from harness import check_dispatch, combine_case, dispatch_case
+from harness import check_dispatch, combine_case, dispatch_case, to_device
 
 import nccl_ep
 from nccl_ep import _C, reference
@@ -48,6 +48,23 @@ class Expected:
         out = dispatch_case(self.case, given, buffer, staged=staged)
         self.check_dispatch(out, buffer.rank)
         return out
+
+    def given_on(self, buffer: nccl_ep.Buffer) -> reference.RankInput:
+        """The rank's inputs where the buffer is."""
+        given = self.inputs[buffer.rank]
+        x, ids, weights, scales = (
+            to_device(each, buffer.device) for each in (given.x, given.topk_idx, given.topk_weights, given.scales)
+        )
+        assert x is not None and ids is not None
+        return reference.RankInput(x, ids, weights, scales)
+
+    def send(
+        self, buffer: nccl_ep.Buffer, given: reference.RankInput | None = None, **options: Any
+    ) -> nccl_ep.DispatchOutput:
+        """A dispatch that is not checked, in mode "ht" if the options name no other. given: in place of the inputs."""
+        given = given or self.given_on(buffer)
+        how = {**self.case.dispatch_kwargs(), "mode": "ht", **options}
+        return nccl_ep.dispatch(given.x, given.topk_idx, given.topk_weights, buffer=buffer, **how)
 
     def combine(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, *, staged: bool = False) -> None:
         self.combine_rows(buffer, handle, self.rows[buffer.rank].clone(), staged=staged)

@@ -108,6 +108,24 @@ class Chain:
             self.run()
         return graph
 
+    def replay(self, graph: torch.cuda.CUDAGraph, count: int) -> float:
+        """So many times, each with new data and routing. Returns the seconds of all, with their checks."""
+        start = time.monotonic()
+        for number in range(count):
+            self.renew()
+            if (number + 5 * self.buffer.rank) % 17 == 0:
+                torch.cuda._sleep(200_000)  # ranks fall behind in turn
+            graph.replay()
+        torch.cuda.synchronize()
+        return time.monotonic() - start
+
+    def finish(self) -> int:
+        """Eager once more, at whatever parity replays have left. Returns how many elements were wrong, of all runs."""
+        self.run()
+        torch.cuda.synchronize()
+        self.buffer.check()
+        return int(self.wrong)
+
 
 def chain_buffer(group: Any, device: str | torch.device) -> nccl_ep.Buffer:
     """A buffer for chains. ``group``: a rendezvous, or None for a world of one rank."""
@@ -133,17 +151,7 @@ def replay_graphs(buffer: nccl_ep.Buffer, replays: int, *, pdl: bool, seed: int 
     for letters in CHAINS:
         chain = Chain(letters, buffer, seed=seed)
         graph = chain.capture()
-        start = time.monotonic()
-        for number in range(each):
-            chain.renew()
-            if (number + 5 * buffer.rank) % 17 == 0:
-                torch.cuda._sleep(200_000)  # ranks fall behind in turn
-            graph.replay()
-        torch.cuda.synchronize()
-        seconds += time.monotonic() - start
-        chain.run()  # eager again, at whatever parity the replays have left
-        torch.cuda.synchronize()
-        buffer.check()
-        wrong += int(chain.wrong)
+        seconds += chain.replay(graph, each)
+        wrong += chain.finish()
     buffer.runtime.set_pdl(False)
     return wrong, seconds / (each * len(CHAINS)) * 1e6

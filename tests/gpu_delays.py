@@ -13,7 +13,7 @@ from expected import Expected, shared_buffer
 from gpu_chains import Chain, chain_buffer, replay_graphs
 from gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
 from gpu_ht_ranks import ExpectedHt, own_layouts, shared_ht_buffer, wide_cases
-from gpu_ranks import cuda_cases, run_case, wide_case
+from gpu_ranks import cuda_cases, on_gpu, run_case, wide_case
 
 import nccl_ep
 from nccl_ep import _C
@@ -137,9 +137,7 @@ def search(name: str, group: Any, device: torch.device, runs: int, *, on_one_gpu
 
 
 def search_over_nccl(rank: int, names: list[str], runs: int) -> dict[str, Found]:
-    torch.cuda.set_device(rank)
-    group = rendezvous_of(dist.group.WORLD)
-    device = torch.device("cuda", rank)
+    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
     return {name: search(name, group, device, runs, on_one_gpu=False) for name in names}
 
 
@@ -155,8 +153,7 @@ def search_on_one_gpu(_: int, names: list[str], runs: int) -> dict[str, Found]:
 
 def run_with_delays(rank: int, num_ranks: int, count: int, replays: int) -> dict[bool, tuple[int, float]]:
     """Generated cases, by turns staged and fused, and graphs without and with programmatic dependent launch."""
-    torch.cuda.set_device(rank)
-    device, group = torch.device("cuda", rank), rendezvous_of(dist.group.WORLD)
+    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
     cases = [Expected(case) for case in cuda_cases(count, num_ranks)]
     cases += [Expected(wide_case(num_ranks, **how)) for how in ({}, {"quant": "fp8_ue8m0", "layout": "packed"})]
     with shared_buffer(group, cases, device=device) as buffer:
@@ -173,8 +170,7 @@ def run_with_delays(rank: int, num_ranks: int, count: int, replays: int) -> dict
 
 def run_ht_with_delays(rank: int, num_ranks: int, count: int, replays: int) -> dict[bool, tuple[int, float]]:
     """The same of high throughput: generated cases, wide ones, layouts of the ranks' own, graphs."""
-    torch.cuda.set_device(rank)
-    device, group = torch.device("cuda", rank), rendezvous_of(dist.group.WORLD)
+    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
     cases = [ExpectedHt(case) for case in [*cuda_cases(count, num_ranks), *wide_cases(num_ranks)]]
     with shared_ht_buffer(group, [each.case for each in cases], device=device) as buffer:
         for number, case in enumerate(cases):

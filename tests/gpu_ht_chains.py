@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,19 +117,9 @@ def replay_ht_graphs(buffer: nccl_ep.Buffer, replays: int, *, given: bool, seed:
         chain = HtChain(letters, buffer, given=given, seed=seed)
         graph = chain.capture()
         staged = buffer.stats()["staged_dispatches"]
-        start = time.monotonic()
-        for number in range(each):
-            chain.renew()
-            if (number + 5 * buffer.rank) % 17 == 0:
-                torch.cuda._sleep(200_000)  # ranks fall behind in turn
-            graph.replay()
-        torch.cuda.synchronize()
-        seconds += time.monotonic() - start
+        seconds += chain.replay(graph, each)
         staged = buffer.stats()["staged_dispatches"] - staged
         expected = sum(letters.count(letter) for letter in ("h" if given else "dfh"))
         assert staged == each * expected, f"{letters}: {staged} staged dispatches in {each} replays"
-        chain.run()  # eager again, at whatever parity the replays have left
-        torch.cuda.synchronize()
-        buffer.check()
-        wrong += int(chain.wrong)
+        wrong += chain.finish()
     return wrong, seconds / (each * len(HT_CHAINS)) * 1e6

@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +20,21 @@ import torch.distributed as dist
 from cases import Case
 from expected import Expected, plain_case
 from gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
-from gpu_ranks import DEADLINE, SLACK, cuda_case, cuda_cases, on_gpu, spoil, wide_case, within
-from harness import check_dispatch
+from gpu_ranks import (
+    DEADLINE,
+    SLACK,
+    cover,
+    cuda_case,
+    cuda_cases,
+    expect_failed,
+    leave_alone,
+    on_gpu,
+    wide_case,
+    within,
+)  # fmt: skip
+from harness import case_buffer, check_dispatch, garble
 from ht_harness import (
+    HT_STEPS,
     LARGE_ARENA,
     SMALL_ARENA,
     HtPlan,
@@ -29,6 +42,7 @@ from ht_harness import (
     check_further,
     check_ht_case,
     crowd,
+    ht_step,
     oracle,
     oracle_kwargs,
     run_on_rank,
@@ -39,17 +53,12 @@ from nccl_ep import reference
 from nccl_ep.bootstrap import rendezvous_of
 
 LAYOUTS = ("flat", "packed", "expert_major", "rank_major")
-PHASES = ("dispatch", "exact", "cached", "combine", "weighted combine", "scalars")
 DEAD = 7  # exit code of a rank that leaves without a word
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _garble(*tensors: torch.Tensor | None) -> None:
-    spoil(*(None if tensor is None else tensor.reshape(-1) for tensor in tensors))
 
 
 # ---- Generated cases
@@ -143,16 +152,7 @@ def _layer(num_ranks: int, layout: str, seed: int, **changes: Any) -> Expected:
 
 
 def _layer_buffer(case: Case, group: Any, device: Any, mode: str = "ht", **options: Any) -> nccl_ep.Buffer:
-    return nccl_ep.Buffer.for_shapes(
-        group, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk, num_experts=case.num_experts, mode=mode,
-        device=device, timeout=30.0, **options,
-    )  # fmt: skip
-
-
-def _send(case: Expected, buffer: nccl_ep.Buffer, **options: Any) -> nccl_ep.DispatchOutput:
-    given, device = case.inputs[buffer.rank], buffer.device
-    x, ids, weights = (each.to(device, copy=True) for each in (given.x, given.topk_idx, given.topk_weights))
-    return nccl_ep.dispatch(x, ids, weights, buffer=buffer, **{**case.case.dispatch_kwargs(), "mode": "ht", **options})
+    return case_buffer(case, group, mode=mode, device=device, **options)
 
 
 def live_outputs(group: Any, device: Any) -> None:
@@ -164,7 +164,7 @@ def live_outputs(group: Any, device: Any) -> None:
     for arena_bytes in (0, small, LARGE_ARENA):
         with _layer_buffer(layers[0].case, group, device, arena_bytes=arena_bytes) as buffer:
             kept = crowd(buffer, room)
-            outs = [_send(case, buffer) for case in layers]
+            outs = [case.send(buffer) for case in layers]
             rows = [buffer.empty(case.rows[rank].shape, case.rows[rank].dtype) for case in layers]
             for mine, case in zip(rows, layers, strict=True):
                 mine.copy_(case.rows[rank])
@@ -207,16 +207,16 @@ def overwrite_inputs(group: Any, device: Any) -> None:
                 x, ids, weights = (place(each) for each in (given.x, given.topk_idx, given.topk_weights))
                 kwargs = {**case.case.dispatch_kwargs(), "mode": "ht"}
                 out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **kwargs)
-                _garble(x, ids, weights)
+                garble(x, ids, weights)
                 x = place(given.x)
                 cached = nccl_ep.dispatch_cached(x, out.handle)
                 rows = place(case.rows[rank])
-                _garble(x)
+                garble(x)
                 y = nccl_ep.combine(rows, out.handle)
-                _garble(rows)
+                garble(rows)
                 values = place(case.values[rank])
                 scalars = nccl_ep.combine_weights(values, out.handle)
-                _garble(values, out.handle.tensor, out.handle.slots)
+                garble(values, out.handle.tensor, out.handle.slots)
                 _synchronize(buffer.device)
                 buffer.require_usable()
                 case.check_dispatch(out, rank)
@@ -234,7 +234,7 @@ def both_modes(group: Any, device: Any) -> None:
         first: list[torch.Tensor] = []
         with _layer_buffer(case.case, group, device, mode="auto", scale_bytes=64) as buffer:
             for mode in ("ll", "ht", "ht", "ll", "ll", "ht"):
-                out = _send(case, buffer, mode=mode)
+                out = case.send(buffer, mode=mode)
                 assert out.handle.mode == mode
                 y = nccl_ep.combine(case.rows[rank].to(buffer.device), out.handle)
                 scalars = nccl_ep.combine_weights(case.values[rank].to(buffer.device), out.handle)
@@ -253,7 +253,7 @@ def own_layouts(group: Any, device: Any) -> None:
         layouts = [LAYOUTS[(r + turn) % len(LAYOUTS)] for r in range(ranks)]
         case = _layer(ranks, layouts[rank], 90)
         with _layer_buffer(case.case, group, device, arena_bytes=(turn % 2) << 25) as buffer:
-            out = _send(case, buffer)
+            out = case.send(buffer)
             case.check_dispatch(out, rank)
             y = nccl_ep.combine(torch.full_like(out.x, rank + 1), out.handle, weights=None)
             want = torch.zeros(len(case.inputs[rank].topk_idx))
@@ -277,26 +277,11 @@ def run_ht_graphs(rank: int, replays: int) -> dict[bool, tuple[int, float]]:
 # ---- Deadlines, ranks that die, other calls
 
 
-def _step(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: nccl_ep.DispatchOutput) -> Callable[[], Any]:
-    rank, device = buffer.rank, buffer.device
-    rows, x = case.rows[rank].to(device), case.inputs[rank].x.to(device)
-    ones = torch.ones(case.inputs[rank].topk_idx.shape, device=device)
-    steps: dict[str, Callable[[], Any]] = {
-        "dispatch": lambda: _send(case, buffer),
-        "exact": lambda: _send(case, buffer, capacity="exact"),
-        "cached": lambda: nccl_ep.dispatch_cached(x, out.handle),
-        "combine": lambda: nccl_ep.combine(rows, out.handle),
-        "weighted combine": lambda: nccl_ep.combine(rows, out.handle, weights=ones),
-        "scalars": lambda: nccl_ep.combine_weights(case.values[rank].to(device), out.handle),
-    }
-    return steps[phase]
-
-
 def _expect_ht_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: nccl_ep.DispatchOutput) -> None:
     """Rank 0, when no other rank calls any more."""
-    step, graph = _step(case, buffer, phase, out), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = _send(case, buffer)
+    step, graph, given = ht_step(phase, case, buffer, out), torch.cuda.CUDAGraph(), case.given_on(buffer)
+    with torch.cuda.graph(graph):  # in which nothing may be copied from ordinary host memory
+        captured = case.send(buffer, given)
         nccl_ep.combine(captured.x, captured.handle)
     start = time.monotonic()
     with pytest.raises(nccl_ep.TimeoutError) as caught:  # exact sizes say so at once
@@ -308,36 +293,22 @@ def _expect_ht_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: 
     pattern = rf"rank 0 waited {DEADLINE:g} s for the call record of rank [1-9]\d* in high-throughput {kind} \d+"
     assert re.search(pattern, str(caught.value)), f"{phase}: {caught.value}"
     start = time.monotonic()
-    for call in (step, lambda: _send(case, buffer), buffer.check, lambda: buffer.empty([1])):
-        with pytest.raises(nccl_ep.TimeoutError, match="the buffer has failed"):
-            call()
-    captured.counts.fill_(9)
-    captured.handle.tensor.fill_(1 << 29)  # what nobody writes any more: no row, and combine must not look there
-    graph.replay()
-    torch.cuda.synchronize()
-    assert captured.counts.eq(0).all() and captured.weights.eq(0).all(), "a replay on a failed buffer shows rows"
+    expect_failed((step, lambda: case.send(buffer), buffer.check, lambda: buffer.empty([1])), graph, captured, start)
+    assert captured.weights.eq(0).all(), "a replay on a failed buffer shows rows"
     assert captured.topk_idx is None or captured.topk_idx.eq(-1).all()
-    within(DEADLINE, start, "what came after the failure")
 
 
 def run_ht_deadlines(rank: int, num_ranks: int) -> None:
     """In each phase only rank 0 calls; it must give up in time. A new buffer then works in the same processes."""
     device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
-    for phase, layout in zip(PHASES, ("flat", "packed", "rank_major", "flat", "packed", "expert_major"), strict=True):
+    for phase, layout in zip(HT_STEPS, ("flat", "packed", "rank_major", "flat", "packed", "expert_major"), strict=True):
         case = _layer(num_ranks, layout, 30)
         buffer = _layer_buffer(case.case, group, device)
-        out = _send(case, buffer)
+        out = case.send(buffer)
         case.check_dispatch(out, rank)
-        dist.barrier()
-        buffer.set_timeout(DEADLINE)
-        if rank == 0:
-            _expect_ht_timeout(case, buffer, phase, out)
-        dist.barrier()
-        start = time.monotonic()
-        buffer.destroy()
-        within(DEADLINE + SLACK, start, "destroy()")
+        leave_alone(buffer, partial(_expect_ht_timeout, case, buffer, phase, out))
         with _layer_buffer(case.case, group, device) as fresh:
-            out = _send(case, fresh)
+            out = case.send(fresh)
             case.check_dispatch(out, rank)
             case.check_combine(nccl_ep.combine(case.rows[rank].to(device), out.handle).cpu(), rank)
 
@@ -347,7 +318,7 @@ def run_with_a_dead_rank(rank: int) -> str:
     device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
     case = _layer(2, "packed", 31)
     buffer = _layer_buffer(case.case, group, device)
-    out = _send(case, buffer)
+    out = case.send(buffer)
     case.check_dispatch(out, rank)
     dist.barrier()
     if rank == 1:
@@ -370,15 +341,15 @@ def run_ht_mismatches(rank: int) -> list[str]:
     texts = []
     for what in ("hidden", "exact", "combine"):
         buffer = _layer_buffer(case.case, group, device)
-        out = _send(case, buffer)
+        out = case.send(buffer)
         _synchronize(device)
         with pytest.raises(nccl_ep.MismatchError) as caught:
             if what == "hidden":
-                _send((case, other)[rank], buffer)
+                (case, other)[rank].send(buffer)
             elif what == "exact":
-                _send(case, buffer, **({"capacity": "exact"} if rank else {}))
+                case.send(buffer, **({"capacity": "exact"} if rank else {}))
             else:
-                _step(case, buffer, ("combine", "scalars")[rank], out)()
+                ht_step(("combine", "scalars")[rank], case, buffer, out)()
             _synchronize(device)
             buffer.check()
         texts.append(str(caught.value))
@@ -410,13 +381,7 @@ def covering_ht_cases() -> list[str]:
         size = case.num_experts * case.num_ranks * case.max_tokens * case.hidden
         if 2 <= case.num_ranks <= 4 and size < 2**16 and sum(case.tokens) > 4 and case.routing != "none":
             small[str(seed)] = (size, _properties(case))
-    missing = set[tuple[Any, ...]]().union(*(properties for _, properties in small.values()))
-    chosen = []
-    while missing:
-        name, (_, most) = max(small.items(), key=lambda item: (len(item[1][1] & missing), -item[1][0]))
-        missing -= most
-        chosen.append(name)
-    return [*chosen, "wide"]  # many pieces of a row, many tokens of a warp
+    return [*cover(small), "wide"]  # many pieces of a row, many tokens of a warp
 
 
 def run_argument(text: str) -> None:

@@ -7,6 +7,8 @@ import itertools
 import re
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import floor_calls
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from cases import Case, generate
 from expected import Expected, plain_case, shared_buffer
 from gpu_chains import chain_buffer, replay_graphs
-from harness import check_case, combine_case, dispatch_case
+from harness import check_case, combine_case, dispatch_case, garble
 
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
@@ -50,12 +52,6 @@ def on_gpu(rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def spoil(*tensors: torch.Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.zero_() if not tensor.is_contiguous() else tensor.view(torch.uint8).fill_(0x5A)
-
-
 # ---- Cases
 
 
@@ -77,13 +73,13 @@ def run_overwritten(case: Expected, buffer: nccl_ep.Buffer) -> None:
     rank, device, given = buffer.rank, buffer.device, case.inputs[buffer.rank]
     x, ids, weights = (each.to(device, copy=True) for each in (given.x, given.topk_idx, given.topk_weights))
     out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.case.dispatch_kwargs())
-    spoil(x, ids, weights)
+    garble(x, ids, weights)
     rows = case.rows[rank].to(device, copy=True)
     y = nccl_ep.combine(rows, out.handle)
-    spoil(rows)
+    garble(rows)
     values = case.values[rank].to(device, copy=True)
     scalars = nccl_ep.combine_weights(values, out.handle)
-    spoil(values, out.handle.tensor)
+    garble(values, out.handle.tensor)
     torch.cuda.synchronize()
     buffer.require_usable()
     case.check_dispatch(out, rank)
@@ -155,6 +151,34 @@ def within(seconds: float, start: float, what: str) -> None:
     assert took < seconds, f"{what} took {took:.2f} s, at most {seconds} s"
 
 
+def expect_failed(
+    calls: Sequence[Callable[[], Any]], graph: torch.cuda.CUDAGraph, captured: nccl_ep.DispatchOutput, start: float
+) -> None:
+    """All calls say that the buffer has failed, soon after ``start``; and a replay of a dispatch and its combine shows
+    no rows."""
+    for call in calls:
+        with pytest.raises(nccl_ep.TimeoutError, match="the buffer has failed"):
+            call()
+    captured.counts.fill_(9)
+    captured.handle.tensor.fill_(1 << 29)  # what nobody writes any more: no row, and combine must not look there
+    graph.replay()
+    torch.cuda.synchronize()
+    assert captured.counts.eq(0).all(), "a replay on a failed buffer shows rows"
+    within(DEADLINE, start, "what came after the failure")
+
+
+def leave_alone(buffer: nccl_ep.Buffer, expect_timeout: Callable[[], None]) -> None:
+    """All ranks: only rank 0 goes on, to its timeout; then each destroys the buffer, in time as well."""
+    dist.barrier()
+    buffer.set_timeout(DEADLINE)
+    if buffer.rank == 0:
+        expect_timeout()
+    dist.barrier()
+    start = time.monotonic()
+    buffer.destroy()
+    within(DEADLINE + SLACK, start, "destroy()")
+
+
 def _expect_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: nccl_ep.DispatchOutput) -> None:
     """Rank 0, when no other rank calls any more."""
     given, device = case.inputs[0], buffer.device
@@ -178,15 +202,7 @@ def _expect_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: ncc
         rf"rank 0 waited {DEADLINE:g} s for the [a-z -]+ of rank [1-9]\d* in {phase} \d+", str(caught.value)
     )
     later = (dispatch, lambda: nccl_ep.combine(rows, out.handle), buffer.check, buffer.require_usable)
-    for call in later:
-        with pytest.raises(nccl_ep.TimeoutError, match="the buffer has failed"):
-            call()
-    captured.counts.fill_(9)
-    captured.handle.tensor.fill_(1 << 29)  # what nobody writes any more: no row, and combine must not look there
-    graph.replay()
-    torch.cuda.synchronize()
-    assert captured.counts.eq(0).all(), "a replay on a failed buffer shows rows"
-    within(DEADLINE, start, "what came after the failure")
+    expect_failed(later, graph, captured, start)
 
 
 def run_deadlines(rank: int, num_ranks: int) -> None:
@@ -199,14 +215,7 @@ def run_deadlines(rank: int, num_ranks: int) -> None:
         run_case(case, buffer)
         out = dispatch_case(case.case, case.inputs[rank], buffer)
         torch.cuda.synchronize()
-        dist.barrier()
-        buffer.set_timeout(DEADLINE)
-        if rank == 0:
-            _expect_timeout(case, buffer, phase, out)
-        dist.barrier()
-        start = time.monotonic()
-        buffer.destroy()
-        within(DEADLINE + SLACK, start, "destroy()")
+        leave_alone(buffer, partial(_expect_timeout, case, buffer, phase, out))
         with shared_buffer(group, [case], device=device) as fresh:
             run_case(case, fresh)
 
@@ -257,6 +266,17 @@ def _properties(case: Case, staged: bool, *, full: bool) -> set[tuple[Any, ...]]
     return found
 
 
+def cover(cases: dict[str, tuple[int, set[tuple[Any, ...]]]]) -> list[str]:
+    """Few of the cases, each a size and properties, that have all properties between them; of equals the smallest."""
+    missing = set[tuple[Any, ...]]().union(*(properties for _, properties in cases.values()))
+    chosen = []
+    while missing:
+        name, (_, most) = max(cases.items(), key=lambda item: (len(item[1][1] & missing), -item[1][0]))
+        missing -= most
+        chosen.append(name)
+    return chosen
+
+
 def covering_cases(*, full: bool) -> list[str]:
     """Few small cases of 2 to 4 ranks that have all properties between them, as arguments of this program."""
     small: dict[str, tuple[int, set[tuple[Any, ...]]]] = {}
@@ -266,13 +286,7 @@ def covering_cases(*, full: bool) -> list[str]:
         if 2 <= case.num_ranks <= 4 and size < 2**17 and sum(case.tokens) > 4 and case.routing != "none":
             for staged in (False, True):
                 small[f"{seed}{'s' * staged}"] = (size, _properties(case, staged, full=full))
-    missing = set[tuple[Any, ...]]().union(*(properties for _, properties in small.values()))
-    chosen = []
-    while missing:
-        name, (_, most) = max(small.items(), key=lambda item: (len(item[1][1] & missing), -item[1][0]))
-        missing -= most
-        chosen.append(name)
-    return [*chosen, "wide"]  # long rows, in pieces of four steps
+    return [*cover(small), "wide"]  # long rows, in pieces of four steps
 
 
 def run_argument(text: str) -> None:

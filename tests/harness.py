@@ -24,26 +24,35 @@ class RankResult:
     wire: dict[str, list[int]] = field(default_factory=dict)
 
 
-def make_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
-    """A buffer in which all operations of the case fit."""
+def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
+    """A buffer of the case's sizes. options: of ``Buffer.for_shapes``."""
     return nccl_ep.Buffer.for_shapes(
         group,
         max_tokens=case.max_tokens,
         hidden=case.hidden,
         topk=case.topk,
         num_experts=case.num_experts,
-        dtype=case.dtype,
-        wire_dtype=torch.float32,
-        scale_bytes=case.scales_width * 8,
-        domain_size=case.domain_size,
-        timeout=30.0,
-        **options,
+        **{"domain_size": case.domain_size, "timeout": 30.0, **options},
     )
+
+
+def make_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
+    """One in which all operations of the case fit."""
+    return case_buffer(
+        case, group, dtype=case.dtype, wire_dtype=torch.float32, scale_bytes=case.scales_width * 8, **options
+    )
+
+
+def garble(*tensors: torch.Tensor | None) -> None:
+    """Overwrites what they hold, with zeros where they have strides."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.reshape(-1).view(torch.uint8).fill_(0x5A) if tensor.is_contiguous() else tensor.zero_()
 
 
 def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     """The tensor there, with its strides."""
-    if tensor is None or device.type == "cpu":
+    if tensor is None or tensor.device == device:
         return tensor
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return moved.copy_(tensor)
@@ -58,9 +67,7 @@ def dispatch_case(
     )
     result: Any = run(x, topk_idx, weights, buffer=buffer, scales=scales, **case.dispatch_kwargs(), **options)
     if staged:
-        for tensor in (x, topk_idx, weights, scales):  # inputs are free once the sending half is done
-            if tensor is not None:
-                tensor.view(torch.uint8).fill_(0x5A) if tensor.is_contiguous() else tensor.zero_()
+        garble(x, topk_idx, weights, scales)  # inputs are free once the sending half is done
         result = result.receive()
     return result
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from cases import FLOATS, OPAQUE, Case
-from harness import check_results, combine_case, to_device
+from expected import Expected
+from harness import case_buffer, check_results, combine_case, garble, to_device
 
 import nccl_ep
 from nccl_ep import _C, reference
@@ -186,11 +188,29 @@ def ht_buffer(case: Case, plan: HtPlan, group: Any, **options: Any) -> nccl_ep.B
     arena = {"none": 0, "tight": output // 2, "ample": 64 * output + (1 << 20)}[plan.arena]
     if plan.arena != "none" and torch.device(options.get("device", "cpu")).type == "cuda":
         arena = SMALL_ARENA if plan.arena == "tight" else max(arena, LARGE_ARENA)
-    return nccl_ep.Buffer.for_shapes(
-        group, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk, num_experts=case.num_experts,
-        dtype=case.dtype, wire_dtype=torch.float32, scale_bytes=beside, domain_size=case.domain_size, mode="ht",
-        arena_bytes=arena, **{"timeout": 30.0, "device": "cpu", **options},
+    return case_buffer(
+        case, group, dtype=case.dtype, wire_dtype=torch.float32, scale_bytes=beside, mode="ht", arena_bytes=arena,
+        **{"device": "cpu", **options},
     )  # fmt: skip
+
+
+HT_STEPS = ("dispatch", "exact", "cached", "combine", "weighted combine", "scalars")
+
+
+def ht_step(name: str, case: Expected, buffer: nccl_ep.Buffer, out: nccl_ep.DispatchOutput) -> Callable[[], Any]:
+    """A call of HT_STEPS whose inputs are ready, with the handle of ``out`` where it needs one."""
+    rank, device = buffer.rank, buffer.device
+    rows, x, values = (each.to(device) for each in (case.rows[rank], case.inputs[rank].x, case.values[rank]))
+    ones = torch.ones(case.inputs[rank].topk_idx.shape, device=device)
+    steps: dict[str, Callable[[], Any]] = {
+        "dispatch": lambda: case.send(buffer),
+        "exact": lambda: case.send(buffer, capacity="exact"),
+        "cached": lambda: nccl_ep.dispatch_cached(x, out.handle),
+        "combine": lambda: nccl_ep.combine(rows, out.handle),
+        "weighted combine": lambda: nccl_ep.combine(rows, out.handle, weights=ones),
+        "scalars": lambda: nccl_ep.combine_weights(values, out.handle),
+    }
+    return steps[name]
 
 
 def run_on_rank(
@@ -210,9 +230,7 @@ def run_on_rank(
 
     out = dispatch()
     if plan.given:
-        for tensor in (out.x, out.weights, out.handle.tensor, out.handle.slots, *out.extra):
-            assert tensor is not None
-            tensor.reshape(-1).view(torch.uint8).fill_(0x5A)
+        garble(out.x, out.weights, out.handle.tensor, out.handle.slots, *out.extra)
         out = dispatch(out=out)
     wire = [buffer.wire_bytes()]
     rows = case.expert(out.x, result, rank)

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import busy, needs_gpu
 
 import nccl_ep
-from nccl_ep import _C
 
-NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
-_reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]
+pytestmark = needs_gpu
 MB = 1 << 20
 ROWS = (8 * MB, torch.uint8)  # a block of 8 MiB
 
@@ -40,17 +38,13 @@ def _is_inside(buffer: nccl_ep.Buffer, tensor: torch.Tensor) -> bool:
     return buffer.runtime.arena_offset(tensor.data_ptr(), tensor.nbytes) is not None
 
 
-def _busy(milliseconds: float) -> None:
-    torch.cuda._sleep(int(milliseconds * 2e6))
-
-
 def test_memory_is_used_again_in_the_streams_order() -> None:
     """The same block at once, although the GPU has not got there: its stream writes it later."""
     with _buffer() as buffer:
         first = _empty(buffer)
         assert first.is_cuda and _is_inside(buffer, first)
         address = first.data_ptr()
-        _busy(100)
+        busy(100)
         kept = first.fill_(3).clone()
         del first
         second = _empty(buffer).fill_(7)
@@ -66,7 +60,7 @@ def test_memory_of_another_stream_is_left_alone() -> None:
         first = _empty(buffer).fill_(3)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            _busy(200)
+            busy(200)
             out.copy_(first)
         first.record_stream(side)
         address = first.data_ptr()
@@ -86,7 +80,7 @@ def test_each_stream_has_its_own() -> None:
         side = torch.cuda.Stream()
         first = _empty(buffer)
         address = first.data_ptr()
-        _busy(100)
+        busy(100)
         kept = first.fill_(3).clone()
         del first
         with torch.cuda.stream(side):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expected import Expected, expected_cases, plain_case, shared_buffer
-from harness import make_buffer
+from harness import garble, make_buffer
 
 import nccl_ep
 from nccl_ep import reference
@@ -25,12 +25,6 @@ def _pause(random_: random.Random) -> None:
     """Puts this rank out of step with the others, now and then."""
     if random_.random() < 0.3:
         time.sleep(random_.random() * 0.003)
-
-
-def _garble(*tensors: torch.Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None and tensor.numel() > 0:
-            torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0x5A)
 
 
 # ---- One buffer, all sorts of operations
@@ -115,7 +109,7 @@ def _send(case: Expected, buffer: nccl_ep.Buffer) -> nccl_ep.Pending[nccl_ep.Dis
     pending = nccl_ep.dispatch_send(
         given.x, given.topk_idx, given.topk_weights, buffer=buffer, scales=given.scales, **case.case.dispatch_kwargs()
     )
-    _garble(given.x, given.topk_idx, given.topk_weights, given.scales)
+    garble(given.x, given.topk_idx, given.topk_weights, given.scales)
     return pending
 
 
@@ -130,7 +124,7 @@ def _send_back(case: Expected, handle: nccl_ep.Handle, rank: int) -> nccl_ep.Pen
     kwargs = _combine_kwargs(case, rank)
     rows = case.rows[rank].clone()
     pending = nccl_ep.combine_send(rows, handle, **kwargs)
-    _garble(rows, *(kwargs[name] for name in ("weights", "topk_idx") if isinstance(kwargs[name], torch.Tensor)))
+    garble(rows, *(kwargs[name] for name in ("weights", "topk_idx") if isinstance(kwargs[name], torch.Tensor)))
     return pending
 
 
@@ -194,9 +188,9 @@ def test_inputs_are_overwritten_while_a_peer_is_delayed(num_ranks: int, domain_s
                         given.x, given.topk_idx, given.topk_weights, buffer=buffer, scales=given.scales,
                         **case.case.dispatch_kwargs(),
                     )  # fmt: skip
-                    _garble(given.x, given.topk_idx, given.topk_weights, given.scales)
+                    garble(given.x, given.topk_idx, given.topk_weights, given.scales)
                 case.check_dispatch(out, rank)
-                _garble(out.x, out.weights, out.topk_idx, out.counts)  # the outputs are the caller's
+                garble(out.x, out.weights, out.topk_idx, out.counts)  # the outputs are the caller's
                 if late:
                     back = _send_back(case, out.handle, rank)
                     time.sleep(0.03)
@@ -206,13 +200,13 @@ def test_inputs_are_overwritten_while_a_peer_is_delayed(num_ranks: int, domain_s
                     got = nccl_ep.combine(rows, out.handle, **kwargs)
                     biases = kwargs["bias"] if isinstance(kwargs["bias"], tuple) else (kwargs["bias"],)
                     tensors = (kwargs["weights"], kwargs["topk_idx"], *biases)
-                    _garble(rows, *(each for each in tensors if isinstance(each, torch.Tensor)))
+                    garble(rows, *(each for each in tensors if isinstance(each, torch.Tensor)))
                 case.check_combine(got, rank)
                 values = case.values[rank].clone()
                 if late:
                     time.sleep(0.01)
                 scalars = nccl_ep.combine_weights(values, out.handle)
-                _garble(values, out.handle.tensor)
+                garble(values, out.handle.tensor)
                 case.check_scalars(scalars, rank)
 
     run_ranks(num_ranks, body)

@@ -10,16 +10,13 @@ import pytest
 import torch
 from deepep_ranks import deepep_cases, small_case
 from expected import Expected, plain_case, shared_buffer
+from gpus import WORLDS, busy, needs_gpu, several_gpus
 from processes import run_processes
 
 import nccl_ep
-from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 
-NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
-_reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]
-several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
+pytestmark = needs_gpu
 WAYS: list[dict[str, Any]] = [{}, {"staged": True}, {"async_finish": True}]
 
 
@@ -39,13 +36,6 @@ def test_generated_cases_on_one_gpu(num_ranks: int, count: int) -> None:
     run_ranks(num_ranks, body)
 
 
-def _event_after(milliseconds: float) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    torch.cuda._sleep(int(milliseconds * 2e6))
-    event.record()
-    return event
-
-
 def test_async_runs_beside_the_current_stream() -> None:
     case = small_case(1)
     with shared_buffer(ThreadGroup.make(1)[0], [case], device="cuda") as buffer:
@@ -54,7 +44,7 @@ def test_async_runs_beside_the_current_stream() -> None:
         assert comm == buffer.get_comm_stream() and comm != torch.cuda.current_stream() and comm.priority < 0
         torch.cuda.synchronize()
         received, counts, handle, event, _ = case.send(buffer, async_finish=True)
-        slow = _event_after(200)  # on the current stream, which the operation does not wait for
+        slow = busy(200)  # on the current stream, which the operation does not wait for
         comm.synchronize()
         assert event.event is not None and event.event.query() and not slow.query()
         assert event.extra_tensors
@@ -62,7 +52,7 @@ def test_async_runs_beside_the_current_stream() -> None:
         case.check_received(0, received, counts, handle)
 
         x, ids = case.inputs[0].x.cuda(), case.inputs[0].topk_idx.cuda()
-        slow = _event_after(200)
+        slow = busy(200)
         *_, event, _ = buffer.low_latency_dispatch(x, ids, 8, 2, use_fp8=False, async_finish=True)
         # It waits for what the current stream had to do.
         assert not event.event.query() and not slow.query()
@@ -80,7 +70,7 @@ def test_native_async_runs_beside_the_current_stream() -> None:
             torch.cuda.synchronize()
             pending = nccl_ep.dispatch_send(x, ids, weights, buffer=buffer, async_finish=True, **kwargs)
             rows = case.rows[0].cuda()
-            slow = _event_after(200)
+            slow = busy(200)
             pending.event.event._event.synchronize()
             was_beside = not slow.query()
             out = pending.receive()
@@ -97,7 +87,7 @@ def test_a_hook_runs_on_the_stream_of_its_dispatch() -> None:
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             received, counts, handle, _, hook = case.send(buffer, return_recv_hook=True)
-            slow = _event_after(200)
+            slow = busy(200)
         hook()
         beside = torch.cuda.Event()
         beside.record()
@@ -169,7 +159,7 @@ def test_masks_and_scratch() -> None:
 
 
 @several_gpus
-@pytest.mark.parametrize("num_ranks", sorted({2, min(max(NUM_GPUS, 2), 8)}))
+@pytest.mark.parametrize("num_ranks", WORLDS)
 def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     assert run_processes(num_ranks, deepep_ranks.run_cases, tmp_path, num_ranks, 30, timeout=150.0) == [30] * num_ranks
 

@@ -10,16 +10,13 @@ import deepep_normal_ranks
 import pytest
 import torch
 from deepep_normal_ranks import normal_arguments, normal_buffer, normal_cases, run_program, small_case
+from gpus import WORLDS, busy, needs_gpu, several_gpus
 from processes import run_processes
 
 import nccl_ep
-from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 
-NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
-_reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]
-several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
+pytestmark = needs_gpu
 ARENA = 256 << 20  # bytes of a window whose results lie in its arena
 
 
@@ -46,14 +43,6 @@ def _cpu_arguments() -> dict[str, torch.Tensor]:
 def _needs_high_throughput() -> None:
     if _problem():
         pytest.skip(_problem())
-
-
-def _busy(milliseconds: float) -> torch.cuda.Event:
-    """An event of the current stream, so much later."""
-    event = torch.cuda.Event()
-    torch.cuda._sleep(int(milliseconds * 2e6))
-    event.record()
-    return event
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 30), (2, 30), (4, 20)])
@@ -90,7 +79,7 @@ def test_previous_event_is_all_that_is_waited_for() -> None:
         layout = case.ask_layout(buffer)
         torch.cuda.synchronize()
         previous = buffer.capture()
-        slow = _busy(200)
+        slow = busy(200)
         received = buffer.dispatch(
             **arguments, **layout, previous_event=previous, async_finish=True, allocate_on_comm_stream=True
         )
@@ -101,7 +90,7 @@ def test_previous_event_is_all_that_is_waited_for() -> None:
 
         # And the other way round: it starts no earlier than its event.
         torch.cuda.synchronize()
-        slow = _busy(200)
+        slow = busy(200)
         received = buffer.dispatch(**arguments, **layout, previous_event=buffer.capture(), async_finish=True)
         assert not slow.query() and not received[-1].event.query()
         received[-1].current_stream_wait()
@@ -113,7 +102,7 @@ def test_without_async_finish_the_current_stream_waits() -> None:
     with normal_buffer(None, device="cuda") as buffer:
         layout = case.ask_layout(buffer)
         with torch.cuda.stream(buffer.get_comm_stream()):
-            _busy(100)
+            busy(100)
         received = buffer.dispatch(**arguments, **layout, previous_event=buffer.capture())
         assert received[-1].event is None
         case.check_received(0, received)
@@ -177,6 +166,6 @@ def test_graphs_with_new_routing(is_async: bool) -> None:
 
 
 @several_gpus
-@pytest.mark.parametrize("num_ranks", sorted({2, min(max(NUM_GPUS, 2), 8)}))
+@pytest.mark.parametrize("num_ranks", WORLDS)
 def test_a_program_written_for_deepep(num_ranks: int, tmp_path: Path) -> None:
     assert run_processes(num_ranks, run_program, tmp_path, num_ranks, "cuda", timeout=150.0) == [24] * num_ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -12,25 +11,18 @@ import gpu_ranks
 import pytest
 import torch
 from expected import Expected, plain_case, shared_buffer
+from gpus import NUM_SMS, TEST_ALL, WORLDS, busy, needs_gpu, num_cases, num_replays, several_gpus
 from harness import check_case, check_dispatch, combine_case, dispatch_case, make_buffer
 from processes import run_processes
 from sanitizers import SANITIZER, run_sanitizers
 
 import nccl_ep
-from nccl_ep import _C, reference
+from nccl_ep import reference
 from nccl_ep.testing import ThreadGroup, run_ranks
 
-TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
-NUM_CASES = int(os.environ.get("NCCL_EP_GPU_CASES", "600"))
-NUM_REPLAYS = int(os.environ.get("NCCL_EP_GPU_REPLAYS", "10000" if TEST_ALL else "2000"))
-NUM_SMS = (4, 12, 132)
+NUM_CASES, NUM_REPLAYS = num_cases(600), num_replays(10000 if TEST_ALL else 2000)
 PATIENCE = 150.0  # seconds for a world of processes
-
-NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
-_reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]
-several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
-WORLDS = sorted({2, min(max(NUM_GPUS, 2), 8)})
+pytestmark = needs_gpu
 
 
 # ---- The world on one GPU
@@ -109,15 +101,6 @@ def test_inputs_may_be_overwritten_at_once() -> None:
             gpu_ranks.run_overwritten(case, buffer)
 
 
-def _long_ago(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind about a fifth of a second of work."""
-    event = torch.cuda.Event()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(400_000_000)
-        event.record()
-    return event
-
-
 def test_calls_on_two_streams_run_in_call_order() -> None:
     """The second call is on a stream that has nothing else to wait for."""
     case = Expected(plain_case(1))
@@ -127,8 +110,9 @@ def test_calls_on_two_streams_run_in_call_order() -> None:
     with make_buffer(case.case, None, device="cuda") as buffer:
         gpu_ranks.run_case(case, buffer)
         for first, second in (streams, streams[::-1]):
-            slow, last = _long_ago(first), torch.cuda.Event()
+            last = torch.cuda.Event()
             with torch.cuda.stream(first):
+                slow = busy(200)
                 out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.case.dispatch_kwargs())
             with torch.cuda.stream(second):
                 again = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.case.dispatch_kwargs())

@@ -9,7 +9,6 @@ like any other, and a build directory that made one before does not notice that 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,20 @@ import gpu_ranks
 import pytest
 import torch
 from gpu_delays import SEARCHES, Found
+from gpus import WORLDS, needs_gpu, num_cases, num_replays, several_gpus
 from harness import check_case
 from ht_harness import check_ht_case
 from processes import run_processes
 
 from nccl_ep import _C
 
-NUM_CASES = int(os.environ.get("NCCL_EP_GPU_CASES", "60"))
-NUM_REPLAYS = int(os.environ.get("NCCL_EP_GPU_REPLAYS", "1500"))
+NUM_CASES, NUM_REPLAYS = num_cases(60), num_replays(1500)
 RUNS = 600  # of a chain, in the search for a planted bug; on one GPU, where they are not graphs, a fifth
 PATIENCE = 150.0  # seconds for a world of processes
 
-HAS_SWITCH = hasattr(_C, "set_gpu_testing")
-NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
-_reason = "no GPU here" if NUM_GPUS == 0 else "no delays in the kernels: build with -DNCCL_EP_GPU_TESTING=ON"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0 or not HAS_SWITCH, reason=_reason)]
-several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
-WORLD = min(max(NUM_GPUS, 2), 8)
+_reason = "no delays in the kernels: build with -DNCCL_EP_GPU_TESTING=ON"
+pytestmark = [*needs_gpu, pytest.mark.skipif(not hasattr(_C, "set_gpu_testing"), reason=_reason)]
+WORLD = WORLDS[-1]
 ON_ONE_GPU = [name for name, search in SEARCHES.items() if search.on_one_gpu]
 
 
@@ -123,22 +119,16 @@ def test_planted_bugs_on_one_gpu(name: str, one_gpu: dict[str, Found]) -> None:
 
 
 @several_gpus
-def test_cases_and_graphs_over_nccl(tmp_path: Path) -> None:
-    got: list[Any] = run_processes(
-        WORLD, gpu_delays.run_with_delays, tmp_path, WORLD, max(NUM_CASES // 3, 1), NUM_REPLAYS, timeout=PATIENCE
-    )
+@pytest.mark.parametrize(
+    ("body", "graphs"),
+    [(gpu_delays.run_with_delays, "plain and with PDL"), (gpu_delays.run_ht_with_delays, "staged and given")],
+    ids=["ll", "ht"],
+)
+def test_cases_and_graphs_over_nccl(body: Any, graphs: str, tmp_path: Path) -> None:
+    count = max(NUM_CASES // 3, 1)
+    got: list[Any] = run_processes(WORLD, body, tmp_path, WORLD, count, NUM_REPLAYS, timeout=PATIENCE)
     for rank, found in enumerate(got):
-        print(f"rank {rank}: us a replay, plain and with PDL: {[round(each) for _, each in found.values()]}")
-        assert [wrong for wrong, _ in found.values()] == [0, 0]
-
-
-@several_gpus
-def test_high_throughput_over_nccl(tmp_path: Path) -> None:
-    got: list[Any] = run_processes(
-        WORLD, gpu_delays.run_ht_with_delays, tmp_path, WORLD, max(NUM_CASES // 3, 1), NUM_REPLAYS, timeout=PATIENCE
-    )
-    for rank, found in enumerate(got):
-        print(f"rank {rank}: us a replay, staged and given: {[round(each) for _, each in found.values()]}")
+        print(f"rank {rank}: us a replay, {graphs}: {[round(each) for _, each in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import Case
 from expected import Expected, plain_case
+from harness import case_buffer, garble
 from ht_harness import HtPlan, check_ht_case
 
 import nccl_ep
@@ -35,27 +36,12 @@ def _layers(num_ranks: int, domain_size: int, count: int = 8) -> list[Expected]:
 
 
 def _buffer(case: Case, group: Any, mode: str = "ht", **options: Any) -> nccl_ep.Buffer:
-    return nccl_ep.Buffer.for_shapes(
-        group, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk, num_experts=case.num_experts,
-        domain_size=case.domain_size, mode=mode, device="cpu", wire_dtype=torch.float32, **{"timeout": 30.0, **options},
-    )  # fmt: skip
-
-
-def _dispatch(case: Expected, buffer: nccl_ep.Buffer, given: Any = None, **options: Any) -> nccl_ep.DispatchOutput:
-    given = given or case.inputs[buffer.rank]
-    kwargs = {**case.case.dispatch_kwargs(), "mode": "ht", **options}
-    return nccl_ep.dispatch(given.x, given.topk_idx, given.topk_weights, buffer=buffer, **kwargs)
+    return case_buffer(case, group, mode=mode, device="cpu", wire_dtype=torch.float32, **options)
 
 
 def _pause(random_: random.Random) -> None:
     if random_.random() < 0.4:
         time.sleep(random_.random() * 0.004)
-
-
-def _garble(*tensors: torch.Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.reshape(-1).view(torch.uint8).fill_(0x5A)
 
 
 @pytest.mark.parametrize("arena_bytes", [0, 1 << 15, 1 << 22], ids=["no-arena", "exhausted", "ample"])
@@ -71,7 +57,7 @@ def test_outputs_of_several_layers_live_at_once(num_ranks: int, domain_size: int
                 outs, rows = [], []
                 for case in layers:
                     _pause(pauses)
-                    outs.append(_dispatch(case, buffer))
+                    outs.append(case.send(buffer))
                     made = case.rows[rank]
                     rows.append(buffer.empty(made.shape, made.dtype).copy_(made))
                 for case, out, each in zip(layers, outs, rows, strict=True):
@@ -120,19 +106,19 @@ def test_inputs_are_overwritten_while_a_peer_is_delayed(
                 given.x = place(buffer, given.x)
                 if late:
                     time.sleep(0.01)
-                out = _dispatch(case, buffer, given)
-                _garble(given.x, given.topk_idx, given.topk_weights)
+                out = case.send(buffer, given)
+                garble(given.x, given.topk_idx, given.topk_weights)
                 case.check_dispatch(out, rank)
                 rows = place(buffer, case.rows[rank])
-                _garble(out.x, out.weights, out.topk_idx)
+                garble(out.x, out.weights, out.topk_idx)
                 if late:
                     time.sleep(0.01)
                 got = nccl_ep.combine(rows, out.handle)
-                _garble(rows)
+                garble(rows)
                 case.check_combine(got, rank)
                 values = case.values[rank].clone()
                 scalars = nccl_ep.combine_weights(values, out.handle)
-                _garble(values, out.handle.tensor, out.handle.slots)
+                garble(values, out.handle.tensor, out.handle.slots)
                 case.check_scalars(scalars, rank)
 
     run_ranks(num_ranks, body)
@@ -143,7 +129,7 @@ def test_arena_tensors_outlive_the_buffer() -> None:
 
     def body(group: Any) -> None:
         buffer = _buffer(case.case, group, arena_bytes=1 << 20)
-        out = _dispatch(case, buffer)
+        out = case.send(buffer)
         spare = buffer.empty([7, 3], torch.float32).fill_(2.5)
         assert buffer.stats()["arena_free_bytes"] < buffer.stats()["arena_bytes"]
         buffer.destroy()
@@ -187,7 +173,7 @@ def test_both_modes_give_the_same_bits(layout: str, quant: str | None) -> None:
     def both(buffer: nccl_ep.Buffer, order: tuple[str, ...]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         given = case.inputs[buffer.rank]
         for mode in order:
-            out = _dispatch(case, buffer, given, mode=mode)
+            out = case.send(buffer, given, mode=mode)
             case.check_dispatch(out, buffer.rank)
             assert out.handle.mode == mode
             y = nccl_ep.combine(case.rows[buffer.rank], out.handle)
@@ -217,7 +203,7 @@ def test_same_bits_whatever_the_timing(layout: str, domain_size: int) -> None:
             pauses = random.Random(100 * seed + group.rank())
             with _buffer(case.case, group, arena_bytes=(seed % 3) << 14, network_seed=seed) as buffer:
                 _pause(pauses)
-                out = _dispatch(case, buffer)
+                out = case.send(buffer)
                 _pause(pauses)
                 y = nccl_ep.combine(case.rows[group.rank()], out.handle)
                 kept = (out.x, out.weights, out.topk_idx, out.counts, out.demand, out.offsets, out.row_expert, y)
@@ -249,8 +235,8 @@ def test_overflow_raises_where_asked() -> None:
     def body(group: Any) -> None:
         with _buffer(case.case, group, on_overflow="raise", arena_bytes=1 << 20) as buffer:
             with pytest.raises(nccl_ep.OverflowError, match=r"rows did not fit into capacity 3 of layout flat"):
-                _dispatch(case, buffer, capacity=3)
-            case.check_dispatch(_dispatch(case, buffer), group.rank())
+                case.send(buffer, capacity=3)
+            case.check_dispatch(case.send(buffer), group.rank())
             assert buffer.stats()["dropped_rows"] > 0
 
     run_ranks(2, body)
@@ -313,7 +299,7 @@ def test_auto_keeps_to_the_room_that_was_made(hidden: int, topk: int) -> None:
 def test_a_handle_of_each_mode_is_refused_by_the_other() -> None:
     case = _case(1, "flat", 2)
     with _buffer(case.case, None, mode="auto") as buffer:
-        ll, ht = _dispatch(case, buffer, mode="ll"), _dispatch(case, buffer)
+        ll, ht = case.send(buffer, mode="ll"), case.send(buffer)
         with pytest.raises(
             nccl_ep.UsageError, match='handle is of mode "ll", a cached dispatch needs one of mode "ht"'
         ):
@@ -321,7 +307,7 @@ def test_a_handle_of_each_mode_is_refused_by_the_other() -> None:
         with pytest.raises(ValueError, match="combine of high throughput has no halves"):
             nccl_ep.combine_send(case.rows[0], ht.handle)
         with pytest.raises(nccl_ep.UsageError, match="out is of a low-latency dispatch"):
-            _dispatch(case, buffer, out=ll)
+            case.send(buffer, out=ll)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,13 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import Expected, plain_case
+from ht_harness import HT_STEPS, ht_step
 from processes import processes
 from test_failures import DEADLINE, PATIENCE, SLACK, Clock
 
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-
-PHASES = ("dispatch", "exact", "cached", "combine", "weighted combine", "scalars")
 
 
 def _buffer(num_ranks: int, group: Any, domain_size: int, timeout: float = PATIENCE) -> nccl_ep.Buffer:
@@ -30,15 +29,8 @@ def _buffer(num_ranks: int, group: Any, domain_size: int, timeout: float = PATIE
     )  # fmt: skip
 
 
-def _dispatch(case: Expected, buffer: nccl_ep.Buffer, **options: Any) -> nccl_ep.DispatchOutput:
-    given, kwargs = case.inputs[buffer.rank], case.case.dispatch_kwargs()
-    return nccl_ep.dispatch(
-        given.x, given.topk_idx, given.topk_weights, buffer=buffer, **{**kwargs, "mode": "ht", **options}
-    )
-
-
 def _run(case: Expected, buffer: nccl_ep.Buffer) -> nccl_ep.DispatchOutput:
-    out = _dispatch(case, buffer)
+    out = case.send(buffer)
     case.check_dispatch(out, buffer.rank)
     case.combine(buffer, out.handle)
     return out
@@ -46,16 +38,7 @@ def _run(case: Expected, buffer: nccl_ep.Buffer) -> nccl_ep.DispatchOutput:
 
 def _step(case: Expected, buffer: nccl_ep.Buffer, phase: str) -> Callable[[], Any]:
     """What all ranks do together first, and the step that one of them leaves out."""
-    out, rank = _run(case, buffer), buffer.rank
-    steps: dict[str, Callable[[], Any]] = {
-        "dispatch": lambda: _dispatch(case, buffer),
-        "exact": lambda: _dispatch(case, buffer, capacity="exact"),
-        "cached": lambda: nccl_ep.dispatch_cached(case.inputs[rank].x, out.handle),
-        "combine": lambda: case.combine(buffer, out.handle),
-        "weighted combine": lambda: nccl_ep.combine(case.rows[rank], out.handle, weights=torch.ones(8, 2)),
-        "scalars": lambda: case.combine_weights(buffer, out.handle),
-    }
-    return steps[phase]
+    return ht_step(phase, case, buffer, _run(case, buffer))
 
 
 def _expect_failure(case: Expected, buffer: nccl_ep.Buffer, phase: str, missing: int) -> None:
@@ -71,7 +54,7 @@ def _expect_failure(case: Expected, buffer: nccl_ep.Buffer, phase: str, missing:
         rf"\(expected \d+, saw \d+\); nothing of this call was heard from rank {missing};"
     )
     assert re.search(pattern, text), text
-    for call in (step, lambda: _dispatch(case, buffer), buffer.check, lambda: buffer.empty([1])):
+    for call in (step, lambda: case.send(buffer), buffer.check, lambda: buffer.empty([1])):
         with Clock(DEADLINE / 2), pytest.raises(nccl_ep.TimeoutError, match=f"failed: .*rank {missing}"):
             call()
     with Clock(DEADLINE):
@@ -79,7 +62,7 @@ def _expect_failure(case: Expected, buffer: nccl_ep.Buffer, phase: str, missing:
 
 
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(3, 3), (4, 2), (3, 1)], ids=["memory", "domains", "network"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", HT_STEPS)
 def test_a_silent_rank(phase: str, num_ranks: int, domain_size: int) -> None:
     case = Expected(plain_case(num_ranks, layout="packed", domain_size=domain_size))
     again = ThreadGroup.make(num_ranks)
@@ -107,14 +90,14 @@ def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
 
     def body(group: ThreadGroup) -> None:
         buffer = _buffer(2, group, 2)
-        out = _dispatch(case, buffer)
+        out = case.send(buffer)
         if group.rank() == 1:
             assert seen.wait(PATIENCE)
             return
         buffer.set_timeout(DEADLINE)
         assert int(out.total) > 0
         with pytest.raises(nccl_ep.TimeoutError):
-            _dispatch(case, buffer, out=out)
+            case.send(buffer, out=out)
         assert out._info.tolist() == [0] * 6
         assert out.topk_idx is not None and out.topk_idx.eq(-1).all() and out.weights.eq(0).all()
         seen.set()

@@ -15,25 +15,17 @@ import gpu_ranks
 import pytest
 import torch
 from expected import plain_case
+from gpus import NUM_SMS, TEST_ALL, WORLDS, needs_gpu, num_cases, num_replays, several_gpus
 from ht_harness import HtCoverage, check_ht_case
 from processes import processes, run_processes
 from sanitizers import SANITIZER, run_sanitizers
 
 import nccl_ep
-from nccl_ep import _C
 from nccl_ep.testing import run_ranks
 
-TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
-NUM_CASES = int(os.environ.get("NCCL_EP_GPU_CASES", "400"))
-NUM_REPLAYS = int(os.environ.get("NCCL_EP_GPU_REPLAYS", "10000" if TEST_ALL else "2000"))
-NUM_SMS = (4, 12, 132)
+NUM_CASES, NUM_REPLAYS = num_cases(400), num_replays(10000 if TEST_ALL else 2000)
 PATIENCE = 200.0  # seconds for a world of processes
-
-NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
-_reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]
-several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
-WORLDS = sorted({2, min(max(NUM_GPUS, 2), 8)})
+pytestmark = needs_gpu
 
 
 # ---- The world on one GPU

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from expected import Expected, plain_case
+from harness import case_buffer, garble
 from op_checks import HT_OPS as OPS
-from op_checks import UTILS, as_fake, described
+from op_checks import UTILS, as_fake, check_compiled, described, faked
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import nccl_ep
-from nccl_ep import reference
 from nccl_ep.handle import LAYOUTS, QUANTS
 from nccl_ep.testing import run_ranks
 
@@ -32,13 +33,8 @@ def _case(num_ranks: int, layout: str, quant: str | None = None, **changes: Any)
     )  # fmt: skip
 
 
-def _buffer(case: Expected, group: Any) -> nccl_ep.Buffer:
-    shape = case.case
-    return nccl_ep.Buffer.for_shapes(
-        group, max_tokens=shape.max_tokens, hidden=shape.hidden, topk=shape.topk, num_experts=shape.num_experts,
-        mode="ht", scale_bytes=2000, wire_dtype=torch.float32, device="cpu", timeout=30.0,
-        domain_size=shape.domain_size,
-    )  # fmt: skip
+def _buffer(case: Expected, group: Any, **options: Any) -> nccl_ep.Buffer:
+    return case_buffer(case.case, group, mode="ht", scale_bytes=2000, wire_dtype=torch.float32, device="cpu", **options)
 
 
 class Calls:
@@ -63,6 +59,7 @@ class Calls:
         combine = (*head, case.rows[rank], case.values[rank], *routes, None, None, biases, *handle.args(), *how)
         made = ops.ht_dispatch.default(*dispatch)
         outs = [[torch.zeros_like(made[0]), torch.zeros_like(made[8])], *(torch.zeros_like(each) for each in made[1:8])]
+        cached = (*head, [given.x, extra], given.scales, *routes, *handle.args(), quant, True, 0)
         deepep = (
             *head, given.x, given.scales, given.topk_idx, given.topk_weights, shape.num_experts, shape.max_tokens,
             len(given.x) * buffer.num_ranks, 0,
@@ -71,7 +68,8 @@ class Calls:
         self.args: dict[str, tuple[Any, ...]] = {
             "ht_dispatch": dispatch,
             "ht_dispatch_out": (*dispatch, *outs),
-            "ht_dispatch_cached": (*head, [given.x, extra], None, *routes, *handle.args(), quant, True, 0),
+            "ht_dispatch_cached": cached,
+            "ht_dispatch_cached_out": (*cached, *outs[:2]),
             "ht_dispatch_deepep": deepep,
             "ht_combine": combine,
             "ht_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden)),
@@ -119,11 +117,58 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
         with _buffer(case, group) as buffer:
             calls = Calls(case, buffer)
             for name in OPS:
-                with FakeTensorMode() as mode:
-                    faked = described(getattr(ops, name).default(*(as_fake(mode, each) for each in calls.args[name])))
-                assert faked == described(calls.run(name)), name
+                assert faked(name, calls.args[name]) == described(calls.run(name)), name
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cached_into_given_tensors(layout: str, quant: str | None) -> None:
+    """Every bit is the functional op's, in tensors of the arena and in others."""
+    scales = {"scales_dtype": torch.int32, "scales_width": 3} if quant is None else {}
+    case = _case(2, layout, quant, tokens=(3, 7), **scales)
+
+    def body(group: Any) -> None:
+        with _buffer(case, group, arena_bytes=1 << 20) as buffer:
+            calls = Calls(case, buffer)
+            x, scales, x1, *none = calls.run("ht_dispatch_cached")
+            want = x, x1, scales
+            assert len(x) and len(scales) and not any(map(len, none))
+            for empty in (buffer.empty, torch.empty):
+                given = [empty(each.shape, dtype=each.dtype) for each in want]
+                garble(*given)
+                staged = buffer.stats()["staged_dispatches"]
+                ops.ht_dispatch_cached_out.default(*calls.args["ht_dispatch_cached"], given[:2], given[2])
+                assert buffer.stats()["staged_dispatches"] - staged == (empty is torch.empty)
+                for mine, theirs in zip(given, want, strict=True):
+                    assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+    run_ranks(2, body)
+
+
+BAD_OUTPUTS = [
+    ("too few", lambda x, x1, scales: ([x], scales), "1 output tensors for 2"),
+    ("rows", lambda x, x1, scales: ([x[1:], x1], scales), r"out_x has shape \[7, 640\], must be \[8, 640\]"),
+    ("dtype", lambda x, x1, scales: ([x.view(torch.int8), x1], scales), "out_x is Char, must be Float8_e4m3fn"),
+    ("further rows", lambda x, x1, scales: ([x, x1[1:]], scales), r"out_x has shape \[7, 8\], must be \[8, 8\]"),
+    ("further strides", lambda x, x1, scales: ([x, torch.zeros(8, 16)[:, ::2]], scales), "is not contiguous"),
+    ("address", lambda x, x1, scales: ([x, torch.zeros(66)[2:].view(8, 8)], scales), "not aligned to 16 bytes"),
+    ("scales", lambda x, x1, scales: ([x, x1], scales[:, 1:]), r"out_scales has shape \[8, 4\], must be \[8, 5\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), [bad[1:] for bad in BAD_OUTPUTS], ids=[bad[0] for bad in BAD_OUTPUTS])
+def test_given_tensors_that_are_refused(change: Callable[..., Any], text: str) -> None:
+    case = _case(1, "flat", "fp8")
+    with _buffer(case, None) as buffer:
+        calls = Calls(case, buffer)
+        *args, xs, scales = calls.args["ht_dispatch_cached_out"]
+        before = buffer.stats(), buffer.wire_bytes()
+        with pytest.raises(ValueError, match=text):
+            ops.ht_dispatch_cached_out.default(*args, *change(*xs, scales))
+        assert (buffer.stats(), buffer.wire_bytes()) == before
+        calls.run("ht_dispatch_cached_out")
 
 
 @pytest.mark.parametrize("num_experts", [3, 4, 5])
@@ -133,9 +178,18 @@ def test_fakes_know_the_size_of_a_route(num_experts: int) -> None:
     with _buffer(case, None) as buffer:
         calls = Calls(case, buffer)
         for name in ("ht_dispatch", "ht_dispatch_deepep"):
-            with FakeTensorMode() as mode:
-                faked = described(getattr(ops, name).default(*(as_fake(mode, each) for each in calls.args[name])))
-            assert faked == described(calls.run(name)), name
+            assert faked(name, calls.args[name]) == described(calls.run(name)), name
+
+
+def _symbolic(name: str, args: list[Any], real: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What the op's fake returns, in which the sizes that are numbers are those of the real results."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        made: Sequence[torch.Tensor] = getattr(ops, name).default(*(as_fake(mode, each, True) for each in args))
+    for tensor, symbolic in zip(real, made, strict=True):
+        assert tensor.dtype == symbolic.dtype and tensor.dim() == symbolic.dim()
+        for size, symbol in zip(tensor.shape, symbolic.shape, strict=True):
+            assert isinstance(symbol, torch.SymInt) or size == symbol
+    return made
 
 
 @pytest.mark.parametrize("layout", ["flat", "packed", "rank_major"])
@@ -146,21 +200,9 @@ def test_exact_sizes_are_symbols(layout: str) -> None:
         calls = Calls(case, buffer)
         args = list(calls.args["ht_dispatch"])
         args[9] = -1  # capacity
-        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-            faked = ops.ht_dispatch.default(
-                *[
-                    [mode.from_tensor(t, static_shapes=True) for t in each] if isinstance(each, list)
-                    else mode.from_tensor(each, static_shapes=True) if isinstance(each, torch.Tensor) else each
-                    for each in args
-                ]
-            )  # fmt: skip
-        real = ops.ht_dispatch.default(*args)
-        assert isinstance(faked[7].shape[0], torch.SymInt)
-        assert isinstance(faked[0].shape[0], torch.SymInt) == (layout != "rank_major")
-        for tensor, symbolic in zip(real, faked, strict=True):
-            assert tensor.dtype == symbolic.dtype and tensor.dim() == symbolic.dim()
-            for size, symbol in zip(tensor.shape, symbolic.shape, strict=True):
-                assert isinstance(symbol, torch.SymInt) or size == symbol
+        made = _symbolic("ht_dispatch", args, ops.ht_dispatch.default(*args))
+        assert isinstance(made[7].shape[0], torch.SymInt)
+        assert isinstance(made[0].shape[0], torch.SymInt) == (layout != "rank_major")
 
 
 def test_exact_sizes_in_deepeps_convention() -> None:
@@ -169,18 +211,11 @@ def test_exact_sizes_in_deepeps_convention() -> None:
     with _buffer(case, None) as buffer:
         args = list(Calls(case, buffer).args["ht_dispatch_deepep"])
         args[8] = -1  # capacity
-        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-            faked = ops.ht_dispatch_deepep.default(
-                *[mode.from_tensor(t, static_shapes=True) if isinstance(t, torch.Tensor) else t for t in args]
-            )
         real = ops.ht_dispatch_deepep.default(*args)
-        assert isinstance(faked[0].shape[0], torch.SymInt) and isinstance(faked[6].shape[0], torch.SymInt)
-        for tensor, symbolic in zip(real, faked, strict=True):
-            assert tensor.dtype == symbolic.dtype and tensor.dim() == symbolic.dim()
-            for size, symbol in zip(tensor.shape, symbolic.shape, strict=True):
-                assert isinstance(symbol, torch.SymInt) or size == symbol
+        made = _symbolic("ht_dispatch_deepep", args, real)
+        assert isinstance(made[0].shape[0], torch.SymInt) and isinstance(made[6].shape[0], torch.SymInt)
         ids = case.inputs[0].topk_idx
-        assert real[8].device.type == faked[8].device.type == "cpu"
+        assert real[8].device.type == made[8].device.type == "cpu"
         assert real[8].tolist() == [len(ids), *(int((ids == expert).sum()) for expert in range(2))]
 
 
@@ -195,9 +230,4 @@ def test_a_compiled_layer(layout: str, backend: str) -> None:
             out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, mode="ht", **case.case.dispatch_kwargs())
             return nccl_ep.combine(out.x * 2, out.handle)
 
-        args = (given.x, given.topk_idx, given.topk_weights)
-        want = layer(*args)
-        torch._dynamo.reset()
-        compiled = torch.compile(layer, fullgraph=True, backend=backend)
-        for _ in range(3):
-            assert not reference.first_difference(compiled(*args), want)
+        check_compiled(layer, (given.x, given.topk_idx, given.topk_weights), backend)

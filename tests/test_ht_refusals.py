@@ -83,6 +83,7 @@ BAD: list[Bad] = [
     ("cached rank", lambda s: s.cached(s.x[0]), ValueError, r"x must be \[8, hidden\]"),
     ("cached quant", lambda s: s.cached(quant="fp4"), ValueError, "quant is 'fp4'"),
     ("cached odd row", lambda s: s.cached(s.x[:, :4].contiguous()), ValueError, "a row of 8 bytes"),
+    ("cached num_sms", lambda s: s.cached(num_sms=-1), ValueError, "num_sms is -1, must not be negative"),
     ("cached device", lambda s: s.cached(s.x.to("meta")), ValueError, "x is on meta"),
     ("handle tokens", lambda s: s.cached(handle=s.handle(s.flat, num_tokens=3)), ValueError, "route has shape"),
     ("handle topk", lambda s: s.cached(handle=s.handle(s.packed, topk=7)), ValueError, "route has shape"),

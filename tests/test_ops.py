@@ -8,7 +8,7 @@ import pytest
 import torch
 from expected import Expected, plain_case
 from harness import make_buffer
-from op_checks import HT_OPS, UTILS, as_fake, described
+from op_checks import HT_OPS, UTILS, as_fake, check_compiled, described, faked
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests import aot_autograd_check
@@ -208,10 +208,8 @@ def test_opcheck_of_deepeps_convention(quant: str | None) -> None:
                 for util in ("test_schema", "test_autograd_registration", "test_faketensor"):
                     torch.library.opcheck(getattr(ops, fused).default, calls[fused], test_utils=util)
             for name in (fused, send):
-                with FakeTensorMode() as mode:
-                    fake = getattr(ops, name).default(*(as_fake(mode, each) for each in calls[name]))
                 sent = getattr(ops, name).default(*calls[name])
-                assert described(fake) == described(sent)
+                assert faked(name, calls[name]) == described(sent)
             received = calls[recv] if kind == "combine" else (*calls[send][:2], *sent, *calls[recv])
             with FakeTensorMode() as mode:
                 assert getattr(ops, recv).default(*(as_fake(mode, each) for each in received)) is None
@@ -232,11 +230,7 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
         for case, world in zip(cases, worlds, strict=True):
             with make_buffer(case.case, world[group.rank()]) as buffer:
                 calls = Calls(case, buffer)
-                fakes, sent = {}, None
-                for name in OPS:
-                    with FakeTensorMode() as mode:
-                        args = [as_fake(mode, each) for each in calls.args[name]]
-                        fakes[name] = described(getattr(ops, name).default(*args))
+                fakes, sent = {name: faked(name, calls.args[name]) for name in OPS}, None
                 for name in OPS:
                     args = list(calls.args[name])
                     if name == "ll_dispatch_recv":
@@ -317,9 +311,4 @@ def test_a_compiled_layer(layout: str, backend: str) -> None:
             out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.case.dispatch_kwargs())
             return nccl_ep.combine(out.x * 2, out.handle)
 
-        args = (given.x, given.topk_idx, given.topk_weights)
-        want = layer(*args)
-        torch._dynamo.reset()
-        compiled = torch.compile(layer, fullgraph=True, backend=backend)
-        for _ in range(3):
-            assert not reference.first_difference(compiled(*args), want)
+        check_compiled(layer, (given.x, given.topk_idx, given.topk_weights), backend)

@@ -1,7 +1,6 @@
 // The tensors of a dispatch: what the caller gives, and what must be there for the results.
 #include "api/c_dispatch.h"
 #include "api/c_struct.h"
-#include "cpu/rows.h"
 
 namespace ep::c {
 namespace {

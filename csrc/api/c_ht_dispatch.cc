@@ -3,25 +3,15 @@
 
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
-#include "cpu/rows.h"
 
 namespace ep::c {
 namespace {
 
 HtPart part_of(const Tensor& in) {
-  HtPart part;
-  part.in = in.data;
-  part.elements = static_cast<int>(in.sizes.at[1]);
-  part.element_bytes = element_bytes(in.dtype);
-  part.row_stride = in.strides[0] * part.element_bytes;
-  part.element_stride = in.strides[1] * part.element_bytes;
-  part.bytes = part.elements * part.element_bytes;
-  if (is_contiguous(in)) {  // one element, so that it moves at once
-    part.element_bytes = part.bytes;
-    part.elements = 1;
-    part.row_stride = part.bytes;
-  }
-  return part;
+  const int size = element_bytes(in.dtype);
+  const int bytes = static_cast<int>(in.sizes.at[1]) * size;
+  if (is_contiguous(in)) return HtPart::contiguous(in.data, bytes);
+  return HtPart::strided(in.data, bytes, size, in.strides[0], in.strides[1]);
 }
 
 // What all steps have in common, of `num_tokens` tokens.
@@ -49,10 +39,8 @@ void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointe
   EP_CHECK(call.hidden <= 65536, "rows of ", call.hidden, " elements, at most 65536 bytes");
   add(part_of(call.tokens), out[kTokens]);
   if (call.quant != Quant::kNone) {
-    p.parts[0].bytes = call.hidden;
-    HtPart scales;  // made by the operation
-    scales.bytes = quant_scale_bytes(call.quant, call.hidden);
-    add(scales, out[kScales]);
+    p.add_quant_scales();
+    p.parts[1].out = out[kScales];
   } else if (call.scales) {
     add(part_of(call.scales), out[kScales]);
   }

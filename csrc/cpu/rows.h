@@ -14,13 +14,6 @@ void from_floats(DType dtype, const float* floats, void* values, int count);
 // Quantises a row of `hidden` floats to e4m3 in groups of kQuantGroup; writes `hidden` bytes and the scales.
 void quantize_row(Quant quant, const float* row, int hidden, uint8_t* payload, void* scales);
 
-// Bytes of the scales of a row that this library quantises.
-EP_HD int quant_scale_bytes(Quant quant, int hidden) {
-  const int groups = ceil_div(hidden, kQuantGroup);
-  if (quant == Quant::kNone) return 0;
-  return quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) * 4 : groups * 4;
-}
-
 // Payload and scales of a row to wire words in place, and back. The body lies at the start of `words`.
 void encode_row(const RowFormat& format, uint32_t* words);
 void decode_row(const RowFormat& format, uint32_t* words);

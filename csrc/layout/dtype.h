@@ -1,6 +1,7 @@
 // Element types, as far as the library must tell them apart.
 #pragma once
 
+#include "base/math.h"
 #include "base/platform.h"
 
 namespace ep {
@@ -54,5 +55,12 @@ inline const char* name_of(Quant quant) {
 }
 
 constexpr int kQuantGroup = 128;  // elements that share a scale
+
+// Bytes of the scales of a row that this library quantises.
+EP_HD int quant_scale_bytes(Quant quant, int hidden) {
+  const int groups = ceil_div(hidden, kQuantGroup);
+  if (quant == Quant::kNone) return 0;
+  return quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) * 4 : groups * 4;
+}
 
 }  // namespace ep

@@ -24,6 +24,26 @@ struct HtPart {
   int bytes = 0;                               // of a row that travels, and of `out`, which is contiguous
   void* out = nullptr;
   Offset out_offset = kNoOffset;  // of `out` in the arena, for the senders; kNoOffset: they write to the staging rows
+
+  // Rows of so many bytes, one after the other: each is one element, so that it moves at once.
+  static HtPart contiguous(const void* in, int bytes) {
+    HtPart part;
+    part.in = in;
+    part.row_stride = part.element_bytes = part.bytes = bytes;
+    part.elements = 1;
+    return part;
+  }
+  // Strides in elements.
+  static HtPart strided(const void* in, int bytes, int element_bytes, int64_t row_stride, int64_t element_stride) {
+    HtPart part;
+    part.in = in;
+    part.row_stride = row_stride * element_bytes;
+    part.element_stride = element_stride * element_bytes;
+    part.elements = bytes / element_bytes;
+    part.element_bytes = element_bytes;
+    part.bytes = bytes;
+    return part;
+  }
 };
 
 struct HtDispatchParams {
@@ -59,6 +79,12 @@ struct HtDispatchParams {
   float* out_weights = nullptr;
   int num_sms = 0;
   int chunks = 1;  // CUDA fills it in: the plan's, of the kernel that sends
+
+  // Where the operation quantises part 0, its rows travel as e4m3, and the next part is the scales.
+  void add_quant_scales() {
+    parts[0].bytes = hidden;
+    parts[num_parts++].bytes = quant_scale_bytes(quant, hidden);
+  }
 };
 
 // Rows, or a scalar for each of their choices, or both, go home. Readers pull: the rows where they lie if that is the

@@ -62,30 +62,21 @@ void check_payload(const Payload& payload, int64_t num_tokens, const at::Device&
   }
 }
 
+HtPart part_of(const Tensor& x) {
+  const int bytes = to_int(x.size(1) * x.element_size(), "bytes of a row");
+  if (x.is_contiguous()) return HtPart::contiguous(x.data_ptr(), bytes);
+  return HtPart::strided(x.data_ptr(), bytes, static_cast<int>(x.element_size()), x.stride(0), x.stride(1));
+}
+
 // Sizes and input pointers of all parts: x, its scales, the further tensors.
 void set_parts(HtDispatchParams& p, const Payload& payload) {
-  const auto add = [&](const Tensor& x) {
-    HtPart& part = p.parts[p.num_parts++];
-    part.in = x.data_ptr();
-    part.row_stride = x.stride(0) * x.element_size();
-    part.element_stride = x.stride(1) * x.element_size();
-    part.elements = to_int(x.size(1), "elements of a row");
-    part.element_bytes = static_cast<int>(x.element_size());
-    part.bytes = to_int(x.size(1) * x.element_size(), "bytes of a row");
-    if (x.is_contiguous()) {  // one element, so that it moves at once
-      part.elements = 1;
-      part.element_bytes = part.bytes;
-      part.row_stride = part.bytes;
-    }
-  };
+  const auto add = [&](const Tensor& x) { p.parts[p.num_parts++] = part_of(x); };
   add(payload.xs[0]);
   p.dtype = dtype_of(payload.xs[0].scalar_type());
   p.hidden = to_int(payload.xs[0].size(1), "hidden");
   if (p.quant != Quant::kNone) {
     EP_CHECK(!payload.scales, "scales given together with quant ", name_of(p.quant));
-    p.parts[0].bytes = p.hidden;
-    const int groups = ceil_div(p.hidden, kQuantGroup);
-    p.parts[p.num_parts++].bytes = 4 * (p.quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) : groups);
+    p.add_quant_scales();
   } else if (payload.scales) {
     add(*payload.scales);
   }
@@ -111,10 +102,13 @@ Moved allocate_moved(Registered& registered, const Payload& payload, const Outpu
 void check_moved(const Moved& moved, const Payload& payload, const OutputShape& output, const OutputTypes& types,
                  const at::Device& device) {
   EP_CHECK(moved.xs.size() == payload.xs.size(), moved.xs.size(), " output tensors for ", payload.xs.size());
-  for (size_t i = 0; i < moved.xs.size(); i++) {
-    const at::DimVector sizes = i == 0 ? types.x : row_shape(output, payload.xs[i].size(1));
-    check_tensor(moved.xs[i], "out_x", i == 0 ? types.x_type : payload.xs[i].scalar_type(), sizes, device);
-    check_aligned(moved.xs[i], "out_x");
+  const auto check = [&](const Tensor& out, at::ScalarType type, at::IntArrayRef sizes) {
+    check_tensor(out, "out_x", type, sizes, device);
+    check_aligned(out, "out_x");
+  };
+  check(moved.xs[0], types.x_type, types.x);
+  for (size_t i = 1; i < moved.xs.size(); i++) {
+    check(moved.xs[i], payload.xs[i].scalar_type(), row_shape(output, payload.xs[i].size(1)));
   }
   check_tensor(moved.scales, "out_scales", types.scales_type, types.scales, device);
 }
@@ -205,8 +199,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   p.topk_weights = topk_weights ? topk_weights->data_ptr<float>() : nullptr;
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.zero_padding = spec.zero_padding;
-  EP_CHECK(spec.num_sms >= 0, "num_sms is ", spec.num_sms, ", must not be negative");
-  p.num_sms = to_int(spec.num_sms, "num_sms");
+  p.num_sms = num_sms_of(spec.num_sms);
   if (asks_first && is_exact) p.steps = HtSteps::kRoute;
   group.prepare(p);  // refuses what does not fit before memory is taken for it
   int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * spec.max_tokens;
@@ -336,38 +329,59 @@ OutputShape take_ht_handle(const HandleSpec& spec, const Group& group, const Ten
   return output;
 }
 
+#define EP_HT_CACHED_ARGS                                                                                      \
+  at::TensorList xs, const OptionalTensor &x_scales, const Tensor &route, const Tensor &slots, EP_HANDLE_ARGS, \
+      int64_t quant, bool zero_padding, int64_t num_sms
+
+Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const Moved* given) {
+  const auto registered = find_group(buffer);
+  Group& group = *registered->group;
+  const at::Device device = device_of(group);
+  const HandleSpec spec = EP_HANDLE_SPEC;
+  const Payload payload{xs, x_scales};
+  HtDispatchParams p;
+  p.steps = HtSteps::kCached;
+  p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
+  EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x must be [", num_tokens,
+           ", hidden], as in the dispatch of the handle");
+  const Tensor none = at::empty({num_tokens, topk}, at::TensorOptions(at::kInt).device(device));
+  const RowSpec row = check_inputs(xs[0], x_scales, none, std::nullopt, device);
+  check_payload(payload, num_tokens, device);
+  p.quant = quant_of(quant);
+  set_parts(p, payload);
+  p.num_tokens = to_int(num_tokens, "number of tokens");
+  p.zero_padding = zero_padding;
+  p.num_sms = num_sms_of(num_sms);
+  group.prepare(p);
+  const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
+  const OutputTypes types = output_types(row, dispatch, p.output);
+  if (given != nullptr) check_moved(*given, payload, p.output, types, device);
+  const Moved moved = given != nullptr ? *given : allocate_moved(*registered, payload, p.output, types, device);
+  set_moved(p, moved);
+  void* stream = registered->order.next_stream(device);
+  group.dispatch(p, stream);
+  registered->order.note_enqueued(device, stream);
+  return moved;
+}
+
+#define EP_HT_CACHED_PASS \
+  xs, x_scales, route, slots, num_tokens, topk, num_experts, max_tokens, layout, capacity, quant, zero_padding, num_sms
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, Tensor,
-                                                                      at::TensorList xs, const OptionalTensor& x_scales,
-                                                                      const Tensor& route, const Tensor& slots,
-                                                                      EP_HANDLE_ARGS, int64_t quant, bool zero_padding,
-                                                                      int64_t num_sms) {
+                                                                      EP_HT_CACHED_ARGS) {
   return guarded([&] {
-    const auto registered = find_group(buffer);
-    Group& group = *registered->group;
-    const at::Device device = device_of(group);
-    const HandleSpec spec = EP_HANDLE_SPEC;
-    HtDispatchParams p;
-    p.steps = HtSteps::kCached;
-    p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
-    EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x must be [", num_tokens,
-             ", hidden], as in the dispatch of the handle");
-    const Tensor none = at::empty({num_tokens, topk}, at::TensorOptions(at::kInt).device(device));
-    const RowSpec row = check_inputs(xs[0], x_scales, none, std::nullopt, device);
-    check_payload({xs, x_scales}, num_tokens, device);
-    p.quant = quant_of(quant);
-    set_parts(p, {xs, x_scales});
-    p.num_tokens = to_int(num_tokens, "number of tokens");
-    p.zero_padding = zero_padding;
-    p.num_sms = to_int(num_sms, "num_sms");
-    group.prepare(p);
-    const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
-    Moved moved = allocate_moved(*registered, {xs, x_scales}, p.output, output_types(row, dispatch, p.output), device);
-    set_moved(p, moved);
-    void* stream = registered->order.next_stream(device);
-    group.dispatch(p, stream);
-    registered->order.note_enqueued(device, stream);
+    const Moved moved = run_ht_cached(buffer, EP_HT_CACHED_PASS, nullptr);
+    const at::Device device = route.device();
     return std::make_tuple(moved.xs[0], moved.scales, further(moved, 1, device), further(moved, 2, device),
                            further(moved, 3, device));
+  });
+}
+
+void ht_dispatch_cached_out(std::string_view buffer, Tensor, EP_HT_CACHED_ARGS, at::TensorList out_xs,
+                            Tensor out_scales) {
+  guarded([&] {
+    const Moved given{out_xs.vec(), out_scales};
+    run_ht_cached(buffer, EP_HT_CACHED_PASS, &given);
   });
 }
 
@@ -386,9 +400,8 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
   HtCombineParams p;
   p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
   p.weighting = weighting_of(weighting);
-  EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
   p.num_tokens = to_int(num_tokens, "number of tokens");
-  p.num_sms = to_int(num_sms, "num_sms");
+  p.num_sms = num_sms_of(num_sms);
   Tensor out = new_tensor({0}, out_dtype, device), out_values = new_tensor({0}, at::kFloat, device);
   if (rows) {
     EP_CHECK(rows->dim() >= 2, "rows have ", rows->dim(), " dimensions, must be shaped as dispatch's output");
@@ -445,6 +458,9 @@ Tensor arena_empty(std::string_view buffer, Tensor, at::IntArrayRef size, at::Sc
 #define EP_HT_DISPATCH_SCHEMA                                                            \
   "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor topk_idx, Tensor? " \
   "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
+#define EP_HT_CACHED_SCHEMA                                                                                  \
+  "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor slots, " EP_HANDLE_SCHEMA \
+  ", int quant, bool zero_padding, int num_sms"
 #define EP_HT_COMBINE_SCHEMA                                                                                \
   "str buffer, Tensor(a!) seq, Tensor? rows, Tensor? values, Tensor route, Tensor slots, Tensor? weights, " \
   "Tensor? topk_idx, Tensor[] biases, " EP_HANDLE_SCHEMA                                                    \
@@ -468,11 +484,9 @@ void define_ht_ops(torch::Library& library) {
   library.def("ht_dispatch_out(" EP_HT_DISPATCH_SCHEMA
               ", Tensor(b!)[] out_xs, Tensor(c!) out_scales, Tensor(d!) out_weights, Tensor(e!) out_topk_idx, "
               "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) out_route, Tensor(i!) out_slots) -> ()");
-  library.def(
-      "ht_dispatch_cached(str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor "
-      "slots, " EP_HANDLE_SCHEMA
-      ", int quant, bool zero_padding, int num_sms) -> (Tensor x, Tensor scales, Tensor "
-      "x1, Tensor x2, Tensor x3)");
+  library.def("ht_dispatch_cached(" EP_HT_CACHED_SCHEMA
+              ") -> (Tensor x, Tensor scales, Tensor x1, Tensor x2, Tensor x3)");
+  library.def("ht_dispatch_cached_out(" EP_HT_CACHED_SCHEMA ", Tensor(b!)[] out_xs, Tensor(c!) out_scales) -> ()");
   library.def("ht_combine(" EP_HT_COMBINE_SCHEMA ") -> (Tensor out, Tensor out_values)");
   library.def("ht_combine_out(" EP_HT_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
   library.def("arena_empty(str buffer, Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
@@ -482,6 +496,7 @@ void register_ht_kernels(torch::Library& library) {
   library.impl("ht_dispatch", &ht_dispatch);
   library.impl("ht_dispatch_out", &ht_dispatch_out);
   library.impl("ht_dispatch_cached", &ht_dispatch_cached);
+  library.impl("ht_dispatch_cached_out", &ht_dispatch_cached_out);
   library.impl("ht_combine", &ht_combine);
   library.impl("ht_combine_out", &ht_combine_out);
   library.impl("arena_empty", &arena_empty);

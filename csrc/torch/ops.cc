@@ -131,8 +131,7 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
   p.hidden = static_cast<int>(args.hidden);
   p.weighting = weighting_of(args.weighting);
   p.num_tokens = static_cast<int>(spec.num_tokens);
-  EP_CHECK(args.num_sms >= 0, "num_sms is ", args.num_sms, ", must not be negative");
-  p.num_sms = static_cast<int>(args.num_sms);
+  p.num_sms = num_sms_of(args.num_sms);
   if (args.rows) {
     check_tensor(*args.rows, "rows", args.rows_dtype, row_shape(p.output, args.hidden), device);
     check_aligned(*args.rows, "rows");
@@ -236,9 +235,8 @@ void ll_floor_push(std::string_view buffer, Tensor, const Tensor& handle, EP_HAN
     p.kind = combine ? Kind::kCombine : Kind::kDispatch;
     p.map_k = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle).map_k();
     p.num_tokens = static_cast<int>(num_tokens);
-    EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
     EP_CHECK(row_bytes > 0 && row_bytes <= INT32_MAX - 16, "row_bytes is ", row_bytes, ", must be positive");
-    p.num_sms = static_cast<int>(num_sms);
+    p.num_sms = num_sms_of(num_sms);
     group.floor_push(p, align_up<int64_t>(row_bytes, 16), registered->order.next_stream(device));
   });
 }

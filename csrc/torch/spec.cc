@@ -12,10 +12,7 @@ std::string text(at::IntArrayRef sizes) {
   return result + "]";
 }
 
-int num_quant_scales(Quant quant, int64_t hidden) {
-  const int groups = ceil_div(static_cast<int>(hidden), kQuantGroup);
-  return quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) : groups;
-}
+int num_quant_scales(Quant quant, int64_t hidden) { return quant_scale_bytes(quant, static_cast<int>(hidden)) / 4; }
 
 template <class T>
 T* data(const at::Tensor& tensor) {
@@ -37,6 +34,11 @@ Quant quant_of(int64_t quant) {
 Weighting weighting_of(int64_t weighting) {
   EP_CHECK(weighting >= 0 && weighting <= 2, "weighting ", weighting, " is unknown");
   return static_cast<Weighting>(weighting);
+}
+
+int num_sms_of(int64_t num_sms) {
+  EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
+  return to_int(num_sms, "num_sms");
 }
 
 OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
@@ -186,8 +188,7 @@ LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, c
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.output = output;
   p.zero_padding = spec.zero_padding;
-  EP_CHECK(spec.num_sms >= 0, "num_sms is ", spec.num_sms, ", must not be negative");
-  p.num_sms = to_int(spec.num_sms, "num_sms");
+  p.num_sms = num_sms_of(spec.num_sms);
   // The size of the scales is part of the call, for the sending half too.
   const bool quantises = p.quant != Quant::kNone;
   p.out_scales.count = quantises ? num_quant_scales(p.quant, row.hidden) : to_int(row.num_scales, "number of scales");

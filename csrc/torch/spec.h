@@ -16,6 +16,7 @@ DType dtype_of(at::ScalarType type);
 int to_int(int64_t value, const char* name);  // refuses what does not fit
 Quant quant_of(int64_t quant);
 Weighting weighting_of(int64_t weighting);
+int num_sms_of(int64_t num_sms);
 
 // What every rank passes alike, and what this rank asks of its outputs.
 struct DispatchSpec {

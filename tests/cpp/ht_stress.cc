@@ -142,12 +142,7 @@ class HtTrip : public Trip {
     p.hidden = round_.elements();
     p.num_tokens = num_tokens_;
     p.output = output_;
-    const auto add = [&](const uint32_t* in, int words) {
-      HtPart& part = p.parts[p.num_parts++];
-      part.in = in;
-      part.row_stride = part.bytes = part.element_bytes = words * 4;
-      part.elements = 1;
-    };
+    const auto add = [&](const uint32_t* in, int words) { p.parts[p.num_parts++] = HtPart::contiguous(in, words * 4); };
     add(x_.data(), round_.row_words);
     if (round_.num_scales > 0) add(scales_.data(), round_.num_scales);
     return p;

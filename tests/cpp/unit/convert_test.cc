@@ -16,35 +16,26 @@ TEST(Convert, ListsHaveTheExpectedCodes) {
   EXPECT_EQ(e4m3_numbers().num_finite(), 0x7F);
 }
 
-TEST(Convert, EveryBf16RoundTrips) {
+// Every number of 16 bits, infinities (code `infinity`) and NaNs (the codes beyond it) included.
+template <class ToFloat, class FromFloat>
+void expect_round_trips(ToFloat to_float, FromFloat from_float, int infinity, const NumberList& numbers) {
   for (uint32_t bits = 0; bits < 65536; bits++) {
-    const float value = bf16_to_float(static_cast<uint16_t>(bits));
+    const float value = to_float(static_cast<uint16_t>(bits));
     const int code = bits & 0x7FFF;
-    if (code > 0x7F80) {
+    if (code > infinity) {
       ASSERT_TRUE(std::isnan(value)) << bits;
-      ASSERT_GT(float_to_bf16(value) & 0x7FFF, 0x7F80) << bits;
+      ASSERT_GT(from_float(value) & 0x7FFF, infinity) << bits;
       continue;
     }
     ASSERT_EQ(std::signbit(value), bits >> 15 != 0) << bits;
-    ASSERT_EQ(std::fabs(value), code == 0x7F80 ? INFINITY : static_cast<float>(bf16_numbers().value(code))) << bits;
-    ASSERT_EQ(float_to_bf16(value), bits);
+    ASSERT_EQ(std::fabs(value), code == infinity ? INFINITY : static_cast<float>(numbers.value(code))) << bits;
+    ASSERT_EQ(from_float(value), bits);
   }
 }
 
-TEST(Convert, EveryF16RoundTrips) {
-  for (uint32_t bits = 0; bits < 65536; bits++) {
-    const float value = f16_to_float(static_cast<uint16_t>(bits));
-    const int code = bits & 0x7FFF;
-    if (code > 0x7C00) {
-      ASSERT_TRUE(std::isnan(value)) << bits;
-      ASSERT_GT(float_to_f16(value) & 0x7FFF, 0x7C00) << bits;
-      continue;
-    }
-    ASSERT_EQ(std::signbit(value), bits >> 15 != 0) << bits;
-    ASSERT_EQ(std::fabs(value), code == 0x7C00 ? INFINITY : static_cast<float>(f16_numbers().value(code))) << bits;
-    ASSERT_EQ(float_to_f16(value), bits);
-  }
-}
+TEST(Convert, EveryBf16RoundTrips) { expect_round_trips(bf16_to_float, float_to_bf16, 0x7F80, bf16_numbers()); }
+
+TEST(Convert, EveryF16RoundTrips) { expect_round_trips(f16_to_float, float_to_f16, 0x7C00, f16_numbers()); }
 
 TEST(Convert, EveryE4m3RoundTrips) {
   for (int code = 0; code < 0x7F; code++) {

@@ -46,21 +46,22 @@ class PickyGroup : public ::testing::Test {
     group_ = std::make_unique<Group>(bootstrap_, config_, &make_picky);
   }
 
-  // The text of the error, "" for none.
-  std::string dispatch(Half half) {
-    LlDispatchParams params;
+  template <class Params>
+  Params params_of(Half half) const {
+    Params params;
     params.shape = shape_;
     params.half = half;
     params.hidden = 16;
     params.output = OutputShape::make(shape_, OutputLayout::kExpertMajor, 1, 1);
+    return params;
+  }
+  // The text of the error, "" for none.
+  std::string dispatch(Half half) {
+    auto params = params_of<LlDispatchParams>(half);
     return error_of([&] { group_->dispatch(params, nullptr); });
   }
   std::string combine(Half half) {
-    LlCombineParams params;
-    params.shape = shape_;
-    params.half = half;
-    params.hidden = 16;
-    params.output = OutputShape::make(shape_, OutputLayout::kExpertMajor, 1, 1);
+    auto params = params_of<LlCombineParams>(half);
     return error_of([&] { group_->combine(params, nullptr); });
   }
   std::string combine_weights() {

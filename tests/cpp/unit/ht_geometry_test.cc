@@ -15,10 +15,7 @@ HtDispatchParams dispatch_of(const std::vector<int>& bytes, int num_tokens = 7) 
   p.num_tokens = num_tokens;
   for (int size : bytes) {
     HtPart& part = p.parts[p.num_parts++];
-    part.in = memory;
-    part.elements = 1;
-    part.element_bytes = part.bytes = size;
-    part.row_stride = size;
+    part = HtPart::contiguous(memory, size);
     part.out_offset = 4096;
   }
   return p;

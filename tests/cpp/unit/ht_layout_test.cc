@@ -3,29 +3,16 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "layout/window.h"
 #include "runtime/group.h"
 #include "unit/errors.h"
+#include "unit/pieces.h"
 
 namespace ep {
 namespace {
-
-struct Piece {
-  uint64_t begin, end;
-  std::string name;
-};
-
-void expect_apart(std::vector<Piece> pieces, uint64_t bytes) {
-  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
-  for (size_t i = 0; i + 1 < pieces.size(); i++) {
-    ASSERT_LE(pieces[i].end, pieces[i + 1].begin) << pieces[i].name << " overlaps " << pieces[i + 1].name;
-  }
-  ASSERT_LE(pieces.back().end, bytes);
-}
 
 void add_calls(std::vector<Piece>& pieces, const HtLayout& layout, const std::string& kind, const Shape& shape) {
   for (int source = 0; source < shape.num_ranks; source++) {

@@ -3,20 +3,15 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "runtime/group.h"
 #include "unit/errors.h"
+#include "unit/pieces.h"
 
 namespace ep {
 namespace {
-
-struct Piece {
-  uint64_t begin, end;
-  std::string name;
-};
 
 // Every word that an operation of this kind may touch.
 void add_pieces(std::vector<Piece>& pieces, const LlLayout& layout, const RowFormat& row, const std::string& kind) {
@@ -36,14 +31,6 @@ void add_pieces(std::vector<Piece>& pieces, const LlLayout& layout, const RowFor
       }
     }
   }
-}
-
-void expect_apart(std::vector<Piece> pieces, uint64_t window_bytes) {
-  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
-  for (size_t i = 0; i + 1 < pieces.size(); i++) {
-    ASSERT_LE(pieces[i].end, pieces[i + 1].begin) << pieces[i].name << " overlaps " << pieces[i + 1].name;
-  }
-  ASSERT_LE(pieces.back().end, window_bytes);
 }
 
 TEST(LlLayout, NothingOverlaps) {

@@ -1,0 +1,37 @@
+"""What the GPU tests share: how many GPUs there are, the marks of tests that need them, work that keeps one busy."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from nccl_ep import _C
+
+TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
+NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
+NUM_SMS = (4, 12, 132)
+WORLDS = sorted({2, min(max(NUM_GPUS, 2), 8)})  # ranks in processes
+
+_reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]
+several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
+
+
+def num_replays(default: int) -> int:
+    """Of captured graphs; the environment may ask for others."""
+    return int(os.environ.get("NCCL_EP_GPU_REPLAYS", str(default)))
+
+
+def num_cases(default: int) -> int:
+    """Generated ones of a test, likewise."""
+    return int(os.environ.get("NCCL_EP_GPU_CASES", str(default)))
+
+
+def busy(milliseconds: float) -> torch.cuda.Event:
+    """Gives the current stream about so much work. Returns an event behind it."""
+    event = torch.cuda.Event()
+    torch.cuda._sleep(int(milliseconds * 2e6))
+    event.record()
+    return event
