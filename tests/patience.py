@@ -11,7 +11,7 @@ import pytest
 
 PATIENCE = 60.0  # seconds; what takes longer hangs, or has waited for a deadline of so many
 DEADLINES = (0.7, 5.0, 30.0)  # seconds, of ranks that wait for one that does not come
-_TRIES = 20
+_TRIES = 10
 
 
 class Late(AssertionError):
