@@ -36,7 +36,7 @@ def make_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
         wire_dtype=torch.float32,
         scale_bytes=case.scales_width * 8,
         domain_size=case.domain_size,
-        timeout=30.0,
+        timeout=60.0,
         **options,
     )
 

@@ -189,7 +189,7 @@ def ht_buffer(case: Case, plan: HtPlan, group: Any, **options: Any) -> nccl_ep.B
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk, num_experts=case.num_experts,
         dtype=case.dtype, wire_dtype=torch.float32, scale_bytes=beside, domain_size=case.domain_size, mode="ht",
-        arena_bytes=arena, **{"timeout": 30.0, "device": "cpu", **options},
+        arena_bytes=arena, **{"timeout": 60.0, "device": "cpu", **options},
     )  # fmt: skip
 
 

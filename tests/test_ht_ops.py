@@ -36,7 +36,7 @@ def _buffer(case: Expected, group: Any) -> nccl_ep.Buffer:
     shape = case.case
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=shape.max_tokens, hidden=shape.hidden, topk=shape.topk, num_experts=shape.num_experts,
-        mode="ht", scale_bytes=2000, wire_dtype=torch.float32, device="cpu", timeout=30.0,
+        mode="ht", scale_bytes=2000, wire_dtype=torch.float32, device="cpu", timeout=60.0,
         domain_size=shape.domain_size,
     )  # fmt: skip
 
