@@ -33,7 +33,7 @@ TORCH_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 
 def run(*arguments: str | Path, **options: Any) -> str:
     done = subprocess.run(
-        [str(a) for a in arguments], timeout=400, capture_output=True, text=True, **{"env": TOOLS, **options}
+        [str(a) for a in arguments], timeout=1200, capture_output=True, text=True, **{"env": TOOLS, **options}
     )
     assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -71,7 +71,7 @@ def allgather_of(group: ThreadGroup) -> Any:
 def make_group(library: Library, group: ThreadGroup, **config: Any) -> c.c_void_p:
     made, gather = c.c_void_p(), allgather_of(group)
     fields = {"num_experts": 2 * group.size(), "max_tokens": 8, "topk": 2, "max_token_bytes": 128, **config}
-    fields.setdefault("timeout_ns", 30 * SECOND)
+    fields.setdefault("timeout_ns", 60 * SECOND)
     library.CreateGroupFromCallback(made, group.rank(), group.size(), gather, None, c_api.GroupConfig(**fields))
     return made
 

@@ -1,13 +1,19 @@
-"""The C library, built and installed once for all the tests that want it."""
+"""For all tests: torch's threads; the C library, built and installed once for those that want it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from c_api import Library
 from c_case import ROOT, run
+
+# Ranks are threads and processes that share the cores; torch's own would mostly wait for one another.
+if not torch.cuda.is_available():
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ def small_case(num_ranks: int = 2, ids: list[torch.Tensor] | None = None, **chan
 
 def normal_buffer(group: Any, num_nvl_bytes: int = WINDOW, **options: Any) -> nccl_ep.Buffer:
     """A buffer as DeepEP's callers make it."""
-    return nccl_ep.Buffer(group, num_nvl_bytes, **{"device": "cpu", "timeout": 30.0, **options})
+    return nccl_ep.Buffer(group, num_nvl_bytes, **{"device": "cpu", "timeout": 60.0, **options})
 
 
 def normal_arguments(buffer: nccl_ep.Buffer) -> dict[str, Any]:

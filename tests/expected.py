@@ -126,4 +126,4 @@ def shared_buffer(group: Any, cases: Sequence[Expected], **options: Any) -> nccl
         for case in (each.case for each in cases)
     ]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
-    return nccl_ep.Buffer(group, **{"sizes": largest, "timeout": 30.0, "device": "cpu", **options})
+    return nccl_ep.Buffer(group, **{"sizes": largest, "timeout": 60.0, "device": "cpu", **options})

@@ -55,7 +55,7 @@ class Processes:
         assert pid is not None
         os.kill(pid, number)
 
-    def wait(self, rank: int, timeout: float = 60.0) -> Outcome:
+    def wait(self, rank: int, timeout: float = 240.0) -> Outcome:
         """The outcome of a rank. One that hangs fails the test."""
         if rank in self._outcomes:
             return self._outcomes[rank]
@@ -65,7 +65,7 @@ class Processes:
             if not self._pipes[rank].poll(timeout):
                 raise AssertionError(f"rank {rank} still runs after {timeout} s")
             said = pickle.loads(self._pipes[rank].recv_bytes())
-        self._processes[rank].join(max(deadline - time.monotonic(), 5.0))
+        self._processes[rank].join(max(deadline - time.monotonic(), 60.0))
         if self._processes[rank].is_alive():
             raise AssertionError(f"rank {rank} is done but does not exit: {said}")
         value, error = said or (None, "")
@@ -90,7 +90,7 @@ def processes(num_ranks: int, body: Callable[..., Any], directory: Path, *args: 
 
 
 def run_processes(
-    num_ranks: int, body: Callable[..., Any], directory: Path, *args: Any, timeout: float = 60.0
+    num_ranks: int, body: Callable[..., Any], directory: Path, *args: Any, timeout: float = 240.0
 ) -> list[Any]:
     """What ``body`` returned on every rank. Fails if one failed or did not exit with 0."""
     with processes(num_ranks, body, directory, *args) as world:
@@ -106,7 +106,7 @@ def _run(rank: int, num_ranks: int, store: str, sender: Connection, body: Callab
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast can put GPUs that others share out of service
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+        "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timedelta(seconds=240)
     )
     dist.barrier()  # a rank whose body returns at once would close connections that others are still making
     try:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from expected import Expected, plain_case
 from harness import make_buffer
+from patience import PATIENCE
 from processes import run_processes
 
 import nccl_ep
@@ -470,9 +471,9 @@ def test_a_fork_of_a_buffer(with_network: bool) -> None:
             receiver, sender = fork.Pipe(duplex=False)
             child = fork.Process(target=_use_in_fork, args=(buffer, out.handle, sender))
             child.start()
-            assert receiver.poll(20), "the fork hangs"
+            assert receiver.poll(PATIENCE), "the fork hangs"
             texts = receiver.recv()
-            child.join(10)
+            child.join(PATIENCE)
             assert child.exitcode == 0
             assert len(texts) == 8
             for text in texts:

@@ -39,7 +39,7 @@ SYSTEMS = {"nccl_ep", "torch_all_to_all", "torch_symm_mem"}
 
 def run(*command: str, code: int = 0) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT), "NCCL_EP_REVISION": "some-revision"}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
@@ -147,7 +147,7 @@ def test_payloads_and_layouts_of_one_run(tmp_path: Path) -> None:
 
 def test_overlap_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "new" / "overlap.json"
-    arguments = ("--device", "cpu", "--dtype", "fp8", "--iterations", "2", "--layout", "flat", "--json", str(path))
+    arguments = ("--device", "cpu", "--dtype", "fp8", "--iterations", "3", "--layout", "flat", "--json", str(path))
     shown = run("-m", "nccl_ep.bench", "overlap", *arguments)
     found = records.load([path])
     expected = {("nccl_ep", "alone"), ("gemm", "alone"), ("gemm", "alone_on_rest"), ("nccl_ep", "overlapped"),
@@ -162,7 +162,7 @@ def test_overlap_on_cpu_ranks(tmp_path: Path) -> None:
         assert record["unit"] == ("x" if record["figure"] == "slowdown" else "us")
     value = {(r["op"], r["system"], r["figure"]): r["value"] for r in found}
     slowdown = value["combine", "nccl_ep", "overlapped"] / value["combine", "nccl_ep", "alone"]
-    assert value["combine", "nccl_ep", "slowdown"] == pytest.approx(slowdown, abs=1e-3)
+    assert value["combine", "nccl_ep", "slowdown"] == pytest.approx(slowdown, rel=1e-3, abs=1e-3)
     assert "128x128x64" in shown and shown == run("-m", "nccl_ep.bench", "table", str(path))
     assert plot.main([str(path), "--out", str(tmp_path)]) == 1  # nothing of ll
 
@@ -179,10 +179,14 @@ def test_gemm_share() -> None:
     assert overlap.over_share(126, 100, 132, 12) == pytest.approx(126 / 110)
 
 
-@pytest.mark.parametrize("gemm_us", [20.0, 1.0])
-def test_overlapped_figures_are_of_lanes_that_last_long_enough(gemm_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gemm_us", "is_cuda", "tries"), [(20.0, True, 5), (1.0, True, 5), (1.0, False, 2)], ids=["enough", "short", "cpu"]
+)
+def test_overlapped_figures_are_of_lanes_that_last_long_enough(
+    gemm_us: float, is_cuda: bool, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Side by side operations take ten times as long as the first guess assumes: GEMMs are added until they cover them,
-    or the figure is given up."""
+    or the figure is given up. CPU ranks take what they have."""
     runs: list[tuple[int, int]] = []
 
     def run(chains: int, gemms: int) -> tuple[float, float]:
@@ -191,7 +195,7 @@ def test_overlapped_figures_are_of_lanes_that_last_long_enough(gemm_us: float, m
 
     made = types.SimpleNamespace(num_sms=132, run=run, widen=lambda on_all_sms: None)
     monkeypatch.setattr(overlap, "make_lanes", lambda *_: made)
-    world: Any = types.SimpleNamespace(together=lambda body: body(), agree=lambda body: [body()], is_cuda=False)
+    world: Any = types.SimpleNamespace(together=lambda body: body(), agree=lambda body: [body()], is_cuda=is_cuda)
     found: list[records.Record] = []
     measured = object.__new__(overlap.Overlap)
     measured.__dict__.update(
@@ -204,10 +208,11 @@ def test_overlapped_figures_are_of_lanes_that_last_long_enough(gemm_us: float, m
     )
     measured._measure_fused("dispatch", lambda: None, lambda: None, 12, "none")
     beside = [gemms for chains, gemms in runs if chains == 4 and gemms]
-    assert beside == sorted(beside) and len(set(beside)) > 1
+    assert beside == sorted(beside) and len(set(beside)) == tries
     figures = {(r["system"], r["figure"]): r for r in found}
     if gemm_us == 20.0:
         assert beside[-1] * gemm_us >= 4 * 2 * 100.0 > beside[0] * gemm_us
+    if gemm_us == 20.0 or not is_cuda:
         assert figures["nccl_ep", "slowdown"]["value"] == 10.0
     else:
         assert "did not last alike" in figures["nccl_ep", "overlapped"]["skipped"]
@@ -226,7 +231,7 @@ def test_gemms_laid_out_for_fewer_sms() -> None:
 
 def test_lanes_of_threads_run_side_by_side() -> None:
     """Each lane waits for the other, which would not end one after the other; errors of either come out."""
-    meeting = threading.Barrier(2, timeout=20)
+    meeting = threading.Barrier(2, timeout=60)
     gate: Any = types.SimpleNamespace(gate=types.SimpleNamespace(wait=lambda: None))
     taken = lanes.ThreadLanes(gate, meeting.wait, meeting.wait, chain=2).run(2, 4)
     assert min(taken) > 0

@@ -130,7 +130,7 @@ def test_fit_on_cpu_ranks(tmp_path: Path) -> None:
 
 def test_overlap_of_high_throughput(tmp_path: Path) -> None:
     path = tmp_path / "overlap.json"
-    arguments = ("--device", "cpu", "--dtype", "bf16", "--iterations", "2", "--mode", "ht", "--json", str(path))
+    arguments = ("--device", "cpu", "--dtype", "bf16", "--iterations", "3", "--mode", "ht", "--json", str(path))
     shown = run("-m", "nccl_ep.bench", "overlap", *arguments)
     found = records.load([path])
     assert len(found) == 22 and {r["op"] for r in found} == {"dispatch", "combine"}

@@ -51,7 +51,7 @@ def test_a_window_of_given_bytes_serves_shapes_unknown_when_it_was_made() -> Non
     cases = expected_cases(6, num_ranks=2)
 
     def body(group: ThreadGroup) -> None:
-        with nccl_ep.Buffer(group, 0, 16 << 20, low_latency_mode=True, device="cpu", timeout=30.0) as buffer:
+        with nccl_ep.Buffer(group, 0, 16 << 20, low_latency_mode=True, device="cpu", timeout=60.0) as buffer:
             for case in cases:
                 case.run(buffer)
 
@@ -299,7 +299,7 @@ def test_a_token_does_not_depend_on_its_batch_nor_on_its_home(
     def body(group: ThreadGroup) -> dict[int, torch.Tensor]:
         rank, got = group.rank(), {}
         with nccl_ep.Buffer.for_shapes(
-            group, max_tokens=most, hidden=hidden, topk=topk, num_experts=experts, device="cpu", timeout=30.0
+            group, max_tokens=most, hidden=hidden, topk=topk, num_experts=experts, device="cpu", timeout=60.0
         ) as buffer:
             for number, (home, others) in enumerate([(0, False), (2, False), (1, True), (1, False)]):
                 bx, bi, bw, mine = batch(home, others, rank)

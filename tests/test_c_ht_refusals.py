@@ -14,6 +14,7 @@ import torch
 from c_api import Library
 from c_case import SECOND, CaseRun, make_group, refused, tensor
 from expected import Expected, plain_case
+from patience import PATIENCE
 
 from nccl_ep.modes import auto_ll_tokens
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -349,7 +350,7 @@ def test_a_silent_rank_ends_the_group(library: Library) -> None:
     def body(group: ThreadGroup) -> None:
         made, solo = two_ranks(library, group)
         if group.rank() == 1:
-            assert done.wait(30)
+            assert done.wait(PATIENCE)
         else:
             library.GroupSetTimeout(made, SECOND // 5)
             refused(c_api.TIMEOUT, "rank 0 waited 0.2 s for the call record of rank 1", solo.route)

@@ -14,6 +14,7 @@ import torch
 from c_api import Library
 from c_case import SECOND, make_group, refused, run_case, tensor
 from expected import Expected, plain_case
+from patience import PATIENCE
 
 from nccl_ep.testing import ThreadGroup, run_ranks
 
@@ -296,7 +297,7 @@ def test_a_silent_rank_ends_the_group_and_a_new_one_works(library: Library) -> N
     def body(group: ThreadGroup) -> None:
         made = make_group(library, group)
         if group.rank() == 1:
-            assert done.wait(30)
+            assert done.wait(PATIENCE)
         else:
             library.GroupSetTimeout(made, SECOND // 5)
             solo = Solo(library, made, layout="flat")

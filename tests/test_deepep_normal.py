@@ -11,6 +11,7 @@ import torch
 from deepep_normal_ranks import NormalCase, normal_arguments, normal_buffer, normal_cases, run_program, small_case
 from deepep_ranks import rebuilt
 from deepep_ranks import small_case as low_latency_case
+from patience import PATIENCE
 from processes import run_processes
 
 import nccl_ep
@@ -166,7 +167,7 @@ def test_the_window_grows(num_ranks: int, domain_size: int | None) -> None:
 
     def body(group: ThreadGroup) -> None:
         rank = group.rank()
-        with normal_buffer(group, 20_000 * num_ranks, domain_size=domain_size, timeout=20.0) as buffer:
+        with normal_buffer(group, 20_000 * num_ranks, domain_size=domain_size, timeout=PATIENCE) as buffer:
             handle = small.check_received(rank, small.send(buffer))
             old = buffer.empty([4, 8], torch.float32).fill_(3)
             before = buffer.stats()
@@ -223,7 +224,8 @@ def test_ranks_that_do_not_grow_together() -> None:
     case.with_topk, case.worst = True, 0
 
     def body(group: ThreadGroup) -> None:
-        with normal_buffer(group, 40_000, timeout=0.5) as buffer:
+        with normal_buffer(group, 40_000) as buffer:
+            buffer.set_timeout(0.5 if group.rank() == 0 else PATIENCE)
             if group.rank() == 1:
                 buffer._grow = lambda sizes: pytest.skip("this rank leaves")  # type: ignore[method-assign]
             with pytest.raises((nccl_ep.TimeoutError, pytest.skip.Exception), match=r"rank 1|leaves"):

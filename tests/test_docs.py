@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TIME_LIMIT = 120  # seconds, for a block or an example
+TIME_LIMIT = 600  # seconds, for a block or an example
 
 
 def blocks(language: str) -> list:

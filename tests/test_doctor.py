@@ -30,7 +30,7 @@ HAS_GPU = torch.cuda.is_available()
 def run(*arguments: str, code: int, first_path: Path | None = None) -> str:
     path = os.pathsep.join(filter(None, [str(first_path or ""), str(ROOT)]))
     command = [sys.executable, "-m", "nccl_ep.doctor", *arguments]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 

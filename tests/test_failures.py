@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from expected import Expected, plain_case
 from harness import make_buffer
-from processes import processes
+from patience import PATIENCE, Clock, Late, raises_at_once, with_more_time
+from processes import Processes, processes
 
 import nccl_ep
+from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 PHASES = (
@@ -30,24 +32,6 @@ PHASES = (
     "combine",
     "weighted combine",
 )
-DEADLINE = 0.7  # of a rank that waits for one that does not come
-PATIENCE = 15.0  # of all others: the machine may be busy
-SLACK = 4.0
-
-
-class Clock:
-    """Measures a block and holds it against a limit."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-
-    def __enter__(self) -> None:
-        self.start = time.monotonic()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        took = time.monotonic() - self.start
-        if kind is None:
-            assert took < self.limit, f"took {took:.2f} s, at most {self.limit} s"
 
 
 def _make(case: Expected, group: Any, timeout: float, **options: Any) -> nccl_ep.Buffer:
@@ -93,22 +77,35 @@ def _steps(case: Expected, buffer: nccl_ep.Buffer, phase: str) -> tuple[Callable
     return lambda: _weighted(case, buffer, out.handle), combine
 
 
-def _expect_failure(case: Expected, buffer: nccl_ep.Buffer, phase: str, missing: int) -> str:
-    """The step without the missing rank must fail in time and say why, and all that comes after must fail at once."""
-    step, later_step = _steps(case, buffer, phase)
-    buffer.set_timeout(DEADLINE)
-    with Clock(DEADLINE + SLACK), pytest.raises(nccl_ep.TimeoutError) as caught:
+def expect_timeout(buffer: nccl_ep.Buffer, deadline: float, missing: int, pattern: str, step: Callable[[], Any]) -> str:
+    """The step must fail in time, and say that it waited for the missing rank and has not heard of that one alone."""
+    buffer.set_timeout(deadline)
+    with Clock(deadline + PATIENCE / 2), pytest.raises(nccl_ep.TimeoutError) as caught:
         step()
     text = str(caught.value)
+    named = re.search(r"of rank (\d+) in .*heard from rank ([\d, ]+);", text)
+    assert named, text
+    if {named[1], *named[2].split(", ")} != {str(missing)}:
+        raise Late(text)
+    assert re.search(rf"rank {buffer.rank} waited {deadline:g} s for the {pattern}", text), text
+    expected, saw = map(int, re.findall(r"expected (\d+), saw (\d+)", text)[0])
+    assert expected > saw
+    return text
+
+
+def _expect_failure(
+    case: Expected, buffer: nccl_ep.Buffer, phase: str, group: Any, missing: int, deadline: float
+) -> str:
+    """The step without the missing rank must fail in time and say why, and all that comes after must fail at once."""
+    step, later_step = _steps(case, buffer, phase)
+    group.allgather(b"", PATIENCE)  # what the missing rank does send is on its way
     waited = "arrival signal" if buffer.domain_size < buffer.num_ranks else "call record"
     kind = "dispatch" if phase in ("dispatch", "receive") else "combine"
     pattern = (
-        rf"rank {buffer.rank} waited {DEADLINE} s for the {waited} of rank {missing} in {kind} \d+ "
-        rf"\(expected \d+, saw \d+\); nothing of this call was heard from rank {missing};"
+        rf"{waited} of rank {missing} in {kind} \d+ \(expected \d+, saw \d+\); "
+        rf"nothing of this call was heard from rank {missing};"
     )
-    assert re.search(pattern, text), text
-    expected, saw = map(int, re.findall(r"expected (\d+), saw (\d+)", text)[0])
-    assert expected > saw
+    text = expect_timeout(buffer, deadline, missing, pattern, step)
     given = case.inputs[buffer.rank]
     later: list[Callable[[], Any]] = [
         lambda: case.dispatch(buffer),
@@ -121,33 +118,32 @@ def _expect_failure(case: Expected, buffer: nccl_ep.Buffer, phase: str, missing:
         lambda: buffer.set_timeout(1.0),
     ]
     for call in later:
-        with Clock(DEADLINE / 2), pytest.raises(nccl_ep.TimeoutError, match=f"failed: .*rank {missing}"):
-            call()
-    with Clock(DEADLINE):
+        raises_at_once(deadline, nccl_ep.TimeoutError, f"failed: .*rank {missing}", call)
+    with Clock(deadline + PATIENCE / 2):
         buffer.destroy()
     with pytest.raises(nccl_ep.UsageError, match="was destroyed"):
         buffer.check()
     return text
 
 
-def _wake_up(case: Expected, buffer: nccl_ep.Buffer, step: Callable[[], Any]) -> None:
+def _wake_up(case: Expected, buffer: nccl_ep.Buffer, step: Callable[[], Any], deadline: float) -> None:
     """The missing rank goes on when the others are gone. What they had sent is there, and so is their memory."""
-    buffer.set_timeout(DEADLINE)
+    buffer.set_timeout(deadline)
     with pytest.raises(nccl_ep.TimeoutError):
         step()
         case.dispatch(buffer)
         case.dispatch(buffer)
-    with Clock(DEADLINE / 2), pytest.raises(nccl_ep.TimeoutError, match="failed"):
-        case.dispatch(buffer)
+    raises_at_once(deadline, nccl_ep.TimeoutError, "failed", lambda: case.dispatch(buffer))
     buffer.destroy()
 
 
-def _expect_no_buffer(case: Expected, group: Any, missing: int) -> None:
-    with Clock(DEADLINE + SLACK), pytest.raises(nccl_ep.TimeoutError) as caught:
-        _make(case, group, DEADLINE)
-    text = f"rank {group.rank()} waited {DEADLINE} s for all ranks to make the buffer; nothing was heard from rank"
-    assert text in str(caught.value)
-    assert missing in map(int, str(caught.value).split("from rank ")[1].split(", "))
+def _expect_no_buffer(case: Expected, group: Any, missing: int, deadline: float) -> str:
+    with Clock(deadline + PATIENCE / 2), pytest.raises(nccl_ep.TimeoutError) as caught:
+        _make(case, group, deadline)
+    text = str(caught.value)
+    said = f"rank {rendezvous_of(group).rank()} waited {deadline} s for all ranks to make the buffer; nothing was heard"
+    assert said in text and missing in map(int, text.split("from rank ")[1].split(", ")), text
+    return text
 
 
 # ---- Ranks as threads: a rank that never calls
@@ -157,29 +153,65 @@ def _expect_no_buffer(case: Expected, group: Any, missing: int) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_silent_rank(phase: str, domain_size: int) -> None:
     case = Expected(plain_case(3, domain_size=domain_size))
-    ends, again = ThreadGroup.make(3), ThreadGroup.make(3)
-    told = threading.Semaphore(0)
 
-    def body(group: ThreadGroup) -> None:
-        rank = group.rank()
-        is_silent = rank == 1
-        if phase == "creation":
-            if not is_silent:
-                _expect_no_buffer(case, ends[rank], missing=1)
-        else:
-            buffer = _make(case, ends[rank], PATIENCE)
+    def run(deadline: float) -> None:
+        ends = ThreadGroup.make(3)
+        told = threading.Semaphore(0)
+
+        def body(group: ThreadGroup) -> None:
+            rank = group.rank()
+            is_silent = rank == 1
+            if phase == "creation":
+                if not is_silent:
+                    _expect_no_buffer(case, ends[rank], 1, deadline)
+                return
+            buffer = _make(case, group, PATIENCE)
             if is_silent:
                 step, _ = _steps(case, buffer, phase)
-                assert told.acquire(timeout=PATIENCE) and told.acquire(timeout=PATIENCE)
-                _wake_up(case, buffer, step)
-            else:
-                _expect_failure(case, buffer, phase, missing=1)
+                group.allgather(b"", PATIENCE)
+                assert told.acquire(timeout=2 * PATIENCE) and told.acquire(timeout=2 * PATIENCE)
+                _wake_up(case, buffer, step, deadline)
+                return
+            try:
+                _expect_failure(case, buffer, phase, group, 1, deadline)
+            finally:
                 told.release()
-        with _make(case, again[rank], PATIENCE) as fresh:
+
+        run_ranks(3, body)
+
+    def go_on(group: ThreadGroup) -> None:
+        with _make(case, group, PATIENCE) as fresh:
             case.run(fresh)
             case.run(fresh, staged=True)
 
-    run_ranks(3, body)
+    with_more_time(run)
+    run_ranks(3, go_on)
+
+
+@pytest.mark.parametrize("domain_size", [2, 1], ids=["memory", "network"])
+def test_destroying_a_failed_buffer_waits_for_nobody(domain_size: int) -> None:
+    """Of several, since one cannot be destroyed again: see raises_at_once."""
+    case, deadline = Expected(plain_case(2, domain_size=domain_size)), 0.3
+    seen = threading.Event()
+
+    def body(group: ThreadGroup) -> list[float]:
+        buffers, took = [_make(case, ends[group.rank()], PATIENCE) for ends in worlds], []
+        if group.rank() == 1:
+            assert seen.wait(2 * PATIENCE)
+            return []
+        for buffer in buffers:
+            buffer.set_timeout(deadline)
+            with pytest.raises(nccl_ep.TimeoutError):
+                case.dispatch(buffer)
+            start = time.monotonic()
+            buffer.destroy()
+            took.append(time.monotonic() - start)
+        seen.set()
+        return took
+
+    worlds = [ThreadGroup.make(2) for _ in range(8)]
+    took = run_ranks(2, body)[0]
+    assert min(took) < deadline / 2, took
 
 
 def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
@@ -191,7 +223,7 @@ def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
         buffer = _make(case, ends[group.rank()], PATIENCE)
         if group.rank() == 1:
             return
-        buffer.set_timeout(DEADLINE)
+        buffer.set_timeout(0.3)
         shape, given = case.case, case.inputs[0]
         rows = shape.num_ranks * shape.max_tokens
         outs = [
@@ -226,9 +258,10 @@ def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
 # ---- Ranks as processes: killed, or stopped
 
 
-def _live_or_end(rank: int, num_ranks: int, number: int) -> list[str]:
+def _live_or_end(rank: int, num_ranks: int, number: int, deadline: float) -> list[str | Late]:
     """In each phase one rank of those left sends itself the signal; the others must notice, and go on without it."""
-    alive, texts = list(range(num_ranks)), []
+    alive = list(range(num_ranks))
+    texts: list[str | Late] = []
     for phase in PHASES:
         missing = len(alive) // 2  # its rank among those left
         victim = alive[missing]
@@ -238,18 +271,19 @@ def _live_or_end(rank: int, num_ranks: int, number: int) -> list[str]:
             if rank == victim:
                 os.kill(os.getpid(), number)
                 return ["woken"]
-            with Clock(DEADLINE + SLACK), pytest.raises(nccl_ep.TimeoutError, match="nothing was heard from") as caught:
-                _make(case, group, DEADLINE)
-            texts.append(str(caught.value))
-            assert missing in map(int, texts[-1].split("from rank ")[1].split(", "))
+            texts.append(_expect_no_buffer(case, group, missing, deadline))
         else:
-            buffer = _make(case, group, PATIENCE)
+            buffer, meeting = _make(case, group, PATIENCE), rendezvous_of(group)
             if rank == victim:
                 step, _ = _steps(case, buffer, phase)
+                meeting.allgather(b"", PATIENCE)
                 os.kill(os.getpid(), number)
-                _wake_up(case, buffer, step)
+                _wake_up(case, buffer, step, deadline)
                 return ["woken"]
-            texts.append(_expect_failure(case, buffer, phase, missing))
+            try:
+                texts.append(_expect_failure(case, buffer, phase, meeting, missing, deadline))
+            except Late as late:
+                texts.append(late)
         alive.remove(victim)
     case = Expected(plain_case(len(alive)))
     with _make(case, dist.new_group(alive, use_local_synchronization=True), PATIENCE) as buffer:
@@ -264,45 +298,64 @@ def test_killed_and_stopped_ranks(number: int, tmp_path: Path) -> None:
     alive, victims = list(range(num_ranks)), []
     for _ in PHASES:
         victims.append(alive.pop(len(alive) // 2))
-    with processes(num_ranks, _live_or_end, tmp_path, num_ranks, int(number)) as world:
-        for rank in alive:
-            outcome = world.wait(rank)
-            assert not outcome.error, outcome.error
-            assert outcome.exitcode == 0 and len(outcome.value) == len(PHASES)
-        for victim in victims:
-            if number == signal.SIGSTOP:
-                world.send_signal(victim, signal.SIGCONT)
-            outcome = world.wait(victim)
-            assert not outcome.error, outcome.error
-            expected = (-int(number), None) if number == signal.SIGKILL else (0, ["woken"])
-            assert (outcome.exitcode, outcome.value) == expected
+
+    def run(deadline: float) -> None:
+        folder = tmp_path / str(deadline)
+        folder.mkdir()
+        with processes(num_ranks, _live_or_end, folder, num_ranks, int(number), deadline) as world:
+            for rank in alive:
+                outcome = world.wait(rank)
+                assert not outcome.error, outcome.error
+                assert outcome.exitcode == 0 and len(outcome.value) == len(PHASES)
+                for late in outcome.value:
+                    if isinstance(late, Late):
+                        raise late
+            for victim in victims:
+                if number == signal.SIGSTOP:
+                    world.send_signal(victim, signal.SIGCONT)
+                outcome = world.wait(victim)
+                assert not outcome.error, outcome.error
+                expected = (-int(number), None) if number == signal.SIGKILL else (0, ["woken"])
+                assert (outcome.exitcode, outcome.value) == expected
+
+    with_more_time(run)
 
 
-def _loop_until_killed(rank: int, victim: int, domain_size: int | None, seed: int) -> str:
+def _loop_until_killed(rank: int, victim: int, domain_size: int | None, seed: int, deadline: float) -> str:
     case = Expected(plain_case(3, domain_size=domain_size))
     with make_buffer(case.case, dist.group.WORLD, network_seed=seed) as buffer:
         case.run(buffer)
-        buffer.set_timeout(1.5)
+        buffer.set_timeout(deadline)
         if rank == victim:
             threading.Timer(random.Random(seed).random() * 0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        with Clock(10.0), pytest.raises(nccl_ep.TimeoutError) as caught:
+        with Clock(deadline + PATIENCE / 2), pytest.raises(nccl_ep.TimeoutError) as caught:
             while True:
                 case.run(buffer, staged=rank == 0)
         return str(caught.value)
 
 
+def expect_the_dead_to_be_missed(world: Processes, survivors: Sequence[int], dead: int, kind: str) -> None:
+    texts = []
+    for rank in survivors:
+        outcome = world.wait(rank)
+        assert not outcome.error and outcome.exitcode == 0, outcome.error
+        texts.append(outcome.value)
+        assert "the buffer has failed: rank" in texts[-1]
+    # Who is missed by a rank that had all from the dead may be one that waited for it; the first names the dead.
+    if not any(re.search(rf"of rank {dead} in {kind}", text) for text in texts):
+        raise Late("; ".join(texts))
+    assert world.wait(dead).exitcode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(("domain_size", "seed"), [(None, 1), (None, 2), (1, 3)])
 def test_killed_in_the_middle_of_something(domain_size: int | None, seed: int, tmp_path: Path) -> None:
-    with processes(3, _loop_until_killed, tmp_path, 1, domain_size, seed) as world:
-        texts = []
-        for rank in (0, 2):
-            outcome = world.wait(rank)
-            assert not outcome.error and outcome.exitcode == 0, outcome.error
-            texts.append(outcome.value)
-            assert "the buffer has failed: rank" in texts[-1]
-        assert world.wait(1).exitcode == -signal.SIGKILL
-        # Who is missed by a rank that had all from the dead may be one that waited for it; the first names the dead.
-        assert any(re.search(r"of rank 1 in", text) for text in texts), texts
+    def run(deadline: float) -> None:
+        folder = tmp_path / str(deadline)
+        folder.mkdir()
+        with processes(3, _loop_until_killed, folder, 1, domain_size, seed, deadline) as world:
+            expect_the_dead_to_be_missed(world, (0, 2), 1, "")
+
+    with_more_time(run)
 
 
 # ---- Deadlines
@@ -319,7 +372,7 @@ def test_set_timeout() -> None:
         case.run(buffer)
         buffer.set_timeout(0.2)
         if group.rank() == 0:
-            with Clock(0.2 + SLACK), pytest.raises(nccl_ep.TimeoutError, match=r"rank 0 waited 0\.2 s for"):
+            with Clock(PATIENCE / 2), pytest.raises(nccl_ep.TimeoutError, match=r"rank 0 waited 0\.2 s for"):
                 case.dispatch(buffer)
             is_given_up.set()
         else:
@@ -334,9 +387,9 @@ def test_a_slow_rank_is_waited_for() -> None:
     case = Expected(plain_case(2))
 
     def body(group: ThreadGroup) -> None:
-        with _make(case, group, 5.0) as buffer:
+        with _make(case, group, PATIENCE) as buffer:
             if group.rank() == 1:
-                time.sleep(DEADLINE)
+                time.sleep(0.7)
             case.run(buffer)
 
     run_ranks(2, body)
@@ -397,9 +450,9 @@ def _expect_mismatch(
         ours, theirs = (other, mine) if rank == odd else (mine, other)
         assert re.search(rf"rank {rank} called [^)]*{ours}.*\), rank {peer} called [^)]*{theirs}", text), text
         for later in (lambda: good.dispatch(buffer), buffer.check):
-            with Clock(1.0), pytest.raises(nccl_ep.MismatchError, match="different calls"):
+            with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="different calls"):
                 later()
-        with Clock(2.0):
+        with Clock(PATIENCE / 2):
             buffer.destroy()
         with make(again[rank]) as fresh:
             good.run(fresh)

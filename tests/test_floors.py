@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from expected import Expected, expected_cases, plain_case, shared_buffer
 from harness import make_buffer
+from patience import PATIENCE, Late, with_more_time
 from test_ops import Calls
 
 import nccl_ep
@@ -76,26 +78,37 @@ def test_flags_wait_for_all_ranks(domain_size: int | None) -> None:
                 floor_calls.flags(buffer)
                 returned[buffer.rank] = time.monotonic()
                 assert returned[buffer.rank] >= called[late]
-                group.allgather(b"", 30)
+                group.allgather(b"", PATIENCE)
 
     run_ranks(3, body)
 
 
 @pytest.mark.parametrize("domain_size", [None, 1])
 def test_a_flag_that_does_not_come(domain_size: int | None) -> None:
-    def body(group: ThreadGroup) -> None:
-        with make_buffer(plain_case(3, domain_size=domain_size), group) as buffer:
-            floor_calls.flags(buffer)
-            buffer.set_timeout(0.2)
-            if buffer.rank != 1:
-                match = r"waited 0\.2 s for the flag of rank 1 in exchange of flags 2 \(expected 2, saw 1\)"
-                with pytest.raises(RuntimeError, match=match):
-                    floor_calls.flags(buffer)
-                with pytest.raises(nccl_ep.TimeoutError, match=r"the buffer has failed: .* flag of rank 1"):
-                    buffer.check()
-            group.allgather(b"", 30)
+    def run(deadline: float) -> None:
+        def body(group: ThreadGroup) -> str:
+            with make_buffer(plain_case(3, domain_size=domain_size), group) as buffer:
+                floor_calls.flags(buffer)
+                group.allgather(b"", PATIENCE)
+                buffer.set_timeout(deadline)
+                text = ""
+                if buffer.rank != 1:
+                    with pytest.raises(RuntimeError) as caught:
+                        floor_calls.flags(buffer)
+                    text = str(caught.value)
+                    with pytest.raises(nccl_ep.TimeoutError, match=r"the buffer has failed: .* flag of rank \d"):
+                        buffer.check()
+                group.allgather(b"", PATIENCE)
+                return text
 
-    run_ranks(3, body)
+        match = rf"waited {deadline:g} s for the flag of rank (\d) in exchange of flags 2 \(expected 2, saw 1\)"
+        for text in run_ranks(3, body)[::2]:
+            found = re.search(match, text)
+            assert found, text
+            if found[1] != "1":
+                raise Late(text)
+
+    with_more_time(run)
 
 
 def test_ranks_that_make_different_calls() -> None:

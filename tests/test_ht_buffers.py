@@ -260,7 +260,7 @@ def test_auto_takes_either_mode_on_one_buffer() -> None:
     def body(group: Any) -> list[str]:
         with nccl_ep.Buffer.for_shapes(
             group, max_tokens=most, hidden=16384, topk=2, num_experts=4, mode="auto", arena_bytes=0, device="cpu",
-            timeout=30.0,
+            timeout=60.0,
         ) as buffer:  # fmt: skip
             taken = []
             for tokens, max_tokens in ((3, 8), (3, most), (600, most)):  # the tokens of a rank do not count
@@ -286,7 +286,7 @@ def test_auto_keeps_to_the_room_that_was_made(hidden: int, topk: int) -> None:
     def body(group: Any) -> str:
         with nccl_ep.Buffer.for_shapes(
             group, max_tokens=600, hidden=16384, topk=2, num_experts=4, mode="auto", arena_bytes=0, device="cpu",
-            timeout=30.0,
+            timeout=60.0,
         ) as buffer:  # fmt: skip
             x, ids = torch.ones(3, hidden, dtype=torch.bfloat16), torch.zeros(3, topk, dtype=torch.int64)
             out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=4, mode="auto", layout="flat", max_tokens=tokens)

@@ -118,7 +118,7 @@ BAD: list[Bad] = [
 def _buffer(group: Any, **options: Any) -> nccl_ep.Buffer:
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=MOST, hidden=HIDDEN, topk=2, num_experts=EXPERTS, mode="auto", wire_dtype=torch.float32,
-        scale_bytes=128, device="cpu", timeout=20.0, **options,
+        scale_bytes=128, device="cpu", timeout=60.0, **options,
     )  # fmt: skip
 
 

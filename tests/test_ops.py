@@ -199,7 +199,7 @@ def test_opcheck_of_deepeps_convention(quant: str | None) -> None:
     """opcheck runs an op more than once and copies its arguments: not for halves, nor for combine, whose src_info has
     the handle behind it."""
     with nccl_ep.Buffer.for_shapes(
-        None, max_tokens=6, hidden=640, topk=3, num_experts=4, device="cpu", timeout=30.0
+        None, max_tokens=6, hidden=640, topk=3, num_experts=4, device="cpu", timeout=60.0
     ) as buffer:
         calls = _deepep_calls(buffer, quant)
         for kind in ("dispatch", "combine"):

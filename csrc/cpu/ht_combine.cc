@@ -34,7 +34,10 @@ class Combine {
       channel_.signal_rail(HtSignal::kCombineRail);
       channel_.await_rail(HtSignal::kCombineRail, Phase::kRail);
     }
-    for (int token = 0; token < p_.num_tokens; token++) add_up(token);
+    for (int token = 0; token < p_.num_tokens; token++) {
+      testing::delay(testing::Point::kBetweenRows, channel_.rank());
+      add_up(token);
+    }
     if (!testing::has_bug(testing::Bug::kEarlyDone)) channel_.signal_domain(HtSignal::kCombineDone);
     channel_.await_domain(HtSignal::kCombineDone, Phase::kDone);  // the input is the caller's again
     channel_.complete();

@@ -154,7 +154,7 @@ class Configuration:
         def make() -> tuple[Buffer, float, float, float]:
             world.synchronize()
             before = torch.cuda.mem_get_info()[0] if world.is_cuda else 0
-            buffer = make_buffer(self.shape, world.device, _BUFFER_SECONDS, arena_bytes)
+            buffer = make_buffer(self.shape, world.device, world.patience(_BUFFER_SECONDS), arena_bytes)
             world.synchronize()
             taken = before - torch.cuda.mem_get_info()[0] if world.is_cuda else 0
             stats = buffer.stats()

@@ -26,7 +26,8 @@ T = TypeVar("T")
 # NVLink multicast can put GPUs that others share out of service.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _COLLECTIVE_SECONDS = 120  # of torch's own collectives: then the process ends, and the parent goes on with a new one
-_GATE_SECONDS = 20
+_GATE_SECONDS = 20.0
+_CPU_SECONDS = 120.0  # of whatever CPU ranks wait for: they share cores with all else that runs there
 _sleep: Callable[[int], None] = torch.cuda._sleep
 
 
@@ -44,7 +45,7 @@ class Gate:
     (One over sockets lets them out tens of microseconds apart, which would be measured.)
     """
 
-    def __init__(self, rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, rank: int, num_ranks: int, group: dist.ProcessGroup, seconds: float) -> None:
         name: list[Any] = [None]
         if rank == 0:
             where = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -60,17 +61,18 @@ class Gate:
         self._own = 8 * rank  # a cache line a rank
         self._others = [8 * other for other in range(num_ranks) if other != rank]
         self.rounds = 0
+        self._seconds = seconds
 
     def wait(self) -> None:
         self.rounds += 1
         words, rounds = self._words, self.rounds
         words[self._own] = rounds
-        deadline = time.monotonic() + _GATE_SECONDS
+        deadline = time.monotonic() + self._seconds
         for other in self._others:
             while words[other] < rounds:
                 os.sched_yield()
                 if time.monotonic() > deadline:
-                    raise BenchError(f"rank {other // 8} did not come to the barrier within {_GATE_SECONDS} s")
+                    raise BenchError(f"rank {other // 8} did not come to the barrier within {self._seconds:g} s")
 
 
 class World:
@@ -96,7 +98,7 @@ class World:
         host = dist.new_group(backend="gloo", timeout=timeout)
         assert host is not None
         self._host = host
-        self.gate = Gate(self.rank, self.num_ranks, host)
+        self.gate = Gate(self.rank, self.num_ranks, host, self.patience(_GATE_SECONDS))
         self._token = torch.zeros(1, device=self.device)
         if self.is_cuda:
             dist.all_reduce(self._token)  # makes NCCL's communicator before memory is measured
@@ -128,6 +130,10 @@ class World:
         if skipped := [text for state, text in outcomes if state == "skipped"]:
             raise Skipped(skipped[0])
         return [result for _, result in outcomes]
+
+    def patience(self, seconds: float) -> float:
+        """The deadline of a wait that is given up on GPUs after so many seconds."""
+        return seconds if self.is_cuda else max(seconds, _CPU_SECONDS)
 
     def synchronize(self) -> None:
         if self.is_cuda:

@@ -19,7 +19,7 @@ TEST(Floors, PushesAndFlagsInTurn) {
                                [&](Bootstrap& bootstrap) {
                                  GroupConfig config;
                                  config.domain_size = domain_size;
-                                 config.timeout_seconds = 30;
+                                 config.timeout_seconds = 60;
                                  config.sizes = sizes_for(Shape{num_ranks, 6, kTopk, kTokens}, 256, 256);
                                  const auto group = make_cpu_group(bootstrap, config);
                                  std::vector<int32_t> tokens(num_ranks, kTokens), ids(kTokens * kTopk);

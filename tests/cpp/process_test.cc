@@ -40,7 +40,7 @@ class ProcessBootstrap : public Bootstrap {
     std::memcpy(slot.bytes, mine.data(), mine.size());
     slot.size.store(static_cast<int>(mine.size()), std::memory_order_release);
     std::vector<std::string> all;
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     for (int r = 0; r < num_ranks_; r++) {
       Shared::Slot& theirs = shared_.slots[meeting_][r];
       while (theirs.size.load(std::memory_order_acquire) < 0) {
@@ -160,7 +160,7 @@ class ContainerBootstrap : public ThreadBootstrap {
 TEST(Processes, WithOneIdAreNotThreads) {
   Meeting meeting(1, 1);
   EXPECT_NE(HostWindows::create(*std::make_unique<ContainerBootstrap>(meeting, 0), 4096), nullptr);
-  const auto problems = run_ranks(2, [two = std::make_shared<Meeting>(2, 10)](Bootstrap& bootstrap) {
+  const auto problems = run_ranks(2, [two = std::make_shared<Meeting>(2, 60)](Bootstrap& bootstrap) {
     ContainerBootstrap container(*two, bootstrap.rank());
     HostWindows::create(container, 4096);
   });

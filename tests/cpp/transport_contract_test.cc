@@ -30,7 +30,7 @@ void require(bool condition, const std::string& text) {
 }
 
 void await(const Transport& transport, Offset signal, uint64_t value) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (transport.signal(signal) < value) {
     std::this_thread::yield();
     require(std::chrono::steady_clock::now() < deadline,
