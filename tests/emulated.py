@@ -2,13 +2,14 @@
 
     make emulated    or, after its build,    python tests/emulated.py [arguments of pytest]
 
-The extension of build/emulated takes the place of nccl_ep/_C. NCCL_EP_EMULATOR_SEED, _SMS and _GPUS are explained in
-tests/gpu_emulator.
+The extension of build/emulated (or NCCL_EP_EMULATED_BUILD) takes the place of nccl_ep/_C. NCCL_EP_EMULATOR_SEED, _SMS
+and _GPUS are explained in tests/gpu_emulator.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -20,9 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def load_extension() -> None:
     """Before nccl_ep is imported."""
-    built = sorted((ROOT / "build" / "emulated").glob("_C.*.so"))
+    build = Path(os.environ.get("NCCL_EP_EMULATED_BUILD", ROOT / "build" / "emulated"))
+    built = sorted(build.glob("_C.*.so"))
     if not built:
-        sys.exit("build/emulated has no extension: run make emulated")
+        sys.exit(f"{build} has no extension: run make emulated")
     spec = importlib.util.spec_from_file_location("nccl_ep._C", built[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -46,7 +46,7 @@ at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused
 
 at::Tensor new_handle(at::IntArrayRef sizes, const at::Device& device) {
   at::Tensor handle = new_tensor(sizes, at::kInt, device);
-  if (device.is_cpu()) std::memset(handle.data_ptr(), 0, handle.nbytes());
+  if (device.is_cpu() && handle.nbytes() > 0) std::memset(handle.data_ptr(), 0, handle.nbytes());
   return handle;
 }
 
