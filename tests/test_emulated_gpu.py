@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: ma
 NUM_CASES = int(os.environ.get("NCCL_EP_EMULATOR_CASES", "200"))
 NUM_SMS = (1, 2, 3)
 RUNS = 60  # of a chain, in the search for a planted bug
+HT_ROUNDS = 25
 PERCENT = 2000  # of a delay's usual length: an emulated call takes so much longer
 
 
@@ -263,6 +264,42 @@ def test_planted_bugs(name: str) -> None:
     found = _run_search(search, seed, search.bugs)
     print(f"{name}: {found}")
     assert found, f"{name}: not noticed in {RUNS} runs"
+
+
+def _dispatch_and_overwrite(group: ThreadGroup) -> str:
+    """What is wrong at once in what a call leaves, as soon as it has ended; empty: nothing. Inputs are overwritten."""
+    cases = [gpu_ht_ranks.ExpectedHt(case) for case in gpu_ht_ranks.wide_cases(group.size())]
+    rank, problem = group.rank(), ""
+    with gpu_ht_ranks.shared_ht_buffer(
+        group, [each.case for each in cases], device="cpu", timeout=PATIENCE, arena_bytes=1 << 25
+    ) as buffer:
+        for number in range(HT_ROUNDS):
+            case = Expected(cases[number % len(cases)].case)
+            try:
+                out = case.send(buffer)
+                case.check_dispatch(out, rank)
+                rows = buffer.empty(case.rows[rank].shape, case.rows[rank].dtype).copy_(case.rows[rank])
+                y = nccl_ep.combine(rows, out.handle)
+                rows.zero_()
+                case.check_combine(y, rank)
+            except Exception as error:
+                problem = f"rank {rank}, round {number}: {error}"
+            said = [text[1:].decode() for text in group.allgather(b":" + problem[:300].encode(), PATIENCE)]
+            if any(said):
+                return "; ".join(filter(None, said))
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("bug", "kinds"),
+    [("", 3), ("early_rows", DISPATCH), ("early_rows", COMBINE), ("early_done", COMBINE)],
+)
+def test_planted_bugs_of_high_throughput(bug: str, kinds: int) -> None:
+    """What is too early by a few steps: seen by a caller who looks, or writes, as soon as the call has ended."""
+    with planted(seed=1, bugs=[bug] if bug else [], kinds=kinds, percent=PERCENT):
+        found = run_ranks(3, _dispatch_and_overwrite)[0]
+    print(f"{bug}: {found}")
+    assert bool(found) == bool(bug), found
 
 
 @pytest.mark.usefixtures("_few_sms")
