@@ -142,12 +142,12 @@ def test_chains(delays: int) -> None:
         wrong = 0
         with gpu_chains.chain_buffer(group, "cpu") as buffer:
             for letters in gpu_chains.CHAINS:
-                wrong += run_chain(lambda letters=letters: gpu_chains.Chain(letters, buffer), 10)  # type: ignore[misc]
+                wrong += run_chain(lambda letters=letters: gpu_chains.Chain(letters, buffer), 5)  # type: ignore[misc]
         with gpu_ht_chains.ht_chain_buffer(group, "cpu") as buffer:
             for letters in gpu_ht_chains.HT_CHAINS:
                 wrong += run_chain(
                     lambda letters=letters: gpu_ht_chains.HtChain(letters, buffer, given=False),  # type: ignore[misc]
-                    3,
+                    2,
                 )
         return wrong
 

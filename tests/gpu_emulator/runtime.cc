@@ -51,6 +51,7 @@ cudaError_t cudaSetDevice(int device) {
 }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  *properties = {};
   std::snprintf(properties->uuid.bytes, sizeof properties->uuid.bytes, "emulated %d", device);
   return cudaSuccess;
 }
