@@ -26,7 +26,7 @@ from nccl_ep.testing import ThreadGroup, run_ranks
 
 pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
 
-NUM_CASES = int(os.environ.get("NCCL_EP_EMULATOR_CASES", "200"))
+NUM_CASES = int(os.environ.get("NCCL_EP_EMULATOR_CASES", "160"))
 NUM_SMS = (1, 2, 3)
 RUNS = 60  # of a chain, in the search for a planted bug
 HT_ROUNDS = 25
@@ -129,6 +129,7 @@ def test_floors(num_ranks: int) -> None:
 def run_chain(make: Callable[[], gpu_chains.Chain], runs: int) -> int:
     """Wrong elements of all runs, on this rank."""
     chain = make()
+    chain.buffer.set_timeout(10 * PATIENCE)
     for _ in range(runs):
         chain.renew()
         chain.run()
@@ -227,7 +228,7 @@ def _run_search(search: Search, seed: int, bugs: tuple[str, ...]) -> str:
         with gpu_chains.chain_buffer(group, "cpu") as buffer:
             chain = gpu_chains.Chain(search.letters, buffer, seed=seed, to_rank_0=search.to_rank_0)
             chain.run()
-            buffer.set_timeout(4.0 if bugs else PATIENCE)
+            buffer.set_timeout(4.0 if bugs else 10 * PATIENCE)
             group.allgather(b".", PATIENCE)
             if group.rank() == 0:
                 _C.set_gpu_testing(0, seed=seed, bugs=list(bugs), kinds=search.kinds, percent=PERCENT)
