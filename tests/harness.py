@@ -32,7 +32,7 @@ def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
         hidden=case.hidden,
         topk=case.topk,
         num_experts=case.num_experts,
-        **{"domain_size": case.domain_size, "timeout": 60.0, **options},
+        **{"domain_size": case.domain_size, "timeout": 600.0 if _C.EMULATES_GPU else 60.0, **options},
     )
 
 

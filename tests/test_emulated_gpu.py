@@ -95,10 +95,12 @@ def test_one_buffer_for_many_cases(num_ranks: int) -> None:
     ht_cases = [gpu_ht_ranks.ExpectedHt(each.case) for each in cases]
 
     def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, cases) as buffer:
+        with shared_buffer(group, cases, timeout=10 * PATIENCE) as buffer:
             for number, case in enumerate([*cases, *reversed(cases)]):
                 case.run(buffer, staged=number % 3 == 1)
-        with gpu_ht_ranks.shared_ht_buffer(group, [each.case for each in ht_cases], device="cpu") as buffer:
+        with gpu_ht_ranks.shared_ht_buffer(
+            group, [each.case for each in ht_cases], device="cpu", timeout=10 * PATIENCE
+        ) as buffer:
             for number, ht_case in enumerate([*ht_cases, *reversed(ht_cases)]):
                 ht_case.run(buffer, num_sms=number % 4)
 
@@ -120,7 +122,7 @@ def test_floors(num_ranks: int) -> None:
     cases += [Expected(gpu_ranks.wide_case(num_ranks)), Expected(plain_case(num_ranks))]
 
     def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, cases) as buffer:
+        with shared_buffer(group, cases, timeout=10 * PATIENCE) as buffer:
             floor_calls.run_between(cases, buffer, rounds=30, seed=num_ranks)
 
     run_ranks(num_ranks, body)
@@ -272,7 +274,7 @@ def _dispatch_and_overwrite(group: ThreadGroup) -> str:
     cases = [gpu_ht_ranks.ExpectedHt(case) for case in gpu_ht_ranks.wide_cases(group.size())]
     rank, problem = group.rank(), ""
     with gpu_ht_ranks.shared_ht_buffer(
-        group, [each.case for each in cases], device="cpu", timeout=PATIENCE, arena_bytes=1 << 25
+        group, [each.case for each in cases], device="cpu", timeout=10 * PATIENCE, arena_bytes=1 << 25
     ) as buffer:
         for number in range(HT_ROUNDS):
             case = Expected(cases[number % len(cases)].case)
