@@ -2,13 +2,13 @@
 
 #include "base/check.h"
 #include "cpu/backend.h"
-#if defined(EP_WITH_CUDA)
+#if defined(EP_WITH_CUDA) || defined(EP_EMULATED_GPU)
 #include "cuda/backend.h"
+#endif
+#if defined(EP_WITH_CUDA)
 #include "cuda/stamps.h"
 #include "transport/nccl_api.h"
 #include "transport/nccl_version.h"
-#elif defined(EP_EMULATED_GPU)
-#include "cuda/backend.h"
 #endif
 
 namespace ep {
@@ -44,16 +44,18 @@ NcclInfo nccl_info() {
 }
 
 std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config) {
+  Group::BackendFactory make_backend = &make_cpu_backend;
 #if defined(EP_EMULATED_GPU)
-  return std::make_unique<Group>(bootstrap, config, &make_cuda_backend);
+  make_backend = &make_cuda_backend;
+#elif defined(EP_WITH_CUDA)
+  if (config.device_index >= 0) make_backend = &make_cuda_backend;
 #else
-  if (config.device_index < 0) return std::make_unique<Group>(bootstrap, config, &make_cpu_backend);
-#if defined(EP_WITH_CUDA)
-  return std::make_unique<Group>(bootstrap, config, &make_cuda_backend);
-#else
-  raise(ErrorKind::kSystem, "this nccl_ep was built without CUDA; build it with a CUDA toolkit, or use device=\"cpu\"");
+  if (config.device_index >= 0) {
+    raise(ErrorKind::kSystem,
+          "this nccl_ep was built without CUDA; build it with a CUDA toolkit, or use device=\"cpu\"");
+  }
 #endif
-#endif
+  return std::make_unique<Group>(bootstrap, config, make_backend);
 }
 
 }  // namespace ep

@@ -95,11 +95,7 @@ __device__ __forceinline__ void add_up_token(const HtCombineRole& role, int toke
 #pragma unroll 1
   for (int piece = 0; piece < role.geometry.pieces; piece++) {
     float total[kSteps][kCount];
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-#pragma unroll
-      for (int i = 0; i < kCount; i++) total[s][i] = count > 0 || has_bias ? kNothingYet : 0.0f;
-    }
+    fill(total, count > 0 || has_bias ? kNothingYet : 0.0f);
 #pragma unroll 1
     for (int b = 0; has_bias && b < 2; b++) {
       if (p.bias[b] == nullptr) continue;

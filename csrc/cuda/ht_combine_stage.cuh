@@ -136,11 +136,7 @@ __device__ __forceinline__ void stage_sum(const HtCombineRole& role, int32_t slo
 #pragma unroll 1
   for (int piece = 0; piece < role.geometry.pieces; piece++) {
     float sum[kSteps][kCount];
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-#pragma unroll
-      for (int i = 0; i < kCount; i++) sum[s][i] = all == 0 ? 0.0f : kNothingYet;
-    }
+    fill(sum, all == 0 ? 0.0f : kNothingYet);
 #pragma unroll 1
     for (unsigned mask = all; mask != 0;) {
       Numbers<kIn, kCount> rows[kRows][kSteps];

@@ -113,4 +113,13 @@ struct Numbers {
 // A sum starts as -0: adding the first term to it leaves that term's bits, +0 and -0 included.
 constexpr float kNothingYet = -0.0f;
 
+template <int kSteps, int kCount>
+__device__ __forceinline__ void fill(float (&sums)[kSteps][kCount], float value) {
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) sums[s][i] = value;
+  }
+}
+
 }  // namespace ep

@@ -37,19 +37,9 @@ void launch_typed(const void* host_args, const void* args, int num_ranks, void* 
 }  // namespace
 
 std::shared_ptr<OneGpuWorld> OneGpuWorld::join(Bootstrap& bootstrap, uint64_t window_bytes, double timeout_seconds) {
-  std::shared_ptr<OneGpuWorld> world;
-  on_all_ranks(bootstrap, [&] {
-    if (bootstrap.rank() == 0) world.reset(new OneGpuWorld(bootstrap.num_ranks(), window_bytes, timeout_seconds));
+  return made_by_rank_0<OneGpuWorld>(bootstrap, [&] {
+    return std::shared_ptr<OneGpuWorld>(new OneGpuWorld(bootstrap.num_ranks(), window_bytes, timeout_seconds));
   });
-  const std::shared_ptr<OneGpuWorld>* mine = &world;
-  const auto all = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
-  if (bootstrap.rank() != 0) {
-    const std::shared_ptr<OneGpuWorld>* first = nullptr;
-    std::memcpy(&first, all[0].data(), sizeof first);
-    world = *first;
-  }
-  bootstrap.allgather("joined");  // until then rank 0's pointer stays where it is
-  return world;
 }
 
 OneGpuWorld::OneGpuWorld(int num_ranks, uint64_t window_bytes, double timeout_seconds)

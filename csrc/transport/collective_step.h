@@ -1,7 +1,9 @@
-// A step that every rank takes and that fails on all ranks if it fails on one, so that no rank goes on alone and waits.
+// Steps that every rank takes and that fail on all ranks if they fail on one, so that no rank goes on alone and waits.
 #pragma once
 
+#include <cstring>
 #include <exception>
+#include <memory>
 #include <string>
 
 #include "base/check.h"
@@ -30,6 +32,24 @@ void on_all_ranks(Bootstrap& bootstrap, Step&& step) {
       raise(static_cast<ErrorKind>(outcomes[r][0] - '0'), "on rank ", r, ": ", outcomes[r].substr(1));
     }
   }
+}
+
+// What rank 0 makes, for all ranks, which are threads of one process.
+template <class T, class Make>
+std::shared_ptr<T> made_by_rank_0(Bootstrap& bootstrap, Make&& make) {
+  std::shared_ptr<T> made;
+  on_all_ranks(bootstrap, [&] {
+    if (bootstrap.rank() == 0) made = make();
+  });
+  const std::shared_ptr<T>* mine = &made;
+  const auto all = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
+  if (bootstrap.rank() != 0) {
+    const std::shared_ptr<T>* first = nullptr;
+    std::memcpy(&first, all[0].data(), sizeof first);
+    made = *first;
+  }
+  bootstrap.allgather("taken");  // until then rank 0's pointer stays where it is
+  return made;
 }
 
 }  // namespace ep

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -42,12 +43,20 @@ void wait_in_line(Lane& lane) {
   lane.fiber.pause();
 }
 
+// Shared memory begins as garbage.
+void spoil(Grid& grid, char* memory, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += sizeof(uint32_t)) {
+    const uint32_t word = static_cast<uint32_t>(grid.random());
+    std::memcpy(memory + i, &word, std::min(sizeof word, bytes - i));
+  }
+}
+
 std::unique_ptr<Block> make_block(Grid& grid, int number) {
   auto block = std::make_unique<Block>();
   block->grid = &grid;
   block->number = number;
   block->shared.resize(grid.shared_bytes + 128);
-  for (char& byte : block->shared) byte = static_cast<char>(grid.random());
+  spoil(grid, block->shared.data(), block->shared.size());
   char* stack = grid.stacks + static_cast<size_t>(number) * grid.num_threads * kStackBytes;
   for (int w = 0; w < grid.num_threads / kWarp; w++) {
     auto warp = std::make_unique<Warp>();
@@ -133,14 +142,19 @@ class Device {
   }
 
   void run(int blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
-    Grid grid{blocks, threads, shared_bytes, &kernel, {}, 1, nullptr, false, {}, {}};
+    Grid grid;
+    grid.num_blocks = blocks;
+    grid.num_threads = threads;
+    grid.shared_bytes = shared_bytes;
+    grid.kernel = &kernel;
     std::unique_lock lock(mutex_);
     grid.random.seed(seeds_());
-    grid.stacks = take_stacks(static_cast<size_t>(blocks) * threads);
+    const size_t num_stacks = static_cast<size_t>(blocks) * threads;
+    grid.stacks = take_stacks(num_stacks);
     grids_.push_back(&grid);
     changed_.notify_all();
     changed_.wait(lock, [&] { return grid.has_ended; });
-    give_back(grid.stacks, static_cast<size_t>(blocks) * threads);
+    give_back(grid.stacks, num_stacks);
   }
 
  private:
@@ -312,7 +326,7 @@ void* static_shared(int number) {
   if (!variable) {
     const size_t bytes = variable_sizes()[number];
     variable = std::make_unique<char[]>(bytes);
-    for (size_t i = 0; i < bytes; i++) variable[i] = static_cast<char>(own_grid().random());
+    spoil(own_grid(), variable.get(), bytes);
   }
   return variable.get();
 }

@@ -77,9 +77,9 @@ struct Block {
 };
 
 struct Grid {
-  int num_blocks, num_threads;
-  size_t shared_bytes;
-  const std::function<void()>* kernel;
+  int num_blocks = 0, num_threads = 0;
+  size_t shared_bytes = 0;
+  const std::function<void()>* kernel = nullptr;
   std::mt19937 random;
   unsigned slowness = 1;  // as a warp's: a rank may be a call behind
   char* stacks = nullptr;

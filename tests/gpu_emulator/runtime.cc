@@ -7,8 +7,9 @@
 #include <new>
 #include <string_view>
 
-#include "base/check.h"
-#include "cuda_runtime_api.h"
+#include "base/math.h"
+#include "transport/check_cuda.h"
+#include "transport/collective_step.h"
 #include "transport/nccl_window.h"
 
 namespace {
@@ -20,17 +21,17 @@ cudaError_t allocate(void** memory, size_t bytes) {
   std::memset(*memory, 0xA5, bytes);
   return cudaSuccess;
 }
+cudaError_t release(void* memory) {
+  ::operator delete (memory, std::align_val_t{256});
+  return cudaSuccess;
+}
+
 thread_local int own_device = -1;
 
 int next_device() {
   static const char* text = std::getenv("NCCL_EP_EMULATOR_GPUS");
   static std::atomic<int> next = 0;
   return text != nullptr && std::string_view(text) == "1" ? 0 : next++;
-}
-
-cudaError_t release(void* memory) {
-  ::operator delete (memory, std::align_val_t{256});
-  return cudaSuccess;
 }
 
 }  // namespace
@@ -102,23 +103,14 @@ cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 
 namespace ep {
 
-// Rank 0's pointer to the memory of all is read by the others while it waits for them.
 NcclWindow::NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, uint64_t bytes, double)
     : comm_(std::move(comm)) {
-  const uint64_t stride = (bytes + 4095) / 4096 * 4096;
-  if (bootstrap.rank() == 0) {
+  const uint64_t stride = align_up<uint64_t>(bytes, 4096);
+  memory_ = made_by_rank_0<void>(bootstrap, [&] {
     void* memory = nullptr;
-    if (allocate(&memory, stride * bootstrap.num_ranks()) != cudaSuccess) throw std::bad_alloc();
-    memory_.reset(memory, [](void* m) { release(m); });
-  }
-  const std::shared_ptr<void>* mine = &memory_;
-  const auto all = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
-  if (bootstrap.rank() != 0) {
-    const std::shared_ptr<void>* first = nullptr;
-    std::memcpy(&first, all[0].data(), sizeof first);
-    memory_ = *first;
-  }
-  bootstrap.allgather("mapped");
+    EP_CUDA(cudaMalloc(&memory, stride * bootstrap.num_ranks()));
+    return std::shared_ptr<void>(memory, &cudaFree);
+  });
   peers_ = {static_cast<char*>(memory_.get()), stride, bootstrap.rank()};
 }
 

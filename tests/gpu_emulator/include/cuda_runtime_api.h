@@ -7,7 +7,7 @@
 
 enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
