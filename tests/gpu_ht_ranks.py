@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -47,6 +46,7 @@ from ht_harness import (
     oracle_kwargs,
     run_on_rank,
 )  # fmt: skip
+from sanitizers import run_arguments
 
 import nccl_ep
 from nccl_ep import reference
@@ -394,6 +394,4 @@ def run_argument(text: str) -> None:
 
 
 if __name__ == "__main__":
-    for text in sys.argv[1:]:
-        run_argument(text)
-        print("case", text, flush=True)
+    run_arguments(run_argument)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from cases import Case, generate
 from expected import Expected, plain_case, shared_buffer
 from gpu_chains import chain_buffer, replay_graphs
 from harness import check_case, combine_case, dispatch_case, garble
+from sanitizers import run_arguments
 
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
@@ -298,6 +298,4 @@ def run_argument(text: str) -> None:
 
 
 if __name__ == "__main__":
-    for text in sys.argv[1:]:
-        run_argument(text)
-        print("case", text, flush=True)
+    run_arguments(run_argument)

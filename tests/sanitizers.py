@@ -6,30 +6,49 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-TOOLS = ("memcheck", "racecheck", "synccheck")  # racecheck sees shared memory only
+import pytest
+
+from nccl_ep import _C
+
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+needs_sanitizer = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here")
+
+# Warps hand a call's context on by a release and an acquire in shared memory. racecheck sees barriers alone, and builds
+# for tests have one there.
+_reason = "racecheck sees no acquire and release between warps: build with -DNCCL_EP_GPU_TESTING=ON"
+_seen_by_racecheck = pytest.mark.skipif(not hasattr(_C, "set_gpu_testing"), reason=_reason)
+TOOLS: tuple[Any, ...] = ("memcheck", pytest.param("racecheck", marks=_seen_by_racecheck), "synccheck")
 
 
-def run_sanitizers(program: str, cases: list[str], folder: Path, patience: float = 300.0) -> None:
-    """All tools at once. Every tensor is an allocation of its own, so that memcheck sees its ends."""
-    command = [sys.executable, program, *cases]
+def run_sanitizer(tool: str, program: str, cases: list[str], folder: Path, patience: float = 300.0) -> None:
+    """Every tensor is an allocation of its own, so that memcheck sees its ends."""
+    checked = [str(SANITIZER), "--tool", tool, "--error-exitcode", "9"]
+    if tool == "memcheck":  # torch asks the driver for much that it may not have
+        checked += ["--report-api-errors", "no"]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    logs = {tool: folder / tool for tool in TOOLS}
-    running = {}
-    try:
-        for tool, log in logs.items():
-            with log.open("w") as file:
-                checked = [str(SANITIZER), "--tool", tool, "--error-exitcode", "9"]
-                if tool == "memcheck":  # torch asks the driver for much that it may not have
-                    checked += ["--report-api-errors", "no"]
-                running[tool] = subprocess.Popen([*checked, *command], env=env, stdout=file, stderr=subprocess.STDOUT)
-        codes = {tool: process.wait(timeout=patience) for tool, process in running.items()}
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
-    for tool, code in codes.items():
-        text = logs[tool].read_text()
-        assert code == 0 and f"case {cases[-1]}\n" in text, f"{tool} ended with {code}:\n{text[-4000:]}"
+    log = folder / tool
+    with log.open("w") as file:
+        done = subprocess.run(
+            [*checked, sys.executable, program, *cases],
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=patience,
+        )
+    text = log.read_text()
+    assert done.returncode == 0 and f"case {cases[-1]}\n" in text, (
+        f"{tool} ended with {done.returncode}:\n{text[-4000:]}"
+    )
+
+
+def run_arguments(run: Callable[[str], None]) -> None:
+    """The program."""
+    if hasattr(_C, "set_gpu_testing"):
+        _C.set_gpu_testing(0, barriers=True)
+    for text in sys.argv[1:]:
+        run(text)
+        print("case", text, flush=True)

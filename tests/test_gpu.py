@@ -14,7 +14,7 @@ from expected import Expected, plain_case, shared_buffer
 from gpus import NUM_SMS, TEST_ALL, WORLDS, busy, needs_gpu, num_cases, num_replays, several_gpus
 from harness import check_case, check_dispatch, combine_case, dispatch_case, make_buffer
 from processes import run_processes
-from sanitizers import SANITIZER, run_sanitizers
+from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 import nccl_ep
 from nccl_ep import reference
@@ -207,7 +207,8 @@ def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
 # ---- compute-sanitizer
 
 
-@pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here")
-def test_sanitizers(tmp_path: Path) -> None:
-    """All tools at once, over a few cases of two to four ranks on one GPU."""
-    run_sanitizers(gpu_ranks.__file__, gpu_ranks.covering_cases(full=TEST_ALL), tmp_path)
+@needs_sanitizer
+@pytest.mark.parametrize("tool", TOOLS)
+def test_sanitizers(tool: str, tmp_path: Path) -> None:
+    """A few cases of two to four ranks on one GPU."""
+    run_sanitizer(tool, gpu_ranks.__file__, gpu_ranks.covering_cases(full=TEST_ALL), tmp_path)

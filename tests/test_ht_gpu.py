@@ -18,7 +18,7 @@ from expected import plain_case
 from gpus import NUM_SMS, TEST_ALL, WORLDS, needs_gpu, num_cases, num_replays, several_gpus
 from ht_harness import HtCoverage, check_ht_case
 from processes import processes, run_processes
-from sanitizers import SANITIZER, run_sanitizers
+from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 import nccl_ep
 from nccl_ep.testing import run_ranks
@@ -190,7 +190,8 @@ def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
 # ---- compute-sanitizer
 
 
-@pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here")
-def test_sanitizers(tmp_path: Path) -> None:
-    """All tools at once, over a few cases of two to four ranks on one GPU."""
-    run_sanitizers(gpu_ht_ranks.__file__, gpu_ht_ranks.covering_ht_cases(), tmp_path)
+@needs_sanitizer
+@pytest.mark.parametrize("tool", TOOLS)
+def test_sanitizers(tool: str, tmp_path: Path) -> None:
+    """A few cases of two to four ranks on one GPU."""
+    run_sanitizer(tool, gpu_ht_ranks.__file__, gpu_ht_ranks.covering_ht_cases(), tmp_path)

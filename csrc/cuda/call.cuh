@@ -56,7 +56,7 @@ struct Nothing {
 
 // The flag must be closed before anybody looks at it; the opener waits for nobody. `others_ask`: the first loads of the
 // other warps, and what they can do beside them.
-constexpr int kOpeningBarrier = 2;
+constexpr int kOpeningBarrier = 2, kTestingBarrier = 3;
 template <class Args, class Ask = Nothing>
 __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args, Kind kind, Ask others_ask = {}) {
   testing_point_before_call(args.state->epoch[static_cast<int>(kind)].epoch, kind, args.peers.rank);
@@ -102,6 +102,7 @@ __device__ __noinline__ bool await_credits(const CallContext& call, const Args& 
 template <class Args>
 __device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, const Opening& opening) {
   if (!is_opener()) {
+    testing_barrier(kTestingBarrier);
     uint32_t is_open;
     do {
       is_open = ptx::ld_acquire_shared(&call.is_open);
@@ -121,6 +122,7 @@ __device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, 
   is_well = __all_sync(~0u, is_well);
   __syncwarp();
   ptx::st_release_shared(&call.is_open, is_well ? CallContext::kOpen : CallContext::kFailed);
+  testing_barrier(kTestingBarrier);
   return is_well;
 }
 

@@ -61,6 +61,7 @@ struct HtSendGeometry {
   int tables_at = 0, bytes = 0;  // shared memory: stages | barriers and tables
 
   static constexpr int kStageLimit = kHtSharedBytes / 2;
+  static constexpr int kBarriers = 32;  // warps of the largest block
 
   static int in_width_of(const HtPart& part) {
     if (part.in == nullptr) return 0;
@@ -107,8 +108,7 @@ struct HtSendGeometry {
     g.by_topk = Divisor::of(p.shape.topk);
     g.tables_at = plan.workers * g.stage_bytes;
     const int ranks = p.shape.num_ranks;
-    g.bytes =
-        g.tables_at + 8 * plan.workers + ranks * (8 * kHtMaxParts + 7 * 4) + 4 * (p.output.local_experts + 1) + 64;
+    g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 7 * 4) + 4 * (p.output.local_experts + 1) + 64;
     return g;
   }
 };

@@ -283,10 +283,9 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   const bool is_worker = block.warp < args.plan.workers;
   // The receivers. In a world on one GPU another rank's plan may have more warps.
   const bool joins = (args.plan.chunks == 1 || !is_worker) && block.warp < args.plan.warps;
-  const ReceiveRole role{
-      {block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry, args.plan.workers),
-       shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes},
-      args.plan.chunks == 1 ? 0 : args.plan.workers};
+  const ReceiveRole role{{block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry),
+                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes},
+                         args.plan.chunks == 1 ? 0 : args.plan.workers};
   stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, true)) {
     if (joins) clear_all(role);

@@ -9,18 +9,18 @@ namespace ep {
 
 // What a block keeps in shared memory beside the stages.
 struct SendTables {
-  uint64_t* barriers;  // of each worker
+  uint64_t* barriers;  // of each warp; only workers wait
   Offset* offsets;     // [R, kHtMaxParts] of outputs at the receivers
   Flows flows;
   int* chunks;         // [R] pieces in which each rank wants to hear of its rows
   int *layout, *rows;  // [R] of each receiver's output
   int* start;          // [L + 1] first row of each expert here, packed outputs
 
-  __device__ static SendTables of(char* shared, const HtDispatchParams& p, const HtSendGeometry& g, int workers) {
+  __device__ static SendTables of(char* shared, const HtDispatchParams& p, const HtSendGeometry& g) {
     const int ranks = p.shape.num_ranks;
     SendTables t;
     t.barriers = reinterpret_cast<uint64_t*>(shared + g.tables_at);
-    t.offsets = t.barriers + workers;
+    t.offsets = t.barriers + HtSendGeometry::kBarriers;
     auto* words = reinterpret_cast<int*>(t.offsets + ranks * kHtMaxParts);
     t.flows = Flows::of(words, ranks);
     t.chunks = words + Flows::kTables * ranks;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void fill_tables(const SendRole& role) {
     t.rows[r] = static_cast<int>(output.rows());
   }
   if (role.warp == role.threads() / 32 - 1 && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
-  if (role.warp < role.plan.workers && role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
+  if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
 }
 
 // ---- A row into the stage

@@ -81,6 +81,11 @@ __device__ __forceinline__ void testing_point_before_call(const uint64_t& last_e
   testing_point(Point::kBeforeCall, TestingCall{kind, rank, ptx::ld_relaxed_gpu(&last_epoch) + 1});
 }
 
+// All threads of a block pass it. For compute-sanitizer's racecheck, which sees barriers, and no acquires and releases.
+__device__ __forceinline__ void testing_barrier(int id) {
+  if (gpu_testing.barriers != 0) ptx::named_barrier(id, static_cast<int>(blockDim.x));
+}
+
 __device__ __forceinline__ bool has_bug(Bug bug, Kind kind) {
   return (gpu_testing.bugs >> static_cast<int>(bug) & 1) != 0 && (gpu_testing.kinds >> static_cast<int>(kind) & 1) != 0;
 }
@@ -92,6 +97,7 @@ __device__ __forceinline__ void testing_point(Point, const Call&, int = 0) {}
 __device__ __forceinline__ void testing_point(Point) {}
 __device__ __forceinline__ void testing_point_before_epoch(uint64_t, Kind, int) {}
 __device__ __forceinline__ void testing_point_before_call(const uint64_t&, Kind, int) {}
+__device__ __forceinline__ void testing_barrier(int) {}
 __device__ __forceinline__ constexpr bool has_bug(Bug, Kind) { return false; }
 
 #endif

@@ -15,6 +15,7 @@ struct GpuTesting {
   uint32_t bugs = 0;       // bit b: Bug b is planted
   uint32_t kinds = ~0u;    // bit k: in operations of Kind k
   uint32_t percent = 100;  // of the delays' usual length
+  uint32_t barriers = 0;   // 1: where a flag in shared memory hands something on, a barrier does too
 };
 
 // The GPU must be idle. Throws kInvalidArgument for a name that is none: bugs are called as in base/testing.h,

@@ -165,13 +165,15 @@ PYBIND11_MODULE(_C, m) {
 #if defined(EP_GPU_TESTING)
   m.def(
       "set_gpu_testing",
-      [](int device, uint64_t seed, const std::vector<std::string>& bugs, uint32_t kinds, uint32_t percent) {
-        set_gpu_testing(device, {seed, bugs_named(bugs), kinds, percent});
+      [](int device, uint64_t seed, const std::vector<std::string>& bugs, uint32_t kinds, uint32_t percent,
+         bool barriers) {
+        set_gpu_testing(device, {seed, bugs_named(bugs), kinds, percent, barriers});
       },
       py::arg("device"), py::arg("seed") = 0, py::arg("bugs") = std::vector<std::string>{}, py::arg("kinds") = 3u,
-      py::arg("percent") = 100u,
+      py::arg("percent") = 100u, py::arg("barriers") = false,
       "Delays and planted bugs of the kernels on a GPU, which must be idle. seed 0: no delays. kinds: 1 for "
-      "bugs in dispatch, 2 in combine, 3 in both. percent: of the delays' usual length.");
+      "bugs in dispatch, 2 in combine, 3 in both. percent: of the delays' usual length. barriers: for racecheck, where "
+      "a flag in shared memory hands something on.");
 #endif
   m.def(
       "sizes_for",
