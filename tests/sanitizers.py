@@ -14,6 +14,7 @@ import pytest
 
 from nccl_ep import _C
 
+BARRIERS = "NCCL_EP_TEST_BARRIERS"
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 needs_sanitizer = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here")
 
@@ -29,7 +30,9 @@ def run_sanitizer(tool: str, program: str, cases: list[str], folder: Path, patie
     checked = [str(SANITIZER), "--tool", tool, "--error-exitcode", "9"]
     if tool == "memcheck":  # torch asks the driver for much that it may not have
         checked += ["--report-api-errors", "no"]
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    else:
+        checked += ["--num-cuda-barriers", "100"]  # of a block
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} | ({BARRIERS: ""} if tool == "racecheck" else {})
     log = folder / tool
     with log.open("w") as file:
         done = subprocess.run(
@@ -47,7 +50,7 @@ def run_sanitizer(tool: str, program: str, cases: list[str], folder: Path, patie
 
 def run_arguments(run: Callable[[str], None]) -> None:
     """The program."""
-    if hasattr(_C, "set_gpu_testing"):
+    if BARRIERS in os.environ:
         _C.set_gpu_testing(0, barriers=True)
     for text in sys.argv[1:]:
         run(text)

@@ -164,11 +164,12 @@ def test_under_capture() -> None:
 
 
 def test_in_a_pool_of_the_caller() -> None:
-    """Inside use_mem_pool, and in the warm-up of graph trees, which work alike, tensors belong to that pool."""
+    """torch gives the innermost pool: inside use_mem_pool tensors come from the arena as everywhere, others do not."""
     with _buffer() as buffer:
         with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-            theirs = _empty(buffer)
-        assert not _is_inside(buffer, theirs) and _is_inside(buffer, _empty(buffer))
+            ours = _empty(buffer)
+            theirs = torch.empty(ROWS[0], dtype=ROWS[1], device="cuda")
+        assert _is_inside(buffer, ours) and not _is_inside(buffer, theirs)
 
 
 def test_threads() -> None:

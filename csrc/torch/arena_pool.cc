@@ -122,7 +122,7 @@ class CudaArenaPool : public ArenaPool {
     if (streams_.contains(stream)) return;
     const c10::cuda::CUDAGuard guard(device_);
     const c10::DataPtr probe = allocator::get()->allocate(1);
-    if (arena_->offset_of(probe.get(), 1) == kNoOffset) return;  // a pool of the caller's comes before this one
+    if (arena_->offset_of(probe.get(), 1) == kNoOffset) return;  // of another pool, were one begun inside this
     streams_.insert(stream);
     const uint64_t share = std::min((arena_->bytes() + 1) / 2, arena_->largest_free()) / kGranularity * kGranularity;
     if (share >= kLargeSegment) allocator::get()->allocate(share);  // and free again, of this stream
