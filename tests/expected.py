@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from cases import Case, generate
 from harness import check_dispatch, combine_case, dispatch_case, to_device
+from patience import of_living_ranks
 
 import nccl_ep
 from nccl_ep import _C, reference
@@ -126,4 +127,4 @@ def shared_buffer(group: Any, cases: Sequence[Expected], **options: Any) -> nccl
         for case in (each.case for each in cases)
     ]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
-    return nccl_ep.Buffer(group, **{"sizes": largest, "timeout": 60.0, "device": "cpu", **options})
+    return nccl_ep.Buffer(group, **{"sizes": largest, "timeout": of_living_ranks(60.0), "device": "cpu", **options})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from expected import Expected
-from harness import combine_case, dispatch_case
+from harness import combine_case, dispatch_case, synchronize
 
 import nccl_ep
 
@@ -50,8 +50,7 @@ def run_between(cases: Sequence[Expected], buffer: nccl_ep.Buffer, rounds: int, 
         y = combine_case(case.case, case.rows[rank].to(device, copy=True), out.handle, rank, staged=staged)
         results.append((case, out, y))
     burst()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     buffer.require_usable()
     for case, out, y in results:
         case.check_dispatch(out, rank)

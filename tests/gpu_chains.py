@@ -7,6 +7,8 @@ from typing import Any
 
 import floor_calls
 import torch
+from harness import synchronize
+from patience import of_living_ranks
 
 import nccl_ep
 
@@ -122,7 +124,7 @@ class Chain:
     def finish(self) -> int:
         """Eager once more, at whatever parity replays have left. Returns how many elements were wrong, of all runs."""
         self.run()
-        torch.cuda.synchronize()
+        synchronize(self.buffer.device)
         self.buffer.check()
         return int(self.wrong)
 
@@ -137,7 +139,7 @@ def chain_buffer(group: Any, device: str | torch.device) -> nccl_ep.Buffer:
         topk=TOPK,
         num_experts=LOCAL_EXPERTS * ranks,
         device=device,
-        timeout=30.0,
+        timeout=of_living_ranks(30.0),
     )
 
 

@@ -14,6 +14,7 @@ from gpu_chains import Chain, chain_buffer, replay_graphs
 from gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
 from gpu_ht_ranks import ExpectedHt, own_layouts, shared_ht_buffer, wide_cases
 from gpu_ranks import cuda_cases, on_gpu, run_case, wide_case
+from harness import synchronize
 
 import nccl_ep
 from nccl_ep import _C
@@ -69,15 +70,17 @@ class Found:
 
 
 def set_testing(**state: Any) -> None:
-    """Of the current GPU; without a word, it is as in any build."""
+    """Of the current GPU, or of all that are emulated; without a word, it is as in any build."""
+    if _C.EMULATES_GPU:
+        return _C.set_gpu_testing(0, **state)
     torch.cuda.synchronize()
     _C.set_gpu_testing(torch.cuda.current_device(), **state)
 
 
 @contextlib.contextmanager
-def delays(seed: int, percent: int = 100) -> Iterator[None]:
-    """Delays in all kernels of the current GPU."""
-    set_testing(seed=seed, percent=percent)
+def delays(**state: Any) -> Iterator[None]:
+    """Delays, or planted bugs, in all kernels of the current GPU: see ``_C.set_gpu_testing``."""
+    set_testing(**state)
     try:
         yield
     finally:
@@ -90,21 +93,33 @@ def meet(group: Any, text: str = "") -> list[str]:
     return [f"rank {rank}: {said[1:].decode()}" for rank, said in enumerate(texts) if len(said) > 1]
 
 
-def stress(chain: Chain, run: Callable[[], None], runs: int, group: Any) -> str:
+def _has_failed(buffer: nccl_ep.Buffer) -> bool:
+    try:
+        buffer.require_usable()
+    except nccl_ep.EpError:
+        return True
+    return False
+
+
+def stress(chain: Chain, run: Callable[[], None], runs: int, group: Any, *, batch: int = BATCH) -> str:
     """Runs the chain, with new inputs each time. Returns what went wrong on the first ranks to see anything."""
-    for done in range(BATCH, runs + BATCH, BATCH):
+    buffer = chain.buffer
+    for done in range(batch, runs + batch, batch):
         problem = ""
         try:
-            for _ in range(BATCH):
+            for _ in range(batch):
                 chain.renew()
                 run()
-            torch.cuda.synchronize()
-            chain.buffer.check()
+            synchronize(buffer.device)
+            buffer.check()
             if wrong := int(chain.wrong):
                 problem = f"{wrong} wrong elements"
-        except nccl_ep.EpError as error:
+        except RuntimeError as error:
+            # Operations called as such, as pushes are, have no EpError to say that the buffer has failed.
+            if not isinstance(error, nccl_ep.EpError) and not _has_failed(buffer):
+                raise
             problem = f"{type(error).__name__}: {error}"
-            torch.cuda.synchronize()
+            synchronize(buffer.device)
         if problems := meet(group, problem):
             return f"after {done} runs: {'; '.join(problems)}"
     return ""

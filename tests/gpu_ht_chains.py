@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from gpu_chains import HIDDEN, LOCAL_EXPERTS, TOPK, Chain, count_differences, home_sum
+from patience import of_living_ranks
 
 import nccl_ep
 
@@ -102,7 +103,7 @@ def ht_chain_buffer(group: Any, device: str | torch.device) -> nccl_ep.Buffer:
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK, num_experts=LOCAL_EXPERTS * ranks, device=device,
         mode="ht", arena_bytes=max(16 * output, 1 << 27) if torch.device(device).type == "cuda" else 8 * output,
-        timeout=30.0,
+        timeout=of_living_ranks(30.0),
     )  # fmt: skip
 
 

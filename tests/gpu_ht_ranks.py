@@ -31,7 +31,7 @@ from gpu_ranks import (
     wide_case,
     within,
 )  # fmt: skip
-from harness import case_buffer, check_dispatch, garble
+from harness import case_buffer, check_dispatch, garble, synchronize
 from ht_harness import (
     HT_STEPS,
     LARGE_ARENA,
@@ -46,6 +46,7 @@ from ht_harness import (
     oracle_kwargs,
     run_on_rank,
 )  # fmt: skip
+from patience import of_living_ranks
 from sanitizers import run_arguments
 
 import nccl_ep
@@ -54,11 +55,6 @@ from nccl_ep.bootstrap import rendezvous_of
 
 LAYOUTS = ("flat", "packed", "expert_major", "rank_major")
 DEAD = 7  # exit code of a rank that leaves without a word
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 # ---- Generated cases
@@ -81,7 +77,7 @@ class ExpectedHt:
     def run(self, buffer: nccl_ep.Buffer, **options: Any) -> None:
         rank = buffer.rank
         got = run_on_rank(self.case, self.plan, buffer, self.inputs[rank], self.results[rank], **options)
-        _synchronize(buffer.device)
+        synchronize(buffer.device)
         buffer.require_usable()  # its error says more than a difference does
         self.check(got, rank, f"{self.case.describe()} {self.plan} {options} rank {rank}")
 
@@ -109,8 +105,15 @@ def shared_ht_buffer(group: Any, cases: Sequence[Case], **options: Any) -> nccl_
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=max(case.max_tokens for case in cases), hidden=-(-row // 8) * 8,
         topk=max(case.topk for case in cases), num_experts=max(case.num_experts for case in cases), dtype=torch.float32,
-        scale_bytes=beside, mode="ht", **{"timeout": 30.0, "arena_bytes": arena, **options},
+        scale_bytes=beside, mode="ht", **{"timeout": of_living_ranks(30.0), "arena_bytes": arena, **options},
     )  # fmt: skip
+
+
+def run_in_one_buffer(group: Any, cases: Sequence[ExpectedHt], device: Any) -> None:
+    """Counters, signals and slots of one operation are those of the next, of any other shape."""
+    with shared_ht_buffer(group, [each.case for each in cases], device=device) as buffer:
+        for number, case in enumerate([*cases, *reversed(cases)]):
+            case.run(buffer, num_sms=number % 4)
 
 
 def wide_cases(num_ranks: int) -> list[Case]:
@@ -134,7 +137,7 @@ def run_ht_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]
         for case, sms in itertools.product(wide, num_sms):
             case.run(buffer, num_sms=sms)
         dispatches = int(buffer.stats()["ht_dispatches"])
-    for body in (live_outputs, overwrite_inputs, both_modes, own_layouts):
+    for body in BODIES:
         body(group, device)
     return dispatches
 
@@ -217,7 +220,7 @@ def overwrite_inputs(group: Any, device: Any) -> None:
                 values = place(case.values[rank])
                 scalars = nccl_ep.combine_weights(values, out.handle)
                 garble(values, out.handle.tensor, out.handle.slots)
-                _synchronize(buffer.device)
+                synchronize(buffer.device)
                 buffer.require_usable()
                 case.check_dispatch(out, rank)
                 valid, hidden = case.results[rank].valid.to(buffer.device), case.case.hidden
@@ -262,6 +265,9 @@ def own_layouts(group: Any, device: Any) -> None:
                 there = (owner == r).sum(1)
                 want += (r + 1) * (there if layout in ("packed", "expert_major") else there.clamp(max=1))
             assert torch.equal(y.cpu(), want.bfloat16()[:, None].expand(y.shape)), f"{layouts} rank {rank}"
+
+
+BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts)
 
 
 # ---- CUDA graphs with routing that changes
@@ -345,7 +351,7 @@ def run_ht_mismatches(rank: int) -> list[str]:
     for what in ("hidden", "exact", "combine"):
         buffer = _layer_buffer(case.case, group, device)
         out = case.send(buffer)
-        _synchronize(device)
+        synchronize(device)
         with pytest.raises(nccl_ep.MismatchError) as caught:
             if what == "hidden":
                 (case, other)[rank].send(buffer)
@@ -353,7 +359,7 @@ def run_ht_mismatches(rank: int) -> list[str]:
                 case.send(buffer, **({"capacity": "exact"} if rank else {}))
             else:
                 ht_step(("combine", "scalars")[rank], case, buffer, out)()
-            _synchronize(device)
+            synchronize(device)
             buffer.check()
         texts.append(str(caught.value))
         dist.barrier()

@@ -106,6 +106,12 @@ def run_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]) -
 # ---- Floors of the benchmark
 
 
+def floor_cases(num_ranks: int, count: int) -> list[Expected]:
+    """What runs between floors: so many generated cases, a wide one and, last, a plain one."""
+    cases = [*cuda_cases(count, num_ranks), wide_case(num_ranks), plain_case(num_ranks)]
+    return [Expected(case) for case in cases]
+
+
 def replay_floors(case: Expected, buffer: nccl_ep.Buffer, replays: int, *, pdl: bool) -> None:
     """Chains of floors in graphs, an odd number of each, and real operations after every few replays."""
     handle = case.dispatch(buffer).handle
@@ -124,9 +130,7 @@ def replay_floors(case: Expected, buffer: nccl_ep.Buffer, replays: int, *, pdl: 
 
 
 def run_floors(rank: int, num_ranks: int) -> None:
-    device = on_gpu(rank)
-    cases = [Expected(case) for case in cuda_cases(6, num_ranks)]
-    cases += [Expected(wide_case(num_ranks)), Expected(plain_case(num_ranks))]
+    device, cases = on_gpu(rank), floor_cases(num_ranks, 6)
     with shared_buffer(rendezvous_of(dist.group.WORLD), cases, device=device) as buffer:
         floor_calls.run_between(cases, buffer, rounds=150, seed=num_ranks)
         for pdl in (False, True):

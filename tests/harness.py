@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from cases import Case
+from patience import of_living_ranks
 
 import nccl_ep
 from nccl_ep import _C, reference
@@ -24,6 +25,12 @@ class RankResult:
     wire: dict[str, list[int]] = field(default_factory=dict)
 
 
+def synchronize(device: torch.device) -> None:
+    """Ranks on CPUs are done when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
     """A buffer of the case's sizes. options: of ``Buffer.for_shapes``."""
     return nccl_ep.Buffer.for_shapes(
@@ -32,7 +39,7 @@ def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
         hidden=case.hidden,
         topk=case.topk,
         num_experts=case.num_experts,
-        **{"domain_size": case.domain_size, "timeout": 600.0 if _C.EMULATES_GPU else 60.0, **options},
+        **{"domain_size": case.domain_size, "timeout": of_living_ranks(60.0), **options},
     )
 
 

@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
+from nccl_ep import _C
+
 PATIENCE = 60.0  # seconds; what takes longer hangs, or has waited for a deadline of so many
 DEADLINES = (0.7, 5.0, 30.0)  # seconds, of ranks that wait for one that does not come
 _TRIES = 10
+
+
+def of_living_ranks(seconds: float) -> float:
+    """The deadline of a buffer whose ranks all live: emulated GPUs are slow."""
+    return max(seconds, 600.0) if _C.EMULATES_GPU else seconds
 
 
 class Late(AssertionError):

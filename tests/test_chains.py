@@ -40,11 +40,6 @@ def test_chains_are_right(letters: str, to_rank_0: bool) -> None:
     assert run_ranks(3, body) == [("", *(BATCH * each for each in calls))] * 3
 
 
-@pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-
 def test_a_wrong_bit_is_seen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     combine, calls, lock = nccl_ep.combine, itertools.count(), threading.Lock()
 

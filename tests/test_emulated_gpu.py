@@ -3,9 +3,8 @@ test_gpu_delays.py where there are real ones. Run by emulated.py."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import floor_calls
@@ -15,8 +14,8 @@ import gpu_ht_ranks
 import gpu_ranks
 import pytest
 from expected import Expected, plain_case, shared_buffer
-from gpu_delays import COMBINE, DISPATCH, SEARCHES, Search
-from harness import check_case
+from gpu_delays import COMBINE, DISPATCH, SEARCHES, Search, delays, meet, set_testing, stress
+from harness import case_buffer, check_case
 from ht_harness import HtCoverage, check_ht_case
 from patience import PATIENCE, Late, with_more_time
 
@@ -31,16 +30,6 @@ NUM_SMS = (1, 2, 3)
 RUNS = 60  # of a chain, in the search for a planted bug
 HT_ROUNDS = 25
 PERCENT = 2000  # of a delay's usual length: an emulated call takes so much longer
-
-
-@contextlib.contextmanager
-def planted(**state: Any) -> Iterator[None]:
-    """Delays and planted bugs in all kernels."""
-    _C.set_gpu_testing(0, **state)
-    try:
-        yield
-    finally:
-        _C.set_gpu_testing(0)
 
 
 # ---- Generated cases
@@ -63,7 +52,7 @@ def test_generated_cases_of_high_throughput(part: int) -> None:
 @pytest.mark.parametrize("mode", ["ll", "ht"])
 def test_under_delays(mode: str) -> None:
     for seed in range(NUM_CASES // 8):
-        with planted(seed=seed + 1):
+        with delays(seed=seed + 1):
             if mode == "ll":
                 check_case(gpu_ranks.cuda_case(seed), staged=seed % 3 == 1)
             else:
@@ -95,66 +84,52 @@ def test_one_buffer_for_many_cases(num_ranks: int) -> None:
     ht_cases = [gpu_ht_ranks.ExpectedHt(each.case) for each in cases]
 
     def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, cases, timeout=10 * PATIENCE) as buffer:
+        with shared_buffer(group, cases) as buffer:
             for number, case in enumerate([*cases, *reversed(cases)]):
                 case.run(buffer, staged=number % 3 == 1)
-        with gpu_ht_ranks.shared_ht_buffer(
-            group, [each.case for each in ht_cases], device="cpu", timeout=10 * PATIENCE
-        ) as buffer:
-            for number, ht_case in enumerate([*ht_cases, *reversed(ht_cases)]):
-                ht_case.run(buffer, num_sms=number % 4)
+        gpu_ht_ranks.run_in_one_buffer(group, ht_cases, "cpu")
 
     run_ranks(num_ranks, body)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize(
-    "body",
-    [gpu_ht_ranks.live_outputs, gpu_ht_ranks.overwrite_inputs, gpu_ht_ranks.both_modes, gpu_ht_ranks.own_layouts],
-)
+@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES)
 def test_bodies_of_high_throughput(body: Any, num_ranks: int) -> None:
     run_ranks(num_ranks, lambda group: body(group, "cpu"))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_floors(num_ranks: int) -> None:
-    cases = [Expected(case) for case in gpu_ranks.cuda_cases(4, num_ranks)]
-    cases += [Expected(gpu_ranks.wide_case(num_ranks)), Expected(plain_case(num_ranks))]
+    cases = gpu_ranks.floor_cases(num_ranks, 4)
 
     def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, cases, timeout=10 * PATIENCE) as buffer:
+        with shared_buffer(group, cases) as buffer:
             floor_calls.run_between(cases, buffer, rounds=30, seed=num_ranks)
 
     run_ranks(num_ranks, body)
 
 
-def run_chain(make: Callable[[], gpu_chains.Chain], runs: int) -> int:
+def _run_chain(chain: gpu_chains.Chain, runs: int) -> int:
     """Wrong elements of all runs, on this rank."""
-    chain = make()
-    chain.buffer.set_timeout(10 * PATIENCE)
-    for _ in range(runs):
-        chain.renew()
+    for _ in range(runs - 1):
         chain.run()
-    chain.buffer.check()
-    return int(chain.wrong)
+        chain.renew()
+    return chain.finish()
 
 
-@pytest.mark.parametrize("delays", [0, 3])
-def test_chains(delays: int) -> None:
+@pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
+def test_chains(seed: int) -> None:
     def body(group: ThreadGroup) -> int:
         wrong = 0
         with gpu_chains.chain_buffer(group, "cpu") as buffer:
             for letters in gpu_chains.CHAINS:
-                wrong += run_chain(lambda letters=letters: gpu_chains.Chain(letters, buffer), 5)  # type: ignore[misc]
+                wrong += _run_chain(gpu_chains.Chain(letters, buffer), 5)
         with gpu_ht_chains.ht_chain_buffer(group, "cpu") as buffer:
             for letters in gpu_ht_chains.HT_CHAINS:
-                wrong += run_chain(
-                    lambda letters=letters: gpu_ht_chains.HtChain(letters, buffer, given=False),  # type: ignore[misc]
-                    2,
-                )
+                wrong += _run_chain(gpu_ht_chains.HtChain(letters, buffer, given=False), 2)
         return wrong
 
-    with planted(seed=delays, percent=PERCENT):
+    with delays(seed=seed, percent=PERCENT):
         assert run_ranks(4, body) == [0] * 4
 
 
@@ -165,27 +140,23 @@ def test_chains(delays: int) -> None:
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_a_silent_rank_is_named(mode: str, phase: str) -> None:
     case = Expected(plain_case(3, layout="flat"))
-    how: dict[str, Any] = {**case.case.dispatch_kwargs(), "mode": mode}
 
     def run(deadline: float) -> None:
         def body(group: ThreadGroup) -> str:
-            rank, given = group.rank(), case.inputs[group.rank()]
-            with nccl_ep.Buffer.for_shapes(
-                group, max_tokens=8, hidden=64, topk=2, num_experts=6, mode=mode, device="cpu", timeout=PATIENCE
-            ) as buffer:
-                out = nccl_ep.dispatch(given.x, given.topk_idx, given.topk_weights, buffer=buffer, **how)
-                group.allgather(b".", PATIENCE)
-                if rank == 1:
-                    group.allgather(b".", PATIENCE)
+            with case_buffer(case.case, group, mode=mode, device="cpu") as buffer:
+                out = case.send(buffer, mode=mode)
+                meet(group)
+                if group.rank() == 1:
+                    meet(group)
                     return ""
                 buffer.set_timeout(deadline)
                 with pytest.raises(nccl_ep.TimeoutError) as caught:
                     if phase == "dispatch":
-                        nccl_ep.dispatch(given.x, given.topk_idx, buffer=buffer, **how)
+                        case.send(buffer, mode=mode)
                     else:
                         nccl_ep.combine(out.x, out.handle)
                     buffer.check()
-                group.allgather(b".", PATIENCE)
+                meet(group)
                 return str(caught.value)
 
         texts = run_ranks(3, body)
@@ -202,17 +173,11 @@ def test_other_calls_are_told_apart(mode: str) -> None:
     cases = [Expected(plain_case(2, layout="flat", hidden=hidden)) for hidden in (64, 128)]
 
     def body(group: ThreadGroup) -> str:
-        case = cases[group.rank()]
-        given = case.inputs[group.rank()]
-        with nccl_ep.Buffer.for_shapes(
-            group, max_tokens=8, hidden=128, topk=2, num_experts=4, mode=mode, device="cpu", timeout=PATIENCE
-        ) as buffer:
+        with case_buffer(cases[1].case, group, mode=mode, device="cpu", timeout=PATIENCE) as buffer:
             with pytest.raises(nccl_ep.MismatchError) as caught:
-                nccl_ep.dispatch(
-                    given.x, given.topk_idx, buffer=buffer, **{**case.case.dispatch_kwargs(), "mode": mode}
-                )
+                cases[group.rank()].send(buffer, mode=mode)
                 buffer.check()
-            group.allgather(b".", PATIENCE)
+            meet(group)
             return str(caught.value)
 
     for text in run_ranks(2, body):
@@ -226,33 +191,21 @@ def _run_search(search: Search, seed: int, bugs: tuple[str, ...]) -> str:
     """What went wrong in the chain of the search, on any rank; empty: nothing."""
 
     def body(group: ThreadGroup) -> str:
-        problem = ""
         with gpu_chains.chain_buffer(group, "cpu") as buffer:
             chain = gpu_chains.Chain(search.letters, buffer, seed=seed, to_rank_0=search.to_rank_0)
             chain.run()
-            buffer.set_timeout(4.0 if bugs else 10 * PATIENCE)
-            group.allgather(b".", PATIENCE)
+            if bugs:
+                buffer.set_timeout(4.0)
+            meet(group)
             if group.rank() == 0:
-                _C.set_gpu_testing(0, seed=seed, bugs=list(bugs), kinds=search.kinds, percent=PERCENT)
-            group.allgather(b".", PATIENCE)
-            for done in range(RUNS if bugs else RUNS // 8):
-                try:
-                    chain.renew()
-                    chain.run()
-                    buffer.check()
-                    wrong = int(chain.wrong)
-                    problem = f"{wrong} wrong elements after {done} runs" if wrong else ""
-                except (nccl_ep.EpError, RuntimeError) as error:  # the latter of operations called as such
-                    problem = f"{type(error).__name__} after {done} runs: {error}"
-                said = group.allgather(b":" + problem.encode(), PATIENCE)
-                if any(len(each) > 1 for each in said):
-                    return "; ".join(f"rank {r}: {text[1:].decode()}" for r, text in enumerate(said) if len(text) > 1)
-        return ""
+                set_testing(seed=seed, bugs=list(bugs), kinds=search.kinds, percent=PERCENT)
+            meet(group)
+            return stress(chain, chain.run, RUNS if bugs else RUNS // 8, group, batch=1)
 
     try:
         return run_ranks(4, body)[0]
     finally:
-        _C.set_gpu_testing(0)
+        set_testing()
 
 
 @pytest.fixture
@@ -269,15 +222,14 @@ def test_planted_bugs(name: str) -> None:
     assert found, f"{name}: not noticed in {RUNS} runs"
 
 
-def _dispatch_and_overwrite(group: ThreadGroup) -> str:
+def _dispatch_and_overwrite(group: ThreadGroup, cases: list[Expected]) -> str:
     """What is wrong at once in what a call leaves, as soon as it has ended; empty: nothing. Inputs are overwritten."""
-    cases = [gpu_ht_ranks.ExpectedHt(case) for case in gpu_ht_ranks.wide_cases(group.size())]
     rank, problem = group.rank(), ""
     with gpu_ht_ranks.shared_ht_buffer(
-        group, [each.case for each in cases], device="cpu", timeout=10 * PATIENCE, arena_bytes=1 << 25
+        group, [each.case for each in cases], device="cpu", arena_bytes=1 << 25
     ) as buffer:
         for number in range(HT_ROUNDS):
-            case = Expected(cases[number % len(cases)].case)
+            case = cases[number % len(cases)]
             try:
                 out = case.send(buffer)
                 case.check_dispatch(out, rank)
@@ -286,10 +238,9 @@ def _dispatch_and_overwrite(group: ThreadGroup) -> str:
                 rows.zero_()
                 case.check_combine(y, rank)
             except Exception as error:
-                problem = f"rank {rank}, round {number}: {error}"
-            said = [text[1:].decode() for text in group.allgather(b":" + problem[:300].encode(), PATIENCE)]
-            if any(said):
-                return "; ".join(filter(None, said))
+                problem = f"round {number}: {error}"
+            if problems := meet(group, problem[:300]):
+                return "; ".join(problems)
     return ""
 
 
@@ -299,8 +250,9 @@ def _dispatch_and_overwrite(group: ThreadGroup) -> str:
 )
 def test_planted_bugs_of_high_throughput(bug: str, kinds: int) -> None:
     """What is too early by a few steps: seen by a caller who looks, or writes, as soon as the call has ended."""
-    with planted(seed=1, bugs=[bug] if bug else [], kinds=kinds, percent=PERCENT):
-        found = run_ranks(3, _dispatch_and_overwrite)[0]
+    cases = [Expected(case) for case in gpu_ht_ranks.wide_cases(3)]
+    with delays(seed=1, bugs=[bug] if bug else [], kinds=kinds, percent=PERCENT):
+        found = run_ranks(3, partial(_dispatch_and_overwrite, cases=cases))[0]
     print(f"{bug}: {found}")
     assert bool(found) == bool(bug), found
 

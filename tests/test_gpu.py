@@ -63,8 +63,7 @@ def test_many_calls_on_few_sms(num_sms: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_floors_on_one_gpu(num_ranks: int) -> None:
     """Real operations between floors: see test_floors.py for what is sent."""
-    cases = [Expected(case) for case in gpu_ranks.cuda_cases(4, num_ranks)]
-    cases += [Expected(gpu_ranks.wide_case(num_ranks)), Expected(plain_case(num_ranks))]
+    cases = gpu_ranks.floor_cases(num_ranks, 4)
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, cases, device="cuda") as buffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import gpu_ht_ranks
@@ -64,13 +65,7 @@ def test_a_wrong_bit_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_cases(num_ranks: int) -> None:
     cases = [gpu_ht_ranks.ExpectedHt(case) for case in gpu_ht_ranks.cuda_cases(6, num_ranks)]
-
-    def body(group: ThreadGroup) -> None:
-        with gpu_ht_ranks.shared_ht_buffer(group, [each.case for each in cases], device="cpu") as buffer:
-            for case in cases:
-                case.run(buffer)
-
-    run_ranks(num_ranks, body)
+    run_ranks(num_ranks, partial(gpu_ht_ranks.run_in_one_buffer, cases=cases, device="cpu"))
 
 
 def test_a_case_that_differs_is_seen() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +51,16 @@ def test_number_of_sms_changes_no_bit(number: int, num_sms: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize(
-    "body",
-    [gpu_ht_ranks.live_outputs, gpu_ht_ranks.overwrite_inputs, gpu_ht_ranks.both_modes, gpu_ht_ranks.own_layouts],
-)
+@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES)
 def test_bodies_on_one_gpu(body: Any, num_ranks: int) -> None:
     """See each body: outputs that live, inputs that are overwritten, both modes, a layout of each rank's own."""
     run_ranks(num_ranks, lambda group: body(group, "cuda"))
 
 
 def test_one_buffer_for_many_cases() -> None:
-    """Counters, signals and slots of one operation are those of the next, of any other shape."""
     for num_ranks in (1, 2, 4):
         cases = [gpu_ht_ranks.ExpectedHt(case) for case in gpu_ranks.cuda_cases(30, num_ranks)]
-
-        def body(group: Any, cases: list[gpu_ht_ranks.ExpectedHt] = cases) -> None:
-            with gpu_ht_ranks.shared_ht_buffer(group, [each.case for each in cases], device="cuda") as buffer:
-                for number, case in enumerate([*cases, *reversed(cases)]):
-                    case.run(buffer, num_sms=number % 4)
-
-        run_ranks(num_ranks, body)
+        run_ranks(num_ranks, partial(gpu_ht_ranks.run_in_one_buffer, cases=cases, device="cuda"))
 
 
 # ---- A world of one rank
