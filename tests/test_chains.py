@@ -7,9 +7,10 @@ import re
 import threading
 from typing import Any
 
+import floor_calls
 import pytest
 import torch
-from gpu_chains import CHAINS, Chain, chain_buffer
+from gpu_chains import CHAINS, HIDDEN, Chain, chain_buffer
 from gpu_delays import BATCH, SEARCHES, stress
 
 import nccl_ep
@@ -60,21 +61,37 @@ def test_a_wrong_bit_is_seen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"after 40 runs: rank [01]: 1 wrong elements", texts[0]) and texts[1] == texts[0]
 
 
-def test_an_error_is_seen_by_all() -> None:
+@pytest.mark.parametrize(("of_a_push", "error"), [(False, "TimeoutError"), (True, "RuntimeError")])
+def test_an_error_is_seen_by_all(of_a_push: bool, error: str) -> None:
     def body(group: ThreadGroup) -> str:
         with chain_buffer(group, "cpu") as buffer:
             chain = Chain("dcc", buffer)
             calls = itertools.count()
+            inputs = chain.x[0], chain.ids[0], chain.weights[0]
+            handle = nccl_ep.dispatch(*inputs, buffer=buffer, num_experts=chain.experts).handle
 
             def run() -> None:
                 if next(calls) == 45:
                     if buffer.rank == 1:
                         raise nccl_ep.UsageError("gone")
                     buffer.set_timeout(0.5)
+                    if of_a_push:
+                        floor_calls.push(handle, HIDDEN * 2)
                 chain.run()
 
             return stress(chain, run, 80, group)
 
     texts = run_ranks(2, body)
-    assert re.match(r"after 80 runs: rank 0: TimeoutError: .*rank 1.*; rank 1: UsageError: gone$", texts[0], re.DOTALL)
+    assert re.match(rf"after 80 runs: rank 0: {error}: .*rank 1.*; rank 1: UsageError: gone$", texts[0], re.DOTALL)
     assert texts[1] == texts[0]
+
+
+def test_an_error_of_something_else_is_not_found() -> None:
+    def run() -> None:
+        raise RuntimeError("no memory")
+
+    def body(group: ThreadGroup) -> None:
+        with chain_buffer(group, "cpu") as buffer, pytest.raises(RuntimeError, match="no memory"):
+            stress(Chain("dcc", buffer), run, 1, group)
+
+    run_ranks(1, body)
