@@ -26,7 +26,7 @@ class RankResult:
 
 
 def synchronize(device: torch.device) -> None:
-    """Ranks on CPUs are done when a call returns."""
+    """Waits for the current GPU. Ranks on CPUs are done when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
