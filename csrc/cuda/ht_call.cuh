@@ -260,12 +260,12 @@ struct Tickets {
 };
 
 // A warp has finished `units`; returns what others had before. Release of what its lanes did, acquire of the others'.
-__device__ __forceinline__ uint32_t count_finished(const CallContext& call, int units) {
+__device__ __forceinline__ uint32_t count_finished(uint32_t& counter, int units) {
   uint32_t before = 0;
   __syncwarp();
   if (lane_id() == 0) {
     __threadfence();
-    before = atomicAdd(&counters_of(call).finished, static_cast<uint32_t>(units));
+    before = atomicAdd(&counter, static_cast<uint32_t>(units));
     __threadfence();
   }
   before = __shfl_sync(~0u, before, 0);

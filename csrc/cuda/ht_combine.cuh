@@ -65,18 +65,17 @@ struct PullRoute {
   }
 };
 
-// A lane's numbers of a row as they lie on another rank. Lanes past the row read its last numbers, and nobody looks: a
-// load with an alternative would be waited for where it stands.
+// A lane's numbers of a row as they lie on another rank.
 template <DType kIn, DType kWire, int kCount>
 struct PulledPiece {
   Numbers<kIn, kCount> rows;
   Numbers<kWire, kCount> sums;
 
-  __device__ __forceinline__ void load(const char* source, bool in_place, int lane_index) {
+  __device__ __forceinline__ void load(const char* from, bool in_place) {
     if (kIn != kWire && in_place) {
-      rows.load_relaxed_sys(source, lane_index);
+      rows.load_relaxed_sys(from, 0);
     } else {
-      sums.load_relaxed_sys(source, lane_index);
+      sums.load_relaxed_sys(from, 0);
     }
   }
   __device__ __forceinline__ void add_to(float (&total)[kCount], bool in_place) {
@@ -85,59 +84,117 @@ struct PulledPiece {
   }
 };
 
+template <int kCount>
+__device__ __forceinline__ void add_zeros(float (&total)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i++) total[i] = __fadd_rn(total[i], 0.0f);
+}
+
+// Four of a token's rows, a piece of each. A row's numbers of the next position are asked for as soon as those of this
+// one are added, so that as many loads are under way throughout.
+template <DType kIn, DType kWire, int kCount>
+struct PulledRows {
+  static constexpr int kTogether = 4, kSteps = HtCombineGeometry::kPieceSteps;
+
+  const HtCombineRole& role;
+  const PullRoute& route;
+  int count;
+  unsigned exists, in_place;    // bit i: the i-th row
+  int piece = 0, first = 0;     // that are asked for next
+  const char* from[kTogether];  // and where this lane's numbers lie; null: nowhere
+  PulledPiece<kIn, kWire, kCount> pieces[kTogether][kSteps];
+
+  __device__ __forceinline__ static PulledRows of(const HtCombineRole& role, const PullRoute& route) {
+    const unsigned exists = __ballot_sync(~0u, route.source != nullptr);
+    const unsigned in_place = kIn != kWire ? __ballot_sync(~0u, route.is_in_place) : 0;
+    return {role, route, __popcll(route.ranks), exists, in_place};
+  }
+  __device__ __forceinline__ bool is_as_given(int row) const { return kIn != kWire && (in_place >> row & 1) != 0; }
+  // Of all lanes.
+  __device__ __forceinline__ int step_bytes(int row) const {
+    return 32 * kCount * size_of(is_as_given(row) ? kIn : kWire);
+  }
+  __device__ __forceinline__ void aim() {
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      const int row = min(first + q, 31), bytes = step_bytes(row);
+      const auto source = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(route.source), row);
+      const bool is_there = first + q < count && source != 0;
+      from[q] = is_there ? reinterpret_cast<const char*>(source) + piece * kSteps * bytes + role.lane * (bytes / 32)
+                         : nullptr;
+    }
+  }
+  __device__ __forceinline__ void move_on() {
+    first += kTogether;
+    if (first >= count) {
+      first = 0;
+      piece++;
+    }
+    if (count > kTogether) aim();  // else ask() has moved
+  }
+  __device__ __forceinline__ void ask(int q) {
+    if (from[q] == nullptr) return;
+    const int bytes = step_bytes(min(first + q, 31));
+    const int rest = role.p.hidden / kCount - piece * kSteps * 32 - role.lane;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {  // numbers past the row stay what they were, and nobody looks
+      if (32 * s < rest) pieces[q][s].load(from[q] + s * bytes, is_as_given(first + q));
+    }
+    from[q] += kSteps * bytes;
+  }
+  __device__ __forceinline__ void add_to(float (&total)[kSteps][kCount], int row, int q) {
+    if (row >= count) return;
+    if ((exists >> row & 1) != 0) {
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) pieces[q][s].add_to(total[s], is_as_given(row));
+    } else {  // a rank that has dropped all rows of the token counts with +0
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) add_zeros(total[s]);
+    }
+  }
+};
+
+template <DType kOut, int kSteps, int kCount>
+__device__ __forceinline__ void add_biases(const HtCombineRole& role, int64_t out_row, int piece,
+                                           float (&total)[kSteps][kCount]) {
+#pragma unroll 1
+  for (int b = 0; b < 2; b++) {
+    const void* bias = role.p.bias[b];
+    if (bias == nullptr) continue;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      const int lane_index = (piece * kSteps + s) * 32 + role.lane;
+      if (lane_index * kCount >= role.p.hidden) continue;
+      Numbers<kOut, kCount> numbers;
+      numbers.load_nc(static_cast<const char*>(bias) + out_row, lane_index);
+      numbers.add_to(total[s]);
+    }
+  }
+}
+
 template <DType kIn, DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ void add_up_token(const HtCombineRole& role, int token, const PullRoute& route) {
-  constexpr int kTogether = 4, kSteps = HtCombineGeometry::kPieceSteps;
+  using Rows = PulledRows<kIn, kWire, kCount>;
+  constexpr int kTogether = Rows::kTogether, kSteps = Rows::kSteps;
   const HtCombineParams& p = role.p;
-  const int count = __popcll(route.ranks);
   const int64_t out_row = static_cast<int64_t>(token) * p.hidden * size_of(kOut);
   const bool has_bias = p.bias[0] != nullptr || p.bias[1] != nullptr;
+  Rows rows = Rows::of(role, route);
+  rows.aim();
+#pragma unroll
+  for (int q = 0; q < kTogether; q++) rows.ask(q);
 #pragma unroll 1
   for (int piece = 0; piece < role.geometry.pieces; piece++) {
     float total[kSteps][kCount];
-    fill(total, count > 0 || has_bias ? kNothingYet : 0.0f);
+    fill(total, rows.count > 0 || has_bias ? kNothingYet : 0.0f);
+    if (has_bias) add_biases<kOut>(role, out_row, piece, total);
 #pragma unroll 1
-    for (int b = 0; has_bias && b < 2; b++) {
-      if (p.bias[b] == nullptr) continue;
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        const int lane_index = (piece * kSteps + s) * 32 + role.lane;
-        if (lane_index * kCount >= p.hidden) continue;
-        Numbers<kOut, kCount> numbers;
-        numbers.load_nc(static_cast<const char*>(p.bias[b]) + out_row, lane_index);
-        numbers.add_to(total[s]);
-      }
-    }
-#pragma unroll 1
-    for (int first = 0; first < count; first += kTogether) {
-      PulledPiece<kIn, kWire, kCount> pieces[kTogether][kSteps];
-      const char* source[kTogether];
-      bool in_place[kTogether];
+    for (int first = 0; first < rows.count; first += kTogether) {
+      rows.move_on();
 #pragma unroll
       for (int q = 0; q < kTogether; q++) {
-        const int lane = min(first + q, 31);
-        source[q] =
-            reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(route.source), lane));
-        in_place[q] = kIn != kWire && __shfl_sync(~0u, route.is_in_place ? 1 : 0, lane) != 0;
-      }
-#pragma unroll
-      for (int q = 0; q < kTogether; q++) {
-        if (first + q >= count || source[q] == nullptr) continue;
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) pieces[q][s].load(source[q], in_place[q], role.lane_index<kCount>(piece, s));
-      }
-#pragma unroll
-      for (int q = 0; q < kTogether; q++) {
-        if (first + q >= count) break;
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) {
-          if (source[q] != nullptr) {
-            pieces[q][s].add_to(total[s], in_place[q]);
-          } else {  // a rank that has dropped all rows of the token counts with +0
-#pragma unroll
-            for (int i = 0; i < kCount; i++) total[s][i] = __fadd_rn(total[s][i], 0.0f);
-          }
-        }
+        rows.add_to(total, first + q, q);
+        rows.ask(q);
       }
     }
 #pragma unroll
@@ -186,7 +243,7 @@ __device__ __forceinline__ void pull_rows(const HtCombineRole& role) {
   // The last to have read tells every rank that its rows are its own again.
   if (done == 0 && p.num_tokens > 0) return;
   testing_point(Point::kBeforeReset, role.call);
-  const uint32_t before = count_finished(role.call, done);
+  const uint32_t before = count_finished(counters_of(role.call).finished, done);
   const bool is_early = has_bug(Bug::kEarlyDone, Kind::kCombine) && p.num_tokens > 0;
   if (is_early ? before != 0 : before + done != static_cast<uint32_t>(p.num_tokens)) return;
   if (p.num_tokens == 0 && !(role.is_first() && role.warp == 0)) return;

@@ -1,22 +1,11 @@
-// What a rank does with the rows that have come: ids and weights to the outputs, copies for further choices or from the
-// staging rows, zeros for rows that do not exist.
+// What a rank does with the rows that have come: copies for further choices or from the staging rows, zeros for rows
+// that do not exist. The table of contents of the second kernel of a dispatch, ht_send(), is at the end.
 #pragma once
 
-#include "cuda/ht_send.cuh"
+#include "cuda/ht_routes.cuh"
 #include "cuda/stamps.cuh"
 
 namespace ep {
-
-struct ReceiveRole : SendRole {
-  int warp0;  // warps [warp0, plan.warps) of every block receive
-
-  __device__ int warps() const { return at.num_blocks * (plan.warps - warp0); }
-  __device__ int receiver() const { return (warp - warp0) * at.num_blocks + at.block; }
-  __device__ bool has_copies() const { return geometry.has_staged || has_expert_rows(p.output.layout); }
-  __device__ char* out_row(int part, int32_t row) const {
-    return static_cast<char*>(p.parts[part].out) + static_cast<int64_t>(row) * p.parts[part].bytes;
-  }
-};
 
 // ---- Rows
 
@@ -152,61 +141,7 @@ __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
   return true;
 }
 
-// ---- What stands beside rows
-
-// Rank layouts: the row of a slot.
-__device__ __forceinline__ int32_t row_of_slot(const ReceiveRole& role, int slot) {
-  const OutputShape& output = role.p.output;
-  if (output.layout == OutputLayout::kFlat) return output.row(0, 0, slot);
-  int source = 0;
-  while (source + 1 < role.num_ranks() && slot >= role.tables.flows.from_first[source + 1]) source++;
-  return output.row(source, role.tables.flows.from_first[source], slot - role.tables.flows.from_first[source]);
-}
-
-// Rank layouts: a thread takes choices of slots, several asked for together.
-__device__ __forceinline__ void store_choices(const ReceiveRole& role) {
-  constexpr int kTogether = 8;
-  const HtDispatchParams& p = role.p;
-  const HtSlotFormat& format = p.layout.slot;
-  const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
-  const int last = role.num_ranks() - 1, slots = role.tables.flows.from_first[last] + role.tables.flows.from[last];
-  const auto words_of = [&](int slot) { return role.peers.local<uint32_t>(p.layout.slot_words(slot)); };
-  // A thread keeps to one k, so that slots are counted without divisions.
-  const int step = threads / topk;  // slots that all threads take at a time
-  const int first = role.geometry.by_topk.divide(thread), k = role.geometry.by_topk.remainder(thread, first);
-#pragma unroll 1
-  for (int begin = first; first < step && begin < slots; begin += kTogether * step) {
-    uint32_t id[kTogether], weight[kTogether];
-#pragma unroll
-    for (int q = 0; q < kTogether; q++) {
-      const uint32_t* words = words_of(min(begin + q * step, slots - 1));
-      id[q] = ptx::ld_relaxed_sys(words + format.place(k));
-      weight[q] = ptx::ld_relaxed_sys(words + format.weight(k));
-    }
-#pragma unroll
-    for (int q = 0; q < kTogether; q++) {
-      if (begin + q * step >= slots) break;
-      const int32_t row = row_of_slot(role, begin + q * step);
-      if (row < 0) continue;
-      const int64_t entry = static_cast<int64_t>(row) * topk + k;
-      p.out_weights[entry] = __uint_as_float(weight[q]);
-      store_id(p.out_topk_idx, p.is_idx64, entry, static_cast<int32_t>(id[q]));
-    }
-  }
-  const int kept = static_cast<int>(min(static_cast<int64_t>(slots), p.handle.num_slots));
-#pragma unroll 1
-  for (int begin = thread; begin < kept; begin += kTogether * threads) {
-    uint32_t token[kTogether];
-#pragma unroll
-    for (int q = 0; q < kTogether; q++) {
-      token[q] = ptx::ld_relaxed_sys(words_of(min(begin + q * threads, kept - 1)) + format.token());
-    }
-#pragma unroll
-    for (int q = 0; q < kTogether; q++) {
-      if (begin + q * threads < kept) *p.handle.slot(begin + q * threads) = static_cast<int32_t>(token[q]);
-    }
-  }
-}
+// ---- Rows that do not exist
 
 static __device__ __noinline__ void zero_row(const ReceiveRole& role, int32_t row) {
   for (int i = 0; i < role.p.num_parts; i++) {
@@ -263,7 +198,7 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
 
 // The call has failed: nothing was received.
 __device__ __forceinline__ void clear_all(const ReceiveRole& role) {
-  const int receivers = (role.plan.warps - role.warp0) * 32, receiver = (role.warp - role.warp0) * 32 + role.lane;
+  const int receivers = role.plan.helpers() * 32, receiver = (role.warp - role.plan.workers) * 32 + role.lane;
   for (int i = receiver;
        role.p.info != nullptr && sends_routes(role.p.steps) && role.is_first() && i < role.p.output.info_size();
        i += receivers) {
@@ -281,14 +216,13 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   EP_SHARED(CallContext, call);
   HtBlock block{at};
   const bool is_worker = block.warp < args.plan.workers;
-  // The receivers. In a world on one GPU another rank's plan may have more warps.
-  const bool joins = (args.plan.chunks == 1 || !is_worker) && block.warp < args.plan.warps;
+  // In a world on one GPU another rank's plan may have more warps.
+  const bool helps = !is_worker && block.warp < args.plan.warps;
   const ReceiveRole role{{block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry),
-                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes},
-                         args.plan.chunks == 1 ? 0 : args.plan.workers};
+                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
   stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, true)) {
-    if (joins) clear_all(role);
+    if (helps) clear_all(role);
     return;
   }
   const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
@@ -300,17 +234,20 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   fill_tables(role);
   if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) call.state->ht_staged[0] += 1;
   if (block_has_failed(call)) {
-    if (joins) clear_all(role);
+    if (helps) clear_all(role);
     return;
   }
   stamp(Stamp::kEpochKnown, peers.rank);
   if (is_worker) send_rows<kQuant>(role);
   stamp(Stamp::kSent, peers.rank);
-  if (!joins) return;
+  if (!helps) return;
+  const bool with_routes = sends_routes(p.steps);
+  if (with_routes) send_routes(role);
   clear_gaps(role);
-  if (!place_rows(role)) return clear_all(role);
+  if (with_routes && !await_routes(role)) return clear_all(role);
+  if (with_routes && !has_expert_rows(p.output.layout)) store_choices(role);
   stamp(Stamp::kOwnDone, peers.rank);
-  if (sends_routes(p.steps) && !has_expert_rows(p.output.layout)) store_choices(role);
+  if (!place_rows(role)) return clear_all(role);
   stamp(Stamp::kEnd, peers.rank);
 }
 

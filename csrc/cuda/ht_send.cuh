@@ -163,7 +163,7 @@ __device__ __forceinline__ void quantize_into_stage(const SendRole& role, int to
 __device__ __forceinline__ int begin_load(const SendRole& role, int token, int pass) {
   const HtDispatchParams& p = role.p;
   const HtSendGeometry& g = role.geometry;
-  ptx::fence_proxy_async();  // the stage's last readers were threads, perhaps
+  ptx::fence_proxy_async_shared();  // the stage's last users were threads, perhaps
   __syncwarp();
   int bulk = 0;
   for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void finish_load(const SendRole& role, int token, int
     const char* in = static_cast<const char*>(p.parts[i].in) + token * p.parts[i].row_stride;
     gather_part(p.parts[i], in, role.stage + g.stage_offset[i], g.in_width[i], role.lane);
   }
-  if (by_threads) ptx::fence_proxy_async();  // the bulk stores shall see it
+  if (by_threads) ptx::fence_proxy_async_shared();  // the bulk stores shall see it
   if (bulk > 0) {
     while (!ptx::mbarrier_try_wait(role.barrier(), parity)) {
     }
@@ -265,41 +265,11 @@ __device__ __forceinline__ void store_parts(const SendRole& role, const SendRout
   ptx::bulk_commit();
 }
 
-// What goes beside a row: places and weights of its choices there, and the token's number here.
-__device__ __forceinline__ void store_slots(const SendRole& role, const SendRoute& route, int token) {
-  const HtDispatchParams& p = role.p;
-  const HtSlotFormat& format = p.layout.slot;
-  const int topk = p.shape.topk;
-  float weight = 1.0f;
-  if (p.topk_weights != nullptr && role.lane < topk) {
-    weight = __ldg(p.topk_weights + static_cast<int64_t>(token) * topk + role.lane);
-  }
-  unsigned leaders = __ballot_sync(~0u, route.group.leads);
-#pragma unroll 1
-  for (; leaders != 0; leaders &= leaders - 1) {
-    const int leader = __ffs(static_cast<int>(leaders)) - 1;
-    const int peer = __shfl_sync(~0u, route.group.rank, leader);
-    const int32_t slot = __shfl_sync(~0u, route.choice.slot, leader);
-    auto* words = role.peers.at<uint32_t>(peer, p.layout.slot_words(slot));
-    const bool is_there = route.group.rank == peer;
-    const bool expert_rows = has_expert_rows(static_cast<OutputLayout>(role.tables.layout[peer]));
-    if (role.lane < topk) {
-      int32_t place = kNoRow;
-      if (is_there) {
-        place = expert_rows ? route.choice.row : route.choice.id - peer * p.shape.local_experts();
-      }
-      ptx::st_relaxed_sys(words + format.place(role.lane), static_cast<uint32_t>(place));
-      ptx::st_relaxed_sys(words + format.weight(role.lane), is_there ? __float_as_uint(weight) : 0u);
-    }
-    if (role.lane == 0) ptx::st_relaxed_sys(words + format.token(), static_cast<uint32_t>(token));
-  }
-}
-
 // ---- Announcements
 
 // To ranks that want to hear of chunks: leading lanes count a row that lies in place, and the last of a chunk says so.
 __device__ __forceinline__ void announce(const SendRole& role, const SendRoute& route) {
-  __syncwarp();  // other lanes wrote words of the slot
+  __syncwarp();  // other lanes wrote parts of the row
   const int peer = route.group.rank;
   if (!route.group.leads || role.tables.chunks[peer] == 1) return;
   const int count = role.tables.flows.to[peer], chunks = role.tables.chunks[peer];
@@ -319,7 +289,7 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
   ptx::fence_proxy_async();
   __syncwarp();
   if (units == 0) return;
-  const uint32_t before = count_finished(role.call, units);
+  const uint32_t before = count_finished(counters_of(role.call).finished, units);
   const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
   if (is_early ? before != 0 : before + units != static_cast<uint32_t>(role.geometry.units)) return;
 #pragma unroll 1
@@ -334,7 +304,6 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
 
 template <bool kQuant>
 __device__ __forceinline__ void send_rows(const SendRole& role) {
-  const HtDispatchParams& p = role.p;
   bool in_chunks = false;
   for (int r = 0; r < role.num_ranks(); r++) in_chunks = in_chunks || role.tables.chunks[r] > 1;
   Tickets tickets{&counters_of(role.call).taken};
@@ -355,7 +324,6 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
     const int bulk = begin_load(role, token, pass);
     const SendRoute next = SendRoute::load(role, next_unit);
     route.resolve(role);
-    if (sends_routes(p.steps) && pass == 0) store_slots(role, route, token);
     finish_load<kQuant>(role, token, pass, bulk, parity);
     store_parts(role, route, pass);
     if (in_chunks && done > 0) {

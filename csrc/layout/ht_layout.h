@@ -23,15 +23,16 @@ constexpr uint64_t kArenaAlignment = 512;  // of its blocks, as torch's allocato
 enum class HtSignal : int {
   kDispatchCall = 0,    // other domains: the call message has landed
   kDispatchRail,        // other domains: rows and routes for this domain have landed
-  kDispatchRows,        // own domain: all rows, with their routes, lie in place
+  kDispatchRows,        // own domain: all rows lie in place; on CPU ranks what stands beside them too
   kCombineCall,         // other domains
   kCombineRailWeights,  // other domains: weights given at combine
   kCombineWeights,      // own domain: the same, at their slots
   kCombineReady,        // own domain: the source's rows may be read
   kCombineRail,         // other domains: their sums have landed
   kCombineDone,         // own domain: the source has read all that it wants
+  kDispatchRoutes,      // CUDA: what stands beside rows lies at the slots
 };
-constexpr int kNumHtSignals = 9;
+constexpr int kNumHtSignals = 10;
 
 // CUDA announces the rows of one rank to another in pieces, so that the receiver has work before the last has come:
 // the signal's line holds a word for each.

@@ -18,7 +18,7 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int 
   plan.blocks = num_sms;
   // With copies to make, eight workers keep the links as busy as they can be, and twenty warps copy.
   plan.workers = std::clamp(shared_bytes / stage_bytes, 1, has_copies ? 8 : 24);
-  plan.warps = has_copies ? 28 : std::max(plan.workers, 16);
+  plan.warps = 28;
   plan.chunks = has_copies ? kHtChunks : 1;
   return plan;
 }

@@ -9,7 +9,7 @@ namespace ep {
 struct HtPlan {
   int blocks = 1;
   int warps = 1;    // of a block
-  int workers = 1;  // of them, those that move rows between ranks: warps [0, workers)
+  int workers = 1;  // of them, those that move rows between ranks: warps [0, workers). A dispatch has others, too
   int chunks = 1;   // pieces in which the rows from one rank to another are announced
   bool pdl = false;
 

@@ -111,7 +111,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
       EXPECT_GE(plan.workers, 1);
       EXPECT_LE(plan.threads(), 896);
       EXPECT_EQ(plan.chunks, has_copies ? kHtChunks : 1);
-      EXPECT_EQ(plan.helpers() > 0 && has_copies, has_copies);
+      EXPECT_GT(plan.helpers(), 0);
     }
   }
   for (bool has_staging : {false, true}) {

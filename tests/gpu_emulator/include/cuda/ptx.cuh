@@ -106,6 +106,7 @@ void bulk_wait() {
   emulator::bulk_wait(kPending, false);
 }
 inline void fence_proxy_async() {}
+inline void fence_proxy_async_shared() {}
 
 // ---- The rest
 
