@@ -13,6 +13,7 @@ import gpu_ht_chains
 import gpu_ht_ranks
 import gpu_ranks
 import pytest
+import torch
 from expected import Expected, plain_case, shared_buffer
 from gpu_delays import COMBINE, DISPATCH, SEARCHES, Search, delays, meet, set_testing, stress
 from harness import case_buffer, check_case
@@ -73,6 +74,23 @@ def test_more_ranks_than_lanes(num_ranks: int) -> None:
     case = plain_case(num_ranks, topk=8, tokens=(4,) * num_ranks, max_tokens=4)
     check_case(case, num_sms=1)
     check_ht_case(case, num_sms=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "topk", "num_experts", "idx_dtype"),
+    [
+        ((333, 127, 65), 7, 48, torch.int64),  # ids that are loaded one by one
+        ((333, 127, 65), 3, 48, torch.int32),
+        ((201, 64), 8, 8192, torch.int32),  # counters without copies, few placing warps
+        ((2060, 33), 32, 32, torch.int64),  # a second tile; a share that does not fit
+    ],
+)
+def test_shapes_of_routing(tokens: tuple[int, ...], topk: int, num_experts: int, idx_dtype: torch.dtype) -> None:
+    case = plain_case(
+        len(tokens), topk=topk, tokens=tokens, max_tokens=max(tokens), num_experts=num_experts, idx_dtype=idx_dtype,
+        hidden=8, layout="flat",
+    )  # fmt: skip
+    check_ht_case(case, num_sms=2)
 
 
 # ---- Buffers that live longer than a case: ranks may be a call ahead of others

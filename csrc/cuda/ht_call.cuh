@@ -19,10 +19,10 @@ struct HtBlock {
   __device__ bool is_first() const { return at.block == 0; }
 };
 
-// True for all threads of the block if the buffer has failed. A barrier.
+// True for all threads of the block if one of them has given up a wait, or has seen another call's record. A barrier.
+// Whoever gave up reads what it wrote itself.
 __device__ __forceinline__ bool block_has_failed(const CallContext& call) {
-  __syncthreads();
-  return __syncthreads_or(threadIdx.x == 0 && call.has_failed()) != 0;
+  return __syncthreads_or(call.has_given_up != 0) != 0;
 }
 
 // One thread of each block that has read the epoch.
@@ -55,6 +55,7 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
     call.epoch = last_epoch + 1;
     call.tag = tag_of(call.epoch);
     call.bank = has_bug(Bug::kOneBank, kind) ? 0 : bank_of(call.epoch);
+    call.has_given_up = 0;
     call.is_open = has_failed != 0 ? CallContext::kFailed : CallContext::kOpen;
   }
   __syncthreads();
@@ -130,32 +131,45 @@ struct Flows {
 
 // ---- Call messages
 
-// One block tells every rank: the record, and `word_of(i)` for the words behind it. Release: this rank's last operation
-// is over, so what it wrote is there, and what it read may be written again.
+// Release: this rank's last operation is over, so what it wrote is there, and what it read may be written again.
+// Receivers acquire by the record's words, so the one warp that stores them fences, and nothing else of the message
+// needs to come after: the record may go long before the rest. What this kernel itself does is not released.
+__device__ __forceinline__ void send_record(const CallContext& call, const HtLayout& layout, const LsaPeers& peers) {
+  testing_point(Point::kBeforeRecord, call);
+  __threadfence_system();
+#pragma unroll 1
+  for (int i = lane_id(); i < CallRecord::kWords * layout.topology.num_ranks; i += 32) {
+    const int peer = i / CallRecord::kWords, index = i % CallRecord::kWords;
+    ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.call_word(call.bank, call.rank, index)),
+                        tagged(call.call->word(index), call.tag));
+  }
+}
+
+// A block tells every rank `word_of(i)` for the words behind the record, up to `words`.
+template <class WordOf>
+__device__ __forceinline__ void send_call_words(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
+                                                int words, const WordOf& word_of) {
+  const int ranks = layout.topology.num_ranks;
+#pragma unroll 1
+  for (int index = CallRecord::kWords + threadIdx.x; index < words; index += blockDim.x) {
+    const uint64_t word = tagged(word_of(index), call.tag);
+    const Offset offset = layout.call_word(call.bank, call.rank, index);
+    int peer = peers.rank;
+#pragma unroll 1
+    for (int turn = 0; turn < ranks; turn++) {
+      ptx::st_relaxed_sys(peers.at<uint64_t>(peer, offset), word);
+      peer = peer + 1 < ranks ? peer + 1 : 0;
+    }
+  }
+  testing_point(Point::kAfterRecord, call);
+}
+
+// One block sends the whole message.
 template <class WordOf>
 __device__ __forceinline__ void send_call(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
                                           int words, const WordOf& word_of) {
-  const int ranks = layout.topology.num_ranks;
-  const auto send = [&](int peer, int index, uint32_t value) {
-    ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.call_word(call.bank, call.rank, index)),
-                        tagged(value, call.tag));
-  };
-  testing_point(Point::kBeforeRecord, call);
-  // Receivers acquire by the record's words, so one warp fences, for these.
-  if (warp_id() == 0) {
-    __threadfence_system();
-#pragma unroll 1
-    for (int i = lane_id(); i < CallRecord::kWords * ranks; i += 32) {
-      send(i / CallRecord::kWords, i % CallRecord::kWords, call.call->word(i % CallRecord::kWords));
-    }
-  }
-  const int rest = words - CallRecord::kWords;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < rest * ranks; i += blockDim.x) {
-    const int turn = i / rest, index = CallRecord::kWords + i - turn * rest;
-    send((peers.rank + turn) % ranks, index, word_of(index));
-  }
-  testing_point(Point::kAfterRecord, call);
+  if (warp_id() == 0) send_record(call, layout, peers);
+  send_call_words(call, layout, peers, words, word_of);
 }
 
 // The same word of the messages of four sources from `first` on, asked for together. Sources past the last count as 0.

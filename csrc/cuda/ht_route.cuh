@@ -1,130 +1,69 @@
-// The first half of high-throughput dispatch: every block counts all tokens, the first tells the other ranks, and each
-// places the tokens of its own share at their receivers. The table of contents is ht_route(), at the end.
+// The first half of high-throughput dispatch: the first block counts all tokens and tells the other ranks, each counts
+// those before its own share, numbers the share's tokens meanwhile, and places them at their receivers when the other
+// ranks' counts are there. The table of contents is ht_route(), at the end.
 #pragma once
 
-#include "cuda/ht_call.cuh"
+#include "cuda/ht_count.cuh"
 
 namespace ep {
 
-// What a block keeps in shared memory. "before": of tokens before this block's share.
-struct RouteTables {
-  int *rows_before, *rows;        // [R] own tokens for each rank
-  int *choices_before, *choices;  // [E] own choices of each expert
-  int* first_slot;                // [R] of this rank's rows at each receiver
-  int* from;                      // [R] rows from each rank to this one
-  int *layout, *capacity;         // [R] of each receiver's output
-  int *start, *index;             // [E] first row of each expert at its owner; choices of ranks before this one
-  int *warp_rows, *warp_choices;  // [place_warps][R], [E]: counts, then numbers before each warp's tokens
+// ---- The own share
 
-  __device__ static RouteTables of(char* shared, const HtRouteParams& p, const HtRouteGeometry& g) {
-    auto* next = reinterpret_cast<int*>(shared);
-    const auto take = [&](int count) {
-      int* table = next;
-      next += count;
-      return table;
-    };
-    const int ranks = p.shape.num_ranks, experts = p.shape.num_experts;
-    RouteTables t;
-    t.rows_before = take(ranks);
-    t.rows = take(ranks);
-    t.choices_before = take(experts);
-    t.choices = take(experts);
-    t.warp_rows = take(g.place_warps * ranks);
-    t.warp_choices = take(g.place_warps * experts);
-    t.first_slot = take(ranks);
-    t.from = take(ranks);
-    t.layout = take(ranks);
-    t.capacity = take(ranks);
-    t.start = take(experts);
-    t.index = take(experts);
-    return t;
-  }
-};
-
-struct RouteRole : HtBlock {
-  const HtRouteParams& p;
-  const HtRouteGeometry& geometry;
-  const LsaPeers& peers;
-  const CallContext& call;
-  RouteTables tables;
-
-  __device__ int num_ranks() const { return p.shape.num_ranks; }
-  __device__ int num_experts() const { return p.shape.num_experts; }
-  __device__ int chunk_begin() const { return at.block * geometry.chunk_tokens; }
-  __device__ int chunk_end() const { return min(p.num_tokens, chunk_begin() + geometry.chunk_tokens); }
-  // The last block writes down what all learn; the first has told the other ranks.
-  __device__ bool records() const { return at.block == at.num_blocks - 1; }
-  // Ids are asked for without a look at them, within bounds: a load with an alternative is waited for where it stands.
-  __device__ int64_t ask_id(int token, int k) const {
-    const int64_t last = static_cast<int64_t>(p.num_tokens) * p.shape.topk - 1;
-    return load_id(p.topk_idx, p.is_idx64, min(static_cast<int64_t>(token) * p.shape.topk + k, last));
-  }
-  __device__ int valid(int64_t id) const { return id >= 0 && id < num_experts() ? static_cast<int>(id) : -1; }
-};
-
-// ---- Counting
-
-__device__ __forceinline__ void clear_tables(const RouteRole& role) {
-  const int ranks = role.num_ranks(), experts = role.num_experts();
-  const int count = (2 + role.geometry.place_warps) * (ranks + experts);
-  for (int i = role.thread(); i < count; i += role.threads()) role.tables.rows_before[i] = 0;
+static __device__ __noinline__ void report_invalid_id(DeviceState* state, int64_t id, int token, int k) {
+  note_invalid_id(state, id, token, k);
 }
 
-// A thread a token. Tokens for a rank are counted by the warp: few counters would be hit by many threads.
-__device__ __forceinline__ void count_tokens(const RouteRole& role) {
-  constexpr int kTogether = 8;
-  const RouteTables& t = role.tables;
-  const int ranks = role.num_ranks(), warps = role.threads() / 32, topk = role.p.shape.topk;
-  int before[2] = {0, 0}, all[2] = {0, 0};  // of ranks `lane` and 32 + `lane`
+__device__ __forceinline__ void clear_warp_counters(const RouteRole& role) {
+  const int count = role.geometry.place_warps * (role.num_ranks() + role.num_experts());
+  for (int i = role.thread(); i < count; i += role.threads()) role.tables.warp_rows[i] = 0;
+}
+
+// The share's ids, -1 where there is no expert.
+__device__ __forceinline__ void load_share(const RouteRole& role) {
+  constexpr int kTogether = 4;
+  const HtRouteParams& p = role.p;
+  const int count = role.chunk_choices(), threads = role.threads();
+  const int64_t first_choice = static_cast<int64_t>(role.chunk_begin()) * p.shape.topk;
 #pragma unroll 1
-  for (int first = role.warp * 32; first < role.p.num_tokens; first += warps * 32) {
-    const int token = first + role.lane;
-    const bool is_before = first < role.chunk_begin();
-    uint64_t wanted = 0;
-#pragma unroll 1
-    for (int first_k = 0; first_k < topk; first_k += kTogether) {
-      int64_t ids[kTogether];
+  for (int first = role.thread(); first < count; first += kTogether * threads) {
+    RawId raw[kTogether];
 #pragma unroll
-      for (int q = 0; q < kTogether; q++) ids[q] = role.ask_id(token, first_k + q);
+    for (int q = 0; q < kTogether; q++) {
+      raw[q] = RawId::load(p.topk_idx, p.is_idx64, first_choice + min(first + q * threads, count - 1));
+    }
 #pragma unroll
-      for (int q = 0; q < kTogether; q++) {
-        const int id = role.valid(ids[q]);
-        if (id < 0 || token >= role.p.num_tokens || first_k + q >= topk) continue;
-        wanted |= 1ull << role.geometry.by_local_experts.divide(id);
-        atomicAdd((is_before ? t.choices_before : t.choices) + id, 1);
-      }
+    for (int q = 0; q < kTogether; q++) {
+      const int i = first + q * threads;
+      if (i >= count) break;
+      const int64_t id = raw[q].below(role.num_experts(), p.is_idx64);
+      role.tables.ids[i] = static_cast<int>(id);
+      const auto value = p.is_idx64 ? static_cast<int64_t>(static_cast<uint64_t>(raw[q].high) << 32 | raw[q].low)
+                                    : static_cast<int32_t>(raw[q].low);
+      if (id >= 0 || value == -1) continue;
+      const int token = role.geometry.by_topk.divide(i), k = role.geometry.by_topk.remainder(i, token);
+      report_invalid_id(role.call.state, value, role.chunk_begin() + token, k);
     }
-#pragma unroll 1
-    for (int r = 0; r < ranks; r++) {
-      const int count = __popc(__ballot_sync(~0u, (wanted >> r & 1) != 0));
-      if (role.lane != (r & 31)) continue;
-      all[r >> 5] += count;
-      if (is_before) before[r >> 5] += count;
-    }
-  }
-  for (int half = 0; half < 2; half++) {
-    const int r = half * 32 + role.lane;
-    if (r >= ranks) break;
-    atomicAdd(t.rows + r, all[half]);
-    atomicAdd(t.rows_before + r, before[half]);
   }
 }
 
-// Calls visit(token, k, exists, id) with lanes in the order (token, k); id is -1 where there is no expert.
+// Calls visit(choice, token, id) with lanes in the order (token, k), choices and tokens counted from the share's first;
+// id is -1 where there is no expert, choice is -1 where there is no choice.
 template <class Visit>
 __device__ __forceinline__ void for_each_step(const RouteRole& role, const Visit& visit) {
   if (role.warp >= role.geometry.place_warps) return;
+  const int topk = role.p.shape.topk, step_tokens = role.geometry.step_tokens;
   const int turn = role.geometry.by_topk.divide(role.lane), k = role.geometry.by_topk.remainder(role.lane, turn);
-  const int begin = role.chunk_begin() + role.warp * role.geometry.warp_tokens;
-  const int end = min(role.chunk_end(), begin + role.geometry.warp_tokens);
+  const int begin = role.warp * role.geometry.warp_tokens;
+  const int end = min(role.chunk_end() - role.chunk_begin(), begin + role.geometry.warp_tokens);
+  const auto ask = [&](int token) { return role.tables.ids[min(token, end - 1) * topk + k]; };
   if (begin >= end) return;
-  int64_t id = role.ask_id(begin + turn, k);
+  int id = ask(begin + turn);
 #pragma unroll 1
-  for (int first = begin; first < end; first += role.geometry.step_tokens) {
+  for (int first = begin; first < end; first += step_tokens) {
     const int token = first + turn;
-    const bool exists = turn < role.geometry.step_tokens && token < end;
-    const int64_t next = role.ask_id(token + role.geometry.step_tokens, k);
-    visit(token, k, exists, exists ? role.valid(id) : -1);
+    const bool exists = turn < step_tokens && token < end;
+    const int next = ask(token + step_tokens);
+    visit(exists ? token * topk + k : -1, token, exists ? id : -1);
     id = next;
   }
 }
@@ -136,13 +75,69 @@ __device__ __forceinline__ unsigned same_key(bool has_key, int key) {
 
 __device__ __forceinline__ void count_share(const RouteRole& role) {
   const int ranks = role.num_ranks(), experts = role.num_experts();
-  for_each_step(role, [&](int token, int, bool, int id) {
+  for_each_step(role, [&](int, int token, int id) {
     const int rank = id >= 0 ? role.geometry.by_local_experts.divide(id) : -1;
     if (id >= 0) atomicAdd(role.tables.warp_choices + role.warp * experts + id, 1);
     const unsigned group = same_key(id >= 0, token * ranks + rank);
     if (id >= 0 && __ffs(static_cast<int>(group)) - 1 == role.lane) {
       atomicAdd(role.tables.warp_rows + role.warp * ranks + rank, 1);
     }
+  });
+}
+
+// Counts of each placing warp to what this rank has before its tokens.
+__device__ __forceinline__ void add_up_warps(const RouteRole& role) {
+  constexpr int kTogether = 8;
+  const RouteTables& t = role.tables;
+  const int ranks = role.num_ranks(), experts = role.num_experts(), warps = role.geometry.place_warps;
+  const auto scan = [&](int* counts, int stride, int before) {
+#pragma unroll 1
+    for (int first = 0; first < warps; first += kTogether) {
+      int count[kTogether];
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) count[q] = first + q < warps ? counts[(first + q) * stride] : 0;
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) {
+        if (first + q < warps) counts[(first + q) * stride] = before;
+        before += count[q];
+      }
+    }
+  };
+  // The first block counted tokens that are not before its own.
+#pragma unroll 1
+  for (int e = role.thread(); e < experts; e += role.threads()) {
+    scan(t.warp_choices + e, experts, role.is_first() ? 0 : t.choices[e]);
+  }
+#pragma unroll 1
+  for (int r = role.threads() - 1 - role.thread(); r < ranks; r += role.threads()) {
+    scan(t.warp_rows + r, ranks, role.is_first() ? 0 : t.rows[r]);
+  }
+}
+
+// Of each choice of the share, its number among this rank's choices of the expert, and its token's among this rank's
+// tokens for the expert's rank.
+__device__ __forceinline__ void number_share(const RouteRole& role) {
+  const RouteTables& t = role.tables;
+  int* choices = t.warp_choices + role.warp * role.num_experts();
+  int* rows = t.warp_rows + role.warp * role.num_ranks();
+  const unsigned below = (1u << role.lane) - 1;
+  for_each_step(role, [&](int place, int token, int id) {
+    const int rank = id >= 0 ? role.geometry.by_local_experts.divide(id) : 0;
+    // A number is read by all lanes before one moves it on.
+    const unsigned same = same_key(id >= 0, id), group = same_key(id >= 0, token * role.num_ranks() + rank);
+    const int leader = __ffs(static_cast<int>(group)) - 1;
+    const bool leads = id >= 0 && leader == role.lane;
+    const unsigned tokens = same_key(leads, rank);
+    const int choice = id >= 0 ? choices[id] + __popc(same & below) : 0;
+    int number = leads ? rows[rank] + __popc(tokens & below) : 0;
+    __syncwarp();
+    if (id >= 0 && (same & below) == 0) choices[id] += __popc(same);
+    if (leads && (tokens & below) == 0) rows[rank] += __popc(tokens);
+    __syncwarp();
+    number = __shfl_sync(~0u, number, leader);
+    if (place < 0) return;
+    t.choice_numbers[place] = choice;
+    t.token_numbers[place] = number;
   });
 }
 
@@ -161,56 +156,60 @@ __device__ __forceinline__ uint32_t call_word_of(const HtDispatchParams& p, cons
   }
   const int count = index - HtCall::kCounts, ranks = p.shape.num_ranks;
   if (count < ranks) return static_cast<uint32_t>(tables->rows[count]);
-  return static_cast<uint32_t>(tables->choices_before[count - ranks] + tables->choices[count - ranks]);
+  return static_cast<uint32_t>(tables->choices[count - ranks]);
 }
 
-// Reads the counts of all ranks. Choices of each expert by all of them go into tables.start for now.
-__device__ __forceinline__ void take_counts(const RouteRole& role) {
+// Adds up the counts of all ranks: before this one, and all. Choices of each expert by all go into tables.start for
+// now.
+__device__ __forceinline__ void add_up_counts(const RouteRole& role) {
   const RouteTables& t = role.tables;
-  const HtLayout& layout = role.p.layout;
-  const int ranks = role.num_ranks(), experts = role.num_experts(), rank = role.peers.rank;
-  const auto word = [&](int source, int index) {
-    return static_cast<int>(await_call_word(role.call, layout, role.peers, source, index));
-  };
+  const int ranks = role.num_ranks(), rank = role.peers.rank, local_experts = role.p.shape.local_experts();
 #pragma unroll 1
-  for (int e = role.thread(); e < experts; e += role.threads()) {
+  for (int i = role.threads() - 1 - role.thread(); i < ranks + role.num_experts(); i += role.threads()) {
     int before = 0, all = 0;
 #pragma unroll 1
     for (int first = 0; first < ranks; first += CallWords::kTogether) {
-      const auto words = CallWords::await(role.call, layout, role.peers, first, HtCall::kCounts + ranks + e);
+      const auto words = CallWords::await(role.call, role.p.layout, role.peers, first, HtCall::kCounts + i);
 #pragma unroll
       for (int q = 0; q < CallWords::kTogether; q++) {
         if (first + q < rank) before += static_cast<int>(words.value[q]);
         all += static_cast<int>(words.value[q]);
       }
     }
-    t.index[e] = before + t.choices_before[e];
-    t.start[e] = all;
-    const int local = e - rank * role.p.shape.local_experts();
-    if (role.records() && local >= 0 && local < role.p.shape.local_experts()) role.p.handle.expert_counts[local] = all;
-  }
-#pragma unroll 1
-  for (int r = role.threads() - 1 - role.thread(); r < ranks; r += role.threads()) {
-    int before = 0;
-#pragma unroll 1
-    for (int first = 0; first < rank; first += CallWords::kTogether) {
-      const auto words = CallWords::await(role.call, layout, role.peers, first, HtCall::kCounts + r);
-#pragma unroll
-      for (int q = 0; q < CallWords::kTogether; q++) {
-        if (first + q < rank) before += static_cast<int>(words.value[q]);
-      }
+    if (i < ranks) {
+      t.first_slot[i] = before;
+      continue;
     }
-    t.first_slot[r] = before;
-    t.from[r] = word(r, HtCall::kCounts + rank);
-    t.layout[r] = word(r, HtCall::kLayout);
-    t.capacity[r] = word(r, HtCall::kCapacity);
+    const int e = i - ranks, local = e - rank * local_experts;
+    t.index[e] = before;
+    t.start[e] = t.demand[e] = all;
+    if (role.records() && local >= 0 && local < local_experts) role.p.handle.expert_counts[local] = all;
   }
-  if (!role.records()) return;
-  if (role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
+}
+
+// Reads what is not added up: a thread a word, and other threads than those that add up or look at records, so that all
+// words are asked for at the same time.
+__device__ __forceinline__ void take_words(const RouteRole& role) {
+  constexpr int kTold = RouteTables::kTold;
+  const int ranks = role.num_ranks(), half = role.threads() / 2;
+  const int turned = role.thread() < half ? role.thread() + half : role.thread() - half;
+  const int count = ranks * (kTold + (role.records() ? ranks : 0));
 #pragma unroll 1
-  for (int i = role.thread(); i < ranks * ranks; i += role.threads()) {
-    role.p.handle.counts[i] = word(i / ranks, HtCall::kCounts + i % ranks);
+  for (int i = turned; i < count; i += role.threads()) {
+    const int row = i / ranks, column = i - row * ranks;
+    int source = column, index = HtCall::kCounts + role.peers.rank;
+    if (row == 1) index = HtCall::kLayout;
+    if (row == 2) index = HtCall::kCapacity;
+    if (row == 3) index = HtCall::kAlignment;
+    if (row == 4) index = CallRecord::kNumTokens;
+    if (row >= kTold) {
+      source = row - kTold;
+      index = HtCall::kCounts + column;
+    }
+    int* out = row < kTold ? role.tables.from + i : role.p.handle.counts + (i - kTold * ranks);
+    *out = static_cast<int>(await_call_word(role.call, role.p.layout, role.peers, source, index));
   }
+  if (role.records() && role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
 }
 
 // Demand of a rank's experts to the first row of each, in tables.start; a warp a rank.
@@ -220,7 +219,7 @@ __device__ __forceinline__ void find_starts(const RouteRole& role) {
   for (int r = role.warp; r < role.num_ranks(); r += role.threads() / 32) {
     OutputShape output = role.p.output;
     output.layout = static_cast<OutputLayout>(role.tables.layout[r]);
-    output.alignment = static_cast<int>(await_call_word(role.call, role.p.layout, role.peers, r, HtCall::kAlignment));
+    output.alignment = role.tables.alignment[r];
     int* start = role.tables.start + r * local_experts;
     exclusive_sums(local_experts, start, [&](int e) { return static_cast<int>(output.span(start[e])); });
   }
@@ -228,17 +227,14 @@ __device__ __forceinline__ void find_starts(const RouteRole& role) {
 
 // ---- What this rank receives
 
-// One block: the info tensor, and the sizes that the host waits for. The handle has the counts of all.
+// One block: the info tensor, and the sizes that the host waits for.
 __device__ __forceinline__ void store_info(const RouteRole& role) {
-  EP_SHARED(int, dropped);
-  EP_SHARED(int, total);
   const HtRouteParams& p = role.p;
   const OutputShape& output = p.output;
   const int ranks = role.num_ranks(), rank = role.peers.rank;
   const bool expert_rows = has_expert_rows(output.layout);
   const int* start_of = role.tables.start + rank * output.local_experts;
-  if (role.thread() == 0) dropped = total = 0;
-  __syncthreads();
+  const int* demand_of = role.tables.demand + rank * output.local_experts;
   const int* from = role.tables.from;
   const auto received_before = [&](int source) {
     int sum = 0;
@@ -247,29 +243,30 @@ __device__ __forceinline__ void store_info(const RouteRole& role) {
   };
 #pragma unroll 1
   for (int bin = role.thread(); bin < output.bins(); bin += role.threads()) {
-    const int demand = expert_rows ? p.handle.expert_counts[bin] : from[bin];
+    const int demand = expert_rows ? demand_of[bin] : from[bin];
     const int start = expert_rows ? start_of[bin] : received_before(bin);
     const int kept = static_cast<int>(output.kept(start, demand));
     p.info[bin] = kept;
     p.info[output.demand_at() + bin] = demand;
-    atomicAdd(&total, kept);
-    atomicAdd(&dropped, demand - kept);
+    atomicAdd(role.tables.total, kept);
+    if (demand > kept) atomicAdd(role.tables.dropped, demand - kept);
   }
   const int last = output.local_experts - 1;
-  const int end = expert_rows ? start_of[last] + static_cast<int>(output.span(p.handle.expert_counts[last])) : 0;
+  const int end = expert_rows ? start_of[last] + static_cast<int>(output.span(demand_of[last])) : 0;
 #pragma unroll 1
   for (int i = role.thread(); i < output.num_offsets(); i += role.threads()) {
     const int64_t start = i <= last ? start_of[i] : end;
     p.info[output.offsets_at() + i] = static_cast<int>(min(start, output.capacity));
   }
   for (int e = role.thread(); p.host_sizes != nullptr && e < output.local_experts; e += role.threads()) {
-    p.host_sizes[2 + e] = p.handle.expert_counts[e];
+    p.host_sizes[2 + e] = demand_of[e];
   }
   if (p.host_sizes != nullptr) __threadfence_system();
   __syncthreads();
   if (role.thread() != 0) return;
+  const int dropped = *role.tables.dropped;
   p.info[output.overflow_at()] = dropped;
-  p.info[output.total_at()] = total;
+  p.info[output.total_at()] = *role.tables.total;
   if (dropped > 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&role.call.state->found.dropped_rows),
               static_cast<unsigned long long>(dropped));
@@ -280,8 +277,7 @@ __device__ __forceinline__ void store_info(const RouteRole& role) {
   p.host_sizes[1] = slots;
   int most_tokens = 0;
   for (int source = 0; source < ranks; source++) {
-    const uint32_t tokens = await_call_word(role.call, p.layout, role.peers, source, CallRecord::kNumTokens);
-    most_tokens = max(most_tokens, static_cast<int>(tokens));
+    most_tokens = max(most_tokens, role.tables.tokens[source]);
   }
   p.host_sizes[2 + output.local_experts] = most_tokens;
   __threadfence_system();
@@ -294,67 +290,42 @@ __device__ __forceinline__ void clear_info(const RouteRole& role) {
 
 // ---- Places of the own tokens
 
-// Counts of each placing warp to what comes before its tokens.
-__device__ __forceinline__ void add_up_warps(const RouteRole& role) {
-  const RouteTables& t = role.tables;
-  const int ranks = role.num_ranks(), experts = role.num_experts();
-  const auto scan = [&](int* counts, int stride, int first) {
-    for (int warp = 0; warp < role.geometry.place_warps; warp++) {
-      const int count = counts[warp * stride];
-      counts[warp * stride] = first;
-      first += count;
-    }
-  };
-#pragma unroll 1
-  for (int e = role.thread(); e < experts; e += role.threads()) scan(t.warp_choices + e, experts, t.index[e]);
-#pragma unroll 1
-  for (int r = role.threads() - 1 - role.thread(); r < ranks; r += role.threads()) {
-    scan(t.warp_rows + r, ranks, t.rows_before[r]);
-  }
-}
-
-static __device__ __noinline__ void report_invalid_id(const RouteRole& role, int token, int k) {
-  note_invalid_id(role.call.state, role.ask_id(token, k), token, k);
-}
-
 __device__ __forceinline__ void place_share(const RouteRole& role) {
+  constexpr int kTogether = 3;
   const RouteTables& t = role.tables;
   const HtRoutes& own = role.p.handle.own;
-  int* choices = t.warp_choices + role.warp * role.num_experts();
-  int* rows = t.warp_rows + role.warp * role.num_ranks();
-  const unsigned below = (1u << role.lane) - 1;
-  for_each_step(role, [&](int token, int k, bool exists, int id) {
-    if (exists && id < 0) report_invalid_id(role, token, k);
-    const int rank = id >= 0 ? role.geometry.by_local_experts.divide(id) : 0;
-    // The choice's number among those of its expert, and the token's among those for its rank. A number is read by all
-    // lanes before one moves it on.
-    const unsigned same = same_key(id >= 0, id), group = same_key(id >= 0, token * role.num_ranks() + rank);
-    const int leader = __ffs(static_cast<int>(group)) - 1;
-    const bool leads = id >= 0 && leader == role.lane;
-    const unsigned tokens = same_key(leads, rank);
-    const int choice = id >= 0 ? choices[id] + __popc(same & below) : 0;
-    int number = leads ? rows[rank] + __popc(tokens & below) : 0;
-    __syncwarp();
-    if (id >= 0 && (same & below) == 0) choices[id] += __popc(same);
-    if (leads && (tokens & below) == 0) rows[rank] += __popc(tokens);
-    __syncwarp();
-    number = __shfl_sync(~0u, number, leader);
-    if (!exists) return;
-    int32_t row = kNoRow, slot = kNoRow;
-    if (id >= 0) {
-      OutputShape output = role.p.output;
-      output.layout = static_cast<OutputLayout>(t.layout[rank]);
-      output.capacity = t.capacity[rank];
-      slot = t.first_slot[rank] + number;
-      row = has_expert_rows(output.layout)
-                ? output.row(role.geometry.by_local_experts.remainder(id, rank), t.start[id], choice)
-                : output.row(role.peers.rank, t.first_slot[rank], number);
+  const int count = role.chunk_choices(), threads = role.threads();
+  const int64_t first_choice = static_cast<int64_t>(role.chunk_begin()) * role.p.shape.topk;
+#pragma unroll 1
+  for (int first = role.thread(); first < count; first += kTogether * threads) {
+    int ids[kTogether], choices[kTogether], tokens[kTogether];
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      const int i = min(first + q * threads, count - 1);
+      ids[q] = t.ids[i];
+      choices[q] = t.choice_numbers[i];
+      tokens[q] = t.token_numbers[i];
     }
-    const int64_t entry = static_cast<int64_t>(token) * role.p.shape.topk + k;
-    own.ids[entry] = id;
-    own.rows[entry] = row;
-    own.slots[entry] = slot;
-  });
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      const int i = first + q * threads, id = ids[q];
+      if (i >= count) break;
+      int32_t row = kNoRow, slot = kNoRow;
+      if (id >= 0) {
+        const int rank = role.geometry.by_local_experts.divide(id), first_slot = t.first_slot[rank];
+        OutputShape output = role.p.output;
+        output.layout = static_cast<OutputLayout>(t.layout[rank]);
+        output.capacity = t.capacity[rank];
+        slot = first_slot + tokens[q];
+        row = has_expert_rows(output.layout) ? output.row(role.geometry.by_local_experts.remainder(id, rank),
+                                                          t.start[id], t.index[id] + choices[q])
+                                             : output.row(role.peers.rank, first_slot, tokens[q]);
+      }
+      own.ids[first_choice + i] = id;
+      own.rows[first_choice + i] = row;
+      own.slots[first_choice + i] = slot;
+    }
+  }
 }
 
 // ---- Table of contents
@@ -363,33 +334,43 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   const HtRouteParams& p = args.params;
   const LsaPeers& peers = args.peers;
   EP_SHARED(CallContext, call);
-  const RouteRole role{{at}, p, args.geometry, peers, call, RouteTables::of(shared, p, args.geometry)};
+  const RouteRole role{{at},  p,    args.geometry,
+                       peers, call, RouteTables::of(shared, p, args.geometry, at.block * args.geometry.chunk_tokens)};
+  Ahead ahead = begin_counting(role);
   const bool is_open = open_ht_call(call, args, Kind::kDispatch, at, !sends_rows(p.steps));
   if (!is_open) {
     if (role.records()) clear_info(role);
     return;
   }
-  clear_tables(role);
-  if (role.is_first()) clear_next_counters(call);
-  __syncthreads();
-  count_tokens(role);
+  if (role.is_first()) {
+    clear_next_counters(call);
+    if (role.warp == 0) send_record(call, p.layout, peers);
+  }
+  count_all(role, ahead);
   __syncthreads();
   if (role.is_first()) {
-    send_call(call, p.layout, peers, HtCall::words(p.shape.num_ranks, p.shape.num_experts),
-              [&](int index) { return call_word_of(p, &role.tables, index); });
+    send_call_words(call, p.layout, peers, HtCall::words(p.shape.num_ranks, p.shape.num_experts),
+                    [&](int index) { return call_word_of(p, &role.tables, index); });
   }
+  clear_warp_counters(role);
+  load_share(role);
+  __syncthreads();
   count_share(role);
+  __syncthreads();
+  add_up_warps(role);
+  __syncthreads();
+  number_share(role);
   await_records(call, p.layout, peers);
-  take_counts(role);
+  take_words(role);
+  add_up_counts(role);
   if (block_has_failed(call)) {
     if (role.records()) clear_info(role);
     return;
   }
   find_starts(role);
-  add_up_warps(role);
   __syncthreads();
-  place_share(role);
   if (role.records()) store_info(role);
+  place_share(role);
 }
 
 }  // namespace ep

@@ -20,6 +20,8 @@ struct CallContext {
 
   enum IsOpen : uint32_t { kClosed, kOpen, kFailed };  // the rest may be read; the buffer had failed before
   uint32_t is_open;
+  mutable uint32_t
+      has_given_up;  // high throughput: a thread of the block, which has set it, in a wait or over a record
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
 };
@@ -27,6 +29,7 @@ struct CallContext {
 // The first thread to fail fills the record; the code comes last, so that the host never reads half of it.
 static __device__ __noinline__ void fail(const CallContext& context, Failure::Code code, Phase phase, int peer,
                                          uint64_t expected, uint64_t seen, const CallRecord& theirs) {
+  context.has_given_up = 1;
   if (atomicExch(&context.state->fate.has_failed, 1u) != 0) return;
   Failure* failure = context.state->failure;
   failure->kind = context.kind;
@@ -46,7 +49,10 @@ static __device__ __noinline__ void fail(const CallContext& context, Failure::Co
 // Looks at the clock and at other waits' fate: the new start of the wait, or ~0 when it is over.
 static __device__ __noinline__ uint64_t look_around(const CallContext& context, uint64_t start, Phase phase, int peer,
                                                     uint64_t expected, uint64_t seen) {
-  if (context.has_failed()) return ~0ull;
+  if (context.has_failed()) {
+    context.has_given_up = 1;
+    return ~0ull;
+  }
   const uint64_t now = ptx::global_timer_ns();
   if (start == 0) return now;
   // Read again each time: the host may have changed the deadline of a graph that is running.

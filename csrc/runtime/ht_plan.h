@@ -17,7 +17,7 @@ struct HtPlan {
   EP_HD int helpers() const { return warps - workers; }
 };
 
-// Every block counts all tokens.
+// The first block counts all tokens, the others those before their share.
 HtPlan plan_ht_route(int num_sms);
 // `stage_bytes`: of a row in shared memory; `has_copies`: the receiver has rows to copy.
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int num_sms);

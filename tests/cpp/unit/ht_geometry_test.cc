@@ -104,6 +104,45 @@ TEST(HtRouteGeometry, SharesCoverAllTokensAndFitTheMemory) {
   EXPECT_THROW(HtRouteGeometry::of(p, plan_ht_route(12)), Error);
 }
 
+TEST(HtRouteGeometry, CountersAndTilesFitBesideOneAnother) {
+  for (int tokens : {1, 4096, 65536}) {
+    for (int topk : {1, 8, 32}) {
+      for (int experts : {64, 256, 1024, 4096, 8192, 10048}) {
+        HtRouteParams p{dispatch_of({64}, tokens)};
+        p.shape = Shape::make(64, experts, topk, 65536);
+        const HtRouteGeometry g = HtRouteGeometry::of(p, plan_ht_route(12));
+        const int counters = g.copies_log == 0 ? 0 : 4 * (experts + 1) << g.copies_log;
+        EXPECT_GE(g.tile_at, g.work_at + counters);
+        EXPECT_EQ(g.tile_at % 16, 0);
+        ASSERT_GE(g.tile_tokens, 32);
+        EXPECT_EQ(g.tile_tokens % 32, 0);
+        EXPECT_GE(g.bytes, g.tile_at + g.tile_tokens * topk);
+        EXPECT_LE(g.bytes, kHtSharedBytes);
+        if (experts == 256) EXPECT_EQ(g.copies_log, 5);
+        if (tokens == 4096 && topk == 8 && experts == 256) {
+          EXPECT_TRUE(g.keeps_share);
+          EXPECT_EQ(g.tile_tokens, 4096);
+        }
+      }
+    }
+  }
+}
+
+TEST(HtRouteGeometry, WideLoadsNeedAlignedIds) {
+  HtRouteParams p{dispatch_of({64}, 33)};
+  p.shape = Shape::make(4, 64, 6, 64);
+  const auto is_wide = [&](uintptr_t address, bool is_idx64) {
+    p.topk_idx = reinterpret_cast<const void*>(address);
+    p.is_idx64 = is_idx64;
+    return HtRouteGeometry::of(p, plan_ht_route(12)).has_wide_ids;
+  };
+  EXPECT_TRUE(is_wide(4096, true));
+  EXPECT_FALSE(is_wide(4096 + 8, true));
+  EXPECT_FALSE(is_wide(4096, false));  // 198 ids of 4 bytes
+  p.num_tokens = 34;
+  EXPECT_TRUE(is_wide(4096, false));
+}
+
 TEST(HtPlan, FitsTheKernelsLimits) {
   for (int stage : {128, 7424, 14336, 65536, 2 * 65536}) {
     for (bool has_copies : {false, true}) {
