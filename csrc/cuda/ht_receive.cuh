@@ -32,16 +32,55 @@ static __device__ __noinline__ void copy_row(char* out, const char* in, int byte
   }
 }
 
-// To `row`: from row `first` of the output where the sender has written that one in place, else from the staging rows.
-__device__ __forceinline__ void put_row(const ReceiveRole& role, int32_t slot, int32_t first, int32_t row) {
+// A helper that copies by the bulk engine, if its warp has a stage.
+struct Copier {
+  char* stage;  // null: none
+  uint32_t parity = 0;
+
+  // From the stage, once it is loaded, to a place of each lane's own; null: to none.
+  __device__ __forceinline__ void copy(const ReceiveRole& role, const char* in, char* out, int bytes) {
+    if (role.lane == 0) {
+      ptx::mbarrier_expect(role.barrier(), bytes);
+      ptx::bulk_load(stage, in, bytes, role.barrier());
+    }
+    while (!ptx::mbarrier_try_wait(role.barrier(), parity)) {
+    }
+    parity ^= 1;
+    if (out != nullptr) ptx::bulk_store(out, stage, bytes);
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
+    __syncwarp();
+  }
+};
+
+// To the rows of all lanes, kNoRow for none: from row `first` of the output where the sender has written that one in
+// place, else from the staging rows.
+__device__ __forceinline__ void put_rows(const ReceiveRole& role, Copier& copier, int32_t slot, int32_t row) {
+  const unsigned fitting = __ballot_sync(~0u, row >= 0);
+  if (fitting == 0) return;
+  const int leader = __ffs(static_cast<int>(fitting)) - 1;
+  const int32_t first = __shfl_sync(~0u, row, leader);
 #pragma unroll 1
   for (int i = 0; i < role.p.num_parts; i++) {
     const bool is_in_place = role.p.parts[i].out_offset != kNoOffset;
-    if (is_in_place && first < 0) continue;
-    const char* from = is_in_place
-                           ? role.out_row(i, first)
-                           : role.peers.local<char>(role.p.layout.staged_row(slot) + role.p.layout.row.offset[i]);
-    copy_row(role.out_row(i, row), from, role.p.parts[i].bytes, role.lane);
+    unsigned rest = is_in_place ? fitting & (fitting - 1) : fitting;
+    if (rest == 0) continue;
+    const int bytes = role.p.parts[i].bytes;
+    const char* in = is_in_place ? role.out_row(i, first)
+                                 : role.peers.local<char>(role.p.layout.staged_row(slot) + role.p.layout.row.offset[i]);
+    // Rows begin at multiples of their size.
+    const auto bits =
+        static_cast<unsigned>(reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(role.p.parts[i].out)) |
+        static_cast<unsigned>(bytes);
+    if (copier.stage != nullptr && bits % 16 == 0 && bytes >= kLeastBulkBytes) {
+      copier.copy(role, in, (rest >> role.lane & 1) != 0 ? role.out_row(i, row) : nullptr, bytes);
+      continue;
+    }
+#pragma unroll 1
+    for (; rest != 0; rest &= rest - 1) {
+      const int32_t next = __shfl_sync(~0u, row, __ffs(static_cast<int>(rest)) - 1);
+      copy_row(role.out_row(i, next), in, bytes, role.lane);
+    }
   }
 }
 
@@ -60,7 +99,7 @@ __device__ __forceinline__ int expert_of(const ReceiveRole& role, int32_t row) {
 }
 
 // Expert layouts: lane k holds choice k of the slot's token.
-__device__ __forceinline__ void place_choices(const ReceiveRole& role, int32_t slot) {
+__device__ __forceinline__ void place_choices(const ReceiveRole& role, Copier& copier, int32_t slot) {
   const HtDispatchParams& p = role.p;
   const HtSlotFormat& format = p.layout.slot;
   const int topk = p.shape.topk;
@@ -83,18 +122,12 @@ __device__ __forceinline__ void place_choices(const ReceiveRole& role, int32_t s
   } else if (role.lane < topk) {
     row = kept[format.place(role.lane)];
   }
-  unsigned fitting = __ballot_sync(~0u, row >= 0);
-  int32_t first = kNoRow;
-#pragma unroll 1
-  for (; fitting != 0; fitting &= fitting - 1) {
-    const int32_t next = __shfl_sync(~0u, row, __ffs(static_cast<int>(fitting)) - 1);
-    put_row(role, slot, first, next);
-    if (first < 0) first = next;
-  }
+  put_rows(role, copier, slot, row);
 }
 
 // Slots of a chunk of a source, dealt to the warps; `dealt` counts those of the chunks before.
-__device__ __forceinline__ void place_chunk(const ReceiveRole& role, int source, int begin, int end, int& dealt) {
+__device__ __forceinline__ void place_chunk(const ReceiveRole& role, Copier& copier, int source, int begin, int end,
+                                            int& dealt) {
   const int warps = role.warps();
   int index = begin + (role.receiver() - dealt % warps + warps) % warps;
   dealt += end - begin;
@@ -103,10 +136,10 @@ __device__ __forceinline__ void place_chunk(const ReceiveRole& role, int source,
     testing_point(Point::kBetweenRows, role.call, index);
     const int32_t slot = role.tables.flows.from_first[source] + index;
     if (has_expert_rows(role.p.output.layout)) {
-      place_choices(role, slot);
+      place_choices(role, copier, slot);
     } else {
       const int32_t row = role.p.output.row(source, role.tables.flows.from_first[source], index);
-      if (row >= 0) put_row(role, slot, kNoRow, row);
+      put_rows(role, copier, slot, role.lane == 0 ? row : kNoRow);
     }
   }
 }
@@ -119,6 +152,7 @@ __device__ __forceinline__ bool await_rows(const ReceiveRole& role, int source, 
   }
   ok = __all_sync(~0u, ok);
   __syncwarp();
+  ptx::fence_proxy_async();  // for bulk copies of what has come
   return ok;
 }
 
@@ -126,6 +160,7 @@ __device__ __forceinline__ bool await_rows(const ReceiveRole& role, int source, 
 __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
   const int chunks = role.plan.chunks, ranks = role.num_ranks();
   int dealt = 0;
+  Copier copier{role.warp < role.geometry.stages ? role.stage : nullptr};
   testing_point(Point::kBeforeReceive, role.call);
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; chunk++) {
@@ -134,10 +169,14 @@ __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
       const int source = (role.peers.rank + step) % ranks, count = role.tables.flows.from[source];
       const int begin = chunk_begin(chunk, count, chunks), end = chunk_begin(chunk + 1, count, chunks);
       if (begin == end) continue;
-      if (!await_rows(role, source, chunk)) return false;
-      if (role.has_copies()) place_chunk(role, source, begin, end, dealt);
+      if (!await_rows(role, source, chunk)) {
+        ptx::bulk_wait<0>();
+        return false;
+      }
+      if (role.has_copies()) place_chunk(role, copier, source, begin, end, dealt);
     }
   }
+  ptx::bulk_wait<0>();
   return true;
 }
 
@@ -219,7 +258,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   // In a world on one GPU another rank's plan may have more warps.
   const bool helps = !is_worker && block.warp < args.plan.warps;
   const ReceiveRole role{{block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry),
-                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
+                          shared + (block.warp < args.geometry.stages ? block.warp : 0) * args.geometry.stage_bytes}};
   stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, true)) {
     if (helps) clear_all(role);

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
   const bool has_staging = HtCombineGeometry::stages(p);
-  if (p.num_sms == 0) num_sms = default_ht_sms(has_staging, num_sms);
+  if (p.num_sms == 0) num_sms = default_ht_sms(has_staging ? HtWork::kCopies : HtWork::kNothing, num_sms);
   return tuned("EP_PLAN_HC", plan_ht_combine(has_staging, num_sms));
 }
 

@@ -37,12 +37,14 @@ __global__ void __launch_bounds__(kSendThreads, 1)
 }  // namespace
 
 HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
-  return plan_ht_route(p.num_sms > 0 ? num_sms : default_ht_sms(false, num_sms));
+  return plan_ht_route(p.num_sms > 0 ? num_sms : default_ht_sms(HtWork::kNothing, num_sms));
 }
 
 HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
   const bool has_copies = HtSendGeometry::has_copies(p);
-  if (p.num_sms == 0) num_sms = default_ht_sms(has_copies, num_sms);
+  const bool converts = p.quant != Quant::kNone;
+  const HtWork work = has_copies ? HtWork::kCopies : converts ? HtWork::kConversion : HtWork::kNothing;
+  if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
   return tuned("EP_PLAN_HD",
                plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, kHtSharedBytes, has_copies, num_sms));
 }

@@ -16,9 +16,14 @@ HtPlan plan_ht_route(int num_sms) {
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int num_sms) {
   HtPlan plan;
   plan.blocks = num_sms;
-  // With copies to make, eight workers keep the links as busy as they can be, and twenty warps copy.
-  plan.workers = std::clamp(shared_bytes / stage_bytes, 1, has_copies ? 8 : 24);
-  plan.warps = 28;
+  const int stages = std::max(1, shared_bytes / stage_bytes);
+  if (has_copies) {  // a warp that copies has a stage, too
+    plan.warps = std::clamp(stages, 2, 28);
+    plan.workers = std::clamp(plan.warps * 3 / 7, 1, std::min(stages, 12));
+  } else {
+    plan.warps = 28;
+    plan.workers = std::min(stages, 24);
+  }
   plan.chunks = has_copies ? kHtChunks : 1;
   return plan;
 }
@@ -32,6 +37,8 @@ HtPlan plan_ht_combine(bool has_staging, int num_sms) {
   return plan;
 }
 
-int default_ht_sms(bool has_copies, int available) { return std::min(has_copies ? 32 : 12, available); }
+int default_ht_sms(HtWork work, int available) {
+  return std::min(work == HtWork::kCopies ? 32 : work == HtWork::kConversion ? 24 : 12, available);
+}
 
 }  // namespace ep

@@ -24,7 +24,10 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int 
 // `has_staging`: rows are added up or copied before others read them.
 HtPlan plan_ht_combine(bool has_staging, int num_sms);
 
+// What an operation does beside moving rows.
+enum class HtWork { kNothing, kConversion, kCopies };
+
 // Blocks of an operation whose caller names none: the fewest that fill the links.
-int default_ht_sms(bool has_copies, int available);
+int default_ht_sms(HtWork work, int available);
 
 }  // namespace ep

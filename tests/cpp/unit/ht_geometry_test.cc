@@ -47,7 +47,8 @@ TEST(HtSendGeometry, PassesHoldAllPartsOnce) {
     EXPECT_EQ(g.units, p.num_tokens * g.passes);
     EXPECT_EQ(g.first_part[0], 0);
     EXPECT_EQ(g.first_part[g.passes], p.num_parts);
-    EXPECT_LE(plan.workers * g.stage_bytes, kHtSharedBytes);
+    EXPECT_GE(g.stages, plan.workers);
+    EXPECT_LE(g.stages * g.stage_bytes, kHtSharedBytes);
     for (int pass = 0; pass < g.passes; pass++) {
       ASSERT_LT(g.first_part[pass], g.first_part[pass + 1]) << "pass " << pass << " moves nothing";
       int end = 0;
@@ -158,9 +159,10 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     EXPECT_LE(plan.threads(), 512);
     EXPECT_EQ(plan.helpers() > 0, has_staging);
   }
-  EXPECT_EQ(default_ht_sms(false, 132), 12);
-  EXPECT_EQ(default_ht_sms(true, 132), 32);
-  EXPECT_EQ(default_ht_sms(true, 8), 8);
+  EXPECT_EQ(default_ht_sms(HtWork::kNothing, 132), 12);
+  EXPECT_EQ(default_ht_sms(HtWork::kConversion, 132), 24);
+  EXPECT_EQ(default_ht_sms(HtWork::kCopies, 132), 32);
+  EXPECT_EQ(default_ht_sms(HtWork::kCopies, 8), 8);
 }
 
 }  // namespace
