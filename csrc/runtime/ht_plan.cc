@@ -21,8 +21,8 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int 
     plan.warps = std::clamp(stages, 2, 28);
     plan.workers = std::clamp(plan.warps * 3 / 7, 1, std::min(stages, 12));
   } else {
-    plan.warps = 28;
     plan.workers = std::min(stages, 24);
+    plan.warps = plan.workers + 4;
   }
   plan.chunks = has_copies ? kHtChunks : 1;
   return plan;
