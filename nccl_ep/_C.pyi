@@ -3,10 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 EMULATES_GPU: bool  # its "cpu" runs the kernels of CUDA: tests/gpu_emulator
 
 def has_cuda() -> bool: ...
 def nccl_info() -> dict[str, str]: ...
+
+# The op for positional arguments: csrc/torch/direct.h.
+def direct(name: str, op: Callable[..., Any]) -> Callable[..., Any]: ...
+
+# Whether the others are None, or plain tensors (no subclass, strided) on the device of the first.
+def are_beside(first: torch.Tensor, /, *others: object) -> bool: ...
 def time_line(combine: bool, ht: bool = False) -> list[list[int]]: ...
 
 # Bytes of (routing, dispatched rows, combined rows) in a bank.

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from . import _C
 from .buffer import Buffer
 from .checks import error_of, require_on
 from .errors import OverflowError, UsageError
@@ -21,8 +22,12 @@ from .ops import scales_of  # and registers the fakes
 
 T = TypeVar("T")
 _ops = torch.ops.nccl_ep
-# Look-ups that the hot path is spared.
-_ll_dispatch, _ll_combine = _ops.ll_dispatch.default, _ops.ll_combine.default
+# What the hot path is spared: torch's parser of an op's arguments, which a compiler in turn needs to see; look-ups.
+_ll_dispatch = _C.direct("ll_dispatch", _ops.ll_dispatch.default)
+_ll_combine = _C.direct("ll_combine", _ops.ll_combine.default)
+_ll_combine_out = _C.direct("ll_combine_out", _ops.ll_combine_out.default)
+_ht_combine_rows = _C.direct("ht_combine", _ops.ht_combine.default)
+_are_beside = _C.are_beside
 _Tensor, _float32, _PACKED = torch.Tensor, torch.float32, Layout.PACKED
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/params.h, Weighting
 _MAX_FORMS = 256  # that a buffer remembers
@@ -88,7 +93,8 @@ def dispatch(
         raise ValueError("extra and out are for high throughput, and this is a low-latency dispatch")
     try:
         if form.mode == "ll":
-            received = _ll_dispatch(
+            op = _ops.ll_dispatch.default if is_dynamo_compiling() else _ll_dispatch
+            received = op(
                 buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
             )
         else:
@@ -205,9 +211,11 @@ def combine(
         if handle.mode == "ht":
             return _ht_combine(buffer, combine_args(handle, args, rows=True), out)
         if out is None:
-            out = _ll_combine(buffer.name, buffer._seq, *args)
-        else:
-            _ops.ll_combine_out.default(buffer.name, buffer._seq, *args, out)
+            op = _ops.ll_combine.default if is_dynamo_compiling() else _ll_combine
+            combined: torch.Tensor = op(buffer.name, buffer._seq, *args)
+            return combined
+        op = _ops.ll_combine_out.default if is_dynamo_compiling() else _ll_combine_out
+        op(buffer.name, buffer._seq, *args, out)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     return out
@@ -236,7 +244,7 @@ def combine_send(
     if handle.mode == "ht" and not async_finish:
         raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
     biases, how = args[4], args[-4:]
-    op = _ll_combine if async_finish else _ops.ll_combine_send.default
+    op = _ops.ll_combine.default if async_finish else _ops.ll_combine_send.default
 
     def call() -> Any:
         if handle.mode == "ht":
@@ -293,7 +301,8 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
 
 def _ht_combine(buffer: Buffer, args: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
-        result: torch.Tensor = _ops.ht_combine.default(buffer.name, buffer._seq, *args)[0]
+        op = _ops.ht_combine.default if is_dynamo_compiling() else _ht_combine_rows
+        result: torch.Tensor = op(buffer.name, buffer._seq, *args)[0]
         return result
     _ops.ht_combine_out.default(buffer.name, buffer._seq, *args, out)
     return out
@@ -335,6 +344,7 @@ class _Form:
     capacity: int
     quant: Quant
     args: tuple[int, int, int, int, int, int]  # as the ops take them
+    has_expert_rows: bool  # of the layout, whose comparisons are slow
 
     @staticmethod
     def check(
@@ -384,7 +394,7 @@ class _Form:
         elif kind == Layout.RANK_MAJOR:
             raise ValueError(f"capacity is {capacity}, but layout rank_major always holds max_tokens rows of a rank")
         args = (num_experts, max_tokens, int(kind), capacity, alignment, int(QUANTS[quant]))
-        return _Form(mode, num_experts, topk, max_tokens, kind, capacity, QUANTS[quant], args)
+        return _Form(mode, num_experts, topk, max_tokens, kind, capacity, QUANTS[quant], args, kind.has_expert_rows)
 
 
 def _form_of(
@@ -402,7 +412,9 @@ def _form_of(
     quant: str | None,
 ) -> _Form:
     """Checks the arguments of a call: the tensors each time, the numbers when they are new."""
-    require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
+    is_traced = is_dynamo_compiling()
+    if is_traced or not _are_beside(buffer._seq, x, topk_idx, topk_weights, scales):
+        require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
     if topk_idx.dim() != 2:
@@ -411,7 +423,7 @@ def _form_of(
         max_tokens = buffer.max_tokens
     numbers = (num_experts, mode, layout, max_tokens, capacity, alignment, quant, topk_idx.shape[1])
     row_bytes = x.shape[1] * x.element_size() if mode == "auto" else 0
-    if is_dynamo_compiling():  # sizes may be symbols, which are no keys; and it costs nothing there
+    if is_traced:  # sizes may be symbols, which are no keys; and it costs nothing there
         return _Form.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes)
     key = (*numbers, row_bytes) if row_bytes else numbers
     form: _Form | None = buffer._forms.get(key)
@@ -444,7 +456,6 @@ def _output(
     is_ht = form.mode == "ht"
     x, scales, weights, topk_idx, row_expert, info, handle_tensor = received[:7] if is_ht else received
     layout = form.layout
-    has_expert_rows = layout <= _PACKED
     handle = Handle(
         handle_tensor, buffer.name, num_tokens, form.topk, form.num_experts, form.max_tokens, layout, form.capacity,
         buffer.num_ranks,
@@ -454,7 +465,7 @@ def _output(
     out = DispatchOutput.of_info(
         x,
         scales if has_scales or form.quant else None,
-        None if has_expert_rows else topk_idx,
+        None if form.has_expert_rows else topk_idx,
         weights,
         row_expert if layout is _PACKED else None,
         info,
@@ -503,7 +514,8 @@ def _combine_call(
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype} or torch.float32")
     biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
     buffer = buffer_of(handle)
-    require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
+    if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, handle.tensor, home_weights, topk_idx):
+        require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
     if biases:
         require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
     how = (weighting, out_dtype, wire_dtype, num_sms)

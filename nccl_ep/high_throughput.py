@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import _C
 from .buffer import Buffer, find_buffer
 from .checks import error_of, require_on
 from .errors import UsageError
 from .handle import QUANTS, DispatchOutput, Handle
 
 _ops = torch.ops.nccl_ep
+# As in functional.py.
+_ht_dispatch = _C.direct("ht_dispatch", _ops.ht_dispatch.default)
+_ht_dispatch_out = _C.direct("ht_dispatch_out", _ops.ht_dispatch_out.default)
+_ht_dispatch_cached = _C.direct("ht_dispatch_cached", _ops.ht_dispatch_cached.default)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +46,8 @@ def route_and_send(
     """Runs the op. Returns what ``ll_dispatch`` returns, with two tensors of the handle at the end; and the extras."""
     call = (buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, *args, zero_padding, num_sms)
     if out is None:
-        received = _ops.ht_dispatch.default(*call)
+        op = _ops.ht_dispatch.default if is_dynamo_compiling() else _ht_dispatch
+        received = op(*call)
         return received[:8], received[8 : 8 + len(extra)]
     return _into(out, call, topk_idx.dtype)
 
@@ -60,7 +67,8 @@ def _into(
         given(out.scales, scales_dtype), out.weights, given(out.topk_idx, idx_dtype),
         given(out.row_expert, torch.int32), out._info, out.handle.tensor, out.handle.slots,
     )  # fmt: skip
-    _ops.ht_dispatch_out.default(*call, [out.x, *out.extra], *rest)
+    op = _ops.ht_dispatch_out.default if is_dynamo_compiling() else _ht_dispatch_out
+    op(*call, [out.x, *out.extra], *rest)
     return (out.x, *rest), out.extra
 
 
@@ -92,8 +100,9 @@ def dispatch_cached(
     require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
     if quant not in QUANTS:
         raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
+    op = _ops.ht_dispatch_cached.default if is_dynamo_compiling() else _ht_dispatch_cached
     try:
-        moved, moved_scales, *further = _ops.ht_dispatch_cached.default(
+        moved, moved_scales, *further = op(
             buffer.name, buffer._seq, [x, *extra], scales, handle.tensor, slots, *handle.args(),
             int(QUANTS[quant]), zero_padding, num_sms,
         )  # fmt: skip

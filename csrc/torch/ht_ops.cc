@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "torch/device.h"
+#include "torch/direct.h"
 #include "torch/ops.h"
 #include "torch/registry.h"
 
@@ -251,7 +252,7 @@ Tensor further(const Moved& moved, size_t index, const at::Device& device) {
   return index < moved.xs.size() ? moved.xs[index] : new_tensor({0}, at::kByte, device);
 }
 
-HtDispatchResult ht_dispatch(std::string_view buffer, Tensor, at::TensorList xs, const OptionalTensor& x_scales,
+HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
   return guarded([&] {
     auto t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, nullptr);
@@ -270,10 +271,11 @@ HtDispatchResult ht_dispatch(std::string_view buffer, Tensor, at::TensorList xs,
   });
 }
 
-void ht_dispatch_out(std::string_view buffer, Tensor, at::TensorList xs, const OptionalTensor& x_scales,
+void ht_dispatch_out(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
                      const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG,
-                     at::TensorList out_xs, Tensor out_scales, Tensor out_weights, Tensor out_topk_idx,
-                     Tensor out_row_expert, Tensor out_info, Tensor out_route, Tensor out_slots) {
+                     at::TensorList out_xs, const Tensor& out_scales, const Tensor& out_weights,
+                     const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
+                     const Tensor& out_route, const Tensor& out_slots) {
   guarded([&] {
     const HtTensors given{
         {out_xs.vec(), out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots, 0, {}};
@@ -367,7 +369,7 @@ Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const Moved* giv
 #define EP_HT_CACHED_PASS \
   xs, x_scales, route, slots, num_tokens, topk, num_experts, max_tokens, layout, capacity, quant, zero_padding, num_sms
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, Tensor,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, const Tensor&,
                                                                       EP_HT_CACHED_ARGS) {
   return guarded([&] {
     const Moved moved = run_ht_cached(buffer, EP_HT_CACHED_PASS, nullptr);
@@ -377,8 +379,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::strin
   });
 }
 
-void ht_dispatch_cached_out(std::string_view buffer, Tensor, EP_HT_CACHED_ARGS, at::TensorList out_xs,
-                            Tensor out_scales) {
+void ht_dispatch_cached_out(std::string_view buffer, const Tensor&, EP_HT_CACHED_ARGS, at::TensorList out_xs,
+                            const Tensor& out_scales) {
   guarded([&] {
     const Moved given{out_xs.vec(), out_scales};
     run_ht_cached(buffer, EP_HT_CACHED_PASS, &given);
@@ -438,17 +440,17 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
   rows, values, route, slots, weights, topk_idx, biases, num_tokens, topk, num_experts, max_tokens, layout, capacity, \
       weighting, out_dtype, wire_dtype, num_sms
 
-std::tuple<Tensor, Tensor> ht_combine(std::string_view buffer, Tensor, EP_HT_COMBINE_ARGS) {
+std::tuple<Tensor, Tensor> ht_combine(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS) {
   return guarded([&] { return run_ht_combine(buffer, EP_HT_COMBINE_PASS, nullptr); });
 }
 
-void ht_combine_out(std::string_view buffer, Tensor, EP_HT_COMBINE_ARGS, Tensor out) {
+void ht_combine_out(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS, const Tensor& out) {
   guarded([&] { run_ht_combine(buffer, EP_HT_COMBINE_PASS, &out); });
 }
 
 // ---- Tensors of the arena
 
-Tensor arena_empty(std::string_view buffer, Tensor, at::IntArrayRef size, at::ScalarType dtype) {
+Tensor arena_empty(std::string_view buffer, const Tensor&, at::IntArrayRef size, at::ScalarType dtype) {
   return guarded([&] {
     const auto registered = find_group(buffer);
     return arena_tensor(*registered, size, dtype, device_of(*registered->group));
@@ -475,6 +477,12 @@ HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const Optiona
   const HtTensors t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, spec, nullptr, true);
   if (t.moved.xs.empty()) return {{}, {}, {}, {}, {}, {}, {}, t.most_tokens, {}};
   return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.most_tokens, t.demand};
+}
+
+std::span<PyMethodDef> direct_ht_ops() {
+  static PyMethodDef ops[] = {EP_DIRECT(ht_dispatch), EP_DIRECT(ht_dispatch_out), EP_DIRECT(ht_dispatch_cached),
+                              EP_DIRECT(ht_combine)};
+  return ops;
 }
 
 void define_ht_ops(torch::Library& library) {

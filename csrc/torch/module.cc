@@ -4,11 +4,13 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 
 #include "api/factory.h"
 #include "base/check.h"
+#include "torch/direct.h"
 #include "torch/registry.h"
 #if defined(EP_GPU_TESTING)
 #include "cuda/testing.h"
@@ -140,7 +142,35 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
+// Whether all that follow the first tensor are None, or plain tensors where that one is.
+PyObject* are_beside(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count > 0 && THPVariable_CheckExact(given[0]), "are_beside takes a tensor, and others");
+  const at::Device device = THPVariable_Unpack(given[0]).device();
+  const bool are = std::all_of(given + 1, given + count, [&](PyObject* each) {
+    if (each == Py_None) return true;
+    if (!THPVariable_CheckExact(each)) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(each);
+    return tensor.layout() == at::kStrided && tensor.device() == device;
+  });
+  return PyBool_FromLong(are);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef are_beside_method = {"are_beside", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&are_beside)),
+                                 METH_FASTCALL, nullptr};
+
+py::object direct_op(const std::string& name, const py::object& op) {
+  for (const std::span<PyMethodDef> ops : {direct_ops(), direct_ht_ops()}) {
+    for (PyMethodDef& each : ops) {
+      if (name == each.ml_name) return py::reinterpret_steal<py::object>(PyCFunction_New(&each, op.ptr()));
+    }
+  }
+  raise(ErrorKind::kInvalidArgument, "no op ", name, " can be called directly");
+}
+
 }  // namespace
+
 }  // namespace ep
 
 PYBIND11_MODULE(_C, m) {
@@ -155,6 +185,9 @@ PYBIND11_MODULE(_C, m) {
                         py::arg("path") = info.path, py::arg("problem") = info.problem);
       },
       "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
+  m.def("direct", &direct_op, py::arg("name"), py::arg("op"),
+        "The op, for positional arguments alone, without torch's parser of arguments (csrc/torch/direct.h).");
+  m.attr("are_beside") = py::reinterpret_steal<py::object>(PyCFunction_New(&are_beside_method, nullptr));
   m.def("time_line", &take_time_line, py::arg("combine"), py::arg("ht") = false,
         "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");
 #if defined(EP_EMULATED_GPU)

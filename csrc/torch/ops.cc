@@ -6,6 +6,7 @@
 #include <array>
 
 #include "torch/device.h"
+#include "torch/direct.h"
 #include "torch/registry.h"
 #include "torch/run.h"
 
@@ -45,7 +46,7 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-DispatchResult ll_dispatch(std::string_view buffer, Tensor, const Tensor& x, const OptionalTensor& x_scales,
+DispatchResult ll_dispatch(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
                            const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
   return guarded([&] {
     auto t = run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, nullptr);
@@ -53,26 +54,30 @@ DispatchResult ll_dispatch(std::string_view buffer, Tensor, const Tensor& x, con
   });
 }
 
-void ll_dispatch_out(std::string_view buffer, Tensor, const Tensor& x, const OptionalTensor& x_scales,
-                     const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG, Tensor out_x,
-                     Tensor out_scales, Tensor out_weights, Tensor out_topk_idx, Tensor out_row_expert, Tensor out_info,
-                     Tensor handle) {
+void ll_dispatch_out(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
+                     const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG,
+                     const Tensor& out_x, const Tensor& out_scales, const Tensor& out_weights,
+                     const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
+                     const Tensor& handle) {
   guarded([&] {
     const DispatchTensors given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
     run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, &given);
   });
 }
 
-Tensor ll_dispatch_send(std::string_view buffer, Tensor, const Tensor& x, const OptionalTensor& x_scales,
+Tensor ll_dispatch_send(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
                         const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
   return guarded([&] {
     return run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kSend, nullptr).handle;
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
-    std::string_view buffer, Tensor, Tensor handle, at::ScalarType dtype, int64_t hidden, int64_t num_scales,
-    at::ScalarType scale_dtype, int64_t num_tokens, int64_t topk, bool is_idx64, EP_DISPATCH_CONFIG) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std::string_view buffer, const Tensor&,
+                                                                            const Tensor& handle, at::ScalarType dtype,
+                                                                            int64_t hidden, int64_t num_scales,
+                                                                            at::ScalarType scale_dtype,
+                                                                            int64_t num_tokens, int64_t topk,
+                                                                            bool is_idx64, EP_DISPATCH_CONFIG) {
   return guarded([&] {
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
@@ -164,7 +169,7 @@ CombineArgs combine_args(const Tensor& rows, const OptionalTensor& weights, cons
       at::TensorList biases, EP_HANDLE_ARGS, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype, \
       int64_t num_sms
 
-Tensor ll_combine(std::string_view buffer, Tensor, EP_COMBINE_ARGS) {
+Tensor ll_combine(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
   return guarded([&] {
     return run_combine(buffer, handle, EP_HANDLE_SPEC,
                        combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms),
@@ -172,7 +177,7 @@ Tensor ll_combine(std::string_view buffer, Tensor, EP_COMBINE_ARGS) {
   });
 }
 
-void ll_combine_out(std::string_view buffer, Tensor, EP_COMBINE_ARGS, Tensor out) {
+void ll_combine_out(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS, const Tensor& out) {
   guarded([&] {
     run_combine(buffer, handle, EP_HANDLE_SPEC,
                 combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Half::kBoth,
@@ -180,7 +185,7 @@ void ll_combine_out(std::string_view buffer, Tensor, EP_COMBINE_ARGS, Tensor out
   });
 }
 
-void ll_combine_send(std::string_view buffer, Tensor, EP_COMBINE_ARGS) {
+void ll_combine_send(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
   guarded([&] {
     run_combine(buffer, handle, EP_HANDLE_SPEC,
                 combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Half::kSend,
@@ -188,7 +193,7 @@ void ll_combine_send(std::string_view buffer, Tensor, EP_COMBINE_ARGS) {
   });
 }
 
-Tensor ll_combine_recv(std::string_view buffer, Tensor, const Tensor& handle, at::TensorList biases,
+Tensor ll_combine_recv(std::string_view buffer, const Tensor&, const Tensor& handle, at::TensorList biases,
                        at::ScalarType rows_dtype, int64_t hidden, EP_HANDLE_ARGS, int64_t weighting,
                        at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms) {
   return guarded([&] {
@@ -197,7 +202,8 @@ Tensor ll_combine_recv(std::string_view buffer, Tensor, const Tensor& handle, at
   });
 }
 
-Tensor ll_combine_weights(std::string_view buffer, Tensor, const Tensor& values, const Tensor& handle, EP_HANDLE_ARGS) {
+Tensor ll_combine_weights(std::string_view buffer, const Tensor&, const Tensor& values, const Tensor& handle,
+                          EP_HANDLE_ARGS) {
   return guarded([&] {
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
@@ -216,7 +222,7 @@ Tensor ll_combine_weights(std::string_view buffer, Tensor, const Tensor& values,
 
 // ---- floors of the benchmark
 
-void ll_floor_flags(std::string_view buffer, Tensor) {
+void ll_floor_flags(std::string_view buffer, const Tensor&) {
   guarded([&] {
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
@@ -225,7 +231,7 @@ void ll_floor_flags(std::string_view buffer, Tensor) {
 }
 
 // `row_bytes`: of a row on the wire, without the padding that makes them a multiple of 16.
-void ll_floor_push(std::string_view buffer, Tensor, const Tensor& handle, EP_HANDLE_ARGS, int64_t row_bytes,
+void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle, EP_HANDLE_ARGS, int64_t row_bytes,
                    bool combine, int64_t num_sms) {
   guarded([&] {
     const auto registered = find_group(buffer);
@@ -265,6 +271,12 @@ void register_kernels(torch::Library& library) {
 }
 
 }  // namespace
+
+std::span<PyMethodDef> direct_ops() {
+  static PyMethodDef ops[] = {EP_DIRECT(ll_dispatch), EP_DIRECT(ll_combine), EP_DIRECT(ll_combine_out)};
+  return ops;
+}
+
 }  // namespace ep
 
 TORCH_LIBRARY(nccl_ep, library) {

@@ -1,0 +1,158 @@
+"""Ops called without torch's parser of arguments: the same results and errors, and the op itself where it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.handle import Quant
+
+T, H, K, E = 4, 64, 2, 4
+op = torch.ops.nccl_ep.ll_dispatch.default
+
+
+class Seen:
+    """In the place of the op: notes that it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return op(*args)
+
+
+@pytest.fixture
+def buffer() -> Iterator[nccl_ep.Buffer]:
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=T, hidden=H, topk=K, num_experts=E, dtype=torch.float32, device="cpu", timeout=60.0
+    ) as made:
+        yield made
+
+
+def arguments(made: nccl_ep.Buffer, /, **changes: Any) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(5)
+    named = {
+        "buffer": made.name, "seq": made._seq, "x": torch.randn(T, H, generator=generator), "x_scales": None,
+        "topk_idx": torch.randint(0, E, (T, K), generator=generator), "topk_weights": torch.ones(T, K),
+        "num_experts": E, "max_tokens": T, "layout": 0, "capacity": T, "alignment": 1, "quant": 0,
+        "zero_padding": True, "num_sms": 0,
+    }  # fmt: skip
+    return tuple((named | changes).values())
+
+
+def test_plain_calls_do_what_the_op_does(buffer: nccl_ep.Buffer) -> None:
+    seen = Seen()
+    direct = _C.direct("ll_dispatch", seen)
+    for scales in (None, torch.ones(T, 4, dtype=torch.int32)):
+        args = arguments(buffer, x_scales=scales)
+        for mine, theirs in zip(direct(*args), op(*args), strict=True):
+            assert torch.equal(mine, theirs)
+            assert (mine.dtype, mine.stride(), mine.requires_grad) == (theirs.dtype, theirs.stride(), False)
+    assert seen.calls == 0
+    with torch.inference_mode():
+        assert direct(*arguments(buffer))[0].is_inference()
+    assert seen.calls == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"quant": 7}, {"capacity": -1}, {"x": torch.zeros(T)}, {"num_sms": 1 << 40}, {"buffer": "none"}]
+)
+def test_errors_are_those_of_the_op(buffer: nccl_ep.Buffer, changes: dict[str, Any]) -> None:
+    seen = Seen()
+    args = arguments(buffer, **changes)
+    with pytest.raises((ValueError, RuntimeError)) as theirs:
+        op(*args)
+    with pytest.raises(type(theirs.value)) as mine:
+        _C.direct("ll_dispatch", seen)(*args)
+    assert str(mine.value).split("\n")[0] == str(theirs.value).split("\n")[0]
+    assert type(mine.value) is type(theirs.value)
+    assert seen.calls == 0
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": torch.ones(T, H, requires_grad=True)},
+        {"topk_weights": torch.ones(T, K, requires_grad=True)},
+        {"x": torch.ones(T, H).as_subclass(Subclass)},
+        {"quant": Quant.NONE},
+        {"zero_padding": 1},
+    ],
+)  # fmt: skip
+def test_what_is_not_plain_goes_to_the_op(buffer: nccl_ep.Buffer, changes: dict[str, Any]) -> None:
+    seen = Seen()
+    args = arguments(buffer, **changes)
+    assert torch.equal(_C.direct("ll_dispatch", seen)(*args)[0], op(*args)[0])
+    assert seen.calls == 1
+
+
+@pytest.mark.parametrize("change", [{"num_experts": 1 << 80}, {"x": None}, {"x": [1]}, {"topk_weights": 3}, None])
+def test_arguments_that_do_not_fit_are_refused_by_the_op(buffer: nccl_ep.Buffer, change: dict[str, Any] | None) -> None:
+    seen = Seen()
+    args = arguments(buffer)[:-1] if change is None else arguments(buffer, **change)
+    with pytest.raises((RuntimeError, TypeError, ValueError, OverflowError)):
+        _C.direct("ll_dispatch", seen)(*args)
+    assert seen.calls == 1
+
+
+def test_gradients_are_left_to_the_op(buffer: nccl_ep.Buffer) -> None:
+    x, idx, weights = torch.ones(T, H, requires_grad=True), torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K)
+    out = nccl_ep.dispatch(x, idx, weights, buffer=buffer, num_experts=E)
+    assert type(out.x.grad_fn) is type(op(*arguments(buffer, x=x))[0].grad_fn)
+    assert out.x.grad_fn is not None
+    y = nccl_ep.combine(out.x, out.handle)
+    assert y.grad_fn is not None
+    with torch.no_grad():
+        out = nccl_ep.dispatch(x, idx, weights, buffer=buffer, num_experts=E)
+    assert out.x.grad_fn is None
+
+
+def test_modes_see_the_op(buffer: nccl_ep.Buffer) -> None:
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(f"function {func}")
+            return func(*args, **(kwargs or {}))
+
+    class Dispatches(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(f"dispatch {func}")
+            return func(*args, **(kwargs or {}))
+
+    x, idx = torch.ones(T, H), torch.zeros(T, K, dtype=torch.int64)
+    with Functions():
+        nccl_ep.dispatch(x, idx, buffer=buffer, num_experts=E)
+    with Dispatches():
+        out = nccl_ep.dispatch(x, idx, buffer=buffer, num_experts=E)
+        nccl_ep.combine(out.x, out.handle)
+    assert "function nccl_ep.ll_dispatch.default" in seen
+    assert "dispatch nccl_ep.ll_dispatch.default" in seen
+    assert "dispatch nccl_ep.ll_combine.default" in seen
+
+
+def test_names_are_those_of_ops() -> None:
+    with pytest.raises(ValueError, match="no op nothing can be called directly"):
+        _C.direct("nothing", op)
+
+
+def test_are_beside() -> None:
+    x = torch.ones(2)
+    assert _C.are_beside(x)
+    assert _C.are_beside(x, None, torch.ones(1), torch.nn.Parameter(x))
+    for other in (1, [x], x.as_subclass(Subclass), torch.ones(2, device="meta"), x.to_sparse()):
+        assert not _C.are_beside(x, x, other)
+    with pytest.raises(TypeError):
+        _C.are_beside(None, x)
