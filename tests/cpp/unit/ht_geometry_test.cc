@@ -119,7 +119,9 @@ TEST(HtRouteGeometry, CountersAndTilesFitBesideOneAnother) {
         EXPECT_EQ(g.tile_tokens % 32, 0);
         EXPECT_GE(g.bytes, g.tile_at + g.tile_tokens * topk);
         EXPECT_LE(g.bytes, kHtSharedBytes);
-        if (experts == 256) EXPECT_EQ(g.copies_log, 5);
+        if (experts == 256) {
+          EXPECT_EQ(g.copies_log, 5);
+        }
         if (tokens == 4096 && topk == 8 && experts == 256) {
           EXPECT_TRUE(g.keeps_share);
           EXPECT_EQ(g.tile_tokens, 4096);
