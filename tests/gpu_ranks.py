@@ -202,9 +202,8 @@ def _expect_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: ncc
     start = time.monotonic()
     with pytest.raises(nccl_ep.TimeoutError) as caught:
         buffer.check()
-    assert re.search(
-        rf"rank 0 waited {DEADLINE:g} s for the [a-z -]+ of rank [1-9]\d* in {phase} \d+", str(caught.value)
-    )
+    pattern = rf"rank 0 waited {DEADLINE:g} s for the [a-z -]+ of rank [1-9]\d* in {phase} \d+"
+    assert re.search(pattern, str(caught.value)), f"{phase}: {caught.value}"
     later = (dispatch, lambda: nccl_ep.combine(rows, out.handle), buffer.check, buffer.require_usable)
     expect_failed(later, graph, captured, start)
 

@@ -313,6 +313,8 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
   SendRoute route = SendRoute::load(role, unit), last;
   uint32_t parity = 0;
   int done = 0;
+  // Peers' messages were acquired by threads, bulk copies write to their memory.
+  ptx::fence_proxy_async();
   testing_point(Point::kBeforeRows, role.call);
 #pragma unroll 1
   while (unit < role.geometry.units) {
