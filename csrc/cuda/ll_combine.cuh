@@ -205,10 +205,10 @@ struct Partials {
       if (have_arrived(role, call)) return true;
       if (role.geometry.is_busy) {
         while (!has_first_words(role)) {
-          if (is_over(call, unit, patience)) return false;
+          if (is_over(role, call, unit, patience)) return false;
         }
       }
-      if (is_over(call, unit, patience)) return false;
+      if (is_over(role, call, unit, patience)) return false;
     }
   }
   __device__ __forceinline__ bool have_arrived(const CombineRole& role, const CallContext& call) {
@@ -225,13 +225,22 @@ struct Partials {
     return __all_sync(~0u, ok);
   }
   // Lane q looks at one word of the q-th rank: rows that are not there yet need not be asked for again and again.
-  __device__ __forceinline__ bool has_first_words(const CombineRole& role) const {
-    const uint32_t r = role.lane < kBatch ? ranks >> (8 * role.lane) & kNone : kNone;
-    const auto* word = reinterpret_cast<const uint32_t*>(slot_of(role, r));
-    return !__any_sync(~0u, travels(r) && ptx::ld_relaxed_sys(word) == kAbsent);
+  __device__ __forceinline__ bool has_first_words(const CombineRole& role) const { return absent(role) == 0; }
+  __device__ __forceinline__ uint32_t rank_of_lane(const CombineRole& role) const {
+    return role.lane < kBatch ? ranks >> (8 * role.lane) & kNone : kNone;
   }
-  __device__ __forceinline__ bool is_over(const CallContext& call, const Unit& unit, LeanPatience& patience) const {
-    return __any_sync(~0u, patience.is_over(call, Phase::kPartials, rank_of(0), unit.token, unit.piece));
+  __device__ __forceinline__ unsigned absent(const CombineRole& role) const {
+    const uint32_t r = rank_of_lane(role);
+    const auto* word = reinterpret_cast<const uint32_t*>(slot_of(role, r));
+    return __ballot_sync(~0u, travels(r) && ptx::ld_relaxed_sys(word) == kAbsent);
+  }
+  __device__ __forceinline__ bool is_over(const CombineRole& role, const CallContext& call, const Unit& unit,
+                                          LeanPatience& patience) const {
+    if (!patience.is_due()) return false;
+    unsigned waited_for = absent(role);
+    if (waited_for == 0) waited_for = __ballot_sync(~0u, travels(rank_of_lane(role)));  // part of each has come
+    const auto peer = static_cast<int>(rank_of(__ffs(static_cast<int>(waited_for)) - 1));
+    return __any_sync(~0u, patience.look(call, Phase::kPartials, peer, unit.token, unit.piece));
   }
 
   // In the order of ranks. Slots are free again.

@@ -20,8 +20,7 @@ struct CallContext {
 
   enum IsOpen : uint32_t { kClosed, kOpen, kFailed };  // the rest may be read; the buffer had failed before
   uint32_t is_open;
-  mutable uint32_t
-      has_given_up;  // high throughput: a thread of the block, which has set it, in a wait or over a record
+  mutable uint32_t has_given_up;  // high throughput: by a thread of the block, in a wait or over a record
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
 };
@@ -68,7 +67,12 @@ class PatienceIn {
   // True: give up. The wait's owner must then leave its loop.
   __device__ __forceinline__ bool is_over(const CallContext& context, Phase phase, int peer, uint64_t expected,
                                           uint64_t seen) {
-    if ((++attempts_ & 255) != 0) return false;
+    return is_due() && look(context, phase, peer, expected, seen);
+  }
+  // The same in two steps, where it takes a while to say who is waited for.
+  __device__ __forceinline__ bool is_due() { return (++attempts_ & 255) == 0; }
+  __device__ __forceinline__ bool look(const CallContext& context, Phase phase, int peer, uint64_t expected,
+                                       uint64_t seen) {
     const uint64_t start = look_around(context, start_, phase, peer, expected, seen);
     start_ = start;
     return start == ~0ull;
