@@ -37,7 +37,7 @@ struct Copier {
   char* stage;  // null: none
   uint32_t parity = 0;
 
-  // From the stage, once it is loaded, to a place of each lane's own; null: to none.
+  // From `in` through the stage to a place of each lane's own; null: to none.
   __device__ __forceinline__ void copy(const ReceiveRole& role, const char* in, char* out, int bytes) {
     if (role.lane == 0) {
       ptx::mbarrier_expect(role.barrier(), bytes);
