@@ -49,24 +49,32 @@ def route_and_send(
         op = _ops.ht_dispatch.default if is_dynamo_compiling() else _ht_dispatch
         received = op(*call)
         return received[:8], received[8 : 8 + len(extra)]
-    return _into(out, call, topk_idx.dtype)
+    return _into(buffer, out, call, topk_idx.dtype)
+
+
+def _given(tensor: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What stands for a tensor that there is not."""
+    return torch.empty(0, dtype=dtype, device=device) if tensor is None else tensor
+
+
+def _given_scales(out: torch.Tensor | None, scales: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    return _given(out, torch.float32 if scales is None else scales.dtype, device)
 
 
 def _into(
-    out: DispatchOutput, call: tuple[Any, ...], idx_dtype: torch.dtype
+    buffer: Buffer, out: DispatchOutput, call: tuple[Any, ...], idx_dtype: torch.dtype
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """The same into the tensors of an earlier output of the same sizes."""
     if out.handle.mode != "ht" or out.handle.slots is None:
         raise UsageError("out is of a low-latency dispatch")
-
-    def given(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(0, dtype=dtype, device=out.x.device) if tensor is None else tensor
-
-    scales_dtype = torch.float32 if call[3] is None else call[3].dtype
+    device = buffer.device
     rest = (
-        given(out.scales, scales_dtype), out.weights, given(out.topk_idx, idx_dtype),
-        given(out.row_expert, torch.int32), out._info, out.handle.tensor, out.handle.slots,
+        _given_scales(out.scales, call[3], device), out.weights, _given(out.topk_idx, idx_dtype, device),
+        _given(out.row_expert, torch.int32, device), out._info, out.handle.tensor, out.handle.slots,
     )  # fmt: skip
+    names = ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
+    require_on(buffer, [f"out's {name}" for name in names], (out.x, *rest))
+    require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
     op = _ops.ht_dispatch_out.default if is_dynamo_compiling() else _ht_dispatch_out
     op(*call, [out.x, *out.extra], *rest)
     return (out.x, *rest), out.extra
@@ -80,6 +88,7 @@ def dispatch_cached(
     scales: torch.Tensor | None = None,
     quant: str | None = None,
     zero_padding: bool = False,
+    out: Payload | None = None,
     num_sms: int = 0,
 ) -> Payload:
     """Sends another payload along the routes of a high-throughput dispatch, any number of times. Collective.
@@ -90,6 +99,7 @@ def dispatch_cached(
         x: [T, H] for the T tokens of that dispatch; any H and dtype. extra, scales, quant, zero_padding, num_sms: as in
             ``dispatch``.
         handle: of a dispatch in mode "ht". Its rows go to the same places; rows that were dropped are dropped again.
+        out: of an earlier call with the same sizes, whose tensors are written again.
 
     Raises: as ``dispatch``; UsageError for a handle of another buffer, or of mode "ll".
 
@@ -100,16 +110,27 @@ def dispatch_cached(
     require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
     if quant not in QUANTS:
         raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
+    call = (
+        buffer.name, buffer._seq, [x, *extra], scales, handle.tensor, slots, *handle.args(), int(QUANTS[quant]),
+        zero_padding, num_sms,
+    )  # fmt: skip
     op = _ops.ht_dispatch_cached.default if is_dynamo_compiling() else _ht_dispatch_cached
     try:
-        moved, moved_scales, *further = op(
-            buffer.name, buffer._seq, [x, *extra], scales, handle.tensor, slots, *handle.args(),
-            int(QUANTS[quant]), zero_padding, num_sms,
-        )  # fmt: skip
+        if out is not None:
+            return _cached_into(buffer, out, call)
+        moved, moved_scales, *further = op(*call)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     has_scales = scales is not None or quant is not None
     return Payload(moved, moved_scales if has_scales else None, tuple(further[: len(extra)]))
+
+
+def _cached_into(buffer: Buffer, out: Payload, call: tuple[Any, ...]) -> Payload:
+    require_on(buffer, ("out's x", "out's scales"), (out.x, out.scales))
+    require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
+    scales = _given_scales(out.scales, call[3], buffer.device)
+    _ops.ht_dispatch_cached_out.default(*call, [out.x, *out.extra], scales)
+    return out
 
 
 def buffer_of(handle: Handle) -> Buffer:

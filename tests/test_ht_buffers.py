@@ -296,6 +296,32 @@ def test_auto_keeps_to_the_room_that_was_made(hidden: int, topk: int) -> None:
     assert run_ranks(2, body) == ["ht", "ht"]
 
 
+@pytest.mark.parametrize("quant", [None, "fp8"])
+def test_a_cached_dispatch_into_an_earlier_one(quant: str | None) -> None:
+    case = _case(2, "packed", 12)
+
+    def body(group: Any) -> None:
+        with _buffer(case.case, group) as buffer:
+            x, handle = case.inputs[buffer.rank].x, case.send(buffer).handle
+            extra = torch.arange(8.0 * len(x)).view(-1, 8)
+
+            def send(factor: int, **given: Any) -> nccl_ep.Payload:
+                return nccl_ep.dispatch_cached(
+                    factor * x, handle, extra=[factor * extra], quant=quant, zero_padding=True, **given
+                )
+
+            first, want = send(1), send(2)
+            assert send(2, out=first) is first
+            got, right = ((each.x, each.scales, *each.extra) for each in (first, want))
+            for one, other in zip(got, right, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            with pytest.raises(ValueError, match="out's extra 0 is on meta, the buffer on cpu"):
+                send(1, out=nccl_ep.Payload(first.x, first.scales, (first.extra[0].to("meta"),)))
+
+    run_ranks(2, body)
+
+
 def test_a_handle_of_each_mode_is_refused_by_the_other() -> None:
     case = _case(1, "flat", 2)
     with _buffer(case.case, None, mode="auto") as buffer:
@@ -308,6 +334,9 @@ def test_a_handle_of_each_mode_is_refused_by_the_other() -> None:
             nccl_ep.combine_send(case.rows[0], ht.handle)
         with pytest.raises(nccl_ep.UsageError, match="out is of a low-latency dispatch"):
             case.send(buffer, out=ll)
+        ht.weights = ht.weights.to("meta")
+        with pytest.raises(ValueError, match="out's weights is on meta, the buffer on cpu"):
+            case.send(buffer, out=ht)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
