@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import _C
 from .errors import UsageError
 from .log import logger
 
@@ -15,15 +17,19 @@ class Buffer(Protocol):
     """What is asked of a ``nccl_ep.Buffer`` here."""
 
     device: torch.device
+    _seq: torch.Tensor
 
     def require_usable(self) -> None: ...
 
 
-_Tensor, _strided = torch.Tensor, torch.strided  # look-ups that the hot path is spared
+# Look-ups that the hot path is spared.
+_Tensor, _strided, _are_beside = torch.Tensor, torch.strided, _C.are_beside
 
 
 def require_on(buffer: Buffer, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
     """An op would follow a tensor on another device to that device's kernel, or to the fake one."""
+    if not is_dynamo_compiling() and _are_beside(buffer._seq, *tensors):
+        return
     device = buffer.device
     for tensor in tensors:
         if tensor is None or (isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _strided):

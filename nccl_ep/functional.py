@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import _C
 from .buffer import Buffer
 from .checks import error_of, require_on
 from .errors import OverflowError, UsageError
@@ -18,16 +17,13 @@ from .handle import EXACT, LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quan
 from .high_throughput import buffer_of, combine_args, route_and_send
 from .log import logger
 from .modes import MODES, choose_mode
-from .ops import scales_of  # and registers the fakes
+from .ops import direct, scales_of  # and registers the fakes
 
 T = TypeVar("T")
 _ops = torch.ops.nccl_ep
-# What the hot path is spared: torch's parser of an op's arguments, which a compiler in turn needs to see; look-ups.
-_ll_dispatch = _C.direct("ll_dispatch", _ops.ll_dispatch.default)
-_ll_combine = _C.direct("ll_combine", _ops.ll_combine.default)
-_ll_combine_out = _C.direct("ll_combine_out", _ops.ll_combine_out.default)
-_ht_combine_rows = _C.direct("ht_combine", _ops.ht_combine.default)
-_are_beside = _C.are_beside
+_ll_dispatch, _ll_combine, _ll_combine_out = direct("ll_dispatch"), direct("ll_combine"), direct("ll_combine_out")
+_ht_combine_rows = direct("ht_combine")
+# Look-ups that the hot path is spared.
 _Tensor, _float32, _PACKED = torch.Tensor, torch.float32, Layout.PACKED
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/params.h, Weighting
 _MAX_FORMS = 256  # that a buffer remembers
@@ -93,8 +89,7 @@ def dispatch(
         raise ValueError("extra and out are for high throughput, and this is a low-latency dispatch")
     try:
         if form.mode == "ll":
-            op = _ops.ll_dispatch.default if is_dynamo_compiling() else _ll_dispatch
-            received = op(
+            received = _ll_dispatch(
                 buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
             )
         else:
@@ -211,11 +206,9 @@ def combine(
         if handle.mode == "ht":
             return _ht_combine(buffer, combine_args(handle, args, rows=True), out)
         if out is None:
-            op = _ops.ll_combine.default if is_dynamo_compiling() else _ll_combine
-            combined: torch.Tensor = op(buffer.name, buffer._seq, *args)
+            combined: torch.Tensor = _ll_combine(buffer.name, buffer._seq, *args)
             return combined
-        op = _ops.ll_combine_out.default if is_dynamo_compiling() else _ll_combine_out
-        op(buffer.name, buffer._seq, *args, out)
+        _ll_combine_out(buffer.name, buffer._seq, *args, out)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     return out
@@ -301,8 +294,7 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
 
 def _ht_combine(buffer: Buffer, args: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
-        op = _ops.ht_combine.default if is_dynamo_compiling() else _ht_combine_rows
-        result: torch.Tensor = op(buffer.name, buffer._seq, *args)[0]
+        result: torch.Tensor = _ht_combine_rows(buffer.name, buffer._seq, *args)[0]
         return result
     _ops.ht_combine_out.default(buffer.name, buffer._seq, *args, out)
     return out
@@ -412,9 +404,7 @@ def _form_of(
     quant: str | None,
 ) -> _Form:
     """Checks the arguments of a call: the tensors each time, the numbers when they are new."""
-    is_traced = is_dynamo_compiling()
-    if is_traced or not _are_beside(buffer._seq, x, topk_idx, topk_weights, scales):
-        require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
+    require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
     if topk_idx.dim() != 2:
@@ -423,7 +413,7 @@ def _form_of(
         max_tokens = buffer.max_tokens
     numbers = (num_experts, mode, layout, max_tokens, capacity, alignment, quant, topk_idx.shape[1])
     row_bytes = x.shape[1] * x.element_size() if mode == "auto" else 0
-    if is_traced:  # sizes may be symbols, which are no keys; and it costs nothing there
+    if is_dynamo_compiling():  # sizes may be symbols, which are no keys; and it costs nothing there
         return _Form.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes)
     key = (*numbers, row_bytes) if row_bytes else numbers
     form: _Form | None = buffer._forms.get(key)
@@ -514,8 +504,7 @@ def _combine_call(
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype} or torch.float32")
     biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
     buffer = buffer_of(handle)
-    if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, handle.tensor, home_weights, topk_idx):
-        require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
+    require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
     if biases:
         require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
     how = (weighting, out_dtype, wire_dtype, num_sms)

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from . import _C
 from .buffer import Buffer, find_buffer
 from .checks import error_of, require_on
 from .errors import UsageError
 from .handle import QUANTS, DispatchOutput, Handle
+from .ops import direct
 
 _ops = torch.ops.nccl_ep
-# As in functional.py.
-_ht_dispatch = _C.direct("ht_dispatch", _ops.ht_dispatch.default)
-_ht_dispatch_out = _C.direct("ht_dispatch_out", _ops.ht_dispatch_out.default)
-_ht_dispatch_cached = _C.direct("ht_dispatch_cached", _ops.ht_dispatch_cached.default)
+_ht_dispatch, _ht_dispatch_out = direct("ht_dispatch"), direct("ht_dispatch_out")
+_ht_dispatch_cached = direct("ht_dispatch_cached")
+_GIVEN = tuple(
+    f"out's {name}" for name in ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +46,7 @@ def route_and_send(
     """Runs the op. Returns what ``ll_dispatch`` returns, with two tensors of the handle at the end; and the extras."""
     call = (buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, *args, zero_padding, num_sms)
     if out is None:
-        op = _ops.ht_dispatch.default if is_dynamo_compiling() else _ht_dispatch
-        received = op(*call)
+        received = _ht_dispatch(*call)
         return received[:8], received[8 : 8 + len(extra)]
     return _into(buffer, out, call, topk_idx.dtype)
 
@@ -72,11 +71,9 @@ def _into(
         _given_scales(out.scales, call[3], device), out.weights, _given(out.topk_idx, idx_dtype, device),
         _given(out.row_expert, torch.int32, device), out._info, out.handle.tensor, out.handle.slots,
     )  # fmt: skip
-    names = ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
-    require_on(buffer, [f"out's {name}" for name in names], (out.x, *rest))
+    require_on(buffer, _GIVEN, (out.x, *rest))
     require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
-    op = _ops.ht_dispatch_out.default if is_dynamo_compiling() else _ht_dispatch_out
-    op(*call, [out.x, *out.extra], *rest)
+    _ht_dispatch_out(*call, [out.x, *out.extra], *rest)
     return (out.x, *rest), out.extra
 
 
@@ -114,11 +111,10 @@ def dispatch_cached(
         buffer.name, buffer._seq, [x, *extra], scales, handle.tensor, slots, *handle.args(), int(QUANTS[quant]),
         zero_padding, num_sms,
     )  # fmt: skip
-    op = _ops.ht_dispatch_cached.default if is_dynamo_compiling() else _ht_dispatch_cached
     try:
         if out is not None:
             return _cached_into(buffer, out, call)
-        moved, moved_scales, *further = op(*call)
+        moved, moved_scales, *further = _ht_dispatch_cached(*call)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     has_scales = scales is not None or quant is not None

@@ -6,11 +6,20 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import _C
 from .handle import HtRouteShape, Layout, Quant, align4
 
 Tensors = tuple[torch.Tensor, ...]
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def direct(name: str) -> Callable[..., Any]:
+    """The op for positional arguments, past torch's parser of them, which a compiler in turn needs to see."""
+    op = getattr(torch.ops.nccl_ep, name).default
+    call = _C.direct(name, op)
+    return lambda *args: (op if is_dynamo_compiling() else call)(*args)
 
 
 def _row_shape(layout: int, ranks: int, experts: int, max_tokens: int, capacity: int, last: list[int]) -> list[int]:

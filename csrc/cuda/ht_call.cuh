@@ -103,14 +103,25 @@ __device__ __forceinline__ int exclusive_sums(int count, int* sums, const ValueO
   return next;
 }
 
+// Shared memory, taken table by table.
+struct SharedTables {
+  char* next;
+
+  template <class T>
+  __device__ T* take(int count) {
+    auto* table = reinterpret_cast<T*>(next);
+    next += count * sizeof(T);
+    return table;
+  }
+};
+
 // Rows between this rank and each other, in shared memory, as a handle's counts [R, R] tell.
 struct Flows {
-  static constexpr int kTables = 4;
   int *to, *to_first;      // [R] own tokens with an expert there, and their first slot there
   int *from, *from_first;  // [R] rows here of each home, and the first slot
 
-  __device__ static Flows of(int* shared, int ranks) {
-    return {shared, shared + ranks, shared + 2 * ranks, shared + 3 * ranks};
+  __device__ static Flows of(SharedTables& tables, int ranks) {
+    return {tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks)};
   }
   // A warp.
   __device__ __forceinline__ void fill(const int32_t* counts, int ranks, int rank, int other) const {

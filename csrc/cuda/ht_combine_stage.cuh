@@ -13,11 +13,11 @@ struct CombineTables {
   int* chunk_start;  // [chunks * R + 1] slots staged before (chunk, home)
 
   __device__ static CombineTables of(char* shared, int ranks) {
+    SharedTables tables{shared};
     CombineTables t;
-    t.offsets = reinterpret_cast<Offset*>(shared);
-    auto* words = reinterpret_cast<int*>(t.offsets + ranks);
-    t.flows = Flows::of(words, ranks);
-    t.chunk_start = words + Flows::kTables * ranks;
+    t.offsets = tables.take<Offset>(ranks);
+    t.flows = Flows::of(tables, ranks);
+    t.chunk_start = tables.take<int>(kHtChunks * ranks + 1);
     return t;
   }
 };

@@ -25,12 +25,8 @@ struct RouteTables {
   static constexpr int kTold = 5;  // tables from `from` on
 
   __device__ static RouteTables of(char* shared, const HtRouteParams& p, const HtRouteGeometry& g, int chunk_begin) {
-    auto* next = reinterpret_cast<int*>(shared);
-    const auto take = [&](int count) {
-      int* table = next;
-      next += count;
-      return table;
-    };
+    SharedTables tables{shared};
+    const auto take = [&](int count) { return tables.take<int>(count); };
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts;
     RouteTables t;
     t.rows = take(ranks);
@@ -46,14 +42,14 @@ struct RouteTables {
     t.demand = take(experts);
     t.total = take(1);
     t.dropped = take(1);
-    next = reinterpret_cast<int*>(shared + g.work_at);
-    t.lane_choices = g.copies_log == 0 ? t.choices : next;
+    tables.next = shared + g.work_at;
+    t.lane_choices = g.copies_log == 0 ? t.choices : reinterpret_cast<int*>(tables.next);
     t.warp_rows = take(g.place_warps * ranks);
     t.warp_choices = take(g.place_warps * experts);
     t.tile = reinterpret_cast<uint8_t*>(shared + g.tile_at);
     const int64_t first = static_cast<int64_t>(chunk_begin) * p.shape.topk;
     const int size = g.chunk_tokens * p.shape.topk;
-    next = reinterpret_cast<int*>(shared + g.share_at);
+    tables.next = shared + g.share_at;
     t.ids = g.keeps_share ? take(size) : p.handle.own.ids + first;
     t.choice_numbers = g.keeps_share ? take(size) : p.handle.own.rows + first;
     t.token_numbers = g.keeps_share ? take(size) : p.handle.own.slots + first;

@@ -121,10 +121,8 @@ struct HtSendGeometry {
     return g;
   }
 
-  static bool has_copies(const HtDispatchParams& p) {
-    const HtSendGeometry g = shapes_of(p);
-    return g.has_staged || has_expert_rows(p.output.layout);
-  }
+  // The receiver has rows to copy.
+  EP_HD bool has_copies(OutputLayout layout) const { return has_staged || has_expert_rows(layout); }
 
   static HtSendGeometry of(const HtDispatchParams& p, const HtPlan& plan) {
     HtSendGeometry g = shapes_of(p);
@@ -133,7 +131,7 @@ struct HtSendGeometry {
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(p.shape.topk);
     // Those that copy need one too, and do without where there is no room.
-    const int most = g.has_staged || has_expert_rows(p.output.layout) ? plan.warps : plan.workers;
+    const int most = g.has_copies(p.output.layout) ? plan.warps : plan.workers;
     g.stages = std::max(plan.workers, std::min(most, kHtSharedBytes / g.stage_bytes));
     g.tables_at = g.stages * g.stage_bytes;
     const int ranks = p.shape.num_ranks;

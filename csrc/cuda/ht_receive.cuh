@@ -43,9 +43,7 @@ struct Copier {
       ptx::mbarrier_expect(role.barrier(), bytes);
       ptx::bulk_load(stage, in, bytes, role.barrier());
     }
-    while (!ptx::mbarrier_try_wait(role.barrier(), parity)) {
-    }
-    parity ^= 1;
+    await_load(role, parity);
     if (out != nullptr) ptx::bulk_store(out, stage, bytes);
     ptx::bulk_commit();
     ptx::bulk_wait_read<0>();
@@ -173,7 +171,7 @@ __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
         ptx::bulk_wait<0>();
         return false;
       }
-      if (role.has_copies()) place_chunk(role, copier, source, begin, end, dealt);
+      if (role.geometry.has_copies(role.p.output.layout)) place_chunk(role, copier, source, begin, end, dealt);
     }
   }
   ptx::bulk_wait<0>();

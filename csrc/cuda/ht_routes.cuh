@@ -10,7 +10,6 @@ namespace ep {
 struct ReceiveRole : SendRole {
   __device__ int warps() const { return at.num_blocks * plan.helpers(); }
   __device__ int receiver() const { return (warp - plan.workers) * at.num_blocks + at.block; }
-  __device__ bool has_copies() const { return geometry.has_staged || has_expert_rows(p.output.layout); }
   __device__ char* out_row(int part, int32_t row) const {
     return static_cast<char*>(p.parts[part].out) + static_cast<int64_t>(row) * p.parts[part].bytes;
   }

@@ -18,15 +18,15 @@ struct SendTables {
 
   __device__ static SendTables of(char* shared, const HtDispatchParams& p, const HtSendGeometry& g) {
     const int ranks = p.shape.num_ranks;
+    SharedTables tables{shared + g.tables_at};
     SendTables t;
-    t.barriers = reinterpret_cast<uint64_t*>(shared + g.tables_at);
-    t.offsets = t.barriers + HtSendGeometry::kBarriers;
-    auto* words = reinterpret_cast<int*>(t.offsets + ranks * kHtMaxParts);
-    t.flows = Flows::of(words, ranks);
-    t.chunks = words + Flows::kTables * ranks;
-    t.layout = t.chunks + ranks;
-    t.rows = t.layout + ranks;
-    t.start = t.rows + ranks;
+    t.barriers = tables.take<uint64_t>(HtSendGeometry::kBarriers);
+    t.offsets = tables.take<Offset>(ranks * kHtMaxParts);
+    t.flows = Flows::of(tables, ranks);
+    t.chunks = tables.take<int>(ranks);
+    t.layout = tables.take<int>(ranks);
+    t.rows = tables.take<int>(ranks);
+    t.start = tables.take<int>(p.output.local_experts + 1);
     return t;
   }
 };
@@ -181,6 +181,12 @@ __device__ __forceinline__ int begin_load(const SendRole& role, int token, int p
   return bulk;
 }
 
+__device__ __forceinline__ void await_load(const SendRole& role, uint32_t& parity) {
+  while (!ptx::mbarrier_try_wait(role.barrier(), parity)) {
+  }
+  parity ^= 1;
+}
+
 template <bool kQuant>
 __device__ __forceinline__ void finish_load(const SendRole& role, int token, int pass, int bulk, uint32_t& parity) {
   const HtDispatchParams& p = role.p;
@@ -203,11 +209,7 @@ __device__ __forceinline__ void finish_load(const SendRole& role, int token, int
     gather_part(p.parts[i], in, role.stage + g.stage_offset[i], g.in_width[i], role.lane);
   }
   if (by_threads) ptx::fence_proxy_async_shared();  // the bulk stores shall see it
-  if (bulk > 0) {
-    while (!ptx::mbarrier_try_wait(role.barrier(), parity)) {
-    }
-    parity ^= 1;
-  }
+  if (bulk > 0) await_load(role, parity);
   __syncwarp();
 }
 

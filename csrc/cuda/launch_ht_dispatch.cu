@@ -41,12 +41,12 @@ HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
 }
 
 HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
-  const bool has_copies = HtSendGeometry::has_copies(p);
+  const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
+  const bool has_copies = shapes.has_copies(p.output.layout);
   const bool converts = p.quant != Quant::kNone;
   const HtWork work = has_copies ? HtWork::kCopies : converts ? HtWork::kConversion : HtWork::kNothing;
   if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
-  return tuned("EP_PLAN_HD",
-               plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, kHtSharedBytes, has_copies, num_sms));
+  return tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, has_copies, num_sms));
 }
 
 HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return HtRouteGeometry::of(p, plan); }

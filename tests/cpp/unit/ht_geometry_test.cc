@@ -77,12 +77,12 @@ TEST(HtSendGeometry, OnlyAlignedRowsGoByBulkCopies) {
 
 TEST(HtSendGeometry, KnowsWhoHasCopiesToMake) {
   HtDispatchParams p = dispatch_of({64});
-  EXPECT_FALSE(HtSendGeometry::has_copies(p));
+  EXPECT_FALSE(HtSendGeometry::shapes_of(p).has_copies(p.output.layout));
   p.output.layout = OutputLayout::kPacked;
-  EXPECT_TRUE(HtSendGeometry::has_copies(p));
+  EXPECT_TRUE(HtSendGeometry::shapes_of(p).has_copies(p.output.layout));
   p.output.layout = OutputLayout::kFlat;
   p.parts[0].out_offset = kNoOffset;
-  EXPECT_TRUE(HtSendGeometry::has_copies(p));
+  EXPECT_TRUE(HtSendGeometry::shapes_of(p).has_copies(p.output.layout));
 }
 
 TEST(HtRouteGeometry, SharesCoverAllTokensAndFitTheMemory) {
