@@ -4,6 +4,7 @@ test_gpu_delays.py where there are real ones. Run by emulated.py."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -240,25 +241,42 @@ def test_planted_bugs(name: str) -> None:
     assert found, f"{name}: not noticed in {RUNS} runs"
 
 
+def _send_and_look(buffer: nccl_ep.Buffer, case: Expected, rank: int) -> nccl_ep.Handle:
+    out = case.send(buffer)
+    case.check_dispatch(out, rank)
+    return out.handle
+
+
+def _combine_and_overwrite(buffer: nccl_ep.Buffer, case: Expected, rank: int, handle: nccl_ep.Handle) -> None:
+    rows = buffer.empty(case.rows[rank].shape, case.rows[rank].dtype).copy_(case.rows[rank])
+    y = nccl_ep.combine(rows, handle)
+    rows.zero_()
+    case.check_combine(y, rank)
+
+
+def _together(group: ThreadGroup, step: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
+    """The step's result, and its errors on all ranks: no rank waits in the next one for a rank that ends with this."""
+    result, problem = None, ""
+    try:
+        result = step(*args)
+    except Exception as error:
+        problem = str(error)
+    return result, meet(group, problem[:300])
+
+
 def _dispatch_and_overwrite(group: ThreadGroup, cases: list[Expected]) -> str:
     """What is wrong at once in what a call leaves, as soon as it has ended; empty: nothing. Inputs are overwritten."""
-    rank, problem = group.rank(), ""
+    rank = group.rank()
     with gpu_ht_ranks.shared_ht_buffer(
         group, [each.case for each in cases], device="cpu", arena_bytes=1 << 25
     ) as buffer:
         for number in range(HT_ROUNDS):
             case = cases[number % len(cases)]
-            try:
-                out = case.send(buffer)
-                case.check_dispatch(out, rank)
-                rows = buffer.empty(case.rows[rank].shape, case.rows[rank].dtype).copy_(case.rows[rank])
-                y = nccl_ep.combine(rows, out.handle)
-                rows.zero_()
-                case.check_combine(y, rank)
-            except Exception as error:
-                problem = f"round {number}: {error}"
-            if problems := meet(group, problem[:300]):
-                return "; ".join(problems)
+            handle, problems = _together(group, _send_and_look, buffer, case, rank)
+            if not problems:
+                _, problems = _together(group, _combine_and_overwrite, buffer, case, rank, handle)
+            if problems:
+                return f"round {number}: {'; '.join(problems)}"
     return ""
 
 

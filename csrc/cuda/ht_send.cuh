@@ -293,7 +293,7 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
   if (units == 0) return;
   const uint32_t before = count_finished(counters_of(role.call).finished, units);
   const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
-  if (is_early ? before != 0 : before + units != static_cast<uint32_t>(role.geometry.units)) return;
+  if (!is_early && before + units != static_cast<uint32_t>(role.geometry.units)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
     if (role.tables.flows.to[peer] > 0 && role.tables.chunks[peer] == 1) {
