@@ -17,13 +17,16 @@ from .handle import EXACT, LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quan
 from .high_throughput import buffer_of, combine_args, route_and_send
 from .log import logger
 from .modes import MODES, choose_mode
-from .ops import direct, scales_of  # and registers the fakes
+from .ops import scales_of  # and registers the fakes
 
 T = TypeVar("T")
 _ops = torch.ops.nccl_ep
-_ll_dispatch, _ll_combine, _ll_combine_out = direct("ll_dispatch"), direct("ll_combine"), direct("ll_combine_out")
-_ht_combine_rows = direct("ht_combine")
 # Look-ups that the hot path is spared.
+_ll_dispatch, _ll_combine, _ll_combine_out = (
+    _ops.ll_dispatch.default,
+    _ops.ll_combine.default,
+    _ops.ll_combine_out.default,
+)
 _Tensor, _float32, _PACKED = torch.Tensor, torch.float32, Layout.PACKED
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/params.h, Weighting
 _MAX_FORMS = 256  # that a buffer remembers
@@ -294,7 +297,7 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
 
 def _ht_combine(buffer: Buffer, args: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
-        result: torch.Tensor = _ht_combine_rows(buffer.name, buffer._seq, *args)[0]
+        result: torch.Tensor = _ops.ht_combine.default(buffer.name, buffer._seq, *args)[0]
         return result
     _ops.ht_combine_out.default(buffer.name, buffer._seq, *args, out)
     return out

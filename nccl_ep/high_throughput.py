@@ -12,11 +12,8 @@ from .buffer import Buffer, find_buffer
 from .checks import error_of, require_on
 from .errors import UsageError
 from .handle import QUANTS, DispatchOutput, Handle
-from .ops import direct
 
 _ops = torch.ops.nccl_ep
-_ht_dispatch, _ht_dispatch_out = direct("ht_dispatch"), direct("ht_dispatch_out")
-_ht_dispatch_cached = direct("ht_dispatch_cached")
 _GIVEN = tuple(
     f"out's {name}" for name in ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
 )
@@ -46,7 +43,7 @@ def route_and_send(
     """Runs the op. Returns what ``ll_dispatch`` returns, with two tensors of the handle at the end; and the extras."""
     call = (buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, *args, zero_padding, num_sms)
     if out is None:
-        received = _ht_dispatch(*call)
+        received = _ops.ht_dispatch.default(*call)
         return received[:8], received[8 : 8 + len(extra)]
     return _into(buffer, out, call, topk_idx.dtype)
 
@@ -73,7 +70,7 @@ def _into(
     )  # fmt: skip
     require_on(buffer, _GIVEN, (out.x, *rest))
     require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
-    _ht_dispatch_out(*call, [out.x, *out.extra], *rest)
+    _ops.ht_dispatch_out.default(*call, [out.x, *out.extra], *rest)
     return (out.x, *rest), out.extra
 
 
@@ -114,7 +111,7 @@ def dispatch_cached(
     try:
         if out is not None:
             return _cached_into(buffer, out, call)
-        moved, moved_scales, *further = _ht_dispatch_cached(*call)
+        moved, moved_scales, *further = _ops.ht_dispatch_cached.default(*call)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     has_scales = scales is not None or quant is not None

@@ -1,4 +1,4 @@
-"""Shapes of what the ops return, for tracing. The schemas and kernels are in csrc/torch/ops.cc."""
+"""How Python calls the ops, and shapes of what they return, for tracing. Schemas and kernels: csrc/torch/ops.cc."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .handle import HtRouteShape, Layout, Quant, align4
@@ -15,11 +14,18 @@ Tensors = tuple[torch.Tensor, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def direct(name: str) -> Callable[..., Any]:
-    """The op for positional arguments, past torch's parser of them, which a compiler in turn needs to see."""
-    op = getattr(torch.ops.nccl_ep, name).default
-    call = _C.direct(name, op)
-    return lambda *args: (op if is_dynamo_compiling() else call)(*args)
+def _call_directly(name: str) -> None:
+    """Lets torch.ops call the op past torch's parser of arguments, which takes longer than the rest of a call."""
+    packet = getattr(torch.ops.nccl_ep, name)
+    for op in (packet, packet.default):
+        usual = op._op
+        op._op = _C.direct(name, usual)
+        op._op.__module__ = usual.__module__
+    torch.jit._builtins._register_builtin(packet._op, f"nccl_ep::{name}")  # as torch does: TorchScript looks there
+
+
+for _name in _C.op_names():
+    _call_directly(_name)
 
 
 def _row_shape(layout: int, ranks: int, experts: int, max_tokens: int, capacity: int, last: list[int]) -> list[int]:

@@ -15,7 +15,14 @@ from nccl_ep import _C
 from nccl_ep.handle import Quant
 
 T, H, K, E = 4, 64, 2, 4
-op = torch.ops.nccl_ep.ll_dispatch.default
+packet = torch.ops.nccl_ep.ll_dispatch
+_overload = torch._C._get_operation_overload
+
+
+def op(*args: Any, **named: Any) -> Any:
+    """By torch's parser, as torch.ops calls the ops of others."""
+    usual, _, _ = _overload("nccl_ep::ll_dispatch", "")
+    return usual(*args, **named)
 
 
 class Seen:
@@ -24,9 +31,9 @@ class Seen:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         self.calls += 1
-        return op(*args)
+        return op(*args, **named)
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def buffer() -> Iterator[nccl_ep.Buffer]:
         yield made
 
 
-def arguments(made: nccl_ep.Buffer, /, **changes: Any) -> tuple[Any, ...]:
+def named_arguments(made: nccl_ep.Buffer, /, **changes: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     named = {
         "buffer": made.name, "seq": made._seq, "x": torch.randn(T, H, generator=generator), "x_scales": None,
@@ -45,7 +52,45 @@ def arguments(made: nccl_ep.Buffer, /, **changes: Any) -> tuple[Any, ...]:
         "num_experts": E, "max_tokens": T, "layout": 0, "capacity": T, "alignment": 1, "quant": 0,
         "zero_padding": True, "num_sms": 0,
     }  # fmt: skip
-    return tuple((named | changes).values())
+    return named | changes
+
+
+def arguments(made: nccl_ep.Buffer, /, **changes: Any) -> tuple[Any, ...]:
+    return tuple(named_arguments(made, **changes).values())
+
+
+def test_torch_ops_are_called_directly() -> None:
+    """Were an attribute of torch's to change its name, ops would work as before, and slower."""
+    names = [schema.name.split("::")[1] for schema in torch._C._jit_get_all_schemas() if "nccl_ep::" in schema.name]
+    assert sorted(_C.op_names()) == sorted(names)
+    assert len(names) > 20
+    for name in names:
+        each = getattr(torch.ops.nccl_ep, name)
+        assert type(each._op) is type(each.default._op) is type(_C.direct(name, op))
+        assert each._op.__name__ == each.default._op.__name__ == name
+
+
+def test_named_arguments_go_to_the_op(buffer: nccl_ep.Buffer) -> None:
+    named = named_arguments(buffer)
+    name, *others = named
+    wanted = op(**named)
+    seen = Seen()
+    direct = _C.direct("ll_dispatch", seen)
+    for call in (direct, packet, packet.default):
+        for given in (call(**named), call(named[name], **{each: named[each] for each in others})):
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(given, wanted, strict=True))
+    assert seen.calls == 2
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_torchscript_finds_the_op(buffer: nccl_ep.Buffer) -> None:
+    @torch.jit.script
+    def flags(buffer: str, seq: torch.Tensor) -> torch.Tensor:
+        torch.ops.nccl_ep.ll_floor_flags(buffer, seq)
+        return seq
+
+    assert "nccl_ep::ll_floor_flags" in str(flags.graph)
+    assert flags(buffer.name, buffer._seq) is buffer._seq
 
 
 def test_plain_calls_do_what_the_op_does(buffer: nccl_ep.Buffer) -> None:
@@ -144,7 +189,7 @@ def test_modes_see_the_op(buffer: nccl_ep.Buffer) -> None:
 
 
 def test_names_are_those_of_ops() -> None:
-    with pytest.raises(ValueError, match="no op nothing can be called directly"):
+    with pytest.raises(ValueError, match="there is no op nothing"):
         _C.direct("nothing", op)
 
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "torch/device.h"
+#include "torch/direct.h"
 #include "torch/ht_ops.h"
 #include "torch/registry.h"
 #include "torch/run.h"
@@ -53,6 +54,8 @@ DispatchResult ht_dispatch_deepep(std::string_view buffer, Tensor, const Tensor&
   });
 }
 
+direct::Op ops[] = {EP_OP(ht_dispatch_deepep)};
+
 }  // namespace
 }  // namespace ep
 
@@ -63,5 +66,4 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
       "topk_idx, Tensor weights, Tensor info, Tensor route, Tensor slots, Tensor rank_prefix, Tensor host_counts)");
 }
 
-TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { library.impl("ht_dispatch_deepep", &ep::ht_dispatch_deepep); }
-TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { library.impl("ht_dispatch_deepep", &ep::ht_dispatch_deepep); }
+EP_IMPLEMENT(ep::ops)

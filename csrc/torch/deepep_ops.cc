@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "torch/device.h"
+#include "torch/direct.h"
 #include "torch/registry.h"
 #include "torch/run.h"
 
@@ -255,14 +256,10 @@ void ll_combine_deepep_recv(std::string_view buffer, Tensor, const Tensor& src_i
   "(str buffer, Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
   "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms) -> Tensor"
 
-void register_kernels(torch::Library& library) {
-  library.impl("ll_dispatch_deepep", &ll_dispatch_deepep);
-  library.impl("ll_dispatch_deepep_send", &ll_dispatch_deepep_send);
-  library.impl("ll_dispatch_deepep_recv", &ll_dispatch_deepep_recv);
-  library.impl("ll_combine_deepep", &ll_combine_deepep);
-  library.impl("ll_combine_deepep_send", &ll_combine_deepep_send);
-  library.impl("ll_combine_deepep_recv", &ll_combine_deepep_recv);
-}
+direct::Op ops[] = {
+    EP_OP(ll_dispatch_deepep), EP_OP(ll_dispatch_deepep_send), EP_OP(ll_dispatch_deepep_recv),
+    EP_OP(ll_combine_deepep),  EP_OP(ll_combine_deepep_send),  EP_OP(ll_combine_deepep_recv),
+};
 
 }  // namespace
 }  // namespace ep
@@ -282,5 +279,4 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
       "Tensor(b!)? out_wait_cost, Tensor(c!) out, int num_sms) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ep::register_kernels(library); }
-TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ep::register_kernels(library); }
+EP_IMPLEMENT(ep::ops)

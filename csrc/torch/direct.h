@@ -1,7 +1,7 @@
 // Ops called from Python without torch's parser of arguments: it takes 0.2 us for a number and 0.7 us for a dtype, more
 // in all than the rest of a call. The dispatcher is called as by torch's own functions, with C++ values. Where a call
-// is not plain, the op is called in its place as torch.ops calls it, so that both always do the same: where a tensor is
-// a subclass's or wants a gradient, a number is a symbol, a mode or a transform is on, or arguments do not fit.
+// is not plain, torch's way of calling the op is taken, so that both always do the same: where a tensor is a subclass's
+// or wants a gradient, a number is a symbol, a mode or a transform is on, arguments are named or do not fit.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,6 +11,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <optional>
@@ -21,13 +22,7 @@
 #include <utility>
 #include <vector>
 
-namespace ep {
-
-// By their names; `self` of each is the op.
-std::span<PyMethodDef> direct_ops();     // of ops.cc
-std::span<PyMethodDef> direct_ht_ops();  // of ht_ops.cc
-
-namespace direct {
+namespace ep::direct {
 
 // An argument as a kernel of an op takes it. Copies of tensors live longer than the call, which is without the
 // interpreter's lock: to drop one may need it. load: false where the value is not plain.
@@ -71,16 +66,31 @@ struct Argument<at::TensorList> {
   }
   at::TensorList get() const { return value; }
 };
+inline bool load_number(PyObject* object, int64_t& value) {
+  if (!PyLong_CheckExact(object)) return false;
+  int overflow = 0;
+  value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0;
+}
+
 template <>
 struct Argument<int64_t> {
   int64_t value = 0;
-  bool load(PyObject* object) {
-    if (!PyLong_CheckExact(object)) return false;
-    int overflow = 0;
-    value = PyLong_AsLongLongAndOverflow(object, &overflow);
-    return overflow == 0;
-  }
+  bool load(PyObject* object) { return load_number(object, value); }
   int64_t get() const { return value; }
+};
+template <>
+struct Argument<at::IntArrayRef> {
+  std::vector<int64_t> value;
+  bool load(PyObject* object) {
+    if (!PyList_CheckExact(object)) return false;
+    value.resize(PyList_GET_SIZE(object));
+    for (size_t i = 0; i < value.size(); i++) {
+      if (!load_number(PyList_GET_ITEM(object, static_cast<Py_ssize_t>(i)), value[i])) return false;
+    }
+    return true;
+  }
+  at::IntArrayRef get() const { return value; }
 };
 template <>
 struct Argument<bool> {
@@ -141,21 +151,23 @@ template <Name kName, class Function>
 struct Call;
 template <Name kName, class Result, class... Args>
 struct Call<kName, Result(Args...)> {
-  static PyObject* run(PyObject* op, PyObject* const* given, Py_ssize_t count) {
+  // `usual`: torch's way. `names`: of the last arguments, or null.
+  static PyObject* run(PyObject* usual, PyObject* const* given, Py_ssize_t count, PyObject* names) {
     HANDLE_TH_ERRORS
-    return call(op, given, count, std::index_sequence_for<Args...>{});
+    return call(usual, given, count, names, std::index_sequence_for<Args...>{});
     END_HANDLE_TH_ERRORS
   }
 
  private:
   template <size_t... kIndex>
-  static PyObject* call(PyObject* op, PyObject* const* given, Py_ssize_t count, std::index_sequence<kIndex...>) {
+  static PyObject* call(PyObject* usual, PyObject* const* given, Py_ssize_t count, PyObject* names,
+                        std::index_sequence<kIndex...>) {
     static const auto handle =
         c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Result(Args...)>();
     std::tuple<Argument<std::remove_cvref_t<Args>>...> args;
-    const bool is_plain =
-        count == sizeof...(Args) && is_plain_thread() && (std::get<kIndex>(args).load(given[kIndex]) && ...);
-    if (!is_plain) return PyObject_Vectorcall(op, given, count, nullptr);
+    const bool is_plain = count == sizeof...(Args) && names == nullptr && is_plain_thread() &&
+                          (std::get<kIndex>(args).load(given[kIndex]) && ...);
+    if (!is_plain) return PyObject_Vectorcall(usual, given, count, names);
     const auto enqueue = [&] {
       pybind11::gil_scoped_release no_gil;
       at::AutoDispatchBelowAutograd none_wants_a_gradient;
@@ -173,12 +185,39 @@ struct Call<kName, Result(Args...)> {
 template <Name kName, class Function>
 PyMethodDef method(const char* name) {
   const auto run = reinterpret_cast<void (*)()>(&Call<kName, Function>::run);
-  return {name, reinterpret_cast<PyCFunction>(run), METH_FASTCALL, nullptr};
+  return {name, reinterpret_cast<PyCFunction>(run), METH_FASTCALL | METH_KEYWORDS, nullptr};
 }
 
-}  // namespace direct
+// The kernel of an op, for the dispatcher and for Python. `self` of the method is torch's way of calling the op.
+struct Op {
+  void (*add)(torch::Library& library);
+  PyMethodDef method;
+};
 
-// Of the function that is the op's kernel.
-#define EP_DIRECT(op) direct::method<"nccl_ep::" #op, std::remove_pointer_t<decltype(&op)>>(#op)
+// Of all files.
+inline std::vector<std::span<Op>>& all_ops() {
+  static std::vector<std::span<Op>> ops;
+  return ops;
+}
 
-}  // namespace ep
+struct Added {
+  explicit Added(std::span<Op> ops) { all_ops().push_back(ops); }
+};
+
+inline void implement(std::span<const Op> ops, torch::Library& library) {
+  for (const Op& op : ops) op.add(library);
+}
+
+}  // namespace ep::direct
+
+// Of the function that is the op's kernel, and has its name.
+#define EP_OP(op)                                                                                                     \
+  ::ep::direct::Op {                                                                                                  \
+    [](torch::Library& library) { library.impl(#op, &op); }, ::ep::direct::method<"nccl_ep::" #op, decltype(op)>(#op) \
+  }
+
+// Once a file, outside of namespaces: `ops` is an array of what EP_OP makes.
+#define EP_IMPLEMENT(ops)                                                              \
+  static const ::ep::direct::Added added_ops(ops);                                     \
+  TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::direct::implement(ops, library); } \
+  TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::direct::implement(ops, library); }

@@ -479,12 +479,6 @@ HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const Optiona
   return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.most_tokens, t.demand};
 }
 
-std::span<PyMethodDef> direct_ht_ops() {
-  static PyMethodDef ops[] = {EP_DIRECT(ht_dispatch), EP_DIRECT(ht_dispatch_out), EP_DIRECT(ht_dispatch_cached),
-                              EP_DIRECT(ht_combine)};
-  return ops;
-}
-
 void define_ht_ops(torch::Library& library) {
   library.def("ht_dispatch(" EP_HT_DISPATCH_SCHEMA
               ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info, "
@@ -500,14 +494,14 @@ void define_ht_ops(torch::Library& library) {
   library.def("arena_empty(str buffer, Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
 }
 
-void register_ht_kernels(torch::Library& library) {
-  library.impl("ht_dispatch", &ht_dispatch);
-  library.impl("ht_dispatch_out", &ht_dispatch_out);
-  library.impl("ht_dispatch_cached", &ht_dispatch_cached);
-  library.impl("ht_dispatch_cached_out", &ht_dispatch_cached_out);
-  library.impl("ht_combine", &ht_combine);
-  library.impl("ht_combine_out", &ht_combine_out);
-  library.impl("arena_empty", &arena_empty);
-}
+namespace {
 
+direct::Op ops[] = {
+    EP_OP(ht_dispatch),        EP_OP(ht_dispatch_out),        EP_OP(ht_combine),  EP_OP(ht_combine_out),
+    EP_OP(ht_dispatch_cached), EP_OP(ht_dispatch_cached_out), EP_OP(arena_empty),
+};
+
+}  // namespace
 }  // namespace ep
+
+EP_IMPLEMENT(ep::ops)

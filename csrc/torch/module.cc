@@ -160,13 +160,21 @@ PyObject* are_beside(PyObject*, PyObject* const* given, Py_ssize_t count) {
 PyMethodDef are_beside_method = {"are_beside", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&are_beside)),
                                  METH_FASTCALL, nullptr};
 
-py::object direct_op(const std::string& name, const py::object& op) {
-  for (const std::span<PyMethodDef> ops : {direct_ops(), direct_ht_ops()}) {
-    for (PyMethodDef& each : ops) {
-      if (name == each.ml_name) return py::reinterpret_steal<py::object>(PyCFunction_New(&each, op.ptr()));
+py::object direct_op(const std::string& name, const py::object& usual) {
+  for (const std::span<direct::Op> ops : direct::all_ops()) {
+    for (direct::Op& op : ops) {
+      if (name == op.method.ml_name) return py::reinterpret_steal<py::object>(PyCFunction_New(&op.method, usual.ptr()));
     }
   }
-  raise(ErrorKind::kInvalidArgument, "no op ", name, " can be called directly");
+  raise(ErrorKind::kInvalidArgument, "there is no op ", name);
+}
+
+std::vector<std::string> op_names() {
+  std::vector<std::string> names;
+  for (const std::span<direct::Op> ops : direct::all_ops()) {
+    for (const direct::Op& op : ops) names.emplace_back(op.method.ml_name);
+  }
+  return names;
 }
 
 }  // namespace
@@ -185,8 +193,9 @@ PYBIND11_MODULE(_C, m) {
                         py::arg("path") = info.path, py::arg("problem") = info.problem);
       },
       "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
-  m.def("direct", &direct_op, py::arg("name"), py::arg("op"),
-        "The op, for positional arguments alone, without torch's parser of arguments (csrc/torch/direct.h).");
+  m.def("direct", &direct_op, py::arg("name"), py::arg("usual"),
+        "The op without torch's parser of arguments (csrc/torch/direct.h). usual: torch's way of calling it.");
+  m.def("op_names", &op_names, "Of all ops, without their namespace.");
   m.attr("are_beside") = py::reinterpret_steal<py::object>(PyCFunction_New(&are_beside_method, nullptr));
   m.def("time_line", &take_time_line, py::arg("combine"), py::arg("ht") = false,
         "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");

@@ -255,28 +255,13 @@ void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle,
   "str buffer, Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] " \
   "biases, " EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms"
 
-void register_kernels(torch::Library& library) {
-  library.impl("ll_dispatch", &ll_dispatch);
-  library.impl("ll_dispatch_out", &ll_dispatch_out);
-  library.impl("ll_dispatch_send", &ll_dispatch_send);
-  library.impl("ll_dispatch_recv", &ll_dispatch_recv);
-  library.impl("ll_combine", &ll_combine);
-  library.impl("ll_combine_out", &ll_combine_out);
-  library.impl("ll_combine_send", &ll_combine_send);
-  library.impl("ll_combine_recv", &ll_combine_recv);
-  library.impl("ll_combine_weights", &ll_combine_weights);
-  register_ht_kernels(library);
-  library.impl("ll_floor_flags", &ll_floor_flags);
-  library.impl("ll_floor_push", &ll_floor_push);
-}
+direct::Op ops[] = {
+    EP_OP(ll_dispatch),        EP_OP(ll_dispatch_out), EP_OP(ll_dispatch_send), EP_OP(ll_dispatch_recv),
+    EP_OP(ll_combine),         EP_OP(ll_combine_out),  EP_OP(ll_combine_send),  EP_OP(ll_combine_recv),
+    EP_OP(ll_combine_weights), EP_OP(ll_floor_flags),  EP_OP(ll_floor_push),
+};
 
 }  // namespace
-
-std::span<PyMethodDef> direct_ops() {
-  static PyMethodDef ops[] = {EP_DIRECT(ll_dispatch), EP_DIRECT(ll_combine), EP_DIRECT(ll_combine_out)};
-  return ops;
-}
-
 }  // namespace ep
 
 TORCH_LIBRARY(nccl_ep, library) {
@@ -306,5 +291,4 @@ TORCH_LIBRARY(nccl_ep, library) {
               ", int row_bytes, bool combine, int num_sms) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ep::register_kernels(library); }
-TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ep::register_kernels(library); }
+EP_IMPLEMENT(ep::ops)

@@ -74,6 +74,5 @@ inline at::Tensor take_combined(const CombineArgs& args, const HandleSpec& spec,
 #define EP_HANDLE_SCHEMA "int num_tokens, int topk, int num_experts, int max_tokens, int layout, int capacity"
 
 void define_ht_ops(torch::Library& library);
-void register_ht_kernels(torch::Library& library);
 
 }  // namespace ep
