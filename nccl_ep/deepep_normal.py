@@ -109,11 +109,13 @@ class NormalMethods:
         require_on(self, ("topk_idx",), (topk_idx,))
         _check_idx(topk_idx)
         self._check_experts(num_experts)
-        counts, event = run_beside(
-            self, lambda: self._layout_of(topk_idx, num_experts), (topk_idx,), async_finish, previous_event
+        (counts, is_in_rank), event = self._run(
+            lambda: self._layout_of(topk_idx, num_experts), (topk_idx,), async_finish, previous_event
         )
-        per_rank, per_expert, is_in_rank, *per_domain = counts
-        return per_rank, per_domain[0] if per_domain else None, per_expert, is_in_rank, event
+        domains = self.num_ranks // self.domain_size
+        sizes = (self.num_ranks, domains if domains > 1 else 0, num_experts)
+        per_rank, per_domain, per_expert = counts.split_with_sizes(sizes)
+        return per_rank, per_domain if domains > 1 else None, per_expert, is_in_rank, event
 
     def dispatch(
         self,
@@ -292,21 +294,13 @@ class NormalMethods:
         except RuntimeError as error:
             raise error_of(self, error) from error
 
-    def _layout_of(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
-        """num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank; of several domains num_tokens_per_rdma_rank."""
-        ranks, tokens = self.num_ranks, topk_idx.shape[0]
-        is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
-        expert = torch.where(is_choice, topk_idx, num_experts).to(torch.int64)  # the last bin is of no choice
-        per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=self.device)
-        per_expert.scatter_add_(0, expert.flatten(), torch.ones_like(expert, dtype=torch.int32).flatten())
-        is_in_rank = torch.zeros(tokens, ranks + 1, dtype=torch.bool, device=self.device)
-        is_in_rank.scatter_(1, expert // (num_experts // ranks), True)
-        is_in_rank = is_in_rank[:, :ranks].contiguous()
-        counts = (is_in_rank.sum(0, dtype=torch.int32), per_expert[:num_experts], is_in_rank)
-        if self.domain_size == ranks:
-            return counts
-        by_domain = is_in_rank.view(tokens, ranks // self.domain_size, self.domain_size)
-        return *counts, by_domain.any(2).sum(0, dtype=torch.int32)
+    def _layout_of(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Counts of the ranks, of the domains if there are several, and of the experts; and is_token_in_rank."""
+        domains = self.num_ranks // self.domain_size
+        made: tuple[torch.Tensor, torch.Tensor] = _ops.token_layout.default(
+            topk_idx, self.num_ranks, domains, num_experts
+        )
+        return made
 
     def _route(
         self, payload: Payload, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_experts: int,
@@ -440,7 +434,7 @@ class NormalMethods:
         if self.device.type != "cpu":  # comparing would wait for the device
             return
         if topk_idx.shape[0] == num_tokens:
-            wrong = (self._layout_of(topk_idx, num_experts)[2] != is_in_rank).nonzero()
+            wrong = (self._layout_of(topk_idx, num_experts)[1] != is_in_rank).nonzero()
             if len(wrong):
                 token, rank = wrong[0].tolist()
                 raise ValueError(

@@ -269,6 +269,13 @@ def _(
     return rows, scales, ids, weights, info, route, slots, prefix, counts
 
 
+@_fake("token_layout")
+def _(topk_idx: torch.Tensor, num_ranks: int, num_domains: int, num_experts: int) -> Tensors:
+    counts = num_ranks + (num_domains if num_domains > 1 else 0) + num_experts
+    is_in_rank = topk_idx.new_empty([topk_idx.shape[0], num_ranks], dtype=torch.bool)
+    return topk_idx.new_empty([counts], dtype=torch.int32), is_in_rank
+
+
 @_fake("ht_dispatch_cached")
 def _(
     buffer: str, seq: torch.Tensor, xs: list[torch.Tensor], x_scales: torch.Tensor | None, route: torch.Tensor,

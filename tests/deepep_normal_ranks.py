@@ -48,6 +48,44 @@ def normal_arguments(buffer: nccl_ep.Buffer) -> dict[str, Any]:
     }  # fmt: skip
 
 
+Layout = tuple[list[int], list[int] | None, list[int], list[list[bool]]]
+
+
+def layout_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, domain_size: int | None = None) -> Layout:
+    """Counts of ranks, domains and experts, and who gets which token, one by one."""
+    local, domain = num_experts // num_ranks, domain_size or num_ranks
+    per_expert = [0] * num_experts
+    is_in_rank = [[False] * num_ranks for _ in range(len(topk_idx))]
+    for token, ids in enumerate(topk_idx.tolist()):
+        for expert in ids:
+            if 0 <= expert < num_experts:
+                per_expert[expert] += 1
+                is_in_rank[token][expert // local] = True
+    per_rank = [sum(row[r] for row in is_in_rank) for r in range(num_ranks)]
+    if domain == num_ranks:
+        return per_rank, None, per_expert, is_in_rank
+    per_domain = [sum(any(row[first : first + domain]) for row in is_in_rank) for first in range(0, num_ranks, domain)]
+    return per_rank, per_domain, per_expert, is_in_rank
+
+
+def check_layout(
+    buffer: nccl_ep.Buffer, ids: torch.Tensor, num_experts: int, where: str = "", **options: Any
+) -> dict[str, Any]:
+    """What get_dispatch_layout returns, as dispatch takes it."""
+    per_rank, per_domain, per_expert, is_in_rank, event = buffer.get_dispatch_layout(ids, num_experts, **options)
+    wait(event, options)
+    want = layout_of(ids, num_experts, buffer.num_ranks, buffer.domain_size)
+    assert per_rank.dtype == per_expert.dtype == torch.int32 and is_in_rank.dtype == torch.bool, where
+    assert is_in_rank.is_contiguous() and is_in_rank.shape == (len(ids), buffer.num_ranks), where
+    got = (per_rank.tolist(), None if per_domain is None else per_domain.tolist(), per_expert.tolist())
+    assert got == want[:3], f"{where}: {got} {want[:3]}"
+    assert is_in_rank.tolist() == want[3], where
+    return {
+        "num_tokens_per_rank": per_rank, "num_tokens_per_rdma_rank": per_domain,
+        "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in_rank,
+    }  # fmt: skip
+
+
 class NormalCase:
     """A case whose operations go through DeepEP's methods, with the oracle's word on each of their results.
 
@@ -72,43 +110,13 @@ class NormalCase:
     def where(self, rank: int) -> str:
         return f"{self.case.describe()} topk={self.with_topk} worst={self.worst} rank {rank}"
 
-    # ---- The layout
-
-    def layout(self, rank: int) -> tuple[list[int], list[int] | None, list[int], list[list[bool]]]:
-        """Counts of ranks, domains and experts, and who gets which token, one by one."""
+    def layout(self, rank: int) -> Layout:
         case = self.case
-        local, domain = case.num_experts // case.num_ranks, case.domain_size or case.num_ranks
-        per_expert = [0] * case.num_experts
-        is_in_rank = [[False] * case.num_ranks for _ in range(case.tokens[rank])]
-        for token, ids in enumerate(self.inputs[rank].topk_idx.tolist()):
-            for expert in ids:
-                if 0 <= expert < case.num_experts:
-                    per_expert[expert] += 1
-                    is_in_rank[token][expert // local] = True
-        per_rank = [sum(row[r] for row in is_in_rank) for r in range(case.num_ranks)]
-        if domain == case.num_ranks:
-            return per_rank, None, per_expert, is_in_rank
-        per_domain = [
-            sum(any(row[first : first + domain]) for row in is_in_rank) for first in range(0, case.num_ranks, domain)
-        ]
-        return per_rank, per_domain, per_expert, is_in_rank
+        return layout_of(self.inputs[rank].topk_idx, case.num_experts, case.num_ranks, case.domain_size)
 
     def ask_layout(self, buffer: nccl_ep.Buffer, **options: Any) -> dict[str, Any]:
         ids = self.inputs[buffer.rank].topk_idx.to(buffer.device)
-        per_rank, per_domain, per_expert, is_in_rank, event = buffer.get_dispatch_layout(
-            ids, self.case.num_experts, **options
-        )
-        wait(event, options)
-        want, where = self.layout(buffer.rank), self.where(buffer.rank)
-        assert per_rank.dtype == per_expert.dtype == torch.int32 and is_in_rank.dtype == torch.bool, where
-        assert is_in_rank.is_contiguous() and is_in_rank.shape == (len(ids), buffer.num_ranks), where
-        got = (per_rank.tolist(), None if per_domain is None else per_domain.tolist(), per_expert.tolist())
-        assert got == want[:3], f"{where}: {got} {want[:3]}"
-        assert is_in_rank.tolist() == want[3], where
-        return {
-            "num_tokens_per_rank": per_rank, "num_tokens_per_rdma_rank": per_domain,
-            "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in_rank,
-        }  # fmt: skip
+        return check_layout(buffer, ids, self.case.num_experts, self.where(buffer.rank), **options)
 
     # ---- There
 

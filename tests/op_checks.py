@@ -14,6 +14,7 @@ HT_OPS = [
     "ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_dispatch_cached_out", "ht_dispatch_deepep",
     "ht_combine", "ht_combine_out", "arena_empty",
 ]  # fmt: skip
+LOCAL_OPS = ["token_layout"]  # which speak to no other rank
 UTILS = (
     "test_schema",
     "test_autograd_registration",

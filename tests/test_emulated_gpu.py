@@ -15,6 +15,7 @@ import gpu_ht_ranks
 import gpu_ranks
 import pytest
 import torch
+from deepep_normal_ranks import check_layout, layout_of, normal_buffer
 from expected import Expected, plain_case, shared_buffer
 from gpu_delays import COMBINE, DISPATCH, SEARCHES, Search, delays, meet, set_testing, stress
 from harness import case_buffer, check_case
@@ -115,6 +116,24 @@ def test_one_buffer_for_many_cases(num_ranks: int) -> None:
 @pytest.mark.parametrize("body", gpu_ht_ranks.BODIES)
 def test_bodies_of_high_throughput(body: Any, num_ranks: int) -> None:
     run_ranks(num_ranks, lambda group: body(group, "cpu"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_layout_of_tokens(num_ranks: int) -> None:
+    """Blocks that take several rounds, one that has few tokens, none at all; ids that are none."""
+
+    def body(group: ThreadGroup) -> None:
+        made = torch.Generator().manual_seed(group.rank())
+        with normal_buffer(group) as buffer:
+            for tokens, topk, dtype in ((700, 3, torch.int64), (5, 9, torch.int32), (0, 2, torch.int64)):
+                ids = torch.randint(-2, 15, (tokens, topk), generator=made).to(dtype)
+                check_layout(buffer, ids, 12)
+                counts, is_in_rank = torch.ops.nccl_ep.token_layout(ids, 6, 3, 12)  # on CUDA no buffer has domains yet
+                per_rank, per_domain, per_expert, want = layout_of(ids, 12, 6, 2)
+                assert counts.tolist() == per_rank + (per_domain or []) + per_expert
+                assert is_in_rank.tolist() == want
+
+    run_ranks(num_ranks, body)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

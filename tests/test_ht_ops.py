@@ -10,7 +10,7 @@ import torch
 from expected import Expected, plain_case
 from harness import case_buffer, garble
 from op_checks import HT_OPS as OPS
-from op_checks import UTILS, as_fake, check_compiled, described, faked
+from op_checks import LOCAL_OPS, UTILS, as_fake, check_compiled, described, faked
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -91,6 +91,30 @@ def test_opcheck_alone(name: str, layout: str) -> None:
         for util in utils:
             torch.library.opcheck(getattr(ops, name).default, calls.args[name], test_utils=util)
         case.check_combine(nccl_ep.combine(case.rows[0], calls.out.handle), 0)
+
+
+@pytest.mark.parametrize("num_domains", [1, 2])
+def test_opcheck_of_the_layout_of_tokens(num_domains: int) -> None:
+    args = (torch.tensor([[0, 7, -1], [4, 5, 12]]), 4, num_domains, 12)
+    assert LOCAL_OPS == ["token_layout"]
+    assert not ops.token_layout.default._schema.is_mutable
+    assert faked("token_layout", args) == described(ops.token_layout(*args))
+    torch.library.opcheck(ops.token_layout.default, args, test_utils=UTILS)
+
+
+@pytest.mark.parametrize(
+    ("ids", "numbers", "message"),
+    [
+        (torch.zeros(2, 3), (1, 1, 4), "topk_idx is Float, must be Int"),
+        (torch.zeros(3, dtype=torch.int64), (1, 1, 4), "topk_idx has 1 dimensions"),
+        (torch.zeros(2, 3, dtype=torch.int64), (4, 3, 12), "4 ranks in 3 domains"),
+        (torch.zeros(2, 3, dtype=torch.int64), (0, 1, 12), "0 ranks in 1 domains"),
+        (torch.zeros(2, 3, dtype=torch.int64), (4, 1, 10), "10 experts do not divide over 4 ranks"),
+    ],
+)
+def test_a_layout_that_cannot_be(ids: torch.Tensor, numbers: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.token_layout(ids, *numbers)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from expected import Expected, plain_case
 from harness import make_buffer
-from op_checks import HT_OPS, UTILS, as_fake, check_compiled, described, faked
+from op_checks import HT_OPS, LOCAL_OPS, UTILS, as_fake, check_compiled, described, faked
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests import aot_autograd_check
@@ -101,7 +101,7 @@ def _check(name: str, calls: Calls, util: str) -> None:
 
 def test_these_are_all_the_ops() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nccl_ep::")}
-    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS}
+    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *LOCAL_OPS}
 
 
 @pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS)

@@ -2,8 +2,10 @@
 
 #include "base/check.h"
 #include "cpu/backend.h"
+#include "cpu/token_layout.h"
 #if defined(EP_WITH_CUDA) || defined(EP_EMULATED_GPU)
 #include "cuda/backend.h"
+#include "cuda/token_layout.h"
 #endif
 #if defined(EP_WITH_CUDA)
 #include "cuda/stamps.h"
@@ -41,6 +43,16 @@ NcclInfo nccl_info() {
   }
 #endif
   return info;
+}
+
+void token_layout(const TokenLayoutParams& params, [[maybe_unused]] bool on_gpu, [[maybe_unused]] void* stream) {
+#if defined(EP_EMULATED_GPU)
+  on_gpu = true;
+#endif
+#if defined(EP_EMULATED_GPU) || defined(EP_WITH_CUDA)
+  if (on_gpu) return launch_token_layout(params, stream);
+#endif
+  cpu_token_layout(params);
 }
 
 std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config) {

@@ -21,6 +21,9 @@ struct NcclInfo {
 };
 NcclInfo nccl_info();
 
+// Of a rank by itself, without a group. `on_gpu`: the pointers are the current GPU's, and `stream` is its cudaStream_t.
+void token_layout(const TokenLayoutParams& params, bool on_gpu, void* stream);
+
 // `config.device_index` < 0: the CPU backend, else CUDA's.
 std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config);
 

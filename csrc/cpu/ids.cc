@@ -6,7 +6,7 @@ namespace ep {
 
 void take_ids(const Shape& shape, const void* topk_idx, bool is_idx64, int num_tokens, int32_t* ids, CpuState& state) {
   for (int i = 0; i < num_tokens * shape.topk; i++) {
-    const int64_t id = is_idx64 ? static_cast<const int64_t*>(topk_idx)[i] : static_cast<const int32_t*>(topk_idx)[i];
+    const int64_t id = id_at(topk_idx, is_idx64, i);
     ids[i] = shape.valid(id) ? static_cast<int32_t>(id) : -1;
     if (id != -1 && !shape.valid(id) && state.invalid_ids.count++ == 0) {
       state.invalid_ids.value = id;

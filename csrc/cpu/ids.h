@@ -11,6 +11,10 @@ namespace ep {
 // Copies ids [T, K] into a handle; one that names no expert counts as -1 and is reported.
 void take_ids(const Shape& shape, const void* topk_idx, bool is_idx64, int num_tokens, int32_t* ids, CpuState& state);
 
+inline int64_t id_at(const void* ids, bool is_idx64, int64_t index) {
+  return is_idx64 ? static_cast<const int64_t*>(ids)[index] : static_cast<const int32_t*>(ids)[index];
+}
+
 inline void set_id(void* ids, bool is_idx64, int64_t index, int32_t id) {
   if (is_idx64) {
     static_cast<int64_t*>(ids)[index] = id;

@@ -1,11 +1,12 @@
 // High-throughput dispatch in the convention of DeepEP's normal mode: flat, with counts on the host. host_counts, where
 // sizes are exact: most tokens of any rank, then the rows of each local expert [L]; if the first is above max_tokens,
 // nothing was sent and the other results are empty. combine and the cached dispatch take the native ops:
-// nccl_ep/deepep_normal.py has the methods.
+// nccl_ep/deepep_normal.py has the methods. token_layout is what get_dispatch_layout asks for.
 #include <torch/library.h>
 
 #include <algorithm>
 
+#include "api/factory.h"
 #include "torch/device.h"
 #include "torch/direct.h"
 #include "torch/ht_ops.h"
@@ -54,7 +55,37 @@ DispatchResult ht_dispatch_deepep(std::string_view buffer, Tensor, const Tensor&
   });
 }
 
-direct::Op ops[] = {EP_OP(ht_dispatch_deepep)};
+// Of this rank alone: no buffer, no `seq`.
+std::tuple<Tensor, Tensor> token_layout(const Tensor& topk_idx, int64_t num_ranks, int64_t num_domains,
+                                        int64_t num_experts) {
+  return guarded([&] {
+    EP_CHECK(num_ranks > 0 && num_domains > 0 && num_ranks <= INT16_MAX && num_ranks % num_domains == 0, num_ranks,
+             " ranks in ", num_domains, " domains");
+    EP_CHECK(num_experts > 0 && num_experts <= INT32_MAX / 2 && num_experts % num_ranks == 0, num_experts,
+             " experts do not divide over ", num_ranks, " ranks");
+    EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
+    EP_CHECK(topk_idx.numel() <= INT32_MAX / 2, "topk_idx has ", topk_idx.numel(), " choices, at most ", INT32_MAX / 2);
+    const at::Device device = topk_idx.device();
+    const Tensor ids = topk_idx.contiguous();
+    TokenLayoutParams p;
+    p.is_idx64 = ids.scalar_type() == at::kLong;
+    check_tensor(ids, "topk_idx", p.is_idx64 ? at::kLong : at::kInt, ids.sizes(), device);
+    p.num_ranks = static_cast<int>(num_ranks);
+    p.num_domains = static_cast<int>(num_domains);
+    p.num_experts = static_cast<int>(num_experts);
+    p.num_tokens = static_cast<int>(ids.size(0));
+    p.topk = static_cast<int>(ids.size(1));
+    p.topk_idx = ids.data_ptr();
+    const Tensor counts = new_tensor({p.num_counts()}, at::kInt, device);
+    const Tensor is_in_rank = new_tensor({p.num_tokens, num_ranks}, at::kBool, device);
+    p.counts = counts.data_ptr<int32_t>();
+    p.is_in_rank = is_in_rank.data_ptr<bool>();
+    ep::token_layout(p, device.is_cuda(), current_stream(device));
+    return std::make_tuple(counts, is_in_rank);
+  });
+}
+
+direct::Op ops[] = {EP_OP(ht_dispatch_deepep), EP_OP(token_layout)};
 
 }  // namespace
 }  // namespace ep
@@ -64,6 +95,9 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
       "ht_dispatch_deepep(str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? "
       "topk_weights, int num_experts, int max_tokens, int capacity, int num_sms) -> (Tensor x, Tensor scales, Tensor "
       "topk_idx, Tensor weights, Tensor info, Tensor route, Tensor slots, Tensor rank_prefix, Tensor host_counts)");
+  library.def(
+      "token_layout(Tensor topk_idx, int num_ranks, int num_domains, int num_experts) -> (Tensor counts, Tensor "
+      "is_token_in_rank)");
 }
 
 EP_IMPLEMENT(ep::ops)

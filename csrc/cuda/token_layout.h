@@ -1,0 +1,10 @@
+// Which rank gets which token, on CUDA: one kernel, of this rank alone.
+#pragma once
+
+#include "runtime/ht_params.h"
+
+namespace ep {
+
+void launch_token_layout(const TokenLayoutParams& params, void* stream);
+
+}  // namespace ep
