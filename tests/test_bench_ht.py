@@ -148,7 +148,10 @@ def test_options_that_make_no_sense() -> None:
             bench_main([command, "--device", "cpu", *arguments])
 
 
-def test_the_script_of_figures_gives_options_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "num_steps"), [("ht", 6), ("ll", 7)])
+def test_the_scripts_of_figures_give_options_that_exist(
+    mode: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
@@ -156,18 +159,20 @@ def test_the_script_of_figures_gives_options_that_exist(tmp_path: Path, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(options, "_C", types.SimpleNamespace(has_cuda=lambda: True))
-    script = ROOT / "benchmarks" / "measure_ht.sh"
+    script = ROOT / "benchmarks" / f"measure_{mode}.sh"
     steps = re.findall(r"^(\w+)\)", script.read_text(), re.MULTILINE)
-    assert len(steps) == 6
+    assert len(steps) == num_steps
     for step in steps:
         command = ["sh", str(script), step, str(tmp_path / "out")]
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
         for line in lines:
             _, module, name, *arguments = line.split()
-            parse = {"ht": options.parse_ht, "fit": options.parse_fit, "overlap": overlap.parse}[name]
-            parsed = parse(arguments)
+            parsers = {
+                "ll": options.parse, "ht": options.parse_ht, "fit": options.parse_fit, "overlap": overlap.parse,
+            }  # fmt: skip
+            parsed = parsers[name](arguments)
             assert module == "nccl_ep.bench" and parsed.device == "cuda"
-            assert parsed.json.parent == tmp_path / "out" and parsed.json.name.startswith(f"ht_{step}")
+            assert parsed.json.parent == tmp_path / "out" and parsed.json.name.startswith(f"{mode}_{step}")
         assert len(lines) == (7 if step == "shapes" else 1)
 
 
