@@ -15,9 +15,9 @@
 
 namespace ep {
 
-std::vector<std::vector<uint64_t>> take_time_line([[maybe_unused]] bool combine, [[maybe_unused]] bool ht) {
+std::vector<std::vector<uint64_t>> take_time_line([[maybe_unused]] std::string_view kernel) {
 #if defined(EP_WITH_CUDA)
-  return take_stamps(combine, ht);
+  return take_stamps(kernel);
 #else
   return {};
 #endif

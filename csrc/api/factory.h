@@ -2,14 +2,15 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "runtime/group.h"
 
 namespace ep {
 
-// Time lines of the last kernels (cuda/stamps.h); empty without CUDA.
-std::vector<std::vector<uint64_t>> take_time_line(bool combine, bool ht);
+// The time line of the last kernel of that name (cuda/stamps.h); empty without CUDA.
+std::vector<std::vector<uint64_t>> take_time_line(std::string_view kernel);
 
 // False in a build without CUDA.
 bool has_cuda_backend();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/ht_count.cuh"
+#include "cuda/stamps.cuh"
 
 namespace ep {
 
@@ -336,12 +337,14 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   EP_SHARED(CallContext, call);
   const RouteRole role{{at},  p,    args.geometry,
                        peers, call, RouteTables::of(shared, p, args.geometry, at.block * args.geometry.chunk_tokens)};
+  stamp(Stamp::kStart, peers.rank);
   Ahead ahead = begin_counting(role);
   const bool is_open = open_ht_call(call, args, Kind::kDispatch, at, !sends_rows(p.steps));
   if (!is_open) {
     if (role.records()) clear_info(role);
     return;
   }
+  stamp(Stamp::kEpochKnown, peers.rank);
   if (role.is_first()) {
     clear_next_counters(call);
     if (role.warp == 0) send_record(call, p.layout, peers);
@@ -352,6 +355,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     send_call_words(call, p.layout, peers, HtCall::words(p.shape.num_ranks, p.shape.num_experts),
                     [&](int index) { return call_word_of(p, &role.tables, index); });
   }
+  stamp(Stamp::kSent, peers.rank);
   clear_warp_counters(role);
   load_share(role);
   __syncthreads();
@@ -360,6 +364,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   add_up_warps(role);
   __syncthreads();
   number_share(role);
+  stamp(Stamp::kOwnDone, peers.rank);
   await_records(call, p.layout, peers);
   take_words(role);
   add_up_counts(role);
@@ -367,10 +372,12 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     if (role.records()) clear_info(role);
     return;
   }
+  stamp(Stamp::kRoutingKnown, peers.rank);
   find_starts(role);
   __syncthreads();
   if (role.records()) store_info(role);
   place_share(role);
+  stamp(Stamp::kEnd, peers.rank);
 }
 
 }  // namespace ep

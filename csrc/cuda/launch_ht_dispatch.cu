@@ -5,20 +5,7 @@
 namespace ep {
 namespace {
 
-constexpr int kRouteThreads = 1024;
 constexpr int kSendThreads = 896;  // as plan_ht_dispatch() has at most
-
-__global__ void __launch_bounds__(kRouteThreads, 1)
-    ht_dispatch_route(const __grid_constant__ KernelArgs<HtRouteParams> args) {
-  EP_DYNAMIC_SHARED(char, shared);
-  ht_route(args, BlockPosition::own(), shared);
-}
-
-__global__ void __launch_bounds__(kRouteThreads, 1)
-    ht_dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
-  EP_DYNAMIC_SHARED(char, shared);
-  ht_route(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
-}
 
 template <bool kQuant>
 __global__ void __launch_bounds__(kSendThreads, 1)
@@ -36,10 +23,6 @@ __global__ void __launch_bounds__(kSendThreads, 1)
 
 }  // namespace
 
-HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
-  return plan_ht_route(p.num_sms > 0 ? num_sms : default_ht_sms(HtWork::kNothing, num_sms));
-}
-
 HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
   const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
   const bool has_copies = shapes.has_copies(p.output.layout);
@@ -49,7 +32,6 @@ HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
   return tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, has_copies, num_sms));
 }
 
-HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return HtRouteGeometry::of(p, plan); }
 HtSendGeometry geometry_of(const HtDispatchParams& p, const HtPlan& plan) { return HtSendGeometry::of(p, plan); }
 
 void check_served(const HtDispatchParams& p) {
@@ -60,10 +42,6 @@ void check_served(const HtDispatchParams& p) {
 }
 
 void load_ht_dispatch_kernels() {
-  // As the kernel that follows: an SM that changes its split of memory waits until it is empty.
-  EP_CUDA(cudaFuncSetAttribute(&ht_dispatch_route, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
-  load_kernel(&ht_dispatch_route, kMaxSharedBytes);
-  load_kernel(&ht_dispatch_route_world, kMaxSharedBytes);
   load_kernel(&ht_dispatch_send<false>, kMaxSharedBytes);
   load_kernel(&ht_dispatch_send<true>, kMaxSharedBytes);
   load_kernel(&ht_dispatch_send_world<false>, kMaxSharedBytes);
@@ -72,25 +50,9 @@ void load_ht_dispatch_kernels() {
 
 std::vector<std::vector<uint64_t>> ht_dispatch_stamps() { return read_stamps(); }
 
-void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
-  launch_kernel(&ht_dispatch_route, args.plan.blocks, args.plan.threads(), args.geometry.bytes, false, stream, args);
-}
-
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
   const auto kernel = args.params.quant != Quant::kNone ? &ht_dispatch_send<true> : &ht_dispatch_send<false>;
   launch_kernel(kernel, args.plan.blocks, args.plan.threads(), args.geometry.bytes, false, stream, args);
-}
-
-template <>
-void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<HtRouteParams>* args, int num_ranks,
-                  void* stream) {
-  const auto [threads, bytes] = LargestBlock::of(host_args, num_ranks);
-  const int blocks = host_args->plan.blocks;
-  for (int r = 1; r < num_ranks; r++) {
-    EP_CHECK(host_args[r].plan.blocks == blocks, "rank 0 gives a dispatch ", blocks, " SMs, rank ", r, " gives it ",
-             host_args[r].plan.blocks, ": in a world on one GPU they must be equal");
-  }
-  launch_kernel(&ht_dispatch_route_world, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
 }
 
 template <>

@@ -83,10 +83,12 @@ inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 
 void load_dispatch_kernels();
 void load_combine_kernels();
+void load_ht_route_kernels();
 void load_ht_dispatch_kernels();
 void load_ht_combine_kernels();
 std::vector<std::vector<uint64_t>> dispatch_stamps();
 std::vector<std::vector<uint64_t>> combine_stamps();
+std::vector<std::vector<uint64_t>> ht_route_stamps();
 std::vector<std::vector<uint64_t>> ht_dispatch_stamps();
 std::vector<std::vector<uint64_t>> ht_combine_stamps();
 

@@ -197,8 +197,8 @@ PYBIND11_MODULE(_C, m) {
         "The op without torch's parser of arguments (csrc/torch/direct.h). usual: torch's way of calling it.");
   m.def("op_names", &op_names, "Of all ops, without their namespace.");
   m.attr("are_beside") = py::reinterpret_steal<py::object>(PyCFunction_New(&are_beside_method, nullptr));
-  m.def("time_line", &take_time_line, py::arg("combine"), py::arg("ht") = false,
-        "Builds with EP_STAMPS: for each phase of the last kernel, when each warp passed it, in ns.");
+  m.def("time_line", &take_time_line, py::arg("kernel"),
+        "Builds with EP_STAMPS: for each phase of the last kernel of that name, when each warp passed it, in ns.");
 #if defined(EP_EMULATED_GPU)
   m.attr("EMULATES_GPU") = true;
 #else
