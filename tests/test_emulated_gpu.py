@@ -4,6 +4,7 @@ test_gpu_delays.py where there are real ones. Run by emulated.py."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -220,6 +221,26 @@ def test_other_calls_are_told_apart(mode: str) -> None:
 
     for text in run_ranks(2, body):
         assert "64" in text and "128" in text
+
+
+def test_other_calls_are_told_apart_by_blocks_that_come_late() -> None:
+    """A block may find the other rank's call and give up before the one begins that would tell of this rank's."""
+    cases = [Expected(plain_case(2, layout="flat", hidden=hidden)) for hidden in (64, 128)]
+
+    def body(group: ThreadGroup, seed: int) -> str:
+        with case_buffer(cases[1].case, group, mode="ht", device="cpu", timeout=PATIENCE) as buffer:
+            meet(group)
+            if group.rank() == seed % 2:
+                time.sleep(0.05)
+            with pytest.raises(nccl_ep.EpError) as caught:
+                cases[group.rank()].send(buffer, mode="ht")
+                buffer.check()
+            meet(group)
+            return type(caught.value).__name__
+
+    for seed in range(1, 41):
+        with delays(seed=seed, percent=5 * PERCENT):
+            assert run_ranks(2, partial(body, seed=seed)) == ["MismatchError"] * 2, seed
 
 
 # ---- Planted bugs

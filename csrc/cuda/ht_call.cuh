@@ -38,8 +38,28 @@ __device__ __forceinline__ void move_ht_epoch(const CallContext& call, TicketLin
   ptx::st_relaxed_gpu(&line.epoch, call.epoch);
 }
 
+// Release: this rank's last operation is over, so what it wrote is there, and what it read may be written again.
+// Receivers acquire by the record's words, so the one warp that stores them fences, and nothing else of the message
+// needs to come after: the record may go long before the rest. What this kernel itself does is not released.
+__device__ __forceinline__ void send_record(const CallContext& call, const HtLayout& layout, const LsaPeers& peers) {
+  testing_point(Point::kBeforeRecord, call);
+  __threadfence_system();
+#pragma unroll 1
+  for (int i = lane_id(); i < CallRecord::kWords * layout.topology.num_ranks; i += 32) {
+    const int peer = i / CallRecord::kWords, index = i % CallRecord::kWords;
+    ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.call_word(call.bank, call.rank, index)),
+                        tagged(call.call->word(index), call.tag));
+  }
+}
+
+static __device__ __noinline__ void send_record_after_all(const CallContext& call, const HtLayout& layout,
+                                                          const LsaPeers& peers) {
+  send_record(call, layout, peers);
+}
+
 // Every block reads the epoch; the last to have done so moves it on, unless a further kernel belongs to the call.
-// False: the buffer has failed.
+// False: the buffer has failed. If it has in this call, over what another rank has sent, that rank must hear of this
+// one: the first block tells it, as it would have if it had come sooner.
 template <class Args>
 __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args, Kind kind, BlockPosition at,
                                              bool is_last_kernel) {
@@ -56,11 +76,16 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
     call.tag = tag_of(call.epoch);
     call.bank = has_bug(Bug::kOneBank, kind) ? 0 : bank_of(call.epoch);
     call.has_given_up = 0;
-    call.is_open = has_failed != 0 ? CallContext::kFailed : CallContext::kOpen;
+    call.is_open = has_failed == 0                    ? CallContext::kOpen
+                   : has_failed == failure_mark(call) ? CallContext::kFailedMeanwhile
+                                                      : CallContext::kFailed;
   }
   __syncthreads();
   if (threadIdx.x == blockDim.x - 1 && is_last_kernel) {
     move_ht_epoch(call, args.state->ht_ticket[k], args.state->ht_epoch[k], at);
+  }
+  if (call.is_open == CallContext::kFailedMeanwhile && at.block == 0 && warp_id() == 0) {
+    send_record_after_all(call, args.params.layout, args.peers);
   }
   return call.is_open == CallContext::kOpen;
 }
@@ -141,20 +166,6 @@ struct Flows {
 };
 
 // ---- Call messages
-
-// Release: this rank's last operation is over, so what it wrote is there, and what it read may be written again.
-// Receivers acquire by the record's words, so the one warp that stores them fences, and nothing else of the message
-// needs to come after: the record may go long before the rest. What this kernel itself does is not released.
-__device__ __forceinline__ void send_record(const CallContext& call, const HtLayout& layout, const LsaPeers& peers) {
-  testing_point(Point::kBeforeRecord, call);
-  __threadfence_system();
-#pragma unroll 1
-  for (int i = lane_id(); i < CallRecord::kWords * layout.topology.num_ranks; i += 32) {
-    const int peer = i / CallRecord::kWords, index = i % CallRecord::kWords;
-    ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.call_word(call.bank, call.rank, index)),
-                        tagged(call.call->word(index), call.tag));
-  }
-}
 
 // A block tells every rank `word_of(i)` for the words behind the record, up to `words`.
 template <class WordOf>

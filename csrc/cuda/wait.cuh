@@ -18,18 +18,26 @@ struct CallContext {
   uint32_t tag;
   int bank;
 
-  enum IsOpen : uint32_t { kClosed, kOpen, kFailed };  // the rest may be read; the buffer had failed before
+  // kOpen: the rest may be read. kFailed: the buffer had failed before; kFailedMeanwhile: it has failed in this very
+  // call, in a block that came sooner.
+  enum IsOpen : uint32_t { kClosed, kOpen, kFailed, kFailedMeanwhile };
   uint32_t is_open;
   mutable uint32_t has_given_up;  // high throughput: by a thread of the block, in a wait or over a record
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
 };
 
+// Never 0, and tells the calls of a buffer apart. (The host writes 1 when it gives up.)
+__device__ __forceinline__ uint32_t failure_mark(const CallContext& context) {
+  const uint32_t of_kind = static_cast<uint32_t>(context.kind) << 1 | (is_high_throughput(*context.call) ? 1 : 0);
+  return static_cast<uint32_t>(context.epoch) << 3 | of_kind << 1 | 1;
+}
+
 // The first thread to fail fills the record; the code comes last, so that the host never reads half of it.
 static __device__ __noinline__ void fail(const CallContext& context, Failure::Code code, Phase phase, int peer,
                                          uint64_t expected, uint64_t seen, const CallRecord& theirs) {
   context.has_given_up = 1;
-  if (atomicExch(&context.state->fate.has_failed, 1u) != 0) return;
+  if (atomicExch(&context.state->fate.has_failed, failure_mark(context)) != 0) return;
   Failure* failure = context.state->failure;
   failure->kind = context.kind;
   failure->phase = phase;
