@@ -13,6 +13,7 @@ import torch
 from expected import Expected, plain_case, shared_buffer
 from gpus import NUM_SMS, TEST_ALL, WORLDS, busy, needs_gpu, num_cases, num_replays, several_gpus
 from harness import check_case, check_dispatch, combine_case, dispatch_case, make_buffer
+from ht_harness import check_ht_case
 from processes import run_processes
 from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
@@ -73,6 +74,19 @@ def test_floors_on_one_gpu(num_ranks: int) -> None:
 
 
 # ---- A world of one rank
+
+
+@several_gpus
+def test_another_device_is_the_current_one() -> None:
+    """As with torch's own ops. Calls of the default stream, which has the same handle on every GPU."""
+    case = plain_case(1)
+    torch.cuda.set_device(0)
+    check_case(case, device="cuda:1")
+    check_ht_case(case, device="cuda:1")
+    ids = torch.tensor([[0, 1], [1, -1]], device="cuda:1")
+    counts, is_in_rank = torch.ops.nccl_ep.token_layout(ids, 2, 1, 2)
+    assert counts.tolist() == [1, 2, 1, 2] and is_in_rank.tolist() == [[True, True], [False, True]]
+    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])

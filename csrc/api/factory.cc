@@ -15,6 +15,12 @@
 
 namespace ep {
 
+#if !defined(EP_WITH_CUDA) && !defined(EP_EMULATED_GPU)
+[[noreturn]] static void refuse_cuda() {
+  raise(ErrorKind::kSystem, "this nccl_ep was built without CUDA; build it with a CUDA toolkit, or use device=\"cpu\"");
+}
+#endif
+
 std::vector<std::vector<uint64_t>> take_time_line([[maybe_unused]] std::string_view kernel) {
 #if defined(EP_WITH_CUDA)
   return take_stamps(kernel);
@@ -47,12 +53,14 @@ NcclInfo nccl_info() {
 
 void token_layout(const TokenLayoutParams& params, [[maybe_unused]] bool on_gpu, [[maybe_unused]] void* stream) {
 #if defined(EP_EMULATED_GPU)
-  on_gpu = true;
-#endif
-#if defined(EP_EMULATED_GPU) || defined(EP_WITH_CUDA)
+  launch_token_layout(params, stream);
+#elif defined(EP_WITH_CUDA)
   if (on_gpu) return launch_token_layout(params, stream);
-#endif
   cpu_token_layout(params);
+#else
+  if (on_gpu) refuse_cuda();
+  cpu_token_layout(params);
+#endif
 }
 
 std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config) {
@@ -62,10 +70,7 @@ std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& confi
 #elif defined(EP_WITH_CUDA)
   if (config.device_index >= 0) make_backend = &make_cuda_backend;
 #else
-  if (config.device_index >= 0) {
-    raise(ErrorKind::kSystem,
-          "this nccl_ep was built without CUDA; build it with a CUDA toolkit, or use device=\"cpu\"");
-  }
+  if (config.device_index >= 0) refuse_cuda();
 #endif
   return std::make_unique<Group>(bootstrap, config, make_backend);
 }

@@ -266,6 +266,7 @@ class CudaBackend : public Backend {
     std::lock_guard lock(mutex_);
     if (memory_->world) memory_->world->abort(memory_->peers.rank);
     if (memory_->nccl_window) memory_->nccl_window->comm().fail();
+    if (failure().code != Failure::kNone) return;  // a kernel has set the word, and blocks of its call look at it
     try {
       // Every wait looks at this word, so kernels in flight end now and not at their deadline.
       DeviceGuard guard(memory_->device);
@@ -277,7 +278,7 @@ class CudaBackend : public Backend {
   }
 
  private:
-  // The hot path: the caller has set the device, and CUDA is called for the launch alone.
+  // The hot path: an op has set the device, and CUDA is called for the launch alone.
   template <class Params>
   void run(const Params& params, void* stream) {
     check_served(params);

@@ -1,6 +1,7 @@
 #include "base/check.h"
 #include "cuda/launch_util.h"
 #include "cuda/stamps.h"
+#include "cuda/token_layout.h"
 
 namespace ep {
 
@@ -10,6 +11,7 @@ void load_kernels() {
   load_ht_route_kernels();
   load_ht_dispatch_kernels();
   load_ht_combine_kernels();
+  load_token_layout_kernel();
 }
 
 std::vector<std::vector<uint64_t>> take_stamps(std::string_view kernel) {

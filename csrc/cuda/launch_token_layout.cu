@@ -47,6 +47,8 @@ __global__ void __launch_bounds__(kThreads) token_layout(const __grid_constant__
 
 }  // namespace
 
+void load_token_layout_kernel() { load_kernel(&token_layout, 0); }
+
 void launch_token_layout(const TokenLayoutParams& p, void* stream) {
   EP_CHECK(p.num_counts() <= kMaxCounts, p.num_experts, " experts of ", p.num_ranks,
            " ranks, the layout of tokens on CUDA serves ", kMaxCounts, " of both together");

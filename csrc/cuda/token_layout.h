@@ -5,6 +5,7 @@
 
 namespace ep {
 
+void load_token_layout_kernel();
 void launch_token_layout(const TokenLayoutParams& params, void* stream);
 
 }  // namespace ep

@@ -66,6 +66,7 @@ std::tuple<Tensor, Tensor> token_layout(const Tensor& topk_idx, int64_t num_rank
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
     EP_CHECK(topk_idx.numel() <= INT32_MAX / 2, "topk_idx has ", topk_idx.numel(), " choices, at most ", INT32_MAX / 2);
     const at::Device device = topk_idx.device();
+    const c10::DeviceGuard on_device(device);
     const Tensor ids = topk_idx.contiguous();
     TokenLayoutParams p;
     p.is_idx64 = ids.scalar_type() == at::kLong;

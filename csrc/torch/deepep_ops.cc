@@ -102,6 +102,7 @@ void run_into(const Outputs& t, LlDispatchParams& p, Registered& registered, con
               const OptionalTensor& wait_cost) {
   Group& group = *registered.group;
   const at::Device device = device_of(group);
+  const c10::DeviceGuard on_device(device);
   if (recv_stats) {
     check_tensor(*recv_stats, "cumulative_local_expert_recv_stats", at::kInt, {p.output.local_experts}, device);
     p.recv_stats = recv_stats->data_ptr<int32_t>();
@@ -120,6 +121,7 @@ DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& 
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
     const at::Device device = device_of(group);
+    const c10::DeviceGuard on_device(device);
     const RowSpec row = check_inputs(x, {}, topk_idx, {}, device);
     const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, row.topk);
     const DispatchSpec spec = spec_of(output, num_experts, quant, num_sms);
@@ -153,6 +155,7 @@ void ll_dispatch_deepep_recv(std::string_view buffer, Tensor, Tensor x, Tensor s
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
     const at::Device device = device_of(group);
+    const c10::DeviceGuard on_device(device);
     EP_CHECK(x.dim() == 3, "x has ", x.dim(), " dimensions, must have 3");
     const RowSpec row{dtype, x.size(2), 0, at::kFloat, num_tokens, topk, is_idx64};
     const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
@@ -191,6 +194,7 @@ Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_expe
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
+  const c10::DeviceGuard on_device(device);
   const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
   args.weighting = static_cast<int64_t>(Weighting::kHome);
   args.out_dtype = args.wire_dtype = args.rows_dtype;

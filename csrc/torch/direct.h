@@ -131,8 +131,14 @@ PyObject* wrap(std::tuple<Tensors...>&& tensors) {
   PyObject* tuple = PyTuple_New(sizeof...(Tensors));
   if (tuple == nullptr) return nullptr;
   Py_ssize_t i = 0;
-  std::apply([&](auto&... each) { (PyTuple_SET_ITEM(tuple, i++, wrap(std::move(each))), ...); }, tensors);
-  return tuple;
+  const auto put = [&](at::Tensor& tensor) {
+    PyObject* wrapped = wrap(std::move(tensor));
+    PyTuple_SET_ITEM(tuple, i++, wrapped);
+    return wrapped != nullptr;
+  };
+  if (std::apply([&](auto&... each) { return (put(each) && ...); }, tensors)) return tuple;
+  Py_DECREF(tuple);
+  return nullptr;
 }
 
 // No mode and no transform of torch is on in this thread.

@@ -179,6 +179,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
+  const c10::DeviceGuard on_device(device);
   EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
   const RowSpec row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, device);
   check_payload(payload, row.num_tokens, device);
@@ -339,6 +340,7 @@ Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const Moved* giv
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
+  const c10::DeviceGuard on_device(device);
   const HandleSpec spec = EP_HANDLE_SPEC;
   const Payload payload{xs, x_scales};
   HtDispatchParams p;
@@ -398,6 +400,7 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
+  const c10::DeviceGuard on_device(device);
   const HandleSpec spec = EP_HANDLE_SPEC;
   HtCombineParams p;
   p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);

@@ -23,6 +23,7 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
+  const c10::DeviceGuard on_device(device);
   const RowSpec row = check_inputs(x, x_scales, topk_idx, topk_weights, device);
   const OutputShape output = output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout,
                                           spec.capacity, spec.alignment);
@@ -82,6 +83,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std:
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
     const at::Device device = device_of(group);
+    const c10::DeviceGuard on_device(device);
     const DispatchSpec spec = EP_DISPATCH_SPEC;
     const RowSpec row{dtype, hidden, num_scales, scale_dtype, num_tokens, topk, is_idx64};
     const OutputShape output =
@@ -127,6 +129,7 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
+  const c10::DeviceGuard on_device(device);
   LlCombineParams p;
   p.output = take_handle(spec, group, handle, device, p.shape, p.handle);
   p.half = half;
@@ -208,6 +211,7 @@ Tensor ll_combine_weights(std::string_view buffer, const Tensor&, const Tensor& 
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
     const at::Device device = device_of(group);
+    const c10::DeviceGuard on_device(device);
     LlCombineWeightsParams p;
     p.output = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle);
     check_tensor(values, "values", at::kFloat, values_shape(p.output), device);
@@ -226,7 +230,9 @@ void ll_floor_flags(std::string_view buffer, const Tensor&) {
   guarded([&] {
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
-    group.floor_flags(registered->order.next_stream(device_of(group)));
+    const at::Device device = device_of(group);
+    const c10::DeviceGuard on_device(device);
+    group.floor_flags(registered->order.next_stream(device));
   });
 }
 
@@ -237,6 +243,7 @@ void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle,
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
     const at::Device device = device_of(group);
+    const c10::DeviceGuard on_device(device);
     LlFloorPushParams p;
     p.kind = combine ? Kind::kCombine : Kind::kDispatch;
     p.map_k = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle).map_k();
