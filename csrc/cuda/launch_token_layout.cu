@@ -12,22 +12,22 @@ constexpr int kMaxCounts = (48 << 10) / sizeof(int32_t);  // in shared memory th
 
 // A thread a token: nobody else writes its flags. `bins`: this block's share of the counts.
 __device__ __forceinline__ void count_token(const TokenLayoutParams& p, int token, int32_t* bins) {
-  const int local_experts = p.num_experts / p.num_ranks, domain_size = p.num_ranks / p.num_domains;
-  bool* is_in_rank = p.is_in_rank + static_cast<int64_t>(token) * p.num_ranks;
-  for (int r = 0; r < p.num_ranks; r++) is_in_rank[r] = false;
+  const int ranks = p.shape.num_ranks, topk = p.shape.topk, domain_size = p.topology.domain_size;
+  bool* is_in_rank = p.is_in_rank + static_cast<int64_t>(token) * ranks;
+  for (int r = 0; r < ranks; r++) is_in_rank[r] = false;
 #pragma unroll 1
-  for (int k = 0; k < p.topk; k++) {
-    const int64_t id = load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.topk + k);
-    if (id < 0 || id >= p.num_experts) continue;
+  for (int k = 0; k < topk; k++) {
+    const int64_t id = load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * topk + k);
+    if (!p.shape.valid(id)) continue;
     atomicAdd(bins + p.expert_bin(static_cast<int>(id)), 1);
-    const int rank = static_cast<int>(id) / local_experts, domain = rank / domain_size;
+    const int rank = p.shape.owner(static_cast<int>(id)), domain = p.topology.domain_of(rank);
     if (is_in_rank[rank]) continue;
     bool is_in_domain = false;
     for (int r = domain * domain_size; r < (domain + 1) * domain_size; r++)
       is_in_domain = is_in_domain || is_in_rank[r];
     is_in_rank[rank] = true;
     atomicAdd(bins + rank, 1);
-    if (p.num_domains > 1 && !is_in_domain) atomicAdd(bins + p.domain_bin(domain), 1);
+    if (p.has_domains() && !is_in_domain) atomicAdd(bins + p.domain_bin(domain), 1);
   }
 }
 
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) token_layout(const __grid_constant__
 void load_token_layout_kernel() { load_kernel(&token_layout, 0); }
 
 void launch_token_layout(const TokenLayoutParams& p, void* stream) {
-  EP_CHECK(p.num_counts() <= kMaxCounts, p.num_experts, " experts of ", p.num_ranks,
+  EP_CHECK(p.num_counts() <= kMaxCounts, p.shape.num_experts, " experts of ", p.shape.num_ranks,
            " ranks, the layout of tokens on CUDA serves ", kMaxCounts, " of both together");
   const int bytes = p.num_counts() * static_cast<int>(sizeof(int32_t));
   EP_CUDA(cudaMemsetAsync(p.counts, 0, bytes, static_cast<cudaStream_t>(stream)));

@@ -124,20 +124,19 @@ struct HtCombineParams {
 
 // Which ranks get which of this rank's tokens, for callers that want to know beforehand. No other rank takes part.
 struct TokenLayoutParams {
-  int num_ranks = 1;
-  int num_domains = 1;
-  int num_experts = 1;
+  Shape shape;
+  Topology topology;
   int num_tokens = 0;
-  int topk = 1;
   bool is_idx64 = true;
   const void* topk_idx = nullptr;  // [T, K]; an id that is no expert is no choice
   // Of each rank its tokens [R], of several domains theirs [D], of each expert its choices [E].
   int32_t* counts = nullptr;
   bool* is_in_rank = nullptr;  // [T, R]
 
-  EP_HD int domain_bin(int domain) const { return num_ranks + domain; }
-  EP_HD int expert_bin(int expert) const { return domain_bin(num_domains > 1 ? num_domains : 0) + expert; }
-  EP_HD int num_counts() const { return expert_bin(num_experts); }
+  EP_HD bool has_domains() const { return topology.num_domains() > 1; }
+  EP_HD int domain_bin(int domain) const { return shape.num_ranks + domain; }
+  EP_HD int expert_bin(int expert) const { return domain_bin(has_domains() ? topology.num_domains() : 0) + expert; }
+  EP_HD int num_counts() const { return expert_bin(shape.num_experts); }
 };
 
 }  // namespace ep

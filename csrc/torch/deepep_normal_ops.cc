@@ -71,11 +71,9 @@ std::tuple<Tensor, Tensor> token_layout(const Tensor& topk_idx, int64_t num_rank
     TokenLayoutParams p;
     p.is_idx64 = ids.scalar_type() == at::kLong;
     check_tensor(ids, "topk_idx", p.is_idx64 ? at::kLong : at::kInt, ids.sizes(), device);
-    p.num_ranks = static_cast<int>(num_ranks);
-    p.num_domains = static_cast<int>(num_domains);
-    p.num_experts = static_cast<int>(num_experts);
     p.num_tokens = static_cast<int>(ids.size(0));
-    p.topk = static_cast<int>(ids.size(1));
+    p.shape = {static_cast<int>(num_ranks), static_cast<int>(num_experts), static_cast<int>(ids.size(1)), p.num_tokens};
+    p.topology = {p.shape.num_ranks, static_cast<int>(num_ranks / num_domains)};
     p.topk_idx = ids.data_ptr();
     const Tensor counts = new_tensor({p.num_counts()}, at::kInt, device);
     const Tensor is_in_rank = new_tensor({p.num_tokens, num_ranks}, at::kBool, device);
