@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,11 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = next((ROOT / "build" / n for n in names if (ROOT / "build" / n / "build.ninja").exists()), None)
     if build is None:
         build = tmp_path_factory.mktemp("build")
-        off = [f"-DNCCL_EP_{name}=OFF" for name in ("CUDA", "BUILD_PYTHON", "BUILD_TESTS")]
-        run("cmake", "-S", ROOT, "-B", build, "-DNCCL_EP_BUILD_C_LIBRARY=ON", *off)
-    run("cmake", "--build", build, "--target", "ncclep")
+        off = [f"-DNCCL_EP_{name}=OFF" for name in ("BUILD_PYTHON", "BUILD_TESTS")]
+        cuda = f"-DNCCL_EP_CUDA={'AUTO' if torch.cuda.is_available() else 'OFF'}"
+        python = f"-DPython_EXECUTABLE={sys.executable}"  # with NCCL's headers
+        run("cmake", "-S", ROOT, "-B", build, "-DNCCL_EP_BUILD_C_LIBRARY=ON", cuda, python, *off)
+    run("cmake", "--build", build, "--target", "ncclep", "--parallel", str(os.cpu_count()))
     installed = tmp_path_factory.mktemp("installed")
     run("cmake", "--install", build, "--component", "c_library", "--prefix", installed)
     return installed

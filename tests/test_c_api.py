@@ -6,6 +6,7 @@ import ctypes as c
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from c_api import Library
 from c_case import ROOT, TOOLS, refused, run, run_case
 from expected import expected_cases
+from gpus import NUM_GPUS
 
 import nccl_ep
 
@@ -122,24 +124,33 @@ def test_structs_of_older_and_newer_headers(library: Library) -> None:
 # ---- A C program against the installed library
 
 
+# What each rank says, and what the program says in the end.
 EXAMPLES = {
-    "ll_moe": ("0 of 192 values that came home are wrong", "every token came home as its experts made it"),
+    "ll_moe": (": 0 of 192 values that came home are wrong", "every token came home as its experts made it"),
     "ht_moe": (": 0 values are wrong; 0 dispatches copied rows", "sums and gradients are those of one rank"),
 }
 
 
-def check_examples(directory: Path, library_file: Path | None) -> None:
-    environment = {**TOOLS} if library_file is None else {**TOOLS, "LD_LIBRARY_PATH": str(library_file.parent)}
-    for name, (of_each_rank, end) in EXAMPLES.items():
-        text = run(directory / name, env=environment)
-        assert text.count(of_each_rank) == 4 and end in text, text
+def check_example(program: Path, *arguments: str, num_ranks: int, environment: dict[str, str] = TOOLS) -> None:
+    of_each_rank, end = EXAMPLES[program.name]
+    lines = run(program, *arguments, env=environment).splitlines()
+    assert sorted(line for line in lines if line.endswith(of_each_rank)) == [
+        f"rank {r}{of_each_rank}" for r in range(num_ranks)
+    ], lines
+    assert lines[-1] == end and len(set(lines)) == len(lines), lines
+
+
+def build_examples(prefix: Path, directory: Path, *options: str) -> None:
+    flags = f"-DCMAKE_C_FLAGS={' '.join(STRICT[1:])}"
+    run("cmake", "-S", ROOT / "examples/c", "-B", directory, f"-DCMAKE_PREFIX_PATH={prefix}", flags, *options)
+    run("cmake", "--build", directory, "--verbose")
 
 
 def test_examples_through_find_package(prefix: Path, tmp_path: Path) -> None:
-    flags = f"-DCMAKE_C_FLAGS={' '.join(STRICT[1:])}"
-    run("cmake", "-S", ROOT / "examples/c", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}", flags)
-    run("cmake", "--build", tmp_path, "--verbose")
-    check_examples(tmp_path, None)
+    build_examples(prefix, tmp_path)
+    for name in EXAMPLES:
+        check_example(tmp_path / name, num_ranks=4)
+    check_example(tmp_path / "ll_moe", "cpu", "2", num_ranks=2)
 
 
 def test_examples_through_pkg_config(prefix: Path, library_file: Path, tmp_path: Path) -> None:
@@ -148,9 +159,39 @@ def test_examples_through_pkg_config(prefix: Path, library_file: Path, tmp_path:
     found = {**TOOLS, "PKG_CONFIG_PATH": str(library_file.parent / "pkgconfig")}
     assert run("pkg-config", "--modversion", "ncclep", env=found).strip() == nccl_ep.__version__
     flags = run("pkg-config", "--cflags", "--libs", "ncclep", env=found).split()
+    environment = {**TOOLS, "LD_LIBRARY_PATH": str(library_file.parent)}
     for name in EXAMPLES:
         run("cc", *STRICT, "-pthread", ROOT / f"examples/c/{name}.c", *flags, "-o", tmp_path / name)
-    check_examples(tmp_path, library_file)
+        check_example(tmp_path / name, num_ranks=4, environment=environment)
+
+    for arguments, pattern in (
+        (["tpu"], r"usage: \S+ \[cpu\|cuda\] \[RANKS\], .* not tpu 4\n"),
+        (["cpu", "3"], "RANKS divides 8; not cpu 3\n"),
+        (["cpu", "2x"], "not cpu 2x\n"),
+        (["cpu", "16"], "not cpu 16\n"),
+        (["cpu", "2", "1"], "not cpu 2 and more\n"),
+        (["cuda"], "compiled without EXAMPLES_WITH_CUDA\n"),
+    ):
+        done = subprocess.run([tmp_path / "ll_moe", *arguments], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and re.search(pattern, done.stderr) and not done.stdout, (arguments, done)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU here, or nccl_ep was built without CUDA")
+def test_examples_on_gpus(prefix: Path, tmp_path: Path) -> None:
+    """Every rank a process with a GPU of its own, as many as there are, with the NCCL that torch has loaded."""
+    from torch.utils.cpp_extension import CUDA_HOME  # nvcc is searched for when it is imported
+
+    if CUDA_HOME is None:
+        pytest.skip("there is no CUDA toolkit to build with")
+    build_examples(prefix, tmp_path, f"-DCUDAToolkit_ROOT={CUDA_HOME}")
+    nccl = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libnccl.so" in line)
+    search = [str(Path(nccl).parent), os.environ.get("LD_LIBRARY_PATH", "")]
+    environment = {**TOOLS, "LD_LIBRARY_PATH": ":".join(filter(None, search))}
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast can put GPUs that others share out of service
+    for num_ranks in {1, next(n for n in (8, 4, 2, 1) if n <= NUM_GPUS)}:
+        for name in EXAMPLES:
+            check_example(tmp_path / name, "cuda", str(num_ranks), num_ranks=num_ranks, environment=environment)
 
 
 # ---- Beside NVIDIA's library of the same symbols

@@ -1,21 +1,15 @@
-/* One step of a mixture-of-experts layer over ranks that are threads of this program, on the CPU.
+/* One step of a mixture-of-experts layer over ranks that are processes of this program, on the CPU or on GPUs (ranks.h
+ * says how it is called).
  *
  * Every token chooses two of the experts. Expert e multiplies a row by e + 1, so that everybody can tell what a token
  * must be when it comes home: the sum over its choices of weight * (e + 1), times the token. Values are small integers
  * and weights quarters: sums are exact and are compared exactly. */
-#include "thread_ranks.h"
+#include "ranks.h"
 
-enum { NUM_EXPERTS = 8, LOCAL_EXPERTS = NUM_EXPERTS / NUM_RANKS, TOKENS = 6, TOPK = 2, HIDDEN = 32 };
-
-static void allocate(ncclEpTensor_t* tensor) {
-  size_t bytes;
-  CHECK(ncclEpTensorBytes(tensor, &bytes));
-  tensor->data = bytes > 0 ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
-  if (bytes > 0 && tensor->data == NULL) exit(1);
-}
+enum { TOKENS = 6, TOPK = 2, HIDDEN = 32 };
 
 typedef struct {
-  _Alignas(16) float x[TOKENS][HIDDEN];
+  float x[TOKENS][HIDDEN];
   int64_t topk_idx[TOKENS][TOPK];
   float weights[TOKENS][TOPK];
 } Tokens;
@@ -31,35 +25,38 @@ static void make_tokens(int rank, Tokens* tokens) {
   }
 }
 
-static void apply_experts(int rank, const ncclEpTensor_t* rows, const int32_t* counts) {
+/* On the host, which any C compiler can do. A real program launches kernels, on the stream of the dispatch. */
+static void apply_experts(const Rank* me, const ncclEpTensor_t* rows, const int32_t* counts) {
   const int64_t capacity = rows->sizes[1];
-  for (int e = 0; e < LOCAL_EXPERTS; e++) {
-    float* first = (float*)rows->data + e * capacity * HIDDEN;
-    for (int64_t i = 0; i < (int64_t)counts[e] * HIDDEN; i++) first[i] *= (float)(rank * LOCAL_EXPERTS + e + 1);
+  float* values = fetch(me, rows);
+  for (int e = 0; e < me->num_local_experts; e++) {
+    float* first = values + e * capacity * HIDDEN;
+    const float factor = (float)(me->rank * me->num_local_experts + e + 1);
+    for (int64_t i = 0; i < (int64_t)counts[e] * HIDDEN; i++) first[i] *= factor;
   }
+  store(me, rows, values);
 }
 
-static int count_wrong(const Tokens* tokens, float y[TOKENS][HIDDEN]) {
+static int count_wrong(const Tokens* tokens, const float* y) {
   int num_wrong = 0;
   for (int t = 0; t < TOKENS; t++) {
     float factor = 0;
     for (int k = 0; k < TOPK; k++) {
       if (tokens->topk_idx[t][k] >= 0) factor += tokens->weights[t][k] * (float)(tokens->topk_idx[t][k] + 1);
     }
-    for (int h = 0; h < HIDDEN; h++) num_wrong += y[t][h] != factor * tokens->x[t][h];
+    for (int h = 0; h < HIDDEN; h++) num_wrong += y[t * HIDDEN + h] != factor * tokens->x[t][h];
   }
   return num_wrong;
 }
 
-/* Dispatch, experts, combine; returns how many values are wrong. */
-static int run_layer(ncclEpGroup_t group, int rank) {
+/* Dispatch, experts, combine; returns how many values are wrong. Streams are null: the default one. */
+static int run_layer(ncclEpGroup_t group, const Rank* me) {
   Tokens tokens;
-  _Alignas(16) float y[TOKENS][HIDDEN];
-  make_tokens(rank, &tokens);
-  ncclEpTensor_t x = matrix(NCCL_EP_FLOAT32, tokens.x, TOKENS, HIDDEN);
-  ncclEpTensor_t topk_idx = matrix(NCCL_EP_INT64, tokens.topk_idx, TOKENS, TOPK);
-  ncclEpTensor_t topk_weights = matrix(NCCL_EP_FLOAT32, tokens.weights, TOKENS, TOPK);
-  ncclEpTensor_t result = matrix(NCCL_EP_FLOAT32, y, TOKENS, HIDDEN);
+  make_tokens(me->rank, &tokens);
+  ncclEpTensor_t x = matrix(me, NCCL_EP_FLOAT32, TOKENS, HIDDEN, tokens.x);
+  ncclEpTensor_t topk_idx = matrix(me, NCCL_EP_INT64, TOKENS, TOPK, tokens.topk_idx);
+  ncclEpTensor_t topk_weights = matrix(me, NCCL_EP_FLOAT32, TOKENS, TOPK, tokens.weights);
+  ncclEpTensor_t result = matrix(me, NCCL_EP_FLOAT32, TOKENS, HIDDEN, NULL);
 
   ncclEpHandleConfig_t handle_config = NCCL_EP_HANDLE_CONFIG_INIT;
   handle_config.layout = NCCL_EP_LAYOUT_EXPERT_MAJOR;
@@ -75,15 +72,16 @@ static int run_layer(ncclEpGroup_t group, int rank) {
   outputs.topk_weights = &row_weights;
   outputs.info = &info;
   CHECK(ncclEpDispatchShapes(handle, &inputs, NULL, &outputs));
-  allocate(&rows);
-  allocate(&row_weights);
-  allocate(&info);
+  rows.data = allocate(me, bytes_of(&rows));
+  row_weights.data = allocate(me, bytes_of(&row_weights));
+  info.data = allocate(me, bytes_of(&info));
 
   CHECK(ncclEpDispatch(handle, &inputs, &outputs, NULL, NULL));
-  const int32_t* counts = (const int32_t*)info.data + NCCL_EP_INFO_COUNTS(LOCAL_EXPERTS);
-  printf("rank %d: sent %d tokens; its experts %d and %d received %d and %d rows\n", rank, TOKENS, rank * LOCAL_EXPERTS,
-         rank * LOCAL_EXPERTS + 1, counts[0], counts[1]);
-  apply_experts(rank, &rows, counts);
+  int32_t* counts = fetch(me, &info); /* NCCL_EP_INFO_COUNTS is where it begins */
+  printf("rank %d: sent %d tokens; its %d experts received %d rows\n", me->rank, TOKENS, me->num_local_experts,
+         counts[NCCL_EP_INFO_TOTAL(me->num_local_experts)]);
+  apply_experts(me, &rows, counts);
+  free(counts);
 
   ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t home = NCCL_EP_COMBINE_OUTPUTS_INIT;
@@ -93,38 +91,42 @@ static int run_layer(ncclEpGroup_t group, int rank) {
   combine_config.send_only = 1; /* the two halves; work of the caller's would go between them */
   CHECK(ncclEpCombine(handle, &back, &home, &combine_config, NULL));
   CHECK(ncclEpComplete(handle, NULL, NULL));
+  float* y = fetch(me, &result); /* waits for the stream, which ncclEpCheck does not */
   CHECK(ncclEpCheck(group));
+  const int num_wrong = count_wrong(&tokens, y);
 
   CHECK(ncclEpHandleDestroy(handle));
-  free(rows.data);
-  free(row_weights.data);
-  free(info.data);
-  return count_wrong(&tokens, y);
+  free(y);
+  const ncclEpTensor_t* tensors[] = {&x, &topk_idx, &topk_weights, &result, &rows, &row_weights, &info};
+  for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) release(me, tensors[i]->data);
+  return num_wrong;
 }
 
-static void* run_rank(void* argument) {
-  Rank* rank = argument;
+static int run_rank(Rank* me) {
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
-  config.device = NCCL_EP_DEVICE_CPU;
+  config.device = me->device;
   config.num_experts = NUM_EXPERTS;
   config.max_tokens = TOKENS;
   config.topk = TOPK;
   config.max_token_bytes = HIDDEN * sizeof(float);
   config.timeout_ns = 30000000000u;
   ncclEpGroup_t group;
-  CHECK(ncclEpCreateGroupFromCallback(&group, rank->rank, NUM_RANKS, allgather, rank, &config));
-  rank->num_wrong = run_layer(group, rank->rank);
-  printf("rank %d: %d of %d values that came home are wrong\n", rank->rank, rank->num_wrong, TOKENS * HIDDEN);
+  CHECK(ncclEpCreateGroupFromCallback(&group, me->rank, me->num_ranks, allgather, me, &config));
+  const int num_wrong = run_layer(group, me);
+  printf("rank %d: %d of %d values that came home are wrong\n", me->rank, num_wrong, TOKENS * HIDDEN);
   CHECK(ncclEpGroupDestroy(group));
-  return NULL;
+  return num_wrong;
 }
 
-int main(void) {
+int main(int argc, char** argv) {
+  const World world = parse_world(argc, argv);
   int version;
   CHECK(ncclEpGetVersion(&version));
-  printf("nccl_ep %d.%d.%d: %d ranks, %d experts, top-%d, rows of %d floats\n", version / 10000, version / 100 % 100,
-         version % 100, NUM_RANKS, NUM_EXPERTS, TOPK, HIDDEN);
-  const int num_wrong = run_ranks(run_rank);
-  printf("%s\n", num_wrong == 0 ? "every token came home as its experts made it" : "some tokens came home wrong");
-  return num_wrong != 0;
+  printf("nccl_ep %d.%d.%d: a world of %d on %s, %d experts, top-%d, rows of %d floats\n", version / 10000,
+         version / 100 % 100, version % 100, world.num_ranks, world.on_gpus ? "GPUs" : "the CPU", NUM_EXPERTS, TOPK,
+         HIDDEN);
+  const int num_failed = run_ranks(world, run_rank);
+  printf("%s\n", num_failed == 0 ? "every token came home as its experts made it"
+                                 : "some tokens came home wrong, or a rank failed");
+  return num_failed != 0;
 }
