@@ -19,7 +19,7 @@ static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t
   }
 }
 
-// Rows [first, end) of a bin that do not exist.
+// Rows [first, end) that do not exist: of a bin in its own part of the output, or behind its last row.
 struct Gap {
   int64_t first, end;
 };
@@ -27,29 +27,46 @@ struct Gap {
 template <bool kExpertRows>
 __device__ __forceinline__ Gap gap_of(const LlDispatchParams& p, const Places& places, int bin) {
   const OutputShape& output = p.output;
-  if (output.layout == OutputLayout::kFlat) {  // one gap for all bins
-    if (bin != 0) return {0, 0};
-    return {min(static_cast<int64_t>(places.count_bits(0, 0, places.shape.slots)), output.capacity), output.capacity};
-  }
+  if (output.layout == OutputLayout::kFlat) return {0, 0};
   const int demand = demand_of<kExpertRows>(p, places, bin);
   if (kExpertRows && output.layout == OutputLayout::kPacked) {
     const int64_t start = min(static_cast<int64_t>(places.start(bin)), output.capacity);
-    const int64_t next = bin + 1 < output.bins() ? places.start(bin + 1) : output.capacity;
-    return {start + output.kept(start, demand), min(next, output.capacity)};
+    const int64_t next = min(static_cast<int64_t>(places.start(bin + 1)), output.capacity);
+    return {start + output.kept(start, demand), next};
   }
   const int64_t limit = kExpertRows ? output.capacity : p.shape.max_tokens;
   return {bin * limit + output.kept(0, demand), (bin + 1) * limit};
 }
 
-// A warp clears the gaps of bins first, first + step, ...
+// Behind the last row of all, where bins have no parts of their own.
 template <bool kExpertRows>
-__device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Places& places, int first_bin, int step) {
+__device__ __forceinline__ Gap last_gap(const LlDispatchParams& p, const Places& places) {
+  const OutputShape& output = p.output;
+  int64_t end = output.capacity;
+  if (output.layout == OutputLayout::kPacked) end = places.start(output.bins());
+  if (output.layout == OutputLayout::kFlat) end = places.count_bits(0, 0, places.shape.slots);
+  return {min(end, output.capacity), output.capacity};
+}
+
+template <bool kExpertRows>
+__device__ __forceinline__ void clear_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
 #pragma unroll 1
-  for (int bin = first_bin; bin < p.output.bins(); bin += step) {
+  for (int64_t row = from + lane_id(); row < to; row += 32) clear_entry(p, kExpertRows, row);
+  if (p.zero_padding) zero_rows(p, from, to);
+}
+
+// Warp `index` of `warps` clears the gaps of bins index, index + warps, ..., and of the last gap as many times 32 rows.
+template <bool kExpertRows>
+__device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Places& places, int index, int warps) {
+#pragma unroll 1
+  for (int bin = index; bin < p.output.bins(); bin += warps) {
     const Gap gap = gap_of<kExpertRows>(p, places, bin);
+    clear_rows<kExpertRows>(p, gap.first, gap.end);
+  }
+  const Gap gap = last_gap<kExpertRows>(p, places);
 #pragma unroll 1
-    for (int64_t row = gap.first + lane_id(); row < gap.end; row += 32) clear_entry(p, kExpertRows, row);
-    if (p.zero_padding) zero_rows(p, gap.first, gap.end);
+  for (int64_t row = gap.first + index * 32; row < gap.end; row += warps * 32) {
+    clear_rows<kExpertRows>(p, row, min(row + 32, gap.end));
   }
 }
 

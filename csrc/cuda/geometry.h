@@ -72,6 +72,7 @@ struct LlDispatchGeometry {
   int own_units = 0;      // pieces of own rows to place; a receiving half does not know its tokens, only their limit
   int receive_units = 0;  // pieces of all rows there may be to place
   int numbers_piece = 0;  // the piece whose warp stores the row's numbers; past the row, if there are warps to spare
+  int gap_warps = 0;      // that clear_gaps() has something to do for
   int listeners = 0;      // warps of a receiving block that wait for routing, if not all do: they come last for rows
   Divisor by_pieces;      // of a row, to send
   Divisor by_receive_pieces;
@@ -79,6 +80,7 @@ struct LlDispatchGeometry {
   Divisor by_max_tokens;
   Divisor by_id_words;
   Divisor by_local_experts;
+  Divisor by_alignment;
   PlacesShape places;
 
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
@@ -103,6 +105,10 @@ struct LlDispatchGeometry {
     g.by_max_tokens = Divisor::of(p.shape.max_tokens);
     g.by_id_words = Divisor::of(p.layout.ids.words());
     g.by_local_experts = Divisor::of(p.output.local_experts);
+    g.by_alignment = Divisor::of(p.output.alignment);
+    const bool has_last_gap = p.output.layout == OutputLayout::kPacked || p.output.layout == OutputLayout::kFlat;
+    const int64_t slices = has_last_gap ? ceil_div<int64_t>(p.output.capacity, 32) : 0;
+    g.gap_warps = static_cast<int>(std::max<int64_t>(p.output.bins(), slices));
     g.places = PlacesShape::of(p);
     return g;
   }
@@ -180,7 +186,6 @@ struct LlCombineGeometry {
   UnitDeal deal;
   int receivers = 0;          // warps, between which the pieces of own tokens are dealt by their numbers
   uint32_t source_bytes = 0;  // from a source's rows in the window to the next one's
-  Divisor by_id_words;
   Divisor by_local_experts;
 
   // `lane_elements`: what a lane holds of a piece.
@@ -195,7 +200,6 @@ struct LlCombineGeometry {
                           g.homes > 0 ? g.homes : 1, plan.groups);
     g.receivers = plan.receivers();
     g.source_bytes = static_cast<uint32_t>(p.shape.max_tokens) * static_cast<uint32_t>(p.layout.row_stride);
-    g.by_id_words = Divisor::of(p.layout.ids.words());
     g.by_local_experts = Divisor::of(p.output.local_experts);
     return g;
   }

@@ -361,13 +361,13 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   const LlDispatchParams& p = role.p;
   testing_point(Point::kBeforeReceive, call);
   ptx::named_barrier(1, role.receiving_threads());  // clear() is over
-  // The last warps have the fewest rows to move: each clears a bin, and those of the last block write the info tensor.
+  // The last warps have the fewest rows to move: they clear gaps, and those of the last block write the info tensor.
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
   const int last_in_block = role.plan.receiver_warp0 + role.plan.receiver_warps - 1 - role.warp;
   const int info_warps = min(ceil_div(bins, 32), role.plan.receiver_warps);
   const bool stores_info = role.at.block == role.at.num_blocks - 1 && last_in_block < info_warps;
   const int number = ptx::opaque(role.receiver());
-  const bool has_duties = ptx::opaque(stores_info || from_last < bins);
+  const bool has_duties = ptx::opaque(stores_info || from_last < role.geometry.gap_warps);
   build_places<kExpertRows>(p, role.peers, call, places, role.geometry.by_max_tokens, role.receiving_thread(),
                             role.receiving_threads());
   Incoming<kPayload, kSteps> in;
@@ -375,7 +375,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   ptx::named_barrier(1, role.receiving_threads());
   stamp(Stamp::kRoutingKnown, role.peers.rank);
   if (kExpertRows && p.output.layout == OutputLayout::kPacked) {
-    if (role.receiving_thread() < 32) find_starts(p, places);
+    find_starts(p, places, role.geometry.by_alignment, role.warp - role.plan.receiver_warp0, role.plan.receiver_warps);
     ptx::named_barrier(1, role.receiving_threads());
   }
   if (number < role.geometry.receive_units) in.ask_again(role, call);

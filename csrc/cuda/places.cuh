@@ -203,25 +203,35 @@ __device__ __forceinline__ void build_places(const LlDispatchParams& p, const Ls
   }
 }
 
-// packed: the first row of every expert. One warp calls; a barrier must follow.
-static __device__ __noinline__ void find_starts(const LlDispatchParams& p, const Places places) {
-  int64_t start = 0;
+// packed: the first row of every expert, none past 2^31 - 1. All receiving warps call, this one being `index` of `warps`,
+// after a barrier, and before another. A warp finds 32 experts' and adds up by itself what comes before them: that takes
+// less time than to wait for another's sums.
+__device__ __forceinline__ void find_starts(const LlDispatchParams& p, const Places& places,
+                                            const Divisor& by_alignment, int index, int warps) {
+  constexpr auto kMost = static_cast<uint32_t>(INT32_MAX);
+  const int bins = places.shape.bins, lane = lane_id();
+  const auto span_of = [&](int bin) {
+    const int demand = bin < bins ? demand_of<true>(p, places, bin) : 0;
+    const int units = demand > 0 ? by_alignment.divide(demand - 1) + 1 : 0;
+    return min(static_cast<uint32_t>(units) * by_alignment.divisor, kMost);
+  };
 #pragma unroll 1
-  for (int first = 0; first < places.shape.bins; first += 32) {
-    const int bin = first + lane_id();
-    const int64_t span = bin < places.shape.bins ? p.output.span(demand_of<true>(p, places, bin)) : 0;
-    int64_t end = span;
+  for (int first = index * 32; first <= bins; first += warps * 32) {
+    uint32_t before = 0;
+#pragma unroll 1
+    for (int bin = lane; bin < first; bin += 32) before = min(before + span_of(bin), kMost);
+    uint32_t end = span_of(first + lane);
+#pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
-      const int64_t before = __shfl_up_sync(~0u, end, offset);
-      if (lane_id() >= offset) end += before;
+      const uint32_t lower = __shfl_up_sync(~0u, end, offset);
+      if (lane >= offset) end = min(end + lower, kMost);
     }
-    end += start;
-    if (bin < places.shape.bins) {
-      places.start(bin) = static_cast<int>(min(end - span, static_cast<int64_t>(INT32_MAX)));
-    }
-    start = __shfl_sync(~0u, end, 31);
+    const uint32_t start = __shfl_up_sync(~0u, end, 1);
+    const uint64_t base = __reduce_add_sync(~0u, before & 0xFFFF) +
+                          (static_cast<uint64_t>(__reduce_add_sync(~0u, before >> 16)) << 16);
+    if (first + lane > bins) continue;
+    places.start(first + lane) = static_cast<int>(min(base + (lane > 0 ? start : 0), static_cast<uint64_t>(kMost)));
   }
-  if (lane_id() == 0) places.start(places.shape.bins) = static_cast<int>(min(start, static_cast<int64_t>(INT32_MAX)));
 }
 
 }  // namespace ep
