@@ -36,10 +36,12 @@ OPS = ("dispatch", "combine")
 _BUFFER_SECONDS = 15.0
 _GRACE_SECONDS = 30.0
 _LONGER = 1.5  # the other lane is given work for so much longer than the one that is timed, and
+_SPIN_CYCLES = 80_000  # some 40 us
 _TRIES = 5  # twice as much each time that it was not enough, since both are slower together
 DESCRIPTION = """An operation and a GEMM at the same time: what each takes, alone and together. Targets: the GEMM within
 5 % of its share of SMs (share <= 1.05), the operation at most 1.1 times as long as alone on as many SMs (slowdown <=
-1.1)."""
+1.1). The slowdown of "spin", which waits for a number of cycles of its SM, is that of the clock under the GEMM's
+power."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -84,6 +86,12 @@ def gemm_call(sizes: Sequence[int], device: torch.device) -> Call:
     a, b = (torch.randn(*size, device=device).to(torch.bfloat16) for size in ((m, k), (k, n)))
     out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
     return partial(torch.mm, a, b, out=out)
+
+
+def spin_call(device: torch.device) -> Call:
+    if device.type == "cuda":
+        return partial(torch.cuda._sleep, _SPIN_CYCLES)
+    return lambda: sum(range(10_000))
 
 
 def over_share(beside: float, alone: float, all_sms: int, taken_sms: int) -> float:
@@ -134,6 +142,7 @@ class Overlap:
                 for op in OPS:
                     for partition in options.partition:
                         self._measure_fused(op, operations.in_graph(op), gemm, num_sms, partition)
+                self._measure_fused("spin", spin_call(world.device), gemm, num_sms, options.partition[0])
             whole = world.together(partial(native_operations, shape, buffer, given, checked, 0))
             for op in OPS:
                 self._measure_staged(op, whole.in_graph(op), self._sender(op, buffer, given, checked), between)
