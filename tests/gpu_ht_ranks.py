@@ -267,7 +267,62 @@ def own_layouts(group: Any, device: Any) -> None:
             assert torch.equal(y.cpu(), want.bfloat16()[:, None].expand(y.shape)), f"{layouts} rank {rank}"
 
 
-BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts)
+# One chunk, less than a group, whole groups, partial steps and blocks of two steps: the last of one, two and more.
+HIDDEN_OF_CONVERSION = (16, 112, 128, 528, 1008, 1040, 2064, 3072)
+
+
+def _groups_to_convert(count: int, dtype: torch.dtype, made: torch.Generator) -> torch.Tensor:
+    """[count, 128] of `dtype`, each group of a kind: what decides its scale stands anywhere, of either sign."""
+    size = reference.FP8_GROUP
+    x = torch.randn(count, size, generator=made).to(dtype)
+    lone = torch.rand(count, size, generator=made).argmax(1)
+    nan, info = torch.tensor([0x7FFF, -1], dtype=torch.int16).view(dtype), torch.finfo(dtype)
+    for group, place in enumerate(lone.tolist()):
+        sign, row = (1, -1)[place % 2], x[group]
+        match group % 10:
+            case 0:
+                row.mul_(0.01)[place] = 3 * sign
+            case 1:
+                row[:] = nan.repeat(size // 2)
+            case 2:
+                row.copy_(torch.randint(-(2**15), 2**15, (size,), generator=made).to(torch.int16).view(dtype))
+            case 3:
+                row[place] = float("inf") * sign
+            case 4:
+                row[place], row[place - 1] = nan[place % 2], 5 * sign
+            case 5:
+                row.zero_()[:place] = -0.0
+            case 6:
+                row.mul_(info.smallest_normal / 4)
+            case 7:
+                row.mul_(1e-6)[place] = 1e-4 * (1 + 0.1 * sign)
+            case 8:
+                row[place] = info.max * sign
+    return x
+
+
+def conversion(group: Any, device: Any) -> None:
+    """Rows become FP8 bit for bit in both modes, whatever is in them and wherever they end."""
+    rank, ranks, tokens = group.rank(), group.size(), 11  # no multiple of the kinds
+    for dtype, quant in itertools.product((torch.bfloat16, torch.float16), reference.QUANT_MODES):
+        cases = [
+            _layer(ranks, "flat", 100, hidden=hidden, dtype=dtype, quant=quant, tokens=(tokens,) * ranks).case
+            for hidden in HIDDEN_OF_CONVERSION
+        ]
+        with _layer_buffer(cases[-1], group, device, mode="auto", scale_bytes=96) as buffer:
+            for case, mode in itertools.product(cases, ("ll", "ht")):
+                inputs, made = case.inputs(), torch.Generator().manual_seed(case.hidden)
+                for given in inputs:
+                    groups = _groups_to_convert(tokens * -(-case.hidden // 128), dtype, made)
+                    given.x.copy_(groups.view(tokens, -1)[:, : case.hidden])
+                given, how = inputs[rank], {**case.dispatch_kwargs(), "mode": mode}
+                mine = (each.to(buffer.device) for each in (given.x, given.topk_idx, given.topk_weights))
+                out = nccl_ep.dispatch(*mine, buffer=buffer, **how)
+                want = reference.dispatch(inputs, **case.dispatch_kwargs())[rank]
+                check_dispatch(out, want, f"{dtype} {quant} hidden {case.hidden} {mode} rank {rank}")
+
+
+BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion)
 
 
 # ---- CUDA graphs with routing that changes

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cuda/ptx.cuh"
 #include "layout/dtype.h"
 
 namespace ep {
@@ -28,6 +29,18 @@ __device__ __forceinline__ uint32_t pack2(float a, float b) {
   } else {
     const __half2 pair = __floats2half2_rn(a, b);
     return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// The larger magnitude of each pair of halves; NaN is passed over, signs mean nothing.
+template <DType kType>
+__device__ __forceinline__ uint32_t max_magnitudes(uint32_t a, uint32_t b) {
+  if constexpr (kType == DType::kBF16) {
+    return ptx::max_magnitudes_bf16(a, b);
+  } else {
+    const __half2 larger =
+        __hmax2(__habs2(*reinterpret_cast<const __half2*>(&a)), __habs2(*reinterpret_cast<const __half2*>(&b)));
+    return *reinterpret_cast<const uint32_t*>(&larger);
   }
 }
 

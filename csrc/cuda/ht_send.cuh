@@ -121,43 +121,85 @@ __device__ __forceinline__ int word_bytes(unsigned bits, unsigned most) {
   return static_cast<int>(min(bits & ~(bits - 1), most));
 }
 
-// Part 0 to e4m3, part 1 its scales.
+// A row on its way to e4m3, in blocks of two steps: part 0, and its scales, part 1. Two blocks at a time, so that what
+// one waits for is asked for while the other is converted.
 template <DType kType>
-__device__ __forceinline__ void quantize_into_stage(const SendRole& role, int token) {
-  const HtDispatchParams& p = role.p;
-  const auto* row =
-      reinterpret_cast<const uint4*>(static_cast<const char*>(p.parts[0].in) + token * p.parts[0].row_stride);
-  char* scales = role.stage + role.geometry.stage_offset[1];
-  const int chunks = p.hidden / 16;  // of sixteen elements
-  const auto load = [&](Raw<Payload::kFp8, 1>& raw, int chunk) {
-    chunk = min(chunk, chunks - 1);
-    raw.chunk[0] = ptx::ld_nc(row + 2 * chunk);
-    raw.chunk[1] = ptx::ld_nc(row + 2 * chunk + 1);
-  };
-  const int steps = ceil_div(chunks, 32);
-  Raw<Payload::kFp8, 1> raw, next, after;
-  load(raw, role.lane);
-  load(next, 32 + role.lane);
-#pragma unroll 1
-  for (int step = 0; step < steps; step++) {
-    const int chunk = step * 32 + role.lane;
-    load(after, chunk + 64);
-    if (chunk >= chunks) raw.chunk[0] = raw.chunk[1] = make_uint4(0, 0, 0, 0);
-    PieceOf<Payload::kFp8, 1> piece;
-    quantize<kType, 1>(p.quant, raw, piece, role.lane);
-    if (chunk < chunks) *reinterpret_cast<uint4*>(role.stage + chunk * 16) = piece.chunk[0];
-    if (role.lane == 0) {
-      const uint4 side = finish_scales(p.quant, piece.side, step, p.hidden);
-      if (p.quant == Quant::kFp8Ue8m0) {
-        reinterpret_cast<uint32_t*>(scales)[step] = side.x;
-      } else {
-        reinterpret_cast<uint4*>(scales)[step] = side;
-      }
-    }
-    raw = next;
-    next = after;
+struct Conversion {
+  using Block = Raw<Payload::kFp8, 2>;
+  static constexpr unsigned kStepBytes = 1024, kBlockBytes = 2 * kStepBytes;  // of x
+  static constexpr int kBlockGroups = 8;
+
+  const char* row;
+  unsigned at, end;  // bytes of x: where the lane's share of the first block begins, of the row
+  char *out, *scales;
+  int group, groups;  // of the lane in the first block, of the row
+  unsigned own_half;  // bits before it
+  bool has_scale;
+  Quant quant;
+
+  __device__ __forceinline__ Conversion(const SendRole& role, int token)
+      : row(static_cast<const char*>(role.p.parts[0].in) + token * role.p.parts[0].row_stride),
+        at(32 * role.lane),
+        end(2 * role.p.hidden),
+        out(role.stage + 16 * role.lane),
+        scales(role.stage + role.geometry.stage_offset[1]),
+        groups(ceil_div(role.p.hidden, kQuantGroup)),
+        quant(role.p.quant) {
+    // Of a group's eight lanes the even ones work out the scale of the first step, the others that of the second.
+    const unsigned lane = role.lane, step = lane & 1;
+    group = static_cast<int>(4 * step + lane / 8);
+    own_half = 16 * step;
+    has_scale = lane % 8 < 2;
+    row = ptx::opaque(row);
   }
-}
+
+  // A lane past the row takes its last numbers once more, which changes no group's maximum.
+  __device__ __forceinline__ void load(Block& raw, int block) const {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const char* from = row + min(at + (block * kBlockBytes + j * kStepBytes), end - 32);
+      raw.chunk[2 * j] = ptx::ld_nc(from);
+      raw.chunk[2 * j + 1] = ptx::ld_nc(from + 16);
+    }
+  }
+
+  __device__ __forceinline__ void convert(const Block& raw, int block) const {
+    float scale, factor;
+    group_scale(quant, unpack2<kType>(group_maxima<kType>(raw.chunk) >> own_half).x, scale, factor);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const unsigned step_at = block * kBlockBytes + j * kStepBytes;
+      const uint4 piece = scaled<kType>(raw.chunk[2 * j], raw.chunk[2 * j + 1], __shfl_sync(~0u, factor, j, 8));
+      if (at + step_at < end) ptx::st_shared(reinterpret_cast<uint4*>(out + step_at / 2), piece);
+    }
+    if (!has_scale) return;
+    // Behind the last group the stage has room for a block's; those of exponents are sent, too.
+    const int own = group + block * kBlockGroups;
+    const uint32_t bits = own < groups ? __float_as_uint(scale) : 0;
+    if (quant == Quant::kFp8Ue8m0) {
+      ptx::st_shared(reinterpret_cast<uint8_t*>(scales) + own, bits >> 23);
+    } else {
+      ptx::st_shared(reinterpret_cast<uint32_t*>(scales) + own, bits);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    Block first, second;
+    load(first, 0);
+#pragma unroll 1
+    for (int blocks = ceil_div(end, kBlockBytes);; blocks -= 2) {
+      load(second, 1);
+      convert(first, 0);
+      if (blocks == 1) break;
+      load(first, 2);
+      convert(second, 1);
+      if (blocks == 2) break;
+      at += 2 * kBlockBytes;
+      out += kBlockBytes;
+      group += 2 * kBlockGroups;
+    }
+  }
+};
 
 // Begins to load a pass of a token's parts. Returns the bytes that the barrier will announce.
 __device__ __forceinline__ int begin_load(const SendRole& role, int token, int pass) {
@@ -196,9 +238,9 @@ __device__ __forceinline__ void finish_load(const SendRole& role, int token, int
     if (pass == 0) {
       by_threads = true;
       if (p.dtype == DType::kBF16) {
-        quantize_into_stage<DType::kBF16>(role, token);
+        Conversion<DType::kBF16>(role, token).run();
       } else {
-        quantize_into_stage<DType::kF16>(role, token);
+        Conversion<DType::kF16>(role, token).run();
       }
     }
   }

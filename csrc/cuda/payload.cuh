@@ -70,9 +70,29 @@ struct Raw {
   }
 };
 
-// The scale of a group and the factor that its elements are multiplied with.
+// Two steps, of which a lane holds sixteen numbers each: the largest magnitudes of its groups there, in the halves of a
+// word. Eight lanes hold a group of 128; a magnitude of 16 bits stays one, so that both steps share the shuffles.
+template <DType kType>
+__device__ __forceinline__ uint32_t group_maxima(const uint4 (&raw)[4]) {
+  uint32_t most[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const uint4 lo = raw[2 * j], hi = raw[2 * j + 1];
+    const uint32_t first = max_magnitudes<kType>(max_magnitudes<kType>(lo.x, lo.y), max_magnitudes<kType>(lo.z, lo.w));
+    const uint32_t last = max_magnitudes<kType>(max_magnitudes<kType>(hi.x, hi.y), max_magnitudes<kType>(hi.z, hi.w));
+    most[j] = max_magnitudes<kType>(first, last);
+  }
+  uint32_t both = max_magnitudes<kType>(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
+#pragma unroll
+  for (int offset = 1; offset < 8; offset *= 2) {
+    both = max_magnitudes<kType>(both, __shfl_xor_sync(~0u, both, offset));
+  }
+  return both;
+}
+
+// The scale of a group and the factor that its elements are multiplied with. The sign of `amax` means nothing.
 __device__ __forceinline__ void group_scale(Quant quant, float amax, float& scale, float& factor) {
-  const float a = fmaxf(amax, 1e-4f);
+  const float a = fmaxf(fabsf(amax), 1e-4f);  // passes over NaN
   scale = __fmul_rn(a, 1.0f / 448.0f);
   factor = __fdiv_rn(448.0f, a);
   if (quant != Quant::kFp8) {
@@ -84,38 +104,36 @@ __device__ __forceinline__ void group_scale(Quant quant, float amax, float& scal
   }
 }
 
-// Eight lanes hold a group of 128 elements, 16 each. Lanes past the row hold zeros.
-template <DType kType, int kSteps>
-__device__ __forceinline__ void quantize(Quant quant, const Raw<Payload::kFp8, kSteps>& raw,
-                                         PieceOf<Payload::kFp8, kSteps>& piece, int lane) {
-  piece.side = make_uint4(0, 0, 0, 0);
+// A lane's sixteen numbers of a step.
+template <DType kType>
+__device__ __forceinline__ uint4 scaled(uint4 lo, uint4 hi, float factor) {
+  const uint32_t words[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+  uint32_t packed[4];
 #pragma unroll
-  for (int j = 0; j < kSteps; j++) {
-    const uint4 lo = raw.chunk[2 * j], hi = raw.chunk[2 * j + 1];
-    const uint32_t words[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-    float amax = 0;  // fmaxf passes over NaN
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float2 f = unpack2<kType>(words[i]);
-      amax = fmaxf(amax, fmaxf(fabsf(f.x), fabsf(f.y)));
-    }
-#pragma unroll
-    for (int offset = 1; offset < 8; offset *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, offset));
-    float scale, factor;
-    group_scale(quant, amax, scale, factor);
-    uint32_t packed[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 a = unpack2<kType>(words[2 * i]), b = unpack2<kType>(words[2 * i + 1]);
-      packed[i] =
-          pack_e4m3(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(b.x, factor), __fmul_rn(b.y, factor));
-    }
-    piece.chunk[j] = escaped(make_uint4(packed[0], packed[1], packed[2], packed[3]));
-    const uint32_t bits = __float_as_uint(scale);
-    uint4 scales = make_uint4(__shfl_sync(~0u, bits, 0), __shfl_sync(~0u, bits, 8), __shfl_sync(~0u, bits, 16),
-                              __shfl_sync(~0u, bits, 24));
-    if (lane == j) piece.side = scales;
+  for (int i = 0; i < 4; i++) {
+    const float2 a = unpack2<kType>(words[2 * i]), b = unpack2<kType>(words[2 * i + 1]);
+    packed[i] =
+        pack_e4m3(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(b.x, factor), __fmul_rn(b.y, factor));
   }
+  return make_uint4(packed[0], packed[1], packed[2], packed[3]);
+}
+
+// Lanes past the row hold zeros.
+template <DType kType>
+__device__ __forceinline__ void quantize(Quant quant, const Raw<Payload::kFp8, 2>& raw,
+                                         PieceOf<Payload::kFp8, 2>& piece, int lane) {
+  const float2 maxima = unpack2<kType>(group_maxima<kType>(raw.chunk));
+  float scale[2], factor[2];  // each lane all: what is shuffled comes later
+  group_scale(quant, maxima.x, scale[0], factor[0]);
+  group_scale(quant, maxima.y, scale[1], factor[1]);
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    piece.chunk[j] = escaped(scaled<kType>(raw.chunk[2 * j], raw.chunk[2 * j + 1], factor[j]));
+  }
+  const int step = lane & 1;
+  const uint32_t bits = __float_as_uint(step == 0 ? scale[0] : scale[1]);
+  piece.side = make_uint4(__shfl_sync(~0u, bits, step), __shfl_sync(~0u, bits, step + 8),
+                          __shfl_sync(~0u, bits, step + 16), __shfl_sync(~0u, bits, step + 24));
 }
 
 // Scales of groups past the row are zeros; UE8M0 packs the exponents of a step into one word.
@@ -145,7 +163,7 @@ template <Payload kPayload, DType kType, int kSteps>
 __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kPayload, kSteps>& raw, int piece_index,
                                        PieceOf<kPayload, kSteps>& piece, int lane) {
   if constexpr (kPayload == Payload::kFp8) {
-    quantize<kType, kSteps>(p.quant, raw, piece, lane);
+    quantize<kType>(p.quant, raw, piece, lane);
     piece.side = finish_scales(p.quant, piece.side, piece_index * kSteps + lane, p.hidden);
   } else {
 #pragma unroll

@@ -73,6 +73,12 @@ inline int __ffsll(long long value) {
 }
 inline int __popc(unsigned value) { return std::popcount(value); }
 inline int __popcll(unsigned long long value) { return std::popcount(value); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = a | static_cast<uint64_t>(b) << 32;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; i++) picked |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return picked;
+}
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
@@ -118,9 +124,10 @@ T update(T* target, Next next) {
 
 inline void __syncwarp(unsigned mask = ~0u) { ep::emulator::gather(ep::emulator::WarpOp::kSync, 0, mask); }
 template <class T>
-T __shfl_sync(unsigned mask, T value, int from) {
+T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
+  const int lane = (ep::emulator::lane() & ~(width - 1)) | (from & (width - 1));
   return ep::emulator::unpack<T>(
-      ep::emulator::gather(ep::emulator::WarpOp::kShuffle, ep::emulator::pack(value), mask)[from & 31]);
+      ep::emulator::gather(ep::emulator::WarpOp::kShuffle, ep::emulator::pack(value), mask)[lane]);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, int delta) {

@@ -84,6 +84,9 @@ inline uint32_t ld_acquire_shared(const uint32_t* p) {
   return *p;
 }
 inline void st_release_shared(uint32_t* p, uint32_t v) { *p = v; }
+inline void st_shared(uint4* p, uint4 v) { *p = v; }
+inline void st_shared(uint32_t* p, uint32_t v) { *p = v; }
+inline void st_shared(uint8_t* p, uint32_t v) { *p = static_cast<uint8_t>(v); }
 
 // ---- Bulk copies
 
