@@ -240,6 +240,10 @@ def _with_strides(rows: Tensor, strides: str) -> Tensor:
         wide = rows.new_zeros(rows.shape[0], rows.shape[1] + 3)
         wide[:, 1 : 1 + rows.shape[1]] = rows
         return wide[:, 1 : 1 + rows.shape[1]]
+    if strides == "aligned":  # every row begins at a multiple of 16 bytes
+        wide = rows.new_zeros(rows.shape[0], -(-rows.shape[1] // 16) * 16)
+        wide[:, : rows.shape[1]] = rows
+        return wide[:, : rows.shape[1]]
     return rows
 
 

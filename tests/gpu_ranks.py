@@ -14,7 +14,7 @@ import floor_calls
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, generate
+from cases import SCALE_STRIDES, Case, generate
 from expected import Expected, plain_case, shared_buffer
 from gpu_chains import chain_buffer, replay_graphs
 from harness import check_case, combine_case, dispatch_case, garble
@@ -45,6 +45,22 @@ def wide_case(num_ranks: int, **changes: Any) -> Case:
             **changes,
         }
     )  # fmt: skip
+
+
+def scale_cases(num_ranks: int) -> list[Case]:
+    """Scales of the caller of all element sizes and strides, beside rows that end anywhere in a piece."""
+    dtypes = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
+    widths, hiddens, layouts = (16, 3, 37, 224), (512, 528, 1008), ("expert_major", "packed", "flat", "rank_major")
+    cases = []
+    for number, (dtype, strides, width) in enumerate(itertools.product(dtypes, (*SCALE_STRIDES, "aligned"), widths)):
+        case = plain_case(
+            num_ranks, seed=number, dtype=torch.int8, hidden=hiddens[number % 3],
+            layout=layouts[(number + number // 4 + number // 16) % 4],
+            content=("plain", "words")[number % 2], scales_dtype=dtype, scales_strides=strides, scales_width=width,
+            zero_padding=number % 5 < 3, max_tokens=6, tokens=(5,) * num_ranks, tokens_kind="ragged",
+        )  # fmt: skip
+        cases.append(case)
+    return cases
 
 
 def on_gpu(rank: int) -> torch.device:
@@ -90,7 +106,7 @@ def run_overwritten(case: Expected, buffer: nccl_ep.Buffer) -> None:
 def run_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]) -> int:
     """Generated cases, by turns staged and fused; a wide one with every number of SMs; overwritten inputs."""
     device = on_gpu(rank)
-    cases = [Expected(case) for case in cuda_cases(count, num_ranks)]
+    cases = [Expected(case) for case in (*cuda_cases(count, num_ranks), *scale_cases(num_ranks))]
     wide = [Expected(wide_case(num_ranks, **how)) for how in ({}, {"quant": "fp8_ue8m0", "layout": "packed"})]
     group = rendezvous_of(dist.group.WORLD)
     with shared_buffer(group, cases + wide, device=device) as buffer:

@@ -53,6 +53,11 @@ def test_generated_cases_of_high_throughput(part: int) -> None:
     print("\n" + coverage.report())
 
 
+def test_scales_of_the_caller() -> None:
+    for number, case in enumerate(gpu_ranks.scale_cases(2)):
+        check_case(case, staged=number % 3 == 1, num_sms=number % 2 + 1)
+
+
 @pytest.mark.parametrize("mode", ["ll", "ht"])
 def test_under_delays(mode: str) -> None:
     for seed in range(NUM_CASES // 8):

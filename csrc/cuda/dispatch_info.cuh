@@ -11,10 +11,17 @@ static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t
   auto* out = static_cast<uint4*>(p.out_x);
   for (int64_t i = from * chunks + lane_id(); i < to * chunks; i += 32) ptx::st(out + i, make_uint4(0, 0, 0, 0));
   const Scales& scales = p.out_scales;
-  for (int64_t i = from * scales.count + lane_id(); scales.data != nullptr && i < to * scales.count; i += 32) {
-    const int64_t element = i / scales.count * scales.row_stride + i % scales.count * scales.group_stride;
-    for (int b = 0; b < scales.element_bytes; b++) {
-      static_cast<uint8_t*>(scales.data)[element * scales.element_bytes + b] = 0;
+  if (scales.data == nullptr) return;
+  const int bytes = scales.element_bytes;
+  const bool are_words = bytes == 4 && reinterpret_cast<uintptr_t>(scales.data) % 4 == 0;
+  for (int64_t row = from; row < to; row++) {
+    for (int group = lane_id(); group < scales.count; group += 32) {
+      char* at = static_cast<char*>(scales.data) + (row * scales.row_stride + group * scales.group_stride) * bytes;
+      if (are_words) {
+        *reinterpret_cast<uint32_t*>(at) = 0;
+      } else {
+        for (int b = 0; b < bytes; b++) at[b] = 0;
+      }
     }
   }
 }

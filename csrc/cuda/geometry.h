@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <numeric>
 
@@ -35,6 +36,62 @@ struct RowShape {
       row.side_bytes = 16;
     }
     return row;
+  }
+};
+
+// Scales of the caller move in chunks of 16 bytes, a lane each, or a chunk in words or in bytes: in the largest unit
+// that addresses and sizes are multiples of.
+inline int scale_unit(int64_t common_divisor) {
+  if (common_divisor % kLaneBytes == 0) return kLaneBytes;
+  return common_divisor % 4 == 0 ? 4 : 1;
+}
+
+// Where the chunks of a row's scales come from. All lengths are in bytes.
+struct ScaleSource {
+  const char* data = nullptr;
+  int64_t row_stride = 0;
+  int64_t chunk_stride = 0;
+  int64_t word_at[4] = {};     // words of a chunk, from its first on
+  int64_t element_stride = 0;  // bytes of a chunk: byte i is in element i >> shift
+  int shift = 0;
+  int unit = kLaneBytes;
+  int row_bytes = 0;  // that move
+
+  static ScaleSource of(const Scales& scales) {
+    const int64_t size = scales.element_bytes, row_stride = scales.row_stride * size;
+    const auto address = reinterpret_cast<intptr_t>(scales.data);
+    // A row that lies together is one of bytes, whatever its elements.
+    const bool is_together = scales.group_stride == 1 || scales.count <= 1;
+    ScaleSource source;
+    source.data = static_cast<const char*>(scales.data);
+    source.row_stride = row_stride;
+    source.row_bytes = scales.count * scales.element_bytes;
+    source.element_stride = is_together ? 1 : scales.group_stride * size;
+    source.shift = is_together ? 0 : std::countr_zero(static_cast<unsigned>(size));
+    source.unit = scale_unit(std::gcd<int64_t>(address, is_together ? std::gcd(row_stride, source.row_bytes) : size));
+    for (int i = 0; i < 4; i++) source.word_at[i] = byte_at(4 * i, source.element_stride, source.shift);
+    source.chunk_stride = byte_at(kLaneBytes, source.element_stride, source.shift);
+    return source;
+  }
+  EP_HD static int64_t byte_at(int byte, int64_t element_stride, int shift) {
+    return (byte >> shift) * element_stride + (byte & ((1 << shift) - 1));
+  }
+};
+
+// Where they go: rows one after the other.
+struct ScaleTarget {
+  char* data = nullptr;
+  int unit = kLaneBytes;
+  int row_bytes = 0;
+
+  static ScaleTarget of(const Scales& scales) {
+    EP_CHECK(scales.count == 0 || (scales.group_stride == 1 && scales.row_stride == scales.count), "rows of ",
+             scales.count, " scales go out with strides ", scales.row_stride, " and ", scales.group_stride);
+    ScaleTarget target;
+    target.data = static_cast<char*>(scales.data);
+    target.row_bytes = scales.count * scales.element_bytes;
+    target.unit = scale_unit(std::gcd<int64_t>(reinterpret_cast<intptr_t>(scales.data), target.row_bytes));
+    return target;
   }
 };
 
@@ -82,6 +139,8 @@ struct LlDispatchGeometry {
   Divisor by_local_experts;
   Divisor by_alignment;
   PlacesShape places;
+  ScaleSource given_scales;  // of keyed rows
+  ScaleTarget out_scales;
 
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
@@ -110,6 +169,8 @@ struct LlDispatchGeometry {
     const int64_t slices = has_last_gap ? ceil_div<int64_t>(p.output.capacity, 32) : 0;
     g.gap_warps = static_cast<int>(std::max<int64_t>(p.output.bins(), slices));
     g.places = PlacesShape::of(p);
+    if (p.row.is_keyed && sends(p.half)) g.given_scales = ScaleSource::of(p.scales);
+    if (p.row.is_keyed && receives(p.half)) g.out_scales = ScaleTarget::of(p.out_scales);
     return g;
   }
 };

@@ -129,7 +129,7 @@ struct Outgoing {
     if (asked >= role.geometry.send_units) return;
     const int token = role.geometry.by_pieces.divide(asked);
     id = own_id(role, token);
-    raw.load(role.p, role.geometry.row, token, role.geometry.by_pieces.remainder(asked, token), role.lane);
+    raw.load(role.p, role.geometry, token, role.geometry.by_pieces.remainder(asked, token), role.lane);
   }
   // What was asked for is the next to be sent.
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
@@ -262,7 +262,7 @@ struct Incoming {
     weight = 0;
     if (needs_weight(role)) weight = ptx::ld_relaxed_sys(weight_word(role, call, unit.source, unit.token));
     if (is_own) {
-      raw.load(p, role.geometry.row, unit.token, unit.piece, role.lane);
+      raw.load(p, role.geometry, unit.token, unit.piece, role.lane);
     } else {
       load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
     }
@@ -325,7 +325,7 @@ __device__ __forceinline__ void receive_rows(const DispatchRole& role, const Cal
       if (!in.template take<kType>(role, call)) return;
       unsigned targets = __ballot_sync(~0u, row >= 0);
       if constexpr (!kExpertRows) targets &= -targets;  // one row for all choices
-      const RowWriter<kPayload, kSteps> writer(p, role.geometry.row, unit.piece, role.lane);
+      const RowWriter<kPayload, kSteps> writer(p, role.geometry, unit.piece, role.lane);
 #pragma unroll 1
       for (; targets != 0; targets &= targets - 1) {
         const int k = __ffs(targets) - 1;

@@ -32,17 +32,20 @@ __device__ __forceinline__ uint4 operator^(uint4 v, uint32_t key) {
 
 // ---- From x
 
-// Sixteen bytes of the caller's scales, of any strides, as they lie in the row's body.
-static __device__ __noinline__ uint4 gather_scales(const Scales& scales, int64_t token, int first_byte) {
-  alignas(16) uint8_t bytes[16] = {};
-  for (int b = 0; b < 16; b++) {
-    const int group = (first_byte + b) / scales.element_bytes;
-    if (group >= scales.count) break;
-    const int64_t element = token * scales.row_stride + group * scales.group_stride;
-    bytes[b] = static_cast<const uint8_t*>(
-        scales.data)[element * scales.element_bytes + (first_byte + b) % scales.element_bytes];
+// A chunk of scales whose `left` bytes lie at any addresses; zeros past them.
+static __device__ __noinline__ uint4 load_scale_bytes(const char* at, int64_t element_stride, int shift, int left) {
+  uint32_t bytes[kLaneBytes];
+#pragma unroll
+  for (int i = 0; i < kLaneBytes; i++) {
+    bytes[i] = 0;
+    if (i < left) bytes[i] = ptx::ld_nc_1(at + ScaleSource::byte_at(i, element_stride, shift));
   }
-  return *reinterpret_cast<const uint4*>(bytes);
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    words[i] = bytes[4 * i] | bytes[4 * i + 1] << 8 | bytes[4 * i + 2] << 16 | bytes[4 * i + 3] << 24;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // Raw input of a piece: twice as many chunks for rows that will be quantised.
@@ -51,7 +54,32 @@ struct Raw {
   static constexpr int kPerChunk = kPayload == Payload::kFp8 ? 2 : 1;
   uint4 chunk[kSteps * kPerChunk];
 
-  __device__ __forceinline__ void load(const LlDispatchParams& p, const RowShape& row, int token, int piece, int lane) {
+  // Chunk c of the row: of x, or of the scales behind it. Words are asked for together and nobody waits for them here.
+  __device__ __forceinline__ static void load_keyed(const LlDispatchGeometry& geometry, const uint4* x, int token,
+                                                    int c, uint4& chunk) {
+    if (c >= geometry.row.chunks) return;
+    const ScaleSource& scales = geometry.given_scales;
+    const auto* from = reinterpret_cast<const char*>(x + c);
+    const int scale_chunk = c - geometry.row.payload_chunks;
+    if (scale_chunk >= 0) from = scales.data + token * scales.row_stride + scale_chunk * scales.chunk_stride;
+    if (scale_chunk < 0 || scales.unit == kLaneBytes) {
+      chunk = ptx::ld_nc(from);
+      return;
+    }
+    const int left = scales.row_bytes - scale_chunk * kLaneBytes;
+    if (scales.unit == 1) {
+      chunk = load_scale_bytes(from, scales.element_stride, scales.shift, left);
+      return;
+    }
+    chunk.x = ptx::ld_nc_4(from);
+    if (left > 4) chunk.y = ptx::ld_nc_4(from + scales.word_at[1]);
+    if (left > 8) chunk.z = ptx::ld_nc_4(from + scales.word_at[2]);
+    if (left > 12) chunk.w = ptx::ld_nc_4(from + scales.word_at[3]);
+  }
+
+  __device__ __forceinline__ void load(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int token,
+                                       int piece, int lane) {
+    const RowShape& row = geometry.row;
     const auto* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(token) * row.payload_chunks * kPerChunk;
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
@@ -60,10 +88,10 @@ struct Raw {
       for (int i = 0; i < kPerChunk; i++) {
         uint4& chunk_j = chunk[j * kPerChunk + i];
         chunk_j = make_uint4(0, 0, 0, 0);
-        if (c < row.payload_chunks) {
+        if constexpr (kPayload == Payload::kKeyed) {
+          load_keyed(geometry, x, token, c, chunk_j);
+        } else if (c < row.payload_chunks) {
           chunk_j = ptx::ld_nc(x + c * kPerChunk + i);
-        } else if (kPayload == Payload::kKeyed && c < row.chunks) {
-          chunk_j = gather_scales(p.scales, token, (c - row.payload_chunks) * kLaneBytes);
         }
       }
     }
@@ -150,6 +178,10 @@ __device__ __forceinline__ uint4 finish_scales(Quant quant, uint4 scales, int st
 template <int kSteps>
 __device__ __forceinline__ void find_keys(PieceOf<Payload::kKeyed, kSteps>& piece, int lane) {
   piece.side = make_uint4(0, 0, 0, 0);
+  bool needs_key = false;
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) needs_key = needs_key || !has_arrived(piece.chunk[j]);
+  if (!__any_sync(~0u, needs_key)) return;
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
     uint32_t key = 0;
@@ -269,16 +301,23 @@ __device__ __forceinline__ void decode(PieceOf<kPayload, kSteps>& piece) {
   }
 }
 
-static __device__ __noinline__ void scatter_scales(const Scales& scales, int64_t row, int first_byte, uint4 value,
-                                                   int bytes) {
-  const auto* source = reinterpret_cast<const uint8_t*>(&value);
-  for (int b = 0; b < bytes; b++) {
-    const int group = (first_byte + b) / scales.element_bytes;
-    if (group >= scales.count) break;
-    const int64_t element = row * scales.row_stride + group * scales.group_stride;
-    static_cast<uint8_t*>(scales.data)[element * scales.element_bytes + (first_byte + b) % scales.element_bytes] =
-        source[b];
+// The first `left` bytes of a chunk.
+static __device__ __noinline__ void store_scale_bytes(char* at, uint4 chunk, int left) {
+  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+  for (int i = 0; i < kLaneBytes; i++) {
+    if (i < left) at[i] = static_cast<char>(words[i / 4] >> i % 4 * 8);
   }
+}
+
+// The same in words or bytes; `left` may be more than there are.
+__device__ __forceinline__ void store_scale_units(char* at, uint4 chunk, int unit, int left) {
+  if (unit == 1) return store_scale_bytes(at, chunk, left);
+  auto* words = reinterpret_cast<uint32_t*>(at);
+  words[0] = chunk.x;
+  if (left > 4) words[1] = chunk.y;
+  if (left > 8) words[2] = chunk.z;
+  if (left > 12) words[3] = chunk.w;
 }
 
 // The scales of a step, four floats or one word of exponents.
@@ -305,8 +344,13 @@ struct RowWriter {
   int row_chunks, payload_left, chunks_left, step, side_bytes;
   bool has_scales;
   int64_t bin_gap = 0;  // scales of an expert begin so much after the end of those before
+  const ScaleTarget& keyed_scales;
+  char* scales_out;  // where the scales of row 0 would have the lane's first chunk
 
-  __device__ __forceinline__ RowWriter(const LlDispatchParams& p, const RowShape& row, int piece_index, int lane) {
+  __device__ __forceinline__ RowWriter(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int piece_index,
+                                       int lane)
+      : keyed_scales(geometry.out_scales) {
+    const RowShape& row = geometry.row;
     const int first = piece_index * kSteps * 32 + lane;
     out = ptx::opaque(static_cast<uint4*>(p.out_x) + first);
     row_chunks = row.payload_chunks;
@@ -316,17 +360,32 @@ struct RowWriter {
     side_bytes = row.side_bytes;
     has_scales = kPayload == Payload::kFp8 && lane < kSteps && step < row.steps;
     if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
+    scales_out = keyed_scales.data - static_cast<int64_t>(payload_left) * kLaneBytes;
+  }
+  // `row_scales`: scales_out, of the row.
+  __device__ __forceinline__ void store_keyed(uint4* target, char* row_scales, int j, uint4 chunk) const {
+    if (j * 32 >= chunks_left) return;
+    const bool is_scales = j * 32 >= payload_left;
+    char* to = is_scales ? row_scales + j * 32 * kLaneBytes : reinterpret_cast<char*>(target + j * 32);
+    if (!is_scales || keyed_scales.unit == kLaneBytes) {
+      ptx::st(reinterpret_cast<uint4*>(to), chunk);
+    } else {
+      const int left = keyed_scales.row_bytes - (j * 32 - payload_left) * kLaneBytes;
+      store_scale_units(to, chunk, keyed_scales.unit, left);
+    }
   }
   // `expert`: whose row it is; of no meaning in rank layouts.
   __device__ __forceinline__ void store(const LlDispatchParams& p, int32_t out_row, uint32_t expert,
                                         const PieceOf<kPayload, kSteps>& piece) const {
-    uint4* target = out + static_cast<uint64_t>(static_cast<uint32_t>(out_row)) * static_cast<uint32_t>(row_chunks);
+    const auto row = static_cast<uint64_t>(static_cast<uint32_t>(out_row));
+    uint4* target = out + row * static_cast<uint32_t>(row_chunks);
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
-      if (j * 32 < payload_left) {
+      if constexpr (kPayload == Payload::kKeyed) {
+        char* row_scales = scales_out + row * static_cast<uint32_t>(keyed_scales.row_bytes);
+        store_keyed(target, row_scales, j, piece.chunk[j]);
+      } else if (j * 32 < payload_left) {
         ptx::st(target + j * 32, piece.chunk[j]);
-      } else if (kPayload == Payload::kKeyed && j * 32 < chunks_left) {
-        scatter_scales(p.out_scales, out_row, (j * 32 - payload_left) * kLaneBytes, piece.chunk[j], kLaneBytes);
       }
     }
     if (!has_scales) return;

@@ -24,6 +24,16 @@ __device__ __forceinline__ uint2 ld_nc_8(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
+__device__ __forceinline__ uint32_t ld_nc_4(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint32_t ld_nc_1(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u8 %0,[%1];" : "=r"(v) : "l"(p));
+  return v;
+}
 __device__ __forceinline__ uint4 ld_relaxed_sys(const uint4* p) {  // each 32-bit word by itself
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3},[%4];"

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <random>
 #include <set>
+#include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cuda/geometry.h"
@@ -259,6 +261,78 @@ TEST(PlacesShape, RegionsDoNotOverlap) {
     EXPECT_EQ(shape.starts_at, shape.tokens_at + 4);
     EXPECT_GE(shape.bytes, 4 * (shape.starts_at + shape.bins + 1));
   }
+}
+
+int largest_unit(std::initializer_list<int64_t> multiples) {
+  for (int unit : {16, 4}) {
+    if (std::all_of(multiples.begin(), multiples.end(), [&](int64_t each) { return each % unit == 0; })) return unit;
+  }
+  return 1;
+}
+
+// Against the addresses that strides say.
+void check_source(const Scales& scales, const std::string& what) {
+  const ScaleSource source = ScaleSource::of(scales);
+  const int size = scales.element_bytes;
+  ASSERT_EQ(source.row_bytes, scales.count * size) << what;
+  for (int64_t row : {0, 1, 6}) {
+    for (int byte = 0; byte < source.row_bytes; byte++) {
+      const char* expected = static_cast<const char*>(scales.data) +
+                             (row * scales.row_stride + byte / size * scales.group_stride) * size + byte % size;
+      const char* chunk = source.data + row * source.row_stride + byte / 16 * source.chunk_stride;
+      ASSERT_EQ(chunk + ScaleSource::byte_at(byte % 16, source.element_stride, source.shift), expected) << what;
+      if (source.unit == 1) continue;
+      const int in_unit = byte % source.unit;
+      ASSERT_EQ(chunk + (source.unit == 16 ? 0 : source.word_at[byte % 16 / 4]) + in_unit, expected) << what;
+      ASSERT_EQ(reinterpret_cast<intptr_t>(expected - in_unit) % source.unit, 0) << what;
+    }
+    ASSERT_EQ(source.row_bytes % source.unit, 0) << what;
+  }
+}
+
+TEST(Scales, ComeFromWhereTheirStridesSay) {
+  alignas(16) static char memory[32];
+  for (int size : {1, 2, 4, 8, 16}) {
+    for (int count : {1, 2, 3, 4, 16, 21, 56}) {
+      for (int offset : {0, 1, 2, 4, 8}) {
+        const int64_t wide = align_up(count, 16);
+        for (const auto& [row_stride, group_stride] : std::vector<std::pair<int64_t, int64_t>>{{count, 1},
+                                                                                               {count + 3, 1},
+                                                                                               {wide, 1},
+                                                                                               {1, 7},
+                                                                                               {0, 1},
+                                                                                               {1, 0},
+                                                                                               {0, 0},
+                                                                                               {1000000007, 1},
+                                                                                               {2, 2000000}}) {
+          const Scales scales{memory + offset, row_stride, group_stride, count, size};
+          const std::string what = std::to_string(count) + " of " + std::to_string(size) + " at " +
+                                   std::to_string(offset) + ", strides " + std::to_string(row_stride) + " and " +
+                                   std::to_string(group_stride);
+          check_source(scales, what);
+          const bool is_together = group_stride == 1 || count == 1;
+          EXPECT_EQ(ScaleSource::of(scales).unit, is_together ? largest_unit({offset, row_stride * size, count * size})
+                                                              : largest_unit({offset, size}))
+              << what;
+        }
+      }
+    }
+  }
+}
+
+TEST(Scales, GoOutInTheLargestUnitThatFitsEveryRow) {
+  alignas(16) static char memory[32];
+  for (int size : {1, 2, 4, 8, 16}) {
+    for (int count : {1, 2, 3, 4, 16, 21, 56}) {
+      for (int offset : {0, 1, 4, 8}) {
+        const ScaleTarget target = ScaleTarget::of({memory + offset, count, 1, count, size});
+        EXPECT_EQ(target.data, memory + offset);
+        EXPECT_EQ(target.row_bytes, count * size);
+        EXPECT_EQ(target.unit, largest_unit({offset, count * size})) << count << " of " << size << " at " << offset;
+      }
+    }
+  }
+  EXPECT_THROW(ScaleTarget::of({memory, 4, 2, 2, 4}), Error) << "rows that do not lie together";
 }
 
 TEST(DispatchGeometry, CountsThePiecesToSendAndToReceive) {

@@ -36,6 +36,8 @@ Vector late_load_words(const Vector* p) {
 }
 inline uint4 ld_nc(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint2 ld_nc_8(const void* p) { return *static_cast<const uint2*>(p); }
+inline uint32_t ld_nc_4(const void* p) { return *static_cast<const uint32_t*>(p); }
+inline uint32_t ld_nc_1(const void* p) { return *static_cast<const uint8_t*>(p); }
 inline uint4 ld_relaxed_sys(const uint4* p) { return late_load_words<uint32_t>(p); }
 inline uint2 ld_relaxed_sys(const uint2* p) { return late_load_words<uint32_t>(p); }
 inline uint32_t ld_relaxed_sys(const uint32_t* p) { return late_load(p); }
