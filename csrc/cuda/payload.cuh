@@ -360,7 +360,8 @@ struct RowWriter {
     side_bytes = row.side_bytes;
     has_scales = kPayload == Payload::kFp8 && lane < kSteps && step < row.steps;
     if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
-    scales_out = keyed_scales.data - static_cast<int64_t>(payload_left) * kLaneBytes;
+    scales_out = keyed_scales.data;
+    if (kPayload == Payload::kKeyed && scales_out != nullptr) scales_out -= static_cast<int64_t>(payload_left) * kLaneBytes;
   }
   // `row_scales`: scales_out, of the row.
   __device__ __forceinline__ void store_keyed(uint4* target, char* row_scales, int j, uint4 chunk) const {
@@ -382,8 +383,8 @@ struct RowWriter {
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
       if constexpr (kPayload == Payload::kKeyed) {
-        char* row_scales = scales_out + row * static_cast<uint32_t>(keyed_scales.row_bytes);
-        store_keyed(target, row_scales, j, piece.chunk[j]);
+        const uint64_t row_scales = row * static_cast<uint32_t>(keyed_scales.row_bytes);
+        store_keyed(target, scales_out + row_scales, j, piece.chunk[j]);
       } else if (j * 32 < payload_left) {
         ptx::st(target + j * 32, piece.chunk[j]);
       }
