@@ -6,6 +6,7 @@ namespace ep {
 namespace {
 
 constexpr int kFewTokens = 48;  // up to so many, what counts is how soon the first rows leave
+constexpr int kFewBlocks = 48;  // below, what counts is how much a sending block has under way
 
 // Blocks that only send, the lowest ones: a quarter fills the links, the rest have the copying to do.
 int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * share_of_132 + 66) / 132, 1, blocks - 1); }
@@ -30,7 +31,7 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
     plan.sender_warps = sizes.num_tokens > 16 ? 4 : 8;
     plan.sender_blocks = sender_share(plan.blocks, sizes.is_heavy || sizes.num_tokens <= 16 ? 20 : 16);
   } else {
-    plan.sender_warps = sizes.is_heavy ? 8 : 4;
+    plan.sender_warps = sizes.is_heavy || num_sms < kFewBlocks ? 8 : 4;
     plan.sender_blocks = sender_share(plan.blocks, sizes.is_heavy ? 28 : 32);
   }
   plan.receiver_block0 = plan.sender_blocks;
