@@ -361,7 +361,8 @@ struct RowWriter {
     has_scales = kPayload == Payload::kFp8 && lane < kSteps && step < row.steps;
     if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
     scales_out = keyed_scales.data;
-    if (kPayload == Payload::kKeyed && scales_out != nullptr) scales_out -= static_cast<int64_t>(payload_left) * kLaneBytes;
+    if (kPayload == Payload::kKeyed && scales_out != nullptr)
+      scales_out -= static_cast<int64_t>(payload_left) * kLaneBytes;
   }
   // `row_scales`: scales_out, of the row.
   __device__ __forceinline__ void store_keyed(uint4* target, char* row_scales, int j, uint4 chunk) const {
