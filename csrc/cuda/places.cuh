@@ -203,9 +203,9 @@ __device__ __forceinline__ void build_places(const LlDispatchParams& p, const Ls
   }
 }
 
-// packed: the first row of every expert, none past 2^31 - 1. All receiving warps call, this one being `index` of `warps`,
-// after a barrier, and before another. A warp finds 32 experts' and adds up by itself what comes before them: that takes
-// less time than to wait for another's sums.
+// packed: the first row of every expert, none past 2^31 - 1. All receiving warps call, this one being `index` of
+// `warps`, after a barrier, and before another. A warp finds 32 experts' and adds up by itself what comes before them:
+// that takes less time than to wait for another's sums.
 __device__ __forceinline__ void find_starts(const LlDispatchParams& p, const Places& places,
                                             const Divisor& by_alignment, int index, int warps) {
   constexpr auto kMost = static_cast<uint32_t>(INT32_MAX);
@@ -227,8 +227,8 @@ __device__ __forceinline__ void find_starts(const LlDispatchParams& p, const Pla
       if (lane >= offset) end = min(end + lower, kMost);
     }
     const uint32_t start = __shfl_up_sync(~0u, end, 1);
-    const uint64_t base = __reduce_add_sync(~0u, before & 0xFFFF) +
-                          (static_cast<uint64_t>(__reduce_add_sync(~0u, before >> 16)) << 16);
+    const uint64_t base =
+        __reduce_add_sync(~0u, before & 0xFFFF) + (static_cast<uint64_t>(__reduce_add_sync(~0u, before >> 16)) << 16);
     if (first + lane > bins) continue;
     places.start(first + lane) = static_cast<int>(min(base + (lane > 0 ? start : 0), static_cast<uint64_t>(kMost)));
   }
