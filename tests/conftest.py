@@ -19,9 +19,10 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the C library is installed. Built in the developers' build directory, or in one of its own."""
+    """Where the C library is installed. Built in a developers' build directory that has it, or in one of its own."""
     names = ("gpu", "dev") if torch.cuda.is_available() else ("dev", "gpu")
-    build = next((ROOT / "build" / n for n in names if (ROOT / "build" / n / "build.ninja").exists()), None)
+    caches = (ROOT / "build" / name / "CMakeCache.txt" for name in names)
+    build = next((c.parent for c in caches if c.exists() and "BUILD_C_LIBRARY:BOOL=ON" in c.read_text()), None)
     if build is None:
         build = tmp_path_factory.mktemp("build")
         off = [f"-DNCCL_EP_{name}=OFF" for name in ("BUILD_PYTHON", "BUILD_TESTS")]
