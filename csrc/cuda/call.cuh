@@ -372,4 +372,15 @@ __device__ __forceinline__ void send_routing(const CallContext& context, const L
   }
 }
 
+// The sum over this lane and those before it, by add().
+template <class T, class Add>
+__device__ __forceinline__ T inclusive_sum(T value, const Add& add) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(~0u, value, step);
+    if (lane_id() >= step) value = add(value, other);
+  }
+  return value;
+}
+
 }  // namespace ep

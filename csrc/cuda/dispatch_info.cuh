@@ -46,7 +46,6 @@ __device__ __forceinline__ Gap gap_of(const LlDispatchParams& p, const Places& p
 }
 
 // Behind the last row of all, where bins have no parts of their own.
-template <bool kExpertRows>
 __device__ __forceinline__ Gap last_gap(const LlDispatchParams& p, const Places& places) {
   const OutputShape& output = p.output;
   int64_t end = output.capacity;
@@ -70,7 +69,7 @@ __device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Plac
     const Gap gap = gap_of<kExpertRows>(p, places, bin);
     clear_rows<kExpertRows>(p, gap.first, gap.end);
   }
-  const Gap gap = last_gap<kExpertRows>(p, places);
+  const Gap gap = last_gap(p, places);
 #pragma unroll 1
   for (int64_t row = gap.first + index * 32; row < gap.end; row += warps * 32) {
     clear_rows<kExpertRows>(p, row, min(row + 32, gap.end));

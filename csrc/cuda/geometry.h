@@ -165,8 +165,7 @@ struct LlDispatchGeometry {
     g.by_id_words = Divisor::of(p.layout.ids.words());
     g.by_local_experts = Divisor::of(p.output.local_experts);
     g.by_alignment = Divisor::of(p.output.alignment);
-    const bool has_last_gap = p.output.layout == OutputLayout::kPacked || p.output.layout == OutputLayout::kFlat;
-    const int64_t slices = has_last_gap ? ceil_div<int64_t>(p.output.capacity, 32) : 0;
+    const int64_t slices = p.output.has_parts() ? 0 : ceil_div<int64_t>(p.output.capacity, 32);  // of last_gap()
     g.gap_warps = static_cast<int>(std::max<int64_t>(p.output.bins(), slices));
     g.places = PlacesShape::of(p);
     if (p.row.is_keyed && sends(p.half)) g.given_scales = ScaleSource::of(p.scales);

@@ -102,16 +102,6 @@ __device__ __forceinline__ void clear_next_counters(const CallContext& call) {
   for (unsigned i = threadIdx.x; i < sizeof(HtCounters) / 4; i += blockDim.x) words[i] = 0;
 }
 
-// The sum over this lane and those before it.
-__device__ __forceinline__ int inclusive_sum(int value) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, value, step);
-    if (lane_id() >= step) value += other;
-  }
-  return value;
-}
-
 // A warp: what comes before each of `count` values, into sums[0, count), and all of them, into sums[count] and
 // returned. value_of(i) may read sums[i].
 template <class ValueOf>
@@ -121,7 +111,7 @@ __device__ __forceinline__ int exclusive_sums(int count, int* sums, const ValueO
   for (int first = 0; first < count; first += 32) {
     const int i = first + lane_id();
     const int value = i < count ? value_of(i) : 0;
-    const int end = inclusive_sum(value);
+    const int end = inclusive_sum(value, [](int a, int b) { return a + b; });
     if (i < count) sums[i] = next + end - value;
     next += __shfl_sync(~0u, end, 31);
   }

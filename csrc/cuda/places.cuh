@@ -210,6 +210,7 @@ __device__ __forceinline__ void find_starts(const LlDispatchParams& p, const Pla
                                             const Divisor& by_alignment, int index, int warps) {
   constexpr auto kMost = static_cast<uint32_t>(INT32_MAX);
   const int bins = places.shape.bins, lane = lane_id();
+  const auto add = [](uint32_t a, uint32_t b) { return min(a + b, kMost); };
   const auto span_of = [&](int bin) {
     const int demand = bin < bins ? demand_of<true>(p, places, bin) : 0;
     const int units = demand > 0 ? by_alignment.divide(demand - 1) + 1 : 0;
@@ -219,13 +220,8 @@ __device__ __forceinline__ void find_starts(const LlDispatchParams& p, const Pla
   for (int first = index * 32; first <= bins; first += warps * 32) {
     uint32_t before = 0;
 #pragma unroll 1
-    for (int bin = lane; bin < first; bin += 32) before = min(before + span_of(bin), kMost);
-    uint32_t end = span_of(first + lane);
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const uint32_t lower = __shfl_up_sync(~0u, end, offset);
-      if (lane >= offset) end = min(end + lower, kMost);
-    }
+    for (int bin = lane; bin < first; bin += 32) before = add(before, span_of(bin));
+    const uint32_t end = inclusive_sum(span_of(first + lane), add);
     const uint32_t start = __shfl_up_sync(~0u, end, 1);
     const uint64_t base =
         __reduce_add_sync(~0u, before & 0xFFFF) + (static_cast<uint64_t>(__reduce_add_sync(~0u, before >> 16)) << 16);

@@ -52,6 +52,9 @@ struct OutputShape {
     if (layout == OutputLayout::kRankMajor) return static_cast<int64_t>(num_ranks) * max_tokens;
     return capacity;
   }
+  EP_HD constexpr bool has_parts() const {  // of the output, one for each bin
+    return layout == OutputLayout::kExpertMajor || layout == OutputLayout::kRankMajor;
+  }
   EP_HD int map_k() const { return has_expert_rows(layout) ? topk : 1; }  // row map entries a token
   EP_HD constexpr int demand_at() const { return bins(); }
   EP_HD constexpr int overflow_at() const { return 2 * bins(); }
@@ -62,16 +65,14 @@ struct OutputShape {
 
   // The row of the index-th entry of a bin, whose rows start at `start` (packed, flat); kDroppedRow past the capacity.
   EP_HD int32_t row(int bin, int64_t start, int64_t index) const {
-    const bool per_bin = layout == OutputLayout::kExpertMajor || layout == OutputLayout::kRankMajor;
-    const int64_t limit = per_bin ? (layout == OutputLayout::kRankMajor ? max_tokens : capacity) : capacity;
-    const int64_t place = per_bin ? index : start + index;
+    const int64_t limit = has_parts() ? (layout == OutputLayout::kRankMajor ? max_tokens : capacity) : capacity;
+    const int64_t place = has_parts() ? index : start + index;
     if (place >= limit) return kDroppedRow;
-    return static_cast<int32_t>(per_bin ? bin * limit + index : place);
+    return static_cast<int32_t>(has_parts() ? bin * limit + index : place);
   }
   // Rows of a bin of `demand` rows that lie in the tensor.
   EP_HD int64_t kept(int64_t start, int64_t demand) const {
-    const bool per_bin = layout == OutputLayout::kExpertMajor || layout == OutputLayout::kRankMajor;
-    int64_t room = per_bin ? (layout == OutputLayout::kRankMajor ? max_tokens : capacity) : capacity - start;
+    int64_t room = has_parts() ? (layout == OutputLayout::kRankMajor ? max_tokens : capacity) : capacity - start;
     room = room < 0 ? 0 : room;
     return demand < room ? demand : room;
   }

@@ -34,9 +34,9 @@ from .world import BenchError, Launcher, Skipped, World, is_rank
 
 OPS = ("dispatch", "combine")
 _BUFFER_SECONDS = 15.0
+_SPIN_CYCLES = 80_000  # some 40 us
 _GRACE_SECONDS = 30.0
 _LONGER = 1.5  # the other lane is given work for so much longer than the one that is timed, and
-_SPIN_CYCLES = 80_000  # some 40 us
 _TRIES = 5  # twice as much each time that it was not enough, since both are slower together
 DESCRIPTION = """An operation and a GEMM at the same time: what each takes, alone and together. Targets: the GEMM within
 5 % of its share of SMs (share <= 1.05), the operation at most 1.1 times as long as alone on as many SMs (slowdown <=
