@@ -12,23 +12,19 @@
 namespace ep {
 namespace {
 
-// Weights that the home ranks send for this combine; ids mark the choices that count.
+// Weights that the home ranks send for this combine.
 class HomeWeights {
  public:
   HomeWeights(const LlCombineParams& p, Channel& channel) : p_(p), channel_(channel) {}
 
   void send() {
-    const IdFormat& ids = p_.layout.ids;
-    for (int step = 0; step < channel_.num_ranks(); step++) {
-      const int peer = channel_.peer(step);
-      for (int token = 0; token < p_.num_tokens; token++) {
-        uint32_t words[kMaxTopk] = {};
-        bool is_there = false;
-        for (int k = 0; k < ids.words() * ids.per_word(); k++) {
-          const bool counts = k < p_.shape.topk && send_weight(peer, token, k, is_there);
-          words[k / ids.per_word()] |= (counts ? 0 : ids.none()) << (k % ids.per_word() * ids.bits);
-        }
-        if (is_there) channel_.send_words(peer, id_words(channel_.rank(), token), words, ids.words());
+    for (int token = 0; token < p_.num_tokens; token++) {
+      for (int k = 0; k < p_.shape.topk; k++) {
+        const int index = token * p_.shape.topk + k;
+        const int32_t id = p_.handle.ids[index];
+        if (id < 0) continue;
+        const uint32_t word = weight_word(index);
+        channel_.send_words(p_.shape.owner(id), place(channel_.rank(), token, k), &word, 1);
       }
     }
     channel_.close_stage();
@@ -36,35 +32,24 @@ class HomeWeights {
 
   // False: the choice is skipped.
   bool await(int source, int token, int k, float& weight) {
-    const IdFormat& ids = p_.layout.ids;
-    uint32_t words[kMaxTopk], bits;
-    channel_.await_words(source, id_words(source, token), Phase::kWeights, words, ids.words());
-    if (ids.get(words[k / ids.per_word()], k % ids.per_word()) == ids.none()) return false;
-    channel_.await_words(source, p_.layout.weight(channel_.bank(), source, token, k), Phase::kWeights, &bits, 1);
-    std::memcpy(&weight, &bits, sizeof bits);
-    return true;
+    uint32_t word;
+    channel_.await_words(source, place(source, token, k), Phase::kWeights, &word, 1);
+    std::memcpy(&weight, &word, sizeof word);
+    return word != kSkippedWeight;
   }
 
  private:
-  Offset id_words(int source, int token) const { return p_.layout.id_words(channel_.bank(), source, token); }
+  Offset place(int source, int token, int k) const { return p_.layout.weight(channel_.bank(), source, token, k); }
 
-  bool is_skipped(int index) const {
-    if (p_.home_topk_idx == nullptr) return false;
-    const int64_t id = p_.is_idx64 ? static_cast<const int64_t*>(p_.home_topk_idx)[index]
-                                   : static_cast<const int32_t*>(p_.home_topk_idx)[index];
-    return !p_.shape.valid(id);
-  }
-
-  bool send_weight(int peer, int token, int k, bool& is_there) {
-    const int index = token * p_.shape.topk + k;
-    const int32_t id = p_.handle.ids[index];
-    if (id < 0 || p_.shape.owner(id) != peer) return false;
-    is_there = true;
-    if (is_skipped(index)) return false;
+  uint32_t weight_word(int index) const {
+    if (p_.home_topk_idx != nullptr) {
+      const int64_t id = p_.is_idx64 ? static_cast<const int64_t*>(p_.home_topk_idx)[index]
+                                     : static_cast<const int32_t*>(p_.home_topk_idx)[index];
+      if (!p_.shape.valid(id)) return kSkippedWeight;
+    }
     uint32_t bits;
     std::memcpy(&bits, p_.home_weights + index, sizeof bits);
-    channel_.send_words(peer, p_.layout.weight(channel_.bank(), channel_.rank(), token, k), &bits, 1);
-    return true;
+    return escape_float(bits);
   }
 
   const LlCombineParams& p_;

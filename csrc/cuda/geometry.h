@@ -246,7 +246,6 @@ struct LlCombineGeometry {
   UnitDeal deal;
   int receivers = 0;          // warps, between which the pieces of own tokens are dealt by their numbers
   uint32_t source_bytes = 0;  // from a source's rows in the window to the next one's
-  Divisor by_id_words;
   Divisor by_local_experts;
 
   // `lane_elements`: what a lane holds of a piece.
@@ -261,7 +260,6 @@ struct LlCombineGeometry {
                           g.homes > 0 ? g.homes : 1, plan.groups);
     g.receivers = plan.receivers();
     g.source_bytes = static_cast<uint32_t>(p.shape.max_tokens) * static_cast<uint32_t>(p.layout.row_stride);
-    g.by_id_words = Divisor::of(p.layout.ids.words());
     g.by_local_experts = Divisor::of(p.output.local_experts);
     return g;
   }

@@ -21,6 +21,7 @@ struct Sender {
   int64_t bank_offset = 0;
   Unit next{};
   Terms next_terms{kNoRow, 1.0f};
+  uint64_t next_weight = 0;  // of the home rank: the word that is there
   Unit unit;  // whose rows have been asked for
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
@@ -32,13 +33,13 @@ struct Sender {
   __device__ __forceinline__ void ask_first(const CombineRole& role) {
     index = role.warp;
     next = role.geometry.deal.dealt_unit(role.at.block, index);
-    load_next_terms(role);
+    if (next.token < role.p.shape.max_tokens) next_terms = load_terms(role, role.home_of(next.home), next.token);
     first_tokens = __ldg(role.p.handle.tokens + role.home_of(next.home));
     if (role.lane < role.p.shape.num_ranks) tokens = __ldg(role.p.handle.tokens + role.lane);
   }
   // The first sum: all but home weights is there before the epoch is known.
-  __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
-    if (role.p.weighting != Weighting::kHome) load_rows(role, call, first_tokens);
+  __device__ __forceinline__ void begin(const CombineRole& role) {
+    load_rows(role, first_tokens);
 #pragma unroll 1
     for (int r = role.lane + 32; r < role.p.shape.num_ranks; r += 32) {
       most_tokens = max(most_tokens, __ldg(role.p.handle.tokens + r));
@@ -46,26 +47,27 @@ struct Sender {
     most_tokens = __reduce_max_sync(~0u, max(tokens, most_tokens));
     has_tickets = role.geometry.deal.has_tickets(most_tokens);
     is_idle = !has_next();
-    if (is_idle || role.p.weighting == Weighting::kHome) return;
+    if (is_idle) return;
     draw(role);
-    add_up(role);
+    if (role.p.weighting != Weighting::kHome) add_up(role);
   }
   __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
     testing_point(Point::kBeforeRows, call);
     if (is_idle) return;
     bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
     if (role.p.weighting == Weighting::kHome) {
-      load_rows(role, call, tokens_of(role, role.home_of(next.home)));
-      draw(role);
+      weigh(role, call, 0);
       add_up(role);
     }
     store(call);
-    find_next(role);
+    find_next(role, call);
 #pragma unroll 1
     while (has_next()) {
-      load_rows(role, call, tokens_of(role, role.home_of(next.home)));
+      const uint64_t weight = next_weight;
+      load_rows(role, tokens_of(role, role.home_of(next.home)));
       draw(role);
-      find_next(role);
+      find_next(role, call);
+      if (role.p.weighting == Weighting::kHome) weigh(role, call, weight);
       add_up(role);
       store(call);
     }
@@ -76,9 +78,14 @@ struct Sender {
   __device__ __forceinline__ int tokens_of(const CombineRole& role, int home) const {
     return role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
   }
-  __device__ __forceinline__ void load_next_terms(const CombineRole& role) {
+  __device__ __forceinline__ void load_next_terms(const CombineRole& role, const CallContext& call) {
     next_terms = {kNoRow, 1.0f};
-    if (next.token < role.p.shape.max_tokens) next_terms = load_terms(role, role.home_of(next.home), next.token);
+    if (next.token >= role.p.shape.max_tokens) return;
+    const int home = role.home_of(next.home);
+    next_terms = load_terms(role, home, next.token);
+    if (role.p.weighting == Weighting::kHome && role.lane < role.p.shape.topk) {
+      next_weight = ptx::ld_relaxed_sys(home_weight_word(role, call, home, next.token));
+    }
   }
   // Asks for a ticket if the next unit needs one; find_next() looks at it.
   __device__ __forceinline__ void draw(const CombineRole& role) {
@@ -91,7 +98,7 @@ struct Sender {
     if (role.lane == 0) drawn = ptx::atom_inc_relaxed_gpu(&role.state->unit_tickets[group].next, last);
     ticket = drawn;
   }
-  __device__ __forceinline__ void find_next(const CombineRole& role) {
+  __device__ __forceinline__ void find_next(const CombineRole& role, const CallContext& call) {
     const UnitDeal& deal = role.geometry.deal;
     index += deal.warps;
     if (deal.is_dealt(index)) {
@@ -101,22 +108,26 @@ struct Sender {
     } else {
       next.token = most_tokens;
     }
-    load_next_terms(role);
+    load_next_terms(role, call);
   }
   // Makes the next unit the one to add up, and asks for its rows.
-  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call, int home_tokens) {
+  __device__ __forceinline__ void load_rows(const CombineRole& role, int home_tokens) {
     unit = next;
     const int home = role.home_of(unit.home);
     terms = checked(role, next_terms, unit.token < home_tokens);
-    if (role.p.weighting == Weighting::kHome) {
-      terms = await_home_weight(role.p.layout, role.peers, call, home, unit.token, terms);
-    }
     rows.load(role, terms, unit.piece);
     is_any = __any_sync(~0u, terms.row != kNoRow);
     const int lane_index = unit.piece * 32 + role.lane;
     slot = role.peers.at<char>(home, role.p.layout.row(0, role.peers.rank, unit.token)) +
            lane_index * static_cast<int>(sizeof sum);
     if (lane_index * kCount >= role.p.hidden) slot = nullptr;
+  }
+  // The weights of the unit's home rank, which had sent `seen`.
+  __device__ __forceinline__ void weigh(const CombineRole& role, const CallContext& call, uint64_t seen) {
+    const unsigned asked = __ballot_sync(~0u, terms.row >= 0);
+    terms = await_home_weight(role, call, role.home_of(unit.home), unit.token, terms, seen);
+    // Rarely a choice does not count here that counted at dispatch.
+    if (__ballot_sync(~0u, terms.row >= 0) != asked) rows.load(role, terms, unit.piece);
   }
   __device__ __forceinline__ void add_up(const CombineRole& role) {
     if (!is_any) return;
@@ -296,6 +307,7 @@ struct Receiver {
   int rows_number = 0;        // of the piece whose own rows have been asked for
   int rows_id = -1;
   Terms rows_terms;
+  OwnHomeWeight rows_weight;
   RowBatch<kIn, kCount> rows;
   Numbers<kWire, kCount> own;  // share of the piece that is added up
   bool has_begun = false;
@@ -304,22 +316,22 @@ struct Receiver {
     number = role.receiver();
     ask(role);
   }
-  // All but home weights is there before the epoch is known.
-  __device__ __forceinline__ void begin(const CombineRole& role, const CallContext& call) {
+  // The first share needs nothing of this call.
+  __device__ __forceinline__ void begin(const CombineRole& role) {
     if (!has_next(role)) return;
-    load_rows(role, call);
+    load_rows(role);
     add_up_own(role);
     has_begun = true;
   }
   __device__ __forceinline__ void sum_all(const CombineRole& role, const CallContext& call) {
     testing_point(Point::kBeforeReceive, call);
-    if (!has_begun) begin(role, call);
+    if (!has_begun) begin(role);
     if (!has_begun) return;
 #pragma unroll 1
     while (true) {
       const int now = rows_number, now_id = rows_id;
       const bool is_last = !has_next(role);
-      if (!is_last) load_rows(role, call);
+      if (!is_last) load_rows(role);
       if (!sum_piece<kWire, kOut, kCount>(role, call, now, now_id, own) || is_last) return;
       add_up_own(role);
     }
@@ -336,25 +348,32 @@ struct Receiver {
     if (sends(role.p.half)) terms = load_terms(role, role.peers.rank, token);
   }
   // Asks for the own rows of a piece and the handle's entries of the one after.
-  __device__ __forceinline__ void load_rows(const CombineRole& role, const CallContext& call) {
+  __device__ __forceinline__ void load_rows(const CombineRole& role) {
     rows_number = number;
     rows_id = id;
     if (sends(role.p.half)) {
       const Unit unit = role.geometry.deal.unit(0, number);
       rows_terms = checked(role, terms, true);
-      if (role.p.weighting == Weighting::kHome) {
-        rows_terms = await_home_weight(role.p.layout, role.peers, call, role.peers.rank, unit.token, rows_terms);
-      }
       rows.load(role, rows_terms, unit.piece);
+      if (role.p.weighting == Weighting::kHome && role.lane < role.p.shape.topk) {
+        rows_weight.load(role.p, unit.token * role.p.shape.topk + role.lane);
+      }
     }
     number += role.geometry.receivers;
     ask(role);
   }
   __device__ __forceinline__ void add_up_own(const CombineRole& role) {
     if (!sends(role.p.half)) return;
+    const int piece = role.geometry.deal.unit(0, rows_number).piece;
+    if (role.p.weighting == Weighting::kHome) weigh(role, piece);
     float total[kCount];
-    partial_sum<kIn>(role, rows_terms, role.geometry.deal.unit(0, rows_number).piece, rows, total);
+    partial_sum<kIn>(role, rows_terms, piece, rows, total);
     own.from(total);
+  }
+  __device__ __forceinline__ void weigh(const CombineRole& role, int piece) {
+    const unsigned asked = __ballot_sync(~0u, rows_terms.row >= 0);
+    if (rows_terms.row >= 0) rows_terms = with_weight(rows_terms, rows_weight.bits(role.p));
+    if (__ballot_sync(~0u, rows_terms.row >= 0) != asked) rows.load(role, rows_terms, piece);
   }
 };
 
@@ -363,15 +382,14 @@ struct Receiver {
 static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call) {
   const LlCombineParams& p = role.p;
   testing_point(Point::kBeforeRouting, call);
-  for (int token = role.warp; token < p.num_tokens; token += role.plan.warps) {
-    Choice choice = Choice::of(load_own_id(role, token), p.shape.num_experts, role.geometry.by_local_experts);
-    float weight = 0;
-    if (role.lane < p.shape.topk) {
-      const int64_t index = static_cast<int64_t>(token) * p.shape.topk + role.lane;
-      weight = __ldg(p.home_weights + index);
-      if (p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, index))) choice = {};
-    }
-    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 0, token, choice, weight);
+  const Offset first = p.layout.weight(call.bank, role.peers.rank, 0, 0);
+  for (int i = threadIdx.x; i < p.num_tokens * p.shape.topk; i += role.plan.threads()) {
+    OwnHomeWeight weight;
+    weight.load(p, i);
+    const int id = __ldg(p.handle.ids + i);
+    if (id < 0) continue;
+    const int owner = role.geometry.by_local_experts.divide(id);
+    ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + i, tagged(weight.bits(p), call.tag));
   }
 }
 
@@ -412,12 +430,12 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
     if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
     if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
   } else if (is_sender) {
-    sender.begin(role, call);
+    sender.begin(role);
     if (!begin()) return;
     sender.send_all(role, call);
     stamp(Stamp::kSent, peers.rank);
   } else if (is_receiver) {
-    if (p.weighting != Weighting::kHome && !args.geometry.is_busy) receiver.begin(role, call);
+    if (!args.geometry.is_busy) receiver.begin(role);
     if (!begin()) return;
     receiver.sum_all(role, call);
   } else {

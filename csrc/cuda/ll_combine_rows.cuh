@@ -30,20 +30,49 @@ struct Terms {
   float weight;
 };
 
-// Weights that the home rank sends for this combine come with ids that say which choices count.
-__device__ __forceinline__ Terms await_home_weight(const LlLayout& layout, const LsaPeers& peers,
-                                                   const CallContext& call, int home, int token, Terms terms) {
-  if (terms.row == kNoRow) return terms;
-  const int lane = lane_id();
-  const int per_word = layout.ids.per_word();
-  const auto* ids = peers.local<uint64_t>(layout.id_words(call.bank, home, token));
-  const uint32_t word = await_word(call, ids + lane / per_word, Phase::kWeights, home);
-  if (layout.ids.get(word, lane % per_word) == layout.ids.none()) {
-    terms.row = kDroppedRow;
-    return terms;
+// Where the weight of choice `lane` comes that its home rank sends for this combine.
+__device__ __forceinline__ const uint64_t* home_weight_word(const CombineRole& role, const CallContext& call, int home,
+                                                            int token) {
+  return role.peers.local<uint64_t>(role.p.layout.weight(call.bank, home, token, role.lane));
+}
+
+// What this rank gives for choice `index` of its own tokens, asked for and not yet looked at.
+struct OwnHomeWeight {
+  float weight;
+  RawId id{0, 0};
+
+  __device__ __forceinline__ void load(const LlCombineParams& p, int index) {
+    weight = __ldg(p.home_weights + index);
+    if (p.home_topk_idx != nullptr) id = RawId::load(p.home_topk_idx, p.is_idx64, index);
   }
-  const auto* weight = peers.local<uint64_t>(layout.weight(call.bank, home, token, lane));
-  terms.weight = __uint_as_float(await_word(call, weight, Phase::kWeights, home));
+  // For the expert's rank: the weight, or kSkippedWeight.
+  __device__ __forceinline__ uint32_t bits(const LlCombineParams& p) const {
+    if (id.below(p.shape.num_experts, p.is_idx64) < 0) return kSkippedWeight;
+    return escape_float(__float_as_uint(weight));
+  }
+};
+
+__device__ __forceinline__ Terms with_weight(Terms terms, uint32_t bits) {
+  if (bits == kSkippedWeight) {
+    terms.row = kDroppedRow;
+  } else {
+    terms.weight = __uint_as_float(bits);
+  }
+  return terms;
+}
+
+// `seen`: the word when it was asked for, ahead. Not a function of its own: after a call the compiler takes a warp that
+// was together before for one that still is, and lanes that waited in it are not.
+__device__ __forceinline__ Terms await_home_weight(const CombineRole& role, const CallContext& call, int home,
+                                                   int token, Terms terms, uint64_t seen) {
+  if (terms.row >= 0) {
+    auto bits = static_cast<uint32_t>(seen);
+    if (!is_tagged(seen, call.tag)) {
+      bits = await_word(call, home_weight_word(role, call, home, token), Phase::kWeights, home);
+    }
+    terms = with_weight(terms, bits);
+  }
+  __syncwarp();
   return terms;
 }
 

@@ -33,6 +33,10 @@ constexpr uint32_t kAbsent = 0xFFFFFFFFu;
 // Floating-point words: kAbsent is a NaN (a pair of them), and travels as another NaN.
 EP_HD uint32_t escape_float(uint32_t word) { return word == kAbsent ? kAbsent - 1 : word; }
 
+// A weight of the home rank's on its way to a combine, in a tagged word: its bits, escaped, or that its choice does not
+// count.
+constexpr uint32_t kSkippedWeight = kAbsent;
+
 // Opaque words keep every bit: a block of 128 words travels as word ^ key, the first key of 0, 1, 2, ... for which no
 // word becomes kAbsent. The keys follow the row; a key is at most 128, hence never kAbsent itself.
 constexpr int kKeyBlockBytes = 512;
