@@ -235,10 +235,9 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
 
 // The call has failed: nothing was received.
 __device__ __forceinline__ void clear_all(const ReceiveRole& role) {
-  const int receivers = role.plan.helpers() * 32, receiver = (role.warp - role.plan.workers) * 32 + role.lane;
-  for (int i = receiver;
-       role.p.info != nullptr && sends_routes(role.p.steps) && role.is_first() && i < role.p.output.info_size();
-       i += receivers) {
+  const int threads = role.plan.helpers() * 32;
+  const bool clears_info = role.p.info != nullptr && sends_routes(role.p.steps) && role.is_first_helper_block();
+  for (int i = role.helper() * 32 + role.lane; clears_info && i < role.p.output.info_size(); i += threads) {
     role.p.info[i] = 0;
   }
   clear_rows(role, 0, role.p.output.rows(), false);
@@ -252,9 +251,9 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   const LsaPeers& peers = args.peers;
   EP_SHARED(CallContext, call);
   HtBlock block{at};
-  const bool is_worker = block.warp < args.plan.workers;
+  const bool is_worker = block.warp < args.plan.workers_of(at.block);
   // In a world on one GPU another rank's plan may have more warps.
-  const bool helps = !is_worker && block.warp < args.plan.warps;
+  const bool helps = !is_worker && block.warp < args.plan.warps && at.block >= args.plan.senders;
   const ReceiveRole role{{block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry),
                           shared + (block.warp < args.geometry.stages ? block.warp : 0) * args.geometry.stage_bytes}};
   stamp(Stamp::kStart, peers.rank);

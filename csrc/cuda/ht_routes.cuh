@@ -6,10 +6,12 @@
 
 namespace ep {
 
-// A helper: warps [plan.workers, plan.warps) of every block.
+// A helper: what a block of HtPlan::helper_blocks() has beside workers.
 struct ReceiveRole : SendRole {
-  __device__ int warps() const { return at.num_blocks * plan.helpers(); }
-  __device__ int receiver() const { return (warp - plan.workers) * at.num_blocks + at.block; }
+  __device__ int warps() const { return plan.helper_blocks() * plan.helpers(); }
+  __device__ int helper() const { return warp - plan.workers_of(at.block); }  // of the block
+  __device__ int receiver() const { return helper() * plan.helper_blocks() + at.block - plan.senders; }
+  __device__ bool is_first_helper_block() const { return at.block == plan.senders; }
   __device__ char* out_row(int part, int32_t row) const {
     return static_cast<char*>(p.parts[part].out) + static_cast<int64_t>(row) * p.parts[part].bytes;
   }

@@ -71,11 +71,12 @@ inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 #endif
   return plan;
 }
-// High throughput: "blocks,warps,workers,chunks".
+// High throughput: "blocks,warps,workers,chunks,senders".
 inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 #if defined(EP_TUNING)
   if (const char* text = std::getenv(variable)) {
-    std::sscanf(text, "%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks);
+    plan.senders = 0;
+    std::sscanf(text, "%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks, &plan.senders);
   }
 #endif
   return plan;

@@ -6,6 +6,8 @@
 
 namespace ep {
 
+constexpr int kSplitBlocks = 16;  // from so many on, blocks of a dispatch with copies either send or copy
+
 HtPlan plan_ht_route(int num_sms) {
   HtPlan plan;
   plan.blocks = num_sms;
@@ -19,7 +21,13 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int 
   const int stages = std::max(1, shared_bytes / stage_bytes);
   if (has_copies) {  // a warp that copies has a stage, too
     plan.warps = std::clamp(stages, 2, 28);
-    plan.workers = std::clamp(plan.warps * 3 / 7, 1, std::min(stages, 12));
+    if (num_sms >= kSplitBlocks) {
+      // Local copies would queue up in their SM's bulk engine behind stores that wait for the links.
+      plan.workers = std::min(stages, plan.warps);
+      plan.senders = num_sms * 3 / 8;
+    } else {
+      plan.workers = std::clamp(plan.warps * 3 / 7, 1, std::min(stages, 12));
+    }
   } else {
     plan.workers = std::min(stages, 24);
     plan.warps = plan.workers + 4;

@@ -9,12 +9,15 @@ namespace ep {
 struct HtPlan {
   int blocks = 1;
   int warps = 1;    // of a block
-  int workers = 1;  // of them, those that move rows between ranks: warps [0, workers). A dispatch has others, too
+  int workers = 1;  // of them, those that move rows between ranks: warps [0, workers). A dispatch has helpers, too
   int chunks = 1;   // pieces in which the rows from one rank to another are announced
+  int senders = 0;  // dispatch: blocks [0, senders) have workers alone, the others helpers; 0: all have both
   bool pdl = false;
 
   EP_HD int threads() const { return warps * 32; }
-  EP_HD int helpers() const { return warps - workers; }
+  EP_HD int workers_of(int block) const { return senders == 0 || block < senders ? workers : 0; }
+  EP_HD int helper_blocks() const { return blocks - senders; }
+  EP_HD int helpers() const { return senders == 0 ? warps - workers : warps; }  // of a block that has any
 };
 
 // The first block counts all tokens, the others those before their share.
