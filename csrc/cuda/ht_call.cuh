@@ -272,7 +272,24 @@ __device__ __forceinline__ bool await_signal(const CallContext& call, const HtLa
   return true;
 }
 
+// Acquire. Looks once.
+__device__ __forceinline__ bool has_signal(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
+                                           HtSignal which, int source, int chunk) {
+  return ptx::ld_acquire_sys(signal_word(layout, peers, peers.rank, which, source, chunk)) >= call.epoch;
+}
+
 // ---- Work
+
+// A warp: the last of `count` segments that begins at or before a unit; starts[i] is the i-th's first unit.
+__device__ __forceinline__ int segment_of(const int* starts, int count, int unit) {
+  int segment = -1;
+#pragma unroll 1
+  for (int first = 0; first < count; first += 32) {
+    const bool begins = first + lane_id() < count && starts[first + lane_id()] <= unit;
+    segment += __popc(__ballot_sync(~0u, begins));
+  }
+  return segment;
+}
 
 // A warp takes the next unit of a counter: it asks early and looks late.
 struct Tickets {

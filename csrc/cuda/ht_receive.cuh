@@ -32,55 +32,75 @@ static __device__ __noinline__ void copy_row(char* out, const char* in, int byte
   }
 }
 
-// A helper that copies by the bulk engine, if its warp has a stage.
-struct Copier {
-  char* stage;  // null: none
-  uint32_t parity = 0;
+// A slot's rows: from row `first` of the output where the sender has written that one in place, else from the staging
+// rows, through the helper's stage or by its loads and stores to the rows of all lanes.
+struct RowCopies {
+  int32_t slot, row;  // row: of the lane, kNoRow for none
+  unsigned fitting;   // lanes with a row
+  int32_t first;
 
-  // From `in` through the stage to a place of each lane's own; null: to none.
-  __device__ __forceinline__ void copy(const ReceiveRole& role, const char* in, char* out, int bytes) {
-    if (role.lane == 0) {
-      ptx::mbarrier_expect(role.barrier(), bytes);
-      ptx::bulk_load(stage, in, bytes, role.barrier());
+  __device__ __forceinline__ static RowCopies of(int32_t slot, int32_t row) {
+    const unsigned fitting = __ballot_sync(~0u, row >= 0);
+    return {slot, row, fitting, __shfl_sync(~0u, row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : 0)};
+  }
+  __device__ __forceinline__ static bool is_in_place(const ReceiveRole& role, int part) {
+    return role.p.parts[part].out_offset != kNoOffset;
+  }
+  // Lanes whose row is still to be written.
+  __device__ __forceinline__ unsigned targets(const ReceiveRole& role, int part) const {
+    return is_in_place(role, part) ? fitting & (fitting - 1) : fitting;
+  }
+  __device__ __forceinline__ const char* source(const ReceiveRole& role, int part) const {
+    if (is_in_place(role, part)) return role.out_row(part, first);
+    return role.peers.local<char>(role.p.layout.staged_row(slot) + role.p.layout.row.offset[part]);
+  }
+  // By the bulk engine; rows begin at multiples of their size.
+  __device__ __forceinline__ bool is_bulk(const ReceiveRole& role, int part) const {
+    const int bytes = role.p.parts[part].bytes;
+    const auto in = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source(role, part)));
+    const auto out = static_cast<unsigned>(reinterpret_cast<uintptr_t>(role.p.parts[part].out));
+    return role.warp < role.geometry.stages && bytes >= kLeastBulkBytes && (in | out | bytes) % 16 == 0;
+  }
+
+  // Begins to load the parts of a pass into the stage. Returns the bytes that the barrier will announce.
+  __device__ __forceinline__ int begin(const ReceiveRole& role, int pass) const {
+    const HtSendGeometry& g = role.geometry;
+    int bulk = 0;
+    for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
+      if (targets(role, i) != 0 && is_bulk(role, i)) bulk += role.p.parts[i].bytes;
     }
-    await_load(role, parity);
-    if (out != nullptr) ptx::bulk_store(out, stage, bytes);
+    if (bulk == 0 || role.lane != 0) return bulk;
+    ptx::mbarrier_expect(role.barrier(), bulk);
+    for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
+      if (targets(role, i) == 0 || !is_bulk(role, i)) continue;
+      ptx::bulk_load(role.stage + g.stage_offset[i], source(role, i), role.p.parts[i].bytes, role.barrier());
+    }
+    return bulk;
+  }
+  // Leaves the stage free for the next pass.
+  __device__ __forceinline__ void finish(const ReceiveRole& role, int pass, int bulk, uint32_t& parity) const {
+    const HtSendGeometry& g = role.geometry;
+    if (bulk > 0) await_load(role, parity);
+#pragma unroll 1
+    for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
+      unsigned rest = targets(role, i);
+      const int bytes = role.p.parts[i].bytes;
+      if (rest != 0 && is_bulk(role, i)) {
+        if ((rest >> role.lane & 1) != 0) ptx::bulk_store(role.out_row(i, row), role.stage + g.stage_offset[i], bytes);
+        continue;
+      }
+#pragma unroll 1
+      for (; rest != 0; rest &= rest - 1) {
+        const int32_t next = __shfl_sync(~0u, row, __ffs(static_cast<int>(rest)) - 1);
+        copy_row(role.out_row(i, next), source(role, i), bytes, role.lane);
+      }
+    }
+    if (bulk == 0) return;
     ptx::bulk_commit();
     ptx::bulk_wait_read<0>();
     __syncwarp();
   }
 };
-
-// To the rows of all lanes, kNoRow for none: from row `first` of the output where the sender has written that one in
-// place, else from the staging rows.
-__device__ __forceinline__ void put_rows(const ReceiveRole& role, Copier& copier, int32_t slot, int32_t row) {
-  const unsigned fitting = __ballot_sync(~0u, row >= 0);
-  if (fitting == 0) return;
-  const int leader = __ffs(static_cast<int>(fitting)) - 1;
-  const int32_t first = __shfl_sync(~0u, row, leader);
-#pragma unroll 1
-  for (int i = 0; i < role.p.num_parts; i++) {
-    const bool is_in_place = role.p.parts[i].out_offset != kNoOffset;
-    unsigned rest = is_in_place ? fitting & (fitting - 1) : fitting;
-    if (rest == 0) continue;
-    const int bytes = role.p.parts[i].bytes;
-    const char* in = is_in_place ? role.out_row(i, first)
-                                 : role.peers.local<char>(role.p.layout.staged_row(slot) + role.p.layout.row.offset[i]);
-    // Rows begin at multiples of their size.
-    const auto bits =
-        static_cast<unsigned>(reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(role.p.parts[i].out)) |
-        static_cast<unsigned>(bytes);
-    if (copier.stage != nullptr && bits % 16 == 0 && bytes >= kLeastBulkBytes) {
-      copier.copy(role, in, (rest >> role.lane & 1) != 0 ? role.out_row(i, row) : nullptr, bytes);
-      continue;
-    }
-#pragma unroll 1
-    for (; rest != 0; rest &= rest - 1) {
-      const int32_t next = __shfl_sync(~0u, row, __ffs(static_cast<int>(rest)) - 1);
-      copy_row(role.out_row(i, next), in, bytes, role.lane);
-    }
-  }
-}
 
 // The expert of a packed row.
 __device__ __forceinline__ int expert_of(const ReceiveRole& role, int32_t row) {
@@ -96,55 +116,9 @@ __device__ __forceinline__ int expert_of(const ReceiveRole& role, int32_t row) {
   return low;
 }
 
-// Expert layouts: lane k holds choice k of the slot's token.
-__device__ __forceinline__ void place_choices(const ReceiveRole& role, Copier& copier, int32_t slot) {
-  const HtDispatchParams& p = role.p;
-  const HtSlotFormat& format = p.layout.slot;
-  const int topk = p.shape.topk;
-  const bool with_routes = sends_routes(p.steps);
-  int32_t* kept = p.handle.slot(slot);
-  int32_t row = kNoRow;
-  if (with_routes) {
-    const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(slot));
-    if (role.lane < topk) {
-      row = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.place(role.lane)));
-      const uint32_t weight = ptx::ld_relaxed_sys(words + format.weight(role.lane));
-      kept[format.place(role.lane)] = row;
-      kept[format.weight(role.lane)] = static_cast<int32_t>(weight);
-      if (row >= 0) {
-        p.out_weights[row] = __uint_as_float(weight);
-        if (p.row_expert != nullptr) p.row_expert[row] = expert_of(role, row);
-      }
-    }
-    if (role.lane == 0) kept[format.token()] = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
-  } else if (role.lane < topk) {
-    row = kept[format.place(role.lane)];
-  }
-  put_rows(role, copier, slot, row);
-}
-
-// Slots of a chunk of a source, dealt to the warps; `dealt` counts those of the chunks before.
-__device__ __forceinline__ void place_chunk(const ReceiveRole& role, Copier& copier, int source, int begin, int end,
-                                            int& dealt) {
-  const int warps = role.warps();
-  int index = begin + (role.receiver() - dealt % warps + warps) % warps;
-  dealt += end - begin;
-#pragma unroll 1
-  for (; index < end; index += warps) {
-    testing_point(Point::kBetweenRows, role.call, index);
-    const int32_t slot = role.tables.flows.from_first[source] + index;
-    if (has_expert_rows(role.p.output.layout)) {
-      place_choices(role, copier, slot);
-    } else {
-      const int32_t row = role.p.output.row(source, role.tables.flows.from_first[source], index);
-      put_rows(role, copier, slot, role.lane == 0 ? row : kNoRow);
-    }
-  }
-}
-
+// Acquire. False: the wait was given up.
 __device__ __forceinline__ bool await_rows(const ReceiveRole& role, int source, int chunk) {
   bool ok = true;
-  if (has_bug(Bug::kTornRows, Kind::kDispatch)) chunk = 0;
   if (role.lane == 0) {
     ok = await_signal(role.call, role.p.layout, role.peers, HtSignal::kDispatchRows, source, chunk, Phase::kRows);
   }
@@ -154,27 +128,130 @@ __device__ __forceinline__ bool await_rows(const ReceiveRole& role, int source, 
   return ok;
 }
 
-// False: a wait was given up.
-__device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
-  const int chunks = role.plan.chunks, ranks = role.num_ranks();
-  int dealt = 0;
-  Copier copier{role.warp < role.geometry.stages ? role.stage : nullptr};
-  testing_point(Point::kBeforeReceive, role.call);
+// Where a unit of receiving lies: the slots of all sources in the order in which their rows are announced.
+struct PlacedUnit {
+  int chunk = 0, source = 0;
+  int index = 0;  // among the slots of the source
+
+  __device__ __forceinline__ static PlacedUnit of(const ReceiveRole& role, int unit) {
+    const int ranks = role.num_ranks(), chunks = role.plan.chunks;
+    const int segment = segment_of(role.tables.segments, chunks * ranks, unit);
+    PlacedUnit found;
+    found.chunk = segment / ranks;
+    found.source = role.source_of(segment);
+    const int first = chunk_begin(found.chunk, role.tables.flows.from[found.source], chunks);
+    found.index = first + unit - role.tables.segments[segment];
+    return found;
+  }
+};
+
+// A slot, what its sender has told of it, asked for ahead, and whether its rows are known to be there.
+struct PlacedSlot {
+  PlacedUnit at;
+  int32_t slot;
+  int32_t row;  // of the lane's choice; rank layouts: of lane 0
+  uint32_t weight = 0;
+  int32_t token = 0;
+  bool has_come = false;
+
+  __device__ __forceinline__ static PlacedSlot load(const ReceiveRole& role, int unit) {
+    const HtDispatchParams& p = role.p;
+    const HtSlotFormat& format = p.layout.slot;
+    const int k = min(role.lane, p.shape.topk - 1);
+    PlacedSlot found;
+    found.at = PlacedUnit::of(role, unit);
+    const int first = role.tables.flows.from_first[found.at.source];
+    found.slot = first + found.at.index;
+    if (!has_expert_rows(p.output.layout)) {
+      found.row = p.output.row(found.at.source, first, found.at.index);
+    } else if (sends_routes(p.steps)) {
+      const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(found.slot));
+      found.row = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.place(k)));
+      found.weight = ptx::ld_relaxed_sys(words + format.weight(k));
+      found.token = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
+    } else {
+      found.row = p.handle.slot(found.slot)[format.place(k)];
+    }
+    return found;
+  }
+  __device__ __forceinline__ RowCopies copies(const ReceiveRole& role) const {
+    const int lanes = has_expert_rows(role.p.output.layout) ? role.p.shape.topk : 1;
+    return RowCopies::of(slot, role.lane < lanes ? row : kNoRow);
+  }
+  // What was told goes to the handle and the outputs.
+  __device__ __forceinline__ void keep(const ReceiveRole& role) const {
+    const HtDispatchParams& p = role.p;
+    const HtSlotFormat& format = p.layout.slot;
+    if (!has_expert_rows(p.output.layout) || !sends_routes(p.steps)) return;
+    int32_t* kept = p.handle.slot(slot);
+    if (role.lane == 0) kept[format.token()] = token;
+    if (role.lane >= p.shape.topk) return;
+    kept[format.place(role.lane)] = row;
+    kept[format.weight(role.lane)] = static_cast<int32_t>(weight);
+    if (row < 0) return;
+    p.out_weights[row] = __uint_as_float(weight);
+    if (p.row_expert != nullptr) p.row_expert[row] = expert_of(role, row);
+  }
+
+  __device__ __forceinline__ int announced_chunk() const {
+    return has_bug(Bug::kTornRows, Kind::kDispatch) ? 0 : at.chunk;
+  }
+  // Looks once.
+  __device__ __forceinline__ void look(const ReceiveRole& role) {
+    bool seen = false;
+    if (role.lane == 0) {
+      seen = has_signal(role.call, role.p.layout, role.peers, HtSignal::kDispatchRows, at.source, announced_chunk());
+    }
+    has_come = __any_sync(~0u, seen);
+    if (has_come) ptx::fence_proxy_async();  // as await_rows() does
+  }
+  // False: the wait was given up.
+  __device__ __forceinline__ bool await(const ReceiveRole& role) const {
+    return has_come || await_rows(role, at.source, announced_chunk());
+  }
+};
+
+// Copies for further choices, or from the staging rows. Of a warp's next slot all is asked for while rows of this one
+// are on their way into its stage. False: a wait was given up.
+__device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
+  const int units = role.tables.segments[role.plan.chunks * role.num_ranks()], warps = role.warps();
+  int unit = role.receiver();
+  if (unit >= units) return true;
+  uint32_t parity = 0;
+  PlacedSlot next = PlacedSlot::load(role, unit);
+  bool ok = true;
 #pragma unroll 1
-  for (int chunk = 0; chunk < chunks; chunk++) {
+  while (unit < units) {
+    testing_point(Point::kBetweenRows, role.call, unit);
+    const PlacedSlot slot = next;
+    const RowCopies copies = slot.copies(role);
+    ok = slot.await(role);
+    if (!ok) break;
+    int bulk = copies.begin(role, 0);
+    unit += warps;
+    next = PlacedSlot::load(role, min(unit, units - 1));
+    slot.keep(role);
+    next.look(role);
+    copies.finish(role, 0, bulk, parity);
 #pragma unroll 1
-    for (int step = 0; step < ranks; step++) {
-      const int source = (role.peers.rank + step) % ranks, count = role.tables.flows.from[source];
-      const int begin = chunk_begin(chunk, count, chunks), end = chunk_begin(chunk + 1, count, chunks);
-      if (begin == end) continue;
-      if (!await_rows(role, source, chunk)) {
-        ptx::bulk_wait<0>();
-        return false;
-      }
-      if (role.geometry.has_copies(role.p.output.layout)) place_chunk(role, copier, source, begin, end, dealt);
+    for (int pass = 1; pass < role.geometry.passes; pass++) {
+      bulk = copies.begin(role, pass);
+      copies.finish(role, pass, bulk, parity);
     }
   }
   ptx::bulk_wait<0>();
+  return ok;
+}
+
+// False: a wait was given up.
+__device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
+  testing_point(Point::kBeforeReceive, role.call);
+  if (role.geometry.has_copies(role.p.output.layout)) return copy_rows(role);
+#pragma unroll 1
+  for (int segment = 0; segment < role.plan.chunks * role.num_ranks(); segment++) {
+    if (role.tables.segments[segment] == role.tables.segments[segment + 1]) continue;
+    if (!await_rows(role, role.source_of(segment), segment / role.num_ranks())) return false;
+  }
   return true;
 }
 

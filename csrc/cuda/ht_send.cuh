@@ -15,6 +15,7 @@ struct SendTables {
   int* chunks;         // [R] pieces in which each rank wants to hear of its rows
   int *layout, *rows;  // [R] of each receiver's output
   int* start;          // [L + 1] first row of each expert here, packed outputs
+  int* segments;       // [chunks * R + 1] slots here before (chunk, source)
 
   __device__ static SendTables of(char* shared, const HtDispatchParams& p, const HtSendGeometry& g) {
     const int ranks = p.shape.num_ranks;
@@ -27,6 +28,7 @@ struct SendTables {
     t.layout = tables.take<int>(ranks);
     t.rows = tables.take<int>(ranks);
     t.start = tables.take<int>(p.output.local_experts + 1);
+    t.segments = tables.take<int>(kHtChunks * ranks + 1);
     return t;
   }
 };
@@ -42,6 +44,8 @@ struct SendRole : HtBlock {
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
   __device__ uint64_t* barrier() const { return tables.barriers + warp; }
+  // Segments are in the order (chunk, source); the own rank's rows come first.
+  __device__ int source_of(int segment) const { return (peers.rank + segment % num_ranks()) % num_ranks(); }
 };
 
 // ---- Preparation
@@ -56,10 +60,19 @@ __device__ __forceinline__ void find_own_starts(const SendRole& role) {
   if (role.lane == 0) role.tables.start[output.local_experts] = end;
 }
 
+// A warp.
+__device__ __forceinline__ void find_segments(const SendRole& role) {
+  const int ranks = role.num_ranks(), chunks = role.plan.chunks, count = chunks * ranks;
+  const int end = exclusive_sums(count, role.tables.segments, [&](int i) {
+    return chunk_size(i / ranks, role.p.handle.counts[role.source_of(i) * ranks + role.peers.rank], chunks);
+  });
+  if (role.lane == 0) role.tables.segments[count] = end;
+}
+
 __device__ __forceinline__ void fill_tables(const SendRole& role) {
   const HtDispatchParams& p = role.p;
   const SendTables& t = role.tables;
-  const int ranks = role.num_ranks(), rank = role.peers.rank;
+  const int ranks = role.num_ranks(), rank = role.peers.rank, last_warp = role.threads() / 32 - 1;
 #pragma unroll 1
   for (int i = role.thread(); i < ranks * p.num_parts; i += role.threads()) {
     const int source = i / p.num_parts, part = i % p.num_parts;
@@ -81,7 +94,8 @@ __device__ __forceinline__ void fill_tables(const SendRole& role) {
     t.layout[r] = static_cast<int>(output.layout);
     t.rows[r] = static_cast<int>(output.rows());
   }
-  if (role.warp == role.threads() / 32 - 1 && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
+  if (role.warp == last_warp && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
+  if (role.warp == max(last_warp - 1, 0)) find_segments(role);
   if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
 }
 
