@@ -339,11 +339,13 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
     return;
   }
   const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
-  if (!has_routed && block.is_first()) {
-    clear_next_counters(call);
-    send_call(call, p.layout, peers, HtCall::kCounts, [&](int index) { return call_word_of(p, nullptr, index); });
+  if (!has_routed) {
+    if (block.is_first()) {
+      clear_next_counters(call);
+      send_call(call, p.layout, peers, HtCall::kCounts, [&](int index) { return call_word_of(p, nullptr, index); });
+    }
+    await_records(call, p.layout, peers);
   }
-  await_records(call, p.layout, peers);
   fill_tables(role);
   if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) call.state->ht_staged[0] += 1;
   if (block_has_failed(call)) {
