@@ -272,12 +272,6 @@ __device__ __forceinline__ bool await_signal(const CallContext& call, const HtLa
   return true;
 }
 
-// Acquire. Looks once.
-__device__ __forceinline__ bool has_signal(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
-                                           HtSignal which, int source, int chunk) {
-  return ptx::ld_acquire_sys(signal_word(layout, peers, peers.rank, which, source, chunk)) >= call.epoch;
-}
-
 // ---- Work
 
 // A warp: the last of `count` segments that begins at or before a unit; starts[i] is the i-th's first unit.

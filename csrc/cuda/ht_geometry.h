@@ -135,7 +135,7 @@ struct HtSendGeometry {
     g.stages = std::max(plan.workers, std::min(most, kHtSharedBytes / g.stage_bytes));
     g.tables_at = g.stages * g.stage_bytes;
     const int ranks = p.shape.num_ranks;
-    g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 7 * 4) + 4 * (p.output.local_experts + 1) +
+    g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 8 * 4) + 4 * (p.output.local_experts + 1) +
               4 * (plan.chunks * ranks + 1) + 64;
     return g;
   }

@@ -116,16 +116,37 @@ __device__ __forceinline__ int expert_of(const ReceiveRole& role, int32_t row) {
   return low;
 }
 
-// Acquire. False: the wait was given up.
-__device__ __forceinline__ bool await_rows(const ReceiveRole& role, int source, int chunk) {
-  bool ok = true;
-  if (role.lane == 0) {
-    ok = await_signal(role.call, role.p.layout, role.peers, HtSignal::kDispatchRows, source, chunk, Phase::kRows);
+// A warp waits for the rows of all sources, a lane a source. False: a wait was given up.
+__device__ __forceinline__ bool watch_rows(const ReceiveRole& role) {
+  const int chunks = role.plan.chunks, ranks = role.num_ranks();
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; chunk++) {
+#pragma unroll 1
+    for (int first = 0; first < ranks; first += 32) {
+      const int source = first + role.lane;
+      bool ok = true;
+      if (source < ranks && chunk_size(chunk, role.tables.flows.from[source], chunks) > 0) {
+        ok = await_signal(role.call, role.p.layout, role.peers, HtSignal::kDispatchRows, source, chunk, Phase::kRows);
+      }
+      ok = __all_sync(~0u, ok);
+      __syncwarp();
+      if (!ok) return false;
+      ptx::fence_proxy_async();  // for bulk copies of what has come
+      if (role.watches() && source < ranks) ptx::st_release_shared(role.tables.chunks_here + source, chunk + 1);
+    }
   }
-  ok = __all_sync(~0u, ok);
+  if (role.watches() && role.lane == 0) ptx::st_release_shared(role.tables.chunks_here + ranks, 1);
+  return true;
+}
+
+// Acquire. False: the warp that watches has given up.
+__device__ __forceinline__ bool await_watcher(const ReceiveRole& role, int index, uint32_t chunks) {
+  uint32_t here;
+  do {
+    here = ptx::ld_acquire_shared(role.tables.chunks_here + index);
+  } while (here < chunks);
   __syncwarp();
-  ptx::fence_proxy_async();  // for bulk copies of what has come
-  return ok;
+  return here != kGivenUp;
 }
 
 // Where a unit of receiving lies: the slots of all sources in the order in which their rows are announced.
@@ -145,14 +166,13 @@ struct PlacedUnit {
   }
 };
 
-// A slot, what its sender has told of it, asked for ahead, and whether its rows are known to be there.
+// A slot, and what its sender has told of it, asked for ahead.
 struct PlacedSlot {
   PlacedUnit at;
   int32_t slot;
   int32_t row;  // of the lane's choice; rank layouts: of lane 0
   uint32_t weight = 0;
   int32_t token = 0;
-  bool has_come = false;
 
   __device__ __forceinline__ static PlacedSlot load(const ReceiveRole& role, int unit) {
     const HtDispatchParams& p = role.p;
@@ -193,33 +213,22 @@ struct PlacedSlot {
     if (p.row_expert != nullptr) p.row_expert[row] = expert_of(role, row);
   }
 
-  __device__ __forceinline__ int announced_chunk() const {
-    return has_bug(Bug::kTornRows, Kind::kDispatch) ? 0 : at.chunk;
-  }
-  // Looks once.
-  __device__ __forceinline__ void look(const ReceiveRole& role) {
-    bool seen = false;
-    if (role.lane == 0) {
-      seen = has_signal(role.call, role.p.layout, role.peers, HtSignal::kDispatchRows, at.source, announced_chunk());
-    }
-    has_come = __any_sync(~0u, seen);
-    if (has_come) ptx::fence_proxy_async();  // as await_rows() does
-  }
   // False: the wait was given up.
   __device__ __forceinline__ bool await(const ReceiveRole& role) const {
-    return has_come || await_rows(role, at.source, announced_chunk());
+    return await_watcher(role, at.source, has_bug(Bug::kTornRows, Kind::kDispatch) ? 1 : at.chunk + 1);
   }
 };
 
 // Copies for further choices, or from the staging rows. Of a warp's next slot all is asked for while rows of this one
 // are on their way into its stage. False: a wait was given up.
 __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
-  const int units = role.tables.segments[role.plan.chunks * role.num_ranks()], warps = role.warps();
+  const int units = role.tables.segments[role.plan.chunks * role.num_ranks()];
+  const int warps = role.warps() - role.plan.helper_blocks();  // but those that watch
   int unit = role.receiver();
-  if (unit >= units) return true;
   uint32_t parity = 0;
-  PlacedSlot next = PlacedSlot::load(role, unit);
   bool ok = true;
+  PlacedSlot next;
+  if (unit < units) next = PlacedSlot::load(role, unit);
 #pragma unroll 1
   while (unit < units) {
     testing_point(Point::kBetweenRows, role.call, unit);
@@ -231,7 +240,6 @@ __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
     unit += warps;
     next = PlacedSlot::load(role, min(unit, units - 1));
     slot.keep(role);
-    next.look(role);
     copies.finish(role, 0, bulk, parity);
 #pragma unroll 1
     for (int pass = 1; pass < role.geometry.passes; pass++) {
@@ -240,19 +248,13 @@ __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
     }
   }
   ptx::bulk_wait<0>();
-  return ok;
+  return ok && await_watcher(role, role.num_ranks(), 1);
 }
 
 // False: a wait was given up.
 __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
   testing_point(Point::kBeforeReceive, role.call);
-  if (role.geometry.has_copies(role.p.output.layout)) return copy_rows(role);
-#pragma unroll 1
-  for (int segment = 0; segment < role.plan.chunks * role.num_ranks(); segment++) {
-    if (role.tables.segments[segment] == role.tables.segments[segment + 1]) continue;
-    if (!await_rows(role, role.source_of(segment), segment / role.num_ranks())) return false;
-  }
-  return true;
+  return role.has_copies() && !role.watches() ? copy_rows(role) : watch_rows(role);
 }
 
 // ---- Rows that do not exist
@@ -320,6 +322,15 @@ __device__ __forceinline__ void clear_all(const ReceiveRole& role) {
   clear_rows(role, 0, role.p.output.rows(), false);
 }
 
+// A helper has given up a wait; those who wait for this one shall not.
+__device__ __forceinline__ void give_up(const ReceiveRole& role) {
+#pragma unroll 1
+  for (int i = role.lane; role.watches() && i <= role.num_ranks(); i += 32) {
+    ptx::st_release_shared(role.tables.chunks_here + i, kGivenUp);
+  }
+  clear_all(role);
+}
+
 // ---- Table of contents: the second kernel of a dispatch
 
 template <bool kQuant>
@@ -359,10 +370,10 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   const bool with_routes = sends_routes(p.steps);
   if (with_routes) send_routes(role);
   clear_gaps(role);
-  if (with_routes && !await_routes(role)) return clear_all(role);
+  if (with_routes && !await_routes(role)) return give_up(role);
   if (with_routes && !has_expert_rows(p.output.layout)) store_choices(role);
   stamp(Stamp::kOwnDone, peers.rank);
-  if (!place_rows(role)) return clear_all(role);
+  if (!place_rows(role)) return give_up(role);
   stamp(Stamp::kEnd, peers.rank);
 }
 

@@ -7,6 +7,8 @@
 
 namespace ep {
 
+constexpr uint32_t kGivenUp = ~0u;
+
 // What a block keeps in shared memory beside the stages.
 struct SendTables {
   uint64_t* barriers;  // of each warp; only workers wait
@@ -15,7 +17,9 @@ struct SendTables {
   int* chunks;         // [R] pieces in which each rank wants to hear of its rows
   int *layout, *rows;  // [R] of each receiver's output
   int* start;          // [L + 1] first row of each expert here, packed outputs
-  int* segments;       // [chunks * R + 1] slots here before (chunk, source)
+  uint32_t*
+      chunks_here;  // [R + 1] of each source's rows, chunks that have come; last: all have. kGivenUp: no more will
+  int* segments;    // [chunks * R + 1] slots here before (chunk, source)
 
   __device__ static SendTables of(char* shared, const HtDispatchParams& p, const HtSendGeometry& g) {
     const int ranks = p.shape.num_ranks;
@@ -28,6 +32,7 @@ struct SendTables {
     t.layout = tables.take<int>(ranks);
     t.rows = tables.take<int>(ranks);
     t.start = tables.take<int>(p.output.local_experts + 1);
+    t.chunks_here = tables.take<uint32_t>(ranks + 1);
     t.segments = tables.take<int>(kHtChunks * ranks + 1);
     return t;
   }
@@ -93,7 +98,9 @@ __device__ __forceinline__ void fill_tables(const SendRole& role) {
     t.chunks[r] = static_cast<int>(chunks);
     t.layout[r] = static_cast<int>(output.layout);
     t.rows[r] = static_cast<int>(output.rows());
+    t.chunks_here[r] = 0;
   }
+  if (role.thread() == 0) t.chunks_here[ranks] = 0;
   if (role.warp == last_warp && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
   if (role.warp == max(last_warp - 1, 0)) find_segments(role);
   if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
@@ -325,22 +332,44 @@ __device__ __forceinline__ void store_parts(const SendRole& role, const SendRout
 
 // ---- Announcements
 
-// To ranks that want to hear of chunks: leading lanes count a row that lies in place, and the last of a chunk says so.
-__device__ __forceinline__ void announce(const SendRole& role, const SendRoute& route) {
-  __syncwarp();  // other lanes wrote parts of the row
-  const int peer = route.group.rank;
-  if (!route.group.leads || role.tables.chunks[peer] == 1) return;
-  const int count = role.tables.flows.to[peer], chunks = role.tables.chunks[peer];
-  const int chunk = chunk_of(route.choice.slot - role.tables.flows.to_first[peer], count, chunks);
-  const int size = chunk_size(chunk, count, chunks);
-  ptx::fence_proxy_async();
-  __threadfence();
-  const uint32_t before = atomicAdd(&counters_of(role.call).ready[peer * kHtChunks + chunk], 1u);
-  const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
-  if (before + 1 == (is_early ? 1u : static_cast<uint32_t>(size * role.geometry.passes))) {
+// Of some tokens, rows that ranks want to hear of in chunks: leading lanes count them when they lie in place, and the
+// last of a chunk says so. Several at once, as an SM takes half a microsecond for each fence, one after the other.
+struct Announcements {
+  static constexpr int kTogether = 4;
+  int size = 0;
+  int counter[kTogether] = {-1, -1, -1, -1};  // of this lane, newest first; -1: none
+
+  __device__ __forceinline__ bool is_full() const { return size == kTogether; }
+  __device__ __forceinline__ void add(const SendRole& role, const SendRoute& route) {
+    const int peer = route.group.rank;
+#pragma unroll
+    for (int q = kTogether - 1; q > 0; q--) counter[q] = counter[q - 1];
+    counter[0] = -1;
+    size++;
+    if (!route.group.leads || role.tables.chunks[peer] == 1) return;
+    const int index = route.choice.slot - role.tables.flows.to_first[peer];
+    counter[0] = peer * kHtChunks + chunk_of(index, role.tables.flows.to[peer], role.tables.chunks[peer]);
+  }
+  // What was added lies in place.
+  __device__ __forceinline__ void send(const SendRole& role) {
+    __syncwarp();  // other lanes wrote parts of the rows
+    ptx::fence_proxy_async();
+    __threadfence();
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      if (counter[q] >= 0) count(role, counter[q] / kHtChunks, counter[q] % kHtChunks);
+      counter[q] = -1;
+    }
+    size = 0;
+  }
+  __device__ __forceinline__ static void count(const SendRole& role, int peer, int chunk) {
+    const int rows = chunk_size(chunk, role.tables.flows.to[peer], role.tables.chunks[peer]);
+    const uint32_t before = atomicAdd(&counters_of(role.call).ready[peer * kHtChunks + chunk], 1u);
+    const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
+    if (before + 1 != (is_early ? 1u : static_cast<uint32_t>(rows * role.geometry.passes))) return;
     send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, chunk);
   }
-}
+};
 
 // To the others all rows together: the worker that finishes the last unit tells them.
 __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
@@ -368,7 +397,8 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
   tickets.ask();
   int unit = tickets.take();
   tickets.ask();
-  SendRoute route = SendRoute::load(role, unit), last;
+  SendRoute route = SendRoute::load(role, unit);
+  Announcements announcements;
   uint32_t parity = 0;
   int done = 0;
   // Peers' messages were acquired by threads, bulk copies write to their memory.
@@ -386,18 +416,18 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
     route.resolve(role);
     finish_load<kQuant>(role, token, pass, bulk, parity);
     store_parts(role, route, pass);
-    if (in_chunks && done > 0) {
+    if (announcements.is_full()) {
       ptx::bulk_wait<1>();
-      announce(role, last);
+      announcements.send(role);
     }
     ptx::bulk_wait_read<0>();
-    last = route;
+    if (in_chunks) announcements.add(role, route);
     route = next;
     unit = next_unit;
     done++;
   }
   ptx::bulk_wait<0>();
-  if (done > 0) announce(role, last);
+  if (announcements.size > 0) announcements.send(role);
   announce_all(role, done);
 }
 

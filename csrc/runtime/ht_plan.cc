@@ -6,7 +6,7 @@
 
 namespace ep {
 
-constexpr int kSplitBlocks = 16;  // from so many on, blocks of a dispatch with copies either send or copy
+constexpr int kSplitBlocks = 2;  // from so many on, blocks of a dispatch with copies either send or copy
 
 HtPlan plan_ht_route(int num_sms) {
   HtPlan plan;
@@ -19,12 +19,12 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int 
   HtPlan plan;
   plan.blocks = num_sms;
   const int stages = std::max(1, shared_bytes / stage_bytes);
-  if (has_copies) {  // a warp that copies has a stage, too
-    plan.warps = std::clamp(stages, 2, 28);
+  if (has_copies) {  // warps that copy have a stage, too, and one more of a block waits for rows
+    plan.warps = std::clamp(stages + 1, 3, 28);
     if (num_sms >= kSplitBlocks) {
       // Local copies would queue up in their SM's bulk engine behind stores that wait for the links.
-      plan.workers = std::min(stages, plan.warps);
-      plan.senders = num_sms * 3 / 8;
+      plan.workers = std::min(stages, plan.warps - 1);
+      plan.senders = std::max(1, num_sms * 3 / 8);
     } else {
       plan.workers = std::clamp(plan.warps * 3 / 7, 1, std::min(stages, 12));
     }
