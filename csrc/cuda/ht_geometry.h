@@ -83,8 +83,7 @@ struct HtSendGeometry {
   int units = 0;                   // of all workers
   bool has_staged = false;         // a part's output lies elsewhere than in the arena
   Divisor by_tokens, by_local_experts, by_topk;
-  int stages = 0;                // a warp's own, of warps [0, stages)
-  int tables_at = 0, bytes = 0;  // shared memory: stages | barriers and tables
+  int tables_at = 0, bytes = 0;  // shared memory: stages of workers | barriers and tables
 
   static constexpr int kStageLimit = kHtSharedBytes / 2;
   static constexpr int kBarriers = 32;  // warps of the largest block
@@ -130,10 +129,7 @@ struct HtSendGeometry {
     g.by_tokens = Divisor::of(std::max(p.num_tokens, 1));
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(p.shape.topk);
-    // Those that copy need one too, and do without where there is no room.
-    const int most = g.has_copies(p.output.layout) ? plan.warps : plan.workers;
-    g.stages = std::max(plan.workers, std::min(most, kHtSharedBytes / g.stage_bytes));
-    g.tables_at = g.stages * g.stage_bytes;
+    g.tables_at = plan.workers * g.stage_bytes;
     const int ranks = p.shape.num_ranks;
     g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 8 * 4) + 4 * (p.output.local_experts + 1) +
               4 * (plan.chunks * ranks + 1) + 64;

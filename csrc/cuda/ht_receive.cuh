@@ -9,98 +9,66 @@ namespace ep {
 
 // ---- Rows
 
-// A warp copies a row that another rank may have written.
-static __device__ __noinline__ void copy_row(char* out, const char* in, int bytes, int lane) {
-  const auto bits = static_cast<unsigned>(reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(in)) |
-                    static_cast<unsigned>(bytes);
-  if (bits % 16 != 0) return copy_bytes(out, in, bytes, word_bytes(bits, 8), lane);
+// Lanes whose row a copy goes to; `row`: of each lane.
+struct CopyTargets {
+  int32_t row;
+  unsigned lanes;
+
+  template <class Store>
+  __device__ __forceinline__ void for_each(const Store& store) const {
+#pragma unroll 1
+    for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
+      store(__shfl_sync(~0u, row, __ffs(static_cast<int>(rest)) - 1));
+    }
+  }
+};
+
+// A warp reads a row once, which another rank may have written, and writes it to all targets. Not by the bulk engine:
+// it moves half of what loads and stores do.
+__device__ __forceinline__ void copy_part(const ReceiveRole& role, int part, const char* in,
+                                          const CopyTargets& targets) {
   constexpr int kTogether = 7;
+  const int bytes = role.p.parts[part].bytes;
+  const auto bits =
+      static_cast<unsigned>(reinterpret_cast<uintptr_t>(role.p.parts[part].out) | reinterpret_cast<uintptr_t>(in)) |
+      static_cast<unsigned>(bytes);  // rows begin at multiples of their size
+  if (bits % 16 != 0) {
+    targets.for_each(
+        [&](int32_t row) { copy_bytes(role.out_row(part, row), in, bytes, word_bytes(bits, 8), role.lane); });
+    return;
+  }
   const int chunks = bytes / 16;
-  auto* to = reinterpret_cast<uint4*>(out);
   const auto* from = reinterpret_cast<const uint4*>(in);
 #pragma unroll 1
-  for (int first = lane; first < chunks; first += 32 * kTogether) {
+  for (int first = role.lane; first - role.lane < chunks; first += 32 * kTogether) {
     uint4 value[kTogether];
 #pragma unroll
-    for (int i = 0; i < kTogether; i++) {
-      if (first + 32 * i < chunks) value[i] = ptx::ld_relaxed_sys(from + first + 32 * i);
-    }
+    for (int i = 0; i < kTogether; i++) value[i] = ptx::ld_relaxed_sys(from + min(first + 32 * i, chunks - 1));
+    targets.for_each([&](int32_t row) {
+      auto* to = reinterpret_cast<uint4*>(role.out_row(part, row));
 #pragma unroll
-    for (int i = 0; i < kTogether; i++) {
-      if (first + 32 * i < chunks) ptx::st(to + first + 32 * i, value[i]);
-    }
+      for (int i = 0; i < kTogether; i++) {
+        if (first + 32 * i < chunks) ptx::st(to + first + 32 * i, value[i]);
+      }
+    });
   }
 }
 
-// A slot's rows: from row `first` of the output where the sender has written that one in place, else from the staging
-// rows, through the helper's stage or by its loads and stores to the rows of all lanes.
-struct RowCopies {
-  int32_t slot, row;  // row: of the lane, kNoRow for none
-  unsigned fitting;   // lanes with a row
-  int32_t first;
-
-  __device__ __forceinline__ static RowCopies of(int32_t slot, int32_t row) {
-    const unsigned fitting = __ballot_sync(~0u, row >= 0);
-    return {slot, row, fitting, __shfl_sync(~0u, row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : 0)};
-  }
-  __device__ __forceinline__ static bool is_in_place(const ReceiveRole& role, int part) {
-    return role.p.parts[part].out_offset != kNoOffset;
-  }
-  // Lanes whose row is still to be written.
-  __device__ __forceinline__ unsigned targets(const ReceiveRole& role, int part) const {
-    return is_in_place(role, part) ? fitting & (fitting - 1) : fitting;
-  }
-  __device__ __forceinline__ const char* source(const ReceiveRole& role, int part) const {
-    if (is_in_place(role, part)) return role.out_row(part, first);
-    return role.peers.local<char>(role.p.layout.staged_row(slot) + role.p.layout.row.offset[part]);
-  }
-  // By the bulk engine; rows begin at multiples of their size.
-  __device__ __forceinline__ bool is_bulk(const ReceiveRole& role, int part) const {
-    const int bytes = role.p.parts[part].bytes;
-    const auto in = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source(role, part)));
-    const auto out = static_cast<unsigned>(reinterpret_cast<uintptr_t>(role.p.parts[part].out));
-    return role.warp < role.geometry.stages && bytes >= kLeastBulkBytes && (in | out | bytes) % 16 == 0;
-  }
-
-  // Begins to load the parts of a pass into the stage. Returns the bytes that the barrier will announce.
-  __device__ __forceinline__ int begin(const ReceiveRole& role, int pass) const {
-    const HtSendGeometry& g = role.geometry;
-    int bulk = 0;
-    for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
-      if (targets(role, i) != 0 && is_bulk(role, i)) bulk += role.p.parts[i].bytes;
-    }
-    if (bulk == 0 || role.lane != 0) return bulk;
-    ptx::mbarrier_expect(role.barrier(), bulk);
-    for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
-      if (targets(role, i) == 0 || !is_bulk(role, i)) continue;
-      ptx::bulk_load(role.stage + g.stage_offset[i], source(role, i), role.p.parts[i].bytes, role.barrier());
-    }
-    return bulk;
-  }
-  // Leaves the stage free for the next pass.
-  __device__ __forceinline__ void finish(const ReceiveRole& role, int pass, int bulk, uint32_t& parity) const {
-    const HtSendGeometry& g = role.geometry;
-    if (bulk > 0) await_load(role, parity);
+// To the rows of all lanes, kNoRow for none: from the first of them where the sender has written that one in place,
+// else from the staging rows.
+__device__ __forceinline__ void put_rows(const ReceiveRole& role, int32_t slot, int32_t row) {
+  const unsigned fitting = __ballot_sync(~0u, row >= 0);
+  if (fitting == 0) return;
+  const int32_t first = __shfl_sync(~0u, row, __ffs(static_cast<int>(fitting)) - 1);
 #pragma unroll 1
-    for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
-      unsigned rest = targets(role, i);
-      const int bytes = role.p.parts[i].bytes;
-      if (rest != 0 && is_bulk(role, i)) {
-        if ((rest >> role.lane & 1) != 0) ptx::bulk_store(role.out_row(i, row), role.stage + g.stage_offset[i], bytes);
-        continue;
-      }
-#pragma unroll 1
-      for (; rest != 0; rest &= rest - 1) {
-        const int32_t next = __shfl_sync(~0u, row, __ffs(static_cast<int>(rest)) - 1);
-        copy_row(role.out_row(i, next), source(role, i), bytes, role.lane);
-      }
-    }
-    if (bulk == 0) return;
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<0>();
-    __syncwarp();
+  for (int i = 0; i < role.p.num_parts; i++) {
+    const bool is_in_place = role.p.parts[i].out_offset != kNoOffset;
+    const char* in = is_in_place ? role.out_row(i, first)
+                                 : role.peers.local<char>(role.p.layout.staged_row(slot) + role.p.layout.row.offset[i]);
+    const unsigned lanes = is_in_place ? fitting & (fitting - 1) : fitting;
+    if (lanes != 0) copy_part(role, i, in, {row, lanes});
   }
-};
+}
 
 // The expert of a packed row.
 __device__ __forceinline__ int expert_of(const ReceiveRole& role, int32_t row) {
@@ -131,7 +99,6 @@ __device__ __forceinline__ bool watch_rows(const ReceiveRole& role) {
       ok = __all_sync(~0u, ok);
       __syncwarp();
       if (!ok) return false;
-      ptx::fence_proxy_async();  // for bulk copies of what has come
       if (role.watches() && source < ranks) ptx::st_release_shared(role.tables.chunks_here + source, chunk + 1);
     }
   }
@@ -194,9 +161,9 @@ struct PlacedSlot {
     }
     return found;
   }
-  __device__ __forceinline__ RowCopies copies(const ReceiveRole& role) const {
+  __device__ __forceinline__ void put(const ReceiveRole& role) const {
     const int lanes = has_expert_rows(role.p.output.layout) ? role.p.shape.topk : 1;
-    return RowCopies::of(slot, role.lane < lanes ? row : kNoRow);
+    put_rows(role, slot, role.lane < lanes ? row : kNoRow);
   }
   // What was told goes to the handle and the outputs.
   __device__ __forceinline__ void keep(const ReceiveRole& role) const {
@@ -219,36 +186,25 @@ struct PlacedSlot {
   }
 };
 
-// Copies for further choices, or from the staging rows. Of a warp's next slot all is asked for while rows of this one
-// are on their way into its stage. False: a wait was given up.
+// Copies for further choices, or from the staging rows. Of a warp's next slot all is asked for ahead. False: a wait was
+// given up.
 __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
   const int units = role.tables.segments[role.plan.chunks * role.num_ranks()];
   const int warps = role.warps() - role.plan.helper_blocks();  // but those that watch
   int unit = role.receiver();
-  uint32_t parity = 0;
-  bool ok = true;
   PlacedSlot next;
   if (unit < units) next = PlacedSlot::load(role, unit);
 #pragma unroll 1
   while (unit < units) {
     testing_point(Point::kBetweenRows, role.call, unit);
     const PlacedSlot slot = next;
-    const RowCopies copies = slot.copies(role);
-    ok = slot.await(role);
-    if (!ok) break;
-    int bulk = copies.begin(role, 0);
     unit += warps;
     next = PlacedSlot::load(role, min(unit, units - 1));
     slot.keep(role);
-    copies.finish(role, 0, bulk, parity);
-#pragma unroll 1
-    for (int pass = 1; pass < role.geometry.passes; pass++) {
-      bulk = copies.begin(role, pass);
-      copies.finish(role, pass, bulk, parity);
-    }
+    if (!slot.await(role)) return false;
+    slot.put(role);
   }
-  ptx::bulk_wait<0>();
-  return ok && await_watcher(role, role.num_ranks(), 1);
+  return await_watcher(role, role.num_ranks(), 1);
 }
 
 // False: a wait was given up.
@@ -343,7 +299,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   // In a world on one GPU another rank's plan may have more warps.
   const bool helps = !is_worker && block.warp < args.plan.warps && at.block >= args.plan.senders;
   const ReceiveRole role{{block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry),
-                          shared + (block.warp < args.geometry.stages ? block.warp : 0) * args.geometry.stage_bytes}};
+                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
   stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, true)) {
     if (helps) clear_all(role);

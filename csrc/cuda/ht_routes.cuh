@@ -13,8 +13,7 @@ struct ReceiveRole : SendRole {
   __device__ int receiver() const { return helper() * plan.helper_blocks() + at.block - plan.senders; }
   __device__ bool is_first_helper_block() const { return at.block == plan.senders; }
   __device__ bool has_copies() const { return geometry.has_copies(p.output.layout); }
-  // Where rows are copied, the last helper of a block waits for rows, so that no other warp of it looks at signals or
-  // fences: an SM takes half a microsecond for each, one after the other.
+  // Where rows are copied, the last helper of a block waits for rows, and no other warp of it looks at signals.
   __device__ bool watches() const { return has_copies() && helper() == plan.helpers() - 1; }
   __device__ char* out_row(int part, int32_t row) const {
     return static_cast<char*>(p.parts[part].out) + static_cast<int64_t>(row) * p.parts[part].bytes;

@@ -25,11 +25,12 @@ __global__ void __launch_bounds__(kSendThreads, 1)
 
 HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
   const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
-  const bool has_copies = shapes.has_copies(p.output.layout);
   const bool converts = p.quant != Quant::kNone;
-  const HtWork work = has_copies ? HtWork::kCopies : converts ? HtWork::kConversion : HtWork::kNothing;
+  const HtWork work = shapes.has_copies(p.output.layout) ? HtWork::kCopies
+                      : converts                         ? HtWork::kConversion
+                                                         : HtWork::kNothing;
   if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
-  return tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, has_copies, num_sms));
+  return tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, work, p.shape.num_ranks, num_sms));
 }
 
 HtSendGeometry geometry_of(const HtDispatchParams& p, const HtPlan& plan) { return HtSendGeometry::of(p, plan); }

@@ -1,12 +1,13 @@
 #include "runtime/ht_plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "layout/ht_layout.h"
 
 namespace ep {
 
-constexpr int kSplitBlocks = 2;  // from so many on, blocks of a dispatch with copies either send or copy
+constexpr int kMaxDispatchWarps = 28;
 
 HtPlan plan_ht_route(int num_sms) {
   HtPlan plan;
@@ -15,24 +16,27 @@ HtPlan plan_ht_route(int num_sms) {
   return plan;
 }
 
-HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int num_sms) {
+// Workers of each of some blocks that send: rows of all of them are a megabyte on the way to each link's other end, and
+// as much more as stays on this GPU. With fewer the links run dry, with more each row takes longer and the last ones
+// leave them idle.
+static int sending_workers(int stage_bytes, int stages, HtWork work, int num_ranks, int blocks) {
+  const double under_way = 1e6 * num_ranks / std::max(1, num_ranks - 1) * (work == HtWork::kConversion ? 1.5 : 1.0);
+  return std::clamp(static_cast<int>(std::lround(under_way / blocks / stage_bytes)), std::min(5, stages), stages);
+}
+
+HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms) {
   HtPlan plan;
   plan.blocks = num_sms;
-  const int stages = std::max(1, shared_bytes / stage_bytes);
-  if (has_copies) {  // warps that copy have a stage, too, and one more of a block waits for rows
-    plan.warps = std::clamp(stages + 1, 3, 28);
-    if (num_sms >= kSplitBlocks) {
-      // Local copies would queue up in their SM's bulk engine behind stores that wait for the links.
-      plan.workers = std::min(stages, plan.warps - 1);
-      plan.senders = std::max(1, num_sms * 3 / 8);
-    } else {
-      plan.workers = std::clamp(plan.warps * 3 / 7, 1, std::min(stages, 12));
-    }
+  const int stages = std::clamp(shared_bytes / stage_bytes, 1, 24);
+  if (work == HtWork::kCopies) {
+    plan.warps = kMaxDispatchWarps;
+    plan.chunks = kHtChunks;
+    if (num_sms > 1) plan.senders = std::max(1, num_sms * 3 / 8);
+    plan.workers = sending_workers(stage_bytes, std::min(stages, 14), work, num_ranks, std::max(1, plan.senders));
   } else {
-    plan.workers = std::min(stages, 24);
+    plan.workers = sending_workers(stage_bytes, stages, work, num_ranks, num_sms);
     plan.warps = plan.workers + 4;
   }
-  plan.chunks = has_copies ? kHtChunks : 1;
   return plan;
 }
 
@@ -45,8 +49,6 @@ HtPlan plan_ht_combine(bool has_staging, int num_sms) {
   return plan;
 }
 
-int default_ht_sms(HtWork work, int available) {
-  return std::min(work == HtWork::kCopies ? 32 : work == HtWork::kConversion ? 24 : 12, available);
-}
+int default_ht_sms(HtWork work, int available) { return std::min(work == HtWork::kNothing ? 12 : 32, available); }
 
 }  // namespace ep

@@ -20,15 +20,15 @@ struct HtPlan {
   EP_HD int helpers() const { return senders == 0 ? warps - workers : warps; }  // of a block that has any
 };
 
+// What an operation does beside moving rows; kCopies: the receiver has rows to copy.
+enum class HtWork { kNothing, kConversion, kCopies };
+
 // The first block counts all tokens, the others those before their share.
 HtPlan plan_ht_route(int num_sms);
-// `stage_bytes`: of a row in shared memory; `has_copies`: the receiver has rows to copy.
-HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int num_sms);
+// `stage_bytes`: of a row in shared memory.
+HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms);
 // `has_staging`: rows are added up or copied before others read them.
 HtPlan plan_ht_combine(bool has_staging, int num_sms);
-
-// What an operation does beside moving rows.
-enum class HtWork { kNothing, kConversion, kCopies };
 
 // Blocks of an operation whose caller names none: the fewest that fill the links.
 int default_ht_sms(HtWork work, int available);
