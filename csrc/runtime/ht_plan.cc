@@ -8,7 +8,7 @@ namespace ep {
 
 HtPlan plan_ht_route(int num_sms) {
   HtPlan plan;
-  plan.blocks = num_sms;
+  plan.blocks = std::min(num_sms, kHtRouteBlocks);
   plan.warps = plan.workers = 32;
   return plan;
 }

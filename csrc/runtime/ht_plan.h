@@ -17,7 +17,8 @@ struct HtPlan {
   EP_HD int helpers() const { return warps - workers; }
 };
 
-// The first block counts all tokens, the others those before their share.
+// Blocks that route, at most: each has a share of the tokens, and tells the others what it has counted.
+constexpr int kHtRouteBlocks = 32;
 HtPlan plan_ht_route(int num_sms);
 // `stage_bytes`: of a row in shared memory; `has_copies`: the receiver has rows to copy.
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, bool has_copies, int num_sms);
