@@ -7,13 +7,15 @@
 
 namespace ep {
 
-// What a block keeps in shared memory. Counts [R + E]: tokens for each rank, then choices of each expert.
+// What a block keeps in shared memory. Counts are of choices of each expert, of no expert, of tokens for each rank, of
+// those for none: [E + 1 + R + 1], so that what is no choice needs no branch.
 struct RouteTables {
-  int* share;           // [R + E] of the block's share
-  int* sums;            // [R + E] of the shares before it; first block: of all
-  int* warp_counts;     // [place_warps][R + E] of each placing warp; then what this rank has before its tokens
-  int* before;          // [R + E] of the ranks before this one, in the place of `share`
+  int* share;           // counts of the block's share
+  int* sums;            // of the shares before it; first block: of all
+  int* warp_counts;     // [place_warps] of each placing warp, then what the share has before its tokens
+  int* before;          // what this rank has before the share, and the ranks before this one; in the place of `share`
   int *start, *demand;  // [E] first row of each expert at its owner; choices of all
+  int *shift, *limit;   // [R] rank layouts: from a slot to its row, if the slot is below
   int *from, *layout, *capacity, *alignment, *tokens;  // [R], one after the other: what each rank's message tells
 
   static constexpr int kTold = 5;  // tables from `from` on
@@ -23,11 +25,13 @@ struct RouteTables {
     const auto take = [&](int count) { return tables.take<int>(count); };
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts;
     RouteTables t;
-    t.share = t.before = take(ranks + experts);
-    t.sums = take(ranks + experts);
-    t.warp_counts = take(g.place_warps * (ranks + experts));
+    t.share = t.before = take(g.counts);
+    t.sums = take(g.counts);
+    t.warp_counts = take(g.place_warps * g.counts);
     t.start = take(experts);
     t.demand = take(experts);
+    t.shift = take(ranks);
+    t.limit = take(ranks);
     t.from = take(ranks);
     t.layout = take(ranks);
     t.capacity = take(ranks);
@@ -47,82 +51,79 @@ struct RouteRole : HtBlock {
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
   __device__ int num_experts() const { return p.shape.num_experts; }
-  __device__ int num_counts() const { return num_ranks() + num_experts(); }
+  __device__ int count_of_rank(int rank) const { return num_experts() + 1 + rank; }
+  // Count `i` of a call message, which has ranks before experts.
+  __device__ int count_of_word(int i) const { return i < num_ranks() ? count_of_rank(i) : i - num_ranks(); }
   __device__ int shares() const { return ceil_div(p.num_tokens, geometry.chunk_tokens); }
+  // Threads are counted from the last where the first warp should be left to what it has to do beside.
+  __device__ int last_first() const { return threads() - 1 - thread(); }
   // Shares whose counts this block needs: those before its own, but the first block tells the other ranks of all.
   __device__ int needed_shares() const { return is_first() ? shares() : at.block < shares() ? at.block : 0; }
   // The last block writes down what all learn; the first has told the other ranks.
   __device__ bool records() const { return at.block == at.num_blocks - 1; }
 };
 
-// Lanes whose key is the same; a lane without one stands alone.
-__device__ __forceinline__ unsigned same_key(bool has_key, int key) {
-  return __match_any_sync(~0u, has_key ? key : static_cast<int>(0x80000000u | lane_id()));
-}
-
-// The choices of a step, a lane a choice in the order (token, k): step_tokens tokens, each k's lanes together.
+// The choices of a step, a lane a choice in the order (token, k): as many tokens as a warp has room for.
 struct StepLane {
-  int turn, k;      // choice k of the turn-th token
+  int choices;      // of a step
   unsigned below;   // lanes before this one
   unsigned before;  // those of the tokens before
 
   __device__ __forceinline__ static StepLane of(const RouteRole& role) {
-    StepLane lane;
-    lane.turn = role.geometry.by_topk.divide(role.lane);
-    lane.k = role.geometry.by_topk.remainder(role.lane, lane.turn);
-    lane.below = (1u << role.lane) - 1;
-    lane.before = (1u << (role.lane - lane.k)) - 1;
-    return lane;
+    const Divisor& by_topk = role.geometry.by_topk;
+    const int k = by_topk.remainder(role.lane, by_topk.divide(role.lane));
+    return {role.geometry.step_tokens * role.p.shape.topk, (1u << role.lane) - 1, (1u << (role.lane - k)) - 1};
   }
-  // Of the lanes that `rows` says have a rank in common, the first of each token. All lanes call.
-  __device__ __forceinline__ unsigned leaders(bool has_rank, unsigned rows) const {
-    return rows & __ballot_sync(~0u, has_rank && (rows & below & ~before) == 0);
-  }
+  // `same`: lanes with the same rank. True for the first of its token among them.
+  __device__ bool leads(unsigned same) const { return (same & below & ~before) == 0; }
 };
 
 // Choices of a warp's steps that are looked at together.
 struct Steps {
   static constexpr int kCount = 3;
-  int first = 0;       // token
-  int id[kCount];      // -1: no expert
+  int first = 0;       // choice of this lane in the first step
+  int id[kCount];      // [0, E), or E: no expert
   int choice[kCount];  // its number among the warp's choices of the expert
   int row[kCount];     // its token's among the warp's tokens for the expert's rank
 };
 struct RawSteps {
   RawId id[Steps::kCount];
+  uint32_t limit[Steps::kCount];  // of ids: E, or 0 where there is no choice
+
+  __device__ __forceinline__ int expert(const RouteRole& role, int q) const {
+    const uint32_t high = role.p.is_idx64 ? id[q].high : 0;
+    return static_cast<int>(high == 0 && id[q].low < limit[q] ? id[q].low : role.num_experts());
+  }
 };
 
-// The tokens of a placing warp.
+// The choices of a placing warp's tokens.
 struct WarpShare : StepLane {
-  int begin, end;
-  int* counts;  // of this warp
+  int begin, end;  // of this lane: choices are counted from the rank's first
+  int* counts;     // of this warp
 
   __device__ __forceinline__ static WarpShare of(const RouteRole& role) {
     const HtRouteGeometry& g = role.geometry;
-    const int index = role.warp - 1;
+    const int index = role.warp - 1, topk = role.p.shape.topk;
+    const int first = role.at.block * g.chunk_tokens + index * g.warp_tokens;
     const int share_end = min(role.p.num_tokens, (role.at.block + 1) * g.chunk_tokens);
     WarpShare share{StepLane::of(role)};
-    share.begin = role.at.block * g.chunk_tokens + index * g.warp_tokens;
-    share.end = index >= 0 && index < g.place_warps ? min(share_end, share.begin + g.warp_tokens) : share.begin;
-    share.counts = role.tables.warp_counts + index * role.num_counts();
+    share.begin = first * topk + role.lane;
+    share.end = (index >= 0 && index < g.place_warps ? min(share_end, first + g.warp_tokens) : first) * topk;
+    share.counts = role.tables.warp_counts + index * g.counts;
     return share;
   }
-  __device__ bool is_empty() const { return begin >= end; }
-  __device__ int token(const RouteRole& role, int first, int q) const {
-    return first + q * role.geometry.step_tokens + turn;
-  }
-  __device__ bool exists(const RouteRole& role, int token) const {
-    return turn < role.geometry.step_tokens && token < end;
-  }
-  __device__ int64_t entry(const RouteRole& role, int token) const {
-    return static_cast<int64_t>(token) * role.p.shape.topk + k;
-  }
+  // Of the warp.
+  __device__ bool is_empty() const { return begin - lane_id() >= end; }
+  __device__ bool is_past(int first) const { return first - lane_id() >= end; }
+  __device__ bool exists(int choice) const { return lane_id() < choices && choice < end; }
+
   __device__ __forceinline__ RawSteps ask(const RouteRole& role, int first) const {
     RawSteps raw;
 #pragma unroll
     for (int q = 0; q < Steps::kCount; q++) {
-      const int64_t choice = entry(role, min(token(role, first, q), end - 1));
-      raw.id[q] = RawId::load(role.p.topk_idx, role.p.is_idx64, choice);
+      const int choice = first + q * choices;
+      raw.id[q] = RawId::load(role.p.topk_idx, role.p.is_idx64, min(choice, end - 1));
+      raw.limit[q] = exists(choice) ? role.num_experts() : 0;
     }
     return raw;
   }
@@ -136,11 +137,10 @@ __device__ __forceinline__ void report_invalid_ids(const RouteRole& role, const 
                                                    const RawSteps& raw) {
 #pragma unroll
   for (int q = 0; q < Steps::kCount; q++) {
-    const int token = share.token(role, steps.first, q);
     const int64_t id = raw.id[q].value(role.p.is_idx64);
-    if (share.exists(role, token) && steps.id[q] < 0 && id != -1) {
-      report_invalid_id(role.state, id, token, share.k);
-    }
+    if (raw.limit[q] == 0 || steps.id[q] < role.num_experts() || id == -1) continue;
+    const int choice = steps.first + q * share.choices, token = role.geometry.by_topk.divide(choice);
+    report_invalid_id(role.state, id, token, role.geometry.by_topk.remainder(choice, token));
   }
 }
 
@@ -148,44 +148,36 @@ __device__ __forceinline__ void report_invalid_ids(const RouteRole& role, const 
 __device__ __forceinline__ Steps number_steps(const RouteRole& role, const WarpShare& share, int first,
                                               const RawSteps& raw) {
   constexpr int kCount = Steps::kCount;
-  const int ranks = role.num_ranks();
   Steps steps;
   steps.first = first;
-  int rank[kCount];
+  int rank[kCount];                     // its count
   unsigned same[kCount], rows[kCount];  // lanes of the same expert; of the same rank, one for each token
-  bool is_invalid = false;
+  bool lacks_some = false;
 #pragma unroll
   for (int q = 0; q < kCount; q++) {
-    const bool exists = share.exists(role, share.token(role, first, q));
-    const auto id = static_cast<int>(raw.id[q].below(role.num_experts(), role.p.is_idx64));
-    is_invalid = is_invalid || (exists && id < 0 && raw.id[q].value(role.p.is_idx64) != -1);
-    steps.id[q] = exists ? id : -1;
-    const bool has_expert = steps.id[q] >= 0;
-    rank[q] = has_expert ? role.geometry.by_local_experts.divide(id) : 0;
-    same[q] = same_key(has_expert, id);
-    rows[q] = share.leaders(has_expert, same_key(has_expert, rank[q]));
+    const int id = steps.id[q] = raw.expert(role, q);
+    lacks_some |= raw.limit[q] != 0 && id == role.num_experts();
+    rank[q] = role.count_of_rank(role.geometry.by_local_experts.divide(id));
+    same[q] = __match_any_sync(~0u, id);
+    rows[q] = __match_any_sync(~0u, rank[q]);
+    const bool leads = share.leads(rows[q]);
+    rows[q] &= __ballot_sync(~0u, leads);
     steps.choice[q] = __popc(same[q] & share.below);
     steps.row[q] = __popc(rows[q] & share.before);
+    atomicAdd(role.tables.share + id, 1);
+    if (leads) atomicAdd(role.tables.share + rank[q], 1);
   }
 #pragma unroll
   for (int q = 0; q < kCount; q++) {
-    const bool has_expert = steps.id[q] >= 0;
-    const int expert = ranks + max(steps.id[q], 0);
-    // A number is read by all lanes before one moves it on.
-    steps.choice[q] += share.counts[expert];
+    // A number is read by all lanes before the last one moves it on.
+    steps.choice[q] += share.counts[steps.id[q]];
     steps.row[q] += share.counts[rank[q]];
     __syncwarp();
-    if (has_expert && (same[q] & share.below) == 0) {
-      share.counts[expert] = steps.choice[q] + __popc(same[q]);
-      atomicAdd(role.tables.share + expert, __popc(same[q]));
-    }
-    if (has_expert && (rows[q] & share.below) == 0) {
-      share.counts[rank[q]] = steps.row[q] + __popc(rows[q]);
-      atomicAdd(role.tables.share + rank[q], __popc(rows[q]));
-    }
+    if ((same[q] & ~share.below) == share.below + 1) share.counts[steps.id[q]] = steps.choice[q] + 1;
+    if ((rows[q] & ~share.below) == share.below + 1) share.counts[rank[q]] = steps.row[q] + 1;
     __syncwarp();
   }
-  if (is_invalid) report_invalid_ids(role, share, steps, raw);
+  if (lacks_some) report_invalid_ids(role, share, steps, raw);
   __syncwarp();
   return steps;
 }
@@ -193,23 +185,21 @@ __device__ __forceinline__ Steps number_steps(const RouteRole& role, const WarpS
 // The last steps stay in registers, the others wait where the handle will have their rows. `raw`: ids of the first.
 __device__ __forceinline__ Steps number_share(const RouteRole& role, const WarpShare& share, RawSteps raw) {
   const HtRoutes& own = role.p.handle.own;
-  const int together = Steps::kCount * role.geometry.step_tokens;
   Steps steps;
   if (share.is_empty()) return steps;
   int first = share.begin;
 #pragma unroll 1
   while (true) {
     steps = number_steps(role, share, first, raw);
-    first += together;
-    if (first >= share.end) return steps;
+    first += Steps::kCount * share.choices;
+    if (share.is_past(first)) return steps;
 #pragma unroll
     for (int q = 0; q < Steps::kCount; q++) {
-      const int token = share.token(role, steps.first, q);
-      if (!share.exists(role, token)) continue;
-      const int64_t entry = share.entry(role, token);
-      own.ids[entry] = steps.id[q];
-      own.rows[entry] = steps.choice[q];
-      own.slots[entry] = steps.row[q];
+      const int choice = steps.first + q * share.choices;
+      if (!share.exists(choice)) continue;
+      own.ids[choice] = steps.id[q];
+      own.rows[choice] = steps.choice[q];
+      own.slots[choice] = steps.row[q];
     }
     raw = share.ask(role, first);
   }
@@ -222,10 +212,10 @@ __device__ __forceinline__ Steps load_steps(const RouteRole& role, const WarpSha
   steps.first = first;
 #pragma unroll
   for (int q = 0; q < Steps::kCount; q++) {
-    const int64_t entry = share.entry(role, min(share.token(role, first, q), share.end - 1));
-    steps.id[q] = own.ids[entry];
-    steps.choice[q] = own.rows[entry];
-    steps.row[q] = own.slots[entry];
+    const int choice = min(first + q * share.choices, share.end - 1);
+    steps.id[q] = own.ids[choice];
+    steps.choice[q] = own.rows[choice];
+    steps.row[q] = own.slots[choice];
   }
   return steps;
 }
@@ -233,10 +223,10 @@ __device__ __forceinline__ Steps load_steps(const RouteRole& role, const WarpSha
 // ---- The blocks of this rank
 
 __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
-  const int counts = role.num_counts();
+  const int counts = role.geometry.counts;
   if (role.at.block >= role.shares()) return;
 #pragma unroll 1
-  for (int i = role.thread(); i < counts; i += role.threads()) {
+  for (int i = role.last_first(); i < counts; i += role.threads()) {
     const auto count = static_cast<uint32_t>(role.tables.share[i]);
     ptx::st_relaxed_gpu(role.p.block_counts + role.at.block * counts + i, tagged(count, role.call.tag));
   }
@@ -245,10 +235,11 @@ __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
 // Adds up the shares that this block needs. False: some are not known yet, their blocks may not even run.
 __device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
   constexpr int kTogether = 4, kLooks = 32;  // of some 0.5 us
-  const int counts = role.num_counts(), words = role.needed_shares() * counts, threads = role.threads() - 32;
+  const HtRouteGeometry& g = role.geometry;
+  const int words = role.needed_shares() * g.counts, threads = role.threads() - 32;
   if (role.warp == 0) return true;
 #pragma unroll 1
-  for (int first = role.thread() - 32; first < words; first += kTogether * threads) {
+  for (int first = role.last_first(); first < words; first += kTogether * threads) {
     uint64_t seen[kTogether];
     bool is_known;
     int looks = 0;
@@ -260,50 +251,47 @@ __device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
       }
       is_known = true;
 #pragma unroll
-      for (int q = 0; q < kTogether; q++) is_known = is_known && is_tagged(seen[q], role.call.tag);
+      for (int q = 0; q < kTogether; q++) is_known &= is_tagged(seen[q], role.call.tag);
     } while (!is_known && ++looks < kLooks);
     if (!is_known) return false;
 #pragma unroll
     for (int q = 0; q < kTogether; q++) {
-      const int i = first + q * threads;
-      const int index = role.geometry.by_counts.remainder(i, role.geometry.by_counts.divide(i));
+      const int i = first + q * threads, index = g.by_counts.remainder(i, g.by_counts.divide(i));
       if (i < words) atomicAdd(role.tables.sums + index, static_cast<int>(static_cast<uint32_t>(seen[q])));
     }
   }
   return true;
 }
 
-// Instead of hear_blocks(): the block counts the tokens of these shares itself. A barrier before and behind.
+// In the place of hear_blocks(): the block counts the tokens of these shares itself. A barrier before and behind.
 __device__ __forceinline__ void count_shares(const RouteRole& role) {
   const HtRouteGeometry& g = role.geometry;
-  const int end = min(role.p.num_tokens, role.needed_shares() * g.chunk_tokens);
-  const int ranks = role.num_ranks(), topk = role.p.shape.topk;
+  const int end = min(role.p.num_tokens, role.needed_shares() * g.chunk_tokens), experts = role.num_experts();
+  const int end_choice = end * role.p.shape.topk, step = role.threads() / 32;
   const StepLane lane = StepLane::of(role);
-  for (int i = role.thread(); i < role.num_counts(); i += role.threads()) role.tables.sums[i] = 0;
+  for (int i = role.thread(); i < g.counts; i += role.threads()) role.tables.sums[i] = 0;
   __syncthreads();
 #pragma unroll 1
-  for (int first = role.warp * g.step_tokens; first < end; first += role.threads() / 32 * g.step_tokens) {
-    const int token = first + lane.turn;
-    const int64_t choice = static_cast<int64_t>(min(token, end - 1)) * topk + lane.k;
-    const auto raw = RawId::load(role.p.topk_idx, role.p.is_idx64, choice);
-    const auto id = static_cast<int>(raw.below(role.num_experts(), role.p.is_idx64));
-    const bool has_expert = lane.turn < g.step_tokens && token < end && id >= 0;
-    const int rank = has_expert ? g.by_local_experts.divide(id) : 0;
-    const unsigned leaders = lane.leaders(has_expert, same_key(has_expert, rank));
-    if (has_expert) atomicAdd(role.tables.sums + ranks + id, 1);
-    if (has_expert && (leaders >> role.lane & 1) != 0) atomicAdd(role.tables.sums + rank, 1);
+  for (int first = role.warp * lane.choices; first < end_choice; first += step * lane.choices) {
+    const int choice = first + role.lane;
+    const RawId raw = RawId::load(role.p.topk_idx, role.p.is_idx64, min(choice, end_choice - 1));
+    const auto valid = static_cast<int>(raw.below(experts, role.p.is_idx64));
+    const int id = role.lane < lane.choices && choice < end_choice && valid >= 0 ? valid : experts;
+    const int rank = role.count_of_rank(g.by_local_experts.divide(id));
+    atomicAdd(role.tables.sums + id, 1);
+    if (lane.leads(__match_any_sync(~0u, rank))) atomicAdd(role.tables.sums + rank, 1);
   }
 }
 
 // ---- The warps of this block
 
-// Counts of each placing warp to what this rank has before its tokens.
+// Counts of each placing warp to what the share has before its tokens.
 __device__ __forceinline__ void add_up_warps(const RouteRole& role) {
   constexpr int kTogether = 8;
-  const int counts = role.num_counts(), warps = role.geometry.place_warps;
+  const int counts = role.geometry.counts, warps = role.geometry.place_warps;
 #pragma unroll 1
-  for (int i = role.thread(); i < counts; i += role.threads()) {
-    int before = role.is_first() ? 0 : role.tables.sums[i];
+  for (int i = role.last_first(); i < counts; i += role.threads()) {
+    int before = 0;
     int* of_warp = role.tables.warp_counts + i;
 #pragma unroll 1
     for (int first = 0; first < warps; first += kTogether) {
@@ -321,7 +309,7 @@ __device__ __forceinline__ void add_up_warps(const RouteRole& role) {
 
 __device__ __forceinline__ void clear_counts(const RouteRole& role) {
   auto* words = reinterpret_cast<uint4*>(role.tables.share);  // one after the other; what lies behind is filled later
-  const int count = ceil_div((2 + role.geometry.place_warps) * role.num_counts(), 4);
+  const int count = ceil_div((2 + role.geometry.place_warps) * role.geometry.counts, 4);
 #pragma unroll 1
   for (int i = role.thread(); i < count; i += role.threads()) words[i] = make_uint4(0, 0, 0, 0);
 }

@@ -21,7 +21,7 @@ inline void check_ht_ranks(const Topology& topology) {
 
 // The first kernel of a dispatch that routes: counts, their exchange, places.
 struct HtRouteParams : HtDispatchParams {
-  uint64_t* block_counts = nullptr;  // [kHtRouteBlocks][R + E] tagged words: what each block has counted
+  uint64_t* block_counts = nullptr;  // [kHtRouteBlocks][E + R + 2] tagged words: what each block has counted
 };
 
 struct HtRouteGeometry {
@@ -29,6 +29,7 @@ struct HtRouteGeometry {
   int place_warps = 1;    // that number and place a share's tokens, each with counters of its own
   int warp_tokens = 1;    // of each, a multiple of step_tokens
   int step_tokens = 1;    // that a warp looks at together
+  int counts = 4;         // of a share, or of a warp's tokens: see RouteTables
   Divisor by_local_experts, by_topk, by_counts;
   int bytes = 0;  // of shared memory
 
@@ -36,8 +37,11 @@ struct HtRouteGeometry {
   static HtRouteGeometry of(const HtRouteParams& p, const HtPlan& plan) {
     HtRouteGeometry g;
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts, topk = p.shape.topk;
-    const int counters = 4 * (ranks + experts);  // of a placing warp, bytes
-    const int others = 4 * (7 * ranks + 4 * experts + 4);
+    EP_CHECK(static_cast<int64_t>(p.num_tokens) * topk <= INT32_MAX, p.num_tokens, " tokens of ", topk,
+             " choices: high throughput on CUDA counts choices in 32 bits");
+    g.counts = experts + ranks + 2;
+    const int counters = 4 * g.counts;  // of a placing warp, bytes
+    const int others = 2 * counters + 4 * (7 * ranks + 2 * experts + 4);
     EP_CHECK(others + counters <= kHtSharedBytes, experts, " experts and ", ranks, " ranks need ", others + counters,
              " bytes of shared memory, high throughput on CUDA has ", kHtSharedBytes);
     g.place_warps = std::min(plan.warps - 1, (kHtSharedBytes - others) / counters);
@@ -46,7 +50,7 @@ struct HtRouteGeometry {
     g.warp_tokens = align_up(ceil_div(g.chunk_tokens, g.place_warps), g.step_tokens);
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(topk);
-    g.by_counts = Divisor::of(ranks + experts);
+    g.by_counts = Divisor::of(g.counts);
     g.bytes = others + g.place_warps * counters;
     return g;
   }

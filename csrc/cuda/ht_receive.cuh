@@ -265,7 +265,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
   if (!has_routed && block.is_first()) {
     clear_next_counters(call);
-    send_call(call, p.layout, peers, HtCall::kCounts, [&](int index) { return call_word_of(p, nullptr, index); });
+    send_call(call, p.layout, peers, HtCall::kCounts, [&](int index) { return call_word_of(p, index); });
   }
   await_records(call, p.layout, peers);
   fill_tables(role);

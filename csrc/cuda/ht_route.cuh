@@ -10,27 +10,25 @@ namespace ep {
 
 // ---- The other ranks
 
-__device__ __forceinline__ uint32_t call_word_of(const HtDispatchParams& p, const RouteTables* tables, int index) {
+// Of the words before the counts.
+__device__ __forceinline__ uint32_t call_word_of(const HtDispatchParams& p, int index) {
   if (index == HtCall::kLayout) return static_cast<uint32_t>(p.output.layout);
   if (index == HtCall::kCapacity) return static_cast<uint32_t>(p.output.capacity);
   if (index == HtCall::kAlignment) return static_cast<uint32_t>(p.output.alignment);
   if (index == HtCall::kChunks) return static_cast<uint32_t>(p.chunks);
-  if (index < HtCall::kCounts) {
-    const int part = (index - HtCall::kOffsets) / 2;
-    if (index < HtCall::kOffsets || part >= kHtMaxParts) return 0;
-    const Offset offset = part < p.num_parts ? p.parts[part].out_offset : kNoOffset;
-    return static_cast<uint32_t>((index - HtCall::kOffsets) % 2 == 0 ? offset : offset >> 32);
-  }
-  return static_cast<uint32_t>(tables->sums[index - HtCall::kCounts]);
+  const int part = (index - HtCall::kOffsets) / 2;
+  if (index < HtCall::kOffsets || part >= kHtMaxParts) return 0;
+  const Offset offset = part < p.num_parts ? p.parts[part].out_offset : kNoOffset;
+  return static_cast<uint32_t>((index - HtCall::kOffsets) % 2 == 0 ? offset : offset >> 32);
 }
 
 // Adds up the counts of all ranks: before this one, and all. Choices of each expert by all go into tables.start for
-// now.
+// now, the first slot at each rank into tables.shift.
 __device__ __forceinline__ void add_up_counts(const RouteRole& role) {
   const RouteTables& t = role.tables;
   const int ranks = role.num_ranks(), rank = role.peers.rank, local_experts = role.p.shape.local_experts();
 #pragma unroll 1
-  for (int i = role.threads() - 1 - role.thread(); i < ranks + role.num_experts(); i += role.threads()) {
+  for (int i = role.last_first(); i < ranks + role.num_experts(); i += role.threads()) {
     int before = 0, all = 0;
 #pragma unroll 1
     for (int first = 0; first < ranks; first += CallWords::kTogether) {
@@ -41,8 +39,12 @@ __device__ __forceinline__ void add_up_counts(const RouteRole& role) {
         all += static_cast<int>(words.value[q]);
       }
     }
-    t.before[i] = before;
-    if (i < ranks) continue;
+    const int index = role.count_of_word(i);
+    t.before[index] = before + (role.is_first() ? 0 : t.sums[index]);
+    if (i < ranks) {
+      t.shift[i] = before;
+      continue;
+    }
     const int e = i - ranks, local = e - rank * local_experts;
     t.start[e] = t.demand[e] = all;
     if (role.records() && local >= 0 && local < local_experts) role.p.handle.expert_counts[local] = all;
@@ -74,17 +76,23 @@ __device__ __forceinline__ void take_words(const RouteRole& role) {
   if (role.records() && role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
 }
 
-// Demand of a rank's experts to the first row of each, in tables.start, where it is asked for; a warp a rank.
+// A warp a rank: demand of its experts to the first row of each, in tables.start, or what makes rows of slots there.
 __device__ __forceinline__ void find_starts(const RouteRole& role) {
+  const RouteTables& t = role.tables;
   const int local_experts = role.p.shape.local_experts();
 #pragma unroll 1
   for (int r = role.warp; r < role.num_ranks(); r += role.threads() / 32) {
     OutputShape output = role.p.output;
-    output.layout = static_cast<OutputLayout>(role.tables.layout[r]);
-    if (!has_expert_rows(output.layout)) continue;
-    output.alignment = role.tables.alignment[r];
-    int* start = role.tables.start + r * local_experts;
-    exclusive_sums(local_experts, start, [&](int e) { return static_cast<int>(output.span(start[e])); });
+    output.layout = static_cast<OutputLayout>(t.layout[r]);
+    output.alignment = t.alignment[r];
+    if (has_expert_rows(output.layout)) {
+      int* start = t.start + r * local_experts;
+      exclusive_sums(local_experts, start, [&](int e) { return static_cast<int>(output.span(start[e])); });
+    } else if (role.lane == 0) {
+      const bool has_parts = output.has_parts();
+      t.limit[r] = has_parts ? INT32_MAX : t.capacity[r];
+      t.shift[r] = has_parts ? role.peers.rank * output.max_tokens - t.shift[r] : 0;
+    }
   }
 }
 
@@ -155,41 +163,50 @@ __device__ __forceinline__ void clear_info(const RouteRole& role) {
 
 // ---- Places of the own tokens
 
+// Of a choice of an expert whose rank has expert rows.
+__device__ __forceinline__ int32_t expert_row(const RouteRole& role, int id, int rank, int number) {
+  const RouteTables& t = role.tables;
+  OutputShape output = role.p.output;
+  output.layout = static_cast<OutputLayout>(t.layout[rank]);
+  output.capacity = t.capacity[rank];
+  return output.row(role.geometry.by_local_experts.remainder(id, rank), t.start[id], t.before[id] + number);
+}
+
+// No expert has counts too, so that what is no choice goes the same way up to the end.
 __device__ __forceinline__ void place_steps(const RouteRole& role, const WarpShare& share, const Steps& steps) {
+  constexpr int kCount = Steps::kCount;
   const RouteTables& t = role.tables;
   const HtRoutes& own = role.p.handle.own;
+  int slot[kCount], row[kCount];
 #pragma unroll
-  for (int q = 0; q < Steps::kCount; q++) {
-    const int id = steps.id[q], token = share.token(role, steps.first, q);
-    if (!share.exists(role, token)) continue;
-    int32_t row = kNoRow, slot = kNoRow;
-    if (id >= 0) {
-      const int rank = role.geometry.by_local_experts.divide(id), expert = role.num_ranks() + id;
-      const int first_slot = t.before[rank], number = share.counts[rank] + steps.row[q];
-      OutputShape output = role.p.output;
-      output.layout = static_cast<OutputLayout>(t.layout[rank]);
-      output.capacity = t.capacity[rank];
-      slot = first_slot + number;
-      row = has_expert_rows(output.layout) ? output.row(role.geometry.by_local_experts.remainder(id, rank), t.start[id],
-                                                        t.before[expert] + share.counts[expert] + steps.choice[q])
-                                           : output.row(role.peers.rank, first_slot, number);
+  for (int q = 0; q < kCount; q++) {
+    const int rank = role.geometry.by_local_experts.divide(steps.id[q]), count = role.count_of_rank(rank);
+    slot[q] = t.before[count] + share.counts[count] + steps.row[q];
+    row[q] = slot[q] < t.limit[rank] ? slot[q] + t.shift[rank] : kDroppedRow;
+  }
+#pragma unroll
+  for (int q = 0; q < kCount; q++) {
+    const int id = steps.id[q], rank = role.geometry.by_local_experts.divide(id);
+    const int choice = steps.first + q * share.choices;
+    const bool has_expert = id < role.num_experts();
+    if (has_expert && has_expert_rows(static_cast<OutputLayout>(t.layout[rank]))) {
+      row[q] = expert_row(role, id, rank, share.counts[id] + steps.choice[q]);
     }
-    const int64_t entry = share.entry(role, token);
-    own.ids[entry] = id;
-    own.rows[entry] = row;
-    own.slots[entry] = slot;
+    if (!share.exists(choice)) continue;
+    own.ids[choice] = has_expert ? id : -1;
+    own.rows[choice] = has_expert ? row[q] : kNoRow;
+    own.slots[choice] = has_expert ? slot[q] : kNoRow;
   }
 }
 
 // From the last steps, which are at hand, to the first.
 __device__ __forceinline__ void place_share(const RouteRole& role, const WarpShare& share, Steps steps) {
-  const int together = Steps::kCount * role.geometry.step_tokens;
   if (share.is_empty()) return;
 #pragma unroll 1
   while (true) {
     place_steps(role, share, steps);
     if (steps.first == share.begin) return;
-    steps = load_steps(role, share, steps.first - together);
+    steps = load_steps(role, share, steps.first - Steps::kCount * share.choices);
   }
 }
 
@@ -214,21 +231,23 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     return;
   }
   stamp(Stamp::kEpochKnown, peers.rank);
-  tell_blocks(role);
-  if (role.is_first()) {
-    if (role.warp == 0) send_record(call, p.layout, peers);
-    clear_next_counters(call);
+  if (role.is_first() && role.warp == 0) {
+    send_record(call, p.layout, peers);
   }
+  tell_blocks(role);
+  add_up_warps(role);
   if (__syncthreads_or(!hear_blocks(role))) {
     count_shares(role);
     __syncthreads();
   }
   if (role.is_first()) {
-    send_call_words(call, p.layout, peers, HtCall::words(p.shape.num_ranks, p.shape.num_experts),
-                    [&](int index) { return call_word_of(p, &role.tables, index); });
+    send_call_words(call, p.layout, peers, HtCall::words(p.shape.num_ranks, p.shape.num_experts), [&](int index) {
+      if (index < HtCall::kCounts) return call_word_of(p, index);
+      return static_cast<uint32_t>(role.tables.sums[role.count_of_word(index - HtCall::kCounts)]);
+    });
+    clear_next_counters(call);
   }
   stamp(Stamp::kSent, peers.rank);
-  add_up_warps(role);
   await_records(call, p.layout, peers);
   take_words(role);
   add_up_counts(role);
