@@ -37,7 +37,7 @@ struct HtRouteGeometry {
   static HtRouteGeometry of(const HtRouteParams& p, const HtPlan& plan) {
     HtRouteGeometry g;
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts, topk = p.shape.topk;
-    EP_CHECK(static_cast<int64_t>(p.num_tokens) * topk <= INT32_MAX, p.num_tokens, " tokens of ", topk,
+    EP_CHECK(static_cast<int64_t>(p.num_tokens) * topk <= INT32_MAX / 2, p.num_tokens, " tokens of ", topk,
              " choices: high throughput on CUDA counts choices in 32 bits");
     g.counts = experts + ranks + 2;
     const int counters = 4 * g.counts;  // of a placing warp, bytes
