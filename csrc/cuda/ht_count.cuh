@@ -10,12 +10,12 @@ namespace ep {
 // What a block keeps in shared memory. Counts are of choices of each expert, of no expert, of tokens for each rank, of
 // those for none: [E + 1 + R + 1], so that what is no choice needs no branch.
 struct RouteTables {
-  int* share;           // counts of the block's share
-  int* sums;            // of the shares before it; first block: of all
-  int* warp_counts;     // [place_warps] of each placing warp, then what the share has before its tokens
-  int* before;          // what this rank has before the share, and the ranks before this one; in the place of `share`
-  int *start, *demand;  // [E] first row of each expert at its owner; choices of all
-  int *shift, *limit;   // [R] rank layouts: from a slot to its row, if the slot is below
+  int* share;            // counts of the block's share
+  int* sums;             // of the shares before it; first block: of all
+  int* warp_counts;      // [place_warps] of each placing warp, then what the share has before its tokens
+  int* has_expert_rows;  // whether any rank's output has
+  int* before;           // of the ranks before this one; in the place of `share`
+  int *start, *demand;   // [E] first row of each expert at its owner; choices of all
   int *from, *layout, *capacity, *alignment, *tokens;  // [R], one after the other: what each rank's message tells
 
   static constexpr int kTold = 5;  // tables from `from` on
@@ -28,10 +28,9 @@ struct RouteTables {
     t.share = t.before = take(g.counts);
     t.sums = take(g.counts);
     t.warp_counts = take(g.place_warps * g.counts);
+    t.has_expert_rows = take(1);
     t.start = take(experts);
     t.demand = take(experts);
-    t.shift = take(ranks);
-    t.limit = take(ranks);
     t.from = take(ranks);
     t.layout = take(ranks);
     t.capacity = take(ranks);
@@ -51,14 +50,17 @@ struct RouteRole : HtBlock {
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
   __device__ int num_experts() const { return p.shape.num_experts; }
+  __device__ int local_experts() const { return p.output.local_experts; }
+  __device__ int rank_of(int id) const { return geometry.by_local_experts.divide(id); }
   __device__ int count_of_rank(int rank) const { return num_experts() + 1 + rank; }
   // Count `i` of a call message, which has ranks before experts.
   __device__ int count_of_word(int i) const { return i < num_ranks() ? count_of_rank(i) : i - num_ranks(); }
-  __device__ int shares() const { return ceil_div(p.num_tokens, geometry.chunk_tokens); }
   // Threads are counted from the last where the first warp should be left to what it has to do beside.
   __device__ int last_first() const { return threads() - 1 - thread(); }
   // Shares whose counts this block needs: those before its own, but the first block tells the other ranks of all.
-  __device__ int needed_shares() const { return is_first() ? shares() : at.block < shares() ? at.block : 0; }
+  __device__ int needed_shares() const {
+    return is_first() ? geometry.shares : at.block < geometry.shares ? at.block : 0;
+  }
   // The last block writes down what all learn; the first has told the other ranks.
   __device__ bool records() const { return at.block == at.num_blocks - 1; }
 };
@@ -83,8 +85,8 @@ struct Steps {
   static constexpr int kCount = 3;
   int first = 0;       // choice of this lane in the first step
   int id[kCount];      // [0, E), or E: no expert
-  int choice[kCount];  // its number among the warp's choices of the expert
-  int row[kCount];     // its token's among the warp's tokens for the expert's rank
+  int choice[kCount];  // its number among the warp's choices of the expert, then among the rank's
+  int row[kCount];     // its token's among the warp's tokens for the expert's rank, likewise
 };
 struct RawSteps {
   RawId id[Steps::kCount];
@@ -157,7 +159,7 @@ __device__ __forceinline__ Steps number_steps(const RouteRole& role, const WarpS
   for (int q = 0; q < kCount; q++) {
     const int id = steps.id[q] = raw.expert(role, q);
     lacks_some |= raw.limit[q] != 0 && id == role.num_experts();
-    rank[q] = role.count_of_rank(role.geometry.by_local_experts.divide(id));
+    rank[q] = role.count_of_rank(role.rank_of(id));
     same[q] = __match_any_sync(~0u, id);
     rows[q] = __match_any_sync(~0u, rank[q]);
     const bool leads = share.leads(rows[q]);
@@ -182,6 +184,14 @@ __device__ __forceinline__ Steps number_steps(const RouteRole& role, const WarpS
   return steps;
 }
 
+__device__ __forceinline__ void store_ids(const RouteRole& role, const WarpShare& share, const Steps& steps) {
+#pragma unroll
+  for (int q = 0; q < Steps::kCount; q++) {
+    const int choice = steps.first + q * share.choices, id = steps.id[q];
+    if (share.exists(choice)) role.p.handle.own.ids[choice] = id < role.num_experts() ? id : -1;
+  }
+}
+
 // The last steps stay in registers, the others wait where the handle will have their rows. `raw`: ids of the first.
 __device__ __forceinline__ Steps number_share(const RouteRole& role, const WarpShare& share, RawSteps raw) {
   const HtRoutes& own = role.p.handle.own;
@@ -193,11 +203,11 @@ __device__ __forceinline__ Steps number_share(const RouteRole& role, const WarpS
     steps = number_steps(role, share, first, raw);
     first += Steps::kCount * share.choices;
     if (share.is_past(first)) return steps;
+    store_ids(role, share, steps);
 #pragma unroll
     for (int q = 0; q < Steps::kCount; q++) {
       const int choice = steps.first + q * share.choices;
       if (!share.exists(choice)) continue;
-      own.ids[choice] = steps.id[q];
       own.rows[choice] = steps.choice[q];
       own.slots[choice] = steps.row[q];
     }
@@ -212,19 +222,29 @@ __device__ __forceinline__ Steps load_steps(const RouteRole& role, const WarpSha
   steps.first = first;
 #pragma unroll
   for (int q = 0; q < Steps::kCount; q++) {
-    const int choice = min(first + q * share.choices, share.end - 1);
-    steps.id[q] = own.ids[choice];
+    const int choice = min(first + q * share.choices, share.end - 1), id = own.ids[choice];
+    steps.id[q] = id >= 0 ? id : role.num_experts();
     steps.choice[q] = own.rows[choice];
     steps.row[q] = own.slots[choice];
   }
   return steps;
 }
 
+// From numbers of the warp to numbers of the rank, when the shares before are known.
+__device__ __forceinline__ void finish_numbers(const RouteRole& role, const WarpShare& share, Steps& steps) {
+  const auto before = [&](int count) { return share.counts[count] + (role.is_first() ? 0 : role.tables.sums[count]); };
+#pragma unroll
+  for (int q = 0; q < Steps::kCount; q++) {
+    steps.choice[q] += before(steps.id[q]);
+    steps.row[q] += before(role.count_of_rank(role.rank_of(steps.id[q])));
+  }
+}
+
 // ---- The blocks of this rank
 
 __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
   const int counts = role.geometry.counts;
-  if (role.at.block >= role.shares()) return;
+  if (role.at.block >= role.geometry.shares) return;
 #pragma unroll 1
   for (int i = role.last_first(); i < counts; i += role.threads()) {
     const auto count = static_cast<uint32_t>(role.tables.share[i]);
@@ -277,7 +297,7 @@ __device__ __forceinline__ void count_shares(const RouteRole& role) {
     const RawId raw = RawId::load(role.p.topk_idx, role.p.is_idx64, min(choice, end_choice - 1));
     const auto valid = static_cast<int>(raw.below(experts, role.p.is_idx64));
     const int id = role.lane < lane.choices && choice < end_choice && valid >= 0 ? valid : experts;
-    const int rank = role.count_of_rank(g.by_local_experts.divide(id));
+    const int rank = role.count_of_rank(role.rank_of(id));
     atomicAdd(role.tables.sums + id, 1);
     if (lane.leads(__match_any_sync(~0u, rank))) atomicAdd(role.tables.sums + rank, 1);
   }
@@ -309,7 +329,7 @@ __device__ __forceinline__ void add_up_warps(const RouteRole& role) {
 
 __device__ __forceinline__ void clear_counts(const RouteRole& role) {
   auto* words = reinterpret_cast<uint4*>(role.tables.share);  // one after the other; what lies behind is filled later
-  const int count = ceil_div((2 + role.geometry.place_warps) * role.geometry.counts, 4);
+  const int count = ceil_div((2 + role.geometry.place_warps) * role.geometry.counts + 1, 4);
 #pragma unroll 1
   for (int i = role.thread(); i < count; i += role.threads()) words[i] = make_uint4(0, 0, 0, 0);
 }

@@ -26,6 +26,7 @@ struct HtRouteParams : HtDispatchParams {
 
 struct HtRouteGeometry {
   int chunk_tokens = 32;  // of a block's share
+  int shares = 1;         // that are not empty: of the first blocks
   int place_warps = 1;    // that number and place a share's tokens, each with counters of its own
   int warp_tokens = 1;    // of each, a multiple of step_tokens
   int step_tokens = 1;    // that a warp looks at together
@@ -41,12 +42,13 @@ struct HtRouteGeometry {
              " choices: high throughput on CUDA counts choices in 32 bits");
     g.counts = experts + ranks + 2;
     const int counters = 4 * g.counts;  // of a placing warp, bytes
-    const int others = 2 * counters + 4 * (7 * ranks + 2 * experts + 4);
+    const int others = 2 * counters + 4 * (5 * ranks + 2 * experts + 4);
     EP_CHECK(others + counters <= kHtSharedBytes, experts, " experts and ", ranks, " ranks need ", others + counters,
              " bytes of shared memory, high throughput on CUDA has ", kHtSharedBytes);
     g.place_warps = std::min(plan.warps - 1, (kHtSharedBytes - others) / counters);
     g.step_tokens = 32 / topk;
     g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.blocks), 32);
+    g.shares = ceil_div(p.num_tokens, g.chunk_tokens);
     g.warp_tokens = align_up(ceil_div(g.chunk_tokens, g.place_warps), g.step_tokens);
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(topk);

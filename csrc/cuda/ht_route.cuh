@@ -23,10 +23,10 @@ __device__ __forceinline__ uint32_t call_word_of(const HtDispatchParams& p, int 
 }
 
 // Adds up the counts of all ranks: before this one, and all. Choices of each expert by all go into tables.start for
-// now, the first slot at each rank into tables.shift.
+// now.
 __device__ __forceinline__ void add_up_counts(const RouteRole& role) {
   const RouteTables& t = role.tables;
-  const int ranks = role.num_ranks(), rank = role.peers.rank, local_experts = role.p.shape.local_experts();
+  const int ranks = role.num_ranks(), rank = role.peers.rank, local_experts = role.local_experts();
 #pragma unroll 1
   for (int i = role.last_first(); i < ranks + role.num_experts(); i += role.threads()) {
     int before = 0, all = 0;
@@ -39,12 +39,8 @@ __device__ __forceinline__ void add_up_counts(const RouteRole& role) {
         all += static_cast<int>(words.value[q]);
       }
     }
-    const int index = role.count_of_word(i);
-    t.before[index] = before + (role.is_first() ? 0 : t.sums[index]);
-    if (i < ranks) {
-      t.shift[i] = before;
-      continue;
-    }
+    t.before[role.count_of_word(i)] = before;
+    if (i < ranks) continue;
     const int e = i - ranks, local = e - rank * local_experts;
     t.start[e] = t.demand[e] = all;
     if (role.records() && local >= 0 && local < local_experts) role.p.handle.expert_counts[local] = all;
@@ -72,27 +68,21 @@ __device__ __forceinline__ void take_words(const RouteRole& role) {
     }
     int* out = row < kTold ? role.tables.from + i : role.p.handle.counts + (i - kTold * ranks);
     *out = static_cast<int>(await_call_word(role.call, role.p.layout, role.peers, source, index));
+    if (row == 1 && has_expert_rows(static_cast<OutputLayout>(*out))) *role.tables.has_expert_rows = 1;
   }
   if (role.records() && role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
 }
 
-// A warp a rank: demand of its experts to the first row of each, in tables.start, or what makes rows of slots there.
+// Demand of a rank's experts to the first row of each, in tables.start; a warp a rank.
 __device__ __forceinline__ void find_starts(const RouteRole& role) {
-  const RouteTables& t = role.tables;
-  const int local_experts = role.p.shape.local_experts();
+  const int local_experts = role.local_experts();
 #pragma unroll 1
   for (int r = role.warp; r < role.num_ranks(); r += role.threads() / 32) {
     OutputShape output = role.p.output;
-    output.layout = static_cast<OutputLayout>(t.layout[r]);
-    output.alignment = t.alignment[r];
-    if (has_expert_rows(output.layout)) {
-      int* start = t.start + r * local_experts;
-      exclusive_sums(local_experts, start, [&](int e) { return static_cast<int>(output.span(start[e])); });
-    } else if (role.lane == 0) {
-      const bool has_parts = output.has_parts();
-      t.limit[r] = has_parts ? INT32_MAX : t.capacity[r];
-      t.shift[r] = has_parts ? role.peers.rank * output.max_tokens - t.shift[r] : 0;
-    }
+    output.layout = static_cast<OutputLayout>(role.tables.layout[r]);
+    output.alignment = role.tables.alignment[r];
+    int* start = role.tables.start + r * local_experts;
+    exclusive_sums(local_experts, start, [&](int e) { return static_cast<int>(output.span(start[e])); });
   }
 }
 
@@ -163,43 +153,32 @@ __device__ __forceinline__ void clear_info(const RouteRole& role) {
 
 // ---- Places of the own tokens
 
-// Of a choice of an expert whose rank has expert rows.
-__device__ __forceinline__ int32_t expert_row(const RouteRole& role, int id, int rank, int number) {
-  const RouteTables& t = role.tables;
-  OutputShape output = role.p.output;
-  output.layout = static_cast<OutputLayout>(t.layout[rank]);
-  output.capacity = t.capacity[rank];
-  return output.row(role.geometry.by_local_experts.remainder(id, rank), t.start[id], t.before[id] + number);
-}
-
 // No expert has counts too, so that what is no choice goes the same way up to the end.
 __device__ __forceinline__ void place_steps(const RouteRole& role, const WarpShare& share, const Steps& steps) {
-  constexpr int kCount = Steps::kCount;
   const RouteTables& t = role.tables;
-  const HtRoutes& own = role.p.handle.own;
-  int slot[kCount], row[kCount];
+  const bool expert_rows = *t.has_expert_rows != 0;
 #pragma unroll
-  for (int q = 0; q < kCount; q++) {
-    const int rank = role.geometry.by_local_experts.divide(steps.id[q]), count = role.count_of_rank(rank);
-    slot[q] = t.before[count] + share.counts[count] + steps.row[q];
-    row[q] = slot[q] < t.limit[rank] ? slot[q] + t.shift[rank] : kDroppedRow;
-  }
-#pragma unroll
-  for (int q = 0; q < kCount; q++) {
-    const int id = steps.id[q], rank = role.geometry.by_local_experts.divide(id);
-    const int choice = steps.first + q * share.choices;
-    const bool has_expert = id < role.num_experts();
-    if (has_expert && has_expert_rows(static_cast<OutputLayout>(t.layout[rank]))) {
-      row[q] = expert_row(role, id, rank, share.counts[id] + steps.choice[q]);
+  for (int q = 0; q < Steps::kCount; q++) {
+    const int id = steps.id[q], rank = role.rank_of(id), choice = steps.first + q * share.choices;
+    const int slot = t.before[role.count_of_rank(rank)] + steps.row[q], capacity = t.capacity[rank];
+    const auto layout = static_cast<OutputLayout>(t.layout[rank]);
+    const bool is_flat = layout == OutputLayout::kFlat;
+    int row = is_flat ? slot : role.peers.rank * role.p.shape.max_tokens + steps.row[q];
+    if (is_flat && slot >= capacity) row = kDroppedRow;
+    if (expert_rows && has_expert_rows(layout)) {
+      OutputShape output = role.p.output;
+      output.layout = layout;
+      output.capacity = capacity;
+      row = output.row(role.geometry.by_local_experts.remainder(id, rank), t.start[id], t.before[id] + steps.choice[q]);
     }
     if (!share.exists(choice)) continue;
-    own.ids[choice] = has_expert ? id : -1;
-    own.rows[choice] = has_expert ? row[q] : kNoRow;
-    own.slots[choice] = has_expert ? slot[q] : kNoRow;
+    const bool has_expert = id < role.num_experts();
+    role.p.handle.own.rows[choice] = has_expert ? row : kNoRow;
+    role.p.handle.own.slots[choice] = has_expert ? slot : kNoRow;
   }
 }
 
-// From the last steps, which are at hand, to the first.
+// From the last steps, which are at hand and finished, to the first.
 __device__ __forceinline__ void place_share(const RouteRole& role, const WarpShare& share, Steps steps) {
   if (share.is_empty()) return;
 #pragma unroll 1
@@ -207,6 +186,7 @@ __device__ __forceinline__ void place_share(const RouteRole& role, const WarpSha
     place_steps(role, share, steps);
     if (steps.first == share.begin) return;
     steps = load_steps(role, share, steps.first - Steps::kCount * share.choices);
+    finish_numbers(role, share, steps);
   }
 }
 
@@ -224,7 +204,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   clear_counts(role);
   __syncthreads();
   // The first warp asks for the epoch meanwhile.
-  const Steps last_steps = number_share(role, share, raw);
+  Steps last_steps = number_share(role, share, raw);
   stamp(Stamp::kOwnDone, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, !sends_rows(p.steps))) {
     if (role.records()) clear_info(role);
@@ -247,6 +227,10 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     });
     clear_next_counters(call);
   }
+  if (!share.is_empty()) {
+    finish_numbers(role, share, last_steps);
+    store_ids(role, share, last_steps);
+  }
   stamp(Stamp::kSent, peers.rank);
   await_records(call, p.layout, peers);
   take_words(role);
@@ -256,8 +240,10 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     return;
   }
   stamp(Stamp::kRoutingKnown, peers.rank);
-  find_starts(role);
-  __syncthreads();
+  if (*role.tables.has_expert_rows != 0) {
+    find_starts(role);
+    __syncthreads();
+  }
   if (role.warp > 0) {
     place_share(role, share, last_steps);
   } else if (role.records()) {
