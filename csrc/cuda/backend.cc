@@ -98,7 +98,8 @@ struct Memory {
   double timeout_seconds = 0;
   int64_t* ht_sizes = nullptr;  // pinned: of a dispatch of exact sizes, as HtDispatchParams says
   int ht_sizes_count = 0;
-  cudaStream_t stream = nullptr;  // non-blocking: never waits for the caller's kernels
+  uint64_t* ht_block_counts = nullptr;  // as HtRouteParams says
+  cudaStream_t stream = nullptr;        // non-blocking: never waits for the caller's kernels
   HostBlock* host = nullptr;
   DeviceState* state = nullptr;
   LsaPeers peers;
@@ -116,6 +117,7 @@ struct Memory {
     world.reset();
     cudaFree(own_window);
     cudaFree(state);
+    cudaFree(ht_block_counts);
     cudaFreeHost(host);
     cudaFreeHost(ht_sizes);
     if (stream != nullptr) cudaStreamDestroy(stream);
@@ -158,7 +160,8 @@ void tear_down(Memory* owned) noexcept {
   }
 }
 
-std::unique_ptr<Memory> make_memory(int device, double timeout_seconds) {
+// `call_words`: of a call of high throughput, which has the counts of a rank; 0 without.
+std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t call_words) {
   auto memory = std::make_unique<Memory>();
   memory->device = device;
   memory->timeout_seconds = timeout_seconds;
@@ -167,6 +170,11 @@ std::unique_ptr<Memory> make_memory(int device, double timeout_seconds) {
   EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory->host), sizeof(HostBlock), cudaHostAllocMapped));
   new (memory->host) HostBlock{};
   EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->state), sizeof(DeviceState)));
+  if (call_words > 0) {
+    const uint64_t bytes = kHtRouteBlocks * call_words * sizeof(uint64_t);
+    EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->ht_block_counts), bytes));
+    EP_CUDA(cudaMemsetAsync(memory->ht_block_counts, 0, bytes, memory->stream));
+  }
   DeviceState& initial = memory->host->mirror;
   initial.fate.timeout_ns = nanoseconds(timeout_seconds);
   EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&initial.failure), &memory->host->failure, 0));
@@ -298,7 +306,7 @@ class CudaBackend : public Backend {
 
   // The first kernel of a dispatch that routes. Where the caller asks for the sizes, the host waits for them.
   void route(const HtDispatchParams& params, void* stream) {
-    HtRouteParams routing{params};
+    HtRouteParams routing{params, memory_->ht_block_counts};
     if (params.host_sizes == nullptr) return run(routing, stream);
     const int count = 2 + params.output.local_experts;  // and the most tokens of a rank behind them
     check_not_capturing(static_cast<cudaStream_t>(stream));
@@ -411,7 +419,7 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     seat = own_seat(device);
     load_kernels();
     load_floor_kernels();
-    memory = make_memory(device, config.timeout_seconds);
+    memory = make_memory(device, config.timeout_seconds, window.ht.call_words);
   });
   const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, seat);
   if (bootstrap.num_ranks() == 1) {

@@ -282,6 +282,9 @@ struct RawId {
     return {__ldg(reinterpret_cast<const uint32_t*>(p)),
             __ldg(reinterpret_cast<const uint32_t*>(p + (is_idx64 ? 4 : 0)))};
   }
+  __device__ __forceinline__ int64_t value(bool is_idx64) const {
+    return is_idx64 ? static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low) : static_cast<int32_t>(low);
+  }
   // The id if it is below `limit`, else -1.
   __device__ __forceinline__ int64_t below(int limit, bool is_idx64) const {
     return low < static_cast<uint32_t>(limit) && (high == 0 || !is_idx64) ? static_cast<int64_t>(low) : -1;

@@ -1,63 +1,47 @@
-// How a block of the routing kernel counts: the first one all own tokens, the others those before their share. Ids are
-// read as they lie in memory, several bytes a lane, and a token's ranks are looked at when all of its tile lie in
-// shared memory.
+// A block's share of the tokens in the routing kernel: what it counts, how it numbers its choices, and how the blocks
+// of a rank learn of one another's counts. A lane looks at one choice; the first warp of a block looks at none, so that
+// it can ask for the epoch, and greet the other ranks, meanwhile.
 #pragma once
-
-#include <type_traits>
 
 #include "cuda/ht_call.cuh"
 
 namespace ep {
 
-// What a block keeps in shared memory.
+// What a block keeps in shared memory. Counts are of choices of each expert, of no expert, of tokens for each rank, of
+// those for none: [E + 1 + R + 1], so that what is no choice needs no branch.
 struct RouteTables {
-  int* rows;                                           // [R] of the tokens counted here, those for each rank
-  int* first_slot;                                     // [R] of this rank's rows at each receiver
+  int* share;            // counts of the block's share
+  int* sums;             // of the shares before it; first block: of all
+  int* warp_counts;      // [place_warps] of each placing warp, then what the share has before its tokens
+  int* has_expert_rows;  // whether any rank's output has
+  int* before;           // of the ranks before this one; in the place of `share`
+  int *start, *demand;   // [E] first row of each expert at its owner; choices of all
   int *from, *layout, *capacity, *alignment, *tokens;  // [R], one after the other: what each rank's message tells
-  int* choices;                                        // [E + 1] of the tokens counted here; last: of no expert
-  int *start, *index, *demand;    // [E] first row of each expert at its owner; choices of ranks before; of all
-  int *total, *dropped;           // rows received here
-  int *warp_rows, *warp_choices;  // [place_warps][R], [E]: counts, then numbers before each warp's tokens
-  int* lane_choices;              // [E + 1][copies]
-  uint8_t* tile;                  // [tile_tokens, K] the rank of each choice; R: none; R <= 8: its bit
-  int *ids, *choice_numbers, *token_numbers;  // [chunk_tokens, K] of the share; maybe in the handle
 
   static constexpr int kTold = 5;  // tables from `from` on
 
-  __device__ static RouteTables of(char* shared, const HtRouteParams& p, const HtRouteGeometry& g, int chunk_begin) {
+  __device__ static RouteTables of(char* shared, const HtRouteParams& p, const HtRouteGeometry& g) {
     SharedTables tables{shared};
     const auto take = [&](int count) { return tables.take<int>(count); };
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts;
     RouteTables t;
-    t.rows = take(ranks);
-    t.first_slot = take(ranks);
+    t.share = t.before = take(g.counts);
+    t.sums = take(g.counts);
+    t.warp_counts = take(g.place_warps * g.counts);
+    t.has_expert_rows = take(1);
+    t.start = take(experts);
+    t.demand = take(experts);
     t.from = take(ranks);
     t.layout = take(ranks);
     t.capacity = take(ranks);
     t.alignment = take(ranks);
     t.tokens = take(ranks);
-    t.choices = take(experts + 1);
-    t.start = take(experts);
-    t.index = take(experts);
-    t.demand = take(experts);
-    t.total = take(1);
-    t.dropped = take(1);
-    tables.next = shared + g.work_at;
-    t.lane_choices = g.copies_log == 0 ? t.choices : reinterpret_cast<int*>(tables.next);
-    t.warp_rows = take(g.place_warps * ranks);
-    t.warp_choices = take(g.place_warps * experts);
-    t.tile = reinterpret_cast<uint8_t*>(shared + g.tile_at);
-    const int64_t first = static_cast<int64_t>(chunk_begin) * p.shape.topk;
-    const int size = g.chunk_tokens * p.shape.topk;
-    tables.next = shared + g.share_at;
-    t.ids = g.keeps_share ? take(size) : p.handle.own.ids + first;
-    t.choice_numbers = g.keeps_share ? take(size) : p.handle.own.rows + first;
-    t.token_numbers = g.keeps_share ? take(size) : p.handle.own.slots + first;
     return t;
   }
 };
 
 struct RouteRole : HtBlock {
+  DeviceState* state;
   const HtRouteParams& p;
   const HtRouteGeometry& geometry;
   const LsaPeers& peers;
@@ -66,260 +50,289 @@ struct RouteRole : HtBlock {
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
   __device__ int num_experts() const { return p.shape.num_experts; }
-  __device__ int chunk_begin() const { return min(p.num_tokens, at.block * geometry.chunk_tokens); }
-  __device__ int chunk_end() const { return min(p.num_tokens, (at.block + 1) * geometry.chunk_tokens); }
-  __device__ int chunk_choices() const { return (chunk_end() - chunk_begin()) * p.shape.topk; }
-  // Who has no share needs no counts.
-  __device__ int counted_tokens() const {
-    if (is_first()) return p.num_tokens;
-    return chunk_begin() < chunk_end() ? chunk_begin() : 0;
+  __device__ int local_experts() const { return p.output.local_experts; }
+  __device__ int rank_of(int id) const { return geometry.by_local_experts.divide(id); }
+  __device__ int count_of_rank(int rank) const { return num_experts() + 1 + rank; }
+  // Count `i` of a call message, which has ranks before experts.
+  __device__ int count_of_word(int i) const { return i < num_ranks() ? count_of_rank(i) : i - num_ranks(); }
+  // Threads are counted from the last where the first warp should be left to what it has to do beside.
+  __device__ int last_first() const { return threads() - 1 - thread(); }
+  // Shares whose counts this block needs: those before its own, but the first block tells the other ranks of all.
+  __device__ int needed_shares() const {
+    return is_first() ? geometry.shares : at.block < geometry.shares ? at.block : 0;
   }
   // The last block writes down what all learn; the first has told the other ranks.
   __device__ bool records() const { return at.block == at.num_blocks - 1; }
 };
 
-// Ids of consecutive choices, as many as a thread asks for at once: int64 or int32 of 16 bytes, or one of either type.
-enum class Ids { kPairs, kQuads, kSingles };
+// The choices of a step, a lane a choice in the order (token, k): as many tokens as a warp has room for.
+struct StepLane {
+  int choices;      // of a step
+  unsigned below;   // lanes before this one
+  unsigned before;  // those of the tokens before
 
-template <Ids kIds>
-struct RawIds {
-  static constexpr int kCount = kIds == Ids::kPairs ? 2 : kIds == Ids::kQuads ? 4 : 1;
-
-  __device__ __forceinline__ static uint4 load(const char* ids, int i, bool is_idx64) {
-    if constexpr (kIds == Ids::kSingles) {
-      const RawId id = RawId::load(ids, is_idx64, i);
-      return make_uint4(id.low, id.high, 0, 0);
-    } else {
-      return ptx::ld_nc(ids + i * static_cast<int64_t>(16));
-    }
+  __device__ __forceinline__ static StepLane of(const RouteRole& role) {
+    const Divisor& by_topk = role.geometry.by_topk;
+    const int k = by_topk.remainder(role.lane, by_topk.divide(role.lane));
+    return {role.geometry.step_tokens * role.p.shape.topk, (1u << role.lane) - 1, (1u << (role.lane - k)) - 1};
   }
-  // The q-th id; `limit` for all that are none below it.
-  __device__ __forceinline__ static uint32_t below(uint4 raw, int q, uint32_t limit, bool is_idx64) {
-    if constexpr (kIds == Ids::kQuads) return min(q == 0 ? raw.x : q == 1 ? raw.y : q == 2 ? raw.z : raw.w, limit);
-    const uint32_t low = q == 0 ? raw.x : raw.z, high = q == 0 ? raw.y : raw.w;
-    return (kIds == Ids::kPairs || is_idx64) && high != 0 ? limit : min(low, limit);
+  // `same`: lanes with the same rank. True for the first of its token among them.
+  __device__ bool leads(unsigned same) const { return (same & below & ~before) == 0; }
+};
+
+// Choices of a warp's steps that are looked at together.
+struct Steps {
+  static constexpr int kCount = 3;
+  int first = 0;       // choice of this lane in the first step
+  int id[kCount];      // [0, E), or E: no expert
+  int choice[kCount];  // its number among the warp's choices of the expert, then among the rank's
+  int row[kCount];     // its token's among the warp's tokens for the expert's rank, likewise
+};
+struct RawSteps {
+  RawId id[Steps::kCount];
+  uint32_t limit[Steps::kCount];  // of ids: E, or 0 where there is no choice
+
+  __device__ __forceinline__ int expert(const RouteRole& role, int q) const {
+    const uint32_t high = role.p.is_idx64 ? id[q].high : 0;
+    return static_cast<int>(high == 0 && id[q].low < limit[q] ? id[q].low : role.num_experts());
   }
 };
 
-// What a counting thread has asked for: loads are on their way while others are looked at.
-struct Ahead {
-  static constexpr int kLoads = 4;
-  uint4 raw[kLoads];
+// The choices of a placing warp's tokens.
+struct WarpShare : StepLane {
+  int begin, end;  // of this lane: choices are counted from the rank's first
+  int* counts;     // of this warp
+
+  __device__ __forceinline__ static WarpShare of(const RouteRole& role) {
+    const HtRouteGeometry& g = role.geometry;
+    const int index = role.warp - 1, topk = role.p.shape.topk;
+    const int first = role.at.block * g.chunk_tokens + index * g.warp_tokens;
+    const int share_end = min(role.p.num_tokens, (role.at.block + 1) * g.chunk_tokens);
+    WarpShare share{StepLane::of(role)};
+    share.begin = first * topk + role.lane;
+    share.end = (index >= 0 && index < g.place_warps ? min(share_end, first + g.warp_tokens) : first) * topk;
+    share.counts = role.tables.warp_counts + index * g.counts;
+    return share;
+  }
+  // Of the warp.
+  __device__ bool is_empty() const { return begin - lane_id() >= end; }
+  __device__ bool is_past(int first) const { return first - lane_id() >= end; }
+  __device__ bool exists(int choice) const { return lane_id() < choices && choice < end; }
+
+  __device__ __forceinline__ RawSteps ask(const RouteRole& role, int first) const {
+    RawSteps raw;
+#pragma unroll
+    for (int q = 0; q < Steps::kCount; q++) {
+      const int choice = first + q * choices;
+      raw.id[q] = RawId::load(role.p.topk_idx, role.p.is_idx64, min(choice, end - 1));
+      raw.limit[q] = exists(choice) ? role.num_experts() : 0;
+    }
+    return raw;
+  }
 };
 
-// Loads that the counting threads share. The first warp does not count: in the first block it tells the other ranks
-// that this one has come, which takes as long as the first loads.
-template <Ids kIds>
-struct Loads {
-  const char* ids;
-  int count;  // of loads, at least 1
-  int thread, threads;
-  bool is_idx64;
-
-  __device__ static Loads of(const RouteRole& role, int64_t first, int choices) {
-    const auto* ids = static_cast<const char*>(role.p.topk_idx) + (first << (role.p.is_idx64 ? 3 : 2));
-    return {ids, choices / RawIds<kIds>::kCount, role.thread() - 32, role.threads() - 32, role.p.is_idx64};
-  }
-  __device__ int rounds() const { return ceil_div(count, threads); }
-  // Asked for without an alternative: a load under a condition is waited for where it stands.
-  __device__ __forceinline__ uint4 ask(int round) const {
-    return RawIds<kIds>::load(ids, min(thread + round * threads, count - 1), is_idx64);
-  }
-  __device__ __forceinline__ void ask_first(Ahead& ahead) const {
-#pragma unroll
-    for (int q = 0; q < Ahead::kLoads; q++) ahead.raw[q] = ask(q);
-  }
-};
-
-// One load's choices: how many of each expert, and the rank of each (kFew: its bit). `counters`: those of the lane.
-template <Ids kIds, bool kFew>
-__device__ __forceinline__ void count_load(const RouteRole& role, uint4 raw, int load, bool exists, char* counters) {
-  using Raw = RawIds<kIds>;
-  const uint32_t limit = role.num_experts();
-  const int shift = 2 + role.geometry.copies_log;
-  uint32_t bytes = 0;
-#pragma unroll
-  for (int k = 0; k < Raw::kCount; k++) {
-    const uint32_t id = exists ? Raw::below(raw, k, limit, role.p.is_idx64) : limit;
-    atomicAdd(reinterpret_cast<int*>(counters + (id << shift)), 1);
-    const auto rank = static_cast<uint32_t>(role.geometry.by_local_experts.divide(static_cast<int>(id)));
-    bytes |= (kFew ? 1u << rank & 0xFF : rank) << 8 * k;
-  }
-  if (!exists) return;
-  uint8_t* place = role.tables.tile + load * Raw::kCount;
-  if constexpr (Raw::kCount == 4) *reinterpret_cast<uint32_t*>(place) = bytes;
-  if constexpr (Raw::kCount == 2) *reinterpret_cast<uint16_t*>(place) = static_cast<uint16_t>(bytes);
-  if constexpr (Raw::kCount == 1) *place = static_cast<uint8_t>(bytes);
+static __device__ __noinline__ void report_invalid_id(DeviceState* state, int64_t id, int token, int k) {
+  note_invalid_id(state, id, token, k);
 }
 
-template <Ids kIds, bool kFew>
-__device__ __forceinline__ void count_choices(const RouteRole& role, Ahead& ahead, const Loads<kIds>& loads) {
-  const int own_copy = role.lane & ((1 << role.geometry.copies_log) - 1), rounds = loads.rounds();
-  auto* counters = reinterpret_cast<char*>(role.tables.lane_choices + own_copy);
-  int round = 0, load = loads.thread;
-  // All rounds but the last are complete.
-#pragma unroll 1
-  for (; round + Ahead::kLoads < rounds; round += Ahead::kLoads) {
+__device__ __forceinline__ void report_invalid_ids(const RouteRole& role, const WarpShare& share, const Steps& steps,
+                                                   const RawSteps& raw) {
 #pragma unroll
-    for (int q = 0; q < Ahead::kLoads; q++) {
-      count_load<kIds, kFew>(role, ahead.raw[q], load, true, counters);
-      ahead.raw[q] = loads.ask(round + q + Ahead::kLoads);
-      load += loads.threads;
+  for (int q = 0; q < Steps::kCount; q++) {
+    const int64_t id = raw.id[q].value(role.p.is_idx64);
+    if (raw.limit[q] == 0 || steps.id[q] < role.num_experts() || id == -1) continue;
+    const int choice = steps.first + q * share.choices, token = role.geometry.by_topk.divide(choice);
+    report_invalid_id(role.state, id, token, role.geometry.by_topk.remainder(choice, token));
+  }
+}
+
+// Counts too: for the share, and on from what the warp has counted.
+__device__ __forceinline__ Steps number_steps(const RouteRole& role, const WarpShare& share, int first,
+                                              const RawSteps& raw) {
+  constexpr int kCount = Steps::kCount;
+  Steps steps;
+  steps.first = first;
+  int rank[kCount];                     // its count
+  unsigned same[kCount], rows[kCount];  // lanes of the same expert; of the same rank, one for each token
+  bool lacks_some = false;
+#pragma unroll
+  for (int q = 0; q < kCount; q++) {
+    const int id = steps.id[q] = raw.expert(role, q);
+    lacks_some |= raw.limit[q] != 0 && id == role.num_experts();
+    rank[q] = role.count_of_rank(role.rank_of(id));
+    same[q] = __match_any_sync(~0u, id);
+    rows[q] = __match_any_sync(~0u, rank[q]);
+    const bool leads = share.leads(rows[q]);
+    rows[q] &= __ballot_sync(~0u, leads);
+    steps.choice[q] = __popc(same[q] & share.below);
+    steps.row[q] = __popc(rows[q] & share.before);
+    atomicAdd(role.tables.share + id, 1);
+    if (leads) atomicAdd(role.tables.share + rank[q], 1);
+  }
+#pragma unroll
+  for (int q = 0; q < kCount; q++) {
+    // A number is read by all lanes before the last one moves it on.
+    steps.choice[q] += share.counts[steps.id[q]];
+    steps.row[q] += share.counts[rank[q]];
+    __syncwarp();
+    if ((same[q] & ~share.below) == share.below + 1) share.counts[steps.id[q]] = steps.choice[q] + 1;
+    if ((rows[q] & ~share.below) == share.below + 1) share.counts[rank[q]] = steps.row[q] + 1;
+    __syncwarp();
+  }
+  if (lacks_some) report_invalid_ids(role, share, steps, raw);
+  __syncwarp();
+  return steps;
+}
+
+__device__ __forceinline__ void store_ids(const RouteRole& role, const WarpShare& share, const Steps& steps) {
+#pragma unroll
+  for (int q = 0; q < Steps::kCount; q++) {
+    const int choice = steps.first + q * share.choices, id = steps.id[q];
+    if (share.exists(choice)) role.p.handle.own.ids[choice] = id < role.num_experts() ? id : -1;
+  }
+}
+
+// The last steps stay in registers, the others wait where the handle will have their rows. `raw`: ids of the first.
+__device__ __forceinline__ Steps number_share(const RouteRole& role, const WarpShare& share, RawSteps raw) {
+  const HtRoutes& own = role.p.handle.own;
+  Steps steps;
+  if (share.is_empty()) return steps;
+  int first = share.begin;
+#pragma unroll 1
+  while (true) {
+    steps = number_steps(role, share, first, raw);
+    first += Steps::kCount * share.choices;
+    if (share.is_past(first)) return steps;
+    store_ids(role, share, steps);
+#pragma unroll
+    for (int q = 0; q < Steps::kCount; q++) {
+      const int choice = steps.first + q * share.choices;
+      if (!share.exists(choice)) continue;
+      own.rows[choice] = steps.choice[q];
+      own.slots[choice] = steps.row[q];
+    }
+    raw = share.ask(role, first);
+  }
+}
+
+// Steps that number_share() has put by.
+__device__ __forceinline__ Steps load_steps(const RouteRole& role, const WarpShare& share, int first) {
+  const HtRoutes& own = role.p.handle.own;
+  Steps steps;
+  steps.first = first;
+#pragma unroll
+  for (int q = 0; q < Steps::kCount; q++) {
+    const int choice = min(first + q * share.choices, share.end - 1), id = own.ids[choice];
+    steps.id[q] = id >= 0 ? id : role.num_experts();
+    steps.choice[q] = own.rows[choice];
+    steps.row[q] = own.slots[choice];
+  }
+  return steps;
+}
+
+// From numbers of the warp to numbers of the rank, when the shares before are known.
+__device__ __forceinline__ void finish_numbers(const RouteRole& role, const WarpShare& share, Steps& steps) {
+  const auto before = [&](int count) { return share.counts[count] + (role.is_first() ? 0 : role.tables.sums[count]); };
+#pragma unroll
+  for (int q = 0; q < Steps::kCount; q++) {
+    steps.choice[q] += before(steps.id[q]);
+    steps.row[q] += before(role.count_of_rank(role.rank_of(steps.id[q])));
+  }
+}
+
+// ---- The blocks of this rank
+
+__device__ __forceinline__ void tell_blocks(const RouteRole& role) {
+  const int counts = role.geometry.counts;
+  if (role.at.block >= role.geometry.shares) return;
+#pragma unroll 1
+  for (int i = role.last_first(); i < counts; i += role.threads()) {
+    const auto count = static_cast<uint32_t>(role.tables.share[i]);
+    ptx::st_relaxed_gpu(role.p.block_counts + role.at.block * counts + i, tagged(count, role.call.tag));
+  }
+}
+
+// Adds up the shares that this block needs. False: some are not known yet, their blocks may not even run.
+__device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
+  constexpr int kTogether = 4, kLooks = 32;  // looks of some 0.5 us
+  const HtRouteGeometry& g = role.geometry;
+  const int words = role.needed_shares() * g.counts, threads = role.threads() - 32;
+  const int most_looks = testing_looks(kLooks, role.call.epoch);
+  if (role.warp == 0) return true;
+#pragma unroll 1
+  for (int first = role.last_first(); first < words; first += kTogether * threads) {
+    uint64_t seen[kTogether];
+    bool is_known;
+    int looks = 0;
+#pragma unroll 1
+    do {
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) {
+        seen[q] = ptx::ld_relaxed_gpu(role.p.block_counts + min(first + q * threads, words - 1));
+      }
+      is_known = true;
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) is_known &= is_tagged(seen[q], role.call.tag);
+    } while (!is_known && ++looks < most_looks);
+    if (!is_known) return false;
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      const int i = first + q * threads, index = g.by_counts.remainder(i, g.by_counts.divide(i));
+      if (i < words) atomicAdd(role.tables.sums + index, static_cast<int>(static_cast<uint32_t>(seen[q])));
     }
   }
+  return true;
+}
+
+// In the place of hear_blocks(): the block counts the tokens of these shares itself. A barrier before and behind.
+__device__ __forceinline__ void count_shares(const RouteRole& role) {
+  const HtRouteGeometry& g = role.geometry;
+  const int end = min(role.p.num_tokens, role.needed_shares() * g.chunk_tokens), experts = role.num_experts();
+  const int end_choice = end * role.p.shape.topk, step = role.threads() / 32;
+  const StepLane lane = StepLane::of(role);
+  for (int i = role.thread(); i < g.counts; i += role.threads()) role.tables.sums[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int first = role.warp * lane.choices; first < end_choice; first += step * lane.choices) {
+    const int choice = first + role.lane;
+    const RawId raw = RawId::load(role.p.topk_idx, role.p.is_idx64, min(choice, end_choice - 1));
+    const auto valid = static_cast<int>(raw.below(experts, role.p.is_idx64));
+    const int id = role.lane < lane.choices && choice < end_choice && valid >= 0 ? valid : experts;
+    const int rank = role.count_of_rank(role.rank_of(id));
+    atomicAdd(role.tables.sums + id, 1);
+    if (lane.leads(__match_any_sync(~0u, rank))) atomicAdd(role.tables.sums + rank, 1);
+  }
+}
+
+// ---- The warps of this block
+
+// Counts of each placing warp to what the share has before its tokens.
+__device__ __forceinline__ void add_up_warps(const RouteRole& role) {
+  constexpr int kTogether = 8;
+  const int counts = role.geometry.counts, warps = role.geometry.place_warps;
+#pragma unroll 1
+  for (int i = role.last_first(); i < counts; i += role.threads()) {
+    int before = 0;
+    int* of_warp = role.tables.warp_counts + i;
+#pragma unroll 1
+    for (int first = 0; first < warps; first += kTogether) {
+      int count[kTogether];
 #pragma unroll
-  for (int q = 0; q < Ahead::kLoads; q++) {
-    if (round + q >= rounds) break;
-    count_load<kIds, kFew>(role, ahead.raw[q], load, load < loads.count, counters);
-    load += loads.threads;
-  }
-}
-
-// Ranks of a token, each a bit, from the bytes of its choices. That of no choice may be the bit behind the last.
-template <bool kFew>
-__device__ __forceinline__ uint64_t wanted_ranks(const uint8_t* choices, int topk) {
-  uint64_t wanted = 0;
-  if (kFew && topk % 4 == 0) {
-    uint32_t bits = 0;
-#pragma unroll 2
-    for (int k = 0; k < topk; k += 4) bits |= *reinterpret_cast<const uint32_t*>(choices + k);
-    bits |= bits >> 16;
-    return (bits | bits >> 8) & 0xFF;
-  }
-#pragma unroll 1
-  for (int k = 0; k < topk; k++) {
-    const uint32_t byte = choices[k];
-    wanted |= kFew ? byte : byte < kMaxCudaRanks ? 1ull << byte : 0;
-  }
-  return wanted;
-}
-
-// A thread a token, up to 8 ranks: a thread counts in bytes, which a tile does not fill, a warp in halves.
-__device__ __forceinline__ void count_tokens_of_few(const RouteRole& role, int tokens) {
-  const int topk = role.p.shape.topk, r = role.lane;
-  constexpr uint32_t kSpread = 1 | 1 << 7 | 1 << 14 | 1 << 21, kBytes = 0x01010101, kHalves = 0x00FF00FF;
-  static_assert(HtRouteGeometry::kTileLimit / 1024 <= 0xFF);
-  uint32_t low = 0, high = 0;  // ranks 0 to 3, 4 to 7
-#pragma unroll 1
-  for (int token = role.thread(); token < tokens; token += role.threads()) {
-    const auto wanted = static_cast<uint32_t>(wanted_ranks<true>(role.tables.tile + token * topk, topk));
-    low += (wanted & 15) * kSpread & kBytes;
-    high += (wanted >> 4) * kSpread & kBytes;
-  }
-  const uint32_t low_even = __reduce_add_sync(~0u, low & kHalves), low_odd = __reduce_add_sync(~0u, low >> 8 & kHalves);
-  const uint32_t high_even = __reduce_add_sync(~0u, high & kHalves);
-  const uint32_t high_odd = __reduce_add_sync(~0u, high >> 8 & kHalves);
-  if (r >= role.num_ranks()) return;
-  const uint32_t even = r < 4 ? low_even : high_even, odd = r < 4 ? low_odd : high_odd;
-  const uint32_t halves = r % 2 == 0 ? even : odd;
-  atomicAdd(role.tables.rows + r, static_cast<int>(r % 4 < 2 ? halves & 0xFFFF : halves >> 16));
-}
-
-// Of up to 32 ranks from `first` on, one a lane: how many lanes have it in `wanted`.
-__device__ __forceinline__ int count_wanted(uint32_t wanted, int ranks) {
-  unsigned lanes = 0;
-#pragma unroll 4
-  for (int r = 0; r < ranks; r++) {
-    const unsigned with = __ballot_sync(~0u, (wanted >> r & 1) != 0);
-    if (lane_id() == r) lanes = with;
-  }
-  return __popc(lanes);
-}
-
-// A thread a token. Many ranks are counted by ballots: few counters would be hit by many threads.
-__device__ __forceinline__ void count_tokens_of_many(const RouteRole& role, int tokens) {
-  const int ranks = role.num_ranks(), topk = role.p.shape.topk;
-  int counts[2] = {0, 0};  // of ranks `lane` and 32 + `lane`
-#pragma unroll 1
-  for (int first = role.warp * 32; first < tokens; first += role.threads()) {
-    const int token = first + role.lane;
-    const uint64_t wanted = token < tokens ? wanted_ranks<false>(role.tables.tile + token * topk, topk) : 0;
-    counts[0] += count_wanted(static_cast<uint32_t>(wanted), min(ranks, 32));
-    counts[1] += count_wanted(static_cast<uint32_t>(wanted >> 32), ranks - 32);
-  }
+      for (int q = 0; q < kTogether; q++) count[q] = first + q < warps ? of_warp[(first + q) * counts] : 0;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int r = half * 32 + role.lane;
-    if (r < ranks) atomicAdd(role.tables.rows + r, counts[half]);
-  }
-}
-
-template <Ids kIds, bool kFew>
-__device__ __forceinline__ void count_tiles(const RouteRole& role, Ahead& ahead) {
-  const int end = role.counted_tokens(), topk = role.p.shape.topk;
-#pragma unroll 1
-  for (int begin = 0; begin < end; begin += role.geometry.tile_tokens) {
-    const int tokens = min(role.geometry.tile_tokens, end - begin);
-    const auto loads = Loads<kIds>::of(role, static_cast<int64_t>(begin) * topk, tokens * topk);
-    if (begin > 0) __syncthreads();
-    if (loads.thread >= 0) {
-      if (begin > 0 || kIds == Ids::kSingles) loads.ask_first(ahead);
-      count_choices<kIds, kFew>(role, ahead, loads);
-    }
-    __syncthreads();
-    if constexpr (kFew) {
-      count_tokens_of_few(role, tokens);
-    } else {
-      count_tokens_of_many(role, tokens);
+      for (int q = 0; q < kTogether; q++) {
+        if (first + q < warps) of_warp[(first + q) * counts] = before;
+        before += count[q];
+      }
     }
   }
 }
 
-// ---- Table of contents
-
-__device__ __forceinline__ void clear_counters(const RouteRole& role) {
-  const RouteTables& t = role.tables;
-  const int ranks = role.num_ranks(), experts = role.num_experts();
-  for (int r = role.thread(); r < ranks; r += role.threads()) t.rows[r] = 0;
-  for (int i = role.thread(); i < 2; i += role.threads()) t.total[i] = 0;
-  if (role.geometry.copies_log == 0) {
-    for (int e = role.thread(); e <= experts; e += role.threads()) t.choices[e] = 0;
-    return;
-  }
-  auto* words = reinterpret_cast<uint4*>(t.lane_choices);
-  const int count = ceil_div((experts + 1) << role.geometry.copies_log, 4);
+__device__ __forceinline__ void clear_counts(const RouteRole& role) {
+  auto* words = reinterpret_cast<uint4*>(role.tables.share);  // one after the other; what lies behind is filled later
+  const int count = ceil_div((2 + role.geometry.place_warps) * role.geometry.counts + 1, 4);
+#pragma unroll 1
   for (int i = role.thread(); i < count; i += role.threads()) words[i] = make_uint4(0, 0, 0, 0);
-}
-
-// The first loads do not wait for the call's epoch.
-__device__ __forceinline__ Ahead begin_counting(const RouteRole& role) {
-  Ahead ahead;
-  const int choices = min(role.geometry.tile_tokens, role.counted_tokens()) * role.p.shape.topk;
-  if (role.geometry.has_wide_ids && choices > 0 && role.warp > 0) {
-    // 16 bytes at once, whatever the type: as count_tiles() would ask for those of the first tile.
-    Loads<Ids::kPairs>::of(role, 0, choices / (role.p.is_idx64 ? 1 : 2)).ask_first(ahead);
-  }
-  clear_counters(role);
-  return ahead;
-}
-
-// After begin_counting() and a barrier. Sums are there after the next barrier.
-__device__ __forceinline__ void count_all(const RouteRole& role, Ahead& ahead) {
-  const RouteTables& t = role.tables;
-  const auto count = [&]<bool kFew>(std::bool_constant<kFew>) {
-    if (!role.geometry.has_wide_ids) {
-      count_tiles<Ids::kSingles, kFew>(role, ahead);
-    } else if (role.p.is_idx64) {
-      count_tiles<Ids::kPairs, kFew>(role, ahead);
-    } else {
-      count_tiles<Ids::kQuads, kFew>(role, ahead);
-    }
-  };
-  if (role.num_ranks() <= 8) {
-    count(std::true_type{});
-  } else {
-    count(std::false_type{});
-  }
-  if (role.geometry.copies_log == 0) return;
-  // count_tiles() has passed a barrier since the last choice. Lanes begin at copies in different banks.
-  const int copies = 1 << role.geometry.copies_log, own = role.lane << role.geometry.copies_log >> 5;
-#pragma unroll 1
-  for (int e = role.thread(); e < role.num_experts(); e += role.threads()) {
-    int sum = 0;
-#pragma unroll 8
-    for (int c = 0; c < copies; c++) sum += t.lane_choices[e * copies + ((c + own) & (copies - 1))];
-    t.choices[e] = sum;
-  }
 }
 
 }  // namespace ep

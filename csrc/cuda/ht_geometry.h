@@ -20,55 +20,40 @@ inline void check_ht_ranks(const Topology& topology) {
 }
 
 // The first kernel of a dispatch that routes: counts, their exchange, places.
-struct HtRouteParams : HtDispatchParams {};
+struct HtRouteParams : HtDispatchParams {
+  uint64_t* block_counts = nullptr;  // [kHtRouteBlocks][E + R + 2] tagged words: what each block has counted
+};
 
-// Shared memory: tables | counters of placing warps | ids and numbers of the block's share, if they fit. While tokens
-// are counted the last two are counters of choices, then ranks of a tile's choices.
 struct HtRouteGeometry {
-  int chunk_tokens = 32;      // of a block, a multiple of 32
-  int place_warps = 1;        // that place a chunk's tokens, each with counters of its own
-  int warp_tokens = 1;        // of each
-  int step_tokens = 1;        // that a warp looks at together
-  bool has_wide_ids = false;  // 16 bytes of ids may be loaded at once
-  bool keeps_share = false;   // in shared memory; else where the handle will have it
-  int copies_log = 0;         // of the counters of an expert's choices: lanes that share one wait for one another
-  int tile_tokens = 32;       // a multiple of 32
-  Divisor by_local_experts, by_topk;
-  int work_at = 0, tile_at = 0, share_at = 0, bytes = 0;  // of shared memory
+  int chunk_tokens = 32;  // of a block's share
+  int shares = 1;         // that are not empty: of the first blocks
+  int place_warps = 1;    // that number and place a share's tokens, each with counters of its own
+  int warp_tokens = 1;    // of each, a multiple of step_tokens
+  int step_tokens = 1;    // that a warp looks at together
+  int counts = 4;         // of a share, or of a warp's tokens: see RouteTables
+  Divisor by_local_experts, by_topk, by_counts;
+  int bytes = 0;  // of shared memory
 
-  static constexpr int kTileLimit = 64 * 1024;
-  static constexpr int kShareInts = 3;  // of a choice: id, its number for the expert, its token's for the rank
-
+  // The first warp of a block places nothing.
   static HtRouteGeometry of(const HtRouteParams& p, const HtPlan& plan) {
     HtRouteGeometry g;
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts, topk = p.shape.topk;
-    g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.blocks), 32);
-    const int counters = 4 * (ranks + experts);  // of a placing warp, bytes
-    const int others = 4 * (9 * ranks + 4 * experts + 64);
+    EP_CHECK(static_cast<int64_t>(p.num_tokens) * topk <= INT32_MAX / 2, p.num_tokens, " tokens of ", topk,
+             " choices: high throughput on CUDA counts choices in 32 bits");
+    g.counts = experts + ranks + 2;
+    const int counters = 4 * g.counts;  // of a placing warp, bytes
+    const int others = 2 * counters + 4 * (5 * ranks + 2 * experts + 4);
     EP_CHECK(others + counters <= kHtSharedBytes, experts, " experts and ", ranks, " ranks need ", others + counters,
              " bytes of shared memory, high throughput on CUDA has ", kHtSharedBytes);
-    const int room = kHtSharedBytes - others;
-    g.place_warps = std::min(plan.warps, room / counters);
-    g.warp_tokens = ceil_div(g.chunk_tokens, g.place_warps);
+    g.place_warps = std::min(plan.warps - 1, (kHtSharedBytes - others) / counters);
     g.step_tokens = 32 / topk;
+    g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.blocks), 32);
+    g.shares = ceil_div(p.num_tokens, g.chunk_tokens);
+    g.warp_tokens = align_up(ceil_div(g.chunk_tokens, g.place_warps), g.step_tokens);
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(topk);
-
-    const auto address = reinterpret_cast<uintptr_t>(p.topk_idx);
-    const int64_t choices = static_cast<int64_t>(p.num_tokens) * topk;
-    g.has_wide_ids = address % 16 == 0 && choices % (p.is_idx64 ? 2 : 4) == 0;
-    const auto copies_bytes = [&] { return g.copies_log == 0 ? 0 : align_up(4 * (experts + 1) << g.copies_log, 16); };
-    g.copies_log = 5;
-    while (g.copies_log > 0 && copies_bytes() > room / 2) g.copies_log--;
-    const int tile_limit = std::min(room - copies_bytes(), kTileLimit) / topk / 32 * 32;
-    g.tile_tokens = std::min(align_up(std::max(p.num_tokens, 1), 32), tile_limit);
-    const int64_t share = static_cast<int64_t>(4 * kShareInts) * g.chunk_tokens * topk;
-    g.keeps_share = g.place_warps * counters + share <= room;
-
-    g.work_at = others / 16 * 16;
-    g.tile_at = g.work_at + copies_bytes();
-    g.share_at = g.work_at + g.place_warps * counters;
-    g.bytes = std::max(g.tile_at + g.tile_tokens * topk, g.share_at + (g.keeps_share ? static_cast<int>(share) : 0));
+    g.by_counts = Divisor::of(g.counts);
+    g.bytes = others + g.place_warps * counters;
     return g;
   }
 };

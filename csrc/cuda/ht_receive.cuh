@@ -309,7 +309,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   if (!has_routed) {
     if (block.is_first()) {
       clear_next_counters(call);
-      send_call(call, p.layout, peers, HtCall::kCounts, [&](int index) { return call_word_of(p, nullptr, index); });
+      send_call(call, p.layout, peers, HtCall::kCounts, [&](int index) { return call_word_of(p, index); });
     }
     await_records(call, p.layout, peers);
   }

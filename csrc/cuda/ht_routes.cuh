@@ -22,6 +22,11 @@ struct ReceiveRole : SendRole {
 
 // ---- Sending
 
+// Lanes whose key is the same; a lane without one stands alone.
+__device__ __forceinline__ unsigned same_key(bool has_key, int key) {
+  return __match_any_sync(~0u, has_key ? key : static_cast<int>(0x80000000u | lane_id()));
+}
+
 // Some tokens' choices, one a lane as in for_each_step(), and what their slots shall hold.
 struct RoutesStep {
   static constexpr int kTogether = 4;  // steps of a unit of work, asked for together

@@ -11,7 +11,7 @@ constexpr int kMaxDispatchWarps = 28;
 
 HtPlan plan_ht_route(int num_sms) {
   HtPlan plan;
-  plan.blocks = num_sms;
+  plan.blocks = std::min(num_sms, kHtRouteBlocks);
   plan.warps = plan.workers = 32;
   return plan;
 }

@@ -23,7 +23,8 @@ struct HtPlan {
 // What an operation does beside moving rows; kCopies: the receiver has rows to copy.
 enum class HtWork { kNothing, kConversion, kCopies };
 
-// The first block counts all tokens, the others those before their share.
+// Blocks that route, at most: each has a share of the tokens, and tells the others what it has counted.
+constexpr int kHtRouteBlocks = 32;
 HtPlan plan_ht_route(int num_sms);
 // `stage_bytes`: of a row in shared memory.
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms);
