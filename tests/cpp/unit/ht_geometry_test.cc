@@ -158,7 +158,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
   }
   for (bool has_staging : {false, true}) {
     const HtPlan plan = plan_ht_combine(has_staging, 12);
-    EXPECT_LE(plan.threads(), 512);
+    EXPECT_LE(plan.warps, HtCombineGeometry::kMaxWarps);
     EXPECT_EQ(plan.helpers() > 0, has_staging);
   }
   EXPECT_EQ(default_ht_sms(HtWork::kNothing, 132), 12);

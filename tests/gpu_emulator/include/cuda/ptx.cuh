@@ -81,6 +81,9 @@ void st_row(Vector* p, Vector v) {
 
 // ---- Shared memory
 
+using SharedAddress = char*;
+
+inline SharedAddress shared_address(void* p) { return static_cast<char*>(p); }
 inline uint32_t ld_acquire_shared(const uint32_t* p) {
   emulator::pause();
   return *p;
@@ -89,6 +92,23 @@ inline void st_release_shared(uint32_t* p, uint32_t v) { *p = v; }
 inline void st_shared(uint4* p, uint4 v) { *p = v; }
 inline void st_shared(uint32_t* p, uint32_t v) { *p = v; }
 inline void st_shared(uint8_t* p, uint32_t v) { *p = static_cast<uint8_t>(v); }
+
+
+// ---- Copies into shared memory
+
+template <int kBytes>
+void copy_async(SharedAddress shared, const void* global) {
+  emulator::copy_async(shared, global, kBytes);
+}
+inline void copy_async_commit() { emulator::copy_async_commit(); }
+template <int kPending>
+void copy_async_wait() {
+  emulator::copy_async_wait(kPending);
+}
+template <class Vector>
+void ld_shared(SharedAddress p, Vector& v) {
+  std::memcpy(&v, p, sizeof v);
+}
 
 // ---- Bulk copies
 
