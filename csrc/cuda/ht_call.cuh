@@ -285,7 +285,7 @@ struct Tickets {
   uint32_t pending = 0;
 
   __device__ __forceinline__ void ask(uint32_t& counter) {
-    if (lane_id() == 0) pending = ptx::atom_inc_relaxed_gpu(&counter, ~1u);
+    if (lane_id() == 0) pending = ptx::atom_count_relaxed_gpu(&counter);
   }
   __device__ __forceinline__ int take() const { return static_cast<int>(__shfl_sync(~0u, pending, 0)); }
 };

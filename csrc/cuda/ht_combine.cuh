@@ -33,8 +33,8 @@ struct PullRoute {
   // Acquire.
   __device__ __forceinline__ bool is_ready(const HtCombineRole& role) const {
     const int needed = chunk(role);
-    const bool ok = needed < 0 || is_signalled(role.call, role.p.layout, role.peers, HtSignal::kCombineReady,
-                                               group.rank, needed);
+    const bool ok =
+        needed < 0 || is_signalled(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed);
     const bool all = __all_sync(~0u, ok) != 0;
     __syncwarp();
     return all;
@@ -90,20 +90,19 @@ __device__ __forceinline__ void take_values(const HtCombineRole& role, int token
 template <DType kIn, DType kWire, DType kOut, int kLaneCount>
 struct PulledRows {
   static constexpr int kCount = kLaneCount, kSteps = CopyRing::kSteps;
+  static constexpr int kFailed = INT32_MAX;
 
   const HtCombineRole& role;
   Tickets tickets;
-  static constexpr int kFailed = INT32_MAX;
-
   int next_token = 0;  // kFailed: a wait was given up
   OwnChoice next;
-  OfUnits<unsigned> rows, in_place;  // of them, those of a type of their own
+  OfUnits<unsigned> rows;
+  OfUnits<unsigned> in_place;  // of them, those that are not of the wire's type
   OfUnits<int> tokens;
-  OfUnits<float> nothing;  // what a sum begins with
+  OfUnits<float> nothing;        // what a sum begins with
   const char* source = nullptr;  // of the lane-th row of the unit turned to
 
-  __device__ __forceinline__ explicit PulledRows(const HtCombineRole& a_role)
-      : role(a_role) {
+  __device__ __forceinline__ explicit PulledRows(const HtCombineRole& a_role) : role(a_role) {
     tickets.ask(counters_of(role.call).taken);
     look_ahead();
   }
@@ -162,8 +161,7 @@ struct PulledRows {
     const HtCombineParams& p = role.p;
     fill(sum, nothing.get(unit));
     if (p.bias[0] == nullptr && p.bias[1] == nullptr) return;
-    const int64_t offset =
-        row_offset(unit) + (piece * kSteps * 32 + role.lane) * Numbers<kOut, kCount>::kLaneBytes;
+    const int64_t offset = row_offset(unit) + (piece * kSteps * 32 + role.lane) * Numbers<kOut, kCount>::kLaneBytes;
 #pragma unroll 1
     for (int b = 0; b < 2; b++) {
       if (p.bias[b] == nullptr) continue;
@@ -177,7 +175,8 @@ struct PulledRows {
       }
     }
   }
-  __device__ __forceinline__ void add(unsigned unit, int row, ptx::SharedAddress item, float (&sum)[kSteps][kCount]) const {
+  __device__ __forceinline__ void add(unsigned unit, int row, ptx::SharedAddress item,
+                                      float (&sum)[kSteps][kCount]) const {
     if (is_as_given(unit, row)) {
 #pragma unroll
       for (int s = 0; s < kSteps; s++) converted<kWire>(ringed<kIn, kCount>(item, s)).add_to(sum[s]);
@@ -223,8 +222,12 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
   const HtCombineParams& p = args.params;
   const LsaPeers& peers = args.peers;
   EP_SHARED(CallContext, call);
-  const HtCombineRole role{
-      {at}, p, args.geometry, args.plan, peers, call,
+  const HtCombineRole role{{at},
+                           p,
+                           args.geometry,
+                           args.plan,
+                           peers,
+                           call,
                            CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks)};
   stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kCombine, at, true)) return;

@@ -179,7 +179,7 @@ struct StagedRows {
   const HtCombineRole& role;
   Tickets tickets;
   StagedSlot next;
-  OfUnits<unsigned> rows;
+  OfUnits<unsigned> rows;  // of the token's choices
   OfUnits<int> segments;
   OfUnits<int32_t> slots;  // kNoSlot: nothing is stored
   int32_t asked_row = kNoRow;
@@ -188,8 +188,7 @@ struct StagedRows {
 
   static constexpr int32_t kNoSlot = -1;
 
-  __device__ __forceinline__ explicit StagedRows(const HtCombineRole& a_role)
-      : role(a_role) {
+  __device__ __forceinline__ explicit StagedRows(const HtCombineRole& a_role) : role(a_role) {
     tickets.ask(counters_of(role.call).staged);
     look_ahead();
   }
@@ -241,7 +240,7 @@ struct StagedRows {
     __syncwarp();
     if (role.lane != 0) return;
     __threadfence();
-    before = ptx::atom_inc_relaxed_gpu(&counters_of(role.call).ready[segment], ~1u);
+    before = ptx::atom_count_relaxed_gpu(&counters_of(role.call).ready[segment]);
   }
   // Who has staged the last row of a segment says so. The answer of the counter is looked at when it has long been
   // there.

@@ -80,13 +80,15 @@ __device__ __forceinline__ uint32_t ld_relaxed_gpu(const uint32_t* p) {
 
 // ---- Atomics
 
-// Counts up, from `last` on to 0. (The compiler turns additions into one for the whole warp, and waits for it: those of
-// atom_add_relaxed_gpu() too, where it does not see that one lane is left.)
+// Counts up, from `last` on to 0. (The compilers turn additions into one for the whole warp and wait for it at once,
+// those written as asm and `inc` up to the largest number included.)
 __device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* p, uint32_t last) {
   uint32_t v;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(v) : "l"(p), "r"(last) : "memory");
   return v;
 }
+// Adds 1 to what is below 2^32 - 2; the answer is waited for where it is used.
+__device__ __forceinline__ uint32_t atom_count_relaxed_gpu(uint32_t* p) { return atom_inc_relaxed_gpu(p, ~1u); }
 
 // ---- Stores
 
@@ -114,13 +116,6 @@ __device__ __forceinline__ void st_relaxed_gpu(uint64_t* p, uint64_t v) {
 }
 __device__ __forceinline__ void st_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
-}
-
-// The compiler would add up a warp's and wait for the sum at once; this result is waited for where it is used.
-__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) {
-  uint32_t before;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0,[%1],%2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
-  return before;
 }
 
 // ---- Shared memory, between warps of a block
@@ -195,10 +190,7 @@ __device__ __forceinline__ void copy_async_wait() {  // until so many of this th
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 __device__ __forceinline__ void ld_shared(SharedAddress p, uint4& v) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(p)
-               : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
 }
 __device__ __forceinline__ void ld_shared(SharedAddress p, uint2& v) {
   asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");

@@ -60,7 +60,6 @@ void bulk_store(void* global, const void* shared, int bytes);
 void bulk_commit();
 void bulk_wait(int pending, bool only_read);
 
-
 // Copies of a thread into shared memory (cp.async).
 void copy_async(void* shared, const void* global, int bytes);
 void copy_async_commit();
