@@ -244,11 +244,12 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
     if (p.weighting == Weighting::kHome && p.has_rows()) send_weights(role);
   }
   const bool stages = args.geometry.has_staging && role.warp >= args.plan.workers;
+  const bool has_ring = role.warp < args.plan.warps;  // in a world on one GPU another rank's plan may have more warps
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (stages) {
+  if (has_ring && stages) {
     stage_rows<kIn, kWire, kCount>(role, shared);
     stamp(Stamp::kSent, peers.rank);
-  } else {
+  } else if (has_ring) {
     pull_rows<kIn, kWire, kOut, kCount>(role, shared);
     stamp(Stamp::kOwnDone, peers.rank);
   }
