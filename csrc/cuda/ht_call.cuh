@@ -259,6 +259,12 @@ __device__ __forceinline__ void send_signal(const CallContext& call, const HtLay
   ptx::st_relaxed_sys(signal_word(layout, peers, peer, which, call.rank, chunk), call.epoch);
 }
 
+// Acquire, if so.
+__device__ __forceinline__ bool is_signalled(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
+                                             HtSignal which, int source, int chunk) {
+  return ptx::ld_acquire_sys(signal_word(layout, peers, peers.rank, which, source, chunk)) >= call.epoch;
+}
+
 // Acquire. False: the wait was given up.
 __device__ __forceinline__ bool await_signal(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
                                              HtSignal which, int source, int chunk, Phase phase) {
@@ -287,11 +293,10 @@ __device__ __forceinline__ int segment_of(const int* starts, int count, int unit
 
 // A warp takes the next unit of a counter: it asks early and looks late.
 struct Tickets {
-  uint32_t* counter;
   uint32_t pending = 0;
 
-  __device__ __forceinline__ void ask() {
-    if (lane_id() == 0) pending = ptx::atom_add_relaxed_gpu(counter, 1u);
+  __device__ __forceinline__ void ask(uint32_t& counter) {
+    if (lane_id() == 0) pending = ptx::atom_count_relaxed_gpu(&counter);
   }
   __device__ __forceinline__ int take() const { return static_cast<int>(__shfl_sync(~0u, pending, 0)); }
 };

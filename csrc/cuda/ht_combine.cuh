@@ -18,37 +18,47 @@ struct PullRoute {
   const char* source = nullptr;  // null: that rank has dropped all rows of the token
   bool is_in_place = false;
 
-  __device__ __forceinline__ static PullRoute load(const HtCombineRole& role, int token) {
+  __device__ __forceinline__ static PullRoute of(const HtCombineRole& role, const OwnChoice& choice) {
     PullRoute route;
-    route.choice = OwnChoice::load(role.p.handle.own, role.p.shape.topk, token);
+    route.choice = choice;
+    route.group = Group::of(choice.id, role.geometry.by_local_experts);
     return route;
   }
-
-  // Waits for chunks that the ranks announce. False: a wait was given up.
-  __device__ __forceinline__ bool resolve(const HtCombineRole& role) {
+  // That the leader's rank must have announced; -1: nothing.
+  __device__ __forceinline__ int chunk(const HtCombineRole& role) const {
+    if (!group.leads || (!role.p.has_values && role.tables.offsets[group.rank] != kNoOffset)) return -1;
+    const Flows& flows = role.tables.flows;
+    return chunk_of(choice.slot - flows.to_first[group.rank], flows.to[group.rank], kHtChunks);
+  }
+  // Acquire.
+  __device__ __forceinline__ bool is_ready(const HtCombineRole& role) const {
+    const int needed = chunk(role);
+    const bool ok =
+        needed < 0 || is_signalled(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed);
+    const bool all = __all_sync(~0u, ok) != 0;
+    __syncwarp();
+    return all;
+  }
+  // False: a wait was given up.
+  __device__ __forceinline__ bool await(const HtCombineRole& role) const {
+    const int needed = chunk(role);
+    const bool ok = needed < 0 || await_signal(role.call, role.p.layout, role.peers, HtSignal::kCombineReady,
+                                               group.rank, needed, Phase::kReady);
+    const bool all = __all_sync(~0u, ok) != 0;
+    __syncwarp();
+    return all;
+  }
+  __device__ __forceinline__ void resolve(const HtCombineRole& role) {
     const HtCombineParams& p = role.p;
-    group = Group::of(choice.id, role.geometry.by_local_experts);
     ranks = destinations(role.num_ranks(), Choice{group.rank});
     const int32_t first_row = group.first_fitting(choice.row);
     const char* mine = nullptr;
-    bool ok = true;
-    if (group.leads) {
-      const int rank = group.rank;
-      const Offset offset = role.tables.offsets[rank];
-      const bool in_place = offset != kNoOffset;
-      if (p.has_values || !in_place) {
-        const int chunk =
-            chunk_of(choice.slot - role.tables.flows.to_first[rank], role.tables.flows.to[rank], kHtChunks);
-        ok = await_signal(role.call, p.layout, role.peers, HtSignal::kCombineReady, rank, chunk, Phase::kReady);
-      }
-      if (first_row >= 0 && p.has_rows()) {
-        mine = in_place
-                   ? role.peers.at<char>(rank, offset) + static_cast<int64_t>(first_row) * p.hidden * size_of(p.dtype)
-                   : role.staged(rank, choice.slot, 0);
-      }
+    if (group.leads && first_row >= 0 && p.has_rows()) {
+      const Offset offset = role.tables.offsets[group.rank];
+      mine = offset != kNoOffset ? role.peers.at<char>(group.rank, offset) +
+                                       static_cast<int64_t>(first_row) * (p.hidden * size_of(p.dtype))
+                                 : role.staged(group.rank, choice.slot, 0);
     }
-    ok = __all_sync(~0u, ok);
-    __syncwarp();
     // From the leaders' lanes to the order of ranks.
     const auto address = reinterpret_cast<unsigned long long>(mine);
     int lane = 0;
@@ -61,151 +71,8 @@ struct PullRoute {
       source = reinterpret_cast<const char*>(found);
       is_in_place = role.tables.offsets[rank] != kNoOffset;
     }
-    return ok;
   }
 };
-
-// A lane's numbers of a row as they lie on another rank.
-template <DType kIn, DType kWire, int kCount>
-struct PulledPiece {
-  Numbers<kIn, kCount> rows;
-  Numbers<kWire, kCount> sums;
-
-  __device__ __forceinline__ void load(const char* from, bool in_place) {
-    if (kIn != kWire && in_place) {
-      rows.load_relaxed_sys(from, 0);
-    } else {
-      sums.load_relaxed_sys(from, 0);
-    }
-  }
-  __device__ __forceinline__ void add_to(float (&total)[kCount], bool in_place) {
-    if (kIn != kWire && in_place) sums = converted<kWire>(rows);
-    sums.add_to(total);
-  }
-};
-
-template <int kCount>
-__device__ __forceinline__ void add_zeros(float (&total)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; i++) total[i] = __fadd_rn(total[i], 0.0f);
-}
-
-// Four of a token's rows, a piece of each. A row's numbers of the next position are asked for as soon as those of this
-// one are added, so that as many loads are under way throughout.
-template <DType kIn, DType kWire, int kCount>
-struct PulledRows {
-  static constexpr int kTogether = 4, kSteps = HtCombineGeometry::kPieceSteps;
-
-  const HtCombineRole& role;
-  const PullRoute& route;
-  int count;
-  unsigned exists, in_place;    // bit i: the i-th row
-  int piece = 0, first = 0;     // that are asked for next
-  const char* from[kTogether];  // and where this lane's numbers lie; null: nowhere
-  PulledPiece<kIn, kWire, kCount> pieces[kTogether][kSteps];
-
-  __device__ __forceinline__ static PulledRows of(const HtCombineRole& role, const PullRoute& route) {
-    const unsigned exists = __ballot_sync(~0u, route.source != nullptr);
-    const unsigned in_place = kIn != kWire ? __ballot_sync(~0u, route.is_in_place) : 0;
-    return {role, route, __popcll(route.ranks), exists, in_place};
-  }
-  __device__ __forceinline__ bool is_as_given(int row) const { return kIn != kWire && (in_place >> row & 1) != 0; }
-  // Of all lanes.
-  __device__ __forceinline__ int step_bytes(int row) const {
-    return 32 * kCount * size_of(is_as_given(row) ? kIn : kWire);
-  }
-  __device__ __forceinline__ void aim() {
-#pragma unroll
-    for (int q = 0; q < kTogether; q++) {
-      const int row = min(first + q, 31), bytes = step_bytes(row);
-      const auto source = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(route.source), row);
-      const bool is_there = first + q < count && source != 0;
-      from[q] = is_there ? reinterpret_cast<const char*>(source) + piece * kSteps * bytes + role.lane * (bytes / 32)
-                         : nullptr;
-    }
-  }
-  __device__ __forceinline__ void move_on() {
-    first += kTogether;
-    if (first >= count) {
-      first = 0;
-      piece++;
-    }
-    if (count > kTogether) aim();  // else ask() has moved
-  }
-  __device__ __forceinline__ void ask(int q) {
-    if (from[q] == nullptr) return;
-    const int bytes = step_bytes(min(first + q, 31));
-    const int rest = role.p.hidden / kCount - piece * kSteps * 32 - role.lane;
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {  // numbers past the row stay what they were, and nobody looks
-      if (32 * s < rest) pieces[q][s].load(from[q] + s * bytes, is_as_given(first + q));
-    }
-    from[q] += kSteps * bytes;
-  }
-  __device__ __forceinline__ void add_to(float (&total)[kSteps][kCount], int row, int q) {
-    if (row >= count) return;
-    if ((exists >> row & 1) != 0) {
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) pieces[q][s].add_to(total[s], is_as_given(row));
-    } else {  // a rank that has dropped all rows of the token counts with +0
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) add_zeros(total[s]);
-    }
-  }
-};
-
-template <DType kOut, int kSteps, int kCount>
-__device__ __forceinline__ void add_biases(const HtCombineRole& role, int64_t out_row, int piece,
-                                           float (&total)[kSteps][kCount]) {
-#pragma unroll 1
-  for (int b = 0; b < 2; b++) {
-    const void* bias = role.p.bias[b];
-    if (bias == nullptr) continue;
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      const int lane_index = (piece * kSteps + s) * 32 + role.lane;
-      if (lane_index * kCount >= role.p.hidden) continue;
-      Numbers<kOut, kCount> numbers;
-      numbers.load_nc(static_cast<const char*>(bias) + out_row, lane_index);
-      numbers.add_to(total[s]);
-    }
-  }
-}
-
-template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ void add_up_token(const HtCombineRole& role, int token, const PullRoute& route) {
-  using Rows = PulledRows<kIn, kWire, kCount>;
-  constexpr int kTogether = Rows::kTogether, kSteps = Rows::kSteps;
-  const HtCombineParams& p = role.p;
-  const int64_t out_row = static_cast<int64_t>(token) * p.hidden * size_of(kOut);
-  const bool has_bias = p.bias[0] != nullptr || p.bias[1] != nullptr;
-  Rows rows = Rows::of(role, route);
-  rows.aim();
-#pragma unroll
-  for (int q = 0; q < kTogether; q++) rows.ask(q);
-#pragma unroll 1
-  for (int piece = 0; piece < role.geometry.pieces; piece++) {
-    float total[kSteps][kCount];
-    fill(total, rows.count > 0 || has_bias ? kNothingYet : 0.0f);
-    if (has_bias) add_biases<kOut>(role, out_row, piece, total);
-#pragma unroll 1
-    for (int first = 0; first < rows.count; first += kTogether) {
-      rows.move_on();
-#pragma unroll
-      for (int q = 0; q < kTogether; q++) {
-        rows.add_to(total, first + q, q);
-        rows.ask(q);
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      const int lane_index = (piece * kSteps + s) * 32 + role.lane;
-      Numbers<kOut, kCount> out;
-      out.from(total[s]);
-      if (lane_index * kCount < p.hidden) out.store(static_cast<char*>(p.out) + out_row, lane_index);
-    }
-  }
-}
 
 __device__ __forceinline__ void take_values(const HtCombineRole& role, int token, const PullRoute& route) {
   const HtCombineParams& p = role.p;
@@ -219,29 +86,123 @@ __device__ __forceinline__ void take_values(const HtCombineRole& role, int token
   p.out_values[static_cast<int64_t>(token) * p.shape.topk + role.lane] = value;
 }
 
+// A token's rows in the order of ranks, as they lie there.
+template <DType kIn, DType kWire, DType kOut, int kLaneCount>
+struct PulledRows {
+  static constexpr int kCount = kLaneCount, kSteps = CopyRing::kSteps;
+  static constexpr int kFailed = INT32_MAX;
+
+  const HtCombineRole& role;
+  Tickets tickets;
+  int next_token = 0;  // kFailed: a wait was given up
+  OwnChoice next;
+  OfUnits<unsigned> rows;
+  OfUnits<unsigned> in_place;  // of them, those that are not of the wire's type
+  OfUnits<int> tokens;
+  OfUnits<float> nothing;        // what a sum begins with
+  const char* source = nullptr;  // of the lane-th row of the unit turned to
+
+  __device__ __forceinline__ explicit PulledRows(const HtCombineRole& a_role) : role(a_role) {
+    tickets.ask(counters_of(role.call).taken);
+    look_ahead();
+  }
+  __device__ __forceinline__ void look_ahead() {
+    next_token = tickets.take();
+    if (next_token >= role.p.num_tokens) return;
+    tickets.ask(counters_of(role.call).taken);
+    next = OwnChoice::load(role.p.handle.own, role.p.shape.topk, next_token);
+  }
+  __device__ __forceinline__ bool await() {
+    if (next_token >= role.p.num_tokens) return false;
+    const bool ok = PullRoute::of(role, next).await(role);
+    if (!ok) next_token = kFailed;
+    return ok;
+  }
+  __device__ __forceinline__ bool turn(unsigned unit) {
+    const HtCombineParams& p = role.p;
+    if (next_token >= p.num_tokens) return false;
+    PullRoute route = PullRoute::of(role, next);
+    if (!route.is_ready(role)) return false;
+    route.resolve(role);
+    if (p.has_values) take_values(role, next_token, route);
+    const unsigned found = __ballot_sync(~0u, route.source != nullptr);
+    rows.put(unit, found);
+    // A rank that has dropped all rows of the token counts with +0: it is no matter when that is added.
+    const bool has_all = __popc(found) == __popcll(route.ranks);
+    nothing.put(unit, has_all && (found != 0 || p.bias[0] != nullptr || p.bias[1] != nullptr) ? kNothingYet : 0.0f);
+    if (kIn != kWire) in_place.put(unit, __ballot_sync(~0u, route.is_in_place));
+    tokens.put(unit, next_token);
+    source = route.source;
+    look_ahead();
+    return true;
+  }
+  __device__ __forceinline__ bool is_as_given(unsigned unit, int row) const {
+    return kIn != kWire && (in_place.get(unit) >> row & 1) != 0;
+  }
+  template <DType kType>
+  __device__ __forceinline__ void ask_as(CopyRing& ring, const char* from, int piece) const {
+    constexpr int kLaneBytes = Numbers<kType, kCount>::kLaneBytes;
+    ring.ask<kLaneBytes>(from + (piece * kSteps * 32 + role.lane) * kLaneBytes, role.rest(piece));
+  }
+  __device__ __forceinline__ void ask(CopyRing& ring, unsigned unit, int row, int piece) const {
+    const auto address = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(source), row);
+    const auto* from = reinterpret_cast<const char*>(address);
+    if (is_as_given(unit, row)) {
+      ask_as<kIn>(ring, from, piece);
+    } else {
+      ask_as<kWire>(ring, from, piece);
+    }
+  }
+  __device__ __forceinline__ void take_over() {}
+  __device__ __forceinline__ int64_t row_offset(unsigned unit) const {  // of the output and the biases
+    return static_cast<int64_t>(tokens.get(unit)) * (role.p.hidden * size_of(kOut));
+  }
+  __device__ __forceinline__ void begin(unsigned unit, int piece, float (&sum)[kSteps][kCount]) const {
+    const HtCombineParams& p = role.p;
+    fill(sum, nothing.get(unit));
+    if (p.bias[0] == nullptr && p.bias[1] == nullptr) return;
+    const int64_t offset = row_offset(unit) + (piece * kSteps * 32 + role.lane) * Numbers<kOut, kCount>::kLaneBytes;
+#pragma unroll 1
+    for (int b = 0; b < 2; b++) {
+      if (p.bias[b] == nullptr) continue;
+      const auto* bias = ptx::opaque(static_cast<const char*>(p.bias[b]) + offset);
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) {
+        if (32 * s >= role.rest(piece)) continue;
+        Numbers<kOut, kCount> numbers;
+        numbers.load_nc(bias, 32 * s);
+        numbers.add_to(sum[s]);
+      }
+    }
+  }
+  __device__ __forceinline__ void add(unsigned unit, int row, ptx::SharedAddress item,
+                                      float (&sum)[kSteps][kCount]) const {
+    if (is_as_given(unit, row)) {
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) converted<kWire>(ringed<kIn, kCount>(item, s)).add_to(sum[s]);
+    } else {
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) ringed<kWire, kCount>(item, s).add_to(sum[s]);
+    }
+  }
+  __device__ __forceinline__ void store(unsigned unit, int piece, const float (&sum)[kSteps][kCount]) const {
+    if (!role.p.has_rows()) return;
+    store_piece<kOut>(static_cast<char*>(role.p.out) + row_offset(unit), piece, role.rest(piece), sum);
+  }
+  __device__ __forceinline__ void finish(unsigned) const {}
+};
+
 template <DType kIn, DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ void pull_rows(const HtCombineRole& role) {
+__device__ __forceinline__ void pull_rows(const HtCombineRole& role, char* rings) {
+  using Rows = PulledRows<kIn, kWire, kOut, kCount>;
   const HtCombineParams& p = role.p;
   testing_point(Point::kBeforeReceive, role.call);
-  Tickets tickets{&counters_of(role.call).taken};
-  tickets.ask();
-  int token = tickets.take(), done = 0;
-  PullRoute next;
-  if (token < p.num_tokens) next = PullRoute::load(role, token);
-#pragma unroll 1
-  while (token < p.num_tokens) {
-    tickets.ask();
-    PullRoute route = next;
-    const bool ok = route.resolve(role);
-    if (!ok) return;
-    if (p.has_rows()) add_up_token<kIn, kWire, kOut, kCount>(role, token, route);
-    if (p.has_values) take_values(role, token, route);
-    token = tickets.take();
-    if (token < p.num_tokens) next = PullRoute::load(role, token);
-    done++;
-  }
+  Rows rows(role);
+  RowStream<Rows> stream{rows, CopyRing(role.ring(rings)), role.geometry.pieces};
+  stream.run();
   // The last to have read tells every rank that its rows are its own again.
-  if (done == 0 && p.num_tokens > 0) return;
+  const int done = static_cast<int>(stream.num_begun);
+  if (rows.next_token == Rows::kFailed || (done == 0 && p.num_tokens > 0)) return;
   testing_point(Point::kBeforeReset, role.call);
   const uint32_t before = count_finished(counters_of(role.call).finished, done);
   const bool is_early = has_bug(Bug::kEarlyDone, Kind::kCombine) && p.num_tokens > 0;
@@ -261,8 +222,13 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
   const HtCombineParams& p = args.params;
   const LsaPeers& peers = args.peers;
   EP_SHARED(CallContext, call);
-  const HtCombineRole role{
-      {at}, p, args.geometry, args.plan, peers, call, CombineTables::of(shared, p.shape.num_ranks)};
+  const HtCombineRole role{{at},
+                           p,
+                           args.geometry,
+                           args.plan,
+                           peers,
+                           call,
+                           CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks)};
   stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kCombine, at, true)) return;
   if (role.is_first()) {
@@ -278,12 +244,13 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
     if (p.weighting == Weighting::kHome && p.has_rows()) send_weights(role);
   }
   const bool stages = args.geometry.has_staging && role.warp >= args.plan.workers;
+  const bool has_ring = role.warp < args.plan.warps;  // in a world on one GPU another rank's plan may have more warps
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (stages) {
-    stage_rows<kIn, kWire, kCount>(role);
+  if (has_ring && stages) {
+    stage_rows<kIn, kWire, kCount>(role, shared);
     stamp(Stamp::kSent, peers.rank);
-  } else {
-    pull_rows<kIn, kWire, kOut, kCount>(role);
+  } else if (has_ring) {
+    pull_rows<kIn, kWire, kOut, kCount>(role, shared);
     stamp(Stamp::kOwnDone, peers.rank);
   }
   // The input is the caller's again when all have read.

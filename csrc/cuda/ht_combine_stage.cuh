@@ -3,21 +3,24 @@
 #pragma once
 
 #include "cuda/ht_call.cuh"
-#include "cuda/numbers.cuh"
+#include "cuda/row_stream.cuh"
 
 namespace ep {
 
 struct CombineTables {
   Offset* offsets;  // [R] of rows that are read in place
   Flows flows;
-  int* chunk_start;  // [chunks * R + 1] slots staged before (chunk, home)
+  // Of segments, (chunk, home) in that order:
+  int* segment_start;  // [chunks * R + 1] slots staged before
+  int* segment_slot;   // [chunks * R] the first slot, less segment_start
 
-  __device__ static CombineTables of(char* shared, int ranks) {
+  __device__ static CombineTables of(char* shared, int ranks, int chunks) {
     SharedTables tables{shared};
     CombineTables t;
     t.offsets = tables.take<Offset>(ranks);
     t.flows = Flows::of(tables, ranks);
-    t.chunk_start = tables.take<int>(kHtChunks * ranks + 1);
+    t.segment_start = tables.take<int>(chunks * ranks + 1);
+    t.segment_slot = tables.take<int>(chunks * ranks);
     return t;
   }
 };
@@ -35,10 +38,10 @@ struct HtCombineRole : HtBlock {
     return peers.at<char>(rank, p.layout.staged_row(slot) + p.layout.row.offset[part]);
   }
   __device__ int values_part() const { return p.layout.row.num_parts - 1; }
-  // Of this lane in a step of a piece; the row's last one past its end.
-  template <int kCount>
-  __device__ int lane_index(int piece, int step) const {
-    return min((piece * HtCombineGeometry::kPieceSteps + step) * 32 + lane, p.hidden / kCount - 1);
+  __device__ char* ring(char* rings) const { return rings + warp * HtCombineGeometry::kRingBytes; }
+  // Lanes' worths of a row from this lane's part of a piece on.
+  __device__ int rest(int piece) const {
+    return geometry.row_lanes - piece * HtCombineGeometry::kPieceSteps * 32 - lane;
   }
 };
 
@@ -64,8 +67,13 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   __syncthreads();
   if (!role.geometry.has_staging || role.warp != 0) return;
   const auto size_of_segment = [&](int i) { return chunk_size(i / ranks, t.flows.from[i % ranks], chunks); };
-  const int end = exclusive_sums(chunks * ranks, t.chunk_start, size_of_segment);
-  if (role.lane == 0) t.chunk_start[chunks * ranks] = end;
+  const int end = exclusive_sums(chunks * ranks, t.segment_start, size_of_segment);
+  if (role.lane == 0) t.segment_start[chunks * ranks] = end;
+#pragma unroll 1
+  for (int i = role.lane; i < chunks * ranks; i += 32) {
+    const int home = i % ranks, first = t.flows.from_first[home] + chunk_begin(i / ranks, t.flows.from[home], chunks);
+    t.segment_slot[i] = first - t.segment_start[i];
+  }
 }
 
 // ---- Weights of the home rank: one block sends them to their slots, beside marks of choices that do not count
@@ -103,98 +111,6 @@ __device__ __forceinline__ bool await_all(const HtCombineRole& role, HtSignal si
 
 // ---- Rows for others to read
 
-// The rows of a slot's token here: lane k holds choice k.
-struct StagedTerms {
-  int32_t row = kNoRow;
-  float weight = 1.0f;
-
-  __device__ __forceinline__ static StagedTerms load(const HtCombineRole& role, int32_t slot) {
-    const HtCombineParams& p = role.p;
-    const HtSlotFormat& format = p.layout.slot;
-    StagedTerms terms;
-    if (role.lane >= p.shape.topk) return terms;
-    const int32_t* kept = p.handle.slot(slot);
-    terms.row = kept[format.place(role.lane)];
-    if (terms.row >= p.output.rows()) terms.row = kNoRow;  // of a dispatch that was given up
-    if (p.weighting == Weighting::kDispatch) terms.weight = __int_as_float(kept[format.weight(role.lane)]);
-    if (p.weighting != Weighting::kHome || terms.row < 0) return terms;
-    const auto* given = role.peers.local<uint32_t>(p.layout.slot_words(slot));
-    if (static_cast<int32_t>(ptx::ld_relaxed_sys(given + format.place(role.lane))) == kNoRow) terms.row = kNoRow;
-    terms.weight = __uint_as_float(ptx::ld_relaxed_sys(given + format.weight(role.lane)));
-    return terms;
-  }
-};
-
-// Adds a token's rows in the order of k, each product and sum rounded by itself.
-template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ void stage_sum(const HtCombineRole& role, int32_t slot, const StagedTerms& terms) {
-  constexpr int kRows = 2, kSteps = HtCombineGeometry::kPieceSteps;
-  const HtCombineParams& p = role.p;
-  const int64_t row_bytes = static_cast<int64_t>(p.hidden) * size_of(kIn);
-  const unsigned all = __ballot_sync(~0u, terms.row >= 0);
-  char* out = role.staged(role.peers.rank, slot, 0);
-#pragma unroll 1
-  for (int piece = 0; piece < role.geometry.pieces; piece++) {
-    float sum[kSteps][kCount];
-    fill(sum, all == 0 ? 0.0f : kNothingYet);
-#pragma unroll 1
-    for (unsigned mask = all; mask != 0;) {
-      Numbers<kIn, kCount> rows[kRows][kSteps];
-      unsigned rest = mask;
-#pragma unroll
-      for (int q = 0; q < kRows; q++) {
-        if (rest == 0) break;
-        const int32_t row = __shfl_sync(~0u, terms.row, __ffs(static_cast<int>(rest)) - 1);
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) {
-          rows[q][s].load_nc(static_cast<const char*>(p.rows) + row * row_bytes, role.lane_index<kCount>(piece, s));
-        }
-        rest &= rest - 1;
-      }
-#pragma unroll
-      for (int q = 0; q < kRows; q++) {
-        if (mask == 0) break;
-        const float weight = __shfl_sync(~0u, terms.weight, __ffs(static_cast<int>(mask)) - 1);
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) rows[q][s].add_product_to(sum[s], weight);
-        mask &= mask - 1;
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      const int lane_index = (piece * kSteps + s) * 32 + role.lane;
-      Numbers<kWire, kCount> numbers;
-      numbers.from(sum[s]);
-      if (lane_index * kCount < p.hidden) numbers.store(out, lane_index);
-    }
-  }
-}
-
-template <DType kTo, DType kFrom, int kCount>
-__device__ __forceinline__ Numbers<kTo, kCount> converted(const Numbers<kFrom, kCount>& numbers) {
-  float values[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; i++) values[i] = kNothingYet;
-  numbers.add_to(values);
-  Numbers<kTo, kCount> result;
-  result.from(values);
-  return result;
-}
-
-// Rank layouts: a row as it is, in the wire's type.
-template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ void stage_row(const HtCombineRole& role, int32_t slot, int32_t row) {
-  const HtCombineParams& p = role.p;
-  const char* in = static_cast<const char*>(p.rows) + static_cast<int64_t>(row) * p.hidden * size_of(kIn);
-  char* out = role.staged(role.peers.rank, slot, 0);
-#pragma unroll 4
-  for (int lane_index = role.lane; lane_index * kCount < p.hidden; lane_index += 32) {
-    Numbers<kIn, kCount> numbers;
-    numbers.load_nc(in, lane_index);
-    converted<kWire>(numbers).store(out, lane_index);
-  }
-}
-
 __device__ __forceinline__ void stage_values(const HtCombineRole& role, int32_t slot, int32_t row) {
   const HtCombineParams& p = role.p;
   if (role.lane >= p.shape.topk) return;
@@ -207,61 +123,150 @@ __device__ __forceinline__ void stage_values(const HtCombineRole& role, int32_t 
   reinterpret_cast<float*>(role.staged(role.peers.rank, slot, role.values_part()))[role.lane] = value;
 }
 
-// A unit of staging, in the order (chunk, home, token), so that all homes can begin.
-struct StagedUnit {
-  int chunk, home, index;
+// A unit of staging, in the order (chunk, home, token), so that all homes can begin. Asked for early.
+struct StagedSlot {
+  int unit, segment = 0;
+  int32_t slot = 0;
+  // Lane k holds choice k; in rank layouts lane 0 holds the row.
+  int32_t row = kNoRow, mark = 0;
+  float weight = 1.0f;
 
-  __device__ __forceinline__ static StagedUnit of(const HtCombineRole& role, int unit) {
-    const int count = role.plan.chunks * role.num_ranks();
+  __device__ __forceinline__ static StagedSlot load(const HtCombineRole& role, int unit) {
+    StagedSlot found;
+    found.unit = unit;
+    const int segments = role.plan.chunks * role.num_ranks();
+    if (unit >= role.tables.segment_start[segments]) return found;
     int segment = -1;  // the last that begins at or before the unit
 #pragma unroll 1
-    for (int first = 0; first < count; first += 32) {
-      const bool begins = first + role.lane < count && role.tables.chunk_start[first + role.lane] <= unit;
+    for (int first = 0; first < segments; first += 32) {
+      const bool begins = first + role.lane < segments && role.tables.segment_start[first + role.lane] <= unit;
       segment += __popc(__ballot_sync(~0u, begins));
     }
-    StagedUnit found;
-    found.chunk = segment / role.num_ranks();
-    found.home = segment % role.num_ranks();
-    found.index = chunk_begin(found.chunk, role.tables.flows.from[found.home], role.plan.chunks) + unit -
-                  role.tables.chunk_start[segment];
+    found.segment = segment;
+    found.slot = role.tables.segment_slot[segment] + unit;
+    found.load_terms(role);
     return found;
+  }
+  __device__ __forceinline__ void load_terms(const HtCombineRole& role) {
+    const HtCombineParams& p = role.p;
+    if (!has_expert_rows(p.output.layout)) {
+      const int home = segment % role.num_ranks(), first = role.tables.flows.from_first[home];
+      if (role.lane == 0) row = p.output.row(home, first, slot - first);
+      return;
+    }
+    if (role.lane >= p.shape.topk) return;
+    const HtSlotFormat& format = p.layout.slot;
+    const int32_t* kept = p.handle.slot(slot);
+    row = kept[format.place(role.lane)];
+    if (p.weighting == Weighting::kDispatch) weight = __int_as_float(kept[format.weight(role.lane)]);
+    if (p.weighting != Weighting::kHome) return;
+    // Of choices that are not here whatever lies there.
+    const auto* given = role.peers.local<uint32_t>(p.layout.slot_words(slot));
+    mark = static_cast<int32_t>(ptx::ld_relaxed_sys(given + format.place(role.lane)));
+    weight = __uint_as_float(ptx::ld_relaxed_sys(given + format.weight(role.lane)));
+  }
+  // Of this lane; kNoRow: none that counts.
+  __device__ __forceinline__ int32_t counted_row(const OutputShape& output) const {
+    return mark == kNoRow || row >= output.rows() ? kNoRow : row;  // past the end: of a dispatch that was given up
+  }
+};
+
+// A token's rows here, added in the order of k, each product and sum rounded by itself; in rank layouts its one row.
+template <DType kIn, DType kWire, int kLaneCount>
+struct StagedRows {
+  static constexpr int kCount = kLaneCount, kSteps = CopyRing::kSteps;
+
+  const HtCombineRole& role;
+  Tickets tickets;
+  StagedSlot next;
+  OfUnits<unsigned> rows;  // of the token's choices
+  OfUnits<int> segments;
+  OfUnits<int32_t> slots;  // kNoSlot: nothing is stored
+  int32_t asked_row = kNoRow;
+  float asked_weight = 1.0f, weight = 1.0f;  // of the unit turned to, of the one that is added
+  uint32_t before = 0;                       // it was counted: the count before, lane 0
+
+  static constexpr int32_t kNoSlot = -1;
+
+  __device__ __forceinline__ explicit StagedRows(const HtCombineRole& a_role) : role(a_role) {
+    tickets.ask(counters_of(role.call).staged);
+    look_ahead();
+  }
+  __device__ __forceinline__ void look_ahead() {
+    const int unit = tickets.take();
+    tickets.ask(counters_of(role.call).staged);
+    next = StagedSlot::load(role, unit);
+  }
+  __device__ __forceinline__ bool await() const { return false; }  // rows are there when the kernel begins
+  __device__ __forceinline__ bool turn(unsigned unit) {
+    const HtCombineParams& p = role.p;
+    if (next.unit >= role.tables.segment_start[role.plan.chunks * role.num_ranks()]) return false;
+    testing_point(Point::kBetweenRows, role.call, next.unit);
+    const bool is_copied = p.has_rows() && !p.reads_in_place();
+    asked_weight = next.weight;
+    asked_row = next.counted_row(p.output);
+    const unsigned found = is_copied ? __ballot_sync(~0u, asked_row >= 0) : 0;
+    rows.put(unit, found);
+    segments.put(unit, next.segment);
+    slots.put(unit, is_copied && (found != 0 || has_expert_rows(p.output.layout)) ? next.slot : kNoSlot);
+    if (p.has_values) stage_values(role, next.slot, __shfl_sync(~0u, next.row, 0));
+    look_ahead();
+    return true;
+  }
+  __device__ __forceinline__ void ask(CopyRing& ring, unsigned, int row, int piece) const {
+    constexpr int kLaneBytes = Numbers<kIn, kCount>::kLaneBytes;
+    const int64_t place = __shfl_sync(~0u, asked_row, row);
+    ring.ask<kLaneBytes>(static_cast<const char*>(role.p.rows) + place * (role.p.hidden * size_of(kIn)) +
+                             (piece * kSteps * 32 + role.lane) * kLaneBytes,
+                         role.rest(piece));
+  }
+  __device__ __forceinline__ void take_over() { weight = asked_weight; }
+  __device__ __forceinline__ void begin(unsigned unit, int, float (&sum)[kSteps][kCount]) const {
+    fill(sum, rows.get(unit) == 0 ? 0.0f : kNothingYet);
+  }
+  __device__ __forceinline__ void add(unsigned, int row, ptx::SharedAddress item, float (&sum)[kSteps][kCount]) const {
+    const float factor = __shfl_sync(~0u, weight, row);
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) ringed<kIn, kCount>(item, s).add_product_to(sum[s], factor);
+  }
+  __device__ __forceinline__ void store(unsigned unit, int piece, const float (&sum)[kSteps][kCount]) const {
+    if (piece == 0 && unit > 0) look_at_count(unit - 1);
+    const int32_t slot = slots.get(unit);
+    if (slot == kNoSlot) return;
+    store_piece<kWire>(role.staged(role.peers.rank, slot, 0), piece, role.rest(piece), sum);
+  }
+  __device__ __forceinline__ void finish(unsigned unit) {
+    const int segment = segments.get(unit);
+    __syncwarp();
+    if (role.lane != 0) return;
+    __threadfence();
+    before = ptx::atom_count_relaxed_gpu(&counters_of(role.call).ready[segment]);
+  }
+  // Who has staged the last row of a segment says so. The answer of the counter is looked at when it has long been
+  // there.
+  __device__ __forceinline__ void look_at_count(unsigned unit) const {
+    const int segment = segments.get(unit);
+    if (role.lane == 0) {
+      const int* start = role.tables.segment_start + segment;
+      const auto size = static_cast<uint32_t>(start[1] - start[0]);
+      if (before + 1 == (has_bug(Bug::kEarlyRows, Kind::kCombine) ? 1u : size)) {
+        send_signal(role.call, role.p.layout, role.peers, segment % role.num_ranks(), HtSignal::kCombineReady,
+                    segment / role.num_ranks());
+      }
+    }
+    __syncwarp();
   }
 };
 
 template <DType kIn, DType kWire, int kCount>
-__device__ __forceinline__ void stage_rows(const HtCombineRole& role) {
-  const HtCombineParams& p = role.p;
-  const bool is_home_weighted = p.weighting == Weighting::kHome && p.has_rows();
+__device__ __forceinline__ void stage_rows(const HtCombineRole& role, char* rings) {
+  const bool is_home_weighted = role.p.weighting == Weighting::kHome && role.p.has_rows();
   if (is_home_weighted && !await_all(role, HtSignal::kCombineWeights, Phase::kWeights)) return;
-  const bool is_copied = p.has_rows() && !p.reads_in_place();
-  const int units = role.tables.chunk_start[role.plan.chunks * role.num_ranks()];
-  HtCounters& counters = counters_of(role.call);
-  Tickets tickets{&counters.staged};
-  tickets.ask();
-#pragma unroll 1
-  for (int unit = tickets.take(); unit < units; unit = tickets.take()) {
-    tickets.ask();
-    testing_point(Point::kBetweenRows, role.call, unit);
-    const StagedUnit at = StagedUnit::of(role, unit);
-    const int first = role.tables.flows.from_first[at.home];
-    const int32_t slot = first + at.index;
-    int32_t row = kNoRow;
-    if (!has_expert_rows(p.output.layout)) row = p.output.row(at.home, first, at.index);
-    if (is_copied && has_expert_rows(p.output.layout)) {
-      stage_sum<kIn, kWire, kCount>(role, slot, StagedTerms::load(role, slot));
-    } else if (is_copied && row >= 0) {
-      stage_row<kIn, kWire, kCount>(role, slot, row);
-    }
-    if (p.has_values) stage_values(role, slot, row);
-    __syncwarp();
-    if (role.lane != 0) continue;
-    const int size = chunk_size(at.chunk, role.tables.flows.from[at.home], role.plan.chunks);
-    __threadfence();
-    const uint32_t staged = atomicAdd(&counters.ready[at.home * kHtChunks + at.chunk], 1u) + 1;
-    if (staged == (has_bug(Bug::kEarlyRows, Kind::kCombine) ? 1u : static_cast<uint32_t>(size))) {
-      send_signal(role.call, p.layout, role.peers, at.home, HtSignal::kCombineReady, at.chunk);
-    }
-  }
+  using Rows = StagedRows<kIn, kWire, kCount>;
+  Rows rows(role);
+  RowStream<Rows> stream{rows, CopyRing(role.ring(rings)), role.geometry.pieces};
+  stream.run();
+  if (stream.num_begun > 0) rows.look_at_count(stream.num_begun - 1);
 }
 
 }  // namespace ep

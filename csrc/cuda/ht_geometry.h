@@ -122,24 +122,31 @@ struct HtSendGeometry {
   }
 };
 
+// Shared memory: rings of the warps, through which rows come | tables.
 struct HtCombineGeometry {
-  int pieces = 1;  // of a row: what a warp adds up at once
+  int pieces = 1;     // of a row: what a warp adds up at once
+  int row_lanes = 0;  // lanes' worths of a row
   bool has_staging = false;
   Divisor by_local_experts;
-  int bytes = 0;  // of shared memory
+  int tables_at = 0, bytes = 0;  // of shared memory
 
-  static constexpr int kPieceSteps = 4;
+  static constexpr int kPieceSteps = 4, kStepBytes = 32 * 16;
+  static constexpr int kRingItems = 4;  // pieces of rows that are under way
+  static constexpr int kRingBytes = kRingItems * kPieceSteps * kStepBytes;
+  static constexpr int kMaxWarps = 24;
 
   static bool stages(const HtCombineParams& p) { return p.has_values || (p.has_rows() && !p.reads_in_place()); }
 
   static HtCombineGeometry of(const HtCombineParams& p, const HtPlan& plan) {
     HtCombineGeometry g;
     const bool is_wide = p.dtype == DType::kF32 || p.wire_dtype == DType::kF32 || p.out_dtype == DType::kF32;
-    g.pieces = ceil_div(p.hidden, 32 * (is_wide ? 4 : 8) * kPieceSteps);
+    g.row_lanes = p.hidden / (is_wide ? 4 : 8);
+    g.pieces = std::max(1, ceil_div(g.row_lanes, 32 * kPieceSteps));
     g.has_staging = stages(p);
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     const int ranks = p.shape.num_ranks;
-    g.bytes = ranks * (8 + 4 * 4) + 4 * (plan.chunks * ranks + 1) + 64;
+    g.tables_at = plan.warps * kRingBytes;
+    g.bytes = g.tables_at + ranks * (8 + 4 * 4) + 4 * (2 * plan.chunks * ranks + 1) + 64;
     return g;
   }
 };

@@ -74,13 +74,13 @@ __device__ __forceinline__ void send_routes(const ReceiveRole& role) {
   const int step_tokens = 32 / p.shape.topk, units = ceil_div(p.num_tokens, step_tokens * kTogether);
   const int turn = role.geometry.by_topk.divide(role.lane), k = role.geometry.by_topk.remainder(role.lane, turn);
   HtCounters& counters = counters_of(role.call);
-  Tickets tickets{&counters.routes_taken};
-  tickets.ask();
+  Tickets tickets;
+  tickets.ask(counters.routes_taken);
   int unit = tickets.take(), done = 0;
 #pragma unroll 1
   while (unit < units) {
     testing_point(Point::kBetweenRows, role.call, unit);
-    tickets.ask();
+    tickets.ask(counters.routes_taken);
     const int first = unit * kTogether * step_tokens + turn;
     RoutesStep steps[kTogether];
 #pragma unroll

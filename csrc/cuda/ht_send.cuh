@@ -393,10 +393,11 @@ template <bool kQuant>
 __device__ __forceinline__ void send_rows(const SendRole& role) {
   bool in_chunks = false;
   for (int r = 0; r < role.num_ranks(); r++) in_chunks = in_chunks || role.tables.chunks[r] > 1;
-  Tickets tickets{&counters_of(role.call).taken};
-  tickets.ask();
+  uint32_t& counter = counters_of(role.call).taken;
+  Tickets tickets;
+  tickets.ask(counter);
   int unit = tickets.take();
-  tickets.ask();
+  tickets.ask(counter);
   SendRoute route = SendRoute::load(role, unit);
   Announcements announcements;
   uint32_t parity = 0;
@@ -408,7 +409,7 @@ __device__ __forceinline__ void send_rows(const SendRole& role) {
   while (unit < role.geometry.units) {
     testing_point(Point::kBetweenRows, role.call, unit);
     const int next_unit = tickets.take();
-    tickets.ask();
+    tickets.ask(counter);
     const int pass = role.geometry.by_tokens.divide(unit);
     const int token = role.geometry.by_tokens.remainder(unit, pass);
     const int bulk = begin_load(role, token, pass);

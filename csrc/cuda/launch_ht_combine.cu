@@ -6,7 +6,7 @@
 namespace ep {
 namespace {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 32 * HtCombineGeometry::kMaxWarps;
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1)
@@ -41,8 +41,8 @@ void check_served(const HtCombineParams& p) {
 void load_ht_combine_kernels() {
   for_all_types([](auto types) {
     using T = decltype(types);
-    load_kernel(&ht_combine_rows<T::in, T::wire, T::out>, 0);
-    load_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, 0);
+    load_kernel(&ht_combine_rows<T::in, T::wire, T::out>, kMaxSharedBytes);
+    load_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, kMaxSharedBytes);
   });
 }
 

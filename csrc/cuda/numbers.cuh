@@ -1,6 +1,8 @@
 // What a lane holds of a row that is added up: numbers of bf16, fp16 or fp32, in words as they travel.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/convert.cuh"
 #include "cuda/payload.cuh"
 
@@ -13,7 +15,7 @@ constexpr int kLaneElements = kIn == DType::kF32 || kWire == DType::kF32 || kOut
 
 template <DType kType, int kCount>
 struct Numbers {
-  static constexpr int kWords = kType == DType::kF32 ? kCount : kCount / 2;
+  static constexpr int kWords = kType == DType::kF32 ? kCount : kCount / 2, kLaneBytes = 4 * kWords;
   uint32_t words[kWords];
 
   __device__ __forceinline__ void load_nc(const void* row, int64_t lane_index) {
@@ -31,6 +33,11 @@ struct Numbers {
     } else {
       set(ptx::ld_relaxed_sys(reinterpret_cast<const uint2*>(p)));
     }
+  }
+  __device__ __forceinline__ void load_shared(ptx::SharedAddress p) {
+    std::conditional_t<kWords == 4, uint4, uint2> v;
+    ptx::ld_shared(p, v);
+    set(v);
   }
   __device__ __forceinline__ void store_remote(char* row, int lane_index) const {
     char* p = row + lane_index * (kWords * 4);
@@ -112,6 +119,17 @@ struct Numbers {
 
 // A sum starts as -0: adding the first term to it leaves that term's bits, +0 and -0 included.
 constexpr float kNothingYet = -0.0f;
+
+template <DType kTo, DType kFrom, int kCount>
+__device__ __forceinline__ Numbers<kTo, kCount> converted(const Numbers<kFrom, kCount>& numbers) {
+  float values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) values[i] = kNothingYet;
+  numbers.add_to(values);
+  Numbers<kTo, kCount> result;
+  result.from(values);
+  return result;
+}
 
 template <int kSteps, int kCount>
 __device__ __forceinline__ void fill(float (&sums)[kSteps][kCount], float value) {

@@ -80,12 +80,15 @@ __device__ __forceinline__ uint32_t ld_relaxed_gpu(const uint32_t* p) {
 
 // ---- Atomics
 
-// Counts up, from `last` on to 0. (The compiler turns additions into one for the whole warp, and waits for it.)
+// Counts up, from `last` on to 0. (The compilers turn additions into one for the whole warp and wait for it at once,
+// those written as asm and `inc` up to the largest number included.)
 __device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* p, uint32_t last) {
   uint32_t v;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(v) : "l"(p), "r"(last) : "memory");
   return v;
 }
+// Adds 1 to what is below 2^32 - 2; the answer is waited for where it is used.
+__device__ __forceinline__ uint32_t atom_count_relaxed_gpu(uint32_t* p) { return atom_inc_relaxed_gpu(p, ~1u); }
 
 // ---- Stores
 
@@ -115,14 +118,13 @@ __device__ __forceinline__ void st_relaxed_gpu(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// The compiler would add up a warp's and wait for the sum at once; this result is waited for where it is used.
-__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) {
-  uint32_t before;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0,[%1],%2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
-  return before;
-}
-
 // ---- Shared memory, between warps of a block
+
+using SharedAddress = uint32_t;
+
+__device__ __forceinline__ SharedAddress shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 __device__ __forceinline__ uint32_t ld_acquire_shared(const uint32_t* p) {
   uint32_t v;
@@ -170,11 +172,32 @@ __device__ __forceinline__ uint32_t atom_or_relaxed_shared(uint32_t* p, uint32_t
   return before;
 }
 
+// ---- Copies into shared memory, weak and of the generic proxy: the thread that asked for them sees them when it has
+// waited for their group
+
+template <int kBytes>
+__device__ __forceinline__ void copy_async(SharedAddress shared, const void* global) {
+  static_assert(kBytes == 16 || kBytes == 8);
+  if constexpr (kBytes == 16) {  // past L1
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared), "l"(global) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0],[%1],8;" ::"r"(shared), "l"(global) : "memory");
+  }
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {  // until so many of this thread's groups, the newest, are left
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+__device__ __forceinline__ void ld_shared(SharedAddress p, uint4& v) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+}
+__device__ __forceinline__ void ld_shared(SharedAddress p, uint2& v) {
+  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+}
+
 // ---- Bulk copies, by the engine beside the SM's warps: addresses and sizes are multiples of 16 bytes
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }

@@ -43,8 +43,8 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
 HtPlan plan_ht_combine(bool has_staging, int num_sms) {
   HtPlan plan;
   plan.blocks = num_sms;
-  plan.warps = 16;
-  plan.workers = has_staging ? 6 : 16;
+  plan.warps = has_staging ? 24 : 20;
+  plan.workers = has_staging ? 8 : plan.warps;
   plan.chunks = has_staging ? kHtChunks : 1;
   return plan;
 }

@@ -34,6 +34,7 @@ void run_lane(void* argument) {
   for (const BulkCopy& copy : own_block().copies) {
     if (copy.owner == lane && !copy.has_read) die("a thread ended before its bulk copies had read their sources");
   }
+  if (!lane->copies.empty()) die("a thread ended before its copies into shared memory");
   lane->warp->ended |= 1u << lane->number;
   lane->warp->ready &= ~(1u << lane->number);
 }

@@ -5,7 +5,7 @@
 // the same time. What the memory model leaves open is drawn too:
 //   * A store for others (st.relaxed) reaches memory at any time up to a fence of its block or the end of the kernel,
 //     in any order, words of a vector by themselves.
-//   * A bulk copy reads and writes at any time up to the wait for it.
+//   * A bulk copy reads and writes at any time up to the wait for it, and so does a copy of a thread (cp.async).
 //   * Shared and device memory begin as garbage.
 // Weak stores and those to shared memory arrive at once; a fence is taken to cover all that its block has stored.
 // What never runs is noticed: a launch in which every thread waits for another one ends the process with a list.
@@ -59,5 +59,10 @@ void bulk_load(void* shared, const void* global, int bytes, uint64_t* barrier);
 void bulk_store(void* global, const void* shared, int bytes);
 void bulk_commit();
 void bulk_wait(int pending, bool only_read);
+
+// Copies of a thread into shared memory (cp.async).
+void copy_async(void* shared, const void* global, int bytes);
+void copy_async_commit();
+void copy_async_wait(int pending);
 
 }  // namespace ep::emulator

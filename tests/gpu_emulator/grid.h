@@ -19,11 +19,19 @@ struct Block;
 struct Grid;
 struct Warp;
 
+// Of a thread, into shared memory.
+struct AsyncCopy {
+  void* target;
+  const void* source;
+  int bytes, group;
+};
+
 struct Lane {
   Fiber fiber;
   Warp* warp = nullptr;
   int number = 0;  // in the warp
-  int bulk_group = 0;
+  int bulk_group = 0, copy_group = 0;
+  std::vector<AsyncCopy> copies;
   bool waits_at_barrier = false;
 };
 

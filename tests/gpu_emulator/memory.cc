@@ -157,4 +157,32 @@ void bulk_wait(int pending, bool only_read) {
   }
 }
 
+// ---- Copies of a thread
+
+namespace {
+
+void perform(std::vector<AsyncCopy>& copies, size_t i) {
+  std::memcpy(copies[i].target, copies[i].source, copies[i].bytes);
+  copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
+}
+
+}  // namespace
+
+void copy_async(void* shared, const void* global, int bytes) {
+  const uintptr_t bits = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
+  if ((bits & static_cast<uintptr_t>(bytes - 1)) != 0) die("a thread's copy is not aligned to its size");
+  Lane& lane = own_lane();
+  lane.copies.push_back({shared, global, bytes, lane.copy_group});
+  if (own_grid().odds(8)) perform(lane.copies, own_grid().below(lane.copies.size()));
+}
+
+void copy_async_commit() { own_lane().copy_group++; }
+
+void copy_async_wait(int pending) {
+  Lane& lane = own_lane();
+  for (size_t i = lane.copies.size(); i-- > 0;) {
+    if (lane.copies[i].group < lane.copy_group - pending) perform(lane.copies, i);
+  }
+}
+
 }  // namespace ep::emulator

@@ -134,8 +134,16 @@ TEST(HtPlan, FitsTheKernelsLimits) {
   }
   for (bool has_staging : {false, true}) {
     const HtPlan plan = plan_ht_combine(has_staging, 12);
-    EXPECT_LE(plan.threads(), 512);
+    EXPECT_LE(plan.warps, HtCombineGeometry::kMaxWarps);
     EXPECT_EQ(plan.helpers() > 0, has_staging);
+    HtCombineParams p;
+    p.shape.num_ranks = kMaxCudaRanks;
+    p.hidden = 7168;
+    const HtCombineGeometry g = HtCombineGeometry::of(p, plan);
+    EXPECT_EQ(g.tables_at, plan.warps * HtCombineGeometry::kRingBytes);
+    EXPECT_LE(g.bytes, 220 * 1024);
+    EXPECT_EQ(g.row_lanes, 7168 / 8);
+    EXPECT_EQ(g.pieces, 7);
   }
   EXPECT_EQ(default_ht_sms(HtWork::kNothing, 132), 12);
   EXPECT_EQ(default_ht_sms(HtWork::kConversion, 132), 24);

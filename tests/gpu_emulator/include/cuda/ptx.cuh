@@ -52,7 +52,7 @@ inline uint32_t ld_relaxed_gpu(const uint32_t* p) { return late_load(p); }
 inline uint32_t atom_inc_relaxed_gpu(uint32_t* p, uint32_t last) {
   return emulator::update(p, [last](uint32_t before) { return before >= last ? 0 : before + 1; });
 }
-inline uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
+inline uint32_t atom_count_relaxed_gpu(uint32_t* p) { return atomicAdd(p, 1u); }
 inline uint32_t atom_or_relaxed_shared(uint32_t* p, uint32_t bits) {
   return emulator::update(p, [bits](uint32_t before) { return before | bits; });
 }
@@ -81,6 +81,9 @@ void st_row(Vector* p, Vector v) {
 
 // ---- Shared memory
 
+using SharedAddress = char*;
+
+inline SharedAddress shared_address(void* p) { return static_cast<char*>(p); }
 inline uint32_t ld_acquire_shared(const uint32_t* p) {
   emulator::pause();
   return *p;
@@ -89,6 +92,22 @@ inline void st_release_shared(uint32_t* p, uint32_t v) { *p = v; }
 inline void st_shared(uint4* p, uint4 v) { *p = v; }
 inline void st_shared(uint32_t* p, uint32_t v) { *p = v; }
 inline void st_shared(uint8_t* p, uint32_t v) { *p = static_cast<uint8_t>(v); }
+
+// ---- Copies into shared memory
+
+template <int kBytes>
+void copy_async(SharedAddress shared, const void* global) {
+  emulator::copy_async(shared, global, kBytes);
+}
+inline void copy_async_commit() { emulator::copy_async_commit(); }
+template <int kPending>
+void copy_async_wait() {
+  emulator::copy_async_wait(kPending);
+}
+template <class Vector>
+void ld_shared(SharedAddress p, Vector& v) {
+  std::memcpy(&v, p, sizeof v);
+}
 
 // ---- Bulk copies
 
