@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from . import _C
 from .buffer import Buffer
 from .checks import error_of, require_on
 from .errors import OverflowError, UsageError
@@ -27,6 +28,8 @@ _ll_dispatch, _ll_combine, _ll_combine_out = (
     _ops.ll_combine.default,
     _ops.ll_combine_out.default,
 )
+_ll_dispatch_eager = _C.direct("ll_dispatch", _ll_dispatch, together=True)
+_sizes_beside, _are_beside = _C.sizes_beside, _C.are_beside
 _Tensor, _float32, _PACKED = torch.Tensor, torch.float32, Layout.PACKED
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/params.h, Weighting
 _MAX_FORMS = 256  # that a buffer remembers
@@ -83,7 +86,7 @@ def dispatch(
 
     Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch`` and ``dispatch``.
     """
-    form = _form_of(
+    form, num_tokens = _form_of(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
@@ -92,17 +95,19 @@ def dispatch(
         raise ValueError("extra and out are for high throughput, and this is a low-latency dispatch")
     try:
         if form.mode == "ll":
-            received = _ll_dispatch(
+            op = _ll_dispatch if is_dynamo_compiling() else _ll_dispatch_eager
+            received = op(
                 buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
             )
         else:
-            require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
+            if extra:
+                require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
             received, moved = route_and_send(
                 buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, out
             )
     except RuntimeError as error:
         raise error_of(buffer, error) from error
-    return _output(buffer, form, x.shape[0], scales is not None, received, moved)
+    return _output(buffer, form, num_tokens, scales is not None, received, moved)
 
 
 def dispatch_send(
@@ -136,7 +141,7 @@ def dispatch_send(
 
     Source: NCCL EP's ``send_only`` and ``ncclEpComplete``, DeepEP's ``return_recv_hook``.
     """
-    form = _form_of(
+    form, num_tokens = _form_of(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
@@ -155,18 +160,18 @@ def dispatch_send(
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     if async_finish:
-        return Pending(lambda: _output(buffer, form, x.shape[0], scales is not None, sent), event)
+        return Pending(lambda: _output(buffer, form, num_tokens, scales is not None, sent), event)
     num_scales, scale_dtype = scales_of(scales)
 
     def receive() -> DispatchOutput:
         try:
             received = _ops.ll_dispatch_recv.default(
-                buffer.name, buffer._seq, sent, x.dtype, x.shape[1], num_scales, scale_dtype, x.shape[0],
-                topk_idx.shape[1], topk_idx.dtype == torch.int64, *form.args, zero_padding, num_sms,
+                buffer.name, buffer._seq, sent, x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens,
+                form.topk, topk_idx.dtype == torch.int64, *form.args, zero_padding, num_sms,
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(buffer, error) from error
-        return _output(buffer, form, x.shape[0], scales is not None, (*received, sent))
+        return _output(buffer, form, num_tokens, scales is not None, (*received, sent))
 
     return Pending(receive)
 
@@ -405,19 +410,24 @@ def _form_of(
     capacity: int | str | None,
     alignment: int,
     quant: str | None,
-) -> _Form:
-    """Checks the arguments of a call: the tensors each time, the numbers when they are new."""
-    require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
-    if topk_idx.dim() != 2:
-        raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}, must be [tokens, top-k]")
+) -> tuple[_Form, int]:
+    """Checks the arguments of a call: the tensors each time, the numbers when they are new. Also returns T."""
+    is_compiling = is_dynamo_compiling()
+    sizes = None if is_compiling else _sizes_beside(buffer._seq, x, topk_idx, topk_weights, scales)
+    if sizes is None:  # what is wrong, if anything
+        require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
+        if x.dim() != 2:
+            raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
+        if topk_idx.dim() != 2:
+            raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}, must be [tokens, top-k]")
+        sizes = x.shape[0], topk_idx.shape[1]
+    num_tokens, topk = sizes
     if max_tokens is None:
         max_tokens = buffer.max_tokens
-    numbers = (num_experts, mode, layout, max_tokens, capacity, alignment, quant, topk_idx.shape[1])
+    numbers = (num_experts, mode, layout, max_tokens, capacity, alignment, quant, topk)
     row_bytes = x.shape[1] * x.element_size() if mode == "auto" else 0
-    if is_dynamo_compiling():  # sizes may be symbols, which are no keys; and it costs nothing there
-        return _Form.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes)
+    if is_compiling:  # sizes may be symbols, which are no keys; and it costs nothing there
+        return _Form.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes), num_tokens
     key = (*numbers, row_bytes) if row_bytes else numbers
     form: _Form | None = buffer._forms.get(key)
     if form is None:
@@ -426,7 +436,7 @@ def _form_of(
             buffer._forms.clear()
         buffer._forms[key] = form
         logger.debug("%s serves %s for the first time", buffer.name, form)
-    return form
+    return form, num_tokens
 
 
 def _default_capacity(layout: Layout, ranks: int, experts: int, max_tokens: int, topk: int, alignment: int) -> int:
@@ -507,7 +517,8 @@ def _combine_call(
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype} or torch.float32")
     biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
     buffer = buffer_of(handle)
-    require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
+    if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, handle.tensor, home_weights, topk_idx):
+        require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
     if biases:
         require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
     how = (weighting, out_dtype, wire_dtype, num_sms)

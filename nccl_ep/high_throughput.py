@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import _C
 from .buffer import Buffer, find_buffer
 from .checks import error_of, require_on
 from .errors import UsageError
 from .handle import QUANTS, DispatchOutput, Handle
 
 _ops = torch.ops.nccl_ep
+_ht_dispatch = _ops.ht_dispatch.default
+_ht_dispatch_eager = _C.direct("ht_dispatch", _ht_dispatch, together=True)
 _GIVEN = tuple(
     f"out's {name}" for name in ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
 )
@@ -43,7 +47,7 @@ def route_and_send(
     """Runs the op. Returns what ``ll_dispatch`` returns, with two tensors of the handle at the end; and the extras."""
     call = (buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, *args, zero_padding, num_sms)
     if out is None:
-        received = _ops.ht_dispatch.default(*call)
+        received = (_ht_dispatch if is_dynamo_compiling() else _ht_dispatch_eager)(*call)
         return received[:8], received[8 : 8 + len(extra)]
     return _into(buffer, out, call, topk_idx.dtype)
 

@@ -24,9 +24,10 @@ Tensor rank_prefix(const Tensor& route, int64_t num_ranks) {
   return route.narrow(0, 0, num_ranks * num_ranks).view({num_ranks, num_ranks}).cumsum(0, at::kInt);
 }
 
-DispatchResult ht_dispatch_deepep(std::string_view buffer, Tensor, const Tensor& x, const OptionalTensor& x_scales,
-                                  const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t num_experts,
-                                  int64_t max_tokens, int64_t capacity, int64_t num_sms) {
+DispatchResult ht_dispatch_deepep(std::string_view buffer, const Tensor&, const Tensor& x,
+                                  const OptionalTensor& x_scales, const Tensor& topk_idx,
+                                  const OptionalTensor& topk_weights, int64_t num_experts, int64_t max_tokens,
+                                  int64_t capacity, int64_t num_sms) {
   return guarded([&] {
     const DispatchSpec spec{num_experts, max_tokens, static_cast<int64_t>(OutputLayout::kFlat), capacity, 1, 0,
                             false,       num_sms};

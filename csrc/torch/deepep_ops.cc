@@ -38,6 +38,9 @@ int64_t* take_wait_cost(const OptionalTensor& wait_cost, const Group& group, con
 struct Outputs {
   Tensor x, scales, weights, counts, src_info, layout_range;
 };
+struct OutputRefs {  // as DispatchRefs
+  const Tensor &x, &scales, &weights, &counts, &src_info, &layout_range;
+};
 
 // A tensor of the first entries of a larger allocation.
 Tensor front(Tensor whole, at::IntArrayRef sizes) {
@@ -82,7 +85,7 @@ void check_front(const Tensor& tensor, const char* name, at::IntArrayRef sizes, 
            ": give the tensor that dispatch returned, not a copy, and the topk_idx of that dispatch");
 }
 
-void set_all(LlDispatchParams& p, const Outputs& t) {
+void set_all(LlDispatchParams& p, const OutputRefs& t) {
   int32_t* base = t.src_info.data_ptr<int32_t>();
   p.src_info = base;
   p.layout_range = t.layout_range.data_ptr<int64_t>();
@@ -98,7 +101,7 @@ void set_all(LlDispatchParams& p, const Outputs& t) {
 }
 
 // Runs the operation, or a half, into `t`. `p` has all but outputs.
-void run_into(const Outputs& t, LlDispatchParams& p, Registered& registered, const OptionalTensor& recv_stats,
+void run_into(const OutputRefs& t, LlDispatchParams& p, Registered& registered, const OptionalTensor& recv_stats,
               const OptionalTensor& wait_cost) {
   Group& group = *registered.group;
   const at::Device device = device_of(group);
@@ -130,27 +133,29 @@ DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& 
     set_inputs(p, x, {}, topk_idx, {});
     group.prepare(p);  // refuses what does not fit before memory is taken for it
     const Outputs t = allocate(row, spec, output, device);
-    run_into(t, p, *registered, recv_stats, wait_cost);
+    run_into({t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range}, p, *registered, recv_stats, wait_cost);
     return DispatchResult{t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range};
   });
 }
 
-DispatchResult ll_dispatch_deepep(std::string_view buffer, Tensor, const Tensor& x, const Tensor& topk_idx,
-                                  int64_t num_experts, int64_t max_tokens, int64_t quant, OptionalTensor recv_stats,
-                                  OptionalTensor wait_cost, int64_t num_sms) {
+DispatchResult ll_dispatch_deepep(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& topk_idx,
+                                  int64_t num_experts, int64_t max_tokens, int64_t quant,
+                                  const OptionalTensor& recv_stats, const OptionalTensor& wait_cost, int64_t num_sms) {
   return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Half::kBoth);
 }
 
-DispatchResult ll_dispatch_deepep_send(std::string_view buffer, Tensor, const Tensor& x, const Tensor& topk_idx,
+DispatchResult ll_dispatch_deepep_send(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& topk_idx,
                                        int64_t num_experts, int64_t max_tokens, int64_t quant,
-                                       OptionalTensor recv_stats, OptionalTensor wait_cost, int64_t num_sms) {
+                                       const OptionalTensor& recv_stats, const OptionalTensor& wait_cost,
+                                       int64_t num_sms) {
   return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Half::kSend);
 }
 
-void ll_dispatch_deepep_recv(std::string_view buffer, Tensor, Tensor x, Tensor scales, Tensor weights, Tensor counts,
-                             Tensor src_info, Tensor layout_range, at::ScalarType dtype, int64_t num_tokens,
-                             int64_t topk, bool is_idx64, int64_t num_experts, int64_t max_tokens, int64_t quant,
-                             OptionalTensor recv_stats, OptionalTensor wait_cost, int64_t num_sms) {
+void ll_dispatch_deepep_recv(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& scales,
+                             const Tensor& weights, const Tensor& counts, const Tensor& src_info,
+                             const Tensor& layout_range, at::ScalarType dtype, int64_t num_tokens, int64_t topk,
+                             bool is_idx64, int64_t num_experts, int64_t max_tokens, int64_t quant,
+                             const OptionalTensor& recv_stats, const OptionalTensor& wait_cost, int64_t num_sms) {
   guarded([&] {
     const auto registered = find_group(buffer);
     Group& group = *registered->group;
@@ -189,8 +194,8 @@ Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_
 
 // The result, if it is not given.
 Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
-               int64_t num_tokens, int64_t topk, CombineArgs args, const OptionalTensor& wait_cost,
-               const OptionalTensor& given, Half half) {
+               int64_t num_tokens, int64_t topk, CombineArgs args, const OptionalTensor& wait_cost, const Tensor* given,
+               Half half) {
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
@@ -199,12 +204,13 @@ Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_expe
   args.weighting = static_cast<int64_t>(Weighting::kHome);
   args.out_dtype = args.wire_dtype = args.rows_dtype;
   args.wait_cost = take_wait_cost(wait_cost, group, device);
-  if (given) check_tensor(*given, "out", args.rows_dtype, {num_tokens, args.hidden}, device);
+  if (given != nullptr) check_tensor(*given, "out", args.rows_dtype, {num_tokens, args.hidden}, device);
   const HandleSpec spec{num_tokens, topk, num_experts, max_tokens, kExpertMajor, output.capacity};
   const Tensor handle = handle_of(src_info, output, num_tokens, device);
-  const Tensor out = given ? *given : new_tensor({num_tokens, args.hidden}, args.rows_dtype, device);
-  run_combine(buffer, handle, spec, args, half, &out);
-  return given ? new_tensor({0}, args.rows_dtype, device) : out;
+  Tensor made = given != nullptr ? new_tensor({0}, args.rows_dtype, device)
+                                 : new_tensor({num_tokens, args.hidden}, args.rows_dtype, device);
+  run_combine(buffer, handle, spec, args, half, given != nullptr ? given : &made);
+  return made;
 }
 
 Tensor combine_rows(std::string_view buffer, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
@@ -214,40 +220,41 @@ Tensor combine_rows(std::string_view buffer, const Tensor& rows, const Tensor& s
     EP_CHECK(rows.dim() == 3, "x has ", rows.dim(), " dimensions, must be [local experts, ranks * max_tokens, hidden]");
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
     CombineArgs args{};
-    args.rows = rows;
-    args.weights = weights;
-    args.topk_idx = topk_idx;
+    args.rows = &rows;
+    args.weights = &weights;
+    args.topk_idx = &topk_idx;
     args.hidden = rows.size(2);
     args.rows_dtype = rows.scalar_type();
     args.num_sms = num_sms;
-    return combine(buffer, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), args, wait_cost, out,
-                   half);
+    return combine(buffer, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), args, wait_cost,
+                   pointer_to(out), half);
   });
 }
 
-Tensor ll_combine_deepep(std::string_view buffer, Tensor, const Tensor& rows, const Tensor& src_info,
+Tensor ll_combine_deepep(std::string_view buffer, const Tensor&, const Tensor& rows, const Tensor& src_info,
                          const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
-                         OptionalTensor wait_cost, OptionalTensor out, int64_t num_sms) {
+                         const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
   return combine_rows(buffer, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
                       Half::kBoth);
 }
 
-Tensor ll_combine_deepep_send(std::string_view buffer, Tensor, const Tensor& rows, const Tensor& src_info,
+Tensor ll_combine_deepep_send(std::string_view buffer, const Tensor&, const Tensor& rows, const Tensor& src_info,
                               const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
-                              OptionalTensor wait_cost, OptionalTensor out, int64_t num_sms) {
+                              const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
   return combine_rows(buffer, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
                       Half::kSend);
 }
 
-void ll_combine_deepep_recv(std::string_view buffer, Tensor, const Tensor& src_info, int64_t topk, int64_t num_experts,
-                            int64_t max_tokens, OptionalTensor wait_cost, Tensor out, int64_t num_sms) {
+void ll_combine_deepep_recv(std::string_view buffer, const Tensor&, const Tensor& src_info, int64_t topk,
+                            int64_t num_experts, int64_t max_tokens, const OptionalTensor& wait_cost, const Tensor& out,
+                            int64_t num_sms) {
   guarded([&] {
     EP_CHECK(out.dim() == 2, "out has ", out.dim(), " dimensions, must be [tokens, hidden]");
     CombineArgs args{};
     args.hidden = out.size(1);
     args.rows_dtype = out.scalar_type();
     args.num_sms = num_sms;
-    combine(buffer, src_info, num_experts, max_tokens, out.size(0), topk, args, wait_cost, out, Half::kReceive);
+    combine(buffer, src_info, num_experts, max_tokens, out.size(0), topk, args, wait_cost, &out, Half::kReceive);
   });
 }
 

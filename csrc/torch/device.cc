@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "base/math.h"
+
 #if defined(EP_WITH_CUDA)
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAStream.h>
@@ -44,9 +46,39 @@ at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused
   return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
 }
 
+thread_local bool TogetherScope::is_on_ = false;
+
+void new_tensors(std::span<const NewTensor> wanted, const at::Device& device) {
+  if (!TogetherScope::is_on()) {
+    for (const NewTensor& each : wanted) *each.tensor = new_tensor(each.sizes, each.type, device);
+    return;
+  }
+  constexpr int64_t kLine = 128;  // where a tensor begins
+  const auto bytes_of = [](const NewTensor& each) {
+    return align_up(c10::multiply_integers(each.sizes) * static_cast<int64_t>(c10::elementSize(each.type)), kLine);
+  };
+  int64_t bytes = 0;
+  for (const NewTensor& each : wanted) bytes += bytes_of(each);
+  const at::Tensor whole = new_tensor({bytes}, at::kByte, device);
+  const c10::DispatchKeySet key(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+  int64_t at = 0;
+  for (const NewTensor& each : wanted) {
+    *each.tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(whole.storage()), key,
+                                                            c10::scalarTypeToTypeMeta(each.type));
+    c10::TensorImpl* made = each.tensor->unsafeGetTensorImpl();
+    made->set_storage_offset(at / static_cast<int64_t>(c10::elementSize(each.type)));
+    made->set_sizes_contiguous(each.sizes);
+    at += bytes_of(each);
+  }
+}
+
+void clear_handle(at::Tensor& made) {
+  if (made.is_cpu() && made.nbytes() > 0) std::memset(made.data_ptr(), 0, made.nbytes());
+}
+
 at::Tensor new_handle(at::IntArrayRef sizes, const at::Device& device) {
   at::Tensor handle = new_tensor(sizes, at::kInt, device);
-  if (device.is_cpu() && handle.nbytes() > 0) std::memset(handle.data_ptr(), 0, handle.nbytes());
+  clear_handle(handle);
   return handle;
 }
 
@@ -92,7 +124,8 @@ void CallOrder::record(const at::Device& device, void* stream) {
 
 // What is captured is ordered inside its capture, by an event of that capture.
 void CallOrder::note_enqueued(const at::Device& device, void* stream) {
-  if (!device.is_cuda() || capture_of(static_cast<cudaStream_t>(stream)) != kNotCaptured) return;
+  if (!device.is_cuda() || !has_several_streams_) return;
+  if (capture_of(static_cast<cudaStream_t>(stream)) != kNotCaptured) return;
   record(device, stream);
   is_noted_ = true;
 }
@@ -106,6 +139,7 @@ void CallOrder::switch_to(const at::Device& device, void* stream) {
   const unsigned long long capture = capture_of(now);
   const std::optional<void*>& before = capture != kNotCaptured && captured_ ? captured_ : eager_;
   const auto last = static_cast<cudaStream_t>(before.value_or(stream));
+  has_several_streams_ = has_several_streams_ || last != now;
   if (last != now && capture != kUnknown && capture_of(last) == capture) {
     if (!is_noted_ || capture != kNotCaptured) record(device, last);
     EP_CUDA(cudaStreamWaitEvent(now, static_cast<cudaEvent_t>(event_), 0));

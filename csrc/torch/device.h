@@ -5,6 +5,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <optional>
+#include <span>
 
 #include "runtime/group.h"
 
@@ -16,9 +17,31 @@ void* current_stream(const at::Device& device);  // a cudaStream_t; null on the 
 
 // As at::empty, without its way through the dispatcher: an op's kernel is below all that would want to know.
 at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, const at::Device& device);
+// Of a tensor that is to be made.
+struct NewTensor {
+  at::Tensor* tensor;
+  at::IntArrayRef sizes;
+  at::ScalarType type;
+};
+// What is small beside rows. Where TogetherScope says so they share one allocation, for each takes the host as long as
+// checking the call. They are no views of one another; record_stream of any is that of all.
+void new_tensors(std::span<const NewTensor> wanted, const at::Device& device);
+// Of the op that runs in this thread. Not where torch calls it: by its schema results do not alias, and opcheck looks.
+class TogetherScope {
+ public:
+  explicit TogetherScope(bool is_on) { is_on_ = is_on; }
+  ~TogetherScope() { is_on_ = false; }
+  TogetherScope(const TogetherScope&) = delete;
+  TogetherScope& operator=(const TogetherScope&) = delete;
+  static bool is_on() { return is_on_; }
+
+ private:
+  static thread_local bool is_on_;
+};
 // An int32 tensor of a handle. Entries that no operation reads are 0 on the CPU, so that opcheck finds equal handles;
 // a GPU's kernels leave them.
 at::Tensor new_handle(at::IntArrayRef sizes, const at::Device& device);
+void clear_handle(at::Tensor& made);  // of any tensor, what new_handle() does to its own
 
 // A buffer's operations run in the order of their calls, whatever the streams.
 class CallOrder {
@@ -31,9 +54,12 @@ class CallOrder {
   // The current stream, which waits from now on for the operations before, should they run on another. What a graph is
   // captured for comes after what was captured before: where it is replayed is the caller's to order.
   void* next_stream(const at::Device& device);
-  // The operation is enqueued on that stream. An operation that tells so delays a later one on another stream by itself
-  // alone, not by what the caller has put on its stream meanwhile.
+  // The operation is enqueued on that stream. Where several streams are expected, an operation that tells so delays a
+  // later one on another stream by itself alone, not by what the caller has put on its stream meanwhile.
   void note_enqueued(const at::Device& device, void* stream);
+  // The first operation on another stream has the same effect, but for itself: an event costs as much as a launch, and
+  // most buffers live on one stream.
+  void expect_several_streams() { has_several_streams_ = true; }
 
  private:
   void switch_to(const at::Device& device, void* stream);
@@ -43,6 +69,7 @@ class CallOrder {
   std::optional<void*> captured_;  // of the last operation, if that one was captured
   void* event_ = nullptr;
   bool is_noted_ = false;  // event_ stands behind the last operation
+  bool has_several_streams_ = false;
 };
 
 }  // namespace ep

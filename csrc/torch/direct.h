@@ -22,10 +22,13 @@
 #include <utility>
 #include <vector>
 
+#include "torch/device.h"
+
 namespace ep::direct {
 
 // An argument as a kernel of an op takes it. Copies of tensors live longer than the call, which is without the
-// interpreter's lock: to drop one may need it. load: false where the value is not plain.
+// interpreter's lock: to drop one may need it. An argument of the call lives as long and need not be copied. load:
+// false where the value is not plain.
 template <class T>
 struct Argument;
 
@@ -43,11 +46,18 @@ struct Argument<at::Tensor> {
 };
 template <>
 struct Argument<std::optional<at::Tensor>> {
+  using Borrow = c10::MaybeOwnedTraits<at::Tensor>;
   std::optional<at::Tensor> value;
+  Argument() = default;
+  ~Argument() {
+    if (value) Borrow::destroyBorrow(*value);
+  }
+  Argument(const Argument&) = delete;
+  Argument& operator=(const Argument&) = delete;
   bool load(PyObject* object) {
     if (object == Py_None) return true;
     const at::Tensor* tensor = plain_tensor(object);
-    if (tensor != nullptr) value = *tensor;
+    if (tensor != nullptr) value = Borrow::createBorrow(*tensor);
     return tensor != nullptr;
   }
   const std::optional<at::Tensor>& get() const { return value; }
@@ -153,10 +163,11 @@ struct Name {
   constexpr Name(const char (&given)[kSize]) { std::copy_n(given, kSize, text); }
 };
 
-template <Name kName, class Function>
+// kTogether: small results share an allocation.
+template <Name kName, bool kTogether, class Function>
 struct Call;
-template <Name kName, class Result, class... Args>
-struct Call<kName, Result(Args...)> {
+template <Name kName, bool kTogether, class Result, class... Args>
+struct Call<kName, kTogether, Result(Args...)> {
   // `usual`: torch's way. `names`: of the last arguments, or null.
   static PyObject* run(PyObject* usual, PyObject* const* given, Py_ssize_t count, PyObject* names) {
     HANDLE_TH_ERRORS
@@ -177,6 +188,7 @@ struct Call<kName, Result(Args...)> {
     const auto enqueue = [&] {
       pybind11::gil_scoped_release no_gil;
       at::AutoDispatchBelowAutograd none_wants_a_gradient;
+      const TogetherScope together(kTogether);
       return handle.call(std::get<kIndex>(args).get()...);
     };
     if constexpr (std::is_void_v<Result>) {
@@ -188,16 +200,16 @@ struct Call<kName, Result(Args...)> {
   }
 };
 
-template <Name kName, class Function>
+template <Name kName, bool kTogether, class Function>
 PyMethodDef method(const char* name) {
-  const auto run = reinterpret_cast<void (*)()>(&Call<kName, Function>::run);
+  const auto run = reinterpret_cast<void (*)()>(&Call<kName, kTogether, Function>::run);
   return {name, reinterpret_cast<PyCFunction>(run), METH_FASTCALL | METH_KEYWORDS, nullptr};
 }
 
-// The kernel of an op, for the dispatcher and for Python. `self` of the method is torch's way of calling the op.
+// The kernel of an op, for the dispatcher and for Python. `self` of a method is torch's way of calling the op.
 struct Op {
   void (*add)(torch::Library& library);
-  PyMethodDef method;
+  PyMethodDef method, together;
 };
 
 // Of all files.
@@ -217,9 +229,11 @@ inline void implement(std::span<const Op> ops, torch::Library& library) {
 }  // namespace ep::direct
 
 // Of the function that is the op's kernel, and has its name.
-#define EP_OP(op)                                                                                                     \
-  ::ep::direct::Op {                                                                                                  \
-    [](torch::Library& library) { library.impl(#op, &op); }, ::ep::direct::method<"nccl_ep::" #op, decltype(op)>(#op) \
+#define EP_OP(op)                                                        \
+  ::ep::direct::Op {                                                     \
+    [](torch::Library& library) { library.impl(#op, &op); },             \
+        ::ep::direct::method<"nccl_ep::" #op, false, decltype(op)>(#op), \
+        ::ep::direct::method<"nccl_ep::" #op, true, decltype(op)>(#op)   \
   }
 
 // Once a file, outside of namespaces: `ops` is an array of what EP_OP makes.

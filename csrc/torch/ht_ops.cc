@@ -88,10 +88,17 @@ struct Moved {
   std::vector<Tensor> xs;
   Tensor scales;
 };
+struct MovedRefs {  // as DispatchRefs
+  at::TensorList xs;
+  const Tensor& scales;
+
+  static MovedRefs of(const Moved& moved) { return {moved.xs, moved.scales}; }
+};
 
 Moved allocate_moved(Registered& registered, const Payload& payload, const OutputShape& output,
                      const OutputTypes& types, const at::Device& device) {
   Moved moved;
+  moved.xs.reserve(payload.xs.size());
   moved.xs.push_back(arena_tensor(registered, types.x, types.x_type, device));
   moved.scales = arena_tensor(registered, types.scales, types.scales_type, device);
   for (const Tensor& x : payload.xs.slice(1)) {
@@ -100,7 +107,7 @@ Moved allocate_moved(Registered& registered, const Payload& payload, const Outpu
   return moved;
 }
 
-void check_moved(const Moved& moved, const Payload& payload, const OutputShape& output, const OutputTypes& types,
+void check_moved(const MovedRefs& moved, const Payload& payload, const OutputShape& output, const OutputTypes& types,
                  const at::Device& device) {
   EP_CHECK(moved.xs.size() == payload.xs.size(), moved.xs.size(), " output tensors for ", payload.xs.size());
   const auto check = [&](const Tensor& out, at::ScalarType type, at::IntArrayRef sizes) {
@@ -114,7 +121,7 @@ void check_moved(const Moved& moved, const Payload& payload, const OutputShape& 
   check_tensor(moved.scales, "out_scales", types.scales_type, types.scales, device);
 }
 
-void set_moved(HtDispatchParams& p, const Moved& moved) {
+void set_moved(HtDispatchParams& p, const MovedRefs& moved) {
   const bool has_scales = p.num_parts > static_cast<int>(moved.xs.size());
   int part = 0;
   p.parts[part++].out = pointer<void>(moved.xs[0]);
@@ -136,6 +143,15 @@ HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int
   return HtHandleShape::make(output, group.topology(), to_int(num_tokens, "number of tokens"), num_slots);
 }
 
+struct HtRefs {  // as DispatchRefs
+  MovedRefs moved;
+  const Tensor &weights, &topk_idx, &row_expert, &info, &route, &slots;
+
+  static HtRefs of(const HtTensors& t) {
+    return {MovedRefs::of(t.moved), t.weights, t.topk_idx, t.row_expert, t.info, t.route, t.slots};
+  }
+};
+
 // What the first half of a dispatch of exact sizes tells the host.
 struct HostSizes {
   int64_t rows = 0, slots = 0, most_tokens = 0;
@@ -155,15 +171,22 @@ HostSizes ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
   return sizes;
 }
 
+// Of exact sizes the info and the route are there already.
 void allocate_received(HtTensors& t, const OutputTypes& types, const HtHandleShape& handle, const at::Device& device) {
-  t.weights = new_tensor(types.weights, at::kFloat, device);
-  t.topk_idx = new_tensor(types.topk_idx, types.idx_type, device);
-  t.row_expert = new_tensor(types.row_expert, at::kInt, device);
-  t.slots = new_handle({handle.num_slots, handle.slot_words()}, device);
+  const bool is_exact = t.info.defined();
+  const int64_t route_size = handle.route_size(), slots_size[] = {handle.num_slots, handle.slot_words()};
+  const NewTensor wanted[] = {{&t.weights, types.weights, at::kFloat},
+                              {&t.topk_idx, types.topk_idx, types.idx_type},
+                              {&t.row_expert, types.row_expert, at::kInt},
+                              {&t.slots, slots_size, at::kInt},
+                              {&t.info, types.info, at::kInt},
+                              {&t.route, route_size, at::kInt}};
+  new_tensors(std::span(wanted).first(is_exact ? 4 : 6), device);
+  clear_handle(t.slots);
+  if (!is_exact) clear_handle(t.route);
 }
 
-void check_received(const HtTensors& t, const OutputTypes& types, const HtHandleShape& handle,
-                    const at::Device& device) {
+void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleShape& handle, const at::Device& device) {
   check_tensor(t.weights, "out_weights", at::kFloat, types.weights, device);
   check_tensor(t.topk_idx, "out_topk_idx", types.idx_type, types.topk_idx, device);
   check_tensor(t.row_expert, "out_row_expert", at::kInt, types.row_expert, device);
@@ -172,9 +195,10 @@ void check_received(const HtTensors& t, const OutputTypes& types, const HtHandle
   check_tensor(t.slots, "slots", at::kInt, {handle.num_slots, handle.slot_words()}, device);
 }
 
-// `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all ranks alike.
+// Returns what was not given. `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all
+// ranks alike.
 HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const Tensor& topk_idx,
-                          const OptionalTensor& topk_weights, DispatchSpec spec, const HtTensors* given,
+                          const OptionalTensor& topk_weights, DispatchSpec spec, const HtRefs* given,
                           bool asks_first = false) {
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
@@ -207,14 +231,10 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * spec.max_tokens;
 
   HtTensors t;
-  if (given != nullptr) t = *given;
-  const int64_t info_size = p.output.info_size();
-  if (given == nullptr) {
-    t.info = new_tensor({info_size}, at::kInt, device);
-    t.route = new_handle({ht_handle_shape(p.output, group, row.num_tokens, 0).route_size()}, device);
-  }
   void* stream = registered->order.next_stream(device);
   if (is_exact) {
+    t.info = new_tensor({p.output.info_size()}, at::kInt, device);
+    t.route = new_handle({ht_handle_shape(p.output, group, row.num_tokens, 0).route_size()}, device);
     p.info = t.info.data_ptr<int32_t>();
     p.handle =
         HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, ht_handle_shape(p.output, group, row.num_tokens, 0));
@@ -229,18 +249,19 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   const OutputTypes types = output_types(row, spec, p.output);
   const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
   if (given != nullptr) {
-    check_moved(t.moved, payload, p.output, types, device);
-    check_received(t, types, handle, device);
+    check_moved(given->moved, payload, p.output, types, device);
+    check_received(*given, types, handle, device);
   } else {
     t.moved = allocate_moved(*registered, payload, p.output, types, device);
     allocate_received(t, types, handle, device);
   }
-  set_moved(p, t.moved);
-  p.handle = HtHandlePtrs::of(t.route.data_ptr<int32_t>(), t.slots.data_ptr<int32_t>(), handle);
-  p.info = t.info.data_ptr<int32_t>();
-  p.row_expert = pointer<int32_t>(t.row_expert);
-  p.out_topk_idx = pointer<void>(t.topk_idx);
-  p.out_weights = pointer<float>(t.weights);
+  const HtRefs out = given != nullptr ? *given : HtRefs::of(t);
+  set_moved(p, out.moved);
+  p.handle = HtHandlePtrs::of(out.route.data_ptr<int32_t>(), out.slots.data_ptr<int32_t>(), handle);
+  p.info = out.info.data_ptr<int32_t>();
+  p.row_expert = pointer<int32_t>(out.row_expert);
+  p.out_topk_idx = pointer<void>(out.topk_idx);
+  p.out_weights = pointer<float>(out.weights);
   group.dispatch(p, stream);
   registered->order.note_enqueued(device, stream);
   return t;
@@ -249,26 +270,33 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
 using HtDispatchResult =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Tensor further(const Moved& moved, size_t index, const at::Device& device) {
-  return index < moved.xs.size() ? moved.xs[index] : new_tensor({0}, at::kByte, device);
+// What was dispatched along with x, and empty tensors.
+std::array<Tensor, kMaxTensors - 1> further(Moved& moved, const at::Device& device) {
+  std::array<Tensor, kMaxTensors - 1> results;
+  std::move(moved.xs.begin() + 1, moved.xs.end(), results.begin());
+  const int64_t none = 0;
+  const NewTensor wanted[] = {
+      {&results[0], none, at::kByte}, {&results[1], none, at::kByte}, {&results[2], none, at::kByte}};
+  new_tensors(std::span(wanted).subspan(moved.xs.size() - 1), device);
+  return results;
 }
 
 HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
   return guarded([&] {
     auto t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, nullptr);
-    const at::Device device = t.info.device();
-    return HtDispatchResult{t.moved.xs[0],
-                            t.moved.scales,
-                            t.weights,
-                            t.topk_idx,
-                            t.row_expert,
-                            t.info,
-                            t.route,
-                            t.slots,
-                            further(t.moved, 1, device),
-                            further(t.moved, 2, device),
-                            further(t.moved, 3, device)};
+    auto [x1, x2, x3] = further(t.moved, t.info.device());
+    return HtDispatchResult{std::move(t.moved.xs[0]),
+                            std::move(t.moved.scales),
+                            std::move(t.weights),
+                            std::move(t.topk_idx),
+                            std::move(t.row_expert),
+                            std::move(t.info),
+                            std::move(t.route),
+                            std::move(t.slots),
+                            std::move(x1),
+                            std::move(x2),
+                            std::move(x3)};
   });
 }
 
@@ -278,8 +306,7 @@ void ht_dispatch_out(std::string_view buffer, const Tensor&, at::TensorList xs, 
                      const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
                      const Tensor& out_route, const Tensor& out_slots) {
   guarded([&] {
-    const HtTensors given{
-        {out_xs.vec(), out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots, 0, {}};
+    const HtRefs given{{out_xs, out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots};
     run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, &given);
   });
 }
@@ -336,7 +363,8 @@ OutputShape take_ht_handle(const HandleSpec& spec, const Group& group, const Ten
   at::TensorList xs, const OptionalTensor &x_scales, const Tensor &route, const Tensor &slots, EP_HANDLE_ARGS, \
       int64_t quant, bool zero_padding, int64_t num_sms
 
-Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const Moved* given) {
+// Returns what was not given.
+Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const MovedRefs* given) {
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
@@ -348,8 +376,8 @@ Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const Moved* giv
   p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
   EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x must be [", num_tokens,
            ", hidden], as in the dispatch of the handle");
-  const Tensor none = at::empty({num_tokens, topk}, at::TensorOptions(at::kInt).device(device));
-  const RowSpec row = check_inputs(xs[0], x_scales, none, std::nullopt, device);
+  RowSpec row = check_rows(xs[0], x_scales, device);
+  row.topk = topk;
   check_payload(payload, num_tokens, device);
   p.quant = quant_of(quant);
   set_parts(p, payload);
@@ -360,12 +388,13 @@ Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const Moved* giv
   const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
   const OutputTypes types = output_types(row, dispatch, p.output);
   if (given != nullptr) check_moved(*given, payload, p.output, types, device);
-  const Moved moved = given != nullptr ? *given : allocate_moved(*registered, payload, p.output, types, device);
-  set_moved(p, moved);
+  Moved made;
+  if (given == nullptr) made = allocate_moved(*registered, payload, p.output, types, device);
+  set_moved(p, given != nullptr ? *given : MovedRefs::of(made));
   void* stream = registered->order.next_stream(device);
   group.dispatch(p, stream);
   registered->order.note_enqueued(device, stream);
-  return moved;
+  return made;
 }
 
 #define EP_HT_CACHED_PASS \
@@ -374,17 +403,17 @@ Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const Moved* giv
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, const Tensor&,
                                                                       EP_HT_CACHED_ARGS) {
   return guarded([&] {
-    const Moved moved = run_ht_cached(buffer, EP_HT_CACHED_PASS, nullptr);
-    const at::Device device = route.device();
-    return std::make_tuple(moved.xs[0], moved.scales, further(moved, 1, device), further(moved, 2, device),
-                           further(moved, 3, device));
+    Moved moved = run_ht_cached(buffer, EP_HT_CACHED_PASS, nullptr);
+    auto [x1, x2, x3] = further(moved, route.device());
+    return std::make_tuple(std::move(moved.xs[0]), std::move(moved.scales), std::move(x1), std::move(x2),
+                           std::move(x3));
   });
 }
 
 void ht_dispatch_cached_out(std::string_view buffer, const Tensor&, EP_HT_CACHED_ARGS, at::TensorList out_xs,
                             const Tensor& out_scales) {
   guarded([&] {
-    const Moved given{out_xs.vec(), out_scales};
+    const MovedRefs given{out_xs, out_scales};
     run_ht_cached(buffer, EP_HT_CACHED_PASS, &given);
   });
 }
@@ -396,7 +425,8 @@ void ht_dispatch_cached_out(std::string_view buffer, const Tensor&, EP_HT_CACHED
       const OptionalTensor &weights, const OptionalTensor &topk_idx, at::TensorList biases, EP_HANDLE_ARGS, \
       int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms
 
-std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_ARGS, const Tensor* given) {
+// Returns what was not given: rows and scalars.
+std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_ARGS, const Tensor* given) {
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
@@ -407,12 +437,20 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
   p.weighting = weighting_of(weighting);
   p.num_tokens = to_int(num_tokens, "number of tokens");
   p.num_sms = num_sms_of(num_sms);
-  Tensor out = new_tensor({0}, out_dtype, device), out_values = new_tensor({0}, at::kFloat, device);
+  Tensor out, out_values;
   if (rows) {
     EP_CHECK(rows->dim() >= 2, "rows have ", rows->dim(), " dimensions, must be shaped as dispatch's output");
     const int64_t hidden = rows->size(-1);
-    const CombineArgs args{rows,      weights,    topk_idx, biases, hidden, weighting, rows->scalar_type(),
-                           out_dtype, wire_dtype, num_sms};
+    const CombineArgs args{&*rows,
+                           pointer_to(weights),
+                           pointer_to(topk_idx),
+                           biases,
+                           hidden,
+                           weighting,
+                           rows->scalar_type(),
+                           out_dtype,
+                           wire_dtype,
+                           num_sms};
     p.dtype = dtype_of(rows->scalar_type());
     p.out_dtype = dtype_of(out_dtype);
     p.wire_dtype = dtype_of(wire_dtype);
@@ -423,8 +461,7 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
     p.rows = pointer<void>(*rows);
     set_weights(p, args, spec, device);
     set_biases(p, args, spec, device);
-    out = take_combined(args, spec, device, given);
-    p.out = out.data_ptr();
+    p.out = take_combined(args, spec, device, given, out);
   }
   if (values) {
     check_tensor(*values, "values", at::kFloat, values_shape(p.output), device);
@@ -436,7 +473,7 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
   void* stream = registered->order.next_stream(device);
   group.combine(p, stream);
   registered->order.note_enqueued(device, stream);
-  return {out, out_values};
+  return {std::move(out), std::move(out_values)};
 }
 
 #define EP_HT_COMBINE_PASS                                                                                            \
@@ -444,7 +481,12 @@ std::tuple<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE
       weighting, out_dtype, wire_dtype, num_sms
 
 std::tuple<Tensor, Tensor> ht_combine(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS) {
-  return guarded([&] { return run_ht_combine(buffer, EP_HT_COMBINE_PASS, nullptr); });
+  return guarded([&] {
+    auto [out, out_values] = run_ht_combine(buffer, EP_HT_COMBINE_PASS, nullptr);
+    if (!rows) out = new_tensor({0}, out_dtype, route.device());
+    if (!values) out_values = new_tensor({0}, at::kFloat, route.device());
+    return std::make_tuple(std::move(out), std::move(out_values));
+  });
 }
 
 void ht_combine_out(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS, const Tensor& out) {
@@ -476,8 +518,9 @@ Tensor arena_empty(std::string_view buffer, const Tensor&, at::IntArrayRef size,
 
 HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
                          const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec) {
-  const Tensor xs[] = {x};
-  const HtTensors t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, spec, nullptr, true);
+  // DeepEP's callers name events to wait for, beside which nothing else may be waited for.
+  find_group(buffer)->order.expect_several_streams();
+  const HtTensors t = run_ht_dispatch(buffer, {x, x_scales}, topk_idx, topk_weights, spec, nullptr, true);
   if (t.moved.xs.empty()) return {{}, {}, {}, {}, {}, {}, {}, t.most_tokens, {}};
   return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.most_tokens, t.demand};
 }

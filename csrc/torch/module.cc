@@ -143,27 +143,45 @@ void translate(std::exception_ptr pointer) {
 }
 
 // Whether all that follow the first tensor are None, or plain tensors where that one is.
-PyObject* are_beside(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count > 0 && THPVariable_CheckExact(given[0]), "are_beside takes a tensor, and others");
+bool all_beside(PyObject* const* given, Py_ssize_t count) {
+  TORCH_CHECK_TYPE(count > 0 && THPVariable_CheckExact(given[0]), "the first argument must be a tensor");
   const at::Device device = THPVariable_Unpack(given[0]).device();
-  const bool are = std::all_of(given + 1, given + count, [&](PyObject* each) {
+  return std::all_of(given + 1, given + count, [&](PyObject* each) {
     if (each == Py_None) return true;
     if (!THPVariable_CheckExact(each)) return false;
     const at::Tensor& tensor = THPVariable_Unpack(each);
     return tensor.layout() == at::kStrided && tensor.device() == device;
   });
-  return PyBool_FromLong(are);
+}
+
+PyObject* are_beside(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(all_beside(given, count));
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef are_beside_method = {"are_beside", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&are_beside)),
-                                 METH_FASTCALL, nullptr};
+// The tensor of a buffer, x [T, H], topk_idx [T', K], others: (T, K), or None if they are not all beside the first, or
+// the two are not of two dimensions.
+PyObject* sizes_beside(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count < 3 || given[1] == Py_None || given[2] == Py_None || !all_beside(given, count)) Py_RETURN_NONE;
+  const at::Tensor &x = THPVariable_Unpack(given[1]), &ids = THPVariable_Unpack(given[2]);
+  if (x.dim() != 2 || ids.dim() != 2) Py_RETURN_NONE;
+  return Py_BuildValue("LL", static_cast<long long>(x.size(0)), static_cast<long long>(ids.size(1)));
+  END_HANDLE_TH_ERRORS
+}
 
-py::object direct_op(const std::string& name, const py::object& usual) {
+PyMethodDef fast_call(const char* name, PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+}
+PyMethodDef checks[] = {fast_call("are_beside", &are_beside), fast_call("sizes_beside", &sizes_beside)};
+
+py::object direct_op(const std::string& name, const py::object& usual, bool together) {
   for (const std::span<direct::Op> ops : direct::all_ops()) {
     for (direct::Op& op : ops) {
-      if (name == op.method.ml_name) return py::reinterpret_steal<py::object>(PyCFunction_New(&op.method, usual.ptr()));
+      if (name != op.method.ml_name) continue;
+      PyMethodDef* method = together ? &op.together : &op.method;
+      return py::reinterpret_steal<py::object>(PyCFunction_New(method, usual.ptr()));
     }
   }
   raise(ErrorKind::kInvalidArgument, "there is no op ", name);
@@ -193,10 +211,13 @@ PYBIND11_MODULE(_C, m) {
                         py::arg("path") = info.path, py::arg("problem") = info.problem);
       },
       "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
-  m.def("direct", &direct_op, py::arg("name"), py::arg("usual"),
-        "The op without torch's parser of arguments (csrc/torch/direct.h). usual: torch's way of calling it.");
+  m.def("direct", &direct_op, py::arg("name"), py::arg("usual"), py::arg("together") = false,
+        "The op without torch's parser of arguments (csrc/torch/direct.h). usual: torch's way of calling it. together: "
+        "small results share an allocation.");
   m.def("op_names", &op_names, "Of all ops, without their namespace.");
-  m.attr("are_beside") = py::reinterpret_steal<py::object>(PyCFunction_New(&are_beside_method, nullptr));
+  for (PyMethodDef& check : checks) {
+    m.attr(check.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&check, nullptr));
+  }
   m.def("time_line", &take_time_line, py::arg("kernel"),
         "Builds with EP_STAMPS: for each phase of the last kernel of that name, when each warp passed it, in ns.");
 #if defined(EP_EMULATED_GPU)

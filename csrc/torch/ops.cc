@@ -17,9 +17,10 @@ using at::Tensor;
 
 // ---- dispatch
 
+// Returns what was not given.
 DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec,
-                             Half half, const DispatchTensors* given) {
+                             Half half, const DispatchRefs* given) {
   const auto registered = find_group(buffer);
   Group& group = *registered->group;
   const at::Device device = device_of(group);
@@ -32,17 +33,19 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   set_inputs(params, x, x_scales, topk_idx, topk_weights);
   group.prepare(params);  // refuses what does not fit before memory is taken for it
   if (given != nullptr) check_outputs(*given, row, spec, output, device);
-  DispatchTensors tensors;
-  if (given != nullptr) {
-    tensors = *given;
-  } else {
-    if (half == Half::kBoth) tensors = allocate_outputs(row, spec, output, device);
-    tensors.handle = allocate_handle(row, output, device);
+  DispatchTensors made;
+  if (given == nullptr) {
+    if (half == Half::kBoth) {
+      made = allocate_dispatched(row, spec, output, device);
+    } else {
+      made.handle = allocate_handle(row, output, device);
+    }
   }
-  set_handle(params, tensors.handle);
-  if (half == Half::kBoth) set_outputs(params, tensors);
+  const DispatchRefs outputs = given != nullptr ? *given : DispatchRefs::of(made);
+  set_handle(params, outputs.handle);
+  if (half == Half::kBoth) set_outputs(params, outputs);
   group.dispatch(params, registered->order.next_stream(device));
-  return tensors;
+  return made;
 }
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -51,7 +54,8 @@ DispatchResult ll_dispatch(std::string_view buffer, const Tensor&, const Tensor&
                            const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
   return guarded([&] {
     auto t = run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, nullptr);
-    return DispatchResult{t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info, t.handle};
+    return DispatchResult{std::move(t.x),          std::move(t.scales), std::move(t.weights), std::move(t.topk_idx),
+                          std::move(t.row_expert), std::move(t.info),   std::move(t.handle)};
   });
 }
 
@@ -61,7 +65,7 @@ void ll_dispatch_out(std::string_view buffer, const Tensor&, const Tensor& x, co
                      const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
                      const Tensor& handle) {
   guarded([&] {
-    const DispatchTensors given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
+    const DispatchRefs given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
     run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, &given);
   });
 }
@@ -94,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std:
     set_handle(params, handle);
     group.prepare(params);
     const DispatchTensors t = allocate_outputs(row, spec, output, device);
-    set_outputs(params, t);
+    set_outputs(params, DispatchRefs::of(t));
     group.dispatch(params, registered->order.next_stream(device));
     return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
   });
@@ -140,21 +144,18 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
   p.weighting = weighting_of(args.weighting);
   p.num_tokens = static_cast<int>(spec.num_tokens);
   p.num_sms = num_sms_of(args.num_sms);
-  if (args.rows) {
+  if (args.rows != nullptr) {
     check_tensor(*args.rows, "rows", args.rows_dtype, row_shape(p.output, args.hidden), device);
     check_aligned(*args.rows, "rows");
     p.rows = args.rows->data_ptr();
   }
   if (sends(half)) set_weights(p, args, spec, device);
   set_biases(p, args, spec, device);
-  Tensor out;
-  if (receives(half)) {
-    out = take_combined(args, spec, device, given);
-    p.out = out.data_ptr();
-  }
+  Tensor made;
+  if (receives(half)) p.out = take_combined(args, spec, device, given, made);
   p.wait_cost = args.wait_cost;
   group.combine(p, registered->order.next_stream(device));
-  return out;
+  return made;
 }
 
 namespace {
@@ -163,8 +164,16 @@ CombineArgs combine_args(const Tensor& rows, const OptionalTensor& weights, cons
                          at::TensorList biases, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype,
                          int64_t num_sms) {
   EP_CHECK(rows.dim() >= 2, "rows have ", rows.dim(), " dimensions, must be shaped as dispatch's output");
-  return {rows,      weights,    topk_idx, biases, rows.size(-1), weighting, rows.scalar_type(),
-          out_dtype, wire_dtype, num_sms};
+  return {&rows,
+          pointer_to(weights),
+          pointer_to(topk_idx),
+          biases,
+          rows.size(-1),
+          weighting,
+          rows.scalar_type(),
+          out_dtype,
+          wire_dtype,
+          num_sms};
 }
 
 #define EP_COMBINE_ARGS                                                                                              \
@@ -200,7 +209,8 @@ Tensor ll_combine_recv(std::string_view buffer, const Tensor&, const Tensor& han
                        at::ScalarType rows_dtype, int64_t hidden, EP_HANDLE_ARGS, int64_t weighting,
                        at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms) {
   return guarded([&] {
-    const CombineArgs args{{}, {}, {}, biases, hidden, weighting, rows_dtype, out_dtype, wire_dtype, num_sms};
+    const CombineArgs args{nullptr,   nullptr,    nullptr,   biases,     hidden,
+                           weighting, rows_dtype, out_dtype, wire_dtype, num_sms};
     return run_combine(buffer, handle, EP_HANDLE_SPEC, args, Half::kReceive, nullptr);
   });
 }

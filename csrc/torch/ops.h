@@ -34,14 +34,15 @@ inline void check_handle_values(const int32_t* values, int64_t count, int64_t fi
 // Weights and ids of the home rank, of either mode.
 template <class Params>
 void set_weights(Params& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
-  EP_CHECK(args.weights.has_value() == (p.weighting == Weighting::kHome),
+  EP_CHECK((args.weights != nullptr) == (p.weighting == Weighting::kHome),
            "weights of the home rank are given exactly when they are asked for");
-  EP_CHECK(!args.topk_idx || p.weighting == Weighting::kHome, "topk_idx at combine goes with weights of the home rank");
-  if (args.weights) {
+  EP_CHECK(args.topk_idx == nullptr || p.weighting == Weighting::kHome,
+           "topk_idx at combine goes with weights of the home rank");
+  if (args.weights != nullptr) {
     check_tensor(*args.weights, "weights", at::kFloat, {spec.num_tokens, spec.topk}, device);
     p.home_weights = args.weights->data_ptr<float>();
   }
-  if (args.topk_idx) {
+  if (args.topk_idx != nullptr) {
     p.is_idx64 = args.topk_idx->scalar_type() == at::kLong;
     check_tensor(*args.topk_idx, "topk_idx", p.is_idx64 ? at::kLong : at::kInt, {spec.num_tokens, spec.topk}, device);
     p.home_topk_idx = args.topk_idx->data_ptr();
@@ -58,14 +59,17 @@ void set_biases(Params& p, const CombineArgs& args, const HandleSpec& spec, cons
   }
 }
 
-// The result of a combine: `given`, checked, or a new tensor.
-inline at::Tensor take_combined(const CombineArgs& args, const HandleSpec& spec, const at::Device& device,
-                                const at::Tensor* given) {
+// Where the result of a combine goes: to `given`, checked, or to a new tensor, which becomes `made`.
+inline void* take_combined(const CombineArgs& args, const HandleSpec& spec, const at::Device& device,
+                           const at::Tensor* given, at::Tensor& made) {
   const std::array<int64_t, 2> sizes{spec.num_tokens, args.hidden};
-  const at::Tensor out = given != nullptr ? *given : new_tensor(sizes, args.out_dtype, device);
-  check_tensor(out, "out", args.out_dtype, sizes, device);
-  check_aligned(out, "out");
-  return out;
+  if (given == nullptr) {
+    made = new_tensor(sizes, args.out_dtype, device);
+    return made.data_ptr();
+  }
+  check_tensor(*given, "out", args.out_dtype, sizes, device);
+  check_aligned(*given, "out");
+  return given->data_ptr();
 }
 
 #define EP_DISPATCH_CONFIG_SCHEMA                                                                                \

@@ -3,7 +3,6 @@
 
 #include <ATen/ATen.h>
 
-#include <optional>
 #include <string_view>
 
 #include "base/check.h"
@@ -27,9 +26,9 @@ struct HandleSpec {
   int64_t num_tokens, topk, num_experts, max_tokens, layout, capacity;
 };
 
+// Null: not given. No copies: DispatchRefs says why.
 struct CombineArgs {
-  std::optional<at::Tensor> rows;
-  OptionalTensor weights, topk_idx;
+  const at::Tensor *rows, *weights, *topk_idx;
   at::TensorList biases;
   int64_t hidden, weighting;
   at::ScalarType rows_dtype, out_dtype, wire_dtype;
@@ -37,7 +36,9 @@ struct CombineArgs {
   int64_t* wait_cost = nullptr;  // [R]
 };
 
-// `given`: where the result goes; null: into a new tensor. Returns it, where the half receives.
+inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
+
+// `given`: where the result goes; null: into a new tensor, which is returned where the half receives.
 at::Tensor run_combine(std::string_view buffer, const at::Tensor& handle, const HandleSpec& spec,
                        const CombineArgs& args, Half half, const at::Tensor* given);
 

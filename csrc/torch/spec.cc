@@ -126,17 +126,24 @@ void check_aligned(const at::Tensor& tensor, const char* name) {
 
 RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                      const OptionalTensor& topk_weights, const at::Device& device) {
-  EP_CHECK(x.dim() == 2, "x has shape ", text(x.sizes()), ", must be [tokens, hidden]");
+  RowSpec row = check_rows(x, scales, device);
   EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0), "topk_idx has shape ", text(topk_idx.sizes()),
            ", must be [", x.size(0), ", top-k]");
   const at::ScalarType idx_type = topk_idx.scalar_type();
   EP_CHECK(idx_type == at::kLong || idx_type == at::kInt, "topk_idx is ", at::toString(idx_type),
            ", must be int64 or int32");
-  check_tensor(x, "x", x.scalar_type(), x.sizes(), device);
-  check_aligned(x, "x");
   check_tensor(topk_idx, "topk_idx", idx_type, topk_idx.sizes(), device);
   if (topk_weights) check_tensor(*topk_weights, "topk_weights", at::kFloat, topk_idx.sizes(), device);
-  RowSpec row{x.scalar_type(), x.size(1), 0, at::kFloat, x.size(0), topk_idx.size(1), idx_type == at::kLong};
+  row.topk = topk_idx.size(1);
+  row.is_idx64 = idx_type == at::kLong;
+  return row;
+}
+
+RowSpec check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device) {
+  EP_CHECK(x.dim() == 2, "x has shape ", text(x.sizes()), ", must be [tokens, hidden]");
+  check_tensor(x, "x", x.scalar_type(), x.sizes(), device);
+  check_aligned(x, "x");
+  RowSpec row{x.scalar_type(), x.size(1), 0, at::kFloat, x.size(0), 0, true};
   if (scales) {
     EP_CHECK(scales->dim() == 2 && scales->size(0) == x.size(0), "scales have shape ", text(scales->sizes()),
              ", must be [", x.size(0), ", scales of a row]");
@@ -165,8 +172,24 @@ DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, c
   return tensors;
 }
 
-void check_outputs(const DispatchTensors& given, const RowSpec& row, const DispatchSpec& spec,
-                   const OutputShape& output, const at::Device& device) {
+DispatchTensors allocate_dispatched(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                                    const at::Device& device) {
+  const OutputTypes types = output_types(row, spec, output);
+  const int64_t handle_size = handle_shape(output, row.num_tokens).size();
+  const bool has_scales = types.scales.size() > 1;
+  DispatchTensors t;
+  t.x = new_tensor(types.x, types.x_type, device);
+  if (has_scales) t.scales = new_tensor(types.scales, types.scales_type, device);
+  const NewTensor small[] = {{&t.weights, types.weights, at::kFloat},     {&t.topk_idx, types.topk_idx, types.idx_type},
+                             {&t.row_expert, types.row_expert, at::kInt}, {&t.info, types.info, at::kInt},
+                             {&t.handle, handle_size, at::kInt},          {&t.scales, types.scales, types.scales_type}};
+  new_tensors(std::span(small).first(has_scales ? 5 : 6), device);
+  clear_handle(t.handle);
+  return t;
+}
+
+void check_outputs(const DispatchRefs& given, const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                   const at::Device& device) {
   const OutputTypes types = output_types(row, spec, output);
   check_tensor(given.x, "out_x", types.x_type, types.x, device);
   check_aligned(given.x, "out_x");
@@ -211,7 +234,7 @@ void set_handle(LlDispatchParams& p, const at::Tensor& handle) {
   p.handle = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_shape(p.output, p.num_tokens));
 }
 
-void set_outputs(LlDispatchParams& p, const DispatchTensors& tensors) {
+void set_outputs(LlDispatchParams& p, const DispatchRefs& tensors) {
   p.out_x = tensors.x.data_ptr();
   p.out_scales.data = data<void>(tensors.scales);
   p.out_scales.row_stride = p.out_scales.count;

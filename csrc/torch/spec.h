@@ -45,6 +45,14 @@ OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const Out
 struct DispatchTensors {
   at::Tensor x, scales, weights, topk_idx, row_expert, info, handle;
 };
+// An op runs without the interpreter's lock, and a copy of a tensor that Python alone owned takes it, twice.
+struct DispatchRefs {
+  const at::Tensor &x, &scales, &weights, &topk_idx, &row_expert, &info, &handle;
+
+  static DispatchRefs of(const DispatchTensors& t) {
+    return {t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info, t.handle};
+  }
+};
 
 OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
                          int64_t capacity, int64_t alignment);
@@ -52,7 +60,8 @@ at::DimVector row_shape(const OutputShape& output, int64_t last);  // of the row
 at::DimVector values_shape(const OutputShape& output);             // one number a row, in rank layouts one a choice
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens);
 
-// Refuses tensors that the kernels could not read. `device`: of the group.
+// Refuses tensors that the kernels could not read. `device`: of the group. `check_rows`: of [T, H] without routing.
+RowSpec check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device);
 RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                      const OptionalTensor& topk_weights, const at::Device& device);
 void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
@@ -63,14 +72,17 @@ at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const 
 // All but the handle.
 DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
                                  const at::Device& device);
-void check_outputs(const DispatchTensors& given, const RowSpec& row, const DispatchSpec& spec,
-                   const OutputShape& output, const at::Device& device);
+// The handle too.
+DispatchTensors allocate_dispatched(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                                    const at::Device& device);
+void check_outputs(const DispatchRefs& given, const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                   const at::Device& device);
 
 // Everything but pointers; those are set below.
 LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output);
 void set_inputs(LlDispatchParams& params, const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                 const OptionalTensor& topk_weights);
 void set_handle(LlDispatchParams& params, const at::Tensor& handle);
-void set_outputs(LlDispatchParams& params, const DispatchTensors& tensors);
+void set_outputs(LlDispatchParams& params, const DispatchRefs& tensors);
 
 }  // namespace ep
