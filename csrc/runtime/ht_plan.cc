@@ -16,11 +16,12 @@ HtPlan plan_ht_route(int num_sms) {
   return plan;
 }
 
-// Workers of each of some blocks that send: rows of all of them are a megabyte on the way to each link's other end, and
-// as much more as stays on this GPU. With fewer the links run dry, with more each row takes longer and the last ones
-// leave them idle.
+// Workers of each of some blocks that send: of their rows a megabyte is on its way to other GPUs, and in proportion
+// what stays on this one. With fewer the links run dry; with more each row takes longer, and the last ones leave links
+// idle.
 static int sending_workers(int stage_bytes, int stages, HtWork work, int num_ranks, int blocks) {
-  const double under_way = 1e6 * num_ranks / std::max(1, num_ranks - 1) * (work == HtWork::kConversion ? 1.5 : 1.0);
+  const int ranks = std::max(2, num_ranks);
+  const double under_way = 1e6 * ranks / (ranks - 1) * (work == HtWork::kConversion ? 1.5 : 1.0);
   return std::clamp(static_cast<int>(std::lround(under_way / blocks / stage_bytes)), std::min(5, stages), stages);
 }
 
@@ -44,7 +45,7 @@ HtPlan plan_ht_combine(bool has_staging, int num_sms) {
   HtPlan plan;
   plan.blocks = num_sms;
   plan.warps = has_staging ? 24 : 20;
-  plan.workers = has_staging ? 8 : plan.warps;
+  plan.workers = has_staging ? 6 : plan.warps;
   plan.chunks = has_staging ? kHtChunks : 1;
   return plan;
 }
