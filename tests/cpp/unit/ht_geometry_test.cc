@@ -154,7 +154,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     EXPECT_LE(plan.warps, HtCombineGeometry::kMaxWarps);
     EXPECT_EQ(plan.helpers() > 0, has_staging);
     HtCombineParams p;
-    p.shape.num_ranks = kMaxCudaRanks;
+    p.shape = Shape::make(kMaxCudaRanks, 256, 8, 8);
     p.hidden = 7168;
     const HtCombineGeometry g = HtCombineGeometry::of(p, plan);
     EXPECT_EQ(g.tables_at, plan.warps * HtCombineGeometry::kRingBytes);
