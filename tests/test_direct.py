@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import nccl_ep
 from nccl_ep import _C
@@ -191,6 +193,38 @@ def test_modes_see_the_op(buffer: nccl_ep.Buffer) -> None:
 def test_names_are_those_of_ops() -> None:
     with pytest.raises(ValueError, match="there is no op nothing"):
         _C.direct("nothing", op)
+
+
+@pytest.mark.parametrize("layout", [0, 1, 3])
+def test_small_results_together(buffer: nccl_ep.Buffer, layout: int) -> None:
+    """One allocation beside rows and scales, None for what the layout has not got; torch's way is the schema's."""
+    seen = Seen()
+    together = _C.direct("ll_dispatch", seen, together=True)
+    args = arguments(buffer, layout=layout, x_scales=torch.ones(T, 4, dtype=torch.int32))
+    wanted, results = op(*args), together(*args)
+    assert [each is None for each in results] == [False, False, False, layout < 2, layout != 1, False, False]
+    for mine, theirs in zip(results, wanted, strict=True):
+        assert theirs.numel() == 0 if mine is None else torch.equal(mine, theirs) and mine.stride() == theirs.stride()
+    storages = [each.untyped_storage().data_ptr() for each in results if each is not None]
+    assert len(set(storages)) == 3 and storages.count(storages[-1]) == len(storages) - 2
+    small = sorted(results[2:], key=lambda each: 0 if each is None else each.data_ptr())
+    taken = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in small if each is not None]
+    assert all(end <= begin and begin % 16 == 0 for (_, end), (begin, _) in pairwise(taken))
+    kept = results[2].clone()
+    for each in (results[5], results[6]):
+        each.fill_(-7)
+    assert torch.equal(results[2], kept)
+    assert seen.calls == 0
+    with FlopCounterMode(display=False):
+        assert all(isinstance(each, torch.Tensor) for each in together(*args))
+    assert seen.calls == 1
+
+
+def test_sizes_beside() -> None:
+    seq, x, ids = torch.ones(1), torch.ones(5, 3), torch.ones(5, 2)
+    assert _C.sizes_beside(seq, x, ids) == _C.sizes_beside(seq, x, ids, None, x) == (5, 2)
+    for args in ((x[0], ids), (x, ids[0]), (None, ids), (x, None), (x, ids, 1), (x, ids.to("meta"))):
+        assert _C.sizes_beside(seq, *args) is None
 
 
 def test_are_beside() -> None:

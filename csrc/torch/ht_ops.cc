@@ -100,7 +100,10 @@ Moved allocate_moved(Registered& registered, const Payload& payload, const Outpu
   Moved moved;
   moved.xs.reserve(payload.xs.size());
   moved.xs.push_back(arena_tensor(registered, types.x, types.x_type, device));
-  moved.scales = arena_tensor(registered, types.scales, types.scales_type, device);
+  const bool has_scales = types.scales.size() > 1;
+  if (has_scales || !TogetherScope::is_on()) {
+    moved.scales = arena_tensor(registered, types.scales, types.scales_type, device);
+  }
   for (const Tensor& x : payload.xs.slice(1)) {
     moved.xs.push_back(arena_tensor(registered, row_shape(output, x.size(1)), x.scalar_type(), device));
   }
@@ -171,17 +174,24 @@ HostSizes ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
   return sizes;
 }
 
-// Of exact sizes the info and the route are there already.
-void allocate_received(HtTensors& t, const OutputTypes& types, const HtHandleShape& handle, const at::Device& device) {
+// Of exact sizes the info and the route are there already. What the layout has not got: as in allocate_dispatched().
+void allocate_received(HtTensors& t, const OutputTypes& types, const OutputShape& output, const HtHandleShape& handle,
+                       const at::Device& device) {
   const bool is_exact = t.info.defined();
   const int64_t route_size = handle.route_size(), slots_size[] = {handle.num_slots, handle.slot_words()};
-  const NewTensor wanted[] = {{&t.weights, types.weights, at::kFloat},
-                              {&t.topk_idx, types.topk_idx, types.idx_type},
-                              {&t.row_expert, types.row_expert, at::kInt},
-                              {&t.slots, slots_size, at::kInt},
-                              {&t.info, types.info, at::kInt},
-                              {&t.route, route_size, at::kInt}};
-  new_tensors(std::span(wanted).first(is_exact ? 4 : 6), device);
+  c10::SmallVector<NewTensor, 6> wanted;
+  const auto add = [&](bool is_there, NewTensor tensor) {
+    if (is_there || !TogetherScope::is_on()) wanted.push_back(tensor);
+  };
+  wanted.push_back({&t.weights, types.weights, at::kFloat});
+  wanted.push_back({&t.slots, slots_size, at::kInt});
+  if (!is_exact) {
+    wanted.push_back({&t.info, types.info, at::kInt});
+    wanted.push_back({&t.route, route_size, at::kInt});
+  }
+  add(!has_expert_rows(output.layout), {&t.topk_idx, types.topk_idx, types.idx_type});
+  add(output.layout == OutputLayout::kPacked, {&t.row_expert, types.row_expert, at::kInt});
+  new_tensors({wanted.data(), wanted.size()}, device);
   clear_handle(t.slots);
   if (!is_exact) clear_handle(t.route);
 }
@@ -253,7 +263,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
     check_received(*given, types, handle, device);
   } else {
     t.moved = allocate_moved(*registered, payload, p.output, types, device);
-    allocate_received(t, types, handle, device);
+    allocate_received(t, types, p.output, handle, device);
   }
   const HtRefs out = given != nullptr ? *given : HtRefs::of(t);
   set_moved(p, out.moved);
@@ -270,10 +280,11 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
 using HtDispatchResult =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// What was dispatched along with x, and empty tensors.
+// What was dispatched along with x, and empty tensors; none to who takes results together.
 std::array<Tensor, kMaxTensors - 1> further(Moved& moved, const at::Device& device) {
   std::array<Tensor, kMaxTensors - 1> results;
   std::move(moved.xs.begin() + 1, moved.xs.end(), results.begin());
+  if (TogetherScope::is_on()) return results;
   const int64_t none = 0;
   const NewTensor wanted[] = {
       {&results[0], none, at::kByte}, {&results[1], none, at::kByte}, {&results[2], none, at::kByte}};

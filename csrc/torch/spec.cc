@@ -176,14 +176,19 @@ DispatchTensors allocate_dispatched(const RowSpec& row, const DispatchSpec& spec
                                     const at::Device& device) {
   const OutputTypes types = output_types(row, spec, output);
   const int64_t handle_size = handle_shape(output, row.num_tokens).size();
-  const bool has_scales = types.scales.size() > 1;
   DispatchTensors t;
   t.x = new_tensor(types.x, types.x_type, device);
-  if (has_scales) t.scales = new_tensor(types.scales, types.scales_type, device);
-  const NewTensor small[] = {{&t.weights, types.weights, at::kFloat},     {&t.topk_idx, types.topk_idx, types.idx_type},
-                             {&t.row_expert, types.row_expert, at::kInt}, {&t.info, types.info, at::kInt},
-                             {&t.handle, handle_size, at::kInt},          {&t.scales, types.scales, types.scales_type}};
-  new_tensors(std::span(small).first(has_scales ? 5 : 6), device);
+  if (types.scales.size() > 1) t.scales = new_tensor(types.scales, types.scales_type, device);
+  c10::SmallVector<NewTensor, 6> small = {
+      {&t.weights, types.weights, at::kFloat}, {&t.info, types.info, at::kInt}, {&t.handle, handle_size, at::kInt}};
+  // What the layout has not got is empty to torch, and undefined, in Python None, to who takes results together.
+  const auto add = [&](bool is_there, NewTensor tensor) {
+    if (is_there || !TogetherScope::is_on()) small.push_back(tensor);
+  };
+  add(!has_expert_rows(output.layout), {&t.topk_idx, types.topk_idx, types.idx_type});
+  add(output.layout == OutputLayout::kPacked, {&t.row_expert, types.row_expert, at::kInt});
+  if (types.scales.size() == 1) add(false, {&t.scales, types.scales, types.scales_type});
+  new_tensors({small.data(), small.size()}, device);
   clear_handle(t.handle);
   return t;
 }
