@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
   const bool has_staging = HtCombineGeometry::stages(p);
-  if (p.num_sms == 0) num_sms = default_ht_sms(has_staging ? HtWork::kCopies : HtWork::kNothing, num_sms);
-  return tuned("EP_PLAN_HC", plan_ht_combine(has_staging, num_sms));
+  if (p.num_sms == 0) num_sms = default_ht_sms({.copies = has_staging}, num_sms);
+  return tuned("EP_PLAN_HC", plan_ht_combine(has_staging, p.shape.num_ranks, num_sms));
 }
 
 HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { return HtCombineGeometry::of(p, plan); }

@@ -16,40 +16,42 @@ HtPlan plan_ht_route(int num_sms) {
   return plan;
 }
 
-// Workers of each of some blocks that send: of their rows a megabyte is on its way to other GPUs, and in proportion
-// what stays on this one. With fewer the links run dry; with more each row takes longer, and the last ones leave links
-// idle.
-static int sending_workers(int stage_bytes, int stages, HtWork work, int num_ranks, int blocks) {
+// Warps of each of some blocks that keep `bytes` on their way between GPUs, `warp_bytes` each, and in proportion what
+// stays on this one. With fewer the links run dry; with more each row takes longer, and the last ones leave links idle.
+static int warps_for(double bytes, int num_ranks, int blocks, int warp_bytes) {
   const int ranks = std::max(2, num_ranks);
-  const double under_way = 1e6 * ranks / (ranks - 1) * (work == HtWork::kConversion ? 1.5 : 1.0);
-  return std::clamp(static_cast<int>(std::lround(under_way / blocks / stage_bytes)), std::min(5, stages), stages);
+  return static_cast<int>(std::lround(bytes * ranks / (ranks - 1) / blocks / warp_bytes));
 }
 
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms) {
   HtPlan plan;
   plan.blocks = num_sms;
-  const int stages = std::clamp(shared_bytes / stage_bytes, 1, 24);
-  if (work == HtWork::kCopies) {
-    plan.warps = kMaxDispatchWarps;
+  if (work.copies) {
     plan.chunks = kHtChunks;
-    if (num_sms > 1) plan.senders = std::max(1, num_sms * 3 / 8);
-    plan.workers = sending_workers(stage_bytes, std::min(stages, 14), work, num_ranks, std::max(1, plan.senders));
+    if (num_sms > 1) plan.senders = std::max(1, num_sms * (work.converts ? 7 : 5) / 16);
+  }
+  // A row that is being quantised is not on its way.
+  const int most = std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
+  const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
+  plan.workers = std::clamp(warps_for(work.converts ? 1.1e6 : 0.9e6, num_ranks, blocks, stage_bytes), 1, most);
+  plan.warps = work.copies ? kMaxDispatchWarps : plan.workers + 4;
+  return plan;
+}
+
+HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms) {
+  constexpr int kMaxWarps = 24, kWarpBytes = 8192;  // of rings
+  HtPlan plan;
+  plan.blocks = num_sms;
+  if (has_staging) {
+    plan.warps = kMaxWarps;
+    plan.workers = 6;
+    plan.chunks = kHtChunks;
   } else {
-    plan.workers = sending_workers(stage_bytes, stages, work, num_ranks, num_sms);
-    plan.warps = plan.workers + 4;
+    plan.warps = plan.workers = std::clamp(warps_for(1.2e6, num_ranks, num_sms, kWarpBytes), 8, kMaxWarps);
   }
   return plan;
 }
 
-HtPlan plan_ht_combine(bool has_staging, int num_sms) {
-  HtPlan plan;
-  plan.blocks = num_sms;
-  plan.warps = has_staging ? 24 : 20;
-  plan.workers = has_staging ? 6 : plan.warps;
-  plan.chunks = has_staging ? kHtChunks : 1;
-  return plan;
-}
-
-int default_ht_sms(HtWork work, int available) { return std::min(work == HtWork::kNothing ? 12 : 32, available); }
+int default_ht_sms(HtWork work, int available) { return std::min(work.converts || work.copies ? 32 : 12, available); }
 
 }  // namespace ep

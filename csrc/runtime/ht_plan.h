@@ -20,8 +20,10 @@ struct HtPlan {
   EP_HD int helpers() const { return senders == 0 ? warps - workers : warps; }  // of a block that has any
 };
 
-// What an operation does beside moving rows; kCopies: the receiver has rows to copy.
-enum class HtWork { kNothing, kConversion, kCopies };
+// What an operation does beside moving rows between ranks: rows are quantised; rows are copied, or added up, on a rank.
+struct HtWork {
+  bool converts = false, copies = false;
+};
 
 // Blocks that route, at most: each has a share of the tokens, and tells the others what it has counted.
 constexpr int kHtRouteBlocks = 32;
@@ -29,7 +31,7 @@ HtPlan plan_ht_route(int num_sms);
 // `stage_bytes`: of a row in shared memory.
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms);
 // `has_staging`: rows are added up or copied before others read them.
-HtPlan plan_ht_combine(bool has_staging, int num_sms);
+HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms);
 
 // Blocks of an operation whose caller names none: the fewest that fill the links.
 int default_ht_sms(HtWork work, int available);

@@ -41,8 +41,7 @@ TEST(HtSendGeometry, PassesHoldAllPartsOnce) {
   for (const std::vector<int>& bytes : std::vector<std::vector<int>>{
            {14336}, {14336, 224}, {16}, {65536, 65536, 65536, 65536}, {65536, 32768, 16, 65536}, {128, 92, 64}}) {
     const HtDispatchParams p = dispatch_of(bytes);
-    const HtPlan plan =
-        plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, kHtSharedBytes, HtWork::kNothing, 4, 12);
+    const HtPlan plan = plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, kHtSharedBytes, {}, 4, 12);
     const HtSendGeometry g = HtSendGeometry::of(p, plan);
     ASSERT_GE(g.passes, 1);
     EXPECT_EQ(g.units, p.num_tokens * g.passes);
@@ -125,7 +124,7 @@ TEST(HtRouteGeometry, RefusesWhatItCannotCount) {
 
 TEST(HtPlan, FitsTheKernelsLimits) {
   for (int stage : {128, 7424, 14336, 65536, 2 * 65536}) {
-    for (HtWork work : {HtWork::kNothing, HtWork::kConversion, HtWork::kCopies}) {
+    for (HtWork work : {HtWork{}, HtWork{.converts = true}, HtWork{.copies = true}, HtWork{true, true}}) {
       for (int ranks : {1, 2, 4, 64}) {
         for (int num_sms : {1, 2, 3, 8, 12, 32, 132}) {
           const HtPlan plan = plan_ht_dispatch(stage, kHtSharedBytes, work, ranks, num_sms);
@@ -134,9 +133,9 @@ TEST(HtPlan, FitsTheKernelsLimits) {
           EXPECT_LE(plan.workers, plan.warps);
           EXPECT_LE(plan.workers * stage, std::max(stage, kHtSharedBytes));
           EXPECT_LE(plan.threads(), 896);
-          EXPECT_EQ(plan.chunks, work == HtWork::kCopies ? kHtChunks : 1);
-          EXPECT_GT(plan.helpers(), work == HtWork::kCopies ? 1 : 0) << "one waits for rows, others copy";
-          EXPECT_EQ(plan.senders > 0, work == HtWork::kCopies && num_sms > 1);
+          EXPECT_EQ(plan.chunks, work.copies ? kHtChunks : 1);
+          EXPECT_GT(plan.helpers(), work.copies ? 1 : 0) << "one waits for rows, others copy";
+          EXPECT_EQ(plan.senders > 0, work.copies && num_sms > 1);
           EXPECT_GT(plan.helper_blocks(), 0);
         }
       }
@@ -144,13 +143,13 @@ TEST(HtPlan, FitsTheKernelsLimits) {
   }
   // More rows under way where more of them stay on this GPU, on fewer blocks, or if they are smaller.
   const auto workers = [](int stage, int ranks, int num_sms) {
-    return plan_ht_dispatch(stage, kHtSharedBytes, HtWork::kNothing, ranks, num_sms).workers;
+    return plan_ht_dispatch(stage, kHtSharedBytes, {}, ranks, num_sms).workers;
   };
   EXPECT_GT(workers(14336, 2, 12), workers(14336, 4, 12));
   EXPECT_GT(workers(14336, 4, 8), workers(14336, 4, 12));
   EXPECT_GT(workers(7168, 4, 12), workers(14336, 4, 12));
   for (bool has_staging : {false, true}) {
-    const HtPlan plan = plan_ht_combine(has_staging, 12);
+    const HtPlan plan = plan_ht_combine(has_staging, 4, 12);
     EXPECT_LE(plan.warps, HtCombineGeometry::kMaxWarps);
     EXPECT_EQ(plan.helpers() > 0, has_staging);
     HtCombineParams p;
@@ -162,10 +161,10 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     EXPECT_EQ(g.row_lanes, 7168 / 8);
     EXPECT_EQ(g.pieces, 7);
   }
-  EXPECT_EQ(default_ht_sms(HtWork::kNothing, 132), 12);
-  EXPECT_EQ(default_ht_sms(HtWork::kConversion, 132), 32);
-  EXPECT_EQ(default_ht_sms(HtWork::kCopies, 132), 32);
-  EXPECT_EQ(default_ht_sms(HtWork::kCopies, 8), 8);
+  EXPECT_EQ(default_ht_sms({}, 132), 12);
+  EXPECT_EQ(default_ht_sms({.converts = true}, 132), 32);
+  EXPECT_EQ(default_ht_sms({.copies = true}, 132), 32);
+  EXPECT_EQ(default_ht_sms({.copies = true}, 8), 8);
 }
 
 }  // namespace
