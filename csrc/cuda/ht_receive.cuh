@@ -190,7 +190,7 @@ struct PlacedSlot {
 // given up.
 __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
   const int units = role.tables.segments[role.plan.chunks * role.num_ranks()];
-  const int warps = role.warps() - role.plan.helper_blocks();  // but those that watch
+  const int warps = role.warps() - role.helper_blocks();  // but those that watch
   int unit = role.receiver();
   PlacedSlot next;
   if (unit < units) next = PlacedSlot::load(role, unit);

@@ -6,11 +6,13 @@
 
 namespace ep {
 
-// A helper: what a block of HtPlan::helper_blocks() has beside workers.
+// A helper: what a block has beside workers, if it has not only those.
 struct ReceiveRole : SendRole {
-  __device__ int warps() const { return plan.helper_blocks() * plan.helpers(); }
+  // A rank of a world on one GPU may have more blocks than it asked for.
+  __device__ int helper_blocks() const { return at.num_blocks - plan.senders; }
+  __device__ int warps() const { return helper_blocks() * plan.helpers(); }
   __device__ int helper() const { return warp - plan.workers_of(at.block); }  // of the block
-  __device__ int receiver() const { return helper() * plan.helper_blocks() + at.block - plan.senders; }
+  __device__ int receiver() const { return helper() * helper_blocks() + at.block - plan.senders; }
   __device__ bool is_first_helper_block() const { return at.block == plan.senders; }
   __device__ bool has_copies() const { return geometry.has_copies(p.output.layout); }
   // Where rows are copied, the last helper of a block waits for rows, and no other warp of it looks at signals.

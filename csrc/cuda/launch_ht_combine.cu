@@ -59,8 +59,7 @@ void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
 template <>
 void launch_world(const KernelArgs<HtCombineParams>* host_args, const KernelArgs<HtCombineParams>* args, int num_ranks,
                   void* stream) {
-  const auto [threads, bytes] = LargestBlock::of(host_args, num_ranks);
-  const int blocks = host_args->plan.blocks;
+  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
   with_types(host_args->params.dtype, host_args->params.wire_dtype, host_args->params.out_dtype, [&](auto types) {
     using T = decltype(types);
     launch_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, blocks * num_ranks, threads, bytes, false, stream,

@@ -56,8 +56,7 @@ void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
 template <>
 void launch_world(const KernelArgs<HtDispatchParams>* host_args, const KernelArgs<HtDispatchParams>* args,
                   int num_ranks, void* stream) {
-  const auto [threads, bytes] = LargestBlock::of(host_args, num_ranks);
-  const int blocks = host_args->plan.blocks;
+  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
   const auto kernel =
       host_args->params.quant != Quant::kNone ? &ht_dispatch_send_world<true> : &ht_dispatch_send_world<false>;
   launch_kernel(kernel, blocks * num_ranks, threads, bytes, false, stream, args, blocks);

@@ -44,8 +44,7 @@ void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
 template <>
 void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<HtRouteParams>* args, int num_ranks,
                   void* stream) {
-  const auto [threads, bytes] = LargestBlock::of(host_args, num_ranks);
-  const int blocks = host_args->plan.blocks;
+  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
   for (int r = 1; r < num_ranks; r++) {
     EP_CHECK(host_args[r].plan.blocks == blocks, "rank 0 gives a dispatch ", blocks, " SMs, rank ", r, " gives it ",
              host_args[r].plan.blocks, ": in a world on one GPU they must be equal");

@@ -42,14 +42,15 @@ void load_kernel(Kernel kernel, int shared_bytes) {
   }
 }
 
-// What the blocks of any rank of a world on one GPU need: ranks whose outputs lie elsewhere have other plans.
-struct LargestBlock {
-  int threads = 0, bytes = 0;
+// What any rank of a world on one GPU needs, and gets: ranks with other outputs have other plans.
+struct LargestLaunch {
+  int blocks = 0, threads = 0, bytes = 0;  // blocks: of a rank
 
   template <class Params>
-  static LargestBlock of(const KernelArgs<Params>* host_args, int num_ranks) {
-    LargestBlock largest;
+  static LargestLaunch of(const KernelArgs<Params>* host_args, int num_ranks) {
+    LargestLaunch largest;
     for (int r = 0; r < num_ranks; r++) {
+      largest.blocks = std::max(largest.blocks, host_args[r].plan.blocks);
       largest.threads = std::max(largest.threads, host_args[r].plan.threads());
       largest.bytes = std::max(largest.bytes, host_args[r].geometry.bytes);
     }

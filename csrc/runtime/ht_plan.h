@@ -16,7 +16,6 @@ struct HtPlan {
 
   EP_HD int threads() const { return warps * 32; }
   EP_HD int workers_of(int block) const { return senders == 0 || block < senders ? workers : 0; }
-  EP_HD int helper_blocks() const { return blocks - senders; }
   EP_HD int helpers() const { return senders == 0 ? warps - workers : warps; }  // of a block that has any
 };
 
