@@ -22,7 +22,7 @@ struct Sender {
   Unit next{};
   Terms next_terms{kNoRow, 1.0f};
   uint64_t next_weight = 0;  // of the home rank: the word that is there
-  Unit unit;  // whose rows have been asked for
+  Unit unit;                 // whose rows have been asked for
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
   char* slot;   // in bank 0 of the home rank, of this lane's numbers
