@@ -16,12 +16,16 @@ HtPlan plan_ht_route(int num_sms) {
   return plan;
 }
 
-// Warps of each of some blocks that keep `bytes` on their way between GPUs, `warp_bytes` each, and in proportion what
-// stays on this one. With fewer the links run dry; with more each row takes longer, and the last ones leave links idle.
-static int warps_for(double bytes, int num_ranks, int blocks, int warp_bytes) {
-  const int ranks = std::max(2, num_ranks);
-  return static_cast<int>(std::lround(bytes * ranks / (ranks - 1) / blocks / warp_bytes));
-}
+// Bytes that are to be on their way at a time: to other GPUs, and as many within this one as go to each of the others.
+// With fewer the links run dry; with more each row takes longer, and the last ones leave links idle.
+struct UnderWay {
+  double away, within;
+
+  // Of each of some blocks, to carry them.
+  int warps(int num_ranks, int blocks, int warp_bytes) const {
+    return static_cast<int>(std::lround((away + within / std::max(1, num_ranks - 1)) / blocks / warp_bytes));
+  }
+};
 
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms) {
   HtPlan plan;
@@ -31,9 +35,10 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
     if (num_sms > 1) plan.senders = std::max(1, num_sms * (work.converts ? 7 : 5) / 16);
   }
   // A row that is being quantised is not on its way.
+  const UnderWay under_way = work.converts ? UnderWay{0.7e6, 2.3e6} : UnderWay{0.65e6, 1.41e6};
   const int most = std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
-  plan.workers = std::clamp(warps_for(work.converts ? 1.1e6 : 0.9e6, num_ranks, blocks, stage_bytes), 1, most);
+  plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(6, most), most);
   plan.warps = work.copies ? kMaxDispatchWarps : plan.workers + 4;
   return plan;
 }
@@ -47,7 +52,7 @@ HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms) {
     plan.workers = 6;
     plan.chunks = kHtChunks;
   } else {
-    plan.warps = plan.workers = std::clamp(warps_for(1.2e6, num_ranks, num_sms, kWarpBytes), 8, kMaxWarps);
+    plan.warps = plan.workers = std::clamp(UnderWay{1.2e6, 1.2e6}.warps(num_ranks, num_sms, kWarpBytes), 8, kMaxWarps);
   }
   return plan;
 }
