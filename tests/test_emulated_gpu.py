@@ -58,6 +58,18 @@ def test_scales_of_the_caller() -> None:
         check_case(case, staged=number % 3 == 1, num_sms=number % 2 + 1)
 
 
+@pytest.mark.parametrize("alignment", [2**30, 2**31 - 1])
+def test_starts_that_no_int_holds(alignment: int) -> None:
+    case = Expected(plain_case(layout="packed", num_experts=16, topk=4, expert_alignment=alignment, capacity=40))
+    check_case(case.case)
+
+    def body(group: ThreadGroup) -> None:
+        with case_buffer(case.case, group, mode="ht") as buffer:
+            case.check_dispatch(case.send(buffer), group.rank())
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("mode", ["ll", "ht"])
 def test_under_delays(mode: str) -> None:
     for seed in range(NUM_CASES // 8):

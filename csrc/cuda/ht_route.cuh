@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_info(const RouteRole& role) {
     dropped += demand - kept;
   }
   const int last = output.local_experts - 1;
-  const int end = expert_rows ? start_of[last] + static_cast<int>(output.span(demand_of[last])) : 0;
+  const int64_t end = expert_rows ? start_of[last] + output.span(demand_of[last]) : 0;
 #pragma unroll 1
   for (int i = role.lane; i < output.num_offsets(); i += 32) {
     const int64_t start = i <= last ? start_of[i] : end;
