@@ -212,7 +212,13 @@ class CudaBackend : public Backend {
     HtDispatchParams params = given;
     params.chunks = plan_of(params, params.num_tokens, 1).chunks;
     if (routes(params.steps)) route(params, stream);
-    if (sends_rows(params.steps)) run(params, stream);
+    if (!sends_rows(params.steps)) return;
+    try {
+      run(params, stream);
+    } catch (...) {
+      if (routes(params.steps)) abort();  // what was routed would be taken for the next call's
+      throw;
+    }
   }
   void ht_combine(const HtCombineParams& params, void* stream) override { run(params, stream); }
   std::shared_ptr<Arena> arena() const override { return arena_; }

@@ -23,8 +23,8 @@ struct CopyTargets {
   }
 };
 
-// A warp reads a row once, which another rank may have written, and writes it to all targets. Not by the bulk engine:
-// it moves half of what loads and stores do.
+// A warp reads a row once, which another rank may have written, and writes it to all targets. Not by the bulk engine,
+// which moved less while rows of other ranks came in.
 __device__ __forceinline__ void copy_part(const ReceiveRole& role, int part, const char* in,
                                           const CopyTargets& targets) {
   constexpr int kTogether = 7;
@@ -200,8 +200,8 @@ __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
     const PlacedSlot slot = next;
     unit += warps;
     next = PlacedSlot::load(role, min(unit, units - 1));
-    slot.keep(role);
     if (!slot.await(role)) return false;
+    slot.keep(role);
     slot.put(role);
   }
   return await_watcher(role, role.num_ranks(), 1);

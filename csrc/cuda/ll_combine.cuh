@@ -387,7 +387,8 @@ static __device__ __noinline__ void send_home_weights(const CombineRole role, co
     OwnHomeWeight weight;
     weight.load(p, i);
     const int id = __ldg(p.handle.ids + i);
-    if (id < 0) continue;
+    // A handle that was changed must not reach beyond the ranks.
+    if (static_cast<unsigned>(id) >= static_cast<unsigned>(p.shape.num_experts)) continue;
     const int owner = role.geometry.by_local_experts.divide(id);
     ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + i, tagged(weight.bits(p), call.tag));
   }
