@@ -136,14 +136,8 @@ struct StagedSlot {
     found.unit = unit;
     const int segments = role.plan.chunks * role.num_ranks();
     if (unit >= role.tables.segment_start[segments]) return found;
-    int segment = -1;  // the last that begins at or before the unit
-#pragma unroll 1
-    for (int first = 0; first < segments; first += 32) {
-      const bool begins = first + role.lane < segments && role.tables.segment_start[first + role.lane] <= unit;
-      segment += __popc(__ballot_sync(~0u, begins));
-    }
-    found.segment = segment;
-    found.slot = role.tables.segment_slot[segment] + unit;
+    found.segment = segment_of(role.tables.segment_start, segments, unit);
+    found.slot = role.tables.segment_slot[found.segment] + unit;
     found.load_terms(role);
     return found;
   }
