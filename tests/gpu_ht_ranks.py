@@ -322,7 +322,19 @@ def conversion(group: Any, device: Any) -> None:
                 check_dispatch(out, want, f"{dtype} {quant} hidden {case.hidden} {mode} rank {rank}")
 
 
-BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion)
+def long_rows(group: Any, device: Any) -> None:
+    """Combine shares a token out where its row is of several pieces: 1,024 numbers each, of which warps take 2 or 4."""
+    rank, ranks = group.rank(), group.size()
+    for layout, hidden in itertools.product(("flat", "packed"), (2048, 2056, 5128, 9216)):
+        case = _layer(ranks, layout, hidden, hidden=hidden, tokens=(9,) * ranks)
+        with _layer_buffer(case.case, group, device) as buffer:
+            for _ in range(2):
+                out = case.send(buffer)
+                case.check_dispatch(out, rank)
+                case.combine(buffer, out.handle)  # checks it
+
+
+BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion, long_rows)
 
 
 # ---- CUDA graphs with routing that changes

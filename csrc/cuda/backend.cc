@@ -292,6 +292,15 @@ class CudaBackend : public Backend {
   }
 
  private:
+  // Whether a kernel may begin before the one before it in the stream ends: it waits for that itself.
+  template <class Params>
+  bool overlaps_before(const Params&) const {
+    return uses_pdl_;
+  }
+  bool overlaps_before(const HtRouteParams&) const { return false; }
+  bool overlaps_before(const HtCombineParams&) const { return false; }
+  bool overlaps_before(const HtDispatchParams& params) const { return routes(params.steps); }
+
   // The hot path: an op has set the device, and CUDA is called for the launch alone.
   template <class Params>
   void run(const Params& params, void* stream) {
@@ -304,7 +313,7 @@ class CudaBackend : public Backend {
       memory_->world->run(memory_->peers.rank, args, stream);
     } else {
       args.plan = plan_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
-      args.plan.pdl = uses_pdl_;
+      args.plan.pdl = overlaps_before(params);
       args.geometry = geometry_of(params, args.plan);
       launch(args, stream);
     }

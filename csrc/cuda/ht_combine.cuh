@@ -86,7 +86,7 @@ __device__ __forceinline__ void take_values(const HtCombineRole& role, int token
   p.out_values[static_cast<int64_t>(token) * p.shape.topk + role.lane] = value;
 }
 
-// A token's rows in the order of ranks, as they lie there.
+// Some pieces of a token's rows in the order of ranks, as they lie there.
 template <DType kIn, DType kWire, DType kOut, int kLaneCount>
 struct PulledRows {
   static constexpr int kCount = kLaneCount, kSteps = CopyRing::kSteps;
@@ -94,8 +94,9 @@ struct PulledRows {
 
   const HtCombineRole& role;
   Tickets tickets;
-  int next_token = 0;  // kFailed: a wait was given up
-  OwnChoice next;
+  int next_unit = 0;  // kFailed: a wait was given up
+  OwnChoice next;     // of its token
+  PieceRange pieces;
   OfUnits<unsigned> rows;
   OfUnits<unsigned> in_place;  // of them, those that are not of the wire's type
   OfUnits<int> tokens;
@@ -107,31 +108,35 @@ struct PulledRows {
     look_ahead();
   }
   __device__ __forceinline__ void look_ahead() {
-    next_token = tickets.take();
-    if (next_token >= role.p.num_tokens) return;
+    next_unit = tickets.take();
+    if (next_unit >= role.geometry.units) return;
     tickets.ask(counters_of(role.call).taken);
-    next = OwnChoice::load(role.p.handle.own, role.p.shape.topk, next_token);
+    next = OwnChoice::load(role.p.handle.own, role.p.shape.topk, role.geometry.by_parts.divide(next_unit));
   }
   __device__ __forceinline__ bool await() {
-    if (next_token >= role.p.num_tokens) return false;
+    if (next_unit >= role.geometry.units) return false;
     const bool ok = PullRoute::of(role, next).await(role);
-    if (!ok) next_token = kFailed;
+    if (!ok) next_unit = kFailed;
     return ok;
   }
   __device__ __forceinline__ bool turn(unsigned unit) {
     const HtCombineParams& p = role.p;
-    if (next_token >= p.num_tokens) return false;
+    const HtCombineGeometry& g = role.geometry;
+    if (next_unit >= g.units) return false;
     PullRoute route = PullRoute::of(role, next);
     if (!route.is_ready(role)) return false;
     route.resolve(role);
-    if (p.has_values) take_values(role, next_token, route);
+    const int token = g.by_parts.divide(next_unit), part = g.by_parts.remainder(next_unit, token);
+    pieces.first = part * g.unit_pieces;
+    pieces.end = min(pieces.first + g.unit_pieces, g.pieces);
+    if (p.has_values && part == 0) take_values(role, token, route);
     const unsigned found = __ballot_sync(~0u, route.source != nullptr);
     rows.put(unit, found);
     // A rank that has dropped all rows of the token counts with +0: it is no matter when that is added.
     const bool has_all = __popc(found) == __popcll(route.ranks);
     nothing.put(unit, has_all && (found != 0 || p.bias[0] != nullptr || p.bias[1] != nullptr) ? kNothingYet : 0.0f);
     if (kIn != kWire) in_place.put(unit, __ballot_sync(~0u, route.is_in_place));
-    tokens.put(unit, next_token);
+    tokens.put(unit, token);
     source = route.source;
     look_ahead();
     return true;
@@ -198,15 +203,15 @@ __device__ __forceinline__ void pull_rows(const HtCombineRole& role, char* rings
   const HtCombineParams& p = role.p;
   testing_point(Point::kBeforeReceive, role.call);
   Rows rows(role);
-  RowStream<Rows> stream{rows, CopyRing(role.ring(rings)), role.geometry.pieces};
+  RowStream<Rows> stream{rows, CopyRing(role.ring(rings))};
   stream.run();
   // The last to have read tells every rank that its rows are its own again.
   const int done = static_cast<int>(stream.num_begun);
-  if (rows.next_token == Rows::kFailed || (done == 0 && p.num_tokens > 0)) return;
+  if (rows.next_unit == Rows::kFailed || (done == 0 && p.num_tokens > 0)) return;
   testing_point(Point::kBeforeReset, role.call);
   const uint32_t before = count_finished(counters_of(role.call).finished, done);
   const bool is_early = has_bug(Bug::kEarlyDone, Kind::kCombine) && p.num_tokens > 0;
-  if (is_early ? before != 0 : before + done != static_cast<uint32_t>(p.num_tokens)) return;
+  if (is_early ? before != 0 : before + done != static_cast<uint32_t>(role.geometry.units)) return;
   if (p.num_tokens == 0 && !(role.is_first() && role.warp == 0)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {

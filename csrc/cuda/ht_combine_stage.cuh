@@ -173,6 +173,7 @@ struct StagedRows {
   const HtCombineRole& role;
   Tickets tickets;
   StagedSlot next;
+  PieceRange pieces;       // of every unit
   OfUnits<unsigned> rows;  // of the token's choices
   OfUnits<int> segments;
   OfUnits<int32_t> slots;  // kNoSlot: nothing is stored
@@ -182,7 +183,8 @@ struct StagedRows {
 
   static constexpr int32_t kNoSlot = -1;
 
-  __device__ __forceinline__ explicit StagedRows(const HtCombineRole& a_role) : role(a_role) {
+  __device__ __forceinline__ explicit StagedRows(const HtCombineRole& a_role)
+      : role(a_role), pieces{0, role.geometry.pieces} {
     tickets.ask(counters_of(role.call).staged);
     look_ahead();
   }
@@ -258,7 +260,7 @@ __device__ __forceinline__ void stage_rows(const HtCombineRole& role, char* ring
   if (is_home_weighted && !await_all(role, HtSignal::kCombineWeights, Phase::kWeights)) return;
   using Rows = StagedRows<kIn, kWire, kCount>;
   Rows rows(role);
-  RowStream<Rows> stream{rows, CopyRing(role.ring(rings)), role.geometry.pieces};
+  RowStream<Rows> stream{rows, CopyRing(role.ring(rings))};
   stream.run();
   if (stream.num_begun > 0) rows.look_at_count(stream.num_begun - 1);
 }

@@ -10,7 +10,7 @@ namespace ep {
 // What a block keeps in shared memory. Counts are of choices of each expert, of no expert, of tokens for each rank, of
 // those for none: [E + 1 + R + 1], so that what is no choice needs no branch.
 struct RouteTables {
-  int* share;            // counts of the block's share
+  int* share;            // counts of the block's share: of experts, where they are not numbered
   int* sums;             // of the shares before it; first block: of all
   int* warp_counts;      // [place_warps] of each placing warp, then what the share has before its tokens
   int* has_expert_rows;  // whether any rank's output has
@@ -61,6 +61,8 @@ struct RouteRole : HtBlock {
   __device__ int needed_shares() const {
     return is_first() ? geometry.shares : at.block < geometry.shares ? at.block : 0;
   }
+  // Whether choices of an expert are numbered at once: as this rank's own output needs it, its peers' will.
+  __device__ bool numbers_experts() const { return has_expert_rows(p.output.layout); }
   // The last block writes down what all learn; the first has told the other ranks.
   __device__ bool records() const { return at.block == at.num_blocks - 1; }
 };
@@ -146,40 +148,65 @@ __device__ __forceinline__ void report_invalid_ids(const RouteRole& role, const 
   }
 }
 
-// Counts too: for the share, and on from what the warp has counted.
+// For each of several numbers of so many bits the lanes that have the same. (An SM takes some 50 cycles for each
+// __match_any_sync() of its warps; these are three instructions a bit.)
+template <int kCount>
+__device__ __forceinline__ void find_same_lanes(const int (&number)[kCount], int bits, unsigned (&same)[kCount]) {
+#pragma unroll
+  for (int q = 0; q < kCount; q++) same[q] = ~0u;
+#pragma unroll 1
+  for (int bit = 0; bit < bits; bit++) {
+#pragma unroll
+    for (int q = 0; q < kCount; q++) {
+      const bool is_set = (number[q] >> bit & 1) != 0;
+      const unsigned lanes = __ballot_sync(~0u, is_set);
+      same[q] &= is_set ? lanes : ~lanes;
+    }
+  }
+}
+
+// On from what the warp has counted. kExperts: choices of an expert get numbers; without, they are only counted, for
+// the share. kIsFirst: they have not been looked at before.
+template <bool kExperts, bool kIsFirst>
 __device__ __forceinline__ Steps number_steps(const RouteRole& role, const WarpShare& share, int first,
                                               const RawSteps& raw) {
   constexpr int kCount = Steps::kCount;
   Steps steps;
   steps.first = first;
-  int rank[kCount];                     // its count
+  int rank[kCount];
   unsigned same[kCount], rows[kCount];  // lanes of the same expert; of the same rank, one for each token
   bool lacks_some = false;
 #pragma unroll
   for (int q = 0; q < kCount; q++) {
     const int id = steps.id[q] = raw.expert(role, q);
     lacks_some |= raw.limit[q] != 0 && id == role.num_experts();
-    rank[q] = role.count_of_rank(role.rank_of(id));
-    same[q] = __match_any_sync(~0u, id);
-    rows[q] = __match_any_sync(~0u, rank[q]);
+    rank[q] = role.rank_of(id);
+    steps.choice[q] = 0;
+    if constexpr (!kExperts) atomicAdd(role.tables.share + id, 1);
+  }
+  find_same_lanes(rank, role.geometry.rank_bits, rows);
+  if constexpr (kExperts) find_same_lanes(steps.id, role.geometry.expert_bits, same);
+#pragma unroll
+  for (int q = 0; q < kCount; q++) {
+    if constexpr (kExperts) steps.choice[q] = __popc(same[q] & share.below);
     const bool leads = share.leads(rows[q]);
     rows[q] &= __ballot_sync(~0u, leads);
-    steps.choice[q] = __popc(same[q] & share.below);
     steps.row[q] = __popc(rows[q] & share.before);
-    atomicAdd(role.tables.share + id, 1);
-    if (leads) atomicAdd(role.tables.share + rank[q], 1);
   }
 #pragma unroll
   for (int q = 0; q < kCount; q++) {
     // A number is read by all lanes before the last one moves it on.
-    steps.choice[q] += share.counts[steps.id[q]];
-    steps.row[q] += share.counts[rank[q]];
+    if constexpr (kExperts) steps.choice[q] += share.counts[steps.id[q]];
+    int& row_count = share.counts[role.count_of_rank(rank[q])];
+    steps.row[q] += row_count;
     __syncwarp();
-    if ((same[q] & ~share.below) == share.below + 1) share.counts[steps.id[q]] = steps.choice[q] + 1;
-    if ((rows[q] & ~share.below) == share.below + 1) share.counts[rank[q]] = steps.row[q] + 1;
+    if constexpr (kExperts) {
+      if ((same[q] & ~share.below) == share.below + 1) share.counts[steps.id[q]] = steps.choice[q] + 1;
+    }
+    if ((rows[q] & ~share.below) == share.below + 1) row_count = steps.row[q] + 1;
     __syncwarp();
   }
-  if (lacks_some) report_invalid_ids(role, share, steps, raw);
+  if (kIsFirst && lacks_some) report_invalid_ids(role, share, steps, raw);
   __syncwarp();
   return steps;
 }
@@ -193,6 +220,7 @@ __device__ __forceinline__ void store_ids(const RouteRole& role, const WarpShare
 }
 
 // The last steps stay in registers, the others wait where the handle will have their rows. `raw`: ids of the first.
+template <bool kExperts, bool kIsFirst>
 __device__ __forceinline__ Steps number_share(const RouteRole& role, const WarpShare& share, RawSteps raw) {
   const HtRoutes& own = role.p.handle.own;
   Steps steps;
@@ -200,7 +228,7 @@ __device__ __forceinline__ Steps number_share(const RouteRole& role, const WarpS
   int first = share.begin;
 #pragma unroll 1
   while (true) {
-    steps = number_steps(role, share, first, raw);
+    steps = number_steps<kExperts, kIsFirst>(role, share, first, raw);
     first += Steps::kCount * share.choices;
     if (share.is_past(first)) return steps;
     store_ids(role, share, steps);
@@ -240,27 +268,57 @@ __device__ __forceinline__ void finish_numbers(const RouteRole& role, const Warp
   }
 }
 
+// ---- The warps of this block
+
+// A thread: of one count, each placing warp's to what the share has before its tokens. Returns the share's.
+__device__ __forceinline__ int add_up_warps(const RouteRole& role, int index) {
+  constexpr int kTogether = 8;
+  const int counts = role.geometry.counts, warps = role.geometry.place_warps;
+  int before = 0;
+  int* of_warp = role.tables.warp_counts + index;
+#pragma unroll 1
+  for (int first = 0; first < warps; first += kTogether) {
+    int count[kTogether];
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) count[q] = first + q < warps ? of_warp[(first + q) * counts] : 0;
+#pragma unroll
+    for (int q = 0; q < kTogether; q++) {
+      if (first + q < warps) of_warp[(first + q) * counts] = before;
+      before += count[q];
+    }
+  }
+  return before;
+}
+
 // ---- The blocks of this rank
 
+// Counts of each placing warp become what the share has before its tokens; all of the share's, that is, every block's
+// are told to the others.
 __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
-  const int counts = role.geometry.counts;
-  if (role.at.block >= role.geometry.shares) return;
+  const int counts = role.geometry.counts, first_rank = role.count_of_rank(0);
 #pragma unroll 1
   for (int i = role.last_first(); i < counts; i += role.threads()) {
-    const auto count = static_cast<uint32_t>(role.tables.share[i]);
+    const bool is_numbered = role.numbers_experts() || i >= first_rank;
+    const auto count = static_cast<uint32_t>(is_numbered ? add_up_warps(role, i) : role.tables.share[i]);
+    if (role.at.block >= role.geometry.shares) continue;
     ptx::st_relaxed_gpu(role.p.block_counts + role.at.block * counts + i, tagged(count, role.call.tag));
   }
 }
 
-// Adds up the shares that this block needs. False: some are not known yet, their blocks may not even run.
+// Adds up what this block needs of the shares. False: some are not known yet, their blocks may not even run.
 __device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
-  constexpr int kTogether = 4, kLooks = 32;  // looks of some 0.5 us
+  constexpr int kTogether = 4, kLooks = 32;  // shares of a count that a thread adds up; looks of some 0.5 us
   const HtRouteGeometry& g = role.geometry;
-  const int words = role.needed_shares() * g.counts, threads = role.threads() - 32;
+  const int shares = role.needed_shares(), groups = ceil_div(shares, kTogether);
+  // Ranks' counts come last. Those of experts are for the other ranks, and for numbers.
+  const bool takes_all = role.is_first() || role.numbers_experts();
+  const Divisor& by_counts = takes_all ? g.by_counts : g.by_rank_counts;
+  const int counts = static_cast<int>(by_counts.divisor), skipped = g.counts - counts;
   const int most_looks = testing_looks(kLooks, role.call.epoch);
   if (role.warp == 0) return true;
 #pragma unroll 1
-  for (int first = role.last_first(); first < words; first += kTogether * threads) {
+  for (int i = role.last_first(); i < groups * counts; i += role.threads() - 32) {
+    const int group = by_counts.divide(i), index = skipped + by_counts.remainder(i, group);
     uint64_t seen[kTogether];
     bool is_known;
     int looks = 0;
@@ -268,18 +326,20 @@ __device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
     do {
 #pragma unroll
       for (int q = 0; q < kTogether; q++) {
-        seen[q] = ptx::ld_relaxed_gpu(role.p.block_counts + min(first + q * threads, words - 1));
+        const int share = min(group * kTogether + q, shares - 1);
+        seen[q] = ptx::ld_relaxed_gpu(role.p.block_counts + share * g.counts + index);
       }
       is_known = true;
 #pragma unroll
       for (int q = 0; q < kTogether; q++) is_known &= is_tagged(seen[q], role.call.tag);
     } while (!is_known && ++looks < most_looks);
     if (!is_known) return false;
+    int sum = 0;
 #pragma unroll
     for (int q = 0; q < kTogether; q++) {
-      const int i = first + q * threads, index = g.by_counts.remainder(i, g.by_counts.divide(i));
-      if (i < words) atomicAdd(role.tables.sums + index, static_cast<int>(static_cast<uint32_t>(seen[q])));
+      if (group * kTogether + q < shares) sum += static_cast<int>(static_cast<uint32_t>(seen[q]));
     }
+    atomicAdd(role.tables.sums + index, sum);
   }
   return true;
 }
@@ -304,35 +364,28 @@ __device__ __forceinline__ void count_shares(const RouteRole& role) {
   }
 }
 
-// ---- The warps of this block
-
-// Counts of each placing warp to what the share has before its tokens.
-__device__ __forceinline__ void add_up_warps(const RouteRole& role) {
-  constexpr int kTogether = 8;
-  const int counts = role.geometry.counts, warps = role.geometry.place_warps;
-#pragma unroll 1
-  for (int i = role.last_first(); i < counts; i += role.threads()) {
-    int before = 0;
-    int* of_warp = role.tables.warp_counts + i;
-#pragma unroll 1
-    for (int first = 0; first < warps; first += kTogether) {
-      int count[kTogether];
-#pragma unroll
-      for (int q = 0; q < kTogether; q++) count[q] = first + q < warps ? of_warp[(first + q) * counts] : 0;
-#pragma unroll
-      for (int q = 0; q < kTogether; q++) {
-        if (first + q < warps) of_warp[(first + q) * counts] = before;
-        before += count[q];
-      }
-    }
-  }
-}
-
 __device__ __forceinline__ void clear_counts(const RouteRole& role) {
   auto* words = reinterpret_cast<uint4*>(role.tables.share);  // one after the other; what lies behind is filled later
   const int count = ceil_div((2 + role.geometry.place_warps) * role.geometry.counts + 1, 4);
 #pragma unroll 1
   for (int i = role.thread(); i < count; i += role.threads()) words[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Numbers of experts' choices after all: another rank's output has expert rows. All warps of the block.
+__device__ __forceinline__ Steps number_experts(const RouteRole& role, const WarpShare& share) {
+  const int counts = role.geometry.counts;
+  for (int i = role.thread(); i < role.geometry.place_warps * counts; i += role.threads()) {
+    role.tables.warp_counts[i] = 0;
+  }
+  __syncthreads();
+  count_shares(role);
+  Steps last;
+  if (!share.is_empty()) last = number_share<true, false>(role, share, share.ask(role, share.begin));
+  __syncthreads();
+  for (int i = role.thread(); i < counts; i += role.threads()) add_up_warps(role, i);
+  __syncthreads();
+  if (!share.is_empty()) finish_numbers(role, share, last);
+  return last;
 }
 
 }  // namespace ep

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "base/check.h"
 #include "base/math.h"
@@ -25,13 +26,14 @@ struct HtRouteParams : HtDispatchParams {
 };
 
 struct HtRouteGeometry {
-  int chunk_tokens = 32;  // of a block's share
-  int shares = 1;         // that are not empty: of the first blocks
-  int place_warps = 1;    // that number and place a share's tokens, each with counters of its own
-  int warp_tokens = 1;    // of each, a multiple of step_tokens
-  int step_tokens = 1;    // that a warp looks at together
-  int counts = 4;         // of a share, or of a warp's tokens: see RouteTables
-  Divisor by_local_experts, by_topk, by_counts;
+  int chunk_tokens = 32;               // of a block's share
+  int shares = 1;                      // that are not empty: of the first blocks
+  int place_warps = 1;                 // that number and place a share's tokens, each with counters of its own
+  int warp_tokens = 1;                 // of each, a multiple of step_tokens
+  int step_tokens = 1;                 // that a warp looks at together
+  int counts = 4;                      // of a share, or of a warp's tokens: see RouteTables
+  int rank_bits = 1, expert_bits = 1;  // of a rank or none, of an expert or none
+  Divisor by_local_experts, by_topk, by_counts, by_rank_counts;
   int bytes = 0;  // of shared memory
 
   // The first warp of a block places nothing.
@@ -50,9 +52,12 @@ struct HtRouteGeometry {
     g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.blocks), 32);
     g.shares = ceil_div(p.num_tokens, g.chunk_tokens);
     g.warp_tokens = align_up(ceil_div(g.chunk_tokens, g.place_warps), g.step_tokens);
+    g.rank_bits = std::bit_width(static_cast<unsigned>(ranks));
+    g.expert_bits = std::bit_width(static_cast<unsigned>(experts));
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(topk);
     g.by_counts = Divisor::of(g.counts);
+    g.by_rank_counts = Divisor::of(ranks + 1);
     g.bytes = others + g.place_warps * counters;
     return g;
   }
@@ -64,10 +69,10 @@ struct HtSendGeometry {
   int passes = 1;
   int first_part[kHtMaxParts + 1] = {};  // of each pass
   int stage_offset[kHtMaxParts] = {};
-  int in_width[kHtMaxParts] = {};  // bytes that are loaded at once; 0: by a bulk copy
-  int units = 0;                   // of all workers
-  bool has_staged = false;         // a part's output lies elsewhere than in the arena
-  Divisor by_tokens, by_local_experts, by_topk;
+  int in_width[kHtMaxParts] = {};                                    // bytes that are loaded at once; 0: by a bulk copy
+  int units = 0;                                                     // of all workers
+  bool has_staged = false;                                           // a part's output lies elsewhere than in the arena
+  Divisor by_tokens, by_local_experts, by_topk, by_ranks, by_words;  // words: of a slot
   int tables_at = 0, bytes = 0;  // shared memory: stages of workers | barriers and tables
 
   static constexpr int kStageLimit = kHtSharedBytes / 2;
@@ -114,6 +119,8 @@ struct HtSendGeometry {
     g.by_tokens = Divisor::of(std::max(p.num_tokens, 1));
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(p.shape.topk);
+    g.by_ranks = Divisor::of(p.shape.num_ranks);
+    g.by_words = Divisor::of(p.layout.slot.words());
     g.tables_at = plan.workers * g.stage_bytes;
     const int ranks = p.shape.num_ranks;
     g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 8 * 4) + 4 * (p.output.local_experts + 1) +
@@ -124,7 +131,10 @@ struct HtSendGeometry {
 
 // Shared memory: rings of the warps, through which rows come | tables.
 struct HtCombineGeometry {
-  int pieces = 1;     // of a row: what a warp adds up at once
+  int pieces = 1;       // of a row: what a warp adds up at once
+  int unit_pieces = 1;  // that a warp takes of a token at a time
+  int units = 0;
+  Divisor by_parts;   // units of a token
   int row_lanes = 0;  // lanes' worths of a row
   bool has_staging = false;
   Divisor by_local_experts;
@@ -142,6 +152,10 @@ struct HtCombineGeometry {
     const bool is_wide = p.dtype == DType::kF32 || p.wire_dtype == DType::kF32 || p.out_dtype == DType::kF32;
     g.row_lanes = p.hidden / (is_wide ? 4 : 8);
     g.pieces = std::max(1, ceil_div(g.row_lanes, 32 * kPieceSteps));
+    g.unit_pieces = std::min(g.pieces, plan.unit_pieces > 0 ? plan.unit_pieces : g.pieces);
+    const int parts = ceil_div(g.pieces, g.unit_pieces);
+    g.units = p.num_tokens * parts;
+    g.by_parts = Divisor::of(parts);
     g.has_staging = stages(p);
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     const int ranks = p.shape.num_ranks;

@@ -302,6 +302,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
                           shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
   stamp(Stamp::kStart, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, true)) {
+    ptx::wait_for_prerequisites();
     if (helps) clear_all(role);
     return;
   }
@@ -313,7 +314,11 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
     }
     await_records(call, p.layout, peers);
   }
-  fill_tables(role);
+  fill_outputs(role);
+  ptx::wait_for_prerequisites();
+  fill_flows(role);
+  // Routing has failed, perhaps, since the call was opened.
+  if (block.thread() == 0 && ptx::ld_relaxed_gpu(&args.state->fate.has_failed) != 0) call.has_given_up = 1;
   if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) call.state->ht_staged[0] += 1;
   if (block_has_failed(call)) {
     if (helps) clear_all(role);

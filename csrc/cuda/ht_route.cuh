@@ -204,18 +204,19 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   clear_counts(role);
   __syncthreads();
   // The first warp asks for the epoch meanwhile.
-  Steps last_steps = number_share(role, share, raw);
+  Steps last_steps =
+      role.numbers_experts() ? number_share<true, true>(role, share, raw) : number_share<false, true>(role, share, raw);
   stamp(Stamp::kOwnDone, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, !sends_rows(p.steps))) {
     if (role.records()) clear_info(role);
     return;
   }
+  ptx::launch_dependents();  // it moves the epoch, which all blocks have read now
   stamp(Stamp::kEpochKnown, peers.rank);
   if (role.is_first() && role.warp == 0) {
     send_record(call, p.layout, peers);
   }
   tell_blocks(role);
-  add_up_warps(role);
   if (__syncthreads_or(!hear_blocks(role))) {
     count_shares(role);
     __syncthreads();
@@ -241,6 +242,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   }
   stamp(Stamp::kRoutingKnown, peers.rank);
   if (*role.tables.has_expert_rows != 0) {
+    if (!role.numbers_experts()) last_steps = number_experts(role, share);
     find_starts(role);
     __syncthreads();
   }

@@ -24,57 +24,106 @@ struct ReceiveRole : SendRole {
 
 // ---- Sending
 
-// Lanes whose key is the same; a lane without one stands alone.
-__device__ __forceinline__ unsigned same_key(bool has_key, int key) {
-  return __match_any_sync(~0u, has_key ? key : static_cast<int>(0x80000000u | lane_id()));
-}
+// Up to 32 own tokens, one a lane, as one receiver sees them: those of its experts lie there in slots one behind the
+// other, so that their words go out in whole lines.
+struct RoutesUnit {
+  static constexpr int kTokens = 32, kTogether = 4;  // lines that are made up together
 
-// Some tokens' choices, one a lane as in for_each_step(), and what their slots shall hold.
-struct RoutesStep {
-  static constexpr int kTogether = 4;  // steps of a unit of work, asked for together
+  const ReceiveRole& role;
+  int first = 0, peer = 0;  // tokens [first, first + kTokens)
+  unsigned members = 0;     // bit i: the receiver gets token first + i
+  int member = 0;           // the lane-th of them
+  int32_t slot = 0;         // of the first one
 
-  OwnChoice choice;
-  float weight = 1.0f;
-
-  __device__ __forceinline__ static RoutesStep load(const HtDispatchParams& p, int token, int k) {
-    const int64_t entry = static_cast<int64_t>(min(token, p.num_tokens - 1)) * p.shape.topk + k;
-    const HtRoutes& own = p.handle.own;
-    RoutesStep step{{own.ids[entry], own.rows[entry], own.slots[entry]}};
-    if (p.topk_weights != nullptr) step.weight = __ldg(p.topk_weights + entry);
-    return step;
+  __device__ static int count(const HtDispatchParams& p) { return ceil_div(p.num_tokens, kTokens) * p.shape.num_ranks; }
+  __device__ __forceinline__ RoutesUnit(const ReceiveRole& a_role, int unit) : role(a_role) {
+    const HtDispatchParams& p = role.p;
+    const int topk = p.shape.topk, group = role.geometry.by_ranks.divide(unit);
+    first = group * kTokens;
+    peer = role.peers.rank + role.geometry.by_ranks.remainder(unit, group);
+    if (peer >= role.num_ranks()) peer -= role.num_ranks();
+    const int token = min(first + role.lane, p.num_tokens - 1), entry = token * topk;
+    int choice = -1;  // of the token, at this receiver
+#pragma unroll 1
+    for (int begin = 0; begin < topk; begin += kTogether) {
+      int32_t id[kTogether];
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) id[q] = p.handle.own.ids[entry + min(begin + q, topk - 1)];
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) choice = is_there(id[q]) ? min(begin + q, topk - 1) : choice;
+    }
+    const bool is_member = choice >= 0 && first + role.lane < p.num_tokens;
+    members = __ballot_sync(~0u, is_member);
+    if (is_member) slot = p.handle.own.slots[entry + choice];
+    slot = __shfl_sync(~0u, slot, members != 0 ? __ffs(static_cast<int>(members)) - 1 : 0);
+    member = nth_bit(members, role.lane);
+  }
+  __device__ __forceinline__ int local_expert(int32_t id) const { return id - peer * role.p.shape.local_experts(); }
+  __device__ __forceinline__ bool is_there(int32_t id) const {
+    return static_cast<unsigned>(local_expert(id)) < static_cast<unsigned>(role.p.shape.local_experts());
+  }
+  // Where the n-th bit is that is set; of fewer, anywhere.
+  __device__ __forceinline__ static int nth_bit(unsigned bits, int n) {
+    int at = 0;
+#pragma unroll
+    for (int width = 16; width > 0; width /= 2) {
+      const int before = __popc(bits & ((1u << width) - 1));
+      if (n < before) continue;
+      n -= before;
+      bits >>= width;
+      at += width;
+    }
+    return at;
   }
 
-  // `turn`, `k`: of this lane; `exists`: it has a token.
-  __device__ __forceinline__ void send(const ReceiveRole& role, int token, int turn, int k, bool exists) const {
+  __device__ __forceinline__ void send() const {
+    if (members == 0) return;
     const HtDispatchParams& p = role.p;
+    const HtRoutes& own = p.handle.own;
     const HtSlotFormat& format = p.layout.slot;
-    const int topk = p.shape.topk;
-    const int rank = exists && choice.id >= 0 ? role.geometry.by_local_experts.divide(choice.id) : -1;
-    const unsigned group = same_key(rank >= 0, turn * role.num_ranks() + rank);
-    const bool leads = rank >= 0 && __ffs(static_cast<int>(group)) - 1 == role.lane;
+    const int topk = p.shape.topk, words = format.words(), end = __popc(members) * words;
+    const bool expert_rows = has_expert_rows(static_cast<OutputLayout>(role.tables.layout[peer]));
+    const auto* places = reinterpret_cast<const uint32_t*>(expert_rows ? own.rows : own.ids);
+    const auto* weights =
+        p.topk_weights != nullptr ? reinterpret_cast<const uint32_t*>(p.topk_weights) : places;  // 1 without
+    auto* out = role.peers.at<uint32_t>(peer, p.layout.slot_words(slot));
+    // A store of the warp begins where a line does.
+    const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(out) / sizeof(uint32_t) % 32);
 #pragma unroll 1
-    for (int other = 0; other < topk; other++) {  // of the same token
-      const int from = min(turn * topk + other, 31);
-      const int peer = __shfl_sync(~0u, leads ? rank : -1, from);
-      const int32_t slot = __shfl_sync(~0u, choice.slot, from);
-      if (!exists || peer < 0) continue;
-      auto* words = role.peers.at<uint32_t>(peer, p.layout.slot_words(slot));
-      const bool expert_rows = has_expert_rows(static_cast<OutputLayout>(role.tables.layout[peer]));
-      int32_t place = kNoRow;
-      if (rank == peer) place = expert_rows ? choice.row : choice.id - peer * p.shape.local_experts();
-      ptx::st_relaxed_sys(words + format.place(k), static_cast<uint32_t>(place));
-      ptx::st_relaxed_sys(words + format.weight(k), rank == peer ? __float_as_uint(weight) : 0u);
-      if (k == 0) ptx::st_relaxed_sys(words + format.token(), static_cast<uint32_t>(token));
+    for (int begin = role.lane - skipped; begin - role.lane < end; begin += 32 * kTogether) {
+      int32_t id[kTogether];
+      uint32_t value[kTogether];
+      int word[kTogether], token[kTogether];
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) {
+        const int i = min(max(begin + 32 * q, 0), end - 1), row = role.geometry.by_words.divide(i);
+        word[q] = role.geometry.by_words.remainder(i, row);
+        token[q] = first + __shfl_sync(~0u, member, row);
+        const int k = word[q] < topk ? word[q] : min(word[q] - topk, topk - 1), entry = token[q] * topk + k;
+        id[q] = own.ids[entry];
+        value[q] = (word[q] < topk ? places : weights)[entry];
+      }
+#pragma unroll
+      for (int q = 0; q < kTogether; q++) {
+        const bool here = is_there(id[q]);
+        uint32_t bits = p.topk_weights != nullptr ? value[q] : __float_as_uint(1.0f);
+        if (!here) bits = 0;
+        if (word[q] < topk) {
+          const int place = expert_rows ? static_cast<int>(value[q]) : local_expert(id[q]);
+          bits = static_cast<uint32_t>(here ? place : kNoRow);
+        }
+        if (word[q] == format.token()) bits = static_cast<uint32_t>(token[q]);
+        const int i = begin + 32 * q;
+        if (i >= 0 && i < end) ptx::st_relaxed_sys(out + i, bits);
+      }
     }
   }
 };
 
 // To the slots at the receivers. The helper that finishes the last unit tells them.
 __device__ __forceinline__ void send_routes(const ReceiveRole& role) {
-  constexpr int kTogether = RoutesStep::kTogether;
   const HtDispatchParams& p = role.p;
-  const int step_tokens = 32 / p.shape.topk, units = ceil_div(p.num_tokens, step_tokens * kTogether);
-  const int turn = role.geometry.by_topk.divide(role.lane), k = role.geometry.by_topk.remainder(role.lane, turn);
+  const int units = RoutesUnit::count(p);
   HtCounters& counters = counters_of(role.call);
   Tickets tickets;
   tickets.ask(counters.routes_taken);
@@ -83,15 +132,7 @@ __device__ __forceinline__ void send_routes(const ReceiveRole& role) {
   while (unit < units) {
     testing_point(Point::kBetweenRows, role.call, unit);
     tickets.ask(counters.routes_taken);
-    const int first = unit * kTogether * step_tokens + turn;
-    RoutesStep steps[kTogether];
-#pragma unroll
-    for (int s = 0; s < kTogether; s++) steps[s] = RoutesStep::load(p, first + s * step_tokens, k);
-#pragma unroll
-    for (int s = 0; s < kTogether; s++) {
-      const int token = first + s * step_tokens;
-      steps[s].send(role, token, turn, k, turn < step_tokens && token < p.num_tokens);
-    }
+    RoutesUnit(role, unit).send();
     unit = tickets.take();
     done++;
   }

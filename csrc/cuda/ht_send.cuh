@@ -74,10 +74,11 @@ __device__ __forceinline__ void find_segments(const SendRole& role) {
   if (role.lane == 0) role.tables.segments[count] = end;
 }
 
-__device__ __forceinline__ void fill_tables(const SendRole& role) {
+// What ranks have told one another: a dispatch's first kernel may still be at work.
+__device__ __forceinline__ void fill_outputs(const SendRole& role) {
   const HtDispatchParams& p = role.p;
   const SendTables& t = role.tables;
-  const int ranks = role.num_ranks(), rank = role.peers.rank, last_warp = role.threads() / 32 - 1;
+  const int ranks = role.num_ranks();
 #pragma unroll 1
   for (int i = role.thread(); i < ranks * p.num_parts; i += role.threads()) {
     const int source = i / p.num_parts, part = i % p.num_parts;
@@ -89,7 +90,6 @@ __device__ __forceinline__ void fill_tables(const SendRole& role) {
     // Lane i asks for the message's word i.
     static_assert(HtCall::kChunks < 32 && HtCall::kLayout < 32 && HtCall::kCapacity < 32);
     const uint32_t mine = await_call_word(role.call, p.layout, role.peers, r, min(role.lane, int{HtCall::kChunks}));
-    t.flows.fill(p.handle.counts, ranks, rank, r);
     OutputShape output = p.output;
     output.layout = static_cast<OutputLayout>(__shfl_sync(~0u, mine, HtCall::kLayout));
     output.capacity = __shfl_sync(~0u, mine, HtCall::kCapacity);
@@ -101,9 +101,19 @@ __device__ __forceinline__ void fill_tables(const SendRole& role) {
     t.chunks_here[r] = 0;
   }
   if (role.thread() == 0) t.chunks_here[ranks] = 0;
+  if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
+}
+
+// What the handle says.
+__device__ __forceinline__ void fill_flows(const SendRole& role) {
+  const HtDispatchParams& p = role.p;
+  const int last_warp = role.threads() / 32 - 1;
+#pragma unroll 1
+  for (int r = role.warp; r < role.num_ranks(); r += role.threads() / 32) {
+    role.tables.flows.fill(p.handle.counts, role.num_ranks(), role.peers.rank, r);
+  }
   if (role.warp == last_warp && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
   if (role.warp == max(last_warp - 1, 0)) find_segments(role);
-  if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
 }
 
 // ---- A row into the stage

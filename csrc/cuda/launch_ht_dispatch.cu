@@ -5,17 +5,18 @@
 namespace ep {
 namespace {
 
-constexpr int kSendThreads = 896;  // as plan_ht_dispatch() has at most
+// As plan_ht_dispatch() has at most, and where nothing is copied: those have more registers.
+constexpr int kManyThreads = 896, kFewThreads = 640;
 
-template <bool kQuant>
-__global__ void __launch_bounds__(kSendThreads, 1)
+template <bool kQuant, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
     ht_dispatch_send(const __grid_constant__ KernelArgs<HtDispatchParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
   ht_send<kQuant>(args, BlockPosition::own(), shared);
 }
 
 template <bool kQuant>
-__global__ void __launch_bounds__(kSendThreads, 1)
+__global__ void __launch_bounds__(kManyThreads, 1)
     ht_dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   ht_send<kQuant>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
@@ -40,8 +41,10 @@ void check_served(const HtDispatchParams& p) {
 }
 
 void load_ht_dispatch_kernels() {
-  load_kernel(&ht_dispatch_send<false>, kMaxSharedBytes);
-  load_kernel(&ht_dispatch_send<true>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send<false, kFewThreads>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send<false, kManyThreads>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send<true, kFewThreads>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send<true, kManyThreads>, kMaxSharedBytes);
   load_kernel(&ht_dispatch_send_world<false>, kMaxSharedBytes);
   load_kernel(&ht_dispatch_send_world<true>, kMaxSharedBytes);
 }
@@ -49,8 +52,12 @@ void load_ht_dispatch_kernels() {
 std::vector<std::vector<uint64_t>> ht_dispatch_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
-  const auto kernel = args.params.quant != Quant::kNone ? &ht_dispatch_send<true> : &ht_dispatch_send<false>;
-  launch_kernel(kernel, args.plan.blocks, args.plan.threads(), args.geometry.bytes, false, stream, args);
+  const bool is_small = args.plan.threads() <= kFewThreads;
+  auto kernel = is_small ? &ht_dispatch_send<false, kFewThreads> : &ht_dispatch_send<false, kManyThreads>;
+  if (args.params.quant != Quant::kNone) {
+    kernel = is_small ? &ht_dispatch_send<true, kFewThreads> : &ht_dispatch_send<true, kManyThreads>;
+  }
+  launch_kernel(kernel, args.plan.blocks, args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
 }
 
 template <>

@@ -72,12 +72,13 @@ inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 #endif
   return plan;
 }
-// High throughput: "blocks,warps,workers,chunks,senders".
+// High throughput: "blocks,warps,workers,chunks,senders,unit_pieces".
 inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 #if defined(EP_TUNING)
   if (const char* text = std::getenv(variable)) {
     plan.senders = 0;
-    std::sscanf(text, "%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks, &plan.senders);
+    std::sscanf(text, "%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks, &plan.senders,
+                &plan.unit_pieces);
   }
 #endif
   return plan;

@@ -78,10 +78,16 @@ struct OfUnits {
   __device__ __forceinline__ T get(unsigned unit) const { return __shfl_sync(~0u, mine, static_cast<int>(unit % 32)); }
 };
 
+// Pieces of rows that make up a unit.
+struct PieceRange {
+  int first = 0, end = 0;
+};
+
 // Adds up units until there are none. All that was asked for has been copied when run() returns.
 //
 // Units are numbered as they are turned to. Work says what they are:
 //   OfUnits<unsigned> rows                                  of a unit, bits in the order in which they are added
+//   PieceRange pieces                                       of the unit turned to last
 //   bool turn(unsigned unit)                                the next one; false: none whose rows may be read now
 //   bool await()                                            until there is one; false: there will be none
 //   void ask(CopyRing&, unsigned unit, int row, int piece)   of the unit turned to last
@@ -93,25 +99,24 @@ template <class Work>
 struct RowStream {
   Work& work;
   CopyRing ring;
-  int pieces;
   unsigned num_turned = 0, num_begun = 0;  // units; at most one more is turned to
-  int asked_piece = pieces;
-  unsigned to_ask = 0;  // of that piece
+  int asked_piece = work.pieces.end;       // of the unit turned to last
+  unsigned to_ask = 0;                     // of that piece
 
   // Asks for what comes next until the ring is full.
   __device__ __forceinline__ void ask_ahead() {
 #pragma unroll 1
     while (ring.has_room()) {
       if (to_ask == 0) {
-        if (asked_piece < pieces) asked_piece++;
-        if (asked_piece == pieces) {
+        if (asked_piece < work.pieces.end) asked_piece++;
+        if (asked_piece == work.pieces.end) {
           if (num_turned != num_begun || !work.turn(num_turned)) return;
           num_turned++;
-          asked_piece = 0;
+          asked_piece = work.pieces.first;
         }
         to_ask = work.rows.get(num_turned - 1);
         if (to_ask == 0) {
-          asked_piece = pieces;
+          asked_piece = work.pieces.end;
           return;
         }
       }
@@ -123,12 +128,12 @@ struct RowStream {
   __device__ __forceinline__ void run() {
     float sum[CopyRing::kSteps][Work::kCount];
     fill(sum, 0.0f);
-    int piece = pieces;
+    int piece = 0, end = 0;
     unsigned to_add = 0;
 #pragma unroll 1
     while (true) {
       ask_ahead();
-      if (piece == pieces) {
+      if (piece == end) {
         if (num_turned == num_begun) {
           if (!work.await()) return;
           fill(sum, 0.0f);  // so that they need not be kept over the wait
@@ -136,7 +141,8 @@ struct RowStream {
         }
         work.take_over();
         num_begun++;
-        piece = 0;
+        piece = work.pieces.first;
+        end = work.pieces.end;
         to_add = 0;
       }
       const unsigned unit = num_begun - 1;
@@ -152,7 +158,7 @@ struct RowStream {
       }
       if (to_add != 0) continue;
       work.store(unit, piece, sum);
-      if (++piece == pieces) work.finish(unit);
+      if (++piece == end) work.finish(unit);
     }
   }
 };

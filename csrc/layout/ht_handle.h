@@ -19,7 +19,7 @@ struct HtSlotFormat {
   EP_HD int weight(int k) const { return topk + k; }
   EP_HD int token() const { return 2 * topk; }
   EP_HD int words() const { return 2 * topk + 1; }
-  EP_HD int stride() const { return align_up(words() * 4, 16); }
+  EP_HD int stride() const { return words() * 4; }
 };
 
 // route: rows from each source to each destination [R, R] | demand of each local expert [L], and the alignment of

@@ -35,7 +35,7 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
     if (num_sms > 1) plan.senders = std::max(1, num_sms * (work.converts ? 7 : 5) / 16);
   }
   // A row that is being quantised is not on its way.
-  const UnderWay under_way = work.converts ? UnderWay{0.7e6, 2.3e6} : UnderWay{0.65e6, 1.41e6};
+  const UnderWay under_way = work.converts ? UnderWay{0.7e6, 2.3e6} : UnderWay{0.64e6, 1.41e6};
   const int most = std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
   plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(6, most), most);
@@ -49,10 +49,12 @@ HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms) {
   plan.blocks = num_sms;
   if (has_staging) {
     plan.warps = kMaxWarps;
-    plan.workers = 6;
+    plan.workers = 7;
     plan.chunks = kHtChunks;
+    plan.unit_pieces = 4;
   } else {
     plan.warps = plan.workers = std::clamp(UnderWay{1.2e6, 1.2e6}.warps(num_ranks, num_sms, kWarpBytes), 8, kMaxWarps);
+    plan.unit_pieces = 2;  // so that warps end together
   }
   return plan;
 }

@@ -8,11 +8,12 @@ namespace ep {
 
 struct HtPlan {
   int blocks = 1;
-  int warps = 1;    // of a block
-  int workers = 1;  // of them, those that move rows between ranks: warps [0, workers). A dispatch has helpers, too
-  int chunks = 1;   // pieces in which the rows from one rank to another are announced
-  int senders = 0;  // dispatch: blocks [0, senders) have workers alone, the others helpers; 0: all have both
-  bool pdl = false;
+  int warps = 1;        // of a block
+  int workers = 1;      // of them, those that move rows between ranks: warps [0, workers). A dispatch has helpers, too
+  int chunks = 1;       // pieces in which the rows from one rank to another are announced
+  int senders = 0;      // dispatch: blocks [0, senders) have workers alone, the others helpers; 0: all have both
+  int unit_pieces = 0;  // combine: pieces of a row that a warp takes of a token at a time; 0: all
+  bool pdl = false;     // programmatic dependent launch
 
   EP_HD int threads() const { return warps * 32; }
   EP_HD int workers_of(int block) const { return senders == 0 || block < senders ? workers : 0; }
