@@ -142,7 +142,7 @@ def replay_floors(case: Expected, buffer: nccl_ep.Buffer, replays: int, *, pdl: 
         for _ in range(5):
             graph.replay()
         run_case(case, buffer)
-    buffer.runtime.set_pdl(False)
+    buffer.runtime.set_pdl(True)  # as it is without a word
 
 
 def run_floors(rank: int, num_ranks: int) -> None:

@@ -172,6 +172,39 @@ def test_two_streams_in_one_capture() -> None:
         buffer.check()
 
 
+def test_a_capture_behind_what_is_no_kernel() -> None:
+    """Programmatic launches behind a memset, a copy and a join of streams, which have no kernel to overlap with."""
+    case = Expected(plain_case(1))
+    given = case.inputs[0]
+    x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
+    for mode in ("ll", "ht"):
+        with make_buffer(case.case, None, device="cuda", mode=mode) as buffer:
+            how = {**case.case.dispatch_kwargs(), "mode": mode}
+            graph, side, mine = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.empty_like(x)
+            scratch = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+            with torch.cuda.graph(graph):
+                mine.copy_(x)
+                out = nccl_ep.dispatch(mine, ids, weights, buffer=buffer, **how)
+                scratch.zero_()
+                first = nccl_ep.combine(out.x, out.handle)
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    scratch.fill_(1)
+                torch.cuda.current_stream().wait_stream(side)
+                second = nccl_ep.combine(out.x, out.handle)
+            want = x.clone()
+            for scale in (1.0, 2.0):
+                x.copy_(want * scale)
+                for y in (first, second, mine):
+                    y.fill_(9)
+                graph.replay()
+                out_now = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **how)
+                y = nccl_ep.combine(out_now.x, out_now.handle)
+                assert torch.equal(first, y), mode
+                assert torch.equal(second, y), mode
+            buffer.check()
+
+
 # ---- Ranks in processes, each with a GPU of its own
 
 

@@ -405,7 +405,7 @@ class CudaBackend : public Backend {
 
   std::shared_ptr<Memory> memory_;  // tensors of the arena keep it
   std::shared_ptr<Arena> arena_;
-  bool uses_pdl_ = false;
+  bool uses_pdl_ = true;
   std::mutex mutex_;  // of the private stream and its host block
 };
 

@@ -177,7 +177,7 @@ class Configuration:
         ops = tuple(made.calls)
         sms = self._measure_kernels(made, fields) if "kernel" in self.plan.figures else dict.fromkeys(ops)
         functions: dict[str, Callable[[Call], list[float]]] = {
-            "graph": lambda call: measure.graph_times(world, call, effort),
+            "graph": lambda call: measure.plain_graph_times(world, buffer, call, effort),
             "graph_pdl": lambda call: measure.graph_pdl_times(world, buffer, call, effort),
             "event": lambda call: measure.event_times(world, call, effort),
             "host": lambda call: measure.host_time(world, call, effort),
@@ -221,7 +221,6 @@ class Configuration:
     def _measure_floors(self, buffer: Buffer, checked: Checked) -> None:
         """CPU ranks: the times of the same bytes over the host's transport, which are no floor of anything."""
         handle, figure = checked.out.handle, "graph" if self.world.is_cuda else "event"
-        measured = measure.graph_times if self.world.is_cuda else measure.event_times
         calls = [("floor_flags", "dispatch", 0, floors.flags_call(buffer))]
         calls += [
             ("floor_push", op, num_sms, floors.push_call(self.shape, op, buffer, handle, num_sms))
@@ -229,7 +228,10 @@ class Configuration:
             for op in OPS
         ]
         for system, op, num_sms, call in calls:
-            body = partial(measured, self.world, call, self.effort)
+            if self.world.is_cuda:
+                body = partial(measure.plain_graph_times, self.world, buffer, call, self.effort)
+            else:
+                body = partial(measure.event_times, self.world, call, self.effort)
             self._timed(body, system=system, api="ops", op=op, figure=figure, num_sms=num_sms)
 
     # ---- The others

@@ -102,14 +102,20 @@ def enable_pdl(buffer: Buffer, enabled: bool) -> bool:
     return switch is not None
 
 
-def graph_pdl_times(world: World, buffer: Buffer, call: Call, effort: Effort) -> list[float]:
-    """As graph_times, with programmatic dependent launch between the operations."""
-    if not enable_pdl(buffer, True):
-        raise Skipped("this build has no programmatic dependent launch")
+def plain_graph_times(world: World, buffer: Buffer, call: Call, effort: Effort) -> list[float]:
+    """As graph_times, with operations of low latency that begin when the one before has ended."""
+    enable_pdl(buffer, False)
     try:
         return graph_times(world, call, effort)
     finally:
-        enable_pdl(buffer, False)
+        enable_pdl(buffer, True)
+
+
+def graph_pdl_times(world: World, buffer: Buffer, call: Call, effort: Effort) -> list[float]:
+    """As graph_times, with programmatic dependent launch between the operations: the library's default."""
+    if not enable_pdl(buffer, True):
+        raise Skipped("this build has no programmatic dependent launch")
+    return graph_times(world, call, effort)
 
 
 @dataclass(frozen=True)
