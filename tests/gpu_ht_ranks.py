@@ -331,7 +331,7 @@ def long_rows(group: Any, device: Any) -> None:
             for _ in range(2):
                 out = case.send(buffer)
                 case.check_dispatch(out, rank)
-                case.combine(buffer, out.handle)  # checks it
+                case.combine_rows(buffer, out.handle, case.rows[rank].to(buffer.device))  # checks it
 
 
 BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion, long_rows)

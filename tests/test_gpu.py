@@ -214,7 +214,8 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     """With it: staged and fused, every number of SMs, and inputs that are overwritten at once."""
     count = max(NUM_CASES // 6, 1)
     got = run_processes(num_ranks, gpu_ranks.run_cases, tmp_path, num_ranks, count, NUM_SMS, timeout=PATIENCE)
-    assert got == [count + 2 * 2 * len(NUM_SMS) + 20] * num_ranks
+    given = len(gpu_ranks.scale_cases(num_ranks))
+    assert got == [count + given + 2 * 2 * len(NUM_SMS) + 20] * num_ranks
 
 
 @several_gpus

@@ -86,6 +86,9 @@ __device__ __forceinline__ void testing_barrier(int id) {
   if (gpu_testing.barriers != 0) ptx::named_barrier(id, static_cast<int>(blockDim.x));
 }
 
+// Likewise: flags in shared memory are not used, whoever would wait for one waits for what it stands for.
+__device__ __forceinline__ bool testing_without_flags() { return gpu_testing.barriers != 0; }
+
 // Looks of a wait that has a way around it: few in every second call, if others are late, so that it is gone.
 __device__ __forceinline__ int testing_looks(int looks, uint64_t epoch) {
   return gpu_testing.seed != 0 && epoch % 2 == 1 ? 1 : looks;
@@ -103,6 +106,7 @@ __device__ __forceinline__ void testing_point(Point) {}
 __device__ __forceinline__ void testing_point_before_epoch(uint64_t, Kind, int) {}
 __device__ __forceinline__ void testing_point_before_call(const uint64_t&, Kind, int) {}
 __device__ __forceinline__ void testing_barrier(int) {}
+__device__ __forceinline__ constexpr bool testing_without_flags() { return false; }
 __device__ __forceinline__ int testing_looks(int looks, uint64_t) { return looks; }
 __device__ __forceinline__ constexpr bool has_bug(Bug, Kind) { return false; }
 
