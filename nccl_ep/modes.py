@@ -4,11 +4,19 @@ from __future__ import annotations
 
 MODES = ("ll", "ht", "auto")
 
-# Bytes that a rank sends at most in a dispatch of max_tokens, up to which LL is taken. Below it LL's early start counts
-# most; above, HT writes rows to their final place, while LL copies each once more and keeps a slot for every token of
-# every rank. An estimate from the prototypes (LL is at the link's speed up to 128 tokens of 14 KiB on 4 ranks, 7 MB);
-# ``python -m nccl_ep.bench fit`` measures what it should be.
-AUTO_LL_BYTES = 16 << 20
+# Bytes that a rank sends at most in a dispatch of max_tokens, up to which LL is taken. On 4 H200s it is the faster mode
+# at all that was measured, up to 1,024 tokens of 14 KiB (docs/performance.md; ``python -m nccl_ep.bench fit``). But it
+# takes all SMs, where HT takes 12 to 32, and its window grows with the tokens of all ranks.
+AUTO_LL_BYTES = 56 << 20
+
+# LL keeps a slot for every token of every rank, in the SMs' shared memory too. Small rows go to HT beyond so many, but
+# not the tokens that decoding has.
+AUTO_LL_SLOTS, AUTO_LL_TOKENS = 4096, 128
+
+
+def _most_ll_tokens(row_bytes: int, topk: int, num_ranks: int) -> int:
+    by_bytes = AUTO_LL_BYTES // (min(topk, num_ranks) * row_bytes)
+    return min(by_bytes, max(AUTO_LL_SLOTS // num_ranks, AUTO_LL_TOKENS))
 
 
 def choose_mode(max_tokens: int, row_bytes: int, topk: int, num_ranks: int, capacity: int | str | None) -> str:
@@ -18,9 +26,9 @@ def choose_mode(max_tokens: int, row_bytes: int, topk: int, num_ranks: int, capa
     """
     if capacity == "exact":
         return "ht"
-    return "ll" if max_tokens * min(topk, num_ranks) * row_bytes <= AUTO_LL_BYTES else "ht"
+    return "ll" if max_tokens <= _most_ll_tokens(row_bytes, topk, num_ranks) else "ht"
 
 
 def auto_ll_tokens(max_tokens: int, row_bytes: int, topk: int, num_ranks: int) -> int:
     """The tokens of the largest call up to ``max_tokens`` that "auto" gives to LL: what a buffer reserves for it."""
-    return max(1, min(max_tokens, AUTO_LL_BYTES // (min(topk, num_ranks) * row_bytes)))
+    return max(1, min(max_tokens, _most_ll_tokens(row_bytes, topk, num_ranks)))

@@ -402,20 +402,20 @@ def curve_records(figure: str, ll: dict[int, float], ht: dict[int, float], **fie
 
 
 def test_crossover() -> None:
-    # At 128 twice as fast, at 512 half as fast: equal in the middle, by the logarithms.
-    found = curve_records("graph", {32: 10, 128: 20, 512: 100}, {32: 30, 128: 40, 512: 50})
+    # At 512 twice as fast, at 2,048 half as fast: equal in the middle, by the logarithms.
+    found = curve_records("graph", {32: 10, 512: 20, 2048: 100}, {32: 30, 512: 40, 2048: 50})
     others = [
         gpu_record(**(dict.fromkeys(("op",), "pair") | {"bench": "ht", "figure": "graph", "tokens": 32, "value": 1.0,
                    "layout": "flat", "cached": cached, "placement": placement, "alignment": 1, "num_sms": sms}))
         for cached, placement, sms in ((True, "in_place", 0), (False, "staged", 0), (False, "in_place", 12))
     ]  # fmt: skip
     first, best, loss, now = crossover.fit(found + others)
-    assert (first["figure"], first["tokens"], first["value"]) == ("crossover_graph", 256, 256 * 4 * 14336)
-    assert (best["figure"], best["value"], best["dtype"]) == ("auto_ll_bytes", 256 * 4 * 14336, "all")
-    assert (loss["value"], now["value"]) == (1.0, 1.0)  # 16 MiB are 292 tokens
-    assert choose_mode(256, 14336, 8, 4, None) == "ll" and best["value"] < AUTO_LL_BYTES
+    assert (first["figure"], first["tokens"], first["value"]) == ("crossover_graph", 1024, 1024 * 4 * 14336)
+    assert (best["figure"], best["value"], best["dtype"]) == ("auto_ll_bytes", 1024 * 4 * 14336, "all")
+    assert (loss["value"], now["value"]) == (1.0, 1.0)
+    assert choose_mode(1024, 14336, 8, 4, None) == "ll" and best["value"] <= AUTO_LL_BYTES
     shown = crossover.render(crossover.fit(found))
-    assert "bf16, flat, native, graph: 256 tokens, 14.00 MiB" in shown and "AUTO_LL_BYTES = 14680064" in shown
+    assert "bf16, flat, native, graph: 1024 tokens, 56.00 MiB" in shown and "AUTO_LL_BYTES = 58720256" in shown
 
 
 def test_crossover_that_costs_some() -> None:

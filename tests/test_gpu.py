@@ -174,7 +174,7 @@ def test_two_streams_in_one_capture() -> None:
 
 def test_a_capture_behind_what_is_no_kernel() -> None:
     """Programmatic launches behind a memset, a copy and a join of streams, which have no kernel to overlap with."""
-    case = Expected(plain_case(1))
+    case = Expected(plain_case(1, layout="flat"))
     given = case.inputs[0]
     x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
     for mode in ("ll", "ht"):

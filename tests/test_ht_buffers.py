@@ -250,11 +250,15 @@ def test_auto_goes_by_what_all_ranks_share() -> None:
     most = modes.auto_ll_tokens(10**6, row, 8, 4)
     assert modes.choose_mode(most, row, 8, 4, None) == "ll"
     assert modes.choose_mode(most + 1, row, 8, 4, None) == "ht"
-    assert modes.choose_mode(most + 1, row, 1, 4, None) == "ll"  # a quarter of the rows
+    assert modes.choose_mode(200, 8 * row, 8, 4, None) == "ht"
+    assert modes.choose_mode(200, 8 * row, 1, 4, None) == "ll"  # a quarter of the rows
     assert modes.auto_ll_tokens(64, row, 8, 4) == 64
+    # Slots of small rows.
+    assert [modes.auto_ll_tokens(10**6, 16, 8, ranks) for ranks in (1, 4, 8, 64)] == [4096, 1024, 512, 128]
 
 
-def test_auto_takes_either_mode_on_one_buffer() -> None:
+def test_auto_takes_either_mode_on_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "AUTO_LL_BYTES", 16 << 20)
     most = 600
 
     def body(group: Any) -> list[str]:
@@ -279,8 +283,9 @@ def test_auto_takes_either_mode_on_one_buffer() -> None:
 
 
 @pytest.mark.parametrize(("hidden", "topk"), [(16384, 1), (4096, 2)], ids=["fewer choices", "smaller rows"])
-def test_auto_keeps_to_the_room_that_was_made(hidden: int, topk: int) -> None:
+def test_auto_keeps_to_the_room_that_was_made(hidden: int, topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own bytes the call is one for low latency; the buffer was made for larger ones."""
+    monkeypatch.setattr(modes, "AUTO_LL_BYTES", 16 << 20)
     tokens = 400
 
     def body(group: Any) -> str:

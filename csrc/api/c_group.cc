@@ -17,7 +17,7 @@ constexpr double kDefaultTimeoutSeconds = 100;
 constexpr size_t kMaxRowBytes = 65536;  // as the group's
 // Bytes that a rank sends at most in a dispatch of max_tokens, up to which AUTO takes low latency: nccl_ep/modes.py has
 // the reason, and the same number.
-constexpr int64_t kAutoLlBytes = 16 << 20;
+constexpr int64_t kAutoLlBytes = 56 << 20, kAutoLlSlots = 4096, kAutoLlTokens = 128;
 constexpr uint64_t kMaxMessage = 16u << 20;  // what ranks tell one another is far smaller
 
 double seconds_of(uint64_t timeout_ns) {
@@ -95,7 +95,8 @@ int ll_max_tokens(const ncclEpGroupConfig_t& config, int num_ranks) {
   if (config.algorithm == NCCL_EP_ALGORITHM_HIGH_THROUGHPUT) return 0;
   if (config.algorithm == NCCL_EP_ALGORITHM_LOW_LATENCY) return config.max_tokens;
   const int64_t token_bytes = std::min(config.topk, num_ranks) * static_cast<int64_t>(config.max_token_bytes);
-  return static_cast<int>(std::clamp<int64_t>(kAutoLlBytes / token_bytes, 1, config.max_tokens));
+  const int64_t most = std::min(kAutoLlBytes / token_bytes, std::max(kAutoLlSlots / num_ranks, kAutoLlTokens));
+  return static_cast<int>(std::clamp<int64_t>(most, 1, config.max_tokens));
 }
 
 GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
