@@ -224,6 +224,38 @@ def test_a_silent_rank_is_named(mode: str, phase: str) -> None:
     with_more_time(run)
 
 
+@pytest.mark.parametrize(("kind", "layout"), [(DISPATCH, "flat"), (DISPATCH, "packed"), (COMBINE, "packed")])
+def test_rows_that_nobody_announces(kind: int, layout: str) -> None:
+    """All ranks wait for rows, by way of the warp that watches where rows are copied, and end with the deadline."""
+    case = Expected(plain_case(2, layout=layout))
+
+    def body(group: ThreadGroup) -> str:
+        with case_buffer(case.case, group, mode="ht", device="cpu") as buffer:
+            out = case.send(buffer)
+            meet(group)
+            if group.rank() == 0:
+                set_testing(bugs=["untold_rows"], kinds=kind)
+            buffer.set_timeout(0.5)
+            meet(group)
+            with pytest.raises(nccl_ep.TimeoutError) as caught:
+                if kind == DISPATCH:
+                    out = case.send(buffer)
+                else:
+                    nccl_ep.combine(case.rows[buffer.rank], out.handle)
+                buffer.check()
+            assert kind == COMBINE or not out.counts.any()  # nothing was received
+            meet(group)
+            return str(caught.value)
+
+    try:
+        texts = run_ranks(2, body)
+    finally:
+        set_testing()
+    for rank, text in enumerate(texts):
+        assert f"rank {rank} waited 0.5 s for" in text
+        assert ("row" if kind == DISPATCH else "read") in text
+
+
 @pytest.mark.parametrize("mode", ["ll", "ht"])
 def test_other_calls_are_told_apart(mode: str) -> None:
     cases = [Expected(plain_case(2, layout="flat", hidden=hidden)) for hidden in (64, 128)]

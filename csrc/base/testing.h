@@ -21,6 +21,7 @@ enum class Bug : int {
   kUncheckedRecords,  // a call ends although it has not heard of all ranks
   kEarlyEpoch,        // the first block of a call moves the epoch on, not the last
   kTornRows,          // a row counts as arrived when its first words have, or that of the first rank
+  kUntoldRows,        // high throughput: nobody hears that rows are there
   kNumBugs,
 };
 

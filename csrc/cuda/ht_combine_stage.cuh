@@ -245,7 +245,8 @@ struct StagedRows {
     if (role.lane == 0) {
       const int* start = role.tables.segment_start + segment;
       const auto size = static_cast<uint32_t>(start[1] - start[0]);
-      if (before + 1 == (has_bug(Bug::kEarlyRows, Kind::kCombine) ? 1u : size)) {
+      const bool is_last = before + 1 == (has_bug(Bug::kEarlyRows, Kind::kCombine) ? 1u : size);
+      if (is_last && !has_bug(Bug::kUntoldRows, Kind::kCombine)) {
         send_signal(role.call, role.p.layout, role.peers, segment % role.num_ranks(), HtSignal::kCombineReady,
                     segment / role.num_ranks());
       }

@@ -377,6 +377,7 @@ struct Announcements {
     const uint32_t before = atomicAdd(&counters_of(role.call).ready[peer * kHtChunks + chunk], 1u);
     const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
     if (before + 1 != (is_early ? 1u : static_cast<uint32_t>(rows * role.geometry.passes))) return;
+    if (has_bug(Bug::kUntoldRows, Kind::kDispatch)) return;
     send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, chunk);
   }
 };
@@ -389,6 +390,7 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
   const uint32_t before = count_finished(counters_of(role.call).finished, units);
   const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
   if (!is_early && before + units != static_cast<uint32_t>(role.geometry.units)) return;
+  if (has_bug(Bug::kUntoldRows, Kind::kDispatch)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
     if (role.tables.flows.to[peer] > 0 && role.tables.chunks[peer] == 1) {

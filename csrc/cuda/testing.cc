@@ -29,6 +29,7 @@ constexpr NamedBug kNamedBugs[] = {
     {"unchecked_records", testing::Bug::kUncheckedRecords},
     {"early_epoch", testing::Bug::kEarlyEpoch},
     {"torn_rows", testing::Bug::kTornRows},
+    {"untold_rows", testing::Bug::kUntoldRows},
 };
 static_assert(static_cast<int>(testing::Bug::kNumBugs) <= 32, "a bit for each");
 
