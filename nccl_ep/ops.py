@@ -212,7 +212,7 @@ def _ht_route_size(buffer: str, num_tokens: int, max_tokens: int, topk: int, num
 
 
 def _slot_words(layout: int, topk: int) -> int:
-    return align4(2 * topk + 1) if layout <= Layout.PACKED else 1
+    return 2 * topk + 1 if layout <= Layout.PACKED else 1
 
 
 def _further(

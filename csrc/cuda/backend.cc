@@ -294,12 +294,15 @@ class CudaBackend : public Backend {
  private:
   // Whether a kernel may begin before the one before it in the stream ends: it waits for that itself.
   template <class Params>
-  bool overlaps_before(const Params&) const {
+  bool overlaps_before(const Params&, const auto&) const {
     return uses_pdl_;
   }
-  bool overlaps_before(const HtRouteParams&) const { return false; }
-  bool overlaps_before(const HtCombineParams&) const { return false; }
-  bool overlaps_before(const HtDispatchParams& params) const { return routes(params.steps); }
+  bool overlaps_before(const HtRouteParams&, const HtPlan&) const { return false; }
+  bool overlaps_before(const HtCombineParams&, const HtPlan&) const { return false; }
+  // Behind the kernel that routes, if they leave SMs: not all of a GPU shall wait for one call of the peers.
+  bool overlaps_before(const HtDispatchParams& params, const HtPlan& plan) const {
+    return uses_pdl_ && routes(params.steps) && plan.blocks + kHtRouteBlocks < memory_->num_sms;
+  }
 
   // The hot path: an op has set the device, and CUDA is called for the launch alone.
   template <class Params>
@@ -313,7 +316,7 @@ class CudaBackend : public Backend {
       memory_->world->run(memory_->peers.rank, args, stream);
     } else {
       args.plan = plan_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
-      args.plan.pdl = overlaps_before(params);
+      args.plan.pdl = overlaps_before(params, args.plan);
       args.geometry = geometry_of(params, args.plan);
       launch(args, stream);
     }

@@ -62,7 +62,7 @@ static __device__ __noinline__ void send_record_after_all(const CallContext& cal
 // one: the first block tells it, as it would have if it had come sooner.
 template <class Args>
 __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args, Kind kind, BlockPosition at,
-                                             bool is_last_kernel) {
+                                             bool is_first_kernel, bool is_last_kernel) {
   const int k = static_cast<int>(kind);
   if (threadIdx.x == 0) {
     testing_point_before_call(args.state->ht_epoch[k].epoch, kind, args.peers.rank);
@@ -84,7 +84,7 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
   if (threadIdx.x == blockDim.x - 1 && is_last_kernel) {
     move_ht_epoch(call, args.state->ht_ticket[k], args.state->ht_epoch[k], at);
   }
-  if (call.is_open == CallContext::kFailedMeanwhile && at.block == 0 && warp_id() == 0) {
+  if (call.is_open == CallContext::kFailedMeanwhile && is_first_kernel && at.block == 0 && warp_id() == 0) {
     send_record_after_all(call, args.params.layout, args.peers);
   }
   return call.is_open == CallContext::kOpen;

@@ -235,7 +235,7 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
                            call,
                            CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks)};
   stamp(Stamp::kStart, peers.rank);
-  if (!open_ht_call(call, args, Kind::kCombine, at, true)) return;
+  if (!open_ht_call(call, args, Kind::kCombine, at, true, true)) return;
   if (role.is_first()) {
     clear_next_counters(call);
     send_call(call, p.layout, peers, kCombineCallWords, [&](int index) { return combine_word_of(p, index); });

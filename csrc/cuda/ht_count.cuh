@@ -62,7 +62,7 @@ struct RouteRole : HtBlock {
     return is_first() ? geometry.shares : at.block < geometry.shares ? at.block : 0;
   }
   // Whether choices of an expert are numbered at once: as this rank's own output needs it, its peers' will.
-  __device__ bool numbers_experts() const { return has_expert_rows(p.output.layout); }
+  __device__ bool numbers_at_once() const { return has_expert_rows(p.output.layout); }
   // The last block writes down what all learn; the first has told the other ranks.
   __device__ bool records() const { return at.block == at.num_blocks - 1; }
 };
@@ -87,7 +87,7 @@ struct Steps {
   static constexpr int kCount = 3;
   int first = 0;       // choice of this lane in the first step
   int id[kCount];      // [0, E), or E: no expert
-  int choice[kCount];  // its number among the warp's choices of the expert, then among the rank's
+  int choice[kCount];  // its number among the warp's choices of the expert, then among the rank's; 0: none was given
   int row[kCount];     // its token's among the warp's tokens for the expert's rank, likewise
 };
 struct RawSteps {
@@ -292,15 +292,15 @@ __device__ __forceinline__ int add_up_warps(const RouteRole& role, int index) {
 
 // ---- The blocks of this rank
 
-// Counts of each placing warp become what the share has before its tokens; all of the share's, that is, every block's
-// are told to the others.
+// Counts of each placing warp become what the share has before its tokens. Their sums are the share's, and the others
+// are told of them.
 __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
   const int counts = role.geometry.counts, first_rank = role.count_of_rank(0);
+  if (role.at.block >= role.geometry.shares) return;
 #pragma unroll 1
   for (int i = role.last_first(); i < counts; i += role.threads()) {
-    const bool is_numbered = role.numbers_experts() || i >= first_rank;
+    const bool is_numbered = role.numbers_at_once() || i >= first_rank;
     const auto count = static_cast<uint32_t>(is_numbered ? add_up_warps(role, i) : role.tables.share[i]);
-    if (role.at.block >= role.geometry.shares) continue;
     ptx::st_relaxed_gpu(role.p.block_counts + role.at.block * counts + i, tagged(count, role.call.tag));
   }
 }
@@ -311,7 +311,7 @@ __device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
   const HtRouteGeometry& g = role.geometry;
   const int shares = role.needed_shares(), groups = ceil_div(shares, kTogether);
   // Ranks' counts come last. Those of experts are for the other ranks, and for numbers.
-  const bool takes_all = role.is_first() || role.numbers_experts();
+  const bool takes_all = role.is_first() || role.numbers_at_once();
   const Divisor& by_counts = takes_all ? g.by_counts : g.by_rank_counts;
   const int counts = static_cast<int>(by_counts.divisor), skipped = g.counts - counts;
   const int most_looks = testing_looks(kLooks, role.call.epoch);
@@ -372,13 +372,13 @@ __device__ __forceinline__ void clear_counts(const RouteRole& role) {
 }
 
 // Numbers of experts' choices after all: another rank's output has expert rows. All warps of the block.
-__device__ __forceinline__ Steps number_experts(const RouteRole& role, const WarpShare& share) {
+__device__ __forceinline__ Steps number_again(const RouteRole& role, const WarpShare& share) {
   const int counts = role.geometry.counts;
   for (int i = role.thread(); i < role.geometry.place_warps * counts; i += role.threads()) {
     role.tables.warp_counts[i] = 0;
   }
   __syncthreads();
-  count_shares(role);
+  if (!role.is_first()) count_shares(role);
   Steps last;
   if (!share.is_empty()) last = number_share<true, false>(role, share, share.ask(role, share.begin));
   __syncthreads();

@@ -303,12 +303,12 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   const ReceiveRole role{{block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry),
                           shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
   stamp(Stamp::kStart, peers.rank);
-  if (!open_ht_call(call, args, Kind::kDispatch, at, true)) {
+  const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
+  if (!open_ht_call(call, args, Kind::kDispatch, at, !has_routed, true)) {
     ptx::wait_for_prerequisites();
     if (helps) clear_all(role);
     return;
   }
-  const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
   if (!has_routed) {
     if (block.is_first()) {
       clear_next_counters(call);
@@ -319,7 +319,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   fill_outputs(role);
   ptx::wait_for_prerequisites();
   fill_flows(role);
-  // Routing has failed, perhaps, since the call was opened.
+  // The buffer has failed, perhaps, since the call was opened: in routing, or by another rank's doing.
   if (block.thread() == 0 && ptx::ld_relaxed_gpu(&args.state->fate.has_failed) != 0) call.has_given_up = 1;
   if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) call.state->ht_staged[0] += 1;
   if (block_has_failed(call)) {

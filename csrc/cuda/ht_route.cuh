@@ -205,9 +205,9 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   __syncthreads();
   // The first warp asks for the epoch meanwhile.
   Steps last_steps =
-      role.numbers_experts() ? number_share<true, true>(role, share, raw) : number_share<false, true>(role, share, raw);
+      role.numbers_at_once() ? number_share<true, true>(role, share, raw) : number_share<false, true>(role, share, raw);
   stamp(Stamp::kOwnDone, peers.rank);
-  if (!open_ht_call(call, args, Kind::kDispatch, at, !sends_rows(p.steps))) {
+  if (!open_ht_call(call, args, Kind::kDispatch, at, true, !sends_rows(p.steps))) {
     if (role.records()) clear_info(role);
     return;
   }
@@ -242,7 +242,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   }
   stamp(Stamp::kRoutingKnown, peers.rank);
   if (*role.tables.has_expert_rows != 0) {
-    if (!role.numbers_experts()) last_steps = number_experts(role, share);
+    if (!role.numbers_at_once()) last_steps = number_again(role, share);
     find_starts(role);
     __syncthreads();
   }

@@ -5,7 +5,7 @@
 namespace ep {
 namespace {
 
-// As plan_ht_dispatch() has at most, and where nothing is copied: those have more registers.
+// As plan_ht_dispatch() has at most, and as it mostly has where nothing is copied: with more registers.
 constexpr int kManyThreads = 896, kFewThreads = 640;
 
 template <bool kQuant, int kThreads>

@@ -100,7 +100,7 @@ struct RowStream {
   Work& work;
   CopyRing ring;
   unsigned num_turned = 0, num_begun = 0;  // units; at most one more is turned to
-  int asked_piece = work.pieces.end;       // of the unit turned to last
+  int asked_piece = work.pieces.end;       // of the unit turned to last; there is none yet
   unsigned to_ask = 0;                     // of that piece
 
   // Asks for what comes next until the ring is full.

@@ -12,7 +12,7 @@ namespace ep {
 namespace {
 
 constexpr const char* kVersion = "0.1.0";
-constexpr int kWireVersion = 2;             // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 3;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_timeout(double seconds) {
