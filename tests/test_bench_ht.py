@@ -391,6 +391,16 @@ def test_wire_floor_of_high_throughput() -> None:
 # ---- The crossover
 
 
+def test_plain_graphs_switch_off_what_overlaps_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Low latency's launches; high throughput's are inside an operation. Afterwards all is as it was."""
+    switched = [True]
+    buffer: Any = types.SimpleNamespace(runtime=types.SimpleNamespace(set_pdl=switched.append))
+    monkeypatch.setattr(measure, "graph_times", lambda *_: [float(switched[-1])])
+    rank: Any = types.SimpleNamespace(world=None, effort=None)
+    assert configuration.Configuration._graph_times(rank, buffer, lambda: None) == [0.0] and switched[-1]
+    assert ht_configuration.HtConfiguration._graph_times(rank, buffer, lambda: None) == [1.0] and switched[-1]
+
+
 def curve_records(figure: str, ll: dict[int, float], ht: dict[int, float], **fields: Any) -> list[records.Record]:
     made = []
     for bench, times in (("ll", ll), ("ht", ht)):

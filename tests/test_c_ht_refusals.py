@@ -118,7 +118,7 @@ def test_bad_handles_are_refused(library: Library, group: c.c_void_p) -> None:
 
 
 def test_auto_takes_low_latency_up_to_its_room(library: Library) -> None:
-    for max_tokens, row_bytes, topk in ((1000, 65536, 2), (300, 65536, 1), (64, 64, 2)):
+    for max_tokens, row_bytes, topk in ((1000, 65536, 2), (300, 65536, 1), (64, 64, 2), (5000, 64, 2)):
         made = library.solo_group(max_tokens=max_tokens, max_token_bytes=row_bytes, topk=topk)
         info, told = c_api.GroupInfo(), c_api.HandleInfo()
         library.GroupGetInfo(made, info)

@@ -15,8 +15,8 @@ namespace {
 
 constexpr double kDefaultTimeoutSeconds = 100;
 constexpr size_t kMaxRowBytes = 65536;  // as the group's
-// Bytes that a rank sends at most in a dispatch of max_tokens, up to which AUTO takes low latency: nccl_ep/modes.py has
-// the reason, and the same number.
+// Bytes that a rank sends at most in a dispatch of max_tokens, and slots of all ranks, or tokens, up to which AUTO
+// takes low latency: nccl_ep/modes.py has the reasons, and the same numbers.
 constexpr int64_t kAutoLlBytes = 56 << 20, kAutoLlSlots = 4096, kAutoLlTokens = 128;
 constexpr uint64_t kMaxMessage = 16u << 20;  // what ranks tell one another is far smaller
 

@@ -177,7 +177,7 @@ class Configuration:
         ops = tuple(made.calls)
         sms = self._measure_kernels(made, fields) if "kernel" in self.plan.figures else dict.fromkeys(ops)
         functions: dict[str, Callable[[Call], list[float]]] = {
-            "graph": lambda call: measure.plain_graph_times(world, buffer, call, effort),
+            "graph": lambda call: self._graph_times(buffer, call),
             "graph_pdl": lambda call: measure.graph_pdl_times(world, buffer, call, effort),
             "event": lambda call: measure.event_times(world, call, effort),
             "host": lambda call: measure.host_time(world, call, effort),
@@ -187,6 +187,10 @@ class Configuration:
                 for op in ops:
                     call = made.in_graph(op) if figure.startswith("graph") else made.get(op)
                     self._timed(partial(function, call), op=op, figure=figure, num_sms_used=sms[op], **fields)
+
+    def _graph_times(self, buffer: Buffer, call: Call) -> list[float]:
+        """Of operations that do not overlap one another."""
+        return measure.plain_graph_times(self.world, buffer, call, self.effort)
 
     def _measure_kernels(self, made: Operations, fields: Record) -> dict[str, int | None]:
         """Records the figure "kernel" of all but the pair. Returns the SMs that they use: a block runs on one."""
@@ -228,10 +232,8 @@ class Configuration:
             for op in OPS
         ]
         for system, op, num_sms, call in calls:
-            if self.world.is_cuda:
-                body = partial(measure.plain_graph_times, self.world, buffer, call, self.effort)
-            else:
-                body = partial(measure.event_times, self.world, call, self.effort)
+            events = partial(measure.event_times, self.world, call, self.effort)
+            body = partial(self._graph_times, buffer, call) if self.world.is_cuda else events
             self._timed(body, system=system, api="ops", op=op, figure=figure, num_sms=num_sms)
 
     # ---- The others

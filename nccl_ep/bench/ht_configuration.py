@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from nccl_ep import Buffer
 from nccl_ep.reference import EXPERT_LAYOUTS
 
-from . import operations
+from . import measure, operations
 from .configuration import Configuration, Sampled
-from .operations import Operations
+from .operations import Call, Operations
 from .records import Record
 from .workload import Checked, arena_bytes_for
 
@@ -62,6 +62,10 @@ class HtConfiguration(Configuration):
         if self._arena == STAGED and self.shape.layout in EXPERT_LAYOUTS:
             calls.pop("combine", None)  # adds up rows at their owner, wherever they lie: the same as in place
         super()._measure_operations(buffer, Operations(calls, made.captured), fields)
+
+    def _graph_times(self, buffer: Buffer, call: Call) -> list[float]:
+        """As they are launched: programmatically inside a dispatch alone, not one behind the other."""
+        return measure.graph_times(self.world, call, self.effort)
 
     def _sample(self, body: Callable[[], T]) -> Sampled[T]:
         if self._buffer is None:  # a rival

@@ -103,7 +103,7 @@ def enable_pdl(buffer: Buffer, enabled: bool) -> bool:
 
 
 def plain_graph_times(world: World, buffer: Buffer, call: Call, effort: Effort) -> list[float]:
-    """As graph_times, with operations of low latency that begin when the one before has ended."""
+    """As graph_times, without any programmatic dependent launch."""
     enable_pdl(buffer, False)
     try:
         return graph_times(world, call, effort)
