@@ -32,7 +32,7 @@ def run_sanitizer(tool: str, program: str, cases: list[str], folder: Path, patie
         checked += ["--report-api-errors", "no"]
     else:
         checked += ["--num-cuda-barriers", "100"]  # of a block
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} | ({BARRIERS: ""} if tool == "racecheck" else {})
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} | ({BARRIERS: "1"} if tool == "racecheck" else {})
     log = folder / tool
     with log.open("w") as file:
         done = subprocess.run(

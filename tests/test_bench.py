@@ -85,7 +85,7 @@ def test_ll_on_cpu_ranks(tmp_path: Path) -> None:
     mine = [record for record in found if record["system"] == "nccl_ep" and record["unit"] == "us"]
     keys = {tuple(record[name] for name in ("api", "op", "figure", "tokens", "dtype")) for record in mine}
     assert len(keys) == len(mine) == 2 * 3 * 2 * 2 * 2
-    assert all((record["p99"] is None) == (record["figure"] == "host") for record in mine)
+    assert all(record["p99"] >= record["value"] for record in mine)
     assert sum(record["figure"] == "memory" and record["unit"] == "MB" for record in found) == 4
 
     for line in ("pair", "torch_all_to_all", "not measured: torch_symm_mem", "memory, 5 tokens, fp8", "some-revision"):

@@ -297,11 +297,10 @@ class CudaBackend : public Backend {
   bool overlaps_before(const Params&, const auto&) const {
     return uses_pdl_;
   }
-  bool overlaps_before(const HtRouteParams&, const HtPlan&) const { return false; }
-  bool overlaps_before(const HtCombineParams&, const HtPlan&) const { return false; }
-  // Behind the kernel that routes, if they leave SMs: not all of a GPU shall wait for one call of the peers.
+  // Behind the kernel that routes, which lets it begin early, if they leave SMs: not all of a GPU shall wait for one
+  // call of the peers.
   bool overlaps_before(const HtDispatchParams& params, const HtPlan& plan) const {
-    return uses_pdl_ && routes(params.steps) && plan.blocks + kHtRouteBlocks < memory_->num_sms;
+    return uses_pdl_ && (!routes(params.steps) || plan.blocks + kHtRouteBlocks < memory_->num_sms);
   }
 
   // The hot path: an op has set the device, and CUDA is called for the launch alone.

@@ -235,6 +235,7 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
                            call,
                            CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks)};
   stamp(Stamp::kStart, peers.rank);
+  ptx::wait_for_prerequisites();
   if (!open_ht_call(call, args, Kind::kCombine, at, true, true)) return;
   if (role.is_first()) {
     clear_next_counters(call);

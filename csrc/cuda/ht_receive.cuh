@@ -304,6 +304,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
                           shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
   stamp(Stamp::kStart, peers.rank);
   const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
+  if (!has_routed) ptx::wait_for_prerequisites();
   if (!open_ht_call(call, args, Kind::kDispatch, at, !has_routed, true)) {
     ptx::wait_for_prerequisites();
     if (helps) clear_all(role);

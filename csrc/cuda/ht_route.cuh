@@ -198,6 +198,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   EP_SHARED(CallContext, call);
   const RouteRole role{{at}, args.state, p, args.geometry, peers, call, RouteTables::of(shared, p, args.geometry)};
   stamp(Stamp::kStart, peers.rank);
+  ptx::wait_for_prerequisites();
   const WarpShare share = WarpShare::of(role);
   RawSteps raw;
   if (!share.is_empty()) raw = share.ask(role, share.begin);

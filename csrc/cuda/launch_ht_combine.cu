@@ -52,7 +52,7 @@ void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
   with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
     using T = decltype(types);
     launch_kernel(&ht_combine_rows<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), args.geometry.bytes,
-                  false, stream, args);
+                  args.plan.pdl, stream, args);
   });
 }
 

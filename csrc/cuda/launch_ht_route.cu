@@ -38,7 +38,8 @@ void load_ht_route_kernels() {
 std::vector<std::vector<uint64_t>> ht_route_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
-  launch_kernel(&ht_dispatch_route, args.plan.blocks, args.plan.threads(), args.geometry.bytes, false, stream, args);
+  launch_kernel(&ht_dispatch_route, args.plan.blocks, args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream,
+                args);
 }
 
 template <>

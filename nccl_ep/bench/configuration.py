@@ -180,7 +180,7 @@ class Configuration:
             "graph": lambda call: self._graph_times(buffer, call),
             "graph_pdl": lambda call: measure.graph_pdl_times(world, buffer, call, effort),
             "event": lambda call: measure.event_times(world, call, effort),
-            "host": lambda call: measure.host_time(world, call, effort),
+            "host": lambda call: measure.host_times(world, call, effort),
         }
         for figure, function in functions.items():
             if figure in self.plan.figures:

@@ -17,6 +17,8 @@ from nccl_ep import Buffer
 from .operations import Call
 from .world import Skipped, World
 
+_HOST_RUNS = 5
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -60,16 +62,19 @@ def event_times(world: World, call: Call, effort: Effort) -> list[float]:
     return times
 
 
-def host_time(world: World, call: Call, effort: Effort) -> list[float]:
-    """Mean time that a call keeps the host, of so many that the GPU's queue does not fill up. One sample."""
+def host_times(world: World, call: Call, effort: Effort) -> list[float]:
+    """Mean time that a call keeps the host, of so many that the GPU's queue does not fill up; a few such means."""
     _warm_up(world, call, effort.warm_up)
-    world.gate.wait()
-    begin = time.perf_counter()
-    for _ in range(effort.host_calls):
-        call()
-    seconds = time.perf_counter() - begin
+    means = []
+    for _ in range(_HOST_RUNS):
+        world.synchronize()
+        world.gate.wait()
+        begin = time.perf_counter()
+        for _ in range(effort.host_calls):
+            call()
+        means.append((time.perf_counter() - begin) / effort.host_calls * 1e6)
     world.synchronize()
-    return [seconds / effort.host_calls * 1e6]
+    return means
 
 
 def graph_times(world: World, call: Call, effort: Effort) -> list[float]:

@@ -52,11 +52,11 @@ def native_operations(shape: Shape, buffer: Buffer, given: Given, checked: Check
     """Every call allocates its outputs; in graphs, those of high throughput write tensors of an earlier output, which
     lie in the arena, as a capture's own do not. The bits must be the same at every num_sms."""
 
+    kwargs: dict[str, Any] = {"buffer": buffer, "num_sms": num_sms, **shape.dispatch_kwargs()}
+    payload: dict[str, Any] = {"quant": shape.quant, "scales": given.scales, **kwargs}
+
     def run_dispatch(out: DispatchOutput | None = None) -> DispatchOutput:
-        return dispatch(
-            given.x, given.topk_idx, given.weights,
-            buffer=buffer, quant=shape.quant, scales=given.scales, num_sms=num_sms, out=out, **shape.dispatch_kwargs(),
-        )  # fmt: skip
+        return dispatch(given.x, given.topk_idx, given.weights, out=out, **payload)
 
     def run_combine() -> torch.Tensor:
         return combine(checked.rows, checked.out.handle, num_sms=num_sms)
@@ -72,9 +72,7 @@ def native_operations(shape: Shape, buffer: Buffer, given: Given, checked: Check
     x = narrow(given)
 
     def run_routing(out: DispatchOutput | None = None) -> DispatchOutput:
-        return dispatch(
-            x, given.topk_idx, given.weights, buffer=buffer, num_sms=num_sms, out=out, **shape.dispatch_kwargs()
-        )
+        return dispatch(x, given.topk_idx, given.weights, out=out, **kwargs)
 
     earlier, routed = checked.out, run_routing()
     _spoil([earlier.x, routed.x])

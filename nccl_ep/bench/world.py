@@ -27,6 +27,7 @@ T = TypeVar("T")
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _COLLECTIVE_SECONDS = 120  # of torch's own collectives: then the process ends, and the parent goes on with a new one
 _GATE_SECONDS = 20.0
+_POLLS_BEFORE_YIELD = 200
 _CPU_SECONDS = 120.0  # of whatever CPU ranks wait for: they share cores with all else that runs there
 _sleep: Callable[[int], None] = torch.cuda._sleep
 
@@ -69,7 +70,11 @@ class Gate:
         words[self._own] = rounds
         deadline = time.monotonic() + self._seconds
         for other in self._others:
+            polls = 0
             while words[other] < rounds:
+                polls += 1
+                if polls < _POLLS_BEFORE_YIELD:  # a call of the kernel may take microseconds
+                    continue
                 os.sched_yield()
                 if time.monotonic() > deadline:
                     raise BenchError(f"rank {other // 8} did not come to the barrier within {self._seconds:g} s")
