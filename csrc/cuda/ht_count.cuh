@@ -270,39 +270,52 @@ __device__ __forceinline__ void finish_numbers(const RouteRole& role, const Warp
 
 // ---- The warps of this block
 
-// A thread: of one count, each placing warp's to what the share has before its tokens. Returns the share's.
-__device__ __forceinline__ int add_up_warps(const RouteRole& role, int index) {
-  constexpr int kTogether = 8;
-  const int counts = role.geometry.counts, warps = role.geometry.place_warps;
-  int before = 0;
-  int* of_warp = role.tables.warp_counts + index;
+// Of counts from `first` on, those of placing warps become what the share has before each of them; tell(index, sum)
+// hears of the share's. Four lanes a count, each of which has eight warps: one thread alone takes 2 us for 31.
+template <class Tell>
+__device__ __forceinline__ void add_up_warps(const RouteRole& role, int first, const Tell& tell) {
+  constexpr int kLanes = 4, kEach = 32 / kLanes;
+  const int counts = role.geometry.counts, from_last = role.threads() / 32 - 1 - role.warp;
+  const int part = role.lane % kLanes, warps = role.geometry.place_warps - part * kEach;  // from this lane's first on
 #pragma unroll 1
-  for (int first = 0; first < warps; first += kTogether) {
-    int count[kTogether];
+  for (int begin = from_last * 32; begin < (counts - first) * kLanes; begin += role.threads()) {
+    const int index = first + (begin + role.lane) / kLanes;
+    const bool exists = index < counts;
+    int* of_warp = role.tables.warp_counts + part * kEach * counts + index;
+    int count[kEach], sum = 0;
 #pragma unroll
-    for (int q = 0; q < kTogether; q++) count[q] = first + q < warps ? of_warp[(first + q) * counts] : 0;
+    for (int q = 0; q < kEach; q++) count[q] = exists && q < warps ? of_warp[q * counts] : 0;
 #pragma unroll
-    for (int q = 0; q < kTogether; q++) {
-      if (first + q < warps) of_warp[(first + q) * counts] = before;
+    for (int q = 0; q < kEach; q++) sum += count[q];
+    int before = sum;
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      const int other = __shfl_up_sync(~0u, before, step);
+      before += part >= step ? other : 0;
+    }
+    if (exists && part == kLanes - 1) tell(index, before);
+    before -= sum;
+#pragma unroll
+    for (int q = 0; q < kEach; q++) {
+      if (exists && q < warps) of_warp[q * counts] = before;
       before += count[q];
     }
   }
-  return before;
 }
 
 // ---- The blocks of this rank
 
-// Counts of each placing warp become what the share has before its tokens. Their sums are the share's, and the others
-// are told of them.
+// The others are told of the share's counts.
 __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
-  const int counts = role.geometry.counts, first_rank = role.count_of_rank(0);
   if (role.at.block >= role.geometry.shares) return;
+  const int counts = role.geometry.counts, first_of_warps = role.numbers_at_once() ? 0 : role.count_of_rank(0);
+  const auto tell = [&](int index, int count) {
+    ptx::st_relaxed_gpu(role.p.block_counts + role.at.block * counts + index,
+                        tagged(static_cast<uint32_t>(count), role.call.tag));
+  };
 #pragma unroll 1
-  for (int i = role.last_first(); i < counts; i += role.threads()) {
-    const bool is_numbered = role.numbers_at_once() || i >= first_rank;
-    const auto count = static_cast<uint32_t>(is_numbered ? add_up_warps(role, i) : role.tables.share[i]);
-    ptx::st_relaxed_gpu(role.p.block_counts + role.at.block * counts + i, tagged(count, role.call.tag));
-  }
+  for (int i = role.last_first(); i < first_of_warps; i += role.threads()) tell(i, role.tables.share[i]);
+  add_up_warps(role, first_of_warps, tell);
 }
 
 // Adds up what this block needs of the shares. False: some are not known yet, their blocks may not even run.
@@ -382,7 +395,7 @@ __device__ __forceinline__ Steps number_again(const RouteRole& role, const WarpS
   Steps last;
   if (!share.is_empty()) last = number_share<true, false>(role, share, share.ask(role, share.begin));
   __syncthreads();
-  for (int i = role.thread(); i < counts; i += role.threads()) add_up_warps(role, i);
+  add_up_warps(role, 0, [](int, int) {});
   __syncthreads();
   if (!share.is_empty()) finish_numbers(role, share, last);
   return last;
