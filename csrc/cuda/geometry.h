@@ -102,6 +102,7 @@ struct PlacesShape {
   int words = 1;     // of a bin. Odd, so that threads that look at one word of many bins use different banks
   int id_words = 2;  // of a slot
   int bits_at = 0, tokens_at = 0, starts_at = 0;
+  bool sums_fit = true;  // packed: no start is more than an int holds
   int64_t bytes = 0;
 
   static PlacesShape of(const LlDispatchParams& p) {
@@ -119,6 +120,7 @@ struct PlacesShape {
     shape.bits_at = static_cast<int>(bits_at);
     shape.tokens_at = static_cast<int>(tokens_at);
     shape.starts_at = static_cast<int>(starts_at);
+    shape.sums_fit = slots * p.shape.topk + static_cast<int64_t>(shape.bins) * p.output.alignment <= INT32_MAX;
     return shape;
   }
 };

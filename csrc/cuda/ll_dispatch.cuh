@@ -368,6 +368,8 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   const bool stores_info = role.at.block == role.at.num_blocks - 1 && last_in_block < info_warps;
   const int number = ptx::opaque(role.receiver());
   const bool has_duties = ptx::opaque(stores_info || from_last < role.geometry.gap_warps);
+  const StartFinder starts(places, role.geometry.by_alignment,
+                           kExpertRows && last_in_block == 0 && p.output.layout == OutputLayout::kPacked);
   build_places<kExpertRows>(p, role.peers, call, places, role.geometry.by_max_tokens, role.receiving_thread(),
                             role.receiving_threads());
   Incoming<kPayload, kSteps> in;
@@ -375,7 +377,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   ptx::named_barrier(1, role.receiving_threads());
   stamp(Stamp::kRoutingKnown, role.peers.rank);
   if (kExpertRows && p.output.layout == OutputLayout::kPacked) {
-    find_starts(p, places, role.geometry.by_alignment, role.warp - role.plan.receiver_warp0, role.plan.receiver_warps);
+    starts.find(p, places);
     ptx::named_barrier(1, role.receiving_threads());
   }
   if (number < role.geometry.receive_units) in.ask_again(role, call);

@@ -38,7 +38,15 @@ struct Places {
     return format.bits == 8 ? words[k >> 2] >> (k & 3) * 8 & 0xFF : words[k >> 1] >> (k & 1) * 16 & 0xFFFF;
   }
 
-  // Bits of a bin in slots [from, to).
+  // Bits of a bin.
+  __device__ __forceinline__ int count_bits(int bin) const {
+    const uint32_t* row = bits(bin);
+    int count = 0;
+#pragma unroll 4
+    for (int w = 0; w < shape.words; w++) count += __popc(row[w]);
+    return count;
+  }
+  // Those in slots [from, to).
   __device__ __forceinline__ int count_bits(int bin, int from, int to) const {
     const uint32_t* row = bits(bin);
     uint32_t mask = ~0u << (from & 31);
@@ -72,7 +80,9 @@ __device__ __forceinline__ int count_rows(const LlDispatchParams& p, const Place
 // Rows that want bin `bin` of the output: an expert, or in rank layouts a source rank.
 template <bool kExpertRows>
 __device__ __forceinline__ int demand_of(const LlDispatchParams& p, const Places& places, int bin) {
-  if constexpr (kExpertRows) return count_rows(p, places, bin, 0, places.shape.slots);
+  if constexpr (kExpertRows) {
+    return places.has_duplicates() ? count_choices(p, places, bin, 0, places.shape.slots) : places.count_bits(bin);
+  }
   return places.count_bits(0, bin * p.shape.max_tokens, (bin + 1) * p.shape.max_tokens);
 }
 
@@ -203,31 +213,75 @@ __device__ __forceinline__ void build_places(const LlDispatchParams& p, const Ls
   }
 }
 
-// packed: the first row of every expert, none past 2^31 - 1. All receiving warps call, this one being `index` of
-// `warps`, after a barrier, and before another. A warp finds 32 experts' and adds up by itself what comes before them:
-// that takes less time than to wait for another's sums.
-__device__ __forceinline__ void find_starts(const LlDispatchParams& p, const Places& places,
-                                            const Divisor& by_alignment, int index, int warps) {
+// packed: the first row of every expert, none past 2^31 - 1. One warp, for any number of rows.
+static __device__ __noinline__ void find_any_starts(const LlDispatchParams& p, const Places places,
+                                                    const Divisor by_alignment) {
   constexpr auto kMost = static_cast<uint32_t>(INT32_MAX);
-  const int bins = places.shape.bins, lane = lane_id();
-  const auto add = [](uint32_t a, uint32_t b) { return min(a + b, kMost); };
-  const auto span_of = [&](int bin) {
-    const int demand = bin < bins ? demand_of<true>(p, places, bin) : 0;
+  const int bins = places.shape.bins;
+  const int all = exclusive_sums(bins, &places.start(0), [&](int bin) {
+    const int demand = demand_of<true>(p, places, bin);
     const int units = demand > 0 ? by_alignment.divide(demand - 1) + 1 : 0;
     return min(static_cast<uint32_t>(units) * by_alignment.divisor, kMost);
-  };
-#pragma unroll 1
-  for (int first = index * 32; first <= bins; first += warps * 32) {
-    uint32_t before = 0;
-#pragma unroll 1
-    for (int bin = lane; bin < first; bin += 32) before = add(before, span_of(bin));
-    const uint32_t end = inclusive_sum(span_of(first + lane), add);
-    const uint32_t start = __shfl_up_sync(~0u, end, 1);
-    const uint64_t base =
-        __reduce_add_sync(~0u, before & 0xFFFF) + (static_cast<uint64_t>(__reduce_add_sync(~0u, before >> 16)) << 16);
-    if (first + lane > bins) continue;
-    places.start(first + lane) = static_cast<int>(min(base + (lane > 0 ? start : 0), static_cast<uint64_t>(kMost)));
-  }
+  });
+  if (lane_id() == 0) places.start(bins) = all;
 }
+
+// packed: the first row of every expert. A warp that finds them for its block has all it needs in registers before the
+// routing is known, as all others wait for it then. A lane has two experts of 64.
+struct StartFinder {
+  bool finds;
+  int bins, words;
+  Divisor by_alignment;
+  ptx::SharedAddress bits, starts;
+
+  __device__ __forceinline__ StartFinder(const Places& places, const Divisor& alignment, bool finds) : finds(finds) {
+    if (!finds) return;
+    bins = ptx::pinned(places.shape.bins);
+    words = ptx::pinned(places.shape.words);
+    by_alignment = {ptx::pinned(alignment.divisor), ptx::pinned(alignment.multiplier), ptx::pinned(alignment.shift)};
+    bits = ptx::pinned(ptx::shared_address(places.bits(0)));
+    starts = ptx::pinned(ptx::shared_address(&places.start(0)));
+  }
+
+  // After a barrier, and before another.
+  __device__ __forceinline__ void find(const LlDispatchParams& p, const Places& places) const {
+    if (!finds) return;
+    int next = 0;
+#pragma unroll 1
+    for (int bin = 2 * lane_id();; bin += 64) {
+      int even = demand_of(min(bin, bins - 1)), odd = demand_of(min(bin + 1, bins - 1));
+      if (!places.shape.sums_fit || places.has_duplicates()) return find_any_starts(p, places, by_alignment);
+      even = bin < bins ? span_of(even) : 0;
+      odd = bin + 1 < bins ? span_of(odd) : 0;
+      const int end = next + inclusive_sum(even + odd, [](int a, int b) { return a + b; });
+      if (bin < bins) {
+        ptx::st_shared(starts + bin * 4, end - odd - even);
+        ptx::st_shared(starts + bin * 4 + 4, end - odd);  // the last one: all rows
+      }
+      if (bin + 2 == bins) ptx::st_shared(starts + bin * 4 + 8, end);
+      if (bin - 2 * lane_id() + 64 >= bins) return;
+      next = __shfl_sync(~0u, end, 31);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int demand_of(int bin) const {
+    const ptx::SharedAddress row = bits + bin * words * 4;
+    uint32_t word, after;
+    ptx::ld_shared(row, word);
+    int demand = __popc(word);
+#pragma unroll 1
+    for (int w = 1; w < words; w += 2) {  // they are odd in number
+      ptx::ld_shared(row + w * 4, word);
+      ptx::ld_shared(row + w * 4 + 4, after);
+      demand += __popc(word) + __popc(after);
+    }
+    return demand;
+  }
+  __device__ __forceinline__ int span_of(int demand) const {
+    const auto alignment = static_cast<int>(by_alignment.divisor);
+    return by_alignment.divide(demand + alignment - 1) * alignment;
+  }
+};
 
 }  // namespace ep

@@ -196,6 +196,13 @@ __device__ __forceinline__ void ld_shared(SharedAddress p, uint2& v) {
   asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
 }
 
+__device__ __forceinline__ void ld_shared(SharedAddress p, uint32_t& v) {
+  asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(p) : "memory");
+}
+__device__ __forceinline__ void st_shared(SharedAddress p, uint32_t v) {
+  asm volatile("st.shared.u32 [%0],%1;" ::"r"(p), "r"(v) : "memory");
+}
+
 // ---- Bulk copies, by the engine beside the SM's warps: addresses and sizes are multiples of 16 bytes
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
@@ -257,6 +264,9 @@ __device__ __forceinline__ T* opaque(T* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }
+// A value that all lanes have, in a register: ptxas would load a kernel's parameter again wherever it is used.
+__device__ __forceinline__ uint32_t pinned(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+__device__ __forceinline__ int pinned(int value) { return __shfl_sync(~0u, value, 0); }
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory");
 }

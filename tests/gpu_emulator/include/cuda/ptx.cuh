@@ -108,6 +108,7 @@ template <class Vector>
 void ld_shared(SharedAddress p, Vector& v) {
   std::memcpy(&v, p, sizeof v);
 }
+inline void st_shared(SharedAddress p, uint32_t v) { std::memcpy(p, &v, sizeof v); }
 
 // ---- Bulk copies
 
@@ -136,6 +137,10 @@ inline void fence_proxy_async_shared() {}
 
 template <class T>
 T opaque(T value) {
+  return value;
+}
+template <class T>
+T pinned(T value) {
   return value;
 }
 inline void named_barrier(int id, int threads) { emulator::barrier(id, threads); }
