@@ -21,8 +21,9 @@ struct Sender {
   int64_t bank_offset = 0;
   Unit next{};
   Terms next_terms{kNoRow, 1.0f};
-  uint64_t next_weight = 0;  // of the home rank: the word that is there
-  Unit unit;                 // whose rows have been asked for
+  uint64_t next_weight = 0;                // of the home rank: the word that is there
+  const uint64_t* home_weights = nullptr;  // where such words come, by entry_of()
+  Unit unit;                               // whose rows have been asked for
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
   char* slot;   // in bank 0 of the home rank, of this lane's numbers
@@ -56,17 +57,18 @@ struct Sender {
     if (is_idle) return;
     bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
     if (role.p.weighting == Weighting::kHome) {
+      home_weights = role.peers.local<uint64_t>(role.p.layout.weight(call.bank, 0, 0, 0));
       weigh(role, call, 0);
       add_up(role);
     }
     store(call);
-    find_next(role, call);
+    find_next(role);
 #pragma unroll 1
     while (has_next()) {
       const uint64_t weight = next_weight;
       load_rows(role, tokens_of(role, role.home_of(next.home)));
       draw(role);
-      find_next(role, call);
+      find_next(role);
       if (role.p.weighting == Weighting::kHome) weigh(role, call, weight);
       add_up(role);
       store(call);
@@ -78,13 +80,13 @@ struct Sender {
   __device__ __forceinline__ int tokens_of(const CombineRole& role, int home) const {
     return role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
   }
-  __device__ __forceinline__ void load_next_terms(const CombineRole& role, const CallContext& call) {
+  __device__ __forceinline__ void load_next_terms(const CombineRole& role) {
     next_terms = {kNoRow, 1.0f};
     if (next.token >= role.p.shape.max_tokens) return;
     const int home = role.home_of(next.home);
     next_terms = load_terms(role, home, next.token);
     if (role.p.weighting == Weighting::kHome && role.lane < role.p.shape.topk) {
-      next_weight = ptx::ld_relaxed_sys(home_weight_word(role, call, home, next.token));
+      next_weight = ptx::ld_relaxed_sys(home_weights + entry_of(role, home, next.token));
     }
   }
   // Asks for a ticket if the next unit needs one; find_next() looks at it.
@@ -98,7 +100,7 @@ struct Sender {
     if (role.lane == 0) drawn = ptx::atom_inc_relaxed_gpu(&role.state->unit_tickets[group].next, last);
     ticket = drawn;
   }
-  __device__ __forceinline__ void find_next(const CombineRole& role, const CallContext& call) {
+  __device__ __forceinline__ void find_next(const CombineRole& role) {
     const UnitDeal& deal = role.geometry.deal;
     index += deal.warps;
     if (deal.is_dealt(index)) {
@@ -108,7 +110,7 @@ struct Sender {
     } else {
       next.token = most_tokens;
     }
-    load_next_terms(role, call);
+    load_next_terms(role);
   }
   // Makes the next unit the one to add up, and asks for its rows.
   __device__ __forceinline__ void load_rows(const CombineRole& role, int home_tokens) {
@@ -122,12 +124,23 @@ struct Sender {
            lane_index * static_cast<int>(sizeof sum);
     if (lane_index * kCount >= role.p.hidden) slot = nullptr;
   }
-  // The weights of the unit's home rank, which had sent `seen`.
+  // The weights of the unit's home rank, which had sent `seen`. Mostly they are all there. Waits inline: after a call
+  // the compiler takes a warp that was together before for one that still is, and lanes that waited in it are not.
   __device__ __forceinline__ void weigh(const CombineRole& role, const CallContext& call, uint64_t seen) {
-    const unsigned asked = __ballot_sync(~0u, terms.row >= 0);
-    terms = await_home_weight(role, call, role.home_of(unit.home), unit.token, terms, seen);
+    const bool counted = terms.row >= 0;
+    auto bits = static_cast<uint32_t>(seen);
+    terms.weight = __uint_as_float(bits);
+    if (!__any_sync(~0u, counted && (!is_tagged(seen, call.tag) || bits == kSkippedWeight))) return;
+    if (counted) {
+      const int home = role.home_of(unit.home);
+      if (!is_tagged(seen, call.tag)) {
+        bits = await_word(call, home_weights + entry_of(role, home, unit.token), Phase::kWeights, home);
+      }
+      terms = with_weight(terms, bits);
+    }
+    __syncwarp();
     // Rarely a choice does not count here that counted at dispatch.
-    if (__ballot_sync(~0u, terms.row >= 0) != asked) rows.load(role, terms, unit.piece);
+    if (__any_sync(~0u, counted && terms.row < 0)) rows.load(role, terms, unit.piece);
   }
   __device__ __forceinline__ void add_up(const CombineRole& role) {
     if (!is_any) return;
@@ -377,22 +390,65 @@ struct Receiver {
   }
 };
 
-// ---- Weights of the home rank. Block 0 sends them all, because every block of a peer may wait for them.
+// ---- Weights of the home rank. Block 0 sends them all, because every block of a peer may wait for them. Its opener
+// has other things to do.
 
-static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call) {
+__device__ __forceinline__ void send_home_weight(const CombineRole& role, const CallContext& call, int choice,
+                                                 int expert, const OwnHomeWeight& weight) {
   const LlCombineParams& p = role.p;
-  testing_point(Point::kBeforeRouting, call);
+  // A handle that was changed must not reach beyond the ranks.
+  if (static_cast<unsigned>(expert) >= static_cast<unsigned>(p.shape.num_experts)) return;
+  const int owner = role.geometry.by_local_experts.divide(expert);
   const Offset first = p.layout.weight(call.bank, role.peers.rank, 0, 0);
-  for (int i = threadIdx.x; i < p.num_tokens * p.shape.topk; i += role.plan.threads()) {
+  ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + choice, tagged(weight.bits(p), call.tag));
+}
+
+// From choice `first` on.
+static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call, int first,
+                                                      int step) {
+  const LlCombineParams& p = role.p;
+#pragma unroll 1
+  for (int i = first; i < p.num_tokens * p.shape.topk; i += step) {
     OwnHomeWeight weight;
     weight.load(p, i);
-    const int id = __ldg(p.handle.ids + i);
-    // A handle that was changed must not reach beyond the ranks.
-    if (static_cast<unsigned>(id) >= static_cast<unsigned>(p.shape.num_experts)) continue;
-    const int owner = role.geometry.by_local_experts.divide(id);
-    ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + i, tagged(weight.bits(p), call.tag));
+    send_home_weight(role, call, i, __ldg(p.handle.ids + i), weight);
   }
 }
+
+// A thread's: what it sends first is asked for before the epoch is known. The peers' first sums wait for it.
+struct HomeWeights {
+  static constexpr int kAhead = 2;
+  bool are_sent;
+  OwnHomeWeight weight[kAhead];
+  int expert[kAhead];
+
+  __device__ __forceinline__ explicit HomeWeights(const CombineRole& role)
+      : are_sent(role.at.block == 0 && role.p.weighting == Weighting::kHome && sends(role.p.half) && !is_opener()) {}
+  __device__ __forceinline__ static int step() { return static_cast<int>(blockDim.x) - 32; }
+
+  __device__ __forceinline__ void ask(const CombineRole& role) {
+    if (!are_sent) return;
+#pragma unroll
+    for (int q = 0; q < kAhead; q++) {
+      const int choice = static_cast<int>(threadIdx.x) + q * step();
+      expert[q] = -1;
+      if (choice >= role.p.num_tokens * role.p.shape.topk) continue;
+      weight[q].load(role.p, choice);
+      expert[q] = __ldg(role.p.handle.ids + choice);
+    }
+  }
+  __device__ __forceinline__ void send(const CombineRole& role, const CallContext& call) const {
+    if (!are_sent) return;
+    testing_point(Point::kBeforeRouting, call);
+    const int choice = static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int q = 0; q < kAhead; q++) {
+      send_home_weight(role, call, choice + q * step(), expert[q], weight[q]);
+    }
+    const int further = choice + kAhead * step();
+    if (further < role.p.num_tokens * role.p.shape.topk) send_home_weights(role, call, further, step());
+  }
+};
 
 // ---- Table of contents
 
@@ -411,15 +467,17 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   Receiver<kIn, kWire, kOut, kCount> receiver;
   const bool is_sender = sends(p.half) && role.is_sender() && args.geometry.homes > 0;
   const bool is_receiver = !is_sender && receives(p.half) && role.is_receiver();
+  HomeWeights home_weights(role);
   const Opening opening = open_call(call, args, Kind::kCombine, [&] {
     if (is_sender) sender.ask_first(role);
     if (is_receiver) receiver.ask_first(role);
+    home_weights.ask(role);
   });
 
   const auto begin = [&] {
     const bool is_well = begin_call(call, args, opening);
     stamp(Stamp::kEpochKnown, peers.rank);
-    if (is_well && p.weighting == Weighting::kHome && at.block == 0 && sends(p.half)) send_home_weights(role, call);
+    if (is_well) home_weights.send(role, call);
     return is_well;
   };
   // What a warp adds up first is ready when the epoch is known. The opener is neither sender nor receiver.

@@ -30,10 +30,9 @@ struct Terms {
   float weight;
 };
 
-// Where the weight of choice `lane` comes that its home rank sends for this combine.
-__device__ __forceinline__ const uint64_t* home_weight_word(const CombineRole& role, const CallContext& call, int home,
-                                                            int token) {
-  return role.peers.local<uint64_t>(role.p.layout.weight(call.bank, home, token, role.lane));
+// Choice `lane` of a token: in the handle, and among the weights that home ranks send (layouts of expert rows alone).
+__device__ __forceinline__ int entry_of(const CombineRole& role, int home, int token) {
+  return (home * role.p.shape.max_tokens + token) * role.p.output.map_k() + role.lane;
 }
 
 // What this rank gives for choice `index` of its own tokens, asked for and not yet looked at.
@@ -61,27 +60,12 @@ __device__ __forceinline__ Terms with_weight(Terms terms, uint32_t bits) {
   return terms;
 }
 
-// `seen`: the word when it was asked for, ahead. Not a function of its own: after a call the compiler takes a warp that
-// was together before for one that still is, and lanes that waited in it are not.
-__device__ __forceinline__ Terms await_home_weight(const CombineRole& role, const CallContext& call, int home,
-                                                   int token, Terms terms, uint64_t seen) {
-  if (terms.row >= 0) {
-    auto bits = static_cast<uint32_t>(seen);
-    if (!is_tagged(seen, call.tag)) {
-      bits = await_word(call, home_weight_word(role, call, home, token), Phase::kWeights, home);
-    }
-    terms = with_weight(terms, bits);
-  }
-  __syncwarp();
-  return terms;
-}
-
 // The handle's entries of a token, not yet looked at: whoever looks waits for them.
 __device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, int token) {
   Terms terms{kNoRow, 1.0f};
   const int map_k = role.p.output.map_k();
   if (role.lane >= map_k) return terms;
-  const int entry = (home * role.p.shape.max_tokens + token) * map_k + role.lane;
+  const int entry = entry_of(role, home, token);
   terms.row = __ldg(role.p.handle.rows + entry);
   if (role.p.weighting == Weighting::kDispatch) terms.weight = __ldg(role.p.handle.weights + entry);
   return terms;
