@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from nccl_ep import _C
 
 BARRIERS = "NCCL_EP_TEST_BARRIERS"  # not empty: the sanitizer hands on no variable that is
-_OWN_ERROR, _TRIES = "Internal Sanitizer Error", 3  # it has lost track of a launch, now and then
+_OWN_ERROR, _TRIES = "Internal Sanitizer Error", 2  # it has lost track of a launch, now and then
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 needs_sanitizer = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here")
 
@@ -47,9 +48,11 @@ def run_sanitizer(tool: str, program: str, cases: list[str], folder: Path, patie
         text = log.read_text()
         if _OWN_ERROR not in text:
             break
-    assert done.returncode == 0 and f"case {cases[-1]}\n" in text, (
-        f"{tool} ended with {done.returncode}:\n{text[-4000:]}"
-    )
+    assert f"case {cases[-1]}\n" in text, f"{tool} ended with {done.returncode}:\n{text[-4000:]}"
+    own, all_errors = text.count(_OWN_ERROR), re.search(r"SUMMARY: .*?(\d+) error", text)
+    if own and all_errors is not None and int(all_errors[1]) == own:
+        pytest.skip(f"{tool} lost track of {own} launches, {_TRIES} times, and found nothing in the others")
+    assert done.returncode == 0, f"{tool} ended with {done.returncode}:\n{text[-4000:]}"
 
 
 def run_arguments(run: Callable[[str], None]) -> None:
