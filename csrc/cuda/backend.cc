@@ -293,14 +293,10 @@ class CudaBackend : public Backend {
 
  private:
   // Whether a kernel may begin before the one before it in the stream ends: it waits for that itself.
-  template <class Params>
-  bool overlaps_before(const Params&, const auto&) const {
-    return uses_pdl_;
-  }
-  // Behind the kernel that routes, which lets it begin early, if they leave SMs: not all of a GPU shall wait for one
-  // call of the peers.
-  bool overlaps_before(const HtDispatchParams& params, const HtPlan& plan) const {
-    return uses_pdl_ && (!routes(params.steps) || plan.blocks + kHtRouteBlocks < memory_->num_sms);
+  bool overlaps_before(const LlPlan&) const { return uses_pdl_; }
+  // If both leave SMs: not all of a GPU shall wait for one call of the peers.
+  bool overlaps_before(const HtPlan& plan) const {
+    return uses_pdl_ && plan.blocks + kHtRouteBlocks < memory_->num_sms;
   }
 
   // The hot path: an op has set the device, and CUDA is called for the launch alone.
@@ -315,7 +311,7 @@ class CudaBackend : public Backend {
       memory_->world->run(memory_->peers.rank, args, stream);
     } else {
       args.plan = plan_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
-      args.plan.pdl = overlaps_before(params, args.plan);
+      args.plan.pdl = overlaps_before(args.plan);
       args.geometry = geometry_of(params, args.plan);
       launch(args, stream);
     }

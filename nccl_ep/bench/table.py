@@ -92,7 +92,7 @@ def render(found: list[Record]) -> str:
             f"{_TITLES[str(bench)]}: {ranks} ranks, {device}; hidden {hidden}, top-{topk} of {experts} experts, "
             f"{routing} routing, seed {seed}; revision {revision}, {date}"
         )
-        text.append("us: median of the slowest rank (its 99th percentile); host: a mean; floor_wire: computed")
+        text.append("us: median of the slowest rank (its 99th percentile); host: of means; floor_wire: computed")
         text += _table(group, str(bench))
         for record in group:
             if record["unit"] == "MB" and is_measured(record):
