@@ -38,15 +38,7 @@ struct Places {
     return format.bits == 8 ? words[k >> 2] >> (k & 3) * 8 & 0xFF : words[k >> 1] >> (k & 1) * 16 & 0xFFFF;
   }
 
-  // Bits of a bin.
-  __device__ __forceinline__ int count_bits(int bin) const {
-    const uint32_t* row = bits(bin);
-    int count = 0;
-#pragma unroll 4
-    for (int w = 0; w < shape.words; w++) count += __popc(row[w]);
-    return count;
-  }
-  // Those in slots [from, to).
+  // Bits of a bin in slots [from, to).
   __device__ __forceinline__ int count_bits(int bin, int from, int to) const {
     const uint32_t* row = bits(bin);
     uint32_t mask = ~0u << (from & 31);
@@ -80,9 +72,7 @@ __device__ __forceinline__ int count_rows(const LlDispatchParams& p, const Place
 // Rows that want bin `bin` of the output: an expert, or in rank layouts a source rank.
 template <bool kExpertRows>
 __device__ __forceinline__ int demand_of(const LlDispatchParams& p, const Places& places, int bin) {
-  if constexpr (kExpertRows) {
-    return places.has_duplicates() ? count_choices(p, places, bin, 0, places.shape.slots) : places.count_bits(bin);
-  }
+  if constexpr (kExpertRows) return count_rows(p, places, bin, 0, places.shape.slots);
   return places.count_bits(0, bin * p.shape.max_tokens, (bin + 1) * p.shape.max_tokens);
 }
 
