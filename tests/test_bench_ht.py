@@ -392,7 +392,7 @@ def test_wire_floor_of_high_throughput() -> None:
 
 
 def test_plain_graphs_switch_off_what_overlaps_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Low latency's launches; high throughput's are inside an operation. Afterwards all is as it was."""
+    """Low latency's; high throughput's graphs take operations as they are launched. Afterwards all is as it was."""
     switched = [True]
     buffer: Any = types.SimpleNamespace(runtime=types.SimpleNamespace(set_pdl=switched.append))
     monkeypatch.setattr(measure, "graph_times", lambda *_: [float(switched[-1])])

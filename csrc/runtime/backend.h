@@ -41,8 +41,7 @@ class Backend {
   // What the device has found so far. `take_invalid_ids` forgets them.
   virtual Report report(bool take_invalid_ids) = 0;
   virtual void set_timeout(double seconds) = 0;
-  // CUDA: programmatic dependent launch, on at first: of low latency's kernels behind any other, and of the second
-  // kernel of a dispatch of high throughput behind the first.
+  // CUDA: programmatic dependent launch, on at first, of all kernels behind any other.
   virtual void set_pdl(bool) {}
   virtual WireBytes wire_bytes() const { return {}; }
   // Gives up: no peer is waited for. Nothing but the destructor may follow.

@@ -64,7 +64,7 @@ class HtConfiguration(Configuration):
         super()._measure_operations(buffer, Operations(calls, made.captured), fields)
 
     def _graph_times(self, buffer: Buffer, call: Call) -> list[float]:
-        """As they are launched: programmatically inside a dispatch alone, not one behind the other."""
+        """As operations are launched: programmatically, inside a dispatch and one behind the other."""
         return measure.graph_times(self.world, call, self.effort)
 
     def _sample(self, body: Callable[[], T]) -> Sampled[T]:
