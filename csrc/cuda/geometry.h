@@ -237,7 +237,7 @@ struct UnitDeal {
 };
 
 // Receivers of a call of so many tokens of their rank leave the senders' way: they ask for their first rows when the
-// epoch is known, and poll one word of a rank.
+// epoch is known.
 constexpr int kBusyTokens = 16;
 
 struct LlCombineGeometry {

@@ -9,14 +9,14 @@ namespace {
 constexpr int kMaxThreads = 640;
 constexpr int kScalarThreads = 256;
 
-template <DType kIn, DType kWire, DType kOut>
+template <DType kIn, DType kWire, DType kOut, bool kHome>
 __global__ void __launch_bounds__(kMaxThreads, 1) ll_combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
-  combine<kIn, kWire, kOut>(args, BlockPosition::own());
+  combine<kIn, kWire, kOut, kHome>(args, BlockPosition::own());
 }
 
-template <DType kIn, DType kWire, DType kOut>
+template <DType kIn, DType kWire, DType kOut, bool kHome>
 __global__ void __launch_bounds__(kMaxThreads, 1) ll_combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
-  combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
+  combine<kIn, kWire, kOut, kHome>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
 }
 
 __global__ void __launch_bounds__(kScalarThreads)
@@ -27,6 +27,15 @@ __global__ void __launch_bounds__(kScalarThreads)
 __global__ void __launch_bounds__(kScalarThreads)
     ll_scalars_home_world(const KernelArgs<LlCombineWeightsParams>* all, int blocks) {
   scalars_home(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
+}
+
+// Calls body with the template instance for these parameters.
+template <class Body>
+void with_instance(const LlCombineParams& p, Body body) {
+  with_types(p.dtype, p.wire_dtype, p.out_dtype, [&](auto types) {
+    if (p.weighting == Weighting::kHome) return body(types, std::true_type{});
+    return body(types, std::false_type{});
+  });
 }
 
 }  // namespace
@@ -58,10 +67,14 @@ void check_served(const LlCombineParams& p) {
 void check_served(const LlCombineWeightsParams&) {}
 
 void load_combine_kernels() {
-  for_all_types([](auto types) {
+  const auto load = [](auto types, auto home) {
     using T = decltype(types);
-    load_kernel(&ll_combine<T::in, T::wire, T::out>, 0);
-    load_kernel(&ll_combine_world<T::in, T::wire, T::out>, 0);
+    load_kernel(&ll_combine<T::in, T::wire, T::out, home()>, 0);
+    load_kernel(&ll_combine_world<T::in, T::wire, T::out, home()>, 0);
+  };
+  for_all_types([&](auto types) {
+    load(types, std::false_type{});
+    load(types, std::true_type{});
   });
   load_kernel(&ll_scalars_home, 0);
   load_kernel(&ll_scalars_home_world, 0);
@@ -70,10 +83,10 @@ void load_combine_kernels() {
 std::vector<std::vector<uint64_t>> combine_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<LlCombineParams>& args, void* stream) {
-  with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
+  with_instance(args.params, [&](auto types, auto home) {
     using T = decltype(types);
-    launch_kernel(&ll_combine<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl, stream,
-                  args);
+    launch_kernel(&ll_combine<T::in, T::wire, T::out, home()>, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl,
+                  stream, args);
   });
 }
 
@@ -85,10 +98,10 @@ template <>
 void launch_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
                   void* stream) {
   const LlPlan& plan = host_args->plan;
-  with_types(host_args->params.dtype, host_args->params.wire_dtype, host_args->params.out_dtype, [&](auto types) {
+  with_instance(host_args->params, [&](auto types, auto home) {
     using T = decltype(types);
-    launch_kernel(&ll_combine_world<T::in, T::wire, T::out>, plan.blocks * num_ranks, plan.threads(), 0, false, stream,
-                  args, plan.blocks);
+    launch_kernel(&ll_combine_world<T::in, T::wire, T::out, home()>, plan.blocks * num_ranks, plan.threads(), 0, false,
+                  stream, args, plan.blocks);
   });
 }
 

@@ -9,21 +9,19 @@ namespace ep {
 // ---- Sending: the partial sums of other ranks' tokens
 
 // A sender adds up one unit at a time. While the unit's rows are on their way it learns which is next, and asks for
-// that one's entries of the handle.
-template <DType kIn, DType kWire, int kCount>
+// that one's entries of the handle. kHome: the home rank gives the weights.
+template <DType kIn, DType kWire, int kCount, bool kHome>
 struct Sender {
   int index = 0;        // of the next unit in the block's deal
   uint32_t ticket = 0;  // of the next unit, if it needs one; lane 0 has it
-  bool has_tickets = false, is_idle = false;
+  bool has_tickets = false;
   int tokens = 0;        // of rank `lane`
   int first_tokens = 0;  // of the first unit's home
   int most_tokens = 0;   // of a rank
-  int64_t bank_offset = 0;
   Unit next{};
   Terms next_terms{kNoRow, 1.0f};
-  uint64_t next_weight = 0;                // of the home rank: the word that is there
-  const uint64_t* home_weights = nullptr;  // where such words come, by entry_of()
-  Unit unit;                               // whose rows have been asked for
+  uint64_t next_weight = 0;  // kHome: the word that is there
+  Unit unit;                 // whose rows have been asked for
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
   char* slot;   // in bank 0 of the home rank, of this lane's numbers
@@ -38,41 +36,27 @@ struct Sender {
     first_tokens = __ldg(role.p.handle.tokens + role.home_of(next.home));
     if (role.lane < role.p.shape.num_ranks) tokens = __ldg(role.p.handle.tokens + role.lane);
   }
-  // The first sum: all but home weights is there before the epoch is known.
-  __device__ __forceinline__ void begin(const CombineRole& role) {
-    load_rows(role, first_tokens);
-#pragma unroll 1
-    for (int r = role.lane + 32; r < role.p.shape.num_ranks; r += 32) {
-      most_tokens = max(most_tokens, __ldg(role.p.handle.tokens + r));
-    }
-    most_tokens = __reduce_max_sync(~0u, max(tokens, most_tokens));
-    has_tickets = role.geometry.deal.has_tickets(most_tokens);
-    is_idle = !has_next();
-    if (is_idle) return;
-    draw(role);
-    if (role.p.weighting != Weighting::kHome) add_up(role);
-  }
-  __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call) {
-    testing_point(Point::kBeforeRows, call);
-    if (is_idle) return;
-    bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
-    if (role.p.weighting == Weighting::kHome) {
-      home_weights = role.peers.local<uint64_t>(role.p.layout.weight(call.bank, 0, 0, 0));
-      weigh(role, call, 0);
-      add_up(role);
-    }
-    store(call);
-    find_next(role);
+  // begin() waits until the epoch is known; false: nothing may be sent. The first sum is ready by then, unless it waits
+  // for weights. One loop, with the first unit in it: code that is there twice is fetched twice.
+  template <class Begin>
+  __device__ __forceinline__ void send_all(const CombineRole& role, const CallContext& call, const Begin& begin) {
+    count_tokens(role);
+    bool has_begun = false;
 #pragma unroll 1
     while (has_next()) {
-      const uint64_t weight = next_weight;
-      load_rows(role, tokens_of(role, role.home_of(next.home)));
+      load_rows(role, has_begun ? tokens_of(role, role.home_of(next.home)) : first_tokens);
       draw(role);
-      find_next(role);
-      if (role.p.weighting == Weighting::kHome) weigh(role, call, weight);
+      if (kHome && !has_begun && !begin()) return;
+      const uint64_t weight = kHome && !has_begun ? 0 : next_weight;
+      if (has_begun) find_next(role, call);
+      if constexpr (kHome) weigh(role, call, weight);
       add_up(role);
-      store(call);
+      if (!kHome && !has_begun && !begin()) return;
+      store(role, call);
+      if (!has_begun) find_next(role, call);  // what the others wait for comes first
+      has_begun = true;
     }
+    if (!has_begun) begin();
   }
 
  private:
@@ -80,13 +64,26 @@ struct Sender {
   __device__ __forceinline__ int tokens_of(const CombineRole& role, int home) const {
     return role.p.shape.num_ranks <= 32 ? __shfl_sync(~0u, tokens, home) : __ldg(role.p.handle.tokens + home);
   }
-  __device__ __forceinline__ void load_next_terms(const CombineRole& role) {
+  __device__ __forceinline__ void count_tokens(const CombineRole& role) {
+#pragma unroll 1
+    for (int r = role.lane + 32; r < role.p.shape.num_ranks; r += 32) {
+      most_tokens = max(most_tokens, __ldg(role.p.handle.tokens + r));
+    }
+    most_tokens = __reduce_max_sync(~0u, max(tokens, most_tokens));
+    has_tickets = role.geometry.deal.has_tickets(most_tokens);
+  }
+  // Where the weight of choice `lane` of a token comes from its home rank.
+  __device__ __forceinline__ static const uint64_t* home_weight(const CombineRole& role, const CallContext& call,
+                                                                int home, int token) {
+    return role.peers.local<uint64_t>(role.p.layout.weight(call.bank, 0, 0, 0)) + entry_of(role, home, token);
+  }
+  __device__ __forceinline__ void load_next_terms(const CombineRole& role, const CallContext& call) {
     next_terms = {kNoRow, 1.0f};
     if (next.token >= role.p.shape.max_tokens) return;
     const int home = role.home_of(next.home);
     next_terms = load_terms(role, home, next.token);
-    if (role.p.weighting == Weighting::kHome && role.lane < role.p.shape.topk) {
-      next_weight = ptx::ld_relaxed_sys(home_weights + entry_of(role, home, next.token));
+    if (kHome && role.lane < role.p.shape.topk) {
+      next_weight = ptx::ld_relaxed_sys(home_weight(role, call, home, next.token));
     }
   }
   // Asks for a ticket if the next unit needs one; find_next() looks at it.
@@ -100,7 +97,7 @@ struct Sender {
     if (role.lane == 0) drawn = ptx::atom_inc_relaxed_gpu(&role.state->unit_tickets[group].next, last);
     ticket = drawn;
   }
-  __device__ __forceinline__ void find_next(const CombineRole& role) {
+  __device__ __forceinline__ void find_next(const CombineRole& role, const CallContext& call) {
     const UnitDeal& deal = role.geometry.deal;
     index += deal.warps;
     if (deal.is_dealt(index)) {
@@ -110,7 +107,7 @@ struct Sender {
     } else {
       next.token = most_tokens;
     }
-    load_next_terms(role);
+    load_next_terms(role, call);
   }
   // Makes the next unit the one to add up, and asks for its rows.
   __device__ __forceinline__ void load_rows(const CombineRole& role, int home_tokens) {
@@ -134,7 +131,7 @@ struct Sender {
     if (counted) {
       const int home = role.home_of(unit.home);
       if (!is_tagged(seen, call.tag)) {
-        bits = await_word(call, home_weights + entry_of(role, home, unit.token), Phase::kWeights, home);
+        bits = await_word(call, home_weight(role, call, home, unit.token), Phase::kWeights, home);
       }
       terms = with_weight(terms, bits);
     }
@@ -149,8 +146,9 @@ struct Sender {
     sum.from(total);
     sum.escape();
   }
-  __device__ __forceinline__ void store(const CallContext& call) const {
+  __device__ __forceinline__ void store(const CombineRole& role, const CallContext& call) const {
     testing_point(Point::kBetweenRows, call, unit.token);
+    const int64_t bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
     if (is_any && slot != nullptr) sum.store_remote(slot + bank_offset, 0);
   }
 };
@@ -227,11 +225,6 @@ struct Partials {
     while (true) {
       ranks = static_cast<uint32_t>(ptx::opaque(static_cast<int>(ranks)));  // addresses are worked out again
       if (have_arrived(role, call)) return true;
-      if (role.geometry.is_busy) {
-        while (!has_first_words(role)) {
-          if (is_over(role, call, unit, patience)) return false;
-        }
-      }
       if (is_over(role, call, unit, patience)) return false;
     }
   }
@@ -248,8 +241,6 @@ struct Partials {
     if (has_bug(Bug::kTornRows, call.kind)) ok = numbers[0].have_arrived();
     return __all_sync(~0u, ok);
   }
-  // Lane q looks at one word of the q-th rank: rows that are not there yet need not be asked for again and again.
-  __device__ __forceinline__ bool has_first_words(const CombineRole& role) const { return absent(role) == 0; }
   __device__ __forceinline__ uint32_t rank_of_lane(const CombineRole& role) const {
     return role.lane < kBatch ? ranks >> (8 * role.lane) & kNone : kNone;
   }
@@ -312,7 +303,7 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const CallCon
 
 // A receiver asks for its own rows of a piece while it waits for the others' of the one before: what is asked for late
 // comes late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers (UnitDeal).
-template <DType kIn, DType kWire, DType kOut, int kCount>
+template <DType kIn, DType kWire, DType kOut, int kCount, bool kHome>
 struct Receiver {
   int number = 0;             // of the piece whose entries of the handle have been asked for
   int id = -1;                // of choice `lane`
@@ -323,30 +314,30 @@ struct Receiver {
   OwnHomeWeight rows_weight;
   RowBatch<kIn, kCount> rows;
   Numbers<kWire, kCount> own;  // share of the piece that is added up
-  bool has_begun = false;
 
   __device__ __forceinline__ void ask_first(const CombineRole& role) {
     number = role.receiver();
     ask(role);
   }
-  // The first share needs nothing of this call.
-  __device__ __forceinline__ void begin(const CombineRole& role) {
-    if (!has_next(role)) return;
+  // begin() as a sender's. The first share needs nothing of this call, and is ready by then where SMs have little to
+  // send.
+  template <class Begin>
+  __device__ __forceinline__ void sum_all(const CombineRole& role, const CallContext& call, const Begin& begin) {
+    bool has_begun = false;
+    if (role.geometry.is_busy || !has_next(role)) {
+      if (!begin() || !has_next(role)) return;
+      has_begun = true;
+    }
     load_rows(role);
-    add_up_own(role);
-    has_begun = true;
-  }
-  __device__ __forceinline__ void sum_all(const CombineRole& role, const CallContext& call) {
-    testing_point(Point::kBeforeReceive, call);
-    if (!has_begun) begin(role);
-    if (!has_begun) return;
 #pragma unroll 1
     while (true) {
+      add_up_own(role);
+      if (!has_begun && !begin()) return;
+      has_begun = true;
       const int now = rows_number, now_id = rows_id;
       const bool is_last = !has_next(role);
       if (!is_last) load_rows(role);
       if (!sum_piece<kWire, kOut, kCount>(role, call, now, now_id, own) || is_last) return;
-      add_up_own(role);
     }
   }
 
@@ -368,7 +359,7 @@ struct Receiver {
       const Unit unit = role.geometry.deal.unit(0, number);
       rows_terms = checked(role, terms, true);
       rows.load(role, rows_terms, unit.piece);
-      if (role.p.weighting == Weighting::kHome && role.lane < role.p.shape.topk) {
+      if (kHome && role.lane < role.p.shape.topk) {
         rows_weight.load(role.p, unit.token * role.p.shape.topk + role.lane);
       }
     }
@@ -378,7 +369,7 @@ struct Receiver {
   __device__ __forceinline__ void add_up_own(const CombineRole& role) {
     if (!sends(role.p.half)) return;
     const int piece = role.geometry.deal.unit(0, rows_number).piece;
-    if (role.p.weighting == Weighting::kHome) weigh(role, piece);
+    if constexpr (kHome) weigh(role, piece);
     float total[kCount];
     partial_sum<kIn>(role, rows_terms, piece, rows, total);
     own.from(total);
@@ -392,7 +383,7 @@ struct Receiver {
 
 // ---- Table of contents
 
-template <DType kIn, DType kWire, DType kOut>
+template <DType kIn, DType kWire, DType kOut, bool kHome>
 __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args, BlockPosition at) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const LlCombineParams& p = args.params;
@@ -403,11 +394,11 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  Sender<kIn, kWire, kCount> sender;
-  Receiver<kIn, kWire, kOut, kCount> receiver;
+  Sender<kIn, kWire, kCount, kHome> sender;
+  Receiver<kIn, kWire, kOut, kCount, kHome> receiver;
   const bool is_sender = sends(p.half) && role.is_sender() && args.geometry.homes > 0;
   const bool is_receiver = !is_sender && receives(p.half) && role.is_receiver();
-  HomeWeights home_weights(role);
+  HomeWeights<kHome> home_weights(role);
   const Opening opening = open_call(call, args, Kind::kCombine, [&] {
     if (is_sender) sender.ask_first(role);
     if (is_receiver) receiver.ask_first(role);
@@ -429,14 +420,18 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
     if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
     if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
   } else if (is_sender) {
-    sender.begin(role);
-    if (!begin()) return;
-    sender.send_all(role, call);
+    sender.send_all(role, call, [&] {
+      if (!begin()) return false;
+      testing_point(Point::kBeforeRows, call);
+      return true;
+    });
     stamp(Stamp::kSent, peers.rank);
   } else if (is_receiver) {
-    if (!args.geometry.is_busy) receiver.begin(role);
-    if (!begin()) return;
-    receiver.sum_all(role, call);
+    receiver.sum_all(role, call, [&] {
+      if (!begin()) return false;
+      testing_point(Point::kBeforeReceive, call);
+      return true;
+    });
   } else {
     begin();
   }

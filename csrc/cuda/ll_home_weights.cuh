@@ -29,6 +29,8 @@ static __device__ __noinline__ void send_home_weights(const CombineRole role, co
 }
 
 // A thread's: what it sends first is asked for before the epoch is known. The peers' first sums wait for it.
+// kHome: home ranks give weights; else there is nothing to do.
+template <bool kHome>
 struct HomeWeights {
   static constexpr int kAhead = 2;
   bool are_sent;
@@ -36,7 +38,7 @@ struct HomeWeights {
   int expert[kAhead];
 
   __device__ __forceinline__ explicit HomeWeights(const CombineRole& role)
-      : are_sent(role.at.block == 0 && role.p.weighting == Weighting::kHome && sends(role.p.half) && !is_opener()) {}
+      : are_sent(kHome && role.at.block == 0 && sends(role.p.half) && !is_opener()) {}
   __device__ __forceinline__ static int step() { return static_cast<int>(blockDim.x) - 32; }
 
   __device__ __forceinline__ void ask(const CombineRole& role) {
