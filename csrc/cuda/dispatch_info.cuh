@@ -31,26 +31,25 @@ struct Gap {
   int64_t first, end;
 };
 
-template <bool kExpertRows>
+template <OutputLayout kLayout>
 __device__ __forceinline__ Gap gap_of(const LlDispatchParams& p, const Places& places, int bin) {
   const OutputShape& output = p.output;
-  if (output.layout == OutputLayout::kFlat) return {0, 0};
-  const int demand = demand_of<kExpertRows>(p, places, bin);
-  if (kExpertRows && output.layout == OutputLayout::kPacked) {
+  const int demand = demand_of<kLayout>(p, places, bin);
+  if constexpr (kLayout == OutputLayout::kPacked) {
     const int64_t start = min(static_cast<int64_t>(places.start(bin)), output.capacity);
     const int64_t next = min(static_cast<int64_t>(places.start(bin + 1)), output.capacity);
-    return {start + output.kept(start, demand), next};
+    return {start + kept_rows<kLayout>(p, static_cast<int>(start), demand), next};
   }
-  const int64_t limit = kExpertRows ? output.capacity : p.shape.max_tokens;
-  return {bin * limit + output.kept(0, demand), (bin + 1) * limit};
+  const int64_t limit = kLayout == OutputLayout::kExpertMajor ? output.capacity : p.shape.max_tokens;
+  return {bin * limit + kept_rows<kLayout>(p, 0, demand), (bin + 1) * limit};
 }
 
 // Behind the last row of all, where bins have no parts of their own.
+template <OutputLayout kLayout>
 __device__ __forceinline__ Gap last_gap(const LlDispatchParams& p, const Places& places) {
   const OutputShape& output = p.output;
-  int64_t end = output.capacity;
-  if (output.layout == OutputLayout::kPacked) end = places.start(output.bins());
-  if (output.layout == OutputLayout::kFlat) end = places.count_bits(0, 0, places.shape.slots);
+  const int64_t end =
+      kLayout == OutputLayout::kPacked ? places.start(output.bins()) : places.count_bits(0, 0, places.shape.slots);
   return {min(end, output.capacity), output.capacity};
 }
 
@@ -62,17 +61,22 @@ __device__ __forceinline__ void clear_rows(const LlDispatchParams& p, int64_t fr
 }
 
 // Warp `index` of `warps` clears the gaps of bins index, index + warps, ..., and of the last gap as many times 32 rows.
-template <bool kExpertRows>
+template <OutputLayout kLayout>
 __device__ __forceinline__ void clear_gaps(const LlDispatchParams& p, const Places& places, int index, int warps) {
+  constexpr bool kExpertRows = has_expert_rows(kLayout);
+  if constexpr (kLayout != OutputLayout::kFlat) {
 #pragma unroll 1
-  for (int bin = index; bin < p.output.bins(); bin += warps) {
-    const Gap gap = gap_of<kExpertRows>(p, places, bin);
-    clear_rows<kExpertRows>(p, gap.first, gap.end);
+    for (int bin = index; bin < p.output.bins(); bin += warps) {
+      const Gap gap = gap_of<kLayout>(p, places, bin);
+      clear_rows<kExpertRows>(p, gap.first, gap.end);
+    }
   }
-  const Gap gap = last_gap(p, places);
+  if constexpr (!has_parts(kLayout)) {
+    const Gap gap = last_gap<kLayout>(p, places);
 #pragma unroll 1
-  for (int64_t row = gap.first + index * 32; row < gap.end; row += warps * 32) {
-    clear_rows<kExpertRows>(p, row, min(row + 32, gap.end));
+    for (int64_t row = gap.first + index * 32; row < gap.end; row += warps * 32) {
+      clear_rows<kExpertRows>(p, row, min(row + 32, gap.end));
+    }
   }
 }
 
@@ -90,47 +94,56 @@ static __device__ __noinline__ void store_ranges(const LlDispatchParams& p, cons
   }
 }
 
-// Warp `index` of the `warps` that write the info tensor, all of one block: each takes 32 bins at a time, the last to
-// finish writes the sums.
-template <bool kExpertRows>
+// One thread adds its warp's sums to those of the others. True: it was the last, and has all.
+static __device__ __noinline__ bool add_to_totals(const Places places, int warps, int& dropped, int& total) {
+  atomicAdd(&places.totals[Places::kDropped], dropped);
+  atomicAdd(&places.totals[Places::kKept], total);
+  __threadfence_block();
+  if (atomicAdd(&places.totals[Places::kInfoWarps], 1) != warps - 1) return false;
+  __threadfence_block();
+  dropped = atomicAdd(&places.totals[Places::kDropped], 0);
+  total = atomicAdd(&places.totals[Places::kKept], 0);
+  return true;
+}
+
+// Warp `index` of the `warps` that write the info tensor, all of one block: each takes 32 bins at a time, and if there
+// are several, the last to finish writes the sums.
+template <OutputLayout kLayout>
 __device__ __forceinline__ void store_info(const LlDispatchParams& p, const CallContext& call, const Places& places,
                                            int index, int warps) {
   const OutputShape& output = p.output;
   const int lane = lane_id(), first = index * 32 + lane;
   const uint32_t failure = ptx::ld_relaxed_gpu(&call.state->fate.has_failed);  // then nothing counts
-  const bool is_packed = output.layout == OutputLayout::kPacked, is_flat = output.layout == OutputLayout::kFlat;
   int dropped = 0, total = 0;
 #pragma unroll 1
   for (int bin = first; bin < output.bins(); bin += warps * 32) {
-    int demand = demand_of<kExpertRows>(p, places, bin);
-    const int start = is_packed ? places.start(bin) : is_flat ? places.count_bits(0, 0, bin * p.shape.max_tokens) : 0;
+    int demand = demand_of<kLayout>(p, places, bin);
+    int start = 0;
+    if constexpr (kLayout == OutputLayout::kPacked) start = places.start(bin);
+    if constexpr (kLayout == OutputLayout::kFlat) start = places.count_bits(0, 0, bin * p.shape.max_tokens);
     const bool has_failed = ptx::opaque(static_cast<int>(failure)) != 0;  // no earlier: nobody waits for it till here
     if (has_failed) demand = 0;
-    const int kept = kept_rows<kExpertRows>(p, start, demand);
+    const int kept = kept_rows<kLayout>(p, start, demand);
     p.info[bin] = kept;
     p.info[output.demand_at() + bin] = demand;
     dropped += demand - kept;
     total += kept;
     if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
-    if (kExpertRows && p.layout_range != nullptr) store_ranges(p, places, bin, has_failed);
+    if (has_expert_rows(kLayout) && p.layout_range != nullptr) store_ranges(p, places, bin, has_failed);
   }
+  if constexpr (kLayout == OutputLayout::kPacked) {
 #pragma unroll 1
-  for (int i = first; is_packed && i < output.num_offsets(); i += warps * 32) {
-    p.info[output.offsets_at() + i] = min(places.start(i), static_cast<int>(output.capacity));
+    for (int i = first; i < output.num_offsets(); i += warps * 32) {
+      p.info[output.offsets_at() + i] = min(places.start(i), static_cast<int>(output.capacity));
+    }
   }
 #pragma unroll 1
   for (int r = first; r < p.shape.num_ranks; r += warps * 32) p.handle.tokens[r] = places.tokens(r);
   dropped = __reduce_add_sync(~0u, dropped);
   total = __reduce_add_sync(~0u, total);
-  if (lane != 0) return;
-  atomicAdd(&places.totals[Places::kDropped], dropped);
-  atomicAdd(&places.totals[Places::kKept], total);
-  __threadfence_block();
-  if (atomicAdd(&places.totals[Places::kInfoWarps], 1) != warps - 1) return;
-  __threadfence_block();
-  dropped = atomicAdd(&places.totals[Places::kDropped], 0);
+  if (lane != 0 || (warps > 1 && !add_to_totals(places, warps, dropped, total))) return;
   p.info[output.overflow_at()] = dropped;
-  p.info[output.total_at()] = atomicAdd(&places.totals[Places::kKept], 0);
+  p.info[output.total_at()] = total;
   if (dropped == 0) return;
   atomicAdd(reinterpret_cast<unsigned long long*>(&call.state->found.dropped_rows),
             static_cast<unsigned long long>(dropped));

@@ -27,6 +27,7 @@ struct DispatchRole : WarpRole {
     const int turn = warp == plan.warps - 1 ? plan.warps - 1 : plan.warps - 2 - warp;
     return turn * plan.sender_blocks + at.block;
   }
+  __device__ int routing_step() const { return plan.sender_blocks * plan.warps; }
   __device__ int receiving_thread() const { return threadIdx.x - plan.receiver_warp0 * 32; }
   __device__ int receiving_threads() const { return plan.receiver_warps * 32; }
   // All of them but the opener, which has other things to do first.
@@ -92,25 +93,39 @@ struct OutgoingRouting {
 
 // Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send
 // have the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
-__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call,
-                                                 OutgoingRouting& out) {
+__device__ __forceinline__ void send_token_routing(const DispatchRole& role, const CallContext& call,
+                                                   const OutgoingRouting& out) {
   const LlDispatchParams& p = role.p;
-  testing_point(Point::kBeforeRouting, call);
+  if (out.token >= p.num_tokens) return;
+  testing_point(Point::kBeforeRouting, call, out.token);
+  out.lane.send(call, p.layout);
+  send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
+  if (role.lane >= p.shape.topk) return;
+  p.handle.ids[out.token * p.shape.topk + role.lane] =
+      out.choice.rank < 0 ? -1 : out.choice.rank * p.output.local_experts + out.choice.expert;
+  if (out.choice.rank < 0) report_invalid_id(p, call.state, out.token);
+}
+
+// Token `first` and those that this warp sends after it: there are more tokens than warps.
+static __device__ __noinline__ void send_further_routing(const DispatchRole role, const CallContext& call, int first) {
+  OutgoingRouting out;
 #pragma unroll 1
-  while (out.token < p.num_tokens) {
-    testing_point(Point::kBeforeRouting, call, out.token);
-    out.lane.send(call, p.layout);
-    send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
-    if (role.lane < p.shape.topk) {
-      const Choice& choice = out.choice;
-      p.handle.ids[out.token * p.shape.topk + role.lane] =
-          choice.rank < 0 ? -1 : choice.rank * p.output.local_experts + choice.expert;
-      if (choice.rank < 0) report_invalid_id(p, call.state, out.token);
-    }
-    out.load(role, out.token + role.plan.sender_blocks * role.plan.warps);
+  for (int token = first; token < role.p.num_tokens; token += role.routing_step()) {
+    out.load(role, token);
     out.aim(role);
     out.prepare(role);
+    send_token_routing(role, call, out);
+    __syncwarp();
   }
+}
+
+__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call,
+                                                 const OutgoingRouting& out) {
+  testing_point(Point::kBeforeRouting, call);
+  send_token_routing(role, call, out);
+  const int next = out.token + role.routing_step();
+  if (next < role.p.num_tokens) send_further_routing(role, call, next);
+  __syncwarp();
 }
 
 // A piece of an own row, ready to be sent as soon as the epoch is known.
@@ -150,31 +165,44 @@ struct Outgoing {
 
 // Row pieces by 16-byte stores, to the ranks after this one first.
 template <Payload kPayload, DType kType, int kSteps>
-__device__ __forceinline__ void send_rows(const DispatchRole& role, const CallContext& call,
-                                          Outgoing<kPayload, kType, kSteps>& out) {
+__device__ __forceinline__ void send_piece(const DispatchRole& role, const CallContext& call,
+                                           Outgoing<kPayload, kType, kSteps>& out) {
+  testing_point(Point::kBetweenRows, call, out.asked);
+  char* const at_rank0 = role.peers.base + out.slot + call.bank * role.p.layout.row_bank_bytes;
+  out.load(role, out.asked + role.plan.senders());  // before the stores: it would wait behind them
+  uint32_t turns = out.turns[0], others = out.turns[1];
+  int first = role.peers.rank + 1;
+#pragma unroll 1
+  while ((turns | others) != 0) {
+    if (turns == 0) {
+      turns = others;
+      others = 0;
+      first += 32;
+    }
+    int peer = first + __ffs(static_cast<int>(turns)) - 1;
+    if (peer >= role.p.shape.num_ranks) peer -= role.p.shape.num_ranks;
+    turns &= turns - 1;
+    store_wire<RemoteStore>(at_rank0 + static_cast<uint32_t>(peer) * role.peers.stride, role.geometry.row, out.index,
+                            out.piece, role.lane);
+  }
+}
+
+// What a warp sends first has been asked for, and is made ready while the epoch is on its way. begin() waits for it;
+// false: nothing may be sent.
+template <Payload kPayload, DType kType, int kSteps, class Begin>
+__device__ __forceinline__ bool send_all(const DispatchRole& role, const CallContext& call, OutgoingRouting& routing,
+                                         Outgoing<kPayload, kType, kSteps>& out, const Begin& begin) {
+  routing.prepare(role);
+  out.prepare(role);
+  if (!begin()) return false;
+  send_all_routing(role, call, routing);
   testing_point(Point::kBeforeRows, call);
 #pragma unroll 1
   while (out.index >= 0) {
-    testing_point(Point::kBetweenRows, call, out.asked);
-    char* const at_rank0 = role.peers.base + out.slot + call.bank * role.p.layout.row_bank_bytes;
-    out.load(role, out.asked + role.plan.senders());  // before the stores: it would wait behind them
-    uint32_t turns = out.turns[0], others = out.turns[1];
-    int first = role.peers.rank + 1;
-#pragma unroll 1
-    while ((turns | others) != 0) {
-      if (turns == 0) {
-        turns = others;
-        others = 0;
-        first += 32;
-      }
-      int peer = first + __ffs(static_cast<int>(turns)) - 1;
-      if (peer >= role.p.shape.num_ranks) peer -= role.p.shape.num_ranks;
-      turns &= turns - 1;
-      store_wire<RemoteStore>(at_rank0 + static_cast<uint32_t>(peer) * role.peers.stride, role.geometry.row, out.index,
-                              out.piece, role.lane);
-    }
+    send_piece(role, call, out);
     out.prepare(role);
   }
+  return true;
 }
 
 // ---- Receiving
@@ -305,37 +333,50 @@ struct Incoming {
   }
 };
 
-template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
-__device__ __forceinline__ void receive_rows(const DispatchRole& role, const CallContext& call, const Places& places,
-                                             Incoming<kPayload, kSteps>& in, int number) {
-  const LlDispatchParams& p = role.p;
-#pragma unroll 1
-  while (number < role.geometry.receive_units) {
-    const ReceiveUnit unit = in.unit;
-    const bool exists = unit.token < places.tokens(unit.source);
-    if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return;
-    const uint32_t expert = exists && role.lane < p.shape.topk ? in.id(places) : ~0u;
-    const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
-    const int slot = unit.source * p.shape.max_tokens + unit.token;
-    const int32_t row = row_of<kExpertRows>(p, places, unit.source, slot, wanted, expert);
-    if (exists && unit.piece == role.geometry.numbers_piece) {
-      store_row_info<kExpertRows>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
-    }
-    if (__any_sync(~0u, wanted)) {
-      if (!in.template take<kType>(role, call)) return;
-      unsigned targets = __ballot_sync(~0u, row >= 0);
-      if constexpr (!kExpertRows) targets &= -targets;  // one row for all choices
-      const RowWriter<kPayload, kSteps> writer(p, role.geometry, unit.piece, role.lane);
-#pragma unroll 1
-      for (; targets != 0; targets &= targets - 1) {
-        const int k = __ffs(targets) - 1;
-        writer.store(p, __shfl_sync(~0u, row, k), __shfl_sync(~0u, expert, k), in.piece);
-      }
-      if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
-    }
-    number += role.plan.receivers();
-    if (number < role.geometry.receive_units) in.load(role, call, number);
+// What a lane knows of a choice of a piece's token, when routing is known.
+struct PieceChoice {
+  bool exists, wanted;  // the token; this choice, by an expert here
+  uint32_t expert;
+  int index;  // among its bin's rows
+
+  template <OutputLayout kLayout, class Incoming>
+  __device__ __forceinline__ static PieceChoice of(const DispatchRole& role, const Places& places, const Incoming& in) {
+    const ReceiveUnit& unit = in.unit;
+    PieceChoice choice;
+    choice.exists = unit.token < places.tokens(unit.source);
+    choice.expert = choice.exists && role.lane < role.p.shape.topk ? in.id(places) : ~0u;
+    choice.wanted = choice.expert < static_cast<uint32_t>(role.p.output.local_experts);
+    choice.index = index_of<kLayout>(role.p, places, unit.source, unit.source * role.p.shape.max_tokens + unit.token,
+                                     choice.wanted, choice.expert);
+    return choice;
   }
+};
+
+// Places piece `number`, which `in` has asked for. False: it was the warp's last, or a wait was given up.
+template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
+__device__ __forceinline__ bool place_piece(const DispatchRole& role, const CallContext& call, const Places& places,
+                                            Incoming<kPayload, kSteps>& in, int number, const PieceChoice& choice) {
+  const LlDispatchParams& p = role.p;
+  const ReceiveUnit unit = in.unit;
+  const bool exists = choice.exists, wanted = choice.wanted;
+  const uint32_t expert = choice.expert;
+  if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return false;
+  const int32_t row = wanted ? row_of<kLayout>(p, places, unit.source, expert, choice.index) : kNoRow;
+  if (exists && unit.piece == role.geometry.numbers_piece) {
+    store_row_info<has_expert_rows(kLayout)>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
+  }
+  if (!__any_sync(~0u, wanted)) return true;
+  if (!in.template take<kType>(role, call)) return false;
+  unsigned targets = __ballot_sync(~0u, row >= 0);
+  if constexpr (!has_expert_rows(kLayout)) targets &= -targets;  // one row for all choices
+  const RowWriter<kPayload, kSteps> writer(p, role.geometry, unit.piece, role.lane);
+#pragma unroll 1
+  for (; targets != 0; targets &= targets - 1) {
+    const int k = __ffs(targets) - 1;
+    writer.store(p, __shfl_sync(~0u, row, k), __shfl_sync(~0u, expert, k), in.piece);
+  }
+  if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
+  return true;
 }
 
 // ---- Table of contents of a receiver
@@ -356,41 +397,57 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   for (int i = threadIdx.x; i < ranges; i += blockDim.x) p.layout_range[i] = 0;
 }
 
-template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
+constexpr int kInfoBins = 64;  // of a warp that writes the info tensor
+
+template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const Places& places) {
+  constexpr bool kIsPacked = kLayout == OutputLayout::kPacked;
   const LlDispatchParams& p = role.p;
   testing_point(Point::kBeforeReceive, call);
   ptx::named_barrier(1, role.receiving_threads());  // clear() is over
   // The last warps have the fewest rows to move: they clear gaps, and those of the last block write the info tensor.
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
   const int last_in_block = role.plan.receiver_warp0 + role.plan.receiver_warps - 1 - role.warp;
-  const int info_warps = min(ceil_div(bins, 32), role.plan.receiver_warps);
+  const int info_warps = min(ceil_div(bins, kInfoBins), role.plan.receiver_warps);
   const bool stores_info = role.at.block == role.at.num_blocks - 1 && last_in_block < info_warps;
-  const int number = ptx::opaque(role.receiver());
+  int number = ptx::opaque(role.receiver());
   const bool has_duties = ptx::opaque(stores_info || from_last < role.geometry.gap_warps);
-  const StartFinder starts(places, role.geometry.by_alignment,
-                           kExpertRows && last_in_block == 0 && p.output.layout == OutputLayout::kPacked);
-  build_places<kExpertRows>(p, role.peers, call, places, role.geometry.by_max_tokens, role.receiving_thread(),
-                            role.receiving_threads());
+  const StartFinder starts(places, role.geometry.by_alignment, kIsPacked && last_in_block == 0);
+  build_places<has_expert_rows(kLayout)>(p, role.peers, call, places, role.geometry.by_max_tokens,
+                                         role.receiving_thread(), role.receiving_threads());
   Incoming<kPayload, kSteps> in;
   if (number < role.geometry.receive_units) in.load(role, call, number);
   ptx::named_barrier(1, role.receiving_threads());
   stamp(Stamp::kRoutingKnown, role.peers.rank);
-  if (kExpertRows && p.output.layout == OutputLayout::kPacked) {
-    starts.find(p, places);
+  // packed: one warp finds the starts, while the others learn all else of their first pieces' places.
+  starts.find(p, places);
+  bool lacks_starts = kIsPacked;
+  const auto await_starts = [&] {
+    if (!lacks_starts) return;
+    lacks_starts = false;
+    __syncwarp();
     ptx::named_barrier(1, role.receiving_threads());
-  }
+  };
   if (number < role.geometry.receive_units) in.ask_again(role, call);
   if (has_duties) {
-    if (stores_info) store_info<kExpertRows>(p, call, places, last_in_block, info_warps);
-    clear_gaps<kExpertRows>(p, places, from_last, role.plan.receivers());
+    await_starts();
+    if (stores_info) store_info<kLayout>(p, call, places, last_in_block, info_warps);
+    clear_gaps<kLayout>(p, places, from_last, role.plan.receivers());
   }
-  receive_rows<kPayload, kType, kSteps, kExpertRows>(role, call, places, in, number);
+#pragma unroll 1
+  while (number < role.geometry.receive_units) {
+    const auto choice = PieceChoice::of<kLayout>(role, places, in);
+    await_starts();
+    if (!place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, number, choice)) break;
+    number += role.plan.receivers();
+    if (number < role.geometry.receive_units) in.load(role, call, number);
+  }
+  await_starts();
 }
 
 // ---- Table of contents
 
-template <Payload kPayload, DType kType, int kSteps, bool kExpertRows>
+template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& args, BlockPosition at, char* shared) {
   const LlDispatchParams& p = args.params;
   const LlPlan& plan = args.plan;
@@ -408,7 +465,6 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   const bool is_sending = sends(p.half) && at.block < plan.sender_blocks;
   Outgoing<kPayload, kType, kSteps> out;
   OutgoingRouting routing;
-  out.index = -1;
   out.asked = args.geometry.send_units;
   routing.token = is_sending ? role.routing_token() : p.num_tokens;
   const Opening opening = open_call(call, args, Kind::kDispatch, [&] {
@@ -417,37 +473,34 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
     if (role.is_sender()) out.load(role, role.sender());
     routing.aim(role);
   });
-  if (is_sending && !is_opener()) {
-    routing.prepare(role);
-    out.prepare(role);
-  }
   RecordLane record;
   if (role.is_control()) record = RecordLane::of(p.call, p.layout, peers, role.lane);
   if (receives(p.half) && role.is_receiver() && !is_opener()) {
     places.clear(role.receiving_thread(), role.clearing_threads());
   }
-  const bool is_well = begin_call(call, args, opening);
-  stamp(Stamp::kEpochKnown, peers.rank);
-  if (is_opener()) {  // one branch for the others: they have something to send
+  const auto begin = [&] {
+    const bool is_well = begin_call(call, args, opening);
+    stamp(Stamp::kEpochKnown, peers.rank);
+    return is_well;
+  };
+  bool is_well;
+  if (is_opener()) {
+    is_well = begin();
     if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers, record);
     if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
-    if (is_well && is_sending) {
-      routing.load(role, routing.token);
-      routing.aim(role);
-      routing.prepare(role);
-    }
-  }
-  if (!is_well) return store_nothing<kExpertRows>(role);
-
-  if (is_sending) {
-    send_all_routing(role, call, routing);
-    send_rows(role, call, out);
+    if (is_well && is_sending) send_further_routing(role, call, role.routing_token());
+  } else if (is_sending) {
+    is_well = send_all(role, call, routing, out, begin);
     stamp(Stamp::kSent, peers.rank);
+  } else {
+    is_well = begin();
   }
+  if (!is_well) return store_nothing<has_expert_rows(kLayout)>(role);
+
   if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
   if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
   if (receives(p.half) && role.is_receiver()) {
-    receive<kPayload, kType, kSteps, kExpertRows>(role, call, places);
+    receive<kPayload, kType, kSteps, kLayout>(role, call, places);
   }
   stamp(Stamp::kEnd, peers.rank);
 }

@@ -38,12 +38,13 @@ struct Places {
     return format.bits == 8 ? words[k >> 2] >> (k & 3) * 8 & 0xFF : words[k >> 1] >> (k & 1) * 16 & 0xFFFF;
   }
 
-  // Bits of a bin in slots [from, to).
+  // Bits of a bin in slots [from, to). kUnroll: more code where it is soon waited for.
+  template <int kUnroll = 1>
   __device__ __forceinline__ int count_bits(int bin, int from, int to) const {
     const uint32_t* row = bits(bin);
     uint32_t mask = ~0u << (from & 31);
     int count = 0, w = from >> 5;
-#pragma unroll 4
+#pragma unroll kUnroll
     for (; w < to >> 5; w++, mask = ~0u) count += __popc(row[w] & mask);
     return (to & 31) == 0 ? count : count + __popc(row[w] & mask & ((1u << (to & 31)) - 1));
   }
@@ -65,45 +66,41 @@ static __device__ __noinline__ int count_choices(const LlDispatchParams& p, cons
 }
 
 // Rows of an expert from slots [from, to).
+template <int kUnroll = 1>
 __device__ __forceinline__ int count_rows(const LlDispatchParams& p, const Places& places, int bin, int from, int to) {
-  return places.has_duplicates() ? count_choices(p, places, bin, from, to) : places.count_bits(bin, from, to);
+  return places.has_duplicates() ? count_choices(p, places, bin, from, to) : places.count_bits<kUnroll>(bin, from, to);
 }
 
 // Rows that want bin `bin` of the output: an expert, or in rank layouts a source rank.
-template <bool kExpertRows>
+template <OutputLayout kLayout>
 __device__ __forceinline__ int demand_of(const LlDispatchParams& p, const Places& places, int bin) {
-  if constexpr (kExpertRows) return count_rows(p, places, bin, 0, places.shape.slots);
+  if constexpr (has_expert_rows(kLayout)) return count_rows(p, places, bin, 0, places.shape.slots);
   return places.count_bits(0, bin * p.shape.max_tokens, (bin + 1) * p.shape.max_tokens);
 }
 
 // OutputShape::row() in 32 bits: rows and places stay below 2^31 (OutputShape::make), sums of two below 2^32.
-template <bool kExpertRows>
+template <OutputLayout kLayout>
 __device__ __forceinline__ int32_t output_row(const LlDispatchParams& p, int bin, uint32_t start, uint32_t index) {
-  const OutputLayout layout = p.output.layout;
-  const bool per_bin = layout == (kExpertRows ? OutputLayout::kExpertMajor : OutputLayout::kRankMajor);
-  const auto limit = static_cast<uint32_t>(kExpertRows || !per_bin ? p.output.capacity : p.shape.max_tokens);
-  const uint32_t place = per_bin ? index : start + index;
+  const auto limit =
+      static_cast<uint32_t>(kLayout == OutputLayout::kRankMajor ? p.shape.max_tokens : p.output.capacity);
+  const uint32_t place = has_parts(kLayout) ? index : start + index;
   if (place >= limit) return kDroppedRow;
-  return static_cast<int32_t>(per_bin ? bin * limit + place : place);
+  return static_cast<int32_t>(has_parts(kLayout) ? bin * limit + place : place);
 }
 
 // OutputShape::kept() in 32 bits.
-template <bool kExpertRows>
+template <OutputLayout kLayout>
 __device__ __forceinline__ int kept_rows(const LlDispatchParams& p, int start, int demand) {
-  const OutputLayout layout = p.output.layout;
+  if constexpr (kLayout == OutputLayout::kRankMajor) return min(demand, p.shape.max_tokens);
   const auto capacity = static_cast<int>(p.output.capacity);
-  if constexpr (kExpertRows) {
-    return min(demand, layout == OutputLayout::kExpertMajor ? capacity : max(capacity - start, 0));
-  } else {
-    return min(demand, layout == OutputLayout::kRankMajor ? p.shape.max_tokens : max(capacity - start, 0));
-  }
+  return min(demand, kLayout == OutputLayout::kExpertMajor ? capacity : max(capacity - start, 0));
 }
 
-// The row of a choice of `slot`, one a lane (rank layouts: the token's); kNoRow for lanes without. A whole warp calls.
-template <bool kExpertRows>
-__device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Places& places, int source, int slot,
-                                          bool wanted, uint32_t expert) {
-  if constexpr (kExpertRows) {
+// Which of its bin's rows a choice of `slot` is, one a lane (rank layouts: the token). A whole warp calls.
+template <OutputLayout kLayout>
+__device__ __forceinline__ int index_of(const LlDispatchParams& p, const Places& places, int source, int slot,
+                                        bool wanted, uint32_t expert) {
+  if constexpr (has_expert_rows(kLayout)) {
     int earlier = 0;  // choices of the same token
     if (places.has_duplicates()) {
 #pragma unroll 1
@@ -112,13 +109,20 @@ __device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Place
         earlier += is_same && k < lane_id() ? 1 : 0;
       }
     }
-    if (!wanted) return kNoRow;
-    const int start = p.output.layout == OutputLayout::kPacked ? places.start(expert) : 0;
-    return output_row<true>(p, expert, start, count_rows(p, places, expert, 0, slot) + earlier);
+    return wanted ? count_rows<4>(p, places, expert, 0, slot) + earlier : 0;
   } else {
-    const int from = p.output.layout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0;
-    return wanted ? output_row<false>(p, source, 0, places.count_bits(0, from, slot)) : kNoRow;
+    const int from = kLayout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0;
+    return wanted ? places.count_bits<4>(0, from, slot) : 0;
   }
+}
+
+// Its row.
+template <OutputLayout kLayout>
+__device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Places& places, int source, uint32_t expert,
+                                          int index) {
+  if constexpr (!has_expert_rows(kLayout)) return output_row<kLayout>(p, source, 0, index);
+  const int start = kLayout == OutputLayout::kPacked ? places.start(expert) : 0;
+  return output_row<kLayout>(p, expert, start, index);
 }
 
 // Keeps the ids of two words, and sets their bits.
@@ -209,7 +213,7 @@ static __device__ __noinline__ void find_any_starts(const LlDispatchParams& p, c
   constexpr auto kMost = static_cast<uint32_t>(INT32_MAX);
   const int bins = places.shape.bins;
   const int all = exclusive_sums(bins, &places.start(0), [&](int bin) {
-    const int demand = demand_of<true>(p, places, bin);
+    const int demand = demand_of<OutputLayout::kPacked>(p, places, bin);
     const int units = demand > 0 ? by_alignment.divide(demand - 1) + 1 : 0;
     return min(static_cast<uint32_t>(units) * by_alignment.divisor, kMost);
   });

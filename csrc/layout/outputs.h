@@ -17,6 +17,11 @@ EP_HD constexpr bool has_expert_rows(OutputLayout layout) {
   return layout == OutputLayout::kExpertMajor || layout == OutputLayout::kPacked;
 }
 
+// The output has a part for each bin: an expert, or a source rank.
+EP_HD constexpr bool has_parts(OutputLayout layout) {
+  return layout == OutputLayout::kExpertMajor || layout == OutputLayout::kRankMajor;
+}
+
 inline const char* name_of(OutputLayout layout) {
   constexpr const char* kNames[] = {"expert_major", "packed", "rank_major", "flat"};
   return kNames[static_cast<int>(layout)];
@@ -52,9 +57,7 @@ struct OutputShape {
     if (layout == OutputLayout::kRankMajor) return static_cast<int64_t>(num_ranks) * max_tokens;
     return capacity;
   }
-  EP_HD constexpr bool has_parts() const {  // of the output, one for each bin
-    return layout == OutputLayout::kExpertMajor || layout == OutputLayout::kRankMajor;
-  }
+  EP_HD constexpr bool has_parts() const { return ep::has_parts(layout); }
   EP_HD int map_k() const { return has_expert_rows(layout) ? topk : 1; }  // row map entries a token
   EP_HD constexpr int demand_at() const { return bins(); }
   EP_HD constexpr int overflow_at() const { return 2 * bins(); }
