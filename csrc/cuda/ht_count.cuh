@@ -61,8 +61,6 @@ struct RouteRole : HtBlock {
   __device__ int needed_shares() const {
     return is_first() ? geometry.shares : at.block < geometry.shares ? at.block : 0;
   }
-  // Whether choices of an expert are numbered at once: as this rank's own output needs it, its peers' will.
-  __device__ bool numbers_at_once() const { return has_expert_rows(p.output.layout); }
   // The last block writes down what all learn; the first has told the other ranks.
   __device__ bool records() const { return at.block == at.num_blocks - 1; }
 };
@@ -305,10 +303,11 @@ __device__ __forceinline__ void add_up_warps(const RouteRole& role, int first, c
 
 // ---- The blocks of this rank
 
-// The others are told of the share's counts.
+// The others are told of the share's counts. kExpertRows: choices of experts have numbers.
+template <bool kExpertRows>
 __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
   if (role.at.block >= role.geometry.shares) return;
-  const int counts = role.geometry.counts, first_of_warps = role.numbers_at_once() ? 0 : role.count_of_rank(0);
+  const int counts = role.geometry.counts, first_of_warps = kExpertRows ? 0 : role.count_of_rank(0);
   const auto tell = [&](int index, int count) {
     ptx::st_relaxed_gpu(role.p.block_counts + role.at.block * counts + index,
                         tagged(static_cast<uint32_t>(count), role.call.tag));
@@ -319,12 +318,13 @@ __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
 }
 
 // Adds up what this block needs of the shares. False: some are not known yet, their blocks may not even run.
+template <bool kExpertRows>
 __device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
   constexpr int kTogether = 4, kLooks = 32;  // shares of a count that a thread adds up; looks of some 0.5 us
   const HtRouteGeometry& g = role.geometry;
   const int shares = role.needed_shares(), groups = ceil_div(shares, kTogether);
   // Ranks' counts come last. Those of experts are for the other ranks, and for numbers.
-  const bool takes_all = role.is_first() || role.numbers_at_once();
+  const bool takes_all = role.is_first() || kExpertRows;
   const Divisor& by_counts = takes_all ? g.by_counts : g.by_rank_counts;
   const int counts = static_cast<int>(by_counts.divisor), skipped = g.counts - counts;
   const int most_looks = testing_looks(kLooks, role.call.epoch);

@@ -73,79 +73,107 @@ __device__ __forceinline__ void take_words(const RouteRole& role) {
   if (role.records() && role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
 }
 
+// OutputShape::span() in 32 bits, as a division of 64 takes 100 instructions.
+__device__ __forceinline__ uint32_t span_of(OutputLayout layout, int alignment, int demand) {
+  const auto rows = static_cast<uint32_t>(demand), unit = static_cast<uint32_t>(alignment);
+  return layout == OutputLayout::kPacked ? (rows + unit - 1) / unit * unit : rows;
+}
+
 // Demand of a rank's experts to the first row of each, in tables.start; a warp a rank.
 __device__ __forceinline__ void find_starts(const RouteRole& role) {
   const int local_experts = role.local_experts();
 #pragma unroll 1
   for (int r = role.warp; r < role.num_ranks(); r += role.threads() / 32) {
-    OutputShape output = role.p.output;
-    output.layout = static_cast<OutputLayout>(role.tables.layout[r]);
-    output.alignment = role.tables.alignment[r];
+    const auto layout = static_cast<OutputLayout>(role.tables.layout[r]);
+    const int alignment = role.tables.alignment[r];
     int* start = role.tables.start + r * local_experts;
-    exclusive_sums(local_experts, start, [&](int e) { return static_cast<int>(output.span(start[e])); });
+    exclusive_sums(local_experts, start, [&](int e) { return span_of(layout, alignment, start[e]); });
   }
 }
 
 // ---- What this rank receives
 
-// A warp of one block: the info tensor, and the sizes that the host waits for.
-__device__ __forceinline__ void store_info(const RouteRole& role) {
-  const HtRouteParams& p = role.p;
-  const OutputShape& output = p.output;
-  const int ranks = role.num_ranks(), rank = role.peers.rank;
-  const bool expert_rows = has_expert_rows(output.layout);
-  const int* start_of = role.tables.start + rank * output.local_experts;
-  const int* demand_of = role.tables.demand + rank * output.local_experts;
-  const int* from = role.tables.from;
-  const auto received_before = [&](int source) {
-    int sum = 0;
-    for (int s = 0; s < source; s++) sum += from[s];
-    return sum;
-  };
-  int total = 0, dropped = 0;
-#pragma unroll 1
-  for (int bin = role.lane; bin < output.bins(); bin += 32) {
-    const int demand = expert_rows ? demand_of[bin] : from[bin];
-    const int start = expert_rows ? start_of[bin] : received_before(bin);
-    const int kept = static_cast<int>(output.kept(start, demand));
-    p.info[bin] = kept;
-    p.info[output.demand_at() + bin] = demand;
-    total += kept;
-    dropped += demand - kept;
-  }
-  const int last = output.local_experts - 1;
-  const int64_t end = expert_rows ? start_of[last] + output.span(demand_of[last]) : 0;
-#pragma unroll 1
-  for (int i = role.lane; i < output.num_offsets(); i += 32) {
-    const int64_t start = i <= last ? start_of[i] : end;
-    p.info[output.offsets_at() + i] = static_cast<int>(min(start, output.capacity));
-  }
-  for (int e = role.lane; p.host_sizes != nullptr && e < output.local_experts; e += 32) {
-    p.host_sizes[2 + e] = demand_of[e];
-  }
-  if (p.host_sizes != nullptr) __threadfence_system();
-  total = __reduce_add_sync(~0u, total);
-  dropped = __reduce_add_sync(~0u, dropped);
-  __syncwarp();
-  if (role.lane != 0) return;
-  p.info[output.overflow_at()] = dropped;
-  p.info[output.total_at()] = total;
-  if (dropped > 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&role.state->found.dropped_rows),
-              static_cast<unsigned long long>(dropped));
-  }
-  if (p.host_sizes == nullptr) return;
-  const int slots = received_before(ranks);
-  p.host_sizes[0] = expert_rows ? end : slots;
-  p.host_sizes[1] = slots;
-  int most_tokens = 0;
-  for (int source = 0; source < ranks; source++) {
-    most_tokens = max(most_tokens, role.tables.tokens[source]);
-  }
-  p.host_sizes[2 + output.local_experts] = most_tokens;
-  __threadfence_system();
-  *reinterpret_cast<volatile uint64_t*>(p.host_epoch) = role.call.epoch;
+__device__ __forceinline__ int sum_of(const int* values, int count) {
+  int sum = 0;
+  for (int i = 0; i < count; i++) sum += values[i];
+  return sum;
 }
+
+// A warp of one block: the info tensor, and the sizes that the host waits for. Others have less to do in the end, so
+// what an output without expert rows does not need is not there.
+template <bool kExpertRows>
+struct InfoWriter {
+  const RouteRole& role;
+  const int* start = role.tables.start + role.peers.rank * role.local_experts();  // of the experts here
+  const int* demand = role.tables.demand + role.peers.rank * role.local_experts();
+  const int* from = role.tables.from;  // rows of every source
+
+  __device__ __forceinline__ void store() const {
+    const HtRouteParams& p = role.p;
+    const OutputShape& output = p.output;
+    const int bins = kExpertRows ? output.local_experts : output.num_ranks;
+    int total = 0, dropped = 0;
+#pragma unroll 1
+    for (int bin = role.lane; bin < bins; bin += 32) {
+      const int wanted = kExpertRows ? demand[bin] : from[bin];
+      const int kept = kept_of(kExpertRows ? start[bin] : sum_of(from, bin), wanted);
+      p.info[bin] = kept;
+      p.info[bins + bin] = wanted;
+      total += kept;
+      dropped += wanted - kept;
+    }
+    if (kExpertRows && output.layout == OutputLayout::kPacked) {
+#pragma unroll 1
+      for (int i = role.lane; i <= output.local_experts; i += 32) {
+        const int64_t offset = i < output.local_experts ? start[i] : end_of_experts();
+        p.info[output.offsets_at() + i] = static_cast<int>(min(offset, output.capacity));
+      }
+    }
+    total = __reduce_add_sync(~0u, total);
+    dropped = __reduce_add_sync(~0u, dropped);
+    if (role.lane == 0) {
+      p.info[output.overflow_at()] = dropped;
+      p.info[output.total_at()] = total;
+      if (dropped > 0) {
+        atomicAdd(reinterpret_cast<unsigned long long*>(&role.state->found.dropped_rows),
+                  static_cast<unsigned long long>(dropped));
+      }
+    }
+    if (p.host_sizes != nullptr) tell_host();
+  }
+
+ private:
+  // OutputShape::kept() in 32 bits.
+  __device__ __forceinline__ int kept_of(int first, int wanted) const {
+    const OutputShape& output = role.p.output;
+    const auto capacity = static_cast<int>(output.capacity);
+    if (output.layout == OutputLayout::kRankMajor) return min(wanted, output.max_tokens);
+    return min(wanted, output.has_parts() ? capacity : max(capacity - first, 0));
+  }
+  // Rows of all experts, and gaps between them.
+  __device__ __forceinline__ int64_t end_of_experts() const {
+    const int last = role.local_experts() - 1;
+    return static_cast<int64_t>(start[last]) + span_of(role.p.output.layout, role.p.output.alignment, demand[last]);
+  }
+  __device__ __forceinline__ void tell_host() const {
+    const HtRouteParams& p = role.p;
+    const int local_experts = role.local_experts();
+    for (int e = role.lane; e < local_experts; e += 32) p.host_sizes[2 + e] = demand[e];
+    __threadfence_system();
+    __syncwarp();
+    if (role.lane != 0) return;
+    const int slots = sum_of(from, role.num_ranks());
+    p.host_sizes[0] = kExpertRows ? end_of_experts() : slots;
+    p.host_sizes[1] = slots;
+    int most_tokens = 0;
+    for (int source = 0; source < role.num_ranks(); source++) {
+      most_tokens = max(most_tokens, role.tables.tokens[source]);
+    }
+    p.host_sizes[2 + local_experts] = most_tokens;
+    __threadfence_system();
+    *reinterpret_cast<volatile uint64_t*>(p.host_epoch) = role.call.epoch;
+  }
+};
 
 __device__ __forceinline__ void clear_info(const RouteRole& role) {
   for (int i = role.thread(); i < role.p.output.info_size(); i += role.threads()) role.p.info[i] = 0;
@@ -192,6 +220,8 @@ __device__ __forceinline__ void place_share(const RouteRole& role, const WarpSha
 
 // ---- Table of contents
 
+// kExpertRows: this rank's output has. Then choices of experts are numbered at once, as its peers' will, too.
+template <bool kExpertRows>
 __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
   const HtRouteParams& p = args.params;
   const LsaPeers& peers = args.peers;
@@ -205,8 +235,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   clear_counts(role);
   __syncthreads();
   // The first warp asks for the epoch meanwhile.
-  Steps last_steps =
-      role.numbers_at_once() ? number_share<true, true>(role, share, raw) : number_share<false, true>(role, share, raw);
+  Steps last_steps = number_share<kExpertRows, true>(role, share, raw);
   stamp(Stamp::kOwnDone, peers.rank);
   if (!open_ht_call(call, args, Kind::kDispatch, at, true, !sends_rows(p.steps))) {
     if (role.records()) clear_info(role);
@@ -217,8 +246,8 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   if (role.is_first() && role.warp == 0) {
     send_record(call, p.layout, peers);
   }
-  tell_blocks(role);
-  if (__syncthreads_or(!hear_blocks(role))) {
+  tell_blocks<kExpertRows>(role);
+  if (__syncthreads_or(!hear_blocks<kExpertRows>(role))) {
     count_shares(role);
     __syncthreads();
   }
@@ -243,14 +272,14 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   }
   stamp(Stamp::kRoutingKnown, peers.rank);
   if (*role.tables.has_expert_rows != 0) {
-    if (!role.numbers_at_once()) last_steps = number_again(role, share);
+    if constexpr (!kExpertRows) last_steps = number_again(role, share);
     find_starts(role);
     __syncthreads();
   }
   if (role.warp > 0) {
     place_share(role, share, last_steps);
   } else if (role.records()) {
-    store_info(role);
+    InfoWriter<kExpertRows>{role}.store();
   }
   stamp(Stamp::kEnd, peers.rank);
 }

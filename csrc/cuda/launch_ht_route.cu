@@ -8,16 +8,22 @@ namespace {
 
 constexpr int kRouteThreads = 1024;
 
+template <bool kExpertRows>
 __global__ void __launch_bounds__(kRouteThreads, 1)
     ht_dispatch_route(const __grid_constant__ KernelArgs<HtRouteParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
-  ht_route(args, BlockPosition::own(), shared);
+  ht_route<kExpertRows>(args, BlockPosition::own(), shared);
 }
 
 __global__ void __launch_bounds__(kRouteThreads, 1)
     ht_dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
-  ht_route(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
+  const auto& args = all[blockIdx.x / blocks];  // ranks may have different layouts
+  if (has_expert_rows(args.params.output.layout)) {
+    ht_route<true>(args, BlockPosition::in_world(blocks), shared);
+  } else {
+    ht_route<false>(args, BlockPosition::in_world(blocks), shared);
+  }
 }
 
 }  // namespace
@@ -29,17 +35,20 @@ HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
 HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return HtRouteGeometry::of(p, plan); }
 
 void load_ht_route_kernels() {
-  // As the kernel that follows: an SM that changes its split of memory waits until it is empty.
-  EP_CUDA(cudaFuncSetAttribute(&ht_dispatch_route, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
-  load_kernel(&ht_dispatch_route, kMaxSharedBytes);
+  for (auto* kernel : {&ht_dispatch_route<false>, &ht_dispatch_route<true>}) {
+    // As the kernel that follows: an SM that changes its split of memory waits until it is empty.
+    EP_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
+    load_kernel(kernel, kMaxSharedBytes);
+  }
   load_kernel(&ht_dispatch_route_world, kMaxSharedBytes);
 }
 
 std::vector<std::vector<uint64_t>> ht_route_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
-  launch_kernel(&ht_dispatch_route, args.plan.blocks, args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream,
-                args);
+  const bool expert_rows = has_expert_rows(args.params.output.layout);
+  launch_kernel(expert_rows ? &ht_dispatch_route<true> : &ht_dispatch_route<false>, args.plan.blocks,
+                args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
 }
 
 template <>
