@@ -106,6 +106,20 @@ static __device__ __noinline__ bool add_to_totals(const Places places, int warps
   return true;
 }
 
+// What of the info tensor and the handle needs no sums, by a warp of its own: the others' is what is done last.
+template <OutputLayout kLayout>
+__device__ __forceinline__ void store_rest_of_info(const LlDispatchParams& p, const Places& places) {
+  const OutputShape& output = p.output;
+  if constexpr (kLayout == OutputLayout::kPacked) {
+#pragma unroll 1
+    for (int i = lane_id(); i < output.num_offsets(); i += 32) {
+      p.info[output.offsets_at() + i] = min(places.start(i), static_cast<int>(output.capacity));
+    }
+  }
+#pragma unroll 1
+  for (int r = lane_id(); r < p.shape.num_ranks; r += 32) p.handle.tokens[r] = places.tokens(r);
+}
+
 // Warp `index` of the `warps` that write the info tensor, all of one block: each takes 32 bins at a time, and if there
 // are several, the last to finish writes the sums.
 template <OutputLayout kLayout>
@@ -131,14 +145,6 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const Call
     if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
     if (has_expert_rows(kLayout) && p.layout_range != nullptr) store_ranges(p, places, bin, has_failed);
   }
-  if constexpr (kLayout == OutputLayout::kPacked) {
-#pragma unroll 1
-    for (int i = first; i < output.num_offsets(); i += warps * 32) {
-      p.info[output.offsets_at() + i] = min(places.start(i), static_cast<int>(output.capacity));
-    }
-  }
-#pragma unroll 1
-  for (int r = first; r < p.shape.num_ranks; r += warps * 32) p.handle.tokens[r] = places.tokens(r);
   dropped = __reduce_add_sync(~0u, dropped);
   total = __reduce_add_sync(~0u, total);
   if (lane != 0 || (warps > 1 && !add_to_totals(places, warps, dropped, total))) return;

@@ -409,9 +409,11 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
   const int last_in_block = role.plan.receiver_warp0 + role.plan.receiver_warps - 1 - role.warp;
   const int info_warps = min(ceil_div(bins, kInfoBins), role.plan.receiver_warps);
-  const bool stores_info = role.at.block == role.at.num_blocks - 1 && last_in_block < info_warps;
+  const bool is_last_block = role.at.block == role.at.num_blocks - 1;
+  const bool stores_info = is_last_block && last_in_block < info_warps;
+  const bool stores_rest = is_last_block && last_in_block == min(info_warps, role.plan.receiver_warps - 1);
   int number = ptx::opaque(role.receiver());
-  const bool has_duties = ptx::opaque(stores_info || from_last < role.geometry.gap_warps);
+  const bool has_duties = ptx::opaque(stores_info || stores_rest || from_last < role.geometry.gap_warps);
   const StartFinder starts(places, role.geometry.by_alignment, kIsPacked && last_in_block == 0);
   build_places<has_expert_rows(kLayout)>(p, role.peers, call, places, role.geometry.by_max_tokens,
                                          role.receiving_thread(), role.receiving_threads());
@@ -419,30 +421,23 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   if (number < role.geometry.receive_units) in.load(role, call, number);
   ptx::named_barrier(1, role.receiving_threads());
   stamp(Stamp::kRoutingKnown, role.peers.rank);
-  // packed: one warp finds the starts, while the others learn all else of their first pieces' places.
-  starts.find(p, places);
-  bool lacks_starts = kIsPacked;
-  const auto await_starts = [&] {
-    if (!lacks_starts) return;
-    lacks_starts = false;
-    __syncwarp();
+  if constexpr (kIsPacked) {
+    starts.find(p, places);
     ptx::named_barrier(1, role.receiving_threads());
-  };
+  }
   if (number < role.geometry.receive_units) in.ask_again(role, call);
   if (has_duties) {
-    await_starts();
     if (stores_info) store_info<kLayout>(p, call, places, last_in_block, info_warps);
+    if (stores_rest) store_rest_of_info<kLayout>(p, places);
     clear_gaps<kLayout>(p, places, from_last, role.plan.receivers());
   }
 #pragma unroll 1
   while (number < role.geometry.receive_units) {
     const auto choice = PieceChoice::of<kLayout>(role, places, in);
-    await_starts();
-    if (!place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, number, choice)) break;
+    if (!place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, number, choice)) return;
     number += role.plan.receivers();
     if (number < role.geometry.receive_units) in.load(role, call, number);
   }
-  await_starts();
 }
 
 // ---- Table of contents
