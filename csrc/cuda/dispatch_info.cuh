@@ -106,7 +106,7 @@ static __device__ __noinline__ bool add_to_totals(const Places places, int warps
   return true;
 }
 
-// What of the info tensor and the handle needs no sums, by a warp of its own: the others' is what is done last.
+// What of the info tensor and the handle needs no sums: by another warp, as the sums are what is done last.
 template <OutputLayout kLayout>
 __device__ __forceinline__ void store_rest_of_info(const LlDispatchParams& p, const Places& places) {
   const OutputShape& output = p.output;

@@ -98,6 +98,10 @@ template <>
 void launch_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
                   void* stream) {
   const LlPlan& plan = host_args->plan;
+  for (int r = 1; r < num_ranks; r++) {
+    EP_CHECK((host_args[r].params.weighting == Weighting::kHome) == (host_args->params.weighting == Weighting::kHome),
+             "of ranks 0 and ", r, " one gives its weights at combine: in a world on one GPU all must, or none");
+  }
   with_instance(host_args->params, [&](auto types, auto home) {
     using T = decltype(types);
     launch_kernel(&ll_combine_world<T::in, T::wire, T::out, home()>, plan.blocks * num_ranks, plan.threads(), 0, false,

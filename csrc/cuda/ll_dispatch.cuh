@@ -124,8 +124,8 @@ __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const
   testing_point(Point::kBeforeRouting, call);
   send_token_routing(role, call, out);
   const int next = out.token + role.routing_step();
-  if (next < role.p.num_tokens) send_further_routing(role, call, next);
   __syncwarp();
+  if (next < role.p.num_tokens) send_further_routing(role, call, next);
 }
 
 // A piece of an own row, ready to be sent as soon as the epoch is known.
@@ -483,6 +483,7 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
     is_well = begin();
     if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers, record);
     if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
+    testing_point(Point::kBeforeRouting, call);
     if (is_well && is_sending) send_further_routing(role, call, role.routing_token());
   } else if (is_sending) {
     is_well = send_all(role, call, routing, out, begin);
