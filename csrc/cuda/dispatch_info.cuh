@@ -94,18 +94,6 @@ static __device__ __noinline__ void store_ranges(const LlDispatchParams& p, cons
   }
 }
 
-// One thread adds its warp's sums to those of the others. True: it was the last, and has all.
-static __device__ __noinline__ bool add_to_totals(const Places places, int warps, int& dropped, int& total) {
-  atomicAdd(&places.totals[Places::kDropped], dropped);
-  atomicAdd(&places.totals[Places::kKept], total);
-  __threadfence_block();
-  if (atomicAdd(&places.totals[Places::kInfoWarps], 1) != warps - 1) return false;
-  __threadfence_block();
-  dropped = atomicAdd(&places.totals[Places::kDropped], 0);
-  total = atomicAdd(&places.totals[Places::kKept], 0);
-  return true;
-}
-
 // What of the info tensor and the handle needs no sums: by another warp, as the sums are what is done last.
 template <OutputLayout kLayout>
 __device__ __forceinline__ void store_rest_of_info(const LlDispatchParams& p, const Places& places) {
@@ -147,7 +135,16 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const Call
   }
   dropped = __reduce_add_sync(~0u, dropped);
   total = __reduce_add_sync(~0u, total);
-  if (lane != 0 || (warps > 1 && !add_to_totals(places, warps, dropped, total))) return;
+  if (lane != 0) return;
+  if (warps > 1) {
+    atomicAdd(&places.totals[Places::kDropped], dropped);
+    atomicAdd(&places.totals[Places::kKept], total);
+    __threadfence_block();
+    if (atomicAdd(&places.totals[Places::kInfoWarps], 1) != warps - 1) return;
+    __threadfence_block();
+    dropped = atomicAdd(&places.totals[Places::kDropped], 0);
+    total = atomicAdd(&places.totals[Places::kKept], 0);
+  }
   p.info[output.overflow_at()] = dropped;
   p.info[output.total_at()] = total;
   if (dropped == 0) return;

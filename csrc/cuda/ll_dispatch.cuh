@@ -397,7 +397,7 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   for (int i = threadIdx.x; i < ranges; i += blockDim.x) p.layout_range[i] = 0;
 }
 
-constexpr int kInfoBins = 64;  // of a warp that writes the info tensor
+constexpr int kLoneInfoBins = 64;  // up to so many, one warp writes the info tensor; of more, each has 32
 
 template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const Places& places) {
@@ -408,7 +408,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   // The last warps have the fewest rows to move: they clear gaps, and those of the last block write the info tensor.
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
   const int last_in_block = role.plan.receiver_warp0 + role.plan.receiver_warps - 1 - role.warp;
-  const int info_warps = min(ceil_div(bins, kInfoBins), role.plan.receiver_warps);
+  const int info_warps = bins <= kLoneInfoBins ? 1 : min(ceil_div(bins, 32), role.plan.receiver_warps);
   const bool is_last_block = role.at.block == role.at.num_blocks - 1;
   const bool stores_info = is_last_block && last_in_block < info_warps;
   const bool stores_rest = is_last_block && last_in_block == min(info_warps, role.plan.receiver_warps - 1);
