@@ -116,9 +116,9 @@ struct InfoWriter {
 #pragma unroll 1
     for (int bin = role.lane; bin < bins; bin += 32) {
       const int wanted = kExpertRows ? demand[bin] : from[bin];
-      const int kept = kept_of(kExpertRows ? start[bin] : sum_of(from, bin), wanted);
+      const auto kept = static_cast<int>(output.kept(kExpertRows ? start[bin] : sum_of(from, bin), wanted));
       p.info[bin] = kept;
-      p.info[bins + bin] = wanted;
+      p.info[output.demand_at() + bin] = wanted;
       total += kept;
       dropped += wanted - kept;
     }
@@ -143,13 +143,6 @@ struct InfoWriter {
   }
 
  private:
-  // OutputShape::kept() in 32 bits.
-  __device__ __forceinline__ int kept_of(int first, int wanted) const {
-    const OutputShape& output = role.p.output;
-    const auto capacity = static_cast<int>(output.capacity);
-    if (output.layout == OutputLayout::kRankMajor) return min(wanted, output.max_tokens);
-    return min(wanted, output.has_parts() ? capacity : max(capacity - first, 0));
-  }
   // Rows of all experts, and gaps between them.
   __device__ __forceinline__ int64_t end_of_experts() const {
     const int last = role.local_experts() - 1;

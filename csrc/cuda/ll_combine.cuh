@@ -20,7 +20,7 @@ struct Sender {
   int most_tokens = 0;   // of a rank
   Unit next{};
   Terms next_terms{kNoRow, 1.0f};
-  uint64_t next_weight = 0;  // kHome: the word that is there
+  uint64_t next_weight = 0;  // kHome: the word that is there; of the first unit, nobody has looked
   Unit unit;                 // whose rows have been asked for
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
@@ -47,7 +47,7 @@ struct Sender {
       load_rows(role, has_begun ? tokens_of(role, role.home_of(next.home)) : first_tokens);
       draw(role);
       if (kHome && !has_begun && !begin()) return;
-      const uint64_t weight = kHome && !has_begun ? 0 : next_weight;
+      const uint64_t weight = next_weight;
       if (has_begun) find_next(role, call);
       if constexpr (kHome) weigh(role, call, weight);
       add_up(role);

@@ -91,8 +91,6 @@ struct OutgoingRouting {
   }
 };
 
-// Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send
-// have the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
 __device__ __forceinline__ void send_token_routing(const DispatchRole& role, const CallContext& call,
                                                    const OutgoingRouting& out) {
   const LlDispatchParams& p = role.p;
@@ -119,6 +117,8 @@ static __device__ __noinline__ void send_further_routing(const DispatchRole role
   }
 }
 
+// Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send
+// have the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
 __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const CallContext& call,
                                                  const OutgoingRouting& out) {
   testing_point(Point::kBeforeRouting, call);
@@ -333,35 +333,18 @@ struct Incoming {
   }
 };
 
-// What a lane knows of a choice of a piece's token, when routing is known.
-struct PieceChoice {
-  bool exists, wanted;  // the token; this choice, by an expert here
-  uint32_t expert;
-  int index;  // among its bin's rows
-
-  template <OutputLayout kLayout, class Incoming>
-  __device__ __forceinline__ static PieceChoice of(const DispatchRole& role, const Places& places, const Incoming& in) {
-    const ReceiveUnit& unit = in.unit;
-    PieceChoice choice;
-    choice.exists = unit.token < places.tokens(unit.source);
-    choice.expert = choice.exists && role.lane < role.p.shape.topk ? in.id(places) : ~0u;
-    choice.wanted = choice.expert < static_cast<uint32_t>(role.p.output.local_experts);
-    choice.index = index_of<kLayout>(role.p, places, unit.source, unit.source * role.p.shape.max_tokens + unit.token,
-                                     choice.wanted, choice.expert);
-    return choice;
-  }
-};
-
 // Places piece `number`, which `in` has asked for. False: it was the warp's last, or a wait was given up.
 template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ bool place_piece(const DispatchRole& role, const CallContext& call, const Places& places,
-                                            Incoming<kPayload, kSteps>& in, int number, const PieceChoice& choice) {
+                                            Incoming<kPayload, kSteps>& in, int number) {
   const LlDispatchParams& p = role.p;
   const ReceiveUnit unit = in.unit;
-  const bool exists = choice.exists, wanted = choice.wanted;
-  const uint32_t expert = choice.expert;
+  const bool exists = unit.token < places.tokens(unit.source);
   if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return false;
-  const int32_t row = wanted ? row_of<kLayout>(p, places, unit.source, expert, choice.index) : kNoRow;
+  const uint32_t expert = exists && role.lane < p.shape.topk ? in.id(places) : ~0u;
+  const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
+  const int slot = unit.source * p.shape.max_tokens + unit.token;
+  const int32_t row = row_of<kLayout>(p, places, unit.source, slot, wanted, expert);
   if (exists && unit.piece == role.geometry.numbers_piece) {
     store_row_info<has_expert_rows(kLayout)>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
   }
@@ -433,8 +416,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   }
 #pragma unroll 1
   while (number < role.geometry.receive_units) {
-    const auto choice = PieceChoice::of<kLayout>(role, places, in);
-    if (!place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, number, choice)) return;
+    if (!place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, number)) return;
     number += role.plan.receivers();
     if (number < role.geometry.receive_units) in.load(role, call, number);
   }
@@ -483,8 +465,10 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
     is_well = begin();
     if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers, record);
     if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
-    testing_point(Point::kBeforeRouting, call);
-    if (is_well && is_sending) send_further_routing(role, call, role.routing_token());
+    if (is_well && is_sending) {
+      testing_point(Point::kBeforeRouting, call);
+      send_further_routing(role, call, role.routing_token());
+    }
   } else if (is_sending) {
     is_well = send_all(role, call, routing, out, begin);
     stamp(Stamp::kSent, peers.rank);

@@ -96,10 +96,10 @@ __device__ __forceinline__ int kept_rows(const LlDispatchParams& p, int start, i
   return min(demand, kLayout == OutputLayout::kExpertMajor ? capacity : max(capacity - start, 0));
 }
 
-// Which of its bin's rows a choice of `slot` is, one a lane (rank layouts: the token). A whole warp calls.
+// The row of a choice of `slot`, one a lane (rank layouts: the token's); kNoRow for lanes without. A whole warp calls.
 template <OutputLayout kLayout>
-__device__ __forceinline__ int index_of(const LlDispatchParams& p, const Places& places, int source, int slot,
-                                        bool wanted, uint32_t expert) {
+__device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Places& places, int source, int slot,
+                                          bool wanted, uint32_t expert) {
   if constexpr (has_expert_rows(kLayout)) {
     int earlier = 0;  // choices of the same token
     if (places.has_duplicates()) {
@@ -109,20 +109,13 @@ __device__ __forceinline__ int index_of(const LlDispatchParams& p, const Places&
         earlier += is_same && k < lane_id() ? 1 : 0;
       }
     }
-    return wanted ? count_rows<4>(p, places, expert, 0, slot) + earlier : 0;
+    if (!wanted) return kNoRow;
+    const int start = kLayout == OutputLayout::kPacked ? places.start(expert) : 0;
+    return output_row<kLayout>(p, expert, start, count_rows<4>(p, places, expert, 0, slot) + earlier);
   } else {
     const int from = kLayout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0;
-    return wanted ? places.count_bits<4>(0, from, slot) : 0;
+    return wanted ? output_row<kLayout>(p, source, 0, places.count_bits<4>(0, from, slot)) : kNoRow;
   }
-}
-
-// Its row.
-template <OutputLayout kLayout>
-__device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Places& places, int source, uint32_t expert,
-                                          int index) {
-  if constexpr (!has_expert_rows(kLayout)) return output_row<kLayout>(p, source, 0, index);
-  const int start = kLayout == OutputLayout::kPacked ? places.start(expert) : 0;
-  return output_row<kLayout>(p, expert, start, index);
 }
 
 // Keeps the ids of two words, and sets their bits.
