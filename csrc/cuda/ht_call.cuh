@@ -57,12 +57,11 @@ static __device__ __noinline__ void send_record_after_all(const CallContext& cal
   send_record(call, layout, peers);
 }
 
-// Every block reads the epoch; the last to have done so moves it on, unless a further kernel belongs to the call.
-// False: the buffer has failed. If it has in this call, over what another rank has sent, that rank must hear of this
-// one: the first block tells it, as it would have if it had come sooner.
+// Every block reads the epoch; the last to have done so moves it on. `at`: of all blocks of the rank. False: the buffer
+// has failed. If it has in this call, over what another rank has sent, that rank must hear of this one: the first block
+// tells it, as it would have if it had come sooner.
 template <class Args>
-__device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args, Kind kind, BlockPosition at,
-                                             bool is_first_kernel, bool is_last_kernel) {
+__device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args, Kind kind, BlockPosition at) {
   const int k = static_cast<int>(kind);
   if (threadIdx.x == 0) {
     testing_point_before_call(args.state->ht_epoch[k].epoch, kind, args.peers.rank);
@@ -81,10 +80,8 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
                                                       : CallContext::kFailed;
   }
   __syncthreads();
-  if (threadIdx.x == blockDim.x - 1 && is_last_kernel) {
-    move_ht_epoch(call, args.state->ht_ticket[k], args.state->ht_epoch[k], at);
-  }
-  if (call.is_open == CallContext::kFailedMeanwhile && is_first_kernel && at.block == 0 && warp_id() == 0) {
+  if (threadIdx.x == blockDim.x - 1) move_ht_epoch(call, args.state->ht_ticket[k], args.state->ht_epoch[k], at);
+  if (call.is_open == CallContext::kFailedMeanwhile && at.block == 0 && warp_id() == 0) {
     send_record_after_all(call, args.params.layout, args.peers);
   }
   return call.is_open == CallContext::kOpen;
@@ -92,6 +89,18 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
 
 __device__ __forceinline__ HtCounters& counters_of(const CallContext& call) {
   return call.state->ht_counters[static_cast<int>(call.kind)][call.epoch & 1];
+}
+
+// Release: what the block did before a barrier is there for who sees the count.
+__device__ __forceinline__ void count_block(uint32_t& counter) {
+  __threadfence();
+  atomicAdd(&counter, 1u);
+}
+
+// Acquire. Blocks that are waited for have begun, and their own waits have deadlines.
+__device__ __forceinline__ void await_blocks(const uint32_t& counter, int blocks) {
+  while (ptx::ld_acquire_gpu(&counter) < static_cast<uint32_t>(blocks)) {
+  }
 }
 
 // The first block clears the counters of the next operation: its last user, the operation before this one, is over.
@@ -114,7 +123,7 @@ struct SharedTables {
   }
 };
 
-// Rows between this rank and each other, in shared memory, as a handle's counts [R, R] tell.
+// Rows between this rank and each other, in shared memory.
 struct Flows {
   int *to, *to_first;      // [R] own tokens with an expert there, and their first slot there
   int *from, *from_first;  // [R] rows here of each home, and the first slot
@@ -122,19 +131,22 @@ struct Flows {
   __device__ static Flows of(SharedTables& tables, int ranks) {
     return {tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks)};
   }
-  // A warp.
-  __device__ __forceinline__ void fill(const int32_t* counts, int ranks, int rank, int other) const {
+  // A warp. count(source, receiver): rows from one to the other.
+  template <class Count>
+  __device__ __forceinline__ void fill(const Count& count, int ranks, int rank, int other) const {
     int before_to = 0, before_from = 0;
 #pragma unroll 1
     for (int first = 0; first < ranks; first += 32) {
       const int s = first + lane_id();
-      before_to += __reduce_add_sync(~0u, s < rank ? counts[s * ranks + other] : 0);
-      before_from += __reduce_add_sync(~0u, s < other ? counts[s * ranks + rank] : 0);
+      const int its_to = s < rank ? count(s, other) : 0, its_from = s < other ? count(s, rank) : 0;
+      __syncwarp();
+      before_to += __reduce_add_sync(~0u, its_to);
+      before_from += __reduce_add_sync(~0u, its_from);
     }
     if (lane_id() != 0) return;
-    to[other] = counts[rank * ranks + other];
+    to[other] = count(rank, other);
     to_first[other] = before_to;
-    from[other] = counts[other * ranks + rank];
+    from[other] = count(other, rank);
     from_first[other] = before_from;
   }
 };

@@ -1,4 +1,4 @@
-// A block's share of the tokens in the routing kernel: what it counts, how it numbers its choices, and how the blocks
+// A routing block's share of the tokens: what it counts, how it numbers its choices, and how the blocks
 // of a rank learn of one another's counts. A lane looks at one choice; the first warp of a block looks at none, so that
 // it can ask for the epoch, and greet the other ranks, meanwhile.
 #pragma once
@@ -20,7 +20,7 @@ struct RouteTables {
 
   static constexpr int kTold = 5;  // tables from `from` on
 
-  __device__ static RouteTables of(char* shared, const HtRouteParams& p, const HtRouteGeometry& g) {
+  __device__ static RouteTables of(char* shared, const HtDispatchParams& p, const HtRouteGeometry& g) {
     SharedTables tables{shared};
     const auto take = [&](int count) { return tables.take<int>(count); };
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts;
@@ -42,7 +42,7 @@ struct RouteTables {
 
 struct RouteRole : HtBlock {
   DeviceState* state;
-  const HtRouteParams& p;
+  const HtDispatchParams& p;
   const HtRouteGeometry& geometry;
   const LsaPeers& peers;
   const CallContext& call;
@@ -82,7 +82,7 @@ struct StepLane {
 
 // Choices of a warp's steps that are looked at together.
 struct Steps {
-  static constexpr int kCount = 3;
+  static constexpr int kCount = 5;
   int first = 0;       // choice of this lane in the first step
   int id[kCount];      // [0, E), or E: no expert
   int choice[kCount];  // its number among the warp's choices of the expert, then among the rank's; 0: none was given

@@ -20,11 +20,7 @@ inline void check_ht_ranks(const Topology& topology) {
            kMaxCudaRanks);
 }
 
-// The first kernel of a dispatch that routes: counts, their exchange, places.
-struct HtRouteParams : HtDispatchParams {
-  uint64_t* block_counts = nullptr;  // [kHtRouteBlocks][E + R + 2] tagged words: what each block has counted
-};
-
+// Of the blocks of a dispatch that route: counts, their exchange, places.
 struct HtRouteGeometry {
   int chunk_tokens = 32;               // of a block's share
   int shares = 1;                      // that are not empty: of the first blocks
@@ -37,7 +33,7 @@ struct HtRouteGeometry {
   int bytes = 0;  // of shared memory
 
   // The first warp of a block places nothing.
-  static HtRouteGeometry of(const HtRouteParams& p, const HtPlan& plan) {
+  static HtRouteGeometry of(const HtDispatchParams& p, const HtPlan& plan) {
     HtRouteGeometry g;
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts, topk = p.shape.topk;
     EP_CHECK(static_cast<int64_t>(p.num_tokens) * topk <= INT32_MAX / 2, p.num_tokens, " tokens of ", topk,
@@ -47,9 +43,9 @@ struct HtRouteGeometry {
     const int others = 2 * counters + 4 * (5 * ranks + 2 * experts + 4);
     EP_CHECK(others + counters <= kHtSharedBytes, experts, " experts and ", ranks, " ranks need ", others + counters,
              " bytes of shared memory, high throughput on CUDA has ", kHtSharedBytes);
-    g.place_warps = std::min(plan.warps - 1, (kHtSharedBytes - others) / counters);
+    g.place_warps = std::min(plan.router_warps - 1, (kHtSharedBytes - others) / counters);
     g.step_tokens = 32 / topk;
-    g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.blocks), 32);
+    g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.routers), 32);
     g.shares = ceil_div(p.num_tokens, g.chunk_tokens);
     g.warp_tokens = align_up(ceil_div(g.chunk_tokens, g.place_warps), g.step_tokens);
     g.rank_bits = std::bit_width(static_cast<unsigned>(ranks));
@@ -63,7 +59,8 @@ struct HtRouteGeometry {
   }
 };
 
-// A worker moves one token's parts through its stage of shared memory; a pass takes as many parts as fit.
+// Of the others. A worker moves one token's parts through its stage of shared memory; a pass takes as many parts as
+// fit.
 struct HtSendGeometry {
   int stage_bytes = 0;
   int passes = 1;
@@ -125,6 +122,20 @@ struct HtSendGeometry {
     const int ranks = p.shape.num_ranks;
     g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 8 * 4) + 4 * (p.output.local_experts + 1) +
               4 * (plan.chunks * ranks + 1) + 64;
+    return g;
+  }
+};
+
+struct HtDispatchGeometry {
+  HtRouteGeometry route;  // where the plan has blocks that route
+  HtSendGeometry send;    // where it has others
+  int bytes = 0;          // of shared memory
+
+  static HtDispatchGeometry of(const HtDispatchParams& p, const HtPlan& plan) {
+    HtDispatchGeometry g;
+    if (plan.routers > 0) g.route = HtRouteGeometry::of(p, plan);
+    if (plan.blocks > 0) g.send = HtSendGeometry::of(p, plan);
+    g.bytes = std::max(g.route.bytes, g.send.bytes);
     return g;
   }
 };

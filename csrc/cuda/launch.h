@@ -23,12 +23,8 @@ struct GeometryOf<LlCombineParams> {
 };
 
 template <>
-struct GeometryOf<HtRouteParams> {
-  using Type = HtRouteGeometry;
-};
-template <>
 struct GeometryOf<HtDispatchParams> {
-  using Type = HtSendGeometry;
+  using Type = HtDispatchGeometry;
 };
 template <>
 struct GeometryOf<HtCombineParams> {
@@ -61,14 +57,12 @@ struct alignas(16) KernelArgs {
 LlPlan plan_of(const LlDispatchParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineWeightsParams& params, int tokens, int num_sms);
-HtPlan plan_of(const HtRouteParams& params, int tokens, int num_sms);
 HtPlan plan_of(const HtDispatchParams& params, int tokens, int num_sms);
 HtPlan plan_of(const HtCombineParams& params, int tokens, int num_sms);
 LlDispatchGeometry geometry_of(const LlDispatchParams& params, const LlPlan& plan);
 LlCombineGeometry geometry_of(const LlCombineParams& params, const LlPlan& plan);
 NoGeometry geometry_of(const LlCombineWeightsParams& params, const LlPlan& plan);
-HtRouteGeometry geometry_of(const HtRouteParams& params, const HtPlan& plan);
-HtSendGeometry geometry_of(const HtDispatchParams& params, const HtPlan& plan);
+HtDispatchGeometry geometry_of(const HtDispatchParams& params, const HtPlan& plan);
 HtCombineGeometry geometry_of(const HtCombineParams& params, const HtPlan& plan);
 
 // Refuses what these kernels cannot serve, with the values.
@@ -85,7 +79,6 @@ void load_kernels();
 void launch(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch(const KernelArgs<LlCombineParams>& args, void* stream);
 void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
-void launch(const KernelArgs<HtRouteParams>& args, void* stream);
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream);
 void launch(const KernelArgs<HtCombineParams>& args, void* stream);
 

@@ -78,7 +78,9 @@ struct HtDispatchParams {
   void* out_topk_idx = nullptr;
   float* out_weights = nullptr;
   int num_sms = 0;
-  int chunks = 1;  // CUDA fills it in: the plan's, of the kernel that sends
+  // CUDA fills them in: the plan's; and [kHtRouteBlocks][E + R + 2] tagged words, what each block has counted.
+  int chunks = 1;
+  uint64_t* block_counts = nullptr;
 
   // Where the operation quantises part 0, its rows travel as e4m3, and the next part is the scales.
   void add_quant_scales() {

@@ -7,15 +7,6 @@
 
 namespace ep {
 
-constexpr int kMaxDispatchWarps = 28;
-
-HtPlan plan_ht_route(int num_sms) {
-  HtPlan plan;
-  plan.blocks = std::min(num_sms, kHtRouteBlocks);
-  plan.warps = plan.workers = 32;
-  return plan;
-}
-
 // Bytes that are to be on their way at a time: to other GPUs, and as many within this one as go to each of the others.
 // With fewer the links run dry; with more each row takes longer, and the last ones leave links idle.
 struct UnderWay {
@@ -35,12 +26,17 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
     if (num_sms > 1) plan.senders = std::max(1, num_sms * (work.converts ? 7 : 5) / 16);
   }
   // A row that is being quantised is not on its way.
-  const UnderWay under_way = work.converts ? UnderWay{0.7e6, 2.3e6} : UnderWay{0.64e6, 1.41e6};
+  const UnderWay under_way = work.converts ? UnderWay{0.4e6, 3.4e6} : UnderWay{0.64e6, 1.41e6};
   const int most = std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
   plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(6, most), most);
-  plan.warps = work.copies ? kMaxDispatchWarps : plan.workers + 4;
+  plan.warps = work.copies ? kHtManyWarps : plan.workers + 4;
   return plan;
+}
+
+void add_routers(HtPlan& plan, int num_sms) {
+  plan.routers = std::min(num_sms, kHtRouteBlocks);
+  plan.router_warps = plan.blocks > 0 && plan.warps <= kHtFewWarps ? kHtFewWarps : kHtManyWarps;
 }
 
 HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms) {
