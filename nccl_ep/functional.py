@@ -76,7 +76,7 @@ def dispatch(
             with x.
         zero_padding: rows of the output that do not exist are zeroed.
         out: HT: an earlier output of the same call, whose tensors (the handle's too) are written again.
-        num_sms: CUDA: thread blocks to use; 0 chooses. HT has as many again, up to 32, for its first microseconds.
+        num_sms: CUDA: thread blocks to use; 0 chooses.
 
     Raises:
         ValueError: an argument that cannot be served, with its value; nothing was sent.

@@ -507,7 +507,7 @@ def test_both_modes_draw_files_of_their_own(tmp_path: Path) -> None:
 def test_kernels_of_routing() -> None:
     """A run of its own: its kernels are those of dispatch, and of another operation none is asked for."""
     events = [
-        {"cat": "kernel", "name": "ht_dispatch_rows", "ts": start, "dur": 4, "args": {"grid": [12, 1, 1]}}
+        {"cat": "kernel", "name": "ht_dispatch_send", "ts": start, "dur": 4, "args": {"grid": [12, 1, 1]}}
         for start in (0, 10, 20)
     ]
     assert measure.find_kernels(events, 3, {"routing": "dispatch"}) == {"routing": measure.KernelTimes([4, 4, 4], 12)}

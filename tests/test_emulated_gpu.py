@@ -371,14 +371,7 @@ def _dispatch_and_overwrite(group: ThreadGroup, cases: list[Expected]) -> str:
 
 @pytest.mark.parametrize(
     ("bug", "kinds"),
-    [
-        ("", 3),
-        ("unrouted_rows", DISPATCH),
-        ("early_rows", DISPATCH),
-        ("torn_rows", DISPATCH),
-        ("early_rows", COMBINE),
-        ("early_done", COMBINE),
-    ],
+    [("", 3), ("early_rows", DISPATCH), ("torn_rows", DISPATCH), ("early_rows", COMBINE), ("early_done", COMBINE)],
 )
 def test_planted_bugs_of_high_throughput(bug: str, kinds: int) -> None:
     """What is too early by a few steps: seen by a caller who looks, or writes, as soon as the call has ended."""

@@ -22,7 +22,6 @@ enum class Bug : int {
   kEarlyEpoch,        // the first block of a call moves the epoch on, not the last
   kTornRows,          // a row counts as arrived when its first words have, or that of the first rank
   kUntoldRows,        // high throughput: nobody hears that rows are there
-  kUnroutedRows,      // high throughput: rows are sent before all own tokens have their places
   kNumBugs,
 };
 

@@ -98,7 +98,7 @@ struct Memory {
   double timeout_seconds = 0;
   int64_t* ht_sizes = nullptr;  // pinned: of a dispatch of exact sizes, as HtDispatchParams says
   int ht_sizes_count = 0;
-  uint64_t* ht_block_counts = nullptr;  // as HtDispatchParams says
+  uint64_t* ht_block_counts = nullptr;  // as HtRouteParams says
   cudaStream_t stream = nullptr;        // non-blocking: never waits for the caller's kernels
   HostBlock* host = nullptr;
   DeviceState* state = nullptr;
@@ -211,9 +211,14 @@ class CudaBackend : public Backend {
   void ht_dispatch(const HtDispatchParams& given, void* stream) override {
     HtDispatchParams params = given;
     params.chunks = plan_of(params, params.num_tokens, 1).chunks;
-    params.block_counts = memory_->ht_block_counts;
-    if (sends_rows(params.steps)) return run(params, stream);
-    route(params, stream);
+    if (routes(params.steps)) route(params, stream);
+    if (!sends_rows(params.steps)) return;
+    try {
+      run(params, stream);
+    } catch (...) {
+      if (routes(params.steps)) abort();  // what was routed would be taken for the next call's
+      throw;
+    }
   }
   void ht_combine(const HtCombineParams& params, void* stream) override { run(params, stream); }
   std::shared_ptr<Arena> arena() const override { return arena_; }
@@ -291,8 +296,7 @@ class CudaBackend : public Backend {
   bool overlaps_before(const LlPlan&) const { return uses_pdl_; }
   // If both leave SMs: not all of a GPU shall wait for one call of the peers.
   bool overlaps_before(const HtPlan& plan) const {
-    constexpr int kMostOfOther = 64;  // blocks, where its caller has not asked for many
-    return uses_pdl_ && plan.grid() + kMostOfOther < memory_->num_sms;
+    return uses_pdl_ && plan.blocks + kHtRouteBlocks < memory_->num_sms;
   }
 
   // The hot path: an op has set the device, and CUDA is called for the launch alone.
@@ -313,9 +317,9 @@ class CudaBackend : public Backend {
     }
   }
 
-  // Of a dispatch of exact sizes, for which the host waits.
+  // The first kernel of a dispatch that routes. Where the caller asks for the sizes, the host waits for them.
   void route(const HtDispatchParams& params, void* stream) {
-    HtDispatchParams routing = params;
+    HtRouteParams routing{params, memory_->ht_block_counts};
     if (params.host_sizes == nullptr) return run(routing, stream);
     const int count = 2 + params.output.local_experts;  // and the most tokens of a rank behind them
     check_not_capturing(static_cast<cudaStream_t>(stream));

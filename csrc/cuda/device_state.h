@@ -28,9 +28,7 @@ constexpr int kMaxCudaRanks = 64;
 // What the blocks of one operation of high throughput count together. Two of each kind, by the parity of the epoch:
 // an operation clears the other's for the one after it.
 struct HtCounters {
-  alignas(128) uint32_t routed;    // blocks that have placed their tokens
-  alignas(128) uint32_t informed;  // the info tensor is stored
-  alignas(128) uint32_t taken;     // units of work handed out to workers
+  alignas(128) uint32_t taken;  // units of work handed out to workers
   alignas(128) uint32_t finished;
   alignas(128) uint32_t staged;        // the same for rows that are made readable
   alignas(128) uint32_t routes_taken;  // and for what stands beside rows

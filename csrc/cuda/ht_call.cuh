@@ -57,11 +57,12 @@ static __device__ __noinline__ void send_record_after_all(const CallContext& cal
   send_record(call, layout, peers);
 }
 
-// Every block reads the epoch; the last to have done so moves it on. `at`: of all blocks of the rank. False: the buffer
-// has failed. If it has in this call, over what another rank has sent, that rank must hear of this one: the first block
-// tells it, as it would have if it had come sooner.
+// Every block reads the epoch; the last to have done so moves it on, unless a further kernel belongs to the call.
+// False: the buffer has failed. If it has in this call, over what another rank has sent, that rank must hear of this
+// one: the first block tells it, as it would have if it had come sooner.
 template <class Args>
-__device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args, Kind kind, BlockPosition at) {
+__device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args, Kind kind, BlockPosition at,
+                                             bool is_first_kernel, bool is_last_kernel) {
   const int k = static_cast<int>(kind);
   if (threadIdx.x == 0) {
     testing_point_before_call(args.state->ht_epoch[k].epoch, kind, args.peers.rank);
@@ -80,8 +81,10 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
                                                       : CallContext::kFailed;
   }
   __syncthreads();
-  if (threadIdx.x == blockDim.x - 1) move_ht_epoch(call, args.state->ht_ticket[k], args.state->ht_epoch[k], at);
-  if (call.is_open == CallContext::kFailedMeanwhile && at.block == 0 && warp_id() == 0) {
+  if (threadIdx.x == blockDim.x - 1 && is_last_kernel) {
+    move_ht_epoch(call, args.state->ht_ticket[k], args.state->ht_epoch[k], at);
+  }
+  if (call.is_open == CallContext::kFailedMeanwhile && is_first_kernel && at.block == 0 && warp_id() == 0) {
     send_record_after_all(call, args.params.layout, args.peers);
   }
   return call.is_open == CallContext::kOpen;
@@ -89,18 +92,6 @@ __device__ __forceinline__ bool open_ht_call(CallContext& call, const Args& args
 
 __device__ __forceinline__ HtCounters& counters_of(const CallContext& call) {
   return call.state->ht_counters[static_cast<int>(call.kind)][call.epoch & 1];
-}
-
-// Release: what the block did before a barrier is there for who sees the count.
-__device__ __forceinline__ void count_block(uint32_t& counter) {
-  __threadfence();
-  atomicAdd(&counter, 1u);
-}
-
-// Acquire. Blocks that are waited for have begun, and their own waits have deadlines.
-__device__ __forceinline__ void await_blocks(const uint32_t& counter, int blocks) {
-  while (ptx::ld_acquire_gpu(&counter) < static_cast<uint32_t>(blocks)) {
-  }
 }
 
 // The first block clears the counters of the next operation: its last user, the operation before this one, is over.
@@ -123,7 +114,7 @@ struct SharedTables {
   }
 };
 
-// Rows between this rank and each other, in shared memory.
+// Rows between this rank and each other, in shared memory, as a handle's counts [R, R] tell.
 struct Flows {
   int *to, *to_first;      // [R] own tokens with an expert there, and their first slot there
   int *from, *from_first;  // [R] rows here of each home, and the first slot
@@ -131,22 +122,19 @@ struct Flows {
   __device__ static Flows of(SharedTables& tables, int ranks) {
     return {tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks)};
   }
-  // A warp. count(source, receiver): rows from one to the other.
-  template <class Count>
-  __device__ __forceinline__ void fill(const Count& count, int ranks, int rank, int other) const {
+  // A warp.
+  __device__ __forceinline__ void fill(const int32_t* counts, int ranks, int rank, int other) const {
     int before_to = 0, before_from = 0;
 #pragma unroll 1
     for (int first = 0; first < ranks; first += 32) {
       const int s = first + lane_id();
-      const int its_to = s < rank ? count(s, other) : 0, its_from = s < other ? count(s, rank) : 0;
-      __syncwarp();
-      before_to += __reduce_add_sync(~0u, its_to);
-      before_from += __reduce_add_sync(~0u, its_from);
+      before_to += __reduce_add_sync(~0u, s < rank ? counts[s * ranks + other] : 0);
+      before_from += __reduce_add_sync(~0u, s < other ? counts[s * ranks + rank] : 0);
     }
     if (lane_id() != 0) return;
-    to[other] = count(rank, other);
+    to[other] = counts[rank * ranks + other];
     to_first[other] = before_to;
-    from[other] = count(other, rank);
+    from[other] = counts[other * ranks + rank];
     from_first[other] = before_from;
   }
 };
@@ -311,6 +299,23 @@ __device__ __forceinline__ uint32_t count_finished(uint32_t& counter, int units)
   return before;
 }
 
+// For each of several numbers of so many bits the lanes that have the same. (An SM takes some 50 cycles for each
+// __match_any_sync() of its warps; these are three instructions a bit.)
+template <int kCount>
+__device__ __forceinline__ void find_same_lanes(const int (&number)[kCount], int bits, unsigned (&same)[kCount]) {
+#pragma unroll
+  for (int q = 0; q < kCount; q++) same[q] = ~0u;
+#pragma unroll 1
+  for (int bit = 0; bit < bits; bit++) {
+#pragma unroll
+    for (int q = 0; q < kCount; q++) {
+      const bool is_set = (number[q] >> bit & 1) != 0;
+      const unsigned lanes = __ballot_sync(~0u, is_set);
+      same[q] &= is_set ? lanes : ~lanes;
+    }
+  }
+}
+
 // Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first.
 struct Group {
   int rank = -1;
@@ -323,10 +328,14 @@ struct Group {
     const int32_t first = __shfl_sync(~0u, row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : lane_id());
     return fitting != 0 ? first : kNoRow;
   }
-  __device__ __forceinline__ static Group of(int id, const Divisor& by_local_experts) {
+  // `rank_bits`: of a rank.
+  __device__ __forceinline__ static Group of(int id, const Divisor& by_local_experts, int rank_bits) {
     Group group;
     if (id >= 0) group.rank = by_local_experts.divide(id);
-    group.lanes = __match_any_sync(~0u, id >= 0 ? group.rank : 0x10000 + lane_id());
+    const int number[] = {group.rank};
+    unsigned same[1];
+    find_same_lanes(number, rank_bits, same);
+    group.lanes = same[0] & __ballot_sync(~0u, id >= 0);
     group.leads = id >= 0 && __ffs(static_cast<int>(group.lanes)) - 1 == lane_id();
     return group;
   }

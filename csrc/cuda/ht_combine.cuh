@@ -21,7 +21,7 @@ struct PullRoute {
   __device__ __forceinline__ static PullRoute of(const HtCombineRole& role, const OwnChoice& choice) {
     PullRoute route;
     route.choice = choice;
-    route.group = Group::of(choice.id, role.geometry.by_local_experts);
+    route.group = Group::of(choice.id, role.geometry.by_local_experts, role.geometry.rank_bits);
     return route;
   }
   // That the leader's rank must have announced; -1: nothing.
@@ -236,7 +236,7 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
                            CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks)};
   stamp(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
-  if (!open_ht_call(call, args, Kind::kCombine, at)) return;
+  if (!open_ht_call(call, args, Kind::kCombine, at, true, true)) return;
   if (role.is_first()) {
     clear_next_counters(call);
     send_call(call, p.layout, peers, kCombineCallWords, [&](int index) { return combine_word_of(p, index); });
@@ -257,7 +257,6 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
     stamp(Stamp::kSent, peers.rank);
   } else if (has_ring) {
     pull_rows<kIn, kWire, kOut, kCount>(role, shared);
-    ptx::launch_dependents();
     stamp(Stamp::kOwnDone, peers.rank);
   }
   // The input is the caller's again when all have read.

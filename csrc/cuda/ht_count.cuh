@@ -1,4 +1,4 @@
-// A routing block's share of the tokens: what it counts, how it numbers its choices, and how the blocks
+// A block's share of the tokens in the routing kernel: what it counts, how it numbers its choices, and how the blocks
 // of a rank learn of one another's counts. A lane looks at one choice; the first warp of a block looks at none, so that
 // it can ask for the epoch, and greet the other ranks, meanwhile.
 #pragma once
@@ -20,7 +20,7 @@ struct RouteTables {
 
   static constexpr int kTold = 5;  // tables from `from` on
 
-  __device__ static RouteTables of(char* shared, const HtDispatchParams& p, const HtRouteGeometry& g) {
+  __device__ static RouteTables of(char* shared, const HtRouteParams& p, const HtRouteGeometry& g) {
     SharedTables tables{shared};
     const auto take = [&](int count) { return tables.take<int>(count); };
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts;
@@ -42,7 +42,7 @@ struct RouteTables {
 
 struct RouteRole : HtBlock {
   DeviceState* state;
-  const HtDispatchParams& p;
+  const HtRouteParams& p;
   const HtRouteGeometry& geometry;
   const LsaPeers& peers;
   const CallContext& call;
@@ -82,7 +82,7 @@ struct StepLane {
 
 // Choices of a warp's steps that are looked at together.
 struct Steps {
-  static constexpr int kCount = 5;
+  static constexpr int kCount = 3;
   int first = 0;       // choice of this lane in the first step
   int id[kCount];      // [0, E), or E: no expert
   int choice[kCount];  // its number among the warp's choices of the expert, then among the rank's; 0: none was given
@@ -143,23 +143,6 @@ __device__ __forceinline__ void report_invalid_ids(const RouteRole& role, const 
     if (raw.limit[q] == 0 || steps.id[q] < role.num_experts() || id == -1) continue;
     const int choice = steps.first + q * share.choices, token = role.geometry.by_topk.divide(choice);
     report_invalid_id(role.state, id, token, role.geometry.by_topk.remainder(choice, token));
-  }
-}
-
-// For each of several numbers of so many bits the lanes that have the same. (An SM takes some 50 cycles for each
-// __match_any_sync() of its warps; these are three instructions a bit.)
-template <int kCount>
-__device__ __forceinline__ void find_same_lanes(const int (&number)[kCount], int bits, unsigned (&same)[kCount]) {
-#pragma unroll
-  for (int q = 0; q < kCount; q++) same[q] = ~0u;
-#pragma unroll 1
-  for (int bit = 0; bit < bits; bit++) {
-#pragma unroll
-    for (int q = 0; q < kCount; q++) {
-      const bool is_set = (number[q] >> bit & 1) != 0;
-      const unsigned lanes = __ballot_sync(~0u, is_set);
-      same[q] &= is_set ? lanes : ~lanes;
-    }
   }
 }
 

@@ -20,7 +20,13 @@ inline void check_ht_ranks(const Topology& topology) {
            kMaxCudaRanks);
 }
 
-// Of the blocks of a dispatch that route: counts, their exchange, places.
+inline int rank_bits_of(const Shape& shape) { return std::bit_width(static_cast<unsigned>(shape.num_ranks - 1)); }
+
+// The first kernel of a dispatch that routes: counts, their exchange, places.
+struct HtRouteParams : HtDispatchParams {
+  uint64_t* block_counts = nullptr;  // [kHtRouteBlocks][E + R + 2] tagged words: what each block has counted
+};
+
 struct HtRouteGeometry {
   int chunk_tokens = 32;               // of a block's share
   int shares = 1;                      // that are not empty: of the first blocks
@@ -33,7 +39,7 @@ struct HtRouteGeometry {
   int bytes = 0;  // of shared memory
 
   // The first warp of a block places nothing.
-  static HtRouteGeometry of(const HtDispatchParams& p, const HtPlan& plan) {
+  static HtRouteGeometry of(const HtRouteParams& p, const HtPlan& plan) {
     HtRouteGeometry g;
     const int ranks = p.shape.num_ranks, experts = p.shape.num_experts, topk = p.shape.topk;
     EP_CHECK(static_cast<int64_t>(p.num_tokens) * topk <= INT32_MAX / 2, p.num_tokens, " tokens of ", topk,
@@ -43,9 +49,9 @@ struct HtRouteGeometry {
     const int others = 2 * counters + 4 * (5 * ranks + 2 * experts + 4);
     EP_CHECK(others + counters <= kHtSharedBytes, experts, " experts and ", ranks, " ranks need ", others + counters,
              " bytes of shared memory, high throughput on CUDA has ", kHtSharedBytes);
-    g.place_warps = std::min(plan.router_warps - 1, (kHtSharedBytes - others) / counters);
+    g.place_warps = std::min(plan.warps - 1, (kHtSharedBytes - others) / counters);
     g.step_tokens = 32 / topk;
-    g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.routers), 32);
+    g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.blocks), 32);
     g.shares = ceil_div(p.num_tokens, g.chunk_tokens);
     g.warp_tokens = align_up(ceil_div(g.chunk_tokens, g.place_warps), g.step_tokens);
     g.rank_bits = std::bit_width(static_cast<unsigned>(ranks));
@@ -59,8 +65,7 @@ struct HtRouteGeometry {
   }
 };
 
-// Of the others. A worker moves one token's parts through its stage of shared memory; a pass takes as many parts as
-// fit.
+// A worker moves one token's parts through its stage of shared memory; a pass takes as many parts as fit.
 struct HtSendGeometry {
   int stage_bytes = 0;
   int passes = 1;
@@ -69,6 +74,7 @@ struct HtSendGeometry {
   int in_width[kHtMaxParts] = {};                                    // bytes that are loaded at once; 0: by a bulk copy
   int units = 0;                                                     // of all workers
   bool has_staged = false;                                           // a part's output lies elsewhere than in the arena
+  int rank_bits = 0;                                                 // of a rank
   Divisor by_tokens, by_local_experts, by_topk, by_ranks, by_words;  // words: of a slot
   int tables_at = 0, bytes = 0;  // shared memory: stages of workers | barriers and tables
 
@@ -113,6 +119,7 @@ struct HtSendGeometry {
   static HtSendGeometry of(const HtDispatchParams& p, const HtPlan& plan) {
     HtSendGeometry g = shapes_of(p);
     g.units = p.num_tokens * g.passes;
+    g.rank_bits = rank_bits_of(p.shape);
     g.by_tokens = Divisor::of(std::max(p.num_tokens, 1));
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(p.shape.topk);
@@ -126,20 +133,6 @@ struct HtSendGeometry {
   }
 };
 
-struct HtDispatchGeometry {
-  HtRouteGeometry route;  // where the plan has blocks that route
-  HtSendGeometry send;    // where it has others
-  int bytes = 0;          // of shared memory
-
-  static HtDispatchGeometry of(const HtDispatchParams& p, const HtPlan& plan) {
-    HtDispatchGeometry g;
-    if (plan.routers > 0) g.route = HtRouteGeometry::of(p, plan);
-    if (plan.blocks > 0) g.send = HtSendGeometry::of(p, plan);
-    g.bytes = std::max(g.route.bytes, g.send.bytes);
-    return g;
-  }
-};
-
 // Shared memory: rings of the warps, through which rows come | tables.
 struct HtCombineGeometry {
   int pieces = 1;       // of a row: what a warp adds up at once
@@ -148,6 +141,7 @@ struct HtCombineGeometry {
   Divisor by_parts;   // units of a token
   int row_lanes = 0;  // lanes' worths of a row
   bool has_staging = false;
+  int rank_bits = 0;  // of a rank
   Divisor by_local_experts;
   int tables_at = 0, bytes = 0;  // of shared memory
 
@@ -168,6 +162,7 @@ struct HtCombineGeometry {
     g.units = p.num_tokens * parts;
     g.by_parts = Divisor::of(parts);
     g.has_staging = stages(p);
+    g.rank_bits = rank_bits_of(p.shape);
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     const int ranks = p.shape.num_ranks;
     g.tables_at = plan.warps * kRingBytes;

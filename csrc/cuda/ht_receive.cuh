@@ -1,6 +1,5 @@
 // What a rank does with the rows that have come: copies for further choices or from the staging rows, zeros for rows
-// that do not exist. The tables of contents of the blocks that send and receive, ht_send(), and of a dispatch are at
-// the end.
+// that do not exist. The table of contents of the second kernel of a dispatch, ht_send(), is at the end.
 #pragma once
 
 #include "cuda/ht_routes.cuh"
@@ -273,12 +272,9 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
 
 // The call has failed: nothing was received.
 __device__ __forceinline__ void clear_all(const ReceiveRole& role) {
-  const int threads = role.plan.helpers() * 32;
-  const bool clears_info = role.p.info != nullptr && sends_routes(role.p.steps) && role.is_first_helper_block();
-  if (clears_info && role.plan.routers > 0) await_blocks(counters_of(role.call).informed, 1);
-  for (int i = role.helper() * 32 + role.lane; clears_info && i < role.p.output.info_size(); i += threads) {
-    role.p.info[i] = 0;
-  }
+  // By whoever has given up, as others may not have.
+  const bool clears_info = role.p.info != nullptr && sends_routes(role.p.steps);
+  for (int i = role.lane; clears_info && i < role.p.output.info_size(); i += 32) role.p.info[i] = 0;
   clear_rows(role, 0, role.p.output.rows(), false);
 }
 
@@ -291,29 +287,28 @@ __device__ __forceinline__ void give_up(const ReceiveRole& role) {
   clear_all(role);
 }
 
-// ---- Tables of contents
+// ---- Table of contents: the second kernel of a dispatch
 
-// `at`: of the blocks that send, of which some receive; `of_all`: of all blocks of the rank.
 template <bool kQuant>
-__device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args, BlockPosition at,
-                                        BlockPosition of_all, char* shared) {
+__device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
   const HtDispatchParams& p = args.params;
-  const HtSendGeometry& geometry = args.geometry.send;
   const LsaPeers& peers = args.peers;
   EP_SHARED(CallContext, call);
   HtBlock block{at};
   const bool is_worker = block.warp < args.plan.workers_of(at.block);
-  // There may be more warps: those that route have more, or, in a world on one GPU, another rank's.
+  // In a world on one GPU another rank's plan may have more warps.
   const bool helps = !is_worker && block.warp < args.plan.warps && at.block >= args.plan.senders;
-  const ReceiveRole role{{block, p, geometry, args.plan, peers, call, SendTables::of(shared, p, geometry),
-                          shared + (is_worker ? block.warp : 0) * geometry.stage_bytes}};
+  const ReceiveRole role{{block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry),
+                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
   stamp(Stamp::kStart, peers.rank);
-  ptx::wait_for_prerequisites();
-  if (!open_ht_call(call, args, Kind::kDispatch, of_all)) {
+  const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
+  if (!has_routed) ptx::wait_for_prerequisites();
+  if (!open_ht_call(call, args, Kind::kDispatch, at, !has_routed, true)) {
+    ptx::wait_for_prerequisites();
     if (helps) clear_all(role);
     return;
   }
-  if (args.plan.routers == 0) {
+  if (!has_routed) {
     if (block.is_first()) {
       clear_next_counters(call);
       send_call(call, p.layout, peers, HtCall::kCounts, [&](int index) { return call_word_of(p, index); });
@@ -321,21 +316,17 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
     await_records(call, p.layout, peers);
   }
   fill_outputs(role);
+  ptx::wait_for_prerequisites();
   fill_flows(role);
-  __syncthreads();
-  finish_tables(role);
   // The buffer has failed, perhaps, since the call was opened: in routing, or by another rank's doing.
   if (block.thread() == 0 && ptx::ld_relaxed_gpu(&args.state->fate.has_failed) != 0) call.has_given_up = 1;
-  if (block.is_first() && block.thread() == 0 && geometry.has_staged) call.state->ht_staged[0] += 1;
+  if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) call.state->ht_staged[0] += 1;
   if (block_has_failed(call)) {
     if (helps) clear_all(role);
     return;
   }
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (is_worker) {
-    send_rows<kQuant>(role);
-    ptx::launch_dependents();
-  }
+  if (is_worker) send_rows<kQuant>(role);
   stamp(Stamp::kSent, peers.rank);
   if (!helps) return;
   const bool with_routes = sends_routes(p.steps);
@@ -345,21 +336,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   if (with_routes && !has_expert_rows(p.output.layout)) store_choices(role);
   stamp(Stamp::kOwnDone, peers.rank);
   if (!place_rows(role)) return give_up(role);
-  ptx::launch_dependents();
   stamp(Stamp::kEnd, peers.rank);
-}
-
-// The first blocks of a rank route, the others send and receive. Blocks start in the order of their numbers, so those
-// that wait for routing keep no SM from it.
-template <bool kExpertRows, bool kQuant>
-__device__ __forceinline__ void ht_dispatch(const KernelArgs<HtDispatchParams>& args, BlockPosition of_all,
-                                            char* shared) {
-  const int routers = args.plan.routers;
-  if (of_all.block < routers) {
-    ht_route<kExpertRows>(args, {of_all.block, routers}, of_all, shared);
-  } else {
-    ht_send<kQuant>(args, {of_all.block - routers, of_all.num_blocks - routers}, of_all, shared);
-  }
 }
 
 }  // namespace ep

@@ -1,6 +1,6 @@
-// The blocks of high-throughput dispatch that route: each numbers and counts the tokens of its own share and tells the
-// others, the first adds all shares up and tells the other ranks, and when their counts are there, each places its
-// tokens at their receivers, and tells the blocks that send. The table of contents is ht_route(), at the end.
+// The first half of high-throughput dispatch: each block numbers and counts the tokens of its own share and tells the
+// others of its rank, the first block adds all shares up and tells the other ranks, and when their counts are there,
+// each block places its tokens at their receivers. The table of contents is ht_route(), at the end.
 #pragma once
 
 #include "cuda/ht_count.cuh"
@@ -109,7 +109,7 @@ struct InfoWriter {
   const int* from = role.tables.from;  // rows of every source
 
   __device__ __forceinline__ void store() const {
-    const HtDispatchParams& p = role.p;
+    const HtRouteParams& p = role.p;
     const OutputShape& output = p.output;
     const int bins = kExpertRows ? output.local_experts : output.num_ranks;
     int total = 0, dropped = 0;
@@ -149,7 +149,7 @@ struct InfoWriter {
     return static_cast<int64_t>(start[last]) + span_of(role.p.output.layout, role.p.output.alignment, demand[last]);
   }
   __device__ __forceinline__ void tell_host() const {
-    const HtDispatchParams& p = role.p;
+    const HtRouteParams& p = role.p;
     const int local_experts = role.local_experts();
     for (int e = role.lane; e < local_experts; e += 32) p.host_sizes[2 + e] = demand[e];
     __threadfence_system();
@@ -211,33 +211,15 @@ __device__ __forceinline__ void place_share(const RouteRole& role, const WarpSha
   }
 }
 
-// ---- Those who wait for this block
-
-// The blocks that send may: all own tokens of this block have their places. All threads.
-__device__ __forceinline__ void tell_routed(const RouteRole& role) {
-  __syncthreads();
-  if (role.thread() == 0) count_block(counters_of(role.call).routed);
-}
-
-// The call has failed: nothing is received. Who waits for this block shall not.
-__device__ __forceinline__ void give_up(const RouteRole& role) {
-  if (role.records()) clear_info(role);
-  tell_routed(role);
-  if (role.records() && role.thread() == 0) count_block(counters_of(role.call).informed);
-}
-
 // ---- Table of contents
 
-// kExpertRows: this rank's output has. Then choices of experts are numbered at once, as its peers' will, too. `at`: of
-// the blocks that route; `of_all`: of all blocks of the rank.
+// kExpertRows: this rank's output has. Then choices of experts are numbered at once, as its peers' will, too.
 template <bool kExpertRows>
-__device__ __forceinline__ void ht_route(const KernelArgs<HtDispatchParams>& args, BlockPosition at,
-                                         BlockPosition of_all, char* shared) {
-  const HtDispatchParams& p = args.params;
-  const HtRouteGeometry& geometry = args.geometry.route;
+__device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
+  const HtRouteParams& p = args.params;
   const LsaPeers& peers = args.peers;
   EP_SHARED(CallContext, call);
-  const RouteRole role{{at}, args.state, p, geometry, peers, call, RouteTables::of(shared, p, geometry)};
+  const RouteRole role{{at}, args.state, p, args.geometry, peers, call, RouteTables::of(shared, p, args.geometry)};
   stamp(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
   const WarpShare share = WarpShare::of(role);
@@ -248,7 +230,11 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtDispatchParams>& arg
   // The first warp asks for the epoch meanwhile.
   Steps last_steps = number_share<kExpertRows, true>(role, share, raw);
   stamp(Stamp::kOwnDone, peers.rank);
-  if (!open_ht_call(call, args, Kind::kDispatch, of_all)) return give_up(role);
+  if (!open_ht_call(call, args, Kind::kDispatch, at, true, !sends_rows(p.steps))) {
+    if (role.records()) clear_info(role);
+    return;
+  }
+  ptx::launch_dependents();  // it moves the epoch, which all blocks have read now
   stamp(Stamp::kEpochKnown, peers.rank);
   if (role.is_first() && role.warp == 0) {
     send_record(call, p.layout, peers);
@@ -273,21 +259,22 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtDispatchParams>& arg
   await_records(call, p.layout, peers);
   take_words(role);
   add_up_counts(role);
-  if (block_has_failed(call)) return give_up(role);
+  if (block_has_failed(call)) {
+    if (role.records()) clear_info(role);
+    return;
+  }
   stamp(Stamp::kRoutingKnown, peers.rank);
   if (*role.tables.has_expert_rows != 0) {
     if constexpr (!kExpertRows) last_steps = number_again(role, share);
     find_starts(role);
     __syncthreads();
   }
-  testing_point(Point::kBeforeRouting, call);
-  if (role.warp > 0) place_share(role, share, last_steps);
-  tell_routed(role);
+  if (role.warp > 0) {
+    place_share(role, share, last_steps);
+  } else if (role.records()) {
+    InfoWriter<kExpertRows>{role}.store();
+  }
   stamp(Stamp::kEnd, peers.rank);
-  if (role.warp != 0 || !role.records()) return;
-  InfoWriter<kExpertRows>{role}.store();
-  __syncwarp();
-  if (role.lane == 0) count_block(counters_of(call).informed);
 }
 
 }  // namespace ep

@@ -13,7 +13,6 @@ struct ReceiveRole : SendRole {
   __device__ int warps() const { return helper_blocks() * plan.helpers(); }
   __device__ int helper() const { return warp - plan.workers_of(at.block); }  // of the block
   __device__ int receiver() const { return helper() * helper_blocks() + at.block - plan.senders; }
-  __device__ bool is_first_helper_block() const { return at.block == plan.senders; }
   __device__ bool has_copies() const { return geometry.has_copies(p.output.layout); }
   // Where rows are copied, the last helper of a block waits for rows, and no other warp of it looks at signals.
   __device__ bool watches() const { return has_copies() && helper() == plan.helpers() - 1; }

@@ -1,6 +1,5 @@
-// The blocks of high-throughput dispatch that send: workers (warps) take tokens from a counter, load a row into their
-// stage of shared memory, and store it from there to its place on every rank that wants it. Bulk copies move what is
-// aligned.
+// The second half of high-throughput dispatch: workers (warps) take tokens from a counter, load a row into their stage
+// of shared memory, and store it from there to its place on every rank that wants it. Bulk copies move what is aligned.
 #pragma once
 
 #include "cuda/ht_route.cuh"
@@ -59,7 +58,7 @@ struct SendRole : HtBlock {
 // A warp: the first row of each packed expert, and the end.
 __device__ __forceinline__ void find_own_starts(const SendRole& role) {
   OutputShape output = role.p.output;
-  output.alignment = *role.p.handle.alignment;  // a cached dispatch does not know it
+  if (role.p.steps == HtSteps::kCached) output.alignment = *role.p.handle.alignment;
   const int* counts = role.p.handle.expert_counts;
   const auto span_of = [&](int e) { return static_cast<int>(output.span(counts[e])); };
   const int end = exclusive_sums(output.local_experts, role.tables.start, span_of);
@@ -70,12 +69,12 @@ __device__ __forceinline__ void find_own_starts(const SendRole& role) {
 __device__ __forceinline__ void find_segments(const SendRole& role) {
   const int ranks = role.num_ranks(), chunks = role.plan.chunks, count = chunks * ranks;
   const int end = exclusive_sums(count, role.tables.segments, [&](int i) {
-    return chunk_size(i / ranks, role.tables.flows.from[role.source_of(i)], chunks);
+    return chunk_size(i / ranks, role.p.handle.counts[role.source_of(i) * ranks + role.peers.rank], chunks);
   });
   if (role.lane == 0) role.tables.segments[count] = end;
 }
 
-// What ranks have told one another: the blocks that route may still be at work.
+// What ranks have told one another: a dispatch's first kernel may still be at work.
 __device__ __forceinline__ void fill_outputs(const SendRole& role) {
   const HtDispatchParams& p = role.p;
   const SendTables& t = role.tables;
@@ -105,36 +104,16 @@ __device__ __forceinline__ void fill_outputs(const SendRole& role) {
   if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
 }
 
-// Rows between ranks: what they have told one another, or the handle.
+// What the handle says.
 __device__ __forceinline__ void fill_flows(const SendRole& role) {
   const HtDispatchParams& p = role.p;
-  const int ranks = role.num_ranks();
-  const bool has_routers = role.plan.routers > 0;
-  const auto count = [&](int source, int receiver) {
-    if (!has_routers) return p.handle.counts[source * ranks + receiver];
-    const int word = HtCall::kCounts + receiver;
-    return static_cast<int32_t>(await_call_word(role.call, p.layout, role.peers, source, word));
-  };
-#pragma unroll 1
-  for (int r = role.warp; r < ranks; r += role.threads() / 32) role.tables.flows.fill(count, ranks, role.peers.rank, r);
-}
-
-// A lane of each warp that is going to read what the routing blocks have written down.
-__device__ __forceinline__ void await_routing(const SendRole& role) {
-  if (role.plan.routers == 0 || has_bug(Bug::kUnroutedRows, Kind::kDispatch)) return;
-  await_blocks(counters_of(role.call).routed, role.plan.routers);
-}
-
-// The rest, behind a barrier. The first thread waits for all of the block.
-__device__ __forceinline__ void finish_tables(const SendRole& role) {
   const int last_warp = role.threads() / 32 - 1;
-  if (role.warp == max(last_warp - 1, 0)) find_segments(role);
-  if (role.warp == last_warp && role.p.output.layout == OutputLayout::kPacked) {
-    if (role.lane == 0) await_routing(role);
-    __syncwarp();
-    find_own_starts(role);
+#pragma unroll 1
+  for (int r = role.warp; r < role.num_ranks(); r += role.threads() / 32) {
+    role.tables.flows.fill(p.handle.counts, role.num_ranks(), role.peers.rank, r);
   }
-  if (role.thread() == 0) await_routing(role);
+  if (role.warp == last_warp && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
+  if (role.warp == max(last_warp - 1, 0)) find_segments(role);
 }
 
 // ---- A row into the stage
@@ -324,7 +303,7 @@ struct SendRoute {
     return route;
   }
   __device__ __forceinline__ void resolve(const SendRole& role) {
-    group = Group::of(choice.id, role.geometry.by_local_experts);
+    group = Group::of(choice.id, role.geometry.by_local_experts, role.geometry.rank_bits);
     first_row = group.first_fitting(choice.row);
   }
 };

@@ -23,8 +23,12 @@ struct GeometryOf<LlCombineParams> {
 };
 
 template <>
+struct GeometryOf<HtRouteParams> {
+  using Type = HtRouteGeometry;
+};
+template <>
 struct GeometryOf<HtDispatchParams> {
-  using Type = HtDispatchGeometry;
+  using Type = HtSendGeometry;
 };
 template <>
 struct GeometryOf<HtCombineParams> {
@@ -57,12 +61,14 @@ struct alignas(16) KernelArgs {
 LlPlan plan_of(const LlDispatchParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineWeightsParams& params, int tokens, int num_sms);
+HtPlan plan_of(const HtRouteParams& params, int tokens, int num_sms);
 HtPlan plan_of(const HtDispatchParams& params, int tokens, int num_sms);
 HtPlan plan_of(const HtCombineParams& params, int tokens, int num_sms);
 LlDispatchGeometry geometry_of(const LlDispatchParams& params, const LlPlan& plan);
 LlCombineGeometry geometry_of(const LlCombineParams& params, const LlPlan& plan);
 NoGeometry geometry_of(const LlCombineWeightsParams& params, const LlPlan& plan);
-HtDispatchGeometry geometry_of(const HtDispatchParams& params, const HtPlan& plan);
+HtRouteGeometry geometry_of(const HtRouteParams& params, const HtPlan& plan);
+HtSendGeometry geometry_of(const HtDispatchParams& params, const HtPlan& plan);
 HtCombineGeometry geometry_of(const HtCombineParams& params, const HtPlan& plan);
 
 // Refuses what these kernels cannot serve, with the values.
@@ -79,11 +85,12 @@ void load_kernels();
 void launch(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch(const KernelArgs<LlCombineParams>& args, void* stream);
 void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
+void launch(const KernelArgs<HtRouteParams>& args, void* stream);
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream);
 void launch(const KernelArgs<HtCombineParams>& args, void* stream);
 
-// All `num_ranks` ranks of a world on this GPU in one launch; `args` is a device array, `host_args` its host copy. The
-// plans of all ranks have the same number of blocks.
+// All `num_ranks` ranks of a world on this GPU in one launch; `args` is a device array, `host_args` its host copy. Each
+// rank gets as many blocks as the one whose plan has most.
 template <class Params>
 void launch_world(const KernelArgs<Params>* host_args, const KernelArgs<Params>* args, int num_ranks, void* stream);
 

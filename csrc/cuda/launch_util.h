@@ -72,18 +72,13 @@ inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 #endif
   return plan;
 }
-// High throughput: "blocks,warps,workers,chunks,senders,unit_pieces,routers,router_warps", the last two of a dispatch
-// that routes.
+// High throughput: "blocks,warps,workers,chunks,senders,unit_pieces".
 inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 #if defined(EP_TUNING)
   if (const char* text = std::getenv(variable)) {
-    HtPlan given = plan;
-    given.senders = 0;
-    std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &given.blocks, &given.warps, &given.workers, &given.chunks,
-                &given.senders, &given.unit_pieces, &given.routers, &given.router_warps);
-    if (plan.blocks == 0) given.blocks = 0;
-    if (plan.routers == 0) given.routers = 0;
-    plan = given;
+    plan.senders = 0;
+    std::sscanf(text, "%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks, &plan.senders,
+                &plan.unit_pieces);
   }
 #endif
   return plan;
@@ -91,10 +86,12 @@ inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 
 void load_dispatch_kernels();
 void load_combine_kernels();
+void load_ht_route_kernels();
 void load_ht_dispatch_kernels();
 void load_ht_combine_kernels();
 std::vector<std::vector<uint64_t>> dispatch_stamps();
 std::vector<std::vector<uint64_t>> combine_stamps();
+std::vector<std::vector<uint64_t>> ht_route_stamps();
 std::vector<std::vector<uint64_t>> ht_dispatch_stamps();
 std::vector<std::vector<uint64_t>> ht_combine_stamps();
 

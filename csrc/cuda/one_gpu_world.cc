@@ -13,18 +13,17 @@ namespace {
 
 constexpr uint64_t kWindowAlignment = 2u << 20;  // a GPU page, as NCCL's windows have
 constexpr size_t kNumSlots = 4;                  // launches that may be in flight before a call waits
-constexpr size_t kMaxArgBytes = std::max({sizeof(KernelArgs<LlDispatchParams>), sizeof(KernelArgs<LlCombineParams>),
-                                          sizeof(KernelArgs<LlCombineWeightsParams>),
-                                          sizeof(KernelArgs<LlFloorFlagsParams>), sizeof(KernelArgs<LlFloorPushParams>),
-                                          sizeof(KernelArgs<HtDispatchParams>), sizeof(KernelArgs<HtCombineParams>)});
+constexpr size_t kMaxArgBytes =
+    std::max({sizeof(KernelArgs<LlDispatchParams>), sizeof(KernelArgs<LlCombineParams>),
+              sizeof(KernelArgs<LlCombineWeightsParams>), sizeof(KernelArgs<LlFloorFlagsParams>),
+              sizeof(KernelArgs<LlFloorPushParams>), sizeof(KernelArgs<HtRouteParams>),
+              sizeof(KernelArgs<HtDispatchParams>), sizeof(KernelArgs<HtCombineParams>)});
 
 const char* call_name(const LlDispatchParams&) { return "dispatch"; }
 const char* call_name(const LlCombineParams&) { return "combine"; }
 const char* call_name(const LlCombineWeightsParams&) { return "combine_weights"; }
-const char* call_name(const HtDispatchParams& params) {
-  if (!sends_rows(params.steps)) return "the routing of a dispatch";
-  return routes(params.steps) ? "a dispatch of high throughput" : "a dispatch of high throughput that has been routed";
-}
+const char* call_name(const HtRouteParams&) { return "the routing of a dispatch"; }
+const char* call_name(const HtDispatchParams&) { return "a dispatch of high throughput"; }
 const char* call_name(const HtCombineParams&) { return "a combine of high throughput"; }
 const char* call_name(const LlFloorFlagsParams&) { return "floor_flags"; }
 const char* call_name(const LlFloorPushParams&) { return "floor_push"; }
@@ -96,6 +95,7 @@ void OneGpuWorld::run(int rank, const KernelArgs<Params>& args, void* stream) {
 template void OneGpuWorld::run(int, const KernelArgs<LlDispatchParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlCombineParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlCombineWeightsParams>&, void*);
+template void OneGpuWorld::run(int, const KernelArgs<HtRouteParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<HtDispatchParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<HtCombineParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlFloorFlagsParams>&, void*);
@@ -140,7 +140,7 @@ void OneGpuWorld::check_call(int rank, const Call& call) {
     return;
   }
   const auto first = std::find(has_arrived_.begin(), has_arrived_.end(), true) - has_arrived_.begin();
-  if (call.name != call_.name) {
+  if (call.launch != call_.launch) {
     break_up(ErrorKind::kMismatch,
              concat("rank ", first, " calls ", call_.name, ", rank ", rank, " calls ", call.name));
   }

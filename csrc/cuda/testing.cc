@@ -30,7 +30,6 @@ constexpr NamedBug kNamedBugs[] = {
     {"early_epoch", testing::Bug::kEarlyEpoch},
     {"torn_rows", testing::Bug::kTornRows},
     {"untold_rows", testing::Bug::kUntoldRows},
-    {"unrouted_rows", testing::Bug::kUnroutedRows},
 };
 static_assert(static_cast<int>(testing::Bug::kNumBugs) <= 32, "a bit for each");
 

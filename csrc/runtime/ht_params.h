@@ -78,9 +78,7 @@ struct HtDispatchParams {
   void* out_topk_idx = nullptr;
   float* out_weights = nullptr;
   int num_sms = 0;
-  // CUDA fills them in: the plan's; and [kHtRouteBlocks][E + R + 2] tagged words, what each block has counted.
-  int chunks = 1;
-  uint64_t* block_counts = nullptr;
+  int chunks = 1;  // CUDA fills it in: the plan's, of the kernel that sends
 
   // Where the operation quantises part 0, its rows travel as e4m3, and the next part is the scales.
   void add_quant_scales() {

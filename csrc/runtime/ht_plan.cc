@@ -7,6 +7,15 @@
 
 namespace ep {
 
+constexpr int kMaxDispatchWarps = 28;
+
+HtPlan plan_ht_route(int num_sms) {
+  HtPlan plan;
+  plan.blocks = std::min(num_sms, kHtRouteBlocks);
+  plan.warps = plan.workers = 32;
+  return plan;
+}
+
 // Bytes that are to be on their way at a time: to other GPUs, and as many within this one as go to each of the others.
 // With fewer the links run dry; with more each row takes longer, and the last ones leave links idle.
 struct UnderWay {
@@ -30,13 +39,8 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
   const int most = std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
   plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(6, most), most);
-  plan.warps = work.copies ? kHtManyWarps : plan.workers + 4;
+  plan.warps = work.copies ? kMaxDispatchWarps : plan.workers + 4;
   return plan;
-}
-
-void add_routers(HtPlan& plan, int num_sms) {
-  plan.routers = std::min(num_sms, kHtRouteBlocks);
-  plan.router_warps = plan.blocks > 0 && plan.warps <= kHtFewWarps ? kHtFewWarps : kHtManyWarps;
 }
 
 HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms) {
@@ -50,7 +54,7 @@ HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms) {
     plan.unit_pieces = 4;
   } else {
     plan.warps = plan.workers = std::clamp(UnderWay{1.2e6, 1.2e6}.warps(num_ranks, num_sms, kWarpBytes), 8, kMaxWarps);
-    plan.unit_pieces = 2;  // so that warps end together
+    plan.unit_pieces = num_ranks > 2 ? 2 : 0;  // so that warps end together; with few rows a token units cost more
   }
   return plan;
 }

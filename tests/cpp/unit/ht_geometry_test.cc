@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
+
 namespace ep {
 namespace {
 
@@ -85,31 +87,25 @@ TEST(HtSendGeometry, KnowsWhoHasCopiesToMake) {
   EXPECT_TRUE(HtSendGeometry::shapes_of(p).has_copies(p.output.layout));
 }
 
-HtPlan plan_of_routers(int num_sms) {
-  HtPlan plan{.blocks = 0};
-  add_routers(plan, num_sms);
-  return plan;
-}
-
 TEST(HtRouteGeometry, SharesCoverAllTokensAndFitTheMemory) {
   for (int blocks : {1, 2, 12, 132}) {
     for (int tokens : {0, 1, 33, 4096, 65536}) {
       for (int topk : {1, 7, 8, 32}) {
         for (int experts : {64, 256, 1024, 4096, 10048}) {
-          HtDispatchParams p = dispatch_of({64}, tokens);
+          HtRouteParams p{dispatch_of({64}, tokens)};
           p.shape = Shape::make(64, experts, topk, 65536);
-          const HtPlan plan = plan_of_routers(blocks);
-          EXPECT_LE(plan.routers, std::min(blocks, kHtRouteBlocks));
+          const HtPlan plan = plan_ht_route(blocks);
+          EXPECT_LE(plan.blocks, std::min(blocks, kHtRouteBlocks));
           const HtRouteGeometry g = HtRouteGeometry::of(p, plan);
-          EXPECT_GE(g.chunk_tokens * plan.routers, tokens);
+          EXPECT_GE(g.chunk_tokens * plan.blocks, tokens);
           ASSERT_GE(g.place_warps, 1);
-          EXPECT_LT(g.place_warps, plan.router_warps);
+          EXPECT_LT(g.place_warps, plan.warps);
           EXPECT_GE(g.place_warps * g.warp_tokens, g.chunk_tokens);
           EXPECT_EQ(g.warp_tokens % g.step_tokens, 0);
           EXPECT_LE(g.step_tokens * topk, 32);
           EXPECT_LE(g.bytes, kHtSharedBytes);
           if (experts == 256) {
-            EXPECT_EQ(g.place_warps, kHtManyWarps - 1);
+            EXPECT_EQ(g.place_warps, 31);
           }
         }
       }
@@ -118,14 +114,14 @@ TEST(HtRouteGeometry, SharesCoverAllTokensAndFitTheMemory) {
 }
 
 TEST(HtRouteGeometry, RefusesWhatItCannotCount) {
-  HtDispatchParams p = dispatch_of({64});
+  HtRouteParams p{dispatch_of({64})};
   p.shape = Shape::make(4, 4 * 16384, 8, 8);
-  EXPECT_THROW(HtRouteGeometry::of(p, plan_of_routers(12)), Error);
+  EXPECT_THROW(HtRouteGeometry::of(p, plan_ht_route(12)), Error);
   p.shape = Shape::make(4, 64, 32, 8);
   p.num_tokens = INT32_MAX / 64;
-  EXPECT_NO_THROW(HtRouteGeometry::of(p, plan_of_routers(12)));
+  EXPECT_NO_THROW(HtRouteGeometry::of(p, plan_ht_route(12)));
   p.num_tokens++;
-  EXPECT_THROW(HtRouteGeometry::of(p, plan_of_routers(12)), Error);
+  EXPECT_THROW(HtRouteGeometry::of(p, plan_ht_route(12)), Error);
 }
 
 TEST(HtPlan, FitsTheKernelsLimits) {
@@ -138,11 +134,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
           EXPECT_GE(plan.workers, 1);
           EXPECT_LE(plan.workers, plan.warps);
           EXPECT_LE(plan.workers * stage, std::max(stage, kHtSharedBytes));
-          EXPECT_LE(plan.threads(), 32 * kHtManyWarps);
-          HtPlan routes = plan;
-          add_routers(routes, num_sms);
-          EXPECT_EQ(routes.grid(), num_sms + std::min(num_sms, kHtRouteBlocks));
-          EXPECT_EQ(routes.threads(), 32 * (plan.warps <= kHtFewWarps ? kHtFewWarps : kHtManyWarps));
+          EXPECT_LE(plan.threads(), 896);
           EXPECT_EQ(plan.chunks, work.copies ? kHtChunks : 1);
           EXPECT_GT(plan.helpers(), work.copies ? 1 : 0) << "one waits for rows, others copy";
           EXPECT_EQ(plan.senders > 0, work.copies && num_sms > 1);
@@ -170,6 +162,16 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     EXPECT_LE(g.bytes, 220 * 1024);
     EXPECT_EQ(g.row_lanes, 7168 / 8);
     EXPECT_EQ(g.pieces, 7);
+  }
+  // Whole tokens where few ranks have rows of them, parts where many do.
+  for (int ranks : {1, 2, 3, 4, 64}) {
+    HtCombineParams p;
+    p.shape = Shape::make(ranks, 64 * ranks, 8, 8);
+    p.hidden = 7168;
+    p.num_tokens = 8;
+    const HtCombineGeometry g = HtCombineGeometry::of(p, plan_ht_combine(false, ranks, 12));
+    EXPECT_EQ(g.units, p.num_tokens * (ranks > 2 ? 4 : 1)) << ranks;
+    EXPECT_EQ(1 << g.rank_bits, std::bit_ceil(static_cast<unsigned>(ranks))) << ranks;
   }
   EXPECT_EQ(default_ht_sms({}, 132), 12);
   EXPECT_EQ(default_ht_sms({.converts = true}, 132), 32);
