@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench [ll | ht | fit | overlap] ...`` measures, ``plot FILE... --out DIR`` draws."""
+"""``python -m nccl_ep.bench [ll | ht | fit | overlap] ...`` measures, ``plot``, ``table``, ``compare`` show."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ USAGE = """usage: python -m nccl_ep.bench [ll] [options]              measure lo
        python -m nccl_ep.bench overlap [options]           an operation and a GEMM at the same time
        python -m nccl_ep.bench plot FILE... [--out DIR]   draw what was measured, as PNG and SVG
        python -m nccl_ep.bench table FILE...              print it
+       python -m nccl_ep.bench compare NOW BEFORE...      print what has become slower
 --help after a command lists its options."""
 
 
@@ -31,6 +32,8 @@ def main(argv: list[str]) -> int:
         from .plot import main as run
     elif command == "table":
         from .table import main as run
+    elif command == "compare":
+        from .compare import main as run
     else:
         print(f"{command!r} is no command\n{USAGE}", file=sys.stderr)
         return 2

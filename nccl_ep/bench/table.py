@@ -44,7 +44,8 @@ def _cell(record: Record | None) -> str:
     return _number(record["value"]) + (f" ({_number(record['p99'])})" if record["p99"] is not None else "")
 
 
-def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
+def columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells, one below the other."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
@@ -77,7 +78,7 @@ def _table(found: list[Record], bench: str) -> list[str]:
         line += [_cell(rows[key].get(figure)) for figure in figures]
         line += [_number(floor(found, name, str(op), int(str(tokens)), str(dtype))) for name in floors]
         lines.append(line)
-    return _columns(lines)
+    return columns(lines)
 
 
 def render(found: list[Record]) -> str:
