@@ -53,3 +53,6 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert summary.startswith("2 measurements that were made before: 1 have grown by more than 3 %, 0 have shrunk")
     assert bench.main(["compare", "--percent", "5", str(new), str(old)]) == 0
     assert capsys.readouterr().out.startswith("2 measurements that were made before: 0 have grown by more than 5 %")
+    with pytest.raises(SystemExit):
+        bench.main(["compare", "--figures", "graph,grahp", str(new), str(old)])
+    assert "no figure grahp: there are event, graph" in capsys.readouterr().err

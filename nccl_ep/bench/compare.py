@@ -17,6 +17,7 @@ _KEY = (
 )  # fmt: skip
 _SHOWN = ("bench", "ranks", "op", "figure", "tokens", "hidden", "topk", "experts", "dtype", "layout", "routing", "api")
 FIGURES = ("graph", "graph_pdl", "kernel", "memory", "memory_total")  # that the host has no part in
+_KNOWN = {*table.FIGURES, *FIGURES, "memory_arena"}
 Key = tuple[object, ...]
 
 
@@ -81,7 +82,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--percent", type=float, default=3.0, help="that is no difference (default: %(default)s)")
     parser.add_argument("--figures", default=",".join(FIGURES), help="that are compared (default: %(default)s)")
     options = parser.parse_args(argv)
+    figures = options.figures.split(",")
+    if unknown := [name for name in figures if name not in _KNOWN]:
+        parser.error(f"no figure {', '.join(unknown)}: there are {', '.join(sorted(_KNOWN))}")
     before = [path for path in options.before if path.resolve() != options.now.resolve()]
-    changes = find(records.load(before), records.load([options.now]), options.figures.split(","))
+    changes = find(records.load(before), records.load([options.now]), figures)
     print(render(changes, options.percent))
     return int(any(each.percent > options.percent for each in changes))
