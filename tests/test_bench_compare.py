@@ -55,4 +55,4 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith("2 measurements that were made before: 0 have grown by more than 5 %")
     with pytest.raises(SystemExit):
         bench.main(["compare", "--figures", "graph,grahp", str(new), str(old)])
-    assert "no figure grahp: there are event, graph" in capsys.readouterr().err
+    assert "grahp: must be of graph, graph_pdl, kernel, memory" in capsys.readouterr().err

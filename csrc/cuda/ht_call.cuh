@@ -316,6 +316,13 @@ __device__ __forceinline__ void find_same_lanes(const int (&number)[kCount], int
   }
 }
 
+__device__ __forceinline__ unsigned find_same_lanes(int number, int bits) {
+  const int numbers[] = {number};
+  unsigned same[1];
+  find_same_lanes(numbers, bits, same);
+  return same[0];
+}
+
 // Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first.
 struct Group {
   int rank = -1;
@@ -332,10 +339,7 @@ struct Group {
   __device__ __forceinline__ static Group of(int id, const Divisor& by_local_experts, int rank_bits) {
     Group group;
     if (id >= 0) group.rank = by_local_experts.divide(id);
-    const int number[] = {group.rank};
-    unsigned same[1];
-    find_same_lanes(number, rank_bits, same);
-    group.lanes = same[0] & __ballot_sync(~0u, id >= 0);
+    group.lanes = find_same_lanes(group.rank, rank_bits) & __ballot_sync(~0u, id >= 0);
     group.leads = id >= 0 && __ffs(static_cast<int>(group.lanes)) - 1 == lane_id();
     return group;
   }

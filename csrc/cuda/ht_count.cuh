@@ -354,9 +354,11 @@ __device__ __forceinline__ void count_shares(const RouteRole& role) {
     const RawId raw = RawId::load(role.p.topk_idx, role.p.is_idx64, min(choice, end_choice - 1));
     const auto valid = static_cast<int>(raw.below(experts, role.p.is_idx64));
     const int id = role.lane < lane.choices && choice < end_choice && valid >= 0 ? valid : experts;
-    const int rank = role.count_of_rank(role.rank_of(id));
+    const int rank = role.rank_of(id);
     atomicAdd(role.tables.sums + id, 1);
-    if (lane.leads(__match_any_sync(~0u, rank))) atomicAdd(role.tables.sums + rank, 1);
+    if (lane.leads(find_same_lanes(rank, role.geometry.rank_bits))) {
+      atomicAdd(role.tables.sums + role.count_of_rank(rank), 1);
+    }
   }
 }
 

@@ -58,7 +58,7 @@ struct SendRole : HtBlock {
 // A warp: the first row of each packed expert, and the end.
 __device__ __forceinline__ void find_own_starts(const SendRole& role) {
   OutputShape output = role.p.output;
-  if (role.p.steps == HtSteps::kCached) output.alignment = *role.p.handle.alignment;
+  if (role.p.steps == HtSteps::kCached) output.alignment = *role.p.handle.alignment;  // nobody has said it
   const int* counts = role.p.handle.expert_counts;
   const auto span_of = [&](int e) { return static_cast<int>(output.span(counts[e])); };
   const int end = exclusive_sums(output.local_experts, role.tables.start, span_of);

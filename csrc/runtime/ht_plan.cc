@@ -37,9 +37,8 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
   // A row that is being quantised is not on its way.
   const UnderWay under_way = work.converts ? UnderWay{0.4e6, 3.4e6} : UnderWay{0.64e6, 1.41e6};
   // What shared memory does not take is an SM's cache, through which rows are copied.
-  constexpr int kCopiersShared = 190 * 1024;
-  const int most = work.copies ? std::clamp(std::min(shared_bytes, kCopiersShared) / stage_bytes, 1, 14)
-                               : std::clamp(shared_bytes / stage_bytes, 1, 24);
+  if (work.copies) shared_bytes = std::min(shared_bytes, 190 * 1024);
+  const int most = std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
   plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(6, most), most);
   plan.warps = work.copies ? kMaxDispatchWarps : plan.workers + 4;
@@ -57,8 +56,8 @@ HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms) {
     plan.unit_pieces = 4;
   } else {
     plan.warps = plan.workers = std::clamp(UnderWay{1.2e6, 1.2e6}.warps(num_ranks, num_sms, kWarpBytes), 8, kMaxWarps);
-    plan.unit_pieces =
-        num_ranks > 2 ? 2 : 0;  // so that warps end together; where tokens have few rows, units cost more
+    // Parts, so that warps end together; but each costs as much as some rows, and of few ranks tokens have few.
+    plan.unit_pieces = num_ranks > 2 ? 2 : 0;
   }
   return plan;
 }

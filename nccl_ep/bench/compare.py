@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import records, table
+from . import records
+from .options import words
 from .records import Record
 
 # Of a call that is to take as long wherever the rest is equal.
@@ -17,7 +18,7 @@ _KEY = (
 )  # fmt: skip
 _SHOWN = ("bench", "ranks", "op", "figure", "tokens", "hidden", "topk", "experts", "dtype", "layout", "routing", "api")
 FIGURES = ("graph", "graph_pdl", "kernel", "memory", "memory_total")  # that the host has no part in
-_KNOWN = {*table.FIGURES, *FIGURES, "memory_arena"}
+_FURTHER = ("event", "host", "memory_arena")
 Key = tuple[object, ...]
 
 
@@ -37,9 +38,8 @@ def _best(found: Iterable[Record], figures: Iterable[str]) -> dict[Key, Record]:
     """Of each measurement the smallest value. Records of experiments say what was changed, and are none."""
     best: dict[Key, Record] = {}
     for record in found:
-        if record["system"] != "nccl_ep" or record["figure"] not in figures or "change" in record:
-            continue
-        if not record["value"]:  # not measured, or nothing
+        is_ours = record["system"] == "nccl_ep" and record["figure"] in figures and "change" not in record
+        if not is_ours or not record["value"]:  # not measured, or nothing
             continue
         key = tuple(record.get(name) for name in _KEY)
         if key not in best or record["value"] < best[key]["value"]:
@@ -56,7 +56,7 @@ def find(before: Iterable[Record], now: Iterable[Record], figures: Iterable[str]
 def render(changes: list[Change], percent: float) -> str:
     """A line for each that grew by more than ``percent``, and a summary."""
     grown = [each for each in changes if each.percent > percent]
-    better = sum(each.percent < -percent for each in changes)
+    num_shrunk = sum(each.percent < -percent for each in changes)
     lines = [[*_SHOWN, "num_sms", "before", "at", "now", "at", "percent"]] if grown else []
     for each in grown:
         shown = [str(each.now[name]) for name in _SHOWN] + [str(each.now["num_sms"] or "auto")]
@@ -66,9 +66,9 @@ def render(changes: list[Change], percent: float) -> str:
         )  # fmt: skip
     summary = (
         f"{len(changes)} measurements that were made before: {len(grown)} have grown by more than {percent:g} %, "
-        f"{better} have shrunk by more"
+        f"{num_shrunk} have shrunk by more"
     )
-    return "\n".join([*(table.columns(lines) if lines else []), summary])
+    return "\n".join([*(records.columns(lines) if lines else []), summary])
 
 
 def main(argv: list[str]) -> int:
@@ -80,12 +80,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("now", type=Path, metavar="NOW")
     parser.add_argument("before", nargs="+", type=Path, metavar="BEFORE")
     parser.add_argument("--percent", type=float, default=3.0, help="that is no difference (default: %(default)s)")
-    parser.add_argument("--figures", default=",".join(FIGURES), help="that are compared (default: %(default)s)")
+    parser.add_argument(
+        "--figures", type=words(*FIGURES, *_FURTHER), default=",".join(FIGURES),
+        help=f"that are compared, of {', '.join((*FIGURES, *_FURTHER))} (default: %(default)s)",
+    )  # fmt: skip
     options = parser.parse_args(argv)
-    figures = options.figures.split(",")
-    if unknown := [name for name in figures if name not in _KNOWN]:
-        parser.error(f"no figure {', '.join(unknown)}: there are {', '.join(sorted(_KNOWN))}")
     before = [path for path in options.before if path.resolve() != options.now.resolve()]
-    changes = find(records.load(before), records.load([options.now]), figures)
+    changes = find(records.load(before), records.load([options.now]), options.figures)
     print(render(changes, options.percent))
     return int(any(each.percent > options.percent for each in changes))

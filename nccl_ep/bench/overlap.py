@@ -289,11 +289,7 @@ def _render(found: Sequence[Record], mode: str) -> str:
         if rows:
             table = [["op", "dtype", "num_sms", "partition", *figures]]
             table += [[*map(str, key), *(row.get(name, "-") for name in figures)] for key, row in rows.items()]
-            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-            lines += [
-                title,
-                *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table),
-            ]
+            lines += [title, *records.columns(table)]
     lines += [f"not measured: {r['op']} {r['figure']} {r.get('partition', '')}: {r['skipped']}"
               for r in found if "skipped" in r]  # fmt: skip
     first = found[0]

@@ -63,6 +63,12 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
+def columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells, one below the other."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
 def save(path: Path, records: Iterable[Record]) -> None:
     """All records, one a line; a reader never sees half a file."""
     text = ",\n".join(json.dumps(record) for record in records)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from . import crossover, overlap, records
@@ -44,12 +44,6 @@ def _cell(record: Record | None) -> str:
     return _number(record["value"]) + (f" ({_number(record['p99'])})" if record["p99"] is not None else "")
 
 
-def columns(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of cells, one below the other."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-
-
 def _how(record: Record) -> tuple[str, bool]:
     """How an operation of high throughput ran: what the others have not got is empty."""
     return record.get("placement") or "", record.get("cached", False)
@@ -78,7 +72,7 @@ def _table(found: list[Record], bench: str) -> list[str]:
         line += [_cell(rows[key].get(figure)) for figure in figures]
         line += [_number(floor(found, name, str(op), int(str(tokens)), str(dtype))) for name in floors]
         lines.append(line)
-    return columns(lines)
+    return records.columns(lines)
 
 
 def render(found: list[Record]) -> str:

@@ -32,7 +32,7 @@ void pause();
 [[noreturn]] void die(const char* what);
 
 // Operations of a whole warp, each with a name that all lanes must agree on.
-enum class WarpOp : int { kSync, kShuffle, kBallot, kMatch, kReduce };
+enum class WarpOp : int { kSync, kShuffle, kBallot, kReduce };
 // Every lane's value, until the next operation.
 const uint64_t* gather(WarpOp op, uint64_t value, unsigned mask);
 int lane();

@@ -147,14 +147,6 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == ~0u; }
 template <class T>
-unsigned __match_any_sync(unsigned mask, T value) {
-  const uint64_t mine = ep::emulator::pack(value);
-  const uint64_t* all = ep::emulator::gather(ep::emulator::WarpOp::kMatch, mine, mask);
-  unsigned bits = 0;
-  for (int i = 0; i < 32; i++) bits |= static_cast<unsigned>(all[i] == mine) << i;
-  return bits;
-}
-template <class T>
 T __reduce_add_sync(unsigned mask, T value) {
   return ep::emulator::reduce(mask, value, [](T a, T b) { return a + b; });
 }
