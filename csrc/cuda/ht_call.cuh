@@ -114,7 +114,7 @@ struct SharedTables {
   }
 };
 
-// Rows between this rank and each other, in shared memory, as a handle's counts [R, R] tell.
+// Rows between this rank and each other, in shared memory.
 struct Flows {
   int *to, *to_first;      // [R] own tokens with an expert there, and their first slot there
   int *from, *from_first;  // [R] rows here of each home, and the first slot
@@ -122,19 +122,22 @@ struct Flows {
   __device__ static Flows of(SharedTables& tables, int ranks) {
     return {tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks)};
   }
-  // A warp.
-  __device__ __forceinline__ void fill(const int32_t* counts, int ranks, int rank, int other) const {
+  // A warp. count_of(source, receiver): tokens of a rank with an expert of another.
+  template <class CountOf>
+  __device__ __forceinline__ void fill(int ranks, int rank, int other, const CountOf& count_of) const {
     int before_to = 0, before_from = 0;
 #pragma unroll 1
     for (int first = 0; first < ranks; first += 32) {
-      const int s = first + lane_id();
-      before_to += __reduce_add_sync(~0u, s < rank ? counts[s * ranks + other] : 0);
-      before_from += __reduce_add_sync(~0u, s < other ? counts[s * ranks + rank] : 0);
+      const int source = first + lane_id();
+      const int there = source < ranks ? count_of(source, other) : 0;
+      const int here = source < ranks ? count_of(source, rank) : 0;
+      if (source == rank) to[other] = there;
+      if (source == other) from[other] = here;
+      before_to += __reduce_add_sync(~0u, source < rank ? there : 0);
+      before_from += __reduce_add_sync(~0u, source < other ? here : 0);
     }
     if (lane_id() != 0) return;
-    to[other] = counts[rank * ranks + other];
     to_first[other] = before_to;
-    from[other] = counts[other * ranks + rank];
     from_first[other] = before_from;
   }
 };
@@ -193,6 +196,19 @@ struct CallWords {
     return words;
   }
 };
+
+// Of all ranks.
+__device__ __forceinline__ uint32_t sum_of_words(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
+                                                 int index) {
+  uint32_t sum = 0;
+#pragma unroll 1
+  for (int first = 0; first < layout.topology.num_ranks; first += CallWords::kTogether) {
+    const auto words = CallWords::await(call, layout, peers, first, index);
+#pragma unroll
+    for (int q = 0; q < CallWords::kTogether; q++) sum += words.value[q];
+  }
+  return sum;
+}
 
 __device__ __forceinline__ uint32_t await_call_word(const CallContext& call, const HtLayout& layout,
                                                     const LsaPeers& peers, int source, int index) {

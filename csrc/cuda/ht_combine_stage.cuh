@@ -59,9 +59,10 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   const HtCombineParams& p = role.p;
   const CombineTables& t = role.tables;
   const int ranks = role.num_ranks(), rank = role.peers.rank, chunks = role.plan.chunks;
+  const auto count_of = [&](int source, int receiver) { return p.handle.counts[source * ranks + receiver]; };
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
-    t.flows.fill(p.handle.counts, ranks, rank, r);
+    t.flows.fill(ranks, rank, r, count_of);
     if (role.lane == 0) t.offsets[r] = await_call_offset(role.call, p.layout, role.peers, r, kCombineRowsOffset);
   }
   __syncthreads();

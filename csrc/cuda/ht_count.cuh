@@ -10,15 +10,15 @@ namespace ep {
 // What a block keeps in shared memory. Counts are of choices of each expert, of no expert, of tokens for each rank, of
 // those for none: [E + 1 + R + 1], so that what is no choice needs no branch.
 struct RouteTables {
-  int* share;            // counts of the block's share: of experts, where they are not numbered
-  int* sums;             // of the shares before it; first block: of all
-  int* warp_counts;      // [place_warps] of each placing warp, then what the share has before its tokens
-  int* has_expert_rows;  // whether any rank's output has
-  int* before;           // of the ranks before this one; in the place of `share`
-  int *start, *demand;   // [E] first row of each expert at its owner; choices of all
-  int *from, *layout, *capacity, *alignment, *tokens;  // [R], one after the other: what each rank's message tells
+  int* share;                          // counts of the block's share: of experts, where they are not numbered
+  int* sums;                           // of the shares before it; first block: of all
+  int* warp_counts;                    // [place_warps] of each placing warp, then what the share has before its tokens
+  int* has_expert_rows;                // whether any rank's output has
+  int* before;                         // of the ranks before this one; in the place of `share`
+  int *start, *demand;                 // [E] first row of each expert at its owner; choices of all
+  int *layout, *capacity, *alignment;  // [R], one after the other: what each rank's message tells
 
-  static constexpr int kTold = 5;  // tables from `from` on
+  static constexpr int kTold = 3;  // tables from `layout` on
 
   __device__ static RouteTables of(char* shared, const HtRouteParams& p, const HtRouteGeometry& g) {
     SharedTables tables{shared};
@@ -31,11 +31,9 @@ struct RouteTables {
     t.has_expert_rows = take(1);
     t.start = take(experts);
     t.demand = take(experts);
-    t.from = take(ranks);
     t.layout = take(ranks);
     t.capacity = take(ranks);
     t.alignment = take(ranks);
-    t.tokens = take(ranks);
     return t;
   }
 };

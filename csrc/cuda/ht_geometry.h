@@ -46,7 +46,7 @@ struct HtRouteGeometry {
              " choices: high throughput on CUDA counts choices in 32 bits");
     g.counts = experts + ranks + 2;
     const int counters = 4 * g.counts;  // of a placing warp, bytes
-    const int others = 2 * counters + 4 * (5 * ranks + 2 * experts + 4);
+    const int others = 2 * counters + 4 * (3 * ranks + 2 * experts + 4);
     EP_CHECK(others + counters <= kHtSharedBytes, experts, " experts and ", ranks, " ranks need ", others + counters,
              " bytes of shared memory, high throughput on CUDA has ", kHtSharedBytes);
     g.place_warps = std::min(plan.warps - 1, (kHtSharedBytes - others) / counters);
@@ -127,7 +127,7 @@ struct HtSendGeometry {
     g.by_words = Divisor::of(p.layout.slot.words());
     g.tables_at = plan.workers * g.stage_bytes;
     const int ranks = p.shape.num_ranks;
-    g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 8 * 4) + 4 * (p.output.local_experts + 1) +
+    g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 8 * 4) + 4 * (2 * p.output.local_experts + 1) +
               4 * (plan.chunks * ranks + 1) + 64;
     return g;
   }

@@ -215,6 +215,26 @@ __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
   return role.has_copies() && !role.watches() ? copy_rows(role) : watch_rows(role);
 }
 
+// ---- The info tensor
+
+// One warp of the rank. demand, start: of the output's bins, in shared memory.
+static __device__ __noinline__ void store_info(const OutputShape& output, int32_t* info, const CallContext& call,
+                                               const int* demand, const int* start) {
+  store_info(
+      output, info, call.state, [&](int bin) { return demand[bin]; }, [&](int bin) { return start[bin]; });
+  // Whoever has given up meanwhile may have cleared it before.
+  __threadfence();
+  __syncwarp();
+  if (call.has_failed()) clear_info(output, info);
+}
+
+__device__ __forceinline__ void store_info(const ReceiveRole& role) {
+  const SendTables& t = role.tables;
+  const OutputShape& output = role.p.output;
+  store_info(output, role.p.info, role.call, has_expert_rows(output.layout) ? t.demand : t.flows.from,
+             output.layout == OutputLayout::kPacked ? t.start : t.flows.from_first);
+}
+
 // ---- Rows that do not exist
 
 static __device__ __noinline__ void zero_row(const ReceiveRole& role, int32_t row) {
@@ -259,22 +279,22 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
     if (output.layout == OutputLayout::kPacked) {
       const int64_t start = min(static_cast<int64_t>(role.tables.start[bin]), output.capacity);
       const int64_t next = bin + 1 < output.bins() ? role.tables.start[bin + 1] : output.capacity;
-      const int64_t filled = start + output.kept(start, p.handle.expert_counts[bin]);
+      const int64_t filled = start + output.kept(start, role.tables.demand[bin]);
       clear_rows(role, filled, min(next, output.capacity), p.zero_padding);
     } else {
       const bool expert_rows = has_expert_rows(output.layout);
       const int64_t limit = expert_rows ? output.capacity : p.shape.max_tokens;
-      const int demand = expert_rows ? p.handle.expert_counts[bin] : role.tables.flows.from[bin];
+      const int demand = expert_rows ? role.tables.demand[bin] : role.tables.flows.from[bin];
       clear_rows(role, bin * limit + output.kept(0, demand), (bin + 1) * limit, p.zero_padding);
     }
   }
 }
 
 // The call has failed: nothing was received.
-__device__ __forceinline__ void clear_all(const ReceiveRole& role) {
-  // By whoever has given up, as others may not have.
-  const bool clears_info = role.p.info != nullptr && sends_routes(role.p.steps);
-  for (int i = role.lane; clears_info && i < role.p.output.info_size(); i += 32) role.p.info[i] = 0;
+static __device__ __noinline__ void clear_all(const ReceiveRole role) {
+  // By whoever has given up, as others may not have. After it has seen that: see store_info().
+  __threadfence();
+  if (role.p.info != nullptr && sends_routes(role.p.steps)) clear_info(role.p.output, role.p.info);
   clear_rows(role, 0, role.p.output.rows(), false);
 }
 
@@ -301,7 +321,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   const ReceiveRole role{{block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry),
                           shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
   stamp(Stamp::kStart, peers.rank);
-  const bool has_routed = p.steps == HtSteps::kRouteAndSend;  // in the kernel before
+  const bool has_routed = role.routes_meanwhile();
   if (!has_routed) ptx::wait_for_prerequisites();
   if (!open_ht_call(call, args, Kind::kDispatch, at, !has_routed, true)) {
     ptx::wait_for_prerequisites();
@@ -315,21 +335,25 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
     }
     await_records(call, p.layout, peers);
   }
-  fill_outputs(role);
+  RowSender sender(role);
+  if (is_worker) sender.begin();
+  prepare(role);
   ptx::wait_for_prerequisites();
-  fill_flows(role);
+  if (is_worker) sender.ask_for_route();
   // The buffer has failed, perhaps, since the call was opened: in routing, or by another rank's doing.
   if (block.thread() == 0 && ptx::ld_relaxed_gpu(&args.state->fate.has_failed) != 0) call.has_given_up = 1;
   if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) call.state->ht_staged[0] += 1;
   if (block_has_failed(call)) {
+    if (is_worker) sender.drop();
     if (helps) clear_all(role);
     return;
   }
   stamp(Stamp::kEpochKnown, peers.rank);
-  if (is_worker) send_rows<kQuant>(role);
+  if (is_worker) sender.run<kQuant>();
   stamp(Stamp::kSent, peers.rank);
   if (!helps) return;
   const bool with_routes = sends_routes(p.steps);
+  if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(role);
   if (with_routes) send_routes(role);
   clear_gaps(role);
   if (with_routes && !await_routes(role)) return give_up(role);

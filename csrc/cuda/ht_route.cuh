@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/ht_count.cuh"
+#include "cuda/ht_info.cuh"
 #include "cuda/stamps.cuh"
 
 namespace ep {
@@ -57,18 +58,16 @@ __device__ __forceinline__ void take_words(const RouteRole& role) {
 #pragma unroll 1
   for (int i = turned; i < count; i += role.threads()) {
     const int row = i / ranks, column = i - row * ranks;
-    int source = column, index = HtCall::kCounts + role.peers.rank;
-    if (row == 1) index = HtCall::kLayout;
-    if (row == 2) index = HtCall::kCapacity;
-    if (row == 3) index = HtCall::kAlignment;
-    if (row == 4) index = CallRecord::kNumTokens;
+    int source = column, index = HtCall::kLayout;
+    if (row == 1) index = HtCall::kCapacity;
+    if (row == 2) index = HtCall::kAlignment;
     if (row >= kTold) {
       source = row - kTold;
       index = HtCall::kCounts + column;
     }
-    int* out = row < kTold ? role.tables.from + i : role.p.handle.counts + (i - kTold * ranks);
+    int* out = row < kTold ? role.tables.layout + i : role.p.handle.counts + (i - kTold * ranks);
     *out = static_cast<int>(await_call_word(role.call, role.p.layout, role.peers, source, index));
-    if (row == 1 && has_expert_rows(static_cast<OutputLayout>(*out))) *role.tables.has_expert_rows = 1;
+    if (row == 0 && has_expert_rows(static_cast<OutputLayout>(*out))) *role.tables.has_expert_rows = 1;
   }
   if (role.records() && role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
 }
@@ -91,86 +90,57 @@ __device__ __forceinline__ void find_starts(const RouteRole& role) {
   }
 }
 
-// ---- What this rank receives
+// ---- Where nothing is sent: what this rank will receive, by a warp of one block
 
-__device__ __forceinline__ int sum_of(const int* values, int count) {
-  int sum = 0;
-  for (int i = 0; i < count; i++) sum += values[i];
-  return sum;
-}
-
-// A warp of one block: the info tensor, and the sizes that the host waits for. Others have less to do in the end, so
-// what an output without expert rows does not need is not there.
-template <bool kExpertRows>
-struct InfoWriter {
+struct Received {
   const RouteRole& role;
-  const int* start = role.tables.start + role.peers.rank * role.local_experts();  // of the experts here
-  const int* demand = role.tables.demand + role.peers.rank * role.local_experts();
-  const int* from = role.tables.from;  // rows of every source
+  const int ranks = role.num_ranks(), local_experts = role.local_experts();
+  const int* start = role.tables.start + role.peers.rank * local_experts;  // of the experts here
+  const int* demand = role.tables.demand + role.peers.rank * local_experts;
 
-  __device__ __forceinline__ void store() const {
-    const HtRouteParams& p = role.p;
-    const OutputShape& output = p.output;
-    const int bins = kExpertRows ? output.local_experts : output.num_ranks;
-    int total = 0, dropped = 0;
-#pragma unroll 1
-    for (int bin = role.lane; bin < bins; bin += 32) {
-      const int wanted = kExpertRows ? demand[bin] : from[bin];
-      const auto kept = static_cast<int>(output.kept(kExpertRows ? start[bin] : sum_of(from, bin), wanted));
-      p.info[bin] = kept;
-      p.info[output.demand_at() + bin] = wanted;
-      total += kept;
-      dropped += wanted - kept;
-    }
-    if (kExpertRows && output.layout == OutputLayout::kPacked) {
-#pragma unroll 1
-      for (int i = role.lane; i <= output.local_experts; i += 32) {
-        const int64_t offset = i < output.local_experts ? start[i] : end_of_experts();
-        p.info[output.offsets_at() + i] = static_cast<int>(min(offset, output.capacity));
-      }
-    }
-    total = __reduce_add_sync(~0u, total);
-    dropped = __reduce_add_sync(~0u, dropped);
-    if (role.lane == 0) {
-      p.info[output.overflow_at()] = dropped;
-      p.info[output.total_at()] = total;
-      if (dropped > 0) {
-        atomicAdd(reinterpret_cast<unsigned long long*>(&role.state->found.dropped_rows),
-                  static_cast<unsigned long long>(dropped));
-      }
-    }
-    if (p.host_sizes != nullptr) tell_host();
+  __device__ __forceinline__ int from(int source) const {
+    return role.p.handle.counts[source * ranks + role.peers.rank];
   }
-
- private:
   // Rows of all experts, and gaps between them.
   __device__ __forceinline__ int64_t end_of_experts() const {
-    const int last = role.local_experts() - 1;
-    return static_cast<int64_t>(start[last]) + span_of(role.p.output.layout, role.p.output.alignment, demand[last]);
+    const int last = local_experts - 1;
+    return start[last] + static_cast<int64_t>(span_of(role.p.output.layout, role.p.output.alignment, demand[last]));
   }
+  __device__ __forceinline__ int64_t start_of(int bin) const {
+    if (has_expert_rows(role.p.output.layout)) return bin < local_experts ? start[bin] : end_of_experts();
+    int64_t sum = 0;
+    for (int source = 0; source < bin; source++) sum += from(source);
+    return sum;
+  }
+  __device__ __forceinline__ void store() const {
+    const OutputShape& output = role.p.output;
+    const bool expert_rows = has_expert_rows(output.layout);
+    store_info(
+        output, role.p.info, role.state, [&](int bin) { return expert_rows ? demand[bin] : from(bin); },
+        [&](int bin) { return start_of(bin); });
+  }
+  // What it waits for, before it makes outputs of exact sizes.
   __device__ __forceinline__ void tell_host() const {
     const HtRouteParams& p = role.p;
-    const int local_experts = role.local_experts();
+    uint32_t most_tokens = 0;
+#pragma unroll 1
+    for (int source = role.lane; source < ranks; source += 32) {
+      most_tokens = max(most_tokens, await_call_word(role.call, p.layout, role.peers, source, CallRecord::kNumTokens));
+    }
+    most_tokens = __reduce_max_sync(~0u, most_tokens);
     for (int e = role.lane; e < local_experts; e += 32) p.host_sizes[2 + e] = demand[e];
     __threadfence_system();
     __syncwarp();
     if (role.lane != 0) return;
-    const int slots = sum_of(from, role.num_ranks());
-    p.host_sizes[0] = kExpertRows ? end_of_experts() : slots;
+    int64_t slots = 0;
+    for (int source = 0; source < ranks; source++) slots += from(source);
+    p.host_sizes[0] = has_expert_rows(p.output.layout) ? end_of_experts() : slots;
     p.host_sizes[1] = slots;
-    int most_tokens = 0;
-    for (int source = 0; source < role.num_ranks(); source++) {
-      most_tokens = max(most_tokens, role.tables.tokens[source]);
-    }
     p.host_sizes[2 + local_experts] = most_tokens;
     __threadfence_system();
     *reinterpret_cast<volatile uint64_t*>(p.host_epoch) = role.call.epoch;
   }
 };
-
-__device__ __forceinline__ void clear_info(const RouteRole& role) {
-  for (int i = role.thread(); i < role.p.output.info_size(); i += role.threads()) role.p.info[i] = 0;
-}
 
 // ---- Places of the own tokens
 
@@ -230,8 +200,9 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   // The first warp asks for the epoch meanwhile.
   Steps last_steps = number_share<kExpertRows, true>(role, share, raw);
   stamp(Stamp::kOwnDone, peers.rank);
-  if (!open_ht_call(call, args, Kind::kDispatch, at, true, !sends_rows(p.steps))) {
-    if (role.records()) clear_info(role);
+  const bool is_all = !sends_rows(p.steps);  // of the call: no kernel follows that would store the info tensor
+  if (!open_ht_call(call, args, Kind::kDispatch, at, true, is_all)) {
+    if (is_all && role.records() && role.warp == 0) clear_info(p.output, p.info);
     return;
   }
   ptx::launch_dependents();  // it moves the epoch, which all blocks have read now
@@ -260,7 +231,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   take_words(role);
   add_up_counts(role);
   if (block_has_failed(call)) {
-    if (role.records()) clear_info(role);
+    if (is_all && role.records() && role.warp == 0) clear_info(p.output, p.info);
     return;
   }
   stamp(Stamp::kRoutingKnown, peers.rank);
@@ -271,8 +242,10 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   }
   if (role.warp > 0) {
     place_share(role, share, last_steps);
-  } else if (role.records()) {
-    InfoWriter<kExpertRows>{role}.store();
+  } else if (is_all && role.records()) {
+    const Received received{role};
+    received.store();
+    if (p.host_sizes != nullptr) received.tell_host();
   }
   stamp(Stamp::kEnd, peers.rank);
 }

@@ -2,119 +2,10 @@
 // of shared memory, and store it from there to its place on every rank that wants it. Bulk copies move what is aligned.
 #pragma once
 
-#include "cuda/ht_route.cuh"
+#include "cuda/ht_prepare.cuh"
 #include "cuda/payload.cuh"
 
 namespace ep {
-
-constexpr uint32_t kGivenUp = ~0u;
-
-// What a block keeps in shared memory beside the stages.
-struct SendTables {
-  uint64_t* barriers;  // of each warp; only workers wait
-  Offset* offsets;     // [R, kHtMaxParts] of outputs at the receivers
-  Flows flows;
-  int* chunks;         // [R] pieces in which each rank wants to hear of its rows
-  int *layout, *rows;  // [R] of each receiver's output
-  int* start;          // [L + 1] first row of each expert here, packed outputs
-  uint32_t*
-      chunks_here;  // [R + 1] of each source's rows, chunks that have come; last: all have. kGivenUp: no more will
-  int* segments;    // [chunks * R + 1] slots here before (chunk, source)
-
-  __device__ static SendTables of(char* shared, const HtDispatchParams& p, const HtSendGeometry& g) {
-    const int ranks = p.shape.num_ranks;
-    SharedTables tables{shared + g.tables_at};
-    SendTables t;
-    t.barriers = tables.take<uint64_t>(HtSendGeometry::kBarriers);
-    t.offsets = tables.take<Offset>(ranks * kHtMaxParts);
-    t.flows = Flows::of(tables, ranks);
-    t.chunks = tables.take<int>(ranks);
-    t.layout = tables.take<int>(ranks);
-    t.rows = tables.take<int>(ranks);
-    t.start = tables.take<int>(p.output.local_experts + 1);
-    t.chunks_here = tables.take<uint32_t>(ranks + 1);
-    t.segments = tables.take<int>(kHtChunks * ranks + 1);
-    return t;
-  }
-};
-
-struct SendRole : HtBlock {
-  const HtDispatchParams& p;
-  const HtSendGeometry& geometry;
-  const HtPlan& plan;
-  const LsaPeers& peers;
-  const CallContext& call;
-  SendTables tables;
-  char* stage;  // of this worker
-
-  __device__ int num_ranks() const { return p.shape.num_ranks; }
-  __device__ uint64_t* barrier() const { return tables.barriers + warp; }
-  // Segments are in the order (chunk, source); the own rank's rows come first.
-  __device__ int source_of(int segment) const { return (peers.rank + segment % num_ranks()) % num_ranks(); }
-};
-
-// ---- Preparation
-
-// A warp: the first row of each packed expert, and the end.
-__device__ __forceinline__ void find_own_starts(const SendRole& role) {
-  OutputShape output = role.p.output;
-  if (role.p.steps == HtSteps::kCached) output.alignment = *role.p.handle.alignment;  // nobody has said it
-  const int* counts = role.p.handle.expert_counts;
-  const auto span_of = [&](int e) { return static_cast<int>(output.span(counts[e])); };
-  const int end = exclusive_sums(output.local_experts, role.tables.start, span_of);
-  if (role.lane == 0) role.tables.start[output.local_experts] = end;
-}
-
-// A warp.
-__device__ __forceinline__ void find_segments(const SendRole& role) {
-  const int ranks = role.num_ranks(), chunks = role.plan.chunks, count = chunks * ranks;
-  const int end = exclusive_sums(count, role.tables.segments, [&](int i) {
-    return chunk_size(i / ranks, role.p.handle.counts[role.source_of(i) * ranks + role.peers.rank], chunks);
-  });
-  if (role.lane == 0) role.tables.segments[count] = end;
-}
-
-// What ranks have told one another: a dispatch's first kernel may still be at work.
-__device__ __forceinline__ void fill_outputs(const SendRole& role) {
-  const HtDispatchParams& p = role.p;
-  const SendTables& t = role.tables;
-  const int ranks = role.num_ranks();
-#pragma unroll 1
-  for (int i = role.thread(); i < ranks * p.num_parts; i += role.threads()) {
-    const int source = i / p.num_parts, part = i % p.num_parts;
-    t.offsets[source * kHtMaxParts + part] =
-        await_call_offset(role.call, p.layout, role.peers, source, HtCall::kOffsets + 2 * part);
-  }
-#pragma unroll 1
-  for (int r = role.warp; r < ranks; r += role.threads() / 32) {
-    // Lane i asks for the message's word i.
-    static_assert(HtCall::kChunks < 32 && HtCall::kLayout < 32 && HtCall::kCapacity < 32);
-    const uint32_t mine = await_call_word(role.call, p.layout, role.peers, r, min(role.lane, int{HtCall::kChunks}));
-    OutputShape output = p.output;
-    output.layout = static_cast<OutputLayout>(__shfl_sync(~0u, mine, HtCall::kLayout));
-    output.capacity = __shfl_sync(~0u, mine, HtCall::kCapacity);
-    const uint32_t chunks = __shfl_sync(~0u, mine, HtCall::kChunks);
-    if (role.lane != 0) continue;
-    t.chunks[r] = static_cast<int>(chunks);
-    t.layout[r] = static_cast<int>(output.layout);
-    t.rows[r] = static_cast<int>(output.rows());
-    t.chunks_here[r] = 0;
-  }
-  if (role.thread() == 0) t.chunks_here[ranks] = 0;
-  if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
-}
-
-// What the handle says.
-__device__ __forceinline__ void fill_flows(const SendRole& role) {
-  const HtDispatchParams& p = role.p;
-  const int last_warp = role.threads() / 32 - 1;
-#pragma unroll 1
-  for (int r = role.warp; r < role.num_ranks(); r += role.threads() / 32) {
-    role.tables.flows.fill(p.handle.counts, role.num_ranks(), role.peers.rank, r);
-  }
-  if (role.warp == last_warp && p.output.layout == OutputLayout::kPacked) find_own_starts(role);
-  if (role.warp == max(last_warp - 1, 0)) find_segments(role);
-}
 
 // ---- A row into the stage
 
@@ -401,47 +292,70 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
 
 // ---- A worker
 
-template <bool kQuant>
-__device__ __forceinline__ void send_rows(const SendRole& role) {
-  bool in_chunks = false;
-  for (int r = 0; r < role.num_ranks(); r++) in_chunks = in_chunks || role.tables.chunks[r] > 1;
-  uint32_t& counter = counters_of(role.call).taken;
+// Takes tokens, and sends their rows.
+struct RowSender {
+  const SendRole& role;
   Tickets tickets;
-  tickets.ask(counter);
-  int unit = tickets.take();
-  tickets.ask(counter);
-  SendRoute route = SendRoute::load(role, unit);
-  Announcements announcements;
+  int unit = 0, bulk = 0;  // bytes of its row that the barrier will announce
   uint32_t parity = 0;
-  int done = 0;
-  // Peers' messages were acquired by threads, bulk copies write to their memory.
-  ptx::fence_proxy_async();
-  testing_point(Point::kBeforeRows, role.call);
-#pragma unroll 1
-  while (unit < role.geometry.units) {
-    testing_point(Point::kBetweenRows, role.call, unit);
-    const int next_unit = tickets.take();
-    tickets.ask(counter);
-    const int pass = role.geometry.by_tokens.divide(unit);
-    const int token = role.geometry.by_tokens.remainder(unit, pass);
-    const int bulk = begin_load(role, token, pass);
-    const SendRoute next = SendRoute::load(role, next_unit);
-    route.resolve(role);
-    finish_load<kQuant>(role, token, pass, bulk, parity);
-    store_parts(role, route, pass);
-    if (announcements.is_full()) {
-      ptx::bulk_wait<1>();
-      announcements.send(role);
-    }
-    ptx::bulk_wait_read<0>();
-    if (in_chunks) announcements.add(role, route);
-    route = next;
-    unit = next_unit;
-    done++;
+  SendRoute route;
+
+  __device__ __forceinline__ explicit RowSender(const SendRole& a_role) : role(a_role) {}
+
+  __device__ __forceinline__ uint32_t& counter() const { return counters_of(role.call).taken; }
+  __device__ __forceinline__ int pass() const { return role.geometry.by_tokens.divide(unit); }
+  __device__ __forceinline__ int token() const { return role.geometry.by_tokens.remainder(unit, pass()); }
+  __device__ __forceinline__ void load() {
+    if (unit < role.geometry.units) bulk = begin_load(role, token(), pass());
   }
-  ptx::bulk_wait<0>();
-  if (announcements.size > 0) announcements.send(role);
-  announce_all(role, done);
-}
+
+  // Asks for the first row, before anything of the other ranks is known.
+  __device__ __forceinline__ void begin() {
+    tickets.ask(counter());
+    if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
+    unit = tickets.take();
+    tickets.ask(counter());
+    load();
+  }
+  __device__ __forceinline__ void ask_for_route() { route = SendRoute::load(role, unit); }
+  // Instead of run(): nothing may come into the stage when the block is over.
+  __device__ __forceinline__ void drop() {
+    if (bulk > 0) await_load(role, parity);
+  }
+
+  template <bool kQuant>
+  __device__ __forceinline__ void run() {
+    bool in_chunks = false;
+    for (int r = 0; r < role.num_ranks(); r++) in_chunks = in_chunks || role.tables.chunks[r] > 1;
+    Announcements announcements;
+    int done = 0;
+    // Peers' messages were acquired by threads, bulk copies write to their memory.
+    ptx::fence_proxy_async();
+    testing_point(Point::kBeforeRows, role.call);
+#pragma unroll 1
+    while (unit < role.geometry.units) {
+      testing_point(Point::kBetweenRows, role.call, unit);
+      const int next_unit = tickets.take();
+      tickets.ask(counter());
+      const SendRoute next = SendRoute::load(role, next_unit);
+      route.resolve(role);
+      finish_load<kQuant>(role, token(), pass(), bulk, parity);
+      store_parts(role, route, pass());
+      if (announcements.is_full()) {
+        ptx::bulk_wait<1>();
+        announcements.send(role);
+      }
+      ptx::bulk_wait_read<0>();
+      if (in_chunks) announcements.add(role, route);
+      route = next;
+      unit = next_unit;
+      load();
+      done++;
+    }
+    ptx::bulk_wait<0>();
+    if (announcements.size > 0) announcements.send(role);
+    announce_all(role, done);
+  }
+};
 
 }  // namespace ep
