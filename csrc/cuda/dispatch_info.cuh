@@ -87,7 +87,9 @@ static __device__ __noinline__ void store_ranges(const LlDispatchParams& p, cons
   int64_t* ranges = p.layout_range + static_cast<int64_t>(bin) * p.shape.num_ranks;
   int begin = 0;
   for (int source = 0; source < p.shape.num_ranks; source++) {
-    const int demand = has_failed ? 0 : count_rows(p, places, bin, source * max_tokens, (source + 1) * max_tokens);
+    const int demand = has_failed ? 0
+                                  : count_rows(p, places, places.has_duplicates(), bin, source * max_tokens,
+                                               (source + 1) * max_tokens);
     const int end = min(begin + demand, capacity);
     ranges[source] = static_cast<int64_t>(begin) << 32 | (end - begin);
     begin = end;
@@ -137,13 +139,13 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const Call
   total = __reduce_add_sync(~0u, total);
   if (lane != 0) return;
   if (warps > 1) {
-    atomicAdd(&places.totals[Places::kDropped], dropped);
-    atomicAdd(&places.totals[Places::kKept], total);
+    atomicAdd(&places.total(Places::kDropped), dropped);
+    atomicAdd(&places.total(Places::kKept), total);
     __threadfence_block();
-    if (atomicAdd(&places.totals[Places::kInfoWarps], 1) != warps - 1) return;
+    if (atomicAdd(&places.total(Places::kInfoWarps), 1) != warps - 1) return;
     __threadfence_block();
-    dropped = atomicAdd(&places.totals[Places::kDropped], 0);
-    total = atomicAdd(&places.totals[Places::kKept], 0);
+    dropped = atomicAdd(&places.total(Places::kDropped), 0);
+    total = atomicAdd(&places.total(Places::kKept), 0);
   }
   p.info[output.overflow_at()] = dropped;
   p.info[output.total_at()] = total;

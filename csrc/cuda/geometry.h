@@ -97,6 +97,8 @@ struct ScaleTarget {
 
 // What a receiving block keeps in shared memory (places.cuh); offsets are in words of 32 bits.
 struct PlacesShape {
+  static constexpr int kIdsAt = 8;  // words, behind the totals
+
   int slots = 0;     // (source, token) pairs: source * max_tokens + token
   int bins = 1;      // local experts, or one bin of all rows in rank layouts
   int words = 1;     // of a bin. Odd, so that threads that look at one word of many bins use different banks
@@ -111,7 +113,7 @@ struct PlacesShape {
     shape.bins = has_expert_rows(p.output.layout) ? p.output.local_experts : 1;
     shape.id_words = p.layout.ids.words();
     const int64_t words = ceil_div<int64_t>(slots, 32) | 1;
-    const int64_t bits_at = slots * shape.id_words;
+    const int64_t bits_at = kIdsAt + slots * shape.id_words;
     const int64_t tokens_at = bits_at + align_up<int64_t>(shape.bins * words, 4);
     const int64_t starts_at = tokens_at + p.shape.num_ranks;
     shape.bytes = 4 * align_up<int64_t>(starts_at + shape.bins + 1, 4);

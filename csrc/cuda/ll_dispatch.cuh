@@ -207,17 +207,16 @@ __device__ __forceinline__ bool send_all(const DispatchRole& role, const CallCon
 
 // ---- Receiving
 
-// Where the weight of choice `lane` of a row arrives.
-__device__ __forceinline__ const uint64_t* weight_word(const DispatchRole& role, const CallContext& call, int source,
-                                                       int token) {
-  return role.peers.local<uint64_t>(role.p.layout.weight(call.bank, source, token, role.lane));
-}
+// Where the weight of choice `lane` of a row arrives, and what the lane has seen there.
+struct IncomingWeight {
+  const uint64_t* word;  // in bank 0 until the row has been asked for
+  uint64_t seen;
+};
 
 // A row's numbers: the handle's map and weights, and what the layout tells of the row. Once for each slot.
-// `seen_weight`: what the lane saw of its weight when it asked for the row.
 template <bool kExpertRows>
 __device__ __forceinline__ void store_row_info(const DispatchRole& role, const CallContext& call, int source, int token,
-                                               bool wanted, uint32_t expert, int32_t row, uint64_t seen_weight) {
+                                               bool wanted, uint32_t expert, int32_t row, const IncomingWeight& given) {
   const LlDispatchParams& p = role.p;
   const int slot = source * p.shape.max_tokens + token, lane = role.lane, topk = p.shape.topk;
   const int map_k = kExpertRows ? topk : 1;
@@ -225,10 +224,10 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const C
   const int32_t token_row = kExpertRows || any == 0 ? row : __shfl_sync(~0u, row, __ffs(any) - 1);
   if (lane < map_k) p.handle.rows[static_cast<int64_t>(slot) * map_k + lane] = token_row;
   float weight = 0;
-  if (wanted && is_tagged(seen_weight, call.tag)) {
-    weight = __uint_as_float(static_cast<uint32_t>(seen_weight));
+  if (wanted && is_tagged(given.seen, call.tag)) {
+    weight = __uint_as_float(static_cast<uint32_t>(given.seen));
   } else if (wanted) {
-    weight = __uint_as_float(await_word(call, weight_word(role, call, source, token), Phase::kWeights, source));
+    weight = __uint_as_float(await_word(call, given.word, Phase::kWeights, source));
   }
   if constexpr (kExpertRows) {
     if (!wanted) return;
@@ -269,31 +268,38 @@ struct ReceiveUnit {
 template <Payload kPayload, int kSteps>
 struct Incoming {
   ReceiveUnit unit;
-  int id_at, id_shift, id_mask;  // of choice `lane` in the ids of Places
-  bool is_own;                   // lies in x; a row of another rank, or of a staged call, lies in the window
-  char* staged;
+  ptx::SharedAddress tokens_at, id_at;  // in Places: tokens of the source, id of choice `lane`
+  int id_shift, id_mask;
+  bool is_own;   // lies in x; a row of another rank, or of a staged call, lies in the window
+  char* staged;  // in bank 0 until ask()
   Raw<kPayload, kSteps> raw;
   PieceOf<kPayload, kSteps> piece;
-  uint64_t weight;
+  IncomingWeight weight;
 
-  __device__ __forceinline__ void load(const DispatchRole& role, const CallContext& call, int number) {
+  // All that does not need the epoch: where piece `number` will lie; an own row is asked for.
+  __device__ __forceinline__ void aim(const DispatchRole& role, const Places& places, int number) {
     const LlDispatchParams& p = role.p;
     unit = ReceiveUnit::of(role, number);
-    const int slot = unit.source * p.shape.max_tokens + unit.token;
+    const int slot = unit.source * p.shape.max_tokens + unit.token, k = min(role.lane, p.shape.topk - 1);
     const bool is_byte = p.layout.ids.bits == 8;
-    id_at = ptx::opaque(slot * p.layout.ids.words() + (is_byte ? role.lane >> 2 : role.lane >> 1));
-    id_shift = is_byte ? (role.lane & 3) * 8 : (role.lane & 1) * 16;
+    const int word = PlacesShape::kIdsAt + slot * p.layout.ids.words() + (is_byte ? k >> 2 : k >> 1);
+    tokens_at = ptx::opaque(places.address + (places.shape.tokens_at + unit.source) * 4);
+    id_at = ptx::opaque(places.address + word * 4);
+    id_shift = is_byte ? (k & 3) * 8 : (k & 1) * 16;
     id_mask = ptx::opaque(static_cast<int>(p.layout.ids.none()));
     is_own = unit.source == role.peers.rank && sends(p.half);
-    staged = role.peers.local<char>(p.layout.row(call.bank, unit.source, unit.token)) +
-             lane_offset<kSteps>(unit.piece, role.lane);
-    weight = 0;
-    if (needs_weight(role)) weight = ptx::ld_relaxed_sys(weight_word(role, call, unit.source, unit.token));
-    if (is_own) {
-      raw.load(p, role.geometry, unit.token, unit.piece, role.lane);
-    } else {
-      load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
-    }
+    staged = ptx::opaque(role.peers.local<char>(p.layout.row(0, unit.source, unit.token)) +
+                         lane_offset<kSteps>(unit.piece, role.lane));
+    weight = {ptx::opaque(role.peers.local<uint64_t>(p.layout.weight(0, unit.source, unit.token, role.lane))), 0};
+    if (is_own) raw.load(p, role.geometry, unit.token, unit.piece, role.lane);
+  }
+  __device__ __forceinline__ void ask(const DispatchRole& role, const CallContext& call) {
+    const LlLayout& layout = role.p.layout;
+    const int bank = call.bank;
+    staged += bank * static_cast<int64_t>(layout.row_bank_bytes);
+    weight.word += bank * static_cast<int64_t>(layout.tagged_bank_bytes / sizeof(uint64_t));
+    if (needs_weight(role)) weight.seen = ptx::ld_relaxed_sys(weight.word);
+    if (!is_own) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
 
   __device__ __forceinline__ bool needs_weight(const DispatchRole& role) const {
@@ -301,14 +307,8 @@ struct Incoming {
   }
   // What had not come when it was asked for: again, before anybody looks at it.
   __device__ __forceinline__ void ask_again(const DispatchRole& role, const CallContext& call) {
-    if (needs_weight(role) && !is_tagged(weight, call.tag)) {
-      weight = ptx::ld_relaxed_sys(weight_word(role, call, unit.source, unit.token));
-    }
+    if (needs_weight(role) && !is_tagged(weight.seen, call.tag)) weight.seen = ptx::ld_relaxed_sys(weight.word);
     if (!is_own && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
-  }
-
-  __device__ __forceinline__ uint32_t id(const Places& places) const {
-    return places.memory[id_at] >> id_shift & static_cast<uint32_t>(id_mask);
   }
 
   // The row has arrived, and its place on the wire is free again. False: the wait was given up.
@@ -339,20 +339,24 @@ __device__ __forceinline__ bool place_piece(const DispatchRole& role, const Call
                                             Incoming<kPayload, kSteps>& in, int number) {
   const LlDispatchParams& p = role.p;
   const ReceiveUnit unit = in.unit;
-  const bool exists = unit.token < places.tokens(unit.source);
+  uint32_t tokens, ids;
+  ptx::ld_shared(in.tokens_at, tokens);
+  ptx::ld_shared(in.id_at, ids);
+  const bool has_duplicates = places.has_duplicates(), exists = unit.token < static_cast<int>(tokens);
   if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return false;
-  const uint32_t expert = exists && role.lane < p.shape.topk ? in.id(places) : ~0u;
+  const uint32_t id = ids >> in.id_shift & static_cast<uint32_t>(in.id_mask);
+  const uint32_t expert = exists && role.lane < p.shape.topk ? id : ~0u;
   const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
   const int slot = unit.source * p.shape.max_tokens + unit.token;
-  const int32_t row = row_of<kLayout>(p, places, unit.source, slot, wanted, expert);
+  const int32_t row = row_of<kLayout>(p, places, unit.source, slot, has_duplicates, wanted, expert);
   if (exists && unit.piece == role.geometry.numbers_piece) {
     store_row_info<has_expert_rows(kLayout)>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
   }
   if (!__any_sync(~0u, wanted)) return true;
+  const RowWriter<kPayload, kSteps> writer(p, role.geometry, unit.piece, role.lane);
   if (!in.template take<kType>(role, call)) return false;
   unsigned targets = __ballot_sync(~0u, row >= 0);
   if constexpr (!has_expert_rows(kLayout)) targets &= -targets;  // one row for all choices
-  const RowWriter<kPayload, kSteps> writer(p, role.geometry, unit.piece, role.lane);
 #pragma unroll 1
   for (; targets != 0; targets &= targets - 1) {
     const int k = __ffs(targets) - 1;
@@ -382,12 +386,15 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
 
 constexpr int kLoneInfoBins = 64;  // up to so many, one warp writes the info tensor; of more, each has 32
 
+// `in`: the warp's first piece, if it has any. is_aimed: already.
 template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
-__device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const Places& places) {
+__device__ __forceinline__ void receive(const DispatchRole& role, const CallContext& call, const Places& places,
+                                        Incoming<kPayload, kSteps>& in, bool is_aimed) {
   constexpr bool kIsPacked = kLayout == OutputLayout::kPacked;
   const LlDispatchParams& p = role.p;
+  const int threads = ptx::opaque(role.receiving_threads());
   testing_point(Point::kBeforeReceive, call);
-  ptx::named_barrier(1, role.receiving_threads());  // clear() is over
+  ptx::named_barrier(1, threads);  // clear() is over
   // The last warps have the fewest rows to move: they clear gaps, and those of the last block write the info tensor.
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
   const int last_in_block = role.plan.receiver_warp0 + role.plan.receiver_warps - 1 - role.warp;
@@ -399,26 +406,34 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const CallCont
   const bool has_duties = ptx::opaque(stores_info || stores_rest || from_last < role.geometry.gap_warps);
   const StartFinder starts(places, role.geometry.by_alignment, kIsPacked && last_in_block == 0);
   build_places<has_expert_rows(kLayout)>(p, role.peers, call, places, role.geometry.by_max_tokens,
-                                         role.receiving_thread(), role.receiving_threads());
-  Incoming<kPayload, kSteps> in;
-  if (number < role.geometry.receive_units) in.load(role, call, number);
-  ptx::named_barrier(1, role.receiving_threads());
-  stamp(Stamp::kRoutingKnown, role.peers.rank);
-  if constexpr (kIsPacked) {
-    starts.find(p, places);
-    ptx::named_barrier(1, role.receiving_threads());
+                                         role.receiving_thread(), threads);
+  if (number < role.geometry.receive_units) {
+    if (!is_aimed) in.aim(role, places, number);
+    in.ask(role, call);
   }
-  if (number < role.geometry.receive_units) in.ask_again(role, call);
-  if (has_duties) {
+  if constexpr (kIsPacked) {
+    ptx::named_barrier(1, threads);
+    starts.find(p, places);
+  }
+  // The barrier stands in both branches: who has no duties has jumped over them, and has fetched what follows, while
+  // it waits.
+  if (!has_duties) {
+    ptx::named_barrier(1, threads);
+  } else {
+    ptx::named_barrier(1, threads);
     if (stores_info) store_info<kLayout>(p, call, places, last_in_block, info_warps);
     if (stores_rest) store_rest_of_info<kLayout>(p, places);
     clear_gaps<kLayout>(p, places, from_last, role.plan.receivers());
   }
+  stamp(Stamp::kRoutingKnown, role.peers.rank);
+  if (number >= role.geometry.receive_units) return;
+  in.ask_again(role, call);
 #pragma unroll 1
-  while (number < role.geometry.receive_units) {
-    if (!place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, number)) return;
+  while (place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, number)) {
     number += role.plan.receivers();
-    if (number < role.geometry.receive_units) in.load(role, call, number);
+    if (number >= role.geometry.receive_units) return;
+    in.aim(role, places, number);
+    in.ask(role, call);
   }
 }
 
@@ -430,10 +445,8 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
   EP_SHARED(CallContext, call);
-  using Totals = int[Places::kNumTotals];
-  EP_SHARED(Totals, totals);
   const DispatchRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
-  const Places places{reinterpret_cast<uint32_t*>(shared), args.geometry.places, totals};
+  const Places places(shared, args.geometry.places);
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
@@ -452,14 +465,15 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   });
   RecordLane record;
   if (role.is_control()) record = RecordLane::of(p.call, p.layout, peers, role.lane);
-  if (receives(p.half) && role.is_receiver() && !is_opener()) {
-    places.clear(role.receiving_thread(), role.clearing_threads());
-  }
+  const bool is_receiver = receives(p.half) && role.is_receiver();
+  if (is_receiver && !is_opener()) places.clear(role.receiving_thread(), role.clearing_threads());
   const auto begin = [&] {
     const bool is_well = begin_call(call, args, opening);
     stamp(Stamp::kEpochKnown, peers.rank);
     return is_well;
   };
+  Incoming<kPayload, kSteps> in;
+  const bool aims_early = is_receiver && !is_opener() && !is_sending && role.receiver() < args.geometry.receive_units;
   bool is_well;
   if (is_opener()) {
     is_well = begin();
@@ -473,15 +487,14 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
     is_well = send_all(role, call, routing, out, begin);
     stamp(Stamp::kSent, peers.rank);
   } else {
+    if (aims_early) in.aim(role, places, role.receiver());
     is_well = begin();
   }
   if (!is_well) return store_nothing<has_expert_rows(kLayout)>(role);
 
   if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
   if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
-  if (receives(p.half) && role.is_receiver()) {
-    receive<kPayload, kType, kSteps, kLayout>(role, call, places);
-  }
+  if (is_receiver) receive<kPayload, kType, kSteps, kLayout>(role, call, places, in, aims_early);
   stamp(Stamp::kEnd, peers.rank);
 }
 

@@ -11,9 +11,17 @@ namespace ep {
 struct Places {
   uint32_t* memory;  // shared, PlacesShape::bytes of it
   const PlacesShape& shape;
-  int* totals;  // shared
+  // Of the memory and of the first bin's bits, in registers: who waits for routing shall not work them out behind it.
+  ptx::SharedAddress address, bits_address;
 
   enum Total { kMostTokens, kDuplicates, kKept, kDropped, kInfoWarps, kNumTotals };
+  static_assert(kNumTotals <= PlacesShape::kIdsAt);
+
+  __device__ __forceinline__ Places(char* shared, const PlacesShape& a_shape)
+      : memory(reinterpret_cast<uint32_t*>(shared)),
+        shape(a_shape),
+        address(ptx::opaque(ptx::shared_address(memory))),
+        bits_address(ptx::opaque(ptx::shared_address(bits(0)))) {}
 
   // bit i of a bin: slot i has a row there
   __device__ __forceinline__ uint32_t* bits(int bin) const { return memory + shape.bits_at + bin * shape.words; }
@@ -22,31 +30,41 @@ struct Places {
   }
   // packed: the first row of an expert
   __device__ __forceinline__ int& start(int bin) const { return reinterpret_cast<int*>(memory)[shape.starts_at + bin]; }
-  __device__ __forceinline__ int most_tokens() const { return totals[kMostTokens]; }
+  __device__ __forceinline__ int& total(Total which) const { return reinterpret_cast<int*>(memory)[which]; }
+  __device__ __forceinline__ int most_tokens() const { return total(kMostTokens); }
   // Some token names an expert twice, and bits do not tell the whole story.
-  __device__ __forceinline__ bool has_duplicates() const { return totals[kDuplicates] != 0; }
+  __device__ __forceinline__ bool has_duplicates() const {
+    uint32_t duplicates;
+    ptx::ld_shared(address + kDuplicates * 4, duplicates);
+    return duplicates != 0;
+  }
 
   __device__ __forceinline__ void clear(int thread, int num_threads) const {
 #pragma unroll 1
     for (int i = thread; i < shape.bins * shape.words; i += num_threads) memory[shape.bits_at + i] = 0;
-    if (thread < kNumTotals) totals[thread] = 0;
+    if (thread < kNumTotals) memory[thread] = 0;
   }
 
   // Choice k of a slot: the local expert, or more than any.
   __device__ __forceinline__ uint32_t id(const IdFormat& format, int slot, int k) const {
-    const uint32_t* words = memory + slot * shape.id_words;
+    const uint32_t* words = memory + PlacesShape::kIdsAt + slot * shape.id_words;
     return format.bits == 8 ? words[k >> 2] >> (k & 3) * 8 & 0xFF : words[k >> 1] >> (k & 1) * 16 & 0xFFFF;
   }
 
   // Bits of a bin in slots [from, to). kUnroll: more code where it is soon waited for.
   template <int kUnroll = 1>
   __device__ __forceinline__ int count_bits(int bin, int from, int to) const {
-    const uint32_t* row = bits(bin);
-    uint32_t mask = ~0u << (from & 31);
-    int count = 0, w = from >> 5;
+    ptx::SharedAddress at = bits_address + (bin * shape.words + (from >> 5)) * 4;
+    uint32_t mask = ~0u << (from & 31), word;
+    int count = 0;
 #pragma unroll kUnroll
-    for (; w < to >> 5; w++, mask = ~0u) count += __popc(row[w] & mask);
-    return (to & 31) == 0 ? count : count + __popc(row[w] & mask & ((1u << (to & 31)) - 1));
+    for (int w = from >> 5; w < to >> 5; w++, at += 4, mask = ~0u) {
+      ptx::ld_shared(at, word);
+      count += __popc(word & mask);
+    }
+    if ((to & 31) == 0) return count;
+    ptx::ld_shared(at, word);
+    return count + __popc(word & mask & ((1u << (to & 31)) - 1));
   }
 };
 
@@ -67,14 +85,17 @@ static __device__ __noinline__ int count_choices(const LlDispatchParams& p, cons
 
 // Rows of an expert from slots [from, to).
 template <int kUnroll = 1>
-__device__ __forceinline__ int count_rows(const LlDispatchParams& p, const Places& places, int bin, int from, int to) {
-  return places.has_duplicates() ? count_choices(p, places, bin, from, to) : places.count_bits<kUnroll>(bin, from, to);
+__device__ __forceinline__ int count_rows(const LlDispatchParams& p, const Places& places, bool has_duplicates, int bin,
+                                          int from, int to) {
+  return has_duplicates ? count_choices(p, places, bin, from, to) : places.count_bits<kUnroll>(bin, from, to);
 }
 
 // Rows that want bin `bin` of the output: an expert, or in rank layouts a source rank.
 template <OutputLayout kLayout>
 __device__ __forceinline__ int demand_of(const LlDispatchParams& p, const Places& places, int bin) {
-  if constexpr (has_expert_rows(kLayout)) return count_rows(p, places, bin, 0, places.shape.slots);
+  if constexpr (has_expert_rows(kLayout)) {
+    return count_rows(p, places, places.has_duplicates(), bin, 0, places.shape.slots);
+  }
   return places.count_bits(0, bin * p.shape.max_tokens, (bin + 1) * p.shape.max_tokens);
 }
 
@@ -99,10 +120,10 @@ __device__ __forceinline__ int kept_rows(const LlDispatchParams& p, int start, i
 // The row of a choice of `slot`, one a lane (rank layouts: the token's); kNoRow for lanes without. A whole warp calls.
 template <OutputLayout kLayout>
 __device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Places& places, int source, int slot,
-                                          bool wanted, uint32_t expert) {
+                                          bool has_duplicates, bool wanted, uint32_t expert) {
   if constexpr (has_expert_rows(kLayout)) {
     int earlier = 0;  // choices of the same token
-    if (places.has_duplicates()) {
+    if (has_duplicates) {
 #pragma unroll 1
       for (int k = 0; k < p.shape.topk; k++) {
         const bool is_same = __shfl_sync(~0u, expert, k) == expert;
@@ -111,7 +132,7 @@ __device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Place
     }
     if (!wanted) return kNoRow;
     const int start = kLayout == OutputLayout::kPacked ? places.start(expert) : 0;
-    return output_row<kLayout>(p, expert, start, count_rows<4>(p, places, expert, 0, slot) + earlier);
+    return output_row<kLayout>(p, expert, start, count_rows<4>(p, places, has_duplicates, expert, 0, slot) + earlier);
   } else {
     const int from = kLayout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0;
     return wanted ? output_row<kLayout>(p, source, 0, places.count_bits<4>(0, from, slot)) : kNoRow;
@@ -123,7 +144,7 @@ template <bool kExpertRows, int kBits>
 __device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places& places, int slot, int index,
                                          uint32_t low, uint32_t high) {
   constexpr int kPerWord = 32 / kBits;
-  uint32_t* ids = places.memory + slot * places.shape.id_words + index;
+  uint32_t* ids = places.memory + PlacesShape::kIdsAt + slot * places.shape.id_words + index;
   ids[0] = low;
   ids[1] = high;
   const uint32_t bit = 1u << (slot & 31);
@@ -143,7 +164,7 @@ __device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places
   uint32_t seen = 0;
 #pragma unroll
   for (int i = 0; i < 2 * kPerWord; i++) seen |= before[i] & bits[i];
-  if (seen != 0) places.totals[Places::kDuplicates] = 1;
+  if (seen != 0) places.total(Places::kDuplicates) = 1;
 }
 
 // Waits for the routing of slot (source, token) and puts it into the places. One thread calls.
@@ -177,7 +198,7 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
       const bool knows_count = is_tagged(count, tag);
       const int num_tokens = knows_count ? min(static_cast<int>(static_cast<uint32_t>(count)), p.shape.max_tokens) : 0;
       places.tokens(source) = num_tokens;
-      atomicMax(&places.totals[Places::kMostTokens], num_tokens);
+      atomicMax(&places.total(Places::kMostTokens), num_tokens);
     }
     const auto low = static_cast<uint32_t>(words.x), high = static_cast<uint32_t>(words.y);
     if (p.layout.ids.bits == 8) {
@@ -220,14 +241,16 @@ struct StartFinder {
   int bins, words;
   Divisor by_alignment;
   ptx::SharedAddress bits, starts;
+  unsigned below;  // lanes before this one
 
   __device__ __forceinline__ StartFinder(const Places& places, const Divisor& alignment, bool finds) : finds(finds) {
     if (!finds) return;
     bins = ptx::pinned(places.shape.bins);
     words = ptx::pinned(places.shape.words);
     by_alignment = {ptx::pinned(alignment.divisor), ptx::pinned(alignment.multiplier), ptx::pinned(alignment.shift)};
-    bits = ptx::pinned(ptx::shared_address(places.bits(0)));
+    bits = places.bits_address;
     starts = ptx::pinned(ptx::shared_address(&places.start(0)));
+    below = ptx::opaque((1u << lane_id()) - 1);
   }
 
   // After a barrier, and before another.
@@ -238,20 +261,43 @@ struct StartFinder {
     for (int bin = 2 * lane_id();; bin += 64) {
       int even = demand_of(min(bin, bins - 1)), odd = demand_of(min(bin + 1, bins - 1));
       if (!places.shape.sums_fit || places.has_duplicates()) return find_any_starts(p, places, by_alignment);
-      even = bin < bins ? span_of(even) : 0;
-      odd = bin + 1 < bins ? span_of(odd) : 0;
-      const int end = next + inclusive_sum(even + odd, [](int a, int b) { return a + b; });
+      even = bin < bins ? even : 0;
+      odd = bin + 1 < bins ? odd : 0;
+      const Spans spans = spans_of(even, odd);
+      const int start = next + spans.before;
       if (bin < bins) {
-        ptx::st_shared(starts + bin * 4, end - odd - even);
-        ptx::st_shared(starts + bin * 4 + 4, end - odd);  // the last one: all rows
+        ptx::st_shared(starts + bin * 4, start);
+        ptx::st_shared(starts + bin * 4 + 4, start + spans.even);  // the last one: all rows
       }
-      if (bin + 2 == bins) ptx::st_shared(starts + bin * 4 + 8, end);
+      if (bin + 2 == bins) ptx::st_shared(starts + bin * 4 + 8, start + spans.even + spans.odd);
       if (bin - 2 * lane_id() + 64 >= bins) return;
-      next = __shfl_sync(~0u, end, 31);
+      next += spans.all;
     }
   }
 
  private:
+  // Rows from the starts of a lane's experts to the next ones, of the lanes before, and of all lanes.
+  struct Spans {
+    int even, odd, before, all;
+  };
+  __device__ __forceinline__ Spans spans_of(int even, int odd) const {
+    const auto alignment = static_cast<int>(by_alignment.divisor);
+    Spans spans;
+    const unsigned evens = __ballot_sync(~0u, even > 0), odds = __ballot_sync(~0u, odd > 0);
+    if (__all_sync(~0u, max(even, odd) <= alignment)) {  // none or one unit each, as mostly: votes do for sums
+      spans.even = even > 0 ? alignment : 0;
+      spans.odd = odd > 0 ? alignment : 0;
+      spans.before = (__popc(evens & below) + __popc(odds & below)) * alignment;
+      spans.all = (__popc(evens) + __popc(odds)) * alignment;
+    } else {
+      spans.even = span_of(even);
+      spans.odd = span_of(odd);
+      const int end = inclusive_sum(spans.even + spans.odd, [](int a, int b) { return a + b; });
+      spans.before = end - spans.even - spans.odd;
+      spans.all = __shfl_sync(~0u, end, 31);
+    }
+    return spans;
+  }
   __device__ __forceinline__ int demand_of(int bin) const {
     const ptx::SharedAddress row = bits + bin * words * 4;
     uint32_t word, after;

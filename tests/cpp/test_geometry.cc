@@ -250,13 +250,13 @@ LlDispatchParams some_dispatch(OutputLayout layout) {
 }
 
 TEST(PlacesShape, RegionsDoNotOverlap) {
-  for (OutputLayout layout : {OutputLayout::kExpertMajor, OutputLayout::kFlat}) {
+  for (OutputLayout layout : {OutputLayout::kExpertMajor, OutputLayout::kPacked, OutputLayout::kFlat}) {
     const PlacesShape shape = PlacesShape::of(some_dispatch(layout));
     EXPECT_EQ(shape.slots, 512);
     EXPECT_EQ(shape.bins, layout == OutputLayout::kFlat ? 1 : 64);
     EXPECT_GE(shape.words * 32, shape.slots);
     EXPECT_EQ(shape.words % 2, 1);
-    EXPECT_EQ(shape.bits_at, shape.slots * shape.id_words);
+    EXPECT_EQ(shape.bits_at, PlacesShape::kIdsAt + shape.slots * shape.id_words);
     EXPECT_GE(shape.tokens_at, shape.bits_at + shape.bins * shape.words);
     EXPECT_EQ(shape.starts_at, shape.tokens_at + 4);
     EXPECT_GE(shape.bytes, 4 * (shape.starts_at + shape.bins + 1));
