@@ -353,8 +353,8 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   stamp(Stamp::kSent, peers.rank);
   if (!helps) return;
   const bool with_routes = sends_routes(p.steps);
-  if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(role);
   if (with_routes) send_routes(role);
+  if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(role);
   clear_gaps(role);
   if (with_routes && !await_routes(role)) return give_up(role);
   if (with_routes && !has_expert_rows(p.output.layout)) store_choices(role);
