@@ -1,6 +1,6 @@
 // How kernels of high throughput begin, what ranks tell one another before rows move, and signals. One GPU's blocks
 // need not run at the same time: what a rank owes the others is handed out by counters, so that whichever blocks run do
-// all of it, and only then wait.
+// all of it; beside such work they wait only for what block 0 of each rank sends first.
 #pragma once
 
 #include "cuda/call.cuh"

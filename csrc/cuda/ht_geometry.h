@@ -127,7 +127,7 @@ struct HtSendGeometry {
     g.by_words = Divisor::of(p.layout.slot.words());
     g.tables_at = plan.workers * g.stage_bytes;
     const int ranks = p.shape.num_ranks;
-    g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 8 * 4) + 4 * (2 * p.output.local_experts + 1) +
+    g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 8 * 4) + 4 * (p.output.local_experts + 1) +
               4 * (plan.chunks * ranks + 1) + 64;
     return g;
   }

@@ -15,7 +15,6 @@ struct SendTables {
   Flows flows;
   int* chunks;         // [R] pieces in which each rank wants to hear of its rows
   int *layout, *rows;  // [R] of each receiver's output
-  int* demand;         // [L] choices of each expert here, of outputs with expert rows
   int* start;          // [L + 1] first row of each expert here, packed outputs
   uint32_t*
       chunks_here;  // [R + 1] of each source's rows, chunks that have come; last: all have. kGivenUp: no more will
@@ -31,7 +30,6 @@ struct SendTables {
     t.chunks = tables.take<int>(ranks);
     t.layout = tables.take<int>(ranks);
     t.rows = tables.take<int>(ranks);
-    t.demand = tables.take<int>(p.output.local_experts);
     t.start = tables.take<int>(p.output.local_experts + 1);
     t.chunks_here = tables.take<uint32_t>(ranks + 1);
     t.segments = tables.take<int>(kHtChunks * ranks + 1);
@@ -90,7 +88,7 @@ __device__ __forceinline__ void fill_outputs(const SendRole& role) {
   if (role.thread() == 0) t.chunks_here[ranks] = 0;
 }
 
-// Tokens between ranks, and choices of the experts here.
+// Tokens between ranks; of a packed output, choices of the experts here, in tables.start for now.
 __device__ __forceinline__ void fill_counts(const SendRole& role) {
   const HtDispatchParams& p = role.p;
   const int ranks = role.num_ranks(), local_experts = p.output.local_experts, warps = role.threads() / 32;
@@ -102,13 +100,13 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
   for (int r = warps - 1 - role.warp; r < ranks; r += warps) {
     role.tables.flows.fill(ranks, role.peers.rank, r, count_of);
   }
-  if (!has_expert_rows(p.output.layout)) return;
+  if (p.output.layout != OutputLayout::kPacked) return;
   const int first_word = HtCall::kCounts + ranks + role.peers.rank * local_experts;
 #pragma unroll 1
   for (int e = role.thread(); e < local_experts; e += role.threads()) {
-    role.tables.demand[e] = role.routes_meanwhile()
-                                ? static_cast<int>(sum_of_words(role.call, p.layout, role.peers, first_word + e))
-                                : p.handle.expert_counts[e];
+    role.tables.start[e] = role.routes_meanwhile()
+                               ? static_cast<int>(sum_of_words(role.call, p.layout, role.peers, first_word + e))
+                               : p.handle.expert_counts[e];
   }
 }
 
@@ -116,7 +114,7 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
 __device__ __forceinline__ void find_own_starts(const SendRole& role) {
   OutputShape output = role.p.output;
   if (role.p.steps == HtSteps::kCached) output.alignment = *role.p.handle.alignment;  // nobody has said it
-  const auto span_of = [&](int e) { return static_cast<int>(output.span(role.tables.demand[e])); };
+  const auto span_of = [&](int e) { return static_cast<int>(output.span(role.tables.start[e])); };
   const int end = exclusive_sums(output.local_experts, role.tables.start, span_of);
   if (role.lane == 0) role.tables.start[output.local_experts] = end;
 }

@@ -1,5 +1,6 @@
 // What a rank does with the rows that have come: copies for further choices or from the staging rows, zeros for rows
-// that do not exist. The table of contents of the second kernel of a dispatch, ht_send(), is at the end.
+// that do not exist, the info tensor. The table of contents of the second kernel of a dispatch, ht_send(), is at the
+// end.
 #pragma once
 
 #include "cuda/ht_routes.cuh"
@@ -217,22 +218,13 @@ __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
 
 // ---- The info tensor
 
-// One warp of the rank. demand, start: of the output's bins, in shared memory.
-static __device__ __noinline__ void store_info(const OutputShape& output, int32_t* info, const CallContext& call,
-                                               const int* demand, const int* start) {
+// One warp of the rank.
+static __device__ __noinline__ void store_info(const HtDispatchParams& p, const CallContext& call,
+                                               const SendTables tables) {
+  const int* demand = has_expert_rows(p.output.layout) ? p.handle.expert_counts : tables.flows.from;
+  const int* start = p.output.layout == OutputLayout::kPacked ? tables.start : tables.flows.from_first;
   store_info(
-      output, info, call.state, [&](int bin) { return demand[bin]; }, [&](int bin) { return start[bin]; });
-  // Whoever has given up meanwhile may have cleared it before.
-  __threadfence();
-  __syncwarp();
-  if (call.has_failed()) clear_info(output, info);
-}
-
-__device__ __forceinline__ void store_info(const ReceiveRole& role) {
-  const SendTables& t = role.tables;
-  const OutputShape& output = role.p.output;
-  store_info(output, role.p.info, role.call, has_expert_rows(output.layout) ? t.demand : t.flows.from,
-             output.layout == OutputLayout::kPacked ? t.start : t.flows.from_first);
+      p.output, p.info, call, [&](int bin) { return demand[bin]; }, [&](int bin) { return start[bin]; });
 }
 
 // ---- Rows that do not exist
@@ -279,12 +271,12 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
     if (output.layout == OutputLayout::kPacked) {
       const int64_t start = min(static_cast<int64_t>(role.tables.start[bin]), output.capacity);
       const int64_t next = bin + 1 < output.bins() ? role.tables.start[bin + 1] : output.capacity;
-      const int64_t filled = start + output.kept(start, role.tables.demand[bin]);
+      const int64_t filled = start + output.kept(start, p.handle.expert_counts[bin]);
       clear_rows(role, filled, min(next, output.capacity), p.zero_padding);
     } else {
       const bool expert_rows = has_expert_rows(output.layout);
       const int64_t limit = expert_rows ? output.capacity : p.shape.max_tokens;
-      const int demand = expert_rows ? role.tables.demand[bin] : role.tables.flows.from[bin];
+      const int demand = expert_rows ? p.handle.expert_counts[bin] : role.tables.flows.from[bin];
       clear_rows(role, bin * limit + output.kept(0, demand), (bin + 1) * limit, p.zero_padding);
     }
   }
@@ -292,8 +284,7 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
 
 // The call has failed: nothing was received.
 static __device__ __noinline__ void clear_all(const ReceiveRole role) {
-  // By whoever has given up, as others may not have. After it has seen that: see store_info().
-  __threadfence();
+  // By whoever has given up, as others may not have.
   if (role.p.info != nullptr && sends_routes(role.p.steps)) clear_info(role.p.output, role.p.info);
   clear_rows(role, 0, role.p.output.rows(), false);
 }
@@ -354,7 +345,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   if (!helps) return;
   const bool with_routes = sends_routes(p.steps);
   if (with_routes) send_routes(role);
-  if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(role);
+  if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(p, call, role.tables);
   clear_gaps(role);
   if (with_routes && !await_routes(role)) return give_up(role);
   if (with_routes && !has_expert_rows(p.output.layout)) store_choices(role);

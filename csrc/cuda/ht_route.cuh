@@ -116,7 +116,7 @@ struct Received {
     const OutputShape& output = role.p.output;
     const bool expert_rows = has_expert_rows(output.layout);
     store_info(
-        output, role.p.info, role.state, [&](int bin) { return expert_rows ? demand[bin] : from(bin); },
+        output, role.p.info, role.call, [&](int bin) { return expert_rows ? demand[bin] : from(bin); },
         [&](int bin) { return start_of(bin); });
   }
   // What it waits for, before it makes outputs of exact sizes.
@@ -202,7 +202,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   stamp(Stamp::kOwnDone, peers.rank);
   const bool is_all = !sends_rows(p.steps);  // of the call: no kernel follows that would store the info tensor
   if (!open_ht_call(call, args, Kind::kDispatch, at, true, is_all)) {
-    if (is_all && role.records() && role.warp == 0) clear_info(p.output, p.info);
+    if (is_all && role.warp == 0) clear_info(p.output, p.info);
     return;
   }
   ptx::launch_dependents();  // it moves the epoch, which all blocks have read now
@@ -231,7 +231,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   take_words(role);
   add_up_counts(role);
   if (block_has_failed(call)) {
-    if (is_all && role.records() && role.warp == 0) clear_info(p.output, p.info);
+    if (is_all && role.warp == 0) clear_info(p.output, p.info);
     return;
   }
   stamp(Stamp::kRoutingKnown, peers.rank);
