@@ -125,7 +125,7 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const Call
     int start = 0;
     if constexpr (kLayout == OutputLayout::kPacked) start = places.start(bin);
     if constexpr (kLayout == OutputLayout::kFlat) start = places.count_bits(0, 0, bin * p.shape.max_tokens);
-    const bool has_failed = ptx::opaque(static_cast<int>(failure)) != 0;  // no earlier: nobody waits for it till here
+    const bool has_failed = ptx::opaque(failure) != 0;  // no earlier: nobody waits for it till here
     if (has_failed) demand = 0;
     const int kept = kept_rows<kLayout>(p, start, demand);
     p.info[bin] = kept;

@@ -197,18 +197,25 @@ struct CallWords {
   }
 };
 
-// Of all ranks.
-__device__ __forceinline__ uint32_t sum_of_words(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
-                                                 int index) {
-  uint32_t sum = 0;
+// A word of the ranks before this one, and of all, added up.
+struct WordSums {
+  int before = 0, all = 0;
+
+  __device__ __forceinline__ static WordSums await(const CallContext& call, const HtLayout& layout,
+                                                   const LsaPeers& peers, int index) {
+    WordSums sums;
 #pragma unroll 1
-  for (int first = 0; first < layout.topology.num_ranks; first += CallWords::kTogether) {
-    const auto words = CallWords::await(call, layout, peers, first, index);
+    for (int first = 0; first < layout.topology.num_ranks; first += CallWords::kTogether) {
+      const auto words = CallWords::await(call, layout, peers, first, index);
 #pragma unroll
-    for (int q = 0; q < CallWords::kTogether; q++) sum += words.value[q];
+      for (int q = 0; q < CallWords::kTogether; q++) {
+        if (first + q < peers.rank) sums.before += static_cast<int>(words.value[q]);
+        sums.all += static_cast<int>(words.value[q]);
+      }
+    }
+    return sums;
   }
-  return sum;
-}
+};
 
 __device__ __forceinline__ uint32_t await_call_word(const CallContext& call, const HtLayout& layout,
                                                     const LsaPeers& peers, int source, int index) {

@@ -105,7 +105,7 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
 #pragma unroll 1
   for (int e = role.thread(); e < local_experts; e += role.threads()) {
     role.tables.start[e] = role.routes_meanwhile()
-                               ? static_cast<int>(sum_of_words(role.call, p.layout, role.peers, first_word + e))
+                               ? WordSums::await(role.call, p.layout, role.peers, first_word + e).all
                                : p.handle.expert_counts[e];
   }
 }

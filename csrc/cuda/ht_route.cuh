@@ -30,21 +30,12 @@ __device__ __forceinline__ void add_up_counts(const RouteRole& role) {
   const int ranks = role.num_ranks(), rank = role.peers.rank, local_experts = role.local_experts();
 #pragma unroll 1
   for (int i = role.last_first(); i < ranks + role.num_experts(); i += role.threads()) {
-    int before = 0, all = 0;
-#pragma unroll 1
-    for (int first = 0; first < ranks; first += CallWords::kTogether) {
-      const auto words = CallWords::await(role.call, role.p.layout, role.peers, first, HtCall::kCounts + i);
-#pragma unroll
-      for (int q = 0; q < CallWords::kTogether; q++) {
-        if (first + q < rank) before += static_cast<int>(words.value[q]);
-        all += static_cast<int>(words.value[q]);
-      }
-    }
-    t.before[role.count_of_word(i)] = before;
+    const auto sums = WordSums::await(role.call, role.p.layout, role.peers, HtCall::kCounts + i);
+    t.before[role.count_of_word(i)] = sums.before;
     if (i < ranks) continue;
     const int e = i - ranks, local = e - rank * local_experts;
-    t.start[e] = t.demand[e] = all;
-    if (role.records() && local >= 0 && local < local_experts) role.p.handle.expert_counts[local] = all;
+    t.start[e] = t.demand[e] = sums.all;
+    if (role.records() && local >= 0 && local < local_experts) role.p.handle.expert_counts[local] = sums.all;
   }
 }
 
@@ -101,6 +92,9 @@ struct Received {
   __device__ __forceinline__ int from(int source) const {
     return role.p.handle.counts[source * ranks + role.peers.rank];
   }
+  __device__ __forceinline__ int64_t slots_before(int source) const {
+    return first_slot(role.p.handle.counts, ranks, source, role.peers.rank);
+  }
   // Rows of all experts, and gaps between them.
   __device__ __forceinline__ int64_t end_of_experts() const {
     const int last = local_experts - 1;
@@ -108,9 +102,7 @@ struct Received {
   }
   __device__ __forceinline__ int64_t start_of(int bin) const {
     if (has_expert_rows(role.p.output.layout)) return bin < local_experts ? start[bin] : end_of_experts();
-    int64_t sum = 0;
-    for (int source = 0; source < bin; source++) sum += from(source);
-    return sum;
+    return slots_before(bin);
   }
   __device__ __forceinline__ void store() const {
     const OutputShape& output = role.p.output;
@@ -132,8 +124,7 @@ struct Received {
     __threadfence_system();
     __syncwarp();
     if (role.lane != 0) return;
-    int64_t slots = 0;
-    for (int source = 0; source < ranks; source++) slots += from(source);
+    const int64_t slots = slots_before(ranks);
     p.host_sizes[0] = has_expert_rows(p.output.layout) ? end_of_experts() : slots;
     p.host_sizes[1] = slots;
     p.host_sizes[2 + local_experts] = most_tokens;

@@ -223,7 +223,7 @@ struct Partials {
   __device__ __forceinline__ bool await(const CombineRole& role, const CallContext& call, const Unit& unit,
                                         LeanPatience& patience) {
     while (true) {
-      ranks = static_cast<uint32_t>(ptx::opaque(static_cast<int>(ranks)));  // addresses are worked out again
+      ranks = ptx::opaque(ranks);  // addresses are worked out again
       if (have_arrived(role, call)) return true;
       if (is_over(role, call, unit, patience)) return false;
     }

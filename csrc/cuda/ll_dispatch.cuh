@@ -269,7 +269,8 @@ template <Payload kPayload, int kSteps>
 struct Incoming {
   ReceiveUnit unit;
   ptx::SharedAddress tokens_at, id_at;  // in Places: tokens of the source, id of choice `lane`
-  int id_shift, id_mask;
+  int id_shift;
+  uint32_t id_mask;
   bool is_own;   // lies in x; a row of another rank, or of a staged call, lies in the window
   char* staged;  // in bank 0 until ask()
   Raw<kPayload, kSteps> raw;
@@ -286,7 +287,7 @@ struct Incoming {
     tokens_at = ptx::opaque(places.address + (places.shape.tokens_at + unit.source) * 4);
     id_at = ptx::opaque(places.address + word * 4);
     id_shift = is_byte ? (k & 3) * 8 : (k & 1) * 16;
-    id_mask = ptx::opaque(static_cast<int>(p.layout.ids.none()));
+    id_mask = ptx::opaque(p.layout.ids.none());
     is_own = unit.source == role.peers.rank && sends(p.half);
     staged = ptx::opaque(role.peers.local<char>(p.layout.row(0, unit.source, unit.token)) +
                          lane_offset<kSteps>(unit.piece, role.lane));
@@ -344,7 +345,7 @@ __device__ __forceinline__ bool place_piece(const DispatchRole& role, const Call
   ptx::ld_shared(in.id_at, ids);
   const bool has_duplicates = places.has_duplicates(), exists = unit.token < static_cast<int>(tokens);
   if (!exists && number >= role.geometry.own_units && unit.token >= places.most_tokens()) return false;
-  const uint32_t id = ids >> in.id_shift & static_cast<uint32_t>(in.id_mask);
+  const uint32_t id = ids >> in.id_shift & in.id_mask;
   const uint32_t expert = exists && role.lane < p.shape.topk ? id : ~0u;
   const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
   const int slot = unit.source * p.shape.max_tokens + unit.token;
