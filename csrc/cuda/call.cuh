@@ -41,14 +41,15 @@ struct WarpRole {
 // all ranks (an acquire holds up what follows it), the others for what they send first. begin_call() looks.
 //
 // Instructions count: a warp alone needs 5 cycles for each, and a call of one token lasts 4,000. What can be done
-// before the epoch is known is done before.
+// before the epoch is known is done before, and the epoch is asked for first.
+__device__ __forceinline__ bool is_opener() { return threadIdx.x >= blockDim.x - 32; }
+
 struct Opening {
   uint64_t last_epoch = 0;
   uint64_t credit = 0;  // of rank `lane`
   uint32_t has_failed = 0;
+  ptx::SharedAddress opened_at;  // the word of tag, bank and is_open
 };
-
-__device__ __forceinline__ bool is_opener() { return threadIdx.x >= blockDim.x - 32; }
 
 struct Nothing {
   __device__ void operator()() const {}
@@ -61,20 +62,20 @@ template <class Args, class Ask = Nothing>
 __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args, Kind kind, Ask others_ask = {}) {
   testing_point_before_call(args.state->epoch[static_cast<int>(kind)].epoch, kind, args.peers.rank);
   Opening opening;
-  if (is_opener()) {
-    opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
-    opening.has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
-    call.is_open = CallContext::kClosed;
-    call.state = args.state;
-    call.call = &args.params.call;
-    call.kind = kind;
-    call.rank = args.peers.rank;
-    ptx::named_barrier_arrive(kOpeningBarrier, static_cast<int>(blockDim.x));
-  } else {
+  opening.opened_at = ptx::opaque(ptx::shared_address(&call.tag));
+  if (!is_opener()) {
     others_ask();
     ptx::named_barrier(kOpeningBarrier, static_cast<int>(blockDim.x));
     return opening;
   }
+  opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
+  opening.has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
+  call.is_open = CallContext::kClosed;
+  call.state = args.state;
+  call.call = &args.params.call;
+  call.kind = kind;
+  call.rank = args.peers.rank;
+  ptx::named_barrier_arrive(kOpeningBarrier, static_cast<int>(blockDim.x));
   if (lane_id() < args.num_ranks) opening.credit = ptx::ld_acquire_sys(args.credits + lane_id());
   return opening;
 }
@@ -98,30 +99,33 @@ __device__ __noinline__ bool await_credits(const CallContext& call, const Args& 
 }
 
 // The opener fills the block's context, the other warps wait for it: each as late as it can, as a barrier would make
-// all wait for the slowest. False: the buffer has failed, and nothing may be sent.
+// all wait for the slowest. `call`: the warp's. False: the buffer has failed, and nothing may be sent.
 template <class Args>
-__device__ __forceinline__ bool begin_call(CallContext& call, const Args& args, const Opening& opening) {
+__device__ __forceinline__ bool begin_call(CallContext& context, OpenCall& call, const Args& args,
+                                           const Opening& opening) {
   if (!is_opener()) {
     testing_barrier(kTestingBarrier);
-    uint32_t is_open;
+    OpenedWord word;
     do {
-      is_open = ptx::ld_acquire_shared(&call.is_open);
-    } while (is_open == CallContext::kClosed);
-    return is_open == CallContext::kOpen;
+      word.value = ptx::ld_acquire_shared(opening.opened_at);
+    } while (word.is_open() == CallContext::kClosed);
+    call.open(word);
+    return word.is_open() == CallContext::kOpen;
   }
   const uint64_t epoch = opening.last_epoch + 1;
-  call.epoch = epoch;
+  context.epoch = epoch;
   call.tag = tag_of(epoch);
-  call.bank = has_bug(Bug::kOneBank, call.kind) ? 0 : bank_of(epoch);
-  const bool has_credit =
-      lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch || has_bug(Bug::kIgnoredCredits, call.kind);
+  call.bank = has_bug(Bug::kOneBank, context.kind) ? 0 : bank_of(epoch);
+  const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch ||
+                          has_bug(Bug::kIgnoredCredits, context.kind);
   bool is_well = opening.has_failed == 0;
   if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) {
-    is_well = await_credits(call, args, opening.last_epoch, opening.credit) && is_well;
+    is_well = await_credits(context, args, opening.last_epoch, opening.credit) && is_well;
   }
   is_well = __all_sync(~0u, is_well);
   __syncwarp();
-  ptx::st_release_shared(&call.is_open, is_well ? CallContext::kOpen : CallContext::kFailed);
+  const auto is_open = is_well ? CallContext::kOpen : CallContext::kFailed;
+  ptx::st_release_shared(opening.opened_at, OpenedWord::of(call.tag, call.bank, is_open).value);
   testing_barrier(kTestingBarrier);
   return is_well;
 }
@@ -161,26 +165,25 @@ struct RecordLane {
     }
     return lane;
   }
-  __device__ __forceinline__ void send(const CallContext& context, const LlLayout& layout) const {
+  __device__ __forceinline__ void send(const OpenCall& call, const LlLayout& layout) const {
     if (target == nullptr) return;
-    ptx::st_relaxed_sys(target + context.bank * layout.num_ranks * CallRecord::kWords, tagged(value, context.tag));
+    ptx::st_relaxed_sys(target + call.bank * layout.num_ranks * CallRecord::kWords, tagged(value, call.tag));
   }
 };
 
 // One warp sends the call record to every rank, itself included. `lane`: its first 32 words.
-__device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
+__device__ __forceinline__ void send_records(const OpenCall& call, const LlLayout& layout, const LsaPeers& peers,
                                              const RecordLane& lane) {
-  testing_point(Point::kBeforeRecord, context);
-  lane.send(context, layout);
+  testing_point(Point::kBeforeRecord, call);
+  lane.send(call, layout);
 #pragma unroll 1
   for (int i = lane_id() + 32; i < layout.num_ranks * CallRecord::kWords; i += 32) {
-    RecordLane::of(*context.call, layout, peers, i).send(context, layout);
+    RecordLane::of(*call.context.call, layout, peers, i).send(call, layout);
   }
-  testing_point(Point::kAfterRecord, context);
+  testing_point(Point::kAfterRecord, call);
 }
-__device__ __forceinline__ void send_records(const CallContext& context, const LlLayout& layout,
-                                             const LsaPeers& peers) {
-  send_records(context, layout, peers, RecordLane::of(*context.call, layout, peers, lane_id()));
+__device__ __forceinline__ void send_records(const OpenCall& call, const LlLayout& layout, const LsaPeers& peers) {
+  send_records(call, layout, peers, RecordLane::of(*call.context.call, layout, peers, lane_id()));
 }
 
 // The same warp tells every rank that the banks of all earlier calls are empty here. The fence takes longer than a
@@ -358,20 +361,20 @@ struct RoutingLane {
     lane.fill(layout, peers, pass, choice, weight);
     return lane;
   }
-  __device__ __forceinline__ void send(const CallContext& context, const LlLayout& layout) const {
-    const int64_t offset = context.bank * static_cast<int64_t>(layout.tagged_bank_bytes / sizeof(uint64_t));
-    if (ids != nullptr) ptx::st_relaxed_sys(ids + offset, tagged(word, context.tag));
-    if (weight != nullptr) ptx::st_relaxed_sys(weight + offset, tagged(__float_as_uint(value), context.tag));
+  __device__ __forceinline__ void send(const OpenCall& call, const LlLayout& layout) const {
+    const int64_t offset = call.bank * static_cast<int64_t>(layout.tagged_bank_bytes / sizeof(uint64_t));
+    if (ids != nullptr) ptx::st_relaxed_sys(ids + offset, tagged(word, call.tag));
+    if (weight != nullptr) ptx::st_relaxed_sys(weight + offset, tagged(__float_as_uint(value), call.tag));
   }
 };
 
 // One warp sends the routing of an own token to every rank, itself included.
-__device__ __forceinline__ void send_routing(const CallContext& context, const LlLayout& layout, const LsaPeers& peers,
+__device__ __forceinline__ void send_routing(const OpenCall& call, const LlLayout& layout, const LsaPeers& peers,
                                              const Divisor& by_id_words, int first_pass, int token,
                                              const Choice& choice, float weight) {
 #pragma unroll 1
   for (int pass = first_pass; pass < RoutingLane::passes(layout); pass++) {
-    RoutingLane::of(layout, peers, by_id_words, pass, token, choice, weight).send(context, layout);
+    RoutingLane::of(layout, peers, by_id_words, pass, token, choice, weight).send(call, layout);
   }
 }
 

@@ -79,7 +79,7 @@ __device__ __forceinline__ uint64_t push_targets(const LlFloorPushParams& p, int
 }
 
 // As dispatch stores its pieces, but without a load: `targets` lie in shared memory.
-__device__ __forceinline__ void push_rows(const FloorPushRole& role, const CallContext& call, const uint64_t* targets) {
+__device__ __forceinline__ void push_rows(const FloorPushRole& role, const OpenCall& call, const uint64_t* targets) {
   const LlFloorPushParams& p = role.p;
   const int chunks = p.row.wire_bytes() / kLaneBytes, piece_chunks = role.plan.steps * 32;
   const int pieces = ceil_div(chunks, piece_chunks), units = p.shape.max_tokens * pieces;
@@ -104,15 +104,16 @@ __device__ __forceinline__ void push_floor(const KernelArgs<LlFloorPushParams>& 
   const LlFloorPushParams& p = args.params;
   const LsaPeers& peers = args.peers;
   const FloorPushRole role{{args.plan, at, lane_id(), warp_id()}, p, peers};
-  EP_SHARED(CallContext, call);
+  EP_SHARED(CallContext, context);
+  OpenCall call(context, OpenCall::NotYet{});
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(call, args, p.kind);
+  const Opening opening = open_call(context, args, p.kind);
   const int threads = role.plan.sender_warps * 32;  // the last warp opens the call
   for (int token = threadIdx.x; token < p.shape.max_tokens && threadIdx.x < threads; token += threads) {
     targets[token] = push_targets(p, peers.rank, token);
   }
-  const bool is_well = begin_call(call, args, opening);
+  const bool is_well = begin_call(context, call, args, opening);
   if (is_well && role.is_control()) send_records(call, p.layout, peers);
   advance_epoch(args, opening, p.kind, at);
   if (!is_well) return;

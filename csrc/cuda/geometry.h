@@ -243,9 +243,12 @@ struct UnitDeal {
 constexpr int kBusyTokens = 16;
 
 struct LlCombineGeometry {
-  int output_rows = 0;  // of the dispatch
-  int homes = 0;        // to send to; a sending half counts itself among them
-  int row_bytes = 0;    // of the rows to add
+  int output_rows = 0;                       // of the dispatch
+  int homes = 0;                             // to send to; a sending half counts itself among them
+  int row_bytes = 0;                         // of the rows to add
+  int map_k = 0;                             // entries of a token in the handle
+  int home_step = 0;                         // from this rank to the first it sends to
+  int sender_warps = 0, receiver_warps = 0;  // of blocks that have any, none for a half that has no such role
   bool is_busy = false;
   UnitDeal deal;
   int receivers = 0;          // warps, between which the pieces of own tokens are dealt by their numbers
@@ -259,6 +262,10 @@ struct LlCombineGeometry {
     g.output_rows = static_cast<int>(p.output.rows());
     g.homes = p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1);
     g.row_bytes = p.hidden * size_of(p.dtype);
+    g.map_k = p.output.map_k();
+    g.home_step = p.half == Half::kSend ? 0 : 1;
+    g.sender_warps = sends(p.half) && g.homes > 0 ? plan.sender_warps : 0;
+    g.receiver_warps = receives(p.half) ? plan.receiver_warps : 0;
     g.is_busy = p.num_tokens >= kBusyTokens;
     g.deal = UnitDeal::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, 32 * lane_elements),
                           g.homes > 0 ? g.homes : 1, plan.groups);

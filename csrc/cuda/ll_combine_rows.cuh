@@ -15,11 +15,16 @@ struct CombineRole : WarpRole {
   const LsaPeers& peers;
   DeviceState* state;
 
+  __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < geometry.sender_warps; }
+  __device__ bool is_receiver() const {
+    const auto index = static_cast<unsigned>(warp - plan.receiver_warp0);
+    return at.block >= plan.receiver_block0 && index < static_cast<unsigned>(geometry.receiver_warps);
+  }
   __device__ int receiver() const {
     return (warp - plan.receiver_warp0) * plan.receiver_blocks() + at.block - plan.receiver_block0;
   }
   __device__ int home_of(int index) const {
-    const int home = peers.rank + index + (p.half == Half::kSend ? 0 : 1);
+    const int home = peers.rank + geometry.home_step + index;
     return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
   }
 };
@@ -32,7 +37,7 @@ struct Terms {
 
 // Choice `lane` of a token: in the handle, and among the weights that home ranks send (layouts of expert rows alone).
 __device__ __forceinline__ int entry_of(const CombineRole& role, int home, int token) {
-  return (home * role.p.shape.max_tokens + token) * role.p.output.map_k() + role.lane;
+  return (home * role.p.shape.max_tokens + token) * role.geometry.map_k + role.lane;
 }
 
 // What this rank gives for choice `index` of its own tokens, asked for and not yet looked at.
@@ -60,16 +65,28 @@ __device__ __forceinline__ Terms with_weight(Terms terms, uint32_t bits) {
   return terms;
 }
 
-// The handle's entries of a token, not yet looked at: whoever looks waits for them.
-__device__ __forceinline__ Terms load_terms(const CombineRole& role, int home, int token) {
-  Terms terms{kNoRow, 1.0f};
-  const int map_k = role.p.output.map_k();
-  if (role.lane >= map_k) return terms;
-  const int entry = entry_of(role, home, token);
-  terms.row = __ldg(role.p.handle.rows + entry);
-  if (role.p.weighting == Weighting::kDispatch) terms.weight = __ldg(role.p.handle.weights + entry);
-  return terms;
-}
+// Where the handle's entries of a token lie.
+struct TermsAt {
+  const int32_t* row = nullptr;  // null: no such entry
+  const float* weight = nullptr;
+
+  __device__ __forceinline__ static TermsAt of(const CombineRole& role, int home, int token) {
+    const int entry = entry_of(role, home, token);
+    TermsAt at;
+    at.row = ptx::opaque(role.p.handle.rows + entry);
+    at.weight = ptx::opaque(role.p.handle.weights + entry);
+    if (role.lane >= role.geometry.map_k) at.row = nullptr;
+    return at;
+  }
+  // Not yet looked at: whoever looks waits for them.
+  __device__ __forceinline__ Terms load(Weighting weighting) const {
+    Terms terms{kNoRow, 1.0f};
+    if (row == nullptr) return terms;
+    terms.row = __ldg(row);
+    if (weighting == Weighting::kDispatch) terms.weight = __ldg(weight);
+    return terms;
+  }
+};
 
 // A dispatch that was given up leaves entries unwritten, and so does one of fewer tokens than a unit's.
 __device__ __forceinline__ Terms checked(const CombineRole& role, Terms terms, bool is_token) {

@@ -6,8 +6,8 @@
 
 namespace ep {
 
-__device__ __forceinline__ void send_home_weight(const CombineRole& role, const CallContext& call, int choice,
-                                                 int expert, const OwnHomeWeight& weight) {
+__device__ __forceinline__ void send_home_weight(const CombineRole& role, const OpenCall& call, int choice, int expert,
+                                                 const OwnHomeWeight& weight) {
   const LlCombineParams& p = role.p;
   // A handle that was changed must not reach beyond the ranks.
   if (static_cast<unsigned>(expert) >= static_cast<unsigned>(p.shape.num_experts)) return;
@@ -52,7 +52,7 @@ struct HomeWeights {
       expert[q] = __ldg(role.p.handle.ids + choice);
     }
   }
-  __device__ __forceinline__ void send(const CombineRole& role, const CallContext& call) const {
+  __device__ __forceinline__ void send(const CombineRole& role, const OpenCall& call) const {
     if (!are_sent) return;
     testing_point(Point::kBeforeRouting, call);
     const int choice = static_cast<int>(threadIdx.x);

@@ -343,13 +343,11 @@ struct RowWriter {
   uint4* out;  // the lane's first chunk of row 0
   int row_chunks, payload_left, chunks_left, step, side_bytes;
   bool has_scales;
-  int64_t bin_gap = 0;  // scales of an expert begin so much after the end of those before
-  const ScaleTarget& keyed_scales;
+  int64_t bin_gap;   // scales of an expert begin so much after the end of those before
   char* scales_out;  // where the scales of row 0 would have the lane's first chunk
 
-  __device__ __forceinline__ RowWriter(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int piece_index,
-                                       int lane)
-      : keyed_scales(geometry.out_scales) {
+  __device__ __forceinline__ void aim(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int piece_index,
+                                      int lane) {
     const RowShape& row = geometry.row;
     const int first = piece_index * kSteps * 32 + lane;
     out = ptx::opaque(static_cast<uint4*>(p.out_x) + first);
@@ -359,13 +357,15 @@ struct RowWriter {
     step = piece_index * kSteps + lane;
     side_bytes = row.side_bytes;
     has_scales = kPayload == Payload::kFp8 && lane < kSteps && step < row.steps;
+    bin_gap = 0;
     if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
-    scales_out = keyed_scales.data;
+    scales_out = geometry.out_scales.data;
     if (kPayload == Payload::kKeyed && scales_out != nullptr)
       scales_out -= static_cast<int64_t>(payload_left) * kLaneBytes;
   }
   // `row_scales`: scales_out, of the row.
-  __device__ __forceinline__ void store_keyed(uint4* target, char* row_scales, int j, uint4 chunk) const {
+  __device__ __forceinline__ void store_keyed(const ScaleTarget& keyed_scales, uint4* target, char* row_scales, int j,
+                                              uint4 chunk) const {
     if (j * 32 >= chunks_left) return;
     const bool is_scales = j * 32 >= payload_left;
     char* to = is_scales ? row_scales + j * 32 * kLaneBytes : reinterpret_cast<char*>(target + j * 32);
@@ -377,15 +377,15 @@ struct RowWriter {
     }
   }
   // `expert`: whose row it is; of no meaning in rank layouts.
-  __device__ __forceinline__ void store(const LlDispatchParams& p, int32_t out_row, uint32_t expert,
-                                        const PieceOf<kPayload, kSteps>& piece) const {
+  __device__ __forceinline__ void store(const LlDispatchParams& p, const ScaleTarget& keyed_scales, int32_t out_row,
+                                        uint32_t expert, const PieceOf<kPayload, kSteps>& piece) const {
     const auto row = static_cast<uint64_t>(static_cast<uint32_t>(out_row));
     uint4* target = out + row * static_cast<uint32_t>(row_chunks);
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
       if constexpr (kPayload == Payload::kKeyed) {
         const uint64_t row_scales = row * static_cast<uint32_t>(keyed_scales.row_bytes);
-        store_keyed(target, scales_out + row_scales, j, piece.chunk[j]);
+        store_keyed(keyed_scales, target, scales_out + row_scales, j, piece.chunk[j]);
       } else if (j * 32 < payload_left) {
         ptx::st(target + j * 32, piece.chunk[j]);
       }

@@ -51,20 +51,33 @@ struct Places {
     return format.bits == 8 ? words[k >> 2] >> (k & 3) * 8 & 0xFF : words[k >> 1] >> (k & 1) * 16 & 0xFFFF;
   }
 
-  // Bits of a bin in slots [from, to). kUnroll: more code where it is soon waited for.
-  template <int kUnroll = 1>
-  __device__ __forceinline__ int count_bits(int bin, int from, int to) const {
-    ptx::SharedAddress at = bits_address + (bin * shape.words + (from >> 5)) * 4;
-    uint32_t mask = ~0u << (from & 31), word;
-    int count = 0;
+  // Slots [from, to) of any bin, so that its bits can be counted: worked out before they are known. Where `to` ends a
+  // word, the word behind it is read as well and nothing of it counts; behind the last bin stands `tokens`.
+  struct Span {
+    ptx::SharedAddress at;  // of bin 0
+    int words;              // before the last one
+    uint32_t first, last;   // what counts of the first word, and of the last
+
+    // kUnroll: more code where it is soon waited for.
+    template <int kUnroll = 1>
+    __device__ __forceinline__ int count_bits(const Places& places, int bin) const {
+      ptx::SharedAddress word_at = at + bin * places.shape.words * 4;
+      uint32_t mask = first, word;
+      int count = 0;
 #pragma unroll kUnroll
-    for (int w = from >> 5; w < to >> 5; w++, at += 4, mask = ~0u) {
-      ptx::ld_shared(at, word);
-      count += __popc(word & mask);
+      for (int w = 0; w < words; w++, word_at += 4, mask = ~0u) {
+        ptx::ld_shared(word_at, word);
+        count += __popc(word & mask);
+      }
+      ptx::ld_shared(word_at, word);
+      return count + __popc(word & mask & last);
     }
-    if ((to & 31) == 0) return count;
-    ptx::ld_shared(at, word);
-    return count + __popc(word & mask & ((1u << (to & 31)) - 1));
+  };
+  __device__ __forceinline__ Span span(int from, int to) const {
+    return {bits_address + (from >> 5) * 4, (to >> 5) - (from >> 5), ~0u << (from & 31), (1u << (to & 31)) - 1};
+  }
+  __device__ __forceinline__ int count_bits(int bin, int from, int to) const {
+    return span(from, to).count_bits(*this, bin);
   }
 };
 
@@ -84,10 +97,9 @@ static __device__ __noinline__ int count_choices(const LlDispatchParams& p, cons
 }
 
 // Rows of an expert from slots [from, to).
-template <int kUnroll = 1>
 __device__ __forceinline__ int count_rows(const LlDispatchParams& p, const Places& places, bool has_duplicates, int bin,
                                           int from, int to) {
-  return has_duplicates ? count_choices(p, places, bin, from, to) : places.count_bits<kUnroll>(bin, from, to);
+  return has_duplicates ? count_choices(p, places, bin, from, to) : places.count_bits(bin, from, to);
 }
 
 // Rows that want bin `bin` of the output: an expert, or in rank layouts a source rank.
@@ -117,25 +129,44 @@ __device__ __forceinline__ int kept_rows(const LlDispatchParams& p, int start, i
   return min(demand, kLayout == OutputLayout::kExpertMajor ? capacity : max(capacity - start, 0));
 }
 
-// The row of a choice of `slot`, one a lane (rank layouts: the token's); kNoRow for lanes without. A whole warp calls.
+// Rows of lane's expert before its choice of `slot`, for tokens that may name an expert twice. A whole warp calls.
+static __device__ __noinline__ int count_earlier_choices(const LlDispatchParams& p, const Places places, int slot,
+                                                         uint32_t expert) {
+  int earlier = count_choices(p, places, static_cast<int>(expert), 0, slot);
+#pragma unroll 1
+  for (int k = 0; k < p.shape.topk; k++) {
+    const bool is_same = __shfl_sync(~0u, expert, k) == expert;
+    earlier += is_same && k < lane_id() ? 1 : 0;
+  }
+  return earlier;
+}
+
+// The slots whose rows lie before one of `slot`, in the same bin.
+template <OutputLayout kLayout>
+__device__ __forceinline__ Places::Span slots_before(const LlDispatchParams& p, const Places& places, int source,
+                                                     int slot) {
+  return places.span(kLayout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0, slot);
+}
+
+// The row of a choice of `slot`, one a lane (rank layouts: the token's); kNoRow for lanes without. `before`: see above.
+// A whole warp calls.
 template <OutputLayout kLayout>
 __device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Places& places, int source, int slot,
-                                          bool has_duplicates, bool wanted, uint32_t expert) {
+                                          const Places::Span& before, bool has_duplicates, bool wanted,
+                                          uint32_t expert) {
   if constexpr (has_expert_rows(kLayout)) {
-    int earlier = 0;  // choices of the same token
+    const uint32_t bin = wanted ? expert : 0;
+    const int start = kLayout == OutputLayout::kPacked ? places.start(bin) : 0;
+    int index;
     if (has_duplicates) {
-#pragma unroll 1
-      for (int k = 0; k < p.shape.topk; k++) {
-        const bool is_same = __shfl_sync(~0u, expert, k) == expert;
-        earlier += is_same && k < lane_id() ? 1 : 0;
-      }
+      index = count_earlier_choices(p, places, slot, expert);
+    } else {
+      index = before.count_bits<4>(places, static_cast<int>(bin));
     }
-    if (!wanted) return kNoRow;
-    const int start = kLayout == OutputLayout::kPacked ? places.start(expert) : 0;
-    return output_row<kLayout>(p, expert, start, count_rows<4>(p, places, has_duplicates, expert, 0, slot) + earlier);
+    const int32_t row = output_row<kLayout>(p, bin, start, index);
+    return wanted ? row : kNoRow;
   } else {
-    const int from = kLayout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0;
-    return wanted ? output_row<kLayout>(p, source, 0, places.count_bits<4>(0, from, slot)) : kNoRow;
+    return wanted ? output_row<kLayout>(p, source, 0, before.count_bits<4>(places, 0)) : kNoRow;
   }
 }
 
@@ -169,7 +200,7 @@ __device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places
 
 // Waits for the routing of slot (source, token) and puts it into the places. One thread calls.
 template <bool kExpertRows>
-__device__ __forceinline__ void take_routing(const LlDispatchParams& p, const LsaPeers& peers, const CallContext& call,
+__device__ __forceinline__ void take_routing(const LlDispatchParams& p, const LsaPeers& peers, const OpenCall& call,
                                              const Places& places, int source, int token) {
   const int slot = source * p.shape.max_tokens + token;
   const auto* record = peers.local<uint64_t>(p.layout.record(call.bank, source)) + CallRecord::kNumTokens;
@@ -211,7 +242,7 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
 
 // All receiving threads of a block call, after clear() and a barrier, and before another barrier.
 template <bool kExpertRows>
-__device__ __forceinline__ void build_places(const LlDispatchParams& p, const LsaPeers& peers, const CallContext& call,
+__device__ __forceinline__ void build_places(const LlDispatchParams& p, const LsaPeers& peers, const OpenCall& call,
                                              const Places& places, const Divisor& by_max_tokens, int thread,
                                              int num_threads) {
 #pragma unroll 1

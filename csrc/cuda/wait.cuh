@@ -3,6 +3,7 @@
 
 #include "cuda/device_state.h"
 #include "cuda/ptx.cuh"
+#include "cuda/testing.cuh"
 #include "layout/ll_layout.h"
 
 namespace ep {
@@ -15,17 +16,53 @@ struct CallContext {
   Kind kind;
   int rank;
   uint64_t epoch;
-  uint32_t tag;
-  int bank;
 
   // kOpen: the rest may be read. kFailed: the buffer had failed before; kFailedMeanwhile: it has failed in this very
   // call, in a block that came sooner.
-  enum IsOpen : uint32_t { kClosed, kOpen, kFailed, kFailedMeanwhile };
-  uint32_t is_open;
+  enum IsOpen : uint16_t { kClosed, kOpen, kFailed, kFailedMeanwhile };
+  // These three are one word: who waits for the call to open has the others as well, then.
+  alignas(8) uint32_t tag;
+  uint16_t bank, is_open;
   mutable uint32_t has_given_up;  // high throughput: by a thread of the block, in a wait or over a record
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
 };
+
+// The word of tag, bank and is_open.
+struct OpenedWord {
+  uint64_t value;
+
+  __device__ __forceinline__ static OpenedWord of(uint32_t tag, int bank, CallContext::IsOpen is_open) {
+    return {static_cast<uint64_t>(is_open) << 48 | static_cast<uint64_t>(bank) << 32 | tag};
+  }
+  __device__ __forceinline__ uint32_t tag() const { return static_cast<uint32_t>(value); }
+  __device__ __forceinline__ int bank() const { return static_cast<int>(value >> 32 & 0xFFFF); }
+  __device__ __forceinline__ uint32_t is_open() const { return static_cast<uint32_t>(value >> 48); }
+};
+
+// A call as a warp knows it: what it needs at every turn is in registers once the epoch is known.
+struct OpenCall {
+  const CallContext& context;
+  uint32_t tag = 0;
+  int bank = 0;
+
+  // Of a call that is open.
+  __device__ __forceinline__ OpenCall(const CallContext& context)
+      : context(context), tag(context.tag), bank(context.bank) {}
+  __device__ __forceinline__ operator const CallContext&() const { return context; }
+
+  struct NotYet {};
+  __device__ __forceinline__ OpenCall(const CallContext& context, NotYet) : context(context) {}
+  __device__ __forceinline__ void open(OpenedWord word) {
+    tag = word.tag();
+    bank = word.bank();
+  }
+};
+
+__device__ __forceinline__ void testing_point(Point point, const OpenCall& call) { testing_point(point, call.context); }
+__device__ __forceinline__ void testing_point(Point point, const OpenCall& call, int number) {
+  testing_point(point, call.context, number);
+}
 
 // Never 0, and tells the calls of a buffer apart. (The host writes 1 when it gives up.)
 __device__ __forceinline__ uint32_t failure_mark(const CallContext& context) {
@@ -101,12 +138,11 @@ __device__ __forceinline__ uint64_t tagged(uint32_t value, uint32_t tag) {
 }
 
 // Waits for one tagged word; its value, or 0 when the wait was given up.
-__device__ __forceinline__ uint32_t await_word(const CallContext& context, const uint64_t* address, Phase phase,
-                                               int peer) {
+__device__ __forceinline__ uint32_t await_word(const OpenCall& call, const uint64_t* address, Phase phase, int peer) {
   Patience patience;
   uint64_t word = ptx::ld_relaxed_sys(address);
-  while (!is_tagged(word, context.tag)) {
-    if (patience.is_over(context, phase, peer, context.tag, word >> 32)) return 0;
+  while (!is_tagged(word, call.tag)) {
+    if (patience.is_over(call, phase, peer, call.tag, word >> 32)) return 0;
     word = ptx::ld_relaxed_sys(address);
   }
   return static_cast<uint32_t>(word);

@@ -30,7 +30,7 @@ TEST(Divisor, DividesAsTheMachineDoes) {
 
 using UnitKey = std::tuple<int, int, int>;  // home, token, piece
 
-// A sending warp, as Sender of ll_combine.cuh goes through its units.
+// A sending warp, as Sender of ll_combine_send.cuh goes through its units.
 struct SendingWarp {
   const UnitDeal* deal;
   std::vector<uint32_t>* counters;
@@ -371,16 +371,43 @@ TEST(DispatchGeometry, NumbersOfRowsHaveWarpsOfTheirOwnWhereThereAreSome) {
   EXPECT_EQ(LlDispatchGeometry::of(p, plan).receive_units, pieces + 1) << "its receiving half does not know that";
 }
 
+LlCombineParams combine_of(const LlDispatchParams& dispatch) {
+  LlCombineParams p;
+  p.shape = dispatch.shape;
+  p.hidden = 7168;
+  p.layout.ids = dispatch.layout.ids;
+  p.output = dispatch.output;
+  return p;
+}
+
+TEST(Geometry, RolesOfCombine) {
+  LlCombineParams p = combine_of(some_dispatch(OutputLayout::kExpertMajor));
+  const LlPlan plan = plan_combine({1, false}, 132);
+  const int others = p.shape.num_ranks - 1;
+  ASSERT_GT(others, 0);
+  const LlCombineGeometry whole = LlCombineGeometry::of(p, plan, 8);
+  EXPECT_EQ(std::tuple(whole.homes, whole.home_step), std::tuple(others, 1)) << "not to itself";
+  EXPECT_EQ(std::tuple(whole.sender_warps, whole.receiver_warps), std::tuple(plan.sender_warps, plan.receiver_warps));
+  EXPECT_EQ(whole.map_k, p.shape.topk);
+  p.half = Half::kSend;
+  const LlCombineGeometry sending = LlCombineGeometry::of(p, plan, 8);
+  EXPECT_EQ(std::tuple(sending.homes, sending.home_step), std::tuple(others + 1, 0)) << "to itself first";
+  EXPECT_EQ(std::tuple(sending.sender_warps, sending.receiver_warps), std::tuple(plan.sender_warps, 0));
+  p.half = Half::kReceive;
+  const LlCombineGeometry receiving = LlCombineGeometry::of(p, plan, 8);
+  EXPECT_EQ(std::tuple(receiving.sender_warps, receiving.receiver_warps), std::tuple(0, plan.receiver_warps));
+  p = combine_of(some_dispatch(OutputLayout::kFlat));
+  EXPECT_EQ(LlCombineGeometry::of(p, plan, 8).map_k, 1) << "one row a token";
+  p.shape = Shape::make(1, 256, 8, 1);
+  EXPECT_EQ(LlCombineGeometry::of(p, plan, 8).sender_warps, 0) << "a rank alone sends nothing";
+}
+
 TEST(Geometry, RefusesAPlanWithoutAnOpener) {
   const LlDispatchParams dispatch = some_dispatch(OutputLayout::kExpertMajor);
   LlPlan plan = plan_dispatch({100, dispatch.row.wire_bytes(), false}, 132);
   plan.sender_warps = plan.warps;
   EXPECT_THROW(LlDispatchGeometry::of(dispatch, plan), Error);
-  LlCombineParams combine;
-  combine.shape = dispatch.shape;
-  combine.hidden = 7168;
-  combine.layout.ids = dispatch.layout.ids;
-  combine.output = dispatch.output;
+  const LlCombineParams combine = combine_of(dispatch);
   for (int tokens : {1, 128}) {
     LlPlan sums = plan_combine({tokens, false}, 132);
     EXPECT_NO_THROW(LlCombineGeometry::of(combine, sums, 8));
