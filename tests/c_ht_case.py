@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes as c
+import threading
 from collections import Counter
 from typing import Any
 
 import c_api
 import torch
 from c_api import Library
-from c_case import FURTHER, QUANTS, CaseRun, tensor
+from c_case import FURTHER, QUANTS, SECOND, CaseRun, refused, tensor
 from cases import Case
-from expected import Expected
+from expected import Expected, plain_case
 from harness import check_results
 from ht_harness import HtPlan, HtRankResult, check_further, further, oracle, oracle_kwargs
+from patience import PATIENCE
 
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -44,7 +46,9 @@ def is_routed(case: Case, plan: HtPlan) -> bool:
 class HtCaseRun(CaseRun):
     """As CaseRun, in high throughput and with what HtPlan leaves open. Outputs lie in the arena while it has room."""
 
-    def __init__(self, library: Library, expected: Expected, plan: HtPlan, group: ThreadGroup, device: str) -> None:
+    def __init__(
+        self, library: Library, expected: Expected, plan: HtPlan, group: ThreadGroup, device: str, **config: Any
+    ) -> None:
         case = expected.case
         row = case.hidden * case.dtype.itemsize + -(-case.scales_width * 8 // 16) * 16
         row += sum(hidden * dtype.itemsize for hidden, dtype in plan.extra)
@@ -53,7 +57,7 @@ class HtCaseRun(CaseRun):
         arena = {"none": 0, "tight": output // 2, "ample": 64 * output + (1 << 20)}[plan.arena]
         super().__init__(
             library, expected, group, False, device, algorithm=c_api.HIGH_THROUGHPUT, max_token_bytes=row,
-            arena_bytes=arena,
+            arena_bytes=arena, **config,
         )  # fmt: skip
         self.plan = plan
         self.blocks: list[int] = []
@@ -83,11 +87,16 @@ class HtCaseRun(CaseRun):
             layout=c_api.LAYOUTS[case.layout], capacity=capacity, expert_alignment=case.expert_alignment
         )
 
-    def route(self, handle: c.c_void_p) -> torch.Tensor:
+    def new_info(self) -> torch.Tensor:
         case = self.case
         is_packed, by_expert = case.layout == "packed", case.layout in ("expert_major", "packed")
         bins = case.num_experts // case.num_ranks if by_expert else case.num_ranks
         info = self.new([3 * bins + 3 if is_packed else 2 * bins + 2], torch.int32)
+        info.view(torch.uint8).fill_(0xA5)
+        return info
+
+    def route(self, handle: c.c_void_p) -> torch.Tensor:
+        info = self.new_info()
         self.library.RouteHandle(handle, tensor(info), None)
         return info
 
@@ -202,6 +211,37 @@ def run_ht_case(library: Library, case: Case, *, device: str = "cpu") -> Counter
         if case.layout in ("flat", "rank_major"):
             ways["staged combine" if counted.num_staged_combines else "read in place"] += 1
     return ways
+
+
+def run_route_that_fails(library: Library, device: str) -> None:
+    """Rank 1 leaves rank 0 alone in its second route, and the info tensor there says that nothing was received."""
+    expected, seen = Expected(plain_case(2, layout="packed")), threading.Event()
+
+    def body(group: ThreadGroup) -> None:
+        plan = HtPlan.of(expected.case)
+        run = HtCaseRun(library, expected, plan, group, device, timeout_ns=2 * SECOND)
+        handle, ids = c.c_void_p(), run.move(expected.inputs[run.rank].topk_idx)
+        library.InitHandle(handle, run.group, run.handle_config(), None)
+        library.UpdateHandle(handle, tensor(ids))
+        assert run.route(handle).cpu().any()
+        if run.rank == 0:
+            info = run.new_info()
+
+            def route() -> None:
+                library.RouteHandle(handle, tensor(info), None)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                    library.Check(run.group)
+
+            refused(c_api.TIMEOUT, "rank 1", route)
+            assert not info.cpu().any(), info
+            seen.set()
+        assert seen.wait(PATIENCE)
+        run.free()
+        library.HandleDestroy(handle)
+        library.GroupDestroy(run.group)
+
+    run_ranks(2, body)
 
 
 WAYS = (

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from c_api import Library, Refused
-from c_ht_case import WAYS, run_ht_case
+from c_ht_case import WAYS, run_ht_case, run_route_that_fails
 from cases import generate
 from expected import plain_case
 
@@ -27,9 +27,11 @@ def test_generated_cases_give_the_oracles_results(library: Library, num_ranks: i
     assert all(ways[way] > 0 for way in WAYS), ways
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_generated_cases_on_one_gpu(library: Library, num_ranks: int) -> None:
+def test_a_route_that_fails(library: Library) -> None:
+    run_route_that_fails(library, "cpu")
+
+
+def require_gpu(library: Library) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
     try:
@@ -38,6 +40,18 @@ def test_generated_cases_on_one_gpu(library: Library, num_ranks: int) -> None:
         if "high throughput is not built for cuda" not in error.text:
             raise
         pytest.skip(error.text)
+
+
+@pytest.mark.gpu
+def test_a_route_that_fails_on_one_gpu(library: Library) -> None:
+    require_gpu(library)
+    run_route_that_fails(library, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_generated_cases_on_one_gpu(library: Library, num_ranks: int) -> None:
+    require_gpu(library)
     fitting = (case for case in map(generate, itertools.count(700)) if case.num_ranks == num_ranks)
     ways: Counter[str] = Counter()
     for case in itertools.islice(fitting, 24):
