@@ -27,8 +27,8 @@ struct WarpRole {
   BlockPosition at;
   int lane, warp;
 
-  __device__ bool is_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
-  __device__ bool is_receiver() const {
+  __device__ bool is_planned_sender() const { return at.block < plan.sender_blocks && warp < plan.sender_warps; }
+  __device__ bool is_planned_receiver() const {
     return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0 &&
            warp < plan.receiver_warp0 + plan.receiver_warps;
   }
@@ -37,13 +37,13 @@ struct WarpRole {
   __device__ bool is_creditor() const { return at.block == min(1, at.num_blocks - 1) && warp == plan.warps - 1; }
 };
 
+__device__ __forceinline__ bool is_opener() { return threadIdx.x >= blockDim.x - 32; }
+
 // A call begins with loads that nobody looks at yet: the last warp of a block asks for the epoch and for the credits of
 // all ranks (an acquire holds up what follows it), the others for what they send first. begin_call() looks.
 //
 // Instructions count: a warp alone needs 5 cycles for each, and a call of one token lasts 4,000. What can be done
 // before the epoch is known is done before, and the epoch is asked for first.
-__device__ __forceinline__ bool is_opener() { return threadIdx.x >= blockDim.x - 32; }
-
 struct Opening {
   uint64_t last_epoch = 0;
   uint64_t credit = 0;  // of rank `lane`
@@ -107,7 +107,7 @@ __device__ __forceinline__ bool begin_call(CallContext& context, OpenCall& call,
     testing_barrier(kTestingBarrier);
     OpenedWord word;
     do {
-      word.value = ptx::ld_acquire_shared(opening.opened_at);
+      word.value = ptx::ld_acquire_shared_u64(opening.opened_at);
     } while (word.is_open() == CallContext::kClosed);
     call.open(word);
     return word.is_open() == CallContext::kOpen;
@@ -125,7 +125,7 @@ __device__ __forceinline__ bool begin_call(CallContext& context, OpenCall& call,
   is_well = __all_sync(~0u, is_well);
   __syncwarp();
   const auto is_open = is_well ? CallContext::kOpen : CallContext::kFailed;
-  ptx::st_release_shared(opening.opened_at, OpenedWord::of(call.tag, call.bank, is_open).value);
+  ptx::st_release_shared_u64(opening.opened_at, OpenedWord::of(call.tag, call.bank, is_open).value);
   testing_barrier(kTestingBarrier);
   return is_well;
 }
@@ -202,7 +202,7 @@ __device__ __forceinline__ void send_credits(const CallContext& context, const L
 __device__ __forceinline__ void refuse_record(const CallContext& context, const uint64_t* record, int source) {
   CallRecord theirs;
   for (int i = 0; i < CallRecord::kWords; i++) {
-    theirs.words[i] = await_word(context, record + i, Phase::kCallRecord, source);
+    theirs.words[i] = await_word(OpenCall(context), record + i, Phase::kCallRecord, source);
   }
   fail(context, Failure::kOtherCall, Phase::kCallRecord, source, 0, 0, theirs);
 }

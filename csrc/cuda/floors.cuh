@@ -118,7 +118,7 @@ __device__ __forceinline__ void push_floor(const KernelArgs<LlFloorPushParams>& 
   advance_epoch(args, opening, p.kind, at);
   if (!is_well) return;
   if (role.is_creditor()) send_credits(call, p.layout, peers);
-  if (!role.is_sender()) return;
+  if (!role.is_planned_sender()) return;
   ptx::named_barrier(1, threads);  // of `targets`
   push_rows(role, call, targets);
 }

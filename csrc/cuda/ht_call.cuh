@@ -190,7 +190,7 @@ struct CallWords {
       if (first + q >= ranks) {
         words.value[q] = 0;
       } else if (!is_tagged(seen[q], call.tag)) {
-        words.value[q] = await_word(call, word(q), Phase::kRouting, first + q);
+        words.value[q] = await_word(OpenCall(call), word(q), Phase::kRouting, first + q);
       }
     }
     return words;
@@ -219,7 +219,8 @@ struct WordSums {
 
 __device__ __forceinline__ uint32_t await_call_word(const CallContext& call, const HtLayout& layout,
                                                     const LsaPeers& peers, int source, int index) {
-  return await_word(call, peers.local<uint64_t>(layout.call_word(call.bank, source, index)), Phase::kRouting, source);
+  return await_word(OpenCall(call), peers.local<uint64_t>(layout.call_word(call.bank, source, index)), Phase::kRouting,
+                    source);
 }
 
 __device__ __forceinline__ Offset await_call_offset(const CallContext& call, const HtLayout& layout,

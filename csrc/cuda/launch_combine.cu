@@ -41,7 +41,7 @@ void with_instance(const LlCombineParams& p, Body body) {
 }  // namespace
 
 LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
-  return tuned("EP_PLAN_C", plan_combine({tokens, p.half != Half::kBoth}, num_sms));
+  return tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.half != Half::kBoth}, num_sms));
 }
 
 LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {

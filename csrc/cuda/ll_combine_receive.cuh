@@ -219,7 +219,7 @@ struct Receiver {
     if (sends(role.p.half)) {
       const Unit unit = role.geometry.deal.unit(0, number);
       rows_terms = checked(role, terms, true);
-      rows.load(role, rows_terms, unit.piece);
+      rows.load(role, rows_terms, lane_of_rows<kIn, kCount>(role, unit.piece));
       if (kHome && role.lane < role.p.shape.topk) {
         rows_weight.load(role.p, unit.token * role.p.shape.topk + role.lane);
       }
@@ -238,7 +238,8 @@ struct Receiver {
   __device__ __forceinline__ void weigh(const CombineRole& role, int piece) {
     const unsigned asked = __ballot_sync(~0u, rows_terms.row >= 0);
     if (rows_terms.row >= 0) rows_terms = with_weight(rows_terms, rows_weight.bits(role.p));
-    if (__ballot_sync(~0u, rows_terms.row >= 0) != asked) rows.load(role, rows_terms, piece);
+    if (__ballot_sync(~0u, rows_terms.row >= 0) == asked) return;
+    rows.load(role, rows_terms, lane_of_rows<kIn, kCount>(role, piece));
   }
 };
 

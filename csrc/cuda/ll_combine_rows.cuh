@@ -94,33 +94,37 @@ __device__ __forceinline__ Terms checked(const CombineRole& role, Terms terms, b
   return terms;
 }
 
+// This lane's numbers of a piece, of row 0. Lanes past the row's end have its last numbers.
+template <DType kIn, int kCount>
+__device__ __forceinline__ const char* lane_of_rows(const CombineRole& role, int piece) {
+  const int lane_index = min(piece * 32 + role.lane, role.p.hidden / kCount - 1);
+  return static_cast<const char*>(role.p.rows) + lane_index * static_cast<int>(sizeof(Numbers<kIn, kCount>));
+}
+
 // A lane's numbers of a piece of the first rows to add. More are rarer, and registers are few.
 template <DType kIn, int kCount>
 struct RowBatch {
   static constexpr int kRows = 3;
   Numbers<kIn, kCount> rows[kRows];
 
-  // `mask`: the lanes whose rows are meant. Lanes past the row's end load its last numbers. Where there is no row,
-  // nothing is loaded and nobody looks: zeros instead would cost moves that wait for the loads before.
-  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, const unsigned mask, int piece) {
-    const int lane_index = min(piece * 32 + role.lane, role.p.hidden / kCount - 1);
+  // `mask`: the lanes whose rows are meant. `lane`: lane_of_rows(). Where there is no row, nothing is loaded and nobody
+  // looks: zeros instead would cost moves that wait for the loads before.
+  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, unsigned mask, const char* lane) {
     const int count = __popc(mask);
     int32_t row[kRows];
-    unsigned rest = mask;
 #pragma unroll
     for (int q = 0; q < kRows; q++) {
-      row[q] = __shfl_sync(~0u, terms.row, __ffs(rest) - 1);
-      rest &= rest - 1;
+      row[q] = __shfl_sync(~0u, terms.row, __ffs(mask) - 1);
+      mask &= mask - 1;
     }
 #pragma unroll
     for (int q = 0; q < kRows; q++) {
       if (q >= count) break;
-      rows[q].load_nc(static_cast<const char*>(role.p.rows) + static_cast<int64_t>(row[q]) * role.geometry.row_bytes,
-                      lane_index);
+      rows[q].load_nc(lane + static_cast<int64_t>(row[q]) * role.geometry.row_bytes, 0);
     }
   }
-  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, int piece) {
-    load(role, terms, __ballot_sync(~0u, terms.row >= 0), piece);
+  __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, const char* lane) {
+    load(role, terms, __ballot_sync(~0u, terms.row >= 0), lane);
   }
 };
 
@@ -147,7 +151,7 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
       if (q < count) batch.rows[q].add_product_to(sum, weight[q]);
     }
     if (mask == 0) return;
-    batch.load(role, terms, mask, piece);
+    batch.load(role, terms, mask, lane_of_rows<kIn, kCount>(role, piece));
   }
 }
 

@@ -16,6 +16,7 @@ struct Sender {
   int first_tokens = 0;  // of the first unit's home
   int most_tokens = 0;   // of a rank
   Unit next{};
+  const char* next_rows = nullptr;  // lane_of_rows()
   Terms next_terms{kNoRow, 1.0f};
   TermsAt terms_at;  // of the first unit
   const int *tokens_at, *all_tokens_at;
@@ -34,6 +35,7 @@ struct Sender {
     const int home = role.home_of(next.home);
     terms_at = TermsAt::of(role, home, next.token);
     if (next.token >= role.p.shape.max_tokens) terms_at.row = nullptr;
+    next_rows = ptx::opaque(lane_of_rows<kIn, kCount>(role, next.piece));
     tokens_at = ptx::opaque(role.p.handle.tokens + home);
     all_tokens_at = ptx::opaque(role.p.handle.tokens + role.lane);
   }
@@ -87,6 +89,7 @@ struct Sender {
     next_terms = {kNoRow, 1.0f};
     if (next.token >= role.p.shape.max_tokens) return;
     const int home = role.home_of(next.home);
+    next_rows = ptx::opaque(lane_of_rows<kIn, kCount>(role, next.piece));
     next_terms = TermsAt::of(role, home, next.token).load(role.p.weighting);
     if (kHome && role.lane < role.p.shape.topk) {
       next_weight = ptx::ld_relaxed_sys(home_weight(role, call, home, next.token));
@@ -118,12 +121,11 @@ struct Sender {
   // Makes the next unit the one to add up, and asks for its rows.
   __device__ __forceinline__ void load_rows(const CombineRole& role, int home_tokens) {
     unit = next;
-    const int home = role.home_of(unit.home);
     terms = checked(role, next_terms, unit.token < home_tokens);
-    rows.load(role, terms, unit.piece);
+    rows.load(role, terms, next_rows);
     is_any = __any_sync(~0u, terms.row != kNoRow);
     const int lane_index = unit.piece * 32 + role.lane;
-    slot = role.peers.at<char>(home, role.p.layout.row(0, role.peers.rank, unit.token)) +
+    slot = role.peers.at<char>(role.home_of(unit.home), role.p.layout.row(0, role.peers.rank, unit.token)) +
            lane_index * static_cast<int>(sizeof sum);
     if (lane_index * kCount >= role.p.hidden) slot = nullptr;
   }
@@ -143,7 +145,7 @@ struct Sender {
     }
     __syncwarp();
     // Rarely a choice does not count here that counted at dispatch.
-    if (__any_sync(~0u, counted && terms.row < 0)) rows.load(role, terms, unit.piece);
+    if (__any_sync(~0u, counted && terms.row < 0)) rows.load(role, terms, lane_of_rows<kIn, kCount>(role, unit.piece));
   }
   __device__ __forceinline__ void add_up(const CombineRole& role) {
     if (!is_any) return;

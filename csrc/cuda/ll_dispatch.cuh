@@ -31,12 +31,12 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   const Opening opening = open_call(context, args, Kind::kDispatch, [&] {
     if (!is_sending) return;
     routing.load(role, routing.token);
-    if (role.is_sender()) out.load(role, role.sender());
+    if (role.is_planned_sender()) out.load(role, role.sender());
     routing.aim(role);
   });
   RecordLane record;
   if (role.is_control()) record = RecordLane::of(p.call, p.layout, peers, role.lane);
-  const bool is_receiver = receives(p.half) && role.is_receiver();
+  const bool is_receiver = receives(p.half) && role.is_planned_receiver();
   if (is_receiver && !is_opener()) places.clear(role.receiving_thread(), role.clearing_threads());
   const auto begin = [&] {
     const bool is_well = begin_call(context, call, args, opening);

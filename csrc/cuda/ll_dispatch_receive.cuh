@@ -123,13 +123,23 @@ struct Incoming {
     ptx::ld_shared(places.address + Places::kMostTokens * 4, most_tokens);
     ptx::ld_shared(places.address + Places::kDuplicates * 4, duplicates);
   }
+  __device__ __forceinline__ bool exists() const { return unit.token < static_cast<int>(tokens); }
+  __device__ __forceinline__ Place<kLayout> find_place(const DispatchRole& role, const Places& places) {
+    if constexpr (!kAimsAhead) {
+      look(places);
+      aim_at_places(role, places);
+    }
+    const uint32_t id = ids >> id_shift & id_mask;
+    const uint32_t expert = exists() && role.lane < role.p.shape.topk ? id : ~0u;
+    return Place<kLayout>::of(role.p, places, unit.source, slot, before, duplicates != 0, expert);
+  }
 
   __device__ __forceinline__ bool needs_weight(const DispatchRole& role) const {
     return has_numbers && role.lane < role.p.shape.topk;
   }
   // What had not come when it was asked for: again, before anybody looks at it.
   __device__ __forceinline__ void ask_again(const DispatchRole& role, const OpenCall& call) {
-    if (has_numbers) {
+    if (has_numbers) {  // a branch of the whole warp
       if (needs_weight(role) && !is_tagged(weight.seen, call.tag)) weight.seen = ptx::ld_relaxed_sys(weight.word);
     }
     if (!is_own && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
@@ -183,28 +193,23 @@ __device__ __forceinline__ void store_piece(const DispatchRole& role, const Inco
   }
 }
 
-// Places piece `number`, which `in` has asked for. False: it was the warp's last, or a wait was given up.
+// Piece `number`, which `in` has asked for, to its place. False: it was the warp's last, or a wait was given up.
 template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ bool place_piece(const DispatchRole& role, const OpenCall& call, const Places& places,
-                                            Incoming<kPayload, kSteps, kLayout>& in, int number) {
+                                            Incoming<kPayload, kSteps, kLayout>& in, const Place<kLayout>& place,
+                                            int number) {
   const LlDispatchParams& p = role.p;
   const ReceiveUnit unit = in.unit;
-  if constexpr (!in.kAimsAhead) {
-    in.look(places);
-    in.aim_at_places(role, places);
-  }
-  const bool exists = unit.token < static_cast<int>(in.tokens);
+  const bool exists = in.exists();
   if (!exists && number >= role.geometry.own_units && unit.token >= static_cast<int>(in.most_tokens)) return false;
-  const uint32_t id = in.ids >> in.id_shift & in.id_mask;
-  const uint32_t expert = exists && role.lane < p.shape.topk ? id : ~0u;
-  const bool wanted = expert < static_cast<uint32_t>(p.output.local_experts);
-  const int32_t row = row_of<kLayout>(p, places, unit.source, in.slot, in.before, in.duplicates != 0, wanted, expert);
+  const int32_t row = place.row(p, places);
   if (exists && in.has_numbers) {
-    store_row_info<has_expert_rows(kLayout)>(role, call, unit.source, unit.token, wanted, expert, row, in.weight);
+    store_row_info<has_expert_rows(kLayout)>(role, call, unit.source, unit.token, place.wanted, place.expert, row,
+                                             in.weight);
   }
-  if (!__any_sync(~0u, wanted)) return true;
+  if (!__any_sync(~0u, place.wanted)) return true;
   if (!in.template take<kType>(role, call)) return false;
-  store_piece(role, in, row, expert);
+  store_piece(role, in, row, place.expert);
   if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
   return true;
 }
@@ -246,8 +251,9 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
   const bool stores_info = is_last_block && last_in_block < info_warps;
   const bool stores_rest = is_last_block && last_in_block == min(info_warps, role.plan.receiver_warps - 1);
   int number = ptx::opaque(role.receiver());
-  const bool has_duties = ptx::opaque(stores_info || stores_rest || from_last < role.geometry.gap_warps);
   const StartFinder starts(places, role.geometry.by_alignment, kIsPacked && last_in_block == 0);
+  const bool has_duties =
+      ptx::opaque(stores_info || stores_rest || starts.finds || from_last < role.geometry.gap_warps);
   build_places<has_expert_rows(kLayout)>(p, role.peers, call, places, role.geometry.by_max_tokens,
                                          role.receiving_thread(), threads);
   const bool has_pieces = ptx::opaque(number < role.geometry.receive_units ? 1 : 0) != 0;
@@ -255,16 +261,20 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
     if (!is_aimed) in.aim(role, places, number);
     in.ask(role, call);
   }
-  if constexpr (kIsPacked) {
-    ptx::named_barrier(1, threads);
-    starts.find(p, places);
-  }
   // The barrier stands in both branches: who has no duties has jumped over them, and has fetched what follows, while
-  // it waits.
+  // it waits. `packed` has one more, for when starts are known: rows of the same expert are counted meanwhile.
+  bool awaits_starts = kIsPacked;
   if (!has_duties) {
     ptx::named_barrier(1, threads);
+    if (kIsPacked && !has_pieces) ptx::named_barrier_arrive(1, threads);
   } else {
     ptx::named_barrier(1, threads);
+    if constexpr (kIsPacked) {
+      if (starts.finds) testing_point(Point::kBeforeReceive, call, 1);
+      starts.find(p, places);
+      ptx::named_barrier(1, threads);
+      awaits_starts = false;
+    }
     if (stores_info) store_info<kLayout>(p, call, places, last_in_block, info_warps);
     if (stores_rest) store_rest_of_info<kLayout>(p, places);
     clear_gaps<kLayout>(p, places, from_last, role.plan.receivers());
@@ -274,7 +284,11 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
   if constexpr (in.kAimsAhead) in.look(places);
   in.ask_again(role, call);
 #pragma unroll 1
-  while (place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, number)) {
+  while (true) {
+    const Place<kLayout> place = in.find_place(role, places);
+    if (awaits_starts) ptx::named_barrier(1, threads);
+    awaits_starts = false;
+    if (!place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, place, number)) return;
     number += role.plan.receivers();
     if (number >= role.geometry.receive_units) return;
     in.aim(role, places, number);

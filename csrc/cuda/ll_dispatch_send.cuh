@@ -106,7 +106,7 @@ static __device__ __noinline__ void send_further_routing(const DispatchRole role
     out.load(role, token);
     out.aim(role);
     out.prepare(role);
-    send_token_routing(role, call, out);
+    send_token_routing(role, OpenCall(call), out);
     __syncwarp();
   }
 }

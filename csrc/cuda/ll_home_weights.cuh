@@ -24,7 +24,7 @@ static __device__ __noinline__ void send_home_weights(const CombineRole role, co
   for (int i = first; i < p.num_tokens * p.shape.topk; i += step) {
     OwnHomeWeight weight;
     weight.load(p, i);
-    send_home_weight(role, call, i, __ldg(p.handle.ids + i), weight);
+    send_home_weight(role, OpenCall(call), i, __ldg(p.handle.ids + i), weight);
   }
 }
 

@@ -9,7 +9,6 @@
 namespace ep {
 
 // Four floats where anything is fp32, else eight 16-bit numbers: at most 16 bytes.
-
 template <DType kIn, DType kWire, DType kOut>
 constexpr int kLaneElements = kIn == DType::kF32 || kWire == DType::kF32 || kOut == DType::kF32 ? 4 : 8;
 

@@ -148,27 +148,41 @@ __device__ __forceinline__ Places::Span slots_before(const LlDispatchParams& p, 
   return places.span(kLayout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0, slot);
 }
 
-// The row of a choice of `slot`, one a lane (rank layouts: the token's); kNoRow for lanes without. `before`: see above.
-// A whole warp calls.
+// A choice of a slot, one a lane, and how many rows lie before its own (rank layouts: the token's) in the same bin.
 template <OutputLayout kLayout>
-__device__ __forceinline__ int32_t row_of(const LlDispatchParams& p, const Places& places, int source, int slot,
-                                          const Places::Span& before, bool has_duplicates, bool wanted,
-                                          uint32_t expert) {
-  if constexpr (has_expert_rows(kLayout)) {
-    const uint32_t bin = wanted ? expert : 0;
-    const int start = kLayout == OutputLayout::kPacked ? places.start(bin) : 0;
-    int index;
-    if (has_duplicates) {
-      index = count_earlier_choices(p, places, slot, expert);
+struct Place {
+  bool wanted;
+  uint32_t expert;
+  uint32_t bin;
+  int index;
+
+  // `before`: slots_before() the slot. A whole warp calls.
+  __device__ __forceinline__ static Place of(const LlDispatchParams& p, const Places& places, int source, int slot,
+                                             const Places::Span& before, bool has_duplicates, uint32_t expert) {
+    Place place;
+    place.expert = expert;
+    place.wanted = expert < static_cast<uint32_t>(p.output.local_experts);
+    if constexpr (has_expert_rows(kLayout)) {
+      place.bin = place.wanted ? expert : 0;
+      if (has_duplicates) {
+        place.index = count_earlier_choices(p, places, slot, expert);
+      } else {
+        place.index = before.count_bits<4>(places, static_cast<int>(place.bin));
+      }
     } else {
-      index = before.count_bits<4>(places, static_cast<int>(bin));
+      place.bin = source;
+      place.index = place.wanted ? before.count_bits<4>(places, 0) : 0;
     }
+    return place;
+  }
+
+  // kNoRow for lanes without. packed: once starts are known.
+  __device__ __forceinline__ int32_t row(const LlDispatchParams& p, const Places& places) const {
+    const int start = kLayout == OutputLayout::kPacked ? places.start(static_cast<int>(bin)) : 0;
     const int32_t row = output_row<kLayout>(p, bin, start, index);
     return wanted ? row : kNoRow;
-  } else {
-    return wanted ? output_row<kLayout>(p, source, 0, before.count_bits<4>(places, 0)) : kNoRow;
   }
-}
+};
 
 // Keeps the ids of two words, and sets their bits.
 template <bool kExpertRows, int kBits>

@@ -199,12 +199,12 @@ __device__ __forceinline__ void ld_shared(SharedAddress p, uint2& v) {
 __device__ __forceinline__ void ld_shared(SharedAddress p, uint32_t& v) {
   asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(p) : "memory");
 }
-__device__ __forceinline__ uint64_t ld_acquire_shared(SharedAddress p) {
+__device__ __forceinline__ uint64_t ld_acquire_shared_u64(SharedAddress p) {
   uint64_t v;
   asm volatile("ld.acquire.cta.shared.u64 %0,[%1];" : "=l"(v) : "r"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ void st_release_shared(SharedAddress p, uint64_t v) {
+__device__ __forceinline__ void st_release_shared_u64(SharedAddress p, uint64_t v) {
   asm volatile("st.release.cta.shared.u64 [%0],%1;" ::"r"(p), "l"(v) : "memory");
 }
 __device__ __forceinline__ void st_shared(SharedAddress p, uint32_t v) {

@@ -76,7 +76,7 @@ __device__ __forceinline__ void testing_point(Point point) {
 __device__ __forceinline__ void testing_point_before_epoch(uint64_t last_epoch, Kind kind, int rank) {
   testing_point(Point::kBeforeEpoch, TestingCall{kind, rank, last_epoch + 1});
 }
-// `last_epoch`: nobody moves it before the whole block has passed this point.
+// `last_epoch`: read where a delay is drawn, and by then perhaps moved by another block's opener: a delay like another.
 __device__ __forceinline__ void testing_point_before_call(const uint64_t& last_epoch, Kind kind, int rank) {
   testing_point(Point::kBeforeCall, TestingCall{kind, rank, ptx::ld_relaxed_gpu(&last_epoch) + 1});
 }

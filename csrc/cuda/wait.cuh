@@ -8,8 +8,8 @@
 
 namespace ep {
 
-// What a kernel knows of its call once it has read the epoch. One a block, in shared memory: it stays out of the
-// registers, and slow paths take its address.
+// What a kernel knows of its call once it has read the epoch. One a block, in shared memory: most of it stays out of
+// the registers, and slow paths take its address.
 struct CallContext {
   DeviceState* state;
   const CallRecord* call;
@@ -20,7 +20,7 @@ struct CallContext {
   // kOpen: the rest may be read. kFailed: the buffer had failed before; kFailedMeanwhile: it has failed in this very
   // call, in a block that came sooner.
   enum IsOpen : uint16_t { kClosed, kOpen, kFailed, kFailedMeanwhile };
-  // These three are one word: who waits for the call to open has the others as well, then.
+  // These three are one word: in low latency, who waits for the call to open has the others as well, then.
   alignas(8) uint32_t tag;
   uint16_t bank, is_open;
   mutable uint32_t has_given_up;  // high throughput: by a thread of the block, in a wait or over a record
@@ -47,7 +47,7 @@ struct OpenCall {
   int bank = 0;
 
   // Of a call that is open.
-  __device__ __forceinline__ OpenCall(const CallContext& context)
+  __device__ __forceinline__ explicit OpenCall(const CallContext& context)
       : context(context), tag(context.tag), bank(context.bank) {}
   __device__ __forceinline__ operator const CallContext&() const { return context; }
 

@@ -5,8 +5,10 @@
 namespace ep {
 namespace {
 
-constexpr int kFewTokens = 48;  // up to so many, what counts is how soon the first rows leave
-constexpr int kFewBlocks = 48;  // below, what counts is how much a sending block has under way
+// Up to so many, what counts is how soon the first rows leave.
+constexpr int kFewTokens = 48;
+constexpr int kFewPieces = 48 * 28;  // of combine, 256 numbers each
+constexpr int kFewBlocks = 48;       // below, what counts is how much a sending block has under way
 
 // Blocks that only send, the lowest ones: a quarter fills the links, the rest have the copying to do.
 int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * share_of_132 + 66) / 132, 1, blocks - 1); }
@@ -43,7 +45,7 @@ LlPlan plan_combine(const LlCombineSizes& sizes, int num_sms) {
   plan.blocks = num_sms;
   plan.warps = 20;
   plan.groups = 4;
-  if (sizes.is_staged || sizes.num_tokens <= kFewTokens || num_sms == 1) {
+  if (sizes.is_staged || sizes.num_tokens * ceil_div(sizes.hidden, 256) <= kFewPieces || num_sms == 1) {
     plan.sender_blocks = num_sms;
     plan.sender_warps = plan.receiver_warp0 = 9;
     plan.receiver_warps = 10;

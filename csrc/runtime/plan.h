@@ -13,7 +13,7 @@ constexpr int kLaneBytes = 16;
 constexpr int kStepBytes = 32 * kLaneBytes;  // what a warp moves with one instruction
 
 // In dispatch, warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role. The last warp
-// of block 0 has no other role than control: it greets the other ranks and listens to them.
+// of block 0 greets the other ranks and listens to them before it does anything else.
 struct LlPlan {
   int blocks = 1;
   int warps = 2;          // of a block
@@ -39,7 +39,8 @@ struct LlDispatchSizes {
 };
 
 struct LlCombineSizes {
-  int num_tokens = 0;      // of this rank
+  int num_tokens = 0;  // of this rank
+  int hidden = 0;
   bool is_staged = false;  // one half of the operation
 };
 

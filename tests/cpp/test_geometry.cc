@@ -382,7 +382,7 @@ LlCombineParams combine_of(const LlDispatchParams& dispatch) {
 
 TEST(Geometry, RolesOfCombine) {
   LlCombineParams p = combine_of(some_dispatch(OutputLayout::kExpertMajor));
-  const LlPlan plan = plan_combine({1, false}, 132);
+  const LlPlan plan = plan_combine({1, 7168, false}, 132);
   const int others = p.shape.num_ranks - 1;
   ASSERT_GT(others, 0);
   const LlCombineGeometry whole = LlCombineGeometry::of(p, plan, 8);
@@ -409,15 +409,15 @@ TEST(Geometry, RefusesAPlanWithoutAnOpener) {
   EXPECT_THROW(LlDispatchGeometry::of(dispatch, plan), Error);
   const LlCombineParams combine = combine_of(dispatch);
   for (int tokens : {1, 128}) {
-    LlPlan sums = plan_combine({tokens, false}, 132);
+    LlPlan sums = plan_combine({tokens, 7168, false}, 132);
     EXPECT_NO_THROW(LlCombineGeometry::of(combine, sums, 8));
     sums.receiver_warps++;
     EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error);
   }
-  LlPlan sums = plan_combine({1, false}, 132);
+  LlPlan sums = plan_combine({1, 7168, false}, 132);
   sums.sender_warps++;
   EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error) << "a warp has one role";
-  sums = plan_combine({128, false}, 132);
+  sums = plan_combine({128, 7168, false}, 132);
   sums.receiver_block0 = sums.sender_blocks - 1;
   EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error) << "receivers must not lie below senders";
 }

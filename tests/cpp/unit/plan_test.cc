@@ -45,7 +45,7 @@ TEST(Plan, CombineRolesAreDisjointForEverySize) {
   for (int num_sms = 1; num_sms <= 160; num_sms++) {
     for (int tokens : {0, 1, 48, 49, 128, 4096}) {
       for (bool is_staged : {false, true}) {
-        const LlPlan plan = plan_combine({tokens, is_staged}, num_sms);
+        const LlPlan plan = plan_combine({tokens, 7168, is_staged}, num_sms);
         check_roles(plan, num_sms);
         EXPECT_LT(plan.receiver_warp0 + plan.receiver_warps, plan.warps) << "the opener does nothing else";
         if (tokens <= 48 || is_staged || num_sms == 1) {  // every block has both roles
@@ -57,7 +57,9 @@ TEST(Plan, CombineRolesAreDisjointForEverySize) {
       }
     }
   }
-  EXPECT_EQ(plan_combine({128, false}, 132).sender_blocks, 60);
+  EXPECT_EQ(plan_combine({128, 7168, false}, 132).sender_blocks, 60);
+  EXPECT_EQ(plan_combine({84, 4096, false}, 132).sender_blocks, 132) << "as many pieces as 48 tokens of hidden 7168";
+  EXPECT_EQ(plan_combine({85, 4096, false}, 132).sender_blocks, 60);
 }
 
 }  // namespace

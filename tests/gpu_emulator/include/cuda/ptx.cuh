@@ -89,11 +89,11 @@ inline uint32_t ld_acquire_shared(const uint32_t* p) {
   return *p;
 }
 inline void st_release_shared(uint32_t* p, uint32_t v) { *p = v; }
-inline uint64_t ld_acquire_shared(SharedAddress p) {
+inline uint64_t ld_acquire_shared_u64(SharedAddress p) {
   emulator::pause();
   return *reinterpret_cast<uint64_t*>(p);
 }
-inline void st_release_shared(SharedAddress p, uint64_t v) { *reinterpret_cast<uint64_t*>(p) = v; }
+inline void st_release_shared_u64(SharedAddress p, uint64_t v) { *reinterpret_cast<uint64_t*>(p) = v; }
 inline void st_shared(uint4* p, uint4 v) { *p = v; }
 inline void st_shared(uint32_t* p, uint32_t v) { *p = v; }
 inline void st_shared(uint8_t* p, uint32_t v) { *p = static_cast<uint8_t>(v); }
