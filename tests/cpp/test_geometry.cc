@@ -120,6 +120,7 @@ struct CrowdedCall {
   static constexpr int kWarps = 2, kPieces = 5, kTokens = 9;
   std::vector<LlPlan> plans;  // of the ranks
   int resident;
+  int rank_with_halves = -1;  // counts halves of pieces as pieces
 
   struct Rank {
     UnitDeal deal;
@@ -127,8 +128,14 @@ struct CrowdedCall {
     std::vector<std::vector<SendingWarp>> senders;  // by block
     std::vector<std::vector<int>> receivers;        // by block: the number of each warp's piece
     std::vector<bool> is_done;
-    std::set<std::tuple<int, int, int>> arrived;  // source, token, piece
+    std::set<std::tuple<int, int, int>> arrived;  // source, token, half of a piece
   };
+
+  int pieces(int r) const { return r == rank_with_halves ? 2 * kPieces : kPieces; }
+  std::vector<int> halves(int r, int piece) const {
+    if (r == rank_with_halves) return {piece};
+    return {2 * piece, 2 * piece + 1};
+  }
 
   // False: nobody goes on.
   bool completes(std::mt19937& random) const {
@@ -137,7 +144,7 @@ struct CrowdedCall {
     for (int r = 0; r < num_ranks; r++) {
       Rank& rank = ranks[r];
       const LlPlan& plan = plans[r];
-      rank.deal = UnitDeal::of(plan.sender_blocks, kWarps, kPieces, num_ranks - 1, plan.groups);
+      rank.deal = UnitDeal::of(plan.sender_blocks, kWarps, pieces(r), num_ranks - 1, plan.groups);
       rank.counters.resize(rank.deal.groups);
       rank.senders.resize(plan.blocks);
       rank.receivers.resize(plan.blocks);
@@ -176,17 +183,19 @@ struct CrowdedCall {
     for (SendingWarp& sender : ranks[r].senders[b]) {
       for (int i = random() % 3; i >= 0 && sender.exists(); i--, has_moved = true) {
         const auto [home, token, piece] = sender.key();
-        ranks[(r + 1 + home) % num_ranks].arrived.emplace(r, token, piece);
+        for (int half : halves(r, piece)) ranks[(r + 1 + home) % num_ranks].arrived.emplace(r, token, half);
         sender.advance();
       }
       is_done = is_done && !sender.exists();
     }
     for (int& number : ranks[r].receivers[b]) {
-      for (; number < kTokens * kPieces; number += plans[r].receiver_blocks() * kWarps, has_moved = true) {
+      for (; number < kTokens * pieces(r); number += plans[r].receiver_blocks() * kWarps, has_moved = true) {
         const Unit unit = ranks[r].deal.unit(0, number);
         bool is_here = true;
         for (int source = 0; source < num_ranks; source++) {
-          is_here = is_here && (source == r || ranks[r].arrived.count({source, unit.token, unit.piece}) > 0);
+          for (int half : halves(r, unit.piece)) {
+            is_here = is_here && (source == r || ranks[r].arrived.count({source, unit.token, half}) > 0);
+          }
         }
         is_done = is_done && is_here;
         if (!is_here) break;
@@ -231,12 +240,16 @@ TEST(UnitDeal, EveryCallCompletesHoweverFewBlocksAreResident) {
 }
 
 // The claims of docs/memory_model.md are needed: without them a call hangs.
-TEST(UnitDeal, CallsHangWithReceiversBelowSendersOrOtherNumbersOfBlocks) {
+TEST(UnitDeal, CallsHangWithReceiversBelowSendersOrOtherNumbersOfBlocksOrPieces) {
   std::mt19937 random(1);
   const LlPlan below = crowded_plan(12, 12, 7, 1);  // receiving blocks 7.. are not the senders of what they wait for
   EXPECT_FALSE((CrowdedCall{{below, below, below}, 1}.completes(random)));
   const LlPlan few = crowded_plan(5, 5, 0, 5), many = crowded_plan(12, 12, 0, 12);
   EXPECT_FALSE((CrowdedCall{{few, many, many}, 1}.completes(random)));
+  EXPECT_FALSE((CrowdedCall{{many, many, many}, 1, 0}.completes(random)));
+  EXPECT_TRUE((CrowdedCall{{many, many, many}, 12, 0}.completes(random))) << "all blocks resident";
+  const LlPlan apart = crowded_plan(12, 4, 4, 4);
+  EXPECT_TRUE((CrowdedCall{{apart, many, many}, 1, 0}.completes(random))) << "its senders wait for nobody";
 }
 
 LlDispatchParams some_dispatch(OutputLayout layout) {
