@@ -260,10 +260,10 @@ struct LlCombineGeometry {
     check(plan);
     LlCombineGeometry g;
     g.output_rows = static_cast<int>(p.output.rows());
-    g.homes = p.shape.num_ranks - (p.half == Half::kSend ? 0 : 1);
+    g.home_step = p.half == Half::kSend ? 0 : 1;
+    g.homes = p.shape.num_ranks - g.home_step;
     g.row_bytes = p.hidden * size_of(p.dtype);
     g.map_k = p.output.map_k();
-    g.home_step = p.half == Half::kSend ? 0 : 1;
     g.sender_warps = sends(p.half) && g.homes > 0 ? plan.sender_warps : 0;
     g.receiver_warps = receives(p.half) ? plan.receiver_warps : 0;
     g.is_busy = p.num_tokens >= kBusyTokens;

@@ -31,7 +31,6 @@ struct Places {
   // packed: the first row of an expert
   __device__ __forceinline__ int& start(int bin) const { return reinterpret_cast<int*>(memory)[shape.starts_at + bin]; }
   __device__ __forceinline__ int& total(Total which) const { return reinterpret_cast<int*>(memory)[which]; }
-  __device__ __forceinline__ int most_tokens() const { return total(kMostTokens); }
   // Some token names an expert twice, and bits do not tell the whole story.
   __device__ __forceinline__ bool has_duplicates() const {
     uint32_t duplicates;

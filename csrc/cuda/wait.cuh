@@ -1,6 +1,8 @@
 // Waits with a deadline, and the one record of what ended a buffer.
 #pragma once
 
+#include <cstddef>
+
 #include "cuda/device_state.h"
 #include "cuda/ptx.cuh"
 #include "cuda/testing.cuh"
@@ -30,6 +32,9 @@ struct CallContext {
 
 // The word of tag, bank and is_open.
 struct OpenedWord {
+  static_assert(offsetof(CallContext, tag) % sizeof(uint64_t) == 0 &&
+                offsetof(CallContext, bank) == offsetof(CallContext, tag) + 4 &&
+                offsetof(CallContext, is_open) == offsetof(CallContext, tag) + 6);
   uint64_t value;
 
   __device__ __forceinline__ static OpenedWord of(uint32_t tag, int bank, CallContext::IsOpen is_open) {
