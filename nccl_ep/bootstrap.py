@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from .errors import TimeoutError
+from .log import logger
 
 _instances: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 
@@ -101,6 +102,11 @@ class MpiRendezvous:
 def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
     """The rendezvous of what a user calls a group: None, a process group, an MPI communicator, or one of its own."""
     if group is None and comm is None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            logger.warning(
+                "a buffer without a group is a world of one rank, and this process is one of %d: pass group=",
+                dist.get_world_size(),
+            )
         return SoloRendezvous()
     if group is None:
         return MpiRendezvous(comm)

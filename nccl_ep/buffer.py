@@ -23,6 +23,7 @@ from .log import logger
 from .modes import MODES, auto_ll_tokens
 
 _MIN_LL_BYTES = 1 << 20
+_MAX_ROW_BYTES = 1 << 16  # csrc/runtime/call_checks.h
 # Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
 # each stream.
 _MIN_ARENA_BYTES = {"cpu": 1 << 16, "cuda": 64 << 20}
@@ -97,6 +98,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
+        if enable_shrink:
+            logger.warning("enable_shrink: a rank that is late is not masked yet, it fails the buffer (docs/deepep.md)")
         self.on_overflow = on_overflow
         self.max_tokens: int | None = None  # default of dispatch; for_shapes sets it
         self.ll_max_tokens: int | None = None  # mode="auto" takes low latency up to here; None: where it always may
@@ -167,6 +170,11 @@ class Buffer(LowLatencyMethods, NormalMethods):
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
+        bytes_of_x = hidden * dtype.itemsize
+        if bytes_of_x < 16 or bytes_of_x % 16 or bytes_of_x > _MAX_ROW_BYTES:
+            raise ValueError(
+                f"rows of {hidden} x {dtype} have {bytes_of_x} bytes, must be a multiple of 16 up to {_MAX_ROW_BYTES}"
+            )
         rendezvous = rendezvous_of(group)
         ranks = rendezvous.size()
         if scale_bytes is None:

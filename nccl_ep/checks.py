@@ -42,12 +42,36 @@ def require_on(buffer: Buffer, names: Sequence[str], tensors: Sequence[torch.Ten
         raise ValueError(f"{name} is {tensor.layout}, must be strided")
 
 
+def require_tensors(**values: object) -> None:
+    """TypeError for what is no tensor, None included."""
+    for name, value in values.items():
+        if not isinstance(value, _Tensor):
+            raise TypeError(f"{name} is {_described(value)}, must be a tensor")
+
+
+def require_integers(**values: object) -> None:
+    """TypeError for what is no integer; None is left to others."""
+    for name, value in values.items():
+        if value is not None and not hasattr(value, "__index__"):
+            raise TypeError(f"{name} is {_described(value)}, must be an integer")
+
+
+def _described(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"
+
+
 def error_of(buffer: Buffer, error: RuntimeError) -> Exception:
-    """Ops know only ValueError and RuntimeError: the second becomes the buffer's own error where it has one."""
+    """Ops know only ValueError and RuntimeError: the second becomes the buffer's own error where it has one.
+
+    Raises what is torch's own: out of memory, an error of the GPU.
+    """
+    text = str(error).split("\n", 1)[0]
+    if type(error) is not RuntimeError or "can't allocate memory" in text:
+        raise error
     try:
         buffer.require_usable()
     except Exception as reason:
         if not isinstance(reason, UsageError):
             logger.error("%s", str(reason))  # records that are kept must not keep the error, nor through it the buffer
         return reason
-    return UsageError(str(error).split("\n", 1)[0])
+    return TypeError(text) if "() Expected a value of type" in text else UsageError(text)

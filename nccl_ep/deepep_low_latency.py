@@ -13,7 +13,7 @@ import torch
 
 from . import _C
 from .checks import error_of, require_on
-from .errors import UsageError
+from .errors import OverflowError, UsageError
 from .events import EventHandle, EventOverlap, run_beside
 from .handle import Quant
 
@@ -35,6 +35,7 @@ class LowLatencyMethods:
     num_ranks: int
     num_nvl_bytes: int
     num_rdma_bytes: int
+    on_overflow: str
     _seq: torch.Tensor
     _scratch: dict[Any, torch.Tensor]
     _sizes: tuple[int, int, int]  # of a bank, in bytes: routing, dispatched rows, combined rows
@@ -204,7 +205,8 @@ class LowLatencyMethods:
             event: with ``async_finish`` something to wait for, else ``event.event`` is None.
             hook: None without ``return_recv_hook``.
 
-        Raises: ValueError, UsageError, TimeoutError, MismatchError as ``nccl_ep.dispatch``.
+        Raises: ValueError, UsageError, TimeoutError, MismatchError, OverflowError as ``nccl_ep.dispatch``; the last one
+        by the hook, where there is one.
 
         Source: DeepEP's method of that name.
         """
@@ -231,7 +233,14 @@ class LowLatencyMethods:
                 x.dtype, x.shape[0], topk_idx.shape[1], topk_idx.dtype is torch.int64, num_experts,
                 num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
             )  # fmt: skip
-            hook = self._hook(lambda: _ops.ll_dispatch_deepep_recv.default(self.name, self._seq, *outputs, *numbers))
+
+            def receive() -> None:
+                _ops.ll_dispatch_deepep_recv.default(self.name, self._seq, *outputs, *numbers)
+                self._raise_what_was_dropped(counts)
+
+            hook = self._hook(receive)
+        else:
+            self._raise_what_was_dropped(counts, event)
         return (recv_x, scales) if use_fp8 else recv_x, counts, handle, event, hook
 
     def low_latency_combine(
@@ -302,6 +311,20 @@ class LowLatencyMethods:
         return out, event, hook
 
     # ---- How they run
+
+    def _raise_what_was_dropped(self, counts: torch.Tensor, event: EventOverlap | None = None) -> None:
+        """With ``on_overflow="raise"``. ``counts``: the front of the dispatch's info tensor (csrc/layout/outputs.h)."""
+        if self.on_overflow != "raise":
+            return
+        if event is not None and event.event is not None:
+            event.current_stream_wait()
+        local = len(counts)
+        info = counts.as_strided((2 * local + 1,), (1,))
+        if int(info[-1]) > 0:
+            raise OverflowError(
+                f"{int(info[-1])} rows did not fit, as a token names an expert twice: an expert has room for "
+                f"R * num_max_dispatch_tokens_per_rank, and demand was {info[local:-1].tolist()}"
+            )
 
     def _hook(self, receive: Callable[[], None]) -> Hook:
         """The receiving half, on the stream that was current when it was made, as in DeepEP."""

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .buffer import Buffer
-from .checks import error_of, require_on
+from .checks import error_of, require_integers, require_on, require_tensors
 from .errors import OverflowError, UsageError
 from .events import EventOverlap, run_beside
 from .handle import EXACT, LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
@@ -413,8 +413,11 @@ def _form_of(
 ) -> tuple[_Form, int]:
     """Checks the arguments of a call: the tensors each time, the numbers when they are new. Also returns T."""
     is_compiling = is_dynamo_compiling()
+    if not isinstance(buffer, Buffer):
+        raise TypeError(f"buffer is a {type(buffer).__name__}, must be a nccl_ep.Buffer")
     sizes = None if is_compiling else _sizes_beside(buffer._seq, x, topk_idx, topk_weights, scales)
     if sizes is None:  # what is wrong, if anything
+        require_tensors(x=x, topk_idx=topk_idx)
         require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
         if x.dim() != 2:
             raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
@@ -431,6 +434,9 @@ def _form_of(
     key = (*numbers, row_bytes) if row_bytes else numbers
     form: _Form | None = buffer._forms.get(key)
     if form is None:
+        require_integers(num_experts=num_experts, max_tokens=max_tokens, expert_alignment=alignment)
+        if not isinstance(capacity, str):
+            require_integers(capacity=capacity)
         form = _Form.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes)
         if len(buffer._forms) >= _MAX_FORMS:
             buffer._forms.clear()
@@ -500,6 +506,10 @@ def _combine_call(
     wire_dtype: torch.dtype | None,
     num_sms: int,
 ) -> tuple[Buffer, tuple[Any, ...]]:
+    if not isinstance(handle, Handle):
+        raise TypeError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch's output")
+    if not isinstance(rows, _Tensor):
+        require_tensors(rows=rows)
     home_weights = None
     if weights is None:
         weighting = _NONE
@@ -514,7 +524,8 @@ def _combine_call(
     out_dtype = out_dtype or rows.dtype
     wire_dtype = wire_dtype or out_dtype
     if wire_dtype is not out_dtype and wire_dtype is not _float32:
-        raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype} or torch.float32")
+        others = "" if out_dtype is _float32 else " or torch.float32"
+        raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype}{others}")
     biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
     buffer = buffer_of(handle)
     if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, handle.tensor, home_weights, topk_idx):

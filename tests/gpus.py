@@ -12,7 +12,7 @@ from nccl_ep import _C
 TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
 NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
 NUM_SMS = (4, 12, 132)
-WORLDS = sorted({2, min(max(NUM_GPUS, 2), 8)})  # ranks in processes
+WORLDS = [ranks for ranks in (2, 3, 4, 8) if ranks <= max(NUM_GPUS, 2)]  # in processes
 
 _reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]

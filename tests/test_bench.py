@@ -393,47 +393,16 @@ def test_kernels_of_a_trace() -> None:
         measure.find_kernels(events[2:7], 2, both)
 
 
-def sweep() -> list[records.Record]:
-    found = []
-    for tokens in (1, 128):
-        for op in configuration.OPS:
-            at = {"op": op, "tokens": tokens, "figure": "graph"}
-            for sms in (8, 16, 132):
-                found.append(gpu_record(**at, value=900.0 / sms, p99=99.0, num_sms=sms, num_sms_used=sms))
-            found.append(gpu_record(**at, value=7.0, num_sms_used=132, p99=7.5))
-            found.append(gpu_record(**at, system="floor_wire", api="computed", value=3.25 if tokens == 128 else 1.25))
-            found.append(gpu_record(op=op, tokens=tokens, figure="graph_pdl", value=None, skipped="no switch"))
-    return found
-
-
-def test_plots_of_a_sweep(tmp_path: Path) -> None:
-    found = sweep()
-    names = [file.name for file in plot.draw(found, tmp_path)]
-    assert names == ["ll_tokens.png", "ll_tokens.svg", "ll_num_sms.png", "ll_num_sms.svg"]
-    key, group = next(iter(plot._shapes([record for record in found if table.is_measured(record)]).items()))
-    dispatch = plot.plot_tokens(key, group).axes[0]
-    drawn = {line.get_label(): list(line.get_ydata()) for line in dispatch.get_lines()}
-    assert drawn["nccl_ep, graph"] == [7.0, 7.0] and drawn["floor, wire"] == [1.25, 3.25]
-    assert drawn["NCCL EP v0.1.0 expert-major, kernel"] == [18.3, 21.1, 22.6, 37.3]
-    sms = plot.plot_num_sms(key, group).axes[0].get_lines()
-    assert list(sms[0].get_xdata()) == [8, 16, 132] and list(sms[0].get_ydata()) == [112.5, 56.25, 900 / 132]
-
-
-def test_table_of_a_sweep() -> None:
-    shown = table.render(sweep()).splitlines()
-    line = next(line.split() for line in shown if line.startswith("dispatch  128") and "auto" in line)
-    assert " ".join(line) == "dispatch 128 bf16 nccl_ep expert_major native auto (132) 7.00 (7.50) 3.25"
-    assert any(line.startswith("not measured") and line.endswith("no switch") for line in shown)
-
-
-def test_plot_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match="pip install matplotlib"):
-        plot.draw(sweep(), tmp_path)
-
-
-def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    path.write_text('[{"value": 1}]')
-    with pytest.raises(ValueError, match=r"other\.json: a record lacks bench"):
-        records.load([path])
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("--ranks 0", "--ranks 0: must be 1 or more"),
+        ("--topk 16 --experts 15 --ranks 3", "--topk 16 of 15 experts"),
+        ("--hidden 100", "--hidden 100: must be a multiple of 16"),
+        ("--experts 15", "15 experts do not divide over 2 ranks"),
+    ],
+)
+def test_impossible_shapes_start_nothing(given: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["--device", "cpu", *given.split()])
+    assert why in capsys.readouterr().err

@@ -123,7 +123,7 @@ void Group::check_half(Kind kind, Half half, const char* call) const {
     EP_CHECK_USAGE(is_open, call, ": nothing was sent that could be received");
   } else if (!testing::has_bug(testing::Bug::kSecondSend)) {
     EP_CHECK_USAGE(!is_open, call, " ", num_calls_[static_cast<int>(kind)],
-                   " was sent and has not been received; receive it before the next ", call);
+                   " was sent and has not been received; receive it (or destroy the buffer) before the next ", call);
   }
 }
 

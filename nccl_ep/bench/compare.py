@@ -86,6 +86,6 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     options = parser.parse_args(argv)
     before = [path for path in options.before if path.resolve() != options.now.resolve()]
-    changes = find(records.load(before), records.load([options.now]), options.figures)
+    changes = find(records.given(parser, before), records.given(parser, [options.now]), options.figures)
     print(render(changes, options.percent))
     return int(any(each.percent > options.percent for each in changes))

@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
     options = parse_fit(argv)
     if not options.files:
         return jobs.main(BENCH, argv)
-    fitted = crossover.fit(records.load(options.files))
+    parser = argparse.ArgumentParser(prog="python -m nccl_ep.bench fit")
+    fitted = crossover.fit(records.given(parser, options.files))
     print(crossover.render(fitted), flush=True)
     if options.json is not None:
         records.save(options.json, fitted)

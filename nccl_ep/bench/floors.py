@@ -12,7 +12,7 @@ from .operations import Call
 from .workload import Given, Shape
 
 # 1e9 bytes per second between an H200 and the others over NVSwitch, all of them busy, up to 4 GPUs and on 8
-# (shared/facts/numbers.md, section 1). Low latency pushes both ways; combine of high throughput pulls.
+# (measured with stores and loads alone). Low latency pushes both ways; combine of high throughput pulls.
 _PUSH_SMALL, _PUSH, _PULL = (350.0, 342.0), (352.0, 344.0), (331.0, 332.0)
 _GBPS = {
     ("ll", "dispatch"): _PUSH_SMALL,

@@ -84,6 +84,12 @@ def set_defaults(parser: argparse.ArgumentParser, options: argparse.Namespace, m
             setattr(options, name, value)
     if is_rank():
         options.ranks = int(os.environ["WORLD_SIZE"])
+    if options.ranks < 1:
+        parser.error(f"--ranks {options.ranks}: must be 1 or more")
+    if not 1 <= options.topk <= min(32, options.experts):
+        parser.error(f"--topk {options.topk} of {options.experts} experts: must be 1 to 32, and no more than experts")
+    if options.hidden < 1 or options.hidden % 16:
+        parser.error(f"--hidden {options.hidden}: must be a multiple of 16, so that rows of every dtype can be sent")
     if options.alignment < 1:
         parser.error(f"--alignment {options.alignment}: must be 1 or more")
     if options.experts % options.ranks:

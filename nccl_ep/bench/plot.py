@@ -19,6 +19,7 @@ _STYLES = {"graph": "-", "graph_pdl": "--", "kernel": "-.", "event": ":"}
 _COLOURS = {"torch_all_to_all": "tab:orange", "torch_symm_mem": "tab:green"}
 # Ours in high throughput: the public functions as they are called, and how else.
 _VARIANTS = {"": "tab:blue", ", cached": "tab:cyan", ", staged": "tab:purple", ", cached, staged": "tab:pink"}
+_API_COLOURS = {"deepep": "tab:olive"}  # where it is not the native one's, or what stands for it
 _MARKERS = "sD^vP*"
 _FLOOR_STYLES = {"floor_wire": ("black", "-"), "floor_flags": ("grey", ":"), "floor_push": ("grey", "--")}
 
@@ -99,7 +100,9 @@ def _draw_line(axes: Any, name: tuple[str, ...], points: list[tuple[int, float]]
         axes.plot(x, y, style, color=colour, label=system.replace("_", ", "))
     elif figure in _STYLES and (api != "ops" or ("nccl_ep", "native", figure, how) not in names):
         colour = _VARIANTS[how] if system == "nccl_ep" else _COLOURS.get(system, "tab:brown")
-        axes.plot(x, y, _STYLES[figure], color=colour, marker=".", label=f"{system}, {figure}{how}")
+        called = "" if system != "nccl_ep" or api == "native" else f", {api}"
+        label = f"{system}{called}, {figure}{how}"
+        axes.plot(x, y, _STYLES[figure], color=_API_COLOURS.get(api, colour), marker=".", label=label)
 
 
 def plot_tokens(key: tuple[Any, ...], group: list[Record]) -> Any:
@@ -185,7 +188,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of --json")
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR")
     options = parser.parse_args(argv)
-    written = draw([record for record in records.load(options.files) if record["bench"] in _OPS], options.out)
+    found = records.given(parser, options.files)
+    written = draw([record for record in found if record["bench"] in _OPS], options.out)
     if not written:
         print("nothing of the library's was measured there", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -77,11 +78,22 @@ def save(path: Path, records: Iterable[Record]) -> None:
     beside.replace(path)
 
 
+def given(parser: argparse.ArgumentParser, paths: Iterable[Path]) -> list[Record]:
+    """``load`` of files that were named on the command line. Exits where one cannot be read."""
+    try:
+        return load(paths)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
 def load(paths: Iterable[Path]) -> list[Record]:
     """Records of several files in one list. Raises ValueError for a file of another kind."""
     records: list[Record] = []
     for path in paths:
-        found = json.loads(path.read_text())
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from error
         if not isinstance(found, list) or any(not isinstance(record, dict) for record in found):
             raise ValueError(f"{path} is not a list of records")
         for record in found:

@@ -1,0 +1,107 @@
+"""Of which class an error is: wrong kinds of arguments are TypeErrors, what is torch's own stays its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nccl_ep
+from nccl_ep.checks import error_of
+
+SIZES = {"max_tokens": 4, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu"}
+X, IDS = torch.ones(3, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1], [0, 1]])
+
+
+@pytest.fixture
+def buffer() -> Any:
+    with nccl_ep.Buffer.for_shapes(None, **SIZES) as made:
+        yield made
+
+
+def _dispatch(buffer: Any, *given: Any, **changes: Any) -> nccl_ep.DispatchOutput:
+    return nccl_ep.dispatch(*(given or (X, IDS)), **{"buffer": buffer, "num_experts": 2, **changes})
+
+
+WRONG: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda b: _dispatch(None), "buffer is a NoneType, must be a nccl_ep.Buffer"),
+    (lambda b: _dispatch(b, None, IDS), "x is None, must be a tensor"),
+    (lambda b: _dispatch(b, X, None), "topk_idx is None, must be a tensor"),
+    (lambda b: _dispatch(b, X, [[0, 1]]), "topk_idx is a list, must be a tensor"),
+    (lambda b: _dispatch(b, max_tokens="8"), "max_tokens is '8', must be an integer"),
+    (lambda b: _dispatch(b, capacity=2.5), "capacity is 2.5, must be an integer"),
+    (lambda b: _dispatch(b, num_experts=2.0), "num_experts is 2.0, must be an integer"),
+    (lambda b: _dispatch(b, layout="packed", expert_alignment=8.0), "expert_alignment is 8.0, must be an integer"),
+    (lambda b: _dispatch(b, num_sms="all"), "Expected a value of type 'int' for argument 'num_sms'"),
+    (lambda b: nccl_ep.combine(None, _dispatch(b).handle), "rows is None, must be a tensor"),
+    (lambda b: nccl_ep.combine(X, _dispatch(b)), "handle is a DispatchOutput, must be the handle of a dispatch"),
+    (lambda b: nccl_ep.combine(X, None), "handle is a NoneType"),
+    (lambda b: nccl_ep.combine(_dispatch(b).x, _dispatch(b).handle, num_sms=0.5), "Expected a value of type 'int'"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), WRONG, ids=[text.split(",")[0] for _, text in WRONG])
+def test_wrong_kinds(buffer: nccl_ep.Buffer, call: Callable[[Any], Any], text: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        call(buffer)
+    assert text in str(refused.value)
+    out = _dispatch(buffer)  # a refused number is not remembered for its equals
+    assert nccl_ep.combine(out.x, out.handle).shape == X.shape
+
+
+def test_a_wire_dtype_is_refused_with_what_there_is(buffer: nccl_ep.Buffer) -> None:
+    out = _dispatch(buffer)
+    with pytest.raises(ValueError, match=r"wire_dtype is torch.bfloat16, must be torch.float32$"):
+        nccl_ep.combine(out.x, out.handle, out_dtype=torch.float32, wire_dtype=torch.bfloat16)
+
+
+def test_errors_of_torch_stay_what_they_are(buffer: nccl_ep.Buffer) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        error_of(buffer, torch.OutOfMemoryError("no memory"))
+    with pytest.raises(RuntimeError, match="can't allocate memory") as failed:
+        _dispatch(buffer, capacity=500_000_000)  # rows of 128 bytes, two experts
+    assert type(failed.value) is RuntimeError
+    assert _dispatch(buffer).counts.tolist() == [2, 3]
+    buffer.destroy()
+    with pytest.raises(nccl_ep.UsageError, match="was destroyed"):
+        _dispatch(buffer)
+
+
+@pytest.mark.parametrize(("hidden", "size"), [(60, 120), (4, 8), (0, 0), (32776, 65552)])
+def test_rows_that_cannot_be_sent_get_no_buffer(hidden: int, size: int) -> None:
+    with pytest.raises(ValueError, match=rf"rows of {hidden} x torch.bfloat16 have {size} bytes, must be a multiple"):
+        nccl_ep.Buffer.for_shapes(None, **{**SIZES, "hidden": hidden})
+
+
+def test_a_world_of_one_in_a_job_of_several_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with caplog.at_level(logging.WARNING, logger="nccl_ep"), nccl_ep.Buffer.for_shapes(None, **SIZES):
+        pass
+    assert "world of one rank, and this process is one of 2: pass group=" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["now", "later", "hook"])
+def test_deepep_dispatch_raises_what_was_dropped(how: str) -> None:
+    """Ids that name an expert twice may exceed what DeepEP's tensors hold."""
+    twice = torch.tensor([[0, 0], [0, 0], [1, 1]])
+
+    def run(buffer: nccl_ep.Buffer, ids: torch.Tensor) -> torch.Tensor:
+        options = {"async_finish": how == "later", "return_recv_hook": how == "hook"}
+        _, counts, _, _, hook = buffer.low_latency_dispatch(X, ids, 3, 2, use_fp8=False, **options)
+        if hook is not None:
+            hook()
+        return counts
+
+    with nccl_ep.Buffer.for_shapes(None, **SIZES, on_overflow="raise") as strict:
+        with pytest.raises(nccl_ep.OverflowError, match=r"1 rows did not fit, .* demand was \[4, 2\]"):
+            run(strict, twice)
+        assert run(strict, IDS).tolist() == [2, 3]
+    with nccl_ep.Buffer.for_shapes(None, **SIZES) as lenient:
+        assert run(lenient, twice).tolist() == [3, 2]
