@@ -17,6 +17,7 @@ from .events import EventOverlap, run_beside
 from .handle import EXACT, LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
 from .high_throughput import buffer_of, combine_args, route_and_send
 from .log import logger
+from .low_latency import dispatch_with_extra
 from .modes import MODES, choose_mode
 from .ops import scales_of  # and registers the fakes
 
@@ -72,8 +73,9 @@ def dispatch(
         quant: None, "fp8" (e4m3, a float32 scale for 128 elements), "fp8_rounded" (scales are powers of two) or
             "fp8_ue8m0" (their exponents, four in an int32). x is bf16 or fp16 then, H a multiple of 16.
         scales: [T, S] of any dtype and strides, for rows that the caller has quantised.
-        extra: HT: up to three further tensors [T, n], contiguous, rows a multiple of 16 bytes: moved bit for bit along
-            with x.
+        extra: up to three further tensors [T, n], contiguous, rows a multiple of 16 bytes: moved bit for bit along
+            with x. LL: the first travels in the rows of x where these have no scales (``scale_bytes`` of
+            ``Buffer.for_shapes`` is its room), each other one in an operation of its own.
         zero_padding: rows of the output that do not exist are zeroed.
         out: HT: an earlier output of the same call, whose tensors (the handle's too) are written again.
         num_sms: CUDA: thread blocks to use; 0 chooses.
@@ -91,14 +93,19 @@ def dispatch(
         quant,
     )  # fmt: skip
     moved: tuple[torch.Tensor, ...] = ()
-    if form.mode == "ll" and (extra or out is not None):
-        raise ValueError("extra and out are for high throughput, and this is a low-latency dispatch")
+    if form.mode == "ll" and out is not None:
+        raise ValueError("out is for high throughput, and this is a low-latency dispatch")
     try:
         if form.mode == "ll":
             op = _ll_dispatch if is_dynamo_compiling() else _ll_dispatch_eager
-            received = op(
-                buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
-            )
+            if extra:
+                received, moved = dispatch_with_extra(
+                    op, buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms
+                )
+            else:
+                received = op(
+                    buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
+                )
         else:
             if extra:
                 require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)

@@ -240,10 +240,36 @@ def test_low_latency_has_no_steps(library: Library) -> None:
     group = library.solo_group()
     solo = Solo(library, group, algorithm=c_api.LOW_LATENCY)
     refused(USAGE, "the handle is of low latency", solo.route)
-    refused(BAD, r"further\[0\] is given, but the handle is of low latency", solo.dispatch)
     refused(BAD, "cached is 1, but the handle is of low latency", lambda: solo.dispatch(cached=True, further=[]))
     solo.dispatch(further=[], further_rows=[])
     refused(BAD, "values beside rows are high throughput's", solo.combine)
+    library.HandleDestroy(solo.handle)
+    library.GroupDestroy(group)
+
+
+def test_low_latency_moves_further_tensors(library: Library) -> None:
+    """One in the rows of tokens, each other one by itself; halves have the first alone."""
+    group = library.solo_group(algorithm=c_api.LOW_LATENCY, max_token_bytes=192)
+    solo = Solo(library, group, algorithm=c_api.LOW_LATENCY)
+    tokens = torch.tensor([0, 3, 0, 1, 3])
+    more = [solo.more, -solo.x, solo.more.to(torch.int32)]
+    for count in (1, 2, 3):
+        rows = [torch.zeros(8, 16, dtype=each.dtype) for each in more[:count]]
+        solo.info.zero_(), solo.rows.zero_(), solo.weights.zero_(), solo.row_expert.zero_()
+        solo.dispatch(further=more[:count], further_rows=rows)
+        assert solo.info.tolist() == [2, 3, 2, 3, 0, 5, 0, 2, 5] and solo.row_expert[:5].tolist() == [0, 0, 1, 1, 1]
+        assert torch.equal(solo.rows[:5], solo.x[tokens]) and solo.weights.tolist() == [1] * 5 + [0] * 3
+        assert all(torch.equal(row[:5], each[tokens]) for row, each in zip(rows, more, strict=False))
+    solo.more_rows.zero_()
+    solo.dispatch(send_only=True)
+    library.Complete(solo.handle, None, None)
+    assert torch.equal(solo.more_rows[:5], solo.more[tokens])
+    two = {"further": more[:2], "further_rows": [solo.more_rows, solo.rows]}
+    refused(BAD, "send_only is set, and 1 further tensors", lambda: solo.dispatch(send_only=True, **two))
+    wide = torch.zeros(4, 256)
+    two = {"further": [solo.more, wide], "further_rows": [solo.more_rows, torch.zeros(8, 256)]}
+    refused(BAD, "window is too small .* rows of 1040 bytes", lambda: solo.dispatch(**two))
+    solo.dispatch()
     library.HandleDestroy(solo.handle)
     library.GroupDestroy(group)
 

@@ -1,6 +1,8 @@
 // ncclEpDispatch and ncclEpDispatchShapes; low latency's parameters.
 #include "api/c_dispatch.h"
 
+#include <utility>
+
 #include "api/c_device.h"
 #include "api/c_struct.h"
 
@@ -18,7 +20,7 @@ void fill(const Output& output) {
   give(output.given, full);
 }
 
-LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call, const Outputs& outputs) {
+LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call, const OutputPointers& out) {
   LlDispatchParams p;
   p.shape = handle.shape;
   p.output = handle.output;
@@ -37,7 +39,6 @@ LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call,
   if (call.scales) {
     p.scales = {call.scales.data, call.scales.strides[0], call.scales.strides[1], call.num_scales, call.scale_bytes};
   }
-  const OutputPointers out = take_outputs(outputs);
   p.out_x = out[kTokens];
   p.out_scales = {out[kScales], call.num_scales, 1, call.num_scales, call.scale_bytes};
   p.out_weights = static_cast<float*>(out[kWeights]);
@@ -47,10 +48,50 @@ LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call,
   return p;
 }
 
+int row_bytes(const Tensor& tensor) { return static_cast<int>(tensor.sizes.at[1] * element_bytes(tensor.dtype)); }
+
+// Further tensors, as words of 32 bits: the first travels as scales do where tokens have none, each other one in an
+// operation of its own. That has the same routing, and so writes what stands beside rows once more, the same bits.
+struct FurtherOfLl {
+  std::array<LlDispatchParams, NCCL_EP_MAX_FURTHER> calls;
+  int count = 0;
+
+  // `p` gets what travels with it.
+  static FurtherOfLl of(const DispatchCall& call, const OutputPointers& out, const Group& group, LlDispatchParams& p) {
+    FurtherOfLl made;
+    bool has_room = call.quant == Quant::kNone && !call.scales;
+    for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
+      const Tensor& tensor = call.further[i];
+      if (!tensor) continue;
+      const int words = row_bytes(tensor) / 4;
+      if (std::exchange(has_room, false)) {
+        p.scales = {tensor.data, words, 1, words, 4};
+        p.out_scales = {out[kFurther + i], words, 1, words, 4};
+        continue;
+      }
+      group.check_opaque_rows(p.shape, row_bytes(tensor));
+      LlDispatchParams& alone = made.calls[made.count++] = p;
+      alone.scales = alone.out_scales = {};
+      alone.quant = Quant::kNone;
+      alone.dtype = DType::kOpaque32;
+      alone.hidden = words;
+      alone.x = tensor.data;
+      alone.out_x = out[kFurther + i];
+    }
+    return made;
+  }
+};
+
 void dispatch_ll(ncclEpHandle& handle, const DispatchCall& call, const Outputs& outputs, void* stream) {
-  LlDispatchParams p = ll_params(handle, call, outputs);
+  const OutputPointers out = take_outputs(outputs);
+  Group& group = handle.state->get();
+  LlDispatchParams p = ll_params(handle, call, out);
+  FurtherOfLl further = FurtherOfLl::of(call, out, group, p);
+  EP_CHECK(further.count == 0 || p.half == Half::kBoth, "send_only is set, and ", further.count,
+           " further tensors need an operation of their own: halves move one in the rows of unquantised tokens");
   const ScopedDevice device(handle.device());
-  handle.state->get().dispatch(p, stream);
+  group.dispatch(p, stream);
+  for (int i = 0; i < further.count; i++) group.dispatch(further.calls[i], stream);
   handle.dispatched_tokens = p.num_tokens;
   if (p.half == Half::kSend) {
     handle.dispatch = p;

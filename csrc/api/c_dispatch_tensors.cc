@@ -50,10 +50,6 @@ void check_config(const DispatchCall& call, const ncclEpHandle& handle) {
            ", but the handle is of high throughput, which has no halves");
   EP_CHECK(!config.cached || handle.is_ht, "cached is ", config.cached, ", but the handle is of low latency");
   EP_CHECK(!config.cached || !call.weights, "topk_weights go with a routing, which a cached dispatch has not got");
-  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
-    EP_CHECK(!call.further[i] || handle.is_ht, kFurtherNames[i],
-             " is given, but the handle is of low latency, which moves one tensor");
-  }
 }
 
 }  // namespace

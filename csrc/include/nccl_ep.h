@@ -286,8 +286,10 @@ typedef struct {
   const ncclEpTensor_t* tokens;       /* [T, H], aligned and rows a multiple of 16 bytes */
   const ncclEpTensor_t* topk_weights; /* [T, K] float32. Null: ones */
   const ncclEpTensor_t* scales; /* [T, S] of rows that the caller has quantised, any type and strides. Null: none */
-  const ncclEpTensor_t* further[NCCL_EP_MAX_FURTHER]; /* high throughput: more tensors [T, n] on the same routes, of any
-                                                         type, as `tokens` aligned. Null: none */
+  const ncclEpTensor_t* further[NCCL_EP_MAX_FURTHER]; /* more tensors [T, n] on the same routes, of any type, as
+                                                         `tokens` aligned. Null: none. Low latency: the first travels in
+                                                         the rows of tokens where these have no scales, each other one
+                                                         in an operation of its own, which send_only has not */
 } ncclEpDispatchInputs_t;
 #define NCCL_EP_DISPATCH_INPUTS_INIT                                             \
   {                                                                              \

@@ -154,6 +154,12 @@ void Group::prepare(LlDispatchParams& p) {
                      p.row.scale_bytes, p.num_tokens);
 }
 
+void Group::check_opaque_rows(const Shape& shape, int64_t row_bytes) const {
+  check_row_bytes(row_bytes, "a row");
+  LlLayout::make(window_, Kind::kDispatch, Shape::make(num_ranks(), shape.num_experts, shape.topk, shape.max_tokens),
+                 RowFormat{static_cast<int>(row_bytes), 0, true});
+}
+
 void Group::dispatch(LlDispatchParams& p, void* stream) {
   prepare(p);
   check_half(Kind::kDispatch, p.half, "dispatch");

@@ -57,6 +57,8 @@ class Group {
 
   // Fill in what follows from the rest (layout, row format, call record), check, run. `prepare` stops before the run.
   void prepare(LlDispatchParams& params);
+  // Refuses rows of so many bytes, which no operation reads as numbers, if a dispatch could not send them.
+  void check_opaque_rows(const Shape& shape, int64_t row_bytes) const;
   void dispatch(LlDispatchParams& params, void* stream);
   void combine(LlCombineParams& params, void* stream);
   void combine_weights(LlCombineWeightsParams& params, void* stream);

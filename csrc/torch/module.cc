@@ -277,6 +277,13 @@ PYBIND11_MODULE(_C, m) {
       .def("require_usable", [](NamedGroup& self) { self.group().require_usable(); })
       .def("set_timeout", [](NamedGroup& self, double seconds) { self.group().set_timeout(seconds); })
       .def("set_pdl", [](NamedGroup& self, bool enabled) { self.group().set_pdl(enabled); })
+      .def(
+          "check_opaque_rows",
+          [](NamedGroup& self, int num_experts, int topk, int max_tokens, int64_t row_bytes) {
+            self.group().check_opaque_rows({self.group().num_ranks(), num_experts, topk, max_tokens}, row_bytes);
+          },
+          py::arg("num_experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("row_bytes"),
+          "ValueError if a low-latency dispatch could not send rows of so many bytes, none of them a number.")
       .def("domain_size", [](NamedGroup& self) { return self.group().topology().domain_size; })
       .def("stats", [](NamedGroup& self) { return stats(self.group()); })
       .def(

@@ -1,0 +1,65 @@
+"""Further tensors of a low-latency dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from .checks import require_on
+from .handle import Quant
+
+_WORD = torch.int32
+MAX_EXTRA = 3
+
+
+def dispatch_with_extra(
+    op: Callable[..., Any],
+    buffer: Any,
+    x: torch.Tensor,
+    extra: Sequence[torch.Tensor],
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    args: tuple[int, ...],
+    zero_padding: bool,
+    num_sms: int,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """What ``op`` (``ll_dispatch``) returns for x, and the rows of ``extra`` in the places of x's.
+
+    The first tensor travels in the rows of x, as scales do, where x has none; each other one in an operation of its
+    own, of the same routing. Places follow from the routing alone, so that they are the same.
+    """
+    _check(buffer, x, extra)
+    *shape, quant = args
+    words = [each.view(_WORD) for each in extra]
+
+    def run(rows: torch.Tensor, beside: torch.Tensor | None, quant: int) -> Any:
+        given = (rows, beside, topk_idx, topk_weights)
+        return op(buffer.name, buffer._seq, *given, *shape, quant, zero_padding, num_sms)
+
+    has_room = scales is None and quant == Quant.NONE
+    alone = words[1:] if has_room else words
+    for each in () if is_dynamo_compiling() else alone:  # nothing is sent where one of them would be refused
+        num_experts, max_tokens = shape[:2]
+        buffer.runtime.check_opaque_rows(num_experts, topk_idx.shape[1], max_tokens, each.shape[1] * each.element_size())
+    received = run(x, words[0] if has_room else scales, quant)
+    moved = [received[1]] if has_room else []
+    moved += [run(each, None, int(Quant.NONE))[0] for each in alone]
+    return received, tuple(each.view(given.dtype) for each, given in zip(moved, extra, strict=True))
+
+
+def _check(buffer: Any, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
+    if len(extra) > MAX_EXTRA:
+        raise ValueError(f"{len(extra)} extra tensors, at most {MAX_EXTRA}")
+    require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
+    for i, each in enumerate(extra):
+        if each.dim() != 2 or each.shape[0] != x.shape[0]:
+            raise ValueError(f"extra {i} has shape {list(each.shape)}, must be [{x.shape[0]}, elements of a row]")
+        row_bytes = each.shape[1] * each.element_size()
+        if row_bytes == 0 or row_bytes % 16:
+            raise ValueError(f"extra {i} has rows of {row_bytes} bytes, must be a multiple of 16")
+        if not each.is_contiguous():
+            raise ValueError(f"extra {i} of shape {list(each.shape)} is not contiguous")
