@@ -17,6 +17,9 @@ from .log import logger
 _instances: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
+_SLICE_SECONDS = 0.5
+
+
 @runtime_checkable
 class Rendezvous(Protocol):
     """What a buffer needs of a group. Ranks that are threads bring their own (``nccl_ep.testing.ThreadGroup``)."""
@@ -64,9 +67,8 @@ class ProcessGroupRendezvous:
         deadline = time.monotonic() + timeout
         texts = []
         for rank in range(self._size):
-            left = max(deadline - time.monotonic(), 0.001)
             try:
-                self._store.wait([f"{prefix}/{rank}"], timedelta(seconds=left))
+                self._wait(f"{prefix}/{rank}", deadline)
             except RuntimeError as error:  # DistStoreError, or a lost connection
                 missing = [r for r in range(self._size) if not self._has(f"{prefix}/{r}")]
                 raise TimeoutError(
@@ -75,6 +77,16 @@ class ProcessGroupRendezvous:
                 ) from error
             texts.append(self._store.get(f"{prefix}/{rank}"))
         return texts
+
+    def _wait(self, key: str, deadline: float) -> None:
+        """In slices: while a store waits, nobody sees a signal."""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._store.wait([key], timedelta(seconds=min(max(left, 0.001), _SLICE_SECONDS)))
+            except RuntimeError as error:
+                if left <= _SLICE_SECONDS or isinstance(error, dist.DistNetworkError):
+                    raise
 
     def _has(self, key: str) -> bool:
         try:

@@ -43,8 +43,8 @@ def dispatch_with_extra(
     has_room = scales is None and quant == Quant.NONE
     alone = words[1:] if has_room else words
     for each in () if is_dynamo_compiling() else alone:  # nothing is sent where one of them would be refused
-        num_experts, max_tokens = shape[:2]
-        buffer.runtime.check_opaque_rows(num_experts, topk_idx.shape[1], max_tokens, each.shape[1] * each.element_size())
+        row_bytes = each.shape[1] * each.element_size()
+        buffer.runtime.check_opaque_rows(shape[0], topk_idx.shape[1], shape[1], row_bytes)
     received = run(x, words[0] if has_room else scales, quant)
     moved = [received[1]] if has_room else []
     moved += [run(each, None, int(Quant.NONE))[0] for each in alone]

@@ -143,9 +143,7 @@ def test_under_compile() -> None:
     with _buffer(None, 1) as buffer:  # type: ignore[arg-type]
 
         def layer(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return nccl_ep.dispatch(
-                x, ids, extra=[a, b], buffer=buffer, num_experts=EXPERTS, zero_padding=True
-            ).extra
+            return nccl_ep.dispatch(x, ids, extra=[a, b], buffer=buffer, num_experts=EXPERTS, zero_padding=True).extra
 
         wanted = layer(x, *more)
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, *more)

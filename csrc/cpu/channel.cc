@@ -96,9 +96,10 @@ bool Channel::has_heard(int source) const {
   return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
 }
 
-void Channel::give_up(Phase phase, int source, uint64_t expected, uint64_t seen) {
+void Channel::give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen) {
   Failure& failure = state_.failure;
-  failure = {Failure::kTimeout, kind_, phase, source, epoch_, expected, seen, 0, call_, {}, 0};
+  const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
+  failure = {code, kind_, phase, source, epoch_, expected, seen, 0, call_, {}, 0};
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
@@ -116,7 +117,8 @@ void Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
   uint64_t seen = 0;
   if (ready(seen)) return;
   const auto start = std::chrono::steady_clock::now();
-  if (!deadline_.wait_until([&] { return ready(seen); })) give_up(phase, source, expected, seen);
+  const Deadline::End end = deadline_.wait_until([&] { return ready(seen); });
+  if (end != Deadline::End::kReady) give_up(end, phase, source, expected, seen);
   if (wait_cost_ != nullptr) {
     const auto waited = std::chrono::steady_clock::now() - start;
     wait_cost_[source] += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();

@@ -74,7 +74,7 @@ class Channel {
  private:
   template <class Ready>
   void await(Phase phase, int source, uint64_t expected, Ready ready);
-  [[noreturn]] void give_up(Phase phase, int source, uint64_t expected, uint64_t seen);
+  [[noreturn]] void give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen);
   [[noreturn]] void refuse_call(int source, const CallRecord& theirs);
   uint32_t* window_word(Offset offset) const;
   bool has_heard(int source) const;

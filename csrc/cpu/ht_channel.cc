@@ -60,11 +60,12 @@ void HtChannel::await_calls(int count) {
       for (size_t i = begin; i < end; i++) {
         char* address = local(layout_.call_word(bank_, source, static_cast<int>(i)));
         uint64_t word = 0;
-        const bool came = deadline_.wait_until([&] {
+        const Deadline::End end = deadline_.wait_until([&] {
           word = atomic_tagged(address).load(std::memory_order_acquire);
           return word >> 32 == tag_;
         });
-        if (!came) give_up(i < CallRecord::kWords ? Phase::kCallRecord : Phase::kRouting, source, tag_, word >> 32);
+        const Phase phase = i < CallRecord::kWords ? Phase::kCallRecord : Phase::kRouting;
+        if (end != Deadline::End::kReady) give_up(end, phase, source, tag_, word >> 32);
         words[i] = static_cast<uint32_t>(word);
       }
     };
@@ -120,7 +121,8 @@ uint64_t HtChannel::seen_signal(HtSignal which, int source) const {
 
 void HtChannel::await_signal(HtSignal which, int source, Phase phase) {
   const auto has_come = [&] { return seen_signal(which, source) >= epoch_; };
-  if (!deadline_.wait_until(has_come)) give_up(phase, source, epoch_, seen_signal(which, source));
+  const Deadline::End end = deadline_.wait_until(has_come);
+  if (end != Deadline::End::kReady) give_up(end, phase, source, epoch_, seen_signal(which, source));
 }
 
 // What has come over a network must not be looked at before its signal.
@@ -130,9 +132,10 @@ bool HtChannel::has_heard(int source) const {
   return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
 }
 
-void HtChannel::give_up(Phase phase, int source, uint64_t expected, uint64_t seen) {
+void HtChannel::give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen) {
   Failure& failure = state_.failure;
-  failure = {Failure::kTimeout, kind_, phase, source, epoch_, expected, seen, 0, call_, {}, 1};
+  const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
+  failure = {code, kind_, phase, source, epoch_, expected, seen, 0, call_, {}, 1};
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }

@@ -63,7 +63,7 @@ class HtChannel {
   uint64_t seen_signal(HtSignal signal, int source) const;
   bool has_heard(int source) const;
   HtSignal call_signal() const { return kind_ == Kind::kDispatch ? HtSignal::kDispatchCall : HtSignal::kCombineCall; }
-  [[noreturn]] void give_up(Phase phase, int source, uint64_t expected, uint64_t seen);
+  [[noreturn]] void give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen);
 
   Transport& transport_;
   CpuState& state_;

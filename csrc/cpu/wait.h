@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <thread>
 
+#include "base/interruption.h"
 #include "layout/wire.h"
 
 namespace ep {
@@ -18,26 +19,35 @@ inline std::atomic_ref<uint64_t> atomic_tagged(char* address) {
 
 // The time by which all waits of a call must be over.
 class Deadline {
+  using Clock = std::chrono::steady_clock;
+
  public:
+  enum class End { kReady, kLate, kInterrupted };
+
   explicit Deadline(double seconds)
       : end_(Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))) {}
 
-  // False: it has passed, and `ready` was never true.
+  // Till `ready` is true, which it never was at another end.
   template <class Ready>
-  bool wait_until(Ready ready) const {
+  End wait_until(Ready ready) const {
     for (int attempt = 0; !ready(); attempt++) {
       back_off(attempt);
-      if (attempt % 64 == 63 && Clock::now() > end_) return false;
+      if (attempt % 64 == 63 && Clock::now() > end_) return End::kLate;
+      if (attempt % 512 == 511 && attempt > kYields && has_interruption()) return End::kInterrupted;
     }
-    return true;
+    return End::kReady;
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
+  static constexpr int kYields = 4096;
 
+  static bool has_interruption() {
+    const auto asks = is_interrupted.load(std::memory_order_relaxed);
+    return asks != nullptr && asks();
+  }
   // Ranks share few cores: give the core away soon, and sleep when nothing has happened for long.
   static void back_off(int attempt) {
-    if (attempt < 4096) {
+    if (attempt < kYields) {
       std::this_thread::yield();
     } else {
       std::this_thread::sleep_for(std::chrono::microseconds(100));

@@ -78,9 +78,11 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
     return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
                   describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs));
   }
-  std::string text = concat("rank ", rank, " waited ", timeout_seconds, " s for the ", name_of(failure.phase),
-                            " of rank ", failure.peer, " in ", kind, " ", failure.epoch, " (expected ",
-                            failure.expected, ", saw ", failure.seen, ")");
+  const std::string waited = failure.code == Failure::kInterrupted
+                                 ? concat("rank ", rank, " was interrupted while it waited")
+                                 : concat("rank ", rank, " waited ", timeout_seconds, " s");
+  std::string text = concat(waited, " for the ", name_of(failure.phase), " of rank ", failure.peer, " in ", kind, " ",
+                            failure.epoch, " (expected ", failure.expected, ", saw ", failure.seen, ")");
   if (failure.missing != 0)
     text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));
   return text;

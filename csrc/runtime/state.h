@@ -34,7 +34,7 @@ inline const char* name_of(Phase phase) {
 
 // The first thing that went wrong. A buffer that has failed stays failed.
 struct Failure {
-  enum Code : uint32_t { kNone = 0, kTimeout, kOtherCall };
+  enum Code : uint32_t { kNone = 0, kTimeout, kOtherCall, kInterrupted };
   uint32_t code = kNone;
   Kind kind = Kind::kDispatch;
   Phase phase = Phase::kNone;

@@ -11,6 +11,7 @@
 #include "api/factory.h"
 #include "base/check.h"
 #include "torch/direct.h"
+#include "torch/interruption.h"
 #include "torch/registry.h"
 #if defined(EP_GPU_TESTING)
 #include "cuda/testing.h"
@@ -202,6 +203,7 @@ std::vector<std::string> op_names() {
 PYBIND11_MODULE(_C, m) {
   using namespace ep;
   py::register_exception_translator(&translate);
+  watch_signals();
   m.def("has_cuda", &has_cuda_backend, "Whether this build holds the CUDA backend.");
   m.def(
       "nccl_info",

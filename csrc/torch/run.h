@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "base/check.h"
+#include "torch/interruption.h"
 #include "torch/spec.h"
 
 namespace ep {
@@ -16,6 +17,7 @@ auto guarded(Body body) {
   try {
     return body();
   } catch (const Error& error) {
+    rethrow_interruption();
     if (error.kind() == ErrorKind::kInvalidArgument) TORCH_CHECK_VALUE(false, error.what());
     TORCH_CHECK(false, error.what());
   }

@@ -105,10 +105,15 @@ TEST_F(PickyGroup, ASecondSendIsRefusedBeforeTheBackendIsCalled) {
   EXPECT_EQ(dispatch(Half::kSend), "");
   EXPECT_EQ(combine(Half::kSend), "");  // of the other kind
   for (Half half : {Half::kSend, Half::kBoth}) {
-    EXPECT_EQ(dispatch(half), "dispatch 2 was sent and has not been received; receive it before the next dispatch");
-    EXPECT_EQ(combine(half), "combine 1 was sent and has not been received; receive it before the next combine");
+    EXPECT_EQ(
+        dispatch(half),
+        "dispatch 2 was sent and has not been received; receive it (or destroy the buffer) before the next dispatch");
+    EXPECT_EQ(
+        combine(half),
+        "combine 1 was sent and has not been received; receive it (or destroy the buffer) before the next combine");
   }
-  EXPECT_EQ(combine_weights(), "combine 1 was sent and has not been received; receive it before the next combine");
+  EXPECT_EQ(combine_weights(),
+            "combine 1 was sent and has not been received; receive it (or destroy the buffer) before the next combine");
   EXPECT_EQ(PickyBackend::num_served, 3);
 }
 
