@@ -46,6 +46,9 @@ class CpuBackend : public Backend {
     if (take_invalid_ids) state_.invalid_ids = {};
     return report;
   }
+  uint64_t window_word(Offset offset) override {
+    return atomic_tagged(transport_->local_window() + offset).load(std::memory_order_acquire);
+  }
   void set_timeout(double seconds) override { state_.timeout_seconds = seconds; }
   WireBytes wire_bytes() const override { return state_.wire; }
   void abort() override {

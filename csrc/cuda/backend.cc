@@ -263,6 +263,16 @@ class CudaBackend : public Backend {
     return report;
   }
 
+  uint64_t window_word(Offset offset) override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    uint64_t word = 0;
+    EP_CUDA(cudaMemcpyAsync(&word, memory_->peers.local<char>(offset), sizeof word, cudaMemcpyDeviceToHost,
+                            memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    return word;
+  }
+
   void set_timeout(double seconds) override {
     std::lock_guard lock(mutex_);
     DeviceGuard guard(memory_->device);

@@ -40,6 +40,8 @@ class Backend {
   virtual Failure failure() const = 0;
   // What the device has found so far. `take_invalid_ids` forgets them.
   virtual Report report(bool take_invalid_ids) = 0;
+  // A tagged word of the own window as it is now: for telling a failure, so it may be slow.
+  virtual uint64_t window_word(Offset) { return 0; }
   virtual void set_timeout(double seconds) = 0;
   // CUDA: programmatic dependent launch, on at first, of all kernels behind any other.
   virtual void set_pdl(bool) {}

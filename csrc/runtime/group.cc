@@ -106,8 +106,44 @@ void Group::require_usable() {
   const Failure failure = backend_->failure();
   if (failure.code == Failure::kNone) return;
   raise(failure.code == Failure::kOtherCall ? ErrorKind::kMismatch : ErrorKind::kTimeout,
-        "the buffer has failed: ", describe(failure, rank_, config_.timeout_seconds),
+        "the buffer has failed: ", describe(failure, rank_, config_.timeout_seconds), other_calls(failure),
         "; destroy it and make a new one");
+}
+
+std::string Group::other_calls(const Failure& failure) {
+  std::string text;
+  if (failure.code != Failure::kTimeout || failure.missing == 0) return text;
+  try {
+    const Report report = backend_->report(false);
+    for (int rank = 0; rank < std::min(num_ranks(), 64); rank++) {
+      if ((failure.missing >> rank & 1) == 0) continue;
+      for (int kind = 0; kind < kNumKinds; kind++) {
+        const uint64_t epochs[] = {report.epochs[kind] + 1, report.ht_epochs[kind] + 1};
+        for (uint32_t is_ht : {0u, 1u}) {
+          if (static_cast<Kind>(kind) == failure.kind && is_ht == failure.is_ht) continue;
+          if (is_ht ? window_.ht.call_words == 0 : has_unreceived_send_[kind]) continue;
+          CallRecord theirs;
+          if (find_record(rank, kind, is_ht != 0, epochs[is_ht], theirs)) {
+            text += concat("; rank ", rank, " called ", describe(theirs), " instead");
+          }
+        }
+      }
+    }
+  } catch (const Error&) {  // a GPU that cannot be asked any more
+  }
+  return text;
+}
+
+bool Group::find_record(int source, int kind, bool is_ht, uint64_t epoch, CallRecord& record) {
+  const uint64_t words = is_ht ? window_.ht.call_words : CallRecord::kWords;
+  const Offset records = is_ht ? window_.ht.calls[kind].offset : window_.kind[kind].records.offset;
+  const Offset at = records + (static_cast<Offset>(bank_of(epoch)) * num_ranks() + source) * words * sizeof(TaggedWord);
+  for (int i = 0; i < CallRecord::kWords; i++) {
+    const uint64_t word = backend_->window_word(at + i * sizeof(TaggedWord));
+    if (word >> 32 != tag_of(epoch)) return false;
+    record.words[i] = static_cast<uint32_t>(word);
+  }
+  return true;
 }
 
 void Group::check() {

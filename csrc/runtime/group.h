@@ -87,6 +87,9 @@ class Group {
  private:
   Offset offset_of(const void* data, uint64_t bytes) const;
   void check_half(Kind kind, Half half, const char* call) const;
+  // Of a call that some ranks did not come to: what those have called in its place, as far as it has been heard here.
+  std::string other_calls(const Failure& failure);
+  bool find_record(int source, int kind, bool is_ht, uint64_t epoch, CallRecord& record);
   void note_half(Kind kind, Half half);
   // Of the call that comes, or, for a receiving half, of the one that was sent.
   uint64_t call_number(Kind kind, Half half) const {
