@@ -78,7 +78,7 @@ def dispatch(
             ``Buffer.for_shapes`` is its room), each other one in an operation of its own.
         zero_padding: rows of the output that do not exist are zeroed.
         out: HT: an earlier output of the same call, whose tensors (the handle's too) are written again.
-        num_sms: CUDA: thread blocks to use; 0 chooses.
+        num_sms: CUDA: thread blocks to use, as many on all ranks; 0 chooses.
 
     Raises:
         ValueError: an argument that cannot be served, with its value; nothing was sent.
@@ -210,7 +210,7 @@ def combine(
         bias: flat: up to two tensors [T, H] of ``out_dtype``, added first.
         out_dtype: default: of rows. wire_dtype: of what travels, ``out_dtype`` (default) or float32.
         out: [T, H] of ``out_dtype``, written in place.
-        num_sms: CUDA: thread blocks to use; 0 chooses.
+        num_sms: CUDA: thread blocks to use, as many on all ranks; 0 chooses.
 
     Raises: as ``dispatch``; UsageError also for a handle of another buffer.
 

@@ -105,3 +105,18 @@ def test_deepep_dispatch_raises_what_was_dropped(how: str) -> None:
         assert run(strict, IDS).tolist() == [2, 3]
     with nccl_ep.Buffer.for_shapes(None, **SIZES) as lenient:
         assert run(lenient, twice).tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_a_backward_pass_ends_with_an_error(mode: str) -> None:
+    """Gradients are not built: they must not be missing in silence."""
+    with nccl_ep.Buffer.for_shapes(None, **SIZES, mode="auto") as both:
+        x, weights = X.clone().requires_grad_(), torch.ones(3, 2, requires_grad=True)
+        out = nccl_ep.dispatch(x, IDS, weights, buffer=both, num_experts=2, mode=mode, layout="packed")
+        y = nccl_ep.combine(out.x, out.handle)
+        assert y.requires_grad and not out.counts.requires_grad
+        with pytest.raises(RuntimeError, match=rf"derivative for nccl_ep::{mode}_combine is not implemented"):
+            y.sum().backward()
+        with torch.no_grad():
+            out = nccl_ep.dispatch(x, IDS, weights, buffer=both, num_experts=2, mode=mode, layout="packed")
+            assert not nccl_ep.combine(out.x, out.handle).requires_grad

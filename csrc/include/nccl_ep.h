@@ -147,7 +147,7 @@ struct ncclComm; /* ncclComm_t is a pointer to it */
 
 #define NCCL_EP_DEVICE_CPU (-1)
 
-/* The same on all ranks, but for device, timeout_ns, overflow_policy and max_num_sms. */
+/* The same on all ranks, but for device, timeout_ns and overflow_policy. */
 typedef struct {
   size_t size;
   uint32_t magic, version;
@@ -329,7 +329,7 @@ typedef struct {
   int32_t send_only; /* low latency: the sending half; ncclEpComplete is the other */
   ncclEpQuant_t quant;
   int32_t zero_padding; /* rows that do not exist are zero; otherwise their content is unspecified */
-  int32_t num_sms;      /* 0: as the group */
+  int32_t num_sms;      /* the same on all ranks; 0: as the group */
   int32_t cached;       /* high throughput: other tensors along the routes of the handle's last dispatch, to the same
                            rows. Tokens, scales and further tensors only: what else that dispatch gave stays as it was */
   int32_t reserved;
@@ -377,7 +377,7 @@ typedef struct {
   int32_t send_only; /* low latency */
   ncclEpWeights_t weights;
   ncclEpDataType_t wire_dtype; /* of partial sums on their way home: the output's type (AUTO) or float32 */
-  int32_t num_sms;             /* 0: as the group */
+  int32_t num_sms;             /* the same on all ranks; 0: as the group */
 } ncclEpCombineConfig_t;
 #define NCCL_EP_COMBINE_CONFIG_INIT \
   { NCCL_EP_HEAD(ncclEpCombineConfig_t), 0, 0, NCCL_EP_DTYPE_AUTO, 0 }

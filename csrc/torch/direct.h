@@ -10,6 +10,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
@@ -225,6 +226,10 @@ struct Added {
 inline void implement(std::span<const Op> ops, torch::Library& library) {
   for (const Op& op : ops) op.add(library);
 }
+// A backward pass that comes to an op ends there with an error, not with gradients that are missing.
+inline void refuse_gradients(std::span<const Op> ops, torch::Library& library) {
+  for (const Op& op : ops) library.impl(op.method.ml_name, torch::autograd::autogradNotImplementedFallback());
+}
 
 }  // namespace ep::direct
 
@@ -237,7 +242,8 @@ inline void implement(std::span<const Op> ops, torch::Library& library) {
   }
 
 // Once a file, outside of namespaces: `ops` is an array of what EP_OP makes.
-#define EP_IMPLEMENT(ops)                                                              \
-  static const ::ep::direct::Added added_ops(ops);                                     \
-  TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::direct::implement(ops, library); } \
-  TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::direct::implement(ops, library); }
+#define EP_IMPLEMENT(ops)                                                               \
+  static const ::ep::direct::Added added_ops(ops);                                      \
+  TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::direct::implement(ops, library); }  \
+  TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::direct::implement(ops, library); } \
+  TORCH_LIBRARY_IMPL(nccl_ep, Autograd, library) { ::ep::direct::refuse_gradients(ops, library); }
