@@ -80,7 +80,14 @@ class CaseRun:
     """One rank's part of a generated case, through the C library."""
 
     def __init__(
-        self, library: Library, expected: Expected, group: ThreadGroup, staged: bool, device: str, **config: Any
+        self,
+        library: Library,
+        expected: Expected,
+        group: Any,
+        staged: bool,
+        device: str,
+        make: Any = make_group,
+        **config: Any,
     ) -> None:
         self.library, self.expected, self.case, self.staged = library, expected, expected.case, staged
         self.rank, self.device = group.rank(), torch.device(device)
@@ -91,7 +98,7 @@ class CaseRun:
             "max_token_bytes": case.hidden * case.dtype.itemsize + -(-case.scales_width * 8 // 16) * 16,
             "max_combine_row_bytes": case.hidden * 4,
         }  # fmt: skip
-        self.group = make_group(library, group, **{**sizes, **config})
+        self.group = make(library, group, **{**sizes, **config})
 
     def move(self, given: torch.Tensor | None) -> torch.Tensor | None:
         if given is None:

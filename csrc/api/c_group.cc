@@ -9,59 +9,35 @@
 #include "api/c_objects.h"
 #include "api/c_struct.h"
 #include "api/factory.h"
+#include "transport/same_size_bootstrap.h"
 
 namespace ep::c {
 namespace {
 
-constexpr double kDefaultTimeoutSeconds = 100;
+constexpr double kDefaultTimeoutSeconds = 100, kMinSetupSeconds = 60;
 constexpr size_t kMaxRowBytes = 65536;  // as the group's
 // Bytes that a rank sends at most in a dispatch of max_tokens, and slots of all ranks, or tokens, up to which AUTO
 // takes low latency: nccl_ep/modes.py has the reasons, and the same numbers.
 constexpr int64_t kAutoLlBytes = 56 << 20, kAutoLlSlots = 4096, kAutoLlTokens = 128;
-constexpr uint64_t kMaxMessage = 16u << 20;  // what ranks tell one another is far smaller
 
 double seconds_of(uint64_t timeout_ns) {
   return timeout_ns == 0 ? kDefaultTimeoutSeconds : static_cast<double>(timeout_ns) * 1e-9;
 }
 
-// Byte strings of any length over a callback that gathers the same number of bytes from every rank.
-class CallbackBootstrap : public Bootstrap {
+class CallbackBootstrap : public SameSizeBootstrap {
  public:
   CallbackBootstrap(int rank, int num_ranks, ncclEpAllgather_t allgather, void* context, uint64_t timeout_ns)
-      : rank_(rank), num_ranks_(num_ranks), allgather_(allgather), context_(context), timeout_ns_(timeout_ns) {}
-  int rank() const override { return rank_; }
-  int num_ranks() const override { return num_ranks_; }
-  std::vector<std::string> allgather(std::string_view mine) override {
-    if (num_ranks_ == 1) return {std::string(mine)};
-    std::vector<uint64_t> sizes(num_ranks_);
-    const uint64_t size = mine.size();
-    gather(&size, sizes.data(), sizeof size);
-    for (int r = 0; r < num_ranks_; r++) {
-      if (sizes[r] > kMaxMessage || (r == rank_ && sizes[r] != size)) {
-        raise(ErrorKind::kMismatch, "allgather: rank ", r, " is said to have sent ", sizes[r],
-              " bytes; the callback does not put every rank's bytes in rank order");
-      }
-    }
-    const uint64_t longest = *std::max_element(sizes.begin(), sizes.end());
-    std::string padded(mine);
-    padded.resize(longest);
-    std::vector<char> bytes(longest * num_ranks_);
-    if (longest > 0) gather(padded.data(), bytes.data(), longest);
-    std::vector<std::string> all;
-    for (int r = 0; r < num_ranks_; r++) all.emplace_back(bytes.data() + r * longest, sizes[r]);
-    return all;
-  }
+      : SameSizeBootstrap(rank, num_ranks), allgather_(allgather), context_(context), timeout_ns_(timeout_ns) {}
 
  private:
-  void gather(const void* mine, void* all, size_t bytes) {
+  void gather(const void* mine, void* all, size_t bytes) override {
     const ncclEpResult_t result = allgather_(context_, mine, all, bytes, timeout_ns_);
     if (result == NCCL_EP_SUCCESS) return;
-    raise(result == NCCL_EP_TIMEOUT ? ErrorKind::kTimeout : ErrorKind::kSystem, "rank ", rank_, " could not gather ",
-          bytes, " bytes from ", num_ranks_, " ranks: the callback returned ", result, ", ",
+    raise(result == NCCL_EP_TIMEOUT ? ErrorKind::kTimeout : ErrorKind::kSystem, "rank ", rank(), " could not gather ",
+          bytes, " bytes from ", num_ranks(), " ranks: the callback returned ", result, ", ",
           ncclEpGetErrorString(result));
   }
 
-  int rank_, num_ranks_;
   ncclEpAllgather_t allgather_;
   void* context_;
   uint64_t timeout_ns_;
@@ -121,6 +97,20 @@ GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
   return result;
 }
 
+// `comm`: the caller's, for windows; null: there is none.
+ncclEpGroup_t make_group_object(Bootstrap& bootstrap, const ncclEpGroupConfig_t& given, ncclComm* comm) {
+  auto state = std::make_shared<GroupState>();
+  state->config = given;
+  state->process = getpid();
+  GroupConfig config = to_group_config(given, bootstrap.num_ranks());
+  config.nccl_comm = comm;
+  state->ll_max_tokens = ll_max_tokens(given, bootstrap.num_ranks());
+  auto object = std::make_unique<ncclEpGroup>();
+  state->group = make_group(bootstrap, config);
+  object->state = std::move(state);
+  return object.release();
+}
+
 }  // namespace
 
 Group& GroupState::get() const {
@@ -159,18 +149,11 @@ ncclEpResult_t ncclEpCreateGroupFromCallback(ncclEpGroup_t* group, int rank, int
     EP_CHECK(group != nullptr, "group is null");
     EP_CHECK(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank ", rank, " of ", num_ranks, " ranks");
     EP_CHECK(allgather != nullptr || num_ranks == 1, "allgather is null in a world of ", num_ranks, " ranks");
-    auto state = std::make_shared<GroupState>();
-    state->config = take(given, "config");
-    state->process = getpid();
-    check_config(state->config);
-    const GroupConfig config = to_group_config(state->config, num_ranks);
-    state->ll_max_tokens = ll_max_tokens(state->config, num_ranks);
-    auto object = std::make_unique<ncclEpGroup>();
+    const ncclEpGroupConfig_t config = take(given, "config");
+    check_config(config);
     CallbackBootstrap bootstrap(rank, num_ranks, allgather, context,
-                                static_cast<uint64_t>(config.timeout_seconds * 1e9));
-    state->group = make_group(bootstrap, config);
-    object->state = std::move(state);
-    *group = object.release();
+                                static_cast<uint64_t>(seconds_of(config.timeout_ns) * 1e9));
+    *group = make_group_object(bootstrap, config, nullptr);
   });
 }
 
@@ -178,11 +161,17 @@ ncclEpResult_t ncclEpCreateGroup(ncclEpGroup_t* group, struct ncclComm* comm, co
   return guarded("ncclEpCreateGroup", [&] {
     EP_CHECK(group != nullptr, "group is null");
     EP_CHECK(comm != nullptr, "comm is null");
-    check_config(take(given, "config"));
-    throw ApiError(NCCL_EP_NOT_SUPPORTED, has_cuda_backend() ? "groups from an ncclComm_t are not built yet: use "
-                                                               "ncclEpCreateGroupFromCallback"
-                                                             : "this library was built without CUDA: use "
-                                                               "ncclEpCreateGroupFromCallback");
+    const ncclEpGroupConfig_t config = take(given, "config");
+    check_config(config);
+    if (!has_cuda_backend()) {
+      throw ApiError(NCCL_EP_NOT_SUPPORTED, "this library was built without CUDA: use ncclEpCreateGroupFromCallback");
+    }
+    EP_CHECK(config.device >= 0, "device is ", config.device, ", but the ranks of an NCCL communicator are on GPUs");
+    // The first collective of a communicator sets it up, however short the deadline of operations.
+    const double seconds = std::max(seconds_of(config.timeout_ns), kMinSetupSeconds);
+    const ScopedDevice device(config.device);
+    const auto bootstrap = bootstrap_of(comm, config.device, seconds);
+    *group = make_group_object(*bootstrap, config, comm);
   });
 }
 

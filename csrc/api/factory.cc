@@ -10,6 +10,7 @@
 #if defined(EP_WITH_CUDA)
 #include "cuda/stamps.h"
 #include "transport/nccl_api.h"
+#include "transport/nccl_bootstrap.h"
 #include "transport/nccl_version.h"
 #endif
 
@@ -49,6 +50,15 @@ NcclInfo nccl_info() {
   }
 #endif
   return info;
+}
+
+std::unique_ptr<Bootstrap> bootstrap_of([[maybe_unused]] ncclComm* comm, [[maybe_unused]] int device,
+                                        [[maybe_unused]] double seconds) {
+#if defined(EP_WITH_CUDA)
+  return bootstrap_over(comm, device, seconds);
+#else
+  raise(ErrorKind::kSystem, "groups of an NCCL communicator need a build with CUDA");
+#endif
 }
 
 void token_layout(const TokenLayoutParams& params, [[maybe_unused]] bool on_gpu, [[maybe_unused]] void* stream) {

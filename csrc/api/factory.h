@@ -22,6 +22,9 @@ struct NcclInfo {
 };
 NcclInfo nccl_info();
 
+// The ranks of a caller's NCCL communicator, which must be of GPU `device`. Throws kSystem in a build without CUDA.
+std::unique_ptr<Bootstrap> bootstrap_of(ncclComm* comm, int device, double seconds);
+
 // Of a rank by itself, without a group. `on_gpu`: the pointers are the current GPU's, and `stream` is its cudaStream_t.
 void token_layout(const TokenLayoutParams& params, bool on_gpu, void* stream);
 

@@ -417,14 +417,15 @@ class CudaBackend : public Backend {
   std::mutex mutex_;  // of the private stream and its host block
 };
 
-void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, double seconds) {
+void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, double seconds, ncclComm_t given) {
   std::string version;
   on_all_ranks(bootstrap, [&] { version = nccl_version_name(nccl().version); });
   Agreement agreement;
   agreement.add("the version of NCCL that is loaded", version);
   agreement.check(bootstrap);
-  memory.nccl_window =
-      std::make_unique<NcclWindow>(bootstrap, NcclComm::agree(bootstrap, memory.device, seconds), bytes, seconds);
+  std::shared_ptr<NcclComm> comm = given != nullptr ? NcclComm::borrow(bootstrap, given, memory.device)
+                                                    : NcclComm::agree(bootstrap, memory.device, seconds);
+  memory.nccl_window = std::make_unique<NcclWindow>(bootstrap, std::move(comm), bytes, seconds);
   memory.peers = memory.nccl_window->peers();
 }
 
@@ -452,7 +453,8 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     memory->world = OneGpuWorld::join(bootstrap, window.bytes, config.timeout_seconds);
     memory->peers = memory->world->peers(bootstrap.rank());
   } else {
-    make_nccl_window(bootstrap, *memory, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds));
+    make_nccl_window(bootstrap, *memory, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds),
+                     config.nccl_comm);
   }
   // Nobody writes into a window before its owner has cleaned it.
   on_all_ranks(bootstrap, [&] { clean_window(*memory, window); });

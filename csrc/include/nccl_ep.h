@@ -177,7 +177,8 @@ typedef ncclEpResult_t (*ncclEpAllgather_t)(void* context, const void* mine, voi
 NCCL_EP_API ncclEpResult_t ncclEpCreateGroupFromCallback(ncclEpGroup_t* group, int rank, int num_ranks,
                                                          ncclEpAllgather_t allgather, void* context,
                                                          const ncclEpGroupConfig_t* config);
-/* Collective: the ranks of an NCCL communicator. NCCL_EP_NOT_SUPPORTED so far. */
+/* Collective: the ranks of an NCCL communicator, whose GPU is `device` of the config. It is used, and must be idle,
+ * while groups are made of it, and lives on as long as they do. Builds without CUDA: NCCL_EP_NOT_SUPPORTED. */
 NCCL_EP_API ncclEpResult_t ncclEpCreateGroup(ncclEpGroup_t* group, struct ncclComm* comm,
                                              const ncclEpGroupConfig_t* config);
 /* Waits for no other rank longer than the deadline. Handles that are left can only be destroyed. Null is allowed. */

@@ -9,6 +9,8 @@
 #include "runtime/backend.h"
 #include "transport/transport.h"
 
+struct ncclComm;
+
 namespace ep {
 
 struct GroupConfig {
@@ -19,7 +21,8 @@ struct GroupConfig {
   double timeout_seconds = 100;
   uint64_t network_seed = 0;
   bool raise_on_overflow = false;
-  int device_index = -1;  // CUDA device; -1: the CPU
+  int device_index = -1;          // CUDA device; -1: the CPU
+  ncclComm* nccl_comm = nullptr;  // the caller's, on which windows are made; null: one of our own
   const char* device_kind() const { return device_index < 0 ? "cpu" : "cuda"; }
 };
 

@@ -66,6 +66,7 @@ NcclApi load() {
   require(library, "ncclCommCount", api.comm_count, api);
   require(library, "ncclCommUserRank", api.comm_user_rank, api);
   require(library, "ncclCommCuDevice", api.comm_cu_device, api);
+  require(library, "ncclAllGather", api.all_gather, api);
   require(library, "ncclMemAlloc", api.mem_alloc, api);
   require(library, "ncclMemFree", api.mem_free, api);
   require(library, "ncclCommWindowRegister", api.comm_window_register, api);

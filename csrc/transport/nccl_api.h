@@ -30,6 +30,7 @@ struct NcclApi {
   decltype(&ncclCommCount) comm_count = nullptr;
   decltype(&ncclCommUserRank) comm_user_rank = nullptr;
   decltype(&ncclCommCuDevice) comm_cu_device = nullptr;
+  decltype(&ncclAllGather) all_gather = nullptr;
   decltype(&ncclMemAlloc) mem_alloc = nullptr;
   decltype(&ncclMemFree) mem_free = nullptr;
   decltype(&ncclCommWindowRegister) comm_window_register = nullptr;

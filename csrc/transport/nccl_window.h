@@ -19,7 +19,8 @@ class NcclComm {
   // window on it has failed; else makes one. No name is needed: ranks that have the same communicator, each at its
   // rank, are the same group.
   static std::shared_ptr<NcclComm> agree(Bootstrap& bootstrap, int device, double seconds);
-  // The caller's own: never destroyed or aborted here, and no other operation may run on it while windows are made.
+  // The caller's own (ncclEpCreateGroup): never destroyed or aborted here, and no other operation may run on it while
+  // windows are made.
   static std::shared_ptr<NcclComm> borrow(Bootstrap& bootstrap, ncclComm_t comm, int device);
   ~NcclComm();
   NcclComm(const NcclComm&) = delete;

@@ -1,0 +1,108 @@
+"""Groups of the C library over a caller's NCCL communicator."""
+
+from __future__ import annotations
+
+import ctypes as c
+from pathlib import Path
+from typing import Any
+
+import c_api
+import pytest
+import torch
+import torch.distributed as dist
+from c_api import Library, Refused
+from c_case import CaseRun, refused
+from expected import expected_cases
+from gpu_ranks import on_gpu
+from gpus import WORLDS, needs_gpu, several_gpus
+from patience import PATIENCE
+from processes import run_processes
+
+from nccl_ep import _C
+from nccl_ep.bootstrap import rendezvous_of
+
+
+class _UniqueId(c.Structure):
+    _fields_ = [("internal", c.c_char * 128)]
+
+
+class Nccl:
+    """What a program does with the library that torch has loaded."""
+
+    def __init__(self) -> None:
+        torch.cuda.nccl.version()
+        self._library = c.CDLL(_C.nccl_info()["path"])
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._library, name)(*arguments)
+        assert result == 0, f"{name} returned {result}"
+
+    def make(self, rank: int, num_ranks: int) -> c.c_void_p:
+        mine = _UniqueId()
+        self._call("ncclGetUniqueId", c.byref(mine))
+        shared = [bytes(mine)]
+        if num_ranks > 1:
+            dist.broadcast_object_list(shared, 0)
+        comm = c.c_void_p()
+        self._call("ncclCommInitRank", c.byref(comm), num_ranks, _UniqueId.from_buffer_copy(shared[0]), rank)
+        return comm
+
+    def destroy(self, comm: c.c_void_p) -> None:
+        self._call("ncclCommDestroy", comm)
+
+
+class Alone:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def run_cases(rank: int, library_file: Path, num_ranks: int) -> int:
+    """Generated cases, each in a group of its own; at last the communicator is still the caller's."""
+    on_gpu(rank)
+    library, nccl = Library(library_file), Nccl()
+    comm = nccl.make(rank, num_ranks)
+
+    def make(library: Library, group: Any, **config: Any) -> c.c_void_p:
+        made = c.c_void_p()
+        fields = {"num_experts": 2 * num_ranks, "max_tokens": 8, "topk": 2, "max_token_bytes": 128, **config}
+        library.CreateGroup(made, comm, c_api.GroupConfig(**fields))
+        return made
+
+    cases = expected_cases(8, num_ranks=num_ranks, first=700)
+    for number, case in enumerate(cases):
+        group = rendezvous_of(dist.group.WORLD) if num_ranks > 1 else Alone()
+        CaseRun(library, case, group, number % 2 == 1, "cuda", make=make).run()
+    config = c_api.GroupConfig(num_experts=num_ranks, max_tokens=4, topk=1, max_token_bytes=64, device=-1)
+    refused(c_api.INVALID_ARGUMENT, "device is -1", library.CreateGroup, c.c_void_p(), comm, config)
+    nccl.destroy(comm)
+    return len(cases)
+
+
+class TestOnGpus:
+    pytestmark = needs_gpu
+
+    def test_one_rank(self, library_file: Path) -> None:
+        assert run_cases(0, library_file, 1) == 8
+
+    @several_gpus
+    @pytest.mark.parametrize("num_ranks", WORLDS)
+    def test_ranks_in_processes(self, num_ranks: int, library_file: Path, tmp_path: Path) -> None:
+        got = run_processes(num_ranks, run_cases, tmp_path, library_file, num_ranks, timeout=PATIENCE)
+        assert got == [8] * num_ranks
+
+
+def test_what_is_refused_without_a_gpu(library: Library) -> None:
+    made = c.c_void_p()
+    config = c_api.GroupConfig(num_experts=2, max_tokens=4, topk=2, max_token_bytes=64)
+    refused(c_api.INVALID_ARGUMENT, "comm is null", library.CreateGroup, made, None, config)
+    refused(c_api.INVALID_ARGUMENT, "group is null", library.CreateGroup, None, c.c_void_p(16), config)
+    with pytest.raises(Refused) as caught:
+        library.CreateGroup(made, c.c_void_p(16), config)
+    text = {
+        c_api.INVALID_ARGUMENT: "device is -1, but the ranks of an NCCL communicator are on GPUs",
+        c_api.NOT_SUPPORTED: "built without CUDA: use ncclEpCreateGroupFromCallback",
+    }[caught.value.result]
+    assert text in str(caught.value)
