@@ -46,7 +46,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
             ``sizes`` or ``ht_sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, explicitly_destroy,
             enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py communicator in place
-            of a group.
+            of a group; MPI knows no deadline, so that making a buffer has none then.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
         ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.

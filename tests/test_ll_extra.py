@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import needs_gpu
 
 import nccl_ep
 from nccl_ep import reference
@@ -65,15 +66,40 @@ class Plan:
         }  # fmt: skip
 
 
-def _buffer(group: ThreadGroup, num_ranks: int) -> nccl_ep.Buffer:
+def _buffer(group: ThreadGroup | None, num_ranks: int, device: str = "cpu") -> nccl_ep.Buffer:
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=MOST, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS * num_ranks, scale_bytes=640,
-        mode="auto", device="cpu",
+        mode="auto", device=device,
     )  # fmt: skip
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _check(plan: Plan, buffer: nccl_ep.Buffer) -> None:
+    """Both modes of one buffer give the same."""
+    home = plan.arguments(buffer.rank)
+    given = {name: _to(value, buffer.device) for name, value in home.items()}
+    low, high = (nccl_ep.dispatch(**given, **plan.options(), buffer=buffer, mode=mode) for mode in ("ll", "ht"))
+    assert len(low.extra) == len(plan.extra), plan
+    for i, (mine, wanted) in enumerate(zip(low.extra, high.extra, strict=True)):
+        assert mine.shape == wanted.shape and _same(mine, wanted), (plan, i)
+    assert (low.scales is None) == (high.scales is None) == (plan.quant is None and not plan.has_scales)
+    if plan.has_scales:
+        assert _same(low.scales, high.scales), plan
+    for name in ("counts", "demand", "overflow", "weights"):
+        assert torch.equal(getattr(low, name), getattr(high, name)), (plan, name)
+    weighted = plan.layout in ("expert_major", "packed")
+    rows = low.x if plan.quant is None else torch.zeros(low.x.shape, dtype=torch.bfloat16, device=buffer.device)
+    combined = nccl_ep.combine(rows, low.handle, weights="dispatch" if weighted else None)
+    assert combined.shape == given["x"].shape
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [each.to(device) for each in value]
+    return value if value is None else value.to(device)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -83,30 +109,26 @@ def test_as_in_high_throughput(num_ranks: int) -> None:
     def body(group: ThreadGroup) -> None:
         with _buffer(group, num_ranks) as buffer:
             for plan in plans:
-                given = plan.arguments(group.rank())
-                low, high = (nccl_ep.dispatch(**given, **plan.options(), buffer=buffer, mode=m) for m in ("ll", "ht"))
-                assert len(low.extra) == len(plan.extra), plan
-                for i, (mine, wanted) in enumerate(zip(low.extra, high.extra, strict=True)):
-                    assert mine.shape == wanted.shape and _same(mine, wanted), (plan, i)
-                assert (low.scales is None) == (high.scales is None) == (plan.quant is None and not plan.has_scales)
-                if plan.has_scales:
-                    assert _same(low.scales, high.scales)
-                for name in ("counts", "demand", "overflow", "weights"):
-                    assert torch.equal(getattr(low, name), getattr(high, name)), (plan, name)
-                weighted = plan.layout in ("expert_major", "packed")
-                rows = low.x if plan.quant is None else torch.zeros(low.x.shape, dtype=torch.bfloat16)
-                home = nccl_ep.combine(rows, low.handle, weights="dispatch" if weighted else None)
-                assert home.shape == given["x"].shape
+                _check(plan, buffer)
 
     run_ranks(num_ranks, body)
     assert {plan.layout for plan in plans if len(plan.extra) == 3 and plan.quant is None} == set(reference.LAYOUTS)
+
+
+class TestOnAGpu:
+    pytestmark = needs_gpu
+
+    def test_as_in_high_throughput(self) -> None:
+        with _buffer(None, 1, device="cuda") as buffer:
+            for seed in range(40):
+                _check(Plan.draw(seed, 1), buffer)
 
 
 def test_one_tensor_travels_in_the_rows_of_x() -> None:
     """One operation for x and one more tensor, one more for each that follows."""
     x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [3, -1, -1]])
     more = torch.arange(16, dtype=torch.int64).view(2, 8)
-    with _buffer(None, 1) as buffer:  # type: ignore[arg-type]
+    with _buffer(None, 1) as buffer:
         for count, quant, expected in ((1, None, 1), (2, None, 2), (3, None, 3), (1, "fp8", 2)):
             before = buffer.stats()["dispatches"]
             out = nccl_ep.dispatch(x, ids, extra=[more] * count, quant=quant, buffer=buffer, num_experts=EXPERTS)
@@ -130,7 +152,7 @@ def test_one_tensor_travels_in_the_rows_of_x() -> None:
 )
 def test_refused(extra: list[torch.Tensor], text: str) -> None:
     x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [3, -1, -1]])
-    with _buffer(None, 1) as buffer:  # type: ignore[arg-type]
+    with _buffer(None, 1) as buffer:
         with pytest.raises(ValueError, match=text):
             nccl_ep.dispatch(x, ids, extra=extra, buffer=buffer, num_experts=EXPERTS)
         assert buffer.stats()["dispatches"] == 0
@@ -140,7 +162,7 @@ def test_refused(extra: list[torch.Tensor], text: str) -> None:
 def test_under_compile() -> None:
     x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [3, -1, -1]])
     more = [torch.arange(16, dtype=torch.int64).view(2, 8), torch.ones(2, 4)]
-    with _buffer(None, 1) as buffer:  # type: ignore[arg-type]
+    with _buffer(None, 1) as buffer:
 
         def layer(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return nccl_ep.dispatch(x, ids, extra=[a, b], buffer=buffer, num_experts=EXPERTS, zero_padding=True).extra
