@@ -1,0 +1,83 @@
+"""Signals that come while a rank waits in an operation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep.testing import ThreadGroup
+
+X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 0]])
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def handled() -> Iterator[list[str]]:
+    """What the handlers of two signals have noted: one returns, one raises."""
+    notes: list[str] = []
+
+    def note(*_: Any) -> None:
+        notes.append("noted")
+
+    def interrupt(*_: Any) -> None:
+        notes.append("raised")
+        raise Interrupted("by a handler")
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    signal.signal(signal.SIGUSR1, note)
+    signal.signal(signal.SIGUSR2, interrupt)
+    yield notes
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+@pytest.mark.parametrize("called", ["operation", "op"])
+def test_a_handler_that_raises_ends_the_wait(mode: str, called: str, handled: list[str]) -> None:
+    """The exception is the handler's own; the buffer has failed, and says why. A handler that returns ends nothing."""
+    groups = ThreadGroup.make(2)
+    sizes: dict[str, Any] = {"max_tokens": 2, "hidden": 64, "topk": 2, "num_experts": 2, "mode": "auto"}
+    others: list[nccl_ep.Buffer] = []
+    making = threading.Thread(
+        target=lambda: others.append(nccl_ep.Buffer.for_shapes(groups[1], **sizes, device="cpu", timeout=300.0))
+    )
+    making.start()
+    buffer = nccl_ep.Buffer.for_shapes(groups[0], **sizes, device="cpu", timeout=300.0)
+    making.join()
+
+    def send() -> None:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            time.sleep(0.7)
+            os.kill(os.getpid(), number)
+
+    def wait() -> None:
+        if called == "operation":
+            nccl_ep.dispatch(X, IDS, buffer=buffer, num_experts=2, mode=mode, layout="flat")
+        elif mode == "ll":
+            torch.ops.nccl_ep.ll_dispatch(buffer.name, buffer._seq, X, None, IDS, None, 2, 2, 3, 4, 1, 0, False, 0)
+        else:
+            torch.ops.nccl_ep.ht_dispatch(buffer.name, buffer._seq, [X], None, IDS, None, 2, 2, 3, 4, 1, 0, False, 0)
+
+    sending = threading.Thread(target=send)
+    start = time.monotonic()
+    sending.start()
+    with pytest.raises(Interrupted, match="by a handler"):
+        wait()
+    assert time.monotonic() - start < 60 and handled == ["noted", "raised"]
+    sending.join()
+    what = "high-throughput dispatch 1" if mode == "ht" else "dispatch 1"
+    with pytest.raises(nccl_ep.TimeoutError, match=f"rank 0 was interrupted while it waited for .* rank 1 in {what}"):
+        buffer.check()
+    for each in (buffer, *others):
+        each.destroy()
