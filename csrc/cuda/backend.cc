@@ -417,7 +417,7 @@ class CudaBackend : public Backend {
   std::mutex mutex_;  // of the private stream and its host block
 };
 
-void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, double seconds, ncclComm_t given) {
+void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, double seconds, ncclComm* given) {
   std::string version;
   on_all_ranks(bootstrap, [&] { version = nccl_version_name(nccl().version); });
   Agreement agreement;
