@@ -103,33 +103,47 @@ void Group::set_pdl(bool enabled) {
 
 void Group::require_usable() {
   EP_CHECK_USAGE(backend_ != nullptr, "the buffer was destroyed");
-  const Failure failure = backend_->failure();
+  Failure failure = backend_->failure();
   if (failure.code == Failure::kNone) return;
+  std::string others;
+  try {
+    failure = failure_in_full();
+    others = other_calls(failure);
+  } catch (const Error&) {  // a GPU that cannot be asked any more
+  }
   raise(failure.code == Failure::kOtherCall ? ErrorKind::kMismatch : ErrorKind::kTimeout,
-        "the buffer has failed: ", describe(failure, rank_, config_.timeout_seconds), other_calls(failure),
+        "the buffer has failed: ", describe(failure, rank_, config_.timeout_seconds), others,
         "; destroy it and make a new one");
+}
+
+Failure Group::failure_in_full() {
+  Failure failure = backend_->failure();
+  if (failure.code != Failure::kTimeout || failure.missing != 0 || failure.phase == Phase::kFlag) return failure;
+  CallRecord record;
+  for (int r = 0; r < std::min(num_ranks(), 64); r++) {
+    const bool is_heard = find_record(r, static_cast<int>(failure.kind), failure.is_ht != 0, failure.epoch, record);
+    if (r != rank_ && !is_heard) failure.missing |= 1ull << r;
+  }
+  return failure;
 }
 
 std::string Group::other_calls(const Failure& failure) {
   std::string text;
   if (failure.code != Failure::kTimeout || failure.missing == 0) return text;
-  try {
-    const Report report = backend_->report(false);
-    for (int rank = 0; rank < std::min(num_ranks(), 64); rank++) {
-      if ((failure.missing >> rank & 1) == 0) continue;
-      for (int kind = 0; kind < kNumKinds; kind++) {
-        const uint64_t epochs[] = {report.epochs[kind] + 1, report.ht_epochs[kind] + 1};
-        for (uint32_t is_ht : {0u, 1u}) {
-          if (static_cast<Kind>(kind) == failure.kind && is_ht == failure.is_ht) continue;
-          if (is_ht ? window_.ht.call_words == 0 : has_unreceived_send_[kind]) continue;
-          CallRecord theirs;
-          if (find_record(rank, kind, is_ht != 0, epochs[is_ht], theirs)) {
-            text += concat("; rank ", rank, " called ", describe(theirs), " instead");
-          }
+  const Report report = backend_->report(false);
+  for (int r = 0; r < std::min(num_ranks(), 64); r++) {
+    if ((failure.missing >> r & 1) == 0) continue;
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      const uint64_t epochs[] = {report.epochs[kind] + 1, report.ht_epochs[kind] + 1};
+      for (uint32_t is_ht : {0u, 1u}) {
+        if (static_cast<Kind>(kind) == failure.kind && is_ht == failure.is_ht) continue;
+        if (is_ht ? window_.ht.call_words == 0 : has_unreceived_send_[kind]) continue;
+        CallRecord theirs;
+        if (find_record(r, kind, is_ht != 0, epochs[is_ht], theirs)) {
+          text += concat("; rank ", r, " called ", describe(theirs), " instead");
         }
       }
     }
-  } catch (const Error&) {  // a GPU that cannot be asked any more
   }
   return text;
 }

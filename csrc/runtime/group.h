@@ -90,6 +90,8 @@ class Group {
  private:
   Offset offset_of(const void* data, uint64_t bytes) const;
   void check_half(Kind kind, Half half, const char* call) const;
+  // With the ranks that nothing was heard of, which a kernel does not look for.
+  Failure failure_in_full();
   // Of a call that some ranks did not come to: what those have called in its place, as far as it has been heard here.
   std::string other_calls(const Failure& failure);
   bool find_record(int source, int kind, bool is_ht, uint64_t epoch, CallRecord& record);
