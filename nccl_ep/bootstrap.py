@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -15,9 +14,6 @@ from .errors import TimeoutError
 from .log import logger
 
 _instances: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-
-
-_SLICE_SECONDS = 0.5
 
 
 @runtime_checkable
@@ -48,11 +44,16 @@ class ProcessGroupRendezvous:
     """Ranks of a torch process group, of any backend. Goes through the group's store, which tells who is missing."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        store = dist.distributed_c10d._get_process_group_store(group)
+        # By the group itself: torch's world need not know of it.
+        self._rank, self._size = group.rank(), group.size()
+        store = group.get_group_store()
         # Buffers of one group are made in the same order everywhere, so that the number agrees between the ranks.
         count = _instances.setdefault(group, itertools.count())
-        self._store = PrefixStore(f"nccl_ep/{group.group_name}/{next(count)}", store)
+        try:
+            name: str = group.group_name
+        except RuntimeError:  # it has none
+            name = ""
+        self._store = PrefixStore(f"nccl_ep/{name}/{next(count)}", store)
         self._rounds = itertools.count()
 
     def rank(self) -> int:
@@ -69,7 +70,7 @@ class ProcessGroupRendezvous:
         for rank in range(self._size):
             try:
                 self._wait(f"{prefix}/{rank}", deadline)
-            except RuntimeError as error:  # DistStoreError, or a lost connection
+            except RuntimeError as error:  # too late, or a lost connection
                 missing = [r for r in range(self._size) if not self._has(f"{prefix}/{r}")]
                 raise TimeoutError(
                     f"rank {self._rank} waited {timeout} s for all ranks to make the buffer; "
@@ -79,14 +80,13 @@ class ProcessGroupRendezvous:
         return texts
 
     def _wait(self, key: str, deadline: float) -> None:
-        """In slices: while a store waits, nobody sees a signal."""
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return self._store.wait([key], timedelta(seconds=min(max(left, 0.001), _SLICE_SECONDS)))
-            except RuntimeError as error:
-                if left <= _SLICE_SECONDS or isinstance(error, dist.DistNetworkError):
-                    raise
+        """By looking now and then: while a store waits, nobody sees a signal."""
+        pause = 0.0005
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{key} did not come")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
 
     def _has(self, key: str) -> bool:
         try:

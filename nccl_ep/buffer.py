@@ -89,10 +89,10 @@ class Buffer(LowLatencyMethods, NormalMethods):
         network_seed: int | None = None,
         name: str | None = None,
     ) -> None:
+        rendezvous = rendezvous_of(group, comm)  # first: a refused buffer counts, or ranks would number others apart
         if on_overflow not in ("count", "raise"):
             raise ValueError(f'on_overflow is {on_overflow!r}, must be "count" or "raise"')
-        rendezvous = rendezvous_of(group, comm)
-        self.group = group
+        self.group = comm if group is None else group
         self.rank, self.num_ranks = rendezvous.rank(), rendezvous.size()
         self.group_size = self.num_ranks
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -168,6 +168,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
 
         Raises: as ``Buffer``.
         """
+        rendezvous = rendezvous_of(group)
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
         bytes_of_x = hidden * dtype.itemsize
@@ -175,8 +176,9 @@ class Buffer(LowLatencyMethods, NormalMethods):
             raise ValueError(
                 f"rows of {hidden} x {dtype} have {bytes_of_x} bytes, must be a multiple of 16 up to {_MAX_ROW_BYTES}"
             )
-        rendezvous = rendezvous_of(group)
         ranks = rendezvous.size()
+        if scale_bytes is not None and not 0 <= scale_bytes <= _MAX_ROW_BYTES:
+            raise ValueError(f"scale_bytes is {scale_bytes}, must be 0 to {_MAX_ROW_BYTES}")
         if scale_bytes is None:
             scale_bytes = (hidden + 31) // 32 * 4
         row_bytes = hidden * dtype.itemsize + (scale_bytes + 15) // 16 * 16

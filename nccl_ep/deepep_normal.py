@@ -198,33 +198,40 @@ class NormalMethods:
         )
         self._check_topk(payload.rows.shape[0], topk_idx, topk_weights, is_token_in_rank, num_experts)
 
+        topk = self.num_ranks if topk_idx is None else topk_idx.shape[1]
+
         def call() -> tuple[Any, ...]:
+            """With all that looks at its results: the caller's stream does not wait for the operation's."""
             if topk_idx is None:
-                return self._route_by_ranks(payload, is_token_in_rank, num_tokens_per_expert, num_sms)
-            capacity = num_worst_tokens or EXACT
-            return self._route(payload, topk_idx, topk_weights, num_experts, capacity, num_sms)
+                experts = self.num_ranks
+                received = self._route_by_ranks(payload, is_token_in_rank, num_tokens_per_expert, num_sms)
+            else:
+                experts, capacity = num_experts, num_worst_tokens or EXACT
+                received = self._route(payload, topk_idx, topk_weights, num_experts, capacity, num_sms)
+            rows, scales, recv_idx, recv_weights, info, route, slots, rank_prefix, counts = received
+            src_idx = slots[: rows.shape[0], 0]
+            if len(src_idx) < len(rows):  # num_worst_tokens is more than can ever come
+                src_idx = torch.nn.functional.pad(src_idx, (0, len(rows) - len(src_idx)))
+            max_tokens = self._max_tokens(experts, topk, payload.row_bytes)
+            made = Route(route, src_idx, is_token_in_rank, topk, experts, max_tokens).as_handle(self, rank_prefix)
+            return rows, scales, recv_idx, recv_weights, info, counts.cpu(), *made
 
         given = (payload.rows, payload.scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
         received, event = self._run(call, given, async_finish, previous_event)
-        rows, scales, recv_idx, recv_weights, info, route, slots, rank_prefix, counts = received
-        if self.on_overflow == "raise" and num_worst_tokens and int(info[2 * self.num_ranks]) > 0:
-            raise OverflowError(
-                f"{int(info[2 * self.num_ranks])} rows did not fit into num_worst_tokens {num_worst_tokens}: "
-                f"{info[self.num_ranks : 2 * self.num_ranks].tolist()} came from the ranks"
-            )
-        topk = self.num_ranks if topk_idx is None else topk_idx.shape[1]
-        experts = self.num_ranks if topk_idx is None else num_experts
-        src_idx = slots[: rows.shape[0], 0]
-        if len(src_idx) < len(rows):  # num_worst_tokens is more than can ever come
-            src_idx = torch.nn.functional.pad(src_idx, (0, len(rows) - len(src_idx)))
-        max_tokens = self._max_tokens(experts, topk, payload.row_bytes)
-        route_made = Route(route, src_idx, is_token_in_rank, topk, experts, max_tokens)
-        made = route_made.as_handle(self, rank_prefix)
+        rows, scales, recv_idx, recv_weights, info, counts, *made = received
+        if self.on_overflow == "raise" and num_worst_tokens:
+            if event.event is not None:
+                event.current_stream_wait()
+            if (dropped := int(info[2 * self.num_ranks])) > 0:
+                raise OverflowError(
+                    f"{dropped} rows did not fit into num_worst_tokens {num_worst_tokens}: "
+                    f"{info[self.num_ranks : 2 * self.num_ranks].tolist()} came from the ranks"
+                )
         per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts.tolist()]
         recv_x = payload.as_given(rows, scales)
         if topk_idx is None:
-            return recv_x, None, None, per_expert, made, event
-        return recv_x, recv_idx, recv_weights, per_expert, made, event
+            return recv_x, None, None, per_expert, tuple(made), event
+        return recv_x, recv_idx, recv_weights, per_expert, tuple(made), event
 
     def combine(
         self,
@@ -256,7 +263,7 @@ class NormalMethods:
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         route = Route.of(self, handle)
         num_sms = self.num_sms if config is None else config.num_sms
-        biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
+        biases = [bias] if isinstance(bias, torch.Tensor) else [each for each in bias or () if each is not None]
         require_on(self, ("x", "topk_weights"), (x, topk_weights))
         require_on(self, [f"bias {i}" for i in range(len(biases))], biases)
         num_rows = route.src_idx.shape[0]

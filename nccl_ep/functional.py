@@ -217,6 +217,8 @@ def combine(
     Source: NCCL EP's ``ncclEpCombine`` (arXiv 2603.13606), DeepEP's ``low_latency_combine``.
     """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
+    if out is not None:
+        require_on(buffer, ("out",), (out,))
     try:
         if handle.mode == "ht":
             return _ht_combine(buffer, combine_args(handle, args, rows=True), out)
@@ -289,7 +291,7 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     Raises: as ``combine``.
     """
     buffer = buffer_of(handle)
-    require_on(buffer, ("values", "handle"), (values, handle.tensor))
+    require_on(buffer, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
     if handle.mode == "ht":
         how = (_NONE, _float32, _float32, 0)
         args = combine_args(handle, (values, handle.tensor, None, None, [], *handle.args(), *how), rows=False)
@@ -537,6 +539,8 @@ def _combine_call(
     buffer = buffer_of(handle)
     if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, handle.tensor, home_weights, topk_idx):
         require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
+    if handle.slots is not None:
+        require_on(buffer, ("handle",), (handle.slots,))
     if biases:
         require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
     how = (weighting, out_dtype, wire_dtype, num_sms)

@@ -104,7 +104,7 @@ def dispatch_cached(
     Source: DeepEP's ``dispatch(handle=)``, NCCL EP's dispatch with ``pass_direction`` BWD.
     """
     buffer, slots = ht_handle(handle)
-    require_on(buffer, ("x", "scales", "handle"), (x, scales, handle.tensor))
+    require_on(buffer, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
     require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
     if quant not in QUANTS:
         raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")

@@ -219,6 +219,8 @@ def _further(
     xs: list[torch.Tensor], buffer: str, num_experts: int, max_tokens: int, layout: int, rows: int
 ) -> list[torch.Tensor]:
     """Of the tensors beside x; three in all."""
+    if not 1 <= len(xs) <= 4:
+        raise ValueError(f"{len(xs)} tensors, must be 1 to 4")
     shapes = [_row_shape(layout, _num_ranks(buffer), num_experts, max_tokens, rows, [each.shape[1]]) for each in xs[1:]]
     further = [each.new_empty(shape) for each, shape in zip(xs[1:], shapes, strict=True)]
     return [*further, *(xs[0].new_empty([0], dtype=torch.uint8) for _ in range(3 - len(further)))]

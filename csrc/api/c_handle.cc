@@ -247,7 +247,7 @@ ncclEpResult_t ncclEpHandleDestroy(ncclEpHandle_t handle) {
   return guarded("ncclEpHandleDestroy", [&] {
     if (handle == nullptr) return;
     const Group& group = *handle->state->group;
-    if (!group.is_destroyed() && group.backend().failure().code == Failure::kNone) handle->require_nothing_pending();
+    if (!group.is_destroyed() && group.backend()->failure().code == Failure::kNone) handle->require_nothing_pending();
     delete handle;
   });
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "base/check.h"
 #include "base/math.h"
 
 namespace ep {
@@ -25,12 +26,14 @@ class Carver {
   Region<T> take(uint64_t count, uint64_t alignment = 128) {
     used_ = align_up<uint64_t>(used_, alignment);
     Region<T> region{used_, count};
+    EP_CHECK(count <= (kMaxWindow - used_) / sizeof(T), "a window of more than ", kMaxWindow, " bytes");
     used_ += count * sizeof(T);
     return region;
   }
   uint64_t used() const { return used_; }
 
  private:
+  static constexpr uint64_t kMaxWindow = 1ull << 48;  // no address space has more; sums of it stay within 64 bits
   uint64_t used_ = 0;
 };
 

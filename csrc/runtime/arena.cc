@@ -12,7 +12,7 @@ Arena::Arena(char* base, Offset offset, uint64_t bytes, std::shared_ptr<void> ow
 }
 
 std::shared_ptr<void> Arena::take(const std::shared_ptr<Arena>& arena, uint64_t bytes) {
-  if (arena == nullptr) return nullptr;
+  if (arena == nullptr || bytes > arena->bytes_) return nullptr;
   const uint64_t size = align_up<uint64_t>(std::max<uint64_t>(bytes, 1), kArenaAlignment);
   std::lock_guard lock(arena->mutex_);
   for (auto block = arena->free_.begin(); block != arena->free_.end(); ++block) {

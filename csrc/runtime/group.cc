@@ -84,31 +84,56 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
 
 Group::~Group() { destroy(); }
 
+std::shared_ptr<Backend> Group::held() const {
+  std::lock_guard lock(mutex_);
+  return backend_;
+}
+
+std::shared_ptr<Backend> Group::backend() const {
+  std::shared_ptr<Backend> backend = held();
+  EP_CHECK_USAGE(backend != nullptr, "the buffer was destroyed");
+  return backend;
+}
+
+std::shared_ptr<Arena> Group::arena() const {
+  const std::shared_ptr<Backend> backend = held();
+  return backend ? backend->arena() : nullptr;
+}
+
+Report Group::report() {
+  const std::shared_ptr<Backend> backend = held();
+  return backend ? backend->report(false) : Report{};
+}
+
 void Group::destroy() {
-  if (backend_ && backend_->failure().code != Failure::kNone) backend_->abort();
-  backend_.reset();
+  std::shared_ptr<Backend> last;
+  {
+    std::lock_guard lock(mutex_);
+    last = std::move(backend_);
+  }
+  if (last && last->failure().code != Failure::kNone) last->abort();
 }
 
 void Group::set_timeout(double seconds) {
   check_timeout(seconds);
   require_usable();
   config_.timeout_seconds = seconds;
-  backend_->set_timeout(seconds);
+  backend()->set_timeout(seconds);
 }
 
 void Group::set_pdl(bool enabled) {
   require_usable();
-  backend_->set_pdl(enabled);
+  backend()->set_pdl(enabled);
 }
 
 void Group::require_usable() {
-  EP_CHECK_USAGE(backend_ != nullptr, "the buffer was destroyed");
-  Failure failure = backend_->failure();
+  const std::shared_ptr<Backend> backend = this->backend();
+  Failure failure = backend->failure();
   if (failure.code == Failure::kNone) return;
   std::string others;
   try {
-    failure = failure_in_full();
-    others = other_calls(failure);
+    failure = failure_in_full(*backend);
+    others = other_calls(*backend, failure);
   } catch (const Error&) {  // a GPU that cannot be asked any more
   }
   raise(failure.code == Failure::kOtherCall ? ErrorKind::kMismatch : ErrorKind::kTimeout,
@@ -116,21 +141,22 @@ void Group::require_usable() {
         "; destroy it and make a new one");
 }
 
-Failure Group::failure_in_full() {
-  Failure failure = backend_->failure();
+Failure Group::failure_in_full(Backend& backend) const {
+  Failure failure = backend.failure();
   if (failure.code != Failure::kTimeout || failure.missing != 0 || failure.phase == Phase::kFlag) return failure;
   CallRecord record;
   for (int r = 0; r < std::min(num_ranks(), 64); r++) {
-    const bool is_heard = find_record(r, static_cast<int>(failure.kind), failure.is_ht != 0, failure.epoch, record);
+    const bool is_heard =
+        find_record(backend, r, static_cast<int>(failure.kind), failure.is_ht != 0, failure.epoch, record);
     if (r != rank_ && !is_heard) failure.missing |= 1ull << r;
   }
   return failure;
 }
 
-std::string Group::other_calls(const Failure& failure) {
+std::string Group::other_calls(Backend& backend, const Failure& failure) const {
   std::string text;
   if (failure.code != Failure::kTimeout || failure.missing == 0) return text;
-  const Report report = backend_->report(false);
+  const Report report = backend.report(false);
   for (int r = 0; r < std::min(num_ranks(), 64); r++) {
     if ((failure.missing >> r & 1) == 0) continue;
     for (int kind = 0; kind < kNumKinds; kind++) {
@@ -139,7 +165,7 @@ std::string Group::other_calls(const Failure& failure) {
         if (static_cast<Kind>(kind) == failure.kind && is_ht == failure.is_ht) continue;
         if (is_ht ? window_.ht.call_words == 0 : has_unreceived_send_[kind]) continue;
         CallRecord theirs;
-        if (find_record(r, kind, is_ht != 0, epochs[is_ht], theirs)) {
+        if (find_record(backend, r, kind, is_ht != 0, epochs[is_ht], theirs)) {
           text += concat("; rank ", r, " called ", describe(theirs), " instead");
         }
       }
@@ -148,12 +174,12 @@ std::string Group::other_calls(const Failure& failure) {
   return text;
 }
 
-bool Group::find_record(int source, int kind, bool is_ht, uint64_t epoch, CallRecord& record) {
+bool Group::find_record(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, CallRecord& record) const {
   const uint64_t words = is_ht ? window_.ht.call_words : CallRecord::kWords;
   const Offset records = is_ht ? window_.ht.calls[kind].offset : window_.kind[kind].records.offset;
   const Offset at = records + (static_cast<Offset>(bank_of(epoch)) * num_ranks() + source) * words * sizeof(TaggedWord);
   for (int i = 0; i < CallRecord::kWords; i++) {
-    const uint64_t word = backend_->window_word(at + i * sizeof(TaggedWord));
+    const uint64_t word = backend.window_word(at + i * sizeof(TaggedWord));
     if (word >> 32 != tag_of(epoch)) return false;
     record.words[i] = static_cast<uint32_t>(word);
   }
@@ -162,7 +188,7 @@ bool Group::find_record(int source, int kind, bool is_ht, uint64_t epoch, CallRe
 
 void Group::check() {
   require_usable();
-  const InvalidIds ids = backend_->report(true).invalid_ids;
+  const InvalidIds ids = backend()->report(true).invalid_ids;
   EP_CHECK(ids.count == 0, ids.count, " expert ids out of range since the last check, the first is ", ids.value,
            " at token ", ids.token, ", k ", ids.k, "; they were taken as -1");
 }
@@ -197,7 +223,9 @@ void Group::prepare(LlDispatchParams& p) {
   }
   check_row_bytes(static_cast<int64_t>(p.hidden) * (quantises ? 1 : size_of(p.dtype)), "a row");
   p.row.payload_bytes = p.hidden * (quantises ? 1 : size_of(p.dtype));
-  p.row.scale_bytes = p.out_scales.count * p.out_scales.element_bytes;
+  const int64_t scale_bytes = static_cast<int64_t>(p.out_scales.count) * p.out_scales.element_bytes;
+  EP_CHECK(scale_bytes <= kMaxRowBytes, "scales of ", scale_bytes, " bytes a row, at most ", kMaxRowBytes);
+  p.row.scale_bytes = static_cast<int>(scale_bytes);
   p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
   p.layout = LlLayout::make(window_, Kind::kDispatch, p.shape, p.row);
   p.call = record_of(pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype), p.hidden, p.shape,
@@ -214,7 +242,7 @@ void Group::dispatch(LlDispatchParams& p, void* stream) {
   prepare(p);
   check_half(Kind::kDispatch, p.half, "dispatch");
   Range range(config_.name, name_of(Kind::kDispatch, p.half), call_number(Kind::kDispatch, p.half));
-  backend_->dispatch(p, stream);
+  backend()->dispatch(p, stream);
   note_half(Kind::kDispatch, p.half);
   if (sends(p.half)) calls_.dispatch++;
 }
@@ -232,7 +260,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
       record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
   check_half(Kind::kCombine, p.half, "combine");
   Range range(config_.name, name_of(Kind::kCombine, p.half), call_number(Kind::kCombine, p.half));
-  backend_->combine(p, stream);
+  backend()->combine(p, stream);
   note_half(Kind::kCombine, p.half);
   if (sends(p.half)) calls_.combine++;
 }
@@ -246,14 +274,14 @@ void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
                      p.num_tokens);
   check_half(Kind::kCombine, Half::kBoth, "combine");
   Range range(config_.name, "combine_weights", call_number(Kind::kCombine, Half::kBoth));
-  backend_->combine_weights(p, stream);
+  backend()->combine_weights(p, stream);
   note_half(Kind::kCombine, Half::kBoth);
   calls_.combine_weights++;
 }
 
 void Group::floor_flags(void* stream) {
   require_usable();
-  backend_->floor_flags({num_ranks(), window_.flags.offset, window_.flag_epoch.offset, {}}, stream);
+  backend()->floor_flags({num_ranks(), window_.flags.offset, window_.flag_epoch.offset, {}}, stream);
 }
 
 void Group::floor_push(LlFloorPushParams& p, int64_t row_bytes, void* stream) {
@@ -266,7 +294,7 @@ void Group::floor_push(LlFloorPushParams& p, int64_t row_bytes, void* stream) {
   p.call = record_of(pack_operation(Operation::kFloorPush, DType::kOpaque8, Quant::kNone, DType::kOpaque8),
                      p.row.payload_bytes, p.shape, 0, p.num_tokens);
   check_half(p.kind, Half::kBoth, p.kind == Kind::kDispatch ? "dispatch" : "combine");
-  backend_->floor_push(p, stream);
+  backend()->floor_push(p, stream);
   note_half(p.kind, Half::kBoth);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "layout/window.h"
@@ -56,7 +57,8 @@ class Group {
   const Topology& topology() const { return topology_; }
   const Window& window() const { return window_; }
   const GroupConfig& config() const { return config_; }
-  const Backend& backend() const { return *backend_; }
+  // Throws kInvalidUsage after destroy(). Whoever holds it may be in a call while another thread destroys the group.
+  std::shared_ptr<Backend> backend() const;
 
   // Fill in what follows from the rest (layout, row format, call record), check, run. `prepare` stops before the run.
   void prepare(LlDispatchParams& params);
@@ -74,27 +76,27 @@ class Group {
   void dispatch(HtDispatchParams& params, void* stream);
   void combine(HtCombineParams& params, void* stream);
   bool has_ht() const { return config_.ht_sizes.any(); }
-  std::shared_ptr<Arena> arena() const { return backend_ ? backend_->arena() : nullptr; }
+  std::shared_ptr<Arena> arena() const;
 
   // Throws what the device has found: a failure of the buffer (again at every call), ids out of range (once).
   void check();
   // Throws if the buffer has failed or was destroyed.
   void require_usable();
   const Calls& calls() const { return calls_; }
-  Report report() { return backend_ ? backend_->report(false) : Report{}; }
+  Report report();
   void set_timeout(double seconds);
   void set_pdl(bool enabled);
-  bool is_destroyed() const { return backend_ == nullptr; }
+  bool is_destroyed() const { return held() == nullptr; }
   void destroy();
 
  private:
   Offset offset_of(const void* data, uint64_t bytes) const;
   void check_half(Kind kind, Half half, const char* call) const;
   // With the ranks that nothing was heard of, which a kernel does not look for.
-  Failure failure_in_full();
+  Failure failure_in_full(Backend& backend) const;
   // Of a call that some ranks did not come to: what those have called in its place, as far as it has been heard here.
-  std::string other_calls(const Failure& failure);
-  bool find_record(int source, int kind, bool is_ht, uint64_t epoch, CallRecord& record);
+  std::string other_calls(Backend& backend, const Failure& failure) const;
+  bool find_record(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, CallRecord& record) const;
   void note_half(Kind kind, Half half);
   // Of the call that comes, or, for a receiving half, of the one that was sent.
   uint64_t call_number(Kind kind, Half half) const {
@@ -105,7 +107,10 @@ class Group {
   Topology topology_;
   GroupConfig config_;
   Window window_;
-  std::unique_ptr<Backend> backend_;
+  std::shared_ptr<Backend> held() const;
+
+  mutable std::mutex mutex_;  // of the pointer
+  std::shared_ptr<Backend> backend_;
   bool has_unreceived_send_[kNumKinds] = {false, false};
   uint64_t num_calls_[kNumKinds] = {0, 0};
   uint64_t num_ht_calls_[kNumKinds] = {0, 0};

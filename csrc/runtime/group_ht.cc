@@ -47,7 +47,7 @@ HtSizes ht_sizes_for(const Topology& topology, const Shape& shape, int dispatch_
 }
 
 Offset Group::offset_of(const void* data, uint64_t bytes) const {
-  const auto arena = backend_->arena();
+  const auto arena = this->arena();
   return arena == nullptr || bytes == 0 ? kNoOffset : arena->offset_of(data, bytes);
 }
 
@@ -85,7 +85,7 @@ void Group::dispatch(HtDispatchParams& p, void* stream) {
   }
   if (sends_rows(p.steps)) check_slots(p.handle.num_slots, p.shape);
   Range range(config_.name, name_of(p.steps), ++num_ht_calls_[static_cast<int>(Kind::kDispatch)]);
-  backend_->ht_dispatch(p, stream);
+  backend()->ht_dispatch(p, stream);
 }
 
 void Group::combine(HtCombineParams& p, void* stream) {
@@ -110,7 +110,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
   p.call = record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape,
                      p.has_values ? p.shape.topk * 4 : 0, p.num_tokens);
   Range range(config_.name, "ht combine", ++num_ht_calls_[static_cast<int>(Kind::kCombine)]);
-  backend_->ht_combine(p, stream);
+  backend()->ht_combine(p, stream);
 }
 
 }  // namespace ep

@@ -25,7 +25,8 @@ Tensor arena_tensor(Registered& registered, at::IntArrayRef sizes, at::ScalarTyp
   int64_t elements = 1;
   for (int64_t size : sizes) {
     EP_CHECK(size >= 0, "a dimension of ", size);
-    elements *= size;
+    EP_CHECK(!__builtin_mul_overflow(elements, size, &elements) && elements <= INT64_MAX / 16, "a tensor of ", sizes,
+             ": beyond 64 bits");
   }
   if (elements > 0 && device.is_cuda() && registered.pool() != nullptr) return registered.pool()->empty(sizes, type);
   if (elements == 0 || !device.is_cpu()) return new_tensor(sizes, type, device);

@@ -108,7 +108,7 @@ py::dict stats(Group& group) {
   result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
                              py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.staged);
   result["window_bytes"] = group.window().bytes;
-  if (!group.is_destroyed()) result["backend"] = group.backend().name();
+  if (!group.is_destroyed()) result["backend"] = group.backend()->name();
   const auto arena = group.arena();
   result["arena_bytes"] = arena ? arena->bytes() : 0;
   result["arena_free_bytes"] = arena ? arena->free_bytes() : 0;
@@ -118,7 +118,7 @@ py::dict stats(Group& group) {
 py::dict wire_bytes(Group& group) {
   py::dict result;
   if (group.is_destroyed()) return result;
-  const WireBytes bytes = group.backend().wire_bytes();
+  const WireBytes bytes = group.backend()->wire_bytes();
   result["rows_count"] = bytes.rows;
   result["rows"] = bytes.row_bytes;
   result["other"] = bytes.other_bytes;
