@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cases import Case, generate
 from deepep_ranks import rebuilt, similarity_gap
 from expected import plain_case
+from gpus import on_gpu
 
 import nccl_ep
 from nccl_ep import reference
@@ -293,9 +294,7 @@ def run_program(rank: int, num_ranks: int, device_type: str = "cpu") -> int:
     """Layouts, dispatches and combines over every option, each checked by what all ranks' routing says. Returns how
     many dispatches of fresh routing ran."""
     num_tokens, hidden, topk, num_experts = 64 + rank, 256, 4, 4 * num_ranks
-    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device("cpu") if device_type == "cpu" else on_gpu(rank)
     group = dist.group.WORLD
     made = torch.Generator().manual_seed(rank)
     nccl_ep.Buffer.set_num_sms(24)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, generate
 from expected import Expected, plain_case, shared_buffer
+from gpus import on_gpu
 
 import nccl_ep
 from nccl_ep import reference
@@ -179,9 +180,7 @@ def dequantised(received: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 def run_program(rank: int, num_ranks: int, device_type: str = "cpu", rounds: int = 1) -> int:
     """A low-latency layer over every option, each checked by what all ranks' routing says. Returns the layers run."""
     num_tokens, hidden, num_experts, topk = 24, 1024, 4 * num_ranks, 3
-    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device("cpu") if device_type == "cpu" else on_gpu(rank)
     group = dist.group.WORLD
     num_bytes = nccl_ep.Buffer.get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank=num_tokens, hidden=hidden, num_ranks=num_ranks, num_experts=num_experts
@@ -259,10 +258,9 @@ def _check_expert(
 
 def run_cases(rank: int, num_ranks: int, count: int) -> int:
     """Generated cases on GPUs: fused, with hooks, and on the buffer's own stream."""
-    torch.cuda.set_device(rank)
-    cases = deepep_cases(count, num_ranks, domain_size=None)
+    device, cases = on_gpu(rank), deepep_cases(count, num_ranks, domain_size=None)
     ways: list[dict[str, Any]] = [{}, {"staged": True}, {"async_finish": True}]
-    with shared_buffer(rendezvous_of(dist.group.WORLD), cases, device=torch.device("cuda", rank)) as buffer:
+    with shared_buffer(rendezvous_of(dist.group.WORLD), cases, device=device) as buffer:
         for number, case in enumerate(cases):
             case.run(buffer, **ways[number % 3])
         torch.cuda.synchronize()

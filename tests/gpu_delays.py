@@ -13,7 +13,8 @@ from expected import Expected, shared_buffer
 from gpu_chains import Chain, chain_buffer, replay_graphs
 from gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
 from gpu_ht_ranks import ExpectedHt, own_layouts, shared_ht_buffer, wide_cases
-from gpu_ranks import cuda_cases, on_gpu, run_case, wide_case
+from gpu_ranks import cuda_cases, run_case, wide_case
+from gpus import on_gpu
 from harness import synchronize
 
 import nccl_ep

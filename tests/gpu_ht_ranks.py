@@ -27,10 +27,10 @@ from gpu_ranks import (
     cuda_cases,
     expect_failed,
     leave_alone,
-    on_gpu,
     wide_case,
     within,
 )  # fmt: skip
+from gpus import on_gpu
 from harness import case_buffer, check_dispatch, garble, synchronize
 from ht_harness import (
     HT_STEPS,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cases import SCALE_STRIDES, Case, generate
 from expected import Expected, plain_case, shared_buffer
 from gpu_chains import chain_buffer, replay_graphs
+from gpus import on_gpu
 from harness import check_case, combine_case, dispatch_case, garble
 from sanitizers import run_arguments
 
@@ -61,11 +62,6 @@ def scale_cases(num_ranks: int) -> list[Case]:
         )  # fmt: skip
         cases.append(case)
     return cases
-
-
-def on_gpu(rank: int) -> torch.device:
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
 
 
 # ---- Cases

@@ -12,11 +12,22 @@ from nccl_ep import _C
 TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
 NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
 NUM_SMS = (4, 12, 132)
-WORLDS = [ranks for ranks in (2, 3, 4, 8) if ranks <= max(NUM_GPUS, 2)]  # in processes
+# NCCL 2.30 and newer, and this library, let ranks of several processes share a GPU.
+SHARED_GPUS = NUM_GPUS > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+WORLDS = [ranks for ranks in (2, 3, 4, 8) if ranks <= max(NUM_GPUS, 4 if SHARED_GPUS else 2)]  # in processes
 
 _reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]
-several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each")
+several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here, two are needed")
+ranks_on_gpus = pytest.mark.skipif(
+    NUM_GPUS < 2 and not SHARED_GPUS, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each"
+)
+
+
+def on_gpu(rank: int) -> torch.device:
+    """The GPU of a rank that is a process, from now on the current one."""
+    torch.cuda.set_device(rank % NUM_GPUS)
+    return torch.device("cuda", rank % NUM_GPUS)
 
 
 def num_replays(default: int) -> int:

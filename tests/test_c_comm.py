@@ -13,8 +13,7 @@ import torch.distributed as dist
 from c_api import Library, Refused
 from c_case import CaseRun, refused
 from expected import expected_cases
-from gpu_ranks import on_gpu
-from gpus import WORLDS, needs_gpu, several_gpus
+from gpus import WORLDS, needs_gpu, on_gpu, ranks_on_gpus
 from patience import PATIENCE
 from processes import run_processes
 
@@ -87,7 +86,7 @@ class TestOnGpus:
     def test_one_rank(self, library_file: Path) -> None:
         assert run_cases(0, library_file, 1) == 8
 
-    @several_gpus
+    @ranks_on_gpus
     @pytest.mark.parametrize("num_ranks", WORLDS)
     def test_ranks_in_processes(self, num_ranks: int, library_file: Path, tmp_path: Path) -> None:
         got = run_processes(num_ranks, run_cases, tmp_path, library_file, num_ranks, timeout=PATIENCE)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepep_ranks import deepep_cases, small_case
 from expected import Expected, plain_case, shared_buffer
-from gpus import WORLDS, busy, needs_gpu, several_gpus
+from gpus import WORLDS, busy, needs_gpu, ranks_on_gpus
 from processes import run_processes
 
 import nccl_ep
@@ -158,12 +158,12 @@ def test_masks_and_scratch() -> None:
         assert buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_().shape == (1 << 22,)
 
 
-@several_gpus
+@ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     assert run_processes(num_ranks, deepep_ranks.run_cases, tmp_path, num_ranks, 30, timeout=150.0) == [30] * num_ranks
 
 
-@several_gpus
+@ranks_on_gpus
 def test_a_program_written_for_deepep(tmp_path: Path) -> None:
     assert run_processes(2, deepep_ranks.run_program, tmp_path, 2, "cuda", 3, timeout=150.0) == [48, 48]

@@ -10,7 +10,7 @@ import deepep_normal_ranks
 import pytest
 import torch
 from deepep_normal_ranks import normal_arguments, normal_buffer, normal_cases, run_program, small_case
-from gpus import WORLDS, busy, needs_gpu, several_gpus
+from gpus import WORLDS, busy, needs_gpu, ranks_on_gpus
 from processes import run_processes
 
 import nccl_ep
@@ -166,7 +166,7 @@ def test_graphs_with_new_routing(is_async: bool) -> None:
             case.check_combined(0, combined)
 
 
-@several_gpus
+@ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_a_program_written_for_deepep(num_ranks: int, tmp_path: Path) -> None:
     assert run_processes(num_ranks, run_program, tmp_path, num_ranks, "cuda", timeout=150.0) == [24] * num_ranks

@@ -11,7 +11,7 @@ import gpu_ranks
 import pytest
 import torch
 from expected import Expected, plain_case, shared_buffer
-from gpus import NUM_SMS, TEST_ALL, WORLDS, busy, needs_gpu, num_cases, num_replays, several_gpus
+from gpus import NUM_SMS, TEST_ALL, WORLDS, busy, needs_gpu, num_cases, num_replays, ranks_on_gpus, several_gpus
 from harness import check_case, check_dispatch, combine_case, dispatch_case, make_buffer
 from ht_harness import check_ht_case
 from processes import run_processes
@@ -208,7 +208,7 @@ def test_a_capture_behind_what_is_no_kernel() -> None:
 # ---- Ranks in processes, each with a GPU of its own
 
 
-@several_gpus
+@ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     """With it: staged and fused, every number of SMs, and inputs that are overwritten at once."""
@@ -218,7 +218,7 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     assert got == [count + given + 2 * 2 * len(NUM_SMS) + 20] * num_ranks
 
 
-@several_gpus
+@ranks_on_gpus
 def test_graphs_over_nccl(tmp_path: Path) -> None:
     """Replays with new data and routing each time, of odd numbers of operations, without and with PDL."""
     num_ranks = WORLDS[-1]
@@ -230,18 +230,18 @@ def test_graphs_over_nccl(tmp_path: Path) -> None:
         assert [wrong for wrong, _ in found.values()] == [0, 0]
 
 
-@several_gpus
+@ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_floors_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     run_processes(num_ranks, gpu_ranks.run_floors, tmp_path, num_ranks, timeout=PATIENCE)
 
 
-@several_gpus
+@ranks_on_gpus
 def test_a_rank_that_does_not_call(tmp_path: Path) -> None:
     run_processes(2, gpu_ranks.run_deadlines, tmp_path, 2, timeout=PATIENCE)
 
 
-@several_gpus
+@ranks_on_gpus
 def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
     got = run_processes(2, gpu_ranks.run_mismatches, tmp_path, timeout=PATIENCE)
     for rank, texts in enumerate(got):

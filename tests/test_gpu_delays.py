@@ -19,7 +19,7 @@ import gpu_ranks
 import pytest
 import torch
 from gpu_delays import SEARCHES, Found
-from gpus import WORLDS, needs_gpu, num_cases, num_replays, several_gpus
+from gpus import WORLDS, needs_gpu, num_cases, num_replays, ranks_on_gpus
 from harness import check_case
 from ht_harness import check_ht_case
 from processes import run_processes
@@ -118,7 +118,7 @@ def test_planted_bugs_on_one_gpu(name: str, one_gpu: dict[str, Found]) -> None:
 # ---- Ranks in processes, each with a GPU of its own
 
 
-@several_gpus
+@ranks_on_gpus
 @pytest.mark.parametrize(
     ("body", "graphs"),
     [(gpu_delays.run_with_delays, "plain and with PDL"), (gpu_delays.run_ht_with_delays, "staged and given")],
@@ -141,7 +141,7 @@ def over_nccl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     return found[0]
 
 
-@several_gpus
+@ranks_on_gpus
 @pytest.mark.parametrize("name", list(SEARCHES))
 def test_planted_bugs_over_nccl(name: str, over_nccl: dict[str, Found]) -> None:
     _expect_found(over_nccl[name], name)

@@ -16,7 +16,7 @@ import gpu_ranks
 import pytest
 import torch
 from expected import plain_case
-from gpus import NUM_SMS, TEST_ALL, WORLDS, needs_gpu, num_cases, num_replays, several_gpus
+from gpus import NUM_SMS, TEST_ALL, WORLDS, needs_gpu, num_cases, num_replays, ranks_on_gpus
 from ht_harness import HtCoverage, check_ht_case
 from processes import processes, run_processes
 from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
@@ -131,7 +131,7 @@ def test_settings_of_the_allocator(setting: str) -> None:
 # ---- Ranks in processes, each with a GPU of its own
 
 
-@several_gpus
+@ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     """With them wide ones with every number of SMs, and the bodies of the world on one GPU."""
@@ -140,7 +140,7 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     assert len(set(got)) == 1 and got[0] >= count + 5 * len(NUM_SMS), got
 
 
-@several_gpus
+@ranks_on_gpus
 def test_graphs_over_nccl(tmp_path: Path) -> None:
     """Replays with new data and routing each time, of odd numbers of operations, staged and in place."""
     got = run_processes(WORLDS[-1], gpu_ht_ranks.run_ht_graphs, tmp_path, NUM_REPLAYS, timeout=PATIENCE)
@@ -149,12 +149,12 @@ def test_graphs_over_nccl(tmp_path: Path) -> None:
         assert [wrong for wrong, _ in found.values()] == [0, 0]
 
 
-@several_gpus
+@ranks_on_gpus
 def test_a_rank_that_does_not_call(tmp_path: Path) -> None:
     run_processes(2, gpu_ht_ranks.run_ht_deadlines, tmp_path, 2, timeout=PATIENCE)
 
 
-@several_gpus
+@ranks_on_gpus
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     with processes(2, gpu_ht_ranks.run_with_a_dead_rank, tmp_path) as world:
         outcome = world.wait(0, PATIENCE)
@@ -163,7 +163,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     assert re.search(f"{gpu_ht_ranks.SILENT_RANK} in high-throughput combine 1 ", outcome.value), outcome.value
 
 
-@several_gpus
+@ranks_on_gpus
 def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
     got = run_processes(2, gpu_ht_ranks.run_ht_mismatches, tmp_path, timeout=PATIENCE)
     wanted = [

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <mutex>
@@ -60,7 +61,14 @@ Seat own_seat(int device) {
 
 bool same_gpu(const Seat& a, const Seat& b) { return std::memcmp(a.gpu, b.gpu, sizeof a.gpu) == 0; }
 
-// True if all ranks are threads of one process on one GPU. Throws if ranks share a GPU in any other way.
+// NCCL's own switch for ranks of several processes on one GPU, which take turns there: for tests, too slow for work.
+bool may_share_gpus() {
+  const char* text = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  return text != nullptr && std::strcmp(text, "1") == 0;
+}
+
+// True if all ranks are threads of one process on one GPU. Throws if ranks share a GPU in any other way, unless they
+// may.
 bool is_world_on_one_gpu(Bootstrap& bootstrap, const Seat& mine) {
   const auto texts = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
   std::vector<Seat> seats(texts.size());
@@ -72,7 +80,8 @@ bool is_world_on_one_gpu(Bootstrap& bootstrap, const Seat& mine) {
   if (is_one) return true;
   for (size_t r = 0; r < seats.size(); r++) {
     for (size_t s = 0; s < r; s++) {
-      if (same_gpu(seats[r], seats[s])) {
+      if (!same_gpu(seats[r], seats[s])) continue;
+      if (seats[r].process == seats[s].process || !may_share_gpus()) {
         raise(ErrorKind::kInvalidUsage, "ranks ", s, " and ", r, " use the same GPU, ", seats[r].address,
               ": give every rank its own (in torch, torch.cuda.set_device(local_rank) before the buffer is made)");
       }
