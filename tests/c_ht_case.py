@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import ctypes as c
-import threading
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import c_api
 import torch
+import torch.distributed as dist
 from c_api import Library
 from c_case import FURTHER, QUANTS, SECOND, CaseRun, refused, tensor
 from cases import Case
 from expected import Expected, plain_case
+from gpus import on_gpu
 from harness import check_results
 from ht_harness import HtPlan, HtRankResult, check_further, further, oracle, oracle_kwargs
-from patience import PATIENCE
 
 import nccl_ep
+from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 
@@ -213,35 +216,35 @@ def run_ht_case(library: Library, case: Case, *, device: str = "cpu") -> Counter
     return ways
 
 
-def run_route_that_fails(library: Library, device: str) -> None:
-    """Rank 1 leaves rank 0 alone in its second route, and the info tensor there says that nothing was received."""
-    expected, seen = Expected(plain_case(2, layout="packed")), threading.Event()
+def run_route_that_fails(library: Library, group: Any, device: str, meet: Callable[[], object]) -> None:
+    """Rank 1 leaves rank 0 alone in its second route, and the info tensor there says that nothing was received. The
+    ranks then meet."""
+    expected = Expected(plain_case(2, layout="packed"))
+    run = HtCaseRun(library, expected, HtPlan.of(expected.case), group, device, timeout_ns=2 * SECOND)
+    handle, ids = c.c_void_p(), run.move(expected.inputs[run.rank].topk_idx)
+    library.InitHandle(handle, run.group, run.handle_config(), None)
+    library.UpdateHandle(handle, tensor(ids))
+    assert run.route(handle).cpu().any()
+    if run.rank == 0:
+        info = run.new_info()
 
-    def body(group: ThreadGroup) -> None:
-        plan = HtPlan.of(expected.case)
-        run = HtCaseRun(library, expected, plan, group, device, timeout_ns=2 * SECOND)
-        handle, ids = c.c_void_p(), run.move(expected.inputs[run.rank].topk_idx)
-        library.InitHandle(handle, run.group, run.handle_config(), None)
-        library.UpdateHandle(handle, tensor(ids))
-        assert run.route(handle).cpu().any()
-        if run.rank == 0:
-            info = run.new_info()
+        def route() -> None:
+            library.RouteHandle(handle, tensor(info), None)
+            if device == "cuda":
+                torch.cuda.synchronize()
+                library.Check(run.group)
 
-            def route() -> None:
-                library.RouteHandle(handle, tensor(info), None)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                    library.Check(run.group)
+        refused(c_api.TIMEOUT, "rank 1", route)
+        assert not info.cpu().any(), info
+    meet()
+    run.free()
+    library.HandleDestroy(handle)
+    library.GroupDestroy(run.group)
 
-            refused(c_api.TIMEOUT, "rank 1", route)
-            assert not info.cpu().any(), info
-            seen.set()
-        assert seen.wait(PATIENCE)
-        run.free()
-        library.HandleDestroy(handle)
-        library.GroupDestroy(run.group)
 
-    run_ranks(2, body)
+def run_route_that_fails_over_nccl(rank: int, library_file: Path) -> None:
+    on_gpu(rank)
+    run_route_that_fails(Library(library_file), rendezvous_of(dist.group.WORLD), "cuda", dist.barrier)
 
 
 WAYS = (

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from c_api import Library, Refused
-from c_ht_case import WAYS, run_ht_case, run_route_that_fails
+from c_ht_case import WAYS, run_ht_case, run_route_that_fails, run_route_that_fails_over_nccl
 from cases import generate
 from expected import plain_case
+from gpus import ranks_on_gpus
+from patience import PATIENCE
+from processes import run_processes
+
+from nccl_ep.testing import run_ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(1, 1), (2, 2), (4, 4), (4, 2), (3, 1)])
@@ -28,7 +35,8 @@ def test_generated_cases_give_the_oracles_results(library: Library, num_ranks: i
 
 
 def test_a_route_that_fails(library: Library) -> None:
-    run_route_that_fails(library, "cpu")
+    barrier = threading.Barrier(2, timeout=PATIENCE)
+    run_ranks(2, lambda group: run_route_that_fails(library, group, "cpu", barrier.wait))
 
 
 def require_gpu(library: Library) -> None:
@@ -43,9 +51,10 @@ def require_gpu(library: Library) -> None:
 
 
 @pytest.mark.gpu
-def test_a_route_that_fails_on_one_gpu(library: Library) -> None:
+@ranks_on_gpus
+def test_a_route_that_fails_over_nccl(library: Library, library_file: Path, tmp_path: Path) -> None:
     require_gpu(library)
-    run_route_that_fails(library, "cuda")
+    run_processes(2, run_route_that_fails_over_nccl, tmp_path, library_file, timeout=PATIENCE)
 
 
 @pytest.mark.gpu
