@@ -48,6 +48,7 @@ struct Opening {
   uint64_t last_epoch = 0;
   uint64_t credit = 0;  // of rank `lane`
   uint32_t has_failed = 0;
+  Kind kind;
   ptx::SharedAddress opened_at;  // the word of tag, bank and is_open
 };
 
@@ -62,6 +63,7 @@ template <class Args, class Ask = Nothing>
 __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args, Kind kind, Ask others_ask = {}) {
   testing_point_before_call(args.state->epoch[static_cast<int>(kind)].epoch, kind, args.peers.rank);
   Opening opening;
+  opening.kind = kind;
   opening.opened_at = ptx::opaque(ptx::shared_address(&call.tag));
   if (!is_opener()) {
     others_ask();
@@ -115,9 +117,9 @@ __device__ __forceinline__ bool begin_call(CallContext& context, OpenCall& call,
   const uint64_t epoch = opening.last_epoch + 1;
   context.epoch = epoch;
   call.tag = tag_of(epoch);
-  call.bank = has_bug(Bug::kOneBank, context.kind) ? 0 : bank_of(epoch);
+  call.bank = has_bug(Bug::kOneBank, opening.kind) ? 0 : bank_of(epoch);
   const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch ||
-                          has_bug(Bug::kIgnoredCredits, context.kind);
+                          has_bug(Bug::kIgnoredCredits, opening.kind);
   bool is_well = opening.has_failed == 0;
   if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) {
     is_well = await_credits(context, args, opening.last_epoch, opening.credit) && is_well;

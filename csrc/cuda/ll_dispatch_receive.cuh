@@ -232,6 +232,8 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   for (int i = threadIdx.x; i < ranges; i += blockDim.x) p.layout_range[i] = 0;
 }
 
+// Of a block, beside 1 and those that open a call. One place each for those that wait: synccheck wants it so.
+constexpr int kDutiesBarrier = 4, kPiecesBarrier = 5;
 constexpr int kLoneInfoBins = 64;  // up to so many, one warp writes the info tensor; of more, each has 32
 
 // `in`: the warp's first piece, if it has any. is_aimed: already.
@@ -261,20 +263,19 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
     if (!is_aimed) in.aim(role, places, number);
     in.ask(role, call);
   }
-  // The barrier stands in both branches: who has no duties has jumped over them, and has fetched what follows, while
-  // it waits. `packed` has one more, for when starts are known: rows of the same expert are counted meanwhile.
-  bool awaits_starts = kIsPacked;
-  if (!has_duties) {
-    ptx::named_barrier(1, threads);
-    if (kIsPacked && !has_pieces) ptx::named_barrier_arrive(1, threads);
-  } else {
-    ptx::named_barrier(1, threads);
-    if constexpr (kIsPacked) {
-      if (starts.finds) testing_point(Point::kBeforeReceive, call, 1);
-      starts.find(p, places);
-      ptx::named_barrier(1, threads);
-      awaits_starts = false;
-    }
+  ptx::named_barrier(1, threads);  // the routing is known
+  bool awaits_starts = false;
+  if constexpr (kIsPacked) {
+    // Who has duties waits for starts before them, the others once they have counted rows of the same expert: a barrier
+    // each, at which the rest arrive only.
+    if (starts.finds) testing_point(Point::kBeforeReceive, call, 1);
+    starts.find(p, places);
+    awaits_starts = has_pieces && !has_duties;
+    if (!awaits_starts) ptx::named_barrier_arrive(kPiecesBarrier, threads);
+    if (!has_duties) ptx::named_barrier_arrive(kDutiesBarrier, threads);
+  }
+  if (has_duties) {
+    if constexpr (kIsPacked) ptx::named_barrier(kDutiesBarrier, threads);
     if (stores_info) store_info<kLayout>(p, call, places, last_in_block, info_warps);
     if (stores_rest) store_rest_of_info<kLayout>(p, places);
     clear_gaps<kLayout>(p, places, from_last, role.plan.receivers());
@@ -286,7 +287,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
 #pragma unroll 1
   while (true) {
     const Place<kLayout> place = in.find_place(role, places);
-    if (awaits_starts) ptx::named_barrier(1, threads);
+    if (awaits_starts) ptx::named_barrier(kPiecesBarrier, threads);
     awaits_starts = false;
     if (!place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, place, number)) return;
     number += role.plan.receivers();
