@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -205,3 +206,42 @@ def test_different_combines(odd: str, num_ranks: int, domain_size: int) -> None:
 
     mine, other = texts.get(odd, (r"high-throughput dispatch\(", r"cached high-throughput dispatch\("))
     _expect_mismatch(num_ranks, domain_size, call, mine, other)
+
+
+@pytest.mark.parametrize("step", ["combine", "cached"])
+def test_a_changed_handle(step: str) -> None:
+    """Rows far beyond another rank's are found amid the call: no memory is touched there, the buffer has failed."""
+    deadline, num_tokens, topk = 2.0, 4, 2
+
+    def body(group: ThreadGroup) -> None:
+        buffer = _buffer(2, group, 2, deadline)
+        x = torch.ones(num_tokens, 64, dtype=torch.bfloat16)
+        ids = torch.tensor([[0, 2]] * num_tokens)
+        out = nccl_ep.dispatch(
+            x, ids, torch.rand(num_tokens, topk), buffer=buffer, num_experts=4, mode="ht", layout="flat", capacity=16
+        )
+        rows = buffer.empty(out.x.shape, out.x.dtype).copy_(out.x)
+        route = out.handle.tensor.clone()
+        first = 8 + num_tokens * topk  # behind the counts of ranks and experts, and the ids
+        assert route[first : first + num_tokens * topk].tolist() == [4 * buffer.rank + i // 2 for i in range(8)]
+        if buffer.rank == 0:
+            route[first : first + num_tokens * topk] = 1 << 30
+        handle = dataclasses.replace(out.handle, tensor=route)
+
+        def call() -> Any:
+            return nccl_ep.combine(rows, handle) if step == "combine" else nccl_ep.dispatch_cached(x, handle)
+
+        group.allgather(b"", PATIENCE)
+        if buffer.rank == 1:
+            with pytest.raises(nccl_ep.TimeoutError, match="rank 0"):
+                call()
+        else:
+            kind = "combine" if step == "combine" else "dispatch"
+            text = rf"handle that rank 0 gave to high-throughput {kind} \d+ .* was changed: row 1073741824 of rank 0,"
+            for again in (call, buffer.check):
+                with pytest.raises(ValueError, match=text):
+                    again()
+        group.allgather(b"", PATIENCE)
+        buffer.destroy()
+
+    run_ranks(2, body)

@@ -255,3 +255,21 @@ def test_a_compiled_layer(layout: str, backend: str) -> None:
             return nccl_ep.combine(out.x * 2, out.handle)
 
         check_compiled(layer, (given.x, given.topk_idx, given.topk_weights), backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("layout", ["packed", "rank_major", "flat"])
+def test_a_compiled_layer_of_exact_sizes(layout: str, backend: str) -> None:
+    """The handle's capacity is a symbol."""
+    case = _case(1, layout)
+    given = case.inputs[0]
+    kwargs = case.case.dispatch_kwargs() | {"capacity": "exact"}
+    with _buffer(case, None) as buffer:
+
+        def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, mode="ht", **kwargs)
+            again = nccl_ep.dispatch_cached(x, out.handle)
+            values = nccl_ep.combine_weights(out.weights, out.handle)
+            return torch.cat([nccl_ep.combine(2 * out.x + again.x, out.handle), values.to(x.dtype)], 1)
+
+        check_compiled(layer, (given.x, given.topk_idx, given.topk_weights), backend)

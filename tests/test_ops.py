@@ -10,6 +10,7 @@ from expected import Expected, plain_case
 from harness import make_buffer
 from op_checks import HT_OPS, LOCAL_OPS, UTILS, as_fake, check_compiled, described, faked
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests import aot_autograd_check
 from torch.utils import _pytree as pytree
@@ -312,3 +313,22 @@ def test_a_compiled_layer(layout: str, backend: str) -> None:
             return nccl_ep.combine(out.x * 2, out.handle)
 
         check_compiled(layer, (given.x, given.topk_idx, given.topk_weights), backend)
+
+
+@pytest.mark.parametrize("how", [{"mode": "ll"}, {"mode": "ht"}, {"mode": "ht", "capacity": "exact"}], ids=str)
+def test_one_compilation_for_any_number_of_tokens(how: dict[str, Any]) -> None:
+    case = plain_case(1, layout="packed")
+    with make_buffer(case, None, mode="auto") as buffer:
+
+        def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.dispatch_kwargs() | how)
+            return nccl_ep.combine(out.x * 2, out.handle)
+
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        for num_tokens in (8, 5, 3, 7):
+            x, scores = torch.randn(num_tokens, case.hidden).to(case.dtype), torch.rand(num_tokens, case.num_experts)
+            weights, ids = scores.topk(case.topk)
+            assert not reference.first_difference(compiled(x, ids, weights), layer(x, ids, weights))
+        assert counter.frame_count == 1

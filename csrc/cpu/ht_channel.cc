@@ -142,6 +142,13 @@ void HtChannel::give_up(Deadline::End end, Phase phase, int source, uint64_t exp
   raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
 }
 
+void HtChannel::check_row(int peer, int64_t row, uint64_t rows) {
+  if (static_cast<uint64_t>(row) < rows) return;
+  state_.failure = {Failure::kHandle,           kind_, Phase::kNone, peer, epoch_, rows,
+                    static_cast<uint64_t>(row), 0,     call_,        {},   1};
+  raise(kind_of(state_.failure), describe(state_.failure, rank(), state_.timeout_seconds));
+}
+
 void HtChannel::note_row(int peer, uint64_t bytes) {
   state_.wire.rows[peer] += 1;
   state_.wire.row_bytes[peer] += bytes;

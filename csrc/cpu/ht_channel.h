@@ -39,6 +39,7 @@ class HtChannel {
   uint32_t call_word(int source, int index) const { return messages_[source][index]; }
   int num_tokens(int source) const { return static_cast<int>(call_word(source, CallRecord::kNumTokens)); }
 
+  uint64_t window_bytes() const { return transport_.window_bytes(); }  // of every rank
   char* at(int peer, Offset offset) const { return transport_.peer_ptr(peer, offset); }  // of the own domain
   char* local(Offset offset) const { return transport_.local_window() + offset; }
   // From the own window to another domain's; the source stays as it is until the operation ends.
@@ -50,6 +51,9 @@ class HtChannel {
   // To the rail peers, one in each other domain, and from each of them.
   void signal_rail(HtSignal signal);
   void await_rail(HtSignal signal, Phase phase);
+
+  // A row that the handle names lies at the peer. Throws kInvalidArgument, and the buffer has failed.
+  void check_row(int peer, int64_t row, uint64_t rows);
 
   void note_row(int peer, uint64_t bytes);
   void note_other(int peer, uint64_t bytes) { state_.wire.other_bytes[peer] += bytes; }

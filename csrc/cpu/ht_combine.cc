@@ -235,10 +235,11 @@ class Combine {
     }
     const bool is_in_place = offsets_[rank] != kNoOffset;
     const DType dtype = is_in_place ? p_.dtype : p_.wire_dtype;
-    const Offset offset = is_in_place ? offsets_[rank] + static_cast<Offset>(row) * p_.hidden * size_of(dtype)
-                                      : p_.layout.staged_row(slot) + format_.offset[0];
+    const uint64_t bytes = static_cast<uint64_t>(p_.hidden) * size_of(dtype);
+    if (is_in_place) channel_.check_row(rank, row, (channel_.window_bytes() - offsets_[rank]) / bytes);
+    const Offset offset = is_in_place ? offsets_[rank] + row * bytes : p_.layout.staged_row(slot) + format_.offset[0];
     to_floats(dtype, channel_.at(rank, offset), term_.data(), p_.hidden);
-    channel_.note_row(rank, static_cast<uint64_t>(p_.hidden) * size_of(dtype));
+    channel_.note_row(rank, bytes);
     if (dtype != p_.wire_dtype) round(term_);
   }
 

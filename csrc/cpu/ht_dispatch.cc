@@ -197,8 +197,7 @@ class Sender {
       if (slot == kNoRow) continue;
       if (sends_routes(p_.steps)) send_slot(route, peer, slot);
       if (first_row < 0) continue;
-      EP_CHECK(first_row < receivers_[peer].output.rows(), "the handle was changed: row ", first_row, " of rank ", peer,
-               ", which has ", receivers_[peer].output.rows());
+      channel_.check_row(peer, first_row, receivers_[peer].output.rows());
       for (int i = 0; i < p_.num_parts; i++) {
         const Offset out = receivers_[peer].offsets[i];
         const int bytes = p_.parts[i].bytes;

@@ -69,6 +69,17 @@ std::string describe(const CallRecord& call) {
   return text + ")";
 }
 
+ErrorKind kind_of(const Failure& failure) {
+  switch (failure.code) {
+    case Failure::kOtherCall:
+      return ErrorKind::kMismatch;
+    case Failure::kHandle:
+      return ErrorKind::kInvalidArgument;
+    default:
+      return ErrorKind::kTimeout;
+  }
+}
+
 std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   const std::string kind =
       concat(failure.is_ht ? "high-throughput " : "", failure.phase == Phase::kFlag     ? "exchange of flags"
@@ -77,6 +88,11 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   if (failure.code == Failure::kOtherCall) {
     return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
                   describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs));
+  }
+  if (failure.code == Failure::kHandle) {
+    return concat("the handle that rank ", rank, " gave to ", kind, " ", failure.epoch,
+                  " is not of these sizes, or was changed: row ", failure.seen, " of rank ", failure.peer,
+                  ", which has ", failure.expected);
   }
   const std::string waited = failure.code == Failure::kInterrupted
                                  ? concat("rank ", rank, " was interrupted while it waited")

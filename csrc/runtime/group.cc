@@ -136,8 +136,7 @@ void Group::require_usable() {
     others = other_calls(*backend, failure);
   } catch (const Error&) {  // a GPU that cannot be asked any more
   }
-  raise(failure.code == Failure::kOtherCall ? ErrorKind::kMismatch : ErrorKind::kTimeout,
-        "the buffer has failed: ", describe(failure, rank_, config_.timeout_seconds), others,
+  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, config_.timeout_seconds), others,
         "; destroy it and make a new one");
 }
 

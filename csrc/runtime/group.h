@@ -119,6 +119,7 @@ class Group {
 
 // The sentence that tells what ended a buffer.
 std::string describe(const Failure& failure, int rank, double timeout_seconds);
+ErrorKind kind_of(const Failure& failure);
 std::string describe(const CallRecord& call);
 
 }  // namespace ep

@@ -34,7 +34,8 @@ inline const char* name_of(Phase phase) {
 
 // The first thing that went wrong. A buffer that has failed stays failed.
 struct Failure {
-  enum Code : uint32_t { kNone = 0, kTimeout, kOtherCall, kInterrupted };
+  // kHandle, of the CPU backend: its row `seen` of rank `peer`, which has `expected`, was found amid a call.
+  enum Code : uint32_t { kNone = 0, kTimeout, kOtherCall, kInterrupted, kHandle };
   uint32_t code = kNone;
   Kind kind = Kind::kDispatch;
   Phase phase = Phase::kNone;

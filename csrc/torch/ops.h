@@ -75,7 +75,7 @@ inline void* take_combined(const CombineArgs& args, const HandleSpec& spec, cons
 #define EP_DISPATCH_CONFIG_SCHEMA                                                                                \
   "int num_experts, int max_tokens, int layout, int capacity, int alignment, int quant, bool zero_padding, int " \
   "num_sms"
-#define EP_HANDLE_SCHEMA "int num_tokens, int topk, int num_experts, int max_tokens, int layout, int capacity"
+#define EP_HANDLE_SCHEMA "SymInt num_tokens, int topk, int num_experts, int max_tokens, int layout, SymInt capacity"
 
 void define_ht_ops(torch::Library& library);
 
