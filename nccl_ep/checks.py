@@ -49,6 +49,15 @@ def require_tensors(**values: object) -> None:
             raise TypeError(f"{name} is {_described(value)}, must be a tensor")
 
 
+def require_extras(buffer: Buffer, extra: Sequence[torch.Tensor]) -> None:
+    """Tensors beside x, or beside an output's."""
+    if not isinstance(extra, tuple | list):
+        raise TypeError(f"extra is {_described(extra)}, must be a tuple or a list of tensors")
+    names = [f"extra {i}" for i in range(len(extra))]
+    require_tensors(**dict(zip(names, extra, strict=True)))
+    require_on(buffer, names, extra)
+
+
 def require_integers(**values: object) -> None:
     """TypeError for what is no integer; None is left to others."""
     for name, value in values.items():

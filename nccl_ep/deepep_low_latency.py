@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from . import _C
-from .checks import error_of, require_on
+from .checks import error_of, require_on, require_tensors
 from .errors import OverflowError, UsageError
 from .events import EventHandle, EventOverlap, run_beside
 from .handle import Quant
@@ -79,7 +79,7 @@ class LowLatencyMethods:
 
         Made when first asked for: an ordinary, contiguous tensor of this rank, no part of the window.
         """
-        _, _, max_tokens, hidden, num_experts = handle
+        _, _, max_tokens, hidden, num_experts = _elements_of(handle)
         key = ("combine", max_tokens, hidden, num_experts)
         rows = self._scratch.get(key)
         if rows is None:
@@ -279,7 +279,8 @@ class LowLatencyMethods:
             raise ValueError("async_finish and return_recv_hook are both set: a hook leaves nothing to wait for")
         if use_logfmt and zero_copy:
             raise ValueError("use_logfmt and zero_copy are both set, and exclude each other")
-        src_info, _, max_tokens, hidden, num_experts = handle
+        src_info, _, max_tokens, hidden, num_experts = _elements_of(handle)
+        require_tensors(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         waits = combine_wait_recv_cost_stats
         require_on(
             self,
@@ -353,3 +354,10 @@ def _quant_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Quant:
     if use_ue8m0 and not round_scale:
         raise ValueError("use_ue8m0 is set, and round_scale is not: exponents stand for scales that are powers of two")
     return Quant.FP8_UE8M0 if use_ue8m0 else Quant.FP8_ROUNDED if round_scale else Quant.FP8
+
+
+def _elements_of(handle: LowLatencyHandle) -> LowLatencyHandle:
+    if not isinstance(handle, tuple | list) or len(handle) != 5:
+        what = f"{len(handle)} elements" if isinstance(handle, tuple | list) else f"a {type(handle).__name__}"
+        raise TypeError(f"handle is {what}, must be the 5 elements that low_latency_dispatch returned")
+    return handle

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from . import _C
-from .checks import error_of, require_on
+from .checks import error_of, require_on, require_tensors
 from .deepep_config import Config, Sizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
 from .deepep_handle import NormalHandle, Payload, Route, Rows
 from .errors import EpError, OverflowError
@@ -456,5 +456,6 @@ def _check_streams(previous: Previous, is_async: bool, allocate_on_comm_stream: 
 
 
 def _check_idx(topk_idx: torch.Tensor) -> None:
+    require_tensors(topk_idx=topk_idx)
     if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"topk_idx is {topk_idx.dtype} {list(topk_idx.shape)}, must be int64 or int32 [tokens, top-k]")

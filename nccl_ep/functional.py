@@ -11,10 +11,10 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .buffer import Buffer
-from .checks import error_of, require_integers, require_on, require_tensors
+from .checks import error_of, require_extras, require_integers, require_on, require_tensors
 from .errors import OverflowError, UsageError
 from .events import EventOverlap, run_beside
-from .handle import EXACT, LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant
+from .handle import EXACT, LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant, require_handle
 from .high_throughput import buffer_of, combine_args, route_and_send
 from .log import logger
 from .low_latency import dispatch_with_extra
@@ -108,7 +108,7 @@ def dispatch(
                 )
         else:
             if extra:
-                require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
+                require_extras(buffer, extra)
             received, moved = route_and_send(
                 buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, out
             )
@@ -290,6 +290,8 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
 
     Raises: as ``combine``.
     """
+    require_handle(handle)
+    require_tensors(values=values)
     buffer = buffer_of(handle)
     require_on(buffer, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
     if handle.mode == "ht":
@@ -515,8 +517,7 @@ def _combine_call(
     wire_dtype: torch.dtype | None,
     num_sms: int,
 ) -> tuple[Buffer, tuple[Any, ...]]:
-    if not isinstance(handle, Handle):
-        raise TypeError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch's output")
+    require_handle(handle)
     if not isinstance(rows, _Tensor):
         require_tensors(rows=rows)
     home_weights = None

@@ -105,6 +105,11 @@ class HtRouteShape(NamedTuple):
         return own + align4(self.num_domains) + 3 * align4(self.num_domains * self.max_tokens * self.topk)
 
 
+def require_handle(handle: object) -> None:
+    if not isinstance(handle, Handle):
+        raise TypeError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch's output")
+
+
 @dataclass(slots=True, eq=False)
 class DispatchOutput:
     """Rows received for the experts of this rank. L local experts, R ranks, M max_tokens, N rows, K top-k, H hidden.

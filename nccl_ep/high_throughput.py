@@ -11,9 +11,9 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .buffer import Buffer, find_buffer
-from .checks import error_of, require_on
+from .checks import error_of, require_extras, require_on, require_tensors
 from .errors import UsageError
-from .handle import QUANTS, DispatchOutput, Handle
+from .handle import QUANTS, DispatchOutput, Handle, require_handle
 
 _ops = torch.ops.nccl_ep
 _ht_dispatch = _ops.ht_dispatch.default
@@ -65,6 +65,8 @@ def _into(
     buffer: Buffer, out: DispatchOutput, call: tuple[Any, ...], idx_dtype: torch.dtype
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """The same into the tensors of an earlier output of the same sizes."""
+    if not isinstance(out, DispatchOutput):
+        raise TypeError(f"out is a {type(out).__name__}, must be the output of a dispatch")
     if out.handle.mode != "ht" or out.handle.slots is None:
         raise UsageError("out is of a low-latency dispatch")
     device = buffer.device
@@ -103,9 +105,11 @@ def dispatch_cached(
 
     Source: DeepEP's ``dispatch(handle=)``, NCCL EP's dispatch with ``pass_direction`` BWD.
     """
+    require_handle(handle)
+    require_tensors(x=x)
     buffer, slots = ht_handle(handle)
     require_on(buffer, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
-    require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
+    require_extras(buffer, extra)
     if quant not in QUANTS:
         raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
     call = (
@@ -123,6 +127,8 @@ def dispatch_cached(
 
 
 def _cached_into(buffer: Buffer, out: Payload, call: tuple[Any, ...]) -> Payload:
+    if not isinstance(out, Payload):
+        raise TypeError(f"out is a {type(out).__name__}, must be what dispatch_cached returned")
     require_on(buffer, ("out's x", "out's scales"), (out.x, out.scales))
     require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
     scales = _given_scales(out.scales, call[3], buffer.device)

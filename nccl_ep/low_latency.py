@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .checks import require_on
+from .checks import require_extras
 from .handle import Quant
 
 _WORD = torch.int32
@@ -52,9 +52,9 @@ def dispatch_with_extra(
 
 
 def _check(buffer: Any, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
+    require_extras(buffer, extra)
     if len(extra) > MAX_EXTRA:
         raise ValueError(f"{len(extra)} extra tensors, at most {MAX_EXTRA}")
-    require_on(buffer, [f"extra {i}" for i in range(len(extra))], extra)
     for i, each in enumerate(extra):
         if each.dim() != 2 or each.shape[0] != x.shape[0]:
             raise ValueError(f"extra {i} has shape {list(each.shape)}, must be [{x.shape[0]}, elements of a row]")

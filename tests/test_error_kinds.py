@@ -41,6 +41,14 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: nccl_ep.combine(X, _dispatch(b)), "handle is a DispatchOutput, must be the handle of a dispatch"),
     (lambda b: nccl_ep.combine(X, None), "handle is a NoneType"),
     (lambda b: nccl_ep.combine(_dispatch(b).x, _dispatch(b).handle, num_sms=0.5), "Expected a value of type 'int'"),
+    (lambda b: nccl_ep.combine_weights(_dispatch(b).weights, None), "handle is a NoneType, must be the handle"),
+    (lambda b: nccl_ep.combine_weights(None, _dispatch(b).handle), "values is None, must be a tensor"),
+    (lambda b: nccl_ep.dispatch_cached(X, 3), "handle is a int, must be the handle"),
+    (lambda b: _dispatch(b, extra=[None]), "extra 0 is None, must be a tensor"),
+    (lambda b: _dispatch(b, extra=3), "extra is 3, must be a tuple or a list of tensors"),
+    (lambda b: b.low_latency_combine(X, IDS, IDS, None), "handle is a NoneType, must be the 5 elements"),
+    (lambda b: b.low_latency_combine(X, IDS, IDS, (X,)), "handle is 1 elements, must be the 5 elements"),
+    (lambda b: b.get_dispatch_layout(None, 2), "topk_idx is None, must be a tensor"),
 ]
 
 
@@ -120,3 +128,25 @@ def test_a_backward_pass_ends_with_an_error(mode: str) -> None:
         with torch.no_grad():
             out = nccl_ep.dispatch(x, IDS, weights, buffer=both, num_experts=2, mode=mode, layout="packed")
             assert not nccl_ep.combine(out.x, out.handle).requires_grad
+
+
+def test_outputs_of_high_throughput() -> None:
+    with nccl_ep.Buffer.for_shapes(None, **SIZES, mode="ht") as buffer:
+        how: dict[str, Any] = {"buffer": buffer, "num_experts": 2, "mode": "ht", "layout": "flat"}
+        out = nccl_ep.dispatch(X, IDS, **how)
+        payload = nccl_ep.dispatch_cached(X, out.handle)
+        sums = nccl_ep.combine(out.x, out.handle)
+        for wrong, text in ((3, "a int, must be the output"), (payload, "a Payload, must be the output")):
+            with pytest.raises(TypeError, match=f"out is {text} of a dispatch"):
+                nccl_ep.dispatch(X, IDS, **how, out=wrong)
+        with pytest.raises(TypeError, match="out is a DispatchOutput, must be what dispatch_cached returned"):
+            nccl_ep.dispatch_cached(X, out.handle, out=out)
+        overlaps = "overlaps {} of shape .*, which is read while it is written"
+        with pytest.raises(ValueError, match=overlaps.format("x")):
+            nccl_ep.dispatch(out.x[1:4], IDS, **how, out=out)
+        with pytest.raises(ValueError, match=overlaps.format("x")):
+            nccl_ep.dispatch_cached(payload.x[:3], out.handle, out=payload)
+        with pytest.raises(ValueError, match=overlaps.format("rows")):
+            nccl_ep.combine(out.x, out.handle, out=out.x[1:4])
+        again = nccl_ep.dispatch(X, IDS, **how, out=out)
+        assert torch.equal(nccl_ep.combine(again.x, again.handle, out=sums), sums)

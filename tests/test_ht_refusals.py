@@ -63,7 +63,7 @@ BAD: list[Bad] = [
      "rows of tensor 1 have 8 bytes: must be a multiple of 16"),
     ("extra strides", lambda s: s.dispatch(extra=[s.x[:, ::2]]), ValueError, "a further tensor of shape .* not contig"),
     ("extra device", lambda s: s.dispatch(extra=[s.x.to("meta")]), ValueError, "extra 0 is on meta, the buffer on cpu"),
-    ("extra kind", lambda s: s.dispatch(extra=["x"]), TypeError, "extra 0 is a str, must be a tensor"),
+    ("extra kind", lambda s: s.dispatch(extra=["x"]), TypeError, "extra 0 is 'x', must be a tensor"),
     ("many extra", lambda s: s.dispatch(extra=[s.x] * 4), ValueError, "5 tensors, must be 1 to 4"),
     ("window", lambda s: s.dispatch(s.x.repeat(1, 20)), ValueError,
      "window is too small for high throughput of 8 tokens a rank, top-2 of 4 experts, rows of 2560 bytes"),

@@ -117,6 +117,7 @@ void check_moved(const MovedRefs& moved, const Payload& payload, const OutputSha
   const auto check = [&](const Tensor& out, at::ScalarType type, at::IntArrayRef sizes) {
     check_tensor(out, "out_x", type, sizes, device);
     check_aligned(out, "out_x");
+    for (const Tensor& in : payload.xs) check_apart(out, "out_x", in, "x");
   };
   check(moved.xs[0], types.x_type, types.x);
   for (size_t i = 1; i < moved.xs.size(); i++) {
@@ -473,6 +474,7 @@ std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_
     p.rows = pointer<void>(*rows);
     set_weights(p, args, spec, device);
     set_biases(p, args, spec, device);
+    if (given != nullptr) check_apart(*given, "out", *rows, "rows");
     p.out = take_combined(args, spec, device, given, out);
   }
   if (values) {

@@ -124,6 +124,19 @@ void check_aligned(const at::Tensor& tensor, const char* name) {
            tensor.data_ptr(), " is not aligned to 16 bytes");
 }
 
+void check_apart(const at::Tensor& out, const char* out_name, const at::Tensor& in, const char* in_name) {
+  const auto end_of = [](const at::Tensor& tensor) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < tensor.dim(); i++) last += (tensor.size(i) - 1) * tensor.stride(i);
+    return static_cast<const char*>(tensor.const_data_ptr()) + (last + 1) * tensor.element_size();
+  };
+  if (out.numel() == 0 || in.numel() == 0) return;
+  const auto *out_begin = static_cast<const char*>(out.const_data_ptr()),
+             *in_begin = static_cast<const char*>(in.const_data_ptr());
+  EP_CHECK(end_of(out) <= in_begin || end_of(in) <= out_begin, out_name, " of shape ", text(out.sizes()), " overlaps ",
+           in_name, " of shape ", text(in.sizes()), ", which is read while it is written");
+}
+
 RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                      const OptionalTensor& topk_weights, const at::Device& device) {
   RowSpec row = check_rows(x, scales, device);

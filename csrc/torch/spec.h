@@ -67,6 +67,8 @@ RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at
 void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
                   const at::Device& device);
 void check_aligned(const at::Tensor& tensor, const char* name);  // to 16 bytes
+// What is written while others still read `in`, contiguous or not.
+void check_apart(const at::Tensor& out, const char* out_name, const at::Tensor& in, const char* in_name);
 
 at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device);
 // All but the handle.
