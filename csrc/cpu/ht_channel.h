@@ -39,7 +39,7 @@ class HtChannel {
   uint32_t call_word(int source, int index) const { return messages_[source][index]; }
   int num_tokens(int source) const { return static_cast<int>(call_word(source, CallRecord::kNumTokens)); }
 
-  uint64_t window_bytes() const { return transport_.window_bytes(); }  // of every rank
+  uint64_t window_bytes() const { return transport_.window_bytes(); }                    // of every rank
   char* at(int peer, Offset offset) const { return transport_.peer_ptr(peer, offset); }  // of the own domain
   char* local(Offset offset) const { return transport_.local_window() + offset; }
   // From the own window to another domain's; the source stays as it is until the operation ends.
