@@ -93,6 +93,8 @@ def dispatch(
         quant,
     )  # fmt: skip
     moved: tuple[torch.Tensor, ...] = ()
+    if type(extra) is not tuple or extra:
+        require_extras(buffer, extra)
     if form.mode == "ll" and out is not None:
         raise ValueError("out is for high throughput, and this is a low-latency dispatch")
     try:
@@ -107,8 +109,6 @@ def dispatch(
                     buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
                 )
         else:
-            if extra:
-                require_extras(buffer, extra)
             received, moved = route_and_send(
                 buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, out
             )
@@ -135,7 +135,7 @@ def dispatch_send(
     num_sms: int = 0,
     async_finish: bool = False,
 ) -> Pending[DispatchOutput]:
-    """The sending half of ``dispatch``, with its arguments. ``receive()`` of what it returns is the other half.
+    """The sending half of ``dispatch``, with its arguments but ``extra`` and ``out``; ``receive()`` gives the output.
 
     The caller's work goes between the two; x may be overwritten as soon as this half is done on its stream. At most one
     dispatch of a buffer is open.
@@ -243,7 +243,7 @@ def combine_send(
     num_sms: int = 0,
     async_finish: bool = False,
 ) -> Pending[torch.Tensor]:
-    """The sending half of ``combine``, with its arguments; ``receive()`` of what it returns gives [T, H].
+    """The sending half of ``combine``, with its arguments but ``out``; ``receive()`` of what it returns gives [T, H].
 
     ``rows`` may be overwritten as soon as this half is done on its stream. At most one combine of a buffer is open.
     ``async_finish``: as in ``dispatch_send``.
@@ -402,6 +402,8 @@ class _Form:
             )
         elif capacity is None:
             capacity = _default_capacity(kind, ranks, num_experts, max_tokens, topk, alignment)
+        elif capacity < 0:
+            raise ValueError(f"capacity is {capacity}, must not be negative")
         elif kind == Layout.RANK_MAJOR:
             raise ValueError(f"capacity is {capacity}, but layout rank_major always holds max_tokens rows of a rank")
         args = (num_experts, max_tokens, int(kind), capacity, alignment, int(QUANTS[quant]))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .checks import require_extras
 from .handle import Quant
 
 _WORD = torch.int32
@@ -32,7 +31,7 @@ def dispatch_with_extra(
     The first tensor travels in the rows of x, as scales do, where x has none; each other one in an operation of its
     own, of the same routing. Places follow from the routing alone, so that they are the same.
     """
-    _check(buffer, x, extra)
+    _check(x, extra)
     *shape, quant = args
     words = [each.view(_WORD) for each in extra]
 
@@ -51,8 +50,7 @@ def dispatch_with_extra(
     return received, tuple(each.view(given.dtype) for each, given in zip(moved, extra, strict=True))
 
 
-def _check(buffer: Any, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
-    require_extras(buffer, extra)
+def _check(x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
     if len(extra) > MAX_EXTRA:
         raise ValueError(f"{len(extra)} extra tensors, at most {MAX_EXTRA}")
     for i, each in enumerate(extra):

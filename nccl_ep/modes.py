@@ -15,7 +15,7 @@ AUTO_LL_SLOTS, AUTO_LL_TOKENS = 4096, 128
 
 
 def _most_ll_tokens(row_bytes: int, topk: int, num_ranks: int) -> int:
-    by_bytes = AUTO_LL_BYTES // (min(topk, num_ranks) * row_bytes)
+    by_bytes = AUTO_LL_BYTES // max(1, min(topk, num_ranks) * row_bytes)  # what is 0 is refused later
     return min(by_bytes, max(AUTO_LL_SLOTS // num_ranks, AUTO_LL_TOKENS))
 
 

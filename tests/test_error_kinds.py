@@ -45,6 +45,8 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: nccl_ep.combine_weights(None, _dispatch(b).handle), "values is None, must be a tensor"),
     (lambda b: nccl_ep.dispatch_cached(X, 3), "handle is a int, must be the handle"),
     (lambda b: _dispatch(b, extra=[None]), "extra 0 is None, must be a tensor"),
+    (lambda b: _dispatch(b, extra=X), "extra is a Tensor, must be a tuple or a list of tensors"),
+    (lambda b: _dispatch(b, extra=None), "extra is None, must be a tuple or a list of tensors"),
     (lambda b: _dispatch(b, extra=3), "extra is 3, must be a tuple or a list of tensors"),
     (lambda b: b.low_latency_combine(X, IDS, IDS, None), "handle is a NoneType, must be the 5 elements"),
     (lambda b: b.low_latency_combine(X, IDS, IDS, (X,)), "handle is 1 elements, must be the 5 elements"),
@@ -148,5 +150,23 @@ def test_outputs_of_high_throughput() -> None:
             nccl_ep.dispatch_cached(payload.x[:3], out.handle, out=payload)
         with pytest.raises(ValueError, match=overlaps.format("rows")):
             nccl_ep.combine(out.x, out.handle, out=out.x[1:4])
+        more = torch.zeros(4, 64, dtype=X.dtype)
+        with pytest.raises(ValueError, match=overlaps.format("bias")):
+            nccl_ep.combine(out.x, out.handle, bias=more[:3], out=more[1:])
+        bias = torch.ones_like(X)
+        want = nccl_ep.combine(out.x, out.handle, bias=bias)
+        assert torch.equal(nccl_ep.combine(out.x, out.handle, bias=bias, out=bias), want)  # in its place
         again = nccl_ep.dispatch(X, IDS, **how, out=out)
         assert torch.equal(nccl_ep.combine(again.x, again.handle, out=sums), sums)
+
+
+def test_numbers_that_auto_would_divide_by() -> None:
+    with pytest.raises(ValueError, match=r"topk is 0|top-k is 0|top-0"):
+        nccl_ep.Buffer.for_shapes(None, **{**SIZES, "topk": 0}, mode="auto")
+    with nccl_ep.Buffer.for_shapes(None, **SIZES, mode="auto") as buffer:
+        for x, ids, text in ((X[:, :0], IDS, "0 bytes|hidden is 0|no elements"), (X, IDS[:, :0], "top-k is 0|top-0")):
+            with pytest.raises(ValueError, match=text):
+                nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=2, mode="auto")
+        for mode in ("ll", "ht", "auto"):
+            with pytest.raises(ValueError, match="capacity is -1, must not be negative"):
+                nccl_ep.dispatch(X, IDS, buffer=buffer, num_experts=2, mode=mode, layout="flat", capacity=-1)

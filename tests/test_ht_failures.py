@@ -245,3 +245,18 @@ def test_a_changed_handle(step: str) -> None:
         buffer.destroy()
 
     run_ranks(2, body)
+
+
+def test_further_tensors_in_another_order() -> None:
+    """Of the same bytes in sum: each rank would write past the other's rows."""
+
+    def body(group: ThreadGroup) -> None:
+        with _buffer(2, group, 2) as buffer:
+            x, ids = torch.ones(4, 16, dtype=torch.bfloat16), torch.tensor([[0, 2]] * 4)
+            extra = [torch.ones(4, 16, dtype=torch.uint8), torch.ones(4, 48, dtype=torch.uint8)]
+            how: dict[str, Any] = {"buffer": buffer, "num_experts": 4, "mode": "ht", "layout": "flat", "capacity": 16}
+            nccl_ep.dispatch(x, ids, **how, extra=extra)
+            with pytest.raises(nccl_ep.MismatchError, match=r"further tensors, order \d+\), rank \d called .* order"):
+                nccl_ep.dispatch(x, ids, **how, extra=extra[:: 1 - 2 * buffer.rank])
+
+    run_ranks(2, body)

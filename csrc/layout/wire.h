@@ -61,6 +61,9 @@ struct RowFormat {
 // be equal on all ranks; a receiver that sees another call ends the operation and names both.
 struct CallRecord {
   enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens };
+  // kScaleBytes, of high throughput: bytes of all tensors beside x, and in the bits above, of several, the sum of their
+  // numbers times their bytes: two that have changed places give another one, as 8191 is a prime.
+  static constexpr int kBesideBits = 19, kOrders = 8191;
   static constexpr int kComparedWords = kNumTokens;  // the sender's tokens are its own affair
   static constexpr int kWords = 8;                   // stride of a record in tagged words
 

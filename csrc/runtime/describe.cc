@@ -61,8 +61,10 @@ std::string describe(const CallRecord& call) {
   const bool is_dispatch =
       operation == Operation::kDispatch || (operation >= Operation::kHtDispatch && operation <= Operation::kHtCached);
   if (is_dispatch) {
-    text += concat(", quant ", name_of(field<Quant>(call, 16, 3)), ", ", call.word(CallRecord::kScaleBytes),
+    const uint32_t beside = call.word(CallRecord::kScaleBytes), order = beside >> CallRecord::kBesideBits;
+    text += concat(", quant ", name_of(field<Quant>(call, 16, 3)), ", ", beside & ((1u << CallRecord::kBesideBits) - 1),
                    " bytes of scales a row");
+    if (order != 0) text += concat(" and further tensors, order ", order);
   } else {
     text += concat(", wire ", name_of(field<DType>(call, 24, 7)));
   }

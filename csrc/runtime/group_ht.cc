@@ -66,16 +66,17 @@ void Group::prepare(HtDispatchParams& p) {
   }
   check_row_bytes(p.parts[0].bytes, "a row");
   HtRowFormat row;
-  int64_t beside = 0;
+  uint32_t beside = 0, order = 0;
   for (int i = 0; i < p.num_parts; i++) {
     EP_CHECK(p.parts[i].bytes > 0 && p.parts[i].bytes <= kMaxRowBytes, "tensor ", i, " has rows of ", p.parts[i].bytes,
              " bytes, must be 1 to ", kMaxRowBytes);
     if (i > 0) beside += p.parts[i].bytes;
+    if (i > 0 && p.num_parts > 2) order = (order + i * p.parts[i].bytes) % CallRecord::kOrders;
     row.add(p.parts[i].bytes);
   }
   p.layout = HtLayout::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
   p.call = record_of(pack_operation(operation_of(p.steps), p.dtype, p.quant, p.dtype), p.hidden, p.shape,
-                     static_cast<int>(beside), p.num_tokens);
+                     static_cast<int>(beside | order << CallRecord::kBesideBits), p.num_tokens);
 }
 
 void Group::dispatch(HtDispatchParams& p, void* stream) {

@@ -474,7 +474,14 @@ std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_
     p.rows = pointer<void>(*rows);
     set_weights(p, args, spec, device);
     set_biases(p, args, spec, device);
-    if (given != nullptr) check_apart(*given, "out", *rows, "rows");
+    if (given != nullptr) {
+      check_apart(*given, "out", *rows, "rows");
+      if (weights) check_apart(*given, "out", *weights, "weights");
+      if (topk_idx) check_apart(*given, "out", *topk_idx, "topk_idx");
+      for (const Tensor& bias : biases) {  // which may be the output itself: an element is read before it is written
+        if (bias.const_data_ptr() != given->const_data_ptr()) check_apart(*given, "out", bias, "bias");
+      }
+    }
     p.out = take_combined(args, spec, device, given, out);
   }
   if (values) {
