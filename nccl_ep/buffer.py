@@ -44,9 +44,11 @@ class Buffer(LowLatencyMethods, NormalMethods):
         num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them: with
             ``low_latency_mode`` for the normal and the low-latency mode, else both for the normal mode. Ignored with
             ``sizes`` or ``ht_sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
-        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, explicitly_destroy,
-            enable_shrink: accepted in DeepEP's order; they change nothing here. comm: an mpi4py communicator in place
-            of a group; MPI knows no deadline, so that making a buffer has none then.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, explicitly_destroy:
+            accepted in DeepEP's order; they change nothing here. enable_shrink: a rank that is late in a low-latency
+            operation is masked instead of failing the buffer (``low_latency_update_mask_buffer``); up to 64 ranks, the
+            same on all. comm: an mpi4py communicator in place of a group; MPI knows no deadline, so that making a
+            buffer has none then.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
         ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
@@ -98,8 +100,6 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
-        if enable_shrink:
-            logger.warning("enable_shrink: a rank that is late is not masked yet, it fails the buffer (docs/deepep.md)")
         self.on_overflow = on_overflow
         self.max_tokens: int | None = None  # default of dispatch; for_shapes sets it
         self.ll_max_tokens: int | None = None  # mode="auto" takes low latency up to here; None: where it always may
@@ -120,7 +120,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._scratch: dict[Any, torch.Tensor] = {}
         self._comm_stream: Any = None
-        self._is_destroyed = False
+        self._is_destroyed = self._has_missed_cleaning = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._windows: list[_C.Group] = []  # the first, and those that the normal mode has needed since
@@ -210,6 +210,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
             combine_row_bytes=sizes[2],
             timeout_seconds=self._timeout,
             ht_sizes=self._ht_sizes or (0,) * 6,
+            masks_late_ranks=self.enable_shrink and self._windows == [],
             **self._claims,
         )
         made = _make_group(name, self._rendezvous, config, self._timeout)
@@ -275,6 +276,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         needed a copy, because a tensor was not in the arena (or a row's dtype wider than the wire's); "arena_bytes",
         "arena_free_bytes".
         "grown": further windows that the normal mode of DeepEP has needed.
+        "masked_ranks": those that low latency leaves out (``enable_shrink``).
         "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
 
         On CUDA it waits for a copy from the device, not for operations in flight.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from . import _C
+from .bootstrap import Rendezvous
 from .checks import error_of, require_on, require_tensors
-from .errors import OverflowError, UsageError
+from .errors import OverflowError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap, run_beside
 from .handle import Quant
 
@@ -40,6 +41,11 @@ class LowLatencyMethods:
     _scratch: dict[Any, torch.Tensor]
     _sizes: tuple[int, int, int]  # of a bank, in bytes: routing, dispatched rows, combined rows
     _comm_stream: Any
+    enable_shrink: bool
+    runtime: _C.Group
+    _rendezvous: Rendezvous
+    _timeout: float
+    _has_missed_cleaning: bool
 
     if TYPE_CHECKING:
 
@@ -116,35 +122,73 @@ class LowLatencyMethods:
         tensor = scratch[offset:end].view(dtype)
         return tensor if size is None else tensor[: size.numel()].view(size)
 
-    # ---- Masks: with no fault tolerance, no rank is ever masked
+    # ---- Masks, of a buffer with enable_shrink
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Unmasks a rank, which it always is.
+        """Masks a rank: from here on the low-latency operations on the current stream leave it out.
 
-        Raises: ValueError for a rank that is not there; UsageError for ``mask=True``, which is not built.
+        Nothing is sent to it, no token of it is received, and its experts count for nothing in combine. It learns of it
+        in its next operation, and masks this rank in return. With ``enable_shrink`` a rank that misses a deadline is
+        masked by itself. Ranks come back all at once, by ``low_latency_clean_mask_buffer``.
+
+        Args:
+            rank_to_mask: another rank than this. mask: False does nothing for a rank that is not masked.
+
+        Raises: ValueError for a rank that is not there, or is this rank; UsageError for ``mask=True`` of a buffer
+            without ``enable_shrink``, and for ``mask=False`` of a masked rank.
+
+        Source: DeepEP, which unmasks single ranks, too: what such a rank has missed would be taken for new.
         """
         self.require_usable()
         if not 0 <= rank_to_mask < self.num_ranks:
             raise ValueError(f"rank_to_mask is {rank_to_mask}, must be 0 to {self.num_ranks - 1}")
         if mask:
+            self.runtime.mask(rank_to_mask, self._stream())
+        elif rank_to_mask in self.runtime.stats()["masked_ranks"]:
             raise UsageError(
-                f"rank {rank_to_mask} cannot be masked: operations go on without a rank only once fault tolerance is "
-                "built; until then destroy the buffer and make one of the ranks that are left"
+                f"rank {rank_to_mask} is masked, and ranks do not come back one by one: all call "
+                "low_latency_clean_mask_buffer()"
             )
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Writes 0 (not masked) for every rank to ``mask_status``, int32 [R] on the buffer's device."""
+        """Writes 1 for each masked rank and 0 for the others to ``mask_status``, int32 [R] on the buffer's device.
+
+        In the order of the current stream; a CUDA graph may hold it.
+        """
         self.require_usable()
         require_on(self, ("mask_status",), (mask_status,))
         if mask_status.dtype != torch.int32 or mask_status.shape != (self.num_ranks,):
             raise ValueError(
                 f"mask_status is {mask_status.dtype} {list(mask_status.shape)}, must be torch.int32 [{self.num_ranks}]"
             )
-        mask_status.zero_()
+        if not mask_status.is_contiguous():
+            raise ValueError(f"mask_status has strides {list(mask_status.stride())}, must be contiguous")
+        self.runtime.query_masks(mask_status.data_ptr(), self._stream())
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Unmasks all ranks, which they are."""
+        """Unmasks all ranks. Collective with ``enable_shrink`` (else nothing): all ranks, those that were masked too.
+
+        Waits for the operations in flight and for the other ranks. Handles of earlier dispatches must not be used
+        afterwards.
+
+        Raises: UsageError where a staged operation is open, or an earlier call missed a rank; TimeoutError with the
+            ranks that did not come. The masks are what they were then, and stay: make a new buffer for new masks.
+
+        Source: DeepEP, where it is each rank's own.
+        """
         self.require_usable()
+        if not self.enable_shrink:
+            return
+        if self._has_missed_cleaning:
+            raise UsageError("a rank did not come when masks were to be cleaned: make a new buffer")
+        try:
+            self.runtime.clean_masks(lambda mine: self._rendezvous.allgather(mine, self._timeout))
+        except TimeoutError:
+            self._has_missed_cleaning = True
+            raise
+
+    def _stream(self) -> int:
+        return 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
 
     # ---- Streams and events
 

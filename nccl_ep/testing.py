@@ -58,7 +58,7 @@ class ThreadGroup:
         if not meeting.is_full.wait(timeout):
             missing = [str(rank) for rank, text in enumerate(meeting.texts) if text is None]
             raise TimeoutError(
-                f"rank {self._rank} waited {timeout} s for all ranks to make the buffer; "
+                f"rank {self._rank} waited {timeout} s for all ranks to make the buffer, or to clean its masks; "
                 f"nothing was heard from rank {', '.join(missing)}"
             )
         return [text for text in meeting.texts if text is not None]

@@ -226,7 +226,7 @@ def test_combine_buffer_is_the_same_each_time() -> None:
 # ---- Masks
 
 
-def test_masks() -> None:
+def test_masks_of_one_rank() -> None:
     with _one_rank(enable_shrink=True) as buffer:
         status = torch.full((1,), 7, dtype=torch.int32)
         buffer.low_latency_query_mask_buffer(status)
@@ -234,13 +234,22 @@ def test_masks() -> None:
         buffer.low_latency_update_mask_buffer(0, False)
         buffer.low_latency_update_mask_buffer(0)
         buffer.low_latency_clean_mask_buffer()
-        with pytest.raises(nccl_ep.UsageError, match=r"rank 0 cannot be masked: .* fault tolerance"):
+        with pytest.raises(ValueError, match="rank 0 to mask is this rank itself"):
             buffer.low_latency_update_mask_buffer(0, mask=True)
         with pytest.raises(ValueError, match="rank_to_mask is 1, must be 0 to 0"):
             buffer.low_latency_update_mask_buffer(1)
         for wrong in (torch.zeros(2, dtype=torch.int32), torch.zeros(1)):
             with pytest.raises(ValueError, match=r"must be torch.int32 \[1\]"):
                 buffer.low_latency_query_mask_buffer(wrong)
+
+    def two_ranks(group: ThreadGroup) -> None:
+        with (
+            shared_buffer(group, [small_case()]) as buffer,
+            pytest.raises(ValueError, match=r"strides .*must be contiguous"),
+        ):
+            buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.int32)[::2])
+
+    run_ranks(2, two_ranks)
 
 
 # ---- Events and hooks

@@ -1,5 +1,6 @@
 #include "cpu/backend.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/check.h"
@@ -10,15 +11,23 @@
 namespace ep {
 namespace {
 
+void rest_rows(char* base, const LlWindow& window) {
+  for (const LlWindow::PerKind& kind : window.kind) {
+    std::memset(base + kind.rows.offset, 0xFF, kind.rows.count * sizeof(uint32_t));  // kAbsent
+  }
+}
+
 class CpuBackend : public Backend {
  public:
-  CpuBackend(std::unique_ptr<Transport> transport, const Region<char>& arena, double timeout_seconds)
-      : transport_(std::move(transport)) {
+  CpuBackend(std::unique_ptr<Transport> transport, const Window& window, const GroupConfig& config)
+      : transport_(std::move(transport)), window_(window) {
+    const Region<char>& arena = window.ht.arena;
     if (arena.count > 0) {
       arena_ = std::make_shared<Arena>(transport_->local_window() + arena.offset, arena.offset, arena.count,
                                        transport_->window_owner());
     }
-    state_.timeout_seconds = timeout_seconds;
+    state_.timeout_seconds = config.timeout_seconds;
+    state_.masks_late = config.masks_late_ranks;
     const size_t num_ranks = transport_->topology().num_ranks;
     state_.wire = {std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks),
                    std::vector<uint64_t>(num_ranks)};
@@ -35,9 +44,21 @@ class CpuBackend : public Backend {
   std::shared_ptr<Arena> arena() const override { return arena_; }
   void floor_flags(const LlFloorFlagsParams& params, void*) override { cpu_floor_flags(params, *transport_, state_); }
   void floor_push(const LlFloorPushParams& params, void*) override { cpu_floor_push(params, *transport_, state_); }
+  void mask(int rank, void*) override { state_.masked |= 1ull << rank; }
+  void query_masks(int32_t* status, void*) override {
+    for (int r = 0; r < transport_->topology().num_ranks; r++) {
+      status[r] = static_cast<int32_t>(state_.masked >> (r % kMaxMaskableRanks) & 1);
+    }
+  }
+  LlEpochs settle() override { return {state_.epoch[0], state_.epoch[1]}; }
+  void restart(const LlEpochs& epochs) override {
+    rest_rows(transport_->local_window(), window_);
+    std::copy_n(epochs.of, kNumKinds, state_.epoch);
+  }
+  void unmask_all() override { state_.masked = 0; }
   Failure failure() const override { return state_.failure; }
   Report report(bool take_invalid_ids) override {
-    Report report{state_.failure, state_.invalid_ids, state_.dropped_rows, {}, {}, {}};
+    Report report{state_.failure, state_.invalid_ids, state_.dropped_rows, {}, {}, {}, state_.masked};
     for (int kind = 0; kind < kNumKinds; kind++) {
       report.epochs[kind] = state_.epoch[kind];
       report.ht_epochs[kind] = state_.ht_epoch[kind];
@@ -58,6 +79,7 @@ class CpuBackend : public Backend {
 
  private:
   std::unique_ptr<Transport> transport_;
+  const LlWindow window_;
   CpuState state_;
   std::shared_ptr<Arena> arena_;
 };
@@ -69,13 +91,10 @@ std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& 
   auto windows = HostWindows::create(bootstrap, window.bytes);
   char* base = windows->base(windows->rank());
   std::memset(base, 0, window.bytes);
-  for (const LlWindow::PerKind& kind : window.kind) {
-    std::memset(base + kind.rows.offset, 0xFF, kind.rows.count * sizeof(uint32_t));  // kAbsent
-  }
+  rest_rows(base, window);
   bootstrap.allgather("window ready");  // nobody writes into a window before its owner has cleaned it
   const uint64_t seed = config.network_seed == 0 ? 0 : config.network_seed + windows->rank();
-  return std::make_unique<CpuBackend>(make_host_transport(std::move(windows), topology, seed), window.ht.arena,
-                                      config.timeout_seconds);
+  return std::make_unique<CpuBackend>(make_host_transport(std::move(windows), topology, seed), window, config);
 }
 
 }  // namespace ep

@@ -1,5 +1,6 @@
 #include "cpu/channel.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -24,7 +25,7 @@ Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlLayou
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
       calls_(layout.num_ranks),
-      deadline_(state.timeout_seconds) {}
+      deadline_(state.masks_late ? state.timeout_seconds / 2 : state.timeout_seconds) {}
 
 Channel::~Channel() {
   if (!sources_.empty()) transport_.flush();
@@ -40,11 +41,31 @@ void Channel::send_record(int peer) {
   testing::delay(testing::Point::kBeforeRecord, rank());
   uint32_t words[CallRecord::kWords];
   for (int i = 0; i < CallRecord::kWords; i++) words[i] = call_.word(i);
-  send_words(peer, layout_.record(bank_, rank()), words, CallRecord::kWords);
+  if (is_masked(peer)) {
+    tell_mask(peer);
+  } else {
+    send_tagged(peer, layout_.record(bank_, rank()), words, CallRecord::kWords);
+  }
   testing::delay(testing::Point::kAfterRecord, rank());
 }
 
+// A masked rank may still read the rest of an earlier record.
+void Channel::tell_mask(int peer) {
+  const uint32_t is_masked = 1;
+  const Offset word_at = layout_.record(bank_, rank()) + CallRecord::kIsMasked * sizeof(TaggedWord);
+  send_tagged(peer, word_at, &is_masked, 1);
+}
+
+void Channel::mask(int rank) {
+  state_.masked |= 1ull << rank;
+  tell_mask(rank);
+}
+
 void Channel::send_words(int peer, Offset offset, const uint32_t* values, int count) {
+  if (!is_masked(peer)) send_tagged(peer, offset, values, count);
+}
+
+void Channel::send_tagged(int peer, Offset offset, const uint32_t* values, int count) {
   state_.wire.other_bytes[peer] += count * sizeof(TaggedWord);
   if (char* target = transport_.peer_ptr(peer, offset)) {
     // Release: whoever sees a word of this call also sees that this rank has emptied the bank of the call before last.
@@ -62,6 +83,7 @@ void Channel::send_words(int peer, Offset offset, const uint32_t* values, int co
 }
 
 void Channel::send_row(int peer, int token, const uint32_t* words, int num_words) {
+  if (is_masked(peer)) return;
   testing::delay(testing::Point::kBetweenRows, rank());
   const Offset offset = layout_.row(bank_, rank(), token);
   state_.wire.rows[peer] += 1;
@@ -111,18 +133,38 @@ void Channel::refuse_call(int source, const CallRecord& theirs) {
   raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
 }
 
-// `ready` returns true when the wait is over and otherwise stores what it saw.
+// The source has masked this rank, in this call or, where this rank is behind, in a later one.
+bool Channel::was_left_by(int source) const {
+  for (int bank = 0; bank < kNumBanks; bank++) {
+    const Offset word_at = layout_.record(bank, source) + CallRecord::kIsMasked * sizeof(TaggedWord);
+    const uint64_t word = atomic_tagged(transport_.local_window() + word_at).load(std::memory_order_acquire);
+    if (static_cast<uint32_t>(word) == 1 && is_not_before(static_cast<uint32_t>(word >> 32), tag_)) return true;
+  }
+  return false;
+}
+
+// `ready` returns true when the wait is over and otherwise stores what it saw. False: the source is masked.
 template <class Ready>
-void Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
+bool Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
   uint64_t seen = 0;
-  if (ready(seen)) return;
+  if (is_masked(source)) return false;
+  if (ready(seen)) return true;
   const auto start = std::chrono::steady_clock::now();
-  const Deadline::End end = deadline_.wait_until([&] { return ready(seen); });
+  bool is_left = false;
+  const Deadline::End end = deadline_.wait_until([&] {
+    if (ready(seen)) return true;
+    return is_left = state_.masks_late && was_left_by(source);
+  });
+  if (is_left || (end == Deadline::End::kLate && state_.masks_late)) {
+    mask(source);
+    return false;
+  }
   if (end != Deadline::End::kReady) give_up(end, phase, source, expected, seen);
   if (wait_cost_ != nullptr) {
     const auto waited = std::chrono::steady_clock::now() - start;
     wait_cost_[source] += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
   }
+  return true;
 }
 
 void Channel::await_arrivals() {
@@ -140,7 +182,12 @@ void Channel::await_arrivals() {
 void Channel::await_calls() {
   for (int source = 0; source < num_ranks(); source++) {
     uint32_t words[CallRecord::kWords];
-    await_words(source, layout_.record(bank_, source), Phase::kCallRecord, words, CallRecord::kWords);
+    const Offset record = layout_.record(bank_, source);
+    if (!await_words(source, record, Phase::kCallRecord, words, CallRecord::kWords)) continue;
+    if (words[CallRecord::kIsMasked] != 0) {
+      mask(source);
+      continue;
+    }
     for (int i = 0; i < CallRecord::kWords; i++) calls_[source].words[i] = words[i];
     for (int i = 0; i < CallRecord::kComparedWords; i++) {
       if (words[i] != call_.word(i)) refuse_call(source, calls_[source]);
@@ -148,34 +195,45 @@ void Channel::await_calls() {
   }
 }
 
-void Channel::await_words(int source, Offset offset, Phase phase, uint32_t* values, int count) {
+bool Channel::await_words(int source, Offset offset, Phase phase, uint32_t* values, int count) {
   char* address = transport_.local_window() + offset;
   for (int i = 0; i < count; i++) {
-    await(phase, source, tag_, [&](uint64_t& seen) {
+    const bool is_there = await(phase, source, tag_, [&](uint64_t& seen) {
       const uint64_t word = atomic_tagged(address + i * sizeof(TaggedWord)).load(std::memory_order_acquire);
       values[i] = static_cast<uint32_t>(word);
       seen = word >> 32;
       return seen == tag_;
     });
+    if (is_there) continue;
+    std::fill_n(values, count, 0);
+    return false;
   }
+  return true;
 }
 
-void Channel::take_row(int source, int token, Phase phase, uint32_t* words, int num_words) {
+bool Channel::take_row(int source, int token, Phase phase, uint32_t* words, int num_words) {
   uint32_t* row = window_word(layout_.row(bank_, source, token));
   if (transport_.topology().is_lsa(rank(), source)) {
     for (int i = 0; i < num_words; i++) {
-      await(phase, source, token, [&](uint64_t& seen) {
+      const bool is_there = await(phase, source, token, [&](uint64_t& seen) {
         words[i] = atomic_word(row + i).load(std::memory_order_relaxed);
         seen = i;
         return words[i] != kAbsent;
       });
+      if (is_there) continue;
+      std::fill_n(words, num_words, 0);
+      return false;
     }
+  } else if (is_masked(source)) {
+    std::fill_n(words, num_words, 0);
+    return false;
   } else {
     std::memcpy(words, row, num_words * sizeof(uint32_t));
   }
   testing::delay(testing::Point::kBeforeReset, rank());
-  if (testing::has_bug(testing::Bug::kSkippedReset) && token == 0) return;
+  if (testing::has_bug(testing::Bug::kSkippedReset) && token == 0) return true;
   for (int i = 0; i < num_words; i++) atomic_word(row + i).store(kAbsent, std::memory_order_relaxed);
+  return true;
 }
 
 void Channel::complete() {

@@ -1,5 +1,5 @@
 // One operation's view of the wire on the host: tagged words and rows, in band to ranks of the own domain, by puts and
-// one arrival signal to the others. Throws kTimeout or kMismatch and leaves the reason in the state.
+// one arrival signal to the others. Throws kTimeout or kMismatch and leaves the reason in the state, or masks the rank.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,8 @@ struct CpuState {
   double timeout_seconds = 100;
   Failure failure;
   uint64_t flag_epoch = 0;  // of the last exchange of flags
+  bool masks_late = false;  // a rank that misses a deadline of low latency is masked
+  uint64_t masked = 0;      // bit r: rank r is
   InvalidIds invalid_ids;
   uint64_t dropped_rows = 0;
   WireBytes wire;
@@ -41,6 +43,8 @@ class Channel {
 
   // ---- Sending. Ranks are served from the own one on, so that not all begin with the same.
   int peer(int step) const { return (rank() + step) % num_ranks(); }
+  // Nothing but records goes to a masked rank, and nothing is taken from it.
+  bool is_masked(int rank) const { return state_.masked >> (rank & 63) & 1; }
   void send_record(int peer);
   void send_words(int peer, Offset offset, const uint32_t* values, int count);
   // A row of the own token `token` (dispatch), or of a partial sum for the peer's token (combine).
@@ -52,12 +56,16 @@ class Channel {
   // Waits for the record of every rank and compares it with the own call.
   void await_calls();
   int num_tokens(int source) const { return static_cast<int>(calls_[source].word(CallRecord::kNumTokens)); }
-  void await_words(int source, Offset offset, Phase phase, uint32_t* values, int count);
-  // Takes a row out of its slot and leaves the slot as it was before.
-  void take_row(int source, int token, Phase phase, uint32_t* words, int num_words);
+  // False, and zeros: the source is masked.
+  bool await_words(int source, Offset offset, Phase phase, uint32_t* values, int count);
+  // Takes a row out of its slot and leaves the slot as it was before. False, and zeros: the source is masked.
+  bool take_row(int source, int token, Phase phase, uint32_t* words, int num_words);
   // Network peers: the next stage of the call has arrived.
   void await_arrivals();
 
+  // Nothing is left to send. Where late ranks are masked, nobody may be late because another is: who still has to send
+  // waits half as long.
+  void begin_receiving() { deadline_ = Deadline(state_.timeout_seconds); }
   // The call is over: advances the epoch.
   void complete();
   // From now on, adds the ns waited for each source to `wait_cost` [R]; null: to nothing.
@@ -73,7 +81,11 @@ class Channel {
 
  private:
   template <class Ready>
-  void await(Phase phase, int source, uint64_t expected, Ready ready);
+  bool await(Phase phase, int source, uint64_t expected, Ready ready);
+  void send_tagged(int peer, Offset offset, const uint32_t* values, int count);
+  void tell_mask(int peer);
+  void mask(int rank);
+  bool was_left_by(int source) const;
   [[noreturn]] void give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen);
   [[noreturn]] void refuse_call(int source, const CallRecord& theirs);
   uint32_t* window_word(Offset offset) const;
@@ -91,7 +103,7 @@ class Channel {
   std::deque<std::vector<char>> sources_;  // of puts that have not been flushed
   int stages_ = 0;                         // closed by the sender; each is one arrival signal
   int heard_stages_ = 0;
-  const Deadline deadline_;
+  Deadline deadline_;
   int64_t* wait_cost_ = nullptr;
 };
 

@@ -30,12 +30,12 @@ class HomeWeights {
     channel_.close_stage();
   }
 
-  // False: the choice is skipped.
+  // False: the choice is skipped, or the source is masked.
   bool await(int source, int token, int k, float& weight) {
     uint32_t word;
-    channel_.await_words(source, place(source, token, k), Phase::kWeights, &word, 1);
+    const bool is_there = channel_.await_words(source, place(source, token, k), Phase::kWeights, &word, 1);
     std::memcpy(&weight, &word, sizeof word);
-    return word != kSkippedWeight;
+    return is_there && word != kSkippedWeight;
   }
 
  private:
@@ -92,6 +92,7 @@ void send(const LlCombineParams& p, Channel& channel) {
   std::vector<uint32_t> words(p.row.wire_bytes() / 4);
   for (int step = 0; step < channel.num_ranks(); step++) {
     const int home = channel.peer(step);
+    if (channel.is_masked(home)) continue;
     for (int token = 0; token < p.handle.tokens[home]; token++) {
       if (!partial_sum(p, home_weights, home, token, sum)) continue;
       from_floats(p.wire_dtype, sum.data(), words.data(), p.hidden);
@@ -147,6 +148,7 @@ class HomeSum {
 
 void receive(const LlCombineParams& p, Channel& channel) {
   testing::delay(testing::Point::kBeforeReceive, channel.rank());
+  channel.begin_receiving();
   channel.await_arrivals();
   channel.await_calls();
   HomeSum sum(p);
@@ -157,8 +159,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
     for (int rank = 0; rank < channel.num_ranks(); rank++) {
       const bool has_expert =
           std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
-      if (has_expert) {
-        channel.take_row(rank, token, Phase::kPartials, words.data(), static_cast<int>(words.size()));
+      if (has_expert && channel.take_row(rank, token, Phase::kPartials, words.data(), static_cast<int>(words.size()))) {
         sum.add_rank(words.data());
       }
       sum.end_rank(rank);
@@ -199,6 +200,7 @@ void cpu_combine_weights(const LlCombineWeightsParams& p, Transport& transport, 
     }
   }
   channel.close_stage();
+  channel.begin_receiving();
   channel.await_arrivals();
   channel.await_calls();
   for (int i = 0; i < p.num_tokens * topk; i++) {

@@ -80,26 +80,38 @@ void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
   channel.close_stage();
 }
 
+// False: the source is masked.
+bool await_routing_of(const LlDispatchParams& p, Channel& channel, int source, Routing& routing,
+                      std::vector<float>& weights) {
+  const IdFormat& ids = p.layout.ids;
+  for (int token = 0; token < routing.tokens[source]; token++) {
+    uint32_t words[kMaxTopk];
+    const Offset words_at = p.layout.id_words(channel.bank(), source, token);
+    if (!channel.await_words(source, words_at, Phase::kRouting, words, ids.words())) return false;
+    const size_t first = p.layout.slot(source, token) * p.shape.topk;
+    for (int k = 0; k < p.shape.topk; k++) {
+      const uint32_t code = ids.get(words[k / ids.per_word()], k % ids.per_word());
+      if (code == ids.none()) continue;
+      routing.local_ids[first + k] = static_cast<int32_t>(code);
+      uint32_t bits;
+      const Offset weight_at = p.layout.weight(channel.bank(), source, token, k);
+      if (!channel.await_words(source, weight_at, Phase::kWeights, &bits, 1)) return false;
+      std::memcpy(&weights[first + k], &bits, sizeof bits);
+    }
+  }
+  return true;
+}
+
 Routing await_routing(const LlDispatchParams& p, Channel& channel, std::vector<float>& weights) {
   Routing routing = Routing::empty(p.shape);
-  const IdFormat& ids = p.layout.ids;
   weights.assign(routing.local_ids.size(), 0.0f);
   for (int source = 0; source < channel.num_ranks(); source++) {
     routing.tokens[source] = channel.num_tokens(source);
-    for (int token = 0; token < routing.tokens[source]; token++) {
-      uint32_t words[kMaxTopk];
-      channel.await_words(source, p.layout.id_words(channel.bank(), source, token), Phase::kRouting, words,
-                          ids.words());
-      const size_t first = p.layout.slot(source, token) * p.shape.topk;
-      for (int k = 0; k < p.shape.topk; k++) {
-        const uint32_t code = ids.get(words[k / ids.per_word()], k % ids.per_word());
-        if (code == ids.none()) continue;
-        routing.local_ids[first + k] = static_cast<int32_t>(code);
-        uint32_t bits;
-        channel.await_words(source, p.layout.weight(channel.bank(), source, token, k), Phase::kWeights, &bits, 1);
-        std::memcpy(&weights[first + k], &bits, sizeof bits);
-      }
-    }
+    if (await_routing_of(p, channel, source, routing, weights)) continue;
+    // As if it had no tokens: what its places are, all rows of a call must agree on.
+    routing.tokens[source] = 0;
+    const auto first = routing.local_ids.begin() + static_cast<int64_t>(p.layout.slot(source, 0)) * p.shape.topk;
+    std::fill_n(first, p.shape.max_tokens * p.shape.topk, -1);
   }
   return routing;
 }
@@ -175,6 +187,7 @@ void account_for_rows(const LlDispatchParams& p, const Placement& placement) {
 void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
   testing::delay(testing::Point::kBeforeReceive, channel.rank());
   channel.count_waits(p.wait_cost);
+  channel.begin_receiving();
   channel.await_arrivals();
   channel.await_calls();
   std::vector<float> weights;

@@ -54,7 +54,7 @@ class Deadline {
     }
   }
 
-  const Clock::time_point end_;
+  Clock::time_point end_;
 };
 
 }  // namespace ep

@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <mutex>
 #include <new>
 #include <optional>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -18,6 +16,7 @@
 #include "cuda/floors.h"
 #include "cuda/launch.h"
 #include "cuda/one_gpu_world.h"
+#include "cuda/seat.h"
 #include "runtime/agreement.h"
 #include "transport/collective_step.h"
 #include "transport/nccl_api.h"
@@ -31,64 +30,6 @@ constexpr double kMinSetupSeconds = 60;       // NCCL's start takes seconds, how
 constexpr double kTearDownSlackSeconds = 10;  // beyond the deadline that ends the last kernel
 
 uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(std::min(seconds, 1e9) * 1e9); }
-
-// ---- Who runs where.
-
-// What tells a process from every other, across containers too.
-uint64_t process_id() {
-  static const uint64_t id = [] {
-    std::random_device random;
-    return static_cast<uint64_t>(random()) << 32 | random();
-  }();
-  return id;
-}
-
-struct Seat {
-  uint64_t process;
-  char gpu[16];      // its UUID
-  char address[16];  // on the PCI bus, for the reader
-};
-
-Seat own_seat(int device) {
-  Seat seat{};
-  cudaDeviceProp properties;
-  EP_CUDA(cudaGetDeviceProperties(&properties, device));
-  EP_CUDA(cudaDeviceGetPCIBusId(seat.address, sizeof seat.address, device));
-  std::memcpy(seat.gpu, properties.uuid.bytes, sizeof seat.gpu);
-  seat.process = process_id();
-  return seat;
-}
-
-bool same_gpu(const Seat& a, const Seat& b) { return std::memcmp(a.gpu, b.gpu, sizeof a.gpu) == 0; }
-
-// NCCL's own switch for ranks of several processes on one GPU, which take turns there: for tests, too slow for work.
-bool may_share_gpus() {
-  const char* text = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  return text != nullptr && std::strcmp(text, "1") == 0;
-}
-
-// True if all ranks are threads of one process on one GPU. Throws if ranks share a GPU in any other way, unless they
-// may.
-bool is_world_on_one_gpu(Bootstrap& bootstrap, const Seat& mine) {
-  const auto texts = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
-  std::vector<Seat> seats(texts.size());
-  for (size_t r = 0; r < texts.size(); r++)
-    std::memcpy(&seats[r], texts[r].data(), std::min(texts[r].size(), sizeof mine));
-  const bool is_one = std::all_of(seats.begin(), seats.end(), [&](const Seat& seat) {
-    return same_gpu(seat, seats[0]) && seat.process == seats[0].process;
-  });
-  if (is_one) return true;
-  for (size_t r = 0; r < seats.size(); r++) {
-    for (size_t s = 0; s < r; s++) {
-      if (!same_gpu(seats[r], seats[s])) continue;
-      if (seats[r].process == seats[s].process || !may_share_gpus()) {
-        raise(ErrorKind::kInvalidUsage, "ranks ", s, " and ", r, " use the same GPU, ", seats[r].address,
-              ": give every rank its own (in torch, torch.cuda.set_device(local_rank) before the buffer is made)");
-      }
-    }
-  }
-  return false;
-}
 
 // ---- What a buffer owns.
 
@@ -192,12 +133,29 @@ std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t
   return memory;
 }
 
-void clean_window(const Memory& memory, const LlWindow& window) {
-  EP_CUDA(cudaMemsetAsync(memory.peers.local<char>(0), 0, window.bytes, memory.stream));
+// kAbsent, where nothing has arrived.
+void rest_rows(const Memory& memory, const LlWindow& window) {
   for (const LlWindow::PerKind& kind : window.kind) {
     EP_CUDA(cudaMemsetAsync(memory.peers.local<char>(kind.rows.offset), 0xFF, kind.rows.count * sizeof(uint32_t),
-                            memory.stream));  // kAbsent
+                            memory.stream));
   }
+}
+
+// Where ranks can be masked: what the kernels need for it.
+void set_up_masks(Memory& memory, const LlWindow& window, int num_ranks) {
+  Masks& masks = memory.host->mirror.masks;
+  masks.num_ranks = num_ranks;
+  masks.stride = memory.peers.stride;
+  for (int kind = 0; kind < kNumKinds; kind++) {
+    masks.records[kind] = memory.peers.local<uint64_t>(window.kind[kind].records.offset);
+  }
+  memory.peers.can_be_masked = true;
+  EP_CUDA(cudaMemcpyAsync(&memory.state->masks, &masks, sizeof masks, cudaMemcpyHostToDevice, memory.stream));
+}
+
+void clean_window(const Memory& memory, const LlWindow& window) {
+  EP_CUDA(cudaMemsetAsync(memory.peers.local<char>(0), 0, window.bytes, memory.stream));
+  rest_rows(memory, window);
   EP_CUDA(cudaStreamSynchronize(memory.stream));
 }
 
@@ -205,7 +163,9 @@ void clean_window(const Memory& memory, const LlWindow& window) {
 
 class CudaBackend : public Backend {
  public:
-  CudaBackend(std::unique_ptr<Memory> memory, const Region<char>& arena) : memory_(memory.release(), &tear_down) {
+  CudaBackend(std::unique_ptr<Memory> memory, const Window& window, int num_ranks)
+      : memory_(memory.release(), &tear_down), window_(window), num_ranks_(num_ranks) {
+    const Region<char>& arena = window.ht.arena;
     if (arena.count == 0) return;
     arena_ = std::make_shared<Arena>(memory_->peers.local<char>(arena.offset), arena.offset, arena.count, memory_);
   }
@@ -242,6 +202,45 @@ class CudaBackend : public Backend {
     run_floor(params, plan_of(params, is_world ? params.shape.max_tokens : params.num_tokens, sms), stream);
   }
 
+  void mask(int rank, void* stream) override {
+    EP_CUDA(cudaMemsetAsync(&memory_->state->masks.is_masked[rank], 1, 1, static_cast<cudaStream_t>(stream)));
+  }
+  void query_masks(int32_t* status, void* stream) override {
+    static_assert(sizeof *status == sizeof *memory_->state->masks.is_masked);
+    EP_CUDA(cudaMemcpyAsync(status, memory_->state->masks.is_masked, num_ranks_ * sizeof *status,
+                            cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+  }
+  LlEpochs settle() override {
+    {
+      DeviceGuard guard(memory_->device);
+      RelaxedCapture relaxed;
+      EP_CUDA(cudaDeviceSynchronize());
+    }
+    const Report now = report(false);
+    return {now.epochs[0], now.epochs[1]};
+  }
+  void restart(const LlEpochs& epochs) override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    rest_rows(*memory_, window_);
+    std::vector<uint64_t> credits;  // of every rank, for each kind
+    for (uint64_t epoch : epochs.of) credits.insert(credits.end(), num_ranks_, epoch);
+    EP_CUDA(cudaMemcpyAsync(memory_->peers.local<char>(window_.signals.offset), credits.data(),
+                            credits.size() * sizeof(uint64_t), cudaMemcpyHostToDevice, memory_->stream));
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      EP_CUDA(cudaMemcpyAsync(&memory_->state->epoch[kind].epoch, &epochs.of[kind], sizeof(uint64_t),
+                              cudaMemcpyHostToDevice, memory_->stream));
+    }
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+  }
+  void unmask_all() override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    EP_CUDA(
+        cudaMemsetAsync(memory_->state->masks.is_masked, 0, sizeof memory_->state->masks.is_masked, memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+  }
+
   Failure failure() const override {
     // Pairs with the fence before the kernel's store of the code; nothing is written after it.
     const uint32_t code = std::atomic_ref(memory_->host->failure.code).load(std::memory_order_acquire);
@@ -260,6 +259,9 @@ class CudaBackend : public Backend {
     report.failure = failure();
     report.invalid_ids = seen.found.invalid_ids;
     report.dropped_rows = seen.found.dropped_rows;
+    for (int r = 0; r < kMaxCudaRanks; r++) {
+      if (seen.masks.is_masked[r] != 0) report.masked |= 1ull << r;
+    }
     for (int kind = 0; kind < kNumKinds; kind++) {
       report.epochs[kind] = seen.epoch[kind].epoch;
       report.ht_epochs[kind] = seen.ht_epoch[kind].epoch;
@@ -421,6 +423,8 @@ class CudaBackend : public Backend {
   }
 
   std::shared_ptr<Memory> memory_;  // tensors of the arena keep it
+  const LlWindow window_;
+  const int num_ranks_;
   std::shared_ptr<Arena> arena_;
   bool uses_pdl_ = true;
   std::mutex mutex_;  // of the private stream and its host block
@@ -450,7 +454,7 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     if (device < 0) EP_CUDA(cudaGetDevice(&device));
     guard.emplace(device);
     seat = own_seat(device);
-    load_kernels();
+    load_kernels(config.masks_late_ranks);
     load_floor_kernels();
     memory = make_memory(device, config.timeout_seconds, window.ht.call_words);
   });
@@ -466,8 +470,11 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
                      config.nccl_comm);
   }
   // Nobody writes into a window before its owner has cleaned it.
-  on_all_ranks(bootstrap, [&] { clean_window(*memory, window); });
-  return std::make_unique<CudaBackend>(std::move(memory), window.ht.arena);
+  on_all_ranks(bootstrap, [&] {
+    if (config.masks_late_ranks) set_up_masks(*memory, window, bootstrap.num_ranks());
+    clean_window(*memory, window);
+  });
+  return std::make_unique<CudaBackend>(std::move(memory), window, bootstrap.num_ranks());
 }
 
 }  // namespace ep

@@ -7,6 +7,7 @@
 #include "transport/lsa_peers.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // This block of this rank: in a world on one GPU, a launch holds the blocks of all ranks.
 struct BlockPosition {
@@ -39,6 +40,30 @@ struct WarpRole {
 
 __device__ __forceinline__ bool is_opener() { return threadIdx.x >= blockDim.x - 32; }
 
+// Whether ranks `lane` and `lane` + 32 are masked.
+struct MaskedLane {
+  uint32_t is_masked[2];
+
+  __device__ __forceinline__ void load(const DeviceState* state) {
+    for (int i = 0; i < 2; i++) is_masked[i] = ptx::ld_relaxed_gpu(&state->masks.is_masked[lane_id() + 32 * i]);
+  }
+  // The opener's, for the other warps of its block.
+  __device__ __forceinline__ void note(CallContext& context, int num_ranks) const {
+    const uint32_t low = __ballot_sync(~0u, is_masked[0] != 0), high = __ballot_sync(~0u, is_masked[1] != 0);
+    const uint64_t masked = static_cast<uint64_t>(high) << 32 | low;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int turn = lane_id() + 32 * i;
+      const uint32_t turns =
+          __ballot_sync(~0u, turn < num_ranks && (masked >> (context.rank + 1 + turn) % num_ranks & 1) != 0);
+      if (lane_id() != 0) continue;
+      context.masked[i] = i == 0 ? low : high;
+      context.masked_turns[i] = turns;
+    }
+    __syncwarp();
+  }
+};
+
 // A call begins with loads that nobody looks at yet: the last warp of a block asks for the epoch and for the credits of
 // all ranks (an acquire holds up what follows it), the others for what they send first. begin_call() looks.
 //
@@ -50,6 +75,7 @@ struct Opening {
   uint32_t has_failed = 0;
   Kind kind;
   ptx::SharedAddress opened_at;  // the word of tag, bank and is_open
+  MaskedLane masked;             // kMasksRanks
 };
 
 struct Nothing {
@@ -72,6 +98,7 @@ __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args
   }
   opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
   opening.has_failed = ptx::ld_relaxed_gpu(&args.state->fate.has_failed);
+  if (kMasksRanks) opening.masked.load(args.state);
   call.is_open = CallContext::kClosed;
   call.state = args.state;
   call.call = &args.params.call;
@@ -83,17 +110,22 @@ __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args
 }
 
 // Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
-// acquire pairs with send_credits(); the flag of the block hands it on. False: the wait was given up.
+// acquire pairs with send_credits(); the flag of the block hands it on. No masked rank is waited for. False: the wait
+// was given up.
 template <class Args>
 __device__ __noinline__ bool await_credits(const CallContext& call, const Args& args, uint64_t last_epoch,
                                            uint64_t credit_of_lane) {
 #pragma unroll 1
   for (int source = lane_id(); source < args.num_ranks; source += 32) {
+    if (is_masked(call, source)) continue;
     uint64_t credit = credit_of_lane;
     if (source >= 32) credit = ptx::ld_acquire_sys(args.credits + source);
     Patience patience;
     while (credit < last_epoch) {
-      if (patience.is_over(call, Phase::kArrivalSignal, source, last_epoch, credit)) return false;
+      if (patience.is_over(call, Phase::kArrivalSignal, source, last_epoch, credit)) {
+        if (!kMasksRanks || call.has_failed()) return false;
+        break;
+      }
       credit = ptx::ld_acquire_sys(args.credits + source);
     }
   }
@@ -118,11 +150,17 @@ __device__ __forceinline__ bool begin_call(CallContext& context, OpenCall& call,
   context.epoch = epoch;
   call.tag = tag_of(epoch);
   call.bank = has_bug(Bug::kOneBank, opening.kind) ? 0 : bank_of(epoch);
+  if (kMasksRanks) opening.masked.note(context, args.num_ranks);
   const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch ||
-                          has_bug(Bug::kIgnoredCredits, opening.kind);
+                          is_masked(context, lane_id()) || has_bug(Bug::kIgnoredCredits, opening.kind);
   bool is_well = opening.has_failed == 0;
   if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) {
     is_well = await_credits(context, args, opening.last_epoch, opening.credit) && is_well;
+    if (kMasksRanks) {
+      MaskedLane masked;
+      masked.load(context.state);
+      masked.note(context, args.num_ranks);
+    }
   }
   is_well = __all_sync(~0u, is_well);
   __syncwarp();
@@ -167,9 +205,13 @@ struct RecordLane {
     }
     return lane;
   }
-  __device__ __forceinline__ void send(const OpenCall& call, const LlLayout& layout) const {
+  // As word `i` of an open call. A masked rank is told so, and may still read the rest of an earlier record.
+  __device__ __forceinline__ void send(const OpenCall& call, const LlLayout& layout, int i) const {
     if (target == nullptr) return;
-    ptx::st_relaxed_sys(target + call.bank * layout.num_ranks * CallRecord::kWords, tagged(value, call.tag));
+    const bool tells_mask = is_masked(call, i / CallRecord::kWords);
+    if (tells_mask && i % CallRecord::kWords != CallRecord::kIsMasked) return;
+    ptx::st_relaxed_sys(target + call.bank * layout.num_ranks * CallRecord::kWords,
+                        tagged(tells_mask ? 1 : value, call.tag));
   }
 };
 
@@ -177,10 +219,10 @@ struct RecordLane {
 __device__ __forceinline__ void send_records(const OpenCall& call, const LlLayout& layout, const LsaPeers& peers,
                                              const RecordLane& lane) {
   testing_point(Point::kBeforeRecord, call);
-  lane.send(call, layout);
+  lane.send(call, layout, lane_id());
 #pragma unroll 1
   for (int i = lane_id() + 32; i < layout.num_ranks * CallRecord::kWords; i += 32) {
-    RecordLane::of(*call.context.call, layout, peers, i).send(call, layout);
+    RecordLane::of(*call.context.call, layout, peers, i).send(call, layout, i);
   }
   testing_point(Point::kAfterRecord, call);
 }
@@ -223,6 +265,7 @@ __device__ __forceinline__ void check_records(const CallContext& context, const 
 #pragma unroll 1
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int source = i / CallRecord::kWords, word = i % CallRecord::kWords;
+    if (is_masked(context, source)) continue;
     const auto* record = peers.local<uint64_t>(layout.record(context.bank, source)) + word;
     Patience patience;
     uint64_t seen = ptx::ld_relaxed_sys(record);
@@ -233,6 +276,9 @@ __device__ __forceinline__ void check_records(const CallContext& context, const 
     const bool differs = word < CallRecord::kComparedWords && is_tagged(seen, context.tag) &&
                          static_cast<uint32_t>(seen) != context.call->word(word);
     if (differs) refuse_call(context, layout, peers, source);
+    const bool is_left =
+        word == CallRecord::kIsMasked && is_tagged(seen, context.tag) && static_cast<uint32_t>(seen) != 0;
+    if (kMasksRanks && is_left) ptx::st_relaxed_gpu(&context.state->masks.is_masked[source], 1);
     if (wait_cost != nullptr && word == CallRecord::kNumTokens && source != peers.rank) {
       wait_cost[source] += static_cast<int64_t>(ptx::global_timer_ns() - start);
     }
@@ -363,10 +409,13 @@ struct RoutingLane {
     lane.fill(layout, peers, pass, choice, weight);
     return lane;
   }
-  __device__ __forceinline__ void send(const OpenCall& call, const LlLayout& layout) const {
+  // `rank`: of the choice.
+  __device__ __forceinline__ void send(const OpenCall& call, const LlLayout& layout, int rank) const {
     const int64_t offset = call.bank * static_cast<int64_t>(layout.tagged_bank_bytes / sizeof(uint64_t));
-    if (ids != nullptr) ptx::st_relaxed_sys(ids + offset, tagged(word, call.tag));
-    if (weight != nullptr) ptx::st_relaxed_sys(weight + offset, tagged(__float_as_uint(value), call.tag));
+    if (ids != nullptr && !is_masked(call, peer)) ptx::st_relaxed_sys(ids + offset, tagged(word, call.tag));
+    if (weight != nullptr && !is_masked(call, rank)) {
+      ptx::st_relaxed_sys(weight + offset, tagged(__float_as_uint(value), call.tag));
+    }
   }
 };
 
@@ -376,7 +425,7 @@ __device__ __forceinline__ void send_routing(const OpenCall& call, const LlLayou
                                              const Choice& choice, float weight) {
 #pragma unroll 1
   for (int pass = first_pass; pass < RoutingLane::passes(layout); pass++) {
-    RoutingLane::of(layout, peers, by_id_words, pass, token, choice, weight).send(call, layout);
+    RoutingLane::of(layout, peers, by_id_words, pass, token, choice, weight).send(call, layout, choice.rank);
   }
 }
 
@@ -408,4 +457,5 @@ __device__ __forceinline__ int exclusive_sums(int count, int* sums, const ValueO
   return static_cast<int>(next);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -36,6 +36,22 @@ struct HtCounters {
   alignas(128) uint32_t ready[kMaxCudaRanks * kHtChunks];  // rows of a chunk for a rank that lie in place
 };
 
+// Ranks that low latency leaves out, where late ones are masked. Read at the beginning of a call, and in long waits.
+struct Masks {
+  alignas(128) uint32_t is_masked[kMaxCudaRanks];
+  int num_ranks;
+  uint64_t* records[kNumKinds];  // in the own window, LlWindow's
+  uint64_t stride;               // to the window of the next rank
+  // What one warp has found for all blocks of a dispatch: the ranks that it leaves out, in two tagged words.
+  alignas(128) uint64_t roll[2];
+
+  // Of the call record from `source`.
+  EP_HD uint64_t* mask_word(Kind kind, int bank, int source) const {
+    return records[static_cast<int>(kind)] + (bank * num_ranks + source) * CallRecord::kWords + CallRecord::kIsMasked;
+  }
+};
+static_assert(kMaxCudaRanks <= kMaxMaskableRanks);
+
 struct DeviceState {
   EpochLine epoch[kNumKinds];
   TicketLine ticket[kNumKinds];
@@ -48,6 +64,7 @@ struct DeviceState {
     InvalidIds invalid_ids;
     uint64_t dropped_rows;
   } found;
+  Masks masks;
   EpochLine ht_epoch[kNumKinds];
   TicketLine ht_ticket[kNumKinds];
   HtCounters ht_counters[kNumKinds][2];

@@ -4,6 +4,7 @@
 #include "cuda/places.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // A warp fills rows [from, to) with zeros, if the caller asks for it.
 static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
@@ -154,4 +155,5 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const Call
             static_cast<unsigned long long>(dropped));
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -5,13 +5,16 @@
 
 namespace ep {
 
-void load_kernels() {
+void load_kernels(bool masks_ranks) {
   load_dispatch_kernels();
   load_combine_kernels();
   load_ht_route_kernels();
   load_ht_dispatch_kernels();
   load_ht_combine_kernels();
   load_token_layout_kernel();
+  if (!masks_ranks) return;
+  load_masking_dispatch_kernels();
+  load_masking_combine_kernels();
 }
 
 std::vector<std::vector<uint64_t>> take_stamps(std::string_view kernel) {

@@ -78,8 +78,9 @@ void check_served(const LlCombineWeightsParams& params);
 void check_served(const HtDispatchParams& params);
 void check_served(const HtCombineParams& params);
 
-// Loads every kernel, so that none is loaded while another spins. Throws kSystem.
-void load_kernels();
+// Loads every kernel, so that none is loaded while another spins; those that mask late ranks, where they may. Throws
+// kSystem.
+void load_kernels(bool masks_ranks);
 
 // One rank a GPU. `stream` is a cudaStream_t.
 void launch(const KernelArgs<LlDispatchParams>& args, void* stream);
@@ -88,6 +89,14 @@ void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
 void launch(const KernelArgs<HtRouteParams>& args, void* stream);
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream);
 void launch(const KernelArgs<HtCombineParams>& args, void* stream);
+
+// Low latency where late ranks are masked, by kernels of its own: launch() and launch_world() choose them.
+void launch_masking(const KernelArgs<LlDispatchParams>& args, void* stream);
+void launch_masking(const KernelArgs<LlCombineParams>& args, void* stream);
+void launch_masking(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
+template <class Params>
+void launch_masking_world(const KernelArgs<Params>* host_args, const KernelArgs<Params>* args, int num_ranks,
+                          void* stream);
 
 // All `num_ranks` ranks of a world on this GPU in one launch; `args` is a device array, `host_args` its host copy. Each
 // rank gets as many blocks as the one whose plan has most.

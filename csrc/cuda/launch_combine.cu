@@ -1,44 +1,6 @@
-#include "base/check.h"
-#include "cuda/launch_util.h"
-#include "cuda/ll_combine.cuh"
-#include "cuda/with_types.h"
+#include "cuda/launch_combine.cuh"
 
 namespace ep {
-namespace {
-
-constexpr int kMaxThreads = 640;
-constexpr int kScalarThreads = 256;
-
-template <DType kIn, DType kWire, DType kOut, bool kHome>
-__global__ void __launch_bounds__(kMaxThreads, 1) ll_combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
-  combine<kIn, kWire, kOut, kHome>(args, BlockPosition::own());
-}
-
-template <DType kIn, DType kWire, DType kOut, bool kHome>
-__global__ void __launch_bounds__(kMaxThreads, 1) ll_combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
-  combine<kIn, kWire, kOut, kHome>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
-}
-
-__global__ void __launch_bounds__(kScalarThreads)
-    ll_scalars_home(const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
-  scalars_home(args, BlockPosition::own());
-}
-
-__global__ void __launch_bounds__(kScalarThreads)
-    ll_scalars_home_world(const KernelArgs<LlCombineWeightsParams>* all, int blocks) {
-  scalars_home(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
-}
-
-// Calls body with the template instance for these parameters.
-template <class Body>
-void with_instance(const LlCombineParams& p, Body body) {
-  with_types(p.dtype, p.wire_dtype, p.out_dtype, [&](auto types) {
-    if (p.weighting == Weighting::kHome) return body(types, std::true_type{});
-    return body(types, std::false_type{});
-  });
-}
-
-}  // namespace
 
 LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
   return tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.half != Half::kBoth}, num_sms));
@@ -66,54 +28,30 @@ void check_served(const LlCombineParams& p) {
 }
 void check_served(const LlCombineWeightsParams&) {}
 
-void load_combine_kernels() {
-  const auto load = [](auto types, auto home) {
-    using T = decltype(types);
-    load_kernel(&ll_combine<T::in, T::wire, T::out, home()>, 0);
-    load_kernel(&ll_combine_world<T::in, T::wire, T::out, home()>, 0);
-  };
-  for_all_types([&](auto types) {
-    load(types, std::false_type{});
-    load(types, std::true_type{});
-  });
-  load_kernel(&ll_scalars_home, 0);
-  load_kernel(&ll_scalars_home_world, 0);
-}
+void load_combine_kernels() { load_all(); }
 
 std::vector<std::vector<uint64_t>> combine_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<LlCombineParams>& args, void* stream) {
-  with_instance(args.params, [&](auto types, auto home) {
-    using T = decltype(types);
-    launch_kernel(&ll_combine<T::in, T::wire, T::out, home()>, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl,
-                  stream, args);
-  });
+  return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);
 }
 
 void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream) {
-  launch_kernel(&ll_scalars_home, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl, stream, args);
+  return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);
 }
 
 template <>
 void launch_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
                   void* stream) {
-  const LlPlan& plan = host_args->plan;
-  for (int r = 1; r < num_ranks; r++) {
-    EP_CHECK((host_args[r].params.weighting == Weighting::kHome) == (host_args->params.weighting == Weighting::kHome),
-             "of ranks 0 and ", r, " one gives its weights at combine: in a world on one GPU all must, or none");
-  }
-  with_instance(host_args->params, [&](auto types, auto home) {
-    using T = decltype(types);
-    launch_kernel(&ll_combine_world<T::in, T::wire, T::out, home()>, plan.blocks * num_ranks, plan.threads(), 0, false,
-                  stream, args, plan.blocks);
-  });
+  if (host_args->peers.can_be_masked) return launch_masking_world(host_args, args, num_ranks, stream);
+  launch_all(host_args, args, num_ranks, stream);
 }
 
 template <>
 void launch_world(const KernelArgs<LlCombineWeightsParams>* host_args, const KernelArgs<LlCombineWeightsParams>* args,
                   int num_ranks, void* stream) {
-  const LlPlan& plan = host_args->plan;
-  launch_kernel(&ll_scalars_home_world, plan.blocks * num_ranks, plan.threads(), 0, false, stream, args, plan.blocks);
+  if (host_args->peers.can_be_masked) return launch_masking_world(host_args, args, num_ranks, stream);
+  launch_all(host_args, args, num_ranks, stream);
 }
 
 }  // namespace ep

@@ -86,6 +86,8 @@ inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 
 void load_dispatch_kernels();
 void load_combine_kernels();
+void load_masking_dispatch_kernels();
+void load_masking_combine_kernels();
 void load_ht_route_kernels();
 void load_ht_dispatch_kernels();
 void load_ht_combine_kernels();

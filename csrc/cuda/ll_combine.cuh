@@ -6,6 +6,7 @@
 #include "cuda/ll_combine_send.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 template <DType kIn, DType kWire, DType kOut, bool kHome>
 __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args, BlockPosition at) {
@@ -99,6 +100,7 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   for (int i = first; i < p.shape.max_tokens * topk; i += step) {
     const int token = i / topk, k = i % topk;
     for (int home = 0; home < p.shape.num_ranks; home++) {
+      if (is_masked(call, home)) continue;
       if (token >= p.handle.tokens[home]) continue;
       const int32_t row = p.handle.rows[p.layout.slot(home, token) * map_k + (expert_rows ? k : 0)];
       if (row == kNoRow) continue;
@@ -112,8 +114,8 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   for (int i = first; i < p.num_tokens * topk; i += step) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;
-    if (id >= 0) {
-      const int owner = p.shape.owner(id);
+    const int owner = id >= 0 ? p.shape.owner(id) : peers.rank;
+    if (id >= 0 && !is_masked(call, owner)) {
       const auto* word = peers.local<uint64_t>(p.layout.weight(call.bank, owner, i / topk, i % topk));
       bits = await_word(call, word, Phase::kScalars, owner);
     }
@@ -121,4 +123,5 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   }
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

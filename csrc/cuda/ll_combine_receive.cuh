@@ -4,6 +4,7 @@
 #include "cuda/ll_home_weights.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 template <DType kOut, int kCount>
 __device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, int lane_index, bool has_terms,
@@ -36,6 +37,19 @@ struct OwnEntriesAt {
   }
 };
 
+// A batch of ranks, in bytes that end with 0xFF, without those that are masked now.
+static __device__ __noinline__ uint32_t without_masked(const CallContext& context, uint32_t ranks) {
+  uint32_t left = ~0u;
+#pragma unroll 1
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    const uint32_t rank = ranks >> shift & 0xFF;
+    const bool stays = rank != 0xFF && ptx::ld_relaxed_gpu(&context.state->masks.is_masked[rank]) == 0;
+    if (__any_sync(~0u, rank != 0xFF && !stays)) continue;
+    left = left << 8 | rank;
+  }
+  return left;
+}
+
 // The ranks' sums of a piece, as they arrive in the own window: up to four ranks at a time, in ascending order. Lanes
 // past the row's end do what the last lane inside does.
 template <DType kWire, int kCount>
@@ -55,7 +69,11 @@ struct Partials {
         high_mask(static_cast<uint32_t>(sources >> 32)),
         local_rank(sends(role.p.half) ? role.peers.rank : kNone - 1),
         slots(ptx::opaque(role.peers.local<char>(role.p.layout.row(call.bank, 0, unit.token)) +
-                          lane_index * static_cast<int>(sizeof *numbers))) {}
+                          lane_index * static_cast<int>(sizeof *numbers))) {
+    if (!kMasksRanks) return;
+    mask &= ~call.context.masked[0];
+    high_mask &= ~call.context.masked[1];
+  }
 
   __device__ __forceinline__ bool has_more() const { return (mask | high_mask) != 0; }
   __device__ __forceinline__ void begin_batch() {
@@ -78,13 +96,15 @@ struct Partials {
     return slots + static_cast<uint64_t>(rank) * role.geometry.source_bytes;
   }
 
-  // Waits for the batch. False: the wait was given up.
+  // Waits for the batch, but for ranks that are masked meanwhile. False: the wait was given up.
   __device__ __forceinline__ bool await(const CombineRole& role, const OpenCall& call, const Unit& unit,
                                         LeanPatience& patience) {
     while (true) {
       ranks = ptx::opaque(ranks);  // addresses are worked out again
       if (have_arrived(role, call)) return true;
-      if (is_over(role, call, unit, patience)) return false;
+      if (!is_over(role, call, unit, patience)) continue;
+      if (!kMasksRanks || __any_sync(~0u, call.context.has_failed())) return false;
+      ranks = without_masked(call, ranks);
     }
   }
   __device__ __forceinline__ bool have_arrived(const CombineRole& role, const OpenCall& call) {
@@ -146,7 +166,7 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const OpenCal
   stamp(Stamp::kOwnDone, role.peers.rank);
   Partials<kWire, kCount> partials(role, call, sources, unit, lane_index);
   float total[kCount];
-  begin_sum<kOut>(p, unit.token, lane_index, sources != 0, total);
+  begin_sum<kOut>(p, unit.token, lane_index, kMasksRanks ? partials.has_more() : sources != 0, total);
   LeanPatience patience;
 #pragma unroll 1
   while (partials.has_more()) {
@@ -243,4 +263,5 @@ struct Receiver {
   }
 };
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -8,6 +8,7 @@
 #include "cuda/stamps.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 struct CombineRole : WarpRole {
   const LlCombineParams& p;
@@ -155,4 +156,5 @@ __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms
   }
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -4,6 +4,7 @@
 #include "cuda/ll_home_weights.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // A sender adds up one unit at a time. While the unit's rows are on their way it learns which is next, and asks for
 // that one's entries of the handle. kHome: the home rank gives the weights.
@@ -157,8 +158,11 @@ struct Sender {
   __device__ __forceinline__ void store(const CombineRole& role, const OpenCall& call) const {
     testing_point(Point::kBetweenRows, call, unit.token);
     const int64_t bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
-    if (is_any && slot != nullptr) sum.store_remote(slot + bank_offset, 0);
+    if (is_any && slot != nullptr && !is_masked_now(call, role.home_of(unit.home))) {
+      sum.store_remote(slot + bank_offset, 0);
+    }
   }
 };
 
+}  // namespace EP_KERNELS
 }  // namespace ep

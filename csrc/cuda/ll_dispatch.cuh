@@ -8,6 +8,7 @@
 #include "cuda/ll_dispatch_receive.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& args, BlockPosition at, char* shared) {
@@ -69,4 +70,5 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   stamp(Stamp::kEnd, peers.rank);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -3,8 +3,10 @@
 
 #include "cuda/dispatch_info.cuh"
 #include "cuda/ll_dispatch_send.cuh"
+#include "cuda/roll_call.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // Where the weight of choice `lane` of a row arrives, and what the lane has seen there.
 struct IncomingWeight {
@@ -145,7 +147,8 @@ struct Incoming {
     if (!is_own && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
 
-  // The row has arrived, and its place on the wire is free again. False: the wait was given up.
+  // The row has arrived, and its place on the wire is free again; of a rank that is masked meanwhile there are zeros.
+  // False: the wait was given up.
   template <DType kType>
   __device__ __forceinline__ bool take(const DispatchRole& role, const OpenCall& call) {
     if (is_own) {
@@ -154,7 +157,11 @@ struct Incoming {
       Patience patience;
       while (!has_arrived(piece)) {
         if (has_bug(Bug::kTornRows, call.context.kind) && __all_sync(~0u, has_arrived(piece.chunk[0]))) break;
-        if (__any_sync(~0u, patience.is_over(call, Phase::kRows, unit.source, unit.token, unit.piece))) return false;
+        if (__any_sync(~0u, patience.is_over(call, Phase::kRows, unit.source, unit.token, unit.piece))) {
+          if (!kMasksRanks || __any_sync(~0u, call.context.has_failed())) return false;
+          piece = {};
+          return true;
+        }
         load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
       }
       testing_point(Point::kBeforeReset, call, unit.source * role.p.shape.max_tokens + unit.token);
@@ -244,6 +251,10 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
   const LlDispatchParams& p = role.p;
   const int threads = ptx::opaque(role.receiving_threads());
   testing_point(Point::kBeforeReceive, call);
+  if (kMasksRanks && role.receiving_thread() < 32) {
+    if (role.at.block == role.plan.receiver_block0) call_roll(role, call);
+    await_roll(call);
+  }
   ptx::named_barrier(1, threads);  // clear() is over
   // The last warps have the fewest rows to move: they clear gaps, and those of the last block write the info tensor.
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
@@ -298,4 +309,5 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
   }
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

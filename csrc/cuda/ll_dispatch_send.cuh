@@ -7,6 +7,7 @@
 #include "cuda/stamps.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 struct DispatchRole : WarpRole {
   const LlDispatchParams& p;
@@ -90,7 +91,7 @@ __device__ __forceinline__ void send_token_routing(const DispatchRole& role, con
   const LlDispatchParams& p = role.p;
   if (out.token >= p.num_tokens) return;
   testing_point(Point::kBeforeRouting, call, out.token);
-  out.lane.send(call, p.layout);
+  out.lane.send(call, p.layout, out.choice.rank);
   send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
   if (role.lane >= p.shape.topk) return;
   p.handle.ids[out.token * p.shape.topk + role.lane] =
@@ -166,6 +167,10 @@ __device__ __forceinline__ void send_piece(const DispatchRole& role, const OpenC
   out.load(role, out.asked + role.plan.senders());  // before the stores: it would wait behind them
   uint32_t turns = out.turns[0], others = out.turns[1];
   int first = role.peers.rank + 1;
+  if (kMasksRanks) {
+    turns &= ~call.context.masked_turns[0];
+    others &= ~call.context.masked_turns[1];
+  }
 #pragma unroll 1
   while ((turns | others) != 0) {
     if (turns == 0) {
@@ -199,4 +204,5 @@ __device__ __forceinline__ bool send_all(const DispatchRole& role, const OpenCal
   return true;
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

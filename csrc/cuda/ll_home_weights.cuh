@@ -5,6 +5,7 @@
 #include "cuda/ll_combine_rows.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 __device__ __forceinline__ void send_home_weight(const CombineRole& role, const OpenCall& call, int choice, int expert,
                                                  const OwnHomeWeight& weight) {
@@ -12,6 +13,7 @@ __device__ __forceinline__ void send_home_weight(const CombineRole& role, const 
   // A handle that was changed must not reach beyond the ranks.
   if (static_cast<unsigned>(expert) >= static_cast<unsigned>(p.shape.num_experts)) return;
   const int owner = role.geometry.by_local_experts.divide(expert);
+  if (is_masked(call, owner)) return;
   const Offset first = p.layout.weight(call.bank, role.peers.rank, 0, 0);
   ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + choice, tagged(weight.bits(p), call.tag));
 }
@@ -66,4 +68,5 @@ struct HomeWeights {
   }
 };
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -7,6 +7,7 @@
 #include "cuda/geometry.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 struct Places {
   uint32_t* memory;  // shared, PlacesShape::bytes of it
@@ -253,7 +254,15 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
   }
 }
 
-// All receiving threads of a block call, after clear() and a barrier, and before another barrier.
+// A slot of a source that has no tokens here.
+static __device__ __noinline__ void leave_out(const LlDispatchParams& p, const Places& places, int source, int slot) {
+  if (slot == (source + 1) * p.shape.max_tokens - 1) places.tokens(source) = 0;
+  uint32_t* ids = places.memory + PlacesShape::kIdsAt + slot * places.shape.id_words;
+  for (int i = 0; i < places.shape.id_words; i++) ids[i] = ~0u;
+}
+
+// All receiving threads of a block call, after clear() and a barrier, and before another barrier. `left_out`: sources
+// of which nothing is received, as bits.
 template <bool kExpertRows>
 __device__ __forceinline__ void build_places(const LlDispatchParams& p, const LsaPeers& peers, const OpenCall& call,
                                              const Places& places, const Divisor& by_max_tokens, int thread,
@@ -261,6 +270,10 @@ __device__ __forceinline__ void build_places(const LlDispatchParams& p, const Ls
 #pragma unroll 1
   for (int slot = thread; slot < places.shape.slots; slot += num_threads) {
     const int source = by_max_tokens.divide(slot);
+    if (kMasksRanks && (call.context.left_out[source >> 5] >> (source & 31) & 1) != 0) {
+      leave_out(p, places, source, slot);
+      continue;
+    }
     take_routing<kExpertRows>(p, peers, call, places, source, by_max_tokens.remainder(slot, source));
   }
 }
@@ -361,4 +374,5 @@ struct StartFinder {
   }
 };
 
+}  // namespace EP_KERNELS
 }  // namespace ep

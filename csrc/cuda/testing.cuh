@@ -3,6 +3,7 @@
 #pragma once
 
 #include "base/testing.h"
+#include "cuda/kernel_set.cuh"
 #include "cuda/testing.h"
 #include "layout/wire.h"
 
@@ -12,6 +13,7 @@
 #endif
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 using testing::Bug;
 using testing::Point;
@@ -112,4 +114,5 @@ __device__ __forceinline__ constexpr bool has_bug(Bug, Kind) { return false; }
 
 #endif
 
+}  // namespace EP_KERNELS
 }  // namespace ep

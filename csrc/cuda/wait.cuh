@@ -4,11 +4,13 @@
 #include <cstddef>
 
 #include "cuda/device_state.h"
+#include "cuda/kernel_set.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/testing.cuh"
 #include "layout/ll_layout.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // What a kernel knows of its call once it has read the epoch. One a block, in shared memory: most of it stays out of
 // the registers, and slow paths take its address.
@@ -26,6 +28,11 @@ struct CallContext {
   alignas(8) uint32_t tag;
   uint16_t bank, is_open;
   mutable uint32_t has_given_up;  // high throughput: by a thread of the block, in a wait or over a record
+
+  // kMasksRanks: those that are masked when the call opens, bit r of 64 for rank r; the same where bit i is the i-th
+  // rank after this one; and those that a dispatch leaves out (roll_call.cuh).
+  uint32_t masked[2], masked_turns[2];
+  mutable uint32_t left_out[2];
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
 };
@@ -95,26 +102,75 @@ static __device__ __noinline__ void fail(const CallContext& context, Failure::Co
   *reinterpret_cast<volatile uint32_t*>(&failure->code) = code;
 }
 
-// Looks at the clock and at other waits' fate: the new start of the wait, or ~0 when it is over.
+// ---- Masks of ranks
+
+// Of a call that is open.
+__device__ __forceinline__ bool is_masked(const CallContext& context, int rank) {
+  return kMasksRanks && (context.masked[rank >> 5] >> (rank & 31) & 1) != 0;
+}
+
+// The same as it is now: late in a call, when one may have been masked meanwhile.
+__device__ __forceinline__ bool is_masked_now(const CallContext& context, int rank) {
+  return kMasksRanks && ptx::ld_relaxed_gpu(&context.state->masks.is_masked[rank]) != 0;
+}
+// Whether a wait for `peer` is over because low latency leaves it out: it is masked, or has masked this rank, in this
+// call or, where this rank is behind, in a later one.
+static __device__ __noinline__ bool is_left_out(const CallContext& context, int peer) {
+  Masks& masks = context.state->masks;
+  if (ptx::ld_relaxed_gpu(&masks.is_masked[peer]) != 0) return true;
+  for (int bank = 0; bank < kNumBanks; bank++) {
+    const uint64_t word = ptx::ld_relaxed_sys(masks.mask_word(context.kind, bank, peer));
+    const auto tag = static_cast<uint32_t>(word >> 32);
+    if (static_cast<uint32_t>(word) != 1 || !is_not_before(tag, tag_of(context.epoch))) continue;
+    ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
+    return true;
+  }
+  return false;
+}
+
+// Masks `peer`, which may be in this call or behind it, and tells it: what it still waits for does not come.
+static __device__ __noinline__ void mask_late(const CallContext& context, int peer) {
+  Masks& masks = context.state->masks;
+  ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
+  char* word = reinterpret_cast<char*>(masks.mask_word(context.kind, bank_of(context.epoch), context.rank));
+  word += (peer - context.rank) * static_cast<int64_t>(masks.stride);
+  ptx::st_relaxed_sys(reinterpret_cast<uint64_t*>(word), 1 | static_cast<uint64_t>(tag_of(context.epoch)) << 32);
+}
+
+// Waits after which something is still to be sent. Nobody may be late because another rank is: they are shorter where
+// late ranks are masked, and a call has two at most.
+__device__ __forceinline__ bool holds_up_sends(const CallContext& context, Phase phase) {
+  return phase == Phase::kArrivalSignal || (phase == Phase::kWeights && context.kind == Kind::kCombine);
+}
+
+// Looks at the clock and at other waits' fate: the start of the wait, with kWaitIsOver when it is over. Then the buffer
+// has failed, or the peer is masked.
+constexpr uint64_t kWaitIsOver = kMasksRanks ? 1ull << 63 : ~0ull;
 static __device__ __noinline__ uint64_t look_around(const CallContext& context, uint64_t start, Phase phase, int peer,
                                                     uint64_t expected, uint64_t seen) {
   if (context.has_failed()) {
     context.has_given_up = 1;
-    return ~0ull;
+    return kWaitIsOver;
   }
+  if (kMasksRanks && is_left_out(context, peer)) return start | kWaitIsOver;
   const uint64_t now = ptx::global_timer_ns();
   if (start == 0) return now;
   // Read again each time: the host may have changed the deadline of a graph that is running.
-  if (now - start < ptx::ld_relaxed_sys(&context.state->fate.timeout_ns)) return start;
-  fail(context, Failure::kTimeout, phase, peer, expected, seen, CallRecord{});
-  return ~0ull;
+  const uint64_t timeout_ns = ptx::ld_relaxed_sys(&context.state->fate.timeout_ns);
+  if (now - start < (kMasksRanks && holds_up_sends(context, phase) ? timeout_ns / 4 : timeout_ns)) return start;
+  if (kMasksRanks && peer != context.rank) {
+    mask_late(context, peer);
+  } else {
+    fail(context, Failure::kTimeout, phase, peer, expected, seen, CallRecord{});
+  }
+  return start | kWaitIsOver;
 }
 
 // Counts attempts, and looks around once in a while. `Time`: volatile keeps it in memory, where registers are few.
 template <class Time>
 class PatienceIn {
  public:
-  // True: give up. The wait's owner must then leave its loop.
+  // True: give up. The wait's owner must then leave its loop; if the buffer has not failed, the peer is masked.
   __device__ __forceinline__ bool is_over(const CallContext& context, Phase phase, int peer, uint64_t expected,
                                           uint64_t seen) {
     return is_due() && look(context, phase, peer, expected, seen);
@@ -124,8 +180,8 @@ class PatienceIn {
   __device__ __forceinline__ bool look(const CallContext& context, Phase phase, int peer, uint64_t expected,
                                        uint64_t seen) {
     const uint64_t start = look_around(context, start_, phase, peer, expected, seen);
-    start_ = start;
-    return start == ~0ull;
+    start_ = kMasksRanks ? start & ~kWaitIsOver : start;
+    return (start & kWaitIsOver) == kWaitIsOver;
   }
 
  private:
@@ -153,4 +209,5 @@ __device__ __forceinline__ uint32_t await_word(const OpenCall& call, const uint6
   return static_cast<uint32_t>(word);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

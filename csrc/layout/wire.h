@@ -25,6 +25,8 @@ EP_HD uint32_t tag_of(uint64_t epoch) {
   if (epoch < 0xFFFFFFFFull) return static_cast<uint32_t>(epoch) + 1;
   return static_cast<uint32_t>(epoch % 0xFFFFFFFFull) + 1;
 }
+// Of two calls that are less than 2^31 calls apart.
+EP_HD bool is_not_before(uint32_t tag, uint32_t other) { return static_cast<int32_t>(tag - other) >= 0; }
 EP_HD int bank_of(uint64_t epoch) { return static_cast<int>(epoch & 1); }
 
 // ---- Rows in band: a bank rests full of kAbsent, any other word has arrived, the reader puts kAbsent back.
@@ -60,7 +62,7 @@ struct RowFormat {
 // ---- The call record: the first thing a rank sends to every other in an operation. Words up to kComparedWords must
 // be equal on all ranks; a receiver that sees another call ends the operation and names both.
 struct CallRecord {
-  enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens };
+  enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens, kIsMasked };
   // kScaleBytes, of high throughput: bytes of all tensors beside x, and in the bits above, of several, the sum of their
   // numbers times their bytes: two that have changed places give another one, as 8191 is a prime.
   static constexpr int kBesideBits = 19, kOrders = 8191;
@@ -68,7 +70,7 @@ struct CallRecord {
   static constexpr int kWords = 8;                   // stride of a record in tagged words
 
   // Operation | dtype << 8 | quant << 16 | wire dtype << 24, elements of a row, top-k, experts, max_tokens, bytes of
-  // scales of a row, tokens of the sender, 0.
+  // scales of a row, tokens of the sender, and 1 for a receiver that the sender has masked.
   uint32_t words[kWords] = {};
 
   EP_HD uint32_t word(int index) const { return words[index]; }

@@ -18,6 +18,11 @@ struct WireBytes {
   std::vector<uint64_t> rows, row_bytes, other_bytes;
 };
 
+// The last call of each kind.
+struct LlEpochs {
+  uint64_t of[kNumKinds] = {0, 0};
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -35,6 +40,15 @@ class Backend {
   virtual void ht_combine(const HtCombineParams&, void*) { refuse_ht(); }
   // Where outputs may lie that others write to; null if there is no such place.
   virtual std::shared_ptr<Arena> arena() const { return nullptr; }
+
+  // Masks of ranks, of a buffer that has them: in the stream's order. `status` [R]: 1 for a masked rank, else 0.
+  virtual void mask(int rank, void* stream) = 0;
+  virtual void query_masks(int32_t* status, void* stream) = 0;
+  // What Group::clean_masks() is made of. Waits for what is in flight.
+  virtual LlEpochs settle() = 0;
+  // The window as between calls, the last of which has `epochs` on every rank. All ranks have settled.
+  virtual void restart(const LlEpochs& epochs) = 0;
+  virtual void unmask_all() = 0;
 
   // How the buffer failed, if it did: asked at every call, hence no call of CUDA.
   virtual Failure failure() const = 0;

@@ -12,7 +12,7 @@ namespace ep {
 namespace {
 
 constexpr const char* kVersion = "0.1.0";
-constexpr int kWireVersion = 3;             // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 4;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_timeout(double seconds) {
@@ -75,9 +75,13 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
   agreement.add("the bytes of routes of high throughput", config.ht_sizes.slot_bytes);
   agreement.add("the bytes of rows of high throughput", config.ht_sizes.row_bytes);
   agreement.add("the bytes of the arena", config.ht_sizes.arena_bytes);
+  agreement.add("whether late ranks are masked", config.masks_late_ranks ? 1 : 0);
   agreement.check(bootstrap);
   topology_ =
       Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
+  EP_CHECK(!config.masks_late_ranks || (topology_.num_domains() == 1 && topology_.num_ranks <= kMaxMaskableRanks),
+           "late ranks can be masked among at most ", kMaxMaskableRanks, " ranks of one domain, these are ",
+           topology_.num_ranks, " in ", topology_.num_domains());
   window_ = Window::make(topology_.num_ranks, config.sizes, config.ht_sizes);
   backend_ = make_backend(bootstrap, topology_, window_, config_);
 }

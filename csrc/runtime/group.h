@@ -22,6 +22,7 @@ struct GroupConfig {
   double timeout_seconds = 100;
   uint64_t network_seed = 0;
   bool raise_on_overflow = false;
+  bool masks_late_ranks = false;  // a rank that is late in low latency is masked, and does not fail the buffer
   int device_index = -1;          // CUDA device; -1: the CPU
   ncclComm* nccl_comm = nullptr;  // the caller's, on which windows are made; null: one of our own
   const char* device_kind() const { return device_index < 0 ? "cpu" : "cuda"; }
@@ -70,6 +71,11 @@ class Group {
   // `row_bytes`: of a row on the wire.
   void floor_flags(void* stream);
   void floor_push(LlFloorPushParams& params, int64_t row_bytes, void* stream);
+
+  // Masks (group_masks.cc). Low latency goes on without a masked rank until all ranks clean the masks together.
+  void mask(int rank, void* stream);
+  void query_masks(int32_t* status, void* stream);
+  void clean_masks(Bootstrap& bootstrap);
 
   // The same for high throughput. `out_offset` of parts and `rows_offset` are filled in here.
   void prepare(HtDispatchParams& params);

@@ -56,6 +56,9 @@ struct InvalidIds {
   int32_t k = 0;
 };
 
+// Ranks are bits of a word where late ones are masked.
+constexpr int kMaxMaskableRanks = 64;
+
 struct Report {
   Failure failure;
   InvalidIds invalid_ids;
@@ -63,6 +66,7 @@ struct Report {
   uint64_t epochs[kNumKinds] = {0, 0};
   uint64_t ht_epochs[kNumKinds] = {0, 0};
   uint64_t ht_staged[kNumKinds] = {0, 0};  // calls of high throughput that copied for want of a place in the arena
+  uint64_t masked = 0;                     // bit r: low latency leaves rank r out
 };
 
 }  // namespace ep

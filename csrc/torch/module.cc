@@ -67,6 +67,11 @@ class NamedGroup {
     group_->destroy();  // first: a failed buffer's kernels end, and `last` waits for them before it frees its pool
   }
   Group& group() { return *group_; }
+  void clean_masks(py::function allgather) {
+    PythonBootstrap bootstrap(group_->rank(), group_->num_ranks(), std::move(allgather));
+    py::gil_scoped_release no_gil;
+    group_->clean_masks(bootstrap);
+  }
 
  private:
   std::string name_;
@@ -76,7 +81,7 @@ class NamedGroup {
 
 GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes, uint64_t dispatch_row_bytes,
                         uint64_t combine_row_bytes, double timeout_seconds, uint64_t network_seed,
-                        const std::array<uint64_t, 6>& ht_sizes) {
+                        const std::array<uint64_t, 6>& ht_sizes, bool masks_late_ranks) {
   GroupConfig config;
   config.ht_sizes = {ht_sizes[0], ht_sizes[1], ht_sizes[2], ht_sizes[3], ht_sizes[4], ht_sizes[5]};
   config.device_index = device_index;
@@ -86,6 +91,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
   config.sizes.row_bytes[1] = combine_row_bytes;
   config.timeout_seconds = timeout_seconds;
   config.network_seed = network_seed;
+  config.masks_late_ranks = masks_late_ranks;
   return config;
 }
 
@@ -104,6 +110,11 @@ py::dict stats(Group& group) {
   result["staged_combines"] = report.ht_staged[1];
   result["dropped_rows"] = report.dropped_rows;
   result["invalid_ids"] = report.invalid_ids.count;
+  std::vector<int> masked;
+  for (int r = 0; r < std::min(group.num_ranks(), kMaxMaskableRanks); r++) {
+    if (report.masked >> r & 1) masked.push_back(r);
+  }
+  result["masked_ranks"] = masked;
   const Calls& calls = group.calls();
   result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
                              py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.staged);
@@ -271,7 +282,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<GroupConfig>(m, "GroupConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
-           py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"));
+           py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"), py::arg("masks_late_ranks"));
   py::class_<NamedGroup>(m, "Group")
       .def(py::init<std::string, int, int, py::function, const GroupConfig&>(), py::arg("name"), py::arg("rank"),
            py::arg("num_ranks"), py::arg("allgather"), py::arg("config"))
@@ -279,6 +290,19 @@ PYBIND11_MODULE(_C, m) {
       .def("require_usable", [](NamedGroup& self) { self.group().require_usable(); })
       .def("set_timeout", [](NamedGroup& self, double seconds) { self.group().set_timeout(seconds); })
       .def("set_pdl", [](NamedGroup& self, bool enabled) { self.group().set_pdl(enabled); })
+      .def(
+          "mask",
+          [](NamedGroup& self, int rank, uintptr_t stream) {
+            self.group().mask(rank, reinterpret_cast<void*>(stream));
+          },
+          py::arg("rank"), py::arg("stream"), "Low latency leaves the rank out, behind what is on the stream.")
+      .def(
+          "query_masks",
+          [](NamedGroup& self, uintptr_t status, uintptr_t stream) {
+            self.group().query_masks(reinterpret_cast<int32_t*>(status), reinterpret_cast<void*>(stream));
+          },
+          py::arg("status"), py::arg("stream"), "Writes int32 [R] at that address: 1 for a masked rank, else 0.")
+      .def("clean_masks", &NamedGroup::clean_masks, py::arg("allgather"), "Collective.")
       .def(
           "check_opaque_rows",
           [](NamedGroup& self, int num_experts, int topk, int max_tokens, int64_t row_bytes) {

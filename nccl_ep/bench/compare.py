@@ -14,7 +14,7 @@ from .records import Record
 # Of a call that is to take as long wherever the rest is equal.
 _KEY = (
     "bench", "system", "api", "op", "figure", "ranks", "tokens", "hidden", "topk", "experts", "dtype", "layout",
-    "routing", "num_sms", "device", "cached", "alignment", "placement", "mode", "gemm", "partition",
+    "routing", "num_sms", "device", "cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink",
 )  # fmt: skip
 _SHOWN = ("bench", "ranks", "op", "figure", "tokens", "hidden", "topk", "experts", "dtype", "layout", "routing", "api")
 FIGURES = ("graph", "graph_pdl", "kernel", "memory", "memory_total")  # that the host has no part in

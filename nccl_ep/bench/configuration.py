@@ -80,6 +80,8 @@ class Configuration:
             "routing": shape.routing, "num_sms": 0, "seed": shape.seed, "device": world.device_name(),
             "revision": records.revision(), "date": records.today(),
         }  # fmt: skip
+        if shape.enable_shrink:
+            self._common["enable_shrink"] = True
 
     # ---- Records
 

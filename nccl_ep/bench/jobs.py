@@ -61,7 +61,7 @@ def library_jobs(options: argparse.Namespace, modes: Sequence[str]) -> list[Job]
             "nccl_ep",
             Shape(
                 options.ranks, tokens, options.hidden, options.topk, options.experts, dtype, layout, options.routing,
-                options.seed, mode, options.alignment if layout == "packed" else 1,
+                options.seed, mode, options.alignment if layout == "packed" else 1, enable_shrink=options.enable_shrink,
             ),
         )
         for tokens in options.tokens

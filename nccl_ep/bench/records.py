@@ -20,8 +20,8 @@ FIELDS = (
     "dtype", "layout", "routing", "num_sms", "num_sms_used", "seed", "device", "revision", "date",
 )  # fmt: skip
 # That some records have. ht: cached, alignment (of packed), placement ("in_place"; "staged": a copy was needed, for a
-# tensor outside the arena). overlap: mode, gemm, partition.
-_MORE = ("cached", "alignment", "placement", "mode", "gemm", "partition", "skipped")
+# tensor outside the arena). overlap: mode, gemm, partition. ll: enable_shrink, where the buffer masks late ranks.
+_MORE = ("cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink", "skipped")
 
 
 def make(common: Record, **fields: Any) -> Record:

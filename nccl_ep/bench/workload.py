@@ -52,6 +52,7 @@ class Shape:
     """One configuration. dtype: one of PAYLOADS. mode: "ll" or "ht". alignment: of packed.
 
     capacity: rows of an expert (expert_major) or in all (packed), None for the library's default; see ``fitted``.
+    enable_shrink: of the buffer.
     """
 
     num_ranks: int
@@ -66,6 +67,7 @@ class Shape:
     mode: str = "ll"
     alignment: int = 1
     capacity: int | None = None
+    enable_shrink: bool = False
 
     @property
     def payload(self) -> Payload:
@@ -206,7 +208,7 @@ def make_buffer(shape: Shape, device: torch.device, timeout: float, arena_bytes:
     return Buffer.for_shapes(
         torch.distributed.group.WORLD, max_tokens=shape.tokens, hidden=shape.hidden, topk=shape.topk,
         num_experts=shape.num_experts, dtype=shape.payload.combined, mode=shape.mode, arena_bytes=arena_bytes,
-        device=device, timeout=timeout,
+        device=device, timeout=timeout, enable_shrink=shape.enable_shrink,
     )  # fmt: skip
 
 

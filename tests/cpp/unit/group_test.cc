@@ -21,6 +21,11 @@ class PickyBackend : public Backend {
   void combine_weights(const LlCombineWeightsParams&, void*) override { serve(); }
   void floor_flags(const LlFloorFlagsParams&, void*) override { serve(); }
   void floor_push(const LlFloorPushParams&, void*) override { serve(); }
+  void mask(int, void*) override {}
+  void query_masks(int32_t*, void*) override {}
+  LlEpochs settle() override { return {}; }
+  void restart(const LlEpochs&) override {}
+  void unmask_all() override {}
   Failure failure() const override { return {}; }
   Report report(bool) override { return {}; }
   void set_timeout(double) override {}

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };

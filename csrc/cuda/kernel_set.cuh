@@ -1,0 +1,21 @@
+// Low latency's kernels, and what they are made of, exist twice: so that late ranks can be masked
+// (launch_masking_*.cu), and without a trace of it.
+#pragma once
+
+#if defined(EP_MASKS_RANKS)
+#define EP_KERNELS masking
+#else
+#define EP_KERNELS unmasking
+#endif
+
+namespace ep {
+inline namespace EP_KERNELS {
+
+#if defined(EP_MASKS_RANKS)
+constexpr bool kMasksRanks = true;
+#else
+constexpr bool kMasksRanks = false;
+#endif
+
+}  // namespace EP_KERNELS
+}  // namespace ep

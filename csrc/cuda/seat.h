@@ -1,0 +1,22 @@
+// Who runs where: ranks are threads of one process on one GPU, or have one each.
+#pragma once
+
+#include <cstdint>
+
+#include "transport/transport.h"
+
+namespace ep {
+
+struct Seat {
+  uint64_t process;
+  char gpu[16];      // its UUID
+  char address[16];  // on the PCI bus, for the reader
+};
+
+Seat own_seat(int device);
+
+// True if all ranks are threads of one process on one GPU. Throws if ranks share a GPU in any other way, unless they
+// may. Collective.
+bool is_world_on_one_gpu(Bootstrap& bootstrap, const Seat& mine);
+
+}  // namespace ep

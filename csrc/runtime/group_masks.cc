@@ -1,0 +1,46 @@
+// Masks: a buffer that was made for it goes on in low latency without the ranks that have missed a deadline. Each rank
+// has masks of its own; who is masked learns of it in the next record (CallRecord::kIsMasked), and masks in return.
+#include <algorithm>
+#include <cstring>
+
+#include "base/check.h"
+#include "runtime/group.h"
+#include "transport/collective_step.h"
+
+namespace ep {
+
+void Group::mask(int rank, void* stream) {
+  require_usable();
+  EP_CHECK_USAGE(config_.masks_late_ranks, "rank ", rank, " cannot be masked: the buffer was made without masks");
+  EP_CHECK(rank >= 0 && rank < num_ranks(), "rank ", rank, " to mask, must be 0 to ", num_ranks() - 1);
+  EP_CHECK(rank != rank_, "rank ", rank, " to mask is this rank itself");
+  backend()->mask(rank, stream);
+}
+
+void Group::query_masks(int32_t* status, void* stream) {
+  require_usable();
+  backend()->query_masks(status, stream);
+}
+
+void Group::clean_masks(Bootstrap& bootstrap) {
+  LlEpochs own;
+  on_all_ranks(bootstrap, [&] {
+    require_usable();
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      EP_CHECK_USAGE(!has_unreceived_send_[kind], "a ", kind == 0 ? "dispatch" : "combine",
+                     " was sent and has not been received: receive it before masks are cleaned");
+    }
+    own = backend()->settle();
+  });
+  // Ranks that were masked have made fewer calls, or more. All begin anew behind the last of any rank.
+  LlEpochs latest;
+  for (const std::string& bytes : bootstrap.allgather({reinterpret_cast<const char*>(&own), sizeof own})) {
+    LlEpochs theirs;
+    std::memcpy(&theirs, bytes.data(), std::min(bytes.size(), sizeof theirs));
+    for (int kind = 0; kind < kNumKinds; kind++) latest.of[kind] = std::max(latest.of[kind], theirs.of[kind]);
+  }
+  on_all_ranks(bootstrap, [&] { backend()->restart(latest); });
+  backend()->unmask_all();  // no earlier: a rank that has heard of no end is still masked
+}
+
+}  // namespace ep

@@ -1,0 +1,44 @@
+"""Rank masks on GPUs: on one that holds the whole world, and with a GPU for each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mask_ranks
+import pytest
+from gpu_ranks import cuda_cases
+from gpus import WORLDS, needs_gpu, num_cases, ranks_on_gpus
+from mask_ranks import Parted, run_on_one_gpu
+from processes import processes, run_processes
+from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
+
+NUM_CASES = num_cases(60)
+pytestmark = needs_gpu
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_two_groups_on_one_gpu(num_ranks: int) -> None:
+    run_on_one_gpu([Parted(case) for case in cuda_cases(max(NUM_CASES // 3, 1), num_ranks)])
+
+
+@ranks_on_gpus
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_masks_over_nccl(num_ranks: int, tmp_path: Path) -> None:
+    count = max(NUM_CASES // 6, 1)
+    assert (
+        run_processes(num_ranks, mask_ranks.run_masks, tmp_path, num_ranks, count, timeout=200.0) == [count] * num_ranks
+    )
+
+
+@ranks_on_gpus
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    num_ranks = WORLDS[-1]
+    with processes(num_ranks, mask_ranks.run_without_the_dead, tmp_path, num_ranks) as world:
+        outcomes = [world.wait(rank, timeout=150.0) for rank in range(num_ranks)]
+    assert [outcome.exitcode for outcome in outcomes] == [0] * (num_ranks - 1) + [mask_ranks.DEAD], outcomes
+
+
+@needs_sanitizer
+@pytest.mark.parametrize("tool", TOOLS)
+def test_sanitizers(tool: str, tmp_path: Path) -> None:
+    run_sanitizer(tool, mask_ranks.__file__, ["expert_major", "packed", "flat"], tmp_path)
