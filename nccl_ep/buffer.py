@@ -15,6 +15,7 @@ import torch
 
 from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
+from .checks import error_of, require_integers
 from .deepep_config import sizes_for_bytes
 from .deepep_low_latency import LowLatencyMethods
 from .deepep_normal import NormalMethods
@@ -193,6 +194,9 @@ class Buffer(LowLatencyMethods, NormalMethods):
             if arena_bytes is None:
                 least = _MIN_ARENA_BYTES[_choose_device(options.get("device")).type]
                 arena_bytes = max(2 * ranks * max_tokens * row_bytes, least)
+            require_integers(arena_bytes=arena_bytes)
+            if arena_bytes < 0:
+                raise ValueError(f"arena_bytes is {arena_bytes}, must not be negative")
             domain = options.get("domain_size") or ranks
             ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
         buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
@@ -298,7 +302,10 @@ class Buffer(LowLatencyMethods, NormalMethods):
         tells), it lies in other memory and works as well.
         """
         self.require_usable()
-        made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._normal_name, self._seq, list(size), dtype)
+        try:
+            made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._normal_name, self._seq, list(size), dtype)
+        except RuntimeError as error:
+            raise error_of(self, error) from None
         return made
 
     def wire_bytes(self) -> dict[str, list[int]]:

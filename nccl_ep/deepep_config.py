@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from . import _C
+from .checks import require_integers
 
 Sizes = tuple[int, int, int, int, int, int]  # as _C.ht_sizes_for returns them
 
@@ -42,6 +43,7 @@ class Config:
     def __post_init__(self) -> None:
         nvl = self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens
         rdma = self.num_max_rdma_chunked_send_tokens, self.num_max_rdma_chunked_recv_tokens
+        require_integers(**{field.name: getattr(self, field.name) for field in fields(self)})
         if self.num_sms < 0:
             raise ValueError(f"num_sms is {self.num_sms}, must not be negative")
         if not 0 < nvl[0] < nvl[1]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .checks import require_on
+from .checks import require_on, require_tensors
 from .handle import HtRouteShape
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -24,6 +24,8 @@ class Payload(NamedTuple):
 
     @staticmethod
     def of(buffer: Any, x: Rows) -> Payload:
+        if isinstance(x, (tuple, list)) and len(x) != 2:
+            raise ValueError(f"x has {len(x)} elements, must be a tensor, or a pair of rows and scales")
         rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
         require_on(buffer, ("x", "scales"), (rows, scales))
         if rows is None or rows.dim() != 2:
@@ -78,7 +80,9 @@ class Route(NamedTuple):
         if not isinstance(handle, (tuple, list)) or len(handle) != size:
             what = f"{len(handle)} elements" if isinstance(handle, (tuple, list)) else type(handle).__name__
             raise ValueError(f"the handle is {what}, must be the {size} tensors that dispatch returned")
-        require_on(buffer, [f"handle[{i}]" for i in range(size)], handle)
+        names = [f"handle[{i}]" for i in range(size)]
+        require_on(buffer, names, handle)
+        require_tensors(**dict(zip(names, handle, strict=True)))
         if size == _INTRANODE:
             _, route, numbers, src_idx, is_in_rank, head = handle
         else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from . import _C
-from .checks import error_of, require_on, require_tensors
+from .checks import error_of, require_integers, require_on, require_tensors
 from .deepep_config import Config, Sizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
 from .deepep_handle import NormalHandle, Payload, Route, Rows
 from .errors import EpError, OverflowError
@@ -64,6 +64,7 @@ class NormalMethods:
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
         """The SMs of operations without a ``config``, of all buffers. ValueError if odd or negative, as in DeepEP."""
+        require_integers(num_sms=new_num_sms)
         if new_num_sms < 0 or new_num_sms % 2:
             raise ValueError(f"num_sms is {new_num_sms}, must be even and not negative")
         cls.num_sms = new_num_sms
@@ -178,7 +179,8 @@ class NormalMethods:
         """
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         payload = Payload.of(self, x)
-        num_sms = self.num_sms if config is None else config.num_sms
+        num_sms = self._num_sms_of(config)
+        require_integers(expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens)
         if expert_alignment < 1:
             raise ValueError(f"expert_alignment is {expert_alignment}, must be at least 1")
         if handle is not None:
@@ -262,7 +264,7 @@ class NormalMethods:
         """
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         route = Route.of(self, handle)
-        num_sms = self.num_sms if config is None else config.num_sms
+        num_sms = self._num_sms_of(config)
         biases = [bias] if isinstance(bias, torch.Tensor) else [each for each in bias or () if each is not None]
         require_on(self, ("x", "topk_weights"), (x, topk_weights))
         require_on(self, [f"bias {i}" for i in range(len(biases))], biases)
@@ -290,6 +292,13 @@ class NormalMethods:
         return made[0], made[1] if topk_weights is not None else None, event
 
     # ---- From arguments to ops
+
+    def _num_sms_of(self, config: Config | None) -> int:
+        if config is None:
+            return self.num_sms
+        if not isinstance(config, Config):
+            raise TypeError(f"config is a {type(config).__name__}, must be a Config")
+        return config.num_sms
 
     def _run(
         self, call: Callable[[], tuple[Any, ...]], given: tuple[Any, ...], is_async: bool, previous: Previous
@@ -364,9 +373,14 @@ class NormalMethods:
 
     def _args(self, route: Route, row_bytes: int) -> tuple[Any, ...]:
         """Of a handle, as the ops take them."""
-        tokens = route.max_tokens
+        tokens, own = route.max_tokens, route.is_token_in_rank.shape[0]
         if self.domain_size == self.num_ranks:  # else it is a size of the route
             tokens = min(tokens, self._max_tokens(route.num_experts, route.topk, row_bytes))
+            if tokens < max(own, 1):
+                raise ValueError(
+                    f"rows of {row_bytes} bytes for {own} tokens, but the window of {self.name} has room for {tokens} "
+                    "of them: those of the dispatch were narrower, so that it did not grow for these"
+                )
         slots = route.src_idx[: self.num_ranks * tokens].contiguous().view(-1, 1)
         numbers = (route.is_token_in_rank.shape[0], route.topk, route.num_experts, tokens)
         return (route.route, slots, *numbers, int(Layout.FLAT), route.src_idx.shape[0])
@@ -451,6 +465,10 @@ class NormalMethods:
 
 
 def _check_streams(previous: Previous, is_async: bool, allocate_on_comm_stream: bool) -> None:
+    if previous is not None and not hasattr(previous, "current_stream_wait"):
+        raise TypeError(
+            f"previous_event is a {type(previous).__name__}, must be what an operation returned, or capture()"
+        )
     if allocate_on_comm_stream and (previous is None or not is_async):
         raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
 

@@ -538,6 +538,8 @@ def _combine_call(
     if wire_dtype is not out_dtype and wire_dtype is not _float32:
         others = "" if out_dtype is _float32 else " or torch.float32"
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype}{others}")
+    if not (bias is None or isinstance(bias, torch.Tensor | tuple | list)):
+        raise TypeError(f"bias is a {type(bias).__name__}, must be a tensor, or two of them")
     biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
     buffer = buffer_of(handle)
     if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, handle.tensor, home_weights, topk_idx):

@@ -69,6 +69,8 @@ def _into(
         raise TypeError(f"out is a {type(out).__name__}, must be the output of a dispatch")
     if out.handle.mode != "ht" or out.handle.slots is None:
         raise UsageError("out is of a low-latency dispatch")
+    if not hasattr(out, "_info"):
+        raise UsageError("out is a copy of an output (dataclasses.replace): give what the dispatch returned")
     device = buffer.device
     rest = (
         _given_scales(out.scales, call[3], device), out.weights, _given(out.topk_idx, idx_dtype, device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,6 +52,8 @@ def test_configs() -> None:
                         ((20, 6, 256, 6, 11), "at most half of receives of 11")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             nccl_ep.Config(*wrong)
+    with pytest.raises(TypeError, match=r"num_max_nvl_chunked_send_tokens is 1\.5, must be an integer"):
+        nccl_ep.Config(20, 1.5)  # type: ignore[arg-type]
 
 
 def test_num_sms() -> None:
@@ -64,6 +67,8 @@ def test_num_sms() -> None:
             for wrong in (3, -2):
                 with pytest.raises(ValueError, match=f"num_sms is {wrong}, must be even"):
                     nccl_ep.Buffer.set_num_sms(wrong)
+            with pytest.raises(TypeError, match=r"num_sms is 4\.0, must be an integer"):
+                nccl_ep.Buffer.set_num_sms(4.0)  # type: ignore[arg-type]
     finally:
         nccl_ep.Buffer.set_num_sms(20)
 
@@ -153,6 +158,10 @@ def test_a_buffer_for_shapes_serves_too() -> None:
         ({"num_tokens_per_expert": torch.zeros(0, dtype=torch.int32)}, ValueError, "0 experts do not divide"),
         ({"is_token_in_rank": torch.zeros(3, 1)}, ValueError, r"is_token_in_rank is torch.float32 \[3, 1\]"),
         ({"expert_alignment": 0}, ValueError, "expert_alignment is 0"),
+        ({"expert_alignment": 1.5}, TypeError, r"expert_alignment is 1\.5, must be an integer"),
+        ({"x": (torch.ones(3, 64),)}, ValueError, "x has 1 elements, must be a tensor, or a pair of rows and scales"),
+        ({"config": {}}, TypeError, "config is a dict, must be a Config"),
+        ({"previous_event": "x"}, TypeError, "previous_event is a str, must be what an operation returned"),
         ({"num_worst_tokens": -1}, ValueError, "num_worst_tokens is -1"),
         ({"num_worst_tokens": 8, "topk_idx": None, "topk_weights": None}, ValueError, "num_worst_tokens is 8"),
         ({"allocate_on_comm_stream": True, "async_finish": True}, ValueError, "needs previous_event and async_finish"),
@@ -205,6 +214,7 @@ def test_a_handle_that_is_none() -> None:
             (None, ValueError, "the handle is NoneType, must be the 6 tensors"),
             (handle[:5], ValueError, "the handle is 5 elements"),
             ((*handle[:5], 3), TypeError, r"handle\[5\] is a int"),
+            ([None] * 6, TypeError, r"handle\[0\] is None, must be a tensor"),
             ((*handle[:2], handle[0], *handle[3:]), ValueError, "it is not what dispatch returned"),
             ((handle[0], handle[1][:-4], *handle[2:]), ValueError, "the handle's route has shape"),
         ]
@@ -218,6 +228,23 @@ def test_a_handle_that_is_none() -> None:
         handle[1][0] = -5
         with pytest.raises(ValueError, match="the handle is not of these sizes, or was changed"):
             buffer.combine(rows, handle)
+
+
+def test_wider_rows_than_those_of_the_dispatch() -> None:
+    """A window grows in a dispatch; what its handle serves later has to fit."""
+    with nccl_ep.Buffer(None, 1 << 17, device="cpu") as buffer:
+        arguments = normal_arguments(buffer)
+        rows, _, _, _, handle, _ = buffer.dispatch(**arguments)
+        calls: list[Callable[[], Any]] = [
+            lambda: buffer.combine(rows.repeat(1, 500), handle),
+            lambda: buffer.dispatch(arguments["x"].repeat(1, 500), handle),
+        ]
+        for call in calls:
+            with pytest.raises(
+                ValueError, match=r"for 3 tokens, but the window .* has room for \d of them: those of the"
+            ):
+                call()
+        assert buffer.combine(rows, handle)[0][:, 0].tolist() == [1, 1, 0]
 
 
 def test_a_layout_that_cannot_be() -> None:

@@ -159,6 +159,16 @@ def test_empty() -> None:
         assert buffer.empty([0, 4]).numel() == 0
         with pytest.raises(ValueError, match="dimension of -1"):
             buffer.empty([-1])
+        with pytest.raises(TypeError, match="value of type 'List"):
+            buffer.empty([5.5])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "text"), [(-1, ValueError, "-1, must not be negative"), (1.5, TypeError, "1.5, must be an int")]
+)
+def test_sizes_of_the_arena(size: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"arena_bytes is {text}"):
+        _buffer(_case(1, "flat", 1).case, None, arena_bytes=size)
 
 
 # ---- The same bits, always

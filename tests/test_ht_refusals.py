@@ -77,6 +77,8 @@ BAD: list[Bad] = [
     ("out of other sizes", lambda s: s.dispatch(capacity=3, out=s.flat), ValueError,
      r"out_x has shape \[16, 64\], must be \[3, 64\]"),
     ("out of exact sizes", lambda s: s.dispatch(capacity="exact", out=s.flat), ValueError, "of exact sizes cannot be"),
+    ("out that is a copy", lambda s: s.dispatch(out=dataclasses.replace(s.flat)), nccl_ep.UsageError,
+     "out is a copy of an output"),
     # handles
     ("cached tokens", lambda s: s.cached(s.x[:7]), ValueError, r"x must be \[8, hidden\], as in the dispatch"),
     ("cached rank", lambda s: s.cached(s.x[0]), ValueError, r"x must be \[8, hidden\]"),
@@ -107,6 +109,7 @@ BAD: list[Bad] = [
      "rows of layout flat are already weighted"),
     ("bias of packed", lambda s: nccl_ep.combine(s.packed.x, s.packed.handle, bias=s.x), ValueError,
      "biases go with layout flat, not with packed"),
+    ("bias kind", lambda s: nccl_ep.combine(s.flat.x, s.flat.handle, bias=5), TypeError, "bias is a int, must be"),
     ("bias shape", lambda s: nccl_ep.combine(s.flat.x, s.flat.handle, bias=s.x[:7]), ValueError, "bias has shape"),
     ("out shape", lambda s: nccl_ep.combine(s.flat.x, s.flat.handle, out=s.x[:7]), ValueError, r"out has shape \[7"),
     ("values shape", lambda s: nccl_ep.combine_weights(s.flat.weights[:3], s.flat.handle), ValueError,
