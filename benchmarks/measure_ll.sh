@@ -24,6 +24,6 @@ shapes)
     done
     exit $code ;;
 sms) ll --tokens 128,8,32 --num-sms 8,16,24,32,48,64,96,132 --api native --figures graph ;;
-overlap) bench overlap --time-limit=520 --mode ll --dtype bf16 --json "$out/ll_overlap.json" ;;
+overlap) bench overlap --time-limit=520 --mode ll --dtype bf16 --num-sms 12,20,36,52,68 --json "$out/ll_overlap.json" ;;
 *) echo "$step is no step: main, layouts, payloads, deepep, shapes, sms or overlap" >&2; exit 2 ;;
 esac

@@ -229,6 +229,10 @@ class Buffer(LowLatencyMethods, NormalMethods):
         The others stay: graphs may have been captured on them, low latency goes on in the first.
         """
         self.require_usable()
+        if self._has_missed_cleaning:
+            raise UsageError(
+                "a rank did not come when masks were to be cleaned: the buffer cannot grow, make a new one"
+            )
         self._ht_sizes = ht_sizes
         self._fitting.clear()
         name = f"{self.name}.{len(self._windows)}"
@@ -276,9 +280,9 @@ class Buffer(LowLatencyMethods, NormalMethods):
         since the last ``check()``. "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went
         when the buffer was made, NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's
         methods.
-        "ht_dispatches", "ht_combines": of high throughput; "staged_dispatches", "staged_combines": those of them that
-        needed a copy, because a tensor was not in the arena (or a row's dtype wider than the wire's); "arena_bytes",
-        "arena_free_bytes".
+        "ht_dispatches", "ht_combines": of high throughput, where one of exact sizes counts as two; "staged_dispatches",
+        "staged_combines": those of them that needed a copy, because a tensor was not in the arena, which an empty one
+        is not (or a row's dtype wider than the wire's); "arena_bytes", "arena_free_bytes".
         "grown": further windows that the normal mode of DeepEP has needed.
         "masked_ranks": those that low latency leaves out (``enable_shrink``).
         "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
@@ -299,7 +303,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
 
         Experts that write their rows into one spare ``combine`` a copy. It is an ordinary tensor otherwise, and keeps
         its memory for as long as it is used, the buffer's end included. Where the arena has no room (``stats()``
-        tells), it lies in other memory and works as well.
+        tells), it lies in other memory and works as well. Once DeepEP's normal mode has grown ("grown"), it lies in the
+        window of that mode.
         """
         self.require_usable()
         try:

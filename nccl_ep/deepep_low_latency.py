@@ -25,6 +25,7 @@ Hook: TypeAlias = Callable[[], None]
 
 _ops = torch.ops.nccl_ep
 _MAX_TOPK = 32
+_CLEANING_DEADLINES = 4
 
 
 class LowLatencyMethods:
@@ -144,7 +145,10 @@ class LowLatencyMethods:
             raise ValueError(f"rank_to_mask is {rank_to_mask}, must be 0 to {self.num_ranks - 1}")
         if mask:
             self.runtime.mask(rank_to_mask, self._stream())
-        elif rank_to_mask in self.runtime.stats()["masked_ranks"]:
+            return
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).synchronize()
+        if rank_to_mask in self.runtime.stats()["masked_ranks"]:
             raise UsageError(
                 f"rank {rank_to_mask} is masked, and ranks do not come back one by one: all call "
                 "low_latency_clean_mask_buffer()"
@@ -168,11 +172,13 @@ class LowLatencyMethods:
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmasks all ranks. Collective with ``enable_shrink`` (else nothing): all ranks, those that were masked too.
 
-        Waits for the operations in flight and for the other ranks. Handles of earlier dispatches must not be used
+        Waits for the operations in flight and for the other ranks, four deadlines at most: they may have waited for one
+        in their last operation. (MPI, for ``comm``, has no deadlines.) Handles of earlier dispatches must not be used
         afterwards.
 
         Raises: UsageError where a staged operation is open, or an earlier call missed a rank; TimeoutError with the
-            ranks that did not come. The masks are what they were then, and stay: make a new buffer for new masks.
+            ranks that did not come. If none of the others can have gone on, the masks are what they were, and stay;
+            else the buffer is of no use any more. In both cases new masks need a new buffer.
 
         Source: DeepEP, where it is each rank's own.
         """
@@ -182,7 +188,7 @@ class LowLatencyMethods:
         if self._has_missed_cleaning:
             raise UsageError("a rank did not come when masks were to be cleaned: make a new buffer")
         try:
-            self.runtime.clean_masks(lambda mine: self._rendezvous.allgather(mine, self._timeout))
+            self.runtime.clean_masks(lambda mine: self._rendezvous.allgather(mine, _CLEANING_DEADLINES * self._timeout))
         except TimeoutError:
             self._has_missed_cleaning = True
             raise

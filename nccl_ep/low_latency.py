@@ -41,6 +41,11 @@ def dispatch_with_extra(
 
     has_room = scales is None and quant == Quant.NONE
     alone = words[1:] if has_room else words
+    if alone and buffer.enable_shrink:
+        raise ValueError(
+            f"{len(extra)} extra tensors take {1 + len(alone)} operations, which may leave out different ranks with "
+            "enable_shrink: one beside rows without scales takes none of its own"
+        )
     for each in () if is_dynamo_compiling() else alone:  # nothing is sent where one of them would be refused
         row_bytes = each.shape[1] * each.element_size()
         buffer.runtime.check_opaque_rows(shape[0], topk_idx.shape[1], shape[1], row_bytes)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +114,17 @@ def run_all(cases: list[Parted], buffer: nccl_ep.Buffer, barrier: Any, *, in_ste
         case.run_together(buffer)
 
 
+def run_over_shapes(cases: list[Parted], buffer: nccl_ep.Buffer, barrier: Any) -> None:
+    """The two groups, the same in all cases, stay apart over operations of many sizes: what a rank has sent to those
+    that had masked it is in nobody's way."""
+    cases[0].part(buffer, barrier)
+    for case in cases:
+        case.run(buffer)
+    buffer.low_latency_clean_mask_buffer()
+    for case in cases:
+        case.run_together(buffer)
+
+
 def rest_of(whole: Expected, part: Expected) -> Expected:
     """What the combines of a group give after a dispatch with all ranks: `whole`, but for what comes home."""
     rest = Expected(whole.case)
@@ -122,10 +135,10 @@ def rest_of(whole: Expected, part: Expected) -> Expected:
     return rest
 
 
-def run_on_one_gpu(cases: list[Parted]) -> None:
+def run_on_one_gpu(cases: list[Parted], run: Callable[..., None] = partial(run_all, in_step=True)) -> None:
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [each.whole for each in cases], enable_shrink=True, device="cuda") as buffer:
-            run_all(cases, buffer, lambda: group.allgather(b"", PATIENCE), in_step=True)
+            run(cases, buffer, lambda: group.allgather(b"", PATIENCE))
 
     run_ranks(cases[0].whole.case.num_ranks, body)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,3 +52,40 @@ def check_compiled(layer: Callable[..., torch.Tensor], args: tuple[Any, ...], ba
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     for _ in range(3):
         assert not reference.first_difference(compiled(*args), want)
+
+
+def check_apart(name: str, args: tuple[Any, ...], reads: tuple[str, ...]) -> None:
+    """Every tensor that the op writes, laid over the first bytes of each other one of the call, is refused, and runs
+    right before them."""
+    op = getattr(torch.ops.nccl_ep, name).default
+    arguments = op._schema.arguments
+    leaves = [(i, j) for i, arg in enumerate(args) for j in range(len(arg) if isinstance(arg, list) else 1)]
+
+    def at(place: tuple[int, int]) -> Any:
+        arg = args[place[0]]
+        return arg[place[1]] if isinstance(arg, list) else arg
+
+    def changed(place: tuple[int, int], tensor: torch.Tensor, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, j = place
+        new = [*given[i][:j], tensor, *given[i][j + 1 :]] if isinstance(given[i], list) else tensor
+        return *given[:i], new, *given[i + 1 :]
+
+    there = [place for place in leaves[2:] if isinstance(at(place), torch.Tensor) and at(place).numel()]
+    outs = [place for place in there if arguments[place[0]].alias_info is not None]
+    others = [place for place in there if place in outs or arguments[place[0]].name in reads]
+    for out, other in itertools.product(outs, others):
+        if out == other:
+            continue
+        sizes = at(out).nbytes, at(other).nbytes
+        for begin, overlaps in ((sizes[0] - 1) // 16 * 16, True), (-(-sizes[0] // 16) * 16, False):
+            memory = torch.zeros(begin + sizes[0] + sizes[1], dtype=torch.uint8)
+            mine = memory[: sizes[0]].view(at(out).dtype).view(at(out).shape)
+            theirs = memory[begin:][: sizes[1]].view(at(other).dtype).view(at(other).shape)
+            theirs.copy_(at(other))
+            given = changed(other, theirs, changed(out, mine, args))
+            if not overlaps:
+                op(*given)
+                continue
+            with pytest.raises(ValueError, match="overlaps .*, which is (read|written) while it is written"):
+                op(*given)
+                raise AssertionError(f"{arguments[out[0]].name} over {arguments[other[0]].name} was taken")

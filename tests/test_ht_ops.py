@@ -10,7 +10,7 @@ import torch
 from expected import Expected, plain_case
 from harness import case_buffer, garble
 from op_checks import HT_OPS as OPS
-from op_checks import LOCAL_OPS, UTILS, as_fake, check_compiled, described, faked
+from op_checks import LOCAL_OPS, UTILS, as_fake, check_apart, check_compiled, described, faked
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -193,6 +193,20 @@ def test_given_tensors_that_are_refused(change: Callable[..., Any], text: str) -
             ops.ht_dispatch_cached_out.default(*args, *change(*xs, scales))
         assert (buffer.stats(), buffer.wire_bytes()) == before
         calls.run("ht_dispatch_cached_out")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_over_what_is_read(layout: str) -> None:
+    reads = {
+        "ht_dispatch_out": ("xs", "x_scales", "topk_idx", "topk_weights"),
+        "ht_dispatch_cached_out": ("xs", "x_scales", "route", "slots"),
+        "ht_combine_out": ("rows", "biases"),
+    }
+    case = _case(1, layout)
+    with _buffer(case, None) as buffer:
+        calls = Calls(case, buffer)
+        for name, inputs in reads.items():
+            check_apart(name, calls.args[name], inputs)
 
 
 @pytest.mark.parametrize("num_experts", [3, 4, 5])

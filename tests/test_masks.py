@@ -6,24 +6,26 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from cases import generate
 from expected import Expected, plain_case, shared_buffer
 from harness import dispatch_case
-from mask_ranks import PHASES, CaseOf, LateRank, Parted, masks_of, run_all
+from mask_ranks import PHASES, CaseOf, LateRank, Parted, masks_of, run_all, run_over_shapes
 from patience import PATIENCE, with_more_time
 
 import nccl_ep
+from nccl_ep.bootstrap import SoloRendezvous
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 
-def _cases(count: int, num_ranks: int) -> list[Parted]:
+def _cases(count: int, num_ranks: int, first: frozenset[int] | None = None) -> list[Parted]:
     found: list[Parted] = []
     seed = 0
     while len(found) < count:
         case = generate(seed)
         seed += 1
         if case.num_ranks == num_ranks and case.domain_size in (None, num_ranks):
-            found.append(Parted(case))
+            found.append(Parted(case, first))
     return found
 
 
@@ -42,7 +44,42 @@ def test_two_groups(num_ranks: int, count: int) -> None:
     run_ranks(num_ranks, body)
 
 
+@pytest.mark.parametrize("first", [{0, 1}, {0, 2, 3}])
+def test_sizes_that_change_while_ranks_are_masked(first: set[int]) -> None:
+    cases = _cases(25, 4, frozenset(first))
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [each.whole for each in cases], enable_shrink=True) as buffer:
+            run_over_shapes(cases, buffer, _barrier(group))
+
+    run_ranks(4, body)
+
+
 # ---- Ranks that are late
+
+
+def test_healthy_ranks_stay_together() -> None:
+    """Rank 2 goes away. Rank 1 has masked it before, and is a call ahead of rank 0, which waits for rank 2."""
+    case, pair = Expected(plain_case(3)), Expected(CaseOf.make(plain_case(3), frozenset({0, 1})))
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        for _ in range(3):
+            with shared_buffer(group, [case], enable_shrink=True) as buffer:
+                case.run(buffer)
+                group.allgather(b"", PATIENCE)
+                if rank == 1:
+                    buffer.low_latency_update_mask_buffer(2, True)
+                group.allgather(b"", PATIENCE)
+                if rank != 2:
+                    buffer.set_timeout(0.4)
+                    for _ in range(4):
+                        out = dispatch_case(case.case, case.inputs[rank], buffer)
+                        pair.check_dispatch(out, rank)
+                    assert masks_of(buffer) == [2]
+                group.allgather(b"", PATIENCE)
+
+    run_ranks(3, body)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -118,6 +155,35 @@ def test_ranks_are_masked_one_by_one_and_come_back_together() -> None:
             assert masks_of(buffer) == []
 
     run_ranks(3, body)
+
+
+def test_masks_that_were_cleaned_by_some_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Expected(plain_case(1))
+    with shared_buffer(SoloRendezvous(), [case], enable_shrink=True) as buffer:
+        rounds = iter(("settled", "epochs"))
+
+        def allgather(mine: bytes, timeout: float) -> list[bytes]:
+            if next(rounds) == "epochs":
+                raise nccl_ep.TimeoutError(f"waited {timeout} s")
+            return [mine]
+
+        monkeypatch.setattr(buffer._rendezvous, "allgather", allgather)
+        with pytest.raises(nccl_ep.TimeoutError, match=f"waited {4 * buffer._timeout} s"):
+            buffer.low_latency_clean_mask_buffer()
+        for call in (lambda: case.run(buffer), buffer.low_latency_clean_mask_buffer, buffer.check):
+            with pytest.raises(nccl_ep.UsageError, match="others may have cleaned theirs: destroy the buffer"):
+                call()
+
+
+def test_further_tensors_whose_operations_could_leave_out_different_ranks() -> None:
+    case = Expected(plain_case(1))
+    given, how = case.inputs[0], case.case.dispatch_kwargs()
+    extra = [torch.arange(8.0 * len(given.x)).view(-1, 8) + i for i in range(2)]
+    with shared_buffer(SoloRendezvous(), [case], enable_shrink=True) as buffer:
+        with pytest.raises(ValueError, match="2 extra tensors take 2 operations, which may leave out different ranks"):
+            nccl_ep.dispatch(given.x, given.topk_idx, given.topk_weights, buffer=buffer, extra=extra, **how)
+        out = nccl_ep.dispatch(given.x, given.topk_idx, given.topk_weights, buffer=buffer, extra=extra[:1], **how)
+        case.check_dispatch(out, 0)
 
 
 def test_an_open_half_is_received_before_masks_are_cleaned() -> None:

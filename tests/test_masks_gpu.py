@@ -8,7 +8,7 @@ import mask_ranks
 import pytest
 from gpu_ranks import cuda_cases
 from gpus import WORLDS, needs_gpu, num_cases, ranks_on_gpus
-from mask_ranks import Parted, run_on_one_gpu
+from mask_ranks import Parted, run_on_one_gpu, run_over_shapes
 from processes import processes, run_processes
 from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
@@ -19,6 +19,11 @@ pytestmark = needs_gpu
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_two_groups_on_one_gpu(num_ranks: int) -> None:
     run_on_one_gpu([Parted(case) for case in cuda_cases(max(NUM_CASES // 3, 1), num_ranks)])
+
+
+def test_sizes_that_change_on_one_gpu() -> None:
+    first = frozenset({0, 1})
+    run_on_one_gpu([Parted(case, first) for case in cuda_cases(max(NUM_CASES // 3, 2), 3)], run_over_shapes)
 
 
 @ranks_on_gpus

@@ -8,7 +8,7 @@ import pytest
 import torch
 from expected import Expected, plain_case
 from harness import make_buffer
-from op_checks import HT_OPS, LOCAL_OPS, UTILS, as_fake, check_compiled, described, faked
+from op_checks import HT_OPS, LOCAL_OPS, UTILS, as_fake, check_apart, check_compiled, described, faked
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -122,6 +122,15 @@ def test_schemas(name: str) -> None:
         assert result.alias_info is None, "results are new tensors"
     for key in ("CPU", "CUDA", "Meta"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"nccl_ep::{name}", key), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_over_what_is_read(layout: str) -> None:
+    case = _case(1, layout)
+    with make_buffer(case.case, None) as buffer:
+        calls = Calls(case, buffer)
+        check_apart("ll_dispatch_out", calls.args["ll_dispatch_out"], ("x", "x_scales", "topk_idx", "topk_weights"))
+        check_apart("ll_combine_out", calls.args["ll_combine_out"], ("rows", "biases"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

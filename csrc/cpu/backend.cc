@@ -28,6 +28,7 @@ class CpuBackend : public Backend {
     }
     state_.timeout_seconds = config.timeout_seconds;
     state_.masks_late = config.masks_late_ranks;
+    state_.signs_at = window.signs.offset;
     const size_t num_ranks = transport_->topology().num_ranks;
     state_.wire = {std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks),
                    std::vector<uint64_t>(num_ranks)};

@@ -143,6 +143,12 @@ bool Channel::was_left_by(int source) const {
   return false;
 }
 
+// Asked now and then by a wait where late ranks are masked.
+bool Channel::is_late(int source, std::chrono::steady_clock::time_point now) {
+  state_.signs.exchange(transport_, state_.signs_at, now, state_.timeout_seconds);
+  return deadline_.is_late(now, state_.signs.last_of(source));
+}
+
 // `ready` returns true when the wait is over and otherwise stores what it saw. False: the source is masked.
 template <class Ready>
 bool Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
@@ -150,14 +156,17 @@ bool Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
   if (is_masked(source)) return false;
   if (ready(seen)) return true;
   const auto start = std::chrono::steady_clock::now();
-  bool is_left = false;
-  const Deadline::End end = deadline_.wait_until([&] {
-    if (ready(seen)) return true;
-    return is_left = state_.masks_late && was_left_by(source);
-  });
-  if (is_left || (end == Deadline::End::kLate && state_.masks_late)) {
-    mask(source);
-    return false;
+  Deadline::End end;
+  if (state_.masks_late) {
+    bool is_left = false;
+    end = Deadline::wait_until([&] { return ready(seen) || (is_left = was_left_by(source)); },
+                               [&](auto now) { return is_late(source, now); });
+    if (is_left || end == Deadline::End::kLate) {
+      mask(source);
+      return false;
+    }
+  } else {
+    end = deadline_.wait_until([&] { return ready(seen); });
   }
   if (end != Deadline::End::kReady) give_up(end, phase, source, expected, seen);
   if (wait_cost_ != nullptr) {

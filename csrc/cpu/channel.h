@@ -6,6 +6,7 @@
 #include <deque>
 #include <vector>
 
+#include "cpu/signs_of_life.h"
 #include "cpu/wait.h"
 #include "layout/ht_layout.h"
 #include "layout/ll_layout.h"
@@ -22,6 +23,8 @@ struct CpuState {
   uint64_t flag_epoch = 0;  // of the last exchange of flags
   bool masks_late = false;  // a rank that misses a deadline of low latency is masked
   uint64_t masked = 0;      // bit r: rank r is
+  SignsOfLife signs;
+  Offset signs_at = 0;  // in every window
   InvalidIds invalid_ids;
   uint64_t dropped_rows = 0;
   WireBytes wire;
@@ -86,6 +89,7 @@ class Channel {
   void tell_mask(int peer);
   void mask(int rank);
   bool was_left_by(int source) const;
+  bool is_late(int source, std::chrono::steady_clock::time_point now);
   [[noreturn]] void give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen);
   [[noreturn]] void refuse_call(int source, const CallRecord& theirs);
   uint32_t* window_word(Offset offset) const;

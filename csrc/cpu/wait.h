@@ -24,21 +24,32 @@ class Deadline {
  public:
   enum class End { kReady, kLate, kInterrupted };
 
-  explicit Deadline(double seconds)
-      : end_(Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))) {}
+  explicit Deadline(double seconds) : length_(seconds), end_(Clock::now() + rounded(length_)) {}
 
   // Till `ready` is true, which it never was at another end.
   template <class Ready>
   End wait_until(Ready ready) const {
+    return wait_until(ready, [this](Clock::time_point now) { return now > end_; });
+  }
+  // The same, where `is_late(now)` says whether it is too late.
+  template <class Ready, class IsLate>
+  static End wait_until(Ready ready, IsLate is_late) {
     for (int attempt = 0; !ready(); attempt++) {
       back_off(attempt);
-      if (attempt % 64 == 63 && Clock::now() > end_) return End::kLate;
+      if (attempt % 64 == 63 && is_late(Clock::now())) return End::kLate;
       if (attempt % 512 == 511 && attempt > kYields && has_interruption()) return End::kInterrupted;
     }
     return End::kReady;
   }
 
+  // Too late to wait for who has given a sign of life at `lived_at`.
+  bool is_late(Clock::time_point now, Clock::time_point lived_at) const {
+    return now > end_ && (now > lived_at + length_ || now > end_ + rounded((kMostDeadlines - 1) * length_));
+  }
+
  private:
+  using Seconds = std::chrono::duration<double>;
+  static Clock::duration rounded(Seconds seconds) { return std::chrono::duration_cast<Clock::duration>(seconds); }
   static constexpr int kYields = 4096;
 
   static bool has_interruption() {
@@ -54,6 +65,7 @@ class Deadline {
     }
   }
 
+  Seconds length_;
   Clock::time_point end_;
 };
 

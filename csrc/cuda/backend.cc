@@ -149,6 +149,7 @@ void set_up_masks(Memory& memory, const LlWindow& window, int num_ranks) {
   for (int kind = 0; kind < kNumKinds; kind++) {
     masks.records[kind] = memory.peers.local<uint64_t>(window.kind[kind].records.offset);
   }
+  masks.signs = memory.peers.local<uint64_t>(window.signs.offset);
   memory.peers.can_be_masked = true;
   EP_CUDA(cudaMemcpyAsync(&memory.state->masks, &masks, sizeof masks, cudaMemcpyHostToDevice, memory.stream));
 }
@@ -203,9 +204,11 @@ class CudaBackend : public Backend {
   }
 
   void mask(int rank, void* stream) override {
+    DeviceGuard guard(memory_->device);
     EP_CUDA(cudaMemsetAsync(&memory_->state->masks.is_masked[rank], 1, 1, static_cast<cudaStream_t>(stream)));
   }
   void query_masks(int32_t* status, void* stream) override {
+    DeviceGuard guard(memory_->device);
     static_assert(sizeof *status == sizeof *memory_->state->masks.is_masked);
     EP_CUDA(cudaMemcpyAsync(status, memory_->state->masks.is_masked, num_ranks_ * sizeof *status,
                             cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));

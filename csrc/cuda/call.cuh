@@ -115,12 +115,13 @@ __device__ __forceinline__ Opening open_call(CallContext& call, const Args& args
 template <class Args>
 __device__ __noinline__ bool await_credits(const CallContext& call, const Args& args, uint64_t last_epoch,
                                            uint64_t credit_of_lane) {
+  Patience patience;
 #pragma unroll 1
   for (int source = lane_id(); source < args.num_ranks; source += 32) {
     if (is_masked(call, source)) continue;
     uint64_t credit = credit_of_lane;
     if (source >= 32) credit = ptx::ld_acquire_sys(args.credits + source);
-    Patience patience;
+    if (!kMasksRanks) patience = {};
     while (credit < last_epoch) {
       if (patience.is_over(call, Phase::kArrivalSignal, source, last_epoch, credit)) {
         if (!kMasksRanks || call.has_failed()) return false;
@@ -262,12 +263,13 @@ __device__ __forceinline__ void check_records(const CallContext& context, const 
                                               int64_t* wait_cost = nullptr) {
   if (has_bug(Bug::kUncheckedRecords, context.kind)) return;
   const uint64_t start = wait_cost != nullptr ? ptx::global_timer_ns() : 0;
+  Patience patience;
 #pragma unroll 1
   for (int i = lane_id(); i < layout.num_ranks * CallRecord::kWords; i += 32) {
     const int source = i / CallRecord::kWords, word = i % CallRecord::kWords;
     if (is_masked(context, source)) continue;
     const auto* record = peers.local<uint64_t>(layout.record(context.bank, source)) + word;
-    Patience patience;
+    if (!kMasksRanks) patience = {};
     uint64_t seen = ptx::ld_relaxed_sys(record);
     while (!is_tagged(seen, context.tag) &&
            !patience.is_over(context, Phase::kCallRecord, source, context.tag, seen >> 32)) {

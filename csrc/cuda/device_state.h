@@ -42,8 +42,12 @@ struct Masks {
   int num_ranks;
   uint64_t* records[kNumKinds];  // in the own window, LlWindow's
   uint64_t stride;               // to the window of the next rank
+  uint64_t* signs;               // in the own window, LlWindow's
   // What one warp has found for all blocks of a dispatch: the ranks that it leaves out, in two tagged words.
   alignas(128) uint64_t roll[2];
+  // When a sign of life was given last, what of each rank's was seen last, and when.
+  alignas(128) uint64_t sign_given_at;
+  uint64_t sign_seen[kMaxCudaRanks], sign_seen_at[kMaxCudaRanks];
 
   // Of the call record from `source`.
   EP_HD uint64_t* mask_word(Kind kind, int bank, int source) const {

@@ -93,7 +93,7 @@ struct Partials {
   __device__ __forceinline__ uint32_t rank_of(int q) const { return ranks >> (8 * q) & kNone; }
   __device__ __forceinline__ bool travels(uint32_t rank) const { return rank != kNone && rank != local_rank; }
   __device__ __forceinline__ char* slot_of(const CombineRole& role, uint32_t rank) const {
-    return slots + static_cast<uint64_t>(rank) * role.geometry.source_bytes;
+    return slots + static_cast<uint64_t>(rank) * role.p.layout.row_source_bytes;
   }
 
   // Waits for the batch, but for ranks that are masked meanwhile. False: the wait was given up.
@@ -123,7 +123,15 @@ struct Partials {
   __device__ __forceinline__ uint32_t rank_of_lane(const CombineRole& role) const {
     return role.lane < kBatch ? ranks >> (8 * role.lane) & kNone : kNone;
   }
+  // Bit q: the q-th of the batch is not there. Who may be masked for it is judged by all that has come of it; else one
+  // word does.
   __device__ __forceinline__ unsigned absent(const CombineRole& role) const {
+    if (kMasksRanks) {
+      unsigned missing = 0;
+#pragma unroll
+      for (int q = 0; q < kBatch; q++) missing |= __any_sync(~0u, !numbers[q].have_arrived()) ? 1u << q : 0;
+      return missing;
+    }
     const uint32_t r = rank_of_lane(role);
     const auto* word = reinterpret_cast<const uint32_t*>(slot_of(role, r));
     return __ballot_sync(~0u, travels(r) && ptx::ld_relaxed_sys(word) == kAbsent);

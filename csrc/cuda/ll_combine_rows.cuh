@@ -36,7 +36,7 @@ struct Terms {
   float weight;
 };
 
-// Choice `lane` of a token: in the handle, and among the weights that home ranks send (layouts of expert rows alone).
+// Choice `lane` of a token, in the handle.
 __device__ __forceinline__ int entry_of(const CombineRole& role, int home, int token) {
   return (home * role.p.shape.max_tokens + token) * role.geometry.map_k + role.lane;
 }

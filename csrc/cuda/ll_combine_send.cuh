@@ -84,7 +84,7 @@ struct Sender {
   // Where the weight of choice `lane` of a token comes from its home rank.
   __device__ __forceinline__ static const uint64_t* home_weight(const CombineRole& role, const OpenCall& call, int home,
                                                                 int token) {
-    return role.peers.local<uint64_t>(role.p.layout.weight(call.bank, 0, 0, 0)) + entry_of(role, home, token);
+    return role.peers.local<uint64_t>(role.p.layout.weight(call.bank, home, token, role.lane));
   }
   __device__ __forceinline__ void load_next_terms(const CombineRole& role, const OpenCall& call) {
     next_terms = {kNoRow, 1.0f};

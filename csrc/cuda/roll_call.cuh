@@ -36,14 +36,15 @@ struct RoutingWord {
            (is_tagged(word, tag) || (is_tagged(count, tag) && token >= static_cast<int>(static_cast<uint32_t>(count))));
   }
   // Waits for it. False: the source is masked or has masked this rank, or the wait was given up.
-  __device__ __forceinline__ bool hear(const OpenCall& call) {
+  __device__ __forceinline__ bool hear(const OpenCall& call, Patience& patience) {
     if (is_masked(call, source)) return false;  // it may have sent, if it has not heard of it
-    Patience patience;
     while (!is_heard(call.tag)) {
       if (patience.is_over(call, Phase::kRouting, source, call.tag, word >> 32)) return false;
       load();
     }
-    return static_cast<uint32_t>(is_masked_there) == 0;
+    if (static_cast<uint32_t>(is_masked_there) == 0) return true;
+    ptx::st_relaxed_gpu(&call.context.state->masks.is_masked[source], 1);
+    return false;
   }
 };
 
@@ -53,6 +54,7 @@ static __device__ __noinline__ void call_roll(const DispatchRole role, const Cal
   const OpenCall call(context);
   const int count = role.p.shape.num_ranks * role.p.shape.max_tokens * role.p.layout.ids.words();
   uint64_t left_out = 0;
+  Patience patience;
 #pragma unroll 1
   for (int first = lane_id(); first < count; first += 32 * kAhead) {
     RoutingWord words[kAhead];
@@ -62,7 +64,7 @@ static __device__ __noinline__ void call_roll(const DispatchRole role, const Cal
     }
 #pragma unroll
     for (int q = 0; q < kAhead; q++) {
-      if (first + 32 * q < count && !words[q].hear(call)) left_out |= 1ull << words[q].source;
+      if (first + 32 * q < count && !words[q].hear(call, patience)) left_out |= 1ull << words[q].source;
     }
   }
   __syncwarp();

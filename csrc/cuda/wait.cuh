@@ -128,13 +128,49 @@ static __device__ __noinline__ bool is_left_out(const CallContext& context, int 
   return false;
 }
 
-// Masks `peer`, which may be in this call or behind it, and tells it: what it still waits for does not come.
+// Stores `word`, which lies in the own window, at its place in the peer's.
+__device__ __forceinline__ void tell(const CallContext& context, uint64_t* word, int peer, uint64_t value) {
+  char* there =
+      reinterpret_cast<char*>(word) + (peer - context.rank) * static_cast<int64_t>(context.state->masks.stride);
+  ptx::st_relaxed_sys(reinterpret_cast<uint64_t*>(there), value);
+}
+
+// Masks `peer`, which may be in this call or behind it, and tells it: what it still waits for does not come, neither in
+// this kind of call nor in one of the other kind, on another stream, which drops what is for it from now on.
 static __device__ __noinline__ void mask_late(const CallContext& context, int peer) {
   Masks& masks = context.state->masks;
   ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
-  char* word = reinterpret_cast<char*>(masks.mask_word(context.kind, bank_of(context.epoch), context.rank));
-  word += (peer - context.rank) * static_cast<int64_t>(masks.stride);
-  ptx::st_relaxed_sys(reinterpret_cast<uint64_t*>(word), 1 | static_cast<uint64_t>(tag_of(context.epoch)) << 32);
+  __threadfence();
+  for (int k = 0; k < kNumKinds; k++) {
+    const auto kind = static_cast<Kind>(k);
+    const uint64_t last_epoch = ptx::ld_relaxed_gpu(&context.state->epoch[k].epoch);
+    const uint64_t epoch = kind == context.kind ? context.epoch : last_epoch + 1;
+    tell(context, masks.mask_word(kind, bank_of(epoch), context.rank), peer,
+         1 | static_cast<uint64_t>(tag_of(epoch)) << 32);
+  }
+}
+
+// When `peer` has given the last sign of life, as seen from here.
+__device__ __forceinline__ uint64_t last_sign_of_life(const CallContext& context, int peer, uint64_t now) {
+  Masks& masks = context.state->masks;
+  const uint64_t sign = ptx::ld_relaxed_sys(masks.signs + peer);
+  if (sign == ptx::ld_relaxed_gpu(&masks.sign_seen[peer])) return ptx::ld_relaxed_gpu(&masks.sign_seen_at[peer]);
+  ptx::st_relaxed_gpu(&masks.sign_seen_at[peer], now);
+  ptx::st_relaxed_gpu(&masks.sign_seen[peer], sign);
+  return now;
+}
+
+// Says that this rank waits, now and then, to all, and takes note of what they said.
+__device__ __forceinline__ void give_sign_of_life(const CallContext& context, uint64_t now, uint64_t timeout_ns) {
+  Masks& masks = context.state->masks;
+  const uint64_t given_at = ptx::ld_relaxed_gpu(&masks.sign_given_at);
+  if (now < given_at + timeout_ns / kSignsOfDeadline) return;
+  if (atomicCAS(reinterpret_cast<unsigned long long*>(&masks.sign_given_at), given_at, now) != given_at) return;
+#pragma unroll 1
+  for (int peer = 0; peer < masks.num_ranks; peer++) {
+    tell(context, masks.signs + context.rank, peer, now);
+    last_sign_of_life(context, peer, now);
+  }
 }
 
 // Waits after which something is still to be sent. Nobody may be late because another rank is: they are shorter where
@@ -157,7 +193,13 @@ static __device__ __noinline__ uint64_t look_around(const CallContext& context, 
   if (start == 0) return now;
   // Read again each time: the host may have changed the deadline of a graph that is running.
   const uint64_t timeout_ns = ptx::ld_relaxed_sys(&context.state->fate.timeout_ns);
-  if (now - start < (kMasksRanks && holds_up_sends(context, phase) ? timeout_ns / 4 : timeout_ns)) return start;
+  const uint64_t limit = kMasksRanks && holds_up_sends(context, phase) ? timeout_ns / 4 : timeout_ns;
+  if (kMasksRanks && peer != context.rank) {
+    give_sign_of_life(context, now, timeout_ns);
+    const uint64_t lived_at = last_sign_of_life(context, peer, now);
+    if (now - start < kMostDeadlines * limit && now < lived_at + limit) return start;
+  }
+  if (now - start < limit) return start;
   if (kMasksRanks && peer != context.rank) {
     mask_late(context, peer);
   } else {
@@ -167,6 +209,7 @@ static __device__ __noinline__ uint64_t look_around(const CallContext& context, 
 }
 
 // Counts attempts, and looks around once in a while. `Time`: volatile keeps it in memory, where registers are few.
+// Where late ranks are masked, waits one after the other share one, so that they end by one deadline.
 template <class Time>
 class PatienceIn {
  public:

@@ -59,6 +59,12 @@ struct RowFormat {
   EP_HD int stride() const { return align_up(wire_bytes(), 128); }
 };
 
+// ---- Signs of life. Where late ranks are masked, who waits in low latency says so, kSignsOfDeadline times in a
+// deadline, by a word that changes. Whoever waits for it in turn gives it a deadline from each sign on, as it may be
+// waiting for a rank that is gone, but kMostDeadlines in all.
+constexpr int kSignsOfDeadline = 16;
+constexpr int kMostDeadlines = 8;
+
 // ---- The call record: the first thing a rank sends to every other in an operation. Words up to kComparedWords must
 // be equal on all ranks; a receiver that sees another call ends the operation and names both.
 struct CallRecord {

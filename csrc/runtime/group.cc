@@ -12,7 +12,7 @@ namespace ep {
 namespace {
 
 constexpr const char* kVersion = "0.1.0";
-constexpr int kWireVersion = 4;             // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 5;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_timeout(double seconds) {
@@ -131,6 +131,10 @@ void Group::set_pdl(bool enabled) {
 }
 
 void Group::require_usable() {
+  EP_CHECK_USAGE(
+      !is_half_cleaned_,
+      "a rank did not come when masks were cleaned, and others may have cleaned theirs: destroy the buffer and "
+      "make a new one");
   const std::shared_ptr<Backend> backend = this->backend();
   Failure failure = backend->failure();
   if (failure.code == Failure::kNone) return;

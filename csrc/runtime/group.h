@@ -118,6 +118,7 @@ class Group {
   mutable std::mutex mutex_;  // of the pointer
   std::shared_ptr<Backend> backend_;
   bool has_unreceived_send_[kNumKinds] = {false, false};
+  bool is_half_cleaned_ = false;  // masks are cleaned, or were by some ranks and not by others
   uint64_t num_calls_[kNumKinds] = {0, 0};
   uint64_t num_ht_calls_[kNumKinds] = {0, 0};
   Calls calls_;

@@ -32,6 +32,8 @@ void Group::clean_masks(Bootstrap& bootstrap) {
     }
     own = backend()->settle();
   });
+  // Who gives up from here on does not know how far the others get, and they have new epochs then.
+  is_half_cleaned_ = true;
   // Ranks that were masked have made fewer calls, or more. All begin anew behind the last of any rank.
   LlEpochs latest;
   for (const std::string& bytes : bootstrap.allgather({reinterpret_cast<const char*>(&own), sizeof own})) {
@@ -41,6 +43,7 @@ void Group::clean_masks(Bootstrap& bootstrap) {
   }
   on_all_ranks(bootstrap, [&] { backend()->restart(latest); });
   backend()->unmask_all();  // no earlier: a rank that has heard of no end is still masked
+  is_half_cleaned_ = false;
 }
 
 }  // namespace ep

@@ -112,18 +112,21 @@ Moved allocate_moved(Registered& registered, const Payload& payload, const Outpu
 }
 
 void check_moved(const MovedRefs& moved, const Payload& payload, const OutputShape& output, const OutputTypes& types,
-                 const at::Device& device) {
+                 const at::Device& device, Apart& apart) {
   EP_CHECK(moved.xs.size() == payload.xs.size(), moved.xs.size(), " output tensors for ", payload.xs.size());
   const auto check = [&](const Tensor& out, at::ScalarType type, at::IntArrayRef sizes) {
     check_tensor(out, "out_x", type, sizes, device);
     check_aligned(out, "out_x");
-    for (const Tensor& in : payload.xs) check_apart(out, "out_x", in, "x");
   };
   check(moved.xs[0], types.x_type, types.x);
   for (size_t i = 1; i < moved.xs.size(); i++) {
     check(moved.xs[i], payload.xs[i].scalar_type(), row_shape(output, payload.xs[i].size(1)));
   }
   check_tensor(moved.scales, "out_scales", types.scales_type, types.scales, device);
+  for (const Tensor& x : payload.xs) apart.reads("x", x);
+  apart.reads("scales", pointer_to(payload.scales));
+  for (const Tensor& out : moved.xs) apart.writes("out_x", out);
+  apart.writes("out_scales", moved.scales);
 }
 
 void set_moved(HtDispatchParams& p, const MovedRefs& moved) {
@@ -198,13 +201,20 @@ void allocate_received(HtTensors& t, const OutputTypes& types, const OutputShape
   if (!is_exact) clear_handle(t.route);
 }
 
-void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleShape& handle, const at::Device& device) {
+void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleShape& handle, const at::Device& device,
+                    Apart& apart) {
   check_tensor(t.weights, "out_weights", at::kFloat, types.weights, device);
   check_tensor(t.topk_idx, "out_topk_idx", types.idx_type, types.topk_idx, device);
   check_tensor(t.row_expert, "out_row_expert", at::kInt, types.row_expert, device);
   check_tensor(t.info, "out_info", at::kInt, types.info, device);
   check_tensor(t.route, "route", at::kInt, {handle.route_size()}, device);
   check_tensor(t.slots, "slots", at::kInt, {handle.num_slots, handle.slot_words()}, device);
+  apart.writes("out_weights", t.weights);
+  apart.writes("out_topk_idx", t.topk_idx);
+  apart.writes("out_row_expert", t.row_expert);
+  apart.writes("out_info", t.info);
+  apart.writes("route", t.route);
+  apart.writes("slots", t.slots);
 }
 
 // Returns what was not given. `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all
@@ -261,8 +271,11 @@ HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const
   const OutputTypes types = output_types(row, spec, p.output);
   const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
   if (given != nullptr) {
-    check_moved(given->moved, payload, p.output, types, device);
-    check_received(*given, types, handle, device);
+    Apart apart;
+    apart.reads("topk_idx", topk_idx);
+    apart.reads("topk_weights", pointer_to(topk_weights));
+    check_moved(given->moved, payload, p.output, types, device, apart);
+    check_received(*given, types, handle, device, apart);
   } else {
     t.moved = allocate_moved(*registered, payload, p.output, types, device);
     allocate_received(t, types, p.output, handle, device);
@@ -400,7 +413,12 @@ Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const MovedRefs*
   group.prepare(p);
   const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
   const OutputTypes types = output_types(row, dispatch, p.output);
-  if (given != nullptr) check_moved(*given, payload, p.output, types, device);
+  if (given != nullptr) {
+    Apart apart;
+    apart.reads("the handle's route", route);
+    apart.reads("the handle's slots", slots);
+    check_moved(*given, payload, p.output, types, device, apart);
+  }
   Moved made;
   if (given == nullptr) made = allocate_moved(*registered, payload, p.output, types, device);
   set_moved(p, given != nullptr ? *given : MovedRefs::of(made));
@@ -474,14 +492,6 @@ std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_
     p.rows = pointer<void>(*rows);
     set_weights(p, args, spec, device);
     set_biases(p, args, spec, device);
-    if (given != nullptr) {
-      check_apart(*given, "out", *rows, "rows");
-      if (weights) check_apart(*given, "out", *weights, "weights");
-      if (topk_idx) check_apart(*given, "out", *topk_idx, "topk_idx");
-      for (const Tensor& bias : biases) {  // which may be the output itself: an element is read before it is written
-        if (bias.const_data_ptr() != given->const_data_ptr()) check_apart(*given, "out", bias, "bias");
-      }
-    }
     p.out = take_combined(args, spec, device, given, out);
   }
   if (values) {

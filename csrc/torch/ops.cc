@@ -32,7 +32,14 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   params.half = half;
   set_inputs(params, x, x_scales, topk_idx, topk_weights);
   group.prepare(params);  // refuses what does not fit before memory is taken for it
-  if (given != nullptr) check_outputs(*given, row, spec, output, device);
+  if (given != nullptr) {
+    Apart apart;
+    apart.reads("x", x);
+    apart.reads("scales", pointer_to(x_scales));
+    apart.reads("topk_idx", topk_idx);
+    apart.reads("topk_weights", pointer_to(topk_weights));
+    check_outputs(*given, row, spec, output, device, apart);
+  }
   DispatchTensors made;
   if (given == nullptr) {
     if (half == Half::kBoth) {

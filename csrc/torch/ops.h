@@ -69,6 +69,15 @@ inline void* take_combined(const CombineArgs& args, const HandleSpec& spec, cons
   }
   check_tensor(*given, "out", args.out_dtype, sizes, device);
   check_aligned(*given, "out");
+  Apart apart;
+  apart.reads("rows", args.rows);
+  apart.reads("weights", args.weights);
+  apart.reads("topk_idx", args.topk_idx);
+  for (const at::Tensor& bias :
+       args.biases) {  // which may be the output itself: an element is read before it is written
+    if (bias.const_data_ptr() != given->const_data_ptr()) apart.reads("bias", bias);
+  }
+  apart.writes("out", *given);
   return given->data_ptr();
 }
 

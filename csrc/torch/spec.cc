@@ -6,12 +6,6 @@
 namespace ep {
 namespace {
 
-std::string text(at::IntArrayRef sizes) {
-  std::string result = "[";
-  for (size_t i = 0; i < sizes.size(); i++) result += concat(i == 0 ? "" : ", ", sizes[i]);
-  return result + "]";
-}
-
 int num_quant_scales(Quant quant, int64_t hidden) { return quant_scale_bytes(quant, static_cast<int>(hidden)) / 4; }
 
 template <class T>
@@ -114,8 +108,8 @@ void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dty
   EP_CHECK(tensor.device() == device, name, " is on ", tensor.device().str(), ", the buffer on ", device.str());
   EP_CHECK(tensor.scalar_type() == dtype, name, " is ", at::toString(tensor.scalar_type()), ", must be ",
            at::toString(dtype));
-  EP_CHECK(tensor.sizes() == sizes, name, " has shape ", text(tensor.sizes()), ", must be ", text(sizes));
-  EP_CHECK(tensor.is_contiguous(), name, " of shape ", text(tensor.sizes()), " and strides ", text(tensor.strides()),
+  EP_CHECK(tensor.sizes() == sizes, name, " has shape ", tensor.sizes(), ", must be ", sizes);
+  EP_CHECK(tensor.is_contiguous(), name, " of shape ", tensor.sizes(), " and strides ", tensor.strides(),
            " is not contiguous");
 }
 
@@ -124,24 +118,11 @@ void check_aligned(const at::Tensor& tensor, const char* name) {
            tensor.data_ptr(), " is not aligned to 16 bytes");
 }
 
-void check_apart(const at::Tensor& out, const char* out_name, const at::Tensor& in, const char* in_name) {
-  const auto end_of = [](const at::Tensor& tensor) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < tensor.dim(); i++) last += (tensor.size(i) - 1) * tensor.stride(i);
-    return static_cast<const char*>(tensor.const_data_ptr()) + (last + 1) * tensor.element_size();
-  };
-  if (out.numel() == 0 || in.numel() == 0) return;
-  const auto *out_begin = static_cast<const char*>(out.const_data_ptr()),
-             *in_begin = static_cast<const char*>(in.const_data_ptr());
-  EP_CHECK(end_of(out) <= in_begin || end_of(in) <= out_begin, out_name, " of shape ", text(out.sizes()), " overlaps ",
-           in_name, " of shape ", text(in.sizes()), ", which is read while it is written");
-}
-
 RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                      const OptionalTensor& topk_weights, const at::Device& device) {
   RowSpec row = check_rows(x, scales, device);
-  EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0), "topk_idx has shape ", text(topk_idx.sizes()),
-           ", must be [", x.size(0), ", top-k]");
+  EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0), "topk_idx has shape ", topk_idx.sizes(), ", must be [",
+           x.size(0), ", top-k]");
   const at::ScalarType idx_type = topk_idx.scalar_type();
   EP_CHECK(idx_type == at::kLong || idx_type == at::kInt, "topk_idx is ", at::toString(idx_type),
            ", must be int64 or int32");
@@ -153,15 +134,15 @@ RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at
 }
 
 RowSpec check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device) {
-  EP_CHECK(x.dim() == 2, "x has shape ", text(x.sizes()), ", must be [tokens, hidden]");
+  EP_CHECK(x.dim() == 2, "x has shape ", x.sizes(), ", must be [tokens, hidden]");
   check_tensor(x, "x", x.scalar_type(), x.sizes(), device);
   check_aligned(x, "x");
   RowSpec row{x.scalar_type(), x.size(1), 0, at::kFloat, x.size(0), 0, true};
   if (scales) {
-    EP_CHECK(scales->dim() == 2 && scales->size(0) == x.size(0), "scales have shape ", text(scales->sizes()),
-             ", must be [", x.size(0), ", scales of a row]");
+    EP_CHECK(scales->dim() == 2 && scales->size(0) == x.size(0), "scales have shape ", scales->sizes(), ", must be [",
+             x.size(0), ", scales of a row]");
     EP_CHECK(scales->device() == device, "scales are on ", scales->device().str(), ", the buffer on ", device.str());
-    EP_CHECK(scales->size(1) > 0, "scales have shape ", text(scales->sizes()), ", must be at least one a row");
+    EP_CHECK(scales->size(1) > 0, "scales have shape ", scales->sizes(), ", must be at least one a row");
     row.num_scales = scales->size(1);
     row.scale_dtype = scales->scalar_type();
   }
@@ -207,7 +188,7 @@ DispatchTensors allocate_dispatched(const RowSpec& row, const DispatchSpec& spec
 }
 
 void check_outputs(const DispatchRefs& given, const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                   const at::Device& device) {
+                   const at::Device& device, Apart& apart) {
   const OutputTypes types = output_types(row, spec, output);
   check_tensor(given.x, "out_x", types.x_type, types.x, device);
   check_aligned(given.x, "out_x");
@@ -217,6 +198,13 @@ void check_outputs(const DispatchRefs& given, const RowSpec& row, const Dispatch
   check_tensor(given.row_expert, "out_row_expert", at::kInt, types.row_expert, device);
   check_tensor(given.info, "out_info", at::kInt, types.info, device);
   check_tensor(given.handle, "handle", at::kInt, {handle_shape(output, row.num_tokens).size()}, device);
+  apart.writes("out_x", given.x);
+  apart.writes("out_scales", given.scales);
+  apart.writes("out_weights", given.weights);
+  apart.writes("out_topk_idx", given.topk_idx);
+  apart.writes("out_row_expert", given.row_expert);
+  apart.writes("out_info", given.info);
+  apart.writes("handle", given.handle);
 }
 
 LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "runtime/params.h"
+#include "torch/apart.h"
 
 namespace ep {
 
@@ -67,8 +68,6 @@ RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at
 void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
                   const at::Device& device);
 void check_aligned(const at::Tensor& tensor, const char* name);  // to 16 bytes
-// What is written while others still read `in`, contiguous or not.
-void check_apart(const at::Tensor& out, const char* out_name, const at::Tensor& in, const char* in_name);
 
 at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device);
 // All but the handle.
@@ -77,8 +76,9 @@ DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, c
 // The handle too.
 DispatchTensors allocate_dispatched(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
                                     const at::Device& device);
+// `apart`: knows what the call reads.
 void check_outputs(const DispatchRefs& given, const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                   const at::Device& device);
+                   const at::Device& device, Apart& apart);
 
 // Everything but pointers; those are set below.
 LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output);

@@ -46,6 +46,7 @@ TEST(LlLayout, NothingOverlaps) {
             add_pieces(pieces, LlLayout::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
             add_pieces(pieces, LlLayout::make(window, Kind::kCombine, shape, combine), combine, "combine ");
             pieces.push_back({window.flags.offset, window.flags.at(num_ranks), "flags"});
+            pieces.push_back({window.signs.offset, window.signs.at(num_ranks), "signs of life"});
             pieces.push_back({window.flag_epoch.offset, window.flag_epoch.at(1), "epoch of flags"});
             expect_apart(pieces, window.bytes);
           }
@@ -71,7 +72,12 @@ TEST(LlLayout, TagsAndRowsKeepTheirPlacesOverShapes) {
         EXPECT_LE(layout.weight(bank, 3, shape.max_tokens - 1, shape.topk - 1) + 8, tagged_end);
         EXPECT_EQ(layout.row(bank, 0, 0), regions.rows.offset + bank * layout.row_bank_bytes);
         EXPECT_LE(layout.row(bank, 3, shape.max_tokens - 1) + row.stride(), rows_end);
-        EXPECT_EQ(layout.record(bank, 0), LlLayout::make(window, static_cast<Kind>(k), large, row).record(bank, 0));
+        const LlLayout other = LlLayout::make(window, static_cast<Kind>(k), large, row);
+        for (int source = 0; source < 4; source++) {  // and so does every source's part
+          EXPECT_EQ(layout.record(bank, source), other.record(bank, source));
+          EXPECT_EQ(layout.id_words(bank, source, 0), other.id_words(bank, source, 0));
+          EXPECT_EQ(layout.row(bank, source, 0), other.row(bank, source, 0));
+        }
       }
     }
   }

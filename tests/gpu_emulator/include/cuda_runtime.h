@@ -179,6 +179,10 @@ template <class T>
 T atomicExch(T* p, std::type_identity_t<T> value) {
   return ep::emulator::update(p, [value](T) { return value; });
 }
+template <class T>
+T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
+  return ep::emulator::update(p, [=](T before) { return before == expected ? value : before; });
+}
 inline void __threadfence_block() { ep::emulator::pause(); }
 inline void __threadfence() { ep::emulator::fence(); }
 inline void __threadfence_system() { ep::emulator::fence(); }
