@@ -7,7 +7,6 @@ import dataclasses
 import os
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +134,11 @@ def rest_of(whole: Expected, part: Expected) -> Expected:
     return rest
 
 
-def run_on_one_gpu(cases: list[Parted], run: Callable[..., None] = partial(run_all, in_step=True)) -> None:
+def run_in_step(cases: list[Parted], buffer: nccl_ep.Buffer, barrier: Any) -> None:
+    run_all(cases, buffer, barrier, in_step=True)
+
+
+def run_on_one_gpu(cases: list[Parted], run: Callable[..., None] = run_in_step) -> None:
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [each.whole for each in cases], enable_shrink=True, device="cuda") as buffer:
             run(cases, buffer, lambda: group.allgather(b"", PATIENCE))

@@ -86,6 +86,6 @@ def check_apart(name: str, args: tuple[Any, ...], reads: tuple[str, ...]) -> Non
             if not overlaps:
                 op(*given)
                 continue
-            with pytest.raises(ValueError, match="overlaps .*, which is (read|written) while it is written"):
+            with pytest.raises(ValueError, match=r"overlaps .*, which is (read|written) while it is written"):
                 op(*given)
                 raise AssertionError(f"{arguments[out[0]].name} over {arguments[other[0]].name} was taken")

@@ -385,8 +385,9 @@ struct RoutingLane {
     RoutingLane lane;
     lane.peer = by_id_words.divide(pass * 32 + lane_id());
     lane.index = by_id_words.remainder(pass * 32 + lane_id(), lane.peer);
-    lane.ids = ptx::opaque(peers.at<uint64_t>(lane.peer, layout.id_words(0, peers.rank, token)) + lane.index);
-    lane.weight = ptx::opaque(peers.at<uint64_t>(0, layout.weight(0, peers.rank, token, lane_id())));
+    lane.ids =
+        ptx::opaque(peers.at<uint64_t>(lane.peer, layout.id_words<kMasksRanks>(0, peers.rank, token)) + lane.index);
+    lane.weight = ptx::opaque(peers.at<uint64_t>(0, layout.weight<kMasksRanks>(0, peers.rank, token, lane_id())));
     return lane;
   }
   __device__ __forceinline__ void fill(const LlLayout& layout, const LsaPeers& peers, int pass, const Choice& choice,

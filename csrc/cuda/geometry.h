@@ -251,7 +251,8 @@ struct LlCombineGeometry {
   int sender_warps = 0, receiver_warps = 0;  // of blocks that have any, none for a half that has no such role
   bool is_busy = false;
   UnitDeal deal;
-  int receivers = 0;  // warps, between which the pieces of own tokens are dealt by their numbers
+  int receivers = 0;          // warps, between which the pieces of own tokens are dealt by their numbers
+  uint32_t source_bytes = 0;  // from a source's rows in the window to the next one's
   Divisor by_local_experts;
 
   // `lane_elements`: what a lane holds of a piece.
@@ -269,6 +270,7 @@ struct LlCombineGeometry {
     g.deal = UnitDeal::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, 32 * lane_elements),
                           g.homes > 0 ? g.homes : 1, plan.groups);
     g.receivers = plan.receivers();
+    g.source_bytes = p.layout.row_part_bytes;
     g.by_local_experts = Divisor::of(p.output.local_experts);
     return g;
   }

@@ -68,7 +68,7 @@ struct Partials {
       : mask(static_cast<uint32_t>(sources)),
         high_mask(static_cast<uint32_t>(sources >> 32)),
         local_rank(sends(role.p.half) ? role.peers.rank : kNone - 1),
-        slots(ptx::opaque(role.peers.local<char>(role.p.layout.row(call.bank, 0, unit.token)) +
+        slots(ptx::opaque(role.peers.local<char>(role.p.layout.row<kMasksRanks>(call.bank, 0, unit.token)) +
                           lane_index * static_cast<int>(sizeof *numbers))) {
     if (!kMasksRanks) return;
     mask &= ~call.context.masked[0];
@@ -93,7 +93,7 @@ struct Partials {
   __device__ __forceinline__ uint32_t rank_of(int q) const { return ranks >> (8 * q) & kNone; }
   __device__ __forceinline__ bool travels(uint32_t rank) const { return rank != kNone && rank != local_rank; }
   __device__ __forceinline__ char* slot_of(const CombineRole& role, uint32_t rank) const {
-    return slots + static_cast<uint64_t>(rank) * role.p.layout.row_source_bytes;
+    return slots + static_cast<uint64_t>(rank) * role.geometry.source_bytes;
   }
 
   // Waits for the batch, but for ranks that are masked meanwhile. False: the wait was given up.

@@ -84,7 +84,8 @@ struct Sender {
   // Where the weight of choice `lane` of a token comes from its home rank.
   __device__ __forceinline__ static const uint64_t* home_weight(const CombineRole& role, const OpenCall& call, int home,
                                                                 int token) {
-    return role.peers.local<uint64_t>(role.p.layout.weight(call.bank, home, token, role.lane));
+    if (kMasksRanks) return role.peers.local<uint64_t>(role.p.layout.weight<true>(call.bank, home, token, role.lane));
+    return role.peers.local<uint64_t>(role.p.layout.weight<false>(call.bank, 0, 0, 0)) + entry_of(role, home, token);
   }
   __device__ __forceinline__ void load_next_terms(const CombineRole& role, const OpenCall& call) {
     next_terms = {kNoRow, 1.0f};
@@ -126,8 +127,9 @@ struct Sender {
     rows.load(role, terms, next_rows);
     is_any = __any_sync(~0u, terms.row != kNoRow);
     const int lane_index = unit.piece * 32 + role.lane;
-    slot = role.peers.at<char>(role.home_of(unit.home), role.p.layout.row(0, role.peers.rank, unit.token)) +
-           lane_index * static_cast<int>(sizeof sum);
+    slot =
+        role.peers.at<char>(role.home_of(unit.home), role.p.layout.row<kMasksRanks>(0, role.peers.rank, unit.token)) +
+        lane_index * static_cast<int>(sizeof sum);
     if (lane_index * kCount >= role.p.hidden) slot = nullptr;
   }
   // The weights of the unit's home rank, which had sent `seen`. Mostly they are all there. Waits inline: after a call

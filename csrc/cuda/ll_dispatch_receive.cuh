@@ -100,9 +100,11 @@ struct Incoming {
     if constexpr (kAimsAhead) aim_at_places(role, places);
     is_own = unit.source == role.peers.rank && sends(p.half);
     has_numbers = ptx::opaque(unit.piece == role.geometry.numbers_piece ? 1 : 0) != 0;
-    staged = ptx::opaque(role.peers.local<char>(p.layout.row(0, unit.source, unit.token)) +
+    staged = ptx::opaque(role.peers.local<char>(p.layout.row<kMasksRanks>(0, unit.source, unit.token)) +
                          lane_offset<kSteps>(unit.piece, role.lane));
-    weight = {ptx::opaque(role.peers.local<uint64_t>(p.layout.weight(0, unit.source, unit.token, role.lane))), 0};
+    weight = {
+        ptx::opaque(role.peers.local<uint64_t>(p.layout.weight<kMasksRanks>(0, unit.source, unit.token, role.lane))),
+        0};
     if (is_own) raw.load(p, role.geometry, unit.token, unit.piece, role.lane);
   }
   __device__ __forceinline__ void aim_at_places(const DispatchRole& role, const Places& places) {

@@ -148,7 +148,7 @@ struct Outgoing {
     const int token = role.geometry.by_pieces.divide(asked);
     index = role.geometry.by_pieces.remainder(asked, token);
     const int rank = role.peers.rank, num_ranks = role.p.shape.num_ranks;
-    slot = role.p.layout.row(0, rank, token) + lane_offset<kSteps>(index, role.lane);
+    slot = role.p.layout.row<kMasksRanks>(0, rank, token) + lane_offset<kSteps>(index, role.lane);
     const Choice choice = choice_of(role, id);
     const bool wanted = choice.rank >= 0 && (choice.rank != rank || role.sends_to_itself());
     const int turn = choice.rank - rank - 1 + (choice.rank <= rank ? num_ranks : 0);

@@ -218,7 +218,7 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
                                              const Places& places, int source, int token) {
   const int slot = source * p.shape.max_tokens + token;
   const auto* record = peers.local<uint64_t>(p.layout.record(call.bank, source)) + CallRecord::kNumTokens;
-  const auto* message = peers.local<ulonglong2>(p.layout.id_words(call.bank, source, token));
+  const auto* message = peers.local<ulonglong2>(p.layout.id_words<kMasksRanks>(call.bank, source, token));
   // The last slot's thread learns the source's number of tokens, so that every rank is heard of in every call.
   const bool needs_record = token == p.shape.max_tokens - 1;
   const uint32_t tag = call.tag;

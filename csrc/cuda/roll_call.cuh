@@ -20,7 +20,7 @@ struct RoutingWord {
     const int slot = role.geometry.by_id_words.divide(i);
     source = role.geometry.by_max_tokens.divide(slot);
     token = role.geometry.by_max_tokens.remainder(slot, source);
-    at = role.peers.local<uint64_t>(layout.id_words(call.bank, source, token)) +
+    at = role.peers.local<uint64_t>(layout.id_words<kMasksRanks>(call.bank, source, token)) +
          role.geometry.by_id_words.remainder(i, slot);
     record = role.peers.local<uint64_t>(layout.record(call.bank, source));
     load();

@@ -12,28 +12,32 @@
 namespace ep {
 
 // Bytes of one bank. Tagged words and rows keep their places for the life of the buffer, whatever the shapes of the
-// operations: a word that was a tag is always a tag, a word that rests as kAbsent always does. So does the part of each
-// source: what a rank that is masked has left behind is never in the way of another.
+// operations: a word that was a tag is always a tag, a word that rests as kAbsent always does.
 struct LlSizes {
   uint64_t tagged_bytes = 0;
   uint64_t row_bytes[kNumKinds] = {0, 0};
+  // Where ranks can be masked, each source has a part of a bank for itself, whatever the shapes: what a masked rank has
+  // left there is in nobody's way.
+  bool has_parts = false;
 };
 
 struct LlWindow {
   Region<uint64_t> signals;  // [kind][source]: calls that have fully arrived over a network; each has one writer
   struct PerKind {
     Region<TaggedWord> records;  // [bank][source][CallRecord::kWords]
-    Region<TaggedWord> tagged;   // [bank][source][tagged words]
-    Region<uint32_t> rows;       // [bank][source][row words]
+    Region<TaggedWord> tagged;   // [bank][tagged words]
+    Region<uint32_t> rows;       // [bank][row words]
   } kind[kNumKinds];
   Region<uint64_t> flags;       // [source]: the floor of flags alone; each has one writer, and grows
   Region<uint64_t> flag_epoch;  // of the last such exchange; its owner's alone
   Region<uint64_t> signs;       // [source]: with masks, signs of life of who waits; each has one writer
   uint64_t bytes = 0;
+  bool has_parts = false;
 
   static LlWindow make(int num_ranks, const LlSizes& sizes) {
     Carver carver;
     LlWindow window;
+    window.has_parts = sizes.has_parts;
     window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumKinds) * num_ranks);
     for (int k = 0; k < kNumKinds; k++) {
       PerKind& kind = window.kind[k];
@@ -59,26 +63,49 @@ struct LlLayout {
   Offset signals = 0;
   Offset records = 0, tagged = 0, rows = 0;            // bank 0
   uint64_t tagged_bank_bytes = 0, row_bank_bytes = 0;  // from one bank to the next
-  // From one source to the next: of the window, not of the shape.
-  uint32_t tagged_source_bytes = 0, row_source_bytes = 0;
+  bool has_parts = false;
+  uint32_t tagged_part_bytes = 0;  // has_parts
+  uint32_t row_part_bytes = 0;     // from one source to the next
 
   EP_HD Offset signal(int source) const { return signals + static_cast<Offset>(source) * 8; }
   EP_HD Offset record(int bank, int source) const {
     return records + static_cast<Offset>(bank * num_ranks + source) * (CallRecord::kWords * sizeof(TaggedWord));
   }
   EP_HD int id_bytes() const { return ids.words() * static_cast<int>(sizeof(TaggedWord)); }
-  // Of a handle's entries.
   EP_HD uint64_t slot(int source, int token) const { return static_cast<uint64_t>(source) * max_tokens + token; }
+  // kParts: has_parts. Kernels know it, as it takes more instructions.
+  template <bool kParts>
   EP_HD Offset id_words(int bank, int source, int token) const {
-    return tagged_part(bank, source) + static_cast<uint64_t>(token) * id_bytes();
+    const Offset first = tagged + bank * tagged_bank_bytes;
+    if (kParts) return first + tagged_part(source) + static_cast<uint64_t>(token) * id_bytes();
+    return first + slot(source, token) * id_bytes();
+  }
+  template <bool kParts>
+  EP_HD Offset weight(int bank, int source, int token, int k) const {
+    const Offset first = tagged + bank * tagged_bank_bytes;
+    if (kParts) {
+      const uint64_t index = static_cast<uint64_t>(token) * topk + k;
+      return first + tagged_part(source) + static_cast<uint64_t>(max_tokens) * id_bytes() + index * sizeof(TaggedWord);
+    }
+    return first + static_cast<uint64_t>(num_ranks) * max_tokens * id_bytes() +
+           (slot(source, token) * topk + k) * sizeof(TaggedWord);
+  }
+  template <bool kParts>
+  EP_HD Offset row(int bank, int source, int token) const {
+    const Offset first = rows + bank * row_bank_bytes;
+    if (kParts) {
+      return first + static_cast<uint64_t>(source) * row_part_bytes + static_cast<uint64_t>(token) * row_stride;
+    }
+    return first + slot(source, token) * row_stride;
+  }
+  EP_HD Offset id_words(int bank, int source, int token) const {
+    return has_parts ? id_words<true>(bank, source, token) : id_words<false>(bank, source, token);
   }
   EP_HD Offset weight(int bank, int source, int token, int k) const {
-    return tagged_part(bank, source) + static_cast<uint64_t>(max_tokens) * id_bytes() +
-           (static_cast<uint64_t>(token) * topk + k) * sizeof(TaggedWord);
+    return has_parts ? weight<true>(bank, source, token, k) : weight<false>(bank, source, token, k);
   }
   EP_HD Offset row(int bank, int source, int token) const {
-    return rows + bank * row_bank_bytes + static_cast<uint64_t>(source) * row_source_bytes +
-           static_cast<uint64_t>(token) * row_stride;
+    return has_parts ? row<true>(bank, source, token) : row<false>(bank, source, token);
   }
 
   static uint64_t tagged_bytes(const Shape& shape) {
@@ -104,24 +131,26 @@ struct LlLayout {
     layout.rows = regions.rows.offset;
     layout.tagged_bank_bytes = regions.tagged.count * sizeof(TaggedWord) / kNumBanks;
     layout.row_bank_bytes = regions.rows.count * sizeof(uint32_t) / kNumBanks;
-    layout.tagged_source_bytes = part_bytes(layout.tagged_bank_bytes, shape.num_ranks, kPartAlignment);
-    layout.row_source_bytes = part_bytes(layout.row_bank_bytes, shape.num_ranks, kRowAlignment);
+    layout.has_parts = window.has_parts;
+    layout.tagged_part_bytes = part_bytes(layout.tagged_bank_bytes, shape.num_ranks, kPartAlignment);
+    layout.row_part_bytes = part_bytes(layout.row_bank_bytes, shape.num_ranks, kRowAlignment);
     const uint64_t need_tagged = tagged_bytes(shape);
     const uint64_t need_rows = row_bytes(shape, layout.row_stride);
     const auto ranks = static_cast<uint64_t>(shape.num_ranks);
-    EP_CHECK(need_tagged <= layout.tagged_source_bytes * ranks && need_rows <= layout.row_source_bytes * ranks,
+    EP_CHECK(need_tagged <= layout.tagged_part_bytes * ranks && need_rows <= layout.row_part_bytes * ranks,
              "the window is too small for ", shape.max_tokens, " tokens a rank, top-", shape.topk, ", rows of ",
              row.wire_bytes(), " bytes: a bank needs ", need_tagged, " bytes of routing and ", need_rows,
              " bytes of rows, it has ", layout.tagged_bank_bytes, " and ", layout.row_bank_bytes);
+    if (!layout.has_parts) {
+      layout.row_part_bytes = static_cast<uint32_t>(need_rows / ranks);
+    }
     return layout;
   }
 
  private:
   static constexpr int kPartAlignment = 16, kRowAlignment = 128;
 
-  EP_HD Offset tagged_part(int bank, int source) const {
-    return tagged + bank * tagged_bank_bytes + static_cast<uint64_t>(source) * tagged_source_bytes;
-  }
+  EP_HD Offset tagged_part(int source) const { return static_cast<uint64_t>(source) * tagged_part_bytes; }
   static uint32_t part_bytes(uint64_t bank_bytes, int num_ranks, uint32_t alignment) {
     const uint64_t most = UINT32_MAX;
     return static_cast<uint32_t>(std::min(bank_bytes / num_ranks, most) / alignment * alignment);

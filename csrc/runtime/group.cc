@@ -82,7 +82,9 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
   EP_CHECK(!config.masks_late_ranks || (topology_.num_domains() == 1 && topology_.num_ranks <= kMaxMaskableRanks),
            "late ranks can be masked among at most ", kMaxMaskableRanks, " ranks of one domain, these are ",
            topology_.num_ranks, " in ", topology_.num_domains());
-  window_ = Window::make(topology_.num_ranks, config.sizes, config.ht_sizes);
+  LlSizes sizes = config.sizes;
+  sizes.has_parts = config.masks_late_ranks;
+  window_ = Window::make(topology_.num_ranks, sizes, config.ht_sizes);
   backend_ = make_backend(bootstrap, topology_, window_, config_);
 }
 

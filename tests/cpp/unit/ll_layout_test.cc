@@ -33,6 +33,12 @@ void add_pieces(std::vector<Piece>& pieces, const LlLayout& layout, const RowFor
   }
 }
 
+LlWindow window_for_rows(const Shape& shape, int dispatch_bytes, int combine_bytes, bool has_parts) {
+  LlSizes sizes = sizes_for(shape, dispatch_bytes, combine_bytes);
+  sizes.has_parts = has_parts;
+  return LlWindow::make(shape.num_ranks, sizes);
+}
+
 TEST(LlLayout, NothingOverlaps) {
   for (int num_ranks : {1, 2, 3, 8}) {
     for (int local_experts : {1, 254, 255}) {
@@ -40,15 +46,17 @@ TEST(LlLayout, NothingOverlaps) {
         for (int max_tokens : {1, 3, 8}) {
           const Shape shape = Shape::make(num_ranks, num_ranks * local_experts, topk, max_tokens);
           for (int payload : {16, 112, 528}) {
-            const LlWindow window = LlWindow::make(num_ranks, sizes_for(shape, payload + 16, 2 * payload));
-            const RowFormat dispatch{payload, 12, true}, combine{2 * payload, 0, false};
-            std::vector<Piece> pieces;
-            add_pieces(pieces, LlLayout::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
-            add_pieces(pieces, LlLayout::make(window, Kind::kCombine, shape, combine), combine, "combine ");
-            pieces.push_back({window.flags.offset, window.flags.at(num_ranks), "flags"});
-            pieces.push_back({window.signs.offset, window.signs.at(num_ranks), "signs of life"});
-            pieces.push_back({window.flag_epoch.offset, window.flag_epoch.at(1), "epoch of flags"});
-            expect_apart(pieces, window.bytes);
+            for (bool has_parts : {false, true}) {
+              const LlWindow window = window_for_rows(shape, payload + 16, 2 * payload, has_parts);
+              const RowFormat dispatch{payload, 12, true}, combine{2 * payload, 0, false};
+              std::vector<Piece> pieces;
+              add_pieces(pieces, LlLayout::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
+              add_pieces(pieces, LlLayout::make(window, Kind::kCombine, shape, combine), combine, "combine ");
+              pieces.push_back({window.flags.offset, window.flags.at(num_ranks), "flags"});
+              pieces.push_back({window.signs.offset, window.signs.at(num_ranks), "signs of life"});
+              pieces.push_back({window.flag_epoch.offset, window.flag_epoch.at(1), "epoch of flags"});
+              expect_apart(pieces, window.bytes);
+            }
           }
         }
       }
@@ -59,7 +67,7 @@ TEST(LlLayout, NothingOverlaps) {
 // A word that was a tag must never serve as a row's, nor the reverse, whatever the shapes of two operations.
 TEST(LlLayout, TagsAndRowsKeepTheirPlacesOverShapes) {
   const Shape large = Shape::make(4, 4 * 300, 8, 16);
-  const LlWindow window = LlWindow::make(4, sizes_for(large, 1024, 1024));
+  const LlWindow window = window_for_rows(large, 1024, 1024, true);
   for (const Shape& shape : {large, Shape::make(4, 4, 1, 1), Shape::make(4, 8, 8, 16), Shape::make(4, 1200, 1, 7)}) {
     for (int k = 0; k < kNumKinds; k++) {
       const RowFormat row{256, 0, false};
