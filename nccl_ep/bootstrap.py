@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from .checks import require_int32
 from .errors import TimeoutError
 from .log import logger
 
@@ -121,10 +122,16 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
             )
         return SoloRendezvous()
     if group is None:
+        if not hasattr(comm, "Get_rank"):
+            raise TypeError(f"comm is a {type(comm).__name__}, must be an mpi4py communicator")
         return MpiRendezvous(comm)
     if isinstance(group, dist.ProcessGroup):
         return ProcessGroupRendezvous(group)
     if isinstance(group, Rendezvous):
+        rank, size = group.rank(), group.size()
+        require_int32(**{"rank()": rank, "size()": size})
+        if not 0 <= rank < size:
+            raise ValueError(f"the group's rank() is {rank} and its size() {size}, must be 0 <= rank() < size()")
         return group
     raise TypeError(
         f"group is a {type(group).__name__}: must be a torch process group, None, or an object with rank(), size() and "

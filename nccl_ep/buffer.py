@@ -15,7 +15,16 @@ import torch
 
 from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
-from .checks import error_of, require_integers
+from .checks import (
+    error_of,
+    require_dtypes,
+    require_int32,
+    require_integers,
+    require_seconds,
+    require_within,
+    row_bytes_of,
+    wrong_elements,
+)
 from .deepep_config import sizes_for_bytes
 from .deepep_low_latency import LowLatencyMethods
 from .deepep_normal import NormalMethods
@@ -24,7 +33,9 @@ from .log import logger
 from .modes import MODES, auto_ll_tokens
 
 _MIN_LL_BYTES = 1 << 20
-_MAX_ROW_BYTES = 1 << 16  # csrc/runtime/call_checks.h
+_MAX_SCALE_BYTES = 1 << 16  # csrc/runtime/call_checks.h, as of a row
+_MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/region.h
+_MAX_UINT64 = (1 << 64) - 1
 # Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
 # each stream.
 _MIN_ARENA_BYTES = {"cpu": 1 << 16, "cuda": 64 << 20}
@@ -95,6 +106,14 @@ class Buffer(LowLatencyMethods, NormalMethods):
         rendezvous = rendezvous_of(group, comm)  # first: a refused buffer counts, or ranks would number others apart
         if on_overflow not in ("count", "raise"):
             raise ValueError(f'on_overflow is {on_overflow!r}, must be "count" or "raise"')
+        require_within(0, _MAX_WINDOW_BYTES, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
+        require_within(0, _MAX_UINT64, network_seed=network_seed or 0)
+        require_int32(domain_size=domain_size or 0)
+        require_seconds(timeout=timeout)
+        _require_sizes("sizes", sizes, 3)
+        _require_sizes("ht_sizes", ht_sizes, 6)
+        if not isinstance(name, str | None):
+            raise TypeError(f"name is a {type(name).__name__}, must be a str")
         self.group = comm if group is None else group
         self.rank, self.num_ranks = rendezvous.rank(), rendezvous.size()
         self.group_size = self.num_ranks
@@ -120,6 +139,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self._fitting: dict[tuple[int, int, int], int] = {}
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._scratch: dict[Any, torch.Tensor] = {}
+        self._unreceived: torch.Tensor | None = None
         self._comm_stream: Any = None
         self._is_destroyed = self._has_missed_cleaning = False
         self._process = os.getpid()
@@ -172,23 +192,21 @@ class Buffer(LowLatencyMethods, NormalMethods):
         rendezvous = rendezvous_of(group)
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
-        bytes_of_x = hidden * dtype.itemsize
-        if bytes_of_x < 16 or bytes_of_x % 16 or bytes_of_x > _MAX_ROW_BYTES:
-            raise ValueError(
-                f"rows of {hidden} x {dtype} have {bytes_of_x} bytes, must be a multiple of 16 up to {_MAX_ROW_BYTES}"
-            )
         ranks = rendezvous.size()
-        if scale_bytes is not None and not 0 <= scale_bytes <= _MAX_ROW_BYTES:
-            raise ValueError(f"scale_bytes is {scale_bytes}, must be 0 to {_MAX_ROW_BYTES}")
+        domain = options.get("domain_size") or ranks
+        require_int32(max_tokens=max_tokens, topk=topk, num_experts=num_experts, domain_size=domain)
+        require_dtypes(dtype=dtype, wire_dtype=wire_dtype or dtype)
+        bytes_of_x = row_bytes_of(hidden, dtype)
         if scale_bytes is None:
             scale_bytes = (hidden + 31) // 32 * 4
-        row_bytes = hidden * dtype.itemsize + (scale_bytes + 15) // 16 * 16
+        require_within(0, _MAX_SCALE_BYTES, scale_bytes=scale_bytes)
+        row_bytes = bytes_of_x + (scale_bytes + 15) // 16 * 16
         home_bytes = hidden * max((wire_dtype or dtype).itemsize, 2)
         sizes, ht_sizes = (0, 0, 0), None
         if mode != "ht":
             ll_tokens = max_tokens
             if mode == "auto":
-                ll_tokens = auto_ll_tokens(max_tokens, hidden * dtype.itemsize, topk, ranks)
+                ll_tokens = auto_ll_tokens(max_tokens, bytes_of_x, topk, ranks)
             sizes = _C.sizes_for(ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes)
         if mode != "ll":
             if arena_bytes is None:
@@ -197,7 +215,6 @@ class Buffer(LowLatencyMethods, NormalMethods):
             require_integers(arena_bytes=arena_bytes)
             if arena_bytes < 0:
                 raise ValueError(f"arena_bytes is {arena_bytes}, must not be negative")
-            domain = options.get("domain_size") or ranks
             ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
         buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
         buffer.group, buffer.max_tokens = group, max_tokens
@@ -266,6 +283,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
 
     def set_timeout(self, seconds: float) -> None:
         """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive."""
+        require_seconds(seconds=seconds)
         self.require_usable()
         for window in self._windows:
             window.set_timeout(seconds)
@@ -277,7 +295,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
         "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
         of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
         "combine", "combine_weights", and of the first two "staged". "dropped_rows": past a capacity. "invalid_ids":
-        since the last ``check()``. "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went
+        since the last ``check()``. Both count further tensors of a low-latency dispatch that take operations of their
+        own. "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went
         when the buffer was made, NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's
         methods.
         "ht_dispatches", "ht_combines": of high throughput, where one of exact sizes counts as two; "staged_dispatches",
@@ -338,6 +357,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
             for window in self._windows:
                 window.destroy()
             self._scratch.clear()
+            self._unreceived = None
 
     def __enter__(self) -> Buffer:
         return self
@@ -364,6 +384,15 @@ def find_buffer(name: str) -> Buffer:
 def _forget(name: str, gone: weakref.ref[Buffer]) -> None:
     if _buffers.get(name) is gone:  # the name may have a new buffer since
         del _buffers[name]
+
+
+def _require_sizes(name: str, sizes: object, count: int) -> None:
+    """Bytes of ``count`` parts, or None."""
+    if sizes is None:
+        return
+    if not isinstance(sizes, tuple | list) or len(sizes) != count:
+        raise wrong_elements(name, sizes, f"{count} integers")
+    require_within(0, _MAX_UINT64, **{f"{name}[{i}]": size for i, size in enumerate(sizes)})
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:

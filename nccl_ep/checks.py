@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,6 +22,9 @@ class Buffer(Protocol):
 
     def require_usable(self) -> None: ...
 
+
+_MAX_ROW_BYTES = 1 << 16  # csrc/runtime/call_checks.h
+_INT32 = range(-(1 << 31), 1 << 31)
 
 # Look-ups that the hot path is spared.
 _Tensor, _strided, _are_beside = torch.Tensor, torch.strided, _C.are_beside
@@ -61,8 +65,59 @@ def require_extras(buffer: Buffer, extra: Sequence[torch.Tensor]) -> None:
 def require_integers(**values: object) -> None:
     """TypeError for what is no integer; None is left to others."""
     for name, value in values.items():
-        if value is not None and not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {_described(value)}, must be an integer")
+        if value is not None:
+            _integer(name, value)
+
+
+def require_int32(**values: object) -> None:
+    """TypeError for what is no integer, None included; ValueError for one beyond 32 bits."""
+    for name, value in values.items():
+        if _integer(name, value) not in _INT32:
+            raise ValueError(f"{name} is {value}, beyond 32 bits")
+
+
+def require_within(low: int, high: int, **values: object) -> None:
+    """TypeError for what is no integer, None included; ValueError for one out of bounds."""
+    for name, value in values.items():
+        if not low <= _integer(name, value) <= high:
+            raise ValueError(f"{name} is {value}, must be {low} to {high}")
+
+
+def require_seconds(**values: object) -> None:
+    """TypeError for what is no number."""
+    for name, value in values.items():
+        if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
+            raise TypeError(f"{name} is {_described(value)}, must be a number of seconds")
+
+
+def require_dtypes(**values: object) -> None:
+    """TypeError for what is no dtype of torch, None included."""
+    for name, value in values.items():
+        if not isinstance(value, torch.dtype):
+            raise TypeError(f"{name} is {_described(value)}, must be a torch.dtype")
+
+
+def row_bytes_of(hidden: int, dtype: torch.dtype) -> int:
+    """ValueError for rows that cannot be sent."""
+    num_bytes = _integer("hidden", hidden) * dtype.itemsize
+    if num_bytes < 16 or num_bytes % 16 or num_bytes > _MAX_ROW_BYTES:
+        raise ValueError(
+            f"rows of {hidden} x {dtype} have {num_bytes} bytes, must be a multiple of 16 up to {_MAX_ROW_BYTES}"
+        )
+    return num_bytes
+
+
+def wrong_elements(name: str, value: object, must: str) -> TypeError:
+    """For what is no tuple or list, or has another length than it must."""
+    what = f"{len(value)} elements" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
+    return TypeError(f"{name} is {what}, must be {must}")
+
+
+def _integer(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} is {_described(value)}, must be an integer") from None
 
 
 def _described(value: object) -> str:

@@ -6,16 +6,27 @@ our handle (csrc/torch/deepep_ops.cc), and so all that combine needs, also when 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from . import _C
 from .bootstrap import Rendezvous
-from .checks import error_of, require_on, require_tensors
+from .checks import (
+    error_of,
+    require_dtypes,
+    require_int32,
+    require_on,
+    require_tensors,
+    require_within,
+    row_bytes_of,
+    wrong_elements,
+)
 from .errors import OverflowError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap, run_beside
+from .gradients import refuse_backward, wants_gradient
 from .handle import Quant
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
@@ -26,6 +37,8 @@ Hook: TypeAlias = Callable[[], None]
 _ops = torch.ops.nccl_ep
 _MAX_TOPK = 32
 _CLEANING_DEADLINES = 4
+_INT64 = -(1 << 63), (1 << 63) - 1
+_PARTS = ("routing", "dispatched rows", "combined rows")  # of a bank
 
 
 class LowLatencyMethods:
@@ -40,7 +53,8 @@ class LowLatencyMethods:
     on_overflow: str
     _seq: torch.Tensor
     _scratch: dict[Any, torch.Tensor]
-    _sizes: tuple[int, int, int]  # of a bank, in bytes: routing, dispatched rows, combined rows
+    _unreceived: torch.Tensor | None  # src_info of a dispatch whose hook has not run
+    _sizes: tuple[int, int, int]  # of a bank, in bytes: as _PARTS
     _comm_stream: Any
     enable_shrink: bool
     runtime: _C.Group
@@ -60,44 +74,57 @@ class LowLatencyMethods:
     ) -> int:
         """Bytes for ``num_rdma_bytes`` with which bf16 operations of these sizes fit, whatever the top-k (up to 32).
 
+        Raises: ValueError for sizes that no operation has.
+
         Source: DeepEP's method of that name.
         """
-        sizes = _C.sizes_for(
-            num_ranks, num_experts, _MAX_TOPK, num_max_dispatch_tokens_per_rank, 2 * hidden, 2 * hidden
+        require_within(1, (1 << 31) - 1, num_ranks=num_ranks)
+        return _C.window_for(
+            num_ranks, _bank_sizes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, _MAX_TOPK)
         )
-        return _C.window_for(num_ranks, sizes)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing has to be cleaned here, before or between operations: checks that such operations fit the window.
 
-        Raises: ValueError with the bytes if they do not; otherwise as ``Buffer.require_usable``.
+        Raises: ValueError with the bytes if they do not, and for sizes that no operation has; otherwise as
+            ``Buffer.require_usable``.
         """
         self.require_usable()
-        sizes = _C.sizes_for(self.num_ranks, num_experts, 1, num_max_dispatch_tokens_per_rank, 2 * hidden, 2 * hidden)
-        for need, have, what in zip(sizes, self._sizes, ("routing", "dispatched rows", "combined rows"), strict=True):
-            if need > have:
+        self._require_room(num_max_dispatch_tokens_per_rank, hidden, num_experts, _PARTS)
+
+    def _require_room(self, max_tokens: int, hidden: int, num_experts: int, parts: tuple[str, ...]) -> None:
+        """For these parts of a bank, in bf16 operations of these sizes."""
+        sizes = _bank_sizes(max_tokens, hidden, self.num_ranks, num_experts, topk=1)
+        for need, have, what in zip(sizes, self._sizes, _PARTS, strict=True):
+            if need > have and what in parts:
                 raise ValueError(
-                    f"the window of {self.name} is too small for {num_max_dispatch_tokens_per_rank} tokens a rank, "
-                    f"hidden {hidden}, {num_experts} experts: a bank needs {need} bytes of {what}, it has {have}"
+                    f"the window of {self.name} is too small for {max_tokens} tokens a rank, hidden {hidden}, "
+                    f"{num_experts} experts: a bank needs {need} bytes of {what}, it has {have}"
                 )
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """A bf16 tensor [L, R * M, H] for the rows of ``low_latency_combine(zero_copy=True)``; the same at every call.
 
         Made when first asked for: an ordinary, contiguous tensor of this rank, no part of the window.
+
+        Raises: ValueError for sizes in the handle with which no such combine fits the window.
         """
         _, _, max_tokens, hidden, num_experts = _elements_of(handle)
+        if not (type(max_tokens) is type(hidden) is type(num_experts) is int):
+            require_int32(num_max_dispatch_tokens_per_rank=max_tokens, hidden=hidden, num_experts=num_experts)
+            max_tokens, hidden, num_experts = int(max_tokens), int(hidden), int(num_experts)
         key = ("combine", max_tokens, hidden, num_experts)
         rows = self._scratch.get(key)
         if rows is None:
             self.require_usable()
+            self._require_room(max_tokens, hidden, num_experts, ("combined rows",))
             sizes = (num_experts // self.num_ranks, self.num_ranks * max_tokens, hidden)
             with torch.inference_mode(False):  # it may be written in any mode
                 rows = self._scratch[key] = torch.empty(sizes, dtype=torch.bfloat16, device=self.device)
         return rows
 
     def get_local_buffer_tensor(
-        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+        self, dtype: torch.dtype, size: Sequence[int] | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
         """Scratch of ``num_rdma_bytes`` (or ``num_nvl_bytes``), made when first asked for, the same at every call.
 
@@ -110,8 +137,13 @@ class LowLatencyMethods:
         """
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         which = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
-        needed = dtype.itemsize * (size.numel() if size is not None else 0)
-        if offset < 0 or offset % dtype.itemsize or offset + needed > num_bytes:
+        require_dtypes(dtype=dtype)
+        if size is not None and not isinstance(size, tuple | list):
+            raise wrong_elements("size", size, "a shape")
+        lengths = size or ()
+        require_within(*_INT64, offset=offset, **{f"size[{i}]": length for i, length in enumerate(lengths)})
+        count = 0 if size is None else math.prod(lengths)
+        if min((offset, *lengths)) < 0 or offset % dtype.itemsize or offset + count * dtype.itemsize > num_bytes:
             shape = "" if size is None else f" of shape {list(size)}"
             raise ValueError(f"a {dtype} tensor{shape} at byte {offset}, but {which} is {num_bytes}")
         scratch = self._scratch.get(which)
@@ -121,7 +153,7 @@ class LowLatencyMethods:
                 scratch = self._scratch[which] = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         end = offset + (num_bytes - offset) // dtype.itemsize * dtype.itemsize
         tensor = scratch[offset:end].view(dtype)
-        return tensor if size is None else tensor[: size.numel()].view(size)
+        return tensor if size is None else tensor[:count].view(size)
 
     # ---- Masks, of a buffer with enable_shrink
 
@@ -135,14 +167,13 @@ class LowLatencyMethods:
         Args:
             rank_to_mask: another rank than this. mask: False does nothing for a rank that is not masked.
 
-        Raises: ValueError for a rank that is not there, or is this rank; UsageError for ``mask=True`` of a buffer
+        Raises: ValueError for a rank that is not there, and to mask this rank; UsageError for ``mask=True`` of a buffer
             without ``enable_shrink``, and for ``mask=False`` of a masked rank.
 
         Source: DeepEP, which unmasks single ranks, too: what such a rank has missed would be taken for new.
         """
         self.require_usable()
-        if not 0 <= rank_to_mask < self.num_ranks:
-            raise ValueError(f"rank_to_mask is {rank_to_mask}, must be 0 to {self.num_ranks - 1}")
+        require_within(0, self.num_ranks - 1, rank_to_mask=rank_to_mask)
         if mask:
             self.runtime.mask(rank_to_mask, self._stream())
             return
@@ -160,6 +191,7 @@ class LowLatencyMethods:
         In the order of the current stream; a CUDA graph may hold it.
         """
         self.require_usable()
+        require_tensors(mask_status=mask_status)
         require_on(self, ("mask_status",), (mask_status,))
         if mask_status.dtype != torch.int32 or mask_status.shape != (self.num_ranks,):
             raise ValueError(
@@ -263,6 +295,8 @@ class LowLatencyMethods:
         if async_finish and return_recv_hook:
             raise ValueError("async_finish and return_recv_hook are both set: a hook leaves nothing to wait for")
         quant = _quant_of(use_fp8, round_scale, use_ue8m0)
+        if x is None or topk_idx is None:
+            require_tensors(x=x, topk_idx=topk_idx)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         require_on(
             self,
@@ -286,9 +320,9 @@ class LowLatencyMethods:
 
             def receive() -> None:
                 _ops.ll_dispatch_deepep_recv.default(self.name, self._seq, *outputs, *numbers)
-                self._raise_what_was_dropped(counts)
 
-            hook = self._hook(receive)
+            hook = self._hook(receive, counts)
+            self._unreceived = src_info
         else:
             self._raise_what_was_dropped(counts, event)
         return (recv_x, scales) if use_fp8 else recv_x, counts, handle, event, hook
@@ -321,7 +355,7 @@ class LowLatencyMethods:
 
         Returns: combined_x [T, H] (``out``), event and hook as at dispatch.
 
-        Raises: as ``low_latency_dispatch``.
+        Raises: as ``low_latency_dispatch``; UsageError also for the handle of a dispatch whose hook was not called yet.
 
         Source: DeepEP's method of that name.
         """
@@ -337,8 +371,16 @@ class LowLatencyMethods:
             ("x", "topk_idx", "topk_weights", "handle[0]", "out", "combine_wait_recv_cost_stats"),
             (x, topk_idx, topk_weights, src_info, out, waits),
         )
+        if src_info is None:
+            require_tensors(**{"handle[0]": src_info})
+        unreceived = self._unreceived
+        if unreceived is not None and unreceived.data_ptr() == src_info.data_ptr():
+            self.require_usable()
+            raise UsageError("the dispatch of this handle was sent and has not been received: call its hook")
         if x.dim() != 3 or x.shape[2] != hidden:
             raise ValueError(f"x has shape {list(x.shape)}, must be [local experts, ranks * max_tokens, {hidden}]")
+        # Of a combine with neither, the op says it.
+        wanting = None if out is None and not zero_copy else wants_gradient(x, topk_weights)
         if zero_copy:
             rows = self.get_next_low_latency_combine_buffer(handle)
             if x.shape != rows.shape or x.dtype != rows.dtype or not x.is_contiguous():
@@ -355,6 +397,8 @@ class LowLatencyMethods:
             raise error_of(self, error) from error
         if out is None:
             out = made
+        if wanting is not None:
+            refuse_backward("low_latency_combine with out= or zero_copy", wanting, (out,), in_place=True)
         hook = None
         if return_recv_hook:
             numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)
@@ -377,21 +421,30 @@ class LowLatencyMethods:
                 f"R * num_max_dispatch_tokens_per_rank, and demand was {info[local:-1].tolist()}"
             )
 
-    def _hook(self, receive: Callable[[], None]) -> Hook:
-        """The receiving half, on the stream that was current when it was made, as in DeepEP."""
+    def _hook(self, receive: Callable[[], None], counts: torch.Tensor | None = None) -> Hook:
+        """The receiving half, on the stream that was current when it was made, as in DeepEP. counts: of a dispatch.
+
+        One that has failed may be called again, and says what keeps it from receiving.
+        """
         stream = None if self.device.type == "cpu" else torch.cuda.current_stream(self.device)
         pending: list[Callable[[], None]] = [receive]
+
+        def run() -> None:
+            pending[0]()
+            pending.clear()
+            if counts is not None:
+                self._unreceived = None
+                self._raise_what_was_dropped(counts)
 
         def hook() -> None:
             if not pending:
                 raise UsageError("this hook was called already, and what it receives has been received")
-            receive = pending.pop()
             try:
                 if stream is None or stream == torch.cuda.current_stream(self.device):
-                    receive()
+                    run()
                 else:
                     with torch.cuda.stream(stream):
-                        receive()
+                        run()
             except RuntimeError as error:
                 raise error_of(self, error) from error
 
@@ -406,8 +459,19 @@ def _quant_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Quant:
     return Quant.FP8_UE8M0 if use_ue8m0 else Quant.FP8_ROUNDED if round_scale else Quant.FP8
 
 
+def _bank_sizes(
+    num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int, topk: int
+) -> tuple[int, int, int]:
+    """What bf16 operations need, as _PARTS. ValueError for sizes that no operation has."""
+    require_int32(num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank, num_experts=num_experts)
+    row_bytes = row_bytes_of(hidden, torch.bfloat16)
+    sizes: tuple[int, int, int] = _C.sizes_for(
+        num_ranks, num_experts, topk, num_max_dispatch_tokens_per_rank, row_bytes, row_bytes
+    )
+    return sizes
+
+
 def _elements_of(handle: LowLatencyHandle) -> LowLatencyHandle:
     if not isinstance(handle, tuple | list) or len(handle) != 5:
-        what = f"{len(handle)} elements" if isinstance(handle, tuple | list) else f"a {type(handle).__name__}"
-        raise TypeError(f"handle is {what}, must be the 5 elements that low_latency_dispatch returned")
+        raise wrong_elements("handle", handle, "the 5 elements that low_latency_dispatch returned")
     return handle

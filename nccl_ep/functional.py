@@ -14,6 +14,7 @@ from .buffer import Buffer
 from .checks import error_of, require_extras, require_integers, require_on, require_tensors
 from .errors import OverflowError, UsageError
 from .events import EventOverlap, run_beside
+from .gradients import refuse_backward, wants_gradient
 from .handle import EXACT, LAYOUTS, QUANTS, DispatchOutput, Handle, Layout, Quant, require_handle
 from .high_throughput import buffer_of, combine_args, route_and_send
 from .log import logger
@@ -34,6 +35,7 @@ _sizes_beside, _are_beside = _C.sizes_beside, _C.are_beside
 _Tensor, _float32, _PACKED = torch.Tensor, torch.float32, Layout.PACKED
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/params.h, Weighting
 _MAX_FORMS = 256  # that a buffer remembers
+_CAPACITIES = frozenset((int, str, type(None)))
 
 
 def dispatch(
@@ -169,6 +171,7 @@ def dispatch_send(
     if async_finish:
         return Pending(lambda: _output(buffer, form, num_tokens, scales is not None, sent), event)
     num_scales, scale_dtype = scales_of(scales)
+    wanting = wants_gradient(x, scales, topk_weights)
 
     def receive() -> DispatchOutput:
         try:
@@ -178,6 +181,7 @@ def dispatch_send(
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(buffer, error) from error
+        received = refuse_backward("dispatch_send", wanting, received)
         return _output(buffer, form, num_tokens, scales is not None, (*received, sent))
 
     return Pending(receive)
@@ -228,6 +232,7 @@ def combine(
         _ll_combine_out(buffer.name, buffer._seq, *args, out)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
+    refuse_backward("combine with out=", wants_gradient(rows, weights, bias), (out,), in_place=True)
     return out
 
 
@@ -254,6 +259,7 @@ def combine_send(
     if handle.mode == "ht" and not async_finish:
         raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
     biases, how = args[4], args[-4:]
+    wanting = wants_gradient(rows, weights, biases)
     op = _ops.ll_combine.default if async_finish else _ops.ll_combine_send.default
 
     def call() -> Any:
@@ -275,7 +281,7 @@ def combine_send(
             )
         except RuntimeError as error:
             raise error_of(buffer, error) from error
-        return out
+        return refuse_backward("combine_send", wanting, (out,))[0]
 
     return Pending(receive)
 
@@ -316,6 +322,7 @@ def _ht_combine(buffer: Buffer, args: tuple[Any, ...], out: torch.Tensor | None)
         result: torch.Tensor = _ops.ht_combine.default(buffer.name, buffer._seq, *args)[0]
         return result
     _ops.ht_combine_out.default(buffer.name, buffer._seq, *args, out)
+    refuse_backward("combine with out=", wants_gradient(args), (out,), in_place=True)
     return out
 
 
@@ -328,16 +335,23 @@ class Pending(Generic[T]):
 
     def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None) -> None:
         self._receive: Callable[[], T] | None = receive
+        self._end = "this operation was received already"
         self.event = event or EventOverlap()
 
     def receive(self) -> T:
-        """The other half: waits for the other ranks and returns the result. UsageError if it was received already."""
-        if self._receive is None:
-            raise UsageError("this operation was received already")
+        """The other half: waits for the other ranks and returns the result. UsageError if it was called already."""
         receive, self._receive = self._receive, None
-        if self.event.event is not None:
-            self.event.current_stream_wait()
-        return receive()
+        if receive is None:
+            raise UsageError(self._end)
+        try:
+            if self.event.event is not None:
+                self.event.current_stream_wait()
+            return receive()
+        except OverflowError:  # of what was received
+            raise
+        except BaseException as error:  # of which the text is kept: the error itself would keep the buffer
+            self._end = f"this operation has failed with {type(error).__name__}: {error}"
+            raise
 
 
 # ---- From arguments to ops
@@ -444,12 +458,13 @@ def _form_of(
     row_bytes = x.shape[1] * x.element_size() if mode == "auto" else 0
     if is_compiling:  # sizes may be symbols, which are no keys; and it costs nothing there
         return _Form.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes), num_tokens
-    key = (*numbers, row_bytes) if row_bytes else numbers
-    form: _Form | None = buffer._forms.get(key)
-    if form is None:
+    if not (type(num_experts) is type(max_tokens) is type(alignment) is int and type(capacity) in _CAPACITIES):
         require_integers(num_experts=num_experts, max_tokens=max_tokens, expert_alignment=alignment)
         if not isinstance(capacity, str):
             require_integers(capacity=capacity)
+    key = (*numbers, row_bytes) if row_bytes else numbers
+    form: _Form | None = buffer._forms.get(key)
+    if form is None:
         form = _Form.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes)
         if len(buffer._forms) >= _MAX_FORMS:
             buffer._forms.clear()

@@ -13,6 +13,7 @@ from . import _C
 from .buffer import Buffer, find_buffer
 from .checks import error_of, require_extras, require_on, require_tensors
 from .errors import UsageError
+from .gradients import refuse_backward, wants_gradient
 from .handle import QUANTS, DispatchOutput, Handle, require_handle
 
 _ops = torch.ops.nccl_ep
@@ -79,6 +80,7 @@ def _into(
     require_on(buffer, _GIVEN, (out.x, *rest))
     require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
     _ops.ht_dispatch_out.default(*call, [out.x, *out.extra], *rest)
+    refuse_backward("dispatch with out=", wants_gradient(call), (out.x, *out.extra, *rest), in_place=True)
     return (out.x, *rest), out.extra
 
 
@@ -135,6 +137,7 @@ def _cached_into(buffer: Buffer, out: Payload, call: tuple[Any, ...]) -> Payload
     require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
     scales = _given_scales(out.scales, call[3], buffer.device)
     _ops.ht_dispatch_cached_out.default(*call, [out.x, *out.extra], scales)
+    refuse_backward("dispatch_cached with out=", wants_gradient(call), (out.x, *out.extra, scales), in_place=True)
     return out
 
 

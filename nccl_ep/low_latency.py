@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .gradients import refuse_backward, wants_gradient
 from .handle import Quant
 
 _WORD = torch.int32
@@ -33,7 +34,7 @@ def dispatch_with_extra(
     """
     _check(x, extra)
     *shape, quant = args
-    words = [each.view(_WORD) for each in extra]
+    words = [each.resolve_conj().resolve_neg().view(_WORD) for each in extra]
 
     def run(rows: torch.Tensor, beside: torch.Tensor | None, quant: int) -> Any:
         given = (rows, beside, topk_idx, topk_weights)
@@ -52,7 +53,8 @@ def dispatch_with_extra(
     received = run(x, words[0] if has_room else scales, quant)
     moved = [received[1]] if has_room else []
     moved += [run(each, None, int(Quant.NONE))[0] for each in alone]
-    return received, tuple(each.view(given.dtype) for each, given in zip(moved, extra, strict=True))
+    rows = [each.view(given.dtype) for each, given in zip(moved, extra, strict=True)]
+    return received, refuse_backward("dispatch with extra=", wants_gradient(extra), rows)
 
 
 def _check(x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
@@ -66,3 +68,9 @@ def _check(x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"extra {i} has rows of {row_bytes} bytes, must be a multiple of 16")
         if not each.is_contiguous():
             raise ValueError(f"extra {i} of shape {list(each.shape)} is not contiguous")
+        if each.is_quantized:
+            raise ValueError(
+                f"extra {i} is a quantized tensor, {each.dtype}: give its int_repr() and what belongs to it"
+            )
+        if not is_dynamo_compiling() and each.data_ptr() % 16:
+            raise ValueError(f"extra {i} begins at address {each.data_ptr():#x}, must be a multiple of 16 bytes")

@@ -4,8 +4,10 @@ go on as if the other had no tokens and no experts. Run as a program: a few case
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from sanitizers import run_arguments
 import nccl_ep
 from nccl_ep import reference
 from nccl_ep.bootstrap import rendezvous_of
+from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 DEADLINE = 2.0  # seconds, of ranks with a GPU each
@@ -155,8 +158,8 @@ class LateRank:
     """The last rank does not come to an operation. The others go on after the deadline, and from then on without
     waiting; the late rank hears of it, goes on by itself, and comes back when the masks are cleaned."""
 
-    def __init__(self, num_ranks: int, phase: str) -> None:
-        self.missing, self.phase = num_ranks - 1, phase
+    def __init__(self, num_ranks: int, phase: str, turns: int = 3) -> None:
+        self.missing, self.phase, self.turns = num_ranks - 1, phase, turns
         plain = plain_case(num_ranks, combine_weights="tensor" if phase == "home weights" else "dispatch")
         self.case = Parted(plain, frozenset(range(self.missing)))
         self.rests = [rest_of(self.case.whole, part) for part in self.case.parts]
@@ -179,7 +182,7 @@ class LateRank:
             self._miss(buffer)
         buffer.set_timeout(PATIENCE * 2)
         with Clock(PATIENCE):
-            for turn in range(3):
+            for turn in range(self.turns):
                 self.case.run(buffer, staged=turn == 1)
         assert masks_of(buffer) == [self.missing]
 
@@ -215,9 +218,46 @@ class LateRank:
             got, is_scalar = self._send_home(buffer, out.handle), self.phase == "combine_weights"
             wants = [each.scalars[rank] if is_scalar else each.combined[rank] for each in (case, rest)]
             assert ((got == wants[0]) | (got == wants[1])).all()
-        for turn in range(2):
+        for turn in range(min(self.turns, 2)):
             self.case.run(buffer, staged=turn == 1)
             assert masks_of(buffer) == list(range(rank))
+
+
+# ---- A rank that comes at the deadline
+
+
+def come_at_the_deadline(group: Any, layout: str, deadline: float, rounds: int, device: Any = "cpu") -> int:
+    """The last rank comes just before the others give it up, or after. Each rank has all of another's tokens or none,
+    whatever its blocks have heard, and where. Returns in how many rounds this rank has masked another."""
+    rank, num_ranks = group.rank(), group.size()
+    case, others = plain_case(num_ranks, layout=layout), [each for each in range(num_ranks) if each != rank]
+    heard = [frozenset({rank, *some}) for count in range(num_ranks) for some in itertools.combinations(others, count)]
+    parts, whole, missed = [Expected(CaseOf.make(case, each)) for each in heard], Expected(case), 0
+    with shared_buffer(group, [whole], enable_shrink=True, device=device) as buffer:
+        for number in range(rounds):
+            buffer.set_timeout(deadline)
+            given = case.inputs()[rank]
+            group.allgather(b"", PATIENCE)
+            if rank == num_ranks - 1:
+                time.sleep(deadline * random.Random(number).uniform(0.8, 1.2))
+            out = dispatch_case(case, given, buffer)
+            synchronize(buffer.device)
+            missed += len(masks_of(buffer)) > 0
+            assert any(is_as_heard(out, part.results[rank]) for part in parts), (whole.where(rank), number, out.counts)
+            buffer.set_timeout(PATIENCE)
+            buffer.low_latency_clean_mask_buffer()
+        whole.run(buffer)
+    return missed
+
+
+def is_as_heard(got: nccl_ep.DispatchOutput, want: reference.DispatchResult) -> bool:
+    """But for zeros, of rows that were announced and did not come."""
+    for name in ("counts", "demand", "overflow", "offsets", "row_expert", "total", "topk_idx"):
+        mine, theirs = getattr(got, name), getattr(want, name)
+        if mine is not None and not torch.equal(mine.cpu(), theirs):
+            return False
+    mine, theirs = (each.cpu().view(-1, each.shape[-1])[want.valid.flatten()] for each in (got.x, want.x))
+    return bool(((mine == theirs) | (mine == 0)).all())
 
 
 # ---- Over NCCL
@@ -233,7 +273,10 @@ def run_masks(rank: int, num_ranks: int, count: int) -> int:
     with shared_buffer(group, [plain.whole], enable_shrink=True, device=device) as buffer:
         replay_parted(plain, buffer, lambda: group.allgather(b"", PATIENCE))
     for phase in PHASES:
-        LateRank(num_ranks, phase).run(group, DEADLINE, device)
+        for turns in (3, 0):
+            LateRank(num_ranks, phase, turns).run(group, DEADLINE, device)
+    for layout in LAYOUTS:
+        come_at_the_deadline(group, layout, deadline=0.02, rounds=40, device=device)
     return len(cases)
 
 

@@ -64,5 +64,7 @@ def test_overflow_is_raised_when_received() -> None:
         pending = nccl_ep.dispatch_send(x, ids, buffer=buffer, num_experts=1, capacity=2, async_finish=True)
         with pytest.raises(nccl_ep.OverflowError, match="1 rows did not fit"):
             pending.receive()
+        with pytest.raises(nccl_ep.UsageError, match="received already"):
+            pending.receive()
         with pytest.raises(ValueError, match="3 tokens, but max_tokens is 2"):
             nccl_ep.dispatch_send(x, ids, buffer=buffer, num_experts=1, max_tokens=2, async_finish=True)

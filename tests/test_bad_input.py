@@ -384,6 +384,11 @@ def test_a_handle_of_another_buffer_is_refused() -> None:
         ({"domain_size": -1}, "1 ranks do not divide into domains of -1"),
         ({"on_overflow": "ignore"}, "on_overflow is 'ignore', must be"),
         ({"device": "meta"}, "device is meta, must be cpu or cuda"),
+        ({"max_tokens": 1 << 31}, "max_tokens is 2147483648, beyond 32 bits"),
+        ({"num_nvl_bytes": -1}, "num_nvl_bytes is -1, must be 0 to"),
+        ({"num_rdma_bytes": -128}, "num_rdma_bytes is -128, must be 0 to"),
+        ({"num_rdma_bytes": 1 << 64}, "num_rdma_bytes is 18446744073709551616, must be 0 to"),
+        ({"network_seed": -1}, "network_seed is -1, must be 0 to"),
     ],
 )
 def test_sizes_and_options_of_a_buffer(options: dict[str, Any], text: str) -> None:

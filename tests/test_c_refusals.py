@@ -40,6 +40,7 @@ def test_bad_groups_are_refused_with_the_values(library: Library) -> None:
         (c_api.INVALID_ARGUMENT, "max_token_bytes is 100000", {"max_token_bytes": 100000}),
         (c_api.INVALID_ARGUMENT, "1 ranks do not divide into domains of 3", {"domain_size": 3}),
         (c_api.INVALID_ARGUMENT, "overflow_policy 5", {"overflow_policy": 5}),
+        (c_api.INVALID_ARGUMENT, f"timeout_ns is {10**18 + 1}, at most {10**18}$", {"timeout_ns": 10**18 + 1}),
     ):  # fmt: skip
         refused(result, pattern, lambda config=config: library.solo_group(**config))
     made = c.c_void_p()
@@ -91,11 +92,12 @@ class Solo:
             row_expert=tensor(replaced.get("row_expert", self.row_expert)),
             info=tensor(replaced.get("info", self.info)), topk_idx=tensor(replaced.get("topk_idx")),
         )  # fmt: skip
-        config = c_api.DispatchConfig(send_only=send_only, quant=quant, num_sms=replaced.get("num_sms", 0))
+        others = {name: replaced.get(name, 0) for name in ("num_sms", "reserved")}
+        config = c_api.DispatchConfig(send_only=send_only, quant=quant, **others)
         self.library.Dispatch(self.handle, inputs, outputs, config, None)
 
     def combine(self, *, send_only: bool = False, **replaced: Any) -> None:
-        optional = {name: tensor(replaced[name]) for name in ("topk_weights", "bias0") if name in replaced}
+        optional = {name: tensor(replaced[name]) for name in ("topk_weights", "topk_idx", "bias0") if name in replaced}
         inputs = c_api.CombineInputs(tokens=tensor(replaced.get("rows", self.rows)), **optional)
         outputs = c_api.CombineOutputs(tokens=tensor(replaced.get("y", self.y)))
         config = c_api.CombineConfig(
@@ -132,6 +134,7 @@ def bad_dispatches() -> list[tuple[str, dict[str, Any]]]:
         (r"scales have shape \[3, 1\]", {"scales": torch.zeros(3, 1)}),
         ("output scales is not given", {"scales": torch.zeros(4, 1)}),
         ("num_sms is -1", {"num_sms": -1}),
+        ("reserved of ncclEpDispatchConfig_t is 77, must be 0", {"reserved": 77}),
     ]  # fmt: skip
 
 
@@ -150,9 +153,13 @@ def test_bad_calls_are_refused_and_the_next_good_one_works(library: Library, gro
         ("weights 4 is unknown", {"mode": 4}),
         ("go with NCCL_EP_WEIGHTS_HOME", {"topk_weights": torch.zeros(4, 2)}),
         ("topk_weights is not given", {"mode": c_api.WEIGHTS_HOME}),
-        ("wire_dtype is 9", {"wire": 9}),
+        ("wire_dtype is bfloat16, must be float32 as the output tokens$", {"wire": 9}),
+        ("wire_dtype is 77, must be bfloat16 as the output tokens, or float32",
+         {"wire": 77, "y": torch.zeros(4, 16, dtype=torch.bfloat16)}),
+        ("topk_idx is float32, must be int64 or int32",
+         {"mode": c_api.WEIGHTS_HOME, "topk_weights": torch.zeros(4, 2), "topk_idx": torch.zeros(4, 2)}),
         ("biases go with layout flat", {"bias0": torch.zeros(4, 16)}),
-    ):
+    ):  # fmt: skip
         refused(c_api.INVALID_ARGUMENT, pattern, lambda r=replaced: solo.combine(**r))
     descriptor = c_api.Tensor(ndim=5, dtype=7)
     refused(c_api.INVALID_ARGUMENT, "5 dimensions", library.UpdateHandle, solo.handle, descriptor)
@@ -174,9 +181,15 @@ def test_bad_handles_are_refused(library: Library, group: c.c_void_p) -> None:
         ("capacity is -2", {"layout": 1, "capacity": -2}),
         ("rank_major always", {"layout": 3, "capacity": 4}),
         ("layout flat has none", {"layout": 4, "expert_alignment": 8}),
-        ("rows at capacity 4294967296", {"layout": 4, "capacity": 1 << 32}),
+        ("a capacity of 4294967296 rows, at most 2147483647", {"layout": 4, "capacity": 1 << 32}),
+        (f"a capacity of {2**63 - 1} rows, at most 2147483647", {"layout": 1, "capacity": 2**63 - 1}),
+        ("would have 4294967294 rows at capacity 2147483647", {"layout": 1, "capacity": 2**31 - 1}),
+        ("reserved of ncclEpHandleConfig_t is 77, must be 0", {"layout": 1, "reserved": 77}),
     ):
         refused(c_api.INVALID_ARGUMENT, pattern, library.InitHandle, handle, group, c_api.HandleConfig(**config), None)
+        refused(
+            c_api.INVALID_ARGUMENT, pattern, library.HandleMemSize, group, c_api.HandleConfig(**config), c.c_size_t()
+        )
     odd = c.c_void_p(1 << 20 | 8)
     refused(c_api.INVALID_ARGUMENT, "not aligned", library.InitHandle, handle, group, c_api.HandleConfig(layout=1), odd)
     ids = torch.zeros(4, 1, dtype=torch.int64)
@@ -198,7 +211,8 @@ def test_halves_are_taken_in_turn(library: Library, group: c.c_void_p) -> None:
     first.dispatch(send_only=True)
     for call in (first.dispatch, first.combine, lambda: library.HandleDestroy(first.handle)):
         refused(c_api.INVALID_USAGE, "a dispatch was sent and has not been received", call)
-    refused(c_api.INVALID_USAGE, "dispatch 1 was sent and has not been received", second.dispatch)
+    text = r"dispatch 1 was sent and has not been received; receive it \(or destroy the group\)"
+    refused(c_api.INVALID_USAGE, text, second.dispatch)
     library.Complete(first.handle, None, None)
     second.check_round()
     first.combine(send_only=True)
@@ -262,6 +276,23 @@ def test_errors_stay_with_their_thread(library: Library) -> None:
     assert library.raw.ncclEpGetErrorString(c_api.MISMATCH) == b"mismatch between ranks"
 
 
+def test_memory_beyond_addresses_is_refused(library: Library, group: c.c_void_p) -> None:
+    memory = c.c_void_p()
+    for size in (2**64 - 1, 2**64 - 11, 2**63):
+        text = f"{size} bytes were asked for, at most {2**63 - 1}"
+        refused(c_api.INVALID_ARGUMENT, text, library.MemAlloc, group, memory, size)
+    refused(c_api.SYSTEM_ERROR, "no memory", library.MemAlloc, group, memory, 2**63 - 1)
+    assert memory.value is None
+
+
+def test_the_longest_deadline_is_served(library: Library) -> None:
+    group = library.solo_group(timeout_ns=10**18)
+    library.GroupSetTimeout(group, 10**18)
+    text = f"timeout_ns is {2**64 - 1}, at most {10**18}$"
+    refused(c_api.INVALID_ARGUMENT, text, library.GroupSetTimeout, group, 2**64 - 1)
+    library.GroupDestroy(group)
+
+
 def test_a_fork_may_not_use_the_group(library: Library, group: c.c_void_p) -> None:
     child = os.fork()
     if child == 0:
@@ -306,7 +337,7 @@ def test_a_silent_rank_ends_the_group_and_a_new_one_works(library: Library) -> N
             }  # fmt: skip
             refused(c_api.TIMEOUT, "rank 0 waited 0.2 s for the call record of rank 1", lambda: solo.dispatch(**flat))
             refused(c_api.TIMEOUT, "has failed: rank 0 waited", lambda: solo.dispatch(**flat))
-            refused(c_api.TIMEOUT, "has failed", library.Check, made)
+            refused(c_api.TIMEOUT, "ncclEpCheck: the group has failed: .*; destroy it", library.Check, made)
             library.HandleDestroy(solo.handle)
             done.set()
         library.GroupDestroy(made)

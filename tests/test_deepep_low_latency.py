@@ -21,6 +21,7 @@ from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 SIZES = {"max_tokens": 4, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu", "timeout": 60.0}
+IDS = torch.tensor([[0, 1], [1, -1], [0, 1]])
 
 
 def _one_rank(**options: Any) -> nccl_ep.Buffer:
@@ -28,8 +29,8 @@ def _one_rank(**options: Any) -> nccl_ep.Buffer:
 
 
 def _dispatched(buffer: nccl_ep.Buffer, **options: Any) -> tuple[Any, ...]:
-    x, ids = torch.ones(3, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1], [0, 1]])
-    return (ids, *buffer.low_latency_dispatch(x, ids, 4, 2, **{"use_fp8": False, **options}))
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    return (IDS, *buffer.low_latency_dispatch(x, IDS, 4, 2, **{"use_fp8": False, **options}))
 
 
 # ---- Against the oracle
@@ -196,6 +197,21 @@ def test_clean_says_what_does_not_fit() -> None:
             buffer.clean_low_latency_buffer(400, 6400, 2)
 
 
+@pytest.mark.parametrize("hidden", [0, -7168, 9, 33000, 1 << 30])
+def test_rows_that_no_operation_has(hidden: int) -> None:
+    text = f"rows of {hidden} x torch.bfloat16 have {2 * hidden} bytes, must be a multiple of 16 up to 65536"
+    with pytest.raises(ValueError, match=text):
+        nccl_ep.Buffer.get_low_latency_rdma_size_hint(128, hidden, 8, 256)
+    with _one_rank() as buffer, pytest.raises(ValueError, match=text):
+        buffer.clean_low_latency_buffer(4, hidden, 2)
+
+
+@pytest.mark.parametrize("ranks", [0, -8, 1 << 31])
+def test_ranks_that_no_world_has(ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"num_ranks is {ranks}, must be 1 to 2147483647"):
+        nccl_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 256)
+
+
 def test_local_buffer_tensor_is_scratch() -> None:
     hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(4, 64, 1, 2)
     with nccl_ep.Buffer(None, 256, hint, low_latency_mode=True, device="cpu", timeout=5.0) as buffer:
@@ -209,7 +225,10 @@ def test_local_buffer_tensor_is_scratch() -> None:
         part = buffer.get_local_buffer_tensor(torch.float32, torch.Size([2, 3]), 8, use_rdma_buffer=True)
         assert part.shape == (2, 3) and part.data_ptr() == whole.data_ptr() + 8
         assert buffer.get_local_buffer_tensor(torch.int64).shape == (32,)
-        for size, offset in ((torch.Size([65]), 0), (torch.Size([64]), 4), (None, 2), (None, -4)):
+        assert buffer.get_local_buffer_tensor(torch.int64, (2, 3), 8).shape == (2, 3)
+        assert buffer.get_local_buffer_tensor(torch.int8, (0,)).numel() == 0
+        assert buffer.get_local_buffer_tensor(torch.int8, ()).shape == ()
+        for size, offset in ((torch.Size([65]), 0), (torch.Size([64]), 4), (None, 2), (None, -4), ((-2, -3), 0)):
             with pytest.raises(ValueError, match="num_nvl_bytes is 256"):
                 buffer.get_local_buffer_tensor(torch.float32, size, offset)
 
@@ -295,6 +314,51 @@ def test_a_hook_works_once() -> None:
         assert y[:, 0].tolist() == [2, 1, 2]
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["fused", "hook"])
+def test_a_combine_before_the_hook(staged: bool) -> None:
+    """It could only wait for itself. One of an earlier dispatch goes on beside the open one."""
+    with _one_rank() as buffer:
+        _, rows, _, earlier, _, _ = _dispatched(buffer)
+        _, later_rows, _, handle, _, receive = _dispatched(buffer, return_recv_hook=True)
+
+        def combine(x: torch.Tensor, handle: Any) -> list[float]:
+            y, _, hook = buffer.low_latency_combine(x, IDS, torch.ones(3, 2), handle, return_recv_hook=staged)
+            if hook is not None:
+                hook()
+            return y[:, 0].tolist()
+
+        for same in (handle, rebuilt(handle)):
+            with pytest.raises(nccl_ep.UsageError, match="of this handle was sent and has not been received: call its"):
+                combine(later_rows, same)
+        assert combine(rows, earlier) == [2, 1, 2]
+        assert buffer.stats()["calls"]["combine"] == 1  # nothing was launched for the others
+        receive()
+        assert combine(later_rows, handle) == [2, 1, 2]
+
+
+def test_an_unreceived_dispatch_of_a_destroyed_buffer() -> None:
+    buffer = _one_rank()
+    _, rows, _, handle, _, hook = _dispatched(buffer, return_recv_hook=True)
+    buffer.destroy()
+    for call in (lambda: buffer.low_latency_combine(rows, IDS, torch.ones(3, 2), handle), hook, hook):
+        with pytest.raises(nccl_ep.UsageError, match="the buffer was destroyed"):
+            call()
+
+
+def test_a_hook_whose_rows_were_dropped_has_received() -> None:
+    with _one_rank(on_overflow="raise") as buffer:
+        x, twice = torch.ones(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+        rows, counts, handle, _, hook = buffer.low_latency_dispatch(
+            x, twice, 4, 2, use_fp8=False, return_recv_hook=True
+        )
+        with pytest.raises(nccl_ep.OverflowError, match="2 rows did not fit"):
+            hook()
+        with pytest.raises(nccl_ep.UsageError, match="called already"):
+            hook()
+        assert counts.tolist() == [4, 0]
+        assert buffer.low_latency_combine(rows, twice, torch.ones(3, 2), handle)[0][:, 0].tolist() == [2, 2, 0]
+
+
 # ---- Statistics
 
 
@@ -311,6 +375,35 @@ def test_received_rows_are_counted() -> None:
             assert stats.tolist() == (5 + 3 * case.results[group.rank()].counts).tolist()
 
     run_ranks(2, body)
+
+
+def test_statistics_over_what_is_read_or_written() -> None:
+    memory = torch.zeros(128, dtype=torch.uint8)
+    rows, ids = memory[:48].view(torch.bfloat16).view(3, 8), torch.tensor([[0, 1], [1, 0], [0, -1]])
+    counts, waited = memory[40:48].view(torch.int32), memory[40:48].view(torch.int64)
+    refused: list[tuple[str, str, dict[str, Any]]] = [
+        ("cumulative_local_expert_recv_stats", "x", {"cumulative_local_expert_recv_stats": counts}),
+        ("dispatch_wait_recv_cost_stats", "x", {"dispatch_wait_recv_cost_stats": waited}),
+        ("dispatch_wait_recv_cost_stats", "topk_idx", {"dispatch_wait_recv_cost_stats": ids.view(-1)[:1]}),
+        (
+            "dispatch_wait_recv_cost_stats", "cumulative_local_expert_recv_stats",
+            {"cumulative_local_expert_recv_stats": memory[64:72].view(torch.int32),
+             "dispatch_wait_recv_cost_stats": memory[64:72].view(torch.int64)},
+        ),
+    ]  # fmt: skip
+    with _one_rank() as buffer:
+        for mine, other, stats in refused:
+            with pytest.raises(ValueError, match=rf"{mine} of shape .* overlaps {other} of shape"):
+                buffer.low_latency_dispatch(rows, ids, 4, 2, use_fp8=False, **stats)
+        received, _, handle, _, _ = buffer.low_latency_dispatch(rows, ids, 4, 2, use_fp8=False)
+        behind = handle[0].as_strided((8 + 12,), (1,))[8:].view(torch.bfloat16).view(3, 8)
+        for mine, other, given in (
+            ("combine_wait_recv_cost_stats", "out", {"out": rows, "combine_wait_recv_cost_stats": waited}),
+            ("out", "the handle", {"out": behind}),
+        ):
+            with pytest.raises(ValueError, match=rf"{mine} of shape .* overlaps {other} of shape"):
+                buffer.low_latency_combine(received, ids, torch.ones(3, 2), handle, **given)
+        assert buffer.stats()["calls"] == {**buffer.stats()["calls"], "dispatch": 1, "combine": 0}
 
 
 def test_waits_are_measured() -> None:
@@ -351,7 +444,8 @@ def test_waits_are_measured() -> None:
     [
         ({"x": torch.ones(3, 4, 16).bfloat16()}, ValueError, r"x has shape \[3, 4, 16\], must be \[tokens, hidden\]"),
         ({"x": torch.ones(3, 64)}, ValueError, "quant fp8 of fp32"),
-        ({"x": None}, ValueError, "x has shape"),
+        ({"x": None}, TypeError, "x is None, must be a tensor"),
+        ({"topk_idx": None}, TypeError, "topk_idx is None, must be a tensor"),
         ({"topk_idx": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, r"topk_idx has shape \[2, 2\], must be \[3"),
         ({"topk_idx": torch.zeros(3, 2)}, ValueError, "topk_idx is Float, must be int64 or int32"),
         ({"topk_idx": [[0, 1]] * 3}, TypeError, "topk_idx is a list, must be a tensor"),
@@ -397,6 +491,10 @@ def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str
         ({"zero_copy": True, "x": torch.ones(2, 4, 64)}, ValueError, "with zero_copy it must be as torch.bfloat16"),
         ({"async_finish": True, "return_recv_hook": True}, ValueError, "async_finish and return_recv_hook are both"),
         ({"combine_wait_recv_cost_stats": torch.zeros(1)}, ValueError, "is Float, must be Long"),
+        ({"zero_copy": True, "handle": (IDS, None, -1, 64, 2)}, ValueError, "max_tokens is -1, must be at least 1"),
+        ({"zero_copy": True, "handle": (IDS, None, 1 << 40, 64, 2)}, ValueError, "is 1099511627776, beyond 32 bits"),
+        ({"zero_copy": True, "handle": (IDS, None, 10**9, 64, 2)}, ValueError, "too small for 1000000000 tokens"),
+        ({"zero_copy": True, "handle": (IDS, None, 4, 64, 0)}, ValueError, "0 experts do not divide"),
     ],
 )
 def test_bad_combine(changes: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -451,8 +549,11 @@ def test_a_rank_that_does_not_come() -> None:
         with shared_buffer(group, [case]) as buffer:
             if group.rank() == 0:
                 buffer.set_timeout(0.3)
-                *_, hook = case.send(buffer, return_recv_hook=True)
+                *_, handle, _, hook = case.send(buffer, return_recv_hook=True)
+                for _ in range(2):  # a hook that has failed says so again
+                    with pytest.raises(nccl_ep.TimeoutError, match="nothing of this call was heard from rank 1"):
+                        hook()
                 with pytest.raises(nccl_ep.TimeoutError, match="nothing of this call was heard from rank 1"):
-                    hook()
+                    case.send_back(buffer, handle)
 
     run_ranks(2, body)

@@ -51,6 +51,40 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.low_latency_combine(X, IDS, IDS, None), "handle is a NoneType, must be the 5 elements"),
     (lambda b: b.low_latency_combine(X, IDS, IDS, (X,)), "handle is 1 elements, must be the 5 elements"),
     (lambda b: b.get_dispatch_layout(None, 2), "topk_idx is None, must be a tensor"),
+    (lambda b: _dispatch(b, num_experts=[2]), "num_experts is a list, must be an integer"),
+    (lambda b: b.low_latency_combine(X, IDS, IDS, (None, None, 4, 64, 2)), "handle[0] is None, must be a tensor"),
+    (lambda b: b.low_latency_query_mask_buffer(None), "mask_status is None, must be a tensor"),
+    (lambda b: b.low_latency_update_mask_buffer("a"), "rank_to_mask is 'a', must be an integer"),
+    (lambda b: b.low_latency_update_mask_buffer(None), "rank_to_mask is None, must be an integer"),
+    (lambda b: b.low_latency_update_mask_buffer(0.5), "rank_to_mask is 0.5, must be an integer"),
+    (lambda b: b.clean_low_latency_buffer(8.0, 64, 2), "num_max_dispatch_tokens_per_rank is 8.0, must be an integer"),
+    (lambda b: b.get_next_low_latency_combine_buffer((IDS, None, [4], 64, 2)), "_per_rank is a list, must be an int"),
+    (lambda b: b.get_next_low_latency_combine_buffer((IDS, None, 4, 64.0, 2)), "hidden is 64.0, must be an integer"),
+    (lambda b: b.get_local_buffer_tensor("int8"), "dtype is 'int8', must be a torch.dtype"),
+    (lambda b: b.get_local_buffer_tensor(torch.int8, 3), "size is a int, must be a shape"),
+    (lambda b: b.get_local_buffer_tensor(torch.int8, (1.5,)), "size[0] is 1.5, must be an integer"),
+    (lambda b: b.get_local_buffer_tensor(torch.int8, offset=None), "offset is None, must be an integer"),
+    (lambda b: b.get_low_latency_rdma_size_hint(8, 64, None, 2), "num_ranks is None, must be an integer"),
+    (lambda b: b.set_timeout("1"), "seconds is '1', must be a number of seconds"),
+    (lambda b: nccl_ep.Buffer(None, "1"), "num_nvl_bytes is '1', must be an integer"),
+    (lambda b: nccl_ep.Buffer(None, 0, 1e6), "num_rdma_bytes is 1000000.0, must be an integer"),
+    (lambda b: nccl_ep.Buffer(None, timeout="x"), "timeout is 'x', must be a number of seconds"),
+    (lambda b: nccl_ep.Buffer(None, sizes=(1, 2)), "sizes is 2 elements, must be 3 integers"),
+    (lambda b: nccl_ep.Buffer(None, sizes=(1, 2, 0.5)), "sizes[2] is 0.5, must be an integer"),
+    (lambda b: nccl_ep.Buffer(None, ht_sizes=3), "ht_sizes is a int, must be 6 integers"),
+    (lambda b: nccl_ep.Buffer(None, domain_size=1.5), "domain_size is 1.5, must be an integer"),
+    (lambda b: nccl_ep.Buffer(None, network_seed="a"), "network_seed is 'a', must be an integer"),
+    (lambda b: nccl_ep.Buffer(None, name=5), "name is a int, must be a str"),
+    (lambda b: nccl_ep.Buffer(None, comm=3), "comm is a int, must be an mpi4py communicator"),
+    (
+        lambda b: nccl_ep.Buffer.for_shapes(None, **{**SIZES, "max_tokens": 1.5}),
+        "max_tokens is 1.5, must be an integer",
+    ),
+    (lambda b: nccl_ep.Buffer.for_shapes(None, **{**SIZES, "topk": 2.0}), "topk is 2.0, must be an integer"),
+    (lambda b: nccl_ep.Buffer.for_shapes(None, **{**SIZES, "num_experts": None}), "num_experts is None, must be an"),
+    (lambda b: nccl_ep.Buffer.for_shapes(None, **{**SIZES, "hidden": "64"}), "hidden is '64', must be an integer"),
+    (lambda b: nccl_ep.Buffer.for_shapes(None, **SIZES, dtype="bf16"), "dtype is 'bf16', must be a torch.dtype"),
+    (lambda b: nccl_ep.Buffer.for_shapes(None, **SIZES, scale_bytes=1.5), "scale_bytes is 1.5, must be an integer"),
 ]
 
 
@@ -61,6 +95,16 @@ def test_wrong_kinds(buffer: nccl_ep.Buffer, call: Callable[[Any], Any], text: s
     assert text in str(refused.value)
     out = _dispatch(buffer)  # a refused number is not remembered for its equals
     assert nccl_ep.combine(out.x, out.handle).shape == X.shape
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_experts": 2.0}, {"max_tokens": 4.0}, {"capacity": 8.0}, {"expert_alignment": 1.0}], ids=str
+)
+def test_equals_of_numbers_that_were_served(buffer: nccl_ep.Buffer, changes: dict[str, float]) -> None:
+    name, value = next(iter(changes.items()))
+    assert _dispatch(buffer, **{name: int(value)}).counts.tolist() == [2, 3]
+    with pytest.raises(TypeError, match=f"{name} is {value}, must be an integer"):
+        _dispatch(buffer, **changes)
 
 
 def test_a_wire_dtype_is_refused_with_what_there_is(buffer: nccl_ep.Buffer) -> None:

@@ -200,7 +200,7 @@ def test_outputs_over_what_is_read(layout: str) -> None:
     reads = {
         "ht_dispatch_out": ("xs", "x_scales", "topk_idx", "topk_weights"),
         "ht_dispatch_cached_out": ("xs", "x_scales", "route", "slots"),
-        "ht_combine_out": ("rows", "biases"),
+        "ht_combine_out": ("rows", "route", "slots", "biases"),
     }
     case = _case(1, layout)
     with _buffer(case, None) as buffer:

@@ -10,11 +10,21 @@ import torch
 from cases import generate
 from expected import Expected, plain_case, shared_buffer
 from harness import dispatch_case
-from mask_ranks import PHASES, CaseOf, LateRank, Parted, masks_of, run_all, run_over_shapes
+from mask_ranks import (
+    PHASES,
+    CaseOf,
+    LateRank,
+    Parted,
+    come_at_the_deadline,
+    masks_of,
+    run_all,
+    run_over_shapes,
+)
 from patience import PATIENCE, with_more_time
 
 import nccl_ep
 from nccl_ep.bootstrap import SoloRendezvous
+from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 
@@ -82,15 +92,20 @@ def test_healthy_ranks_stay_together() -> None:
     run_ranks(3, body)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "turns"), [(2, 3), (4, 3), (3, 0)])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_rank_that_is_late(phase: str, num_ranks: int) -> None:
-    late = LateRank(num_ranks, phase)
+def test_a_rank_that_is_late(phase: str, num_ranks: int, turns: int) -> None:
+    late = LateRank(num_ranks, phase, turns)
 
     def run(deadline: float) -> None:
         run_ranks(num_ranks, lambda group: late.run(group, deadline))
 
     with_more_time(run)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_comes_at_the_deadline(layout: str) -> None:
+    run_ranks(3, lambda group: come_at_the_deadline(group, layout, deadline=0.2, rounds=8))
 
 
 def test_each_rank_masks_for_itself() -> None:

@@ -130,7 +130,7 @@ def test_outputs_over_what_is_read(layout: str) -> None:
     with make_buffer(case.case, None) as buffer:
         calls = Calls(case, buffer)
         check_apart("ll_dispatch_out", calls.args["ll_dispatch_out"], ("x", "x_scales", "topk_idx", "topk_weights"))
-        check_apart("ll_combine_out", calls.args["ll_combine_out"], ("rows", "biases"))
+        check_apart("ll_combine_out", calls.args["ll_combine_out"], ("rows", "handle", "biases"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from processes import run_processes
 
 import nccl_ep
+from nccl_ep.bootstrap import SoloRendezvous
 from nccl_ep.testing import ThreadGroup
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cpu", "mode": "auto"}
@@ -90,6 +91,35 @@ def test_a_group_that_torch_does_not_know_of(tmp_path: Path) -> None:
     assert run_processes(2, _outside_the_world, tmp_path, str(tmp_path / "beside")) == [16, 0]
 
 
+class _Claims(SoloRendezvous):
+    def __init__(self, rank: Any, size: Any) -> None:
+        self._claims = rank, size
+
+    def rank(self) -> Any:
+        return self._claims[0]
+
+    def size(self) -> Any:
+        return self._claims[1]
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 0), (0, -1), (2, 2), (-1, 2)])
+def test_a_rank_that_its_world_does_not_have(rank: int, size: int) -> None:
+    group = _Claims(rank, size)
+    for make in (
+        lambda: nccl_ep.Buffer(group, device="cpu"),
+        lambda: nccl_ep.Buffer(group, 1 << 20, device="cpu"),
+        lambda: nccl_ep.Buffer.for_shapes(group, **SIZES),
+    ):
+        with pytest.raises(ValueError, match=rf"rank\(\) is {rank} and its size\(\) {size}, must be 0 <= rank"):
+            make()
+
+
+@pytest.mark.parametrize(("rank", "size", "text"), [(0, 2.0, r"size\(\) is 2.0"), (None, 2, r"rank\(\) is None")])
+def test_a_rank_that_is_no_number(rank: Any, size: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=f"{text}, must be an integer"):
+        nccl_ep.Buffer(_Claims(rank, size), device="cpu")
+
+
 HUGE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: _flat(b, scales=torch.zeros(1, 1).expand(8, 2**30)), "scales of 4294967296 bytes a row"),
     (lambda b: b.empty([2**62 + 4], torch.float32), "beyond 64 bits"),
@@ -129,6 +159,15 @@ def test_too_many_tensors_under_compile(buffer: nccl_ep.Buffer) -> None:
 
     with pytest.raises(Exception, match="5 tensors, must be 1 to 4"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(X)
+
+
+def test_a_receive_that_failed_says_so_again(buffer: nccl_ep.Buffer) -> None:
+    pending = nccl_ep.dispatch_send(X, IDS, buffer=buffer, num_experts=4)
+    buffer.destroy()
+    with pytest.raises(nccl_ep.UsageError, match="the buffer was destroyed"):
+        pending.receive()
+    with pytest.raises(nccl_ep.UsageError, match="this operation has failed with UsageError: the buffer was destroyed"):
+        pending.receive()
 
 
 def test_deepeps_names_and_biases() -> None:

@@ -51,9 +51,17 @@ void set_weights(Params& p, const ncclEpCombineInputs_t& inputs) {
   check_tensor(weights, "topk_weights", NCCL_EP_FLOAT32, choices);
   p.home_weights = static_cast<const float*>(weights.data);
   if (!ids) return;
+  check_id_type(ids);
+  check_tensor(ids, "topk_idx", ids.dtype, choices);
   p.is_idx64 = ids.dtype == NCCL_EP_INT64;
-  check_tensor(ids, "topk_idx", p.is_idx64 ? NCCL_EP_INT64 : NCCL_EP_INT32, choices);
   p.home_topk_idx = ids.data;
+}
+
+ncclEpDataType_t wire_type(ncclEpDataType_t asked, ncclEpDataType_t out) {
+  if (asked == NCCL_EP_DTYPE_AUTO) return out;
+  EP_CHECK(asked == out || asked == NCCL_EP_FLOAT32, "wire_dtype is ", name_or_number(asked), ", must be ",
+           name_of(out), " as the output tokens", out == NCCL_EP_FLOAT32 ? "" : ", or float32");
+  return asked;
 }
 
 template <class Params>
@@ -66,10 +74,7 @@ void set_out(Params& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombine
   check_aligned(out, "output tokens");
   p.out = out.data;
   p.out_dtype = to_dtype(out.dtype);
-  const ncclEpDataType_t wire = config.wire_dtype == NCCL_EP_DTYPE_AUTO ? out.dtype : config.wire_dtype;
-  EP_CHECK(wire == out.dtype || wire == NCCL_EP_FLOAT32, "wire_dtype is ", wire, ", must be ", out.dtype,
-           " as the output tokens, or ", NCCL_EP_FLOAT32, " (float32)");
-  p.wire_dtype = to_dtype(wire);
+  p.wire_dtype = to_dtype(wire_type(config.wire_dtype, out.dtype));
   const ncclEpTensor_t* const biases[] = {inputs.bias0, inputs.bias1};
   for (int i = 0; i < 2; i++) {
     const char* name = i == 0 ? "bias0" : "bias1";

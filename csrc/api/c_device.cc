@@ -1,5 +1,6 @@
 #include "api/c_device.h"
 
+#include <cstdint>
 #include <cstdlib>
 
 #include "base/check.h"
@@ -33,6 +34,7 @@ ScopedDevice::~ScopedDevice() = default;
 #endif
 
 void* allocate([[maybe_unused]] int device, size_t bytes) {
+  EP_CHECK(bytes <= PTRDIFF_MAX, bytes, " bytes were asked for, at most ", PTRDIFF_MAX);
   void* memory = nullptr;
 #if defined(EP_WITH_CUDA)
   if (device >= 0) {

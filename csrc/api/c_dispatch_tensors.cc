@@ -44,6 +44,7 @@ void check_sizes(const DispatchCall& call) {
 
 void check_config(const DispatchCall& call, const ncclEpHandle& handle) {
   const ncclEpDispatchConfig_t& config = call.config;
+  check_reserved(config);
   EP_CHECK(config.quant >= NCCL_EP_QUANT_NONE && config.quant <= NCCL_EP_QUANT_FP8_UE8M0, "quant ", config.quant,
            " is unknown");
   EP_CHECK(!config.send_only || !handle.is_ht, "send_only is ", config.send_only,

@@ -1,15 +1,31 @@
 #include "api/c_error.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <new>
+#include <string_view>
 
 namespace ep::c {
 namespace {
 
 thread_local char text[4096] = "";  // no allocation: it must work when memory has run out
 
+// The layers below call a group "the buffer", as Python does.
+void name_the_group() {
+  constexpr std::string_view kTheirs = "the buffer", kOurs = "the group";
+  static_assert(kOurs.size() <= kTheirs.size());
+  char* to = text;
+  for (std::string_view rest = text; !rest.empty();) {
+    const bool is_theirs = rest.starts_with(kTheirs);
+    to = is_theirs ? std::copy(kOurs.begin(), kOurs.end(), to) : std::copy_n(rest.begin(), 1, to);
+    rest.remove_prefix(is_theirs ? kTheirs.size() : 1);
+  }
+  *to = '\0';
+}
+
 ncclEpResult_t keep(ncclEpResult_t result, const char* function, const char* what) noexcept {
   std::snprintf(text, sizeof text, "%s: %s", function, what);
+  name_the_group();
   return result;
 }
 

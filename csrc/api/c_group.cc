@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "api/c_device.h"
+#include "api/c_live.h"
 #include "api/c_objects.h"
 #include "api/c_struct.h"
 #include "api/factory.h"
@@ -15,13 +16,15 @@ namespace ep::c {
 namespace {
 
 constexpr double kDefaultTimeoutSeconds = 100, kMinSetupSeconds = 60;
-constexpr size_t kMaxRowBytes = 65536;  // as the group's
+constexpr uint64_t kMaxTimeoutNs = 1'000'000'000'000'000'000;  // as the group's
+constexpr size_t kMaxRowBytes = 65536;                         // the same
 // Bytes that a rank sends at most in a dispatch of max_tokens, and slots of all ranks, or tokens, up to which AUTO
 // takes low latency: nccl_ep/modes.py has the reasons, and the same numbers.
 constexpr int64_t kAutoLlBytes = 56 << 20, kAutoLlSlots = 4096, kAutoLlTokens = 128;
 
 double seconds_of(uint64_t timeout_ns) {
-  return timeout_ns == 0 ? kDefaultTimeoutSeconds : static_cast<double>(timeout_ns) * 1e-9;
+  EP_CHECK(timeout_ns <= kMaxTimeoutNs, "timeout_ns is ", timeout_ns, ", at most ", kMaxTimeoutNs);
+  return timeout_ns == 0 ? kDefaultTimeoutSeconds : static_cast<double>(timeout_ns) / 1e9;
 }
 
 class CallbackBootstrap : public SameSizeBootstrap {
@@ -108,6 +111,7 @@ ncclEpGroup_t make_group_object(Bootstrap& bootstrap, const ncclEpGroupConfig_t&
   auto object = std::make_unique<ncclEpGroup>();
   state->group = make_group(bootstrap, config);
   object->state = std::move(state);
+  add_live(object.get(), ObjectKind::kGroup);
   return object.release();
 }
 
@@ -131,10 +135,12 @@ void GroupState::check_overflow() {
                                           "dropped; the demand in info tells how many there were"));
 }
 
-GroupState& state_of(ncclEpGroup_t group) {
-  EP_CHECK(group != nullptr, "group is null");
-  return *group->state;
+ncclEpGroup& object_of(ncclEpGroup_t group) {
+  require_live(group, ObjectKind::kGroup);
+  return *group;
 }
+
+GroupState& state_of(ncclEpGroup_t group) { return *object_of(group).state; }
 
 }  // namespace ep::c
 
@@ -178,7 +184,8 @@ ncclEpResult_t ncclEpCreateGroup(ncclEpGroup_t* group, struct ncclComm* comm, co
 ncclEpResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
   return guarded("ncclEpGroupDestroy", [&] {
     if (group == nullptr) return;
-    if (getpid() != group->state->process) return;  // its threads are not here, and its memory is the parent's
+    if (getpid() != state_of(group).process) return;  // its threads are not here, and its memory is the parent's
+    remove_live(group, ObjectKind::kGroup);
     const std::unique_ptr<ncclEpGroup> object(group);
     object->state->group->destroy();
     object->state->blocks.clear();

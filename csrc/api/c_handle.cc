@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "api/c_device.h"
+#include "api/c_live.h"
 #include "api/c_objects.h"
 #include "api/c_struct.h"
 #include "api/c_tensor.h"
@@ -87,6 +88,7 @@ HtHandleShape most_of_ht(const OutputShape& output, const Topology& topology) {
 
 HandleSizes sizes_of(const GroupState& state, const ncclEpHandleConfig_t& config) {
   const ncclEpGroupConfig_t& group = state.config;
+  check_reserved(config);
   const int topk = config.topk == 0 ? group.topk : config.topk;
   EP_CHECK(topk >= 1 && topk <= group.topk, "topk is ", topk, ", must be 1 to the group's ", group.topk);
   const OutputLayout layout = to_layout(config.layout);
@@ -120,8 +122,7 @@ void update(ncclEpHandle& handle, const ncclEpTensor_t* topk_idx) {
   const Tensor ids = take_tensor(topk_idx, "topk_idx");
   EP_CHECK(ids.sizes.ndim == 2 && ids.sizes.at[1] == handle.shape.topk, "topk_idx has shape ", text_of(ids.sizes),
            ", must be [tokens, ", handle.shape.topk, "]");
-  EP_CHECK(ids.dtype == NCCL_EP_INT64 || ids.dtype == NCCL_EP_INT32, "topk_idx is ", name_of(ids.dtype),
-           ", must be int64 or int32");
+  check_id_type(ids);
   EP_CHECK(ids.sizes.at[0] <= handle.shape.max_tokens, ids.sizes.at[0], " tokens, but max_tokens is ",
            handle.shape.max_tokens);
   check_contiguous(ids, "topk_idx");
@@ -140,25 +141,26 @@ ncclEpLayout_t layout_of(OutputLayout layout) {
 }
 
 std::unique_ptr<ncclEpHandle> make_handle(ncclEpGroup_t group, const ncclEpHandleConfig_t* config, void* memory) {
-  const GroupState& state = state_of(group);
-  const HandleSizes sizes = sizes_of(state, take(config, "config"));
+  const std::shared_ptr<GroupState>& state = object_of(group).state;
+  const HandleSizes sizes = sizes_of(*state, take(config, "config"));
   EP_CHECK(reinterpret_cast<uintptr_t>(memory) % 16 == 0, "handle_mem at address ", memory,
            " is not aligned to 16 bytes");
   auto handle = std::make_unique<ncclEpHandle>();
-  handle->state = group->state;
+  handle->state = state;
   handle->shape = sizes.shape;
   handle->output = sizes.output;
   handle->is_ht = sizes.is_ht;
   handle->is_exact = sizes.is_exact;
-  handle->memory = static_cast<int32_t*>(memory == nullptr ? allocate(state.config.device, sizes.bytes) : memory);
+  handle->memory = static_cast<int32_t*>(memory == nullptr ? allocate(state->config.device, sizes.bytes) : memory);
   handle->owns_memory = memory == nullptr;
+  add_live(handle.get(), ObjectKind::kHandle);
   return handle;
 }
 
 }  // namespace
 
 ncclEpHandle& object_of(ncclEpHandle_t handle) {
-  EP_CHECK(handle != nullptr, "handle is null");
+  require_live(handle, ObjectKind::kHandle);
   return *handle;
 }
 
@@ -246,8 +248,10 @@ ncclEpResult_t ncclEpCreateHandle(ncclEpHandle_t* handle, ncclEpGroup_t group, c
 ncclEpResult_t ncclEpHandleDestroy(ncclEpHandle_t handle) {
   return guarded("ncclEpHandleDestroy", [&] {
     if (handle == nullptr) return;
-    const Group& group = *handle->state->group;
-    if (!group.is_destroyed() && group.backend()->failure().code == Failure::kNone) handle->require_nothing_pending();
+    const ncclEpHandle& object = object_of(handle);
+    const Group& group = *object.state->group;
+    if (!group.is_destroyed() && group.backend()->failure().code == Failure::kNone) object.require_nothing_pending();
+    remove_live(handle, ObjectKind::kHandle);
     delete handle;
   });
 }

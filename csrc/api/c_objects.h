@@ -76,7 +76,9 @@ struct ncclEpHandle {
 
 namespace ep::c {
 
-GroupState& state_of(ncclEpGroup_t group);
+// Refuse what is no live object of the kind.
+ncclEpGroup& object_of(ncclEpGroup_t group);
 ncclEpHandle& object_of(ncclEpHandle_t handle);
+GroupState& state_of(ncclEpGroup_t group);
 
 }  // namespace ep::c

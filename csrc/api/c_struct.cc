@@ -4,8 +4,6 @@
 #include <cstring>
 #include <string>
 
-#include "base/check.h"
-
 namespace ep::c {
 namespace {
 

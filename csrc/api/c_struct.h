@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "base/check.h"
 #include "nccl_ep.h"
 
 namespace ep::c {
@@ -49,6 +50,12 @@ T take(const T* given, const char* name) {
 template <class T>
 T take_or_default(const T* given, const char* name) {
   return given == nullptr ? Init<T>::value() : take(given, name);
+}
+
+// Fields that a later version may give a meaning to.
+template <class T>
+void check_reserved(const T& full) {
+  EP_CHECK(full.reserved == 0, "reserved of ", Init<T>::kName, " is ", full.reserved, ", must be 0");
 }
 
 // Everything behind the head, as far as the caller's struct reaches. The caller's was taken before.

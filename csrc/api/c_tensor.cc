@@ -19,6 +19,8 @@ constexpr TypeInfo kTypes[] = {{"int8", 1},    {"uint8", 1},    {"int32", 4},   
                                {"float64", 8}, {"bfloat16", 2}, {"float8_e4m3", 1}, {"float8_e5m2", 1}};
 constexpr int kNumTypes = sizeof kTypes / sizeof kTypes[0];
 
+bool is_known(ncclEpDataType_t dtype) { return dtype >= 0 && dtype < kNumTypes; }
+
 constexpr int64_t kMaxElements = INT64_MAX / 64;  // so that bytes fit into 64 bits
 
 }  // namespace
@@ -43,6 +45,7 @@ std::string text_of(const Sizes& sizes) {
 
 int element_bytes(ncclEpDataType_t dtype) { return kTypes[dtype].bytes; }
 const char* name_of(ncclEpDataType_t dtype) { return kTypes[dtype].name; }
+std::string name_or_number(ncclEpDataType_t dtype) { return is_known(dtype) ? name_of(dtype) : std::to_string(dtype); }
 
 DType to_dtype(ncclEpDataType_t dtype) {
   switch (dtype) {
@@ -74,7 +77,7 @@ Tensor take_tensor(const ncclEpTensor_t* given, const char* name) {
   EP_CHECK(full.ndim >= 0 && full.ndim <= NCCL_EP_MAX_DIMS, name, " has ", full.ndim, " dimensions, at most ",
            NCCL_EP_MAX_DIMS);
   if (full.ndim == 0) return tensor;
-  EP_CHECK(full.dtype >= 0 && full.dtype < kNumTypes, name, " has dtype ", full.dtype, ", which is unknown");
+  EP_CHECK(is_known(full.dtype), name, " has dtype ", full.dtype, ", which is unknown");
   tensor.data = full.data;
   tensor.dtype = full.dtype;
   tensor.sizes.ndim = full.ndim;
@@ -128,6 +131,11 @@ void check_tensor(const Tensor& tensor, const char* name, ncclEpDataType_t dtype
 void check_aligned(const Tensor& tensor, const char* name) {
   EP_CHECK(tensor.sizes.count() == 0 || reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0, name, " at address ",
            tensor.data, " is not aligned to 16 bytes");
+}
+
+void check_id_type(const Tensor& topk_idx) {
+  EP_CHECK(topk_idx.dtype == NCCL_EP_INT64 || topk_idx.dtype == NCCL_EP_INT32, "topk_idx is ", name_of(topk_idx.dtype),
+           ", must be int64 or int32");
 }
 
 }  // namespace ep::c

@@ -36,6 +36,7 @@ struct Tensor {
 
 int element_bytes(ncclEpDataType_t dtype);
 const char* name_of(ncclEpDataType_t dtype);
+std::string name_or_number(ncclEpDataType_t dtype);  // of any value
 DType to_dtype(ncclEpDataType_t dtype);
 
 // The tensor of a descriptor, or none: of a null pointer or ndim 0. Data is not looked at.
@@ -47,5 +48,6 @@ void check_data(const Tensor& tensor, const char* name);  // is there, aligned t
 // All of it. `name` as in the caller's struct.
 void check_tensor(const Tensor& tensor, const char* name, ncclEpDataType_t dtype, const Sizes& sizes);
 void check_aligned(const Tensor& tensor, const char* name);  // to 16 bytes
+void check_id_type(const Tensor& topk_idx);
 
 }  // namespace ep::c

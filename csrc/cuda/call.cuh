@@ -209,10 +209,13 @@ struct RecordLane {
   // As word `i` of an open call. A masked rank is told so, and may still read the rest of an earlier record.
   __device__ __forceinline__ void send(const OpenCall& call, const LlLayout& layout, int i) const {
     if (target == nullptr) return;
-    const bool tells_mask = is_masked(call, i / CallRecord::kWords);
-    if (tells_mask && i % CallRecord::kWords != CallRecord::kIsMasked) return;
-    ptx::st_relaxed_sys(target + call.bank * layout.num_ranks * CallRecord::kWords,
-                        tagged(tells_mask ? 1 : value, call.tag));
+    uint64_t* word = target + call.bank * layout.num_ranks * CallRecord::kWords;
+    if (!kMasksRanks || i % CallRecord::kWords != CallRecord::kIsMasked) {
+      if (!is_masked(call, i / CallRecord::kWords)) ptx::st_relaxed_sys(word, tagged(value, call.tag));
+      return;
+    }
+    // Last, and as it is now: another block may have told it already.
+    ptx::st_relaxed_sys(word, tagged(is_masked_now(call, i / CallRecord::kWords) ? 1 : 0, call.tag));
   }
 };
 

@@ -43,7 +43,7 @@ struct Masks {
   uint64_t* records[kNumKinds];  // in the own window, LlWindow's
   uint64_t stride;               // to the window of the next rank
   uint64_t* signs;               // in the own window, LlWindow's
-  // What one warp has found for all blocks of a dispatch: the ranks that it leaves out, in two tagged words.
+  // The ranks that a dispatch leaves out, in two tagged words: the first of its blocks to know says it for all.
   alignas(128) uint64_t roll[2];
   // When a sign of life was given last, what of each rank's was seen last, and when.
   alignas(128) uint64_t sign_given_at;

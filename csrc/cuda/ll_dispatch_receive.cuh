@@ -3,7 +3,6 @@
 
 #include "cuda/dispatch_info.cuh"
 #include "cuda/ll_dispatch_send.cuh"
-#include "cuda/roll_call.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -241,6 +240,17 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   for (int i = threadIdx.x; i < ranges; i += blockDim.x) p.layout_range[i] = 0;
 }
 
+// Of all sources but those that another block has left out.
+template <bool kExpertRows>
+static __device__ __noinline__ void build_places_again(const DispatchRole role, const OpenCall call,
+                                                       const Places places) {
+  const int thread = role.receiving_thread(), threads = role.receiving_threads();
+  places.clear(thread, threads);
+  ptx::named_barrier(1, threads);
+  build_places<kExpertRows, true>(role.p, role.peers, call, places, role.geometry.by_max_tokens, thread, threads);
+  ptx::named_barrier(1, threads);
+}
+
 // Of a block, beside 1 and those that open a call. One place each for those that wait: synccheck wants it so.
 constexpr int kDutiesBarrier = 4, kPiecesBarrier = 5;
 constexpr int kLoneInfoBins = 64;  // up to so many, one warp writes the info tensor; of more, each has 32
@@ -253,10 +263,8 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
   const LlDispatchParams& p = role.p;
   const int threads = ptx::opaque(role.receiving_threads());
   testing_point(Point::kBeforeReceive, call);
-  if (kMasksRanks && role.receiving_thread() < 32) {
-    if (role.at.block == role.plan.receiver_block0) call_roll(role, call);
-    await_roll(call);
-  }
+  RollCall roll;
+  if (kMasksRanks && role.receiving_thread() < 32) roll.open(call);
   ptx::named_barrier(1, threads);  // clear() is over
   // The last warps have the fewest rows to move: they clear gaps, and those of the last block write the info tensor.
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
@@ -277,6 +285,13 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
     in.ask(role, call);
   }
   ptx::named_barrier(1, threads);  // the routing is known
+  if constexpr (kMasksRanks) {
+    if (role.receiving_thread() < 32) roll.settle(call);
+    ptx::named_barrier(1, threads);
+    if ((call.context.listens_again[0] | call.context.listens_again[1]) != 0) {
+      build_places_again<has_expert_rows(kLayout)>(role, call, places);
+    }
+  }
   bool awaits_starts = false;
   if constexpr (kIsPacked) {
     // Who has duties waits for starts before them, the others once they have counted rows of the same expert: a barrier

@@ -5,6 +5,7 @@
 
 #include "cuda/call.cuh"
 #include "cuda/geometry.h"
+#include "cuda/roll_call.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -212,10 +213,11 @@ __device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places
   if (seen != 0) places.total(Places::kDuplicates) = 1;
 }
 
-// Waits for the routing of slot (source, token) and puts it into the places. One thread calls.
-template <bool kExpertRows>
+// Waits for the routing of slot (source, token) and puts it into the places. One thread calls. kAgain: the source has
+// been heard by another block, and nobody is late.
+template <bool kExpertRows, bool kAgain>
 __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const LsaPeers& peers, const OpenCall& call,
-                                             const Places& places, int source, int token) {
+                                             const Places& places, Patience& patience, int source, int token) {
   const int slot = source * p.shape.max_tokens + token;
   const auto* record = peers.local<uint64_t>(p.layout.record(call.bank, source)) + CallRecord::kNumTokens;
   const auto* message = peers.local<ulonglong2>(p.layout.id_words<kMasksRanks>(call.bank, source, token));
@@ -223,7 +225,7 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
   const bool needs_record = token == p.shape.max_tokens - 1;
   const uint32_t tag = call.tag;
   const int pairs = places.shape.id_words / 2;
-  Patience patience;
+  if (!kMasksRanks) patience = {};
 #pragma unroll 1
   for (int pair = 0; pair < pairs; pair++) {
     ulonglong2 words;
@@ -234,7 +236,9 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
       const bool knows_count = is_tagged(count, tag);
       if (is_tagged(words.x, tag) && is_tagged(words.y, tag) && (knows_count || !needs_record)) break;
       const bool is_absent = knows_count && token >= static_cast<int>(static_cast<uint32_t>(count));
-      if (is_absent || patience.is_over(call, Phase::kRouting, source, tag, words.x >> 32)) {
+      if (is_absent || (kAgain ? patience.is_due() && call.context.has_failed()
+                               : patience.is_over(call, Phase::kRouting, source, tag, words.x >> 32))) {
+        if (!is_absent && !kAgain) leave_out(call, source);
         words = make_ulonglong2(~0ull, ~0ull);
         break;
       }
@@ -254,27 +258,28 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
   }
 }
 
-// A slot of a source that has no tokens here.
-static __device__ __noinline__ void leave_out(const LlDispatchParams& p, const Places& places, int source, int slot) {
+// A slot of a source that is left out.
+static __device__ __noinline__ void take_nothing(const LlDispatchParams& p, const Places& places, int source,
+                                                 int slot) {
   if (slot == (source + 1) * p.shape.max_tokens - 1) places.tokens(source) = 0;
   uint32_t* ids = places.memory + PlacesShape::kIdsAt + slot * places.shape.id_words;
   for (int i = 0; i < places.shape.id_words; i++) ids[i] = ~0u;
 }
 
-// All receiving threads of a block call, after clear() and a barrier, and before another barrier. `left_out`: sources
-// of which nothing is received, as bits.
-template <bool kExpertRows>
+// All receiving threads of a block call, after clear() and a barrier, and before another barrier.
+template <bool kExpertRows, bool kAgain = false>
 __device__ __forceinline__ void build_places(const LlDispatchParams& p, const LsaPeers& peers, const OpenCall& call,
                                              const Places& places, const Divisor& by_max_tokens, int thread,
                                              int num_threads) {
+  Patience patience;
 #pragma unroll 1
   for (int slot = thread; slot < places.shape.slots; slot += num_threads) {
     const int source = by_max_tokens.divide(slot);
-    if (kMasksRanks && (call.context.left_out[source >> 5] >> (source & 31) & 1) != 0) {
-      leave_out(p, places, source, slot);
+    if (kMasksRanks && has_left_out(call, source)) {
+      take_nothing(p, places, source, slot);
       continue;
     }
-    take_routing<kExpertRows>(p, peers, call, places, source, by_max_tokens.remainder(slot, source));
+    take_routing<kExpertRows, kAgain>(p, peers, call, places, patience, source, by_max_tokens.remainder(slot, source));
   }
 }
 

@@ -1,87 +1,66 @@
 // Whom a dispatch hears, where late ranks are masked: the places of rows follow from the routing of all sources, so all
-// blocks must leave out the same ones, and none that another block has heard in the last moment. One warp listens to
-// all, and tells the others.
+// blocks must leave out the same ones, and none that another block has heard in the last moment. Each block listens to
+// all; the first that is through says whom it has left out, for all.
 #pragma once
 
-#include "cuda/ll_dispatch_send.cuh"
+#include "cuda/wait.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
 
-// A word of a source's routing, beside its call record.
-struct RoutingWord {
-  int source, token;
-  const uint64_t *at, *record;
-  uint64_t word, count, is_masked_there;
-
-  // Word `i` of all.
-  __device__ __forceinline__ void load(const DispatchRole& role, const OpenCall& call, int i) {
-    const LlLayout& layout = role.p.layout;
-    const int slot = role.geometry.by_id_words.divide(i);
-    source = role.geometry.by_max_tokens.divide(slot);
-    token = role.geometry.by_max_tokens.remainder(slot, source);
-    at = role.peers.local<uint64_t>(layout.id_words<kMasksRanks>(call.bank, source, token)) +
-         role.geometry.by_id_words.remainder(i, slot);
-    record = role.peers.local<uint64_t>(layout.record(call.bank, source));
-    load();
-  }
-  __device__ __forceinline__ void load() {
-    word = ptx::ld_relaxed_sys(at);
-    count = ptx::ld_relaxed_sys(record + CallRecord::kNumTokens);
-    is_masked_there = ptx::ld_relaxed_sys(record + CallRecord::kIsMasked);
-  }
-  // It has come, or there is no such token.
-  __device__ __forceinline__ bool is_heard(uint32_t tag) const {
-    return is_tagged(is_masked_there, tag) &&
-           (is_tagged(word, tag) || (is_tagged(count, tag) && token >= static_cast<int>(static_cast<uint32_t>(count))));
-  }
-  // Waits for it. False: the source is masked or has masked this rank, or the wait was given up.
-  __device__ __forceinline__ bool hear(const OpenCall& call, Patience& patience) {
-    if (is_masked(call, source)) return false;  // it may have sent, if it has not heard of it
-    while (!is_heard(call.tag)) {
-      if (patience.is_over(call, Phase::kRouting, source, call.tag, word >> 32)) return false;
-      load();
+// The part of a block's first receiving warp.
+class RollCall {
+ public:
+  // Before the block listens, and before a barrier.
+  __device__ __forceinline__ void open(const CallContext& context) {
+    const Masks& masks = context.state->masks;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int source = lane_id() + 32 * i;
+      if (source < masks.num_ranks) told_[i] = ptx::ld_relaxed_sys(masks.mask_word(context.kind, context.bank, source));
     }
-    if (static_cast<uint32_t>(is_masked_there) == 0) return true;
-    ptx::st_relaxed_gpu(&call.context.state->masks.is_masked[source], 1);
-    return false;
+    if (lane_id() >= 2) return;
+    before_ = ptx::ld_relaxed_gpu(&masks.roll[lane_id()]);
+    context.left_out[lane_id()] = context.masked[lane_id()];
   }
+
+  // After the block has listened and a barrier, and before another. Where nobody was late, nor had masked this rank,
+  // and the first block has found the same, that is all. Else the block listens again, to all that the first has heard.
+  __device__ __forceinline__ void settle(const CallContext& context) const {
+    const uint32_t told[2] = {who_told(context, 0), who_told(context, 1)};
+    if (lane_id() >= 2) return;
+    const uint32_t mine = context.left_out[lane_id()] | told[lane_id()];
+    uint64_t said = before_;
+    if (!is_tagged(said, context.tag)) {
+      auto* word = reinterpret_cast<unsigned long long*>(&context.state->masks.roll[lane_id()]);
+      said = atomicCAS(word, before_, tagged(mine, context.tag));
+      if (said == before_) said = tagged(mine, context.tag);
+    }
+    const auto theirs = static_cast<uint32_t>(said);
+    context.listens_again[lane_id()] = (mine | theirs) ^ context.masked[lane_id()];
+    context.left_out[lane_id()] = theirs;
+  }
+
+ private:
+  // Of ranks 32 i and following, those that had masked this one before the block listened, in this call or in a later
+  // one: they may have sent all that this rank needs, and hear nothing of it.
+  __device__ __forceinline__ uint32_t who_told(const CallContext& context, int i) const {
+    const auto tag = static_cast<uint32_t>(told_[i] >> 32);
+    const bool is_told = static_cast<uint32_t>(told_[i]) != 0 && is_not_before(tag, context.tag);
+    if (is_told) ptx::st_relaxed_gpu(&context.state->masks.is_masked[lane_id() + 32 * i], 1);
+    return __ballot_sync(~0u, is_told);
+  }
+
+  uint64_t told_[2] = {0, 0};
+  uint64_t before_ = 0;
 };
 
-// One warp of one block. It waits for no other block of receivers.
-static __device__ __noinline__ void call_roll(const DispatchRole role, const CallContext& context) {
-  constexpr int kAhead = 8;
-  const OpenCall call(context);
-  const int count = role.p.shape.num_ranks * role.p.shape.max_tokens * role.p.layout.ids.words();
-  uint64_t left_out = 0;
-  Patience patience;
-#pragma unroll 1
-  for (int first = lane_id(); first < count; first += 32 * kAhead) {
-    RoutingWord words[kAhead];
-#pragma unroll
-    for (int q = 0; q < kAhead; q++) {
-      if (first + 32 * q < count) words[q].load(role, call, first + 32 * q);
-    }
-#pragma unroll
-    for (int q = 0; q < kAhead; q++) {
-      if (first + 32 * q < count && !words[q].hear(call, patience)) left_out |= 1ull << words[q].source;
-    }
-  }
-  __syncwarp();
-  const uint32_t low = __reduce_or_sync(~0u, static_cast<uint32_t>(left_out));
-  const uint32_t high = __reduce_or_sync(~0u, static_cast<uint32_t>(left_out >> 32));
-  if (lane_id() >= 2) return;
-  ptx::st_relaxed_gpu(&context.state->masks.roll[lane_id()], tagged(lane_id() == 0 ? low : high, call.tag));
+__device__ __forceinline__ bool has_left_out(const CallContext& context, int source) {
+  return kMasksRanks && (context.left_out[source >> 5] >> (source & 31) & 1) != 0;
 }
-
-// One warp of each block; a barrier hands on what it has found. Ends when the roll has been called.
-static __device__ __noinline__ void await_roll(const CallContext& context) {
-  if (lane_id() >= 2) return;
-  uint64_t word;
-  do {
-    word = ptx::ld_relaxed_gpu(&context.state->masks.roll[lane_id()]);
-  } while (!is_tagged(word, context.tag) && !context.has_failed());
-  context.left_out[lane_id()] = static_cast<uint32_t>(word);
+// A wait for its routing is over.
+__device__ __forceinline__ void leave_out(const CallContext& context, int source) {
+  if (kMasksRanks) ptx::atom_or_relaxed_shared(&context.left_out[source >> 5], 1u << (source & 31));
 }
 
 }  // namespace EP_KERNELS

@@ -30,9 +30,9 @@ struct CallContext {
   mutable uint32_t has_given_up;  // high throughput: by a thread of the block, in a wait or over a record
 
   // kMasksRanks: those that are masked when the call opens, bit r of 64 for rank r; the same where bit i is the i-th
-  // rank after this one; and those that a dispatch leaves out (roll_call.cuh).
+  // rank after this one; those that a dispatch leaves out, and not 0 if its block must listen again (roll_call.cuh).
   uint32_t masked[2], masked_turns[2];
-  mutable uint32_t left_out[2];
+  mutable uint32_t left_out[2], listens_again[2];
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
 };

@@ -9,14 +9,21 @@
  * Every struct begins with size, magic and version, and is filled by its NCCL_EP_*_INIT macro:
  *     ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
  * Structs only grow at their end. A smaller struct (of an older header) is served, its missing fields are as INIT
- * leaves them; a larger one is served if what this library does not know is zero, and refused otherwise.
+ * leaves them; a larger one is served if what this library does not know is zero, and refused otherwise. So is a config
+ * whose `reserved` is not zero.
  *
  * Every function but the two that return text returns a result and never throws, exits or aborts; ncclEpGetLastError()
  * has the sentence with the values. A refused call has changed nothing. A group and its handles may be used by one
  * thread at a time.
  *
+ * A group or a handle that was destroyed, was never made, or is of the other kind is NCCL_EP_INVALID_ARGUMENT. It is
+ * known by its address: one that a new object of the kind has got is that object.
+ *
  * Memory: inputs and outputs are the caller's, on the group's device. On the CPU an operation is done when its call
- * returns. On CUDA it is done when its stream has come so far; until then tensors must stay. */
+ * returns. On CUDA it is done when its stream has come so far; until then tensors must stay.
+ *
+ * Streams: all operations of a group, of all its handles, go to one stream, or to streams that events order as the
+ * calls are. They share the group's window, and the library does not order them. */
 #ifndef NCCL_EP_H_
 #define NCCL_EP_H_
 
@@ -159,7 +166,7 @@ typedef struct {
   int32_t domain_size;          /* claimed topology: ranks that share memory, consecutive ones. 0: all */
   size_t max_token_bytes;       /* of a dispatched row; with scales or further tensors the sum, each rounded up to 16 */
   size_t max_combine_row_bytes; /* of a row on its way home, H times the wire type's size. 0: as max_token_bytes */
-  uint64_t timeout_ns;          /* of every wait for another rank. 0: 100 s */
+  uint64_t timeout_ns;          /* of every wait for another rank, at most 10^18. 0: 100 s */
   ncclEpOverflowPolicy_t overflow_policy;
   int32_t max_num_sms;  /* of an operation that names none. 0: the library's choice */
   uint64_t arena_bytes; /* high throughput: of shared memory for ncclEpMemAlloc. 0: none */

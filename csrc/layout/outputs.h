@@ -44,11 +44,12 @@ struct OutputShape {
   // Refuses sizes beyond 32 bits.
   static OutputShape make(const Shape& shape, OutputLayout layout, int64_t capacity, int64_t alignment) {
     EP_CHECK(capacity >= 0, "capacity is ", capacity, ", must not be negative");
+    EP_CHECK(capacity <= INT32_MAX, "the output would have a capacity of ", capacity, " rows, at most ", INT32_MAX);
     EP_CHECK(alignment >= 1 && alignment <= INT32_MAX, "expert_alignment is ", alignment, ", must be 1 to ", INT32_MAX);
     const OutputShape output{layout,     shape.num_ranks, shape.local_experts(),      shape.max_tokens,
                              shape.topk, capacity,        static_cast<int>(alignment)};
-    EP_CHECK(capacity <= INT32_MAX && output.rows() <= INT32_MAX, "the output would have ", output.rows(),
-             " rows at capacity ", capacity, ", at most ", INT32_MAX);
+    EP_CHECK(output.rows() <= INT32_MAX, "the output would have ", output.rows(), " rows at capacity ", capacity,
+             ", at most ", INT32_MAX);
     return output;
   }
   EP_HD constexpr int bins() const { return has_expert_rows(layout) ? local_experts : num_ranks; }

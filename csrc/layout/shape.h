@@ -20,6 +20,7 @@ struct Shape {
   EP_HD bool valid(long long expert) const { return expert >= 0 && expert < num_experts; }
 
   static Shape make(int num_ranks, int num_experts, int topk, int max_tokens) {
+    EP_CHECK(num_ranks >= 1, num_ranks, " ranks, must be at least 1");
     EP_CHECK(num_experts >= 1 && num_experts % num_ranks == 0, num_experts, " experts do not divide over ", num_ranks,
              " ranks");
     EP_CHECK(num_experts / num_ranks <= 65534, num_experts / num_ranks, " experts on a rank, at most 65534");

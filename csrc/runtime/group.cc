@@ -62,6 +62,7 @@ uint64_t window_for(int num_ranks, const LlSizes& sizes) {
 Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend)
     : rank_(bootstrap.rank()), config_(config) {
   check_timeout(config.timeout_seconds);
+  EP_CHECK(rank_ >= 0 && rank_ < bootstrap.num_ranks(), "rank ", rank_, " of ", bootstrap.num_ranks(), " ranks");
   Agreement agreement;
   agreement.add("the library's version", kVersion);
   agreement.add("the wire format", kWireVersion);

@@ -41,6 +41,8 @@ void Group::clean_masks(Bootstrap& bootstrap) {
     std::memcpy(&theirs, bytes.data(), std::min(bytes.size(), sizeof theirs));
     for (int kind = 0; kind < kNumKinds; kind++) latest.of[kind] = std::max(latest.of[kind], theirs.of[kind]);
   }
+  // One further: of the next call of the other kind some may have been told that they are masked in it.
+  for (uint64_t& epoch : latest.of) epoch++;
   on_all_ranks(bootstrap, [&] { backend()->restart(latest); });
   backend()->unmask_all();  // no earlier: a rank that has heard of no end is still masked
   is_half_cleaned_ = false;

@@ -5,6 +5,7 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 
+#include "torch/apart.h"
 #include "torch/device.h"
 #include "torch/direct.h"
 #include "torch/registry.h"
@@ -132,6 +133,13 @@ DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& 
     p.half = half;
     set_inputs(p, x, {}, topk_idx, {});
     group.prepare(p);  // refuses what does not fit before memory is taken for it
+    if (recv_stats || wait_cost) {
+      Apart apart;
+      apart.reads("x", x);
+      apart.reads("topk_idx", topk_idx);
+      if (recv_stats) apart.writes("cumulative_local_expert_recv_stats", *recv_stats);
+      if (wait_cost) apart.writes("dispatch_wait_recv_cost_stats", *wait_cost);
+    }
     const Outputs t = allocate(row, spec, output, device);
     run_into({t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range}, p, *registered, recv_stats, wait_cost);
     return DispatchResult{t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range};
@@ -207,6 +215,15 @@ Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_expe
   if (given != nullptr) check_tensor(*given, "out", args.rows_dtype, {num_tokens, args.hidden}, device);
   const HandleSpec spec{num_tokens, topk, num_experts, max_tokens, kExpertMajor, output.capacity};
   const Tensor handle = handle_of(src_info, output, num_tokens, device);
+  if (wait_cost) {
+    Apart apart;
+    apart.reads("x", args.rows);
+    apart.reads("the handle", handle);
+    apart.reads("topk_weights", args.weights);
+    apart.reads("topk_idx", args.topk_idx);
+    apart.reads("out", given);
+    apart.writes("combine_wait_recv_cost_stats", *wait_cost);
+  }
   Tensor made = given != nullptr ? new_tensor({0}, args.rows_dtype, device)
                                  : new_tensor({num_tokens, args.hidden}, args.rows_dtype, device);
   run_combine(buffer, handle, spec, args, half, given != nullptr ? given : &made);

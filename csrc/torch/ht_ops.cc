@@ -492,7 +492,7 @@ std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_
     p.rows = pointer<void>(*rows);
     set_weights(p, args, spec, device);
     set_biases(p, args, spec, device);
-    p.out = take_combined(args, spec, device, given, out);
+    p.out = take_combined(args, {&route, &slots}, spec, device, given, out);
   }
   if (values) {
     check_tensor(*values, "values", at::kFloat, values_shape(p.output), device);

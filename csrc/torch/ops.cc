@@ -159,7 +159,7 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
   if (sends(half)) set_weights(p, args, spec, device);
   set_biases(p, args, spec, device);
   Tensor made;
-  if (receives(half)) p.out = take_combined(args, spec, device, given, made);
+  if (receives(half)) p.out = take_combined(args, {&handle}, spec, device, given, made);
   p.wait_cost = args.wait_cost;
   group.combine(p, registered->order.next_stream(device));
   return made;

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <initializer_list>
 
 #include "base/check.h"
 #include "torch/device.h"
@@ -60,8 +61,9 @@ void set_biases(Params& p, const CombineArgs& args, const HandleSpec& spec, cons
 }
 
 // Where the result of a combine goes: to `given`, checked, or to a new tensor, which becomes `made`.
-inline void* take_combined(const CombineArgs& args, const HandleSpec& spec, const at::Device& device,
-                           const at::Tensor* given, at::Tensor& made) {
+inline void* take_combined(const CombineArgs& args, std::initializer_list<const at::Tensor*> handle,
+                           const HandleSpec& spec, const at::Device& device, const at::Tensor* given,
+                           at::Tensor& made) {
   const std::array<int64_t, 2> sizes{spec.num_tokens, args.hidden};
   if (given == nullptr) {
     made = new_tensor(sizes, args.out_dtype, device);
@@ -71,6 +73,7 @@ inline void* take_combined(const CombineArgs& args, const HandleSpec& spec, cons
   check_aligned(*given, "out");
   Apart apart;
   apart.reads("rows", args.rows);
+  for (const at::Tensor* part : handle) apart.reads("the handle", *part);
   apart.reads("weights", args.weights);
   apart.reads("topk_idx", args.topk_idx);
   for (const at::Tensor& bias :

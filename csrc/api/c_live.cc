@@ -1,0 +1,68 @@
+#include "api/c_live.h"
+
+#include <pthread.h>
+
+#include <mutex>
+#include <new>
+#include <optional>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "base/check.h"
+
+namespace ep::c {
+namespace {
+
+const char* name_of(ObjectKind kind) { return kind == ObjectKind::kGroup ? "group" : "handle"; }
+
+class LiveObjects {
+ public:
+  // Never destroyed: programs may call from destructors at exit.
+  static LiveObjects& all() {
+    static LiveObjects& objects = *new LiveObjects;
+    return objects;
+  }
+
+  void add(const void* object, ObjectKind kind) {
+    const std::unique_lock lock(mutex_);
+    kinds_[object] = kind;
+  }
+  void require(const void* object, ObjectKind kind) const {
+    std::optional<ObjectKind> found;
+    {
+      const std::shared_lock lock(mutex_);
+      if (const auto at = kinds_.find(object); at != kinds_.end()) found = at->second;
+    }
+    check(found, object, kind);
+  }
+  void remove(const void* object, ObjectKind kind) {
+    const std::unique_lock lock(mutex_);
+    const auto at = kinds_.find(object);
+    check(at == kinds_.end() ? std::nullopt : std::optional(at->second), object, kind);
+    kinds_.erase(at);
+  }
+
+ private:
+  // A fork has the objects whole, and a mutex of its own: threads that wait for the parent's are counted in that.
+  LiveObjects() {
+    pthread_atfork([] { all().mutex_.lock(); }, [] { all().mutex_.unlock(); },
+                   [] { new (&all().mutex_) std::shared_mutex; });
+  }
+
+  static void check(std::optional<ObjectKind> found, const void* object, ObjectKind kind) {
+    EP_CHECK(object != nullptr, name_of(kind), " is null");
+    EP_CHECK(found, name_of(kind), " at address ", object, " was destroyed, or never made");
+    EP_CHECK(*found == kind, name_of(kind), " at address ", object, " is a ", name_of(*found));
+  }
+
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<const void*, ObjectKind> kinds_;
+};
+
+}  // namespace
+
+void add_live(const void* object, ObjectKind kind) { LiveObjects::all().add(object, kind); }
+void require_live(const void* object, ObjectKind kind) { LiveObjects::all().require(object, kind); }
+void remove_live(const void* object, ObjectKind kind) { LiveObjects::all().remove(object, kind); }
+
+}  // namespace ep::c

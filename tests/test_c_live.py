@@ -1,0 +1,158 @@
+"""The C library knows its groups and handles: what was destroyed, or never made, is refused and not followed."""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import c_api
+from c_api import Library
+from c_case import refused
+from patience import PATIENCE
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {  # behind the group or the handle
+    "Check": (),
+    "GroupDestroy": (),
+    "GroupSetTimeout": (0,),
+    "GroupGetInfo": (c_api.GroupInfo(),),
+    "MemAlloc": (c.c_void_p(), 64),
+    "MemFree": (None,),
+    "HandleMemSize": (c_api.HandleConfig(layout=1), c.c_size_t()),
+    "UpdateHandle": (c_api.Tensor(),),
+    "RouteHandle": (None, None),
+    "HandleDestroy": (),
+    "HandleGetInfo": (c_api.HandleInfo(),),
+    "DispatchShapes": (c_api.DispatchInputs(), None, c_api.DispatchOutputs()),
+    "Dispatch": (c_api.DispatchInputs(), c_api.DispatchOutputs(), None, None),
+    "Combine": (c_api.CombineInputs(), c_api.CombineOutputs(), None, None),
+    "CombineWeights": (None, None, None),
+    "Complete": (None, None),
+}
+OF_GROUPS = ("Check", "GroupDestroy", "GroupSetTimeout", "GroupGetInfo", "MemAlloc", "MemFree", "HandleMemSize")
+
+
+def calls(library: Library, kind: str) -> list[Callable[[c.c_void_p], None]]:
+    """Every function that takes an object of the kind."""
+    found: list[Callable[[c.c_void_p], None]] = [
+        lambda given, name=name, rest=rest: getattr(library, name)(given, *rest)  # type: ignore[misc]
+        for name, rest in ARGUMENTS.items()
+        if (name in OF_GROUPS) == (kind == "group")
+    ]
+    if kind == "group":
+        config = c_api.HandleConfig(layout=1)
+        found.append(lambda given: library.InitHandle(c.c_void_p(), given, config, None))
+        found.append(lambda given: library.CreateHandle(c.c_void_p(), given, config, c_api.Tensor(), None))
+    return found
+
+
+def make_handle(library: Library, group: c.c_void_p) -> c.c_void_p:
+    handle = c.c_void_p()
+    library.InitHandle(handle, group, c_api.HandleConfig(layout=1), None)
+    return handle
+
+
+def test_every_function_is_tried() -> None:
+    without = {"GetVersion", "TensorBytes", "CreateGroupFromCallback", "CreateGroup", "InitHandle", "CreateHandle"}
+    assert set(c_api.ARGUMENTS) - without == set(ARGUMENTS)
+
+
+def test_what_is_no_live_object_is_refused(library: Library) -> None:
+    group, gone_group = library.solo_group(), library.solo_group()
+    handle, gone_handle = make_handle(library, group), make_handle(library, group)
+    library.HandleDestroy(gone_handle)
+    library.GroupDestroy(gone_group)
+    zeros = c.create_string_buffer(4096)
+    never = [c.c_void_p(c.addressof(zeros)), c.c_void_p(1), c.c_void_p(2**64 - 1), c.c_void_p(group.value + 8)]
+    for kind, gone, other, other_kind in (
+        ("group", gone_group, handle, "handle"),
+        ("handle", gone_handle, group, "group"),
+    ):
+        for call in calls(library, kind):
+            for given in (gone, *never):
+                text = f": {kind} at address {given.value:#x} was destroyed, or never made$"
+                refused(c_api.INVALID_ARGUMENT, text, call, given)
+            refused(c_api.INVALID_ARGUMENT, f"{kind} at address {other.value:#x} is a {other_kind}$", call, other)
+    library.Check(group)
+    library.HandleDestroy(handle)
+    library.GroupDestroy(group)
+
+
+def test_an_address_is_the_object_that_lives_there(library: Library) -> None:
+    """Memory comes back: an old pointer to it is the new object's, as long as that lives, and no other."""
+    live = [library.solo_group() for _ in range(4)]
+    seen = {group.value for group in live}
+    for turn in range(40):
+        library.GroupDestroy(live.pop(turn % 4))
+        live.append(library.solo_group())
+        seen.add(live[-1].value)
+        for address in seen:
+            if address in {group.value for group in live}:
+                library.Check(c.c_void_p(address))
+            else:
+                refused(c_api.INVALID_ARGUMENT, "was destroyed", library.Check, c.c_void_p(address))
+    assert len(seen) < 44, "no address came back"
+    for group in live:
+        library.GroupDestroy(group)
+
+
+def test_threads_make_use_and_destroy_their_own(library: Library) -> None:
+    faults: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            for _ in range(60):
+                group = library.solo_group()
+                handles = [make_handle(library, group) for _ in range(5)]
+                for handle in handles:
+                    library.HandleGetInfo(handle, c_api.HandleInfo())
+                    refused(c_api.INVALID_ARGUMENT, "is a handle", library.Check, handle)
+                    library.HandleDestroy(handle)
+                library.Check(group)
+                library.GroupDestroy(group)
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=body) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not faults, faults
+
+
+def test_a_fork_beside_busy_threads_makes_its_own_group(library: Library) -> None:
+    """Whatever the threads, which it has not got, held when it was made."""
+    over = threading.Event()
+
+    def body() -> None:
+        group = library.solo_group()
+        while not over.is_set():
+            library.HandleDestroy(make_handle(library, group))
+        library.GroupDestroy(group)
+
+    parents, threads = library.solo_group(), [threading.Thread(target=body) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(int(PATIENCE))
+                try:
+                    group = library.solo_group()
+                    library.HandleDestroy(make_handle(library, group))
+                    library.GroupDestroy(group)
+                    library.GroupDestroy(parents)  # nothing to do here
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    library.GroupDestroy(parents)
