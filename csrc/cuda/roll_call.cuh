@@ -19,17 +19,24 @@ class RollCall {
       const int source = lane_id() + 32 * i;
       if (source < masks.num_ranks) told_[i] = ptx::ld_relaxed_sys(masks.mask_word(context.kind, context.bank, source));
     }
-    if (lane_id() >= 2) return;
-    before_ = ptx::ld_relaxed_gpu(&masks.roll[lane_id()]);
-    context.left_out[lane_id()] = context.masked[lane_id()];
+    if (lane_id() < 2) {
+      before_ = ptx::ld_relaxed_gpu(&masks.roll[lane_id()]);
+      context.left_out[lane_id()] = context.masked[lane_id()];
+    }
+    __syncwarp();  // a barrier of the block takes a warp as a whole
   }
 
   // After the block has listened and a barrier, and before another. Where nobody was late, nor had masked this rank,
   // and the first block has found the same, that is all. Else the block listens again, to all that the first has heard.
   __device__ __forceinline__ void settle(const CallContext& context) const {
     const uint32_t told[2] = {who_told(context, 0), who_told(context, 1)};
-    if (lane_id() >= 2) return;
-    const uint32_t mine = context.left_out[lane_id()] | told[lane_id()];
+    if (lane_id() < 2) agree(context, context.left_out[lane_id()] | told[lane_id()]);
+    __syncwarp();
+  }
+
+ private:
+  // One lane, of 32 ranks.
+  __device__ __forceinline__ void agree(const CallContext& context, uint32_t mine) const {
     uint64_t said = before_;
     if (!is_tagged(said, context.tag)) {
       auto* word = reinterpret_cast<unsigned long long*>(&context.state->masks.roll[lane_id()]);
@@ -41,7 +48,6 @@ class RollCall {
     context.left_out[lane_id()] = theirs;
   }
 
- private:
   // Of ranks 32 i and following, those that had masked this one before the block listened, in this call or in a later
   // one: they may have sent all that this rank needs, and hear nothing of it.
   __device__ __forceinline__ uint32_t who_told(const CallContext& context, int i) const {
