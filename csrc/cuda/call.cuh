@@ -48,14 +48,13 @@ struct MaskedLane {
     for (int i = 0; i < 2; i++) is_masked[i] = ptx::ld_relaxed_gpu(&state->masks.is_masked[lane_id() + 32 * i]);
   }
   // The opener's, for the other warps of its block.
-  __device__ __forceinline__ void note(CallContext& context, int num_ranks) const {
+  __device__ __forceinline__ void note(CallContext& context, int rank, int num_ranks) const {
     const uint32_t low = __ballot_sync(~0u, is_masked[0] != 0), high = __ballot_sync(~0u, is_masked[1] != 0);
     const uint64_t masked = static_cast<uint64_t>(high) << 32 | low;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int turn = lane_id() + 32 * i;
-      const uint32_t turns =
-          __ballot_sync(~0u, turn < num_ranks && (masked >> (context.rank + 1 + turn) % num_ranks & 1) != 0);
+      const uint32_t turns = __ballot_sync(~0u, turn < num_ranks && (masked >> (rank + 1 + turn) % num_ranks & 1) != 0);
       if (lane_id() != 0) continue;
       context.masked[i] = i == 0 ? low : high;
       context.masked_turns[i] = turns;
@@ -151,7 +150,7 @@ __device__ __forceinline__ bool begin_call(CallContext& context, OpenCall& call,
   context.epoch = epoch;
   call.tag = tag_of(epoch);
   call.bank = has_bug(Bug::kOneBank, opening.kind) ? 0 : bank_of(epoch);
-  if (kMasksRanks) opening.masked.note(context, args.num_ranks);
+  if (kMasksRanks) opening.masked.note(context, args.peers.rank, args.num_ranks);
   const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch ||
                           is_masked(context, lane_id()) || has_bug(Bug::kIgnoredCredits, opening.kind);
   bool is_well = opening.has_failed == 0;
@@ -160,7 +159,7 @@ __device__ __forceinline__ bool begin_call(CallContext& context, OpenCall& call,
     if (kMasksRanks) {
       MaskedLane masked;
       masked.load(context.state);
-      masked.note(context, args.num_ranks);
+      masked.note(context, args.peers.rank, args.num_ranks);
     }
   }
   is_well = __all_sync(~0u, is_well);

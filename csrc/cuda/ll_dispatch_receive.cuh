@@ -252,7 +252,7 @@ static __device__ __noinline__ void build_places_again(const DispatchRole role, 
 }
 
 // Of a block, beside 1 and those that open a call. One place each for those that wait: synccheck wants it so.
-constexpr int kDutiesBarrier = 4, kPiecesBarrier = 5;
+constexpr int kDutiesBarrier = 4, kPiecesBarrier = 5, kRollBarrier = 6;
 constexpr int kLoneInfoBins = 64;  // up to so many, one warp writes the info tensor; of more, each has 32
 
 // `in`: the warp's first piece, if it has any. is_aimed: already.
@@ -265,6 +265,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
   testing_point(Point::kBeforeReceive, call);
   RollCall roll;
   if (kMasksRanks && role.receiving_thread() < 32) roll.open(call);
+  if (kMasksRanks) __syncwarp();   // the opener's first lane comes from elsewhere
   ptx::named_barrier(1, threads);  // clear() is over
   // The last warps have the fewest rows to move: they clear gaps, and those of the last block write the info tensor.
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
@@ -284,10 +285,13 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
     if (!is_aimed) in.aim(role, places, number);
     in.ask(role, call);
   }
+  if (kMasksRanks) __syncwarp();
   ptx::named_barrier(1, threads);  // the routing is known
   if constexpr (kMasksRanks) {
     if (role.receiving_thread() < 32) roll.settle(call);
-    ptx::named_barrier(1, threads);
+    __syncwarp();
+    ptx::named_barrier(kRollBarrier, threads);
+    __syncwarp();
     if ((call.context.listens_again[0] | call.context.listens_again[1]) != 0) {
       build_places_again<has_expert_rows(kLayout)>(role, call, places);
     }
