@@ -380,7 +380,7 @@ class LowLatencyMethods:
         if x.dim() != 3 or x.shape[2] != hidden:
             raise ValueError(f"x has shape {list(x.shape)}, must be [local experts, ranks * max_tokens, {hidden}]")
         # Of a combine with neither, the op says it.
-        wanting = None if out is None and not zero_copy else wants_gradient(x, topk_weights)
+        is_wanted = (out is not None or zero_copy) and wants_gradient(x, topk_weights)
         if zero_copy:
             rows = self.get_next_low_latency_combine_buffer(handle)
             if x.shape != rows.shape or x.dtype != rows.dtype or not x.is_contiguous():
@@ -397,8 +397,7 @@ class LowLatencyMethods:
             raise error_of(self, error) from error
         if out is None:
             out = made
-        if wanting is not None:
-            refuse_backward("low_latency_combine with out= or zero_copy", wanting, (out,), in_place=True)
+        refuse_backward("low_latency_combine with out= or zero_copy", is_wanted, (out,), in_place=True)
         hook = None
         if return_recv_hook:
             numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)

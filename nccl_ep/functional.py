@@ -171,7 +171,7 @@ def dispatch_send(
     if async_finish:
         return Pending(lambda: _output(buffer, form, num_tokens, scales is not None, sent), event)
     num_scales, scale_dtype = scales_of(scales)
-    wanting = wants_gradient(x, scales, topk_weights)
+    is_wanted = wants_gradient(x, scales, topk_weights)
 
     def receive() -> DispatchOutput:
         try:
@@ -181,7 +181,7 @@ def dispatch_send(
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(buffer, error) from error
-        received = refuse_backward("dispatch_send", wanting, received)
+        received = refuse_backward("dispatch_send", is_wanted, received)
         return _output(buffer, form, num_tokens, scales is not None, (*received, sent))
 
     return Pending(receive)
@@ -259,7 +259,7 @@ def combine_send(
     if handle.mode == "ht" and not async_finish:
         raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
     biases, how = args[4], args[-4:]
-    wanting = wants_gradient(rows, weights, biases)
+    is_wanted = wants_gradient(rows, weights, biases)
     op = _ops.ll_combine.default if async_finish else _ops.ll_combine_send.default
 
     def call() -> Any:
@@ -281,7 +281,7 @@ def combine_send(
             )
         except RuntimeError as error:
             raise error_of(buffer, error) from error
-        return refuse_backward("combine_send", wanting, (out,))[0]
+        return refuse_backward("combine_send", is_wanted, (out,))[0]
 
     return Pending(receive)
 

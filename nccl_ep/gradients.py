@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,23 +10,19 @@ import torch
 T = TypeVar("T")
 
 
-def wants_gradient(*inputs: Any) -> torch.Tensor | None:
-    """The first of the tensors, given alone or in sequences, that wants a gradient; None in ``no_grad``."""
-    return next(_wanting(inputs), None) if torch.is_grad_enabled() else None
-
-
-def _wanting(inputs: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for each in inputs:
-        if isinstance(each, torch.Tensor):
-            if each.requires_grad:
-                yield each
-        elif isinstance(each, (tuple, list)):
-            yield from _wanting(each)
+def wants_gradient(*inputs: Any) -> bool:
+    """Whether one of the tensors, given alone or in sequences, wants a gradient; not in ``no_grad``."""
+    return torch.is_grad_enabled() and any(
+        each.requires_grad
+        if isinstance(each, torch.Tensor)
+        else isinstance(each, tuple | list) and wants_gradient(*each)
+        for each in inputs
+    )
 
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, what: str, in_place: bool, wanting: torch.Tensor, *results: torch.Tensor) -> Any:
+    def forward(ctx: Any, what: str, in_place: bool, leaf: torch.Tensor, *results: torch.Tensor) -> Any:
         ctx.what = what
         if in_place:
             ctx.mark_dirty(*results)
@@ -37,16 +33,18 @@ class _Refusing(torch.autograd.Function):
         raise RuntimeError(f"derivative for {ctx.what} is not implemented")
 
 
-def refuse_backward(
-    what: str, wanting: torch.Tensor | None, results: Sequence[T], in_place: bool = False
-) -> tuple[T, ...]:
+def refuse_backward(what: str, wanted: bool, results: Sequence[T], in_place: bool = False) -> tuple[T, ...]:
     """The results of ``what``, which want gradients if an input does (``wants_gradient``); their backward raises.
 
-    in_place: they are the caller's tensors, and stay themselves.
+    in_place: they are the caller's tensors, and stay themselves. They keep nothing of earlier calls, nor of the inputs.
     """
-    if wanting is None:
+    if not wanted:
         return tuple(results)
     floats = [isinstance(each, torch.Tensor) and each.is_floating_point() for each in results]
-    named = [each for each, is_float in zip(results, floats, strict=True) if is_float]
-    refusing = iter(_Refusing.apply(what, in_place, wanting, *named))  # type: ignore[no-untyped-call]
+    named: list[Any] = [each for each, is_float in zip(results, floats, strict=True) if is_float]
+    for each in named if in_place else ():
+        if each.grad_fn is not None and not each._is_view():
+            each.detach_()
+    leaf = torch.zeros((), requires_grad=True)
+    refusing = iter(_Refusing.apply(what, in_place, leaf, *named))  # type: ignore[no-untyped-call]
     return tuple(next(refusing) if is_float else each for each, is_float in zip(results, floats, strict=True))

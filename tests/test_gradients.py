@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,3 +148,20 @@ def test_a_backward_pass_raises(name: str) -> None:
             (torch.nan_to_num(result) * beside).sum().backward()
         with torch.no_grad():
             assert not WAYS[name](buffer, x).requires_grad
+
+
+def test_an_output_that_is_written_again_keeps_nothing_of_earlier_calls() -> None:
+    out = torch.empty(4, 16)
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=4, hidden=16, topk=2, num_experts=4, dtype=torch.float32, device="cpu"
+    ) as buffer:
+        received = _rows(buffer)
+        for _ in range(3):
+            factor = torch.ones(1, requires_grad=True)
+            is_kept = weakref.ref(factor)
+            assert nccl_ep.combine(received.x * factor, received.handle, out=out) is out
+            del factor
+            gc.collect()
+            assert is_kept() is None
+        assert out.grad_fn is not None
+        assert [str(node) for node, _ in out.grad_fn.next_functions if "Refusing" in str(node)] == []

@@ -62,7 +62,7 @@ class RollCall {
 };
 
 __device__ __forceinline__ bool has_left_out(const CallContext& context, int source) {
-  return kMasksRanks && (context.left_out[source >> 5] >> (source & 31) & 1) != 0;
+  return (context.left_out[source >> 5] >> (source & 31) & 1) != 0;
 }
 // A wait for its routing is over.
 __device__ __forceinline__ void leave_out(const CallContext& context, int source) {
