@@ -16,6 +16,7 @@ import torch
 from . import _C
 from .bootstrap import Rendezvous, rendezvous_of
 from .checks import (
+    MAX_ROW_BYTES,
     error_of,
     require_dtypes,
     require_int32,
@@ -33,7 +34,6 @@ from .log import logger
 from .modes import MODES, auto_ll_tokens
 
 _MIN_LL_BYTES = 1 << 20
-_MAX_SCALE_BYTES = 1 << 16  # csrc/runtime/call_checks.h, as of a row
 _MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/region.h
 _MAX_UINT64 = (1 << 64) - 1
 # Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
@@ -199,7 +199,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         bytes_of_x = row_bytes_of(hidden, dtype)
         if scale_bytes is None:
             scale_bytes = (hidden + 31) // 32 * 4
-        require_within(0, _MAX_SCALE_BYTES, scale_bytes=scale_bytes)
+        require_within(0, MAX_ROW_BYTES, scale_bytes=scale_bytes)
         row_bytes = bytes_of_x + (scale_bytes + 15) // 16 * 16
         home_bytes = hidden * max((wire_dtype or dtype).itemsize, 2)
         sizes, ht_sizes = (0, 0, 0), None

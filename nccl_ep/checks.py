@@ -23,7 +23,7 @@ class Buffer(Protocol):
     def require_usable(self) -> None: ...
 
 
-_MAX_ROW_BYTES = 1 << 16  # csrc/runtime/call_checks.h
+MAX_ROW_BYTES = 1 << 16  # csrc/runtime/call_checks.h; as many of scales
 _INT32 = range(-(1 << 31), 1 << 31)
 
 # Look-ups that the hot path is spared.
@@ -100,9 +100,9 @@ def require_dtypes(**values: object) -> None:
 def row_bytes_of(hidden: int, dtype: torch.dtype) -> int:
     """ValueError for rows that cannot be sent."""
     num_bytes = _integer("hidden", hidden) * dtype.itemsize
-    if num_bytes < 16 or num_bytes % 16 or num_bytes > _MAX_ROW_BYTES:
+    if num_bytes < 16 or num_bytes % 16 or num_bytes > MAX_ROW_BYTES:
         raise ValueError(
-            f"rows of {hidden} x {dtype} have {num_bytes} bytes, must be a multiple of 16 up to {_MAX_ROW_BYTES}"
+            f"rows of {hidden} x {dtype} have {num_bytes} bytes, must be a multiple of 16 up to {MAX_ROW_BYTES}"
         )
     return num_bytes
 

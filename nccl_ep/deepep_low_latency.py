@@ -397,7 +397,8 @@ class LowLatencyMethods:
             raise error_of(self, error) from error
         if out is None:
             out = made
-        refuse_backward("low_latency_combine with out= or zero_copy", is_wanted, (out,), in_place=True)
+        if is_wanted:
+            refuse_backward("low_latency_combine with out= or zero_copy", is_wanted, (out,), in_place=True)
         hook = None
         if return_recv_hook:
             numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)
