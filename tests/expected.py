@@ -68,17 +68,19 @@ class Expected:
         return nccl_ep.dispatch(given.x, given.topk_idx, given.topk_weights, buffer=buffer, **how)
 
     def combine(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, *, staged: bool = False) -> None:
-        self.combine_rows(buffer, handle, self.rows[buffer.rank].clone(), staged=staged)
+        rows = self.rows[buffer.rank].to(buffer.device, copy=True)
+        self.combine_rows(buffer, handle, rows, staged=staged)
 
     def combine_rows(
         self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, rows: torch.Tensor, *, staged: bool = False
     ) -> None:
         """The same with the rows where the test wants them."""
         rank = buffer.rank
-        self.check_combine(combine_case(self.case, rows, handle, rank, staged=staged), rank)
+        self.check_combine(combine_case(self.case, rows, handle, rank, staged=staged).cpu(), rank)
 
     def combine_weights(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> None:
-        self.check_scalars(nccl_ep.combine_weights(self.values[buffer.rank], handle), buffer.rank)
+        values = self.values[buffer.rank].to(buffer.device)
+        self.check_scalars(nccl_ep.combine_weights(values, handle).cpu(), buffer.rank)
 
     def run(self, buffer: nccl_ep.Buffer, *, staged: bool = False) -> None:
         """One dispatch, one combine and one combine of weights; fails with the case's description."""
