@@ -58,7 +58,7 @@ struct LargestLaunch {
   }
 };
 
-// Builds with EP_TUNING: a plan from the environment, for measuring variants.
+// Builds with NCCL_EP_TUNING: a plan from the environment, for measuring variants.
 // Low latency: "blocks,warps,sender_blocks,sender_warps,receiver_block0,receiver_warp0,receiver_warps,steps,groups". Of
 // eight numbers the last is both steps, which combine has no use for, and groups.
 inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {

@@ -1,4 +1,4 @@
-// Time line of a kernel, for builds with EP_STAMPS: when each warp of rank 0 passed each phase. Costs nothing
+// Time line of a kernel, for builds with NCCL_EP_STAMPS: when each warp of rank 0 passed each phase. Costs nothing
 // otherwise.
 #pragma once
 

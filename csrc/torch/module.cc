@@ -232,7 +232,7 @@ PYBIND11_MODULE(_C, m) {
     m.attr(check.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&check, nullptr));
   }
   m.def("time_line", &take_time_line, py::arg("kernel"),
-        "Builds with EP_STAMPS: for each phase of the last kernel of that name, when each warp passed it, in ns.");
+        "Builds with NCCL_EP_STAMPS: for each phase of the last kernel of that name, when each warp passed it, in ns.");
 #if defined(EP_EMULATED_GPU)
   m.attr("EMULATES_GPU") = true;
 #else
