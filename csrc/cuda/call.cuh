@@ -138,7 +138,7 @@ template <class Args>
 __device__ __forceinline__ bool begin_call(CallContext& context, OpenCall& call, const Args& args,
                                            const Opening& opening) {
   if (!is_opener()) {
-    testing_barrier(kTestingBarrier);
+    testing_barrier(kTestingBarrier, static_cast<int>(blockDim.x));
     OpenedWord word;
     do {
       word.value = ptx::ld_acquire_shared_u64(opening.opened_at);
@@ -166,7 +166,7 @@ __device__ __forceinline__ bool begin_call(CallContext& context, OpenCall& call,
   __syncwarp();
   const auto is_open = is_well ? CallContext::kOpen : CallContext::kFailed;
   ptx::st_release_shared_u64(opening.opened_at, OpenedWord::of(call.tag, call.bank, is_open).value);
-  testing_barrier(kTestingBarrier);
+  testing_barrier(kTestingBarrier, static_cast<int>(blockDim.x));
   return is_well;
 }
 

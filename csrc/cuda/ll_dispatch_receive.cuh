@@ -252,7 +252,7 @@ static __device__ __noinline__ void build_places_again(const DispatchRole role, 
 }
 
 // Of a block, beside 1 and those that open a call. One place each for those that wait: synccheck wants it so.
-constexpr int kDutiesBarrier = 4, kPiecesBarrier = 5, kRollBarrier = 6;
+constexpr int kDutiesBarrier = 4, kPiecesBarrier = 5, kRollBarrier = 6, kRollTestingBarrier = 7;
 constexpr int kLoneInfoBins = 64;  // up to so many, one warp writes the info tensor; of more, each has 32
 
 // `in`: the warp's first piece, if it has any. is_aimed: already.
@@ -291,7 +291,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
     if (role.receiving_thread() < 32) roll.settle(call);
     __syncwarp();
     ptx::named_barrier(kRollBarrier, threads);
-    __syncwarp();
+    testing_barrier(kRollTestingBarrier, threads);  // racecheck takes the opener for one that did not come to the other
     if ((call.context.listens_again[0] | call.context.listens_again[1]) != 0) {
       build_places_again<has_expert_rows(kLayout)>(role, call, places);
     }

@@ -83,9 +83,10 @@ __device__ __forceinline__ void testing_point_before_call(const uint64_t& last_e
   testing_point(Point::kBeforeCall, TestingCall{kind, rank, ptx::ld_relaxed_gpu(&last_epoch) + 1});
 }
 
-// All threads of a block pass it. For compute-sanitizer's racecheck, which sees barriers, and no acquires and releases.
-__device__ __forceinline__ void testing_barrier(int id) {
-  if (gpu_testing.barriers != 0) ptx::named_barrier(id, static_cast<int>(blockDim.x));
+// So many threads of a block pass it. For compute-sanitizer's racecheck, which sees barriers, and no acquires and
+// releases.
+__device__ __forceinline__ void testing_barrier(int id, int threads) {
+  if (gpu_testing.barriers != 0) ptx::named_barrier(id, threads);
 }
 
 // Likewise: flags in shared memory are not used, whoever would wait for one waits for what it stands for.
@@ -107,7 +108,7 @@ __device__ __forceinline__ void testing_point(Point, const Call&, int = 0) {}
 __device__ __forceinline__ void testing_point(Point) {}
 __device__ __forceinline__ void testing_point_before_epoch(uint64_t, Kind, int) {}
 __device__ __forceinline__ void testing_point_before_call(const uint64_t&, Kind, int) {}
-__device__ __forceinline__ void testing_barrier(int) {}
+__device__ __forceinline__ void testing_barrier(int, int) {}
 __device__ __forceinline__ constexpr bool testing_without_flags() { return false; }
 __device__ __forceinline__ int testing_looks(int looks, uint64_t) { return looks; }
 __device__ __forceinline__ constexpr bool has_bug(Bug, Kind) { return false; }

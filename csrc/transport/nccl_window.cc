@@ -48,6 +48,7 @@ void wait_for(ncclComm_t comm, ncclResult_t result, const char* call, double sec
 ncclComm_t init_comm(const ncclUniqueId& id, int rank, int num_ranks, double seconds) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
+  config.maxCTAs = 1;  // windows are all that it is for: NCCL's own buffers grow with the blocks of its collectives
   ncclComm_t comm = nullptr;
   const ncclResult_t result = nccl().comm_init_rank_config(&comm, num_ranks, id, rank, &config);
   if (comm == nullptr) raise_nccl(result, "ncclCommInitRankConfig", nullptr);
