@@ -44,6 +44,20 @@ def test_table_of_a_sweep() -> None:
     assert any(line.startswith("not measured") and line.endswith("no switch") for line in shown)
 
 
+def test_buffers_with_masks_have_lines_of_their_own() -> None:
+    at = {"op": "dispatch", "figure": "graph"}
+    found = [
+        gpu_record(**at, value=4.0 + masks, enable_shrink=masks, tokens=tokens)
+        for tokens in (1, 8)
+        for masks in (False, True)
+    ]
+    rows = [line.split() for line in table.render(found).splitlines() if line.startswith("dispatch  1 ")]
+    assert [row[7:] for row in rows] == [["4.00"], ["masks", "5.00"]]
+    key, group = next(iter(plot._shapes(found).items()))
+    drawn = {line.get_label(): list(line.get_ydata()) for line in plot.plot_tokens(key, group).axes[0].get_lines()}
+    assert drawn["nccl_ep, graph"] == [4.0, 4.0] and drawn["nccl_ep, graph, masks"] == [5.0, 5.0]
+
+
 def test_plot_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):

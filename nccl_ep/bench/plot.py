@@ -17,8 +17,11 @@ _OPS = {"ll": ("dispatch", "combine", "pair"), "ht": ("routing", "dispatch", "co
 _SHAPE = ("bench", "device", "ranks", "hidden", "topk", "experts", "layout", "routing")
 _STYLES = {"graph": "-", "graph_pdl": "--", "kernel": "-.", "event": ":"}
 _COLOURS = {"torch_all_to_all": "tab:orange", "torch_symm_mem": "tab:green"}
-# Ours in high throughput: the public functions as they are called, and how else.
-_VARIANTS = {"": "tab:blue", ", cached": "tab:cyan", ", staged": "tab:purple", ", cached, staged": "tab:pink"}
+# Ours: the public functions as they are called, and how else.
+_VARIANTS = {
+    "": "tab:blue", ", cached": "tab:cyan", ", staged": "tab:purple", ", cached, staged": "tab:pink",
+    ", masks": "tab:cyan",
+}  # fmt: skip
 _API_COLOURS = {"deepep": "tab:olive"}  # where it is not the native one's, or what stands for it
 _MARKERS = "sD^vP*"
 _FLOOR_STYLES = {"floor_wire": ("black", "-"), "floor_flags": ("grey", ":"), "floor_push": ("grey", "--")}
@@ -86,9 +89,9 @@ def _draw_published(axes: Any, shape: dict[str, Any], op: str, dtype: str) -> No
 
 
 def _how(record: Record) -> str:
-    """What a line's name says besides, of high throughput."""
+    """What a line's name says besides."""
     staged = ", staged" if record.get("placement") == "staged" else ""
-    return (", cached" if record.get("cached") else "") + staged
+    return (", cached" if record.get("cached") else "") + staged + (", masks" if record.get("enable_shrink") else "")
 
 
 def _draw_line(axes: Any, name: tuple[str, ...], points: list[tuple[int, float]], names: Iterable[Any]) -> None:

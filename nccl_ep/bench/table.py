@@ -14,7 +14,7 @@ FLOORS = ("floor_wire", "floor_flags", "floor_push")
 _OPS = ("routing", "dispatch", "combine", "pair")
 _SHAPE = ("bench", "device", "ranks", "hidden", "topk", "experts", "routing", "seed", "revision", "date")
 _ROW = ("op", "tokens", "dtype", "system", "layout", "api", "num_sms")
-_HT_ROW = ("placement", "cached")  # besides
+_FURTHER = {"ll": ("masks",), "ht": ("placement", "cached")}  # of a line besides, where any has it
 _TITLES = {"ll": "low latency", "ht": "high throughput"}
 
 
@@ -44,9 +44,14 @@ def _cell(record: Record | None) -> str:
     return _number(record["value"]) + (f" ({_number(record['p99'])})" if record["p99"] is not None else "")
 
 
-def _how(record: Record) -> tuple[str, bool]:
-    """How an operation of high throughput ran: what the others have not got is empty."""
-    return record.get("placement") or "", record.get("cached", False)
+def _how(record: Record) -> tuple[str, ...]:
+    """What tells an operation from another besides, by the columns of its mode."""
+    how = {
+        "placement": record.get("placement") or "",
+        "cached": "cached" if record.get("cached") else "",
+        "masks": "masks" if record.get("enable_shrink") else "",
+    }
+    return tuple(how[name] for name in _FURTHER[record["bench"]])
 
 
 def _table(found: list[Record], bench: str) -> list[str]:
@@ -60,15 +65,16 @@ def _table(found: list[Record], bench: str) -> list[str]:
         return ["nothing was measured"]
     figures = [figure for figure in FIGURES if any(figure in row for row in rows.values())]
     floors = [name for name in FLOORS if any(record["system"] == name and is_measured(record) for record in found)]
-    further = _HT_ROW if bench == "ht" else ()
-    lines = [["op", "tokens", "dtype", "system", "layout", "api", "num_sms", *further, *figures, *floors]]
+    names = _FURTHER[bench]
+    shown = [i for i in range(len(names)) if bench == "ht" or any(key[len(_ROW) + i] for key in rows)]
+    lines = [[*_ROW, *(names[i] for i in shown), *figures, *floors]]
     order = sorted(rows, key=lambda key: (_OPS.index(str(key[0])), key[1], key[2], key[3] != "nccl_ep", *key[3:]))
     for key in order:
-        op, tokens, dtype, system, layout, api, num_sms, placement, cached = key
+        op, tokens, dtype, system, layout, api, num_sms, *how = key
         used = next((r["num_sms_used"] for r in rows[key].values() if r["num_sms_used"]), None)
         sms = (f"{num_sms or 'auto'}" + (f" ({used})" if used else "")) if system == "nccl_ep" else ""
         line = [str(op), str(tokens), str(dtype), str(system), str(layout), str(api), sms]
-        line += [str(placement), "cached" if cached else ""] if further else []
+        line += [str(how[i]) for i in shown]
         line += [_cell(rows[key].get(figure)) for figure in figures]
         line += [_number(floor(found, name, str(op), int(str(tokens)), str(dtype))) for name in floors]
         lines.append(line)
