@@ -11,7 +11,6 @@
 namespace ep {
 namespace {
 
-constexpr const char* kVersion = "0.1.0";
 constexpr int kWireVersion = 5;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
@@ -64,7 +63,7 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
   check_timeout(config.timeout_seconds);
   EP_CHECK(rank_ >= 0 && rank_ < bootstrap.num_ranks(), "rank ", rank_, " of ", bootstrap.num_ranks(), " ranks");
   Agreement agreement;
-  agreement.add("the library's version", kVersion);
+  agreement.add("the library's version", EP_VERSION);
   agreement.add("the wire format", kWireVersion);
   agreement.add("the number of ranks", bootstrap.num_ranks());
   agreement.add("the kind of device", config.device_kind());
@@ -84,7 +83,7 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
            "late ranks can be masked among at most ", kMaxMaskableRanks, " ranks of one domain, these are ",
            topology_.num_ranks, " in ", topology_.num_domains());
   LlSizes sizes = config.sizes;
-  sizes.has_parts = config.masks_late_ranks;
+  sizes.by_source = config.masks_late_ranks;
   window_ = Window::make(topology_.num_ranks, sizes, config.ht_sizes);
   backend_ = make_backend(bootstrap, topology_, window_, config_);
 }
