@@ -3,6 +3,7 @@
 # make format   formats all sources                        make clean     remove what was built, keep .venv
 # make tsan     C++ tests under ThreadSanitizer            make asan      ... AddressSanitizer and UBSan
 # make bench    measure here                               make wheel     build and check dist/*.whl
+# make tidy     clang-tidy on what needs neither CUDA nor torch
 # make emulated the kernels of CUDA against the oracle, on an emulated GPU
 # make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
 #
@@ -19,7 +20,7 @@ CMAKE_FLAGS ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo build test test-all lint format tsan asan emulated bench wheel gpu clean
+.PHONY: demo build test test-all lint format tidy tsan asan emulated bench wheel gpu clean
 
 demo: build
 	python examples/ll_moe_layer.py
@@ -44,6 +45,9 @@ format: .venv/ready
 	clang-format -i $(cxx_files)
 	ruff check --fix --exit-zero .
 	ruff format .
+
+tidy: build/dev/build.ninja
+	printf '%s\n' csrc/{base,layout,runtime,cpu}/*.cc | xargs -n 1 -P $(JOBS) clang-tidy --quiet -p build/dev
 
 bench: build
 	python -m nccl_ep.bench

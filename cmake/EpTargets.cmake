@@ -40,14 +40,9 @@ function(ep_configure target)
     CXX_VISIBILITY_PRESET hidden CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
 endfunction()
 
-# Libraries are built when a product needs them. One without a source file yet gets an empty one.
+# Libraries are built when a product needs them.
 function(ep_add_library target kind)
-  set(sources ${ARGN})
-  if(NOT sources)
-    set(sources ${CMAKE_CURRENT_BINARY_DIR}/empty.cc)
-    file(CONFIGURE OUTPUT ${sources} CONTENT "")
-  endif()
-  add_library(${target} ${kind} EXCLUDE_FROM_ALL ${sources})
+  add_library(${target} ${kind} EXCLUDE_FROM_ALL ${ARGN})
   ep_configure(${target})
 endfunction()
 

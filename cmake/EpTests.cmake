@@ -1,33 +1,19 @@
-# ep_tests (GoogleTest, CPU), ep_cuda_tests (needs a GPU), and checks of what the libraries export.
+# ep_tests (GoogleTest, CPU), and checks of what the libraries export.
 
 find_package(GTest QUIET)
 if(GTest_FOUND)
   include(GoogleTest)
-  file(GLOB testing_sources CONFIGURE_DEPENDS csrc/api/*.cc)
-  ep_add_library(ep_core_testing STATIC ${core_sources} ${testing_sources})
+  ep_add_library(ep_core_testing STATIC ${core_sources} ${api_sources})
   target_compile_definitions(ep_core_testing PUBLIC EP_TESTING=1)
   target_include_directories(ep_core_testing PUBLIC csrc/include)
   target_link_libraries(ep_core_testing PUBLIC Threads::Threads ${CMAKE_DL_LIBS} rt)
 
-  function(ep_add_tests target)
-    target_include_directories(${target} PRIVATE tests/cpp)
-    target_link_libraries(${target} PRIVATE GTest::gtest GTest::gtest_main)
-    gtest_discover_tests(${target} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
-      PROPERTIES TIMEOUT 600 ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1")
-  endfunction()
-
-  if(test_sources)
-    add_executable(ep_tests ${test_sources})
-    ep_configure(ep_tests)
-    target_link_libraries(ep_tests PRIVATE ep_core_testing)
-    ep_add_tests(ep_tests)
-  endif()
-  if(EP_WITH_CUDA AND cuda_test_sources)
-    add_executable(ep_cuda_tests ${cuda_test_sources})
-    ep_configure(ep_cuda_tests)
-    target_link_libraries(ep_cuda_tests PRIVATE ep_cuda)
-    ep_add_tests(ep_cuda_tests)
-  endif()
+  add_executable(ep_tests ${test_sources})
+  ep_configure(ep_tests)
+  target_include_directories(ep_tests PRIVATE tests/cpp)
+  target_link_libraries(ep_tests PRIVATE ep_core_testing GTest::gtest GTest::gtest_main)
+  gtest_discover_tests(ep_tests DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
+    PROPERTIES TIMEOUT 600 ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1")
 else()
   # No package of GoogleTest is on PyPI, so a bare machine goes without; ctest says so.
   message(WARNING "nccl_ep: GoogleTest was not found, the C++ tests are skipped (Debian: apt-get install libgtest-dev)")

@@ -26,7 +26,7 @@ from .checks import (
     row_bytes_of,
     wrong_elements,
 )
-from .deepep_config import sizes_for_bytes
+from .deepep_config import HtSizes, sizes_for_bytes
 from .deepep_low_latency import LowLatencyMethods
 from .deepep_normal import NormalMethods
 from .errors import UsageError
@@ -123,7 +123,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self.on_overflow = on_overflow
         self.max_tokens: int | None = None  # default of dispatch; for_shapes sets it
         self.ll_max_tokens: int | None = None  # mode="auto" takes low latency up to here; None: where it always may
-        self._forms: dict[tuple[Any, ...], Any] = {}  # what functional.py has checked, by the numbers of the call
+        self._forms: dict[tuple[Any, ...], Any] = {}  # what forms.py has checked, by the numbers of the call
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
         if sizes is None and ht_sizes is None:
@@ -135,7 +135,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
             sizes = _C.sizes_for_window(self.num_ranks, max(ll_bytes, _MIN_LL_BYTES))
         self._rendezvous, self._timeout = rendezvous, timeout
         self._claims = {"domain_size": domain_size or 0, "network_seed": network_seed or 0}
-        self._sizes, self._ht_sizes = sizes, ht_sizes
+        self._sizes, self._ht_sizes = sizes, None if ht_sizes is None else HtSizes(*ht_sizes)
         self._fitting: dict[tuple[int, int, int], int] = {}
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._scratch: dict[Any, torch.Tensor] = {}
@@ -240,7 +240,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self._windows.append(made)
         return made
 
-    def _grow(self, ht_sizes: tuple[int, int, int, int, int, int]) -> None:
+    def _grow(self, ht_sizes: HtSizes) -> None:
         """A further window for DeepEP's normal mode, which is too large for those there are. Collective.
 
         The others stay: graphs may have been captured on them, low latency goes on in the first.
@@ -295,10 +295,10 @@ class Buffer(LowLatencyMethods, NormalMethods):
         "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
         of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
         "combine", "combine_weights", and of the first two "staged". "dropped_rows": past a capacity. "invalid_ids":
-        since the last ``check()``. Both count further tensors of a low-latency dispatch that take operations of their
-        own. "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went
-        when the buffer was made, NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's
-        methods.
+        since the last ``check()``. A further tensor of a low-latency dispatch that takes an operation of its own is
+        one more dispatch in all of these numbers.
+        "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went when the buffer was made,
+        NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's methods.
         "ht_dispatches", "ht_combines": of high throughput, where one of exact sizes counts as two; "staged_dispatches",
         "staged_combines": those of them that needed a copy, because a tensor was not in the arena, which an empty one
         is not (or a row's dtype wider than the wire's); "arena_bytes", "arena_free_bytes".

@@ -24,6 +24,7 @@ class Buffer(Protocol):
 
 
 MAX_ROW_BYTES = 1 << 16  # csrc/runtime/call_checks.h; as many of scales
+MAX_TOPK = 32  # csrc/layout/shape.h
 _INT32 = range(-(1 << 31), 1 << 31)
 
 # Look-ups that the hot path is spared.

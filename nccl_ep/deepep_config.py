@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from . import _C
 from .checks import require_integers
 
-Sizes = tuple[int, int, int, int, int, int]  # as _C.ht_sizes_for returns them
+
+class HtSizes(NamedTuple):
+    """What a window has for high throughput: HtSizes of csrc/layout/ht_layout.h, as ``_C.ht_sizes_for`` returns it."""
+
+    call_words: int
+    slot_bytes: int
+    row_bytes: int
+    route_bytes: int  # with several domains, of one direction
+    rail_bytes: int  # likewise
+    arena_bytes: int
+
+    @property
+    def by_token(self) -> tuple[int, int, int, int]:
+        """The parts that grow with the tokens of a rank."""
+        return self.slot_bytes, self.row_bytes, self.route_bytes, self.rail_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of these parts."""
+        return self.slot_bytes + self.row_bytes + 2 * (self.route_bytes + self.rail_bytes)
+
 
 # Tokens a rank of the size hints: those of DeepEP's own tests and figures. A program whose code asks for hints, and for
 # nothing else, is told by its environment.
@@ -111,34 +132,36 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _of_one_token(num_ranks: int, domain_size: int, num_experts: int, topk: int, row_bytes: int) -> Sizes:
-    sizes: Sizes = _C.ht_sizes_for(num_ranks, domain_size, num_experts, topk, 1, row_bytes, 0, 0)
-    return sizes
+def _of_one_token(num_ranks: int, domain_size: int, num_experts: int, topk: int, row_bytes: int) -> HtSizes:
+    return HtSizes(*_C.ht_sizes_for(num_ranks, domain_size, num_experts, topk, 1, row_bytes, 0, 0))
 
 
-def _of_one_reference_token(num_ranks: int, domain_size: int) -> Sizes:
+def _of_one_reference_token(num_ranks: int, domain_size: int) -> HtSizes:
     experts = _ceil_div(_EXPERTS, num_ranks) * num_ranks
     return _of_one_token(num_ranks, domain_size, experts, _TOPK, _ROW_BYTES)
 
 
-def sizes_for_bytes(num_bytes: int, num_ranks: int, domain_size: int) -> Sizes:
+def sizes_for_bytes(num_bytes: int, num_ranks: int, domain_size: int) -> HtSizes:
     """What a window has for high throughput where only bytes are known: they cover all but the words of calls."""
-    words, slots, rows, routes, rail, _ = _of_one_reference_token(num_ranks, domain_size)
+    unit = _of_one_reference_token(num_ranks, domain_size)
     staged = num_bytes * _STAGED_EIGHTHS // 8
-    tokens = max(staged // (slots + rows + 2 * (routes + rail)), 1)
-    return words, tokens * slots, tokens * rows, tokens * routes, tokens * rail, num_bytes - staged
+    tokens = max(staged // unit.staged_bytes, 1)
+    slots, rows, routes, rail = (tokens * each for each in unit.by_token)
+    return HtSizes(unit.call_words, slots, rows, routes, rail, num_bytes - staged)
 
 
-def tokens_that_fit(sizes: Sizes, num_ranks: int, domain_size: int, num_experts: int, topk: int, row_bytes: int) -> int:
+def tokens_that_fit(
+    sizes: HtSizes, num_ranks: int, domain_size: int, num_experts: int, topk: int, row_bytes: int
+) -> int:
     """Tokens that a rank can send in one operation through a window of these sizes, whatever the routing."""
     need = _of_one_token(num_ranks, domain_size, num_experts, topk, row_bytes)
-    return min(have // each for have, each in zip(sizes[1:5], need[1:5], strict=True) if each > 0)
+    return min(have // each for have, each in zip(sizes.by_token, need.by_token, strict=True) if each > 0)
 
 
 def bytes_for_tokens(tokens: int, num_ranks: int, domain_size: int, row_bytes: int, topk: int = 8) -> int:
     """Bytes for which ``sizes_for_bytes`` gives room to so many tokens; a multiple of 128."""
     need = _of_one_token(num_ranks, domain_size, num_ranks, topk, row_bytes)
     unit = _of_one_reference_token(num_ranks, domain_size)
-    units = max(_ceil_div(tokens * each, have) for each, have in zip(need[1:5], unit[1:5], strict=True) if have > 0)
-    staged = units * (unit[1] + unit[2] + 2 * (unit[3] + unit[4]))
-    return _ceil_div(_ceil_div(staged * 8, _STAGED_EIGHTHS), _ALIGNMENT) * _ALIGNMENT
+    parts = zip(need.by_token, unit.by_token, strict=True)
+    units = max(_ceil_div(tokens * each, have) for each, have in parts if have > 0)
+    return _ceil_div(_ceil_div(units * unit.staged_bytes * 8, _STAGED_EIGHTHS), _ALIGNMENT) * _ALIGNMENT

@@ -15,7 +15,7 @@ NormalHandle: TypeAlias = tuple[torch.Tensor, ...]
 _INTRANODE, _INTERNODE = 6, 10  # elements of a handle: of one domain, of several
 
 
-class Payload(NamedTuple):
+class NormalPayload(NamedTuple):
     """x, taken apart."""
 
     rows: torch.Tensor
@@ -23,7 +23,7 @@ class Payload(NamedTuple):
     has_flat_scales: bool = False  # they were [T]
 
     @staticmethod
-    def of(buffer: Any, x: Rows) -> Payload:
+    def of(buffer: Any, x: Rows) -> NormalPayload:
         if isinstance(x, (tuple, list)) and len(x) != 2:
             raise ValueError(f"x has {len(x)} elements, must be a tensor, or a pair of rows and scales")
         rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
@@ -31,7 +31,7 @@ class Payload(NamedTuple):
         if rows is None or rows.dim() != 2:
             raise ValueError(f"x has shape {None if rows is None else list(rows.shape)}, must be [tokens, hidden]")
         is_flat = scales is not None and scales.dim() == 1
-        return Payload(rows, scales.unsqueeze(1) if scales is not None and is_flat else scales, is_flat)
+        return NormalPayload(rows, scales.unsqueeze(1) if scales is not None and is_flat else scales, is_flat)
 
     @property
     def row_bytes(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from . import _C
 from .bootstrap import Rendezvous
 from .checks import (
+    MAX_TOPK,
     error_of,
     require_dtypes,
     require_int32,
@@ -35,7 +36,6 @@ Received: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 Hook: TypeAlias = Callable[[], None]
 
 _ops = torch.ops.nccl_ep
-_MAX_TOPK = 32
 _CLEANING_DEADLINES = 4
 _INT64 = -(1 << 63), (1 << 63) - 1
 _PARTS = ("routing", "dispatched rows", "combined rows")  # of a bank
@@ -80,7 +80,7 @@ class LowLatencyMethods:
         """
         require_within(1, (1 << 31) - 1, num_ranks=num_ranks)
         return _C.window_for(
-            num_ranks, _bank_sizes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, _MAX_TOPK)
+            num_ranks, _bank_sizes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, MAX_TOPK)
         )
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:

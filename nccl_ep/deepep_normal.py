@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from . import _C
-from .checks import error_of, require_integers, require_on, require_tensors
-from .deepep_config import Config, Sizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
-from .deepep_handle import NormalHandle, Payload, Route, Rows
+from .checks import MAX_TOPK, error_of, require_integers, require_on, require_tensors
+from .deepep_config import Config, HtSizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
+from .deepep_handle import NormalHandle, NormalPayload, Route, Rows
 from .errors import EpError, OverflowError
 from .events import EventHandle, EventOverlap, run_beside
 from .handle import EXACT, Layout
@@ -24,7 +24,6 @@ Previous: TypeAlias = "EventOverlap | EventHandle | None"
 
 _ops = torch.ops.nccl_ep
 _UNWEIGHTED = 0  # csrc/runtime/params.h, Weighting
-_MAX_TOPK = 32
 topk_idx_t = torch.int64  # DeepEP's name for the dtype of topk_idx; int32 is accepted as well
 
 
@@ -40,7 +39,7 @@ class NormalMethods:
     on_overflow: str
     _normal_name: str  # of the window that these methods use
     _seq: torch.Tensor
-    _ht_sizes: Sizes | None
+    _ht_sizes: HtSizes | None
     _fitting: dict[tuple[int, int, int], int]  # tokens, by experts, top-k and bytes of a row
 
     if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class NormalMethods:
 
         def require_usable(self) -> None: ...
 
-        def _grow(self, ht_sizes: Sizes) -> None: ...
+        def _grow(self, ht_sizes: HtSizes) -> None: ...
 
     # ---- Tuning
 
@@ -178,7 +177,7 @@ class NormalMethods:
         Source: DeepEP's method of that name.
         """
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
-        payload = Payload.of(self, x)
+        payload = NormalPayload.of(self, x)
         num_sms = self._num_sms_of(config)
         require_integers(expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens)
         if expert_alignment < 1:
@@ -200,35 +199,17 @@ class NormalMethods:
         )
         self._check_topk(payload.rows.shape[0], topk_idx, topk_weights, is_token_in_rank, num_experts)
 
-        topk = self.num_ranks if topk_idx is None else topk_idx.shape[1]
-
         def call() -> tuple[Any, ...]:
-            """With all that looks at its results: the caller's stream does not wait for the operation's."""
-            if topk_idx is None:
-                experts = self.num_ranks
-                received = self._route_by_ranks(payload, is_token_in_rank, num_tokens_per_expert, num_sms)
-            else:
-                experts, capacity = num_experts, num_worst_tokens or EXACT
-                received = self._route(payload, topk_idx, topk_weights, num_experts, capacity, num_sms)
-            rows, scales, recv_idx, recv_weights, info, route, slots, rank_prefix, counts = received
-            src_idx = slots[: rows.shape[0], 0]
-            if len(src_idx) < len(rows):  # num_worst_tokens is more than can ever come
-                src_idx = torch.nn.functional.pad(src_idx, (0, len(rows) - len(src_idx)))
-            max_tokens = self._max_tokens(experts, topk, payload.row_bytes)
-            made = Route(route, src_idx, is_token_in_rank, topk, experts, max_tokens).as_handle(self, rank_prefix)
-            return rows, scales, recv_idx, recv_weights, info, counts.cpu(), *made
+            return self._dispatch_new(
+                payload, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert, num_experts,
+                num_worst_tokens or EXACT, num_sms,
+            )  # fmt: skip
 
         given = (payload.rows, payload.scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
         received, event = self._run(call, given, async_finish, previous_event)
         rows, scales, recv_idx, recv_weights, info, counts, *made = received
         if self.on_overflow == "raise" and num_worst_tokens:
-            if event.event is not None:
-                event.current_stream_wait()
-            if (dropped := int(info[2 * self.num_ranks])) > 0:
-                raise OverflowError(
-                    f"{dropped} rows did not fit into num_worst_tokens {num_worst_tokens}: "
-                    f"{info[self.num_ranks : 2 * self.num_ranks].tolist()} came from the ranks"
-                )
+            self._require_all_fitted(info, num_worst_tokens, event)
         per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts.tolist()]
         recv_x = payload.as_given(rows, scales)
         if topk_idx is None:
@@ -318,8 +299,39 @@ class NormalMethods:
         )
         return made
 
+    def _dispatch_new(
+        self, payload: NormalPayload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
+        is_token_in_rank: torch.Tensor, per_expert: torch.Tensor, num_experts: int, capacity: int, num_sms: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Rows, scales, ids, weights, info, the experts' counts on the host, and the tensors of the handle.
+
+        With all that looks at the op's results: the caller's stream does not wait for the operation's.
+        """
+        if topk_idx is None:
+            topk = num_experts = self.num_ranks
+            received = self._route_by_ranks(payload, is_token_in_rank, per_expert, num_sms)
+        else:
+            topk = topk_idx.shape[1]
+            received = self._route(payload, topk_idx, topk_weights, num_experts, capacity, num_sms)
+        rows, scales, recv_idx, recv_weights, info, route, slots, rank_prefix, counts = received
+        src_idx = slots[: rows.shape[0], 0]
+        if len(src_idx) < len(rows):  # num_worst_tokens is more than can ever come
+            src_idx = torch.nn.functional.pad(src_idx, (0, len(rows) - len(src_idx)))
+        max_tokens = self._max_tokens(num_experts, topk, payload.row_bytes)
+        made = Route(route, src_idx, is_token_in_rank, topk, num_experts, max_tokens).as_handle(self, rank_prefix)
+        return rows, scales, recv_idx, recv_weights, info, counts.cpu(), *made
+
+    def _require_all_fitted(self, info: torch.Tensor, num_worst_tokens: int, event: EventOverlap) -> None:
+        if event.event is not None:
+            event.current_stream_wait()
+        if (dropped := int(info[2 * self.num_ranks])) > 0:
+            raise OverflowError(
+                f"{dropped} rows did not fit into num_worst_tokens {num_worst_tokens}: "
+                f"{info[self.num_ranks : 2 * self.num_ranks].tolist()} came from the ranks"
+            )
+
     def _route(
-        self, payload: Payload, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_experts: int,
+        self, payload: NormalPayload, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_experts: int,
         capacity: int, num_sms: int,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Results as the op's; the last is the counts of the experts alone."""
@@ -339,18 +351,18 @@ class NormalMethods:
             self._grow_for(int(host_counts[0]), tokens, topk, payload.row_bytes)
 
     def _route_by_ranks(
-        self, payload: Payload, is_token_in_rank: torch.Tensor, per_expert: torch.Tensor, num_sms: int
+        self, payload: NormalPayload, is_token_in_rank: torch.Tensor, per_expert: torch.Tensor, num_sms: int
     ) -> tuple[torch.Tensor, ...]:
         """Without top-k: a rank is one expert, and the experts' counts travel as a row for each rank."""
         ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
         made = self._route(payload, torch.where(is_token_in_rank, ranks, -1), None, self.num_ranks, EXACT, num_sms)
         local = per_expert.view(self.num_ranks, -1)
-        counts = Payload(torch.nn.functional.pad(local, (0, -local.shape[1] % 4)).contiguous(), None)
+        counts = NormalPayload(torch.nn.functional.pad(local, (0, -local.shape[1] % 4)).contiguous(), None)
         told = self._route(counts, ranks.unsqueeze(1), None, self.num_ranks, self.num_ranks, num_sms)
         return *made[:-1], told[0][:, : local.shape[1]].sum(0)
 
     def _dispatch_cached(
-        self, payload: Payload, route: Route, num_sms: int, is_async: bool, previous: Previous
+        self, payload: NormalPayload, route: Route, num_sms: int, is_async: bool, previous: Previous
     ) -> tuple[Rows, EventOverlap]:
         def call() -> tuple[torch.Tensor, ...]:
             made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_cached.default(
@@ -407,7 +419,7 @@ class NormalMethods:
         num_bytes = bytes_for_tokens(tokens, self.num_ranks, self.domain_size, row_bytes, topk)
         self._grow(sizes_for_bytes(num_bytes, self.num_ranks, self.domain_size))
 
-    def _too_many_tokens(self, payload: Payload, topk: int, fitting: int) -> str:
+    def _too_many_tokens(self, payload: NormalPayload, topk: int, fitting: int) -> str:
         tokens = payload.rows.shape[0]
         need = bytes_for_tokens(tokens, self.num_ranks, self.domain_size, payload.row_bytes, topk)
         return (
@@ -447,8 +459,8 @@ class NormalMethods:
         if (topk_idx is None) != (topk_weights is None):
             raise ValueError("topk_idx and topk_weights are given together, or neither is")
         if topk_idx is None:
-            if self.num_ranks > _MAX_TOPK:
-                raise ValueError(f"without topk_idx at most {_MAX_TOPK} ranks, these are {self.num_ranks}")
+            if self.num_ranks > MAX_TOPK:
+                raise ValueError(f"without topk_idx at most {MAX_TOPK} ranks, these are {self.num_ranks}")
             return
         require_on(self, ("topk_idx", "topk_weights"), (topk_idx, topk_weights))
         _check_idx(topk_idx)

@@ -1,4 +1,4 @@
-"""The calls of high throughput (HT), once functional.py has checked their numbers; and cached dispatch."""
+"""The calls of high throughput (HT), once forms.py has checked their numbers; and cached dispatch."""
 
 from __future__ import annotations
 
@@ -158,9 +158,5 @@ def ht_handle(handle: Handle) -> tuple[Buffer, torch.Tensor]:
 
 def combine_args(handle: Handle, ll_args: tuple[Any, ...], rows: bool) -> tuple[Any, ...]:
     """The arguments of ``ht_combine`` from those of ``ll_combine``; ``rows``: the first is rows, not scalars."""
-    first, tensor, weights, topk_idx, biases, *rest = ll_args
-    numbers, how = rest[:6], rest[6:]
-    return (
-        first if rows else None, None if rows else first, tensor, handle.slots, weights, topk_idx, biases, *numbers,
-        *how,
-    )  # fmt: skip
+    first, tensor, *rest = ll_args
+    return (first if rows else None, None if rows else first, tensor, handle.slots, *rest)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from . import _C
+from .buffer import find_buffer
 from .handle import HtRouteShape, Layout, Quant, align4
 
 Tensors = tuple[torch.Tensor, ...]
@@ -48,8 +49,6 @@ def scales_of(x_scales: torch.Tensor | None) -> tuple[int, torch.dtype]:
 
 
 def _num_ranks(buffer: str) -> int:
-    from .buffer import find_buffer  # a buffer imports this package's ops first
-
     return find_buffer(buffer).num_ranks
 
 
@@ -204,8 +203,6 @@ _fake("ll_combine_deepep_send")(_deepep_combined)
 
 
 def _ht_route_size(buffer: str, num_tokens: int, max_tokens: int, topk: int, num_experts: int) -> int:
-    from .buffer import find_buffer
-
     made = find_buffer(buffer)
     num_domains = made.num_ranks // made.domain_size
     return HtRouteShape(made.num_ranks, num_domains, num_experts, num_tokens, max_tokens, topk).size

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .reference_numbers import FP8_GROUP, QUANT_MODES, align_up, bits_equal, compact, first_difference, quantize_fp8
+from .reference_numbers import FP8_GROUP, QUANT_MODES, bits_equal, compact, first_difference, quantize_fp8
+from .reference_places import Placement, local_ids, place_by_expert, place_by_rank, reached_by, routing_of, stack
 
 __all__ = [
     "EXPERT_LAYOUTS",
@@ -88,22 +89,6 @@ class DispatchResult:
     valid: Tensor
 
 
-@dataclass
-class _Placement:
-    """Where every choice goes at one rank; row_of and the shape of the rows decide the rest."""
-
-    row_of: Tensor
-    shape: tuple[int, ...]
-    counts: Tensor
-    demand: Tensor
-    offsets: Tensor | None = None
-    row_expert: Tensor | None = None
-    total: Tensor | None = None
-
-
-# --- Routing
-
-
 def _check_world(inputs: Sequence[RankInput], num_experts: int) -> int:
     """Checks what all ranks must agree on; returns L. Raises ValueError."""
     if not inputs:
@@ -134,31 +119,6 @@ def _check_world(inputs: Sequence[RankInput], num_experts: int) -> int:
     return num_experts // len(inputs)
 
 
-def _stack(tensors: Sequence[Tensor], max_tokens: int, fill: float) -> Tensor:
-    """Tensors [T_r, ...] as one [R, M, ...], `fill` past each T_r."""
-    first = tensors[0]
-    stacked = first.new_full((len(tensors), max_tokens, *first.shape[1:]), fill)
-    for rank, tensor in enumerate(tensors):
-        stacked[rank, : len(tensor)] = tensor
-    return stacked
-
-
-def _routing(ids: Sequence[Tensor], num_experts: int, max_tokens: int) -> Tensor:
-    """Global expert ids [R, M, K] int64 of all sources; -1 for whatever names no expert."""
-    stacked = _stack([tensor.to(torch.int64) for tensor in ids], max_tokens, -1)
-    return torch.where((stacked >= 0) & (stacked < num_experts), stacked, -1)
-
-
-def _local_ids(routing: Tensor, rank: int, num_local: int) -> Tensor:
-    """Local expert ids [R, M, K] at `rank`, -1 for experts of other ranks."""
-    return torch.where(routing.div(num_local, rounding_mode="floor") == rank, routing - rank * num_local, -1)
-
-
-def _reached(routing: Tensor, num_ranks: int, num_local: int) -> Tensor:
-    """bool [R (destination), R (source), M]: the token has an expert at the destination."""
-    return torch.stack([(_local_ids(routing, rank, num_local) >= 0).any(-1) for rank in range(num_ranks)])
-
-
 def wire_rows(inputs: list[RankInput], *, num_experts: int) -> Tensor:
     """Rows that cross from source to destination at dispatch, one a token and destination.
 
@@ -167,69 +127,8 @@ def wire_rows(inputs: list[RankInput], *, num_experts: int) -> Tensor:
     """
     num_local = _check_world(inputs, num_experts)
     max_tokens = max(len(given.x) for given in inputs)
-    routing = _routing([given.topk_idx for given in inputs], num_experts, max_tokens)
-    return _reached(routing, len(inputs), num_local).sum(-1).transpose(0, 1).contiguous()
-
-
-# --- Placement
-
-
-def _place_by_expert(
-    local: Tensor,
-    num_local: int,
-    layout: str,
-    capacity: int | None,
-    alignment: int,
-) -> _Placement:
-    """Rows of the expert layouts: one a choice, inside an expert by (source, token, k)."""
-    num_ranks, max_tokens, topk = local.shape
-    flat = local.reshape(-1)
-    picks = torch.nonzero(flat >= 0).reshape(-1)
-    picks = picks[torch.argsort(flat[picks], stable=True)]
-    experts = flat[picks]
-    demand = torch.bincount(experts, minlength=num_local)
-    index = torch.arange(len(picks)) - (torch.cumsum(demand, 0) - demand)[experts]
-    row_of = torch.full_like(flat, -1)
-
-    if layout == "expert_major":
-        slots = num_ranks * max_tokens if capacity is None else capacity
-        row_of[picks] = torch.where(index < slots, experts * slots + index, -1)
-        counts = demand.clamp(max=slots)
-        return _Placement(row_of.view_as(local), (num_local, slots), counts, demand)
-
-    if capacity is None:
-        worst = num_ranks * max_tokens * min(topk, num_local) + num_local * (alignment - 1)
-        capacity = align_up(worst, alignment)
-    ends = torch.cumsum((demand + alignment - 1).div(alignment, rounding_mode="floor") * alignment, 0)
-    start = torch.cat([ends.new_zeros(1), ends])
-    position = start[experts] + index
-    row_of[picks] = torch.where(position < capacity, position, -1)
-    counts = (capacity - start[:-1]).clamp(min=0).minimum(demand)
-    row_expert = torch.full((capacity,), -1, dtype=torch.int32)
-    kept = position < capacity
-    row_expert[position[kept]] = experts[kept].to(torch.int32)
-    offsets = start.clamp(max=capacity).to(torch.int32)
-    return _Placement(row_of.view_as(local), (capacity,), counts, demand, offsets, row_expert)
-
-
-def _place_by_rank(local: Tensor, layout: str, capacity: int | None) -> _Placement:
-    """Rows of the rank layouts: one a token that has an expert here, by (source, token), without gaps."""
-    num_ranks, max_tokens, _ = local.shape
-    here = (local >= 0).any(-1)
-    demand = here.sum(1)
-    if layout == "rank_major":
-        rows = torch.cumsum(here, 1) - 1 + torch.arange(num_ranks).unsqueeze(1) * max_tokens
-        shape: tuple[int, ...] = (num_ranks, max_tokens)
-        kept = here
-    else:
-        slots = num_ranks * max_tokens if capacity is None else capacity
-        rows = (torch.cumsum(here.reshape(-1), 0) - 1).view_as(here)
-        shape = (slots,)
-        kept = here & (rows < slots)
-    row_of = torch.where(kept.unsqueeze(-1) & (local >= 0), rows.unsqueeze(-1), -1)
-    counts = kept.sum(1)
-    total = counts.sum().reshape(1).to(torch.int32) if layout == "flat" else None
-    return _Placement(row_of, shape, counts, demand, total=total)
+    routing = routing_of([given.topk_idx for given in inputs], num_experts, max_tokens)
+    return reached_by(routing, len(inputs), num_local).sum(-1).transpose(0, 1).contiguous()
 
 
 # --- Dispatch
@@ -238,7 +137,7 @@ def _place_by_rank(local: Tensor, layout: str, capacity: int | None) -> _Placeme
 def _as_bytes(tensors: Sequence[Tensor], max_tokens: int) -> tuple[Tensor, torch.dtype]:
     """Tensors [T, n] of any dtype and strides as uint8 [R * M, bytes], with their dtype."""
     rows = [compact(tensor).view(torch.uint8) for tensor in tensors]
-    return _stack(rows, max_tokens, 0).flatten(0, 1), tensors[0].dtype
+    return stack(rows, max_tokens, 0).flatten(0, 1), tensors[0].dtype
 
 
 def _move_rows(
@@ -291,7 +190,7 @@ def dispatch(
         payloads = [given.x for given in inputs]
         scales = [given.scales for given in inputs if given.scales is not None] or None
 
-    routing = _routing([given.topk_idx for given in inputs], num_experts, max_tokens)
+    routing = routing_of([given.topk_idx for given in inputs], num_experts, max_tokens)
     weights = _dispatch_weights(inputs, max_tokens)
     moved_x = _as_bytes(payloads, max_tokens)
     moved_scales = None if scales is None else _as_bytes(scales, max_tokens)
@@ -299,11 +198,11 @@ def dispatch(
 
     results = []
     for rank, given in enumerate(inputs):
-        local = _local_ids(routing, rank, num_local)
+        local = local_ids(routing, rank, num_local)
         if layout in EXPERT_LAYOUTS:
-            placement = _place_by_expert(local, num_local, layout, capacity, expert_alignment)
+            placement = place_by_expert(local, num_local, layout, capacity, expert_alignment)
         else:
-            placement = _place_by_rank(local, layout, capacity)
+            placement = place_by_rank(local, layout, capacity)
         idx_dtype = given.topk_idx.dtype
         results.append(_received(placement, local, weights, idx_dtype, layout, moved_x, moved_scales, fill))
     return results
@@ -312,11 +211,11 @@ def dispatch(
 def _dispatch_weights(inputs: Sequence[RankInput], max_tokens: int) -> Tensor:
     """The weights of the dispatch, fp32 [R, M, K]."""
     given = [torch.ones(i.topk_idx.shape) if i.topk_weights is None else i.topk_weights for i in inputs]
-    return _stack(given, max_tokens, 0.0)
+    return stack(given, max_tokens, 0.0)
 
 
 def _received(
-    placement: _Placement,
+    placement: Placement,
     local: Tensor,
     weights: Tensor,
     idx_dtype: torch.dtype,
@@ -434,14 +333,14 @@ def combine(
         raise ValueError(f"wire dtype {wire_dtype} for output {out_dtype}")
 
     tokens = num_ranks * max_tokens
-    routing = _routing([given.topk_idx for given in inputs], num_experts, max_tokens)
-    reached = _reached(routing, num_ranks, num_local).view(num_ranks, tokens)
+    routing = routing_of([given.topk_idx for given in inputs], num_experts, max_tokens)
+    reached = reached_by(routing, num_ranks, num_local).view(num_ranks, tokens)
     factors: Tensor | None = None
     if isinstance(weights, list):
-        factors = _stack(weights, max_tokens, 0.0).view(tokens, topk)
+        factors = stack(weights, max_tokens, 0.0).view(tokens, topk)
     elif weights == "dispatch":
         factors = _dispatch_weights(inputs, max_tokens).view(tokens, topk)
-    named = None if topk_idx is None else _routing(topk_idx, num_experts, max_tokens).view(tokens, topk) >= 0
+    named = None if topk_idx is None else routing_of(topk_idx, num_experts, max_tokens).view(tokens, topk) >= 0
 
     total = _Sum(tokens, hidden)
     for rank, entry in enumerate(bias or ()):

@@ -90,7 +90,7 @@ def run_ranks(num_ranks: int, body: Callable[[ThreadGroup], T], timeout: float =
     if errors:
         first = errors[min(errors)]
         for rank, error in sorted(errors.items()):
-            if error is not first:
-                first.add_note(f"rank {rank}: {type(error).__name__}: {error}") if hasattr(first, "add_note") else None
+            if error is not first and hasattr(first, "add_note"):  # Python 3.11 and newer
+                first.add_note(f"rank {rank}: {type(error).__name__}: {error}")
         raise first
     return results

@@ -525,6 +525,19 @@ def test_disagreement_when_the_buffer_is_made(name: str, values: tuple[int, int]
     run_ranks(2, body)
 
 
+def test_ranks_tell_one_another_the_version_of_the_package() -> None:
+    heard = []
+
+    class Listening(ThreadGroup):
+        def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+            heard.append(mine)
+            return super().allgather(mine, timeout)
+
+    with nccl_ep.Buffer(Listening(ThreadGroup.make(1)[0]._world, 0), device="cpu"):
+        line = f"the library's version={nccl_ep.__version__}\n".encode()
+        assert any(line in words for words in heard), heard
+
+
 def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer whose words at the meeting are those of another version."""
 

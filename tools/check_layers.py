@@ -6,8 +6,6 @@ from pathlib import Path
 
 CSRC = Path(__file__).parent.parent / "csrc"
 LEVEL = {"base": 0, "layout": 1, "transport": 2, "runtime": 3, "cpu": 4, "cuda": 4, "include": 4, "api": 5, "torch": 6}
-# One instruction, warp or block each: the transports of CUDA are written with them.
-SHARED_DEVICE_HEADERS = {"cuda/ptx.cuh", "cuda/group.cuh"}
 
 
 def faults(path: Path, text: str) -> list[str]:
@@ -24,8 +22,7 @@ def faults(path: Path, text: str) -> list[str]:
                 found.append(f"includes {header}: torch is for csrc/torch")
         elif target in LEVEL and (CSRC / header).exists():
             same_level = target != folder and LEVEL[target] == LEVEL[folder]
-            shared = device and header in SHARED_DEVICE_HEADERS
-            if (LEVEL[target] > LEVEL[folder] or same_level) and not shared:
+            if LEVEL[target] > LEVEL[folder] or same_level:
                 found.append(f"includes {header}: {folder} may not see {target}")
         if header.endswith(".cuh") and not device:
             found.append(f"includes {header}: only .cu and .cuh are compiled by nvcc")

@@ -46,7 +46,6 @@ EP_HD int chunk_size(int chunk, int count, int chunks) {
 // A call message, tagged words: the record, the receiver's output, then (dispatch) the counts of the sender's choices.
 struct HtCall {
   enum Word {
-    kRecord = 0,
     kLayout = CallRecord::kWords,  // of the output
     kCapacity,
     kAlignment,

@@ -18,7 +18,7 @@ struct LlSizes {
   uint64_t row_bytes[kNumKinds] = {0, 0};
   // Where ranks can be masked, each source has a part of a bank for itself, whatever the shapes: what a masked rank has
   // left there is in nobody's way.
-  bool has_parts = false;
+  bool by_source = false;
 };
 
 struct LlWindow {
@@ -32,12 +32,12 @@ struct LlWindow {
   Region<uint64_t> flag_epoch;  // of the last such exchange; its owner's alone
   Region<uint64_t> signs;       // [source]: with masks, signs of life of who waits; each has one writer
   uint64_t bytes = 0;
-  bool has_parts = false;
+  bool by_source = false;
 
   static LlWindow make(int num_ranks, const LlSizes& sizes) {
     Carver carver;
     LlWindow window;
-    window.has_parts = sizes.has_parts;
+    window.by_source = sizes.by_source;
     window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumKinds) * num_ranks);
     for (int k = 0; k < kNumKinds; k++) {
       PerKind& kind = window.kind[k];
@@ -63,8 +63,8 @@ struct LlLayout {
   Offset signals = 0;
   Offset records = 0, tagged = 0, rows = 0;            // bank 0
   uint64_t tagged_bank_bytes = 0, row_bank_bytes = 0;  // from one bank to the next
-  bool has_parts = false;
-  uint32_t tagged_part_bytes = 0;  // has_parts
+  bool by_source = false;
+  uint32_t tagged_part_bytes = 0;  // by_source
   uint32_t row_part_bytes = 0;     // from one source to the next
 
   EP_HD Offset signal(int source) const { return signals + static_cast<Offset>(source) * 8; }
@@ -73,39 +73,39 @@ struct LlLayout {
   }
   EP_HD int id_bytes() const { return ids.words() * static_cast<int>(sizeof(TaggedWord)); }
   EP_HD uint64_t slot(int source, int token) const { return static_cast<uint64_t>(source) * max_tokens + token; }
-  // kParts: has_parts. Kernels know it, as it takes more instructions.
-  template <bool kParts>
+  // kBySource: by_source. Kernels know it, as it takes more instructions.
+  template <bool kBySource>
   EP_HD Offset id_words(int bank, int source, int token) const {
     const Offset first = tagged + bank * tagged_bank_bytes;
-    if (kParts) return first + tagged_part(source) + static_cast<uint64_t>(token) * id_bytes();
+    if (kBySource) return first + tagged_part(source) + static_cast<uint64_t>(token) * id_bytes();
     return first + slot(source, token) * id_bytes();
   }
-  template <bool kParts>
+  template <bool kBySource>
   EP_HD Offset weight(int bank, int source, int token, int k) const {
     const Offset first = tagged + bank * tagged_bank_bytes;
-    if (kParts) {
+    if (kBySource) {
       const uint64_t index = static_cast<uint64_t>(token) * topk + k;
       return first + tagged_part(source) + static_cast<uint64_t>(max_tokens) * id_bytes() + index * sizeof(TaggedWord);
     }
     return first + static_cast<uint64_t>(num_ranks) * max_tokens * id_bytes() +
            (slot(source, token) * topk + k) * sizeof(TaggedWord);
   }
-  template <bool kParts>
+  template <bool kBySource>
   EP_HD Offset row(int bank, int source, int token) const {
     const Offset first = rows + bank * row_bank_bytes;
-    if (kParts) {
+    if (kBySource) {
       return first + static_cast<uint64_t>(source) * row_part_bytes + static_cast<uint64_t>(token) * row_stride;
     }
     return first + slot(source, token) * row_stride;
   }
   EP_HD Offset id_words(int bank, int source, int token) const {
-    return has_parts ? id_words<true>(bank, source, token) : id_words<false>(bank, source, token);
+    return by_source ? id_words<true>(bank, source, token) : id_words<false>(bank, source, token);
   }
   EP_HD Offset weight(int bank, int source, int token, int k) const {
-    return has_parts ? weight<true>(bank, source, token, k) : weight<false>(bank, source, token, k);
+    return by_source ? weight<true>(bank, source, token, k) : weight<false>(bank, source, token, k);
   }
   EP_HD Offset row(int bank, int source, int token) const {
-    return has_parts ? row<true>(bank, source, token) : row<false>(bank, source, token);
+    return by_source ? row<true>(bank, source, token) : row<false>(bank, source, token);
   }
 
   static uint64_t tagged_bytes(const Shape& shape) {
@@ -131,7 +131,7 @@ struct LlLayout {
     layout.rows = regions.rows.offset;
     layout.tagged_bank_bytes = regions.tagged.count * sizeof(TaggedWord) / kNumBanks;
     layout.row_bank_bytes = regions.rows.count * sizeof(uint32_t) / kNumBanks;
-    layout.has_parts = window.has_parts;
+    layout.by_source = window.by_source;
     layout.tagged_part_bytes = part_bytes(layout.tagged_bank_bytes, shape.num_ranks, kPartAlignment);
     layout.row_part_bytes = part_bytes(layout.row_bank_bytes, shape.num_ranks, kRowAlignment);
     const uint64_t need_tagged = tagged_bytes(shape);
@@ -141,7 +141,7 @@ struct LlLayout {
              "the window is too small for ", shape.max_tokens, " tokens a rank, top-", shape.topk, ", rows of ",
              row.wire_bytes(), " bytes: a bank needs ", need_tagged, " bytes of routing and ", need_rows,
              " bytes of rows, it has ", layout.tagged_bank_bytes, " and ", layout.row_bank_bytes);
-    if (!layout.has_parts) {
+    if (!layout.by_source) {
       layout.row_part_bytes = static_cast<uint32_t>(need_rows / ranks);
     }
     return layout;

@@ -13,7 +13,6 @@ struct Topology {
   EP_HD int num_domains() const { return num_ranks / domain_size; }
   EP_HD int domain_of(int rank) const { return rank / domain_size; }
   EP_HD int lsa_rank(int rank) const { return rank % domain_size; }
-  EP_HD int rail_rank(int rank) const { return rank / domain_size; }
   EP_HD bool is_lsa(int a, int b) const { return domain_of(a) == domain_of(b); }
 
   static Topology make(int num_ranks, int domain_size) {

@@ -21,6 +21,11 @@ inline void check_tokens(int num_tokens, const Shape& shape) {
            shape.max_tokens);
 }
 
+inline void check_quant(Quant quant, DType dtype) {
+  EP_CHECK(quant == Quant::kNone || dtype == DType::kBF16 || dtype == DType::kF16, "quant ", name_of(quant), " of ",
+           name_of(dtype), ": only bf16 and fp16 are quantised");
+}
+
 inline void check_output(const OutputShape& output) {
   EP_CHECK(output.capacity >= 0 && output.capacity <= INT32_MAX, "capacity is ", output.capacity, ", must be 0 to ",
            INT32_MAX);

@@ -11,7 +11,6 @@
 namespace ep {
 namespace {
 
-constexpr const char* kVersion = "0.1.0";
 constexpr int kWireVersion = 5;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
@@ -64,7 +63,7 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
   check_timeout(config.timeout_seconds);
   EP_CHECK(rank_ >= 0 && rank_ < bootstrap.num_ranks(), "rank ", rank_, " of ", bootstrap.num_ranks(), " ranks");
   Agreement agreement;
-  agreement.add("the library's version", kVersion);
+  agreement.add("the library's version", EP_VERSION);
   agreement.add("the wire format", kWireVersion);
   agreement.add("the number of ranks", bootstrap.num_ranks());
   agreement.add("the kind of device", config.device_kind());
@@ -84,7 +83,7 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
            "late ranks can be masked among at most ", kMaxMaskableRanks, " ranks of one domain, these are ",
            topology_.num_ranks, " in ", topology_.num_domains());
   LlSizes sizes = config.sizes;
-  sizes.has_parts = config.masks_late_ranks;
+  sizes.by_source = config.masks_late_ranks;
   window_ = Window::make(topology_.num_ranks, sizes, config.ht_sizes);
   backend_ = make_backend(bootstrap, topology_, window_, config_);
 }
@@ -220,17 +219,23 @@ void Group::note_half(Kind kind, Half half) {
   if (half == Half::kSend) calls_.staged++;
 }
 
-void Group::prepare(LlDispatchParams& p) {
+Shape Group::own_shape(const Shape& shape) const {
+  return Shape::make(num_ranks(), shape.num_experts, shape.topk, shape.max_tokens);
+}
+
+template <class Params>
+void Group::begin(Params& p) {
   require_usable();
-  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
+  p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
+}
+
+void Group::prepare(LlDispatchParams& p) {
+  begin(p);
   check_output(p.output);
   const bool quantises = p.quant != Quant::kNone;
-  if (quantises) {
-    EP_CHECK(p.dtype == DType::kBF16 || p.dtype == DType::kF16, "quant ", name_of(p.quant), " of ", name_of(p.dtype),
-             ": only bf16 and fp16 are quantised");
-    EP_CHECK(p.scales.data == nullptr, "scales given together with quant ", name_of(p.quant));
-  }
+  check_quant(p.quant, p.dtype);
+  EP_CHECK(!quantises || p.scales.data == nullptr, "scales given together with quant ", name_of(p.quant));
   check_row_bytes(static_cast<int64_t>(p.hidden) * (quantises ? 1 : size_of(p.dtype)), "a row");
   p.row.payload_bytes = p.hidden * (quantises ? 1 : size_of(p.dtype));
   const int64_t scale_bytes = static_cast<int64_t>(p.out_scales.count) * p.out_scales.element_bytes;
@@ -244,8 +249,7 @@ void Group::prepare(LlDispatchParams& p) {
 
 void Group::check_opaque_rows(const Shape& shape, int64_t row_bytes) const {
   check_row_bytes(row_bytes, "a row");
-  LlLayout::make(window_, Kind::kDispatch, Shape::make(num_ranks(), shape.num_experts, shape.topk, shape.max_tokens),
-                 RowFormat{static_cast<int>(row_bytes), 0, true});
+  LlLayout::make(window_, Kind::kDispatch, own_shape(shape), RowFormat{static_cast<int>(row_bytes), 0, true});
 }
 
 void Group::dispatch(LlDispatchParams& p, void* stream) {
@@ -258,9 +262,7 @@ void Group::dispatch(LlDispatchParams& p, void* stream) {
 }
 
 void Group::combine(LlCombineParams& p, void* stream) {
-  require_usable();
-  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
-  check_tokens(p.num_tokens, p.shape);
+  begin(p);
   check_combined_rows(p);
   p.domain_size = topology_.domain_size;
   p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
@@ -276,9 +278,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
 }
 
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
-  require_usable();
-  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
-  check_tokens(p.num_tokens, p.shape);
+  begin(p);
   p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, RowFormat{});
   p.call = record_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape, 0,
                      p.num_tokens);
@@ -295,9 +295,7 @@ void Group::floor_flags(void* stream) {
 }
 
 void Group::floor_push(LlFloorPushParams& p, int64_t row_bytes, void* stream) {
-  require_usable();
-  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
-  check_tokens(p.num_tokens, p.shape);
+  begin(p);
   check_row_bytes(row_bytes, "a row");
   p.row = RowFormat{static_cast<int>(row_bytes), 0, false};
   p.layout = LlLayout::make(window_, p.kind, p.shape, p.row);

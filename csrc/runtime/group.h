@@ -96,6 +96,10 @@ class Group {
 
  private:
   Offset offset_of(const void* data, uint64_t bytes) const;
+  Shape own_shape(const Shape& shape) const;  // of this group's ranks, checked
+  template <class Params>
+  void begin(Params& p);  // what every operation of low latency checks first
+  void require_ht();
   void check_half(Kind kind, Half half, const char* call) const;
   // With the ranks that nothing was heard of, which a kernel does not look for.
   Failure failure_in_full(Backend& backend) const;

@@ -1,4 +1,6 @@
 // High throughput's part of the group: what follows from the rest of the parameters, and checks.
+#include <algorithm>
+
 #include "base/check.h"
 #include "runtime/call_checks.h"
 #include "runtime/group.h"
@@ -40,8 +42,8 @@ HtSizes ht_sizes_for(const Topology& topology, const Shape& shape, int dispatch_
   combine.add(shape.topk * 4);  // scalars of weights
   HtSizes sizes = HtLayout::sizes(topology, shape, dispatch.stride());
   const HtSizes back = HtLayout::sizes(topology, shape, combine.stride());
-  sizes.row_bytes = sizes.row_bytes > back.row_bytes ? sizes.row_bytes : back.row_bytes;
-  sizes.rail_bytes = sizes.rail_bytes > back.rail_bytes ? sizes.rail_bytes : back.rail_bytes;
+  sizes.row_bytes = std::max(sizes.row_bytes, back.row_bytes);
+  sizes.rail_bytes = std::max(sizes.rail_bytes, back.rail_bytes);
   sizes.arena_bytes = arena_bytes;
   return sizes;
 }
@@ -51,19 +53,20 @@ Offset Group::offset_of(const void* data, uint64_t bytes) const {
   return arena == nullptr || bytes == 0 ? kNoOffset : arena->offset_of(data, bytes);
 }
 
-void Group::prepare(HtDispatchParams& p) {
+void Group::require_ht() {
   require_usable();
   EP_CHECK(has_ht(), "the buffer was made without room for high throughput: make it with mode=\"ht\" or \"auto\"");
-  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
+}
+
+void Group::prepare(HtDispatchParams& p) {
+  require_ht();
+  p.shape = own_shape(p.shape);
   // Counts may be of any number of tokens: then all ranks see that it is too much for one of them.
   if (p.steps != HtSteps::kRoute) check_tokens(p.num_tokens, p.shape);
   check_output(p.output);
   EP_CHECK(p.num_parts >= 1 && p.num_parts <= kHtMaxParts, p.num_parts, " tensors and scales, must be 1 to ",
            kHtMaxParts);
-  if (p.quant != Quant::kNone) {
-    EP_CHECK(p.dtype == DType::kBF16 || p.dtype == DType::kF16, "quant ", name_of(p.quant), " of ", name_of(p.dtype),
-             ": only bf16 and fp16 are quantised");
-  }
+  check_quant(p.quant, p.dtype);
   check_row_bytes(p.parts[0].bytes, "a row");
   HtRowFormat row;
   uint32_t beside = 0, order = 0;
@@ -90,9 +93,8 @@ void Group::dispatch(HtDispatchParams& p, void* stream) {
 }
 
 void Group::combine(HtCombineParams& p, void* stream) {
-  require_usable();
-  EP_CHECK(has_ht(), "the buffer was made without room for high throughput: make it with mode=\"ht\" or \"auto\"");
-  p.shape = Shape::make(num_ranks(), p.shape.num_experts, p.shape.topk, p.shape.max_tokens);
+  require_ht();
+  p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
   check_slots(p.handle.num_slots, p.shape);
   HtRowFormat row;

@@ -6,9 +6,7 @@
 #include <torch/library.h>
 
 #include "torch/apart.h"
-#include "torch/device.h"
 #include "torch/direct.h"
-#include "torch/registry.h"
 #include "torch/run.h"
 
 namespace ep {
@@ -60,7 +58,7 @@ Tensor behind(const Tensor& front, int64_t first, int64_t count) {
 }
 
 Outputs allocate(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output, const at::Device& device) {
-  DispatchTensors made = allocate_outputs(row, spec, output, device);
+  DispatchTensors made = allocate_outputs(row, spec, output, device, /*with_handle=*/false);
   if (made.scales.numel() > 0) {
     made.scales =
         new_tensor({output.local_experts, made.scales.size(2), output.capacity}, made.scales.scalar_type(), device)
@@ -101,12 +99,11 @@ void set_all(LlDispatchParams& p, const OutputRefs& t) {
   p.out_scales.group_stride = t.scales.stride(2);
 }
 
-// Runs the operation, or a half, into `t`. `p` has all but outputs.
+// Runs the operation, or a half, into `t`, on the current device. `p` has all but outputs.
 void run_into(const OutputRefs& t, LlDispatchParams& p, Registered& registered, const OptionalTensor& recv_stats,
               const OptionalTensor& wait_cost) {
   Group& group = *registered.group;
   const at::Device device = device_of(group);
-  const c10::DeviceGuard on_device(device);
   if (recv_stats) {
     check_tensor(*recv_stats, "cumulative_local_expert_recv_stats", at::kInt, {p.output.local_experts}, device);
     p.recv_stats = recv_stats->data_ptr<int32_t>();
@@ -122,10 +119,7 @@ DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& 
                         int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
                         const OptionalTensor& wait_cost, int64_t num_sms, Half half) {
   return guarded([&] {
-    const auto registered = find_group(buffer);
-    Group& group = *registered->group;
-    const at::Device device = device_of(group);
-    const c10::DeviceGuard on_device(device);
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
     const RowSpec row = check_inputs(x, {}, topk_idx, {}, device);
     const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, row.topk);
     const DispatchSpec spec = spec_of(output, num_experts, quant, num_sms);
@@ -165,10 +159,7 @@ void ll_dispatch_deepep_recv(std::string_view buffer, const Tensor&, const Tenso
                              bool is_idx64, int64_t num_experts, int64_t max_tokens, int64_t quant,
                              const OptionalTensor& recv_stats, const OptionalTensor& wait_cost, int64_t num_sms) {
   guarded([&] {
-    const auto registered = find_group(buffer);
-    Group& group = *registered->group;
-    const at::Device device = device_of(group);
-    const c10::DeviceGuard on_device(device);
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
     EP_CHECK(x.dim() == 3, "x has ", x.dim(), " dimensions, must have 3");
     const RowSpec row{dtype, x.size(2), 0, at::kFloat, num_tokens, topk, is_idx64};
     const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
@@ -204,10 +195,7 @@ Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_
 Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
                int64_t num_tokens, int64_t topk, CombineArgs args, const OptionalTensor& wait_cost, const Tensor* given,
                Half half) {
-  const auto registered = find_group(buffer);
-  Group& group = *registered->group;
-  const at::Device device = device_of(group);
-  const c10::DeviceGuard on_device(device);
+  const auto [registered, group, device, on_device] = OnGroup(buffer);
   const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
   args.weighting = static_cast<int64_t>(Weighting::kHome);
   args.out_dtype = args.wire_dtype = args.rows_dtype;

@@ -207,14 +207,7 @@ std::vector<std::string> op_names() {
   return names;
 }
 
-}  // namespace
-
-}  // namespace ep
-
-PYBIND11_MODULE(_C, m) {
-  using namespace ep;
-  py::register_exception_translator(&translate);
-  watch_signals();
+void define_build_info(py::module_& m) {
   m.def("has_cuda", &has_cuda_backend, "Whether this build holds the CUDA backend.");
   m.def(
       "nccl_info",
@@ -224,13 +217,6 @@ PYBIND11_MODULE(_C, m) {
                         py::arg("path") = info.path, py::arg("problem") = info.problem);
       },
       "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
-  m.def("direct", &direct_op, py::arg("name"), py::arg("usual"), py::arg("together") = false,
-        "The op without torch's parser of arguments (csrc/torch/direct.h). usual: torch's way of calling it. together: "
-        "small results share an allocation.");
-  m.def("op_names", &op_names, "Of all ops, without their namespace.");
-  for (PyMethodDef& check : checks) {
-    m.attr(check.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&check, nullptr));
-  }
   m.def("time_line", &take_time_line, py::arg("kernel"),
         "Builds with NCCL_EP_STAMPS: for each phase of the last kernel of that name, when each warp passed it, in ns.");
 #if defined(EP_EMULATED_GPU)
@@ -251,6 +237,20 @@ PYBIND11_MODULE(_C, m) {
       "bugs in dispatch, 2 in combine, 3 in both. percent: of the delays' usual length. barriers: for racecheck, where "
       "a flag in shared memory hands something on.");
 #endif
+}
+
+// How nccl_ep/ops.py calls the ops, and what Python checks before it does.
+void define_direct_calls(py::module_& m) {
+  m.def("direct", &direct_op, py::arg("name"), py::arg("usual"), py::arg("together") = false,
+        "The op without torch's parser of arguments (csrc/torch/direct.h). usual: torch's way of calling it. together: "
+        "small results share an allocation.");
+  m.def("op_names", &op_names, "Of all ops, without their namespace.");
+  for (PyMethodDef& check : checks) {
+    m.attr(check.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&check, nullptr));
+  }
+}
+
+void define_sizes(py::module_& m) {
   m.def(
       "sizes_for",
       [](int num_ranks, int num_experts, int topk, int max_tokens, int dispatch_row_bytes, int combine_row_bytes) {
@@ -279,6 +279,9 @@ PYBIND11_MODULE(_C, m) {
         return window_for(num_ranks, {sizes[0], {sizes[1], sizes[2]}});
       },
       "Bytes of a window whose split has room for these sizes.");
+}
+
+void define_group(py::module_& m) {
   py::class_<GroupConfig>(m, "GroupConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
@@ -323,4 +326,17 @@ PYBIND11_MODULE(_C, m) {
           py::arg("address"), py::arg("bytes"), "Where in the window memory of the arena lies; None: not there.")
       .def("wire_bytes", [](NamedGroup& self) { return wire_bytes(self.group()); })
       .def("destroy", &NamedGroup::destroy);
+}
+
+}  // namespace
+}  // namespace ep
+
+PYBIND11_MODULE(_C, m) {
+  using namespace ep;
+  py::register_exception_translator(&translate);
+  watch_signals();
+  define_build_info(m);
+  define_direct_calls(m);
+  define_sizes(m);
+  define_group(m);
 }

@@ -3,12 +3,11 @@
 // drops, merges nor reorders communication. docs/architecture.md lists the ops; nccl_ep/ops.py has their fakes.
 #include "torch/ops.h"
 
-#include <array>
+#include <torch/library.h>
 
-#include "torch/device.h"
+#include <tuple>
+
 #include "torch/direct.h"
-#include "torch/registry.h"
-#include "torch/run.h"
 
 namespace ep {
 namespace {
@@ -21,10 +20,7 @@ using at::Tensor;
 DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec,
                              Half half, const DispatchRefs* given) {
-  const auto registered = find_group(buffer);
-  Group& group = *registered->group;
-  const at::Device device = device_of(group);
-  const c10::DeviceGuard on_device(device);
+  const auto [registered, group, device, on_device] = OnGroup(buffer);
   const RowSpec row = check_inputs(x, x_scales, topk_idx, topk_weights, device);
   const OutputShape output = output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout,
                                           spec.capacity, spec.alignment);
@@ -43,7 +39,7 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   DispatchTensors made;
   if (given == nullptr) {
     if (half == Half::kBoth) {
-      made = allocate_dispatched(row, spec, output, device);
+      made = allocate_outputs(row, spec, output, device, /*with_handle=*/true);
     } else {
       made.handle = allocate_handle(row, output, device);
     }
@@ -91,10 +87,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std:
                                                                             int64_t num_tokens, int64_t topk,
                                                                             bool is_idx64, EP_DISPATCH_CONFIG) {
   return guarded([&] {
-    const auto registered = find_group(buffer);
-    Group& group = *registered->group;
-    const at::Device device = device_of(group);
-    const c10::DeviceGuard on_device(device);
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
     const DispatchSpec spec = EP_DISPATCH_SPEC;
     const RowSpec row{dtype, hidden, num_scales, scale_dtype, num_tokens, topk, is_idx64};
     const OutputShape output =
@@ -104,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std:
     params.half = Half::kReceive;
     set_handle(params, handle);
     group.prepare(params);
-    const DispatchTensors t = allocate_outputs(row, spec, output, device);
+    const DispatchTensors t = allocate_outputs(row, spec, output, device, /*with_handle=*/false);
     set_outputs(params, DispatchRefs::of(t));
     group.dispatch(params, registered->order.next_stream(device));
     return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
@@ -137,10 +130,7 @@ OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor
 
 Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSpec& spec, const CombineArgs& args,
                    Half half, const Tensor* given) {
-  const auto registered = find_group(buffer);
-  Group& group = *registered->group;
-  const at::Device device = device_of(group);
-  const c10::DeviceGuard on_device(device);
+  const auto [registered, group, device, on_device] = OnGroup(buffer);
   LlCombineParams p;
   p.output = take_handle(spec, group, handle, device, p.shape, p.handle);
   p.half = half;
@@ -166,22 +156,6 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
 }
 
 namespace {
-
-CombineArgs combine_args(const Tensor& rows, const OptionalTensor& weights, const OptionalTensor& topk_idx,
-                         at::TensorList biases, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype,
-                         int64_t num_sms) {
-  EP_CHECK(rows.dim() >= 2, "rows have ", rows.dim(), " dimensions, must be shaped as dispatch's output");
-  return {&rows,
-          pointer_to(weights),
-          pointer_to(topk_idx),
-          biases,
-          rows.size(-1),
-          weighting,
-          rows.scalar_type(),
-          out_dtype,
-          wire_dtype,
-          num_sms};
-}
 
 #define EP_COMBINE_ARGS                                                                                              \
   const Tensor &rows, const Tensor &handle, const OptionalTensor &weights, const OptionalTensor &topk_idx,           \
@@ -225,10 +199,7 @@ Tensor ll_combine_recv(std::string_view buffer, const Tensor&, const Tensor& han
 Tensor ll_combine_weights(std::string_view buffer, const Tensor&, const Tensor& values, const Tensor& handle,
                           EP_HANDLE_ARGS) {
   return guarded([&] {
-    const auto registered = find_group(buffer);
-    Group& group = *registered->group;
-    const at::Device device = device_of(group);
-    const c10::DeviceGuard on_device(device);
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
     LlCombineWeightsParams p;
     p.output = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle);
     check_tensor(values, "values", at::kFloat, values_shape(p.output), device);
@@ -245,10 +216,7 @@ Tensor ll_combine_weights(std::string_view buffer, const Tensor&, const Tensor& 
 
 void ll_floor_flags(std::string_view buffer, const Tensor&) {
   guarded([&] {
-    const auto registered = find_group(buffer);
-    Group& group = *registered->group;
-    const at::Device device = device_of(group);
-    const c10::DeviceGuard on_device(device);
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
     group.floor_flags(registered->order.next_stream(device));
   });
 }
@@ -257,10 +225,7 @@ void ll_floor_flags(std::string_view buffer, const Tensor&) {
 void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle, EP_HANDLE_ARGS, int64_t row_bytes,
                    bool combine, int64_t num_sms) {
   guarded([&] {
-    const auto registered = find_group(buffer);
-    Group& group = *registered->group;
-    const at::Device device = device_of(group);
-    const c10::DeviceGuard on_device(device);
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
     LlFloorPushParams p;
     p.kind = combine ? Kind::kCombine : Kind::kDispatch;
     p.map_k = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle).map_k();
@@ -309,7 +274,6 @@ TORCH_LIBRARY(nccl_ep, library) {
       ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms) -> Tensor out");
   library.def("ll_combine_weights(str buffer, Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA
               ") -> Tensor out");
-  ep::define_ht_ops(library);
   library.def("ll_floor_flags(str buffer, Tensor(a!) seq) -> ()");
   library.def("ll_floor_push(str buffer, Tensor(a!) seq, Tensor handle, " EP_HANDLE_SCHEMA
               ", int row_bytes, bool combine, int num_sms) -> ()");

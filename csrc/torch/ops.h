@@ -1,8 +1,6 @@
 // What the ops of both modes share, beside run.h.
 #pragma once
 
-#include <torch/library.h>
-
 #include <array>
 #include <initializer_list>
 
@@ -30,6 +28,22 @@ inline void check_handle_values(const int32_t* values, int64_t count, int64_t fi
     EP_CHECK(values[i] >= first && values[i] <= last, "the handle is not of these sizes, or was changed: ", name, " ",
              i, " is ", values[i], ", must be ", first, " to ", last);
   }
+}
+
+inline CombineArgs combine_args(const at::Tensor& rows, const OptionalTensor& weights, const OptionalTensor& topk_idx,
+                                at::TensorList biases, int64_t weighting, at::ScalarType out_dtype,
+                                at::ScalarType wire_dtype, int64_t num_sms) {
+  EP_CHECK(rows.dim() >= 2, "rows have ", rows.dim(), " dimensions, must be shaped as dispatch's output");
+  return {&rows,
+          pointer_to(weights),
+          pointer_to(topk_idx),
+          biases,
+          rows.size(-1),
+          weighting,
+          rows.scalar_type(),
+          out_dtype,
+          wire_dtype,
+          num_sms};
 }
 
 // Weights and ids of the home rank, of either mode.
@@ -88,7 +102,5 @@ inline void* take_combined(const CombineArgs& args, std::initializer_list<const 
   "int num_experts, int max_tokens, int layout, int capacity, int alignment, int quant, bool zero_padding, int " \
   "num_sms"
 #define EP_HANDLE_SCHEMA "SymInt num_tokens, int topk, int num_experts, int max_tokens, int layout, SymInt capacity"
-
-void define_ht_ops(torch::Library& library);
 
 }  // namespace ep

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 
+#include <memory>
 #include <string_view>
 
 #include "base/check.h"
+#include "torch/device.h"
 #include "torch/interruption.h"
+#include "torch/registry.h"
 #include "torch/spec.h"
 
 namespace ep {
@@ -22,6 +26,17 @@ auto guarded(Body body) {
     TORCH_CHECK(false, error.what());
   }
 }
+
+// What an op begins with: the buffer's group, and its device as the current one for as long as the op runs.
+struct OnGroup {
+  explicit OnGroup(std::string_view buffer)
+      : registered(find_group(buffer)), group(*registered->group), device(device_of(group)), on_device(device) {}
+
+  const std::shared_ptr<Registered> registered;
+  Group& group;
+  const at::Device device;
+  const c10::DeviceGuard on_device;
+};
 
 // What the handle's tensor cannot tell by itself.
 struct HandleSpec {

@@ -8,11 +8,6 @@ namespace {
 
 int num_quant_scales(Quant quant, int64_t hidden) { return quant_scale_bytes(quant, static_cast<int>(hidden)) / 4; }
 
-template <class T>
-T* data(const at::Tensor& tensor) {
-  return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.data_ptr());
-}
-
 }  // namespace
 
 int to_int(int64_t value, const char* name) {
@@ -154,27 +149,14 @@ at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const 
 }
 
 DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                                 const at::Device& device) {
-  const OutputTypes types = output_types(row, spec, output);
-  DispatchTensors tensors;
-  tensors.x = new_tensor(types.x, types.x_type, device);
-  tensors.scales = new_tensor(types.scales, types.scales_type, device);
-  tensors.weights = new_tensor(types.weights, at::kFloat, device);
-  tensors.topk_idx = new_tensor(types.topk_idx, types.idx_type, device);
-  tensors.row_expert = new_tensor(types.row_expert, at::kInt, device);
-  tensors.info = new_tensor(types.info, at::kInt, device);
-  return tensors;
-}
-
-DispatchTensors allocate_dispatched(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                                    const at::Device& device) {
+                                 const at::Device& device, bool with_handle) {
   const OutputTypes types = output_types(row, spec, output);
   const int64_t handle_size = handle_shape(output, row.num_tokens).size();
   DispatchTensors t;
   t.x = new_tensor(types.x, types.x_type, device);
   if (types.scales.size() > 1) t.scales = new_tensor(types.scales, types.scales_type, device);
-  c10::SmallVector<NewTensor, 6> small = {
-      {&t.weights, types.weights, at::kFloat}, {&t.info, types.info, at::kInt}, {&t.handle, handle_size, at::kInt}};
+  c10::SmallVector<NewTensor, 6> small = {{&t.weights, types.weights, at::kFloat}, {&t.info, types.info, at::kInt}};
+  if (with_handle) small.push_back({&t.handle, handle_size, at::kInt});
   // What the layout has not got is empty to torch, and undefined, in Python None, to who takes results together.
   const auto add = [&](bool is_there, NewTensor tensor) {
     if (is_there || !TogetherScope::is_on()) small.push_back(tensor);
@@ -183,7 +165,7 @@ DispatchTensors allocate_dispatched(const RowSpec& row, const DispatchSpec& spec
   add(output.layout == OutputLayout::kPacked, {&t.row_expert, types.row_expert, at::kInt});
   if (types.scales.size() == 1) add(false, {&t.scales, types.scales, types.scales_type});
   new_tensors({small.data(), small.size()}, device);
-  clear_handle(t.handle);
+  if (with_handle) clear_handle(t.handle);
   return t;
 }
 
@@ -242,12 +224,12 @@ void set_handle(LlDispatchParams& p, const at::Tensor& handle) {
 
 void set_outputs(LlDispatchParams& p, const DispatchRefs& tensors) {
   p.out_x = tensors.x.data_ptr();
-  p.out_scales.data = data<void>(tensors.scales);
+  p.out_scales.data = pointer<void>(tensors.scales);
   p.out_scales.row_stride = p.out_scales.count;
   p.out_scales.group_stride = 1;
   p.info = tensors.info.data_ptr<int32_t>();
-  p.row_expert = data<int32_t>(tensors.row_expert);
-  p.out_topk_idx = data<void>(tensors.topk_idx);
+  p.row_expert = pointer<int32_t>(tensors.row_expert);
+  p.out_topk_idx = pointer<void>(tensors.topk_idx);
   p.out_weights = tensors.weights.data_ptr<float>();
 }
 

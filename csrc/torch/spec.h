@@ -61,6 +61,12 @@ at::DimVector row_shape(const OutputShape& output, int64_t last);  // of the row
 at::DimVector values_shape(const OutputShape& output);             // one number a row, in rank layouts one a choice
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens);
 
+// Null of a tensor that is empty, or that there is not.
+template <class T>
+T* pointer(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.data_ptr());
+}
+
 // Refuses tensors that the kernels could not read. `device`: of the group. `check_rows`: of [T, H] without routing.
 RowSpec check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device);
 RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
@@ -70,12 +76,8 @@ void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dty
 void check_aligned(const at::Tensor& tensor, const char* name);  // to 16 bytes
 
 at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device);
-// All but the handle.
 DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                                 const at::Device& device);
-// The handle too.
-DispatchTensors allocate_dispatched(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                                    const at::Device& device);
+                                 const at::Device& device, bool with_handle);
 // `apart`: knows what the call reads.
 void check_outputs(const DispatchRefs& given, const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
                    const at::Device& device, Apart& apart);

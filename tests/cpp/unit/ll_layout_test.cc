@@ -33,9 +33,9 @@ void add_pieces(std::vector<Piece>& pieces, const LlLayout& layout, const RowFor
   }
 }
 
-LlWindow window_for_rows(const Shape& shape, int dispatch_bytes, int combine_bytes, bool has_parts) {
+LlWindow window_for_rows(const Shape& shape, int dispatch_bytes, int combine_bytes, bool by_source) {
   LlSizes sizes = sizes_for(shape, dispatch_bytes, combine_bytes);
-  sizes.has_parts = has_parts;
+  sizes.by_source = by_source;
   return LlWindow::make(shape.num_ranks, sizes);
 }
 
@@ -46,8 +46,8 @@ TEST(LlLayout, NothingOverlaps) {
         for (int max_tokens : {1, 3, 8}) {
           const Shape shape = Shape::make(num_ranks, num_ranks * local_experts, topk, max_tokens);
           for (int payload : {16, 112, 528}) {
-            for (bool has_parts : {false, true}) {
-              const LlWindow window = window_for_rows(shape, payload + 16, 2 * payload, has_parts);
+            for (bool by_source : {false, true}) {
+              const LlWindow window = window_for_rows(shape, payload + 16, 2 * payload, by_source);
               const RowFormat dispatch{payload, 12, true}, combine{2 * payload, 0, false};
               std::vector<Piece> pieces;
               add_pieces(pieces, LlLayout::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");

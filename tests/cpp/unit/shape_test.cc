@@ -54,7 +54,6 @@ TEST(Topology, CutsTheWorldIntoConsecutiveDomains) {
   for (int a = 0; a < 6; a++) {
     EXPECT_EQ(topology.domain_of(a), a / 2);
     EXPECT_EQ(topology.lsa_rank(a), a % 2);
-    EXPECT_EQ(topology.rail_rank(a), a / 2);
     for (int b = 0; b < 6; b++) EXPECT_EQ(topology.is_lsa(a, b), a / 2 == b / 2);
   }
 }

@@ -1,4 +1,6 @@
 // What kernels are told beforehand: divisors, strides of work, shared memory.
+#include "cuda/geometry.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,8 +10,6 @@
 #include <tuple>
 #include <utility>
 #include <vector>
-
-#include "cuda/geometry.h"
 
 namespace ep {
 namespace {
