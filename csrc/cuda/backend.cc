@@ -1,6 +1,7 @@
 #include "cuda/backend.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/device_guard.h"
@@ -244,6 +246,8 @@ class CudaBackend : public Backend {
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
   }
 
+  std::array<int, kNumKinds> last_blocks() const override { return last_blocks_; }
+
   Failure failure() const override {
     // Pairs with the fence before the kernel's store of the code; nothing is written after it.
     const uint32_t code = std::atomic_ref(memory_->host->failure.code).load(std::memory_order_acquire);
@@ -339,6 +343,9 @@ class CudaBackend : public Backend {
       args.geometry = geometry_of(params, args.plan);
       launch(args, stream);
     }
+    constexpr bool is_dispatch =
+        std::is_same_v<Params, LlDispatchParams> || std::is_base_of_v<HtDispatchParams, Params>;
+    last_blocks_[static_cast<int>(is_dispatch ? Kind::kDispatch : Kind::kCombine)] = args.plan.blocks;
   }
 
   // The first kernel of a dispatch that routes. Where the caller asks for the sizes, the host waits for them.
@@ -430,6 +437,7 @@ class CudaBackend : public Backend {
   const int num_ranks_;
   std::shared_ptr<Arena> arena_;
   bool uses_pdl_ = true;
+  std::array<int, kNumKinds> last_blocks_{};
   std::mutex mutex_;  // of the private stream and its host block
 };
 

@@ -1,6 +1,7 @@
 // What runs operations: the CPU backend, or CUDA's. A group owns one and has checked every argument before it calls.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -59,6 +60,8 @@ class Backend {
   virtual void set_timeout(double seconds) = 0;
   // CUDA: programmatic dependent launch, on at first, of all kernels behind any other.
   virtual void set_pdl(bool) {}
+  // The same: thread blocks of the last dispatch's and combine's kernels, of either mode; 0: there was none.
+  virtual std::array<int, kNumKinds> last_blocks() const { return {}; }
   virtual WireBytes wire_bytes() const { return {}; }
   // Gives up: no peer is waited for. Nothing but the destructor may follow.
   virtual void abort() = 0;

@@ -69,7 +69,7 @@ OutputShape take_ht_handle(const HandleSpec& spec, const Group& group, const Ten
 Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const MovedRefs* given) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
   const HandleSpec spec = EP_HANDLE_SPEC;
-  const Payload payload{xs, x_scales};
+  const HtPayload payload{xs, x_scales};
   HtDispatchParams p;
   p.steps = HtSteps::kCached;
   p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);

@@ -94,7 +94,7 @@ void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleSha
 
 // Returns what was not given. `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all
 // ranks alike.
-HtTensors run_ht_dispatch(std::string_view buffer, const Payload& payload, const Tensor& topk_idx,
+HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, const Tensor& topk_idx,
                           const OptionalTensor& topk_weights, DispatchSpec spec, const HtRefs* given,
                           bool asks_first = false) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);

@@ -41,7 +41,7 @@ HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int
   return HtHandleShape::make(output, group.topology(), to_int(num_tokens, "number of tokens"), num_slots);
 }
 
-void check_payload(const Payload& payload, int64_t num_tokens, const at::Device& device) {
+void check_payload(const HtPayload& payload, int64_t num_tokens, const at::Device& device) {
   EP_CHECK(!payload.xs.empty() && payload.xs.size() <= kMaxTensors, payload.xs.size(), " tensors, must be 1 to ",
            kMaxTensors);
   for (size_t i = 1; i < payload.xs.size(); i++) {
@@ -55,7 +55,7 @@ void check_payload(const Payload& payload, int64_t num_tokens, const at::Device&
   }
 }
 
-void set_parts(HtDispatchParams& p, const Payload& payload) {
+void set_parts(HtDispatchParams& p, const HtPayload& payload) {
   const auto add = [&](const Tensor& x) { p.parts[p.num_parts++] = part_of(x); };
   add(payload.xs[0]);
   p.dtype = dtype_of(payload.xs[0].scalar_type());
@@ -69,7 +69,7 @@ void set_parts(HtDispatchParams& p, const Payload& payload) {
   for (const Tensor& x : payload.xs.slice(1)) add(x);
 }
 
-Moved allocate_moved(Registered& registered, const Payload& payload, const OutputShape& output,
+Moved allocate_moved(Registered& registered, const HtPayload& payload, const OutputShape& output,
                      const OutputTypes& types, const at::Device& device) {
   Moved moved;
   moved.xs.reserve(payload.xs.size());
@@ -84,7 +84,7 @@ Moved allocate_moved(Registered& registered, const Payload& payload, const Outpu
   return moved;
 }
 
-void check_moved(const MovedRefs& moved, const Payload& payload, const OutputShape& output, const OutputTypes& types,
+void check_moved(const MovedRefs& moved, const HtPayload& payload, const OutputShape& output, const OutputTypes& types,
                  const at::Device& device, Apart& apart) {
   EP_CHECK(moved.xs.size() == payload.xs.size(), moved.xs.size(), " output tensors for ", payload.xs.size());
   const auto check = [&](const Tensor& out, at::ScalarType type, at::IntArrayRef sizes) {

@@ -22,13 +22,13 @@ at::Tensor arena_tensor(Registered& registered, at::IntArrayRef sizes, at::Scala
 
 HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int64_t num_tokens, int64_t num_slots);
 
-struct Payload {
+struct HtPayload {
   at::TensorList xs;
   const OptionalTensor& scales;
 };
-void check_payload(const Payload& payload, int64_t num_tokens, const at::Device& device);
+void check_payload(const HtPayload& payload, int64_t num_tokens, const at::Device& device);
 // Sizes and input pointers of all parts: x, its scales, the further tensors. After `p.quant`.
-void set_parts(HtDispatchParams& p, const Payload& payload);
+void set_parts(HtDispatchParams& p, const HtPayload& payload);
 
 // The outputs.
 struct Moved {
@@ -41,9 +41,9 @@ struct MovedRefs {  // as DispatchRefs
 
   static MovedRefs of(const Moved& moved) { return {moved.xs, moved.scales}; }
 };
-Moved allocate_moved(Registered& registered, const Payload& payload, const OutputShape& output,
+Moved allocate_moved(Registered& registered, const HtPayload& payload, const OutputShape& output,
                      const OutputTypes& types, const at::Device& device);
-void check_moved(const MovedRefs& moved, const Payload& payload, const OutputShape& output, const OutputTypes& types,
+void check_moved(const MovedRefs& moved, const HtPayload& payload, const OutputShape& output, const OutputTypes& types,
                  const at::Device& device, Apart& apart);
 void set_moved(HtDispatchParams& p, const MovedRefs& moved);
 // What was dispatched along with x, and empty tensors; none to who takes results together.

@@ -294,6 +294,9 @@ void define_group(py::module_& m) {
       .def("set_timeout", [](NamedGroup& self, double seconds) { self.group().set_timeout(seconds); })
       .def("set_pdl", [](NamedGroup& self, bool enabled) { self.group().set_pdl(enabled); })
       .def(
+          "last_blocks", [](NamedGroup& self) { return self.group().backend()->last_blocks(); },
+          "CUDA: thread blocks of the last dispatch's and the last combine's kernel; 0 where there was none.")
+      .def(
           "mask",
           [](NamedGroup& self, int rank, uintptr_t stream) {
             self.group().mask(rank, reinterpret_cast<void*>(stream));

@@ -177,7 +177,9 @@ class Configuration:
     def _measure_operations(self, buffer: Buffer, made: Operations, fields: Record) -> None:
         world, effort = self.world, self.effort
         ops = tuple(made.calls)
-        sms = self._measure_kernels(made, fields) if "kernel" in self.plan.figures else dict.fromkeys(ops)
+        sms = {op: self._sms_of(buffer, made.get(op), op) for op in ops}
+        if "kernel" in self.plan.figures:
+            self._measure_kernels(made, sms, fields)
         functions: dict[str, Callable[[Call], list[float]]] = {
             "graph": lambda call: self._graph_times(buffer, call),
             "graph_pdl": lambda call: measure.graph_pdl_times(world, buffer, call, effort),
@@ -194,10 +196,18 @@ class Configuration:
         """Of operations that do not overlap one another."""
         return measure.plain_graph_times(self.world, buffer, call, self.effort)
 
-    def _measure_kernels(self, made: Operations, fields: Record) -> dict[str, int | None]:
-        """Records the figure "kernel" of all but the pair. Returns the SMs that they use: a block runs on one."""
+    def _sms_of(self, buffer: Buffer, call: Call, op: str) -> int | None:
+        """That an operation uses, by its plan: a block runs on one. None on CPU ranks."""
+        self.world.together(call)
+        dispatch, combine = buffer.runtime.last_blocks()
+        blocks = {"combine": combine, "pair": max(dispatch, combine)}.get(op, dispatch)
+        if not self.world.is_cuda or blocks == 0:
+            return None
+        return min(blocks, torch.cuda.get_device_properties(self.world.device).multi_processor_count)
+
+    def _measure_kernels(self, made: Operations, sms: dict[str, int | None], fields: Record) -> None:
+        """Records the figure "kernel" of all but the pair."""
         ops = [op for op in made.calls if op != "pair"]
-        sms: dict[str, int | None] = dict.fromkeys(made.calls)
         # One run has both operations; what the kernels of dispatch do besides has another.
         runs = {"pair": {op: op for op in ops if op in OPS}} | {op: {op: "dispatch"} for op in ops if op not in OPS}
         for run, names in runs.items():
@@ -208,14 +218,9 @@ class Configuration:
                 self._not_measured(reason, op=run, figure="kernel", **fields)
                 continue
             for op in names:
-                found = [times[op] for times in sampled.ranks]
-                all_sms = torch.cuda.get_device_properties(self.world.device).multi_processor_count
-                sms[op] = min(found[0].blocks, all_sms)
-                value, p99 = records.slowest([times.samples for times in found])
+                value, p99 = records.slowest([times[op] for times in sampled.ranks])
                 placed = self._placed(op, sampled)
                 self._record(op=op, figure="kernel", num_sms_used=sms[op], value=value, p99=p99, **fields, **placed)
-        sms["pair"] = max((used for op in OPS[:2] if (used := sms.get(op))), default=None)
-        return sms
 
     # ---- Floors
 

@@ -211,12 +211,8 @@ class _Parent:
         if self.options.device == "cuda":
             apart = next((i for i, job in enumerate(self.jobs) if job.system == TorchSymmMem.name), end)
         first = 0
-        while first < apart:
-            first = self._run_ranks(first, apart)
-        if apart < end:
-            # Where it died once it would die again.
-            for number in range(self._run_ranks(apart, end), end):
-                self._skip(self.jobs[number], "the ranks died before")
+        while first < end:
+            first = self._run_ranks(first, apart if first < apart else end)
         return self.failures
 
     def _run_ranks(self, first: int, end: int) -> int:

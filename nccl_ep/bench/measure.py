@@ -125,16 +125,9 @@ def graph_pdl_times(world: World, buffer: Buffer, call: Call, effort: Effort) ->
     return graph_times(world, call, effort)
 
 
-@dataclass(frozen=True)
-class KernelTimes:
-    """Of one kind of kernel: a sample a call, and the blocks of its grid."""
-
-    samples: list[float]
-    blocks: int
-
-
-def kernel_times(world: World, call: Call, effort: Effort, names: Mapping[str, str]) -> dict[str, KernelTimes]:
-    """Profiler's time of kernels in calls that all GPUs start together. names: a part of the kernels' names, by op."""
+def kernel_times(world: World, call: Call, effort: Effort, names: Mapping[str, str]) -> dict[str, list[float]]:
+    """Profiler's time of kernels in calls that all GPUs start together, a sample a call. names: a part of the kernels'
+    names, by op."""
     calls = min(effort.iterations, 30)
     _warm_up(world, call, effort.warm_up)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -144,12 +137,12 @@ def kernel_times(world: World, call: Call, effort: Effort, names: Mapping[str, s
         world.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))  # the only form that has the grid
+        profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     return find_kernels(events, calls, names)
 
 
-def find_kernels(events: list[dict[str, Any]], calls: int, names: Mapping[str, str]) -> dict[str, KernelTimes]:
+def find_kernels(events: list[dict[str, Any]], calls: int, names: Mapping[str, str]) -> dict[str, list[float]]:
     """Kernels of a Chrome trace by operation; an operation of several kernels takes their sum. Raises Skipped."""
     kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
     found = {}
@@ -158,7 +151,5 @@ def find_kernels(events: list[dict[str, Any]], calls: int, names: Mapping[str, s
         if not mine or len(mine) % calls:
             raise Skipped(f"the profiler saw {len(mine)} kernels named *{name}* in {calls} calls")
         each = len(mine) // calls
-        samples = [sum(event["dur"] for event in mine[i : i + each]) for i in range(0, len(mine), each)]
-        grids = [event.get("args", {}).get("grid", [0]) for event in mine]
-        found[op] = KernelTimes(samples, max(int(torch.Size(grid).numel()) for grid in grids))
+        found[op] = [sum(event["dur"] for event in mine[i : i + each]) for i in range(0, len(mine), each)]
     return found
