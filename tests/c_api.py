@@ -44,8 +44,7 @@ def integers(*names: str) -> list[tuple[str, Any]]:
 class GroupConfig(Struct):
     _fields_ = [*HEAD, *integers("algorithm", "device", "num_experts", "max_tokens", "topk", "domain_size"),
                 ("max_token_bytes", c.c_size_t), ("max_combine_row_bytes", c.c_size_t), ("timeout_ns", c.c_uint64),
-                *integers("overflow_policy", "max_num_sms"), ("arena_bytes", c.c_uint64),
-                *integers("enable_mask", "reserved")]  # fmt: skip
+                *integers("overflow_policy", "max_num_sms"), ("arena_bytes", c.c_uint64)]  # fmt: skip
     defaults = {"device": -1}
 
 
@@ -130,9 +129,6 @@ ARGUMENTS: dict[str, list[Any]] = {
     "GroupSetTimeout": [_void, c.c_uint64],
     "Check": [_void],
     "GroupGetInfo": [_void, c.POINTER(GroupInfo)],
-    "MaskUpdate": [_void, c.c_int, c.c_int, _void],
-    "MaskQuery": [_void, c.POINTER(c.c_int32), _void],
-    "MaskClean": [_void],
     "MemAlloc": [_void, c.POINTER(_void), c.c_size_t],
     "MemFree": [_void, _void],
     "HandleMemSize": [_void, c.POINTER(HandleConfig), c.POINTER(c.c_size_t)],

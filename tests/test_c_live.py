@@ -19,9 +19,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {  # behind the group or the handle
     "GroupDestroy": (),
     "GroupSetTimeout": (0,),
     "GroupGetInfo": (c_api.GroupInfo(),),
-    "MaskUpdate": (0, 1, None),
-    "MaskQuery": (c.c_int32(), None),
-    "MaskClean": (),
     "MemAlloc": (c.c_void_p(), 64),
     "MemFree": (None,),
     "HandleMemSize": (c_api.HandleConfig(layout=1), c.c_size_t()),
@@ -35,10 +32,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {  # behind the group or the handle
     "CombineWeights": (None, None, None),
     "Complete": (None, None),
 }
-OF_GROUPS = (
-    "Check", "GroupDestroy", "GroupSetTimeout", "GroupGetInfo", "MaskUpdate", "MaskQuery", "MaskClean", "MemAlloc",
-    "MemFree", "HandleMemSize",
-)  # fmt: skip
+OF_GROUPS = ("Check", "GroupDestroy", "GroupSetTimeout", "GroupGetInfo", "MemAlloc", "MemFree", "HandleMemSize")
 
 
 def calls(library: Library, kind: str) -> list[Callable[[c.c_void_p], None]]:

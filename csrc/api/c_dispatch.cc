@@ -89,9 +89,6 @@ void dispatch_ll(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
   FurtherOfLl further = FurtherOfLl::of(call, out, group, p);
   EP_CHECK(further.count == 0 || p.half == Half::kBoth, "send_only is set, and ", further.count,
            " further tensors need an operation of their own: halves move one in the rows of unquantised tokens");
-  EP_CHECK(further.count == 0 || !group.config().masks_late_ranks, further.count,
-           " further tensors need an operation of their own, which may see other masks: a group with enable_mask moves "
-           "one in the rows of unquantised tokens");
   const ScopedDevice device(handle.device());
   group.dispatch(p, stream);
   for (int i = 0; i < further.count; i++) group.dispatch(further.calls[i], stream);

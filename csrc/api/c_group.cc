@@ -16,7 +16,6 @@ namespace ep::c {
 namespace {
 
 constexpr double kDefaultTimeoutSeconds = 100, kMinSetupSeconds = 60;
-constexpr double kCleaningDeadlines = 4;                       // a rank may have waited for one in its last operation
 constexpr uint64_t kMaxTimeoutNs = 1'000'000'000'000'000'000;  // as the group's
 constexpr size_t kMaxRowBytes = 65536;                         // the same
 // Bytes that a rank sends at most in a dispatch of max_tokens, and slots of all ranks, or tokens, up to which AUTO
@@ -30,11 +29,8 @@ double seconds_of(uint64_t timeout_ns) {
 
 class CallbackBootstrap : public SameSizeBootstrap {
  public:
-  CallbackBootstrap(int rank, int num_ranks, ncclEpAllgather_t allgather, void* context, double seconds)
-      : SameSizeBootstrap(rank, num_ranks),
-        allgather_(allgather),
-        context_(context),
-        timeout_ns_(static_cast<uint64_t>(seconds * 1e9)) {}
+  CallbackBootstrap(int rank, int num_ranks, ncclEpAllgather_t allgather, void* context, uint64_t timeout_ns)
+      : SameSizeBootstrap(rank, num_ranks), allgather_(allgather), context_(context), timeout_ns_(timeout_ns) {}
 
  private:
   void gather(const void* mine, void* all, size_t bytes) override {
@@ -51,7 +47,6 @@ class CallbackBootstrap : public SameSizeBootstrap {
 };
 
 void check_config(const ncclEpGroupConfig_t& config) {
-  check_reserved(config);
   EP_CHECK(config.algorithm >= NCCL_EP_ALGORITHM_AUTO && config.algorithm <= NCCL_EP_ALGORITHM_HIGH_THROUGHPUT,
            "algorithm ", config.algorithm, " is unknown");
   EP_CHECK(config.device >= NCCL_EP_DEVICE_CPU, "device is ", config.device, ", must be NCCL_EP_DEVICE_CPU (",
@@ -100,50 +95,24 @@ GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
     result.ht_sizes = ht_sizes_for(topology, shape, dispatch_bytes, combine_bytes, config.arena_bytes);
   }
   result.timeout_seconds = seconds_of(config.timeout_ns);
-  result.masks_late_ranks = config.enable_mask != 0;
+  result.raise_on_overflow = config.overflow_policy == NCCL_EP_OVERFLOW_ERROR;
   result.device_index = config.device;
   return result;
 }
 
-using Meet = std::function<std::unique_ptr<Bootstrap>(double seconds)>;
-
 // `comm`: the caller's, for windows; null: there is none.
-ncclEpGroup_t make_group_object(Meet meet, double seconds, const ncclEpGroupConfig_t& given, ncclComm* comm) {
-  const std::unique_ptr<Bootstrap> bootstrap = meet(seconds);
+ncclEpGroup_t make_group_object(Bootstrap& bootstrap, const ncclEpGroupConfig_t& given, ncclComm* comm) {
   auto state = std::make_shared<GroupState>();
   state->config = given;
   state->process = getpid();
-  GroupConfig config = to_group_config(given, bootstrap->num_ranks());
+  GroupConfig config = to_group_config(given, bootstrap.num_ranks());
   config.nccl_comm = comm;
-  state->ll_max_tokens = ll_max_tokens(given, bootstrap->num_ranks());
+  state->ll_max_tokens = ll_max_tokens(given, bootstrap.num_ranks());
   auto object = std::make_unique<ncclEpGroup>();
-  state->group = make_group(*bootstrap, config);
-  if (config.masks_late_ranks) state->meet = std::move(meet);
+  state->group = make_group(bootstrap, config);
   object->state = std::move(state);
   add_live(object.get(), ObjectKind::kGroup);
   return object.release();
-}
-
-void clean_masks(GroupState& state) {
-  Group& group = state.get();
-  if (!state.meet) return;
-  EP_CHECK_USAGE(!state.has_missed_cleaning, "a rank did not come when masks were to be cleaned: make a new group");
-  group.require_usable();
-  const ScopedDevice device(state.config.device);
-  try {
-    group.clean_masks(*state.meet(kCleaningDeadlines * group.config().timeout_seconds));
-  } catch (const Error& error) {
-    state.has_missed_cleaning = error.kind() == ErrorKind::kTimeout;
-    throw;
-  }
-}
-
-void update_mask(GroupState& state, int rank, bool mask, void* stream) {
-  Group& group = state.get();
-  EP_CHECK(rank >= 0 && rank < group.num_ranks(), "rank ", rank, " to mask, must be 0 to ", group.num_ranks() - 1);
-  if (mask) return group.mask(rank, stream);
-  EP_CHECK_USAGE((group.report().masked >> rank & 1) == 0, "rank ", rank,
-                 " is masked, and ranks do not come back one by one: all call ncclEpMaskClean");
 }
 
 }  // namespace
@@ -188,10 +157,9 @@ ncclEpResult_t ncclEpCreateGroupFromCallback(ncclEpGroup_t* group, int rank, int
     EP_CHECK(allgather != nullptr || num_ranks == 1, "allgather is null in a world of ", num_ranks, " ranks");
     const ncclEpGroupConfig_t config = take(given, "config");
     check_config(config);
-    const auto meet = [=](double seconds) {
-      return std::make_unique<CallbackBootstrap>(rank, num_ranks, allgather, context, seconds);
-    };
-    *group = make_group_object(meet, seconds_of(config.timeout_ns), config, nullptr);
+    CallbackBootstrap bootstrap(rank, num_ranks, allgather, context,
+                                static_cast<uint64_t>(seconds_of(config.timeout_ns) * 1e9));
+    *group = make_group_object(bootstrap, config, nullptr);
   });
 }
 
@@ -208,8 +176,8 @@ ncclEpResult_t ncclEpCreateGroup(ncclEpGroup_t* group, struct ncclComm* comm, co
     // The first collective of a communicator sets it up, however short the deadline of operations.
     const double seconds = std::max(seconds_of(config.timeout_ns), kMinSetupSeconds);
     const ScopedDevice device(config.device);
-    const auto meet = [=](double given_seconds) { return bootstrap_of(comm, config.device, given_seconds); };
-    *group = make_group_object(meet, seconds, config, comm);
+    const auto bootstrap = bootstrap_of(comm, config.device, seconds);
+    *group = make_group_object(*bootstrap, config, comm);
   });
 }
 
@@ -234,22 +202,6 @@ ncclEpResult_t ncclEpCheck(ncclEpGroup_t group) {
     state.get().check();
     state.check_overflow();
   });
-}
-
-ncclEpResult_t ncclEpMaskUpdate(ncclEpGroup_t group, int rank, int mask, void* stream) {
-  return guarded("ncclEpMaskUpdate", [&] { update_mask(state_of(group), rank, mask != 0, stream); });
-}
-
-ncclEpResult_t ncclEpMaskQuery(ncclEpGroup_t group, int32_t* status, void* stream) {
-  return guarded("ncclEpMaskQuery", [&] {
-    Group& inner = state_of(group).get();
-    EP_CHECK(status != nullptr, "status is null, must have room for ", inner.num_ranks(), " ranks");
-    inner.query_masks(status, stream);
-  });
-}
-
-ncclEpResult_t ncclEpMaskClean(ncclEpGroup_t group) {
-  return guarded("ncclEpMaskClean", [&] { clean_masks(state_of(group)); });
 }
 
 ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupInfo_t* info) {

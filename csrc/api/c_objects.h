@@ -3,7 +3,6 @@
 
 #include <sys/types.h>
 
-#include <functional>
 #include <map>
 #include <memory>
 
@@ -21,9 +20,6 @@ struct GroupState {
   pid_t process;
   int ll_max_tokens = 0;  // room of low latency; 0: none
   uint64_t reported_drops = 0;
-  // enable_mask: the ranks meet again to clean masks, with a deadline in seconds.
-  std::function<std::unique_ptr<Bootstrap>(double)> meet;
-  bool has_missed_cleaning = false;
   std::map<void*, std::shared_ptr<void>> blocks;  // of ncclEpMemAlloc
 
   // The group, if this process may use it.

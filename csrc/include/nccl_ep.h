@@ -170,16 +170,13 @@ typedef struct {
   ncclEpOverflowPolicy_t overflow_policy;
   int32_t max_num_sms;  /* of an operation that names none. 0: the library's choice */
   uint64_t arena_bytes; /* high throughput: of shared memory for ncclEpMemAlloc. 0: none */
-  int32_t enable_mask;  /* low latency goes on without ranks that are late: "Masks" below */
-  int32_t reserved;
 } ncclEpGroupConfig_t;
 #define NCCL_EP_GROUP_CONFIG_INIT \
-  { NCCL_EP_HEAD(ncclEpGroupConfig_t), 0, NCCL_EP_DEVICE_CPU, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { NCCL_EP_HEAD(ncclEpGroupConfig_t), 0, NCCL_EP_DEVICE_CPU, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 /* How ranks find one another: puts `bytes` bytes of every rank, in rank order, into `all`, or returns another result
- * than NCCL_EP_SUCCESS (NCCL_EP_TIMEOUT: after timeout_ns). Called by ncclEpCreateGroupFromCallback and ncclEpMaskClean
- * only, in the same order on all ranks; callback and context of a group with enable_mask must live as long as the
- * group. MPI_Allgather(mine, bytes, MPI_BYTE, all, bytes, MPI_BYTE, comm) does it. */
+ * than NCCL_EP_SUCCESS (NCCL_EP_TIMEOUT: after timeout_ns). Called by ncclEpCreateGroupFromCallback only, in the same
+ * order on all ranks. MPI_Allgather(mine, bytes, MPI_BYTE, all, bytes, MPI_BYTE, comm) does it. */
 typedef ncclEpResult_t (*ncclEpAllgather_t)(void* context, const void* mine, void* all, size_t bytes,
                                             uint64_t timeout_ns);
 
@@ -226,23 +223,6 @@ NCCL_EP_API ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupIn
 NCCL_EP_API ncclEpResult_t ncclEpMemAlloc(ncclEpGroup_t group, void** memory, size_t bytes);
 /* Null is allowed. */
 NCCL_EP_API ncclEpResult_t ncclEpMemFree(ncclEpGroup_t group, void* memory);
-
-/* ---- Masks, of groups with enable_mask ----
- *
- * A rank that misses the deadline of a low-latency operation is masked instead of failing the group: its tokens are not
- * received, its experts count for nothing, and it learns of it and masks in return. Each rank has masks of its own. Up
- * to 64 ranks of one domain; a late rank still fails a high-throughput operation. docs/deepep.md has the rules. */
-
-/* mask not 0: masks another rank from the next operation on the stream on. 0: does nothing for a rank that is not
- * masked, and is NCCL_EP_INVALID_USAGE for one that is: ranks come back all at once. */
-NCCL_EP_API ncclEpResult_t ncclEpMaskUpdate(ncclEpGroup_t group, int rank, int mask, void* stream);
-/* Writes [num_ranks] on the group's device, on the stream: 1 for a masked rank, else 0. */
-NCCL_EP_API ncclEpResult_t ncclEpMaskQuery(ncclEpGroup_t group, int32_t* status, void* stream);
-/* Collective, those that were masked included: unmasks all ranks. Waits for the operations in flight and, for four
- * deadlines at most, for the other ranks, through the callback or the communicator that the group was made of. Handles'
- * dispatches before it cannot be combined afterwards. NCCL_EP_TIMEOUT, if a rank does not come: the masks stay and
- * cannot be cleaned any more. A group without enable_mask has none to clean: this returns at once. */
-NCCL_EP_API ncclEpResult_t ncclEpMaskClean(ncclEpGroup_t group);
 
 /* ---- Handles ---- */
 
