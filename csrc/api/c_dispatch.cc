@@ -20,7 +20,7 @@ void fill(const Output& output) {
   give(output.given, full);
 }
 
-LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call, const TakenOutputs& out) {
+LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call, const OutputPointers& out) {
   LlDispatchParams p;
   p.shape = handle.shape;
   p.output = handle.output;
@@ -57,7 +57,7 @@ struct FurtherOfLl {
   int count = 0;
 
   // `p` gets what travels with it.
-  static FurtherOfLl of(const DispatchCall& call, const TakenOutputs& out, const Group& group, LlDispatchParams& p) {
+  static FurtherOfLl of(const DispatchCall& call, const OutputPointers& out, const Group& group, LlDispatchParams& p) {
     FurtherOfLl made;
     bool has_room = call.quant == Quant::kNone && !call.scales;
     for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
@@ -83,7 +83,7 @@ struct FurtherOfLl {
 };
 
 void dispatch_ll(ncclEpHandle& handle, const DispatchCall& call, const Outputs& outputs, void* stream) {
-  const TakenOutputs out = take_outputs(outputs, call, handle);
+  const OutputPointers out = take_outputs(outputs);
   Group& group = handle.state->get();
   LlDispatchParams p = ll_params(handle, call, out);
   FurtherOfLl further = FurtherOfLl::of(call, out, group, p);

@@ -29,20 +29,14 @@ struct Output {
 };
 enum { kTokens, kScales, kWeights, kIdx, kRowExpert, kInfo, kFurther, kNumOutputs = kFurther + NCCL_EP_MAX_FURTHER };
 using Outputs = std::array<Output, kNumOutputs>;
-// None where the call has none.
-struct TakenOutputs {
-  std::array<Tensor, kNumOutputs> tensors;
-
-  void* operator[](int i) const { return tensors[i].data; }  // may be null where there are no elements
-};
+using OutputPointers = std::array<void*, kNumOutputs>;  // null where the call has none, or it has no elements
 
 DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t* inputs,
                        const ncclEpDispatchConfig_t* config);
 // Their memory, for the tokens of the handle's ids, or, cached, of its dispatch.
 void check_inputs(const DispatchCall& call, const ncclEpHandle& handle, int num_tokens);
 Outputs outputs_of(const DispatchCall& call, const ncclEpHandle& handle, const ncclEpDispatchOutputs_t& given);
-// Refuses what is not as it must be, or overlaps what the dispatch reads and writes besides.
-TakenOutputs take_outputs(const Outputs& outputs, const DispatchCall& call, const ncclEpHandle& handle);
+OutputPointers take_outputs(const Outputs& outputs);
 
 Sizes row_sizes(const OutputShape& output);  // the leading ones of tensors of rows
 

@@ -53,23 +53,6 @@ void check_config(const DispatchCall& call, const ncclEpHandle& handle) {
   EP_CHECK(!config.cached || !call.weights, "topk_weights go with a routing, which a cached dispatch has not got");
 }
 
-// Outputs are written while inputs are still read.
-void check_apart(const TakenOutputs& taken, const DispatchCall& call, const ncclEpHandle& handle) {
-  static constexpr const char* kNames[] = {"output tokens",     "output scales",     "output topk_weights",
-                                           "output topk_idx",   "output row_expert", "output info",
-                                           "output further[0]", "output further[1]", "output further[2]"};
-  static_assert(std::size(kNames) == kNumOutputs);
-  const Tensor ids = call.config.cached ? Tensor{} : handle.ids(), memory = handle.memory_as_tensor();
-  Apart apart;
-  apart.reads("tokens", call.tokens);
-  apart.reads("topk_weights", call.weights);
-  apart.reads("scales", call.scales);
-  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) apart.reads(kFurtherNames[i], call.further[i]);
-  apart.reads("topk_idx", ids);
-  for (int i = 0; i < kNumOutputs; i++) apart.writes(kNames[i], taken.tensors[i]);
-  apart.writes("the handle's memory", memory);
-}
-
 }  // namespace
 
 Sizes row_sizes(const OutputShape& output) {
@@ -150,21 +133,21 @@ Outputs outputs_of(const DispatchCall& call, const ncclEpHandle& handle, const n
   return outputs;
 }
 
-TakenOutputs take_outputs(const Outputs& outputs, const DispatchCall& call, const ncclEpHandle& handle) {
-  TakenOutputs taken;
+OutputPointers take_outputs(const Outputs& outputs) {
+  OutputPointers pointers{};
   for (int i = 0; i < kNumOutputs; i++) {
     const Output& output = outputs[i];
     const std::string name = concat("output ", output.name);
-    Tensor& tensor = taken.tensors[i] = take_tensor(output.given, name.c_str());
+    const Tensor tensor = take_tensor(output.given, name.c_str());
     if (output.sizes.ndim == 0) {
       EP_CHECK(!tensor, name, " is given, but this call has none");
       continue;
     }
     check_tensor(tensor, name.c_str(), output.dtype, output.sizes);
     if (i == kTokens || i >= kFurther) check_aligned(tensor, name.c_str());
+    pointers[i] = tensor.data;
   }
-  check_apart(taken, call, handle);
-  return taken;
+  return pointers;
 }
 
 }  // namespace ep::c

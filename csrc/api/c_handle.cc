@@ -152,7 +152,6 @@ std::unique_ptr<ncclEpHandle> make_handle(ncclEpGroup_t group, const ncclEpHandl
   handle->is_ht = sizes.is_ht;
   handle->is_exact = sizes.is_exact;
   handle->memory = static_cast<int32_t*>(memory == nullptr ? allocate(state->config.device, sizes.bytes) : memory);
-  handle->memory_words = sizes.bytes / static_cast<int64_t>(sizeof(int32_t));
   handle->owns_memory = memory == nullptr;
   add_live(handle.get(), ObjectKind::kHandle);
   return handle;
@@ -183,10 +182,6 @@ HtHandlePtrs ncclEpHandle::ht_pointers(int num_tokens) const {
   const HtHandleShape most = most_of_ht(output, topology);
   return HtHandlePtrs::of(memory, memory + most.route_size(),
                           HtHandleShape::make(output, topology, num_tokens, most.num_slots));
-}
-
-Tensor ncclEpHandle::ids() const {
-  return tensor_of(topk_idx, is_idx64 ? NCCL_EP_INT64 : NCCL_EP_INT32, {given_tokens, shape.topk});
 }
 
 int ncclEpHandle::num_sms(int asked) const {

@@ -28,7 +28,7 @@ HtDispatchParams params_of(const ncclEpHandle& handle, HtSteps steps, int num_to
 }
 
 // The tensors that travel: tokens, their scales, the further ones.
-void set_parts(HtDispatchParams& p, const DispatchCall& call, const TakenOutputs& out) {
+void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointers& out) {
   p.dtype = call.dtype;
   p.hidden = call.hidden;
   p.quant = call.quant;
@@ -65,7 +65,7 @@ void dispatch_ht(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
   p.zero_padding = call.config.zero_padding != 0;
   p.num_sms = handle.num_sms(call.config.num_sms);
   p.topk_weights = static_cast<const float*>(call.weights.data);
-  const TakenOutputs out = take_outputs(outputs, call, handle);
+  const OutputPointers out = take_outputs(outputs);
   set_parts(p, call, out);
   p.info = static_cast<int32_t*>(out[kInfo]);
   p.row_expert = static_cast<int32_t*>(out[kRowExpert]);

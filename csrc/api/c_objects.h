@@ -7,7 +7,6 @@
 #include <memory>
 
 #include "api/c_error.h"
-#include "api/c_tensor.h"
 #include "nccl_ep.h"
 #include "runtime/group.h"
 
@@ -41,7 +40,6 @@ struct ncclEpHandle {
   ep::Shape shape;
   ep::OutputShape output;
   int32_t* memory = nullptr;
-  int64_t memory_words = 0;
   bool owns_memory = false;
   bool is_ht = false;
   bool is_exact = false;  // high throughput: `output` has its rows once they are known
@@ -74,10 +72,6 @@ struct ncclEpHandle {
   void require_given() const;  // the ids
   bool rows_are_known() const { return !is_exact || is_routed; }
   void require_rows(bool is_cached) const;  // that a dispatch, or a cached one, knows its outputs
-
-  // As tensors that operations read and write.
-  ep::c::Tensor ids() const;
-  ep::c::Tensor memory_as_tensor() const { return ep::c::tensor_of(memory, NCCL_EP_INT32, {memory_words}); }
 };
 
 namespace ep::c {

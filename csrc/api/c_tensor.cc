@@ -94,16 +94,6 @@ Tensor take_tensor(const ncclEpTensor_t* given, const char* name) {
   return tensor;
 }
 
-Tensor tensor_of(const void* data, ncclEpDataType_t dtype, const Sizes& sizes) {
-  Tensor tensor{const_cast<void*>(data), dtype, sizes, {}};
-  int64_t stride = 1;
-  for (int i = sizes.ndim - 1; i >= 0; i--) {
-    tensor.strides[i] = stride;
-    stride *= sizes.at[i];
-  }
-  return tensor;
-}
-
 bool is_contiguous(const Tensor& tensor) {
   int64_t stride = 1;
   for (int i = tensor.sizes.ndim - 1; i >= 0; i--) {
@@ -141,18 +131,6 @@ void check_tensor(const Tensor& tensor, const char* name, ncclEpDataType_t dtype
 void check_aligned(const Tensor& tensor, const char* name) {
   EP_CHECK(tensor.sizes.count() == 0 || reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0, name, " at address ",
            tensor.data, " is not aligned to 16 bytes");
-}
-
-Extent TensorExtents::extent_of(const Tensor& tensor) {
-  if (!tensor || tensor.data == nullptr || tensor.sizes.count() == 0) return {};
-  int64_t first = 0, last = 0;  // elements from data
-  for (int i = 0; i < tensor.sizes.ndim; i++) {
-    const int64_t reach = (tensor.sizes.at[i] - 1) * tensor.strides[i];
-    (reach < 0 ? first : last) += reach;
-  }
-  const auto* data = static_cast<const char*>(tensor.data);
-  const int bytes = element_bytes(tensor.dtype);
-  return {data + first * bytes, data + (last + 1) * bytes};
 }
 
 void check_id_type(const Tensor& topk_idx) {

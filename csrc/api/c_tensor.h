@@ -4,7 +4,6 @@
 #include <array>
 #include <string>
 
-#include "base/apart.h"
 #include "layout/dtype.h"
 #include "nccl_ep.h"
 
@@ -40,8 +39,6 @@ const char* name_of(ncclEpDataType_t dtype);
 std::string name_or_number(ncclEpDataType_t dtype);  // of any value
 DType to_dtype(ncclEpDataType_t dtype);
 
-// A contiguous one.
-Tensor tensor_of(const void* data, ncclEpDataType_t dtype, const Sizes& sizes);
 // The tensor of a descriptor, or none: of a null pointer or ndim 0. Data is not looked at.
 Tensor take_tensor(const ncclEpTensor_t* given, const char* name);
 
@@ -52,12 +49,5 @@ void check_data(const Tensor& tensor, const char* name);  // is there, aligned t
 void check_tensor(const Tensor& tensor, const char* name, ncclEpDataType_t dtype, const Sizes& sizes);
 void check_aligned(const Tensor& tensor, const char* name);  // to 16 bytes
 void check_id_type(const Tensor& topk_idx);
-
-struct TensorExtents {
-  using Tensor = c::Tensor;
-  static Extent extent_of(const Tensor& tensor);
-  static std::string shape_of(const Tensor& tensor) { return text_of(tensor.sizes); }
-};
-using Apart = ApartOf<TensorExtents>;
 
 }  // namespace ep::c
