@@ -2,14 +2,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
-#include <vector>
+#include <atomic>
+#include <string>
 
 #include "api/c_device.h"
 #include "api/c_live.h"
 #include "api/c_objects.h"
 #include "api/c_struct.h"
 #include "api/factory.h"
+#include "runtime/call_checks.h"
 #include "transport/same_size_bootstrap.h"
 
 namespace ep::c {
@@ -17,7 +18,6 @@ namespace {
 
 constexpr double kDefaultTimeoutSeconds = 100, kMinSetupSeconds = 60;
 constexpr uint64_t kMaxTimeoutNs = 1'000'000'000'000'000'000;  // as the group's
-constexpr size_t kMaxRowBytes = 65536;                         // the same
 // Bytes that a rank sends at most in a dispatch of max_tokens, and slots of all ranks, or tokens, up to which AUTO
 // takes low latency: nccl_ep/modes.py has the reasons, and the same numbers.
 constexpr int64_t kAutoLlBytes = 56 << 20, kAutoLlSlots = 4096, kAutoLlTokens = 128;
@@ -57,7 +57,7 @@ void check_config(const ncclEpGroupConfig_t& config) {
   }
   EP_CHECK(config.domain_size >= 0, "domain_size is ", config.domain_size, ", must not be negative");
   const bool has_ll = config.algorithm != NCCL_EP_ALGORITHM_HIGH_THROUGHPUT;
-  const size_t max_token_bytes = kMaxRowBytes * (has_ll ? 1 : kHtMaxParts);
+  const size_t max_token_bytes = static_cast<size_t>(kMaxRowBytes) * (has_ll ? 1 : kHtMaxParts);
   EP_CHECK(config.max_token_bytes >= 1 && config.max_token_bytes <= max_token_bytes, "max_token_bytes is ",
            config.max_token_bytes, ", must be 1 to ", max_token_bytes);
   EP_CHECK(config.max_combine_row_bytes <= kMaxRowBytes, "max_combine_row_bytes is ", config.max_combine_row_bytes,
@@ -95,9 +95,14 @@ GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
     result.ht_sizes = ht_sizes_for(topology, shape, dispatch_bytes, combine_bytes, config.arena_bytes);
   }
   result.timeout_seconds = seconds_of(config.timeout_ns);
-  result.raise_on_overflow = config.overflow_policy == NCCL_EP_OVERFLOW_ERROR;
   result.device_index = config.device;
   return result;
+}
+
+// For profilers.
+std::string next_name(int rank) {
+  static std::atomic<uint64_t> count = 0;
+  return concat("group", count++, ".rank", rank);
 }
 
 // `comm`: the caller's, for windows; null: there is none.
@@ -106,6 +111,7 @@ ncclEpGroup_t make_group_object(Bootstrap& bootstrap, const ncclEpGroupConfig_t&
   state->config = given;
   state->process = getpid();
   GroupConfig config = to_group_config(given, bootstrap.num_ranks());
+  config.name = next_name(bootstrap.rank());
   config.nccl_comm = comm;
   state->ll_max_tokens = ll_max_tokens(given, bootstrap.num_ranks());
   auto object = std::make_unique<ncclEpGroup>();

@@ -111,7 +111,7 @@ HandleSizes sizes_of(const GroupState& state, const ncclEpHandleConfig_t& config
     const HtHandleShape handle = most_of_ht(sizes.output, ranks.topology());
     words = handle.route_size() + handle.num_slots * handle.slot_words();
   } else {
-    words = HandleShape{sizes.shape.num_ranks, max_tokens, max_tokens, topk, sizes.output.map_k()}.size();
+    words = HandleShape::of(sizes.output, max_tokens).size();
   }
   sizes.bytes = words * static_cast<int64_t>(sizeof(int32_t));
   return sizes;
@@ -174,7 +174,7 @@ ncclEpHandle::~ncclEpHandle() {
 }
 
 HandlePtrs ncclEpHandle::pointers(int num_tokens) const {
-  return HandlePtrs::of(memory, {shape.num_ranks, num_tokens, shape.max_tokens, shape.topk, output.map_k()});
+  return HandlePtrs::of(memory, HandleShape::of(output, num_tokens));
 }
 
 HtHandlePtrs ncclEpHandle::ht_pointers(int num_tokens) const {

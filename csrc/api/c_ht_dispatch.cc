@@ -3,6 +3,7 @@
 
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
+#include "runtime/call_checks.h"
 
 namespace ep::c {
 namespace {
@@ -36,7 +37,7 @@ void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointe
     p.parts[p.num_parts] = part;
     p.parts[p.num_parts++].out = target;
   };
-  EP_CHECK(call.hidden <= 65536, "rows of ", call.hidden, " elements, at most 65536 bytes");
+  EP_CHECK(call.hidden <= kMaxRowBytes, "rows of ", call.hidden, " elements, at most ", kMaxRowBytes, " bytes");
   add(part_of(call.tokens), out[kTokens]);
   if (call.quant != Quant::kNone) {
     p.add_quant_scales();
