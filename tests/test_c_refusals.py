@@ -89,6 +89,7 @@ class Solo:
             tokens=tensor(replaced.get("rows", self.rows)), topk_weights=tensor(replaced.get("weights", self.weights)),
             row_expert=tensor(replaced.get("row_expert", self.row_expert)),
             info=tensor(replaced.get("info", self.info)), topk_idx=tensor(replaced.get("topk_idx")),
+            scales=tensor(replaced.get("out_scales")),
         )  # fmt: skip
         others = {name: replaced.get(name, 0) for name in ("num_sms", "reserved")}
         config = c_api.DispatchConfig(send_only=send_only, quant=quant, **others)

@@ -151,4 +151,30 @@ OutputPointers take_outputs(const Outputs& outputs) {
   return pointers;
 }
 
+void check_apart(const DispatchCall& call, const ncclEpHandle& handle, const Outputs& outputs,
+                 const OutputPointers& pointers) {
+  const bool is_cached = call.config.cached != 0;
+  OverlapCheck check;
+  check.reads("tokens", extent_of(call.tokens));
+  check.reads("topk_weights", extent_of(call.weights));
+  check.reads("scales", extent_of(call.scales));
+  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) check.reads(kFurtherNames[i], extent_of(call.further[i]));
+  if (!is_cached && !handle.is_routed) check.reads("topk_idx", handle.ids_extent());
+  if (is_cached) {
+    check.reads("handle_mem", handle.memory_extent());
+  } else {
+    check.writes("handle_mem", handle.memory_extent());
+  }
+  constexpr const char* kNames[] = {"output tokens",     "output scales",     "output topk_weights",
+                                    "output topk_idx",   "output row_expert", "output info",
+                                    "output further[0]", "output further[1]", "output further[2]"};
+  static_assert(std::size(kNames) == kNumOutputs);
+  for (int i = 0; i < kNumOutputs; i++) {
+    if (outputs[i].sizes.ndim == 0) continue;
+    const Sizes& sizes = outputs[i].sizes;
+    const auto bytes = static_cast<uint64_t>(sizes.count()) * element_bytes(outputs[i].dtype);
+    check.writes(kNames[i], {pointers[i], bytes, sizes.at.data(), sizes.ndim});
+  }
+}
+
 }  // namespace ep::c

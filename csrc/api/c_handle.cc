@@ -152,6 +152,7 @@ std::unique_ptr<ncclEpHandle> make_handle(ncclEpGroup_t group, const ncclEpHandl
   handle->is_ht = sizes.is_ht;
   handle->is_exact = sizes.is_exact;
   handle->memory = static_cast<int32_t*>(memory == nullptr ? allocate(state->config.device, sizes.bytes) : memory);
+  handle->memory_bytes = static_cast<uint64_t>(sizes.bytes);
   handle->owns_memory = memory == nullptr;
   add_live(handle.get(), ObjectKind::kHandle);
   return handle;
@@ -182,6 +183,11 @@ HtHandlePtrs ncclEpHandle::ht_pointers(int num_tokens) const {
   const HtHandleShape most = most_of_ht(output, topology);
   return HtHandlePtrs::of(memory, memory + most.route_size(),
                           HtHandleShape::make(output, topology, num_tokens, most.num_slots));
+}
+
+Extent ncclEpHandle::ids_extent() const {
+  const uint64_t element_bytes = is_idx64 ? sizeof(int64_t) : sizeof(int32_t);
+  return {topk_idx, static_cast<uint64_t>(given_tokens) * shape.topk * element_bytes, nullptr, 0};
 }
 
 int ncclEpHandle::num_sms(int asked) const {

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "api/c_error.h"
+#include "base/overlap.h"
 #include "nccl_ep.h"
 #include "runtime/group.h"
 
@@ -40,6 +41,7 @@ struct ncclEpHandle {
   ep::Shape shape;
   ep::OutputShape output;
   int32_t* memory = nullptr;
+  uint64_t memory_bytes = 0;
   bool owns_memory = false;
   bool is_ht = false;
   bool is_exact = false;  // high throughput: `output` has its rows once they are known
@@ -70,6 +72,8 @@ struct ncclEpHandle {
   void require_nothing_pending() const;
   void require_dispatched() const;
   void require_given() const;  // the ids
+  ep::Extent memory_extent() const { return {memory, memory_bytes, nullptr, 0}; }
+  ep::Extent ids_extent() const;
   bool rows_are_known() const { return !is_exact || is_routed; }
   void require_rows(bool is_cached) const;  // that a dispatch, or a cached one, knows its outputs
 };
