@@ -73,6 +73,7 @@ def make_group(library: Library, group: ThreadGroup, **config: Any) -> c.c_void_
     fields = {"num_experts": 2 * group.size(), "max_tokens": 8, "topk": 2, "max_token_bytes": 128, **config}
     fields.setdefault("timeout_ns", 60 * SECOND)
     library.CreateGroupFromCallback(made, group.rank(), group.size(), gather, None, c_api.GroupConfig(**fields))
+    made.gather = gather  # type: ignore[attr-defined]  # ncclEpMaskClean calls it
     return made
 
 

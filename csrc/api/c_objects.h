@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 
@@ -21,6 +22,11 @@ struct GroupState {
   int ll_max_tokens = 0;  // room of low latency; 0: none
   uint64_t reported_drops = 0;
   std::map<void*, std::shared_ptr<void>> blocks;  // of ncclEpMemAlloc
+
+  // How the ranks find one another once more, within so many seconds.
+  using Rendezvous = std::function<std::unique_ptr<Bootstrap>(double seconds)>;
+  Rendezvous rendezvous;
+  bool has_missed_cleaning = false;  // of masks: the ranks are not at the same step of the rendezvous any more
 
   // The group, if this process may use it.
   Group& get() const;
