@@ -18,7 +18,7 @@ from c_api import Library
 from c_case import ROOT, TOOLS, refused, run, run_case
 from expected import expected_cases
 from gpus import NUM_GPUS
-from test_observing import listener
+from test_observing import listener  # noqa: F401
 
 import nccl_ep
 
