@@ -44,7 +44,8 @@ def integers(*names: str) -> list[tuple[str, Any]]:
 class GroupConfig(Struct):
     _fields_ = [*HEAD, *integers("algorithm", "device", "num_experts", "max_tokens", "topk", "domain_size"),
                 ("max_token_bytes", c.c_size_t), ("max_combine_row_bytes", c.c_size_t), ("timeout_ns", c.c_uint64),
-                *integers("overflow_policy", "max_num_sms"), ("arena_bytes", c.c_uint64)]  # fmt: skip
+                *integers("overflow_policy", "max_num_sms"), ("arena_bytes", c.c_uint64),
+                *integers("enable_mask", "reserved")]  # fmt: skip
     defaults = {"device": -1}
 
 
@@ -131,6 +132,9 @@ ARGUMENTS: dict[str, list[Any]] = {
     "GroupGetInfo": [_void, c.POINTER(GroupInfo)],
     "MemAlloc": [_void, c.POINTER(_void), c.c_size_t],
     "MemFree": [_void, _void],
+    "MaskQuery": [_void, _tensor, _void],
+    "MaskUpdate": [_void, c.c_int, _void],
+    "MaskClean": [_void],
     "HandleMemSize": [_void, c.POINTER(HandleConfig), c.POINTER(c.c_size_t)],
     "InitHandle": [c.POINTER(_void), _void, c.POINTER(HandleConfig), _void],
     "UpdateHandle": [_void, _tensor],

@@ -73,11 +73,14 @@ def make_group(library: Library, group: ThreadGroup, **config: Any) -> c.c_void_
     fields = {"num_experts": 2 * group.size(), "max_tokens": 8, "topk": 2, "max_token_bytes": 128, **config}
     fields.setdefault("timeout_ns", 60 * SECOND)
     library.CreateGroupFromCallback(made, group.rank(), group.size(), gather, None, c_api.GroupConfig(**fields))
+    made.gather = gather  # type: ignore[attr-defined]  # ncclEpMaskClean calls it
     return made
 
 
 class CaseRun:
     """One rank's part of a generated case, through the C library."""
+
+    num_sms = 0  # of every dispatch and combine
 
     def __init__(
         self,
@@ -111,7 +114,11 @@ class CaseRun:
             for given in inputs:
                 if given is not None:
                     given.zero_()
-            self.library.Complete(handle, None, None)
+            self.library.Complete(handle, None, self.stream())
+
+    def stream(self) -> int | None:
+        """torch's current one, as C takes it."""
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
 
     def new(self, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device=self.device)
@@ -136,7 +143,7 @@ class CaseRun:
                 assert size.value == made[name].nbytes
                 made[name].view(torch.uint8).fill_(0xA5)
                 shape.data = made[name].data_ptr() or None
-        self.library.Dispatch(handle, inputs, outputs, config, None)
+        self.library.Dispatch(handle, inputs, outputs, config, self.stream())
         return made
 
     def dispatch(self, handle: c.c_void_p) -> nccl_ep.DispatchOutput:
@@ -144,7 +151,9 @@ class CaseRun:
         x, ids, weights, scales = map(self.move, (given.x, given.topk_idx, given.topk_weights, given.scales))
         self.library.UpdateHandle(handle, tensor(ids))
         inputs = c_api.DispatchInputs(tokens=tensor(x), topk_weights=tensor(weights), scales=tensor(scales))
-        config = c_api.DispatchConfig(send_only=self.staged, quant=QUANTS[case.quant], zero_padding=case.zero_padding)
+        config = c_api.DispatchConfig(
+            send_only=self.staged, quant=QUANTS[case.quant], zero_padding=case.zero_padding, num_sms=self.num_sms
+        )
         made = self.run_dispatch(handle, inputs, config)
         self.finish(handle, [x, ids, weights, scales])
         return self.output(made)
@@ -169,6 +178,13 @@ class CaseRun:
         self, handle: c.c_void_p, rows: torch.Tensor, values: torch.Tensor | None = None,
         home_values: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        return self.bring_home(handle, rows, values, home_values).cpu()
+
+    def bring_home(
+        self, handle: c.c_void_p, rows: torch.Tensor, values: torch.Tensor | None = None,
+        home_values: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """A combine whose result stays where it is. Staged: overwrites the rows."""
         case, kwargs = self.case, self.case.combine_kwargs()
         weights, ids = (
             self.move(kwargs[name][self.rank]) if isinstance(kwargs[name], list) else None
@@ -185,17 +201,17 @@ class CaseRun:
         named = {"dispatch": c_api.WEIGHTS_DISPATCH, "none": c_api.WEIGHTS_NONE}
         config = c_api.CombineConfig(
             send_only=self.staged, weights=named.get(case.combine_weights, c_api.WEIGHTS_HOME),
-            wire_dtype=DTYPES[case.wire_dtype] if case.wire_dtype else -1,
+            wire_dtype=DTYPES[case.wire_dtype] if case.wire_dtype else -1, num_sms=self.num_sms,
         )  # fmt: skip
         outputs = c_api.CombineOutputs(tokens=tensor(result), values=tensor(home_values))
-        self.library.Combine(handle, inputs, outputs, config, None)
+        self.library.Combine(handle, inputs, outputs, config, self.stream())
         self.finish(handle, [rows, weights, ids])
-        return result.cpu()
+        return result
 
     def scalars(self, handle: c.c_void_p) -> torch.Tensor:
         values = self.move(self.expected.values[self.rank])
         result = torch.empty_like(self.expected.scalars[self.rank], device=self.device)
-        self.library.CombineWeights(handle, tensor(values), tensor(result), None)
+        self.library.CombineWeights(handle, tensor(values), tensor(result), self.stream())
         return result.cpu()
 
     def run(self) -> None:
@@ -224,5 +240,10 @@ class CaseRun:
         library.GroupDestroy(self.group)
 
 
-def run_case(library: Library, expected: Expected, *, staged: bool, device: str = "cpu") -> None:
-    run_ranks(expected.case.num_ranks, lambda group: CaseRun(library, expected, group, staged, device).run())
+def run_case(library: Library, expected: Expected, *, staged: bool, device: str = "cpu", num_sms: int = 0) -> None:
+    def body(group: ThreadGroup) -> None:
+        run = CaseRun(library, expected, group, staged, device)
+        run.num_sms = num_sms
+        run.run()
+
+    run_ranks(expected.case.num_ranks, body)

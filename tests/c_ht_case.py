@@ -100,7 +100,7 @@ class HtCaseRun(CaseRun):
 
     def route(self, handle: c.c_void_p) -> torch.Tensor:
         info = self.new_info()
-        self.library.RouteHandle(handle, tensor(info), None)
+        self.library.RouteHandle(handle, tensor(info), self.stream())
         return info
 
     def send(self, handle: c.c_void_p, info: torch.Tensor | None = None) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class HtCaseRun(CaseRun):
             tokens=tensor(x), topk_weights=tensor(weights), scales=tensor(scales),
             further=c_api.Further(*[tensor(each) for each in extra]),
         )  # fmt: skip
-        config = c_api.DispatchConfig(quant=QUANTS[case.quant], zero_padding=case.zero_padding)
+        config = c_api.DispatchConfig(quant=QUANTS[case.quant], zero_padding=case.zero_padding, num_sms=self.num_sms)
         made = self.run_dispatch(handle, inputs, config)
         assert (made["info"] is None) == (info is not None)
         return made if info is None else {**made, "info": info}
@@ -127,7 +127,9 @@ class HtCaseRun(CaseRun):
     def cached(self, handle: c.c_void_p, number: int) -> nccl_ep.Payload:
         hidden, dtype, quant = self.plan.cached[number]
         x = self.move(further(self.case, self.rank, 10 + number, hidden, dtype))
-        config = c_api.DispatchConfig(cached=1, quant=QUANTS[quant], zero_padding=self.case.zero_padding)
+        config = c_api.DispatchConfig(
+            cached=1, quant=QUANTS[quant], zero_padding=self.case.zero_padding, num_sms=self.num_sms
+        )
         made = self.run_dispatch(handle, c_api.DispatchInputs(tokens=tensor(x)), config)
         assert all(made[name] is None for name in ("topk_weights", "topk_idx", "row_expert", "info"))
         return nccl_ep.Payload(
@@ -191,7 +193,7 @@ class HtCaseRun(CaseRun):
         return bool(((ids >= -1) & (ids < self.case.num_experts)).all())
 
 
-def run_ht_case(library: Library, case: Case, *, device: str = "cpu") -> Counter[str]:
+def run_ht_case(library: Library, case: Case, *, device: str = "cpu", num_sms: int = 0) -> Counter[str]:
     """Runs the case; fails with its description where a bit differs. Returns which ways were taken, by rank."""
     plan, expected = HtPlan.of(case), Expected(case)
     kwargs = oracle_kwargs(case, plan, expected.inputs)
@@ -199,7 +201,9 @@ def run_ht_case(library: Library, case: Case, *, device: str = "cpu") -> Counter
     expected.values = [case.scalars(result, rank) for rank, result in enumerate(expected.results)]
 
     def body(group: ThreadGroup) -> tuple[list[HtRankResult], Any]:
-        return HtCaseRun(library, expected, plan, group, device).run_rounds()
+        run = HtCaseRun(library, expected, plan, group, device)
+        run.num_sms = num_sms
+        return run.run_rounds()
 
     got = run_ranks(case.num_ranks, body)
     for number in range(2):

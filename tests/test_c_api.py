@@ -18,6 +18,7 @@ from c_api import Library
 from c_case import ROOT, TOOLS, refused, run, run_case
 from expected import expected_cases
 from gpus import NUM_GPUS
+from test_observing import listener  # noqa: F401
 
 import nccl_ep
 
@@ -44,6 +45,32 @@ def test_generated_cases_on_one_gpu(library: Library, num_ranks: int, staged: bo
         pytest.skip("torch finds no GPU")
     for expected in expected_cases(12, num_ranks=num_ranks, first=900):
         run_case(library, expected, staged=staged, device="cuda")
+
+
+TWO_GROUPS = """
+import ctypes, sys
+import torch
+import c_api
+from test_c_refusals import Solo
+library = c_api.Library(sys.argv[1])
+solos = [Solo(library, library.solo_group()) for _ in range(2)]
+for solo in reversed(solos):
+    solo.check_round()
+"""
+
+
+def test_ranges_for_profilers_name_their_group(
+    library_file: Path,
+    listener: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    names = tmp_path / "names"
+    attached = {"NVTX_INJECTION64_PATH": str(listener), "NVTX_LISTENER_FILE": str(names)}
+    paths = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    run(sys.executable, "-c", TWO_GROUPS, library_file, env={**TOOLS, **attached, **paths})
+    assert [line for line in names.read_text().splitlines() if line.startswith("group")] == [
+        f"group{number}.rank0 {operation} 1" for number in (1, 0) for operation in ("dispatch", "combine")
+    ]
 
 
 # ---- Structs of other headers, versions

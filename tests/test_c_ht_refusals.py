@@ -68,7 +68,7 @@ class Solo:
             values=tensor(self.weights if isinstance(values, str) else values),
         )  # fmt: skip
         outputs = c_api.CombineOutputs(
-            tokens=tensor(self.y), values=tensor(self.scalars if isinstance(scalars, str) else scalars)
+            tokens=tensor(rest.get("y", self.y)), values=tensor(self.scalars if isinstance(scalars, str) else scalars)
         )
         self.library.Combine(
             self.handle, inputs, outputs, c_api.CombineConfig(send_only=send_only, weights=c_api.WEIGHTS_NONE), None

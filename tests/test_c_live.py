@@ -21,6 +21,9 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {  # behind the group or the handle
     "GroupGetInfo": (c_api.GroupInfo(),),
     "MemAlloc": (c.c_void_p(), 64),
     "MemFree": (None,),
+    "MaskQuery": (None, None),
+    "MaskUpdate": (0, None),
+    "MaskClean": (),
     "HandleMemSize": (c_api.HandleConfig(layout=1), c.c_size_t()),
     "UpdateHandle": (c_api.Tensor(),),
     "RouteHandle": (None, None),
@@ -32,7 +35,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {  # behind the group or the handle
     "CombineWeights": (None, None, None),
     "Complete": (None, None),
 }
-OF_GROUPS = ("Check", "GroupDestroy", "GroupSetTimeout", "GroupGetInfo", "MemAlloc", "MemFree", "HandleMemSize")
+OF_GROUPS = ("Check", "GroupDestroy", "GroupSetTimeout", "GroupGetInfo", "MemAlloc", "MemFree", "MaskQuery",
+             "MaskUpdate", "MaskClean", "HandleMemSize")  # fmt: skip
 
 
 def calls(library: Library, kind: str) -> list[Callable[[c.c_void_p], None]]:

@@ -32,6 +32,8 @@ def test_bad_groups_are_refused_with_the_values(library: Library) -> None:
         (c_api.INVALID_ARGUMENT, "max_token_bytes is 600000, must be 1 to 524288",
          {"algorithm": 2, "max_token_bytes": 600000}),
         (c_api.INVALID_ARGUMENT, "algorithm 7", {"algorithm": 7}),
+        (c_api.INVALID_ARGUMENT, "enable_mask is 1, but high throughput has", {"algorithm": 2, "enable_mask": 1}),
+        (c_api.INVALID_ARGUMENT, "reserved of ncclEpGroupConfig_t is 77, must be 0", {"reserved": 77}),
         (c_api.INVALID_ARGUMENT, "device is -3", {"device": -3}),
         (c_api.INVALID_ARGUMENT, "0 experts do not divide", {"num_experts": 0}),
         (c_api.INVALID_ARGUMENT, "top-k is 33", {"topk": 33}),
@@ -61,11 +63,9 @@ def test_bad_groups_are_refused_with_the_values(library: Library) -> None:
         None,
         config,
     )
-    for name in ("Check", "GroupDestroy", "HandleDestroy"):
-        if name == "Check":
-            refused(c_api.INVALID_ARGUMENT, "group is null", getattr(library, name), None)
-        else:
-            getattr(library, name)(None)
+    refused(c_api.INVALID_ARGUMENT, "group is null", library.Check, None)
+    library.GroupDestroy(None)
+    library.HandleDestroy(None)
 
 
 class Solo:
@@ -91,6 +91,7 @@ class Solo:
             tokens=tensor(replaced.get("rows", self.rows)), topk_weights=tensor(replaced.get("weights", self.weights)),
             row_expert=tensor(replaced.get("row_expert", self.row_expert)),
             info=tensor(replaced.get("info", self.info)), topk_idx=tensor(replaced.get("topk_idx")),
+            scales=tensor(replaced.get("out_scales")),
         )  # fmt: skip
         others = {name: replaced.get(name, 0) for name in ("num_sms", "reserved")}
         config = c_api.DispatchConfig(send_only=send_only, quant=quant, **others)

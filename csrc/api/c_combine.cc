@@ -25,6 +25,11 @@ Sizes values_of(const OutputShape& output) {
   return has_expert_rows(output.layout) ? rows : rows.with(output.topk);
 }
 
+void check_values(const ncclEpHandle& handle, const Tensor& values, const Tensor& out, const char* out_name) {
+  check_tensor(values, "values", NCCL_EP_FLOAT32, values_of(handle.output));
+  check_tensor(out, out_name, NCCL_EP_FLOAT32, {handle.dispatched_tokens, handle.shape.topk});
+}
+
 // ---- What the parameters of both algorithms have in common.
 
 template <class Params>
@@ -99,6 +104,28 @@ void set_combine(Params& p, const ncclEpHandle& handle, const ncclEpCombineInput
   set_out(p, inputs, outputs, config);
 }
 
+// Refuses outputs that overlap what the call reads, or one another. A bias may be the output itself: every element is
+// read before it is written.
+void check_apart(const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs,
+                 const ncclEpCombineOutputs_t& outputs) {
+  const Tensor rows = take_tensor(inputs.tokens, "tokens"), values = take_tensor(inputs.values, "values");
+  const Tensor weights = take_tensor(inputs.topk_weights, "topk_weights");
+  const Tensor ids = take_tensor(inputs.topk_idx, "topk_idx");
+  const Tensor biases[] = {take_tensor(inputs.bias0, "bias0"), take_tensor(inputs.bias1, "bias1")};
+  const Tensor out = take_tensor(outputs.tokens, "output tokens");
+  const Tensor home_values = take_tensor(outputs.values, "output values");
+  OverlapCheck check;
+  check.reads("handle_mem", handle.memory_extent());
+  check.reads("tokens", extent_of(rows));
+  check.reads("values", extent_of(values));
+  check.reads("topk_weights", extent_of(weights));
+  check.reads("topk_idx", extent_of(ids));
+  if (biases[0].data != out.data) check.reads("bias0", extent_of(biases[0]));
+  if (biases[1].data != out.data) check.reads("bias1", extent_of(biases[1]));
+  check.writes("output tokens", extent_of(out));
+  check.writes("output values", extent_of(home_values));
+}
+
 // ---- Low latency
 
 void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
@@ -109,6 +136,7 @@ void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const
   set_combine(p, handle, inputs, outputs, config);
   p.half = config.send_only ? Half::kSend : Half::kBoth;
   p.handle = handle.pointers(p.num_tokens);
+  check_apart(handle, inputs, outputs);
   const ScopedDevice device(handle.device());
   handle.state->get().combine(p, stream);
   if (p.half == Half::kSend) {
@@ -119,9 +147,7 @@ void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const
 
 // ---- High throughput
 
-void set_values(HtCombineParams& p, const Tensor& values, const Tensor& out, const char* out_name) {
-  check_tensor(values, "values", NCCL_EP_FLOAT32, values_of(p.output));
-  check_tensor(out, out_name, NCCL_EP_FLOAT32, {p.num_tokens, p.shape.topk});
+void set_values(HtCombineParams& p, const Tensor& values, const Tensor& out) {
   p.has_values = true;
   p.values = static_cast<const float*>(values.data);
   p.out_values = static_cast<float*>(out.data);
@@ -136,7 +162,11 @@ void combine_ht(const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs,
   p.handle = handle.ht_pointers(p.num_tokens);
   const Tensor values = take_tensor(inputs.values, "values"), home = take_tensor(outputs.values, "output values");
   EP_CHECK(values || !home, "output values are given, but no values");
-  if (values) set_values(p, values, home, "output values");
+  if (values) {
+    check_values(handle, values, home, "output values");
+    set_values(p, values, home);
+  }
+  check_apart(handle, inputs, outputs);
   const ScopedDevice device(handle.device());
   handle.state->get().combine(p, stream);
 }
@@ -148,6 +178,11 @@ void combine_weights(const ncclEpHandle& handle, const ncclEpTensor_t* given, co
   Group& group = handle.state->get();
   handle.require_dispatched();
   const Tensor values = take_tensor(given, "values"), out = take_tensor(given_out, "out");
+  check_values(handle, values, out, "out");
+  OverlapCheck check;
+  check.reads("handle_mem", handle.memory_extent());
+  check.reads("values", extent_of(values));
+  check.writes("out", extent_of(out));
   const ScopedDevice device(handle.device());
   if (handle.is_ht) {
     HtCombineParams p;
@@ -156,7 +191,7 @@ void combine_weights(const ncclEpHandle& handle, const ncclEpTensor_t* given, co
     p.num_tokens = handle.dispatched_tokens;
     p.num_sms = handle.num_sms(0);
     p.handle = handle.ht_pointers(p.num_tokens);
-    set_values(p, values, out, "out");
+    set_values(p, values, out);
     group.combine(p, stream);
     return;
   }
@@ -165,8 +200,6 @@ void combine_weights(const ncclEpHandle& handle, const ncclEpTensor_t* given, co
   p.output = handle.output;
   p.num_tokens = handle.dispatched_tokens;
   p.handle = handle.pointers(p.num_tokens);
-  check_tensor(values, "values", NCCL_EP_FLOAT32, values_of(p.output));
-  check_tensor(out, "out", NCCL_EP_FLOAT32, {p.num_tokens, p.shape.topk});
   p.values = static_cast<const float*>(values.data);
   p.out = static_cast<float*>(out.data);
   group.combine_weights(p, stream);

@@ -89,6 +89,10 @@ void dispatch_ll(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
   FurtherOfLl further = FurtherOfLl::of(call, out, group, p);
   EP_CHECK(further.count == 0 || p.half == Half::kBoth, "send_only is set, and ", further.count,
            " further tensors need an operation of their own: halves move one in the rows of unquantised tokens");
+  EP_CHECK(further.count == 0 || !group.config().masks_late_ranks, further.count,
+           " further tensors need an operation of their own, which may leave out other ranks: a group of enable_mask "
+           "moves one in the rows of unquantised tokens");
+  check_apart(call, handle, outputs, out);
   const ScopedDevice device(handle.device());
   group.dispatch(p, stream);
   for (int i = 0; i < further.count; i++) group.dispatch(further.calls[i], stream);

@@ -37,6 +37,9 @@ DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t*
 void check_inputs(const DispatchCall& call, const ncclEpHandle& handle, int num_tokens);
 Outputs outputs_of(const DispatchCall& call, const ncclEpHandle& handle, const ncclEpDispatchOutputs_t& given);
 OutputPointers take_outputs(const Outputs& outputs);
+// Refuses outputs that overlap what the call reads, or one another.
+void check_apart(const DispatchCall& call, const ncclEpHandle& handle, const Outputs& outputs,
+                 const OutputPointers& pointers);
 
 Sizes row_sizes(const OutputShape& output);  // the leading ones of tensors of rows
 

@@ -1,6 +1,7 @@
 // The tensors of a dispatch: what the caller gives, and what must be there for the results.
 #include "api/c_dispatch.h"
 #include "api/c_struct.h"
+#include "runtime/call_checks.h"
 
 namespace ep::c {
 namespace {
@@ -26,8 +27,8 @@ void check_sizes(const DispatchCall& call) {
     const Sizes& scales = call.scales.sizes;
     EP_CHECK(scales.ndim == 2 && scales.at[0] == tokens.at[0], "scales have shape ", text_of(scales), ", must be [",
              tokens.at[0], ", scales of a row]");
-    EP_CHECK(scales.at[1] >= 1 && scales.at[1] <= 65536, "scales have shape ", text_of(scales),
-             ": 1 to 65536 of a row");
+    EP_CHECK(scales.at[1] >= 1 && scales.at[1] <= kMaxRowBytes, "scales have shape ", text_of(scales), ": 1 to ",
+             kMaxRowBytes, " of a row");
   }
   for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
     const Tensor& further = call.further[i];
@@ -36,9 +37,9 @@ void check_sizes(const DispatchCall& call) {
              text_of(further.sizes), ", must be [", tokens.at[0], ", elements of a row]");
     const int64_t elements = further.sizes.at[1];
     const int64_t bytes = elements * element_bytes(further.dtype);
-    EP_CHECK(elements >= 1 && elements <= 65536 && bytes % 16 == 0 && bytes <= 65536, kFurtherNames[i], " has rows of ",
-             elements, " elements of ", element_bytes(further.dtype),
-             " bytes: must be a multiple of 16 bytes, at most 65536");
+    EP_CHECK(elements >= 1 && elements <= kMaxRowBytes && bytes % 16 == 0 && bytes <= kMaxRowBytes, kFurtherNames[i],
+             " has rows of ", elements, " elements of ", element_bytes(further.dtype),
+             " bytes: must be a multiple of 16 bytes, at most ", kMaxRowBytes);
   }
 }
 
@@ -148,6 +149,32 @@ OutputPointers take_outputs(const Outputs& outputs) {
     pointers[i] = tensor.data;
   }
   return pointers;
+}
+
+void check_apart(const DispatchCall& call, const ncclEpHandle& handle, const Outputs& outputs,
+                 const OutputPointers& pointers) {
+  const bool is_cached = call.config.cached != 0;
+  OverlapCheck check;
+  check.reads("tokens", extent_of(call.tokens));
+  check.reads("topk_weights", extent_of(call.weights));
+  check.reads("scales", extent_of(call.scales));
+  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) check.reads(kFurtherNames[i], extent_of(call.further[i]));
+  if (!is_cached && !handle.is_routed) check.reads("topk_idx", handle.ids_extent());
+  if (is_cached) {
+    check.reads("handle_mem", handle.memory_extent());
+  } else {
+    check.writes("handle_mem", handle.memory_extent());
+  }
+  constexpr const char* kNames[] = {"output tokens",     "output scales",     "output topk_weights",
+                                    "output topk_idx",   "output row_expert", "output info",
+                                    "output further[0]", "output further[1]", "output further[2]"};
+  static_assert(std::size(kNames) == kNumOutputs);
+  for (int i = 0; i < kNumOutputs; i++) {
+    if (outputs[i].sizes.ndim == 0) continue;
+    const Sizes& sizes = outputs[i].sizes;
+    const auto bytes = static_cast<uint64_t>(sizes.count()) * element_bytes(outputs[i].dtype);
+    check.writes(kNames[i], {pointers[i], bytes, sizes.at.data(), sizes.ndim});
+  }
 }
 
 }  // namespace ep::c

@@ -2,14 +2,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
-#include <vector>
+#include <atomic>
+#include <string>
+#include <utility>
 
 #include "api/c_device.h"
 #include "api/c_live.h"
 #include "api/c_objects.h"
 #include "api/c_struct.h"
 #include "api/factory.h"
+#include "runtime/call_checks.h"
 #include "transport/same_size_bootstrap.h"
 
 namespace ep::c {
@@ -17,7 +19,6 @@ namespace {
 
 constexpr double kDefaultTimeoutSeconds = 100, kMinSetupSeconds = 60;
 constexpr uint64_t kMaxTimeoutNs = 1'000'000'000'000'000'000;  // as the group's
-constexpr size_t kMaxRowBytes = 65536;                         // the same
 // Bytes that a rank sends at most in a dispatch of max_tokens, and slots of all ranks, or tokens, up to which AUTO
 // takes low latency: nccl_ep/modes.py has the reasons, and the same numbers.
 constexpr int64_t kAutoLlBytes = 56 << 20, kAutoLlSlots = 4096, kAutoLlTokens = 128;
@@ -47,6 +48,7 @@ class CallbackBootstrap : public SameSizeBootstrap {
 };
 
 void check_config(const ncclEpGroupConfig_t& config) {
+  check_reserved(config);
   EP_CHECK(config.algorithm >= NCCL_EP_ALGORITHM_AUTO && config.algorithm <= NCCL_EP_ALGORITHM_HIGH_THROUGHPUT,
            "algorithm ", config.algorithm, " is unknown");
   EP_CHECK(config.device >= NCCL_EP_DEVICE_CPU, "device is ", config.device, ", must be NCCL_EP_DEVICE_CPU (",
@@ -57,7 +59,7 @@ void check_config(const ncclEpGroupConfig_t& config) {
   }
   EP_CHECK(config.domain_size >= 0, "domain_size is ", config.domain_size, ", must not be negative");
   const bool has_ll = config.algorithm != NCCL_EP_ALGORITHM_HIGH_THROUGHPUT;
-  const size_t max_token_bytes = kMaxRowBytes * (has_ll ? 1 : kHtMaxParts);
+  const size_t max_token_bytes = static_cast<size_t>(kMaxRowBytes) * (has_ll ? 1 : kHtMaxParts);
   EP_CHECK(config.max_token_bytes >= 1 && config.max_token_bytes <= max_token_bytes, "max_token_bytes is ",
            config.max_token_bytes, ", must be 1 to ", max_token_bytes);
   EP_CHECK(config.max_combine_row_bytes <= kMaxRowBytes, "max_combine_row_bytes is ", config.max_combine_row_bytes,
@@ -67,6 +69,8 @@ void check_config(const ncclEpGroupConfig_t& config) {
   EP_CHECK(config.max_num_sms >= 0, "max_num_sms is ", config.max_num_sms, ", must not be negative");
   EP_CHECK(config.arena_bytes == 0 || config.algorithm != NCCL_EP_ALGORITHM_LOW_LATENCY, "arena_bytes is ",
            config.arena_bytes, ", but low latency has no arena");
+  EP_CHECK(config.enable_mask == 0 || has_ll, "enable_mask is ", config.enable_mask,
+           ", but high throughput has no masks");
 }
 
 // What low latency has room for, in tokens of a handle; 0: nothing.
@@ -95,18 +99,27 @@ GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
     result.ht_sizes = ht_sizes_for(topology, shape, dispatch_bytes, combine_bytes, config.arena_bytes);
   }
   result.timeout_seconds = seconds_of(config.timeout_ns);
-  result.raise_on_overflow = config.overflow_policy == NCCL_EP_OVERFLOW_ERROR;
+  result.masks_late_ranks = config.enable_mask != 0;
   result.device_index = config.device;
   return result;
 }
 
-// `comm`: the caller's, for windows; null: there is none.
-ncclEpGroup_t make_group_object(Bootstrap& bootstrap, const ncclEpGroupConfig_t& given, ncclComm* comm) {
+// For profilers.
+std::string next_name(int rank) {
+  static std::atomic<uint64_t> count = 0;
+  return concat("group", count++, ".rank", rank);
+}
+
+// `comm`: the caller's, for windows; null: there is none. `rendezvous`: makes a bootstrap as this one.
+ncclEpGroup_t make_group_object(Bootstrap& bootstrap, const ncclEpGroupConfig_t& given, ncclComm* comm,
+                                GroupState::Rendezvous rendezvous) {
   auto state = std::make_shared<GroupState>();
   state->config = given;
   state->process = getpid();
   GroupConfig config = to_group_config(given, bootstrap.num_ranks());
+  config.name = next_name(bootstrap.rank());
   config.nccl_comm = comm;
+  state->rendezvous = std::move(rendezvous);
   state->ll_max_tokens = ll_max_tokens(given, bootstrap.num_ranks());
   auto object = std::make_unique<ncclEpGroup>();
   state->group = make_group(bootstrap, config);
@@ -157,9 +170,11 @@ ncclEpResult_t ncclEpCreateGroupFromCallback(ncclEpGroup_t* group, int rank, int
     EP_CHECK(allgather != nullptr || num_ranks == 1, "allgather is null in a world of ", num_ranks, " ranks");
     const ncclEpGroupConfig_t config = take(given, "config");
     check_config(config);
-    CallbackBootstrap bootstrap(rank, num_ranks, allgather, context,
-                                static_cast<uint64_t>(seconds_of(config.timeout_ns) * 1e9));
-    *group = make_group_object(bootstrap, config, nullptr);
+    const auto rendezvous = [=](double seconds) -> std::unique_ptr<Bootstrap> {
+      const auto timeout_ns = static_cast<uint64_t>(seconds * 1e9);
+      return std::make_unique<CallbackBootstrap>(rank, num_ranks, allgather, context, timeout_ns);
+    };
+    *group = make_group_object(*rendezvous(seconds_of(config.timeout_ns)), config, nullptr, rendezvous);
   });
 }
 
@@ -176,8 +191,10 @@ ncclEpResult_t ncclEpCreateGroup(ncclEpGroup_t* group, struct ncclComm* comm, co
     // The first collective of a communicator sets it up, however short the deadline of operations.
     const double seconds = std::max(seconds_of(config.timeout_ns), kMinSetupSeconds);
     const ScopedDevice device(config.device);
-    const auto bootstrap = bootstrap_of(comm, config.device, seconds);
-    *group = make_group_object(*bootstrap, config, comm);
+    const auto rendezvous = [comm, ordinal = config.device](double deadline) {
+      return bootstrap_of(comm, ordinal, deadline);
+    };
+    *group = make_group_object(*rendezvous(seconds), config, comm, rendezvous);
   });
 }
 

@@ -111,7 +111,7 @@ HandleSizes sizes_of(const GroupState& state, const ncclEpHandleConfig_t& config
     const HtHandleShape handle = most_of_ht(sizes.output, ranks.topology());
     words = handle.route_size() + handle.num_slots * handle.slot_words();
   } else {
-    words = HandleShape{sizes.shape.num_ranks, max_tokens, max_tokens, topk, sizes.output.map_k()}.size();
+    words = HandleShape::of(sizes.output, max_tokens).size();
   }
   sizes.bytes = words * static_cast<int64_t>(sizeof(int32_t));
   return sizes;
@@ -152,6 +152,7 @@ std::unique_ptr<ncclEpHandle> make_handle(ncclEpGroup_t group, const ncclEpHandl
   handle->is_ht = sizes.is_ht;
   handle->is_exact = sizes.is_exact;
   handle->memory = static_cast<int32_t*>(memory == nullptr ? allocate(state->config.device, sizes.bytes) : memory);
+  handle->memory_bytes = static_cast<uint64_t>(sizes.bytes);
   handle->owns_memory = memory == nullptr;
   add_live(handle.get(), ObjectKind::kHandle);
   return handle;
@@ -174,7 +175,7 @@ ncclEpHandle::~ncclEpHandle() {
 }
 
 HandlePtrs ncclEpHandle::pointers(int num_tokens) const {
-  return HandlePtrs::of(memory, {shape.num_ranks, num_tokens, shape.max_tokens, shape.topk, output.map_k()});
+  return HandlePtrs::of(memory, HandleShape::of(output, num_tokens));
 }
 
 HtHandlePtrs ncclEpHandle::ht_pointers(int num_tokens) const {
@@ -182,6 +183,11 @@ HtHandlePtrs ncclEpHandle::ht_pointers(int num_tokens) const {
   const HtHandleShape most = most_of_ht(output, topology);
   return HtHandlePtrs::of(memory, memory + most.route_size(),
                           HtHandleShape::make(output, topology, num_tokens, most.num_slots));
+}
+
+Extent ncclEpHandle::ids_extent() const {
+  const uint64_t element_bytes = is_idx64 ? sizeof(int64_t) : sizeof(int32_t);
+  return {topk_idx, static_cast<uint64_t>(given_tokens) * shape.topk * element_bytes, nullptr, 0};
 }
 
 int ncclEpHandle::num_sms(int asked) const {

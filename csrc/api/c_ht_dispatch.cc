@@ -3,6 +3,7 @@
 
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
+#include "runtime/call_checks.h"
 
 namespace ep::c {
 namespace {
@@ -36,7 +37,7 @@ void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointe
     p.parts[p.num_parts] = part;
     p.parts[p.num_parts++].out = target;
   };
-  EP_CHECK(call.hidden <= 65536, "rows of ", call.hidden, " elements, at most 65536 bytes");
+  EP_CHECK(call.hidden <= kMaxRowBytes, "rows of ", call.hidden, " elements, at most ", kMaxRowBytes, " bytes");
   add(part_of(call.tokens), out[kTokens]);
   if (call.quant != Quant::kNone) {
     p.add_quant_scales();
@@ -67,6 +68,7 @@ void dispatch_ht(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
   p.topk_weights = static_cast<const float*>(call.weights.data);
   const OutputPointers out = take_outputs(outputs);
   set_parts(p, call, out);
+  check_apart(call, handle, outputs, out);
   p.info = static_cast<int32_t*>(out[kInfo]);
   p.row_expert = static_cast<int32_t*>(out[kRowExpert]);
   p.out_topk_idx = out[kIdx];
@@ -87,6 +89,10 @@ void route(ncclEpHandle& handle, const ncclEpTensor_t* info, void* stream) {
   if (handle.is_exact) p.output.capacity = INT32_MAX;
   const Tensor filled = take_tensor(info, "info");
   check_tensor(filled, "info", NCCL_EP_INT32, {p.output.info_size()});
+  OverlapCheck check;
+  check.reads("topk_idx", handle.ids_extent());
+  check.writes("handle_mem", handle.memory_extent());
+  check.writes("info", extent_of(filled));
   p.info = static_cast<int32_t*>(filled.data);
   p.parts[p.num_parts++] = smallest_row();
   std::vector<int64_t> sizes(2 + handle.shape.local_experts(), 0);  // rows, slots, room for the demand of each expert

@@ -3,10 +3,12 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 
 #include "api/c_error.h"
+#include "base/overlap.h"
 #include "nccl_ep.h"
 #include "runtime/group.h"
 
@@ -20,6 +22,11 @@ struct GroupState {
   int ll_max_tokens = 0;  // room of low latency; 0: none
   uint64_t reported_drops = 0;
   std::map<void*, std::shared_ptr<void>> blocks;  // of ncclEpMemAlloc
+
+  // How the ranks find one another once more, within so many seconds.
+  using Rendezvous = std::function<std::unique_ptr<Bootstrap>(double seconds)>;
+  Rendezvous rendezvous;
+  bool has_missed_cleaning = false;  // of masks: the ranks are not at the same step of the rendezvous any more
 
   // The group, if this process may use it.
   Group& get() const;
@@ -40,6 +47,7 @@ struct ncclEpHandle {
   ep::Shape shape;
   ep::OutputShape output;
   int32_t* memory = nullptr;
+  uint64_t memory_bytes = 0;
   bool owns_memory = false;
   bool is_ht = false;
   bool is_exact = false;  // high throughput: `output` has its rows once they are known
@@ -70,6 +78,8 @@ struct ncclEpHandle {
   void require_nothing_pending() const;
   void require_dispatched() const;
   void require_given() const;  // the ids
+  ep::Extent memory_extent() const { return {memory, memory_bytes, nullptr, 0}; }
+  ep::Extent ids_extent() const;
   bool rows_are_known() const { return !is_exact || is_routed; }
   void require_rows(bool is_cached) const;  // that a dispatch, or a cached one, knows its outputs
 };

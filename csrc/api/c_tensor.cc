@@ -37,11 +37,7 @@ Sizes Sizes::with(int64_t last) const {
   return sizes;
 }
 
-std::string text_of(const Sizes& sizes) {
-  std::string text = "[";
-  for (int i = 0; i < sizes.ndim; i++) text += concat(i == 0 ? "" : ", ", sizes.at[i]);
-  return text + "]";
-}
+std::string text_of(const Sizes& sizes) { return text_of_sizes(sizes.at.data(), sizes.ndim); }
 
 int element_bytes(ncclEpDataType_t dtype) { return kTypes[dtype].bytes; }
 const char* name_of(ncclEpDataType_t dtype) { return kTypes[dtype].name; }
@@ -101,6 +97,24 @@ bool is_contiguous(const Tensor& tensor) {
     stride *= tensor.sizes.at[i];
   }
   return true;
+}
+
+Extent extent_of(const Tensor& tensor) {
+  if (!tensor || tensor.sizes.count() == 0) return {};
+  // Without a sign, in which strides that no memory has wrap around.
+  const auto size = static_cast<uint64_t>(element_bytes(tensor.dtype));
+  uint64_t before = 0, behind = 0;  // the first element, in bytes
+  for (int i = 0; i < tensor.sizes.ndim; i++) {
+    const auto steps = static_cast<uint64_t>(tensor.sizes.at[i] - 1);
+    const int64_t stride = tensor.strides[i];
+    if (stride < 0) {
+      before += steps * (0 - static_cast<uint64_t>(stride)) * size;
+    } else {
+      behind += steps * static_cast<uint64_t>(stride) * size;
+    }
+  }
+  return {static_cast<const char*>(tensor.data) - before, before + behind + size, tensor.sizes.at.data(),
+          tensor.sizes.ndim};
 }
 
 void check_contiguous(const Tensor& tensor, const char* name) {

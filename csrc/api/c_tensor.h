@@ -4,6 +4,7 @@
 #include <array>
 #include <string>
 
+#include "base/overlap.h"
 #include "layout/dtype.h"
 #include "nccl_ep.h"
 
@@ -43,6 +44,7 @@ DType to_dtype(ncclEpDataType_t dtype);
 Tensor take_tensor(const ncclEpTensor_t* given, const char* name);
 
 bool is_contiguous(const Tensor& tensor);
+Extent extent_of(const Tensor& tensor);  // of any strides; must not outlive the tensor
 void check_contiguous(const Tensor& tensor, const char* name);
 void check_data(const Tensor& tensor, const char* name);  // is there, aligned to its elements
 // All of it. `name` as in the caller's struct.

@@ -170,13 +170,17 @@ typedef struct {
   ncclEpOverflowPolicy_t overflow_policy;
   int32_t max_num_sms;  /* of an operation that names none. 0: the library's choice */
   uint64_t arena_bytes; /* high throughput: of shared memory for ncclEpMemAlloc. 0: none */
+  int32_t enable_mask;  /* low latency: a rank that is late is masked ("Masks" below), and the group does not fail. 0:
+                           it fails */
+  int32_t reserved;
 } ncclEpGroupConfig_t;
 #define NCCL_EP_GROUP_CONFIG_INIT \
-  { NCCL_EP_HEAD(ncclEpGroupConfig_t), 0, NCCL_EP_DEVICE_CPU, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { NCCL_EP_HEAD(ncclEpGroupConfig_t), 0, NCCL_EP_DEVICE_CPU, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 /* How ranks find one another: puts `bytes` bytes of every rank, in rank order, into `all`, or returns another result
- * than NCCL_EP_SUCCESS (NCCL_EP_TIMEOUT: after timeout_ns). Called by ncclEpCreateGroupFromCallback only, in the same
- * order on all ranks. MPI_Allgather(mine, bytes, MPI_BYTE, all, bytes, MPI_BYTE, comm) does it. */
+ * than NCCL_EP_SUCCESS (NCCL_EP_TIMEOUT: after timeout_ns). Called by ncclEpCreateGroupFromCallback and ncclEpMaskClean
+ * only, in the same order on all ranks: with enable_mask it and its context must stay until the group is destroyed.
+ * MPI_Allgather(mine, bytes, MPI_BYTE, all, bytes, MPI_BYTE, comm) does it. */
 typedef ncclEpResult_t (*ncclEpAllgather_t)(void* context, const void* mine, void* all, size_t bytes,
                                             uint64_t timeout_ns);
 
@@ -185,7 +189,8 @@ NCCL_EP_API ncclEpResult_t ncclEpCreateGroupFromCallback(ncclEpGroup_t* group, i
                                                          ncclEpAllgather_t allgather, void* context,
                                                          const ncclEpGroupConfig_t* config);
 /* Collective: the ranks of an NCCL communicator, whose GPU is `device` of the config. It is used, and must be idle,
- * while groups are made of it, and lives on as long as they do. Builds without CUDA: NCCL_EP_NOT_SUPPORTED. */
+ * while groups are made of it or their masks are cleaned, and lives on as long as they do. Builds without CUDA:
+ * NCCL_EP_NOT_SUPPORTED. */
 NCCL_EP_API ncclEpResult_t ncclEpCreateGroup(ncclEpGroup_t* group, struct ncclComm* comm,
                                              const ncclEpGroupConfig_t* config);
 /* Waits for no other rank longer than the deadline. Handles that are left can only be destroyed. Null is allowed. */
@@ -223,6 +228,26 @@ NCCL_EP_API ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupIn
 NCCL_EP_API ncclEpResult_t ncclEpMemAlloc(ncclEpGroup_t group, void** memory, size_t bytes);
 /* Null is allowed. */
 NCCL_EP_API ncclEpResult_t ncclEpMemFree(ncclEpGroup_t group, void* memory);
+
+/* ---- Masks ----
+ *
+ * A group of enable_mask, of at most 64 ranks in one domain, goes on in low latency without the ranks that it has
+ * masked: nothing is sent to them, no token of theirs is received, and their experts count for nothing in combine. A
+ * rank masks those that miss a deadline (timeout_ns), and those that its caller names. Masks are each rank's own; who
+ * is masked learns of it in its next operation, and masks that rank in return. High throughput has no masks: there a
+ * late rank fails the group as ever. Of a group without enable_mask all three are NCCL_EP_INVALID_USAGE. */
+
+/* masked: int32 [num_ranks] on the group's device, 1 for a masked rank, else 0. In the order of the stream; a CUDA
+ * graph may hold it. */
+NCCL_EP_API ncclEpResult_t ncclEpMaskQuery(ncclEpGroup_t group, const ncclEpTensor_t* masked, void* stream);
+/* Masks a rank, another one than this, for the operations that follow in the order of the stream. */
+NCCL_EP_API ncclEpResult_t ncclEpMaskUpdate(ncclEpGroup_t group, int rank, void* stream);
+/* Collective, of all ranks, masked ones too: unmasks all. Ranks do not come back one by one. Waits for the operations
+ * in flight and for the other ranks, four deadlines at most; through the callback, or the communicator, of the group's
+ * creation. Refused while a half of an operation is open. Handles keep their sizes; what was dispatched before must not
+ * be combined afterwards. NCCL_EP_TIMEOUT, if ranks did not come: no later call succeeds, and if other ranks may have
+ * gone on, the group is of no use any more. */
+NCCL_EP_API ncclEpResult_t ncclEpMaskClean(ncclEpGroup_t group);
 
 /* ---- Handles ---- */
 

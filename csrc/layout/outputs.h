@@ -95,6 +95,9 @@ struct HandleShape {
   int topk = 1;
   int map_k = 1;
 
+  static HandleShape of(const OutputShape& output, int num_tokens) {
+    return {output.num_ranks, num_tokens, output.max_tokens, output.topk, output.map_k()};
+  }
   EP_HD int64_t ids_at() const { return align_up(num_ranks, 4); }
   EP_HD int64_t map_at() const { return ids_at() + align_up<int64_t>(static_cast<int64_t>(num_tokens) * topk, 4); }
   EP_HD int64_t map_size() const { return static_cast<int64_t>(num_ranks) * max_tokens * map_k; }

@@ -21,7 +21,6 @@ struct GroupConfig {
   HtSizes ht_sizes;
   double timeout_seconds = 100;
   uint64_t network_seed = 0;
-  bool raise_on_overflow = false;
   bool masks_late_ranks = false;  // a rank that is late in low latency is masked, and does not fail the buffer
   int device_index = -1;          // CUDA device; -1: the CPU
   ncclComm* nccl_comm = nullptr;  // the caller's, on which windows are made; null: one of our own

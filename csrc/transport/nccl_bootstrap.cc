@@ -71,7 +71,7 @@ class NcclBootstrap : public SameSizeBootstrap {
     if (result != ncclInProgress) check_nccl(result, "ncclAllGather", comm_);
     if (result == ncclInProgress || !gathering.wait_until(end)) {
       raise(ErrorKind::kTimeout, "rank ", rank(), " waited ", seconds_, " s for all ", num_ranks(),
-            " ranks of the communicator to make the group");
+            " ranks of the communicator");
     }
     EP_CUDA(cudaMemcpyAsync(all, gathering.memory(), bytes * num_ranks(), cudaMemcpyDeviceToHost, gathering.stream()));
     EP_CUDA(cudaStreamSynchronize(gathering.stream()));

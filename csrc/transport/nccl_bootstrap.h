@@ -9,7 +9,7 @@ struct ncclComm;
 
 namespace ep {
 
-// The communicator is used while groups are made, and must be idle then; `device`, its GPU, must be the current one.
+// The communicator is used while ranks gather, and must be idle then; `device`, its GPU, must be the current one.
 // Throws kSystem if it cannot be used. What is gathered must have come within `seconds`.
 std::unique_ptr<Bootstrap> bootstrap_over(ncclComm* comm, int device, double seconds);
 

@@ -1,0 +1,113 @@
+"""The C library on a GPU beside what one call shows: captured in a CUDA graph, and with any number of SMs. The same
+lines run on CPU ranks, where nothing is captured and num_sms changes nothing."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import c_api
+import pytest
+import torch
+import torch.distributed as dist
+from c_api import Library
+from c_case import CaseRun, run_case, tensor
+from c_ht_case import run_ht_case
+from expected import Expected, plain_case
+from gpus import NUM_SMS, WORLDS, needs_gpu, num_replays, on_gpu, ranks_on_gpus
+from patience import PATIENCE
+from processes import run_processes
+
+from nccl_ep.bootstrap import SoloRendezvous, rendezvous_of
+from nccl_ep.testing import run_ranks
+
+LAYOUTS = ("expert_major", "packed", "rank_major", "flat")
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+
+
+def captured(work: Callable[[], None], device: str) -> Callable[[], None]:
+    if device == "cpu":
+        return work
+    work()  # what a first call sets up
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return lambda: graph.replay()
+
+
+def replay_other_ids(library: Library, group: Any, layout: str, staged: bool, device: str) -> int:
+    """A dispatch and its combine, captured once, replayed with other tokens, ids and weights in the same memory."""
+    cases = [Expected(plain_case(group.size(), layout=layout, seed=seed)) for seed in (1, 2)]
+    run = CaseRun(library, cases[0], group, staged, device)
+    rank, handle = run.rank, c.c_void_p()
+    assert not torch.equal(cases[0].inputs[rank].topk_idx, cases[1].inputs[rank].topk_idx)
+
+    def tensors_of(case: Expected) -> tuple[torch.Tensor, ...]:
+        given = case.inputs[rank]
+        return given.x, given.topk_idx, given.topk_weights, case.rows[rank]
+
+    x, ids, weights, rows = memory = [run.move(each) for each in tensors_of(cases[0])]
+    assert x is not None and ids is not None and weights is not None and rows is not None
+    library.InitHandle(handle, run.group, c_api.HandleConfig(layout=c_api.LAYOUTS[layout]), None)
+    library.UpdateHandle(handle, tensor(ids))
+    last: dict[str, Any] = {}
+
+    def work() -> None:
+        inputs = c_api.DispatchInputs(tokens=tensor(x), topk_weights=tensor(weights))
+        last["made"] = run.run_dispatch(handle, inputs, c_api.DispatchConfig(send_only=staged))
+        run.finish(handle, [x, ids, weights])
+        last["home"] = run.bring_home(handle, rows)
+
+    replay, replays = captured(work, device), num_replays(6)
+    for number in range(replays):
+        want = cases[(number + 1) % 2]
+        for mine, theirs in zip(memory, tensors_of(want), strict=True):
+            mine.copy_(theirs)
+        replay()
+        want.check_dispatch(run.output(last["made"]), rank)
+        want.check_combine(last["home"].cpu(), rank)
+        library.Check(run.group)
+    library.HandleDestroy(handle)
+    library.GroupDestroy(run.group)
+    return replays
+
+
+def replay_over_nccl(rank: int, library_file: Path) -> int:
+    on_gpu(rank)
+    library, group = Library(library_file), rendezvous_of(dist.group.WORLD)
+    return sum(
+        replay_other_ids(library, group, layout, staged, "cuda") for layout in LAYOUTS for staged in (False, True)
+    )
+
+
+@on_devices
+@pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_graph_of_one_rank(library: Library, layout: str, staged: bool, device: str) -> None:
+    assert replay_other_ids(library, SoloRendezvous(), layout, staged, device) > 0
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
+def test_the_same_calls_of_ranks_on_the_cpu(library: Library, staged: bool) -> None:
+    run_ranks(3, lambda group: replay_other_ids(library, group, "flat", staged, "cpu"))
+
+
+@pytest.mark.gpu
+@ranks_on_gpus
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_graphs_of_ranks_in_processes(library_file: Path, num_ranks: int, tmp_path: Path) -> None:
+    got = run_processes(num_ranks, replay_over_nccl, tmp_path, library_file, timeout=2 * PATIENCE)
+    assert got == [8 * num_replays(6)] * num_ranks
+
+
+@on_devices
+@pytest.mark.parametrize("num_sms", NUM_SMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_number_of_sms_gives_the_oracles_bits(library: Library, layout: str, num_sms: int, device: str) -> None:
+    case = plain_case(2, layout=layout)
+    for staged in (False, True):
+        run_case(library, Expected(case), staged=staged, device=device, num_sms=num_sms)
+    run_ht_case(library, case, device=device, num_sms=num_sms)
