@@ -95,7 +95,7 @@ OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens,
 }
 
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens) {
-  return {output.num_ranks, to_int(num_tokens, "number of tokens"), output.max_tokens, output.topk, output.map_k()};
+  return HandleShape::of(output, to_int(num_tokens, "number of tokens"));
 }
 
 void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
