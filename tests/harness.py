@@ -79,16 +79,19 @@ def dispatch_case(
     return result
 
 
+def combine_options(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of combine on a rank; the rest the library takes from the handle and the buffer."""
+    kwargs = case.combine_kwargs()
+    for name in ("num_experts", "layout", "domain_size"):
+        del kwargs[name]
+    mine = {name: value[rank] if isinstance(value, list) else value for name, value in kwargs.items()}
+    return {name: _to(value, device) for name, value in mine.items()}
+
+
 def combine_case(
     case: Case, rows: torch.Tensor, handle: nccl_ep.Handle, rank: int, *, staged: bool = False, **options: Any
 ) -> torch.Tensor:
-    kwargs = case.combine_kwargs()
-    for name in ("num_experts", "layout", "domain_size"):  # the library takes them from the handle and the buffer
-        del kwargs[name]
-    for name in ("weights", "topk_idx", "bias"):
-        if isinstance(kwargs[name], list):
-            kwargs[name] = kwargs[name][rank]
-    kwargs = {name: _to(value, rows.device) for name, value in kwargs.items()}
+    kwargs = combine_options(case, rank, rows.device)
     result: Any = (nccl_ep.combine_send if staged else nccl_ep.combine)(rows, handle, **kwargs, **options)
     if staged:
         rows.zero_()

@@ -230,6 +230,7 @@ def test_ranks_that_do_not_grow_together() -> None:
                 buffer._grow = lambda sizes: pytest.skip("this rank leaves")  # type: ignore[method-assign]
             with pytest.raises((nccl_ep.TimeoutError, pytest.skip.Exception), match=r"rank 1|leaves"):
                 case.send(buffer)
+            assert buffer.stats()["grown"] == 0
 
     run_ranks(2, body)
 
