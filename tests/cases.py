@@ -20,8 +20,11 @@ from nccl_ep import reference
 from nccl_ep.reference import DispatchResult, RankInput
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-OPAQUE = (torch.float8_e4m3fn, torch.int8, torch.uint8)
-SCALE_DTYPES = (torch.float32, torch.int32, torch.bfloat16, torch.uint8)
+# Two FP4 numbers an element, and exponents alone: torch can do little more than move them; older ones lack them.
+_NEW_DTYPES = ("float4_e2m1fn_x2", "float8_e8m0fnu")
+FP4, EXPONENTS = (tuple(getattr(torch, name) for name in [name] if hasattr(torch, name)) for name in _NEW_DTYPES)
+OPAQUE = (torch.float8_e4m3fn, torch.int8, torch.uint8, *FP4)
+SCALE_DTYPES = (torch.float32, torch.int32, torch.bfloat16, torch.uint8, *EXPONENTS)
 SCALE_STRIDES = ("row", "column", "padded")
 ROUTINGS = (
     "uniform", "skewed", "one_expert", "one_rank", "none", "some_none", "duplicates", "out_of_range",
@@ -190,6 +193,11 @@ def _show(value: object) -> str:
 
 
 # --- tensors
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Tensors of FP4 and EXPONENTS as uint8, for torch can neither index nor convert them all; others as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype in FP4 + EXPONENTS else tensor
 
 
 def _tensor(array: np.ndarray) -> Tensor:

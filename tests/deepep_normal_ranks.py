@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Case, generate
+from cases import Case, as_bytes, generate
 from deepep_ranks import rebuilt, similarity_gap
 from expected import plain_case
 from gpus import on_gpu
+from harness import to_device
 
 import nccl_ep
 from nccl_ep import reference
@@ -138,10 +139,7 @@ class NormalCase:
         x = given.x.to(buffer.device)
         if given.scales is None:
             return x
-        scales = torch.empty_strided(
-            given.scales.shape, given.scales.stride(), dtype=given.scales.dtype, device=buffer.device
-        )
-        return x, scales.copy_(given.scales)
+        return x, to_device(given.scales, buffer.device)
 
     def num_rows(self, rank: int) -> int:
         return self.worst or self.totals[rank]
@@ -175,7 +173,7 @@ class NormalCase:
                 continue
             assert mine.shape == (self.num_rows(rank), theirs.shape[1]) and mine.dtype == theirs.dtype, where
             assert mine.is_contiguous(), where
-            difference = reference.first_difference(mine[:total].cpu(), theirs[:total])
+            difference = reference.first_difference(as_bytes(mine[:total].cpu()), as_bytes(theirs[:total]))
             assert not difference, f"{where}: {name}: {difference}"
         assert rows.shape[1] == case.hidden
 

@@ -23,6 +23,7 @@ QUANTS: dict[str | None, dict[str, bool]] = {
     "fp8_ue8m0": {"use_fp8": True, "round_scale": True, "use_ue8m0": True},
 }
 COUNT_MASK = 2**32 - 1
+IDS = torch.tensor([[0, 1], [1, -1], [0, 1]])  # of a small dispatch in a world of one rank
 
 
 def as_deepep(case: Case, **changes: Any) -> Case:
@@ -42,6 +43,17 @@ def deepep_cases(count: int, num_ranks: int, **changes: Any) -> list[DeepEpCase]
 
 def small_case(num_ranks: int = 2, **changes: Any) -> DeepEpCase:
     return DeepEpCase(as_deepep(plain_case(num_ranks, **changes)))
+
+
+def one_rank(**options: Any) -> nccl_ep.Buffer:
+    sizes = {"max_tokens": 4, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu", "timeout": 60.0}
+    return nccl_ep.Buffer.for_shapes(None, **{**sizes, **options})
+
+
+def dispatched(buffer: nccl_ep.Buffer, **options: Any) -> tuple[Any, ...]:
+    """IDS, and what a dispatch of rows of ones to them returns."""
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    return (IDS, *buffer.low_latency_dispatch(x, IDS, 4, 2, **{"use_fp8": False, **options}))
 
 
 class DeepEpCase(Expected):

@@ -103,6 +103,31 @@ def plain_case(num_ranks: int = 2, **changes: Any) -> Case:
     return Case(**{**plain, **changes})
 
 
+def large_cases() -> list[Case]:
+    """Of sizes that generated cases do not reach: hundreds of experts on a rank, rows of up to 64 KiB."""
+    many: list[dict[str, Any]] = [
+        {"num_ranks": 2, "num_experts": 516, "topk": 16, "hidden": 16384},
+        {"num_ranks": 4, "num_experts": 516, "topk": 32, "hidden": 64, "max_tokens": 24, "quant": "fp8"},
+        {"num_ranks": 3, "num_experts": 1200, "topk": 32, "hidden": 512, "max_tokens": 5},
+        {"num_ranks": 2, "num_experts": 16, "topk": 16, "hidden": 32768},
+        {"num_ranks": 2, "num_experts": 16, "topk": 16, "hidden": 32768, "quant": "fp8_ue8m0"},
+    ]
+    layouts: list[dict[str, Any]] = [
+        {"layout": "expert_major", "capacity": 1}, {"layout": "packed"}, {"layout": "rank_major"}, {"layout": "flat"}
+    ]  # fmt: skip
+    sizes = [{**size, **layout} for size in many for layout in layouts]
+    packed = {"layout": "packed", "num_experts": 1200, "topk": 16}
+    sizes += [
+        {**packed, "num_ranks": 4, "hidden": 32768, "quant": "fp8", "routing": "skewed"},
+        {**packed, "num_ranks": 2, "hidden": 256, "max_tokens": 7, "routing": "duplicates", "expert_alignment": 8},
+        {**packed, "num_ranks": 3, "hidden": 128, "max_tokens": 40, "expert_alignment": 4},
+    ]
+    return [
+        plain_case(**{"max_tokens": 2, **size}, tokens=(size.get("max_tokens", 2),) * size["num_ranks"])
+        for size in sizes
+    ]
+
+
 def expected_cases(count: int, *, num_ranks: int, domain_size: int | None = None, first: int = 0) -> list[Expected]:
     """The first `count` generated cases, from seed `first` on, of these ranks and domains (None: a single one)."""
     found: list[Expected] = []

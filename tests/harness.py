@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cases import Case
+from cases import Case, as_bytes
 from patience import of_living_ranks
 
 import nccl_ep
@@ -54,7 +54,7 @@ def garble(*tensors: torch.Tensor | None) -> None:
     """Overwrites what they hold, with zeros where they have strides."""
     for tensor in tensors:
         if tensor is not None:
-            tensor.reshape(-1).view(torch.uint8).fill_(0x5A) if tensor.is_contiguous() else tensor.zero_()
+            tensor.reshape(-1).view(torch.uint8).fill_(0x5A) if tensor.is_contiguous() else as_bytes(tensor).zero_()
 
 
 def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
@@ -62,7 +62,8 @@ def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor
     if tensor is None or tensor.device == device:
         return tensor
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return moved.copy_(tensor)
+    as_bytes(moved).copy_(as_bytes(tensor))
+    return moved
 
 
 def dispatch_case(
@@ -79,16 +80,19 @@ def dispatch_case(
     return result
 
 
+def combine_options(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of combine on a rank; the rest the library takes from the handle and the buffer."""
+    kwargs = case.combine_kwargs()
+    for name in ("num_experts", "layout", "domain_size"):
+        del kwargs[name]
+    mine = {name: value[rank] if isinstance(value, list) else value for name, value in kwargs.items()}
+    return {name: _to(value, device) for name, value in mine.items()}
+
+
 def combine_case(
     case: Case, rows: torch.Tensor, handle: nccl_ep.Handle, rank: int, *, staged: bool = False, **options: Any
 ) -> torch.Tensor:
-    kwargs = case.combine_kwargs()
-    for name in ("num_experts", "layout", "domain_size"):  # the library takes them from the handle and the buffer
-        del kwargs[name]
-    for name in ("weights", "topk_idx", "bias"):
-        if isinstance(kwargs[name], list):
-            kwargs[name] = kwargs[name][rank]
-    kwargs = {name: _to(value, rows.device) for name, value in kwargs.items()}
+    kwargs = combine_options(case, rank, rows.device)
     result: Any = (nccl_ep.combine_send if staged else nccl_ep.combine)(rows, handle, **kwargs, **options)
     if staged:
         rows.zero_()
@@ -130,7 +134,7 @@ def check_dispatch(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, 
             continue
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype, f"{where}: {name} {mine.shape} {mine.dtype}"
         valid = want.valid.flatten()
-        width = mine.shape[-1]
+        mine, theirs, width = as_bytes(mine), as_bytes(theirs), mine.shape[-1]
         difference = reference.first_difference(mine.cpu().view(-1, width)[valid], theirs.view(-1, width)[valid])
         assert not difference, f"{where}: {name}: {difference}"
 
@@ -179,8 +183,8 @@ def check_case(
 def check_padding(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, where: str) -> None:
     for tensor in (got.x, got.scales):
         if tensor is not None:
-            padding = tensor.cpu().view(-1, tensor.shape[-1])[~want.valid.flatten()]
-            assert not padding.view(torch.uint8).any(), f"{where}: padding is not zero"
+            padding = tensor.cpu().view(torch.uint8).flatten(0, -2)[~want.valid.flatten()]
+            assert not padding.any(), f"{where}: padding is not zero"
 
 
 def check_wire(case: Case, inputs: list[reference.RankInput], got: list[RankResult]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from cases import FLOATS, OPAQUE, Case
+from cases import FLOATS, OPAQUE, Case, as_bytes
 from expected import Expected
 from harness import case_buffer, check_results, combine_case, garble, to_device
 
@@ -301,9 +301,9 @@ def _check_rows(
     mine: torch.Tensor | None, theirs: torch.Tensor, want: reference.DispatchResult, where: str, case: Case
 ) -> None:
     assert mine is not None and mine.shape == theirs.shape and mine.dtype == theirs.dtype, where
-    flat, valid = mine.reshape(-1, mine.shape[-1]), want.valid.flatten()
-    flat = flat.cpu()
-    difference = reference.first_difference(flat[valid], theirs.reshape(-1, mine.shape[-1])[valid])
+    flat, wanted = (as_bytes(each.cpu()).reshape(-1, each.shape[-1]) for each in (mine, theirs))
+    valid = want.valid.flatten()
+    difference = reference.first_difference(flat[valid], wanted[valid])
     assert not difference, f"{where}: {difference}"
     if case.zero_padding:
         assert not flat[~valid].reshape(-1).view(torch.uint8).any(), f"{where}: padding is not zero"

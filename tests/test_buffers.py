@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expected import Expected, expected_cases, plain_case, shared_buffer
-from harness import garble, make_buffer
+from harness import combine_options, garble, make_buffer
 
 import nccl_ep
 from nccl_ep import reference
@@ -113,16 +113,9 @@ def _send(case: Expected, buffer: nccl_ep.Buffer) -> nccl_ep.Pending[nccl_ep.Dis
     return pending
 
 
-def _combine_kwargs(case: Expected, rank: int) -> dict[str, Any]:
-    kwargs = case.case.combine_kwargs()
-    for name in ("num_experts", "layout", "domain_size"):
-        del kwargs[name]
-    return {name: value[rank] if isinstance(value, list) else value for name, value in kwargs.items()}
-
-
 def _send_back(case: Expected, handle: nccl_ep.Handle, rank: int) -> nccl_ep.Pending[torch.Tensor]:
-    kwargs = _combine_kwargs(case, rank)
     rows = case.rows[rank].clone()
+    kwargs = combine_options(case.case, rank, rows.device)
     pending = nccl_ep.combine_send(rows, handle, **kwargs)
     garble(rows, *(kwargs[name] for name in ("weights", "topk_idx") if isinstance(kwargs[name], torch.Tensor)))
     return pending
@@ -196,7 +189,8 @@ def test_inputs_are_overwritten_while_a_peer_is_delayed(num_ranks: int, domain_s
                     time.sleep(0.03)
                     got = back.receive()
                 else:
-                    kwargs, rows = _combine_kwargs(case, rank), case.rows[rank].clone()
+                    rows = case.rows[rank].clone()
+                    kwargs = combine_options(case.case, rank, rows.device)
                     got = nccl_ep.combine(rows, out.handle, **kwargs)
                     biases = kwargs["bias"] if isinstance(kwargs["bias"], tuple) else (kwargs["bias"],)
                     tensors = (kwargs["weights"], kwargs["topk_idx"], *biases)

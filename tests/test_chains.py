@@ -10,10 +10,11 @@ from typing import Any
 import floor_calls
 import pytest
 import torch
-from gpu_chains import CHAINS, HIDDEN, Chain, chain_buffer
+from gpu_chains import CHAINS, HIDDEN, HOWS, Chain, How, chain_buffer, quantised
 from gpu_delays import BATCH, SEARCHES, stress
 
 import nccl_ep
+from nccl_ep import reference
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 LETTERS = sorted({*CHAINS, *(search.letters for search in SEARCHES.values())})
@@ -39,6 +40,29 @@ def test_chains_are_right(letters: str, to_rank_0: bool) -> None:
 
     calls = letters.count("d") + letters.count("p"), letters.count("c")
     assert run_ranks(3, body) == [("", *(BATCH * each for each in calls))] * 3
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_chains_of_other_kinds_are_right(how: How) -> None:
+    def body(group: ThreadGroup) -> tuple[int, int]:
+        with chain_buffer(group, "cpu") as buffer:
+            for letters in CHAINS:
+                chain = Chain(letters, buffer, seed=1, how=how)
+                for _ in range(5):
+                    chain.run()
+                    chain.renew()
+                assert chain.finish() == 0
+            stats = buffer.stats()
+            return stats["calls"]["staged"], stats["dispatches"] + stats["combines"]
+
+    calls = 6 * sum(map(len, CHAINS))
+    assert run_ranks(3, body) == [(calls if how.is_staged else 0, calls)] * 3
+
+
+def test_what_chains_quantise_is_the_oracles() -> None:
+    x = torch.randn(50, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for mine, theirs in zip(quantised(x), reference.quantize_fp8(x, "fp8"), strict=True):
+        assert not reference.first_difference(mine, theirs)
 
 
 def test_a_wrong_bit_is_seen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:

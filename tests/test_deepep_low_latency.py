@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import random
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepep_ranks import QUANTS, deepep_cases, rebuilt, run_program, small_case
+from deepep_ranks import IDS, QUANTS, deepep_cases, dispatched, one_rank, rebuilt, run_program, small_case
 from expected import shared_buffer
 from patience import PATIENCE, Late, with_more_time
 from processes import run_processes
@@ -19,19 +20,6 @@ from processes import run_processes
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-
-SIZES = {"max_tokens": 4, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu", "timeout": 60.0}
-IDS = torch.tensor([[0, 1], [1, -1], [0, 1]])
-
-
-def _one_rank(**options: Any) -> nccl_ep.Buffer:
-    return nccl_ep.Buffer.for_shapes(None, **{**SIZES, **options})
-
-
-def _dispatched(buffer: nccl_ep.Buffer, **options: Any) -> tuple[Any, ...]:
-    x = torch.ones(3, 64, dtype=torch.bfloat16)
-    return (IDS, *buffer.low_latency_dispatch(x, IDS, 4, 2, **{"use_fp8": False, **options}))
-
 
 # ---- Against the oracle
 
@@ -50,6 +38,7 @@ def test_generated_cases(num_ranks: int, count: int) -> None:
     run_ranks(num_ranks, body)
 
 
+@pytest.mark.skipif(_C.EMULATES_GPU, reason="emulated GPUs are one domain")
 @pytest.mark.parametrize("domain_size", [2, 1])
 def test_generated_cases_over_domains(domain_size: int) -> None:
     cases = deepep_cases(10, 4, domain_size=domain_size)
@@ -149,6 +138,35 @@ def test_constructor_is_deepeps() -> None:
         assert buffer.explicitly_destroy and not buffer.enable_shrink and buffer.runtime is not None
 
 
+class _Communicator:
+    """What is used of mpi4py's."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self._group = group
+
+    def Get_rank(self) -> int:
+        return self._group.rank()
+
+    def Get_size(self) -> int:
+        return self._group.size()
+
+    def allgather(self, mine: object) -> list[Any]:
+        return [pickle.loads(each) for each in self._group.allgather(pickle.dumps(mine), PATIENCE)]
+
+
+def test_a_communicator_of_mpi_in_place_of_a_group() -> None:
+    case = small_case(2)
+    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(8, 64, 2, 4)
+
+    def body(group: ThreadGroup) -> None:
+        comm = _Communicator(group)
+        with nccl_ep.Buffer(None, 0, hint, low_latency_mode=True, comm=comm, device="cpu") as buffer:
+            assert (buffer.rank, buffer.group_size) == (group.rank(), 2) and buffer.group is comm
+            case.run(buffer)
+
+    run_ranks(2, body)
+
+
 def test_signatures_are_deepeps() -> None:
     def names(method: Any) -> list[str]:
         return [name for name in inspect.signature(method).parameters if name != "self"]
@@ -191,7 +209,7 @@ def test_a_buffer_of_the_hint_runs() -> None:
 
 
 def test_clean_says_what_does_not_fit() -> None:
-    with _one_rank() as buffer:
+    with one_rank() as buffer:
         buffer.clean_low_latency_buffer(4, 64, 2)
         with pytest.raises(ValueError, match=r"too small for 400 tokens a rank, hidden 6400, 2 experts: a bank needs"):
             buffer.clean_low_latency_buffer(400, 6400, 2)
@@ -202,7 +220,7 @@ def test_rows_that_no_operation_has(hidden: int) -> None:
     text = f"rows of {hidden} x torch.bfloat16 have {2 * hidden} bytes, must be a multiple of 16 up to 65536"
     with pytest.raises(ValueError, match=text):
         nccl_ep.Buffer.get_low_latency_rdma_size_hint(128, hidden, 8, 256)
-    with _one_rank() as buffer, pytest.raises(ValueError, match=text):
+    with one_rank() as buffer, pytest.raises(ValueError, match=text):
         buffer.clean_low_latency_buffer(4, hidden, 2)
 
 
@@ -217,7 +235,7 @@ def test_local_buffer_tensor_is_scratch() -> None:
     with nccl_ep.Buffer(None, 256, hint, low_latency_mode=True, device="cpu", timeout=5.0) as buffer:
         whole = buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)
         assert whole.shape == (hint,) and whole.dtype == torch.int8
-        ids, rows, _, handle, _, hook = _dispatched(buffer, return_recv_hook=True)
+        ids, rows, _, handle, _, hook = dispatched(buffer, return_recv_hook=True)
         whole.fill_(0x5A)  # in the middle of an operation
         hook()
         y, _, _ = buffer.low_latency_combine(rows, ids, torch.ones(3, 2), handle)
@@ -234,19 +252,19 @@ def test_local_buffer_tensor_is_scratch() -> None:
 
 
 def test_combine_buffer_is_the_same_each_time() -> None:
-    with _one_rank() as buffer:
-        *_, handle, _, _ = _dispatched(buffer)
+    with one_rank() as buffer:
+        *_, handle, _, _ = dispatched(buffer)
         first = buffer.get_next_low_latency_combine_buffer(handle)
         assert first.shape == (2, 4, 64) and first.dtype == torch.bfloat16 and first.is_contiguous()
-        *_, other, _, _ = _dispatched(buffer)
+        *_, other, _, _ = dispatched(buffer)
         assert buffer.get_next_low_latency_combine_buffer(other) is first
 
 
 # ---- Masks
 
 
-def test_masks_of_one_rank() -> None:
-    with _one_rank(enable_shrink=True) as buffer:
+def test_masks_ofone_rank() -> None:
+    with one_rank(enable_shrink=True) as buffer:
         status = torch.full((1,), 7, dtype=torch.int32)
         buffer.low_latency_query_mask_buffer(status)
         assert status.tolist() == [0]
@@ -275,8 +293,8 @@ def test_masks_of_one_rank() -> None:
 
 
 def test_events_of_a_cpu_buffer_are_complete() -> None:
-    with _one_rank() as buffer:
-        *_, event, hook = _dispatched(buffer, async_finish=True)
+    with one_rank() as buffer:
+        *_, event, hook = dispatched(buffer, async_finish=True)
         assert hook is None and event.event is not None and event.event.query()
         event.current_stream_wait()
         assert event.extra_tensors is None or all(isinstance(t, torch.Tensor) for t in event.extra_tensors)
@@ -290,8 +308,8 @@ def test_events_of_a_cpu_buffer_are_complete() -> None:
 
 
 def test_an_event_that_is_not_there() -> None:
-    with _one_rank() as buffer:
-        *_, event, hook = _dispatched(buffer)
+    with one_rank() as buffer:
+        *_, event, hook = dispatched(buffer)
         assert event.event is None and hook is None
         with pytest.raises(AssertionError, match="no event"):
             event.current_stream_wait()
@@ -300,11 +318,11 @@ def test_an_event_that_is_not_there() -> None:
 
 
 def test_a_hook_works_once() -> None:
-    with _one_rank() as buffer:
-        ids, rows, counts, handle, event, hook = _dispatched(buffer, return_recv_hook=True)
+    with one_rank() as buffer:
+        ids, rows, counts, handle, event, hook = dispatched(buffer, return_recv_hook=True)
         assert event.event is None
         with pytest.raises(nccl_ep.UsageError, match="has not been received"):
-            _dispatched(buffer)
+            dispatched(buffer)
         hook()
         assert counts.tolist() == [2, 3]
         with pytest.raises(nccl_ep.UsageError, match="called already"):
@@ -317,9 +335,9 @@ def test_a_hook_works_once() -> None:
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "hook"])
 def test_a_combine_before_the_hook(staged: bool) -> None:
     """It could only wait for itself. One of an earlier dispatch goes on beside the open one."""
-    with _one_rank() as buffer:
-        _, rows, _, earlier, _, _ = _dispatched(buffer)
-        _, later_rows, _, handle, _, receive = _dispatched(buffer, return_recv_hook=True)
+    with one_rank() as buffer:
+        _, rows, _, earlier, _, _ = dispatched(buffer)
+        _, later_rows, _, handle, _, receive = dispatched(buffer, return_recv_hook=True)
 
         def combine(x: torch.Tensor, handle: Any) -> list[float]:
             y, _, hook = buffer.low_latency_combine(x, IDS, torch.ones(3, 2), handle, return_recv_hook=staged)
@@ -337,8 +355,8 @@ def test_a_combine_before_the_hook(staged: bool) -> None:
 
 
 def test_an_unreceived_dispatch_of_a_destroyed_buffer() -> None:
-    buffer = _one_rank()
-    _, rows, _, handle, _, hook = _dispatched(buffer, return_recv_hook=True)
+    buffer = one_rank()
+    _, rows, _, handle, _, hook = dispatched(buffer, return_recv_hook=True)
     buffer.destroy()
     for call in (lambda: buffer.low_latency_combine(rows, IDS, torch.ones(3, 2), handle), hook, hook):
         with pytest.raises(nccl_ep.UsageError, match="the buffer was destroyed"):
@@ -346,7 +364,7 @@ def test_an_unreceived_dispatch_of_a_destroyed_buffer() -> None:
 
 
 def test_a_hook_whose_rows_were_dropped_has_received() -> None:
-    with _one_rank(on_overflow="raise") as buffer:
+    with one_rank(on_overflow="raise") as buffer:
         x, twice = torch.ones(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
         rows, counts, handle, _, hook = buffer.low_latency_dispatch(
             x, twice, 4, 2, use_fp8=False, return_recv_hook=True
@@ -391,7 +409,7 @@ def test_statistics_over_what_is_read_or_written() -> None:
              "dispatch_wait_recv_cost_stats": memory[64:72].view(torch.int64)},
         ),
     ]  # fmt: skip
-    with _one_rank() as buffer:
+    with one_rank() as buffer:
         for mine, other, stats in refused:
             with pytest.raises(ValueError, match=rf"{mine} of shape .* overlaps {other} of shape"):
                 buffer.low_latency_dispatch(rows, ids, 4, 2, use_fp8=False, **stats)
@@ -434,126 +452,3 @@ def test_waits_are_measured() -> None:
                 raise Late(f"rank 0 waited {waits[1]} ns for rank 1")
 
     with_more_time(run)
-
-
-# ---- Bad input
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        ({"x": torch.ones(3, 4, 16).bfloat16()}, ValueError, r"x has shape \[3, 4, 16\], must be \[tokens, hidden\]"),
-        ({"x": torch.ones(3, 64)}, ValueError, "quant fp8 of fp32"),
-        ({"x": None}, TypeError, "x is None, must be a tensor"),
-        ({"topk_idx": None}, TypeError, "topk_idx is None, must be a tensor"),
-        ({"topk_idx": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, r"topk_idx has shape \[2, 2\], must be \[3"),
-        ({"topk_idx": torch.zeros(3, 2)}, ValueError, "topk_idx is Float, must be int64 or int32"),
-        ({"topk_idx": [[0, 1]] * 3}, TypeError, "topk_idx is a list, must be a tensor"),
-        ({"num_max_dispatch_tokens_per_rank": 2}, ValueError, "3 tokens, but max_tokens is 2"),
-        ({"num_max_dispatch_tokens_per_rank": 0}, ValueError, "max_tokens"),
-        ({"num_max_dispatch_tokens_per_rank": 4000}, ValueError, "the window is too small for 4000 tokens"),
-        ({"num_experts": 0}, ValueError, "experts"),
-        ({"use_ue8m0": True}, ValueError, "use_ue8m0 is set, and round_scale is not"),
-        ({"async_finish": True, "return_recv_hook": True}, ValueError, "async_finish and return_recv_hook are both"),
-        ({"cumulative_local_expert_recv_stats": torch.zeros(3, dtype=torch.int32)}, ValueError, r"must be \[2\]"),
-        ({"cumulative_local_expert_recv_stats": torch.zeros(2)}, ValueError, "is Float, must be Int"),
-        ({"dispatch_wait_recv_cost_stats": torch.zeros(2, dtype=torch.int64)}, ValueError, r"must be \[1\]"),
-        ({"x": torch.ones(3, 64, device="meta").bfloat16()}, ValueError, "x is on meta, the buffer on cpu"),
-    ],
-)
-def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    good = {
-        "x": torch.ones(3, 64).bfloat16(), "topk_idx": torch.zeros(3, 2, dtype=torch.int64),
-        "num_max_dispatch_tokens_per_rank": 4, "num_experts": 2,
-    }  # fmt: skip
-    with _one_rank() as buffer:
-        with pytest.raises(error, match=text):
-            buffer.low_latency_dispatch(**{**good, **changes})
-        *_, counts, _, _, _ = buffer.low_latency_dispatch(**good)  # nothing was sent, nothing is harmed
-        assert counts.tolist() == [4, 0]  # of six rows, those that there is room for
-        assert buffer.stats()["dispatches"] == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        ({"x": torch.ones(2, 3, 64).bfloat16()}, ValueError, r"rows has shape \[2, 3, 64\], must be \[2, 4, 64\]"),
-        ({"x": torch.ones(2, 4, 32).bfloat16()}, ValueError, r"x has shape \[2, 4, 32\], must be \[local .*, 64\]"),
-        ({"x": torch.ones(2, 64, 4).bfloat16().transpose(1, 2)}, ValueError, "not contiguous"),
-        ({"x": torch.ones(2, 4, 64).to(torch.int16)}, ValueError, "must be bf16, fp16 or fp32"),
-        ({"topk_weights": torch.ones(3, 2).bfloat16()}, ValueError, "weights is BFloat16, must be Float"),
-        ({"topk_weights": torch.ones(3, 3)}, ValueError, r"weights has shape \[3, 3\]"),
-        ({"topk_idx": torch.zeros(4, 2, dtype=torch.int64)}, ValueError, "after a dispatch of 4 tokens, top-2"),
-        ({"topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, ValueError, "after a dispatch of 3 tokens, top-3"),
-        ({"out": torch.zeros(3, 64)}, ValueError, "out is Float, must be BFloat16"),
-        ({"out": torch.zeros(2, 64).bfloat16()}, ValueError, r"out has shape \[2, 64\], must be \[3, 64\]"),
-        ({"use_logfmt": True, "zero_copy": True}, ValueError, "use_logfmt and zero_copy are both set"),
-        ({"zero_copy": True, "x": torch.ones(2, 4, 64)}, ValueError, "with zero_copy it must be as torch.bfloat16"),
-        ({"async_finish": True, "return_recv_hook": True}, ValueError, "async_finish and return_recv_hook are both"),
-        ({"combine_wait_recv_cost_stats": torch.zeros(1)}, ValueError, "is Float, must be Long"),
-        ({"zero_copy": True, "handle": (IDS, None, -1, 64, 2)}, ValueError, "max_tokens is -1, must be at least 1"),
-        ({"zero_copy": True, "handle": (IDS, None, 1 << 40, 64, 2)}, ValueError, "is 1099511627776, beyond 32 bits"),
-        ({"zero_copy": True, "handle": (IDS, None, 10**9, 64, 2)}, ValueError, "too small for 1000000000 tokens"),
-        ({"zero_copy": True, "handle": (IDS, None, 4, 64, 0)}, ValueError, "0 experts do not divide"),
-    ],
-)
-def test_bad_combine(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    with _one_rank() as buffer:
-        ids, rows, _, handle, _, _ = _dispatched(buffer)
-        good = {"x": rows, "topk_idx": ids, "topk_weights": torch.ones(3, 2), "handle": handle}
-        with pytest.raises(error, match=text):
-            buffer.low_latency_combine(**{**good, **changes})
-        assert buffer.low_latency_combine(**good)[0][:, 0].tolist() == [2, 1, 2]
-        assert buffer.stats()["combines"] == 1
-
-
-def test_a_handle_that_is_none() -> None:
-    """Copies of src_info have lost the routing behind it; other tuples have other sizes."""
-    with _one_rank() as buffer:
-        ids, rows, _, handle, _, _ = _dispatched(buffer)
-        src_info, *rest = handle
-        weights = torch.ones(3, 2)
-        for wrong in (src_info.clone(), torch.zeros(4, 2, dtype=torch.int32).t().contiguous(), src_info[:, :3]):
-            with pytest.raises(ValueError, match="src_info"):
-                buffer.low_latency_combine(rows, ids, weights, (wrong, *rest))
-        with pytest.raises(ValueError, match=r"src_info has shape \[2, 4\], must be \[2, 3\]"):
-            buffer.low_latency_combine(rows[:, :3].contiguous(), ids, weights, (src_info, rest[0], 3, 64, 2))
-        spoilt = src_info.clone().untyped_storage()
-        assert spoilt.nbytes() < src_info.untyped_storage().nbytes()
-        handle[0].view(-1).as_strided((8,), (1,), 8 + 4).fill_(1000)  # behind src_info and the numbers of tokens
-        with pytest.raises(ValueError, match="the handle is not of these sizes, or was changed"):
-            buffer.low_latency_combine(rows, ids, weights, handle)
-
-
-def test_a_destroyed_buffer() -> None:
-    buffer = _one_rank()
-    ids, rows, _, handle, _, _ = _dispatched(buffer)
-    buffer.destroy()
-    calls: list[Any] = [
-        lambda: _dispatched(buffer),
-        lambda: buffer.low_latency_combine(rows, ids, torch.ones(3, 2), handle),
-        lambda: buffer.clean_low_latency_buffer(4, 64, 2),
-        lambda: buffer.get_next_low_latency_combine_buffer(handle),
-        lambda: buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),
-        buffer.low_latency_clean_mask_buffer,
-    ]
-    for call in calls:
-        with pytest.raises(nccl_ep.UsageError, match="destroyed"):
-            call()
-
-
-def test_a_rank_that_does_not_come() -> None:
-    case = small_case(2)
-
-    def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, [case]) as buffer:
-            if group.rank() == 0:
-                buffer.set_timeout(0.3)
-                *_, handle, _, hook = case.send(buffer, return_recv_hook=True)
-                for _ in range(2):  # a hook that has failed says so again
-                    with pytest.raises(nccl_ep.TimeoutError, match="nothing of this call was heard from rank 1"):
-                        hook()
-                with pytest.raises(nccl_ep.TimeoutError, match="nothing of this call was heard from rank 1"):
-                    case.send_back(buffer, handle)
-
-    run_ranks(2, body)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TIME_LIMIT = 600  # seconds, for a block or an example
 
@@ -83,14 +83,25 @@ def test_what_a_document_names_exists(document: Path) -> None:
     assert not missing, f"{document.name} names what is not there: {missing}"
 
 
-def test_readme_tells_every_public_name_and_method() -> None:
-    """What a user may call is in the README or in the docs' semantics."""
+def names_in(*documents: str) -> set[str]:
+    return set(re.findall(r"\w+", "\n".join((ROOT / document).read_text() for document in documents)))
+
+
+def test_documents_tell_every_public_name_and_method() -> None:
+    """What a user may call is in the README or in the docs' semantics, DeepEP's methods in their own document."""
     import nccl_ep
 
-    text = (ROOT / "README.md").read_text() + (ROOT / "docs/semantics.md").read_text()
-    internal = {"__version__", "EpError", "Handle", "Layout", "Pending", "Quant"}
-    missing = [name for name in nccl_ep.__all__ if name not in internal and name not in text]
-    assert not missing, missing
+    internal = {"__version__", "EpError", "Handle", "Pending", "Quant"}
+    native = names_in("README.md", "docs/semantics.md")
+    assert not set(nccl_ep.__all__) - internal - native
+    methods = {name for name in dir(nccl_ep.Buffer) if not name.startswith("_")}
+    assert not methods - native - names_in("docs/deepep.md")
+
+
+def test_tests_that_contributing_names_exist() -> None:
+    filters = re.findall(r"--gtest_filter='(\w+)\.", (ROOT / "CONTRIBUTING.md").read_text())
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests/cpp").glob("**/*.cc"))
+    assert filters and set(filters) <= set(re.findall(r"^TEST(?:_[FP])?\((\w+),", sources, re.MULTILINE))
 
 
 @pytest.mark.parametrize("options", ["", "--ranks 1", "--ranks 3 --processes"], ids=["default", "one", "processes"])

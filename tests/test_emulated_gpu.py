@@ -17,7 +17,8 @@ import gpu_ranks
 import pytest
 import torch
 from deepep_normal_ranks import check_layout, layout_of, normal_buffer
-from expected import Expected, plain_case, shared_buffer
+from deepep_ranks import deepep_cases
+from expected import Expected, large_cases, plain_case, shared_buffer
 from gpu_delays import COMBINE, DISPATCH, SEARCHES, Search, delays, meet, set_testing, stress
 from harness import case_buffer, check_case
 from ht_harness import HtCoverage, check_ht_case
@@ -58,6 +59,13 @@ def test_scales_of_the_caller() -> None:
         check_case(case, staged=number % 3 == 1, num_sms=number % 2 + 1)
 
 
+@pytest.mark.parametrize("part", range(3))
+def test_large_cases(part: int) -> None:
+    """More than 64 bins, whose info and starts take several rounds; rows of many pieces."""
+    for number, case in enumerate(large_cases()[part::3]):
+        check_case(case, staged=number % 3 == 1, num_sms=number % 2 + 1)
+
+
 @pytest.mark.parametrize("alignment", [2**30, 2**31 - 1])
 def test_starts_that_no_int_holds(alignment: int) -> None:
     case = Expected(plain_case(layout="packed", num_experts=16, topk=4, expert_alignment=alignment, capacity=40))
@@ -78,6 +86,19 @@ def test_under_delays(mode: str) -> None:
                 check_case(gpu_ranks.cuda_case(seed), staged=seed % 3 == 1)
             else:
                 check_ht_case(gpu_ranks.cuda_case(seed), num_sms=seed % 4)
+
+
+def test_low_latency_methods_of_deepep_under_delays() -> None:
+    cases = deepep_cases(8, 3, domain_size=None)
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases) as buffer:
+            for number, case in enumerate(cases):
+                case.run(buffer, staged=number % 2 == 1)
+
+    for seed in (1, 2):
+        with delays(seed=seed):
+            run_ranks(3, body)
 
 
 @pytest.mark.parametrize("num_sms", NUM_SMS)
@@ -180,6 +201,9 @@ def test_chains(seed: int) -> None:
         with gpu_chains.chain_buffer(group, "cpu") as buffer:
             for letters in gpu_chains.CHAINS:
                 wrong += _run_chain(gpu_chains.Chain(letters, buffer), 5)
+            for number, how in enumerate(() if seed else gpu_chains.HOWS):
+                letters = gpu_chains.CHAINS[number % 3]
+                wrong += _run_chain(gpu_chains.Chain(letters, buffer, how=how), 2)
         with gpu_ht_chains.ht_chain_buffer(group, "cpu") as buffer:
             for letters in gpu_ht_chains.HT_CHAINS:
                 wrong += _run_chain(gpu_ht_chains.HtChain(letters, buffer, given=False), 2)

@@ -1,4 +1,4 @@
-"""Ranks that die, stop or fall silent, and ranks that disagree: the others hear of it in time and can go on."""
+"""Ranks that die, stop or fall silent: the others hear of it in time and can go on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import Expected, plain_case
-from harness import make_buffer
+from harness import case_buffer, make_buffer
 from patience import PATIENCE, Clock, Late, raises_at_once, with_more_time
 from processes import Processes, processes
 
@@ -32,14 +32,6 @@ PHASES = (
     "combine",
     "weighted combine",
 )
-
-
-def _make(case: Expected, group: Any, timeout: float, **options: Any) -> nccl_ep.Buffer:
-    shape = case.case
-    return nccl_ep.Buffer.for_shapes(
-        group, max_tokens=shape.max_tokens, hidden=shape.hidden, topk=shape.topk, num_experts=shape.num_experts,
-        device="cpu", timeout=timeout, domain_size=shape.domain_size, **options,
-    )  # fmt: skip
 
 
 def _weighted(case: Expected, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> torch.Tensor:
@@ -139,7 +131,7 @@ def _wake_up(case: Expected, buffer: nccl_ep.Buffer, step: Callable[[], Any], de
 
 def _expect_no_buffer(case: Expected, group: Any, missing: int, deadline: float) -> str:
     with Clock(deadline + PATIENCE / 2), pytest.raises(nccl_ep.TimeoutError) as caught:
-        _make(case, group, deadline)
+        case_buffer(case.case, group, timeout=deadline, device="cpu")
     text = str(caught.value)
     assert f"rank {rendezvous_of(group).rank()} waited {deadline} s for all ranks to make the buffer" in text
     assert "nothing was heard from rank" in text and missing in map(int, text.split("from rank ")[1].split(", ")), text
@@ -165,7 +157,7 @@ def test_a_silent_rank(phase: str, domain_size: int) -> None:
                 if not is_silent:
                     _expect_no_buffer(case, ends[rank], 1, deadline)
                 return
-            buffer = _make(case, group, PATIENCE)
+            buffer = case_buffer(case.case, group, timeout=PATIENCE, device="cpu")
             if is_silent:
                 step, _ = _steps(case, buffer, phase)
                 group.allgather(b"", PATIENCE)
@@ -180,7 +172,7 @@ def test_a_silent_rank(phase: str, domain_size: int) -> None:
         run_ranks(3, body)
 
     def go_on(group: ThreadGroup) -> None:
-        with _make(case, group, PATIENCE) as fresh:
+        with case_buffer(case.case, group, timeout=PATIENCE, device="cpu") as fresh:
             case.run(fresh)
             case.run(fresh, staged=True)
 
@@ -195,7 +187,8 @@ def test_destroying_a_failed_buffer_waits_for_nobody(domain_size: int) -> None:
     seen = threading.Event()
 
     def body(group: ThreadGroup) -> list[float]:
-        buffers, took = [_make(case, ends[group.rank()], PATIENCE) for ends in worlds], []
+        mine = [ends[group.rank()] for ends in worlds]
+        buffers, took = [case_buffer(case.case, each, timeout=PATIENCE, device="cpu") for each in mine], []
         if group.rank() == 1:
             assert seen.wait(2 * PATIENCE)
             return []
@@ -220,7 +213,7 @@ def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
     ends = ThreadGroup.make(2)
 
     def body(group: ThreadGroup) -> None:
-        buffer = _make(case, ends[group.rank()], PATIENCE)
+        buffer = case_buffer(case.case, ends[group.rank()], timeout=PATIENCE, device="cpu")
         if group.rank() == 1:
             return
         buffer.set_timeout(0.3)
@@ -250,8 +243,7 @@ def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
         assert outs[5].tolist() == [0] * 6
         assert outs[3].eq(-1).all() and outs[2].eq(0).all()
 
-    with _make(Expected(plain_case(1)), None, PATIENCE):
-        case_handle = torch.zeros(4 + 16 + 16 + 16, dtype=torch.int32)
+    case_handle = torch.zeros(4 + 16 + 16 + 16, dtype=torch.int32)
     run_ranks(2, body)
 
 
@@ -273,7 +265,7 @@ def _live_or_end(rank: int, num_ranks: int, number: int, deadline: float) -> lis
                 return ["woken"]
             texts.append(_expect_no_buffer(case, group, missing, deadline))
         else:
-            buffer, meeting = _make(case, group, PATIENCE), rendezvous_of(group)
+            buffer, meeting = case_buffer(case.case, group, timeout=PATIENCE, device="cpu"), rendezvous_of(group)
             if rank == victim:
                 step, _ = _steps(case, buffer, phase)
                 meeting.allgather(b"", PATIENCE)
@@ -286,7 +278,8 @@ def _live_or_end(rank: int, num_ranks: int, number: int, deadline: float) -> lis
                 texts.append(late)
         alive.remove(victim)
     case = Expected(plain_case(len(alive)))
-    with _make(case, dist.new_group(alive, use_local_synchronization=True), PATIENCE) as buffer:
+    group = dist.new_group(alive, use_local_synchronization=True)
+    with case_buffer(case.case, group, timeout=PATIENCE, device="cpu") as buffer:
         case.run(buffer)
     return texts
 
@@ -365,7 +358,7 @@ def test_set_timeout() -> None:
     case, ends, is_given_up = Expected(plain_case(2)), ThreadGroup.make(2), threading.Event()
 
     def body(group: ThreadGroup) -> None:
-        buffer = _make(case, ends[group.rank()], PATIENCE)
+        buffer = case_buffer(case.case, ends[group.rank()], timeout=PATIENCE, device="cpu")
         for seconds in (0.0, -1.0, float("nan"), float("inf")):
             with pytest.raises(ValueError, match=rf"timeout is {seconds:g} s, must be positive"):
                 buffer.set_timeout(seconds)
@@ -387,169 +380,9 @@ def test_a_slow_rank_is_waited_for() -> None:
     case = Expected(plain_case(2))
 
     def body(group: ThreadGroup) -> None:
-        with _make(case, group, PATIENCE) as buffer:
+        with case_buffer(case.case, group, timeout=PATIENCE, device="cpu") as buffer:
             if group.rank() == 1:
                 time.sleep(0.7)
             case.run(buffer)
-
-    run_ranks(2, body)
-
-
-# ---- Ranks that disagree
-
-BASE: dict[str, Any] = {
-    "hidden": 64,
-    "topk": 2,
-    "dtype": torch.bfloat16,
-    "experts": 4,
-    "max_tokens": 8,
-    "quant": None,
-    "scales": 0,
-}
-CALLS: list[tuple[dict[str, Any], str, str]] = [
-    ({"hidden": 128}, "hidden 64", "hidden 128"),
-    ({"topk": 3}, "top-2", "top-3"),
-    ({"dtype": torch.float16}, r"dispatch\(bf16", r"dispatch\(fp16"),
-    ({"dtype": torch.uint8}, r"dispatch\(bf16", r"dispatch\(8 bits"),
-    ({"quant": "fp8"}, "quant none", "quant fp8"),
-    ({"quant": "fp8_ue8m0"}, "quant none", "quant fp8_ue8m0"),
-    ({"max_tokens": 7}, "max_tokens 8", "max_tokens 7"),
-    ({"experts": 6}, "4 experts", "6 experts"),
-    ({"scales": 3}, "0 bytes of scales", "12 bytes of scales"),
-]
-
-
-def _call(buffer: nccl_ep.Buffer, **changes: Any) -> nccl_ep.DispatchOutput:
-    how = {**BASE, **changes}
-    x = torch.ones(7, how["hidden"]).to(how["dtype"])
-    ids = torch.arange(how["topk"]).repeat(7, 1)
-    return nccl_ep.dispatch(
-        x, ids, buffer=buffer, num_experts=how["experts"], max_tokens=how["max_tokens"], quant=how["quant"],
-        scales=torch.ones(7, how["scales"]) if how["scales"] else None,
-    )  # fmt: skip
-
-
-def _expect_mismatch(
-    num_ranks: int, domain_size: int, call: Callable[[nccl_ep.Buffer, bool], Any], mine: str, other: str
-) -> None:
-    """The last rank makes another call than the others; all see both, and go on with a new buffer."""
-    odd, again = num_ranks - 1, ThreadGroup.make(num_ranks)
-    good = Expected(plain_case(num_ranks, domain_size=domain_size))
-
-    def make(group: ThreadGroup) -> nccl_ep.Buffer:
-        return nccl_ep.Buffer.for_shapes(
-            group, max_tokens=16, hidden=512, topk=8, num_experts=8 * num_ranks, device="cpu", timeout=PATIENCE,
-            domain_size=domain_size,
-        )  # fmt: skip
-
-    def body(group: ThreadGroup) -> None:
-        rank, buffer = group.rank(), make(group)
-        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError) as caught:
-            call(buffer, rank == odd)
-        text, peer = str(caught.value), 0 if rank == odd else odd
-        ours, theirs = (other, mine) if rank == odd else (mine, other)
-        assert re.search(rf"rank {rank} called [^)]*{ours}.*\), rank {peer} called [^)]*{theirs}", text), text
-        for later in (lambda: good.dispatch(buffer), buffer.check):
-            with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="different calls"):
-                later()
-        with Clock(PATIENCE / 2):
-            buffer.destroy()
-        with make(again[rank]) as fresh:
-            good.run(fresh)
-
-    run_ranks(num_ranks, body)
-
-
-@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (2, 1), (4, 2)])
-@pytest.mark.parametrize(("changes", "mine", "other"), CALLS, ids=[str(*change[0].items()) for change in CALLS])
-def test_different_dispatches(changes: dict[str, Any], mine: str, other: str, num_ranks: int, domain_size: int) -> None:
-    if "experts" in changes:
-        base, changes = {"experts": 2 * num_ranks}, {"experts": 3 * num_ranks}
-        mine, other = f"{2 * num_ranks} experts", f"{3 * num_ranks} experts"
-    else:
-        base = {}
-    _expect_mismatch(
-        num_ranks, domain_size, lambda buffer, is_odd: _call(buffer, **(changes if is_odd else base)), mine, other
-    )
-
-
-COMBINES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], str, str]] = [
-    ("hidden", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine(o.x.repeat(1, 1, 2), o.handle),
-     "hidden 64", "hidden 128"),
-    ("dtype", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine(o.x.half(), o.handle),
-     r"combine\(bf16", r"combine\(fp16"),
-    ("wire", lambda o: nccl_ep.combine(o.x, o.handle),
-     lambda o: nccl_ep.combine(o.x, o.handle, wire_dtype=torch.float32), "wire bf16", "wire fp32"),
-    ("weights", lambda o: nccl_ep.combine(o.x, o.handle),
-     lambda o: nccl_ep.combine(o.x, o.handle, weights=torch.ones(7, 2)), r"combine\(",
-     "combine with weights of the home"),
-    ("scalars", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine_weights(o.weights, o.handle),
-     r"combine\(", "combine of weights"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (2, 1), (4, 2)])
-@pytest.mark.parametrize(("usual", "odd", "mine", "other"), [c[1:] for c in COMBINES], ids=[c[0] for c in COMBINES])
-def test_different_combines(
-    usual: Callable[[Any], Any], odd: Callable[[Any], Any], mine: str, other: str, num_ranks: int, domain_size: int
-) -> None:
-    def call(buffer: nccl_ep.Buffer, is_odd: bool) -> None:
-        out = _call(buffer, experts=2 * num_ranks)
-        (odd if is_odd else usual)(out)
-
-    _expect_mismatch(num_ranks, domain_size, call, mine, other)
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "text"),
-    [
-        ("domain_size", (1, 2), r"the domain size: rank {0} has {1}, rank {2} has {3}"),
-        ("max_tokens", (8, 9), r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+"),
-        ("hidden", (64, 512), r"the bytes of dispatched rows in a bank: rank {0} has \d+, rank {2} has \d+"),
-        ("topk", (2, 9), r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+"),
-    ],
-)
-def test_disagreement_when_the_buffer_is_made(name: str, values: tuple[int, int], text: str) -> None:
-    again = ThreadGroup.make(2)
-    good = Expected(plain_case(2))
-
-    def body(group: ThreadGroup) -> None:
-        rank = group.rank()
-        shape = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cpu", "timeout": PATIENCE}
-        where = text.format(rank, values[rank], 1 - rank, values[1 - rank])
-        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="the ranks disagree about " + where):
-            nccl_ep.Buffer.for_shapes(group, **{**shape, name: values[rank]})
-        with make_buffer(good.case, again[rank]) as buffer:
-            good.run(buffer)
-
-    run_ranks(2, body)
-
-
-def test_ranks_tell_one_another_the_version_of_the_package() -> None:
-    heard = []
-
-    class Listening(ThreadGroup):
-        def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
-            heard.append(mine)
-            return super().allgather(mine, timeout)
-
-    with nccl_ep.Buffer(Listening(ThreadGroup.make(1)[0]._world, 0), device="cpu"):
-        line = f"the library's version={nccl_ep.__version__}\n".encode()
-        assert any(line in words for words in heard), heard
-
-
-def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer whose words at the meeting are those of another version."""
-
-    class Older(ThreadGroup):
-        def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
-            return super().allgather(re.sub(rb"the wire format=\d+", b"the wire format=0", mine), timeout)
-
-    ends = ThreadGroup.make(2)
-    ends[1] = Older(ends[1]._world, 1)
-
-    def body(group: ThreadGroup) -> None:
-        with pytest.raises(nccl_ep.MismatchError, match=r"wire format: rank . has ., rank . has ."):
-            nccl_ep.Buffer(ends[group.rank()], device="cpu")
 
     run_ranks(2, body)

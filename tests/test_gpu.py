@@ -10,15 +10,14 @@ import gpu_chains
 import gpu_ranks
 import pytest
 import torch
-from expected import Expected, plain_case, shared_buffer
+from expected import Expected, large_cases, plain_case, shared_buffer
 from gpus import NUM_SMS, TEST_ALL, WORLDS, busy, needs_gpu, num_cases, num_replays, ranks_on_gpus, several_gpus
-from harness import check_case, check_dispatch, combine_case, dispatch_case, make_buffer
+from harness import check_case, combine_case, dispatch_case, make_buffer
 from ht_harness import check_ht_case
 from processes import run_processes
 from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 import nccl_ep
-from nccl_ep import reference
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 NUM_CASES, NUM_REPLAYS = num_cases(600), num_replays(10000 if TEST_ALL else 2000)
@@ -35,6 +34,12 @@ def test_generated_cases_on_one_gpu() -> None:
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
+def test_large_cases_on_one_gpu(staged: bool) -> None:
+    for case in large_cases():
+        check_case(case, device="cuda", staged=staged)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
 @pytest.mark.parametrize("num_sms", NUM_SMS)
 def test_number_of_sms_changes_no_bit(num_sms: int, staged: bool) -> None:
     for layout, quant in (("expert_major", None), ("packed", "fp8")):
@@ -45,18 +50,17 @@ def test_number_of_sms_changes_no_bit(num_sms: int, staged: bool) -> None:
 @pytest.mark.parametrize("num_sms", [*NUM_SMS, 2])
 def test_many_calls_on_few_sms(num_sms: int) -> None:
     """A bank is used again after two calls: whoever forgets to free one shows it here."""
-    case = gpu_ranks.wide_case(2)
-    inputs, rounds = case.inputs(), 5
-    results = reference.dispatch(inputs, **case.dispatch_kwargs())
+    case = Expected(gpu_ranks.wide_case(2))
 
     def body(group: ThreadGroup) -> None:
         rank = group.rank()
-        with make_buffer(case, group, device="cuda") as buffer:
-            for number in range(rounds):
-                out = dispatch_case(case, inputs[rank], buffer, num_sms=num_sms)
-                rows = case.expert(out.x, results[rank], rank)
-                combine_case(case, rows, out.handle, rank, num_sms=num_sms)
-                check_dispatch(out, results[rank], f"call {number} of rank {rank}")
+        with make_buffer(case.case, group, device="cuda") as buffer:
+            for _ in range(5):
+                out = dispatch_case(case.case, case.inputs[rank], buffer, num_sms=num_sms)
+                y = combine_case(case.case, case.rows[rank].cuda(), out.handle, rank, num_sms=num_sms)
+                case.check_dispatch(out, rank)
+                case.check_combine(y.cpu(), rank)
+            buffer.check()
 
     run_ranks(2, body)
 

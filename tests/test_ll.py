@@ -4,6 +4,7 @@ import os
 
 import pytest
 from cases import Coverage, generate
+from expected import large_cases
 from harness import check_case
 
 # `make test-all` runs five times as many.
@@ -19,3 +20,8 @@ def test_generated_cases(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print("\n" + coverage.report())
     assert not coverage.missing()
+
+
+def test_large_cases() -> None:
+    for number, case in enumerate(large_cases()):
+        check_case(case, staged=number % 3 == 1)

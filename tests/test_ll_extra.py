@@ -82,6 +82,7 @@ def _check(plan: Plan, buffer: nccl_ep.Buffer) -> None:
     home = plan.arguments(buffer.rank)
     given = {name: _to(value, buffer.device) for name, value in home.items()}
     low, high = (nccl_ep.dispatch(**given, **plan.options(), buffer=buffer, mode=mode) for mode in ("ll", "ht"))
+    assert low.x.shape == high.x.shape and _same(low.x, high.x), plan
     assert len(low.extra) == len(plan.extra), plan
     for i, (mine, wanted) in enumerate(zip(low.extra, high.extra, strict=True)):
         assert mine.shape == wanted.shape and _same(mine, wanted), (plan, i)
@@ -91,9 +92,11 @@ def _check(plan: Plan, buffer: nccl_ep.Buffer) -> None:
     for name in ("counts", "demand", "overflow", "weights"):
         assert torch.equal(getattr(low, name), getattr(high, name)), (plan, name)
     weighted = plan.layout in ("expert_major", "packed")
-    rows = low.x if plan.quant is None else torch.zeros(low.x.shape, dtype=torch.bfloat16, device=buffer.device)
-    combined = nccl_ep.combine(rows, low.handle, weights="dispatch" if weighted else None)
-    assert combined.shape == given["x"].shape
+    rows = low.x.to(torch.bfloat16)
+    combined, wanted = (
+        nccl_ep.combine(rows, out.handle, weights="dispatch" if weighted else None) for out in (low, high)
+    )
+    assert combined.shape == given["x"].shape and _same(combined, wanted), plan
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -102,26 +105,30 @@ def _to(value: Any, device: torch.device) -> Any:
     return value if value is None else value.to(device)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_as_in_high_throughput(num_ranks: int) -> None:
+def _check_plans(num_ranks: int, device: str) -> list[Plan]:
     plans = [Plan.draw(seed, num_ranks) for seed in range(40)]
 
     def body(group: ThreadGroup) -> None:
-        with _buffer(group, num_ranks) as buffer:
+        with _buffer(group, num_ranks, device) as buffer:
             for plan in plans:
                 _check(plan, buffer)
 
     run_ranks(num_ranks, body)
+    return plans
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_as_in_high_throughput(num_ranks: int) -> None:
+    plans = _check_plans(num_ranks, "cpu")
     assert {plan.layout for plan in plans if len(plan.extra) == 3 and plan.quant is None} == set(reference.LAYOUTS)
 
 
 class TestOnAGpu:
     pytestmark = needs_gpu
 
-    def test_as_in_high_throughput(self) -> None:
-        with _buffer(None, 1, device="cuda") as buffer:
-            for seed in range(40):
-                _check(Plan.draw(seed, 1), buffer)
+    @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+    def test_as_in_high_throughput(self, num_ranks: int) -> None:
+        _check_plans(num_ranks, "cuda")
 
 
 def test_one_tensor_travels_in_the_rows_of_x() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import generate
 from expected import Expected, plain_case, shared_buffer
-from harness import dispatch_case
+from harness import case_buffer, dispatch_case
 from mask_ranks import (
     PHASES,
     CaseOf,
@@ -221,15 +221,20 @@ def test_an_open_half_is_received_before_masks_are_cleaned() -> None:
 
 def test_without_masks() -> None:
     """A buffer that was made without has none to set, and a late rank fails it."""
+    case = Expected(plain_case(2))
 
     def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, [Expected(plain_case(2))]) as buffer:
+        with shared_buffer(group, [case]) as buffer:
             with pytest.raises(nccl_ep.UsageError, match="cannot be masked: the buffer was made without masks"):
                 buffer.low_latency_update_mask_buffer(1 - group.rank(), True)
             buffer.low_latency_update_mask_buffer(1 - group.rank(), False)
             assert masks_of(buffer) == []
             if group.rank() == 0:
                 buffer.low_latency_clean_mask_buffer()  # nobody else comes
+                buffer.set_timeout(0.2)
+                for _ in range(2):
+                    with pytest.raises(nccl_ep.TimeoutError, match="nothing of this call was heard from rank 1"):
+                        dispatch_case(case.case, case.inputs[0], buffer)
 
     run_ranks(2, body)
 
@@ -254,11 +259,7 @@ def test_high_throughput_knows_no_masks() -> None:
     case = Expected(plain_case(2, layout="flat"))
 
     def body(group: ThreadGroup) -> None:
-        shape = case.case
-        with nccl_ep.Buffer.for_shapes(
-            group, max_tokens=shape.max_tokens, hidden=shape.hidden, topk=shape.topk, num_experts=shape.num_experts,
-            device="cpu", mode="auto", timeout=PATIENCE, enable_shrink=True,
-        ) as buffer:  # fmt: skip
+        with case_buffer(case.case, group, device="cpu", mode="auto", timeout=PATIENCE, enable_shrink=True) as buffer:
             buffer.low_latency_update_mask_buffer(1 - group.rank(), True)
             case.check_dispatch(case.send(buffer), group.rank())
             assert masks_of(buffer) == [1 - group.rank()]

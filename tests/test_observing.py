@@ -98,12 +98,26 @@ PROGRAM = """
 import torch, nccl_ep
 x, ids = torch.ones(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
 sizes = dict(max_tokens=3, hidden=64, topk=2, num_experts=2, device="cpu")
-with nccl_ep.Buffer.for_shapes(None, **sizes, name="layer") as buffer:
+with nccl_ep.Buffer.for_shapes(None, **sizes, mode="auto", name="layer") as buffer:
     out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=2)
     nccl_ep.combine(out.x, out.handle)
     out = nccl_ep.dispatch_send(x, ids, buffer=buffer, num_experts=2).receive()
     nccl_ep.combine_send(out.x, out.handle).receive()
     nccl_ep.combine_weights(out.weights, out.handle)
+
+    rows, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, 3, 2, use_fp8=False, return_recv_hook=True)
+    hook()
+    buffer.low_latency_combine(rows, ids, torch.ones(3, 2), handle)
+
+    for capacity in (6, "exact"):
+        out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=2, mode="ht", layout="flat", capacity=capacity)
+        nccl_ep.combine(out.x, out.handle)
+    nccl_ep.dispatch_cached(x, out.handle)
+
+    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)
+    rows, _, _, _, handle, _ = buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, torch.ones(3, 2))
+    buffer.combine(rows, handle)
+    buffer.dispatch(x, handle)
 """
 
 
@@ -149,8 +163,10 @@ def listener(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 RANGES = [
-    "layer dispatch 1", "layer combine 1", "layer dispatch send 2", "layer dispatch receive 2", "layer combine send 2",
-    "layer combine receive 2", "layer combine_weights 3",
+    "dispatch 1", "combine 1", "dispatch send 2", "dispatch receive 2", "combine send 2", "combine receive 2",
+    "combine_weights 3", "dispatch send 3", "dispatch receive 3", "combine 4", "ht dispatch 1", "ht combine 1",
+    "ht route 2", "ht send 3", "ht combine 2", "ht cached dispatch 4", "ht route 5", "ht send 6", "ht combine 3",
+    "ht cached dispatch 7",
 ]  # fmt: skip
 
 
@@ -161,7 +177,7 @@ def test_ranges(listener: Path, tmp_path: Path, asked: dict[str, str], is_on: bo
     _run(NVTX_INJECTION64_PATH=str(listener), NVTX_LISTENER_FILE=str(names), **asked)
     lines = names.read_text().splitlines() if names.exists() else []
     ours = [line for line in lines if line.startswith("layer ")]
-    assert ours == (RANGES if is_on else [])
+    assert ours == [f"layer {name}" for name in RANGES if is_on]
     if is_on:
         first = lines.index(ours[0])
         assert lines[first + 1] == "end", "a range ends with its operation"
