@@ -148,7 +148,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self._normal_name = self.name  # by which ops find the last
         self._memory_total = 0
         start = time.monotonic()
-        self.runtime = self._make_window(self.name, sizes)
+        self.runtime = self._make_window(self.name, sizes, self._ht_sizes)
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
             logger.info(
@@ -221,8 +221,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
         buffer.ll_max_tokens = ll_tokens if mode == "auto" else None
         return buffer
 
-    def _make_window(self, name: str, sizes: tuple[int, int, int]) -> _C.Group:
-        """With ``_ht_sizes``. Collective."""
+    def _make_window(self, name: str, sizes: tuple[int, int, int], ht_sizes: HtSizes | None) -> _C.Group:
+        """Collective."""
         free = _free_memory(self.device)
         config = _C.GroupConfig(
             device_index=-1 if self.device.type == "cpu" else self.device.index,
@@ -230,7 +230,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
             dispatch_row_bytes=sizes[1],
             combine_row_bytes=sizes[2],
             timeout_seconds=self._timeout,
-            ht_sizes=self._ht_sizes or (0,) * 6,
+            ht_sizes=ht_sizes or (0,) * 6,
             masks_late_ranks=self.enable_shrink and self._windows == [],
             **self._claims,
         )
@@ -250,11 +250,10 @@ class Buffer(LowLatencyMethods, NormalMethods):
             raise UsageError(
                 "a rank did not come when masks were to be cleaned: the buffer cannot grow, make a new one"
             )
-        self._ht_sizes = ht_sizes
-        self._fitting.clear()
         name = f"{self.name}.{len(self._windows)}"
-        window_bytes = self._make_window(name, (0, 0, 0)).stats()["window_bytes"]
-        self._normal_name = name
+        window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
+        self._normal_name, self._ht_sizes = name, ht_sizes  # not before: where there is no window, all is as it was
+        self._fitting.clear()
         logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
 
     # ---- State

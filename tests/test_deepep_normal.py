@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,7 @@ def test_ranks_that_do_not_grow_together() -> None:
     """The one that is alone gets an error that names the other, and the buffer has not changed."""
     case = small_case(2, max_tokens=400, tokens=(400, 3), tokens_kind="mixed")
     case.with_topk, case.worst = True, 0
+    few, met = small_case(2, max_tokens=3, tokens=(3, 3), tokens_kind="full"), threading.Barrier(2)
 
     def body(group: ThreadGroup) -> None:
         with normal_buffer(group, 40_000) as buffer:
@@ -231,6 +233,9 @@ def test_ranks_that_do_not_grow_together() -> None:
             with pytest.raises((nccl_ep.TimeoutError, pytest.skip.Exception), match=r"rank 1|leaves"):
                 case.send(buffer)
             assert buffer.stats()["grown"] == 0
+            met.wait(PATIENCE)
+            buffer.set_timeout(PATIENCE)
+            few.run(buffer)
 
     run_ranks(2, body)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import signal
@@ -258,5 +259,18 @@ def test_further_tensors_in_another_order() -> None:
             nccl_ep.dispatch(x, ids, **how, extra=extra)
             with pytest.raises(nccl_ep.MismatchError, match=r"further tensors, order \d+\), rank \d called .* order"):
                 nccl_ep.dispatch(x, ids, **how, extra=extra[:: 1 - 2 * buffer.rank])
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("other", [order for order in itertools.permutations((16, 32, 48)) if order != (16, 32, 48)])
+def test_three_further_tensors_in_another_order(other: tuple[int, ...]) -> None:
+    def body(group: ThreadGroup) -> None:
+        with _buffer(2, group, 2) as buffer:
+            x, ids = torch.ones(4, 16, dtype=torch.bfloat16), torch.tensor([[0, 2]] * 4)
+            extra = [torch.ones(4, bytes, dtype=torch.uint8) for bytes in ((16, 32, 48), other)[buffer.rank]]
+            how: dict[str, Any] = {"buffer": buffer, "num_experts": 4, "mode": "ht", "layout": "flat", "capacity": 16}
+            with pytest.raises(nccl_ep.MismatchError, match=r"order \d+\), rank \d called .* order"):
+                nccl_ep.dispatch(x, ids, **how, extra=extra)
 
     run_ranks(2, body)

@@ -74,7 +74,7 @@ void Group::prepare(HtDispatchParams& p) {
     EP_CHECK(p.parts[i].bytes > 0 && p.parts[i].bytes <= kMaxRowBytes, "tensor ", i, " has rows of ", p.parts[i].bytes,
              " bytes, must be 1 to ", kMaxRowBytes);
     if (i > 0) beside += p.parts[i].bytes;
-    if (i > 0 && p.num_parts > 2) order = (order + i * p.parts[i].bytes) % CallRecord::kOrders;
+    if (i > 0 && p.num_parts > 2) order = CallRecord::hash_order(order, p.parts[i].bytes);
     row.add(p.parts[i].bytes);
   }
   p.layout = HtLayout::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
