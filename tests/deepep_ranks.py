@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Case, generate
+from cases import Case, as_bytes, generate
 from expected import Expected, plain_case, shared_buffer
 from gpus import on_gpu
 
@@ -105,7 +106,8 @@ class DeepEpCase(Expected):
     @staticmethod
     def _check_rows(got: torch.Tensor, want: torch.Tensor, valid: torch.Tensor, where: str) -> None:
         width = want.shape[-1]
-        difference = reference.first_difference(got.cpu().view(-1, width)[valid], want.view(-1, width)[valid])
+        got, want = as_bytes(got.cpu()), as_bytes(want)
+        difference = reference.first_difference(got.view(-1, width)[valid], want.view(-1, width)[valid])
         assert not difference, f"{where}: {difference}"
 
     def account(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,3 +280,29 @@ def run_cases(rank: int, num_ranks: int, count: int) -> int:
         torch.cuda.synchronize()
         buffer.require_usable()
         return int(buffer.stats()["dispatches"])
+
+
+def run_waits(rank: int, num_ranks: int) -> list[list[int]]:
+    """What this rank waited for the others, in ns, in dispatches and combines; the last rank comes late to each."""
+    device, case = on_gpu(rank), small_case(num_ranks)
+    found = []
+    with shared_buffer(rendezvous_of(dist.group.WORLD), [case], device=device) as buffer:
+        case.run(buffer)
+        for staged in (False, True):
+            waits = torch.zeros(2, num_ranks, dtype=torch.int64, device=device)
+            start = time.monotonic_ns()
+            handle: Any = None
+            for number, name in enumerate(("dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats")):
+                torch.cuda.synchronize()
+                dist.barrier()
+                time.sleep(0.3 * (rank == num_ranks - 1))
+                options = {name: waits[number], "return_recv_hook": staged}
+                sent = case.send(buffer, **options) if number == 0 else case.send_back(buffer, handle, **options)
+                if sent[-1] is not None:
+                    sent[-1]()
+                handle = sent[2] if number == 0 else handle
+            torch.cuda.synchronize()
+            buffer.require_usable()
+            assert waits.max() <= time.monotonic_ns() - start
+            found += waits.tolist()
+    return found

@@ -115,6 +115,60 @@ def run_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]) -
         return int(buffer.stats()["dispatches"])
 
 
+# ---- Beside a caller's GEMMs
+
+
+def run_around_gemms(case: Expected, buffer: nccl_ep.Buffer, size: int = 2048) -> None:
+    """A GEMM between the halves of each operation; neither changes what the other gives."""
+    rank, device = buffer.rank, buffer.device
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    want = a @ b
+    given = case.given_on(buffer)
+    pending = nccl_ep.dispatch_send(
+        given.x, given.topk_idx, given.topk_weights, buffer=buffer, **case.case.dispatch_kwargs()
+    )
+    products = [a @ b]
+    out = pending.receive()
+    home = nccl_ep.combine_send(case.rows[rank].to(device), out.handle)
+    products.append(a @ b)
+    y = home.receive()
+    case.check_dispatch(out, rank)
+    case.check_combine(y.cpu(), rank)
+    buffer.check()
+    assert all(torch.equal(product, want) for product in products)
+
+
+def run_beside_gemms(case: Expected, buffer: nccl_ep.Buffer, count: int = 200, size: int = 8192) -> None:
+    """Operations while another stream has GEMMs, each of which fills the GPU: they end, and all is right."""
+    rank, device = buffer.rank, buffer.device
+    a, b, c = (torch.randn(size, size, device=device).bfloat16() for _ in range(3))
+    case.run(buffer)
+    torch.cuda.synchronize()
+    side, end = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(side):
+        want = a @ b
+        for _ in range(count):
+            torch.matmul(a, b, out=c)
+        end.record()
+    was_busy = not end.query()
+    for number in range(5):
+        out = dispatch_case(case.case, case.case.inputs()[rank], buffer, staged=number % 2 == 1)
+        y = combine_case(case.case, case.rows[rank].to(device, copy=True), out.handle, rank, staged=number % 2 == 1)
+        case.check_dispatch(out, rank)
+        case.check_combine(y.cpu(), rank)
+    buffer.check()
+    torch.cuda.synchronize()
+    assert was_busy, "the GEMMs were done before the first operation began"
+    assert torch.equal(c, want)
+
+
+def run_gemms(rank: int, num_ranks: int) -> None:
+    device, case = on_gpu(rank), Expected(wide_case(num_ranks))
+    with shared_buffer(rendezvous_of(dist.group.WORLD), [case], device=device) as buffer:
+        run_around_gemms(case, buffer)
+        run_beside_gemms(case, buffer)
+
+
 # ---- Floors of the benchmark
 
 

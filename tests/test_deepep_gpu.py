@@ -165,5 +165,17 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 
 
 @ranks_on_gpus
+def test_waits_are_measured(tmp_path: Path) -> None:
+    """Nobody waits for itself, all for the last rank."""
+    num_ranks = WORLDS[-1]
+    got = run_processes(num_ranks, deepep_ranks.run_waits, tmp_path, num_ranks, timeout=150.0)
+    for rank, rounds in enumerate(got):
+        assert len(rounds) == 4
+        for waits in rounds:
+            assert min(waits) >= 0 and waits[rank] == 0, (rank, rounds)
+            assert rank == num_ranks - 1 or waits[-1] > 0, (rank, rounds)
+
+
+@ranks_on_gpus
 def test_a_program_written_for_deepep(tmp_path: Path) -> None:
     assert run_processes(2, deepep_ranks.run_program, tmp_path, 2, "cuda", 3, timeout=150.0) == [48, 48]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import floor_calls
 import gpu_chains
@@ -77,7 +80,70 @@ def test_floors_on_one_gpu(num_ranks: int) -> None:
     run_ranks(num_ranks, body)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gemms_of_the_caller(num_ranks: int) -> None:
+    case = Expected(gpu_ranks.wide_case(num_ranks))
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case], device="cuda") as buffer:
+            gpu_ranks.run_around_gemms(case, buffer)
+            gpu_ranks.run_beside_gemms(case, buffer)
+
+    run_ranks(num_ranks, body)
+
+
 # ---- A world of one rank
+
+
+def _launches(call: Callable[[], Any]) -> dict[str, int]:
+    """How often the call launches each kernel, by the profiler's table, as DeepEP's benchmark reads it."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
+        call()
+        torch.cuda.synchronize()
+    return {row.key: row.count for row in run.key_averages()}
+
+
+def _expect_kernels(call: Callable[[], Any], **expected: list[int]) -> None:
+    """Of each word, the launches of the kernels whose names have it."""
+    found = _launches(call)
+    for word, launches in expected.items():
+        assert [count for name, count in sorted(found.items()) if word in name] == launches, (word, found)
+
+
+def test_names_of_kernels() -> None:
+    """Benchmarks look for one kernel with "dispatch" in its name and one with "combine"; halves are launches of it."""
+    x, ids = torch.randn(8, 64, device="cuda").bfloat16(), torch.randint(0, 4, (8, 2), device="cuda")
+    weights = torch.rand(8, 2, device="cuda")
+    sizes: dict[str, Any] = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cuda"}
+    with nccl_ep.Buffer.for_shapes(None, mode="auto", **sizes) as buffer:
+        how: dict[str, Any] = {"buffer": buffer, "num_experts": 4}
+
+        def fused(**options: Any) -> None:
+            out = nccl_ep.dispatch(x, ids, weights, **how, **options)
+            nccl_ep.combine(out.x, out.handle)
+
+        def staged() -> None:
+            out = nccl_ep.dispatch_send(x, ids, weights, **how).receive()
+            nccl_ep.combine_send(out.x, out.handle).receive()
+
+        def deepep(use_hook: bool) -> None:
+            options = {"return_recv_hook": use_hook}
+            rows, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, 8, 4, use_fp8=False, **options)
+            if hook is not None:
+                hook()
+            _, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, **options)
+            if hook is not None:
+                hook()
+
+        _expect_kernels(fused, dispatch=[1], combine=[1])
+        _expect_kernels(staged, dispatch=[2], combine=[2])
+        _expect_kernels(lambda: deepep(False), dispatch=[1], combine=[1])
+        _expect_kernels(lambda: deepep(True), dispatch=[2], combine=[2])
+        high = partial(fused, mode="ht", layout="flat")
+        _expect_kernels(high, dispatch_route=[1], dispatch_send=[1], dispatch=[1, 1], combine=[1])
+        buffer.check()
 
 
 @several_gpus
@@ -238,6 +304,11 @@ def test_graphs_over_nccl(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_floors_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     run_processes(num_ranks, gpu_ranks.run_floors, tmp_path, num_ranks, timeout=PATIENCE)
+
+
+@ranks_on_gpus
+def test_gemms_of_the_caller_over_nccl(tmp_path: Path) -> None:
+    run_processes(2, gpu_ranks.run_gemms, tmp_path, 2, timeout=PATIENCE)
 
 
 @ranks_on_gpus
