@@ -14,6 +14,7 @@ import c_api
 import pytest
 import torch
 from c_api import Library, Refused
+from cases import EXPONENTS, FP4, as_bytes
 from expected import Expected
 from harness import check_padding
 
@@ -26,6 +27,7 @@ SECOND = 10**9
 QUANTS = {None: 0, "fp8": 1, "fp8_rounded": 2, "fp8_ue8m0": 3}
 DTYPES = {torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7,
           torch.bfloat16: 9, torch.float8_e4m3fn: 10}  # fmt: skip
+BYTES = FP4 + EXPONENTS  # what the library has no name for: bytes of it
 OUTPUTS = ("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")
 FURTHER = tuple(f"further[{i}]" for i in range(3))
 TORCH_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
@@ -49,11 +51,21 @@ def tensor(given: torch.Tensor | None) -> Any:
     """A descriptor of it. The tensor must outlive the call."""
     if given is None:
         return None
-    described = c_api.Tensor(ndim=given.dim(), dtype=DTYPES[given.dtype], data=given.data_ptr() or None)
+    dtype = DTYPES[torch.uint8 if given.dtype in BYTES else given.dtype]
+    described = c_api.Tensor(ndim=given.dim(), dtype=dtype, data=given.data_ptr() or None)
     described.sizes[: given.dim()] = given.shape
     if not given.is_contiguous():
         described.strides[: given.dim()] = given.stride()
     return c.pointer(described)
+
+
+def as_given(made: dict[str, Any], **given: torch.Tensor | None) -> dict[str, Any]:
+    """Outputs of a dispatch; those of BYTES in the types of what was given by their names."""
+    seen = dict(made)
+    for name, each in given.items():
+        if each is not None and each.dtype in BYTES:
+            seen[name] = made[name].view(each.dtype)
+    return seen
 
 
 def allgather_of(group: ThreadGroup) -> Any:
@@ -106,14 +118,16 @@ class CaseRun:
     def move(self, given: torch.Tensor | None) -> torch.Tensor | None:
         if given is None:
             return None
-        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=self.device).copy_(given)
+        moved = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=self.device)
+        as_bytes(moved).copy_(as_bytes(given))
+        return moved
 
     def finish(self, handle: c.c_void_p, inputs: list[torch.Tensor | None]) -> None:
         """Inputs are the caller's again once the sending half is done."""
         if self.staged:
             for given in inputs:
                 if given is not None:
-                    given.zero_()
+                    as_bytes(given).zero_()
             self.library.Complete(handle, None, self.stream())
 
     def stream(self) -> int | None:
@@ -156,7 +170,7 @@ class CaseRun:
         )
         made = self.run_dispatch(handle, inputs, config)
         self.finish(handle, [x, ids, weights, scales])
-        return self.output(made)
+        return self.output(as_given(made, tokens=x, scales=scales))
 
     def output(self, made: dict[str, Any]) -> nccl_ep.DispatchOutput:
         case = self.case

@@ -12,7 +12,7 @@ import c_api
 import torch
 import torch.distributed as dist
 from c_api import Library
-from c_case import FURTHER, QUANTS, SECOND, CaseRun, refused, tensor
+from c_case import FURTHER, QUANTS, SECOND, CaseRun, as_given, refused, tensor
 from cases import Case
 from expected import Expected, plain_case
 from gpus import on_gpu
@@ -113,7 +113,12 @@ class HtCaseRun(CaseRun):
             further=c_api.Further(*[tensor(each) for each in extra]),
         )  # fmt: skip
         config = c_api.DispatchConfig(quant=QUANTS[case.quant], zero_padding=case.zero_padding, num_sms=self.num_sms)
-        made = self.run_dispatch(handle, inputs, config)
+        made = as_given(
+            self.run_dispatch(handle, inputs, config),
+            tokens=x,
+            scales=scales,
+            **dict(zip(FURTHER, extra, strict=False)),
+        )
         assert (made["info"] is None) == (info is not None)
         return made if info is None else {**made, "info": info}
 
@@ -130,7 +135,7 @@ class HtCaseRun(CaseRun):
         config = c_api.DispatchConfig(
             cached=1, quant=QUANTS[quant], zero_padding=self.case.zero_padding, num_sms=self.num_sms
         )
-        made = self.run_dispatch(handle, c_api.DispatchInputs(tokens=tensor(x)), config)
+        made = as_given(self.run_dispatch(handle, c_api.DispatchInputs(tokens=tensor(x)), config), tokens=x)
         assert all(made[name] is None for name in ("topk_weights", "topk_idx", "row_expert", "info"))
         return nccl_ep.Payload(
             made["tokens"].clone().cpu(), None if made["scales"] is None else made["scales"].clone().cpu()
