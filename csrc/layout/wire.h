@@ -69,8 +69,9 @@ constexpr int kMostDeadlines = 8;
 // be equal on all ranks; a receiver that sees another call ends the operation and names both.
 struct CallRecord {
   enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens, kIsMasked };
-  // kScaleBytes, of high throughput: bytes of all tensors beside x, and in the bits above, of several, a hash of the list
-  // of them. Two that have changed places give another one, as 8191 is a prime; of other lists one in 8191 does not.
+  // kScaleBytes, of high throughput: bytes of all tensors beside x, and in the bits above, of several, a hash of the
+  // list of them. Two that have changed places give another one, as 8191 is a prime; of other lists one in 8191 does
+  // not.
   static constexpr int kBesideBits = 19, kOrders = 8191;
   EP_HD static uint32_t hash_order(uint32_t before, int bytes) { return (31 * before + bytes) % kOrders; }
   static constexpr int kComparedWords = kNumTokens;  // the sender's tokens are its own affair
