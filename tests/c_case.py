@@ -16,7 +16,7 @@ import torch
 from c_api import Library, Refused
 from cases import EXPONENTS, FP4, as_bytes
 from expected import Expected
-from harness import check_padding
+from harness import check_padding, copy_to
 
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -116,11 +116,7 @@ class CaseRun:
         self.group = make(library, group, **{**sizes, **config})
 
     def move(self, given: torch.Tensor | None) -> torch.Tensor | None:
-        if given is None:
-            return None
-        moved = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=self.device)
-        as_bytes(moved).copy_(as_bytes(given))
-        return moved
+        return None if given is None else copy_to(given, self.device)
 
     def finish(self, handle: c.c_void_p, inputs: list[torch.Tensor | None]) -> None:
         """Inputs are the caller's again once the sending half is done."""

@@ -59,8 +59,11 @@ def garble(*tensors: torch.Tensor | None) -> None:
 
 def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     """The tensor there, with its strides."""
-    if tensor is None or tensor.device == device:
-        return tensor
+    return tensor if tensor is None or tensor.device == device else copy_to(tensor, device)
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same, a copy in any case."""
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     as_bytes(moved).copy_(as_bytes(tensor))
     return moved
