@@ -18,10 +18,12 @@ from .bootstrap import Rendezvous, rendezvous_of
 from .checks import (
     MAX_ROW_BYTES,
     error_of,
+    require_bools,
     require_dtypes,
     require_int32,
     require_integers,
     require_seconds,
+    require_shape,
     require_within,
     row_bytes_of,
     wrong_elements,
@@ -106,6 +108,14 @@ class Buffer(LowLatencyMethods, NormalMethods):
         rendezvous = rendezvous_of(group, comm)  # first: a refused buffer counts, or ranks would number others apart
         if on_overflow not in ("count", "raise"):
             raise ValueError(f'on_overflow is {on_overflow!r}, must be "count" or "raise"')
+        require_bools(
+            low_latency_mode=low_latency_mode,
+            allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
+            allow_mnnvl=allow_mnnvl,
+            use_fabric=use_fabric,
+            explicitly_destroy=explicitly_destroy,
+            enable_shrink=enable_shrink,
+        )
         require_within(0, _MAX_WINDOW_BYTES, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
         require_within(0, _MAX_UINT64, network_seed=network_seed or 0)
         require_int32(domain_size=domain_size or 0)
@@ -325,6 +335,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
         window of that mode.
         """
         self.require_usable()
+        require_shape(size)
+        require_dtypes(dtype=dtype)
         try:
             made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._normal_name, self._seq, list(size), dtype)
         except RuntimeError as error:
