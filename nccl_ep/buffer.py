@@ -31,7 +31,7 @@ from .checks import (
 from .deepep_config import HtSizes, sizes_for_bytes
 from .deepep_low_latency import LowLatencyMethods
 from .deepep_normal import NormalMethods
-from .errors import UsageError
+from .errors import TimeoutError, UsageError
 from .log import logger
 from .modes import MODES, auto_ll_tokens
 
@@ -261,7 +261,13 @@ class Buffer(LowLatencyMethods, NormalMethods):
                 "a rank did not come when masks were to be cleaned: the buffer cannot grow, make a new one"
             )
         name = f"{self.name}.{len(self._windows)}"
-        window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
+        try:
+            window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"rank {self.rank} was growing {self.name} in a dispatch of DeepEP's normal mode, which has to make a "
+                f"further window of all ranks: {error}"
+            ) from error
         self._normal_name, self._ht_sizes = name, ht_sizes  # not before: where there is no window, all is as it was
         self._fitting.clear()
         logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
