@@ -357,7 +357,8 @@ def test_wire_floor_of_high_throughput() -> None:
     full = {"tokens": 4096, "hidden": 7168, "topk": 8, "num_experts": 256, "num_ranks": 4}
     inputs = workload.make_inputs(shape(**(full | {"hidden": 16})))
     times = floors.wire_us(ht_shape(**full), inputs)
-    # numbers.md: 158 MB leave a rank; FINDINGS.md: 160 MB the busiest one, 453 us at 352 GB/s, 478 to 490 pulled.
+    # 160 MB leave or enter the busiest rank, 158 in the mean: 455 us at 352 GB/s, pushed, and 484 at 331, pulled
+    # (docs/benchmarks.md, floors).
     assert 448 < times["dispatch"] < 458 and times["combine"] == pytest.approx(times["dispatch"] * 352 / 331)
     assert times["pair"] == times["dispatch"] + times["combine"] and "routing" not in times
     eight = floors.wire_us(ht_shape(**(full | {"num_ranks": 8})), inputs * 2)
