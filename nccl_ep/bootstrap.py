@@ -74,8 +74,8 @@ class ProcessGroupRendezvous:
             except RuntimeError as error:  # too late, or a lost connection
                 missing = [r for r in range(self._size) if not self._has(f"{prefix}/{r}")]
                 raise TimeoutError(
-                    f"rank {self._rank} waited {timeout} s for all ranks to make the buffer, or to clean its masks; "
-                    f"nothing was heard from rank {', '.join(map(str, missing)) or rank}"
+                    f"rank {self._rank} waited {timeout} s for all ranks to make or grow the buffer, or to clean its "
+                    f"masks; nothing was heard from rank {', '.join(map(str, missing)) or rank}"
                 ) from error
             texts.append(self._store.get(f"{prefix}/{rank}"))
         return texts

@@ -18,10 +18,12 @@ from .bootstrap import Rendezvous, rendezvous_of
 from .checks import (
     MAX_ROW_BYTES,
     error_of,
+    require_bools,
     require_dtypes,
     require_int32,
     require_integers,
     require_seconds,
+    require_shape,
     require_within,
     row_bytes_of,
     wrong_elements,
@@ -29,7 +31,7 @@ from .checks import (
 from .deepep_config import HtSizes, sizes_for_bytes
 from .deepep_low_latency import LowLatencyMethods
 from .deepep_normal import NormalMethods
-from .errors import UsageError
+from .errors import TimeoutError, UsageError
 from .log import logger
 from .modes import MODES, auto_ll_tokens
 
@@ -106,6 +108,14 @@ class Buffer(LowLatencyMethods, NormalMethods):
         rendezvous = rendezvous_of(group, comm)  # first: a refused buffer counts, or ranks would number others apart
         if on_overflow not in ("count", "raise"):
             raise ValueError(f'on_overflow is {on_overflow!r}, must be "count" or "raise"')
+        require_bools(
+            low_latency_mode=low_latency_mode,
+            allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
+            allow_mnnvl=allow_mnnvl,
+            use_fabric=use_fabric,
+            explicitly_destroy=explicitly_destroy,
+            enable_shrink=enable_shrink,
+        )
         require_within(0, _MAX_WINDOW_BYTES, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
         require_within(0, _MAX_UINT64, network_seed=network_seed or 0)
         require_int32(domain_size=domain_size or 0)
@@ -251,7 +261,13 @@ class Buffer(LowLatencyMethods, NormalMethods):
                 "a rank did not come when masks were to be cleaned: the buffer cannot grow, make a new one"
             )
         name = f"{self.name}.{len(self._windows)}"
-        window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
+        try:
+            window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"rank {self.rank} was growing {self.name} in a dispatch of DeepEP's normal mode, which has to make a "
+                f"further window of all ranks: {error}"
+            ) from error
         self._normal_name, self._ht_sizes = name, ht_sizes  # not before: where there is no window, all is as it was
         self._fitting.clear()
         logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
@@ -325,6 +341,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
         window of that mode.
         """
         self.require_usable()
+        require_shape(size)
+        require_dtypes(dtype=dtype)
         try:
             made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._normal_name, self._seq, list(size), dtype)
         except RuntimeError as error:

@@ -26,6 +26,7 @@ class Buffer(Protocol):
 MAX_ROW_BYTES = 1 << 16  # csrc/runtime/call_checks.h; as many of scales
 MAX_TOPK = 32  # csrc/layout/shape.h
 _INT32 = range(-(1 << 31), 1 << 31)
+INT64 = -(1 << 63), (1 << 63) - 1
 
 # Look-ups that the hot path is spared.
 _Tensor, _strided, _are_beside = torch.Tensor, torch.strided, _C.are_beside
@@ -82,6 +83,26 @@ def require_within(low: int, high: int, **values: object) -> None:
     for name, value in values.items():
         if not low <= _integer(name, value) <= high:
             raise ValueError(f"{name} is {value}, must be {low} to {high}")
+
+
+def require_bools(**values: object) -> None:
+    """TypeError for what is neither True nor False. 1 and 0 count as these, and so do bools of numpy and torch."""
+    for name, value in values.items():
+        if getattr(value, "ndim", 0) or value not in (0, 1):
+            raise TypeError(f"{name} is {_described(value)}, must be True or False")
+
+
+def require_biases(bias: object) -> None:
+    """TypeError for what is no tensor, tuple or list; None is no bias."""
+    if not (bias is None or isinstance(bias, _Tensor | tuple | list)):
+        raise TypeError(f"bias is a {type(bias).__name__}, must be a tensor, or two of them")
+
+
+def require_shape(size: object) -> None:
+    """TypeError for what is no tuple or list of integers; ValueError for one beyond 64 bits."""
+    if not isinstance(size, tuple | list):
+        raise wrong_elements("size", size, "a shape")
+    require_within(*INT64, **{f"size[{i}]": length for i, length in enumerate(size)})
 
 
 def require_seconds(**values: object) -> None:

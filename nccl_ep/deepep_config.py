@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from . import _C
-from .checks import require_integers
+from .checks import require_int32, require_within
 
 
 class HtSizes(NamedTuple):
@@ -64,7 +64,7 @@ class Config:
     def __post_init__(self) -> None:
         nvl = self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens
         rdma = self.num_max_rdma_chunked_send_tokens, self.num_max_rdma_chunked_recv_tokens
-        require_integers(**{field.name: getattr(self, field.name) for field in fields(self)})
+        require_int32(**{field.name: getattr(self, field.name) for field in fields(self)})
         if self.num_sms < 0:
             raise ValueError(f"num_sms is {self.num_sms}, must not be negative")
         if not 0 < nvl[0] < nvl[1]:
@@ -84,6 +84,7 @@ class Config:
 
         Source: DeepEP's method of that name.
         """
+        _require_hint(hidden_bytes, num_ranks)
         return bytes_for_tokens(_hint_tokens(), num_ranks, num_ranks, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
@@ -91,6 +92,7 @@ class Config:
 
         Source: DeepEP's method of that name.
         """
+        _require_hint(hidden_bytes, num_ranks)
         if num_ranks <= _RANKS_OF_A_NODE or num_ranks % _RANKS_OF_A_NODE:
             return 0
         whole = bytes_for_tokens(_hint_tokens(), num_ranks, _RANKS_OF_A_NODE, hidden_bytes)
@@ -126,6 +128,10 @@ def _hint_tokens() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{_HINT_TOKENS} is {text!r}, must be a number of tokens")
     return int(text)
+
+
+def _require_hint(hidden_bytes: int, num_ranks: int) -> None:
+    require_within(1, (1 << 31) - 1, hidden_bytes=hidden_bytes, num_ranks=num_ranks)
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -15,11 +15,14 @@ import torch
 from . import _C
 from .bootstrap import Rendezvous
 from .checks import (
+    INT64,
     MAX_TOPK,
     error_of,
+    require_bools,
     require_dtypes,
     require_int32,
     require_on,
+    require_shape,
     require_tensors,
     require_within,
     row_bytes_of,
@@ -37,7 +40,6 @@ Hook: TypeAlias = Callable[[], None]
 
 _ops = torch.ops.nccl_ep
 _CLEANING_DEADLINES = 4
-_INT64 = -(1 << 63), (1 << 63) - 1
 _PARTS = ("routing", "dispatched rows", "combined rows")  # of a bank
 
 
@@ -135,13 +137,13 @@ class LowLatencyMethods:
 
         Raises: ValueError for a size or offset beyond the bytes there are.
         """
+        require_bools(use_rdma_buffer=use_rdma_buffer)
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         which = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
         require_dtypes(dtype=dtype)
-        if size is not None and not isinstance(size, tuple | list):
-            raise wrong_elements("size", size, "a shape")
-        lengths = size or ()
-        require_within(*_INT64, offset=offset, **{f"size[{i}]": length for i, length in enumerate(lengths)})
+        lengths = () if size is None else size
+        require_shape(lengths)
+        require_within(*INT64, offset=offset)
         count = 0 if size is None else math.prod(lengths)
         if min((offset, *lengths)) < 0 or offset % dtype.itemsize or offset + count * dtype.itemsize > num_bytes:
             shape = "" if size is None else f" of shape {list(size)}"
@@ -174,6 +176,7 @@ class LowLatencyMethods:
         """
         self.require_usable()
         require_within(0, self.num_ranks - 1, rank_to_mask=rank_to_mask)
+        require_bools(mask=mask)
         if mask:
             self.runtime.mask(rank_to_mask, self._stream())
             return
@@ -292,8 +295,7 @@ class LowLatencyMethods:
 
         Source: DeepEP's method of that name.
         """
-        if async_finish and return_recv_hook:
-            raise ValueError("async_finish and return_recv_hook are both set: a hook leaves nothing to wait for")
+        _check_hook(async_finish, return_recv_hook)
         quant = _quant_of(use_fp8, round_scale, use_ue8m0)
         if x is None or topk_idx is None:
             require_tensors(x=x, topk_idx=topk_idx)
@@ -359,8 +361,9 @@ class LowLatencyMethods:
 
         Source: DeepEP's method of that name.
         """
-        if async_finish and return_recv_hook:
-            raise ValueError("async_finish and return_recv_hook are both set: a hook leaves nothing to wait for")
+        _check_hook(async_finish, return_recv_hook)
+        if not (type(use_logfmt) is type(zero_copy) is bool):
+            require_bools(use_logfmt=use_logfmt, zero_copy=zero_copy)
         if use_logfmt and zero_copy:
             raise ValueError("use_logfmt and zero_copy are both set, and exclude each other")
         src_info, _, max_tokens, hidden, num_experts = _elements_of(handle)
@@ -451,7 +454,16 @@ class LowLatencyMethods:
         return hook
 
 
+def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:
+    if not (type(async_finish) is type(return_recv_hook) is bool):
+        require_bools(async_finish=async_finish, return_recv_hook=return_recv_hook)
+    if async_finish and return_recv_hook:
+        raise ValueError("async_finish and return_recv_hook are both set: a hook leaves nothing to wait for")
+
+
 def _quant_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Quant:
+    if not (type(use_fp8) is type(round_scale) is type(use_ue8m0) is bool):
+        require_bools(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
     if not use_fp8:
         return Quant.NONE
     if use_ue8m0 and not round_scale:

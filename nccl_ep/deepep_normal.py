@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from . import _C
-from .checks import MAX_TOPK, error_of, require_integers, require_on, require_tensors
+from .checks import MAX_TOPK, error_of, require_biases, require_bools, require_int32, require_on, require_tensors
 from .deepep_config import Config, HtSizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
 from .deepep_handle import NormalHandle, NormalPayload, Route, Rows
 from .errors import EpError, OverflowError
@@ -63,7 +63,7 @@ class NormalMethods:
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
         """The SMs of operations without a ``config``, of all buffers. ValueError if odd or negative, as in DeepEP."""
-        require_integers(num_sms=new_num_sms)
+        require_int32(num_sms=new_num_sms)
         if new_num_sms < 0 or new_num_sms % 2:
             raise ValueError(f"num_sms is {new_num_sms}, must be even and not negative")
         cls.num_sms = new_num_sms
@@ -179,7 +179,7 @@ class NormalMethods:
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         payload = NormalPayload.of(self, x)
         num_sms = self._num_sms_of(config)
-        require_integers(expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens)
+        require_int32(expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens)
         if expert_alignment < 1:
             raise ValueError(f"expert_alignment is {expert_alignment}, must be at least 1")
         if handle is not None:
@@ -246,6 +246,7 @@ class NormalMethods:
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         route = Route.of(self, handle)
         num_sms = self._num_sms_of(config)
+        require_biases(bias)
         biases = [bias] if isinstance(bias, torch.Tensor) else [each for each in bias or () if each is not None]
         require_on(self, ("x", "topk_weights"), (x, topk_weights))
         require_on(self, [f"bias {i}" for i in range(len(biases))], biases)
@@ -429,6 +430,7 @@ class NormalMethods:
         )
 
     def _check_experts(self, num_experts: int) -> None:
+        require_int32(num_experts=num_experts)
         if num_experts < 1 or num_experts % self.num_ranks:
             raise ValueError(f"{num_experts} experts do not divide over {self.num_ranks} ranks")
 
@@ -481,6 +483,7 @@ def _check_streams(previous: Previous, is_async: bool, allocate_on_comm_stream: 
         raise TypeError(
             f"previous_event is a {type(previous).__name__}, must be what an operation returned, or capture()"
         )
+    require_bools(async_finish=is_async, allocate_on_comm_stream=allocate_on_comm_stream)
     if allocate_on_comm_stream and (previous is None or not is_async):
         raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
 

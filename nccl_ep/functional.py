@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .buffer import Buffer
-from .checks import error_of, require_extras, require_on, require_tensors
+from .checks import error_of, require_biases, require_bools, require_extras, require_on, require_tensors
 from .errors import OverflowError, UsageError
 from .events import EventOverlap, run_beside
 from .forms import Form, form_of
@@ -150,6 +150,8 @@ def dispatch_send(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
+    if type(async_finish) is not bool:
+        require_bools(async_finish=async_finish)
     if form.mode == "ht" and not async_finish:
         raise ValueError("a dispatch of high throughput has no halves: pass async_finish=True, or call dispatch")
     op = _ops.ll_dispatch.default if async_finish else _ops.ll_dispatch_send.default
@@ -252,6 +254,8 @@ def combine_send(
     Raises: as ``combine``, here or in ``receive()``.
     """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
+    if type(async_finish) is not bool:
+        require_bools(async_finish=async_finish)
     if handle.mode == "ht" and not async_finish:
         raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
     biases, how = args[4], args[-4:]
@@ -424,8 +428,7 @@ def _combine_call(
     if wire_dtype is not out_dtype and wire_dtype is not _float32:
         others = "" if out_dtype is _float32 else " or torch.float32"
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype}{others}")
-    if not (bias is None or isinstance(bias, torch.Tensor | tuple | list)):
-        raise TypeError(f"bias is a {type(bias).__name__}, must be a tensor, or two of them")
+    require_biases(bias)
     biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
     buffer = buffer_of(handle)
     if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, handle.tensor, home_weights, topk_idx):

@@ -58,8 +58,8 @@ class ThreadGroup:
         if not meeting.is_full.wait(timeout):
             missing = [str(rank) for rank, text in enumerate(meeting.texts) if text is None]
             raise TimeoutError(
-                f"rank {self._rank} waited {timeout} s for all ranks to make the buffer, or to clean its masks; "
-                f"nothing was heard from rank {', '.join(missing)}"
+                f"rank {self._rank} waited {timeout} s for all ranks to make or grow the buffer, or to clean its "
+                f"masks; nothing was heard from rank {', '.join(missing)}"
             )
         return [text for text in meeting.texts if text is not None]
 

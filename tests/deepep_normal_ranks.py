@@ -287,92 +287,124 @@ def wait(event: nccl_ep.EventOverlap, options: dict[str, Any]) -> None:
 
 # ---- A program as users of DeepEP write it
 
+_HIDDEN, _TOPK, _LOCAL_EXPERTS = 256, 4, 4
+
 
 def run_program(rank: int, num_ranks: int, device_type: str = "cpu") -> int:
     """Layouts, dispatches and combines over every option, each checked by what all ranks' routing says. Returns how
     many dispatches of fresh routing ran."""
-    num_tokens, hidden, topk, num_experts = 64 + rank, 256, 4, 4 * num_ranks
     device = torch.device("cpu") if device_type == "cpu" else on_gpu(rank)
-    group = dist.group.WORLD
-    made = torch.Generator().manual_seed(rank)
     nccl_ep.Buffer.set_num_sms(24)
-    config = nccl_ep.Config(24, 8, 256)
     num_bytes = max(
-        each.get_nvl_buffer_size_hint(2 * hidden, num_ranks)
+        each.get_nvl_buffer_size_hint(2 * _HIDDEN, num_ranks)
         for each in (nccl_ep.Buffer.get_dispatch_config(num_ranks), nccl_ep.Buffer.get_combine_config(num_ranks))
     )
     assert num_bytes > 1 << 15
-    buffer = nccl_ep.Buffer(group, 1 << 15, 0, device=device, explicitly_destroy=True)  # too little: it will grow
-
-    topk_idx = torch.rand(num_tokens, num_experts, generator=made).topk(topk, dim=1).indices
-    topk_idx[torch.randint(num_tokens, (9,), generator=made), torch.randint(topk, (9,), generator=made)] = -1
-    all_idx: list[Any] = [None] * num_ranks
-    dist.all_gather_object(all_idx, topk_idx, group=group)
-    everyone = torch.cat(all_idx).to(device)
-    topk_idx = topk_idx.to(device)
-    same = torch.full((num_tokens, hidden), float(rank), dtype=torch.bfloat16, device=device)
-    mixed = torch.randn(num_tokens, hidden, generator=made).bfloat16().to(device)
-    weights = torch.rand(num_tokens, topk, generator=made).to(device)
-    same_weights = torch.full_like(weights, float(rank))
-
-    per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
-    local = num_experts // num_ranks
-    num_copies = is_in_rank.sum(1, keepdim=True)
-    reached = num_copies.flatten() > 0
-    want_counts = [int((everyone == e).sum()) for e in range(rank * local, (rank + 1) * local)]
-    want_rows = int(((everyone // local == rank) & (everyone >= 0)).any(1).sum())
-    layout = {
-        "num_tokens_per_rank": per_rank, "num_tokens_per_rdma_rank": per_node, "is_token_in_rank": is_in_rank,
-        "num_tokens_per_expert": per_expert,
-    }  # fmt: skip
-
+    # Too little: it will grow.
+    buffer = nccl_ep.Buffer(dist.group.WORLD, 1 << 15, 0, device=device, explicitly_destroy=True)
+    tokens = _program_tokens(buffer)
     dispatches = 0
     ways = itertools.product((False, True), (False, True), ("mixed", "same", "fp8"), (False, True))
     for with_previous, is_async, which, with_topk in ways:
-        stream: dict[str, Any] = {"config": config, "async_finish": is_async}
-
-        def ordered(stream: dict[str, Any] = stream, wanted: bool = with_previous) -> dict[str, Any]:
-            return {**stream, "previous_event": buffer.capture()} if wanted else stream
-
-        x: Any = {"mixed": mixed, "same": same, "fp8": _quantised(same)}[which]
-        chosen = {"topk_idx": topk_idx, "topk_weights": weights if which == "mixed" else same_weights}
-        recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
-            x, **layout, **(chosen if with_topk else {}), **ordered()
-        )
-        wait(event, stream)
+        stream: dict[str, Any] = {"config": nccl_ep.Config(24, 8, 256), "async_finish": is_async}
+        _there_and_back(buffer, tokens, which, with_topk, with_previous, stream)
         dispatches += 1
-        rows = _restored(recv_x)
-        assert rows.shape == (want_rows, hidden) and counts == want_counts
-        if which != "mixed":
-            _check_sources(rows, handle[0], rank)
-        if with_topk:
-            assert bool(((recv_idx >= -1) & (recv_idx < local)).all())
-            assert [int((recv_idx == e).sum()) for e in range(local)] == counts
-            if which != "mixed":  # what DeepEP's own test does with the entries of other ranks
-                recv_weights = torch.where(recv_idx == -1, recv_weights.amax(1, keepdim=True), recv_weights)
-                _check_sources(recv_weights, handle[0], rank)
-            worst = buffer.dispatch(x, **layout, **chosen, num_worst_tokens=want_rows + 5, **ordered())
-            wait(worst[-1], stream)
-            assert worst[3] == [] and _restored(worst[0]).shape == (want_rows + 5, hidden)
-            assert torch.equal(_restored(worst[0])[:want_rows], rows) and bool((worst[1][want_rows:] == -1).all())
-        else:
-            again, *_, event = buffer.dispatch(x, handle=handle, **ordered())
-            wait(event, stream)
-            assert torch.equal(_restored(again), rows)
-        combined, combined_weights, event = buffer.combine(
-            rows, handle, topk_weights=recv_weights if with_topk else None, **ordered()
-        )
-        wait(event, stream)
-        want = mixed if which == "mixed" else same
-        assert similarity_gap((combined.float() / num_copies.clamp(min=1))[reached], want.float()[reached]) < 5e-6
-        if with_topk and which != "mixed":
-            assert torch.equal(combined_weights, same_weights * num_copies)
-        elif with_topk:
-            assert torch.equal(combined_weights, weights.masked_fill(topk_idx < 0, 0))
-        buffer.require_usable()
     assert 1 <= buffer.stats()["grown"] <= 3
     buffer.destroy()
     return dispatches
+
+
+@dataclasses.dataclass
+class _Tokens:
+    """Of a rank: what it sends, and what it is to receive."""
+
+    topk_idx: torch.Tensor
+    rows: dict[str, torch.Tensor]  # "mixed": random ones; "same": the rank's number
+    weights: dict[str, torch.Tensor]  # the same two
+    layout: dict[str, Any]
+    num_copies: torch.Tensor  # [T, 1]: ranks that get the token
+    want_counts: list[int]  # of the local experts
+    want_rows: int
+
+
+def _program_tokens(buffer: nccl_ep.Buffer) -> _Tokens:
+    """Collective. Tokens of a random routing, some of whose choices are -1."""
+    rank, device, local = buffer.rank, buffer.device, _LOCAL_EXPERTS
+    num_tokens, num_experts = 64 + rank, local * buffer.num_ranks
+    made = torch.Generator().manual_seed(rank)
+    topk_idx = torch.rand(num_tokens, num_experts, generator=made).topk(_TOPK, dim=1).indices
+    topk_idx[torch.randint(num_tokens, (9,), generator=made), torch.randint(_TOPK, (9,), generator=made)] = -1
+    all_idx: list[Any] = [None] * buffer.num_ranks
+    dist.all_gather_object(all_idx, topk_idx, group=buffer.group)
+    everyone = torch.cat(all_idx).to(device)
+    topk_idx = topk_idx.to(device)
+    mixed = torch.randn(num_tokens, _HIDDEN, generator=made).bfloat16().to(device)
+    weights = torch.rand(num_tokens, _TOPK, generator=made).to(device)
+    per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    return _Tokens(
+        topk_idx,
+        rows={"mixed": mixed, "same": torch.full_like(mixed, float(rank))},
+        weights={"mixed": weights, "same": torch.full_like(weights, float(rank))},
+        layout={
+            "num_tokens_per_rank": per_rank, "num_tokens_per_rdma_rank": per_node, "is_token_in_rank": is_in_rank,
+            "num_tokens_per_expert": per_expert,
+        },
+        num_copies=is_in_rank.sum(1, keepdim=True),
+        want_counts=[int((everyone == e).sum()) for e in range(rank * local, (rank + 1) * local)],
+        want_rows=int(((everyone // local == rank) & (everyone >= 0)).any(1).sum()),
+    )  # fmt: skip
+
+
+def _there_and_back(
+    buffer: nccl_ep.Buffer, tokens: _Tokens, which: str, with_topk: bool, with_previous: bool, stream: dict[str, Any]
+) -> None:
+    """A dispatch, the same in another way (worst sizes or its handle), and a combine. stream: options of all."""
+    kind = "mixed" if which == "mixed" else "same"
+    x: Any = _quantised(tokens.rows[kind]) if which == "fp8" else tokens.rows[kind]
+    chosen = {"topk_idx": tokens.topk_idx, "topk_weights": tokens.weights[kind]}
+
+    def run(operation: Any, *args: Any, **options: Any) -> tuple[Any, ...]:
+        ordered = {"previous_event": buffer.capture()} if with_previous else {}
+        *results, event = operation(*args, **options, **stream, **ordered)
+        wait(event, stream)
+        return tuple(results)
+
+    recv_x, recv_idx, recv_weights, counts, handle = run(
+        buffer.dispatch, x, **tokens.layout, **(chosen if with_topk else {})
+    )
+    rows, want_rows = _restored(recv_x), tokens.want_rows
+    assert rows.shape == (want_rows, _HIDDEN) and counts == tokens.want_counts
+    if kind == "same":
+        _check_sources(rows, handle[0], buffer.rank)
+    if with_topk:
+        assert bool(((recv_idx >= -1) & (recv_idx < _LOCAL_EXPERTS)).all())
+        assert [int((recv_idx == e).sum()) for e in range(_LOCAL_EXPERTS)] == counts
+        if kind == "same":  # what DeepEP's own test does with the entries of other ranks
+            recv_weights = torch.where(recv_idx == -1, recv_weights.amax(1, keepdim=True), recv_weights)
+            _check_sources(recv_weights, handle[0], buffer.rank)
+        worst = run(buffer.dispatch, x, **tokens.layout, **chosen, num_worst_tokens=want_rows + 5)
+        assert worst[3] == [] and _restored(worst[0]).shape == (want_rows + 5, _HIDDEN)
+        assert torch.equal(_restored(worst[0])[:want_rows], rows) and bool((worst[1][want_rows:] == -1).all())
+    else:
+        again, *_ = run(buffer.dispatch, x, handle=handle)
+        assert torch.equal(_restored(again), rows)
+    back = run(buffer.combine, rows, handle, topk_weights=recv_weights if with_topk else None)
+    _check_home(tokens, kind, with_topk, *back)
+    buffer.require_usable()
+
+
+def _check_home(
+    tokens: _Tokens, kind: str, with_topk: bool, combined: torch.Tensor, combined_weights: torch.Tensor | None
+) -> None:
+    reached = tokens.num_copies.flatten() > 0
+    mean = combined.float() / tokens.num_copies.clamp(min=1)
+    assert similarity_gap(mean[reached], tokens.rows[kind].float()[reached]) < 5e-6
+    if not with_topk:
+        assert combined_weights is None
+    elif kind == "same":
+        assert torch.equal(combined_weights, tokens.weights["same"] * tokens.num_copies)
+    else:
+        assert torch.equal(combined_weights, tokens.weights["mixed"].masked_fill(tokens.topk_idx < 0, 0))
 
 
 def _check_sources(rows: torch.Tensor, rank_prefix: torch.Tensor, rank: int) -> None:

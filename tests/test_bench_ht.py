@@ -1,4 +1,4 @@
-"""The benchmark of high throughput on CPU ranks: records, what it notices, the crossover of the modes."""
+"""The benchmark of high throughput on CPU ranks: records, what it notices, text and pictures."""
 
 import json
 import os
@@ -17,7 +17,6 @@ import nccl_ep
 from nccl_ep import reference
 from nccl_ep.bench import (
     configuration,
-    crossover,
     floors,
     ht_configuration,
     measure,
@@ -31,7 +30,6 @@ from nccl_ep.bench import (
 )
 from nccl_ep.bench.__main__ import main as bench_main
 from nccl_ep.bench.workload import Shape
-from nccl_ep.modes import AUTO_LL_BYTES, choose_mode
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 FIELDS = [*records.FIELDS, "cached", "alignment", "placement"]
@@ -109,23 +107,6 @@ def test_payloads_and_layouts_of_high_throughput(tmp_path: Path) -> None:
     assert {(r["dtype"], r["layout"]) for r in found} == every
     assert len(found) == len(every) * 2 * (len(ht_configuration.OPS) + 2)
     assert {r["system"] for r in found} == {"nccl_ep"} and {r["placement"] for r in found} == {"in_place"}
-
-
-def test_fit_on_cpu_ranks(tmp_path: Path) -> None:
-    path, again = tmp_path / "fit.json", tmp_path / "again.json"
-    arguments = ("--device", "cpu", "--tokens", "1,64", "--iterations", "3", "--dtype", "bf16", "--layout", "flat")
-    shown = run("-m", "nccl_ep.bench", "fit", *arguments, "--json", str(path))
-    found = records.load([path])
-    pairs = {(r["bench"], r["tokens"]) for r in found if r["op"] == "pair" and r["figure"] == "event"}
-    assert pairs == {(mode, tokens) for mode in ("ll", "ht") for tokens in (1, 64)}
-    fitted = [r for r in found if r["bench"] == "fit"]
-    assert fitted == crossover.fit([r for r in found if r["bench"] != "fit"])
-    assert fitted[0]["figure"] == "crossover_event"
-    text = crossover.render(fitted)
-    assert text in shown and "bf16, flat, native, event: " in text
-    assert text in run("-m", "nccl_ep.bench", "fit", str(path), "--json", str(again))
-    assert records.load([again]) == fitted
-    assert text in run("-m", "nccl_ep.bench", "table", str(path))
 
 
 def test_overlap_of_high_throughput(tmp_path: Path) -> None:
@@ -376,7 +357,8 @@ def test_wire_floor_of_high_throughput() -> None:
     full = {"tokens": 4096, "hidden": 7168, "topk": 8, "num_experts": 256, "num_ranks": 4}
     inputs = workload.make_inputs(shape(**(full | {"hidden": 16})))
     times = floors.wire_us(ht_shape(**full), inputs)
-    # numbers.md: 158 MB leave a rank; FINDINGS.md: 160 MB the busiest one, 453 us at 352 GB/s, 478 to 490 pulled.
+    # 160 MB leave or enter the busiest rank, 158 in the mean: 455 us at 352 GB/s, pushed, and 484 at 331, pulled
+    # (docs/benchmarks.md, floors).
     assert 448 < times["dispatch"] < 458 and times["combine"] == pytest.approx(times["dispatch"] * 352 / 331)
     assert times["pair"] == times["dispatch"] + times["combine"] and "routing" not in times
     eight = floors.wire_us(ht_shape(**(full | {"num_ranks": 8})), inputs * 2)
@@ -389,9 +371,6 @@ def test_wire_floor_of_high_throughput() -> None:
     assert floors.wire_us(replace(one, mode="ll"), hot)["combine"] == pytest.approx(300 * 2048 / 350e3)
 
 
-# ---- The crossover
-
-
 def test_plain_graphs_switch_off_what_overlaps_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Low latency's; high throughput's graphs take operations as they are launched. Afterwards all is as it was."""
     switched = [True]
@@ -400,62 +379,6 @@ def test_plain_graphs_switch_off_what_overlaps_operations(monkeypatch: pytest.Mo
     rank: Any = types.SimpleNamespace(world=None, effort=None)
     assert configuration.Configuration._graph_times(rank, buffer, lambda: None) == [0.0] and switched[-1]
     assert ht_configuration.HtConfiguration._graph_times(rank, buffer, lambda: None) == [1.0] and switched[-1]
-
-
-def curve_records(figure: str, ll: dict[int, float], ht: dict[int, float], **fields: Any) -> list[records.Record]:
-    made = []
-    for bench, times in (("ll", ll), ("ht", ht)):
-        more = {"cached": False, "alignment": 1, "placement": "in_place"} if bench == "ht" else {}
-        for tokens, value in times.items():
-            at = {"bench": bench, "op": "pair", "figure": figure, "tokens": tokens, "value": value, "layout": "flat"}
-            made.append(gpu_record(**(at | more | fields)))
-    return made
-
-
-def test_crossover() -> None:
-    # At 512 twice as fast, at 2,048 half as fast: equal in the middle, by the logarithms.
-    found = curve_records("graph", {32: 10, 512: 20, 2048: 100}, {32: 30, 512: 40, 2048: 50})
-    others = [
-        gpu_record(**(dict.fromkeys(("op",), "pair") | {"bench": "ht", "figure": "graph", "tokens": 32, "value": 1.0,
-                   "layout": "flat", "cached": cached, "placement": placement, "alignment": 1, "num_sms": sms}))
-        for cached, placement, sms in ((True, "in_place", 0), (False, "staged", 0), (False, "in_place", 12))
-    ]  # fmt: skip
-    first, best, loss, now = crossover.fit(found + others)
-    assert (first["figure"], first["tokens"], first["value"]) == ("crossover_graph", 1024, 1024 * 4 * 14336)
-    assert (best["figure"], best["value"], best["dtype"]) == ("auto_ll_bytes", 1024 * 4 * 14336, "all")
-    assert (loss["value"], now["value"]) == (1.0, 1.0)
-    assert choose_mode(1024, 14336, 8, 4, None) == "ll" and best["value"] <= AUTO_LL_BYTES
-    shown = crossover.render(crossover.fit(found))
-    assert "bf16, flat, native, graph: 1024 tokens, 56.00 MiB" in shown and "AUTO_LL_BYTES = 58720256" in shown
-
-
-def test_crossover_that_costs_some() -> None:
-    """Two curves that want different thresholds: the one that loses least at worst."""
-    early = curve_records("graph", {64: 10, 128: 30, 256: 90}, {64: 15, 128: 20, 256: 30})
-    late = curve_records("event", {64: 10, 128: 18, 256: 30}, {64: 40, 128: 20, 256: 20})
-    fitted = crossover.fit(early + late)
-    values = {r["figure"]: r["value"] for r in fitted}
-    assert 64 < fitted[0]["tokens"] < 128 < fitted[1]["tokens"] < 256
-    # HT at 128 tokens costs 20 / 18; LL there would cost 30 / 20.
-    assert values["loss"] == pytest.approx(20 / 18, abs=1e-3)
-    assert choose_mode(128, 14336, 8, 4, None) == "ll" and values["loss_now"] == 3.0
-    assert 64 * 4 * 14336 <= values["auto_ll_bytes"] < 128 * 4 * 14336
-    (curve,) = crossover.curves(early)
-    assert curve.loss(64 * 4 * 14336) == 1.0 and curve.loss(64 * 4 * 14336 - 1) == 1.5  # the edge is LL's
-
-
-def test_no_crossover() -> None:
-    slow = {tokens: 10.0 * tokens for tokens in (1, 2)}
-    fast = {tokens: 1.0 * tokens for tokens in (1, 2)}
-    for ll, ht, said in ((fast, slow, "low latency is the faster"), (slow, fast, "high throughput is the faster")):
-        (only,) = crossover.fit(curve_records("event", ll, ht))
-        assert only["value"] is None and only["skipped"].startswith(said)
-        assert said in crossover.render([only])
-    # Faster once, but not for good.
-    (only,) = crossover.fit(curve_records("event", {1: 10, 2: 30, 4: 10}, {1: 20, 2: 20, 4: 20}))
-    assert only["value"] is None
-    assert crossover.fit(curve_records("event", fast, {})) == []
-    assert "no shape" in crossover.render([])
 
 
 # ---- Text and pictures

@@ -52,6 +52,16 @@ def test_configs() -> None:
                         ((20, 6, 256, 6, 11), "at most half of receives of 11")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             nccl_ep.Config(*wrong)
+    with pytest.raises(TypeError, match="num_sms is None, must be an integer"):
+        nccl_ep.Config(None)  # type: ignore[arg-type]
+    for hidden, ranks, text in (
+        (-5, 2, "hidden_bytes is -5"),
+        (128, 0, "num_ranks is 0"),
+        (2**31, 2, "hidden_bytes is"),
+    ):
+        for hint in (nccl_ep.Config().get_nvl_buffer_size_hint, nccl_ep.Config().get_rdma_buffer_size_hint):
+            with pytest.raises(ValueError, match=f"{text}.*, must be 1 to 2147483647"):
+                hint(hidden, ranks)
     with pytest.raises(TypeError, match=r"num_max_nvl_chunked_send_tokens is 1\.5, must be an integer"):
         nccl_ep.Config(20, 1.5)  # type: ignore[arg-type]
 
@@ -67,8 +77,9 @@ def test_num_sms() -> None:
             for wrong in (3, -2):
                 with pytest.raises(ValueError, match=f"num_sms is {wrong}, must be even"):
                     nccl_ep.Buffer.set_num_sms(wrong)
-            with pytest.raises(TypeError, match=r"num_sms is 4\.0, must be an integer"):
-                nccl_ep.Buffer.set_num_sms(4.0)  # type: ignore[arg-type]
+            for kind in (4.0, None):
+                with pytest.raises(TypeError, match=f"num_sms is {kind}, must be an integer"):
+                    nccl_ep.Buffer.set_num_sms(kind)  # type: ignore[arg-type]
     finally:
         nccl_ep.Buffer.set_num_sms(20)
 
@@ -162,6 +173,12 @@ def test_a_buffer_for_shapes_serves_too() -> None:
         ({"x": (torch.ones(3, 64),)}, ValueError, "x has 1 elements, must be a tensor, or a pair of rows and scales"),
         ({"config": {}}, TypeError, "config is a dict, must be a Config"),
         ({"previous_event": "x"}, TypeError, "previous_event is a str, must be what an operation returned"),
+        ({"expert_alignment": None}, TypeError, "expert_alignment is None, must be an integer"),
+        ({"expert_alignment": 2**40}, ValueError, "expert_alignment is 1099511627776, beyond 32 bits"),
+        ({"num_worst_tokens": None}, TypeError, "num_worst_tokens is None, must be an integer"),
+        ({"num_worst_tokens": 2**40}, ValueError, "num_worst_tokens is 1099511627776, beyond 32 bits"),
+        ({"async_finish": "no"}, TypeError, "async_finish is 'no', must be True or False"),
+        ({"allocate_on_comm_stream": 2}, TypeError, "allocate_on_comm_stream is 2, must be True or False"),
         ({"num_worst_tokens": -1}, ValueError, "num_worst_tokens is -1"),
         ({"num_worst_tokens": 8, "topk_idx": None, "topk_weights": None}, ValueError, "num_worst_tokens is 8"),
         ({"allocate_on_comm_stream": True, "async_finish": True}, ValueError, "needs previous_event and async_finish"),
@@ -193,6 +210,9 @@ def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str
         ({"bias": torch.ones(2, 64, dtype=HALF)}, ValueError, r"bias has shape \[2, 64\], must be \[3, 64\]"),
         ({"bias": (torch.ones(3, 64, dtype=HALF),) * 3}, ValueError, "3 biases, at most 2"),
         ({"bias": ("one",)}, TypeError, "bias 0 is a str"),
+        ({"bias": {}}, TypeError, "bias is a dict, must be a tensor, or two of them"),
+        ({"bias": 5}, TypeError, "bias is a int, must be a tensor, or two of them"),
+        ({"async_finish": None}, TypeError, "async_finish is None, must be True or False"),
         ({"allocate_on_comm_stream": True}, ValueError, "needs previous_event and async_finish"),
     ],
 )
@@ -256,6 +276,16 @@ def test_a_layout_that_cannot_be() -> None:
         ):
             with pytest.raises(ValueError, match=text):
                 buffer.get_dispatch_layout(ids, experts)
+        ids = torch.zeros(3, 2, dtype=torch.int64)
+        for experts, error, text in (
+            (None, TypeError, "num_experts is None, must be an integer"),
+            (2.0, TypeError, r"num_experts is 2\.0, must be an integer"),
+            (2**40, ValueError, "num_experts is 1099511627776, beyond 32 bits"),
+        ):
+            with pytest.raises(error, match=text):
+                buffer.get_dispatch_layout(ids, experts)
+        with pytest.raises(TypeError, match="async_finish is a list, must be True or False"):
+            buffer.get_dispatch_layout(ids, 2, async_finish=[])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="needs previous_event"):
             buffer.get_dispatch_layout(torch.zeros(3, 2, dtype=torch.int64), 2, allocate_on_comm_stream=True)
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +65,13 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.get_local_buffer_tensor(torch.int8, 3), "size is a int, must be a shape"),
     (lambda b: b.get_local_buffer_tensor(torch.int8, (1.5,)), "size[0] is 1.5, must be an integer"),
     (lambda b: b.get_local_buffer_tensor(torch.int8, offset=None), "offset is None, must be an integer"),
+    (lambda b: b.get_local_buffer_tensor(torch.int8, use_rdma_buffer="no"), "use_rdma_buffer is 'no', must be True or"),
+    (lambda b: b.low_latency_update_mask_buffer(0, "no"), "mask is 'no', must be True or False"),
+    (lambda b: b.get_dispatch_layout(IDS, 2, async_finish=torch.ones(2)), "async_finish is a Tensor, must be True or"),
+    (lambda b: nccl_ep.dispatch_send(X, IDS, buffer=b, num_experts=2, async_finish="no"), "async_finish is 'no', must"),
+    (lambda b: nccl_ep.combine_send(_dispatch(b).x, _dispatch(b).handle, async_finish=[]), "async_finish is a list, m"),
+    (lambda b: nccl_ep.Buffer(None, low_latency_mode="no"), "low_latency_mode is 'no', must be True or False"),
+    (lambda b: nccl_ep.Buffer(None, enable_shrink=None), "enable_shrink is None, must be True or False"),
     (lambda b: b.get_low_latency_rdma_size_hint(8, 64, None, 2), "num_ranks is None, must be an integer"),
     (lambda b: b.set_timeout("1"), "seconds is '1', must be a number of seconds"),
     (lambda b: nccl_ep.Buffer(None, "1"), "num_nvl_bytes is '1', must be an integer"),
@@ -95,6 +103,13 @@ def test_wrong_kinds(buffer: nccl_ep.Buffer, call: Callable[[Any], Any], text: s
     assert text in str(refused.value)
     out = _dispatch(buffer)  # a refused number is not remembered for its equals
     assert nccl_ep.combine(out.x, out.handle).shape == X.shape
+
+
+def test_what_counts_as_true_and_false(buffer: nccl_ep.Buffer) -> None:
+    for value in (True, 1, torch.tensor(True), np.bool_(True), False, 0, torch.tensor(False), np.bool_(False)):
+        *_, event = buffer.get_dispatch_layout(IDS, 2, async_finish=value)  # type: ignore[arg-type]
+        *_, ours, _ = buffer.low_latency_dispatch(X, IDS, 4, 2, use_fp8=False, async_finish=value)  # type: ignore[arg-type]
+        assert (event.event is not None) == (ours.event is not None) == bool(value)
 
 
 @pytest.mark.parametrize(

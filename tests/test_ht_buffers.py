@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -159,8 +160,44 @@ def test_empty() -> None:
         assert buffer.empty([0, 4]).numel() == 0
         with pytest.raises(ValueError, match="dimension of -1"):
             buffer.empty([-1])
-        with pytest.raises(TypeError, match="value of type 'List"):
-            buffer.empty([5.5])  # type: ignore[list-item]
+        for wrong, text in (
+            (5, "size is a int, must be a shape"),
+            ({2: 3}, "size is a dict, must be a shape"),
+            ([4, 5.5], "size[1] is 5.5, must be an integer"),
+            ([None], "size[0] is None, must be an integer"),
+        ):
+            with pytest.raises(TypeError, match=re.escape(text)):
+                buffer.empty(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=rf"size\[0\] is {1 << 64}, must be"):
+            buffer.empty([1 << 64])
+        with pytest.raises(TypeError, match=r"dtype is 'bf16', must be a torch\.dtype"):
+            buffer.empty([4], "bf16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_outputs_in_another_buffers_arena(mode: str) -> None:
+    """They are ordinary tensors to a buffer: rows are copied there, and what the other one does is not disturbed."""
+    case = _case(2, "flat", 3)
+
+    def body(group: Any) -> None:
+        rank, sizes = group.rank(), {"mode": "auto", "arena_bytes": 1 << 20}
+        with _buffer(case.case, group, **sizes) as buffer, _buffer(case.case, group, **sizes) as other:
+            theirs = case.send(other)
+            out = case.send(buffer, **({"out": theirs} if mode == "ht" else {"mode": mode}))
+            case.check_dispatch(out, rank)
+            assert out.handle.buffer == buffer.name
+            combined = other.empty([len(case.inputs[rank].x), case.case.hidden])
+            assert other.runtime.arena_offset(combined.data_ptr(), combined.nbytes) is not None
+            assert buffer.runtime.arena_offset(combined.data_ptr(), combined.nbytes) is None
+            rows = case.rows[rank]
+            for _ in range(2):
+                nccl_ep.combine(rows, out.handle, out=combined.zero_())
+                case.check_combine(combined, rank)
+                case.run(other)
+            other.destroy()
+            case.check_combine(combined, rank)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize(
