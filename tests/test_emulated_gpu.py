@@ -19,7 +19,7 @@ import torch
 from deepep_normal_ranks import check_layout, layout_of, normal_buffer
 from deepep_ranks import deepep_cases
 from expected import Expected, large_cases, plain_case, shared_buffer
-from gpu_delays import COMBINE, DISPATCH, SEARCHES, Search, delays, meet, set_testing, stress
+from gpu_delays import COMBINE, DISPATCH, HT_SEARCHES, SEARCHES, Search, delays, meet, set_testing, stress
 from harness import case_buffer, check_case
 from ht_harness import HtCoverage, check_ht_case
 from patience import PATIENCE, Late, with_more_time
@@ -323,8 +323,8 @@ def _run_search(search: Search, seed: int, bugs: tuple[str, ...]) -> str:
     """What went wrong in the chain of the search, on any rank; empty: nothing."""
 
     def body(group: ThreadGroup) -> str:
-        with gpu_chains.chain_buffer(group, "cpu") as buffer:
-            chain = gpu_chains.Chain(search.letters, buffer, seed=seed, to_rank_0=search.to_rank_0)
+        with search.buffer(group, "cpu") as buffer:
+            chain = search.chain(buffer, seed)
             chain.run()
             if bugs:
                 buffer.set_timeout(4.0)
@@ -349,6 +349,17 @@ def _few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", list(SEARCHES))
 def test_planted_bugs(name: str) -> None:
     search, seed = SEARCHES[name], 1 + list(SEARCHES).index(name)
+    found = _run_search(search, seed, search.bugs)
+    print(f"{name}: {found}")
+    assert found, f"{name}: not noticed in {RUNS} runs"
+
+
+@pytest.mark.usefixtures("_few_sms")
+@pytest.mark.parametrize("name", list(HT_SEARCHES))
+def test_planted_bugs_in_chains_of_high_throughput(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_ht_chains.HtChain, "tokens", 40)
+    search, seed = HT_SEARCHES[name], 1 + list(HT_SEARCHES).index(name)
+    assert not _run_search(search, seed, ()), f"{name}: wrong without the bug"
     found = _run_search(search, seed, search.bugs)
     print(f"{name}: {found}")
     assert found, f"{name}: not noticed in {RUNS} runs"
