@@ -137,7 +137,7 @@ def run_ht_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]
         for case, sms in itertools.product(wide, num_sms):
             case.run(buffer, num_sms=sms)
         dispatches = int(buffer.stats()["ht_dispatches"])
-    for body in BODIES:
+    for body in BODIES + SLOW_BODIES:
         body(group, device)
     return dispatches
 
@@ -334,7 +334,40 @@ def long_rows(group: Any, device: Any) -> None:
                 case.combine_rows(buffer, out.handle, case.rows[rank].to(buffer.device))  # checks it
 
 
-BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion, long_rows)
+def _run_once(case: Expected, group: Any, device: Any, **options: Any) -> None:
+    """All operations, after a dispatch of a token too many that is refused."""
+    with _layer_buffer(case.case, group, device, **options) as buffer:
+        most, kwargs = case.case.max_tokens, {**case.case.dispatch_kwargs(), "mode": "ht"}
+        x, ids = torch.zeros(most + 1, case.case.hidden), torch.zeros(most + 1, case.case.topk, dtype=torch.int64)
+        with pytest.raises(ValueError, match=f"{most + 1} tokens, but max_tokens is {most}"):
+            nccl_ep.dispatch(x.to(buffer.device, case.case.dtype), ids.to(buffer.device), buffer=buffer, **kwargs)
+        out = case.send(buffer)
+        case.check_dispatch(out, group.rank())
+        case.combine_rows(buffer, out.handle, case.rows[group.rank()].to(buffer.device))
+        case.combine_weights(buffer, out.handle)
+
+
+def rows_of_64_kib(group: Any, device: Any, **changes: Any) -> None:
+    """The longest there are, of numbers of two and of four bytes."""
+    tokens, ranks = 3, group.size()
+    few = {"topk": 2, "max_tokens": tokens, "tokens": (tokens,) * ranks, **changes}
+    for layout, dtype in itertools.product(LAYOUTS, (torch.bfloat16, torch.float32)):
+        rows = {"dtype": dtype, "rows_dtype": dtype, "hidden": 65536 // dtype.itemsize}
+        case = _layer(ranks, layout, 110, capacity=_capacity(layout, ranks, tokens), **rows, **few)
+        _run_once(case, group, device, dtype=dtype)
+
+
+def many_tokens(group: Any, device: Any, **changes: Any) -> None:
+    """65,536 tokens a rank, of which the last has one less."""
+    most, ranks = 65536, group.size()
+    tokens = (most,) * (ranks - 1) + (most - 1,)
+    few = {"hidden": 16, "topk": 2, "num_experts": 2 * ranks, "max_tokens": most, "tokens": tokens, **changes}
+    for layout in ("flat", "packed"):
+        _run_once(_layer(ranks, layout, 111, **few), group, device)
+
+
+BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion, long_rows, rows_of_64_kib)
+SLOW_BODIES = (many_tokens,)  # for emulated GPUs
 
 
 # ---- CUDA graphs with routing that changes

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import gpu_ht_ranks
 import pytest
 import torch
 from cases import Case
@@ -264,6 +265,12 @@ def test_same_bits_whatever_the_timing(layout: str, domain_size: int) -> None:
 
 
 # ---- Sizes and modes
+
+
+@pytest.mark.parametrize("domain_size", [2, 1])
+@pytest.mark.parametrize("body", [gpu_ht_ranks.rows_of_64_kib, gpu_ht_ranks.many_tokens])
+def test_largest_sizes(body: Any, domain_size: int) -> None:
+    run_ranks(2, lambda group: body(group, "cpu", domain_size=domain_size))
 
 
 def test_exact_sizes_are_what_came() -> None:

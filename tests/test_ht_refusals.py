@@ -14,7 +14,7 @@ from expected import Expected, plain_case
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 
-EXPERTS, HIDDEN, MOST = 4, 64, 8
+EXPERTS, HIDDEN, MOST, LONGEST = 4, 64, 8, 65536
 FLAT = Expected(plain_case(2, layout="flat"))
 PACKED = Expected(plain_case(2, layout="packed"))
 
@@ -45,6 +45,11 @@ class Scene:
         return self.handle(out, tensor=tensor)
 
 
+def _long(more: int = 1) -> torch.Tensor:
+    """Rows of so many bytes too many."""
+    return torch.zeros(MOST, LONGEST + more, dtype=torch.uint8)
+
+
 Bad = tuple[str, Callable[[Scene], Any], type[Exception], str]
 
 BAD: list[Bad] = [
@@ -70,6 +75,9 @@ BAD: list[Bad] = [
     ("window for extra", lambda s: s.dispatch(extra=[s.x] * 3), ValueError, "rows of 512 bytes"),
     ("tokens", lambda s: s.dispatch(max_tokens=7), ValueError, "8 tokens, but max_tokens is 7"),
     ("odd row", lambda s: s.dispatch(s.x[:, :4].contiguous()), ValueError, "a row of 8 bytes: must be a multiple"),
+    ("long row", lambda s: s.dispatch(_long()), ValueError, f"a row of {LONGEST + 1} bytes: must .* at most {LONGEST}"),
+    ("long extra", lambda s: s.dispatch(extra=[_long(16)]), ValueError,
+     f"tensor 1 has rows of {LONGEST + 16} bytes, must be 1 to {LONGEST}"),
     ("quant dtype", lambda s: s.dispatch(s.x.float(), quant="fp8"), ValueError, "fp8 of fp32: only bf16 and fp16"),
     ("quant and scales", lambda s: s.dispatch(quant="fp8", scales=torch.ones(8, 1)), ValueError, "scales given"),
     ("scales", lambda s: s.dispatch(scales=torch.ones(7, 1)), ValueError, r"scales have shape \[7, 1\], must be \[8, "),
@@ -84,6 +92,7 @@ BAD: list[Bad] = [
     ("cached rank", lambda s: s.cached(s.x[0]), ValueError, r"x must be \[8, hidden\]"),
     ("cached quant", lambda s: s.cached(quant="fp4"), ValueError, "quant is 'fp4'"),
     ("cached odd row", lambda s: s.cached(s.x[:, :4].contiguous()), ValueError, "a row of 8 bytes"),
+    ("cached long row", lambda s: s.cached(_long(16)), ValueError, f"a row of {LONGEST + 16} bytes: .* most {LONGEST}"),
     ("cached num_sms", lambda s: s.cached(num_sms=-1), ValueError, "num_sms is -1, must not be negative"),
     ("cached device", lambda s: s.cached(s.x.to("meta")), ValueError, "x is on meta"),
     ("handle tokens", lambda s: s.cached(handle=s.handle(s.flat, num_tokens=3)), ValueError, "route has shape"),
@@ -103,6 +112,8 @@ BAD: list[Bad] = [
     ("handle of no buffer", lambda s: s.cached(handle=s.handle(s.flat, buffer="lost")), nccl_ep.UsageError, "lost is"),
     # combine
     ("rows shape", lambda s: nccl_ep.combine(s.packed.x, s.flat.handle), ValueError, r"must be \[16, 64\]"),
+    ("long rows", lambda s: nccl_ep.combine(torch.zeros(16, LONGEST // 2 + 1).bfloat16(), s.flat.handle), ValueError,
+     f"a row of {LONGEST + 2} bytes: must be .* at most {LONGEST}"),
     ("rows dtype", lambda s: nccl_ep.combine(s.flat.x.double(), s.flat.handle), ValueError, "adds up 64 bits rows"),
     ("rows window", lambda s: nccl_ep.combine(s.flat.x.repeat(1, 20), s.flat.handle), ValueError, "window is too"),
     ("weights of flat", lambda s: nccl_ep.combine(s.flat.x, s.flat.handle, weights=torch.ones(8, 2)), ValueError,
