@@ -86,9 +86,10 @@ def require_within(low: int, high: int, **values: object) -> None:
 
 
 def require_bools(**values: object) -> None:
-    """TypeError for what is neither True nor False. 1 and 0 count as these, and so do bools of numpy and torch."""
+    """TypeError for what is neither True nor False. 1 and 0, bools of numpy and torch, and None (as in
+    DeepEP, whose options pybind11 converts) count as these."""
     for name, value in values.items():
-        if getattr(value, "ndim", 0) or value not in (0, 1):
+        if getattr(value, "ndim", 0) or value not in (0, 1, None):
             raise TypeError(f"{name} is {_described(value)}, must be True or False")
 
 

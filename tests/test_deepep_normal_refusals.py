@@ -212,7 +212,7 @@ def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str
         ({"bias": ("one",)}, TypeError, "bias 0 is a str"),
         ({"bias": {}}, TypeError, "bias is a dict, must be a tensor, or two of them"),
         ({"bias": 5}, TypeError, "bias is a int, must be a tensor, or two of them"),
-        ({"async_finish": None}, TypeError, "async_finish is None, must be True or False"),
+        ({"async_finish": ()}, TypeError, "async_finish is a tuple, must be True or False"),
         ({"allocate_on_comm_stream": True}, ValueError, "needs previous_event and async_finish"),
     ],
 )

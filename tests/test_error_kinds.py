@@ -71,7 +71,7 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: nccl_ep.dispatch_send(X, IDS, buffer=b, num_experts=2, async_finish="no"), "async_finish is 'no', must"),
     (lambda b: nccl_ep.combine_send(_dispatch(b).x, _dispatch(b).handle, async_finish=[]), "async_finish is a list, m"),
     (lambda b: nccl_ep.Buffer(None, low_latency_mode="no"), "low_latency_mode is 'no', must be True or False"),
-    (lambda b: nccl_ep.Buffer(None, enable_shrink=None), "enable_shrink is None, must be True or False"),
+    (lambda b: nccl_ep.Buffer(None, enable_shrink=()), "enable_shrink is a tuple, must be True or False"),
     (lambda b: b.get_low_latency_rdma_size_hint(8, 64, None, 2), "num_ranks is None, must be an integer"),
     (lambda b: b.set_timeout("1"), "seconds is '1', must be a number of seconds"),
     (lambda b: nccl_ep.Buffer(None, "1"), "num_nvl_bytes is '1', must be an integer"),
@@ -106,7 +106,8 @@ def test_wrong_kinds(buffer: nccl_ep.Buffer, call: Callable[[Any], Any], text: s
 
 
 def test_what_counts_as_true_and_false(buffer: nccl_ep.Buffer) -> None:
-    for value in (True, 1, torch.tensor(True), np.bool_(True), False, 0, torch.tensor(False), np.bool_(False)):
+    is_true = (True, 1, torch.tensor(True), np.bool_(True))
+    for value in (*is_true, False, 0, None, torch.tensor(False), np.bool_(False)):
         *_, event = buffer.get_dispatch_layout(IDS, 2, async_finish=value)  # type: ignore[arg-type]
         *_, ours, _ = buffer.low_latency_dispatch(X, IDS, 4, 2, use_fp8=False, async_finish=value)  # type: ignore[arg-type]
         assert (event.event is not None) == (ours.event is not None) == bool(value)
