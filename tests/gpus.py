@@ -35,6 +35,11 @@ def num_replays(default: int) -> int:
     return int(os.environ.get("NCCL_EP_GPU_REPLAYS", str(default)))
 
 
+def in_processes(replays: int) -> int:
+    """Of graphs whose ranks are processes: few of them where these take turns on one GPU, for milliseconds each."""
+    return max(replays // 20, 1) if NUM_GPUS < 2 else replays
+
+
 def num_cases(default: int) -> int:
     """Generated ones of a test, likewise."""
     return int(os.environ.get("NCCL_EP_GPU_CASES", str(default)))

@@ -14,7 +14,18 @@ import gpu_ranks
 import pytest
 import torch
 from expected import Expected, large_cases, plain_case, shared_buffer
-from gpus import NUM_SMS, TEST_ALL, WORLDS, busy, needs_gpu, num_cases, num_replays, ranks_on_gpus, several_gpus
+from gpus import (
+    NUM_SMS,
+    TEST_ALL,
+    WORLDS,
+    busy,
+    in_processes,
+    needs_gpu,
+    num_cases,
+    num_replays,
+    ranks_on_gpus,
+    several_gpus,
+)
 from harness import check_case, combine_case, dispatch_case, make_buffer
 from ht_harness import check_ht_case
 from processes import run_processes
@@ -291,12 +302,10 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 @ranks_on_gpus
 def test_graphs_over_nccl(tmp_path: Path) -> None:
     """Replays with new data and routing each time, of odd numbers of operations, without and with PDL."""
-    num_ranks = WORLDS[-1]
-    got = run_processes(num_ranks, gpu_ranks.run_graphs, tmp_path, NUM_REPLAYS, timeout=PATIENCE)
+    replays = in_processes(NUM_REPLAYS)
+    got = run_processes(WORLDS[-1], gpu_ranks.run_graphs, tmp_path, replays, timeout=PATIENCE)
     for rank, found in enumerate(got):
-        print(
-            f"rank {rank}: {NUM_REPLAYS} replays, us each, plain and with PDL: {[round(t) for _, t in found.values()]}"
-        )
+        print(f"rank {rank}: {replays} replays, us each, plain and with PDL: {[round(t) for _, t in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]
 
 

@@ -19,7 +19,7 @@ import gpu_ranks
 import pytest
 import torch
 from gpu_delays import SEARCHES, Found
-from gpus import WORLDS, needs_gpu, num_cases, num_replays, ranks_on_gpus
+from gpus import WORLDS, in_processes, needs_gpu, num_cases, num_replays, ranks_on_gpus
 from harness import check_case
 from ht_harness import check_ht_case
 from processes import run_processes
@@ -126,7 +126,7 @@ def test_planted_bugs_on_one_gpu(name: str, one_gpu: dict[str, Found]) -> None:
 )
 def test_cases_and_graphs_over_nccl(body: Any, graphs: str, tmp_path: Path) -> None:
     count = max(NUM_CASES // 3, 1)
-    got: list[Any] = run_processes(WORLD, body, tmp_path, WORLD, count, NUM_REPLAYS, timeout=PATIENCE)
+    got: list[Any] = run_processes(WORLD, body, tmp_path, WORLD, count, in_processes(NUM_REPLAYS), timeout=PATIENCE)
     for rank, found in enumerate(got):
         print(f"rank {rank}: us a replay, {graphs}: {[round(each) for _, each in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]

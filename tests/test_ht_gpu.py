@@ -16,7 +16,7 @@ import gpu_ranks
 import pytest
 import torch
 from expected import plain_case
-from gpus import NUM_SMS, TEST_ALL, WORLDS, needs_gpu, num_cases, num_replays, ranks_on_gpus
+from gpus import NUM_SMS, TEST_ALL, WORLDS, in_processes, needs_gpu, num_cases, num_replays, ranks_on_gpus
 from ht_harness import HtCoverage, check_ht_case
 from processes import processes, run_processes
 from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
@@ -144,9 +144,10 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 @ranks_on_gpus
 def test_graphs_over_nccl(tmp_path: Path) -> None:
     """Replays with new data and routing each time, of odd numbers of operations, staged and in place."""
-    got = run_processes(WORLDS[-1], gpu_ht_ranks.run_ht_graphs, tmp_path, NUM_REPLAYS, timeout=PATIENCE)
+    replays = in_processes(NUM_REPLAYS)
+    got = run_processes(WORLDS[-1], gpu_ht_ranks.run_ht_graphs, tmp_path, replays, timeout=PATIENCE)
     for rank, found in enumerate(got):
-        print(f"rank {rank}: {NUM_REPLAYS} replays, us each, staged and given: {[round(t) for _, t in found.values()]}")
+        print(f"rank {rank}: {replays} replays, us each, staged and given: {[round(t) for _, t in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]
 
 
