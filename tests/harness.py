@@ -206,3 +206,19 @@ def check_wire(case: Case, inputs: list[reference.RankInput], got: list[RankResu
             assert result.wire["rows_count"][peer] == there + back, f"{case.describe()}: {rank} -> {peer}"
             expected = there * (body + -(-keys // 16) * 16) + back * home
             assert result.wire["rows"][peer] == expected, f"{case.describe()}: {rank} -> {peer} bytes"
+        other = other_bytes(case, inputs, rows)[rank].tolist()
+        assert result.wire["other"] == other, f"{case.describe()}: rank {rank} beside rows"
+
+
+def other_bytes(case: Case, inputs: list[reference.RankInput], rows: torch.Tensor) -> torch.Tensor:
+    """What is no row of a dispatch, a combine and one of weights, [sender, peer], by docs/wire_format.md."""
+    ranks, local = case.num_ranks, case.num_experts // case.num_ranks
+    choices = torch.zeros(ranks, ranks, dtype=torch.int64)  # [source, owner]
+    for source, given in enumerate(inputs):
+        ids = given.topk_idx[(given.topk_idx >= 0) & (given.topk_idx < case.num_experts)]
+        choices[source] = torch.bincount(ids // local, minlength=ranks)
+    id_words = -(-case.topk // (4 if local <= 254 else 2))
+    ids_bytes = 8 * (id_words + id_words % 2) * torch.tensor(case.tokens)[:, None]
+    is_weighted = case.combine_weights in ("tensor", "masked")
+    scalars = choices if case.layout in reference.EXPERT_LAYOUTS else case.topk * rows
+    return 3 * 64 + ids_bytes + 8 * choices * (1 + is_weighted) + 8 * scalars.T

@@ -3,9 +3,10 @@ oracle."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,7 +117,7 @@ class HtRankResult:
     cached: list[nccl_ep.Payload]
     combined: torch.Tensor
     scalars: torch.Tensor
-    wire: list[dict[str, list[int]]]  # of the dispatch, of the combine
+    wire: list[dict[str, list[int]]]  # up to the dispatch, the combine, that of weights, the cached dispatches
     stats: dict[str, Any] = field(default_factory=dict)
 
 
@@ -241,6 +242,7 @@ def run_on_rank(
     wire.append(buffer.wire_bytes())
     stats = buffer.stats()
     scalars = nccl_ep.combine_weights(case.scalars(result, rank).to(device), out.handle)
+    wire.append(buffer.wire_bytes())
     cached = [
         nccl_ep.dispatch_cached(
             further(case, rank, 10 + i, hidden, dtype).to(device), out.handle, quant=quant,
@@ -248,6 +250,7 @@ def run_on_rank(
         )
         for i, (hidden, dtype, quant) in enumerate(plan.cached)
     ]  # fmt: skip
+    wire.append(buffer.wire_bytes())
     return HtRankResult(out, cached, combined.cpu(), scalars.cpu(), wire, stats)
 
 
@@ -271,6 +274,7 @@ def check_ht_case(case: Case, *, network_seed: int = 0, device: str = "cpu", **o
     check_further(case, plan, inputs, kwargs, dict(enumerate(got)))
     if device == "cpu" and not _C.EMULATES_GPU:
         check_ht_wire(case, plan, results, inputs, got)
+        check_ht_other(case, plan, inputs, got)
     return HtOutcome(plan, results, got)
 
 
@@ -309,28 +313,36 @@ def _check_rows(
         assert not flat[~valid].reshape(-1).view(torch.uint8).any(), f"{where}: padding is not zero"
 
 
+def visits(case: Case, inputs: list[reference.RankInput]) -> Iterator[tuple[int, int, int, list[int]]]:
+    """(source, token, rank, ids) for each domain with experts of a token: these ids, and the rank that hands it out."""
+    ranks, domain = case.num_ranks, case.domain_size or case.num_ranks
+    for source, given in enumerate(inputs):
+        for token, choices in enumerate(given.topk_idx.tolist()):
+            ids: dict[int, list[int]] = {}
+            for e in choices:
+                if 0 <= e < case.num_experts:
+                    ids.setdefault(e * ranks // case.num_experts // domain, []).append(e)
+            for other, there in ids.items():
+                is_home = other == source // domain
+                yield source, token, source if is_home else other * domain + source % domain, there
+
+
 def check_ht_wire(
     case: Case, plan: HtPlan, results: list[reference.DispatchResult], inputs: list[reference.RankInput],
     got: list[HtRankResult],
 ) -> None:  # fmt: skip
     """A row crosses once to each rank that keeps it, once to each other domain, and as many come home."""
-    ranks, domain = case.num_ranks, case.domain_size or case.num_ranks
-    local = case.num_experts // ranks
+    ranks = case.num_ranks
     rows = [[[0, 0] for _ in range(ranks)] for _ in range(ranks)]  # [mover][peer]: dispatch, combine inside the domain
     rail = [[[0, 0] for _ in range(ranks)] for _ in range(ranks)]
-    for source in range(ranks):
-        ids = inputs[source].topk_idx.to(torch.int64)
-        for token in range(len(ids)):
-            named = [int(e) for e in ids[token] if 0 <= int(e) < case.num_experts]
-            for other in {e // local // domain for e in named}:
-                via = source if other == source // domain else other * domain + source % domain
-                if via != source:
-                    rail[source][via][0] += 1
-                    rail[via][source][1] += 1
-                for owner in {e // local for e in named if e // local // domain == other}:
-                    if bool((results[owner].row_of[source, token] >= 0).any()):
-                        rows[via][owner][0] += 1
-                        rows[via][owner][1] += 1
+    for source, token, via, ids in visits(case, inputs):
+        if via != source:
+            rail[source][via][0] += 1
+            rail[via][source][1] += 1
+        for owner in {e * ranks // case.num_experts for e in ids}:
+            if bool((results[owner].row_of[source, token] >= 0).any()):
+                rows[via][owner][0] += 1
+                rows[via][owner][1] += 1
     out = got[0].dispatched
     parts = [out.x, *([] if out.scales is None else [out.scales]), *out.extra]
     body = sum(-(-each.shape[-1] * each.element_size() // 16) * 16 for each in parts)
@@ -352,3 +364,37 @@ def check_ht_wire(
             home_bytes = -(-case.hidden * wire_dtype.itemsize // 16) * 16
             expected = home * home_bytes + pulled * pulled_bytes
             assert result.wire[1]["rows"][peer] - times * sent * body == expected, f"{where} bytes"
+            assert result.wire[2]["rows"] == result.wire[1]["rows"], f"{where}: rows beside scalars"
+
+
+def other_bytes(case: Case, plan: HtPlan, inputs: list[reference.RankInput]) -> torch.Tensor:
+    """What is no row, [operation of HtRankResult.wire, sender, peer], by docs/wire_format.md."""
+    ranks, domain, topk = case.num_ranks, case.domain_size or case.num_ranks, case.topk
+    is_weighted = case.combine_weights in ("tensor", "masked")
+    counts, no_counts = 8 * (32 + ranks + case.num_experts), 8 * 32
+    other = torch.zeros(4, ranks, ranks, dtype=torch.int64)
+    other[0] += counts + no_counts if plan.exact else counts
+    other[1:3] += 8 * 13
+    other[3] += no_counts * len(plan.cached)
+    for source, _, via, ids in visits(case, inputs):
+        if via != source:
+            other[2, via, source] += -(-4 * topk // 16) * 16
+        owners = [e * ranks // case.num_experts for e in ids]
+        for owner in owners:
+            other[1, via, owner] += 8 * is_weighted
+            other[2, via, owner] += 4
+        for owner in set(owners):
+            other[0, via, owner] += 4 * (2 * topk + 1)
+    for source, peer in itertools.product(range(ranks), repeat=2):
+        if source // domain != peer // domain and source % domain == peer % domain:
+            other[:2, source, peer] += 16 * topk * case.tokens[source] * torch.tensor([1, is_weighted])
+    if plan.given:
+        other[0] *= 2
+    return other.cumsum(0)
+
+
+def check_ht_other(case: Case, plan: HtPlan, inputs: list[reference.RankInput], got: list[HtRankResult]) -> None:
+    """Messages, routes, weights and scalars: no byte beside rows but these."""
+    for rank, wanted in enumerate(other_bytes(case, plan, inputs).unbind(1)):
+        other = [wire["other"] for wire in got[rank].wire]
+        assert other == wanted.tolist(), f"{case.describe()} {plan}: rank {rank} beside rows"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpus import needs_gpu, several_gpus
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -112,9 +113,24 @@ def test_ll_moe_layer_example(options: str) -> None:
         assert sentence in text, text
 
 
-@pytest.mark.parametrize("options", ["", "--ranks 1", "--ranks 3 --processes"], ids=["default", "one", "processes"])
-def test_ht_moe_layer_example(options: str) -> None:
+LARGE = "--device cuda --tokens 4096 --hidden 7168"
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        pytest.param("", "ht", id="default"),
+        pytest.param("--ranks 1 --tokens 9", "ll", id="one"),
+        pytest.param("--ranks 3 --processes --tokens 1400 --hidden 512", "ht", id="processes"),
+        pytest.param(LARGE, "ht", marks=needs_gpu, id="gpu"),
+        pytest.param(f"{LARGE} --ranks 2 --processes", "ht", marks=[*needs_gpu, several_gpus], id="gpus"),
+    ],
+)
+def test_ht_moe_layer_example(options: str, mode: str) -> None:
+    """mode: of a call of all tokens whose sizes are known."""
     text = run("examples/ht_moe_layer.py", *options.split())
     assert text.count("as expected of bf16") == 5, text
     for sentence in ('mode="auto" took "ht"', "of 4 dispatches to their final place", "gave the same bits"):
         assert sentence in text, text
+    modes = re.findall(r'tokens a rank: mode="auto" took "(\w+)", y is as above', text)
+    assert modes == ["ll", mode], text
