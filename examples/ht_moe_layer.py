@@ -160,7 +160,8 @@ def run(args):
 def one_rank_does_all(args):
     """Plain PyTorch with autograd, in float32: y, and the gradients of x, the weights and the matrices."""
     up, down, ranks = make_layer(args)
-    x, topk_idx, weights, grad_y = (torch.cat(parts).to(args.device) for parts in zip(*ranks, strict=True))
+    x, topk_idx, weights, grad_y = (torch.cat(parts) for parts in zip(*ranks, strict=True))
+    topk_idx, grad_y = topk_idx.to(args.device), grad_y.to(args.device)
     leaves = [tensor.float().to(args.device).requires_grad_() for tensor in (x, weights, up, down)]
     x, weights, up, down = leaves
     y = torch.zeros_like(x)

@@ -41,6 +41,14 @@ class SoloRendezvous:
         return [mine]
 
 
+def late(rank: int, timeout: float, missing: list[int]) -> TimeoutError:
+    """The error of a rank that waited in vain for the others in ``allgather``."""
+    return TimeoutError(
+        f"rank {rank} waited {timeout} s for all ranks to make or grow the buffer, or to clean its masks; "
+        f"nothing was heard from rank {', '.join(map(str, missing))}"
+    )
+
+
 class ProcessGroupRendezvous:
     """Ranks of a torch process group, of any backend. Goes through the group's store, which tells who is missing."""
 
@@ -73,10 +81,7 @@ class ProcessGroupRendezvous:
                 self._wait(f"{prefix}/{rank}", deadline)
             except RuntimeError as error:  # too late, or a lost connection
                 missing = [r for r in range(self._size) if not self._has(f"{prefix}/{r}")]
-                raise TimeoutError(
-                    f"rank {self._rank} waited {timeout} s for all ranks to make or grow the buffer, or to clean its "
-                    f"masks; nothing was heard from rank {', '.join(map(str, missing)) or rank}"
-                ) from error
+                raise late(self._rank, timeout, missing or [rank]) from error
             texts.append(self._store.get(f"{prefix}/{rank}"))
         return texts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -86,17 +86,22 @@ def require_within(low: int, high: int, **values: object) -> None:
 
 
 def require_bools(**values: object) -> None:
-    """TypeError for what is neither True nor False. 1 and 0, bools of numpy and torch, and None (as in
-    DeepEP, whose options pybind11 converts) count as these."""
+    """TypeError for what is neither True nor False. 1 and 0 count as these, and so do bools of numpy and torch, and
+    None, which DeepEP takes for no."""
     for name, value in values.items():
         if getattr(value, "ndim", 0) or value not in (0, 1, None):
             raise TypeError(f"{name} is {_described(value)}, must be True or False")
 
 
-def require_biases(bias: object) -> None:
-    """TypeError for what is no tensor, tuple or list; None is no bias."""
-    if not (bias is None or isinstance(bias, _Tensor | tuple | list)):
+def biases_of(bias: torch.Tensor | Sequence[Any] | None) -> list[Any]:
+    """What is given as ``bias=``: none for None, elements unchecked. TypeError for what is no tensor, tuple or list."""
+    if bias is None:
+        return []
+    if isinstance(bias, _Tensor):
+        return [bias]
+    if not isinstance(bias, tuple | list):
         raise TypeError(f"bias is a {type(bias).__name__}, must be a tensor, or two of them")
+    return list(bias)
 
 
 def require_shape(size: object) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from . import _C
-from .checks import MAX_TOPK, error_of, require_biases, require_bools, require_int32, require_on, require_tensors
+from .checks import MAX_TOPK, biases_of, error_of, require_bools, require_int32, require_on, require_tensors
 from .deepep_config import Config, HtSizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
 from .deepep_handle import NormalHandle, NormalPayload, Route, Rows
 from .errors import EpError, OverflowError
@@ -246,8 +246,7 @@ class NormalMethods:
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         route = Route.of(self, handle)
         num_sms = self._num_sms_of(config)
-        require_biases(bias)
-        biases = [bias] if isinstance(bias, torch.Tensor) else [each for each in bias or () if each is not None]
+        biases = [each for each in biases_of(bias) if each is not None]
         require_on(self, ("x", "topk_weights"), (x, topk_weights))
         require_on(self, [f"bias {i}" for i in range(len(biases))], biases)
         num_rows = route.src_idx.shape[0]

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .buffer import Buffer
-from .checks import error_of, require_biases, require_bools, require_extras, require_on, require_tensors
+from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
 from .errors import OverflowError, UsageError
 from .events import EventOverlap, run_beside
 from .forms import Form, form_of
@@ -428,8 +428,7 @@ def _combine_call(
     if wire_dtype is not out_dtype and wire_dtype is not _float32:
         others = "" if out_dtype is _float32 else " or torch.float32"
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype}{others}")
-    require_biases(bias)
-    biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
+    biases = biases_of(bias)
     buffer = buffer_of(handle)
     if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, handle.tensor, home_weights, topk_idx):
         require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))

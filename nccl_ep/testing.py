@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from .bootstrap import late
 from .errors import TimeoutError
 
 T = TypeVar("T")
@@ -56,11 +57,7 @@ class ThreadGroup:
                 del self._world.meetings[self._round]  # the others hold a reference
         self._round += 1
         if not meeting.is_full.wait(timeout):
-            missing = [str(rank) for rank, text in enumerate(meeting.texts) if text is None]
-            raise TimeoutError(
-                f"rank {self._rank} waited {timeout} s for all ranks to make or grow the buffer, or to clean its "
-                f"masks; nothing was heard from rank {', '.join(missing)}"
-            )
+            raise late(self._rank, timeout, [rank for rank, text in enumerate(meeting.texts) if text is None])
         return [text for text in meeting.texts if text is not None]
 
 

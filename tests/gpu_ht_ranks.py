@@ -367,7 +367,7 @@ def many_tokens(group: Any, device: Any, **changes: Any) -> None:
 
 
 BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion, long_rows, rows_of_64_kib)
-SLOW_BODIES = (many_tokens,)  # for emulated GPUs
+SLOW_BODIES = (many_tokens,)  # too slow for emulated GPUs
 
 
 # ---- CUDA graphs with routing that changes

@@ -200,14 +200,14 @@ def check_wire(case: Case, inputs: list[reference.RankInput], got: list[RankResu
     keys = -(-body // 512) * 4 if is_keyed else 0
     out_dtype = case.out_dtype or case.rows_dtype
     home = case.hidden * (case.wire_dtype or out_dtype).itemsize
+    other = other_bytes(case, inputs, rows).tolist()
     for rank, result in enumerate(got):
         for peer in range(case.num_ranks):
             there, back = int(rows[rank, peer]), int(rows[peer, rank])
             assert result.wire["rows_count"][peer] == there + back, f"{case.describe()}: {rank} -> {peer}"
             expected = there * (body + -(-keys // 16) * 16) + back * home
             assert result.wire["rows"][peer] == expected, f"{case.describe()}: {rank} -> {peer} bytes"
-        other = other_bytes(case, inputs, rows)[rank].tolist()
-        assert result.wire["other"] == other, f"{case.describe()}: rank {rank} beside rows"
+        assert result.wire["other"] == other[rank], f"{case.describe()}: rank {rank} beside rows"
 
 
 def other_bytes(case: Case, inputs: list[reference.RankInput], rows: torch.Tensor) -> torch.Tensor:

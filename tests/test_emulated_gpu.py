@@ -341,24 +341,15 @@ def _run_search(search: Search, seed: int, bugs: tuple[str, ...]) -> str:
 
 
 @pytest.fixture
-def _few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "2")
-
-
-@pytest.mark.usefixtures("_few_sms")
-@pytest.mark.parametrize("name", list(SEARCHES))
-def test_planted_bugs(name: str) -> None:
-    search, seed = SEARCHES[name], 1 + list(SEARCHES).index(name)
-    found = _run_search(search, seed, search.bugs)
-    print(f"{name}: {found}")
-    assert found, f"{name}: not noticed in {RUNS} runs"
-
-
-@pytest.mark.usefixtures("_few_sms")
-@pytest.mark.parametrize("name", list(HT_SEARCHES))
-def test_planted_bugs_in_chains_of_high_throughput(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_ht_chains.HtChain, "tokens", 40)
-    search, seed = HT_SEARCHES[name], 1 + list(HT_SEARCHES).index(name)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(("searches", "name"), [(each, name) for each in (SEARCHES, HT_SEARCHES) for name in each])
+def test_planted_bugs(searches: dict[str, Search], name: str) -> None:
+    search, seed = searches[name], 1 + list(searches).index(name)
     found = _run_search(search, seed, search.bugs)
     print(f"{name}: {found}")
     assert found, f"{name}: not noticed in {RUNS} runs"
@@ -416,9 +407,8 @@ def test_planted_bugs_of_high_throughput(bug: str, kinds: int) -> None:
     assert bool(found) == bool(bug), found
 
 
-@pytest.mark.usefixtures("_few_sms")
-def test_the_chains_of_the_search_without_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_ht_chains.HtChain, "tokens", 40)
+@pytest.mark.usefixtures("_small")
+def test_the_chains_of_the_search_without_a_bug() -> None:
     assert not _run_search(next(iter(HT_SEARCHES.values())), 1, ())
     for letters, to_rank_0 in sorted({(search.letters, search.to_rank_0) for search in SEARCHES.values()}):
         search = Search((), DISPATCH | COMBINE, letters, to_rank_0)
