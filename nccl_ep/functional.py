@@ -16,7 +16,7 @@ from .events import EventOverlap, run_beside
 from .forms import Form, form_of
 from .gradients import refuse_backward, wants_gradient
 from .handle import EXACT, DispatchOutput, Handle, Layout, require_handle
-from .high_throughput import buffer_of, combine_args, route_and_send
+from .high_throughput import buffer_of, route_and_send
 from .low_latency import dispatch_with_extra
 from .ops import scales_of  # and registers the fakes
 
@@ -29,8 +29,10 @@ _ll_dispatch, _ll_combine, _ll_combine_out = (
     _ops.ll_combine_out.default,
 )
 _ll_dispatch_eager = _C.direct("ll_dispatch", _ll_dispatch, together=True)
+_ht_combine, _ht_combine_out = _ops.ht_combine.default, _ops.ht_combine_out.default
+_ht_combine_eager = _C.direct("ht_combine", _ht_combine, together=True)
 _are_beside = _C.are_beside
-_Tensor, _float32, _PACKED = torch.Tensor, torch.float32, Layout.PACKED
+_Tensor, _float32, _PACKED, _RANK_MAJOR = torch.Tensor, torch.float32, Layout.PACKED, Layout.RANK_MAJOR
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/params.h, Weighting
 
 
@@ -222,15 +224,13 @@ def combine(
     if out is not None:
         require_on(buffer, ("out",), (out,))
     try:
-        if handle.mode == "ht":
-            return _ht_combine(buffer, combine_args(handle, args, rows=True), out)
         if out is None:
-            combined: torch.Tensor = _ll_combine(buffer.name, buffer._seq, *args)
-            return combined
-        _ll_combine_out(buffer.name, buffer._seq, *args, out)
+            return _combined(buffer, handle, args)
+        (_ht_combine_out if handle.mode == "ht" else _ll_combine_out)(buffer.name, buffer._seq, *args, out)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
-    refuse_backward("combine with out=", wants_gradient(rows, weights, bias), (out,), in_place=True)
+    if wants_gradient(rows, weights, bias):
+        refuse_backward("combine with out=", True, (out,), in_place=True)
     return out
 
 
@@ -258,17 +258,16 @@ def combine_send(
         require_bools(async_finish=async_finish)
     if handle.mode == "ht" and not async_finish:
         raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
-    biases, how = args[4], args[-4:]
+    biases, how = biases_of(bias), args[-4:]
     is_wanted = wants_gradient(rows, weights, biases)
-    op = _ops.ll_combine.default if async_finish else _ops.ll_combine_send.default
 
     def call() -> Any:
-        if handle.mode == "ht":
-            return _ht_combine(buffer, combine_args(handle, args, rows=True), None)
-        return op(buffer.name, buffer._seq, *args)
+        if async_finish:
+            return _combined(buffer, handle, args)
+        return _ops.ll_combine_send.default(buffer.name, buffer._seq, *args)
 
     try:
-        combined, event = run_beside(buffer, call, (*args, handle.slots, *biases), async_finish)
+        combined, event = run_beside(buffer, call, (*args, *biases), async_finish)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     if async_finish:
@@ -301,10 +300,9 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     buffer = buffer_of(handle)
     require_on(buffer, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
     if handle.mode == "ht":
-        how = (_NONE, _float32, _float32, 0)
-        args = combine_args(handle, (values, handle.tensor, None, None, [], *handle.args(), *how), rows=False)
+        given = (None, values, handle.tensor, handle.slots, None, None, [], *handle.args())
         try:
-            scalars: torch.Tensor = _ops.ht_combine.default(buffer.name, buffer._seq, *args)[1]
+            scalars: torch.Tensor = _ht_combine(buffer.name, buffer._seq, *given, _NONE, _float32, _float32, 0)[1]
         except RuntimeError as error:
             raise error_of(buffer, error) from error
         return scalars
@@ -317,13 +315,13 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     return out
 
 
-def _ht_combine(buffer: Buffer, args: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tensor:
-    if out is None:
-        result: torch.Tensor = _ops.ht_combine.default(buffer.name, buffer._seq, *args)[0]
-        return result
-    _ops.ht_combine_out.default(buffer.name, buffer._seq, *args, out)
-    refuse_backward("combine with out=", wants_gradient(args), (out,), in_place=True)
-    return out
+def _combined(buffer: Buffer, handle: Handle, args: tuple[Any, ...]) -> torch.Tensor:
+    if handle.mode == "ll":
+        combined: torch.Tensor = _ll_combine(buffer.name, buffer._seq, *args)
+    else:
+        op = _ht_combine if is_dynamo_compiling() else _ht_combine_eager
+        combined = op(buffer.name, buffer._seq, *args)[0]
+    return combined
 
 
 class Pending(Generic[T]):
@@ -365,15 +363,17 @@ def _output(
     received: Sequence[torch.Tensor],
     extra: tuple[torch.Tensor, ...] = (),
 ) -> DispatchOutput:
-    is_ht = form.mode == "ht"
-    x, scales, weights, topk_idx, row_expert, info, handle_tensor = received[:7] if is_ht else received
-    layout = form.layout
+    slots, layout, capacity = None, form.layout, form.capacity
+    if form.mode == "ll":
+        x, scales, weights, topk_idx, row_expert, info, handle_tensor = received
+    else:
+        x, scales, weights, topk_idx, row_expert, info, handle_tensor, slots = received
+        if capacity == EXACT:  # the sizes, that were asked of the other ranks, are those of its tensors
+            capacity = form.max_tokens if layout is _RANK_MAJOR else x.shape[0]
     handle = Handle(
-        handle_tensor, buffer.name, num_tokens, form.topk, form.num_experts, form.max_tokens, layout, form.capacity,
-        buffer.num_ranks,
+        handle_tensor, buffer.name, num_tokens, form.topk, form.num_experts, form.max_tokens, layout, capacity,
+        buffer.num_ranks, form.mode, slots,
     )  # fmt: skip
-    if is_ht:
-        _complete_handle(handle, received[7], x)
     out = DispatchOutput.of_info(
         x,
         scales if has_scales or form.quant else None,
@@ -390,13 +390,6 @@ def _output(
             f"demand was {out.demand.tolist()}"
         )
     return out
-
-
-def _complete_handle(handle: Handle, slots: torch.Tensor, x: torch.Tensor) -> None:
-    """What a handle of high throughput has besides; sizes that were asked of the other ranks stand in its tensors."""
-    handle.mode, handle.slots = "ht", slots
-    if handle.capacity == EXACT:
-        handle.capacity = handle.max_tokens if handle.layout == Layout.RANK_MAJOR else x.shape[0]
 
 
 def _combine_call(
@@ -430,11 +423,12 @@ def _combine_call(
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype}{others}")
     biases = biases_of(bias)
     buffer = buffer_of(handle)
-    if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, handle.tensor, home_weights, topk_idx):
-        require_on(buffer, ("rows", "handle", "weights", "topk_idx"), (rows, handle.tensor, home_weights, topk_idx))
-    if handle.slots is not None:
-        require_on(buffer, ("handle",), (handle.slots,))
+    tensor, slots = handle.tensor, handle.slots
+    if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, tensor, slots, home_weights, topk_idx):
+        names = ("rows", "handle", "handle", "weights", "topk_idx")
+        require_on(buffer, names, (rows, tensor, slots, home_weights, topk_idx))
     if biases:
         require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
+    tensors = (rows, None, tensor, slots) if handle.mode == "ht" else (rows, tensor)
     how = (weighting, out_dtype, wire_dtype, num_sms)
-    return buffer, (rows, handle.tensor, home_weights, topk_idx, biases, *handle.args(), *how)
+    return buffer, (*tensors, home_weights, topk_idx, biases, *handle.args(), *how)

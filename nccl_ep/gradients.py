@@ -8,16 +8,20 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+_Tensor, _SEQUENCES = torch.Tensor, (tuple, list)  # look-ups that the hot path is spared
 
 
 def wants_gradient(*inputs: Any) -> bool:
     """Whether one of the tensors, given alone or in sequences, wants a gradient; not in ``no_grad``."""
-    return torch.is_grad_enabled() and any(
-        each.requires_grad
-        if isinstance(each, torch.Tensor)
-        else isinstance(each, tuple | list) and wants_gradient(*each)
-        for each in inputs
-    )
+    if not torch.is_grad_enabled():
+        return False
+    for each in inputs:
+        if isinstance(each, _Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, _SEQUENCES) and each and wants_gradient(*each):
+            return True
+    return False
 
 
 class _Refusing(torch.autograd.Function):

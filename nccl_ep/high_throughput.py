@@ -53,13 +53,13 @@ def route_and_send(
     return _into(buffer, out, call, topk_idx.dtype)
 
 
-def _given(tensor: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _given(tensor: torch.Tensor | None, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor that there is not."""
-    return torch.empty(0, dtype=dtype, device=device) if tensor is None else tensor
+    return like.new_empty(0, dtype=dtype) if tensor is None else tensor
 
 
-def _given_scales(out: torch.Tensor | None, scales: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    return _given(out, torch.float32 if scales is None else scales.dtype, device)
+def _given_scales(out: torch.Tensor | None, scales: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return _given(out, torch.float32 if scales is None else scales.dtype, like)
 
 
 def _into(
@@ -72,15 +72,17 @@ def _into(
         raise UsageError("out is of a low-latency dispatch")
     if not hasattr(out, "_info"):
         raise UsageError("out is a copy of an output (dataclasses.replace): give what the dispatch returned")
-    device = buffer.device
+    seq = buffer._seq
     rest = (
-        _given_scales(out.scales, call[3], device), out.weights, _given(out.topk_idx, idx_dtype, device),
-        _given(out.row_expert, torch.int32, device), out._info, out.handle.tensor, out.handle.slots,
+        _given_scales(out.scales, call[3], seq), out.weights, _given(out.topk_idx, idx_dtype, seq),
+        _given(out.row_expert, torch.int32, seq), out._info, out.handle.tensor, out.handle.slots,
     )  # fmt: skip
     require_on(buffer, _GIVEN, (out.x, *rest))
-    require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
+    if out.extra:
+        require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
     _ops.ht_dispatch_out.default(*call, [out.x, *out.extra], *rest)
-    refuse_backward("dispatch with out=", wants_gradient(call), (out.x, *out.extra, *rest), in_place=True)
+    if wants_gradient(*call[2:6]):
+        refuse_backward("dispatch with out=", True, (out.x, *out.extra, *rest), in_place=True)
     return (out.x, *rest), out.extra
 
 
@@ -135,7 +137,7 @@ def _cached_into(buffer: Buffer, out: Payload, call: tuple[Any, ...]) -> Payload
         raise TypeError(f"out is a {type(out).__name__}, must be what dispatch_cached returned")
     require_on(buffer, ("out's x", "out's scales"), (out.x, out.scales))
     require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
-    scales = _given_scales(out.scales, call[3], buffer.device)
+    scales = _given_scales(out.scales, call[3], buffer._seq)
     _ops.ht_dispatch_cached_out.default(*call, [out.x, *out.extra], scales)
     refuse_backward("dispatch_cached with out=", wants_gradient(call), (out.x, *out.extra, scales), in_place=True)
     return out
@@ -154,9 +156,3 @@ def ht_handle(handle: Handle) -> tuple[Buffer, torch.Tensor]:
     if handle.mode != "ht" or handle.slots is None:
         raise UsageError(f'the handle is of mode "{handle.mode}", a cached dispatch needs one of mode "ht"')
     return buffer_of(handle), handle.slots
-
-
-def combine_args(handle: Handle, ll_args: tuple[Any, ...], rows: bool) -> tuple[Any, ...]:
-    """The arguments of ``ht_combine`` from those of ``ll_combine``; ``rows``: the first is rows, not scalars."""
-    first, tensor, *rest = ll_args
-    return (first if rows else None, None if rows else first, tensor, handle.slots, *rest)

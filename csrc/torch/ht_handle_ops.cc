@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor> ht_combine(std::string_view buffer, const Tensor&, EP
   return guarded([&] {
     auto [out, out_values] = run_ht_combine(buffer, EP_HT_COMBINE_PASS, nullptr);
     if (!rows) out = new_tensor({0}, out_dtype, route.device());
-    if (!values) out_values = new_tensor({0}, at::kFloat, route.device());
+    if (!values && !TogetherScope::is_on()) out_values = new_tensor({0}, at::kFloat, route.device());
     return std::make_tuple(std::move(out), std::move(out_values));
   });
 }
