@@ -77,8 +77,9 @@ tsan asan: .venv/ready
 
 # The extension stays in build/emulated: tests/emulated.py puts it in the place of the other.
 emulated: .venv/ready
-	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_EMULATED_GPU=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_CUDA=OFF \
-	    -DNCCL_EP_BUILD_TESTS=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_EMULATED_GPU=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_STAMPS=ON \
+	    -DNCCL_EP_TUNING=ON -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_TESTS=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF \
+	    -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	cmake --build build/$@ --parallel $(JOBS)
 	{ python tests/emulated.py -q -k "planted or chains" && python tests/emulated.py -q tests/test_masks.py \
 	    tests/test_deepep_low_latency.py tests/test_ll_extra.py; } & \

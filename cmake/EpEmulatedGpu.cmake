@@ -8,5 +8,5 @@ target_include_directories(ep_cuda BEFORE PRIVATE ${emulator}/include)
 target_compile_options(ep_cuda PRIVATE -include cuda_runtime.h -Wno-unknown-pragmas -Wno-unused-function
                        -Wno-unused-parameter -Wno-sign-compare -Wno-maybe-uninitialized
                        -Wno-missing-field-initializers -Wno-pedantic)
-target_compile_definitions(ep_cuda PUBLIC EP_EMULATED_GPU=1 $<$<BOOL:${NCCL_EP_GPU_TESTING}>:EP_GPU_TESTING=1>)
+target_compile_definitions(ep_cuda PUBLIC EP_EMULATED_GPU=1)
 target_link_libraries(ep_cuda PUBLIC ep_core)

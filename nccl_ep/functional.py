@@ -92,26 +92,12 @@ def dispatch(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
-    moved: tuple[torch.Tensor, ...] = ()
     if type(extra) is not tuple or extra:
         require_extras(buffer, extra)
     if form.mode == "ll" and out is not None:
         raise ValueError("out is for high throughput, and this is a low-latency dispatch")
     try:
-        if form.mode == "ll":
-            op = _ll_dispatch if is_dynamo_compiling() else _ll_dispatch_eager
-            if extra:
-                received, moved = dispatch_with_extra(
-                    op, buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms
-                )
-            else:
-                received = op(
-                    buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms
-                )
-        else:
-            received, moved = route_and_send(
-                buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, out
-            )
+        received, moved = _run(buffer, form, x, extra, scales, topk_idx, topk_weights, zero_padding, num_sms, out)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     return _output(buffer, form, num_tokens, scales is not None, received, moved)
@@ -131,14 +117,15 @@ def dispatch_send(
     expert_alignment: int = 1,
     quant: str | None = None,
     scales: torch.Tensor | None = None,
+    extra: Sequence[torch.Tensor] = (),
     zero_padding: bool = False,
     num_sms: int = 0,
     async_finish: bool = False,
 ) -> Pending[DispatchOutput]:
-    """The sending half of ``dispatch``, with its arguments but ``extra`` and ``out``; ``receive()`` gives the output.
+    """The sending half of ``dispatch``, with its arguments but ``out``; ``receive()`` gives the output.
 
     The caller's work goes between the two; x may be overwritten as soon as this half is done on its stream. At most one
-    dispatch of a buffer is open.
+    dispatch of a buffer is open. ``extra`` is for ``async_finish`` alone.
 
     With ``async_finish`` the whole operation runs at once on the buffer's own stream (``buffer.get_comm_stream()``),
     beside what the caller puts on the current one, and ``receive()`` makes the current stream wait for ``event``. Any
@@ -152,24 +139,29 @@ def dispatch_send(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant,
     )  # fmt: skip
+    if type(extra) is not tuple or extra:
+        require_extras(buffer, extra)
     if type(async_finish) is not bool:
         require_bools(async_finish=async_finish)
     if form.mode == "ht" and not async_finish:
         raise ValueError("a dispatch of high throughput has no halves: pass async_finish=True, or call dispatch")
-    op = _ops.ll_dispatch.default if async_finish else _ops.ll_dispatch_send.default
+    if extra and not async_finish:
+        raise ValueError(f"{len(extra)} extra tensors, but a dispatch in halves takes none: pass async_finish=True")
     args = (x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms)
 
     def call() -> Any:
-        if form.mode == "ll":
-            return op(buffer.name, buffer._seq, *args)
-        return route_and_send(buffer, x, (), scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, None)[0]
+        if not async_finish:
+            return _ops.ll_dispatch_send.default(buffer.name, buffer._seq, *args)
+        received, moved = _run(buffer, form, x, extra, scales, topk_idx, topk_weights, zero_padding, num_sms, None)
+        return (*received, *moved)
 
     try:
-        sent, event = run_beside(buffer, call, args, async_finish)
+        sent, event = run_beside(buffer, call, (*args, *extra), async_finish)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     if async_finish:
-        return Pending(lambda: _output(buffer, form, num_tokens, scales is not None, sent), event)
+        end = len(sent) - len(extra)
+        return Pending(lambda: _output(buffer, form, num_tokens, scales is not None, sent[:end], sent[end:]), event)
     num_scales, scale_dtype = scales_of(scales)
     is_wanted = wants_gradient(x, scales, topk_weights)
 
@@ -300,7 +292,7 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     buffer = buffer_of(handle)
     require_on(buffer, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
     if handle.mode == "ht":
-        given = (None, values, handle.tensor, handle.slots, None, None, [], *handle.args())
+        given: Any = (None, values, handle.tensor, handle.slots, None, None, [], *handle.args())
         try:
             scalars: torch.Tensor = _ht_combine(buffer.name, buffer._seq, *given, _NONE, _float32, _float32, 0)[1]
         except RuntimeError as error:
@@ -353,6 +345,29 @@ class Pending(Generic[T]):
 
 
 # ---- From arguments to ops
+
+
+def _run(
+    buffer: Buffer,
+    form: Form,
+    x: torch.Tensor,
+    extra: Sequence[torch.Tensor],
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    zero_padding: bool,
+    num_sms: int,
+    out: DispatchOutput | None,
+) -> tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """A whole dispatch: what ``_output`` takes, and the rows of ``extra``."""
+    if form.mode == "ht":
+        return route_and_send(buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, out)
+    op = _ll_dispatch if is_dynamo_compiling() else _ll_dispatch_eager
+    if extra:
+        return dispatch_with_extra(
+            op, buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms
+        )
+    return op(buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms), ()
 
 
 def _output(

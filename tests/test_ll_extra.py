@@ -77,11 +77,18 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def _dispatch(plan: Plan, mode: str, **arguments: Any) -> nccl_ep.DispatchOutput:
+    """Some of them beside the caller's stream."""
+    if plan.seed % 3 == 0:
+        return nccl_ep.dispatch_send(mode=mode, async_finish=True, **arguments).receive()
+    return nccl_ep.dispatch(mode=mode, **arguments)
+
+
 def _check(plan: Plan, buffer: nccl_ep.Buffer) -> None:
     """Both modes of one buffer give the same."""
     home = plan.arguments(buffer.rank)
     given = {name: _to(value, buffer.device) for name, value in home.items()}
-    low, high = (nccl_ep.dispatch(**given, **plan.options(), buffer=buffer, mode=mode) for mode in ("ll", "ht"))
+    low, high = (_dispatch(plan, mode, buffer=buffer, **given, **plan.options()) for mode in ("ll", "ht"))
     assert low.x.shape == high.x.shape and _same(low.x, high.x), plan
     assert len(low.extra) == len(plan.extra), plan
     for i, (mine, wanted) in enumerate(zip(low.extra, high.extra, strict=True)):
@@ -164,6 +171,17 @@ def test_refused(extra: list[torch.Tensor], text: str) -> None:
             nccl_ep.dispatch(x, ids, extra=extra, buffer=buffer, num_experts=EXPERTS)
         assert buffer.stats()["dispatches"] == 0
         assert nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=EXPERTS).extra == ()
+
+
+def test_halves_take_none() -> None:
+    x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [3, -1, -1]])
+    with _buffer(None, 1) as buffer:
+        given: dict[str, Any] = {"buffer": buffer, "num_experts": EXPERTS}
+        with pytest.raises(ValueError, match="1 extra tensors, but a dispatch in halves takes none: pass async_finish"):
+            nccl_ep.dispatch_send(x, ids, extra=[torch.zeros(2, 8)], **given)
+        with pytest.raises(TypeError, match="extra is a Tensor, must be a tuple or a list of tensors"):
+            nccl_ep.dispatch_send(x, ids, extra=torch.zeros(2, 8), async_finish=True, **given)
+        assert buffer.stats()["dispatches"] == 0 and nccl_ep.dispatch_send(x, ids, **given).receive().extra == ()
 
 
 def test_under_compile() -> None:
