@@ -201,7 +201,7 @@ def test_wrong_results_of_any_call_are_noticed(layout: str, monkeypatch: pytest.
     given = ht_shape(layout, num_ranks=1, dtype="bf16")
     inputs = workload.make_inputs(given)
     given = workload.fitted(given, inputs)
-    with ht_buffer(given, None, workload.arena_bytes_for(given)) as buffer:
+    with ht_buffer(given, None, workload.arena_bytes_for(given, False)) as buffer:
         checked = workload.Checked(given, 0, inputs, buffer)
         arguments = (given, buffer, inputs[0], checked, 0)
         makers = (
@@ -260,7 +260,7 @@ def test_wrong_results_of_any_call_are_noticed(layout: str, monkeypatch: pytest.
 def test_graphs_take_given_tensors_of_the_arena() -> None:
     given = ht_shape(num_ranks=1)
     inputs = workload.make_inputs(given)
-    with ht_buffer(given, None, workload.arena_bytes_for(given)) as buffer:
+    with ht_buffer(given, None, workload.arena_bytes_for(given, False)) as buffer:
         checked = workload.Checked(given, 0, inputs, buffer)
         made = operations.native_operations(given, buffer, inputs[0], checked, 0)
         assert set(made.captured) == {"routing", "dispatch", "pair"}

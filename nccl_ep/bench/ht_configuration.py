@@ -40,7 +40,8 @@ class HtConfiguration(Configuration):
             self._arena = placement
             self._common["placement"] = placement  # of the records of memory; others say what was counted
             try:
-                self._measure_buffer(arena_bytes_for(self.shape) if placement == IN_PLACE else 0)
+                arena_bytes = arena_bytes_for(self.shape, self.world.is_cuda)
+                self._measure_buffer(arena_bytes if placement == IN_PLACE else 0)
             finally:
                 self._buffer, self._common["placement"] = None, None
         self._record_wire()

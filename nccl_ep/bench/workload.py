@@ -212,11 +212,12 @@ def make_buffer(shape: Shape, device: torch.device, timeout: float, arena_bytes:
     )  # fmt: skip
 
 
-def arena_bytes_for(shape: Shape) -> int:
+def arena_bytes_for(shape: Shape, is_cuda: bool) -> int:
     """Room for what a measurement has at a time: four outputs (one of which goes as the next comes), one input of
-    combine, and the granularity of whoever hands the room out."""
+    combine, and the granularity of whoever hands the room out: torch cuts blocks from segments of 20 MiB, for each
+    stream."""
     rows = shape.output_rows()
-    return rows * (4 * shape.row_bytes() + shape.combined_bytes()) + (32 << 20 if rows > 4096 else 1 << 20)
+    return rows * (4 * shape.row_bytes() + shape.combined_bytes()) + (64 << 20 if is_cuda else 1 << 20)
 
 
 # ---- The oracle's view
