@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import crossover, overlap, records
+from . import crossover, overlap, records, stamps
 from .records import Record
 
 FIGURES = ("graph", "graph_pdl", "kernel", "event", "host")
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m nccl_ep.bench table", description="Prints what was measured.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     found = records.given(parser, parser.parse_args(argv).files)
-    for bench, draw in (("overlap", overlap.render), ("fit", crossover.render)):
+    for bench, draw in (("overlap", overlap.render), ("fit", crossover.render), ("time_line", stamps.render)):
         if mine := [record for record in found if record["bench"] == bench]:
             print(draw(mine))
     if mine := [record for record in found if record["bench"] in _TITLES]:

@@ -203,12 +203,15 @@ def fitted(shape: Shape, inputs: list[Given]) -> Shape:
     return shape
 
 
-def make_buffer(shape: Shape, device: torch.device, timeout: float, arena_bytes: int | None = None) -> Buffer:
-    """A buffer for this shape. Collective. arena_bytes: high throughput's; see ``arena_bytes_for``."""
+def make_buffer(
+    shape: Shape, device: torch.device, timeout: float, arena_bytes: int | None = None, group: Any = None
+) -> Buffer:
+    """A buffer for this shape. Collective. arena_bytes: high throughput's; see ``arena_bytes_for``. group: None for
+    torch's world."""
     return Buffer.for_shapes(
-        torch.distributed.group.WORLD, max_tokens=shape.tokens, hidden=shape.hidden, topk=shape.topk,
-        num_experts=shape.num_experts, dtype=shape.payload.combined, mode=shape.mode, arena_bytes=arena_bytes,
-        device=device, timeout=timeout, enable_shrink=shape.enable_shrink,
+        torch.distributed.group.WORLD if group is None else group, max_tokens=shape.tokens, hidden=shape.hidden,
+        topk=shape.topk, num_experts=shape.num_experts, dtype=shape.payload.combined, mode=shape.mode,
+        arena_bytes=arena_bytes, device=device, timeout=timeout, enable_shrink=shape.enable_shrink,
     )  # fmt: skip
 
 
