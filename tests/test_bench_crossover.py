@@ -45,6 +45,12 @@ def test_crossover() -> None:
                    "layout": "flat", "cached": cached, "placement": placement, "alignment": 1, "num_sms": sms}))
         for cached, placement, sms in ((True, "in_place", 0), (False, "staged", 0), (False, "in_place", 12))
     ]  # fmt: skip
+    others += [
+        gpu_record(
+            bench="ll", op="pair", figure="graph", tokens=tokens, value=1000.0, layout="flat", enable_shrink=True
+        )
+        for tokens in (32, 512, 2048)
+    ]
     first, best, loss, now = crossover.fit(found + others)
     assert (first["figure"], first["tokens"], first["value"]) == ("crossover_graph", 1024, 1024 * 4 * 14336)
     assert (best["figure"], best["value"], best["dtype"]) == ("auto_ll_bytes", 1024 * 4 * 14336, "all")

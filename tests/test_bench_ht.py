@@ -30,6 +30,7 @@ from nccl_ep.bench import (
 )
 from nccl_ep.bench.__main__ import main as bench_main
 from nccl_ep.bench.workload import Shape
+from nccl_ep.bench.world import Skipped
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 FIELDS = [*records.FIELDS, "cached", "alignment", "placement"]
@@ -91,7 +92,7 @@ def test_ht_on_cpu_ranks(tmp_path: Path) -> None:
     assert shown.strip() == table.render(found).strip()
     written = plot.draw(found, tmp_path / "plots")
     assert [file.name for file in written] == [
-        f"ht_tokens_{number}.{kind}" for number in (1, 2) for kind in ("png", "svg")
+        f"ht_tokens{suffix}.{kind}" for suffix in ("", "_2") for kind in ("png", "svg")
     ]
 
 
@@ -201,7 +202,7 @@ def test_wrong_results_of_any_call_are_noticed(layout: str, monkeypatch: pytest.
     given = ht_shape(layout, num_ranks=1, dtype="bf16")
     inputs = workload.make_inputs(given)
     given = workload.fitted(given, inputs)
-    with ht_buffer(given, None, workload.arena_bytes_for(given, False)) as buffer:
+    with ht_buffer(given, None, workload.arena_bytes_for(given, torch.device("cpu"))) as buffer:
         checked = workload.Checked(given, 0, inputs, buffer)
         arguments = (given, buffer, inputs[0], checked, 0)
         makers = (
@@ -260,7 +261,7 @@ def test_wrong_results_of_any_call_are_noticed(layout: str, monkeypatch: pytest.
 def test_graphs_take_given_tensors_of_the_arena() -> None:
     given = ht_shape(num_ranks=1)
     inputs = workload.make_inputs(given)
-    with ht_buffer(given, None, workload.arena_bytes_for(given, False)) as buffer:
+    with ht_buffer(given, None, workload.arena_bytes_for(given, torch.device("cpu"))) as buffer:
         checked = workload.Checked(given, 0, inputs, buffer)
         made = operations.native_operations(given, buffer, inputs[0], checked, 0)
         assert set(made.captured) == {"routing", "dispatch", "pair"}
@@ -272,7 +273,7 @@ def test_graphs_take_given_tensors_of_the_arena() -> None:
 
 
 def test_figures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which call is timed and which kernels count, with clocks of our own: the routing's run is its own, graphs take
+    """Which call is timed and which kernels count, with clocks of our own: a pair has the kernels of all, graphs take
     captured calls, and what a timed call copied stands in its record."""
     given, found = ht_shape(num_ranks=1), []
     mine = workload.make_inputs(given)[0]
@@ -284,7 +285,7 @@ def test_figures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
             if not names:
                 return [10.0, 30.0, 20.0]
-            return {op: [float(len(name))] for op, name in names[0].items()}
+            return {op: [float(len(name))] for op, name in names[0].items()}  # of what kernels are asked for
 
         return times
 
@@ -312,11 +313,11 @@ def test_figures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         fields = {"system": "nccl_ep", "api": "native", "num_sms": 0}
         made._measure_operations(buffer, operations.Operations(calls, captured), fields)
     ops = ht_configuration.OPS
-    assert called == [*ops, "pair", "routing", "routing", "captured dispatch", "combine", "captured pair", *ops]
+    assert called == [*ops, "pair", "routing", "captured dispatch", "combine", "captured pair", *ops]
     got = {(r["figure"], r["op"]): (r["value"], r["num_sms_used"], r["placement"]) for r in found}
     assert got == {
         ("kernel", "dispatch"): (8.0, 12, "in_place"), ("kernel", "combine"): (7.0, 132, "staged"),
-        ("kernel", "routing"): (8.0, 12, "in_place"),
+        ("kernel", "routing"): (14.0, 12, "in_place"),
         **{("graph", op): (20.0, 132 if op in ("combine", "pair") else 12, "in_place") for op in ops},
         **{("event", op): (20.0, 132 if op in ("combine", "pair") else 12, "in_place") for op in ops[:3]},
         ("event", "pair"): (20.0, 132, "staged"),
@@ -372,11 +373,15 @@ def test_wire_floor_of_high_throughput() -> None:
 
 
 def test_plain_graphs_switch_off_what_overlaps_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Low latency's; high throughput's graphs take operations as they are launched. Afterwards all is as it was."""
+    """Low latency's, and what the profiler sees of it; high throughput's are taken as they are launched. Afterwards all
+    is as it was."""
     switched = [True]
     buffer: Any = types.SimpleNamespace(runtime=types.SimpleNamespace(set_pdl=switched.append))
     monkeypatch.setattr(measure, "graph_times", lambda *_: [float(switched[-1])])
+    monkeypatch.setattr(measure, "kernel_times", lambda *_: {"dispatch": [float(switched[-1])]})
     rank: Any = types.SimpleNamespace(world=None, effort=None)
+    for kind, expected in ((configuration.Configuration, 0.0), (ht_configuration.HtConfiguration, 1.0)):
+        assert kind._kernel_times(rank, buffer, lambda: None, {}) == {"dispatch": [expected]} and switched[-1]
     assert configuration.Configuration._graph_times(rank, buffer, lambda: None) == [0.0] and switched[-1]
     assert ht_configuration.HtConfiguration._graph_times(rank, buffer, lambda: None) == [1.0] and switched[-1]
 
@@ -428,10 +433,31 @@ def test_both_modes_draw_files_of_their_own(tmp_path: Path) -> None:
     assert names == {"ll_tokens", "ll_num_sms", "ht_tokens", "ht_num_sms"}
 
 
-def test_kernels_of_routing() -> None:
-    """A run of its own: its kernels are those of dispatch, and of another operation none is asked for."""
-    events = [
-        {"cat": "kernel", "name": "ht_dispatch_send", "ts": start, "dur": 4, "args": {"grid": [12, 1, 1]}}
-        for start in (0, 10, 20)
-    ]
-    assert measure.find_kernels(events, 3, {"routing": "dispatch"}) == {"routing": [4, 4, 4]}
+def test_kernels_of_high_throughput() -> None:
+    """Routing is the first kernel of a dispatch, which takes from its start to the end of the second. This begins
+    before the first ends: their sum would have that time twice."""
+
+    def kernel(name: str, start: float, duration: float) -> dict[str, Any]:
+        return {"cat": "kernel", "name": f"void ep::{name}<false>()", "ts": start, "dur": duration}
+
+    events = []
+    for call, start in enumerate((0.0, 1000.0, 2000.0)):
+        events += [
+            kernel("ht_dispatch_route", start, 9.5), kernel("ht_dispatch_send", start + 3.25, 460.0 + call),
+            kernel("ht_combine", start + 480, 500.0),
+        ]  # fmt: skip
+    found = measure.find_kernels(events, 3, measure.KERNELS)
+    assert found == {"routing": [9.5] * 3, "dispatch": [463.25, 464.25, 465.25], "combine": [500.0] * 3}
+    # A kernel that ends before the one that began before it adds nothing.
+    events = [kernel("ht_dispatch_route", 5.0, 20.0), kernel("ht_dispatch_send", 7.0, 4.0)]
+    assert measure.find_kernels(events, 1, {"dispatch": "dispatch"}) == {"dispatch": [20.0]}
+    cached = [kernel("ht_dispatch_send", 0.0, 4.0)]
+    with pytest.raises(Skipped, match=r"0 kernels named \*dispatch_route\*"):
+        measure.find_kernels(cached, 1, {"routing": measure.KERNELS["routing"]})
+
+
+def test_kernels_have_the_names_that_are_looked_for() -> None:
+    sources = "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").glob("launch_*.cu*")))
+    kernels = set(re.findall(r"\b(\w+)\(const __grid_constant__", sources))
+    assert {"ht_dispatch_route", "ht_dispatch_send", "ht_combine_rows", "ll_dispatch", "ll_combine"} <= kernels
+    assert {name for name in kernels if measure.KERNELS["routing"] in name} == {"ht_dispatch_route"}

@@ -37,6 +37,47 @@ def test_plots_of_a_sweep(tmp_path: Path) -> None:
     assert list(sms[0].get_xdata()) == [8, 16, 132] and list(sms[0].get_ydata()) == [112.5, 56.25, 900 / 132]
 
 
+def test_plots_take_the_last_of_several_and_floors_of_what_was_measured() -> None:
+    at = {"op": "dispatch", "figure": "graph"}
+    found = [gpu_record(**at, tokens=tokens, value=9.0, revision="old") for tokens in (1, 128)]
+    found += [gpu_record(**at, tokens=tokens, value=7.0, revision="new") for tokens in (8, 128)]
+    found += [
+        gpu_record(**at, system="floor_wire", api="computed", tokens=tokens, value=tokens / 100, layout=layout)
+        for tokens in (1, 8, 128, 512)
+        for layout in ("expert_major", "flat")
+    ]
+    key, group = next(iter(plot._shapes(found).items()))
+    figure = plot.plot_tokens(key, group)
+    axes = figure.axes[0]
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+    assert drawn["nccl_ep, graph"] == ([1, 8, 128], [9.0, 7.0, 7.0])
+    assert set(drawn["floor, wire"][0]) == {1, 8, 128}  # a shape's own tokens
+    assert axes.get_ylim()[0] == pytest.approx(0.5 * 7.0) and "revision new, old" in figure.get_suptitle()
+    # One legend beside the panels, each name once.
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    every = {line.get_label() for each in figure.axes for line in each.get_lines()}
+    assert sorted(names) == sorted(every) and not any(each.get_legend() for each in figure.axes)
+
+
+def test_ops_are_drawn_where_the_public_functions_have_fewer_points() -> None:
+    def drawn(*native: int) -> list[str]:
+        at = {"op": "dispatch", "figure": "graph", "value": 5.0}
+        found = [gpu_record(**at, api="ops", tokens=tokens) for tokens in (1, 8)]
+        found += [gpu_record(**at, tokens=tokens) for tokens in native]
+        key, group = next(iter(plot._shapes(found).items()))
+        lines = plot.plot_tokens(key, group).axes[0].get_lines()
+        return [line.get_label() for line in lines if line.get_label().startswith("nccl_ep")]
+
+    assert drawn(1, 8) == ["nccl_ep, graph"] and drawn() == ["nccl_ep, ops, graph"]
+    assert drawn(8) == ["nccl_ep, ops, graph", "nccl_ep, graph"]
+
+
+def test_ticks_do_not_run_into_one_another() -> None:
+    assert plot._shown_ticks([1, 8, 128, 192, 256, 384, 512, 1024]) == [1, 8, 128, 256, 512, 1024]
+    assert plot._shown_ticks([8, 16, 24, 32, 48, 64, 96, 132]) == [8, 16, 24, 32, 48, 64, 96, 132]
+    assert plot._shown_ticks([4096]) == [4096]
+
+
 def test_table_of_a_sweep() -> None:
     shown = table.render(sweep()).splitlines()
     line = next(line.split() for line in shown if line.startswith("dispatch  128") and "auto" in line)

@@ -469,6 +469,17 @@ def test_bits_equal() -> None:
     assert ref.first_difference(column, column.contiguous()) == ""
 
 
+def test_bits_of_packed_fp4() -> None:
+    """All 256 bytes are numbers, also those that would be NaN in E4M3; strides do not matter."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    packed, other = codes.view(torch.float4_e2m1fn_x2), codes.clone()
+    assert ref.bits_equal(packed, packed.clone()) and ref.bits_equal(packed.t(), packed.t().contiguous())
+    other[7, 15] = 0xFF
+    text = ref.first_difference(packed, other.view(torch.float4_e2m1fn_x2))
+    assert text == "1 of 256 elements differ, first at [7, 15]: 127 (0x7F) against 255 (0xFF)"
+    assert "dtype" in ref.first_difference(packed, codes) and "shape" in ref.first_difference(packed, packed[:1])
+
+
 # --- the generator
 
 

@@ -12,7 +12,7 @@ from .options import words
 from .records import Record
 
 # Of a call that is to take as long wherever the rest is equal.
-_KEY = (
+CALL = (
     "bench", "system", "api", "op", "figure", "ranks", "tokens", "hidden", "topk", "experts", "dtype", "layout",
     "routing", "num_sms", "device", "cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink",
 )  # fmt: skip
@@ -41,7 +41,7 @@ def _best(found: Iterable[Record], figures: Iterable[str]) -> dict[Key, Record]:
         is_ours = record["system"] == "nccl_ep" and record["figure"] in figures and "change" not in record
         if not is_ours or not record["value"]:  # not measured, or nothing
             continue
-        key = tuple(record.get(name) for name in _KEY)
+        key = tuple(record.get(name) for name in CALL)
         if key not in best or record["value"] < best[key]["value"]:
             best[key] = record
     return best

@@ -179,7 +179,7 @@ class Configuration:
         ops = tuple(made.calls)
         sms = {op: self._sms_of(buffer, made.get(op), op) for op in ops}
         if "kernel" in self.plan.figures:
-            self._measure_kernels(made, sms, fields)
+            self._measure_kernels(buffer, made, sms, fields)
         functions: dict[str, Callable[[Call], list[float]]] = {
             "graph": lambda call: self._graph_times(buffer, call),
             "graph_pdl": lambda call: measure.graph_pdl_times(world, buffer, call, effort),
@@ -196,6 +196,11 @@ class Configuration:
         """Of operations that do not overlap one another."""
         return measure.plain_graph_times(self.world, buffer, call, self.effort)
 
+    def _kernel_times(self, buffer: Buffer, call: Call, names: dict[str, str]) -> dict[str, list[float]]:
+        """Without programmatic launch: a kernel that begins early and waits for the one before would count both."""
+        with measure.without_pdl(buffer):
+            return measure.kernel_times(self.world, call, self.effort, names)
+
     def _sms_of(self, buffer: Buffer, call: Call, op: str) -> int | None:
         """That an operation uses, by its plan: a block runs on one. None on CPU ranks."""
         self.world.together(call)
@@ -205,22 +210,18 @@ class Configuration:
             return None
         return min(blocks, torch.cuda.get_device_properties(self.world.device).multi_processor_count)
 
-    def _measure_kernels(self, made: Operations, sms: dict[str, int | None], fields: Record) -> None:
-        """Records the figure "kernel" of all but the pair."""
-        ops = [op for op in made.calls if op != "pair"]
-        # One run has both operations; what the kernels of dispatch do besides has another.
-        runs = {"pair": {op: op for op in ops if op in OPS}} | {op: {op: "dispatch"} for op in ops if op not in OPS}
-        for run, names in runs.items():
-            body = partial(measure.kernel_times, self.world, made.get(run), self.effort, names)
-            try:
-                sampled = self._sample(body)
-            except (Skipped, BenchError) as reason:
-                self._not_measured(reason, op=run, figure="kernel", **fields)
-                continue
-            for op in names:
-                value, p99 = records.slowest([times[op] for times in sampled.ranks])
-                placed = self._placed(op, sampled)
-                self._record(op=op, figure="kernel", num_sms_used=sms[op], value=value, p99=p99, **fields, **placed)
+    def _measure_kernels(self, buffer: Buffer, made: Operations, sms: dict[str, int | None], fields: Record) -> None:
+        """Records the figure "kernel" of all but the pair, a run of which has the kernels of all."""
+        names = {op: measure.KERNELS[op] for op in made.calls if op != "pair"}
+        try:
+            sampled = self._sample(partial(self._kernel_times, buffer, made.get("pair"), names))
+        except (Skipped, BenchError) as reason:
+            self._not_measured(reason, op="pair", figure="kernel", **fields)
+            return
+        for op in names:
+            value, p99 = records.slowest([times[op] for times in sampled.ranks])
+            placed = self._placed(op, sampled)
+            self._record(op=op, figure="kernel", num_sms_used=sms[op], value=value, p99=p99, **fields, **placed)
 
     # ---- Floors
 

@@ -51,14 +51,15 @@ class Curve:
 
 
 def curves(found: Sequence[Record]) -> list[Curve]:
-    """Of pairs by the library's choice of SMs, where both modes were measured. Cached and staged calls are left out."""
+    """Of pairs by the library's choice of SMs, where both modes were measured. Cached and staged calls are left out,
+    and buffers with masks, which high throughput does not have."""
     times: dict[tuple[object, ...], dict[int, dict[str, float]]] = {}
     like: dict[tuple[object, ...], Record] = {}
     for record in found:
         is_wanted = record["bench"] in _MODES and record["system"] == "nccl_ep" and record["op"] == "pair"
         if not is_wanted or record["unit"] != "us" or record["value"] is None or record["num_sms"]:
             continue
-        if record.get("cached") or record.get("placement") == "staged":
+        if record.get("cached") or record.get("placement") == "staged" or record.get("enable_shrink"):
             continue
         key = (record["figure"], *(record[name] for name in _COMMON))
         like.setdefault(key, record)

@@ -40,7 +40,7 @@ class HtConfiguration(Configuration):
             self._arena = placement
             self._common["placement"] = placement  # of the records of memory; others say what was counted
             try:
-                arena_bytes = arena_bytes_for(self.shape, self.world.is_cuda)
+                arena_bytes = arena_bytes_for(self.shape, self.world.device)
                 self._measure_buffer(arena_bytes if placement == IN_PLACE else 0)
             finally:
                 self._buffer, self._common["placement"] = None, None
@@ -67,6 +67,10 @@ class HtConfiguration(Configuration):
     def _graph_times(self, buffer: Buffer, call: Call) -> list[float]:
         """As operations are launched: programmatically, inside a dispatch and one behind the other."""
         return measure.graph_times(self.world, call, self.effort)
+
+    def _kernel_times(self, buffer: Buffer, call: Call, names: dict[str, str]) -> dict[str, list[float]]:
+        """Likewise. Combine's kernel begins when dispatch's second one ends, since that lets none begin earlier."""
+        return measure.kernel_times(self.world, call, self.effort, names)
 
     def _sample(self, body: Callable[[], T]) -> Sampled[T]:
         if self._buffer is None:  # a rival

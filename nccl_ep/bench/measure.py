@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from .operations import Call
 from .world import Skipped, World
 
 _HOST_RUNS = 5
+# A part of their names by operation. A dispatch of high throughput is two kernels, the first of them routing alone.
+KERNELS = {"routing": "dispatch_route", "dispatch": "dispatch", "combine": "combine"}
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,19 @@ def enable_pdl(buffer: Buffer, enabled: bool) -> bool:
     return switch is not None
 
 
-def plain_graph_times(world: World, buffer: Buffer, call: Call, effort: Effort) -> list[float]:
-    """As graph_times, without any programmatic dependent launch."""
+@contextmanager
+def without_pdl(buffer: Buffer) -> Iterator[None]:
     enable_pdl(buffer, False)
     try:
-        return graph_times(world, call, effort)
+        yield
     finally:
         enable_pdl(buffer, True)
+
+
+def plain_graph_times(world: World, buffer: Buffer, call: Call, effort: Effort) -> list[float]:
+    """As graph_times, without any programmatic dependent launch."""
+    with without_pdl(buffer):
+        return graph_times(world, call, effort)
 
 
 def graph_pdl_times(world: World, buffer: Buffer, call: Call, effort: Effort) -> list[float]:
@@ -126,8 +135,7 @@ def graph_pdl_times(world: World, buffer: Buffer, call: Call, effort: Effort) ->
 
 
 def kernel_times(world: World, call: Call, effort: Effort, names: Mapping[str, str]) -> dict[str, list[float]]:
-    """Profiler's time of kernels in calls that all GPUs start together, a sample a call. names: a part of the kernels'
-    names, by op."""
+    """Profiler's time of kernels in calls that all GPUs start together, a sample a call. names: as in KERNELS."""
     calls = min(effort.iterations, 30)
     _warm_up(world, call, effort.warm_up)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -143,7 +151,8 @@ def kernel_times(world: World, call: Call, effort: Effort, names: Mapping[str, s
 
 
 def find_kernels(events: list[dict[str, Any]], calls: int, names: Mapping[str, str]) -> dict[str, list[float]]:
-    """Kernels of a Chrome trace by operation; an operation of several kernels takes their sum. Raises Skipped."""
+    """Kernels of a Chrome trace by operation. An operation of several takes from the first one's start to the last end:
+    the next may begin before the one before it ends. Raises Skipped."""
     kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
     found = {}
     for op, name in names.items():
@@ -151,5 +160,10 @@ def find_kernels(events: list[dict[str, Any]], calls: int, names: Mapping[str, s
         if not mine or len(mine) % calls:
             raise Skipped(f"the profiler saw {len(mine)} kernels named *{name}* in {calls} calls")
         each = len(mine) // calls
-        found[op] = [sum(event["dur"] for event in mine[i : i + each]) for i in range(0, len(mine), each)]
+        found[op] = [_span(mine[i : i + each]) for i in range(0, len(mine), each)]
     return found
+
+
+def _span(kernels: list[dict[str, Any]]) -> float:
+    start = kernels[0]["ts"]
+    return float(max(event["ts"] - start + event["dur"] for event in kernels))

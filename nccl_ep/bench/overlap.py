@@ -127,7 +127,7 @@ class Overlap:
         arena_bytes = None
         if options.mode == "ht":
             self.shape = world.together(lambda: fitted(self.shape, inputs))
-            arena_bytes = arena_bytes_for(self.shape, world.is_cuda)
+            arena_bytes = arena_bytes_for(self.shape, world.device)
         shape = self.shape
         buffer = world.together(lambda: make_buffer(shape, world.device, world.patience(_BUFFER_SECONDS), arena_bytes))
         try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from . import published, records
+from .compare import CALL
 from .records import Record
-from .table import FIGURES, FLOORS, is_measured
+from .table import FIGURES, FLOORS, TITLES, is_measured
 
 _OPS = {"ll": ("dispatch", "combine", "pair"), "ht": ("routing", "dispatch", "combine", "pair")}
 _SHAPE = ("bench", "device", "ranks", "hidden", "topk", "experts", "layout", "routing")
@@ -25,6 +26,8 @@ _VARIANTS = {
 _API_COLOURS = {"deepep": "tab:olive"}  # where it is not the native one's, or what stands for it
 _MARKERS = "sD^vP*"
 _FLOOR_STYLES = {"floor_wire": ("black", "-"), "floor_flags": ("grey", ":"), "floor_push": ("grey", "--")}
+Points = list[tuple[int, float]]
+_LABELS = 12  # that have room side by side along an axis
 
 
 def _figure_class() -> Callable[..., Any]:
@@ -36,47 +39,79 @@ def _figure_class() -> Callable[..., Any]:
 
 
 def _shapes(found: list[Record]) -> dict[tuple[Any, ...], list[Record]]:
-    """The library's records by shape, each with the floors and rivals of that shape, whatever their layout."""
+    """The library's records by shape, each with the floors and rivals of that shape and its tokens, whatever their
+    layout. Of a call that was measured several times the last record counts."""
+    last = {tuple(record.get(name) for name in CALL): record for record in found}
     groups: dict[tuple[Any, ...], list[Record]] = {}
-    for record in found:
+    for record in last.values():
         if record["system"] == "nccl_ep":
-            groups.setdefault(tuple(record[name] for name in _SHAPE), [])
+            groups.setdefault(tuple(record[name] for name in _SHAPE), []).append(record)
     for key, group in groups.items():
-        shape = dict(zip(_SHAPE, key, strict=True))
-        for record in found:
-            like = all(record[name] == value for name, value in shape.items() if name != "layout")
-            if like and (record["system"] != "nccl_ep" or record["layout"] == shape["layout"]):
-                group.append(record)
+        tokens = {record["tokens"] for record in group}
+        shape = {name: value for name, value in zip(_SHAPE, key, strict=True) if name != "layout"}
+        group += [
+            record
+            for record in last.values()
+            if record["system"] != "nccl_ep" and record["tokens"] in tokens
+            and all(record[name] == value for name, value in shape.items())
+        ]  # fmt: skip
     return groups
 
 
-def _title(key: tuple[Any, ...]) -> str:
+def _title(key: tuple[Any, ...], group: list[Record]) -> str:
     bench, device, ranks, hidden, topk, experts, layout, routing = key
-    return f"{bench}, {ranks} x {device}, hidden {hidden}, top-{topk} of {experts}, {layout}, {routing} routing"
+    revisions = ", ".join(sorted({record["revision"] for record in group if record["system"] == "nccl_ep"}))
+    return (
+        f"{TITLES[bench]}, {ranks} x {device}, hidden {hidden}, top-{topk} of {experts}, {layout}, {routing} routing\n"
+        f"revision {revisions}"
+    )
 
 
 def _panels(rows: int, columns: int, title: str) -> tuple[Any, Any]:
-    figure = _figure_class()(figsize=(6.4 * columns, 4.2 * rows), layout="constrained")
+    figure = _figure_class()(figsize=(5.6 * columns + 2.4, 4.0 * rows), layout="constrained")
     figure.suptitle(title)
     return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _add_legend(figure: Any) -> None:
+    """One for all panels, beside them: a name looks the same in each."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
+
+
+def _shown_ticks(ticks: list[int]) -> list[int]:
+    """Those that do not run into one another on a logarithmic axis, the largest always."""
+    shown: list[int] = []
+    for tick in reversed(ticks):
+        if not shown or shown[-1] / tick >= (ticks[-1] / ticks[0]) ** (1 / _LABELS):
+            shown.append(tick)
+    return shown[::-1]
 
 
 def _label(axes: Any, title: str, x: str, ticks: list[int]) -> None:
     axes.set(title=title, xlabel=x, ylabel="us")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
+    axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 1.2)
+    shown = _shown_ticks(ticks)
+    axes.set_xticks(shown, labels=[str(tick) for tick in shown])
     axes.set_yscale("log", subs=[2, 5])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
+    # The wire alone takes next to nothing for a few tokens: it may leave the picture.
+    lowest = [min(line.get_ydata()) for line in axes.get_lines() if line.get_label() != "floor, wire"]
+    if lowest:
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], 0.5 * min(lowest)))
 
 
 def _draw_published(axes: Any, shape: dict[str, Any], op: str, dtype: str) -> None:
     if any(shape[name] != value for name, value in published.SHAPE.items()):
         return
-    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    lines: dict[tuple[str, str], Points] = {}
     rivals = [point for point in published.RIVALS if point.bench == shape["bench"]]
     for point in rivals:
         if (point.op, point.dtype) == (op, dtype):
@@ -85,7 +120,8 @@ def _draw_published(axes: Any, shape: dict[str, Any], op: str, dtype: str) -> No
     for (system, figure), points in lines.items():
         marker, label = _MARKERS[systems.index(system)], f"{system}, {figure}"
         x, y = zip(*points, strict=True)
-        axes.plot(x, y, _STYLES[figure], color="tab:red", alpha=0.6, marker=marker, label=label)
+        fill = "none" if figure == "event" else "full"
+        axes.plot(x, y, _STYLES[figure], color="tab:red", alpha=0.6, marker=marker, fillstyle=fill, label=label)
 
 
 def _how(record: Record) -> str:
@@ -94,14 +130,16 @@ def _how(record: Record) -> str:
     return (", cached" if record.get("cached") else "") + staged + (", masks" if record.get("enable_shrink") else "")
 
 
-def _draw_line(axes: Any, name: tuple[str, ...], points: list[tuple[int, float]], names: Iterable[Any]) -> None:
-    """Over the tokens. The ops' lines are drawn only where the public functions have none."""
+def _draw_line(axes: Any, name: tuple[str, ...], points: Points, lines: Mapping[tuple[str, ...], Points]) -> None:
+    """Over the tokens. The ops' lines are drawn only if the public functions' have not as many points."""
     system, api, figure, how = name
     x, y = zip(*sorted(points), strict=True)
+    native = lines.get(("nccl_ep", "native", figure, how), [])
     if system in FLOORS:
         colour, style = _FLOOR_STYLES[system]
-        axes.plot(x, y, style, color=colour, label=system.replace("_", ", "))
-    elif figure in _STYLES and (api != "ops" or ("nccl_ep", "native", figure, how) not in names):
+        marker = "" if len(set(x)) > 1 else "_"  # or a lone point would not be seen
+        axes.plot(x, y, style, color=colour, marker=marker, label=system.replace("_", ", "))
+    elif figure in _STYLES and (api != "ops" or not {at for at, _ in native}.issuperset(x)):
         colour = _VARIANTS[how] if system == "nccl_ep" else _COLOURS.get(system, "tab:brown")
         called = "" if system != "nccl_ep" or api == "native" else f", {api}"
         label = f"{system}{called}, {figure}{how}"
@@ -114,13 +152,13 @@ def plot_tokens(key: tuple[Any, ...], group: list[Record]) -> Any:
     ops = _OPS[shape["bench"]]
     dtypes = sorted({record["dtype"] for record in group})
     ticks = sorted({record["tokens"] for record in group})
-    figure, panels = _panels(len(ops), len(dtypes), _title(key))
+    figure, panels = _panels(len(ops), len(dtypes), _title(key, group))
     # A sweep over num_sms is drawn by its default, or by its largest number where it has no default.
     sms = {record["num_sms"] for record in group if record["system"] == "nccl_ep"}
     chosen = 0 if 0 in sms else max(sms)
     for op, row in zip(ops, panels, strict=True):
         for dtype, axes in zip(dtypes, row, strict=True):
-            lines: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+            lines: dict[tuple[str, ...], Points] = {}
             for record in group:
                 at_default = record["system"] != "nccl_ep" or record["num_sms"] == chosen
                 if (record["op"], record["dtype"], record["unit"]) == (op, dtype, "us") and at_default:
@@ -130,6 +168,7 @@ def plot_tokens(key: tuple[Any, ...], group: list[Record]) -> Any:
                 _draw_line(axes, line, points, lines)
             _draw_published(axes, shape, op, dtype)
             _label(axes, f"{op}, {dtype}", "tokens of a rank", ticks)
+    _add_legend(figure)
     return figure
 
 
@@ -144,21 +183,25 @@ def plot_num_sms(key: tuple[Any, ...], group: list[Record]) -> Any | None:
     measured = next(figure for figure in FIGURES if any(record["figure"] == figure for record in mine))
     api = "native" if any(record["api"] == "native" for record in mine) else "ops"
     ops = _OPS[key[0]]
-    figure, panels = _panels(1, len(ops), f"{_title(key)}; {measured}")
+    mine = [record for record in mine if (record["figure"], record["api"]) == (measured, api)]
+    names = sorted({(record["tokens"], record["dtype"], _how(record)) for record in mine})
+    figure, panels = _panels(1, len(ops), f"{_title(key, mine)}; {measured}; dotted: the wire's floor")
     for op, axes in zip(ops, panels[0], strict=True):
-        lines: dict[tuple[int, str, str], list[tuple[int, float]]] = {}
+        lines: dict[tuple[int, str, str], Points] = {}
         for record in mine:
-            if (record["op"], record["figure"], record["api"]) == (op, measured, api):
+            if record["op"] == op:
                 name = (record["tokens"], record["dtype"], _how(record))
                 lines.setdefault(name, []).append((record["num_sms"], record["value"]))
         for (tokens, dtype, how), points in sorted(lines.items()):
+            colour = f"C{names.index((tokens, dtype, how)) % 10}"
             label = f"{tokens} tokens, {dtype}{how}"
-            drawn = axes.plot(*zip(*sorted(points), strict=True), marker=".", label=label)
+            axes.plot(*zip(*sorted(points), strict=True), color=colour, marker=".", label=label)
             for record in group:
                 where = (record["system"], record["op"], record["tokens"], record["dtype"])
                 if where == ("floor_wire", op, tokens, dtype):
-                    axes.axhline(record["value"], color=drawn[0].get_color(), linestyle=":", linewidth=1)
-        _label(axes, f"{op} (dotted: the wire's floor)", "num_sms", ticks)
+                    axes.axhline(record["value"], color=colour, linestyle=":", linewidth=1)
+        _label(axes, op, "num_sms", ticks)
+    _add_legend(figure)
     return figure
 
 
@@ -171,7 +214,8 @@ def draw(found: list[Record], folder: Path) -> list[Path]:
     benches = [key[0] for key in shapes]
     for number, (key, group) in enumerate(shapes.items()):
         bench = key[0]
-        suffix = f"_{benches[:number].count(bench) + 1}" if benches.count(bench) > 1 else ""
+        before = benches[:number].count(bench)
+        suffix = f"_{before + 1}" if before else ""
         for name, figure in (("tokens", plot_tokens(key, group)), ("num_sms", plot_num_sms(key, group))):
             if figure is None:
                 continue

@@ -21,7 +21,11 @@ FIELDS = (
 )  # fmt: skip
 # That some records have. ht: cached, alignment (of packed), placement ("in_place"; "staged": a copy was needed, for a
 # tensor outside the arena). overlap: mode, gemm, partition. ll: enable_shrink, where the buffer masks late ranks.
-_MORE = ("cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink", "skipped")
+# time_line: mode, alignment, and of a kernel's stamp the first and the last warp's time (value: the median one's).
+_MORE = (
+    "cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink", "kernel", "stamp", "first",
+    "last", "skipped",
+)  # fmt: skip
 
 
 def make(common: Record, **fields: Any) -> Record:

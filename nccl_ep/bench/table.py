@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import crossover, overlap, records
+from . import crossover, overlap, records, stamps
 from .records import Record
 
 FIGURES = ("graph", "graph_pdl", "kernel", "event", "host")
@@ -15,7 +15,7 @@ _OPS = ("routing", "dispatch", "combine", "pair")
 _SHAPE = ("bench", "device", "ranks", "hidden", "topk", "experts", "routing", "seed", "revision", "date")
 _ROW = ("op", "tokens", "dtype", "system", "layout", "api", "num_sms")
 _FURTHER = {"ll": ("masks",), "ht": ("placement", "cached")}  # of a line besides, where any has it
-_TITLES = {"ll": "low latency", "ht": "high throughput"}
+TITLES = {"ll": "low latency", "ht": "high throughput"}
 
 
 def is_measured(record: Record) -> bool:
@@ -90,7 +90,7 @@ def render(found: list[Record]) -> str:
     for key, group in groups.items():
         bench, device, ranks, hidden, topk, experts, routing, seed, revision, date = key
         text.append(
-            f"{_TITLES[str(bench)]}: {ranks} ranks, {device}; hidden {hidden}, top-{topk} of {experts} experts, "
+            f"{TITLES[str(bench)]}: {ranks} ranks, {device}; hidden {hidden}, top-{topk} of {experts} experts, "
             f"{routing} routing, seed {seed}; revision {revision}, {date}"
         )
         text.append("us: median of the slowest rank (its 99th percentile); host: of means; floor_wire: computed")
@@ -129,9 +129,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m nccl_ep.bench table", description="Prints what was measured.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     found = records.given(parser, parser.parse_args(argv).files)
-    for bench, draw in (("overlap", overlap.render), ("fit", crossover.render)):
+    for bench, draw in (("overlap", overlap.render), ("fit", crossover.render), ("time_line", stamps.render)):
         if mine := [record for record in found if record["bench"] == bench]:
             print(draw(mine))
-    if mine := [record for record in found if record["bench"] in _TITLES]:
+    if mine := [record for record in found if record["bench"] in TITLES]:
         show(mine)
     return 0

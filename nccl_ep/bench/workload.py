@@ -203,21 +203,24 @@ def fitted(shape: Shape, inputs: list[Given]) -> Shape:
     return shape
 
 
-def make_buffer(shape: Shape, device: torch.device, timeout: float, arena_bytes: int | None = None) -> Buffer:
-    """A buffer for this shape. Collective. arena_bytes: high throughput's; see ``arena_bytes_for``."""
+def make_buffer(
+    shape: Shape, device: torch.device, timeout: float, arena_bytes: int | None = None, group: Any = None
+) -> Buffer:
+    """A buffer for this shape. Collective. arena_bytes: high throughput's; see ``arena_bytes_for``. group: None for
+    torch's world."""
     return Buffer.for_shapes(
-        torch.distributed.group.WORLD, max_tokens=shape.tokens, hidden=shape.hidden, topk=shape.topk,
-        num_experts=shape.num_experts, dtype=shape.payload.combined, mode=shape.mode, arena_bytes=arena_bytes,
-        device=device, timeout=timeout, enable_shrink=shape.enable_shrink,
+        torch.distributed.group.WORLD if group is None else group, max_tokens=shape.tokens, hidden=shape.hidden,
+        topk=shape.topk, num_experts=shape.num_experts, dtype=shape.payload.combined, mode=shape.mode,
+        arena_bytes=arena_bytes, device=device, timeout=timeout, enable_shrink=shape.enable_shrink,
     )  # fmt: skip
 
 
-def arena_bytes_for(shape: Shape, is_cuda: bool) -> int:
+def arena_bytes_for(shape: Shape, device: torch.device) -> int:
     """Room for what a measurement has at a time: four outputs (one of which goes as the next comes), one input of
     combine, and the granularity of whoever hands the room out: torch cuts blocks from segments of 20 MiB, for each
     stream."""
     rows = shape.output_rows()
-    return rows * (4 * shape.row_bytes() + shape.combined_bytes()) + (64 << 20 if is_cuda else 1 << 20)
+    return rows * (4 * shape.row_bytes() + shape.combined_bytes()) + (64 << 20 if device.type == "cuda" else 1 << 20)
 
 
 # ---- The oracle's view

@@ -1,0 +1,153 @@
+"""``python -m nccl_ep.bench time-line``: when the warps of rank 0 pass the phases of each kernel, in builds with
+-DNCCL_EP_STAMPS=ON. Each operation runs for itself, with nothing before it that it could begin beside."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nccl_ep import _C, Buffer, DispatchOutput, combine, dispatch
+from nccl_ep.handle import LAYOUTS
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+from . import records
+from .operations import Call
+from .options import common_parser, parse_device, set_defaults
+from .records import Record
+from .stamps import KERNELS, Stamps, Summary, over_calls, render
+from .workload import Shape, arena_bytes_for, fitted, make_buffer, make_inputs
+from .world import Launcher, World, is_rank
+
+DESCRIPTION = """When the first, the median and the last warp of rank 0 pass each phase of a kernel, in ns from the
+kernel's start: medians over the iterations. Needs a build with -DNCCL_EP_STAMPS=ON. csrc/cuda/*.cuh say what a phase
+is, where they stamp it."""
+_NO_STAMPS = "this build has no time line: configure it with -DNCCL_EP_STAMPS=ON"
+_FROM_OPTIONS = ("ranks", "tokens", "hidden", "topk", "experts", "layout", "routing", "num_sms", "seed", "mode")
+_WARM_UP = 5
+_SECONDS = 15.0  # deadline of the operations
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Exits where this build, or this machine, has no time line."""
+    parser = common_parser("time-line", DESCRIPTION)
+    add = parser.add_argument
+    add("--mode", choices=tuple(KERNELS), default="ll", help="low latency or high throughput")
+    add("--tokens", type=int, help="of a rank; default 128, ht 4096")
+    add("--layout", choices=tuple(LAYOUTS), help="default expert_major, ht flat")
+    add("--alignment", type=int, default=128, help="of experts in packed, ht; default 128")
+    add("--num-sms", type=int, default=0, help="0: the library's choice")
+    add("--one-gpu", action="store_true", help="all ranks on one GPU, as threads: a launch has the blocks of all")
+    options = parse_device(parser, argv)
+    if options.device == "cpu":
+        parser.error("kernels of GPUs alone have a time line, and torch finds no GPU, or this build serves none")
+    if not is_rank() and not _C.time_line("ll_dispatch"):  # a rank asks when it has its GPU
+        parser.error(_NO_STAMPS)
+    is_ht = options.mode == "ht"
+    options.layout = options.layout or ("flat" if is_ht else "expert_major")
+    set_defaults(parser, options, {"tokens": 4096 if is_ht else 128, "iterations": 5 if options.quick else 20})
+    return options
+
+
+def take_time_lines(
+    shape: Shape, buffer: Buffer, iterations: int, num_sms: int, align: Call, take: Callable[[str], Stamps]
+) -> list[tuple[str, str, dict[str, Summary]]]:
+    """Operation, kernel and its stamps; nothing but on rank 0. align: queues what makes all ranks go on together."""
+    given = make_inputs(shape)[buffer.rank].to(buffer.device)
+    kwargs: dict[str, Any] = {"buffer": buffer, "num_sms": num_sms, "quant": shape.quant, "scales": given.scales}
+    kwargs |= shape.dispatch_kwargs()
+
+    def run_dispatch() -> DispatchOutput:
+        return dispatch(given.x, given.topk_idx, given.weights, **kwargs)
+
+    out = run_dispatch()
+    like = torch.zeros(*out.x.shape[:-1], shape.hidden, dtype=shape.payload.combined, device=buffer.device)
+    rows = buffer.empty(like.shape, like.dtype).copy_(like) if shape.mode == "ht" else like
+    calls: dict[str, Call] = {"dispatch": run_dispatch, "combine": partial(combine, rows, out.handle, num_sms=num_sms)}
+    found = []
+    for op, call in calls.items():
+        taken: dict[str, list[Stamps]] = {kernel: [] for kernel in KERNELS[shape.mode][op]}
+        for number in range(_WARM_UP + iterations):
+            align()
+            call()
+            if buffer.device.type == "cuda":
+                torch.cuda.synchronize()
+            buffer.check()
+            for kernel in taken if buffer.rank == 0 else ():
+                stamps = take(kernel)  # also clears them
+                if number >= _WARM_UP:
+                    taken[kernel].append(stamps)
+        found += [(op, kernel, over_calls(each)) for kernel, each in taken.items() if each]
+    return found
+
+
+def measure(options: argparse.Namespace, dtype: str, device: torch.device, group: Any, align: Call) -> list[Record]:
+    """On every rank, together; rank 0 has the records, whose value is the median warp's time."""
+    is_ht = options.mode == "ht"
+    shape = Shape(
+        options.ranks, options.tokens, options.hidden, options.topk, options.experts, dtype, options.layout,
+        options.routing, options.seed, options.mode, options.alignment if is_ht and options.layout == "packed" else 1,
+    )  # fmt: skip
+    arena_bytes = None
+    if is_ht:
+        shape = fitted(shape, make_inputs(shape))
+        arena_bytes = arena_bytes_for(shape, device)
+    with make_buffer(shape, device, _SECONDS, arena_bytes, group) as buffer:
+        found = take_time_lines(shape, buffer, options.iterations, options.num_sms, align, _C.time_line)
+    common = {
+        "bench": "time_line", "system": "nccl_ep", "api": "native", "figure": "time_line", "unit": "ns",
+        **{name: getattr(options, name) for name in _FROM_OPTIONS}, "dtype": dtype, "alignment": shape.alignment,
+        "device": torch.cuda.get_device_name(device), "revision": records.revision(), "date": records.today(),
+    }  # fmt: skip
+    return [
+        records.make(common, op=op, kernel=kernel, stamp=stamp, first=first, value=middle, last=last)
+        for op, kernel, stamps in found
+        for stamp, (first, middle, last) in stamps.items()
+    ]
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    if is_rank():
+        return _run_rank(options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.json or Path(folder) / "records.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        one_gpu = (each for dtype in options.dtype if options.one_gpu for each in _on_one_gpu(options, dtype))
+        records.save(path, one_gpu)
+        argv, deadline = ["time-line", *argv, "--json", str(path)], time.monotonic() + options.time_limit
+        reason = "" if options.one_gpu else Launcher(options.ranks).run(argv, {}, deadline)
+        print(render(records.load([path])), flush=True)
+    if reason:
+        print(f"FAILED {reason}", file=sys.stderr)
+    return 1 if reason else 0
+
+
+def _on_one_gpu(options: argparse.Namespace, dtype: str) -> list[Record]:
+    def body(group: ThreadGroup) -> list[Record]:
+        torch.cuda.set_device(0)
+        return measure(options, dtype, torch.device("cuda", 0), group, lambda: None)  # they start in one launch
+
+    return run_ranks(options.ranks, body)[0]
+
+
+def _run_rank(options: argparse.Namespace) -> int:
+    world = World(options.device)
+    found: list[Record] = []
+    try:
+        if not _C.time_line("ll_dispatch"):
+            raise SystemExit(_NO_STAMPS)
+        for dtype in options.dtype:
+            found += measure(options, dtype, world.device, None, world.align)
+            if world.rank == 0 and options.json is not None:
+                records.save(options.json, found)
+    finally:
+        world.close()
+    return 0
