@@ -26,6 +26,7 @@ from patience import PATIENCE, Late, with_more_time
 
 import nccl_ep
 from nccl_ep import _C
+from nccl_ep.bench.stamps import KERNELS, STAMPS, over_calls
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
@@ -413,3 +414,20 @@ def test_the_chains_of_the_search_without_a_bug() -> None:
     for letters, to_rank_0 in sorted({(search.letters, search.to_rank_0) for search in SEARCHES.values()}):
         search = Search((), DISPATCH | COMBINE, letters, to_rank_0)
         assert not _run_search(search, 1, ())
+
+
+# ---- What builds with stamps have besides
+
+
+@pytest.mark.parametrize("mode", sorted(KERNELS))
+def test_time_line(mode: str) -> None:
+    """Of the builds with stamps: every kernel's warps have passed its phases, in their order."""
+    if mode == "ll":
+        check_case(gpu_ranks.wide_case(2))
+    else:
+        check_ht_case(gpu_ht_ranks.wide_cases(2)[0])
+    for kernel in [each for kernels in KERNELS[mode].values() for each in kernels]:
+        passed = over_calls([_C.time_line(kernel)])
+        assert {"kStart", "kEpochKnown", "kEnd"} <= passed.keys() <= set(STAMPS), (kernel, passed)
+        assert passed["kStart"][0] == 0 and all(first <= passed["kEnd"][2] for first, _, _ in passed.values()), passed
+        assert over_calls([_C.time_line(kernel)]) == {}, "taken already"

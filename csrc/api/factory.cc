@@ -5,10 +5,10 @@
 #include "cpu/token_layout.h"
 #if defined(EP_WITH_CUDA) || defined(EP_EMULATED_GPU)
 #include "cuda/backend.h"
+#include "cuda/stamps.h"
 #include "cuda/token_layout.h"
 #endif
 #if defined(EP_WITH_CUDA)
-#include "cuda/stamps.h"
 #include "transport/nccl_api.h"
 #include "transport/nccl_bootstrap.h"
 #include "transport/nccl_version.h"
@@ -23,7 +23,7 @@ namespace ep {
 #endif
 
 std::vector<std::vector<uint64_t>> take_time_line([[maybe_unused]] std::string_view kernel) {
-#if defined(EP_WITH_CUDA)
+#if defined(EP_WITH_CUDA) || defined(EP_EMULATED_GPU)
   return take_stamps(kernel);
 #else
   return {};

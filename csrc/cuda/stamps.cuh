@@ -22,7 +22,7 @@ constexpr int kStampWarps = 132 * 32;
 static __device__ uint64_t stamp_clocks[kStamps][kStampWarps];
 static __device__ uint64_t stamp_times[2][kStampWarps];
 
-__device__ __forceinline__ void stamp(Stamp phase, int rank) {
+static __device__ __forceinline__ void stamp(Stamp phase, int rank) {
   const int warp = blockIdx.x * 32 + (threadIdx.x >> 5);
   if (rank != 0 || (threadIdx.x & 31) != 0 || warp >= kStampWarps) return;
   if (phase == Stamp::kStart) stamp_times[0][warp] = ptx::global_timer_ns();
