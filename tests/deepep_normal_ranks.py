@@ -12,8 +12,8 @@ import torch.distributed as dist
 from cases import Case, as_bytes, generate
 from deepep_ranks import rebuilt, similarity_gap
 from expected import plain_case
-from gpus import on_gpu
-from harness import to_device
+from gpus import busy, captured, on_gpu
+from harness import synchronize, to_device
 
 import nccl_ep
 from nccl_ep import reference
@@ -283,6 +283,58 @@ def wait(event: nccl_ep.EventOverlap, options: dict[str, Any]) -> None:
     assert (event.event is not None) == bool(options.get("async_finish"))
     if event.event is not None:
         event.current_stream_wait()
+
+
+# ---- One graph, and routing that changes
+
+
+def replay_new_routing(group: Any, device: str, is_async: bool, replays: int) -> int:
+    """Layout, dispatch and combine in one graph (on "cpu", called): what a replay gives is that of its routing."""
+    num_ranks = 1 if group is None else group.size()
+    experts, worst = 4 * num_ranks, 8 * num_ranks + 4
+    cases = [small_case(num_ranks, seed=seed, num_experts=experts) for seed in range(6)]
+    for case in cases:
+        case.with_topk, case.worst, case.alignment = True, worst, 1
+    with normal_buffer(group, device=device) as buffer:
+        rank = buffer.rank
+
+        def tensors_of(case: NormalCase) -> tuple[torch.Tensor, ...]:
+            given = case.inputs[rank]
+            assert given.topk_weights is not None
+            return given.x, given.topk_idx, given.topk_weights, case.take(buffer, case.rows[rank])
+
+        assert len({case.totals[rank] for case in cases}) > 1 or num_ranks == 1
+        x, ids, weights, rows = memory = [each.to(buffer.device, copy=True) for each in tensors_of(cases[0])]
+        options, last = {"async_finish": is_async}, dict[str, Any]()
+
+        def layer() -> None:
+            per_rank, _, per_expert, is_in_rank, event = buffer.get_dispatch_layout(ids, experts, **options)
+            wait(event, options)
+            last["received"] = received = buffer.dispatch(
+                x, None, per_rank, None, is_in_rank, per_expert, ids, weights, num_worst_tokens=worst, **options
+            )
+            wait(received[-1], options)
+            last["combined"], _, event = buffer.combine(rows, received[4], **options)
+            wait(event, options)
+
+        replay = captured(layer, device)
+        for number in range(replays):
+            case = cases[number % len(cases)]
+            for mine, theirs in zip(memory, tensors_of(case), strict=True):
+                mine.copy_(theirs)
+            if device != "cpu" and (number + 5 * rank) % 7 == 0:
+                busy(1)  # ranks fall behind in turn
+            replay()
+            synchronize(buffer.device)
+            buffer.require_usable()
+            case.check_received(rank, last["received"])
+            case.check_combined(rank, last["combined"])
+    return replays
+
+
+def replay_over_nccl(rank: int, replays: int) -> int:
+    on_gpu(rank)
+    return sum(replay_new_routing(dist.group.WORLD, "cuda", is_async, replays) for is_async in (False, True))
 
 
 # ---- A program as users of DeepEP write it

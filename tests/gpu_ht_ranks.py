@@ -1,4 +1,4 @@
-"""What a rank does in test_ht_gpu.py: high throughput against the oracle, deadlines, other calls.
+"""What a rank does in test_ht_gpu.py: high throughput against the oracle.
 
 Run as a program: a few cases on one GPU, for sanitizers and for settings of the allocator.
 """
@@ -6,11 +6,7 @@ Run as a program: a few cases on one GPU, for sanitizers and for settings of the
 from __future__ import annotations
 
 import itertools
-import os
-import re
-import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,21 +15,10 @@ import torch.distributed as dist
 from cases import Case
 from expected import Expected, plain_case
 from gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
-from gpu_ranks import (
-    DEADLINE,
-    SLACK,
-    cover,
-    cuda_case,
-    cuda_cases,
-    expect_failed,
-    leave_alone,
-    wide_case,
-    within,
-)  # fmt: skip
+from gpu_ranks import cover, cuda_case, cuda_cases, wide_case
 from gpus import on_gpu
 from harness import case_buffer, check_dispatch, garble, synchronize
 from ht_harness import (
-    HT_STEPS,
     LARGE_ARENA,
     SMALL_ARENA,
     HtPlan,
@@ -41,7 +26,6 @@ from ht_harness import (
     check_further,
     check_ht_case,
     crowd,
-    ht_step,
     oracle,
     oracle_kwargs,
     run_on_rank,
@@ -54,7 +38,6 @@ from nccl_ep import reference
 from nccl_ep.bootstrap import rendezvous_of
 
 LAYOUTS = ("flat", "packed", "expert_major", "rank_major")
-DEAD = 7  # exit code of a rank that leaves without a word
 
 
 # ---- Generated cases
@@ -145,7 +128,7 @@ def run_ht_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]
 # ---- Bodies on any device
 
 
-def _layer(num_ranks: int, layout: str, seed: int, **changes: Any) -> Expected:
+def layer(num_ranks: int, layout: str, seed: int, **changes: Any) -> Expected:
     tokens = 24
     plain: dict[str, Any] = {
         "num_experts": 4 * num_ranks, "topk": 4, "hidden": 256, "expert_alignment": 4 if layout == "packed" else 1,
@@ -154,18 +137,18 @@ def _layer(num_ranks: int, layout: str, seed: int, **changes: Any) -> Expected:
     return Expected(plain_case(num_ranks, layout=layout, seed=seed, **{**plain, **changes}))
 
 
-def _layer_buffer(case: Case, group: Any, device: Any, mode: str = "ht", **options: Any) -> nccl_ep.Buffer:
+def layer_buffer(case: Case, group: Any, device: Any, mode: str = "ht", **options: Any) -> nccl_ep.Buffer:
     return case_buffer(case, group, mode=mode, device=device, **options)
 
 
 def live_outputs(group: Any, device: Any) -> None:
     """Forward through all layers, then backward: outputs, inputs and handles of all live at once, in arenas of all
     sizes."""
-    rank, layers = group.rank(), [_layer(group.size(), LAYOUTS[i % 4], 40 + i) for i in range(8)]
+    rank, layers = group.rank(), [layer(group.size(), LAYOUTS[i % 4], 40 + i) for i in range(8)]
     is_cpu, room = torch.device(device).type == "cpu", 1 << 17
     small = room if is_cpu else SMALL_ARENA
     for arena_bytes in (0, small, LARGE_ARENA):
-        with _layer_buffer(layers[0].case, group, device, arena_bytes=arena_bytes) as buffer:
+        with layer_buffer(layers[0].case, group, device, arena_bytes=arena_bytes) as buffer:
             kept = crowd(buffer, room)
             outs = [case.send(buffer) for case in layers]
             rows = [buffer.empty(case.rows[rank].shape, case.rows[rank].dtype) for case in layers]
@@ -194,11 +177,15 @@ def live_outputs(group: Any, device: Any) -> None:
                 assert buffer.stats()["arena_free_bytes"] == buffer.stats()["arena_bytes"] == arena_bytes
 
 
-def overwrite_inputs(group: Any, device: Any) -> None:
-    """Every input is overwritten by the next kernel of the stream, while other ranks may still be busy with it."""
-    rank, layers = group.rank(), [_layer(group.size(), layout, 60 + i) for i, layout in enumerate(LAYOUTS)]
+def overwrite_inputs(group: Any, device: Any, wide: bool = False) -> None:
+    """Every input is overwritten by the next kernel of the stream, while other ranks may still be busy with it.
+
+    wide: with work for many blocks."""
+    rank, layers = group.rank(), [layer(group.size(), layout, 60 + i) for i, layout in enumerate(LAYOUTS)]
+    if wide:
+        layers = [Expected(case) for case in wide_cases(group.size())[: len(LAYOUTS)]]
     for in_arena in (False, True):
-        with _layer_buffer(layers[0].case, group, device, arena_bytes=1 << 25) as buffer:
+        with layer_buffer(layers[0].case, group, device, arena_bytes=1 << 27 if wide else 1 << 25) as buffer:
 
             def place(tensor: torch.Tensor, buffer: nccl_ep.Buffer = buffer, in_arena: bool = in_arena) -> Any:
                 return (buffer.empty if in_arena else torch.empty)(
@@ -233,9 +220,9 @@ def both_modes(group: Any, device: Any) -> None:
     """One buffer does both modes, in any order, and what comes out is equal to the last bit."""
     rank = group.rank()
     for layout, quant in itertools.product(LAYOUTS, (None, "fp8", "fp8_ue8m0")):
-        case = _layer(group.size(), layout, 80, quant=quant, zero_padding=True)
+        case = layer(group.size(), layout, 80, quant=quant, zero_padding=True)
         first: list[torch.Tensor] = []
-        with _layer_buffer(case.case, group, device, mode="auto", scale_bytes=64) as buffer:
+        with layer_buffer(case.case, group, device, mode="auto", scale_bytes=64) as buffer:
             for mode in ("ll", "ht", "ht", "ll", "ll", "ht"):
                 out = case.send(buffer, mode=mode)
                 assert out.handle.mode == mode
@@ -254,8 +241,8 @@ def own_layouts(group: Any, device: Any) -> None:
     rank, ranks = group.rank(), group.size()
     for turn in range(len(LAYOUTS)):
         layouts = [LAYOUTS[(r + turn) % len(LAYOUTS)] for r in range(ranks)]
-        case = _layer(ranks, layouts[rank], 90)
-        with _layer_buffer(case.case, group, device, arena_bytes=(turn % 2) << 25) as buffer:
+        case = layer(ranks, layouts[rank], 90)
+        with layer_buffer(case.case, group, device, arena_bytes=(turn % 2) << 25) as buffer:
             out = case.send(buffer)
             case.check_dispatch(out, rank)
             y = nccl_ep.combine(torch.full_like(out.x, rank + 1), out.handle, weights=None)
@@ -306,10 +293,10 @@ def conversion(group: Any, device: Any) -> None:
     rank, ranks, tokens = group.rank(), group.size(), 11  # no multiple of the kinds
     for dtype, quant in itertools.product((torch.bfloat16, torch.float16), reference.QUANT_MODES):
         cases = [
-            _layer(ranks, "flat", 100, hidden=hidden, dtype=dtype, quant=quant, tokens=(tokens,) * ranks).case
+            layer(ranks, "flat", 100, hidden=hidden, dtype=dtype, quant=quant, tokens=(tokens,) * ranks).case
             for hidden in HIDDEN_OF_CONVERSION
         ]
-        with _layer_buffer(cases[-1], group, device, mode="auto", scale_bytes=96) as buffer:
+        with layer_buffer(cases[-1], group, device, mode="auto", scale_bytes=96) as buffer:
             for case, mode in itertools.product(cases, ("ll", "ht")):
                 inputs, made = case.inputs(), torch.Generator().manual_seed(case.hidden)
                 for given in inputs:
@@ -326,8 +313,8 @@ def long_rows(group: Any, device: Any) -> None:
     """Combine shares a token out where its row is of several pieces: 1,024 numbers each, of which warps take 2 or 4."""
     rank, ranks = group.rank(), group.size()
     for layout, hidden in itertools.product(("flat", "packed"), (2048, 2056, 5128, 9216)):
-        case = _layer(ranks, layout, hidden, hidden=hidden, tokens=(9,) * ranks)
-        with _layer_buffer(case.case, group, device) as buffer:
+        case = layer(ranks, layout, hidden, hidden=hidden, tokens=(9,) * ranks)
+        with layer_buffer(case.case, group, device) as buffer:
             for _ in range(2):
                 out = case.send(buffer)
                 case.check_dispatch(out, rank)
@@ -336,7 +323,7 @@ def long_rows(group: Any, device: Any) -> None:
 
 def _run_once(case: Expected, group: Any, device: Any, **options: Any) -> None:
     """All operations, after a dispatch of a token too many that is refused."""
-    with _layer_buffer(case.case, group, device, **options) as buffer:
+    with layer_buffer(case.case, group, device, **options) as buffer:
         most, kwargs = case.case.max_tokens, {**case.case.dispatch_kwargs(), "mode": "ht"}
         x, ids = torch.zeros(most + 1, case.case.hidden), torch.zeros(most + 1, case.case.topk, dtype=torch.int64)
         with pytest.raises(ValueError, match=f"{most + 1} tokens, but max_tokens is {most}"):
@@ -353,7 +340,7 @@ def rows_of_64_kib(group: Any, device: Any, **changes: Any) -> None:
     few = {"topk": 2, "max_tokens": tokens, "tokens": (tokens,) * ranks, **changes}
     for layout, dtype in itertools.product(LAYOUTS, (torch.bfloat16, torch.float32)):
         rows = {"dtype": dtype, "rows_dtype": dtype, "hidden": 65536 // dtype.itemsize}
-        case = _layer(ranks, layout, 110, capacity=_capacity(layout, ranks, tokens), **rows, **few)
+        case = layer(ranks, layout, 110, capacity=_capacity(layout, ranks, tokens), **rows, **few)
         _run_once(case, group, device, dtype=dtype)
 
 
@@ -363,7 +350,7 @@ def many_tokens(group: Any, device: Any, **changes: Any) -> None:
     tokens = (most,) * (ranks - 1) + (most - 1,)
     few = {"hidden": 16, "topk": 2, "num_experts": 2 * ranks, "max_tokens": most, "tokens": tokens, **changes}
     for layout in ("flat", "packed"):
-        _run_once(_layer(ranks, layout, 111, **few), group, device)
+        _run_once(layer(ranks, layout, 111, **few), group, device)
 
 
 BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion, long_rows, rows_of_64_kib)
@@ -378,93 +365,6 @@ def run_ht_graphs(rank: int, replays: int) -> dict[bool, tuple[int, float]]:
     device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
     with ht_chain_buffer(group, device) as buffer:
         return {given: replay_ht_graphs(buffer, replays, given=given, seed=given) for given in (False, True)}
-
-
-# ---- Deadlines, ranks that die, other calls
-
-# Some threads wait for one part of a rank's message, some for another: whose time is up first, says so.
-SILENT_RANK = r"for the (call record|routing message) of rank [1-9]\d*"
-
-
-def _expect_ht_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: nccl_ep.DispatchOutput) -> None:
-    """Rank 0, when no other rank calls any more."""
-    step, graph, given = ht_step(phase, case, buffer, out), torch.cuda.CUDAGraph(), case.given_on(buffer)
-    with torch.cuda.graph(graph):  # in which nothing may be copied from ordinary host memory
-        captured = case.send(buffer, given)
-        nccl_ep.combine(captured.x, captured.handle)
-    start = time.monotonic()
-    with pytest.raises(nccl_ep.TimeoutError) as caught:  # exact sizes say so at once
-        step()
-        torch.cuda.synchronize()
-        buffer.check()
-    within(DEADLINE + SLACK, start, "the call")
-    kind = "dispatch" if phase in ("dispatch", "exact", "cached") else "combine"
-    pattern = rf"rank 0 waited {DEADLINE:g} s {SILENT_RANK} in high-throughput {kind} \d+"
-    assert re.search(pattern, str(caught.value)), f"{phase}: {caught.value}"
-    start = time.monotonic()
-    expect_failed((step, lambda: case.send(buffer), buffer.check, lambda: buffer.empty([1])), graph, captured, start)
-    assert captured.weights.eq(0).all(), "a replay on a failed buffer shows rows"
-    assert captured.topk_idx is None or captured.topk_idx.eq(-1).all()
-
-
-def run_ht_deadlines(rank: int, num_ranks: int) -> None:
-    """In each phase only rank 0 calls; it must give up in time. A new buffer then works in the same processes."""
-    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
-    for phase, layout in zip(HT_STEPS, ("flat", "packed", "rank_major", "flat", "packed", "expert_major"), strict=True):
-        case = _layer(num_ranks, layout, 30)
-        buffer = _layer_buffer(case.case, group, device)
-        out = case.send(buffer)
-        case.check_dispatch(out, rank)
-        leave_alone(buffer, partial(_expect_ht_timeout, case, buffer, phase, out))
-        with _layer_buffer(case.case, group, device) as fresh:
-            out = case.send(fresh)
-            case.check_dispatch(out, rank)
-            case.check_combine(nccl_ep.combine(case.rows[rank].to(device), out.handle).cpu(), rank)
-
-
-def run_with_a_dead_rank(rank: int) -> str:
-    """Rank 1's process leaves between two operations. Returns what the other hears."""
-    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
-    case = _layer(2, "packed", 31)
-    buffer = _layer_buffer(case.case, group, device)
-    out = case.send(buffer)
-    case.check_dispatch(out, rank)
-    dist.barrier()
-    if rank == 1:
-        os._exit(DEAD)
-    buffer.set_timeout(DEADLINE)
-    start = time.monotonic()
-    with pytest.raises(nccl_ep.TimeoutError) as caught:
-        nccl_ep.combine(case.rows[rank].to(device), out.handle)
-        torch.cuda.synchronize()
-        buffer.check()
-    buffer.destroy()
-    within(2 * DEADLINE + SLACK, start, "all of it")
-    return str(caught.value)
-
-
-def run_ht_mismatches(rank: int) -> list[str]:
-    """Ranks 0 and 1 make different calls; both must name both. Returns the texts."""
-    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
-    case, other = _layer(2, "packed", 32), _layer(2, "packed", 32, hidden=128)
-    texts = []
-    for what in ("hidden", "exact", "combine"):
-        buffer = _layer_buffer(case.case, group, device)
-        out = case.send(buffer)
-        synchronize(device)
-        with pytest.raises(nccl_ep.MismatchError) as caught:
-            if what == "hidden":
-                (case, other)[rank].send(buffer)
-            elif what == "exact":
-                case.send(buffer, **({"capacity": "exact"} if rank else {}))
-            else:
-                ht_step(("combine", "scalars")[rank], case, buffer, out)()
-            synchronize(device)
-            buffer.check()
-        texts.append(str(caught.value))
-        dist.barrier()
-        buffer.destroy()
-    return texts
 
 
 # ---- As a program

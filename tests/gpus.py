@@ -1,8 +1,10 @@
-"""What the GPU tests share: how many GPUs there are, the marks of tests that need them, work that keeps one busy."""
+"""What the GPU tests share: how many GPUs there are, the marks of tests that need them, graphs, work that keeps one
+busy."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -43,6 +45,18 @@ def in_processes(replays: int) -> int:
 def num_cases(default: int) -> int:
     """Generated ones of a test, likewise."""
     return int(os.environ.get("NCCL_EP_GPU_CASES", str(default)))
+
+
+def captured(work: Callable[[], None], device: str) -> Callable[[], None]:
+    """On a GPU a graph of the work, to be replayed; the work has run once before. On "cpu" the work itself."""
+    if device == "cpu":
+        return work
+    work()  # what a first call sets up
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return lambda: graph.replay()
 
 
 def busy(milliseconds: float) -> torch.cuda.Event:

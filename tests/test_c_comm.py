@@ -4,50 +4,19 @@ from __future__ import annotations
 
 import ctypes as c
 from pathlib import Path
-from typing import Any
 
 import c_api
 import pytest
-import torch
 import torch.distributed as dist
 from c_api import Library, Refused
 from c_case import CaseRun, refused
+from c_comm import Nccl, over
 from expected import expected_cases
 from gpus import WORLDS, needs_gpu, on_gpu, ranks_on_gpus
 from patience import PATIENCE
 from processes import run_processes
 
-from nccl_ep import _C
 from nccl_ep.bootstrap import rendezvous_of
-
-
-class _UniqueId(c.Structure):
-    _fields_ = [("internal", c.c_char * 128)]
-
-
-class Nccl:
-    """What a program does with the library that torch has loaded."""
-
-    def __init__(self) -> None:
-        torch.cuda.nccl.version()
-        self._library = c.CDLL(_C.nccl_info()["path"])
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        result = getattr(self._library, name)(*arguments)
-        assert result == 0, f"{name} returned {result}"
-
-    def make(self, rank: int, num_ranks: int) -> c.c_void_p:
-        mine = _UniqueId()
-        self._call("ncclGetUniqueId", c.byref(mine))
-        shared = [bytes(mine)]
-        if num_ranks > 1:
-            dist.broadcast_object_list(shared, 0)
-        comm = c.c_void_p()
-        self._call("ncclCommInitRank", c.byref(comm), num_ranks, _UniqueId.from_buffer_copy(shared[0]), rank)
-        return comm
-
-    def destroy(self, comm: c.c_void_p) -> None:
-        self._call("ncclCommDestroy", comm)
 
 
 class Alone:
@@ -63,17 +32,10 @@ def run_cases(rank: int, library_file: Path, num_ranks: int) -> int:
     on_gpu(rank)
     library, nccl = Library(library_file), Nccl()
     comm = nccl.make(rank, num_ranks)
-
-    def make(library: Library, group: Any, **config: Any) -> c.c_void_p:
-        made = c.c_void_p()
-        fields = {"num_experts": 2 * num_ranks, "max_tokens": 8, "topk": 2, "max_token_bytes": 128, **config}
-        library.CreateGroup(made, comm, c_api.GroupConfig(**fields))
-        return made
-
     cases = expected_cases(8, num_ranks=num_ranks, first=700)
     for number, case in enumerate(cases):
         group = rendezvous_of(dist.group.WORLD) if num_ranks > 1 else Alone()
-        CaseRun(library, case, group, number % 2 == 1, "cuda", make=make).run()
+        CaseRun(library, case, group, number % 2 == 1, "cuda", make=over(comm)).run()
     config = c_api.GroupConfig(num_experts=num_ranks, max_tokens=4, topk=1, max_token_bytes=64, device=-1)
     refused(c_api.INVALID_ARGUMENT, "device is -1", library.CreateGroup, c.c_void_p(), comm, config)
     nccl.destroy(comm)

@@ -4,7 +4,6 @@ lines run on CPU ranks, where nothing is captured and num_sms changes nothing.""
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import torch
 import torch.distributed as dist
 from c_api import Library
 from c_case import CaseRun, run_case, tensor
-from c_ht_case import run_ht_case
+from c_ht_case import HtCaseRun, run_ht_case
 from expected import Expected, plain_case
-from gpus import NUM_SMS, WORLDS, needs_gpu, num_replays, on_gpu, ranks_on_gpus
+from gpus import NUM_SMS, WORLDS, captured, needs_gpu, num_replays, on_gpu, ranks_on_gpus
+from ht_harness import HtPlan
 from patience import PATIENCE
 from processes import run_processes
 
@@ -24,24 +24,23 @@ from nccl_ep.bootstrap import SoloRendezvous, rendezvous_of
 from nccl_ep.testing import run_ranks
 
 LAYOUTS = ("expert_major", "packed", "rank_major", "flat")
+LL_WAYS = ("fused", "staged")
+# Of high throughput: outputs in the arena, elsewhere, and elsewhere with the routing as a call of its own.
+HT_WAYS = ("in place", "elsewhere", "routed")
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 
 
-def captured(work: Callable[[], None], device: str) -> Callable[[], None]:
-    if device == "cpu":
-        return work
-    work()  # what a first call sets up
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    return lambda: graph.replay()
-
-
-def replay_other_ids(library: Library, group: Any, layout: str, staged: bool, device: str) -> int:
+def replay_other_ids(library: Library, group: Any, layout: str, way: str, device: str) -> int:
     """A dispatch and its combine, captured once, replayed with other tokens, ids and weights in the same memory."""
-    cases = [Expected(plain_case(group.size(), layout=layout, seed=seed)) for seed in (1, 2)]
-    run = CaseRun(library, cases[0], group, staged, device)
+    ranks, is_ht, staged = group.size(), way in HT_WAYS, way == "staged"
+    capacity = 8 * ranks if layout == "expert_major" else None
+    cases = [Expected(plain_case(ranks, layout=layout, capacity=capacity, seed=seed)) for seed in (1, 2)]
+    if is_ht:
+        arena = "ample" if way == "in place" else "none"
+        plan = HtPlan(exact=False, arena=arena, rows_in_arena=False, extra=(), cached=(), given=False)
+        run: CaseRun = HtCaseRun(library, cases[0], plan, group, device)
+    else:
+        run = CaseRun(library, cases[0], group, staged, device)
     rank, handle = run.rank, c.c_void_p()
     assert not torch.equal(cases[0].inputs[rank].topk_idx, cases[1].inputs[rank].topk_idx)
 
@@ -51,13 +50,17 @@ def replay_other_ids(library: Library, group: Any, layout: str, staged: bool, de
 
     x, ids, weights, rows = memory = [run.move(each) for each in tensors_of(cases[0])]
     assert x is not None and ids is not None and weights is not None and rows is not None
-    library.InitHandle(handle, run.group, c_api.HandleConfig(layout=c_api.LAYOUTS[layout]), None)
+    config = c_api.HandleConfig(layout=c_api.LAYOUTS[layout], capacity=capacity or 0)
+    library.InitHandle(handle, run.group, config, None)
     library.UpdateHandle(handle, tensor(ids))
     last: dict[str, Any] = {}
 
     def work() -> None:
+        info = run.route(handle) if way == "routed" and isinstance(run, HtCaseRun) else None
         inputs = c_api.DispatchInputs(tokens=tensor(x), topk_weights=tensor(weights))
         last["made"] = run.run_dispatch(handle, inputs, c_api.DispatchConfig(send_only=staged))
+        if info is not None:
+            last["made"]["info"] = info
         run.finish(handle, [x, ids, weights])
         last["home"] = run.bring_home(handle, rows)
 
@@ -70,37 +73,40 @@ def replay_other_ids(library: Library, group: Any, layout: str, staged: bool, de
         want.check_dispatch(run.output(last["made"]), rank)
         want.check_combine(last["home"].cpu(), rank)
         library.Check(run.group)
+    if isinstance(run, HtCaseRun):
+        calls = replays + (device != "cpu")  # and one before the capture
+        assert run.info().num_staged_dispatches == (0 if way == "in place" else calls)
+        run.free()
     library.HandleDestroy(handle)
     library.GroupDestroy(run.group)
     return replays
 
 
-def replay_over_nccl(rank: int, library_file: Path) -> int:
+def replay_over_nccl(rank: int, library_file: Path, ways: tuple[str, ...]) -> int:
     on_gpu(rank)
     library, group = Library(library_file), rendezvous_of(dist.group.WORLD)
-    return sum(
-        replay_other_ids(library, group, layout, staged, "cuda") for layout in LAYOUTS for staged in (False, True)
-    )
+    return sum(replay_other_ids(library, group, layout, way, "cuda") for layout in LAYOUTS for way in ways)
 
 
 @on_devices
-@pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
+@pytest.mark.parametrize("way", LL_WAYS + HT_WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_graph_of_one_rank(library: Library, layout: str, staged: bool, device: str) -> None:
-    assert replay_other_ids(library, SoloRendezvous(), layout, staged, device) > 0
+def test_a_graph_of_one_rank(library: Library, layout: str, way: str, device: str) -> None:
+    assert replay_other_ids(library, SoloRendezvous(), layout, way, device) > 0
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
-def test_the_same_calls_of_ranks_on_the_cpu(library: Library, staged: bool) -> None:
-    run_ranks(3, lambda group: replay_other_ids(library, group, "flat", staged, "cpu"))
+@pytest.mark.parametrize("way", LL_WAYS + HT_WAYS)
+def test_the_same_calls_of_ranks_on_the_cpu(library: Library, way: str) -> None:
+    run_ranks(3, lambda group: replay_other_ids(library, group, "flat", way, "cpu"))
 
 
 @pytest.mark.gpu
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_graphs_of_ranks_in_processes(library_file: Path, num_ranks: int, tmp_path: Path) -> None:
-    got = run_processes(num_ranks, replay_over_nccl, tmp_path, library_file, timeout=2 * PATIENCE)
-    assert got == [8 * num_replays(6)] * num_ranks
+@pytest.mark.parametrize("ways", [LL_WAYS, HT_WAYS], ids=["ll", "ht"])
+def test_graphs_of_ranks_in_processes(library_file: Path, ways: Any, num_ranks: int, tmp_path: Path) -> None:
+    got = run_processes(num_ranks, replay_over_nccl, tmp_path, library_file, ways, timeout=2 * PATIENCE)
+    assert got == [len(LAYOUTS) * len(ways) * num_replays(6)] * num_ranks
 
 
 @on_devices

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from c_api import Library
 from c_case import SECOND, CaseRun, allgather_of, make_group, refused, tensor
+from c_comm import Nccl, over
 from expected import Expected, plain_case
 from gpus import WORLDS, needs_gpu, on_gpu, ranks_on_gpus
 from mask_ranks import DEADLINE, Parted
@@ -28,8 +29,9 @@ BAD, USAGE = c_api.INVALID_ARGUMENT, c_api.INVALID_USAGE
 class MaskRun(CaseRun):
     """A rank that makes the calls of a case with all ranks, some of which may be masked."""
 
-    def __init__(self, library: Library, case: Parted, group: Any, device: str = "cpu") -> None:
-        super().__init__(library, case.whole, group, False, device, enable_mask=1, timeout_ns=int(PATIENCE * SECOND))
+    def __init__(self, library: Library, case: Parted, group: Any, device: str = "cpu", make: Any = make_group) -> None:
+        mask: dict[str, Any] = {"enable_mask": 1, "timeout_ns": int(PATIENCE * SECOND)}
+        super().__init__(library, case.whole, group, False, device, make, **mask)
         self.parts, self.handle = case, c.c_void_p()
         layout = c_api.LAYOUTS[case.whole.case.layout]
         library.InitHandle(self.handle, self.group, c_api.HandleConfig(layout=layout), None)
@@ -65,9 +67,9 @@ class MaskRun(CaseRun):
         self.library.GroupDestroy(self.group)
 
 
-def part_and_meet(library: Library, case: Parted, group: Any, device: str = "cpu") -> None:
+def part_and_meet(library: Library, case: Parted, group: Any, device: str = "cpu", make: Any = make_group) -> None:
     """Ranks of the first group mask the others, who hear of it; all meet again."""
-    run = MaskRun(library, case, group, device)
+    run = MaskRun(library, case, group, device, make)
     run.round(case.whole)
     group.allgather(b"", PATIENCE)
     if run.rank in case.groups[0]:
@@ -84,12 +86,14 @@ def part_and_meet(library: Library, case: Parted, group: Any, device: str = "cpu
     run.close()
 
 
-def come_late(library: Library, num_ranks: int, group: Any, deadline: float, device: str = "cpu") -> None:
+def come_late(
+    library: Library, num_ranks: int, group: Any, deadline: float, device: str = "cpu", make: Any = make_group
+) -> None:
     """The last rank does not come to a dispatch. The others go on after the deadline, then without waiting; it hears of
     that, goes on alone, and comes back when masks are cleaned."""
     late = num_ranks - 1
     case = Parted(plain_case(num_ranks), frozenset(range(late)))
-    run = MaskRun(library, case, group, device)
+    run = MaskRun(library, case, group, device, make)
     run.round(case.whole)
     if run.rank != late:
         run.set_timeout(deadline)
@@ -263,6 +267,16 @@ def run_over_nccl(rank: int, library_file: Path, num_ranks: int) -> None:
     come_late(library, num_ranks, group, DEADLINE, "cuda")
 
 
+def run_over_communicator(rank: int, library_file: Path, num_ranks: int) -> None:
+    """The same with groups of a communicator, by which masks are cleaned. It is the caller's again at the end."""
+    on_gpu(rank)
+    library, group, nccl = Library(library_file), rendezvous_of(dist.group.WORLD), Nccl()
+    comm = nccl.make(rank, num_ranks)
+    part_and_meet(library, Parted(plain_case(num_ranks), frozenset({0})), group, "cuda", over(comm))
+    come_late(library, num_ranks, group, DEADLINE, "cuda", over(comm))
+    nccl.destroy(comm)
+
+
 class TestOnGpus:
     pytestmark = needs_gpu
 
@@ -273,5 +287,6 @@ class TestOnGpus:
 
     @ranks_on_gpus
     @pytest.mark.parametrize("num_ranks", WORLDS)
-    def test_ranks_in_processes(self, num_ranks: int, library_file: Path, tmp_path: Path) -> None:
-        run_processes(num_ranks, run_over_nccl, tmp_path, library_file, num_ranks, timeout=2 * PATIENCE)
+    @pytest.mark.parametrize("body", [run_over_nccl, run_over_communicator], ids=["callback", "communicator"])
+    def test_ranks_in_processes(self, body: Any, num_ranks: int, library_file: Path, tmp_path: Path) -> None:
+        run_processes(num_ranks, body, tmp_path, library_file, num_ranks, timeout=2 * PATIENCE)

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from deepep_normal_ranks import NormalCase, normal_arguments, normal_buffer, normal_cases, run_program, small_case
+from deepep_normal_ranks import (
+    NormalCase,
+    normal_arguments,
+    normal_buffer,
+    normal_cases,
+    replay_new_routing,
+    run_program,
+    small_case,
+)  # fmt: skip
 from deepep_ranks import rebuilt
 from deepep_ranks import small_case as low_latency_case
 from patience import PATIENCE
@@ -367,6 +375,13 @@ def test_both_modes_in_any_order() -> None:
 def test_a_program_written_for_deepep(tmp_path: Path) -> None:
     """Ranks are processes that know one another by a gloo group alone."""
     assert run_processes(2, run_program, tmp_path, 2) == [24, 24]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_other_routing_in_the_same_memory(num_ranks: int, is_async: bool) -> None:
+    """What a graph captures on a GPU."""
+    assert run_ranks(num_ranks, lambda group: replay_new_routing(group, "cpu", is_async, 12)) == [12] * num_ranks
 
 
 # ---- Events

@@ -9,8 +9,16 @@ from typing import Any
 import deepep_normal_ranks
 import pytest
 import torch
-from deepep_normal_ranks import normal_arguments, normal_buffer, normal_cases, run_program, small_case
-from gpus import WORLDS, busy, needs_gpu, ranks_on_gpus
+from deepep_normal_ranks import (
+    normal_arguments,
+    normal_buffer,
+    normal_cases,
+    replay_new_routing,
+    replay_over_nccl,
+    run_program,
+    small_case,
+)  # fmt: skip
+from gpus import WORLDS, busy, in_processes, needs_gpu, num_replays, ranks_on_gpus
 from processes import run_processes
 
 import nccl_ep
@@ -128,42 +136,15 @@ def test_results_of_several_layers_live_at_once() -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_graphs_with_new_routing(is_async: bool) -> None:
-    """Layout, dispatch and combine in one graph: what a replay gives is that of its routing."""
-    cases = [small_case(1, seed=seed, num_experts=4, tokens=(8,)) for seed in range(6)]
-    for case in cases:
-        case.with_topk, case.worst, case.alignment = True, 12, 1
-    given = [case.inputs[0] for case in cases]
-    with normal_buffer(None, device="cuda") as buffer:
-        x, ids, weights = given[0].x.cuda(), given[0].topk_idx.cuda(), given[0].topk_weights.cuda()
-        rows = cases[0].take(buffer, cases[0].rows[0])
-        options = {"async_finish": is_async}
+    assert replay_new_routing(None, "cuda", is_async, num_replays(18)) > 0
 
-        def layer() -> tuple[Any, ...]:
-            per_rank, _, per_expert, is_in_rank, event = buffer.get_dispatch_layout(ids, 4, **options)
-            deepep_normal_ranks.wait(event, options)
-            received = buffer.dispatch(
-                x, None, per_rank, None, is_in_rank, per_expert, ids, weights, num_worst_tokens=12, **options
-            )
-            deepep_normal_ranks.wait(received[-1], options)
-            combined, _, event = buffer.combine(rows, received[4], **options)
-            deepep_normal_ranks.wait(event, options)
-            return received, combined
 
-        with torch.cuda.stream(torch.cuda.Stream()):
-            layer()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            received, combined = layer()
-        for case in cases * 3:
-            x.copy_(case.inputs[0].x)
-            ids.copy_(case.inputs[0].topk_idx)
-            weights.copy_(case.inputs[0].topk_weights)
-            rows.copy_(case.take(buffer, case.rows[0]))
-            graph.replay()
-            torch.cuda.synchronize()
-            case.check_received(0, received)
-            case.check_combined(0, combined)
+@ranks_on_gpus
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_graphs_of_ranks_in_processes(num_ranks: int, tmp_path: Path) -> None:
+    replays = in_processes(num_replays(120))
+    got = run_processes(num_ranks, replay_over_nccl, tmp_path, replays, timeout=150.0)
+    assert got == [2 * replays] * num_ranks
 
 
 @ranks_on_gpus

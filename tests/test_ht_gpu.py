@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_ht_chains
+import gpu_ht_failures
 import gpu_ht_ranks
 import gpu_ranks
 import pytest
@@ -153,21 +155,35 @@ def test_graphs_over_nccl(tmp_path: Path) -> None:
 
 @ranks_on_gpus
 def test_a_rank_that_does_not_call(tmp_path: Path) -> None:
-    run_processes(2, gpu_ht_ranks.run_ht_deadlines, tmp_path, 2, timeout=PATIENCE)
+    run_processes(2, gpu_ht_failures.run_ht_deadlines, tmp_path, 2, timeout=PATIENCE)
 
 
 @ranks_on_gpus
 def test_a_rank_that_dies(tmp_path: Path) -> None:
-    with processes(2, gpu_ht_ranks.run_with_a_dead_rank, tmp_path) as world:
+    with processes(2, gpu_ht_failures.run_with_a_dead_rank, tmp_path) as world:
         outcome = world.wait(0, PATIENCE)
-        assert world.wait(1).exitcode == gpu_ht_ranks.DEAD
+        assert world.wait(1).exitcode == gpu_ht_failures.DEAD
     assert not outcome.error and outcome.exitcode == 0, outcome.error
-    assert re.search(f"{gpu_ht_ranks.SILENT_RANK} in high-throughput combine 1 ", outcome.value), outcome.value
+    assert re.search(f"{gpu_ht_failures.SILENT_RANK} in high-throughput combine 1 ", outcome.value), outcome.value
+
+
+@ranks_on_gpus
+@pytest.mark.parametrize("who_is_inside", [0, 1], ids=["the other is inside", "the killed is inside"])
+@pytest.mark.parametrize("kind", ["dispatch", "combine"])
+def test_a_rank_that_is_killed_amid_an_operation(kind: str, who_is_inside: int, tmp_path: Path) -> None:
+    with processes(2, gpu_ht_failures.run_killed_amid, tmp_path, kind, who_is_inside) as world:
+        outcome = world.wait(0, PATIENCE)
+        assert world.wait(1).exitcode == -signal.SIGKILL
+    assert not outcome.error and outcome.exitcode == 0, outcome.error
+    pattern = rf"rank 0 waited 1 s for the [a-z ]+ of rank 1 in high-throughput {kind} \d+ "
+    assert re.search(pattern, outcome.value), outcome.value
+    is_unheard = "nothing of this call was heard from rank 1" in outcome.value
+    assert is_unheard == (who_is_inside == 0), outcome.value
 
 
 @ranks_on_gpus
 def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
-    got = run_processes(2, gpu_ht_ranks.run_ht_mismatches, tmp_path, timeout=PATIENCE)
+    got = run_processes(2, gpu_ht_failures.run_ht_mismatches, tmp_path, timeout=PATIENCE)
     wanted = [
         (r"high-throughput dispatch\(bf16, hidden 256", r"high-throughput dispatch\(bf16, hidden 128"),
         (r"high-throughput dispatch\(", r"counts of a high-throughput dispatch\("),
