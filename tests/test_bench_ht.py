@@ -243,15 +243,18 @@ def test_wrong_results_of_any_call_are_noticed(layout: str, monkeypatch: pytest.
                 with pytest.raises(AssertionError, match=said):
                     operations.native_operations(*arguments)
 
-        def wrong_cached(*args: Any, **kwargs: Any) -> Any:
-            payload = cached(*args, **kwargs)
-            flip(payload.x)
-            return payload
+        for is_given in (False, True):
 
-        with monkeypatch.context() as patch:
-            patch.setattr(operations, "dispatch_cached", wrong_cached)
-            with pytest.raises(AssertionError, match="dispatch: not the bits"):
-                operations.native_cached(*arguments)
+            def wrong_cached(*args: Any, is_given: bool = is_given, **kwargs: Any) -> Any:
+                payload = cached(*args, **kwargs)
+                if (kwargs.get("out") is not None) == is_given:
+                    flip(payload.x)
+                return payload
+
+            with monkeypatch.context() as patch:
+                patch.setattr(operations, "dispatch_cached", wrong_cached)
+                with pytest.raises(AssertionError, match="dispatch: not the bits"):
+                    operations.native_cached(*arguments)
         checked.y[2, 5] += 1
         for make in makers:
             with pytest.raises(AssertionError, match="combine: not the bits"):
@@ -269,6 +272,9 @@ def test_graphs_take_given_tensors_of_the_arena() -> None:
         assert made.get("dispatch")().x.data_ptr() != checked.out.x.data_ptr()
         assert made.in_graph("combine") is made.get("combine")
         assert made.in_graph("routing")().x.shape == (given.output_rows(), 8)
+        made = operations.native_cached(given, buffer, inputs[0], checked, 0)
+        assert made.in_graph("dispatch")().x.data_ptr() == made.in_graph("dispatch")().x.data_ptr()
+        assert made.get("dispatch")().x.data_ptr() != made.in_graph("dispatch")().x.data_ptr()
         assert buffer.stats()["staged_dispatches"] == buffer.stats()["staged_combines"] == 0
 
 

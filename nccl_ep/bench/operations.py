@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nccl_ep import Buffer, DispatchOutput, combine, dispatch, dispatch_cached
+from nccl_ep import Buffer, DispatchOutput, Payload, combine, dispatch, dispatch_cached
 from nccl_ep.handle import QUANTS
 
 from .workload import Checked, Given, Shape
@@ -88,18 +88,22 @@ def native_operations(shape: Shape, buffer: Buffer, given: Given, checked: Check
 
 
 def native_cached(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_sms: int) -> Operations:
-    """High throughput along the routes of an earlier dispatch. Graphs take the same calls: there is no ``out``."""
+    """High throughput along the routes of an earlier dispatch; graphs as in native_operations."""
     handle = checked.out.handle
 
-    def run_dispatch() -> torch.Tensor:
-        return dispatch_cached(given.x, handle, scales=given.scales, quant=shape.quant, num_sms=num_sms).x
+    def run_dispatch(out: Payload | None = None) -> Payload:
+        return dispatch_cached(given.x, handle, scales=given.scales, quant=shape.quant, out=out, num_sms=num_sms)
 
-    def run_pair() -> torch.Tensor:
-        run_dispatch()
+    def run_pair(out: Payload | None = None) -> torch.Tensor:
+        run_dispatch(out)
         return combine(checked.rows, handle, num_sms=num_sms)
 
-    checked.require_same(run_dispatch(), run_pair())
-    return Operations({"dispatch": run_dispatch, "pair": run_pair})
+    earlier = run_dispatch()
+    checked.require_same(earlier.x, run_pair())
+    _spoil([earlier.x])
+    checked.require_same(earlier.x, run_pair(earlier))
+    captured: dict[str, Call] = {"dispatch": lambda: run_dispatch(earlier), "pair": lambda: run_pair(earlier)}
+    return Operations({"dispatch": run_dispatch, "pair": run_pair}, captured)
 
 
 # ---- torch.ops
@@ -159,20 +163,22 @@ def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, 
 
 
 def op_cached(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_sms: int) -> Operations:
-    """As native_cached, by the ops: the dispatch allocates, combine does not."""
+    """As native_cached, by the ops with out= tensors."""
     handle, head = checked.out.handle, (buffer.name, buffer._seq)
     routes = (handle.tensor, handle.slots)
-    run_dispatch = partial(
-        _ops.ht_dispatch_cached.default, *head, [given.x], given.scales, *routes, *handle.args(),
-        int(QUANTS[shape.quant]), False, num_sms,
+    inputs = (
+        *head, [given.x], given.scales, *routes, *handle.args(), int(QUANTS[shape.quant]), False, num_sms,
     )  # fmt: skip
+    x, scales, *_ = _ops.ht_dispatch_cached.default(*inputs)
+    run_dispatch = partial(_ops.ht_dispatch_cached_out.default, *inputs, [x], scales)
     y = torch.empty_like(checked.y)
     how = (*_combine_args(checked, shape, num_sms), y)
     run_combine = partial(_ops.ht_combine_out.default, *head, checked.rows, None, *routes, *how)
-    _spoil([y])
-    run_combine()
-    checked.require_same(run_dispatch()[0], y)
-    return Operations({"dispatch": run_dispatch, "pair": _chained(run_dispatch, run_combine)})
+    calls: dict[str, Call] = {"dispatch": run_dispatch, "pair": _chained(run_dispatch, run_combine)}
+    _spoil([x, y])
+    calls["pair"]()
+    checked.require_same(x, y)
+    return Operations(calls)
 
 
 # ---- DeepEP's methods
