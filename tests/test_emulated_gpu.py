@@ -425,7 +425,7 @@ def test_time_line(mode: str) -> None:
         check_case(gpu_ranks.wide_case(2))
     else:
         check_ht_case(gpu_ht_ranks.wide_cases(2)[0])
-    for kernel in [each for kernels in KERNELS[mode].values() for each in kernels]:
+    for kernel in {each for kernels in KERNELS[mode].values() for each in kernels}:
         passed = over_calls([_C.time_line(kernel)])
         assert {"kStart", "kEpochKnown", "kEnd"} <= passed.keys() <= set(STAMPS), (kernel, passed)
         assert passed["kStart"][0] == 0 and all(first <= passed["kEnd"][2] for first, _, _ in passed.values()), passed

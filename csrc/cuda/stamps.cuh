@@ -38,8 +38,9 @@ static inline std::vector<std::vector<uint64_t>> read_stamps() {
   constexpr int kEnd = static_cast<int>(Stamp::kEnd);
   uint64_t start = ~0ull, elapsed = 0, ticks = 1;
   for (int warp = 0; warp < kStampWarps; warp++) {
-    if (clocks[0][warp] == 0 || clocks[kEnd][warp] == 0) continue;
+    if (clocks[0][warp] == 0) continue;
     start = std::min(start, times[0][warp]);
+    if (clocks[kEnd][warp] == 0) continue;
     elapsed += times[1][warp] - times[0][warp];
     ticks += clocks[kEnd][warp] - clocks[0][warp];
   }

@@ -12,7 +12,7 @@ from .records import Record
 STAMPS = ("kStart", "kEpochKnown", "kSent", "kRoutingKnown", "kOwnDone", "kEnd")  # csrc/cuda/stamps.cuh: Stamp
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "ll": {"dispatch": ("ll_dispatch",), "combine": ("ll_combine",)},
-    "ht": {"dispatch": ("ht_route", "ht_dispatch"), "combine": ("ht_combine",)},
+    "ht": {"dispatch": ("ht_route", "ht_dispatch"), "cached": ("ht_dispatch",), "combine": ("ht_combine",)},
 }
 _MISSED = 2**64 - 1  # of a warp that did not come there
 Stamps = list[list[int]]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nccl_ep import _C, Buffer, DispatchOutput, combine, dispatch
+from nccl_ep import _C, Buffer, DispatchOutput, combine, dispatch, dispatch_cached
 from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
 
@@ -70,10 +70,16 @@ def take_time_lines(
     out = run_dispatch()
     like = torch.zeros(*out.x.shape[:-1], shape.hidden, dtype=shape.payload.combined, device=buffer.device)
     rows = buffer.empty(like.shape, like.dtype).copy_(like) if shape.mode == "ht" else like
-    calls: dict[str, Call] = {"dispatch": run_dispatch, "combine": partial(combine, rows, out.handle, num_sms=num_sms)}
+    how: dict[str, Any] = {"scales": given.scales, "quant": shape.quant, "num_sms": num_sms}
+    calls: dict[str, Call] = {
+        "dispatch": run_dispatch,
+        "cached": partial(dispatch_cached, given.x, out.handle, **how),
+        "combine": partial(combine, rows, out.handle, num_sms=num_sms),
+    }
     found = []
-    for op, call in calls.items():
-        taken: dict[str, list[Stamps]] = {kernel: [] for kernel in KERNELS[shape.mode][op]}
+    for op, kernels in KERNELS[shape.mode].items():
+        call = calls[op]
+        taken: dict[str, list[Stamps]] = {kernel: [] for kernel in kernels}
         for number in range(_WARM_UP + iterations):
             align()
             call()
