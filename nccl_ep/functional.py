@@ -221,8 +221,7 @@ def combine(
         (_ht_combine_out if handle.mode == "ht" else _ll_combine_out)(buffer.name, buffer._seq, *args, out)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
-    if wants_gradient(rows, weights, bias):
-        refuse_backward("combine with out=", True, (out,), in_place=True)
+    refuse_backward("combine with out=", wants_gradient(rows, weights, bias), (out,), in_place=True)
     return out
 
 

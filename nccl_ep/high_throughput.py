@@ -81,8 +81,8 @@ def _into(
     if out.extra:
         require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
     _ops.ht_dispatch_out.default(*call, [out.x, *out.extra], *rest)
-    if wants_gradient(*call[2:6]):
-        refuse_backward("dispatch with out=", True, (out.x, *out.extra, *rest), in_place=True)
+    is_wanted = wants_gradient(*call[2:6])  # tensors
+    refuse_backward("dispatch with out=", is_wanted, (out.x, *out.extra, *rest), in_place=True)
     return (out.x, *rest), out.extra
 
 

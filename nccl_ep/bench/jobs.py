@@ -20,9 +20,8 @@ from .measure import Effort
 from .records import Record
 from .rivals import TorchSymmMem
 from .workload import Shape
-from .world import BenchError, Launcher, World, is_rank
+from .world import GRACE_SECONDS, BenchError, Launcher, World, is_rank
 
-_GRACE_SECONDS = 30.0  # for the job in hand when the time is over
 _BROKEN = 3  # exit code of a rank whose GPU no longer works: the next job needs new processes
 
 # From the process that starts the ranks to its ranks: first and last + 1 of the jobs to do, and where rank 0 tells how
@@ -224,7 +223,7 @@ class _Parent:
         self.state.write_text(json.dumps({"job": first, "failures": []}))
         settings = {_ENV_JOBS: f"{first}:{end}", _ENV_STATE: str(self.state)}
         argv = [self.bench.command, *self.argv, "--json", str(self.path), "--time-limit", str(left)]
-        reason = Launcher(self.options.ranks).run(argv, settings, self.deadline + _GRACE_SECONDS)
+        reason = Launcher(self.options.ranks).run(argv, settings, self.deadline + GRACE_SECONDS)
         state: dict[str, Any] = json.loads(self.state.read_text())
         self.failures += state["failures"]
         if not reason:

@@ -11,11 +11,9 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,12 +28,11 @@ from .operations import Call, native_operations
 from .options import common_parser, ints, parse_device, set_defaults, words
 from .records import Record
 from .workload import Checked, Shape, arena_bytes_for, fitted, make_buffer, make_inputs
-from .world import BenchError, Launcher, Skipped, World, is_rank
+from .world import BenchError, Skipped, World, is_rank, run_on_ranks
 
 OPS = ("dispatch", "combine")
 _BUFFER_SECONDS = 15.0
 _SPIN_CYCLES = 80_000  # some 40 us
-_GRACE_SECONDS = 30.0
 _LONGER = 1.5  # the other lane is given work for so much longer than the one that is timed, and
 _TRIES = 5  # twice as much each time that it was not enough, since both are slower together
 DESCRIPTION = """An operation and a GEMM at the same time: what each takes, alone and together. Targets: the GEMM within
@@ -307,17 +304,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     if is_rank():
         return _run_rank(options)
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.json or Path(folder) / "records.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        records.save(path, [])
-        argv = ["overlap", *argv, "--json", str(path)]
-        deadline = time.monotonic() + options.time_limit + _GRACE_SECONDS
-        reason = Launcher(options.ranks).run(argv, {}, deadline)
-        print(render(records.load([path])), flush=True)
-        if reason:
-            print(f"FAILED {reason}", file=sys.stderr)
-        return 1 if reason else 0
+    return run_on_ranks(["overlap", *argv], options, render)
 
 
 def _run_rank(options: argparse.Namespace) -> int:

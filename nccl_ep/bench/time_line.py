@@ -4,12 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +20,7 @@ from .options import common_parser, parse_device, set_defaults
 from .records import Record
 from .stamps import KERNELS, Stamps, Summary, over_calls, render
 from .workload import Shape, arena_bytes_for, fitted, make_buffer, make_inputs
-from .world import Launcher, World, is_rank
+from .world import World, is_rank, run_on_ranks
 
 DESCRIPTION = """When the first, the median and the last warp of rank 0 pass each phase of a kernel, in ns from the
 kernel's start: medians over the iterations. Needs a build with -DNCCL_EP_STAMPS=ON. csrc/cuda/*.cuh say what a phase
@@ -123,17 +119,14 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     if is_rank():
         return _run_rank(options)
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.json or Path(folder) / "records.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        one_gpu = (each for dtype in options.dtype if options.one_gpu for each in _on_one_gpu(options, dtype))
-        records.save(path, one_gpu)
-        argv, deadline = ["time-line", *argv, "--json", str(path)], time.monotonic() + options.time_limit
-        reason = "" if options.one_gpu else Launcher(options.ranks).run(argv, {}, deadline)
-        print(render(records.load([path])), flush=True)
-    if reason:
-        print(f"FAILED {reason}", file=sys.stderr)
-    return 1 if reason else 0
+    if not options.one_gpu:
+        return run_on_ranks(["time-line", *argv], options, render)
+    found = [record for dtype in options.dtype for record in _on_one_gpu(options, dtype)]
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        records.save(options.json, found)
+    print(render(found), flush=True)
+    return 0
 
 
 def _on_one_gpu(options: argparse.Namespace, dtype: str) -> list[Record]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import platform
@@ -21,10 +22,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from . import records
+from .records import Record
+
 T = TypeVar("T")
 
 # NVLink multicast can put GPUs that others share out of service.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+GRACE_SECONDS = 30.0  # for what is in hand when the time is over
 _COLLECTIVE_SECONDS = 120  # of torch's own collectives: then the process ends, and the parent goes on with a new one
 _GATE_SECONDS = 20.0
 _POLLS_BEFORE_YIELD = 200
@@ -204,6 +209,20 @@ class Launcher:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+
+
+def run_on_ranks(argv: list[str], options: argparse.Namespace, render: Callable[[list[Record]], str]) -> int:
+    """Runs a command on ranks, the first of which saves records, and prints these. Returns an exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.json or Path(folder) / "records.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records.save(path, [])
+        deadline = time.monotonic() + options.time_limit + GRACE_SECONDS
+        reason = Launcher(options.ranks).run([*argv, "--json", str(path)], {}, deadline)
+        print(render(records.load([path])), flush=True)
+    if reason:
+        print(f"FAILED {reason}", file=sys.stderr)
+    return 1 if reason else 0
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> str:
