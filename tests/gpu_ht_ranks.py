@@ -5,6 +5,7 @@ Run as a program: a few cases on one GPU, for sanitizers and for settings of the
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -120,7 +121,7 @@ def run_ht_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]
         for case, sms in itertools.product(wide, num_sms):
             case.run(buffer, num_sms=sms)
         dispatches = int(buffer.stats()["ht_dispatches"])
-    for body in BODIES + SLOW_BODIES:
+    for body in BODIES + GPU_BODIES:
         body(group, device)
     return dispatches
 
@@ -254,6 +255,42 @@ def own_layouts(group: Any, device: Any) -> None:
             assert torch.equal(y.cpu(), want.bfloat16()[:, None].expand(y.shape)), f"{layouts} rank {rank}"
 
 
+def changed_places(group: Any, device: Any) -> None:
+    """Rows that a changed handle in device memory names behind the output: none is written, read or added."""
+    rank, ranks, topk = group.rank(), group.size(), 4
+    for layout in ("packed", "expert_major"):
+        case = layer(ranks, layout, 95)
+        with layer_buffer(case.case, group, device, arena_bytes=LARGE_ARENA) as buffer:
+            out = case.send(buffer)
+            hidden, given = case.case.hidden, case.inputs[rank]
+            rows = out.x.numel() // hidden
+            assert out.handle.slots is not None
+            slots = out.handle.slots.cpu()
+            received = sum(int((each.topk_idx // 4 == rank).any(1).sum()) for each in case.inputs)
+            gone = []
+            for places in slots.reshape(-1, slots.shape[-1])[:received, :topk]:
+                chosen = torch.nonzero(places >= 0).flatten().tolist()
+                if len(chosen) > 1:
+                    gone.append(int(places[chosen[-1]]))
+                    places[chosen[-1]] = rows + 1
+            assert gone
+            handle = dataclasses.replace(out.handle, slots=slots.to(buffer.device))
+            room = buffer.empty((rows + 4, hidden), out.x.dtype).fill_(7)
+            into = nccl_ep.Payload(room[:rows].reshape(out.x.shape), None)
+            nccl_ep.dispatch_cached(given.x.to(buffer.device), handle, out=into)
+            stays = case.results[rank].valid.clone()
+            stays[gone] = False
+            assert torch.equal(room[:rows].cpu()[stays], out.x.reshape(rows, hidden).cpu()[stays])
+            assert (room[gone] == 7).all() and (room[rows:] == 7).all()
+            y = nccl_ep.combine(torch.ones_like(out.x), handle, weights=None)
+            owner = given.topk_idx // 4
+            here = torch.stack([(owner == r).sum(1) for r in range(ranks)])
+            assert torch.equal(y.cpu()[:, 0].int(), (here - (here > 1).int()).sum(0).int()), f"{layout} rank {rank}"
+            scalars = nccl_ep.combine_weights(torch.ones_like(out.weights), handle)
+            assert torch.equal(scalars.cpu().sum(1).int(), (here - (here > 1).int()).sum(0).int())
+            buffer.check()
+
+
 # One chunk, less than a group, whole groups, partial steps and blocks of two steps: the last of one, two and more.
 HIDDEN_OF_CONVERSION = (16, 112, 128, 528, 1008, 1040, 2064, 3072)
 
@@ -354,7 +391,7 @@ def many_tokens(group: Any, device: Any, **changes: Any) -> None:
 
 
 BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion, long_rows, rows_of_64_kib)
-SLOW_BODIES = (many_tokens,)  # too slow for emulated GPUs
+GPU_BODIES = (many_tokens, changed_places)  # not for emulated GPUs: too slow, handles in host memory are looked through
 
 
 # ---- CUDA graphs with routing that changes

@@ -53,7 +53,7 @@ def test_number_of_sms_changes_no_bit(number: int, num_sms: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES + gpu_ht_ranks.SLOW_BODIES)
+@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES + gpu_ht_ranks.GPU_BODIES)
 def test_bodies_on_one_gpu(body: Any, num_ranks: int) -> None:
     """See each body: outputs that live, inputs that are overwritten, both modes, a layout of each rank's own, FP8,
     the largest sizes."""

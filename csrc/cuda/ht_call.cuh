@@ -273,16 +273,17 @@ __device__ __forceinline__ bool is_signalled(const CallContext& call, const HtLa
   return ptx::ld_acquire_sys(signal_word(layout, peers, peers.rank, which, source, chunk)) >= call.epoch;
 }
 
-// Acquire. False: the wait was given up.
+// Acquire. False: the wait was given up. Each acquire empties the SM's L1, so those that wait for long look without.
 __device__ __forceinline__ bool await_signal(const CallContext& call, const HtLayout& layout, const LsaPeers& peers,
                                              HtSignal which, int source, int chunk, Phase phase) {
   const uint64_t* word = signal_word(layout, peers, peers.rank, which, source, chunk);
   Patience patience;
-  uint64_t seen = ptx::ld_acquire_sys(word);
+  uint64_t seen = ptx::ld_relaxed_sys(word);
   while (seen < call.epoch) {
     if (patience.is_over(call, phase, source, call.epoch, seen)) return false;
-    seen = ptx::ld_acquire_sys(word);
+    seen = ptx::ld_relaxed_sys(word);
   }
+  ptx::ld_acquire_sys(word);
   return true;
 }
 

@@ -118,7 +118,7 @@ __device__ __forceinline__ void stage_values(const HtCombineRole& role, int32_t 
   const bool expert_rows = has_expert_rows(p.output.layout);
   const int32_t place = expert_rows ? p.handle.slot(slot)[p.layout.slot.place(role.lane)] : row;
   float value = 0.0f;
-  if (place >= 0) {
+  if (place >= 0 && place < p.output.rows()) {
     value = p.values[expert_rows ? place : static_cast<int64_t>(place) * p.shape.topk + role.lane];
   }
   reinterpret_cast<float*>(role.staged(role.peers.rank, slot, role.values_part()))[role.lane] = value;
@@ -162,7 +162,8 @@ struct StagedSlot {
   }
   // Of this lane; kNoRow: none that counts.
   __device__ __forceinline__ int32_t counted_row(const OutputShape& output) const {
-    return mark == kNoRow || row >= output.rows() ? kNoRow : row;  // past the end: of a dispatch that was given up
+    // Past the end: of a dispatch that was given up, or of a handle that was changed.
+    return mark == kNoRow || row >= output.rows() ? kNoRow : row;
   }
 };
 

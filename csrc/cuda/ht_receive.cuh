@@ -160,7 +160,8 @@ struct PlacedSlot {
       found.weight = ptx::ld_relaxed_sys(words + format.weight(k));
       found.token = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
     } else {
-      found.row = p.handle.slot(found.slot)[format.place(k)];
+      const int32_t row = p.handle.slot(found.slot)[format.place(k)];
+      found.row = row < p.output.rows() ? row : kNoRow;  // a handle that was changed must not reach beyond the output
     }
     return found;
   }
@@ -192,7 +193,7 @@ struct PlacedSlot {
 // Copies for further choices, or from the staging rows. Of a warp's next slot all is asked for ahead. False: a wait was
 // given up.
 __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
-  const int units = role.tables.segments[role.plan.chunks * role.num_ranks()];
+  const int units = role.has_copies() ? role.tables.segments[role.plan.chunks * role.num_ranks()] : 0;
   const int warps = role.warps() - role.helper_blocks();  // but those that watch
   int unit = role.receiver();
   PlacedSlot next;
@@ -213,7 +214,7 @@ __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
 // False: a wait was given up.
 __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
   testing_point(Point::kBeforeReceive, role.call);
-  return role.has_copies() && !role.watches() ? copy_rows(role) : watch_rows(role);
+  return role.watches() ? watch_rows(role) : copy_rows(role);
 }
 
 // ---- The info tensor
