@@ -33,17 +33,20 @@ struct PullRoute {
   // Acquire.
   __device__ __forceinline__ bool is_ready(const HtCombineRole& role) const {
     const int needed = chunk(role);
-    const bool ok =
-        needed < 0 || is_signalled(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed);
-    const bool all = __all_sync(~0u, ok) != 0;
-    __syncwarp();
-    return all;
+    const bool ok = needed < 0 || role.tables.knows_ready(group.rank, needed) ||
+                    is_signalled(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed);
+    return all_ready(role, needed, ok);
   }
   // False: a wait was given up.
   __device__ __forceinline__ bool await(const HtCombineRole& role) const {
     const int needed = chunk(role);
-    const bool ok = needed < 0 || await_signal(role.call, role.p.layout, role.peers, HtSignal::kCombineReady,
-                                               group.rank, needed, Phase::kReady);
+    const bool ok =
+        needed < 0 || role.tables.knows_ready(group.rank, needed) ||
+        await_signal(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed, Phase::kReady);
+    return all_ready(role, needed, ok);
+  }
+  __device__ __forceinline__ bool all_ready(const HtCombineRole& role, int needed, bool ok) const {
+    if (needed >= 0 && ok) role.tables.note_ready(group.rank, needed);
     const bool all = __all_sync(~0u, ok) != 0;
     __syncwarp();
     return all;

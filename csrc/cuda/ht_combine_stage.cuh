@@ -13,6 +13,7 @@ struct CombineTables {
   // Of segments, (chunk, home) in that order:
   int* segment_start;  // [chunks * R + 1] slots staged before
   int* segment_slot;   // [chunks * R] the first slot, less segment_start
+  uint32_t* ready;     // [R, kHtChunks] not 0: a warp of the block has seen that the chunk may be read
 
   __device__ static CombineTables of(char* shared, int ranks, int chunks) {
     SharedTables tables{shared};
@@ -21,7 +22,15 @@ struct CombineTables {
     t.flows = Flows::of(tables, ranks);
     t.segment_start = tables.take<int>(chunks * ranks + 1);
     t.segment_slot = tables.take<int>(chunks * ranks);
+    t.ready = tables.take<uint32_t>(kHtChunks * ranks);
     return t;
+  }
+  // Acquire and release, within the block: one look at a signal is enough.
+  __device__ __forceinline__ bool knows_ready(int rank, int chunk) const {
+    return !testing_without_flags() && ptx::ld_acquire_shared(ready + rank * kHtChunks + chunk) != 0;
+  }
+  __device__ __forceinline__ void note_ready(int rank, int chunk) const {
+    if (!testing_without_flags()) ptx::st_release_shared(ready + rank * kHtChunks + chunk, 1);
   }
 };
 
@@ -65,6 +74,8 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
     t.flows.fill(ranks, rank, r, count_of);
     if (role.lane == 0) t.offsets[r] = await_call_offset(role.call, p.layout, role.peers, r, kCombineRowsOffset);
   }
+#pragma unroll 1
+  for (int i = role.thread(); i < kHtChunks * ranks; i += role.threads()) t.ready[i] = 0;
   __syncthreads();
   if (!role.geometry.has_staging || role.warp != 0) return;
   const auto size_of_segment = [&](int i) { return chunk_size(i / ranks, t.flows.from[i % ranks], chunks); };

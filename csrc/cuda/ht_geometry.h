@@ -166,7 +166,7 @@ struct HtCombineGeometry {
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     const int ranks = p.shape.num_ranks;
     g.tables_at = plan.warps * kRingBytes;
-    g.bytes = g.tables_at + ranks * (8 + 4 * 4) + 4 * (2 * plan.chunks * ranks + 1) + 64;
+    g.bytes = g.tables_at + ranks * (8 + 4 * 4) + 4 * (2 * plan.chunks * ranks + 1 + kHtChunks * ranks) + 64;
     return g;
   }
 };
