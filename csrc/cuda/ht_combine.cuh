@@ -28,25 +28,27 @@ struct PullRoute {
   __device__ __forceinline__ int chunk(const HtCombineRole& role) const {
     if (!group.leads || (!role.p.has_values && role.tables.offsets[group.rank] != kNoOffset)) return -1;
     const Flows& flows = role.tables.flows;
-    return chunk_of(choice.slot - flows.to_first[group.rank], flows.to[group.rank], kHtChunks);
+    const int found = chunk_of(choice.slot - flows.to_first[group.rank], flows.to[group.rank], kHtChunks);
+    return static_cast<unsigned>(found) < kHtChunks ? found : -1;  // none: of a handle that was changed
   }
   // Acquire.
   __device__ __forceinline__ bool is_ready(const HtCombineRole& role) const {
     const int needed = chunk(role);
-    const bool ok = needed < 0 || role.tables.knows_ready(group.rank, needed) ||
-                    is_signalled(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed);
-    return all_ready(role, needed, ok);
+    bool ok = needed < 0 || role.tables.knows_ready(group.rank, needed);
+    if (!ok && is_signalled(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed)) {
+      role.tables.note_ready(group.rank, needed);
+      ok = true;
+    }
+    const bool all = __all_sync(~0u, ok) != 0;
+    __syncwarp();
+    return all;
   }
-  // False: a wait was given up.
+  // The same once they are. False: a wait was given up.
   __device__ __forceinline__ bool await(const HtCombineRole& role) const {
     const int needed = chunk(role);
     const bool ok =
         needed < 0 || role.tables.knows_ready(group.rank, needed) ||
         await_signal(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed, Phase::kReady);
-    return all_ready(role, needed, ok);
-  }
-  __device__ __forceinline__ bool all_ready(const HtCombineRole& role, int needed, bool ok) const {
-    if (needed >= 0 && ok) role.tables.note_ready(group.rank, needed);
     const bool all = __all_sync(~0u, ok) != 0;
     __syncwarp();
     return all;

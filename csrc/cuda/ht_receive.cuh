@@ -115,8 +115,9 @@ __device__ __forceinline__ bool await_watcher(const ReceiveRole& role, int index
   do {
     here = ptx::ld_acquire_shared(role.tables.chunks_here + index);
   } while (here < chunks);
+  const bool ok = __all_sync(~0u, here != kGivenUp) != 0;
   __syncwarp();
-  return here != kGivenUp;
+  return ok;
 }
 
 // Where a unit of receiving lies: the slots of all sources in the order in which their rows are announced.

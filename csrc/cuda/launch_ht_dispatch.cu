@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kManyThreads, 1)
 HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
   const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
   const HtWork work{.converts = p.quant != Quant::kNone, .copies = shapes.has_copies(p.output.layout)};
-  if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
+  if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms, p.shape.num_ranks <= 2);
   return tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, work, p.shape.num_ranks, num_sms));
 }
 

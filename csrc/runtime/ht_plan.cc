@@ -62,6 +62,8 @@ HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms) {
   return plan;
 }
 
-int default_ht_sms(HtWork work, int available) { return std::min(work.converts || work.copies ? 32 : 12, available); }
+int default_ht_sms(HtWork work, int available, bool stores_to_few) {
+  return std::min(work.converts || work.copies ? 32 : stores_to_few ? 16 : 12, available);
+}
 
 }  // namespace ep

@@ -33,7 +33,8 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
 // `has_staging`: rows are added up or copied before others read them.
 HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms);
 
-// Blocks of an operation whose caller names none: the fewest that fill the links.
-int default_ht_sms(HtWork work, int available);
+// Blocks of an operation whose caller names none: the fewest that fill the links. `stores_to_few`: a dispatch of two
+// ranks, where half of what a block can store goes to its own rank.
+int default_ht_sms(HtWork work, int available, bool stores_to_few = false);
 
 }  // namespace ep

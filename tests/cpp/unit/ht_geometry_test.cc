@@ -176,6 +176,8 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     EXPECT_EQ(1 << g.rank_bits, std::bit_ceil(static_cast<unsigned>(ranks))) << ranks;
   }
   EXPECT_EQ(default_ht_sms({}, 132), 12);
+  EXPECT_EQ(default_ht_sms({}, 132, true), 16);
+  EXPECT_EQ(default_ht_sms({.copies = true}, 132, true), 32);
   EXPECT_EQ(default_ht_sms({.converts = true}, 132), 32);
   EXPECT_EQ(default_ht_sms({.copies = true}, 132), 32);
   EXPECT_EQ(default_ht_sms({.copies = true}, 8), 8);
