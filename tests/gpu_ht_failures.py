@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import Expected
-from gpu_ht_ranks import layer, layer_buffer
 from gpu_ranks import DEADLINE, SLACK, expect_failed, leave_alone, within
 from gpus import busy, on_gpu
 from harness import synchronize
 from ht_harness import HT_STEPS, ht_step
+from layers import layer, layer_buffer
 
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of

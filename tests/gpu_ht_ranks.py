@@ -5,7 +5,6 @@ Run as a program: a few cases on one GPU, for sanitizers and for settings of the
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case
-from expected import Expected, plain_case
+from expected import Expected
 from gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
 from gpu_ranks import cover, cuda_case, cuda_cases, wide_case
 from gpus import on_gpu
-from harness import case_buffer, check_dispatch, garble, synchronize
+from harness import check_dispatch, garble, synchronize
 from ht_harness import (
     LARGE_ARENA,
     SMALL_ARENA,
@@ -31,15 +30,13 @@ from ht_harness import (
     oracle_kwargs,
     run_on_rank,
 )  # fmt: skip
+from layers import LAYOUTS, capacity_of, layer, layer_buffer
 from patience import of_living_ranks
 from sanitizers import run_arguments
 
 import nccl_ep
 from nccl_ep import reference
 from nccl_ep.bootstrap import rendezvous_of
-
-LAYOUTS = ("flat", "packed", "expert_major", "rank_major")
-
 
 # ---- Generated cases
 
@@ -102,12 +99,8 @@ def run_in_one_buffer(group: Any, cases: Sequence[ExpectedHt], device: Any) -> N
 
 def wide_cases(num_ranks: int) -> list[Case]:
     """Work for many blocks, in every layout."""
-    cases = [wide_case(num_ranks, layout=layout, capacity=_capacity(layout, num_ranks, 96)) for layout in LAYOUTS]
+    cases = [wide_case(num_ranks, layout=layout, capacity=capacity_of(layout, num_ranks, 96)) for layout in LAYOUTS]
     return [*cases, wide_case(num_ranks, layout="packed", quant="fp8_ue8m0", expert_alignment=16)]
-
-
-def _capacity(layout: str, num_ranks: int, tokens: int) -> int | None:
-    return num_ranks * tokens if layout == "expert_major" else None
 
 
 def run_ht_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]) -> int:
@@ -121,25 +114,12 @@ def run_ht_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]
         for case, sms in itertools.product(wide, num_sms):
             case.run(buffer, num_sms=sms)
         dispatches = int(buffer.stats()["ht_dispatches"])
-    for body in BODIES + GPU_BODIES:
+    for body in BODIES + SLOW_BODIES:
         body(group, device)
     return dispatches
 
 
 # ---- Bodies on any device
-
-
-def layer(num_ranks: int, layout: str, seed: int, **changes: Any) -> Expected:
-    tokens = 24
-    plain: dict[str, Any] = {
-        "num_experts": 4 * num_ranks, "topk": 4, "hidden": 256, "expert_alignment": 4 if layout == "packed" else 1,
-        "max_tokens": tokens, "tokens": (tokens,) * num_ranks, "capacity": _capacity(layout, num_ranks, tokens),
-    }  # fmt: skip
-    return Expected(plain_case(num_ranks, layout=layout, seed=seed, **{**plain, **changes}))
-
-
-def layer_buffer(case: Case, group: Any, device: Any, mode: str = "ht", **options: Any) -> nccl_ep.Buffer:
-    return case_buffer(case, group, mode=mode, device=device, **options)
 
 
 def live_outputs(group: Any, device: Any) -> None:
@@ -255,42 +235,6 @@ def own_layouts(group: Any, device: Any) -> None:
             assert torch.equal(y.cpu(), want.bfloat16()[:, None].expand(y.shape)), f"{layouts} rank {rank}"
 
 
-def changed_places(group: Any, device: Any) -> None:
-    """Rows that a changed handle in device memory names behind the output: none is written, read or added."""
-    rank, ranks, topk = group.rank(), group.size(), 4
-    for layout in ("packed", "expert_major"):
-        case = layer(ranks, layout, 95)
-        with layer_buffer(case.case, group, device, arena_bytes=LARGE_ARENA) as buffer:
-            out = case.send(buffer)
-            hidden, given = case.case.hidden, case.inputs[rank]
-            rows = out.x.numel() // hidden
-            assert out.handle.slots is not None
-            slots = out.handle.slots.cpu()
-            received = sum(int((each.topk_idx // 4 == rank).any(1).sum()) for each in case.inputs)
-            gone = []
-            for places in slots.reshape(-1, slots.shape[-1])[:received, :topk]:
-                chosen = torch.nonzero(places >= 0).flatten().tolist()
-                if len(chosen) > 1:
-                    gone.append(int(places[chosen[-1]]))
-                    places[chosen[-1]] = rows + 1
-            assert gone
-            handle = dataclasses.replace(out.handle, slots=slots.to(buffer.device))
-            room = buffer.empty((rows + 4, hidden), out.x.dtype).fill_(7)
-            into = nccl_ep.Payload(room[:rows].reshape(out.x.shape), None)
-            nccl_ep.dispatch_cached(given.x.to(buffer.device), handle, out=into)
-            stays = case.results[rank].valid.clone()
-            stays[gone] = False
-            assert torch.equal(room[:rows].cpu()[stays], out.x.reshape(rows, hidden).cpu()[stays])
-            assert (room[gone] == 7).all() and (room[rows:] == 7).all()
-            y = nccl_ep.combine(torch.ones_like(out.x), handle, weights=None)
-            owner = given.topk_idx // 4
-            here = torch.stack([(owner == r).sum(1) for r in range(ranks)])
-            assert torch.equal(y.cpu()[:, 0].int(), (here - (here > 1).int()).sum(0).int()), f"{layout} rank {rank}"
-            scalars = nccl_ep.combine_weights(torch.ones_like(out.weights), handle)
-            assert torch.equal(scalars.cpu().sum(1).int(), (here - (here > 1).int()).sum(0).int())
-            buffer.check()
-
-
 # One chunk, less than a group, whole groups, partial steps and blocks of two steps: the last of one, two and more.
 HIDDEN_OF_CONVERSION = (16, 112, 128, 528, 1008, 1040, 2064, 3072)
 
@@ -377,7 +321,7 @@ def rows_of_64_kib(group: Any, device: Any, **changes: Any) -> None:
     few = {"topk": 2, "max_tokens": tokens, "tokens": (tokens,) * ranks, **changes}
     for layout, dtype in itertools.product(LAYOUTS, (torch.bfloat16, torch.float32)):
         rows = {"dtype": dtype, "rows_dtype": dtype, "hidden": 65536 // dtype.itemsize}
-        case = layer(ranks, layout, 110, capacity=_capacity(layout, ranks, tokens), **rows, **few)
+        case = layer(ranks, layout, 110, capacity=capacity_of(layout, ranks, tokens), **rows, **few)
         _run_once(case, group, device, dtype=dtype)
 
 
@@ -391,7 +335,7 @@ def many_tokens(group: Any, device: Any, **changes: Any) -> None:
 
 
 BODIES = (live_outputs, overwrite_inputs, both_modes, own_layouts, conversion, long_rows, rows_of_64_kib)
-GPU_BODIES = (many_tokens, changed_places)  # not for emulated GPUs: too slow, handles in host memory are looked through
+SLOW_BODIES = (many_tokens,)  # too slow for emulated GPUs
 
 
 # ---- CUDA graphs with routing that changes

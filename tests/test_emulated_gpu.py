@@ -11,6 +11,7 @@ from typing import Any
 
 import floor_calls
 import gpu_chains
+import gpu_handles
 import gpu_ht_chains
 import gpu_ht_ranks
 import gpu_ranks
@@ -153,7 +154,7 @@ def test_one_buffer_for_many_cases(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES)
+@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES + gpu_handles.BODIES)
 def test_bodies_of_high_throughput(body: Any, num_ranks: int) -> None:
     run_ranks(num_ranks, lambda group: body(group, "cpu"))
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_handles
 import gpu_ht_chains
 import gpu_ht_failures
 import gpu_ht_ranks
@@ -53,7 +54,7 @@ def test_number_of_sms_changes_no_bit(number: int, num_sms: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES + gpu_ht_ranks.GPU_BODIES)
+@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES + gpu_ht_ranks.SLOW_BODIES + gpu_handles.BODIES)
 def test_bodies_on_one_gpu(body: Any, num_ranks: int) -> None:
     """See each body: outputs that live, inputs that are overwritten, both modes, a layout of each rank's own, FP8,
     the largest sizes."""

@@ -114,6 +114,11 @@ struct SharedTables {
   }
 };
 
+// A number that a handle has, which is in device memory: if it was changed it must not reach beyond what there is.
+__device__ __forceinline__ int within(int number, int64_t most) {
+  return static_cast<int>(min(max(static_cast<int64_t>(number), int64_t{0}), most));
+}
+
 // Rows between this rank and each other, in shared memory.
 struct Flows {
   int *to, *to_first;      // [R] own tokens with an expert there, and their first slot there
@@ -121,6 +126,10 @@ struct Flows {
 
   __device__ static Flows of(SharedTables& tables, int ranks) {
     return {tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks)};
+  }
+  // An own token may have it there.
+  __device__ __forceinline__ bool has_slot(int rank, int32_t slot) const {
+    return static_cast<unsigned>(slot - to_first[rank]) < static_cast<unsigned>(to[rank]);
   }
   // A warp. count_of(source, receiver): tokens of a rank with an expert of another.
   template <class CountOf>
@@ -348,7 +357,19 @@ __device__ __forceinline__ unsigned find_same_lanes(int number, int bits) {
   return same[0];
 }
 
-// Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first.
+// Choice `lane` of an own token, as the handle has it.
+struct OwnChoice {
+  int32_t id = -1, row = kNoRow, slot = kNoRow;
+
+  __device__ __forceinline__ static OwnChoice load(const HtRoutes& own, int topk, int token) {
+    if (lane_id() >= topk) return {};
+    const int64_t entry = static_cast<int64_t>(token) * topk + lane_id();
+    return {own.ids[entry], own.rows[entry], own.slots[entry]};
+  }
+};
+
+// Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first. None where a
+// handle that was changed has an expert or a slot that there is not.
 struct Group {
   int rank = -1;
   unsigned lanes = 0;  // of the same rank
@@ -361,23 +382,17 @@ struct Group {
     return fitting != 0 ? first : kNoRow;
   }
   // `rank_bits`: of a rank.
-  __device__ __forceinline__ static Group of(int id, const Divisor& by_local_experts, int rank_bits) {
+  __device__ __forceinline__ static Group of(const OwnChoice& choice, const Flows& flows, int num_experts,
+                                             const Divisor& by_local_experts, int rank_bits) {
     Group group;
-    if (id >= 0) group.rank = by_local_experts.divide(id);
-    group.lanes = find_same_lanes(group.rank, rank_bits) & __ballot_sync(~0u, id >= 0);
-    group.leads = id >= 0 && __ffs(static_cast<int>(group.lanes)) - 1 == lane_id();
+    if (static_cast<unsigned>(choice.id) < static_cast<unsigned>(num_experts)) {
+      const int rank = by_local_experts.divide(choice.id);
+      if (flows.has_slot(rank, choice.slot)) group.rank = rank;
+    }
+    const bool is_there = group.rank >= 0;
+    group.lanes = find_same_lanes(group.rank, rank_bits) & __ballot_sync(~0u, is_there);
+    group.leads = is_there && __ffs(static_cast<int>(group.lanes)) - 1 == lane_id();
     return group;
-  }
-};
-
-// Choice `lane` of an own token, as the handle has it.
-struct OwnChoice {
-  int32_t id = -1, row = kNoRow, slot = kNoRow;
-
-  __device__ __forceinline__ static OwnChoice load(const HtRoutes& own, int topk, int token) {
-    if (lane_id() >= topk) return {};
-    const int64_t entry = static_cast<int64_t>(token) * topk + lane_id();
-    return {own.ids[entry], own.rows[entry], own.slots[entry]};
   }
 };
 

@@ -21,15 +21,15 @@ struct PullRoute {
   __device__ __forceinline__ static PullRoute of(const HtCombineRole& role, const OwnChoice& choice) {
     PullRoute route;
     route.choice = choice;
-    route.group = Group::of(choice.id, role.geometry.by_local_experts, role.geometry.rank_bits);
+    route.group = Group::of(choice, role.tables.flows, role.p.shape.num_experts, role.geometry.by_local_experts,
+                            role.geometry.rank_bits);
     return route;
   }
   // That the leader's rank must have announced; -1: nothing.
   __device__ __forceinline__ int chunk(const HtCombineRole& role) const {
     if (!group.leads || (!role.p.has_values && role.tables.offsets[group.rank] != kNoOffset)) return -1;
     const Flows& flows = role.tables.flows;
-    const int found = chunk_of(choice.slot - flows.to_first[group.rank], flows.to[group.rank], kHtChunks);
-    return static_cast<unsigned>(found) < kHtChunks ? found : -1;  // none: of a handle that was changed
+    return chunk_of(choice.slot - flows.to_first[group.rank], flows.to[group.rank], kHtChunks);
   }
   // Acquire.
   __device__ __forceinline__ bool is_ready(const HtCombineRole& role) const {
@@ -60,9 +60,12 @@ struct PullRoute {
     const char* mine = nullptr;
     if (group.leads && first_row >= 0 && p.has_rows()) {
       const Offset offset = role.tables.offsets[group.rank];
-      mine = offset != kNoOffset ? role.peers.at<char>(group.rank, offset) +
-                                       static_cast<int64_t>(first_row) * (p.hidden * size_of(p.dtype))
-                                 : role.staged(group.rank, choice.slot, 0);
+      const Offset row_bytes = p.hidden * size_of(p.dtype), row = offset + first_row * row_bytes;
+      if (offset == kNoOffset) {
+        mine = role.staged(group.rank, choice.slot, 0);
+      } else if (row + row_bytes <= p.layout.arena_end) {
+        mine = role.peers.at<char>(group.rank, row);
+      }
     }
     // From the leaders' lanes to the order of ranks.
     const auto address = reinterpret_cast<unsigned long long>(mine);
@@ -83,7 +86,7 @@ __device__ __forceinline__ void take_values(const HtCombineRole& role, int token
   const HtCombineParams& p = role.p;
   if (role.lane >= p.shape.topk) return;
   float value = 0.0f;
-  if (route.choice.id >= 0) {
+  if (route.group.rank >= 0) {
     const auto* words =
         reinterpret_cast<const uint32_t*>(role.staged(route.group.rank, route.choice.slot, role.values_part()));
     value = __uint_as_float(ptx::ld_relaxed_sys(words + role.lane));

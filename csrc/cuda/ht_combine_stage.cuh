@@ -68,7 +68,9 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   const HtCombineParams& p = role.p;
   const CombineTables& t = role.tables;
   const int ranks = role.num_ranks(), rank = role.peers.rank, chunks = role.plan.chunks;
-  const auto count_of = [&](int source, int receiver) { return p.handle.counts[source * ranks + receiver]; };
+  const auto count_of = [&](int source, int receiver) {
+    return within(p.handle.counts[source * ranks + receiver], p.shape.max_tokens);
+  };
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
     t.flows.fill(ranks, rank, r, count_of);
@@ -96,11 +98,12 @@ __device__ __forceinline__ void send_weights(const HtCombineRole& role) {
   const int topk = p.shape.topk;
 #pragma unroll 1
   for (int64_t i = role.thread(); i < static_cast<int64_t>(p.num_tokens) * topk; i += role.threads()) {
-    const int id = p.handle.own.ids[i], k = static_cast<int>(i % topk);
-    if (id < 0) continue;
+    const int id = p.handle.own.ids[i], slot = p.handle.own.slots[i], k = static_cast<int>(i % topk);
+    if (!p.shape.valid(id)) continue;
+    const int rank = role.geometry.by_local_experts.divide(id);
+    if (!role.tables.flows.has_slot(rank, slot)) continue;
     const bool is_skipped = p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, i));
-    auto* words =
-        role.peers.at<uint32_t>(role.geometry.by_local_experts.divide(id), p.layout.slot_words(p.handle.own.slots[i]));
+    auto* words = role.peers.at<uint32_t>(rank, p.layout.slot_words(slot));
     ptx::st_relaxed_sys(words + format.place(k), static_cast<uint32_t>(is_skipped ? kNoRow : 0));
     ptx::st_relaxed_sys(words + format.weight(k), __float_as_uint(p.home_weights[i]));
   }
@@ -127,7 +130,8 @@ __device__ __forceinline__ void stage_values(const HtCombineRole& role, int32_t 
   const HtCombineParams& p = role.p;
   if (role.lane >= p.shape.topk) return;
   const bool expert_rows = has_expert_rows(p.output.layout);
-  const int32_t place = expert_rows ? p.handle.slot(slot)[p.layout.slot.place(role.lane)] : row;
+  int32_t place = row;
+  if (expert_rows) place = slot < p.handle.num_slots ? p.handle.slot(slot)[p.layout.slot.place(role.lane)] : kNoRow;
   float value = 0.0f;
   if (place >= 0 && place < p.output.rows()) {
     value = p.values[expert_rows ? place : static_cast<int64_t>(place) * p.shape.topk + role.lane];
@@ -160,7 +164,7 @@ struct StagedSlot {
       if (role.lane == 0) row = p.output.row(home, first, slot - first);
       return;
     }
-    if (role.lane >= p.shape.topk) return;
+    if (role.lane >= p.shape.topk || slot >= p.handle.num_slots) return;
     const HtSlotFormat& format = p.layout.slot;
     const int32_t* kept = p.handle.slot(slot);
     row = kept[format.place(role.lane)];

@@ -93,7 +93,7 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
   const HtDispatchParams& p = role.p;
   const int ranks = role.num_ranks(), local_experts = p.output.local_experts, warps = role.threads() / 32;
   const auto count_of = [&](int source, int receiver) {
-    if (!role.routes_meanwhile()) return p.handle.counts[source * ranks + receiver];
+    if (!role.routes_meanwhile()) return within(p.handle.counts[source * ranks + receiver], p.shape.max_tokens);
     return static_cast<int>(await_call_word(role.call, p.layout, role.peers, source, HtCall::kCounts + receiver));
   };
 #pragma unroll 1
@@ -102,18 +102,19 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
   }
   if (p.output.layout != OutputLayout::kPacked) return;
   const int first_word = HtCall::kCounts + ranks + role.peers.rank * local_experts;
+  const int64_t most = static_cast<int64_t>(ranks) * p.shape.max_tokens * p.shape.topk;
 #pragma unroll 1
   for (int e = role.thread(); e < local_experts; e += role.threads()) {
     role.tables.start[e] = role.routes_meanwhile()
                                ? WordSums::await(role.call, p.layout, role.peers, first_word + e).all
-                               : p.handle.expert_counts[e];
+                               : within(p.handle.expert_counts[e], most);
   }
 }
 
 // A warp: the first row of each packed expert, and the end.
 __device__ __forceinline__ void find_own_starts(const SendRole& role) {
   OutputShape output = role.p.output;
-  if (role.p.steps == HtSteps::kCached) output.alignment = *role.p.handle.alignment;  // nobody has said it
+  if (role.p.steps == HtSteps::kCached) output.alignment = max(*role.p.handle.alignment, 1);  // nobody has said it
   const auto span_of = [&](int e) { return static_cast<int>(output.span(role.tables.start[e])); };
   const int end = exclusive_sums(output.local_experts, role.tables.start, span_of);
   if (role.lane == 0) role.tables.start[output.local_experts] = end;

@@ -161,8 +161,9 @@ struct PlacedSlot {
       found.weight = ptx::ld_relaxed_sys(words + format.weight(k));
       found.token = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
     } else {
-      const int32_t row = p.handle.slot(found.slot)[format.place(k)];
-      found.row = row < p.output.rows() ? row : kNoRow;  // a handle that was changed must not reach beyond the output
+      // A handle that was changed must not reach beyond its slots and the output.
+      const int32_t row = found.slot < p.handle.num_slots ? p.handle.slot(found.slot)[format.place(k)] : kNoRow;
+      found.row = row < p.output.rows() ? row : kNoRow;
     }
     return found;
   }
@@ -271,14 +272,14 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
 #pragma unroll 1
   for (int bin = 0; bin < output.bins(); bin++) {
     if (output.layout == OutputLayout::kPacked) {
-      const int64_t start = min(static_cast<int64_t>(role.tables.start[bin]), output.capacity);
+      const int64_t start = within(role.tables.start[bin], output.capacity);
       const int64_t next = bin + 1 < output.bins() ? role.tables.start[bin + 1] : output.capacity;
-      const int64_t filled = start + output.kept(start, p.handle.expert_counts[bin]);
+      const int64_t filled = start + output.kept(start, max(p.handle.expert_counts[bin], 0));
       clear_rows(role, filled, min(next, output.capacity), p.zero_padding);
     } else {
       const bool expert_rows = has_expert_rows(output.layout);
       const int64_t limit = expert_rows ? output.capacity : p.shape.max_tokens;
-      const int demand = expert_rows ? p.handle.expert_counts[bin] : role.tables.flows.from[bin];
+      const int demand = expert_rows ? max(p.handle.expert_counts[bin], 0) : role.tables.flows.from[bin];
       clear_rows(role, bin * limit + output.kept(0, demand), (bin + 1) * limit, p.zero_padding);
     }
   }

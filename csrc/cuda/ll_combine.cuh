@@ -104,7 +104,8 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
       if (token >= p.handle.tokens[home]) continue;
       const int32_t row = p.handle.rows[p.layout.slot(home, token) * map_k + (expert_rows ? k : 0)];
       if (row == kNoRow) continue;
-      const float value = row < 0 ? 0.0f : p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k];
+      const bool is_there = row >= 0 && row < p.output.rows();  // else dropped, or of a handle that was changed
+      const float value = !is_there ? 0.0f : p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k];
       auto* target = peers.at<uint64_t>(home, p.layout.weight<kMasksRanks>(call.bank, peers.rank, token, k));
       ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), call.tag));
     }
@@ -114,8 +115,8 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   for (int i = first; i < p.num_tokens * topk; i += step) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;
-    const int owner = id >= 0 ? p.shape.owner(id) : peers.rank;
-    if (id >= 0 && !is_masked(call, owner)) {
+    const int owner = p.shape.valid(id) ? p.shape.owner(id) : peers.rank;
+    if (p.shape.valid(id) && !is_masked(call, owner)) {
       const auto* word = peers.local<uint64_t>(p.layout.weight<kMasksRanks>(call.bank, owner, i / topk, i % topk));
       bits = await_word(call, word, Phase::kScalars, owner);
     }

@@ -79,6 +79,7 @@ struct Sender {
       most_tokens = max(most_tokens, __ldg(role.p.handle.tokens + r));
     }
     most_tokens = __reduce_max_sync(~0u, max(tokens, most_tokens));
+    most_tokens = min(most_tokens, role.p.shape.max_tokens);  // of a handle that was changed
     has_tickets = role.geometry.deal.has_tickets(most_tokens);
   }
   // Where the weight of choice `lane` of a token comes from its home rank.

@@ -139,6 +139,7 @@ struct HtLayout {
   uint64_t call_words = 0;
   Offset signals = 0, calls = 0, slots = 0, rows = 0;
   Offset routes_out = 0, routes_in = 0, rail_out = 0, rail_in = 0;
+  Offset arena_end = 0;  // where rows are read in place
 
   EP_HD Offset signal(HtSignal which, int source) const {
     return signals +
@@ -179,6 +180,7 @@ struct HtLayout {
     layout.routes_in = window.routes_in.offset;
     layout.rail_out = window.rail_out.offset;
     layout.rail_in = window.rail_in.offset;
+    layout.arena_end = window.arena.offset + window.arena.count;
     const HtSizes need = sizes(topology, shape, row.stride());
     EP_CHECK(need.call_words <= window.call_words && need.slot_bytes <= window.slots.count &&
                  need.row_bytes <= window.rows.count && need.route_bytes <= window.routes_in.count &&

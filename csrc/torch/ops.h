@@ -22,6 +22,15 @@ namespace ep {
 #define EP_HANDLE_SPEC \
   HandleSpec { num_tokens, topk, num_experts, max_tokens, layout, capacity }
 
+// Whether the host may read what a handle has. Emulated GPUs stand for those whose memory it cannot read.
+inline bool can_look_through([[maybe_unused]] const at::Device& device) {
+#ifdef EP_EMULATED_GPU
+  return false;
+#else
+  return device.is_cpu();
+#endif
+}
+
 // Values of a handle in host memory.
 inline void check_handle_values(const int32_t* values, int64_t count, int64_t first, int64_t last, const char* name) {
   for (int64_t i = 0; i < count; i++) {
