@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,35 +57,32 @@ def changed_places(group: Any, device: Any) -> None:
             buffer.check()
 
 
-def _parts(handle: nccl_ep.Handle) -> dict[str, slice]:
-    """Of the handle's tensor."""
+def _parts(handle: nccl_ep.Handle) -> list[tuple[str, slice]]:
+    """Six of them, each of one of the handle's tensors."""
     if handle.mode == "ll":
         sixth = handle.tensor.numel() // 6
-        return {f"part {i}": slice(i * sixth, (i + 1) * sixth) for i in range(6)}
+        return [("tensor", slice(i * sixth, (i + 1) * sixth)) for i in range(6)]
     ranks, own = handle.num_ranks, align4(handle.num_tokens * handle.topk)
     sizes = HtRouteShape(ranks, 1, handle.num_experts, handle.num_tokens, handle.max_tokens, handle.topk)
+    # Counts, the experts' counts, ids, rows, slots.
     starts = (0, align4(ranks**2), sizes.slots_at - 2 * own, sizes.slots_at - own, sizes.slots_at, sizes.size)
-    names = ("counts", "expert counts", "ids", "rows", "slots")
-    return {name: slice(*part) for name, part in zip(names, itertools.pairwise(starts), strict=True)}
+    return [*(("tensor", slice(*part)) for part in itertools.pairwise(starts)), ("slots", slice(None))]
 
 
-def _changed(handle: nccl_ep.Handle, made: torch.Generator) -> Iterator[nccl_ep.Handle]:
-    """With odd numbers in half of the places of each part, one after the other."""
-
-    def with_odd(tensor: torch.Tensor, part: slice) -> torch.Tensor:
-        changed = tensor.cpu().clone()
-        place = changed.reshape(-1)[part]
-        odd = ODD_NUMBERS[torch.randint(len(ODD_NUMBERS), place.shape, generator=made)]
-        place.copy_(torch.where(torch.rand(place.shape, generator=made) < 0.5, odd, place))
-        return changed.to(tensor.device)
-
-    for part in _parts(handle).values():
-        yield dataclasses.replace(handle, tensor=with_odd(handle.tensor, part))
-    if handle.slots is not None:
-        yield dataclasses.replace(handle, slots=with_odd(handle.slots, slice(None)))
+def _changed(handle: nccl_ep.Handle, part: int, made: torch.Generator) -> nccl_ep.Handle:
+    """With odd numbers in half of the places of a part."""
+    name, place = _parts(handle)[part]
+    tensor = getattr(handle, name)
+    changed = tensor.cpu().clone()
+    numbers = changed.reshape(-1)[place]
+    odd = ODD_NUMBERS[torch.randint(len(ODD_NUMBERS), numbers.shape, generator=made)]
+    numbers.copy_(torch.where(torch.rand(numbers.shape, generator=made) < 0.5, odd, numbers))
+    return dataclasses.replace(handle, **{name: changed.to(tensor.device)})
 
 
-def _use(step: str, case: Expected, buffer: nccl_ep.Buffer, out: nccl_ep.DispatchOutput, handle: Any) -> None:
+def _use(
+    step: str, case: Expected, buffer: nccl_ep.Buffer, out: nccl_ep.DispatchOutput, handle: nccl_ep.Handle
+) -> None:
     given = case.inputs[buffer.rank]
     if step == "cached":
         nccl_ep.dispatch_cached(given.x.to(buffer.device), handle, zero_padding=True)
@@ -109,11 +105,10 @@ def changed_handles(group: Any, device: Any) -> None:
         for step, _ in itertools.product(steps, range(3)):  # a step has half of the parts with each of two layouts
             with layer_buffer(case.case, group, device, mode=mode) as buffer:
                 out = case.send(buffer, mode=mode)
-                handles = list(_changed(out.handle, made))
-                assert len(handles) == 6
+                handle = _changed(out.handle, next(turn) % 6, made)
                 buffer.set_timeout(0.2)
                 with contextlib.suppress(nccl_ep.TimeoutError):
-                    _use(step, case, buffer, out, handles[next(turn) % 6])
+                    _use(step, case, buffer, out, handle)
         with layer_buffer(case.case, group, device, mode=mode) as buffer:
             case.check_dispatch(case.send(buffer, mode=mode), group.rank())
 

@@ -119,6 +119,12 @@ __device__ __forceinline__ int within(int number, int64_t most) {
   return static_cast<int>(min(max(static_cast<int64_t>(number), int64_t{0}), most));
 }
 
+// Tokens of a rank with an expert of another.
+template <class Params>
+__device__ __forceinline__ int count_in_handle(const Params& p, int source, int receiver) {
+  return within(p.handle.counts[source * p.shape.num_ranks + receiver], p.shape.max_tokens);
+}
+
 // Rows between this rank and each other, in shared memory.
 struct Flows {
   int *to, *to_first;      // [R] own tokens with an expert there, and their first slot there
@@ -368,8 +374,15 @@ struct OwnChoice {
   }
 };
 
-// Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first. None where a
-// handle that was changed has an expert or a slot that there is not.
+// Whose expert an own choice names; -1: nobody's, or its slot is not there, which is so in a handle that was changed.
+template <class Role>
+__device__ __forceinline__ int owner_of(const Role& role, int32_t id, int32_t slot) {
+  if (!role.p.shape.valid(id)) return -1;
+  const int rank = role.geometry.by_local_experts.divide(id);
+  return role.tables.flows.has_slot(rank, slot) ? rank : -1;
+}
+
+// Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first.
 struct Group {
   int rank = -1;
   unsigned lanes = 0;  // of the same rank
@@ -381,16 +394,12 @@ struct Group {
     const int32_t first = __shfl_sync(~0u, row, fitting != 0 ? __ffs(static_cast<int>(fitting)) - 1 : lane_id());
     return fitting != 0 ? first : kNoRow;
   }
-  // `rank_bits`: of a rank.
-  __device__ __forceinline__ static Group of(const OwnChoice& choice, const Flows& flows, int num_experts,
-                                             const Divisor& by_local_experts, int rank_bits) {
+  template <class Role>
+  __device__ __forceinline__ static Group of(const Role& role, const OwnChoice& choice) {
     Group group;
-    if (static_cast<unsigned>(choice.id) < static_cast<unsigned>(num_experts)) {
-      const int rank = by_local_experts.divide(choice.id);
-      if (flows.has_slot(rank, choice.slot)) group.rank = rank;
-    }
+    group.rank = owner_of(role, choice.id, choice.slot);
     const bool is_there = group.rank >= 0;
-    group.lanes = find_same_lanes(group.rank, rank_bits) & __ballot_sync(~0u, is_there);
+    group.lanes = find_same_lanes(group.rank, role.geometry.rank_bits) & __ballot_sync(~0u, is_there);
     group.leads = is_there && __ffs(static_cast<int>(group.lanes)) - 1 == lane_id();
     return group;
   }

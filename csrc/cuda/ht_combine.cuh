@@ -21,8 +21,7 @@ struct PullRoute {
   __device__ __forceinline__ static PullRoute of(const HtCombineRole& role, const OwnChoice& choice) {
     PullRoute route;
     route.choice = choice;
-    route.group = Group::of(choice, role.tables.flows, role.p.shape.num_experts, role.geometry.by_local_experts,
-                            role.geometry.rank_bits);
+    route.group = Group::of(role, choice);
     return route;
   }
   // That the leader's rank must have announced; -1: nothing.

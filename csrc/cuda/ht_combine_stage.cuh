@@ -68,9 +68,7 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   const HtCombineParams& p = role.p;
   const CombineTables& t = role.tables;
   const int ranks = role.num_ranks(), rank = role.peers.rank, chunks = role.plan.chunks;
-  const auto count_of = [&](int source, int receiver) {
-    return within(p.handle.counts[source * ranks + receiver], p.shape.max_tokens);
-  };
+  const auto count_of = [&](int source, int receiver) { return count_in_handle(p, source, receiver); };
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
     t.flows.fill(ranks, rank, r, count_of);
@@ -99,9 +97,8 @@ __device__ __forceinline__ void send_weights(const HtCombineRole& role) {
 #pragma unroll 1
   for (int64_t i = role.thread(); i < static_cast<int64_t>(p.num_tokens) * topk; i += role.threads()) {
     const int id = p.handle.own.ids[i], slot = p.handle.own.slots[i], k = static_cast<int>(i % topk);
-    if (!p.shape.valid(id)) continue;
-    const int rank = role.geometry.by_local_experts.divide(id);
-    if (!role.tables.flows.has_slot(rank, slot)) continue;
+    const int rank = owner_of(role, id, slot);
+    if (rank < 0) continue;
     const bool is_skipped = p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, i));
     auto* words = role.peers.at<uint32_t>(rank, p.layout.slot_words(slot));
     ptx::st_relaxed_sys(words + format.place(k), static_cast<uint32_t>(is_skipped ? kNoRow : 0));

@@ -93,7 +93,7 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
   const HtDispatchParams& p = role.p;
   const int ranks = role.num_ranks(), local_experts = p.output.local_experts, warps = role.threads() / 32;
   const auto count_of = [&](int source, int receiver) {
-    if (!role.routes_meanwhile()) return within(p.handle.counts[source * ranks + receiver], p.shape.max_tokens);
+    if (!role.routes_meanwhile()) return count_in_handle(p, source, receiver);
     return static_cast<int>(await_call_word(role.call, p.layout, role.peers, source, HtCall::kCounts + receiver));
   };
 #pragma unroll 1

@@ -194,8 +194,7 @@ struct SendRoute {
     return route;
   }
   __device__ __forceinline__ void resolve(const SendRole& role) {
-    group = Group::of(choice, role.tables.flows, role.p.shape.num_experts, role.geometry.by_local_experts,
-                      role.geometry.rank_bits);
+    group = Group::of(role, choice);
     first_row = group.first_fitting(choice.row);
   }
 };

@@ -105,7 +105,7 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
       const int32_t row = p.handle.rows[p.layout.slot(home, token) * map_k + (expert_rows ? k : 0)];
       if (row == kNoRow) continue;
       const bool is_there = row >= 0 && row < p.output.rows();  // else dropped, or of a handle that was changed
-      const float value = !is_there ? 0.0f : p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k];
+      const float value = is_there ? p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k] : 0.0f;
       auto* target = peers.at<uint64_t>(home, p.layout.weight<kMasksRanks>(call.bank, peers.rank, token, k));
       ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), call.tag));
     }
@@ -115,8 +115,8 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   for (int i = first; i < p.num_tokens * topk; i += step) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;
-    const int owner = p.shape.valid(id) ? p.shape.owner(id) : peers.rank;
-    if (p.shape.valid(id) && !is_masked(call, owner)) {
+    const int owner = p.shape.valid(id) ? p.shape.owner(id) : -1;
+    if (owner >= 0 && !is_masked(call, owner)) {
       const auto* word = peers.local<uint64_t>(p.layout.weight<kMasksRanks>(call.bank, owner, i / topk, i % topk));
       bits = await_word(call, word, Phase::kScalars, owner);
     }
