@@ -30,7 +30,7 @@ constexpr int kMaxCudaRanks = 64;
 struct HtCounters {
   alignas(128) uint32_t taken;  // units of work handed out to workers
   alignas(128) uint32_t finished;
-  alignas(128) uint32_t staged;        // the same for rows that are made readable
+  alignas(128) uint32_t staged;        // the same for rows that a rank copies (dispatch), makes readable (combine)
   alignas(128) uint32_t routes_taken;  // and for what stands beside rows
   alignas(128) uint32_t routes_finished;
   alignas(128) uint32_t ready[kMaxCudaRanks * kHtChunks];  // rows of a chunk for a rank that lie in place

@@ -26,7 +26,7 @@ struct PullRoute {
   }
   // That the leader's rank must have announced; -1: nothing.
   __device__ __forceinline__ int chunk(const HtCombineRole& role) const {
-    if (!group.leads || (!role.p.has_values && role.tables.offsets[group.rank] != kNoOffset)) return -1;
+    if (!group.leads || (!role.p.has_values && role.reads_in_place(group.rank))) return -1;
     const Flows& flows = role.tables.flows;
     return chunk_of(choice.slot - flows.to_first[group.rank], flows.to[group.rank], kHtChunks);
   }
@@ -60,8 +60,10 @@ struct PullRoute {
     if (group.leads && first_row >= 0 && p.has_rows()) {
       const Offset offset = role.tables.offsets[group.rank];
       const Offset row_bytes = p.hidden * size_of(p.dtype), row = offset + first_row * row_bytes;
-      if (offset == kNoOffset) {
+      if (!role.reads_in_place(group.rank)) {
         mine = role.staged(group.rank, choice.slot, 0);
+      } else if (group.rank == role.peers.rank) {
+        if (first_row < p.output.rows()) mine = static_cast<const char*>(p.rows) + first_row * row_bytes;
       } else if (row + row_bytes <= p.layout.arena_end) {
         mine = role.peers.at<char>(group.rank, row);
       }
@@ -76,7 +78,7 @@ struct PullRoute {
       const unsigned long long found = __shfl_sync(~0u, address, leader);
       if (role.lane != lane) continue;
       source = reinterpret_cast<const char*>(found);
-      is_in_place = role.tables.offsets[rank] != kNoOffset;
+      is_in_place = role.reads_in_place(rank);
     }
   }
 };

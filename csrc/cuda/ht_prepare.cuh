@@ -18,7 +18,7 @@ struct SendTables {
   int* start;          // [L + 1] first row of each expert here, packed outputs
   uint32_t*
       chunks_here;  // [R + 1] of each source's rows, chunks that have come; last: all have. kGivenUp: no more will
-  int* segments;    // [chunks * R + 1] slots here before (chunk, source)
+  int* segments;    // [chunks * R + 1] slots here before (chunk, source) whose rows may have to be copied
 
   __device__ static SendTables of(char* shared, const HtDispatchParams& p, const HtSendGeometry& g) {
     const int ranks = p.shape.num_ranks;
@@ -52,6 +52,13 @@ struct SendRole : HtBlock {
   __device__ uint64_t* barrier() const { return tables.barriers + warp; }
   // Segments are in the order (chunk, source); the own rank's rows come first.
   __device__ int source_of(int segment) const { return (peers.rank + segment % num_ranks()) % num_ranks(); }
+  __device__ char* out_row(int part, int32_t row) const {
+    return static_cast<char*>(p.parts[part].out) + static_cast<int64_t>(row) * p.parts[part].bytes;
+  }
+  // Own rows, wherever the output lies; others' if that is the arena.
+  __device__ bool is_in_place(int part, int source) const {
+    return source == peers.rank || p.parts[part].out_offset != kNoOffset;
+  }
 };
 
 // ---- Tables
@@ -123,8 +130,10 @@ __device__ __forceinline__ void find_own_starts(const SendRole& role) {
 // A warp.
 __device__ __forceinline__ void find_segments(const SendRole& role) {
   const int ranks = role.num_ranks(), chunks = role.plan.chunks, count = chunks * ranks;
+  const bool copies_own = has_expert_rows(role.p.output.layout);  // for further choices
   const int end = exclusive_sums(count, role.tables.segments, [&](int i) {
-    return chunk_size(i / ranks, role.tables.flows.from[role.source_of(i)], chunks);
+    const int source = role.source_of(i);
+    return source != role.peers.rank || copies_own ? chunk_size(i / ranks, role.tables.flows.from[source], chunks) : 0;
   });
   if (role.lane == 0) role.tables.segments[count] = end;
 }

@@ -57,13 +57,13 @@ __device__ __forceinline__ void copy_part(const ReceiveRole& role, int part, con
 
 // To the rows of all lanes, kNoRow for none: from the first of them where the sender has written that one in place,
 // else from the staging rows.
-__device__ __forceinline__ void put_rows(const ReceiveRole& role, int32_t slot, int32_t row) {
+__device__ __forceinline__ void put_rows(const ReceiveRole& role, int source, int32_t slot, int32_t row) {
   const unsigned fitting = __ballot_sync(~0u, row >= 0);
   if (fitting == 0) return;
   const int32_t first = __shfl_sync(~0u, row, __ffs(static_cast<int>(fitting)) - 1);
 #pragma unroll 1
   for (int i = 0; i < role.p.num_parts; i++) {
-    const bool is_in_place = role.p.parts[i].out_offset != kNoOffset;
+    const bool is_in_place = role.is_in_place(i, source);
     const char* in = is_in_place ? role.out_row(i, first)
                                  : role.peers.local<char>(role.p.layout.staged_row(slot) + role.p.layout.row.offset[i]);
     const unsigned lanes = is_in_place ? fitting & (fitting - 1) : fitting;
@@ -120,7 +120,7 @@ __device__ __forceinline__ bool await_watcher(const ReceiveRole& role, int index
   return ok;
 }
 
-// Where a unit of receiving lies: the slots of all sources in the order in which their rows are announced.
+// Where a unit of receiving lies: the slots that may have copies in the order in which their rows are announced.
 struct PlacedUnit {
   int chunk = 0, source = 0;
   int index = 0;  // among the slots of the source
@@ -161,15 +161,15 @@ struct PlacedSlot {
       found.weight = ptx::ld_relaxed_sys(words + format.weight(k));
       found.token = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
     } else {
-      // A handle that was changed must not reach beyond its slots and the output.
-      const int32_t row = found.slot < p.handle.num_slots ? p.handle.slot(found.slot)[format.place(k)] : kNoRow;
-      found.row = row < p.output.rows() ? row : kNoRow;
+      // A handle that was changed must not reach beyond its slots.
+      found.row = p.handle.slot(min(found.slot, static_cast<int>(p.handle.num_slots) - 1))[format.place(k)];
     }
     return found;
   }
   __device__ __forceinline__ void put(const ReceiveRole& role) const {
     const int lanes = has_expert_rows(role.p.output.layout) ? role.p.shape.topk : 1;
-    put_rows(role, slot, role.lane < lanes ? row : kNoRow);
+    // Past the output: in a handle that was changed.
+    put_rows(role, at.source, slot, role.lane < lanes && row < role.p.output.rows() ? row : kNoRow);
   }
   // What was told goes to the handle and the outputs.
   __device__ __forceinline__ void keep(const ReceiveRole& role) const {
@@ -192,23 +192,28 @@ struct PlacedSlot {
   }
 };
 
-// Copies for further choices, or from the staging rows. Of a warp's next slot all is asked for ahead. False: a wait was
-// given up.
+// Copies for further choices, or from the staging rows. A warp's first two slots are set, so that slots of a chunk lie
+// on different SMs; the others go to whoever is ready, as SMs that share a way to memory are slower. Of a warp's next
+// slot all is asked for ahead. False: a wait was given up.
 __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
-  const int units = role.has_copies() ? role.tables.segments[role.plan.chunks * role.num_ranks()] : 0;
+  const bool has_slots = sends_routes(role.p.steps) || role.p.handle.num_slots > 0;
+  const int units = role.has_copies() && has_slots ? role.tables.segments[role.plan.chunks * role.num_ranks()] : 0;
   const int warps = role.warps() - role.helper_blocks();  // but those that watch
-  int unit = role.receiver();
+  int unit = role.receiver(), next_unit = unit + warps;
+  Tickets tickets;
   PlacedSlot next;
   if (unit < units) next = PlacedSlot::load(role, unit);
 #pragma unroll 1
   while (unit < units) {
     testing_point(Point::kBetweenRows, role.call, unit);
     const PlacedSlot slot = next;
-    unit += warps;
-    next = PlacedSlot::load(role, min(unit, units - 1));
+    next = PlacedSlot::load(role, min(next_unit, units - 1));
     if (!slot.await(role)) return false;
+    tickets.ask(counters_of(role.call).staged);
     slot.keep(role);
     slot.put(role);
+    unit = next_unit;
+    next_unit = 2 * warps + tickets.take();
   }
   return await_watcher(role, role.num_ranks(), 1);
 }

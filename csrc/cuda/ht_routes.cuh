@@ -16,9 +16,6 @@ struct ReceiveRole : SendRole {
   __device__ bool has_copies() const { return geometry.has_copies(p.output.layout); }
   // The last helper of a block waits for rows, and no other warp of it looks at their signals.
   __device__ bool watches() const { return helper() == plan.helpers() - 1; }
-  __device__ char* out_row(int part, int32_t row) const {
-    return static_cast<char*>(p.parts[part].out) + static_cast<int64_t>(row) * p.parts[part].bytes;
-  }
 };
 
 // ---- Sending

@@ -201,6 +201,7 @@ struct SendRoute {
 
 __device__ __forceinline__ char* target_of(const SendRole& role, const SendRoute& route, int part) {
   const int peer = route.group.rank;
+  if (peer == role.peers.rank) return role.out_row(part, route.first_row);
   const Offset out = role.tables.offsets[peer * kHtMaxParts + part];
   const Offset target = out == kNoOffset ? role.p.layout.staged_row(route.choice.slot) + role.p.layout.row.offset[part]
                                          : out + static_cast<Offset>(route.first_row) * role.p.parts[part].bytes;

@@ -25,9 +25,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }  // namespace
 
 HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
-  const bool has_staging = HtCombineGeometry::stages(p);
-  if (p.num_sms == 0) num_sms = default_ht_sms({.copies = has_staging}, num_sms);
-  return tuned("EP_PLAN_HC", plan_ht_combine(has_staging, p.shape.num_ranks, num_sms));
+  const HtWork work{.copies = HtCombineGeometry::stages(p), .adds = has_expert_rows(p.output.layout)};
+  if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
+  return tuned("EP_PLAN_HC", plan_ht_combine(work, p.shape.num_ranks, num_sms));
 }
 
 HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { return HtCombineGeometry::of(p, plan); }

@@ -88,8 +88,8 @@ struct HtDispatchParams {
 };
 
 // Rows, or a scalar for each of their choices, or both, go home. Readers pull: the rows where they lie if that is the
-// arena, no sum is needed here, and the wire's dtype is no smaller; else from the staging rows of their owner, in the
-// wire dtype, by slot.
+// arena (CUDA: or their own GPU), no sum is needed here, and the wire's dtype is no smaller; else from the staging rows
+// of their owner, in the wire dtype, by slot.
 struct HtCombineParams {
   Shape shape;
   HtLayout layout;
@@ -116,10 +116,11 @@ struct HtCombineParams {
   int num_sms = 0;
 
   EP_HD bool has_rows() const { return hidden > 0; }
-  EP_HD bool reads_in_place() const {
-    return has_rows() && rows_offset != kNoOffset && !has_expert_rows(output.layout) &&
-           size_of(dtype) <= size_of(wire_dtype);
+  // By ranks that can reach the rows.
+  EP_HD bool can_read_in_place() const {
+    return has_rows() && !has_expert_rows(output.layout) && size_of(dtype) <= size_of(wire_dtype);
   }
+  EP_HD bool reads_in_place() const { return can_read_in_place() && rows_offset != kNoOffset; }
 };
 
 // Which ranks get which of this rank's tokens, for callers that want to know beforehand. No other rank takes part.

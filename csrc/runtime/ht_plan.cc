@@ -32,28 +32,32 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
   plan.blocks = num_sms;
   if (work.copies) {
     plan.chunks = kHtChunks;
-    if (num_sms > 1) plan.senders = std::max(1, num_sms * (work.converts ? 7 : 5) / 16);
+    // Where links fill up, a block's copies wait behind its stores. Between two ranks few blocks do not fill them.
+    const bool fills_links = num_sms > 1 && (num_ranks > 2 || num_sms > 32);
+    if (fills_links) plan.senders = std::max(1, num_sms * (work.converts ? 7 : 5) / 16);
   }
   // A row that is being quantised is not on its way.
   const UnderWay under_way = work.converts ? UnderWay{0.4e6, 3.4e6} : UnderWay{0.64e6, 1.41e6};
   // What shared memory does not take is an SM's cache, through which rows are copied.
   if (work.copies) shared_bytes = std::min(shared_bytes, 190 * 1024);
-  const int most = std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
+  const bool shares_blocks = work.copies && plan.senders == 0;
+  const int least = shares_blocks ? 4 : 6;
+  const int most = std::clamp(shared_bytes / stage_bytes, 1, shares_blocks ? 12 : work.copies ? 14 : 24);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
-  plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(6, most), most);
+  plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(least, most), most);
   plan.warps = work.copies ? kMaxDispatchWarps : plan.workers + 4;
   return plan;
 }
 
-HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms) {
+HtPlan plan_ht_combine(HtWork work, int num_ranks, int num_sms) {
   constexpr int kMaxWarps = 24, kWarpBytes = 8192;  // of rings
   HtPlan plan;
   plan.blocks = num_sms;
-  if (has_staging) {
+  if (work.copies) {
     plan.warps = kMaxWarps;
-    plan.workers = 7;
+    plan.workers = work.adds ? (num_ranks > 2 ? 7 : 6) : 11;
     plan.chunks = kHtChunks;
-    plan.unit_pieces = 4;
+    plan.unit_pieces = num_ranks > 2 ? 4 : 0;
   } else {
     plan.warps = plan.workers = std::clamp(UnderWay{1.2e6, 1.2e6}.warps(num_ranks, num_sms, kWarpBytes), 8, kMaxWarps);
     // Parts, so that warps end together; but each costs as much as some rows, and of few ranks tokens have few.

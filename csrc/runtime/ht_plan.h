@@ -23,6 +23,7 @@ struct HtPlan {
 // What an operation does beside moving rows between ranks: rows are quantised; rows are copied, or added up, on a rank.
 struct HtWork {
   bool converts = false, copies = false;
+  bool adds = false;  // combine: what it copies are sums
 };
 
 // Blocks that route, at most: each has a share of the tokens, and tells the others what it has counted.
@@ -30,8 +31,8 @@ constexpr int kHtRouteBlocks = 32;
 HtPlan plan_ht_route(int num_sms);
 // `stage_bytes`: of a row in shared memory.
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms);
-// `has_staging`: rows are added up or copied before others read them.
-HtPlan plan_ht_combine(bool has_staging, int num_ranks, int num_sms);
+// `work.copies`: before others read the rows.
+HtPlan plan_ht_combine(HtWork work, int num_ranks, int num_sms);
 
 // Blocks of an operation whose caller names none: the fewest that fill the links. `stores_to_few`: a dispatch of two
 // ranks, where half of what a block can store goes to its own rank.

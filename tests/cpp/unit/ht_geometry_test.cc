@@ -137,7 +137,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
           EXPECT_LE(plan.threads(), 896);
           EXPECT_EQ(plan.chunks, work.copies ? kHtChunks : 1);
           EXPECT_GT(plan.helpers(), work.copies ? 1 : 0) << "one waits for rows, others copy";
-          EXPECT_EQ(plan.senders > 0, work.copies && num_sms > 1);
+          EXPECT_EQ(plan.senders > 0, work.copies && num_sms > 1 && (ranks > 2 || num_sms > 32));
           EXPECT_LT(plan.senders, num_sms);
         }
       }
@@ -152,10 +152,10 @@ TEST(HtPlan, FitsTheKernelsLimits) {
   EXPECT_GT(workers(7168, 4, 12), workers(14336, 4, 12));
   // Blocks that copy keep some 60 KB of an SM's 256 as a cache.
   EXPECT_LE(plan_ht_dispatch(14336, kHtSharedBytes, {.copies = true}, 2, 32).workers * 14336, 190 * 1024);
-  for (bool has_staging : {false, true}) {
-    const HtPlan plan = plan_ht_combine(has_staging, 4, 12);
+  for (HtWork work : {HtWork{}, HtWork{.copies = true}, HtWork{.copies = true, .adds = true}}) {
+    const HtPlan plan = plan_ht_combine(work, 4, 12);
     EXPECT_LE(plan.warps, HtCombineGeometry::kMaxWarps);
-    EXPECT_EQ(plan.helpers() > 0, has_staging);
+    EXPECT_EQ(plan.helpers() > 0, work.copies);
     HtCombineParams p;
     p.shape = Shape::make(kMaxCudaRanks, 256, 8, 8);
     p.hidden = 7168;
@@ -171,7 +171,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     p.shape = Shape::make(ranks, 64 * ranks, 8, 8);
     p.hidden = 7168;
     p.num_tokens = 8;
-    const HtCombineGeometry g = HtCombineGeometry::of(p, plan_ht_combine(false, ranks, 12));
+    const HtCombineGeometry g = HtCombineGeometry::of(p, plan_ht_combine({}, ranks, 12));
     EXPECT_EQ(g.units, p.num_tokens * (ranks > 2 ? 4 : 1)) << ranks;
     EXPECT_EQ(1 << g.rank_bits, std::bit_ceil(static_cast<unsigned>(ranks))) << ranks;
   }
