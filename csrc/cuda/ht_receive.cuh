@@ -219,9 +219,15 @@ __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
 }
 
 // False: a wait was given up.
+template <bool kCopies>
 __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
   testing_point(Point::kBeforeReceive, role.call);
-  return role.watches() ? watch_rows(role) : copy_rows(role);
+  if (role.watches()) return watch_rows(role);
+  if constexpr (kCopies) {
+    return copy_rows(role);
+  } else {
+    return await_watcher(role, role.num_ranks(), 1);
+  }
 }
 
 // ---- The info tensor
@@ -308,7 +314,8 @@ __device__ __forceinline__ void give_up(const ReceiveRole& role) {
 
 // ---- Table of contents: the second kernel of a dispatch
 
-template <bool kQuant>
+// kCopies: the rank may have rows to copy.
+template <bool kQuant, bool kCopies>
 __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
   const HtDispatchParams& p = args.params;
   const LsaPeers& peers = args.peers;
@@ -358,7 +365,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   if (with_routes && !await_routes(role)) return give_up(role);
   if (with_routes && !has_expert_rows(p.output.layout)) store_choices(role);
   stamp(Stamp::kOwnDone, peers.rank);
-  if (!place_rows(role)) return give_up(role);
+  if (!place_rows<kCopies>(role)) return give_up(role);
   stamp(Stamp::kEnd, peers.rank);
 }
 

@@ -5,21 +5,21 @@
 namespace ep {
 namespace {
 
-// As plan_ht_dispatch() has at most, and as it mostly has where nothing is copied: with more registers.
+// As plan_ht_dispatch() has at most, and as it mostly has where nothing is copied: more registers, no code for copies.
 constexpr int kManyThreads = 896, kFewThreads = 640;
 
 template <bool kQuant, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
     ht_dispatch_send(const __grid_constant__ KernelArgs<HtDispatchParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
-  ht_send<kQuant>(args, BlockPosition::own(), shared);
+  ht_send<kQuant, kThreads == kManyThreads>(args, BlockPosition::own(), shared);
 }
 
 template <bool kQuant>
 __global__ void __launch_bounds__(kManyThreads, 1)
     ht_dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
-  ht_send<kQuant>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
+  ht_send<kQuant, true>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 
 }  // namespace
@@ -52,7 +52,8 @@ void load_ht_dispatch_kernels() {
 std::vector<std::vector<uint64_t>> ht_dispatch_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
-  const bool is_small = args.plan.threads() <= kFewThreads;
+  const bool copies = args.geometry.has_copies(args.params.output.layout);
+  const bool is_small = args.plan.threads() <= kFewThreads && !copies;
   auto kernel = is_small ? &ht_dispatch_send<false, kFewThreads> : &ht_dispatch_send<false, kManyThreads>;
   if (args.params.quant != Quant::kNone) {
     kernel = is_small ? &ht_dispatch_send<true, kFewThreads> : &ht_dispatch_send<true, kManyThreads>;
