@@ -16,6 +16,7 @@ TOKENS = 200  # of a rank: an announced piece of its rows for another has severa
 # c: a combine of the oldest of these that has none yet, or once more of the last one. s: the last d's or f's weights go
 # home. An odd number of operations each, so that the kinds' epochs begin a replay at any parity, together or apart.
 HT_CHAINS = ("dcc", "fhcsc", "dfchcsc")
+FEW_SMS = 2  # of the longest chain's dispatches: their warps draw most copies by tickets
 
 
 def rank_sum(x: torch.Tensor, ids: torch.Tensor, num_ranks: int, experts: int) -> torch.Tensor:
@@ -50,17 +51,18 @@ class HtChain(Chain):
     def __init__(self, letters: str, buffer: nccl_ep.Buffer, *, given: bool, seed: int = 0) -> None:
         super().__init__(letters, buffer, seed=seed)
         self._is_given = given
+        self._num_sms = FEW_SMS if letters == HT_CHAINS[-1] else 0
         self._outs: dict[int, nccl_ep.DispatchOutput] = {}
 
     def _send(self, letter: str, slot: int, last: Sent | None) -> Sent:
         if letter == "h":
             assert last is not None
-            payload = nccl_ep.dispatch_cached(self.x[slot], last.out.handle)
+            payload = nccl_ep.dispatch_cached(self.x[slot], last.out.handle, num_sms=self._num_sms)
             return Sent(slot, last.route, last.is_flat, payload.x, last.out)
         out = nccl_ep.dispatch(
             self.x[slot], self.ids[slot], self.weights[slot], buffer=self.buffer, num_experts=self.experts, mode="ht",
             layout="flat" if letter == "f" else "packed", expert_alignment=1 if letter == "f" else 8,
-            out=self._outs.get(slot),
+            out=self._outs.get(slot), num_sms=self._num_sms,
         )  # fmt: skip
         if self._is_given:
             self._outs.setdefault(slot, out)

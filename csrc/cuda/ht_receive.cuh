@@ -155,21 +155,23 @@ struct PlacedSlot {
     found.slot = first + found.at.index;
     if (!has_expert_rows(p.output.layout)) {
       found.row = p.output.row(found.at.source, first, found.at.index);
-    } else if (sends_routes(p.steps)) {
+    } else if (!role.keeps_slots()) {
       const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(found.slot));
       found.row = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.place(k)));
       found.weight = ptx::ld_relaxed_sys(words + format.weight(k));
       found.token = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
     } else {
-      // A handle that was changed must not reach beyond its slots.
+      // Of a slot that there is not, in a handle that was changed, any other's: see put().
       found.row = p.handle.slot(min(found.slot, static_cast<int>(p.handle.num_slots) - 1))[format.place(k)];
     }
     return found;
   }
   __device__ __forceinline__ void put(const ReceiveRole& role) const {
-    const int lanes = has_expert_rows(role.p.output.layout) ? role.p.shape.topk : 1;
-    // Past the output: in a handle that was changed.
-    put_rows(role, at.source, slot, role.lane < lanes && row < role.p.output.rows() ? row : kNoRow);
+    const HtDispatchParams& p = role.p;
+    const int lanes = has_expert_rows(p.output.layout) ? p.shape.topk : 1;
+    // Past the slots or the output: in a handle that was changed.
+    const bool has_slot = !role.keeps_slots() || slot < p.handle.num_slots;
+    put_rows(role, at.source, slot, has_slot && role.lane < lanes && row < p.output.rows() ? row : kNoRow);
   }
   // What was told goes to the handle and the outputs.
   __device__ __forceinline__ void keep(const ReceiveRole& role) const {
@@ -196,7 +198,7 @@ struct PlacedSlot {
 // on different SMs; the others go to whoever is ready, as SMs that share a way to memory are slower. Of a warp's next
 // slot all is asked for ahead. False: a wait was given up.
 __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
-  const bool has_slots = sends_routes(role.p.steps) || role.p.handle.num_slots > 0;
+  const bool has_slots = !role.keeps_slots() || role.p.handle.num_slots > 0;
   const int units = role.has_copies() && has_slots ? role.tables.segments[role.plan.chunks * role.num_ranks()] : 0;
   const int warps = role.warps() - role.helper_blocks();  // but those that watch
   int unit = role.receiver(), next_unit = unit + warps;

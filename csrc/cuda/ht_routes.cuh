@@ -14,6 +14,8 @@ struct ReceiveRole : SendRole {
   __device__ int helper() const { return warp - plan.workers_of(at.block); }  // of the block
   __device__ int receiver() const { return helper() * helper_blocks() + at.block - plan.senders; }
   __device__ bool has_copies() const { return geometry.has_copies(p.output.layout); }
+  // The places of rows stand in the handle's slots, not in those that others have sent.
+  __device__ bool keeps_slots() const { return has_expert_rows(p.output.layout) && !sends_routes(p.steps); }
   // The last helper of a block waits for rows, and no other warp of it looks at their signals.
   __device__ bool watches() const { return helper() == plan.helpers() - 1; }
 };
