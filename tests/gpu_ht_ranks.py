@@ -218,21 +218,26 @@ def both_modes(group: Any, device: Any) -> None:
 
 
 def own_layouts(group: Any, device: Any) -> None:
-    """Every rank takes what comes in a layout of its own, which the others learn from its call."""
+    """Every rank takes what comes in a layout of its own, which the others learn from its call; outputs and combine's
+    rows lie in the arena on some ranks alone."""
     rank, ranks = group.rank(), group.size()
     for turn in range(len(LAYOUTS)):
         layouts = [LAYOUTS[(r + turn) % len(LAYOUTS)] for r in range(ranks)]
         case = layer(ranks, layouts[rank], 90)
-        with layer_buffer(case.case, group, device, arena_bytes=(turn % 2) << 25) as buffer:
+        arena_bytes, uses_arena = (turn % 2) << 25, turn % 2 == 1 and (rank + turn // 2) % 2 == 1
+        with layer_buffer(case.case, group, device, arena_bytes=arena_bytes) as buffer:
+            taken = None if uses_arena else buffer.empty((arena_bytes,), torch.uint8)
             out = case.send(buffer)
             case.check_dispatch(out, rank)
-            y = nccl_ep.combine(torch.full_like(out.x, rank + 1), out.handle, weights=None)
+            rows = buffer.empty(out.x.shape, out.x.dtype) if uses_arena else torch.empty_like(out.x)
+            y = nccl_ep.combine(rows.fill_(rank + 1), out.handle, weights=None)
             want = torch.zeros(len(case.inputs[rank].topk_idx))
             owner = torch.where(case.inputs[rank].topk_idx >= 0, case.inputs[rank].topk_idx // 4, -1)
             for r, layout in enumerate(layouts):
                 there = (owner == r).sum(1)
                 want += (r + 1) * (there if layout in ("packed", "expert_major") else there.clamp(max=1))
             assert torch.equal(y.cpu(), want.bfloat16()[:, None].expand(y.shape)), f"{layouts} rank {rank}"
+            del taken
 
 
 # One chunk, less than a group, whole groups, partial steps and blocks of two steps: the last of one, two and more.

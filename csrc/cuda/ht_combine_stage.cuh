@@ -11,7 +11,7 @@ struct CombineTables {
   Offset* offsets;  // [R] of rows that are read in place
   Flows flows;
   // Of segments, (chunk, home) in that order:
-  int* segment_start;  // [chunks * R + 1] slots staged before; a rank reads its own tokens' rows in place if it can
+  int* segment_start;  // [chunks * R + 1] slots staged before
   int* segment_slot;   // [chunks * R] the first slot, less segment_start
   uint32_t* ready;     // [R, kHtChunks] not 0: a warp of the block has seen that the chunk may be read
 
@@ -46,9 +46,13 @@ struct HtCombineRole : HtBlock {
   __device__ char* staged(int rank, int32_t slot, int part) const {
     return peers.at<char>(rank, p.layout.staged_row(slot) + p.layout.row.offset[part]);
   }
-  // Of the row that they hold of a token: this rank's where it is, others' if that is the arena.
+  // Whether this rank reads a row of `rank` where it lies: its own wherever that is, others' if it is their arena.
   __device__ bool reads_in_place(int rank) const {
-    return tables.offsets[rank] != kNoOffset || (rank == peers.rank && p.can_read_in_place());
+    return rank == peers.rank ? p.can_read_in_place() : tables.offsets[rank] != kNoOffset;
+  }
+  // Whether `home` reads a row of this rank where it lies.
+  __device__ bool is_read_in_place(int home) const {
+    return home == peers.rank ? p.can_read_in_place() : p.reads_in_place();
   }
   __device__ int values_part() const { return p.layout.row.num_parts - 1; }
   __device__ char* ring(char* rings) const { return rings + warp * HtCombineGeometry::kRingBytes; }
@@ -82,9 +86,10 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   for (int i = role.thread(); i < kHtChunks * ranks; i += role.threads()) t.ready[i] = 0;
   __syncthreads();
   if (!role.geometry.has_staging || role.warp != 0) return;
-  const bool stages_own = p.has_values || !p.can_read_in_place();
   const auto size_of_segment = [&](int i) {
-    return i % ranks != rank || stages_own ? chunk_size(i / ranks, t.flows.from[i % ranks], chunks) : 0;
+    const int home = i % ranks;
+    const bool is_staged = p.has_values || !role.is_read_in_place(home);
+    return is_staged ? chunk_size(i / ranks, t.flows.from[home], chunks) : 0;
   };
   const int end = exclusive_sums(chunks * ranks, t.segment_start, size_of_segment);
   if (role.lane == 0) t.segment_start[chunks * ranks] = end;
@@ -219,7 +224,7 @@ struct StagedRows {
     const HtCombineParams& p = role.p;
     if (next.unit >= role.tables.segment_start[role.plan.chunks * role.num_ranks()]) return false;
     testing_point(Point::kBetweenRows, role.call, next.unit);
-    const bool is_copied = p.has_rows() && !role.reads_in_place(next.segment % role.num_ranks());
+    const bool is_copied = p.has_rows() && !role.is_read_in_place(next.segment % role.num_ranks());
     asked_weight = next.weight;
     asked_row = next.counted_row(p.output);
     const unsigned found = is_copied ? __ballot_sync(~0u, asked_row >= 0) : 0;
