@@ -22,11 +22,15 @@ __global__ void __launch_bounds__(kManyThreads, 1)
   ht_send<kQuant, true>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 
+HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
+  return {.converts = p.quant != Quant::kNone, .copies = shapes.has_copies(p.output.layout)};
+}
+
 }  // namespace
 
 HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
   const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
-  const HtWork work{.converts = p.quant != Quant::kNone, .copies = shapes.has_copies(p.output.layout)};
+  const HtWork work = work_of(p, shapes);
   if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms, p.shape.num_ranks <= 2);
   return tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, work, p.shape.num_ranks, num_sms));
 }
@@ -35,8 +39,10 @@ HtSendGeometry geometry_of(const HtDispatchParams& p, const HtPlan& plan) { retu
 
 void check_served(const HtDispatchParams& p) {
   check_ht_ranks(p.layout.topology);
-  int bytes = 0;  // at most: with all blocks alike, and with few or more of them that only send
-  for (int num_sms : {1, 2, 33}) bytes = std::max(bytes, HtSendGeometry::of(p, plan_of(p, 0, num_sms)).bytes);
+  const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
+  HtPlan plan = plan_of(p, 0, 1);
+  plan.workers = most_ht_workers(shapes.stage_bytes, kHtSharedBytes, work_of(p, shapes));
+  const int bytes = HtSendGeometry::of(p, plan).bytes;
   EP_CHECK(bytes <= kMaxSharedBytes, p.shape.num_experts, " experts and rows of ", p.parts[0].bytes, " bytes need ",
            bytes, " bytes of shared memory, high throughput on CUDA has ", kMaxSharedBytes);
 }

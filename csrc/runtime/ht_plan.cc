@@ -27,6 +27,12 @@ struct UnderWay {
   }
 };
 
+int most_ht_workers(int stage_bytes, int shared_bytes, HtWork work) {
+  // What shared memory does not take is an SM's cache, through which rows are copied.
+  if (work.copies) shared_bytes = std::min(shared_bytes, 190 * 1024);
+  return std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
+}
+
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms) {
   HtPlan plan;
   plan.blocks = num_sms;
@@ -38,11 +44,10 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
   }
   // A row that is being quantised is not on its way.
   const UnderWay under_way = work.converts ? UnderWay{0.4e6, 3.4e6} : UnderWay{0.64e6, 1.41e6};
-  // What shared memory does not take is an SM's cache, through which rows are copied.
-  if (work.copies) shared_bytes = std::min(shared_bytes, 190 * 1024);
   const bool shares_blocks = work.copies && plan.senders == 0;
   const int least = shares_blocks ? 4 : 6;
-  const int most = std::clamp(shared_bytes / stage_bytes, 1, shares_blocks ? 12 : work.copies ? 14 : 24);
+  int most = most_ht_workers(stage_bytes, shared_bytes, work);
+  if (shares_blocks) most = std::min(most, 12);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
   plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(least, most), most);
   plan.warps = work.copies ? kMaxDispatchWarps : plan.workers + 4;

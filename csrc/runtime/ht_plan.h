@@ -29,7 +29,8 @@ struct HtWork {
 // Blocks that route, at most: each has a share of the tokens, and tells the others what it has counted.
 constexpr int kHtRouteBlocks = 32;
 HtPlan plan_ht_route(int num_sms);
-// `stage_bytes`: of a row in shared memory.
+// `stage_bytes`: of a row in shared memory. Most workers: of a block of any plan.
+int most_ht_workers(int stage_bytes, int shared_bytes, HtWork work);
 HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms);
 // `work.copies`: before others read the rows.
 HtPlan plan_ht_combine(HtWork work, int num_ranks, int num_sms);

@@ -133,6 +133,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
           EXPECT_EQ(plan.blocks, num_sms);
           EXPECT_GE(plan.workers, 1);
           EXPECT_LE(plan.workers, plan.warps);
+          EXPECT_LE(plan.workers, most_ht_workers(stage, kHtSharedBytes, work));
           EXPECT_LE(plan.workers * stage, std::max(stage, kHtSharedBytes));
           EXPECT_LE(plan.threads(), 896);
           EXPECT_EQ(plan.chunks, work.copies ? kHtChunks : 1);
