@@ -154,6 +154,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self._is_destroyed = self._has_missed_cleaning = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
+        # What stands for outputs that a layout has not got.
+        self._empty = {type: self._seq.new_empty(0, dtype=type) for type in (torch.float32, torch.int32, torch.int64)}
         self._windows: list[_C.Group] = []  # the first, and those that the normal mode has needed since
         self._normal_name = self.name  # by which ops find the last
         self._memory_total = 0

@@ -17,7 +17,7 @@ from .gradients import refuse_backward, wants_gradient
 from .handle import QUANTS, DispatchOutput, Handle, require_handle
 
 _ops = torch.ops.nccl_ep
-_ht_dispatch = _ops.ht_dispatch.default
+_ht_dispatch, _ht_dispatch_out = _ops.ht_dispatch.default, _ops.ht_dispatch_out.default  # look-ups spared
 _ht_dispatch_eager = _C.direct("ht_dispatch", _ht_dispatch, together=True)
 _GIVEN = tuple(
     f"out's {name}" for name in ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
@@ -53,13 +53,22 @@ def route_and_send(
     return _into(buffer, out, call, topk_idx.dtype)
 
 
-def _given(tensor: torch.Tensor | None, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """What stands for a tensor that there is not."""
-    return like.new_empty(0, dtype=dtype) if tensor is None else tensor
+def _given(buffer: Buffer, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Also of a tensor that there is not."""
+    if tensor is not None:
+        return tensor
+    empty = None if is_dynamo_compiling() else buffer._empty.get(dtype)
+    return buffer._seq.new_empty(0, dtype=dtype) if empty is None else empty
 
 
-def _given_scales(out: torch.Tensor | None, scales: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return _given(out, torch.float32 if scales is None else scales.dtype, like)
+def _given_scales(buffer: Buffer, out: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor:
+    return _given(buffer, out, torch.float32 if scales is None else scales.dtype)
+
+
+def _refuse_backward(what: str, inputs: Sequence[Any], *written: torch.Tensor | None) -> None:
+    """Of an operation with out=."""
+    if wants_gradient(*inputs):
+        refuse_backward(what, True, [each for each in written if each is not None], in_place=True)
 
 
 def _into(
@@ -72,17 +81,15 @@ def _into(
         raise UsageError("out is of a low-latency dispatch")
     if not hasattr(out, "_info"):
         raise UsageError("out is a copy of an output (dataclasses.replace): give what the dispatch returned")
-    seq = buffer._seq
     rest = (
-        _given_scales(out.scales, call[3], seq), out.weights, _given(out.topk_idx, idx_dtype, seq),
-        _given(out.row_expert, torch.int32, seq), out._info, out.handle.tensor, out.handle.slots,
+        _given_scales(buffer, out.scales, call[3]), out.weights, _given(buffer, out.topk_idx, idx_dtype),
+        _given(buffer, out.row_expert, torch.int32), out._info, out.handle.tensor, out.handle.slots,
     )  # fmt: skip
     require_on(buffer, _GIVEN, (out.x, *rest))
     if out.extra:
         require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
-    _ops.ht_dispatch_out.default(*call, [out.x, *out.extra], *rest)
-    is_wanted = wants_gradient(*call[2:6])  # tensors
-    refuse_backward("dispatch with out=", is_wanted, (out.x, *out.extra, *rest), in_place=True)
+    _ht_dispatch_out(*call, [out.x, *out.extra], *rest)
+    _refuse_backward("dispatch with out=", (*call[2], *call[3:6]), out.x, *out.extra, out.scales, out.weights)
     return (out.x, *rest), out.extra
 
 
@@ -137,9 +144,9 @@ def _cached_into(buffer: Buffer, out: Payload, call: tuple[Any, ...]) -> Payload
         raise TypeError(f"out is a {type(out).__name__}, must be what dispatch_cached returned")
     require_on(buffer, ("out's x", "out's scales"), (out.x, out.scales))
     require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
-    scales = _given_scales(out.scales, call[3], buffer._seq)
+    scales = _given_scales(buffer, out.scales, call[3])
     _ops.ht_dispatch_cached_out.default(*call, [out.x, *out.extra], scales)
-    refuse_backward("dispatch_cached with out=", wants_gradient(call), (out.x, *out.extra, scales), in_place=True)
+    _refuse_backward("dispatch_cached with out=", call[2:4], out.x, *out.extra, out.scales)
     return out
 
 
