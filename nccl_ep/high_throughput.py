@@ -19,6 +19,8 @@ from .handle import QUANTS, DispatchOutput, Handle, require_handle
 _ops = torch.ops.nccl_ep
 _ht_dispatch, _ht_dispatch_out = _ops.ht_dispatch.default, _ops.ht_dispatch_out.default  # look-ups spared
 _ht_dispatch_eager = _C.direct("ht_dispatch", _ht_dispatch, together=True)
+_ht_cached = _ops.ht_dispatch_cached.default
+_ht_cached_eager = _C.direct("ht_dispatch_cached", _ht_cached, together=True)
 _GIVEN = tuple(
     f"out's {name}" for name in ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
 )
@@ -122,7 +124,8 @@ def dispatch_cached(
     require_tensors(x=x)
     buffer, slots = ht_handle(handle)
     require_on(buffer, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
-    require_extras(buffer, extra)
+    if type(extra) is not tuple or extra:
+        require_extras(buffer, extra)
     if quant not in QUANTS:
         raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
     call = (
@@ -132,7 +135,7 @@ def dispatch_cached(
     try:
         if out is not None:
             return _cached_into(buffer, out, call)
-        moved, moved_scales, *further = _ops.ht_dispatch_cached.default(*call)
+        moved, moved_scales, *further = (_ht_cached if is_dynamo_compiling() else _ht_cached_eager)(*call)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     has_scales = scales is not None or quant is not None
