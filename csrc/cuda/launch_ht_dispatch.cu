@@ -23,7 +23,9 @@ __global__ void __launch_bounds__(kManyThreads, 1)
 }
 
 HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
-  return {.converts = p.quant != Quant::kNone, .copies = shapes.has_copies(p.output.layout)};
+  return {.converts = p.quant != Quant::kNone,
+          .copies = shapes.has_copies(p.output.layout),
+          .repeats = has_expert_rows(p.output.layout)};
 }
 
 }  // namespace

@@ -45,7 +45,7 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
   // A row that is being quantised is not on its way.
   const UnderWay under_way = work.converts ? UnderWay{0.4e6, 3.4e6} : UnderWay{0.64e6, 1.41e6};
   const bool shares_blocks = work.copies && plan.senders == 0;
-  const int least = shares_blocks ? 4 : 6;
+  const int least = shares_blocks && work.repeats ? 4 : 6;
   int most = most_ht_workers(stage_bytes, shared_bytes, work);
   if (shares_blocks) most = std::min(most, 12);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;

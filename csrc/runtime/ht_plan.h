@@ -23,7 +23,8 @@ struct HtPlan {
 // What an operation does beside moving rows between ranks: rows are quantised; rows are copied, or added up, on a rank.
 struct HtWork {
   bool converts = false, copies = false;
-  bool adds = false;  // combine: what it copies are sums
+  bool adds = false;     // combine: what it copies are sums
+  bool repeats = false;  // dispatch: it copies a row for each choice
 };
 
 // Blocks that route, at most: each has a share of the tokens, and tells the others what it has counted.

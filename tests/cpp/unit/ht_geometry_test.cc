@@ -151,6 +151,12 @@ TEST(HtPlan, FitsTheKernelsLimits) {
   EXPECT_GT(workers(14336, 2, 12), workers(14336, 4, 12));
   EXPECT_GT(workers(14336, 4, 8), workers(14336, 4, 12));
   EXPECT_GT(workers(7168, 4, 12), workers(14336, 4, 12));
+  // Where every block copies: the fewer rows to copy, the more to send.
+  const auto copying = [](bool repeats, int ranks) {
+    return plan_ht_dispatch(14336, kHtSharedBytes, {.copies = true, .repeats = repeats}, ranks, 32).workers;
+  };
+  EXPECT_LT(copying(true, 2), copying(false, 2));
+  EXPECT_EQ(copying(true, 4), copying(false, 4));
   // Blocks that copy keep some 60 KB of an SM's 256 as a cache.
   EXPECT_LE(plan_ht_dispatch(14336, kHtSharedBytes, {.copies = true}, 2, 32).workers * 14336, 190 * 1024);
   for (HtWork work : {HtWork{}, HtWork{.copies = true}, HtWork{.copies = true, .adds = true}}) {
