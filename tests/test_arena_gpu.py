@@ -111,6 +111,7 @@ def test_a_full_arena() -> None:
         tensors = [_empty(buffer).fill_(number) for number in range(12)]
         inside = [_is_inside(buffer, each) for each in tensors]
         assert inside[0] and not inside[-1]
+        assert not _is_inside(buffer, _empty(buffer, 256 * MB).fill_(1))
         assert [int(each[-1]) for each in tensors] == list(range(12))
         assert torch.cuda.memory_reserved() >= reserved
         assert torch.cuda.memory_stats()["num_alloc_retries"] == retries

@@ -94,9 +94,9 @@ class CudaArenaPool : public ArenaPool {
       : device_(device), arena_(std::move(arena)), pool_(segments_of(arena_)) {}
 
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) override {
-    if (is_capturing(device_)) {
-      return new_tensor(sizes, type, device_);  // of the graph's own pool: what a graph writes at every replay is its
-    }
+    // More than the arena has; or of the graph's own pool, as what a graph writes at every replay is its.
+    const auto bytes = static_cast<uint64_t>(c10::multiply_integers(sizes)) * c10::elementSize(type);
+    if (bytes > arena_->bytes() || is_capturing(device_)) return new_tensor(sizes, type, device_);
     std::lock_guard lock(mutex_);
     try {
       Allocating scope(device_.index(), pool_.id());
