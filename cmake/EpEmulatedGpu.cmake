@@ -1,7 +1,7 @@
 # ep_cuda for a machine without GPU or CUDA toolkit: the same sources, compiled as C++ over tests/gpu_emulator, whose
 # headers stand for the toolkit's and for those with inline assembly.
 set(emulator ${PROJECT_SOURCE_DIR}/tests/gpu_emulator)
-file(GLOB emulator_sources CONFIGURE_DEPENDS ${emulator}/*.cc csrc/cuda/*.cc csrc/cuda/*.cu)
+file(GLOB_RECURSE emulator_sources CONFIGURE_DEPENDS ${emulator}/*.cc csrc/cuda/*.cc csrc/cuda/*.cu)
 set_source_files_properties(${emulator_sources} PROPERTIES LANGUAGE CXX)
 ep_add_library(ep_cuda STATIC ${emulator_sources})
 target_include_directories(ep_cuda BEFORE PRIVATE ${emulator}/include)

@@ -1,4 +1,4 @@
-"""The extension, csrc/torch/module.cc. Loading it registers ``torch.ops.nccl_ep``."""
+"""The extension, csrc/torch/binding/module.cc. Loading it registers ``torch.ops.nccl_ep``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ EMULATES_GPU: bool  # its "cpu" runs the kernels of CUDA: tests/gpu_emulator
 def has_cuda() -> bool: ...
 def nccl_info() -> dict[str, str]: ...
 
-# The op without torch's parser of arguments (csrc/torch/direct.h); `usual` is torch's way of calling it. together:
+# The op without torch's parser of arguments (csrc/torch/binding/fast_call.h); `usual` is torch's way of calling it. together:
 # small results share an allocation.
 def direct(name: str, usual: Callable[..., Any], together: bool = False) -> Callable[..., Any]: ...
 def op_names() -> list[str]: ...

@@ -36,7 +36,7 @@ from .log import logger
 from .modes import MODES, auto_ll_tokens
 
 _MIN_LL_BYTES = 1 << 20
-_MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/region.h
+_MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/common/region.h
 _MAX_UINT64 = (1 << 64) - 1
 # Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
 # each stream.

@@ -23,8 +23,8 @@ class Buffer(Protocol):
     def require_usable(self) -> None: ...
 
 
-MAX_ROW_BYTES = 1 << 16  # csrc/runtime/call_checks.h; as many of scales
-MAX_TOPK = 32  # csrc/layout/shape.h
+MAX_ROW_BYTES = 1 << 16  # csrc/runtime/checks.h; as many of scales
+MAX_TOPK = 32  # csrc/layout/common/shape.h
 _INT32 = range(-(1 << 31), 1 << 31)
 INT64 = -(1 << 63), (1 << 63) - 1
 

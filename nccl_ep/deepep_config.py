@@ -11,7 +11,7 @@ from .checks import require_int32, require_within
 
 
 class HtSizes(NamedTuple):
-    """What a window has for high throughput: HtSizes of csrc/layout/ht_layout.h, as ``_C.ht_sizes_for`` returns it."""
+    """What a window has for high throughput: HtSizes of csrc/layout/ht/layout.h, as ``_C.ht_sizes_for`` returns it."""
 
     call_words: int
     slot_bytes: int

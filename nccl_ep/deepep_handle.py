@@ -50,7 +50,7 @@ class NormalPayload(NamedTuple):
 class Route(NamedTuple):
     """What combine and cached dispatches need of a handle."""
 
-    route: torch.Tensor  # csrc/layout/ht_handle.h
+    route: torch.Tensor  # csrc/layout/ht/handle.h
     src_idx: torch.Tensor  # [N]: of flat rows, all that the slots have
     is_token_in_rank: torch.Tensor  # [T, R]
     topk: int

@@ -23,7 +23,7 @@ from .handle import EXACT, Layout
 Previous: TypeAlias = "EventOverlap | EventHandle | None"
 
 _ops = torch.ops.nccl_ep
-_UNWEIGHTED = 0  # csrc/runtime/params.h, Weighting
+_UNWEIGHTED = 0  # csrc/runtime/ll/params.h, Weighting
 topk_idx_t = torch.int64  # DeepEP's name for the dtype of topk_idx; int32 is accepted as well
 
 

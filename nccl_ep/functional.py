@@ -33,7 +33,7 @@ _ht_combine, _ht_combine_out = _ops.ht_combine.default, _ops.ht_combine_out.defa
 _ht_combine_eager = _C.direct("ht_combine", _ht_combine, together=True)
 _are_beside = _C.are_beside
 _Tensor, _float32, _PACKED, _RANK_MAJOR = torch.Tensor, torch.float32, Layout.PACKED, Layout.RANK_MAJOR
-_NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/params.h, Weighting
+_NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/ll/params.h, Weighting
 
 
 def dispatch(

@@ -10,7 +10,7 @@ import torch
 
 
 class Layout(enum.IntEnum):
-    """How received rows lie; values as in csrc/layout/outputs.h."""
+    """How received rows lie; values as in csrc/layout/common/outputs.h."""
 
     EXPERT_MAJOR = 0
     PACKED = 1
@@ -24,7 +24,7 @@ class Layout(enum.IntEnum):
 
 
 class Quant(enum.IntEnum):
-    """What dispatch does to rows before they travel; values as in csrc/layout/dtype.h."""
+    """What dispatch does to rows before they travel; values as in csrc/layout/common/dtype.h."""
 
     NONE = 0
     FP8 = 1
@@ -44,7 +44,7 @@ class Handle:
     Attributes:
         tensor: tokens of every source [R] | expert ids of the own tokens [T, K] | row of each (source, token, k) here |
             weights of the local choices. mode "ht": rows from each source to each destination [R, R], and of the own
-            tokens the ids, and the rows and slots at their owners (csrc/layout/ht_handle.h).
+            tokens the ids, and the rows and slots at their owners (csrc/layout/ht/handle.h).
         slots: mode "ht": of every received row its places and weights (expert layouts), and its token at the source.
         buffer: name of the buffer that made it.
         num_tokens, topk, num_experts, max_tokens, num_ranks: T, K, E, M, R of the dispatch.
@@ -78,7 +78,7 @@ def align4(words: int) -> int:
 
 
 class HtRouteShape(NamedTuple):
-    """Where the parts of ``Handle.tensor`` of mode "ht" lie, in words; as HtHandleShape in csrc/layout/ht_handle.h."""
+    """Where the parts of ``Handle.tensor`` of mode "ht" lie, in words; as HtHandleShape in csrc/layout/ht/handle.h."""
 
     num_ranks: int
     num_domains: int
@@ -180,7 +180,7 @@ class DispatchOutput:
 
 
 def _part_of_info(name: str, info: torch.Tensor, handle: Handle) -> torch.Tensor | None:
-    """Places as in csrc/layout/outputs.h, OutputShape."""
+    """Places as in csrc/layout/common/outputs.h, OutputShape."""
     layout = handle.layout
     bins = handle.num_local_experts if layout.has_expert_rows else handle.num_ranks
     if name == "counts":

@@ -1,4 +1,4 @@
-"""How Python calls the ops, and shapes of what they return, for tracing. Schemas and kernels: csrc/torch/ops.cc."""
+"""How Python calls the ops, and shapes of what they return, for tracing. Schemas and kernels: csrc/torch/ops/ll_ops.cc."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _row_shape(layout: int, ranks: int, experts: int, max_tokens: int, capacity:
 
 
 def _handle_size(ranks: int, num_tokens: int, max_tokens: int, topk: int, layout: int) -> int:
-    """As HandleShape in csrc/layout/outputs.h."""
+    """As HandleShape in csrc/layout/common/outputs.h."""
     entries = ranks * max_tokens * (topk if layout <= Layout.PACKED else 1)
     return align4(ranks) + align4(num_tokens * topk) + 2 * align4(entries)
 
@@ -161,7 +161,7 @@ def _(
     return values.new_empty([num_tokens, topk], dtype=torch.float32)
 
 
-# ---- DeepEP's convention (csrc/torch/deepep_ops.cc)
+# ---- DeepEP's convention (csrc/torch/deep_ep/low_latency_ops.cc)
 
 
 def _deepep_outputs(
@@ -176,7 +176,7 @@ def _deepep_outputs(
     )  # fmt: skip
     if quant != Quant.NONE:
         scales = scales.new_empty([local, scales.shape[2], capacity]).transpose(1, 2)
-    # As SourceShape in csrc/layout/outputs.h.
+    # As SourceShape in csrc/layout/common/outputs.h.
     handle = _handle_size(ranks, x.shape[0], max_tokens, topk_idx.shape[1], Layout.EXPERT_MAJOR)
     padding = align4(topk_idx.numel()) - topk_idx.numel()
     size = align4(local * capacity) + handle + padding

@@ -42,11 +42,11 @@ def test_medians_over_calls() -> None:
 
 
 def test_names_are_those_of_the_sources() -> None:
-    source = (ROOT / "csrc/cuda/stamps.cuh").read_text()
+    source = (ROOT / "csrc/cuda/testing/stamps.cuh").read_text()
     (names,) = re.findall(r"enum class Stamp : int \{ (.*), kCount \};", source)
     assert tuple(names.split(", ")) == stamps.STAMPS
     kernels = {kernel for ops in stamps.KERNELS.values() for each in ops.values() for kernel in each}
-    known = re.findall(r'kernel == "(\w+)"\) return', (ROOT / "csrc/cuda/launch.cc").read_text())
+    known = re.findall(r'kernel == "(\w+)"\) return', (ROOT / "csrc/cuda/host/launch.cc").read_text())
     assert sorted(kernels) == sorted(known)
     assert sorted(stamps.KERNELS) == ["ht", "ll"] and all(_C.time_line(kernel) is not None for kernel in kernels)
 

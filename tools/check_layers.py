@@ -12,7 +12,7 @@ def faults(path: Path, text: str) -> list[str]:
     name = path.relative_to(CSRC).as_posix()
     folder = name.split("/")[0]
     device = path.suffix in (".cu", ".cuh")
-    sees_cuda = device or folder in ("cuda", "torch") or path.name.startswith(("nccl_", "check_cuda."))
+    sees_cuda = device or folder in ("cuda", "torch") or name.startswith(("transport/nccl/", "transport/device/check_cuda."))
     found = []
 
     for header in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.MULTILINE):
@@ -29,10 +29,10 @@ def faults(path: Path, text: str) -> list[str]:
         if re.match(r"(cuda|nccl)(_\w+)?\.h$", header) and header != "nccl_ep.h" and not sees_cuda:
             found.append(f"includes {header}: this file is built without CUDA")
 
-    if re.search(r"\basm\b\s*(volatile)?\s*\(", text) and name != "cuda/ptx.cuh":
-        found.append("has an asm statement: those are in cuda/ptx.cuh")
-    if "ncclGin" in text and not path.name.startswith("gin_"):
-        found.append("uses GIN: that is for gin_* files")
+    if re.search(r"\basm\b\s*(volatile)?\s*\(", text) and name != "cuda/device/ptx.cuh":
+        found.append("has an asm statement: those are in cuda/device/ptx.cuh")
+    if "ncclGin" in text and "/gin/" not in name:
+        found.append("uses GIN: that is for folders named gin")
     return found
 
 

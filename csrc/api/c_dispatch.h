@@ -5,7 +5,7 @@
 
 #include "api/c_objects.h"
 #include "api/c_tensor.h"
-#include "layout/wire.h"
+#include "layout/common/wire.h"
 
 namespace ep::c {
 

@@ -1,7 +1,7 @@
 // The tensors of a dispatch: what the caller gives, and what must be there for the results.
 #include "api/c_dispatch.h"
 #include "api/c_struct.h"
-#include "runtime/call_checks.h"
+#include "runtime/checks.h"
 
 namespace ep::c {
 namespace {

@@ -11,7 +11,7 @@
 #include "api/c_objects.h"
 #include "api/c_struct.h"
 #include "api/factory.h"
-#include "runtime/call_checks.h"
+#include "runtime/checks.h"
 #include "transport/same_size_bootstrap.h"
 
 namespace ep::c {

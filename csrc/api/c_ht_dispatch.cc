@@ -3,7 +3,7 @@
 
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
-#include "runtime/call_checks.h"
+#include "runtime/checks.h"
 
 namespace ep::c {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "base/overlap.h"
-#include "layout/dtype.h"
+#include "layout/common/dtype.h"
 #include "nccl_ep.h"
 
 namespace ep::c {

@@ -2,16 +2,16 @@
 
 #include "base/check.h"
 #include "cpu/backend.h"
-#include "cpu/token_layout.h"
+#include "cpu/common/token_layout.h"
 #if defined(EP_WITH_CUDA) || defined(EP_EMULATED_GPU)
-#include "cuda/backend.h"
-#include "cuda/stamps.h"
-#include "cuda/token_layout.h"
+#include "cuda/host/backend.h"
+#include "cuda/host/token_layout.h"
+#include "cuda/testing/stamps.h"
 #endif
 #if defined(EP_WITH_CUDA)
-#include "transport/nccl_api.h"
-#include "transport/nccl_bootstrap.h"
-#include "transport/nccl_version.h"
+#include "transport/nccl/api.h"
+#include "transport/nccl/bootstrap.h"
+#include "transport/nccl/version.h"
 #endif
 
 namespace ep {

@@ -9,7 +9,7 @@
 
 namespace ep {
 
-// The time line of the last kernel of that name (cuda/stamps.h); empty without CUDA.
+// The time line of the last kernel of that name (cuda/testing/stamps.h); empty without CUDA.
 std::vector<std::vector<uint64_t>> take_time_line(std::string_view kernel);
 
 // False in a build without CUDA.

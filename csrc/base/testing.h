@@ -1,5 +1,5 @@
 // Delay injection and planted bugs, in test builds only (EP_TESTING). In others every call folds to nothing. The names
-// serve the kernels too (cuda/testing.cuh, EP_GPU_TESTING).
+// serve the kernels too (cuda/testing/testing.cuh, EP_GPU_TESTING).
 #pragma once
 
 #include <cstdint>

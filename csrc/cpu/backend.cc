@@ -4,9 +4,9 @@
 #include <cstring>
 
 #include "base/check.h"
-#include "cpu/ht.h"
-#include "cpu/ll.h"
-#include "transport/host_transport.h"
+#include "cpu/ht/operations.h"
+#include "cpu/ll/operations.h"
+#include "transport/host/transport.h"
 
 namespace ep {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "layout/ht_layout.h"
+#include "layout/ht/layout.h"
 
 namespace ep {
 

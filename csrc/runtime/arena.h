@@ -1,5 +1,5 @@
 // The part of a window in which tensors lie that other ranks write to, or read, where they are. Blocks are cut first
-// fit: a tensor each on the CPU; on a GPU they are the segments of torch's own allocator (csrc/torch/arena_pool.h).
+// fit: a tensor each on the CPU; on a GPU they are the segments of torch's own allocator (csrc/torch/ops/arena_pool.h).
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <memory>
 #include <mutex>
 
-#include "layout/region.h"
+#include "layout/common/region.h"
 
 namespace ep {
 

@@ -8,9 +8,9 @@
 
 #include "base/check.h"
 #include "runtime/arena.h"
-#include "runtime/ht_params.h"
-#include "runtime/params.h"
-#include "runtime/state.h"
+#include "runtime/failure.h"
+#include "runtime/ht/params.h"
+#include "runtime/ll/params.h"
 
 namespace ep {
 

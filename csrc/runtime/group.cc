@@ -5,7 +5,7 @@
 #include "base/check.h"
 #include "base/testing.h"
 #include "runtime/agreement.h"
-#include "runtime/call_checks.h"
+#include "runtime/checks.h"
 #include "runtime/ranges.h"
 
 namespace ep {

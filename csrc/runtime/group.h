@@ -6,7 +6,7 @@
 #include <mutex>
 #include <string>
 
-#include "layout/window.h"
+#include "layout/common/window.h"
 #include "runtime/backend.h"
 #include "transport/transport.h"
 

@@ -14,8 +14,8 @@
 #include <string_view>
 #include <vector>
 
-#include "layout/region.h"
-#include "layout/topology.h"
+#include "layout/common/region.h"
+#include "layout/common/topology.h"
 
 namespace ep {
 

@@ -9,7 +9,7 @@ from typing import Any
 from . import records
 from .records import Record
 
-STAMPS = ("kStart", "kEpochKnown", "kSent", "kRoutingKnown", "kOwnDone", "kEnd")  # csrc/cuda/stamps.cuh: Stamp
+STAMPS = ("kStart", "kEpochKnown", "kSent", "kRoutingKnown", "kOwnDone", "kEnd")  # csrc/cuda/testing/stamps.cuh: Stamp
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "ll": {"dispatch": ("ll_dispatch",), "combine": ("ll_combine",)},
     "ht": {"dispatch": ("ht_route", "ht_dispatch"), "cached": ("ht_dispatch",), "combine": ("ht_combine",)},

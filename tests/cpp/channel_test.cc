@@ -1,5 +1,5 @@
 // One operation's view of the wire, below dispatch and combine.
-#include "cpu/channel.h"
+#include "cpu/ll/channel.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "transport/host_transport.h"
+#include "transport/host/transport.h"
 #include "unit/errors.h"
 #include "world.h"
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "transport/collective_step.h"
-#include "transport/nccl_version.h"
+#include "transport/nccl/version.h"
 
 namespace ep {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "ht_stress.h"
 #include "stress.h"
-#include "transport/host_window.h"
+#include "transport/host/window.h"
 #include "world.h"
 
 namespace ep {

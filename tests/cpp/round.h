@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "runtime/params.h"
+#include "runtime/ll/params.h"
 
 namespace ep {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <random>
 
-#include "transport/host_transport.h"
+#include "transport/host/transport.h"
 #include "unit/errors.h"
 #include "world.h"
 

@@ -8,9 +8,9 @@
 #include <string_view>
 
 #include "base/math.h"
-#include "transport/check_cuda.h"
 #include "transport/collective_step.h"
-#include "transport/nccl_window.h"
+#include "transport/device/check_cuda.h"
+#include "transport/nccl/window.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "layout/ht_layout.h"
+#include "layout/ht/layout.h"
 
 namespace ep {
 namespace {

@@ -1,9 +1,9 @@
 // What high throughput's kernels are told beforehand: stages, passes, pieces, plans.
-#include "cuda/ht_geometry.h"
-
 #include <gtest/gtest.h>
 
 #include <bit>
+
+#include "cuda/ht/geometry.h"
 
 namespace ep {
 namespace {

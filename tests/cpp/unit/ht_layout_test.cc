@@ -1,12 +1,11 @@
 // The high-throughput window and handle: no two things share a byte, and everything lies inside.
-#include "layout/ht_layout.h"
-
 #include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
 
-#include "layout/window.h"
+#include "layout/common/window.h"
+#include "layout/ht/layout.h"
 #include "runtime/group.h"
 #include "unit/errors.h"
 #include "unit/pieces.h"

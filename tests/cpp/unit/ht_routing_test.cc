@@ -1,10 +1,10 @@
 // The places that a sender computes from counts are those that the receiver would find by looking at every token.
-#include "layout/ht_routing.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <random>
+
+#include "layout/ht/routing.h"
 
 namespace ep {
 namespace {

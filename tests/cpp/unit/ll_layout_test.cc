@@ -1,11 +1,10 @@
 // The low-latency window: no two things share a byte, and everything lies inside.
-#include "layout/ll_layout.h"
-
 #include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
 
+#include "layout/ll/layout.h"
 #include "runtime/group.h"
 #include "unit/errors.h"
 #include "unit/pieces.h"

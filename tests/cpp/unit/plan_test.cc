@@ -1,5 +1,5 @@
 // Plans are pure: what holds for every size can be checked without a GPU.
-#include "runtime/plan.h"
+#include "runtime/ll/plan.h"
 
 #include <gtest/gtest.h>
 

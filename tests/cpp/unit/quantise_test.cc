@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/convert.h"
-#include "cpu/rows.h"
+#include "cpu/common/rows.h"
 #include "unit/number_search.h"
 
 namespace ep {

@@ -1,5 +1,5 @@
 // Places of rows: edge cases of output shapes, and place_rows against a recount row by row.
-#include "layout/routing.h"
+#include "layout/common/routing.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <random>
 #include <set>
 
-#include "layout/outputs.h"
+#include "layout/common/outputs.h"
 
 namespace ep {
 namespace {

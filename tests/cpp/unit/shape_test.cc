@@ -1,13 +1,13 @@
 // Sizes, topologies and regions.
-#include "layout/shape.h"
+#include "layout/common/shape.h"
 
 #include <gtest/gtest.h>
 
 #include <climits>
 #include <set>
 
-#include "layout/region.h"
-#include "layout/topology.h"
+#include "layout/common/region.h"
+#include "layout/common/topology.h"
 #include "unit/errors.h"
 
 namespace ep {

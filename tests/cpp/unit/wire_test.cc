@@ -1,5 +1,5 @@
 // Tags, banks, records, id formats, row formats, and rows on their way through a bank.
-#include "layout/wire.h"
+#include "layout/common/wire.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-#include "cpu/rows.h"
+#include "cpu/common/rows.h"
 
 namespace ep {
 namespace {

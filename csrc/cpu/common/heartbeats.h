@@ -1,0 +1,44 @@
+// Signs of life (layout/common/wire.h) of ranks on the host, which share memory.
+#pragma once
+
+#include <array>
+#include <chrono>
+
+#include "cpu/common/wait.h"
+#include "layout/common/window.h"
+#include "runtime/failure.h"
+#include "transport/transport.h"
+
+namespace ep {
+
+class SignsOfLife {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  // Called by who waits: now and then gives a sign to all, and takes note of theirs.
+  void exchange(Transport& transport, Offset signs_at, Time now, double timeout_seconds) {
+    if (now < given_at_ + std::chrono::duration<double>(timeout_seconds / kSignsOfDeadline)) return;
+    given_at_ = now;
+    own_++;
+    const auto sign_of = [&](int rank, int source) {
+      return atomic_tagged(transport.peer_ptr(rank, signs_at + source * sizeof(uint64_t)));
+    };
+    for (int rank = 0; rank < transport.topology().num_ranks; rank++) {
+      sign_of(rank, transport.rank()).store(own_, std::memory_order_relaxed);
+      const uint64_t sign = sign_of(transport.rank(), rank).load(std::memory_order_relaxed);
+      if (sign != seen_[rank]) seen_at_[rank] = now;
+      seen_[rank] = sign;
+    }
+  }
+
+  // When `rank` has given the last one, as seen from here.
+  Time last_of(int rank) const { return seen_at_[rank]; }
+
+ private:
+  Time given_at_{};
+  uint64_t own_ = 0;
+  std::array<uint64_t, kMaxMaskableRanks> seen_{};
+  std::array<Time, kMaxMaskableRanks> seen_at_{};
+};
+
+}  // namespace ep

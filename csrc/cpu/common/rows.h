@@ -1,0 +1,21 @@
+// Rows on the host: numbers in and out, FP8 quantisation, and the form that travels.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/common/dtype.h"
+#include "layout/common/wire.h"
+
+namespace ep {
+
+void to_floats(DType dtype, const void* values, float* floats, int count);
+void from_floats(DType dtype, const float* floats, void* values, int count);
+
+// Quantises a row of `hidden` floats to e4m3 in groups of kQuantGroup; writes `hidden` bytes and the scales.
+void quantize_row(Quant quant, const float* row, int hidden, uint8_t* payload, void* scales);
+
+// Payload and scales of a row to wire words in place, and back. The body lies at the start of `words`.
+void encode_row(const RowFormat& format, uint32_t* words);
+void decode_row(const RowFormat& format, uint32_t* words);
+
+}  // namespace ep

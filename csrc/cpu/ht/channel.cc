@@ -1,0 +1,163 @@
+#include "cpu/ht/channel.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/testing.h"
+#include "runtime/group.h"
+
+namespace ep {
+
+HtChannel::HtChannel(Transport& transport, CpuState& state, Kind kind, const HtLayout& layout, const CallRecord& call)
+    : transport_(transport),
+      state_(state),
+      kind_(kind),
+      layout_(layout),
+      call_(call),
+      epoch_(state.ht_epoch[static_cast<int>(kind)] + 1),
+      tag_(tag_of(epoch_)),
+      bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
+      messages_(layout.topology.num_ranks),
+      deadline_(state.timeout_seconds) {}
+
+HtChannel::~HtChannel() {
+  if (num_domains() > 1) transport_.flush();
+}
+
+// ---- Call messages
+
+void HtChannel::send_calls(const std::vector<uint32_t>& words) {
+  testing::delay(testing::Point::kBeforeRecord, rank());
+  for (int i = 0; i < CallRecord::kWords; i++) sent_.push_back({call_.word(i), tag_});
+  for (uint32_t word : words) sent_.push_back({word, tag_});
+  const uint64_t bytes = sent_.size() * sizeof(TaggedWord);
+  const Offset offset = layout_.call_word(bank_, rank(), 0);
+  for (int step = 0; step < num_ranks(); step++) {
+    const int peer = (rank() + step) % num_ranks();
+    note_other(peer, bytes);
+    char* target = transport_.peer_ptr(peer, offset);
+    if (target == nullptr) {
+      transport_.put(peer, offset, sent_.data(), bytes);
+      signal(peer, call_signal());
+      continue;
+    }
+    // Release: whoever sees this call's words may write to the window, and this rank has read all of its last call.
+    for (size_t i = 0; i < sent_.size(); i++) {
+      atomic_tagged(target + i * sizeof(TaggedWord)).store(pack(sent_[i]), std::memory_order_release);
+    }
+  }
+  if (num_domains() > 1) state_.ht_sent[static_cast<int>(call_signal())] = epoch_;
+  testing::delay(testing::Point::kAfterRecord, rank());
+}
+
+void HtChannel::await_calls(int count) {
+  for (int source = 0; source < num_ranks(); source++) {
+    const bool is_lsa = topology().is_lsa(rank(), source);
+    if (!is_lsa) await_signal(call_signal(), source, Phase::kArrivalSignal);
+    std::vector<uint32_t>& words = messages_[source];
+    words.resize(CallRecord::kWords + count);
+    const auto take = [&](size_t begin, size_t end) {
+      for (size_t i = begin; i < end; i++) {
+        char* address = local(layout_.call_word(bank_, source, static_cast<int>(i)));
+        uint64_t word = 0;
+        const Deadline::End end = deadline_.wait_until([&] {
+          word = atomic_tagged(address).load(std::memory_order_acquire);
+          return word >> 32 == tag_;
+        });
+        const Phase phase = i < CallRecord::kWords ? Phase::kCallRecord : Phase::kRouting;
+        if (end != Deadline::End::kReady) give_up(end, phase, source, tag_, word >> 32);
+        words[i] = static_cast<uint32_t>(word);
+      }
+    };
+    take(0, CallRecord::kWords);  // another call may have fewer words
+    CallRecord theirs;
+    std::copy(words.begin(), words.begin() + CallRecord::kWords, theirs.words);
+    for (int i = 0; i < CallRecord::kComparedWords; i++) {
+      if (theirs.word(i) == call_.word(i)) continue;
+      state_.failure = {Failure::kOtherCall, kind_, Phase::kCallRecord, source, epoch_, 0, 0, 0, call_, theirs, 1};
+      raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
+    }
+    take(CallRecord::kWords, words.size());
+  }
+}
+
+// ---- Memory and signals
+
+void HtChannel::put(int peer, Offset destination, Offset source, uint64_t bytes) {
+  transport_.put(peer, destination, local(source), bytes);
+}
+
+// The word at the peer becomes the epoch; what it held before is known, as all readers of a signal are sent it
+// together.
+void HtChannel::signal(int peer, HtSignal which) {
+  transport_.signal_add(peer, layout_.signal(which, rank()), epoch_ - state_.ht_sent[static_cast<int>(which)]);
+}
+
+void HtChannel::signal_domain(HtSignal which) {
+  for (int step = 0; step < topology().domain_size; step++) signal(lsa_peer(step), which);
+  state_.ht_sent[static_cast<int>(which)] = epoch_;
+}
+
+void HtChannel::signal_rail(HtSignal which) {
+  for (int other = 0; other < num_domains(); other++) {
+    if (other != domain()) signal(layout_.rail_peer(rank(), other), which);
+  }
+  state_.ht_sent[static_cast<int>(which)] = epoch_;
+}
+
+void HtChannel::await_domain(HtSignal which, Phase phase) {
+  for (int step = 0; step < topology().domain_size; step++) await_signal(which, lsa_peer(step), phase);
+}
+
+void HtChannel::await_rail(HtSignal which, Phase phase) {
+  for (int other = 0; other < num_domains(); other++) {
+    if (other != domain()) await_signal(which, layout_.rail_peer(rank(), other), phase);
+  }
+}
+
+uint64_t HtChannel::seen_signal(HtSignal which, int source) const {
+  return transport_.signal(layout_.signal(which, source));
+}
+
+void HtChannel::await_signal(HtSignal which, int source, Phase phase) {
+  const auto has_come = [&] { return seen_signal(which, source) >= epoch_; };
+  const Deadline::End end = deadline_.wait_until(has_come);
+  if (end != Deadline::End::kReady) give_up(end, phase, source, epoch_, seen_signal(which, source));
+}
+
+// What has come over a network must not be looked at before its signal.
+bool HtChannel::has_heard(int source) const {
+  if (!topology().is_lsa(rank(), source)) return seen_signal(call_signal(), source) >= epoch_;
+  char* record = local(layout_.call_word(bank_, source, 0));
+  return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
+}
+
+void HtChannel::give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen) {
+  Failure& failure = state_.failure;
+  const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
+  failure = {code, kind_, phase, source, epoch_, expected, seen, 0, call_, {}, 1};
+  for (int r = 0; r < num_ranks() && r < 64; r++) {
+    if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
+  }
+  raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
+}
+
+void HtChannel::check_row(int peer, int64_t row, uint64_t rows) {
+  if (static_cast<uint64_t>(row) < rows) return;
+  state_.failure = {Failure::kHandle,           kind_, Phase::kNone, peer, epoch_, rows,
+                    static_cast<uint64_t>(row), 0,     call_,        {},   1};
+  raise(kind_of(state_.failure), describe(state_.failure, rank(), state_.timeout_seconds));
+}
+
+void HtChannel::note_row(int peer, uint64_t bytes) {
+  state_.wire.rows[peer] += 1;
+  state_.wire.row_bytes[peer] += bytes;
+}
+
+void HtChannel::complete() {
+  if (num_domains() > 1) transport_.flush();
+  if (testing::has_bug(testing::Bug::kReusedEpoch) && epoch_ % 5 == 0) return;
+  state_.ht_epoch[static_cast<int>(kind_)] = epoch_;
+}
+
+}  // namespace ep

@@ -1,0 +1,85 @@
+// One high-throughput operation's view of the wire on the host: call messages, growing signals, the peers' memory.
+// Throws kTimeout or kMismatch and leaves the reason in the state.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "cpu/common/wait.h"
+#include "cpu/ll/channel.h"
+#include "layout/ht/layout.h"
+#include "transport/transport.h"
+
+namespace ep {
+
+class HtChannel {
+ public:
+  HtChannel(Transport& transport, CpuState& state, Kind kind, const HtLayout& layout, const CallRecord& call);
+  ~HtChannel();  // a call that fails halfway leaves puts behind, which read their sources
+  HtChannel(const HtChannel&) = delete;
+  HtChannel& operator=(const HtChannel&) = delete;
+
+  int rank() const { return transport_.rank(); }
+  const Topology& topology() const { return layout_.topology; }
+  int num_ranks() const { return topology().num_ranks; }
+  int num_domains() const { return topology().num_domains(); }
+  int domain() const { return topology().domain_of(rank()); }
+  const HtLayout& layout() const { return layout_; }
+  // Ranks of the own domain, served from the own one on, so that not all begin with the same.
+  int lsa_peer(int step) const {
+    const int size = topology().domain_size;
+    return domain() * size + (topology().lsa_rank(rank()) + step) % size;
+  }
+
+  // The call message: the record and `words` from HtCall::kLayout on, to every rank.
+  void send_calls(const std::vector<uint32_t>& words);
+  // Waits for the messages of all ranks, `count` words beside the record each, and compares the records.
+  void await_calls(int count);
+  uint32_t call_word(int source, int index) const { return messages_[source][index]; }
+  int num_tokens(int source) const { return static_cast<int>(call_word(source, CallRecord::kNumTokens)); }
+
+  uint64_t window_bytes() const { return transport_.window_bytes(); }                    // of every rank
+  char* at(int peer, Offset offset) const { return transport_.peer_ptr(peer, offset); }  // of the own domain
+  char* local(Offset offset) const { return transport_.local_window() + offset; }
+  // From the own window to another domain's; the source stays as it is until the operation ends.
+  void put(int peer, Offset destination, Offset source, uint64_t bytes);
+
+  // To every rank of the own domain, and from each of them.
+  void signal_domain(HtSignal signal);
+  void await_domain(HtSignal signal, Phase phase);
+  // To the rail peers, one in each other domain, and from each of them.
+  void signal_rail(HtSignal signal);
+  void await_rail(HtSignal signal, Phase phase);
+
+  // A row that the handle names lies at the peer. Throws kInvalidArgument, and the buffer has failed.
+  void check_row(int peer, int64_t row, uint64_t rows);
+
+  void note_row(int peer, uint64_t bytes);
+  void note_other(int peer, uint64_t bytes) { state_.wire.other_bytes[peer] += bytes; }
+
+  // The call is over: advances the epoch.
+  void complete();
+
+ private:
+  void signal(int peer, HtSignal signal);
+  void await_signal(HtSignal signal, int source, Phase phase);
+  uint64_t seen_signal(HtSignal signal, int source) const;
+  bool has_heard(int source) const;
+  HtSignal call_signal() const { return kind_ == Kind::kDispatch ? HtSignal::kDispatchCall : HtSignal::kCombineCall; }
+  [[noreturn]] void give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen);
+
+  Transport& transport_;
+  CpuState& state_;
+  const Kind kind_;
+  const HtLayout layout_;
+  const CallRecord call_;
+  const uint64_t epoch_;
+  const uint32_t tag_;
+  const int bank_;
+  std::vector<std::vector<uint32_t>> messages_;  // [source]
+  std::vector<TaggedWord> sent_;                 // the own message; puts read it
+  const Deadline deadline_;
+};
+
+}  // namespace ep

@@ -1,0 +1,15 @@
+// The high-throughput operations on the host.
+#pragma once
+
+#include "cpu/ht/channel.h"
+#include "runtime/ht/params.h"
+
+namespace ep {
+
+void cpu_ht_dispatch(const HtDispatchParams& params, Transport& transport, CpuState& state);
+void cpu_ht_combine(const HtCombineParams& params, Transport& transport, CpuState& state);
+
+// The receiving half of a dispatch that sends rows: what lies in slots and staging rows becomes outputs and handle.
+void place_received(const HtDispatchParams& params, HtChannel& channel);
+
+}  // namespace ep

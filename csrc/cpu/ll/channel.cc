@@ -1,0 +1,254 @@
+#include "cpu/ll/channel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "base/check.h"
+#include "base/testing.h"
+#include "runtime/group.h"
+
+namespace ep {
+namespace {
+
+std::atomic_ref<uint32_t> atomic_word(uint32_t* address) { return std::atomic_ref<uint32_t>(*address); }
+
+}  // namespace
+
+Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const CallRecord& call)
+    : transport_(transport),
+      state_(state),
+      kind_(kind),
+      layout_(layout),
+      call_(call),
+      epoch_(state.epoch[static_cast<int>(kind)] + 1),
+      tag_(tag_of(epoch_)),
+      bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
+      calls_(layout.num_ranks),
+      deadline_(state.masks_late ? state.timeout_seconds / 2 : state.timeout_seconds) {}
+
+Channel::~Channel() {
+  if (!sources_.empty()) transport_.flush();
+}
+
+uint32_t* Channel::window_word(Offset offset) const {
+  return reinterpret_cast<uint32_t*>(transport_.local_window() + offset);
+}
+
+// ---- Sending
+
+void Channel::send_record(int peer) {
+  testing::delay(testing::Point::kBeforeRecord, rank());
+  uint32_t words[CallRecord::kWords];
+  for (int i = 0; i < CallRecord::kWords; i++) words[i] = call_.word(i);
+  if (is_masked(peer)) {
+    tell_mask(peer);
+  } else {
+    send_tagged(peer, layout_.record(bank_, rank()), words, CallRecord::kWords);
+  }
+  testing::delay(testing::Point::kAfterRecord, rank());
+}
+
+// A masked rank may still read the rest of an earlier record.
+void Channel::tell_mask(int peer) {
+  const uint32_t is_masked = 1;
+  const Offset word_at = layout_.record(bank_, rank()) + CallRecord::kIsMasked * sizeof(TaggedWord);
+  send_tagged(peer, word_at, &is_masked, 1);
+}
+
+void Channel::mask(int rank) {
+  state_.masked |= 1ull << rank;
+  tell_mask(rank);
+}
+
+void Channel::send_words(int peer, Offset offset, const uint32_t* values, int count) {
+  if (!is_masked(peer)) send_tagged(peer, offset, values, count);
+}
+
+void Channel::send_tagged(int peer, Offset offset, const uint32_t* values, int count) {
+  state_.wire.other_bytes[peer] += count * sizeof(TaggedWord);
+  if (char* target = transport_.peer_ptr(peer, offset)) {
+    // Release: whoever sees a word of this call also sees that this rank has emptied the bank of the call before last.
+    for (int i = 0; i < count; i++) {
+      atomic_tagged(target + i * sizeof(TaggedWord)).store(pack({values[i], tag_}), std::memory_order_release);
+    }
+    return;
+  }
+  std::vector<char>& source = sources_.emplace_back(count * sizeof(TaggedWord));
+  for (int i = 0; i < count; i++) {
+    const TaggedWord word{values[i], tag_};
+    std::memcpy(source.data() + i * sizeof word, &word, sizeof word);
+  }
+  transport_.put(peer, offset, source.data(), source.size());
+}
+
+void Channel::send_row(int peer, int token, const uint32_t* words, int num_words) {
+  if (is_masked(peer)) return;
+  testing::delay(testing::Point::kBetweenRows, rank());
+  const Offset offset = layout_.row(bank_, rank(), token);
+  state_.wire.rows[peer] += 1;
+  state_.wire.row_bytes[peer] += num_words * sizeof(uint32_t);
+  if (char* target = transport_.peer_ptr(peer, offset)) {
+    auto* target_words = reinterpret_cast<uint32_t*>(target);
+    for (int i = 0; i < num_words; i++) atomic_word(target_words + i).store(words[i], std::memory_order_relaxed);
+    return;
+  }
+  const char* bytes = reinterpret_cast<const char*>(words);
+  std::vector<char>& source = sources_.emplace_back(bytes, bytes + num_words * sizeof(uint32_t));
+  transport_.put(peer, offset, source.data(), source.size());
+}
+
+void Channel::close_stage() {
+  stages_++;
+  for (int peer = 0; peer < num_ranks(); peer++) {
+    if (!transport_.topology().is_lsa(rank(), peer)) transport_.signal_add(peer, layout_.signal(rank()), 1);
+  }
+  transport_.flush();
+  sources_.clear();
+}
+
+// ---- Receiving
+
+// What has come over a network must not be looked at before its signal.
+bool Channel::has_heard(int source) const {
+  if (!transport_.topology().is_lsa(rank(), source)) {
+    return transport_.signal(layout_.signal(source)) > state_.arrivals[static_cast<int>(kind_)];
+  }
+  char* record = transport_.local_window() + layout_.record(bank_, source);
+  return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
+}
+
+void Channel::give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen) {
+  Failure& failure = state_.failure;
+  const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
+  failure = {code, kind_, phase, source, epoch_, expected, seen, 0, call_, {}, 0};
+  for (int r = 0; r < num_ranks() && r < 64; r++) {
+    if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
+  }
+  raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
+}
+
+void Channel::refuse_call(int source, const CallRecord& theirs) {
+  state_.failure = {Failure::kOtherCall, kind_, Phase::kCallRecord, source, epoch_, 0, 0, 0, call_, theirs, 0};
+  raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
+}
+
+// The source has masked this rank, in this call or, where this rank is behind, in a later one.
+bool Channel::was_left_by(int source) const {
+  for (int bank = 0; bank < kNumBanks; bank++) {
+    const Offset word_at = layout_.record(bank, source) + CallRecord::kIsMasked * sizeof(TaggedWord);
+    const uint64_t word = atomic_tagged(transport_.local_window() + word_at).load(std::memory_order_acquire);
+    if (static_cast<uint32_t>(word) == 1 && is_not_before(static_cast<uint32_t>(word >> 32), tag_)) return true;
+  }
+  return false;
+}
+
+// Asked now and then by a wait where late ranks are masked.
+bool Channel::is_late(int source, std::chrono::steady_clock::time_point now) {
+  state_.signs.exchange(transport_, state_.signs_at, now, state_.timeout_seconds);
+  return deadline_.is_late(now, state_.signs.last_of(source));
+}
+
+// `ready` returns true when the wait is over and otherwise stores what it saw. False: the source is masked.
+template <class Ready>
+bool Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
+  uint64_t seen = 0;
+  if (is_masked(source)) return false;
+  if (ready(seen)) return true;
+  const auto start = std::chrono::steady_clock::now();
+  Deadline::End end;
+  if (state_.masks_late) {
+    bool is_left = false;
+    end = Deadline::wait_until([&] { return ready(seen) || (is_left = was_left_by(source)); },
+                               [&](auto now) { return is_late(source, now); });
+    if (is_left || end == Deadline::End::kLate) {
+      mask(source);
+      return false;
+    }
+  } else {
+    end = deadline_.wait_until([&] { return ready(seen); });
+  }
+  if (end != Deadline::End::kReady) give_up(end, phase, source, expected, seen);
+  if (wait_cost_ != nullptr) {
+    const auto waited = std::chrono::steady_clock::now() - start;
+    wait_cost_[source] += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
+  }
+  return true;
+}
+
+void Channel::await_arrivals() {
+  heard_stages_++;
+  const uint64_t expected = state_.arrivals[static_cast<int>(kind_)] + heard_stages_;
+  for (int source = 0; source < num_ranks(); source++) {
+    if (transport_.topology().is_lsa(rank(), source)) continue;
+    await(Phase::kArrivalSignal, source, expected, [&](uint64_t& seen) {
+      seen = transport_.signal(layout_.signal(source));
+      return seen >= expected;
+    });
+  }
+}
+
+void Channel::await_calls() {
+  for (int source = 0; source < num_ranks(); source++) {
+    uint32_t words[CallRecord::kWords];
+    const Offset record = layout_.record(bank_, source);
+    if (!await_words(source, record, Phase::kCallRecord, words, CallRecord::kWords)) continue;
+    if (words[CallRecord::kIsMasked] != 0) {
+      mask(source);
+      continue;
+    }
+    for (int i = 0; i < CallRecord::kWords; i++) calls_[source].words[i] = words[i];
+    for (int i = 0; i < CallRecord::kComparedWords; i++) {
+      if (words[i] != call_.word(i)) refuse_call(source, calls_[source]);
+    }
+  }
+}
+
+bool Channel::await_words(int source, Offset offset, Phase phase, uint32_t* values, int count) {
+  char* address = transport_.local_window() + offset;
+  for (int i = 0; i < count; i++) {
+    const bool is_there = await(phase, source, tag_, [&](uint64_t& seen) {
+      const uint64_t word = atomic_tagged(address + i * sizeof(TaggedWord)).load(std::memory_order_acquire);
+      values[i] = static_cast<uint32_t>(word);
+      seen = word >> 32;
+      return seen == tag_;
+    });
+    if (is_there) continue;
+    std::fill_n(values, count, 0);
+    return false;
+  }
+  return true;
+}
+
+bool Channel::take_row(int source, int token, Phase phase, uint32_t* words, int num_words) {
+  uint32_t* row = window_word(layout_.row(bank_, source, token));
+  if (transport_.topology().is_lsa(rank(), source)) {
+    for (int i = 0; i < num_words; i++) {
+      const bool is_there = await(phase, source, token, [&](uint64_t& seen) {
+        words[i] = atomic_word(row + i).load(std::memory_order_relaxed);
+        seen = i;
+        return words[i] != kAbsent;
+      });
+      if (is_there) continue;
+      std::fill_n(words, num_words, 0);
+      return false;
+    }
+  } else if (is_masked(source)) {
+    std::fill_n(words, num_words, 0);
+    return false;
+  } else {
+    std::memcpy(words, row, num_words * sizeof(uint32_t));
+  }
+  testing::delay(testing::Point::kBeforeReset, rank());
+  if (testing::has_bug(testing::Bug::kSkippedReset) && token == 0) return true;
+  for (int i = 0; i < num_words; i++) atomic_word(row + i).store(kAbsent, std::memory_order_relaxed);
+  return true;
+}
+
+void Channel::complete() {
+  if (testing::has_bug(testing::Bug::kReusedEpoch) && epoch_ % 5 == 0) return;
+  state_.epoch[static_cast<int>(kind_)] = epoch_;
+  state_.arrivals[static_cast<int>(kind_)] += stages_;
+}
+
+}  // namespace ep

@@ -1,0 +1,114 @@
+// One operation's view of the wire on the host: tagged words and rows, in band to ranks of the own domain, by puts and
+// one arrival signal to the others. Throws kTimeout or kMismatch and leaves the reason in the state, or masks the rank.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "cpu/common/heartbeats.h"
+#include "cpu/common/wait.h"
+#include "layout/ht/layout.h"
+#include "layout/ll/layout.h"
+#include "runtime/backend.h"
+#include "transport/transport.h"
+
+namespace ep {
+
+struct CpuState {
+  uint64_t epoch[kNumKinds] = {0, 0};     // of the last completed call
+  uint64_t arrivals[kNumKinds] = {0, 0};  // arrival signals that every network peer has sent up to that call
+  double timeout_seconds = 100;
+  Failure failure;
+  uint64_t flag_epoch = 0;  // of the last exchange of flags
+  bool masks_late = false;  // a rank that misses a deadline of low latency is masked
+  uint64_t masked = 0;      // bit r: rank r is
+  SignsOfLife signs;
+  Offset signs_at = 0;  // in every window
+  InvalidIds invalid_ids;
+  uint64_t dropped_rows = 0;
+  WireBytes wire;
+  // High throughput.
+  uint64_t ht_epoch[kNumKinds] = {0, 0};
+  uint64_t ht_sent[kNumHtSignals] = {};  // value of each signal that all of its readers have been sent
+  uint64_t ht_staged[kNumKinds] = {0, 0};
+};
+
+class Channel {
+ public:
+  Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const CallRecord& call);
+  ~Channel();  // a call that fails halfway leaves puts behind, which read its sources
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  int rank() const { return transport_.rank(); }
+  int num_ranks() const { return layout_.num_ranks; }
+
+  // ---- Sending. Ranks are served from the own one on, so that not all begin with the same.
+  int peer(int step) const { return (rank() + step) % num_ranks(); }
+  // Nothing but records goes to a masked rank, and nothing is taken from it.
+  bool is_masked(int rank) const { return state_.masked >> (rank & 63) & 1; }
+  void send_record(int peer);
+  void send_words(int peer, Offset offset, const uint32_t* values, int count);
+  // A row of the own token `token` (dispatch), or of a partial sum for the peer's token (combine).
+  void send_row(int peer, int token, const uint32_t* words, int num_words);
+  // Everything sent so far will be there when the peers' await_arrival() returns; sources may be reused.
+  void close_stage();
+
+  // ---- Receiving.
+  // Waits for the record of every rank and compares it with the own call.
+  void await_calls();
+  int num_tokens(int source) const { return static_cast<int>(calls_[source].word(CallRecord::kNumTokens)); }
+  // False, and zeros: the source is masked.
+  bool await_words(int source, Offset offset, Phase phase, uint32_t* values, int count);
+  // Takes a row out of its slot and leaves the slot as it was before. False, and zeros: the source is masked.
+  bool take_row(int source, int token, Phase phase, uint32_t* words, int num_words);
+  // Network peers: the next stage of the call has arrived.
+  void await_arrivals();
+
+  // Nothing is left to send. Where late ranks are masked, nobody may be late because another is: who still has to send
+  // waits half as long.
+  void begin_receiving() { deadline_ = Deadline(state_.timeout_seconds); }
+  // The call is over: advances the epoch.
+  void complete();
+  // From now on, adds the ns waited for each source to `wait_cost` [R]; null: to nothing.
+  void count_waits(int64_t* wait_cost) { wait_cost_ = wait_cost; }
+  // Takes up a call whose sending half closed `stages` stages, and has waited for all of the peers' but the last.
+  void resume_after(int stages) {
+    stages_ = stages;
+    heard_stages_ = stages - 1;
+  }
+
+  int bank() const { return bank_; }
+  const LlLayout& layout() const { return layout_; }
+
+ private:
+  template <class Ready>
+  bool await(Phase phase, int source, uint64_t expected, Ready ready);
+  void send_tagged(int peer, Offset offset, const uint32_t* values, int count);
+  void tell_mask(int peer);
+  void mask(int rank);
+  bool was_left_by(int source) const;
+  bool is_late(int source, std::chrono::steady_clock::time_point now);
+  [[noreturn]] void give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen);
+  [[noreturn]] void refuse_call(int source, const CallRecord& theirs);
+  uint32_t* window_word(Offset offset) const;
+  bool has_heard(int source) const;
+
+  Transport& transport_;
+  CpuState& state_;
+  const Kind kind_;
+  const LlLayout layout_;
+  const CallRecord call_;
+  const uint64_t epoch_;
+  const uint32_t tag_;
+  const int bank_;
+  std::vector<CallRecord> calls_;
+  std::deque<std::vector<char>> sources_;  // of puts that have not been flushed
+  int stages_ = 0;                         // closed by the sender; each is one arrival signal
+  int heard_stages_ = 0;
+  Deadline deadline_;
+  int64_t* wait_cost_ = nullptr;
+};
+
+}  // namespace ep

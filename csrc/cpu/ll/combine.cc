@@ -1,0 +1,218 @@
+// Low-latency combine on the host. Each rank adds up its own experts' rows of a token in the order of k and sends one
+// row home; the home rank adds the ranks' rows in rank order. docs/semantics.md fixes every rounding.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/testing.h"
+#include "cpu/common/rows.h"
+#include "cpu/common/sums.h"
+#include "cpu/ll/operations.h"
+
+namespace ep {
+namespace {
+
+// Weights that the home ranks send for this combine.
+class HomeWeights {
+ public:
+  HomeWeights(const LlCombineParams& p, Channel& channel) : p_(p), channel_(channel) {}
+
+  void send() {
+    for (int token = 0; token < p_.num_tokens; token++) {
+      for (int k = 0; k < p_.shape.topk; k++) {
+        const int index = token * p_.shape.topk + k;
+        const int32_t id = p_.handle.ids[index];
+        if (id < 0) continue;
+        const uint32_t word = weight_word(index);
+        channel_.send_words(p_.shape.owner(id), place(channel_.rank(), token, k), &word, 1);
+      }
+    }
+    channel_.close_stage();
+  }
+
+  // False: the choice is skipped, or the source is masked.
+  bool await(int source, int token, int k, float& weight) {
+    uint32_t word;
+    const bool is_there = channel_.await_words(source, place(source, token, k), Phase::kWeights, &word, 1);
+    std::memcpy(&weight, &word, sizeof word);
+    return is_there && word != kSkippedWeight;
+  }
+
+ private:
+  Offset place(int source, int token, int k) const { return p_.layout.weight(channel_.bank(), source, token, k); }
+
+  uint32_t weight_word(int index) const {
+    if (p_.home_topk_idx != nullptr) {
+      const int64_t id = p_.is_idx64 ? static_cast<const int64_t*>(p_.home_topk_idx)[index]
+                                     : static_cast<const int32_t*>(p_.home_topk_idx)[index];
+      if (!p_.shape.valid(id)) return kSkippedWeight;
+    }
+    uint32_t bits;
+    std::memcpy(&bits, p_.home_weights + index, sizeof bits);
+    return escape_float(bits);
+  }
+
+  const LlCombineParams& p_;
+  Channel& channel_;
+};
+
+// This rank's share of token `token` of `home`: false if it has no expert of it.
+bool partial_sum(const LlCombineParams& p, HomeWeights& home_weights, int home, int token, Floats& sum) {
+  const int map_k = p.output.map_k();
+  const size_t entry = p.layout.slot(home, token) * map_k;
+  Floats row(p.hidden);
+  bool is_here = false, has_term = false;
+  std::fill(sum.begin(), sum.end(), 0.0f);
+  for (int k = 0; k < map_k; k++) {
+    const int32_t source_row = p.handle.rows[entry + k];
+    if (source_row == kNoRow) continue;
+    is_here = true;
+    float weight = 1.0f;
+    if (p.weighting == Weighting::kHome && !home_weights.await(home, token, k, weight)) continue;
+    if (source_row == kDroppedRow) continue;
+    to_floats(p.dtype, row_at(p.rows, source_row, p.hidden, p.dtype), row.data(), p.hidden);
+    if (p.weighting == Weighting::kDispatch) weight = p.handle.weights[entry + k];
+    if (p.weighting != Weighting::kNone) {
+      for (float& value : row) value = weight * value;
+    }
+    add(sum, row, has_term);
+  }
+  return is_here;
+}
+
+void send(const LlCombineParams& p, Channel& channel) {
+  for (int step = 0; step < channel.num_ranks(); step++) channel.send_record(channel.peer(step));
+  HomeWeights home_weights(p, channel);
+  if (p.weighting == Weighting::kHome) {
+    home_weights.send();
+    channel.await_arrivals();
+    channel.await_calls();
+  }
+  Floats sum(p.hidden);
+  std::vector<uint32_t> words(p.row.wire_bytes() / 4);
+  for (int step = 0; step < channel.num_ranks(); step++) {
+    const int home = channel.peer(step);
+    if (channel.is_masked(home)) continue;
+    for (int token = 0; token < p.handle.tokens[home]; token++) {
+      if (!partial_sum(p, home_weights, home, token, sum)) continue;
+      from_floats(p.wire_dtype, sum.data(), words.data(), p.hidden);
+      encode_row(p.row, words.data());
+      channel.send_row(home, token, words.data(), static_cast<int>(words.size()));
+    }
+  }
+  channel.close_stage();
+}
+
+// The sum over ranks, in rank order; over several domains, each domain's sum is rounded as if it had travelled.
+class HomeSum {
+ public:
+  explicit HomeSum(const LlCombineParams& p)
+      : p_(p), topology_{p.shape.num_ranks, p.domain_size}, sum_(p.hidden), domain_sum_(p.hidden), row_(p.hidden) {}
+
+  void begin(int token) {
+    has_term_ = has_domain_term_ = false;
+    std::fill(sum_.begin(), sum_.end(), 0.0f);
+    for (const void* bias : p_.bias) {
+      if (bias == nullptr) continue;
+      to_floats(p_.out_dtype, row_at(bias, token, p_.hidden, p_.out_dtype), row_.data(), p_.hidden);
+      add(sum_, row_, has_term_);
+    }
+  }
+  void add_rank(const uint32_t* words) {
+    to_floats(p_.wire_dtype, words, row_.data(), p_.hidden);
+    if (topology_.num_domains() == 1) {
+      add(sum_, row_, has_term_);
+    } else {
+      add(domain_sum_, row_, has_domain_term_);
+    }
+  }
+  void end_rank(int rank) {
+    if (!has_domain_term_ || topology_.lsa_rank(rank) != topology_.domain_size - 1) return;
+    std::vector<float> rounded(p_.hidden);
+    from_floats(p_.wire_dtype, domain_sum_.data(), rounded.data(), p_.hidden);
+    to_floats(p_.wire_dtype, rounded.data(), row_.data(), p_.hidden);
+    add(sum_, row_, has_term_);
+    has_domain_term_ = false;
+  }
+  void store(int token) {
+    from_floats(p_.out_dtype, sum_.data(), const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.out_dtype)),
+                p_.hidden);
+  }
+
+ private:
+  const LlCombineParams& p_;
+  const Topology topology_;
+  Floats sum_, domain_sum_, row_;
+  bool has_term_ = false, has_domain_term_ = false;
+};
+
+void receive(const LlCombineParams& p, Channel& channel) {
+  testing::delay(testing::Point::kBeforeReceive, channel.rank());
+  channel.begin_receiving();
+  channel.await_arrivals();
+  channel.await_calls();
+  HomeSum sum(p);
+  std::vector<uint32_t> words(p.row.wire_bytes() / 4);
+  for (int token = 0; token < p.num_tokens; token++) {
+    const int32_t* ids = p.handle.ids + token * p.shape.topk;
+    sum.begin(token);
+    for (int rank = 0; rank < channel.num_ranks(); rank++) {
+      const bool has_expert =
+          std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
+      if (has_expert && channel.take_row(rank, token, Phase::kPartials, words.data(), static_cast<int>(words.size()))) {
+        sum.add_rank(words.data());
+      }
+      sum.end_rank(rank);
+    }
+    sum.store(token);
+  }
+  channel.complete();
+}
+
+}  // namespace
+
+void cpu_combine(const LlCombineParams& p, Transport& transport, CpuState& state) {
+  Channel channel(transport, state, Kind::kCombine, p.layout, p.call);
+  const int weight_stages = p.weighting == Weighting::kHome ? 1 : 0;
+  channel.count_waits(p.wait_cost);
+  if (sends(p.half)) send(p, channel);
+  if (!receives(p.half)) return;
+  if (p.half == Half::kReceive) channel.resume_after(1 + weight_stages);
+  receive(p, channel);
+}
+
+void cpu_combine_weights(const LlCombineWeightsParams& p, Transport& transport, CpuState& state) {
+  Channel channel(transport, state, Kind::kCombine, p.layout, p.call);
+  const int map_k = p.output.map_k(), topk = p.shape.topk;
+  const bool expert_rows = has_expert_rows(p.output.layout);
+  for (int step = 0; step < channel.num_ranks(); step++) channel.send_record(channel.peer(step));
+  for (int home = 0; home < channel.num_ranks(); home++) {
+    for (int token = 0; token < p.handle.tokens[home]; token++) {
+      for (int k = 0; k < topk; k++) {
+        // A rank layout has one row for all its choices; the home rank picks those that are this rank's.
+        const int32_t row = p.handle.rows[p.layout.slot(home, token) * map_k + (expert_rows ? k : 0)];
+        if (row == kNoRow) continue;
+        const float value = row < 0 ? 0.0f : p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k];
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        channel.send_words(home, p.layout.weight(channel.bank(), channel.rank(), token, k), &bits, 1);
+      }
+    }
+  }
+  channel.close_stage();
+  channel.begin_receiving();
+  channel.await_arrivals();
+  channel.await_calls();
+  for (int i = 0; i < p.num_tokens * topk; i++) {
+    const int32_t id = p.handle.ids[i];
+    uint32_t bits = 0;
+    if (id >= 0) {
+      const Offset offset = p.layout.weight(channel.bank(), p.shape.owner(id), i / topk, i % topk);
+      channel.await_words(p.shape.owner(id), offset, Phase::kScalars, &bits, 1);
+    }
+    std::memcpy(p.out + i, &bits, sizeof bits);
+  }
+  channel.complete();
+}
+
+}  // namespace ep

@@ -1,0 +1,224 @@
+// Low-latency dispatch on the host: the protocol of docs/architecture.md as plain loops.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/testing.h"
+#include "cpu/common/ids.h"
+#include "cpu/common/rows.h"
+#include "cpu/ll/channel.h"
+#include "cpu/ll/operations.h"
+#include "layout/common/routing.h"
+
+namespace ep {
+namespace {
+
+using Words = std::vector<uint32_t>;
+
+const char* at(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
+
+// A row of x and its scales, as it travels.
+void load_row(const LlDispatchParams& p, int token, Words& words) {
+  std::fill(words.begin(), words.end(), 0);
+  auto* body = reinterpret_cast<char*>(words.data());
+  const int element = size_of(p.dtype);
+  const char* x = at(p.x, static_cast<int64_t>(token) * p.hidden * element);
+  if (p.quant != Quant::kNone) {
+    std::vector<float> row(p.hidden);
+    to_floats(p.dtype, x, row.data(), p.hidden);
+    quantize_row(p.quant, row.data(), p.hidden, reinterpret_cast<uint8_t*>(body), body + p.row.scales_offset());
+  } else {
+    std::memcpy(body, x, p.row.payload_bytes);
+    const Scales& s = p.scales;
+    for (int g = 0; s.data != nullptr && g < s.count; g++) {
+      std::memcpy(body + p.row.scales_offset() + g * s.element_bytes,
+                  at(s.data, (token * s.row_stride + g * s.group_stride) * s.element_bytes), s.element_bytes);
+    }
+  }
+  encode_row(p.row, words.data());
+}
+
+// Ids and weights of one's tokens: each rank gets the ids of its own experts, and the weights that belong to them.
+void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
+  const IdFormat& ids = p.layout.ids;
+  for (int token = 0; token < p.num_tokens; token++) {
+    uint32_t words[kMaxTopk] = {};
+    for (int k = 0; k < ids.words() * ids.per_word(); k++) {
+      const int32_t id = k < p.shape.topk ? p.handle.ids[token * p.shape.topk + k] : -1;
+      const bool is_there = id >= 0 && p.shape.owner(id) == peer;
+      const uint32_t code = is_there ? static_cast<uint32_t>(p.shape.local_expert(id)) : ids.none();
+      words[k / ids.per_word()] |= code << (k % ids.per_word() * ids.bits);
+      if (is_there) {
+        const float weight = p.topk_weights ? p.topk_weights[token * p.shape.topk + k] : 1.0f;
+        uint32_t bits;
+        std::memcpy(&bits, &weight, sizeof bits);
+        channel.send_words(peer, channel.layout().weight(channel.bank(), channel.rank(), token, k), &bits, 1);
+      }
+    }
+    channel.send_words(peer, channel.layout().id_words(channel.bank(), channel.rank(), token), words, ids.words());
+  }
+}
+
+void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
+  take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids, state);
+  for (int step = 0; step < channel.num_ranks(); step++) {
+    const int peer = channel.peer(step);
+    channel.send_record(peer);
+    send_routing(p, channel, peer);
+  }
+  Words words(p.row.wire_bytes() / 4);
+  for (int token = 0; token < p.num_tokens; token++) {
+    const int32_t* ids = p.handle.ids + token * p.shape.topk;
+    load_row(p, token, words);
+    for (int step = 0; step < channel.num_ranks(); step++) {
+      const int peer = channel.peer(step);
+      const bool wants =
+          std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == peer; });
+      if (wants) channel.send_row(peer, token, words.data(), static_cast<int>(words.size()));
+    }
+  }
+  channel.close_stage();
+}
+
+// False: the source is masked.
+bool await_routing_of(const LlDispatchParams& p, Channel& channel, int source, Routing& routing,
+                      std::vector<float>& weights) {
+  const IdFormat& ids = p.layout.ids;
+  for (int token = 0; token < routing.tokens[source]; token++) {
+    uint32_t words[kMaxTopk];
+    const Offset words_at = p.layout.id_words(channel.bank(), source, token);
+    if (!channel.await_words(source, words_at, Phase::kRouting, words, ids.words())) return false;
+    const size_t first = p.layout.slot(source, token) * p.shape.topk;
+    for (int k = 0; k < p.shape.topk; k++) {
+      const uint32_t code = ids.get(words[k / ids.per_word()], k % ids.per_word());
+      if (code == ids.none()) continue;
+      routing.local_ids[first + k] = static_cast<int32_t>(code);
+      uint32_t bits;
+      const Offset weight_at = p.layout.weight(channel.bank(), source, token, k);
+      if (!channel.await_words(source, weight_at, Phase::kWeights, &bits, 1)) return false;
+      std::memcpy(&weights[first + k], &bits, sizeof bits);
+    }
+  }
+  return true;
+}
+
+Routing await_routing(const LlDispatchParams& p, Channel& channel, std::vector<float>& weights) {
+  Routing routing = Routing::empty(p.shape);
+  weights.assign(routing.local_ids.size(), 0.0f);
+  for (int source = 0; source < channel.num_ranks(); source++) {
+    routing.tokens[source] = channel.num_tokens(source);
+    if (await_routing_of(p, channel, source, routing, weights)) continue;
+    // As if it had no tokens: what its places are, all rows of a call must agree on.
+    routing.tokens[source] = 0;
+    const auto first = routing.local_ids.begin() + static_cast<int64_t>(p.layout.slot(source, 0)) * p.shape.topk;
+    std::fill_n(first, p.shape.max_tokens * p.shape.topk, -1);
+  }
+  return routing;
+}
+
+void put_row(const LlDispatchParams& p, int64_t row, const Words& words) {
+  const char* body = reinterpret_cast<const char*>(words.data());
+  std::memcpy(static_cast<char*>(p.out_x) + row * p.row.payload_bytes, body, p.row.payload_bytes);
+  const Scales& s = p.out_scales;
+  const int64_t bin = s.bin_stride == 0 ? 0 : row / p.output.capacity;
+  const int64_t first = bin * s.bin_stride + (row - bin * p.output.capacity) * s.row_stride;
+  for (int g = 0; s.data != nullptr && g < s.count; g++) {
+    std::memcpy(static_cast<char*>(s.data) + (first + g * s.group_stride) * s.element_bytes,
+                body + p.row.scales_offset() + g * s.element_bytes, s.element_bytes);
+  }
+}
+
+void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& routing, const Placement& placement,
+                  const std::vector<float>& weights) {
+  const bool expert_rows = has_expert_rows(p.output.layout);
+  Words words(p.row.wire_bytes() / 4);
+  std::vector<char> is_filled(p.zero_padding ? p.output.rows() : 0, 0);
+  for (int source = 0; source < channel.num_ranks(); source++) {
+    for (int token = 0; token < routing.tokens[source]; token++) {
+      const size_t slot = p.layout.slot(source, token);
+      const int32_t* ids = routing.local_ids.data() + slot * p.shape.topk;
+      if (std::all_of(ids, ids + p.shape.topk, [](int32_t id) { return id < 0; })) continue;
+      channel.take_row(source, token, Phase::kRows, words.data(), static_cast<int>(words.size()));
+      decode_row(p.row, words.data());
+      for (int k = 0; k < p.output.map_k(); k++) {
+        const int32_t row = placement.row_map[slot * p.output.map_k() + k];
+        if (row < 0) continue;
+        put_row(p, row, words);
+        if (p.zero_padding) is_filled[row] = 1;
+        if (expert_rows) {
+          p.out_weights[row] = weights[slot * p.shape.topk + k];
+          if (p.row_expert != nullptr) p.row_expert[row] = ids[k];
+          continue;
+        }
+        for (int j = 0; j < p.shape.topk; j++) {
+          set_id(p.out_topk_idx, p.is_idx64, static_cast<int64_t>(row) * p.shape.topk + j, ids[j]);
+          p.out_weights[static_cast<int64_t>(row) * p.shape.topk + j] = weights[slot * p.shape.topk + j];
+        }
+      }
+    }
+  }
+  std::fill(words.begin(), words.end(), 0);
+  for (size_t row = 0; row < is_filled.size(); row++) {
+    if (!is_filled[row]) put_row(p, static_cast<int64_t>(row), words);
+  }
+}
+
+// Sources lie one after the other in an expert, and the tokens of each in their order.
+void account_for_rows(const LlDispatchParams& p, const Placement& placement) {
+  const OutputShape& output = p.output;
+  std::vector<int64_t> counts(static_cast<size_t>(output.local_experts) * output.num_ranks);
+  for (size_t entry = 0; entry < placement.row_map.size(); entry++) {
+    const int32_t row = placement.row_map[entry];
+    if (row < 0) continue;
+    const int64_t slot = static_cast<int64_t>(entry) / output.map_k();
+    p.src_info[row] = static_cast<int32_t>(slot % output.max_tokens);
+    counts[row / output.capacity * output.num_ranks + slot / output.max_tokens]++;
+  }
+  for (int expert = 0; expert < output.local_experts; expert++) {
+    int64_t begin = 0;
+    for (int source = 0; source < output.num_ranks; source++) {
+      const int64_t count = counts[expert * output.num_ranks + source];
+      p.layout_range[expert * output.num_ranks + source] = begin << 32 | count;
+      begin += count;
+    }
+  }
+}
+
+void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
+  testing::delay(testing::Point::kBeforeReceive, channel.rank());
+  channel.count_waits(p.wait_cost);
+  channel.begin_receiving();
+  channel.await_arrivals();
+  channel.await_calls();
+  std::vector<float> weights;
+  const Routing routing = await_routing(p, channel, weights);
+  const Placement placement = place_rows(p.shape, p.output, routing);
+  fill_info(p.output, placement, p.info);
+  clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
+  receive_rows(p, channel, routing, placement, weights);
+  std::copy(routing.tokens.begin(), routing.tokens.end(), p.handle.tokens);
+  std::copy(placement.row_map.begin(), placement.row_map.end(), p.handle.rows);
+  if (has_expert_rows(p.output.layout)) std::copy(weights.begin(), weights.end(), p.handle.weights);
+  if (p.src_info != nullptr) account_for_rows(p, placement);
+  for (int bin = 0; p.recv_stats != nullptr && bin < p.output.bins(); bin++) p.recv_stats[bin] += p.info[bin];
+  state.dropped_rows += placement.dropped;
+  channel.complete();
+}
+
+}  // namespace
+
+void cpu_dispatch(const LlDispatchParams& p, Transport& transport, CpuState& state) {
+  Channel channel(transport, state, Kind::kDispatch, p.layout, p.call);
+  if (sends(p.half)) send(p, state, channel);
+  if (!receives(p.half)) return;
+  if (p.half == Half::kReceive) channel.resume_after(1);
+  try {
+    receive(p, state, channel);
+  } catch (const Error&) {  // the buffer has failed: nothing was received
+    std::fill(p.info, p.info + p.output.info_size(), 0);
+    clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
+    throw;
+  }
+}
+
+}  // namespace ep

@@ -1,0 +1,399 @@
+// A piece of a row in a warp's registers, on its way between x, the wire and the outputs.
+//
+// A row is cut into steps of 512 bytes, 16 a lane; a piece is kSteps of them. Beside each step may travel a side word:
+// the step's scales (FP8) or its key (opaque rows). Lane j holds the side word of the piece's step j.
+#pragma once
+
+#include "cuda/device/convert.cuh"
+#include "cuda/device/ptx.cuh"
+#include "cuda/ll/geometry.h"
+#include "cuda/testing/testing.cuh"
+
+namespace ep {
+
+enum class Payload : int { kFloat, kKeyed, kFp8 };
+
+template <int kSteps, bool kHasSide>
+struct Piece {
+  uint4 chunk[kSteps];
+  uint4 side;  // where the payload has any
+};
+template <Payload kPayload, int kSteps>
+using PieceOf = Piece<kSteps, kPayload != Payload::kFloat>;
+
+__device__ __forceinline__ uint32_t escaped(uint32_t word) { return min(word, kAbsent - 1); }
+__device__ __forceinline__ uint4 escaped(uint4 v) {
+  return make_uint4(escaped(v.x), escaped(v.y), escaped(v.z), escaped(v.w));
+}
+__device__ __forceinline__ bool has_arrived(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)) != kAbsent; }
+__device__ __forceinline__ uint4 operator^(uint4 v, uint32_t key) {
+  return make_uint4(v.x ^ key, v.y ^ key, v.z ^ key, v.w ^ key);
+}
+
+// ---- From x
+
+// A chunk of scales whose `left` bytes lie at any addresses; zeros past them.
+static __device__ __noinline__ uint4 load_scale_bytes(const char* at, int64_t element_stride, int shift, int left) {
+  uint32_t bytes[kLaneBytes];
+#pragma unroll
+  for (int i = 0; i < kLaneBytes; i++) {
+    bytes[i] = 0;
+    if (i < left) bytes[i] = ptx::ld_nc_1(at + ScaleSource::byte_at(i, element_stride, shift));
+  }
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    words[i] = bytes[4 * i] | bytes[4 * i + 1] << 8 | bytes[4 * i + 2] << 16 | bytes[4 * i + 3] << 24;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Raw input of a piece: twice as many chunks for rows that will be quantised.
+template <Payload kPayload, int kSteps>
+struct Raw {
+  static constexpr int kPerChunk = kPayload == Payload::kFp8 ? 2 : 1;
+  uint4 chunk[kSteps * kPerChunk];
+
+  // Chunk c of the row: of x, or of the scales behind it. Words are asked for together and nobody waits for them here.
+  __device__ __forceinline__ static void load_keyed(const LlDispatchGeometry& geometry, const uint4* x, int token,
+                                                    int c, uint4& chunk) {
+    if (c >= geometry.row.chunks) return;
+    const ScaleSource& scales = geometry.given_scales;
+    const auto* from = reinterpret_cast<const char*>(x + c);
+    const int scale_chunk = c - geometry.row.payload_chunks;
+    if (scale_chunk >= 0) from = scales.data + token * scales.row_stride + scale_chunk * scales.chunk_stride;
+    if (scale_chunk < 0 || scales.unit == kLaneBytes) {
+      chunk = ptx::ld_nc(from);
+      return;
+    }
+    const int left = scales.row_bytes - scale_chunk * kLaneBytes;
+    if (scales.unit == 1) {
+      chunk = load_scale_bytes(from, scales.element_stride, scales.shift, left);
+      return;
+    }
+    chunk.x = ptx::ld_nc_4(from);
+    if (left > 4) chunk.y = ptx::ld_nc_4(from + scales.word_at[1]);
+    if (left > 8) chunk.z = ptx::ld_nc_4(from + scales.word_at[2]);
+    if (left > 12) chunk.w = ptx::ld_nc_4(from + scales.word_at[3]);
+  }
+
+  __device__ __forceinline__ void load(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int token,
+                                       int piece, int lane) {
+    const RowShape& row = geometry.row;
+    const auto* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(token) * row.payload_chunks * kPerChunk;
+#pragma unroll
+    for (int j = 0; j < kSteps; j++) {
+      const int c = (piece * kSteps + j) * 32 + lane;
+#pragma unroll
+      for (int i = 0; i < kPerChunk; i++) {
+        uint4& chunk_j = chunk[j * kPerChunk + i];
+        chunk_j = make_uint4(0, 0, 0, 0);
+        if constexpr (kPayload == Payload::kKeyed) {
+          load_keyed(geometry, x, token, c, chunk_j);
+        } else if (c < row.payload_chunks) {
+          chunk_j = ptx::ld_nc(x + c * kPerChunk + i);
+        }
+      }
+    }
+  }
+};
+
+// Two steps, of which a lane holds sixteen numbers each: the largest magnitudes of its groups there, in the halves of a
+// word. Eight lanes hold a group of 128; a magnitude of 16 bits stays one, so that both steps share the shuffles.
+template <DType kType>
+__device__ __forceinline__ uint32_t group_maxima(const uint4 (&raw)[4]) {
+  uint32_t most[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const uint4 lo = raw[2 * j], hi = raw[2 * j + 1];
+    const uint32_t first = max_magnitudes<kType>(max_magnitudes<kType>(lo.x, lo.y), max_magnitudes<kType>(lo.z, lo.w));
+    const uint32_t last = max_magnitudes<kType>(max_magnitudes<kType>(hi.x, hi.y), max_magnitudes<kType>(hi.z, hi.w));
+    most[j] = max_magnitudes<kType>(first, last);
+  }
+  uint32_t both = max_magnitudes<kType>(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
+#pragma unroll
+  for (int offset = 1; offset < 8; offset *= 2) {
+    both = max_magnitudes<kType>(both, __shfl_xor_sync(~0u, both, offset));
+  }
+  return both;
+}
+
+// The scale of a group and the factor that its elements are multiplied with. The sign of `amax` means nothing.
+__device__ __forceinline__ void group_scale(Quant quant, float amax, float& scale, float& factor) {
+  const float a = fmaxf(fabsf(amax), 1e-4f);  // passes over NaN
+  scale = __fmul_rn(a, 1.0f / 448.0f);
+  factor = __fdiv_rn(448.0f, a);
+  if (quant != Quant::kFp8) {
+    const uint32_t bits = __float_as_uint(scale);
+    const int exponent = min(static_cast<int>(bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0 ? 1 : 0), 127);
+    scale = __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
+    factor =
+        exponent == 127 ? __uint_as_float(0x00400000u) : __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+  }
+}
+
+// A lane's sixteen numbers of a step.
+template <DType kType>
+__device__ __forceinline__ uint4 scaled(uint4 lo, uint4 hi, float factor) {
+  const uint32_t words[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+  uint32_t packed[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 a = unpack2<kType>(words[2 * i]), b = unpack2<kType>(words[2 * i + 1]);
+    packed[i] =
+        pack_e4m3(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(b.x, factor), __fmul_rn(b.y, factor));
+  }
+  return make_uint4(packed[0], packed[1], packed[2], packed[3]);
+}
+
+// Lanes past the row hold zeros.
+template <DType kType>
+__device__ __forceinline__ void quantize(Quant quant, const Raw<Payload::kFp8, 2>& raw,
+                                         PieceOf<Payload::kFp8, 2>& piece, int lane) {
+  const float2 maxima = unpack2<kType>(group_maxima<kType>(raw.chunk));
+  float scale[2], factor[2];  // each lane all: what is shuffled comes later
+  group_scale(quant, maxima.x, scale[0], factor[0]);
+  group_scale(quant, maxima.y, scale[1], factor[1]);
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    piece.chunk[j] = escaped(scaled<kType>(raw.chunk[2 * j], raw.chunk[2 * j + 1], factor[j]));
+  }
+  const int step = lane & 1;
+  const uint32_t bits = __float_as_uint(step == 0 ? scale[0] : scale[1]);
+  piece.side = make_uint4(__shfl_sync(~0u, bits, step), __shfl_sync(~0u, bits, step + 8),
+                          __shfl_sync(~0u, bits, step + 16), __shfl_sync(~0u, bits, step + 24));
+}
+
+// Scales of groups past the row are zeros; UE8M0 packs the exponents of a step into one word.
+__device__ __forceinline__ uint4 finish_scales(Quant quant, uint4 scales, int step, int hidden) {
+  const int groups = ceil_div(hidden, kQuantGroup) - 4 * step;
+  if (groups < 2) scales.y = 0;
+  if (groups < 3) scales.z = 0;
+  if (groups < 4) scales.w = 0;
+  if (quant != Quant::kFp8Ue8m0) return escaped(scales);
+  return make_uint4(scales.x >> 23 | scales.y >> 23 << 8 | scales.z >> 23 << 16 | scales.w >> 23 << 24, 0, 0, 0);
+}
+
+// Finds, for each step, the first key under which no word of the warp becomes kAbsent.
+template <int kSteps>
+__device__ __forceinline__ void find_keys(PieceOf<Payload::kKeyed, kSteps>& piece, int lane) {
+  piece.side = make_uint4(0, 0, 0, 0);
+  bool needs_key = false;
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) needs_key = needs_key || !has_arrived(piece.chunk[j]);
+  if (!__any_sync(~0u, needs_key)) return;
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) {
+    uint32_t key = 0;
+    while (__any_sync(~0u, !has_arrived(piece.chunk[j] ^ key))) key++;
+    piece.chunk[j] = piece.chunk[j] ^ key;
+    if (lane == j) piece.side.x = key;
+  }
+}
+
+template <Payload kPayload, DType kType, int kSteps>
+__device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kPayload, kSteps>& raw, int piece_index,
+                                       PieceOf<kPayload, kSteps>& piece, int lane) {
+  if constexpr (kPayload == Payload::kFp8) {
+    quantize<kType>(p.quant, raw, piece, lane);
+    piece.side = finish_scales(p.quant, piece.side, piece_index * kSteps + lane, p.hidden);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSteps; j++) {
+      piece.chunk[j] = kPayload == Payload::kFloat ? escaped(raw.chunk[j]) : raw.chunk[j];
+    }
+    if constexpr (kPayload == Payload::kKeyed) find_keys<kSteps>(piece, lane);
+  }
+}
+
+// ---- On the wire
+
+// How words of a row are stored: into another rank's window they race with its polls; a reset of the own window does
+// not, the credit of the next call orders it before the next writer.
+struct RemoteStore {
+  template <class Vector>
+  __device__ __forceinline__ static void store(Vector* p, Vector v) {
+    ptx::st_row(p, v);
+  }
+  __device__ __forceinline__ static void store(uint32_t* p, uint32_t v) { ptx::st_relaxed_sys(p, v); }
+};
+struct LocalStore {
+  template <class Vector>
+  __device__ __forceinline__ static void store(Vector* p, Vector v) {
+    ptx::st(p, v);
+  }
+  __device__ __forceinline__ static void store(uint32_t* p, uint32_t v) { *p = v; }
+};
+
+// Byte of a row's slot at which a lane's words of a piece begin.
+template <int kSteps>
+__device__ __forceinline__ int lane_offset(int piece_index, int lane) {
+  return (piece_index * kSteps * 32 + lane) * kLaneBytes;
+}
+
+// `at`: lane_offset() in the slot.
+template <class Store, int kSteps, bool kHasSide>
+__device__ __forceinline__ void store_wire(char* at, const RowShape& row, int piece_index,
+                                           const Piece<kSteps, kHasSide>& piece, int lane) {
+  const int first = piece_index * kSteps * 32 + lane, left = row.chunks - first;
+  auto* chunks = reinterpret_cast<uint4*>(at);
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) {
+    if (j * 32 < left) Store::store(chunks + j * 32, piece.chunk[j]);
+    testing_point(Point::kBetweenWords);
+  }
+  const int step = piece_index * kSteps + lane;
+  if (!kHasSide || lane >= kSteps || step >= row.steps) return;
+  char* side = at + (row.side_offset + step * row.side_bytes - first * kLaneBytes);
+  if (row.side_bytes == 16) {
+    Store::store(reinterpret_cast<uint4*>(side), piece.side);
+  } else {
+    Store::store(reinterpret_cast<uint32_t*>(side), piece.side.x);
+  }
+}
+
+// Reads whatever is there. Words that are not this row's count as arrived.
+template <int kSteps, bool kHasSide>
+__device__ __forceinline__ void load_wire(const char* at, const RowShape& row, int piece_index,
+                                          Piece<kSteps, kHasSide>& piece, int lane) {
+  const int first = piece_index * kSteps * 32 + lane, left = row.chunks - first;
+  const auto* chunks = reinterpret_cast<const uint4*>(at);
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) {
+    piece.chunk[j] = j * 32 < left ? ptx::ld_relaxed_sys(chunks + j * 32) : make_uint4(0, 0, 0, 0);
+  }
+  piece.side = make_uint4(0, 0, 0, 0);
+  const int step = piece_index * kSteps + lane;
+  if (!kHasSide || lane >= kSteps || step >= row.steps) return;
+  const char* side = at + (row.side_offset + step * row.side_bytes - first * kLaneBytes);
+  if (row.side_bytes == 16) {
+    piece.side = ptx::ld_relaxed_sys(reinterpret_cast<const uint4*>(side));
+  } else {
+    piece.side.x = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t*>(side));
+  }
+}
+
+template <int kSteps, bool kHasSide>
+__device__ __forceinline__ bool has_arrived(const Piece<kSteps, kHasSide>& piece) {
+  bool ok = !kHasSide || has_arrived(piece.side);
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) ok = ok && has_arrived(piece.chunk[j]);
+  return __all_sync(~0u, ok);
+}
+
+// Back to the resting state, for the call after next.
+template <int kSteps, bool kHasSide>
+__device__ __forceinline__ void reset_wire(char* at, const RowShape& row, int piece_index, int lane) {
+  Piece<kSteps, kHasSide> rest;
+#pragma unroll
+  for (int j = 0; j < kSteps; j++) rest.chunk[j] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+  rest.side = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+  store_wire<LocalStore>(at, row, piece_index, rest, lane);
+}
+
+// ---- To the outputs
+
+template <Payload kPayload, int kSteps>
+__device__ __forceinline__ void decode(PieceOf<kPayload, kSteps>& piece) {
+  if constexpr (kPayload == Payload::kKeyed) {
+#pragma unroll
+    for (int j = 0; j < kSteps; j++) piece.chunk[j] = piece.chunk[j] ^ __shfl_sync(~0u, piece.side.x, j);
+  }
+}
+
+// The first `left` bytes of a chunk.
+static __device__ __noinline__ void store_scale_bytes(char* at, uint4 chunk, int left) {
+  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+  for (int i = 0; i < kLaneBytes; i++) {
+    if (i < left) at[i] = static_cast<char>(words[i / 4] >> i % 4 * 8);
+  }
+}
+
+// The same in words or bytes; `left` may be more than there are.
+__device__ __forceinline__ void store_scale_units(char* at, uint4 chunk, int unit, int left) {
+  if (unit == 1) return store_scale_bytes(at, chunk, left);
+  auto* words = reinterpret_cast<uint32_t*>(at);
+  words[0] = chunk.x;
+  if (left > 4) words[1] = chunk.y;
+  if (left > 8) words[2] = chunk.z;
+  if (left > 12) words[3] = chunk.w;
+}
+
+// The scales of a step, four floats or one word of exponents.
+__device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t row_offset, int step, uint4 side,
+                                                  int side_bytes) {
+  const int first = side_bytes == 16 ? step * 4 : step;
+  auto* target = static_cast<uint32_t*>(scales.data) + row_offset + first * scales.group_stride;
+  if (side_bytes == 4) {
+    *target = side.x;
+    return;
+  }
+  if (scales.group_stride == 1 && scales.count % 4 == 0) {
+    ptx::st(reinterpret_cast<uint4*>(target), side);
+    return;
+  }
+  const uint32_t words[4] = {side.x, side.y, side.z, side.w};
+  for (int i = 0; i < 4 && first + i < scales.count; i++) target[i * scales.group_stride] = words[i];
+}
+
+// Stores a piece into any number of rows.
+template <Payload kPayload, int kSteps>
+struct RowWriter {
+  uint4* out;  // the lane's first chunk of row 0
+  int row_chunks, payload_left, chunks_left, step, side_bytes;
+  bool has_scales;
+  int64_t bin_gap;   // scales of an expert begin so much after the end of those before
+  char* scales_out;  // where the scales of row 0 would have the lane's first chunk
+
+  __device__ __forceinline__ void aim(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int piece_index,
+                                      int lane) {
+    const RowShape& row = geometry.row;
+    const int first = piece_index * kSteps * 32 + lane;
+    out = ptx::opaque(static_cast<uint4*>(p.out_x) + first);
+    row_chunks = row.payload_chunks;
+    payload_left = row.payload_chunks - first;
+    chunks_left = row.chunks - first;
+    step = piece_index * kSteps + lane;
+    side_bytes = row.side_bytes;
+    has_scales = kPayload == Payload::kFp8 && lane < kSteps && step < row.steps;
+    bin_gap = 0;
+    if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
+    scales_out = geometry.out_scales.data;
+    if (kPayload == Payload::kKeyed && scales_out != nullptr)
+      scales_out -= static_cast<int64_t>(payload_left) * kLaneBytes;
+  }
+  // `row_scales`: scales_out, of the row.
+  __device__ __forceinline__ void store_keyed(const ScaleTarget& keyed_scales, uint4* target, char* row_scales, int j,
+                                              uint4 chunk) const {
+    if (j * 32 >= chunks_left) return;
+    const bool is_scales = j * 32 >= payload_left;
+    char* to = is_scales ? row_scales + j * 32 * kLaneBytes : reinterpret_cast<char*>(target + j * 32);
+    if (!is_scales || keyed_scales.unit == kLaneBytes) {
+      ptx::st(reinterpret_cast<uint4*>(to), chunk);
+    } else {
+      const int left = keyed_scales.row_bytes - (j * 32 - payload_left) * kLaneBytes;
+      store_scale_units(to, chunk, keyed_scales.unit, left);
+    }
+  }
+  // `expert`: whose row it is; of no meaning in rank layouts.
+  __device__ __forceinline__ void store(const LlDispatchParams& p, const ScaleTarget& keyed_scales, int32_t out_row,
+                                        uint32_t expert, const PieceOf<kPayload, kSteps>& piece) const {
+    const auto row = static_cast<uint64_t>(static_cast<uint32_t>(out_row));
+    uint4* target = out + row * static_cast<uint32_t>(row_chunks);
+#pragma unroll
+    for (int j = 0; j < kSteps; j++) {
+      if constexpr (kPayload == Payload::kKeyed) {
+        const uint64_t row_scales = row * static_cast<uint32_t>(keyed_scales.row_bytes);
+        store_keyed(keyed_scales, target, scales_out + row_scales, j, piece.chunk[j]);
+      } else if (j * 32 < payload_left) {
+        ptx::st(target + j * 32, piece.chunk[j]);
+      }
+    }
+    if (!has_scales) return;
+    const Scales& scales = p.out_scales;
+    store_step_scales(scales, out_row * scales.row_stride + expert * bin_gap, step, piece.side, side_bytes);
+  }
+};
+
+}  // namespace ep

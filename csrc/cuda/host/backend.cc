@@ -1,0 +1,491 @@
+#include "cuda/host/backend.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "cuda/bench/floors.h"
+#include "cuda/host/device_guard.h"
+#include "cuda/host/gpu_identity.h"
+#include "cuda/host/launch.h"
+#include "cuda/testing/one_gpu_world.h"
+#include "runtime/agreement.h"
+#include "transport/collective_step.h"
+#include "transport/nccl/api.h"
+#include "transport/nccl/version.h"
+#include "transport/nccl/window.h"
+
+namespace ep {
+namespace {
+
+constexpr double kMinSetupSeconds = 60;       // NCCL's start takes seconds, however short the deadline of operations
+constexpr double kTearDownSlackSeconds = 10;  // beyond the deadline that ends the last kernel
+
+uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(std::min(seconds, 1e9) * 1e9); }
+
+// ---- What a buffer owns.
+
+// Pinned, so that the host reads it while the GPU is busy, and the GPU writes it.
+struct HostBlock {
+  Failure failure;     // kernels write its code last, with a system fence before
+  DeviceState mirror;  // of the last report
+  uint64_t timeout_ns;
+  uint32_t has_failed;
+  uint64_t ht_epoch;  // of the last dispatch of exact sizes
+};
+
+struct Memory {
+  int device = 0;
+  int num_sms = 1;
+  double timeout_seconds = 0;
+  int64_t* ht_sizes = nullptr;  // pinned: of a dispatch of exact sizes, as HtDispatchParams says
+  int ht_sizes_count = 0;
+  uint64_t* ht_block_counts = nullptr;  // as HtRouteParams says
+  cudaStream_t stream = nullptr;        // non-blocking: never waits for the caller's kernels
+  HostBlock* host = nullptr;
+  DeviceState* state = nullptr;
+  LsaPeers peers;
+  // The window, one of three.
+  char* own_window = nullptr;  // a world of one rank
+  std::shared_ptr<OneGpuWorld> world;
+  std::unique_ptr<NcclWindow> nccl_window;
+
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  // On the right device, which is idle. At the end of a process CUDA may be gone: errors mean nothing here.
+  ~Memory() {
+    nccl_window.reset();
+    world.reset();
+    cudaFree(own_window);
+    cudaFree(state);
+    cudaFree(ht_block_counts);
+    cudaFreeHost(host);
+    cudaFreeHost(ht_sizes);
+    if (stream != nullptr) cudaStreamDestroy(stream);
+  }
+};
+
+// While it lives, calls of CUDA in this thread do not disturb a capture in another.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Frees what a buffer owns once the GPU is idle. After the deadline the work is left to a thread of its own, and what
+// cannot be freed safely is left to the end of the process: a caller never hangs here.
+void tear_down(Memory* owned) noexcept {
+  const double seconds = owned->timeout_seconds + kTearDownSlackSeconds;
+  try {
+    std::promise<void> promise;
+    std::future<void> done = promise.get_future();
+    std::thread thread([owned, promise = std::move(promise)]() mutable {
+      if (cudaSetDevice(owned->device) == cudaSuccess) {
+        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+        cudaThreadExchangeStreamCaptureMode(&mode);
+        if (cudaDeviceSynchronize() == cudaSuccess) delete owned;
+      }
+      promise.set_value();
+    });
+    if (done.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready) {
+      thread.join();
+    } else {
+      thread.detach();
+    }
+  } catch (const std::exception&) {  // no thread can be made
+  }
+}
+
+// `call_words`: of a call of high throughput, which has the counts of a rank; 0 without.
+std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t call_words) {
+  auto memory = std::make_unique<Memory>();
+  memory->device = device;
+  memory->timeout_seconds = timeout_seconds;
+  EP_CUDA(cudaDeviceGetAttribute(&memory->num_sms, cudaDevAttrMultiProcessorCount, device));
+  EP_CUDA(cudaStreamCreateWithFlags(&memory->stream, cudaStreamNonBlocking));
+  EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory->host), sizeof(HostBlock), cudaHostAllocMapped));
+  new (memory->host) HostBlock{};
+  EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->state), sizeof(DeviceState)));
+  if (call_words > 0) {
+    const uint64_t bytes = kHtRouteBlocks * call_words * sizeof(uint64_t);
+    EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->ht_block_counts), bytes));
+    EP_CUDA(cudaMemsetAsync(memory->ht_block_counts, 0, bytes, memory->stream));
+  }
+  DeviceState& initial = memory->host->mirror;
+  initial.fate.timeout_ns = nanoseconds(timeout_seconds);
+  EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&initial.failure), &memory->host->failure, 0));
+  EP_CUDA(cudaMemcpyAsync(memory->state, &initial, sizeof initial, cudaMemcpyHostToDevice, memory->stream));
+  EP_CUDA(cudaStreamSynchronize(memory->stream));
+  return memory;
+}
+
+// kAbsent, where nothing has arrived.
+void rest_rows(const Memory& memory, const LlWindow& window) {
+  for (const LlWindow::PerKind& kind : window.kind) {
+    EP_CUDA(cudaMemsetAsync(memory.peers.local<char>(kind.rows.offset), 0xFF, kind.rows.count * sizeof(uint32_t),
+                            memory.stream));
+  }
+}
+
+// Where ranks can be masked: what the kernels need for it.
+void set_up_masks(Memory& memory, const LlWindow& window, int num_ranks) {
+  Masks& masks = memory.host->mirror.masks;
+  masks.num_ranks = num_ranks;
+  masks.stride = memory.peers.stride;
+  for (int kind = 0; kind < kNumKinds; kind++) {
+    masks.records[kind] = memory.peers.local<uint64_t>(window.kind[kind].records.offset);
+  }
+  masks.signs = memory.peers.local<uint64_t>(window.signs.offset);
+  memory.peers.can_be_masked = true;
+  EP_CUDA(cudaMemcpyAsync(&memory.state->masks, &masks, sizeof masks, cudaMemcpyHostToDevice, memory.stream));
+}
+
+void clean_window(const Memory& memory, const LlWindow& window) {
+  EP_CUDA(cudaMemsetAsync(memory.peers.local<char>(0), 0, window.bytes, memory.stream));
+  rest_rows(memory, window);
+  EP_CUDA(cudaStreamSynchronize(memory.stream));
+}
+
+// ---- The backend.
+
+class CudaBackend : public Backend {
+ public:
+  CudaBackend(std::unique_ptr<Memory> memory, const Window& window, int num_ranks)
+      : memory_(memory.release(), &tear_down), window_(window), num_ranks_(num_ranks) {
+    const Region<char>& arena = window.ht.arena;
+    if (arena.count == 0) return;
+    arena_ = std::make_shared<Arena>(memory_->peers.local<char>(arena.offset), arena.offset, arena.count, memory_);
+  }
+  ~CudaBackend() override {
+    if (memory_->world) memory_->world->abort(memory_->peers.rank);
+  }
+
+  const char* name() const override { return "cuda"; }
+  void dispatch(const LlDispatchParams& params, void* stream) override { run(params, stream); }
+  void combine(const LlCombineParams& params, void* stream) override { run(params, stream); }
+  void combine_weights(const LlCombineWeightsParams& params, void* stream) override { run(params, stream); }
+  void ht_dispatch(const HtDispatchParams& given, void* stream) override {
+    HtDispatchParams params = given;
+    params.chunks = plan_of(params, params.num_tokens, 1).chunks;
+    if (routes(params.steps)) route(params, stream);
+    if (!sends_rows(params.steps)) return;
+    try {
+      run(params, stream);
+    } catch (...) {
+      if (routes(params.steps)) abort();  // what was routed would be taken for the next call's
+      throw;
+    }
+  }
+  void ht_combine(const HtCombineParams& params, void* stream) override { run(params, stream); }
+  std::shared_ptr<Arena> arena() const override { return arena_; }
+  void floor_flags(const LlFloorFlagsParams& params, void* stream) override {
+    check_served(params);
+    run_floor(params, plan_of(params), stream);
+  }
+  void floor_push(const LlFloorPushParams& params, void* stream) override {
+    check_served(params);
+    const bool is_world = memory_->world != nullptr;
+    const int sms = num_blocks(params, is_world ? memory_->num_sms / params.shape.num_ranks : memory_->num_sms);
+    run_floor(params, plan_of(params, is_world ? params.shape.max_tokens : params.num_tokens, sms), stream);
+  }
+
+  void mask(int rank, void* stream) override {
+    DeviceGuard guard(memory_->device);
+    EP_CUDA(cudaMemsetAsync(&memory_->state->masks.is_masked[rank], 1, 1, static_cast<cudaStream_t>(stream)));
+  }
+  void query_masks(int32_t* status, void* stream) override {
+    DeviceGuard guard(memory_->device);
+    static_assert(sizeof *status == sizeof *memory_->state->masks.is_masked);
+    EP_CUDA(cudaMemcpyAsync(status, memory_->state->masks.is_masked, num_ranks_ * sizeof *status,
+                            cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+  }
+  LlEpochs settle() override {
+    {
+      DeviceGuard guard(memory_->device);
+      RelaxedCapture relaxed;
+      EP_CUDA(cudaDeviceSynchronize());
+    }
+    const Report now = report(false);
+    return {now.epochs[0], now.epochs[1]};
+  }
+  void restart(const LlEpochs& epochs) override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    rest_rows(*memory_, window_);
+    std::vector<uint64_t> credits;  // of every rank, for each kind
+    for (uint64_t epoch : epochs.of) credits.insert(credits.end(), num_ranks_, epoch);
+    EP_CUDA(cudaMemcpyAsync(memory_->peers.local<char>(window_.signals.offset), credits.data(),
+                            credits.size() * sizeof(uint64_t), cudaMemcpyHostToDevice, memory_->stream));
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      EP_CUDA(cudaMemcpyAsync(&memory_->state->epoch[kind].epoch, &epochs.of[kind], sizeof(uint64_t),
+                              cudaMemcpyHostToDevice, memory_->stream));
+    }
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+  }
+  void unmask_all() override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    EP_CUDA(
+        cudaMemsetAsync(memory_->state->masks.is_masked, 0, sizeof memory_->state->masks.is_masked, memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+  }
+
+  std::array<int, kNumKinds> last_blocks() const override { return last_blocks_; }
+
+  Failure failure() const override {
+    // Pairs with the fence before the kernel's store of the code; nothing is written after it.
+    const uint32_t code = std::atomic_ref(memory_->host->failure.code).load(std::memory_order_acquire);
+    return code == Failure::kNone ? Failure{} : memory_->host->failure;
+  }
+
+  // Waits for a copy, not for kernels.
+  Report report(bool take_invalid_ids) override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    const DeviceState& seen = memory_->host->mirror;
+    EP_CUDA(cudaMemcpyAsync(&memory_->host->mirror, memory_->state, sizeof(DeviceState), cudaMemcpyDeviceToHost,
+                            memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    Report report;
+    report.failure = failure();
+    report.invalid_ids = seen.found.invalid_ids;
+    report.dropped_rows = seen.found.dropped_rows;
+    for (int r = 0; r < kMaxCudaRanks; r++) {
+      if (seen.masks.is_masked[r] != 0) report.masked |= 1ull << r;
+    }
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      report.epochs[kind] = seen.epoch[kind].epoch;
+      report.ht_epochs[kind] = seen.ht_epoch[kind].epoch;
+      report.ht_staged[kind] = seen.ht_staged[kind];
+    }
+    if (take_invalid_ids && report.invalid_ids.count > 0) {
+      EP_CUDA(cudaMemsetAsync(&memory_->state->found.invalid_ids, 0, sizeof(InvalidIds), memory_->stream));
+      EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    }
+    return report;
+  }
+
+  uint64_t window_word(Offset offset) override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    uint64_t word = 0;
+    EP_CUDA(cudaMemcpyAsync(&word, memory_->peers.local<char>(offset), sizeof word, cudaMemcpyDeviceToHost,
+                            memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    return word;
+  }
+
+  void set_timeout(double seconds) override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    memory_->host->timeout_ns = nanoseconds(seconds);
+    EP_CUDA(cudaMemcpyAsync(&memory_->state->fate.timeout_ns, &memory_->host->timeout_ns, sizeof(uint64_t),
+                            cudaMemcpyHostToDevice, memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    if (memory_->world) memory_->world->set_timeout(seconds);
+    memory_->timeout_seconds = seconds;
+  }
+
+  void set_pdl(bool enabled) override { uses_pdl_ = enabled; }
+
+  void abort() override {
+    std::lock_guard lock(mutex_);
+    if (memory_->world) memory_->world->abort(memory_->peers.rank);
+    if (memory_->nccl_window) memory_->nccl_window->comm().fail();
+    if (failure().code != Failure::kNone) return;  // a kernel has set the word, and blocks of its call look at it
+    try {
+      // Every wait looks at this word, so kernels in flight end now and not at their deadline.
+      DeviceGuard guard(memory_->device);
+      memory_->host->has_failed = 1;
+      EP_CUDA(cudaMemcpyAsync(&memory_->state->fate.has_failed, &memory_->host->has_failed, sizeof(uint32_t),
+                              cudaMemcpyHostToDevice, memory_->stream));
+    } catch (const Error&) {  // a context that is broken runs no kernels
+    }
+  }
+
+ private:
+  // Whether a kernel may begin before the one before it in the stream ends: it waits for that itself.
+  bool overlaps_before(const LlPlan&) const { return uses_pdl_; }
+  // If both leave SMs: not all of a GPU shall wait for one call of the peers.
+  bool overlaps_before(const HtPlan& plan) const {
+    return uses_pdl_ && plan.blocks + kHtRouteBlocks < memory_->num_sms;
+  }
+
+  // The hot path: an op has set the device, and CUDA is called for the launch alone.
+  template <class Params>
+  void run(const Params& params, void* stream) {
+    check_served(params);
+    KernelArgs<Params> args = args_of(params);
+    if (memory_->world) {  // one launch holds the blocks of all ranks: they share the SMs, and a plan
+      const int blocks = memory_->num_sms / params.shape.num_ranks;
+      args.plan = plan_of(params, params.shape.max_tokens, num_blocks(params, blocks));
+      args.geometry = geometry_of(params, args.plan);
+      memory_->world->run(memory_->peers.rank, args, stream);
+    } else {
+      args.plan = plan_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
+      args.plan.pdl = overlaps_before(args.plan);
+      args.geometry = geometry_of(params, args.plan);
+      launch(args, stream);
+    }
+    constexpr bool is_dispatch =
+        std::is_same_v<Params, LlDispatchParams> || std::is_base_of_v<HtDispatchParams, Params>;
+    last_blocks_[static_cast<int>(is_dispatch ? Kind::kDispatch : Kind::kCombine)] = args.plan.blocks;
+  }
+
+  // The first kernel of a dispatch that routes. Where the caller asks for the sizes, the host waits for them.
+  void route(const HtDispatchParams& params, void* stream) {
+    HtRouteParams routing{params, memory_->ht_block_counts};
+    if (params.host_sizes == nullptr) return run(routing, stream);
+    const int count = 2 + params.output.local_experts;  // and the most tokens of a rank behind them
+    check_not_capturing(static_cast<cudaStream_t>(stream));
+    make_room_for_sizes(count + 1);
+    EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_sizes), memory_->ht_sizes, 0));
+    EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_epoch), &memory_->host->ht_epoch, 0));
+    const uint64_t before = std::atomic_ref(memory_->host->ht_epoch).load(std::memory_order_relaxed);
+    run(routing, stream);
+    await_sizes(before, static_cast<cudaStream_t>(stream));
+    std::copy_n(memory_->ht_sizes, count, params.host_sizes);
+    if (params.host_most_tokens != nullptr) *params.host_most_tokens = memory_->ht_sizes[count];
+  }
+
+  // The kernel has a deadline, so the host needs none. It looks at the stream once in a while: each time takes a lock
+  // of the driver that other threads want.
+  void await_sizes(uint64_t before, cudaStream_t stream) {
+    constexpr int kPollsPerLook = 4096;
+    RelaxedCapture relaxed;
+    std::atomic_ref epoch(memory_->host->ht_epoch);
+    for (int polls = 1; epoch.load(std::memory_order_acquire) == before; polls++) {
+      if (polls % kPollsPerLook != 0) continue;
+      const Failure failed = failure();
+      if (failed.code != Failure::kNone) {
+        raise(failed.code == Failure::kTimeout ? ErrorKind::kTimeout : ErrorKind::kMismatch,
+              describe(failed, memory_->peers.rank, memory_->timeout_seconds));
+      }
+      const cudaError_t state = cudaStreamQuery(stream);
+      if (state == cudaErrorNotReady || epoch.load(std::memory_order_acquire) != before) continue;
+      EP_CUDA(state);
+      raise(ErrorKind::kSystem, "the routing of a dispatch ended without sizes");
+    }
+  }
+
+  static void check_not_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    EP_CUDA(cudaStreamIsCapturing(stream, &status));
+    EP_CHECK(status == cudaStreamCaptureStatusNone,
+             "a dispatch of exact sizes waits for the host and cannot be captured: give a capacity");
+  }
+
+  void make_room_for_sizes(int count) {
+    if (count <= memory_->ht_sizes_count) return;
+    RelaxedCapture relaxed;
+    EP_CUDA(cudaFreeHost(memory_->ht_sizes));
+    memory_->ht_sizes = nullptr;
+    EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory_->ht_sizes), count * sizeof(int64_t), cudaHostAllocMapped));
+    memory_->ht_sizes_count = count;
+  }
+
+  template <class Params>
+  KernelArgs<Params> args_of(const Params& params) const {
+    KernelArgs<Params> args;
+    args.state = memory_->state;
+    args.peers = memory_->peers;
+    if constexpr (requires { params.layout.num_ranks; }) {
+      args.credits = args.peers.template local<uint64_t>(params.layout.signal(0));
+      args.num_ranks = params.layout.num_ranks;
+    }
+    args.params = params;
+    return args;
+  }
+
+  template <class Params>
+  void run_floor(const Params& params, const LlPlan& plan, void* stream) {
+    KernelArgs<Params> args = args_of(params);
+    args.plan = plan;
+    if (memory_->world) return memory_->world->run(memory_->peers.rank, args, stream);
+    args.plan.pdl = uses_pdl_;
+    launch(args, stream);
+  }
+
+  // Blocks that the caller asks for, of those there are.
+  template <class Params>
+  static int num_blocks(const Params& params, int available) {
+    available = std::max(available, 1);
+    if constexpr (requires { params.num_sms; }) {
+      if (params.num_sms > 0) return std::min(params.num_sms, available);
+    }
+    return available;
+  }
+
+  std::shared_ptr<Memory> memory_;  // tensors of the arena keep it
+  const LlWindow window_;
+  const int num_ranks_;
+  std::shared_ptr<Arena> arena_;
+  bool uses_pdl_ = true;
+  std::array<int, kNumKinds> last_blocks_{};
+  std::mutex mutex_;  // of the private stream and its host block
+};
+
+void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, double seconds, ncclComm* given) {
+  std::string version;
+  on_all_ranks(bootstrap, [&] { version = nccl_version_name(nccl().version); });
+  Agreement agreement;
+  agreement.add("the version of NCCL that is loaded", version);
+  agreement.check(bootstrap);
+  std::shared_ptr<NcclComm> comm = given != nullptr ? NcclComm::borrow(bootstrap, given, memory.device)
+                                                    : NcclComm::agree(bootstrap, memory.device, seconds);
+  memory.nccl_window = std::make_unique<NcclWindow>(bootstrap, std::move(comm), bytes, seconds);
+  memory.peers = memory.nccl_window->peers();
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&, const Window& window,
+                                           const GroupConfig& config) {
+  int device = config.device_index;
+  Seat seat{};
+  std::optional<DeviceGuard> guard;
+  std::unique_ptr<Memory> memory;
+  on_all_ranks(bootstrap, [&] {
+    if (device < 0) EP_CUDA(cudaGetDevice(&device));
+    guard.emplace(device);
+    seat = own_seat(device);
+    load_kernels(config.masks_late_ranks);
+    load_floor_kernels();
+    memory = make_memory(device, config.timeout_seconds, window.ht.call_words);
+  });
+  const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, seat);
+  if (bootstrap.num_ranks() == 1) {
+    EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->own_window), window.bytes));
+    memory->peers = {memory->own_window, window.bytes, 0};
+  } else if (is_on_one_gpu) {
+    memory->world = OneGpuWorld::join(bootstrap, window.bytes, config.timeout_seconds);
+    memory->peers = memory->world->peers(bootstrap.rank());
+  } else {
+    make_nccl_window(bootstrap, *memory, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds),
+                     config.nccl_comm);
+  }
+  // Nobody writes into a window before its owner has cleaned it.
+  on_all_ranks(bootstrap, [&] {
+    if (config.masks_late_ranks) set_up_masks(*memory, window, bootstrap.num_ranks());
+    clean_window(*memory, window);
+  });
+  return std::make_unique<CudaBackend>(std::move(memory), window, bootstrap.num_ranks());
+}
+
+}  // namespace ep

@@ -1,0 +1,106 @@
+// From a plan to a running kernel. One struct goes into each kernel.
+#pragma once
+
+#include "cuda/ht/geometry.h"
+#include "cuda/ll/geometry.h"
+#include "cuda/protocol/device_state.h"
+#include "transport/device/lsa_peers.h"
+
+namespace ep {
+
+struct NoGeometry {};
+template <class Params>
+struct GeometryOf {
+  using Type = NoGeometry;
+};
+template <>
+struct GeometryOf<LlDispatchParams> {
+  using Type = LlDispatchGeometry;
+};
+template <>
+struct GeometryOf<LlCombineParams> {
+  using Type = LlCombineGeometry;
+};
+
+template <>
+struct GeometryOf<HtRouteParams> {
+  using Type = HtRouteGeometry;
+};
+template <>
+struct GeometryOf<HtDispatchParams> {
+  using Type = HtSendGeometry;
+};
+template <>
+struct GeometryOf<HtCombineParams> {
+  using Type = HtCombineGeometry;
+};
+
+template <class Params>
+struct PlanOf {
+  using Type = LlPlan;
+};
+template <class Params>
+requires requires(Params p) { p.handle.own; }
+struct PlanOf<Params> {
+  using Type = HtPlan;
+};
+
+// In the order of first use: a line of constant memory that is met for the first time costs 30 ns.
+template <class Params>
+struct alignas(16) KernelArgs {
+  DeviceState* state = nullptr;
+  const uint64_t* credits = nullptr;  // of every rank, in the own window: LlLayout::signal
+  LsaPeers peers;
+  int num_ranks = 1;
+  typename PlanOf<Params>::Type plan;
+  typename GeometryOf<Params>::Type geometry;
+  Params params;
+};
+
+// The plan for `tokens` tokens on `num_sms` blocks, and what follows from it.
+LlPlan plan_of(const LlDispatchParams& params, int tokens, int num_sms);
+LlPlan plan_of(const LlCombineParams& params, int tokens, int num_sms);
+LlPlan plan_of(const LlCombineWeightsParams& params, int tokens, int num_sms);
+HtPlan plan_of(const HtRouteParams& params, int tokens, int num_sms);
+HtPlan plan_of(const HtDispatchParams& params, int tokens, int num_sms);
+HtPlan plan_of(const HtCombineParams& params, int tokens, int num_sms);
+LlDispatchGeometry geometry_of(const LlDispatchParams& params, const LlPlan& plan);
+LlCombineGeometry geometry_of(const LlCombineParams& params, const LlPlan& plan);
+NoGeometry geometry_of(const LlCombineWeightsParams& params, const LlPlan& plan);
+HtRouteGeometry geometry_of(const HtRouteParams& params, const HtPlan& plan);
+HtSendGeometry geometry_of(const HtDispatchParams& params, const HtPlan& plan);
+HtCombineGeometry geometry_of(const HtCombineParams& params, const HtPlan& plan);
+
+// Refuses what these kernels cannot serve, with the values.
+void check_served(const LlDispatchParams& params);
+void check_served(const LlCombineParams& params);
+void check_served(const LlCombineWeightsParams& params);
+void check_served(const HtDispatchParams& params);
+void check_served(const HtCombineParams& params);
+
+// Loads every kernel, so that none is loaded while another spins; those that mask late ranks, where they may. Throws
+// kSystem.
+void load_kernels(bool masks_ranks);
+
+// One rank a GPU. `stream` is a cudaStream_t.
+void launch(const KernelArgs<LlDispatchParams>& args, void* stream);
+void launch(const KernelArgs<LlCombineParams>& args, void* stream);
+void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
+void launch(const KernelArgs<HtRouteParams>& args, void* stream);
+void launch(const KernelArgs<HtDispatchParams>& args, void* stream);
+void launch(const KernelArgs<HtCombineParams>& args, void* stream);
+
+// Low latency where late ranks are masked, by kernels of its own: launch() and launch_world() choose them.
+void launch_masking(const KernelArgs<LlDispatchParams>& args, void* stream);
+void launch_masking(const KernelArgs<LlCombineParams>& args, void* stream);
+void launch_masking(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
+template <class Params>
+void launch_masking_world(const KernelArgs<Params>* host_args, const KernelArgs<Params>* args, int num_ranks,
+                          void* stream);
+
+// All `num_ranks` ranks of a world on this GPU in one launch; `args` is a device array, `host_args` its host copy. Each
+// rank gets as many blocks as the one whose plan has most.
+template <class Params>
+void launch_world(const KernelArgs<Params>* host_args, const KernelArgs<Params>* args, int num_ranks, void* stream);
+
+}  // namespace ep

@@ -1,0 +1,100 @@
+// What the launchers of all kernels share.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "cuda/host/launch.h"
+#include "transport/device/check_cuda.h"
+
+namespace ep {
+
+constexpr int kMaxSharedBytes = 220 * 1024;
+
+// Calls kernel(args) with `blocks` blocks; `args` is one kernel parameter.
+template <class Kernel, class... Args>
+void launch_kernel(Kernel kernel, int blocks, int threads, int shared_bytes, bool pdl, void* stream,
+                   const Args&... args) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = pdl ? 1 : 0;
+  EP_CUDA(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+// Loads a kernel into the GPU and allows it `shared_bytes` of dynamic shared memory.
+template <class Kernel>
+void load_kernel(Kernel kernel, int shared_bytes) {
+  cudaFuncAttributes attributes;
+  EP_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+  if (shared_bytes > 48 * 1024) {
+    EP_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  }
+}
+
+// What any rank of a world on one GPU needs, and gets: ranks with other outputs have other plans.
+struct LargestLaunch {
+  int blocks = 0, threads = 0, bytes = 0;  // blocks: of a rank
+
+  template <class Params>
+  static LargestLaunch of(const KernelArgs<Params>* host_args, int num_ranks) {
+    LargestLaunch largest;
+    for (int r = 0; r < num_ranks; r++) {
+      largest.blocks = std::max(largest.blocks, host_args[r].plan.blocks);
+      largest.threads = std::max(largest.threads, host_args[r].plan.threads());
+      largest.bytes = std::max(largest.bytes, host_args[r].geometry.bytes);
+    }
+    return largest;
+  }
+};
+
+// Builds with NCCL_EP_TUNING: a plan from the environment, for measuring variants.
+// Low latency: "blocks,warps,sender_blocks,sender_warps,receiver_block0,receiver_warp0,receiver_warps,steps,groups". Of
+// eight numbers the last is both steps, which combine has no use for, and groups.
+inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
+#if defined(EP_TUNING)
+  if (const char* text = std::getenv(variable)) {
+    const int count = std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.sender_blocks,
+                                  &plan.sender_warps, &plan.receiver_block0, &plan.receiver_warp0, &plan.receiver_warps,
+                                  &plan.steps, &plan.groups);
+    if (count == 8) plan.groups = plan.steps;
+  }
+#endif
+  return plan;
+}
+// High throughput: "blocks,warps,workers,chunks,senders,unit_pieces".
+inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
+#if defined(EP_TUNING)
+  if (const char* text = std::getenv(variable)) {
+    plan.senders = 0;
+    std::sscanf(text, "%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks, &plan.senders,
+                &plan.unit_pieces);
+  }
+#endif
+  return plan;
+}
+
+void load_dispatch_kernels();
+void load_combine_kernels();
+void load_masking_dispatch_kernels();
+void load_masking_combine_kernels();
+void load_ht_route_kernels();
+void load_ht_dispatch_kernels();
+void load_ht_combine_kernels();
+std::vector<std::vector<uint64_t>> dispatch_stamps();
+std::vector<std::vector<uint64_t>> combine_stamps();
+std::vector<std::vector<uint64_t>> ht_route_stamps();
+std::vector<std::vector<uint64_t>> ht_dispatch_stamps();
+std::vector<std::vector<uint64_t>> ht_combine_stamps();
+
+}  // namespace ep

@@ -1,0 +1,44 @@
+// From a combine's types, which are values, to template arguments.
+#pragma once
+
+#include <type_traits>
+
+#include "layout/common/dtype.h"
+
+namespace ep {
+
+template <DType kIn, DType kWire, DType kOut>
+struct Types {
+  static constexpr DType in = kIn, wire = kWire, out = kOut;
+};
+
+template <class Body>
+void with_dtype(DType dtype, Body body) {
+  if (dtype == DType::kBF16) return body(std::integral_constant<DType, DType::kBF16>{});
+  if (dtype == DType::kF16) return body(std::integral_constant<DType, DType::kF16>{});
+  return body(std::integral_constant<DType, DType::kF32>{});
+}
+
+// Calls body with the types as compile-time constants. The wire is the output's type, or fp32.
+template <class Body>
+void with_types(DType in, DType wire, DType out, Body body) {
+  with_dtype(in, [&](auto in_constant) {
+    with_dtype(out, [&](auto out_constant) {
+      constexpr DType kIn = decltype(in_constant)::value, kOut = decltype(out_constant)::value;
+      if (wire == DType::kF32) return body(Types<kIn, DType::kF32, kOut>{});
+      return body(Types<kIn, kOut, kOut>{});
+    });
+  });
+}
+
+// Calls body for every combination that kernels are made for.
+template <class Body>
+void for_all_types(Body body) {
+  for (DType in : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (DType out : {DType::kBF16, DType::kF16, DType::kF32}) {
+      for (DType wire : {out, DType::kF32}) with_types(in, wire, out, body);
+    }
+  }
+}
+
+}  // namespace ep

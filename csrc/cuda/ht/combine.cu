@@ -1,0 +1,70 @@
+#include "base/check.h"
+#include "cuda/host/launch_util.h"
+#include "cuda/host/with_types.h"
+#include "cuda/ht/combine.cuh"
+
+namespace ep {
+namespace {
+
+constexpr int kMaxThreads = 32 * HtCombineGeometry::kMaxWarps;
+
+template <DType kIn, DType kWire, DType kOut>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ht_combine_rows(const __grid_constant__ KernelArgs<HtCombineParams> args) {
+  EP_DYNAMIC_SHARED(char, shared);
+  ht_combine<kIn, kWire, kOut>(args, BlockPosition::own(), shared);
+}
+
+template <DType kIn, DType kWire, DType kOut>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ht_combine_rows_world(const KernelArgs<HtCombineParams>* all, int blocks) {
+  EP_DYNAMIC_SHARED(char, shared);
+  ht_combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
+}
+
+}  // namespace
+
+HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
+  const HtWork work{.copies = HtCombineGeometry::stages(p), .adds = has_expert_rows(p.output.layout)};
+  if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
+  return tuned("EP_PLAN_HC", plan_ht_combine(work, p.shape.num_ranks, num_sms));
+}
+
+HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { return HtCombineGeometry::of(p, plan); }
+
+void check_served(const HtCombineParams& p) {
+  EP_CHECK(!p.has_rows() || p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype),
+           " wire for ", name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
+  check_ht_ranks(p.layout.topology);
+}
+
+void load_ht_combine_kernels() {
+  for_all_types([](auto types) {
+    using T = decltype(types);
+    load_kernel(&ht_combine_rows<T::in, T::wire, T::out>, kMaxSharedBytes);
+    load_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, kMaxSharedBytes);
+  });
+}
+
+std::vector<std::vector<uint64_t>> ht_combine_stamps() { return read_stamps(); }
+
+void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
+  with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
+    using T = decltype(types);
+    launch_kernel(&ht_combine_rows<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), args.geometry.bytes,
+                  args.plan.pdl, stream, args);
+  });
+}
+
+template <>
+void launch_world(const KernelArgs<HtCombineParams>* host_args, const KernelArgs<HtCombineParams>* args, int num_ranks,
+                  void* stream) {
+  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
+  with_types(host_args->params.dtype, host_args->params.wire_dtype, host_args->params.out_dtype, [&](auto types) {
+    using T = decltype(types);
+    launch_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, blocks * num_ranks, threads, bytes, false, stream,
+                  args, blocks);
+  });
+}
+
+}  // namespace ep

@@ -1,0 +1,82 @@
+#include "base/check.h"
+#include "cuda/host/launch_util.h"
+#include "cuda/ht/receive.cuh"
+
+namespace ep {
+namespace {
+
+// As plan_ht_dispatch() has at most, and as it mostly has where nothing is copied: more registers, no code for copies.
+constexpr int kManyThreads = 896, kFewThreads = 640;
+
+template <bool kQuant, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
+    ht_dispatch_send(const __grid_constant__ KernelArgs<HtDispatchParams> args) {
+  EP_DYNAMIC_SHARED(char, shared);
+  ht_send<kQuant, kThreads == kManyThreads>(args, BlockPosition::own(), shared);
+}
+
+template <bool kQuant>
+__global__ void __launch_bounds__(kManyThreads, 1)
+    ht_dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
+  EP_DYNAMIC_SHARED(char, shared);
+  ht_send<kQuant, true>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
+}
+
+HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
+  return {.converts = p.quant != Quant::kNone,
+          .copies = shapes.has_copies(p.output.layout),
+          .repeats = has_expert_rows(p.output.layout)};
+}
+
+}  // namespace
+
+HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
+  const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
+  const HtWork work = work_of(p, shapes);
+  if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms, p.shape.num_ranks <= 2);
+  return tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, work, p.shape.num_ranks, num_sms));
+}
+
+HtSendGeometry geometry_of(const HtDispatchParams& p, const HtPlan& plan) { return HtSendGeometry::of(p, plan); }
+
+void check_served(const HtDispatchParams& p) {
+  check_ht_ranks(p.layout.topology);
+  const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
+  HtPlan plan = plan_of(p, 0, 1);
+  plan.workers = most_ht_workers(shapes.stage_bytes, kHtSharedBytes, work_of(p, shapes));
+  const int bytes = HtSendGeometry::of(p, plan).bytes;
+  EP_CHECK(bytes <= kMaxSharedBytes, p.shape.num_experts, " experts and rows of ", p.parts[0].bytes, " bytes need ",
+           bytes, " bytes of shared memory, high throughput on CUDA has ", kMaxSharedBytes);
+}
+
+void load_ht_dispatch_kernels() {
+  load_kernel(&ht_dispatch_send<false, kFewThreads>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send<false, kManyThreads>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send<true, kFewThreads>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send<true, kManyThreads>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send_world<false>, kMaxSharedBytes);
+  load_kernel(&ht_dispatch_send_world<true>, kMaxSharedBytes);
+}
+
+std::vector<std::vector<uint64_t>> ht_dispatch_stamps() { return read_stamps(); }
+
+void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
+  const bool copies = args.geometry.has_copies(args.params.output.layout);
+  const bool is_small = args.plan.threads() <= kFewThreads && !copies;
+  auto kernel = is_small ? &ht_dispatch_send<false, kFewThreads> : &ht_dispatch_send<false, kManyThreads>;
+  if (args.params.quant != Quant::kNone) {
+    kernel = is_small ? &ht_dispatch_send<true, kFewThreads> : &ht_dispatch_send<true, kManyThreads>;
+  }
+  launch_kernel(kernel, args.plan.blocks, args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
+}
+
+template <>
+void launch_world(const KernelArgs<HtDispatchParams>* host_args, const KernelArgs<HtDispatchParams>* args,
+                  int num_ranks, void* stream) {
+  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
+  const auto kernel =
+      host_args->params.quant != Quant::kNone ? &ht_dispatch_send_world<true> : &ht_dispatch_send_world<false>;
+  launch_kernel(kernel, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
+}
+
+}  // namespace ep

@@ -1,0 +1,65 @@
+// The first kernel of a dispatch that routes.
+#include "base/check.h"
+#include "cuda/host/launch_util.h"
+#include "cuda/ht/route.cuh"
+
+namespace ep {
+namespace {
+
+constexpr int kRouteThreads = 1024;
+
+template <bool kExpertRows>
+__global__ void __launch_bounds__(kRouteThreads, 1)
+    ht_dispatch_route(const __grid_constant__ KernelArgs<HtRouteParams> args) {
+  EP_DYNAMIC_SHARED(char, shared);
+  ht_route<kExpertRows>(args, BlockPosition::own(), shared);
+}
+
+__global__ void __launch_bounds__(kRouteThreads, 1)
+    ht_dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
+  EP_DYNAMIC_SHARED(char, shared);
+  const auto& args = all[blockIdx.x / blocks];  // ranks may have different layouts
+  if (has_expert_rows(args.params.output.layout)) {
+    ht_route<true>(args, BlockPosition::in_world(blocks), shared);
+  } else {
+    ht_route<false>(args, BlockPosition::in_world(blocks), shared);
+  }
+}
+
+}  // namespace
+
+HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
+  return plan_ht_route(p.num_sms > 0 ? num_sms : default_ht_sms({}, num_sms));
+}
+
+HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return HtRouteGeometry::of(p, plan); }
+
+void load_ht_route_kernels() {
+  for (auto* kernel : {&ht_dispatch_route<false>, &ht_dispatch_route<true>}) {
+    // As the kernel that follows: an SM that changes its split of memory waits until it is empty.
+    EP_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
+    load_kernel(kernel, kMaxSharedBytes);
+  }
+  load_kernel(&ht_dispatch_route_world, kMaxSharedBytes);
+}
+
+std::vector<std::vector<uint64_t>> ht_route_stamps() { return read_stamps(); }
+
+void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
+  const bool expert_rows = has_expert_rows(args.params.output.layout);
+  launch_kernel(expert_rows ? &ht_dispatch_route<true> : &ht_dispatch_route<false>, args.plan.blocks,
+                args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
+}
+
+template <>
+void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<HtRouteParams>* args, int num_ranks,
+                  void* stream) {
+  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
+  for (int r = 1; r < num_ranks; r++) {
+    EP_CHECK(host_args[r].plan.blocks == blocks, "rank 0 gives a dispatch ", blocks, " SMs, rank ", r, " gives it ",
+             host_args[r].plan.blocks, ": in a world on one GPU they must be equal");
+  }
+  launch_kernel(&ht_dispatch_route_world, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
+}
+
+}  // namespace ep

@@ -1,0 +1,166 @@
+// Rows that a warp adds up, by way of shared memory: pieces of rows are copied into a ring there while those asked for
+// before are added, across rows, pieces and units (a slot's or a token's sum), so that registers hold the sums alone
+// and a unit does not begin with an empty pipeline.
+#pragma once
+
+#include "cuda/device/numbers.cuh"
+#include "cuda/ht/geometry.h"
+
+namespace ep {
+
+// A warp's ring in shared memory. An item is a piece of a row. A lane reads what it has copied itself, so that it waits
+// for its own copies and for no other lane.
+class CopyRing {
+ public:
+  static constexpr int kItems = HtCombineGeometry::kRingItems, kSteps = HtCombineGeometry::kPieceSteps;
+  static constexpr int kStepBytes = HtCombineGeometry::kStepBytes, kItemBytes = kSteps * kStepBytes;
+
+  __device__ __forceinline__ explicit CopyRing(char* ring)
+      : own_(ptx::shared_address(ring) + lane_id() * (kStepBytes / 32)) {}
+  __device__ __forceinline__ bool has_room() const { return asked_ - added_ < kItems; }
+
+  // `from`: the lane's first bytes of the piece; `rest`: lanes' worths from there to the end of the row.
+  template <int kLaneBytes>
+  __device__ __forceinline__ void ask(const char* from, int rest) {
+    const ptx::SharedAddress to = own_ + asked_ % kItems * kItemBytes;
+    from = ptx::opaque(from);  // else an address is worked out for each step
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {  // past the row stays what was there, and nobody stores it
+      if (32 * s < rest) ptx::copy_async<kLaneBytes>(to + s * kStepBytes, from + s * 32 * kLaneBytes);
+    }
+    ptx::copy_async_commit();
+    asked_++;
+  }
+  // Waits for the item asked for first of those that are left.
+  __device__ __forceinline__ ptx::SharedAddress oldest() const {
+    if (has_room()) {
+      ptx::copy_async_wait<0>();
+    } else {
+      ptx::copy_async_wait<kItems - 1>();
+    }
+    return own_ + added_ % kItems * kItemBytes;
+  }
+  __device__ __forceinline__ void free_oldest() { added_++; }
+
+ private:
+  ptx::SharedAddress own_;  // the lane's part of the first step
+  unsigned asked_ = 0, added_ = 0;
+};
+
+// What a lane has of a piece in the ring.
+template <DType kType, int kCount>
+__device__ __forceinline__ Numbers<kType, kCount> ringed(ptx::SharedAddress item, int step) {
+  Numbers<kType, kCount> numbers;
+  numbers.load_shared(item + step * CopyRing::kStepBytes);
+  return numbers;
+}
+
+// A piece's numbers to a row, of which `rest` lanes' worths are left from this lane's on.
+template <DType kType, int kSteps, int kCount>
+__device__ __forceinline__ void store_piece(char* row, int piece, int rest, const float (&sum)[kSteps][kCount]) {
+  char* out = ptx::opaque(row + (piece * kSteps * 32 + lane_id()) * Numbers<kType, kCount>::kLaneBytes);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    Numbers<kType, kCount> numbers;
+    numbers.from(sum[s]);
+    if (32 * s < rest) numbers.store(out, 32 * s);
+  }
+}
+
+// A number of each of the last 32 units that are turned to, one a lane.
+template <class T>
+struct OfUnits {
+  T mine = T{};
+
+  __device__ __forceinline__ void put(unsigned unit, T value) {
+    if (lane_id() == static_cast<int>(unit % 32)) mine = value;
+  }
+  __device__ __forceinline__ T get(unsigned unit) const { return __shfl_sync(~0u, mine, static_cast<int>(unit % 32)); }
+};
+
+// Pieces of rows that make up a unit.
+struct PieceRange {
+  int first = 0, end = 0;
+};
+
+// Adds up units until there are none. All that was asked for has been copied when run() returns.
+//
+// Units are numbered as they are turned to. Work says what they are:
+//   OfUnits<unsigned> rows                                  of a unit, bits in the order in which they are added
+//   PieceRange pieces                                       of the unit turned to last
+//   bool turn(unsigned unit)                                the next one; false: none whose rows may be read now
+//   bool await()                                            until there is one; false: there will be none
+//   void ask(CopyRing&, unsigned unit, int row, int piece)   of the unit turned to last
+//   void take_over()                                        it is the one whose rows are added
+//   void begin(unsigned unit, int piece, sum), void add(unsigned unit, int row, SharedAddress item, sum)
+//   void store(unsigned unit, int piece, sum)
+//   void finish(unsigned unit)                              all its pieces are stored
+template <class Work>
+struct RowStream {
+  Work& work;
+  CopyRing ring;
+  unsigned num_turned = 0, num_begun = 0;  // units; at most one more is turned to
+  int asked_piece = work.pieces.end;       // of the unit turned to last; there is none yet
+  unsigned to_ask = 0;                     // of that piece
+
+  // Asks for what comes next until the ring is full.
+  __device__ __forceinline__ void ask_ahead() {
+#pragma unroll 1
+    while (ring.has_room()) {
+      if (to_ask == 0) {
+        if (asked_piece < work.pieces.end) asked_piece++;
+        if (asked_piece == work.pieces.end) {
+          if (num_turned != num_begun || !work.turn(num_turned)) return;
+          num_turned++;
+          asked_piece = work.pieces.first;
+        }
+        to_ask = work.rows.get(num_turned - 1);
+        if (to_ask == 0) {
+          asked_piece = work.pieces.end;
+          return;
+        }
+      }
+      work.ask(ring, num_turned - 1, __ffs(static_cast<int>(to_ask)) - 1, asked_piece);
+      to_ask &= to_ask - 1;
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    float sum[CopyRing::kSteps][Work::kCount];
+    fill(sum, 0.0f);
+    int piece = 0, end = 0;
+    unsigned to_add = 0;
+#pragma unroll 1
+    while (true) {
+      ask_ahead();
+      if (piece == end) {
+        if (num_turned == num_begun) {
+          if (!work.await()) return;
+          fill(sum, 0.0f);  // so that they need not be kept over the wait
+          continue;
+        }
+        work.take_over();
+        num_begun++;
+        piece = work.pieces.first;
+        end = work.pieces.end;
+        to_add = 0;
+      }
+      const unsigned unit = num_begun - 1;
+      if (to_add == 0) {
+        to_add = work.rows.get(unit);
+        work.begin(unit, piece, sum);
+      }
+      if (to_add != 0) {
+        const int row = __ffs(static_cast<int>(to_add)) - 1;
+        to_add &= to_add - 1;
+        work.add(unit, row, ring.oldest(), sum);
+        ring.free_oldest();
+      }
+      if (to_add != 0) continue;
+      work.store(unit, piece, sum);
+      if (++piece == end) work.finish(unit);
+    }
+  }
+};
+
+}  // namespace ep

@@ -1,0 +1,57 @@
+#include "cuda/ll/combine_launch.cuh"
+
+namespace ep {
+
+LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
+  return tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.half != Half::kBoth}, num_sms));
+}
+
+LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
+  LlPlan plan;
+  plan.blocks = num_sms;
+  plan.warps = kScalarThreads / 32;
+  return plan;
+}
+
+LlCombineGeometry geometry_of(const LlCombineParams& p, const LlPlan& plan) {
+  const bool is_wide = p.dtype == DType::kF32 || p.wire_dtype == DType::kF32 || p.out_dtype == DType::kF32;
+  return LlCombineGeometry::of(p, plan, is_wide ? 4 : 8);
+}
+NoGeometry geometry_of(const LlCombineWeightsParams&, const LlPlan&) { return {}; }
+
+void check_served(const LlCombineParams& p) {
+  EP_CHECK(p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype), " wire for ",
+           name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
+  EP_CHECK(p.domain_size == p.shape.num_ranks, "domains of ", p.domain_size, " ranks in a world of ", p.shape.num_ranks,
+           ": on CUDA the ranks of a group are one domain");
+  EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
+}
+void check_served(const LlCombineWeightsParams&) {}
+
+void load_combine_kernels() { load_all(); }
+
+std::vector<std::vector<uint64_t>> combine_stamps() { return read_stamps(); }
+
+void launch(const KernelArgs<LlCombineParams>& args, void* stream) {
+  return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);
+}
+
+void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream) {
+  return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);
+}
+
+template <>
+void launch_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
+                  void* stream) {
+  if (host_args->peers.can_be_masked) return launch_masking_world(host_args, args, num_ranks, stream);
+  launch_all(host_args, args, num_ranks, stream);
+}
+
+template <>
+void launch_world(const KernelArgs<LlCombineWeightsParams>* host_args, const KernelArgs<LlCombineWeightsParams>* args,
+                  int num_ranks, void* stream) {
+  if (host_args->peers.can_be_masked) return launch_masking_world(host_args, args, num_ranks, stream);
+  launch_all(host_args, args, num_ranks, stream);
+}
+
+}  // namespace ep

@@ -1,0 +1,92 @@
+// The kernels of low-latency combine, of which there are two sets (kernel_set.cuh): launch_combine.cu and
+// launch_masking_combine.cu.
+#pragma once
+
+#include "base/check.h"
+#include "cuda/host/launch_util.h"
+#include "cuda/host/with_types.h"
+#include "cuda/ll/combine.cuh"
+
+namespace ep {
+namespace {
+
+constexpr int kMaxThreads = 640;
+constexpr int kScalarThreads = 256;
+
+template <DType kIn, DType kWire, DType kOut, bool kHome>
+__global__ void __launch_bounds__(kMaxThreads, 1) ll_combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
+  combine<kIn, kWire, kOut, kHome>(args, BlockPosition::own());
+}
+
+template <DType kIn, DType kWire, DType kOut, bool kHome>
+__global__ void __launch_bounds__(kMaxThreads, 1) ll_combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
+  combine<kIn, kWire, kOut, kHome>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
+}
+
+__global__ void __launch_bounds__(kScalarThreads)
+    ll_scalars_home(const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
+  scalars_home(args, BlockPosition::own());
+}
+
+__global__ void __launch_bounds__(kScalarThreads)
+    ll_scalars_home_world(const KernelArgs<LlCombineWeightsParams>* all, int blocks) {
+  scalars_home(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
+}
+
+// Calls body with the template instance for these parameters.
+template <class Body>
+void with_instance(const LlCombineParams& p, Body body) {
+  with_types(p.dtype, p.wire_dtype, p.out_dtype, [&](auto types) {
+    if (p.weighting == Weighting::kHome) return body(types, std::true_type{});
+    return body(types, std::false_type{});
+  });
+}
+
+void load_all() {
+  const auto load = [](auto types, auto home) {
+    using T = decltype(types);
+    load_kernel(&ll_combine<T::in, T::wire, T::out, home()>, 0);
+    load_kernel(&ll_combine_world<T::in, T::wire, T::out, home()>, 0);
+  };
+  for_all_types([&](auto types) {
+    load(types, std::false_type{});
+    load(types, std::true_type{});
+  });
+  load_kernel(&ll_scalars_home, 0);
+  load_kernel(&ll_scalars_home_world, 0);
+}
+
+void launch_one(const KernelArgs<LlCombineParams>& args, void* stream) {
+  with_instance(args.params, [&](auto types, auto home) {
+    using T = decltype(types);
+    launch_kernel(&ll_combine<T::in, T::wire, T::out, home()>, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl,
+                  stream, args);
+  });
+}
+
+void launch_one(const KernelArgs<LlCombineWeightsParams>& args, void* stream) {
+  launch_kernel(&ll_scalars_home, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl, stream, args);
+}
+
+void launch_all(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
+                void* stream) {
+  const LlPlan& plan = host_args->plan;
+  for (int r = 1; r < num_ranks; r++) {
+    EP_CHECK((host_args[r].params.weighting == Weighting::kHome) == (host_args->params.weighting == Weighting::kHome),
+             "of ranks 0 and ", r, " one gives its weights at combine: in a world on one GPU all must, or none");
+  }
+  with_instance(host_args->params, [&](auto types, auto home) {
+    using T = decltype(types);
+    launch_kernel(&ll_combine_world<T::in, T::wire, T::out, home()>, plan.blocks * num_ranks, plan.threads(), 0, false,
+                  stream, args, plan.blocks);
+  });
+}
+
+void launch_all(const KernelArgs<LlCombineWeightsParams>* host_args, const KernelArgs<LlCombineWeightsParams>* args,
+                int num_ranks, void* stream) {
+  const LlPlan& plan = host_args->plan;
+  launch_kernel(&ll_scalars_home_world, plan.blocks * num_ranks, plan.threads(), 0, false, stream, args, plan.blocks);
+}
+
+}  // namespace
+}  // namespace ep

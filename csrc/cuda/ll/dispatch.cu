@@ -1,0 +1,36 @@
+#include "cuda/ll/dispatch_launch.cuh"
+
+namespace ep {
+
+LlPlan plan_of(const LlDispatchParams& p, int tokens, int num_sms) {
+  return tuned("EP_PLAN_D",
+               plan_dispatch({tokens, p.row.wire_bytes(), p.quant != Quant::kNone || p.row.is_keyed}, num_sms));
+}
+
+LlDispatchGeometry geometry_of(const LlDispatchParams& p, const LlPlan& plan) {
+  return LlDispatchGeometry::of(p, plan);
+}
+
+void check_served(const LlDispatchParams& p) {
+  const int64_t bytes = PlacesShape::of(p).bytes;
+  EP_CHECK(bytes <= kMaxSharedBytes, p.shape.num_experts, " experts, max_tokens ", p.shape.max_tokens, " and top-",
+           p.shape.topk, " need ", bytes, " bytes of shared memory, low-latency mode on CUDA has ", kMaxSharedBytes);
+  EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
+}
+
+void load_dispatch_kernels() { load_all(); }
+
+std::vector<std::vector<uint64_t>> dispatch_stamps() { return read_stamps(); }
+
+void launch(const KernelArgs<LlDispatchParams>& args, void* stream) {
+  return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);
+}
+
+template <>
+void launch_world(const KernelArgs<LlDispatchParams>* host_args, const KernelArgs<LlDispatchParams>* args,
+                  int num_ranks, void* stream) {
+  if (host_args->peers.can_be_masked) return launch_masking_world(host_args, args, num_ranks, stream);
+  launch_all(host_args, args, num_ranks, stream);
+}
+
+}  // namespace ep

@@ -1,0 +1,292 @@
+// What a kernel would otherwise work out in every warp, from params and plan, before its first byte leaves: sizes of
+// pieces, strides of work, divisors. Pure functions, so that they are tested anywhere.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <numeric>
+
+#include "base/check.h"
+#include "base/math.h"
+#include "runtime/ll/params.h"
+#include "runtime/ll/plan.h"
+
+namespace ep {
+
+constexpr int kMaxTicketGroups = 64;  // DeviceState has a counter for each
+
+// Sizes of a row in the units of a warp.
+struct RowShape {
+  int chunks = 0;          // of 16 bytes on the wire, side words apart
+  int payload_chunks = 0;  // of them, the payload's
+  int steps = 0;
+  int side_offset = 0;
+  int side_bytes = 0;  // of a step: 0, 4 or 16
+
+  static RowShape of(const LlDispatchParams& p) {
+    RowShape row;
+    row.payload_chunks = p.row.payload_bytes / kLaneBytes;
+    row.chunks = p.row.is_keyed ? p.row.body_bytes() / kLaneBytes : row.payload_chunks;
+    row.steps = ceil_div(row.chunks, 32);
+    row.side_offset = p.row.is_keyed ? p.row.keys_offset() : p.row.scales_offset();
+    if (p.row.is_keyed || p.quant == Quant::kFp8Ue8m0) {
+      row.side_bytes = 4;
+    } else if (p.quant != Quant::kNone) {
+      row.side_bytes = 16;
+    }
+    return row;
+  }
+};
+
+// Scales of the caller move in chunks of 16 bytes, a lane each, or a chunk in words or in bytes: in the largest unit
+// that addresses and sizes are multiples of.
+inline int scale_unit(int64_t common_divisor) {
+  if (common_divisor % kLaneBytes == 0) return kLaneBytes;
+  return common_divisor % 4 == 0 ? 4 : 1;
+}
+
+// Where the chunks of a row's scales come from. All lengths are in bytes.
+struct ScaleSource {
+  const char* data = nullptr;
+  int64_t row_stride = 0;
+  int64_t chunk_stride = 0;
+  int64_t word_at[4] = {};     // words of a chunk, from its first on
+  int64_t element_stride = 0;  // bytes of a chunk: byte i is in element i >> shift
+  int shift = 0;
+  int unit = kLaneBytes;
+  int row_bytes = 0;  // that move
+
+  static ScaleSource of(const Scales& scales) {
+    const int64_t size = scales.element_bytes, row_stride = scales.row_stride * size;
+    const auto address = reinterpret_cast<intptr_t>(scales.data);
+    // A row that lies together is one of bytes, whatever its elements.
+    const bool is_together = scales.group_stride == 1 || scales.count <= 1;
+    ScaleSource source;
+    source.data = static_cast<const char*>(scales.data);
+    source.row_stride = row_stride;
+    source.row_bytes = scales.count * scales.element_bytes;
+    source.element_stride = is_together ? 1 : scales.group_stride * size;
+    source.shift = is_together ? 0 : std::countr_zero(static_cast<unsigned>(size));
+    source.unit = scale_unit(std::gcd<int64_t>(address, is_together ? std::gcd(row_stride, source.row_bytes) : size));
+    for (int i = 0; i < 4; i++) source.word_at[i] = byte_at(4 * i, source.element_stride, source.shift);
+    source.chunk_stride = byte_at(kLaneBytes, source.element_stride, source.shift);
+    return source;
+  }
+  EP_HD static int64_t byte_at(int byte, int64_t element_stride, int shift) {
+    return (byte >> shift) * element_stride + (byte & ((1 << shift) - 1));
+  }
+};
+
+// Where they go: rows one after the other.
+struct ScaleTarget {
+  char* data = nullptr;
+  int unit = kLaneBytes;
+  int row_bytes = 0;
+
+  static ScaleTarget of(const Scales& scales) {
+    EP_CHECK(scales.count == 0 || (scales.group_stride == 1 && scales.row_stride == scales.count), "rows of ",
+             scales.count, " scales go out with strides ", scales.row_stride, " and ", scales.group_stride);
+    ScaleTarget target;
+    target.data = static_cast<char*>(scales.data);
+    target.row_bytes = scales.count * scales.element_bytes;
+    target.unit = scale_unit(std::gcd<int64_t>(reinterpret_cast<intptr_t>(scales.data), target.row_bytes));
+    return target;
+  }
+};
+
+// What a receiving block keeps in shared memory (places.cuh); offsets are in words of 32 bits.
+struct PlacesShape {
+  static constexpr int kIdsAt = 8;  // words, behind the totals
+
+  int slots = 0;     // (source, token) pairs: source * max_tokens + token
+  int bins = 1;      // local experts, or one bin of all rows in rank layouts
+  int words = 1;     // of a bin. Odd, so that threads that look at one word of many bins use different banks
+  int id_words = 2;  // of a slot
+  int bits_at = 0, tokens_at = 0, starts_at = 0;
+  bool sums_fit = true;  // packed: no start is more than an int holds
+  int64_t bytes = 0;
+
+  static PlacesShape of(const LlDispatchParams& p) {
+    PlacesShape shape;
+    const int64_t slots = static_cast<int64_t>(p.shape.num_ranks) * p.shape.max_tokens;
+    shape.bins = has_expert_rows(p.output.layout) ? p.output.local_experts : 1;
+    shape.id_words = p.layout.ids.words();
+    const int64_t words = ceil_div<int64_t>(slots, 32) | 1;
+    const int64_t bits_at = kIdsAt + slots * shape.id_words;
+    const int64_t tokens_at = bits_at + align_up<int64_t>(shape.bins * words, 4);
+    const int64_t starts_at = tokens_at + p.shape.num_ranks;
+    shape.bytes = 4 * align_up<int64_t>(starts_at + shape.bins + 1, 4);
+    shape.slots = static_cast<int>(slots);
+    shape.words = static_cast<int>(words);
+    shape.bits_at = static_cast<int>(bits_at);
+    shape.tokens_at = static_cast<int>(tokens_at);
+    shape.starts_at = static_cast<int>(starts_at);
+    shape.sums_fit = slots * p.shape.topk + static_cast<int64_t>(shape.bins) * p.output.alignment <= INT32_MAX;
+    return shape;
+  }
+};
+
+struct LlDispatchGeometry {
+  RowShape row;
+  int send_units = 0;     // pieces of own rows
+  int own_units = 0;      // pieces of own rows to place; a receiving half does not know its tokens, only their limit
+  int receive_units = 0;  // pieces of all rows there may be to place
+  int numbers_piece = 0;  // the piece whose warp stores the row's numbers; past the row, if there are warps to spare
+  int gap_warps = 0;      // that clear_gaps() has something to do for
+  int listeners = 0;      // warps of a receiving block that wait for routing, if not all do: they come last for rows
+  Divisor by_pieces;      // of a row, to send
+  Divisor by_receive_pieces;
+  Divisor by_others;  // ranks but this one
+  Divisor by_max_tokens;
+  Divisor by_id_words;
+  Divisor by_local_experts;
+  Divisor by_alignment;
+  PlacesShape places;
+  ScaleSource given_scales;  // of keyed rows
+  ScaleTarget out_scales;
+
+  static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
+    EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
+             plan.receiver_warps, " receivers of ", plan.warps, " warps: the last opens the call");
+    LlDispatchGeometry g;
+    g.row = RowShape::of(p);
+    const int pieces = ceil_div(g.row.steps, plan.steps), others = p.shape.num_ranks - 1;
+    g.send_units = p.num_tokens * pieces;
+    const int own_rows = sends(p.half) ? p.num_tokens : p.shape.max_tokens;
+    const int rows = own_rows + p.shape.max_tokens * others;
+    const bool has_room = static_cast<int64_t>(rows) * (pieces + 1) <= plan.receivers();
+    g.numbers_piece = has_room ? pieces : 0;
+    const int receive_pieces = pieces + (has_room ? 1 : 0);
+    g.own_units = own_rows * receive_pieces;
+    g.receive_units = rows * receive_pieces;
+    g.by_receive_pieces = Divisor::of(receive_pieces);
+    g.listeners = ceil_div(p.shape.num_ranks * p.shape.max_tokens, 32);
+    if (g.listeners >= plan.receiver_warps) g.listeners = 0;
+    g.by_pieces = Divisor::of(pieces);
+    g.by_others = Divisor::of(others > 0 ? others : 1);
+    g.by_max_tokens = Divisor::of(p.shape.max_tokens);
+    g.by_id_words = Divisor::of(p.layout.ids.words());
+    g.by_local_experts = Divisor::of(p.output.local_experts);
+    g.by_alignment = Divisor::of(p.output.alignment);
+    const int64_t slices = p.output.has_parts() ? 0 : ceil_div<int64_t>(p.output.capacity, 32);  // of last_gap()
+    g.gap_warps = static_cast<int>(std::max<int64_t>(p.output.bins(), slices));
+    g.places = PlacesShape::of(p);
+    if (p.row.is_keyed && sends(p.half)) g.given_scales = ScaleSource::of(p.scales);
+    if (p.row.is_keyed && receives(p.half)) g.out_scales = ScaleTarget::of(p.out_scales);
+    return g;
+  }
+};
+
+// A piece of a token's row, and the place of its home rank in the order of homes.
+struct Unit {
+  int home, piece, token;
+};
+
+// How pieces of rows, once for each home, are handed out to the sending warps. Piece number n is n % pieces of token
+// n / pieces, and is sent by block n % blocks, or by another block of its group, n % groups.
+//
+// Each warp has its first unit, and a few have two, without asking. From number `first_number` on, a warp draws a
+// ticket for each unit from the counter of its group, and ends when it draws one in vain. So as many tickets are drawn
+// as there are units and warps together: it is known which is the call's last, and the counter goes on to zero from
+// there, ready for the next call.
+struct UnitDeal {
+  int blocks = 1, warps = 1, homes = 1, pieces = 1;
+  int dealt = 1;         // units of a block that need no ticket
+  int first_number = 1;  // of pieces whose units need one
+  int groups = 1, group_warps = 1;
+  Divisor by_homes, by_pieces, by_groups;
+
+  // `groups`: wanted. Blocks are a multiple of what there are.
+  static UnitDeal of(int blocks, int warps, int pieces, int homes, int groups) {
+    UnitDeal deal;
+    deal.blocks = blocks;
+    deal.warps = warps;
+    deal.homes = homes;
+    deal.pieces = pieces;
+    const int numbers = ceil_div(warps, homes);  // of a block that need no ticket
+    deal.dealt = numbers * homes;
+    deal.first_number = numbers * blocks;
+    deal.groups = std::gcd(blocks, std::clamp(groups, 1, kMaxTicketGroups));
+    deal.group_warps = blocks / deal.groups * warps;
+    deal.by_homes = Divisor::of(homes);
+    deal.by_pieces = Divisor::of(pieces);
+    deal.by_groups = Divisor::of(deal.groups);
+    return deal;
+  }
+
+  EP_HD Unit unit(int home, int number) const {
+    const int token = by_pieces.divide(number);
+    return {home, by_pieces.remainder(number, token), token};
+  }
+  // A warp begins with the index-th unit of its block, index being its own number, and goes on in steps of `warps`.
+  EP_HD bool is_dealt(int index) const { return index < dealt; }
+  EP_HD Unit dealt_unit(int block, int index) const {
+    const int round = by_homes.divide(index);
+    return unit(by_homes.remainder(index, round), round * blocks + block);
+  }
+  // `tokens`: of the rank that has most.
+  EP_HD bool has_tickets(int tokens) const { return tokens * pieces > first_number; }
+  EP_HD int group_of(int block) const { return by_groups.remainder(block, by_groups.divide(block)); }
+  EP_HD Unit ticket_unit(int group, int ticket) const {
+    const int round = by_homes.divide(ticket);
+    return unit(by_homes.remainder(ticket, round), first_number + group + round * groups);
+  }
+  EP_HD int last_ticket(int group, int tokens) const {
+    const int numbers = tokens * pieces - first_number - group;
+    return (numbers > 0 ? by_groups.divide(numbers + groups - 1) * homes : 0) + group_warps - 1;
+  }
+};
+
+// Receivers of a call of so many tokens of their rank leave the senders' way: they ask for their first rows when the
+// epoch is known.
+constexpr int kBusyTokens = 16;
+
+struct LlCombineGeometry {
+  int output_rows = 0;                       // of the dispatch
+  int homes = 0;                             // to send to; a sending half counts itself among them
+  int row_bytes = 0;                         // of the rows to add
+  int map_k = 0;                             // entries of a token in the handle
+  int home_step = 0;                         // from this rank to the first it sends to
+  int sender_warps = 0, receiver_warps = 0;  // of blocks that have any, none for a half that has no such role
+  bool is_busy = false;
+  UnitDeal deal;
+  int receivers = 0;          // warps, between which the pieces of own tokens are dealt by their numbers
+  uint32_t source_bytes = 0;  // from a source's rows in the window to the next one's
+  Divisor by_local_experts;
+
+  // `lane_elements`: what a lane holds of a piece.
+  static LlCombineGeometry of(const LlCombineParams& p, const LlPlan& plan, int lane_elements) {
+    check(plan);
+    LlCombineGeometry g;
+    g.output_rows = static_cast<int>(p.output.rows());
+    g.home_step = p.half == Half::kSend ? 0 : 1;
+    g.homes = p.shape.num_ranks - g.home_step;
+    g.row_bytes = p.hidden * size_of(p.dtype);
+    g.map_k = p.output.map_k();
+    g.sender_warps = sends(p.half) && g.homes > 0 ? plan.sender_warps : 0;
+    g.receiver_warps = receives(p.half) ? plan.receiver_warps : 0;
+    g.is_busy = p.num_tokens >= kBusyTokens;
+    g.deal = UnitDeal::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, 32 * lane_elements),
+                          g.homes > 0 ? g.homes : 1, plan.groups);
+    g.receivers = plan.receivers();
+    g.source_bytes = p.layout.row_part_bytes;
+    g.by_local_experts = Divisor::of(p.output.local_experts);
+    return g;
+  }
+
+  // Nobody waits for a block above its own (docs/memory_model.md).
+  static void check(const LlPlan& plan) {
+    EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warp0 + plan.receiver_warps < plan.warps,
+             plan.sender_warps, " senders and ", plan.receiver_warps, " receivers from warp ", plan.receiver_warp0,
+             " of ", plan.warps, " warps: the last opens the call");
+    const bool is_together = plan.sender_blocks == plan.blocks && plan.receiver_block0 == 0;
+    const bool is_apart = plan.sender_blocks <= plan.receiver_block0 && plan.receiver_block0 < plan.blocks;
+    EP_CHECK(is_apart || (is_together && plan.sender_warps <= plan.receiver_warp0), plan.sender_warps,
+             " senders in blocks [0, ", plan.sender_blocks, "), receivers from warp ", plan.receiver_warp0,
+             " of blocks from ", plan.receiver_block0, " of ", plan.blocks,
+             ": both in all blocks, on warps of their own, or senders below receivers");
+  }
+};
+
+}  // namespace ep

@@ -1,0 +1,79 @@
+// A buffer's memory between operations, on the GPU: kernels read and advance it themselves, so a captured graph replays
+// at any parity and obeys a deadline that is changed later.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ll/geometry.h"
+#include "layout/common/wire.h"
+#include "layout/ht/layout.h"
+#include "runtime/failure.h"
+
+namespace ep {
+
+// Words that different blocks hammer lie on lines of their own.
+struct alignas(128) EpochLine {
+  uint64_t epoch;  // of the last completed call
+};
+struct alignas(128) TicketLine {
+  uint32_t started;  // blocks of the running call that have read the epoch
+};
+
+struct alignas(128) UnitTicketLine {
+  uint32_t next;  // ticket of a group of combine's sending blocks (UnitDeal); zero between calls
+};
+
+constexpr int kMaxCudaRanks = 64;
+
+// What the blocks of one operation of high throughput count together. Two of each kind, by the parity of the epoch:
+// an operation clears the other's for the one after it.
+struct HtCounters {
+  alignas(128) uint32_t taken;  // units of work handed out to workers
+  alignas(128) uint32_t finished;
+  alignas(128) uint32_t staged;        // the same for rows that a rank copies (dispatch), makes readable (combine)
+  alignas(128) uint32_t routes_taken;  // and for what stands beside rows
+  alignas(128) uint32_t routes_finished;
+  alignas(128) uint32_t ready[kMaxCudaRanks * kHtChunks];  // rows of a chunk for a rank that lie in place
+};
+
+// Ranks that low latency leaves out, where late ones are masked. Read at the beginning of a call, and in long waits.
+struct Masks {
+  alignas(128) uint32_t is_masked[kMaxCudaRanks];
+  int num_ranks;
+  uint64_t* records[kNumKinds];  // in the own window, LlWindow's
+  uint64_t stride;               // to the window of the next rank
+  uint64_t* signs;               // in the own window, LlWindow's
+  // The ranks that a dispatch leaves out, in two tagged words: the first of its blocks to know says it for all.
+  alignas(128) uint64_t roll[2];
+  // When a sign of life was given last, what of each rank's was seen last, and when.
+  alignas(128) uint64_t sign_given_at;
+  uint64_t sign_seen[kMaxCudaRanks], sign_seen_at[kMaxCudaRanks];
+
+  // Of the call record from `source`.
+  EP_HD uint64_t* mask_word(Kind kind, int bank, int source) const {
+    return records[static_cast<int>(kind)] + (bank * num_ranks + source) * CallRecord::kWords + CallRecord::kIsMasked;
+  }
+};
+static_assert(kMaxCudaRanks <= kMaxMaskableRanks);
+
+struct DeviceState {
+  EpochLine epoch[kNumKinds];
+  TicketLine ticket[kNumKinds];
+  UnitTicketLine unit_tickets[kMaxTicketGroups];
+  struct alignas(128) {
+    uint32_t has_failed;  // 0, or failure_mark() of the call whose wait gave up; every wait looks at it
+    uint64_t timeout_ns;
+  } fate;
+  struct alignas(128) {
+    InvalidIds invalid_ids;
+    uint64_t dropped_rows;
+  } found;
+  Masks masks;
+  EpochLine ht_epoch[kNumKinds];
+  TicketLine ht_ticket[kNumKinds];
+  HtCounters ht_counters[kNumKinds][2];
+  uint64_t ht_staged[kNumKinds];  // calls that copied for want of a place in the arena
+  Failure* failure;               // pinned host memory, so that the host learns of it while the GPU is busy
+};
+
+}  // namespace ep

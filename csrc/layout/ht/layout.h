@@ -1,0 +1,209 @@
+// The high-throughput (HT) window, which lies behind the low-latency one: messages that open a call, signals that grow,
+// room for one operation's rows that cannot go to their final place, what crosses between domains, and the arena in
+// which outputs lie. docs/architecture.md tells how they are used.
+#pragma once
+
+#include <cstdint>
+
+#include "base/check.h"
+#include "layout/common/region.h"
+#include "layout/common/shape.h"
+#include "layout/common/topology.h"
+#include "layout/common/wire.h"
+#include "layout/ht/handle.h"
+
+namespace ep {
+
+constexpr int kHtMaxParts = 8;             // tensors that one dispatch moves, scales included
+constexpr Offset kNoOffset = ~0ull;        // of a tensor that is not in the arena
+constexpr uint64_t kArenaAlignment = 512;  // of its blocks, as torch's allocator aligns
+
+// Words of 64 bits that only grow, one for each (signal, source rank): the source stores the epoch of the call, of the
+// kind of that signal. Signals of ranks of other domains follow puts, the rest follow stores.
+enum class HtSignal : int {
+  kDispatchCall = 0,    // other domains: the call message has landed
+  kDispatchRail,        // other domains: rows and routes for this domain have landed
+  kDispatchRows,        // own domain: all rows lie in place; on CPU ranks what stands beside them too
+  kCombineCall,         // other domains
+  kCombineRailWeights,  // other domains: weights given at combine
+  kCombineWeights,      // own domain: the same, at their slots
+  kCombineReady,        // own domain: the source's rows may be read
+  kCombineRail,         // other domains: their sums have landed
+  kCombineDone,         // own domain: the source has read all that it wants
+  kDispatchRoutes,      // CUDA: what stands beside rows lies at the slots
+};
+constexpr int kNumHtSignals = 10;
+
+// CUDA announces the rows of one rank to another in pieces, so that the receiver has work before the last has come:
+// the signal's line holds a word for each.
+constexpr int kHtChunks = 16;
+EP_HD int chunk_of(int index, int count, int chunks) { return index * chunks / count; }
+EP_HD int chunk_begin(int chunk, int count, int chunks) { return ceil_div(chunk * count, chunks); }
+EP_HD int chunk_size(int chunk, int count, int chunks) {
+  return chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
+}
+
+// A call message, tagged words: the record, the receiver's output, then (dispatch) the counts of the sender's choices.
+struct HtCall {
+  enum Word {
+    kLayout = CallRecord::kWords,  // of the output
+    kCapacity,
+    kAlignment,
+    kOffsets,  // of each part's output in the sender's arena, low word first; kNoOffset: staged
+    kChunks = kOffsets + 2 * kHtMaxParts,  // CUDA: pieces in which the sender of the message wants to hear of its rows
+    kCounts = 32,
+  };
+  static_assert(kChunks < kCounts);
+  // kCounts: tokens with an expert of rank r [R] | choices of expert e [E].
+  EP_HD static int words(int num_ranks, int num_experts) { return kCounts + num_ranks + num_experts; }
+};
+
+// Bytes of the regions; all 0 where a buffer has no HT.
+struct HtSizes {
+  uint64_t call_words = 0;   // of a call message
+  uint64_t slot_bytes = 0;   // routes of received rows
+  uint64_t row_bytes = 0;    // staged rows
+  uint64_t route_bytes = 0;  // several domains: routes that cross, of one direction
+  uint64_t rail_bytes = 0;   // several domains: rows that cross, of one direction
+  uint64_t arena_bytes = 0;
+
+  bool any() const { return call_words > 0; }
+};
+
+struct HtWindow {
+  Region<uint64_t> signals;             // [kNumHtSignals][R], each on a line of its own
+  Region<TaggedWord> calls[kNumKinds];  // [bank][source][call_words]
+  Region<char> slots;
+  Region<char> rows;
+  Region<char> routes_out, routes_in;
+  Region<char> rail_out, rail_in;
+  Region<char> arena;
+  uint64_t call_words = 0;
+
+  static constexpr int kSignalStride = 128;
+  static_assert(kHtChunks * sizeof(uint64_t) <= kSignalStride);
+
+  static HtWindow make(Carver& carver, int num_ranks, const HtSizes& sizes) {
+    HtWindow window;
+    if (!sizes.any()) return window;
+    window.call_words = align_up<uint64_t>(sizes.call_words, 16);
+    window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumHtSignals) * num_ranks * kSignalStride / 8);
+    for (auto& calls : window.calls) calls = carver.take<TaggedWord>(kNumBanks * num_ranks * window.call_words);
+    window.slots = carver.take<char>(sizes.slot_bytes);
+    window.rows = carver.take<char>(sizes.row_bytes);
+    window.routes_out = carver.take<char>(sizes.route_bytes);
+    window.routes_in = carver.take<char>(sizes.route_bytes);
+    window.rail_out = carver.take<char>(sizes.rail_bytes);
+    window.rail_in = carver.take<char>(sizes.rail_bytes);
+    window.arena = carver.take<char>(sizes.arena_bytes, 4096);
+    return window;
+  }
+};
+
+// The parts of a row that is staged, or crosses between domains: each on a multiple of 16 bytes.
+struct HtRowFormat {
+  int num_parts = 0;
+  int bytes[kHtMaxParts] = {};
+  int offset[kHtMaxParts] = {};
+  int body_bytes = 0;
+
+  void add(int part_bytes) {
+    bytes[num_parts] = part_bytes;
+    offset[num_parts++] = body_bytes;
+    body_bytes += align_up(part_bytes, 16);
+  }
+  EP_HD int stride() const { return align_up(body_bytes, 128); }
+};
+
+// What travels beside a row to the rank that will pass it on in its domain: for each choice its expert (-1: not in that
+// domain), output row, slot, weight.
+struct HtRouteFormat {
+  int topk = 1;
+
+  EP_HD int expert(int k) const { return k; }
+  EP_HD int row(int k) const { return topk + k; }
+  EP_HD int slot(int k) const { return 2 * topk + k; }
+  EP_HD int weight(int k) const { return 3 * topk + k; }
+  EP_HD int words() const { return 4 * topk; }
+  EP_HD int stride() const { return words() * 4; }
+};
+
+// Where one operation's words lie: offsets into any rank's window. A slot is a received row's number in the order
+// (source rank, token), capacity or not: at most R * M.
+struct HtLayout {
+  Topology topology;
+  int max_tokens = 1;
+  HtRowFormat row;
+  HtSlotFormat slot;
+  HtRouteFormat route;
+  uint64_t call_words = 0;
+  Offset signals = 0, calls = 0, slots = 0, rows = 0;
+  Offset routes_out = 0, routes_in = 0, rail_out = 0, rail_in = 0;
+  Offset arena_end = 0;  // where rows are read in place
+
+  EP_HD Offset signal(HtSignal which, int source) const {
+    return signals +
+           static_cast<Offset>(static_cast<int>(which) * topology.num_ranks + source) * HtWindow::kSignalStride;
+  }
+  EP_HD Offset call_word(int bank, int source, int index) const {
+    return calls +
+           ((static_cast<uint64_t>(bank) * topology.num_ranks + source) * call_words + index) * sizeof(TaggedWord);
+  }
+  EP_HD Offset slot_words(int64_t slot_index) const { return slots + slot_index * slot.stride(); }
+  EP_HD Offset staged_row(int64_t slot_index) const { return rows + slot_index * row.stride(); }
+  // Tokens of the rail peer of `domain` that come, or go, through this rank.
+  EP_HD uint64_t rail_index(int domain, int token) const { return static_cast<uint64_t>(domain) * max_tokens + token; }
+  EP_HD Offset route_out(int domain, int token) const {
+    return routes_out + rail_index(domain, token) * route.stride();
+  }
+  EP_HD Offset route_in(int domain, int token) const { return routes_in + rail_index(domain, token) * route.stride(); }
+  EP_HD Offset rail_row_out(int domain, int token) const { return rail_out + rail_index(domain, token) * row.stride(); }
+  EP_HD Offset rail_row_in(int domain, int token) const { return rail_in + rail_index(domain, token) * row.stride(); }
+
+  // The rank of `domain` that hands out what `rank` sends there.
+  EP_HD int rail_peer(int rank, int domain) const { return domain * topology.domain_size + topology.lsa_rank(rank); }
+
+  static HtLayout make(const HtWindow& window, Kind kind, const Topology& topology, const Shape& shape,
+                       const HtRowFormat& row) {
+    HtLayout layout;
+    layout.topology = topology;
+    layout.max_tokens = shape.max_tokens;
+    layout.row = row;
+    layout.slot = {shape.topk};
+    layout.route = {shape.topk};
+    layout.call_words = window.call_words;
+    layout.signals = window.signals.offset;
+    layout.calls = window.calls[static_cast<int>(kind)].offset;
+    layout.slots = window.slots.offset;
+    layout.rows = window.rows.offset;
+    layout.routes_out = window.routes_out.offset;
+    layout.routes_in = window.routes_in.offset;
+    layout.rail_out = window.rail_out.offset;
+    layout.rail_in = window.rail_in.offset;
+    layout.arena_end = window.arena.offset + window.arena.count;
+    const HtSizes need = sizes(topology, shape, row.stride());
+    EP_CHECK(need.call_words <= window.call_words && need.slot_bytes <= window.slots.count &&
+                 need.row_bytes <= window.rows.count && need.route_bytes <= window.routes_in.count &&
+                 need.rail_bytes <= window.rail_in.count,
+             "the window is too small for high throughput of ", shape.max_tokens, " tokens a rank, top-", shape.topk,
+             " of ", shape.num_experts, " experts, rows of ", row.body_bytes, " bytes: it needs ", need.call_words,
+             " words of counts, ", need.slot_bytes, " bytes of routes and ", need.row_bytes, " of rows, it has ",
+             window.call_words, ", ", window.slots.count, " and ", window.rows.count);
+    return layout;
+  }
+
+  static HtSizes sizes(const Topology& topology, const Shape& shape, int row_stride) {
+    const uint64_t slots = static_cast<uint64_t>(shape.num_ranks) * shape.max_tokens;
+    const uint64_t crossing =
+        topology.num_domains() == 1 ? 0 : static_cast<uint64_t>(topology.num_domains()) * shape.max_tokens;
+    HtSizes sizes;
+    sizes.call_words = HtCall::words(shape.num_ranks, shape.num_experts);
+    sizes.slot_bytes = slots * HtSlotFormat{shape.topk}.stride();
+    sizes.row_bytes = slots * row_stride;
+    sizes.route_bytes = crossing * HtRouteFormat{shape.topk}.stride();
+    sizes.rail_bytes = crossing * row_stride;
+    return sizes;
+  }
+};
+
+}  // namespace ep

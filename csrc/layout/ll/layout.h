@@ -1,0 +1,160 @@
+// The low-latency window: for each kind of operation two banks, and in each bank a record, routing words and a row
+// slot for every (source rank, token). docs/architecture.md tells how they are used.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "layout/common/region.h"
+#include "layout/common/shape.h"
+#include "layout/common/wire.h"
+
+namespace ep {
+
+// Bytes of one bank. Tagged words and rows keep their places for the life of the buffer, whatever the shapes of the
+// operations: a word that was a tag is always a tag, a word that rests as kAbsent always does.
+struct LlSizes {
+  uint64_t tagged_bytes = 0;
+  uint64_t row_bytes[kNumKinds] = {0, 0};
+  // Where ranks can be masked, each source has a part of a bank for itself, whatever the shapes: what a masked rank has
+  // left there is in nobody's way.
+  bool by_source = false;
+};
+
+struct LlWindow {
+  Region<uint64_t> signals;  // [kind][source]: calls that have fully arrived over a network; each has one writer
+  struct PerKind {
+    Region<TaggedWord> records;  // [bank][source][CallRecord::kWords]
+    Region<TaggedWord> tagged;   // [bank][tagged words]
+    Region<uint32_t> rows;       // [bank][row words]
+  } kind[kNumKinds];
+  Region<uint64_t> flags;       // [source]: the floor of flags alone; each has one writer, and grows
+  Region<uint64_t> flag_epoch;  // of the last such exchange; its owner's alone
+  Region<uint64_t> signs;       // [source]: with masks, signs of life of who waits; each has one writer
+  uint64_t bytes = 0;
+  bool by_source = false;
+
+  static LlWindow make(int num_ranks, const LlSizes& sizes) {
+    Carver carver;
+    LlWindow window;
+    window.by_source = sizes.by_source;
+    window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumKinds) * num_ranks);
+    for (int k = 0; k < kNumKinds; k++) {
+      PerKind& kind = window.kind[k];
+      kind.records = carver.take<TaggedWord>(static_cast<uint64_t>(kNumBanks) * num_ranks * CallRecord::kWords);
+      kind.tagged = carver.take<TaggedWord>(kNumBanks * align_up<uint64_t>(sizes.tagged_bytes, 128) / 8);
+      kind.rows = carver.take<uint32_t>(kNumBanks * align_up<uint64_t>(sizes.row_bytes[k], 128) / 4);
+    }
+    window.flags = carver.take<uint64_t>(num_ranks);
+    window.flag_epoch = carver.take<uint64_t>(1);
+    window.signs = carver.take<uint64_t>(num_ranks);
+    window.bytes = align_up<uint64_t>(carver.used(), 4096);
+    return window;
+  }
+};
+
+// Where one operation's words lie: offsets into any rank's window.
+struct LlLayout {
+  int num_ranks = 1;
+  int max_tokens = 1;
+  int topk = 1;
+  IdFormat ids;
+  int row_stride = 0;
+  Offset signals = 0;
+  Offset records = 0, tagged = 0, rows = 0;            // bank 0
+  uint64_t tagged_bank_bytes = 0, row_bank_bytes = 0;  // from one bank to the next
+  bool by_source = false;
+  uint32_t tagged_part_bytes = 0;  // by_source
+  uint32_t row_part_bytes = 0;     // from one source to the next
+
+  EP_HD Offset signal(int source) const { return signals + static_cast<Offset>(source) * 8; }
+  EP_HD Offset record(int bank, int source) const {
+    return records + static_cast<Offset>(bank * num_ranks + source) * (CallRecord::kWords * sizeof(TaggedWord));
+  }
+  EP_HD int id_bytes() const { return ids.words() * static_cast<int>(sizeof(TaggedWord)); }
+  EP_HD uint64_t slot(int source, int token) const { return static_cast<uint64_t>(source) * max_tokens + token; }
+  // kBySource: by_source. Kernels know it, as it takes more instructions.
+  template <bool kBySource>
+  EP_HD Offset id_words(int bank, int source, int token) const {
+    const Offset first = tagged + bank * tagged_bank_bytes;
+    if (kBySource) return first + tagged_part(source) + static_cast<uint64_t>(token) * id_bytes();
+    return first + slot(source, token) * id_bytes();
+  }
+  template <bool kBySource>
+  EP_HD Offset weight(int bank, int source, int token, int k) const {
+    const Offset first = tagged + bank * tagged_bank_bytes;
+    if (kBySource) {
+      const uint64_t index = static_cast<uint64_t>(token) * topk + k;
+      return first + tagged_part(source) + static_cast<uint64_t>(max_tokens) * id_bytes() + index * sizeof(TaggedWord);
+    }
+    return first + static_cast<uint64_t>(num_ranks) * max_tokens * id_bytes() +
+           (slot(source, token) * topk + k) * sizeof(TaggedWord);
+  }
+  template <bool kBySource>
+  EP_HD Offset row(int bank, int source, int token) const {
+    const Offset first = rows + bank * row_bank_bytes;
+    if (kBySource) {
+      return first + static_cast<uint64_t>(source) * row_part_bytes + static_cast<uint64_t>(token) * row_stride;
+    }
+    return first + slot(source, token) * row_stride;
+  }
+  EP_HD Offset id_words(int bank, int source, int token) const {
+    return by_source ? id_words<true>(bank, source, token) : id_words<false>(bank, source, token);
+  }
+  EP_HD Offset weight(int bank, int source, int token, int k) const {
+    return by_source ? weight<true>(bank, source, token, k) : weight<false>(bank, source, token, k);
+  }
+  EP_HD Offset row(int bank, int source, int token) const {
+    return by_source ? row<true>(bank, source, token) : row<false>(bank, source, token);
+  }
+
+  static uint64_t tagged_bytes(const Shape& shape) {
+    const IdFormat ids = IdFormat::make(shape.local_experts(), shape.topk);
+    const uint64_t words = static_cast<uint64_t>(shape.max_tokens) * (ids.words() + shape.topk);
+    return shape.num_ranks * align_up<uint64_t>(words * sizeof(TaggedWord), kPartAlignment);
+  }
+  static uint64_t row_bytes(const Shape& shape, int row_stride) {
+    return static_cast<uint64_t>(shape.num_ranks) * shape.max_tokens * row_stride;
+  }
+
+  static LlLayout make(const LlWindow& window, Kind kind, const Shape& shape, const RowFormat& row) {
+    const LlWindow::PerKind& regions = window.kind[static_cast<int>(kind)];
+    LlLayout layout;
+    layout.num_ranks = shape.num_ranks;
+    layout.max_tokens = shape.max_tokens;
+    layout.topk = shape.topk;
+    layout.ids = IdFormat::make(shape.local_experts(), shape.topk);
+    layout.row_stride = row.stride();
+    layout.signals = window.signals.at(static_cast<uint64_t>(kind) * shape.num_ranks);
+    layout.records = regions.records.offset;
+    layout.tagged = regions.tagged.offset;
+    layout.rows = regions.rows.offset;
+    layout.tagged_bank_bytes = regions.tagged.count * sizeof(TaggedWord) / kNumBanks;
+    layout.row_bank_bytes = regions.rows.count * sizeof(uint32_t) / kNumBanks;
+    layout.by_source = window.by_source;
+    layout.tagged_part_bytes = part_bytes(layout.tagged_bank_bytes, shape.num_ranks, kPartAlignment);
+    layout.row_part_bytes = part_bytes(layout.row_bank_bytes, shape.num_ranks, kRowAlignment);
+    const uint64_t need_tagged = tagged_bytes(shape);
+    const uint64_t need_rows = row_bytes(shape, layout.row_stride);
+    const auto ranks = static_cast<uint64_t>(shape.num_ranks);
+    EP_CHECK(need_tagged <= layout.tagged_part_bytes * ranks && need_rows <= layout.row_part_bytes * ranks,
+             "the window is too small for ", shape.max_tokens, " tokens a rank, top-", shape.topk, ", rows of ",
+             row.wire_bytes(), " bytes: a bank needs ", need_tagged, " bytes of routing and ", need_rows,
+             " bytes of rows, it has ", layout.tagged_bank_bytes, " and ", layout.row_bank_bytes);
+    if (!layout.by_source) {
+      layout.row_part_bytes = static_cast<uint32_t>(need_rows / ranks);
+    }
+    return layout;
+  }
+
+ private:
+  static constexpr int kPartAlignment = 16, kRowAlignment = 128;
+
+  EP_HD Offset tagged_part(int source) const { return static_cast<uint64_t>(source) * tagged_part_bytes; }
+  static uint32_t part_bytes(uint64_t bank_bytes, int num_ranks, uint32_t alignment) {
+    const uint64_t most = UINT32_MAX;
+    return static_cast<uint32_t>(std::min(bank_bytes / num_ranks, most) / alignment * alignment);
+  }
+};
+
+}  // namespace ep

@@ -1,0 +1,57 @@
+// Checks that both modes make of a call, and its record.
+#pragma once
+
+#include "base/check.h"
+#include "layout/common/outputs.h"
+#include "layout/common/shape.h"
+#include "layout/common/wire.h"
+#include "runtime/ll/params.h"
+
+namespace ep {
+
+constexpr int kMaxRowBytes = 65536;
+
+inline void check_row_bytes(int64_t bytes, const char* what) {
+  EP_CHECK(bytes > 0 && bytes % 16 == 0 && bytes <= kMaxRowBytes, what, " of ", bytes,
+           " bytes: must be a multiple of 16 and at most ", kMaxRowBytes);
+}
+
+inline void check_tokens(int num_tokens, const Shape& shape) {
+  EP_CHECK(num_tokens >= 0 && num_tokens <= shape.max_tokens, num_tokens, " tokens, but max_tokens is ",
+           shape.max_tokens);
+}
+
+inline void check_quant(Quant quant, DType dtype) {
+  EP_CHECK(quant == Quant::kNone || dtype == DType::kBF16 || dtype == DType::kF16, "quant ", name_of(quant), " of ",
+           name_of(dtype), ": only bf16 and fp16 are quantised");
+}
+
+inline void check_output(const OutputShape& output) {
+  EP_CHECK(output.capacity >= 0 && output.capacity <= INT32_MAX, "capacity is ", output.capacity, ", must be 0 to ",
+           INT32_MAX);
+  EP_CHECK(output.alignment >= 1, "expert_alignment is ", output.alignment, ", must be at least 1");
+  EP_CHECK(output.rows() <= INT32_MAX, "the output would have ", output.rows(), " rows, at most ", INT32_MAX);
+}
+
+// What a combine of rows may ask for, in either mode.
+template <class Params>
+void check_combined_rows(const Params& p) {
+  EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ", name_of(p.dtype),
+           " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
+           " wire: all three must be bf16, fp16 or fp32");
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.wire_dtype), "a partial sum");
+  EP_CHECK(p.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
+           name_of(p.output.layout), " are already weighted by the caller");
+  EP_CHECK((p.bias[0] == nullptr && p.bias[1] == nullptr) || p.output.layout == OutputLayout::kFlat,
+           "biases go with layout flat, not with ", name_of(p.output.layout));
+}
+
+inline CallRecord record_of(uint32_t operation, int hidden, const Shape& shape, int scale_bytes, int num_tokens) {
+  const auto word = [](int value) { return static_cast<uint32_t>(value); };
+  return {{operation, word(hidden), word(shape.topk), word(shape.num_experts), word(shape.max_tokens),
+           word(scale_bytes), word(num_tokens)}};
+}
+
+}  // namespace ep

@@ -1,0 +1,72 @@
+// What a buffer remembers between operations. It lies where the backend works: host memory, or the GPU's, so that
+// captured graphs advance it by themselves.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/common/wire.h"
+
+namespace ep {
+
+// What a rank waits for.
+enum class Phase : uint32_t {
+  kNone = 0,
+  kCallRecord,
+  kRouting,
+  kWeights,
+  kRows,
+  kPartials,
+  kScalars,
+  kArrivalSignal,
+  kFlag,
+  // High throughput.
+  kReady,
+  kRail,
+  kDone
+};
+
+inline const char* name_of(Phase phase) {
+  constexpr const char* kNames[] = {"nothing",    "call record",     "routing message",      "weights",
+                                    "token rows", "partial sums",    "scalars of weights",   "arrival signal",
+                                    "flag",       "rows to be read", "rows between domains", "end of reading"};
+  return kNames[static_cast<int>(phase)];
+}
+
+// The first thing that went wrong. A buffer that has failed stays failed.
+struct Failure {
+  // kHandle, of the CPU backend: its row `seen` of rank `peer`, which has `expected`, was found amid a call.
+  enum Code : uint32_t { kNone = 0, kTimeout, kOtherCall, kInterrupted, kHandle };
+  uint32_t code = kNone;
+  Kind kind = Kind::kDispatch;
+  Phase phase = Phase::kNone;
+  int32_t peer = -1;
+  uint64_t epoch = 0;
+  uint64_t expected = 0;  // of the word waited for
+  uint64_t seen = 0;
+  uint64_t missing = 0;  // bit r: nothing of the call was heard from rank r (ranks below 64)
+  CallRecord mine, theirs;
+  uint32_t is_ht = 0;  // the epoch counts calls of high throughput
+};
+
+// Expert ids outside [0, E) other than -1, since the last check.
+struct InvalidIds {
+  uint64_t count = 0;
+  int64_t value = 0;  // the first one, and where it stood
+  int32_t token = 0;
+  int32_t k = 0;
+};
+
+// Ranks are bits of a word where late ones are masked.
+constexpr int kMaxMaskableRanks = 64;
+
+struct Report {
+  Failure failure;
+  InvalidIds invalid_ids;
+  uint64_t dropped_rows = 0;  // past a capacity, since the buffer was made
+  uint64_t epochs[kNumKinds] = {0, 0};
+  uint64_t ht_epochs[kNumKinds] = {0, 0};
+  uint64_t ht_staged[kNumKinds] = {0, 0};  // calls of high throughput that copied for want of a place in the arena
+  uint64_t masked = 0;                     // bit r: low latency leaves rank r out
+};
+
+}  // namespace ep

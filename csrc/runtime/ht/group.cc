@@ -1,0 +1,120 @@
+// High throughput's part of the group: what follows from the rest of the parameters, and checks.
+#include "runtime/group.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "runtime/checks.h"
+#include "runtime/ranges.h"
+
+namespace ep {
+namespace {
+
+Operation operation_of(HtSteps steps) {
+  switch (steps) {
+    case HtSteps::kRouteAndSend:
+      return Operation::kHtDispatch;
+    case HtSteps::kRoute:
+      return Operation::kHtRoute;
+    case HtSteps::kSend:
+      return Operation::kHtSend;
+    default:
+      return Operation::kHtCached;
+  }
+}
+
+const char* name_of(HtSteps steps) {
+  constexpr const char* kNames[] = {"ht dispatch", "ht route", "ht send", "ht cached dispatch"};
+  return kNames[static_cast<int>(steps)];
+}
+
+void check_slots(int64_t num_slots, const Shape& shape) {
+  const int64_t most = static_cast<int64_t>(shape.num_ranks) * shape.max_tokens;
+  EP_CHECK(num_slots >= 0 && num_slots <= most, "a handle of ", num_slots, " received rows, at most ", most);
+}
+
+}  // namespace
+
+HtSizes ht_sizes_for(const Topology& topology, const Shape& shape, int dispatch_row_bytes, int combine_row_bytes,
+                     uint64_t arena_bytes) {
+  HtRowFormat dispatch, combine;
+  dispatch.add(dispatch_row_bytes);
+  combine.add(combine_row_bytes);
+  combine.add(shape.topk * 4);  // scalars of weights
+  HtSizes sizes = HtLayout::sizes(topology, shape, dispatch.stride());
+  const HtSizes back = HtLayout::sizes(topology, shape, combine.stride());
+  sizes.row_bytes = std::max(sizes.row_bytes, back.row_bytes);
+  sizes.rail_bytes = std::max(sizes.rail_bytes, back.rail_bytes);
+  sizes.arena_bytes = arena_bytes;
+  return sizes;
+}
+
+Offset Group::offset_of(const void* data, uint64_t bytes) const {
+  const auto arena = this->arena();
+  return arena == nullptr || bytes == 0 ? kNoOffset : arena->offset_of(data, bytes);
+}
+
+void Group::require_ht() {
+  require_usable();
+  EP_CHECK(has_ht(), "the buffer was made without room for high throughput: make it with mode=\"ht\" or \"auto\"");
+}
+
+void Group::prepare(HtDispatchParams& p) {
+  require_ht();
+  p.shape = own_shape(p.shape);
+  // Counts may be of any number of tokens: then all ranks see that it is too much for one of them.
+  if (p.steps != HtSteps::kRoute) check_tokens(p.num_tokens, p.shape);
+  check_output(p.output);
+  EP_CHECK(p.num_parts >= 1 && p.num_parts <= kHtMaxParts, p.num_parts, " tensors and scales, must be 1 to ",
+           kHtMaxParts);
+  check_quant(p.quant, p.dtype);
+  check_row_bytes(p.parts[0].bytes, "a row");
+  HtRowFormat row;
+  uint32_t beside = 0, order = 0;
+  for (int i = 0; i < p.num_parts; i++) {
+    EP_CHECK(p.parts[i].bytes > 0 && p.parts[i].bytes <= kMaxRowBytes, "tensor ", i, " has rows of ", p.parts[i].bytes,
+             " bytes, must be 1 to ", kMaxRowBytes);
+    if (i > 0) beside += p.parts[i].bytes;
+    if (i > 0 && p.num_parts > 2) order = CallRecord::hash_order(order, p.parts[i].bytes);
+    row.add(p.parts[i].bytes);
+  }
+  p.layout = HtLayout::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
+  p.call = record_of(pack_operation(operation_of(p.steps), p.dtype, p.quant, p.dtype), p.hidden, p.shape,
+                     static_cast<int>(beside | order << CallRecord::kBesideBits), p.num_tokens);
+}
+
+void Group::dispatch(HtDispatchParams& p, void* stream) {
+  prepare(p);
+  for (int i = 0; i < p.num_parts && sends_rows(p.steps); i++) {
+    p.parts[i].out_offset = offset_of(p.parts[i].out, static_cast<uint64_t>(p.output.rows()) * p.parts[i].bytes);
+  }
+  if (sends_rows(p.steps)) check_slots(p.handle.num_slots, p.shape);
+  Range range(config_.name, name_of(p.steps), ++num_ht_calls_[static_cast<int>(Kind::kDispatch)]);
+  backend()->ht_dispatch(p, stream);
+}
+
+void Group::combine(HtCombineParams& p, void* stream) {
+  require_ht();
+  p.shape = own_shape(p.shape);
+  check_tokens(p.num_tokens, p.shape);
+  check_slots(p.handle.num_slots, p.shape);
+  HtRowFormat row;
+  if (p.has_rows()) {
+    check_combined_rows(p);
+    row.add(p.hidden * size_of(p.wire_dtype));
+    p.rows_offset =
+        offset_of(p.rows, static_cast<uint64_t>(p.output.rows()) * p.hidden * static_cast<uint64_t>(size_of(p.dtype)));
+  }
+  if (p.has_values) row.add(p.shape.topk * 4);
+  EP_CHECK(row.num_parts > 0, "a combine of neither rows nor scalars");
+  p.layout = HtLayout::make(window_.ht, Kind::kCombine, topology_, p.shape, row);
+  const Operation operation = !p.has_rows()                     ? Operation::kHtCombineWeights
+                              : p.weighting == Weighting::kHome ? Operation::kHtCombineWeighted
+                                                                : Operation::kHtCombine;
+  p.call = record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape,
+                     p.has_values ? p.shape.topk * 4 : 0, p.num_tokens);
+  Range range(config_.name, "ht combine", ++num_ht_calls_[static_cast<int>(Kind::kCombine)]);
+  backend()->ht_combine(p, stream);
+}
+
+}  // namespace ep

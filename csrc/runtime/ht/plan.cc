@@ -1,0 +1,78 @@
+#include "runtime/ht/plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "layout/ht/layout.h"
+
+namespace ep {
+
+constexpr int kMaxDispatchWarps = 28;
+
+HtPlan plan_ht_route(int num_sms) {
+  HtPlan plan;
+  plan.blocks = std::min(num_sms, kHtRouteBlocks);
+  plan.warps = plan.workers = 32;
+  return plan;
+}
+
+// Bytes that are to be on their way at a time: to other GPUs, and as many within this one as go to each of the others.
+// With fewer the links run dry; with more each row takes longer, and the last ones leave links idle.
+struct UnderWay {
+  double away, within;
+
+  // Of each of some blocks, to carry them.
+  int warps(int num_ranks, int blocks, int warp_bytes) const {
+    return static_cast<int>(std::lround((away + within / std::max(1, num_ranks - 1)) / blocks / warp_bytes));
+  }
+};
+
+int most_ht_workers(int stage_bytes, int shared_bytes, HtWork work) {
+  // What shared memory does not take is an SM's cache, through which rows are copied.
+  if (work.copies) shared_bytes = std::min(shared_bytes, 190 * 1024);
+  return std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
+}
+
+HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms) {
+  HtPlan plan;
+  plan.blocks = num_sms;
+  if (work.copies) {
+    plan.chunks = kHtChunks;
+    // Where links fill up, a block's copies wait behind its stores. Between two ranks few blocks do not fill them.
+    const bool fills_links = num_sms > 1 && (num_ranks > 2 || num_sms > 32);
+    if (fills_links) plan.senders = std::max(1, num_sms * (work.converts ? 7 : 5) / 16);
+  }
+  // A row that is being quantised is not on its way.
+  const UnderWay under_way = work.converts ? UnderWay{0.4e6, 3.4e6} : UnderWay{0.64e6, 1.41e6};
+  const bool shares_blocks = work.copies && plan.senders == 0;
+  const int least = shares_blocks && work.repeats ? 4 : 6;
+  int most = most_ht_workers(stage_bytes, shared_bytes, work);
+  if (shares_blocks) most = std::min(most, 12);
+  const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
+  plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(least, most), most);
+  plan.warps = work.copies ? kMaxDispatchWarps : plan.workers + 4;
+  return plan;
+}
+
+HtPlan plan_ht_combine(HtWork work, int num_ranks, int num_sms) {
+  constexpr int kMaxWarps = 24, kWarpBytes = 8192;  // of rings
+  HtPlan plan;
+  plan.blocks = num_sms;
+  if (work.copies) {
+    plan.warps = kMaxWarps;
+    plan.workers = work.adds ? (num_ranks > 2 ? 7 : 6) : 11;
+    plan.chunks = kHtChunks;
+    plan.unit_pieces = num_ranks > 2 ? 4 : 0;
+  } else {
+    plan.warps = plan.workers = std::clamp(UnderWay{1.2e6, 1.2e6}.warps(num_ranks, num_sms, kWarpBytes), 8, kMaxWarps);
+    // Parts, so that warps end together; but each costs as much as some rows, and of few ranks tokens have few.
+    plan.unit_pieces = num_ranks > 2 ? 2 : 0;
+  }
+  return plan;
+}
+
+int default_ht_sms(HtWork work, int available, bool stores_to_few) {
+  return std::min(work.converts || work.copies ? 32 : stores_to_few ? 16 : 12, available);
+}
+
+}  // namespace ep

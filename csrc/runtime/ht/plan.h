@@ -1,0 +1,43 @@
+// How an operation of high throughput is laid over the GPU. A plan changes speed only.
+#pragma once
+
+#include "base/platform.h"
+#include "layout/common/outputs.h"
+
+namespace ep {
+
+struct HtPlan {
+  int blocks = 1;
+  int warps = 1;        // of a block
+  int workers = 1;      // of them, those that move rows between ranks: warps [0, workers). A dispatch has helpers, too
+  int chunks = 1;       // pieces in which the rows from one rank to another are announced
+  int senders = 0;      // dispatch: blocks [0, senders) have workers alone, the others helpers; 0: all have both
+  int unit_pieces = 0;  // combine: pieces of a row that a warp takes of a token at a time; 0: all
+  bool pdl = false;     // programmatic dependent launch
+
+  EP_HD int threads() const { return warps * 32; }
+  EP_HD int workers_of(int block) const { return senders == 0 || block < senders ? workers : 0; }
+  EP_HD int helpers() const { return senders == 0 ? warps - workers : warps; }  // of a block that has any
+};
+
+// What an operation does beside moving rows between ranks: rows are quantised; rows are copied, or added up, on a rank.
+struct HtWork {
+  bool converts = false, copies = false;
+  bool adds = false;     // combine: what it copies are sums
+  bool repeats = false;  // dispatch: it copies a row for each choice
+};
+
+// Blocks that route, at most: each has a share of the tokens, and tells the others what it has counted.
+constexpr int kHtRouteBlocks = 32;
+HtPlan plan_ht_route(int num_sms);
+// `stage_bytes`: of a row in shared memory. Most workers: of a block of any plan.
+int most_ht_workers(int stage_bytes, int shared_bytes, HtWork work);
+HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms);
+// `work.copies`: before others read the rows.
+HtPlan plan_ht_combine(HtWork work, int num_ranks, int num_sms);
+
+// Blocks of an operation whose caller names none: the fewest that fill the links. `stores_to_few`: a dispatch of two
+// ranks, where half of what a block can store goes to its own rank.
+int default_ht_sms(HtWork work, int available, bool stores_to_few = false);
+
+}  // namespace ep

@@ -1,0 +1,142 @@
+// One struct an operation: everything a backend needs to run it. Pointers are to memory of the backend's device.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/common/dtype.h"
+#include "layout/common/outputs.h"
+#include "layout/common/shape.h"
+#include "layout/common/wire.h"
+#include "layout/ll/layout.h"
+
+namespace ep {
+
+// Both halves at once, or one of them; a staged operation runs its caller's work between the two.
+enum class Half : int { kBoth = 0, kSend = 1, kReceive = 2 };
+EP_HD bool sends(Half half) { return half != Half::kReceive; }
+EP_HD bool receives(Half half) { return half != Half::kSend; }
+
+// A handle's parts in its int32 tensor.
+struct HandlePtrs {
+  int32_t* tokens = nullptr;  // [R]
+  int32_t* ids = nullptr;     // [T, K], ids out of range replaced by -1
+  int32_t* rows = nullptr;    // [R, M, map_k]
+  float* weights = nullptr;   // [R, M, map_k]
+
+  static HandlePtrs of(int32_t* base, const HandleShape& shape) {
+    return {base, base + shape.ids_at(), base + shape.map_at(), reinterpret_cast<float*>(base + shape.weights_at())};
+  }
+};
+
+// Caller's scales [T, S] of any strides (in elements), or the output's. `bin_stride`: of expert_major outputs [L, C, S]
+// from expert to expert; 0 where it is C * row_stride.
+struct Scales {
+  void* data = nullptr;
+  int64_t row_stride = 0, group_stride = 0;
+  int count = 0;  // S
+  int element_bytes = 4;
+  int64_t bin_stride = 0;
+};
+
+// The order is that of a kernel's needs.
+struct LlDispatchParams {
+  // In: read by the sending half only.
+  const void* x = nullptr;  // [T, H]
+  const void* topk_idx = nullptr;
+  const float* topk_weights = nullptr;  // [T, K], null: ones
+  int num_tokens = 0;
+  bool is_idx64 = true;
+  Half half = Half::kBoth;
+
+  Shape shape;
+  LlLayout layout;
+  CallRecord call;
+  OutputShape output;
+  Quant quant = Quant::kNone;
+  DType dtype = DType::kBF16;  // of x
+  int hidden = 0;              // elements of a row of x
+  RowFormat row;
+  Scales scales;  // given by the caller; data null if none
+
+  // Out: written by the receiving half, but for the handle's ids.
+  bool zero_padding = false;
+  void* out_x = nullptr;  // [rows, payload bytes]
+  Scales out_scales;
+  int32_t* info = nullptr;        // OutputShape
+  int32_t* row_expert = nullptr;  // packed: [rows]
+  void* out_topk_idx = nullptr;   // rank layouts: [rows, K], of the type of topk_idx
+  float* out_weights = nullptr;   // [rows] or [rows, K]
+  HandlePtrs handle;
+  // expert_major: DeepEP's account of the rows; null: not asked for.
+  int32_t* src_info = nullptr;      // [L, C] index of each row's token at its source
+  int64_t* layout_range = nullptr;  // [L, R] first row of a source in the expert << 32 | its rows there
+  int32_t* recv_stats = nullptr;    // [bins] the counts are added
+  int64_t* wait_cost = nullptr;     // [R] ns that this rank waited for each source are added
+  int num_sms = 0;                  // 0: the plan's choice
+};
+
+// How expert rows are weighted on their way home.
+enum class Weighting : int { kNone = 0, kDispatch = 1, kHome = 2 };
+
+struct LlCombineParams {
+  Half half = Half::kBoth;
+  int num_tokens = 0;
+  int hidden = 0;
+  Weighting weighting = Weighting::kNone;
+  const void* rows = nullptr;  // [output.rows(), H]
+  HandlePtrs handle;           // of the dispatch
+  Shape shape;
+  LlLayout layout;
+  CallRecord call;
+  OutputShape output;
+  void* out = nullptr;  // [T, H]
+
+  DType dtype = DType::kBF16;  // of rows
+  DType wire_dtype = DType::kBF16;
+  DType out_dtype = DType::kBF16;
+  RowFormat row;                        // of a partial sum
+  int domain_size = 1;                  // the order of the sum: ranks of a domain, then domains
+  const float* home_weights = nullptr;  // kHome: [T, K]
+  const void* home_topk_idx = nullptr;  // kHome: optional [T, K], -1 skips
+  bool is_idx64 = true;
+  const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
+  int64_t* wait_cost = nullptr;              // optional [R]: ns that this rank waited for each other are added
+  int num_sms = 0;
+};
+
+// Scalars instead of rows: the value of each expert row goes to the token's home.
+struct LlCombineWeightsParams {
+  Shape shape;
+  LlLayout layout;
+  CallRecord call;
+  OutputShape output;
+  HandlePtrs handle;
+  const float* values = nullptr;  // [rows] or [rows, K]
+  int num_tokens = 0;
+  float* out = nullptr;  // [T, K]
+};
+
+// ---- Floors of the benchmark: what the wire alone takes.
+
+// One flag of 8 bytes to and from every peer, and nothing else.
+struct LlFloorFlagsParams {
+  int num_ranks = 1;
+  Offset flags = 0, epoch = 0;  // LlWindow's
+  CallRecord call;              // empty: what an error would show
+};
+
+// The rows of a dispatch, or the partial sums of a combine, to other ranks; nobody receives them. It is a call of its
+// kind, with an epoch and the bank that belongs to it.
+struct LlFloorPushParams {
+  Kind kind = Kind::kDispatch;
+  Shape shape;
+  LlLayout layout;
+  RowFormat row;
+  CallRecord call;
+  HandlePtrs handle;  // of a dispatch: which token goes to which rank
+  int map_k = 1;
+  int num_tokens = 0;
+  int num_sms = 0;
+};
+
+}  // namespace ep

@@ -1,0 +1,61 @@
+#include "runtime/ll/plan.h"
+
+#include <algorithm>
+
+namespace ep {
+namespace {
+
+// Up to so many, what counts is how soon the first rows leave.
+constexpr int kFewTokens = 48;
+constexpr int kFewPieces = 48 * 28;  // of combine, 256 numbers each
+constexpr int kFewBlocks = 48;       // below, what counts is how much a sending block has under way
+
+// Blocks that only send, the lowest ones: a quarter fills the links, the rest have the copying to do.
+int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * share_of_132 + 66) / 132, 1, blocks - 1); }
+
+}  // namespace
+
+LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
+  LlPlan plan;
+  const int row_steps = ceil_div(sizes.wire_bytes, kStepBytes);
+  plan.blocks = num_sms;
+  plan.steps = 2;
+  if (num_sms == 1) {
+    plan.sender_warps = plan.receiver_warp0 = plan.receiver_warps = 8;
+    plan.warps = 17;
+    return plan;
+  }
+  // Four steps a piece where they fit the row as well as two, and there is enough to do for all warps.
+  const bool fits = row_steps % 4 == 0 || row_steps % 4 == 3;
+  if (!sizes.is_heavy && fits && sizes.num_tokens > 16) plan.steps = 4;
+  plan.warps = plan.receiver_warps = sizes.is_heavy && sizes.num_tokens > kFewTokens ? 20 : 16;
+  if (sizes.num_tokens <= kFewTokens) {
+    plan.sender_warps = sizes.num_tokens > 16 ? 4 : 8;
+    plan.sender_blocks = sender_share(plan.blocks, sizes.is_heavy || sizes.num_tokens <= 16 ? 20 : 16);
+  } else {
+    plan.sender_warps = sizes.is_heavy || num_sms < kFewBlocks ? 8 : 4;
+    plan.sender_blocks = sender_share(plan.blocks, sizes.is_heavy ? 28 : 32);
+  }
+  plan.receiver_block0 = plan.sender_blocks;
+  return plan;
+}
+
+LlPlan plan_combine(const LlCombineSizes& sizes, int num_sms) {
+  LlPlan plan;
+  plan.blocks = num_sms;
+  plan.warps = 20;
+  plan.groups = 4;
+  if (sizes.is_staged || sizes.num_tokens * ceil_div(sizes.hidden, 256) <= kFewPieces || num_sms == 1) {
+    plan.sender_blocks = num_sms;
+    plan.sender_warps = plan.receiver_warp0 = 9;
+    plan.receiver_warps = 10;
+    return plan;
+  }
+  // The loads of a receiver would queue up behind the remote stores of its SM.
+  plan.sender_blocks = plan.receiver_block0 = sender_share(num_sms, 60);
+  plan.sender_warps = 16;
+  plan.receiver_warps = 19;
+  return plan;
+}
+
+}  // namespace ep

@@ -1,0 +1,346 @@
+// The extension module nccl_ep._C: groups for buffer.py, and by being loaded, the ops of ops.cc.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+
+#include "api/factory.h"
+#include "base/check.h"
+#include "torch/binding/fast_call.h"
+#include "torch/binding/interruption.h"
+#include "torch/ops/registry.h"
+#if defined(EP_GPU_TESTING)
+#include "cuda/testing/testing.h"
+#endif
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+// A rendezvous that Python provides: bytes of this rank in, bytes of all ranks out.
+class PythonBootstrap : public Bootstrap {
+ public:
+  PythonBootstrap(int rank, int num_ranks, py::function allgather)
+      : rank_(rank), num_ranks_(num_ranks), allgather_(std::move(allgather)) {}
+  int rank() const override { return rank_; }
+  int num_ranks() const override { return num_ranks_; }
+  std::vector<std::string> allgather(std::string_view mine) override {
+    py::gil_scoped_acquire gil;
+    std::vector<std::string> all;
+    for (py::handle item : allgather_(py::bytes(mine.data(), mine.size()))) all.push_back(item.cast<std::string>());
+    if (all.size() != static_cast<size_t>(num_ranks_)) {
+      raise(ErrorKind::kMismatch, "the group has ", num_ranks_, " ranks, but ", all.size(), " answered");
+    }
+    return all;
+  }
+
+ private:
+  int rank_, num_ranks_;
+  py::function allgather_;
+};
+
+// A group under the name by which ops find it.
+class NamedGroup {
+ public:
+  NamedGroup(std::string name, int rank, int num_ranks, py::function allgather, const GroupConfig& config)
+      : name_(std::move(name)) {
+    PythonBootstrap bootstrap(rank, num_ranks, std::move(allgather));
+    GroupConfig named = config;
+    named.name = name_;
+    py::gil_scoped_release no_gil;
+    group_ = make_group(bootstrap, named);
+    register_group(name_, group_);
+  }
+  ~NamedGroup() { destroy(); }
+  void destroy() {
+    if (getpid() != process_) {  // a fork: threads to join are not here, and the registry's lock may be held for ever
+      static_cast<void>(new std::shared_ptr<Group>(std::move(group_)));
+      return;
+    }
+    py::gil_scoped_release no_gil;
+    const std::shared_ptr<Registered> last = unregister_group(name_);
+    group_->destroy();  // first: a failed buffer's kernels end, and `last` waits for them before it frees its pool
+  }
+  Group& group() { return *group_; }
+  void clean_masks(py::function allgather) {
+    PythonBootstrap bootstrap(group_->rank(), group_->num_ranks(), std::move(allgather));
+    py::gil_scoped_release no_gil;
+    group_->clean_masks(bootstrap);
+  }
+
+ private:
+  std::string name_;
+  pid_t process_ = getpid();
+  std::shared_ptr<Group> group_;
+};
+
+GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes, uint64_t dispatch_row_bytes,
+                        uint64_t combine_row_bytes, double timeout_seconds, uint64_t network_seed,
+                        const std::array<uint64_t, 6>& ht_sizes, bool masks_late_ranks) {
+  GroupConfig config;
+  config.ht_sizes = {ht_sizes[0], ht_sizes[1], ht_sizes[2], ht_sizes[3], ht_sizes[4], ht_sizes[5]};
+  config.device_index = device_index;
+  config.domain_size = domain_size;
+  config.sizes.tagged_bytes = tagged_bytes;
+  config.sizes.row_bytes[0] = dispatch_row_bytes;
+  config.sizes.row_bytes[1] = combine_row_bytes;
+  config.timeout_seconds = timeout_seconds;
+  config.network_seed = network_seed;
+  config.masks_late_ranks = masks_late_ranks;
+  return config;
+}
+
+py::tuple as_tuple(const LlSizes& sizes) {
+  return py::make_tuple(sizes.tagged_bytes, sizes.row_bytes[0], sizes.row_bytes[1]);
+}
+
+py::dict stats(Group& group) {
+  py::dict result;
+  const Report report = group.report();
+  result["dispatches"] = report.epochs[0];
+  result["combines"] = report.epochs[1];
+  result["ht_dispatches"] = report.ht_epochs[0];
+  result["ht_combines"] = report.ht_epochs[1];
+  result["staged_dispatches"] = report.ht_staged[0];
+  result["staged_combines"] = report.ht_staged[1];
+  result["dropped_rows"] = report.dropped_rows;
+  result["invalid_ids"] = report.invalid_ids.count;
+  std::vector<int> masked;
+  for (int r = 0; r < std::min(group.num_ranks(), kMaxMaskableRanks); r++) {
+    if (report.masked >> r & 1) masked.push_back(r);
+  }
+  result["masked_ranks"] = masked;
+  const Calls& calls = group.calls();
+  result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
+                             py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.staged);
+  result["window_bytes"] = group.window().bytes;
+  if (!group.is_destroyed()) result["backend"] = group.backend()->name();
+  const auto arena = group.arena();
+  result["arena_bytes"] = arena ? arena->bytes() : 0;
+  result["arena_free_bytes"] = arena ? arena->free_bytes() : 0;
+  return result;
+}
+
+py::dict wire_bytes(Group& group) {
+  py::dict result;
+  if (group.is_destroyed()) return result;
+  const WireBytes bytes = group.backend()->wire_bytes();
+  result["rows_count"] = bytes.rows;
+  result["rows"] = bytes.row_bytes;
+  result["other"] = bytes.other_bytes;
+  return result;
+}
+
+// Python's exceptions for the library's errors are classes of nccl_ep/errors.py.
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kInvalidArgument) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+      return;
+    }
+    const char* name = error.kind() == ErrorKind::kTimeout    ? "TimeoutError"
+                       : error.kind() == ErrorKind::kMismatch ? "MismatchError"
+                       : error.kind() == ErrorKind::kSystem   ? "SystemError"
+                                                              : "UsageError";
+    const py::object type = py::module_::import("nccl_ep.errors").attr(name);
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+// Whether all that follow the first tensor are None, or plain tensors where that one is.
+bool all_beside(PyObject* const* given, Py_ssize_t count) {
+  TORCH_CHECK_TYPE(count > 0 && THPVariable_CheckExact(given[0]), "the first argument must be a tensor");
+  const at::Device device = THPVariable_Unpack(given[0]).device();
+  return std::all_of(given + 1, given + count, [&](PyObject* each) {
+    if (each == Py_None) return true;
+    if (!THPVariable_CheckExact(each)) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(each);
+    return tensor.layout() == at::kStrided && tensor.device() == device;
+  });
+}
+
+PyObject* are_beside(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(all_beside(given, count));
+  END_HANDLE_TH_ERRORS
+}
+
+// The tensor of a buffer, x [T, H], topk_idx [T', K], others: (T, K), or None if they are not all beside the first, or
+// the two are not of two dimensions.
+PyObject* sizes_beside(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count < 3 || given[1] == Py_None || given[2] == Py_None || !all_beside(given, count)) Py_RETURN_NONE;
+  const at::Tensor &x = THPVariable_Unpack(given[1]), &ids = THPVariable_Unpack(given[2]);
+  if (x.dim() != 2 || ids.dim() != 2) Py_RETURN_NONE;
+  return Py_BuildValue("LL", static_cast<long long>(x.size(0)), static_cast<long long>(ids.size(1)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef fast_call(const char* name, PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+}
+PyMethodDef checks[] = {fast_call("are_beside", &are_beside), fast_call("sizes_beside", &sizes_beside)};
+
+py::object direct_op(const std::string& name, const py::object& usual, bool together) {
+  for (const std::span<direct::Op> ops : direct::all_ops()) {
+    for (direct::Op& op : ops) {
+      if (name != op.method.ml_name) continue;
+      PyMethodDef* method = together ? &op.together : &op.method;
+      return py::reinterpret_steal<py::object>(PyCFunction_New(method, usual.ptr()));
+    }
+  }
+  raise(ErrorKind::kInvalidArgument, "there is no op ", name);
+}
+
+std::vector<std::string> op_names() {
+  std::vector<std::string> names;
+  for (const std::span<direct::Op> ops : direct::all_ops()) {
+    for (const direct::Op& op : ops) names.emplace_back(op.method.ml_name);
+  }
+  return names;
+}
+
+void define_build_info(py::module_& m) {
+  m.def("has_cuda", &has_cuda_backend, "Whether this build holds the CUDA backend.");
+  m.def(
+      "nccl_info",
+      [] {
+        const NcclInfo info = nccl_info();
+        return py::dict(py::arg("compiled") = info.compiled, py::arg("loaded") = info.loaded,
+                        py::arg("path") = info.path, py::arg("problem") = info.problem);
+      },
+      "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
+  m.def("time_line", &take_time_line, py::arg("kernel"),
+        "Builds with NCCL_EP_STAMPS: for each phase of the last kernel of that name, when each warp passed it, in ns.");
+#if defined(EP_EMULATED_GPU)
+  m.attr("EMULATES_GPU") = true;
+#else
+  m.attr("EMULATES_GPU") = false;
+#endif
+#if defined(EP_GPU_TESTING)
+  m.def(
+      "set_gpu_testing",
+      [](int device, uint64_t seed, const std::vector<std::string>& bugs, uint32_t kinds, uint32_t percent,
+         bool barriers) {
+        set_gpu_testing(device, {seed, bugs_named(bugs), kinds, percent, barriers});
+      },
+      py::arg("device"), py::arg("seed") = 0, py::arg("bugs") = std::vector<std::string>{}, py::arg("kinds") = 3u,
+      py::arg("percent") = 100u, py::arg("barriers") = false,
+      "Delays and planted bugs of the kernels on a GPU, which must be idle. seed 0: no delays. kinds: 1 for "
+      "bugs in dispatch, 2 in combine, 3 in both. percent: of the delays' usual length. barriers: for racecheck, where "
+      "a flag in shared memory hands something on.");
+#endif
+}
+
+// How nccl_ep/ops.py calls the ops, and what Python checks before it does.
+void define_direct_calls(py::module_& m) {
+  m.def("direct", &direct_op, py::arg("name"), py::arg("usual"), py::arg("together") = false,
+        "The op without torch's parser of arguments (csrc/torch/binding/fast_call.h). usual: torch's way of calling "
+        "it. together: "
+        "small results share an allocation.");
+  m.def("op_names", &op_names, "Of all ops, without their namespace.");
+  for (PyMethodDef& check : checks) {
+    m.attr(check.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&check, nullptr));
+  }
+}
+
+void define_sizes(py::module_& m) {
+  m.def(
+      "sizes_for",
+      [](int num_ranks, int num_experts, int topk, int max_tokens, int dispatch_row_bytes, int combine_row_bytes) {
+        return as_tuple(
+            sizes_for(Shape::make(num_ranks, num_experts, topk, max_tokens), dispatch_row_bytes, combine_row_bytes));
+      },
+      "Bytes of routing, dispatched rows and combined rows in one bank.");
+  m.def(
+      "ht_sizes_for",
+      [](int num_ranks, int domain_size, int num_experts, int topk, int max_tokens, int dispatch_row_bytes,
+         int combine_row_bytes, uint64_t arena_bytes) {
+        const HtSizes sizes =
+            ht_sizes_for(Topology::make(num_ranks, domain_size), Shape::make(num_ranks, num_experts, topk, max_tokens),
+                         dispatch_row_bytes, combine_row_bytes, arena_bytes);
+        return py::make_tuple(sizes.call_words, sizes.slot_bytes, sizes.row_bytes, sizes.route_bytes, sizes.rail_bytes,
+                              sizes.arena_bytes);
+      },
+      "What high throughput needs: words of a call, bytes of routes, rows, crossing routes, crossing rows, arena.");
+  m.def(
+      "sizes_for_window",
+      [](int num_ranks, uint64_t window_bytes) { return as_tuple(sizes_for_window(num_ranks, window_bytes)); },
+      "The same for a window of the given bytes.");
+  m.def(
+      "window_for",
+      [](int num_ranks, const std::array<uint64_t, 3>& sizes) {
+        return window_for(num_ranks, {sizes[0], {sizes[1], sizes[2]}});
+      },
+      "Bytes of a window whose split has room for these sizes.");
+}
+
+void define_group(py::module_& m) {
+  py::class_<GroupConfig>(m, "GroupConfig")
+      .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
+           py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
+           py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"), py::arg("masks_late_ranks"));
+  py::class_<NamedGroup>(m, "Group")
+      .def(py::init<std::string, int, int, py::function, const GroupConfig&>(), py::arg("name"), py::arg("rank"),
+           py::arg("num_ranks"), py::arg("allgather"), py::arg("config"))
+      .def("check", [](NamedGroup& self) { self.group().check(); })
+      .def("require_usable", [](NamedGroup& self) { self.group().require_usable(); })
+      .def("set_timeout", [](NamedGroup& self, double seconds) { self.group().set_timeout(seconds); })
+      .def("set_pdl", [](NamedGroup& self, bool enabled) { self.group().set_pdl(enabled); })
+      .def(
+          "last_blocks", [](NamedGroup& self) { return self.group().backend()->last_blocks(); },
+          "CUDA: thread blocks of the last dispatch's and the last combine's kernel; 0 where there was none.")
+      .def(
+          "mask",
+          [](NamedGroup& self, int rank, uintptr_t stream) {
+            self.group().mask(rank, reinterpret_cast<void*>(stream));
+          },
+          py::arg("rank"), py::arg("stream"), "Low latency leaves the rank out, behind what is on the stream.")
+      .def(
+          "query_masks",
+          [](NamedGroup& self, uintptr_t status, uintptr_t stream) {
+            self.group().query_masks(reinterpret_cast<int32_t*>(status), reinterpret_cast<void*>(stream));
+          },
+          py::arg("status"), py::arg("stream"), "Writes int32 [R] at that address: 1 for a masked rank, else 0.")
+      .def("clean_masks", &NamedGroup::clean_masks, py::arg("allgather"), "Collective.")
+      .def(
+          "check_opaque_rows",
+          [](NamedGroup& self, int num_experts, int topk, int max_tokens, int64_t row_bytes) {
+            self.group().check_opaque_rows({self.group().num_ranks(), num_experts, topk, max_tokens}, row_bytes);
+          },
+          py::arg("num_experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("row_bytes"),
+          "ValueError if a low-latency dispatch could not send rows of so many bytes, none of them a number.")
+      .def("domain_size", [](NamedGroup& self) { return self.group().topology().domain_size; })
+      .def("stats", [](NamedGroup& self) { return stats(self.group()); })
+      .def(
+          "arena_offset",
+          [](NamedGroup& self, uint64_t address, uint64_t bytes) -> std::optional<uint64_t> {
+            const auto arena = self.group().arena();
+            if (arena == nullptr) return std::nullopt;
+            const Offset offset = arena->offset_of(reinterpret_cast<const void*>(address), bytes);
+            return offset == kNoOffset ? std::nullopt : std::optional<uint64_t>(offset);
+          },
+          py::arg("address"), py::arg("bytes"), "Where in the window memory of the arena lies; None: not there.")
+      .def("wire_bytes", [](NamedGroup& self) { return wire_bytes(self.group()); })
+      .def("destroy", &NamedGroup::destroy);
+}
+
+}  // namespace
+}  // namespace ep
+
+PYBIND11_MODULE(_C, m) {
+  using namespace ep;
+  py::register_exception_translator(&translate);
+  watch_signals();
+  define_build_info(m);
+  define_direct_calls(m);
+  define_sizes(m);
+  define_group(m);
+}

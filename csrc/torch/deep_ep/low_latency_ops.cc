@@ -1,0 +1,298 @@
+// Low-latency dispatch and combine in DeepEP's convention: outputs made when an operation is sent and filled when it is
+// received, scales column-major in their last two dimensions, and src_info and layout_range beside them. src_info is
+// the front of the allocation that holds the handle: whoever has it has the handle. nccl_ep/deepep_low_latency.py has
+// the methods over these ops.
+#include <c10/core/TensorImpl.h>
+#include <torch/library.h>
+
+#include "torch/binding/fast_call.h"
+#include "torch/ops/alias_check.h"
+#include "torch/ops/run.h"
+
+namespace ep {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kExpertMajor = static_cast<int64_t>(OutputLayout::kExpertMajor);
+
+// Every expert has room for all that may come, as in DeepEP.
+OutputShape whole_output(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk) {
+  return output_shape(num_ranks, num_experts, max_tokens, topk, kExpertMajor, num_ranks * max_tokens, 1);
+}
+
+DispatchSpec spec_of(const OutputShape& output, int64_t num_experts, int64_t quant, int64_t num_sms) {
+  return {num_experts, output.max_tokens, kExpertMajor, output.capacity, 1, quant, false, num_sms};
+}
+
+int64_t* take_wait_cost(const OptionalTensor& wait_cost, const Group& group, const at::Device& device) {
+  if (!wait_cost) return nullptr;
+  check_tensor(*wait_cost, "wait_recv_cost_stats", at::kLong, {group.num_ranks()}, device);
+  return wait_cost->data_ptr<int64_t>();
+}
+
+// ---- dispatch
+
+// `counts` [L] is the front of the info tensor, `src_info` [L, C] that of the handle.
+struct Outputs {
+  Tensor x, scales, weights, counts, src_info, layout_range;
+};
+struct OutputRefs {  // as DispatchRefs
+  const Tensor &x, &scales, &weights, &counts, &src_info, &layout_range;
+};
+
+// A tensor of the first entries of a larger allocation.
+Tensor front(Tensor whole, at::IntArrayRef sizes) {
+  whole.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return whole;
+}
+
+// The other way: an allocation's int32 entries from `first` on.
+Tensor behind(const Tensor& front, int64_t first, int64_t count) {
+  const auto key = front.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(front.storage()), c10::DispatchKeySet(key), front.dtype());
+  tensor.unsafeGetTensorImpl()->set_storage_offset(first);
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({count});
+  return tensor;
+}
+
+Outputs allocate(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output, const at::Device& device) {
+  DispatchTensors made = allocate_outputs(row, spec, output, device, /*with_handle=*/false);
+  if (made.scales.numel() > 0) {
+    made.scales =
+        new_tensor({output.local_experts, made.scales.size(2), output.capacity}, made.scales.scalar_type(), device)
+            .transpose(1, 2);
+  }
+  const Tensor handle = new_handle({SourceShape::of(output).size(handle_shape(output, row.num_tokens))}, device);
+  return {made.x,
+          made.scales,
+          made.weights,
+          front(made.info, {output.local_experts}),
+          front(handle, {output.local_experts, output.capacity}),
+          new_tensor({output.local_experts, output.num_ranks}, at::kLong, device)};
+}
+
+// `size`: int32 entries of the allocation.
+void check_front(const Tensor& tensor, const char* name, at::IntArrayRef sizes, int64_t size, const RowSpec& row,
+                 const at::Device& device) {
+  check_tensor(tensor, name, at::kInt, sizes, device);
+  const int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  EP_CHECK(tensor.storage_offset() == 0 && bytes == 4 * size, name, " begins at element ", tensor.storage_offset(),
+           " of ", bytes, " bytes, after a dispatch of ", row.num_tokens, " tokens, top-", row.topk,
+           " it is at element 0 of ", 4 * size,
+           ": give the tensor that dispatch returned, not a copy, and the topk_idx of that dispatch");
+}
+
+void set_all(LlDispatchParams& p, const OutputRefs& t) {
+  int32_t* base = t.src_info.data_ptr<int32_t>();
+  p.src_info = base;
+  p.layout_range = t.layout_range.data_ptr<int64_t>();
+  p.handle = HandlePtrs::of(base + SourceShape::of(p.output).handle_at(), handle_shape(p.output, p.num_tokens));
+  p.out_x = t.x.data_ptr();
+  p.out_weights = t.weights.data_ptr<float>();
+  p.info = t.counts.data_ptr<int32_t>();
+  if (t.scales.numel() == 0) return;
+  p.out_scales.data = t.scales.data_ptr();
+  p.out_scales.bin_stride = t.scales.stride(0);
+  p.out_scales.row_stride = t.scales.stride(1);
+  p.out_scales.group_stride = t.scales.stride(2);
+}
+
+// Runs the operation, or a half, into `t`, on the current device. `p` has all but outputs.
+void run_into(const OutputRefs& t, LlDispatchParams& p, Registered& registered, const OptionalTensor& recv_stats,
+              const OptionalTensor& wait_cost) {
+  Group& group = *registered.group;
+  const at::Device device = device_of(group);
+  if (recv_stats) {
+    check_tensor(*recv_stats, "cumulative_local_expert_recv_stats", at::kInt, {p.output.local_experts}, device);
+    p.recv_stats = recv_stats->data_ptr<int32_t>();
+  }
+  p.wait_cost = take_wait_cost(wait_cost, group, device);
+  set_all(p, t);
+  group.dispatch(p, device.is_cpu() ? nullptr : registered.order.next_stream(device));
+}
+
+using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
+                        int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
+                        const OptionalTensor& wait_cost, int64_t num_sms, Half half) {
+  return guarded([&] {
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    const RowSpec row = check_inputs(x, {}, topk_idx, {}, device);
+    const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, row.topk);
+    const DispatchSpec spec = spec_of(output, num_experts, quant, num_sms);
+    LlDispatchParams p = dispatch_params(row, spec, output);
+    p.half = half;
+    set_inputs(p, x, {}, topk_idx, {});
+    group.prepare(p);  // refuses what does not fit before memory is taken for it
+    if (recv_stats || wait_cost) {
+      Apart apart;
+      apart.reads("x", x);
+      apart.reads("topk_idx", topk_idx);
+      if (recv_stats) apart.writes("cumulative_local_expert_recv_stats", *recv_stats);
+      if (wait_cost) apart.writes("dispatch_wait_recv_cost_stats", *wait_cost);
+    }
+    const Outputs t = allocate(row, spec, output, device);
+    run_into({t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range}, p, *registered, recv_stats, wait_cost);
+    return DispatchResult{t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range};
+  });
+}
+
+DispatchResult ll_dispatch_deepep(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& topk_idx,
+                                  int64_t num_experts, int64_t max_tokens, int64_t quant,
+                                  const OptionalTensor& recv_stats, const OptionalTensor& wait_cost, int64_t num_sms) {
+  return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Half::kBoth);
+}
+
+DispatchResult ll_dispatch_deepep_send(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& topk_idx,
+                                       int64_t num_experts, int64_t max_tokens, int64_t quant,
+                                       const OptionalTensor& recv_stats, const OptionalTensor& wait_cost,
+                                       int64_t num_sms) {
+  return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Half::kSend);
+}
+
+void ll_dispatch_deepep_recv(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& scales,
+                             const Tensor& weights, const Tensor& counts, const Tensor& src_info,
+                             const Tensor& layout_range, at::ScalarType dtype, int64_t num_tokens, int64_t topk,
+                             bool is_idx64, int64_t num_experts, int64_t max_tokens, int64_t quant,
+                             const OptionalTensor& recv_stats, const OptionalTensor& wait_cost, int64_t num_sms) {
+  guarded([&] {
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    EP_CHECK(x.dim() == 3, "x has ", x.dim(), " dimensions, must have 3");
+    const RowSpec row{dtype, x.size(2), 0, at::kFloat, num_tokens, topk, is_idx64};
+    const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
+    LlDispatchParams p = dispatch_params(row, spec_of(output, num_experts, quant, num_sms), output);
+    p.half = Half::kReceive;
+    const bool quantises = p.quant != Quant::kNone;
+    check_tensor(x, "x", quantises ? at::kFloat8_e4m3fn : dtype, row_shape(output, row.hidden), device);
+    check_tensor(
+        quantises ? scales.transpose(1, 2) : scales, "scales", scales.scalar_type(),
+        quantises ? at::IntArrayRef{output.local_experts, p.out_scales.count, output.capacity} : at::IntArrayRef{0},
+        device);
+    check_tensor(weights, "weights", at::kFloat, {output.local_experts, output.capacity}, device);
+    check_front(counts, "counts", {output.local_experts}, output.info_size(), row, device);
+    check_front(src_info, "src_info", {output.local_experts, output.capacity},
+                SourceShape::of(output).size(handle_shape(output, num_tokens)), row, device);
+    check_tensor(layout_range, "layout_range", at::kLong, {output.local_experts, output.num_ranks}, device);
+    run_into({x, scales, weights, counts, src_info, layout_range}, p, *registered, recv_stats, wait_cost);
+  });
+}
+
+// ---- combine
+
+// The handle behind src_info, in the same memory.
+Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_tokens, const at::Device& device) {
+  const SourceShape sources = SourceShape::of(output);
+  const HandleShape native = handle_shape(output, num_tokens);
+  const RowSpec row{at::kInt, 0, 0, at::kFloat, num_tokens, output.topk, true};
+  check_front(src_info, "src_info", {output.local_experts, output.capacity}, sources.size(native), row, device);
+  return behind(src_info, sources.handle_at(), native.size());
+}
+
+// The result, if it is not given.
+Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
+               int64_t num_tokens, int64_t topk, CombineArgs args, const OptionalTensor& wait_cost, const Tensor* given,
+               Half half) {
+  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
+  args.weighting = static_cast<int64_t>(Weighting::kHome);
+  args.out_dtype = args.wire_dtype = args.rows_dtype;
+  args.wait_cost = take_wait_cost(wait_cost, group, device);
+  if (given != nullptr) check_tensor(*given, "out", args.rows_dtype, {num_tokens, args.hidden}, device);
+  const HandleSpec spec{num_tokens, topk, num_experts, max_tokens, kExpertMajor, output.capacity};
+  const Tensor handle = handle_of(src_info, output, num_tokens, device);
+  if (wait_cost) {
+    Apart apart;
+    apart.reads("x", args.rows);
+    apart.reads("the handle", handle);
+    apart.reads("topk_weights", args.weights);
+    apart.reads("topk_idx", args.topk_idx);
+    apart.reads("out", given);
+    apart.writes("combine_wait_recv_cost_stats", *wait_cost);
+  }
+  Tensor made = given != nullptr ? new_tensor({0}, args.rows_dtype, device)
+                                 : new_tensor({num_tokens, args.hidden}, args.rows_dtype, device);
+  run_combine(buffer, handle, spec, args, half, given != nullptr ? given : &made);
+  return made;
+}
+
+Tensor combine_rows(std::string_view buffer, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
+                    const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, const OptionalTensor& wait_cost,
+                    const OptionalTensor& out, int64_t num_sms, Half half) {
+  return guarded([&] {
+    EP_CHECK(rows.dim() == 3, "x has ", rows.dim(), " dimensions, must be [local experts, ranks * max_tokens, hidden]");
+    EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
+    CombineArgs args{};
+    args.rows = &rows;
+    args.weights = &weights;
+    args.topk_idx = &topk_idx;
+    args.hidden = rows.size(2);
+    args.rows_dtype = rows.scalar_type();
+    args.num_sms = num_sms;
+    return combine(buffer, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), args, wait_cost,
+                   pointer_to(out), half);
+  });
+}
+
+Tensor ll_combine_deepep(std::string_view buffer, const Tensor&, const Tensor& rows, const Tensor& src_info,
+                         const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
+                         const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
+  return combine_rows(buffer, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
+                      Half::kBoth);
+}
+
+Tensor ll_combine_deepep_send(std::string_view buffer, const Tensor&, const Tensor& rows, const Tensor& src_info,
+                              const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
+                              const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
+  return combine_rows(buffer, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
+                      Half::kSend);
+}
+
+void ll_combine_deepep_recv(std::string_view buffer, const Tensor&, const Tensor& src_info, int64_t topk,
+                            int64_t num_experts, int64_t max_tokens, const OptionalTensor& wait_cost, const Tensor& out,
+                            int64_t num_sms) {
+  guarded([&] {
+    EP_CHECK(out.dim() == 2, "out has ", out.dim(), " dimensions, must be [tokens, hidden]");
+    CombineArgs args{};
+    args.hidden = out.size(1);
+    args.rows_dtype = out.scalar_type();
+    args.num_sms = num_sms;
+    combine(buffer, src_info, num_experts, max_tokens, out.size(0), topk, args, wait_cost, &out, Half::kReceive);
+  });
+}
+
+#define EP_STATS_SCHEMA "Tensor(b!)? out_recv_stats, Tensor(c!)? out_wait_cost, int num_sms"
+#define EP_DISPATCH_SCHEMA                                                                        \
+  "(str buffer, Tensor(a!) seq, Tensor x, Tensor topk_idx, int num_experts, int max_tokens, int " \
+  "quant, " EP_STATS_SCHEMA                                                                       \
+  ") -> (Tensor x, Tensor scales, Tensor weights, Tensor counts, Tensor src_info, Tensor layout_range)"
+#define EP_COMBINE_SCHEMA                                                                            \
+  "(str buffer, Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
+  "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms) -> Tensor"
+
+direct::Op ops[] = {
+    EP_OP(ll_dispatch_deepep), EP_OP(ll_dispatch_deepep_send), EP_OP(ll_dispatch_deepep_recv),
+    EP_OP(ll_combine_deepep),  EP_OP(ll_combine_deepep_send),  EP_OP(ll_combine_deepep_recv),
+};
+
+}  // namespace
+}  // namespace ep
+
+TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
+  library.def("ll_dispatch_deepep" EP_DISPATCH_SCHEMA);
+  library.def("ll_dispatch_deepep_send" EP_DISPATCH_SCHEMA);
+  library.def(
+      "ll_dispatch_deepep_recv(str buffer, Tensor(a!) seq, Tensor(d!) out_x, Tensor(e!) out_scales, Tensor(f!) "
+      "out_weights, Tensor(g!) out_counts, Tensor(h!) out_src_info, Tensor(i!) out_layout_range, ScalarType dtype, int "
+      "num_tokens, int topk, bool is_idx64, "
+      "int num_experts, int max_tokens, int quant, " EP_STATS_SCHEMA ") -> ()");
+  library.def("ll_combine_deepep" EP_COMBINE_SCHEMA);
+  library.def("ll_combine_deepep_send" EP_COMBINE_SCHEMA);
+  library.def(
+      "ll_combine_deepep_recv(str buffer, Tensor(a!) seq, Tensor src_info, int topk, int num_experts, int max_tokens, "
+      "Tensor(b!)? out_wait_cost, Tensor(c!) out, int num_sms) -> ()");
+}
+
+EP_IMPLEMENT(ep::ops)

@@ -1,0 +1,236 @@
+#include "torch/ops/arguments.h"
+
+#include "base/check.h"
+#include "torch/ops/device.h"
+
+namespace ep {
+namespace {
+
+int num_quant_scales(Quant quant, int64_t hidden) { return quant_scale_bytes(quant, static_cast<int>(hidden)) / 4; }
+
+}  // namespace
+
+int to_int(int64_t value, const char* name) {
+  EP_CHECK(value >= INT32_MIN && value <= INT32_MAX, name, " is ", value, ", beyond 32 bits");
+  return static_cast<int>(value);
+}
+
+Quant quant_of(int64_t quant) {
+  EP_CHECK(quant >= 0 && quant <= 3, "quant ", quant, " is unknown");
+  return static_cast<Quant>(quant);
+}
+
+Weighting weighting_of(int64_t weighting) {
+  EP_CHECK(weighting >= 0 && weighting <= 2, "weighting ", weighting, " is unknown");
+  return static_cast<Weighting>(weighting);
+}
+
+int num_sms_of(int64_t num_sms) {
+  EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
+  return to_int(num_sms, "num_sms");
+}
+
+OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
+  const auto quant = static_cast<Quant>(spec.quant);
+  const bool quantises = quant != Quant::kNone;
+  const int64_t num_scales = quantises ? num_quant_scales(quant, row.hidden) : row.num_scales;
+  OutputTypes types;
+  types.x = row_shape(output, row.hidden);
+  types.x_type = quantises ? at::kFloat8_e4m3fn : row.dtype;
+  types.scales = num_scales > 0 ? row_shape(output, num_scales) : at::DimVector{0};
+  types.scales_type = !quantises ? row.scale_dtype : quant == Quant::kFp8Ue8m0 ? at::kInt : at::kFloat;
+  types.weights = values_shape(output);
+  types.topk_idx = has_expert_rows(output.layout) ? at::DimVector{0} : types.weights;
+  types.idx_type = row.is_idx64 ? at::kLong : at::kInt;
+  types.row_expert = {output.layout == OutputLayout::kPacked ? output.capacity : 0};
+  types.info = {output.info_size()};
+  return types;
+}
+
+at::DimVector values_shape(const OutputShape& output) {
+  at::DimVector sizes = row_shape(output, output.topk);
+  if (has_expert_rows(output.layout)) sizes.pop_back();
+  return sizes;
+}
+
+at::DimVector row_shape(const OutputShape& output, int64_t last) {
+  if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity, last};
+  if (output.layout == OutputLayout::kRankMajor) return {output.num_ranks, output.max_tokens, last};
+  return {output.capacity, last};
+}
+
+DType dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kBFloat16:
+      return DType::kBF16;
+    case at::kHalf:
+      return DType::kF16;
+    case at::kFloat:
+      return DType::kF32;
+    case at::kFloat8_e4m3fn:
+      return DType::kF8E4M3;
+    default:
+      break;
+  }
+  switch (at::elementSize(type)) {
+    case 1:
+      return DType::kOpaque8;
+    case 2:
+      return DType::kOpaque16;
+    case 4:
+      return DType::kOpaque32;
+    case 8:
+      return DType::kOpaque64;
+    default:
+      raise(ErrorKind::kInvalidArgument, "rows of ", at::toString(type), " are not supported");
+  }
+}
+
+OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
+                         int64_t capacity, int64_t alignment) {
+  EP_CHECK(layout >= 0 && layout <= 3, "layout ", layout, " is unknown");
+  const Shape shape = Shape::make(num_ranks, to_int(num_experts, "num_experts"), to_int(topk, "top-k"),
+                                  to_int(max_tokens, "max_tokens"));
+  return OutputShape::make(shape, static_cast<OutputLayout>(layout), capacity, alignment);
+}
+
+HandleShape handle_shape(const OutputShape& output, int64_t num_tokens) {
+  return HandleShape::of(output, to_int(num_tokens, "number of tokens"));
+}
+
+void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
+                  const at::Device& device) {
+  EP_CHECK(tensor.device() == device, name, " is on ", tensor.device().str(), ", the buffer on ", device.str());
+  EP_CHECK(tensor.scalar_type() == dtype, name, " is ", at::toString(tensor.scalar_type()), ", must be ",
+           at::toString(dtype));
+  EP_CHECK(tensor.sizes() == sizes, name, " has shape ", tensor.sizes(), ", must be ", sizes);
+  EP_CHECK(tensor.is_contiguous(), name, " of shape ", tensor.sizes(), " and strides ", tensor.strides(),
+           " is not contiguous");
+}
+
+void check_aligned(const at::Tensor& tensor, const char* name) {
+  EP_CHECK(tensor.numel() == 0 || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0, name, " at address ",
+           tensor.data_ptr(), " is not aligned to 16 bytes");
+}
+
+RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                     const OptionalTensor& topk_weights, const at::Device& device) {
+  RowSpec row = check_rows(x, scales, device);
+  EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0), "topk_idx has shape ", topk_idx.sizes(), ", must be [",
+           x.size(0), ", top-k]");
+  const at::ScalarType idx_type = topk_idx.scalar_type();
+  EP_CHECK(idx_type == at::kLong || idx_type == at::kInt, "topk_idx is ", at::toString(idx_type),
+           ", must be int64 or int32");
+  check_tensor(topk_idx, "topk_idx", idx_type, topk_idx.sizes(), device);
+  if (topk_weights) check_tensor(*topk_weights, "topk_weights", at::kFloat, topk_idx.sizes(), device);
+  row.topk = topk_idx.size(1);
+  row.is_idx64 = idx_type == at::kLong;
+  return row;
+}
+
+RowSpec check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device) {
+  EP_CHECK(x.dim() == 2, "x has shape ", x.sizes(), ", must be [tokens, hidden]");
+  check_tensor(x, "x", x.scalar_type(), x.sizes(), device);
+  check_aligned(x, "x");
+  RowSpec row{x.scalar_type(), x.size(1), 0, at::kFloat, x.size(0), 0, true};
+  if (scales) {
+    EP_CHECK(scales->dim() == 2 && scales->size(0) == x.size(0), "scales have shape ", scales->sizes(), ", must be [",
+             x.size(0), ", scales of a row]");
+    EP_CHECK(scales->device() == device, "scales are on ", scales->device().str(), ", the buffer on ", device.str());
+    EP_CHECK(scales->size(1) > 0, "scales have shape ", scales->sizes(), ", must be at least one a row");
+    row.num_scales = scales->size(1);
+    row.scale_dtype = scales->scalar_type();
+  }
+  return row;
+}
+
+at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device) {
+  return new_handle({handle_shape(output, row.num_tokens).size()}, device);
+}
+
+DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                                 const at::Device& device, bool with_handle) {
+  const OutputTypes types = output_types(row, spec, output);
+  const int64_t handle_size = handle_shape(output, row.num_tokens).size();
+  DispatchTensors t;
+  t.x = new_tensor(types.x, types.x_type, device);
+  if (types.scales.size() > 1) t.scales = new_tensor(types.scales, types.scales_type, device);
+  c10::SmallVector<NewTensor, 6> small = {{&t.weights, types.weights, at::kFloat}, {&t.info, types.info, at::kInt}};
+  if (with_handle) small.push_back({&t.handle, handle_size, at::kInt});
+  // What the layout has not got is empty to torch, and undefined, in Python None, to who takes results together.
+  const auto add = [&](bool is_there, NewTensor tensor) {
+    if (is_there || !TogetherScope::is_on()) small.push_back(tensor);
+  };
+  add(!has_expert_rows(output.layout), {&t.topk_idx, types.topk_idx, types.idx_type});
+  add(output.layout == OutputLayout::kPacked, {&t.row_expert, types.row_expert, at::kInt});
+  if (types.scales.size() == 1) add(false, {&t.scales, types.scales, types.scales_type});
+  new_tensors({small.data(), small.size()}, device);
+  if (with_handle) clear_handle(t.handle);
+  return t;
+}
+
+void check_outputs(const DispatchRefs& given, const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                   const at::Device& device, Apart& apart) {
+  const OutputTypes types = output_types(row, spec, output);
+  check_tensor(given.x, "out_x", types.x_type, types.x, device);
+  check_aligned(given.x, "out_x");
+  check_tensor(given.scales, "out_scales", types.scales_type, types.scales, device);
+  check_tensor(given.weights, "out_weights", at::kFloat, types.weights, device);
+  check_tensor(given.topk_idx, "out_topk_idx", types.idx_type, types.topk_idx, device);
+  check_tensor(given.row_expert, "out_row_expert", at::kInt, types.row_expert, device);
+  check_tensor(given.info, "out_info", at::kInt, types.info, device);
+  check_tensor(given.handle, "handle", at::kInt, {handle_shape(output, row.num_tokens).size()}, device);
+  apart.writes("out_x", given.x);
+  apart.writes("out_scales", given.scales);
+  apart.writes("out_weights", given.weights);
+  apart.writes("out_topk_idx", given.topk_idx);
+  apart.writes("out_row_expert", given.row_expert);
+  apart.writes("out_info", given.info);
+  apart.writes("handle", given.handle);
+}
+
+LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
+  LlDispatchParams p;
+  p.quant = quant_of(spec.quant);
+  p.shape = {output.num_ranks, to_int(spec.num_experts, "num_experts"), output.topk, output.max_tokens};
+  p.dtype = dtype_of(row.dtype);
+  p.hidden = to_int(row.hidden, "hidden");
+  p.is_idx64 = row.is_idx64;
+  p.num_tokens = to_int(row.num_tokens, "number of tokens");
+  p.output = output;
+  p.zero_padding = spec.zero_padding;
+  p.num_sms = num_sms_of(spec.num_sms);
+  // The size of the scales is part of the call, for the sending half too.
+  const bool quantises = p.quant != Quant::kNone;
+  p.out_scales.count = quantises ? num_quant_scales(p.quant, row.hidden) : to_int(row.num_scales, "number of scales");
+  p.out_scales.element_bytes = quantises ? 4 : static_cast<int>(at::elementSize(row.scale_dtype));
+  return p;
+}
+
+void set_inputs(LlDispatchParams& p, const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                const OptionalTensor& topk_weights) {
+  p.x = x.data_ptr();
+  p.topk_idx = topk_idx.data_ptr();
+  if (topk_weights) p.topk_weights = topk_weights->data_ptr<float>();
+  if (scales) {
+    p.scales = {scales->data_ptr(), scales->stride(0), scales->stride(1), to_int(scales->size(1), "number of scales"),
+                static_cast<int>(scales->element_size())};
+  }
+}
+
+void set_handle(LlDispatchParams& p, const at::Tensor& handle) {
+  p.handle = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_shape(p.output, p.num_tokens));
+}
+
+void set_outputs(LlDispatchParams& p, const DispatchRefs& tensors) {
+  p.out_x = tensors.x.data_ptr();
+  p.out_scales.data = pointer<void>(tensors.scales);
+  p.out_scales.row_stride = p.out_scales.count;
+  p.out_scales.group_stride = 1;
+  p.info = tensors.info.data_ptr<int32_t>();
+  p.row_expert = pointer<int32_t>(tensors.row_expert);
+  p.out_topk_idx = pointer<void>(tensors.topk_idx);
+  p.out_weights = tensors.weights.data_ptr<float>();
+}
+
+}  // namespace ep

@@ -1,0 +1,92 @@
+// The arguments of the dispatch and combine ops as the library's structs, and the tensors they need.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/DimVector.h>
+
+#include <optional>
+
+#include "runtime/ll/params.h"
+#include "torch/ops/alias_check.h"
+
+namespace ep {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+DType dtype_of(at::ScalarType type);
+int to_int(int64_t value, const char* name);  // refuses what does not fit
+Quant quant_of(int64_t quant);
+Weighting weighting_of(int64_t weighting);
+int num_sms_of(int64_t num_sms);
+
+// What every rank passes alike, and what this rank asks of its outputs.
+struct DispatchSpec {
+  int64_t num_experts, max_tokens, layout, capacity, alignment, quant;
+  bool zero_padding;
+  int64_t num_sms;
+};
+
+// The parts of x that the receiving half must know without x.
+struct RowSpec {
+  at::ScalarType dtype;
+  int64_t hidden;
+  int64_t num_scales;  // given by the caller; 0: none
+  at::ScalarType scale_dtype;
+  int64_t num_tokens, topk;
+  bool is_idx64;
+};
+
+// Sizes and types of every output; tensors that a layout has not got are empty.
+struct OutputTypes {
+  at::DimVector x, scales, weights, topk_idx, row_expert, info;
+  at::ScalarType x_type, scales_type, idx_type;
+};
+OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output);
+
+struct DispatchTensors {
+  at::Tensor x, scales, weights, topk_idx, row_expert, info, handle;
+};
+// An op runs without the interpreter's lock, and a copy of a tensor that Python alone owned takes it, twice.
+struct DispatchRefs {
+  const at::Tensor &x, &scales, &weights, &topk_idx, &row_expert, &info, &handle;
+
+  static DispatchRefs of(const DispatchTensors& t) {
+    return {t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info, t.handle};
+  }
+};
+
+OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
+                         int64_t capacity, int64_t alignment);
+at::DimVector row_shape(const OutputShape& output, int64_t last);  // of the rows, with `last` in place of H
+at::DimVector values_shape(const OutputShape& output);             // one number a row, in rank layouts one a choice
+HandleShape handle_shape(const OutputShape& output, int64_t num_tokens);
+
+// Null of a tensor that is empty, or that there is not.
+template <class T>
+T* pointer(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.data_ptr());
+}
+
+// Refuses tensors that the kernels could not read. `device`: of the group. `check_rows`: of [T, H] without routing.
+RowSpec check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device);
+RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                     const OptionalTensor& topk_weights, const at::Device& device);
+void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
+                  const at::Device& device);
+void check_aligned(const at::Tensor& tensor, const char* name);  // to 16 bytes
+
+at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device);
+DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                                 const at::Device& device, bool with_handle);
+// `apart`: knows what the call reads.
+void check_outputs(const DispatchRefs& given, const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+                   const at::Device& device, Apart& apart);
+
+// Everything but pointers; those are set below.
+LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output);
+void set_inputs(LlDispatchParams& params, const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                const OptionalTensor& topk_weights);
+void set_handle(LlDispatchParams& params, const at::Tensor& handle);
+void set_outputs(LlDispatchParams& params, const DispatchRefs& tensors);
+
+}  // namespace ep

@@ -1,0 +1,160 @@
+#include "torch/ops/device.h"
+
+#include <ATen/EmptyTensor.h>
+
+#include <cstring>
+
+#include "base/math.h"
+
+#if defined(EP_WITH_CUDA)
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/host/device_guard.h"
+#endif
+
+namespace ep {
+
+at::Device device_of(const Group& group) {
+  const GroupConfig& config = group.config();
+  if (config.device_index < 0) return at::Device(at::kCPU);
+  return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(config.device_index));
+}
+
+void* current_stream([[maybe_unused]] const at::Device& device) {
+#if defined(EP_WITH_CUDA)
+  if (device.is_cuda()) return c10::cuda::getCurrentCUDAStream(device.index()).stream();
+#endif
+  return nullptr;
+}
+
+bool is_capturing([[maybe_unused]] const at::Device& device) {
+#if defined(EP_WITH_CUDA)
+  if (device.is_cuda()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    EP_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(current_stream(device)), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+#endif
+  return false;
+}
+
+at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused]] const at::Device& device) {
+#if defined(EP_WITH_CUDA)
+  if (device.is_cuda()) return at::detail::empty_cuda(sizes, type, device, std::nullopt);
+#endif
+  return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
+}
+
+thread_local bool TogetherScope::is_on_ = false;
+
+void new_tensors(std::span<const NewTensor> wanted, const at::Device& device) {
+  if (!TogetherScope::is_on()) {
+    for (const NewTensor& each : wanted) *each.tensor = new_tensor(each.sizes, each.type, device);
+    return;
+  }
+  constexpr int64_t kLine = 128;  // where a tensor begins
+  const auto bytes_of = [](const NewTensor& each) {
+    return align_up(c10::multiply_integers(each.sizes) * static_cast<int64_t>(c10::elementSize(each.type)), kLine);
+  };
+  int64_t bytes = 0;
+  for (const NewTensor& each : wanted) bytes += bytes_of(each);
+  const at::Tensor whole = new_tensor({bytes}, at::kByte, device);
+  const c10::DispatchKeySet key(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+  int64_t at = 0;
+  for (const NewTensor& each : wanted) {
+    *each.tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(whole.storage()), key,
+                                                            c10::scalarTypeToTypeMeta(each.type));
+    c10::TensorImpl* made = each.tensor->unsafeGetTensorImpl();
+    made->set_storage_offset(at / static_cast<int64_t>(c10::elementSize(each.type)));
+    made->set_sizes_contiguous(each.sizes);
+    at += bytes_of(each);
+  }
+}
+
+void clear_handle(at::Tensor& made) {
+  if (made.is_cpu() && made.nbytes() > 0) std::memset(made.data_ptr(), 0, made.nbytes());
+}
+
+at::Tensor new_handle(at::IntArrayRef sizes, const at::Device& device) {
+  at::Tensor handle = new_tensor(sizes, at::kInt, device);
+  clear_handle(handle);
+  return handle;
+}
+
+void* CallOrder::next_stream(const at::Device& device) {
+  void* stream = current_stream(device);
+  const bool is_as_before = !captured_ && eager_ && *eager_ == stream;
+  if (!is_as_before) switch_to(device, stream);
+  is_noted_ = false;
+  return stream;
+}
+
+#if defined(EP_WITH_CUDA)
+namespace {
+
+constexpr unsigned long long kNotCaptured = 0, kUnknown = ~0ull;
+
+// Which capture a stream takes part in. Streams are waited for inside one capture, or outside of all.
+unsigned long long capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = kNotCaptured;
+  if (cudaStreamGetCaptureInfo(stream, &status, &id) != cudaSuccess) {  // of the default stream beside a capture
+    cudaGetLastError();
+    return kUnknown;
+  }
+  return status == cudaStreamCaptureStatusNone ? kNotCaptured : id;
+}
+
+}  // namespace
+
+CallOrder::~CallOrder() {
+  if (event_ != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event_));
+}
+
+void CallOrder::record(const at::Device& device, void* stream) {
+  if (event_ == nullptr) {
+    DeviceGuard guard(device.index());
+    cudaEvent_t event = nullptr;
+    EP_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    event_ = event;
+  }
+  EP_CUDA(cudaEventRecord(static_cast<cudaEvent_t>(event_), static_cast<cudaStream_t>(stream)));
+}
+
+// What is captured is ordered inside its capture, by an event of that capture.
+void CallOrder::note_enqueued(const at::Device& device, void* stream) {
+  if (!device.is_cuda() || !has_several_streams_) return;
+  if (capture_of(static_cast<cudaStream_t>(stream)) != kNotCaptured) return;
+  record(device, stream);
+  is_noted_ = true;
+}
+
+void CallOrder::switch_to(const at::Device& device, void* stream) {
+  if (!device.is_cuda()) {
+    eager_ = stream;
+    return;
+  }
+  const auto now = static_cast<cudaStream_t>(stream);
+  const unsigned long long capture = capture_of(now);
+  const std::optional<void*>& before = capture != kNotCaptured && captured_ ? captured_ : eager_;
+  const auto last = static_cast<cudaStream_t>(before.value_or(stream));
+  has_several_streams_ = has_several_streams_ || last != now;
+  if (last != now && capture != kUnknown && capture_of(last) == capture) {
+    if (!is_noted_ || capture != kNotCaptured) record(device, last);
+    EP_CUDA(cudaStreamWaitEvent(now, static_cast<cudaEvent_t>(event_), 0));
+  }
+  if (capture == kNotCaptured) {
+    eager_ = stream;
+    captured_.reset();
+  } else {
+    captured_ = stream;
+  }
+}
+#else
+CallOrder::~CallOrder() = default;
+void CallOrder::switch_to(const at::Device&, void* stream) { eager_ = stream; }
+void CallOrder::note_enqueued(const at::Device&, void*) {}
+#endif
+
+}  // namespace ep

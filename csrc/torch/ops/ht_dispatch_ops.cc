@@ -1,0 +1,240 @@
+// Dispatch in high throughput. With exact sizes (capacity -1) it asks the other ranks how much will come before it
+// makes its outputs; every other knows their sizes.
+#include "torch/ops/ht_dispatch_ops.h"
+
+#include <torch/library.h>
+
+#include <tuple>
+#include <vector>
+
+#include "torch/binding/fast_call.h"
+#include "torch/ops/ht_payload.h"
+#include "torch/ops/ops.h"
+
+namespace ep {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kExact = -1;  // capacity
+
+struct HtTensors {
+  Moved moved;
+  Tensor weights, topk_idx, row_expert, info, route, slots;
+  // Where sizes are exact:
+  int64_t most_tokens = 0;      // of any rank
+  std::vector<int64_t> demand;  // of each local expert
+};
+
+struct HtRefs {  // as DispatchRefs
+  MovedRefs moved;
+  const Tensor &weights, &topk_idx, &row_expert, &info, &route, &slots;
+
+  static HtRefs of(const HtTensors& t) {
+    return {MovedRefs::of(t.moved), t.weights, t.topk_idx, t.row_expert, t.info, t.route, t.slots};
+  }
+};
+
+// What the first half of a dispatch of exact sizes tells the host.
+struct HostSizes {
+  int64_t rows = 0, slots = 0, most_tokens = 0;
+  std::vector<int64_t> demand;
+};
+
+HostSizes ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
+  std::vector<int64_t> words(2 + p.shape.local_experts(), 0);
+  HostSizes sizes;
+  p.steps = HtSteps::kRoute;
+  p.host_sizes = words.data();
+  p.host_most_tokens = &sizes.most_tokens;
+  group.dispatch(p, stream);
+  sizes.rows = words[0];
+  sizes.slots = words[1];
+  sizes.demand.assign(words.begin() + 2, words.end());
+  return sizes;
+}
+
+// Of exact sizes the info and the route are there already. What the layout has not got: as in allocate_outputs().
+void allocate_received(HtTensors& t, const OutputTypes& types, const OutputShape& output, const HtHandleShape& handle,
+                       const at::Device& device) {
+  const bool is_exact = t.info.defined();
+  const int64_t route_size = handle.route_size(), slots_size[] = {handle.num_slots, handle.slot_words()};
+  c10::SmallVector<NewTensor, 6> wanted;
+  const auto add = [&](bool is_there, NewTensor tensor) {
+    if (is_there || !TogetherScope::is_on()) wanted.push_back(tensor);
+  };
+  wanted.push_back({&t.weights, types.weights, at::kFloat});
+  wanted.push_back({&t.slots, slots_size, at::kInt});
+  if (!is_exact) {
+    wanted.push_back({&t.info, types.info, at::kInt});
+    wanted.push_back({&t.route, route_size, at::kInt});
+  }
+  add(!has_expert_rows(output.layout), {&t.topk_idx, types.topk_idx, types.idx_type});
+  add(output.layout == OutputLayout::kPacked, {&t.row_expert, types.row_expert, at::kInt});
+  new_tensors({wanted.data(), wanted.size()}, device);
+  clear_handle(t.slots);
+  if (!is_exact) clear_handle(t.route);
+}
+
+void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleShape& handle, const at::Device& device,
+                    Apart& apart) {
+  check_tensor(t.weights, "out_weights", at::kFloat, types.weights, device);
+  check_tensor(t.topk_idx, "out_topk_idx", types.idx_type, types.topk_idx, device);
+  check_tensor(t.row_expert, "out_row_expert", at::kInt, types.row_expert, device);
+  check_tensor(t.info, "out_info", at::kInt, types.info, device);
+  check_tensor(t.route, "route", at::kInt, {handle.route_size()}, device);
+  check_tensor(t.slots, "slots", at::kInt, {handle.num_slots, handle.slot_words()}, device);
+  apart.writes("out_weights", t.weights);
+  apart.writes("out_topk_idx", t.topk_idx);
+  apart.writes("out_row_expert", t.row_expert);
+  apart.writes("out_info", t.info);
+  apart.writes("route", t.route);
+  apart.writes("slots", t.slots);
+}
+
+// Returns what was not given. `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all
+// ranks alike.
+HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, const Tensor& topk_idx,
+                          const OptionalTensor& topk_weights, DispatchSpec spec, const HtRefs* given,
+                          bool asks_first = false) {
+  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
+  const RowSpec row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, device);
+  check_payload(payload, row.num_tokens, device);
+  const bool is_exact = spec.capacity == kExact;
+  EP_CHECK(!is_exact || spec.layout != static_cast<int64_t>(OutputLayout::kExpertMajor),
+           "expert_major needs a capacity: its rows have no exact number");
+  EP_CHECK(!is_exact || given == nullptr, "outputs of exact sizes cannot be given");
+  const auto output_of = [&](int64_t capacity) {
+    return output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout, capacity,
+                        spec.alignment);
+  };
+  HtDispatchParams p;
+  p.output = output_of(is_exact ? INT32_MAX : spec.capacity);
+  p.shape = {group.num_ranks(), to_int(spec.num_experts, "num_experts"), p.output.topk, p.output.max_tokens};
+  p.quant = quant_of(spec.quant);
+  set_parts(p, payload);
+  p.topk_idx = topk_idx.data_ptr();
+  p.is_idx64 = row.is_idx64;
+  p.topk_weights = topk_weights ? topk_weights->data_ptr<float>() : nullptr;
+  p.num_tokens = to_int(row.num_tokens, "number of tokens");
+  p.zero_padding = spec.zero_padding;
+  p.num_sms = num_sms_of(spec.num_sms);
+  if (asks_first && is_exact) p.steps = HtSteps::kRoute;
+  group.prepare(p);  // refuses what does not fit before memory is taken for it
+  int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * spec.max_tokens;
+
+  HtTensors t;
+  void* stream = registered->order.next_stream(device);
+  if (is_exact) {
+    t.info = new_tensor({p.output.info_size()}, at::kInt, device);
+    const HtHandleShape route = ht_handle_shape(p.output, group, row.num_tokens, 0);
+    t.route = new_handle({route.route_size()}, device);
+    p.info = t.info.data_ptr<int32_t>();
+    p.handle = HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, route);
+    const HostSizes sizes = ask_for_sizes(group, p, stream);
+    p.steps = HtSteps::kSend;
+    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : sizes.rows);
+    num_slots = sizes.slots;
+    t.most_tokens = sizes.most_tokens;
+    t.demand = sizes.demand;
+    if (t.most_tokens > spec.max_tokens) return t;  // asks_first: else it was refused
+  }
+  const OutputTypes types = output_types(row, spec, p.output);
+  const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
+  if (given != nullptr) {
+    Apart apart;
+    apart.reads("topk_idx", topk_idx);
+    apart.reads("topk_weights", pointer_to(topk_weights));
+    check_moved(given->moved, payload, p.output, types, device, apart);
+    check_received(*given, types, handle, device, apart);
+  } else {
+    t.moved = allocate_moved(*registered, payload, p.output, types, device);
+    allocate_received(t, types, p.output, handle, device);
+  }
+  const HtRefs out = given != nullptr ? *given : HtRefs::of(t);
+  set_moved(p, out.moved);
+  p.handle = HtHandlePtrs::of(out.route.data_ptr<int32_t>(), out.slots.data_ptr<int32_t>(), handle);
+  p.info = out.info.data_ptr<int32_t>();
+  p.row_expert = pointer<int32_t>(out.row_expert);
+  p.out_topk_idx = pointer<void>(out.topk_idx);
+  p.out_weights = pointer<float>(out.weights);
+  group.dispatch(p, stream);
+  registered->order.note_enqueued(device, stream);
+  return t;
+}
+
+using HtDispatchResult =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
+                             const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
+  return guarded([&] {
+    auto t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, nullptr);
+    auto [x1, x2, x3] = further(t.moved, t.info.device());
+    return HtDispatchResult{std::move(t.moved.xs[0]),
+                            std::move(t.moved.scales),
+                            std::move(t.weights),
+                            std::move(t.topk_idx),
+                            std::move(t.row_expert),
+                            std::move(t.info),
+                            std::move(t.route),
+                            std::move(t.slots),
+                            std::move(x1),
+                            std::move(x2),
+                            std::move(x3)};
+  });
+}
+
+void ht_dispatch_out(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
+                     const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG,
+                     at::TensorList out_xs, const Tensor& out_scales, const Tensor& out_weights,
+                     const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
+                     const Tensor& out_route, const Tensor& out_slots) {
+  guarded([&] {
+    const HtRefs given{{out_xs, out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots};
+    run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, &given);
+  });
+}
+
+// ---- Tensors of the arena
+
+Tensor arena_empty(std::string_view buffer, const Tensor&, at::IntArrayRef size, at::ScalarType dtype) {
+  return guarded([&] {
+    const auto registered = find_group(buffer);
+    return arena_tensor(*registered, size, dtype, device_of(*registered->group));
+  });
+}
+
+#define EP_HT_DISPATCH_SCHEMA                                                            \
+  "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor topk_idx, Tensor? " \
+  "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
+}  // namespace
+
+HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
+                         const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec) {
+  // DeepEP's callers name events to wait for, beside which nothing else may be waited for.
+  find_group(buffer)->order.expect_several_streams();
+  const HtTensors t = run_ht_dispatch(buffer, {x, x_scales}, topk_idx, topk_weights, spec, nullptr, true);
+  if (t.moved.xs.empty()) return {{}, {}, {}, {}, {}, {}, {}, t.most_tokens, {}};
+  return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.most_tokens, t.demand};
+}
+
+namespace {
+
+direct::Op ops[] = {EP_OP(ht_dispatch), EP_OP(ht_dispatch_out), EP_OP(arena_empty)};
+
+}  // namespace
+}  // namespace ep
+
+TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
+  library.def("ht_dispatch(" EP_HT_DISPATCH_SCHEMA
+              ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info, "
+              "Tensor route, Tensor slots, Tensor x1, Tensor x2, Tensor x3)");
+  library.def("ht_dispatch_out(" EP_HT_DISPATCH_SCHEMA
+              ", Tensor(b!)[] out_xs, Tensor(c!) out_scales, Tensor(d!) out_weights, Tensor(e!) out_topk_idx, "
+              "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) out_route, Tensor(i!) out_slots) -> ()");
+  library.def("arena_empty(str buffer, Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
+}
+
+EP_IMPLEMENT(ep::ops)

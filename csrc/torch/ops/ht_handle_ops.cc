@@ -1,0 +1,208 @@
+// The ops of high throughput that take a handle: cached dispatch and combine.
+#include <torch/library.h>
+
+#include <tuple>
+#include <utility>
+
+#include "torch/binding/fast_call.h"
+#include "torch/ops/ht_payload.h"
+#include "torch/ops/ops.h"
+
+namespace ep {
+namespace {
+
+using at::Tensor;
+
+void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const HandleSpec& spec,
+                   const OutputShape& output, int rank) {
+  check_handle_values(handle.counts, sizes.counts_size(), 0, output.max_tokens, "number of rows");
+  const int64_t received = [&] {
+    int64_t sum = 0;
+    for (int r = 0; r < output.num_ranks; r++) sum += handle.counts[r * output.num_ranks + rank];
+    return sum;
+  }();
+  // Rank layouts need no slots to find a row: a capacity below what came has dropped those of the rows that it dropped.
+  EP_CHECK(received <= sizes.num_slots || !sizes.has_expert_rows,
+           "the handle is not of these sizes, or was changed: ", received, " rows in slots for ", sizes.num_slots);
+  const auto check_routes = [&](const HtRoutes& all, int64_t first, int64_t count) {
+    check_handle_values(all.ids + first, count, -1, spec.num_experts - 1, "expert id");
+    check_handle_values(all.rows + first, count, kDroppedRow, INT32_MAX, "row");
+    check_handle_values(all.slots + first, count, kNoRow,
+                        static_cast<int64_t>(output.num_ranks) * output.max_tokens - 1, "slot");
+  };
+  check_routes(handle.own, 0, sizes.own_size());
+  if (sizes.num_domains > 1) {
+    check_handle_values(handle.rail_tokens, sizes.num_domains, 0, output.max_tokens, "number of tokens");
+    for (int d = 0; d < sizes.num_domains; d++) {
+      const int64_t first = static_cast<int64_t>(d) * output.max_tokens * output.topk;
+      check_routes(handle.rail, first, static_cast<int64_t>(handle.rail_tokens[d]) * output.topk);
+    }
+  }
+  for (int64_t slot = 0; slot < received && sizes.has_expert_rows; slot++) {
+    check_handle_values(handle.slot(slot), output.topk, kDroppedRow, output.rows() - 1, "place");
+  }
+}
+
+OutputShape take_ht_handle(const HandleSpec& spec, const Group& group, const Tensor& route, const Tensor& slots,
+                           const at::Device& device, Shape& shape, HtHandlePtrs& pointers) {
+  const OutputShape output =
+      output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout, spec.capacity, 1);
+  const int64_t num_slots = slots.dim() == 2 ? slots.size(0) : 0;
+  EP_CHECK(num_slots <= static_cast<int64_t>(output.num_ranks) * output.max_tokens, "a handle of ", num_slots,
+           " received rows, at most ", static_cast<int64_t>(output.num_ranks) * output.max_tokens);
+  const HtHandleShape sizes = ht_handle_shape(output, group, spec.num_tokens, num_slots);
+  check_tensor(route, "the handle's route", at::kInt, {sizes.route_size()}, device);
+  check_tensor(slots, "the handle's slots", at::kInt, {sizes.num_slots, sizes.slot_words()}, device);
+  shape = {output.num_ranks, static_cast<int>(spec.num_experts), output.topk, output.max_tokens};
+  pointers = HtHandlePtrs::of(route.data_ptr<int32_t>(), slots.data_ptr<int32_t>(), sizes);
+  if (can_look_through(device)) check_entries(pointers, sizes, spec, output, group.rank());
+  return output;
+}
+
+// ---- Cached dispatch
+
+#define EP_HT_CACHED_ARGS                                                                                      \
+  at::TensorList xs, const OptionalTensor &x_scales, const Tensor &route, const Tensor &slots, EP_HANDLE_ARGS, \
+      int64_t quant, bool zero_padding, int64_t num_sms
+
+// Returns what was not given.
+Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const MovedRefs* given) {
+  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const HandleSpec spec = EP_HANDLE_SPEC;
+  const HtPayload payload{xs, x_scales};
+  HtDispatchParams p;
+  p.steps = HtSteps::kCached;
+  p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
+  EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x must be [", num_tokens,
+           ", hidden], as in the dispatch of the handle");
+  RowSpec row = check_rows(xs[0], x_scales, device);
+  row.topk = topk;
+  check_payload(payload, num_tokens, device);
+  p.quant = quant_of(quant);
+  set_parts(p, payload);
+  p.num_tokens = to_int(num_tokens, "number of tokens");
+  p.zero_padding = zero_padding;
+  p.num_sms = num_sms_of(num_sms);
+  group.prepare(p);
+  const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
+  const OutputTypes types = output_types(row, dispatch, p.output);
+  if (given != nullptr) {
+    Apart apart;
+    apart.reads("the handle's route", route);
+    apart.reads("the handle's slots", slots);
+    check_moved(*given, payload, p.output, types, device, apart);
+  }
+  Moved made;
+  if (given == nullptr) made = allocate_moved(*registered, payload, p.output, types, device);
+  set_moved(p, given != nullptr ? *given : MovedRefs::of(made));
+  void* stream = registered->order.next_stream(device);
+  group.dispatch(p, stream);
+  registered->order.note_enqueued(device, stream);
+  return made;
+}
+
+#define EP_HT_CACHED_PASS \
+  xs, x_scales, route, slots, num_tokens, topk, num_experts, max_tokens, layout, capacity, quant, zero_padding, num_sms
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, const Tensor&,
+                                                                      EP_HT_CACHED_ARGS) {
+  return guarded([&] {
+    Moved moved = run_ht_cached(buffer, EP_HT_CACHED_PASS, nullptr);
+    auto [x1, x2, x3] = further(moved, route.device());
+    return std::make_tuple(std::move(moved.xs[0]), std::move(moved.scales), std::move(x1), std::move(x2),
+                           std::move(x3));
+  });
+}
+
+void ht_dispatch_cached_out(std::string_view buffer, const Tensor&, EP_HT_CACHED_ARGS, at::TensorList out_xs,
+                            const Tensor& out_scales) {
+  guarded([&] {
+    const MovedRefs given{out_xs, out_scales};
+    run_ht_cached(buffer, EP_HT_CACHED_PASS, &given);
+  });
+}
+
+// ---- combine
+
+#define EP_HT_COMBINE_ARGS                                                                                  \
+  const OptionalTensor &rows, const OptionalTensor &values, const Tensor &route, const Tensor &slots,       \
+      const OptionalTensor &weights, const OptionalTensor &topk_idx, at::TensorList biases, EP_HANDLE_ARGS, \
+      int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms
+
+// Returns what was not given: rows and scalars.
+std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_ARGS, const Tensor* given) {
+  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const HandleSpec spec = EP_HANDLE_SPEC;
+  HtCombineParams p;
+  p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
+  p.weighting = weighting_of(weighting);
+  p.num_tokens = to_int(num_tokens, "number of tokens");
+  p.num_sms = num_sms_of(num_sms);
+  Tensor out, out_values;
+  if (rows) {
+    const CombineArgs args = combine_args(*rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms);
+    p.dtype = dtype_of(rows->scalar_type());
+    p.out_dtype = dtype_of(out_dtype);
+    p.wire_dtype = dtype_of(wire_dtype);
+    p.hidden = to_int(args.hidden, "hidden");
+    EP_CHECK(p.hidden > 0, "rows have no elements");
+    check_tensor(*rows, "rows", rows->scalar_type(), row_shape(p.output, args.hidden), device);
+    check_aligned(*rows, "rows");
+    p.rows = pointer<void>(*rows);
+    set_weights(p, args, spec, device);
+    set_biases(p, args, spec, device);
+    p.out = take_combined(args, {&route, &slots}, spec, device, given, out);
+  }
+  if (values) {
+    check_tensor(*values, "values", at::kFloat, values_shape(p.output), device);
+    p.has_values = true;
+    p.values = values->data_ptr<float>();
+    out_values = new_tensor({num_tokens, topk}, at::kFloat, device);
+    p.out_values = out_values.data_ptr<float>();
+  }
+  void* stream = registered->order.next_stream(device);
+  group.combine(p, stream);
+  registered->order.note_enqueued(device, stream);
+  return {std::move(out), std::move(out_values)};
+}
+
+#define EP_HT_COMBINE_PASS                                                                                            \
+  rows, values, route, slots, weights, topk_idx, biases, num_tokens, topk, num_experts, max_tokens, layout, capacity, \
+      weighting, out_dtype, wire_dtype, num_sms
+
+std::tuple<Tensor, Tensor> ht_combine(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS) {
+  return guarded([&] {
+    auto [out, out_values] = run_ht_combine(buffer, EP_HT_COMBINE_PASS, nullptr);
+    if (!rows) out = new_tensor({0}, out_dtype, route.device());
+    if (!values && !TogetherScope::is_on()) out_values = new_tensor({0}, at::kFloat, route.device());
+    return std::make_tuple(std::move(out), std::move(out_values));
+  });
+}
+
+void ht_combine_out(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS, const Tensor& out) {
+  guarded([&] { run_ht_combine(buffer, EP_HT_COMBINE_PASS, &out); });
+}
+
+#define EP_HT_CACHED_SCHEMA                                                                                  \
+  "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor slots, " EP_HANDLE_SCHEMA \
+  ", int quant, bool zero_padding, int num_sms"
+#define EP_HT_COMBINE_SCHEMA                                                                                \
+  "str buffer, Tensor(a!) seq, Tensor? rows, Tensor? values, Tensor route, Tensor slots, Tensor? weights, " \
+  "Tensor? topk_idx, Tensor[] biases, " EP_HANDLE_SCHEMA                                                    \
+  ", int weighting, ScalarType out_dtype, "                                                                 \
+  "ScalarType wire_dtype, int num_sms"
+
+direct::Op ops[] = {EP_OP(ht_dispatch_cached), EP_OP(ht_dispatch_cached_out), EP_OP(ht_combine), EP_OP(ht_combine_out)};
+
+}  // namespace
+}  // namespace ep
+
+TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
+  library.def("ht_dispatch_cached(" EP_HT_CACHED_SCHEMA
+              ") -> (Tensor x, Tensor scales, Tensor x1, Tensor x2, Tensor x3)");
+  library.def("ht_dispatch_cached_out(" EP_HT_CACHED_SCHEMA ", Tensor(b!)[] out_xs, Tensor(c!) out_scales) -> ()");
+  library.def("ht_combine(" EP_HT_COMBINE_SCHEMA ") -> (Tensor out, Tensor out_values)");
+  library.def("ht_combine_out(" EP_HT_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
+}
+
+EP_IMPLEMENT(ep::ops)

@@ -1,0 +1,281 @@
+// The ops under torch.ops.nccl_ep: one schema, served by the backend of the buffer that is named. Only tensors, numbers
+// and that name cross. `seq` is a tensor of the buffer that every op claims to change, so that a compiler neither
+// drops, merges nor reorders communication. docs/architecture.md lists the ops; nccl_ep/ops.py has their fakes.
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "torch/binding/fast_call.h"
+#include "torch/ops/ops.h"
+
+namespace ep {
+namespace {
+
+using at::Tensor;
+
+// ---- dispatch
+
+// Returns what was not given.
+DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
+                             const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec,
+                             Half half, const DispatchRefs* given) {
+  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const RowSpec row = check_inputs(x, x_scales, topk_idx, topk_weights, device);
+  const OutputShape output = output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout,
+                                          spec.capacity, spec.alignment);
+  LlDispatchParams params = dispatch_params(row, spec, output);
+  params.half = half;
+  set_inputs(params, x, x_scales, topk_idx, topk_weights);
+  group.prepare(params);  // refuses what does not fit before memory is taken for it
+  if (given != nullptr) {
+    Apart apart;
+    apart.reads("x", x);
+    apart.reads("scales", pointer_to(x_scales));
+    apart.reads("topk_idx", topk_idx);
+    apart.reads("topk_weights", pointer_to(topk_weights));
+    check_outputs(*given, row, spec, output, device, apart);
+  }
+  DispatchTensors made;
+  if (given == nullptr) {
+    if (half == Half::kBoth) {
+      made = allocate_outputs(row, spec, output, device, /*with_handle=*/true);
+    } else {
+      made.handle = allocate_handle(row, output, device);
+    }
+  }
+  const DispatchRefs outputs = given != nullptr ? *given : DispatchRefs::of(made);
+  set_handle(params, outputs.handle);
+  if (half == Half::kBoth) set_outputs(params, outputs);
+  group.dispatch(params, registered->order.next_stream(device));
+  return made;
+}
+
+using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+DispatchResult ll_dispatch(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
+                           const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
+  return guarded([&] {
+    auto t = run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, nullptr);
+    return DispatchResult{std::move(t.x),          std::move(t.scales), std::move(t.weights), std::move(t.topk_idx),
+                          std::move(t.row_expert), std::move(t.info),   std::move(t.handle)};
+  });
+}
+
+void ll_dispatch_out(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
+                     const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG,
+                     const Tensor& out_x, const Tensor& out_scales, const Tensor& out_weights,
+                     const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
+                     const Tensor& handle) {
+  guarded([&] {
+    const DispatchRefs given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
+    run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, &given);
+  });
+}
+
+Tensor ll_dispatch_send(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
+                        const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
+  return guarded([&] {
+    return run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kSend, nullptr).handle;
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std::string_view buffer, const Tensor&,
+                                                                            const Tensor& handle, at::ScalarType dtype,
+                                                                            int64_t hidden, int64_t num_scales,
+                                                                            at::ScalarType scale_dtype,
+                                                                            int64_t num_tokens, int64_t topk,
+                                                                            bool is_idx64, EP_DISPATCH_CONFIG) {
+  return guarded([&] {
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    const DispatchSpec spec = EP_DISPATCH_SPEC;
+    const RowSpec row{dtype, hidden, num_scales, scale_dtype, num_tokens, topk, is_idx64};
+    const OutputShape output =
+        output_shape(group.num_ranks(), num_experts, max_tokens, topk, layout, capacity, alignment);
+    check_tensor(handle, "handle", at::kInt, {handle_shape(output, num_tokens).size()}, device);
+    LlDispatchParams params = dispatch_params(row, spec, output);
+    params.half = Half::kReceive;
+    set_handle(params, handle);
+    group.prepare(params);
+    const DispatchTensors t = allocate_outputs(row, spec, output, device, /*with_handle=*/false);
+    set_outputs(params, DispatchRefs::of(t));
+    group.dispatch(params, registered->order.next_stream(device));
+    return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
+  });
+}
+
+// ---- combine
+
+// A handle in host memory is read before it is trusted: its entries become addresses.
+void check_entries(const HandlePtrs& handle, const HandleSpec& spec, const OutputShape& output) {
+  check_handle_values(handle.tokens, output.num_ranks, 0, output.max_tokens, "number of tokens");
+  check_handle_values(handle.ids, spec.num_tokens * spec.topk, -1, spec.num_experts - 1, "expert id");
+  check_handle_values(handle.rows, static_cast<int64_t>(output.num_ranks) * output.max_tokens * output.map_k(),
+                      kDroppedRow, output.rows() - 1, "row");
+}
+
+OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor& handle, const at::Device& device,
+                        Shape& shape, HandlePtrs& pointers) {
+  const OutputShape output =
+      output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout, spec.capacity, 1);
+  const HandleShape handle_sizes = handle_shape(output, spec.num_tokens);
+  check_tensor(handle, "handle", at::kInt, {handle_sizes.size()}, device);
+  shape = {output.num_ranks, static_cast<int>(spec.num_experts), output.topk, output.max_tokens};
+  pointers = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_sizes);
+  if (can_look_through(device)) check_entries(pointers, spec, output);
+  return output;
+}
+
+}  // namespace
+
+Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSpec& spec, const CombineArgs& args,
+                   Half half, const Tensor* given) {
+  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  LlCombineParams p;
+  p.output = take_handle(spec, group, handle, device, p.shape, p.handle);
+  p.half = half;
+  p.dtype = dtype_of(args.rows_dtype);
+  p.out_dtype = dtype_of(args.out_dtype);
+  p.wire_dtype = dtype_of(args.wire_dtype);
+  p.hidden = static_cast<int>(args.hidden);
+  p.weighting = weighting_of(args.weighting);
+  p.num_tokens = static_cast<int>(spec.num_tokens);
+  p.num_sms = num_sms_of(args.num_sms);
+  if (args.rows != nullptr) {
+    check_tensor(*args.rows, "rows", args.rows_dtype, row_shape(p.output, args.hidden), device);
+    check_aligned(*args.rows, "rows");
+    p.rows = args.rows->data_ptr();
+  }
+  if (sends(half)) set_weights(p, args, spec, device);
+  set_biases(p, args, spec, device);
+  Tensor made;
+  if (receives(half)) p.out = take_combined(args, {&handle}, spec, device, given, made);
+  p.wait_cost = args.wait_cost;
+  group.combine(p, registered->order.next_stream(device));
+  return made;
+}
+
+namespace {
+
+#define EP_COMBINE_ARGS                                                                                              \
+  const Tensor &rows, const Tensor &handle, const OptionalTensor &weights, const OptionalTensor &topk_idx,           \
+      at::TensorList biases, EP_HANDLE_ARGS, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype, \
+      int64_t num_sms
+
+Tensor ll_combine(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
+  return guarded([&] {
+    return run_combine(buffer, handle, EP_HANDLE_SPEC,
+                       combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms),
+                       Half::kBoth, nullptr);
+  });
+}
+
+void ll_combine_out(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS, const Tensor& out) {
+  guarded([&] {
+    run_combine(buffer, handle, EP_HANDLE_SPEC,
+                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Half::kBoth,
+                &out);
+  });
+}
+
+void ll_combine_send(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
+  guarded([&] {
+    run_combine(buffer, handle, EP_HANDLE_SPEC,
+                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Half::kSend,
+                nullptr);
+  });
+}
+
+Tensor ll_combine_recv(std::string_view buffer, const Tensor&, const Tensor& handle, at::TensorList biases,
+                       at::ScalarType rows_dtype, int64_t hidden, EP_HANDLE_ARGS, int64_t weighting,
+                       at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms) {
+  return guarded([&] {
+    const CombineArgs args{nullptr,   nullptr,    nullptr,   biases,     hidden,
+                           weighting, rows_dtype, out_dtype, wire_dtype, num_sms};
+    return run_combine(buffer, handle, EP_HANDLE_SPEC, args, Half::kReceive, nullptr);
+  });
+}
+
+Tensor ll_combine_weights(std::string_view buffer, const Tensor&, const Tensor& values, const Tensor& handle,
+                          EP_HANDLE_ARGS) {
+  return guarded([&] {
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    LlCombineWeightsParams p;
+    p.output = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle);
+    check_tensor(values, "values", at::kFloat, values_shape(p.output), device);
+    p.values = values.data_ptr<float>();
+    p.num_tokens = static_cast<int>(num_tokens);
+    Tensor out = new_tensor({num_tokens, topk}, at::kFloat, device);
+    p.out = out.data_ptr<float>();
+    group.combine_weights(p, registered->order.next_stream(device));
+    return out;
+  });
+}
+
+// ---- floors of the benchmark
+
+void ll_floor_flags(std::string_view buffer, const Tensor&) {
+  guarded([&] {
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    group.floor_flags(registered->order.next_stream(device));
+  });
+}
+
+// `row_bytes`: of a row on the wire, without the padding that makes them a multiple of 16.
+void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle, EP_HANDLE_ARGS, int64_t row_bytes,
+                   bool combine, int64_t num_sms) {
+  guarded([&] {
+    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    LlFloorPushParams p;
+    p.kind = combine ? Kind::kCombine : Kind::kDispatch;
+    p.map_k = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle).map_k();
+    p.num_tokens = static_cast<int>(num_tokens);
+    EP_CHECK(row_bytes > 0 && row_bytes <= INT32_MAX - 16, "row_bytes is ", row_bytes, ", must be positive");
+    p.num_sms = num_sms_of(num_sms);
+    group.floor_push(p, align_up<int64_t>(row_bytes, 16), registered->order.next_stream(device));
+  });
+}
+
+// `seq` is the first mutable argument of all.
+#define EP_DISPATCH_SCHEMA                                                            \
+  "str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? " \
+  "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
+#define EP_COMBINE_SCHEMA                                                                                \
+  "str buffer, Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] " \
+  "biases, " EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms"
+
+direct::Op ops[] = {
+    EP_OP(ll_dispatch),        EP_OP(ll_dispatch_out), EP_OP(ll_dispatch_send), EP_OP(ll_dispatch_recv),
+    EP_OP(ll_combine),         EP_OP(ll_combine_out),  EP_OP(ll_combine_send),  EP_OP(ll_combine_recv),
+    EP_OP(ll_combine_weights), EP_OP(ll_floor_flags),  EP_OP(ll_floor_push),
+};
+
+}  // namespace
+}  // namespace ep
+
+TORCH_LIBRARY(nccl_ep, library) {
+  library.def("ll_dispatch(" EP_DISPATCH_SCHEMA
+              ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info, "
+              "Tensor handle)");
+  library.def("ll_dispatch_out(" EP_DISPATCH_SCHEMA
+              ", Tensor(b!) out_x, Tensor(c!) out_scales, Tensor(d!) out_weights, Tensor(e!) out_topk_idx, "
+              "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) handle) -> ()");
+  library.def("ll_dispatch_send(" EP_DISPATCH_SCHEMA ") -> Tensor handle");
+  library.def(
+      "ll_dispatch_recv(str buffer, Tensor(a!) seq, Tensor(b!) handle, ScalarType dtype, int hidden, int num_scales, "
+      "ScalarType scale_dtype, int num_tokens, int topk, bool is_idx64, " EP_DISPATCH_CONFIG_SCHEMA
+      ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info)");
+  library.def("ll_combine(" EP_COMBINE_SCHEMA ") -> Tensor out");
+  library.def("ll_combine_out(" EP_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
+  library.def("ll_combine_send(" EP_COMBINE_SCHEMA ") -> ()");
+  library.def(
+      "ll_combine_recv(str buffer, Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, int "
+      "hidden, " EP_HANDLE_SCHEMA
+      ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms) -> Tensor out");
+  library.def("ll_combine_weights(str buffer, Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA
+              ") -> Tensor out");
+  library.def("ll_floor_flags(str buffer, Tensor(a!) seq) -> ()");
+  library.def("ll_floor_push(str buffer, Tensor(a!) seq, Tensor handle, " EP_HANDLE_SCHEMA
+              ", int row_bytes, bool combine, int num_sms) -> ()");
+}
+
+EP_IMPLEMENT(ep::ops)

@@ -1,0 +1,62 @@
+// What the files of ops have in common.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <memory>
+#include <string_view>
+
+#include "base/check.h"
+#include "torch/binding/interruption.h"
+#include "torch/ops/arguments.h"
+#include "torch/ops/device.h"
+#include "torch/ops/registry.h"
+
+namespace ep {
+
+// Errors of the library as torch's, which Python sees as ValueError and RuntimeError.
+template <class Body>
+auto guarded(Body body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    rethrow_interruption();
+    if (error.kind() == ErrorKind::kInvalidArgument) TORCH_CHECK_VALUE(false, error.what());
+    TORCH_CHECK(false, error.what());
+  }
+}
+
+// What an op begins with: the buffer's group, and its device as the current one for as long as the op runs.
+struct OnGroup {
+  explicit OnGroup(std::string_view buffer)
+      : registered(find_group(buffer)), group(*registered->group), device(device_of(group)), on_device(device) {}
+
+  const std::shared_ptr<Registered> registered;
+  Group& group;
+  const at::Device device;
+  const c10::DeviceGuard on_device;
+};
+
+// What the handle's tensor cannot tell by itself.
+struct HandleSpec {
+  int64_t num_tokens, topk, num_experts, max_tokens, layout, capacity;
+};
+
+// Null: not given. No copies: DispatchRefs says why.
+struct CombineArgs {
+  const at::Tensor *rows, *weights, *topk_idx;
+  at::TensorList biases;
+  int64_t hidden, weighting;
+  at::ScalarType rows_dtype, out_dtype, wire_dtype;
+  int64_t num_sms;
+  int64_t* wait_cost = nullptr;  // [R]
+};
+
+inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
+
+// `given`: where the result goes; null: into a new tensor, which is returned where the half receives.
+at::Tensor run_combine(std::string_view buffer, const at::Tensor& handle, const HandleSpec& spec,
+                       const CombineArgs& args, Half half, const at::Tensor* given);
+
+}  // namespace ep

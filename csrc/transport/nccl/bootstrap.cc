@@ -1,0 +1,95 @@
+#include "transport/nccl/bootstrap.h"
+
+#include <cuda_runtime.h>
+
+#include <chrono>
+#include <thread>
+
+#include "transport/device/check_cuda.h"
+#include "transport/nccl/api.h"
+#include "transport/same_size_bootstrap.h"
+
+namespace ep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Memory and stream of one collective. What a rank that does not come has left running is not waited for: it keeps
+// both.
+class Gathering {
+ public:
+  explicit Gathering(size_t bytes) {
+    EP_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    EP_CUDA(cudaMalloc(&memory_, bytes));
+  }
+  ~Gathering() {
+    if (!is_over_) return;
+    cudaFree(memory_);
+    cudaStreamDestroy(stream_);
+  }
+  Gathering(const Gathering&) = delete;
+  Gathering& operator=(const Gathering&) = delete;
+
+  char* memory() const { return static_cast<char*>(memory_); }
+  cudaStream_t stream() const { return stream_; }
+
+  // False: it took longer.
+  bool wait_until(Clock::time_point end) {
+    cudaError_t state = cudaStreamQuery(stream_);
+    while (state == cudaErrorNotReady && Clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      state = cudaStreamQuery(stream_);
+    }
+    is_over_ = state == cudaSuccess;
+    if (state != cudaErrorNotReady) EP_CUDA(state);
+    return is_over_;
+  }
+
+ private:
+  void* memory_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+  bool is_over_ = false;
+};
+
+class NcclBootstrap : public SameSizeBootstrap {
+ public:
+  NcclBootstrap(ncclComm_t comm, int rank, int num_ranks, double seconds)
+      : SameSizeBootstrap(rank, num_ranks), comm_(comm), seconds_(seconds) {}
+
+ private:
+  void gather(const void* mine, void* all, size_t bytes) override {
+    const auto end =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds_));
+    Gathering gathering(bytes * (num_ranks() + 1));
+    char* const sent = gathering.memory() + bytes * num_ranks();
+    EP_CUDA(cudaMemcpyAsync(sent, mine, bytes, cudaMemcpyHostToDevice, gathering.stream()));
+    ncclResult_t result = nccl().all_gather(sent, gathering.memory(), bytes, ncclUint8, comm_, gathering.stream());
+    while (result == ncclInProgress && Clock::now() < end) {  // of a communicator that does not block
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      check_nccl(nccl().comm_get_async_error(comm_, &result), "ncclCommGetAsyncError", comm_);
+    }
+    if (result != ncclInProgress) check_nccl(result, "ncclAllGather", comm_);
+    if (result == ncclInProgress || !gathering.wait_until(end)) {
+      raise(ErrorKind::kTimeout, "rank ", rank(), " waited ", seconds_, " s for all ", num_ranks(),
+            " ranks of the communicator");
+    }
+    EP_CUDA(cudaMemcpyAsync(all, gathering.memory(), bytes * num_ranks(), cudaMemcpyDeviceToHost, gathering.stream()));
+    EP_CUDA(cudaStreamSynchronize(gathering.stream()));
+  }
+
+  ncclComm_t comm_;
+  double seconds_;
+};
+
+}  // namespace
+
+std::unique_ptr<Bootstrap> bootstrap_over(ncclComm* comm, int device, double seconds) {
+  int rank = -1, num_ranks = -1, comm_device = -1;
+  check_nccl(nccl().comm_user_rank(comm, &rank), "ncclCommUserRank", comm);
+  check_nccl(nccl().comm_count(comm, &num_ranks), "ncclCommCount", comm);
+  check_nccl(nccl().comm_cu_device(comm, &comm_device), "ncclCommCuDevice", comm);
+  EP_CHECK(comm_device == device, "device is ", device, ", but the communicator is of GPU ", comm_device);
+  return std::make_unique<NcclBootstrap>(comm, rank, num_ranks, seconds);
+}
+
+}  // namespace ep

@@ -1,0 +1,77 @@
+// A window over NCCL: memory of every rank, mapped by all ranks of an NVLink domain.
+#pragma once
+
+#include <nccl.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "transport/device/lsa_peers.h"
+#include "transport/transport.h"
+
+namespace ep {
+
+// A communicator, shared by the windows of the same ranks in the same order. It only maps windows: no kernel of NCCL
+// runs on it. Calls of NCCL on it are non-blocking, so that a missing rank costs a deadline and not the process.
+class NcclComm {
+ public:
+  // Collective, on the current device. Takes the communicator that all ranks still have from an earlier window, if no
+  // window on it has failed; else makes one. No name is needed: ranks that have the same communicator, each at its
+  // rank, are the same group.
+  static std::shared_ptr<NcclComm> agree(Bootstrap& bootstrap, int device, double seconds);
+  // The caller's own (ncclEpCreateGroup): never destroyed or aborted here, and no other operation may run on it while
+  // windows are made.
+  static std::shared_ptr<NcclComm> borrow(Bootstrap& bootstrap, ncclComm_t comm, int device);
+  ~NcclComm();
+  NcclComm(const NcclComm&) = delete;
+  NcclComm& operator=(const NcclComm&) = delete;
+
+  ncclComm_t get() const { return comm_; }
+  // Waits for the end of a call that returned `result`. Throws kTimeout, or kSystem with NCCL's text.
+  void finish(ncclResult_t result, const char* call, double seconds);
+  // No new window is made on it, and it ends by abort. Windows of other buffers stay mapped until they go.
+  void fail();
+
+ private:
+  NcclComm(ncclComm_t comm, uint64_t id, int rank, int num_ranks, int device, bool is_own);
+  bool fits(int rank, int num_ranks, int device) const;
+
+  struct Registry;
+  static Registry& registry();
+
+  ncclComm_t comm_;
+  uint64_t id_;  // the same on all ranks, different for every communicator
+  int rank_, num_ranks_, device_;
+  bool is_own_;
+  bool has_failed_ = false;
+};
+
+class NcclWindow {
+ public:
+  // Collective. Throws on all ranks if the ranks do not share one NVLink domain.
+  NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, uint64_t bytes, double seconds);
+  // Local: a peer's mapping of this memory outlives it. The device must be done with the window.
+  ~NcclWindow();
+  NcclWindow(const NcclWindow&) = delete;
+  NcclWindow& operator=(const NcclWindow&) = delete;
+
+  // Addresses of all ranks, this one's included: the window is used through these alone, because a second address of
+  // the same memory (the one from ncclMemAlloc) is not coherent with it inside a kernel.
+  const LsaPeers& peers() const { return peers_; }
+  NcclComm& comm() { return *comm_; }
+
+ private:
+  void allocate(uint64_t bytes);
+  void map(uint64_t bytes, int rank, int num_ranks, double seconds);
+  void release();
+
+  std::shared_ptr<NcclComm> comm_;
+  void* memory_ = nullptr;
+  ncclWindow_t window_ = nullptr;
+  LsaPeers peers_;
+};
+
+// Reads the peers' addresses with a kernel, for libraries without ncclGetLsaDevicePointer.
+LsaPeers query_lsa_peers(ncclWindow_t window);
+
+}  // namespace ep
