@@ -312,7 +312,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
         of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
         "combine", "combine_weights", and of the first two "staged". "dropped_rows": past a capacity. "invalid_ids":
-        since the last ``check()``. A further tensor of a low-latency dispatch that takes an operation of its own is
+        since the last ``check()``. An extra tensor of a low-latency dispatch that takes an operation of its own is
         one more dispatch in all of these numbers.
         "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went when the buffer was made,
         NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's methods.
@@ -354,7 +354,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
     def wire_bytes(self) -> dict[str, list[int]]:
         """What this rank has sent since the buffer was made (CPU backend), each a list [R] that includes itself.
 
-        "rows_count": rows. "rows": their bytes. "other": bytes of call records, ids and weights. A row that another
+        "rows_count": rows. "rows": their bytes. "other": bytes of op headers, ids and weights. A row that another
         rank has made readable counts where it is read.
         """
         total, *further = (dict(window.wire_bytes()) for window in self._windows)

@@ -29,12 +29,12 @@ _INT32 = range(-(1 << 31), 1 << 31)
 INT64 = -(1 << 63), (1 << 63) - 1
 
 # Look-ups that the hot path is spared.
-_Tensor, _strided, _are_beside = torch.Tensor, torch.strided, _C.are_beside
+_Tensor, _strided, _on_same_device = torch.Tensor, torch.strided, _C.on_same_device
 
 
 def require_on(buffer: Buffer, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
     """An op would follow a tensor on another device to that device's kernel, or to the fake one."""
-    if not is_dynamo_compiling() and _are_beside(buffer._seq, *tensors):
+    if not is_dynamo_compiling() and _on_same_device(buffer._seq, *tensors):
         return
     device = buffer.device
     for tensor in tensors:

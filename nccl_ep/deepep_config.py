@@ -13,7 +13,7 @@ from .checks import require_int32, require_within
 class HtSizes(NamedTuple):
     """What a window has for high throughput: HtSizes of csrc/layout/ht/layout.h, as ``_C.ht_sizes_for`` returns it."""
 
-    call_words: int
+    message_words: int
     slot_bytes: int
     row_bytes: int
     route_bytes: int  # with several domains, of one direction
@@ -153,7 +153,7 @@ def sizes_for_bytes(num_bytes: int, num_ranks: int, domain_size: int) -> HtSizes
     staged = num_bytes * _STAGED_EIGHTHS // 8
     tokens = max(staged // unit.staged_bytes, 1)
     slots, rows, routes, rail = (tokens * each for each in unit.by_token)
-    return HtSizes(unit.call_words, slots, rows, routes, rail, num_bytes - staged)
+    return HtSizes(unit.message_words, slots, rows, routes, rail, num_bytes - staged)
 
 
 def tokens_that_fit(

@@ -29,7 +29,7 @@ from .checks import (
     wrong_elements,
 )
 from .errors import OverflowError, TimeoutError, UsageError
-from .events import EventHandle, EventOverlap, run_beside
+from .events import EventHandle, EventOverlap, run_on_comm_stream
 from .gradients import refuse_backward, wants_gradient
 from .handle import Quant
 
@@ -308,7 +308,7 @@ class LowLatencyMethods:
         args = (x, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0)
         op = _ops.ll_dispatch_deepep_send.default if return_recv_hook else _ops.ll_dispatch_deepep.default
         try:
-            outputs, event = run_beside(self, lambda: op(self.name, self._seq, *args), args, async_finish)
+            outputs, event = run_on_comm_stream(self, lambda: op(self.name, self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
         recv_x, scales, _, counts, src_info, layout_range = outputs
@@ -395,7 +395,7 @@ class LowLatencyMethods:
         op = _ops.ll_combine_deepep_send.default if return_recv_hook else _ops.ll_combine_deepep.default
         args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0)
         try:
-            made, event = run_beside(self, lambda: op(self.name, self._seq, *args), args, async_finish)
+            made, event = run_on_comm_stream(self, lambda: op(self.name, self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
         if out is None:

@@ -17,7 +17,7 @@ from .checks import MAX_TOPK, biases_of, error_of, require_bools, require_int32,
 from .deepep_config import Config, HtSizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
 from .deepep_handle import NormalHandle, NormalPayload, Route, Rows
 from .errors import EpError, OverflowError
-from .events import EventHandle, EventOverlap, run_beside
+from .events import EventHandle, EventOverlap, run_on_comm_stream
 from .handle import EXACT, Layout
 
 Previous: TypeAlias = "EventOverlap | EventHandle | None"
@@ -285,7 +285,7 @@ class NormalMethods:
         self, call: Callable[[], tuple[Any, ...]], given: tuple[Any, ...], is_async: bool, previous: Previous
     ) -> tuple[tuple[Any, ...], EventOverlap]:
         try:
-            return run_beside(self, call, given, is_async, previous)
+            return run_on_comm_stream(self, call, given, is_async, previous)
         except EpError:  # of growing
             raise
         except RuntimeError as error:

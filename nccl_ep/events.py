@@ -78,7 +78,7 @@ class _Buffer(Protocol):
     def get_comm_stream(self) -> Any: ...
 
 
-def run_beside(
+def run_on_comm_stream(
     buffer: _Buffer,
     call: Callable[[], T],
     inputs: tuple[Any, ...],

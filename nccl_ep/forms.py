@@ -14,7 +14,7 @@ from .handle import EXACT, LAYOUTS, QUANTS, Layout, Quant
 from .log import logger
 from .modes import MODES, choose_mode
 
-_sizes_beside = _C.sizes_beside  # a look-up that the hot path is spared
+_sizes_on_same_device = _C.sizes_on_same_device  # a look-up that the hot path is spared
 _MAX_FORMS = 256  # that a buffer remembers
 _CAPACITIES = frozenset((int, str, type(None)))
 
@@ -104,7 +104,7 @@ def form_of(
     is_compiling = is_dynamo_compiling()
     if not isinstance(buffer, Buffer):
         raise TypeError(f"buffer is a {type(buffer).__name__}, must be a nccl_ep.Buffer")
-    sizes = None if is_compiling else _sizes_beside(buffer._seq, x, topk_idx, topk_weights, scales)
+    sizes = None if is_compiling else _sizes_on_same_device(buffer._seq, x, topk_idx, topk_weights, scales)
     if sizes is None:  # what is wrong, if anything
         require_tensors(x=x, topk_idx=topk_idx)
         require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))

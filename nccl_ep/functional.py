@@ -12,7 +12,7 @@ from . import _C
 from .buffer import Buffer
 from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
 from .errors import OverflowError, UsageError
-from .events import EventOverlap, run_beside
+from .events import EventOverlap, run_on_comm_stream
 from .forms import Form, form_of
 from .gradients import refuse_backward, wants_gradient
 from .handle import EXACT, DispatchOutput, Handle, Layout, require_handle
@@ -28,10 +28,10 @@ _ll_dispatch, _ll_combine, _ll_combine_out = (
     _ops.ll_combine.default,
     _ops.ll_combine_out.default,
 )
-_ll_dispatch_eager = _C.direct("ll_dispatch", _ll_dispatch, together=True)
+_ll_dispatch_eager = _C.fast_op("ll_dispatch", _ll_dispatch, packed_results=True)
 _ht_combine, _ht_combine_out = _ops.ht_combine.default, _ops.ht_combine_out.default
-_ht_combine_eager = _C.direct("ht_combine", _ht_combine, together=True)
-_are_beside = _C.are_beside
+_ht_combine_eager = _C.fast_op("ht_combine", _ht_combine, packed_results=True)
+_on_same_device = _C.on_same_device
 _Tensor, _float32, _PACKED, _RANK_MAJOR = torch.Tensor, torch.float32, Layout.PACKED, Layout.RANK_MAJOR
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/ll/params.h, Weighting
 
@@ -73,7 +73,7 @@ def dispatch(
         quant: None, "fp8" (e4m3, a float32 scale for 128 elements), "fp8_rounded" (scales are powers of two) or
             "fp8_ue8m0" (their exponents, four in an int32). x is bf16 or fp16 then, H a multiple of 16.
         scales: [T, S] of any dtype and strides, for rows that the caller has quantised.
-        extra: up to three further tensors [T, n], contiguous, rows a multiple of 16 bytes: moved bit for bit along
+        extra: up to three extra tensors [T, n], contiguous, rows a multiple of 16 bytes: moved bit for bit along
             with x. LL: the first travels in the rows of x where these have no scales (``scale_bytes`` of
             ``Buffer.for_shapes`` is its room), each other one in an operation of its own.
         zero_padding: rows of the output that do not exist are zeroed.
@@ -156,7 +156,7 @@ def dispatch_send(
         return (*received, *moved)
 
     try:
-        sent, event = run_beside(buffer, call, (*args, *extra), async_finish)
+        sent, event = run_on_comm_stream(buffer, call, (*args, *extra), async_finish)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     if async_finish:
@@ -258,7 +258,7 @@ def combine_send(
         return _ops.ll_combine_send.default(buffer.name, buffer._seq, *args)
 
     try:
-        combined, event = run_beside(buffer, call, (*args, *biases), async_finish)
+        combined, event = run_on_comm_stream(buffer, call, (*args, *biases), async_finish)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     if async_finish:
@@ -438,7 +438,7 @@ def _combine_call(
     biases = biases_of(bias)
     buffer = buffer_of(handle)
     tensor, slots = handle.tensor, handle.slots
-    if is_dynamo_compiling() or not _are_beside(buffer._seq, rows, tensor, slots, home_weights, topk_idx):
+    if is_dynamo_compiling() or not _on_same_device(buffer._seq, rows, tensor, slots, home_weights, topk_idx):
         names = ("rows", "handle", "handle", "weights", "topk_idx")
         require_on(buffer, names, (rows, tensor, slots, home_weights, topk_idx))
     if biases:

@@ -127,7 +127,7 @@ class DispatchOutput:
         row_expert: packed: int32 [N] local expert of each row, -1 for padding.
         total: flat: int32 [1] rows in the tensor.
         handle: for combine.
-        extra: of further tensors that were dispatched along, the rows in the places of x's.
+        extra: of extra tensors that were dispatched along, the rows in the places of x's.
     """
 
     x: torch.Tensor

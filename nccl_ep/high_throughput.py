@@ -18,9 +18,9 @@ from .handle import QUANTS, DispatchOutput, Handle, require_handle
 
 _ops = torch.ops.nccl_ep
 _ht_dispatch, _ht_dispatch_out = _ops.ht_dispatch.default, _ops.ht_dispatch_out.default  # look-ups spared
-_ht_dispatch_eager = _C.direct("ht_dispatch", _ht_dispatch, together=True)
+_ht_dispatch_eager = _C.fast_op("ht_dispatch", _ht_dispatch, packed_results=True)
 _ht_cached = _ops.ht_dispatch_cached.default
-_ht_cached_eager = _C.direct("ht_dispatch_cached", _ht_cached, together=True)
+_ht_cached_eager = _C.fast_op("ht_dispatch_cached", _ht_cached, packed_results=True)
 _GIVEN = tuple(
     f"out's {name}" for name in ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
 )

@@ -15,18 +15,18 @@ Tensors = tuple[torch.Tensor, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _call_directly(name: str) -> None:
+def _use_fast_calls(name: str) -> None:
     """Lets torch.ops call the op past torch's parser of arguments, which takes longer than the rest of a call."""
     packet = getattr(torch.ops.nccl_ep, name)
     for op in (packet, packet.default):
         usual = op._op
-        op._op = _C.direct(name, usual)
+        op._op = _C.fast_op(name, usual)
         op._op.__module__ = usual.__module__
     torch.jit._builtins._register_builtin(packet._op, f"nccl_ep::{name}")  # as torch does: TorchScript looks there
 
 
 for _name in _C.op_names():
-    _call_directly(_name)
+    _use_fast_calls(_name)
 
 
 def _row_shape(layout: int, ranks: int, experts: int, max_tokens: int, capacity: int, last: list[int]) -> list[int]:

@@ -69,12 +69,12 @@ class HandleInfo(Struct):
 
 
 class DispatchInputs(Struct):
-    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "scales"), ("further", Further)]
+    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "scales"), ("extra", Further)]
 
 
 class DispatchOutputs(Struct):
     _fields_ = [*HEAD, *pointers("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info"),
-                ("further", Further)]  # fmt: skip
+                ("extra", Further)]  # fmt: skip
 
 
 class DispatchConfig(Struct):

@@ -29,7 +29,7 @@ DTYPES = {torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.f
           torch.bfloat16: 9, torch.float8_e4m3fn: 10}  # fmt: skip
 BYTES = FP4 + EXPONENTS  # what the library has no name for: bytes of it
 OUTPUTS = ("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")
-FURTHER = tuple(f"further[{i}]" for i in range(3))
+FURTHER = tuple(f"extra[{i}]" for i in range(3))
 TORCH_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 
 
@@ -139,7 +139,7 @@ class CaseRun:
         further = [c_api.Tensor() for _ in FURTHER]
         outputs = c_api.DispatchOutputs(
             **{name: c.pointer(described[name]) for name in OUTPUTS},
-            further=c_api.Further(*[c.pointer(each) for each in further]),
+            extra=c_api.Further(*[c.pointer(each) for each in further]),
         )
         described |= dict(zip(FURTHER, further, strict=True))
         self.library.DispatchShapes(handle, inputs, config, outputs)

@@ -65,15 +65,15 @@ SEARCHES = {
     # Dispatch and combine have a second net, the records of all ranks, each of which was sent after its rank's last
     # call; pushes have none, and combines that wait for nobody's rows have none but these two.
     "ignored_credits before pushes": Search(("ignored_credits",), DISPATCH, "dppc", on_one_gpu=False),
-    "ignored_credits, unchecked_records": Search(
-        ("ignored_credits", "unchecked_records"), COMBINE, "dcccc", to_rank_0=True, on_one_gpu=False
+    "ignored_credits, unchecked_headers": Search(
+        ("ignored_credits", "unchecked_headers"), COMBINE, "dcccc", to_rank_0=True, on_one_gpu=False
     ),
 }
 # Of high throughput. Its routing and rows are waited for apart from the records, so that neither one bank nor unchecked
 # records were seen to do harm in a chain; nor does early_done, as a combine's rows live on in it. A world on one GPU
 # shows the others: rows that are announced too early or not at all are missing within the launch, counters that are not
 # cleared and epochs that do not move in a later one.
-_HT_BUGS = ("skipped_reset", "reused_epoch", "early_epoch", "early_rows", "untold_rows")
+_HT_BUGS = ("skipped_reset", "reused_epoch", "early_epoch", "early_rows", "unannounced_rows")
 SEARCHES |= {
     f"{bug} in {name} of high throughput": Search((bug,), kind, "fdhccc", is_ht=True)
     for name, kind, bugs in (("dispatch", DISPATCH, (*_HT_BUGS, "torn_rows")), ("combine", COMBINE, _HT_BUGS))

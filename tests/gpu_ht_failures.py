@@ -25,7 +25,7 @@ from nccl_ep.bootstrap import rendezvous_of
 DEAD = 7  # exit code of a rank that leaves without a word
 
 # Some threads wait for one part of a rank's message, some for another: whose time is up first, says so.
-SILENT_RANK = r"for the (call record|routing message) of rank [1-9]\d*"
+SILENT_RANK = r"for the (op header|routing message) of rank [1-9]\d*"
 
 
 def _expect_ht_timeout(case: Expected, buffer: nccl_ep.Buffer, phase: str, out: nccl_ep.DispatchOutput) -> None:

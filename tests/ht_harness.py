@@ -28,7 +28,7 @@ class HtPlan:
     """What a case leaves open: drawn from its seed.
 
     exact: sizes asked of the other ranks. arena: room for outputs. rows_in_arena: where combine's input lies.
-    extra: (hidden, dtype) of further tensors. cached: (hidden, dtype, quant) of payloads that use the handle again.
+    extra: (hidden, dtype) of extra tensors. cached: (hidden, dtype, quant) of payloads that use the handle again.
     given: the outputs are those of an earlier call.
     """
 
@@ -67,7 +67,7 @@ class HtPlan:
     def buckets(self) -> dict[str, object]:
         return {
             "sizes": "exact" if self.exact else "capacity", "arena": self.arena,
-            "rows in the arena": self.rows_in_arena, "further tensors": len(self.extra), "cached": len(self.cached),
+            "rows in the arena": self.rows_in_arena, "extra tensors": len(self.extra), "cached": len(self.cached),
             "given outputs": self.given,
         }  # fmt: skip
 
@@ -76,7 +76,7 @@ EXPECTED_BUCKETS: dict[str, tuple[object, ...]] = {
     "sizes": ("capacity", "exact"),
     "arena": ARENAS,
     "rows in the arena": (False, True),
-    "further tensors": (0, 1, 2),
+    "extra tensors": (0, 1, 2),
     "cached": (0, 1, 2),
     "given outputs": (False, True),
     "placed by": ("sender", "receiver"),

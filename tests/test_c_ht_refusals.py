@@ -38,10 +38,10 @@ class Solo:
         library.UpdateHandle(self.handle, tensor(self.ids))
 
     def inputs(self, **replaced: Any) -> Any:
-        given = replaced.get("further", [self.more])
+        given = replaced.get("extra", [self.more])
         return c_api.DispatchInputs(
             tokens=tensor(replaced.get("x", self.x)), topk_weights=tensor(replaced.get("topk_weights")),
-            further=c_api.Further(*map(tensor, given)),
+            extra=c_api.Further(*map(tensor, given)),
         )  # fmt: skip
 
     def dispatch(self, *, send_only: bool = False, cached: bool = False, **replaced: Any) -> None:
@@ -52,7 +52,7 @@ class Solo:
             topk_weights=tensor(replaced.get("weights", default["weights"])),
             row_expert=tensor(replaced.get("row_expert", default["row_expert"])),
             info=tensor(replaced.get("info", default["info"])),
-            further=c_api.Further(*map(tensor, replaced.get("further_rows", [self.more_rows]))),
+            extra=c_api.Further(*map(tensor, replaced.get("further_rows", [self.more_rows]))),
         )  # fmt: skip
         config = c_api.DispatchConfig(send_only=send_only, cached=cached, num_sms=replaced.get("num_sms", 0))
         self.library.Dispatch(self.handle, self.inputs(**replaced), outputs, config, None)
@@ -152,19 +152,19 @@ BAD_CALLS: list[tuple[str, int, str, Callable[[Solo], Any]]] = [
     ("odd row", BAD, "a row of 12 bytes", lambda s: s.dispatch(x=torch.zeros(4, 3), rows=torch.zeros(8, 3))),
     ("window", BAD, "window is too small for high throughput of 4 tokens",
      lambda s: s.dispatch(x=torch.zeros(4, 64), rows=torch.zeros(8, 64))),
-    ("further tokens", BAD, r"further\[0\] has shape \[3, 16\], must be \[4",
+    ("further tokens", BAD, r"extra\[0\] has shape \[3, 16\], must be \[4",
      lambda s: s.dispatch(further=[torch.zeros(3, 16)])),
-    ("further dimensions", BAD, r"further\[1\] has shape \[4\]", lambda s: s.dispatch(further=[s.more, s.more[:, 0]])),
-    ("further width", BAD, r"further\[0\] has rows of 1 elements of 8 bytes: must be a multiple of 16",
+    ("further dimensions", BAD, r"extra\[1\] has shape \[4\]", lambda s: s.dispatch(further=[s.more, s.more[:, 0]])),
+    ("further width", BAD, r"extra\[0\] has rows of 1 elements of 8 bytes: must be a multiple of 16",
      lambda s: s.dispatch(further=[torch.zeros(4, 1, dtype=torch.int64)])),
-    ("further strides", BAD, r"further\[0\] of shape .* is not contiguous",
+    ("further strides", BAD, r"extra\[0\] of shape .* is not contiguous",
      lambda s: s.dispatch(further=[torch.zeros(16, 4, dtype=torch.int64).t()])),
-    ("further alignment", BAD, r"further\[0\] at address .* is not aligned to 16",
+    ("further alignment", BAD, r"extra\[0\] at address .* is not aligned to 16",
      lambda s: s.dispatch(further=[torch.zeros(65, dtype=torch.int64)[1:].view(4, 16)])),
-    ("further output", BAD, r"output further\[0\] is not given", lambda s: s.dispatch(further_rows=[])),
-    ("further type", BAD, r"output further\[0\] is float32, must be int64",
+    ("further output", BAD, r"output extra\[0\] is not given", lambda s: s.dispatch(further_rows=[])),
+    ("further type", BAD, r"output extra\[0\] is float32, must be int64",
      lambda s: s.dispatch(further_rows=[torch.zeros(8, 16)])),
-    ("further for nothing", BAD, r"output further\[0\] is given, but this call has none",
+    ("further for nothing", BAD, r"output extra\[0\] is given, but this call has none",
      lambda s: s.dispatch(further=[])),
     ("cached tokens", BAD, r"tokens have shape \[3, 16\], the dispatch of the handle had 4 tokens",
      lambda s: s.dispatch(cached=True, x=torch.zeros(3, 16), further=[])),
@@ -265,7 +265,7 @@ def test_low_latency_moves_further_tensors(library: Library) -> None:
     library.Complete(solo.handle, None, None)
     assert torch.equal(solo.more_rows[:5], solo.more[tokens])
     two = {"further": more[:2], "further_rows": [solo.more_rows, solo.rows]}
-    refused(BAD, "send_only is set, and 1 further tensors", lambda: solo.dispatch(send_only=True, **two))
+    refused(BAD, "send_only is set, and 1 extra tensors", lambda: solo.dispatch(send_only=True, **two))
     wide = torch.zeros(4, 256)
     two = {"further": [solo.more, wide], "further_rows": [solo.more_rows, torch.zeros(8, 256)]}
     refused(BAD, "window is too small .* rows of 1040 bytes", lambda: solo.dispatch(**two))
@@ -379,7 +379,7 @@ def test_a_silent_rank_ends_the_group(library: Library) -> None:
             assert done.wait(PATIENCE)
         else:
             library.GroupSetTimeout(made, SECOND // 5)
-            refused(c_api.TIMEOUT, "rank 0 waited 0.2 s for the call record of rank 1", solo.route)
+            refused(c_api.TIMEOUT, "rank 0 waited 0.2 s for the op header of rank 1", solo.route)
             refused(c_api.TIMEOUT, "has failed: rank 0 waited", solo.dispatch)
             done.set()
         library.HandleDestroy(solo.handle)

@@ -211,7 +211,7 @@ def test_further_tensors_whose_operations_could_leave_out_different_ranks(librar
         library.UpdateHandle(run.handle, tensor(given.topk_idx))
         more = [torch.ones(len(given.x), 4) * i for i in range(2)]
         for count in (1, 2):
-            inputs = c_api.DispatchInputs(tokens=tensor(given.x), further=c_api.Further(*map(tensor, more[:count])))
+            inputs = c_api.DispatchInputs(tokens=tensor(given.x), extra=c_api.Further(*map(tensor, more[:count])))
 
             def dispatch(inputs: Any = inputs) -> None:
                 run.run_dispatch(run.handle, inputs, None)
@@ -219,7 +219,7 @@ def test_further_tensors_whose_operations_could_leave_out_different_ranks(librar
             if count == 1:
                 dispatch()
             else:
-                refused(BAD, "1 further tensors need .* may leave out other ranks", dispatch)
+                refused(BAD, "1 extra tensors need .* may leave out other ranks", dispatch)
         run.round(case.whole)
         run.close()
 

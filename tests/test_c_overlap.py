@@ -95,7 +95,7 @@ def test_high_throughput(library: Library) -> None:
         library.UpdateHandle(solo.handle, tensor(given.pop("ids", solo.ids)))
         solo.dispatch(cached=cached, **given)
 
-    names = {**NAMES, "more": r"further\[0\]", "more_rows": r"output further\[0\]"}
+    names = {**NAMES, "more": r"extra\[0\]", "more_rows": r"output extra\[0\]"}
     reads = {"x": solo.x, "more": solo.more}
     rows, more = {"rows": solo.rows}, {"more_rows": solo.more_rows}
     routing = {"weights": solo.weights, "row_expert": solo.row_expert, "info": solo.info}

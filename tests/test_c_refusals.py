@@ -336,7 +336,7 @@ def test_a_silent_rank_ends_the_group_and_a_new_one_works(library: Library) -> N
                 "rows": torch.zeros(16, 16), "weights": torch.zeros(16, 2), "row_expert": None,
                 "topk_idx": torch.zeros(16, 2, dtype=torch.int64), "info": torch.zeros(6, dtype=torch.int32),
             }  # fmt: skip
-            refused(c_api.TIMEOUT, "rank 0 waited 0.2 s for the call record of rank 1", lambda: solo.dispatch(**flat))
+            refused(c_api.TIMEOUT, "rank 0 waited 0.2 s for the op header of rank 1", lambda: solo.dispatch(**flat))
             refused(c_api.TIMEOUT, "has failed: rank 0 waited", lambda: solo.dispatch(**flat))
             refused(c_api.TIMEOUT, "ncclEpCheck: the group has failed: .*; destroy it", library.Check, made)
             library.HandleDestroy(solo.handle)

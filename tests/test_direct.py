@@ -68,7 +68,7 @@ def test_torch_ops_are_called_directly() -> None:
     assert len(names) > 20
     for name in names:
         each = getattr(torch.ops.nccl_ep, name)
-        assert type(each._op) is type(each.default._op) is type(_C.direct(name, op))
+        assert type(each._op) is type(each.default._op) is type(_C.fast_op(name, op))
         assert each._op.__name__ == each.default._op.__name__ == name
 
 
@@ -77,7 +77,7 @@ def test_named_arguments_go_to_the_op(buffer: nccl_ep.Buffer) -> None:
     name, *others = named
     wanted = op(**named)
     seen = Seen()
-    direct = _C.direct("ll_dispatch", seen)
+    direct = _C.fast_op("ll_dispatch", seen)
     for call in (direct, packet, packet.default):
         for given in (call(**named), call(named[name], **{each: named[each] for each in others})):
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(given, wanted, strict=True))
@@ -97,7 +97,7 @@ def test_torchscript_finds_the_op(buffer: nccl_ep.Buffer) -> None:
 
 def test_plain_calls_do_what_the_op_does(buffer: nccl_ep.Buffer) -> None:
     seen = Seen()
-    direct = _C.direct("ll_dispatch", seen)
+    direct = _C.fast_op("ll_dispatch", seen)
     for scales in (None, torch.ones(T, 4, dtype=torch.int32)):
         args = arguments(buffer, x_scales=scales)
         for mine, theirs in zip(direct(*args), op(*args), strict=True):
@@ -118,7 +118,7 @@ def test_errors_are_those_of_the_op(buffer: nccl_ep.Buffer, changes: dict[str, A
     with pytest.raises((ValueError, RuntimeError)) as theirs:
         op(*args)
     with pytest.raises(type(theirs.value)) as mine:
-        _C.direct("ll_dispatch", seen)(*args)
+        _C.fast_op("ll_dispatch", seen)(*args)
     assert str(mine.value).split("\n")[0] == str(theirs.value).split("\n")[0]
     assert type(mine.value) is type(theirs.value)
     assert seen.calls == 0
@@ -141,7 +141,7 @@ class Subclass(torch.Tensor):
 def test_what_is_not_plain_goes_to_the_op(buffer: nccl_ep.Buffer, changes: dict[str, Any]) -> None:
     seen = Seen()
     args = arguments(buffer, **changes)
-    assert torch.equal(_C.direct("ll_dispatch", seen)(*args)[0], op(*args)[0])
+    assert torch.equal(_C.fast_op("ll_dispatch", seen)(*args)[0], op(*args)[0])
     assert seen.calls == 1
 
 
@@ -150,7 +150,7 @@ def test_arguments_that_do_not_fit_are_refused_by_the_op(buffer: nccl_ep.Buffer,
     seen = Seen()
     args = arguments(buffer)[:-1] if change is None else arguments(buffer, **change)
     with pytest.raises((RuntimeError, TypeError, ValueError, OverflowError)):
-        _C.direct("ll_dispatch", seen)(*args)
+        _C.fast_op("ll_dispatch", seen)(*args)
     assert seen.calls == 1
 
 
@@ -192,14 +192,14 @@ def test_modes_see_the_op(buffer: nccl_ep.Buffer) -> None:
 
 def test_names_are_those_of_ops() -> None:
     with pytest.raises(ValueError, match="there is no op nothing"):
-        _C.direct("nothing", op)
+        _C.fast_op("nothing", op)
 
 
 @pytest.mark.parametrize("layout", [0, 1, 3])
 def test_small_results_together(buffer: nccl_ep.Buffer, layout: int) -> None:
     """One allocation beside rows and scales, None for what the layout has not got; torch's way is the schema's."""
     seen = Seen()
-    together = _C.direct("ll_dispatch", seen, together=True)
+    together = _C.fast_op("ll_dispatch", seen, packed_results=True)
     args = arguments(buffer, layout=layout, x_scales=torch.ones(T, 4, dtype=torch.int32))
     wanted, results = op(*args), together(*args)
     assert [each is None for each in results] == [False, False, False, layout < 2, layout != 1, False, False]
@@ -222,16 +222,16 @@ def test_small_results_together(buffer: nccl_ep.Buffer, layout: int) -> None:
 
 def test_sizes_beside() -> None:
     seq, x, ids = torch.ones(1), torch.ones(5, 3), torch.ones(5, 2)
-    assert _C.sizes_beside(seq, x, ids) == _C.sizes_beside(seq, x, ids, None, x) == (5, 2)
+    assert _C.sizes_on_same_device(seq, x, ids) == _C.sizes_on_same_device(seq, x, ids, None, x) == (5, 2)
     for args in ((x[0], ids), (x, ids[0]), (None, ids), (x, None), (x, ids, 1), (x, ids.to("meta"))):
-        assert _C.sizes_beside(seq, *args) is None
+        assert _C.sizes_on_same_device(seq, *args) is None
 
 
 def test_are_beside() -> None:
     x = torch.ones(2)
-    assert _C.are_beside(x)
-    assert _C.are_beside(x, None, torch.ones(1), torch.nn.Parameter(x))
+    assert _C.on_same_device(x)
+    assert _C.on_same_device(x, None, torch.ones(1), torch.nn.Parameter(x))
     for other in (1, [x], x.as_subclass(Subclass), torch.ones(2, device="meta"), x.to_sparse()):
-        assert not _C.are_beside(x, x, other)
+        assert not _C.on_same_device(x, x, other)
     with pytest.raises(TypeError):
-        _C.are_beside(None, x)
+        _C.on_same_device(None, x)

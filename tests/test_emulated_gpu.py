@@ -260,7 +260,7 @@ def test_rows_that_nobody_announces(kind: int, layout: str) -> None:
             out = case.send(buffer)
             meet(group)
             if group.rank() == 0:
-                set_testing(bugs=["untold_rows"], kinds=kind)
+                set_testing(bugs=["unannounced_rows"], kinds=kind)
             buffer.set_timeout(0.5)
             meet(group)
             with pytest.raises(nccl_ep.TimeoutError) as caught:

@@ -91,7 +91,7 @@ def _expect_failure(
     """The step without the missing rank must fail in time and say why, and all that comes after must fail at once."""
     step, later_step = _steps(case, buffer, phase)
     group.allgather(b"", PATIENCE)  # what the missing rank does send is on its way
-    waited = "arrival signal" if buffer.domain_size < buffer.num_ranks else "call record"
+    waited = "arrival signal" if buffer.domain_size < buffer.num_ranks else "op header"
     kind = "dispatch" if phase in ("dispatch", "receive") else "combine"
     pattern = (
         rf"{waited} of rank {missing} in {kind} \d+ \(expected \d+, saw \d+\); "

@@ -40,7 +40,7 @@ def test_what_is_pushed(layout: str, domain_size: int | None) -> None:
                 sent = {name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in after}
                 assert sent["rows_count"] == expected.tolist()
                 assert sent["rows"] == (expected * ROW_BYTES).tolist()
-                assert sent["other"] == [64] * 4  # a call record
+                assert sent["other"] == [64] * 4  # a op header
             before = buffer.wire_bytes()
             floor_calls.flags(buffer)
             after = buffer.wire_bytes()

@@ -50,7 +50,7 @@ def _expect_failure(
     step = _step(case, buffer, phase)
     group.allgather(b"", PATIENCE)
     kind = "dispatch" if phase in ("dispatch", "exact", "cached") else "combine"
-    waited = "call record" if buffer.rank // buffer.domain_size == missing // buffer.domain_size else "arrival signal"
+    waited = "op header" if buffer.rank // buffer.domain_size == missing // buffer.domain_size else "arrival signal"
     pattern = (
         rf"{waited} of rank {missing} in high-throughput {kind} \d+ "
         rf"\(expected \d+, saw \d+\); nothing of this call was heard from rank {missing};"
@@ -257,7 +257,7 @@ def test_further_tensors_in_another_order() -> None:
             extra = [torch.ones(4, 16, dtype=torch.uint8), torch.ones(4, 48, dtype=torch.uint8)]
             how: dict[str, Any] = {"buffer": buffer, "num_experts": 4, "mode": "ht", "layout": "flat", "capacity": 16}
             nccl_ep.dispatch(x, ids, **how, extra=extra)
-            with pytest.raises(nccl_ep.MismatchError, match=r"further tensors, order \d+\), rank \d called .* order"):
+            with pytest.raises(nccl_ep.MismatchError, match=r"extra tensors, order \d+\), rank \d called .* order"):
                 nccl_ep.dispatch(x, ids, **how, extra=extra[:: 1 - 2 * buffer.rank])
 
     run_ranks(2, body)

@@ -66,7 +66,7 @@ BAD: list[Bad] = [
     ("extra rank", lambda s: s.dispatch(extra=[s.x[0]]), ValueError, "tensor 1 of the dispatch has 1 dimensions"),
     ("extra width", lambda s: s.dispatch(extra=[s.x[:, :4].contiguous()]), ValueError,
      "rows of tensor 1 have 8 bytes: must be a multiple of 16"),
-    ("extra strides", lambda s: s.dispatch(extra=[s.x[:, ::2]]), ValueError, "a further tensor of shape .* not contig"),
+    ("extra strides", lambda s: s.dispatch(extra=[s.x[:, ::2]]), ValueError, "an extra tensor of shape .* not contig"),
     ("extra device", lambda s: s.dispatch(extra=[s.x.to("meta")]), ValueError, "extra 0 is on meta, the buffer on cpu"),
     ("extra kind", lambda s: s.dispatch(extra=["x"]), TypeError, "extra 0 is 'x', must be a tensor"),
     ("many extra", lambda s: s.dispatch(extra=[s.x] * 4), ValueError, "5 tensors, must be 1 to 4"),

@@ -134,12 +134,12 @@ void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const
   EP_CHECK(!take_tensor(inputs.values, "values") && !take_tensor(outputs.values, "output values"),
            "values beside rows are high throughput's; ncclEpCombineWeights brings them home");
   set_combine(p, handle, inputs, outputs, config);
-  p.half = config.send_only ? Half::kSend : Half::kBoth;
+  p.phase = config.send_only ? Phase::kSend : Phase::kFused;
   p.handle = handle.pointers(p.num_tokens);
   check_apart(handle, inputs, outputs);
   const ScopedDevice device(handle.device());
   handle.state->get().combine(p, stream);
-  if (p.half == Half::kSend) {
+  if (p.phase == Phase::kSend) {
     handle.combine = p;
     handle.pending = Pending::kCombine;
   }
@@ -211,10 +211,10 @@ void complete(ncclEpHandle& handle, void* stream) {
   const ScopedDevice device(handle.device());
   const Pending pending = handle.pending;
   if (pending == Pending::kDispatch) {
-    handle.dispatch.half = Half::kReceive;
+    handle.dispatch.phase = Phase::kRecv;
     group.dispatch(handle.dispatch, stream);
   } else {
-    handle.combine.half = Half::kReceive;
+    handle.combine.phase = Phase::kRecv;
     group.combine(handle.combine, stream);
   }
   handle.pending = Pending::kNothing;

@@ -24,7 +24,7 @@ LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call,
   LlDispatchParams p;
   p.shape = handle.shape;
   p.output = handle.output;
-  p.half = call.config.send_only ? Half::kSend : Half::kBoth;
+  p.phase = call.config.send_only ? Phase::kSend : Phase::kFused;
   p.quant = call.quant;
   p.dtype = call.dtype;
   p.hidden = call.hidden;
@@ -52,21 +52,21 @@ int row_bytes(const Tensor& tensor) { return static_cast<int>(tensor.sizes.at[1]
 
 // Further tensors, as words of 32 bits: the first travels as scales do where tokens have none, each other one in an
 // operation of its own. That has the same routing, and so writes what stands beside rows once more, the same bits.
-struct FurtherOfLl {
-  std::array<LlDispatchParams, NCCL_EP_MAX_FURTHER> calls;
+struct LlExtra {
+  std::array<LlDispatchParams, NCCL_EP_MAX_EXTRA> calls;
   int count = 0;
 
   // `p` gets what travels with it.
-  static FurtherOfLl of(const DispatchCall& call, const OutputPointers& out, const Group& group, LlDispatchParams& p) {
-    FurtherOfLl made;
+  static LlExtra of(const DispatchCall& call, const OutputPointers& out, const Group& group, LlDispatchParams& p) {
+    LlExtra made;
     bool has_room = call.quant == Quant::kNone && !call.scales;
-    for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
-      const Tensor& tensor = call.further[i];
+    for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
+      const Tensor& tensor = call.extra[i];
       if (!tensor) continue;
       const int words = row_bytes(tensor) / 4;
       if (std::exchange(has_room, false)) {
         p.scales = {tensor.data, words, 1, words, 4};
-        p.out_scales = {out[kFurther + i], words, 1, words, 4};
+        p.out_scales = {out[kExtra + i], words, 1, words, 4};
         continue;
       }
       group.check_opaque_rows(p.shape, row_bytes(tensor));
@@ -76,7 +76,7 @@ struct FurtherOfLl {
       alone.dtype = DType::kOpaque32;
       alone.hidden = words;
       alone.x = tensor.data;
-      alone.out_x = out[kFurther + i];
+      alone.out_x = out[kExtra + i];
     }
     return made;
   }
@@ -86,18 +86,18 @@ void dispatch_ll(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
   const OutputPointers out = take_outputs(outputs);
   Group& group = handle.state->get();
   LlDispatchParams p = ll_params(handle, call, out);
-  FurtherOfLl further = FurtherOfLl::of(call, out, group, p);
-  EP_CHECK(further.count == 0 || p.half == Half::kBoth, "send_only is set, and ", further.count,
-           " further tensors need an operation of their own: halves move one in the rows of unquantised tokens");
-  EP_CHECK(further.count == 0 || !group.config().masks_late_ranks, further.count,
-           " further tensors need an operation of their own, which may leave out other ranks: a group of enable_mask "
+  LlExtra extra = LlExtra::of(call, out, group, p);
+  EP_CHECK(extra.count == 0 || p.phase == Phase::kFused, "send_only is set, and ", extra.count,
+           " extra tensors need an operation of their own: halves move one in the rows of unquantised tokens");
+  EP_CHECK(extra.count == 0 || !group.config().masks_late_ranks, extra.count,
+           " extra tensors need an operation of their own, which may leave out other ranks: a group of enable_mask "
            "moves one in the rows of unquantised tokens");
   check_apart(call, handle, outputs, out);
   const ScopedDevice device(handle.device());
   group.dispatch(p, stream);
-  for (int i = 0; i < further.count; i++) group.dispatch(further.calls[i], stream);
+  for (int i = 0; i < extra.count; i++) group.dispatch(extra.calls[i], stream);
   handle.dispatched_tokens = p.num_tokens;
-  if (p.half == Half::kSend) {
+  if (p.phase == Phase::kSend) {
     handle.dispatch = p;
     handle.pending = Pending::kDispatch;
   } else if (handle.device() < 0) {

@@ -13,7 +13,7 @@ namespace ep::c {
 struct DispatchCall {
   ncclEpDispatchConfig_t config;
   Tensor tokens, weights, scales;
-  std::array<Tensor, NCCL_EP_MAX_FURTHER> further;
+  std::array<Tensor, NCCL_EP_MAX_EXTRA> extra;
   Quant quant = Quant::kNone;
   DType dtype = DType::kBF16;  // of tokens
   int hidden = 0;
@@ -27,7 +27,7 @@ struct Output {
   ncclEpDataType_t dtype;
   Sizes sizes;
 };
-enum { kTokens, kScales, kWeights, kIdx, kRowExpert, kInfo, kFurther, kNumOutputs = kFurther + NCCL_EP_MAX_FURTHER };
+enum { kTokens, kScales, kWeights, kIdx, kRowExpert, kInfo, kExtra, kNumOutputs = kExtra + NCCL_EP_MAX_EXTRA };
 using Outputs = std::array<Output, kNumOutputs>;
 using OutputPointers = std::array<void*, kNumOutputs>;  // null where the call has none, or it has no elements
 

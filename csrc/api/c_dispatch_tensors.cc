@@ -16,8 +16,8 @@ static_assert(NCCL_EP_QUANT_FP8 == static_cast<int>(Quant::kFp8) &&
               NCCL_EP_QUANT_FP8_ROUNDED == static_cast<int>(Quant::kFp8Rounded) &&
               NCCL_EP_QUANT_FP8_UE8M0 == static_cast<int>(Quant::kFp8Ue8m0));
 
-constexpr const char* kFurtherNames[] = {"further[0]", "further[1]", "further[2]"};
-static_assert(std::size(kFurtherNames) == NCCL_EP_MAX_FURTHER);
+constexpr const char* kExtraNames[] = {"extra[0]", "extra[1]", "extra[2]"};
+static_assert(std::size(kExtraNames) == NCCL_EP_MAX_EXTRA);
 
 void check_sizes(const DispatchCall& call) {
   const Sizes& tokens = call.tokens.sizes;
@@ -30,15 +30,15 @@ void check_sizes(const DispatchCall& call) {
     EP_CHECK(scales.at[1] >= 1 && scales.at[1] <= kMaxRowBytes, "scales have shape ", text_of(scales), ": 1 to ",
              kMaxRowBytes, " of a row");
   }
-  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
-    const Tensor& further = call.further[i];
-    if (!further) continue;
-    EP_CHECK(further.sizes.ndim == 2 && further.sizes.at[0] == tokens.at[0], kFurtherNames[i], " has shape ",
-             text_of(further.sizes), ", must be [", tokens.at[0], ", elements of a row]");
-    const int64_t elements = further.sizes.at[1];
-    const int64_t bytes = elements * element_bytes(further.dtype);
-    EP_CHECK(elements >= 1 && elements <= kMaxRowBytes && bytes % 16 == 0 && bytes <= kMaxRowBytes, kFurtherNames[i],
-             " has rows of ", elements, " elements of ", element_bytes(further.dtype),
+  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
+    const Tensor& extra = call.extra[i];
+    if (!extra) continue;
+    EP_CHECK(extra.sizes.ndim == 2 && extra.sizes.at[0] == tokens.at[0], kExtraNames[i], " has shape ",
+             text_of(extra.sizes), ", must be [", tokens.at[0], ", elements of a row]");
+    const int64_t elements = extra.sizes.at[1];
+    const int64_t bytes = elements * element_bytes(extra.dtype);
+    EP_CHECK(elements >= 1 && elements <= kMaxRowBytes && bytes % 16 == 0 && bytes <= kMaxRowBytes, kExtraNames[i],
+             " has rows of ", elements, " elements of ", element_bytes(extra.dtype),
              " bytes: must be a multiple of 16 bytes, at most ", kMaxRowBytes);
   }
 }
@@ -70,7 +70,7 @@ DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t*
   call.tokens = take_tensor(inputs.tokens, "tokens");
   call.weights = take_tensor(inputs.topk_weights, "topk_weights");
   call.scales = take_tensor(inputs.scales, "scales");
-  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) call.further[i] = take_tensor(inputs.further[i], kFurtherNames[i]);
+  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) call.extra[i] = take_tensor(inputs.extra[i], kExtraNames[i]);
   check_sizes(call);
   check_config(call, handle);
   call.quant = static_cast<Quant>(call.config.quant);
@@ -100,8 +100,8 @@ void check_inputs(const DispatchCall& call, const ncclEpHandle& handle, int num_
     check_data(call.scales, "scales");
     EP_CHECK(call.quant == Quant::kNone, "scales given together with quant ", ep::name_of(call.quant));
   }
-  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
-    if (call.further[i]) check_rows(call.further[i], kFurtherNames[i]);
+  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
+    if (call.extra[i]) check_rows(call.extra[i], kExtraNames[i]);
   }
 }
 
@@ -126,10 +126,9 @@ Outputs outputs_of(const DispatchCall& call, const ncclEpHandle& handle, const n
       {"row_expert", given.row_expert, NCCL_EP_INT32, row_expert},
       {"info", given.info, NCCL_EP_INT32, has_info ? Sizes{output.info_size()} : none},
   }};
-  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
-    const Tensor& further = call.further[i];
-    outputs[kFurther + i] = {kFurtherNames[i], given.further[i], further.dtype,
-                             further ? rows.with(further.sizes.at[1]) : none};
+  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
+    const Tensor& extra = call.extra[i];
+    outputs[kExtra + i] = {kExtraNames[i], given.extra[i], extra.dtype, extra ? rows.with(extra.sizes.at[1]) : none};
   }
   return outputs;
 }
@@ -145,7 +144,7 @@ OutputPointers take_outputs(const Outputs& outputs) {
       continue;
     }
     check_tensor(tensor, name.c_str(), output.dtype, output.sizes);
-    if (i == kTokens || i >= kFurther) check_aligned(tensor, name.c_str());
+    if (i == kTokens || i >= kExtra) check_aligned(tensor, name.c_str());
     pointers[i] = tensor.data;
   }
   return pointers;
@@ -158,16 +157,16 @@ void check_apart(const DispatchCall& call, const ncclEpHandle& handle, const Out
   check.reads("tokens", extent_of(call.tokens));
   check.reads("topk_weights", extent_of(call.weights));
   check.reads("scales", extent_of(call.scales));
-  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) check.reads(kFurtherNames[i], extent_of(call.further[i]));
+  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) check.reads(kExtraNames[i], extent_of(call.extra[i]));
   if (!is_cached && !handle.is_routed) check.reads("topk_idx", handle.ids_extent());
   if (is_cached) {
     check.reads("handle_mem", handle.memory_extent());
   } else {
     check.writes("handle_mem", handle.memory_extent());
   }
-  constexpr const char* kNames[] = {"output tokens",     "output scales",     "output topk_weights",
-                                    "output topk_idx",   "output row_expert", "output info",
-                                    "output further[0]", "output further[1]", "output further[2]"};
+  constexpr const char* kNames[] = {"output tokens",   "output scales",     "output topk_weights",
+                                    "output topk_idx", "output row_expert", "output info",
+                                    "output extra[0]", "output extra[1]",   "output extra[2]"};
   static_assert(std::size(kNames) == kNumOutputs);
   for (int i = 0; i < kNumOutputs; i++) {
     if (outputs[i].sizes.ndim == 0) continue;

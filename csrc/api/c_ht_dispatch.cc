@@ -15,10 +15,10 @@ HtPart part_of(const Tensor& in) {
   return HtPart::strided(in.data, bytes, size, in.strides[0], in.strides[1]);
 }
 
-// What all steps have in common, of `num_tokens` tokens.
-HtDispatchParams params_of(const ncclEpHandle& handle, HtSteps steps, int num_tokens) {
+// What all variant have in common, of `num_tokens` tokens.
+HtDispatchParams params_of(const ncclEpHandle& handle, HtVariant variant, int num_tokens) {
   HtDispatchParams p;
-  p.steps = steps;
+  p.variant = variant;
   p.shape = handle.shape;
   p.output = handle.output;
   p.num_tokens = num_tokens;
@@ -28,7 +28,7 @@ HtDispatchParams params_of(const ncclEpHandle& handle, HtSteps steps, int num_to
   return p;
 }
 
-// The tensors that travel: tokens, their scales, the further ones.
+// The tensors that travel: tokens, their scales, the extra ones.
 void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointers& out) {
   p.dtype = call.dtype;
   p.hidden = call.hidden;
@@ -45,8 +45,8 @@ void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointe
   } else if (call.scales) {
     add(part_of(call.scales), out[kScales]);
   }
-  for (int i = 0; i < NCCL_EP_MAX_FURTHER; i++) {
-    if (call.further[i]) add(part_of(call.further[i]), out[kFurther + i]);
+  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
+    if (call.extra[i]) add(part_of(call.extra[i]), out[kExtra + i]);
   }
 }
 
@@ -61,8 +61,10 @@ HtPart smallest_row() {
 
 void dispatch_ht(ncclEpHandle& handle, const DispatchCall& call, const Outputs& outputs, void* stream) {
   const bool is_cached = call.config.cached != 0;
-  const HtSteps steps = is_cached ? HtSteps::kCached : handle.is_routed ? HtSteps::kSend : HtSteps::kRouteAndSend;
-  HtDispatchParams p = params_of(handle, steps, is_cached ? handle.dispatched_tokens : handle.given_tokens);
+  const HtVariant variant = is_cached          ? HtVariant::kCached
+                            : handle.is_routed ? HtVariant::kSend
+                                               : HtVariant::kRouteAndSend;
+  HtDispatchParams p = params_of(handle, variant, is_cached ? handle.dispatched_tokens : handle.given_tokens);
   p.zero_padding = call.config.zero_padding != 0;
   p.num_sms = handle.num_sms(call.config.num_sms);
   p.topk_weights = static_cast<const float*>(call.weights.data);
@@ -85,7 +87,7 @@ void route(ncclEpHandle& handle, const ncclEpTensor_t* info, void* stream) {
   Group& group = handle.state->get();
   EP_CHECK_USAGE(handle.is_ht, "the handle is of low latency, whose dispatch carries the routing");
   handle.require_given();
-  HtDispatchParams p = params_of(handle, HtSteps::kRoute, handle.given_tokens);
+  HtDispatchParams p = params_of(handle, HtVariant::kRoute, handle.given_tokens);
   if (handle.is_exact) p.output.capacity = INT32_MAX;
   const Tensor filled = take_tensor(info, "info");
   check_tensor(filled, "info", NCCL_EP_INT32, {p.output.info_size()});

@@ -18,22 +18,22 @@ enum class Bug : int {
   kEarlyRows,         // high throughput: rows are announced before the last of them is stored
   // On a GPU only.
   kIgnoredCredits,    // a call stores into a bank before its owner has said that the bank is empty
-  kUncheckedRecords,  // a call ends although it has not heard of all ranks
+  kUncheckedHeaders,  // a call ends although it has not heard of all ranks
   kEarlyEpoch,        // the first block of a call moves the epoch on, not the last
   kTornRows,          // a row counts as arrived when its first words have, or that of the first rank
-  kUntoldRows,        // high throughput: nobody hears that rows are there
+  kUnannouncedRows,   // high throughput: nobody hears that rows are there
   kNumBugs,
 };
 
 // Steps of the protocol at which a rank may be held up; on a GPU one of its blocks or warps, too.
 enum class Point : int {
-  kBeforeRecord,
-  kAfterRecord,
+  kBeforeHeader,
+  kAfterHeader,
   kBetweenRows,
   kBeforeReset,
   kBeforeReceive,
   // On a GPU only.
-  kBeforeCall,     // before the block reads the epoch
+  kBeforeOp,       // before the block reads the epoch
   kBeforeEpoch,    // before the epoch moves on
   kBeforeCredits,  // before other ranks are told of empty banks
   kBeforeRouting,  // before routing is sent

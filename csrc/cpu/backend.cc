@@ -28,7 +28,7 @@ class CpuBackend : public Backend {
     }
     state_.timeout_seconds = config.timeout_seconds;
     state_.masks_late = config.masks_late_ranks;
-    state_.signs_at = window.signs.offset;
+    state_.heartbeats_at = window.heartbeats.offset;
     const size_t num_ranks = transport_->topology().num_ranks;
     state_.wire = {std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks),
                    std::vector<uint64_t>(num_ranks)};
@@ -75,7 +75,7 @@ class CpuBackend : public Backend {
   WireBytes wire_bytes() const override { return state_.wire; }
   void abort() override {
     // A peer that made another call has yet to hear of ours; only one that is gone makes what is on its way useless.
-    if (state_.failure.code != Failure::kOtherCall) transport_->abort();
+    if (state_.failure.code != Failure::kOtherOp) transport_->abort();
   }
 
  private:

@@ -164,7 +164,7 @@ typedef struct {
   int32_t max_tokens; /* that a rank dispatches at once */
   int32_t topk;
   int32_t domain_size;          /* claimed topology: ranks that share memory, consecutive ones. 0: all */
-  size_t max_token_bytes;       /* of a dispatched row; with scales or further tensors the sum, each rounded up to 16 */
+  size_t max_token_bytes;       /* of a dispatched row; with scales or extra tensors the sum, each rounded up to 16 */
   size_t max_combine_row_bytes; /* of a row on its way home, H times the wire type's size. 0: as max_token_bytes */
   uint64_t timeout_ns;          /* of every wait for another rank, at most 10^18. 0: 100 s */
   ncclEpOverflowPolicy_t overflow_policy;
@@ -311,7 +311,7 @@ NCCL_EP_API ncclEpResult_t ncclEpHandleGetInfo(ncclEpHandle_t handle, ncclEpHand
 
 /* ---- Dispatch ---- */
 
-#define NCCL_EP_MAX_FURTHER 3
+#define NCCL_EP_MAX_EXTRA 3
 
 typedef struct {
   size_t size;
@@ -319,7 +319,7 @@ typedef struct {
   const ncclEpTensor_t* tokens;       /* [T, H], aligned and rows a multiple of 16 bytes */
   const ncclEpTensor_t* topk_weights; /* [T, K] float32. Null: ones */
   const ncclEpTensor_t* scales; /* [T, S] of rows that the caller has quantised, any type and strides. Null: none */
-  const ncclEpTensor_t* further[NCCL_EP_MAX_FURTHER]; /* more tensors [T, n] on the same routes, of any type, as
+  const ncclEpTensor_t* extra[NCCL_EP_MAX_EXTRA]; /* more tensors [T, n] on the same routes, of any type, as
                                                          `tokens` aligned. Null: none. Low latency: the first travels in
                                                          the rows of tokens where these have no scales, each other one
                                                          in an operation of its own, which send_only has not */
@@ -340,7 +340,7 @@ typedef struct {
   ncclEpTensor_t* topk_idx;     /* rank_major, flat: [rows, K] local expert ids or -1, of the type of the ids given */
   ncclEpTensor_t* row_expert;   /* packed: [rows] int32, -1 is padding */
   ncclEpTensor_t* info;         /* int32, all of NCCL_EP_INFO_*; after ncclEpRouteHandle, which has filled it: none */
-  ncclEpTensor_t* further[NCCL_EP_MAX_FURTHER]; /* [rows, n] of the inputs' */
+  ncclEpTensor_t* extra[NCCL_EP_MAX_EXTRA]; /* [rows, n] of the inputs' */
 } ncclEpDispatchOutputs_t;
 #define NCCL_EP_DISPATCH_OUTPUTS_INIT                                                               \
   {                                                                                                 \
@@ -359,12 +359,12 @@ typedef struct {
 typedef struct {
   size_t size;
   uint32_t magic, version;
-  int32_t send_only; /* low latency: the sending half; ncclEpComplete is the other */
+  int32_t send_only; /* low latency: the sending phase; ncclEpComplete is the other */
   ncclEpQuant_t quant;
   int32_t zero_padding; /* rows that do not exist are zero; otherwise their content is unspecified */
   int32_t num_sms;      /* the same on all ranks; 0: as the group */
   int32_t cached;       /* high throughput: other tensors along the routes of the handle's last dispatch, to the same
-                           rows. Tokens, scales and further tensors only: what else that dispatch gave stays as it was */
+                           rows. Tokens, scales and extra tensors only: what else that dispatch gave stays as it was */
   int32_t reserved;
 } ncclEpDispatchConfig_t;
 #define NCCL_EP_DISPATCH_CONFIG_INIT \

@@ -48,7 +48,7 @@ void check_combined_rows(const Params& p) {
            "biases go with layout flat, not with ", name_of(p.output.layout));
 }
 
-inline CallRecord record_of(uint32_t operation, int hidden, const Shape& shape, int scale_bytes, int num_tokens) {
+inline OpHeader header_of(uint32_t operation, int hidden, const Shape& shape, int scale_bytes, int num_tokens) {
   const auto word = [](int value) { return static_cast<uint32_t>(value); };
   return {{operation, word(hidden), word(shape.topk), word(shape.num_experts), word(shape.max_tokens),
            word(scale_bytes), word(num_tokens)}};

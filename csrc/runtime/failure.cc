@@ -37,8 +37,8 @@ const char* name_of(Operation operation) {
 }
 
 template <class Enum>
-Enum field(const CallRecord& call, int shift, int max) {
-  const int value = static_cast<int>(call.word(CallRecord::kOperation) >> shift & 0xFF);
+Enum field(const OpHeader& header, int shift, int max) {
+  const int value = static_cast<int>(header.word(OpHeader::kOperation) >> shift & 0xFF);
   return static_cast<Enum>(value > max ? max : value);
 }
 
@@ -52,28 +52,28 @@ std::string missing_ranks(uint64_t missing) {
 
 }  // namespace
 
-std::string describe(const CallRecord& call) {
-  const auto operation = static_cast<Operation>(call.word(CallRecord::kOperation) & 0xFF);
+std::string describe(const OpHeader& header) {
+  const auto operation = static_cast<Operation>(header.word(OpHeader::kOperation) & 0xFF);
   std::string text =
-      concat(name_of(operation), "(", name_of(field<DType>(call, 8, 7)), ", hidden ", call.word(CallRecord::kHidden),
-             ", top-", call.word(CallRecord::kTopk), ", ", call.word(CallRecord::kNumExperts), " experts, max_tokens ",
-             call.word(CallRecord::kMaxTokens));
+      concat(name_of(operation), "(", name_of(field<DType>(header, 8, 7)), ", hidden ", header.word(OpHeader::kHidden),
+             ", top-", header.word(OpHeader::kTopk), ", ", header.word(OpHeader::kNumExperts), " experts, max_tokens ",
+             header.word(OpHeader::kMaxTokens));
   const bool is_dispatch =
       operation == Operation::kDispatch || (operation >= Operation::kHtDispatch && operation <= Operation::kHtCached);
   if (is_dispatch) {
-    const uint32_t beside = call.word(CallRecord::kScaleBytes), order = beside >> CallRecord::kBesideBits;
-    text += concat(", quant ", name_of(field<Quant>(call, 16, 3)), ", ", beside & ((1u << CallRecord::kBesideBits) - 1),
-                   " bytes of scales a row");
-    if (order != 0) text += concat(" and further tensors, order ", order);
+    const uint32_t metadata = header.word(OpHeader::kScaleBytes), order = metadata >> OpHeader::kMetadataBits;
+    text += concat(", quant ", name_of(field<Quant>(header, 16, 3)), ", ",
+                   metadata & ((1u << OpHeader::kMetadataBits) - 1), " bytes of scales a row");
+    if (order != 0) text += concat(" and extra tensors, order ", order);
   } else {
-    text += concat(", wire ", name_of(field<DType>(call, 24, 7)));
+    text += concat(", wire ", name_of(field<DType>(header, 24, 7)));
   }
   return text + ")";
 }
 
 ErrorKind kind_of(const Failure& failure) {
   switch (failure.code) {
-    case Failure::kOtherCall:
+    case Failure::kOtherOp:
       return ErrorKind::kMismatch;
     case Failure::kHandle:
       return ErrorKind::kInvalidArgument;
@@ -84,10 +84,10 @@ ErrorKind kind_of(const Failure& failure) {
 
 std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   const std::string kind =
-      concat(failure.is_ht ? "high-throughput " : "", failure.phase == Phase::kFlag     ? "exchange of flags"
+      concat(failure.is_ht ? "high-throughput " : "", failure.awaited == Awaited::kFlag ? "exchange of flags"
                                                       : failure.kind == Kind::kDispatch ? "dispatch"
                                                                                         : "combine");
-  if (failure.code == Failure::kOtherCall) {
+  if (failure.code == Failure::kOtherOp) {
     return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
                   describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs));
   }
@@ -99,7 +99,7 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   const std::string waited = failure.code == Failure::kInterrupted
                                  ? concat("rank ", rank, " was interrupted while it waited")
                                  : concat("rank ", rank, " waited ", timeout_seconds, " s");
-  std::string text = concat(waited, " for the ", name_of(failure.phase), " of rank ", failure.peer, " in ", kind, " ",
+  std::string text = concat(waited, " for the ", name_of(failure.awaited), " of rank ", failure.peer, " in ", kind, " ",
                             failure.epoch, " (expected ", failure.expected, ", saw ", failure.seen, ")");
   if (failure.missing != 0)
     text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));

@@ -9,9 +9,9 @@
 namespace ep {
 
 // What a rank waits for.
-enum class Phase : uint32_t {
+enum class Awaited : uint32_t {
   kNone = 0,
-  kCallRecord,
+  kOpHeader,
   kRouting,
   kWeights,
   kRows,
@@ -25,26 +25,26 @@ enum class Phase : uint32_t {
   kDone
 };
 
-inline const char* name_of(Phase phase) {
-  constexpr const char* kNames[] = {"nothing",    "call record",     "routing message",      "weights",
+inline const char* name_of(Awaited awaited) {
+  constexpr const char* kNames[] = {"nothing",    "op header",       "routing message",      "weights",
                                     "token rows", "partial sums",    "scalars of weights",   "arrival signal",
                                     "flag",       "rows to be read", "rows between domains", "end of reading"};
-  return kNames[static_cast<int>(phase)];
+  return kNames[static_cast<int>(awaited)];
 }
 
 // The first thing that went wrong. A buffer that has failed stays failed.
 struct Failure {
   // kHandle, of the CPU backend: its row `seen` of rank `peer`, which has `expected`, was found amid a call.
-  enum Code : uint32_t { kNone = 0, kTimeout, kOtherCall, kInterrupted, kHandle };
+  enum Code : uint32_t { kNone = 0, kTimeout, kOtherOp, kInterrupted, kHandle };
   uint32_t code = kNone;
   Kind kind = Kind::kDispatch;
-  Phase phase = Phase::kNone;
+  Awaited awaited = Awaited::kNone;
   int32_t peer = -1;
   uint64_t epoch = 0;
   uint64_t expected = 0;  // of the word waited for
   uint64_t seen = 0;
   uint64_t missing = 0;  // bit r: nothing of the call was heard from rank r (ranks below 64)
-  CallRecord mine, theirs;
+  OpHeader mine, theirs;
   uint32_t is_ht = 0;  // the epoch counts calls of high throughput
 };
 

@@ -19,10 +19,10 @@ void check_timeout(double seconds) {
            kMaxTimeoutSeconds);
 }
 
-const char* name_of(Kind kind, Half half) {
+const char* name_of(Kind kind, Phase phase) {
   constexpr const char* kNames[kNumKinds][3] = {{"dispatch", "dispatch send", "dispatch receive"},
                                                 {"combine", "combine send", "combine receive"}};
-  return kNames[static_cast<int>(kind)][static_cast<int>(half)];
+  return kNames[static_cast<int>(kind)][static_cast<int>(phase)];
 }
 
 }  // namespace
@@ -71,7 +71,7 @@ Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory mak
   agreement.add("the bytes of routing in a bank", config.sizes.tagged_bytes);
   agreement.add("the bytes of dispatched rows in a bank", config.sizes.row_bytes[0]);
   agreement.add("the bytes of combined rows in a bank", config.sizes.row_bytes[1]);
-  agreement.add("the words of a call of high throughput", config.ht_sizes.call_words);
+  agreement.add("the words of a call of high throughput", config.ht_sizes.message_words);
   agreement.add("the bytes of routes of high throughput", config.ht_sizes.slot_bytes);
   agreement.add("the bytes of rows of high throughput", config.ht_sizes.row_bytes);
   agreement.add("the bytes of the arena", config.ht_sizes.arena_bytes);
@@ -134,7 +134,7 @@ void Group::set_pdl(bool enabled) {
 
 void Group::require_usable() {
   EP_CHECK_USAGE(
-      !is_half_cleaned_,
+      !is_partly_cleaned_,
       "a rank did not come when masks were cleaned, and others may have cleaned theirs: destroy the buffer and "
       "make a new one");
   const std::shared_ptr<Backend> backend = this->backend();
@@ -152,11 +152,11 @@ void Group::require_usable() {
 
 Failure Group::failure_in_full(Backend& backend) const {
   Failure failure = backend.failure();
-  if (failure.code != Failure::kTimeout || failure.missing != 0 || failure.phase == Phase::kFlag) return failure;
-  CallRecord record;
+  if (failure.code != Failure::kTimeout || failure.missing != 0 || failure.awaited == Awaited::kFlag) return failure;
+  OpHeader record;
   for (int r = 0; r < std::min(num_ranks(), 64); r++) {
     const bool is_heard =
-        find_record(backend, r, static_cast<int>(failure.kind), failure.is_ht != 0, failure.epoch, record);
+        find_header(backend, r, static_cast<int>(failure.kind), failure.is_ht != 0, failure.epoch, record);
     if (r != rank_ && !is_heard) failure.missing |= 1ull << r;
   }
   return failure;
@@ -172,9 +172,9 @@ std::string Group::other_calls(Backend& backend, const Failure& failure) const {
       const uint64_t epochs[] = {report.epochs[kind] + 1, report.ht_epochs[kind] + 1};
       for (uint32_t is_ht : {0u, 1u}) {
         if (static_cast<Kind>(kind) == failure.kind && is_ht == failure.is_ht) continue;
-        if (is_ht ? window_.ht.call_words == 0 : has_unreceived_send_[kind]) continue;
-        CallRecord theirs;
-        if (find_record(backend, r, kind, is_ht != 0, epochs[is_ht], theirs)) {
+        if (is_ht ? window_.ht.message_words == 0 : has_unreceived_send_[kind]) continue;
+        OpHeader theirs;
+        if (find_header(backend, r, kind, is_ht != 0, epochs[is_ht], theirs)) {
           text += concat("; rank ", r, " called ", describe(theirs), " instead");
         }
       }
@@ -183,11 +183,11 @@ std::string Group::other_calls(Backend& backend, const Failure& failure) const {
   return text;
 }
 
-bool Group::find_record(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, CallRecord& record) const {
-  const uint64_t words = is_ht ? window_.ht.call_words : CallRecord::kWords;
-  const Offset records = is_ht ? window_.ht.calls[kind].offset : window_.kind[kind].records.offset;
+bool Group::find_header(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, OpHeader& record) const {
+  const uint64_t words = is_ht ? window_.ht.message_words : OpHeader::kWords;
+  const Offset records = is_ht ? window_.ht.calls[kind].offset : window_.kind[kind].headers.offset;
   const Offset at = records + (static_cast<Offset>(bank_of(epoch)) * num_ranks() + source) * words * sizeof(TaggedWord);
-  for (int i = 0; i < CallRecord::kWords; i++) {
+  for (int i = 0; i < OpHeader::kWords; i++) {
     const uint64_t word = backend.window_word(at + i * sizeof(TaggedWord));
     if (word >> 32 != tag_of(epoch)) return false;
     record.words[i] = static_cast<uint32_t>(word);
@@ -202,9 +202,9 @@ void Group::check() {
            " at token ", ids.token, ", k ", ids.k, "; they were taken as -1");
 }
 
-void Group::check_half(Kind kind, Half half, const char* call) const {
+void Group::check_phase(Kind kind, Phase phase, const char* call) const {
   const bool is_open = has_unreceived_send_[static_cast<int>(kind)];
-  if (half == Half::kReceive) {
+  if (phase == Phase::kRecv) {
     EP_CHECK_USAGE(is_open, call, ": nothing was sent that could be received");
   } else if (!testing::has_bug(testing::Bug::kSecondSend)) {
     EP_CHECK_USAGE(!is_open, call, " ", num_calls_[static_cast<int>(kind)],
@@ -213,10 +213,10 @@ void Group::check_half(Kind kind, Half half, const char* call) const {
 }
 
 // Only of a call that the backend has taken: one that it refuses neither opens nor closes a half.
-void Group::note_half(Kind kind, Half half) {
-  if (half != Half::kReceive) num_calls_[static_cast<int>(kind)]++;
-  has_unreceived_send_[static_cast<int>(kind)] = half == Half::kSend;
-  if (half == Half::kSend) calls_.staged++;
+void Group::note_phase(Kind kind, Phase phase) {
+  if (phase != Phase::kRecv) num_calls_[static_cast<int>(kind)]++;
+  has_unreceived_send_[static_cast<int>(kind)] = phase == Phase::kSend;
+  if (phase == Phase::kSend) calls_.split++;
 }
 
 Shape Group::own_shape(const Shape& shape) const {
@@ -243,8 +243,8 @@ void Group::prepare(LlDispatchParams& p) {
   p.row.scale_bytes = static_cast<int>(scale_bytes);
   p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
   p.layout = LlLayout::make(window_, Kind::kDispatch, p.shape, p.row);
-  p.call = record_of(pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype), p.hidden, p.shape,
-                     p.row.scale_bytes, p.num_tokens);
+  p.header = header_of(pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype), p.hidden, p.shape,
+                       p.row.scale_bytes, p.num_tokens);
 }
 
 void Group::check_opaque_rows(const Shape& shape, int64_t row_bytes) const {
@@ -254,11 +254,11 @@ void Group::check_opaque_rows(const Shape& shape, int64_t row_bytes) const {
 
 void Group::dispatch(LlDispatchParams& p, void* stream) {
   prepare(p);
-  check_half(Kind::kDispatch, p.half, "dispatch");
-  Range range(config_.name, name_of(Kind::kDispatch, p.half), call_number(Kind::kDispatch, p.half));
+  check_phase(Kind::kDispatch, p.phase, "dispatch");
+  Range range(config_.name, name_of(Kind::kDispatch, p.phase), call_number(Kind::kDispatch, p.phase));
   backend()->dispatch(p, stream);
-  note_half(Kind::kDispatch, p.half);
-  if (sends(p.half)) calls_.dispatch++;
+  note_phase(Kind::kDispatch, p.phase);
+  if (sends(p.phase)) calls_.dispatch++;
 }
 
 void Group::combine(LlCombineParams& p, void* stream) {
@@ -268,24 +268,24 @@ void Group::combine(LlCombineParams& p, void* stream) {
   p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
   p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, p.row);
   const Operation operation = p.weighting == Weighting::kHome ? Operation::kCombineWeighted : Operation::kCombine;
-  p.call =
-      record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
-  check_half(Kind::kCombine, p.half, "combine");
-  Range range(config_.name, name_of(Kind::kCombine, p.half), call_number(Kind::kCombine, p.half));
+  p.header =
+      header_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
+  check_phase(Kind::kCombine, p.phase, "combine");
+  Range range(config_.name, name_of(Kind::kCombine, p.phase), call_number(Kind::kCombine, p.phase));
   backend()->combine(p, stream);
-  note_half(Kind::kCombine, p.half);
-  if (sends(p.half)) calls_.combine++;
+  note_phase(Kind::kCombine, p.phase);
+  if (sends(p.phase)) calls_.combine++;
 }
 
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   begin(p);
   p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, RowFormat{});
-  p.call = record_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape, 0,
-                     p.num_tokens);
-  check_half(Kind::kCombine, Half::kBoth, "combine");
-  Range range(config_.name, "combine_weights", call_number(Kind::kCombine, Half::kBoth));
+  p.header = header_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape,
+                       0, p.num_tokens);
+  check_phase(Kind::kCombine, Phase::kFused, "combine");
+  Range range(config_.name, "combine_weights", call_number(Kind::kCombine, Phase::kFused));
   backend()->combine_weights(p, stream);
-  note_half(Kind::kCombine, Half::kBoth);
+  note_phase(Kind::kCombine, Phase::kFused);
   calls_.combine_weights++;
 }
 
@@ -299,11 +299,11 @@ void Group::floor_push(LlFloorPushParams& p, int64_t row_bytes, void* stream) {
   check_row_bytes(row_bytes, "a row");
   p.row = RowFormat{static_cast<int>(row_bytes), 0, false};
   p.layout = LlLayout::make(window_, p.kind, p.shape, p.row);
-  p.call = record_of(pack_operation(Operation::kFloorPush, DType::kOpaque8, Quant::kNone, DType::kOpaque8),
-                     p.row.payload_bytes, p.shape, 0, p.num_tokens);
-  check_half(p.kind, Half::kBoth, p.kind == Kind::kDispatch ? "dispatch" : "combine");
+  p.header = header_of(pack_operation(Operation::kFloorPush, DType::kOpaque8, Quant::kNone, DType::kOpaque8),
+                       p.row.payload_bytes, p.shape, 0, p.num_tokens);
+  check_phase(p.kind, Phase::kFused, p.kind == Kind::kDispatch ? "dispatch" : "combine");
   backend()->floor_push(p, stream);
-  note_half(p.kind, Half::kBoth);
+  note_phase(p.kind, Phase::kFused);
 }
 
 }  // namespace ep

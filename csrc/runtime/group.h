@@ -29,7 +29,7 @@ struct GroupConfig {
 
 // Operations that the host has asked for; replays of graphs are not among them. `staged`: of dispatch and combine.
 struct Calls {
-  uint64_t dispatch = 0, combine = 0, combine_weights = 0, staged = 0;
+  uint64_t dispatch = 0, combine = 0, combine_weights = 0, split = 0;
 };
 
 // Bytes of a bank for operations up to these sizes.
@@ -60,7 +60,7 @@ class Group {
   // Throws kInvalidUsage after destroy(). Whoever holds it may be in a call while another thread destroys the group.
   std::shared_ptr<Backend> backend() const;
 
-  // Fill in what follows from the rest (layout, row format, call record), check, run. `prepare` stops before the run.
+  // Fill in what follows from the rest (layout, row format, op header), check, run. `prepare` stops before the run.
   void prepare(LlDispatchParams& params);
   // Refuses rows of so many bytes, which no operation reads as numbers, if a dispatch could not send them.
   void check_opaque_rows(const Shape& shape, int64_t row_bytes) const;
@@ -100,16 +100,16 @@ class Group {
   template <class Params>
   void begin(Params& p);  // what every operation of low latency checks first
   void require_ht();
-  void check_half(Kind kind, Half half, const char* call) const;
+  void check_phase(Kind kind, Phase phase, const char* call) const;
   // With the ranks that nothing was heard of, which a kernel does not look for.
   Failure failure_in_full(Backend& backend) const;
   // Of a call that some ranks did not come to: what those have called in its place, as far as it has been heard here.
   std::string other_calls(Backend& backend, const Failure& failure) const;
-  bool find_record(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, CallRecord& record) const;
-  void note_half(Kind kind, Half half);
+  bool find_header(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, OpHeader& record) const;
+  void note_phase(Kind kind, Phase phase);
   // Of the call that comes, or, for a receiving half, of the one that was sent.
-  uint64_t call_number(Kind kind, Half half) const {
-    return num_calls_[static_cast<int>(kind)] + (half == Half::kReceive ? 0 : 1);
+  uint64_t call_number(Kind kind, Phase phase) const {
+    return num_calls_[static_cast<int>(kind)] + (phase == Phase::kRecv ? 0 : 1);
   }
 
   int rank_;
@@ -121,7 +121,7 @@ class Group {
   mutable std::mutex mutex_;  // of the pointer
   std::shared_ptr<Backend> backend_;
   bool has_unreceived_send_[kNumKinds] = {false, false};
-  bool is_half_cleaned_ = false;  // masks are cleaned, or were by some ranks and not by others
+  bool is_partly_cleaned_ = false;  // masks are cleaned, or were by some ranks and not by others
   uint64_t num_calls_[kNumKinds] = {0, 0};
   uint64_t num_ht_calls_[kNumKinds] = {0, 0};
   Calls calls_;
@@ -130,6 +130,6 @@ class Group {
 // The sentence that tells what ended a buffer.
 std::string describe(const Failure& failure, int rank, double timeout_seconds);
 ErrorKind kind_of(const Failure& failure);
-std::string describe(const CallRecord& call);
+std::string describe(const OpHeader& header);
 
 }  // namespace ep

@@ -84,11 +84,11 @@ static ncclEpTensor_t forward(ncclEpGroup_t group, const Rank* me, const Tokens*
   ncclEpDispatchOutputs_t outputs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   inputs.tokens = &x;
   inputs.topk_weights = &topk_weights;
-  inputs.further[0] = &origin; /* a second tensor, which goes where the rows go */
+  inputs.extra[0] = &origin; /* a second tensor, which goes where the rows go */
   outputs.tokens = &layer->rows;
   outputs.topk_weights = &layer->row_weights;
   outputs.row_expert = &layer->row_expert;
-  outputs.further[0] = &layer->origin;
+  outputs.extra[0] = &layer->origin;
   CHECK(ncclEpDispatchShapes(layer->handle, &inputs, NULL, &outputs));
   allocate_shared(group, &layer->rows);
   allocate_shared(group, &layer->row_weights);

@@ -172,7 +172,7 @@ def make_lanes(world: World, op: Call, gemm: Call, chain: int, num_sms: int, par
     return StreamLanes(world, op, gemm, chain, num_sms, partition)
 
 
-class StagedTimer:
+class SplitTimer:
     """Times of one call, of many in a graph; on CPU ranks of one by one."""
 
     def __init__(self, world: World, chain: int, iterations: int) -> None:

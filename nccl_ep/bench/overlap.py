@@ -23,7 +23,7 @@ from nccl_ep import Buffer, combine_send, dispatch_send
 from nccl_ep.handle import LAYOUTS
 
 from . import records
-from .lanes import Lanes, StagedTimer, make_lanes
+from .lanes import Lanes, SplitTimer, make_lanes
 from .operations import Call, native_operations
 from .options import common_parser, ints, parse_device, set_defaults, words
 from .records import Record
@@ -142,7 +142,7 @@ class Overlap:
                 self._measure_fused("spin", spin_call(world.device), gemm, num_sms, options.partition[0])
             whole = world.together(partial(native_operations, shape, buffer, given, checked, 0))
             for op in OPS:
-                self._measure_staged(op, whole.in_graph(op), self._sender(op, buffer, given, checked), between)
+                self._measure_split(op, whole.in_graph(op), self._sender(op, buffer, given, checked), between)
             world.together(buffer.check)
         finally:
             buffer.destroy()
@@ -199,7 +199,7 @@ class Overlap:
             samples = [pair[0 if system == "nccl_ep" else 1] for pair in sample(ops, gemms)]
             return self._slowest(samples, system=system, figure=figure, **fields)
 
-        def run_beside(chains: int, gemms: int, system: str) -> float:
+        def run_on_comm_stream(chains: int, gemms: int, system: str) -> float:
             """The timed lane's figure, of samples in which the other one was busy until it was done.
 
             CPU ranks share cores with whatever else runs there, and their figures mean nothing: the last try counts.
@@ -222,19 +222,19 @@ class Overlap:
         gemm_alone = run(0, 4, "gemm", "alone")
         world.together(lambda: lanes.widen(False))
         chain_us = op_alone * self.chain
-        op_beside = run_beside(4, math.ceil(_LONGER * 4 * chain_us / on_rest) + 1, "nccl_ep")
-        gemm_beside = run_beside(math.ceil(_LONGER * 2 * on_rest / chain_us) + 1, 2, "gemm")
+        op_overlapped = run_on_comm_stream(4, math.ceil(_LONGER * 4 * chain_us / on_rest) + 1, "nccl_ep")
+        gemm_overlapped = run_on_comm_stream(math.ceil(_LONGER * 2 * on_rest / chain_us) + 1, 2, "gemm")
         ratio = {"unit": "x", **fields}
-        self._record(system="nccl_ep", figure="slowdown", value=round(op_beside / op_alone, 3), **ratio)
+        self._record(system="nccl_ep", figure="slowdown", value=round(op_overlapped / op_alone, 3), **ratio)
         if lanes.num_sms:  # those of the device
-            share = over_share(gemm_beside, gemm_alone, lanes.num_sms, num_sms)
+            share = over_share(gemm_overlapped, gemm_alone, lanes.num_sms, num_sms)
             self._record(system="gemm", figure="share", value=round(share, 3), **ratio)
 
     # ---- One after the other, in halves
 
-    def _measure_staged(self, op: str, whole: Call, send: Callable[[], Any], gemm: Call) -> None:
+    def _measure_split(self, op: str, whole: Call, send: Callable[[], Any], gemm: Call) -> None:
         def body() -> None:
-            timer = StagedTimer(self.world, self.chain, self.options.iterations)
+            timer = SplitTimer(self.world, self.chain, self.options.iterations)
 
             def staged(between: Call | None) -> None:
                 pending = send()

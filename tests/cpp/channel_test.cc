@@ -73,13 +73,13 @@ TEST(Channel, TakingARowEmptiesItsSlot) {
         Channel channel(transport, state, Kind::kDispatch, layout, {});
         std::vector<uint32_t> row(words);
         for (int i = 0; i < words; i++) row[i] = 1000 * words + i;
-        for (int p = 0; p < 2; p++) channel.send_record(p);
+        for (int p = 0; p < 2; p++) channel.send_header(p);
         channel.send_row(peer, 3, row.data(), words);
         channel.close_stage();
         channel.await_arrivals();
-        channel.await_calls();
+        channel.await_headers();
         std::vector<uint32_t> taken(words);
-        channel.take_row(peer, 3, Phase::kRows, taken.data(), words);
+        channel.take_row(peer, 3, Awaited::kRows, taken.data(), words);
         require(taken == row, concat("row of ", words, " words"));
         uint32_t slot[kRowWords];
         std::memcpy(slot, transport.local_window() + layout.row(channel.bank(), peer, 3), sizeof slot);
@@ -99,13 +99,13 @@ TEST(Channel, ATimeoutNamesWhatIsMissing) {
   on_two_ranks(2, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlLayout& layout) {
     state.timeout_seconds = 0.2;
     Channel channel(transport, state, Kind::kDispatch, layout, {});
-    for (int p = 0; p < 2; p++) channel.send_record(p);
+    for (int p = 0; p < 2; p++) channel.send_header(p);
     channel.close_stage();
     bootstrap.allgather("sent");  // what is there is taken, whether the deadline has passed or not
-    channel.await_calls();
+    channel.await_headers();
     const int peer = 1 - bootstrap.rank();
     uint32_t words[kRowWords];
-    const std::string error = error_of([&] { channel.take_row(peer, 5, Phase::kRows, words, kRowWords); });
+    const std::string error = error_of([&] { channel.take_row(peer, 5, Awaited::kRows, words, kRowWords); });
     require(error == concat("rank ", bootstrap.rank(), " waited 0.2 s for the token rows of rank ", peer,
                             " in dispatch 1 (expected 5, saw 0)"),
             error);

@@ -35,9 +35,9 @@ class Call {
     info_.assign(dispatch_.output.info_size(), 77);
   }
 
-  void dispatch(Group& group, Half half = Half::kBoth) {
+  void dispatch(Group& group, Phase phase = Phase::kFused) {
     LlDispatchParams p = dispatch_;
-    p.half = half;
+    p.phase = phase;
     p.x = x_.data();
     p.topk_idx = ids_.data();
     p.out_x = rows_.data();
@@ -45,7 +45,7 @@ class Call {
     p.info = info_.data();
     group.dispatch(p, nullptr);
   }
-  void combine(Group& group, Weighting weighting = Weighting::kNone, Half half = Half::kBoth) {
+  void combine(Group& group, Weighting weighting = Weighting::kNone, Phase phase = Phase::kFused) {
     LlCombineParams p;
     p.shape = dispatch_.shape;
     p.dtype = p.wire_dtype = p.out_dtype = DType::kF32;
@@ -58,7 +58,7 @@ class Call {
     p.home_weights = home_weights_.data();
     p.num_tokens = 2;
     p.out = sums_.data();
-    p.half = half;
+    p.phase = phase;
     group.combine(p, nullptr);
   }
   LlDispatchParams& params() { return dispatch_; }
@@ -193,13 +193,13 @@ TEST_P(Failures, SilentBeforeCombine) {
 TEST_P(Failures, SilentBeforeWeightedCombine) {
   const auto dispatch = [](Group& group, Call& call) { call.dispatch(group); };
   miss(dispatch, dispatch, [](Group& group, Call& call, double deadline) {
-    require_missed(group, deadline, "combine 2", [&] { call.combine(group, Weighting::kHome, Half::kSend); });
+    require_missed(group, deadline, "combine 2", [&] { call.combine(group, Weighting::kHome, Phase::kSend); });
   });
 }
 
 // A rank that sends and then never reads: the others finish that call, and miss it in the next.
 TEST_P(Failures, SilentAfterItsSend) {
-  miss([](Group& group, Call& call) { call.dispatch(group, Half::kSend); },
+  miss([](Group& group, Call& call) { call.dispatch(group, Phase::kSend); },
        [](Group& group, Call& call) {
          call.dispatch(group);
          require(call.info()[0] == 8, "the call that was sent is complete");
@@ -263,13 +263,13 @@ TEST(Refusals, LeaveTheGroupUsable) {
             }
             Call good(2);
             if (bootstrap.rank() == 0) {
-              const std::string error = error_of([&] { good.dispatch(*group, Half::kReceive); });
+              const std::string error = error_of([&] { good.dispatch(*group, Phase::kRecv); });
               require(error == "dispatch: nothing was sent that could be received", error);
             }
-            good.dispatch(*group, Half::kSend);
+            good.dispatch(*group, Phase::kSend);
             const std::string second = error_of([&] { good.dispatch(*group); });
             require(second.find("dispatch 1 was sent and has not been received") == 0, second);
-            good.dispatch(*group, Half::kReceive);
+            good.dispatch(*group, Phase::kRecv);
             good.combine(*group);
             require(good.info()[0] == 4, "counts");
             group->destroy();

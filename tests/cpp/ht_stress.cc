@@ -49,12 +49,12 @@ class HtTrip : public Trip {
     route_.assign(sizes.route_size(), 0x55555555);
     if (is_exact_) {
       std::vector<int64_t> received(2 + output_.local_experts, -1);
-      p.steps = HtSteps::kRoute;
+      p.variant = HtVariant::kRoute;
       p.output.capacity = INT32_MAX;
       p.host_sizes = received.data();
       p.handle = HtHandlePtrs::of(route_.data(), nullptr, sizes);
       group_.dispatch(p, nullptr);
-      p.steps = HtSteps::kSend;
+      p.variant = HtVariant::kSend;
       const int64_t needed = expected_[rank_].starts.back();
       require(received[0] == needed, round_, received[0], " rows are to come, not ", needed);
       p.output.capacity = received[0];
@@ -75,7 +75,7 @@ class HtTrip : public Trip {
     x_.clear(), scales_.clear(), ids_.clear(), weights_.clear();
     fill_inputs();
     HtDispatchParams p = params();
-    p.steps = HtSteps::kCached;
+    p.variant = HtVariant::kCached;
     p.handle = handle();
     p.output = output_;
     rows_out_ = Block::make(group_, round_.output.rows() * round_.row_words * 4, coin(11));

@@ -21,24 +21,24 @@ class LlTrip : public Trip {
     handle_ptrs_ = HandlePtrs::of(handle_.data(), sizes);
   }
 
-  void dispatch(Half half) {
-    if (sends(half)) fill_inputs();
+  void dispatch(Phase phase) {
+    if (sends(phase)) fill_inputs();
     LlDispatchParams p = dispatch_params();
-    p.half = half;
-    if (receives(half)) allocate_outputs(p);
+    p.phase = phase;
+    if (receives(phase)) allocate_outputs(p);
     group_.dispatch(p, nullptr);
-    if (sends(half)) spoil_inputs();
-    if (receives(half)) check_dispatch(out_x_.data(), out_scales_.data());
+    if (sends(phase)) spoil_inputs();
+    if (receives(phase)) check_dispatch(out_x_.data(), out_scales_.data());
   }
 
-  void combine(Half half) {
-    if (sends(half)) {
+  void combine(Phase phase) {
+    if (sends(phase)) {
       rows_.resize(round_.output.rows() * round_.hidden);
       fill_rows(rows_.data());
     }
     LlCombineParams p;
     p.shape = round_.shape;
-    p.half = half;
+    p.phase = phase;
     p.dtype = p.wire_dtype = p.out_dtype = DType::kF32;
     p.hidden = round_.hidden;
     p.rows = rows_.data();
@@ -48,14 +48,14 @@ class LlTrip : public Trip {
     p.home_weights = weights_.data();
     p.home_topk_idx = ids_.data();
     p.num_tokens = num_tokens_;
-    if (receives(half)) sums_.assign(static_cast<size_t>(num_tokens_) * round_.hidden, -12345.0f);
+    if (receives(phase)) sums_.assign(static_cast<size_t>(num_tokens_) * round_.hidden, -12345.0f);
     p.out = sums_.data();
     group_.combine(p, nullptr);
-    if (sends(half)) {
+    if (sends(phase)) {
       rows_.assign(rows_.size(), 99999.0f);
       weights_.assign(weights_.size(), 99999.0f);
     }
-    if (receives(half)) check_combine();
+    if (receives(phase)) check_combine();
   }
 
   void combine_weights() {
@@ -117,7 +117,7 @@ class LlTrip : public Trip {
 void require_refused_send(Group& group, const Round& round, const Round& other) {
   LlTrip trip(group, other);
   try {
-    trip.dispatch(Half::kSend);
+    trip.dispatch(Phase::kSend);
   } catch (const Error& error) {
     require(error.kind() == ErrorKind::kInvalidUsage, round, "a second send fails with: ", error.what());
     return;
@@ -132,9 +132,9 @@ void run_in_row(Group& group, const StressConfig& config) {
     for (int i = 0; i < kHandles; i++) {
       trips.push_back(
           std::make_unique<LlTrip>(group, Round::make(config.seed, first + i, config.num_ranks, config.same_shape)));
-      trips.back()->dispatch(Half::kBoth);
+      trips.back()->dispatch(Phase::kFused);
     }
-    for (const auto& trip : trips) trip->combine(Half::kBoth);
+    for (const auto& trip : trips) trip->combine(Phase::kFused);
     for (const auto& trip : trips) {
       if (trip->round().sends_scalars) trip->combine_weights();
     }
@@ -147,27 +147,27 @@ void run_rounds(Group& group, const StressConfig& config) {
     return std::make_unique<LlTrip>(group, Round::make(config.seed, index, config.num_ranks, config.same_shape));
   };
   std::unique_ptr<LlTrip> next = begin(0);
-  if (config.mode == Mode::kPipelined) next->dispatch(Half::kBoth);
+  if (config.mode == Mode::kPipelined) next->dispatch(Phase::kFused);
   for (int index = 0; index < config.rounds; index++) {
     std::unique_ptr<LlTrip> trip = std::move(next);
     next = begin(index + 1);
     switch (config.mode) {
       case Mode::kFused:
-        trip->dispatch(Half::kBoth);
-        trip->combine(Half::kBoth);
+        trip->dispatch(Phase::kFused);
+        trip->combine(Phase::kFused);
         break;
       case Mode::kStaged:
-        trip->dispatch(Half::kSend);
+        trip->dispatch(Phase::kSend);
         if (config.tries_second_send) require_refused_send(group, trip->round(), next->round());
-        trip->dispatch(Half::kReceive);
-        trip->combine(Half::kSend);
-        trip->combine(Half::kReceive);
+        trip->dispatch(Phase::kRecv);
+        trip->combine(Phase::kSend);
+        trip->combine(Phase::kRecv);
         break;
       case Mode::kPipelined:
-        next->dispatch(Half::kSend);
-        trip->combine(Half::kSend);
-        next->dispatch(Half::kReceive);
-        trip->combine(Half::kReceive);
+        next->dispatch(Phase::kSend);
+        trip->combine(Phase::kSend);
+        next->dispatch(Phase::kRecv);
+        trip->combine(Phase::kRecv);
         break;
       case Mode::kInRow:
         break;  // see run_in_row
@@ -180,8 +180,8 @@ void run_rounds(Group& group, const StressConfig& config) {
 
 void run_ll_round(Group& group, const Round& round) {
   LlTrip trip(group, round);
-  trip.dispatch(Half::kBoth);
-  trip.combine(Half::kBoth);
+  trip.dispatch(Phase::kFused);
+  trip.combine(Phase::kFused);
 }
 
 void run_stress_rank(Bootstrap& bootstrap, const StressConfig& config) {

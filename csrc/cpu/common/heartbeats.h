@@ -11,21 +11,21 @@
 
 namespace ep {
 
-class SignsOfLife {
+class Heartbeats {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
   // Called by who waits: now and then gives a sign to all, and takes note of theirs.
-  void exchange(Transport& transport, Offset signs_at, Time now, double timeout_seconds) {
-    if (now < given_at_ + std::chrono::duration<double>(timeout_seconds / kSignsOfDeadline)) return;
+  void exchange(Transport& transport, Offset heartbeats_at, Time now, double timeout_seconds) {
+    if (now < given_at_ + std::chrono::duration<double>(timeout_seconds / kHeartbeatsPerDeadline)) return;
     given_at_ = now;
     own_++;
-    const auto sign_of = [&](int rank, int source) {
-      return atomic_tagged(transport.peer_ptr(rank, signs_at + source * sizeof(uint64_t)));
+    const auto heartbeat_of = [&](int rank, int source) {
+      return atomic_tagged(transport.peer_ptr(rank, heartbeats_at + source * sizeof(uint64_t)));
     };
     for (int rank = 0; rank < transport.topology().num_ranks; rank++) {
-      sign_of(rank, transport.rank()).store(own_, std::memory_order_relaxed);
-      const uint64_t sign = sign_of(transport.rank(), rank).load(std::memory_order_relaxed);
+      heartbeat_of(rank, transport.rank()).store(own_, std::memory_order_relaxed);
+      const uint64_t sign = heartbeat_of(transport.rank(), rank).load(std::memory_order_relaxed);
       if (sign != seen_[rank]) seen_at_[rank] = now;
       seen_[rank] = sign;
     }

@@ -44,7 +44,7 @@ class Deadline {
 
   // Too late to wait for who has given a sign of life at `lived_at`.
   bool is_late(Clock::time_point now, Clock::time_point lived_at) const {
-    return now > end_ && (now > lived_at + length_ || now > end_ + rounded((kMostDeadlines - 1) * length_));
+    return now > end_ && (now > lived_at + length_ || now > end_ + rounded((kMaxDeadlines - 1) * length_));
   }
 
  private:

@@ -8,12 +8,12 @@
 
 namespace ep {
 
-HtChannel::HtChannel(Transport& transport, CpuState& state, Kind kind, const HtLayout& layout, const CallRecord& call)
+HtChannel::HtChannel(Transport& transport, CpuState& state, Kind kind, const HtLayout& layout, const OpHeader& header)
     : transport_(transport),
       state_(state),
       kind_(kind),
       layout_(layout),
-      call_(call),
+      header_(header),
       epoch_(state.ht_epoch[static_cast<int>(kind)] + 1),
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
@@ -26,19 +26,19 @@ HtChannel::~HtChannel() {
 
 // ---- Call messages
 
-void HtChannel::send_calls(const std::vector<uint32_t>& words) {
-  testing::delay(testing::Point::kBeforeRecord, rank());
-  for (int i = 0; i < CallRecord::kWords; i++) sent_.push_back({call_.word(i), tag_});
+void HtChannel::send_messages(const std::vector<uint32_t>& words) {
+  testing::delay(testing::Point::kBeforeHeader, rank());
+  for (int i = 0; i < OpHeader::kWords; i++) sent_.push_back({header_.word(i), tag_});
   for (uint32_t word : words) sent_.push_back({word, tag_});
   const uint64_t bytes = sent_.size() * sizeof(TaggedWord);
-  const Offset offset = layout_.call_word(bank_, rank(), 0);
+  const Offset offset = layout_.message_word(bank_, rank(), 0);
   for (int step = 0; step < num_ranks(); step++) {
     const int peer = (rank() + step) % num_ranks();
     note_other(peer, bytes);
     char* target = transport_.peer_ptr(peer, offset);
     if (target == nullptr) {
       transport_.put(peer, offset, sent_.data(), bytes);
-      signal(peer, call_signal());
+      signal(peer, message_signal());
       continue;
     }
     // Release: whoever sees this call's words may write to the window, and this rank has read all of its last call.
@@ -46,38 +46,38 @@ void HtChannel::send_calls(const std::vector<uint32_t>& words) {
       atomic_tagged(target + i * sizeof(TaggedWord)).store(pack(sent_[i]), std::memory_order_release);
     }
   }
-  if (num_domains() > 1) state_.ht_sent[static_cast<int>(call_signal())] = epoch_;
-  testing::delay(testing::Point::kAfterRecord, rank());
+  if (num_domains() > 1) state_.ht_sent[static_cast<int>(message_signal())] = epoch_;
+  testing::delay(testing::Point::kAfterHeader, rank());
 }
 
-void HtChannel::await_calls(int count) {
+void HtChannel::await_headers(int count) {
   for (int source = 0; source < num_ranks(); source++) {
     const bool is_lsa = topology().is_lsa(rank(), source);
-    if (!is_lsa) await_signal(call_signal(), source, Phase::kArrivalSignal);
+    if (!is_lsa) await_signal(message_signal(), source, Awaited::kArrivalSignal);
     std::vector<uint32_t>& words = messages_[source];
-    words.resize(CallRecord::kWords + count);
+    words.resize(OpHeader::kWords + count);
     const auto take = [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; i++) {
-        char* address = local(layout_.call_word(bank_, source, static_cast<int>(i)));
+        char* address = local(layout_.message_word(bank_, source, static_cast<int>(i)));
         uint64_t word = 0;
         const Deadline::End end = deadline_.wait_until([&] {
           word = atomic_tagged(address).load(std::memory_order_acquire);
           return word >> 32 == tag_;
         });
-        const Phase phase = i < CallRecord::kWords ? Phase::kCallRecord : Phase::kRouting;
-        if (end != Deadline::End::kReady) give_up(end, phase, source, tag_, word >> 32);
+        const Awaited awaited = i < OpHeader::kWords ? Awaited::kOpHeader : Awaited::kRouting;
+        if (end != Deadline::End::kReady) give_up(end, awaited, source, tag_, word >> 32);
         words[i] = static_cast<uint32_t>(word);
       }
     };
-    take(0, CallRecord::kWords);  // another call may have fewer words
-    CallRecord theirs;
-    std::copy(words.begin(), words.begin() + CallRecord::kWords, theirs.words);
-    for (int i = 0; i < CallRecord::kComparedWords; i++) {
-      if (theirs.word(i) == call_.word(i)) continue;
-      state_.failure = {Failure::kOtherCall, kind_, Phase::kCallRecord, source, epoch_, 0, 0, 0, call_, theirs, 1};
+    take(0, OpHeader::kWords);  // another call may have fewer words
+    OpHeader theirs;
+    std::copy(words.begin(), words.begin() + OpHeader::kWords, theirs.words);
+    for (int i = 0; i < OpHeader::kComparedWords; i++) {
+      if (theirs.word(i) == header_.word(i)) continue;
+      state_.failure = {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1};
       raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
     }
-    take(CallRecord::kWords, words.size());
+    take(OpHeader::kWords, words.size());
   }
 }
 
@@ -105,13 +105,13 @@ void HtChannel::signal_rail(HtSignal which) {
   state_.ht_sent[static_cast<int>(which)] = epoch_;
 }
 
-void HtChannel::await_domain(HtSignal which, Phase phase) {
-  for (int step = 0; step < topology().domain_size; step++) await_signal(which, lsa_peer(step), phase);
+void HtChannel::await_domain(HtSignal which, Awaited awaited) {
+  for (int step = 0; step < topology().domain_size; step++) await_signal(which, lsa_peer(step), awaited);
 }
 
-void HtChannel::await_rail(HtSignal which, Phase phase) {
+void HtChannel::await_rail(HtSignal which, Awaited awaited) {
   for (int other = 0; other < num_domains(); other++) {
-    if (other != domain()) await_signal(which, layout_.rail_peer(rank(), other), phase);
+    if (other != domain()) await_signal(which, layout_.rail_peer(rank(), other), awaited);
   }
 }
 
@@ -119,23 +119,23 @@ uint64_t HtChannel::seen_signal(HtSignal which, int source) const {
   return transport_.signal(layout_.signal(which, source));
 }
 
-void HtChannel::await_signal(HtSignal which, int source, Phase phase) {
+void HtChannel::await_signal(HtSignal which, int source, Awaited awaited) {
   const auto has_come = [&] { return seen_signal(which, source) >= epoch_; };
   const Deadline::End end = deadline_.wait_until(has_come);
-  if (end != Deadline::End::kReady) give_up(end, phase, source, epoch_, seen_signal(which, source));
+  if (end != Deadline::End::kReady) give_up(end, awaited, source, epoch_, seen_signal(which, source));
 }
 
 // What has come over a network must not be looked at before its signal.
 bool HtChannel::has_heard(int source) const {
-  if (!topology().is_lsa(rank(), source)) return seen_signal(call_signal(), source) >= epoch_;
-  char* record = local(layout_.call_word(bank_, source, 0));
+  if (!topology().is_lsa(rank(), source)) return seen_signal(message_signal(), source) >= epoch_;
+  char* record = local(layout_.message_word(bank_, source, 0));
   return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
 }
 
-void HtChannel::give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen) {
+void HtChannel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
   Failure& failure = state_.failure;
   const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
-  failure = {code, kind_, phase, source, epoch_, expected, seen, 0, call_, {}, 1};
+  failure = {code, kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 1};
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
@@ -144,8 +144,8 @@ void HtChannel::give_up(Deadline::End end, Phase phase, int source, uint64_t exp
 
 void HtChannel::check_row(int peer, int64_t row, uint64_t rows) {
   if (static_cast<uint64_t>(row) < rows) return;
-  state_.failure = {Failure::kHandle,           kind_, Phase::kNone, peer, epoch_, rows,
-                    static_cast<uint64_t>(row), 0,     call_,        {},   1};
+  state_.failure = {Failure::kHandle,           kind_, Awaited::kNone, peer, epoch_, rows,
+                    static_cast<uint64_t>(row), 0,     header_,        {},   1};
   raise(kind_of(state_.failure), describe(state_.failure, rank(), state_.timeout_seconds));
 }
 

@@ -15,7 +15,7 @@ namespace ep {
 
 class HtChannel {
  public:
-  HtChannel(Transport& transport, CpuState& state, Kind kind, const HtLayout& layout, const CallRecord& call);
+  HtChannel(Transport& transport, CpuState& state, Kind kind, const HtLayout& layout, const OpHeader& header);
   ~HtChannel();  // a call that fails halfway leaves puts behind, which read their sources
   HtChannel(const HtChannel&) = delete;
   HtChannel& operator=(const HtChannel&) = delete;
@@ -32,12 +32,12 @@ class HtChannel {
     return domain() * size + (topology().lsa_rank(rank()) + step) % size;
   }
 
-  // The call message: the record and `words` from HtCall::kLayout on, to every rank.
-  void send_calls(const std::vector<uint32_t>& words);
+  // The call message: the record and `words` from HtMessage::kLayout on, to every rank.
+  void send_messages(const std::vector<uint32_t>& words);
   // Waits for the messages of all ranks, `count` words beside the record each, and compares the records.
-  void await_calls(int count);
-  uint32_t call_word(int source, int index) const { return messages_[source][index]; }
-  int num_tokens(int source) const { return static_cast<int>(call_word(source, CallRecord::kNumTokens)); }
+  void await_headers(int count);
+  uint32_t message_word(int source, int index) const { return messages_[source][index]; }
+  int num_tokens(int source) const { return static_cast<int>(message_word(source, OpHeader::kNumTokens)); }
 
   uint64_t window_bytes() const { return transport_.window_bytes(); }                    // of every rank
   char* at(int peer, Offset offset) const { return transport_.peer_ptr(peer, offset); }  // of the own domain
@@ -47,10 +47,10 @@ class HtChannel {
 
   // To every rank of the own domain, and from each of them.
   void signal_domain(HtSignal signal);
-  void await_domain(HtSignal signal, Phase phase);
+  void await_domain(HtSignal signal, Awaited awaited);
   // To the rail peers, one in each other domain, and from each of them.
   void signal_rail(HtSignal signal);
-  void await_rail(HtSignal signal, Phase phase);
+  void await_rail(HtSignal signal, Awaited awaited);
 
   // A row that the handle names lies at the peer. Throws kInvalidArgument, and the buffer has failed.
   void check_row(int peer, int64_t row, uint64_t rows);
@@ -63,17 +63,19 @@ class HtChannel {
 
  private:
   void signal(int peer, HtSignal signal);
-  void await_signal(HtSignal signal, int source, Phase phase);
+  void await_signal(HtSignal signal, int source, Awaited awaited);
   uint64_t seen_signal(HtSignal signal, int source) const;
   bool has_heard(int source) const;
-  HtSignal call_signal() const { return kind_ == Kind::kDispatch ? HtSignal::kDispatchCall : HtSignal::kCombineCall; }
-  [[noreturn]] void give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen);
+  HtSignal message_signal() const {
+    return kind_ == Kind::kDispatch ? HtSignal::kDispatchMessage : HtSignal::kCombineMessage;
+  }
+  [[noreturn]] void give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen);
 
   Transport& transport_;
   CpuState& state_;
   const Kind kind_;
   const HtLayout layout_;
-  const CallRecord call_;
+  const OpHeader header_;
   const uint64_t epoch_;
   const uint32_t tag_;
   const int bank_;

@@ -13,8 +13,8 @@ namespace ep {
 namespace {
 
 // Words of combine's call message: where its rows may be read in place, low word first; kNoOffset: staged.
-constexpr int kRowsOffset = HtCall::kOffsets;
-constexpr int kCallWords = kRowsOffset + 2;
+constexpr int kRowsOffset = HtMessage::kOffsets;
+constexpr int kMessageWords = kRowsOffset + 2;
 
 class Combine {
  public:
@@ -22,40 +22,40 @@ class Combine {
       : p_(p), channel_(channel), format_(p.layout.row), sum_(p.hidden), domain_sum_(p.hidden), term_(p.hidden) {}
 
   void run() {
-    send_calls();
+    send_messages();
     if (p_.weighting == Weighting::kHome && p_.has_rows()) send_weights();
     stage();
     channel_.signal_domain(HtSignal::kCombineReady);
     testing::delay(testing::Point::kBeforeReceive, channel_.rank());
-    channel_.await_domain(HtSignal::kCombineReady, Phase::kReady);
+    channel_.await_domain(HtSignal::kCombineReady, Awaited::kReady);
     if (testing::has_bug(testing::Bug::kEarlyDone)) channel_.signal_domain(HtSignal::kCombineDone);
     if (channel_.num_domains() > 1) {
       send_sums();
       channel_.signal_rail(HtSignal::kCombineRail);
-      channel_.await_rail(HtSignal::kCombineRail, Phase::kRail);
+      channel_.await_rail(HtSignal::kCombineRail, Awaited::kRail);
     }
     for (int token = 0; token < p_.num_tokens; token++) {
       testing::delay(testing::Point::kBetweenRows, channel_.rank());
       add_up(token);
     }
     if (!testing::has_bug(testing::Bug::kEarlyDone)) channel_.signal_domain(HtSignal::kCombineDone);
-    channel_.await_domain(HtSignal::kCombineDone, Phase::kDone);  // the input is the caller's again
+    channel_.await_domain(HtSignal::kCombineDone, Awaited::kDone);  // the input is the caller's again
     channel_.complete();
   }
 
  private:
   // ---- Calls
 
-  void send_calls() {
-    std::vector<uint32_t> words(kCallWords - CallRecord::kWords, 0);
+  void send_messages() {
+    std::vector<uint32_t> words(kMessageWords - OpHeader::kWords, 0);
     const Offset offset = p_.reads_in_place() ? p_.rows_offset : kNoOffset;
-    words[kRowsOffset - CallRecord::kWords] = static_cast<uint32_t>(offset);
-    words[kRowsOffset + 1 - CallRecord::kWords] = static_cast<uint32_t>(offset >> 32);
-    channel_.send_calls(words);
-    channel_.await_calls(static_cast<int>(words.size()));
+    words[kRowsOffset - OpHeader::kWords] = static_cast<uint32_t>(offset);
+    words[kRowsOffset + 1 - OpHeader::kWords] = static_cast<uint32_t>(offset >> 32);
+    channel_.send_messages(words);
+    channel_.await_headers(static_cast<int>(words.size()));
     for (int rank = 0; rank < channel_.num_ranks(); rank++) {
-      offsets_.push_back(channel_.call_word(rank, kRowsOffset) |
-                         static_cast<uint64_t>(channel_.call_word(rank, kRowsOffset + 1)) << 32);
+      offsets_.push_back(channel_.message_word(rank, kRowsOffset) |
+                         static_cast<uint64_t>(channel_.message_word(rank, kRowsOffset + 1)) << 32);
     }
   }
 
@@ -99,7 +99,7 @@ class Combine {
     }
     if (channel_.num_domains() > 1) forward_weights();
     channel_.signal_domain(HtSignal::kCombineWeights);
-    channel_.await_domain(HtSignal::kCombineWeights, Phase::kWeights);
+    channel_.await_domain(HtSignal::kCombineWeights, Awaited::kWeights);
   }
 
   void forward_weights() {
@@ -113,7 +113,7 @@ class Combine {
       channel_.note_other(peer, bytes);
     }
     channel_.signal_rail(HtSignal::kCombineRailWeights);
-    channel_.await_rail(HtSignal::kCombineRailWeights, Phase::kWeights);
+    channel_.await_rail(HtSignal::kCombineRailWeights, Awaited::kWeights);
     for (int source = 0; source < channel_.num_domains(); source++) {
       if (source == channel_.domain()) continue;
       for (int token = 0; token < p_.handle.rail_tokens[source]; token++) {
@@ -331,7 +331,7 @@ class Combine {
 }  // namespace
 
 void cpu_ht_combine(const HtCombineParams& p, Transport& transport, CpuState& state) {
-  HtChannel channel(transport, state, Kind::kCombine, p.layout, p.call);
+  HtChannel channel(transport, state, Kind::kCombine, p.layout, p.header);
   Combine(p, channel).run();
   if (p.has_rows() && !has_expert_rows(p.output.layout) && !p.reads_in_place()) state.ht_staged[1]++;
 }

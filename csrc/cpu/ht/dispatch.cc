@@ -27,36 +27,36 @@ struct Receiver {
   Offset offsets[kHtMaxParts];
 
   static Receiver of(const HtDispatchParams& p, const HtChannel& channel, int rank) {
-    const auto word = [&](int index) { return channel.call_word(rank, index); };
+    const auto word = [&](int index) { return channel.message_word(rank, index); };
     Receiver receiver{p.output, {}};
-    receiver.output.layout = static_cast<OutputLayout>(word(HtCall::kLayout));
-    receiver.output.capacity = word(HtCall::kCapacity);
-    receiver.output.alignment = static_cast<int>(word(HtCall::kAlignment));
+    receiver.output.layout = static_cast<OutputLayout>(word(HtMessage::kLayout));
+    receiver.output.capacity = word(HtMessage::kCapacity);
+    receiver.output.alignment = static_cast<int>(word(HtMessage::kAlignment));
     for (int i = 0; i < kHtMaxParts; i++) {
-      receiver.offsets[i] = word(HtCall::kOffsets + 2 * i) | static_cast<uint64_t>(word(HtCall::kOffsets + 2 * i + 1))
-                                                                 << 32;
+      receiver.offsets[i] =
+          word(HtMessage::kOffsets + 2 * i) | static_cast<uint64_t>(word(HtMessage::kOffsets + 2 * i + 1)) << 32;
     }
     return receiver;
   }
 };
 
-std::vector<uint32_t> call_words(const HtDispatchParams& p, const HtCounts& counts, int rank) {
-  const int end = routes(p.steps) ? HtCall::words(p.shape.num_ranks, p.shape.num_experts) : HtCall::kCounts;
-  std::vector<uint32_t> words(end - CallRecord::kWords, 0);
-  uint32_t* word = words.data() - CallRecord::kWords;
-  word[HtCall::kLayout] = static_cast<uint32_t>(p.output.layout);
-  word[HtCall::kCapacity] = static_cast<uint32_t>(p.output.capacity);
-  word[HtCall::kAlignment] = static_cast<uint32_t>(p.output.alignment);
+std::vector<uint32_t> message_words(const HtDispatchParams& p, const HtCounts& counts, int rank) {
+  const int end = routes(p.variant) ? HtMessage::words(p.shape.num_ranks, p.shape.num_experts) : HtMessage::kCounts;
+  std::vector<uint32_t> words(end - OpHeader::kWords, 0);
+  uint32_t* word = words.data() - OpHeader::kWords;
+  word[HtMessage::kLayout] = static_cast<uint32_t>(p.output.layout);
+  word[HtMessage::kCapacity] = static_cast<uint32_t>(p.output.capacity);
+  word[HtMessage::kAlignment] = static_cast<uint32_t>(p.output.alignment);
   for (int i = 0; i < kHtMaxParts; i++) {
     const Offset offset = i < p.num_parts ? p.parts[i].out_offset : kNoOffset;
-    word[HtCall::kOffsets + 2 * i] = static_cast<uint32_t>(offset);
-    word[HtCall::kOffsets + 2 * i + 1] = static_cast<uint32_t>(offset >> 32);
+    word[HtMessage::kOffsets + 2 * i] = static_cast<uint32_t>(offset);
+    word[HtMessage::kOffsets + 2 * i + 1] = static_cast<uint32_t>(offset >> 32);
   }
-  if (!routes(p.steps)) return words;
+  if (!routes(p.variant)) return words;
   const int32_t* rows = counts.rows.data() + static_cast<size_t>(rank) * p.shape.num_ranks;
   const int32_t* choices = counts.choices.data() + static_cast<size_t>(rank) * p.shape.num_experts;
-  std::copy(rows, rows + p.shape.num_ranks, word + HtCall::kCounts);
-  std::copy(choices, choices + p.shape.num_experts, word + HtCall::kCounts + p.shape.num_ranks);
+  std::copy(rows, rows + p.shape.num_ranks, word + HtMessage::kCounts);
+  std::copy(choices, choices + p.shape.num_experts, word + HtMessage::kCounts + p.shape.num_ranks);
   return words;
 }
 
@@ -64,11 +64,11 @@ void take_counts(const HtDispatchParams& p, const HtChannel& channel, HtCounts& 
   for (int source = 0; source < p.shape.num_ranks; source++) {
     for (int r = 0; r < p.shape.num_ranks; r++) {
       counts.rows[static_cast<size_t>(source) * p.shape.num_ranks + r] =
-          static_cast<int32_t>(channel.call_word(source, HtCall::kCounts + r));
+          static_cast<int32_t>(channel.message_word(source, HtMessage::kCounts + r));
     }
     for (int e = 0; e < p.shape.num_experts; e++) {
       counts.choices[static_cast<size_t>(source) * p.shape.num_experts + e] =
-          static_cast<int32_t>(channel.call_word(source, HtCall::kCounts + p.shape.num_ranks + e));
+          static_cast<int32_t>(channel.message_word(source, HtMessage::kCounts + p.shape.num_ranks + e));
     }
   }
 }
@@ -130,7 +130,7 @@ class Sender {
       }
     }
     if (channel_.num_domains() == 1) return;
-    for (int other = 0; other < channel_.num_domains() && sends_routes(p_.steps); other++) {
+    for (int other = 0; other < channel_.num_domains() && sends_routes(p_.variant); other++) {
       if (other == channel_.domain() || p_.num_tokens == 0) continue;
       const int peer = p_.layout.rail_peer(channel_.rank(), other);
       const uint64_t bytes = static_cast<uint64_t>(p_.num_tokens) * p_.layout.route.stride();
@@ -143,19 +143,19 @@ class Sender {
   // What came from the rail peers.
   void hand_out() {
     if (channel_.num_domains() == 1) return;
-    channel_.await_rail(HtSignal::kDispatchRail, Phase::kRail);
+    channel_.await_rail(HtSignal::kDispatchRail, Awaited::kRail);
     const int topk = p_.shape.topk;
-    if (sends_routes(p_.steps)) p_.handle.rail_tokens[channel_.domain()] = 0;
+    if (sends_routes(p_.variant)) p_.handle.rail_tokens[channel_.domain()] = 0;
     for (int source = 0; source < channel_.num_domains(); source++) {
       if (source == channel_.domain()) continue;
-      if (sends_routes(p_.steps)) {
+      if (sends_routes(p_.variant)) {
         p_.handle.rail_tokens[source] = channel_.num_tokens(p_.layout.rail_peer(channel_.rank(), source));
       }
       for (int token = 0; token < p_.handle.rail_tokens[source]; token++) {
         const size_t first = p_.layout.rail_index(source, token) * topk;
         const HtRoutes& rail = p_.handle.rail;
         std::vector<float> weights(topk);
-        if (sends_routes(p_.steps)) take_route(source, token, weights);
+        if (sends_routes(p_.variant)) take_route(source, token, weights);
         const TokenRoute route{rail.ids + first, rail.rows + first, rail.slots + first, weights.data(), token};
         deliver(route, channel_.local(p_.layout.rail_row_in(source, token)));
       }
@@ -195,7 +195,7 @@ class Sender {
         if (route.rows[k] >= 0) first_row = route.rows[k];
       }
       if (slot == kNoRow) continue;
-      if (sends_routes(p_.steps)) send_slot(route, peer, slot);
+      if (sends_routes(p_.variant)) send_slot(route, peer, slot);
       if (first_row < 0) continue;
       channel_.check_row(peer, first_row, receivers_[peer].output.rows());
       for (int i = 0; i < p_.num_parts; i++) {
@@ -236,7 +236,7 @@ class Sender {
     for (int k = 0; k < p_.shape.topk; k++) {
       const bool counts = route.ids[k] >= 0 && channel_.topology().domain_of(p_.shape.owner(route.ids[k])) == domain;
       is_there = is_there || counts;
-      if (!sends_routes(p_.steps)) continue;
+      if (!sends_routes(p_.variant)) continue;
       words[format.expert(k)] = static_cast<uint32_t>(counts ? route.ids[k] : -1);
       words[format.row(k)] = static_cast<uint32_t>(route.rows[k]);
       words[format.slot(k)] = static_cast<uint32_t>(route.slots[k]);
@@ -270,21 +270,21 @@ class Sender {
 void run(const HtDispatchParams& p, HtChannel& channel, CpuState& state) {
   const int rank = channel.rank();
   HtCounts counts = HtCounts::zero(p.shape);
-  if (routes(p.steps)) {
+  if (routes(p.variant)) {
     take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.own.ids, state);
     counts.count(p.shape, rank, p.handle.own.ids, p.num_tokens);
   }
-  const std::vector<uint32_t> words = call_words(p, counts, rank);
-  channel.send_calls(words);
-  channel.await_calls(static_cast<int>(words.size()));
+  const std::vector<uint32_t> words = message_words(p, counts, rank);
+  channel.send_messages(words);
+  channel.await_headers(static_cast<int>(words.size()));
   std::vector<Receiver> receivers;
   for (int r = 0; r < p.shape.num_ranks; r++) receivers.push_back(Receiver::of(p, channel, r));
   int64_t dropped = 0;
-  if (routes(p.steps)) {
+  if (routes(p.variant)) {
     take_counts(p, channel, counts);
     dropped = route(p, counts, receivers, channel);
   }
-  if (sends_rows(p.steps)) {
+  if (sends_rows(p.variant)) {
     Sender sender(p, channel, receivers);
     const bool is_early = testing::has_bug(testing::Bug::kEarlyRows) && p.num_tokens % 3 == 0;
     if (is_early) channel.signal_domain(HtSignal::kDispatchRows);
@@ -292,7 +292,7 @@ void run(const HtDispatchParams& p, HtChannel& channel, CpuState& state) {
     sender.hand_out();
     if (!is_early) channel.signal_domain(HtSignal::kDispatchRows);
     testing::delay(testing::Point::kBeforeReceive, rank);
-    channel.await_domain(HtSignal::kDispatchRows, Phase::kRows);
+    channel.await_domain(HtSignal::kDispatchRows, Awaited::kRows);
     place_received(p, channel);
     const bool is_staged =
         std::any_of(p.parts, p.parts + p.num_parts, [](const HtPart& part) { return part.out_offset == kNoOffset; });
@@ -305,12 +305,12 @@ void run(const HtDispatchParams& p, HtChannel& channel, CpuState& state) {
 }  // namespace
 
 void cpu_ht_dispatch(const HtDispatchParams& p, Transport& transport, CpuState& state) {
-  HtChannel channel(transport, state, Kind::kDispatch, p.layout, p.call);
+  HtChannel channel(transport, state, Kind::kDispatch, p.layout, p.header);
   try {
     run(p, channel, state);
   } catch (const Error&) {  // the buffer has failed: nothing was received
-    if (routes(p.steps)) std::fill(p.info, p.info + p.output.info_size(), 0);
-    if (sends_routes(p.steps)) clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
+    if (routes(p.variant)) std::fill(p.info, p.info + p.output.info_size(), 0);
+    if (sends_routes(p.variant)) clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
     throw;
   }
 }

@@ -17,7 +17,7 @@ class Received {
       : p_(p), channel_(channel), is_filled_(p.zero_padding ? p.output.rows() : 0, 0) {}
 
   void place() {
-    if (sends_routes(p_.steps)) {
+    if (sends_routes(p_.variant)) {
       clear_row_info(p_.output, p_.is_idx64, p_.out_topk_idx, p_.out_weights, p_.row_expert);
     }
     int64_t slot = 0, start = 0;
@@ -42,7 +42,7 @@ class Received {
     const bool expert_rows = has_expert_rows(p_.output.layout);
     int32_t places[kMaxTopk];
     float weights[kMaxTopk];
-    if (sends_routes(p_.steps)) {
+    if (sends_routes(p_.variant)) {
       const auto* words = reinterpret_cast<const int32_t*>(channel_.local(p_.layout.slot_words(slot)));
       const HtSlotFormat& format = p_.layout.slot;
       std::memcpy(places, words + format.place(0), topk * 4);
@@ -55,7 +55,7 @@ class Received {
       place_copies(slot, places, weights);
     } else if (row_of_rank_layouts >= 0) {
       put_row(slot, kNoRow, row_of_rank_layouts);
-      for (int k = 0; k < topk && sends_routes(p_.steps); k++) {
+      for (int k = 0; k < topk && sends_routes(p_.variant); k++) {
         const int64_t index = static_cast<int64_t>(row_of_rank_layouts) * topk + k;
         set_id(p_.out_topk_idx, p_.is_idx64, index, places[k]);
         p_.out_weights[index] = weights[k];
@@ -71,7 +71,7 @@ class Received {
       if (row < 0) continue;
       put_row(slot, first, row);
       if (first == kNoRow) first = row;
-      if (!sends_routes(p_.steps)) continue;
+      if (!sends_routes(p_.variant)) continue;
       p_.out_weights[row] = weights[k];
       if (p_.row_expert != nullptr) p_.row_expert[row] = expert_of(row);
     }

@@ -15,16 +15,16 @@ std::atomic_ref<uint32_t> atomic_word(uint32_t* address) { return std::atomic_re
 
 }  // namespace
 
-Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const CallRecord& call)
+Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const OpHeader& header)
     : transport_(transport),
       state_(state),
       kind_(kind),
       layout_(layout),
-      call_(call),
+      header_(header),
       epoch_(state.epoch[static_cast<int>(kind)] + 1),
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
-      calls_(layout.num_ranks),
+      headers_(layout.num_ranks),
       deadline_(state.masks_late ? state.timeout_seconds / 2 : state.timeout_seconds) {}
 
 Channel::~Channel() {
@@ -37,22 +37,22 @@ uint32_t* Channel::window_word(Offset offset) const {
 
 // ---- Sending
 
-void Channel::send_record(int peer) {
-  testing::delay(testing::Point::kBeforeRecord, rank());
-  uint32_t words[CallRecord::kWords];
-  for (int i = 0; i < CallRecord::kWords; i++) words[i] = call_.word(i);
+void Channel::send_header(int peer) {
+  testing::delay(testing::Point::kBeforeHeader, rank());
+  uint32_t words[OpHeader::kWords];
+  for (int i = 0; i < OpHeader::kWords; i++) words[i] = header_.word(i);
   if (is_masked(peer)) {
     tell_mask(peer);
   } else {
-    send_tagged(peer, layout_.record(bank_, rank()), words, CallRecord::kWords);
+    send_tagged(peer, layout_.header(bank_, rank()), words, OpHeader::kWords);
   }
-  testing::delay(testing::Point::kAfterRecord, rank());
+  testing::delay(testing::Point::kAfterHeader, rank());
 }
 
 // A masked rank may still read the rest of an earlier record.
 void Channel::tell_mask(int peer) {
   const uint32_t is_masked = 1;
-  const Offset word_at = layout_.record(bank_, rank()) + CallRecord::kIsMasked * sizeof(TaggedWord);
+  const Offset word_at = layout_.header(bank_, rank()) + OpHeader::kIsMasked * sizeof(TaggedWord);
   send_tagged(peer, word_at, &is_masked, 1);
 }
 
@@ -114,29 +114,29 @@ bool Channel::has_heard(int source) const {
   if (!transport_.topology().is_lsa(rank(), source)) {
     return transport_.signal(layout_.signal(source)) > state_.arrivals[static_cast<int>(kind_)];
   }
-  char* record = transport_.local_window() + layout_.record(bank_, source);
+  char* record = transport_.local_window() + layout_.header(bank_, source);
   return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
 }
 
-void Channel::give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen) {
+void Channel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
   Failure& failure = state_.failure;
   const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
-  failure = {code, kind_, phase, source, epoch_, expected, seen, 0, call_, {}, 0};
+  failure = {code, kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 0};
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
   raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
 }
 
-void Channel::refuse_call(int source, const CallRecord& theirs) {
-  state_.failure = {Failure::kOtherCall, kind_, Phase::kCallRecord, source, epoch_, 0, 0, 0, call_, theirs, 0};
+void Channel::refuse_op(int source, const OpHeader& theirs) {
+  state_.failure = {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0};
   raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
 }
 
 // The source has masked this rank, in this call or, where this rank is behind, in a later one.
 bool Channel::was_left_by(int source) const {
   for (int bank = 0; bank < kNumBanks; bank++) {
-    const Offset word_at = layout_.record(bank, source) + CallRecord::kIsMasked * sizeof(TaggedWord);
+    const Offset word_at = layout_.header(bank, source) + OpHeader::kIsMasked * sizeof(TaggedWord);
     const uint64_t word = atomic_tagged(transport_.local_window() + word_at).load(std::memory_order_acquire);
     if (static_cast<uint32_t>(word) == 1 && is_not_before(static_cast<uint32_t>(word >> 32), tag_)) return true;
   }
@@ -145,13 +145,13 @@ bool Channel::was_left_by(int source) const {
 
 // Asked now and then by a wait where late ranks are masked.
 bool Channel::is_late(int source, std::chrono::steady_clock::time_point now) {
-  state_.signs.exchange(transport_, state_.signs_at, now, state_.timeout_seconds);
-  return deadline_.is_late(now, state_.signs.last_of(source));
+  state_.heartbeats.exchange(transport_, state_.heartbeats_at, now, state_.timeout_seconds);
+  return deadline_.is_late(now, state_.heartbeats.last_of(source));
 }
 
 // `ready` returns true when the wait is over and otherwise stores what it saw. False: the source is masked.
 template <class Ready>
-bool Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
+bool Channel::await(Awaited awaited, int source, uint64_t expected, Ready ready) {
   uint64_t seen = 0;
   if (is_masked(source)) return false;
   if (ready(seen)) return true;
@@ -168,7 +168,7 @@ bool Channel::await(Phase phase, int source, uint64_t expected, Ready ready) {
   } else {
     end = deadline_.wait_until([&] { return ready(seen); });
   }
-  if (end != Deadline::End::kReady) give_up(end, phase, source, expected, seen);
+  if (end != Deadline::End::kReady) give_up(end, awaited, source, expected, seen);
   if (wait_cost_ != nullptr) {
     const auto waited = std::chrono::steady_clock::now() - start;
     wait_cost_[source] += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
@@ -181,33 +181,33 @@ void Channel::await_arrivals() {
   const uint64_t expected = state_.arrivals[static_cast<int>(kind_)] + heard_stages_;
   for (int source = 0; source < num_ranks(); source++) {
     if (transport_.topology().is_lsa(rank(), source)) continue;
-    await(Phase::kArrivalSignal, source, expected, [&](uint64_t& seen) {
+    await(Awaited::kArrivalSignal, source, expected, [&](uint64_t& seen) {
       seen = transport_.signal(layout_.signal(source));
       return seen >= expected;
     });
   }
 }
 
-void Channel::await_calls() {
+void Channel::await_headers() {
   for (int source = 0; source < num_ranks(); source++) {
-    uint32_t words[CallRecord::kWords];
-    const Offset record = layout_.record(bank_, source);
-    if (!await_words(source, record, Phase::kCallRecord, words, CallRecord::kWords)) continue;
-    if (words[CallRecord::kIsMasked] != 0) {
+    uint32_t words[OpHeader::kWords];
+    const Offset record = layout_.header(bank_, source);
+    if (!await_words(source, record, Awaited::kOpHeader, words, OpHeader::kWords)) continue;
+    if (words[OpHeader::kIsMasked] != 0) {
       mask(source);
       continue;
     }
-    for (int i = 0; i < CallRecord::kWords; i++) calls_[source].words[i] = words[i];
-    for (int i = 0; i < CallRecord::kComparedWords; i++) {
-      if (words[i] != call_.word(i)) refuse_call(source, calls_[source]);
+    for (int i = 0; i < OpHeader::kWords; i++) headers_[source].words[i] = words[i];
+    for (int i = 0; i < OpHeader::kComparedWords; i++) {
+      if (words[i] != header_.word(i)) refuse_op(source, headers_[source]);
     }
   }
 }
 
-bool Channel::await_words(int source, Offset offset, Phase phase, uint32_t* values, int count) {
+bool Channel::await_words(int source, Offset offset, Awaited awaited, uint32_t* values, int count) {
   char* address = transport_.local_window() + offset;
   for (int i = 0; i < count; i++) {
-    const bool is_there = await(phase, source, tag_, [&](uint64_t& seen) {
+    const bool is_there = await(awaited, source, tag_, [&](uint64_t& seen) {
       const uint64_t word = atomic_tagged(address + i * sizeof(TaggedWord)).load(std::memory_order_acquire);
       values[i] = static_cast<uint32_t>(word);
       seen = word >> 32;
@@ -220,11 +220,11 @@ bool Channel::await_words(int source, Offset offset, Phase phase, uint32_t* valu
   return true;
 }
 
-bool Channel::take_row(int source, int token, Phase phase, uint32_t* words, int num_words) {
+bool Channel::take_row(int source, int token, Awaited awaited, uint32_t* words, int num_words) {
   uint32_t* row = window_word(layout_.row(bank_, source, token));
   if (transport_.topology().is_lsa(rank(), source)) {
     for (int i = 0; i < num_words; i++) {
-      const bool is_there = await(phase, source, token, [&](uint64_t& seen) {
+      const bool is_there = await(awaited, source, token, [&](uint64_t& seen) {
         words[i] = atomic_word(row + i).load(std::memory_order_relaxed);
         seen = i;
         return words[i] != kAbsent;

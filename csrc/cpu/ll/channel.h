@@ -23,8 +23,8 @@ struct CpuState {
   uint64_t flag_epoch = 0;  // of the last exchange of flags
   bool masks_late = false;  // a rank that misses a deadline of low latency is masked
   uint64_t masked = 0;      // bit r: rank r is
-  SignsOfLife signs;
-  Offset signs_at = 0;  // in every window
+  Heartbeats heartbeats;
+  Offset heartbeats_at = 0;  // in every window
   InvalidIds invalid_ids;
   uint64_t dropped_rows = 0;
   WireBytes wire;
@@ -36,7 +36,7 @@ struct CpuState {
 
 class Channel {
  public:
-  Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const CallRecord& call);
+  Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const OpHeader& header);
   ~Channel();  // a call that fails halfway leaves puts behind, which read its sources
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
@@ -48,7 +48,7 @@ class Channel {
   int peer(int step) const { return (rank() + step) % num_ranks(); }
   // Nothing but records goes to a masked rank, and nothing is taken from it.
   bool is_masked(int rank) const { return state_.masked >> (rank & 63) & 1; }
-  void send_record(int peer);
+  void send_header(int peer);
   void send_words(int peer, Offset offset, const uint32_t* values, int count);
   // A row of the own token `token` (dispatch), or of a partial sum for the peer's token (combine).
   void send_row(int peer, int token, const uint32_t* words, int num_words);
@@ -57,12 +57,12 @@ class Channel {
 
   // ---- Receiving.
   // Waits for the record of every rank and compares it with the own call.
-  void await_calls();
-  int num_tokens(int source) const { return static_cast<int>(calls_[source].word(CallRecord::kNumTokens)); }
+  void await_headers();
+  int num_tokens(int source) const { return static_cast<int>(headers_[source].word(OpHeader::kNumTokens)); }
   // False, and zeros: the source is masked.
-  bool await_words(int source, Offset offset, Phase phase, uint32_t* values, int count);
+  bool await_words(int source, Offset offset, Awaited awaited, uint32_t* values, int count);
   // Takes a row out of its slot and leaves the slot as it was before. False, and zeros: the source is masked.
-  bool take_row(int source, int token, Phase phase, uint32_t* words, int num_words);
+  bool take_row(int source, int token, Awaited awaited, uint32_t* words, int num_words);
   // Network peers: the next stage of the call has arrived.
   void await_arrivals();
 
@@ -84,14 +84,14 @@ class Channel {
 
  private:
   template <class Ready>
-  bool await(Phase phase, int source, uint64_t expected, Ready ready);
+  bool await(Awaited awaited, int source, uint64_t expected, Ready ready);
   void send_tagged(int peer, Offset offset, const uint32_t* values, int count);
   void tell_mask(int peer);
   void mask(int rank);
   bool was_left_by(int source) const;
   bool is_late(int source, std::chrono::steady_clock::time_point now);
-  [[noreturn]] void give_up(Deadline::End end, Phase phase, int source, uint64_t expected, uint64_t seen);
-  [[noreturn]] void refuse_call(int source, const CallRecord& theirs);
+  [[noreturn]] void give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen);
+  [[noreturn]] void refuse_op(int source, const OpHeader& theirs);
   uint32_t* window_word(Offset offset) const;
   bool has_heard(int source) const;
 
@@ -99,11 +99,11 @@ class Channel {
   CpuState& state_;
   const Kind kind_;
   const LlLayout layout_;
-  const CallRecord call_;
+  const OpHeader header_;
   const uint64_t epoch_;
   const uint32_t tag_;
   const int bank_;
-  std::vector<CallRecord> calls_;
+  std::vector<OpHeader> headers_;
   std::deque<std::vector<char>> sources_;  // of puts that have not been flushed
   int stages_ = 0;                         // closed by the sender; each is one arrival signal
   int heard_stages_ = 0;

@@ -33,7 +33,7 @@ class HomeWeights {
   // False: the choice is skipped, or the source is masked.
   bool await(int source, int token, int k, float& weight) {
     uint32_t word;
-    const bool is_there = channel_.await_words(source, place(source, token, k), Phase::kWeights, &word, 1);
+    const bool is_there = channel_.await_words(source, place(source, token, k), Awaited::kWeights, &word, 1);
     std::memcpy(&weight, &word, sizeof word);
     return is_there && word != kSkippedWeight;
   }
@@ -81,12 +81,12 @@ bool partial_sum(const LlCombineParams& p, HomeWeights& home_weights, int home, 
 }
 
 void send(const LlCombineParams& p, Channel& channel) {
-  for (int step = 0; step < channel.num_ranks(); step++) channel.send_record(channel.peer(step));
+  for (int step = 0; step < channel.num_ranks(); step++) channel.send_header(channel.peer(step));
   HomeWeights home_weights(p, channel);
   if (p.weighting == Weighting::kHome) {
     home_weights.send();
     channel.await_arrivals();
-    channel.await_calls();
+    channel.await_headers();
   }
   Floats sum(p.hidden);
   std::vector<uint32_t> words(p.row.wire_bytes() / 4);
@@ -150,7 +150,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
   testing::delay(testing::Point::kBeforeReceive, channel.rank());
   channel.begin_receiving();
   channel.await_arrivals();
-  channel.await_calls();
+  channel.await_headers();
   HomeSum sum(p);
   std::vector<uint32_t> words(p.row.wire_bytes() / 4);
   for (int token = 0; token < p.num_tokens; token++) {
@@ -159,7 +159,8 @@ void receive(const LlCombineParams& p, Channel& channel) {
     for (int rank = 0; rank < channel.num_ranks(); rank++) {
       const bool has_expert =
           std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
-      if (has_expert && channel.take_row(rank, token, Phase::kPartials, words.data(), static_cast<int>(words.size()))) {
+      if (has_expert &&
+          channel.take_row(rank, token, Awaited::kPartials, words.data(), static_cast<int>(words.size()))) {
         sum.add_rank(words.data());
       }
       sum.end_rank(rank);
@@ -172,20 +173,20 @@ void receive(const LlCombineParams& p, Channel& channel) {
 }  // namespace
 
 void cpu_combine(const LlCombineParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, Kind::kCombine, p.layout, p.call);
+  Channel channel(transport, state, Kind::kCombine, p.layout, p.header);
   const int weight_stages = p.weighting == Weighting::kHome ? 1 : 0;
   channel.count_waits(p.wait_cost);
-  if (sends(p.half)) send(p, channel);
-  if (!receives(p.half)) return;
-  if (p.half == Half::kReceive) channel.resume_after(1 + weight_stages);
+  if (sends(p.phase)) send(p, channel);
+  if (!receives(p.phase)) return;
+  if (p.phase == Phase::kRecv) channel.resume_after(1 + weight_stages);
   receive(p, channel);
 }
 
 void cpu_combine_weights(const LlCombineWeightsParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, Kind::kCombine, p.layout, p.call);
+  Channel channel(transport, state, Kind::kCombine, p.layout, p.header);
   const int map_k = p.output.map_k(), topk = p.shape.topk;
   const bool expert_rows = has_expert_rows(p.output.layout);
-  for (int step = 0; step < channel.num_ranks(); step++) channel.send_record(channel.peer(step));
+  for (int step = 0; step < channel.num_ranks(); step++) channel.send_header(channel.peer(step));
   for (int home = 0; home < channel.num_ranks(); home++) {
     for (int token = 0; token < p.handle.tokens[home]; token++) {
       for (int k = 0; k < topk; k++) {
@@ -202,13 +203,13 @@ void cpu_combine_weights(const LlCombineWeightsParams& p, Transport& transport, 
   channel.close_stage();
   channel.begin_receiving();
   channel.await_arrivals();
-  channel.await_calls();
+  channel.await_headers();
   for (int i = 0; i < p.num_tokens * topk; i++) {
     const int32_t id = p.handle.ids[i];
     uint32_t bits = 0;
     if (id >= 0) {
       const Offset offset = p.layout.weight(channel.bank(), p.shape.owner(id), i / topk, i % topk);
-      channel.await_words(p.shape.owner(id), offset, Phase::kScalars, &bits, 1);
+      channel.await_words(p.shape.owner(id), offset, Awaited::kScalars, &bits, 1);
     }
     std::memcpy(p.out + i, &bits, sizeof bits);
   }

@@ -63,7 +63,7 @@ void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
   take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids, state);
   for (int step = 0; step < channel.num_ranks(); step++) {
     const int peer = channel.peer(step);
-    channel.send_record(peer);
+    channel.send_header(peer);
     send_routing(p, channel, peer);
   }
   Words words(p.row.wire_bytes() / 4);
@@ -87,7 +87,7 @@ bool await_routing_of(const LlDispatchParams& p, Channel& channel, int source, R
   for (int token = 0; token < routing.tokens[source]; token++) {
     uint32_t words[kMaxTopk];
     const Offset words_at = p.layout.id_words(channel.bank(), source, token);
-    if (!channel.await_words(source, words_at, Phase::kRouting, words, ids.words())) return false;
+    if (!channel.await_words(source, words_at, Awaited::kRouting, words, ids.words())) return false;
     const size_t first = p.layout.slot(source, token) * p.shape.topk;
     for (int k = 0; k < p.shape.topk; k++) {
       const uint32_t code = ids.get(words[k / ids.per_word()], k % ids.per_word());
@@ -95,7 +95,7 @@ bool await_routing_of(const LlDispatchParams& p, Channel& channel, int source, R
       routing.local_ids[first + k] = static_cast<int32_t>(code);
       uint32_t bits;
       const Offset weight_at = p.layout.weight(channel.bank(), source, token, k);
-      if (!channel.await_words(source, weight_at, Phase::kWeights, &bits, 1)) return false;
+      if (!channel.await_words(source, weight_at, Awaited::kWeights, &bits, 1)) return false;
       std::memcpy(&weights[first + k], &bits, sizeof bits);
     }
   }
@@ -138,7 +138,7 @@ void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& ro
       const size_t slot = p.layout.slot(source, token);
       const int32_t* ids = routing.local_ids.data() + slot * p.shape.topk;
       if (std::all_of(ids, ids + p.shape.topk, [](int32_t id) { return id < 0; })) continue;
-      channel.take_row(source, token, Phase::kRows, words.data(), static_cast<int>(words.size()));
+      channel.take_row(source, token, Awaited::kRows, words.data(), static_cast<int>(words.size()));
       decode_row(p.row, words.data());
       for (int k = 0; k < p.output.map_k(); k++) {
         const int32_t row = placement.row_map[slot * p.output.map_k() + k];
@@ -189,7 +189,7 @@ void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
   channel.count_waits(p.wait_cost);
   channel.begin_receiving();
   channel.await_arrivals();
-  channel.await_calls();
+  channel.await_headers();
   std::vector<float> weights;
   const Routing routing = await_routing(p, channel, weights);
   const Placement placement = place_rows(p.shape, p.output, routing);
@@ -208,10 +208,10 @@ void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
 }  // namespace
 
 void cpu_dispatch(const LlDispatchParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, Kind::kDispatch, p.layout, p.call);
-  if (sends(p.half)) send(p, state, channel);
-  if (!receives(p.half)) return;
-  if (p.half == Half::kReceive) channel.resume_after(1);
+  Channel channel(transport, state, Kind::kDispatch, p.layout, p.header);
+  if (sends(p.phase)) send(p, state, channel);
+  if (!receives(p.phase)) return;
+  if (p.phase == Phase::kRecv) channel.resume_after(1);
   try {
     receive(p, state, channel);
   } catch (const Error&) {  // the buffer has failed: nothing was received

@@ -49,15 +49,15 @@ void cpu_floor_flags(const LlFloorFlagsParams& p, Transport& transport, CpuState
     while ((seen = transport.signal(p.flags + source * sizeof(uint64_t))) < epoch) {
       std::this_thread::yield();
       if (Clock::now() <= deadline) continue;
-      state.failure = {Failure::kTimeout, Kind::kDispatch, Phase::kFlag, source, epoch, epoch, seen, 0, p.call, {}};
+      state.failure = {Failure::kTimeout, Kind::kDispatch, Awaited::kFlag, source, epoch, epoch, seen, 0, p.header, {}};
       raise(ErrorKind::kTimeout, describe(state.failure, rank, state.timeout_seconds));
     }
   }
 }
 
 void cpu_floor_push(const LlFloorPushParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, p.kind, p.layout, p.call);
-  for (int step = 0; step < channel.num_ranks(); step++) channel.send_record(channel.peer(step));
+  Channel channel(transport, state, p.kind, p.layout, p.header);
+  for (int step = 0; step < channel.num_ranks(); step++) channel.send_header(channel.peer(step));
   const std::vector<uint32_t> words(p.row.wire_bytes() / sizeof(uint32_t), kAbsent);
   for (int token = 0; token < p.shape.max_tokens; token++) {
     for (int step = 1; step < channel.num_ranks(); step++) {
@@ -68,7 +68,7 @@ void cpu_floor_push(const LlFloorPushParams& p, Transport& transport, CpuState& 
   channel.close_stage();
   // Here, unlike on a GPU, the records are what shows that a bank is empty: docs/memory_model.md.
   channel.await_arrivals();
-  channel.await_calls();
+  channel.await_headers();
   channel.complete();
 }
 

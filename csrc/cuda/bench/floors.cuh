@@ -3,7 +3,7 @@
 // Pushes alone store rows full of kAbsent where a dispatch or combine would store its rows. That leaves the receivers'
 // windows as they were, provided that no word lands where another operation has a row:
 //   * A push is call n of its kind, with its epoch and bank. It begins, like every call, when all ranks have begun call
-//     n - 1, so have emptied this bank of call n - 2: begin_call().
+//     n - 1, so have emptied this bank of call n - 2: begin_op().
 //   * The bank is next used by call n + 2, by any rank and with any shape, so that another rank's row may lie where a
 //     push of this one went. That rank has waited for this rank's credit of call n + 1, whose fence comes after this
 //     kernel's end: its stores come after the pushes. It is the argument that orders resets (docs/memory_model.md).
@@ -12,7 +12,9 @@
 #pragma once
 
 #include "cuda/host/launch.h"
-#include "cuda/protocol/op_context.cuh"
+#include "cuda/ll/headers.cuh"
+#include "cuda/ll/op_context.cuh"
+#include "cuda/ll/payload.cuh"
 
 namespace ep {
 
@@ -27,13 +29,13 @@ __device__ __forceinline__ void exchange_flags(const LlFloorFlagsParams& p, cons
   const uint64_t epoch = ptx::ld_relaxed_gpu(own_epoch) + 1;
   const bool has_peer = peer < p.num_ranks && peer != peers.rank;
   if (has_peer) ptx::st_relaxed_sys(peers.at<uint64_t>(peer, p.flags) + peers.rank, epoch);
-  EP_SHARED(CallContext, call);
+  EP_SHARED(OpContext, op);
   if (threadIdx.x == 0) {
-    call.state = state;
-    call.call = &p.call;
-    call.kind = Kind::kDispatch;
-    call.rank = peers.rank;
-    call.epoch = epoch;
+    op.state = state;
+    op.header = &p.header;
+    op.kind = Kind::kDispatch;
+    op.rank = peers.rank;
+    op.epoch = epoch;
   }
   __syncthreads();
   if (threadIdx.x == 0) ptx::st_relaxed_gpu(own_epoch, epoch);  // all threads have read it
@@ -41,8 +43,8 @@ __device__ __forceinline__ void exchange_flags(const LlFloorFlagsParams& p, cons
   // A peer may be a call ahead: flags grow.
   const uint64_t* flag = peers.local<uint64_t>(p.flags) + peer;
   uint64_t seen = ptx::ld_relaxed_sys(flag);
-  Patience patience;
-  while (seen < epoch && !patience.is_over(call, Phase::kFlag, peer, epoch, seen)) seen = ptx::ld_relaxed_sys(flag);
+  WaitBudget budget;
+  while (seen < epoch && !budget.is_spent(op, Awaited::kFlag, peer, epoch, seen)) seen = ptx::ld_relaxed_sys(flag);
 }
 
 // ---- Pushes alone
@@ -79,7 +81,7 @@ __device__ __forceinline__ uint64_t push_targets(const LlFloorPushParams& p, int
 }
 
 // As dispatch stores its pieces, but without a load: `targets` lie in shared memory.
-__device__ __forceinline__ void push_rows(const FloorPushRole& role, const OpenCall& call, const uint64_t* targets) {
+__device__ __forceinline__ void push_rows(const FloorPushRole& role, const WarpContext& op, const uint64_t* targets) {
   const LlFloorPushParams& p = role.p;
   const int chunks = p.row.wire_bytes() / kLaneBytes, piece_chunks = role.plan.steps * 32;
   const int pieces = ceil_div(chunks, piece_chunks), units = p.shape.max_tokens * pieces;
@@ -93,7 +95,7 @@ __device__ __forceinline__ void push_rows(const FloorPushRole& role, const OpenC
     for (int hop = 1; hop < p.shape.num_ranks; hop++) {
       peer = peer + 1 == p.shape.num_ranks ? 0 : peer + 1;
       if ((mask >> peer & 1) == 0) continue;
-      auto* row = role.peers.at<uint4>(peer, p.layout.row(call.bank, role.peers.rank, token));
+      auto* row = role.peers.at<uint4>(peer, p.layout.row(op.bank, role.peers.rank, token));
       for (int chunk = first + role.lane; chunk < end; chunk += 32) ptx::st_row(row + chunk, absent);
     }
   }
@@ -104,23 +106,23 @@ __device__ __forceinline__ void push_floor(const KernelArgs<LlFloorPushParams>& 
   const LlFloorPushParams& p = args.params;
   const LsaPeers& peers = args.peers;
   const FloorPushRole role{{args.plan, at, lane_id(), warp_id()}, p, peers};
-  EP_SHARED(CallContext, context);
-  OpenCall call(context, OpenCall::NotYet{});
+  EP_SHARED(OpContext, context);
+  WarpContext op(context, WarpContext::NotYet{});
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(context, args, p.kind);
+  const Opening opening = open_op(context, args, p.kind);
   const int threads = role.plan.sender_warps * 32;  // the last warp opens the call
   for (int token = threadIdx.x; token < p.shape.max_tokens && threadIdx.x < threads; token += threads) {
     targets[token] = push_targets(p, peers.rank, token);
   }
-  const bool is_well = begin_call(context, call, args, opening);
-  if (is_well && role.is_control()) send_records(call, p.layout, peers);
+  const bool is_ok = begin_op(context, op, args, opening);
+  if (is_ok && role.is_control()) send_headers(op, p.layout, peers);
   advance_epoch(args, opening, p.kind, at);
-  if (!is_well) return;
-  if (role.is_creditor()) send_credits(call, p.layout, peers);
+  if (!is_ok) return;
+  if (role.is_creditor()) send_credits(op, p.layout, peers);
   if (!role.is_planned_sender()) return;
   ptx::named_barrier(1, threads);  // of `targets`
-  push_rows(role, call, targets);
+  push_rows(role, op, targets);
 }
 
 }  // namespace ep

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "cuda/device/convert.cuh"
-#include "cuda/device/payload.cuh"
+#include "cuda/device/row_piece.cuh"
 
 namespace ep {
 

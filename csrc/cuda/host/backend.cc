@@ -112,8 +112,8 @@ void tear_down(Memory* owned) noexcept {
   }
 }
 
-// `call_words`: of a call of high throughput, which has the counts of a rank; 0 without.
-std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t call_words) {
+// `message_words`: of a call of high throughput, which has the counts of a rank; 0 without.
+std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t message_words) {
   auto memory = std::make_unique<Memory>();
   memory->device = device;
   memory->timeout_seconds = timeout_seconds;
@@ -122,13 +122,13 @@ std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t
   EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory->host), sizeof(HostBlock), cudaHostAllocMapped));
   new (memory->host) HostBlock{};
   EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->state), sizeof(DeviceState)));
-  if (call_words > 0) {
-    const uint64_t bytes = kHtRouteBlocks * call_words * sizeof(uint64_t);
+  if (message_words > 0) {
+    const uint64_t bytes = kHtRouteBlocks * message_words * sizeof(uint64_t);
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->ht_block_counts), bytes));
     EP_CUDA(cudaMemsetAsync(memory->ht_block_counts, 0, bytes, memory->stream));
   }
   DeviceState& initial = memory->host->mirror;
-  initial.fate.timeout_ns = nanoseconds(timeout_seconds);
+  initial.failure_flag.timeout_ns = nanoseconds(timeout_seconds);
   EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&initial.failure), &memory->host->failure, 0));
   EP_CUDA(cudaMemcpyAsync(memory->state, &initial, sizeof initial, cudaMemcpyHostToDevice, memory->stream));
   EP_CUDA(cudaStreamSynchronize(memory->stream));
@@ -149,9 +149,9 @@ void set_up_masks(Memory& memory, const LlWindow& window, int num_ranks) {
   masks.num_ranks = num_ranks;
   masks.stride = memory.peers.stride;
   for (int kind = 0; kind < kNumKinds; kind++) {
-    masks.records[kind] = memory.peers.local<uint64_t>(window.kind[kind].records.offset);
+    masks.headers[kind] = memory.peers.local<uint64_t>(window.kind[kind].headers.offset);
   }
-  masks.signs = memory.peers.local<uint64_t>(window.signs.offset);
+  masks.heartbeats = memory.peers.local<uint64_t>(window.heartbeats.offset);
   memory.peers.can_be_masked = true;
   EP_CUDA(cudaMemcpyAsync(&memory.state->masks, &masks, sizeof masks, cudaMemcpyHostToDevice, memory.stream));
 }
@@ -183,12 +183,12 @@ class CudaBackend : public Backend {
   void ht_dispatch(const HtDispatchParams& given, void* stream) override {
     HtDispatchParams params = given;
     params.chunks = plan_of(params, params.num_tokens, 1).chunks;
-    if (routes(params.steps)) route(params, stream);
-    if (!sends_rows(params.steps)) return;
+    if (routes(params.variant)) route(params, stream);
+    if (!sends_rows(params.variant)) return;
     try {
       run(params, stream);
     } catch (...) {
-      if (routes(params.steps)) abort();  // what was routed would be taken for the next call's
+      if (routes(params.variant)) abort();  // what was routed would be taken for the next call's
       throw;
     }
   }
@@ -264,8 +264,8 @@ class CudaBackend : public Backend {
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
     Report report;
     report.failure = failure();
-    report.invalid_ids = seen.found.invalid_ids;
-    report.dropped_rows = seen.found.dropped_rows;
+    report.invalid_ids = seen.diagnostics.invalid_ids;
+    report.dropped_rows = seen.diagnostics.dropped_rows;
     for (int r = 0; r < kMaxCudaRanks; r++) {
       if (seen.masks.is_masked[r] != 0) report.masked |= 1ull << r;
     }
@@ -275,7 +275,7 @@ class CudaBackend : public Backend {
       report.ht_staged[kind] = seen.ht_staged[kind];
     }
     if (take_invalid_ids && report.invalid_ids.count > 0) {
-      EP_CUDA(cudaMemsetAsync(&memory_->state->found.invalid_ids, 0, sizeof(InvalidIds), memory_->stream));
+      EP_CUDA(cudaMemsetAsync(&memory_->state->diagnostics.invalid_ids, 0, sizeof(InvalidIds), memory_->stream));
       EP_CUDA(cudaStreamSynchronize(memory_->stream));
     }
     return report;
@@ -295,7 +295,7 @@ class CudaBackend : public Backend {
     std::lock_guard lock(mutex_);
     DeviceGuard guard(memory_->device);
     memory_->host->timeout_ns = nanoseconds(seconds);
-    EP_CUDA(cudaMemcpyAsync(&memory_->state->fate.timeout_ns, &memory_->host->timeout_ns, sizeof(uint64_t),
+    EP_CUDA(cudaMemcpyAsync(&memory_->state->failure_flag.timeout_ns, &memory_->host->timeout_ns, sizeof(uint64_t),
                             cudaMemcpyHostToDevice, memory_->stream));
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
     if (memory_->world) memory_->world->set_timeout(seconds);
@@ -313,7 +313,7 @@ class CudaBackend : public Backend {
       // Every wait looks at this word, so kernels in flight end now and not at their deadline.
       DeviceGuard guard(memory_->device);
       memory_->host->has_failed = 1;
-      EP_CUDA(cudaMemcpyAsync(&memory_->state->fate.has_failed, &memory_->host->has_failed, sizeof(uint32_t),
+      EP_CUDA(cudaMemcpyAsync(&memory_->state->failure_flag.has_failed, &memory_->host->has_failed, sizeof(uint32_t),
                               cudaMemcpyHostToDevice, memory_->stream));
     } catch (const Error&) {  // a context that is broken runs no kernels
     }
@@ -367,11 +367,11 @@ class CudaBackend : public Backend {
   // The kernel has a deadline, so the host needs none. It looks at the stream once in a while: each time takes a lock
   // of the driver that other threads want.
   void await_sizes(uint64_t before, cudaStream_t stream) {
-    constexpr int kPollsPerLook = 4096;
+    constexpr int kPollsPerCheck = 4096;
     RelaxedCapture relaxed;
     std::atomic_ref epoch(memory_->host->ht_epoch);
     for (int polls = 1; epoch.load(std::memory_order_acquire) == before; polls++) {
-      if (polls % kPollsPerLook != 0) continue;
+      if (polls % kPollsPerCheck != 0) continue;
       const Failure failed = failure();
       if (failed.code != Failure::kNone) {
         raise(failed.code == Failure::kTimeout ? ErrorKind::kTimeout : ErrorKind::kMismatch,
@@ -458,16 +458,16 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, doub
 std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&, const Window& window,
                                            const GroupConfig& config) {
   int device = config.device_index;
-  Seat seat{};
+  GpuIdentity seat{};
   std::optional<DeviceGuard> guard;
   std::unique_ptr<Memory> memory;
   on_all_ranks(bootstrap, [&] {
     if (device < 0) EP_CUDA(cudaGetDevice(&device));
     guard.emplace(device);
-    seat = own_seat(device);
+    seat = own_gpu_identity(device);
     load_kernels(config.masks_late_ranks);
     load_floor_kernels();
-    memory = make_memory(device, config.timeout_seconds, window.ht.call_words);
+    memory = make_memory(device, config.timeout_seconds, window.ht.message_words);
   });
   const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, seat);
   if (bootstrap.num_ranks() == 1) {

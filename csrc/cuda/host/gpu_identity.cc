@@ -21,7 +21,7 @@ uint64_t process_id() {
   return id;
 }
 
-bool same_gpu(const Seat& a, const Seat& b) { return std::memcmp(a.gpu, b.gpu, sizeof a.gpu) == 0; }
+bool same_gpu(const GpuIdentity& a, const GpuIdentity& b) { return std::memcmp(a.gpu, b.gpu, sizeof a.gpu) == 0; }
 
 // NCCL's own switch for ranks of several processes on one GPU, which take turns there: for tests, too slow for work.
 bool may_share_gpus() {
@@ -31,8 +31,8 @@ bool may_share_gpus() {
 
 }  // namespace
 
-Seat own_seat(int device) {
-  Seat seat{};
+GpuIdentity own_gpu_identity(int device) {
+  GpuIdentity seat{};
   cudaDeviceProp properties;
   EP_CUDA(cudaGetDeviceProperties(&properties, device));
   EP_CUDA(cudaDeviceGetPCIBusId(seat.address, sizeof seat.address, device));
@@ -41,12 +41,12 @@ Seat own_seat(int device) {
   return seat;
 }
 
-bool is_world_on_one_gpu(Bootstrap& bootstrap, const Seat& mine) {
+bool is_world_on_one_gpu(Bootstrap& bootstrap, const GpuIdentity& mine) {
   const auto texts = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
-  std::vector<Seat> seats(texts.size());
+  std::vector<GpuIdentity> seats(texts.size());
   for (size_t r = 0; r < texts.size(); r++)
     std::memcpy(&seats[r], texts[r].data(), std::min(texts[r].size(), sizeof mine));
-  const bool is_one = std::all_of(seats.begin(), seats.end(), [&](const Seat& seat) {
+  const bool is_one = std::all_of(seats.begin(), seats.end(), [&](const GpuIdentity& seat) {
     return same_gpu(seat, seats[0]) && seat.process == seats[0].process;
   });
   if (is_one) return true;

@@ -7,16 +7,16 @@
 
 namespace ep {
 
-struct Seat {
+struct GpuIdentity {
   uint64_t process;
   char gpu[16];      // its UUID
   char address[16];  // on the PCI bus, for the reader
 };
 
-Seat own_seat(int device);
+GpuIdentity own_gpu_identity(int device);
 
 // True if all ranks are threads of one process on one GPU. Throws if ranks share a GPU in any other way, unless they
 // may. Collective.
-bool is_world_on_one_gpu(Bootstrap& bootstrap, const Seat& mine);
+bool is_world_on_one_gpu(Bootstrap& bootstrap, const GpuIdentity& mine);
 
 }  // namespace ep

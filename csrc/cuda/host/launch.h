@@ -1,61 +1,11 @@
-// From a plan to a running kernel. One struct goes into each kernel.
+// From a plan to a running kernel.
 #pragma once
 
 #include "cuda/ht/geometry.h"
 #include "cuda/ll/geometry.h"
-#include "cuda/protocol/device_state.h"
-#include "transport/device/lsa_peers.h"
+#include "cuda/protocol/kernel_args.h"
 
 namespace ep {
-
-struct NoGeometry {};
-template <class Params>
-struct GeometryOf {
-  using Type = NoGeometry;
-};
-template <>
-struct GeometryOf<LlDispatchParams> {
-  using Type = LlDispatchGeometry;
-};
-template <>
-struct GeometryOf<LlCombineParams> {
-  using Type = LlCombineGeometry;
-};
-
-template <>
-struct GeometryOf<HtRouteParams> {
-  using Type = HtRouteGeometry;
-};
-template <>
-struct GeometryOf<HtDispatchParams> {
-  using Type = HtSendGeometry;
-};
-template <>
-struct GeometryOf<HtCombineParams> {
-  using Type = HtCombineGeometry;
-};
-
-template <class Params>
-struct PlanOf {
-  using Type = LlPlan;
-};
-template <class Params>
-requires requires(Params p) { p.handle.own; }
-struct PlanOf<Params> {
-  using Type = HtPlan;
-};
-
-// In the order of first use: a line of constant memory that is met for the first time costs 30 ns.
-template <class Params>
-struct alignas(16) KernelArgs {
-  DeviceState* state = nullptr;
-  const uint64_t* credits = nullptr;  // of every rank, in the own window: LlLayout::signal
-  LsaPeers peers;
-  int num_ranks = 1;
-  typename PlanOf<Params>::Type plan;
-  typename GeometryOf<Params>::Type geometry;
-  Params params;
-};
 
 // The plan for `tokens` tokens on `num_sms` blocks, and what follows from it.
 LlPlan plan_of(const LlDispatchParams& params, int tokens, int num_sms);

@@ -1,7 +1,8 @@
 #include "base/check.h"
+#include "cuda/device/ptx.cuh"
 #include "cuda/host/launch_util.h"
 #include "cuda/host/token_layout.h"
-#include "cuda/protocol/op_context.cuh"
+#include "cuda/protocol/ids.cuh"
 
 namespace ep {
 namespace {

@@ -12,7 +12,7 @@ namespace ep {
 // A token's choices, one a lane; then, one a lane, the rows to add in the order of ranks.
 struct PullRoute {
   OwnChoice choice;
-  Group group;
+  SameOwner group;
   uint64_t ranks = 0;
   // Of the lane-th rank that has an expert of the token:
   const char* source = nullptr;  // null: that rank has dropped all rows of the token
@@ -21,7 +21,7 @@ struct PullRoute {
   __device__ __forceinline__ static PullRoute of(const HtCombineRole& role, const OwnChoice& choice) {
     PullRoute route;
     route.choice = choice;
-    route.group = Group::of(role, choice);
+    route.group = SameOwner::of(role, choice);
     return route;
   }
   // That the leader's rank must have announced; -1: nothing.
@@ -34,7 +34,7 @@ struct PullRoute {
   __device__ __forceinline__ bool is_ready(const HtCombineRole& role) const {
     const int needed = chunk(role);
     bool ok = needed < 0 || role.tables.knows_ready(group.rank, needed);
-    if (!ok && is_signalled(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed)) {
+    if (!ok && is_signalled(role.op, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed)) {
       role.tables.note_ready(group.rank, needed);
       ok = true;
     }
@@ -47,7 +47,7 @@ struct PullRoute {
     const int needed = chunk(role);
     const bool ok =
         needed < 0 || role.tables.knows_ready(group.rank, needed) ||
-        await_signal(role.call, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed, Phase::kReady);
+        await_signal(role.op, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed, Awaited::kReady);
     const bool all = __all_sync(~0u, ok) != 0;
     __syncwarp();
     return all;
@@ -83,7 +83,7 @@ struct PullRoute {
   }
 };
 
-__device__ __forceinline__ void take_values(const HtCombineRole& role, int token, const PullRoute& route) {
+__device__ __forceinline__ void read_values(const HtCombineRole& role, int token, const PullRoute& route) {
   const HtCombineParams& p = role.p;
   if (role.lane >= p.shape.topk) return;
   float value = 0.0f;
@@ -113,13 +113,13 @@ struct PulledRows {
   const char* source = nullptr;  // of the lane-th row of the unit turned to
 
   __device__ __forceinline__ explicit PulledRows(const HtCombineRole& a_role) : role(a_role) {
-    tickets.ask(counters_of(role.call).taken);
+    tickets.prefetch(counters_of(role.op).taken);
     look_ahead();
   }
   __device__ __forceinline__ void look_ahead() {
-    next_unit = tickets.take();
+    next_unit = tickets.next();
     if (next_unit >= role.geometry.units) return;
-    tickets.ask(counters_of(role.call).taken);
+    tickets.prefetch(counters_of(role.op).taken);
     next = OwnChoice::load(role.p.handle.own, role.p.shape.topk, role.geometry.by_parts.divide(next_unit));
   }
   __device__ __forceinline__ bool await() {
@@ -138,7 +138,7 @@ struct PulledRows {
     const int token = g.by_parts.divide(next_unit), part = g.by_parts.remainder(next_unit, token);
     pieces.first = part * g.unit_pieces;
     pieces.end = min(pieces.first + g.unit_pieces, g.pieces);
-    if (p.has_values && part == 0) take_values(role, token, route);
+    if (p.has_values && part == 0) read_values(role, token, route);
     const unsigned found = __ballot_sync(~0u, route.source != nullptr);
     rows.put(unit, found);
     // A rank that has dropped all rows of the token counts with +0: it is no matter when that is added.
@@ -154,17 +154,17 @@ struct PulledRows {
     return kIn != kWire && (in_place.get(unit) >> row & 1) != 0;
   }
   template <DType kType>
-  __device__ __forceinline__ void ask_as(CopyRing& ring, const char* from, int piece) const {
+  __device__ __forceinline__ void prefetch_as(CopyRing& ring, const char* from, int piece) const {
     constexpr int kLaneBytes = Numbers<kType, kCount>::kLaneBytes;
-    ring.ask<kLaneBytes>(from + (piece * kSteps * 32 + role.lane) * kLaneBytes, role.rest(piece));
+    ring.prefetch<kLaneBytes>(from + (piece * kSteps * 32 + role.lane) * kLaneBytes, role.rest(piece));
   }
-  __device__ __forceinline__ void ask(CopyRing& ring, unsigned unit, int row, int piece) const {
+  __device__ __forceinline__ void prefetch(CopyRing& ring, unsigned unit, int row, int piece) const {
     const auto address = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(source), row);
     const auto* from = reinterpret_cast<const char*>(address);
     if (is_as_given(unit, row)) {
-      ask_as<kIn>(ring, from, piece);
+      prefetch_as<kIn>(ring, from, piece);
     } else {
-      ask_as<kWire>(ring, from, piece);
+      prefetch_as<kWire>(ring, from, piece);
     }
   }
   __device__ __forceinline__ void take_over() {}
@@ -210,21 +210,21 @@ template <DType kIn, DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ void pull_rows(const HtCombineRole& role, char* rings) {
   using Rows = PulledRows<kIn, kWire, kOut, kCount>;
   const HtCombineParams& p = role.p;
-  testing_point(Point::kBeforeReceive, role.call);
+  testing_point(Point::kBeforeReceive, role.op);
   Rows rows(role);
   RowStream<Rows> stream{rows, CopyRing(role.ring(rings))};
   stream.run();
   // The last to have read tells every rank that its rows are its own again.
   const int done = static_cast<int>(stream.num_begun);
   if (rows.next_unit == Rows::kFailed || (done == 0 && p.num_tokens > 0)) return;
-  testing_point(Point::kBeforeReset, role.call);
-  const uint32_t before = count_finished(counters_of(role.call).finished, done);
+  testing_point(Point::kBeforeReset, role.op);
+  const uint32_t before = count_finished(counters_of(role.op).finished, done);
   const bool is_early = has_bug(Bug::kEarlyDone, Kind::kCombine) && p.num_tokens > 0;
   if (is_early ? before != 0 : before + done != static_cast<uint32_t>(role.geometry.units)) return;
   if (p.num_tokens == 0 && !(role.is_first() && role.warp == 0)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
-    send_signal(role.call, p.layout, role.peers, peer, HtSignal::kCombineDone, 0);
+    send_signal(role.op, p.layout, role.peers, peer, HtSignal::kCombineDone, 0);
   }
 }
 
@@ -235,27 +235,27 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const HtCombineParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  EP_SHARED(CallContext, call);
+  EP_SHARED(OpContext, op);
   const HtCombineRole role{{at},
                            p,
                            args.geometry,
                            args.plan,
                            peers,
-                           call,
+                           op,
                            CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks)};
   stamp(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
-  if (!open_ht_call(call, args, Kind::kCombine, at, true, true)) return;
+  if (!open_ht_op(op, args, Kind::kCombine, at, true, true)) return;
   if (role.is_first()) {
-    clear_next_counters(call);
-    send_call(call, p.layout, peers, kCombineCallWords, [&](int index) { return combine_word_of(p, index); });
+    clear_next_counters(op);
+    send_message(op, p.layout, peers, kCombineMessageWords, [&](int index) { return combine_word_of(p, index); });
   }
-  await_records(call, p.layout, peers);
+  await_headers(op, p.layout, peers);
   fill_tables(role);
-  if (block_has_failed(call)) return;
+  if (block_has_failed(op)) return;
   if (role.is_first()) {
     const bool is_copied = p.has_rows() && !p.reads_in_place() && !has_expert_rows(p.output.layout);
-    if (role.thread() == 0 && is_copied) call.state->ht_staged[1] += 1;
+    if (role.thread() == 0 && is_copied) op.state->ht_staged[1] += 1;
     if (p.weighting == Weighting::kHome && p.has_rows()) send_weights(role);
   }
   const bool stages = args.geometry.has_staging && role.warp >= args.plan.workers;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
     stamp(Stamp::kOwnDone, peers.rank);
   }
   // The input is the caller's again when all have read.
-  if (role.is_first() && role.warp == 0) await_all(role, HtSignal::kCombineDone, Phase::kDone);
+  if (role.is_first() && role.warp == 0) await_all(role, HtSignal::kCombineDone, Awaited::kDone);
   stamp(Stamp::kEnd, peers.rank);
 }
 

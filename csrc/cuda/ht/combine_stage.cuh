@@ -2,8 +2,13 @@
 // of the home rank, and the rows that are added up or copied to the staging rows.
 #pragma once
 
-#include "cuda/ht/op_context.cuh"
+#include "cuda/device/scans.cuh"
+#include "cuda/ht/messages.cuh"
 #include "cuda/ht/row_stream.cuh"
+#include "cuda/ht/signals.cuh"
+#include "cuda/ht/tables.cuh"
+#include "cuda/ht/work.cuh"
+#include "cuda/protocol/ids.cuh"
 
 namespace ep {
 
@@ -39,7 +44,7 @@ struct HtCombineRole : HtBlock {
   const HtCombineGeometry& geometry;
   const HtPlan& plan;
   const LsaPeers& peers;
-  const CallContext& call;
+  const OpContext& op;
   CombineTables tables;
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
@@ -63,8 +68,8 @@ struct HtCombineRole : HtBlock {
 };
 
 // Words of combine's call message: where its rows may be read in place, low word first; kNoOffset: staged.
-constexpr int kCombineRowsOffset = HtCall::kOffsets;
-constexpr int kCombineCallWords = kCombineRowsOffset + 2;
+constexpr int kCombineRowsOffset = HtMessage::kOffsets;
+constexpr int kCombineMessageWords = kCombineRowsOffset + 2;
 
 __device__ __forceinline__ uint32_t combine_word_of(const HtCombineParams& p, int index) {
   if (index < kCombineRowsOffset) return 0;
@@ -80,7 +85,7 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
     t.flows.fill(ranks, rank, r, count_of);
-    if (role.lane == 0) t.offsets[r] = await_call_offset(role.call, p.layout, role.peers, r, kCombineRowsOffset);
+    if (role.lane == 0) t.offsets[r] = await_message_offset(role.op, p.layout, role.peers, r, kCombineRowsOffset);
   }
 #pragma unroll 1
   for (int i = role.thread(); i < kHtChunks * ranks; i += role.threads()) t.ready[i] = 0;
@@ -118,15 +123,15 @@ __device__ __forceinline__ void send_weights(const HtCombineRole& role) {
   }
   __syncthreads();
   for (int peer = role.thread(); peer < role.num_ranks(); peer += role.threads()) {
-    send_signal(role.call, p.layout, role.peers, peer, HtSignal::kCombineWeights, 0);
+    send_signal(role.op, p.layout, role.peers, peer, HtSignal::kCombineWeights, 0);
   }
 }
 
-__device__ __forceinline__ bool await_all(const HtCombineRole& role, HtSignal signal, Phase phase) {
+__device__ __forceinline__ bool await_all(const HtCombineRole& role, HtSignal signal, Awaited awaited) {
   bool ok = true;
 #pragma unroll 1
   for (int source = role.lane; source < role.num_ranks(); source += 32) {
-    ok = await_signal(role.call, role.p.layout, role.peers, signal, source, 0, phase) && ok;
+    ok = await_signal(role.op, role.p.layout, role.peers, signal, source, 0, awaited) && ok;
   }
   ok = __all_sync(~0u, ok);
   __syncwarp();
@@ -203,31 +208,31 @@ struct StagedRows {
   OfUnits<unsigned> rows;  // of the token's choices
   OfUnits<int> segments;
   OfUnits<int32_t> slots;  // kNoSlot: nothing is stored
-  int32_t asked_row = kNoRow;
-  float asked_weight = 1.0f, weight = 1.0f;  // of the unit turned to, of the one that is added
-  uint32_t before = 0;                       // it was counted: the count before, lane 0
+  int32_t prefetched_row = kNoRow;
+  float prefetched_weight = 1.0f, weight = 1.0f;  // of the unit turned to, of the one that is added
+  uint32_t before = 0;                            // it was counted: the count before, lane 0
 
   static constexpr int32_t kNoSlot = -1;
 
   __device__ __forceinline__ explicit StagedRows(const HtCombineRole& a_role)
       : role(a_role), pieces{0, role.geometry.pieces} {
-    tickets.ask(counters_of(role.call).staged);
+    tickets.prefetch(counters_of(role.op).staged);
     look_ahead();
   }
   __device__ __forceinline__ void look_ahead() {
-    const int unit = tickets.take();
-    tickets.ask(counters_of(role.call).staged);
+    const int unit = tickets.next();
+    tickets.prefetch(counters_of(role.op).staged);
     next = StagedSlot::load(role, unit);
   }
   __device__ __forceinline__ bool await() const { return false; }  // rows are there when the kernel begins
   __device__ __forceinline__ bool turn(unsigned unit) {
     const HtCombineParams& p = role.p;
     if (next.unit >= role.tables.segment_start[role.plan.chunks * role.num_ranks()]) return false;
-    testing_point(Point::kBetweenRows, role.call, next.unit);
+    testing_point(Point::kBetweenRows, role.op, next.unit);
     const bool is_copied = p.has_rows() && !role.is_read_in_place(next.segment % role.num_ranks());
-    asked_weight = next.weight;
-    asked_row = next.counted_row(p.output);
-    const unsigned found = is_copied ? __ballot_sync(~0u, asked_row >= 0) : 0;
+    prefetched_weight = next.weight;
+    prefetched_row = next.counted_row(p.output);
+    const unsigned found = is_copied ? __ballot_sync(~0u, prefetched_row >= 0) : 0;
     rows.put(unit, found);
     segments.put(unit, next.segment);
     slots.put(unit, is_copied && (found != 0 || has_expert_rows(p.output.layout)) ? next.slot : kNoSlot);
@@ -235,14 +240,14 @@ struct StagedRows {
     look_ahead();
     return true;
   }
-  __device__ __forceinline__ void ask(CopyRing& ring, unsigned, int row, int piece) const {
+  __device__ __forceinline__ void prefetch(CopyRing& ring, unsigned, int row, int piece) const {
     constexpr int kLaneBytes = Numbers<kIn, kCount>::kLaneBytes;
-    const int64_t place = __shfl_sync(~0u, asked_row, row);
-    ring.ask<kLaneBytes>(static_cast<const char*>(role.p.rows) + place * (role.p.hidden * size_of(kIn)) +
-                             (piece * kSteps * 32 + role.lane) * kLaneBytes,
-                         role.rest(piece));
+    const int64_t place = __shfl_sync(~0u, prefetched_row, row);
+    ring.prefetch<kLaneBytes>(static_cast<const char*>(role.p.rows) + place * (role.p.hidden * size_of(kIn)) +
+                                  (piece * kSteps * 32 + role.lane) * kLaneBytes,
+                              role.rest(piece));
   }
-  __device__ __forceinline__ void take_over() { weight = asked_weight; }
+  __device__ __forceinline__ void take_over() { weight = prefetched_weight; }
   __device__ __forceinline__ void begin(unsigned unit, int, float (&sum)[kSteps][kCount]) const {
     fill(sum, rows.get(unit) == 0 ? 0.0f : kNothingYet);
   }
@@ -262,7 +267,7 @@ struct StagedRows {
     __syncwarp();
     if (role.lane != 0) return;
     __threadfence();
-    before = ptx::atom_count_relaxed_gpu(&counters_of(role.call).ready[segment]);
+    before = ptx::atom_count_relaxed_gpu(&counters_of(role.op).ready[segment]);
   }
   // Who has staged the last row of a segment says so. The answer of the counter is looked at when it has long been
   // there.
@@ -272,8 +277,8 @@ struct StagedRows {
       const int* start = role.tables.segment_start + segment;
       const auto size = static_cast<uint32_t>(start[1] - start[0]);
       const bool is_last = before + 1 == (has_bug(Bug::kEarlyRows, Kind::kCombine) ? 1u : size);
-      if (is_last && !has_bug(Bug::kUntoldRows, Kind::kCombine)) {
-        send_signal(role.call, role.p.layout, role.peers, segment % role.num_ranks(), HtSignal::kCombineReady,
+      if (is_last && !has_bug(Bug::kUnannouncedRows, Kind::kCombine)) {
+        send_signal(role.op, role.p.layout, role.peers, segment % role.num_ranks(), HtSignal::kCombineReady,
                     segment / role.num_ranks());
       }
     }
@@ -284,7 +289,7 @@ struct StagedRows {
 template <DType kIn, DType kWire, int kCount>
 __device__ __forceinline__ void stage_rows(const HtCombineRole& role, char* rings) {
   const bool is_home_weighted = role.p.weighting == Weighting::kHome && role.p.has_rows();
-  if (is_home_weighted && !await_all(role, HtSignal::kCombineWeights, Phase::kWeights)) return;
+  if (is_home_weighted && !await_all(role, HtSignal::kCombineWeights, Awaited::kWeights)) return;
   using Rows = StagedRows<kIn, kWire, kCount>;
   Rows rows(role);
   RowStream<Rows> stream{rows, CopyRing(role.ring(rings))};

@@ -1,6 +1,6 @@
 #include "base/check.h"
 #include "cuda/host/launch_util.h"
-#include "cuda/ht/receive.cuh"
+#include "cuda/ht/dispatch.cuh"
 
 namespace ep {
 namespace {

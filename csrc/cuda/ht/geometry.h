@@ -6,7 +6,7 @@
 
 #include "base/check.h"
 #include "base/math.h"
-#include "cuda/protocol/device_state.h"
+#include "cuda/protocol/kernel_args.h"
 #include "runtime/ht/params.h"
 #include "runtime/ht/plan.h"
 
@@ -169,6 +169,19 @@ struct HtCombineGeometry {
     g.bytes = g.tables_at + ranks * (8 + 4 * 4) + 4 * (2 * plan.chunks * ranks + 1 + kHtChunks * ranks) + 64;
     return g;
   }
+};
+
+template <>
+struct GeometryOf<HtRouteParams> {
+  using Type = HtRouteGeometry;
+};
+template <>
+struct GeometryOf<HtDispatchParams> {
+  using Type = HtSendGeometry;
+};
+template <>
+struct GeometryOf<HtCombineParams> {
+  using Type = HtCombineGeometry;
 };
 
 }  // namespace ep

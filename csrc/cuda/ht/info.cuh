@@ -4,7 +4,9 @@
 // consistent), so that one of them sees the other.
 #pragma once
 
-#include "cuda/ht/op_context.cuh"
+#include "cuda/device/lanes.cuh"
+#include "cuda/protocol/wait.cuh"
+#include "layout/common/outputs.h"
 
 namespace ep {
 
@@ -17,7 +19,7 @@ __device__ __forceinline__ void clear_info(const OutputShape& output, int32_t* i
 // demand_of(bin): rows that want it. start_of(bin): its first row, where bins have no parts of their own; packed: also
 // of the bin behind the last.
 template <class DemandOf, class StartOf>
-__device__ __forceinline__ void store_info(const OutputShape& output, int32_t* info, const CallContext& call,
+__device__ __forceinline__ void store_info(const OutputShape& output, int32_t* info, const OpContext& op,
                                            const DemandOf& demand_of, const StartOf& start_of) {
   int total = 0, dropped = 0;
 #pragma unroll 1
@@ -39,13 +41,13 @@ __device__ __forceinline__ void store_info(const OutputShape& output, int32_t* i
     info[output.overflow_at()] = dropped;
     info[output.total_at()] = total;
     if (dropped > 0) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(&call.state->found.dropped_rows),
+      atomicAdd(reinterpret_cast<unsigned long long*>(&op.state->diagnostics.dropped_rows),
                 static_cast<unsigned long long>(dropped));
     }
   }
   __threadfence();
   __syncwarp();
-  if (__any_sync(~0u, call.has_failed())) clear_info(output, info);
+  if (__any_sync(~0u, op.has_failed())) clear_info(output, info);
 }
 
 }  // namespace ep

@@ -2,30 +2,19 @@
 // warps that move no rows send it while the others do, and put what has come into outputs and handle.
 #pragma once
 
-#include "cuda/ht/send.cuh"
+#include "cuda/ht/receive_role.cuh"
+#include "cuda/ht/signals.cuh"
+#include "cuda/ht/work.cuh"
+#include "cuda/protocol/ids.cuh"
 
 namespace ep {
-
-// A helper: what a block has beside workers, if it has not only those.
-struct ReceiveRole : SendRole {
-  // A rank of a world on one GPU may have more blocks than it asked for.
-  __device__ int helper_blocks() const { return at.num_blocks - plan.senders; }
-  __device__ int warps() const { return helper_blocks() * plan.helpers(); }
-  __device__ int helper() const { return warp - plan.workers_of(at.block); }  // of the block
-  __device__ int receiver() const { return helper() * helper_blocks() + at.block - plan.senders; }
-  __device__ bool has_copies() const { return geometry.has_copies(p.output.layout); }
-  // The places of rows stand in the handle's slots, not in those that others have sent.
-  __device__ bool keeps_slots() const { return has_expert_rows(p.output.layout) && !sends_routes(p.steps); }
-  // The last helper of a block waits for rows, and no other warp of it looks at their signals.
-  __device__ bool watches() const { return helper() == plan.helpers() - 1; }
-};
 
 // ---- Sending
 
 // Up to 32 own tokens, one a lane, as one receiver sees them: those of its experts lie there in slots one behind the
 // other, so that their words go out in whole lines.
 struct RoutesUnit {
-  static constexpr int kTokens = 32, kTogether = 4;  // lines that are made up together
+  static constexpr int kTokens = 32, kBatchSize = 4;  // lines that are made up together
 
   const ReceiveRole& role;
   int first = 0, peer = 0;  // tokens [first, first + kTokens)
@@ -43,12 +32,12 @@ struct RoutesUnit {
     const int token = min(first + role.lane, p.num_tokens - 1), entry = token * topk;
     int choice = -1;  // of the token, at this receiver
 #pragma unroll 1
-    for (int begin = 0; begin < topk; begin += kTogether) {
-      int32_t id[kTogether];
+    for (int begin = 0; begin < topk; begin += kBatchSize) {
+      int32_t id[kBatchSize];
 #pragma unroll
-      for (int q = 0; q < kTogether; q++) id[q] = p.handle.own.ids[entry + min(begin + q, topk - 1)];
+      for (int q = 0; q < kBatchSize; q++) id[q] = p.handle.own.ids[entry + min(begin + q, topk - 1)];
 #pragma unroll
-      for (int q = 0; q < kTogether; q++) choice = is_there(id[q]) ? min(begin + q, topk - 1) : choice;
+      for (int q = 0; q < kBatchSize; q++) choice = is_there(id[q]) ? min(begin + q, topk - 1) : choice;
     }
     const bool is_member = choice >= 0 && first + role.lane < p.num_tokens;
     members = __ballot_sync(~0u, is_member);
@@ -88,12 +77,12 @@ struct RoutesUnit {
     // A store of the warp begins where a line does.
     const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(out) / sizeof(uint32_t) % 32);
 #pragma unroll 1
-    for (int begin = role.lane - skipped; begin - role.lane < end; begin += 32 * kTogether) {
-      int32_t id[kTogether];
-      uint32_t value[kTogether];
-      int word[kTogether], token[kTogether];
+    for (int begin = role.lane - skipped; begin - role.lane < end; begin += 32 * kBatchSize) {
+      int32_t id[kBatchSize];
+      uint32_t value[kBatchSize];
+      int word[kBatchSize], token[kBatchSize];
 #pragma unroll
-      for (int q = 0; q < kTogether; q++) {
+      for (int q = 0; q < kBatchSize; q++) {
         const int i = min(max(begin + 32 * q, 0), end - 1), row = role.geometry.by_words.divide(i);
         word[q] = role.geometry.by_words.remainder(i, row);
         token[q] = first + __shfl_sync(~0u, member, row);
@@ -102,7 +91,7 @@ struct RoutesUnit {
         value[q] = (word[q] < topk ? places : weights)[entry];
       }
 #pragma unroll
-      for (int q = 0; q < kTogether; q++) {
+      for (int q = 0; q < kBatchSize; q++) {
         const bool here = is_there(id[q]);
         uint32_t bits = p.topk_weights != nullptr ? value[q] : __float_as_uint(1.0f);
         if (!here) bits = 0;
@@ -122,16 +111,16 @@ struct RoutesUnit {
 __device__ __forceinline__ void send_routes(const ReceiveRole& role) {
   const HtDispatchParams& p = role.p;
   const int units = RoutesUnit::count(p);
-  HtCounters& counters = counters_of(role.call);
+  HtCounters& counters = counters_of(role.op);
   Tickets tickets;
-  tickets.ask(counters.routes_taken);
-  int unit = tickets.take(), done = 0;
+  tickets.prefetch(counters.routes_taken);
+  int unit = tickets.next(), done = 0;
 #pragma unroll 1
   while (unit < units) {
-    testing_point(Point::kBetweenRows, role.call, unit);
-    tickets.ask(counters.routes_taken);
+    testing_point(Point::kBetweenRows, role.op, unit);
+    tickets.prefetch(counters.routes_taken);
     RoutesUnit(role, unit).send();
-    unit = tickets.take();
+    unit = tickets.next();
     done++;
   }
   if (done == 0) return;
@@ -140,7 +129,7 @@ __device__ __forceinline__ void send_routes(const ReceiveRole& role) {
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
     if (role.tables.flows.to[peer] == 0) continue;
-    send_signal(role.call, p.layout, role.peers, peer, HtSignal::kDispatchRoutes, 0);
+    send_signal(role.op, p.layout, role.peers, peer, HtSignal::kDispatchRoutes, 0);
   }
 }
 
@@ -153,7 +142,7 @@ __device__ __forceinline__ bool await_routes(const ReceiveRole& role) {
   for (int source = role.lane; source < role.num_ranks(); source += 32) {
     if (role.tables.flows.from[source] == 0) continue;
     ok =
-        await_signal(role.call, role.p.layout, role.peers, HtSignal::kDispatchRoutes, source, 0, Phase::kRouting) && ok;
+        await_signal(role.op, role.p.layout, role.peers, HtSignal::kDispatchRoutes, source, 0, Awaited::kRouting) && ok;
   }
   ok = __all_sync(~0u, ok);
   __syncwarp();
@@ -171,7 +160,7 @@ __device__ __forceinline__ int32_t row_of_slot(const ReceiveRole& role, int slot
 
 // Rank layouts: a thread takes choices of slots, several asked for together.
 __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
-  constexpr int kTogether = 8;
+  constexpr int kBatchSize = 8;
   const HtDispatchParams& p = role.p;
   const HtSlotFormat& format = p.layout.slot;
   const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
@@ -181,16 +170,16 @@ __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
   const int step = threads / topk;  // slots that all threads take at a time
   const int first = role.geometry.by_topk.divide(thread), k = role.geometry.by_topk.remainder(thread, first);
 #pragma unroll 1
-  for (int begin = first; first < step && begin < slots; begin += kTogether * step) {
-    uint32_t id[kTogether], weight[kTogether];
+  for (int begin = first; first < step && begin < slots; begin += kBatchSize * step) {
+    uint32_t id[kBatchSize], weight[kBatchSize];
 #pragma unroll
-    for (int q = 0; q < kTogether; q++) {
+    for (int q = 0; q < kBatchSize; q++) {
       const uint32_t* words = words_of(min(begin + q * step, slots - 1));
       id[q] = ptx::ld_relaxed_sys(words + format.place(k));
       weight[q] = ptx::ld_relaxed_sys(words + format.weight(k));
     }
 #pragma unroll
-    for (int q = 0; q < kTogether; q++) {
+    for (int q = 0; q < kBatchSize; q++) {
       if (begin + q * step >= slots) break;
       const int32_t row = row_of_slot(role, begin + q * step);
       if (row < 0) continue;
@@ -201,14 +190,14 @@ __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
   }
   const int kept = static_cast<int>(min(static_cast<int64_t>(slots), p.handle.num_slots));
 #pragma unroll 1
-  for (int begin = thread; begin < kept; begin += kTogether * threads) {
-    uint32_t token[kTogether];
+  for (int begin = thread; begin < kept; begin += kBatchSize * threads) {
+    uint32_t token[kBatchSize];
 #pragma unroll
-    for (int q = 0; q < kTogether; q++) {
+    for (int q = 0; q < kBatchSize; q++) {
       token[q] = ptx::ld_relaxed_sys(words_of(min(begin + q * threads, kept - 1)) + format.token());
     }
 #pragma unroll
-    for (int q = 0; q < kTogether; q++) {
+    for (int q = 0; q < kBatchSize; q++) {
       if (begin + q * threads < kept) *p.handle.slot(begin + q * threads) = static_cast<int32_t>(token[q]);
     }
   }

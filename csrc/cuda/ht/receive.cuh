@@ -3,8 +3,12 @@
 // end.
 #pragma once
 
-#include "cuda/ht/metadata.cuh"
-#include "cuda/testing/stamps.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/ht/info.cuh"
+#include "cuda/ht/receive_role.cuh"
+#include "cuda/ht/signals.cuh"
+#include "cuda/ht/work.cuh"
+#include "cuda/protocol/ids.cuh"
 
 namespace ep {
 
@@ -28,7 +32,7 @@ struct CopyTargets {
 // which moved less while rows of other ranks came in.
 __device__ __forceinline__ void copy_part(const ReceiveRole& role, int part, const char* in,
                                           const CopyTargets& targets) {
-  constexpr int kTogether = 7;
+  constexpr int kBatchSize = 7;
   const int bytes = role.p.parts[part].bytes;
   const auto bits =
       static_cast<unsigned>(reinterpret_cast<uintptr_t>(role.p.parts[part].out) | reinterpret_cast<uintptr_t>(in)) |
@@ -41,14 +45,14 @@ __device__ __forceinline__ void copy_part(const ReceiveRole& role, int part, con
   const int chunks = bytes / 16;
   const auto* from = reinterpret_cast<const uint4*>(in);
 #pragma unroll 1
-  for (int first = role.lane; first - role.lane < chunks; first += 32 * kTogether) {
-    uint4 value[kTogether];
+  for (int first = role.lane; first - role.lane < chunks; first += 32 * kBatchSize) {
+    uint4 value[kBatchSize];
 #pragma unroll
-    for (int i = 0; i < kTogether; i++) value[i] = ptx::ld_relaxed_sys(from + min(first + 32 * i, chunks - 1));
+    for (int i = 0; i < kBatchSize; i++) value[i] = ptx::ld_relaxed_sys(from + min(first + 32 * i, chunks - 1));
     targets.for_each([&](int32_t row) {
       auto* to = reinterpret_cast<uint4*>(role.out_row(part, row));
 #pragma unroll
-      for (int i = 0; i < kTogether; i++) {
+      for (int i = 0; i < kBatchSize; i++) {
         if (first + 32 * i < chunks) ptx::st(to + first + 32 * i, value[i]);
       }
     });
@@ -96,7 +100,7 @@ __device__ __forceinline__ bool watch_rows(const ReceiveRole& role) {
       const int source = first + role.lane;
       bool ok = true;
       if (source < ranks && chunk_size(chunk, role.tables.flows.from[source], chunks) > 0) {
-        ok = await_signal(role.call, role.p.layout, role.peers, HtSignal::kDispatchRows, source, chunk, Phase::kRows);
+        ok = await_signal(role.op, role.p.layout, role.peers, HtSignal::kDispatchRows, source, chunk, Awaited::kRows);
       }
       ok = __all_sync(~0u, ok);
       __syncwarp();
@@ -177,7 +181,7 @@ struct PlacedSlot {
   __device__ __forceinline__ void keep(const ReceiveRole& role) const {
     const HtDispatchParams& p = role.p;
     const HtSlotFormat& format = p.layout.slot;
-    if (!has_expert_rows(p.output.layout) || !sends_routes(p.steps)) return;
+    if (!has_expert_rows(p.output.layout) || !sends_routes(p.variant)) return;
     int32_t* kept = p.handle.slot(slot);
     if (role.lane == 0) kept[format.token()] = token;
     if (role.lane >= p.shape.topk) return;
@@ -207,15 +211,15 @@ __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
   if (unit < units) next = PlacedSlot::load(role, unit);
 #pragma unroll 1
   while (unit < units) {
-    testing_point(Point::kBetweenRows, role.call, unit);
+    testing_point(Point::kBetweenRows, role.op, unit);
     const PlacedSlot slot = next;
     next = PlacedSlot::load(role, min(next_unit, units - 1));
     if (!slot.await(role)) return false;
-    tickets.ask(counters_of(role.call).staged);
+    tickets.prefetch(counters_of(role.op).staged);
     slot.keep(role);
     slot.put(role);
     unit = next_unit;
-    next_unit = 2 * warps + tickets.take();
+    next_unit = 2 * warps + tickets.next();
   }
   return await_watcher(role, role.num_ranks(), 1);
 }
@@ -223,7 +227,7 @@ __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
 // False: a wait was given up.
 template <bool kCopies>
 __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
-  testing_point(Point::kBeforeReceive, role.call);
+  testing_point(Point::kBeforeReceive, role.op);
   if (role.watches()) return watch_rows(role);
   if constexpr (kCopies) {
     return copy_rows(role);
@@ -235,12 +239,12 @@ __device__ __forceinline__ bool place_rows(const ReceiveRole& role) {
 // ---- The info tensor
 
 // One warp of the rank.
-static __device__ __noinline__ void store_info(const HtDispatchParams& p, const CallContext& call,
+static __device__ __noinline__ void store_info(const HtDispatchParams& p, const OpContext& op,
                                                const SendTables tables) {
   const int* demand = has_expert_rows(p.output.layout) ? p.handle.expert_counts : tables.flows.from;
   const int* start = p.output.layout == OutputLayout::kPacked ? tables.start : tables.flows.from_first;
   store_info(
-      p.output, p.info, call, [&](int bin) { return demand[bin]; }, [&](int bin) { return start[bin]; });
+      p.output, p.info, op, [&](int bin) { return demand[bin]; }, [&](int bin) { return start[bin]; });
 }
 
 // ---- Rows that do not exist
@@ -263,7 +267,7 @@ static __device__ __noinline__ void zero_row(const ReceiveRole& role, int32_t ro
 __device__ __forceinline__ void clear_rows(const ReceiveRole& role, int64_t first, int64_t end, bool zero_padding) {
   const HtDispatchParams& p = role.p;
   const int threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
-  if (sends_routes(p.steps)) {
+  if (sends_routes(p.variant)) {
 #pragma unroll 1
     for (int64_t row = first + thread; row < end; row += threads) {
       clear_entry(p, has_expert_rows(p.output.layout), row);
@@ -301,7 +305,7 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
 // The call has failed: nothing was received.
 static __device__ __noinline__ void clear_all(const ReceiveRole role) {
   // By whoever has given up, as others may not have.
-  if (role.p.info != nullptr && sends_routes(role.p.steps)) clear_info(role.p.output, role.p.info);
+  if (role.p.info != nullptr && sends_routes(role.p.variant)) clear_info(role.p.output, role.p.info);
   clear_rows(role, 0, role.p.output.rows(), false);
 }
 
@@ -312,63 +316,6 @@ __device__ __forceinline__ void give_up(const ReceiveRole& role) {
     ptx::st_release_shared(role.tables.chunks_here + i, kGivenUp);
   }
   clear_all(role);
-}
-
-// ---- Table of contents: the second kernel of a dispatch
-
-// kCopies: the rank may have rows to copy.
-template <bool kQuant, bool kCopies>
-__device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
-  const HtDispatchParams& p = args.params;
-  const LsaPeers& peers = args.peers;
-  EP_SHARED(CallContext, call);
-  HtBlock block{at};
-  const bool is_worker = block.warp < args.plan.workers_of(at.block);
-  // In a world on one GPU another rank's plan may have more warps.
-  const bool helps = !is_worker && block.warp < args.plan.warps && at.block >= args.plan.senders;
-  const ReceiveRole role{{block, p, args.geometry, args.plan, peers, call, SendTables::of(shared, p, args.geometry),
-                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
-  stamp(Stamp::kStart, peers.rank);
-  const bool has_routed = role.routes_meanwhile();
-  if (!has_routed) ptx::wait_for_prerequisites();
-  if (!open_ht_call(call, args, Kind::kDispatch, at, !has_routed, true)) {
-    ptx::wait_for_prerequisites();
-    if (helps) clear_all(role);
-    return;
-  }
-  if (!has_routed) {
-    if (block.is_first()) {
-      clear_next_counters(call);
-      send_call(call, p.layout, peers, HtCall::kCounts, [&](int index) { return call_word_of(p, index); });
-    }
-    await_records(call, p.layout, peers);
-  }
-  RowSender sender(role);
-  if (is_worker) sender.begin();
-  prepare(role);
-  ptx::wait_for_prerequisites();
-  if (is_worker) sender.ask_for_route();
-  // The buffer has failed, perhaps, since the call was opened: in routing, or by another rank's doing.
-  if (block.thread() == 0 && ptx::ld_relaxed_gpu(&args.state->fate.has_failed) != 0) call.has_given_up = 1;
-  if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) call.state->ht_staged[0] += 1;
-  if (block_has_failed(call)) {
-    if (is_worker) sender.drop();
-    if (helps) clear_all(role);
-    return;
-  }
-  stamp(Stamp::kEpochKnown, peers.rank);
-  if (is_worker) sender.run<kQuant>();
-  stamp(Stamp::kSent, peers.rank);
-  if (!helps) return;
-  const bool with_routes = sends_routes(p.steps);
-  if (with_routes) send_routes(role);
-  if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(p, call, role.tables);
-  clear_gaps(role);
-  if (with_routes && !await_routes(role)) return give_up(role);
-  if (with_routes && !has_expert_rows(p.output.layout)) store_choices(role);
-  stamp(Stamp::kOwnDone, peers.rank);
-  if (!place_rows<kCopies>(role)) return give_up(role);
-  stamp(Stamp::kEnd, peers.rank);
 }
 
 }  // namespace ep

@@ -4,24 +4,13 @@
 #pragma once
 
 #include "cuda/ht/info.cuh"
+#include "cuda/ht/messages.cuh"
 #include "cuda/ht/route_count.cuh"
 #include "cuda/testing/stamps.cuh"
 
 namespace ep {
 
 // ---- The other ranks
-
-// Of the words before the counts.
-__device__ __forceinline__ uint32_t call_word_of(const HtDispatchParams& p, int index) {
-  if (index == HtCall::kLayout) return static_cast<uint32_t>(p.output.layout);
-  if (index == HtCall::kCapacity) return static_cast<uint32_t>(p.output.capacity);
-  if (index == HtCall::kAlignment) return static_cast<uint32_t>(p.output.alignment);
-  if (index == HtCall::kChunks) return static_cast<uint32_t>(p.chunks);
-  const int part = (index - HtCall::kOffsets) / 2;
-  if (index < HtCall::kOffsets || part >= kHtMaxParts) return 0;
-  const Offset offset = part < p.num_parts ? p.parts[part].out_offset : kNoOffset;
-  return static_cast<uint32_t>((index - HtCall::kOffsets) % 2 == 0 ? offset : offset >> 32);
-}
 
 // Adds up the counts of all ranks: before this one, and all. Choices of each expert by all go into tables.start for
 // now.
@@ -30,7 +19,7 @@ __device__ __forceinline__ void add_up_counts(const RouteRole& role) {
   const int ranks = role.num_ranks(), rank = role.peers.rank, local_experts = role.local_experts();
 #pragma unroll 1
   for (int i = role.last_first(); i < ranks + role.num_experts(); i += role.threads()) {
-    const auto sums = WordSums::await(role.call, role.p.layout, role.peers, HtCall::kCounts + i);
+    const auto sums = WordSums::await(role.op, role.p.layout, role.peers, HtMessage::kCounts + i);
     t.before[role.count_of_word(i)] = sums.before;
     if (i < ranks) continue;
     const int e = i - ranks, local = e - rank * local_experts;
@@ -41,23 +30,23 @@ __device__ __forceinline__ void add_up_counts(const RouteRole& role) {
 
 // Reads what is not added up: a thread a word, and other threads than those that add up or look at records, so that all
 // words are asked for at the same time.
-__device__ __forceinline__ void take_words(const RouteRole& role) {
-  constexpr int kTold = RouteTables::kTold;
+__device__ __forceinline__ void read_words(const RouteRole& role) {
+  constexpr int kNumAnnounced = RouteTables::kNumAnnounced;
   const int ranks = role.num_ranks(), half = role.threads() / 2;
   const int turned = role.thread() < half ? role.thread() + half : role.thread() - half;
-  const int count = ranks * (kTold + (role.records() ? ranks : 0));
+  const int count = ranks * (kNumAnnounced + (role.records() ? ranks : 0));
 #pragma unroll 1
   for (int i = turned; i < count; i += role.threads()) {
     const int row = i / ranks, column = i - row * ranks;
-    int source = column, index = HtCall::kLayout;
-    if (row == 1) index = HtCall::kCapacity;
-    if (row == 2) index = HtCall::kAlignment;
-    if (row >= kTold) {
-      source = row - kTold;
-      index = HtCall::kCounts + column;
+    int source = column, index = HtMessage::kLayout;
+    if (row == 1) index = HtMessage::kCapacity;
+    if (row == 2) index = HtMessage::kAlignment;
+    if (row >= kNumAnnounced) {
+      source = row - kNumAnnounced;
+      index = HtMessage::kCounts + column;
     }
-    int* out = row < kTold ? role.tables.layout + i : role.p.handle.counts + (i - kTold * ranks);
-    *out = static_cast<int>(await_call_word(role.call, role.p.layout, role.peers, source, index));
+    int* out = row < kNumAnnounced ? role.tables.layout + i : role.p.handle.counts + (i - kNumAnnounced * ranks);
+    *out = static_cast<int>(await_message_word(role.op, role.p.layout, role.peers, source, index));
     if (row == 0 && has_expert_rows(static_cast<OutputLayout>(*out))) *role.tables.has_expert_rows = 1;
   }
   if (role.records() && role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
@@ -108,7 +97,7 @@ struct Received {
     const OutputShape& output = role.p.output;
     const bool expert_rows = has_expert_rows(output.layout);
     store_info(
-        output, role.p.info, role.call, [&](int bin) { return expert_rows ? demand[bin] : from(bin); },
+        output, role.p.info, role.op, [&](int bin) { return expert_rows ? demand[bin] : from(bin); },
         [&](int bin) { return start_of(bin); });
   }
   // What it waits for, before it makes outputs of exact sizes.
@@ -117,7 +106,7 @@ struct Received {
     uint32_t most_tokens = 0;
 #pragma unroll 1
     for (int source = role.lane; source < ranks; source += 32) {
-      most_tokens = max(most_tokens, await_call_word(role.call, p.layout, role.peers, source, CallRecord::kNumTokens));
+      most_tokens = max(most_tokens, await_message_word(role.op, p.layout, role.peers, source, OpHeader::kNumTokens));
     }
     most_tokens = __reduce_max_sync(~0u, most_tokens);
     for (int e = role.lane; e < local_experts; e += 32) p.host_sizes[2 + e] = demand[e];
@@ -129,7 +118,7 @@ struct Received {
     p.host_sizes[1] = slots;
     p.host_sizes[2 + local_experts] = most_tokens;
     __threadfence_system();
-    *reinterpret_cast<volatile uint64_t*>(p.host_epoch) = role.call.epoch;
+    *reinterpret_cast<volatile uint64_t*>(p.host_epoch) = role.op.epoch;
   }
 };
 
@@ -179,27 +168,27 @@ template <bool kExpertRows>
 __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
   const HtRouteParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  EP_SHARED(CallContext, call);
-  const RouteRole role{{at}, args.state, p, args.geometry, peers, call, RouteTables::of(shared, p, args.geometry)};
+  EP_SHARED(OpContext, op);
+  const RouteRole role{{at}, args.state, p, args.geometry, peers, op, RouteTables::of(shared, p, args.geometry)};
   stamp(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
   const WarpShare share = WarpShare::of(role);
   RawSteps raw;
-  if (!share.is_empty()) raw = share.ask(role, share.begin);
+  if (!share.is_empty()) raw = share.prefetch(role, share.begin);
   clear_counts(role);
   __syncthreads();
   // The first warp asks for the epoch meanwhile.
   Steps last_steps = number_share<kExpertRows, true>(role, share, raw);
   stamp(Stamp::kOwnDone, peers.rank);
-  const bool is_all = !sends_rows(p.steps);  // of the call: no kernel follows that would store the info tensor
-  if (!open_ht_call(call, args, Kind::kDispatch, at, true, is_all)) {
+  const bool is_all = !sends_rows(p.variant);  // of the call: no kernel follows that would store the info tensor
+  if (!open_ht_op(op, args, Kind::kDispatch, at, true, is_all)) {
     if (is_all && role.warp == 0) clear_info(p.output, p.info);
     return;
   }
   ptx::launch_dependents();  // it moves the epoch, which all blocks have read now
   stamp(Stamp::kEpochKnown, peers.rank);
   if (role.is_first() && role.warp == 0) {
-    send_record(call, p.layout, peers);
+    send_header(op, p.layout, peers);
   }
   tell_blocks<kExpertRows>(role);
   if (__syncthreads_or(!hear_blocks<kExpertRows>(role))) {
@@ -207,21 +196,21 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     __syncthreads();
   }
   if (role.is_first()) {
-    send_call_words(call, p.layout, peers, HtCall::words(p.shape.num_ranks, p.shape.num_experts), [&](int index) {
-      if (index < HtCall::kCounts) return call_word_of(p, index);
-      return static_cast<uint32_t>(role.tables.sums[role.count_of_word(index - HtCall::kCounts)]);
+    send_message_words(op, p.layout, peers, HtMessage::words(p.shape.num_ranks, p.shape.num_experts), [&](int index) {
+      if (index < HtMessage::kCounts) return message_word_of(p, index);
+      return static_cast<uint32_t>(role.tables.sums[role.count_of_word(index - HtMessage::kCounts)]);
     });
-    clear_next_counters(call);
+    clear_next_counters(op);
   }
   if (!share.is_empty()) {
     finish_numbers(role, share, last_steps);
     store_ids(role, share, last_steps);
   }
   stamp(Stamp::kSent, peers.rank);
-  await_records(call, p.layout, peers);
-  take_words(role);
+  await_headers(op, p.layout, peers);
+  read_words(role);
   add_up_counts(role);
-  if (block_has_failed(call)) {
+  if (block_has_failed(op)) {
     if (is_all && role.warp == 0) clear_info(p.output, p.info);
     return;
   }

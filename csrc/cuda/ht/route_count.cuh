@@ -1,9 +1,14 @@
 // A block's share of the tokens in the routing kernel: what it counts, how it numbers its choices, and how the blocks
 // of a rank learn of one another's counts. A lane looks at one choice; the first warp of a block looks at none, so that
-// it can ask for the epoch, and greet the other ranks, meanwhile.
+// it can ask for the epoch, and exchange headers with the other ranks, meanwhile.
 #pragma once
 
+#include "cuda/device/scans.cuh"
+#include "cuda/ht/geometry.h"
 #include "cuda/ht/op_context.cuh"
+#include "cuda/ht/tables.cuh"
+#include "cuda/ht/work.cuh"
+#include "cuda/protocol/ids.cuh"
 
 namespace ep {
 
@@ -18,7 +23,7 @@ struct RouteTables {
   int *start, *demand;                 // [E] first row of each expert at its owner; choices of all
   int *layout, *capacity, *alignment;  // [R], one after the other: what each rank's message tells
 
-  static constexpr int kTold = 3;  // tables from `layout` on
+  static constexpr int kNumAnnounced = 3;  // tables from `layout` on
 
   __device__ static RouteTables of(char* shared, const HtRouteParams& p, const HtRouteGeometry& g) {
     SharedTables tables{shared};
@@ -43,7 +48,7 @@ struct RouteRole : HtBlock {
   const HtRouteParams& p;
   const HtRouteGeometry& geometry;
   const LsaPeers& peers;
-  const CallContext& call;
+  const OpContext& op;
   RouteTables tables;
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
@@ -117,7 +122,7 @@ struct WarpShare : StepLane {
   __device__ bool is_past(int first) const { return first - lane_id() >= end; }
   __device__ bool exists(int choice) const { return lane_id() < choices && choice < end; }
 
-  __device__ __forceinline__ RawSteps ask(const RouteRole& role, int first) const {
+  __device__ __forceinline__ RawSteps prefetch(const RouteRole& role, int first) const {
     RawSteps raw;
 #pragma unroll
     for (int q = 0; q < Steps::kCount; q++) {
@@ -218,7 +223,7 @@ __device__ __forceinline__ Steps number_share(const RouteRole& role, const WarpS
       own.rows[choice] = steps.choice[q];
       own.slots[choice] = steps.row[q];
     }
-    raw = share.ask(role, first);
+    raw = share.prefetch(role, first);
   }
 }
 
@@ -291,7 +296,7 @@ __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
   const int counts = role.geometry.counts, first_of_warps = kExpertRows ? 0 : role.count_of_rank(0);
   const auto tell = [&](int index, int count) {
     ptx::st_relaxed_gpu(role.p.block_counts + role.at.block * counts + index,
-                        tagged(static_cast<uint32_t>(count), role.call.tag));
+                        tagged(static_cast<uint32_t>(count), role.op.tag));
   };
 #pragma unroll 1
   for (int i = role.last_first(); i < first_of_warps; i += role.threads()) tell(i, role.tables.share[i]);
@@ -301,37 +306,37 @@ __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
 // Adds up what this block needs of the shares. False: some are not known yet, their blocks may not even run.
 template <bool kExpertRows>
 __device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
-  constexpr int kTogether = 4, kLooks = 32;  // shares of a count that a thread adds up; looks of some 0.5 us
+  constexpr int kBatchSize = 4, kPolls = 32;  // shares of a count that a thread adds up; looks of some 0.5 us
   const HtRouteGeometry& g = role.geometry;
-  const int shares = role.needed_shares(), groups = ceil_div(shares, kTogether);
+  const int shares = role.needed_shares(), groups = ceil_div(shares, kBatchSize);
   // Ranks' counts come last. Those of experts are for the other ranks, and for numbers.
   const bool takes_all = role.is_first() || kExpertRows;
   const Divisor& by_counts = takes_all ? g.by_counts : g.by_rank_counts;
   const int counts = static_cast<int>(by_counts.divisor), skipped = g.counts - counts;
-  const int most_looks = testing_looks(kLooks, role.call.epoch);
+  const int most_looks = testing_looks(kPolls, role.op.epoch);
   if (role.warp == 0) return true;
 #pragma unroll 1
   for (int i = role.last_first(); i < groups * counts; i += role.threads() - 32) {
     const int group = by_counts.divide(i), index = skipped + by_counts.remainder(i, group);
-    uint64_t seen[kTogether];
+    uint64_t seen[kBatchSize];
     bool is_known;
     int looks = 0;
 #pragma unroll 1
     do {
 #pragma unroll
-      for (int q = 0; q < kTogether; q++) {
-        const int share = min(group * kTogether + q, shares - 1);
+      for (int q = 0; q < kBatchSize; q++) {
+        const int share = min(group * kBatchSize + q, shares - 1);
         seen[q] = ptx::ld_relaxed_gpu(role.p.block_counts + share * g.counts + index);
       }
       is_known = true;
 #pragma unroll
-      for (int q = 0; q < kTogether; q++) is_known &= is_tagged(seen[q], role.call.tag);
+      for (int q = 0; q < kBatchSize; q++) is_known &= is_tagged(seen[q], role.op.tag);
     } while (!is_known && ++looks < most_looks);
     if (!is_known) return false;
     int sum = 0;
 #pragma unroll
-    for (int q = 0; q < kTogether; q++) {
-      if (group * kTogether + q < shares) sum += static_cast<int>(static_cast<uint32_t>(seen[q]));
+    for (int q = 0; q < kBatchSize; q++) {
+      if (group * kBatchSize + q < shares) sum += static_cast<int>(static_cast<uint32_t>(seen[q]));
     }
     atomicAdd(role.tables.sums + index, sum);
   }
@@ -376,7 +381,7 @@ __device__ __forceinline__ Steps number_again(const RouteRole& role, const WarpS
   __syncthreads();
   if (!role.is_first()) count_shares(role);
   Steps last;
-  if (!share.is_empty()) last = number_share<true, false>(role, share, share.ask(role, share.begin));
+  if (!share.is_empty()) last = number_share<true, false>(role, share, share.prefetch(role, share.begin));
   __syncthreads();
   add_up_warps(role, 0, [](int, int) {});
   __syncthreads();

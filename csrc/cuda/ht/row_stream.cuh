@@ -17,19 +17,19 @@ class CopyRing {
 
   __device__ __forceinline__ explicit CopyRing(char* ring)
       : own_(ptx::shared_address(ring) + lane_id() * (kStepBytes / 32)) {}
-  __device__ __forceinline__ bool has_room() const { return asked_ - added_ < kItems; }
+  __device__ __forceinline__ bool has_room() const { return prefetched_ - added_ < kItems; }
 
   // `from`: the lane's first bytes of the piece; `rest`: lanes' worths from there to the end of the row.
   template <int kLaneBytes>
-  __device__ __forceinline__ void ask(const char* from, int rest) {
-    const ptx::SharedAddress to = own_ + asked_ % kItems * kItemBytes;
+  __device__ __forceinline__ void prefetch(const char* from, int rest) {
+    const ptx::SharedAddress to = own_ + prefetched_ % kItems * kItemBytes;
     from = ptx::opaque(from);  // else an address is worked out for each step
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {  // past the row stays what was there, and nobody stores it
       if (32 * s < rest) ptx::copy_async<kLaneBytes>(to + s * kStepBytes, from + s * 32 * kLaneBytes);
     }
     ptx::copy_async_commit();
-    asked_++;
+    prefetched_++;
   }
   // Waits for the item asked for first of those that are left.
   __device__ __forceinline__ ptx::SharedAddress oldest() const {
@@ -44,7 +44,7 @@ class CopyRing {
 
  private:
   ptx::SharedAddress own_;  // the lane's part of the first step
-  unsigned asked_ = 0, added_ = 0;
+  unsigned prefetched_ = 0, added_ = 0;
 };
 
 // What a lane has of a piece in the ring.
@@ -100,28 +100,28 @@ struct RowStream {
   Work& work;
   CopyRing ring;
   unsigned num_turned = 0, num_begun = 0;  // units; at most one more is turned to
-  int asked_piece = work.pieces.end;       // of the unit turned to last; there is none yet
-  unsigned to_ask = 0;                     // of that piece
+  int prefetched_piece = work.pieces.end;  // of the unit turned to last; there is none yet
+  unsigned to_prefetch = 0;                // of that piece
 
   // Asks for what comes next until the ring is full.
-  __device__ __forceinline__ void ask_ahead() {
+  __device__ __forceinline__ void prefetch_ahead() {
 #pragma unroll 1
     while (ring.has_room()) {
-      if (to_ask == 0) {
-        if (asked_piece < work.pieces.end) asked_piece++;
-        if (asked_piece == work.pieces.end) {
+      if (to_prefetch == 0) {
+        if (prefetched_piece < work.pieces.end) prefetched_piece++;
+        if (prefetched_piece == work.pieces.end) {
           if (num_turned != num_begun || !work.turn(num_turned)) return;
           num_turned++;
-          asked_piece = work.pieces.first;
+          prefetched_piece = work.pieces.first;
         }
-        to_ask = work.rows.get(num_turned - 1);
-        if (to_ask == 0) {
-          asked_piece = work.pieces.end;
+        to_prefetch = work.rows.get(num_turned - 1);
+        if (to_prefetch == 0) {
+          prefetched_piece = work.pieces.end;
           return;
         }
       }
-      work.ask(ring, num_turned - 1, __ffs(static_cast<int>(to_ask)) - 1, asked_piece);
-      to_ask &= to_ask - 1;
+      work.prefetch(ring, num_turned - 1, __ffs(static_cast<int>(to_prefetch)) - 1, prefetched_piece);
+      to_prefetch &= to_prefetch - 1;
     }
   }
 
@@ -132,7 +132,7 @@ struct RowStream {
     unsigned to_add = 0;
 #pragma unroll 1
     while (true) {
-      ask_ahead();
+      prefetch_ahead();
       if (piece == end) {
         if (num_turned == num_begun) {
           if (!work.await()) return;

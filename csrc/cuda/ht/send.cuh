@@ -2,31 +2,18 @@
 // of shared memory, and store it from there to its place on every rank that wants it. Bulk copies move what is aligned.
 #pragma once
 
-#include "cuda/device/payload.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/row_piece.cuh"
 #include "cuda/ht/send_tables.cuh"
+#include "cuda/ht/signals.cuh"
+#include "cuda/ht/work.cuh"
 
 namespace ep {
 
 // ---- A row into the stage
 
-template <class Word>
-__device__ __forceinline__ void copy_words(char* out, const char* in, int bytes, int lane) {
-  for (int i = lane; i < bytes / static_cast<int>(sizeof(Word)); i += 32) {
-    reinterpret_cast<Word*>(out)[i] = reinterpret_cast<const Word*>(in)[i];
-  }
-}
-
 // Below it, the warp's own stores take less time than the engine does for a copy.
 constexpr int kLeastBulkBytes = 1024;
-
-// By the widest words that sizes and addresses allow.
-static __device__ __noinline__ void copy_bytes(char* out, const char* in, int bytes, int width, int lane) {
-  if (width == 16) return copy_words<uint4>(out, in, bytes, lane);
-  if (width == 8) return copy_words<uint64_t>(out, in, bytes, lane);
-  if (width == 4) return copy_words<uint32_t>(out, in, bytes, lane);
-  if (width == 2) return copy_words<uint16_t>(out, in, bytes, lane);
-  copy_words<uint8_t>(out, in, bytes, lane);
-}
 
 static __device__ __noinline__ void gather_part(const HtPart& part, const char* in, char* out, int width, int lane) {
   if (part.elements == 1) return copy_bytes(out, in, part.bytes, width, lane);
@@ -38,16 +25,11 @@ static __device__ __noinline__ void gather_part(const HtPart& part, const char* 
   }
 }
 
-// The widest word of which sizes and addresses, all their bits in `bits`, are multiples: up to `most` bytes.
-__device__ __forceinline__ int word_bytes(unsigned bits, unsigned most) {
-  return static_cast<int>(min(bits & ~(bits - 1), most));
-}
-
 // A row on its way to e4m3, in blocks of two steps: part 0, and its scales, part 1. Two blocks at a time, so that what
 // one waits for is asked for while the other is converted.
 template <DType kType>
 struct Conversion {
-  using Block = Raw<Payload::kFp8, 2>;
+  using Block = Raw<Encoding::kFp8, 2>;
   static constexpr unsigned kStepBytes = 1024, kBlockBytes = 2 * kStepBytes;  // of x
   static constexpr int kBlockGroups = 8;
 
@@ -55,7 +37,7 @@ struct Conversion {
   unsigned at, end;  // bytes of x: where the lane's share of the first block begins, of the row
   char *out, *scales;
   int group, groups;  // of the lane in the first block, of the row
-  unsigned own_half;  // bits before it
+  unsigned own_part;  // bits before it
   bool has_scale;
   Quant quant;
 
@@ -70,7 +52,7 @@ struct Conversion {
     // Of a group's eight lanes the even ones work out the scale of the first step, the others that of the second.
     const unsigned lane = role.lane, step = lane & 1;
     group = static_cast<int>(4 * step + lane / 8);
-    own_half = 16 * step;
+    own_part = 16 * step;
     has_scale = lane % 8 < 2;
     row = ptx::opaque(row);
   }
@@ -87,7 +69,7 @@ struct Conversion {
 
   __device__ __forceinline__ void convert(const Block& raw, int block) const {
     float scale, factor;
-    group_scale(quant, unpack2<kType>(group_maxima<kType>(raw.chunk) >> own_half).x, scale, factor);
+    group_scale(quant, unpack2<kType>(group_maxima<kType>(raw.chunk) >> own_part).x, scale, factor);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const unsigned step_at = block * kBlockBytes + j * kStepBytes;
@@ -182,7 +164,7 @@ __device__ __forceinline__ void finish_load(const SendRole& role, int token, int
 // A token's choice `lane`; the leading lane of a group speaks for its rank.
 struct SendRoute {
   OwnChoice choice;
-  Group group;
+  SameOwner group;
   int32_t first_row = kNoRow;  // of the group: where the row goes
 
   // Asks for the token's entries of the handle; resolve() looks at them.
@@ -194,7 +176,7 @@ struct SendRoute {
     return route;
   }
   __device__ __forceinline__ void resolve(const SendRole& role) {
-    group = Group::of(role, choice);
+    group = SameOwner::of(role, choice);
     first_row = group.first_fitting(choice.row);
   }
 };
@@ -237,15 +219,15 @@ __device__ __forceinline__ void store_parts(const SendRole& role, const SendRout
 // Of some tokens, rows that ranks want to hear of in chunks: leading lanes count them when they lie in place, and the
 // last of a chunk says so. Several at once, as an SM takes half a microsecond for each fence, one after the other.
 struct Announcements {
-  static constexpr int kTogether = 4;
+  static constexpr int kBatchSize = 4;
   int size = 0;
-  int counter[kTogether] = {-1, -1, -1, -1};  // of this lane, newest first; -1: none
+  int counter[kBatchSize] = {-1, -1, -1, -1};  // of this lane, newest first; -1: none
 
-  __device__ __forceinline__ bool is_full() const { return size == kTogether; }
+  __device__ __forceinline__ bool is_full() const { return size == kBatchSize; }
   __device__ __forceinline__ void add(const SendRole& role, const SendRoute& route) {
     const int peer = route.group.rank;
 #pragma unroll
-    for (int q = kTogether - 1; q > 0; q--) counter[q] = counter[q - 1];
+    for (int q = kBatchSize - 1; q > 0; q--) counter[q] = counter[q - 1];
     counter[0] = -1;
     size++;
     if (!route.group.leads || role.tables.chunks[peer] == 1) return;
@@ -258,7 +240,7 @@ struct Announcements {
     ptx::fence_proxy_async();
     __threadfence();
 #pragma unroll
-    for (int q = 0; q < kTogether; q++) {
+    for (int q = 0; q < kBatchSize; q++) {
       if (counter[q] >= 0) count(role, counter[q] / kHtChunks, counter[q] % kHtChunks);
       counter[q] = -1;
     }
@@ -266,11 +248,11 @@ struct Announcements {
   }
   __device__ __forceinline__ static void count(const SendRole& role, int peer, int chunk) {
     const int rows = chunk_size(chunk, role.tables.flows.to[peer], role.tables.chunks[peer]);
-    const uint32_t before = atomicAdd(&counters_of(role.call).ready[peer * kHtChunks + chunk], 1u);
+    const uint32_t before = atomicAdd(&counters_of(role.op).ready[peer * kHtChunks + chunk], 1u);
     const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
     if (before + 1 != (is_early ? 1u : static_cast<uint32_t>(rows * role.geometry.passes))) return;
-    if (has_bug(Bug::kUntoldRows, Kind::kDispatch)) return;
-    send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, chunk);
+    if (has_bug(Bug::kUnannouncedRows, Kind::kDispatch)) return;
+    send_signal(role.op, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, chunk);
   }
 };
 
@@ -279,14 +261,14 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
   ptx::fence_proxy_async();
   __syncwarp();
   if (units == 0) return;
-  const uint32_t before = count_finished(counters_of(role.call).finished, units);
+  const uint32_t before = count_finished(counters_of(role.op).finished, units);
   const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
   if (!is_early && before + units != static_cast<uint32_t>(role.geometry.units)) return;
-  if (has_bug(Bug::kUntoldRows, Kind::kDispatch)) return;
+  if (has_bug(Bug::kUnannouncedRows, Kind::kDispatch)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
     if (role.tables.flows.to[peer] > 0 && role.tables.chunks[peer] == 1) {
-      send_signal(role.call, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, 0);
+      send_signal(role.op, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, 0);
     }
   }
 }
@@ -303,7 +285,7 @@ struct RowSender {
 
   __device__ __forceinline__ explicit RowSender(const SendRole& a_role) : role(a_role) {}
 
-  __device__ __forceinline__ uint32_t& counter() const { return counters_of(role.call).taken; }
+  __device__ __forceinline__ uint32_t& counter() const { return counters_of(role.op).taken; }
   __device__ __forceinline__ int pass() const { return role.geometry.by_tokens.divide(unit); }
   __device__ __forceinline__ int token() const { return role.geometry.by_tokens.remainder(unit, pass()); }
   __device__ __forceinline__ void load() {
@@ -312,13 +294,13 @@ struct RowSender {
 
   // Asks for the first row, before anything of the other ranks is known.
   __device__ __forceinline__ void begin() {
-    tickets.ask(counter());
+    tickets.prefetch(counter());
     if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
-    unit = tickets.take();
-    tickets.ask(counter());
+    unit = tickets.next();
+    tickets.prefetch(counter());
     load();
   }
-  __device__ __forceinline__ void ask_for_route() { route = SendRoute::load(role, unit); }
+  __device__ __forceinline__ void prefetch_route() { route = SendRoute::load(role, unit); }
   // Instead of run(): nothing may come into the stage when the block is over.
   __device__ __forceinline__ void drop() {
     if (bulk > 0) await_load(role, parity);
@@ -332,12 +314,12 @@ struct RowSender {
     int done = 0;
     // Peers' messages were acquired by threads, bulk copies write to their memory.
     ptx::fence_proxy_async();
-    testing_point(Point::kBeforeRows, role.call);
+    testing_point(Point::kBeforeRows, role.op);
 #pragma unroll 1
     while (unit < role.geometry.units) {
-      testing_point(Point::kBetweenRows, role.call, unit);
-      const int next_unit = tickets.take();
-      tickets.ask(counter());
+      testing_point(Point::kBetweenRows, role.op, unit);
+      const int next_unit = tickets.next();
+      tickets.prefetch(counter());
       const SendRoute next = SendRoute::load(role, next_unit);
       route.resolve(role);
       finish_load<kQuant>(role, token(), pass(), bulk, parity);

@@ -2,7 +2,10 @@
 // still places tokens, else from the handle.
 #pragma once
 
-#include "cuda/ht/route.cuh"
+#include "cuda/device/scans.cuh"
+#include "cuda/ht/geometry.h"
+#include "cuda/ht/messages.cuh"
+#include "cuda/ht/tables.cuh"
 
 namespace ep {
 
@@ -42,13 +45,13 @@ struct SendRole : HtBlock {
   const HtSendGeometry& geometry;
   const HtPlan& plan;
   const LsaPeers& peers;
-  const CallContext& call;
+  const OpContext& op;
   SendTables tables;
   char* stage;  // of this worker
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
   // The kernel before is part of the call, and may still be at work.
-  __device__ bool routes_meanwhile() const { return p.steps == HtSteps::kRouteAndSend; }
+  __device__ bool routes_meanwhile() const { return p.variant == HtVariant::kRouteAndSend; }
   __device__ uint64_t* barrier() const { return tables.barriers + warp; }
   // Segments are in the order (chunk, source); the own rank's rows come first.
   __device__ int source_of(int segment) const { return (peers.rank + segment % num_ranks()) % num_ranks(); }
@@ -75,17 +78,17 @@ __device__ __forceinline__ void fill_outputs(const SendRole& role) {
   for (int i = (role.thread() + middle) % role.threads(); i < ranks * per_rank; i += role.threads()) {
     const int source = i / per_rank, half = i % per_rank;
     halves[source * 2 * kHtMaxParts + half] =
-        await_call_word(role.call, p.layout, role.peers, source, HtCall::kOffsets + half);
+        await_message_word(role.op, p.layout, role.peers, source, HtMessage::kOffsets + half);
   }
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
     // Lane i asks for the message's word i.
-    static_assert(HtCall::kChunks < 32 && HtCall::kLayout < 32 && HtCall::kCapacity < 32);
-    const uint32_t mine = await_call_word(role.call, p.layout, role.peers, r, min(role.lane, int{HtCall::kChunks}));
+    static_assert(HtMessage::kChunks < 32 && HtMessage::kLayout < 32 && HtMessage::kCapacity < 32);
+    const uint32_t mine = await_message_word(role.op, p.layout, role.peers, r, min(role.lane, int{HtMessage::kChunks}));
     OutputShape output = p.output;
-    output.layout = static_cast<OutputLayout>(__shfl_sync(~0u, mine, HtCall::kLayout));
-    output.capacity = __shfl_sync(~0u, mine, HtCall::kCapacity);
-    const uint32_t chunks = __shfl_sync(~0u, mine, HtCall::kChunks);
+    output.layout = static_cast<OutputLayout>(__shfl_sync(~0u, mine, HtMessage::kLayout));
+    output.capacity = __shfl_sync(~0u, mine, HtMessage::kCapacity);
+    const uint32_t chunks = __shfl_sync(~0u, mine, HtMessage::kChunks);
     if (role.lane != 0) continue;
     t.chunks[r] = static_cast<int>(chunks);
     t.layout[r] = static_cast<int>(output.layout);
@@ -101,27 +104,26 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
   const int ranks = role.num_ranks(), local_experts = p.output.local_experts, warps = role.threads() / 32;
   const auto count_of = [&](int source, int receiver) {
     if (!role.routes_meanwhile()) return count_in_handle(p, source, receiver);
-    return static_cast<int>(await_call_word(role.call, p.layout, role.peers, source, HtCall::kCounts + receiver));
+    return static_cast<int>(await_message_word(role.op, p.layout, role.peers, source, HtMessage::kCounts + receiver));
   };
 #pragma unroll 1
   for (int r = warps - 1 - role.warp; r < ranks; r += warps) {
     role.tables.flows.fill(ranks, role.peers.rank, r, count_of);
   }
   if (p.output.layout != OutputLayout::kPacked) return;
-  const int first_word = HtCall::kCounts + ranks + role.peers.rank * local_experts;
+  const int first_word = HtMessage::kCounts + ranks + role.peers.rank * local_experts;
   const int64_t most = static_cast<int64_t>(ranks) * p.shape.max_tokens * p.shape.topk;
 #pragma unroll 1
   for (int e = role.thread(); e < local_experts; e += role.threads()) {
-    role.tables.start[e] = role.routes_meanwhile()
-                               ? WordSums::await(role.call, p.layout, role.peers, first_word + e).all
-                               : within(p.handle.expert_counts[e], most);
+    role.tables.start[e] = role.routes_meanwhile() ? WordSums::await(role.op, p.layout, role.peers, first_word + e).all
+                                                   : within(p.handle.expert_counts[e], most);
   }
 }
 
 // A warp: the first row of each packed expert, and the end.
 __device__ __forceinline__ void find_own_starts(const SendRole& role) {
   OutputShape output = role.p.output;
-  if (role.p.steps == HtSteps::kCached) output.alignment = max(*role.p.handle.alignment, 1);  // nobody has said it
+  if (role.p.variant == HtVariant::kCached) output.alignment = max(*role.p.handle.alignment, 1);  // nobody has said it
   const auto span_of = [&](int e) { return static_cast<int>(output.span(role.tables.start[e])); };
   const int end = exclusive_sums(output.local_experts, role.tables.start, span_of);
   if (role.lane == 0) role.tables.start[output.local_experts] = end;

@@ -3,7 +3,7 @@
 namespace ep {
 
 LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
-  return tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.half != Half::kBoth}, num_sms));
+  return tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.phase != Phase::kFused}, num_sms));
 }
 
 LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {

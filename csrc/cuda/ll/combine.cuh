@@ -14,8 +14,8 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   const LlCombineParams& p = args.params;
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
-  EP_SHARED(CallContext, context);
-  OpenCall call(context, OpenCall::NotYet{});
+  EP_SHARED(OpContext, context);
+  WarpContext op(context, WarpContext::NotYet{});
   const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers, args.state};
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
@@ -23,7 +23,7 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   Sender<kIn, kWire, kCount, kHome> sender;
   Receiver<kIn, kWire, kOut, kCount, kHome> receiver;
   bool is_sender = false, is_receiver = false;
-  if (!is_opener()) {
+  if (!is_leader_warp()) {
     is_sender = role.is_sender();
     is_receiver = role.is_receiver();
     if (is_sender) {
@@ -34,37 +34,37 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   }
   ptx::wait_for_prerequisites();
   HomeWeights<kHome> home_weights(role);
-  const Opening opening = open_call(context, args, Kind::kCombine, [&] {
-    if (is_sender) sender.ask_first(role);
-    if (is_receiver) receiver.ask_first(role);
-    home_weights.ask(role);
+  const Opening opening = open_op(context, args, Kind::kCombine, [&] {
+    if (is_sender) sender.prefetch_first(role);
+    if (is_receiver) receiver.prefetch_first(role);
+    home_weights.prefetch(role);
   });
 
   const auto begin = [&] {
-    const bool is_well = begin_call(context, call, args, opening);
+    const bool is_ok = begin_op(context, op, args, opening);
     stamp(Stamp::kEpochKnown, peers.rank);
-    if (is_well) home_weights.send(role, call);
-    return is_well;
+    if (is_ok) home_weights.send(role, op);
+    return is_ok;
   };
-  // What a warp adds up first is ready when the epoch is known. The opener is neither sender nor receiver.
-  if (is_opener()) {
-    const bool is_well = begin();
-    if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers);
-    if (receives(p.half)) advance_epoch(args, opening, Kind::kCombine, at);
-    if (!is_well) return;
-    if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
-    if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
+  // What a warp adds up first is ready when the epoch is known. The leader warp is neither sender nor receiver.
+  if (is_leader_warp()) {
+    const bool is_ok = begin();
+    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.layout, peers);
+    if (receives(p.phase)) advance_epoch(args, opening, Kind::kCombine, at);
+    if (!is_ok) return;
+    if (sends(p.phase) && role.is_creditor()) send_credits(op, p.layout, peers);
+    if (receives(p.phase) && role.is_control()) check_headers(op, p.layout, peers, p.wait_cost);
   } else if (is_sender) {
-    sender.send_all(role, call, [&] {
+    sender.send_all(role, op, [&] {
       if (!begin()) return false;
-      testing_point(Point::kBeforeRows, call);
+      testing_point(Point::kBeforeRows, op);
       return true;
     });
     stamp(Stamp::kSent, peers.rank);
   } else if (is_receiver) {
-    receiver.sum_all(role, call, [&] {
+    receiver.sum_all(role, op, [&] {
       if (!begin()) return false;
-      testing_point(Point::kBeforeReceive, call);
+      testing_point(Point::kBeforeReceive, op);
       return true;
     });
   } else {
@@ -78,14 +78,14 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
 __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsParams>& args, BlockPosition at) {
   const LlCombineWeightsParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  EP_SHARED(CallContext, context);
-  OpenCall call(context, OpenCall::NotYet{});
+  EP_SHARED(OpContext, context);
+  WarpContext op(context, WarpContext::NotYet{});
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_call(context, args, Kind::kCombine);
-  const bool is_well = begin_call(context, call, args, opening);
+  const Opening opening = open_op(context, args, Kind::kCombine);
+  const bool is_ok = begin_op(context, op, args, opening);
   advance_epoch(args, opening, Kind::kCombine, at);
-  if (!is_well) return;
+  if (!is_ok) return;
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
   // Entry (token, k) is the same block's on every rank, for all homes: a block waits only for blocks of its own index.
@@ -93,32 +93,32 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   const int step = at.num_blocks * static_cast<int>(blockDim.x);
   const bool is_control = at.block == 0 && threadIdx.x < 32;
   if (is_control) {
-    send_records(call, p.layout, peers);
-    send_credits(call, p.layout, peers);
+    send_headers(op, p.layout, peers);
+    send_credits(op, p.layout, peers);
   }
-  testing_point(Point::kBeforeRows, call);
+  testing_point(Point::kBeforeRows, op);
   for (int i = first; i < p.shape.max_tokens * topk; i += step) {
     const int token = i / topk, k = i % topk;
     for (int home = 0; home < p.shape.num_ranks; home++) {
-      if (is_masked(call, home)) continue;
+      if (is_masked(op, home)) continue;
       if (token >= p.handle.tokens[home]) continue;
       const int32_t row = p.handle.rows[p.layout.slot(home, token) * map_k + (expert_rows ? k : 0)];
       if (row == kNoRow) continue;
       const bool is_there = row >= 0 && row < p.output.rows();  // else dropped, or of a handle that was changed
       const float value = is_there ? p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k] : 0.0f;
-      auto* target = peers.at<uint64_t>(home, p.layout.weight<kMasksRanks>(call.bank, peers.rank, token, k));
-      ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), call.tag));
+      auto* target = peers.at<uint64_t>(home, p.layout.weight<kMasksRanks>(op.bank, peers.rank, token, k));
+      ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), op.tag));
     }
   }
-  if (is_control) check_records(call, p.layout, peers);
-  testing_point(Point::kBeforeReceive, call);
+  if (is_control) check_headers(op, p.layout, peers);
+  testing_point(Point::kBeforeReceive, op);
   for (int i = first; i < p.num_tokens * topk; i += step) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;
     const int owner = p.shape.valid(id) ? p.shape.owner(id) : -1;
-    if (owner >= 0 && !is_masked(call, owner)) {
-      const auto* word = peers.local<uint64_t>(p.layout.weight<kMasksRanks>(call.bank, owner, i / topk, i % topk));
-      bits = await_word(call, word, Phase::kScalars, owner);
+    if (owner >= 0 && !is_masked(op, owner)) {
+      const auto* word = peers.local<uint64_t>(p.layout.weight<kMasksRanks>(op.bank, owner, i / topk, i % topk));
+      bits = await_word(op, word, Awaited::kScalars, owner);
     }
     p.out[i] = __uint_as_float(bits);
   }

@@ -32,13 +32,13 @@ struct OwnEntriesAt {
     OwnEntriesAt at;
     if (role.lane < role.p.shape.topk) at.id = role.p.handle.ids + token * role.p.shape.topk + role.lane;
     at.terms = TermsAt::of(role, role.peers.rank, token);
-    if (!sends(role.p.half)) at.terms.row = nullptr;
+    if (!sends(role.p.phase)) at.terms.row = nullptr;
     return at;
   }
 };
 
 // A batch of ranks, in bytes that end with 0xFF, without those that are masked now.
-static __device__ __noinline__ uint32_t without_masked(const CallContext& context, uint32_t ranks) {
+static __device__ __noinline__ uint32_t without_masked(const OpContext& context, uint32_t ranks) {
   uint32_t left = ~0u;
 #pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
@@ -63,16 +63,16 @@ struct Partials {
   char* slots;          // of rank 0's row, this lane's numbers
   Numbers<kWire, kCount> numbers[kBatch];
 
-  __device__ __forceinline__ Partials(const CombineRole& role, const OpenCall& call, uint64_t sources, const Unit& unit,
-                                      int lane_index)
+  __device__ __forceinline__ Partials(const CombineRole& role, const WarpContext& op, uint64_t sources,
+                                      const Unit& unit, int lane_index)
       : mask(static_cast<uint32_t>(sources)),
         high_mask(static_cast<uint32_t>(sources >> 32)),
-        local_rank(sends(role.p.half) ? role.peers.rank : kNone - 1),
-        slots(ptx::opaque(role.peers.local<char>(role.p.layout.row<kMasksRanks>(call.bank, 0, unit.token)) +
+        local_rank(sends(role.p.phase) ? role.peers.rank : kNone - 1),
+        slots(ptx::opaque(role.peers.local<char>(role.p.layout.row<kMasksRanks>(op.bank, 0, unit.token)) +
                           lane_index * static_cast<int>(sizeof *numbers))) {
     if (!kMasksRanks) return;
-    mask &= ~call.context.masked[0];
-    high_mask &= ~call.context.masked[1];
+    mask &= ~op.context.masked[0];
+    high_mask &= ~op.context.masked[1];
   }
 
   __device__ __forceinline__ bool has_more() const { return (mask | high_mask) != 0; }
@@ -97,17 +97,17 @@ struct Partials {
   }
 
   // Waits for the batch, but for ranks that are masked meanwhile. False: the wait was given up.
-  __device__ __forceinline__ bool await(const CombineRole& role, const OpenCall& call, const Unit& unit,
-                                        LeanPatience& patience) {
+  __device__ __forceinline__ bool await(const CombineRole& role, const WarpContext& op, const Unit& unit,
+                                        LeanWaitBudget& budget) {
     while (true) {
       ranks = ptx::opaque(ranks);  // addresses are worked out again
-      if (have_arrived(role, call)) return true;
-      if (!is_over(role, call, unit, patience)) continue;
-      if (!kMasksRanks || __any_sync(~0u, call.context.has_failed())) return false;
-      ranks = without_masked(call, ranks);
+      if (have_arrived(role, op)) return true;
+      if (!is_spent(role, op, unit, budget)) continue;
+      if (!kMasksRanks || __any_sync(~0u, op.context.has_failed())) return false;
+      ranks = without_masked(op, ranks);
     }
   }
-  __device__ __forceinline__ bool have_arrived(const CombineRole& role, const OpenCall& call) {
+  __device__ __forceinline__ bool have_arrived(const CombineRole& role, const WarpContext& op) {
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
       numbers[q].fill(0);
@@ -117,7 +117,7 @@ struct Partials {
     bool ok = true;
 #pragma unroll
     for (int q = 0; q < kBatch; q++) ok = ok && numbers[q].have_arrived();
-    if (has_bug(Bug::kTornRows, call.context.kind)) ok = numbers[0].have_arrived();
+    if (has_bug(Bug::kTornRows, op.context.kind)) ok = numbers[0].have_arrived();
     return __all_sync(~0u, ok);
   }
   __device__ __forceinline__ uint32_t rank_of_lane(const CombineRole& role) const {
@@ -136,17 +136,17 @@ struct Partials {
     const auto* word = reinterpret_cast<const uint32_t*>(slot_of(role, r));
     return __ballot_sync(~0u, travels(r) && ptx::ld_relaxed_sys(word) == kAbsent);
   }
-  __device__ __forceinline__ bool is_over(const CombineRole& role, const OpenCall& call, const Unit& unit,
-                                          LeanPatience& patience) const {
-    if (!patience.is_due()) return false;
+  __device__ __forceinline__ bool is_spent(const CombineRole& role, const WarpContext& op, const Unit& unit,
+                                           LeanWaitBudget& budget) const {
+    if (!budget.is_due()) return false;
     unsigned waited_for = absent(role);
     if (waited_for == 0) waited_for = __ballot_sync(~0u, travels(rank_of_lane(role)));  // part of each has come
     const auto peer = static_cast<int>(rank_of(__ffs(static_cast<int>(waited_for)) - 1));
-    return __any_sync(~0u, patience.look(call, Phase::kPartials, peer, unit.token, unit.piece));
+    return __any_sync(~0u, budget.poll(op, Awaited::kPartials, peer, unit.token, unit.piece));
   }
 
   // In the order of ranks. Slots are free again.
-  __device__ __forceinline__ void add_to(const CombineRole& role, const OpenCall& call, int token,
+  __device__ __forceinline__ void add_to(const CombineRole& role, const WarpContext& op, int token,
                                          const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
@@ -156,31 +156,31 @@ struct Partials {
       numbers[q].add_to(total);
       if (r == local_rank) continue;
       numbers[q].fill(kAbsent);
-      testing_point(Point::kBeforeReset, call, token);
-      if (!(has_bug(Bug::kSkippedReset, call.context.kind) && token == 0)) numbers[q].store(slot_of(role, r), 0);
+      testing_point(Point::kBeforeReset, op, token);
+      if (!(has_bug(Bug::kSkippedReset, op.context.kind) && token == 0)) numbers[q].store(slot_of(role, r), 0);
     }
   }
 };
 
 // Adds up piece `number`. `id`: of choice `lane`. False: a wait was given up.
 template <DType kWire, DType kOut, int kCount>
-__device__ __forceinline__ bool sum_piece(const CombineRole& role, const OpenCall& call, int number, int id,
+__device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpContext& op, int number, int id,
                                           const Numbers<kWire, kCount>& own) {
   const LlCombineParams& p = role.p;
-  const Unit unit = role.geometry.deal.unit(0, number);
+  const Unit unit = role.geometry.schedule.unit(0, number);
   const int lane_index = min(unit.piece * 32 + role.lane, p.hidden / kCount - 1);
   const uint64_t sources =
       destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
   stamp(Stamp::kOwnDone, role.peers.rank);
-  Partials<kWire, kCount> partials(role, call, sources, unit, lane_index);
+  Partials<kWire, kCount> partials(role, op, sources, unit, lane_index);
   float total[kCount];
   begin_sum<kOut>(p, unit.token, lane_index, kMasksRanks ? partials.has_more() : sources != 0, total);
-  LeanPatience patience;
+  LeanWaitBudget budget;
 #pragma unroll 1
   while (partials.has_more()) {
     partials.begin_batch();
-    if (!partials.await(role, call, unit, patience)) return false;
-    partials.add_to(role, call, unit.token, own, total);
+    if (!partials.await(role, op, unit, budget)) return false;
+    partials.add_to(role, op, unit.token, own, total);
   }
   Numbers<kOut, kCount> out;
   out.from(total);
@@ -189,7 +189,8 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const OpenCal
 }
 
 // A receiver asks for its own rows of a piece while it waits for the others' of the one before: what is asked for late
-// comes late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers (UnitDeal).
+// comes late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers
+// (WorkSchedule).
 template <DType kIn, DType kWire, DType kOut, int kCount, bool kHome>
 struct Receiver {
   int number = 0;             // of the piece whose entries of the handle have been asked for
@@ -205,15 +206,15 @@ struct Receiver {
 
   __device__ __forceinline__ void aim_first(const CombineRole& role) {
     number = role.receiver();
-    if (has_next(role)) first_at = OwnEntriesAt::of(role, role.geometry.deal.unit(0, number).token);
+    if (has_next(role)) first_at = OwnEntriesAt::of(role, role.geometry.schedule.unit(0, number).token);
   }
-  __device__ __forceinline__ void ask_first(const CombineRole& role) {
-    if (has_next(role)) ask(role, first_at);
+  __device__ __forceinline__ void prefetch_first(const CombineRole& role) {
+    if (has_next(role)) prefetch(role, first_at);
   }
   // begin() as a sender's. The first share needs nothing of this call, and is ready by then where SMs have little to
   // send.
   template <class Begin>
-  __device__ __forceinline__ void sum_all(const CombineRole& role, const OpenCall& call, const Begin& begin) {
+  __device__ __forceinline__ void sum_all(const CombineRole& role, const WarpContext& op, const Begin& begin) {
     bool has_begun = false;
     if (role.geometry.is_busy || !has_next(role)) {
       if (!begin() || !has_next(role)) return;
@@ -228,15 +229,15 @@ struct Receiver {
       const int now = rows_number, now_id = rows_id;
       const bool is_last = !has_next(role);
       if (!is_last) load_rows(role);
-      if (!sum_piece<kWire, kOut, kCount>(role, call, now, now_id, own) || is_last) return;
+      if (!sum_piece<kWire, kOut, kCount>(role, op, now, now_id, own) || is_last) return;
     }
   }
 
  private:
   __device__ __forceinline__ bool has_next(const CombineRole& role) const {
-    return number < role.p.num_tokens * role.geometry.deal.pieces;
+    return number < role.p.num_tokens * role.geometry.schedule.pieces;
   }
-  __device__ __forceinline__ void ask(const CombineRole& role, const OwnEntriesAt& at) {
+  __device__ __forceinline__ void prefetch(const CombineRole& role, const OwnEntriesAt& at) {
     id = at.id != nullptr ? __ldg(at.id) : -1;
     terms = at.terms.load(role.p.weighting);
   }
@@ -244,8 +245,8 @@ struct Receiver {
   __device__ __forceinline__ void load_rows(const CombineRole& role) {
     rows_number = number;
     rows_id = id;
-    if (sends(role.p.half)) {
-      const Unit unit = role.geometry.deal.unit(0, number);
+    if (sends(role.p.phase)) {
+      const Unit unit = role.geometry.schedule.unit(0, number);
       rows_terms = checked(role, terms, true);
       rows.load(role, rows_terms, lane_of_rows<kIn, kCount>(role, unit.piece));
       if (kHome && role.lane < role.p.shape.topk) {
@@ -253,11 +254,11 @@ struct Receiver {
       }
     }
     number += role.geometry.receivers;
-    if (has_next(role)) ask(role, OwnEntriesAt::of(role, role.geometry.deal.unit(0, number).token));
+    if (has_next(role)) prefetch(role, OwnEntriesAt::of(role, role.geometry.schedule.unit(0, number).token));
   }
   __device__ __forceinline__ void add_up_own(const CombineRole& role) {
-    if (!sends(role.p.half)) return;
-    const int piece = role.geometry.deal.unit(0, rows_number).piece;
+    if (!sends(role.p.phase)) return;
+    const int piece = role.geometry.schedule.unit(0, rows_number).piece;
     if constexpr (kHome) weigh(role, piece);
     float total[kCount];
     partial_sum<kIn>(role, rows_terms, piece, rows, total);

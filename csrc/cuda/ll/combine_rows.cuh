@@ -3,8 +3,11 @@
 
 #include "cuda/device/convert.cuh"
 #include "cuda/device/numbers.cuh"
-#include "cuda/host/launch.h"
-#include "cuda/protocol/op_context.cuh"
+#include "cuda/ll/headers.cuh"
+#include "cuda/ll/op_context.cuh"
+#include "cuda/ll/routing_messages.cuh"
+#include "cuda/protocol/ids.cuh"
+#include "cuda/protocol/kernel_args.h"
 #include "cuda/testing/stamps.cuh"
 
 namespace ep {

@@ -10,7 +10,7 @@ inline namespace EP_KERNELS {
 // that one's entries of the handle. kHome: the home rank gives the weights.
 template <DType kIn, DType kWire, int kCount, bool kHome>
 struct Sender {
-  int index = 0;        // of the next unit in the block's deal
+  int index = 0;        // of the next unit in the block's schedule
   uint32_t ticket = 0;  // of the next unit, if it needs one; lane 0 has it
   bool has_tickets = false;
   int tokens = 0;        // of rank `lane`
@@ -32,7 +32,7 @@ struct Sender {
   // All that needs no answer of the handle, and then what is asked of it.
   __device__ __forceinline__ void aim_first(const CombineRole& role) {
     index = role.warp;
-    next = role.geometry.deal.dealt_unit(role.at.block, index);
+    next = role.geometry.schedule.static_unit(role.at.block, index);
     const int home = role.home_of(next.home);
     terms_at = TermsAt::of(role, home, next.token);
     if (next.token >= role.p.shape.max_tokens) terms_at.row = nullptr;
@@ -40,7 +40,7 @@ struct Sender {
     tokens_at = ptx::opaque(role.p.handle.tokens + home);
     all_tokens_at = ptx::opaque(role.p.handle.tokens + role.lane);
   }
-  __device__ __forceinline__ void ask_first(const CombineRole& role) {
+  __device__ __forceinline__ void prefetch_first(const CombineRole& role) {
     next_terms = terms_at.load(role.p.weighting);
     first_tokens = __ldg(tokens_at);
     if (role.lane < role.p.shape.num_ranks) tokens = __ldg(all_tokens_at);
@@ -48,7 +48,7 @@ struct Sender {
   // begin() waits until the epoch is known; false: nothing may be sent. The first sum is ready by then, unless it waits
   // for weights. One loop, with the first unit in it: code that is there twice is fetched twice.
   template <class Begin>
-  __device__ __forceinline__ void send_all(const CombineRole& role, const OpenCall& call, const Begin& begin) {
+  __device__ __forceinline__ void send_all(const CombineRole& role, const WarpContext& op, const Begin& begin) {
     count_tokens(role);
     bool has_begun = false;
 #pragma unroll 1
@@ -57,12 +57,12 @@ struct Sender {
       draw(role);
       if (kHome && !has_begun && !begin()) return;
       const uint64_t weight = next_weight;
-      if (has_begun) find_next(role, call);
-      if constexpr (kHome) weigh(role, call, weight);
+      if (has_begun) find_next(role, op);
+      if constexpr (kHome) weigh(role, op, weight);
       add_up(role);
       if (!kHome && !has_begun && !begin()) return;
-      store(role, call);
-      if (!has_begun) find_next(role, call);  // what the others wait for comes first
+      store(role, op);
+      if (!has_begun) find_next(role, op);  // what the others wait for comes first
       has_begun = true;
     }
     if (!has_begun) begin();
@@ -80,46 +80,46 @@ struct Sender {
     }
     most_tokens = __reduce_max_sync(~0u, max(tokens, most_tokens));
     most_tokens = min(most_tokens, role.p.shape.max_tokens);  // of a handle that was changed
-    has_tickets = role.geometry.deal.has_tickets(most_tokens);
+    has_tickets = role.geometry.schedule.has_tickets(most_tokens);
   }
   // Where the weight of choice `lane` of a token comes from its home rank.
-  __device__ __forceinline__ static const uint64_t* home_weight(const CombineRole& role, const OpenCall& call, int home,
-                                                                int token) {
-    if (kMasksRanks) return role.peers.local<uint64_t>(role.p.layout.weight<true>(call.bank, home, token, role.lane));
-    return role.peers.local<uint64_t>(role.p.layout.weight<false>(call.bank, 0, 0, 0)) + entry_of(role, home, token);
+  __device__ __forceinline__ static const uint64_t* home_weight(const CombineRole& role, const WarpContext& op,
+                                                                int home, int token) {
+    if (kMasksRanks) return role.peers.local<uint64_t>(role.p.layout.weight<true>(op.bank, home, token, role.lane));
+    return role.peers.local<uint64_t>(role.p.layout.weight<false>(op.bank, 0, 0, 0)) + entry_of(role, home, token);
   }
-  __device__ __forceinline__ void load_next_terms(const CombineRole& role, const OpenCall& call) {
+  __device__ __forceinline__ void load_next_terms(const CombineRole& role, const WarpContext& op) {
     next_terms = {kNoRow, 1.0f};
     if (next.token >= role.p.shape.max_tokens) return;
     const int home = role.home_of(next.home);
     next_rows = ptx::opaque(lane_of_rows<kIn, kCount>(role, next.piece));
     next_terms = TermsAt::of(role, home, next.token).load(role.p.weighting);
     if (kHome && role.lane < role.p.shape.topk) {
-      next_weight = ptx::ld_relaxed_sys(home_weight(role, call, home, next.token));
+      next_weight = ptx::ld_relaxed_sys(home_weight(role, op, home, next.token));
     }
   }
   // Asks for a ticket if the next unit needs one; find_next() looks at it.
   __device__ __forceinline__ void draw(const CombineRole& role) {
-    const UnitDeal& deal = role.geometry.deal;
-    if (!has_tickets || deal.is_dealt(index + deal.warps)) return;
+    const WorkSchedule& schedule = role.geometry.schedule;
+    if (!has_tickets || schedule.is_static(index + schedule.warps)) return;
     testing_point(Point::kBeforeTicket);
-    const int group = deal.group_of(role.at.block);
-    const auto last = static_cast<uint32_t>(deal.last_ticket(group, most_tokens));
+    const int group = schedule.group_of(role.at.block);
+    const auto last = static_cast<uint32_t>(schedule.last_ticket(group, most_tokens));
     uint32_t drawn;  // another value in other lanes would meet it in a move that waits
     if (role.lane == 0) drawn = ptx::atom_inc_relaxed_gpu(&role.state->unit_tickets[group].next, last);
     ticket = drawn;
   }
-  __device__ __forceinline__ void find_next(const CombineRole& role, const OpenCall& call) {
-    const UnitDeal& deal = role.geometry.deal;
-    index += deal.warps;
-    if (deal.is_dealt(index)) {
-      next = deal.dealt_unit(role.at.block, index);
+  __device__ __forceinline__ void find_next(const CombineRole& role, const WarpContext& op) {
+    const WorkSchedule& schedule = role.geometry.schedule;
+    index += schedule.warps;
+    if (schedule.is_static(index)) {
+      next = schedule.static_unit(role.at.block, index);
     } else if (has_tickets) {
-      next = deal.ticket_unit(deal.group_of(role.at.block), static_cast<int>(__shfl_sync(~0u, ticket, 0)));
+      next = schedule.dynamic_unit(schedule.group_of(role.at.block), static_cast<int>(__shfl_sync(~0u, ticket, 0)));
     } else {
       next.token = most_tokens;
     }
-    load_next_terms(role, call);
+    load_next_terms(role, op);
   }
   // Makes the next unit the one to add up, and asks for its rows.
   __device__ __forceinline__ void load_rows(const CombineRole& role, int home_tokens) {
@@ -135,15 +135,15 @@ struct Sender {
   }
   // The weights of the unit's home rank, which had sent `seen`. Mostly they are all there. Waits inline: after a call
   // the compiler takes a warp that was together before for one that still is, and lanes that waited in it are not.
-  __device__ __forceinline__ void weigh(const CombineRole& role, const OpenCall& call, uint64_t seen) {
+  __device__ __forceinline__ void weigh(const CombineRole& role, const WarpContext& op, uint64_t seen) {
     const bool counted = terms.row >= 0;
     auto bits = static_cast<uint32_t>(seen);
     terms.weight = __uint_as_float(bits);
-    if (!__any_sync(~0u, counted && (!is_tagged(seen, call.tag) || bits == kSkippedWeight))) return;
+    if (!__any_sync(~0u, counted && (!is_tagged(seen, op.tag) || bits == kSkippedWeight))) return;
     if (counted) {
       const int home = role.home_of(unit.home);
-      if (!is_tagged(seen, call.tag)) {
-        bits = await_word(call, home_weight(role, call, home, unit.token), Phase::kWeights, home);
+      if (!is_tagged(seen, op.tag)) {
+        bits = await_word(op, home_weight(role, op, home, unit.token), Awaited::kWeights, home);
       }
       terms = with_weight(terms, bits);
     }
@@ -158,10 +158,10 @@ struct Sender {
     sum.from(total);
     sum.escape();
   }
-  __device__ __forceinline__ void store(const CombineRole& role, const OpenCall& call) const {
-    testing_point(Point::kBetweenRows, call, unit.token);
-    const int64_t bank_offset = call.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
-    if (is_any && slot != nullptr && !is_masked_now(call, role.home_of(unit.home))) {
+  __device__ __forceinline__ void store(const CombineRole& role, const WarpContext& op) const {
+    testing_point(Point::kBetweenRows, op, unit.token);
+    const int64_t bank_offset = op.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
+    if (is_any && slot != nullptr && !is_masked_now(op, role.home_of(unit.home))) {
       sum.store_remote(slot + bank_offset, 0);
     }
   }

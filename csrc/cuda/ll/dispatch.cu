@@ -12,7 +12,7 @@ LlDispatchGeometry geometry_of(const LlDispatchParams& p, const LlPlan& plan) {
 }
 
 void check_served(const LlDispatchParams& p) {
-  const int64_t bytes = PlacesShape::of(p).bytes;
+  const int64_t bytes = RoutingBitmapShape::of(p).bytes;
   EP_CHECK(bytes <= kMaxSharedBytes, p.shape.num_experts, " experts, max_tokens ", p.shape.max_tokens, " and top-",
            p.shape.topk, " need ", bytes, " bytes of shared memory, low-latency mode on CUDA has ", kMaxSharedBytes);
   EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");

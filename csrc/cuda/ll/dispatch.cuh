@@ -10,63 +10,64 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
+template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& args, BlockPosition at, char* shared) {
   const LlDispatchParams& p = args.params;
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
-  EP_SHARED(CallContext, context);
-  OpenCall call(context, OpenCall::NotYet{});
+  EP_SHARED(OpContext, context);
+  WarpContext op(context, WarpContext::NotYet{});
   const DispatchRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
-  const Places places(shared, args.geometry.places);
+  const RoutingBitmap bitmap(shared, args.geometry.bitmap);
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
-  const bool is_sending = sends(p.half) && at.block < plan.sender_blocks;
-  Outgoing<kPayload, kType, kSteps> out;
+  const bool is_sending = sends(p.phase) && at.block < plan.sender_blocks;
+  Outgoing<kEncoding, kType, kSteps> out;
   OutgoingRouting routing;
   out.asked = args.geometry.send_units;
   routing.token = is_sending ? role.routing_token() : p.num_tokens;
   ptx::wait_for_prerequisites();
 
   // What a warp sends first is on its way, and is made ready, while the epoch is.
-  const Opening opening = open_call(context, args, Kind::kDispatch, [&] {
+  const Opening opening = open_op(context, args, Kind::kDispatch, [&] {
     if (!is_sending) return;
     routing.load(role, routing.token);
     if (role.is_planned_sender()) out.load(role, role.sender());
-    routing.aim(role);
+    routing.compute_addr(role);
   });
-  RecordLane record;
-  if (role.is_control()) record = RecordLane::of(p.call, p.layout, peers, role.lane);
-  const bool is_receiver = receives(p.half) && role.is_planned_receiver();
-  if (is_receiver && !is_opener()) places.clear(role.receiving_thread(), role.clearing_threads());
+  HeaderLane record;
+  if (role.is_control()) record = HeaderLane::of(p.header, p.layout, peers, role.lane);
+  const bool is_receiver = receives(p.phase) && role.is_planned_receiver();
+  if (is_receiver && !is_leader_warp()) bitmap.clear(role.receiving_thread(), role.clearing_threads());
   const auto begin = [&] {
-    const bool is_well = begin_call(context, call, args, opening);
+    const bool is_ok = begin_op(context, op, args, opening);
     stamp(Stamp::kEpochKnown, peers.rank);
-    return is_well;
+    return is_ok;
   };
-  Incoming<kPayload, kSteps, kLayout> in;
-  const bool aims_early = is_receiver && !is_opener() && !is_sending && role.receiver() < args.geometry.receive_units;
-  bool is_well;
-  if (is_opener()) {
-    is_well = begin();
-    if (is_well && sends(p.half) && role.is_control()) send_records(call, p.layout, peers, record);
-    if (receives(p.half)) advance_epoch(args, opening, Kind::kDispatch, at);
-    if (is_well && is_sending) {
-      testing_point(Point::kBeforeRouting, call);
-      send_further_routing(role, call, role.routing_token());
+  Incoming<kEncoding, kSteps, kLayout> in;
+  const bool computes_addr_early =
+      is_receiver && !is_leader_warp() && !is_sending && role.receiver() < args.geometry.receive_units;
+  bool is_ok;
+  if (is_leader_warp()) {
+    is_ok = begin();
+    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.layout, peers, record);
+    if (receives(p.phase)) advance_epoch(args, opening, Kind::kDispatch, at);
+    if (is_ok && is_sending) {
+      testing_point(Point::kBeforeRouting, op);
+      send_rest_of_routing(role, op, role.routing_token());
     }
   } else if (is_sending) {
-    is_well = send_all(role, call, routing, out, begin);
+    is_ok = send_all(role, op, routing, out, begin);
     stamp(Stamp::kSent, peers.rank);
   } else {
-    if (aims_early) in.aim(role, places, role.receiver());
-    is_well = begin();
+    if (computes_addr_early) in.compute_addr(role, bitmap, role.receiver());
+    is_ok = begin();
   }
-  if (!is_well) return store_nothing<has_expert_rows(kLayout)>(role);
+  if (!is_ok) return store_nothing<has_expert_rows(kLayout)>(role);
 
-  if (sends(p.half) && role.is_creditor()) send_credits(call, p.layout, peers);
-  if (receives(p.half) && role.is_control()) check_records(call, p.layout, peers, p.wait_cost);
-  if (is_receiver) receive<kPayload, kType, kSteps, kLayout>(role, call, places, in, aims_early);
+  if (sends(p.phase) && role.is_creditor()) send_credits(op, p.layout, peers);
+  if (receives(p.phase) && role.is_control()) check_headers(op, p.layout, peers, p.wait_cost);
+  if (is_receiver) receive<kEncoding, kType, kSteps, kLayout>(role, op, bitmap, in, computes_addr_early);
   stamp(Stamp::kEnd, peers.rank);
 }
 

@@ -12,25 +12,25 @@ namespace {
 // As in plan_dispatch(): pieces of four steps need more registers a thread.
 constexpr int max_threads(int steps) { return steps == 2 ? 640 : 512; }
 
-template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
+template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
     ll_dispatch(const __grid_constant__ KernelArgs<LlDispatchParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
   const BlockPosition at = BlockPosition::own();
-  dispatch<kPayload, kType, kSteps, kLayout>(args, at, shared);
+  dispatch<kEncoding, kType, kSteps, kLayout>(args, at, shared);
 }
 
-template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
+template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
     ll_dispatch_world(const KernelArgs<LlDispatchParams>* all, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   const BlockPosition at = BlockPosition::in_world(blocks);
-  dispatch<kPayload, kType, kSteps, kLayout>(all[blockIdx.x / blocks], at, shared);
+  dispatch<kEncoding, kType, kSteps, kLayout>(all[blockIdx.x / blocks], at, shared);
 }
 
-template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
+template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 struct Instance {
-  static constexpr Payload payload = kPayload;
+  static constexpr Encoding encoding = kEncoding;
   static constexpr DType type = kType;
   static constexpr int steps = kSteps;
   static constexpr OutputLayout layout = kLayout;
@@ -38,33 +38,33 @@ struct Instance {
 
 // Calls body with the template instance for these parameters.
 template <OutputLayout kLayout, class Body>
-void with_payload(const LlDispatchParams& p, int steps, Body body) {
+void with_encoding(const LlDispatchParams& p, int steps, Body body) {
   constexpr OutputLayout k = kLayout;
-  if (p.quant != Quant::kNone && p.dtype == DType::kBF16) return body(Instance<Payload::kFp8, DType::kBF16, 2, k>{});
-  if (p.quant != Quant::kNone) return body(Instance<Payload::kFp8, DType::kF16, 2, k>{});
-  if (p.row.is_keyed) return body(Instance<Payload::kKeyed, DType::kBF16, 2, k>{});
-  if (steps == 2) return body(Instance<Payload::kFloat, DType::kBF16, 2, k>{});
-  return body(Instance<Payload::kFloat, DType::kBF16, 4, k>{});
+  if (p.quant != Quant::kNone && p.dtype == DType::kBF16) return body(Instance<Encoding::kFp8, DType::kBF16, 2, k>{});
+  if (p.quant != Quant::kNone) return body(Instance<Encoding::kFp8, DType::kF16, 2, k>{});
+  if (p.row.is_keyed) return body(Instance<Encoding::kKeyed, DType::kBF16, 2, k>{});
+  if (steps == 2) return body(Instance<Encoding::kFloat, DType::kBF16, 2, k>{});
+  return body(Instance<Encoding::kFloat, DType::kBF16, 4, k>{});
 }
 template <class Body>
 void with_instance(const LlDispatchParams& p, int steps, Body body) {
   switch (p.output.layout) {
     case OutputLayout::kExpertMajor:
-      return with_payload<OutputLayout::kExpertMajor>(p, steps, body);
+      return with_encoding<OutputLayout::kExpertMajor>(p, steps, body);
     case OutputLayout::kPacked:
-      return with_payload<OutputLayout::kPacked>(p, steps, body);
+      return with_encoding<OutputLayout::kPacked>(p, steps, body);
     case OutputLayout::kRankMajor:
-      return with_payload<OutputLayout::kRankMajor>(p, steps, body);
+      return with_encoding<OutputLayout::kRankMajor>(p, steps, body);
     case OutputLayout::kFlat:
-      return with_payload<OutputLayout::kFlat>(p, steps, body);
+      return with_encoding<OutputLayout::kFlat>(p, steps, body);
   }
 }
 
 void load_all() {
   const auto load = [](auto instance) {
     using I = decltype(instance);
-    load_kernel(&ll_dispatch<I::payload, I::type, I::steps, I::layout>, kMaxSharedBytes);
-    load_kernel(&ll_dispatch_world<I::payload, I::type, I::steps, I::layout>, kMaxSharedBytes);
+    load_kernel(&ll_dispatch<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
+    load_kernel(&ll_dispatch_world<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
   };
   constexpr OutputLayout kLayouts[] = {OutputLayout::kExpertMajor, OutputLayout::kPacked, OutputLayout::kRankMajor,
                                        OutputLayout::kFlat};
@@ -89,8 +89,8 @@ void load_all() {
 void launch_one(const KernelArgs<LlDispatchParams>& args, void* stream) {
   with_instance(args.params, args.plan.steps, [&](auto instance) {
     using I = decltype(instance);
-    launch_kernel(&ll_dispatch<I::payload, I::type, I::steps, I::layout>, args.plan.blocks, args.plan.threads(),
-                  static_cast<int>(args.geometry.places.bytes), args.plan.pdl, stream, args);
+    launch_kernel(&ll_dispatch<I::encoding, I::type, I::steps, I::layout>, args.plan.blocks, args.plan.threads(),
+                  static_cast<int>(args.geometry.bitmap.bytes), args.plan.pdl, stream, args);
   });
 }
 
@@ -104,8 +104,8 @@ void launch_all(const KernelArgs<LlDispatchParams>* host_args, const KernelArgs<
   }
   with_instance(host_args->params, plan.steps, [&](auto instance) {
     using I = decltype(instance);
-    launch_kernel(&ll_dispatch_world<I::payload, I::type, I::steps, I::layout>, plan.blocks * num_ranks, plan.threads(),
-                  static_cast<int>(host_args->geometry.places.bytes), false, stream, args, plan.blocks);
+    launch_kernel(&ll_dispatch_world<I::encoding, I::type, I::steps, I::layout>, plan.blocks * num_ranks,
+                  plan.threads(), static_cast<int>(host_args->geometry.bitmap.bytes), false, stream, args, plan.blocks);
   });
 }
 

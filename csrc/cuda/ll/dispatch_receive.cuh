@@ -15,7 +15,7 @@ struct IncomingWeight {
 
 // A row's numbers: the handle's map and weights, and what the layout tells of the row. Once for each slot.
 template <bool kExpertRows>
-__device__ __forceinline__ void store_row_info(const DispatchRole& role, const OpenCall& call, int source, int token,
+__device__ __forceinline__ void store_row_info(const DispatchRole& role, const WarpContext& op, int source, int token,
                                                bool wanted, uint32_t expert, int32_t row, const IncomingWeight& given) {
   const LlDispatchParams& p = role.p;
   const int slot = source * p.shape.max_tokens + token, lane = role.lane, topk = p.shape.topk;
@@ -24,10 +24,10 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const O
   const int32_t token_row = kExpertRows || any == 0 ? row : __shfl_sync(~0u, row, __ffs(any) - 1);
   if (lane < map_k) p.handle.rows[static_cast<int64_t>(slot) * map_k + lane] = token_row;
   float weight = 0;
-  if (wanted && is_tagged(given.seen, call.tag)) {
+  if (wanted && is_tagged(given.seen, op.tag)) {
     weight = __uint_as_float(static_cast<uint32_t>(given.seen));
   } else if (wanted) {
-    weight = __uint_as_float(await_word(call, given.word, Phase::kWeights, source));
+    weight = __uint_as_float(await_word(op, given.word, Awaited::kWeights, source));
   }
   if constexpr (kExpertRows) {
     if (!wanted) return;
@@ -66,84 +66,85 @@ struct ReceiveUnit {
 
 // A piece on its way to its places: asked for before it is known whether it comes, looked at afterwards. What can be
 // worked out of it before the routing is known is in registers by then.
-template <Payload kPayload, int kSteps, OutputLayout kLayout>
+template <Encoding kEncoding, int kSteps, OutputLayout kLayout>
 struct Incoming {
-  static constexpr bool kAimsAhead = kPayload == Payload::kFloat;  // other payloads leave no registers for it
+  static constexpr bool kAimsAhead = kEncoding == Encoding::kFloat;  // other payloads leave no registers for it
   ReceiveUnit unit;
-  ptx::SharedAddress tokens_at, id_at;  // in Places: tokens of the source, id of choice `lane`
+  ptx::SharedAddress tokens_at, id_at;  // in RoutingBitmap: tokens of the source, id of choice `lane`
   int id_shift;
   uint32_t id_mask;
   int slot;
-  Places::Span before;  // slots whose rows lie before this one's
-  bool is_own;          // lies in x; a row of another rank, or of a staged call, lies in the window
-  bool has_numbers;     // the warp stores the row's numbers
-  char* staged;         // in bank 0 until ask()
-  RowWriter<kPayload, kSteps> writer;
-  Raw<kPayload, kSteps> raw;
-  PieceOf<kPayload, kSteps> piece;
+  RoutingBitmap::Span before;  // slots whose rows lie before this one's
+  bool is_own;                 // lies in x; a row of another rank, or of a staged call, lies in the window
+  bool has_numbers;            // the warp stores the row's numbers
+  char* staged;                // in bank 0 until ask()
+  RowWriter<kEncoding, kSteps> writer;
+  Raw<kEncoding, kSteps> raw;
+  PieceOf<kEncoding, kSteps> piece;
   IncomingWeight weight;
-  uint32_t tokens, ids, most_tokens, duplicates;  // as Places has them
+  uint32_t tokens, ids, most_tokens, duplicates;  // as RoutingBitmap has them
 
   // All that does not need the epoch: where piece `number` will lie; an own row is asked for.
-  __device__ __forceinline__ void aim(const DispatchRole& role, const Places& places, int number) {
+  __device__ __forceinline__ void compute_addr(const DispatchRole& role, const RoutingBitmap& bitmap, int number) {
     const LlDispatchParams& p = role.p;
     unit = ReceiveUnit::of(role, number);
     slot = ptx::opaque(unit.source * p.shape.max_tokens + unit.token);
     const int k = min(role.lane, p.shape.topk - 1);
     const bool is_byte = p.layout.ids.bits == 8;
-    const int word = PlacesShape::kIdsAt + slot * p.layout.ids.words() + (is_byte ? k >> 2 : k >> 1);
-    tokens_at = ptx::opaque(places.address + (places.shape.tokens_at + unit.source) * 4);
-    id_at = ptx::opaque(places.address + word * 4);
+    const int word = RoutingBitmapShape::kIdsAt + slot * p.layout.ids.words() + (is_byte ? k >> 2 : k >> 1);
+    tokens_at = ptx::opaque(bitmap.address + (bitmap.shape.tokens_at + unit.source) * 4);
+    id_at = ptx::opaque(bitmap.address + word * 4);
     id_shift = is_byte ? (k & 3) * 8 : (k & 1) * 16;
     id_mask = ptx::opaque(p.layout.ids.none());
-    if constexpr (kAimsAhead) aim_at_places(role, places);
-    is_own = unit.source == role.peers.rank && sends(p.half);
+    if constexpr (kAimsAhead) compute_place_addrs(role, bitmap);
+    is_own = unit.source == role.peers.rank && sends(p.phase);
     has_numbers = ptx::opaque(unit.piece == role.geometry.numbers_piece ? 1 : 0) != 0;
     staged = ptx::opaque(role.peers.local<char>(p.layout.row<kMasksRanks>(0, unit.source, unit.token)) +
                          lane_offset<kSteps>(unit.piece, role.lane));
     weight = {
         ptx::opaque(role.peers.local<uint64_t>(p.layout.weight<kMasksRanks>(0, unit.source, unit.token, role.lane))),
         0};
-    if (is_own) raw.load(p, role.geometry, unit.token, unit.piece, role.lane);
+    if (is_own) load_raw(p, role.geometry, unit.token, unit.piece, role.lane, raw);
   }
-  __device__ __forceinline__ void aim_at_places(const DispatchRole& role, const Places& places) {
-    before = slots_before<kLayout>(role.p, places, unit.source, slot);
+  __device__ __forceinline__ void compute_place_addrs(const DispatchRole& role, const RoutingBitmap& bitmap) {
+    before = slots_before<kLayout>(role.p, bitmap, unit.source, slot);
     before.last = ptx::opaque(before.last);
-    writer.aim(role.p, role.geometry, unit.piece, role.lane);
+    writer.compute_addr(role.p, role.geometry, unit.piece, role.lane);
   }
-  __device__ __forceinline__ void ask(const DispatchRole& role, const OpenCall& call) {
+  __device__ __forceinline__ void prefetch(const DispatchRole& role, const WarpContext& op) {
     const LlLayout& layout = role.p.layout;
-    const int bank = call.bank;
+    const int bank = op.bank;
     staged += bank * static_cast<int64_t>(layout.row_bank_bytes);
     weight.word += bank * static_cast<int64_t>(layout.tagged_bank_bytes / sizeof(uint64_t));
     if (needs_weight(role)) weight.seen = ptx::ld_relaxed_sys(weight.word);
     if (!is_own) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
   // What the routing says of it, once that is known.
-  __device__ __forceinline__ void look(const Places& places) {
+  __device__ __forceinline__ void poll(const RoutingBitmap& bitmap) {
     ptx::ld_shared(tokens_at, tokens);
     ptx::ld_shared(id_at, ids);
-    ptx::ld_shared(places.address + Places::kMostTokens * 4, most_tokens);
-    ptx::ld_shared(places.address + Places::kDuplicates * 4, duplicates);
+    ptx::ld_shared(bitmap.address + RoutingBitmap::kMostTokens * 4, most_tokens);
+    ptx::ld_shared(bitmap.address + RoutingBitmap::kDuplicates * 4, duplicates);
   }
   __device__ __forceinline__ bool exists() const { return unit.token < static_cast<int>(tokens); }
-  __device__ __forceinline__ Place<kLayout> find_place(const DispatchRole& role, const Places& places) {
+  __device__ __forceinline__ ChoicePlacement<kLayout> find_place(const DispatchRole& role,
+                                                                 const RoutingBitmap& bitmap) {
     if constexpr (!kAimsAhead) {
-      look(places);
-      aim_at_places(role, places);
+      poll(bitmap);
+      compute_place_addrs(role, bitmap);
     }
     const uint32_t id = ids >> id_shift & id_mask;
     const uint32_t expert = exists() && role.lane < role.p.shape.topk ? id : ~0u;
-    return Place<kLayout>::of(role.p, places, unit.source, slot, before, duplicates != 0, expert);
+    return ChoicePlacement<kLayout>::of(role.p, bitmap, unit.source, slot, before, duplicates != 0, expert);
   }
 
   __device__ __forceinline__ bool needs_weight(const DispatchRole& role) const {
     return has_numbers && role.lane < role.p.shape.topk;
   }
   // What had not come when it was asked for: again, before anybody looks at it.
-  __device__ __forceinline__ void ask_again(const DispatchRole& role, const OpenCall& call) {
+  __device__ __forceinline__ void prefetch_again(const DispatchRole& role, const WarpContext& op) {
     if (has_numbers) {  // a branch of the whole warp
-      if (needs_weight(role) && !is_tagged(weight.seen, call.tag)) weight.seen = ptx::ld_relaxed_sys(weight.word);
+      if (needs_weight(role) && !is_tagged(weight.seen, op.tag)) weight.seen = ptx::ld_relaxed_sys(weight.word);
     }
     if (!is_own && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
@@ -151,72 +152,72 @@ struct Incoming {
   // The row has arrived, and its place on the wire is free again; of a rank that is masked meanwhile there are zeros.
   // False: the wait was given up.
   template <DType kType>
-  __device__ __forceinline__ bool take(const DispatchRole& role, const OpenCall& call) {
+  __device__ __forceinline__ bool consume(const DispatchRole& role, const WarpContext& op) {
     if (is_own) {
-      encode<kPayload, kType, kSteps>(role.p, raw, unit.piece, piece, role.lane);
+      encode<kEncoding, kType, kSteps>(role.p, raw, unit.piece, piece, role.lane);
     } else {
-      Patience patience;
+      WaitBudget budget;
       while (!has_arrived(piece)) {
-        if (has_bug(Bug::kTornRows, call.context.kind) && __all_sync(~0u, has_arrived(piece.chunk[0]))) break;
-        if (__any_sync(~0u, patience.is_over(call, Phase::kRows, unit.source, unit.token, unit.piece))) {
-          if (!kMasksRanks || __any_sync(~0u, call.context.has_failed())) return false;
+        if (has_bug(Bug::kTornRows, op.context.kind) && __all_sync(~0u, has_arrived(piece.chunk[0]))) break;
+        if (__any_sync(~0u, budget.is_spent(op, Awaited::kRows, unit.source, unit.token, unit.piece))) {
+          if (!kMasksRanks || __any_sync(~0u, op.context.has_failed())) return false;
           piece = {};
           return true;
         }
         load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
       }
-      testing_point(Point::kBeforeReset, call, unit.source * role.p.shape.max_tokens + unit.token);
-      if (!has_bug(Bug::kSkippedReset, call.context.kind) || unit.token != 0) {
-        reset_wire<kSteps, kPayload != Payload::kFloat>(staged, role.geometry.row, unit.piece, role.lane);
+      testing_point(Point::kBeforeReset, op, unit.source * role.p.shape.max_tokens + unit.token);
+      if (!has_bug(Bug::kSkippedReset, op.context.kind) || unit.token != 0) {
+        reset_wire<kSteps, kEncoding != Encoding::kFloat>(staged, role.geometry.row, unit.piece, role.lane);
       }
     }
-    decode<kPayload, kSteps>(piece);
+    decode<kEncoding, kSteps>(piece);
     return true;
   }
 };
 
 // Stores a piece into the rows of the lanes that have one.
-template <Payload kPayload, int kSteps, OutputLayout kLayout>
-__device__ __forceinline__ void store_piece(const DispatchRole& role, const Incoming<kPayload, kSteps, kLayout>& in,
+template <Encoding kEncoding, int kSteps, OutputLayout kLayout>
+__device__ __forceinline__ void store_piece(const DispatchRole& role, const Incoming<kEncoding, kSteps, kLayout>& in,
                                             int32_t row, uint32_t expert) {
-  constexpr int kTogether = kPayload == Payload::kFloat && has_expert_rows(kLayout) ? 2 : 1;
+  constexpr int kBatchSize = kEncoding == Encoding::kFloat && has_expert_rows(kLayout) ? 2 : 1;
   unsigned targets = __ballot_sync(~0u, row >= 0);
   if constexpr (!has_expert_rows(kLayout)) targets &= -targets;  // one row for all choices
 #pragma unroll 1
   while (targets != 0) {
-    int32_t rows[kTogether];
-    uint32_t experts[kTogether];
-    bool is_row[kTogether];
+    int32_t rows[kBatchSize];
+    uint32_t experts[kBatchSize];
+    bool is_row[kBatchSize];
 #pragma unroll
-    for (int q = 0; q < kTogether; q++, targets &= targets - 1) {
+    for (int q = 0; q < kBatchSize; q++, targets &= targets - 1) {
       const int k = __ffs(static_cast<int>(targets)) - 1;
       rows[q] = __shfl_sync(~0u, row, k);
       experts[q] = __shfl_sync(~0u, expert, k);
       is_row[q] = targets != 0;
     }
 #pragma unroll
-    for (int q = 0; q < kTogether; q++) {
+    for (int q = 0; q < kBatchSize; q++) {
       if (q == 0 || is_row[q]) in.writer.store(role.p, role.geometry.out_scales, rows[q], experts[q], in.piece);
     }
   }
 }
 
 // Piece `number`, which `in` has asked for, to its place. False: it was the warp's last, or a wait was given up.
-template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
-__device__ __forceinline__ bool place_piece(const DispatchRole& role, const OpenCall& call, const Places& places,
-                                            Incoming<kPayload, kSteps, kLayout>& in, const Place<kLayout>& place,
-                                            int number) {
+template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
+__device__ __forceinline__ bool place_piece(const DispatchRole& role, const WarpContext& op,
+                                            const RoutingBitmap& bitmap, Incoming<kEncoding, kSteps, kLayout>& in,
+                                            const ChoicePlacement<kLayout>& place, int number) {
   const LlDispatchParams& p = role.p;
   const ReceiveUnit unit = in.unit;
   const bool exists = in.exists();
   if (!exists && number >= role.geometry.own_units && unit.token >= static_cast<int>(in.most_tokens)) return false;
-  const int32_t row = place.row(p, places);
+  const int32_t row = place.row(p, bitmap);
   if (exists && in.has_numbers) {
-    store_row_info<has_expert_rows(kLayout)>(role, call, unit.source, unit.token, place.wanted, place.expert, row,
+    store_row_info<has_expert_rows(kLayout)>(role, op, unit.source, unit.token, place.wanted, place.expert, row,
                                              in.weight);
   }
   if (!__any_sync(~0u, place.wanted)) return true;
-  if (!in.template take<kType>(role, call)) return false;
+  if (!in.template consume<kType>(role, op)) return false;
   store_piece(role, in, row, place.expert);
   if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
   return true;
@@ -229,7 +230,7 @@ __device__ __forceinline__ bool place_piece(const DispatchRole& role, const Open
 template <bool kExpertRows>
 static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   const LlDispatchParams& p = role.p;
-  if (!receives(p.half)) return;
+  if (!receives(p.phase)) return;
   const int64_t thread = role.at.block * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(role.at.num_blocks) * blockDim.x;
   for (int64_t row = thread; row < p.output.rows(); row += threads) clear_entry(p, kExpertRows, row);
@@ -242,12 +243,12 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
 
 // Of all sources but those that another block has left out.
 template <bool kExpertRows>
-static __device__ __noinline__ void build_places_again(const DispatchRole role, const OpenCall call,
-                                                       const Places places) {
+static __device__ __noinline__ void rebuild_bitmap(const DispatchRole role, const WarpContext op,
+                                                   const RoutingBitmap bitmap) {
   const int thread = role.receiving_thread(), threads = role.receiving_threads();
-  places.clear(thread, threads);
+  bitmap.clear(thread, threads);
   ptx::named_barrier(1, threads);
-  build_places<kExpertRows, true>(role.p, role.peers, call, places, role.geometry.by_max_tokens, thread, threads);
+  build_bitmap<kExpertRows, true>(role.p, role.peers, op, bitmap, role.geometry.by_max_tokens, thread, threads);
   ptx::named_barrier(1, threads);
 }
 
@@ -256,16 +257,16 @@ constexpr int kDutiesBarrier = 4, kPiecesBarrier = 5, kRollBarrier = 6, kRollTes
 constexpr int kLoneInfoBins = 64;  // up to so many, one warp writes the info tensor; of more, each has 32
 
 // `in`: the warp's first piece, if it has any. is_aimed: already.
-template <Payload kPayload, DType kType, int kSteps, OutputLayout kLayout>
-__device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall& call, const Places& places,
-                                        Incoming<kPayload, kSteps, kLayout>& in, bool is_aimed) {
+template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
+__device__ __forceinline__ void receive(const DispatchRole& role, const WarpContext& op, const RoutingBitmap& bitmap,
+                                        Incoming<kEncoding, kSteps, kLayout>& in, bool has_addr) {
   constexpr bool kIsPacked = kLayout == OutputLayout::kPacked;
   const LlDispatchParams& p = role.p;
   const int threads = ptx::opaque(role.receiving_threads());
-  testing_point(Point::kBeforeReceive, call);
-  RollCall roll;
-  if (kMasksRanks && role.receiving_thread() < 32) roll.open(call);
-  if (kMasksRanks) __syncwarp();   // the opener's first lane comes from elsewhere
+  testing_point(Point::kBeforeReceive, op);
+  MaskConsensus roll;
+  if (kMasksRanks && role.receiving_thread() < 32) roll.open(op);
+  if (kMasksRanks) __syncwarp();   // the leader warp's first lane comes from elsewhere
   ptx::named_barrier(1, threads);  // clear() is over
   // The last warps have the fewest rows to move: they clear gaps, and those of the last block write the info tensor.
   const int from_last = role.plan.receivers() - 1 - role.receiver(), bins = p.output.bins();
@@ -275,58 +276,59 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const OpenCall
   const bool stores_info = is_last_block && last_in_block < info_warps;
   const bool stores_rest = is_last_block && last_in_block == min(info_warps, role.plan.receiver_warps - 1);
   int number = ptx::opaque(role.receiver());
-  const StartFinder starts(places, role.geometry.by_alignment, kIsPacked && last_in_block == 0);
+  const StartFinder starts(bitmap, role.geometry.by_alignment, kIsPacked && last_in_block == 0);
   const bool has_duties =
       ptx::opaque(stores_info || stores_rest || starts.finds || from_last < role.geometry.gap_warps);
-  build_places<has_expert_rows(kLayout)>(p, role.peers, call, places, role.geometry.by_max_tokens,
+  build_bitmap<has_expert_rows(kLayout)>(p, role.peers, op, bitmap, role.geometry.by_max_tokens,
                                          role.receiving_thread(), threads);
   const bool has_pieces = ptx::opaque(number < role.geometry.receive_units ? 1 : 0) != 0;
   if (has_pieces) {
-    if (!is_aimed) in.aim(role, places, number);
-    in.ask(role, call);
+    if (!has_addr) in.compute_addr(role, bitmap, number);
+    in.prefetch(role, op);
   }
   if (kMasksRanks) __syncwarp();
   ptx::named_barrier(1, threads);  // the routing is known
   if constexpr (kMasksRanks) {
-    if (role.receiving_thread() < 32) roll.settle(call);
+    if (role.receiving_thread() < 32) roll.settle(op);
     __syncwarp();
     ptx::named_barrier(kRollBarrier, threads);
-    testing_barrier(kRollTestingBarrier, threads);  // racecheck takes the opener for one that did not come to the other
-    if ((call.context.listens_again[0] | call.context.listens_again[1]) != 0) {
-      build_places_again<has_expert_rows(kLayout)>(role, call, places);
+    testing_barrier(kRollTestingBarrier,
+                    threads);  // racecheck takes the leader warp for one that did not come to the other
+    if ((op.context.listens_again[0] | op.context.listens_again[1]) != 0) {
+      rebuild_bitmap<has_expert_rows(kLayout)>(role, op, bitmap);
     }
   }
   bool awaits_starts = false;
   if constexpr (kIsPacked) {
     // Who has duties waits for starts before them, the others once they have counted rows of the same expert: a barrier
     // each, at which the rest arrive only.
-    if (starts.finds) testing_point(Point::kBeforeReceive, call, 1);
-    starts.find(p, places);
+    if (starts.finds) testing_point(Point::kBeforeReceive, op, 1);
+    starts.find(p, bitmap);
     awaits_starts = has_pieces && !has_duties;
     if (!awaits_starts) ptx::named_barrier_arrive(kPiecesBarrier, threads);
     if (!has_duties) ptx::named_barrier_arrive(kDutiesBarrier, threads);
   }
   if (has_duties) {
     if constexpr (kIsPacked) ptx::named_barrier(kDutiesBarrier, threads);
-    if (stores_info) store_info<kLayout>(p, call, places, last_in_block, info_warps);
-    if (stores_rest) store_rest_of_info<kLayout>(p, places);
-    clear_gaps<kLayout>(p, places, from_last, role.plan.receivers());
+    if (stores_info) store_info<kLayout>(p, op, bitmap, last_in_block, info_warps);
+    if (stores_rest) store_rest_of_info<kLayout>(p, bitmap);
+    clear_gaps<kLayout>(p, bitmap, from_last, role.plan.receivers());
   }
   stamp(Stamp::kRoutingKnown, role.peers.rank);
   if (!has_pieces) return;
-  if constexpr (in.kAimsAhead) in.look(places);
-  in.ask_again(role, call);
+  if constexpr (in.kAimsAhead) in.poll(bitmap);
+  in.prefetch_again(role, op);
 #pragma unroll 1
   while (true) {
-    const Place<kLayout> place = in.find_place(role, places);
+    const ChoicePlacement<kLayout> place = in.find_place(role, bitmap);
     if (awaits_starts) ptx::named_barrier(kPiecesBarrier, threads);
     awaits_starts = false;
-    if (!place_piece<kPayload, kType, kSteps, kLayout>(role, call, places, in, place, number)) return;
+    if (!place_piece<kEncoding, kType, kSteps, kLayout>(role, op, bitmap, in, place, number)) return;
     number += role.plan.receivers();
     if (number >= role.geometry.receive_units) return;
-    in.aim(role, places, number);
-    if constexpr (in.kAimsAhead) in.look(places);
-    in.ask(role, call);
+    in.compute_addr(role, bitmap, number);
+    if constexpr (in.kAimsAhead) in.poll(bitmap);
+    in.prefetch(role, op);
   }
 }
 

@@ -1,9 +1,12 @@
 // What low-latency dispatch sends: routing messages, and rows in pieces.
 #pragma once
 
-#include "cuda/device/payload.cuh"
-#include "cuda/host/launch.h"
-#include "cuda/protocol/op_context.cuh"
+#include "cuda/ll/headers.cuh"
+#include "cuda/ll/op_context.cuh"
+#include "cuda/ll/payload.cuh"
+#include "cuda/ll/routing_messages.cuh"
+#include "cuda/protocol/ids.cuh"
+#include "cuda/protocol/kernel_args.h"
 #include "cuda/testing/stamps.cuh"
 
 namespace ep {
@@ -27,12 +30,12 @@ struct DispatchRole : WarpRole {
   __device__ int routing_step() const { return plan.sender_blocks * plan.warps; }
   __device__ int receiving_thread() const { return threadIdx.x - plan.receiver_warp0 * 32; }
   __device__ int receiving_threads() const { return plan.receiver_warps * 32; }
-  // All of them but the opener, which has other things to do first.
+  // All of them but the leader warp, which has other things to do first.
   __device__ int clearing_threads() const {
     return receiving_threads() - (plan.receiver_warp0 + plan.receiver_warps == plan.warps ? 32 : 0);
   }
   // Own rows of a whole operation never enter the window; a staged one sends them to itself.
-  __device__ bool sends_to_itself() const { return p.half == Half::kSend; }
+  __device__ bool sends_to_itself() const { return p.phase == Phase::kSend; }
 };
 
 // Expert id `lane` of an own token, as the caller gave it. Lanes past the last choice ask for that one.
@@ -75,9 +78,9 @@ struct OutgoingRouting {
     weight = own_weight(role, token);
   }
   // Between load() and prepare(), as it needs nothing that was asked for.
-  __device__ __forceinline__ void aim(const DispatchRole& role) {
+  __device__ __forceinline__ void compute_addr(const DispatchRole& role) {
     if (token >= role.p.num_tokens) return;
-    lane = RoutingLane::aimed(role.p.layout, role.peers, role.geometry.by_id_words, 0, token);
+    lane = RoutingLane::at_addr(role.p.layout, role.peers, role.geometry.by_id_words, 0, token);
   }
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
     if (token >= role.p.num_tokens) return;
@@ -86,60 +89,60 @@ struct OutgoingRouting {
   }
 };
 
-__device__ __forceinline__ void send_token_routing(const DispatchRole& role, const OpenCall& call,
+__device__ __forceinline__ void send_token_routing(const DispatchRole& role, const WarpContext& op,
                                                    const OutgoingRouting& out) {
   const LlDispatchParams& p = role.p;
   if (out.token >= p.num_tokens) return;
-  testing_point(Point::kBeforeRouting, call, out.token);
-  out.lane.send(call, p.layout, out.choice.rank);
-  send_routing(call, p.layout, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
+  testing_point(Point::kBeforeRouting, op, out.token);
+  out.lane.send(op, p.layout, out.choice.rank);
+  send_routing(op, p.layout, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
   if (role.lane >= p.shape.topk) return;
   p.handle.ids[out.token * p.shape.topk + role.lane] =
       out.choice.rank < 0 ? -1 : out.choice.rank * p.output.local_experts + out.choice.expert;
-  if (out.choice.rank < 0) report_invalid_id(p, call.context.state, out.token);
+  if (out.choice.rank < 0) report_invalid_id(p, op.context.state, out.token);
 }
 
 // Token `first` and those that this warp sends after it: there are more tokens than warps.
-static __device__ __noinline__ void send_further_routing(const DispatchRole role, const CallContext& call, int first) {
+static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role, const OpContext& op, int first) {
   OutgoingRouting out;
 #pragma unroll 1
   for (int token = first; token < role.p.num_tokens; token += role.routing_step()) {
     out.load(role, token);
-    out.aim(role);
+    out.compute_addr(role);
     out.prepare(role);
-    send_token_routing(role, OpenCall(call), out);
+    send_token_routing(role, WarpContext(op), out);
     __syncwarp();
   }
 }
 
 // Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send
 // have the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
-__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const OpenCall& call,
+__device__ __forceinline__ void send_all_routing(const DispatchRole& role, const WarpContext& op,
                                                  const OutgoingRouting& out) {
-  testing_point(Point::kBeforeRouting, call);
-  send_token_routing(role, call, out);
+  testing_point(Point::kBeforeRouting, op);
+  send_token_routing(role, op, out);
   const int next = out.token + role.routing_step();
   __syncwarp();
-  if (next < role.p.num_tokens) send_further_routing(role, call, next);
+  if (next < role.p.num_tokens) send_rest_of_routing(role, op, next);
 }
 
 // A piece of an own row, ready to be sent as soon as the epoch is known.
-template <Payload kPayload, DType kType, int kSteps>
+template <Encoding kEncoding, DType kType, int kSteps>
 struct Outgoing {
   int asked;  // unit
   RawId id;
-  Raw<kPayload, kSteps> raw;
+  Raw<kEncoding, kSteps> raw;
   int index;          // of the piece in its row; -1: nothing left to send
   Offset slot;        // in bank 0: where the lane's words begin
   uint32_t turns[2];  // ranks that it goes to: bit i is the i-th after this one
-  PieceOf<kPayload, kSteps> piece;
+  PieceOf<kEncoding, kSteps> piece;
 
   __device__ __forceinline__ void load(const DispatchRole& role, int next) {
     asked = next;
     if (asked >= role.geometry.send_units) return;
     const int token = role.geometry.by_pieces.divide(asked);
     id = own_id(role, token);
-    raw.load(role.p, role.geometry, token, role.geometry.by_pieces.remainder(asked, token), role.lane);
+    load_raw(role.p, role.geometry, token, role.geometry.by_pieces.remainder(asked, token), role.lane, raw);
   }
   // What was asked for is the next to be sent.
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
@@ -154,22 +157,22 @@ struct Outgoing {
     const int turn = choice.rank - rank - 1 + (choice.rank <= rank ? num_ranks : 0);
     turns[0] = __reduce_or_sync(~0u, wanted && turn < 32 ? 1u << turn : 0);
     turns[1] = num_ranks > 32 ? __reduce_or_sync(~0u, wanted && turn >= 32 ? 1u << (turn - 32) : 0) : 0;
-    encode<kPayload, kType, kSteps>(role.p, raw, index, piece, role.lane);
+    encode<kEncoding, kType, kSteps>(role.p, raw, index, piece, role.lane);
   }
 };
 
 // Row pieces by 16-byte stores, to the ranks after this one first.
-template <Payload kPayload, DType kType, int kSteps>
-__device__ __forceinline__ void send_piece(const DispatchRole& role, const OpenCall& call,
-                                           Outgoing<kPayload, kType, kSteps>& out) {
-  testing_point(Point::kBetweenRows, call, out.asked);
-  char* const at_rank0 = role.peers.base + out.slot + call.bank * role.p.layout.row_bank_bytes;
+template <Encoding kEncoding, DType kType, int kSteps>
+__device__ __forceinline__ void send_piece(const DispatchRole& role, const WarpContext& op,
+                                           Outgoing<kEncoding, kType, kSteps>& out) {
+  testing_point(Point::kBetweenRows, op, out.asked);
+  char* const at_rank0 = role.peers.base + out.slot + op.bank * role.p.layout.row_bank_bytes;
   out.load(role, out.asked + role.plan.senders());  // before the stores: it would wait behind them
   uint32_t turns = out.turns[0], others = out.turns[1];
   int first = role.peers.rank + 1;
   if (kMasksRanks) {
-    turns &= ~call.context.masked_turns[0];
-    others &= ~call.context.masked_turns[1];
+    turns &= ~op.context.masked_turns[0];
+    others &= ~op.context.masked_turns[1];
   }
 #pragma unroll 1
   while ((turns | others) != 0) {
@@ -188,17 +191,17 @@ __device__ __forceinline__ void send_piece(const DispatchRole& role, const OpenC
 
 // What a warp sends first has been asked for, and is made ready while the epoch is on its way. begin() waits for it;
 // false: nothing may be sent.
-template <Payload kPayload, DType kType, int kSteps, class Begin>
-__device__ __forceinline__ bool send_all(const DispatchRole& role, const OpenCall& call, OutgoingRouting& routing,
-                                         Outgoing<kPayload, kType, kSteps>& out, const Begin& begin) {
+template <Encoding kEncoding, DType kType, int kSteps, class Begin>
+__device__ __forceinline__ bool send_all(const DispatchRole& role, const WarpContext& op, OutgoingRouting& routing,
+                                         Outgoing<kEncoding, kType, kSteps>& out, const Begin& begin) {
   routing.prepare(role);
   out.prepare(role);
   if (!begin()) return false;
-  send_all_routing(role, call, routing);
-  testing_point(Point::kBeforeRows, call);
+  send_all_routing(role, op, routing);
+  testing_point(Point::kBeforeRows, op);
 #pragma unroll 1
   while (out.index >= 0) {
-    send_piece(role, call, out);
+    send_piece(role, op, out);
     out.prepare(role);
   }
   return true;

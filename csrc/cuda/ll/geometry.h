@@ -9,12 +9,11 @@
 
 #include "base/check.h"
 #include "base/math.h"
+#include "cuda/protocol/kernel_args.h"
 #include "runtime/ll/params.h"
 #include "runtime/ll/plan.h"
 
 namespace ep {
-
-constexpr int kMaxTicketGroups = 64;  // DeviceState has a counter for each
 
 // Sizes of a row in the units of a warp.
 struct RowShape {
@@ -61,14 +60,14 @@ struct ScaleSource {
     const int64_t size = scales.element_bytes, row_stride = scales.row_stride * size;
     const auto address = reinterpret_cast<intptr_t>(scales.data);
     // A row that lies together is one of bytes, whatever its elements.
-    const bool is_together = scales.group_stride == 1 || scales.count <= 1;
+    const bool is_contiguous = scales.group_stride == 1 || scales.count <= 1;
     ScaleSource source;
     source.data = static_cast<const char*>(scales.data);
     source.row_stride = row_stride;
     source.row_bytes = scales.count * scales.element_bytes;
-    source.element_stride = is_together ? 1 : scales.group_stride * size;
-    source.shift = is_together ? 0 : std::countr_zero(static_cast<unsigned>(size));
-    source.unit = scale_unit(std::gcd<int64_t>(address, is_together ? std::gcd(row_stride, source.row_bytes) : size));
+    source.element_stride = is_contiguous ? 1 : scales.group_stride * size;
+    source.shift = is_contiguous ? 0 : std::countr_zero(static_cast<unsigned>(size));
+    source.unit = scale_unit(std::gcd<int64_t>(address, is_contiguous ? std::gcd(row_stride, source.row_bytes) : size));
     for (int i = 0; i < 4; i++) source.word_at[i] = byte_at(4 * i, source.element_stride, source.shift);
     source.chunk_stride = byte_at(kLaneBytes, source.element_stride, source.shift);
     return source;
@@ -96,7 +95,7 @@ struct ScaleTarget {
 };
 
 // What a receiving block keeps in shared memory (places.cuh); offsets are in words of 32 bits.
-struct PlacesShape {
+struct RoutingBitmapShape {
   static constexpr int kIdsAt = 8;  // words, behind the totals
 
   int slots = 0;     // (source, token) pairs: source * max_tokens + token
@@ -107,8 +106,8 @@ struct PlacesShape {
   bool sums_fit = true;  // packed: no start is more than an int holds
   int64_t bytes = 0;
 
-  static PlacesShape of(const LlDispatchParams& p) {
-    PlacesShape shape;
+  static RoutingBitmapShape of(const LlDispatchParams& p) {
+    RoutingBitmapShape shape;
     const int64_t slots = static_cast<int64_t>(p.shape.num_ranks) * p.shape.max_tokens;
     shape.bins = has_expert_rows(p.output.layout) ? p.output.local_experts : 1;
     shape.id_words = p.layout.ids.words();
@@ -142,18 +141,18 @@ struct LlDispatchGeometry {
   Divisor by_id_words;
   Divisor by_local_experts;
   Divisor by_alignment;
-  PlacesShape places;
+  RoutingBitmapShape bitmap;
   ScaleSource given_scales;  // of keyed rows
   ScaleTarget out_scales;
 
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
-             plan.receiver_warps, " receivers of ", plan.warps, " warps: the last opens the call");
+             plan.receiver_warps, " receivers of ", plan.warps, " warps: the last opens the op");
     LlDispatchGeometry g;
     g.row = RowShape::of(p);
     const int pieces = ceil_div(g.row.steps, plan.steps), others = p.shape.num_ranks - 1;
     g.send_units = p.num_tokens * pieces;
-    const int own_rows = sends(p.half) ? p.num_tokens : p.shape.max_tokens;
+    const int own_rows = sends(p.phase) ? p.num_tokens : p.shape.max_tokens;
     const int rows = own_rows + p.shape.max_tokens * others;
     const bool has_room = static_cast<int64_t>(rows) * (pieces + 1) <= plan.receivers();
     g.numbers_piece = has_room ? pieces : 0;
@@ -171,9 +170,9 @@ struct LlDispatchGeometry {
     g.by_alignment = Divisor::of(p.output.alignment);
     const int64_t slices = p.output.has_parts() ? 0 : ceil_div<int64_t>(p.output.capacity, 32);  // of last_gap()
     g.gap_warps = static_cast<int>(std::max<int64_t>(p.output.bins(), slices));
-    g.places = PlacesShape::of(p);
-    if (p.row.is_keyed && sends(p.half)) g.given_scales = ScaleSource::of(p.scales);
-    if (p.row.is_keyed && receives(p.half)) g.out_scales = ScaleTarget::of(p.out_scales);
+    g.bitmap = RoutingBitmapShape::of(p);
+    if (p.row.is_keyed && sends(p.phase)) g.given_scales = ScaleSource::of(p.scales);
+    if (p.row.is_keyed && receives(p.phase)) g.out_scales = ScaleTarget::of(p.out_scales);
     return g;
   }
 };
@@ -190,29 +189,29 @@ struct Unit {
 // ticket for each unit from the counter of its group, and ends when it draws one in vain. So as many tickets are drawn
 // as there are units and warps together: it is known which is the call's last, and the counter goes on to zero from
 // there, ready for the next call.
-struct UnitDeal {
+struct WorkSchedule {
   int blocks = 1, warps = 1, homes = 1, pieces = 1;
-  int dealt = 1;         // units of a block that need no ticket
+  int num_static = 1;    // units of a block that need no ticket
   int first_number = 1;  // of pieces whose units need one
   int groups = 1, group_warps = 1;
   Divisor by_homes, by_pieces, by_groups;
 
   // `groups`: wanted. Blocks are a multiple of what there are.
-  static UnitDeal of(int blocks, int warps, int pieces, int homes, int groups) {
-    UnitDeal deal;
-    deal.blocks = blocks;
-    deal.warps = warps;
-    deal.homes = homes;
-    deal.pieces = pieces;
+  static WorkSchedule of(int blocks, int warps, int pieces, int homes, int groups) {
+    WorkSchedule schedule;
+    schedule.blocks = blocks;
+    schedule.warps = warps;
+    schedule.homes = homes;
+    schedule.pieces = pieces;
     const int numbers = ceil_div(warps, homes);  // of a block that need no ticket
-    deal.dealt = numbers * homes;
-    deal.first_number = numbers * blocks;
-    deal.groups = std::gcd(blocks, std::clamp(groups, 1, kMaxTicketGroups));
-    deal.group_warps = blocks / deal.groups * warps;
-    deal.by_homes = Divisor::of(homes);
-    deal.by_pieces = Divisor::of(pieces);
-    deal.by_groups = Divisor::of(deal.groups);
-    return deal;
+    schedule.num_static = numbers * homes;
+    schedule.first_number = numbers * blocks;
+    schedule.groups = std::gcd(blocks, std::clamp(groups, 1, kMaxTicketGroups));
+    schedule.group_warps = blocks / schedule.groups * warps;
+    schedule.by_homes = Divisor::of(homes);
+    schedule.by_pieces = Divisor::of(pieces);
+    schedule.by_groups = Divisor::of(schedule.groups);
+    return schedule;
   }
 
   EP_HD Unit unit(int home, int number) const {
@@ -220,15 +219,15 @@ struct UnitDeal {
     return {home, by_pieces.remainder(number, token), token};
   }
   // A warp begins with the index-th unit of its block, index being its own number, and goes on in steps of `warps`.
-  EP_HD bool is_dealt(int index) const { return index < dealt; }
-  EP_HD Unit dealt_unit(int block, int index) const {
+  EP_HD bool is_static(int index) const { return index < num_static; }
+  EP_HD Unit static_unit(int block, int index) const {
     const int round = by_homes.divide(index);
     return unit(by_homes.remainder(index, round), round * blocks + block);
   }
   // `tokens`: of the rank that has most.
   EP_HD bool has_tickets(int tokens) const { return tokens * pieces > first_number; }
   EP_HD int group_of(int block) const { return by_groups.remainder(block, by_groups.divide(block)); }
-  EP_HD Unit ticket_unit(int group, int ticket) const {
+  EP_HD Unit dynamic_unit(int group, int ticket) const {
     const int round = by_homes.divide(ticket);
     return unit(by_homes.remainder(ticket, round), first_number + group + round * groups);
   }
@@ -250,8 +249,8 @@ struct LlCombineGeometry {
   int home_step = 0;                         // from this rank to the first it sends to
   int sender_warps = 0, receiver_warps = 0;  // of blocks that have any, none for a half that has no such role
   bool is_busy = false;
-  UnitDeal deal;
-  int receivers = 0;          // warps, between which the pieces of own tokens are dealt by their numbers
+  WorkSchedule schedule;
+  int receivers = 0;          // warps, between which the pieces of own tokens are num_static by their numbers
   uint32_t source_bytes = 0;  // from a source's rows in the window to the next one's
   Divisor by_local_experts;
 
@@ -260,15 +259,15 @@ struct LlCombineGeometry {
     check(plan);
     LlCombineGeometry g;
     g.output_rows = static_cast<int>(p.output.rows());
-    g.home_step = p.half == Half::kSend ? 0 : 1;
+    g.home_step = p.phase == Phase::kSend ? 0 : 1;
     g.homes = p.shape.num_ranks - g.home_step;
     g.row_bytes = p.hidden * size_of(p.dtype);
     g.map_k = p.output.map_k();
-    g.sender_warps = sends(p.half) && g.homes > 0 ? plan.sender_warps : 0;
-    g.receiver_warps = receives(p.half) ? plan.receiver_warps : 0;
+    g.sender_warps = sends(p.phase) && g.homes > 0 ? plan.sender_warps : 0;
+    g.receiver_warps = receives(p.phase) ? plan.receiver_warps : 0;
     g.is_busy = p.num_tokens >= kBusyTokens;
-    g.deal = UnitDeal::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, 32 * lane_elements),
-                          g.homes > 0 ? g.homes : 1, plan.groups);
+    g.schedule = WorkSchedule::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, 32 * lane_elements),
+                                  g.homes > 0 ? g.homes : 1, plan.groups);
     g.receivers = plan.receivers();
     g.source_bytes = p.layout.row_part_bytes;
     g.by_local_experts = Divisor::of(p.output.local_experts);
@@ -279,14 +278,23 @@ struct LlCombineGeometry {
   static void check(const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warp0 + plan.receiver_warps < plan.warps,
              plan.sender_warps, " senders and ", plan.receiver_warps, " receivers from warp ", plan.receiver_warp0,
-             " of ", plan.warps, " warps: the last opens the call");
-    const bool is_together = plan.sender_blocks == plan.blocks && plan.receiver_block0 == 0;
+             " of ", plan.warps, " warps: the last opens the op");
+    const bool is_contiguous = plan.sender_blocks == plan.blocks && plan.receiver_block0 == 0;
     const bool is_apart = plan.sender_blocks <= plan.receiver_block0 && plan.receiver_block0 < plan.blocks;
-    EP_CHECK(is_apart || (is_together && plan.sender_warps <= plan.receiver_warp0), plan.sender_warps,
+    EP_CHECK(is_apart || (is_contiguous && plan.sender_warps <= plan.receiver_warp0), plan.sender_warps,
              " senders in blocks [0, ", plan.sender_blocks, "), receivers from warp ", plan.receiver_warp0,
              " of blocks from ", plan.receiver_block0, " of ", plan.blocks,
              ": both in all blocks, on warps of their own, or senders below receivers");
   }
+};
+
+template <>
+struct GeometryOf<LlDispatchParams> {
+  using Type = LlDispatchGeometry;
+};
+template <>
+struct GeometryOf<LlCombineParams> {
+  using Type = LlCombineGeometry;
 };
 
 }  // namespace ep

@@ -1,5 +1,5 @@
 // Weights that the home rank gives at combine, as DeepEP's callers do, and sends to the experts' ranks. Block 0 sends
-// them all, because every block of a peer may wait for them; its opener has other things to do.
+// them all, because every block of a peer may wait for them; its leader warp has other things to do.
 #pragma once
 
 #include "cuda/ll/combine_rows.cuh"
@@ -7,26 +7,26 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-__device__ __forceinline__ void send_home_weight(const CombineRole& role, const OpenCall& call, int choice, int expert,
+__device__ __forceinline__ void send_home_weight(const CombineRole& role, const WarpContext& op, int choice, int expert,
                                                  const OwnHomeWeight& weight) {
   const LlCombineParams& p = role.p;
   // A handle that was changed must not reach beyond the ranks.
   if (static_cast<unsigned>(expert) >= static_cast<unsigned>(p.shape.num_experts)) return;
   const int owner = role.geometry.by_local_experts.divide(expert);
-  if (is_masked(call, owner)) return;
-  const Offset first = p.layout.weight<kMasksRanks>(call.bank, role.peers.rank, 0, 0);
-  ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + choice, tagged(weight.bits(p), call.tag));
+  if (is_masked(op, owner)) return;
+  const Offset first = p.layout.weight<kMasksRanks>(op.bank, role.peers.rank, 0, 0);
+  ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + choice, tagged(weight.bits(p), op.tag));
 }
 
 // From choice `first` on.
-static __device__ __noinline__ void send_home_weights(const CombineRole role, const CallContext& call, int first,
+static __device__ __noinline__ void send_home_weights(const CombineRole role, const OpContext& op, int first,
                                                       int step) {
   const LlCombineParams& p = role.p;
 #pragma unroll 1
   for (int i = first; i < p.num_tokens * p.shape.topk; i += step) {
     OwnHomeWeight weight;
     weight.load(p, i);
-    send_home_weight(role, OpenCall(call), i, __ldg(p.handle.ids + i), weight);
+    send_home_weight(role, WarpContext(op), i, __ldg(p.handle.ids + i), weight);
   }
 }
 
@@ -40,10 +40,10 @@ struct HomeWeights {
   int expert[kAhead];
 
   __device__ __forceinline__ explicit HomeWeights(const CombineRole& role)
-      : are_sent(kHome && role.at.block == 0 && sends(role.p.half) && !is_opener()) {}
+      : are_sent(kHome && role.at.block == 0 && sends(role.p.phase) && !is_leader_warp()) {}
   __device__ __forceinline__ static int step() { return static_cast<int>(blockDim.x) - 32; }
 
-  __device__ __forceinline__ void ask(const CombineRole& role) {
+  __device__ __forceinline__ void prefetch(const CombineRole& role) {
     if (!are_sent) return;
 #pragma unroll
     for (int q = 0; q < kAhead; q++) {
@@ -54,16 +54,16 @@ struct HomeWeights {
       expert[q] = __ldg(role.p.handle.ids + choice);
     }
   }
-  __device__ __forceinline__ void send(const CombineRole& role, const OpenCall& call) const {
+  __device__ __forceinline__ void send(const CombineRole& role, const WarpContext& op) const {
     if (!are_sent) return;
-    testing_point(Point::kBeforeRouting, call);
+    testing_point(Point::kBeforeRouting, op);
     const int choice = static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int q = 0; q < kAhead; q++) {
-      send_home_weight(role, call, choice + q * step(), expert[q], weight[q]);
+      send_home_weight(role, op, choice + q * step(), expert[q], weight[q]);
     }
     const int further = choice + kAhead * step();
-    if (further < role.p.num_tokens * role.p.shape.topk) send_home_weights(role, call, further, step());
+    if (further < role.p.num_tokens * role.p.shape.topk) send_home_weights(role, op, further, step());
     __syncwarp();
   }
 };

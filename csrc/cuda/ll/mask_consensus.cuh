@@ -9,18 +9,19 @@ namespace ep {
 inline namespace EP_KERNELS {
 
 // The part of a block's first receiving warp.
-class RollCall {
+class MaskConsensus {
  public:
   // Before the block listens, and before a barrier.
-  __device__ __forceinline__ void open(const CallContext& context) {
+  __device__ __forceinline__ void open(const OpContext& context) {
     const Masks& masks = context.state->masks;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int source = lane_id() + 32 * i;
-      if (source < masks.num_ranks) told_[i] = ptx::ld_relaxed_sys(masks.mask_word(context.kind, context.bank, source));
+      if (source < masks.num_ranks)
+        notices_[i] = ptx::ld_relaxed_sys(masks.mask_word(context.kind, context.bank, source));
     }
     if (lane_id() < 2) {
-      before_ = ptx::ld_relaxed_gpu(&masks.roll[lane_id()]);
+      before_ = ptx::ld_relaxed_gpu(&masks.consensus[lane_id()]);
       context.left_out[lane_id()] = context.masked[lane_id()];
     }
     __syncwarp();  // a barrier of the block takes a warp as a whole
@@ -28,18 +29,18 @@ class RollCall {
 
   // After the block has listened and a barrier, and before another. Where nobody was late, nor had masked this rank,
   // and the first block has found the same, that is all. Else the block listens again, to all that the first has heard.
-  __device__ __forceinline__ void settle(const CallContext& context) const {
-    const uint32_t told[2] = {who_told(context, 0), who_told(context, 1)};
+  __device__ __forceinline__ void settle(const OpContext& context) const {
+    const uint32_t told[2] = {who_notified(context, 0), who_notified(context, 1)};
     if (lane_id() < 2) agree(context, context.left_out[lane_id()] | told[lane_id()]);
     __syncwarp();
   }
 
  private:
   // One lane, of 32 ranks.
-  __device__ __forceinline__ void agree(const CallContext& context, uint32_t mine) const {
+  __device__ __forceinline__ void agree(const OpContext& context, uint32_t mine) const {
     uint64_t said = before_;
     if (!is_tagged(said, context.tag)) {
-      auto* word = reinterpret_cast<unsigned long long*>(&context.state->masks.roll[lane_id()]);
+      auto* word = reinterpret_cast<unsigned long long*>(&context.state->masks.consensus[lane_id()]);
       said = atomicCAS(word, before_, tagged(mine, context.tag));
       if (said == before_) said = tagged(mine, context.tag);
     }
@@ -50,22 +51,22 @@ class RollCall {
 
   // Of ranks 32 i and following, those that had masked this one before the block listened, in this call or in a later
   // one: they may have sent all that this rank needs, and hear nothing of it.
-  __device__ __forceinline__ uint32_t who_told(const CallContext& context, int i) const {
-    const auto tag = static_cast<uint32_t>(told_[i] >> 32);
-    const bool is_told = static_cast<uint32_t>(told_[i]) != 0 && is_not_before(tag, context.tag);
-    if (is_told) ptx::st_relaxed_gpu(&context.state->masks.is_masked[lane_id() + 32 * i], 1);
-    return __ballot_sync(~0u, is_told);
+  __device__ __forceinline__ uint32_t who_notified(const OpContext& context, int i) const {
+    const auto tag = static_cast<uint32_t>(notices_[i] >> 32);
+    const bool has_notified = static_cast<uint32_t>(notices_[i]) != 0 && is_not_before(tag, context.tag);
+    if (has_notified) ptx::st_relaxed_gpu(&context.state->masks.is_masked[lane_id() + 32 * i], 1);
+    return __ballot_sync(~0u, has_notified);
   }
 
-  uint64_t told_[2] = {0, 0};
+  uint64_t notices_[2] = {0, 0};
   uint64_t before_ = 0;
 };
 
-__device__ __forceinline__ bool has_left_out(const CallContext& context, int source) {
+__device__ __forceinline__ bool has_left_out(const OpContext& context, int source) {
   return (context.left_out[source >> 5] >> (source & 31) & 1) != 0;
 }
 // A wait for its routing is over.
-__device__ __forceinline__ void leave_out(const CallContext& context, int source) {
+__device__ __forceinline__ void leave_out(const OpContext& context, int source) {
   if (kMasksRanks) ptx::atom_or_relaxed_shared(&context.left_out[source >> 5], 1u << (source & 31));
 }
 

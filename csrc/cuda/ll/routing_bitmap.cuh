@@ -3,23 +3,24 @@
 // enters, and no block waits for another of its grid.
 #pragma once
 
+#include "cuda/device/scans.cuh"
 #include "cuda/ll/geometry.h"
 #include "cuda/ll/mask_consensus.cuh"
-#include "cuda/protocol/op_context.cuh"
+#include "cuda/ll/op_context.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
 
-struct Places {
-  uint32_t* memory;  // shared, PlacesShape::bytes of it
-  const PlacesShape& shape;
+struct RoutingBitmap {
+  uint32_t* memory;  // shared, RoutingBitmapShape::bytes of it
+  const RoutingBitmapShape& shape;
   // Of the memory and of the first bin's bits, in registers: who waits for routing shall not work them out behind it.
   ptx::SharedAddress address, bits_address;
 
   enum Total { kMostTokens, kDuplicates, kKept, kDropped, kInfoWarps, kNumTotals };
-  static_assert(kNumTotals <= PlacesShape::kIdsAt);
+  static_assert(kNumTotals <= RoutingBitmapShape::kIdsAt);
 
-  __device__ __forceinline__ Places(char* shared, const PlacesShape& a_shape)
+  __device__ __forceinline__ RoutingBitmap(char* shared, const RoutingBitmapShape& a_shape)
       : memory(reinterpret_cast<uint32_t*>(shared)),
         shape(a_shape),
         address(ptx::opaque(ptx::shared_address(memory))),
@@ -48,7 +49,7 @@ struct Places {
 
   // Choice k of a slot: the local expert, or more than any.
   __device__ __forceinline__ uint32_t id(const IdFormat& format, int slot, int k) const {
-    const uint32_t* words = memory + PlacesShape::kIdsAt + slot * shape.id_words;
+    const uint32_t* words = memory + RoutingBitmapShape::kIdsAt + slot * shape.id_words;
     return format.bits == 8 ? words[k >> 2] >> (k & 3) * 8 & 0xFF : words[k >> 1] >> (k & 1) * 16 & 0xFFFF;
   }
 
@@ -61,8 +62,8 @@ struct Places {
 
     // kUnroll: more code where it is soon waited for.
     template <int kUnroll = 1>
-    __device__ __forceinline__ int count_bits(const Places& places, int bin) const {
-      ptx::SharedAddress word_at = at + bin * places.shape.words * 4;
+    __device__ __forceinline__ int count_bits(const RoutingBitmap& bitmap, int bin) const {
+      ptx::SharedAddress word_at = at + bin * bitmap.shape.words * 4;
       uint32_t mask = first, word;
       int count = 0;
 #pragma unroll kUnroll
@@ -83,33 +84,33 @@ struct Places {
 };
 
 // Choices of `bin` in slots [from, to), for tokens that may name an expert twice.
-static __device__ __noinline__ int count_choices(const LlDispatchParams& p, const Places places, int bin, int from,
-                                                 int to) {
+static __device__ __noinline__ int count_choices(const LlDispatchParams& p, const RoutingBitmap bitmap, int bin,
+                                                 int from, int to) {
   int count = 0;
 #pragma unroll 1
   for (int slot = from; slot < to; slot++) {
-    if (slot % p.shape.max_tokens >= places.tokens(slot / p.shape.max_tokens)) continue;
+    if (slot % p.shape.max_tokens >= bitmap.tokens(slot / p.shape.max_tokens)) continue;
 #pragma unroll 1
     for (int k = 0; k < p.shape.topk; k++) {
-      count += places.id(p.layout.ids, slot, k) == static_cast<uint32_t>(bin) ? 1 : 0;
+      count += bitmap.id(p.layout.ids, slot, k) == static_cast<uint32_t>(bin) ? 1 : 0;
     }
   }
   return count;
 }
 
 // Rows of an expert from slots [from, to).
-__device__ __forceinline__ int count_rows(const LlDispatchParams& p, const Places& places, bool has_duplicates, int bin,
-                                          int from, int to) {
-  return has_duplicates ? count_choices(p, places, bin, from, to) : places.count_bits(bin, from, to);
+__device__ __forceinline__ int count_rows(const LlDispatchParams& p, const RoutingBitmap& bitmap, bool has_duplicates,
+                                          int bin, int from, int to) {
+  return has_duplicates ? count_choices(p, bitmap, bin, from, to) : bitmap.count_bits(bin, from, to);
 }
 
 // Rows that want bin `bin` of the output: an expert, or in rank layouts a source rank.
 template <OutputLayout kLayout>
-__device__ __forceinline__ int demand_of(const LlDispatchParams& p, const Places& places, int bin) {
+__device__ __forceinline__ int demand_of(const LlDispatchParams& p, const RoutingBitmap& bitmap, int bin) {
   if constexpr (has_expert_rows(kLayout)) {
-    return count_rows(p, places, places.has_duplicates(), bin, 0, places.shape.slots);
+    return count_rows(p, bitmap, bitmap.has_duplicates(), bin, 0, bitmap.shape.slots);
   }
-  return places.count_bits(0, bin * p.shape.max_tokens, (bin + 1) * p.shape.max_tokens);
+  return bitmap.count_bits(0, bin * p.shape.max_tokens, (bin + 1) * p.shape.max_tokens);
 }
 
 // OutputShape::row() in 32 bits: rows and places stay below 2^31 (OutputShape::make), sums of two below 2^32.
@@ -131,9 +132,9 @@ __device__ __forceinline__ int kept_rows(const LlDispatchParams& p, int start, i
 }
 
 // Rows of lane's expert before its choice of `slot`, for tokens that may name an expert twice. A whole warp calls.
-static __device__ __noinline__ int count_earlier_choices(const LlDispatchParams& p, const Places places, int slot,
-                                                         uint32_t expert) {
-  int earlier = count_choices(p, places, static_cast<int>(expert), 0, slot);
+static __device__ __noinline__ int count_earlier_choices(const LlDispatchParams& p, const RoutingBitmap bitmap,
+                                                         int slot, uint32_t expert) {
+  int earlier = count_choices(p, bitmap, static_cast<int>(expert), 0, slot);
 #pragma unroll 1
   for (int k = 0; k < p.shape.topk; k++) {
     const bool is_same = __shfl_sync(~0u, expert, k) == expert;
@@ -144,42 +145,43 @@ static __device__ __noinline__ int count_earlier_choices(const LlDispatchParams&
 
 // The slots whose rows lie before one of `slot`, in the same bin.
 template <OutputLayout kLayout>
-__device__ __forceinline__ Places::Span slots_before(const LlDispatchParams& p, const Places& places, int source,
-                                                     int slot) {
-  return places.span(kLayout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0, slot);
+__device__ __forceinline__ RoutingBitmap::Span slots_before(const LlDispatchParams& p, const RoutingBitmap& bitmap,
+                                                            int source, int slot) {
+  return bitmap.span(kLayout == OutputLayout::kRankMajor ? source * p.shape.max_tokens : 0, slot);
 }
 
 // A choice of a slot, one a lane, and how many rows lie before its own (rank layouts: the token's) in the same bin.
 template <OutputLayout kLayout>
-struct Place {
+struct ChoicePlacement {
   bool wanted;
   uint32_t expert;
   uint32_t bin;
   int index;
 
   // `before`: slots_before() the slot. A whole warp calls.
-  __device__ __forceinline__ static Place of(const LlDispatchParams& p, const Places& places, int source, int slot,
-                                             const Places::Span& before, bool has_duplicates, uint32_t expert) {
-    Place place;
+  __device__ __forceinline__ static ChoicePlacement of(const LlDispatchParams& p, const RoutingBitmap& bitmap,
+                                                       int source, int slot, const RoutingBitmap::Span& before,
+                                                       bool has_duplicates, uint32_t expert) {
+    ChoicePlacement place;
     place.expert = expert;
     place.wanted = expert < static_cast<uint32_t>(p.output.local_experts);
     if constexpr (has_expert_rows(kLayout)) {
       place.bin = place.wanted ? expert : 0;
       if (has_duplicates) {
-        place.index = count_earlier_choices(p, places, slot, expert);
+        place.index = count_earlier_choices(p, bitmap, slot, expert);
       } else {
-        place.index = before.count_bits<4>(places, static_cast<int>(place.bin));
+        place.index = before.count_bits<4>(bitmap, static_cast<int>(place.bin));
       }
     } else {
       place.bin = source;
-      place.index = place.wanted ? before.count_bits<4>(places, 0) : 0;
+      place.index = place.wanted ? before.count_bits<4>(bitmap, 0) : 0;
     }
     return place;
   }
 
   // kNoRow for lanes without. packed: once starts are known.
-  __device__ __forceinline__ int32_t row(const LlDispatchParams& p, const Places& places) const {
-    const int start = kLayout == OutputLayout::kPacked ? places.start(static_cast<int>(bin)) : 0;
+  __device__ __forceinline__ int32_t row(const LlDispatchParams& p, const RoutingBitmap& bitmap) const {
+    const int start = kLayout == OutputLayout::kPacked ? bitmap.start(static_cast<int>(bin)) : 0;
     const int32_t row = output_row<kLayout>(p, bin, start, index);
     return wanted ? row : kNoRow;
   }
@@ -187,14 +189,14 @@ struct Place {
 
 // Keeps the ids of two words, and sets their bits.
 template <bool kExpertRows, int kBits>
-__device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places& places, int slot, int index,
-                                         uint32_t low, uint32_t high) {
+__device__ __forceinline__ void consume_ids(const LlDispatchParams& p, const RoutingBitmap& bitmap, int slot, int index,
+                                            uint32_t low, uint32_t high) {
   constexpr int kPerWord = 32 / kBits;
-  uint32_t* ids = places.memory + PlacesShape::kIdsAt + slot * places.shape.id_words + index;
+  uint32_t* ids = bitmap.memory + RoutingBitmapShape::kIdsAt + slot * bitmap.shape.id_words + index;
   ids[0] = low;
   ids[1] = high;
   const uint32_t bit = 1u << (slot & 31);
-  uint32_t* column = places.bits(0) + (slot >> 5);
+  uint32_t* column = bitmap.bits(0) + (slot >> 5);
   // No branches, and all atomics are on their way before the first is looked at. Choices of other ranks set no bit, in
   // a word of the thread's own.
   uint32_t bits[2 * kPerWord], before[2 * kPerWord];
@@ -204,28 +206,29 @@ __device__ __forceinline__ void take_ids(const LlDispatchParams& p, const Places
     const bool wanted = id < static_cast<uint32_t>(p.output.local_experts);
     bits[i] = wanted ? bit : 0;
     before[i] =
-        ptx::atom_or_relaxed_shared(wanted ? column + (kExpertRows ? id * places.shape.words : 0) : ids, bits[i]);
+        ptx::atom_or_relaxed_shared(wanted ? column + (kExpertRows ? id * bitmap.shape.words : 0) : ids, bits[i]);
   }
   if (!kExpertRows) return;
   uint32_t seen = 0;
 #pragma unroll
   for (int i = 0; i < 2 * kPerWord; i++) seen |= before[i] & bits[i];
-  if (seen != 0) places.total(Places::kDuplicates) = 1;
+  if (seen != 0) bitmap.total(RoutingBitmap::kDuplicates) = 1;
 }
 
 // Waits for the routing of slot (source, token) and puts it into the places. One thread calls. kAgain: the source has
 // been heard by another block, and nobody is late.
 template <bool kExpertRows, bool kAgain>
-__device__ __forceinline__ void take_routing(const LlDispatchParams& p, const LsaPeers& peers, const OpenCall& call,
-                                             const Places& places, Patience& patience, int source, int token) {
+__device__ __forceinline__ void consume_routing(const LlDispatchParams& p, const LsaPeers& peers, const WarpContext& op,
+                                                const RoutingBitmap& bitmap, WaitBudget& budget, int source,
+                                                int token) {
   const int slot = source * p.shape.max_tokens + token;
-  const auto* record = peers.local<uint64_t>(p.layout.record(call.bank, source)) + CallRecord::kNumTokens;
-  const auto* message = peers.local<ulonglong2>(p.layout.id_words<kMasksRanks>(call.bank, source, token));
+  const auto* record = peers.local<uint64_t>(p.layout.header(op.bank, source)) + OpHeader::kNumTokens;
+  const auto* message = peers.local<ulonglong2>(p.layout.id_words<kMasksRanks>(op.bank, source, token));
   // The last slot's thread learns the source's number of tokens, so that every rank is heard of in every call.
   const bool needs_record = token == p.shape.max_tokens - 1;
-  const uint32_t tag = call.tag;
-  const int pairs = places.shape.id_words / 2;
-  if (!kMasksRanks) patience = {};
+  const uint32_t tag = op.tag;
+  const int pairs = bitmap.shape.id_words / 2;
+  if (!kMasksRanks) budget = {};
 #pragma unroll 1
   for (int pair = 0; pair < pairs; pair++) {
     ulonglong2 words;
@@ -236,9 +239,9 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
       const bool knows_count = is_tagged(count, tag);
       if (is_tagged(words.x, tag) && is_tagged(words.y, tag) && (knows_count || !needs_record)) break;
       const bool is_absent = knows_count && token >= static_cast<int>(static_cast<uint32_t>(count));
-      if (is_absent || (kAgain ? patience.is_due() && call.context.has_failed()
-                               : patience.is_over(call, Phase::kRouting, source, tag, words.x >> 32))) {
-        if (!is_absent && !kAgain) leave_out(call, source);
+      if (is_absent || (kAgain ? budget.is_due() && op.context.has_failed()
+                               : budget.is_spent(op, Awaited::kRouting, source, tag, words.x >> 32))) {
+        if (!is_absent && !kAgain) leave_out(op, source);
         words = make_ulonglong2(~0ull, ~0ull);
         break;
       }
@@ -246,54 +249,54 @@ __device__ __forceinline__ void take_routing(const LlDispatchParams& p, const Ls
     if (needs_record && pair == 0) {
       const bool knows_count = is_tagged(count, tag);
       const int num_tokens = knows_count ? min(static_cast<int>(static_cast<uint32_t>(count)), p.shape.max_tokens) : 0;
-      places.tokens(source) = num_tokens;
-      atomicMax(&places.total(Places::kMostTokens), num_tokens);
+      bitmap.tokens(source) = num_tokens;
+      atomicMax(&bitmap.total(RoutingBitmap::kMostTokens), num_tokens);
     }
     const auto low = static_cast<uint32_t>(words.x), high = static_cast<uint32_t>(words.y);
     if (p.layout.ids.bits == 8) {
-      take_ids<kExpertRows, 8>(p, places, slot, 2 * pair, low, high);
+      consume_ids<kExpertRows, 8>(p, bitmap, slot, 2 * pair, low, high);
     } else {
-      take_ids<kExpertRows, 16>(p, places, slot, 2 * pair, low, high);
+      consume_ids<kExpertRows, 16>(p, bitmap, slot, 2 * pair, low, high);
     }
   }
 }
 
 // A slot of a source that is left out.
-static __device__ __noinline__ void take_nothing(const LlDispatchParams& p, const Places& places, int source,
-                                                 int slot) {
-  if (slot == (source + 1) * p.shape.max_tokens - 1) places.tokens(source) = 0;
-  uint32_t* ids = places.memory + PlacesShape::kIdsAt + slot * places.shape.id_words;
-  for (int i = 0; i < places.shape.id_words; i++) ids[i] = ~0u;
+static __device__ __noinline__ void consume_nothing(const LlDispatchParams& p, const RoutingBitmap& bitmap, int source,
+                                                    int slot) {
+  if (slot == (source + 1) * p.shape.max_tokens - 1) bitmap.tokens(source) = 0;
+  uint32_t* ids = bitmap.memory + RoutingBitmapShape::kIdsAt + slot * bitmap.shape.id_words;
+  for (int i = 0; i < bitmap.shape.id_words; i++) ids[i] = ~0u;
 }
 
 // All receiving threads of a block call, after clear() and a barrier, and before another barrier.
 template <bool kExpertRows, bool kAgain = false>
-__device__ __forceinline__ void build_places(const LlDispatchParams& p, const LsaPeers& peers, const OpenCall& call,
-                                             const Places& places, const Divisor& by_max_tokens, int thread,
+__device__ __forceinline__ void build_bitmap(const LlDispatchParams& p, const LsaPeers& peers, const WarpContext& op,
+                                             const RoutingBitmap& bitmap, const Divisor& by_max_tokens, int thread,
                                              int num_threads) {
-  Patience patience;
+  WaitBudget budget;
 #pragma unroll 1
-  for (int slot = thread; slot < places.shape.slots; slot += num_threads) {
+  for (int slot = thread; slot < bitmap.shape.slots; slot += num_threads) {
     const int source = by_max_tokens.divide(slot);
-    if (kMasksRanks && has_left_out(call, source)) {
-      take_nothing(p, places, source, slot);
+    if (kMasksRanks && has_left_out(op, source)) {
+      consume_nothing(p, bitmap, source, slot);
       continue;
     }
-    take_routing<kExpertRows, kAgain>(p, peers, call, places, patience, source, by_max_tokens.remainder(slot, source));
+    consume_routing<kExpertRows, kAgain>(p, peers, op, bitmap, budget, source, by_max_tokens.remainder(slot, source));
   }
 }
 
 // packed: the first row of every expert, none past 2^31 - 1. One warp, for any number of rows.
-static __device__ __noinline__ void find_any_starts(const LlDispatchParams& p, const Places places,
+static __device__ __noinline__ void find_any_starts(const LlDispatchParams& p, const RoutingBitmap bitmap,
                                                     const Divisor by_alignment) {
   constexpr auto kMost = static_cast<uint32_t>(INT32_MAX);
-  const int bins = places.shape.bins;
-  const int all = exclusive_sums(bins, &places.start(0), [&](int bin) {
-    const int demand = demand_of<OutputLayout::kPacked>(p, places, bin);
+  const int bins = bitmap.shape.bins;
+  const int all = exclusive_sums(bins, &bitmap.start(0), [&](int bin) {
+    const int demand = demand_of<OutputLayout::kPacked>(p, bitmap, bin);
     const int units = demand > 0 ? by_alignment.divide(demand - 1) + 1 : 0;
     return min(static_cast<uint32_t>(units) * by_alignment.divisor, kMost);
   });
-  if (lane_id() == 0) places.start(bins) = all;
+  if (lane_id() == 0) bitmap.start(bins) = all;
 }
 
 // packed: the first row of every expert. A warp that finds them for its block has all it needs in registers before the
@@ -305,24 +308,25 @@ struct StartFinder {
   ptx::SharedAddress bits, starts;
   unsigned below;  // lanes before this one
 
-  __device__ __forceinline__ StartFinder(const Places& places, const Divisor& alignment, bool finds) : finds(finds) {
+  __device__ __forceinline__ StartFinder(const RoutingBitmap& bitmap, const Divisor& alignment, bool finds)
+      : finds(finds) {
     if (!finds) return;
-    bins = ptx::pinned(places.shape.bins);
-    words = ptx::pinned(places.shape.words);
+    bins = ptx::pinned(bitmap.shape.bins);
+    words = ptx::pinned(bitmap.shape.words);
     by_alignment = {ptx::pinned(alignment.divisor), ptx::pinned(alignment.multiplier), ptx::pinned(alignment.shift)};
-    bits = places.bits_address;
-    starts = ptx::pinned(ptx::shared_address(&places.start(0)));
+    bits = bitmap.bits_address;
+    starts = ptx::pinned(ptx::shared_address(&bitmap.start(0)));
     below = ptx::opaque((1u << lane_id()) - 1);
   }
 
   // After a barrier, and before another.
-  __device__ __forceinline__ void find(const LlDispatchParams& p, const Places& places) const {
+  __device__ __forceinline__ void find(const LlDispatchParams& p, const RoutingBitmap& bitmap) const {
     if (!finds) return;
     int next = 0;
 #pragma unroll 1
     for (int bin = 2 * lane_id();; bin += 64) {
       int even = demand_of(min(bin, bins - 1)), odd = demand_of(min(bin + 1, bins - 1));
-      if (!places.shape.sums_fit || places.has_duplicates()) return find_any_starts(p, places, by_alignment);
+      if (!bitmap.shape.sums_fit || bitmap.has_duplicates()) return find_any_starts(p, bitmap, by_alignment);
       even = bin < bins ? even : 0;
       odd = bin + 1 < bins ? odd : 0;
       const Spans spans = spans_of(even, odd);

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "cuda/ll/geometry.h"
 #include "layout/common/wire.h"
 #include "layout/ht/layout.h"
 #include "runtime/failure.h"
@@ -19,8 +18,10 @@ struct alignas(128) TicketLine {
   uint32_t started;  // blocks of the running call that have read the epoch
 };
 
+constexpr int kMaxTicketGroups = 64;  // counters of tickets that combine has
+
 struct alignas(128) UnitTicketLine {
-  uint32_t next;  // ticket of a group of combine's sending blocks (UnitDeal); zero between calls
+  uint32_t next;  // ticket of a group of combine's sending blocks (WorkSchedule); zero between calls
 };
 
 constexpr int kMaxCudaRanks = 64;
@@ -40,18 +41,18 @@ struct HtCounters {
 struct Masks {
   alignas(128) uint32_t is_masked[kMaxCudaRanks];
   int num_ranks;
-  uint64_t* records[kNumKinds];  // in the own window, LlWindow's
+  uint64_t* headers[kNumKinds];  // in the own window, LlWindow's
   uint64_t stride;               // to the window of the next rank
-  uint64_t* signs;               // in the own window, LlWindow's
+  uint64_t* heartbeats;          // in the own window, LlWindow's
   // The ranks that a dispatch leaves out, in two tagged words: the first of its blocks to know says it for all.
-  alignas(128) uint64_t roll[2];
+  alignas(128) uint64_t consensus[2];
   // When a sign of life was given last, what of each rank's was seen last, and when.
-  alignas(128) uint64_t sign_given_at;
-  uint64_t sign_seen[kMaxCudaRanks], sign_seen_at[kMaxCudaRanks];
+  alignas(128) uint64_t heartbeat_sent_at;
+  uint64_t heartbeat_seen[kMaxCudaRanks], heartbeat_seen_at[kMaxCudaRanks];
 
-  // Of the call record from `source`.
+  // Of the op header from `source`.
   EP_HD uint64_t* mask_word(Kind kind, int bank, int source) const {
-    return records[static_cast<int>(kind)] + (bank * num_ranks + source) * CallRecord::kWords + CallRecord::kIsMasked;
+    return headers[static_cast<int>(kind)] + (bank * num_ranks + source) * OpHeader::kWords + OpHeader::kIsMasked;
   }
 };
 static_assert(kMaxCudaRanks <= kMaxMaskableRanks);
@@ -63,11 +64,11 @@ struct DeviceState {
   struct alignas(128) {
     uint32_t has_failed;  // 0, or failure_mark() of the call whose wait gave up; every wait looks at it
     uint64_t timeout_ns;
-  } fate;
+  } failure_flag;
   struct alignas(128) {
     InvalidIds invalid_ids;
     uint64_t dropped_rows;
-  } found;
+  } diagnostics;
   Masks masks;
   EpochLine ht_epoch[kNumKinds];
   TicketLine ht_ticket[kNumKinds];

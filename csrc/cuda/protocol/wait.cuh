@@ -14,9 +14,9 @@ inline namespace EP_KERNELS {
 
 // What a kernel knows of its call once it has read the epoch. One a block, in shared memory: most of it stays out of
 // the registers, and slow paths take its address.
-struct CallContext {
+struct OpContext {
   DeviceState* state;
-  const CallRecord* call;
+  const OpHeader* header;
   Kind kind;
   int rank;
   uint64_t epoch;
@@ -34,17 +34,17 @@ struct CallContext {
   uint32_t masked[2], masked_turns[2];
   mutable uint32_t left_out[2], listens_again[2];
 
-  __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->fate.has_failed) != 0; }
+  __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->failure_flag.has_failed) != 0; }
 };
 
 // The word of tag, bank and is_open.
-struct OpenedWord {
-  static_assert(offsetof(CallContext, tag) % sizeof(uint64_t) == 0 &&
-                offsetof(CallContext, bank) == offsetof(CallContext, tag) + 4 &&
-                offsetof(CallContext, is_open) == offsetof(CallContext, tag) + 6);
+struct OpenWord {
+  static_assert(offsetof(OpContext, tag) % sizeof(uint64_t) == 0 &&
+                offsetof(OpContext, bank) == offsetof(OpContext, tag) + 4 &&
+                offsetof(OpContext, is_open) == offsetof(OpContext, tag) + 6);
   uint64_t value;
 
-  __device__ __forceinline__ static OpenedWord of(uint32_t tag, int bank, CallContext::IsOpen is_open) {
+  __device__ __forceinline__ static OpenWord of(uint32_t tag, int bank, OpContext::IsOpen is_open) {
     return {static_cast<uint64_t>(is_open) << 48 | static_cast<uint64_t>(bank) << 32 | tag};
   }
   __device__ __forceinline__ uint32_t tag() const { return static_cast<uint32_t>(value); }
@@ -53,51 +53,51 @@ struct OpenedWord {
 };
 
 // A call as a warp knows it: what it needs at every turn is in registers once the epoch is known.
-struct OpenCall {
-  const CallContext& context;
+struct WarpContext {
+  const OpContext& context;
   uint32_t tag = 0;
   int bank = 0;
 
   // Of a call that is open.
-  __device__ __forceinline__ explicit OpenCall(const CallContext& context)
+  __device__ __forceinline__ explicit WarpContext(const OpContext& context)
       : context(context), tag(context.tag), bank(context.bank) {}
-  __device__ __forceinline__ operator const CallContext&() const { return context; }
+  __device__ __forceinline__ operator const OpContext&() const { return context; }
 
   struct NotYet {};
-  __device__ __forceinline__ OpenCall(const CallContext& context, NotYet) : context(context) {}
-  __device__ __forceinline__ void open(OpenedWord word) {
+  __device__ __forceinline__ WarpContext(const OpContext& context, NotYet) : context(context) {}
+  __device__ __forceinline__ void open(OpenWord word) {
     tag = word.tag();
     bank = word.bank();
   }
 };
 
-__device__ __forceinline__ void testing_point(Point point, const OpenCall& call) { testing_point(point, call.context); }
-__device__ __forceinline__ void testing_point(Point point, const OpenCall& call, int number) {
-  testing_point(point, call.context, number);
+__device__ __forceinline__ void testing_point(Point point, const WarpContext& op) { testing_point(point, op.context); }
+__device__ __forceinline__ void testing_point(Point point, const WarpContext& op, int number) {
+  testing_point(point, op.context, number);
 }
 
 // Never 0, and tells the calls of a buffer apart. (The host writes 1 when it gives up.)
-__device__ __forceinline__ uint32_t failure_mark(const CallContext& context) {
-  const uint32_t of_kind = static_cast<uint32_t>(context.kind) << 1 | (is_high_throughput(*context.call) ? 1 : 0);
+__device__ __forceinline__ uint32_t failure_mark(const OpContext& context) {
+  const uint32_t of_kind = static_cast<uint32_t>(context.kind) << 1 | (is_high_throughput(*context.header) ? 1 : 0);
   return static_cast<uint32_t>(context.epoch) << 3 | of_kind << 1 | 1;
 }
 
 // The first thread to fail fills the record; the code comes last, so that the host never reads half of it.
-static __device__ __noinline__ void fail(const CallContext& context, Failure::Code code, Phase phase, int peer,
-                                         uint64_t expected, uint64_t seen, const CallRecord& theirs) {
+static __device__ __noinline__ void fail(const OpContext& context, Failure::Code code, Awaited awaited, int peer,
+                                         uint64_t expected, uint64_t seen, const OpHeader& theirs) {
   context.has_given_up = 1;
-  if (atomicExch(&context.state->fate.has_failed, failure_mark(context)) != 0) return;
+  if (atomicExch(&context.state->failure_flag.has_failed, failure_mark(context)) != 0) return;
   Failure* failure = context.state->failure;
   failure->kind = context.kind;
-  failure->phase = phase;
+  failure->awaited = awaited;
   failure->peer = peer;
   failure->epoch = context.epoch;
   failure->expected = expected;
   failure->seen = seen;
   failure->missing = 0;
-  failure->mine = *context.call;
+  failure->mine = *context.header;
   failure->theirs = theirs;
-  failure->is_ht = is_high_throughput(*context.call) ? 1 : 0;
+  failure->is_ht = is_high_throughput(*context.header) ? 1 : 0;
   __threadfence_system();
   *reinterpret_cast<volatile uint32_t*>(&failure->code) = code;
 }
@@ -105,17 +105,17 @@ static __device__ __noinline__ void fail(const CallContext& context, Failure::Co
 // ---- Masks of ranks
 
 // Of a call that is open.
-__device__ __forceinline__ bool is_masked(const CallContext& context, int rank) {
+__device__ __forceinline__ bool is_masked(const OpContext& context, int rank) {
   return kMasksRanks && (context.masked[rank >> 5] >> (rank & 31) & 1) != 0;
 }
 
 // The same as it is now: late in a call, when one may have been masked meanwhile.
-__device__ __forceinline__ bool is_masked_now(const CallContext& context, int rank) {
+__device__ __forceinline__ bool is_masked_now(const OpContext& context, int rank) {
   return kMasksRanks && ptx::ld_relaxed_gpu(&context.state->masks.is_masked[rank]) != 0;
 }
 // Whether a wait for `peer` is over because low latency leaves it out: it is masked, or has masked this rank, in this
 // call or, where this rank is behind, in a later one.
-static __device__ __noinline__ bool is_left_out(const CallContext& context, int peer) {
+static __device__ __noinline__ bool is_left_out(const OpContext& context, int peer) {
   Masks& masks = context.state->masks;
   if (ptx::ld_relaxed_gpu(&masks.is_masked[peer]) != 0) return true;
   for (int bank = 0; bank < kNumBanks; bank++) {
@@ -129,7 +129,7 @@ static __device__ __noinline__ bool is_left_out(const CallContext& context, int 
 }
 
 // Stores `word`, which lies in the own window, at its place in the peer's.
-__device__ __forceinline__ void tell(const CallContext& context, uint64_t* word, int peer, uint64_t value) {
+__device__ __forceinline__ void tell(const OpContext& context, uint64_t* word, int peer, uint64_t value) {
   char* there =
       reinterpret_cast<char*>(word) + (peer - context.rank) * static_cast<int64_t>(context.state->masks.stride);
   ptx::st_relaxed_sys(reinterpret_cast<uint64_t*>(there), value);
@@ -137,7 +137,7 @@ __device__ __forceinline__ void tell(const CallContext& context, uint64_t* word,
 
 // Masks `peer`, which may be in this call or behind it, and tells it: what it still waits for does not come, neither in
 // this kind of call nor in one of the other kind, on another stream, which drops what is for it from now on.
-static __device__ __noinline__ void mask_late(const CallContext& context, int peer) {
+static __device__ __noinline__ void mask_late(const OpContext& context, int peer) {
   Masks& masks = context.state->masks;
   ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
   __threadfence();
@@ -151,39 +151,40 @@ static __device__ __noinline__ void mask_late(const CallContext& context, int pe
 }
 
 // When `peer` has given the last sign of life, as seen from here.
-__device__ __forceinline__ uint64_t last_sign_of_life(const CallContext& context, int peer, uint64_t now) {
+__device__ __forceinline__ uint64_t last_heartbeat(const OpContext& context, int peer, uint64_t now) {
   Masks& masks = context.state->masks;
-  const uint64_t sign = ptx::ld_relaxed_sys(masks.signs + peer);
-  if (sign == ptx::ld_relaxed_gpu(&masks.sign_seen[peer])) return ptx::ld_relaxed_gpu(&masks.sign_seen_at[peer]);
-  ptx::st_relaxed_gpu(&masks.sign_seen_at[peer], now);
-  ptx::st_relaxed_gpu(&masks.sign_seen[peer], sign);
+  const uint64_t sign = ptx::ld_relaxed_sys(masks.heartbeats + peer);
+  if (sign == ptx::ld_relaxed_gpu(&masks.heartbeat_seen[peer]))
+    return ptx::ld_relaxed_gpu(&masks.heartbeat_seen_at[peer]);
+  ptx::st_relaxed_gpu(&masks.heartbeat_seen_at[peer], now);
+  ptx::st_relaxed_gpu(&masks.heartbeat_seen[peer], sign);
   return now;
 }
 
 // Says that this rank waits, now and then, to all, and takes note of what they said.
-__device__ __forceinline__ void give_sign_of_life(const CallContext& context, uint64_t now, uint64_t timeout_ns) {
+__device__ __forceinline__ void send_heartbeat(const OpContext& context, uint64_t now, uint64_t timeout_ns) {
   Masks& masks = context.state->masks;
-  const uint64_t given_at = ptx::ld_relaxed_gpu(&masks.sign_given_at);
-  if (now < given_at + timeout_ns / kSignsOfDeadline) return;
-  if (atomicCAS(reinterpret_cast<unsigned long long*>(&masks.sign_given_at), given_at, now) != given_at) return;
+  const uint64_t given_at = ptx::ld_relaxed_gpu(&masks.heartbeat_sent_at);
+  if (now < given_at + timeout_ns / kHeartbeatsPerDeadline) return;
+  if (atomicCAS(reinterpret_cast<unsigned long long*>(&masks.heartbeat_sent_at), given_at, now) != given_at) return;
 #pragma unroll 1
   for (int peer = 0; peer < masks.num_ranks; peer++) {
-    tell(context, masks.signs + context.rank, peer, now);
-    last_sign_of_life(context, peer, now);
+    tell(context, masks.heartbeats + context.rank, peer, now);
+    last_heartbeat(context, peer, now);
   }
 }
 
 // Waits after which something is still to be sent. Nobody may be late because another rank is: they are shorter where
 // late ranks are masked, and a call has two at most.
-__device__ __forceinline__ bool holds_up_sends(const CallContext& context, Phase phase) {
-  return phase == Phase::kArrivalSignal || (phase == Phase::kWeights && context.kind == Kind::kCombine);
+__device__ __forceinline__ bool holds_up_sends(const OpContext& context, Awaited awaited) {
+  return awaited == Awaited::kArrivalSignal || (awaited == Awaited::kWeights && context.kind == Kind::kCombine);
 }
 
 // Looks at the clock and at other waits' fate: the start of the wait, with kWaitIsOver when it is over. Then the buffer
 // has failed, or the peer is masked.
 constexpr uint64_t kWaitIsOver = kMasksRanks ? 1ull << 63 : ~0ull;
-static __device__ __noinline__ uint64_t look_around(const CallContext& context, uint64_t start, Phase phase, int peer,
-                                                    uint64_t expected, uint64_t seen) {
+static __device__ __noinline__ uint64_t poll_deadline(const OpContext& context, uint64_t start, Awaited awaited,
+                                                      int peer, uint64_t expected, uint64_t seen) {
   if (context.has_failed()) {
     context.has_given_up = 1;
     return kWaitIsOver;
@@ -192,18 +193,18 @@ static __device__ __noinline__ uint64_t look_around(const CallContext& context, 
   const uint64_t now = ptx::global_timer_ns();
   if (start == 0) return now;
   // Read again each time: the host may have changed the deadline of a graph that is running.
-  const uint64_t timeout_ns = ptx::ld_relaxed_sys(&context.state->fate.timeout_ns);
-  const uint64_t limit = kMasksRanks && holds_up_sends(context, phase) ? timeout_ns / 4 : timeout_ns;
+  const uint64_t timeout_ns = ptx::ld_relaxed_sys(&context.state->failure_flag.timeout_ns);
+  const uint64_t limit = kMasksRanks && holds_up_sends(context, awaited) ? timeout_ns / 4 : timeout_ns;
   if (kMasksRanks && peer != context.rank) {
-    give_sign_of_life(context, now, timeout_ns);
-    const uint64_t lived_at = last_sign_of_life(context, peer, now);
-    if (now - start < kMostDeadlines * limit && now < lived_at + limit) return start;
+    send_heartbeat(context, now, timeout_ns);
+    const uint64_t lived_at = last_heartbeat(context, peer, now);
+    if (now - start < kMaxDeadlines * limit && now < lived_at + limit) return start;
   }
   if (now - start < limit) return start;
   if (kMasksRanks && peer != context.rank) {
     mask_late(context, peer);
   } else {
-    fail(context, Failure::kTimeout, phase, peer, expected, seen, CallRecord{});
+    fail(context, Failure::kTimeout, awaited, peer, expected, seen, OpHeader{});
   }
   return start | kWaitIsOver;
 }
@@ -211,18 +212,18 @@ static __device__ __noinline__ uint64_t look_around(const CallContext& context, 
 // Counts attempts, and looks around once in a while. `Time`: volatile keeps it in memory, where registers are few.
 // Where late ranks are masked, waits one after the other share one, so that they end by one deadline.
 template <class Time>
-class PatienceIn {
+class WaitBudgetIn {
  public:
   // True: give up. The wait's owner must then leave its loop; if the buffer has not failed, the peer is masked.
-  __device__ __forceinline__ bool is_over(const CallContext& context, Phase phase, int peer, uint64_t expected,
-                                          uint64_t seen) {
-    return is_due() && look(context, phase, peer, expected, seen);
+  __device__ __forceinline__ bool is_spent(const OpContext& context, Awaited awaited, int peer, uint64_t expected,
+                                           uint64_t seen) {
+    return is_due() && poll(context, awaited, peer, expected, seen);
   }
   // The same in two steps, where it takes a while to say who is waited for.
   __device__ __forceinline__ bool is_due() { return (++attempts_ & 255) == 0; }
-  __device__ __forceinline__ bool look(const CallContext& context, Phase phase, int peer, uint64_t expected,
+  __device__ __forceinline__ bool poll(const OpContext& context, Awaited awaited, int peer, uint64_t expected,
                                        uint64_t seen) {
-    const uint64_t start = look_around(context, start_, phase, peer, expected, seen);
+    const uint64_t start = poll_deadline(context, start_, awaited, peer, expected, seen);
     start_ = kMasksRanks ? start & ~kWaitIsOver : start;
     return (start & kWaitIsOver) == kWaitIsOver;
   }
@@ -231,8 +232,8 @@ class PatienceIn {
   uint32_t attempts_ = 0;
   Time start_ = 0;
 };
-using Patience = PatienceIn<uint64_t>;
-using LeanPatience = PatienceIn<volatile uint64_t>;
+using WaitBudget = WaitBudgetIn<uint64_t>;
+using LeanWaitBudget = WaitBudgetIn<volatile uint64_t>;
 
 __device__ __forceinline__ bool is_tagged(uint64_t word, uint32_t tag) {
   return static_cast<uint32_t>(word >> 32) == tag;
@@ -242,11 +243,12 @@ __device__ __forceinline__ uint64_t tagged(uint32_t value, uint32_t tag) {
 }
 
 // Waits for one tagged word; its value, or 0 when the wait was given up.
-__device__ __forceinline__ uint32_t await_word(const OpenCall& call, const uint64_t* address, Phase phase, int peer) {
-  Patience patience;
+__device__ __forceinline__ uint32_t await_word(const WarpContext& op, const uint64_t* address, Awaited awaited,
+                                               int peer) {
+  WaitBudget budget;
   uint64_t word = ptx::ld_relaxed_sys(address);
-  while (!is_tagged(word, call.tag)) {
-    if (patience.is_over(call, phase, peer, call.tag, word >> 32)) return 0;
+  while (!is_tagged(word, op.tag)) {
+    if (budget.is_spent(op, awaited, peer, op.tag, word >> 32)) return 0;
     word = ptx::ld_relaxed_sys(address);
   }
   return static_cast<uint32_t>(word);

@@ -101,11 +101,11 @@ template void OneGpuWorld::run(int, const KernelArgs<HtCombineParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlFloorFlagsParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlFloorPushParams>&, void*);
 
-void OneGpuWorld::meet(int rank, const Call& call, const void* args) {
+void OneGpuWorld::meet(int rank, const Call& op, const void* args) {
   std::unique_lock lock(mutex_);
   if (broken_) raise(broken_->kind, broken_->text);
-  check_call(rank, call);
-  std::memcpy(arguments_.data() + rank * call.bytes, args, call.bytes);
+  check_call(rank, op);
+  std::memcpy(arguments_.data() + rank * op.bytes, args, op.bytes);
   has_arrived_[rank] = true;
   const uint64_t launch = num_launches_;
   if (++num_arrived_ == num_ranks_) {
@@ -122,11 +122,11 @@ void OneGpuWorld::meet(int rank, const Call& call, const void* args) {
     has_arrived_.assign(num_ranks_, false);
     launched_.notify_all();
   } else {
-    const std::chrono::duration<double> patience(timeout_seconds_);
-    const bool is_over = launched_.wait_for(lock, patience, [&] { return num_launches_ != launch || broken_; });
-    if (!is_over) {
-      break_up(ErrorKind::kTimeout, concat("rank ", rank, " has waited ", timeout_seconds_, " s in ", call.name,
-                                           " for ", missing_ranks(), ", in a world on one GPU"));
+    const std::chrono::duration<double> budget(timeout_seconds_);
+    const bool is_spent = launched_.wait_for(lock, budget, [&] { return num_launches_ != launch || broken_; });
+    if (!is_spent) {
+      break_up(ErrorKind::kTimeout, concat("rank ", rank, " has waited ", timeout_seconds_, " s in ", op.name, " for ",
+                                           missing_ranks(), ", in a world on one GPU"));
     }
     if (num_launches_ == launch) raise(broken_->kind, broken_->text);
   }
@@ -134,20 +134,19 @@ void OneGpuWorld::meet(int rank, const Call& call, const void* args) {
   if (launch_problem_) raise(launch_problem_->kind, launch_problem_->text);
 }
 
-void OneGpuWorld::check_call(int rank, const Call& call) {
+void OneGpuWorld::check_call(int rank, const Call& op) {
   if (num_arrived_ == 0) {
-    call_ = call;
+    call_ = op;
     return;
   }
   const auto first = std::find(has_arrived_.begin(), has_arrived_.end(), true) - has_arrived_.begin();
-  if (call.launch != call_.launch) {
-    break_up(ErrorKind::kMismatch,
-             concat("rank ", first, " calls ", call_.name, ", rank ", rank, " calls ", call.name));
+  if (op.launch != call_.launch) {
+    break_up(ErrorKind::kMismatch, concat("rank ", first, " calls ", call_.name, ", rank ", rank, " calls ", op.name));
   }
-  if (call.stream != call_.stream) {
+  if (op.stream != call_.stream) {
     break_up(ErrorKind::kInvalidUsage,
              concat("in a world on one GPU all ranks use one stream: rank ", first, " calls ", call_.name,
-                    " on stream ", call_.stream, ", rank ", rank, " on ", call.stream));
+                    " on stream ", call_.stream, ", rank ", rank, " on ", op.stream));
   }
 }
 

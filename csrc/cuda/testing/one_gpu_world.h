@@ -61,8 +61,8 @@ class OneGpuWorld {
   };
 
   OneGpuWorld(int num_ranks, uint64_t window_bytes, double timeout_seconds);
-  void meet(int rank, const Call& call, const void* args);
-  void check_call(int rank, const Call& call);
+  void meet(int rank, const Call& op, const void* args);
+  void check_call(int rank, const Call& op);
   void launch_all();
   Slot make_slot();
   Slot& free_slot();

@@ -26,10 +26,10 @@ constexpr NamedBug kNamedBugs[] = {
     {"early_done", testing::Bug::kEarlyDone},
     {"early_rows", testing::Bug::kEarlyRows},
     {"ignored_credits", testing::Bug::kIgnoredCredits},
-    {"unchecked_records", testing::Bug::kUncheckedRecords},
+    {"unchecked_headers", testing::Bug::kUncheckedHeaders},
     {"early_epoch", testing::Bug::kEarlyEpoch},
     {"torn_rows", testing::Bug::kTornRows},
-    {"untold_rows", testing::Bug::kUntoldRows},
+    {"unannounced_rows", testing::Bug::kUnannouncedRows},
 };
 static_assert(static_cast<int>(testing::Bug::kNumBugs) <= 32, "a bit for each");
 

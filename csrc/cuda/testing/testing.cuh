@@ -19,7 +19,7 @@ using testing::Bug;
 using testing::Point;
 
 // Who is where, for points at which there is no context of the block yet.
-struct TestingCall {
+struct TestingOp {
   Kind kind;
   int rank;
   uint64_t epoch;
@@ -47,9 +47,9 @@ __device__ __forceinline__ uint64_t testing_stall(uint64_t draw, uint32_t odds, 
 
 // A rank is late for longer than the others need for a call, now and then for 2 ms; a block or a warp for less. In
 // every second call a rank is not late at all, so that it may overtake others.
-static __device__ __noinline__ void stall(Point point, const TestingCall call, int number) {
-  uint64_t draw = testing_hash(gpu_testing.seed, static_cast<uint64_t>(call.kind));
-  draw = testing_hash(testing_hash(draw, call.epoch), call.rank);
+static __device__ __noinline__ void stall(Point point, const TestingOp op, int number) {
+  uint64_t draw = testing_hash(gpu_testing.seed, static_cast<uint64_t>(op.kind));
+  draw = testing_hash(testing_hash(draw, op.epoch), op.rank);
   if (draw % 2 == 0) return;
   draw = testing_hash(draw, static_cast<uint64_t>(point));
   uint64_t ns = 0;
@@ -68,19 +68,20 @@ static __device__ __noinline__ void stall(Point point, const TestingCall call, i
 // A point that every warp of its role passes once a call: it may make a rank, a block or a warp late. With a `number`,
 // that of a visit in a loop, a warp alone. A warp calls as a whole, or one lane of it.
 template <class Call>  // with kind, rank and epoch
-__device__ __forceinline__ void testing_point(Point point, const Call& call, int number = kOnce) {
-  if (gpu_testing.seed != 0) stall(point, {call.kind, call.rank, call.epoch}, number);
+__device__ __forceinline__ void testing_point(Point point, const Call& op, int number = kOnce) {
+  if (gpu_testing.seed != 0) stall(point, {op.kind, op.rank, op.epoch}, number);
 }
 // Where nothing of the call is known, a warp may be late.
 __device__ __forceinline__ void testing_point(Point point) {
   if (gpu_testing.seed != 0) stall(point, {Kind::kDispatch, 0, ptx::clock()}, 0);
 }
 __device__ __forceinline__ void testing_point_before_epoch(uint64_t last_epoch, Kind kind, int rank) {
-  testing_point(Point::kBeforeEpoch, TestingCall{kind, rank, last_epoch + 1});
+  testing_point(Point::kBeforeEpoch, TestingOp{kind, rank, last_epoch + 1});
 }
-// `last_epoch`: read where a delay is drawn, and by then perhaps moved by another block's opener: a delay like another.
-__device__ __forceinline__ void testing_point_before_call(const uint64_t& last_epoch, Kind kind, int rank) {
-  testing_point(Point::kBeforeCall, TestingCall{kind, rank, ptx::ld_relaxed_gpu(&last_epoch) + 1});
+// `last_epoch`: read where a delay is drawn, and by then perhaps moved by another block's leader warp: a delay like
+// another.
+__device__ __forceinline__ void testing_point_before_op(const uint64_t& last_epoch, Kind kind, int rank) {
+  testing_point(Point::kBeforeOp, TestingOp{kind, rank, ptx::ld_relaxed_gpu(&last_epoch) + 1});
 }
 
 // So many threads of a block pass it. For compute-sanitizer's racecheck, which sees barriers, and no acquires and
@@ -107,7 +108,7 @@ template <class Call>
 __device__ __forceinline__ void testing_point(Point, const Call&, int = 0) {}
 __device__ __forceinline__ void testing_point(Point) {}
 __device__ __forceinline__ void testing_point_before_epoch(uint64_t, Kind, int) {}
-__device__ __forceinline__ void testing_point_before_call(const uint64_t&, Kind, int) {}
+__device__ __forceinline__ void testing_point_before_op(const uint64_t&, Kind, int) {}
 __device__ __forceinline__ void testing_barrier(int, int) {}
 __device__ __forceinline__ constexpr bool testing_without_flags() { return false; }
 __device__ __forceinline__ int testing_looks(int looks, uint64_t) { return looks; }

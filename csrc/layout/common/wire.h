@@ -59,20 +59,20 @@ struct RowFormat {
   EP_HD int stride() const { return align_up(wire_bytes(), 128); }
 };
 
-// ---- Signs of life. Where late ranks are masked, who waits in low latency says so, kSignsOfDeadline times in a
+// ---- Signs of life. Where late ranks are masked, who waits in low latency says so, kHeartbeatsPerDeadline times in a
 // deadline, by a word that changes. Whoever waits for it in turn gives it a deadline from each sign on, as it may be
-// waiting for a rank that is gone, but kMostDeadlines in all.
-constexpr int kSignsOfDeadline = 16;
-constexpr int kMostDeadlines = 8;
+// waiting for a rank that is gone, but kMaxDeadlines in all.
+constexpr int kHeartbeatsPerDeadline = 16;
+constexpr int kMaxDeadlines = 8;
 
-// ---- The call record: the first thing a rank sends to every other in an operation. Words up to kComparedWords must
+// ---- The op header: the first thing a rank sends to every other in an operation. Words up to kComparedWords must
 // be equal on all ranks; a receiver that sees another call ends the operation and names both.
-struct CallRecord {
+struct OpHeader {
   enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens, kIsMasked };
   // kScaleBytes, of high throughput: bytes of all tensors beside x, and in the bits above, of several, a hash of the
   // list of them. Two that have changed places give another one, as 8191 is a prime; of other lists one in 8191 does
   // not.
-  static constexpr int kBesideBits = 19, kOrders = 8191;
+  static constexpr int kMetadataBits = 19, kOrders = 8191;
   EP_HD static uint32_t hash_order(uint32_t before, int bytes) { return (31 * before + bytes) % kOrders; }
   static constexpr int kComparedWords = kNumTokens;  // the sender's tokens are its own affair
   static constexpr int kWords = 8;                   // stride of a record in tagged words
@@ -100,8 +100,8 @@ enum class Operation : int {
   kHtCombineWeights = 12,
 };
 
-EP_HD bool is_high_throughput(const CallRecord& call) {
-  return (call.word(CallRecord::kOperation) & 0xFF) >= static_cast<uint32_t>(Operation::kHtDispatch);
+EP_HD bool is_high_throughput(const OpHeader& header) {
+  return (header.word(OpHeader::kOperation) & 0xFF) >= static_cast<uint32_t>(Operation::kHtDispatch);
 }
 
 EP_HD uint32_t pack_operation(Operation operation, DType dtype, Quant quant, DType wire_dtype) {

@@ -21,16 +21,16 @@ constexpr uint64_t kArenaAlignment = 512;  // of its blocks, as torch's allocato
 // Words of 64 bits that only grow, one for each (signal, source rank): the source stores the epoch of the call, of the
 // kind of that signal. Signals of ranks of other domains follow puts, the rest follow stores.
 enum class HtSignal : int {
-  kDispatchCall = 0,    // other domains: the call message has landed
-  kDispatchRail,        // other domains: rows and routes for this domain have landed
-  kDispatchRows,        // own domain: all rows lie in place; on CPU ranks what stands beside them too
-  kCombineCall,         // other domains
-  kCombineRailWeights,  // other domains: weights given at combine
-  kCombineWeights,      // own domain: the same, at their slots
-  kCombineReady,        // own domain: the source's rows may be read
-  kCombineRail,         // other domains: their sums have landed
-  kCombineDone,         // own domain: the source has read all that it wants
-  kDispatchRoutes,      // CUDA: what stands beside rows lies at the slots
+  kDispatchMessage = 0,  // other domains: the call message has landed
+  kDispatchRail,         // other domains: rows and routes for this domain have landed
+  kDispatchRows,         // own domain: all rows lie in place; on CPU ranks what stands beside them too
+  kCombineMessage,       // other domains
+  kCombineRailWeights,   // other domains: weights given at combine
+  kCombineWeights,       // own domain: the same, at their slots
+  kCombineReady,         // own domain: the source's rows may be read
+  kCombineRail,          // other domains: their sums have landed
+  kCombineDone,          // own domain: the source has read all that it wants
+  kDispatchRoutes,       // CUDA: what stands beside rows lies at the slots
 };
 constexpr int kNumHtSignals = 10;
 
@@ -44,9 +44,9 @@ EP_HD int chunk_size(int chunk, int count, int chunks) {
 }
 
 // A call message, tagged words: the record, the receiver's output, then (dispatch) the counts of the sender's choices.
-struct HtCall {
+struct HtMessage {
   enum Word {
-    kLayout = CallRecord::kWords,  // of the output
+    kLayout = OpHeader::kWords,  // of the output
     kCapacity,
     kAlignment,
     kOffsets,  // of each part's output in the sender's arena, low word first; kNoOffset: staged
@@ -60,25 +60,25 @@ struct HtCall {
 
 // Bytes of the regions; all 0 where a buffer has no HT.
 struct HtSizes {
-  uint64_t call_words = 0;   // of a call message
-  uint64_t slot_bytes = 0;   // routes of received rows
-  uint64_t row_bytes = 0;    // staged rows
-  uint64_t route_bytes = 0;  // several domains: routes that cross, of one direction
-  uint64_t rail_bytes = 0;   // several domains: rows that cross, of one direction
+  uint64_t message_words = 0;  // of a call message
+  uint64_t slot_bytes = 0;     // routes of received rows
+  uint64_t row_bytes = 0;      // staged rows
+  uint64_t route_bytes = 0;    // several domains: routes that cross, of one direction
+  uint64_t rail_bytes = 0;     // several domains: rows that cross, of one direction
   uint64_t arena_bytes = 0;
 
-  bool any() const { return call_words > 0; }
+  bool any() const { return message_words > 0; }
 };
 
 struct HtWindow {
   Region<uint64_t> signals;             // [kNumHtSignals][R], each on a line of its own
-  Region<TaggedWord> calls[kNumKinds];  // [bank][source][call_words]
+  Region<TaggedWord> calls[kNumKinds];  // [bank][source][message_words]
   Region<char> slots;
   Region<char> rows;
   Region<char> routes_out, routes_in;
   Region<char> rail_out, rail_in;
   Region<char> arena;
-  uint64_t call_words = 0;
+  uint64_t message_words = 0;
 
   static constexpr int kSignalStride = 128;
   static_assert(kHtChunks * sizeof(uint64_t) <= kSignalStride);
@@ -86,9 +86,9 @@ struct HtWindow {
   static HtWindow make(Carver& carver, int num_ranks, const HtSizes& sizes) {
     HtWindow window;
     if (!sizes.any()) return window;
-    window.call_words = align_up<uint64_t>(sizes.call_words, 16);
+    window.message_words = align_up<uint64_t>(sizes.message_words, 16);
     window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumHtSignals) * num_ranks * kSignalStride / 8);
-    for (auto& calls : window.calls) calls = carver.take<TaggedWord>(kNumBanks * num_ranks * window.call_words);
+    for (auto& calls : window.calls) calls = carver.take<TaggedWord>(kNumBanks * num_ranks * window.message_words);
     window.slots = carver.take<char>(sizes.slot_bytes);
     window.rows = carver.take<char>(sizes.row_bytes);
     window.routes_out = carver.take<char>(sizes.route_bytes);
@@ -136,7 +136,7 @@ struct HtLayout {
   HtRowFormat row;
   HtSlotFormat slot;
   HtRouteFormat route;
-  uint64_t call_words = 0;
+  uint64_t message_words = 0;
   Offset signals = 0, calls = 0, slots = 0, rows = 0;
   Offset routes_out = 0, routes_in = 0, rail_out = 0, rail_in = 0;
   Offset arena_end = 0;  // where rows are read in place
@@ -145,9 +145,9 @@ struct HtLayout {
     return signals +
            static_cast<Offset>(static_cast<int>(which) * topology.num_ranks + source) * HtWindow::kSignalStride;
   }
-  EP_HD Offset call_word(int bank, int source, int index) const {
+  EP_HD Offset message_word(int bank, int source, int index) const {
     return calls +
-           ((static_cast<uint64_t>(bank) * topology.num_ranks + source) * call_words + index) * sizeof(TaggedWord);
+           ((static_cast<uint64_t>(bank) * topology.num_ranks + source) * message_words + index) * sizeof(TaggedWord);
   }
   EP_HD Offset slot_words(int64_t slot_index) const { return slots + slot_index * slot.stride(); }
   EP_HD Offset staged_row(int64_t slot_index) const { return rows + slot_index * row.stride(); }
@@ -171,7 +171,7 @@ struct HtLayout {
     layout.row = row;
     layout.slot = {shape.topk};
     layout.route = {shape.topk};
-    layout.call_words = window.call_words;
+    layout.message_words = window.message_words;
     layout.signals = window.signals.offset;
     layout.calls = window.calls[static_cast<int>(kind)].offset;
     layout.slots = window.slots.offset;
@@ -182,13 +182,13 @@ struct HtLayout {
     layout.rail_in = window.rail_in.offset;
     layout.arena_end = window.arena.offset + window.arena.count;
     const HtSizes need = sizes(topology, shape, row.stride());
-    EP_CHECK(need.call_words <= window.call_words && need.slot_bytes <= window.slots.count &&
+    EP_CHECK(need.message_words <= window.message_words && need.slot_bytes <= window.slots.count &&
                  need.row_bytes <= window.rows.count && need.route_bytes <= window.routes_in.count &&
                  need.rail_bytes <= window.rail_in.count,
              "the window is too small for high throughput of ", shape.max_tokens, " tokens a rank, top-", shape.topk,
-             " of ", shape.num_experts, " experts, rows of ", row.body_bytes, " bytes: it needs ", need.call_words,
+             " of ", shape.num_experts, " experts, rows of ", row.body_bytes, " bytes: it needs ", need.message_words,
              " words of counts, ", need.slot_bytes, " bytes of routes and ", need.row_bytes, " of rows, it has ",
-             window.call_words, ", ", window.slots.count, " and ", window.rows.count);
+             window.message_words, ", ", window.slots.count, " and ", window.rows.count);
     return layout;
   }
 
@@ -197,7 +197,7 @@ struct HtLayout {
     const uint64_t crossing =
         topology.num_domains() == 1 ? 0 : static_cast<uint64_t>(topology.num_domains()) * shape.max_tokens;
     HtSizes sizes;
-    sizes.call_words = HtCall::words(shape.num_ranks, shape.num_experts);
+    sizes.message_words = HtMessage::words(shape.num_ranks, shape.num_experts);
     sizes.slot_bytes = slots * HtSlotFormat{shape.topk}.stride();
     sizes.row_bytes = slots * row_stride;
     sizes.route_bytes = crossing * HtRouteFormat{shape.topk}.stride();

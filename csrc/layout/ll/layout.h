@@ -24,13 +24,13 @@ struct LlSizes {
 struct LlWindow {
   Region<uint64_t> signals;  // [kind][source]: calls that have fully arrived over a network; each has one writer
   struct PerKind {
-    Region<TaggedWord> records;  // [bank][source][CallRecord::kWords]
+    Region<TaggedWord> headers;  // [bank][source][OpHeader::kWords]
     Region<TaggedWord> tagged;   // [bank][tagged words]
     Region<uint32_t> rows;       // [bank][row words]
   } kind[kNumKinds];
   Region<uint64_t> flags;       // [source]: the floor of flags alone; each has one writer, and grows
   Region<uint64_t> flag_epoch;  // of the last such exchange; its owner's alone
-  Region<uint64_t> signs;       // [source]: with masks, signs of life of who waits; each has one writer
+  Region<uint64_t> heartbeats;  // [source]: with masks, signs of life of who waits; each has one writer
   uint64_t bytes = 0;
   bool by_source = false;
 
@@ -41,13 +41,13 @@ struct LlWindow {
     window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumKinds) * num_ranks);
     for (int k = 0; k < kNumKinds; k++) {
       PerKind& kind = window.kind[k];
-      kind.records = carver.take<TaggedWord>(static_cast<uint64_t>(kNumBanks) * num_ranks * CallRecord::kWords);
+      kind.headers = carver.take<TaggedWord>(static_cast<uint64_t>(kNumBanks) * num_ranks * OpHeader::kWords);
       kind.tagged = carver.take<TaggedWord>(kNumBanks * align_up<uint64_t>(sizes.tagged_bytes, 128) / 8);
       kind.rows = carver.take<uint32_t>(kNumBanks * align_up<uint64_t>(sizes.row_bytes[k], 128) / 4);
     }
     window.flags = carver.take<uint64_t>(num_ranks);
     window.flag_epoch = carver.take<uint64_t>(1);
-    window.signs = carver.take<uint64_t>(num_ranks);
+    window.heartbeats = carver.take<uint64_t>(num_ranks);
     window.bytes = align_up<uint64_t>(carver.used(), 4096);
     return window;
   }
@@ -61,15 +61,15 @@ struct LlLayout {
   IdFormat ids;
   int row_stride = 0;
   Offset signals = 0;
-  Offset records = 0, tagged = 0, rows = 0;            // bank 0
+  Offset headers = 0, tagged = 0, rows = 0;            // bank 0
   uint64_t tagged_bank_bytes = 0, row_bank_bytes = 0;  // from one bank to the next
   bool by_source = false;
   uint32_t tagged_part_bytes = 0;  // by_source
   uint32_t row_part_bytes = 0;     // from one source to the next
 
   EP_HD Offset signal(int source) const { return signals + static_cast<Offset>(source) * 8; }
-  EP_HD Offset record(int bank, int source) const {
-    return records + static_cast<Offset>(bank * num_ranks + source) * (CallRecord::kWords * sizeof(TaggedWord));
+  EP_HD Offset header(int bank, int source) const {
+    return headers + static_cast<Offset>(bank * num_ranks + source) * (OpHeader::kWords * sizeof(TaggedWord));
   }
   EP_HD int id_bytes() const { return ids.words() * static_cast<int>(sizeof(TaggedWord)); }
   EP_HD uint64_t slot(int source, int token) const { return static_cast<uint64_t>(source) * max_tokens + token; }
@@ -126,7 +126,7 @@ struct LlLayout {
     layout.ids = IdFormat::make(shape.local_experts(), shape.topk);
     layout.row_stride = row.stride();
     layout.signals = window.signals.at(static_cast<uint64_t>(kind) * shape.num_ranks);
-    layout.records = regions.records.offset;
+    layout.headers = regions.headers.offset;
     layout.tagged = regions.tagged.offset;
     layout.rows = regions.rows.offset;
     layout.tagged_bank_bytes = regions.tagged.count * sizeof(TaggedWord) / kNumBanks;

@@ -10,22 +10,22 @@
 namespace ep {
 namespace {
 
-Operation operation_of(HtSteps steps) {
-  switch (steps) {
-    case HtSteps::kRouteAndSend:
+Operation operation_of(HtVariant variant) {
+  switch (variant) {
+    case HtVariant::kRouteAndSend:
       return Operation::kHtDispatch;
-    case HtSteps::kRoute:
+    case HtVariant::kRoute:
       return Operation::kHtRoute;
-    case HtSteps::kSend:
+    case HtVariant::kSend:
       return Operation::kHtSend;
     default:
       return Operation::kHtCached;
   }
 }
 
-const char* name_of(HtSteps steps) {
+const char* name_of(HtVariant variant) {
   constexpr const char* kNames[] = {"ht dispatch", "ht route", "ht send", "ht cached dispatch"};
-  return kNames[static_cast<int>(steps)];
+  return kNames[static_cast<int>(variant)];
 }
 
 void check_slots(int64_t num_slots, const Shape& shape) {
@@ -63,7 +63,7 @@ void Group::prepare(HtDispatchParams& p) {
   require_ht();
   p.shape = own_shape(p.shape);
   // Counts may be of any number of tokens: then all ranks see that it is too much for one of them.
-  if (p.steps != HtSteps::kRoute) check_tokens(p.num_tokens, p.shape);
+  if (p.variant != HtVariant::kRoute) check_tokens(p.num_tokens, p.shape);
   check_output(p.output);
   EP_CHECK(p.num_parts >= 1 && p.num_parts <= kHtMaxParts, p.num_parts, " tensors and scales, must be 1 to ",
            kHtMaxParts);
@@ -75,21 +75,21 @@ void Group::prepare(HtDispatchParams& p) {
     EP_CHECK(p.parts[i].bytes > 0 && p.parts[i].bytes <= kMaxRowBytes, "tensor ", i, " has rows of ", p.parts[i].bytes,
              " bytes, must be 1 to ", kMaxRowBytes);
     if (i > 0) beside += p.parts[i].bytes;
-    if (i > 0 && p.num_parts > 2) order = CallRecord::hash_order(order, p.parts[i].bytes);
+    if (i > 0 && p.num_parts > 2) order = OpHeader::hash_order(order, p.parts[i].bytes);
     row.add(p.parts[i].bytes);
   }
   p.layout = HtLayout::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
-  p.call = record_of(pack_operation(operation_of(p.steps), p.dtype, p.quant, p.dtype), p.hidden, p.shape,
-                     static_cast<int>(beside | order << CallRecord::kBesideBits), p.num_tokens);
+  p.header = header_of(pack_operation(operation_of(p.variant), p.dtype, p.quant, p.dtype), p.hidden, p.shape,
+                       static_cast<int>(beside | order << OpHeader::kMetadataBits), p.num_tokens);
 }
 
 void Group::dispatch(HtDispatchParams& p, void* stream) {
   prepare(p);
-  for (int i = 0; i < p.num_parts && sends_rows(p.steps); i++) {
+  for (int i = 0; i < p.num_parts && sends_rows(p.variant); i++) {
     p.parts[i].out_offset = offset_of(p.parts[i].out, static_cast<uint64_t>(p.output.rows()) * p.parts[i].bytes);
   }
-  if (sends_rows(p.steps)) check_slots(p.handle.num_slots, p.shape);
-  Range range(config_.name, name_of(p.steps), ++num_ht_calls_[static_cast<int>(Kind::kDispatch)]);
+  if (sends_rows(p.variant)) check_slots(p.handle.num_slots, p.shape);
+  Range range(config_.name, name_of(p.variant), ++num_ht_calls_[static_cast<int>(Kind::kDispatch)]);
   backend()->ht_dispatch(p, stream);
 }
 
@@ -111,8 +111,8 @@ void Group::combine(HtCombineParams& p, void* stream) {
   const Operation operation = !p.has_rows()                     ? Operation::kHtCombineWeights
                               : p.weighting == Weighting::kHome ? Operation::kHtCombineWeighted
                                                                 : Operation::kHtCombine;
-  p.call = record_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape,
-                     p.has_values ? p.shape.topk * 4 : 0, p.num_tokens);
+  p.header = header_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape,
+                       p.has_values ? p.shape.topk * 4 : 0, p.num_tokens);
   Range range(config_.name, "ht combine", ++num_ht_calls_[static_cast<int>(Kind::kCombine)]);
   backend()->ht_combine(p, stream);
 }

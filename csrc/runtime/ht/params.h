@@ -11,10 +11,12 @@ namespace ep {
 
 // A dispatch of known capacity routes and sends in one operation. Exact sizes take two: the host makes the outputs in
 // between. A cached one sends another payload along the routes of a handle.
-enum class HtSteps : int { kRouteAndSend = 0, kRoute = 1, kSend = 2, kCached = 3 };
-EP_HD bool routes(HtSteps steps) { return steps == HtSteps::kRouteAndSend || steps == HtSteps::kRoute; }
-EP_HD bool sends_rows(HtSteps steps) { return steps != HtSteps::kRoute; }
-EP_HD bool sends_routes(HtSteps steps) { return steps == HtSteps::kRouteAndSend || steps == HtSteps::kSend; }
+enum class HtVariant : int { kRouteAndSend = 0, kRoute = 1, kSend = 2, kCached = 3 };
+EP_HD bool routes(HtVariant variant) { return variant == HtVariant::kRouteAndSend || variant == HtVariant::kRoute; }
+EP_HD bool sends_rows(HtVariant variant) { return variant != HtVariant::kRoute; }
+EP_HD bool sends_routes(HtVariant variant) {
+  return variant == HtVariant::kRouteAndSend || variant == HtVariant::kSend;
+}
 
 // One tensor [T, n] of a dispatch, or the scales that the operation makes (`in` is null then).
 struct HtPart {
@@ -49,8 +51,8 @@ struct HtPart {
 struct HtDispatchParams {
   Shape shape;
   HtLayout layout;
-  CallRecord call;
-  HtSteps steps = HtSteps::kRouteAndSend;
+  OpHeader header;
+  HtVariant variant = HtVariant::kRouteAndSend;
   Quant quant = Quant::kNone;  // of part 0; part 1 is the scales then
   DType dtype = DType::kBF16;  // of part 0
   int hidden = 0;
@@ -93,7 +95,7 @@ struct HtDispatchParams {
 struct HtCombineParams {
   Shape shape;
   HtLayout layout;
-  CallRecord call;
+  OpHeader header;
   DType dtype = DType::kBF16;  // of rows
   DType wire_dtype = DType::kBF16;
   DType out_dtype = DType::kBF16;

@@ -1,5 +1,5 @@
 // Masks: a buffer that was made for it goes on in low latency without the ranks that have missed a deadline. Each rank
-// has masks of its own; who is masked learns of it in the next record (CallRecord::kIsMasked), and masks in return.
+// has masks of its own; who is masked learns of it in the next record (OpHeader::kIsMasked), and masks in return.
 #include <algorithm>
 #include <cstring>
 
@@ -33,7 +33,7 @@ void Group::clean_masks(Bootstrap& bootstrap) {
     own = backend()->settle();
   });
   // Who gives up from here on does not know how far the others get, and they have new epochs then.
-  is_half_cleaned_ = true;
+  is_partly_cleaned_ = true;
   // Ranks that were masked have made fewer calls, or more. All begin anew behind the last of any rank.
   LlEpochs latest;
   for (const std::string& bytes : bootstrap.allgather({reinterpret_cast<const char*>(&own), sizeof own})) {
@@ -45,7 +45,7 @@ void Group::clean_masks(Bootstrap& bootstrap) {
   for (uint64_t& epoch : latest.of) epoch++;
   on_all_ranks(bootstrap, [&] { backend()->restart(latest); });
   backend()->unmask_all();  // no earlier: a rank that has heard of no end is still masked
-  is_half_cleaned_ = false;
+  is_partly_cleaned_ = false;
 }
 
 }  // namespace ep

@@ -12,9 +12,9 @@
 namespace ep {
 
 // Both halves at once, or one of them; a staged operation runs its caller's work between the two.
-enum class Half : int { kBoth = 0, kSend = 1, kReceive = 2 };
-EP_HD bool sends(Half half) { return half != Half::kReceive; }
-EP_HD bool receives(Half half) { return half != Half::kSend; }
+enum class Phase : int { kFused = 0, kSend = 1, kRecv = 2 };
+EP_HD bool sends(Phase phase) { return phase != Phase::kRecv; }
+EP_HD bool receives(Phase phase) { return phase != Phase::kSend; }
 
 // A handle's parts in its int32 tensor.
 struct HandlePtrs {
@@ -46,11 +46,11 @@ struct LlDispatchParams {
   const float* topk_weights = nullptr;  // [T, K], null: ones
   int num_tokens = 0;
   bool is_idx64 = true;
-  Half half = Half::kBoth;
+  Phase phase = Phase::kFused;
 
   Shape shape;
   LlLayout layout;
-  CallRecord call;
+  OpHeader header;
   OutputShape output;
   Quant quant = Quant::kNone;
   DType dtype = DType::kBF16;  // of x
@@ -79,7 +79,7 @@ struct LlDispatchParams {
 enum class Weighting : int { kNone = 0, kDispatch = 1, kHome = 2 };
 
 struct LlCombineParams {
-  Half half = Half::kBoth;
+  Phase phase = Phase::kFused;
   int num_tokens = 0;
   int hidden = 0;
   Weighting weighting = Weighting::kNone;
@@ -87,7 +87,7 @@ struct LlCombineParams {
   HandlePtrs handle;           // of the dispatch
   Shape shape;
   LlLayout layout;
-  CallRecord call;
+  OpHeader header;
   OutputShape output;
   void* out = nullptr;  // [T, H]
 
@@ -108,7 +108,7 @@ struct LlCombineParams {
 struct LlCombineWeightsParams {
   Shape shape;
   LlLayout layout;
-  CallRecord call;
+  OpHeader header;
   OutputShape output;
   HandlePtrs handle;
   const float* values = nullptr;  // [rows] or [rows, K]
@@ -122,7 +122,7 @@ struct LlCombineWeightsParams {
 struct LlFloorFlagsParams {
   int num_ranks = 1;
   Offset flags = 0, epoch = 0;  // LlWindow's
-  CallRecord call;              // empty: what an error would show
+  OpHeader header;              // empty: what an error would show
 };
 
 // The rows of a dispatch, or the partial sums of a combine, to other ranks; nobody receives them. It is a call of its
@@ -132,7 +132,7 @@ struct LlFloorPushParams {
   Shape shape;
   LlLayout layout;
   RowFormat row;
-  CallRecord call;
+  OpHeader header;
   HandlePtrs handle;  // of a dispatch: which token goes to which rank
   int map_k = 1;
   int num_tokens = 0;

@@ -25,7 +25,7 @@
 
 #include "torch/ops/device.h"
 
-namespace ep::direct {
+namespace ep::fast_call {
 
 // An argument as a kernel of an op takes it. Copies of tensors live longer than the call, which is without the
 // interpreter's lock: to drop one may need it. An argument of the call lives as long and need not be copied. load:
@@ -164,11 +164,11 @@ struct Name {
   constexpr Name(const char (&given)[kSize]) { std::copy_n(given, kSize, text); }
 };
 
-// kTogether: small results share an allocation.
-template <Name kName, bool kTogether, class Function>
+// kBatchSize: small results share an allocation.
+template <Name kName, bool kBatchSize, class Function>
 struct Call;
-template <Name kName, bool kTogether, class Result, class... Args>
-struct Call<kName, kTogether, Result(Args...)> {
+template <Name kName, bool kBatchSize, class Result, class... Args>
+struct Call<kName, kBatchSize, Result(Args...)> {
   // `usual`: torch's way. `names`: of the last arguments, or null.
   static PyObject* run(PyObject* usual, PyObject* const* given, Py_ssize_t count, PyObject* names) {
     HANDLE_TH_ERRORS
@@ -189,7 +189,7 @@ struct Call<kName, kTogether, Result(Args...)> {
     const auto enqueue = [&] {
       pybind11::gil_scoped_release no_gil;
       at::AutoDispatchBelowAutograd none_wants_a_gradient;
-      const TogetherScope together(kTogether);
+      const PackedResultsScope packed(kBatchSize);
       return handle.call(std::get<kIndex>(args).get()...);
     };
     if constexpr (std::is_void_v<Result>) {
@@ -201,16 +201,16 @@ struct Call<kName, kTogether, Result(Args...)> {
   }
 };
 
-template <Name kName, bool kTogether, class Function>
+template <Name kName, bool kBatchSize, class Function>
 PyMethodDef method(const char* name) {
-  const auto run = reinterpret_cast<void (*)()>(&Call<kName, kTogether, Function>::run);
+  const auto run = reinterpret_cast<void (*)()>(&Call<kName, kBatchSize, Function>::run);
   return {name, reinterpret_cast<PyCFunction>(run), METH_FASTCALL | METH_KEYWORDS, nullptr};
 }
 
 // The kernel of an op, for the dispatcher and for Python. `self` of a method is torch's way of calling the op.
 struct Op {
   void (*add)(torch::Library& library);
-  PyMethodDef method, together;
+  PyMethodDef method, packed;
 };
 
 // Of all files.
@@ -231,19 +231,19 @@ inline void refuse_gradients(std::span<const Op> ops, torch::Library& library) {
   for (const Op& op : ops) library.impl(op.method.ml_name, torch::autograd::autogradNotImplementedFallback());
 }
 
-}  // namespace ep::direct
+}  // namespace ep::fast_call
 
 // Of the function that is the op's kernel, and has its name.
-#define EP_OP(op)                                                        \
-  ::ep::direct::Op {                                                     \
-    [](torch::Library& library) { library.impl(#op, &op); },             \
-        ::ep::direct::method<"nccl_ep::" #op, false, decltype(op)>(#op), \
-        ::ep::direct::method<"nccl_ep::" #op, true, decltype(op)>(#op)   \
+#define EP_OP(op)                                                           \
+  ::ep::fast_call::Op {                                                     \
+    [](torch::Library& library) { library.impl(#op, &op); },                \
+        ::ep::fast_call::method<"nccl_ep::" #op, false, decltype(op)>(#op), \
+        ::ep::fast_call::method<"nccl_ep::" #op, true, decltype(op)>(#op)   \
   }
 
 // Once a file, outside of namespaces: `ops` is an array of what EP_OP makes.
-#define EP_IMPLEMENT(ops)                                                               \
-  static const ::ep::direct::Added added_ops(ops);                                      \
-  TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::direct::implement(ops, library); }  \
-  TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::direct::implement(ops, library); } \
-  TORCH_LIBRARY_IMPL(nccl_ep, Autograd, library) { ::ep::direct::refuse_gradients(ops, library); }
+#define EP_IMPLEMENT(ops)                                                                  \
+  static const ::ep::fast_call::Added added_ops(ops);                                      \
+  TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::fast_call::implement(ops, library); }  \
+  TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::fast_call::implement(ops, library); } \
+  TORCH_LIBRARY_IMPL(nccl_ep, Autograd, library) { ::ep::fast_call::refuse_gradients(ops, library); }

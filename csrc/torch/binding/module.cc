@@ -117,7 +117,7 @@ py::dict stats(Group& group) {
   result["masked_ranks"] = masked;
   const Calls& calls = group.calls();
   result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
-                             py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.staged);
+                             py::arg("combine_weights") = calls.combine_weights, py::arg("split") = calls.split);
   result["window_bytes"] = group.window().bytes;
   if (!group.is_destroyed()) result["backend"] = group.backend()->name();
   const auto arena = group.arena();
@@ -155,7 +155,7 @@ void translate(std::exception_ptr pointer) {
 }
 
 // Whether all that follow the first tensor are None, or plain tensors where that one is.
-bool all_beside(PyObject* const* given, Py_ssize_t count) {
+bool all_on_same_device(PyObject* const* given, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count > 0 && THPVariable_CheckExact(given[0]), "the first argument must be a tensor");
   const at::Device device = THPVariable_Unpack(given[0]).device();
   return std::all_of(given + 1, given + count, [&](PyObject* each) {
@@ -166,33 +166,34 @@ bool all_beside(PyObject* const* given, Py_ssize_t count) {
   });
 }
 
-PyObject* are_beside(PyObject*, PyObject* const* given, Py_ssize_t count) {
+PyObject* on_same_device(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  return PyBool_FromLong(all_beside(given, count));
+  return PyBool_FromLong(all_on_same_device(given, count));
   END_HANDLE_TH_ERRORS
 }
 
 // The tensor of a buffer, x [T, H], topk_idx [T', K], others: (T, K), or None if they are not all beside the first, or
 // the two are not of two dimensions.
-PyObject* sizes_beside(PyObject*, PyObject* const* given, Py_ssize_t count) {
+PyObject* sizes_on_same_device(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  if (count < 3 || given[1] == Py_None || given[2] == Py_None || !all_beside(given, count)) Py_RETURN_NONE;
+  if (count < 3 || given[1] == Py_None || given[2] == Py_None || !all_on_same_device(given, count)) Py_RETURN_NONE;
   const at::Tensor &x = THPVariable_Unpack(given[1]), &ids = THPVariable_Unpack(given[2]);
   if (x.dim() != 2 || ids.dim() != 2) Py_RETURN_NONE;
   return Py_BuildValue("LL", static_cast<long long>(x.size(0)), static_cast<long long>(ids.size(1)));
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef fast_call(const char* name, PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+PyMethodDef fast_method(const char* name, PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
-PyMethodDef checks[] = {fast_call("are_beside", &are_beside), fast_call("sizes_beside", &sizes_beside)};
+PyMethodDef checks[] = {fast_method("on_same_device", &on_same_device),
+                        fast_method("sizes_on_same_device", &sizes_on_same_device)};
 
-py::object direct_op(const std::string& name, const py::object& usual, bool together) {
-  for (const std::span<direct::Op> ops : direct::all_ops()) {
-    for (direct::Op& op : ops) {
+py::object fast_op(const std::string& name, const py::object& usual, bool packed) {
+  for (const std::span<fast_call::Op> ops : fast_call::all_ops()) {
+    for (fast_call::Op& op : ops) {
       if (name != op.method.ml_name) continue;
-      PyMethodDef* method = together ? &op.together : &op.method;
+      PyMethodDef* method = packed ? &op.packed : &op.method;
       return py::reinterpret_steal<py::object>(PyCFunction_New(method, usual.ptr()));
     }
   }
@@ -201,8 +202,8 @@ py::object direct_op(const std::string& name, const py::object& usual, bool toge
 
 std::vector<std::string> op_names() {
   std::vector<std::string> names;
-  for (const std::span<direct::Op> ops : direct::all_ops()) {
-    for (const direct::Op& op : ops) names.emplace_back(op.method.ml_name);
+  for (const std::span<fast_call::Op> ops : fast_call::all_ops()) {
+    for (const fast_call::Op& op : ops) names.emplace_back(op.method.ml_name);
   }
   return names;
 }
@@ -241,7 +242,7 @@ void define_build_info(py::module_& m) {
 
 // How nccl_ep/ops.py calls the ops, and what Python checks before it does.
 void define_direct_calls(py::module_& m) {
-  m.def("direct", &direct_op, py::arg("name"), py::arg("usual"), py::arg("together") = false,
+  m.def("fast_op", &fast_op, py::arg("name"), py::arg("usual"), py::arg("packed_results") = false,
         "The op without torch's parser of arguments (csrc/torch/binding/fast_call.h). usual: torch's way of calling "
         "it. together: "
         "small results share an allocation.");
@@ -266,8 +267,8 @@ void define_sizes(py::module_& m) {
         const HtSizes sizes =
             ht_sizes_for(Topology::make(num_ranks, domain_size), Shape::make(num_ranks, num_experts, topk, max_tokens),
                          dispatch_row_bytes, combine_row_bytes, arena_bytes);
-        return py::make_tuple(sizes.call_words, sizes.slot_bytes, sizes.row_bytes, sizes.route_bytes, sizes.rail_bytes,
-                              sizes.arena_bytes);
+        return py::make_tuple(sizes.message_words, sizes.slot_bytes, sizes.row_bytes, sizes.route_bytes,
+                              sizes.rail_bytes, sizes.arena_bytes);
       },
       "What high throughput needs: words of a call, bytes of routes, rows, crossing routes, crossing rows, arena.");
   m.def(

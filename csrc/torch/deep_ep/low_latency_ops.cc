@@ -21,7 +21,7 @@ OutputShape whole_output(int num_ranks, int64_t num_experts, int64_t max_tokens,
   return output_shape(num_ranks, num_experts, max_tokens, topk, kExpertMajor, num_ranks * max_tokens, 1);
 }
 
-DispatchSpec spec_of(const OutputShape& output, int64_t num_experts, int64_t quant, int64_t num_sms) {
+DispatchConfig spec_of(const OutputShape& output, int64_t num_experts, int64_t quant, int64_t num_sms) {
   return {num_experts, output.max_tokens, kExpertMajor, output.capacity, 1, quant, false, num_sms};
 }
 
@@ -57,7 +57,8 @@ Tensor behind(const Tensor& front, int64_t first, int64_t count) {
   return tensor;
 }
 
-Outputs allocate(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output, const at::Device& device) {
+Outputs allocate(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output,
+                 const at::Device& device) {
   DispatchTensors made = allocate_outputs(row, spec, output, device, /*with_handle=*/false);
   if (made.scales.numel() > 0) {
     made.scales =
@@ -74,7 +75,7 @@ Outputs allocate(const RowSpec& row, const DispatchSpec& spec, const OutputShape
 }
 
 // `size`: int32 entries of the allocation.
-void check_front(const Tensor& tensor, const char* name, at::IntArrayRef sizes, int64_t size, const RowSpec& row,
+void check_front(const Tensor& tensor, const char* name, at::IntArrayRef sizes, int64_t size, const InputTypes& row,
                  const at::Device& device) {
   check_tensor(tensor, name, at::kInt, sizes, device);
   const int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
@@ -117,22 +118,22 @@ using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 
 DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
                         int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
-                        const OptionalTensor& wait_cost, int64_t num_sms, Half half) {
+                        const OptionalTensor& wait_cost, int64_t num_sms, Phase phase) {
   return guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(buffer);
-    const RowSpec row = check_inputs(x, {}, topk_idx, {}, device);
+    const InputTypes row = check_inputs(x, {}, topk_idx, {}, device);
     const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, row.topk);
-    const DispatchSpec spec = spec_of(output, num_experts, quant, num_sms);
+    const DispatchConfig spec = spec_of(output, num_experts, quant, num_sms);
     LlDispatchParams p = dispatch_params(row, spec, output);
-    p.half = half;
+    p.phase = phase;
     set_inputs(p, x, {}, topk_idx, {});
     group.prepare(p);  // refuses what does not fit before memory is taken for it
     if (recv_stats || wait_cost) {
-      Apart apart;
-      apart.reads("x", x);
-      apart.reads("topk_idx", topk_idx);
-      if (recv_stats) apart.writes("cumulative_local_expert_recv_stats", *recv_stats);
-      if (wait_cost) apart.writes("dispatch_wait_recv_cost_stats", *wait_cost);
+      AliasCheck aliases;
+      aliases.reads("x", x);
+      aliases.reads("topk_idx", topk_idx);
+      if (recv_stats) aliases.writes("cumulative_local_expert_recv_stats", *recv_stats);
+      if (wait_cost) aliases.writes("dispatch_wait_recv_cost_stats", *wait_cost);
     }
     const Outputs t = allocate(row, spec, output, device);
     run_into({t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range}, p, *registered, recv_stats, wait_cost);
@@ -143,14 +144,14 @@ DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& 
 DispatchResult ll_dispatch_deepep(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& topk_idx,
                                   int64_t num_experts, int64_t max_tokens, int64_t quant,
                                   const OptionalTensor& recv_stats, const OptionalTensor& wait_cost, int64_t num_sms) {
-  return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Half::kBoth);
+  return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Phase::kFused);
 }
 
 DispatchResult ll_dispatch_deepep_send(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& topk_idx,
                                        int64_t num_experts, int64_t max_tokens, int64_t quant,
                                        const OptionalTensor& recv_stats, const OptionalTensor& wait_cost,
                                        int64_t num_sms) {
-  return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Half::kSend);
+  return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Phase::kSend);
 }
 
 void ll_dispatch_deepep_recv(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& scales,
@@ -161,10 +162,10 @@ void ll_dispatch_deepep_recv(std::string_view buffer, const Tensor&, const Tenso
   guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(buffer);
     EP_CHECK(x.dim() == 3, "x has ", x.dim(), " dimensions, must have 3");
-    const RowSpec row{dtype, x.size(2), 0, at::kFloat, num_tokens, topk, is_idx64};
+    const InputTypes row{dtype, x.size(2), 0, at::kFloat, num_tokens, topk, is_idx64};
     const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
     LlDispatchParams p = dispatch_params(row, spec_of(output, num_experts, quant, num_sms), output);
-    p.half = Half::kReceive;
+    p.phase = Phase::kRecv;
     const bool quantises = p.quant != Quant::kNone;
     check_tensor(x, "x", quantises ? at::kFloat8_e4m3fn : dtype, row_shape(output, row.hidden), device);
     check_tensor(
@@ -186,7 +187,7 @@ void ll_dispatch_deepep_recv(std::string_view buffer, const Tensor&, const Tenso
 Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_tokens, const at::Device& device) {
   const SourceShape sources = SourceShape::of(output);
   const HandleShape native = handle_shape(output, num_tokens);
-  const RowSpec row{at::kInt, 0, 0, at::kFloat, num_tokens, output.topk, true};
+  const InputTypes row{at::kInt, 0, 0, at::kFloat, num_tokens, output.topk, true};
   check_front(src_info, "src_info", {output.local_experts, output.capacity}, sources.size(native), row, device);
   return behind(src_info, sources.handle_at(), native.size());
 }
@@ -194,33 +195,33 @@ Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_
 // The result, if it is not given.
 Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
                int64_t num_tokens, int64_t topk, CombineArgs args, const OptionalTensor& wait_cost, const Tensor* given,
-               Half half) {
+               Phase phase) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
   const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
   args.weighting = static_cast<int64_t>(Weighting::kHome);
   args.out_dtype = args.wire_dtype = args.rows_dtype;
   args.wait_cost = take_wait_cost(wait_cost, group, device);
   if (given != nullptr) check_tensor(*given, "out", args.rows_dtype, {num_tokens, args.hidden}, device);
-  const HandleSpec spec{num_tokens, topk, num_experts, max_tokens, kExpertMajor, output.capacity};
+  const HandleConfig spec{num_tokens, topk, num_experts, max_tokens, kExpertMajor, output.capacity};
   const Tensor handle = handle_of(src_info, output, num_tokens, device);
   if (wait_cost) {
-    Apart apart;
-    apart.reads("x", args.rows);
-    apart.reads("the handle", handle);
-    apart.reads("topk_weights", args.weights);
-    apart.reads("topk_idx", args.topk_idx);
-    apart.reads("out", given);
-    apart.writes("combine_wait_recv_cost_stats", *wait_cost);
+    AliasCheck aliases;
+    aliases.reads("x", args.rows);
+    aliases.reads("the handle", handle);
+    aliases.reads("topk_weights", args.weights);
+    aliases.reads("topk_idx", args.topk_idx);
+    aliases.reads("out", given);
+    aliases.writes("combine_wait_recv_cost_stats", *wait_cost);
   }
   Tensor made = given != nullptr ? new_tensor({0}, args.rows_dtype, device)
                                  : new_tensor({num_tokens, args.hidden}, args.rows_dtype, device);
-  run_combine(buffer, handle, spec, args, half, given != nullptr ? given : &made);
+  run_combine(buffer, handle, spec, args, phase, given != nullptr ? given : &made);
   return made;
 }
 
 Tensor combine_rows(std::string_view buffer, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
                     const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, const OptionalTensor& wait_cost,
-                    const OptionalTensor& out, int64_t num_sms, Half half) {
+                    const OptionalTensor& out, int64_t num_sms, Phase phase) {
   return guarded([&] {
     EP_CHECK(rows.dim() == 3, "x has ", rows.dim(), " dimensions, must be [local experts, ranks * max_tokens, hidden]");
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
@@ -232,7 +233,7 @@ Tensor combine_rows(std::string_view buffer, const Tensor& rows, const Tensor& s
     args.rows_dtype = rows.scalar_type();
     args.num_sms = num_sms;
     return combine(buffer, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), args, wait_cost,
-                   pointer_to(out), half);
+                   pointer_to(out), phase);
   });
 }
 
@@ -240,14 +241,14 @@ Tensor ll_combine_deepep(std::string_view buffer, const Tensor&, const Tensor& r
                          const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
                          const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
   return combine_rows(buffer, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
-                      Half::kBoth);
+                      Phase::kFused);
 }
 
 Tensor ll_combine_deepep_send(std::string_view buffer, const Tensor&, const Tensor& rows, const Tensor& src_info,
                               const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
                               const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
   return combine_rows(buffer, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
-                      Half::kSend);
+                      Phase::kSend);
 }
 
 void ll_combine_deepep_recv(std::string_view buffer, const Tensor&, const Tensor& src_info, int64_t topk,
@@ -259,7 +260,7 @@ void ll_combine_deepep_recv(std::string_view buffer, const Tensor&, const Tensor
     args.hidden = out.size(1);
     args.rows_dtype = out.scalar_type();
     args.num_sms = num_sms;
-    combine(buffer, src_info, num_experts, max_tokens, out.size(0), topk, args, wait_cost, &out, Half::kReceive);
+    combine(buffer, src_info, num_experts, max_tokens, out.size(0), topk, args, wait_cost, &out, Phase::kRecv);
   });
 }
 
@@ -272,7 +273,7 @@ void ll_combine_deepep_recv(std::string_view buffer, const Tensor&, const Tensor
   "(str buffer, Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
   "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms) -> Tensor"
 
-direct::Op ops[] = {
+fast_call::Op ops[] = {
     EP_OP(ll_dispatch_deepep), EP_OP(ll_dispatch_deepep_send), EP_OP(ll_dispatch_deepep_recv),
     EP_OP(ll_combine_deepep),  EP_OP(ll_combine_deepep_send),  EP_OP(ll_combine_deepep_recv),
 };

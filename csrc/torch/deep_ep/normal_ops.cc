@@ -29,8 +29,8 @@ DispatchResult ht_dispatch_deepep(std::string_view buffer, const Tensor&, const 
                                   const OptionalTensor& topk_weights, int64_t num_experts, int64_t max_tokens,
                                   int64_t capacity, int64_t num_sms) {
   return guarded([&] {
-    const DispatchSpec spec{num_experts, max_tokens, static_cast<int64_t>(OutputLayout::kFlat), capacity, 1, 0,
-                            false,       num_sms};
+    const DispatchConfig spec{num_experts, max_tokens, static_cast<int64_t>(OutputLayout::kFlat), capacity, 1, 0,
+                              false,       num_sms};
     const HtDispatched t = dispatch_ht(buffer, x, x_scales, topk_idx, topk_weights, spec);
     const at::Device host(at::kCPU);
     Tensor counts = new_tensor({capacity < 0 ? 1 + static_cast<int64_t>(t.demand.size()) : 0}, at::kLong, host);
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor> token_layout(const Tensor& topk_idx, int64_t num_rank
   });
 }
 
-direct::Op ops[] = {EP_OP(ht_dispatch_deepep), EP_OP(token_layout)};
+fast_call::Op ops[] = {EP_OP(ht_dispatch_deepep), EP_OP(token_layout)};
 
 }  // namespace
 }  // namespace ep

@@ -7,7 +7,7 @@
 
 namespace ep {
 
-class Apart {
+class AliasCheck {
  public:
   void reads(const char* name, const at::Tensor& tensor) { check_.reads(name, extent_of(tensor)); }
   void reads(const char* name, const at::Tensor* tensor) {

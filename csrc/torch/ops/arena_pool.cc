@@ -115,9 +115,9 @@ class CudaArenaPool : public ArenaPool {
         [segments](void* data, size_t, int, cudaStream_t) { segments->give_back(data); });
   }
 
-  // Half of the arena, or what of it is left, becomes one segment of a stream that comes for the first time. Blocks of
-  // all sizes are cut from it and grow together in it again; segments made one by one to measure would fit no other
-  // size later. Half, as there is a stream of the caller's and one of the buffer's.
+  // Phase of the arena, or what of it is left, becomes one segment of a stream that comes for the first time. Blocks of
+  // all sizes are cut from it and grow packed in it again; segments made one by one to measure would fit no other
+  // size later. Phase, as there is a stream of the caller's and one of the buffer's.
   void claim(cudaStream_t stream) {
     if (streams_.contains(stream)) return;
     const c10::cuda::CUDAGuard guard(device_);

@@ -30,7 +30,7 @@ int num_sms_of(int64_t num_sms) {
   return to_int(num_sms, "num_sms");
 }
 
-OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
+OutputTypes output_types(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output) {
   const auto quant = static_cast<Quant>(spec.quant);
   const bool quantises = quant != Quant::kNone;
   const int64_t num_scales = quantises ? num_quant_scales(quant, row.hidden) : row.num_scales;
@@ -113,9 +113,9 @@ void check_aligned(const at::Tensor& tensor, const char* name) {
            tensor.data_ptr(), " is not aligned to 16 bytes");
 }
 
-RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
-                     const OptionalTensor& topk_weights, const at::Device& device) {
-  RowSpec row = check_rows(x, scales, device);
+InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                        const OptionalTensor& topk_weights, const at::Device& device) {
+  InputTypes row = check_rows(x, scales, device);
   EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0), "topk_idx has shape ", topk_idx.sizes(), ", must be [",
            x.size(0), ", top-k]");
   const at::ScalarType idx_type = topk_idx.scalar_type();
@@ -128,11 +128,11 @@ RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at
   return row;
 }
 
-RowSpec check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device) {
+InputTypes check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device) {
   EP_CHECK(x.dim() == 2, "x has shape ", x.sizes(), ", must be [tokens, hidden]");
   check_tensor(x, "x", x.scalar_type(), x.sizes(), device);
   check_aligned(x, "x");
-  RowSpec row{x.scalar_type(), x.size(1), 0, at::kFloat, x.size(0), 0, true};
+  InputTypes row{x.scalar_type(), x.size(1), 0, at::kFloat, x.size(0), 0, true};
   if (scales) {
     EP_CHECK(scales->dim() == 2 && scales->size(0) == x.size(0), "scales have shape ", scales->sizes(), ", must be [",
              x.size(0), ", scales of a row]");
@@ -144,11 +144,11 @@ RowSpec check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::
   return row;
 }
 
-at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device) {
+at::Tensor allocate_handle(const InputTypes& row, const OutputShape& output, const at::Device& device) {
   return new_handle({handle_shape(output, row.num_tokens).size()}, device);
 }
 
-DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+DispatchTensors allocate_outputs(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output,
                                  const at::Device& device, bool with_handle) {
   const OutputTypes types = output_types(row, spec, output);
   const int64_t handle_size = handle_shape(output, row.num_tokens).size();
@@ -159,7 +159,7 @@ DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, c
   if (with_handle) small.push_back({&t.handle, handle_size, at::kInt});
   // What the layout has not got is empty to torch, and undefined, in Python None, to who takes results together.
   const auto add = [&](bool is_there, NewTensor tensor) {
-    if (is_there || !TogetherScope::is_on()) small.push_back(tensor);
+    if (is_there || !PackedResultsScope::is_on()) small.push_back(tensor);
   };
   add(!has_expert_rows(output.layout), {&t.topk_idx, types.topk_idx, types.idx_type});
   add(output.layout == OutputLayout::kPacked, {&t.row_expert, types.row_expert, at::kInt});
@@ -169,8 +169,8 @@ DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, c
   return t;
 }
 
-void check_outputs(const DispatchRefs& given, const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                   const at::Device& device, Apart& apart) {
+void check_outputs(const DispatchRefs& given, const InputTypes& row, const DispatchConfig& spec,
+                   const OutputShape& output, const at::Device& device, AliasCheck& aliases) {
   const OutputTypes types = output_types(row, spec, output);
   check_tensor(given.x, "out_x", types.x_type, types.x, device);
   check_aligned(given.x, "out_x");
@@ -180,16 +180,16 @@ void check_outputs(const DispatchRefs& given, const RowSpec& row, const Dispatch
   check_tensor(given.row_expert, "out_row_expert", at::kInt, types.row_expert, device);
   check_tensor(given.info, "out_info", at::kInt, types.info, device);
   check_tensor(given.handle, "handle", at::kInt, {handle_shape(output, row.num_tokens).size()}, device);
-  apart.writes("out_x", given.x);
-  apart.writes("out_scales", given.scales);
-  apart.writes("out_weights", given.weights);
-  apart.writes("out_topk_idx", given.topk_idx);
-  apart.writes("out_row_expert", given.row_expert);
-  apart.writes("out_info", given.info);
-  apart.writes("handle", given.handle);
+  aliases.writes("out_x", given.x);
+  aliases.writes("out_scales", given.scales);
+  aliases.writes("out_weights", given.weights);
+  aliases.writes("out_topk_idx", given.topk_idx);
+  aliases.writes("out_row_expert", given.row_expert);
+  aliases.writes("out_info", given.info);
+  aliases.writes("handle", given.handle);
 }
 
-LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output) {
+LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output) {
   LlDispatchParams p;
   p.quant = quant_of(spec.quant);
   p.shape = {output.num_ranks, to_int(spec.num_experts, "num_experts"), output.topk, output.max_tokens};

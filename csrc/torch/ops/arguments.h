@@ -20,14 +20,14 @@ Weighting weighting_of(int64_t weighting);
 int num_sms_of(int64_t num_sms);
 
 // What every rank passes alike, and what this rank asks of its outputs.
-struct DispatchSpec {
+struct DispatchConfig {
   int64_t num_experts, max_tokens, layout, capacity, alignment, quant;
   bool zero_padding;
   int64_t num_sms;
 };
 
 // The parts of x that the receiving half must know without x.
-struct RowSpec {
+struct InputTypes {
   at::ScalarType dtype;
   int64_t hidden;
   int64_t num_scales;  // given by the caller; 0: none
@@ -41,7 +41,7 @@ struct OutputTypes {
   at::DimVector x, scales, weights, topk_idx, row_expert, info;
   at::ScalarType x_type, scales_type, idx_type;
 };
-OutputTypes output_types(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output);
+OutputTypes output_types(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output);
 
 struct DispatchTensors {
   at::Tensor x, scales, weights, topk_idx, row_expert, info, handle;
@@ -68,22 +68,22 @@ T* pointer(const at::Tensor& tensor) {
 }
 
 // Refuses tensors that the kernels could not read. `device`: of the group. `check_rows`: of [T, H] without routing.
-RowSpec check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device);
-RowSpec check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
-                     const OptionalTensor& topk_weights, const at::Device& device);
+InputTypes check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device);
+InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
+                        const OptionalTensor& topk_weights, const at::Device& device);
 void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
                   const at::Device& device);
 void check_aligned(const at::Tensor& tensor, const char* name);  // to 16 bytes
 
-at::Tensor allocate_handle(const RowSpec& row, const OutputShape& output, const at::Device& device);
-DispatchTensors allocate_outputs(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
+at::Tensor allocate_handle(const InputTypes& row, const OutputShape& output, const at::Device& device);
+DispatchTensors allocate_outputs(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output,
                                  const at::Device& device, bool with_handle);
-// `apart`: knows what the call reads.
-void check_outputs(const DispatchRefs& given, const RowSpec& row, const DispatchSpec& spec, const OutputShape& output,
-                   const at::Device& device, Apart& apart);
+// `aliases`: knows what the call reads.
+void check_outputs(const DispatchRefs& given, const InputTypes& row, const DispatchConfig& spec,
+                   const OutputShape& output, const at::Device& device, AliasCheck& aliases);
 
 // Everything but pointers; those are set below.
-LlDispatchParams dispatch_params(const RowSpec& row, const DispatchSpec& spec, const OutputShape& output);
+LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output);
 void set_inputs(LlDispatchParams& params, const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                 const OptionalTensor& topk_weights);
 void set_handle(LlDispatchParams& params, const at::Tensor& handle);

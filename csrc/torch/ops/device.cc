@@ -46,10 +46,10 @@ at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused
   return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
 }
 
-thread_local bool TogetherScope::is_on_ = false;
+thread_local bool PackedResultsScope::is_on_ = false;
 
 void new_tensors(std::span<const NewTensor> wanted, const at::Device& device) {
-  if (!TogetherScope::is_on()) {
+  if (!PackedResultsScope::is_on()) {
     for (const NewTensor& each : wanted) *each.tensor = new_tensor(each.sizes, each.type, device);
     return;
   }
@@ -82,7 +82,7 @@ at::Tensor new_handle(at::IntArrayRef sizes, const at::Device& device) {
   return handle;
 }
 
-void* CallOrder::next_stream(const at::Device& device) {
+void* StreamOrder::next_stream(const at::Device& device) {
   void* stream = current_stream(device);
   const bool is_as_before = !captured_ && eager_ && *eager_ == stream;
   if (!is_as_before) switch_to(device, stream);
@@ -108,11 +108,11 @@ unsigned long long capture_of(cudaStream_t stream) {
 
 }  // namespace
 
-CallOrder::~CallOrder() {
+StreamOrder::~StreamOrder() {
   if (event_ != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event_));
 }
 
-void CallOrder::record(const at::Device& device, void* stream) {
+void StreamOrder::record(const at::Device& device, void* stream) {
   if (event_ == nullptr) {
     DeviceGuard guard(device.index());
     cudaEvent_t event = nullptr;
@@ -123,14 +123,14 @@ void CallOrder::record(const at::Device& device, void* stream) {
 }
 
 // What is captured is ordered inside its capture, by an event of that capture.
-void CallOrder::note_enqueued(const at::Device& device, void* stream) {
+void StreamOrder::note_enqueued(const at::Device& device, void* stream) {
   if (!device.is_cuda() || !has_several_streams_) return;
   if (capture_of(static_cast<cudaStream_t>(stream)) != kNotCaptured) return;
   record(device, stream);
   is_noted_ = true;
 }
 
-void CallOrder::switch_to(const at::Device& device, void* stream) {
+void StreamOrder::switch_to(const at::Device& device, void* stream) {
   if (!device.is_cuda()) {
     eager_ = stream;
     return;
@@ -152,9 +152,9 @@ void CallOrder::switch_to(const at::Device& device, void* stream) {
   }
 }
 #else
-CallOrder::~CallOrder() = default;
-void CallOrder::switch_to(const at::Device&, void* stream) { eager_ = stream; }
-void CallOrder::note_enqueued(const at::Device&, void*) {}
+StreamOrder::~StreamOrder() = default;
+void StreamOrder::switch_to(const at::Device&, void* stream) { eager_ = stream; }
+void StreamOrder::note_enqueued(const at::Device&, void*) {}
 #endif
 
 }  // namespace ep

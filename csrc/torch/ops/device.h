@@ -23,16 +23,16 @@ struct NewTensor {
   at::IntArrayRef sizes;
   at::ScalarType type;
 };
-// What is small beside rows. Where TogetherScope says so they share one allocation, for each takes the host as long as
-// checking the call. They are no views of one another; record_stream of any is that of all.
+// What is small beside rows. Where PackedResultsScope says so they share one allocation, for each takes the host as
+// long as checking the call. They are no views of one another; record_stream of any is that of all.
 void new_tensors(std::span<const NewTensor> wanted, const at::Device& device);
 // Of the op that runs in this thread. Not where torch calls it: by its schema results do not alias, and opcheck looks.
-class TogetherScope {
+class PackedResultsScope {
  public:
-  explicit TogetherScope(bool is_on) { is_on_ = is_on; }
-  ~TogetherScope() { is_on_ = false; }
-  TogetherScope(const TogetherScope&) = delete;
-  TogetherScope& operator=(const TogetherScope&) = delete;
+  explicit PackedResultsScope(bool is_on) { is_on_ = is_on; }
+  ~PackedResultsScope() { is_on_ = false; }
+  PackedResultsScope(const PackedResultsScope&) = delete;
+  PackedResultsScope& operator=(const PackedResultsScope&) = delete;
   static bool is_on() { return is_on_; }
 
  private:
@@ -44,12 +44,12 @@ at::Tensor new_handle(at::IntArrayRef sizes, const at::Device& device);
 void clear_handle(at::Tensor& made);  // of any tensor, what new_handle() does to its own
 
 // A buffer's operations run in the order of their calls, whatever the streams.
-class CallOrder {
+class StreamOrder {
  public:
-  CallOrder() = default;
-  ~CallOrder();
-  CallOrder(const CallOrder&) = delete;
-  CallOrder& operator=(const CallOrder&) = delete;
+  StreamOrder() = default;
+  ~StreamOrder();
+  StreamOrder(const StreamOrder&) = delete;
+  StreamOrder& operator=(const StreamOrder&) = delete;
 
   // The current stream, which waits from now on for the operations before, should they run on another. What a graph is
   // captured for comes after what was captured before: where it is replayed is the caller's to order.

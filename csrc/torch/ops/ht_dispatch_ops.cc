@@ -19,7 +19,7 @@ using at::Tensor;
 constexpr int64_t kExact = -1;  // capacity
 
 struct HtTensors {
-  Moved moved;
+  PayloadOutputs moved;
   Tensor weights, topk_idx, row_expert, info, route, slots;
   // Where sizes are exact:
   int64_t most_tokens = 0;      // of any rank
@@ -27,11 +27,11 @@ struct HtTensors {
 };
 
 struct HtRefs {  // as DispatchRefs
-  MovedRefs moved;
+  PayloadRefs moved;
   const Tensor &weights, &topk_idx, &row_expert, &info, &route, &slots;
 
   static HtRefs of(const HtTensors& t) {
-    return {MovedRefs::of(t.moved), t.weights, t.topk_idx, t.row_expert, t.info, t.route, t.slots};
+    return {PayloadRefs::of(t.moved), t.weights, t.topk_idx, t.row_expert, t.info, t.route, t.slots};
   }
 };
 
@@ -44,7 +44,7 @@ struct HostSizes {
 HostSizes ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
   std::vector<int64_t> words(2 + p.shape.local_experts(), 0);
   HostSizes sizes;
-  p.steps = HtSteps::kRoute;
+  p.variant = HtVariant::kRoute;
   p.host_sizes = words.data();
   p.host_most_tokens = &sizes.most_tokens;
   group.dispatch(p, stream);
@@ -61,7 +61,7 @@ void allocate_received(HtTensors& t, const OutputTypes& types, const OutputShape
   const int64_t route_size = handle.route_size(), slots_size[] = {handle.num_slots, handle.slot_words()};
   c10::SmallVector<NewTensor, 6> wanted;
   const auto add = [&](bool is_there, NewTensor tensor) {
-    if (is_there || !TogetherScope::is_on()) wanted.push_back(tensor);
+    if (is_there || !PackedResultsScope::is_on()) wanted.push_back(tensor);
   };
   wanted.push_back({&t.weights, types.weights, at::kFloat});
   wanted.push_back({&t.slots, slots_size, at::kInt});
@@ -77,29 +77,29 @@ void allocate_received(HtTensors& t, const OutputTypes& types, const OutputShape
 }
 
 void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleShape& handle, const at::Device& device,
-                    Apart& apart) {
+                    AliasCheck& aliases) {
   check_tensor(t.weights, "out_weights", at::kFloat, types.weights, device);
   check_tensor(t.topk_idx, "out_topk_idx", types.idx_type, types.topk_idx, device);
   check_tensor(t.row_expert, "out_row_expert", at::kInt, types.row_expert, device);
   check_tensor(t.info, "out_info", at::kInt, types.info, device);
   check_tensor(t.route, "route", at::kInt, {handle.route_size()}, device);
   check_tensor(t.slots, "slots", at::kInt, {handle.num_slots, handle.slot_words()}, device);
-  apart.writes("out_weights", t.weights);
-  apart.writes("out_topk_idx", t.topk_idx);
-  apart.writes("out_row_expert", t.row_expert);
-  apart.writes("out_info", t.info);
-  apart.writes("route", t.route);
-  apart.writes("slots", t.slots);
+  aliases.writes("out_weights", t.weights);
+  aliases.writes("out_topk_idx", t.topk_idx);
+  aliases.writes("out_row_expert", t.row_expert);
+  aliases.writes("out_info", t.info);
+  aliases.writes("route", t.route);
+  aliases.writes("slots", t.slots);
 }
 
 // Returns what was not given. `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all
 // ranks alike.
 HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, const Tensor& topk_idx,
-                          const OptionalTensor& topk_weights, DispatchSpec spec, const HtRefs* given,
+                          const OptionalTensor& topk_weights, DispatchConfig spec, const HtRefs* given,
                           bool asks_first = false) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
   EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
-  const RowSpec row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, device);
+  const InputTypes row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, device);
   check_payload(payload, row.num_tokens, device);
   const bool is_exact = spec.capacity == kExact;
   EP_CHECK(!is_exact || spec.layout != static_cast<int64_t>(OutputLayout::kExpertMajor),
@@ -120,7 +120,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, con
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.zero_padding = spec.zero_padding;
   p.num_sms = num_sms_of(spec.num_sms);
-  if (asks_first && is_exact) p.steps = HtSteps::kRoute;
+  if (asks_first && is_exact) p.variant = HtVariant::kRoute;
   group.prepare(p);  // refuses what does not fit before memory is taken for it
   int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * spec.max_tokens;
 
@@ -133,7 +133,7 @@ HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, con
     p.info = t.info.data_ptr<int32_t>();
     p.handle = HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, route);
     const HostSizes sizes = ask_for_sizes(group, p, stream);
-    p.steps = HtSteps::kSend;
+    p.variant = HtVariant::kSend;
     p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : sizes.rows);
     num_slots = sizes.slots;
     t.most_tokens = sizes.most_tokens;
@@ -143,17 +143,17 @@ HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, con
   const OutputTypes types = output_types(row, spec, p.output);
   const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
   if (given != nullptr) {
-    Apart apart;
-    apart.reads("topk_idx", topk_idx);
-    apart.reads("topk_weights", pointer_to(topk_weights));
-    check_moved(given->moved, payload, p.output, types, device, apart);
-    check_received(*given, types, handle, device, apart);
+    AliasCheck aliases;
+    aliases.reads("topk_idx", topk_idx);
+    aliases.reads("topk_weights", pointer_to(topk_weights));
+    check_payload_outputs(given->moved, payload, p.output, types, device, aliases);
+    check_received(*given, types, handle, device, aliases);
   } else {
-    t.moved = allocate_moved(*registered, payload, p.output, types, device);
+    t.moved = allocate_payload(*registered, payload, p.output, types, device);
     allocate_received(t, types, p.output, handle, device);
   }
   const HtRefs out = given != nullptr ? *given : HtRefs::of(t);
-  set_moved(p, out.moved);
+  set_payload_outputs(p, out.moved);
   p.handle = HtHandlePtrs::of(out.route.data_ptr<int32_t>(), out.slots.data_ptr<int32_t>(), handle);
   p.info = out.info.data_ptr<int32_t>();
   p.row_expert = pointer<int32_t>(out.row_expert);
@@ -171,7 +171,7 @@ HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorL
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
   return guarded([&] {
     auto t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, nullptr);
-    auto [x1, x2, x3] = further(t.moved, t.info.device());
+    auto [x1, x2, x3] = extra(t.moved, t.info.device());
     return HtDispatchResult{std::move(t.moved.xs[0]),
                             std::move(t.moved.scales),
                             std::move(t.weights),
@@ -212,7 +212,7 @@ Tensor arena_empty(std::string_view buffer, const Tensor&, at::IntArrayRef size,
 }  // namespace
 
 HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
-                         const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec) {
+                         const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchConfig& spec) {
   // DeepEP's callers name events to wait for, beside which nothing else may be waited for.
   find_group(buffer)->order.expect_several_streams();
   const HtTensors t = run_ht_dispatch(buffer, {x, x_scales}, topk_idx, topk_weights, spec, nullptr, true);
@@ -222,7 +222,7 @@ HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const Optiona
 
 namespace {
 
-direct::Op ops[] = {EP_OP(ht_dispatch), EP_OP(ht_dispatch_out), EP_OP(arena_empty)};
+fast_call::Op ops[] = {EP_OP(ht_dispatch), EP_OP(ht_dispatch_out), EP_OP(arena_empty)};
 
 }  // namespace
 }  // namespace ep

@@ -13,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const HandleSpec& spec,
+void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const HandleConfig& spec,
                    const OutputShape& output, int rank) {
   check_handle_values(handle.counts, sizes.counts_size(), 0, output.max_tokens, "number of rows");
   const int64_t received = [&] {
@@ -43,7 +43,7 @@ void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const
   }
 }
 
-OutputShape take_ht_handle(const HandleSpec& spec, const Group& group, const Tensor& route, const Tensor& slots,
+OutputShape take_ht_handle(const HandleConfig& spec, const Group& group, const Tensor& route, const Tensor& slots,
                            const at::Device& device, Shape& shape, HtHandlePtrs& pointers) {
   const OutputShape output =
       output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout, spec.capacity, 1);
@@ -66,16 +66,16 @@ OutputShape take_ht_handle(const HandleSpec& spec, const Group& group, const Ten
       int64_t quant, bool zero_padding, int64_t num_sms
 
 // Returns what was not given.
-Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const MovedRefs* given) {
+PayloadOutputs run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const PayloadRefs* given) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
-  const HandleSpec spec = EP_HANDLE_SPEC;
+  const HandleConfig spec = EP_HANDLE_SPEC;
   const HtPayload payload{xs, x_scales};
   HtDispatchParams p;
-  p.steps = HtSteps::kCached;
+  p.variant = HtVariant::kCached;
   p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
   EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x must be [", num_tokens,
            ", hidden], as in the dispatch of the handle");
-  RowSpec row = check_rows(xs[0], x_scales, device);
+  InputTypes row = check_rows(xs[0], x_scales, device);
   row.topk = topk;
   check_payload(payload, num_tokens, device);
   p.quant = quant_of(quant);
@@ -84,17 +84,17 @@ Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const MovedRefs*
   p.zero_padding = zero_padding;
   p.num_sms = num_sms_of(num_sms);
   group.prepare(p);
-  const DispatchSpec dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
+  const DispatchConfig dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
   const OutputTypes types = output_types(row, dispatch, p.output);
   if (given != nullptr) {
-    Apart apart;
-    apart.reads("the handle's route", route);
-    apart.reads("the handle's slots", slots);
-    check_moved(*given, payload, p.output, types, device, apart);
+    AliasCheck aliases;
+    aliases.reads("the handle's route", route);
+    aliases.reads("the handle's slots", slots);
+    check_payload_outputs(*given, payload, p.output, types, device, aliases);
   }
-  Moved made;
-  if (given == nullptr) made = allocate_moved(*registered, payload, p.output, types, device);
-  set_moved(p, given != nullptr ? *given : MovedRefs::of(made));
+  PayloadOutputs made;
+  if (given == nullptr) made = allocate_payload(*registered, payload, p.output, types, device);
+  set_payload_outputs(p, given != nullptr ? *given : PayloadRefs::of(made));
   void* stream = registered->order.next_stream(device);
   group.dispatch(p, stream);
   registered->order.note_enqueued(device, stream);
@@ -107,8 +107,8 @@ Moved run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const MovedRefs*
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, const Tensor&,
                                                                       EP_HT_CACHED_ARGS) {
   return guarded([&] {
-    Moved moved = run_ht_cached(buffer, EP_HT_CACHED_PASS, nullptr);
-    auto [x1, x2, x3] = further(moved, route.device());
+    PayloadOutputs moved = run_ht_cached(buffer, EP_HT_CACHED_PASS, nullptr);
+    auto [x1, x2, x3] = extra(moved, route.device());
     return std::make_tuple(std::move(moved.xs[0]), std::move(moved.scales), std::move(x1), std::move(x2),
                            std::move(x3));
   });
@@ -117,7 +117,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::strin
 void ht_dispatch_cached_out(std::string_view buffer, const Tensor&, EP_HT_CACHED_ARGS, at::TensorList out_xs,
                             const Tensor& out_scales) {
   guarded([&] {
-    const MovedRefs given{out_xs, out_scales};
+    const PayloadRefs given{out_xs, out_scales};
     run_ht_cached(buffer, EP_HT_CACHED_PASS, &given);
   });
 }
@@ -132,7 +132,7 @@ void ht_dispatch_cached_out(std::string_view buffer, const Tensor&, EP_HT_CACHED
 // Returns what was not given: rows and scalars.
 std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_ARGS, const Tensor* given) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
-  const HandleSpec spec = EP_HANDLE_SPEC;
+  const HandleConfig spec = EP_HANDLE_SPEC;
   HtCombineParams p;
   p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
   p.weighting = weighting_of(weighting);
@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor> ht_combine(std::string_view buffer, const Tensor&, EP
   return guarded([&] {
     auto [out, out_values] = run_ht_combine(buffer, EP_HT_COMBINE_PASS, nullptr);
     if (!rows) out = new_tensor({0}, out_dtype, route.device());
-    if (!values && !TogetherScope::is_on()) out_values = new_tensor({0}, at::kFloat, route.device());
+    if (!values && !PackedResultsScope::is_on()) out_values = new_tensor({0}, at::kFloat, route.device());
     return std::make_tuple(std::move(out), std::move(out_values));
   });
 }
@@ -192,7 +192,8 @@ void ht_combine_out(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS, 
   ", int weighting, ScalarType out_dtype, "                                                                 \
   "ScalarType wire_dtype, int num_sms"
 
-direct::Op ops[] = {EP_OP(ht_dispatch_cached), EP_OP(ht_dispatch_cached_out), EP_OP(ht_combine), EP_OP(ht_combine_out)};
+fast_call::Op ops[] = {EP_OP(ht_dispatch_cached), EP_OP(ht_dispatch_cached_out), EP_OP(ht_combine),
+                       EP_OP(ht_combine_out)};
 
 }  // namespace
 }  // namespace ep

@@ -48,8 +48,8 @@ void check_payload(const HtPayload& payload, int64_t num_tokens, const at::Devic
     const Tensor& x = payload.xs[i];
     EP_CHECK(x.dim() == 2 && x.size(0) == num_tokens, "tensor ", i, " of the dispatch has ", x.dim(),
              " dimensions, the first of them ", x.dim() == 0 ? 0 : x.size(0), ": must be [", num_tokens, ", elements]");
-    check_tensor(x, "a further tensor", x.scalar_type(), x.sizes(), device);
-    check_aligned(x, "a further tensor");
+    check_tensor(x, "an extra tensor", x.scalar_type(), x.sizes(), device);
+    check_aligned(x, "an extra tensor");
     const int64_t bytes = x.size(1) * x.element_size();
     EP_CHECK(bytes > 0 && bytes % 16 == 0, "rows of tensor ", i, " have ", bytes, " bytes: must be a multiple of 16");
   }
@@ -61,7 +61,7 @@ void set_parts(HtDispatchParams& p, const HtPayload& payload) {
   p.dtype = dtype_of(payload.xs[0].scalar_type());
   p.hidden = to_int(payload.xs[0].size(1), "hidden");
   if (p.quant != Quant::kNone) {
-    EP_CHECK(!payload.scales, "scales given together with quant ", name_of(p.quant));
+    EP_CHECK(!payload.scales, "scales given packed with quant ", name_of(p.quant));
     p.add_quant_scales();
   } else if (payload.scales) {
     add(*payload.scales);
@@ -69,13 +69,13 @@ void set_parts(HtDispatchParams& p, const HtPayload& payload) {
   for (const Tensor& x : payload.xs.slice(1)) add(x);
 }
 
-Moved allocate_moved(Registered& registered, const HtPayload& payload, const OutputShape& output,
-                     const OutputTypes& types, const at::Device& device) {
-  Moved moved;
+PayloadOutputs allocate_payload(Registered& registered, const HtPayload& payload, const OutputShape& output,
+                                const OutputTypes& types, const at::Device& device) {
+  PayloadOutputs moved;
   moved.xs.reserve(payload.xs.size());
   moved.xs.push_back(arena_tensor(registered, types.x, types.x_type, device));
   const bool has_scales = types.scales.size() > 1;
-  if (has_scales || !TogetherScope::is_on()) {
+  if (has_scales || !PackedResultsScope::is_on()) {
     moved.scales = arena_tensor(registered, types.scales, types.scales_type, device);
   }
   for (const Tensor& x : payload.xs.slice(1)) {
@@ -84,8 +84,8 @@ Moved allocate_moved(Registered& registered, const HtPayload& payload, const Out
   return moved;
 }
 
-void check_moved(const MovedRefs& moved, const HtPayload& payload, const OutputShape& output, const OutputTypes& types,
-                 const at::Device& device, Apart& apart) {
+void check_payload_outputs(const PayloadRefs& moved, const HtPayload& payload, const OutputShape& output,
+                           const OutputTypes& types, const at::Device& device, AliasCheck& aliases) {
   EP_CHECK(moved.xs.size() == payload.xs.size(), moved.xs.size(), " output tensors for ", payload.xs.size());
   const auto check = [&](const Tensor& out, at::ScalarType type, at::IntArrayRef sizes) {
     check_tensor(out, "out_x", type, sizes, device);
@@ -96,13 +96,13 @@ void check_moved(const MovedRefs& moved, const HtPayload& payload, const OutputS
     check(moved.xs[i], payload.xs[i].scalar_type(), row_shape(output, payload.xs[i].size(1)));
   }
   check_tensor(moved.scales, "out_scales", types.scales_type, types.scales, device);
-  for (const Tensor& x : payload.xs) apart.reads("x", x);
-  apart.reads("scales", pointer_to(payload.scales));
-  for (const Tensor& out : moved.xs) apart.writes("out_x", out);
-  apart.writes("out_scales", moved.scales);
+  for (const Tensor& x : payload.xs) aliases.reads("x", x);
+  aliases.reads("scales", pointer_to(payload.scales));
+  for (const Tensor& out : moved.xs) aliases.writes("out_x", out);
+  aliases.writes("out_scales", moved.scales);
 }
 
-void set_moved(HtDispatchParams& p, const MovedRefs& moved) {
+void set_payload_outputs(HtDispatchParams& p, const PayloadRefs& moved) {
   const bool has_scales = p.num_parts > static_cast<int>(moved.xs.size());
   int part = 0;
   p.parts[part++].out = pointer<void>(moved.xs[0]);
@@ -110,10 +110,10 @@ void set_moved(HtDispatchParams& p, const MovedRefs& moved) {
   for (size_t i = 1; i < moved.xs.size(); i++) p.parts[part++].out = pointer<void>(moved.xs[i]);
 }
 
-std::array<Tensor, kMaxTensors - 1> further(Moved& moved, const at::Device& device) {
+std::array<Tensor, kMaxTensors - 1> extra(PayloadOutputs& moved, const at::Device& device) {
   std::array<Tensor, kMaxTensors - 1> results;
   std::move(moved.xs.begin() + 1, moved.xs.end(), results.begin());
-  if (TogetherScope::is_on()) return results;
+  if (PackedResultsScope::is_on()) return results;
   const int64_t none = 0;
   const NewTensor wanted[] = {
       {&results[0], none, at::kByte}, {&results[1], none, at::kByte}, {&results[2], none, at::kByte}};

@@ -1,4 +1,4 @@
-// What high throughput's dispatches move: x and further tensors [T, n], the first with scales or quantised. Outputs lie
+// What high throughput's dispatches move: x and extra tensors [T, n], the first with scales or quantised. Outputs lie
 // in the window's arena while there is room.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace ep {
 
-// x and further tensors. Each has a result of its own, empty where there is none: an op that changes an argument may
+// x and extra tensors. Each has a result of its own, empty where there is none: an op that changes an argument may
 // not return a list (functionalization takes it for an alias).
 constexpr int kMaxTensors = 4;
 
@@ -27,26 +27,26 @@ struct HtPayload {
   const OptionalTensor& scales;
 };
 void check_payload(const HtPayload& payload, int64_t num_tokens, const at::Device& device);
-// Sizes and input pointers of all parts: x, its scales, the further tensors. After `p.quant`.
+// Sizes and input pointers of all parts: x, its scales, the extra tensors. After `p.quant`.
 void set_parts(HtDispatchParams& p, const HtPayload& payload);
 
 // The outputs.
-struct Moved {
+struct PayloadOutputs {
   std::vector<at::Tensor> xs;
   at::Tensor scales;
 };
-struct MovedRefs {  // as DispatchRefs
+struct PayloadRefs {  // as DispatchRefs
   at::TensorList xs;
   const at::Tensor& scales;
 
-  static MovedRefs of(const Moved& moved) { return {moved.xs, moved.scales}; }
+  static PayloadRefs of(const PayloadOutputs& moved) { return {moved.xs, moved.scales}; }
 };
-Moved allocate_moved(Registered& registered, const HtPayload& payload, const OutputShape& output,
-                     const OutputTypes& types, const at::Device& device);
-void check_moved(const MovedRefs& moved, const HtPayload& payload, const OutputShape& output, const OutputTypes& types,
-                 const at::Device& device, Apart& apart);
-void set_moved(HtDispatchParams& p, const MovedRefs& moved);
+PayloadOutputs allocate_payload(Registered& registered, const HtPayload& payload, const OutputShape& output,
+                                const OutputTypes& types, const at::Device& device);
+void check_payload_outputs(const PayloadRefs& moved, const HtPayload& payload, const OutputShape& output,
+                           const OutputTypes& types, const at::Device& device, AliasCheck& aliases);
+void set_payload_outputs(HtDispatchParams& p, const PayloadRefs& moved);
 // What was dispatched along with x, and empty tensors; none to who takes results together.
-std::array<at::Tensor, kMaxTensors - 1> further(Moved& moved, const at::Device& device);
+std::array<at::Tensor, kMaxTensors - 1> extra(PayloadOutputs& moved, const at::Device& device);
 
 }  // namespace ep

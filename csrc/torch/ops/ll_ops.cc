@@ -17,27 +17,27 @@ using at::Tensor;
 
 // Returns what was not given.
 DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
-                             const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchSpec& spec,
-                             Half half, const DispatchRefs* given) {
+                             const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchConfig& spec,
+                             Phase phase, const DispatchRefs* given) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
-  const RowSpec row = check_inputs(x, x_scales, topk_idx, topk_weights, device);
+  const InputTypes row = check_inputs(x, x_scales, topk_idx, topk_weights, device);
   const OutputShape output = output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout,
                                           spec.capacity, spec.alignment);
   LlDispatchParams params = dispatch_params(row, spec, output);
-  params.half = half;
+  params.phase = phase;
   set_inputs(params, x, x_scales, topk_idx, topk_weights);
   group.prepare(params);  // refuses what does not fit before memory is taken for it
   if (given != nullptr) {
-    Apart apart;
-    apart.reads("x", x);
-    apart.reads("scales", pointer_to(x_scales));
-    apart.reads("topk_idx", topk_idx);
-    apart.reads("topk_weights", pointer_to(topk_weights));
-    check_outputs(*given, row, spec, output, device, apart);
+    AliasCheck aliases;
+    aliases.reads("x", x);
+    aliases.reads("scales", pointer_to(x_scales));
+    aliases.reads("topk_idx", topk_idx);
+    aliases.reads("topk_weights", pointer_to(topk_weights));
+    check_outputs(*given, row, spec, output, device, aliases);
   }
   DispatchTensors made;
   if (given == nullptr) {
-    if (half == Half::kBoth) {
+    if (phase == Phase::kFused) {
       made = allocate_outputs(row, spec, output, device, /*with_handle=*/true);
     } else {
       made.handle = allocate_handle(row, output, device);
@@ -45,7 +45,7 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   }
   const DispatchRefs outputs = given != nullptr ? *given : DispatchRefs::of(made);
   set_handle(params, outputs.handle);
-  if (half == Half::kBoth) set_outputs(params, outputs);
+  if (phase == Phase::kFused) set_outputs(params, outputs);
   group.dispatch(params, registered->order.next_stream(device));
   return made;
 }
@@ -55,7 +55,7 @@ using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 DispatchResult ll_dispatch(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
                            const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
   return guarded([&] {
-    auto t = run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, nullptr);
+    auto t = run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Phase::kFused, nullptr);
     return DispatchResult{std::move(t.x),          std::move(t.scales), std::move(t.weights), std::move(t.topk_idx),
                           std::move(t.row_expert), std::move(t.info),   std::move(t.handle)};
   });
@@ -68,14 +68,14 @@ void ll_dispatch_out(std::string_view buffer, const Tensor&, const Tensor& x, co
                      const Tensor& handle) {
   guarded([&] {
     const DispatchRefs given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
-    run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kBoth, &given);
+    run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Phase::kFused, &given);
   });
 }
 
 Tensor ll_dispatch_send(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
                         const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
   return guarded([&] {
-    return run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Half::kSend, nullptr).handle;
+    return run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Phase::kSend, nullptr).handle;
   });
 }
 
@@ -87,13 +87,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std:
                                                                             bool is_idx64, EP_DISPATCH_CONFIG) {
   return guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(buffer);
-    const DispatchSpec spec = EP_DISPATCH_SPEC;
-    const RowSpec row{dtype, hidden, num_scales, scale_dtype, num_tokens, topk, is_idx64};
+    const DispatchConfig spec = EP_DISPATCH_SPEC;
+    const InputTypes row{dtype, hidden, num_scales, scale_dtype, num_tokens, topk, is_idx64};
     const OutputShape output =
         output_shape(group.num_ranks(), num_experts, max_tokens, topk, layout, capacity, alignment);
     check_tensor(handle, "handle", at::kInt, {handle_shape(output, num_tokens).size()}, device);
     LlDispatchParams params = dispatch_params(row, spec, output);
-    params.half = Half::kReceive;
+    params.phase = Phase::kRecv;
     set_handle(params, handle);
     group.prepare(params);
     const DispatchTensors t = allocate_outputs(row, spec, output, device, /*with_handle=*/false);
@@ -106,14 +106,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std:
 // ---- combine
 
 // A handle in host memory is read before it is trusted: its entries become addresses.
-void check_entries(const HandlePtrs& handle, const HandleSpec& spec, const OutputShape& output) {
+void check_entries(const HandlePtrs& handle, const HandleConfig& spec, const OutputShape& output) {
   check_handle_values(handle.tokens, output.num_ranks, 0, output.max_tokens, "number of tokens");
   check_handle_values(handle.ids, spec.num_tokens * spec.topk, -1, spec.num_experts - 1, "expert id");
   check_handle_values(handle.rows, static_cast<int64_t>(output.num_ranks) * output.max_tokens * output.map_k(),
                       kDroppedRow, output.rows() - 1, "row");
 }
 
-OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor& handle, const at::Device& device,
+OutputShape take_handle(const HandleConfig& spec, const Group& group, const Tensor& handle, const at::Device& device,
                         Shape& shape, HandlePtrs& pointers) {
   const OutputShape output =
       output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout, spec.capacity, 1);
@@ -127,12 +127,12 @@ OutputShape take_handle(const HandleSpec& spec, const Group& group, const Tensor
 
 }  // namespace
 
-Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSpec& spec, const CombineArgs& args,
-                   Half half, const Tensor* given) {
+Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleConfig& spec, const CombineArgs& args,
+                   Phase phase, const Tensor* given) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
   LlCombineParams p;
   p.output = take_handle(spec, group, handle, device, p.shape, p.handle);
-  p.half = half;
+  p.phase = phase;
   p.dtype = dtype_of(args.rows_dtype);
   p.out_dtype = dtype_of(args.out_dtype);
   p.wire_dtype = dtype_of(args.wire_dtype);
@@ -145,10 +145,10 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleSp
     check_aligned(*args.rows, "rows");
     p.rows = args.rows->data_ptr();
   }
-  if (sends(half)) set_weights(p, args, spec, device);
+  if (sends(phase)) set_weights(p, args, spec, device);
   set_biases(p, args, spec, device);
   Tensor made;
-  if (receives(half)) p.out = take_combined(args, {&handle}, spec, device, given, made);
+  if (receives(phase)) p.out = take_combined(args, {&handle}, spec, device, given, made);
   p.wait_cost = args.wait_cost;
   group.combine(p, registered->order.next_stream(device));
   return made;
@@ -165,14 +165,14 @@ Tensor ll_combine(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
   return guarded([&] {
     return run_combine(buffer, handle, EP_HANDLE_SPEC,
                        combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms),
-                       Half::kBoth, nullptr);
+                       Phase::kFused, nullptr);
   });
 }
 
 void ll_combine_out(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS, const Tensor& out) {
   guarded([&] {
     run_combine(buffer, handle, EP_HANDLE_SPEC,
-                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Half::kBoth,
+                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Phase::kFused,
                 &out);
   });
 }
@@ -180,7 +180,7 @@ void ll_combine_out(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS, con
 void ll_combine_send(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
   guarded([&] {
     run_combine(buffer, handle, EP_HANDLE_SPEC,
-                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Half::kSend,
+                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Phase::kSend,
                 nullptr);
   });
 }
@@ -191,7 +191,7 @@ Tensor ll_combine_recv(std::string_view buffer, const Tensor&, const Tensor& han
   return guarded([&] {
     const CombineArgs args{nullptr,   nullptr,    nullptr,   biases,     hidden,
                            weighting, rows_dtype, out_dtype, wire_dtype, num_sms};
-    return run_combine(buffer, handle, EP_HANDLE_SPEC, args, Half::kReceive, nullptr);
+    return run_combine(buffer, handle, EP_HANDLE_SPEC, args, Phase::kRecv, nullptr);
   });
 }
 
@@ -243,7 +243,7 @@ void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle,
   "str buffer, Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] " \
   "biases, " EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms"
 
-direct::Op ops[] = {
+fast_call::Op ops[] = {
     EP_OP(ll_dispatch),        EP_OP(ll_dispatch_out), EP_OP(ll_dispatch_send), EP_OP(ll_dispatch_recv),
     EP_OP(ll_combine),         EP_OP(ll_combine_out),  EP_OP(ll_combine_send),  EP_OP(ll_combine_recv),
     EP_OP(ll_combine_weights), EP_OP(ll_floor_flags),  EP_OP(ll_floor_push),

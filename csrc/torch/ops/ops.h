@@ -15,12 +15,12 @@ namespace ep {
   int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity, int64_t alignment, int64_t quant, \
       bool zero_padding, int64_t num_sms
 #define EP_DISPATCH_SPEC \
-  DispatchSpec { num_experts, max_tokens, layout, capacity, alignment, quant, zero_padding, num_sms }
+  DispatchConfig { num_experts, max_tokens, layout, capacity, alignment, quant, zero_padding, num_sms }
 
 #define EP_HANDLE_ARGS \
   int64_t num_tokens, int64_t topk, int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity
 #define EP_HANDLE_SPEC \
-  HandleSpec { num_tokens, topk, num_experts, max_tokens, layout, capacity }
+  HandleConfig { num_tokens, topk, num_experts, max_tokens, layout, capacity }
 
 // Whether the host may read what a handle has. Emulated GPUs stand for those whose memory it cannot read.
 inline bool can_look_through([[maybe_unused]] const at::Device& device) {
@@ -57,7 +57,7 @@ inline CombineArgs combine_args(const at::Tensor& rows, const OptionalTensor& we
 
 // Weights and ids of the home rank, of either mode.
 template <class Params>
-void set_weights(Params& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
+void set_weights(Params& p, const CombineArgs& args, const HandleConfig& spec, const at::Device& device) {
   EP_CHECK((args.weights != nullptr) == (p.weighting == Weighting::kHome),
            "weights of the home rank are given exactly when they are asked for");
   EP_CHECK(args.topk_idx == nullptr || p.weighting == Weighting::kHome,
@@ -74,7 +74,7 @@ void set_weights(Params& p, const CombineArgs& args, const HandleSpec& spec, con
 }
 
 template <class Params>
-void set_biases(Params& p, const CombineArgs& args, const HandleSpec& spec, const at::Device& device) {
+void set_biases(Params& p, const CombineArgs& args, const HandleConfig& spec, const at::Device& device) {
   EP_CHECK(args.biases.size() <= 2, args.biases.size(), " biases, at most 2");
   for (size_t i = 0; i < args.biases.size(); i++) {
     check_tensor(args.biases[i], "bias", args.out_dtype, {spec.num_tokens, args.hidden}, device);
@@ -85,7 +85,7 @@ void set_biases(Params& p, const CombineArgs& args, const HandleSpec& spec, cons
 
 // Where the result of a combine goes: to `given`, checked, or to a new tensor, which becomes `made`.
 inline void* take_combined(const CombineArgs& args, std::initializer_list<const at::Tensor*> handle,
-                           const HandleSpec& spec, const at::Device& device, const at::Tensor* given,
+                           const HandleConfig& spec, const at::Device& device, const at::Tensor* given,
                            at::Tensor& made) {
   const std::array<int64_t, 2> sizes{spec.num_tokens, args.hidden};
   if (given == nullptr) {
@@ -94,16 +94,16 @@ inline void* take_combined(const CombineArgs& args, std::initializer_list<const 
   }
   check_tensor(*given, "out", args.out_dtype, sizes, device);
   check_aligned(*given, "out");
-  Apart apart;
-  apart.reads("rows", args.rows);
-  for (const at::Tensor* part : handle) apart.reads("the handle", *part);
-  apart.reads("weights", args.weights);
-  apart.reads("topk_idx", args.topk_idx);
+  AliasCheck aliases;
+  aliases.reads("rows", args.rows);
+  for (const at::Tensor* part : handle) aliases.reads("the handle", *part);
+  aliases.reads("weights", args.weights);
+  aliases.reads("topk_idx", args.topk_idx);
   for (const at::Tensor& bias :
        args.biases) {  // which may be the output itself: an element is read before it is written
-    if (bias.const_data_ptr() != given->const_data_ptr()) apart.reads("bias", bias);
+    if (bias.const_data_ptr() != given->const_data_ptr()) aliases.reads("bias", bias);
   }
-  apart.writes("out", *given);
+  aliases.writes("out", *given);
   return given->data_ptr();
 }
 

@@ -15,7 +15,7 @@ namespace ep {
 // What an op finds by a buffer's name.
 struct Registered {
   std::shared_ptr<Group> group;
-  CallOrder order;
+  StreamOrder order;
   int process = 0;  // that made the buffer
   int forks = 0;    // of which it was the child, as far as known
 

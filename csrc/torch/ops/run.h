@@ -39,7 +39,7 @@ struct OnGroup {
 };
 
 // What the handle's tensor cannot tell by itself.
-struct HandleSpec {
+struct HandleConfig {
   int64_t num_tokens, topk, num_experts, max_tokens, layout, capacity;
 };
 
@@ -56,7 +56,7 @@ struct CombineArgs {
 inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
 
 // `given`: where the result goes; null: into a new tensor, which is returned where the half receives.
-at::Tensor run_combine(std::string_view buffer, const at::Tensor& handle, const HandleSpec& spec,
-                       const CombineArgs& args, Half half, const at::Tensor* given);
+at::Tensor run_combine(std::string_view buffer, const at::Tensor& handle, const HandleConfig& spec,
+                       const CombineArgs& args, Phase phase, const at::Tensor* given);
 
 }  // namespace ep

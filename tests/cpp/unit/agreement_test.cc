@@ -75,29 +75,28 @@ TEST(Agreement, RefusesBadConfigurations) {
             std::string::npos);
 }
 
-CallRecord dispatch_call() {
+OpHeader dispatch_call() {
   return {{pack_operation(Operation::kDispatch, DType::kBF16, Quant::kFp8, DType::kBF16), 7168, 8, 256, 128, 224, 5}};
 }
 
 TEST(Describe, Calls) {
   EXPECT_EQ(describe(dispatch_call()),
             "dispatch(bf16, hidden 7168, top-8, 256 experts, max_tokens 128, quant fp8, 224 bytes of scales a row)");
-  CallRecord call = dispatch_call();
-  call.words[CallRecord::kOperation] = pack_operation(Operation::kCombine, DType::kF16, Quant::kNone, DType::kF32);
+  OpHeader call = dispatch_call();
+  call.words[OpHeader::kOperation] = pack_operation(Operation::kCombine, DType::kF16, Quant::kNone, DType::kF32);
   EXPECT_EQ(describe(call), "combine(fp16, hidden 7168, top-8, 256 experts, max_tokens 128, wire fp32)");
-  call.words[CallRecord::kOperation] =
+  call.words[OpHeader::kOperation] =
       pack_operation(Operation::kCombineWeighted, DType::kF16, Quant::kNone, DType::kF32);
   EXPECT_EQ(describe(call).find("combine with weights of the home rank("), 0u);
-  call.words[CallRecord::kOperation] =
-      pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32);
+  call.words[OpHeader::kOperation] = pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32);
   EXPECT_EQ(describe(call).find("combine of weights("), 0u);
 }
 
 // A peer's record may hold anything; the sentence about it must not read past its tables.
 TEST(Describe, NonsenseFromAPeer) {
   for (uint32_t operation : {0u, 5u, 0xFFFFFFFFu, 0xFFFFFF01u, 0xFFFFFF02u, 0x80808080u}) {
-    CallRecord call = dispatch_call();
-    call.words[CallRecord::kOperation] = operation;
+    OpHeader call = dispatch_call();
+    call.words[OpHeader::kOperation] = operation;
     EXPECT_NE(describe(call), "");
   }
 }
@@ -106,7 +105,7 @@ TEST(Describe, Failures) {
   Failure failure;
   failure.code = Failure::kTimeout;
   failure.kind = Kind::kCombine;
-  failure.phase = Phase::kPartials;
+  failure.awaited = Awaited::kPartials;
   failure.peer = 3;
   failure.epoch = 12;
   failure.expected = 7;
@@ -115,9 +114,9 @@ TEST(Describe, Failures) {
             "rank 1 waited 2.5 s for the partial sums of rank 3 in combine 12 (expected 7, saw 6)");
   failure.missing = 1ull << 3 | 1ull << 5 | 1ull << 63;
   EXPECT_NE(describe(failure, 1, 2.5).find("; nothing of this call was heard from rank 3, 5, 63"), std::string::npos);
-  failure.code = Failure::kOtherCall;
+  failure.code = Failure::kOtherOp;
   failure.mine = failure.theirs = dispatch_call();
-  failure.theirs.words[CallRecord::kHidden] = 4096;
+  failure.theirs.words[OpHeader::kHidden] = 4096;
   const std::string text = describe(failure, 1, 2.5);
   EXPECT_EQ(text.find("ranks made different calls in combine 12: rank 1 called dispatch(bf16, hidden 7168"), 0u)
       << text;

@@ -32,27 +32,28 @@ using UnitKey = std::tuple<int, int, int>;  // home, token, piece
 
 // A sending warp, as Sender of ll_combine_send.cuh goes through its units.
 struct SendingWarp {
-  const UnitDeal* deal;
+  const WorkSchedule* schedule;
   std::vector<uint32_t>* counters;
   int tokens, block, index;
   Unit unit;
 
-  static SendingWarp of(const UnitDeal& deal, std::vector<uint32_t>& counters, int tokens, int block, int warp) {
-    return {&deal, &counters, tokens, block, warp, deal.dealt_unit(block, warp)};
+  static SendingWarp of(const WorkSchedule& schedule, std::vector<uint32_t>& counters, int tokens, int block,
+                        int warp) {
+    return {&schedule, &counters, tokens, block, warp, schedule.static_unit(block, warp)};
   }
   bool exists() const { return unit.token < tokens; }
   UnitKey key() const { return {unit.home, unit.token, unit.piece}; }
   void advance() {
-    index += deal->warps;
-    if (deal->is_dealt(index)) {
-      unit = deal->dealt_unit(block, index);
-    } else if (deal->has_tickets(tokens)) {
-      const int group = deal->group_of(block);
+    index += schedule->warps;
+    if (schedule->is_static(index)) {
+      unit = schedule->static_unit(block, index);
+    } else if (schedule->has_tickets(tokens)) {
+      const int group = schedule->group_of(block);
       uint32_t& counter = (*counters)[group];
       const auto ticket = static_cast<int>(counter);
-      counter = ticket >= deal->last_ticket(group, tokens) ? 0 : counter + 1;
-      unit = deal->ticket_unit(group, ticket);
-      EXPECT_EQ((unit.token * deal->pieces + unit.piece) % deal->groups, group);
+      counter = ticket >= schedule->last_ticket(group, tokens) ? 0 : counter + 1;
+      unit = schedule->dynamic_unit(group, ticket);
+      EXPECT_EQ((unit.token * schedule->pieces + unit.piece) % schedule->groups, group);
     } else {
       unit.token = tokens;
     }
@@ -69,18 +70,18 @@ std::multiset<UnitKey> all_units(int homes, int tokens, int pieces) {
   return units;
 }
 
-TEST(UnitDeal, DealsEveryUnitOnceAndLeavesTheCountersAtZero) {
+TEST(WorkSchedule, DealsEveryUnitOnceAndLeavesTheCountersAtZero) {
   std::mt19937 random(1);
   for (auto [blocks, warps, pieces, homes] :
        {std::tuple{132, 9, 28, 3}, {6, 9, 28, 3}, {1, 9, 7, 2}, {7, 10, 3, 1}, {12, 9, 5, 63}, {4, 1, 1, 7}}) {
     for (int groups : {1, 4, 12, 64, blocks}) {
-      const UnitDeal deal = UnitDeal::of(blocks, warps, pieces, homes, groups);
-      std::vector<uint32_t> counters(deal.groups);
+      const WorkSchedule schedule = WorkSchedule::of(blocks, warps, pieces, homes, groups);
+      std::vector<uint32_t> counters(schedule.groups);
       for (int tokens : {9, 0, 1, 40, 3, 128}) {  // one call after the other
         std::vector<SendingWarp> senders;
         for (int block = 0; block < blocks; block++) {
           for (int warp = 0; warp < warps; warp++) {
-            const auto sender = SendingWarp::of(deal, counters, tokens, block, warp);
+            const auto sender = SendingWarp::of(schedule, counters, tokens, block, warp);
             if (sender.exists()) senders.push_back(sender);
           }
         }
@@ -95,7 +96,7 @@ TEST(UnitDeal, DealsEveryUnitOnceAndLeavesTheCountersAtZero) {
           }
         }
         ASSERT_EQ(sent, all_units(homes, tokens, pieces))
-            << blocks << " blocks of " << warps << " warps, " << homes << " homes, " << deal.groups << " groups, "
+            << blocks << " blocks of " << warps << " warps, " << homes << " homes, " << schedule.groups << " groups, "
             << tokens << " tokens";
         for (uint32_t counter : counters) ASSERT_EQ(counter, 0u);
       }
@@ -103,16 +104,16 @@ TEST(UnitDeal, DealsEveryUnitOnceAndLeavesTheCountersAtZero) {
   }
 }
 
-TEST(UnitDeal, GroupsDivideTheBlocksAndHaveACounter) {
+TEST(WorkSchedule, GroupsDivideTheBlocksAndHaveACounter) {
   for (int blocks = 1; blocks <= 160; blocks++) {
     for (int wanted : {-1, 0, 1, 3, 4, 12, 64, 65, 132, 1000}) {
-      const UnitDeal deal = UnitDeal::of(blocks, 9, 28, 3, wanted);
-      EXPECT_GE(deal.groups, 1);
-      EXPECT_LE(deal.groups, kMaxTicketGroups);
-      EXPECT_EQ(blocks % deal.groups, 0) << blocks << " blocks, " << wanted << " groups wanted";
+      const WorkSchedule schedule = WorkSchedule::of(blocks, 9, 28, 3, wanted);
+      EXPECT_GE(schedule.groups, 1);
+      EXPECT_LE(schedule.groups, kMaxTicketGroups);
+      EXPECT_EQ(blocks % schedule.groups, 0) << blocks << " blocks, " << wanted << " groups wanted";
     }
   }
-  EXPECT_EQ(UnitDeal::of(60, 16, 28, 3, 4).groups, 4);
+  EXPECT_EQ(WorkSchedule::of(60, 16, 28, 3, 4).groups, 4);
 }
 
 // A call on several ranks, each of which holds only so many blocks at a time, in the order of their numbers.
@@ -123,7 +124,7 @@ struct CrowdedCall {
   int rank_with_halves = -1;  // counts halves of pieces as pieces
 
   struct Rank {
-    UnitDeal deal;
+    WorkSchedule schedule;
     std::vector<uint32_t> counters;
     std::vector<std::vector<SendingWarp>> senders;  // by block
     std::vector<std::vector<int>> receivers;        // by block: the number of each warp's piece
@@ -144,15 +145,15 @@ struct CrowdedCall {
     for (int r = 0; r < num_ranks; r++) {
       Rank& rank = ranks[r];
       const LlPlan& plan = plans[r];
-      rank.deal = UnitDeal::of(plan.sender_blocks, kWarps, pieces(r), num_ranks - 1, plan.groups);
-      rank.counters.resize(rank.deal.groups);
+      rank.schedule = WorkSchedule::of(plan.sender_blocks, kWarps, pieces(r), num_ranks - 1, plan.groups);
+      rank.counters.resize(rank.schedule.groups);
       rank.senders.resize(plan.blocks);
       rank.receivers.resize(plan.blocks);
       rank.is_done.resize(plan.blocks);
       for (int b = 0; b < plan.blocks; b++) {
         for (int w = 0; w < kWarps; w++) {
           if (b < plan.sender_blocks) {
-            rank.senders[b].push_back(SendingWarp::of(rank.deal, rank.counters, kTokens, b, w));
+            rank.senders[b].push_back(SendingWarp::of(rank.schedule, rank.counters, kTokens, b, w));
           }
           if (b >= plan.receiver_block0) {
             rank.receivers[b].push_back(w * plan.receiver_blocks() + b - plan.receiver_block0);
@@ -190,7 +191,7 @@ struct CrowdedCall {
     }
     for (int& number : ranks[r].receivers[b]) {
       for (; number < kTokens * pieces(r); number += plans[r].receiver_blocks() * kWarps, has_moved = true) {
-        const Unit unit = ranks[r].deal.unit(0, number);
+        const Unit unit = ranks[r].schedule.unit(0, number);
         bool is_here = true;
         for (int source = 0; source < num_ranks; source++) {
           for (int half : halves(r, unit.piece)) {
@@ -215,7 +216,7 @@ LlPlan crowded_plan(int blocks, int sender_blocks, int receiver_block0, int grou
   return plan;
 }
 
-TEST(UnitDeal, EveryCallCompletesHoweverFewBlocksAreResident) {
+TEST(WorkSchedule, EveryCallCompletesHoweverFewBlocksAreResident) {
   std::mt19937 random(1);
   const auto together = [](int groups) { return crowded_plan(12, 12, 0, groups); };
   const auto apart = [](int groups) { return crowded_plan(12, 4, 4, groups); };
@@ -240,7 +241,7 @@ TEST(UnitDeal, EveryCallCompletesHoweverFewBlocksAreResident) {
 }
 
 // The claims of docs/memory_model.md are needed: without them a call hangs.
-TEST(UnitDeal, CallsHangWithReceiversBelowSendersOrOtherNumbersOfBlocksOrPieces) {
+TEST(WorkSchedule, CallsHangWithReceiversBelowSendersOrOtherNumbersOfBlocksOrPieces) {
   std::mt19937 random(1);
   const LlPlan below = crowded_plan(12, 12, 7, 1);  // receiving blocks 7.. are not the senders of what they wait for
   EXPECT_FALSE((CrowdedCall{{below, below, below}, 1}.completes(random)));
@@ -262,14 +263,14 @@ LlDispatchParams some_dispatch(OutputLayout layout) {
   return p;
 }
 
-TEST(PlacesShape, RegionsDoNotOverlap) {
+TEST(RoutingBitmapShape, RegionsDoNotOverlap) {
   for (OutputLayout layout : {OutputLayout::kExpertMajor, OutputLayout::kPacked, OutputLayout::kFlat}) {
-    const PlacesShape shape = PlacesShape::of(some_dispatch(layout));
+    const RoutingBitmapShape shape = RoutingBitmapShape::of(some_dispatch(layout));
     EXPECT_EQ(shape.slots, 512);
     EXPECT_EQ(shape.bins, layout == OutputLayout::kFlat ? 1 : 64);
     EXPECT_GE(shape.words * 32, shape.slots);
     EXPECT_EQ(shape.words % 2, 1);
-    EXPECT_EQ(shape.bits_at, PlacesShape::kIdsAt + shape.slots * shape.id_words);
+    EXPECT_EQ(shape.bits_at, RoutingBitmapShape::kIdsAt + shape.slots * shape.id_words);
     EXPECT_GE(shape.tokens_at, shape.bits_at + shape.bins * shape.words);
     EXPECT_EQ(shape.starts_at, shape.tokens_at + 4);
     EXPECT_GE(shape.bytes, 4 * (shape.starts_at + shape.bins + 1));
@@ -323,9 +324,10 @@ TEST(Scales, ComeFromWhereTheirStridesSay) {
                                    std::to_string(offset) + ", strides " + std::to_string(row_stride) + " and " +
                                    std::to_string(group_stride);
           check_source(scales, what);
-          const bool is_together = group_stride == 1 || count == 1;
-          EXPECT_EQ(ScaleSource::of(scales).unit, is_together ? largest_unit({offset, row_stride * size, count * size})
-                                                              : largest_unit({offset, size}))
+          const bool has_packed_results = group_stride == 1 || count == 1;
+          EXPECT_EQ(ScaleSource::of(scales).unit, has_packed_results
+                                                      ? largest_unit({offset, row_stride * size, count * size})
+                                                      : largest_unit({offset, size}))
               << what;
         }
       }
@@ -357,7 +359,7 @@ TEST(DispatchGeometry, CountsThePiecesToSendAndToReceive) {
   EXPECT_EQ(whole.send_units, 100 * pieces);
   EXPECT_EQ(whole.own_units, 100 * pieces);
   EXPECT_EQ(whole.receive_units, (100 + 3 * 128) * pieces);
-  p.half = Half::kReceive;
+  p.phase = Phase::kRecv;
   EXPECT_EQ(LlDispatchGeometry::of(p, plan).own_units, 128 * pieces) << "a receiving half does not know its tokens";
 }
 
@@ -380,7 +382,7 @@ TEST(DispatchGeometry, NumbersOfRowsHaveWarpsOfTheirOwnWhereThereAreSome) {
   p.shape = Shape::make(1, 256, 8, 1);
   p.num_tokens = 0;
   EXPECT_EQ(LlDispatchGeometry::of(p, plan).receive_units, 0) << "a rank alone, without tokens";
-  p.half = Half::kReceive;
+  p.phase = Phase::kRecv;
   EXPECT_EQ(LlDispatchGeometry::of(p, plan).receive_units, pieces + 1) << "its receiving half does not know that";
 }
 
@@ -402,11 +404,11 @@ TEST(Geometry, RolesOfCombine) {
   EXPECT_EQ(std::tuple(whole.homes, whole.home_step), std::tuple(others, 1)) << "not to itself";
   EXPECT_EQ(std::tuple(whole.sender_warps, whole.receiver_warps), std::tuple(plan.sender_warps, plan.receiver_warps));
   EXPECT_EQ(whole.map_k, p.shape.topk);
-  p.half = Half::kSend;
+  p.phase = Phase::kSend;
   const LlCombineGeometry sending = LlCombineGeometry::of(p, plan, 8);
   EXPECT_EQ(std::tuple(sending.homes, sending.home_step), std::tuple(others + 1, 0)) << "to itself first";
   EXPECT_EQ(std::tuple(sending.sender_warps, sending.receiver_warps), std::tuple(plan.sender_warps, 0));
-  p.half = Half::kReceive;
+  p.phase = Phase::kRecv;
   const LlCombineGeometry receiving = LlCombineGeometry::of(p, plan, 8);
   EXPECT_EQ(std::tuple(receiving.sender_warps, receiving.receiver_warps), std::tuple(0, plan.receiver_warps));
   p = combine_of(some_dispatch(OutputLayout::kFlat));

@@ -52,21 +52,21 @@ class PickyGroup : public ::testing::Test {
   }
 
   template <class Params>
-  Params params_of(Half half) const {
+  Params params_of(Phase phase) const {
     Params params;
     params.shape = shape_;
-    params.half = half;
+    params.phase = phase;
     params.hidden = 16;
     params.output = OutputShape::make(shape_, OutputLayout::kExpertMajor, 1, 1);
     return params;
   }
   // The text of the error, "" for none.
-  std::string dispatch(Half half) {
-    auto params = params_of<LlDispatchParams>(half);
+  std::string dispatch(Phase phase) {
+    auto params = params_of<LlDispatchParams>(phase);
     return error_of([&] { group_->dispatch(params, nullptr); });
   }
-  std::string combine(Half half) {
-    auto params = params_of<LlCombineParams>(half);
+  std::string combine(Phase phase) {
+    auto params = params_of<LlCombineParams>(phase);
     return error_of([&] { group_->combine(params, nullptr); });
   }
   std::string combine_weights() {
@@ -84,37 +84,37 @@ class PickyGroup : public ::testing::Test {
 
 TEST_F(PickyGroup, ARefusedSendOpensNothing) {
   PickyBackend::refuses = true;
-  EXPECT_EQ(dispatch(Half::kSend), "not served");
-  EXPECT_EQ(combine(Half::kSend), "not served");
+  EXPECT_EQ(dispatch(Phase::kSend), "not served");
+  EXPECT_EQ(combine(Phase::kSend), "not served");
   PickyBackend::refuses = false;
-  EXPECT_EQ(dispatch(Half::kReceive), "dispatch: nothing was sent that could be received");
-  EXPECT_EQ(combine(Half::kReceive), "combine: nothing was sent that could be received");
-  EXPECT_EQ(dispatch(Half::kBoth), "");
-  EXPECT_EQ(combine(Half::kBoth), "");
+  EXPECT_EQ(dispatch(Phase::kRecv), "dispatch: nothing was sent that could be received");
+  EXPECT_EQ(combine(Phase::kRecv), "combine: nothing was sent that could be received");
+  EXPECT_EQ(dispatch(Phase::kFused), "");
+  EXPECT_EQ(combine(Phase::kFused), "");
   EXPECT_EQ(combine_weights(), "");
 }
 
 TEST_F(PickyGroup, ARefusedReceiveMayBeMadeAgain) {
-  EXPECT_EQ(dispatch(Half::kSend), "");
-  EXPECT_EQ(combine(Half::kSend), "");
+  EXPECT_EQ(dispatch(Phase::kSend), "");
+  EXPECT_EQ(combine(Phase::kSend), "");
   PickyBackend::refuses = true;
-  EXPECT_EQ(dispatch(Half::kReceive), "not served");
-  EXPECT_EQ(combine(Half::kReceive), "not served");
+  EXPECT_EQ(dispatch(Phase::kRecv), "not served");
+  EXPECT_EQ(combine(Phase::kRecv), "not served");
   PickyBackend::refuses = false;
-  EXPECT_EQ(dispatch(Half::kReceive), "");
-  EXPECT_EQ(combine(Half::kReceive), "");
+  EXPECT_EQ(dispatch(Phase::kRecv), "");
+  EXPECT_EQ(combine(Phase::kRecv), "");
 }
 
 TEST_F(PickyGroup, ASecondSendIsRefusedBeforeTheBackendIsCalled) {
-  EXPECT_EQ(dispatch(Half::kBoth), "");
-  EXPECT_EQ(dispatch(Half::kSend), "");
-  EXPECT_EQ(combine(Half::kSend), "");  // of the other kind
-  for (Half half : {Half::kSend, Half::kBoth}) {
+  EXPECT_EQ(dispatch(Phase::kFused), "");
+  EXPECT_EQ(dispatch(Phase::kSend), "");
+  EXPECT_EQ(combine(Phase::kSend), "");  // of the other kind
+  for (Phase phase : {Phase::kSend, Phase::kFused}) {
     EXPECT_EQ(
-        dispatch(half),
+        dispatch(phase),
         "dispatch 2 was sent and has not been received; receive it (or destroy the buffer) before the next dispatch");
     EXPECT_EQ(
-        combine(half),
+        combine(phase),
         "combine 1 was sent and has not been received; receive it (or destroy the buffer) before the next combine");
   }
   EXPECT_EQ(combine_weights(),

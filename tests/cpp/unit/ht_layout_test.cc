@@ -16,8 +16,8 @@ namespace {
 void add_calls(std::vector<Piece>& pieces, const HtLayout& layout, const std::string& kind, const Shape& shape) {
   for (int source = 0; source < shape.num_ranks; source++) {
     for (int bank = 0; bank < kNumBanks; bank++) {
-      const Offset begin = layout.call_word(bank, source, 0);
-      const Offset end = layout.call_word(bank, source, HtCall::words(shape.num_ranks, shape.num_experts));
+      const Offset begin = layout.message_word(bank, source, 0);
+      const Offset end = layout.message_word(bank, source, HtMessage::words(shape.num_ranks, shape.num_experts));
       pieces.push_back({begin, end, kind + "call"});
     }
   }

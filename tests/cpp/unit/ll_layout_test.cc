@@ -20,7 +20,7 @@ void add_pieces(std::vector<Piece>& pieces, const LlLayout& layout, const RowFor
   for (int source = 0; source < layout.num_ranks; source++) {
     add(layout.signal(source), 8, "signal");
     for (int bank = 0; bank < kNumBanks; bank++) {
-      add(layout.record(bank, source), CallRecord::kWords * sizeof(TaggedWord), "record");
+      add(layout.header(bank, source), OpHeader::kWords * sizeof(TaggedWord), "record");
       for (int token = 0; token < layout.max_tokens; token++) {
         EXPECT_EQ(layout.id_words(bank, source, token) % 16, 0u);
         EXPECT_EQ(layout.row(bank, source, token) % 16, 0u);
@@ -52,7 +52,7 @@ TEST(LlLayout, NothingOverlaps) {
               add_pieces(pieces, LlLayout::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
               add_pieces(pieces, LlLayout::make(window, Kind::kCombine, shape, combine), combine, "combine ");
               pieces.push_back({window.flags.offset, window.flags.at(num_ranks), "flags"});
-              pieces.push_back({window.signs.offset, window.signs.at(num_ranks), "signs of life"});
+              pieces.push_back({window.heartbeats.offset, window.heartbeats.at(num_ranks), "signs of life"});
               pieces.push_back({window.flag_epoch.offset, window.flag_epoch.at(1), "epoch of flags"});
               expect_apart(pieces, window.bytes);
             }
@@ -81,7 +81,7 @@ TEST(LlLayout, TagsAndRowsKeepTheirPlacesOverShapes) {
         EXPECT_LE(layout.row(bank, 3, shape.max_tokens - 1) + row.stride(), rows_end);
         const LlLayout other = LlLayout::make(window, static_cast<Kind>(k), large, row);
         for (int source = 0; source < 4; source++) {  // and so does every source's part
-          EXPECT_EQ(layout.record(bank, source), other.record(bank, source));
+          EXPECT_EQ(layout.header(bank, source), other.header(bank, source));
           EXPECT_EQ(layout.id_words(bank, source, 0), other.id_words(bank, source, 0));
           EXPECT_EQ(layout.row(bank, source, 0), other.row(bank, source, 0));
         }

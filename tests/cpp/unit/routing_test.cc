@@ -1,4 +1,4 @@
-// Places of rows: edge cases of output shapes, and place_rows against a recount row by row.
+// RoutingBitmap of rows: edge cases of output shapes, and place_rows against a recount row by row.
 #include "layout/common/routing.h"
 
 #include <gtest/gtest.h>

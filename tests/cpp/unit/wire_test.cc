@@ -24,18 +24,18 @@ TEST(Tags, AreNeverThatOfANewWindowAndDifferBetweenNeighbours) {
   }
 }
 
-TEST(CallRecord, EveryWordBeforeTheTokensIsCompared) {
-  EXPECT_EQ(CallRecord::kComparedWords, CallRecord::kNumTokens);
-  EXPECT_LT(CallRecord::kNumTokens, CallRecord::kWords);
-  CallRecord call;
-  for (int i = 0; i < CallRecord::kWords; i++) {
-    EXPECT_EQ(call.word(i), 0u);
-    call.words[i] = 0xABC00000u + i;
-    EXPECT_EQ(call.word(i), 0xABC00000u + i);
+TEST(OpHeader, EveryWordBeforeTheTokensIsCompared) {
+  EXPECT_EQ(OpHeader::kComparedWords, OpHeader::kNumTokens);
+  EXPECT_LT(OpHeader::kNumTokens, OpHeader::kWords);
+  OpHeader header;
+  for (int i = 0; i < OpHeader::kWords; i++) {
+    EXPECT_EQ(header.word(i), 0u);
+    header.words[i] = 0xABC00000u + i;
+    EXPECT_EQ(header.word(i), 0xABC00000u + i);
   }
 }
 
-TEST(CallRecord, OperationsDifferInEveryPart) {
+TEST(OpHeader, OperationsDifferInEveryPart) {
   std::set<uint32_t> words;
   int combinations = 0;
   for (int operation = 1; operation <= 4; operation++) {

@@ -1,34 +1,12 @@
-// A piece of a row in a warp's registers, on its way between x, the wire and the outputs.
-//
-// A row is cut into steps of 512 bytes, 16 a lane; a piece is kSteps of them. Beside each step may travel a side word:
-// the step's scales (FP8) or its key (opaque rows). Lane j holds the side word of the piece's step j.
+// A piece of a row (device/row_piece.cuh) on its way between x, the wire and the outputs.
 #pragma once
 
-#include "cuda/device/convert.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/device/row_piece.cuh"
 #include "cuda/ll/geometry.h"
 #include "cuda/testing/testing.cuh"
 
 namespace ep {
-
-enum class Payload : int { kFloat, kKeyed, kFp8 };
-
-template <int kSteps, bool kHasSide>
-struct Piece {
-  uint4 chunk[kSteps];
-  uint4 side;  // where the payload has any
-};
-template <Payload kPayload, int kSteps>
-using PieceOf = Piece<kSteps, kPayload != Payload::kFloat>;
-
-__device__ __forceinline__ uint32_t escaped(uint32_t word) { return min(word, kAbsent - 1); }
-__device__ __forceinline__ uint4 escaped(uint4 v) {
-  return make_uint4(escaped(v.x), escaped(v.y), escaped(v.z), escaped(v.w));
-}
-__device__ __forceinline__ bool has_arrived(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)) != kAbsent; }
-__device__ __forceinline__ uint4 operator^(uint4 v, uint32_t key) {
-  return make_uint4(v.x ^ key, v.y ^ key, v.z ^ key, v.w ^ key);
-}
 
 // ---- From x
 
@@ -48,135 +26,54 @@ static __device__ __noinline__ uint4 load_scale_bytes(const char* at, int64_t el
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Raw input of a piece: twice as many chunks for rows that will be quantised.
-template <Payload kPayload, int kSteps>
-struct Raw {
-  static constexpr int kPerChunk = kPayload == Payload::kFp8 ? 2 : 1;
-  uint4 chunk[kSteps * kPerChunk];
-
-  // Chunk c of the row: of x, or of the scales behind it. Words are asked for together and nobody waits for them here.
-  __device__ __forceinline__ static void load_keyed(const LlDispatchGeometry& geometry, const uint4* x, int token,
-                                                    int c, uint4& chunk) {
-    if (c >= geometry.row.chunks) return;
-    const ScaleSource& scales = geometry.given_scales;
-    const auto* from = reinterpret_cast<const char*>(x + c);
-    const int scale_chunk = c - geometry.row.payload_chunks;
-    if (scale_chunk >= 0) from = scales.data + token * scales.row_stride + scale_chunk * scales.chunk_stride;
-    if (scale_chunk < 0 || scales.unit == kLaneBytes) {
-      chunk = ptx::ld_nc(from);
-      return;
-    }
-    const int left = scales.row_bytes - scale_chunk * kLaneBytes;
-    if (scales.unit == 1) {
-      chunk = load_scale_bytes(from, scales.element_stride, scales.shift, left);
-      return;
-    }
-    chunk.x = ptx::ld_nc_4(from);
-    if (left > 4) chunk.y = ptx::ld_nc_4(from + scales.word_at[1]);
-    if (left > 8) chunk.z = ptx::ld_nc_4(from + scales.word_at[2]);
-    if (left > 12) chunk.w = ptx::ld_nc_4(from + scales.word_at[3]);
+// Chunk c of the row: of x, or of the scales behind it. Words are asked for together and nobody waits for them here.
+__device__ __forceinline__ void load_keyed(const LlDispatchGeometry& geometry, const uint4* x, int token, int c,
+                                           uint4& chunk) {
+  if (c >= geometry.row.chunks) return;
+  const ScaleSource& scales = geometry.given_scales;
+  const auto* from = reinterpret_cast<const char*>(x + c);
+  const int scale_chunk = c - geometry.row.payload_chunks;
+  if (scale_chunk >= 0) from = scales.data + token * scales.row_stride + scale_chunk * scales.chunk_stride;
+  if (scale_chunk < 0 || scales.unit == kLaneBytes) {
+    chunk = ptx::ld_nc(from);
+    return;
   }
+  const int left = scales.row_bytes - scale_chunk * kLaneBytes;
+  if (scales.unit == 1) {
+    chunk = load_scale_bytes(from, scales.element_stride, scales.shift, left);
+    return;
+  }
+  chunk.x = ptx::ld_nc_4(from);
+  if (left > 4) chunk.y = ptx::ld_nc_4(from + scales.word_at[1]);
+  if (left > 8) chunk.z = ptx::ld_nc_4(from + scales.word_at[2]);
+  if (left > 12) chunk.w = ptx::ld_nc_4(from + scales.word_at[3]);
+}
 
-  __device__ __forceinline__ void load(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int token,
-                                       int piece, int lane) {
-    const RowShape& row = geometry.row;
-    const auto* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(token) * row.payload_chunks * kPerChunk;
+// A piece of an own row.
+template <Encoding kEncoding, int kSteps>
+__device__ __forceinline__ void load_raw(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int token,
+                                         int piece, int lane, Raw<kEncoding, kSteps>& raw) {
+  constexpr int kPerChunk = Raw<kEncoding, kSteps>::kPerChunk;
+  const RowShape& row = geometry.row;
+  const auto* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(token) * row.payload_chunks * kPerChunk;
 #pragma unroll
-    for (int j = 0; j < kSteps; j++) {
-      const int c = (piece * kSteps + j) * 32 + lane;
+  for (int j = 0; j < kSteps; j++) {
+    const int c = (piece * kSteps + j) * 32 + lane;
 #pragma unroll
-      for (int i = 0; i < kPerChunk; i++) {
-        uint4& chunk_j = chunk[j * kPerChunk + i];
-        chunk_j = make_uint4(0, 0, 0, 0);
-        if constexpr (kPayload == Payload::kKeyed) {
-          load_keyed(geometry, x, token, c, chunk_j);
-        } else if (c < row.payload_chunks) {
-          chunk_j = ptx::ld_nc(x + c * kPerChunk + i);
-        }
+    for (int i = 0; i < kPerChunk; i++) {
+      uint4& chunk_j = raw.chunk[j * kPerChunk + i];
+      chunk_j = make_uint4(0, 0, 0, 0);
+      if constexpr (kEncoding == Encoding::kKeyed) {
+        load_keyed(geometry, x, token, c, chunk_j);
+      } else if (c < row.payload_chunks) {
+        chunk_j = ptx::ld_nc(x + c * kPerChunk + i);
       }
     }
   }
-};
-
-// Two steps, of which a lane holds sixteen numbers each: the largest magnitudes of its groups there, in the halves of a
-// word. Eight lanes hold a group of 128; a magnitude of 16 bits stays one, so that both steps share the shuffles.
-template <DType kType>
-__device__ __forceinline__ uint32_t group_maxima(const uint4 (&raw)[4]) {
-  uint32_t most[2];
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    const uint4 lo = raw[2 * j], hi = raw[2 * j + 1];
-    const uint32_t first = max_magnitudes<kType>(max_magnitudes<kType>(lo.x, lo.y), max_magnitudes<kType>(lo.z, lo.w));
-    const uint32_t last = max_magnitudes<kType>(max_magnitudes<kType>(hi.x, hi.y), max_magnitudes<kType>(hi.z, hi.w));
-    most[j] = max_magnitudes<kType>(first, last);
-  }
-  uint32_t both = max_magnitudes<kType>(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
-#pragma unroll
-  for (int offset = 1; offset < 8; offset *= 2) {
-    both = max_magnitudes<kType>(both, __shfl_xor_sync(~0u, both, offset));
-  }
-  return both;
 }
-
-// The scale of a group and the factor that its elements are multiplied with. The sign of `amax` means nothing.
-__device__ __forceinline__ void group_scale(Quant quant, float amax, float& scale, float& factor) {
-  const float a = fmaxf(fabsf(amax), 1e-4f);  // passes over NaN
-  scale = __fmul_rn(a, 1.0f / 448.0f);
-  factor = __fdiv_rn(448.0f, a);
-  if (quant != Quant::kFp8) {
-    const uint32_t bits = __float_as_uint(scale);
-    const int exponent = min(static_cast<int>(bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0 ? 1 : 0), 127);
-    scale = __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
-    factor =
-        exponent == 127 ? __uint_as_float(0x00400000u) : __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
-  }
-}
-
-// A lane's sixteen numbers of a step.
-template <DType kType>
-__device__ __forceinline__ uint4 scaled(uint4 lo, uint4 hi, float factor) {
-  const uint32_t words[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-  uint32_t packed[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float2 a = unpack2<kType>(words[2 * i]), b = unpack2<kType>(words[2 * i + 1]);
-    packed[i] =
-        pack_e4m3(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(b.x, factor), __fmul_rn(b.y, factor));
-  }
-  return make_uint4(packed[0], packed[1], packed[2], packed[3]);
-}
-
-// Lanes past the row hold zeros.
-template <DType kType>
-__device__ __forceinline__ void quantize(Quant quant, const Raw<Payload::kFp8, 2>& raw,
-                                         PieceOf<Payload::kFp8, 2>& piece, int lane) {
-  const float2 maxima = unpack2<kType>(group_maxima<kType>(raw.chunk));
-  float scale[2], factor[2];  // each lane all: what is shuffled comes later
-  group_scale(quant, maxima.x, scale[0], factor[0]);
-  group_scale(quant, maxima.y, scale[1], factor[1]);
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    piece.chunk[j] = escaped(scaled<kType>(raw.chunk[2 * j], raw.chunk[2 * j + 1], factor[j]));
-  }
-  const int step = lane & 1;
-  const uint32_t bits = __float_as_uint(step == 0 ? scale[0] : scale[1]);
-  piece.side = make_uint4(__shfl_sync(~0u, bits, step), __shfl_sync(~0u, bits, step + 8),
-                          __shfl_sync(~0u, bits, step + 16), __shfl_sync(~0u, bits, step + 24));
-}
-
-// Scales of groups past the row are zeros; UE8M0 packs the exponents of a step into one word.
-__device__ __forceinline__ uint4 finish_scales(Quant quant, uint4 scales, int step, int hidden) {
-  const int groups = ceil_div(hidden, kQuantGroup) - 4 * step;
-  if (groups < 2) scales.y = 0;
-  if (groups < 3) scales.z = 0;
-  if (groups < 4) scales.w = 0;
-  if (quant != Quant::kFp8Ue8m0) return escaped(scales);
-  return make_uint4(scales.x >> 23 | scales.y >> 23 << 8 | scales.z >> 23 << 16 | scales.w >> 23 << 24, 0, 0, 0);
-}
-
 // Finds, for each step, the first key under which no word of the warp becomes kAbsent.
 template <int kSteps>
-__device__ __forceinline__ void find_keys(PieceOf<Payload::kKeyed, kSteps>& piece, int lane) {
+__device__ __forceinline__ void find_keys(PieceOf<Encoding::kKeyed, kSteps>& piece, int lane) {
   piece.side = make_uint4(0, 0, 0, 0);
   bool needs_key = false;
 #pragma unroll
@@ -191,18 +88,18 @@ __device__ __forceinline__ void find_keys(PieceOf<Payload::kKeyed, kSteps>& piec
   }
 }
 
-template <Payload kPayload, DType kType, int kSteps>
-__device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kPayload, kSteps>& raw, int piece_index,
-                                       PieceOf<kPayload, kSteps>& piece, int lane) {
-  if constexpr (kPayload == Payload::kFp8) {
+template <Encoding kEncoding, DType kType, int kSteps>
+__device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kEncoding, kSteps>& raw, int piece_index,
+                                       PieceOf<kEncoding, kSteps>& piece, int lane) {
+  if constexpr (kEncoding == Encoding::kFp8) {
     quantize<kType>(p.quant, raw, piece, lane);
     piece.side = finish_scales(p.quant, piece.side, piece_index * kSteps + lane, p.hidden);
   } else {
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
-      piece.chunk[j] = kPayload == Payload::kFloat ? escaped(raw.chunk[j]) : raw.chunk[j];
+      piece.chunk[j] = kEncoding == Encoding::kFloat ? escaped(raw.chunk[j]) : raw.chunk[j];
     }
-    if constexpr (kPayload == Payload::kKeyed) find_keys<kSteps>(piece, lane);
+    if constexpr (kEncoding == Encoding::kKeyed) find_keys<kSteps>(piece, lane);
   }
 }
 
@@ -293,9 +190,9 @@ __device__ __forceinline__ void reset_wire(char* at, const RowShape& row, int pi
 
 // ---- To the outputs
 
-template <Payload kPayload, int kSteps>
-__device__ __forceinline__ void decode(PieceOf<kPayload, kSteps>& piece) {
-  if constexpr (kPayload == Payload::kKeyed) {
+template <Encoding kEncoding, int kSteps>
+__device__ __forceinline__ void decode(PieceOf<kEncoding, kSteps>& piece) {
+  if constexpr (kEncoding == Encoding::kKeyed) {
 #pragma unroll
     for (int j = 0; j < kSteps; j++) piece.chunk[j] = piece.chunk[j] ^ __shfl_sync(~0u, piece.side.x, j);
   }
@@ -338,7 +235,7 @@ __device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t 
 }
 
 // Stores a piece into any number of rows.
-template <Payload kPayload, int kSteps>
+template <Encoding kEncoding, int kSteps>
 struct RowWriter {
   uint4* out;  // the lane's first chunk of row 0
   int row_chunks, payload_left, chunks_left, step, side_bytes;
@@ -346,8 +243,8 @@ struct RowWriter {
   int64_t bin_gap;   // scales of an expert begin so much after the end of those before
   char* scales_out;  // where the scales of row 0 would have the lane's first chunk
 
-  __device__ __forceinline__ void aim(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int piece_index,
-                                      int lane) {
+  __device__ __forceinline__ void compute_addr(const LlDispatchParams& p, const LlDispatchGeometry& geometry,
+                                               int piece_index, int lane) {
     const RowShape& row = geometry.row;
     const int first = piece_index * kSteps * 32 + lane;
     out = ptx::opaque(static_cast<uint4*>(p.out_x) + first);
@@ -356,11 +253,11 @@ struct RowWriter {
     chunks_left = row.chunks - first;
     step = piece_index * kSteps + lane;
     side_bytes = row.side_bytes;
-    has_scales = kPayload == Payload::kFp8 && lane < kSteps && step < row.steps;
+    has_scales = kEncoding == Encoding::kFp8 && lane < kSteps && step < row.steps;
     bin_gap = 0;
     if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
     scales_out = geometry.out_scales.data;
-    if (kPayload == Payload::kKeyed && scales_out != nullptr)
+    if (kEncoding == Encoding::kKeyed && scales_out != nullptr)
       scales_out -= static_cast<int64_t>(payload_left) * kLaneBytes;
   }
   // `row_scales`: scales_out, of the row.
@@ -378,12 +275,12 @@ struct RowWriter {
   }
   // `expert`: whose row it is; of no meaning in rank layouts.
   __device__ __forceinline__ void store(const LlDispatchParams& p, const ScaleTarget& keyed_scales, int32_t out_row,
-                                        uint32_t expert, const PieceOf<kPayload, kSteps>& piece) const {
+                                        uint32_t expert, const PieceOf<kEncoding, kSteps>& piece) const {
     const auto row = static_cast<uint64_t>(static_cast<uint32_t>(out_row));
     uint4* target = out + row * static_cast<uint32_t>(row_chunks);
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
-      if constexpr (kPayload == Payload::kKeyed) {
+      if constexpr (kEncoding == Encoding::kKeyed) {
         const uint64_t row_scales = row * static_cast<uint32_t>(keyed_scales.row_bytes);
         store_keyed(keyed_scales, target, scales_out + row_scales, j, piece.chunk[j]);
       } else if (j * 32 < payload_left) {

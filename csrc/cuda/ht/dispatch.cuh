@@ -1,0 +1,66 @@
+// The second kernel of a high-throughput dispatch, as a table of contents: rows and metadata go out and come in.
+#pragma once
+
+#include "cuda/ht/metadata.cuh"
+#include "cuda/ht/receive.cuh"
+#include "cuda/ht/send.cuh"
+#include "cuda/testing/stamps.cuh"
+
+namespace ep {
+
+// kCopies: the rank may have rows to copy.
+template <bool kQuant, bool kCopies>
+__device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
+  const HtDispatchParams& p = args.params;
+  const LsaPeers& peers = args.peers;
+  EP_SHARED(OpContext, op);
+  HtBlock block{at};
+  const bool is_worker = block.warp < args.plan.workers_of(at.block);
+  // In a world on one GPU another rank's plan may have more warps.
+  const bool helps = !is_worker && block.warp < args.plan.warps && at.block >= args.plan.senders;
+  const ReceiveRole role{{block, p, args.geometry, args.plan, peers, op, SendTables::of(shared, p, args.geometry),
+                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
+  stamp(Stamp::kStart, peers.rank);
+  const bool has_routed = role.routes_meanwhile();
+  if (!has_routed) ptx::wait_for_prerequisites();
+  if (!open_ht_op(op, args, Kind::kDispatch, at, !has_routed, true)) {
+    ptx::wait_for_prerequisites();
+    if (helps) clear_all(role);
+    return;
+  }
+  if (!has_routed) {
+    if (block.is_first()) {
+      clear_next_counters(op);
+      send_message(op, p.layout, peers, HtMessage::kCounts, [&](int index) { return message_word_of(p, index); });
+    }
+    await_headers(op, p.layout, peers);
+  }
+  RowSender sender(role);
+  if (is_worker) sender.begin();
+  prepare(role);
+  ptx::wait_for_prerequisites();
+  if (is_worker) sender.prefetch_route();
+  // The buffer has failed, perhaps, since the call was opened: in routing, or by another rank's doing.
+  if (block.thread() == 0 && ptx::ld_relaxed_gpu(&args.state->failure_flag.has_failed) != 0) op.has_given_up = 1;
+  if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) op.state->ht_staged[0] += 1;
+  if (block_has_failed(op)) {
+    if (is_worker) sender.drop();
+    if (helps) clear_all(role);
+    return;
+  }
+  stamp(Stamp::kEpochKnown, peers.rank);
+  if (is_worker) sender.run<kQuant>();
+  stamp(Stamp::kSent, peers.rank);
+  if (!helps) return;
+  const bool with_routes = sends_routes(p.variant);
+  if (with_routes) send_routes(role);
+  if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(p, op, role.tables);
+  clear_gaps(role);
+  if (with_routes && !await_routes(role)) return give_up(role);
+  if (with_routes && !has_expert_rows(p.output.layout)) store_choices(role);
+  stamp(Stamp::kOwnDone, peers.rank);
+  if (!place_rows<kCopies>(role)) return give_up(role);
+  stamp(Stamp::kEnd, peers.rank);
+}
+
+}  // namespace ep

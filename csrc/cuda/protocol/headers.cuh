@@ -1,0 +1,19 @@
+// An op header that is not the own one ends the operation, in both modes.
+#pragma once
+
+#include "cuda/protocol/wait.cuh"
+
+namespace ep {
+inline namespace EP_KERNELS {
+
+// `record`: where the words of `source` lie, which are not those of the own call.
+__device__ __forceinline__ void refuse_header(const OpContext& context, const uint64_t* record, int source) {
+  OpHeader theirs;
+  for (int i = 0; i < OpHeader::kWords; i++) {
+    theirs.words[i] = await_word(WarpContext(context), record + i, Awaited::kOpHeader, source);
+  }
+  fail(context, Failure::kOtherOp, Awaited::kOpHeader, source, 0, 0, theirs);
+}
+
+}  // namespace EP_KERNELS
+}  // namespace ep

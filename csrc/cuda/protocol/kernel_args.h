@@ -1,0 +1,40 @@
+// The one struct that goes into a kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/protocol/device_state.h"
+#include "runtime/ht/plan.h"
+#include "runtime/ll/plan.h"
+#include "transport/device/lsa_peers.h"
+
+namespace ep {
+
+struct NoGeometry {};
+template <class Params>
+struct GeometryOf {
+  using Type = NoGeometry;
+};
+template <class Params>
+struct PlanOf {
+  using Type = LlPlan;
+};
+template <class Params>
+requires requires(Params p) { p.handle.own; }
+struct PlanOf<Params> {
+  using Type = HtPlan;
+};
+
+// In the order of first use: a line of constant memory that is met for the first time costs 30 ns.
+template <class Params>
+struct alignas(16) KernelArgs {
+  DeviceState* state = nullptr;
+  const uint64_t* credits = nullptr;  // of every rank, in the own window: LlLayout::signal
+  LsaPeers peers;
+  int num_ranks = 1;
+  typename PlanOf<Params>::Type plan;
+  typename GeometryOf<Params>::Type geometry;
+  Params params;
+};
+
+}  // namespace ep
