@@ -75,15 +75,15 @@ tsan asan: .venv/ready
 	cmake --build build/$@ --parallel $(JOBS)
 	$(ctest) build/$@
 
-# The extension stays in build/emulated: tests/emulated.py puts it in the place of the other.
+# The extension stays in build/emulated: tests/support/emulated.py puts it in the place of the other.
 emulated: .venv/ready
 	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_EMULATED_GPU=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_STAMPS=ON \
 	    -DNCCL_EP_TUNING=ON -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_TESTS=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF \
 	    -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	cmake --build build/$@ --parallel $(JOBS)
-	{ python tests/emulated.py -q -k "planted or chains" && python tests/emulated.py -q tests/test_masks.py \
-	    tests/test_deepep_low_latency.py tests/test_ll_extra.py; } & \
-	    python tests/emulated.py -q -k "not planted and not chains" && wait $$!
+	{ python tests/support/emulated.py -q -k "planted or chains" && python tests/support/emulated.py -q \
+	    tests/ll/test_masks.py tests/deep_ep/test_low_latency.py tests/ll/test_extra.py; } & \
+	    python tests/support/emulated.py -q -k "not planted and not chains" && wait $$!
 
 wheel: .venv/ready
 	rm -rf dist

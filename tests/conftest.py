@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from c_api import Library
-from c_case import ROOT, run
+
+from tests import ROOT
+from tests.support.c_api import Library
+from tests.support.c_case import run
 
 # Ranks are threads and processes that share the cores; torch's own would mostly wait for one another.
 if not torch.cuda.is_available():

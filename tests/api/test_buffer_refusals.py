@@ -1,0 +1,291 @@
+"""What a buffer refuses whatever is given: at the wrong time, made wrongly, copied, in a fork; rows that do not fit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.expected import Expected, plain_case
+from tests.support.harness import make_buffer
+from tests.support.patience import PATIENCE
+from tests.support.processes import run_processes
+
+EXPERTS, TOPK, HIDDEN, MOST = 4, 2, 64, 8  # plain_case of two ranks
+
+
+def _alone(**options: Any) -> nccl_ep.Buffer:
+    return nccl_ep.Buffer.for_shapes(
+        max_tokens=MOST, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, device="cpu", **options
+    )
+
+
+SOLO = Expected(plain_case(1, num_experts=EXPERTS))
+SOLO_ARGS = (SOLO.inputs[0].x, SOLO.inputs[0].topk_idx, SOLO.inputs[0].topk_weights)
+
+
+def _dispatch(buffer: nccl_ep.Buffer, run: Any = nccl_ep.dispatch, **changes: Any) -> Any:
+    return run(*SOLO_ARGS, buffer=buffer, num_experts=EXPERTS, **changes)
+
+
+# ---- At the wrong time
+
+
+def test_an_unreceived_send_is_named() -> None:
+    with _alone() as buffer:
+        out = _dispatch(buffer)
+        pending = _dispatch(buffer, nccl_ep.dispatch_send)
+        for run in (nccl_ep.dispatch, nccl_ep.dispatch_send):
+            with pytest.raises(nccl_ep.UsageError, match="dispatch 2 was sent and has not been received"):
+                _dispatch(buffer, run)
+        SOLO.combine(buffer, out.handle)  # of the other kind: unaffected
+        SOLO.check_dispatch(pending.receive(), 0)
+        back = nccl_ep.combine_send(SOLO.rows[0], out.handle)
+        for again in (nccl_ep.combine, nccl_ep.combine_send):
+            with pytest.raises(nccl_ep.UsageError, match="combine 2 was sent and has not been received"):
+                again(SOLO.rows[0], out.handle)
+        with pytest.raises(nccl_ep.UsageError, match="combine 2 was sent and has not been received"):
+            nccl_ep.combine_weights(SOLO.values[0], out.handle)
+        SOLO.check_combine(back.receive(), 0)
+        SOLO.run(buffer)
+
+
+def test_a_second_receive_is_refused() -> None:
+    with _alone() as buffer:
+        pending = _dispatch(buffer, nccl_ep.dispatch_send)
+        out = pending.receive()
+        with pytest.raises(nccl_ep.UsageError, match="received already"):
+            pending.receive()
+        back = nccl_ep.combine_send(SOLO.rows[0], out.handle)
+        back.receive()
+        with pytest.raises(nccl_ep.UsageError, match="received already"):
+            back.receive()
+        SOLO.run(buffer)
+        # The ops themselves have no such object to ask.
+        args = (SOLO.rows[0].dtype, HIDDEN, *out.handle.args(), 1, torch.bfloat16, torch.bfloat16, 0)
+        with pytest.raises(RuntimeError, match="combine: nothing was sent that could be received"):
+            torch.ops.nccl_ep.ll_combine_recv(buffer.name, buffer._seq, out.handle.tensor, [], *args)
+        SOLO.run(buffer)
+
+
+def _uses(buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> list[Callable[[], Any]]:
+    return [
+        lambda: _dispatch(buffer),
+        lambda: _dispatch(buffer, nccl_ep.dispatch_send),
+        lambda: nccl_ep.combine(SOLO.rows[0], handle),
+        lambda: nccl_ep.combine_send(SOLO.rows[0], handle),
+        lambda: nccl_ep.combine_weights(SOLO.values[0], handle),
+        lambda: buffer.check(),
+        lambda: buffer.set_timeout(1.0),
+        lambda: buffer.require_usable(),
+    ]
+
+
+def test_a_destroyed_buffer_is_refused() -> None:
+    buffer, other = _alone(), _alone()
+    out = _dispatch(buffer)
+    pending = _dispatch(buffer, nccl_ep.dispatch_send)
+    buffer.destroy()
+    buffer.destroy()
+    calls = [*_uses(buffer, out.handle), pending.receive]
+    for call in calls:
+        with pytest.raises(nccl_ep.UsageError, match="destroyed"):
+            call()
+    assert buffer.rank == 0 and buffer.domain_size == 1 and "buffer" in repr(buffer)
+    assert isinstance(buffer.stats(), dict) and buffer.wire_bytes() == {}
+    name = buffer.name
+    del buffer, calls
+    with pytest.raises(nccl_ep.UsageError, match=f"buffer {name} (was destroyed|is gone)"):
+        nccl_ep.combine(SOLO.rows[0], out.handle)
+    SOLO.run(other)
+    other.destroy()
+
+
+def test_a_handle_of_another_buffer_is_refused() -> None:
+    """By the buffer that its maker claims it is of; one of the same shape cannot be told apart, and is not mixed up."""
+    with _alone() as mine, _alone() as other:
+        handle = _dispatch(other).handle
+        assert handle.buffer == other.name != mine.name
+        small = nccl_ep.dispatch(*(t[:3] for t in SOLO_ARGS if t is not None), buffer=mine, num_experts=EXPERTS).handle
+        with pytest.raises(ValueError, match=r"handle has shape \[\d+\], must be \[\d+\]"):
+            nccl_ep.combine(SOLO.rows[0], dataclasses.replace(handle, tensor=small.tensor))
+        SOLO.combine(other, handle)
+        assert (mine.stats()["combines"], other.stats()["combines"]) == (0, 1)
+
+
+# ---- Buffers
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_experts": 5, "group": ThreadGroup.make(2)[0]}, "5 experts do not divide over 2 ranks"),
+        ({"topk": 33}, "top-k is 33, must be 1 to 32"),
+        ({"topk": 0}, "top-k is 0"),
+        ({"max_tokens": 0}, "max_tokens is 0, must be at least 1"),
+        ({"timeout": 0.0}, "timeout is 0 s, must be positive"),
+        ({"timeout": float("nan")}, "timeout is nan s"),
+        ({"timeout": float("inf")}, "timeout is inf s"),
+        ({"domain_size": 3}, "1 ranks do not divide into domains of 3"),
+        ({"domain_size": -1}, "1 ranks do not divide into domains of -1"),
+        ({"on_overflow": "ignore"}, "on_overflow is 'ignore', must be"),
+        ({"device": "meta"}, "device is meta, must be cpu or cuda"),
+        ({"max_tokens": 1 << 31}, "max_tokens is 2147483648, beyond 32 bits"),
+        ({"num_nvl_bytes": -1}, "num_nvl_bytes is -1, must be 0 to"),
+        ({"num_rdma_bytes": -128}, "num_rdma_bytes is -128, must be 0 to"),
+        ({"num_rdma_bytes": 1 << 64}, "num_rdma_bytes is 18446744073709551616, must be 0 to"),
+        ({"network_seed": -1}, "network_seed is -1, must be 0 to"),
+    ],
+)
+def test_sizes_and_options_of_a_buffer(options: dict[str, Any], text: str) -> None:
+    shapes = {"max_tokens": MOST, "hidden": HIDDEN, "topk": TOPK, "num_experts": EXPERTS, "device": "cpu"}
+    with pytest.raises(ValueError, match=text):
+        nccl_ep.Buffer.for_shapes(**{**shapes, **options})
+    with _alone() as buffer:
+        SOLO.run(buffer)
+
+
+def test_a_window_that_is_too_small() -> None:
+    with pytest.raises(ValueError, match=r"a window of \d+ bytes is too small for 100000 ranks: at least \d+"):
+        _C.sizes_for_window(100000, 1 << 20)
+    with (
+        nccl_ep.Buffer(None, 1 << 20, device="cpu") as buffer,
+        pytest.raises(ValueError, match=r"a bank needs \d+ bytes of") as caught,
+    ):
+        nccl_ep.dispatch(
+            torch.zeros(4, 8192), torch.zeros(4, 1, dtype=torch.int64), buffer=buffer, num_experts=4, max_tokens=64
+        )
+    assert str(64 * 8192 * 4) in str(caught.value)
+    with (
+        nccl_ep.Buffer(None, 1 << 20, device="cpu") as buffer,
+        pytest.raises(ValueError, match="max_tokens is not given"),
+    ):
+        nccl_ep.dispatch(torch.zeros(4, 64), torch.zeros(4, 1, dtype=torch.int64), buffer=buffer, num_experts=4)
+
+
+def test_what_is_not_a_group() -> None:
+    with pytest.raises(TypeError, match="group is a int: must be a torch process group, None"):
+        nccl_ep.Buffer(3, device="cpu")
+
+
+def test_two_buffers_of_one_name() -> None:
+    with _alone(name="twin") as first:
+        with pytest.raises(ValueError, match="a buffer named twin exists already"):
+            _alone(name="twin")
+        SOLO.run(first)
+    with _alone(name="twin") as second:
+        SOLO.run(second)
+
+
+def test_no_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match='device="cpu" always works'):
+        nccl_ep.Buffer(device="cuda")
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_buffer_is_not_copied(duplicate: Callable[[nccl_ep.Buffer], Any]) -> None:
+    with _alone() as buffer:
+        with pytest.raises(TypeError, match="cannot be pickled or copied"):
+            duplicate(buffer)
+        with pytest.raises(TypeError, match="cannot be pickled or copied"):
+            duplicate([buffer]) if duplicate is not copy.copy else duplicate(buffer)
+        SOLO.run(buffer)
+
+
+def _use_in_fork(buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    texts = []
+    for call in _uses(buffer, handle):
+        try:
+            call()
+            texts.append("served")
+        except nccl_ep.UsageError as error:
+            texts.append(str(error))
+    buffer.destroy()
+    with _alone() as own:  # and what the text advises works
+        SOLO.run(own)
+    buffer.runtime = None  # what the end of its last reference does; its network's thread is not here to be joined
+    pipe.send(texts)
+
+
+@pytest.mark.parametrize("with_network", [False, True])
+def test_a_fork_of_a_buffer(with_network: bool) -> None:
+    fork = multiprocessing.get_context("fork")
+
+    def body(group: ThreadGroup) -> None:
+        case = Expected(plain_case(group.size(), domain_size=1 if with_network else None))
+        buffer = make_buffer(case.case, group)
+        out = case.dispatch(buffer)
+        if group.rank() == 0:
+            receiver, sender = fork.Pipe(duplex=False)
+            child = fork.Process(target=_use_in_fork, args=(buffer, out.handle, sender))
+            child.start()
+            assert receiver.poll(PATIENCE), "the fork hangs"
+            texts = receiver.recv()
+            child.join(PATIENCE)
+            assert child.exitcode == 0
+            assert len(texts) == 8
+            for text in texts:
+                assert "belongs to process" in text and "make a buffer here" in text
+        case.combine(buffer, out.handle)
+        case.run(buffer)
+        buffer.destroy()
+
+    run_ranks(2 if with_network else 1, body)
+
+
+def _use_foreign_handle(rank: int) -> str:
+    case = Expected(plain_case(2))
+    with make_buffer(case.case, dist.group.WORLD) as buffer:
+        out = case.dispatch(buffer)
+        texts: list[Any] = [None, None]
+        dist.all_gather_object(texts, pickle.dumps(out.handle))
+        mine, theirs = pickle.loads(texts[rank]), pickle.loads(texts[1 - rank])
+        case.combine(buffer, mine)  # a handle is plain data
+        with pytest.raises(nccl_ep.UsageError, match="is gone, or lives in another process") as caught:
+            nccl_ep.combine(case.rows[rank], theirs)
+        case.run(buffer)
+        return str(caught.value)
+
+
+def test_a_handle_of_another_process(tmp_path: Path) -> None:
+    run_processes(2, _use_foreign_handle, tmp_path)
+
+
+# ---- Rows that do not fit
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "demand"), [("expert_major", "8, 8, 0, 0"), ("packed", "8, 8, 0, 0"), ("flat", "8")]
+)
+def test_overflow_raises_where_asked(layout: str, demand: str, staged: bool) -> None:
+    ids = torch.tensor([[0, 1]] * MOST)
+    run: Any = nccl_ep.dispatch_send if staged else nccl_ep.dispatch
+    dropped = {"expert_major": 10, "packed": 13, "flat": 5}[layout]
+
+    def overflow(buffer: nccl_ep.Buffer, capacity: int | None) -> nccl_ep.DispatchOutput:
+        out = run(SOLO_ARGS[0], ids, buffer=buffer, num_experts=EXPERTS, layout=layout, capacity=capacity)
+        return out.receive() if staged else out
+
+    with _alone(on_overflow="raise") as strict, _alone() as lenient:
+        text = f"{dropped} rows did not fit into capacity 3 of layout {layout}: demand was \\[{demand}\\]"
+        with pytest.raises(nccl_ep.OverflowError, match=text):
+            overflow(strict, 3)
+        assert overflow(strict, None).overflow.item() == 0
+        SOLO.run(strict)
+        assert overflow(lenient, 3).overflow.item() == dropped == lenient.stats()["dropped_rows"]
+        SOLO.run(lenient)

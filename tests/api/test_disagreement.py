@@ -1,0 +1,173 @@
+"""Ranks that disagree, about a buffer or a call: all hear of it at once and can go on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.expected import Expected, plain_case
+from tests.support.harness import make_buffer
+from tests.support.patience import PATIENCE, Clock
+
+BASE: dict[str, Any] = {
+    "hidden": 64,
+    "topk": 2,
+    "dtype": torch.bfloat16,
+    "experts": 4,
+    "max_tokens": 8,
+    "quant": None,
+    "scales": 0,
+}
+CALLS: list[tuple[dict[str, Any], str, str]] = [
+    ({"hidden": 128}, "hidden 64", "hidden 128"),
+    ({"topk": 3}, "top-2", "top-3"),
+    ({"dtype": torch.float16}, r"dispatch\(bf16", r"dispatch\(fp16"),
+    ({"dtype": torch.uint8}, r"dispatch\(bf16", r"dispatch\(8 bits"),
+    ({"quant": "fp8"}, "quant none", "quant fp8"),
+    ({"quant": "fp8_ue8m0"}, "quant none", "quant fp8_ue8m0"),
+    ({"max_tokens": 7}, "max_tokens 8", "max_tokens 7"),
+    ({"experts": 6}, "4 experts", "6 experts"),
+    ({"scales": 3}, "0 bytes of scales", "12 bytes of scales"),
+]
+
+
+def _call(buffer: nccl_ep.Buffer, **changes: Any) -> nccl_ep.DispatchOutput:
+    how = {**BASE, **changes}
+    x = torch.ones(7, how["hidden"]).to(how["dtype"])
+    ids = torch.arange(how["topk"]).repeat(7, 1)
+    return nccl_ep.dispatch(
+        x, ids, buffer=buffer, num_experts=how["experts"], max_tokens=how["max_tokens"], quant=how["quant"],
+        scales=torch.ones(7, how["scales"]) if how["scales"] else None,
+    )  # fmt: skip
+
+
+def _expect_mismatch(
+    num_ranks: int, domain_size: int, call: Callable[[nccl_ep.Buffer, bool], Any], mine: str, other: str
+) -> None:
+    """The last rank makes another call than the others; all see both, and go on with a new buffer."""
+    odd, again = num_ranks - 1, ThreadGroup.make(num_ranks)
+    good = Expected(plain_case(num_ranks, domain_size=domain_size))
+
+    def make(group: ThreadGroup) -> nccl_ep.Buffer:
+        return nccl_ep.Buffer.for_shapes(
+            group, max_tokens=16, hidden=512, topk=8, num_experts=8 * num_ranks, device="cpu", timeout=PATIENCE,
+            domain_size=domain_size,
+        )  # fmt: skip
+
+    def body(group: ThreadGroup) -> None:
+        rank, buffer = group.rank(), make(group)
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError) as caught:
+            call(buffer, rank == odd)
+        text, peer = str(caught.value), 0 if rank == odd else odd
+        ours, theirs = (other, mine) if rank == odd else (mine, other)
+        assert re.search(rf"rank {rank} called [^)]*{ours}.*\), rank {peer} called [^)]*{theirs}", text), text
+        for later in (lambda: good.dispatch(buffer), buffer.check):
+            with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="different calls"):
+                later()
+        with Clock(PATIENCE / 2):
+            buffer.destroy()
+        with make(again[rank]) as fresh:
+            good.run(fresh)
+
+    run_ranks(num_ranks, body)
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("changes", "mine", "other"), CALLS, ids=[str(*change[0].items()) for change in CALLS])
+def test_different_dispatches(changes: dict[str, Any], mine: str, other: str, num_ranks: int, domain_size: int) -> None:
+    if "experts" in changes:
+        base, changes = {"experts": 2 * num_ranks}, {"experts": 3 * num_ranks}
+        mine, other = f"{2 * num_ranks} experts", f"{3 * num_ranks} experts"
+    else:
+        base = {}
+    _expect_mismatch(
+        num_ranks, domain_size, lambda buffer, is_odd: _call(buffer, **(changes if is_odd else base)), mine, other
+    )
+
+
+COMBINES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], str, str]] = [
+    ("hidden", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine(o.x.repeat(1, 1, 2), o.handle),
+     "hidden 64", "hidden 128"),
+    ("dtype", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine(o.x.half(), o.handle),
+     r"combine\(bf16", r"combine\(fp16"),
+    ("wire", lambda o: nccl_ep.combine(o.x, o.handle),
+     lambda o: nccl_ep.combine(o.x, o.handle, wire_dtype=torch.float32), "wire bf16", "wire fp32"),
+    ("weights", lambda o: nccl_ep.combine(o.x, o.handle),
+     lambda o: nccl_ep.combine(o.x, o.handle, weights=torch.ones(7, 2)), r"combine\(",
+     "combine with weights of the home"),
+    ("scalars", lambda o: nccl_ep.combine(o.x, o.handle), lambda o: nccl_ep.combine_weights(o.weights, o.handle),
+     r"combine\(", "combine of weights"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("usual", "odd", "mine", "other"), [c[1:] for c in COMBINES], ids=[c[0] for c in COMBINES])
+def test_different_combines(
+    usual: Callable[[Any], Any], odd: Callable[[Any], Any], mine: str, other: str, num_ranks: int, domain_size: int
+) -> None:
+    def call(buffer: nccl_ep.Buffer, is_odd: bool) -> None:
+        out = _call(buffer, experts=2 * num_ranks)
+        (odd if is_odd else usual)(out)
+
+    _expect_mismatch(num_ranks, domain_size, call, mine, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("domain_size", (1, 2), r"the domain size: rank {0} has {1}, rank {2} has {3}"),
+        ("max_tokens", (8, 9), r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+"),
+        ("hidden", (64, 512), r"the bytes of dispatched rows in a bank: rank {0} has \d+, rank {2} has \d+"),
+        ("topk", (2, 9), r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+"),
+    ],
+)
+def test_disagreement_when_the_buffer_is_made(name: str, values: tuple[int, int], text: str) -> None:
+    again = ThreadGroup.make(2)
+    good = Expected(plain_case(2))
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        shape = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cpu", "timeout": PATIENCE}
+        where = text.format(rank, values[rank], 1 - rank, values[1 - rank])
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="the ranks disagree about " + where):
+            nccl_ep.Buffer.for_shapes(group, **{**shape, name: values[rank]})
+        with make_buffer(good.case, again[rank]) as buffer:
+            good.run(buffer)
+
+    run_ranks(2, body)
+
+
+def test_ranks_tell_one_another_the_version_of_the_package() -> None:
+    heard = []
+
+    class Listening(ThreadGroup):
+        def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+            heard.append(mine)
+            return super().allgather(mine, timeout)
+
+    with nccl_ep.Buffer(Listening(ThreadGroup.make(1)[0]._world, 0), device="cpu"):
+        line = f"the library's version={nccl_ep.__version__}\n".encode()
+        assert any(line in words for words in heard), heard
+
+
+def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer whose words at the meeting are those of another version."""
+
+    class Older(ThreadGroup):
+        def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+            return super().allgather(re.sub(rb"the wire format=\d+", b"the wire format=0", mine), timeout)
+
+    ends = ThreadGroup.make(2)
+    ends[1] = Older(ends[1]._world, 1)
+
+    def body(group: ThreadGroup) -> None:
+        with pytest.raises(nccl_ep.MismatchError, match=r"wire format: rank . has ., rank . has ."):
+            nccl_ep.Buffer(ends[group.rank()], device="cpu")
+
+    run_ranks(2, body)

@@ -1,0 +1,343 @@
+"""The ops under torch.ops.nccl_ep as a compiler sees them: schemas, fakes, opcheck, modes, and a compiled layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.optests import aot_autograd_check
+from torch.utils import _pytree as pytree
+
+import nccl_ep
+from nccl_ep import reference
+from nccl_ep.handle import LAYOUTS, QUANTS
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.expected import Expected, plain_case
+from tests.support.harness import make_buffer
+from tests.support.op_checks import HT_OPS, LOCAL_OPS, UTILS, as_fake, check_apart, check_compiled, described, faked
+
+OPS = [
+    "ll_dispatch", "ll_dispatch_out", "ll_dispatch_send", "ll_dispatch_recv", "ll_combine", "ll_combine_out",
+    "ll_combine_send", "ll_combine_recv", "ll_combine_weights", "ll_floor_flags",
+    "ll_floor_push",
+]  # fmt: skip
+DEEPEP_OPS = [
+    "ll_dispatch_deepep", "ll_dispatch_deepep_send", "ll_dispatch_deepep_recv", "ll_combine_deepep",
+    "ll_combine_deepep_send", "ll_combine_deepep_recv",
+]  # fmt: skip
+HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
+WRITE_HANDLE = ("ll_dispatch_out", "ll_dispatch_recv")
+ops = torch.ops.nccl_ep
+
+
+def _case(num_ranks: int, layout: str, quant: str | None = None, **changes: Any) -> Expected:
+    return Expected(
+        plain_case(
+            num_ranks, layout=layout, quant=quant, expert_alignment=4 if layout == "packed" else 1,
+            combine_weights="dispatch", zero_padding=True, **changes,
+        )
+    )  # fmt: skip
+
+
+class Calls:
+    """Arguments of every op for one case on one buffer, after a dispatch whose handle the combines use."""
+
+    def __init__(self, case: Expected, buffer: nccl_ep.Buffer) -> None:
+        shape, given = case.case, case.inputs[buffer.rank]
+        self.buffer = buffer
+        self.out = nccl_ep.dispatch(
+            given.x, given.topk_idx, given.topk_weights, buffer=buffer, scales=given.scales, **shape.dispatch_kwargs()
+        )
+        handle, layout = self.out.handle, LAYOUTS[shape.layout]
+        head = (buffer.name, buffer._seq)
+        config = (
+            shape.num_experts, shape.max_tokens, int(layout), handle.capacity, shape.expert_alignment,
+            int(QUANTS[shape.quant]), shape.zero_padding, 0,
+        )  # fmt: skip
+        scales = given.scales
+        row = (
+            given.x.dtype, shape.hidden, 0 if scales is None else scales.shape[1],
+            torch.float32 if scales is None else scales.dtype, len(given.x), shape.topk,
+            given.topk_idx.dtype == torch.int64,
+        )  # fmt: skip
+        how = (int(layout.has_expert_rows), torch.float32, torch.float32, 0)  # another type than the rows'
+        rows = case.rows[buffer.rank]
+        biases = [given.x.float()] if shape.layout == "flat" else []
+        dispatch = (*head, given.x, scales, given.topk_idx, given.topk_weights, *config)
+        combine = (*head, rows, handle.tensor, None, None, biases, *handle.args(), *how)
+        self.args: dict[str, tuple[Any, ...]] = {
+            "ll_dispatch": dispatch,
+            "ll_dispatch_send": dispatch,
+            "ll_dispatch_recv": (*head, handle.tensor.clone(), *row, *config),
+            "ll_combine": combine,
+            "ll_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden)),
+            "ll_combine_send": combine,
+            "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *handle.args(), *how),
+            "ll_combine_weights": (*head, case.values[buffer.rank], handle.tensor, *handle.args()),
+            "ll_floor_flags": head,
+            "ll_floor_push": (*head, handle.tensor, *handle.args(), 2 * shape.hidden, True, 0),
+        }
+        outs = [torch.zeros_like(tensor) for tensor in ops.ll_dispatch.default(*dispatch)]
+        self.args["ll_dispatch_out"] = (*dispatch, *outs)
+
+
+def _check(name: str, calls: Calls, util: str) -> None:
+    """opcheck of one op. A half needs the other half before or after each run, and opcheck runs the op more than once:
+    of a half it gets what runs it once."""
+    args = calls.args[name]
+    if name.endswith("_recv"):
+        send = name.replace("_recv", "_send")
+        sent = getattr(ops, send).default(*calls.args[send])
+        if sent is not None:
+            args = (*args[:2], sent, *args[3:])
+    torch.library.opcheck(getattr(ops, name).default, args, test_utils=util)
+    if name.endswith("_send"):
+        recv = calls.args[name.replace("_send", "_recv")]
+        getattr(ops, name.replace("_send", "_recv")).default(*recv)
+
+
+def test_these_are_all_the_ops() -> None:
+    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nccl_ep::")}
+    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *LOCAL_OPS}
+
+
+@pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS)
+def test_schemas(name: str) -> None:
+    """Only tensors, numbers and the buffer's name cross, and the sequence tensor is changed by all."""
+    schema = getattr(ops, name).default._schema
+    assert [argument.name for argument in schema.arguments[:2]] == ["buffer", "seq"]
+    assert str(schema.arguments[0].type) == "str"
+    assert schema.arguments[1].alias_info is not None and schema.arguments[1].alias_info.is_write
+    kinds = {str(argument.type) for argument in schema.arguments[2:]}
+    assert kinds <= {"Tensor", "Optional[Tensor]", "List[Tensor]", "int", "bool", "float", "List[int]"}
+    changed = {argument.name for argument in schema.arguments if argument.alias_info is not None}
+    outs = {"seq"} | ({"handle"} if name in WRITE_HANDLE else set())
+    assert {each for each in changed if not each.startswith("out")} == outs
+    assert schema.is_mutable
+    for result in schema.returns:
+        assert result.alias_info is None, "results are new tensors"
+    for key in ("CPU", "CUDA", "Meta"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"nccl_ep::{name}", key), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_over_what_is_read(layout: str) -> None:
+    case = _case(1, layout)
+    with make_buffer(case.case, None) as buffer:
+        calls = Calls(case, buffer)
+        check_apart("ll_dispatch_out", calls.args["ll_dispatch_out"], ("x", "x_scales", "topk_idx", "topk_weights"))
+        check_apart("ll_combine_out", calls.args["ll_combine_out"], ("rows", "handle", "biases"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck_alone(name: str, layout: str) -> None:
+    case = _case(1, layout)
+    with make_buffer(case.case, None) as buffer:
+        calls = Calls(case, buffer)
+        for util in UTILS[:3] if name in HALVES else UTILS:
+            if name in HALVES and util == "test_autograd_registration":
+                torch.library.opcheck(getattr(ops, name).default, calls.args[name], test_utils=util)
+                continue
+            _check(name, calls, util)
+        case.run(buffer)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_halves_under_aot_autograd(layout: str, dynamic: bool) -> None:
+    """Send and receive in one traced function: what opcheck does for an op by itself."""
+    case = _case(1, layout)
+    with make_buffer(case.case, None) as buffer:
+        calls = Calls(case, buffer)
+        names = ("ll_dispatch_send", "ll_combine_send", "ll_dispatch_recv", "ll_combine_recv")
+        leaves, spec = pytree.tree_flatten([calls.args[name] for name in names])
+        tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
+
+        def both(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            traced = {id(tensor): each for tensor, each in zip(tensors, given, strict=True)}
+            args = pytree.tree_unflatten([traced.get(id(leaf), leaf) for leaf in leaves], spec)
+            handle = ops.ll_dispatch_send.default(*args[0])
+            ops.ll_combine_send.default(*args[1])
+            outs = ops.ll_dispatch_recv.default(*args[2][:2], handle, *args[2][3:])
+            return (*outs, ops.ll_combine_recv.default(*args[3]))
+
+        aot_autograd_check(both, tensors, {}, dynamic, check_gradients=False)
+        case.run(buffer)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck_of_two_ranks_in_lockstep(name: str) -> None:
+    case = _case(2, "packed")
+
+    def body(group: ThreadGroup) -> None:
+        with make_buffer(case.case, group) as buffer:
+            calls = Calls(case, buffer)
+            for util in ("test_schema", "test_faketensor"):
+                _check(name, calls, util)
+            case.run(buffer)
+
+    run_ranks(2, body)
+
+
+def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None) -> dict[str, tuple[Any, ...]]:
+    """Arguments of the ops of DeepEP's convention; receiving halves without what the sending ones return."""
+    head = (buffer.name, buffer._seq)
+    x, ids = torch.randn(6, 640).bfloat16(), torch.randint(-1, 4, (6, 3))
+    stats, waits = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    numbers = (4, 6, int(QUANTS[quant]), stats, waits, 0)
+    dispatch = (*head, x, ids, *numbers)
+    rows, _, _, _, src_info, _ = ops.ll_dispatch_deepep.default(*dispatch)
+    combine = (*head, rows.bfloat16(), src_info, torch.rand(6, 3), ids, 4, 6, waits)
+    out = torch.empty(6, 640).bfloat16()
+    return {
+        "ll_dispatch_deepep": dispatch,
+        "ll_dispatch_deepep_send": dispatch,
+        "ll_dispatch_deepep_recv": (torch.bfloat16, 6, 3, True, *numbers),
+        "ll_combine_deepep": (*combine, None, 0),
+        "ll_combine_deepep_send": (*combine, out, 0),
+        "ll_combine_deepep_recv": (*head, src_info, 3, 4, 6, waits, out, 0),
+    }
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_opcheck_of_deepeps_convention(quant: str | None) -> None:
+    """opcheck runs an op more than once and copies its arguments: not for halves, nor for combine, whose src_info has
+    the handle behind it."""
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=6, hidden=640, topk=3, num_experts=4, device="cpu", timeout=60.0
+    ) as buffer:
+        calls = _deepep_calls(buffer, quant)
+        for kind in ("dispatch", "combine"):
+            fused, send, recv = (f"ll_{kind}_deepep{half}" for half in ("", "_send", "_recv"))
+            if kind == "dispatch":
+                for util in ("test_schema", "test_autograd_registration", "test_faketensor"):
+                    torch.library.opcheck(getattr(ops, fused).default, calls[fused], test_utils=util)
+            for name in (fused, send):
+                sent = getattr(ops, name).default(*calls[name])
+                assert faked(name, calls[name]) == described(sent)
+            received = calls[recv] if kind == "combine" else (*calls[send][:2], *sent, *calls[recv])
+            with FakeTensorMode() as mode:
+                assert getattr(ops, recv).default(*(as_fake(mode, each) for each in received)) is None
+            getattr(ops, recv).default(*received)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
+    """Shapes, types and strides, of two ranks; with scales of the caller where nothing quantises."""
+    scales = {"scales_dtype": torch.int32, "scales_width": 3} if quant is None else {}
+    cases = [
+        _case(2, layout, quant, hidden=640),
+        _case(2, layout, quant, hidden=640, tokens=(3, 0), idx_dtype=torch.int32, **scales),
+    ]
+
+    def body(group: ThreadGroup) -> None:
+        for case, world in zip(cases, worlds, strict=True):
+            with make_buffer(case.case, world[group.rank()]) as buffer:
+                calls = Calls(case, buffer)
+                fakes, sent = {name: faked(name, calls.args[name]) for name in OPS}, None
+                for name in OPS:
+                    args = list(calls.args[name])
+                    if name == "ll_dispatch_recv":
+                        args[2] = sent
+                    result = getattr(ops, name).default(*args)
+                    assert fakes[name] == described(result), name
+                    if name == "ll_dispatch_send":
+                        sent = result
+
+    worlds = [ThreadGroup.make(2), ThreadGroup.make(2)]
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_gradient_modes(mode: Any) -> None:
+    case = _case(2, "expert_major")
+
+    def body(group: ThreadGroup) -> None:
+        with make_buffer(case.case, group) as buffer:
+            with mode():  # of this thread
+                case.run(buffer)
+                case.run(buffer, staged=True)
+            case.run(buffer)
+            assert buffer._seq.shape == (1,)
+
+    run_ranks(2, body)
+
+
+def test_functionalization_keeps_and_orders_the_ops() -> None:
+    """Results that nobody reads do not make an op go away, and the order of calls is that of the program."""
+    case = _case(1, "flat")
+    seen: list[list[str]] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        seen.append([name.split(".")[1] for name in targets if name.startswith("nccl_ep.")])
+        return graph
+
+    with make_buffer(case.case, None) as buffer:
+        calls = Calls(case, buffer)
+        dispatch, combine = calls.args["ll_dispatch"], calls.args["ll_combine"]
+
+        def program(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            ops.ll_dispatch.default(*dispatch[:2], x, *dispatch[3:])  # unused
+            ops.ll_dispatch.default(*dispatch[:2], x, *dispatch[3:])  # the same again
+            first = ops.ll_combine.default(*combine[:2], rows, *combine[3:])
+            ops.ll_combine_weights.default(*calls.args["ll_combine_weights"])
+            return first
+
+        before = buffer.stats()
+        compiled = torch.compile(program, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
+        y = compiled(dispatch[2], combine[2])
+        after = buffer.stats()
+    assert not reference.first_difference(y, program_result(case))
+    assert after["dispatches"] - before["dispatches"] == 2
+    assert after["combines"] - before["combines"] == 2
+    assert len(seen) == 1
+
+
+def program_result(case: Expected) -> torch.Tensor:
+    """What combine gives in `Calls`: the bias first, all in float32."""
+    bias = [(given.x.float(),) for given in case.inputs]
+    return reference.combine(
+        case.rows, case.results, case.inputs, num_experts=case.case.num_experts, layout=case.case.layout,
+        weights="dispatch", topk_idx=None, bias=bias, out_dtype=torch.float32, wire_dtype=torch.float32,
+        domain_size=None,
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_compiled_layer(layout: str, backend: str) -> None:
+    case = _case(1, layout)
+    given = case.inputs[0]
+    with make_buffer(case.case, None) as buffer:
+
+        def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.case.dispatch_kwargs())
+            return nccl_ep.combine(out.x * 2, out.handle)
+
+        check_compiled(layer, (given.x, given.topk_idx, given.topk_weights), backend)
+
+
+@pytest.mark.parametrize("how", [{"mode": "ll"}, {"mode": "ht"}, {"mode": "ht", "capacity": "exact"}], ids=str)
+def test_one_compilation_for_any_number_of_tokens(how: dict[str, Any]) -> None:
+    case = plain_case(1, layout="packed")
+    with make_buffer(case, None, mode="auto") as buffer:
+
+        def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, **case.dispatch_kwargs() | how)
+            return nccl_ep.combine(out.x * 2, out.handle)
+
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        for num_tokens in (8, 5, 3, 7):
+            x, scores = torch.randn(num_tokens, case.hidden).to(case.dtype), torch.rand(num_tokens, case.num_experts)
+            weights, ids = scores.topk(case.topk)
+            assert not reference.first_difference(compiled(x, ids, weights), layer(x, ids, weights))
+        assert counter.frame_count == 1

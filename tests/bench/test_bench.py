@@ -1,0 +1,409 @@
+"""The benchmark on CPU ranks: its records, its table, its plots, and that it notices wrong results."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep import reference
+from nccl_ep.bench import (
+    configuration,
+    floors,
+    jobs,
+    lanes,
+    ll,
+    measure,
+    operations,
+    options,
+    overlap,
+    plot,
+    records,
+    rivals,
+    table,
+    workload,
+)
+from nccl_ep.bench.world import Skipped
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests import ROOT
+
+SYSTEMS = {"nccl_ep", "torch_all_to_all", "torch_symm_mem"}
+
+
+def run(*command: str, code: int = 0) -> str:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "NCCL_EP_REVISION": "some-revision"}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def shape(**changed: Any) -> workload.Shape:
+    fields = {
+        "num_ranks": 4, "tokens": 16, "hidden": 400, "topk": 4, "num_experts": 32, "dtype": "bf16",
+        "layout": "expert_major", "routing": "uniform", "seed": 1,
+    }  # fmt: skip
+    return workload.Shape(**(fields | changed))
+
+
+def gpu_record(**fields: Any) -> records.Record:
+    common = {
+        "system": "nccl_ep", "api": "native", "ranks": 4, "hidden": 7168, "topk": 8, "experts": 256, "dtype": "bf16",
+        "layout": "expert_major", "routing": "uniform", "num_sms": 0, "seed": 1, "device": "NVIDIA H200",
+        "revision": "r", "date": "2026-11-21",
+    }  # fmt: skip
+    return records.make(common, **fields)
+
+
+# ---- From end to end
+
+
+def test_ll_on_cpu_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "records.json"
+    shown = run(
+        "-m", "nccl_ep.bench", "ll", "--device", "cpu", "--tokens", "1,5", "--iterations", "5", "--json", str(path),
+        "--figures", "event,host,memory", "--floors",
+    )  # fmt: skip
+    found = json.loads(path.read_text())
+    for record in found:
+        skipped = ["skipped"] if record["value"] is None else []
+        assert list(record) == [*records.FIELDS, *skipped]
+        assert record["device"].startswith("cpu ") and record["revision"] == "some-revision" and record["ranks"] == 2
+        assert record["value"] is None or record["value"] > 0
+    assert {record["system"] for record in found} == SYSTEMS | {"floor_flags", "floor_push"}
+    pushes = [record for record in found if record["system"] == "floor_push"]
+    assert {(r["op"], r["tokens"], r["dtype"]) for r in pushes} == {
+        (op, tokens, dtype) for op in configuration.OPS for tokens in (1, 5) for dtype in ("bf16", "fp8")
+    }  # fmt: skip
+    assert all(record["value"] is not None for record in found if record["system"] != "torch_symm_mem")
+    mine = [record for record in found if record["system"] == "nccl_ep" and record["unit"] == "us"]
+    keys = {tuple(record[name] for name in ("api", "op", "figure", "tokens", "dtype")) for record in mine}
+    assert len(keys) == len(mine) == 2 * 3 * 2 * 2 * 2
+    assert all(record["p99"] >= record["value"] for record in mine)
+    assert sum(record["figure"] == "memory" and record["unit"] == "MB" for record in found) == 4
+
+    for line in ("pair", "torch_all_to_all", "not measured: torch_symm_mem", "memory, 5 tokens, fp8", "some-revision"):
+        assert line in shown
+    assert shown.strip() == table.render(found).strip()
+    written = plot.draw(found, tmp_path / "plots")
+    assert [file.name for file in written] == ["ll_tokens.png", "ll_tokens.svg"]
+    assert written[0].read_bytes().startswith(b"\x89PNG") and "<svg" in written[1].read_text()
+
+
+def test_torchrun_and_a_failing_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "records.json"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    arguments = ("--device", "cpu", "--tokens=-1,2", "--dtype", "bf16", "--iterations", "2", "--no-rivals")
+    run(*torchrun, "-m", "nccl_ep.bench", "ll", *arguments, "--json", str(path), code=1)
+    assert {record["tokens"] for record in records.load([path])} == {2}
+
+
+def test_ranks_that_die_take_one_configuration_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = []
+
+    class Launcher:
+        def __init__(self, num_ranks: int) -> None:
+            pass
+
+        def run(self, argv: list[str], settings: dict[str, str], deadline: float) -> str:
+            worlds.append(settings["NCCL_EP_BENCH_JOBS"])
+            died_in = {1: 1, 3: 9}.get(len(worlds))
+            end = int(worlds[-1].split(":")[1])
+            state = {"job": end if died_in is None else died_in, "failures": []}
+            Path(settings["NCCL_EP_BENCH_STATE"]).write_text(json.dumps(state))
+            return "" if died_in is None else "rank 1 ended with code -9"
+
+    monkeypatch.setattr(jobs, "Launcher", Launcher)
+    argv = ["--device", "cpu", "--tokens", "1,2", "--json", str(tmp_path / "records.json")]
+    parsed = options.parse(argv)
+    parsed.device = "cuda"  # where the last rival has ranks of its own
+    assert jobs.start_ranks(ll.BENCH, argv, parsed) == 1
+    assert worlds == ["0:8", "2:8", "8:12", "10:12"]  # of the last rival, too, the others are tried
+
+
+# ---- Its parts
+
+
+def test_payloads_and_layouts_of_one_run(tmp_path: Path) -> None:
+    """Every row that a caller may give, in every layout, held against the oracle; rivals once a payload."""
+    path = tmp_path / "records.json"
+    run(
+        "-m", "nccl_ep.bench", "ll", "--device", "cpu", "--tokens", "3", "--iterations", "2", "--hidden", "416",
+        "--dtype", ",".join(workload.DTYPES), "--layout", ",".join(reference.LAYOUTS), "--figures", "event",
+        "--json", str(path), "--floors",
+    )  # fmt: skip
+    found = records.load([path])
+    every = {(dtype, layout) for dtype in workload.DTYPES for layout in reference.LAYOUTS}
+    for system, where in (("nccl_ep", every), ("torch_all_to_all", {(d, "packed") for d in workload.DTYPES})):
+        mine = [r for r in found if r["system"] == system and r["value"] is not None]
+        assert {(r["dtype"], r["layout"]) for r in mine} == where
+        assert len(mine) == len(where) * len(configuration.OPS) * (2 if system == "nccl_ep" else 1)
+
+
+def test_overlap_on_cpu_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "overlap.json"
+    arguments = ("--device", "cpu", "--dtype", "fp8", "--iterations", "3", "--layout", "flat", "--json", str(path))
+    shown = run("-m", "nccl_ep.bench", "overlap", *arguments)
+    found = records.load([path])
+    expected = {("nccl_ep", "alone"), ("gemm", "alone"), ("gemm", "alone_on_rest"), ("nccl_ep", "overlapped"),
+                ("gemm", "overlapped"), ("nccl_ep", "slowdown"), ("nccl_ep", "fused"), ("nccl_ep", "halves"),
+                ("gemm", "between"), ("nccl_ep", "staged"), ("nccl_ep", "exposed")}  # fmt: skip
+    in_lanes = {pair for pair in expected if pair[1] not in ("fused", "halves", "between", "staged", "exposed")}
+    for op, figures in (("dispatch", expected), ("combine", expected), ("spin", in_lanes)):
+        assert {(r["system"], r["figure"]) for r in found if r["op"] == op} == figures
+    assert len(found) == 2 * len(expected) + len(in_lanes)
+    for record in found:
+        assert record["bench"] == "overlap" and record["gemm"] == "128x128x64" and record["layout"] == "flat"
+        assert record["value"] > 0 or record["figure"] == "exposed"
+        assert record["unit"] == ("x" if record["figure"] == "slowdown" else "us")
+    value = {(r["op"], r["system"], r["figure"]): r["value"] for r in found}
+    slowdown = value["combine", "nccl_ep", "overlapped"] / value["combine", "nccl_ep", "alone"]
+    assert value["combine", "nccl_ep", "slowdown"] == pytest.approx(slowdown, rel=1e-3, abs=1e-3)
+    assert "128x128x64" in shown and shown == run("-m", "nccl_ep.bench", "table", str(path))
+    assert plot.main([str(path), "--out", str(tmp_path)]) == 1  # nothing of ll
+
+
+def test_overlap_says_what_failed(tmp_path: Path) -> None:
+    path = tmp_path / "overlap.json"
+    run("-m", "nccl_ep.bench", "overlap", "--device", "cpu", "--tokens=-1", "--json", str(path), code=1)
+    assert records.load([path]) == []
+    run("-m", "nccl_ep.bench", "overlap", "--device", "cpu", "--gemm", "1,2", code=2)
+
+
+def test_gemm_share() -> None:
+    assert overlap.over_share(110, 100, 132, 12) == pytest.approx(1.0)
+    assert overlap.over_share(126, 100, 132, 12) == pytest.approx(126 / 110)
+
+
+@pytest.mark.parametrize(
+    ("gemm_us", "is_cuda", "tries"), [(20.0, True, 5), (1.0, True, 5), (1.0, False, 2)], ids=["enough", "short", "cpu"]
+)
+def test_overlapped_figures_are_of_lanes_that_last_long_enough(
+    gemm_us: float, is_cuda: bool, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side operations take ten times as long as the first guess assumes: GEMMs are added until they cover them,
+    or the figure is given up. CPU ranks take what they have."""
+    runs: list[tuple[int, int]] = []
+
+    def run(chains: int, gemms: int) -> tuple[float, float]:
+        runs.append((chains, gemms))
+        return (100.0 if gemms else 10.0), (gemm_us if chains else 100.0)
+
+    made = types.SimpleNamespace(num_sms=132, run=run, widen=lambda on_all_sms: None)
+    monkeypatch.setattr(overlap, "make_lanes", lambda *_: made)
+    world: Any = types.SimpleNamespace(together=lambda body: body(), agree=lambda body: [body()], is_cuda=is_cuda)
+    found: list[records.Record] = []
+    measured = object.__new__(overlap.Overlap)
+    measured.__dict__.update(
+        world=world,
+        options=types.SimpleNamespace(iterations=2),
+        chain=2,
+        _note=found.append,
+        failures=[],
+        _common=dict.fromkeys(records.FIELDS),
+    )
+    measured._measure_fused("dispatch", lambda: None, lambda: None, 12, "none")
+    beside = [gemms for chains, gemms in runs if chains == 4 and gemms]
+    assert beside == sorted(beside) and len(set(beside)) == tries
+    figures = {(r["system"], r["figure"]): r for r in found}
+    if gemm_us == 20.0:
+        assert beside[-1] * gemm_us >= 4 * 2 * 100.0 > beside[0] * gemm_us
+    if gemm_us == 20.0 or not is_cuda:
+        assert figures["nccl_ep", "slowdown"]["value"] == 10.0
+    else:
+        assert "did not last alike" in figures["nccl_ep", "overlapped"]["skipped"]
+
+
+def test_gemms_laid_out_for_fewer_sms() -> None:
+    def state() -> tuple[Any, int | None]:
+        return torch.backends.cuda.preferred_blas_library(), torch._C._get_sm_carveout_experimental()
+
+    before = state()
+    with pytest.raises(KeyError), lanes._laid_out(12):
+        assert state() == (torch._C._BlasBackend.Cublaslt, 12)
+        raise KeyError
+    assert state() == before
+
+
+def test_lanes_of_threads_run_side_by_side() -> None:
+    """Each lane waits for the other, which would not end one after the other; errors of either come out."""
+    meeting = threading.Barrier(2, timeout=60)
+    gate: Any = types.SimpleNamespace(gate=types.SimpleNamespace(wait=lambda: None))
+    taken = lanes.ThreadLanes(gate, meeting.wait, meeting.wait, chain=2).run(2, 4)
+    assert min(taken) > 0
+
+    def wrong() -> None:
+        raise ValueError("wrong")
+
+    for calls in ((wrong, int), (int, wrong)):
+        with pytest.raises(ValueError, match="wrong"):
+            lanes.ThreadLanes(gate, *calls, chain=1).run(1, 1)
+
+
+@pytest.mark.parametrize("layout", reference.LAYOUTS)
+@pytest.mark.parametrize("dtype", workload.DTYPES)
+def test_check_notices_a_wrong_bit(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = shape(num_ranks=1, layout=layout, dtype=dtype, hidden=416)
+    inputs = workload.make_inputs(given)
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=16, hidden=416, topk=4, num_experts=32, dtype=given.payload.combined, device="cpu"
+    ) as buffer:
+        workload.Checked(given, 0, inputs, buffer)
+
+        def flip(tensor: torch.Tensor, row: int) -> None:
+            tensor.view(torch.uint8).view(-1, tensor.shape[-1] * tensor.element_size())[row, -1] ^= 1
+
+        def wrong_dispatch(*args: Any, **kwargs: Any) -> nccl_ep.DispatchOutput:
+            out = nccl_ep.dispatch(*args, **kwargs)
+            results = reference.dispatch(
+                [reference.RankInput(inputs[0].x, inputs[0].topk_idx)], num_experts=32, max_tokens=16, layout=layout
+            )
+            flip(out.x, int(results[0].valid.nonzero()[-1]))
+            return out
+
+        def wrong_combine(*args: Any, **kwargs: Any) -> torch.Tensor:
+            y = nccl_ep.combine(*args, **kwargs)
+            flip(y, 3)
+            return y
+
+        for name, wrong, said in (
+            ("dispatch", wrong_dispatch, r"^x: \d+ of"),
+            ("combine", wrong_combine, "^combine's result"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(workload, name, wrong)
+                with pytest.raises(AssertionError, match=said):
+                    workload.Checked(given, 0, inputs, buffer)
+
+
+def test_a_num_sms_with_other_bits_is_noticed() -> None:
+    given = shape(num_ranks=1)
+    inputs = workload.make_inputs(given)
+    with nccl_ep.Buffer.for_shapes(None, max_tokens=16, hidden=400, topk=4, num_experts=32, device="cpu") as buffer:
+        checked = workload.Checked(given, 0, inputs, buffer)
+        for make in (operations.native_operations, operations.op_operations):
+            make(given, buffer, inputs[0], checked, 0)
+        checked.y[2, 5] += 1
+        for make in (operations.native_operations, operations.op_operations):
+            with pytest.raises(AssertionError, match="combine"):
+                make(given, buffer, inputs[0], checked, 0)
+
+
+def test_routing() -> None:
+    for routing in workload.ROUTINGS:
+        given = shape(routing=routing, num_experts=64, topk=8, tokens=50)
+        ids = torch.stack([i.topk_idx for i in workload.make_inputs(given)])
+        assert ids.shape == (4, 50, 8) and int(ids.min()) >= 0 and int(ids.max()) < 64
+        assert all(len(set(token)) == 8 for token in ids.view(-1, 8).tolist())
+        is_local = ids // 16 == torch.arange(4).view(4, 1, 1)
+        assert {"all_local": is_local.all(), "all_remote": not is_local.any()}.get(routing, True)
+        load = torch.bincount(ids.reshape(-1), minlength=64).sort().values
+        assert (int(load[-1]) > 100) == (routing in ("skewed", "hot_expert")), load
+        if routing == "hot_expert":  # one, of all tokens
+            assert int(load[-1]) == 200 and int(load[-2]) < 60
+    with pytest.raises(ValueError, match="top-8 of 4"):
+        workload.make_inputs(shape(routing="all_local", num_experts=16, topk=8))
+
+
+def test_wire_floor() -> None:
+    full = {"tokens": 128, "hidden": 7168, "topk": 8, "num_experts": 256}
+    given = shape(**full)
+    times = floors.wire_us(given, workload.make_inputs(given))
+    # 5.05 MB leave or enter the busiest rank, 4.95 in the mean: 14 us at 350 GB/s (docs/benchmarks.md, floors).
+    assert 13.5 < times["dispatch"] < 15 and 13.5 < times["combine"] < 15
+    quantised = shape(**full, dtype="fp8")
+    assert floors.wire_us(quantised, workload.make_inputs(quantised))["dispatch"] == pytest.approx(
+        times["dispatch"] * (7168 + 224) / 14336
+    )
+    local = shape(**full, routing="all_local")
+    assert floors.wire_us(local, workload.make_inputs(local))["pair"] == 0
+
+
+def test_pushes_alone_are_the_rows_of_the_operation() -> None:
+    """Bytes that leave each rank, for every operation and quantisation."""
+    for dtype, hidden in (("bf16", 400), ("fp8", 400), ("fp8", 256)):
+        given = shape(num_ranks=2, dtype=dtype, hidden=hidden)
+        inputs = workload.make_inputs(given)
+        remote = reference.wire_rows(
+            [reference.RankInput(i.x, i.topk_idx) for i in inputs], num_experts=given.num_experts
+        )
+
+        def body(
+            group: ThreadGroup, given: workload.Shape = given, inputs: Any = inputs, remote: torch.Tensor = remote
+        ) -> None:
+            mine = inputs[group.rank()]
+            with nccl_ep.Buffer.for_shapes(
+                group, max_tokens=16, hidden=given.hidden, topk=4, num_experts=32, device="cpu"
+            ) as buffer:
+                out = nccl_ep.dispatch(mine.x, mine.topk_idx, buffer=buffer, num_experts=32, quant=given.quant)
+                scales = 0 if given.quant is None else -(-4 * -(-given.hidden // 128) // 16) * 16
+                row = {"dispatch": (given.hidden + scales) if given.quant else 2 * given.hidden}
+                row["combine"] = 2 * given.hidden
+                me, other = buffer.rank, 1 - buffer.rank
+                rows = {"dispatch": int(remote[me, other]), "combine": int(remote[other, me])}
+                expected = {op: row[op] * rows[op] for op in rows}
+                expected["pair"] = sum(expected.values())
+                for op in configuration.OPS:
+                    before = buffer.wire_bytes()["rows"]
+                    floors.push_call(given, op, buffer, out.handle, 0)()
+                    after = buffer.wire_bytes()["rows"]
+                    assert after[other] - before[other] == expected[op] > 0
+                    assert after[me] == before[me]
+
+        run_ranks(2, body)
+
+
+def test_rival_parts() -> None:
+    counts = torch.tensor([[2, 0, 3], [0, 0, 1], [4, 1, 0]])
+    lies = [(rank, expert, i) for rank in range(3) for expert in range(3) for i in range(int(counts[rank, expert]))]
+    want = sorted(range(len(lies)), key=lambda n: (lies[n][1], lies[n][0], lies[n][2]))
+    assert rivals.by_expert(counts, len(lies)).tolist() == want
+    x = workload.make_inputs(shape())[0].x
+    quantised, scales = rivals.quantize(x)
+    theirs, their_scales = reference.quantize_fp8(x, "fp8")
+    differ = quantised.contiguous().view(torch.uint8) != theirs.view(torch.uint8)
+    assert differ.float().mean() < 0.01  # a factor's last bit
+    assert torch.allclose(scales, their_scales)
+
+
+def test_slowest_rank() -> None:
+    ranks = [[1.0, 2.0, 30.0], [5.0, 6.0, 7.0]]
+    assert records.slowest(ranks) == (6.0, 7.0)
+    assert records.slowest([[3.0], [4.0]]) == (4.0, None)
+    assert records.percentile([float(i) for i in range(1, 201)], 99) == 198.0
+
+
+def test_kernels_of_a_trace() -> None:
+    def kernel(name: str, start: float, duration: float) -> dict[str, Any]:
+        return {"cat": "kernel", "name": name, "ts": start, "dur": duration}
+
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "dispatch"}, kernel("ncclDevKernel", 0, 99)]
+    for call in range(3):
+        events += [kernel("ll_dispatch_send", 10 * call, 2), kernel("ll_dispatch_recv", 10 * call + 2, 3 + call)]
+        events += [kernel("void ep::ll_combine<8>", 10 * call + 6, 4)]
+    both = {"dispatch": "dispatch", "combine": "combine"}
+    found = measure.find_kernels(events[::-1], 3, both)
+    assert found == {"dispatch": [5, 6, 7], "combine": [4, 4, 4]}
+    with pytest.raises(Skipped, match=r"\*combine\* in 2 calls"):
+        measure.find_kernels(events[2:7], 2, both)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("--ranks 0", "--ranks 0: must be 1 or more"),
+        ("--topk 16 --experts 15 --ranks 3", "--topk 16 of 15 experts"),
+        ("--hidden 100", "--hidden 100: must be a multiple of 16"),
+        ("--experts 15", "15 experts do not divide over 2 ranks"),
+    ],
+)
+def test_impossible_shapes_start_nothing(given: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["--device", "cpu", *given.split()])
+    assert why in capsys.readouterr().err

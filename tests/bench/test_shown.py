@@ -1,0 +1,138 @@
+"""What the benchmark shows of records: its table and its plots; and what it says of files that are none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nccl_ep.bench import compare, configuration, fit, plot, records, table
+from tests import ROOT
+from tests.bench.test_bench import gpu_record
+
+
+def sweep() -> list[records.Record]:
+    found = []
+    for tokens in (1, 128):
+        for op in configuration.OPS:
+            at = {"op": op, "tokens": tokens, "figure": "graph"}
+            for sms in (8, 16, 132):
+                found.append(gpu_record(**at, value=900.0 / sms, p99=99.0, num_sms=sms, num_sms_used=sms))
+            found.append(gpu_record(**at, value=7.0, num_sms_used=132, p99=7.5))
+            found.append(gpu_record(**at, system="floor_wire", api="computed", value=3.25 if tokens == 128 else 1.25))
+            found.append(gpu_record(op=op, tokens=tokens, figure="graph_pdl", value=None, skipped="no switch"))
+    return found
+
+
+def test_plots_of_a_sweep(tmp_path: Path) -> None:
+    found = sweep()
+    names = [file.name for file in plot.draw(found, tmp_path)]
+    assert names == ["ll_tokens.png", "ll_tokens.svg", "ll_num_sms.png", "ll_num_sms.svg"]
+    key, group = next(iter(plot._shapes([record for record in found if table.is_measured(record)]).items()))
+    dispatch = plot.plot_tokens(key, group).axes[0]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in dispatch.get_lines()}
+    assert drawn["nccl_ep, graph"] == [7.0, 7.0] and drawn["floor, wire"] == [1.25, 3.25]
+    assert drawn["NCCL EP v0.1.0 expert-major, kernel"] == [18.3, 21.1, 22.6, 37.3]
+    sms = plot.plot_num_sms(key, group).axes[0].get_lines()
+    assert list(sms[0].get_xdata()) == [8, 16, 132] and list(sms[0].get_ydata()) == [112.5, 56.25, 900 / 132]
+
+
+def test_plots_take_the_last_of_several_and_floors_of_what_was_measured() -> None:
+    at = {"op": "dispatch", "figure": "graph"}
+    found = [gpu_record(**at, tokens=tokens, value=9.0, revision="old") for tokens in (1, 128)]
+    found += [gpu_record(**at, tokens=tokens, value=7.0, revision="new") for tokens in (8, 128)]
+    found += [
+        gpu_record(**at, system="floor_wire", api="computed", tokens=tokens, value=tokens / 100, layout=layout)
+        for tokens in (1, 8, 128, 512)
+        for layout in ("expert_major", "flat")
+    ]
+    key, group = next(iter(plot._shapes(found).items()))
+    figure = plot.plot_tokens(key, group)
+    axes = figure.axes[0]
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+    assert drawn["nccl_ep, graph"] == ([1, 8, 128], [9.0, 7.0, 7.0])
+    assert set(drawn["floor, wire"][0]) == {1, 8, 128}  # a shape's own tokens
+    assert axes.get_ylim()[0] == pytest.approx(0.5 * 7.0) and "revision new, old" in figure.get_suptitle()
+    # One legend beside the panels, each name once.
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    every = {line.get_label() for each in figure.axes for line in each.get_lines()}
+    assert sorted(names) == sorted(every) and not any(each.get_legend() for each in figure.axes)
+
+
+def test_ops_are_drawn_where_the_public_functions_have_fewer_points() -> None:
+    def drawn(*native: int) -> list[str]:
+        at = {"op": "dispatch", "figure": "graph", "value": 5.0}
+        found = [gpu_record(**at, api="ops", tokens=tokens) for tokens in (1, 8)]
+        found += [gpu_record(**at, tokens=tokens) for tokens in native]
+        key, group = next(iter(plot._shapes(found).items()))
+        lines = plot.plot_tokens(key, group).axes[0].get_lines()
+        return [line.get_label() for line in lines if line.get_label().startswith("nccl_ep")]
+
+    assert drawn(1, 8) == ["nccl_ep, graph"] and drawn() == ["nccl_ep, ops, graph"]
+    assert drawn(8) == ["nccl_ep, ops, graph", "nccl_ep, graph"]
+
+
+def test_ticks_do_not_run_into_one_another() -> None:
+    assert plot._shown_ticks([1, 8, 128, 192, 256, 384, 512, 1024]) == [1, 8, 128, 256, 512, 1024]
+    assert plot._shown_ticks([8, 16, 24, 32, 48, 64, 96, 132]) == [8, 16, 24, 32, 48, 64, 96, 132]
+    assert plot._shown_ticks([4096]) == [4096]
+
+
+def test_table_of_a_sweep() -> None:
+    shown = table.render(sweep()).splitlines()
+    line = next(line.split() for line in shown if line.startswith("dispatch  128") and "auto" in line)
+    assert " ".join(line) == "dispatch 128 bf16 nccl_ep expert_major native auto (132) 7.00 (7.50) 3.25"
+    assert any(line.startswith("not measured") and line.endswith("no switch") for line in shown)
+
+
+def test_buffers_with_masks_have_lines_of_their_own() -> None:
+    at = {"op": "dispatch", "figure": "graph"}
+    found = [
+        gpu_record(**at, value=4.0 + masks, enable_shrink=masks, tokens=tokens)
+        for tokens in (1, 8)
+        for masks in (False, True)
+    ]
+    rows = [line.split() for line in table.render(found).splitlines() if line.startswith("dispatch  1 ")]
+    assert [row[7:] for row in rows] == [["4.00"], ["masks", "5.00"]]
+    key, group = next(iter(plot._shapes(found).items()))
+    drawn = {line.get_label(): list(line.get_ydata()) for line in plot.plot_tokens(key, group).axes[0].get_lines()}
+    assert drawn["nccl_ep, graph"] == [4.0, 4.0] and drawn["nccl_ep, graph, masks"] == [5.0, 5.0]
+
+
+def test_plot_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        plot.draw(sweep(), tmp_path)
+
+
+def test_lines_of_different_ways_to_call_differ(tmp_path: Path) -> None:
+    found = [
+        gpu_record(api=api, op="pair", figure="graph", value=1.0, tokens=tokens)
+        for api in ("native", "deepep")
+        for tokens in (1, 8)
+    ]
+    key, group = next(iter(plot._shapes(found).items()))
+    lines = plot.plot_tokens(key, group).axes[2].get_lines()
+    drawn = {line.get_label(): line.get_color() for line in lines if line.get_label().startswith("nccl_ep")}
+    assert set(drawn) == {"nccl_ep, graph", "nccl_ep, deepep, graph"} and len(set(drawn.values())) == 2
+
+
+def test_files_of_another_kind_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('[{"value": 1}]')
+    with pytest.raises(ValueError, match=r"other\.json: a record lacks bench"):
+        records.load([path])
+    broken, missing = tmp_path / "broken.json", tmp_path / "missing.json"
+    broken.write_text("[")
+    for main in (plot.main, table.main, fit.main, lambda files: compare.main([*files, *files])):
+        for file, why in ((broken, "is no JSON"), (missing, "No such file"), (path, "lacks bench")):
+            with pytest.raises(SystemExit) as exit:
+                main([str(file)])
+            assert exit.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_records_that_are_kept_have_the_form_of_records() -> None:
+    """Figures that are quoted stand in them."""
+    files = sorted((ROOT / "benchmarks/results").glob("*.json"))
+    assert len(files) > 40 and len(records.load(files)) > 5000

@@ -1,0 +1,266 @@
+"""The C library: it computes what the oracle does, and a C program can build against it, also beside another one."""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from tests import ROOT
+from tests.api.test_observing import listener  # noqa: F401
+from tests.support import c_api
+from tests.support.c_api import Library
+from tests.support.c_case import TOOLS, refused, run, run_case
+from tests.support.expected import expected_cases
+from tests.support.gpus import NUM_GPUS
+
+HEADER = ROOT / "csrc/include/nccl_ep.h"
+STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic"]
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(1, 1), (2, 2), (4, 4), (4, 2), (3, 1)])
+def test_generated_cases_give_the_oracles_results(
+    library: Library, num_ranks: int, domain_size: int, staged: bool
+) -> None:
+    cases = expected_cases(30, num_ranks=num_ranks, domain_size=domain_size, first=500)
+    assert len({expected.case.layout for expected in cases}) == 4
+    for expected in cases:
+        run_case(library, expected, staged=staged)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_generated_cases_on_one_gpu(library: Library, num_ranks: int, staged: bool) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    for expected in expected_cases(12, num_ranks=num_ranks, first=900):
+        run_case(library, expected, staged=staged, device="cuda")
+
+
+TWO_GROUPS = """
+import ctypes, sys
+import torch
+from tests.support import c_api
+from tests.c.test_refusals import Solo
+library = c_api.Library(sys.argv[1])
+solos = [Solo(library, library.solo_group()) for _ in range(2)]
+for solo in reversed(solos):
+    solo.check_round()
+"""
+
+
+def test_ranges_for_profilers_name_their_group(
+    library_file: Path,
+    listener: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    names = tmp_path / "names"
+    attached = {"NVTX_INJECTION64_PATH": str(listener), "NVTX_LISTENER_FILE": str(names)}
+    paths = {"PYTHONPATH": str(ROOT)}
+    run(sys.executable, "-c", TWO_GROUPS, library_file, env={**TOOLS, **attached, **paths})
+    assert [line for line in names.read_text().splitlines() if line.startswith("group")] == [
+        f"group{number}.rank0 {operation} 1" for number in (1, 0) for operation in ("dispatch", "combine")
+    ]
+
+
+# ---- Structs of other headers, versions
+
+
+def test_the_header_is_what_the_tests_and_the_package_say(library: Library, prefix: Path, tmp_path: Path) -> None:
+    version = c.c_int()
+    library.GetVersion(version)
+    major, minor, patch = version.value // 10000, version.value // 100 % 100, version.value % 100
+    assert f"{major}.{minor}.{patch}" == nccl_ep.__version__ and version.value == c_api.VERSION
+    assert set(re.findall(r"\bncclEp(\w+)\(", HEADER.read_text())) - {"GetErrorString", "GetLastError"} == set(
+        c_api.ARGUMENTS
+    )
+    lines = []
+    for name, struct in c_api.STRUCTS.items():
+        macro = re.sub(r"(?<!^)([A-Z])", r"_\1", name).upper()
+        lines.append(f"static const ncclEp{name}_t init_{name} = NCCL_EP_{macro}_INIT;")
+        lines.append(f'_Static_assert(sizeof init_{name} == {c.sizeof(struct)}, "{name}");')
+        for field, _ in struct._fields_:
+            offset = getattr(struct, field).offset
+            lines.append(f'_Static_assert(offsetof(ncclEp{name}_t, {field}) == {offset}, "{name}.{field}");')
+        values = bytes(struct())
+        lines.append(f"static const unsigned char bytes_{name}[] = {{{', '.join(map(str, values))}}};")
+    checks = "\n".join(
+        f'if (memcmp(&init_{name}, bytes_{name}, sizeof init_{name})) return puts("{name}");' for name in c_api.STRUCTS
+    )
+    source = tmp_path / "structs.c"
+    source.write_text(
+        "#include <nccl_ep.h>\n#include <stdio.h>\n#include <string.h>\n" + "\n".join(lines)
+        + f"\nint main(void) {{\n{checks}\nreturn 0; }}\n"
+    )  # fmt: skip
+    run("cc", *STRICT, f"-I{prefix}/include", source, "-o", tmp_path / "structs")
+    run(tmp_path / "structs")
+    source.with_suffix(".cc").write_text("#include <nccl_ep.h>\nint main() { return NCCL_EP_SUCCESS; }\n")
+    run("c++", "-std=c++11", *STRICT[1:], f"-I{prefix}/include", "-c", source.with_suffix(".cc"), "-o", os.devnull)
+
+
+def test_structs_of_older_and_newer_headers(library: Library) -> None:
+    fields: dict[str, Any] = {"num_experts": 2, "max_tokens": 4, "topk": 2, "max_token_bytes": 64}
+    known = c.sizeof(c_api.GroupConfig)
+
+    def create(config: Any) -> None:
+        made = c.c_void_p()
+        library.CreateGroupFromCallback(
+            made, 0, 1, c_api.Allgather(), None, c.cast(c.pointer(config), c.POINTER(c_api.GroupConfig))
+        )
+        library.GroupDestroy(made)
+
+    older = c_api.GroupConfig(
+        **fields, overflow_policy=99, max_num_sms=-5
+    )  # past the older struct's end: not looked at
+    older.size = c_api.GroupConfig.overflow_policy.offset
+    create(older)
+    create(c_api.NewerGroupConfig(**fields))
+    refused(
+        c_api.INVALID_ARGUMENT, rf"of {known + 8} bytes .* sets byte {known + 4}; .* knows {known} bytes", create,
+        c_api.NewerGroupConfig(**fields, newer_option=1),
+    )  # fmt: skip
+    for change, pattern in (
+        ({"magic": 0}, "its INIT macro: its magic is 0"),
+        ({"version": 10203}, r"nccl_ep.h 1\.2\.3, this library is 0\.1\.0"),
+        ({"size": 8}, "of 8 bytes"),
+        ({"size": 1 << 40}, "of 1099511627776 bytes"),
+    ):
+        config = c_api.GroupConfig(**fields)
+        for name, value in change.items():
+            setattr(config, name, value)
+        refused(c_api.INVALID_ARGUMENT, pattern, create, config)
+
+    info, tail = c_api.GroupInfo(), c_api.GroupInfo.window_bytes.offset
+    made = library.solo_group()
+    info.size, info.window_bytes = tail, 12345
+    library.GroupGetInfo(made, info)
+    assert (info.num_ranks, info.window_bytes, info.size) == (1, 12345, tail)
+    library.GroupDestroy(made)
+
+
+# ---- A C program against the installed library
+
+
+# What each rank says, and what the program says in the end.
+EXAMPLES = {
+    "ll_moe": (": 0 of 192 values that came home are wrong", "every token came home as its experts made it"),
+    "ht_moe": (": 0 values are wrong; 0 dispatches copied rows", "sums and gradients are those of one rank"),
+}
+
+
+def check_example(program: Path, *arguments: str, num_ranks: int, environment: dict[str, str] = TOOLS) -> None:
+    of_each_rank, end = EXAMPLES[program.name]
+    lines = run(program, *arguments, env=environment).splitlines()
+    assert sorted(line for line in lines if line.endswith(of_each_rank)) == [
+        f"rank {r}{of_each_rank}" for r in range(num_ranks)
+    ], lines
+    assert lines[-1] == end and len(set(lines)) == len(lines), lines
+
+
+def build_examples(prefix: Path, directory: Path, *options: str) -> None:
+    flags = f"-DCMAKE_C_FLAGS={' '.join(STRICT[1:])}"
+    run("cmake", "-S", ROOT / "examples/c", "-B", directory, f"-DCMAKE_PREFIX_PATH={prefix}", flags, *options)
+    run("cmake", "--build", directory, "--verbose")
+
+
+def test_examples_through_find_package(prefix: Path, tmp_path: Path) -> None:
+    build_examples(prefix, tmp_path)
+    for name in EXAMPLES:
+        check_example(tmp_path / name, num_ranks=4)
+    check_example(tmp_path / "ll_moe", "cpu", "2", num_ranks=2)
+
+
+def test_examples_through_pkg_config(prefix: Path, library_file: Path, tmp_path: Path) -> None:
+    if shutil.which("pkg-config") is None:
+        pytest.skip("there is no pkg-config")
+    found = {**TOOLS, "PKG_CONFIG_PATH": str(library_file.parent / "pkgconfig")}
+    assert run("pkg-config", "--modversion", "ncclep", env=found).strip() == nccl_ep.__version__
+    flags = run("pkg-config", "--cflags", "--libs", "ncclep", env=found).split()
+    environment = {**TOOLS, "LD_LIBRARY_PATH": str(library_file.parent)}
+    for name in EXAMPLES:
+        run("cc", *STRICT, "-pthread", ROOT / f"examples/c/{name}.c", *flags, "-o", tmp_path / name)
+        check_example(tmp_path / name, num_ranks=4, environment=environment)
+
+    for arguments, pattern in (
+        (["tpu"], r"usage: \S+ \[cpu\|cuda\] \[RANKS\], .* not tpu 4\n"),
+        (["cpu", "3"], "RANKS divides 8; not cpu 3\n"),
+        (["cpu", "2x"], "not cpu 2x\n"),
+        (["cpu", "16"], "not cpu 16\n"),
+        (["cpu", "2", "1"], "not cpu 2 and more\n"),
+        (["cuda"], "compiled without EXAMPLES_WITH_CUDA\n"),
+    ):
+        done = subprocess.run([tmp_path / "ll_moe", *arguments], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and re.search(pattern, done.stderr) and not done.stdout, (arguments, done)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU here, or nccl_ep was built without CUDA")
+def test_examples_on_gpus(prefix: Path, tmp_path: Path) -> None:
+    """Every rank a process with a GPU of its own, as many as there are, with the NCCL that torch has loaded."""
+    from torch.utils.cpp_extension import CUDA_HOME  # nvcc is searched for when it is imported
+
+    if CUDA_HOME is None:
+        pytest.skip("there is no CUDA toolkit to build with")
+    build_examples(prefix, tmp_path, f"-DCUDAToolkit_ROOT={CUDA_HOME}")
+    nccl = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libnccl.so" in line)
+    search = [str(Path(nccl).parent), os.environ.get("LD_LIBRARY_PATH", "")]
+    environment = {**TOOLS, "LD_LIBRARY_PATH": ":".join(filter(None, search))}
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast can put GPUs that others share out of service
+    for num_ranks in {1, next(n for n in (8, 4, 2, 1) if n <= NUM_GPUS)}:
+        for name in EXAMPLES:
+            check_example(tmp_path / name, "cuda", str(num_ranks), num_ranks=num_ranks, environment=environment)
+
+
+# ---- Beside NVIDIA's library of the same symbols
+
+
+def exported(library_file: Path) -> list[str]:
+    lines = run("nm", "--dynamic", "--defined-only", "--format=posix", library_file).splitlines()
+    return [line.split()[0] for line in lines]
+
+
+def test_exports_and_soname(library_file: Path) -> None:
+    declared = re.findall(r"\b(ncclEp\w+)\(", HEADER.read_text())
+    assert sorted(exported(library_file)) == sorted(set(declared))
+    dynamic = run("readelf", "--dynamic", "--wide", library_file)
+    assert re.search(r"SONAME.*\[libncclep\.so\.0\]", dynamic), dynamic
+    assert not re.search(r"NEEDED.*(torch|python|nccl|cuda)", dynamic), dynamic
+
+
+OTHER_FIRST = """
+import ctypes, sys
+from tests.support import c_api
+other = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+ours = c_api.Library(sys.argv[2])
+group, handle = ours.solo_group(), ctypes.c_void_p()
+ids = (ctypes.c_int64 * 8)(*[-1] * 8)
+described = c_api.Tensor(ndim=2, dtype=4, data=ctypes.addressof(ids), sizes=(ctypes.c_int64 * 4)(4, 2))
+ours.CreateHandle(handle, group, c_api.HandleConfig(layout=1), described, None)
+ours.HandleDestroy(handle)
+ours.GroupDestroy(group)
+assert ctypes.CDLL(None).ncclEpCheck(None) == 77, "the other library was not there"
+print("calls of the other library:", other.num_calls() - 1)
+"""
+
+
+def test_another_library_of_the_same_symbols_is_not_called(library_file: Path, tmp_path: Path) -> None:
+    source = tmp_path / "other.c"
+    functions = "\n".join(f"int {name}(void) {{ calls++; return 77; }}" for name in exported(library_file))
+    source.write_text(f"static int calls;\n{functions}\nint num_calls(void) {{ return calls; }}\n")
+    other = tmp_path / "libother.so"
+    run("cc", "-shared", "-fPIC", source, "-o", other)
+    environment = {**TOOLS, "PYTHONPATH": str(ROOT)}
+    for preload in ("", str(other)):
+        text = run(sys.executable, "-c", OTHER_FIRST, other, library_file, env={**environment, "LD_PRELOAD": preload})
+        assert text.strip() == "calls of the other library: 0"

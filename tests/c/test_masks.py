@@ -1,0 +1,292 @@
+"""Masks of ranks in the C library (``enable_mask``): low latency goes on without ranks that are late or left out."""
+
+from __future__ import annotations
+
+import ctypes as c
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nccl_ep.bootstrap import rendezvous_of
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support import c_api
+from tests.support.c_api import Library
+from tests.support.c_case import SECOND, CaseRun, allgather_of, make_group, refused, tensor
+from tests.support.c_comm import Nccl, over
+from tests.support.expected import Expected, plain_case
+from tests.support.gpus import WORLDS, needs_gpu, on_gpu, ranks_on_gpus
+from tests.support.mask_ranks import DEADLINE, Parted
+from tests.support.patience import PATIENCE, Clock, Late, with_more_time
+from tests.support.processes import run_processes
+
+BAD, USAGE = c_api.INVALID_ARGUMENT, c_api.INVALID_USAGE
+
+
+class MaskRun(CaseRun):
+    """A rank that makes the calls of a case with all ranks, some of which may be masked."""
+
+    def __init__(self, library: Library, case: Parted, group: Any, device: str = "cpu", make: Any = make_group) -> None:
+        mask: dict[str, Any] = {"enable_mask": 1, "timeout_ns": int(PATIENCE * SECOND)}
+        super().__init__(library, case.whole, group, False, device, make, **mask)
+        self.parts, self.handle = case, c.c_void_p()
+        layout = c_api.LAYOUTS[case.whole.case.layout]
+        library.InitHandle(self.handle, self.group, c_api.HandleConfig(layout=layout), None)
+
+    def masked(self) -> list[int]:
+        status = torch.full((self.case.num_ranks,), 7, dtype=torch.int32, device=self.device)
+        self.library.MaskQuery(self.group, tensor(status), None)
+        assert set(status.tolist()) <= {0, 1}, status
+        return status.cpu().nonzero().flatten().tolist()
+
+    def set_timeout(self, seconds: float) -> None:
+        self.library.GroupSetTimeout(self.group, int(seconds * SECOND))
+
+    def round(self, want: Expected, *, staged: bool = False) -> None:
+        """All operations, with the inputs of all ranks; `want`: what those that are not masked must give."""
+        self.staged = staged
+        want.check_dispatch(self.dispatch(self.handle), self.rank)
+        rows, values = self.move(want.rows[self.rank]), self.move(want.values[self.rank])
+        assert rows is not None
+        want.check_combine(self.combine_rows(self.handle, rows), self.rank)
+        scalars = torch.empty_like(want.scalars[self.rank], device=self.device)
+        self.library.CombineWeights(self.handle, tensor(values), tensor(scalars), None)
+        want.check_scalars(scalars.cpu(), self.rank)
+
+    def part(self) -> Expected:
+        return self.parts.parts[self.parts.number_of(self.rank)]
+
+    def others(self) -> list[int]:
+        return sorted(self.parts.groups[1 - self.parts.number_of(self.rank)])
+
+    def close(self) -> None:
+        self.library.HandleDestroy(self.handle)
+        self.library.GroupDestroy(self.group)
+
+
+def part_and_meet(library: Library, case: Parted, group: Any, device: str = "cpu", make: Any = make_group) -> None:
+    """Ranks of the first group mask the others, who hear of it; all meet again."""
+    run = MaskRun(library, case, group, device, make)
+    run.round(case.whole)
+    group.allgather(b"", PATIENCE)
+    if run.rank in case.groups[0]:
+        for other in case.groups[1]:
+            library.MaskUpdate(run.group, other, None)
+    group.allgather(b"", PATIENCE)
+    for staged in (False, True):
+        run.round(run.part(), staged=staged)
+        assert run.masked() == run.others()
+    library.MaskClean(run.group)
+    assert run.masked() == []
+    run.round(case.whole)
+    library.Check(run.group)
+    run.close()
+
+
+def come_late(
+    library: Library, num_ranks: int, group: Any, deadline: float, device: str = "cpu", make: Any = make_group
+) -> None:
+    """The last rank does not come to a dispatch. The others go on after the deadline, then without waiting; it hears of
+    that, goes on alone, and comes back when masks are cleaned."""
+    late = num_ranks - 1
+    case = Parted(plain_case(num_ranks), frozenset(range(late)))
+    run = MaskRun(library, case, group, device, make)
+    run.round(case.whole)
+    if run.rank != late:
+        run.set_timeout(deadline)
+        with Clock(deadline + PATIENCE / 2):
+            out = run.dispatch(run.handle)
+            masked = run.masked()
+        if masked != [late]:
+            raise Late(f"rank {run.rank} has masked {masked}")
+        run.part().check_dispatch(out, run.rank)
+        run.set_timeout(2 * PATIENCE)
+        with Clock(PATIENCE):
+            for staged in (False, True):
+                run.round(run.part(), staged=staged)
+        assert run.masked() == [late]
+    group.allgather(b"", PATIENCE)
+    if run.rank == late:
+        run.round(run.part())
+        assert run.masked() == run.others()
+    library.MaskClean(run.group)
+    assert run.masked() == []
+    run.round(case.whole)
+    library.Check(run.group)
+    run.close()
+
+
+@pytest.mark.parametrize(("num_ranks", "first"), [(2, {1}), (3, {0, 2}), (4, {1, 2})])
+def test_ranks_part_and_meet_again(library: Library, num_ranks: int, first: set[int]) -> None:
+    case = Parted(plain_case(num_ranks), frozenset(first))
+    run_ranks(num_ranks, lambda group: part_and_meet(library, case, group))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_rank_that_is_late(library: Library, num_ranks: int) -> None:
+    def run(deadline: float) -> None:
+        run_ranks(num_ranks, lambda group: come_late(library, num_ranks, group, deadline))
+
+    with_more_time(run)
+
+
+def test_a_rank_that_does_not_clean(library: Library) -> None:
+    case, end = Parted(plain_case(3), frozenset({0, 1})), threading.Barrier(3)
+
+    def body(group: ThreadGroup) -> None:
+        run = MaskRun(library, case, group)
+        if run.rank != 2:
+            library.MaskUpdate(run.group, 2, None)
+            run.round(run.part())
+            run.set_timeout(0.3)
+            refused(c_api.TIMEOUT, "could not gather", library.MaskClean, run.group)
+            refused(USAGE, "a rank did not come when masks were to be cleaned: make a new group", library.MaskClean,
+                    run.group)  # fmt: skip
+            assert run.masked() == [2]
+            run.set_timeout(PATIENCE)
+            run.round(run.part())  # it is as it was
+        end.wait(PATIENCE)
+        run.close()
+
+    run_ranks(3, body)
+
+
+def test_a_clean_that_ends_halfway(library: Library) -> None:
+    """Other ranks may have cleaned their masks: nothing is served any more. The callback is given four deadlines."""
+
+    def body(group: ThreadGroup) -> None:
+        inner, deadlines, is_cleaning = allgather_of(group), list[int](), threading.Event()
+
+        def gather(_: Any, mine: int, everything: int, size: int, timeout_ns: int) -> int:
+            if is_cleaning.is_set():
+                deadlines.append(timeout_ns)
+            if len(deadlines) == 2:  # all ranks have settled, and tell how far they are
+                return c_api.TIMEOUT
+            return int(inner(None, mine, everything, size, timeout_ns))
+
+        made, callback = c.c_void_p(), c_api.Allgather(gather)
+        fields = {"num_experts": 2, "max_tokens": 4, "topk": 2, "max_token_bytes": 64, "enable_mask": 1}
+        config = c_api.GroupConfig(**fields, timeout_ns=50 * SECOND)
+        library.CreateGroupFromCallback(made, group.rank(), 2, callback, None, config)
+        is_cleaning.set()
+        refused(c_api.TIMEOUT, "could not gather .* the callback returned 3", library.MaskClean, made)
+        assert deadlines == [200 * SECOND] * 2
+        refused(USAGE, "a rank did not come", library.MaskClean, made)
+        text = "others may have cleaned theirs: destroy the group and make a new one"
+        refused(USAGE, text, library.Check, made)
+        refused(USAGE, text, library.MaskUpdate, made, 1 - group.rank(), None)
+        library.GroupDestroy(made)
+
+    run_ranks(2, body)
+
+
+def test_an_open_half_is_received_before_masks_are_cleaned(library: Library) -> None:
+    case = Parted(plain_case(2))
+
+    def body(group: ThreadGroup) -> None:
+        run = MaskRun(library, case, group)
+        given = run.expected.inputs[run.rank]
+        library.UpdateHandle(run.handle, tensor(given.topk_idx))
+        inputs = c_api.DispatchInputs(tokens=tensor(given.x), topk_weights=tensor(given.topk_weights))
+        out = run.run_dispatch(run.handle, inputs, c_api.DispatchConfig(send_only=1))
+        refused(USAGE, "a dispatch was sent and has not been received", library.MaskClean, run.group)
+        library.Complete(run.handle, None, None)
+        case.whole.check_dispatch(run.output(out), run.rank)
+        library.MaskClean(run.group)
+        run.round(case.whole)
+        run.close()
+
+    run_ranks(2, body)
+
+
+def test_further_tensors_whose_operations_could_leave_out_different_ranks(library: Library) -> None:
+    case = Parted(plain_case(2))
+
+    def body(group: ThreadGroup) -> None:
+        run = MaskRun(library, case, group)
+        given = run.expected.inputs[run.rank]
+        library.UpdateHandle(run.handle, tensor(given.topk_idx))
+        more = [torch.ones(len(given.x), 4) * i for i in range(2)]
+        for count in (1, 2):
+            inputs = c_api.DispatchInputs(tokens=tensor(given.x), extra=c_api.Further(*map(tensor, more[:count])))
+
+            def dispatch(inputs: Any = inputs) -> None:
+                run.run_dispatch(run.handle, inputs, None)
+
+            if count == 1:
+                dispatch()
+            else:
+                refused(BAD, "1 extra tensors need .* may leave out other ranks", dispatch)
+        run.round(case.whole)
+        run.close()
+
+    run_ranks(2, body)
+
+
+def test_what_is_refused(library: Library) -> None:
+    def body(group: ThreadGroup) -> None:
+        made, status, rank = make_group(library, group, enable_mask=1), torch.zeros(2, dtype=torch.int32), group.rank()
+        refused(BAD, f"rank {rank} to mask is this rank itself", library.MaskUpdate, made, rank, None)
+        for wrong in (-1, 2):
+            refused(BAD, f"rank {wrong} to mask, must be 0 to 1", library.MaskUpdate, made, wrong, None)
+        refused(BAD, "masked is not given", library.MaskQuery, made, None, None)
+        refused(BAD, r"masked has shape \[1\], must be \[2\]", library.MaskQuery, made, tensor(status[:1]), None)
+        refused(BAD, "masked is int64, must be int32", library.MaskQuery, made, tensor(status.long()), None)
+        library.GroupDestroy(made)
+
+        plain = make_group(library, group)
+        refused(USAGE, "the group was made without enable_mask", library.MaskQuery, plain, tensor(status), None)
+        refused(USAGE, "the group was made without enable_mask", library.MaskUpdate, plain, 1 - rank, None)
+        refused(USAGE, "the group was made without enable_mask", library.MaskClean, plain)
+        library.GroupDestroy(plain)
+        text = "masked among at most 64 ranks of one domain, these are 2 in 2"
+        refused(BAD, text, lambda: make_group(library, group, enable_mask=1, domain_size=1))
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_disagree_hear_of_it(library: Library) -> None:
+    def body(group: ThreadGroup) -> None:
+        text = "whether late ranks are masked: rank . has ., rank . has"
+        refused(c_api.MISMATCH, text, lambda: make_group(library, group, enable_mask=group.rank()))
+
+    run_ranks(2, body)
+
+
+# ---- On GPUs
+
+
+def run_over_nccl(rank: int, library_file: Path, num_ranks: int) -> None:
+    """A process: ranks that part and meet, and one that is late."""
+    on_gpu(rank)
+    library, group = Library(library_file), rendezvous_of(dist.group.WORLD)
+    part_and_meet(library, Parted(plain_case(num_ranks), frozenset({0})), group, "cuda")
+    come_late(library, num_ranks, group, DEADLINE, "cuda")
+
+
+def run_over_communicator(rank: int, library_file: Path, num_ranks: int) -> None:
+    """The same with groups of a communicator, by which masks are cleaned. It is the caller's again at the end."""
+    on_gpu(rank)
+    library, group, nccl = Library(library_file), rendezvous_of(dist.group.WORLD), Nccl()
+    comm = nccl.make(rank, num_ranks)
+    part_and_meet(library, Parted(plain_case(num_ranks), frozenset({0})), group, "cuda", over(comm))
+    come_late(library, num_ranks, group, DEADLINE, "cuda", over(comm))
+    nccl.destroy(comm)
+
+
+class TestOnGpus:
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize("num_ranks", [2, 4])
+    def test_one_gpu(self, library: Library, num_ranks: int) -> None:
+        case = Parted(plain_case(num_ranks), frozenset({0}))
+        run_ranks(num_ranks, lambda group: part_and_meet(library, case, group, "cuda"))
+
+    @ranks_on_gpus
+    @pytest.mark.parametrize("num_ranks", WORLDS)
+    @pytest.mark.parametrize("body", [run_over_nccl, run_over_communicator], ids=["callback", "communicator"])
+    def test_ranks_in_processes(self, body: Any, num_ranks: int, library_file: Path, tmp_path: Path) -> None:
+        run_processes(num_ranks, body, tmp_path, library_file, num_ranks, timeout=2 * PATIENCE)

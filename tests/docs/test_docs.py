@@ -1,0 +1,137 @@
+"""The documents are true where a machine can tell: their code runs, and what they name exists."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.support.gpus import needs_gpu, several_gpus
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TIME_LIMIT = 600  # seconds, for a block or an example
+
+
+def blocks(language: str) -> list:
+    """A parameter for each block of a language, named after its document and line."""
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            if match[1] == language:
+                found.append(pytest.param(match[2], id=f"{document.relative_to(ROOT)}:{line}"))
+    return found
+
+
+def run(*arguments: str) -> str:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_block_runs(code: str) -> None:
+    run("-c", code)
+
+
+def test_documents_have_the_blocks_that_matter() -> None:
+    names = " ".join(str(block.id) for block in blocks("python"))
+    assert all(name in names for name in ("README.md", "semantics.md", "wire_format.md")), names
+    for document in DOCUMENTS:
+        languages = [match[1] for match in BLOCK.finditer(document.read_text())]
+        assert document.read_text().count("```") == 2 * len(languages), f"{document.name}: a fence is not closed"
+        unknown = set(languages) - {"python", "sh", "text"}
+        assert not unknown, f"{document.name}: blocks of {unknown} would be checked by nobody"
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+(?: [\w-]+)*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_a_document_names_exists(document: Path) -> None:
+    text = document.read_text()
+    targets = {name for names in make_targets() for name in names.split()}
+    shell = "\n".join(match[2] for match in BLOCK.finditer(text) if match[1] == "sh")
+    spans = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    indented = re.findall(r"^    (.+)$", text, re.MULTILINE)
+    missing = []
+    for target in re.findall(r"^make ([\w-]+)", "\n".join([shell, *spans, *indented]), re.MULTILINE):
+        if target not in targets:
+            missing.append(f"make {target}")
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        if not (document.parent / link).exists():
+            missing.append(f"link {link}")
+
+    # `folder/file`, or `folder/file.cc: name` for something that stands in it.
+    path = r"(?:csrc|nccl_ep|tests|tools|examples|docs|cmake|benchmarks)/[\w./*-]*"
+    for span in [*spans, *re.findall(path, shell)]:
+        match = re.fullmatch(rf"({path})(?:: (\w+))?", span)
+        if match is None:
+            continue
+        files = list(ROOT.glob(match[1].rstrip("/")))
+        if not files:
+            missing.append(match[1])
+        elif match[2] and not re.search(rf"\b{match[2]}\b", files[0].read_text()):
+            missing.append(span)
+    assert not missing, f"{document.name} names what is not there: {missing}"
+
+
+def names_in(*documents: str) -> set[str]:
+    return set(re.findall(r"\w+", "\n".join((ROOT / document).read_text() for document in documents)))
+
+
+def test_documents_tell_every_public_name_and_method() -> None:
+    """What a user may call is in the README or in the docs' semantics, DeepEP's methods in their own document."""
+    import nccl_ep
+
+    internal = {"__version__", "EpError", "Handle", "Pending", "Quant"}
+    native = names_in("README.md", "docs/semantics.md")
+    assert not set(nccl_ep.__all__) - internal - native
+    methods = {name for name in dir(nccl_ep.Buffer) if not name.startswith("_")}
+    assert not methods - native - names_in("docs/deepep.md")
+
+
+def test_tests_that_contributing_names_exist() -> None:
+    filters = re.findall(r"--gtest_filter='(\w+)\.", (ROOT / "CONTRIBUTING.md").read_text())
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests/cpp").glob("**/*.cc"))
+    assert filters and set(filters) <= set(re.findall(r"^TEST(?:_[FP])?\((\w+),", sources, re.MULTILINE))
+
+
+@pytest.mark.parametrize("options", ["", "--ranks 1", "--ranks 3 --processes"], ids=["default", "one", "processes"])
+def test_ll_moe_layer_example(options: str) -> None:
+    text = run("examples/ll_moe_layer.py", "--device", "cpu", *options.split())
+    for sentence in ("rows crossed between ranks", "The transport counted the same", "as expected of bf16",
+                     "the same bits every time"):  # fmt: skip
+        assert sentence in text, text
+
+
+LARGE = "--device cuda --tokens 4096 --hidden 7168"
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        pytest.param("", "ht", id="default"),
+        pytest.param("--ranks 1 --tokens 9", "ll", id="one"),
+        pytest.param("--ranks 3 --processes --tokens 1400 --hidden 512", "ht", id="processes"),
+        pytest.param(LARGE, "ht", marks=needs_gpu, id="gpu"),
+        pytest.param(f"{LARGE} --ranks 2 --processes", "ht", marks=[*needs_gpu, several_gpus], id="gpus"),
+    ],
+)
+def test_ht_moe_layer_example(options: str, mode: str) -> None:
+    """mode: of a call of all tokens whose sizes are known."""
+    text = run("examples/ht_moe_layer.py", *options.split())
+    assert text.count("as expected of bf16") == 5, text
+    for sentence in ('mode="auto" took "ht"', "of 4 dispatches to their final place", "gave the same bits"):
+        assert sentence in text, text
+    modes = re.findall(r'tokens a rank: mode="auto" took "(\w+)", y is as above', text)
+    assert modes == ["ll", mode], text

@@ -1,0 +1,265 @@
+"""``python -m nccl_ep.doctor``: on this machine, on machines that are made up, and with planted faults."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.doctor import __main__ as doctor
+from nccl_ep.doctor import facts as facts_of
+from nccl_ep.doctor import self_test
+from nccl_ep.doctor.facts import Facts, Gpu, collect, join_links, parse_topology
+from nccl_ep.doctor.findings import judge, plan
+from nccl_ep.testing import run_ranks
+from tests import ROOT
+
+HAS_GPU = torch.cuda.is_available()
+
+
+def run(*arguments: str, code: int, first_path: Path | None = None) -> str:
+    path = os.pathsep.join(filter(None, [str(first_path or ""), str(ROOT)]))
+    command = [sys.executable, "-m", "nccl_ep.doctor", *arguments]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def machine(gpus: int = 4) -> Facts:
+    """H200s on which all is well."""
+    pairs = {f"{a}-{b}": "NV18" for a in range(gpus) for b in range(a + 1, gpus)}
+    return Facts(
+        system="Linux", python="3.12", torch="2.11.0", torch_cuda="13.0", library="0.1.0", library_cuda=True,
+        nccl={"compiled": "2.28.9", "loaded": "2.28.9", "path": "libnccl.so.2", "problem": ""}, driver="580.1",
+        driver_cuda="13.0", gpus=[Gpu("NVIDIA H200", (9, 0), 132, 139.8) for _ in range(gpus)], pairs=pairs,
+        pairs_from="NVML", cuda_graphs=True, shm_bytes=1 << 30,
+    )  # fmt: skip
+
+
+# ---- This machine
+
+
+@pytest.mark.skipif(HAS_GPU, reason="what is well on a machine with GPUs depends on them")
+def test_without_a_gpu() -> None:
+    shown = run(code=0)
+    for line in ("note: torch finds no GPU", "Remedy: ", "will be used:  CPU ranks", "2 ranks on cpu: well"):
+        assert line in shown
+    report = json.loads(run("--json", code=0))
+    assert report["self_test"] == {"device": "cpu", "ranks": 2, "failure": ""} and report["exit_code"] == 0
+    assert report["facts"]["torch"] == torch.__version__ and report["facts"]["library_cuda"] == _C.has_cuda()
+    assert [finding["level"] for finding in report["findings"]] == ["note"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (HAS_GPU and _C.has_cuda()), reason="no GPU, or a build without CUDA")
+def test_with_gpus() -> None:
+    report = json.loads(run("--json", code=0))
+    count = torch.cuda.device_count()
+    assert report["self_test"] == {"device": "cuda", "ranks": count, "failure": ""}
+    assert len(report["facts"]["gpus"]) == count and len(report["facts"]["pairs"]) == count * (count - 1) // 2
+
+
+def test_nccl_info() -> None:
+    info = _C.nccl_info()
+    assert set(info) == {"compiled", "loaded", "path", "problem"}
+    assert bool(info["compiled"]) == _C.has_cuda()
+    assert bool(info["loaded"] or info["problem"]) == _C.has_cuda()
+
+
+def test_facts_of_this_machine() -> None:
+    found = collect()
+    assert found.library == nccl_ep.__version__ and found.python == sys.version.split()[0]
+    assert bool(found.gpus) == HAS_GPU
+    if os.path.isdir("/dev/shm"):
+        total = int(subprocess.check_output(["df", "--output=size", "-B1", "/dev/shm"], text=True).split()[1])
+        assert found.shm_bytes == total
+
+
+# ---- Machines that are made up
+
+
+def test_a_machine_on_which_all_is_well() -> None:
+    facts = machine()
+    assert judge(facts) == [] and plan(facts, []) == ("cuda", 4)
+    assert [finding.level for finding in judge(machine(1))] == ["note"]
+    lines = dict(doctor._lines(facts))
+    assert lines["pairs of GPUs"] == "NV18: 0-1 0-2 0-3 1-2 1-3 2-3 (from NVML)"
+    assert "132 SMs" in lines["GPU 3"] and "vmm" in lines["GPU 3"]
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no CUDA in the build": ({"library_cuda": False}, "built without CUDA", "NCCL_EP_CUDA=ON"),
+    "old NCCL": ({"nccl": {"problem": "this process has loaded NCCL 2.26.2, which is too old"}}, "2.26.2", ""),
+    "no NVLink": ({"pairs": {"0-1": "NV18", "0-2": "none"}}, "GPUs 0-2 reach", "nvidia-fabricmanager"),
+    "no cuMem": ({"gpus": [Gpu("A", (9, 0), 132, 80.0, vmm=False)]}, "cannot share memory by cuMem", "driver"),
+    "no handles": ({"gpus": [Gpu("A", (9, 0), 1, 1.0, posix_handles=False)]}, "cannot share memory", "driver"),
+    "old GPU": ({"gpus": [Gpu("A100", (8, 0), 108, 80.0)]}, "A100, has compute capability 8.0", "Hopper"),
+    "cuMem off": ({"environment": {"NCCL_CUMEM_ENABLE": "0"}}, "NCCL_CUMEM_ENABLE is 0", "unset"),
+    "windows off": ({"environment": {"NCCL_WIN_ENABLE": "0"}}, "NCCL_WIN_ENABLE is 0", "unset"),
+    "peers off": ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "uses no NVLink", "unset"),
+    "no graphs": ({"cuda_graphs": False}, "CUDA graphs cannot be captured", "driver"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_machines(fault: str) -> None:
+    changed, text, remedy = FAULTS[fault]
+    facts = machine()
+    for name, value in changed.items():
+        setattr(facts, name, value)
+    problems = [finding for finding in judge(facts) if finding.level == "problem"]
+    assert len(problems) == 1 and text in problems[0].text and remedy in problems[0].remedy
+    assert plan(facts, problems) == ("cpu", 2)
+
+
+def test_notes_are_no_problems() -> None:
+    for changed, text in (
+        ({"shm_bytes": 32 << 20}, "/dev/shm has 32 MiB"),
+        ({"shm_bytes": None}, "/dev/shm is not there"),
+        ({"pairs": {"0-1": "peer access"}}, "whether by NVLink or PCIe"),
+        ({"gpus": [Gpu("NVIDIA B200", (10, 0), 148, 180.0)] * 4}, "newer than the default build"),
+        ({"environment": {"NCCL_CUMEM_ENABLE": "1"}}, ""),
+    ):
+        facts = machine()
+        for name, value in changed.items():
+            setattr(facts, name, value)
+        findings = judge(facts)
+        assert all(finding.level == "note" for finding in findings) and bool(findings) == bool(text)
+        assert text in " ".join(finding.text for finding in findings)
+        assert plan(facts, findings) == ("cuda", 4)
+
+
+def test_exit_codes_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tested = []
+    monkeypatch.setattr(doctor, "self_test", lambda kind, ranks: tested.append((kind, ranks)) or failure)
+    for fault, failure, code in (("", "", 0), ("", "rank 1: it broke", 1), ("cuMem off", "", 1)):
+        facts = copy.deepcopy(machine())
+        if fault:
+            facts.environment = FAULTS[fault][0]["environment"]
+        monkeypatch.setattr(doctor, "collect", lambda facts=facts: facts)
+        assert doctor.main(["--json"]) == code
+        report = json.loads(capsys.readouterr().out)
+        assert report["exit_code"] == code and report["self_test"]["failure"] == failure
+        assert report["uses"] == ("CPU ranks" if fault else "4 GPUs over NVLink")
+        assert doctor.main([]) == code
+        shown = capsys.readouterr().out
+        assert ("PROBLEM: NCCL_CUMEM_ENABLE" in shown) == bool(fault) and failure in shown
+    assert tested == [("cuda", 4)] * 4 + [("cpu", 2)] * 2
+
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-47\t0\t\tN/A
+GPU1\tNV18\t X \tNODE\tNODE\t0-47\t0\t\tN/A
+GPU2\tSYS\tNODE\t X \tSYS\t48-95\t1\t\tN/A
+NIC0\tPIX\tNODE\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+
+
+def test_topology_of_nvidia_smi() -> None:
+    assert parse_topology(TOPOLOGY, 3) == {"0-1": "NV18", "0-2": "none", "1-2": "none"}
+    assert parse_topology(TOPOLOGY, 2) == {"0-1": "NV18"}
+    assert parse_topology(TOPOLOGY, 4) is None and parse_topology("", 2) is None
+
+
+def test_links_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs 0 and 1 have two links to one another and one to a switch, 2 has one to the switch, 3 has none."""
+    assert join_links([["b", "b", "switch"], ["a", "a", "switch"], ["switch"], []], ["a", "b", "c", "d"]) == {
+        "0-1": "NV2", "0-2": "NV1", "0-3": "none", "1-2": "NV1", "1-3": "none", "2-3": "none",
+    }  # fmt: skip
+
+    class NVMLError(Exception):
+        pass
+
+    links = {0: [("gpu", "b"), ("switch", "s")], 1: [("gpu", "a"), ("switch", "s")]}
+
+    def link(handle: int, index: int) -> tuple[str, str]:
+        if index >= len(links[handle]):
+            raise NVMLError
+        return links[handle][index]
+
+    fake: Any = types.SimpleNamespace(
+        NVMLError=NVMLError, NVML_NVLINK_MAX_LINKS=18, NVML_NVLINK_DEVICE_TYPE_SWITCH="switch",
+        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid[-1]),
+        nvmlDeviceGetPciInfo=lambda handle: types.SimpleNamespace(busId="ab"[handle]),
+        nvmlDeviceGetNvLinkState=lambda handle, index: bool(link(handle, index)),
+        nvmlDeviceGetNvLinkRemoteDeviceType=lambda handle, index: link(handle, index)[0],
+        nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, index: types.SimpleNamespace(busId=link(handle, index)[1]),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(facts_of, "_uuid", str)
+    assert facts_of._pairs_of_nvml(2) == {"0-1": "NV1"}
+    del fake.nvmlDeviceGetPciInfo
+    assert facts_of._pairs_of_nvml(2) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert facts_of._pairs_of_nvml(2) is None
+
+
+def test_pairs_fall_back_to_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} == {1, 2})
+    monkeypatch.setattr(facts_of, "_run", lambda *_: TOPOLOGY)
+    assert facts_of._pairs(3) == ({"0-1": "NV18", "0-2": "none", "1-2": "peer access"}, "nvidia-smi topo -m")
+    monkeypatch.setattr(facts_of, "_run", lambda *_: "")
+    assert facts_of._pairs(3) == ({"0-1": "none", "0-2": "none", "1-2": "peer access"}, "torch")
+    assert facts_of._pairs(1) == ({}, "")
+
+
+# ---- The self-test
+
+PLANTED = {
+    "a wrong bit": (
+        "import torch, nccl_ep\n"
+        "combine = nccl_ep.combine\n"
+        "def wrong(*args):\n"
+        "    y = combine(*args)\n"
+        "    y.view(torch.int16)[5, 7] ^= 1\n"
+        "    return y\n"
+        "nccl_ep.combine = wrong\n",
+        "rank 1: AssertionError: eager: not the oracle's result: 1 of 4096 elements differ, first at [5, 7]",
+    ),
+    "a rank that dies": ("import os\nos._exit(7)\n", "rank 1 ended with code 7"),
+    "a rank that raises": (
+        "import nccl_ep\n"
+        "def wrong(*args, **kwargs):\n"
+        "    raise MemoryError('no window')\n"
+        "nccl_ep.Buffer.for_shapes = wrong\n",
+        "rank 1: MemoryError: no window",
+    ),
+}
+
+
+@pytest.mark.skipif(HAS_GPU, reason="planted in two CPU ranks")
+@pytest.mark.parametrize("fault", PLANTED)
+def test_faults_of_ranks(fault: str, tmp_path: Path) -> None:
+    program, said = PLANTED[fault]
+    indented = "".join(f"    {line}\n" for line in program.splitlines())
+    (tmp_path / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '1':\n{indented}")
+    report = json.loads(run("--json", code=1, first_path=tmp_path))
+    assert said in report["self_test"]["failure"] and report["exit_code"] == 1
+
+
+def test_a_rank_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    code = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(60)\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    failure = self_test.self_test("cpu", 1, seconds=2.0)
+    assert failure == "the time limit ended rank 0"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_ranks_as_threads(num_ranks: int) -> None:
+    run_ranks(num_ranks, lambda group: self_test.check_rank(group, torch.device("cpu")))

@@ -1,0 +1,146 @@
+"""Kernels under delays: what is right stays right, and what is planted in them is found.
+
+Needs a build with the switch, which nothing else needs, best in a copy of the tree: the extension lands in nccl_ep/
+like any other, and a build directory that made one before does not notice that it was replaced.
+
+    cmake -S . -B build/gpu_testing -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_BUILD_TESTS=OFF
+    cmake --build build/gpu_testing && python3 -m pytest -m gpu tests/gpu/test_delays.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nccl_ep import _C
+from tests.support import gpu_chains, gpu_delays, gpu_ranks
+from tests.support.gpu_delays import SEARCHES, Found
+from tests.support.gpus import WORLDS, in_processes, needs_gpu, num_cases, num_replays, ranks_on_gpus
+from tests.support.harness import check_case
+from tests.support.ht_harness import check_ht_case
+from tests.support.processes import run_processes
+
+NUM_CASES, NUM_REPLAYS = num_cases(60), num_replays(1500)
+# Of a chain, in the search for a planted bug; half as many of high throughput; on one GPU, without graphs, a fifth.
+RUNS = 600
+PATIENCE = 150.0  # seconds for a world of processes
+
+_reason = "no delays in the kernels: build with -DNCCL_EP_GPU_TESTING=ON"
+pytestmark = [*needs_gpu, pytest.mark.skipif(not hasattr(_C, "set_gpu_testing"), reason=_reason)]
+WORLD = WORLDS[-1]
+ON_ONE_GPU = [name for name, search in SEARCHES.items() if search.on_one_gpu]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_delay() -> Iterator[None]:
+    yield
+    gpu_delays.set_testing()
+
+
+def _expect_found(found: Found, name: str) -> None:
+    print(f"{name}: {found.planted}")
+    assert not found.without, f"{name}: wrong without the bug"
+    assert found.planted, f"{name}: not noticed"
+
+
+# ---- The switch itself
+
+
+def test_a_bug_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=r'no kernel can have the bug "two_banks": there are one_bank, '):
+        _C.set_gpu_testing(0, bugs=["one_bank", "two_banks"])
+
+
+def test_delays_take_time() -> None:
+    """A world of one rank, whose calls take about 10 us: nearly all have a block or a warp that is late for longer."""
+
+    def milliseconds(chain: gpu_chains.Chain, graph: torch.cuda.CUDAGraph) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(50):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        chain.buffer.check()
+        assert int(chain.wrong) == 0
+        return float(start.elapsed_time(end))
+
+    with gpu_chains.chain_buffer(None, torch.device("cuda", 0)) as buffer:
+        chain = gpu_chains.Chain("dcddccc", buffer)
+        graph = chain.capture()
+        plain = milliseconds(chain, graph)
+        with gpu_delays.delays(seed=3):
+            delayed = milliseconds(chain, graph)
+        with gpu_delays.delays(seed=3, percent=10):
+            short = milliseconds(chain, graph)
+        again = milliseconds(chain, graph)
+    print(f"50 chains of 7: {plain:.1f} ms, delayed {delayed:.1f}, a tenth of it {short:.1f}, afterwards {again:.1f}")
+    assert delayed > plain + 50 * 7 * 0.02
+    assert short < plain + (delayed - plain) / 2
+    assert again < plain + (delayed - plain) / 2
+
+
+# ---- The world on one GPU
+
+
+def test_generated_cases_on_one_gpu() -> None:
+    for seed in range(NUM_CASES):
+        with gpu_delays.delays(seed=seed + 1):
+            check_case(gpu_ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
+
+
+def test_generated_cases_of_high_throughput_on_one_gpu() -> None:
+    for seed in range(NUM_CASES):
+        with gpu_delays.delays(seed=seed + 1):
+            check_ht_case(gpu_ranks.cuda_case(seed), device="cuda", num_sms=seed % 4)
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    """In another process: planted bugs must not reach this one."""
+    folder = tmp_path_factory.mktemp("one_gpu")
+    found: list[dict[str, Found]] = run_processes(
+        1, gpu_delays.search_on_one_gpu, folder, ON_ONE_GPU, RUNS // 5, timeout=2 * PATIENCE
+    )
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ON_ONE_GPU)
+def test_planted_bugs_on_one_gpu(name: str, one_gpu: dict[str, Found]) -> None:
+    _expect_found(one_gpu[name], name)
+
+
+# ---- Ranks in processes, each with a GPU of its own
+
+
+@ranks_on_gpus
+@pytest.mark.parametrize(
+    ("body", "graphs"),
+    [(gpu_delays.run_with_delays, "plain and with PDL"), (gpu_delays.run_ht_with_delays, "staged and given")],
+    ids=["ll", "ht"],
+)
+def test_cases_and_graphs_over_nccl(body: Any, graphs: str, tmp_path: Path) -> None:
+    count = max(NUM_CASES // 3, 1)
+    got: list[Any] = run_processes(WORLD, body, tmp_path, WORLD, count, in_processes(NUM_REPLAYS), timeout=PATIENCE)
+    for rank, found in enumerate(got):
+        print(f"rank {rank}: us a replay, {graphs}: {[round(each) for _, each in found.values()]}")
+        assert [wrong for wrong, _ in found.values()] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def over_nccl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    folder = tmp_path_factory.mktemp("over_nccl")
+    found: list[dict[str, Found]] = run_processes(
+        WORLD, gpu_delays.search_over_nccl, folder, list(SEARCHES), RUNS, timeout=2 * PATIENCE
+    )
+    return found[0]
+
+
+@ranks_on_gpus
+@pytest.mark.parametrize("name", list(SEARCHES))
+def test_planted_bugs_over_nccl(name: str, over_nccl: dict[str, Found]) -> None:
+    _expect_found(over_nccl[name], name)

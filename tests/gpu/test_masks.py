@@ -1,0 +1,50 @@
+"""Rank masks on GPUs: on one that holds the whole world, and with a GPU for each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import mask_ranks
+from tests.support.gpu_ranks import cuda_cases
+from tests.support.gpus import WORLDS, needs_gpu, num_cases, ranks_on_gpus
+from tests.support.mask_ranks import Parted, run_on_one_gpu, run_over_shapes
+from tests.support.processes import processes, run_processes
+from tests.support.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
+
+NUM_CASES = num_cases(60)
+pytestmark = needs_gpu
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_two_groups_on_one_gpu(num_ranks: int) -> None:
+    run_on_one_gpu([Parted(case) for case in cuda_cases(max(NUM_CASES // 3, 1), num_ranks)])
+
+
+def test_sizes_that_change_on_one_gpu() -> None:
+    first = frozenset({0, 1})
+    run_on_one_gpu([Parted(case, first) for case in cuda_cases(max(NUM_CASES // 3, 2), 3)], run_over_shapes)
+
+
+@ranks_on_gpus
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_masks_over_nccl(num_ranks: int, tmp_path: Path) -> None:
+    count = max(NUM_CASES // 6, 1)
+    assert (
+        run_processes(num_ranks, mask_ranks.run_masks, tmp_path, num_ranks, count, timeout=200.0) == [count] * num_ranks
+    )
+
+
+@ranks_on_gpus
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    num_ranks = WORLDS[-1]
+    with processes(num_ranks, mask_ranks.run_without_the_dead, tmp_path, num_ranks) as world:
+        outcomes = [world.wait(rank, timeout=150.0) for rank in range(num_ranks)]
+    assert [outcome.exitcode for outcome in outcomes] == [0] * (num_ranks - 1) + [mask_ranks.DEAD], outcomes
+
+
+@needs_sanitizer
+@pytest.mark.parametrize("tool", TOOLS)
+def test_sanitizers(tool: str, tmp_path: Path) -> None:
+    run_sanitizer(tool, mask_ranks.__name__, ["expert_major", "packed", "flat"], tmp_path)

@@ -1,0 +1,26 @@
+"""High-throughput dispatch and combine on CPU ranks: bit for bit what the oracle says, for many random cases."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.cases import Coverage, generate
+from tests.support.ht_harness import HtCoverage, check_ht_case
+
+# `make test-all` runs five times as many.
+NUM_CASES = int(os.environ.get("NCCL_EP_CASES", "6000" if os.environ.get("NCCL_EP_TEST_ALL") else "1200"))
+
+
+def test_generated_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    coverage, ht_coverage = Coverage(), HtCoverage()
+    for seed in range(NUM_CASES):
+        case = generate(seed)
+        outcome = check_ht_case(case, network_seed=seed % 4)
+        coverage.add(case, outcome.results)
+        ht_coverage.add(outcome)
+    with capsys.disabled():
+        print("\n" + coverage.report() + "\n" + ht_coverage.report())
+    if NUM_CASES >= 1200:
+        assert not coverage.missing() + ht_coverage.missing()

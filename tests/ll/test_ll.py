@@ -1,0 +1,28 @@
+"""Low-latency dispatch and combine on CPU ranks: bit for bit what the oracle says, for thousands of random cases."""
+
+import os
+
+import pytest
+
+from tests.support.cases import Coverage, generate
+from tests.support.expected import large_cases
+from tests.support.harness import check_case
+
+# `make test-all` runs five times as many.
+NUM_CASES = int(os.environ.get("NCCL_EP_CASES", "10000" if os.environ.get("NCCL_EP_TEST_ALL") else "2000"))
+
+
+def test_generated_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    coverage = Coverage()
+    for seed in range(NUM_CASES):
+        case = generate(seed)
+        results = check_case(case, staged=seed % 3 == 1, network_seed=seed % 4)
+        coverage.add(case, results)
+    with capsys.disabled():
+        print("\n" + coverage.report())
+    assert not coverage.missing()
+
+
+def test_large_cases() -> None:
+    for number, case in enumerate(large_cases()):
+        check_case(case, staged=number % 3 == 1)

@@ -1,0 +1,224 @@
+"""Runs a generated case on real ranks and holds every result against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import nccl_ep
+from nccl_ep import _C, reference
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.cases import Case, as_bytes
+from tests.support.patience import of_living_ranks
+
+
+@dataclass
+class RankResult:
+    """What one rank of the library made of a case."""
+
+    dispatched: nccl_ep.DispatchOutput
+    combined: torch.Tensor
+    scalars: torch.Tensor
+    wire: dict[str, list[int]] = field(default_factory=dict)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the current GPU. Ranks on CPUs are done when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
+    """A buffer of the case's sizes. options: of ``Buffer.for_shapes``."""
+    return nccl_ep.Buffer.for_shapes(
+        group,
+        max_tokens=case.max_tokens,
+        hidden=case.hidden,
+        topk=case.topk,
+        num_experts=case.num_experts,
+        **{"domain_size": case.domain_size, "timeout": of_living_ranks(60.0), **options},
+    )
+
+
+def make_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
+    """One in which all operations of the case fit."""
+    return case_buffer(
+        case, group, dtype=case.dtype, wire_dtype=torch.float32, scale_bytes=case.scales_width * 8, **options
+    )
+
+
+def garble(*tensors: torch.Tensor | None) -> None:
+    """Overwrites what they hold, with zeros where they have strides."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.reshape(-1).view(torch.uint8).fill_(0x5A) if tensor.is_contiguous() else as_bytes(tensor).zero_()
+
+
+def to_device(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """The tensor there, with its strides."""
+    return tensor if tensor is None or tensor.device == device else copy_to(tensor, device)
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same, a copy in any case."""
+    moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    as_bytes(moved).copy_(as_bytes(tensor))
+    return moved
+
+
+def dispatch_case(
+    case: Case, given: reference.RankInput, buffer: nccl_ep.Buffer, *, staged: bool = False, **options: Any
+) -> nccl_ep.DispatchOutput:
+    run = nccl_ep.dispatch_send if staged else nccl_ep.dispatch
+    x, topk_idx, weights, scales = (
+        to_device(t, buffer.device) for t in (given.x, given.topk_idx, given.topk_weights, given.scales)
+    )
+    result: Any = run(x, topk_idx, weights, buffer=buffer, scales=scales, **case.dispatch_kwargs(), **options)
+    if staged:
+        garble(x, topk_idx, weights, scales)  # inputs are free once the sending half is done
+        result = result.receive()
+    return result
+
+
+def combine_options(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of combine on a rank; the rest the library takes from the handle and the buffer."""
+    kwargs = case.combine_kwargs()
+    for name in ("num_experts", "layout", "domain_size"):
+        del kwargs[name]
+    mine = {name: value[rank] if isinstance(value, list) else value for name, value in kwargs.items()}
+    return {name: _to(value, device) for name, value in mine.items()}
+
+
+def combine_case(
+    case: Case, rows: torch.Tensor, handle: nccl_ep.Handle, rank: int, *, staged: bool = False, **options: Any
+) -> torch.Tensor:
+    kwargs = combine_options(case, rank, rows.device)
+    result: Any = (nccl_ep.combine_send if staged else nccl_ep.combine)(rows, handle, **kwargs, **options)
+    if staged:
+        rows.zero_()
+        result = result.receive()
+    return result
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return tuple(_to(item, device) for item in value) if isinstance(value, tuple) else value
+
+
+def run_case_on_rank(
+    case: Case, group: ThreadGroup, inputs: list[reference.RankInput], results: list[reference.DispatchResult],
+    *, staged: bool, network_seed: int, device: str, **options: Any,
+) -> RankResult:  # fmt: skip
+    rank = group.rank()
+    with make_buffer(case, group, network_seed=network_seed, device=device) as buffer:
+        out = dispatch_case(case, inputs[rank], buffer, staged=staged, **options)
+        rows = case.expert(out.x, results[rank], rank)
+        values = case.scalars(results[rank], rank).to(rows.device)
+        combined = combine_case(case, rows, out.handle, rank, staged=staged, **options)
+        scalars = nccl_ep.combine_weights(values, out.handle)
+        return RankResult(out, combined.cpu(), scalars.cpu(), buffer.wire_bytes())
+
+
+def check_dispatch(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, where: str) -> None:
+    for name in ("counts", "demand", "overflow", "offsets", "row_expert", "total", "topk_idx", "weights"):
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert (mine is None) == (theirs is None), f"{where}: {name} is {mine}, the oracle has {theirs}"
+        if mine is not None:
+            difference = reference.first_difference(mine.cpu(), theirs)
+            assert not difference, f"{where}: {name}: {difference}"
+    for name in ("x", "scales"):
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert (mine is None) == (theirs is None), f"{where}: {name}"
+        if mine is None:
+            continue
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype, f"{where}: {name} {mine.shape} {mine.dtype}"
+        valid = want.valid.flatten()
+        mine, theirs, width = as_bytes(mine), as_bytes(theirs), mine.shape[-1]
+        difference = reference.first_difference(mine.cpu().view(-1, width)[valid], theirs.view(-1, width)[valid])
+        assert not difference, f"{where}: {name}: {difference}"
+
+
+def check_results(
+    case: Case, inputs: list[reference.RankInput], results: list[reference.DispatchResult], got: Sequence[Any],
+    where: str,
+) -> None:  # fmt: skip
+    """Holds what every rank got (``dispatched``, ``combined``, ``scalars``) against the oracle."""
+    rows = [case.expert(got[rank].dispatched.x.cpu(), results[rank], rank) for rank in range(case.num_ranks)]
+    combined = reference.combine(rows, results, inputs, **case.combine_kwargs())
+    values = [case.scalars(result, rank) for rank, result in enumerate(results)]
+    scalars = reference.combine_weights(values, results, inputs, num_experts=case.num_experts, layout=case.layout)
+    for rank, result in enumerate(got):
+        here = f"{where} rank {rank}"
+        check_dispatch(result.dispatched, results[rank], here)
+        if case.zero_padding:
+            check_padding(result.dispatched, results[rank], here)
+        for name, mine, theirs in (
+            ("combined", result.combined, combined[rank]),
+            ("scalars", result.scalars, scalars[rank]),
+        ):
+            difference = reference.first_difference(mine, theirs)
+            assert not difference, f"{here}: {name}: {difference}"
+
+
+def check_case(
+    case: Case, *, staged: bool = False, network_seed: int = 0, device: str = "cpu", **options: Any
+) -> list[reference.DispatchResult]:
+    """Runs the case; fails with its description where a bit differs. Returns the oracle's results."""
+    inputs = case.inputs()
+    results = reference.dispatch(inputs, **case.dispatch_kwargs())
+    given = case.inputs() if staged else inputs  # a staged run overwrites its inputs
+    got = run_ranks(
+        case.num_ranks,
+        lambda group: run_case_on_rank(
+            case, group, given, results, staged=staged, network_seed=network_seed, device=device, **options
+        ),
+    )
+    check_results(case, inputs, results, got, case.describe())
+    if device == "cpu" and not _C.EMULATES_GPU:
+        check_wire(case, inputs, got)
+    return results
+
+
+def check_padding(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, where: str) -> None:
+    for tensor in (got.x, got.scales):
+        if tensor is not None:
+            padding = tensor.cpu().view(torch.uint8).flatten(0, -2)[~want.valid.flatten()]
+            assert not padding.any(), f"{where}: padding is not zero"
+
+
+def check_wire(case: Case, inputs: list[reference.RankInput], got: list[RankResult]) -> None:
+    """One row for each (token, rank with an expert of it), each way, and no byte more."""
+    rows = reference.wire_rows(inputs, num_experts=case.num_experts)
+    payload = case.hidden * (1 if case.quant else case.dtype.itemsize)
+    scales = got[0].dispatched.scales
+    body = payload + (0 if scales is None else -(-scales.shape[-1] * scales.element_size() // 16) * 16)
+    is_keyed = not case.quant and (not case.dtype.is_floating_point or case.dtype.itemsize == 1 or scales is not None)
+    keys = -(-body // 512) * 4 if is_keyed else 0
+    out_dtype = case.out_dtype or case.rows_dtype
+    home = case.hidden * (case.wire_dtype or out_dtype).itemsize
+    other = other_bytes(case, inputs, rows).tolist()
+    for rank, result in enumerate(got):
+        for peer in range(case.num_ranks):
+            there, back = int(rows[rank, peer]), int(rows[peer, rank])
+            assert result.wire["rows_count"][peer] == there + back, f"{case.describe()}: {rank} -> {peer}"
+            expected = there * (body + -(-keys // 16) * 16) + back * home
+            assert result.wire["rows"][peer] == expected, f"{case.describe()}: {rank} -> {peer} bytes"
+        assert result.wire["other"] == other[rank], f"{case.describe()}: rank {rank} beside rows"
+
+
+def other_bytes(case: Case, inputs: list[reference.RankInput], rows: torch.Tensor) -> torch.Tensor:
+    """What is no row of a dispatch, a combine and one of weights, [sender, peer], by docs/wire_format.md."""
+    ranks, local = case.num_ranks, case.num_experts // case.num_ranks
+    choices = torch.zeros(ranks, ranks, dtype=torch.int64)  # [source, owner]
+    for source, given in enumerate(inputs):
+        ids = given.topk_idx[(given.topk_idx >= 0) & (given.topk_idx < case.num_experts)]
+        choices[source] = torch.bincount(ids // local, minlength=ranks)
+    id_words = -(-case.topk // (4 if local <= 254 else 2))
+    ids_bytes = 8 * (id_words + id_words % 2) * torch.tensor(case.tokens)[:, None]
+    is_weighted = case.combine_weights in ("tensor", "masked")
+    scalars = choices if case.layout in reference.EXPERT_LAYOUTS else case.topk * rows
+    return 3 * 64 + ids_bytes + 8 * choices * (1 + is_weighted) + 8 * scalars.T
