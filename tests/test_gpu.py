@@ -32,6 +32,7 @@ from processes import run_processes
 from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 import nccl_ep
+from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 NUM_CASES, NUM_REPLAYS = num_cases(600), num_replays(10000 if TEST_ALL else 2000)
@@ -141,10 +142,12 @@ def test_names_of_kernels() -> None:
 
         def deepep(use_hook: bool) -> None:
             options = {"return_recv_hook": use_hook}
-            rows, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, 8, 4, use_fp8=False, **options)
+            rows, _, handle, _, hook = deep_ep.Buffer.of(buffer).low_latency_dispatch(
+                x, ids, 8, 4, use_fp8=False, **options
+            )
             if hook is not None:
                 hook()
-            _, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, **options)
+            _, _, hook = deep_ep.Buffer.of(buffer).low_latency_combine(rows, ids, weights, handle, **options)
             if hook is not None:
                 hook()
 
