@@ -1,17 +1,20 @@
 """Expert-parallel dispatch and combine for PyTorch: tokens to their experts' ranks and back, bit for bit the same."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch  # noqa: F401  (its libraries must be loaded before the extension)
 
 from . import log
 from ._version import __version__
 from .buffer import Buffer
-from .deepep_config import Config
-from .deepep_normal import topk_idx_t
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap
 from .functional import Pending, combine, combine_send, combine_weights, dispatch, dispatch_send
 from .handle import DispatchOutput, Handle, Layout, Quant
 from .high_throughput import Payload, dispatch_cached
+
+if TYPE_CHECKING:
+    from .deep_ep import Config, topk_idx_t
 
 log.set_up()
 
@@ -41,3 +44,16 @@ __all__ = [
     "dispatch_send",
     "topk_idx_t",
 ]
+
+_DEEP_EP = ("Config", "topk_idx_t")
+
+if not TYPE_CHECKING:  # or every name would be there for mypy
+
+    def __getattr__(name: str) -> Any:
+        """DeepEP's names, and ``nccl_ep.deep_ep``: loaded when asked for."""
+        if name == "deep_ep" or name in _DEEP_EP:
+            import importlib
+
+            module = importlib.import_module(".deep_ep", __name__)
+            return module if name == "deep_ep" else getattr(module, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -28,15 +28,12 @@ from .checks import (
     row_bytes_of,
     wrong_elements,
 )
-from .deepep_config import HtSizes, sizes_for_bytes
-from .deepep_low_latency import LowLatencyMethods
-from .deepep_normal import NormalMethods
-from .errors import TimeoutError, UsageError
+from .deprecated import DeepEpNames, deep_ep_window, has_deep_ep_arguments
+from .errors import UsageError
 from .log import logger
 from .modes import MODES, auto_ll_tokens
 
-_MIN_LL_BYTES = 1 << 20
-_MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/common/region.h
+MIN_LL_BYTES = 1 << 20
 _MAX_UINT64 = (1 << 64) - 1
 # Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
 # each stream.
@@ -45,24 +42,35 @@ _ADDED_UP = (  # of stats(), over the windows
     "ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines", "dropped_rows", "invalid_ids",
     "window_bytes", "arena_bytes", "arena_free_bytes",
 )  # fmt: skip
+Sizes: TypeAlias = tuple[int, int, int]  # bytes of (routing, dispatched rows, combined rows) in a bank
+HtSizes: TypeAlias = tuple[int, int, int, int, int, int]  # csrc/layout/ht_layout.h
 _numbers = itertools.count()
 _buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
 
 
-class Buffer(LowLatencyMethods, NormalMethods):
+class Companion(Protocol):
+    """What another face of a buffer keeps with it, as ``nccl_ep.deep_ep`` does."""
+
+    def num_bytes(self) -> int:
+        """Of memory beside the window."""
+        ...
+
+    def release(self) -> None:
+        """At the buffer's end."""
+        ...
+
+
+class Buffer(DeepEpNames):
     """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
 
     Args:
         group: a torch process group of any backend (gloo is legal), ``None`` for a world of one rank, or an object with
             ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
-        num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least, as DeepEP's callers state them: with
-            ``low_latency_mode`` for the normal and the low-latency mode, else both for the normal mode. Ignored with
-            ``sizes`` or ``ht_sizes``. ``Buffer.for_shapes`` is the simpler way to a window of the right size.
-        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, explicitly_destroy:
-            accepted in DeepEP's order; they change nothing here. enable_shrink: a rank that is late in a low-latency
-            operation is masked instead of failing the buffer (``low_latency_update_mask_buffer``); up to 64 ranks, the
-            same on all. comm: an mpi4py communicator in place of a group; MPI knows no deadline, so that making a
-            buffer has none then.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
+            allow_mnnvl, use_fabric, explicitly_destroy: DeepEP's, deprecated: ``nccl_ep.deep_ep.Buffer`` takes them.
+        enable_shrink: a rank that is late in a low-latency operation is masked instead of failing the buffer
+            (``nccl_ep.deep_ep.Buffer.low_latency_update_mask_buffer``); up to 64 ranks, the same on all.
+        comm: an mpi4py communicator in place of a group; MPI knows no deadline, so that making a buffer has none then.
         sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
         ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
@@ -77,9 +85,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
         MismatchError: the ranks disagree, with both values. TimeoutError: a rank did not come.
         SystemError: no memory for the window, or this build lacks the device.
 
-    The window takes ``buffer.stats()["window_bytes"]``. A buffer belongs to the process that made it.
-
-    Source: DeepEP's ``Buffer``, whose constructor's arguments come first.
+    ``Buffer.for_shapes`` is the simpler way to a window of the right size. It takes
+    ``buffer.stats()["window_bytes"]``. A buffer belongs to the process that made it.
     """
 
     def __init__(
@@ -96,8 +103,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
         enable_shrink: bool = False,
         comm: Any = None,
         *,
-        sizes: tuple[int, int, int] | None = None,
-        ht_sizes: tuple[int, int, int, int, int, int] | None = None,
+        sizes: Sizes | None = None,
+        ht_sizes: HtSizes | None = None,
         device: str | torch.device | None = None,
         timeout: float = 100.0,
         on_overflow: str = "count",
@@ -108,15 +115,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         rendezvous = rendezvous_of(group, comm)  # first: a refused buffer counts, or ranks would number others apart
         if on_overflow not in ("count", "raise"):
             raise ValueError(f'on_overflow is {on_overflow!r}, must be "count" or "raise"')
-        require_bools(
-            low_latency_mode=low_latency_mode,
-            allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
-            allow_mnnvl=allow_mnnvl,
-            use_fabric=use_fabric,
-            explicitly_destroy=explicitly_destroy,
-            enable_shrink=enable_shrink,
-        )
-        require_within(0, _MAX_WINDOW_BYTES, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
+        require_bools(enable_shrink=enable_shrink)
         require_within(0, _MAX_UINT64, network_seed=network_seed or 0)
         require_int32(domain_size=domain_size or 0)
         require_seconds(timeout=timeout)
@@ -126,9 +125,6 @@ class Buffer(LowLatencyMethods, NormalMethods):
             raise TypeError(f"name is a {type(name).__name__}, must be a str")
         self.group = comm if group is None else group
         self.rank, self.num_ranks = rendezvous.rank(), rendezvous.size()
-        self.group_size = self.num_ranks
-        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
         self.on_overflow = on_overflow
         self.max_tokens: int | None = None  # default of dispatch; for_shapes sets it
@@ -136,31 +132,30 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self._forms: dict[tuple[Any, ...], Any] = {}  # what forms.py has checked, by the numbers of the call
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
-        if sizes is None and ht_sizes is None:
-            normal_bytes = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
-            if normal_bytes > 0:
-                ht_sizes = sizes_for_bytes(normal_bytes, self.num_ranks, domain_size or self.num_ranks)
+        self._companion: Companion | None = None
+        deep_ep = (
+            num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
+            allow_mnnvl, use_fabric, explicitly_destroy,
+        )  # fmt: skip
+        if has_deep_ep_arguments(*deep_ep):
+            self._companion, sizes, ht_sizes = deep_ep_window(deep_ep, self.num_ranks, domain_size, sizes, ht_sizes)
         if sizes is None:
-            ll_bytes = num_rdma_bytes if low_latency_mode else 0
-            sizes = _C.sizes_for_window(self.num_ranks, max(ll_bytes, _MIN_LL_BYTES))
+            sizes = _C.sizes_for_window(self.num_ranks, MIN_LL_BYTES)
         self._rendezvous, self._timeout = rendezvous, timeout
         self._claims = {"domain_size": domain_size or 0, "network_seed": network_seed or 0}
-        self._sizes, self._ht_sizes = sizes, None if ht_sizes is None else HtSizes(*ht_sizes)
-        self._fitting: dict[tuple[int, int, int], int] = {}
+        self._sizes, self._ht_sizes = sizes, ht_sizes
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
-        self._scratch: dict[Any, torch.Tensor] = {}
-        self._unreceived: torch.Tensor | None = None
         self._comm_stream: Any = None
-        self._is_destroyed = self._has_missed_cleaning = False
+        self._is_destroyed = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
         # What stands for outputs that a layout has not got.
         self._empty = {type: self._seq.new_empty(0, dtype=type) for type in (torch.float32, torch.int32, torch.int64)}
-        self._windows: list[_C.Group] = []  # the first, and those that the normal mode has needed since
-        self._normal_name = self.name  # by which ops find the last
+        self._windows: list[_C.Group] = []  # the first, and those that DeepEP's normal mode has needed since
+        self._newest_name = self.name  # by which ops find the last
         self._memory_total = 0
         start = time.monotonic()
-        self.runtime = self._make_window(self.name, sizes, self._ht_sizes)
+        self.runtime = self._make_window(self.name, sizes, ht_sizes)
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
             logger.info(
@@ -233,7 +228,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         buffer.ll_max_tokens = ll_tokens if mode == "auto" else None
         return buffer
 
-    def _make_window(self, name: str, sizes: tuple[int, int, int], ht_sizes: HtSizes | None) -> _C.Group:
+    def _make_window(self, name: str, sizes: Sizes, ht_sizes: HtSizes | None) -> _C.Group:
         """Collective."""
         free = _free_memory(self.device)
         config = _C.GroupConfig(
@@ -252,26 +247,14 @@ class Buffer(LowLatencyMethods, NormalMethods):
         self._windows.append(made)
         return made
 
-    def _grow(self, ht_sizes: HtSizes) -> None:
-        """A further window for DeepEP's normal mode, which is too large for those there are. Collective.
+    def _add_window(self, ht_sizes: HtSizes) -> None:
+        """A further window, for high throughput alone. Collective.
 
         The others stay: graphs may have been captured on them, low latency goes on in the first.
         """
-        self.require_usable()
-        if self._has_missed_cleaning:
-            raise UsageError(
-                "a rank did not come when masks were to be cleaned: the buffer cannot grow, make a new one"
-            )
         name = f"{self.name}.{len(self._windows)}"
-        try:
-            window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"rank {self.rank} was growing {self.name} in a dispatch of DeepEP's normal mode, which has to make a "
-                f"further window of all ranks: {error}"
-            ) from error
-        self._normal_name, self._ht_sizes = name, ht_sizes  # not before: where there is no window, all is as it was
-        self._fitting.clear()
+        window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
+        self._newest_name, self._ht_sizes = name, ht_sizes  # not before: where there is no window, all is as it was
         logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
 
     # ---- State
@@ -329,7 +312,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         stats = dict(first) | {"grown": len(further)}
         for each in further:
             stats |= {name: stats[name] + each[name] for name in _ADDED_UP}
-        stats["scratch_bytes"] = sum(tensor.nbytes for tensor in self._scratch.values())
+        stats["scratch_bytes"] = 0 if self._companion is None else self._companion.num_bytes()
         if self.device.type == "cuda":
             stats["memory_total_bytes"] = self._memory_total
         return stats | {"mode": self._mode, "device": str(self.device), "domain_size": self.domain_size}
@@ -346,7 +329,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         require_shape(size)
         require_dtypes(dtype=dtype)
         try:
-            made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._normal_name, self._seq, list(size), dtype)
+            made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._newest_name, self._seq, list(size), dtype)
         except RuntimeError as error:
             raise error_of(self, error) from None
         return made
@@ -362,6 +345,18 @@ class Buffer(LowLatencyMethods, NormalMethods):
             total = {name: [a + b for a, b in zip(total[name], each[name], strict=True)] for name in total}
         return total
 
+    def get_comm_stream(self) -> Any:
+        """The buffer's own stream, of high priority, on which operations with ``async_finish`` run.
+
+        A ``torch.cuda.Stream``, made when first asked for; on a CPU buffer a ``torch.cpu.Stream``.
+        """
+        if self._comm_stream is None:
+            if self.device.type == "cpu":
+                self._comm_stream = torch.cpu.Stream()
+            else:
+                self._comm_stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        return self._comm_stream
+
     @property
     def domain_size(self) -> int:
         """Ranks that share memory with one another."""
@@ -375,8 +370,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
                 logger.info("destroying %s", repr(self))
             for window in self._windows:
                 window.destroy()
-            self._scratch.clear()
-            self._unreceived = None
+            if self._companion is not None:
+                self._companion.release()
 
     def __enter__(self) -> Buffer:
         return self

@@ -103,8 +103,8 @@ def form_of(
     """Checks the arguments of a call: the tensors each time, the numbers when they are new. Also returns T."""
     is_compiling = is_dynamo_compiling()
     if not isinstance(buffer, Buffer):
-        raise TypeError(f"buffer is a {type(buffer).__name__}, must be a nccl_ep.Buffer")
-    sizes = None if is_compiling else _sizes_on_same_device(buffer._seq, x, topk_idx, topk_weights, scales)
+        raise TypeError(_no_buffer(buffer))
+    sizes = None if is_compiling else _sizes_beside(buffer._seq, x, topk_idx, topk_weights, scales)
     if sizes is None:  # what is wrong, if anything
         require_tensors(x=x, topk_idx=topk_idx)
         require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
@@ -133,6 +133,12 @@ def form_of(
         buffer._forms[key] = form
         logger.debug("%s serves %s for the first time", buffer.name, form)
     return form, num_tokens
+
+
+def _no_buffer(buffer: object) -> str:
+    if isinstance(getattr(buffer, "core", None), Buffer):
+        return f"buffer is {buffer!r}, must be a nccl_ep.Buffer: give its core"
+    return f"buffer is a {type(buffer).__name__}, must be a nccl_ep.Buffer"
 
 
 def _default_capacity(layout: Layout, ranks: int, experts: int, max_tokens: int, topk: int, alignment: int) -> int:

@@ -1,10 +1,12 @@
-"""Checks the layering of csrc/ (docs/architecture.md) where CMake's include paths cannot."""
+"""Checks the layering of csrc/ (docs/architecture.md) where CMake's include paths cannot, and of nccl_ep/."""
 
+import ast
 import re
 import sys
 from pathlib import Path
 
-CSRC = Path(__file__).parent.parent / "csrc"
+ROOT = Path(__file__).parent.parent
+CSRC, PACKAGE = ROOT / "csrc", ROOT / "nccl_ep"
 LEVEL = {"base": 0, "layout": 1, "transport": 2, "runtime": 3, "cpu": 4, "cuda": 4, "include": 4, "api": 5, "torch": 6}
 
 
@@ -36,7 +38,37 @@ def faults(path: Path, text: str) -> list[str]:
     return found
 
 
+def run_at_import(body: list[ast.stmt]) -> list[ast.stmt]:
+    """What stands in no function, and is not for type checkers alone."""
+    found = []
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        found.append(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            found += run_at_import(node.orelse)
+            continue
+        for part in ("body", "orelse", "handlers", "finalbody"):
+            found += run_at_import(getattr(node, part, []))
+    return found
+
+
+def python_faults(path: Path, text: str) -> list[str]:
+    """nccl_ep.deep_ep is a face over the core: the core imports without it."""
+    if PACKAGE / "deep_ep" in path.parents:
+        return []
+    found = []
+    for node in run_at_import(ast.parse(text).body):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if any("deep_ep" in f"{module}.{name}".split(".") for name in names):
+            found.append(f"imports deep_ep in line {node.lineno}: only inside a function, when it is asked for")
+    return found
+
+
 paths = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cc", ".cuh", ".cu"))
-messages = [f"csrc/{path.relative_to(CSRC)} {fault}" for path in paths for fault in faults(path, path.read_text())]
-print("\n".join(messages) or f"layers: {len(paths)} files in order")
+messages = [f"{path.relative_to(ROOT)} {fault}" for path in paths for fault in faults(path, path.read_text())]
+modules = sorted(PACKAGE.rglob("*.py"))
+messages += [f"{path.relative_to(ROOT)} {fault}" for path in modules for fault in python_faults(path, path.read_text())]
+print("\n".join(messages) or f"layers: {len(paths)} + {len(modules)} files in order")
 sys.exit(bool(messages))

@@ -186,20 +186,22 @@ def op_cached(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_
 
 def deepep_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked) -> Operations:
     """DeepEP's methods: weights at combine, scales column-major. The bits must be those of the public functions."""
-    max_tokens = checked.out.handle.max_tokens
+    from nccl_ep import deep_ep  # an interface of its own, which the others do without
+
+    max_tokens, view = checked.out.handle.max_tokens, deep_ep.Buffer.of(buffer)
 
     def run_dispatch() -> Any:
-        return buffer.low_latency_dispatch(
+        return view.low_latency_dispatch(
             given.x, given.topk_idx, max_tokens, shape.num_experts, use_fp8=shape.quant is not None
         )
 
     handle = run_dispatch()[2]
 
     def run_combine() -> Any:
-        return buffer.low_latency_combine(checked.rows, given.topk_idx, given.weights, handle)
+        return view.low_latency_combine(checked.rows, given.topk_idx, given.weights, handle)
 
     def run_pair() -> Any:
-        return buffer.low_latency_combine(checked.rows, given.topk_idx, given.weights, run_dispatch()[2])
+        return view.low_latency_combine(checked.rows, given.topk_idx, given.weights, run_dispatch()[2])
 
     received = run_dispatch()[0]
     checked.require_same(received if shape.quant is None else received[0], run_combine()[0])

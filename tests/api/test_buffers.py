@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nccl_ep
-from nccl_ep import reference
+from nccl_ep import deep_ep, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, expected_cases, plain_case, shared_buffer
 from tests.support.harness import combine_options, garble, make_buffer
@@ -51,9 +51,9 @@ def test_a_window_of_given_bytes_serves_shapes_unknown_when_it_was_made() -> Non
     cases = expected_cases(6, num_ranks=2)
 
     def body(group: ThreadGroup) -> None:
-        with nccl_ep.Buffer(group, 0, 16 << 20, low_latency_mode=True, device="cpu", timeout=60.0) as buffer:
+        with deep_ep.Buffer(group, 0, 16 << 20, low_latency_mode=True, device="cpu", timeout=60.0) as buffer:
             for case in cases:
-                case.run(buffer)
+                case.run(buffer.core)
 
     run_ranks(2, body)
 

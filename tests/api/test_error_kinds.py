@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
+from nccl_ep import deep_ep
 from nccl_ep.checks import error_of
 
+_of = deep_ep.Buffer.of
 SIZES = {"max_tokens": 4, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu"}
 X, IDS = torch.ones(3, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1], [0, 1]])
 
@@ -49,30 +51,45 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: _dispatch(b, extra=X), "extra is a Tensor, must be a tuple or a list of tensors"),
     (lambda b: _dispatch(b, extra=None), "extra is None, must be a tuple or a list of tensors"),
     (lambda b: _dispatch(b, extra=3), "extra is 3, must be a tuple or a list of tensors"),
-    (lambda b: b.low_latency_combine(X, IDS, IDS, None), "handle is a NoneType, must be the 5 elements"),
-    (lambda b: b.low_latency_combine(X, IDS, IDS, (X,)), "handle is 1 elements, must be the 5 elements"),
-    (lambda b: b.get_dispatch_layout(None, 2), "topk_idx is None, must be a tensor"),
+    (lambda b: _of(b).low_latency_combine(X, IDS, IDS, None), "handle is a NoneType, must be the 5 elements"),
+    (lambda b: _of(b).low_latency_combine(X, IDS, IDS, (X,)), "handle is 1 elements, must be the 5 elements"),
+    (lambda b: _of(b).get_dispatch_layout(None, 2), "topk_idx is None, must be a tensor"),
     (lambda b: _dispatch(b, num_experts=[2]), "num_experts is a list, must be an integer"),
-    (lambda b: b.low_latency_combine(X, IDS, IDS, (None, None, 4, 64, 2)), "handle[0] is None, must be a tensor"),
-    (lambda b: b.low_latency_query_mask_buffer(None), "mask_status is None, must be a tensor"),
-    (lambda b: b.low_latency_update_mask_buffer("a"), "rank_to_mask is 'a', must be an integer"),
-    (lambda b: b.low_latency_update_mask_buffer(None), "rank_to_mask is None, must be an integer"),
-    (lambda b: b.low_latency_update_mask_buffer(0.5), "rank_to_mask is 0.5, must be an integer"),
-    (lambda b: b.clean_low_latency_buffer(8.0, 64, 2), "num_max_dispatch_tokens_per_rank is 8.0, must be an integer"),
-    (lambda b: b.get_next_low_latency_combine_buffer((IDS, None, [4], 64, 2)), "_per_rank is a list, must be an int"),
-    (lambda b: b.get_next_low_latency_combine_buffer((IDS, None, 4, 64.0, 2)), "hidden is 64.0, must be an integer"),
-    (lambda b: b.get_local_buffer_tensor("int8"), "dtype is 'int8', must be a torch.dtype"),
-    (lambda b: b.get_local_buffer_tensor(torch.int8, 3), "size is a int, must be a shape"),
-    (lambda b: b.get_local_buffer_tensor(torch.int8, (1.5,)), "size[0] is 1.5, must be an integer"),
-    (lambda b: b.get_local_buffer_tensor(torch.int8, offset=None), "offset is None, must be an integer"),
-    (lambda b: b.get_local_buffer_tensor(torch.int8, use_rdma_buffer="no"), "use_rdma_buffer is 'no', must be True or"),
-    (lambda b: b.low_latency_update_mask_buffer(0, "no"), "mask is 'no', must be True or False"),
-    (lambda b: b.get_dispatch_layout(IDS, 2, async_finish=torch.ones(2)), "async_finish is a Tensor, must be True or"),
+    (lambda b: _of(b).low_latency_combine(X, IDS, IDS, (None, None, 4, 64, 2)), "handle[0] is None, must be a tensor"),
+    (lambda b: _of(b).low_latency_query_mask_buffer(None), "mask_status is None, must be a tensor"),
+    (lambda b: _of(b).low_latency_update_mask_buffer("a"), "rank_to_mask is 'a', must be an integer"),
+    (lambda b: _of(b).low_latency_update_mask_buffer(None), "rank_to_mask is None, must be an integer"),
+    (lambda b: _of(b).low_latency_update_mask_buffer(0.5), "rank_to_mask is 0.5, must be an integer"),
+    (
+        lambda b: _of(b).clean_low_latency_buffer(8.0, 64, 2),
+        "num_max_dispatch_tokens_per_rank is 8.0, must be an integer",
+    ),
+    (
+        lambda b: _of(b).get_next_low_latency_combine_buffer((IDS, None, [4], 64, 2)),
+        "_per_rank is a list, must be an int",
+    ),
+    (
+        lambda b: _of(b).get_next_low_latency_combine_buffer((IDS, None, 4, 64.0, 2)),
+        "hidden is 64.0, must be an integer",
+    ),
+    (lambda b: _of(b).get_local_buffer_tensor("int8"), "dtype is 'int8', must be a torch.dtype"),
+    (lambda b: _of(b).get_local_buffer_tensor(torch.int8, 3), "size is a int, must be a shape"),
+    (lambda b: _of(b).get_local_buffer_tensor(torch.int8, (1.5,)), "size[0] is 1.5, must be an integer"),
+    (lambda b: _of(b).get_local_buffer_tensor(torch.int8, offset=None), "offset is None, must be an integer"),
+    (
+        lambda b: _of(b).get_local_buffer_tensor(torch.int8, use_rdma_buffer="no"),
+        "use_rdma_buffer is 'no', must be True or",
+    ),
+    (lambda b: _of(b).low_latency_update_mask_buffer(0, "no"), "mask is 'no', must be True or False"),
+    (
+        lambda b: _of(b).get_dispatch_layout(IDS, 2, async_finish=torch.ones(2)),
+        "async_finish is a Tensor, must be True or",
+    ),
     (lambda b: nccl_ep.dispatch_send(X, IDS, buffer=b, num_experts=2, async_finish="no"), "async_finish is 'no', must"),
     (lambda b: nccl_ep.combine_send(_dispatch(b).x, _dispatch(b).handle, async_finish=[]), "async_finish is a list, m"),
     (lambda b: nccl_ep.Buffer(None, low_latency_mode="no"), "low_latency_mode is 'no', must be True or False"),
     (lambda b: nccl_ep.Buffer(None, enable_shrink=()), "enable_shrink is a tuple, must be True or False"),
-    (lambda b: b.get_low_latency_rdma_size_hint(8, 64, None, 2), "num_ranks is None, must be an integer"),
+    (lambda b: _of(b).get_low_latency_rdma_size_hint(8, 64, None, 2), "num_ranks is None, must be an integer"),
     (lambda b: b.set_timeout("1"), "seconds is '1', must be a number of seconds"),
     (lambda b: nccl_ep.Buffer(None, "1"), "num_nvl_bytes is '1', must be an integer"),
     (lambda b: nccl_ep.Buffer(None, 0, 1e6), "num_rdma_bytes is 1000000.0, must be an integer"),
@@ -108,8 +125,9 @@ def test_wrong_kinds(buffer: nccl_ep.Buffer, call: Callable[[Any], Any], text: s
 def test_what_counts_as_true_and_false(buffer: nccl_ep.Buffer) -> None:
     is_true = (True, 1, torch.tensor(True), np.bool_(True))
     for value in (*is_true, False, 0, None, torch.tensor(False), np.bool_(False)):
-        *_, event = buffer.get_dispatch_layout(IDS, 2, async_finish=value)  # type: ignore[arg-type]
-        *_, ours, _ = buffer.low_latency_dispatch(X, IDS, 4, 2, use_fp8=False, async_finish=value)  # type: ignore[arg-type]
+        *_, event = _of(buffer).get_dispatch_layout(IDS, 2, async_finish=value)  # type: ignore[arg-type]
+        how: dict[str, Any] = {"use_fp8": False, "async_finish": value}
+        *_, ours, _ = _of(buffer).low_latency_dispatch(X, IDS, 4, 2, **how)
         assert (event.event is not None) == (ours.event is not None) == bool(value)
 
 
@@ -164,7 +182,7 @@ def test_deepep_dispatch_raises_what_was_dropped(how: str) -> None:
 
     def run(buffer: nccl_ep.Buffer, ids: torch.Tensor) -> torch.Tensor:
         options = {"async_finish": how == "later", "return_recv_hook": how == "hook"}
-        _, counts, _, _, hook = buffer.low_latency_dispatch(X, ids, 3, 2, use_fp8=False, **options)
+        _, counts, _, _, hook = _of(buffer).low_latency_dispatch(X, ids, 3, 2, use_fp8=False, **options)
         if hook is not None:
             hook()
         return counts

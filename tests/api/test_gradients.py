@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nccl_ep
+from nccl_ep import deep_ep
 
 IDS = torch.tensor([[0, 1], [1, 2], [0, 3], [3, 0]])
 SIZES: dict[str, Any] = {"max_tokens": 4, "num_experts": 4}
@@ -99,12 +100,14 @@ def _(buffer: nccl_ep.Buffer, x: torch.Tensor) -> torch.Tensor:
 
 @way("deepep: dispatch")
 def _(buffer: nccl_ep.Buffer, x: torch.Tensor) -> torch.Tensor:
-    return buffer.low_latency_dispatch(x, IDS, 4, 4, use_fp8=False)[0]
+    return deep_ep.Buffer.of(buffer).low_latency_dispatch(x, IDS, 4, 4, use_fp8=False)[0]
 
 
 @way("deepep: dispatch, hook")
 def _(buffer: nccl_ep.Buffer, x: torch.Tensor) -> torch.Tensor:
-    received, *_, hook = buffer.low_latency_dispatch(x, IDS, 4, 4, use_fp8=False, return_recv_hook=True)
+    received, *_, hook = deep_ep.Buffer.of(buffer).low_latency_dispatch(
+        x, IDS, 4, 4, use_fp8=False, return_recv_hook=True
+    )
     hook()
     return received
 
@@ -114,14 +117,14 @@ for name, given in (("", None), (", out", "out"), (", zero_copy", "scratch")):
 
         @way(f"deepep: combine{name}{', hook' if hooked else ''}")
         def _(buffer: nccl_ep.Buffer, x: torch.Tensor, given: Any = given, hooked: bool = hooked) -> torch.Tensor:
-            rows, _, handle, *_ = buffer.low_latency_dispatch(x.detach(), IDS, 4, 4, use_fp8=False)
+            rows, _, handle, *_ = deep_ep.Buffer.of(buffer).low_latency_dispatch(x.detach(), IDS, 4, 4, use_fp8=False)
             out = torch.empty(4, 16) if given == "out" else None
             if given == "scratch":
-                rows = buffer.get_next_low_latency_combine_buffer(handle).copy_(rows)
+                rows = deep_ep.Buffer.of(buffer).get_next_low_latency_combine_buffer(handle).copy_(rows)
                 rows.mul_(x.mean())
             else:
                 rows = rows * x.mean()
-            combined, _, hook = buffer.low_latency_combine(
+            combined, _, hook = deep_ep.Buffer.of(buffer).low_latency_combine(
                 rows, IDS, torch.ones(4, 2), handle, zero_copy=given == "scratch", out=out, return_recv_hook=hooked
             )
             if hooked:

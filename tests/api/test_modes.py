@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import nccl_ep
+from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.deepep_ranks import small_case
 from tests.support.expected import Expected, plain_case, shared_buffer
@@ -59,12 +60,12 @@ def test_results_are_the_oracles(mode: str, quant: str | None, device: str) -> N
                 if event.event is not None:
                     event.current_stream_wait()
                 deepep.check_received(0, received, counts, inside)
-            scratch = buffer.get_next_low_latency_combine_buffer(inside)
+            scratch = deep_ep.Buffer.of(buffer).get_next_low_latency_combine_buffer(inside)
             for handle in (outside, inside):
                 y, _, _ = deepep.send_back(buffer, handle)
                 deepep.check_combine(y.cpu(), 0)
             status = torch.ones(1, dtype=torch.int32, device=device)
-            buffer.low_latency_query_mask_buffer(status)
+            deep_ep.Buffer.of(buffer).low_latency_query_mask_buffer(status)
             assert status.tolist() == [0]
         scratch.zero_()
         y, _, _ = deepep.send_back(buffer, inside)
@@ -86,15 +87,16 @@ def test_modes_add_no_work(mode: str, device: str) -> None:
     x, ids = case.inputs[0].x.to(device), case.inputs[0].topk_idx.to(device)
     weights = torch.rand(ids.shape, device=device)
     with shared_buffer(ThreadGroup.make(1)[0], [case], device=device) as buffer:
+        view = deep_ep.Buffer.of(buffer)
 
         def native() -> None:
             out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=2, max_tokens=8)
             nccl_ep.combine(out.x, out.handle)
 
         def deepep() -> None:
-            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 8, 2, use_fp8=False)
-            buffer.low_latency_combine(rows, ids, weights, handle)
-            _, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, 8, 2, return_recv_hook=True)
+            rows, _, handle, _, _ = view.low_latency_dispatch(x, ids, 8, 2, use_fp8=False)
+            view.low_latency_combine(rows, ids, weights, handle)
+            _, _, handle, _, hook = view.low_latency_dispatch(x, ids, 8, 2, return_recv_hook=True)
             hook()
 
         for body in (native, deepep):

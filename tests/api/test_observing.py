@@ -95,7 +95,7 @@ def test_a_failure_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 PROGRAM = """
-import torch, nccl_ep
+import torch, nccl_ep, nccl_ep.deep_ep
 x, ids = torch.ones(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
 sizes = dict(max_tokens=3, hidden=64, topk=2, num_experts=2, device="cpu")
 with nccl_ep.Buffer.for_shapes(None, **sizes, mode="auto", name="layer") as buffer:
@@ -105,19 +105,20 @@ with nccl_ep.Buffer.for_shapes(None, **sizes, mode="auto", name="layer") as buff
     nccl_ep.combine_send(out.x, out.handle).receive()
     nccl_ep.combine_weights(out.weights, out.handle)
 
-    rows, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, 3, 2, use_fp8=False, return_recv_hook=True)
+    view = nccl_ep.deep_ep.Buffer.of(buffer)
+    rows, _, handle, _, hook = view.low_latency_dispatch(x, ids, 3, 2, use_fp8=False, return_recv_hook=True)
     hook()
-    buffer.low_latency_combine(rows, ids, torch.ones(3, 2), handle)
+    view.low_latency_combine(rows, ids, torch.ones(3, 2), handle)
 
     for capacity in (6, "exact"):
         out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=2, mode="ht", layout="flat", capacity=capacity)
         nccl_ep.combine(out.x, out.handle)
     nccl_ep.dispatch_cached(x, out.handle)
 
-    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)
-    rows, _, _, _, handle, _ = buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, torch.ones(3, 2))
-    buffer.combine(rows, handle)
-    buffer.dispatch(x, handle)
+    per_rank, _, per_expert, is_in_rank, _ = view.get_dispatch_layout(ids, 2)
+    rows, _, _, _, handle, _ = view.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, torch.ones(3, 2))
+    view.combine(rows, handle)
+    view.dispatch(x, handle)
 """
 
 

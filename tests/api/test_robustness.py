@@ -171,10 +171,11 @@ def test_a_receive_that_failed_says_so_again(buffer: nccl_ep.Buffer) -> None:
 
 
 def test_deepeps_names_and_biases() -> None:
+    from nccl_ep import deep_ep
     from nccl_ep.utils import EventHandle, EventOverlap
 
     assert (EventHandle, EventOverlap) == (nccl_ep.EventHandle, nccl_ep.EventOverlap)
-    with nccl_ep.Buffer(None, num_nvl_bytes=1 << 20, device="cpu") as buffer:
+    with deep_ep.Buffer(None, num_nvl_bytes=1 << 20, device="cpu") as buffer:
         counts = buffer.get_dispatch_layout(IDS, 4)
         weights = torch.ones(8, 2)
         handle = buffer.dispatch(X, None, counts[0], counts[1], counts[3], counts[2], IDS, weights)[4]

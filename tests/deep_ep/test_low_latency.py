@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nccl_ep
-from nccl_ep import _C
+from nccl_ep import _C, deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.deepep_ranks import IDS, QUANTS, deepep_cases, dispatched, one_rank, rebuilt, run_program, small_case
 from tests.support.expected import shared_buffer
@@ -125,14 +125,14 @@ def test_a_program_written_for_deepep(tmp_path: Path) -> None:
 
 
 def test_constructor_is_deepeps() -> None:
-    parameters = list(inspect.signature(nccl_ep.Buffer.__init__).parameters.values())[1:]
-    positional = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
+    parameters = list(inspect.signature(deep_ep.Buffer.__init__).parameters.values())[1:]
+    positional = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert list(positional.items()) == [
         ("group", None), ("num_nvl_bytes", 0), ("num_rdma_bytes", 0), ("low_latency_mode", False),
         ("num_qps_per_rank", 24), ("allow_nvlink_for_low_latency_mode", True), ("allow_mnnvl", False),
         ("use_fabric", False), ("explicitly_destroy", False), ("enable_shrink", False), ("comm", None),
     ]  # fmt: skip
-    with nccl_ep.Buffer(None, 256, 1 << 22, True, 4, True, False, False, True, device="cpu") as buffer:
+    with deep_ep.Buffer(None, 256, 1 << 22, True, 4, True, False, False, True, device="cpu") as buffer:
         assert (buffer.rank, buffer.group_size, buffer.group, buffer.num_sms) == (0, 1, None, 20)
         assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.low_latency_mode) == (256, 1 << 22, True)
         assert buffer.explicitly_destroy and not buffer.enable_shrink and buffer.runtime is not None
@@ -156,11 +156,11 @@ class _Communicator:
 
 def test_a_communicator_of_mpi_in_place_of_a_group() -> None:
     case = small_case(2)
-    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(8, 64, 2, 4)
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 64, 2, 4)
 
     def body(group: ThreadGroup) -> None:
         comm = _Communicator(group)
-        with nccl_ep.Buffer(None, 0, hint, low_latency_mode=True, comm=comm, device="cpu") as buffer:
+        with deep_ep.Buffer(None, 0, hint, low_latency_mode=True, comm=comm, device="cpu") as buffer:
             assert (buffer.rank, buffer.group_size) == (group.rank(), 2) and buffer.group is comm
             case.run(buffer)
 
@@ -171,16 +171,16 @@ def test_signatures_are_deepeps() -> None:
     def names(method: Any) -> list[str]:
         return [name for name in inspect.signature(method).parameters if name != "self"]
 
-    assert names(nccl_ep.Buffer.low_latency_dispatch) == [
+    assert names(deep_ep.Buffer.low_latency_dispatch) == [
         "x", "topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts", "cumulative_local_expert_recv_stats",
         "dispatch_wait_recv_cost_stats", "use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook",
     ]  # fmt: skip
-    assert inspect.signature(nccl_ep.Buffer.low_latency_dispatch).parameters["use_fp8"].default is True
-    assert names(nccl_ep.Buffer.low_latency_combine) == [
+    assert inspect.signature(deep_ep.Buffer.low_latency_dispatch).parameters["use_fp8"].default is True
+    assert names(deep_ep.Buffer.low_latency_combine) == [
         "x", "topk_idx", "topk_weights", "handle", "use_logfmt", "zero_copy", "async_finish", "return_recv_hook",
         "out", "combine_wait_recv_cost_stats",
     ]  # fmt: skip
-    assert names(nccl_ep.Buffer.get_low_latency_rdma_size_hint) == [
+    assert names(deep_ep.Buffer.get_low_latency_rdma_size_hint) == [
         "num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts",
     ]  # fmt: skip
 
@@ -189,7 +189,7 @@ def test_signatures_are_deepeps() -> None:
 def test_size_hint_suffices(shape: tuple[int, int, int, int]) -> None:
     """What the window of that many bytes is split into has room for every top-k."""
     max_tokens, hidden, ranks, experts = shape
-    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(max_tokens, hidden, ranks, experts)
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(max_tokens, hidden, ranks, experts)
     assert hint % 128 == 0
     split = _C.sizes_for_window(ranks, hint)
     for topk in (1, 8, 32):
@@ -200,9 +200,9 @@ def test_size_hint_suffices(shape: tuple[int, int, int, int]) -> None:
 
 
 def test_a_buffer_of_the_hint_runs() -> None:
-    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(8, 64, 1, 4)
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 64, 1, 4)
     ids = torch.arange(32).repeat(8, 1) % 4
-    with nccl_ep.Buffer(None, 0, hint, low_latency_mode=True, device="cpu") as buffer:
+    with deep_ep.Buffer(None, 0, hint, low_latency_mode=True, device="cpu") as buffer:
         buffer.clean_low_latency_buffer(8, 64, 4)
         _, counts, _, _, _ = buffer.low_latency_dispatch(torch.ones(8, 64).bfloat16(), ids, 8, 4, use_fp8=False)
         assert counts.tolist() == [8, 8, 8, 8]  # of 64 rows each, those past the R * M there is room for are dropped
@@ -219,7 +219,7 @@ def test_clean_says_what_does_not_fit() -> None:
 def test_rows_that_no_operation_has(hidden: int) -> None:
     text = f"rows of {hidden} x torch.bfloat16 have {2 * hidden} bytes, must be a multiple of 16 up to 65536"
     with pytest.raises(ValueError, match=text):
-        nccl_ep.Buffer.get_low_latency_rdma_size_hint(128, hidden, 8, 256)
+        deep_ep.Buffer.get_low_latency_rdma_size_hint(128, hidden, 8, 256)
     with one_rank() as buffer, pytest.raises(ValueError, match=text):
         buffer.clean_low_latency_buffer(4, hidden, 2)
 
@@ -227,12 +227,12 @@ def test_rows_that_no_operation_has(hidden: int) -> None:
 @pytest.mark.parametrize("ranks", [0, -8, 1 << 31])
 def test_ranks_that_no_world_has(ranks: int) -> None:
     with pytest.raises(ValueError, match=f"num_ranks is {ranks}, must be 1 to 2147483647"):
-        nccl_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 256)
+        deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 256)
 
 
 def test_local_buffer_tensor_is_scratch() -> None:
-    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(4, 64, 1, 2)
-    with nccl_ep.Buffer(None, 256, hint, low_latency_mode=True, device="cpu", timeout=5.0) as buffer:
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(4, 64, 1, 2)
+    with deep_ep.Buffer(None, 256, hint, low_latency_mode=True, device="cpu", timeout=5.0) as buffer:
         whole = buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)
         assert whole.shape == (hint,) and whole.dtype == torch.int8
         ids, rows, _, handle, _, hook = dispatched(buffer, return_recv_hook=True)
@@ -281,7 +281,7 @@ def test_masks_ofone_rank() -> None:
 
     def two_ranks(group: ThreadGroup) -> None:
         with (
-            shared_buffer(group, [small_case()]) as buffer,
+            deep_ep.Buffer.of(shared_buffer(group, [small_case()])) as buffer,
             pytest.raises(ValueError, match=r"strides .*must be contiguous"),
         ):
             buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.int32)[::2])

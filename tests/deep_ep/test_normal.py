@@ -22,10 +22,14 @@ from tests.support.deepep_normal_ranks import (
     run_program,
     small_case,
 )  # fmt: skip
-from tests.support.deepep_ranks import rebuilt
-from tests.support.deepep_ranks import small_case as low_latency_case
-from tests.support.patience import PATIENCE
-from tests.support.processes import run_processes
+from deepep_ranks import rebuilt
+from deepep_ranks import small_case as low_latency_case
+from patience import PATIENCE
+from processes import run_processes
+
+import nccl_ep
+from nccl_ep import deep_ep, reference
+from nccl_ep.testing import ThreadGroup, run_ranks
 
 HALF = torch.bfloat16
 WAYS: list[dict[str, Any]] = [{}, {"async_finish": True}, {"config": nccl_ep.Config(num_sms=4)}]
@@ -178,7 +182,7 @@ def test_the_window_grows(num_ranks: int, domain_size: int | None) -> None:
         rank = group.rank()
         with normal_buffer(group, 20_000 * num_ranks, domain_size=domain_size, timeout=PATIENCE) as buffer:
             handle = small.check_received(rank, small.send(buffer))
-            old = buffer.empty([4, 8], torch.float32).fill_(3)
+            old = buffer.core.empty([4, 8], torch.float32).fill_(3)
             before = buffer.stats()
             assert before["grown"] == 0
             received = large.send(buffer)
@@ -200,7 +204,7 @@ def test_the_window_grows(num_ranks: int, domain_size: int | None) -> None:
 def test_a_buffer_with_two_windows_is_one_buffer() -> None:
     """Findings, counters, deadline and end are of both; low latency goes on in the first, between its halves too."""
     low = low_latency_case(1, hidden=128)
-    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 1, 2)
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 1, 2)
     with normal_buffer(None, 20_000, num_rdma_bytes=hint, low_latency_mode=True) as buffer:
 
         def dispatch(ids: torch.Tensor) -> None:
@@ -215,7 +219,7 @@ def test_a_buffer_with_two_windows_is_one_buffer() -> None:
         hook()
         low.check_received(0, received, counts, handle)
         assert buffer.stats()["invalid_ids"] == 3 + 2 * 500  # the counts of 500 tokens were told twice
-        assert sum(buffer.wire_bytes()["rows_count"]) == 3 + 500 + len(low.inputs[0].x)
+        assert sum(buffer.core.wire_bytes()["rows_count"]) == 3 + 500 + len(low.inputs[0].x)
         for number in (3, 500):
             with pytest.raises(ValueError, match=f"{number} expert ids"):
                 buffer.check()
@@ -346,7 +350,7 @@ def test_both_modes_in_any_order() -> None:
     """One buffer, as those who serve make it: normal operations between the halves of low-latency ones."""
     normal = normal_cases(6, 2, domain_size=None)
     low = [low_latency_case(2, seed=seed, hidden=128) for seed in (3, 5)]
-    hint = nccl_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 2, 4)
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 2, 4)
 
     def body(group: ThreadGroup) -> None:
         rank, order = group.rank(), random.Random(5)
@@ -364,8 +368,8 @@ def test_both_modes_in_any_order() -> None:
                 hook()
                 low[number % 2].check_combine(combined, rank)
             out = nccl_ep.dispatch(
-                torch.ones(2, 16), torch.tensor([[0, 3]] * 2), buffer=buffer, num_experts=4, max_tokens=2, mode="ht",
-                layout="flat",
+                torch.ones(2, 16), torch.tensor([[0, 3]] * 2), buffer=buffer.core, num_experts=4, max_tokens=2,
+                mode="ht", layout="flat",
             )  # fmt: skip
             assert int(out.total) == 4
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import nccl_ep
-from nccl_ep.deepep_config import bytes_for_tokens, sizes_for_bytes, tokens_that_fit
+from nccl_ep import deep_ep
+from nccl_ep.deep_ep.config import bytes_for_tokens, sizes_for_bytes, tokens_that_fit
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.deepep_normal_ranks import normal_arguments, normal_buffer, small_case
 
@@ -25,28 +26,28 @@ def test_signatures_are_deepeps() -> None:
         return [name for name in inspect.signature(method).parameters if name != "self"]
 
     stream = ["previous_event", "async_finish", "allocate_on_comm_stream"]
-    assert names(nccl_ep.Buffer.get_dispatch_layout) == ["topk_idx", "num_experts", *stream]
-    assert names(nccl_ep.Buffer.dispatch) == [
+    assert names(deep_ep.Buffer.get_dispatch_layout) == ["topk_idx", "num_experts", *stream]
+    assert names(deep_ep.Buffer.dispatch) == [
         "x", "handle", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank", "num_tokens_per_expert",
         "topk_idx", "topk_weights", "expert_alignment", "num_worst_tokens", "config", *stream,
     ]  # fmt: skip
-    assert names(nccl_ep.Buffer.combine) == ["x", "handle", "topk_weights", "bias", "config", *stream]
+    assert names(deep_ep.Buffer.combine) == ["x", "handle", "topk_weights", "bias", "config", *stream]
     assert names(nccl_ep.Config) == [
         "num_sms", "num_max_nvl_chunked_send_tokens", "num_max_nvl_chunked_recv_tokens",
         "num_max_rdma_chunked_send_tokens", "num_max_rdma_chunked_recv_tokens",
     ]  # fmt: skip
-    assert nccl_ep.Buffer.is_sm90_compiled() in (True, False) and nccl_ep.topk_idx_t == torch.int64
+    assert deep_ep.Buffer.is_sm90_compiled() in (True, False) and nccl_ep.topk_idx_t == torch.int64
 
 
 def test_configs() -> None:
     nvl = [(config.num_max_nvl_chunked_send_tokens, config.num_max_nvl_chunked_recv_tokens)
-           for config in map(nccl_ep.Buffer.get_dispatch_config, (2, 4, 8, 16, 64, 96, 128, 144, 160))]  # fmt: skip
+           for config in map(deep_ep.Buffer.get_dispatch_config, (2, 4, 8, 16, 64, 96, 128, 144, 160))]  # fmt: skip
     assert nvl == [
         (24, 256), (6, 256), (6, 256), (36, 288), (32, 288), (20, 480), (20, 560), (32, 720), (28, 720),
     ]  # fmt: skip
-    assert nccl_ep.Buffer.get_combine_config(4) == nccl_ep.Config(20, 9, 256, 6, 128)
-    assert nccl_ep.Buffer.get_combine_config(32) == nccl_ep.Config(20, 1, 288, 8, 128)
-    assert nccl_ep.Buffer.get_combine_config(3) == nccl_ep.Config() == nccl_ep.Config(20, 6, 256, 6, 256)
+    assert deep_ep.Buffer.get_combine_config(4) == nccl_ep.Config(20, 9, 256, 6, 128)
+    assert deep_ep.Buffer.get_combine_config(32) == nccl_ep.Config(20, 1, 288, 8, 128)
+    assert deep_ep.Buffer.get_combine_config(3) == nccl_ep.Config() == nccl_ep.Config(20, 6, 256, 6, 256)
     assert nccl_ep.Config(num_sms=8).num_sms == 8
     for wrong, text in (((-2,), "num_sms is -2"), ((20, 6, 6), "sends of 6 .* receives of 6"), ((20, 0), "of 0 tokens"),
                         ((20, 6, 256, 6, 11), "at most half of receives of 11")):  # fmt: skip
@@ -69,19 +70,19 @@ def test_configs() -> None:
 def test_num_sms() -> None:
     try:
         with normal_buffer(None) as buffer:
-            assert buffer.num_sms == nccl_ep.Buffer.num_sms == 20
+            assert buffer.num_sms == deep_ep.Buffer.num_sms == 20
             buffer.set_num_sms(24)
-            assert nccl_ep.Buffer.num_sms == 24 and nccl_ep.Buffer.get_dispatch_config(8).num_sms == 24
-            nccl_ep.Buffer.set_num_sms(6)
+            assert deep_ep.Buffer.num_sms == 24 and deep_ep.Buffer.get_dispatch_config(8).num_sms == 24
+            deep_ep.Buffer.set_num_sms(6)
             assert buffer.num_sms == 6 and buffer.get_combine_config(160).num_sms == 6
             for wrong in (3, -2):
                 with pytest.raises(ValueError, match=f"num_sms is {wrong}, must be even"):
-                    nccl_ep.Buffer.set_num_sms(wrong)
+                    deep_ep.Buffer.set_num_sms(wrong)
             for kind in (4.0, None):
                 with pytest.raises(TypeError, match=f"num_sms is {kind}, must be an integer"):
-                    nccl_ep.Buffer.set_num_sms(kind)  # type: ignore[arg-type]
+                    deep_ep.Buffer.set_num_sms(kind)  # type: ignore[arg-type]
     finally:
-        nccl_ep.Buffer.set_num_sms(20)
+        deep_ep.Buffer.set_num_sms(20)
 
 
 @pytest.mark.parametrize(("ranks", "hidden"), [(1, 64), (2, 2880), (4, 7168), (8, 7168), (16, 4096), (64, 16384)])
@@ -119,7 +120,7 @@ def test_more_tokens_than_fit_without_asking() -> None:
     x, ids = torch.ones(3000, 512, dtype=HALF), torch.zeros(3000, 2, dtype=torch.int64)
     num_bytes = 1 << 20
     for _ in range(2):
-        with nccl_ep.Buffer(None, num_bytes, device="cpu") as buffer:
+        with deep_ep.Buffer(None, num_bytes, device="cpu") as buffer:
             per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 4)
             arguments = (x, None, per_rank, None, is_in_rank, per_expert, ids, torch.ones(3000, 2), 1, 3000)
             if num_bytes > 1 << 20:
@@ -132,9 +133,8 @@ def test_more_tokens_than_fit_without_asking() -> None:
 
 
 def test_a_buffer_for_shapes_serves_too() -> None:
-    with nccl_ep.Buffer.for_shapes(
-        None, max_tokens=4, hidden=64, topk=2, num_experts=2, mode="ht", device="cpu"
-    ) as buffer:
+    core = nccl_ep.Buffer.for_shapes(None, max_tokens=4, hidden=64, topk=2, num_experts=2, mode="ht", device="cpu")
+    with deep_ep.Buffer.of(core) as buffer:
         rows, _, _, counts, handle, _ = buffer.dispatch(**normal_arguments(buffer))
         assert rows.shape == (2, 64) and counts == [1, 2]
         assert buffer.combine(rows, handle)[0][:, 0].tolist() == [1, 1, 0]
@@ -252,7 +252,7 @@ def test_a_handle_that_is_none() -> None:
 
 def test_wider_rows_than_those_of_the_dispatch() -> None:
     """A window grows in a dispatch; what its handle serves later has to fit."""
-    with nccl_ep.Buffer(None, 1 << 17, device="cpu") as buffer:
+    with deep_ep.Buffer(None, 1 << 17, device="cpu") as buffer:
         arguments = normal_arguments(buffer)
         rows, _, _, _, handle, _ = buffer.dispatch(**arguments)
         calls: list[Callable[[], Any]] = [
@@ -292,7 +292,7 @@ def test_a_layout_that_cannot_be() -> None:
 
 def test_a_buffer_without_room() -> None:
     """One made for low latency alone, and one that is gone."""
-    with nccl_ep.Buffer(None, 0, 1 << 21, low_latency_mode=True, device="cpu") as buffer:
+    with deep_ep.Buffer(None, 0, 1 << 21, low_latency_mode=True, device="cpu") as buffer:
         arguments = normal_arguments(buffer)
         with pytest.raises(ValueError, match="without room for the normal mode: give num_nvl_bytes"):
             buffer.dispatch(**arguments)

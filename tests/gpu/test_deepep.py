@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import nccl_ep
+from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support import deepep_ranks
 from tests.support.deepep_ranks import deepep_cases, small_case
@@ -53,7 +54,7 @@ def test_async_runs_beside_the_current_stream() -> None:
 
         x, ids = case.inputs[0].x.cuda(), case.inputs[0].topk_idx.cuda()
         slow = busy(200)
-        *_, event, _ = buffer.low_latency_dispatch(x, ids, 8, 2, use_fp8=False, async_finish=True)
+        *_, event, _ = deep_ep.Buffer.of(buffer).low_latency_dispatch(x, ids, 8, 2, use_fp8=False, async_finish=True)
         # It waits for what the current stream had to do.
         assert not event.event.query() and not slow.query()
         with event:
@@ -103,7 +104,7 @@ def test_graphs_with_new_routing(quant: str | None, way: int) -> None:
     """src_info, layout_range, scales and counts of a replay are those of its routing."""
     cases = [small_case(1, quant=quant, hidden=640, num_experts=4, seed=2 * seed + 1) for seed in range(6)]
     given = [case.inputs[0] for case in cases]
-    with shared_buffer(ThreadGroup.make(1)[0], cases, device="cuda") as buffer:
+    with deep_ep.Buffer.of(shared_buffer(ThreadGroup.make(1)[0], cases, device="cuda")) as buffer:
         x, ids = given[0].x.cuda(), given[0].topk_idx.cuda()
         weights, rows = torch.empty(8, 2, device="cuda"), cases[0].rows[0].cuda()
         masked = torch.empty_like(ids)
@@ -151,7 +152,7 @@ def test_statistics_are_added() -> None:
 
 
 def test_masks_and_scratch() -> None:
-    with nccl_ep.Buffer(None, 0, 1 << 22, low_latency_mode=True, device="cuda") as buffer:
+    with deep_ep.Buffer(None, 0, 1 << 22, low_latency_mode=True, device="cuda") as buffer:
         status = torch.full((1,), 3, dtype=torch.int32, device="cuda")
         buffer.low_latency_query_mask_buffer(status)
         assert status.item() == 0

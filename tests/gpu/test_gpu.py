@@ -27,10 +27,14 @@ from tests.support.gpus import (
     ranks_on_gpus,
     several_gpus,
 )
-from tests.support.harness import check_case, combine_case, dispatch_case, make_buffer
-from tests.support.ht_harness import check_ht_case
-from tests.support.processes import run_processes
-from tests.support.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
+from harness import check_case, combine_case, dispatch_case, make_buffer
+from ht_harness import check_ht_case
+from processes import run_processes
+from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
+
+import nccl_ep
+from nccl_ep import deep_ep
+from nccl_ep.testing import ThreadGroup, run_ranks
 
 NUM_CASES, NUM_REPLAYS = num_cases(600), num_replays(10000 if TEST_ALL else 2000)
 PATIENCE = 150.0  # seconds for a world of processes
@@ -139,10 +143,12 @@ def test_names_of_kernels() -> None:
 
         def deepep(use_hook: bool) -> None:
             options = {"return_recv_hook": use_hook}
-            rows, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, 8, 4, use_fp8=False, **options)
+            rows, _, handle, _, hook = deep_ep.Buffer.of(buffer).low_latency_dispatch(
+                x, ids, 8, 4, use_fp8=False, **options
+            )
             if hook is not None:
                 hook()
-            _, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, **options)
+            _, _, hook = deep_ep.Buffer.of(buffer).low_latency_combine(rows, ids, weights, handle, **options)
             if hook is not None:
                 hook()
 

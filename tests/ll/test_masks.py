@@ -25,7 +25,13 @@ from tests.support.mask_ranks import (
     run_all,
     run_over_shapes,
 )
-from tests.support.patience import PATIENCE, with_more_time
+from patience import PATIENCE, with_more_time
+
+import nccl_ep
+from nccl_ep import deep_ep
+from nccl_ep.bootstrap import SoloRendezvous
+from nccl_ep.handle import LAYOUTS
+from nccl_ep.testing import ThreadGroup, run_ranks
 
 
 def _cases(count: int, num_ranks: int, first: frozenset[int] | None = None) -> list[Parted]:
@@ -79,7 +85,7 @@ def test_healthy_ranks_stay_together() -> None:
                 case.run(buffer)
                 group.allgather(b"", PATIENCE)
                 if rank == 1:
-                    buffer.low_latency_update_mask_buffer(2, True)
+                    deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(2, True)
                 group.allgather(b"", PATIENCE)
                 if rank != 2:
                     buffer.set_timeout(0.4)
@@ -117,7 +123,7 @@ def test_each_rank_masks_for_itself() -> None:
         rank = group.rank()
         with shared_buffer(group, [case], enable_shrink=True) as buffer:
             if rank == 0:
-                buffer.low_latency_update_mask_buffer(2, True)
+                deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(2, True)
             for _ in range(3):
                 out = dispatch_case(case.case, case.inputs[rank], buffer)
                 pairs[rank].check_dispatch(out, rank)
@@ -136,13 +142,13 @@ def test_a_rank_that_does_not_clean() -> None:
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [case.whole], enable_shrink=True) as buffer:
             if group.rank() != 2:
-                buffer.low_latency_update_mask_buffer(2, True)
+                deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(2, True)
                 case.run(buffer)
                 buffer.set_timeout(0.3)
                 with pytest.raises(nccl_ep.TimeoutError, match=r"to clean its masks; nothing .* from rank 2"):
-                    buffer.low_latency_clean_mask_buffer()
+                    deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
                 with pytest.raises(nccl_ep.UsageError, match="a rank did not come when masks were to be cleaned"):
-                    buffer.low_latency_clean_mask_buffer()
+                    deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
                 assert masks_of(buffer) == [2]
                 buffer.set_timeout(PATIENCE)
                 case.run(buffer)  # it is as it was
@@ -155,18 +161,18 @@ def test_ranks_are_masked_one_by_one_and_come_back_together() -> None:
     def body(group: ThreadGroup) -> None:
         rank = group.rank()
         with shared_buffer(group, [Expected(plain_case(3))], enable_shrink=True) as buffer:
-            buffer.low_latency_update_mask_buffer((rank + 1) % 3, mask=True)
-            buffer.low_latency_update_mask_buffer((rank + 1) % 3, mask=True)
-            buffer.low_latency_update_mask_buffer((rank + 2) % 3)
+            deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer((rank + 1) % 3, mask=True)
+            deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer((rank + 1) % 3, mask=True)
+            deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer((rank + 2) % 3)
             assert masks_of(buffer) == [(rank + 1) % 3]
             with pytest.raises(nccl_ep.UsageError, match=rf"rank {(rank + 1) % 3} is masked, .* do not come back one"):
-                buffer.low_latency_update_mask_buffer((rank + 1) % 3, False)
+                deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer((rank + 1) % 3, False)
             with pytest.raises(ValueError, match=f"rank {rank} to mask is this rank itself"):
-                buffer.low_latency_update_mask_buffer(rank, True)
+                deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(rank, True)
             for wrong in (-1, 3):
                 with pytest.raises(ValueError, match=f"rank_to_mask is {wrong}, must be 0 to 2"):
-                    buffer.low_latency_update_mask_buffer(wrong, True)
-            buffer.low_latency_clean_mask_buffer()
+                    deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(wrong, True)
+            deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
             assert masks_of(buffer) == []
 
     run_ranks(3, body)
@@ -184,8 +190,8 @@ def test_masks_that_were_cleaned_by_some_ranks(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(buffer._rendezvous, "allgather", allgather)
         with pytest.raises(nccl_ep.TimeoutError, match=f"waited {4 * buffer._timeout} s"):
-            buffer.low_latency_clean_mask_buffer()
-        for call in (lambda: case.run(buffer), buffer.low_latency_clean_mask_buffer, buffer.check):
+            deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
+        for call in (lambda: case.run(buffer), deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer, buffer.check):
             with pytest.raises(nccl_ep.UsageError, match="others may have cleaned theirs: destroy the buffer"):
                 call()
 
@@ -211,9 +217,9 @@ def test_an_open_half_is_received_before_masks_are_cleaned() -> None:
                 given.x, given.topk_idx, given.topk_weights, buffer=buffer, **case.case.dispatch_kwargs()
             )
             with pytest.raises(nccl_ep.UsageError, match="a dispatch was sent and has not been received"):
-                buffer.low_latency_clean_mask_buffer()
+                deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
             case.check_dispatch(pending.receive(), group.rank())
-            buffer.low_latency_clean_mask_buffer()
+            deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
             case.run(buffer)
 
     run_ranks(2, body)
@@ -226,11 +232,11 @@ def test_without_masks() -> None:
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [case]) as buffer:
             with pytest.raises(nccl_ep.UsageError, match="cannot be masked: the buffer was made without masks"):
-                buffer.low_latency_update_mask_buffer(1 - group.rank(), True)
-            buffer.low_latency_update_mask_buffer(1 - group.rank(), False)
+                deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(1 - group.rank(), True)
+            deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(1 - group.rank(), False)
             assert masks_of(buffer) == []
             if group.rank() == 0:
-                buffer.low_latency_clean_mask_buffer()  # nobody else comes
+                deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()  # nobody else comes
                 buffer.set_timeout(0.2)
                 for _ in range(2):
                     with pytest.raises(nccl_ep.TimeoutError, match="nothing of this call was heard from rank 1"):
@@ -261,7 +267,7 @@ def test_high_throughput_knows_no_masks() -> None:
 
     def body(group: ThreadGroup) -> None:
         with case_buffer(case.case, group, device="cpu", mode="auto", timeout=PATIENCE, enable_shrink=True) as buffer:
-            buffer.low_latency_update_mask_buffer(1 - group.rank(), True)
+            deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(1 - group.rank(), True)
             case.check_dispatch(case.send(buffer), group.rank())
             assert masks_of(buffer) == [1 - group.rank()]
 

@@ -11,12 +11,7 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
-from nccl_ep import reference
-from tests.support.cases import Case, as_bytes, generate
-from tests.support.deepep_ranks import rebuilt, similarity_gap
-from tests.support.expected import plain_case
-from tests.support.gpus import busy, captured, on_gpu
-from tests.support.harness import synchronize, to_device
+from nccl_ep import deep_ep, reference
 
 WINDOW = 6 << 20  # bytes in which every generated case fits
 _FLAT = {
@@ -35,12 +30,12 @@ def small_case(num_ranks: int = 2, ids: list[torch.Tensor] | None = None, **chan
     return NormalCase(plain_case(num_ranks, **{"layout": "flat", "combine_weights": "none", **changes}), ids)
 
 
-def normal_buffer(group: Any, num_nvl_bytes: int = WINDOW, **options: Any) -> nccl_ep.Buffer:
+def normal_buffer(group: Any, num_nvl_bytes: int = WINDOW, **options: Any) -> deep_ep.Buffer:
     """A buffer as DeepEP's callers make it."""
-    return nccl_ep.Buffer(group, num_nvl_bytes, **{"device": "cpu", "timeout": 60.0, **options})
+    return deep_ep.Buffer(group, num_nvl_bytes, **{"device": "cpu", "timeout": 60.0, **options})
 
 
-def normal_arguments(buffer: nccl_ep.Buffer) -> dict[str, Any]:
+def normal_arguments(buffer: deep_ep.Buffer) -> dict[str, Any]:
     """Of a dispatch of 3 tokens to 2 experts on one rank."""
     ids = torch.tensor([[0, 1], [1, -1], [-1, -1]])
     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)
@@ -71,7 +66,7 @@ def layout_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, domain_s
 
 
 def check_layout(
-    buffer: nccl_ep.Buffer, ids: torch.Tensor, num_experts: int, where: str = "", **options: Any
+    buffer: deep_ep.Buffer, ids: torch.Tensor, num_experts: int, where: str = "", **options: Any
 ) -> dict[str, Any]:
     """What get_dispatch_layout returns, as dispatch takes it."""
     per_rank, per_domain, per_expert, is_in_rank, event = buffer.get_dispatch_layout(ids, num_experts, **options)
@@ -116,13 +111,13 @@ class NormalCase:
         case = self.case
         return layout_of(self.inputs[rank].topk_idx, case.num_experts, case.num_ranks, case.domain_size)
 
-    def ask_layout(self, buffer: nccl_ep.Buffer, **options: Any) -> dict[str, Any]:
+    def ask_layout(self, buffer: deep_ep.Buffer, **options: Any) -> dict[str, Any]:
         ids = self.inputs[buffer.rank].topk_idx.to(buffer.device)
         return check_layout(buffer, ids, self.case.num_experts, self.where(buffer.rank), **options)
 
     # ---- There
 
-    def send(self, buffer: nccl_ep.Buffer, **options: Any) -> tuple[Any, ...]:
+    def send(self, buffer: deep_ep.Buffer, **options: Any) -> tuple[Any, ...]:
         given = self.inputs[buffer.rank]
         layout = self.ask_layout(buffer)
         ids, weights = given.topk_idx.to(buffer.device), given.topk_weights
@@ -134,7 +129,7 @@ class NormalCase:
             **options,
         )  # fmt: skip
 
-    def payload(self, buffer: nccl_ep.Buffer) -> Any:
+    def payload(self, buffer: deep_ep.Buffer) -> Any:
         given = self.inputs[buffer.rank]
         x = given.x.to(buffer.device)
         if given.scales is None:
@@ -215,7 +210,7 @@ class NormalCase:
 
     # ---- And back
 
-    def take(self, buffer: nccl_ep.Buffer, rows: torch.Tensor) -> torch.Tensor:
+    def take(self, buffer: deep_ep.Buffer, rows: torch.Tensor) -> torch.Tensor:
         """Of the oracle's rows as many as were received; beyond what came, NaN."""
         wanted = self.num_rows(buffer.rank)
         if len(rows) < wanted:
@@ -230,7 +225,7 @@ class NormalCase:
         values[self.totals[rank] :] = float("nan")
         return values
 
-    def send_back(self, buffer: nccl_ep.Buffer, handle: Any, **options: Any) -> tuple[Any, ...]:
+    def send_back(self, buffer: deep_ep.Buffer, handle: Any, **options: Any) -> tuple[Any, ...]:
         rank, bias = buffer.rank, None
         if self.case.biases:
             given = self.case.combine_kwargs()["bias"][rank]
@@ -257,7 +252,7 @@ class NormalCase:
 
     # ---- All of it
 
-    def run(self, buffer: nccl_ep.Buffer, **options: Any) -> None:
+    def run(self, buffer: deep_ep.Buffer, **options: Any) -> None:
         """A layout, a dispatch, a cached one, and combines. options: of all."""
         rank = buffer.rank
         received = self.send(buffer, **options)
@@ -346,14 +341,14 @@ def run_program(rank: int, num_ranks: int, device_type: str = "cpu") -> int:
     """Layouts, dispatches and combines over every option, each checked by what all ranks' routing says. Returns how
     many dispatches of fresh routing ran."""
     device = torch.device("cpu") if device_type == "cpu" else on_gpu(rank)
-    nccl_ep.Buffer.set_num_sms(24)
+    deep_ep.Buffer.set_num_sms(24)
     num_bytes = max(
         each.get_nvl_buffer_size_hint(2 * _HIDDEN, num_ranks)
-        for each in (nccl_ep.Buffer.get_dispatch_config(num_ranks), nccl_ep.Buffer.get_combine_config(num_ranks))
+        for each in (deep_ep.Buffer.get_dispatch_config(num_ranks), deep_ep.Buffer.get_combine_config(num_ranks))
     )
     assert num_bytes > 1 << 15
     # Too little: it will grow.
-    buffer = nccl_ep.Buffer(dist.group.WORLD, 1 << 15, 0, device=device, explicitly_destroy=True)
+    buffer = deep_ep.Buffer(dist.group.WORLD, 1 << 15, 0, device=device, explicitly_destroy=True)
     tokens = _program_tokens(buffer)
     dispatches = 0
     ways = itertools.product((False, True), (False, True), ("mixed", "same", "fp8"), (False, True))
@@ -379,7 +374,7 @@ class _Tokens:
     want_rows: int
 
 
-def _program_tokens(buffer: nccl_ep.Buffer) -> _Tokens:
+def _program_tokens(buffer: deep_ep.Buffer) -> _Tokens:
     """Collective. Tokens of a random routing, some of whose choices are -1."""
     rank, device, local = buffer.rank, buffer.device, _LOCAL_EXPERTS
     num_tokens, num_experts = 64 + rank, local * buffer.num_ranks
@@ -408,7 +403,7 @@ def _program_tokens(buffer: nccl_ep.Buffer) -> _Tokens:
 
 
 def _there_and_back(
-    buffer: nccl_ep.Buffer, tokens: _Tokens, which: str, with_topk: bool, with_previous: bool, stream: dict[str, Any]
+    buffer: deep_ep.Buffer, tokens: _Tokens, which: str, with_topk: bool, with_previous: bool, stream: dict[str, Any]
 ) -> None:
     """A dispatch, the same in another way (worst sizes or its handle), and a combine. stream: options of all."""
     kind = "mixed" if which == "mixed" else "same"

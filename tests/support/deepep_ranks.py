@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
-from nccl_ep import reference
+from nccl_ep import deep_ep, reference
 from nccl_ep.bootstrap import rendezvous_of
 from tests.support.cases import Case, as_bytes, generate
 from tests.support.expected import Expected, plain_case, shared_buffer
@@ -46,12 +46,12 @@ def small_case(num_ranks: int = 2, **changes: Any) -> DeepEpCase:
     return DeepEpCase(as_deepep(plain_case(num_ranks, **changes)))
 
 
-def one_rank(**options: Any) -> nccl_ep.Buffer:
+def one_rank(**options: Any) -> deep_ep.Buffer:
     sizes = {"max_tokens": 4, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu", "timeout": 60.0}
-    return nccl_ep.Buffer.for_shapes(None, **{**sizes, **options})
+    return deep_ep.Buffer.of(nccl_ep.Buffer.for_shapes(None, **{**sizes, **options}))
 
 
-def dispatched(buffer: nccl_ep.Buffer, **options: Any) -> tuple[Any, ...]:
+def dispatched(buffer: deep_ep.Buffer, **options: Any) -> tuple[Any, ...]:
     """IDS, and what a dispatch of rows of ones to them returns."""
     x = torch.ones(3, 64, dtype=torch.bfloat16)
     return (IDS, *buffer.low_latency_dispatch(x, IDS, 4, 2, **{"use_fp8": False, **options}))
@@ -60,7 +60,8 @@ def dispatched(buffer: nccl_ep.Buffer, **options: Any) -> tuple[Any, ...]:
 class DeepEpCase(Expected):
     """A case whose operations go through DeepEP's methods, with the oracle's word on each of their results."""
 
-    def send(self, buffer: nccl_ep.Buffer, **options: Any) -> tuple[Any, ...]:
+    def send(self, buffer: nccl_ep.Buffer | deep_ep.Buffer, **options: Any) -> tuple[Any, ...]:
+        buffer = deep_ep.Buffer.of(buffer)
         given, case = self.inputs[buffer.rank], self.case
         x, ids = given.x.to(buffer.device, copy=True), given.topk_idx.to(buffer.device, copy=True)
         result = buffer.low_latency_dispatch(x, ids, case.max_tokens, case.num_experts, **QUANTS[case.quant], **options)
@@ -69,7 +70,8 @@ class DeepEpCase(Expected):
             ids.fill_(-7)
         return result
 
-    def send_back(self, buffer: nccl_ep.Buffer, handle: Any, **options: Any) -> tuple[Any, ...]:
+    def send_back(self, buffer: nccl_ep.Buffer | deep_ep.Buffer, handle: Any, **options: Any) -> tuple[Any, ...]:
+        buffer = deep_ep.Buffer.of(buffer)
         kwargs, rank = self.case.combine_kwargs(), buffer.rank
         ids = self.inputs[rank].topk_idx if kwargs["topk_idx"] is None else kwargs["topk_idx"][rank]
         weights = kwargs["weights"][rank].to(buffer.device)
@@ -196,10 +198,10 @@ def run_program(rank: int, num_ranks: int, device_type: str = "cpu", rounds: int
     num_tokens, hidden, num_experts, topk = 24, 1024, 4 * num_ranks, 3
     device = torch.device("cpu") if device_type == "cpu" else on_gpu(rank)
     group = dist.group.WORLD
-    num_bytes = nccl_ep.Buffer.get_low_latency_rdma_size_hint(
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank=num_tokens, hidden=hidden, num_ranks=num_ranks, num_experts=num_experts
     )
-    buffer = nccl_ep.Buffer(
+    buffer = deep_ep.Buffer(
         group, num_rdma_bytes=num_bytes, low_latency_mode=True, num_qps_per_rank=num_experts // num_ranks,
         allow_nvlink_for_low_latency_mode=True, explicitly_destroy=True, device=device,
     )  # fmt: skip

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 import nccl_ep
-from tests.support import floor_calls
-from tests.support.harness import synchronize
-from tests.support.patience import of_living_ranks
+from nccl_ep import deep_ep
 
 HIDDEN, TOPK, TOKENS, LOCAL_EXPERTS = 1024, 4, 24, 4
 NUM_SMS = (0, 4)  # of combines in turn; on four, a kernel's senders draw tickets for most of what they send
@@ -118,7 +116,7 @@ class Chain:
         """Sends. What is returned receives, once, and says what came, in bf16."""
         x, ids, weights, how = self.x[slot], self.ids[slot], self.weights[slot], self._how
         if how.is_deepep:
-            result, _, handle, _, hook = self.buffer.low_latency_dispatch(
+            result, _, handle, _, hook = deep_ep.Buffer.of(self.buffer).low_latency_dispatch(
                 x, ids, self.tokens, self.experts, use_fp8=how.has_fp8, return_recv_hook=how.is_staged
             )
 
@@ -139,7 +137,7 @@ class Chain:
 
     def _combine(self, slot: int, rows: torch.Tensor, handle: Any, num_sms: int) -> Callable[[], torch.Tensor]:
         if self._how.is_deepep:
-            y, _, hook = self.buffer.low_latency_combine(
+            y, _, hook = deep_ep.Buffer.of(self.buffer).low_latency_combine(
                 rows, self.ids[slot], self.weights[slot], handle, return_recv_hook=self._how.is_staged
             )
             return functools.cache(lambda: y if hook is None else (hook(), y)[1])

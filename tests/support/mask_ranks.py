@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
-from nccl_ep import reference
+from nccl_ep import deep_ep, reference
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -78,7 +78,7 @@ class Parted:
         barrier()
         if self.number_of(buffer.rank) == 0:
             for other in self.groups[1]:
-                buffer.low_latency_update_mask_buffer(other, True)
+                deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(other, True)
         barrier()
 
 
@@ -96,7 +96,7 @@ def run_parted(whole: Expected, part: Expected, buffer: nccl_ep.Buffer, *, stage
 
 def masks_of(buffer: nccl_ep.Buffer) -> list[int]:
     status = torch.full((buffer.num_ranks,), 7, dtype=torch.int32, device=buffer.device)
-    buffer.low_latency_query_mask_buffer(status)
+    deep_ep.Buffer.of(buffer).low_latency_query_mask_buffer(status)
     masked = [rank for rank, is_masked in enumerate(status.tolist()) if is_masked]
     assert masked == buffer.stats()["masked_ranks"] and set(status.tolist()) <= {0, 1}
     return masked
@@ -111,7 +111,7 @@ def run_all(cases: list[Parted], buffer: nccl_ep.Buffer, barrier: Any, *, in_ste
         for turn in range(1 + (number + (0 if in_step else case.number_of(buffer.rank))) % 3):
             case.run(buffer, staged=(number + turn) % 2 == 1)
             assert masks_of(buffer) == sorted(case.groups[1 - case.number_of(buffer.rank)])
-        buffer.low_latency_clean_mask_buffer()
+        deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
         assert masks_of(buffer) == []
         case.run_together(buffer)
 
@@ -122,7 +122,7 @@ def run_over_shapes(cases: list[Parted], buffer: nccl_ep.Buffer, barrier: Any) -
     cases[0].part(buffer, barrier)
     for case in cases:
         case.run(buffer)
-    buffer.low_latency_clean_mask_buffer()
+    deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
     for case in cases:
         case.run_together(buffer)
 
@@ -172,7 +172,7 @@ class LateRank:
             else:
                 self._go_on(buffer, deadline)
                 group.allgather(b"", PATIENCE)
-            buffer.low_latency_clean_mask_buffer()
+            deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
             assert masks_of(buffer) == []
             self.case.run_together(buffer)
 
@@ -245,7 +245,7 @@ def come_at_the_deadline(group: Any, layout: str, deadline: float, rounds: int, 
             missed += len(masks_of(buffer)) > 0
             assert any(is_as_heard(out, part.results[rank]) for part in parts), (whole.where(rank), number, out.counts)
             buffer.set_timeout(PATIENCE)
-            buffer.low_latency_clean_mask_buffer()
+            deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
         whole.run(buffer)
     return missed
 
@@ -291,7 +291,7 @@ def replay_parted(case: Parted, buffer: nccl_ep.Buffer, barrier: Any) -> None:
             given.x, given.topk_idx, given.topk_weights, buffer=buffer, **whole.case.dispatch_kwargs()
         )
         y = combine_case(whole.case, rows, out.handle, rank)
-        buffer.low_latency_query_mask_buffer(status)
+        deep_ep.Buffer.of(buffer).low_latency_query_mask_buffer(status)
 
     def replay(want: Expected, masked: list[int]) -> None:
         for _ in range(3):
@@ -306,7 +306,7 @@ def replay_parted(case: Parted, buffer: nccl_ep.Buffer, barrier: Any) -> None:
     replay(whole, [])
     case.part(buffer, barrier)
     replay(part, sorted(case.groups[1 - case.number_of(rank)]))
-    buffer.low_latency_clean_mask_buffer()
+    deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
     replay(whole, [])
 
 

@@ -1,4 +1,4 @@
-"""DeepEP's low-latency methods of ``Buffer``. docs/deepep.md says what is the same and what differs.
+"""DeepEP's low-latency mode. docs/deepep.md says what is the same and what differs.
 
 The handle that callers hold is DeepEP's tuple of five. Its ``src_info`` is the front of an allocation that goes on with
 our handle (csrc/torch/deep_ep/low_latency_ops.cc), and so all that combine needs, also when the tuple was taken apart and rebuilt.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from . import _C
-from .bootstrap import Rendezvous
-from .checks import (
+from .. import _C
+from ..checks import (
     INT64,
     MAX_TOPK,
     error_of,
@@ -28,10 +27,11 @@ from .checks import (
     row_bytes_of,
     wrong_elements,
 )
-from .errors import OverflowError, TimeoutError, UsageError
-from .events import EventHandle, EventOverlap, run_on_comm_stream
-from .gradients import refuse_backward, wants_gradient
-from .handle import Quant
+from ..errors import OverflowError, TimeoutError, UsageError
+from ..events import EventOverlap, run_beside
+from ..gradients import refuse_backward, wants_gradient
+from ..handle import Quant
+from .view import View
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
 LowLatencyHandle: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int]
@@ -43,30 +43,8 @@ _CLEANING_DEADLINES = 4
 _PARTS = ("routing", "dispatched rows", "combined rows")  # of a bank
 
 
-class LowLatencyMethods:
-    """What ``Buffer`` has of DeepEP's low-latency mode."""
-
-    name: str
-    device: torch.device
-    rank: int
-    num_ranks: int
-    num_nvl_bytes: int
-    num_rdma_bytes: int
-    on_overflow: str
-    _seq: torch.Tensor
-    _scratch: dict[Any, torch.Tensor]
-    _unreceived: torch.Tensor | None  # src_info of a dispatch whose hook has not run
-    _sizes: tuple[int, int, int]  # of a bank, in bytes: as _PARTS
-    _comm_stream: Any
-    enable_shrink: bool
-    runtime: _C.Group
-    _rendezvous: Rendezvous
-    _timeout: float
-    _has_missed_cleaning: bool
-
-    if TYPE_CHECKING:
-
-        def require_usable(self) -> None: ...
+class LowLatencyMethods(View):
+    """What ``deep_ep.Buffer`` has of DeepEP's low-latency mode."""
 
     # ---- Sizes and memory
 
@@ -97,7 +75,7 @@ class LowLatencyMethods:
     def _require_room(self, max_tokens: int, hidden: int, num_experts: int, parts: tuple[str, ...]) -> None:
         """For these parts of a bank, in bf16 operations of these sizes."""
         sizes = _bank_sizes(max_tokens, hidden, self.num_ranks, num_experts, topk=1)
-        for need, have, what in zip(sizes, self._sizes, _PARTS, strict=True):
+        for need, have, what in zip(sizes, self.core._sizes, _PARTS, strict=True):
             if need > have and what in parts:
                 raise ValueError(
                     f"the window of {self.name} is too small for {max_tokens} tokens a rank, hidden {hidden}, "
@@ -116,13 +94,13 @@ class LowLatencyMethods:
             require_int32(num_max_dispatch_tokens_per_rank=max_tokens, hidden=hidden, num_experts=num_experts)
             max_tokens, hidden, num_experts = int(max_tokens), int(hidden), int(num_experts)
         key = ("combine", max_tokens, hidden, num_experts)
-        rows = self._scratch.get(key)
+        rows = self._state.scratch.get(key)
         if rows is None:
             self.require_usable()
             self._require_room(max_tokens, hidden, num_experts, ("combined rows",))
             sizes = (num_experts // self.num_ranks, self.num_ranks * max_tokens, hidden)
             with torch.inference_mode(False):  # it may be written in any mode
-                rows = self._scratch[key] = torch.empty(sizes, dtype=torch.bfloat16, device=self.device)
+                rows = self._state.scratch[key] = torch.empty(sizes, dtype=torch.bfloat16, device=self.device)
         return rows
 
     def get_local_buffer_tensor(
@@ -148,11 +126,11 @@ class LowLatencyMethods:
         if min((offset, *lengths)) < 0 or offset % dtype.itemsize or offset + count * dtype.itemsize > num_bytes:
             shape = "" if size is None else f" of shape {list(size)}"
             raise ValueError(f"a {dtype} tensor{shape} at byte {offset}, but {which} is {num_bytes}")
-        scratch = self._scratch.get(which)
+        scratch = self._state.scratch.get(which)
         if scratch is None:
             self.require_usable()
             with torch.inference_mode(False):
-                scratch = self._scratch[which] = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+                scratch = self._state.scratch[which] = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         end = offset + (num_bytes - offset) // dtype.itemsize * dtype.itemsize
         tensor = scratch[offset:end].view(dtype)
         return tensor if size is None else tensor[:count].view(size)
@@ -217,38 +195,20 @@ class LowLatencyMethods:
 
         Source: DeepEP, where it is each rank's own.
         """
-        self.require_usable()
+        core = self.core
+        core.require_usable()
         if not self.enable_shrink:
             return
-        if self._has_missed_cleaning:
+        if self._state.has_missed_cleaning:
             raise UsageError("a rank did not come when masks were to be cleaned: make a new buffer")
         try:
-            self.runtime.clean_masks(lambda mine: self._rendezvous.allgather(mine, _CLEANING_DEADLINES * self._timeout))
+            self.runtime.clean_masks(lambda mine: core._rendezvous.allgather(mine, _CLEANING_DEADLINES * core._timeout))
         except TimeoutError:
-            self._has_missed_cleaning = True
+            self._state.has_missed_cleaning = True
             raise
 
     def _stream(self) -> int:
         return 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
-
-    # ---- Streams and events
-
-    def get_comm_stream(self) -> Any:
-        """The buffer's own stream, of high priority, on which operations with ``async_finish`` run.
-
-        A ``torch.cuda.Stream``, made when first asked for; on a CPU buffer a ``torch.cpu.Stream``.
-        """
-        if self._comm_stream is None:
-            if self.device.type == "cpu":
-                self._comm_stream = torch.cpu.Stream()
-            else:
-                self._comm_stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        return self._comm_stream
-
-    @staticmethod
-    def capture() -> EventOverlap:
-        """The present point of the current stream (not of a CUDA graph), to be waited for later."""
-        return EventOverlap(EventHandle())
 
     # ---- Operations
 
@@ -324,7 +284,7 @@ class LowLatencyMethods:
                 _ops.ll_dispatch_deepep_recv.default(self.name, self._seq, *outputs, *numbers)
 
             hook = self._hook(receive, counts)
-            self._unreceived = src_info
+            self._state.unreceived = src_info
         else:
             self._raise_what_was_dropped(counts, event)
         return (recv_x, scales) if use_fp8 else recv_x, counts, handle, event, hook
@@ -376,7 +336,7 @@ class LowLatencyMethods:
         )
         if src_info is None:
             require_tensors(**{"handle[0]": src_info})
-        unreceived = self._unreceived
+        unreceived = self._state.unreceived
         if unreceived is not None and unreceived.data_ptr() == src_info.data_ptr():
             self.require_usable()
             raise UsageError("the dispatch of this handle was sent and has not been received: call its hook")
@@ -436,7 +396,7 @@ class LowLatencyMethods:
             pending[0]()
             pending.clear()
             if counts is not None:
-                self._unreceived = None
+                self._state.unreceived = None
                 self._raise_what_was_dropped(counts)
 
         def hook() -> None:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .checks import require_on, require_tensors
-from .handle import HtRouteShape
+from ..checks import require_on, require_tensors
+from ..handle import HtRouteShape
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 NormalHandle: TypeAlias = tuple[torch.Tensor, ...]

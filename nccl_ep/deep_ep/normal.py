@@ -1,4 +1,4 @@
-"""DeepEP's normal mode on ``Buffer``, over high throughput. docs/deepep.md says what is the same and what differs.
+"""DeepEP's normal mode, over high throughput. docs/deepep.md says what is the same and what differs.
 
 The handle that callers hold is DeepEP's tuple, all tensors, in its order. Where DeepEP has the prefix sums of its
 channels, which do not exist here, it holds our route, and the numbers of the dispatch as the shape of an empty tensor:
@@ -8,75 +8,26 @@ so that no number has to be read back from a GPU, and a copy of every tensor is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from . import _C
-from .checks import MAX_TOPK, biases_of, error_of, require_bools, require_int32, require_on, require_tensors
-from .deepep_config import Config, HtSizes, bytes_for_tokens, config_of, sizes_for_bytes, tokens_that_fit
-from .deepep_handle import NormalHandle, NormalPayload, Route, Rows
-from .errors import EpError, OverflowError
-from .events import EventHandle, EventOverlap, run_on_comm_stream
-from .handle import EXACT, Layout
+from ..checks import MAX_TOPK, biases_of, error_of, require_bools, require_int32, require_on, require_tensors
+from ..errors import EpError, OverflowError, TimeoutError, UsageError
+from ..events import EventHandle, EventOverlap, run_beside
+from ..handle import EXACT, Layout
+from .config import Config, HtSizes, bytes_for_tokens, sizes_for_bytes, tokens_that_fit
+from .handle import NormalHandle, NormalPayload, Route, Rows
+from .view import View
 
 Previous: TypeAlias = "EventOverlap | EventHandle | None"
 
 _ops = torch.ops.nccl_ep
-_UNWEIGHTED = 0  # csrc/runtime/ll/params.h, Weighting
-topk_idx_t = torch.int64  # DeepEP's name for the dtype of topk_idx; int32 is accepted as well
+_UNWEIGHTED = 0  # csrc/runtime/params.h, Weighting
 
 
-class NormalMethods:
-    """What ``Buffer`` has of DeepEP's normal mode."""
-
-    num_sms: ClassVar[int] = 20
-
-    name: str
-    device: torch.device
-    rank: int
-    num_ranks: int
-    on_overflow: str
-    _normal_name: str  # of the window that these methods use
-    _seq: torch.Tensor
-    _ht_sizes: HtSizes | None
-    _fitting: dict[tuple[int, int, int], int]  # tokens, by experts, top-k and bytes of a row
-
-    if TYPE_CHECKING:
-
-        @property
-        def domain_size(self) -> int: ...
-
-        def get_comm_stream(self) -> Any: ...
-
-        def require_usable(self) -> None: ...
-
-        def _grow(self, ht_sizes: HtSizes) -> None: ...
-
-    # ---- Tuning
-
-    @staticmethod
-    def is_sm90_compiled() -> bool:
-        """Whether this build has kernels: they need at least sm_90."""
-        return bool(_C.has_cuda())
-
-    @classmethod
-    def set_num_sms(cls, new_num_sms: int) -> None:
-        """The SMs of operations without a ``config``, of all buffers. ValueError if odd or negative, as in DeepEP."""
-        require_int32(num_sms=new_num_sms)
-        if new_num_sms < 0 or new_num_sms % 2:
-            raise ValueError(f"num_sms is {new_num_sms}, must be even and not negative")
-        cls.num_sms = new_num_sms
-
-    @classmethod
-    def get_dispatch_config(cls, num_ranks: int) -> Config:
-        """DeepEP's table for dispatch, with the SMs of ``set_num_sms``."""
-        return config_of(num_ranks, cls.num_sms, is_combine=False)
-
-    @classmethod
-    def get_combine_config(cls, num_ranks: int) -> Config:
-        """DeepEP's table for combine, with the SMs of ``set_num_sms``."""
-        return config_of(num_ranks, cls.num_sms, is_combine=True)
+class NormalMethods(View):
+    """What ``deep_ep.Buffer`` has of DeepEP's normal mode."""
 
     # ---- Operations
 
@@ -341,8 +292,8 @@ class NormalMethods:
             if capacity != EXACT and payload.rows.shape[0] > tokens:
                 raise ValueError(self._too_many_tokens(payload, topk, tokens))
             made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_deepep.default(
-                self._normal_name, self._seq, payload.rows, payload.scales, topk_idx, topk_weights, num_experts, tokens,
-                capacity, num_sms,
+                self.core._newest_name, self._seq, payload.rows, payload.scales, topk_idx, topk_weights, num_experts,
+                tokens, capacity, num_sms,
             )  # fmt: skip
             host_counts = made[-1]
             if capacity != EXACT or int(host_counts[0]) <= tokens:
@@ -366,8 +317,8 @@ class NormalMethods:
     ) -> tuple[Rows, EventOverlap]:
         def call() -> tuple[torch.Tensor, ...]:
             made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_cached.default(
-                self._normal_name, self._seq, [payload.rows], payload.scales, *self._args(route, payload.row_bytes), 0,
-                False, num_sms,
+                self.core._newest_name, self._seq, [payload.rows], payload.scales,
+                *self._args(route, payload.row_bytes), 0, False, num_sms,
             )  # fmt: skip
             return made
 
@@ -379,7 +330,7 @@ class NormalMethods:
         route_tensor, slots, *numbers = self._args(route, rows.shape[1] * rows.element_size())
         how = (_UNWEIGHTED, rows.dtype, rows.dtype, num_sms)
         out: torch.Tensor = _ops.ht_combine.default(
-            self._normal_name, self._seq, rows, None, route_tensor, slots, None, None, biases, *numbers, *how
+            self.core._newest_name, self._seq, rows, None, route_tensor, slots, None, None, biases, *numbers, *how
         )[0]
         return out
 
@@ -401,15 +352,16 @@ class NormalMethods:
 
     def _max_tokens(self, num_experts: int, topk: int, row_bytes: int) -> int:
         """Tokens for which the window has room: the max_tokens of a call, the same on all ranks."""
-        if self._ht_sizes is None:
+        ht_sizes = self.core._ht_sizes
+        if ht_sizes is None:
             self.require_usable()
             raise ValueError(
                 f"{self.name} was made without room for the normal mode: give num_nvl_bytes, or make it with "
-                'Buffer.for_shapes(mode="ht") or "auto"'
+                'nccl_ep.Buffer.for_shapes(mode="ht") or "auto"'
             )
         key = (num_experts, topk, row_bytes)  # topk_weights on their way home are a row of the least size there is
         if key not in self._fitting:
-            fitting = tokens_that_fit(self._ht_sizes, self.num_ranks, self.domain_size, *key)
+            fitting = tokens_that_fit(HtSizes(*ht_sizes), self.num_ranks, self.domain_size, *key)
             self._fitting[key] = min(fitting, (2**31 - 1) // self.num_ranks)
         return self._fitting[key]
 
@@ -418,6 +370,23 @@ class NormalMethods:
         tokens = max(tokens, 2 * fitting)
         num_bytes = bytes_for_tokens(tokens, self.num_ranks, self.domain_size, row_bytes, topk)
         self._grow(sizes_for_bytes(num_bytes, self.num_ranks, self.domain_size))
+
+    def _grow(self, ht_sizes: HtSizes) -> None:
+        """A further window, where the tokens do not fit those there are. Collective."""
+        core = self.core
+        core.require_usable()
+        if self._state.has_missed_cleaning:
+            raise UsageError(
+                "a rank did not come when masks were to be cleaned: the buffer cannot grow, make a new one"
+            )
+        try:
+            core._add_window(ht_sizes)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"rank {self.rank} was growing {self.name} in a dispatch of DeepEP's normal mode, which has to make a "
+                f"further window of all ranks: {error}"
+            ) from error
+        self._fitting.clear()
 
     def _too_many_tokens(self, payload: NormalPayload, topk: int, fitting: int) -> str:
         tokens = payload.rows.shape[0]
