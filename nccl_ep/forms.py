@@ -104,7 +104,7 @@ def form_of(
     is_compiling = is_dynamo_compiling()
     if not isinstance(buffer, Buffer):
         raise TypeError(_no_buffer(buffer))
-    sizes = None if is_compiling else _sizes_beside(buffer._seq, x, topk_idx, topk_weights, scales)
+    sizes = None if is_compiling else _sizes_on_same_device(buffer._seq, x, topk_idx, topk_weights, scales)
     if sizes is None:  # what is wrong, if anything
         require_tensors(x=x, topk_idx=topk_idx)
         require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))

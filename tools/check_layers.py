@@ -14,7 +14,9 @@ def faults(path: Path, text: str) -> list[str]:
     name = path.relative_to(CSRC).as_posix()
     folder = name.split("/")[0]
     device = path.suffix in (".cu", ".cuh")
-    sees_cuda = device or folder in ("cuda", "torch") or name.startswith(("transport/nccl/", "transport/device/check_cuda."))
+    sees_cuda = (
+        device or folder in ("cuda", "torch") or name.startswith(("transport/nccl/", "transport/device/check_cuda."))
+    )
     found = []
 
     for header in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.MULTILINE):

@@ -132,7 +132,9 @@ def readable(names: list[str]) -> list[str]:
     tool = shutil.which("c++filt")
     if not tool or not names:
         return names
-    return subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        [tool], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def compare(old: dict[str, str], new: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -170,7 +172,9 @@ def main() -> int:
         for name in readable(names):
             print(f"{title}: {name}")
     same = len(new) - len(added)
-    print(f"{same} kernels are the same to the instruction, {len(gone)} are only in the old build, {len(added)} in the new")
+    print(
+        f"{same} kernels are the same to the instruction, {len(gone)} are only in the old build, {len(added)} in the new"
+    )
     return 1 if gone or added else 0
 
 

@@ -28,7 +28,7 @@ from ..checks import (
     wrong_elements,
 )
 from ..errors import OverflowError, TimeoutError, UsageError
-from ..events import EventOverlap, run_beside
+from ..events import EventOverlap, run_on_comm_stream
 from ..gradients import refuse_backward, wants_gradient
 from ..handle import Quant
 from .view import View

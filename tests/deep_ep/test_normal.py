@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nccl_ep
-from nccl_ep import reference
+from nccl_ep import deep_ep, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.deepep_normal_ranks import (
     NormalCase,
@@ -22,14 +22,10 @@ from tests.support.deepep_normal_ranks import (
     run_program,
     small_case,
 )  # fmt: skip
-from deepep_ranks import rebuilt
-from deepep_ranks import small_case as low_latency_case
-from patience import PATIENCE
-from processes import run_processes
-
-import nccl_ep
-from nccl_ep import deep_ep, reference
-from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.deepep_ranks import rebuilt
+from tests.support.deepep_ranks import small_case as low_latency_case
+from tests.support.patience import PATIENCE
+from tests.support.processes import run_processes
 
 HALF = torch.bfloat16
 WAYS: list[dict[str, Any]] = [{}, {"async_finish": True}, {"config": nccl_ep.Config(num_sms=4)}]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import nccl_ep
+from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support import floor_calls, gpu_chains, gpu_ranks
 from tests.support.expected import Expected, large_cases, plain_case, shared_buffer
@@ -27,14 +28,10 @@ from tests.support.gpus import (
     ranks_on_gpus,
     several_gpus,
 )
-from harness import check_case, combine_case, dispatch_case, make_buffer
-from ht_harness import check_ht_case
-from processes import run_processes
-from sanitizers import TOOLS, needs_sanitizer, run_sanitizer
-
-import nccl_ep
-from nccl_ep import deep_ep
-from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.harness import check_case, combine_case, dispatch_case, make_buffer
+from tests.support.ht_harness import check_ht_case
+from tests.support.processes import run_processes
+from tests.support.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 NUM_CASES, NUM_REPLAYS = num_cases(600), num_replays(10000 if TEST_ALL else 2000)
 PATIENCE = 150.0  # seconds for a world of processes

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import nccl_ep
+from nccl_ep import deep_ep
 from nccl_ep.bootstrap import SoloRendezvous
 from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -25,13 +26,7 @@ from tests.support.mask_ranks import (
     run_all,
     run_over_shapes,
 )
-from patience import PATIENCE, with_more_time
-
-import nccl_ep
-from nccl_ep import deep_ep
-from nccl_ep.bootstrap import SoloRendezvous
-from nccl_ep.handle import LAYOUTS
-from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.patience import PATIENCE, with_more_time
 
 
 def _cases(count: int, num_ranks: int, first: frozenset[int] | None = None) -> list[Parted]:
