@@ -35,7 +35,7 @@ extern "C" {
 #endif
 
 #define NCCL_EP_MAJOR 0
-#define NCCL_EP_MINOR 1
+#define NCCL_EP_MINOR 2
 #define NCCL_EP_PATCH 0
 #define NCCL_EP_VERSION (NCCL_EP_MAJOR * 10000 + NCCL_EP_MINOR * 100 + NCCL_EP_PATCH)
 

@@ -132,7 +132,7 @@ def test_structs_of_older_and_newer_headers(library: Library) -> None:
     )  # fmt: skip
     for change, pattern in (
         ({"magic": 0}, "its INIT macro: its magic is 0"),
-        ({"version": 10203}, r"nccl_ep.h 1\.2\.3, this library is 0\.1\.0"),
+        ({"version": 10203}, r"nccl_ep.h 1\.2\.3, this library is 0\.2\.0"),
         ({"size": 8}, "of 8 bytes"),
         ({"size": 1 << 40}, "of 1099511627776 bytes"),
     ):
