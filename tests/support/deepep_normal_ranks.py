@@ -12,6 +12,11 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep import deep_ep, reference
+from tests.support.cases import Case, as_bytes, generate
+from tests.support.deepep_ranks import rebuilt, similarity_gap
+from tests.support.expected import plain_case
+from tests.support.gpus import busy, captured, on_gpu
+from tests.support.harness import synchronize, to_device
 
 WINDOW = 6 << 20  # bytes in which every generated case fits
 _FLAT = {

@@ -12,6 +12,9 @@ import torch
 
 import nccl_ep
 from nccl_ep import deep_ep
+from tests.support import floor_calls
+from tests.support.harness import synchronize
+from tests.support.patience import of_living_ranks
 
 HIDDEN, TOPK, TOKENS, LOCAL_EXPERTS = 1024, 4, 24, 4
 NUM_SMS = (0, 4)  # of combines in turn; on four, a kernel's senders draw tickets for most of what they send
