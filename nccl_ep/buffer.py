@@ -129,7 +129,7 @@ class Buffer(DeepEpNames):
         self.on_overflow = on_overflow
         self.max_tokens: int | None = None  # default of dispatch; for_shapes sets it
         self.ll_max_tokens: int | None = None  # mode="auto" takes low latency up to here; None: where it always may
-        self._forms: dict[tuple[Any, ...], Any] = {}  # what forms.py has checked, by the numbers of the call
+        self._configs: dict[tuple[Any, ...], Any] = {}  # what config.py has checked, by the numbers of the call
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
         self._companion: Companion | None = None

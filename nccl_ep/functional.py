@@ -11,11 +11,11 @@ from torch.compiler import is_dynamo_compiling
 from . import _C
 from .buffer import Buffer
 from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
+from .config import DispatchConfig, combine_numbers, config_of
 from .errors import OverflowError, UsageError
 from .events import EventOverlap, run_on_comm_stream
-from .forms import Form, form_of
 from .gradients import refuse_backward, wants_gradient
-from .handle import EXACT, DispatchOutput, Handle, Layout, require_handle
+from .handle import DispatchOutput, Handle, Layout, require_handle
 from .high_throughput import buffer_of, route_and_send
 from .low_latency import dispatch_with_extra
 from .ops import scales_of  # and registers the fakes
@@ -32,7 +32,8 @@ _ll_dispatch_eager = _C.fast_op("ll_dispatch", _ll_dispatch, packed_results=True
 _ht_combine, _ht_combine_out = _ops.ht_combine.default, _ops.ht_combine_out.default
 _ht_combine_eager = _C.fast_op("ht_combine", _ht_combine, packed_results=True)
 _on_same_device = _C.on_same_device
-_Tensor, _float32, _PACKED, _RANK_MAJOR = torch.Tensor, torch.float32, Layout.PACKED, Layout.RANK_MAJOR
+_Tensor, _float32 = torch.Tensor, torch.float32
+_EXPERT_MAJOR, _PACKED, _RANK_MAJOR = Layout.EXPERT_MAJOR, Layout.PACKED, Layout.RANK_MAJOR
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/ll/params.h, Weighting
 
 
@@ -88,19 +89,19 @@ def dispatch(
 
     Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch`` and ``dispatch``.
     """
-    form, num_tokens = form_of(
+    config, num_tokens = config_of(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
-        quant,
+        quant, zero_padding, num_sms,
     )  # fmt: skip
     if type(extra) is not tuple or extra:
         require_extras(buffer, extra)
-    if form.mode == "ll" and out is not None:
+    if config.mode == "ll" and out is not None:
         raise ValueError("out is for high throughput, and this is a low-latency dispatch")
     try:
-        received, moved = _run(buffer, form, x, extra, scales, topk_idx, topk_weights, zero_padding, num_sms, out)
+        received, moved = _run(buffer, config, x, extra, scales, topk_idx, topk_weights, out)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
-    return _output(buffer, form, num_tokens, scales is not None, received, moved)
+    return _output(buffer, config, num_tokens, scales is not None, received, moved)
 
 
 def dispatch_send(
@@ -135,33 +136,33 @@ def dispatch_send(
 
     Source: NCCL EP's ``send_only`` and ``ncclEpComplete``, DeepEP's ``return_recv_hook``.
     """
-    form, num_tokens = form_of(
+    config, num_tokens = config_of(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
-        quant,
+        quant, zero_padding, num_sms,
     )  # fmt: skip
     if type(extra) is not tuple or extra:
         require_extras(buffer, extra)
     if type(async_finish) is not bool:
         require_bools(async_finish=async_finish)
-    if form.mode == "ht" and not async_finish:
+    if config.mode == "ht" and not async_finish:
         raise ValueError("a dispatch of high throughput has no halves: pass async_finish=True, or call dispatch")
     if extra and not async_finish:
         raise ValueError(f"{len(extra)} extra tensors, but a dispatch in halves takes none: pass async_finish=True")
-    args = (x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms)
+    args = (x, scales, topk_idx, topk_weights, config.capacity, config.numbers)
 
     def call() -> Any:
         if not async_finish:
             return _ops.ll_dispatch_send.default(buffer.name, buffer._seq, *args)
-        received, moved = _run(buffer, form, x, extra, scales, topk_idx, topk_weights, zero_padding, num_sms, None)
+        received, moved = _run(buffer, config, x, extra, scales, topk_idx, topk_weights, None)
         return (*received, *moved)
 
     try:
-        sent, event = run_on_comm_stream(buffer, call, (*args, *extra), async_finish)
+        sent, event = run_on_comm_stream(buffer, call, (*args[:4], *extra), async_finish)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     if async_finish:
         end = len(sent) - len(extra)
-        return Pending(lambda: _output(buffer, form, num_tokens, scales is not None, sent[:end], sent[end:]), event)
+        return Pending(lambda: _output(buffer, config, num_tokens, scales is not None, sent[:end], sent[end:]), event)
     num_scales, scale_dtype = scales_of(scales)
     is_wanted = wants_gradient(x, scales, topk_weights)
 
@@ -169,12 +170,12 @@ def dispatch_send(
         try:
             received = _ops.ll_dispatch_recv.default(
                 buffer.name, buffer._seq, sent, x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens,
-                form.topk, topk_idx.dtype == torch.int64, *form.args, zero_padding, num_sms,
+                topk_idx.dtype == torch.int64, config.capacity, config.numbers,
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(buffer, error) from error
         received = refuse_backward("dispatch_send", is_wanted, received)
-        return _output(buffer, form, num_tokens, scales is not None, (*received, sent))
+        return _output(buffer, config, num_tokens, scales is not None, (*received, sent))
 
     return Pending(receive)
 
@@ -249,7 +250,7 @@ def combine_send(
         require_bools(async_finish=async_finish)
     if handle.mode == "ht" and not async_finish:
         raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
-    biases, how = biases_of(bias), args[-4:]
+    biases = biases_of(bias)
     is_wanted = wants_gradient(rows, weights, biases)
 
     def call() -> Any:
@@ -258,7 +259,7 @@ def combine_send(
         return _ops.ll_combine_send.default(buffer.name, buffer._seq, *args)
 
     try:
-        combined, event = run_on_comm_stream(buffer, call, (*args, *biases), async_finish)
+        combined, event = run_on_comm_stream(buffer, call, (*args[:-4], *biases), async_finish)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     if async_finish:
@@ -267,7 +268,7 @@ def combine_send(
     def receive() -> torch.Tensor:
         try:
             out: torch.Tensor = _ops.ll_combine_recv.default(
-                buffer.name, buffer._seq, handle.tensor, biases, rows.dtype, rows.shape[-1], *handle.args(), *how
+                buffer.name, buffer._seq, handle.tensor, biases, rows.dtype, rows.shape[-1], *args[-3:]
             )
         except RuntimeError as error:
             raise error_of(buffer, error) from error
@@ -290,17 +291,16 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     require_tensors(values=values)
     buffer = buffer_of(handle)
     require_on(buffer, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
+    sizes = handle.num_tokens, handle.capacity, combine_numbers(buffer, handle, _NONE, _float32, _float32, 0)
     if handle.mode == "ht":
-        given: Any = (None, values, handle.tensor, handle.slots, None, None, [], *handle.args())
+        given: Any = (None, values, handle.tensor, handle.slots, None, None, [], *sizes)
         try:
-            scalars: torch.Tensor = _ht_combine(buffer.name, buffer._seq, *given, _NONE, _float32, _float32, 0)[1]
+            scalars: torch.Tensor = _ht_combine(buffer.name, buffer._seq, *given)[1]
         except RuntimeError as error:
             raise error_of(buffer, error) from error
         return scalars
     try:
-        out: torch.Tensor = _ops.ll_combine_weights.default(
-            buffer.name, buffer._seq, values, handle.tensor, *handle.args()
-        )
+        out: torch.Tensor = _ops.ll_combine_weights.default(buffer.name, buffer._seq, values, handle.tensor, *sizes)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     return out
@@ -348,50 +348,46 @@ class Pending(Generic[T]):
 
 def _run(
     buffer: Buffer,
-    form: Form,
+    config: DispatchConfig,
     x: torch.Tensor,
     extra: Sequence[torch.Tensor],
     scales: torch.Tensor | None,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    zero_padding: bool,
-    num_sms: int,
     out: DispatchOutput | None,
 ) -> tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]:
     """A whole dispatch: what ``_output`` takes, and the rows of ``extra``."""
-    if form.mode == "ht":
-        return route_and_send(buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms, out)
+    if config.mode == "ht":
+        return route_and_send(buffer, config, x, extra, scales, topk_idx, topk_weights, out)
     op = _ll_dispatch if is_dynamo_compiling() else _ll_dispatch_eager
     if extra:
-        return dispatch_with_extra(
-            op, buffer, x, extra, scales, topk_idx, topk_weights, form.args, zero_padding, num_sms
-        )
-    return op(buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, *form.args, zero_padding, num_sms), ()
+        return dispatch_with_extra(op, buffer, config, x, extra, scales, topk_idx, topk_weights)
+    return op(buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, config.capacity, config.numbers), ()
 
 
 def _output(
     buffer: Buffer,
-    form: Form,
+    config: DispatchConfig,
     num_tokens: int,
     has_scales: bool,
     received: Sequence[torch.Tensor],
     extra: tuple[torch.Tensor, ...] = (),
 ) -> DispatchOutput:
-    slots, layout, capacity = None, form.layout, form.capacity
-    if form.mode == "ll":
+    slots, layout, capacity = None, config.layout, config.capacity
+    if config.mode == "ll":
         x, scales, weights, topk_idx, row_expert, info, handle_tensor = received
     else:
         x, scales, weights, topk_idx, row_expert, info, handle_tensor, slots = received
-        if capacity == EXACT:  # the sizes, that were asked of the other ranks, are those of its tensors
-            capacity = form.max_tokens if layout is _RANK_MAJOR else x.shape[0]
+    if capacity < 0:  # exact sizes, or the default: those of the tensors
+        capacity = config.max_tokens if layout is _RANK_MAJOR else x.shape[1 if layout is _EXPERT_MAJOR else 0]
     handle = Handle(
-        handle_tensor, buffer.name, num_tokens, form.topk, form.num_experts, form.max_tokens, layout, capacity,
-        buffer.num_ranks, form.mode, slots,
+        handle_tensor, buffer.name, num_tokens, config.topk, config.num_experts, config.max_tokens, layout, capacity,
+        buffer.num_ranks, config.mode, slots,
     )  # fmt: skip
     out = DispatchOutput.of_info(
         x,
-        scales if has_scales or form.quant else None,
-        None if form.has_expert_rows else topk_idx,
+        scales if has_scales or config.quant else None,
+        None if config.has_expert_rows else topk_idx,
         weights,
         row_expert if layout is _PACKED else None,
         info,
@@ -400,7 +396,7 @@ def _output(
     )
     if buffer.on_overflow == "raise" and int(out.overflow) > 0:
         raise OverflowError(
-            f"{int(out.overflow)} rows did not fit into capacity {form.capacity} of layout {layout.name.lower()}: "
+            f"{int(out.overflow)} rows did not fit into capacity {config.capacity} of layout {layout.name.lower()}: "
             f"demand was {out.demand.tolist()}"
         )
     return out
@@ -444,5 +440,5 @@ def _combine_call(
     if biases:
         require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
     tensors = (rows, None, tensor, slots) if handle.mode == "ht" else (rows, tensor)
-    how = (weighting, out_dtype, wire_dtype, num_sms)
-    return buffer, (*tensors, home_weights, topk_idx, biases, *handle.args(), *how)
+    numbers = combine_numbers(buffer, handle, weighting, out_dtype, wire_dtype, num_sms)
+    return buffer, (*tensors, home_weights, topk_idx, biases, handle.num_tokens, handle.capacity, numbers)

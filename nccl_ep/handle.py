@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
+
+from . import _C
 
 
 class Layout(enum.IntEnum):
@@ -34,6 +36,7 @@ class Quant(enum.IntEnum):
 
 LAYOUTS = {layout.name.lower(): layout for layout in Layout}
 EXACT = -1  # the capacity of a dispatch of exact sizes, as the ops take it
+DEFAULT = _C.DEFAULT_CAPACITY  # the same, of as many rows as always suffice
 QUANTS = {None: Quant.NONE} | {quant.name.lower(): quant for quant in Quant if quant}
 
 
@@ -67,42 +70,12 @@ class Handle:
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
-    def args(self) -> tuple[int, int, int, int, int, int]:
-        """The numbers that every combine op takes with the tensor."""
-        return self.num_tokens, self.topk, self.num_experts, self.max_tokens, int(self.layout), self.capacity
-
-
-def align4(words: int) -> int:
-    """Up to a multiple of 16 bytes: where the next part of a handle begins."""
-    return (words + 3) // 4 * 4
-
-
-class HtRouteShape(NamedTuple):
-    """Where the parts of ``Handle.tensor`` of mode "ht" lie, in words; as HtHandleShape in csrc/layout/ht/handle.h."""
-
-    num_ranks: int
-    num_domains: int
-    num_experts: int
-    num_tokens: int
-    max_tokens: int
-    topk: int
-
-    @property
-    def own_size(self) -> int:
-        """Of the ids [T, K], and of the rows and the slots at the owners."""
-        return self.num_tokens * self.topk
-
-    @property
-    def slots_at(self) -> int:
-        """Behind the counts [R, R], the experts' demand with a word more, the ids and the rows."""
-        return align4(self.num_ranks**2) + align4(self.num_experts // self.num_ranks + 1) + 2 * align4(self.own_size)
-
-    @property
-    def size(self) -> int:
-        own = self.slots_at + align4(self.own_size)
-        if self.num_domains == 1:
-            return own
-        return own + align4(self.num_domains) + 3 * align4(self.num_domains * self.max_tokens * self.topk)
+    def routing(self) -> dict[str, int]:
+        """The fields that configs of dispatch and combine share."""
+        return {
+            "num_experts": self.num_experts, "topk": self.topk, "max_tokens": self.max_tokens,
+            "layout": int(self.layout),
+        }  # fmt: skip
 
 
 def require_handle(handle: object) -> None:
@@ -180,7 +153,7 @@ class DispatchOutput:
 
 
 def _part_of_info(name: str, info: torch.Tensor, handle: Handle) -> torch.Tensor | None:
-    """Places as in csrc/layout/common/outputs.h, OutputShape."""
+    """A view that torch.compile can trace; a test holds it against OutputShape of csrc/layout/common/outputs.h."""
     layout = handle.layout
     bins = handle.num_local_experts if layout.has_expert_rows else handle.num_ranks
     if name == "counts":

@@ -1,4 +1,4 @@
-"""The calls of high throughput (HT), once forms.py has checked their numbers; and cached dispatch."""
+"""The calls of high throughput (HT), once config.py has checked their numbers; and cached dispatch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from . import _C
 from .buffer import Buffer, find_buffer
 from .checks import error_of, require_extras, require_on, require_tensors
+from .config import DispatchConfig, cached_numbers
 from .errors import UsageError
 from .gradients import refuse_backward, wants_gradient
 from .handle import QUANTS, DispatchOutput, Handle, require_handle
@@ -37,18 +38,18 @@ class Payload:
 
 def route_and_send(
     buffer: Buffer,
+    config: DispatchConfig,
     x: torch.Tensor,
     extra: Sequence[torch.Tensor],
     scales: torch.Tensor | None,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    args: tuple[int, ...],
-    zero_padding: bool,
-    num_sms: int,
     out: DispatchOutput | None,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Runs the op. Returns what ``ll_dispatch`` returns, with two tensors of the handle at the end; and the extras."""
-    call = (buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, *args, zero_padding, num_sms)
+    call = (
+        buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, config.capacity, config.numbers,
+    )  # fmt: skip
     if out is None:
         received = (_ht_dispatch if is_dynamo_compiling() else _ht_dispatch_eager)(*call)
         return received[:8], received[8 : 8 + len(extra)]
@@ -129,17 +130,17 @@ def dispatch_cached(
     if quant not in QUANTS:
         raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
     call = (
-        buffer.name, buffer._seq, [x, *extra], scales, handle.tensor, slots, *handle.args(), int(QUANTS[quant]),
-        zero_padding, num_sms,
+        buffer.name, buffer._seq, [x, *extra], scales, handle.tensor, slots, handle.num_tokens, handle.capacity,
+        cached_numbers(buffer, handle, QUANTS[quant], zero_padding, num_sms),
     )  # fmt: skip
     try:
         if out is not None:
             return _cached_into(buffer, out, call)
-        moved, moved_scales, *further = (_ht_cached if is_dynamo_compiling() else _ht_cached_eager)(*call)
+        moved, moved_scales, *moved_extra = (_ht_cached if is_dynamo_compiling() else _ht_cached_eager)(*call)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     has_scales = scales is not None or quant is not None
-    return Payload(moved, moved_scales if has_scales else None, tuple(further[: len(extra)]))
+    return Payload(moved, moved_scales if has_scales else None, tuple(moved_extra[: len(extra)]))
 
 
 def _cached_into(buffer: Buffer, out: Payload, call: tuple[Any, ...]) -> Payload:

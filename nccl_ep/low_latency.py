@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import assume_constant_result, is_dynamo_compiling
 
+from . import _C
+from .config import DispatchConfig, Numbers, replace_field
 from .gradients import refuse_backward, wants_gradient
 from .handle import Quant
 
@@ -18,14 +20,12 @@ MAX_EXTRA = 3
 def dispatch_with_extra(
     op: Callable[..., Any],
     buffer: Any,
+    config: DispatchConfig,
     x: torch.Tensor,
     extra: Sequence[torch.Tensor],
     scales: torch.Tensor | None,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    args: tuple[int, ...],
-    zero_padding: bool,
-    num_sms: int,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """What ``op`` (``ll_dispatch``) returns for x, and the rows of ``extra`` in the places of x's.
 
@@ -33,14 +33,13 @@ def dispatch_with_extra(
     own, of the same routing. Places follow from the routing alone, so that they are the same.
     """
     _check(x, extra)
-    *shape, quant = args
     words = [each.resolve_conj().resolve_neg().view(_WORD) for each in extra]
 
-    def run(rows: torch.Tensor, beside: torch.Tensor | None, quant: int) -> Any:
-        given = (rows, beside, topk_idx, topk_weights)
-        return op(buffer.name, buffer._seq, *given, *shape, quant, zero_padding, num_sms)
+    def run(rows: torch.Tensor, row_scales: torch.Tensor | None, numbers: Numbers) -> Any:
+        given = (rows, row_scales, topk_idx, topk_weights)
+        return op(buffer.name, buffer._seq, *given, config.capacity, numbers)
 
-    has_room = scales is None and quant == Quant.NONE
+    has_room = _carries_extra(int(config.quant), scales is not None)
     alone = words[1:] if has_room else words
     if alone and buffer.enable_shrink:
         raise ValueError(
@@ -49,12 +48,18 @@ def dispatch_with_extra(
         )
     for each in () if is_dynamo_compiling() else alone:  # nothing is sent where one of them would be refused
         row_bytes = each.shape[1] * each.element_size()
-        buffer.runtime.check_opaque_rows(shape[0], topk_idx.shape[1], shape[1], row_bytes)
-    received = run(x, words[0] if has_room else scales, quant)
+        buffer.runtime.check_opaque_rows(config.num_experts, config.topk, config.max_tokens, row_bytes)
+    received = run(x, words[0] if has_room else scales, config.numbers)
+    unquantised = replace_field(config.numbers, "quant", int(Quant.NONE))
     moved = [received[1]] if has_room else []
-    moved += [run(each, None, int(Quant.NONE))[0] for each in alone]
+    moved += [run(each, None, unquantised)[0] for each in alone]
     rows = [each.view(given.dtype) for each, given in zip(moved, extra, strict=True)]
     return received, refuse_backward("dispatch with extra=", wants_gradient(extra), rows)
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def _carries_extra(quant: int, has_scales: bool) -> bool:
+    return _C.carries_extra(quant, has_scales)
 
 
 def _check(x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:

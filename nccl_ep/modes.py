@@ -1,22 +1,21 @@
-"""Low latency (LL) or high throughput (HT): the choice of ``mode="auto"``, the same on all ranks."""
+"""Low latency (LL) or high throughput (HT): the choice of ``mode="auto"``, the same on all ranks.
+
+The rule is that of csrc/runtime/policy.h, which says why. It stands here once more because torch.compile must trace it;
+a test holds the two against each other.
+"""
 
 from __future__ import annotations
 
+from . import _C
+
 MODES = ("ll", "ht", "auto")
-
-# Bytes that a rank sends at most in a dispatch of max_tokens, up to which LL is taken. On 4 H200s it is the faster mode
-# at all that was measured, up to 1,024 tokens of 14 KiB (docs/performance.md; ``python -m nccl_ep.bench fit``). But it
-# takes all SMs, where HT takes 12 to 32, and its window grows with the tokens of all ranks.
-AUTO_LL_BYTES = 56 << 20
-
-# LL keeps a slot for every token of every rank, in the SMs' shared memory too. Small rows go to HT beyond so many, but
-# not the tokens that decoding has.
-AUTO_LL_SLOTS, AUTO_LL_TOKENS = 4096, 128
+AUTO_LL_BYTES = _C.AUTO_LL_BYTES
+_SLOTS, _TOKENS = _C.AUTO_LL_SLOTS, _C.AUTO_LL_TOKENS
 
 
 def _most_ll_tokens(row_bytes: int, topk: int, num_ranks: int) -> int:
     by_bytes = AUTO_LL_BYTES // max(1, min(topk, num_ranks) * row_bytes)  # what is 0 is refused later
-    return min(by_bytes, max(AUTO_LL_SLOTS // num_ranks, AUTO_LL_TOKENS))
+    return min(by_bytes, max(_SLOTS // num_ranks, _TOKENS))
 
 
 def choose_mode(max_tokens: int, row_bytes: int, topk: int, num_ranks: int, capacity: int | str | None) -> str:

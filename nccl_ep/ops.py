@@ -1,4 +1,7 @@
-"""How Python calls the ops, and shapes of what they return, for tracing. Schemas and kernels: csrc/torch/ops/ll_ops.cc."""
+"""How Python calls the ops, and what their fakes return for tracing. Schemas and kernels: csrc/torch/ops.
+
+Shapes of outputs come from the library itself (csrc/runtime/policy.h), with symbols where sizes are not known yet.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from . import _C
-from .buffer import find_buffer
-from .handle import HtRouteShape, Layout, Quant, align4
+from .buffer import Buffer, find_buffer
+from .config import Numbers, dispatch_fields, pack_dispatch
+from .handle import DEFAULT, EXACT, Layout
 
 Tensors = tuple[torch.Tensor, ...]
+Scales = torch.Tensor | None
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -29,58 +34,55 @@ for _name in _C.op_names():
     _use_fast_calls(_name)
 
 
-def _row_shape(layout: int, ranks: int, experts: int, max_tokens: int, capacity: int, last: list[int]) -> list[int]:
-    if layout == Layout.EXPERT_MAJOR:
-        return [experts // ranks, capacity, *last]
-    if layout == Layout.RANK_MAJOR:
-        return [ranks, max_tokens, *last]
-    return [capacity, *last]
-
-
-def _handle_size(ranks: int, num_tokens: int, max_tokens: int, topk: int, layout: int) -> int:
-    """As HandleShape in csrc/layout/common/outputs.h."""
-    entries = ranks * max_tokens * (topk if layout <= Layout.PACKED else 1)
-    return align4(ranks) + align4(num_tokens * topk) + 2 * align4(entries)
-
-
 def scales_of(x_scales: torch.Tensor | None) -> tuple[int, torch.dtype]:
     """How many scales a row has, and their dtype, as the ops take them."""
     return (0, torch.float32) if x_scales is None else (x_scales.shape[1], x_scales.dtype)
 
 
-def _num_ranks(buffer: str) -> int:
-    return find_buffer(buffer).num_ranks
+# ---- Shapes. Each fake asks for the tensors of its op; the device is that of `like`.
 
 
 def _outputs(
-    like: torch.Tensor, buffer: str, dtype: torch.dtype, hidden: int, num_scales: int, scale_dtype: torch.dtype,
-    topk: int, idx_dtype: torch.dtype, num_experts: int, max_tokens: int, layout: int, capacity: int, quant: int,
-) -> Tensors:  # fmt: skip
-    ranks = _num_ranks(buffer)
-
-    def rows(*last: int) -> list[int]:
-        return _row_shape(layout, ranks, num_experts, max_tokens, capacity, list(last))
-
-    if quant != Quant.NONE:
-        dtype = torch.float8_e4m3fn
-        num_scales = (hidden + 511) // 512 if quant == Quant.FP8_UE8M0 else (hidden + 127) // 128
-        scale_dtype = torch.int32 if quant == Quant.FP8_UE8M0 else torch.float32
-    expert_rows = layout <= Layout.PACKED
-    bins = num_experts // ranks if expert_rows else ranks
-    num_offsets = bins + 1 if layout == Layout.PACKED else 0
-    return (
-        like.new_empty(rows(hidden), dtype=dtype),
-        like.new_empty(rows(num_scales) if num_scales else [0], dtype=scale_dtype),
-        like.new_empty(rows() if expert_rows else rows(topk), dtype=torch.float32),
-        like.new_empty([0] if expert_rows else rows(topk), dtype=idx_dtype),
-        like.new_empty([capacity if layout == Layout.PACKED else 0], dtype=torch.int32),
-        like.new_empty([2 * bins + 2 + num_offsets], dtype=torch.int32),
-    )
+    like: torch.Tensor, made: Buffer, dtype: torch.dtype, hidden: int, num_scales: int, scale_dtype: torch.dtype,
+    is_idx64: bool, capacity: int, config: Numbers,
+) -> list[torch.Tensor]:  # fmt: skip
+    """x, scales, weights, topk_idx, row_expert, info."""
+    if isinstance(capacity, int) and capacity == DEFAULT:
+        capacity = _C.default_capacity(config, made.num_ranks)
+    outputs = _C.dispatch_outputs(config, made.num_ranks, capacity, dtype, hidden, num_scales, scale_dtype, is_idx64)
+    return [like.new_empty(shape, dtype=each) for shape, each in outputs]
 
 
-def _new_handle(x: torch.Tensor, buffer: str, topk_idx: torch.Tensor, max_tokens: int, layout: int) -> torch.Tensor:
-    size = _handle_size(_num_ranks(buffer), x.shape[0], max_tokens, topk_idx.shape[1], layout)
-    return x.new_empty([size], dtype=torch.int32)
+def _outputs_of(x: torch.Tensor, x_scales: Scales, topk_idx: torch.Tensor, made: Buffer, capacity: int,
+                config: Numbers) -> list[torch.Tensor]:  # fmt: skip
+    is_idx64 = topk_idx.dtype == torch.int64
+    return _outputs(x, made, x.dtype, x.shape[1], *scales_of(x_scales), is_idx64, capacity, config)
+
+
+def _new_handle(x: torch.Tensor, made: Buffer, config: Numbers) -> torch.Tensor:
+    return x.new_empty([_C.handle_size(config, made.num_ranks, x.shape[0])], dtype=torch.int32)
+
+
+def _ht_handle(like: torch.Tensor, made: Buffer, num_tokens: int, num_slots: int, config: Numbers) -> Tensors:
+    """route and slots."""
+    size, words = _C.ht_handle_sizes(config, made.num_ranks, made.domain_size, num_tokens)
+    return like.new_empty([size], dtype=torch.int32), like.new_empty([num_slots, words], dtype=torch.int32)
+
+
+def _extra_outputs(xs: list[torch.Tensor], made: Buffer, capacity: int, config: Numbers) -> list[torch.Tensor]:
+    """Of the tensors beside x; three in all."""
+    if not 1 <= len(xs) <= 4:
+        raise ValueError(f"{len(xs)} tensors, must be 1 to 4")
+    config = pack_dispatch(dispatch_fields(config) | {"quant": 0})
+    extra = [_outputs(x, made, x.dtype, x.shape[1], 0, torch.float32, True, capacity, config)[0] for x in xs[1:]]
+    return [*extra, *(xs[0].new_empty([0], dtype=torch.uint8) for _ in range(3 - len(extra)))]
+
+
+def _combined(like: torch.Tensor, num_tokens: int, hidden: int, config: Numbers) -> torch.Tensor:
+    return like.new_empty([num_tokens, hidden], dtype=_C.combine_out_dtype(config))
+
+
+# ---- Fakes
 
 
 def _fake(op: str) -> Callable[[F], F]:
@@ -102,86 +104,72 @@ for _op in (
 
 @_fake("ll_dispatch")
 def _(
-    buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, layout: int, capacity: int, alignment: int,
-    quant: int, zero_padding: bool, num_sms: int,
+    buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: Scales, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, capacity: int, config: Numbers,
 ) -> Tensors:  # fmt: skip
-    num_scales, scale_dtype = scales_of(x_scales)
-    outputs = _outputs(
-        x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk_idx.shape[1], topk_idx.dtype, num_experts,
-        max_tokens, layout, capacity, quant,
-    )  # fmt: skip
-    return (*outputs, _new_handle(x, buffer, topk_idx, max_tokens, layout))
+    made = find_buffer(buffer)
+    return *_outputs_of(x, x_scales, topk_idx, made, capacity, config), _new_handle(x, made, config)
 
 
 @_fake("ll_dispatch_send")
 def _(
-    buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, layout: int, *config: Any,
+    buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: Scales, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, capacity: int, config: Numbers,
 ) -> torch.Tensor:  # fmt: skip
-    return _new_handle(x, buffer, topk_idx, max_tokens, layout)
+    return _new_handle(x, find_buffer(buffer), config)
 
 
 @_fake("ll_dispatch_recv")
 def _(
     buffer: str, seq: torch.Tensor, handle: torch.Tensor, dtype: torch.dtype, hidden: int, num_scales: int,
-    scale_dtype: torch.dtype, num_tokens: int, topk: int, is_idx64: bool, num_experts: int, max_tokens: int,
-    layout: int, capacity: int, alignment: int, quant: int, zero_padding: bool, num_sms: int,
+    scale_dtype: torch.dtype, num_tokens: int, is_idx64: bool, capacity: int, config: Numbers,
 ) -> Tensors:  # fmt: skip
-    return _outputs(
-        handle, buffer, dtype, hidden, num_scales, scale_dtype, topk, torch.int64 if is_idx64 else torch.int32,
-        num_experts, max_tokens, layout, capacity, quant,
-    )  # fmt: skip
+    made = find_buffer(buffer)
+    return tuple(_outputs(handle, made, dtype, hidden, num_scales, scale_dtype, is_idx64, capacity, config))
 
 
 @_fake("ll_combine")
 def _(
     buffer: str, seq: torch.Tensor, rows: torch.Tensor, handle: torch.Tensor, weights: torch.Tensor | None,
-    topk_idx: torch.Tensor | None, biases: list[torch.Tensor], num_tokens: int, topk: int, num_experts: int,
-    max_tokens: int, layout: int, capacity: int, weighting: int, out_dtype: torch.dtype, wire_dtype: torch.dtype,
-    num_sms: int,
+    topk_idx: torch.Tensor | None, biases: list[torch.Tensor], num_tokens: int, capacity: int, config: Numbers,
 ) -> torch.Tensor:  # fmt: skip
-    return rows.new_empty([num_tokens, rows.shape[-1]], dtype=out_dtype)
+    return _combined(rows, num_tokens, rows.shape[-1], config)
 
 
 @_fake("ll_combine_recv")
 def _(
     buffer: str, seq: torch.Tensor, handle: torch.Tensor, biases: list[torch.Tensor], rows_dtype: torch.dtype,
-    hidden: int, num_tokens: int, topk: int, num_experts: int, max_tokens: int, layout: int, capacity: int,
-    weighting: int, out_dtype: torch.dtype, wire_dtype: torch.dtype, num_sms: int,
+    hidden: int, num_tokens: int, capacity: int, config: Numbers,
 ) -> torch.Tensor:  # fmt: skip
-    return handle.new_empty([num_tokens, hidden], dtype=out_dtype)
+    return _combined(handle, num_tokens, hidden, config)
 
 
 @_fake("ll_combine_weights")
 def _(
-    buffer: str, seq: torch.Tensor, values: torch.Tensor, handle: torch.Tensor, num_tokens: int, topk: int,
-    num_experts: int, max_tokens: int, layout: int, capacity: int,
+    buffer: str, seq: torch.Tensor, values: torch.Tensor, handle: torch.Tensor, num_tokens: int, capacity: int,
+    config: Numbers,
 ) -> torch.Tensor:  # fmt: skip
-    return values.new_empty([num_tokens, topk], dtype=torch.float32)
+    return values.new_empty([num_tokens, _C.combine_topk(config)], dtype=torch.float32)
 
 
-# ---- DeepEP's convention (csrc/torch/deep_ep/low_latency_ops.cc)
+# ---- DeepEP's convention (csrc/torch/deep_ep)
 
 
 def _deepep_outputs(
     buffer: str, seq: torch.Tensor, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, max_tokens: int,
     quant: int, *rest: Any,
 ) -> Tensors:  # fmt: skip
-    ranks = _num_ranks(buffer)
-    capacity, local = ranks * max_tokens, num_experts // ranks
-    rows, scales, weights, _, _, info = _outputs(
-        x, buffer, x.dtype, x.shape[1], 0, torch.float32, topk_idx.shape[1], topk_idx.dtype, num_experts, max_tokens,
-        Layout.EXPERT_MAJOR, capacity, quant,
-    )  # fmt: skip
-    if quant != Quant.NONE:
+    made = find_buffer(buffer)
+    capacity, local = made.num_ranks * max_tokens, num_experts // made.num_ranks
+    config = pack_dispatch(
+        {"num_experts": num_experts, "topk": topk_idx.shape[1], "max_tokens": max_tokens, "quant": quant}
+    )
+    rows, scales, weights, _, _, info = _outputs_of(x, None, topk_idx, made, capacity, config)
+    if quant:
         scales = scales.new_empty([local, scales.shape[2], capacity]).transpose(1, 2)
-    # As SourceShape in csrc/layout/common/outputs.h.
-    handle = _handle_size(ranks, x.shape[0], max_tokens, topk_idx.shape[1], Layout.EXPERT_MAJOR)
-    padding = align4(topk_idx.numel()) - topk_idx.numel()
-    size = align4(local * capacity) + handle + padding
-    src_info = x.new_empty([size], dtype=torch.int32).as_strided([local, capacity], [capacity, 1])
-    layout_range = x.new_empty([local, ranks], dtype=torch.int64)
+    src_info = x.new_empty([_C.source_size(config, made.num_ranks, x.shape[0])], dtype=torch.int32)
+    src_info = src_info.as_strided([local, capacity], [capacity, 1])
+    layout_range = x.new_empty([local, made.num_ranks], dtype=torch.int64)
     return rows, scales, weights, info.as_strided([local], [1]), src_info, layout_range
 
 
@@ -202,67 +190,41 @@ _fake("ll_combine_deepep_send")(_deepep_combined)
 # ---- High throughput. Sizes that the ranks tell one another when the op runs are new symbols.
 
 
-def _ht_route_size(buffer: str, num_tokens: int, max_tokens: int, topk: int, num_experts: int) -> int:
-    made = find_buffer(buffer)
-    num_domains = made.num_ranks // made.domain_size
-    return HtRouteShape(made.num_ranks, num_domains, num_experts, num_tokens, max_tokens, topk).size
-
-
-def _slot_words(layout: int, topk: int) -> int:
-    return 2 * topk + 1 if layout <= Layout.PACKED else 1
-
-
-def _further(
-    xs: list[torch.Tensor], buffer: str, num_experts: int, max_tokens: int, layout: int, rows: int
-) -> list[torch.Tensor]:
-    """Of the tensors beside x; three in all."""
-    if not 1 <= len(xs) <= 4:
-        raise ValueError(f"{len(xs)} tensors, must be 1 to 4")
-    shapes = [_row_shape(layout, _num_ranks(buffer), num_experts, max_tokens, rows, [each.shape[1]]) for each in xs[1:]]
-    further = [each.new_empty(shape) for each, shape in zip(xs[1:], shapes, strict=True)]
-    return [*further, *(xs[0].new_empty([0], dtype=torch.uint8) for _ in range(3 - len(further)))]
-
-
 @_fake("ht_dispatch")
 def _(
-    buffer: str, seq: torch.Tensor, xs: list[torch.Tensor], x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, layout: int, capacity: int, alignment: int,
-    quant: int, zero_padding: bool, num_sms: int,
+    buffer: str, seq: torch.Tensor, xs: list[torch.Tensor], x_scales: Scales, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, capacity: int, config: Numbers,
 ) -> Any:  # fmt: skip
-    x, topk = xs[0], topk_idx.shape[1]
-    num_slots: Any = _num_ranks(buffer) * max_tokens
-    if capacity < 0:
+    x, made = xs[0], find_buffer(buffer)
+    fields = dispatch_fields(config)
+    num_slots: Any = made.num_ranks * fields["max_tokens"]
+    if capacity == EXACT:
         context = torch.library.get_ctx()
         num_slots = context.new_dynamic_size()
-        rows: Any = max_tokens if layout == Layout.RANK_MAJOR else context.new_dynamic_size()
-        capacity = rows
-    num_scales, scale_dtype = scales_of(x_scales)
-    outputs = _outputs(
-        x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk, topk_idx.dtype, num_experts, max_tokens, layout,
-        capacity, quant,
-    )  # fmt: skip
-    further = _further(xs, buffer, num_experts, max_tokens, layout, capacity)
-    route = x.new_empty([_ht_route_size(buffer, x.shape[0], max_tokens, topk, num_experts)], dtype=torch.int32)
-    slots = x.new_empty([num_slots, _slot_words(layout, topk)], dtype=torch.int32)
-    return *outputs, route, slots, *further
+        is_fixed = fields["layout"] == Layout.RANK_MAJOR
+        capacity = fields["max_tokens"] if is_fixed else context.new_dynamic_size()  # type: ignore[assignment]
+    outputs = _outputs_of(x, x_scales, topk_idx, made, capacity, config)
+    extra = _extra_outputs(xs, made, capacity, config)
+    return *outputs, *_ht_handle(x, made, x.shape[0], num_slots, config), *extra
 
 
 @_fake("ht_dispatch_deepep")
 def _(
-    buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor,
+    buffer: str, seq: torch.Tensor, x: torch.Tensor, x_scales: Scales, topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None, num_experts: int, max_tokens: int, capacity: int, num_sms: int,
 ) -> Any:  # fmt: skip
-    is_exact, ranks = capacity < 0, _num_ranks(buffer)
+    made = find_buffer(buffer)
+    is_exact, ranks = capacity < 0, made.num_ranks
     num_slots: Any = ranks * max_tokens
     if is_exact:
         capacity = num_slots = torch.library.get_ctx().new_dynamic_size()  # type: ignore[assignment]
-    num_scales, scale_dtype = scales_of(x_scales)
-    rows, scales, weights, ids, _, info = _outputs(
-        x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk_idx.shape[1], topk_idx.dtype, num_experts,
-        max_tokens, Layout.FLAT, capacity, Quant.NONE,
+    config = pack_dispatch(
+        {
+            "num_experts": num_experts, "topk": topk_idx.shape[1], "max_tokens": max_tokens, "layout": Layout.FLAT,
+        }
     )  # fmt: skip
-    size = _ht_route_size(buffer, x.shape[0], max_tokens, topk_idx.shape[1], num_experts)
-    route, slots = x.new_empty([size], dtype=torch.int32), x.new_empty([num_slots, 1], dtype=torch.int32)
+    rows, scales, weights, ids, _, info = _outputs_of(x, x_scales, topk_idx, made, capacity, config)
+    route, slots = _ht_handle(x, made, x.shape[0], num_slots, config)
     prefix = x.new_empty([ranks, ranks], dtype=torch.int32)
     counts = torch.empty([1 + num_experts // ranks if is_exact else 0], dtype=torch.int64, device="cpu")
     return rows, scales, ids, weights, info, route, slots, prefix, counts
@@ -277,29 +239,24 @@ def _(topk_idx: torch.Tensor, num_ranks: int, num_domains: int, num_experts: int
 
 @_fake("ht_dispatch_cached")
 def _(
-    buffer: str, seq: torch.Tensor, xs: list[torch.Tensor], x_scales: torch.Tensor | None, route: torch.Tensor,
-    slots: torch.Tensor, num_tokens: int, topk: int, num_experts: int, max_tokens: int, layout: int, capacity: int,
-    quant: int, zero_padding: bool, num_sms: int,
+    buffer: str, seq: torch.Tensor, xs: list[torch.Tensor], x_scales: Scales, route: torch.Tensor,
+    slots: torch.Tensor, num_tokens: int, capacity: int, config: Numbers,
 ) -> Any:  # fmt: skip
-    x = xs[0]
-    num_scales, scale_dtype = scales_of(x_scales)
-    outputs = _outputs(
-        x, buffer, x.dtype, x.shape[1], num_scales, scale_dtype, topk, torch.int32, num_experts, max_tokens, layout,
-        capacity, quant,
-    )  # fmt: skip
-    return *outputs[:2], *_further(xs, buffer, num_experts, max_tokens, layout, capacity)
+    x, made = xs[0], find_buffer(buffer)
+    outputs = _outputs(x, made, x.dtype, x.shape[1], *scales_of(x_scales), True, capacity, config)
+    return *outputs[:2], *_extra_outputs(xs, made, capacity, config)
 
 
 @_fake("ht_combine")
 def _(
     buffer: str, seq: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor | None, route: torch.Tensor,
     slots: torch.Tensor, weights: torch.Tensor | None, topk_idx: torch.Tensor | None, biases: list[torch.Tensor],
-    num_tokens: int, topk: int, num_experts: int, max_tokens: int, layout: int, capacity: int, weighting: int,
-    out_dtype: torch.dtype, wire_dtype: torch.dtype, num_sms: int,
+    num_tokens: int, capacity: int, config: Numbers,
 ) -> Tensors:  # fmt: skip
+    dtype = _C.combine_out_dtype(config)
     return (
-        route.new_empty([0] if rows is None else [num_tokens, rows.shape[-1]], dtype=out_dtype),
-        route.new_empty([0] if values is None else [num_tokens, topk], dtype=torch.float32),
+        route.new_empty([0], dtype=dtype) if rows is None else _combined(route, num_tokens, rows.shape[-1], config),
+        route.new_empty([0] if values is None else [num_tokens, _C.combine_topk(config)], dtype=torch.float32),
     )
 
 

@@ -2,6 +2,7 @@
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
 #include "api/c_struct.h"
+#include "runtime/policy.h"
 
 namespace ep::c {
 namespace {
@@ -94,11 +95,8 @@ void set_out(Params& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombine
 template <class Params>
 void set_combine(Params& p, const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs,
                  const ncclEpCombineOutputs_t& outputs, const ncclEpCombineConfig_t& config) {
-  p.shape = handle.shape;
-  p.output = handle.output;
-  p.weighting = to_weighting(config.weights, p.output.layout);
-  p.num_tokens = handle.dispatched_tokens;
-  p.num_sms = handle.num_sms(config.num_sms);
+  ep::set_combine(p, handle.output, handle.shape.num_experts, handle.dispatched_tokens,
+                  to_weighting(config.weights, handle.output.layout), handle.num_sms(config.num_sms));
   set_rows(p, inputs);
   set_weights(p, inputs);
   set_out(p, inputs, outputs, config);
@@ -186,10 +184,8 @@ void combine_weights(const ncclEpHandle& handle, const ncclEpTensor_t* given, co
   const ScopedDevice device(handle.device());
   if (handle.is_ht) {
     HtCombineParams p;
-    p.shape = handle.shape;
-    p.output = handle.output;
-    p.num_tokens = handle.dispatched_tokens;
-    p.num_sms = handle.num_sms(0);
+    ep::set_combine(p, handle.output, handle.shape.num_experts, handle.dispatched_tokens, Weighting::kNone,
+                    handle.num_sms(0));
     p.handle = handle.ht_pointers(p.num_tokens);
     set_values(p, values, out);
     group.combine(p, stream);

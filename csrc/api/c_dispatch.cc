@@ -5,6 +5,7 @@
 
 #include "api/c_device.h"
 #include "api/c_struct.h"
+#include "runtime/policy.h"
 
 namespace ep::c {
 namespace {
@@ -50,7 +51,7 @@ LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call,
 
 int row_bytes(const Tensor& tensor) { return static_cast<int>(tensor.sizes.at[1] * element_bytes(tensor.dtype)); }
 
-// Further tensors, as words of 32 bits: the first travels as scales do where tokens have none, each other one in an
+// Extra tensors, as words of 32 bits: the first travels as scales do where tokens have none, each other one in an
 // operation of its own. That has the same routing, and so writes what stands beside rows once more, the same bits.
 struct LlExtra {
   std::array<LlDispatchParams, NCCL_EP_MAX_EXTRA> calls;
@@ -59,7 +60,7 @@ struct LlExtra {
   // `p` gets what travels with it.
   static LlExtra of(const DispatchCall& call, const OutputPointers& out, const Group& group, LlDispatchParams& p) {
     LlExtra made;
-    bool has_room = call.quant == Quant::kNone && !call.scales;
+    bool has_room = carries_extra(call.quant, static_cast<bool>(call.scales));
     for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
       const Tensor& tensor = call.extra[i];
       if (!tensor) continue;

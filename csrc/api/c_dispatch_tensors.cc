@@ -2,6 +2,7 @@
 #include "api/c_dispatch.h"
 #include "api/c_struct.h"
 #include "runtime/checks.h"
+#include "runtime/policy.h"
 
 namespace ep::c {
 namespace {
@@ -56,10 +57,14 @@ void check_config(const DispatchCall& call, const ncclEpHandle& handle) {
 
 }  // namespace
 
+Sizes sizes_of(const Dims<int64_t>& dims) {
+  Sizes sizes;
+  for (int i = 0; i < dims.ndim; i++) sizes = sizes.with(dims.at[i]);
+  return sizes;
+}
+
 Sizes row_sizes(const OutputShape& output) {
-  if (output.layout == OutputLayout::kExpertMajor) return {output.local_experts, output.capacity};
-  if (output.layout == OutputLayout::kRankMajor) return {output.num_ranks, output.max_tokens};
-  return {output.capacity};
+  return sizes_of(DispatchDims<int64_t>::of(output, output.capacity, Quant::kNone, 1, 0).rows);
 }
 
 DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t* given_inputs,
@@ -77,7 +82,7 @@ DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t*
   call.dtype = to_dtype(call.tokens.dtype);
   call.hidden = static_cast<int>(call.tokens.sizes.at[1]);
   if (call.quant != Quant::kNone) {
-    call.num_scales = quant_scale_bytes(call.quant, call.hidden) / 4;
+    call.num_scales = num_quant_scales(call.quant, call.hidden);
   } else if (call.scales) {
     call.num_scales = static_cast<int>(call.scales.sizes.at[1]);
     call.scale_bytes = element_bytes(call.scales.dtype);
@@ -107,24 +112,21 @@ void check_inputs(const DispatchCall& call, const ncclEpHandle& handle, int num_
 
 Outputs outputs_of(const DispatchCall& call, const ncclEpHandle& handle, const ncclEpDispatchOutputs_t& given) {
   const OutputShape& output = handle.output;
-  const bool quantises = call.quant != Quant::kNone, expert_rows = has_expert_rows(output.layout);
+  const bool quantises = call.quant != Quant::kNone;
   const bool has_routing = !call.config.cached, has_info = has_routing && !handle.is_routed;
-  const Sizes rows = row_sizes(output), none, choices = rows.with(handle.shape.topk);
+  const auto dims = DispatchDims<int64_t>::of(output, output.capacity, call.quant, call.hidden, call.num_scales);
+  const Sizes rows = sizes_of(dims.rows), none;
   const ncclEpDataType_t scale_type = call.quant == Quant::kFp8Ue8m0 ? NCCL_EP_INT32
                                       : quantises                    ? NCCL_EP_FLOAT32
                                                                      : call.scales.dtype;
-  const Sizes row_expert = has_routing && output.layout == OutputLayout::kPacked ? rows : none;
   Outputs outputs{{
-      {"tokens", given.tokens, quantises ? NCCL_EP_FLOAT8_E4M3 : call.tokens.dtype, rows.with(call.hidden)},
-      {"scales", given.scales, scale_type, call.num_scales > 0 ? rows.with(call.num_scales) : none},
-      {"topk_weights", given.topk_weights, NCCL_EP_FLOAT32,
-       !has_routing  ? none
-       : expert_rows ? rows
-                     : choices},
+      {"tokens", given.tokens, quantises ? NCCL_EP_FLOAT8_E4M3 : call.tokens.dtype, sizes_of(dims.x)},
+      {"scales", given.scales, scale_type, sizes_of(dims.scales)},
+      {"topk_weights", given.topk_weights, NCCL_EP_FLOAT32, has_routing ? sizes_of(dims.weights) : none},
       {"topk_idx", given.topk_idx, handle.is_idx64 ? NCCL_EP_INT64 : NCCL_EP_INT32,
-       has_routing && !expert_rows ? choices : none},
-      {"row_expert", given.row_expert, NCCL_EP_INT32, row_expert},
-      {"info", given.info, NCCL_EP_INT32, has_info ? Sizes{output.info_size()} : none},
+       has_routing ? sizes_of(dims.topk_idx) : none},
+      {"row_expert", given.row_expert, NCCL_EP_INT32, has_routing ? sizes_of(dims.row_expert) : none},
+      {"info", given.info, NCCL_EP_INT32, has_info ? sizes_of(dims.info) : none},
   }};
   for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
     const Tensor& extra = call.extra[i];

@@ -12,6 +12,7 @@
 #include "api/c_struct.h"
 #include "api/factory.h"
 #include "runtime/checks.h"
+#include "runtime/policy.h"
 #include "transport/same_size_bootstrap.h"
 
 namespace ep::c {
@@ -19,10 +20,6 @@ namespace {
 
 constexpr double kDefaultTimeoutSeconds = 100, kMinSetupSeconds = 60;
 constexpr uint64_t kMaxTimeoutNs = 1'000'000'000'000'000'000;  // as the group's
-// Bytes that a rank sends at most in a dispatch of max_tokens, and slots of all ranks, or tokens, up to which AUTO
-// takes low latency: nccl_ep/modes.py has the reasons, and the same numbers.
-constexpr int64_t kAutoLlBytes = 56 << 20, kAutoLlSlots = 4096, kAutoLlTokens = 128;
-
 double seconds_of(uint64_t timeout_ns) {
   EP_CHECK(timeout_ns <= kMaxTimeoutNs, "timeout_ns is ", timeout_ns, ", at most ", kMaxTimeoutNs);
   return timeout_ns == 0 ? kDefaultTimeoutSeconds : static_cast<double>(timeout_ns) / 1e9;
@@ -77,8 +74,7 @@ void check_config(const ncclEpGroupConfig_t& config) {
 int ll_max_tokens(const ncclEpGroupConfig_t& config, int num_ranks) {
   if (config.algorithm == NCCL_EP_ALGORITHM_HIGH_THROUGHPUT) return 0;
   if (config.algorithm == NCCL_EP_ALGORITHM_LOW_LATENCY) return config.max_tokens;
-  const int64_t token_bytes = std::min(config.topk, num_ranks) * static_cast<int64_t>(config.max_token_bytes);
-  const int64_t most = std::min(kAutoLlBytes / token_bytes, std::max(kAutoLlSlots / num_ranks, kAutoLlTokens));
+  const int64_t most = most_auto_ll_tokens(static_cast<int64_t>(config.max_token_bytes), config.topk, num_ranks);
   return static_cast<int>(std::clamp<int64_t>(most, 1, config.max_tokens));
 }
 

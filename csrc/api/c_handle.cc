@@ -6,6 +6,7 @@
 #include "api/c_objects.h"
 #include "api/c_struct.h"
 #include "api/c_tensor.h"
+#include "runtime/policy.h"
 
 namespace ep::c {
 namespace {
@@ -25,15 +26,6 @@ OutputLayout to_layout(ncclEpLayout_t layout) {
     default:
       raise(ErrorKind::kInvalidArgument, "layout ", layout, " is unknown");
   }
-}
-
-// Rows that suffice for any routing in which no token names an expert twice.
-int64_t default_capacity(OutputLayout layout, const Shape& shape, int64_t alignment) {
-  if (layout == OutputLayout::kRankMajor) return shape.max_tokens;
-  const int64_t tokens = static_cast<int64_t>(shape.num_ranks) * shape.max_tokens;
-  if (layout != OutputLayout::kPacked) return tokens;
-  const int64_t local = shape.local_experts();
-  return align_up(tokens * std::min<int64_t>(shape.topk, local) + local * (alignment - 1), alignment);
 }
 
 struct HandleSizes {

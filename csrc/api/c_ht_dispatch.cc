@@ -9,10 +9,8 @@ namespace ep::c {
 namespace {
 
 HtPart part_of(const Tensor& in) {
-  const int size = element_bytes(in.dtype);
-  const int bytes = static_cast<int>(in.sizes.at[1]) * size;
-  if (is_contiguous(in)) return HtPart::contiguous(in.data, bytes);
-  return HtPart::strided(in.data, bytes, size, in.strides[0], in.strides[1]);
+  return HtPart::of(in.data, in.sizes.at[0], static_cast<int>(in.sizes.at[1]), element_bytes(in.dtype), in.strides[0],
+                    in.strides[1]);
 }
 
 // What all variant have in common, of `num_tokens` tokens.

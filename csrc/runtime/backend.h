@@ -37,8 +37,8 @@ class Backend {
   virtual void floor_push(const LlFloorPushParams& params, void* stream) = 0;
 
   // High throughput. Scalars go with combine.
-  virtual void ht_dispatch(const HtDispatchParams&, void*) { refuse_ht(); }
-  virtual void ht_combine(const HtCombineParams&, void*) { refuse_ht(); }
+  virtual void ht_dispatch(const HtDispatchParams& params, void* stream) = 0;
+  virtual void ht_combine(const HtCombineParams& params, void* stream) = 0;
   // Where outputs may lie that others write to; null if there is no such place.
   virtual std::shared_ptr<Arena> arena() const { return nullptr; }
 
@@ -65,12 +65,6 @@ class Backend {
   virtual WireBytes wire_bytes() const { return {}; }
   // Gives up: no peer is waited for. Nothing but the destructor may follow.
   virtual void abort() = 0;
-
- private:
-  [[noreturn]] void refuse_ht() const {
-    raise(ErrorKind::kInvalidUsage, "high throughput is not built for ", name(),
-          " yet: take mode=\"ll\", or device=\"cpu\"");
-  }
 };
 
 }  // namespace ep

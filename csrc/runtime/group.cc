@@ -254,6 +254,10 @@ void Group::check_opaque_rows(const Shape& shape, int64_t row_bytes) const {
 
 void Group::dispatch(LlDispatchParams& p, void* stream) {
   prepare(p);
+  run(p, stream);
+}
+
+void Group::run(LlDispatchParams& p, void* stream) {
   check_phase(Kind::kDispatch, p.phase, "dispatch");
   Range range(config_.name, name_of(Kind::kDispatch, p.phase), call_number(Kind::kDispatch, p.phase));
   backend()->dispatch(p, stream);

@@ -60,8 +60,10 @@ class Group {
   // Throws kInvalidUsage after destroy(). Whoever holds it may be in a call while another thread destroys the group.
   std::shared_ptr<Backend> backend() const;
 
-  // Fill in what follows from the rest (layout, row format, op header), check, run. `prepare` stops before the run.
+  // `prepare` checks, and fills in what follows from the rest: layout, row format, op header. `run` runs what was
+  // prepared, once outputs are there; the others do both.
   void prepare(LlDispatchParams& params);
+  void run(LlDispatchParams& params, void* stream);
   // Refuses rows of so many bytes, which no operation reads as numbers, if a dispatch could not send them.
   void check_opaque_rows(const Shape& shape, int64_t row_bytes) const;
   void dispatch(LlDispatchParams& params, void* stream);
@@ -78,6 +80,7 @@ class Group {
 
   // The same for high throughput. `out_offset` of parts and `rows_offset` are filled in here.
   void prepare(HtDispatchParams& params);
+  void run(HtDispatchParams& params, void* stream);
   void dispatch(HtDispatchParams& params, void* stream);
   void combine(HtCombineParams& params, void* stream);
   bool has_ht() const { return config_.ht_sizes.any(); }

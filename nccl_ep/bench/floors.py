@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from nccl_ep import Buffer, Handle, reference
+from nccl_ep.config import combine_args
 
 from .operations import Call
 from .workload import Given, Shape
@@ -45,7 +46,7 @@ def flags_call(buffer: Buffer) -> Call:
 def push_call(shape: Shape, op: str, buffer: Buffer, handle: Handle, num_sms: int) -> Call:
     """The rows that ``op`` ("dispatch", "combine" or "pair") stores to other ranks, which nobody receives."""
     push = torch.ops.nccl_ep.ll_floor_push.default
-    common = (buffer.name, buffer._seq, handle.tensor, *handle.args())
+    common = (buffer.name, buffer._seq, handle.tensor, *combine_args(handle))
     dispatch = partial(push, *common, shape.row_bytes(), False, num_sms)
     combine = partial(push, *common, shape.combined_bytes(), True, num_sms)
 

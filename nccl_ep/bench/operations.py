@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nccl_ep import Buffer, DispatchOutput, Payload, combine, dispatch, dispatch_cached
+from nccl_ep.config import cached_args, combine_args, pack_dispatch
 from nccl_ep.handle import QUANTS
 
 from .workload import Checked, Given, Shape
@@ -113,7 +114,7 @@ def _combine_args(checked: Checked, shape: Shape, num_sms: int) -> tuple[Any, ..
     """What follows the handle's tensors in the combine ops of both modes."""
     weighting = 1 if checked.out.handle.layout.has_expert_rows else 0  # functional.py, _DISPATCH and _NONE
     combined = shape.payload.combined
-    return (None, None, [], *checked.out.handle.args(), weighting, combined, combined, num_sms)
+    return (None, None, [], *combine_args(checked.out.handle, weighting, combined, num_sms=num_sms))
 
 
 def _chained(first: Call, second: Call) -> Call:
@@ -130,8 +131,8 @@ def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, 
     head, routing = (buffer.name, buffer._seq), (given.topk_idx, given.weights)
 
     def config(quant: str | None) -> tuple[Any, ...]:
-        placing = (shape.num_experts, handle.max_tokens, int(handle.layout), handle.capacity, shape.alignment)
-        return (*placing, int(QUANTS[quant]), False, num_sms)
+        fields = {"alignment": shape.alignment, "quant": QUANTS[quant], "num_sms": num_sms}
+        return handle.capacity, pack_dispatch(handle.routing() | fields)
 
     y = torch.empty_like(checked.y)
     how = (*_combine_args(checked, shape, num_sms), y)
@@ -167,7 +168,7 @@ def op_cached(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_
     handle, head = checked.out.handle, (buffer.name, buffer._seq)
     routes = (handle.tensor, handle.slots)
     inputs = (
-        *head, [given.x], given.scales, *routes, *handle.args(), int(QUANTS[shape.quant]), False, num_sms,
+        *head, [given.x], given.scales, *routes, *cached_args(handle, QUANTS[shape.quant], num_sms=num_sms),
     )  # fmt: skip
     x, scales, *_ = _ops.ht_dispatch_cached.default(*inputs)
     run_dispatch = partial(_ops.ht_dispatch_cached_out.default, *inputs, [x], scales)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from .. import _C
 from ..checks import require_on, require_tensors
-from ..handle import HtRouteShape
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 NormalHandle: TypeAlias = tuple[torch.Tensor, ...]
@@ -71,8 +71,10 @@ class Route(NamedTuple):
     def _send_head(self, num_ranks: int, domain_size: int) -> torch.Tensor:
         """[T, K]: the row of each choice at its owner, -1 for none; flat rows are in the order of the route's slots."""
         tokens = self.is_token_in_rank.shape[0]
-        shape = HtRouteShape(num_ranks, num_ranks // domain_size, self.num_experts, tokens, self.max_tokens, self.topk)
-        return self.route[shape.slots_at :][: shape.own_size].view(tokens, self.topk)
+        *_, slots_at, _ = _C.ht_route_parts(
+            num_ranks, domain_size, self.num_experts, tokens, self.max_tokens, self.topk
+        )  # fmt: skip
+        return self.route[slots_at:][: tokens * self.topk].view(tokens, self.topk)
 
     @staticmethod
     def of(buffer: Any, handle: NormalHandle) -> Route:

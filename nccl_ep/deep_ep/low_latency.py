@@ -1,7 +1,8 @@
 """DeepEP's low-latency mode. docs/deepep.md says what is the same and what differs.
 
 The handle that callers hold is DeepEP's tuple of five. Its ``src_info`` is the front of an allocation that goes on with
-our handle (csrc/torch/deep_ep/low_latency_ops.cc), and so all that combine needs, also when the tuple was taken apart and rebuilt.
+our handle (csrc/torch/deep_ep/low_latency_ops.cc), and so all that combine needs, also when the tuple was taken apart
+and rebuilt.
 """
 
 from __future__ import annotations
@@ -371,7 +372,7 @@ class LowLatencyMethods(View):
     # ---- How they run
 
     def _raise_what_was_dropped(self, counts: torch.Tensor, event: EventOverlap | None = None) -> None:
-        """With ``on_overflow="raise"``. ``counts``: the front of the dispatch's info tensor (csrc/layout/common/outputs.h)."""
+        """With ``on_overflow="raise"``. ``counts``: the front of the dispatch's info tensor."""
         if self.on_overflow != "raise":
             return
         if event is not None and event.event is not None:

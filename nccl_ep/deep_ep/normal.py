@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 import torch
 
 from ..checks import MAX_TOPK, biases_of, error_of, require_bools, require_int32, require_on, require_tensors
+from ..config import cached_args, combine_args
 from ..errors import EpError, OverflowError, TimeoutError, UsageError
 from ..events import EventHandle, EventOverlap, run_on_comm_stream
-from ..handle import EXACT, Layout
+from ..handle import EXACT, Handle, Layout
 from .config import Config, HtSizes, bytes_for_tokens, sizes_for_bytes, tokens_that_fit
 from .handle import NormalHandle, NormalPayload, Route, Rows
 from .view import View
@@ -23,7 +24,6 @@ from .view import View
 Previous: TypeAlias = "EventOverlap | EventHandle | None"
 
 _ops = torch.ops.nccl_ep
-_UNWEIGHTED = 0  # csrc/runtime/params.h, Weighting
 
 
 class NormalMethods(View):
@@ -318,7 +318,7 @@ class NormalMethods(View):
         def call() -> tuple[torch.Tensor, ...]:
             made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_cached.default(
                 self.core._newest_name, self._seq, [payload.rows], payload.scales,
-                *self._args(route, payload.row_bytes), 0, False, num_sms,
+                *self._args(route, payload.row_bytes, cached_args, num_sms=num_sms),
             )  # fmt: skip
             return made
 
@@ -327,15 +327,16 @@ class NormalMethods(View):
         return payload.as_given(moved[0], moved[1]), event
 
     def _combine_rows(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor], num_sms: int) -> torch.Tensor:
-        route_tensor, slots, *numbers = self._args(route, rows.shape[1] * rows.element_size())
-        how = (_UNWEIGHTED, rows.dtype, rows.dtype, num_sms)
+        route_tensor, slots, *numbers = self._args(
+            route, rows.shape[1] * rows.element_size(), combine_args, out_dtype=rows.dtype, num_sms=num_sms
+        )
         out: torch.Tensor = _ops.ht_combine.default(
-            self.core._newest_name, self._seq, rows, None, route_tensor, slots, None, None, biases, *numbers, *how
+            self.core._newest_name, self._seq, rows, None, route_tensor, slots, None, None, biases, *numbers
         )[0]
         return out
 
-    def _args(self, route: Route, row_bytes: int) -> tuple[Any, ...]:
-        """Of a handle, as the ops take them."""
+    def _args(self, route: Route, row_bytes: int, numbers_of: Callable[..., Any], **how: Any) -> tuple[Any, ...]:
+        """Of a handle, as the ops take them: its tensors and what ``numbers_of`` (of ``nccl_ep.config``) gives."""
         tokens, own = route.max_tokens, route.is_token_in_rank.shape[0]
         if self.domain_size == self.num_ranks:  # else it is a size of the route
             tokens = min(tokens, self._max_tokens(route.num_experts, route.topk, row_bytes))
@@ -345,8 +346,11 @@ class NormalMethods(View):
                     "of them: those of the dispatch were narrower, so that it did not grow for these"
                 )
         slots = route.src_idx[: self.num_ranks * tokens].contiguous().view(-1, 1)
-        numbers = (route.is_token_in_rank.shape[0], route.topk, route.num_experts, tokens)
-        return (route.route, slots, *numbers, int(Layout.FLAT), route.src_idx.shape[0])
+        handle = Handle(
+            route.route, self.core._newest_name, own, route.topk, route.num_experts, tokens, Layout.FLAT,
+            route.src_idx.shape[0], self.num_ranks, "ht", slots,
+        )  # fmt: skip
+        return (route.route, slots, *numbers_of(handle, **how))
 
     # ---- Checks
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep import _C
+from nccl_ep.config import combine_args
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case
 from tests.support.harness import make_buffer
@@ -73,7 +74,7 @@ def test_a_second_receive_is_refused() -> None:
             back.receive()
         SOLO.run(buffer)
         # The ops themselves have no such object to ask.
-        args = (SOLO.rows[0].dtype, HIDDEN, *out.handle.args(), 1, torch.bfloat16, torch.bfloat16, 0)
+        args = (SOLO.rows[0].dtype, HIDDEN, *combine_args(out.handle, 1, torch.bfloat16))
         with pytest.raises(RuntimeError, match="combine: nothing was sent that could be received"):
             torch.ops.nccl_ep.ll_combine_recv(buffer.name, buffer._seq, out.handle.tensor, [], *args)
         SOLO.run(buffer)

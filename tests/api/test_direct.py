@@ -51,10 +51,14 @@ def named_arguments(made: nccl_ep.Buffer, /, **changes: Any) -> dict[str, Any]:
     named = {
         "buffer": made.name, "seq": made._seq, "x": torch.randn(T, H, generator=generator), "x_scales": None,
         "topk_idx": torch.randint(0, E, (T, K), generator=generator), "topk_weights": torch.ones(T, K),
-        "num_experts": E, "max_tokens": T, "layout": 0, "capacity": T, "alignment": 1, "quant": 0,
-        "zero_padding": True, "num_sms": 0,
+        "capacity": T,
     }  # fmt: skip
-    return named | changes
+    fields = {
+        "num_experts": E, "topk": K, "max_tokens": T, "layout": 0, "alignment": 1, "quant": 0, "zero_padding": 1,
+        "num_sms": 0,
+    }  # fmt: skip
+    fields |= {name: changes.pop(name) for name in list(changes) if name in fields}
+    return named | {"config": tuple(fields.values())} | changes
 
 
 def arguments(made: nccl_ep.Buffer, /, **changes: Any) -> tuple[Any, ...]:
@@ -135,7 +139,7 @@ class Subclass(torch.Tensor):
         {"topk_weights": torch.ones(T, K, requires_grad=True)},
         {"x": torch.ones(T, H).as_subclass(Subclass)},
         {"quant": Quant.NONE},
-        {"zero_padding": 1},
+        {"zero_padding": True},
     ],
 )  # fmt: skip
 def test_what_is_not_plain_goes_to_the_op(buffer: nccl_ep.Buffer, changes: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
+from nccl_ep.config import pack_dispatch
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case
 from tests.support.harness import case_buffer, make_buffer
@@ -229,14 +230,15 @@ def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
             None,
             given.topk_idx,
             given.topk_weights,
-            shape.num_experts,
-            shape.max_tokens,
-            3,
             rows,
-            1,
-            0,
-            False,
-            0,
+            pack_dispatch(
+                {
+                    "num_experts": shape.num_experts,
+                    "topk": shape.topk,
+                    "max_tokens": shape.max_tokens,
+                    "layout": 3,
+                }
+            ),
         )
         with pytest.raises(RuntimeError, match="waited"):
             torch.ops.nccl_ep.ll_dispatch_out(buffer.name, buffer._seq, *args, *outs)

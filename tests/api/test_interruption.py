@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import nccl_ep
+from nccl_ep.config import pack_dispatch
 from nccl_ep.testing import ThreadGroup
 
 X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 0]])
+CONFIG = pack_dispatch({"num_experts": 2, "topk": 2, "max_tokens": 2, "layout": 3})
 
 
 class Interrupted(Exception):
@@ -65,9 +67,9 @@ def test_a_handler_that_raises_ends_the_wait(mode: str, called: str, handled: li
         if called == "operation":
             nccl_ep.dispatch(X, IDS, buffer=buffer, num_experts=2, mode=mode, layout="flat")
         elif mode == "ll":
-            torch.ops.nccl_ep.ll_dispatch(buffer.name, buffer._seq, X, None, IDS, None, 2, 2, 3, 4, 1, 0, False, 0)
+            torch.ops.nccl_ep.ll_dispatch(buffer.name, buffer._seq, X, None, IDS, None, 4, CONFIG)
         else:
-            torch.ops.nccl_ep.ht_dispatch(buffer.name, buffer._seq, [X], None, IDS, None, 2, 2, 3, 4, 1, 0, False, 0)
+            torch.ops.nccl_ep.ht_dispatch(buffer.name, buffer._seq, [X], None, IDS, None, 4, CONFIG)
 
     sending = threading.Thread(target=send)
     start = time.monotonic()

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import nccl_ep
 from nccl_ep import reference
+from nccl_ep.config import combine_args, pack_dispatch
 from nccl_ep.handle import LAYOUTS, QUANTS
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case
@@ -54,21 +55,21 @@ class Calls:
         )
         handle, layout = self.out.handle, LAYOUTS[shape.layout]
         head = (buffer.name, buffer._seq)
-        config = (
-            shape.num_experts, shape.max_tokens, int(layout), handle.capacity, shape.expert_alignment,
-            int(QUANTS[shape.quant]), shape.zero_padding, 0,
-        )  # fmt: skip
+        fields = {
+            "alignment": shape.expert_alignment, "quant": QUANTS[shape.quant], "zero_padding": shape.zero_padding,
+        }  # fmt: skip
+        config = (handle.capacity, pack_dispatch(handle.routing() | fields))
         scales = given.scales
         row = (
             given.x.dtype, shape.hidden, 0 if scales is None else scales.shape[1],
-            torch.float32 if scales is None else scales.dtype, len(given.x), shape.topk,
+            torch.float32 if scales is None else scales.dtype, len(given.x),
             given.topk_idx.dtype == torch.int64,
         )  # fmt: skip
-        how = (int(layout.has_expert_rows), torch.float32, torch.float32, 0)  # another type than the rows'
+        sizes = combine_args(handle, int(layout.has_expert_rows))  # to float32, another type than the rows'
         rows = case.rows[buffer.rank]
         biases = [given.x.float()] if shape.layout == "flat" else []
         dispatch = (*head, given.x, scales, given.topk_idx, given.topk_weights, *config)
-        combine = (*head, rows, handle.tensor, None, None, biases, *handle.args(), *how)
+        combine = (*head, rows, handle.tensor, None, None, biases, *sizes)
         self.args: dict[str, tuple[Any, ...]] = {
             "ll_dispatch": dispatch,
             "ll_dispatch_send": dispatch,
@@ -76,10 +77,10 @@ class Calls:
             "ll_combine": combine,
             "ll_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden)),
             "ll_combine_send": combine,
-            "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *handle.args(), *how),
-            "ll_combine_weights": (*head, case.values[buffer.rank], handle.tensor, *handle.args()),
+            "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *sizes),
+            "ll_combine_weights": (*head, case.values[buffer.rank], handle.tensor, *sizes),
             "ll_floor_flags": head,
-            "ll_floor_push": (*head, handle.tensor, *handle.args(), 2 * shape.hidden, True, 0),
+            "ll_floor_push": (*head, handle.tensor, *sizes, 2 * shape.hidden, True, 0),
         }
         outs = [torch.zeros_like(tensor) for tensor in ops.ll_dispatch.default(*dispatch)]
         self.args["ll_dispatch_out"] = (*dispatch, *outs)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import nccl_ep
+from nccl_ep.config import cached_args, combine_args, pack_dispatch
 from nccl_ep.handle import LAYOUTS, QUANTS
 from nccl_ep.testing import run_ranks
 from tests.support.expected import Expected, plain_case
@@ -49,17 +50,16 @@ class Calls:
         )  # fmt: skip
         handle, layout = out.handle, LAYOUTS[shape.layout]
         head, quant = (buffer.name, buffer._seq), int(QUANTS[shape.quant])
-        config = (
-            shape.num_experts, shape.max_tokens, int(layout), handle.capacity, shape.expert_alignment, quant, True, 0,
-        )  # fmt: skip
+        fields = {"alignment": shape.expert_alignment, "quant": quant, "zero_padding": True}
+        config = (handle.capacity, pack_dispatch(handle.routing() | fields))
         dispatch = (*head, [given.x, extra], given.scales, given.topk_idx, given.topk_weights, *config)
-        how = (int(layout.has_expert_rows), torch.float32, torch.float32, 0)
+        sizes = combine_args(handle, int(layout.has_expert_rows))
         biases = [given.x.float()] if shape.layout == "flat" else []
         routes = (handle.tensor, handle.slots)
-        combine = (*head, case.rows[rank], case.values[rank], *routes, None, None, biases, *handle.args(), *how)
+        combine = (*head, case.rows[rank], case.values[rank], *routes, None, None, biases, *sizes)
         made = ops.ht_dispatch.default(*dispatch)
         outs = [[torch.zeros_like(made[0]), torch.zeros_like(made[8])], *(torch.zeros_like(each) for each in made[1:8])]
-        cached = (*head, [given.x, extra], given.scales, *routes, *handle.args(), quant, True, 0)
+        cached = (*head, [given.x, extra], given.scales, *routes, *cached_args(handle, quant, True))
         deepep = (
             *head, given.x, given.scales, given.topk_idx, given.topk_weights, shape.num_experts, shape.max_tokens,
             len(given.x) * buffer.num_ranks, 0,

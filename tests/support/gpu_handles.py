@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import nccl_ep
-from nccl_ep.handle import HtRouteShape, align4
+from nccl_ep import _C
 from tests.support.expected import Expected
 from tests.support.harness import synchronize
 from tests.support.ht_harness import LARGE_ARENA
@@ -62,10 +62,12 @@ def _parts(handle: nccl_ep.Handle) -> list[tuple[str, slice]]:
     if handle.mode == "ll":
         sixth = handle.tensor.numel() // 6
         return [("tensor", slice(i * sixth, (i + 1) * sixth)) for i in range(6)]
-    ranks, own = handle.num_ranks, align4(handle.num_tokens * handle.topk)
-    sizes = HtRouteShape(ranks, 1, handle.num_experts, handle.num_tokens, handle.max_tokens, handle.topk)
+    ranks = handle.num_ranks
     # Counts, the experts' counts, ids, rows, slots.
-    starts = (0, align4(ranks**2), sizes.slots_at - 2 * own, sizes.slots_at - own, sizes.slots_at, sizes.size)
+    starts = (
+        0,
+        *_C.ht_route_parts(ranks, ranks, handle.num_experts, handle.num_tokens, handle.max_tokens, handle.topk),
+    )
     return [*(("tensor", slice(*part)) for part in itertools.pairwise(starts)), ("slots", slice(None))]
 
 

@@ -182,11 +182,12 @@ class CudaBackend : public Backend {
   void combine_weights(const LlCombineWeightsParams& params, void* stream) override { run(params, stream); }
   void ht_dispatch(const HtDispatchParams& given, void* stream) override {
     HtDispatchParams params = given;
-    params.chunks = plan_of(params, params.num_tokens, 1).chunks;
+    const Launch<HtDispatchParams> launch = launch_for(params);
+    params.chunks = launch.plan.chunks;
     if (routes(params.variant)) route(params, stream);
     if (!sends_rows(params.variant)) return;
     try {
-      run(params, stream);
+      run(params, launch, stream);
     } catch (...) {
       if (routes(params.variant)) abort();  // what was routed would be taken for the next call's
       throw;
@@ -330,17 +331,28 @@ class CudaBackend : public Backend {
   // The hot path: an op has set the device, and CUDA is called for the launch alone.
   template <class Params>
   void run(const Params& params, void* stream) {
-    check_served(params);
+    run(params, launch_for(params), stream);
+  }
+
+  template <class Params>
+  Launch<Params> launch_for(const Params& params) const {
+    if (memory_->world == nullptr) {
+      return launch_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
+    }
+    // One launch holds the blocks of all ranks: they share the SMs, and a plan.
+    const int blocks = memory_->num_sms / params.shape.num_ranks;
+    return launch_of(params, params.shape.max_tokens, num_blocks(params, blocks));
+  }
+
+  template <class Params>
+  void run(const Params& params, const Launch<Params>& how, void* stream) {
     KernelArgs<Params> args = args_of(params);
-    if (memory_->world) {  // one launch holds the blocks of all ranks: they share the SMs, and a plan
-      const int blocks = memory_->num_sms / params.shape.num_ranks;
-      args.plan = plan_of(params, params.shape.max_tokens, num_blocks(params, blocks));
-      args.geometry = geometry_of(params, args.plan);
+    args.plan = how.plan;
+    args.geometry = how.geometry;
+    if (memory_->world) {
       memory_->world->run(memory_->peers.rank, args, stream);
     } else {
-      args.plan = plan_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
       args.plan.pdl = overlaps_before(args.plan);
-      args.geometry = geometry_of(params, args.plan);
       launch(args, stream);
     }
     constexpr bool is_dispatch =
@@ -402,15 +414,7 @@ class CudaBackend : public Backend {
 
   template <class Params>
   KernelArgs<Params> args_of(const Params& params) const {
-    KernelArgs<Params> args;
-    args.state = memory_->state;
-    args.peers = memory_->peers;
-    if constexpr (requires { params.layout.num_ranks; }) {
-      args.credits = args.peers.template local<uint64_t>(params.layout.signal(0));
-      args.num_ranks = params.layout.num_ranks;
-    }
-    args.params = params;
-    return args;
+    return KernelArgs<Params>::of(memory_->state, memory_->peers, num_ranks_, params);
   }
 
   template <class Params>
@@ -455,8 +459,11 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, doub
 
 }  // namespace
 
-std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&, const Window& window,
+std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                            const GroupConfig& config) {
+  EP_CHECK(topology.num_domains() == 1, "the ranks are in ", topology.num_domains(), " NVLink domains of ",
+           topology.domain_size,
+           ", and GPUs of several domains cannot be one buffer yet: make it of one domain's ranks");
   int device = config.device_index;
   GpuIdentity seat{};
   std::optional<DeviceGuard> guard;

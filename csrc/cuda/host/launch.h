@@ -12,21 +12,33 @@ LlPlan plan_of(const LlDispatchParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineParams& params, int tokens, int num_sms);
 LlPlan plan_of(const LlCombineWeightsParams& params, int tokens, int num_sms);
 HtPlan plan_of(const HtRouteParams& params, int tokens, int num_sms);
-HtPlan plan_of(const HtDispatchParams& params, int tokens, int num_sms);
 HtPlan plan_of(const HtCombineParams& params, int tokens, int num_sms);
 LlDispatchGeometry geometry_of(const LlDispatchParams& params, const LlPlan& plan);
 LlCombineGeometry geometry_of(const LlCombineParams& params, const LlPlan& plan);
 NoGeometry geometry_of(const LlCombineWeightsParams& params, const LlPlan& plan);
 HtRouteGeometry geometry_of(const HtRouteParams& params, const HtPlan& plan);
-HtSendGeometry geometry_of(const HtDispatchParams& params, const HtPlan& plan);
 HtCombineGeometry geometry_of(const HtCombineParams& params, const HtPlan& plan);
 
 // Refuses what these kernels cannot serve, with the values.
 void check_served(const LlDispatchParams& params);
 void check_served(const LlCombineParams& params);
 void check_served(const LlCombineWeightsParams& params);
-void check_served(const HtDispatchParams& params);
+void check_served(const HtRouteParams& params);
 void check_served(const HtCombineParams& params);
+
+// All of it at once: checked, planned, worked out.
+template <class Params>
+struct Launch {
+  typename PlanOf<Params>::Type plan;
+  typename GeometryOf<Params>::Type geometry;
+};
+template <class Params>
+Launch<Params> launch_of(const Params& params, int tokens, int num_sms) {
+  check_served(params);
+  const auto plan = plan_of(params, tokens, num_sms);
+  return {plan, geometry_of(params, plan)};
+}
+Launch<HtDispatchParams> launch_of(const HtDispatchParams& params, int tokens, int num_sms);
 
 // Loads every kernel, so that none is loaded while another spins; those that mask late ranks, where they may. Throws
 // kSystem.

@@ -30,23 +30,19 @@ HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
 
 }  // namespace
 
-HtPlan plan_of(const HtDispatchParams& p, int, int num_sms) {
+Launch<HtDispatchParams> launch_of(const HtDispatchParams& p, int, int num_sms) {
+  check_ht_ranks(p.layout.topology);
   const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
   const HtWork work = work_of(p, shapes);
   if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms, p.shape.num_ranks <= 2);
-  return tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, work, p.shape.num_ranks, num_sms));
-}
-
-HtSendGeometry geometry_of(const HtDispatchParams& p, const HtPlan& plan) { return HtSendGeometry::of(p, plan); }
-
-void check_served(const HtDispatchParams& p) {
-  check_ht_ranks(p.layout.topology);
-  const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
-  HtPlan plan = plan_of(p, 0, 1);
-  plan.workers = most_ht_workers(shapes.stage_bytes, kHtSharedBytes, work_of(p, shapes));
-  const int bytes = HtSendGeometry::of(p, plan).bytes;
+  const HtPlan plan =
+      tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, work, p.shape.num_ranks, num_sms));
+  HtPlan largest = plan;  // whether it is served depends on no number of SMs
+  largest.workers = most_ht_workers(shapes.stage_bytes, kHtSharedBytes, work);
+  const int bytes = HtSendGeometry::of(p, largest, shapes).bytes;
   EP_CHECK(bytes <= kMaxSharedBytes, p.shape.num_experts, " experts and rows of ", p.parts[0].bytes, " bytes need ",
            bytes, " bytes of shared memory, high throughput on CUDA has ", kMaxSharedBytes);
+  return {plan, HtSendGeometry::of(p, plan, shapes)};
 }
 
 void load_ht_dispatch_kernels() {

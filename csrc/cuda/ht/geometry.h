@@ -116,8 +116,9 @@ struct HtSendGeometry {
   // The receiver has rows to copy.
   EP_HD bool has_copies(OutputLayout layout) const { return has_staged || has_expert_rows(layout); }
 
-  static HtSendGeometry of(const HtDispatchParams& p, const HtPlan& plan) {
-    HtSendGeometry g = shapes_of(p);
+  // `shapes`: shapes_of().
+  static HtSendGeometry of(const HtDispatchParams& p, const HtPlan& plan, const HtSendGeometry& shapes) {
+    HtSendGeometry g = shapes;
     g.units = p.num_tokens * g.passes;
     g.rank_bits = rank_bits_of(p.shape);
     g.by_tokens = Divisor::of(std::max(p.num_tokens, 1));

@@ -34,6 +34,8 @@ HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
 
 HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return HtRouteGeometry::of(p, plan); }
 
+void check_served(const HtRouteParams& p) { check_ht_ranks(p.layout.topology); }
+
 void load_ht_route_kernels() {
   for (auto* kernel : {&ht_dispatch_route<false>, &ht_dispatch_route<true>}) {
     // As the kernel that follows: an SM that changes its split of memory waits until it is empty.

@@ -35,6 +35,19 @@ struct alignas(16) KernelArgs {
   typename PlanOf<Params>::Type plan;
   typename GeometryOf<Params>::Type geometry;
   Params params;
+
+  // But for plan and geometry.
+  static KernelArgs of(DeviceState* state, const LsaPeers& peers, int num_ranks, const Params& params) {
+    KernelArgs args;
+    args.state = state;
+    args.peers = peers;
+    args.num_ranks = num_ranks;
+    if constexpr (requires { params.layout.signal(0); }) {
+      args.credits = peers.template local<uint64_t>(params.layout.signal(0));
+    }
+    args.params = params;
+    return args;
+  }
 };
 
 }  // namespace ep

@@ -103,6 +103,13 @@ struct HandleShape {
   EP_HD int64_t map_size() const { return static_cast<int64_t>(num_ranks) * max_tokens * map_k; }
   EP_HD int64_t weights_at() const { return map_at() + align_up<int64_t>(map_size(), 4); }
   EP_HD int64_t size() const { return weights_at() + align_up<int64_t>(map_size(), 4); }
+  // For a number of tokens that may not be known yet.
+  template <class Int>
+  Int size_for(Int tokens) const {
+    HandleShape none = *this;
+    none.num_tokens = 0;
+    return (tokens * topk + 3) / 4 * 4 + none.size();
+  }
 };
 
 // DeepEP's handle in one allocation, int32: src_info [L, C] | a handle | so much that the size tells the number of
@@ -112,9 +119,12 @@ struct SourceShape {
 
   static SourceShape of(const OutputShape& output) { return {output.rows()}; }
   int64_t handle_at() const { return align_up<int64_t>(rows, 4); }
-  int64_t size(const HandleShape& handle) const {
-    const int64_t padding = handle.map_at() - handle.ids_at() - static_cast<int64_t>(handle.num_tokens) * handle.topk;
-    return handle_at() + handle.size() + padding;
+  int64_t size(const HandleShape& handle) const { return size_for<int64_t>(handle, handle.num_tokens); }
+  // For a number of tokens that may not be known yet.
+  template <class Int>
+  Int size_for(const HandleShape& handle, Int tokens) const {
+    const Int ids = tokens * handle.topk, padding = (ids + 3) / 4 * 4 - ids;
+    return handle.size_for(tokens) + handle_at() + padding;
   }
 };
 

@@ -63,6 +63,14 @@ struct HtHandleShape {
   EP_HD int64_t rail_slots_at() const { return rail_rows_at() + align_up<int64_t>(rail_size(), 4); }
   EP_HD int64_t route_size() const { return rail_slots_at() + align_up<int64_t>(rail_size(), 4); }
 
+  // For a number of tokens that may not be known yet.
+  template <class Int>
+  Int route_size_for(Int tokens) const {
+    HtHandleShape none = *this;
+    none.num_tokens = 0;
+    return (tokens * topk + 3) / 4 * 12 + none.route_size();
+  }
+
   EP_HD int slot_words() const { return has_expert_rows ? HtSlotFormat{topk}.stride() / 4 : 1; }
 };
 

@@ -85,6 +85,10 @@ void Group::prepare(HtDispatchParams& p) {
 
 void Group::dispatch(HtDispatchParams& p, void* stream) {
   prepare(p);
+  run(p, stream);
+}
+
+void Group::run(HtDispatchParams& p, void* stream) {
   for (int i = 0; i < p.num_parts && sends_rows(p.variant); i++) {
     p.parts[i].out_offset = offset_of(p.parts[i].out, static_cast<uint64_t>(p.output.rows()) * p.parts[i].bytes);
   }

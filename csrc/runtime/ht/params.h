@@ -35,6 +35,13 @@ struct HtPart {
     part.elements = 1;
     return part;
   }
+  // `count` elements a row. Strides in elements.
+  static HtPart of(const void* in, int64_t num_rows, int count, int element_bytes, int64_t row_stride,
+                   int64_t element_stride) {
+    const int bytes = count * element_bytes;
+    const bool is_contiguous = (element_stride == 1 || count <= 1) && (row_stride == count || num_rows <= 1);
+    return is_contiguous ? contiguous(in, bytes) : strided(in, bytes, element_bytes, row_stride, element_stride);
+  }
   // Strides in elements.
   static HtPart strided(const void* in, int bytes, int element_bytes, int64_t row_stride, int64_t element_stride) {
     HtPart part;

@@ -92,12 +92,12 @@ struct Argument<int64_t> {
 };
 template <>
 struct Argument<at::IntArrayRef> {
-  std::vector<int64_t> value;
+  c10::SmallVector<int64_t, 12> value;
   bool load(PyObject* object) {
-    if (!PyList_CheckExact(object)) return false;
-    value.resize(PyList_GET_SIZE(object));
+    if (!PyTuple_CheckExact(object) && !PyList_CheckExact(object)) return false;
+    value.resize(PySequence_Fast_GET_SIZE(object));
     for (size_t i = 0; i < value.size(); i++) {
-      if (!load_number(PyList_GET_ITEM(object, static_cast<Py_ssize_t>(i)), value[i])) return false;
+      if (!load_number(PySequence_Fast_GET_ITEM(object, static_cast<Py_ssize_t>(i)), value[i])) return false;
     }
     return true;
   }

@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "torch/binding/fast_call.h"
 #include "torch/binding/interruption.h"
+#include "torch/binding/policy.h"
 #include "torch/ops/registry.h"
 #if defined(EP_GPU_TESTING)
 #include "cuda/testing/testing.h"
@@ -342,6 +343,7 @@ PYBIND11_MODULE(_C, m) {
   watch_signals();
   define_build_info(m);
   define_direct_calls(m);
+  define_policy(m);
   define_sizes(m);
   define_group(m);
 }

@@ -16,13 +16,19 @@ using at::Tensor;
 
 constexpr int64_t kExpertMajor = static_cast<int64_t>(OutputLayout::kExpertMajor);
 
-// Every expert has room for all that may come, as in DeepEP.
-OutputShape whole_output(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk) {
-  return output_shape(num_ranks, num_experts, max_tokens, topk, kExpertMajor, num_ranks * max_tokens, 1);
+DispatchConfig config_of(int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t quant, int64_t num_sms) {
+  return {.num_experts = num_experts,
+          .topk = topk,
+          .max_tokens = max_tokens,
+          .layout = kExpertMajor,
+          .quant = quant,
+          .num_sms = num_sms};
 }
 
-DispatchConfig spec_of(const OutputShape& output, int64_t num_experts, int64_t quant, int64_t num_sms) {
-  return {num_experts, output.max_tokens, kExpertMajor, output.capacity, 1, quant, false, num_sms};
+// Every expert has room for all that may come, as in DeepEP.
+template <class Config>
+OutputShape whole_output(int num_ranks, const Config& config) {
+  return output_shape(num_ranks, config, num_ranks * config.max_tokens);
 }
 
 int64_t* take_wait_cost(const OptionalTensor& wait_cost, const Group& group, const at::Device& device) {
@@ -57,9 +63,8 @@ Tensor behind(const Tensor& front, int64_t first, int64_t count) {
   return tensor;
 }
 
-Outputs allocate(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output,
-                 const at::Device& device) {
-  DispatchTensors made = allocate_outputs(row, spec, output, device, /*with_handle=*/false);
+Outputs allocate(const InputTypes& row, Quant quant, const OutputShape& output, const at::Device& device) {
+  DispatchTensors made = allocate_outputs(row, quant, output, device, /*with_handle=*/false);
   if (made.scales.numel() > 0) {
     made.scales =
         new_tensor({output.local_experts, made.scales.size(2), output.capacity}, made.scales.scalar_type(), device)
@@ -111,7 +116,7 @@ void run_into(const OutputRefs& t, LlDispatchParams& p, Registered& registered, 
   }
   p.wait_cost = take_wait_cost(wait_cost, group, device);
   set_all(p, t);
-  group.dispatch(p, device.is_cpu() ? nullptr : registered.order.next_stream(device));
+  group.run(p, device.is_cpu() ? nullptr : registered.order.next_stream(device));
 }
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -121,10 +126,11 @@ DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& 
                         const OptionalTensor& wait_cost, int64_t num_sms, Phase phase) {
   return guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(buffer);
-    const InputTypes row = check_inputs(x, {}, topk_idx, {}, device);
-    const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, row.topk);
-    const DispatchConfig spec = spec_of(output, num_experts, quant, num_sms);
-    LlDispatchParams p = dispatch_params(row, spec, output);
+    EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
+    const InputTypes row = check_inputs(x, {}, topk_idx, {}, topk_idx.size(1), device);
+    const DispatchConfig config = config_of(num_experts, max_tokens, row.topk, quant, num_sms);
+    const OutputShape output = whole_output(group.num_ranks(), config);
+    LlDispatchParams p = dispatch_params(row, config, output);
     p.phase = phase;
     set_inputs(p, x, {}, topk_idx, {});
     group.prepare(p);  // refuses what does not fit before memory is taken for it
@@ -135,7 +141,7 @@ DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& 
       if (recv_stats) aliases.writes("cumulative_local_expert_recv_stats", *recv_stats);
       if (wait_cost) aliases.writes("dispatch_wait_recv_cost_stats", *wait_cost);
     }
-    const Outputs t = allocate(row, spec, output, device);
+    const Outputs t = allocate(row, p.quant, output, device);
     run_into({t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range}, p, *registered, recv_stats, wait_cost);
     return DispatchResult{t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range};
   });
@@ -163,8 +169,9 @@ void ll_dispatch_deepep_recv(std::string_view buffer, const Tensor&, const Tenso
     const auto [registered, group, device, on_device] = OnGroup(buffer);
     EP_CHECK(x.dim() == 3, "x has ", x.dim(), " dimensions, must have 3");
     const InputTypes row{dtype, x.size(2), 0, at::kFloat, num_tokens, topk, is_idx64};
-    const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
-    LlDispatchParams p = dispatch_params(row, spec_of(output, num_experts, quant, num_sms), output);
+    const DispatchConfig config = config_of(num_experts, max_tokens, topk, quant, num_sms);
+    const OutputShape output = whole_output(group.num_ranks(), config);
+    LlDispatchParams p = dispatch_params(row, config, output);
     p.phase = Phase::kRecv;
     const bool quantises = p.quant != Quant::kNone;
     check_tensor(x, "x", quantises ? at::kFloat8_e4m3fn : dtype, row_shape(output, row.hidden), device);
@@ -177,6 +184,7 @@ void ll_dispatch_deepep_recv(std::string_view buffer, const Tensor&, const Tenso
     check_front(src_info, "src_info", {output.local_experts, output.capacity},
                 SourceShape::of(output).size(handle_shape(output, num_tokens)), row, device);
     check_tensor(layout_range, "layout_range", at::kLong, {output.local_experts, output.num_ranks}, device);
+    group.prepare(p);
     run_into({x, scales, weights, counts, src_info, layout_range}, p, *registered, recv_stats, wait_cost);
   });
 }
@@ -194,15 +202,21 @@ Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_
 
 // The result, if it is not given.
 Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
-               int64_t num_tokens, int64_t topk, CombineArgs args, const OptionalTensor& wait_cost, const Tensor* given,
-               Phase phase) {
+               int64_t num_tokens, int64_t topk, int64_t num_sms, CombineArgs args, const OptionalTensor& wait_cost,
+               const Tensor* given, Phase phase) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
-  const OutputShape output = whole_output(group.num_ranks(), num_experts, max_tokens, topk);
-  args.weighting = static_cast<int64_t>(Weighting::kHome);
-  args.out_dtype = args.wire_dtype = args.rows_dtype;
+  const auto dtype = static_cast<int64_t>(dtype_of(args.rows_dtype));
+  const CombineConfig config{.num_experts = num_experts,
+                             .topk = topk,
+                             .max_tokens = max_tokens,
+                             .layout = kExpertMajor,
+                             .weighting = static_cast<int64_t>(Weighting::kHome),
+                             .out_dtype = dtype,
+                             .wire_dtype = dtype,
+                             .num_sms = num_sms};
+  const OutputShape output = whole_output(group.num_ranks(), config);
   args.wait_cost = take_wait_cost(wait_cost, group, device);
   if (given != nullptr) check_tensor(*given, "out", args.rows_dtype, {num_tokens, args.hidden}, device);
-  const HandleConfig spec{num_tokens, topk, num_experts, max_tokens, kExpertMajor, output.capacity};
   const Tensor handle = handle_of(src_info, output, num_tokens, device);
   if (wait_cost) {
     AliasCheck aliases;
@@ -215,7 +229,7 @@ Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_expe
   }
   Tensor made = given != nullptr ? new_tensor({0}, args.rows_dtype, device)
                                  : new_tensor({num_tokens, args.hidden}, args.rows_dtype, device);
-  run_combine(buffer, handle, spec, args, phase, given != nullptr ? given : &made);
+  run_combine(buffer, handle, num_tokens, output.capacity, config, args, phase, given != nullptr ? given : &made);
   return made;
 }
 
@@ -225,15 +239,14 @@ Tensor combine_rows(std::string_view buffer, const Tensor& rows, const Tensor& s
   return guarded([&] {
     EP_CHECK(rows.dim() == 3, "x has ", rows.dim(), " dimensions, must be [local experts, ranks * max_tokens, hidden]");
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
-    CombineArgs args{};
+    CombineArgs args;
     args.rows = &rows;
     args.weights = &weights;
     args.topk_idx = &topk_idx;
     args.hidden = rows.size(2);
     args.rows_dtype = rows.scalar_type();
-    args.num_sms = num_sms;
-    return combine(buffer, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), args, wait_cost,
-                   pointer_to(out), phase);
+    return combine(buffer, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), num_sms, args,
+                   wait_cost, pointer_to(out), phase);
   });
 }
 
@@ -256,11 +269,10 @@ void ll_combine_deepep_recv(std::string_view buffer, const Tensor&, const Tensor
                             int64_t num_sms) {
   guarded([&] {
     EP_CHECK(out.dim() == 2, "out has ", out.dim(), " dimensions, must be [tokens, hidden]");
-    CombineArgs args{};
+    CombineArgs args;
     args.hidden = out.size(1);
     args.rows_dtype = out.scalar_type();
-    args.num_sms = num_sms;
-    combine(buffer, src_info, num_experts, max_tokens, out.size(0), topk, args, wait_cost, &out, Phase::kRecv);
+    combine(buffer, src_info, num_experts, max_tokens, out.size(0), topk, num_sms, args, wait_cost, &out, Phase::kRecv);
   });
 }
 

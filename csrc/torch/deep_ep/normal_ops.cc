@@ -29,9 +29,13 @@ DispatchResult ht_dispatch_deepep(std::string_view buffer, const Tensor&, const 
                                   const OptionalTensor& topk_weights, int64_t num_experts, int64_t max_tokens,
                                   int64_t capacity, int64_t num_sms) {
   return guarded([&] {
-    const DispatchConfig spec{num_experts, max_tokens, static_cast<int64_t>(OutputLayout::kFlat), capacity, 1, 0,
-                              false,       num_sms};
-    const HtDispatched t = dispatch_ht(buffer, x, x_scales, topk_idx, topk_weights, spec);
+    EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
+    const DispatchConfig config{.num_experts = num_experts,
+                                .topk = topk_idx.size(1),
+                                .max_tokens = max_tokens,
+                                .layout = static_cast<int64_t>(OutputLayout::kFlat),
+                                .num_sms = num_sms};
+    const HtDispatched t = dispatch_ht(buffer, x, x_scales, topk_idx, topk_weights, capacity, config);
     const at::Device host(at::kCPU);
     Tensor counts = new_tensor({capacity < 0 ? 1 + static_cast<int64_t>(t.demand.size()) : 0}, at::kLong, host);
     if (capacity < 0) {

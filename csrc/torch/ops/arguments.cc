@@ -1,15 +1,10 @@
 #include "torch/ops/arguments.h"
 
 #include "base/check.h"
+#include "runtime/policy.h"
 #include "torch/ops/device.h"
 
 namespace ep {
-namespace {
-
-int num_quant_scales(Quant quant, int64_t hidden) { return quant_scale_bytes(quant, static_cast<int>(hidden)) / 4; }
-
-}  // namespace
-
 int to_int(int64_t value, const char* name) {
   EP_CHECK(value >= INT32_MIN && value <= INT32_MAX, name, " is ", value, ", beyond 32 bits");
   return static_cast<int>(value);
@@ -25,26 +20,58 @@ Weighting weighting_of(int64_t weighting) {
   return static_cast<Weighting>(weighting);
 }
 
+bool bool_of(int64_t value, const char* name) {
+  EP_CHECK(value == 0 || value == 1, name, " is ", value, ", must be 0 or 1");
+  return value != 0;
+}
+
 int num_sms_of(int64_t num_sms) {
   EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
   return to_int(num_sms, "num_sms");
 }
 
-OutputTypes output_types(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output) {
-  const auto quant = static_cast<Quant>(spec.quant);
+at::ScalarType float_type_of(int64_t dtype) {
+  switch (static_cast<DType>(dtype)) {
+    case DType::kBF16:
+      return at::kBFloat16;
+    case DType::kF16:
+      return at::kHalf;
+    case DType::kF32:
+      return at::kFloat;
+    default:
+      raise(ErrorKind::kInvalidArgument, "combine returns bf16, fp16 or fp32, and no other dtype travels");
+  }
+}
+
+template <class Int>
+OutputTypesOf<Int> output_types(const OutputShape& output, Int capacity, Quant quant, at::ScalarType dtype, Int hidden,
+                                Int num_scales, at::ScalarType scale_dtype, bool is_idx64) {
+  const auto dims = DispatchDims<Int>::of(output, std::move(capacity), quant, std::move(hidden), std::move(num_scales));
+  const auto sizes = [](const Dims<Int>& each) {
+    if (each.ndim == 0) return c10::SmallVector<Int, 3>{Int(0)};
+    return c10::SmallVector<Int, 3>(each.at.begin(), each.at.begin() + each.ndim);
+  };
   const bool quantises = quant != Quant::kNone;
-  const int64_t num_scales = quantises ? num_quant_scales(quant, row.hidden) : row.num_scales;
-  OutputTypes types;
-  types.x = row_shape(output, row.hidden);
-  types.x_type = quantises ? at::kFloat8_e4m3fn : row.dtype;
-  types.scales = num_scales > 0 ? row_shape(output, num_scales) : at::DimVector{0};
-  types.scales_type = !quantises ? row.scale_dtype : quant == Quant::kFp8Ue8m0 ? at::kInt : at::kFloat;
-  types.weights = values_shape(output);
-  types.topk_idx = has_expert_rows(output.layout) ? at::DimVector{0} : types.weights;
-  types.idx_type = row.is_idx64 ? at::kLong : at::kInt;
-  types.row_expert = {output.layout == OutputLayout::kPacked ? output.capacity : 0};
-  types.info = {output.info_size()};
+  OutputTypesOf<Int> types;
+  types.x = sizes(dims.x);
+  types.x_type = quantises ? at::kFloat8_e4m3fn : dtype;
+  types.scales = sizes(dims.scales);
+  types.scales_type = !quantises ? scale_dtype : quant == Quant::kFp8Ue8m0 ? at::kInt : at::kFloat;
+  types.weights = sizes(dims.weights);
+  types.topk_idx = sizes(dims.topk_idx);
+  types.idx_type = is_idx64 ? at::kLong : at::kInt;
+  types.row_expert = sizes(dims.row_expert);
+  types.info = sizes(dims.info);
   return types;
+}
+template OutputTypesOf<int64_t> output_types(const OutputShape&, int64_t, Quant, at::ScalarType, int64_t, int64_t,
+                                             at::ScalarType, bool);
+template OutputTypesOf<c10::SymInt> output_types(const OutputShape&, c10::SymInt, Quant, at::ScalarType, c10::SymInt,
+                                                 c10::SymInt, at::ScalarType, bool);
+
+OutputTypes output_types(const InputTypes& inputs, Quant quant, const OutputShape& output) {
+  return output_types<int64_t>(output, output.capacity, quant, inputs.dtype, inputs.hidden, inputs.num_scales,
+                               inputs.scale_dtype, inputs.is_idx64);
 }
 
 at::DimVector values_shape(const OutputShape& output) {
@@ -86,12 +113,31 @@ DType dtype_of(at::ScalarType type) {
   }
 }
 
+namespace {
+
 OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
                          int64_t capacity, int64_t alignment) {
   EP_CHECK(layout >= 0 && layout <= 3, "layout ", layout, " is unknown");
   const Shape shape = Shape::make(num_ranks, to_int(num_experts, "num_experts"), to_int(topk, "top-k"),
                                   to_int(max_tokens, "max_tokens"));
   return OutputShape::make(shape, static_cast<OutputLayout>(layout), capacity, alignment);
+}
+
+}  // namespace
+
+int64_t default_capacity_of(int num_ranks, const DispatchConfig& c) {
+  const OutputShape one = output_shape(num_ranks, c, 1);
+  const Shape shape{num_ranks, static_cast<int>(c.num_experts), one.topk, one.max_tokens};
+  return default_capacity(one.layout, shape, one.alignment);
+}
+
+OutputShape output_shape(int num_ranks, const DispatchConfig& c, int64_t capacity) {
+  if (capacity == kDefaultCapacity) capacity = default_capacity_of(num_ranks, c);
+  return output_shape(num_ranks, c.num_experts, c.max_tokens, c.topk, c.layout, capacity, c.alignment);
+}
+
+OutputShape output_shape(int num_ranks, const CombineConfig& c, int64_t capacity) {
+  return output_shape(num_ranks, c.num_experts, c.max_tokens, c.topk, c.layout, capacity, 1);
 }
 
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens) {
@@ -114,16 +160,16 @@ void check_aligned(const at::Tensor& tensor, const char* name) {
 }
 
 InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
-                        const OptionalTensor& topk_weights, const at::Device& device) {
+                        const OptionalTensor& topk_weights, int64_t topk, const at::Device& device) {
   InputTypes row = check_rows(x, scales, device);
-  EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0), "topk_idx has shape ", topk_idx.sizes(), ", must be [",
-           x.size(0), ", top-k]");
+  EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0) && topk_idx.size(1) == topk, "topk_idx has shape ",
+           topk_idx.sizes(), ", must be [", x.size(0), ", ", topk, "]");
   const at::ScalarType idx_type = topk_idx.scalar_type();
   EP_CHECK(idx_type == at::kLong || idx_type == at::kInt, "topk_idx is ", at::toString(idx_type),
            ", must be int64 or int32");
   check_tensor(topk_idx, "topk_idx", idx_type, topk_idx.sizes(), device);
   if (topk_weights) check_tensor(*topk_weights, "topk_weights", at::kFloat, topk_idx.sizes(), device);
-  row.topk = topk_idx.size(1);
+  row.topk = topk;
   row.is_idx64 = idx_type == at::kLong;
   return row;
 }
@@ -148,9 +194,9 @@ at::Tensor allocate_handle(const InputTypes& row, const OutputShape& output, con
   return new_handle({handle_shape(output, row.num_tokens).size()}, device);
 }
 
-DispatchTensors allocate_outputs(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output,
+DispatchTensors allocate_outputs(const InputTypes& row, Quant quant, const OutputShape& output,
                                  const at::Device& device, bool with_handle) {
-  const OutputTypes types = output_types(row, spec, output);
+  const OutputTypes types = output_types(row, quant, output);
   const int64_t handle_size = handle_shape(output, row.num_tokens).size();
   DispatchTensors t;
   t.x = new_tensor(types.x, types.x_type, device);
@@ -169,9 +215,9 @@ DispatchTensors allocate_outputs(const InputTypes& row, const DispatchConfig& sp
   return t;
 }
 
-void check_outputs(const DispatchRefs& given, const InputTypes& row, const DispatchConfig& spec,
-                   const OutputShape& output, const at::Device& device, AliasCheck& aliases) {
-  const OutputTypes types = output_types(row, spec, output);
+void check_outputs(const DispatchRefs& given, const InputTypes& row, Quant quant, const OutputShape& output,
+                   const at::Device& device, AliasCheck& aliases) {
+  const OutputTypes types = output_types(row, quant, output);
   check_tensor(given.x, "out_x", types.x_type, types.x, device);
   check_aligned(given.x, "out_x");
   check_tensor(given.scales, "out_scales", types.scales_type, types.scales, device);
@@ -189,20 +235,21 @@ void check_outputs(const DispatchRefs& given, const InputTypes& row, const Dispa
   aliases.writes("handle", given.handle);
 }
 
-LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output) {
+LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& config, const OutputShape& output) {
   LlDispatchParams p;
-  p.quant = quant_of(spec.quant);
-  p.shape = {output.num_ranks, to_int(spec.num_experts, "num_experts"), output.topk, output.max_tokens};
+  p.quant = quant_of(config.quant);
+  p.shape = {output.num_ranks, to_int(config.num_experts, "num_experts"), output.topk, output.max_tokens};
   p.dtype = dtype_of(row.dtype);
   p.hidden = to_int(row.hidden, "hidden");
   p.is_idx64 = row.is_idx64;
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.output = output;
-  p.zero_padding = spec.zero_padding;
-  p.num_sms = num_sms_of(spec.num_sms);
+  p.zero_padding = bool_of(config.zero_padding, "zero_padding");
+  p.num_sms = num_sms_of(config.num_sms);
   // The size of the scales is part of the call, for the sending half too.
   const bool quantises = p.quant != Quant::kNone;
-  p.out_scales.count = quantises ? num_quant_scales(p.quant, row.hidden) : to_int(row.num_scales, "number of scales");
+  p.out_scales.count =
+      quantises ? static_cast<int>(num_quant_scales(p.quant, row.hidden)) : to_int(row.num_scales, "number of scales");
   p.out_scales.element_bytes = quantises ? 4 : static_cast<int>(at::elementSize(row.scale_dtype));
   return p;
 }

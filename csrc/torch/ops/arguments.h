@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "runtime/config.h"
 #include "runtime/ll/params.h"
 #include "torch/ops/alias_check.h"
 
@@ -14,17 +15,12 @@ namespace ep {
 using OptionalTensor = std::optional<at::Tensor>;
 
 DType dtype_of(at::ScalarType type);
+at::ScalarType float_type_of(int64_t dtype);  // of a DType that combine adds up
 int to_int(int64_t value, const char* name);  // refuses what does not fit
 Quant quant_of(int64_t quant);
 Weighting weighting_of(int64_t weighting);
+bool bool_of(int64_t value, const char* name);
 int num_sms_of(int64_t num_sms);
-
-// What every rank passes alike, and what this rank asks of its outputs.
-struct DispatchConfig {
-  int64_t num_experts, max_tokens, layout, capacity, alignment, quant;
-  bool zero_padding;
-  int64_t num_sms;
-};
 
 // The parts of x that the receiving half must know without x.
 struct InputTypes {
@@ -36,12 +32,17 @@ struct InputTypes {
   bool is_idx64;
 };
 
-// Sizes and types of every output; tensors that a layout has not got are empty.
-struct OutputTypes {
-  at::DimVector x, scales, weights, topk_idx, row_expert, info;
+// Sizes and types of every output; tensors that a layout has not got are empty. Int: int64_t, or SymInt for fakes.
+template <class Int>
+struct OutputTypesOf {
+  c10::SmallVector<Int, 3> x, scales, weights, topk_idx, row_expert, info;
   at::ScalarType x_type, scales_type, idx_type;
 };
-OutputTypes output_types(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output);
+using OutputTypes = OutputTypesOf<int64_t>;
+template <class Int>
+OutputTypesOf<Int> output_types(const OutputShape& output, Int capacity, Quant quant, at::ScalarType dtype, Int hidden,
+                                Int num_scales, at::ScalarType scale_dtype, bool is_idx64);
+OutputTypes output_types(const InputTypes& inputs, Quant quant, const OutputShape& output);
 
 struct DispatchTensors {
   at::Tensor x, scales, weights, topk_idx, row_expert, info, handle;
@@ -55,8 +56,10 @@ struct DispatchRefs {
   }
 };
 
-OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
-                         int64_t capacity, int64_t alignment);
+int64_t default_capacity_of(int num_ranks, const DispatchConfig& config);
+// Refuses sizes that make no sense.
+OutputShape output_shape(int num_ranks, const DispatchConfig& config, int64_t capacity);
+OutputShape output_shape(int num_ranks, const CombineConfig& config, int64_t capacity);
 at::DimVector row_shape(const OutputShape& output, int64_t last);  // of the rows, with `last` in place of H
 at::DimVector values_shape(const OutputShape& output);             // one number a row, in rank layouts one a choice
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens);
@@ -70,20 +73,20 @@ T* pointer(const at::Tensor& tensor) {
 // Refuses tensors that the kernels could not read. `device`: of the group. `check_rows`: of [T, H] without routing.
 InputTypes check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device);
 InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
-                        const OptionalTensor& topk_weights, const at::Device& device);
+                        const OptionalTensor& topk_weights, int64_t topk, const at::Device& device);
 void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
                   const at::Device& device);
 void check_aligned(const at::Tensor& tensor, const char* name);  // to 16 bytes
 
 at::Tensor allocate_handle(const InputTypes& row, const OutputShape& output, const at::Device& device);
-DispatchTensors allocate_outputs(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output,
+DispatchTensors allocate_outputs(const InputTypes& row, Quant quant, const OutputShape& output,
                                  const at::Device& device, bool with_handle);
 // `aliases`: knows what the call reads.
-void check_outputs(const DispatchRefs& given, const InputTypes& row, const DispatchConfig& spec,
-                   const OutputShape& output, const at::Device& device, AliasCheck& aliases);
+void check_outputs(const DispatchRefs& given, const InputTypes& row, Quant quant, const OutputShape& output,
+                   const at::Device& device, AliasCheck& aliases);
 
 // Everything but pointers; those are set below.
-LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& spec, const OutputShape& output);
+LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& config, const OutputShape& output);
 void set_inputs(LlDispatchParams& params, const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                 const OptionalTensor& topk_weights);
 void set_handle(LlDispatchParams& params, const at::Tensor& handle);

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "runtime/checks.h"
 #include "torch/binding/fast_call.h"
 #include "torch/ops/ht_payload.h"
 #include "torch/ops/ops.h"
@@ -44,10 +45,9 @@ struct HostSizes {
 HostSizes ask_for_sizes(Group& group, HtDispatchParams p, void* stream) {
   std::vector<int64_t> words(2 + p.shape.local_experts(), 0);
   HostSizes sizes;
-  p.variant = HtVariant::kRoute;
   p.host_sizes = words.data();
   p.host_most_tokens = &sizes.most_tokens;
-  group.dispatch(p, stream);
+  group.run(p, stream);
   sizes.rows = words[0];
   sizes.slots = words[1];
   sizes.demand.assign(words.begin() + 2, words.end());
@@ -95,34 +95,34 @@ void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleSha
 // Returns what was not given. `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all
 // ranks alike.
 HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, const Tensor& topk_idx,
-                          const OptionalTensor& topk_weights, DispatchConfig spec, const HtRefs* given,
-                          bool asks_first = false) {
+                          const OptionalTensor& topk_weights, int64_t capacity, const DispatchConfig& config,
+                          const HtRefs* given, bool asks_first = false) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
   EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
-  const InputTypes row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, device);
+  const InputTypes row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, config.topk, device);
   check_payload(payload, row.num_tokens, device);
-  const bool is_exact = spec.capacity == kExact;
-  EP_CHECK(!is_exact || spec.layout != static_cast<int64_t>(OutputLayout::kExpertMajor),
+  const bool is_exact = capacity == kExact;
+  EP_CHECK(!is_exact || config.layout != static_cast<int64_t>(OutputLayout::kExpertMajor),
            "expert_major needs a capacity: its rows have no exact number");
   EP_CHECK(!is_exact || given == nullptr, "outputs of exact sizes cannot be given");
-  const auto output_of = [&](int64_t capacity) {
-    return output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout, capacity,
-                        spec.alignment);
-  };
+  const auto output_of = [&](int64_t rows) { return output_shape(group.num_ranks(), config, rows); };
   HtDispatchParams p;
-  p.output = output_of(is_exact ? INT32_MAX : spec.capacity);
-  p.shape = {group.num_ranks(), to_int(spec.num_experts, "num_experts"), p.output.topk, p.output.max_tokens};
-  p.quant = quant_of(spec.quant);
+  p.output = output_of(is_exact ? INT32_MAX : capacity);
+  p.shape = {group.num_ranks(), static_cast<int>(config.num_experts), p.output.topk, p.output.max_tokens};
+  p.quant = quant_of(config.quant);
   set_parts(p, payload);
   p.topk_idx = topk_idx.data_ptr();
   p.is_idx64 = row.is_idx64;
   p.topk_weights = topk_weights ? topk_weights->data_ptr<float>() : nullptr;
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
-  p.zero_padding = spec.zero_padding;
-  p.num_sms = num_sms_of(spec.num_sms);
-  if (asks_first && is_exact) p.variant = HtVariant::kRoute;
+  p.zero_padding = bool_of(config.zero_padding, "zero_padding");
+  p.num_sms = num_sms_of(config.num_sms);
+  if (is_exact) {
+    if (!asks_first) check_tokens(p.num_tokens, p.shape);
+    p.variant = HtVariant::kRoute;
+  }
   group.prepare(p);  // refuses what does not fit before memory is taken for it
-  int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * spec.max_tokens;
+  int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * config.max_tokens;
 
   HtTensors t;
   void* stream = registered->order.next_stream(device);
@@ -134,13 +134,13 @@ HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, con
     p.handle = HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, route);
     const HostSizes sizes = ask_for_sizes(group, p, stream);
     p.variant = HtVariant::kSend;
-    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? spec.max_tokens : sizes.rows);
+    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? config.max_tokens : sizes.rows);
     num_slots = sizes.slots;
     t.most_tokens = sizes.most_tokens;
     t.demand = sizes.demand;
-    if (t.most_tokens > spec.max_tokens) return t;  // asks_first: else it was refused
+    if (t.most_tokens > config.max_tokens) return t;  // asks_first: else it was refused
   }
-  const OutputTypes types = output_types(row, spec, p.output);
+  const OutputTypes types = output_types(row, p.quant, p.output);
   const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
   if (given != nullptr) {
     AliasCheck aliases;
@@ -159,7 +159,8 @@ HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, con
   p.row_expert = pointer<int32_t>(out.row_expert);
   p.out_topk_idx = pointer<void>(out.topk_idx);
   p.out_weights = pointer<float>(out.weights);
-  group.dispatch(p, stream);
+  if (is_exact) group.prepare(p);  // the second operation
+  group.run(p, stream);
   registered->order.note_enqueued(device, stream);
   return t;
 }
@@ -168,9 +169,11 @@ using HtDispatchResult =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
-                             const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
+                             const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
+                             at::IntArrayRef config) {
   return guarded([&] {
-    auto t = run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, nullptr);
+    auto t =
+        run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config), nullptr);
     auto [x1, x2, x3] = extra(t.moved, t.info.device());
     return HtDispatchResult{std::move(t.moved.xs[0]),
                             std::move(t.moved.scales),
@@ -187,13 +190,13 @@ HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorL
 }
 
 void ht_dispatch_out(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
-                     const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG,
-                     at::TensorList out_xs, const Tensor& out_scales, const Tensor& out_weights,
+                     const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
+                     at::IntArrayRef config, at::TensorList out_xs, const Tensor& out_scales, const Tensor& out_weights,
                      const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
                      const Tensor& out_route, const Tensor& out_slots) {
   guarded([&] {
     const HtRefs given{{out_xs, out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots};
-    run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, EP_DISPATCH_SPEC, &given);
+    run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config), &given);
   });
 }
 
@@ -212,10 +215,11 @@ Tensor arena_empty(std::string_view buffer, const Tensor&, at::IntArrayRef size,
 }  // namespace
 
 HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
-                         const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchConfig& spec) {
+                         const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
+                         const DispatchConfig& config) {
   // DeepEP's callers name events to wait for, beside which nothing else may be waited for.
   find_group(buffer)->order.expect_several_streams();
-  const HtTensors t = run_ht_dispatch(buffer, {x, x_scales}, topk_idx, topk_weights, spec, nullptr, true);
+  const HtTensors t = run_ht_dispatch(buffer, {x, x_scales}, topk_idx, topk_weights, capacity, config, nullptr, true);
   if (t.moved.xs.empty()) return {{}, {}, {}, {}, {}, {}, {}, t.most_tokens, {}};
   return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.most_tokens, t.demand};
 }

@@ -13,8 +13,8 @@ namespace {
 
 using at::Tensor;
 
-void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const HandleConfig& spec,
-                   const OutputShape& output, int rank) {
+void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const HandleInfo& info, int rank) {
+  const OutputShape& output = info.output;
   check_handle_values(handle.counts, sizes.counts_size(), 0, output.max_tokens, "number of rows");
   const int64_t received = [&] {
     int64_t sum = 0;
@@ -25,7 +25,7 @@ void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const
   EP_CHECK(received <= sizes.num_slots || !sizes.has_expert_rows,
            "the handle is not of these sizes, or was changed: ", received, " rows in slots for ", sizes.num_slots);
   const auto check_routes = [&](const HtRoutes& all, int64_t first, int64_t count) {
-    check_handle_values(all.ids + first, count, -1, spec.num_experts - 1, "expert id");
+    check_handle_values(all.ids + first, count, -1, info.num_experts - 1, "expert id");
     check_handle_values(all.rows + first, count, kDroppedRow, INT32_MAX, "row");
     check_handle_values(all.slots + first, count, kNoRow,
                         static_cast<int64_t>(output.num_ranks) * output.max_tokens - 1, "slot");
@@ -43,49 +43,52 @@ void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const
   }
 }
 
-OutputShape take_ht_handle(const HandleConfig& spec, const Group& group, const Tensor& route, const Tensor& slots,
-                           const at::Device& device, Shape& shape, HtHandlePtrs& pointers) {
-  const OutputShape output =
-      output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout, spec.capacity, 1);
+HtHandlePtrs resolve_handle(const HandleInfo& info, const Group& group, const Tensor& route, const Tensor& slots,
+                            const at::Device& device) {
+  const OutputShape& output = info.output;
   const int64_t num_slots = slots.dim() == 2 ? slots.size(0) : 0;
   EP_CHECK(num_slots <= static_cast<int64_t>(output.num_ranks) * output.max_tokens, "a handle of ", num_slots,
            " received rows, at most ", static_cast<int64_t>(output.num_ranks) * output.max_tokens);
-  const HtHandleShape sizes = ht_handle_shape(output, group, spec.num_tokens, num_slots);
+  const HtHandleShape sizes = ht_handle_shape(output, group, info.num_tokens, num_slots);
   check_tensor(route, "the handle's route", at::kInt, {sizes.route_size()}, device);
   check_tensor(slots, "the handle's slots", at::kInt, {sizes.num_slots, sizes.slot_words()}, device);
-  shape = {output.num_ranks, static_cast<int>(spec.num_experts), output.topk, output.max_tokens};
-  pointers = HtHandlePtrs::of(route.data_ptr<int32_t>(), slots.data_ptr<int32_t>(), sizes);
-  if (can_look_through(device)) check_entries(pointers, sizes, spec, output, group.rank());
-  return output;
+  const HtHandlePtrs pointers = HtHandlePtrs::of(route.data_ptr<int32_t>(), slots.data_ptr<int32_t>(), sizes);
+  if (can_look_through(device)) check_entries(pointers, sizes, info, group.rank());
+  return pointers;
 }
 
 // ---- Cached dispatch
 
-#define EP_HT_CACHED_ARGS                                                                                      \
-  at::TensorList xs, const OptionalTensor &x_scales, const Tensor &route, const Tensor &slots, EP_HANDLE_ARGS, \
-      int64_t quant, bool zero_padding, int64_t num_sms
+#define EP_HT_CACHED_ARGS                                                                                          \
+  at::TensorList xs, const OptionalTensor &x_scales, const Tensor &route, const Tensor &slots, int64_t num_tokens, \
+      int64_t capacity, at::IntArrayRef config
+#define EP_HT_CACHED_PASS xs, x_scales, route, slots, num_tokens, capacity, config
 
 // Returns what was not given.
-PayloadOutputs run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const PayloadRefs* given) {
+PayloadOutputs run_ht_cached(std::string_view buffer, at::TensorList xs, const OptionalTensor& x_scales,
+                             const Tensor& route, const Tensor& slots, int64_t num_tokens, int64_t capacity,
+                             at::IntArrayRef numbers, const PayloadRefs* given) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
-  const HandleConfig spec = EP_HANDLE_SPEC;
+  const DispatchConfig config = dispatch_config(numbers);
+  const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   const HtPayload payload{xs, x_scales};
   HtDispatchParams p;
   p.variant = HtVariant::kCached;
-  p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
+  p.output = info.output;
+  p.shape = info.shape();
+  p.handle = resolve_handle(info, group, route, slots, device);
   EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x must be [", num_tokens,
            ", hidden], as in the dispatch of the handle");
   InputTypes row = check_rows(xs[0], x_scales, device);
-  row.topk = topk;
+  row.topk = config.topk;
   check_payload(payload, num_tokens, device);
-  p.quant = quant_of(quant);
+  p.quant = quant_of(config.quant);
   set_parts(p, payload);
   p.num_tokens = to_int(num_tokens, "number of tokens");
-  p.zero_padding = zero_padding;
-  p.num_sms = num_sms_of(num_sms);
+  p.zero_padding = bool_of(config.zero_padding, "zero_padding");
+  p.num_sms = num_sms_of(config.num_sms);
   group.prepare(p);
-  const DispatchConfig dispatch{num_experts, max_tokens, layout, capacity, 1, quant, zero_padding, num_sms};
-  const OutputTypes types = output_types(row, dispatch, p.output);
+  const OutputTypes types = output_types(row, p.quant, p.output);
   if (given != nullptr) {
     AliasCheck aliases;
     aliases.reads("the handle's route", route);
@@ -96,13 +99,10 @@ PayloadOutputs run_ht_cached(std::string_view buffer, EP_HT_CACHED_ARGS, const P
   if (given == nullptr) made = allocate_payload(*registered, payload, p.output, types, device);
   set_payload_outputs(p, given != nullptr ? *given : PayloadRefs::of(made));
   void* stream = registered->order.next_stream(device);
-  group.dispatch(p, stream);
+  group.run(p, stream);
   registered->order.note_enqueued(device, stream);
   return made;
 }
-
-#define EP_HT_CACHED_PASS \
-  xs, x_scales, route, slots, num_tokens, topk, num_experts, max_tokens, layout, capacity, quant, zero_padding, num_sms
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, const Tensor&,
                                                                       EP_HT_CACHED_ARGS) {
@@ -124,40 +124,43 @@ void ht_dispatch_cached_out(std::string_view buffer, const Tensor&, EP_HT_CACHED
 
 // ---- combine
 
-#define EP_HT_COMBINE_ARGS                                                                                  \
-  const OptionalTensor &rows, const OptionalTensor &values, const Tensor &route, const Tensor &slots,       \
-      const OptionalTensor &weights, const OptionalTensor &topk_idx, at::TensorList biases, EP_HANDLE_ARGS, \
-      int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms
+#define EP_HT_COMBINE_ARGS                                                                                      \
+  const OptionalTensor &rows, const OptionalTensor &values, const Tensor &route, const Tensor &slots,           \
+      const OptionalTensor &weights, const OptionalTensor &topk_idx, at::TensorList biases, int64_t num_tokens, \
+      int64_t capacity, at::IntArrayRef config
+#define EP_HT_COMBINE_PASS rows, values, route, slots, weights, topk_idx, biases, num_tokens, capacity, config
 
 // Returns what was not given: rows and scalars.
-std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_ARGS, const Tensor* given) {
+std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, const OptionalTensor& rows,
+                                         const OptionalTensor& values, const Tensor& route, const Tensor& slots,
+                                         const OptionalTensor& weights, const OptionalTensor& topk_idx,
+                                         at::TensorList biases, int64_t num_tokens, int64_t capacity,
+                                         at::IntArrayRef numbers, const Tensor* given) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
-  const HandleConfig spec = EP_HANDLE_SPEC;
+  const CombineConfig config = combine_config(numbers);
+  const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   HtCombineParams p;
-  p.output = take_ht_handle(spec, group, route, slots, device, p.shape, p.handle);
-  p.weighting = weighting_of(weighting);
-  p.num_tokens = to_int(num_tokens, "number of tokens");
-  p.num_sms = num_sms_of(num_sms);
+  set_combine(p, info.output, static_cast<int>(info.num_experts), to_int(num_tokens, "number of tokens"),
+              weighting_of(config.weighting), num_sms_of(config.num_sms));
+  p.handle = resolve_handle(info, group, route, slots, device);
   Tensor out, out_values;
   if (rows) {
-    const CombineArgs args = combine_args(*rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms);
-    p.dtype = dtype_of(rows->scalar_type());
-    p.out_dtype = dtype_of(out_dtype);
-    p.wire_dtype = dtype_of(wire_dtype);
-    p.hidden = to_int(args.hidden, "hidden");
+    const CombineArgs args = combine_args(*rows, weights, topk_idx, biases);
+    const at::ScalarType out_dtype = float_type_of(config.out_dtype);
+    set_types(p, args, config);
     EP_CHECK(p.hidden > 0, "rows have no elements");
     check_tensor(*rows, "rows", rows->scalar_type(), row_shape(p.output, args.hidden), device);
     check_aligned(*rows, "rows");
     p.rows = pointer<void>(*rows);
-    set_weights(p, args, spec, device);
-    set_biases(p, args, spec, device);
-    p.out = take_combined(args, {&route, &slots}, spec, device, given, out);
+    set_weights(p, args, info, device);
+    set_biases(p, args, info, out_dtype, device);
+    p.out = take_combined(args, {&route, &slots}, info, out_dtype, device, given, out);
   }
   if (values) {
     check_tensor(*values, "values", at::kFloat, values_shape(p.output), device);
     p.has_values = true;
     p.values = values->data_ptr<float>();
-    out_values = new_tensor({num_tokens, topk}, at::kFloat, device);
+    out_values = new_tensor({num_tokens, info.topk}, at::kFloat, device);
     p.out_values = out_values.data_ptr<float>();
   }
   void* stream = registered->order.next_stream(device);
@@ -166,14 +169,10 @@ std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, EP_HT_COMBINE_
   return {std::move(out), std::move(out_values)};
 }
 
-#define EP_HT_COMBINE_PASS                                                                                            \
-  rows, values, route, slots, weights, topk_idx, biases, num_tokens, topk, num_experts, max_tokens, layout, capacity, \
-      weighting, out_dtype, wire_dtype, num_sms
-
 std::tuple<Tensor, Tensor> ht_combine(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS) {
   return guarded([&] {
     auto [out, out_values] = run_ht_combine(buffer, EP_HT_COMBINE_PASS, nullptr);
-    if (!rows) out = new_tensor({0}, out_dtype, route.device());
+    if (!rows) out = new_tensor({0}, float_type_of(combine_config(config).out_dtype), route.device());
     if (!values && !PackedResultsScope::is_on()) out_values = new_tensor({0}, at::kFloat, route.device());
     return std::make_tuple(std::move(out), std::move(out_values));
   });
@@ -183,14 +182,11 @@ void ht_combine_out(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS, 
   guarded([&] { run_ht_combine(buffer, EP_HT_COMBINE_PASS, &out); });
 }
 
-#define EP_HT_CACHED_SCHEMA                                                                                  \
-  "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor slots, " EP_HANDLE_SCHEMA \
-  ", int quant, bool zero_padding, int num_sms"
+#define EP_HT_CACHED_SCHEMA \
+  "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor slots, " EP_HANDLE_SCHEMA
 #define EP_HT_COMBINE_SCHEMA                                                                                \
   "str buffer, Tensor(a!) seq, Tensor? rows, Tensor? values, Tensor route, Tensor slots, Tensor? weights, " \
-  "Tensor? topk_idx, Tensor[] biases, " EP_HANDLE_SCHEMA                                                    \
-  ", int weighting, ScalarType out_dtype, "                                                                 \
-  "ScalarType wire_dtype, int num_sms"
+  "Tensor? topk_idx, Tensor[] biases, " EP_HANDLE_SCHEMA
 
 fast_call::Op ops[] = {EP_OP(ht_dispatch_cached), EP_OP(ht_dispatch_cached_out), EP_OP(ht_combine),
                        EP_OP(ht_combine_out)};

@@ -13,9 +13,9 @@ using at::Tensor;
 namespace {
 
 HtPart part_of(const Tensor& x) {
-  const int bytes = to_int(x.size(1) * x.element_size(), "bytes of a row");
-  if (x.is_contiguous()) return HtPart::contiguous(x.data_ptr(), bytes);
-  return HtPart::strided(x.data_ptr(), bytes, static_cast<int>(x.element_size()), x.stride(0), x.stride(1));
+  to_int(x.size(1) * x.element_size(), "bytes of a row");
+  return HtPart::of(x.data_ptr(), x.size(0), static_cast<int>(x.size(1)), static_cast<int>(x.element_size()),
+                    x.stride(0), x.stride(1));
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ void set_parts(HtDispatchParams& p, const HtPayload& payload) {
   p.dtype = dtype_of(payload.xs[0].scalar_type());
   p.hidden = to_int(payload.xs[0].size(1), "hidden");
   if (p.quant != Quant::kNone) {
-    EP_CHECK(!payload.scales, "scales given packed with quant ", name_of(p.quant));
+    EP_CHECK(!payload.scales, "scales given together with quant ", name_of(p.quant));
     p.add_quant_scales();
   } else if (payload.scales) {
     add(*payload.scales);

@@ -17,13 +17,12 @@ using at::Tensor;
 
 // Returns what was not given.
 DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
-                             const Tensor& topk_idx, const OptionalTensor& topk_weights, const DispatchConfig& spec,
-                             Phase phase, const DispatchRefs* given) {
+                             const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
+                             const DispatchConfig& config, Phase phase, const DispatchRefs* given) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
-  const InputTypes row = check_inputs(x, x_scales, topk_idx, topk_weights, device);
-  const OutputShape output = output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, row.topk, spec.layout,
-                                          spec.capacity, spec.alignment);
-  LlDispatchParams params = dispatch_params(row, spec, output);
+  const InputTypes row = check_inputs(x, x_scales, topk_idx, topk_weights, config.topk, device);
+  const OutputShape output = output_shape(group.num_ranks(), config, capacity);
+  LlDispatchParams params = dispatch_params(row, config, output);
   params.phase = phase;
   set_inputs(params, x, x_scales, topk_idx, topk_weights);
   group.prepare(params);  // refuses what does not fit before memory is taken for it
@@ -33,12 +32,12 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
     aliases.reads("scales", pointer_to(x_scales));
     aliases.reads("topk_idx", topk_idx);
     aliases.reads("topk_weights", pointer_to(topk_weights));
-    check_outputs(*given, row, spec, output, device, aliases);
+    check_outputs(*given, row, params.quant, output, device, aliases);
   }
   DispatchTensors made;
   if (given == nullptr) {
     if (phase == Phase::kFused) {
-      made = allocate_outputs(row, spec, output, device, /*with_handle=*/true);
+      made = allocate_outputs(row, params.quant, output, device, /*with_handle=*/true);
     } else {
       made.handle = allocate_handle(row, output, device);
     }
@@ -46,36 +45,41 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
   const DispatchRefs outputs = given != nullptr ? *given : DispatchRefs::of(made);
   set_handle(params, outputs.handle);
   if (phase == Phase::kFused) set_outputs(params, outputs);
-  group.dispatch(params, registered->order.next_stream(device));
+  group.run(params, registered->order.next_stream(device));
   return made;
 }
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 DispatchResult ll_dispatch(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
-                           const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
+                           const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
+                           at::IntArrayRef config) {
   return guarded([&] {
-    auto t = run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Phase::kFused, nullptr);
+    auto t = run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kFused,
+                          nullptr);
     return DispatchResult{std::move(t.x),          std::move(t.scales), std::move(t.weights), std::move(t.topk_idx),
                           std::move(t.row_expert), std::move(t.info),   std::move(t.handle)};
   });
 }
 
 void ll_dispatch_out(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
-                     const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG,
-                     const Tensor& out_x, const Tensor& out_scales, const Tensor& out_weights,
+                     const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
+                     at::IntArrayRef config, const Tensor& out_x, const Tensor& out_scales, const Tensor& out_weights,
                      const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
                      const Tensor& handle) {
   guarded([&] {
     const DispatchRefs given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
-    run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Phase::kFused, &given);
+    run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kFused, &given);
   });
 }
 
 Tensor ll_dispatch_send(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
-                        const Tensor& topk_idx, const OptionalTensor& topk_weights, EP_DISPATCH_CONFIG) {
+                        const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
+                        at::IntArrayRef config) {
   return guarded([&] {
-    return run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, EP_DISPATCH_SPEC, Phase::kSend, nullptr).handle;
+    return run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kSend,
+                        nullptr)
+        .handle;
   });
 }
 
@@ -83,22 +87,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std:
                                                                             const Tensor& handle, at::ScalarType dtype,
                                                                             int64_t hidden, int64_t num_scales,
                                                                             at::ScalarType scale_dtype,
-                                                                            int64_t num_tokens, int64_t topk,
-                                                                            bool is_idx64, EP_DISPATCH_CONFIG) {
+                                                                            int64_t num_tokens, bool is_idx64,
+                                                                            int64_t capacity, at::IntArrayRef numbers) {
   return guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(buffer);
-    const DispatchConfig spec = EP_DISPATCH_SPEC;
-    const InputTypes row{dtype, hidden, num_scales, scale_dtype, num_tokens, topk, is_idx64};
-    const OutputShape output =
-        output_shape(group.num_ranks(), num_experts, max_tokens, topk, layout, capacity, alignment);
+    const DispatchConfig config = dispatch_config(numbers);
+    const InputTypes row{dtype, hidden, num_scales, scale_dtype, num_tokens, config.topk, is_idx64};
+    const OutputShape output = output_shape(group.num_ranks(), config, capacity);
     check_tensor(handle, "handle", at::kInt, {handle_shape(output, num_tokens).size()}, device);
-    LlDispatchParams params = dispatch_params(row, spec, output);
+    LlDispatchParams params = dispatch_params(row, config, output);
     params.phase = Phase::kRecv;
     set_handle(params, handle);
     group.prepare(params);
-    const DispatchTensors t = allocate_outputs(row, spec, output, device, /*with_handle=*/false);
+    const DispatchTensors t = allocate_outputs(row, params.quant, output, device, /*with_handle=*/false);
     set_outputs(params, DispatchRefs::of(t));
-    group.dispatch(params, registered->order.next_stream(device));
+    group.run(params, registered->order.next_stream(device));
     return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
   });
 }
@@ -106,49 +109,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std:
 // ---- combine
 
 // A handle in host memory is read before it is trusted: its entries become addresses.
-void check_entries(const HandlePtrs& handle, const HandleConfig& spec, const OutputShape& output) {
+void check_entries(const HandlePtrs& handle, const HandleInfo& info) {
+  const OutputShape& output = info.output;
   check_handle_values(handle.tokens, output.num_ranks, 0, output.max_tokens, "number of tokens");
-  check_handle_values(handle.ids, spec.num_tokens * spec.topk, -1, spec.num_experts - 1, "expert id");
+  check_handle_values(handle.ids, info.num_tokens * info.topk, -1, info.num_experts - 1, "expert id");
   check_handle_values(handle.rows, static_cast<int64_t>(output.num_ranks) * output.max_tokens * output.map_k(),
                       kDroppedRow, output.rows() - 1, "row");
 }
 
-OutputShape take_handle(const HandleConfig& spec, const Group& group, const Tensor& handle, const at::Device& device,
-                        Shape& shape, HandlePtrs& pointers) {
-  const OutputShape output =
-      output_shape(group.num_ranks(), spec.num_experts, spec.max_tokens, spec.topk, spec.layout, spec.capacity, 1);
-  const HandleShape handle_sizes = handle_shape(output, spec.num_tokens);
-  check_tensor(handle, "handle", at::kInt, {handle_sizes.size()}, device);
-  shape = {output.num_ranks, static_cast<int>(spec.num_experts), output.topk, output.max_tokens};
-  pointers = HandlePtrs::of(handle.data_ptr<int32_t>(), handle_sizes);
-  if (can_look_through(device)) check_entries(pointers, spec, output);
-  return output;
+HandlePtrs resolve_handle(const HandleInfo& info, const Tensor& handle, const at::Device& device) {
+  const HandleShape sizes = handle_shape(info.output, info.num_tokens);
+  check_tensor(handle, "handle", at::kInt, {sizes.size()}, device);
+  const HandlePtrs pointers = HandlePtrs::of(handle.data_ptr<int32_t>(), sizes);
+  if (can_look_through(device)) check_entries(pointers, info);
+  return pointers;
 }
 
 }  // namespace
 
-Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleConfig& spec, const CombineArgs& args,
-                   Phase phase, const Tensor* given) {
+Tensor run_combine(std::string_view buffer, const Tensor& handle, int64_t num_tokens, int64_t capacity,
+                   const CombineConfig& config, const CombineArgs& args, Phase phase, const Tensor* given) {
   const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   LlCombineParams p;
-  p.output = take_handle(spec, group, handle, device, p.shape, p.handle);
+  set_combine(p, info.output, static_cast<int>(info.num_experts), to_int(num_tokens, "number of tokens"),
+              weighting_of(config.weighting), num_sms_of(config.num_sms));
+  p.handle = resolve_handle(info, handle, device);
   p.phase = phase;
-  p.dtype = dtype_of(args.rows_dtype);
-  p.out_dtype = dtype_of(args.out_dtype);
-  p.wire_dtype = dtype_of(args.wire_dtype);
-  p.hidden = static_cast<int>(args.hidden);
-  p.weighting = weighting_of(args.weighting);
-  p.num_tokens = static_cast<int>(spec.num_tokens);
-  p.num_sms = num_sms_of(args.num_sms);
+  set_types(p, args, config);
+  const at::ScalarType out_dtype = float_type_of(config.out_dtype);
   if (args.rows != nullptr) {
     check_tensor(*args.rows, "rows", args.rows_dtype, row_shape(p.output, args.hidden), device);
     check_aligned(*args.rows, "rows");
     p.rows = args.rows->data_ptr();
   }
-  if (sends(phase)) set_weights(p, args, spec, device);
-  set_biases(p, args, spec, device);
+  if (sends(phase)) set_weights(p, args, info, device);
+  set_biases(p, args, info, out_dtype, device);
   Tensor made;
-  if (receives(phase)) p.out = take_combined(args, {&handle}, spec, device, given, made);
+  if (receives(phase)) p.out = take_combined(args, {&handle}, info, out_dtype, device, given, made);
   p.wait_cost = args.wait_cost;
   group.combine(p, registered->order.next_stream(device));
   return made;
@@ -156,55 +154,53 @@ Tensor run_combine(std::string_view buffer, const Tensor& handle, const HandleCo
 
 namespace {
 
-#define EP_COMBINE_ARGS                                                                                              \
-  const Tensor &rows, const Tensor &handle, const OptionalTensor &weights, const OptionalTensor &topk_idx,           \
-      at::TensorList biases, EP_HANDLE_ARGS, int64_t weighting, at::ScalarType out_dtype, at::ScalarType wire_dtype, \
-      int64_t num_sms
+#define EP_COMBINE_ARGS                                                                                    \
+  const Tensor &rows, const Tensor &handle, const OptionalTensor &weights, const OptionalTensor &topk_idx, \
+      at::TensorList biases, int64_t num_tokens, int64_t capacity, at::IntArrayRef config
 
 Tensor ll_combine(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
   return guarded([&] {
-    return run_combine(buffer, handle, EP_HANDLE_SPEC,
-                       combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms),
-                       Phase::kFused, nullptr);
+    return run_combine(buffer, handle, num_tokens, capacity, combine_config(config),
+                       combine_args(rows, weights, topk_idx, biases), Phase::kFused, nullptr);
   });
 }
 
 void ll_combine_out(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS, const Tensor& out) {
   guarded([&] {
-    run_combine(buffer, handle, EP_HANDLE_SPEC,
-                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Phase::kFused,
-                &out);
+    run_combine(buffer, handle, num_tokens, capacity, combine_config(config),
+                combine_args(rows, weights, topk_idx, biases), Phase::kFused, &out);
   });
 }
 
 void ll_combine_send(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
   guarded([&] {
-    run_combine(buffer, handle, EP_HANDLE_SPEC,
-                combine_args(rows, weights, topk_idx, biases, weighting, out_dtype, wire_dtype, num_sms), Phase::kSend,
-                nullptr);
+    run_combine(buffer, handle, num_tokens, capacity, combine_config(config),
+                combine_args(rows, weights, topk_idx, biases), Phase::kSend, nullptr);
   });
 }
 
 Tensor ll_combine_recv(std::string_view buffer, const Tensor&, const Tensor& handle, at::TensorList biases,
-                       at::ScalarType rows_dtype, int64_t hidden, EP_HANDLE_ARGS, int64_t weighting,
-                       at::ScalarType out_dtype, at::ScalarType wire_dtype, int64_t num_sms) {
+                       at::ScalarType rows_dtype, int64_t hidden, int64_t num_tokens, int64_t capacity,
+                       at::IntArrayRef config) {
   return guarded([&] {
-    const CombineArgs args{nullptr,   nullptr,    nullptr,   biases,     hidden,
-                           weighting, rows_dtype, out_dtype, wire_dtype, num_sms};
-    return run_combine(buffer, handle, EP_HANDLE_SPEC, args, Phase::kRecv, nullptr);
+    const CombineArgs args{.biases = biases, .hidden = hidden, .rows_dtype = rows_dtype};
+    return run_combine(buffer, handle, num_tokens, capacity, combine_config(config), args, Phase::kRecv, nullptr);
   });
 }
 
 Tensor ll_combine_weights(std::string_view buffer, const Tensor&, const Tensor& values, const Tensor& handle,
-                          EP_HANDLE_ARGS) {
+                          int64_t num_tokens, int64_t capacity, at::IntArrayRef config) {
   return guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(buffer);
+    const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, combine_config(config));
     LlCombineWeightsParams p;
-    p.output = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle);
+    p.output = info.output;
+    p.shape = info.shape();
+    p.handle = resolve_handle(info, handle, device);
     check_tensor(values, "values", at::kFloat, values_shape(p.output), device);
     p.values = values.data_ptr<float>();
-    p.num_tokens = static_cast<int>(num_tokens);
-    Tensor out = new_tensor({num_tokens, topk}, at::kFloat, device);
+    p.num_tokens = to_int(num_tokens, "number of tokens");
+    Tensor out = new_tensor({num_tokens, info.topk}, at::kFloat, device);
     p.out = out.data_ptr<float>();
     group.combine_weights(p, registered->order.next_stream(device));
     return out;
@@ -221,14 +217,17 @@ void ll_floor_flags(std::string_view buffer, const Tensor&) {
 }
 
 // `row_bytes`: of a row on the wire, without the padding that makes them a multiple of 16.
-void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle, EP_HANDLE_ARGS, int64_t row_bytes,
-                   bool combine, int64_t num_sms) {
+void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle, int64_t num_tokens, int64_t capacity,
+                   at::IntArrayRef config, int64_t row_bytes, bool combine, int64_t num_sms) {
   guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(buffer);
     LlFloorPushParams p;
     p.kind = combine ? Kind::kCombine : Kind::kDispatch;
-    p.map_k = take_handle(EP_HANDLE_SPEC, group, handle, device, p.shape, p.handle).map_k();
-    p.num_tokens = static_cast<int>(num_tokens);
+    const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, combine_config(config));
+    p.map_k = info.output.map_k();
+    p.shape = info.shape();
+    p.handle = resolve_handle(info, handle, device);
+    p.num_tokens = to_int(num_tokens, "number of tokens");
     EP_CHECK(row_bytes > 0 && row_bytes <= INT32_MAX - 16, "row_bytes is ", row_bytes, ", must be positive");
     p.num_sms = num_sms_of(num_sms);
     group.floor_push(p, align_up<int64_t>(row_bytes, 16), registered->order.next_stream(device));
@@ -241,7 +240,7 @@ void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle,
   "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
 #define EP_COMBINE_SCHEMA                                                                                \
   "str buffer, Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] " \
-  "biases, " EP_HANDLE_SCHEMA ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms"
+  "biases, " EP_HANDLE_SCHEMA
 
 fast_call::Op ops[] = {
     EP_OP(ll_dispatch),        EP_OP(ll_dispatch_out), EP_OP(ll_dispatch_send), EP_OP(ll_dispatch_recv),
@@ -261,16 +260,15 @@ TORCH_LIBRARY(nccl_ep, library) {
               "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) handle) -> ()");
   library.def("ll_dispatch_send(" EP_DISPATCH_SCHEMA ") -> Tensor handle");
   library.def(
-      "ll_dispatch_recv(str buffer, Tensor(a!) seq, Tensor(b!) handle, ScalarType dtype, int hidden, int num_scales, "
-      "ScalarType scale_dtype, int num_tokens, int topk, bool is_idx64, " EP_DISPATCH_CONFIG_SCHEMA
+      "ll_dispatch_recv(str buffer, Tensor(a!) seq, Tensor(b!) handle, ScalarType dtype, SymInt hidden, SymInt "
+      "num_scales, ScalarType scale_dtype, SymInt num_tokens, bool is_idx64, " EP_DISPATCH_CONFIG_SCHEMA
       ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info)");
   library.def("ll_combine(" EP_COMBINE_SCHEMA ") -> Tensor out");
   library.def("ll_combine_out(" EP_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
   library.def("ll_combine_send(" EP_COMBINE_SCHEMA ") -> ()");
   library.def(
-      "ll_combine_recv(str buffer, Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, int "
-      "hidden, " EP_HANDLE_SCHEMA
-      ", int weighting, ScalarType out_dtype, ScalarType wire_dtype, int num_sms) -> Tensor out");
+      "ll_combine_recv(str buffer, Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, SymInt "
+      "hidden, " EP_HANDLE_SCHEMA ") -> Tensor out");
   library.def("ll_combine_weights(str buffer, Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA
               ") -> Tensor out");
   library.def("ll_floor_flags(str buffer, Tensor(a!) seq) -> ()");

@@ -5,22 +5,12 @@
 #include <initializer_list>
 
 #include "base/check.h"
+#include "runtime/policy.h"
 #include "torch/ops/arguments.h"
 #include "torch/ops/device.h"
 #include "torch/ops/run.h"
 
 namespace ep {
-
-#define EP_DISPATCH_CONFIG                                                                                     \
-  int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity, int64_t alignment, int64_t quant, \
-      bool zero_padding, int64_t num_sms
-#define EP_DISPATCH_SPEC \
-  DispatchConfig { num_experts, max_tokens, layout, capacity, alignment, quant, zero_padding, num_sms }
-
-#define EP_HANDLE_ARGS \
-  int64_t num_tokens, int64_t topk, int64_t num_experts, int64_t max_tokens, int64_t layout, int64_t capacity
-#define EP_HANDLE_SPEC \
-  HandleConfig { num_tokens, topk, num_experts, max_tokens, layout, capacity }
 
 // Whether the host may read what a handle has. Emulated GPUs stand for those whose memory it cannot read.
 inline bool can_look_through([[maybe_unused]] const at::Device& device) {
@@ -40,24 +30,23 @@ inline void check_handle_values(const int32_t* values, int64_t count, int64_t fi
 }
 
 inline CombineArgs combine_args(const at::Tensor& rows, const OptionalTensor& weights, const OptionalTensor& topk_idx,
-                                at::TensorList biases, int64_t weighting, at::ScalarType out_dtype,
-                                at::ScalarType wire_dtype, int64_t num_sms) {
+                                at::TensorList biases) {
   EP_CHECK(rows.dim() >= 2, "rows have ", rows.dim(), " dimensions, must be shaped as dispatch's output");
-  return {&rows,
-          pointer_to(weights),
-          pointer_to(topk_idx),
-          biases,
-          rows.size(-1),
-          weighting,
-          rows.scalar_type(),
-          out_dtype,
-          wire_dtype,
-          num_sms};
+  return {&rows, pointer_to(weights), pointer_to(topk_idx), biases, rows.size(-1), rows.scalar_type()};
+}
+
+// Types of a combine of rows.
+template <class Params>
+void set_types(Params& p, const CombineArgs& args, const CombineConfig& config) {
+  p.dtype = dtype_of(args.rows_dtype);
+  p.out_dtype = dtype_of(float_type_of(config.out_dtype));
+  p.wire_dtype = dtype_of(float_type_of(config.wire_dtype));
+  p.hidden = to_int(args.hidden, "hidden");
 }
 
 // Weights and ids of the home rank, of either mode.
 template <class Params>
-void set_weights(Params& p, const CombineArgs& args, const HandleConfig& spec, const at::Device& device) {
+void set_weights(Params& p, const CombineArgs& args, const HandleInfo& spec, const at::Device& device) {
   EP_CHECK((args.weights != nullptr) == (p.weighting == Weighting::kHome),
            "weights of the home rank are given exactly when they are asked for");
   EP_CHECK(args.topk_idx == nullptr || p.weighting == Weighting::kHome,
@@ -74,10 +63,11 @@ void set_weights(Params& p, const CombineArgs& args, const HandleConfig& spec, c
 }
 
 template <class Params>
-void set_biases(Params& p, const CombineArgs& args, const HandleConfig& spec, const at::Device& device) {
+void set_biases(Params& p, const CombineArgs& args, const HandleInfo& spec, at::ScalarType out_dtype,
+                const at::Device& device) {
   EP_CHECK(args.biases.size() <= 2, args.biases.size(), " biases, at most 2");
   for (size_t i = 0; i < args.biases.size(); i++) {
-    check_tensor(args.biases[i], "bias", args.out_dtype, {spec.num_tokens, args.hidden}, device);
+    check_tensor(args.biases[i], "bias", out_dtype, {spec.num_tokens, args.hidden}, device);
     check_aligned(args.biases[i], "bias");
     p.bias[i] = args.biases[i].data_ptr();
   }
@@ -85,14 +75,14 @@ void set_biases(Params& p, const CombineArgs& args, const HandleConfig& spec, co
 
 // Where the result of a combine goes: to `given`, checked, or to a new tensor, which becomes `made`.
 inline void* take_combined(const CombineArgs& args, std::initializer_list<const at::Tensor*> handle,
-                           const HandleConfig& spec, const at::Device& device, const at::Tensor* given,
-                           at::Tensor& made) {
+                           const HandleInfo& spec, at::ScalarType out_dtype, const at::Device& device,
+                           const at::Tensor* given, at::Tensor& made) {
   const std::array<int64_t, 2> sizes{spec.num_tokens, args.hidden};
   if (given == nullptr) {
-    made = new_tensor(sizes, args.out_dtype, device);
+    made = new_tensor(sizes, out_dtype, device);
     return made.data_ptr();
   }
-  check_tensor(*given, "out", args.out_dtype, sizes, device);
+  check_tensor(*given, "out", out_dtype, sizes, device);
   check_aligned(*given, "out");
   AliasCheck aliases;
   aliases.reads("rows", args.rows);
@@ -107,9 +97,15 @@ inline void* take_combined(const CombineArgs& args, std::initializer_list<const 
   return given->data_ptr();
 }
 
-#define EP_DISPATCH_CONFIG_SCHEMA                                                                                \
-  "int num_experts, int max_tokens, int layout, int capacity, int alignment, int quant, bool zero_padding, int " \
-  "num_sms"
-#define EP_HANDLE_SCHEMA "SymInt num_tokens, int topk, int num_experts, int max_tokens, int layout, SymInt capacity"
+// The numbers of an operation, as runtime/config.h lists them. What a compiler may have as a symbol stays apart.
+#define EP_DISPATCH_CONFIG_SCHEMA "SymInt capacity, int[] config"
+#define EP_HANDLE_SCHEMA "SymInt num_tokens, SymInt capacity, int[] config"
+
+inline DispatchConfig dispatch_config(at::IntArrayRef config) {
+  return DispatchConfig::unpack({config.data(), config.size()});
+}
+inline CombineConfig combine_config(at::IntArrayRef config) {
+  return CombineConfig::unpack({config.data(), config.size()});
+}
 
 }  // namespace ep

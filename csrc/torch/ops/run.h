@@ -39,24 +39,30 @@ struct OnGroup {
 };
 
 // What the handle's tensor cannot tell by itself.
-struct HandleConfig {
-  int64_t num_tokens, topk, num_experts, max_tokens, layout, capacity;
+struct HandleInfo {
+  int64_t num_tokens, topk, num_experts;
+  OutputShape output;
+
+  template <class Config>
+  static HandleInfo of(int num_ranks, int64_t num_tokens, int64_t capacity, const Config& config) {
+    return {num_tokens, config.topk, config.num_experts, output_shape(num_ranks, config, capacity)};
+  }
+  Shape shape() const { return {output.num_ranks, static_cast<int>(num_experts), output.topk, output.max_tokens}; }
 };
 
-// Null: not given. No copies: DispatchRefs says why.
+// The tensors of a combine. Null: not given. No copies: DispatchRefs says why.
 struct CombineArgs {
-  const at::Tensor *rows, *weights, *topk_idx;
+  const at::Tensor *rows = nullptr, *weights = nullptr, *topk_idx = nullptr;
   at::TensorList biases;
-  int64_t hidden, weighting;
-  at::ScalarType rows_dtype, out_dtype, wire_dtype;
-  int64_t num_sms;
+  int64_t hidden = 0;
+  at::ScalarType rows_dtype = at::kFloat;
   int64_t* wait_cost = nullptr;  // [R]
 };
 
 inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
 
 // `given`: where the result goes; null: into a new tensor, which is returned where the half receives.
-at::Tensor run_combine(std::string_view buffer, const at::Tensor& handle, const HandleConfig& spec,
-                       const CombineArgs& args, Phase phase, const at::Tensor* given);
+at::Tensor run_combine(std::string_view buffer, const at::Tensor& handle, int64_t num_tokens, int64_t capacity,
+                       const CombineConfig& config, const CombineArgs& args, Phase phase, const at::Tensor* given);
 
 }  // namespace ep

@@ -44,7 +44,7 @@ TEST(HtSendGeometry, PassesHoldAllPartsOnce) {
            {14336}, {14336, 224}, {16}, {65536, 65536, 65536, 65536}, {65536, 32768, 16, 65536}, {128, 92, 64}}) {
     const HtDispatchParams p = dispatch_of(bytes);
     const HtPlan plan = plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, kHtSharedBytes, {}, 4, 12);
-    const HtSendGeometry g = HtSendGeometry::of(p, plan);
+    const HtSendGeometry g = HtSendGeometry::of(p, plan, HtSendGeometry::shapes_of(p));
     ASSERT_GE(g.passes, 1);
     EXPECT_EQ(g.units, p.num_tokens * g.passes);
     EXPECT_EQ(g.first_part[0], 0);
