@@ -1,11 +1,19 @@
-"""Compares the machine code of all GPU kernels in two builds: for moves and renames, which may not change one.
+"""Compares the GPU kernels of two versions: for moves and renames, which may not change one.
 
-    python tools/compare_kernels.py OLD NEW    each an extension or library (.so), or what --save wrote
-    python tools/compare_kernels.py --save OUT BUILD
+    python tools/compare_kernels.py OLD.so NEW.so         machine code of two builds, to the bit: for moves
+    python tools/compare_kernels.py --ptx OLD NEW         PTX, whatever the names in it are: for renames
 
-Kernels are matched by their instructions with all operands, as a rename changes their mangled names. The order of
-functions that are not inlined follows from those names, and the numbers of scoreboards from the order: neither counts.
-Exit status 1: some differ. It needs cuobjdump, of the CUDA toolkit or of the triton beside torch.
+With --ptx each is a source tree, compiled with the flags that --flags has, or a folder of .ptx files.
+
+Names also steer ptxas: from them, and from the place in the file, follows the order in which it takes functions that
+are not inlined, and from the order some choices of instructions and registers. So after a rename machine code may
+differ though the program is the same. The program is its input, PTX. There a kernel is compared with all that it
+reaches, functions and variables, and each of those has, in place of its name, the number of its first mention.
+Instructions and their order, registers, labels, constants and attributes count; names, comments and the order of
+functions in the file do not. That two builds of the same PTX run equally fast it does not show.
+
+Kernels are matched by their contents. Exit status 1: some differ. Machine code needs cuobjdump, of the CUDA toolkit or
+of the triton beside torch; source trees need nvcc.
 """
 
 from __future__ import annotations
@@ -16,15 +24,91 @@ import hashlib
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
-CALL = re.compile(r"\bCALL\S* (?:`\()?(0x[0-9a-f]+)")
-JUMP = re.compile(r"\b(BRA|BSSY|BSYNC|JMP|WARPSYNC|BRX|BREAK|RET)\b")
+Kernels = dict[str, str]  # file and mangled name, and a digest of the contents
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ptx", action="store_true", help="compare PTX modulo names")
+    parser.add_argument(
+        "--flags", type=Path, default=Path("build/dev/compile_commands.json"), help="default: %(default)s"
+    )
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    arguments = parser.parse_args()
+    both = [
+        kernels_of_source(path, arguments.flags) if arguments.ptx else kernels_of_build(path)
+        for path in (arguments.old, arguments.new)
+    ]
+    for path, kernels in zip((arguments.old, arguments.new), both, strict=True):
+        if not kernels:
+            sys.exit(f"no kernels in {path}")
+    gone, added = compare(*both)
+    for title, names in (("only in the old one", gone), ("only in the new one", added)):
+        for name in readable(names):
+            print(f"{title}: {name}")
+    same = len(both[1]) - len(added)
+    print(f"{same} kernels are the same, {len(gone)} are only in the old one, {len(added)} only in the new one")
+    return 1 if gone or added else 0
+
+
+def compare(old: Kernels, new: Kernels) -> tuple[list[str], list[str]]:
+    """Kernels whose contents only the old version has, and only the new one."""
+
+    def without(mine: Kernels, others: Kernels) -> list[str]:
+        left = collections.Counter(others.values())
+        alone = []
+        for name, digest in sorted(mine.items()):
+            if left[digest] > 0:
+                left[digest] -= 1
+            else:
+                alone.append(name)
+        return alone
+
+    return without(old, new), without(new, old)
+
+
+def readable(names: list[str]) -> list[str]:
+    tool = shutil.which("c++filt")
+    if not tool or not names:
+        return names
+    return subprocess.run(
+        [tool], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+# Machine code
+
+
+def kernels_of_build(build: Path) -> Kernels:
+    command = [find_cuobjdump(), "--dump-sass", str(build)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        kernels = kernels_of_sass(process.stdout)
+    if process.returncode != 0:
+        sys.exit(f"{shlex.join(command)} failed with status {process.returncode}")
+    return kernels
+
+
+def kernels_of_sass(dump: Iterable[str]) -> Kernels:
+    """Every line of a function counts as it is: instruction, address, encoding."""
+    digests: dict[str, hashlib._Hash] = {}
+    name = ""
+    for line in dump:
+        begins = re.match(r"\s*Function : (\S+)", line)
+        if begins:
+            name = begins[1]
+        elif name and line.strip().startswith("/*"):
+            digests.setdefault(name, hashlib.sha256()).update(" ".join(line.split()).encode())
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def find_cuobjdump() -> str:
@@ -39,143 +123,90 @@ def find_cuobjdump() -> str:
     sys.exit("no cuobjdump: put that of a CUDA toolkit on PATH, or install triton")
 
 
-@dataclass
-class Instruction:
-    address: int
-    text: str
+# PTX
 
 
-def kernels_of(build: Path) -> dict[str, str]:
-    """Mangled name of every kernel and a digest of its instructions."""
-    if build.suffix == ".json":
-        saved: dict[str, str] = json.loads(build.read_text())
-        return saved
-    command = [find_cuobjdump(), "--dump-sass", str(build)]
-    kernels: dict[str, str] = {}
-    name, code = "", list[Instruction]()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            begins = re.match(r"\s*Function : (\S+)", line)
-            if begins:
-                if code:
-                    kernels[name] = digest_of(code)
-                name, code = begins[1], []
-                continue
-            first = re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", line)
-            if first:
-                code.append(Instruction(int(first[1], 16), first[2]))
-    if code:
-        kernels[name] = digest_of(code)
-    if process.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed with status {process.returncode}")
-    return kernels
+def kernels_of_source(source: Path, flags: Path) -> Kernels:
+    with tempfile.TemporaryDirectory() as out:
+        if (source / "csrc").is_dir():
+            compile_tree(source.resolve(), flags, Path(out))
+            source = Path(out)
+        return {
+            f"{file.stem}: {name}": hashlib.sha256(text.encode()).hexdigest()
+            for file in sorted(source.glob("*.ptx"))
+            for name, text in kernels_of_ptx(file.read_text()).items()
+        }
 
 
-def without_pipe(text: str) -> str:
-    """A move, shift or sum that either of two pipes can do: ptxas balances them."""
-    text = text.replace("HFMA2.MMA", "MOV").replace(", -RZ, RZ, 0, 0", ", RZ")
-    text = re.sub(r"\bIMAD\.MOV(?:\.U32)? (\S+), RZ, RZ, ", r"MOV \1, ", text)
-    text = re.sub(
-        r"\bIMAD\.SHL(?:\.U32)? (\S+), (\S+), (0x[0-9a-f]+), RZ",
-        lambda m: f"SHF.L.U32 {m[1]}, {m[2]}, {int(m[3], 16).bit_length() - 1:#x}, RZ",
-        text,
-    )
-    return re.sub(r"\bIMAD\.IADD (\S+), (\S+), 0x1, (\S+)", r"IADD3 \1, \2, \3, RZ", text)
+def compile_tree(tree: Path, flags: Path, out: Path) -> None:
+    """Every .cu of the tree to PTX, with the flags that all of them have in the build."""
+    commands = set()
+    for entry in json.loads(flags.read_text()):
+        if entry["file"].endswith(".cu"):
+            built = entry["file"].partition("/csrc/")[0]
+            options = entry["command"].partition(" -x cu -c ")[0]
+            commands.add(options.replace(f"{built}/csrc", f"{tree}/csrc"))
+    if len(commands) != 1:
+        sys.exit(f"{flags} has {len(commands)} sets of options for .cu files, must be one")
+    command = [*shlex.split(commands.pop()), "-x", "cu", "-ptx"]
+    for file in sorted((tree / "csrc").rglob("*.cu")):
+        name = "_".join(file.relative_to(tree / "csrc").with_suffix(".ptx").parts)
+        subprocess.run([*command, str(file), "-o", str(out / name)], check=True)
 
 
-def digest_of(code: list[Instruction]) -> str:
-    """Of a kernel whose functions that are not inlined may lie in any order, as that follows from their names.
-
-    Each is told apart by what it does: its own instructions with addresses counted from its start, and, where it calls
-    another, that one's digest without calls.
-    """
-    while code and (code[-1].text == "NOP" or code[-1].text == f"BRA {code[-1].address:#x}"):
-        code.pop()  # padding
-    targets = {int(call[1], 16) for each in code if (call := CALL.search(each.text))}
-    returns = {after.address for each, after in zip(code, code[1:]) if CALL.search(each.text)}
-    parts: dict[int, list[Instruction]] = {}
-    start = 0
-    for each in code:
-        if each.address in targets:
-            start = each.address
-        parts.setdefault(start, []).append(each)
-
-    def lines(start: int, name_of: Callable[[int], str]) -> str:
-        part = parts[start]
-        end = part[-1].address
-
-        def relative(match: re.Match[str]) -> str:
-            address = int(match[0], 16)
-            is_own = start <= address <= end and (is_branch or (is_move and address in returns))
-            return f"+{address - start:#x}" if is_own else match[0]
-
-        found = []
-        for each in part:
-            call, is_branch = CALL.search(each.text), JUMP.search(each.text) is not None
-            is_move = "MOV" in each.text
-            if call:
-                found.append(each.text.replace(call[1], name_of(int(call[1], 16))))
-                continue
-            found.append(without_pipe(re.sub(r"0x[0-9a-f]+", relative, each.text)))
-        return "\n".join(sorted(found))
-
-    def hashed(text: str) -> str:
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    own = {start: hashed(lines(start, lambda _: "?")) for start in parts}
-    called = sorted(hashed(lines(start, own.__getitem__)) for start in parts if start != 0)
-    return hashed("\n".join([hashed(lines(0, own.__getitem__)), *called]))
+NAME = re.compile(r"(?<![%.\w$])([A-Za-z_$][\w$]*)")  # no register, directive or part of an opcode
+FUNCTION = re.compile(r"\.(?:entry|func)\s*(?:\([^)]*\)\s*)?([\w$]+)")
+VARIABLE = re.compile(
+    r"^(?:\.(?:visible|weak|common|extern) )?\.(?:global|shared|const|local) "
+    r"[^=;]*?([A-Za-z_$][\w$]*)(?:\[[\d\[\]]*\])*(?: =|;)",
+    re.MULTILINE,
+)
 
 
-def readable(names: list[str]) -> list[str]:
-    tool = shutil.which("c++filt")
-    if not tool or not names:
-        return names
-    return subprocess.run(
-        [tool], input="\n".join(names), capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+def kernels_of_ptx(module: str) -> dict[str, str]:
+    """Mangled name of every kernel, and the text of all that it reaches, modulo names."""
+    words: dict[str, list[str]] = {}
+    kernels = []
+    for statement in statements_of(module):
+        found = FUNCTION.search(statement) or VARIABLE.search(statement)
+        if not found:
+            raise ValueError(f"a PTX statement of no known kind: {statement[:200]}")
+        name = found[1]
+        if found.re is FUNCTION and statement.endswith(";"):
+            continue  # a declaration: the definition counts, and what is defined elsewhere keeps its name
+        if re.search(r"\.entry\b", found[0]):
+            kernels.append(name)
+        # Names of the function alone: its name or its place in the file is in those of parameters and labels.
+        statement = re.sub(rf"(?<![\w$]){re.escape(name)}_param_", "<parameter>", statement)
+        statement = re.sub(r"\$L__BB\d+", "$L__BB", statement)
+        words |= {variable: [] for variable in VARIABLE.findall(statement)}  # declared in its body
+        words[name] = NAME.split(statement)
+    return {name: reached_from(name, words) for name in kernels}
 
 
-def compare(old: dict[str, str], new: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Kernels whose instructions only the old build has, and only the new one."""
+def statements_of(module: str) -> list[str]:
+    """Functions and variables without comments and lines for debuggers."""
+    module = re.sub(r"//[^\n]*|/\*.*?\*/", "", module, flags=re.DOTALL)
+    module = re.sub(r"^\s*\.(?:version|target|address_size|file|loc)\b.*", "", module, flags=re.MULTILINE)
+    found, start, depth = [], 0, 0
+    for mark in re.finditer(r"[{};]", module):
+        depth += {"{": 1, "}": -1, ";": 0}[mark[0]]
+        is_body = mark[0] == "}" and FUNCTION.search(module, start, mark.start())
+        if depth == 0 and (mark[0] == ";" or is_body):
+            lines = (" ".join(line.split()) for line in module[start : mark.end()].splitlines())
+            found.append("\n".join(line for line in lines if line))
+            start = mark.end()
+    return found
 
-    def without(mine: dict[str, str], others: dict[str, str]) -> list[str]:
-        left = collections.Counter(others.values())
-        alone = []
-        for name, digest in sorted(mine.items()):
-            if left[digest] > 0:
-                left[digest] -= 1
-            else:
-                alone.append(name)
-        return alone
 
-    return without(old, new), without(new, old)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", type=Path, help="write the digests of one build to this .json and end")
-    parser.add_argument("builds", type=Path, nargs="+")
-    arguments = parser.parse_args()
-    if arguments.save:
-        arguments.save.write_text(json.dumps(kernels_of(arguments.builds[0]), indent=1, sort_keys=True) + "\n")
-        return 0
-    if len(arguments.builds) != 2:
-        parser.error(f"{len(arguments.builds)} builds, must be two")
-    old, new = (kernels_of(build) for build in arguments.builds)
-    if not old or not new:
-        print(f"no kernels in {arguments.builds[0 if not old else 1]}")
-        return 1
-    gone, added = compare(old, new)
-    for title, names in (("only in the old build", gone), ("only in the new build", added)):
-        for name in readable(names):
-            print(f"{title}: {name}")
-    same = len(new) - len(added)
-    print(
-        f"{same} kernels are the same to the instruction, {len(gone)} are only in the old build, {len(added)} in the new"
-    )
-    return 1 if gone or added else 0
+def reached_from(kernel: str, words: dict[str, list[str]]) -> str:
+    """The kernel and, in the order in which each is first mentioned, the functions and variables that it reaches."""
+    numbers = {kernel: 0}
+    texts: list[str] = []
+    while len(texts) < len(numbers):
+        mine = words[list(numbers)[len(texts)]]
+        texts.append("".join(f"<{numbers.setdefault(word, len(numbers))}>" if word in words else word for word in mine))
+    return "\n\n".join(texts)
 
 
 if __name__ == "__main__":
