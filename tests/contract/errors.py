@@ -88,6 +88,7 @@ HT_REFUSED: dict[str, Refused] = {
     "tokens of another dispatch": (lambda s: nccl_ep.dispatch_cached(s.tokens(9)["x"], s.out.handle), ValueError,
                                    r"x must be \[\d, hidden\], as in the dispatch"),
 }  # fmt: skip
+COUNTED = ("dispatches", "combines", "ht_dispatches", "ht_combines", "calls", "dropped_rows", "invalid_ids")
 
 # Of the last rank, where the others make the first call.
 DISPATCHES: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -109,10 +110,12 @@ class Errors:
     @pytest.mark.parametrize("what", DISPATCHES)
     @pytest.mark.parametrize("mode", MODES)
     def test_different_dispatches(self, mode: str, what: str) -> None:
+        if self.world.backend.is_one_launch and what != "hidden":
+            pytest.skip("here one kernel, chosen for rank 0, runs for all ranks")
         changes, mine, other = DISPATCHES[what]
         for text in self.world.run(makes_another_dispatch, mode, changes):
             assert "ranks made different calls in" in text and "dispatch(" in text
-            assert f"{mine}" in text and f"{other}" in text, text
+            assert mine in text and other in text, text
 
     @pytest.mark.parametrize("mode", MODES)
     def test_combine_beside_combine_weights(self, mode: str) -> None:
@@ -152,7 +155,7 @@ def _problems_with(name: str, refused: Refused, scene: Scene) -> list[str]:
             return [f"{name}: {type(caught).__name__}: {caught}"]
     synchronize(scene.buffer.device)
     after = scene.buffer.stats()
-    return [f"{name}: {key} was {before[key]}, is {after[key]}" for key in before if before[key] != after[key]]
+    return [f"{name}: {key} was {before[key]}, is {after[key]}" for key in COUNTED if before[key] != after[key]]
 
 
 def expect_mismatch(rank: Rank, case: Expected, buffer: nccl_ep.Buffer, call: Callable[[], Any]) -> str:
