@@ -82,7 +82,7 @@ emulated: .venv/ready
 	    -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	cmake --build build/$@ --parallel $(JOBS)
 	{ python tests/support/emulated.py -q -k "planted or chains" && python tests/support/emulated.py -q \
-	    tests/ll/test_masks.py tests/deep_ep/test_low_latency.py tests/ll/test_extra.py; } & \
+	    tests/ll/test_masks.py tests/deep_ep/test_low_latency.py tests/ll/test_extra.py tests/contract; } & \
 	    python tests/support/emulated.py -q -k "not planted and not chains" && wait $$!
 
 wheel: .venv/ready

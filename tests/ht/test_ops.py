@@ -237,7 +237,7 @@ def test_exact_sizes_are_symbols(layout: str) -> None:
     with _buffer(case, None) as buffer:
         calls = Calls(case, buffer)
         args = list(calls.args["ht_dispatch"])
-        args[9] = -1  # capacity
+        args[6] = -1  # capacity
         made = _symbolic("ht_dispatch", args, ops.ht_dispatch.default(*args))
         assert isinstance(made[7].shape[0], torch.SymInt)
         assert isinstance(made[0].shape[0], torch.SymInt) == (layout != "rank_major")

@@ -10,7 +10,7 @@ import torch
 import nccl_ep
 from nccl_ep import _C, reference
 from tests.support.cases import Case, generate
-from tests.support.harness import check_dispatch, combine_case, dispatch_case, to_device
+from tests.support.harness import check_dispatch, combine_case, dispatch_case, synchronize, to_device
 from tests.support.patience import of_living_ranks
 
 Work = Callable[[], None]
@@ -87,6 +87,19 @@ class Expected:
         out = self.dispatch(buffer, staged=staged)
         self.combine(buffer, out.handle, staged=staged)
         self.combine_weights(buffer, out.handle)
+
+
+def run_case(case: Expected, buffer: nccl_ep.Buffer, *, mode: str = "ll", staged: bool = False, **options: Any) -> None:
+    """All operations of a case, this rank's results against the oracle's once all have been called."""
+    rank, device = buffer.rank, buffer.device
+    out = dispatch_case(case.case, case.inputs[rank], buffer, staged=staged, mode=mode, **options)
+    y = combine_case(case.case, case.rows[rank].to(device, copy=True), out.handle, rank, staged=staged, **options)
+    scalars = nccl_ep.combine_weights(case.values[rank].to(device), out.handle)
+    synchronize(device)
+    buffer.require_usable()  # its error says more than a difference does
+    case.check_dispatch(out, rank)
+    case.check_combine(y.cpu(), rank)
+    case.check_scalars(scalars.cpu(), rank)
 
 
 def plain_case(num_ranks: int = 2, **changes: Any) -> Case:

@@ -19,7 +19,7 @@ import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
 from tests.support import floor_calls
 from tests.support.cases import SCALE_STRIDES, Case, generate
-from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.expected import Expected, plain_case, run_case, shared_buffer
 from tests.support.gpu_chains import chain_buffer, replay_graphs
 from tests.support.gpus import on_gpu
 from tests.support.harness import check_case, combine_case, dispatch_case, garble
@@ -66,19 +66,6 @@ def scale_cases(num_ranks: int) -> list[Case]:
 
 
 # ---- Cases
-
-
-def run_case(case: Expected, buffer: nccl_ep.Buffer, *, staged: bool = False, **options: Any) -> None:
-    """All operations of a case, this rank's results against the oracle's."""
-    rank, device = buffer.rank, buffer.device
-    out = dispatch_case(case.case, case.inputs[rank], buffer, staged=staged, **options)
-    y = combine_case(case.case, case.rows[rank].to(device, copy=True), out.handle, rank, staged=staged, **options)
-    scalars = nccl_ep.combine_weights(case.values[rank].to(device), out.handle)
-    torch.cuda.synchronize()
-    buffer.require_usable()  # its error says more than a difference does
-    case.check_dispatch(out, rank)
-    case.check_combine(y.cpu(), rank)
-    case.check_scalars(scalars.cpu(), rank)
 
 
 def run_overwritten(case: Expected, buffer: nccl_ep.Buffer) -> None:

@@ -45,9 +45,8 @@ def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
 
 def make_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
     """One in which all operations of the case fit."""
-    return case_buffer(
-        case, group, dtype=case.dtype, wire_dtype=torch.float32, scale_bytes=case.scales_width * 8, **options
-    )
+    room = {"dtype": case.dtype, "wire_dtype": torch.float32, "scale_bytes": case.scales_width * 8}
+    return case_buffer(case, group, **{**room, **options})
 
 
 def garble(*tensors: torch.Tensor | None) -> None:

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cuda/device/convert.cuh"
+#include "cuda/device/ptx.cuh"
 #include "cuda/device/row_piece.cuh"
 
 namespace ep {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/ll/routing_bitmap.cuh"
+#include "cuda/protocol/ids.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {

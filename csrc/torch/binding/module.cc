@@ -118,7 +118,7 @@ py::dict stats(Group& group) {
   result["masked_ranks"] = masked;
   const Calls& calls = group.calls();
   result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
-                             py::arg("combine_weights") = calls.combine_weights, py::arg("split") = calls.split);
+                             py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.split);
   result["window_bytes"] = group.window().bytes;
   if (!group.is_destroyed()) result["backend"] = group.backend()->name();
   const auto arena = group.arena();

@@ -1,0 +1,185 @@
+"""What dispatch and combine give, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep import reference
+from tests.contract.world import Rank, World
+from tests.support.cases import Case
+from tests.support.expected import Expected, run_case
+from tests.support.harness import combine_case, dispatch_case, synchronize, to_device
+
+LAYOUTS = reference.LAYOUTS
+MODES = ("ll", "ht")
+# Capacities that drop rows.
+FEW: dict[str, int | None] = {"expert_major": 2, "packed": 5, "flat": 5, "rank_major": None}
+
+PAYLOADS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "special": {
+        "seed": 3, "dtype": torch.float32, "rows_dtype": torch.float32, "content": "special", "keep_nan": True,
+        "routing": "some_none",
+    },
+    "words": {"dtype": torch.uint8, "content": "words", "weights_words": True, "routing": "duplicates", "topk": 4},
+    "float_words": {"dtype": torch.float16, "content": "words", "idx_dtype": torch.int32},
+    "scales": {
+        "dtype": torch.int8, "content": "words", "scales_dtype": torch.int32, "scales_width": 5,
+        "scales_strides": "column", "routing": "out_of_range",
+    },
+    "fp8": {"quant": "fp8", "routing": "out_of_range", "idx_dtype": torch.int32},
+    "fp8_rounded": {"quant": "fp8_rounded", "routing": "skewed", "with_weights": False},
+    "fp8_ue8m0": {"quant": "fp8_ue8m0", "dtype": torch.float16, "routing": "duplicates", "zero_padding": True},
+    "no_expert": {"routing": "none", "zero_padding": True},
+}  # fmt: skip
+
+SUMS: dict[str, dict[str, Any]] = {
+    "no_weights": {"layout": "expert_major", "combine_weights": "none"},
+    "home_weights": {"layout": "packed", "combine_weights": "tensor", "routing": "duplicates"},
+    "home_weights_of_few": {"layout": "expert_major", "combine_weights": "masked"},
+    "one_bias": {"layout": "flat", "biases": 1},
+    "two_biases": {"layout": "flat", "biases": 2, "out_dtype": torch.float32},
+    "wide_wire": {"layout": "packed", "wire_dtype": torch.float32},
+    "narrow_output": {"layout": "rank_major", "rows_dtype": torch.float32, "out_dtype": torch.float16},
+}
+
+
+class Bits:
+    world: World
+
+    @pytest.mark.parametrize("payload", PAYLOADS)
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_payloads(self, mode: str, layout: str, payload: str) -> None:
+        self.world.run(equal_to_the_oracle, mode, {"layout": layout, **PAYLOADS[payload]})
+
+    def test_what_is_special_about_them(self) -> None:
+        """Of the generator: the payloads have what they are named after."""
+        x = torch.cat([given.x for given in self.world.case(**PAYLOADS["special"]).inputs])
+        assert x.isnan().any() and x.isinf().any()
+        assert ((x == 0) & x.signbit()).any() and ((x == 0) & ~x.signbit()).any()
+        words = torch.cat([given.x for given in self.world.case(**PAYLOADS["words"]).inputs]).view(torch.int32)
+        assert {-1, -2, 0} <= set(words.flatten().tolist())
+        ids = torch.cat([given.topk_idx for given in self.world.case(**PAYLOADS["words"]).inputs]).sort(1).values
+        assert ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any()
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_dropped_rows(self, mode: str, layout: str) -> None:
+        changes = {"layout": layout, "routing": "skewed", "capacity": FEW[layout], "zero_padding": True}
+        dropped = sum(int(result.overflow) for result in self.world.case(**changes).results)
+        assert (dropped > 0) == (layout != "rank_major")
+        self.world.run(equal_to_the_oracle, mode, changes)
+
+    @pytest.mark.parametrize("sums", SUMS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_sums(self, mode: str, sums: str) -> None:
+        self.world.run(equal_to_the_oracle, mode, SUMS[sums])
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_no_tokens(self, mode: str) -> None:
+        self.world.run(equal_to_the_oracle, mode, {"layout": "packed", "tokens": (0,) * self.world.num_ranks})
+
+    @pytest.mark.parametrize("layout", ["expert_major", "flat"])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_the_same_every_time(self, mode: str, layout: str) -> None:
+        self.world.run(equal_for_all_num_sms, mode, {"layout": layout, "topk": 4, "routing": "duplicates"})
+
+    def test_halves(self) -> None:
+        for layout in LAYOUTS:
+            self.world.run(equal_in_halves, {"layout": layout, **PAYLOADS["fp8_ue8m0"]})
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_extra_tensors(self, mode: str) -> None:
+        self.world.run(moves_extra_tensors, mode)
+
+    def test_floats_in_high_throughput(self) -> None:
+        """No NaN becomes another one."""
+        self.world.run(moves_nan, {"layout": "rank_major", **PAYLOADS["float_words"], "zero_padding": True})
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_outputs_given_by_the_caller(self, mode: str) -> None:
+        self.world.run(writes_given_outputs, mode)
+
+
+def equal_to_the_oracle(rank: Rank, mode: str, changes: dict[str, Any]) -> None:
+    case = rank.case(**changes)
+    with rank.buffer(case.case) as buffer:
+        run_case(case, buffer, mode=mode)
+
+
+def equal_for_all_num_sms(rank: Rank, mode: str, changes: dict[str, Any]) -> None:
+    case = rank.case(**changes)
+    with rank.buffer(case.case) as buffer:
+        for num_sms in (0, 1, 2, 3, 0):
+            run_case(case, buffer, mode=mode, num_sms=num_sms)
+
+
+def equal_in_halves(rank: Rank, changes: dict[str, Any]) -> None:
+    case = rank.case(**changes)
+    own = Expected(case.case)  # whose inputs are overwritten between the halves
+    with rank.buffer(case.case) as buffer:
+        out = dispatch_case(case.case, own.inputs[rank.number], buffer, staged=True)
+        case.check_dispatch(out, rank.number)
+        rows = case.rows[rank.number].to(buffer.device, copy=True)
+        y = combine_case(case.case, rows, out.handle, rank.number, staged=True)
+        case.check_combine(y.cpu(), rank.number)
+        buffer.check()
+
+
+def expect_rows(case: Case, moved: torch.Tensor, given: list[torch.Tensor], number: int) -> None:
+    """What was moved beside a case's rows, or after them, along the same routes, bit for bit."""
+    inputs = [reference.RankInput(x, i.topk_idx, i.topk_weights) for x, i in zip(given, case.inputs(), strict=True)]
+    want = reference.dispatch(inputs, **{**case.dispatch_kwargs(), "quant": None})[number]
+    width = moved.shape[-1]
+    mine, theirs = (each.reshape(-1, width)[want.valid.flatten()].view(torch.uint8) for each in (moved.cpu(), want.x))
+    assert torch.equal(mine, theirs), f"rank {number}"
+
+
+def other_rows(case: Case, width: int, seed: int) -> list[torch.Tensor]:
+    """Of every rank's tokens, any bytes."""
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (tokens, width), dtype=torch.uint8, generator=made) for tokens in case.tokens]
+
+
+def moves_extra_tensors(rank: Rank, mode: str) -> None:
+    case = rank.case(layout="packed")
+    extra = [other_rows(case.case, width, width) for width in (16, 48)]
+    mine = [each[rank.number].to(rank.backend.device) for each in extra]
+    with rank.buffer(case.case, scale_bytes=64) as buffer:
+        out = case.send(buffer, mode=mode, extra=mine)
+        case.check_dispatch(out, rank.number)
+        for moved, given in zip(out.extra, extra, strict=True):
+            expect_rows(case.case, moved, given, rank.number)
+        buffer.check()
+
+
+def moves_nan(rank: Rank, changes: dict[str, Any]) -> None:
+    case = rank.case(**changes)
+    with rank.buffer(case.case) as buffer:
+        out = case.send(buffer)
+        expect_rows(case.case, out.x, [given.x for given in case.inputs], rank.number)
+
+
+def writes_given_outputs(rank: Rank, mode: str) -> None:
+    """Outputs that are written again, and biases that are the output itself."""
+    case = rank.case(layout="flat", biases=1)
+    given = case.inputs[rank.number]
+    with rank.buffer(case.case) as buffer:
+        out = case.send(buffer, mode=mode)
+        if mode == "ht":
+            for tensor in (out.x, out.weights, out.handle.tensor):
+                tensor.zero_()
+            assert case.send(buffer, out=out).x is out.x
+        case.check_dispatch(out, rank.number)
+        bias = case.case.combine_kwargs()["bias"][rank.number][0]
+        into = to_device(bias, buffer.device).clone()
+        rows = case.rows[rank.number].to(buffer.device)
+        assert nccl_ep.combine(rows, out.handle, bias=into, out=into) is into
+        synchronize(buffer.device)
+        case.check_combine(into.cpu(), rank.number)
+        assert len(into) == len(given.x)
