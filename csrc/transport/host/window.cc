@@ -96,7 +96,7 @@ class SharedWindows : public HostWindows {
     const auto all = exchange(bootstrap, {getpid(), process_number(), fd, 0, bytes});
     std::string problem;
     for (size_t r = 0; r < all.size() && problem.empty(); r++) problem = map(static_cast<int>(r), all[r], fd);
-    // Everybody tells whether it has mapped all windows; only then may the files be closed.
+    // Every rank says whether it has mapped all windows; only then may the files be closed.
     const auto outcomes = bootstrap.allgather(problem);
     close(fd);
     for (size_t r = 0; r < outcomes.size(); r++) {
