@@ -112,7 +112,7 @@ __device__ __forceinline__ void push_floor(const KernelArgs<LlFloorPushParams>& 
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
   const Opening opening = open_op(context, args, p.kind);
-  const int threads = role.plan.sender_warps * 32;  // the last warp opens the call
+  const int threads = role.plan.sender_warps * 32;  // the last warp is the leader warp
   for (int token = threadIdx.x; token < p.shape.max_tokens && threadIdx.x < threads; token += threads) {
     targets[token] = push_targets(p, peers.rank, token);
   }

@@ -348,7 +348,7 @@ class CudaBackend : public Backend {
     last_blocks_[static_cast<int>(is_dispatch ? Kind::kDispatch : Kind::kCombine)] = args.plan.blocks;
   }
 
-  // The first kernel of a dispatch that routes. Where the caller asks for the sizes, the host waits for them.
+  // The routing kernel of a dispatch. If the caller asks for the sizes, the host waits for them.
   void route(const HtDispatchParams& params, void* stream) {
     HtRouteParams routing{params, memory_->ht_block_counts};
     if (params.host_sizes == nullptr) return run(routing, stream);

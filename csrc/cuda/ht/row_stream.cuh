@@ -83,7 +83,7 @@ struct PieceRange {
   int first = 0, end = 0;
 };
 
-// Adds up units until there are none. All that was asked for has been copied when run() returns.
+// Adds up units until there are none. All copies that were issued are complete when run() returns.
 //
 // Units are numbered as they are turned to. Work says what they are:
 //   OfUnits<unsigned> rows                                  of a unit, bits in the order in which they are added

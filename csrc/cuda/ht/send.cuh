@@ -27,7 +27,7 @@ static __device__ __noinline__ void gather_part(const HtPart& part, const char* 
 }
 
 // A row on its way to e4m3, in blocks of two steps: part 0, and its scales, part 1. Two blocks at a time, so that what
-// one waits for is asked for while the other is converted.
+// one waits for is loaded while the other is converted.
 template <DType kType>
 struct Conversion {
   using Block = Raw<Encoding::kFp8, 2>;

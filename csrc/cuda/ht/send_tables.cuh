@@ -11,7 +11,7 @@ namespace ep {
 
 constexpr uint32_t kGivenUp = ~0u;
 
-// What a block keeps in shared memory beside the stages.
+// What a block keeps in shared memory besides the stages.
 struct SendTables {
   uint64_t* barriers;  // of each warp; only workers wait
   Offset* offsets;     // [R, kHtMaxParts] of outputs at the receivers
@@ -132,7 +132,7 @@ __device__ __forceinline__ void find_own_starts(const SendRole& role) {
 // A warp.
 __device__ __forceinline__ void find_segments(const SendRole& role) {
   const int ranks = role.num_ranks(), chunks = role.plan.chunks, count = chunks * ranks;
-  const bool copies_own = has_expert_rows(role.p.output.layout);  // for further choices
+  const bool copies_own = has_expert_rows(role.p.output.layout);  // for other choices
   const int end = exclusive_sums(count, role.tables.segments, [&](int i) {
     const int source = role.source_of(i);
     return source != role.peers.rank || copies_own ? chunk_size(i / ranks, role.tables.flows.from[source], chunks) : 0;

@@ -192,11 +192,11 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
 // late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers (WorkSchedule).
 template <DType kIn, DType kWire, DType kOut, int kCount, bool kHome>
 struct Receiver {
-  int number = 0;             // of the piece whose entries of the handle have been asked for
+  int number = 0;             // of the piece whose entries of the handle are being loaded
   int id = -1;                // of choice `lane`
   Terms terms{kNoRow, 1.0f};  // of the own share
   OwnEntriesAt first_at;
-  int rows_number = 0;  // of the piece whose own rows have been asked for
+  int rows_number = 0;  // of the piece whose own rows are being loaded
   int rows_id = -1;
   Terms rows_terms;
   OwnHomeWeight rows_weight;

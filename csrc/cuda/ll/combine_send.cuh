@@ -22,7 +22,7 @@ struct Sender {
   TermsAt terms_at;  // of the first unit
   const int *tokens_at, *all_tokens_at;
   uint64_t next_weight = 0;  // kHome: the word that is there; of the first unit, not yet used
-  Unit unit;                 // whose rows have been asked for
+  Unit unit;                 // whose rows are being loaded
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
   char* slot;   // in bank 0 of the home rank, of this lane's numbers

@@ -1,4 +1,4 @@
-// What a dispatch writes beside rows: the info tensor, and entries of rows that do not exist.
+// What a dispatch writes apart from rows: the info tensor, and entries of rows that do not exist.
 #pragma once
 
 #include "cuda/ll/routing_bitmap.cuh"

@@ -13,7 +13,7 @@ struct IncomingWeight {
   uint64_t seen;
 };
 
-// A row's numbers: the handle's map and weights, and what the output layout has beside the row. Once for each slot.
+// A row's numbers: the handle's map and weights, and what the output layout has apart from the row. Once for each slot.
 template <bool kExpertRows>
 __device__ __forceinline__ void store_row_info(const DispatchRole& role, const WarpContext& op, int source, int token,
                                                bool wanted, uint32_t expert, int32_t row, const IncomingWeight& given) {

@@ -1,4 +1,4 @@
-// Op headers and credits of low latency: what ranks exchange beside routing and rows.
+// Op headers and credits of low latency: what ranks exchange apart from routing and rows.
 #pragma once
 
 #include "cuda/device/lanes.cuh"

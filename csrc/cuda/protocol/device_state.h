@@ -62,7 +62,7 @@ struct DeviceState {
   TicketLine ticket[kNumKinds];
   UnitTicketLine unit_tickets[kMaxTicketGroups];
   struct alignas(128) {
-    uint32_t has_failed;  // 0, or failure_mark() of the call whose wait gave up; every wait looks at it
+    uint32_t has_failed;  // 0, or failure_mark() of the call whose wait gave up; every wait polls it
     uint64_t timeout_ns;
   } failure_flag;
   struct alignas(128) {

@@ -15,7 +15,7 @@
 namespace ep {
 namespace {
 
-// What a rank tells the others about its window.
+// What a rank sends the others so that they can map its window.
 struct Invitation {
   int64_t pid;
   uint64_t process;  // a random number: in containers, two processes may have one pid
