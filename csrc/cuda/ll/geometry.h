@@ -147,7 +147,7 @@ struct LlDispatchGeometry {
 
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
-             plan.receiver_warps, " receivers of ", plan.warps, " warps: the last opens the op");
+             plan.receiver_warps, " receivers of ", plan.warps, " warps: the last is the leader warp");
     LlDispatchGeometry g;
     g.row = RowShape::of(p);
     const int pieces = ceil_div(g.row.steps, plan.steps), others = p.shape.num_ranks - 1;
@@ -278,7 +278,7 @@ struct LlCombineGeometry {
   static void check(const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warp0 + plan.receiver_warps < plan.warps,
              plan.sender_warps, " senders and ", plan.receiver_warps, " receivers from warp ", plan.receiver_warp0,
-             " of ", plan.warps, " warps: the last opens the op");
+             " of ", plan.warps, " warps: the last is the leader warp");
     const bool is_contiguous = plan.sender_blocks == plan.blocks && plan.receiver_block0 == 0;
     const bool is_apart = plan.sender_blocks <= plan.receiver_block0 && plan.receiver_block0 < plan.blocks;
     EP_CHECK(is_apart || (is_contiguous && plan.sender_warps <= plan.receiver_warp0), plan.sender_warps,
