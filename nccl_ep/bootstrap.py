@@ -50,7 +50,7 @@ def late(rank: int, timeout: float, missing: list[int]) -> TimeoutError:
 
 
 class ProcessGroupRendezvous:
-    """Ranks of a torch process group, of any backend. Goes through the group's store, which tells who is missing."""
+    """Ranks of a torch process group, of any backend. Goes through the group's store, which shows the missing ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # By the group itself: torch's world need not know of it.
@@ -86,7 +86,7 @@ class ProcessGroupRendezvous:
         return texts
 
     def _wait(self, key: str, deadline: float) -> None:
-        """By looking now and then: while a store waits, nobody sees a signal."""
+        """By polling: while a store waits, Python handles no signal."""
         pause = 0.0005
         while not self._store.check([key]):
             if time.monotonic() > deadline:

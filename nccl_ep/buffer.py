@@ -52,7 +52,7 @@ class Companion(Protocol):
     """What another face of a buffer keeps with it, as ``nccl_ep.deep_ep`` does."""
 
     def num_bytes(self) -> int:
-        """Of memory beside the window."""
+        """Of memory outside the window."""
         ...
 
     def release(self) -> None:
@@ -190,8 +190,8 @@ class Buffer(DeepEpNames):
                 32 elements.
             mode: what the buffer has room for: "ll", "ht", or "auto" for both, low latency then up to the sizes that
                 ``dispatch(mode="auto")`` gives to it.
-            arena_bytes: for outputs of high throughput and tensors of ``buffer.empty``, beside the window's other
-                parts; by default two flat outputs that hold all rows that can come.
+            arena_bytes: for outputs of high throughput and tensors of ``buffer.empty``, apart from the window's other
+                regions; by default two flat outputs that hold all rows that can come.
             options: ``device``, ``timeout``, ``on_overflow`` and the other keywords of ``Buffer``.
 
         Raises: as ``Buffer``.
@@ -248,9 +248,9 @@ class Buffer(DeepEpNames):
         return made
 
     def _add_window(self, ht_sizes: HtSizes) -> None:
-        """A further window, for high throughput alone. Collective.
+        """Adds a window, for high throughput alone. Collective.
 
-        The others stay: graphs may have been captured on them, low latency goes on in the first.
+        The other windows stay: graphs may have been captured on them, and low latency uses the first.
         """
         name = f"{self.name}.{len(self._windows)}"
         window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
@@ -294,15 +294,15 @@ class Buffer(DeepEpNames):
 
         "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
         of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
-        "combine", "combine_weights", and of the first two "staged". "dropped_rows": past a capacity. "invalid_ids":
-        since the last ``check()``. An extra tensor of a low-latency dispatch that takes an operation of its own is
-        one more dispatch in all of these numbers.
+        "combine", "combine_weights", and "split": those of the first two that were split calls. "dropped_rows": past a
+        capacity. "invalid_ids": since the last ``check()``. An extra tensor of a low-latency dispatch that takes an
+        operation of its own is one more dispatch in all of these numbers.
         "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went when the buffer was made,
         NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's methods.
         "ht_dispatches", "ht_combines": of high throughput, where one of exact sizes counts as two; "staged_dispatches",
         "staged_combines": those of them that needed a copy, because a tensor was not in the arena, which an empty one
         is not (or a row's dtype wider than the wire's); "arena_bytes", "arena_free_bytes".
-        "grown": further windows that the normal mode of DeepEP has needed.
+        "grown": windows that the normal mode of DeepEP has added.
         "masked_ranks": those that low latency leaves out (``enable_shrink``).
         "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
 
@@ -321,9 +321,9 @@ class Buffer(DeepEpNames):
         """An uninitialised tensor in the window's arena, which other ranks can read and write where it lies.
 
         Experts that write their rows into one spare ``combine`` a copy. It is an ordinary tensor otherwise, and keeps
-        its memory for as long as it is used, the buffer's end included. Where the arena has no room (``stats()``
-        tells), it lies in other memory and works as well. Once DeepEP's normal mode has grown ("grown"), it lies in the
-        window of that mode.
+        its memory for as long as it is used, the buffer's end included. Where the arena has no room (see
+        ``stats()``), it lies in other memory and works as well. Once DeepEP's normal mode has grown ("grown"), it lies
+        in the window of that mode.
         """
         self.require_usable()
         require_shape(size)

@@ -56,7 +56,7 @@ def require_tensors(**values: object) -> None:
 
 
 def require_extras(buffer: Buffer, extra: Sequence[torch.Tensor]) -> None:
-    """Tensors beside x, or beside an output's."""
+    """Extra tensors of a dispatch, or of its output."""
     if not isinstance(extra, tuple | list):
         raise TypeError(f"extra is {_described(extra)}, must be a tuple or a list of tensors")
     names = [f"extra {i}" for i in range(len(extra))]

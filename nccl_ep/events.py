@@ -106,8 +106,8 @@ def run_on_comm_stream(
         event = EventHandle(comm)
     outputs = (result,) if isinstance(result, torch.Tensor) else result
     kept = tuple(each for each in (*inputs, *_tensors(outputs)) if isinstance(each, torch.Tensor))
-    # The allocator learns who uses what. Not in a capture: there memory that two streams use is not given back before
-    # the end, and the tensors that the event holds are safe without.
+    # The allocator learns which stream uses what. Not in a capture: there memory that two streams use is not given
+    # back before the end, and the tensors that the event holds are safe without.
     if not torch.cuda.is_current_stream_capturing():
         for tensor in kept:
             if tensor.is_cuda:

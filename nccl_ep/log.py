@@ -1,4 +1,4 @@
-"""What the library tells by itself: through Python's ``logging``, under the name ``nccl_ep``.
+"""What the library logs: through Python's ``logging``, under the name ``nccl_ep``.
 
 The environment variable ``NCCL_EP_LOG`` (error, warning, info or debug) writes it to stderr, from that level on.
 Without it, what is done with the messages is the program's affair, as with any library.

@@ -39,8 +39,7 @@ __all__ = [
 EXPERT_LAYOUTS = ("expert_major", "packed")
 RANK_LAYOUTS = ("rank_major", "flat")
 LAYOUTS = EXPERT_LAYOUTS + RANK_LAYOUTS
-# What rows without a source hold when nobody asked for zeros: a test that compares them is wrong, and
-# notices it.
+# What rows without a source hold without zero_padding: a test that compares them is wrong, and notices it.
 _UNSPECIFIED_BYTE = 0x5A
 
 _COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,7 +11,7 @@ namespace ep {
 enum class ErrorKind {
   kInvalidArgument,  // a tensor, size or option that cannot be served
   kInvalidUsage,     // right arguments at the wrong time: destroyed buffer, second un-received send
-  kTimeout,          // a peer was not heard of within the deadline
+  kTimeout,          // nothing came from a peer within the deadline
   kMismatch,         // ranks disagree about the buffer or about the call
   kSystem,           // the operating system, CUDA or NCCL refused
 };

@@ -5,8 +5,8 @@
 
 namespace ep {
 
-// Asked now and then by a host that waits; true ends the wait, and with it the buffer. Whoever embeds the library sets
-// it; null: nobody asks.
+// A host that waits calls it now and then. True ends the wait, and with it the buffer. The program that embeds the
+// library sets it; null: it is not called.
 inline std::atomic<bool (*)()> is_interrupted{nullptr};
 
 }  // namespace ep

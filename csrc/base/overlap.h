@@ -1,4 +1,4 @@
-// Memory of one call that must not overlap: what it writes, with all that it reads and writes.
+// Memory of one call that must not overlap: each output, with all that the call reads and writes.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ class OverlapCheck {
   // `name` must outlive the check, too.
   void reads(const char* name, const Extent& memory) { note(name, memory, "read"); }
 
-  // After all that is read. Refuses memory that overlaps some of what was named before.
+  // After all reads(). Refuses memory that overlaps some that was named before.
   void writes(const char* name, const Extent& memory) {
     if (memory.bytes == 0) return;
     for (int i = 0; i < count_; i++) {

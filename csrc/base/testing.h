@@ -1,31 +1,31 @@
-// Delay injection and planted bugs, in test builds only (EP_TESTING). In others every call folds to nothing. The names
-// serve the kernels too (cuda/testing/testing.cuh, EP_GPU_TESTING).
+// Delay injection and planted bugs, in test builds only (EP_TESTING). In other builds every call compiles to nothing.
+// The kernels use the same names (cuda/testing/testing.cuh, EP_GPU_TESTING).
 #pragma once
 
 #include <cstdint>
 
 namespace ep::testing {
 
-// Mistakes that the test suite must notice; tests switch one on and expect red.
+// Mistakes that the test suite must notice. Tests switch one on and expect a failure.
 enum class Bug : int {
   kNone = 0,
   kOneBank,           // both parities of the epoch use bank 0
   kSkippedReset,      // a reader leaves a row in its bank
-  kReusedEpoch,       // a call runs under the epoch of the one before
+  kReusedEpoch,       // an operation runs under the epoch of the one before
   kSignalBeforeData,  // a signal overtakes the puts it should follow
   kSecondSend,        // a second send leaves before the first was received
-  kEarlyDone,         // high throughput: a reader says that it has read before it has
+  kEarlyDone,         // high throughput: a reader signals that it has read before it has
   kEarlyRows,         // high throughput: rows are announced before the last of them is stored
   // On a GPU only.
-  kIgnoredCredits,    // a call stores into a bank before its owner has said that the bank is empty
-  kUncheckedHeaders,  // a call ends although it has not heard of all ranks
-  kEarlyEpoch,        // the first block of a call moves the epoch on, not the last
+  kIgnoredCredits,    // an operation stores into a bank before its owner has sent the credit
+  kUncheckedHeaders,  // an operation ends although it has not seen the op headers of all ranks
+  kEarlyEpoch,        // the first block of an operation advances the epoch, not the last
   kTornRows,          // a row counts as arrived when its first words have, or that of the first rank
-  kUnannouncedRows,   // high throughput: nobody hears that rows are there
+  kUnannouncedRows,   // high throughput: rows are never announced
   kNumBugs,
 };
 
-// Steps of the protocol at which a rank may be held up; on a GPU one of its blocks or warps, too.
+// Points of the protocol at which a rank may be delayed; on a GPU also one of its blocks or warps.
 enum class Point : int {
   kBeforeHeader,
   kAfterHeader,
@@ -34,8 +34,8 @@ enum class Point : int {
   kBeforeReceive,
   // On a GPU only.
   kBeforeOp,       // before the block reads the epoch
-  kBeforeEpoch,    // before the epoch moves on
-  kBeforeCredits,  // before other ranks are told of empty banks
+  kBeforeEpoch,    // before the epoch advances
+  kBeforeCredits,  // before credits are sent
   kBeforeRouting,  // before routing is sent
   kBeforeRows,     // before the first row is sent
   kBetweenWords,   // between words of a row

@@ -74,7 +74,7 @@ class CpuBackend : public Backend {
   void set_timeout(double seconds) override { state_.timeout_seconds = seconds; }
   WireBytes wire_bytes() const override { return state_.wire; }
   void abort() override {
-    // A peer that made another call has yet to hear of ours; only one that is gone makes what is on its way useless.
+    // A peer that made another call still needs our op header. Only if a peer is gone, what is in flight is useless.
     if (state_.failure.code != Failure::kOtherOp) transport_->abort();
   }
 
@@ -93,7 +93,7 @@ std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& 
   char* base = windows->base(windows->rank());
   std::memset(base, 0, window.bytes);
   rest_rows(base, window);
-  bootstrap.allgather("window ready");  // nobody writes into a window before its owner has cleaned it
+  bootstrap.allgather("window ready");  // no rank writes into a window before its owner has cleaned it
   const uint64_t seed = config.network_seed == 0 ? 0 : config.network_seed + windows->rank();
   return std::make_unique<CpuBackend>(make_host_transport(std::move(windows), topology, seed), window, config);
 }

@@ -28,7 +28,7 @@ _MB = 1e6
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure of every shape. is_cached, is_staged: high throughput's further variants; fits_capacity: low
+    """What to measure of every shape. is_cached, is_staged: high throughput's other variants; fits_capacity: low
     latency has the capacity of the routing, as high throughput always has."""
 
     figures: list[str]

@@ -51,8 +51,8 @@ class Curve:
 
 
 def curves(found: Sequence[Record]) -> list[Curve]:
-    """Of pairs by the library's choice of SMs, where both modes were measured. Cached and staged calls are left out,
-    and buffers with masks, which high throughput does not have."""
+    """Of pairs by the library's choice of SMs, where both modes were measured. Cached dispatches and staging copies are
+    left out, and buffers with masks, which high throughput does not have."""
     times: dict[tuple[object, ...], dict[int, dict[str, float]]] = {}
     like: dict[tuple[object, ...], Record] = {}
     for record in found:

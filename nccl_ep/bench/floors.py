@@ -44,7 +44,7 @@ def flags_call(buffer: Buffer) -> Call:
 
 
 def push_call(shape: Shape, op: str, buffer: Buffer, handle: Handle, num_sms: int) -> Call:
-    """The rows that ``op`` ("dispatch", "combine" or "pair") stores to other ranks, which nobody receives."""
+    """The rows that ``op`` ("dispatch", "combine" or "pair") stores to other ranks, which do not receive them."""
     push = torch.ops.nccl_ep.ll_floor_push.default
     common = (buffer.name, buffer._seq, handle.tensor, *combine_args(handle))
     dispatch = partial(push, *common, shape.row_bytes(), False, num_sms)

@@ -1,5 +1,5 @@
-"""``python -m nccl_ep.bench ht``: high-throughput dispatch and combine, checked, then measured, beside torch's sort and
-all-to-all."""
+"""``python -m nccl_ep.bench ht``: high-throughput dispatch and combine, checked, then measured, against torch's sort
+and all-to-all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """``python -m nccl_ep.bench overlap``: what an operation and a GEMM cost one another, for overlap of two batches.
 
-Fused: operations in a row on a few SMs, GEMMs in a row on the others, at the same time. Staged: send, GEMM, receive in
-one stream (high throughput, which has no halves: the operation on the buffer's own stream, beside the GEMM). CPU ranks
-run the same code with threads for streams: their figures mean nothing.
+Fused: operations in a row on a few SMs, GEMMs in a row on the others, at the same time. Staged: a split call,
+send, GEMM, receive in one stream (high throughput has no split calls: the operation runs on the buffer's own stream,
+concurrently with the GEMM). CPU ranks run the same code with threads for streams: their figures mean nothing.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Overlap:
             buffer.destroy()
 
     def _sender(self, op: str, buffer: Buffer, given: Any, checked: Checked) -> Callable[[], Any]:
-        """High throughput has no halves: all of it runs on the buffer's own stream, on the SMs that GEMMs leave it."""
+        """High throughput has no split calls: it runs on the buffer's own stream, on the SMs that GEMMs leave it."""
         shape = self.shape
         how: dict[str, Any] = {}
         if shape.mode == "ht":
@@ -230,7 +230,7 @@ class Overlap:
             share = over_share(gemm_overlapped, gemm_alone, lanes.num_sms, num_sms)
             self._record(system="gemm", figure="share", value=round(share, 3), **ratio)
 
-    # ---- One after the other, in halves
+    # ---- One after the other, as split calls
 
     def _measure_split(self, op: str, whole: Call, send: Callable[[], Any], gemm: Call) -> None:
         def body() -> None:

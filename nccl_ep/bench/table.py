@@ -45,7 +45,7 @@ def _cell(record: Record | None) -> str:
 
 
 def _how(record: Record) -> tuple[str, ...]:
-    """What tells an operation from another besides, by the columns of its mode."""
+    """What else distinguishes operations, by the columns of the mode."""
     how = {
         "placement": record.get("placement") or "",
         "cached": "cached" if record.get("cached") else "",

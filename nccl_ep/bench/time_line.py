@@ -1,5 +1,5 @@
 """``python -m nccl_ep.bench time-line``: when the warps of rank 0 pass the phases of each kernel, in builds with
--DNCCL_EP_STAMPS=ON. Each operation runs for itself, with nothing before it that it could begin beside."""
+-DNCCL_EP_STAMPS=ON. Each operation runs by itself, with nothing before it that it could overlap."""
 
 from __future__ import annotations
 

@@ -191,7 +191,8 @@ def _rows(shape: Shape, rng: torch.Generator) -> tuple[Tensor, Tensor | None]:
 def fitted(shape: Shape, inputs: list[Given]) -> Shape:
     """With the smallest capacity, equal on all ranks, that holds this routing in packed and expert_major.
 
-    The defaults hold any routing: at thousands of tokens they are many times what comes, and nobody would take them.
+    The defaults hold any routing: at thousands of tokens they are many times what comes, and no program would
+    take them.
     """
     ids = torch.cat([given.topk_idx.reshape(-1) for given in inputs])
     demand = torch.bincount(ids, minlength=shape.num_experts).view(shape.num_ranks, -1)
@@ -217,7 +218,7 @@ def make_buffer(
 
 def arena_bytes_for(shape: Shape, device: torch.device) -> int:
     """Room for what a measurement has at a time: four outputs (one of which goes as the next comes), one input of
-    combine, and the granularity of whoever hands the room out: torch cuts blocks from segments of 20 MiB, for each
+    combine, and the granularity of the allocator: torch cuts blocks from segments of 20 MiB, for each
     stream."""
     rows = shape.output_rows()
     return rows * (4 * shape.row_bytes() + shape.combined_bytes()) + (64 << 20 if device.type == "cuda" else 1 << 20)

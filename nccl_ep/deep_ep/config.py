@@ -31,14 +31,13 @@ class HtSizes(NamedTuple):
         return self.slot_bytes + self.row_bytes + 2 * (self.route_bytes + self.rail_bytes)
 
 
-# Tokens a rank of the size hints: those of DeepEP's own tests and figures. A program whose code asks for hints, and for
-# nothing else, is told by its environment.
+# Tokens a rank of the size hints: those of DeepEP's own tests and figures. A program that only asks for
+# hints can get another number from its environment.
 _HINT_TOKENS = "NCCL_EP_HINT_TOKENS"
 _DEFAULT_HINT_TOKENS = 4096
-# Eighths of the bytes that are kept for rows that cannot go to their final place, and their routes; the rest is the
-# arena of outputs.
+# Eighths of the bytes for staging rows, slots and routes; the rest is the arena of outputs.
 _STAGED_EIGHTHS = 5
-# How the staged part is divided into rows and routes, before either's size is known: routes for top-32 beside rows of
+# How that part is divided into rows and metadata, before either's size is known: metadata for top-32 with rows of
 # 4 KiB, so that rows run out first for these and for smaller top-k with smaller rows (top-8: 1200 bytes).
 _ROW_BYTES, _TOPK = 4096, 32
 _EXPERTS = 1024

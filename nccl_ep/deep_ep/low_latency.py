@@ -1,8 +1,8 @@
 """DeepEP's low-latency mode. docs/deepep.md says what is the same and what differs.
 
-The handle that callers hold is DeepEP's tuple of five. Its ``src_info`` is the front of an allocation that goes on with
-our handle (csrc/torch/deep_ep/low_latency_ops.cc), and so all that combine needs, also when the tuple was taken apart
-and rebuilt.
+The handle that callers hold is DeepEP's tuple of five. Its ``src_info`` is the front of an allocation, and our handle
+lies behind it (csrc/torch/deep_ep/low_latency_ops.cc). So combine finds all that it needs, also when the tuple was
+taken apart and rebuilt.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class LowLatencyMethods(View):
         in their last operation. (MPI, for ``comm``, has no deadlines.) Handles of earlier dispatches must not be used
         afterwards.
 
-        Raises: UsageError where a staged operation is open, or an earlier call missed a rank; TimeoutError with the
+        Raises: UsageError where a split call is open, or an earlier call missed a rank; TimeoutError with the
             ranks that did not come. If none of the others can have gone on, the masks are what they were, and stay;
             else the buffer is of no use any more. In both cases new masks need a new buffer.
 
@@ -372,7 +372,7 @@ class LowLatencyMethods(View):
     # ---- How they run
 
     def _raise_what_was_dropped(self, counts: torch.Tensor, event: EventOverlap | None = None) -> None:
-        """With ``on_overflow="raise"``. ``counts``: the front of the dispatch's info tensor."""
+        """With ``on_overflow="raise"``. ``counts``: the front of the info tensor (csrc/layout/common/outputs.h)."""
         if self.on_overflow != "raise":
             return
         if event is not None and event.event is not None:
@@ -386,7 +386,7 @@ class LowLatencyMethods(View):
             )
 
     def _hook(self, receive: Callable[[], None], counts: torch.Tensor | None = None) -> Hook:
-        """The receiving half, on the stream that was current when it was made, as in DeepEP. counts: of a dispatch.
+        """The receive part, on the stream that was current when it was made, as in DeepEP. counts: of a dispatch.
 
         One that has failed may be called again, and says what keeps it from receiving.
         """

@@ -118,9 +118,9 @@ class NormalMethods(View):
             event: with ``async_finish`` something to wait for, else ``event.event`` is None.
             Cached: (recv_x, None, None, None, None, event).
 
-        Where the window has no room for the tokens of a rank, all ranks together make a further one, which
-        ``buffer.stats()`` counts; with ``num_worst_tokens``, when nothing is asked of the other ranks, it is a
-        ValueError with the bytes that would do.
+        Where the window has no room for the tokens of a rank, all ranks together add another window, which
+        ``buffer.stats()`` counts. With ``num_worst_tokens`` the ranks exchange no counts first: then it is a ValueError
+        with the bytes that suffice.
 
         Raises: ValueError, UsageError, TimeoutError, MismatchError as ``nccl_ep.dispatch``; SystemError if there is no
         memory to grow.
@@ -376,7 +376,7 @@ class NormalMethods(View):
         self._grow(sizes_for_bytes(num_bytes, self.num_ranks, self.domain_size))
 
     def _grow(self, ht_sizes: HtSizes) -> None:
-        """A further window, where the tokens do not fit those there are. Collective."""
+        """Adds a window, where the tokens do not fit the existing ones. Collective."""
         core = self.core
         core.require_usable()
         if self._state.has_missed_cleaning:
@@ -387,8 +387,8 @@ class NormalMethods(View):
             core._add_window(ht_sizes)
         except TimeoutError as error:
             raise TimeoutError(
-                f"rank {self.rank} was growing {self.name} in a dispatch of DeepEP's normal mode, which has to make a "
-                f"further window of all ranks: {error}"
+                f"rank {self.rank} was growing {self.name} in a dispatch of DeepEP's normal mode, for which all ranks "
+                f"have to add a window: {error}"
             ) from error
         self._fitting.clear()
 

@@ -155,7 +155,7 @@ def parse_topology(text: str, count: int) -> dict[str, str] | None:
 
 
 def _pairs(count: int) -> tuple[dict[str, str], str]:
-    """What joins each pair of GPUs, and who says so. Peer access shows where links are hidden."""
+    """What joins each pair of GPUs, and the source of that. Peer access shows where links are hidden."""
     if count < 2:
         return {}, ""
     source, found = "NVML", _pairs_of_nvml(count)

@@ -1,4 +1,4 @@
-// Signs of life (layout/common/wire.h) of ranks on the host, which share memory.
+// Heartbeats (layout/common/wire.h) of ranks on the host, which share memory.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ class Heartbeats {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // Called by who waits: now and then gives a sign to all, and takes note of theirs.
+  // Called by a wait: now and then sends a heartbeat to all ranks, and notes theirs.
   void exchange(Transport& transport, Offset heartbeats_at, Time now, double timeout_seconds) {
     if (now < given_at_ + std::chrono::duration<double>(timeout_seconds / kHeartbeatsPerDeadline)) return;
     given_at_ = now;
@@ -31,7 +31,7 @@ class Heartbeats {
     }
   }
 
-  // When `rank` has given the last one, as seen from here.
+  // When the last heartbeat of `rank` was seen here.
   Time last_of(int rank) const { return seen_at_[rank]; }
 
  private:

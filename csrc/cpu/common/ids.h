@@ -25,7 +25,7 @@ inline void set_id(void* ids, bool is_idx64, int64_t index, int32_t id) {
 
 void fill_info(const OutputShape& output, const Placement& placement, int32_t* info);
 
-// Everything about rows but their content: ids -1 and weights 0 where there is none.
+// Sets the ids of all output rows to -1 and their weights to 0.
 void clear_row_info(const OutputShape& output, bool is_idx64, void* topk_idx, float* weights, int32_t* row_expert);
 
 }  // namespace ep

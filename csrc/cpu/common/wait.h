@@ -1,4 +1,4 @@
-// Waiting on the host: what a word of another rank is polled with.
+// Waits on the host, and the atomic words of other ranks that they poll.
 #pragma once
 
 #include <atomic>
@@ -26,12 +26,12 @@ class Deadline {
 
   explicit Deadline(double seconds) : length_(seconds), end_(Clock::now() + rounded(length_)) {}
 
-  // Till `ready` is true, which it never was at another end.
+  // Until `ready` is true. At any other end it was never true.
   template <class Ready>
   End wait_until(Ready ready) const {
     return wait_until(ready, [this](Clock::time_point now) { return now > end_; });
   }
-  // The same, where `is_late(now)` says whether it is too late.
+  // The same; `is_late(now)` says whether the deadline has passed.
   template <class Ready, class IsLate>
   static End wait_until(Ready ready, IsLate is_late) {
     for (int attempt = 0; !ready(); attempt++) {
@@ -42,7 +42,7 @@ class Deadline {
     return End::kReady;
   }
 
-  // Too late to wait for who has given a sign of life at `lived_at`.
+  // Whether it is too late to wait for a rank whose last heartbeat was at `lived_at`.
   bool is_late(Clock::time_point now, Clock::time_point lived_at) const {
     return now > end_ && (now > lived_at + length_ || now > end_ + rounded((kMaxDeadlines - 1) * length_));
   }

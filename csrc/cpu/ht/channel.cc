@@ -24,7 +24,7 @@ HtChannel::~HtChannel() {
   if (num_domains() > 1) transport_.flush();
 }
 
-// ---- Call messages
+// ---- Op messages
 
 void HtChannel::send_messages(const std::vector<uint32_t>& words) {
   testing::delay(testing::Point::kBeforeHeader, rank());
@@ -41,7 +41,7 @@ void HtChannel::send_messages(const std::vector<uint32_t>& words) {
       signal(peer, message_signal());
       continue;
     }
-    // Release: whoever sees this call's words may write to the window, and this rank has read all of its last call.
+    // Release: this rank has read all of its last operation, so a rank that sees these words may write into its window.
     for (size_t i = 0; i < sent_.size(); i++) {
       atomic_tagged(target + i * sizeof(TaggedWord)).store(pack(sent_[i]), std::memory_order_release);
     }
@@ -69,7 +69,7 @@ void HtChannel::await_headers(int count) {
         words[i] = static_cast<uint32_t>(word);
       }
     };
-    take(0, OpHeader::kWords);  // another call may have fewer words
+    take(0, OpHeader::kWords);  // another operation may have fewer words
     OpHeader theirs;
     std::copy(words.begin(), words.begin() + OpHeader::kWords, theirs.words);
     for (int i = 0; i < OpHeader::kComparedWords; i++) {
@@ -87,8 +87,8 @@ void HtChannel::put(int peer, Offset destination, Offset source, uint64_t bytes)
   transport_.put(peer, destination, local(source), bytes);
 }
 
-// The word at the peer becomes the epoch; what it held before is known, as all readers of a signal are sent it
-// together.
+// The word at the peer becomes the epoch. Its value before is known, as all readers of a signal are sent it at the same
+// time.
 void HtChannel::signal(int peer, HtSignal which) {
   transport_.signal_add(peer, layout_.signal(which, rank()), epoch_ - state_.ht_sent[static_cast<int>(which)]);
 }
@@ -125,7 +125,7 @@ void HtChannel::await_signal(HtSignal which, int source, Awaited awaited) {
   if (end != Deadline::End::kReady) give_up(end, awaited, source, epoch_, seen_signal(which, source));
 }
 
-// What has come over a network must not be looked at before its signal.
+// What comes over a network must not be read before its signal.
 bool HtChannel::has_heard(int source) const {
   if (!topology().is_lsa(rank(), source)) return seen_signal(message_signal(), source) >= epoch_;
   char* record = local(layout_.message_word(bank_, source, 0));

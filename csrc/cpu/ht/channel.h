@@ -1,5 +1,5 @@
-// One high-throughput operation's view of the wire on the host: call messages, growing signals, the peers' memory.
-// Throws kTimeout or kMismatch and leaves the reason in the state.
+// One high-throughput operation's view of the wire on the host: op messages, growing signals, the peers' memory. Throws
+// kTimeout or kMismatch and leaves the reason in the state.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace ep {
 class HtChannel {
  public:
   HtChannel(Transport& transport, CpuState& state, Kind kind, const HtLayout& layout, const OpHeader& header);
-  ~HtChannel();  // a call that fails halfway leaves puts behind, which read their sources
+  ~HtChannel();  // an operation that fails halfway leaves puts behind, which read their sources
   HtChannel(const HtChannel&) = delete;
   HtChannel& operator=(const HtChannel&) = delete;
 
@@ -26,15 +26,15 @@ class HtChannel {
   int num_domains() const { return topology().num_domains(); }
   int domain() const { return topology().domain_of(rank()); }
   const HtLayout& layout() const { return layout_; }
-  // Ranks of the own domain, served from the own one on, so that not all begin with the same.
+  // Ranks of the own domain. Each rank begins with itself, so that not all begin with the same peer.
   int lsa_peer(int step) const {
     const int size = topology().domain_size;
     return domain() * size + (topology().lsa_rank(rank()) + step) % size;
   }
 
-  // The call message: the record and `words` from HtMessage::kLayout on, to every rank.
+  // The op message: the op header and `words` from HtMessage::kLayout on, to every rank.
   void send_messages(const std::vector<uint32_t>& words);
-  // Waits for the messages of all ranks, `count` words beside the record each, and compares the records.
+  // Waits for the op messages of all ranks, with `count` words behind the op header each, and compares the headers.
   void await_headers(int count);
   uint32_t message_word(int source, int index) const { return messages_[source][index]; }
   int num_tokens(int source) const { return static_cast<int>(message_word(source, OpHeader::kNumTokens)); }
@@ -42,7 +42,7 @@ class HtChannel {
   uint64_t window_bytes() const { return transport_.window_bytes(); }                    // of every rank
   char* at(int peer, Offset offset) const { return transport_.peer_ptr(peer, offset); }  // of the own domain
   char* local(Offset offset) const { return transport_.local_window() + offset; }
-  // From the own window to another domain's; the source stays as it is until the operation ends.
+  // From the own window to another domain's. The source must not change until the operation ends.
   void put(int peer, Offset destination, Offset source, uint64_t bytes);
 
   // To every rank of the own domain, and from each of them.
@@ -52,13 +52,14 @@ class HtChannel {
   void signal_rail(HtSignal signal);
   void await_rail(HtSignal signal, Awaited awaited);
 
-  // A row that the handle names lies at the peer. Throws kInvalidArgument, and the buffer has failed.
+  // Checks that a row that the handle names lies in the peer's memory. Throws kInvalidArgument, and the buffer has
+  // failed.
   void check_row(int peer, int64_t row, uint64_t rows);
 
   void note_row(int peer, uint64_t bytes);
   void note_other(int peer, uint64_t bytes) { state_.wire.other_bytes[peer] += bytes; }
 
-  // The call is over: advances the epoch.
+  // The operation is over: advances the epoch.
   void complete();
 
  private:

@@ -12,7 +12,7 @@
 namespace ep {
 namespace {
 
-// Words of combine's call message: where its rows may be read in place, low word first; kNoOffset: staged.
+// Words of combine's op message: where its rows may be read in place, low word first; kNoOffset: staged.
 constexpr int kRowsOffset = HtMessage::kOffsets;
 constexpr int kMessageWords = kRowsOffset + 2;
 
@@ -39,12 +39,12 @@ class Combine {
       add_up(token);
     }
     if (!testing::has_bug(testing::Bug::kEarlyDone)) channel_.signal_domain(HtSignal::kCombineDone);
-    channel_.await_domain(HtSignal::kCombineDone, Awaited::kDone);  // the input is the caller's again
+    channel_.await_domain(HtSignal::kCombineDone, Awaited::kDone);  // the input belongs to the caller again
     channel_.complete();
   }
 
  private:
-  // ---- Calls
+  // ---- Op messages
 
   void send_messages() {
     std::vector<uint32_t> words(kMessageWords - OpHeader::kWords, 0);
@@ -68,7 +68,7 @@ class Combine {
     return !p_.shape.valid(id);
   }
 
-  // Weights and marks of one token's choices, to their slots in the own domain.
+  // Weights and skip marks of one token's choices, to their slots in the own domain.
   void deliver_weights(const int32_t* ids, const int32_t* slots, const float* weights, const int32_t* marks) {
     const HtSlotFormat& format = p_.layout.slot;
     for (int k = 0; k < p_.shape.topk; k++) {
@@ -126,7 +126,7 @@ class Combine {
     }
   }
 
-  // ---- What others read here
+  // ---- Rows that other ranks read here
 
   char* staged(int64_t slot, int part) { return channel_.local(p_.layout.staged_row(slot) + format_.offset[part]); }
 
@@ -148,7 +148,7 @@ class Combine {
   }
 
   void stage_row(int64_t slot, int32_t row) {
-    if (row < 0) return;  // the home rank knows
+    if (row < 0) return;  // dropped, as the home rank knows
     load(row);
     from_floats(p_.wire_dtype, term_.data(), staged(slot, 0), p_.hidden);
   }

@@ -21,7 +21,7 @@ uint32_t bits_of(float value) {
   return bits;
 }
 
-// Where each rank's rows lie, as its call message says.
+// Where each rank's rows go, as its op message says.
 struct Receiver {
   OutputShape output;
   Offset offsets[kHtMaxParts];
@@ -102,14 +102,14 @@ int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vect
   return bins.dropped;
 }
 
-// One token's choices, with what goes along.
+// One token's choices, and what travels with them.
 struct TokenRoute {
   const int32_t *ids, *rows, *slots;  // [K]; ids of other ranks or domains may be among them
   const float* weights;               // [K], null: ones
   int token;                          // at its source
 };
 
-// Hands rows out in the own domain, and to the rail peers of others.
+// Delivers rows in the own domain, and sends them to the rail peers of other domains.
 class Sender {
  public:
   Sender(const HtDispatchParams& p, HtChannel& channel, const std::vector<Receiver>& receivers)
@@ -140,7 +140,7 @@ class Sender {
     channel_.signal_rail(HtSignal::kDispatchRail);
   }
 
-  // What came from the rail peers.
+  // Delivers what came from the rail peers.
   void hand_out() {
     if (channel_.num_domains() == 1) return;
     channel_.await_rail(HtSignal::kDispatchRail, Awaited::kRail);
@@ -183,8 +183,8 @@ class Sender {
     }
   }
 
-  // To every rank of the own domain that has an expert of the token: its route, and its row to the place of the first
-  // choice that fits; the receiver makes the copies for the others.
+  // To every rank of the own domain that has an expert of the token: the metadata, and the row to the place of the
+  // first choice that fits. The receiver makes the copies for the other choices.
   void deliver(const TokenRoute& route, const char* row) {
     for (int step = 0; step < channel_.topology().domain_size; step++) {
       const int peer = channel_.lsa_peer(step);

@@ -9,7 +9,7 @@ namespace ep {
 void cpu_ht_dispatch(const HtDispatchParams& params, Transport& transport, CpuState& state);
 void cpu_ht_combine(const HtCombineParams& params, Transport& transport, CpuState& state);
 
-// The receiving half of a dispatch that sends rows: what lies in slots and staging rows becomes outputs and handle.
+// The receive part of a dispatch that sends rows: moves what lies in slots and staging rows to outputs and handle.
 void place_received(const HtDispatchParams& params, HtChannel& channel);
 
 }  // namespace ep

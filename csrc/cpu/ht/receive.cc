@@ -1,4 +1,4 @@
-// The receiving half of a high-throughput dispatch: rows lie in place or in the staging rows, their routes in the
+// The receive part of a high-throughput dispatch: rows lie in place or in the staging rows, their metadata in the
 // slots.
 #include <algorithm>
 #include <cstring>

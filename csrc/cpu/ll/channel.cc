@@ -49,7 +49,7 @@ void Channel::send_header(int peer) {
   testing::delay(testing::Point::kAfterHeader, rank());
 }
 
-// A masked rank may still read the rest of an earlier record.
+// A masked rank may still read the rest of an earlier header.
 void Channel::tell_mask(int peer) {
   const uint32_t is_masked = 1;
   const Offset word_at = layout_.header(bank_, rank()) + OpHeader::kIsMasked * sizeof(TaggedWord);
@@ -68,7 +68,8 @@ void Channel::send_words(int peer, Offset offset, const uint32_t* values, int co
 void Channel::send_tagged(int peer, Offset offset, const uint32_t* values, int count) {
   state_.wire.other_bytes[peer] += count * sizeof(TaggedWord);
   if (char* target = transport_.peer_ptr(peer, offset)) {
-    // Release: whoever sees a word of this call also sees that this rank has emptied the bank of the call before last.
+    // Release: a rank that sees a word of this operation also sees that this rank has emptied the bank of the operation
+    // before last.
     for (int i = 0; i < count; i++) {
       atomic_tagged(target + i * sizeof(TaggedWord)).store(pack({values[i], tag_}), std::memory_order_release);
     }
@@ -109,7 +110,7 @@ void Channel::close_stage() {
 
 // ---- Receiving
 
-// What has come over a network must not be looked at before its signal.
+// What comes over a network must not be read before its signal.
 bool Channel::has_heard(int source) const {
   if (!transport_.topology().is_lsa(rank(), source)) {
     return transport_.signal(layout_.signal(source)) > state_.arrivals[static_cast<int>(kind_)];
@@ -133,7 +134,7 @@ void Channel::refuse_op(int source, const OpHeader& theirs) {
   raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
 }
 
-// The source has masked this rank, in this call or, where this rank is behind, in a later one.
+// Whether the source has masked this rank, in this operation or, if this rank is behind, in a later one.
 bool Channel::was_left_by(int source) const {
   for (int bank = 0; bank < kNumBanks; bank++) {
     const Offset word_at = layout_.header(bank, source) + OpHeader::kIsMasked * sizeof(TaggedWord);
@@ -143,7 +144,7 @@ bool Channel::was_left_by(int source) const {
   return false;
 }
 
-// Asked now and then by a wait where late ranks are masked.
+// With masks, a wait calls it now and then.
 bool Channel::is_late(int source, std::chrono::steady_clock::time_point now) {
   state_.heartbeats.exchange(transport_, state_.heartbeats_at, now, state_.timeout_seconds);
   return deadline_.is_late(now, state_.heartbeats.last_of(source));

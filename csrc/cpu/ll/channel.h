@@ -30,50 +30,51 @@ struct CpuState {
   WireBytes wire;
   // High throughput.
   uint64_t ht_epoch[kNumKinds] = {0, 0};
-  uint64_t ht_sent[kNumHtSignals] = {};  // value of each signal that all of its readers have been sent
+  uint64_t ht_sent[kNumHtSignals] = {};  // value that each signal has at its readers: all are sent it at the same time
   uint64_t ht_staged[kNumKinds] = {0, 0};
 };
 
 class Channel {
  public:
   Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const OpHeader& header);
-  ~Channel();  // a call that fails halfway leaves puts behind, which read its sources
+  ~Channel();  // an operation that fails halfway leaves puts behind, which read its sources
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
   int rank() const { return transport_.rank(); }
   int num_ranks() const { return layout_.num_ranks; }
 
-  // ---- Sending. Ranks are served from the own one on, so that not all begin with the same.
+  // ---- Sending. Each rank begins with itself, so that not all begin with the same peer.
   int peer(int step) const { return (rank() + step) % num_ranks(); }
-  // Nothing but records goes to a masked rank, and nothing is taken from it.
+  // Only word kIsMasked of op headers goes to a masked rank, and nothing is taken from it.
   bool is_masked(int rank) const { return state_.masked >> (rank & 63) & 1; }
   void send_header(int peer);
   void send_words(int peer, Offset offset, const uint32_t* values, int count);
   // A row of the own token `token` (dispatch), or of a partial sum for the peer's token (combine).
   void send_row(int peer, int token, const uint32_t* words, int num_words);
-  // Everything sent so far will be there when the peers' await_arrival() returns; sources may be reused.
+  // When the peers' await_arrivals() returns, everything sent so far is there. Sources may be reused.
   void close_stage();
 
   // ---- Receiving.
-  // Waits for the record of every rank and compares it with the own call.
+  // Waits for the op header of every rank and compares it with the own one.
   void await_headers();
   int num_tokens(int source) const { return static_cast<int>(headers_[source].word(OpHeader::kNumTokens)); }
-  // False, and zeros: the source is masked.
+  // False, with zeros: the source is masked.
   bool await_words(int source, Offset offset, Awaited awaited, uint32_t* values, int count);
-  // Takes a row out of its slot and leaves the slot as it was before. False, and zeros: the source is masked.
+  // Takes a row out of its slot and resets the slot. False, with zeros: the source is masked.
   bool take_row(int source, int token, Awaited awaited, uint32_t* words, int num_words);
   // Network peers: the next stage of the call has arrived.
   void await_arrivals();
 
-  // Nothing is left to send. Where late ranks are masked, nobody may be late because another is: who still has to send
-  // waits half as long.
+  // Called when nothing is left to send. With masks, a rank that still has to send waits half as long, so that no rank
+  // is late because another one is.
   void begin_receiving() { deadline_ = Deadline(state_.timeout_seconds); }
-  // The call is over: advances the epoch.
+  // The operation is over: advances the epoch.
   void complete();
   // From now on, adds the ns waited for each source to `wait_cost` [R]; null: to nothing.
   void count_waits(int64_t* wait_cost) { wait_cost_ = wait_cost; }
-  // Takes up a call whose sending half closed `stages` stages, and has waited for all of the peers' but the last.
+  // Continues an operation whose send part closed `stages` stages, and has waited for all of the peers' stages but the
+  // last.
   void resume_after(int stages) {
     stages_ = stages;
     heard_stages_ = stages - 1;

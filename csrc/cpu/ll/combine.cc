@@ -56,7 +56,7 @@ class HomeWeights {
   Channel& channel_;
 };
 
-// This rank's share of token `token` of `home`: false if it has no expert of it.
+// This rank's partial sum of token `token` of `home`: false if it has no expert of it.
 bool partial_sum(const LlCombineParams& p, HomeWeights& home_weights, int home, int token, Floats& sum) {
   const int map_k = p.output.map_k();
   const size_t entry = p.layout.slot(home, token) * map_k;

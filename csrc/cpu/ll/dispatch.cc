@@ -38,7 +38,7 @@ void load_row(const LlDispatchParams& p, int token, Words& words) {
   encode_row(p.row, words.data());
 }
 
-// Ids and weights of one's tokens: each rank gets the ids of its own experts, and the weights that belong to them.
+// Ids and weights of the own tokens: each rank gets the ids of its own experts, and the weights that belong to them.
 void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
   const IdFormat& ids = p.layout.ids;
   for (int token = 0; token < p.num_tokens; token++) {
@@ -108,7 +108,8 @@ Routing await_routing(const LlDispatchParams& p, Channel& channel, std::vector<f
   for (int source = 0; source < channel.num_ranks(); source++) {
     routing.tokens[source] = channel.num_tokens(source);
     if (await_routing_of(p, channel, source, routing, weights)) continue;
-    // As if it had no tokens: what its places are, all rows of a call must agree on.
+    // As if it had no tokens: places follow from the routing of all sources, so a source counts as a whole or not at
+    // all.
     routing.tokens[source] = 0;
     const auto first = routing.local_ids.begin() + static_cast<int64_t>(p.layout.slot(source, 0)) * p.shape.topk;
     std::fill_n(first, p.shape.max_tokens * p.shape.topk, -1);
@@ -163,7 +164,7 @@ void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& ro
   }
 }
 
-// Sources lie one after the other in an expert, and the tokens of each in their order.
+// In an expert the sources follow one another, and the tokens of each in their order.
 void account_for_rows(const LlDispatchParams& p, const Placement& placement) {
   const OutputShape& output = p.output;
   std::vector<int64_t> counts(static_cast<size_t>(output.local_experts) * output.num_ranks);

@@ -66,7 +66,7 @@ void cpu_floor_push(const LlFloorPushParams& p, Transport& transport, CpuState& 
     }
   }
   channel.close_stage();
-  // Here, unlike on a GPU, the records are what shows that a bank is empty: docs/memory_model.md.
+  // Here, unlike on a GPU, the op headers show that a bank is empty: docs/memory_model.md.
   channel.await_arrivals();
   channel.await_headers();
   channel.complete();

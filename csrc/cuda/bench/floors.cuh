@@ -1,13 +1,14 @@
-// The floors of the benchmark: what the links take for the bytes of an operation, whatever an implementation does.
+// The floors of the benchmark: the time that the links take for the bytes of an operation, whatever the implementation.
 //
 // Pushes alone store rows full of kAbsent where a dispatch or combine would store its rows. That leaves the receivers'
 // windows as they were, provided that no word lands where another operation has a row:
-//   * A push is call n of its kind, with its epoch and bank. It begins, like every call, when all ranks have begun call
-//     n - 1, so have emptied this bank of call n - 2: begin_op().
-//   * The bank is next used by call n + 2, by any rank and with any shape, so that another rank's row may lie where a
-//     push of this one went. That rank has waited for this rank's credit of call n + 1, whose fence comes after this
-//     kernel's end: its stores come after the pushes. It is the argument that orders resets (docs/memory_model.md).
-// In between nobody reads the bank's rows: all ranks make the same calls. A rank that makes another one hears no
+//   * A push is operation n of its kind, with its epoch and bank. Like every operation it begins when all ranks have
+//     begun operation n - 1, and so have emptied this bank of operation n - 2: begin_op().
+//   * Operation n + 2 is the next to use the bank, on any rank and with any shape, so that another rank's row may lie
+//     where a push of this one went. That rank has waited for this rank's credit of operation n + 1, whose fence comes
+//     after this kernel's end. So its stores come after the pushes. The same argument orders resets
+//     (docs/memory_model.md).
+// In between no rank reads the bank's rows: all ranks make the same calls. A rank that makes another call gets no
 // routing from this one, and its deadline ends the buffer.
 #pragma once
 
@@ -20,7 +21,7 @@ namespace ep {
 
 // ---- Flags alone
 
-// One block, a thread a peer. An epoch of its own, in the own window: no other operation is touched.
+// One block, a thread for each peer. It has an epoch of its own in the own window, and touches no other operation.
 __device__ __forceinline__ void exchange_flags(const LlFloorFlagsParams& p, const LsaPeers& peers, DeviceState* state) {
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
@@ -40,7 +41,7 @@ __device__ __forceinline__ void exchange_flags(const LlFloorFlagsParams& p, cons
   __syncthreads();
   if (threadIdx.x == 0) ptx::st_relaxed_gpu(own_epoch, epoch);  // all threads have read it
   if (!has_peer) return;
-  // A peer may be a call ahead: flags grow.
+  // A peer may be an exchange ahead: flags grow.
   const uint64_t* flag = peers.local<uint64_t>(p.flags) + peer;
   uint64_t seen = ptx::ld_relaxed_sys(flag);
   WaitBudget budget;
@@ -111,7 +112,7 @@ __device__ __forceinline__ void push_floor(const KernelArgs<LlFloorPushParams>& 
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
   const Opening opening = open_op(context, args, p.kind);
-  const int threads = role.plan.sender_warps * 32;  // the last warp opens the call
+  const int threads = role.plan.sender_warps * 32;  // the last warp is the leader warp
   for (int token = threadIdx.x; token < p.shape.max_tokens && threadIdx.x < threads; token += threads) {
     targets[token] = push_targets(p, peers.rank, token);
   }

@@ -1,4 +1,4 @@
-// Who this thread is: lane, warp, and the block of its rank.
+// Where this thread is: lane, warp, and the block of its rank.
 #pragma once
 
 namespace ep {

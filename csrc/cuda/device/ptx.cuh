@@ -1,5 +1,5 @@
-// Every asm statement, one instruction each. The name tells order and scope; docs/memory_model.md tells who pairs with
-// whom.
+// Every asm statement, one instruction each. The name contains order and scope; docs/memory_model.md says which
+// accesses pair.
 #pragma once
 
 #include <cstdint>

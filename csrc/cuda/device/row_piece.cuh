@@ -15,7 +15,7 @@ enum class Encoding : int { kFloat, kKeyed, kFp8 };
 template <int kSteps, bool kHasSide>
 struct Piece {
   uint4 chunk[kSteps];
-  uint4 side;  // where the payload has any
+  uint4 side;  // if the payload has side words
 };
 template <Encoding kEncoding, int kSteps>
 using PieceOf = Piece<kSteps, kEncoding != Encoding::kFloat>;

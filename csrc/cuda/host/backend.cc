@@ -112,7 +112,7 @@ void tear_down(Memory* owned) noexcept {
   }
 }
 
-// `message_words`: of a call of high throughput, which has the counts of a rank; 0 without.
+// `message_words`: of an op message of high throughput, which has the counts of a rank; 0 without high throughput.
 std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t message_words) {
   auto memory = std::make_unique<Memory>();
   memory->device = device;
@@ -189,7 +189,7 @@ class CudaBackend : public Backend {
     try {
       run(params, launch, stream);
     } catch (...) {
-      if (routes(params.variant)) abort();  // what was routed would be taken for the next call's
+      if (routes(params.variant)) abort();  // else the next operation would take the counts for its own
       throw;
     }
   }
@@ -323,7 +323,7 @@ class CudaBackend : public Backend {
  private:
   // Whether a kernel may begin before the one before it in the stream ends: it waits for that itself.
   bool overlaps_before(const LlPlan&) const { return uses_pdl_; }
-  // If both leave SMs: not all of a GPU shall wait for one call of the peers.
+  // Only if both leave SMs free: a GPU must not be full of kernels that wait for one operation of the peers.
   bool overlaps_before(const HtPlan& plan) const {
     return uses_pdl_ && plan.blocks + kHtRouteBlocks < memory_->num_sms;
   }
@@ -360,7 +360,7 @@ class CudaBackend : public Backend {
     last_blocks_[static_cast<int>(is_dispatch ? Kind::kDispatch : Kind::kCombine)] = args.plan.blocks;
   }
 
-  // The first kernel of a dispatch that routes. Where the caller asks for the sizes, the host waits for them.
+  // The routing kernel of a dispatch. If the caller asks for the sizes, the host waits for them.
   void route(const HtDispatchParams& params, void* stream) {
     HtRouteParams routing{params, memory_->ht_block_counts};
     if (params.host_sizes == nullptr) return run(routing, stream);
@@ -487,7 +487,7 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     make_nccl_window(bootstrap, *memory, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds),
                      config.nccl_comm);
   }
-  // Nobody writes into a window before its owner has cleaned it.
+  // No rank writes into a window before its owner has cleaned it.
   on_all_ranks(bootstrap, [&] {
     if (config.masks_late_ranks) set_up_masks(*memory, window, bootstrap.num_ranks());
     clean_window(*memory, window);

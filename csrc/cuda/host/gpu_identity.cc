@@ -12,7 +12,7 @@
 namespace ep {
 namespace {
 
-// What tells a process from every other, across containers too.
+// A number that differs between processes, those of other containers included.
 uint64_t process_id() {
   static const uint64_t id = [] {
     std::random_device random;

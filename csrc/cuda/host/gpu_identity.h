@@ -1,4 +1,4 @@
-// Who runs where: ranks are threads of one process on one GPU, or have one each.
+// The GPU of each rank: ranks are threads of one process on one GPU, or each has a GPU of its own.
 #pragma once
 
 #include <cstdint>

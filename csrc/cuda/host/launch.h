@@ -52,7 +52,7 @@ void launch(const KernelArgs<HtRouteParams>& args, void* stream);
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream);
 void launch(const KernelArgs<HtCombineParams>& args, void* stream);
 
-// Low latency where late ranks are masked, by kernels of its own: launch() and launch_world() choose them.
+// Low latency with masks has kernels of its own: launch() and launch_world() choose them.
 void launch_masking(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineWeightsParams>& args, void* stream);

@@ -42,7 +42,7 @@ void load_kernel(Kernel kernel, int shared_bytes) {
   }
 }
 
-// What any rank of a world on one GPU needs, and gets: ranks with other outputs have other plans.
+// The largest launch that a rank of a world on one GPU needs, which all get: ranks with other outputs have other plans.
 struct LargestLaunch {
   int blocks = 0, threads = 0, bytes = 0;  // blocks: of a rank
 

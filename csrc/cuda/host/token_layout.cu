@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 constexpr int kMaxBlocks = 64;
 constexpr int kMaxCounts = (48 << 10) / sizeof(int32_t);  // in shared memory that need not be asked for
 
-// A thread a token: nobody else writes its flags. `bins`: this block's share of the counts.
+// A thread for each token: no other thread writes its flags. `bins`: this block's share of the counts.
 __device__ __forceinline__ void count_token(const TokenLayoutParams& p, int token, int32_t* bins) {
   const int ranks = p.shape.num_ranks, topk = p.shape.topk, domain_size = p.topology.domain_size;
   bool* is_in_rank = p.is_in_rank + static_cast<int64_t>(token) * ranks;

@@ -24,7 +24,7 @@ struct PullRoute {
     route.group = SameOwner::of(role, choice);
     return route;
   }
-  // That the leader's rank must have announced; -1: nothing.
+  // The chunk that the leader's rank must have announced; -1: none.
   __device__ __forceinline__ int chunk(const HtCombineRole& role) const {
     if (!group.leads || (!role.p.has_values && role.reads_in_place(group.rank))) return -1;
     const Flows& flows = role.tables.flows;
@@ -214,7 +214,7 @@ __device__ __forceinline__ void pull_rows(const HtCombineRole& role, char* rings
   Rows rows(role);
   RowStream<Rows> stream{rows, CopyRing(role.ring(rings))};
   stream.run();
-  // The last to have read tells every rank that its rows are its own again.
+  // The last warp to have read signals every rank: its rows belong to it again.
   const int done = static_cast<int>(stream.num_begun);
   if (rows.next_unit == Rows::kFailed || (done == 0 && p.num_tokens > 0)) return;
   testing_point(Point::kBeforeReset, role.op);
@@ -268,7 +268,7 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
     pull_rows<kIn, kWire, kOut, kCount>(role, shared);
     stamp(Stamp::kOwnDone, peers.rank);
   }
-  // The input is the caller's again when all have read.
+  // The input belongs to the caller again when all ranks have read.
   if (role.is_first() && role.warp == 0) await_all(role, HtSignal::kCombineDone, Awaited::kDone);
   stamp(Stamp::kEnd, peers.rank);
 }

@@ -1,5 +1,5 @@
-// Combine's first half in high throughput: what a rank must do before others can read its rows. Call, tables, weights
-// of the home rank, and the rows that are added up or copied to the staging rows.
+// The first part of combine in high throughput: what a rank must do before others can read its rows. Op message,
+// tables, weights of the home rank, and the rows that are added up or copied to the staging rows.
 #pragma once
 
 #include "cuda/device/scans.cuh"
@@ -51,7 +51,7 @@ struct HtCombineRole : HtBlock {
   __device__ char* staged(int rank, int32_t slot, int part) const {
     return peers.at<char>(rank, p.layout.staged_row(slot) + p.layout.row.offset[part]);
   }
-  // Whether this rank reads a row of `rank` where it lies: its own wherever that is, others' if it is their arena.
+  // Whether this rank reads a row of `rank` where it lies: its own rows wherever they are, others' in their arena.
   __device__ bool reads_in_place(int rank) const {
     return rank == peers.rank ? p.can_read_in_place() : tables.offsets[rank] != kNoOffset;
   }
@@ -67,7 +67,7 @@ struct HtCombineRole : HtBlock {
   }
 };
 
-// Words of combine's call message: where its rows may be read in place, low word first; kNoOffset: staged.
+// Words of combine's op message: where its rows may be read in place, low word first; kNoOffset: staged.
 constexpr int kCombineRowsOffset = HtMessage::kOffsets;
 constexpr int kCombineMessageWords = kCombineRowsOffset + 2;
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   }
 }
 
-// ---- Weights of the home rank: one block sends them to their slots, beside marks of choices that do not count
+// ---- Weights of the home rank: one block sends them to their slots, with marks of choices that are skipped
 
 __device__ __forceinline__ void send_weights(const HtCombineRole& role) {
   const HtCombineParams& p = role.p;
@@ -138,7 +138,7 @@ __device__ __forceinline__ bool await_all(const HtCombineRole& role, HtSignal si
   return ok;
 }
 
-// ---- Rows for others to read
+// ---- Rows for other ranks to read
 
 __device__ __forceinline__ void stage_values(const HtCombineRole& role, int32_t slot, int32_t row) {
   const HtCombineParams& p = role.p;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void stage_values(const HtCombineRole& role, int32_t 
   reinterpret_cast<float*>(role.staged(role.peers.rank, slot, role.values_part()))[role.lane] = value;
 }
 
-// A unit of staging, in the order (chunk, home, token), so that all homes can begin. Asked for early.
+// A unit of staging, in the order (chunk, home, token), so that all homes can begin. Loaded ahead.
 struct StagedSlot {
   int unit, segment = 0;
   int32_t slot = 0;
@@ -184,7 +184,7 @@ struct StagedSlot {
     row = kept[format.place(role.lane)];
     if (p.weighting == Weighting::kDispatch) weight = __int_as_float(kept[format.weight(role.lane)]);
     if (p.weighting != Weighting::kHome) return;
-    // Of choices that are not here whatever lies there.
+    // For choices that are not on this rank these words are arbitrary.
     const auto* given = role.peers.local<uint32_t>(p.layout.slot_words(slot));
     mark = static_cast<int32_t>(ptx::ld_relaxed_sys(given + format.place(role.lane)));
     weight = __uint_as_float(ptx::ld_relaxed_sys(given + format.weight(role.lane)));
@@ -269,7 +269,7 @@ struct StagedRows {
     __threadfence();
     before = ptx::atom_count_relaxed_gpu(&counters_of(role.op).ready[segment]);
   }
-  // Who has staged the last row of a segment says so. The answer of the counter is looked at when it has long been
+  // The warp that has staged the last row of a segment signals it. The counter's answer is used when it has long been
   // there.
   __device__ __forceinline__ void look_at_count(unsigned unit) const {
     const int segment = segments.get(unit);

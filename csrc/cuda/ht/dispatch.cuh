@@ -40,7 +40,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   prepare(role);
   ptx::wait_for_prerequisites();
   if (is_worker) sender.prefetch_route();
-  // The buffer has failed, perhaps, since the call was opened: in routing, or by another rank's doing.
+  // The buffer may have failed since the operation was opened: in the routing kernel, or because of another rank.
   if (block.thread() == 0 && ptx::ld_relaxed_gpu(&args.state->failure_flag.has_failed) != 0) op.has_given_up = 1;
   if (block.is_first() && block.thread() == 0 && args.geometry.has_staged) op.state->ht_staged[0] += 1;
   if (block_has_failed(op)) {

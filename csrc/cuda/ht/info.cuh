@@ -1,7 +1,7 @@
-// The info tensor of a high-throughput dispatch, by a warp: of the kernel that routes if nothing is sent, else of the
-// one that sends, as the other is waited for. If the call fails it is zeros in the end: whoever has given up a wait
-// clears it, and whoever stores it looks behind that whether somebody has. Each fences in between (sequentially
-// consistent), so that one of them sees the other.
+// The info tensor of a high-throughput dispatch, stored by one warp: of the routing kernel if no rows follow, else of
+// the kernel that sends rows, because that one waits for the routing kernel. If the operation fails the tensor is zeros
+// in the end: a warp that has given up a wait clears it, and the warp that stores it checks afterwards whether one has.
+// Each fences in between (sequentially consistent), so that one of them sees the other.
 #pragma once
 
 #include "cuda/device/lanes.cuh"

@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t message_word_of(const HtDispatchParams& p, i
   return static_cast<uint32_t>((index - HtMessage::kOffsets) % 2 == 0 ? offset : offset >> 32);
 }
 
-// A block tells every rank `word_of(i)` for the words behind the record, up to `words`.
+// A block sends every rank `word_of(i)` for the words behind the op header, up to `words`.
 template <class WordOf>
 __device__ __forceinline__ void send_message_words(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
                                                    int words, const WordOf& word_of) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void send_message(const OpContext& op, const HtLayout
   send_message_words(op, layout, peers, words, word_of);
 }
 
-// The same word of the messages of four sources from `first` on, asked for together. Sources past the last count as 0.
+// The same word of the op messages of four sources from `first` on, loaded together. Sources past the last count as 0.
 struct MessageWords {
   static constexpr int kBatchSize = 4;
   uint32_t value[kBatchSize];
@@ -109,7 +109,7 @@ static __device__ __noinline__ void refuse_ht_op(const OpContext& op, const HtLa
   refuse_header(op, peers.local<uint64_t>(layout.message_word(op.bank, source, 0)), source);
 }
 
-// A block waits for the records of all ranks and compares them. Acquire: see send_message().
+// A block waits for the op headers of all ranks and compares them. Acquire: see send_header().
 __device__ __forceinline__ void await_headers(const OpContext& op, const HtLayout& layout, const LsaPeers& peers) {
   if (has_bug(Bug::kUncheckedHeaders, op.kind)) return;
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// What stands beside rows: for each slot the places and weights of its token's choices, and the token's number. The
-// warps that move no rows send it while the others do, and put what has come into outputs and handle.
+// Metadata of rows: for each slot the places and weights of its token's choices, and the token's number. The warps that
+// move no rows send it while the others do, and put what has come into outputs and handle.
 #pragma once
 
 #include "cuda/ht/receive_role.cuh"
@@ -11,8 +11,8 @@ namespace ep {
 
 // ---- Sending
 
-// Up to 32 own tokens, one a lane, as one receiver sees them: those of its experts lie there in slots one behind the
-// other, so that their words go out in whole lines.
+// Up to 32 own tokens, one a lane, as one receiver sees them: those with an expert there have consecutive slots, so
+// that their words go out in whole lines.
 struct RoutesUnit {
   static constexpr int kTokens = 32, kBatchSize = 4;  // lines that are made up together
 
@@ -107,7 +107,7 @@ struct RoutesUnit {
   }
 };
 
-// To the slots at the receivers. The helper that finishes the last unit tells them.
+// To the slots at the receivers. The helper that finishes the last unit signals them.
 __device__ __forceinline__ void send_routes(const ReceiveRole& role) {
   const HtDispatchParams& p = role.p;
   const int units = RoutesUnit::count(p);
@@ -158,7 +158,7 @@ __device__ __forceinline__ int32_t row_of_slot(const ReceiveRole& role, int slot
   return output.row(source, role.tables.flows.from_first[source], slot - role.tables.flows.from_first[source]);
 }
 
-// Rank layouts: a thread takes choices of slots, several asked for together.
+// Rank layouts: a thread takes choices of slots, several loaded together.
 __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
   constexpr int kBatchSize = 8;
   const HtDispatchParams& p = role.p;

@@ -1,5 +1,5 @@
-// How kernels of high throughput begin. One GPU's blocks need not run at the same time: what a rank owes the others is
-// handed out by counters, so that whichever blocks run do all of it; beside such work they wait only for what block 0
+// How kernels of high throughput begin. Blocks of one GPU need not run at the same time: what a rank owes the others is
+// given out by counters, so that the blocks that run do all of it. Apart from such work they wait only for what block 0
 // of each rank sends first.
 #pragma once
 
@@ -21,8 +21,8 @@ struct HtBlock {
   __device__ bool is_first() const { return at.block == 0; }
 };
 
-// True for all threads of the block if one of them has given up a wait, or has seen another call's record. A barrier.
-// Whoever gave up reads what it wrote itself.
+// True for all threads of the block if one of them has given up a wait, or has seen another op header. A barrier. A
+// thread that gave up reads what it wrote itself.
 __device__ __forceinline__ bool block_has_failed(const OpContext& op) {
   return __syncthreads_or(op.has_given_up != 0) != 0;
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool block_has_failed(const OpContext& op) {
 __device__ __forceinline__ void move_ht_epoch(const OpContext& op, TicketLine& ticket, EpochLine& line,
                                               BlockPosition at) {
   testing_point_before_epoch(op.epoch - 1, op.kind, op.rank);
-  __threadfence();  // the epoch is read before others may move it on
+  __threadfence();  // the epoch is read before others may advance it
   const uint32_t place = atomicAdd(&ticket.started, 1u);
   if (has_bug(Bug::kEarlyEpoch, op.kind) && place == 0) ptx::st_relaxed_gpu(&line.epoch, op.epoch);
   if (place != static_cast<uint32_t>(at.num_blocks) - 1) return;
@@ -41,8 +41,8 @@ __device__ __forceinline__ void move_ht_epoch(const OpContext& op, TicketLine& t
 }
 
 // Release: this rank's last operation is over, so what it wrote is there, and what it read may be written again.
-// Receivers acquire by the record's words, so the one warp that stores them fences, and nothing else of the message
-// needs to come after: the record may go long before the rest. What this kernel itself does is not released.
+// Receivers acquire by the words of the op header, so only the warp that stores them fences, and no other word of the
+// message has to come after: the header may go long before the rest. What this kernel itself does is not released.
 __device__ __forceinline__ void send_header(const OpContext& op, const HtLayout& layout, const LsaPeers& peers) {
   testing_point(Point::kBeforeHeader, op);
   __threadfence_system();
@@ -59,9 +59,9 @@ static __device__ __noinline__ void send_header_after_all(const OpContext& op, c
   send_header(op, layout, peers);
 }
 
-// Every block reads the epoch; the last to have done so moves it on, unless a further kernel belongs to the call.
-// False: the buffer has failed. If it has in this call, over what another rank has sent, that rank must hear of this
-// one: the first block tells it, as it would have if it had come sooner.
+// Every block reads the epoch. The last block to have done so advances it, unless another kernel belongs to the
+// operation. False: the buffer has failed. If it has failed in this operation, because of what another rank has sent,
+// that rank must still get this rank's op header: the first block sends it, as it would have if it had come sooner.
 template <class Args>
 __device__ __forceinline__ bool open_ht_op(OpContext& op, const Args& args, Kind kind, BlockPosition at,
                                            bool is_first_kernel, bool is_last_kernel) {

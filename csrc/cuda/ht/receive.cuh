@@ -1,6 +1,5 @@
-// What a rank does with the rows that have come: copies for further choices or from the staging rows, zeros for rows
-// that do not exist, the info tensor. The table of contents of the second kernel of a dispatch, ht_send(), is at the
-// end.
+// What a rank does with the rows that have come: copies for other choices or from the staging rows, zeros for rows that
+// do not exist, the info tensor. ht_send() in dispatch.cuh calls it.
 #pragma once
 
 #include "cuda/device/copy.cuh"
@@ -28,8 +27,8 @@ struct CopyTargets {
   }
 };
 
-// A warp reads a row once, which another rank may have written, and writes it to all targets. Not by the bulk engine,
-// which moved less while rows of other ranks came in.
+// A warp reads a row once, which another rank may have written, and writes it to all targets. It does not use the bulk
+// engine, which moved less while rows of other ranks came in.
 __device__ __forceinline__ void copy_part(const ReceiveRole& role, int part, const char* in,
                                           const CopyTargets& targets) {
   constexpr int kBatchSize = 7;
@@ -141,7 +140,7 @@ struct PlacedUnit {
   }
 };
 
-// A slot, and what its sender has told of it, asked for ahead.
+// A slot, and the metadata that its sender has stored there, loaded ahead.
 struct PlacedSlot {
   PlacedUnit at;
   int32_t slot;
@@ -165,7 +164,7 @@ struct PlacedSlot {
       found.weight = ptx::ld_relaxed_sys(words + format.weight(k));
       found.token = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
     } else {
-      // Of a slot that there is not, in a handle that was changed, any other's: see put().
+      // For a slot that does not exist, in a handle that was changed, those of another slot: see put().
       found.row = p.handle.slot(min(found.slot, static_cast<int>(p.handle.num_slots) - 1))[format.place(k)];
     }
     return found;
@@ -177,7 +176,7 @@ struct PlacedSlot {
     const bool has_slot = !role.keeps_slots() || slot < p.handle.num_slots;
     put_rows(role, at.source, slot, has_slot && role.lane < lanes && row < p.output.rows() ? row : kNoRow);
   }
-  // What was told goes to the handle and the outputs.
+  // Metadata goes to the handle and the outputs.
   __device__ __forceinline__ void keep(const ReceiveRole& role) const {
     const HtDispatchParams& p = role.p;
     const HtSlotFormat& format = p.layout.slot;
@@ -198,9 +197,9 @@ struct PlacedSlot {
   }
 };
 
-// Copies for further choices, or from the staging rows. A warp's first two slots are set, so that slots of a chunk lie
-// on different SMs; the others go to whoever is ready, as SMs that share a way to memory are slower. Of a warp's next
-// slot all is asked for ahead. False: a wait was given up.
+// Copies for other choices, or from the staging rows. A warp's first two slots are fixed, so that slots of a chunk lie
+// on different SMs. The others go to warps that are ready, as SMs that share a path to memory are slower. All of a
+// warp's next slot is loaded ahead. False: a wait was given up.
 __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
   const bool has_slots = !role.keeps_slots() || role.p.handle.num_slots > 0;
   const int units = role.has_copies() && has_slots ? role.tables.segments[role.plan.chunks * role.num_ranks()] : 0;
@@ -302,14 +301,14 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
   }
 }
 
-// The call has failed: nothing was received.
+// The operation has failed: nothing was received.
 static __device__ __noinline__ void clear_all(const ReceiveRole role) {
-  // By whoever has given up, as others may not have.
+  // By the warp that has given up, as others may not have.
   if (role.p.info != nullptr && sends_routes(role.p.variant)) clear_info(role.p.output, role.p.info);
   clear_rows(role, 0, role.p.output.rows(), false);
 }
 
-// A helper has given up a wait; those who wait for this one shall not.
+// A helper has given up a wait. Warps that wait for this one must not go on waiting.
 __device__ __forceinline__ void give_up(const ReceiveRole& role) {
 #pragma unroll 1
   for (int i = role.lane; role.watches() && i <= role.num_ranks(); i += 32) {

@@ -5,7 +5,7 @@
 
 namespace ep {
 
-// A helper: what a block has beside workers, if it has not only those.
+// A helper: a warp that is no worker. Some blocks have workers only.
 struct ReceiveRole : SendRole {
   // A rank of a world on one GPU may have more blocks than it asked for.
   __device__ int helper_blocks() const { return at.num_blocks - plan.senders; }
@@ -13,7 +13,7 @@ struct ReceiveRole : SendRole {
   __device__ int helper() const { return warp - plan.workers_of(at.block); }  // of the block
   __device__ int receiver() const { return helper() * helper_blocks() + at.block - plan.senders; }
   __device__ bool has_copies() const { return geometry.has_copies(p.output.layout); }
-  // The places of rows stand in the handle's slots, not in those that others have sent.
+  // The places of rows are in the handle's slots, not in the slots that others have written.
   __device__ bool keeps_slots() const { return has_expert_rows(p.output.layout) && !sends_routes(p.variant); }
   // The last helper of a block waits for rows, and no other warp of it looks at their signals.
   __device__ bool watches() const { return helper() == plan.helpers() - 1; }

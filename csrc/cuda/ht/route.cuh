@@ -1,6 +1,7 @@
-// The first half of high-throughput dispatch: each block numbers and counts the tokens of its own share and tells the
-// others of its rank, the first block adds all shares up and tells the other ranks, and when their counts are there,
-// each block places its tokens at their receivers. The table of contents is ht_route(), at the end.
+// The first kernel of a high-throughput dispatch. Each block numbers and counts the tokens of its own share, and gives
+// the counts to the other blocks of its rank. The first block adds all shares up and sends the sums to the other ranks.
+// When the counts of all ranks have come, each block computes the places of its tokens at their receivers. The table of
+// contents is ht_route(), at the end.
 #pragma once
 
 #include "cuda/ht/info.cuh"
@@ -28,8 +29,8 @@ __device__ __forceinline__ void add_up_counts(const RouteRole& role) {
   }
 }
 
-// Reads what is not added up: a thread a word, and other threads than those that add up or look at records, so that all
-// words are asked for at the same time.
+// Reads what is not added up: a thread for each word, and other threads than those that add up or compare headers, so
+// that all words are loaded at the same time.
 __device__ __forceinline__ void read_words(const RouteRole& role) {
   constexpr int kNumAnnounced = RouteTables::kNumAnnounced;
   const int ranks = role.num_ranks(), half = role.threads() / 2;
@@ -70,7 +71,7 @@ __device__ __forceinline__ void find_starts(const RouteRole& role) {
   }
 }
 
-// ---- Where nothing is sent: what this rank will receive, by a warp of one block
+// ---- If no rows are sent: what this rank will receive, by a warp of one block
 
 struct Received {
   const RouteRole& role;
@@ -100,7 +101,7 @@ struct Received {
         output, role.p.info, role.op, [&](int bin) { return expert_rows ? demand[bin] : from(bin); },
         [&](int bin) { return start_of(bin); });
   }
-  // What it waits for, before it makes outputs of exact sizes.
+  // What the host waits for before it makes the outputs of exact sizes.
   __device__ __forceinline__ void tell_host() const {
     const HtRouteParams& p = role.p;
     uint32_t most_tokens = 0;
@@ -124,7 +125,7 @@ struct Received {
 
 // ---- Places of the own tokens
 
-// No expert has counts too, so that what is no choice goes the same way up to the end.
+// "No expert" has counts too, so that entries without a choice take the same path to the end.
 __device__ __forceinline__ void place_steps(const RouteRole& role, const WarpShare& share, const Steps& steps) {
   const RouteTables& t = role.tables;
   const bool expert_rows = *t.has_expert_rows != 0;
@@ -177,15 +178,15 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   if (!share.is_empty()) raw = share.prefetch(role, share.begin);
   clear_counts(role);
   __syncthreads();
-  // The first warp asks for the epoch meanwhile.
+  // The first warp loads the epoch meanwhile.
   Steps last_steps = number_share<kExpertRows, true>(role, share, raw);
   stamp(Stamp::kOwnDone, peers.rank);
-  const bool is_all = !sends_rows(p.variant);  // of the call: no kernel follows that would store the info tensor
+  const bool is_all = !sends_rows(p.variant);  // of the operation: no kernel follows that would store the info tensor
   if (!open_ht_op(op, args, Kind::kDispatch, at, true, is_all)) {
     if (is_all && role.warp == 0) clear_info(p.output, p.info);
     return;
   }
-  ptx::launch_dependents();  // it moves the epoch, which all blocks have read now
+  ptx::launch_dependents();  // it advances the epoch, which all blocks have read now
   stamp(Stamp::kEpochKnown, peers.rank);
   if (role.is_first() && role.warp == 0) {
     send_header(op, p.layout, peers);

@@ -1,6 +1,6 @@
 // A block's share of the tokens in the routing kernel: what it counts, how it numbers its choices, and how the blocks
-// of a rank learn of one another's counts. A lane looks at one choice; the first warp of a block looks at none, so that
-// it can ask for the epoch, and exchange headers with the other ranks, meanwhile.
+// of a rank learn of one another's counts. A lane handles one choice. The first warp of a block handles none, so that
+// it can load the epoch, and exchange op headers with the other ranks, meanwhile.
 #pragma once
 
 #include "cuda/device/scans.cuh"
@@ -21,7 +21,7 @@ struct RouteTables {
   int* has_expert_rows;                // whether any rank's output has
   int* before;                         // of the ranks before this one; in the place of `share`
   int *start, *demand;                 // [E] first row of each expert at its owner; choices of all
-  int *layout, *capacity, *alignment;  // [R], one after the other: what each rank's message tells
+  int *layout, *capacity, *alignment;  // [R], one after the other: what each rank's op message says
 
   static constexpr int kNumAnnounced = 3;  // tables from `layout` on
 
@@ -56,15 +56,15 @@ struct RouteRole : HtBlock {
   __device__ int local_experts() const { return p.output.local_experts; }
   __device__ int rank_of(int id) const { return geometry.by_local_experts.divide(id); }
   __device__ int count_of_rank(int rank) const { return num_experts() + 1 + rank; }
-  // Count `i` of a call message, which has ranks before experts.
+  // Count `i` of an op message, which has ranks before experts.
   __device__ int count_of_word(int i) const { return i < num_ranks() ? count_of_rank(i) : i - num_ranks(); }
-  // Threads are counted from the last where the first warp should be left to what it has to do beside.
+  // Threads are counted from the last where the first warp should be free for its other work.
   __device__ int last_first() const { return threads() - 1 - thread(); }
-  // Shares whose counts this block needs: those before its own, but the first block tells the other ranks of all.
+  // Shares whose counts this block needs: those before its own. The first block sends all of them to the other ranks.
   __device__ int needed_shares() const {
     return is_first() ? geometry.shares : at.block < geometry.shares ? at.block : 0;
   }
-  // The last block writes down what all learn; the first has told the other ranks.
+  // The last block stores what all blocks learn, because the first block has messages to send.
   __device__ bool records() const { return at.block == at.num_blocks - 1; }
 };
 
@@ -149,8 +149,8 @@ __device__ __forceinline__ void report_invalid_ids(const RouteRole& role, const 
   }
 }
 
-// On from what the warp has counted. kExperts: choices of an expert get numbers; without, they are only counted, for
-// the share. kIsFirst: they have not been looked at before.
+// Continues from what the warp has counted. kExperts: choices of an expert get numbers; without, they are only counted,
+// for the share. kIsFirst: they have not been looked at before.
 template <bool kExperts, bool kIsFirst>
 __device__ __forceinline__ Steps number_steps(const RouteRole& role, const WarpShare& share, int first,
                                               const RawSteps& raw) {
@@ -254,8 +254,8 @@ __device__ __forceinline__ void finish_numbers(const RouteRole& role, const Warp
 
 // ---- The warps of this block
 
-// Of counts from `first` on, those of placing warps become what the share has before each of them; tell(index, sum)
-// hears of the share's. Four lanes a count, each of which has eight warps: one thread alone takes 2 us for 31.
+// Of counts from `first` on, those of placing warps become what the share has before each of them; tell(index, sum) is
+// called with the share's. Four lanes a count, each of which has eight warps: one thread alone takes 2 us for 31.
 template <class Tell>
 __device__ __forceinline__ void add_up_warps(const RouteRole& role, int first, const Tell& tell) {
   constexpr int kLanes = 4, kEach = 32 / kLanes;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void add_up_warps(const RouteRole& role, int first, c
 
 // ---- The blocks of this rank
 
-// The others are told of the share's counts. kExpertRows: choices of experts have numbers.
+// Gives the share's counts to the other blocks. kExpertRows: choices of experts have numbers.
 template <bool kExpertRows>
 __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
   if (role.at.block >= role.geometry.shares) return;
@@ -303,7 +303,7 @@ __device__ __forceinline__ void tell_blocks(const RouteRole& role) {
   add_up_warps(role, first_of_warps, tell);
 }
 
-// Adds up what this block needs of the shares. False: some are not known yet, their blocks may not even run.
+// Adds up what this block needs of the shares. False: some are not known yet. Their blocks may not even run.
 template <bool kExpertRows>
 __device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
   constexpr int kBatchSize = 4, kPolls = 32;  // shares of a count that a thread adds up; looks of some 0.5 us
@@ -343,7 +343,7 @@ __device__ __forceinline__ bool hear_blocks(const RouteRole& role) {
   return true;
 }
 
-// In the place of hear_blocks(): the block counts the tokens of these shares itself. A barrier before and behind.
+// Instead of hear_blocks(): the block counts the tokens of these shares itself. It needs a barrier before and after.
 __device__ __forceinline__ void count_shares(const RouteRole& role) {
   const HtRouteGeometry& g = role.geometry;
   const int end = min(role.p.num_tokens, role.needed_shares() * g.chunk_tokens), experts = role.num_experts();

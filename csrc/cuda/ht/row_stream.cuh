@@ -1,6 +1,6 @@
-// Rows that a warp adds up, by way of shared memory: pieces of rows are copied into a ring there while those asked for
-// before are added, across rows, pieces and units (a slot's or a token's sum), so that registers hold the sums alone
-// and a unit does not begin with an empty pipeline.
+// Rows that a warp adds up, through shared memory: pieces of rows are copied into a ring while earlier ones are added,
+// across rows, pieces and units (a slot's or a token's sum), so that registers hold the sums alone and a unit does not
+// begin with an empty pipeline.
 #pragma once
 
 #include "cuda/device/numbers.cuh"
@@ -25,13 +25,13 @@ class CopyRing {
     const ptx::SharedAddress to = own_ + prefetched_ % kItems * kItemBytes;
     from = ptx::opaque(from);  // else an address is worked out for each step
 #pragma unroll
-    for (int s = 0; s < kSteps; s++) {  // past the row stays what was there, and nobody stores it
+    for (int s = 0; s < kSteps; s++) {  // past the row stays what was there, and no lane stores it
       if (32 * s < rest) ptx::copy_async<kLaneBytes>(to + s * kStepBytes, from + s * 32 * kLaneBytes);
     }
     ptx::copy_async_commit();
     prefetched_++;
   }
-  // Waits for the item asked for first of those that are left.
+  // Waits for the oldest of the items that are left.
   __device__ __forceinline__ ptx::SharedAddress oldest() const {
     if (has_room()) {
       ptx::copy_async_wait<0>();
@@ -83,14 +83,15 @@ struct PieceRange {
   int first = 0, end = 0;
 };
 
-// Adds up units until there are none. All that was asked for has been copied when run() returns.
+// Adds up units until there are none. All copies that were issued are complete when run() returns.
 //
 // Units are numbered as they are turned to. Work says what they are:
 //   OfUnits<unsigned> rows                                  of a unit, bits in the order in which they are added
 //   PieceRange pieces                                       of the unit turned to last
 //   bool turn(unsigned unit)                                the next one; false: none whose rows may be read now
 //   bool await()                                            until there is one; false: there will be none
-//   void ask(CopyRing&, unsigned unit, int row, int piece)   of the unit turned to last
+//   void prefetch(CopyRing&, unsigned unit, int row,       of the unit turned to last
+//                 int piece)
 //   void take_over()                                        it is the one whose rows are added
 //   void begin(unsigned unit, int piece, sum), void add(unsigned unit, int row, SharedAddress item, sum)
 //   void store(unsigned unit, int piece, sum)
@@ -103,7 +104,7 @@ struct RowStream {
   int prefetched_piece = work.pieces.end;  // of the unit turned to last; there is none yet
   unsigned to_prefetch = 0;                // of that piece
 
-  // Asks for what comes next until the ring is full.
+  // Issues the copies of what comes next until the ring is full.
   __device__ __forceinline__ void prefetch_ahead() {
 #pragma unroll 1
     while (ring.has_room()) {

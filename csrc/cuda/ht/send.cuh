@@ -1,5 +1,6 @@
-// The second half of high-throughput dispatch: workers (warps) take tokens from a counter, load a row into their stage
-// of shared memory, and store it from there to its place on every rank that wants it. Bulk copies move what is aligned.
+// How the second kernel of a high-throughput dispatch sends rows: workers (warps) take tokens from a counter, load a
+// row into their stage of shared memory, and store it from there to its place on every rank that needs it. Bulk copies
+// move what is aligned.
 #pragma once
 
 #include "cuda/device/copy.cuh"
@@ -26,7 +27,7 @@ static __device__ __noinline__ void gather_part(const HtPart& part, const char* 
 }
 
 // A row on its way to e4m3, in blocks of two steps: part 0, and its scales, part 1. Two blocks at a time, so that what
-// one waits for is asked for while the other is converted.
+// one waits for is loaded while the other is converted.
 template <DType kType>
 struct Conversion {
   using Block = Raw<Encoding::kFp8, 2>;
@@ -109,7 +110,7 @@ struct Conversion {
 __device__ __forceinline__ int begin_load(const SendRole& role, int token, int pass) {
   const HtDispatchParams& p = role.p;
   const HtSendGeometry& g = role.geometry;
-  ptx::fence_proxy_async_shared();  // the stage's last users were threads, perhaps
+  ptx::fence_proxy_async_shared();  // the last users of the stage may have been threads
   __syncwarp();
   int bulk = 0;
   for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
@@ -154,20 +155,20 @@ __device__ __forceinline__ void finish_load(const SendRole& role, int token, int
     const char* in = static_cast<const char*>(p.parts[i].in) + token * p.parts[i].row_stride;
     gather_part(p.parts[i], in, role.stage + g.stage_offset[i], g.in_width[i], role.lane);
   }
-  if (by_threads) ptx::fence_proxy_async_shared();  // the bulk stores shall see it
+  if (by_threads) ptx::fence_proxy_async_shared();  // the bulk stores must see it
   if (bulk > 0) await_load(role, parity);
   __syncwarp();
 }
 
 // ---- From the stage to its places
 
-// A token's choice `lane`; the leading lane of a group speaks for its rank.
+// A token's choice `lane`; the leading lane of a group acts for its rank.
 struct SendRoute {
   OwnChoice choice;
   SameOwner group;
   int32_t first_row = kNoRow;  // of the group: where the row goes
 
-  // Asks for the token's entries of the handle; resolve() looks at them.
+  // Loads the token's entries of the handle; resolve() uses them.
   __device__ __forceinline__ static SendRoute load(const SendRole& role, int unit) {
     SendRoute route;
     if (unit >= role.geometry.units) return route;
@@ -216,8 +217,9 @@ __device__ __forceinline__ void store_parts(const SendRole& role, const SendRout
 
 // ---- Announcements
 
-// Of some tokens, rows that ranks want to hear of in chunks: leading lanes count them when they lie in place, and the
-// last of a chunk says so. Several at once, as an SM takes half a microsecond for each fence, one after the other.
+// Rows of some tokens, for ranks that want them announced in chunks. Leading lanes count them when they lie in place,
+// and the lane that counts the last of a chunk signals it. Several tokens at once, as an SM takes half a microsecond
+// for each fence, one after the other.
 struct Announcements {
   static constexpr int kBatchSize = 4;
   int size = 0;
@@ -256,7 +258,7 @@ struct Announcements {
   }
 };
 
-// To the others all rows together: the worker that finishes the last unit tells them.
+// Other ranks get one signal for all rows: the worker that finishes the last unit sends it.
 __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
   ptx::fence_proxy_async();
   __syncwarp();
@@ -292,7 +294,7 @@ struct RowSender {
     if (unit < role.geometry.units) bulk = begin_load(role, token(), pass());
   }
 
-  // Asks for the first row, before anything of the other ranks is known.
+  // Loads the first row, before anything of the other ranks is known.
   __device__ __forceinline__ void begin() {
     tickets.prefetch(counter());
     if (role.lane == 0) ptx::mbarrier_init(role.barrier(), 1);
@@ -301,7 +303,7 @@ struct RowSender {
     load();
   }
   __device__ __forceinline__ void prefetch_route() { route = SendRoute::load(role, unit); }
-  // Instead of run(): nothing may come into the stage when the block is over.
+  // Instead of run(): no copy may land in the stage when the block is over.
   __device__ __forceinline__ void drop() {
     if (bulk > 0) await_load(role, parity);
   }
@@ -312,7 +314,7 @@ struct RowSender {
     for (int r = 0; r < role.num_ranks(); r++) in_chunks = in_chunks || role.tables.chunks[r] > 1;
     Announcements announcements;
     int done = 0;
-    // Peers' messages were acquired by threads, bulk copies write to their memory.
+    // Threads acquired the peers' op messages, bulk copies write to the peers' memory.
     ptx::fence_proxy_async();
     testing_point(Point::kBeforeRows, role.op);
 #pragma unroll 1

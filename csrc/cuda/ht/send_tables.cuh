@@ -1,5 +1,5 @@
-// What a block of a dispatch's second kernel knows before rows move: from the ranks' messages where the kernel before
-// still places tokens, else from the handle.
+// What a block of a dispatch's second kernel knows before rows move: from the op messages if the kernel before still
+// computes places, else from the handle.
 #pragma once
 
 #include "cuda/device/scans.cuh"
@@ -11,12 +11,12 @@ namespace ep {
 
 constexpr uint32_t kGivenUp = ~0u;
 
-// What a block keeps in shared memory beside the stages.
+// What a block keeps in shared memory besides the stages.
 struct SendTables {
   uint64_t* barriers;  // of each warp; only workers wait
   Offset* offsets;     // [R, kHtMaxParts] of outputs at the receivers
   Flows flows;
-  int* chunks;         // [R] pieces in which each rank wants to hear of its rows
+  int* chunks;         // [R] chunks in which each rank wants its rows to be announced
   int *layout, *rows;  // [R] of each receiver's output
   int* start;          // [L + 1] first row of each expert here, packed outputs
   uint32_t*
@@ -50,7 +50,7 @@ struct SendRole : HtBlock {
   char* stage;  // of this worker
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
-  // The kernel before is part of the call, and may still be at work.
+  // The kernel before belongs to the operation, and may still run.
   __device__ bool routes_meanwhile() const { return p.variant == HtVariant::kRouteAndSend; }
   __device__ uint64_t* barrier() const { return tables.barriers + warp; }
   // Segments are in the order (chunk, source); the own rank's rows come first.
@@ -66,8 +66,8 @@ struct SendRole : HtBlock {
 
 // ---- Tables
 
-// What ranks have told one another of their outputs. Here and in fill_counts() all words are asked for at the same
-// time, by different warps as far as there are.
+// What ranks have said of their outputs. Here and in fill_counts() all words are loaded at the same time, by different
+// warps as far as there are.
 __device__ __forceinline__ void fill_outputs(const SendRole& role) {
   const HtDispatchParams& p = role.p;
   const SendTables& t = role.tables;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void fill_outputs(const SendRole& role) {
   }
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
-    // Lane i asks for the message's word i.
+    // Lane i loads the message's word i.
     static_assert(HtMessage::kChunks < 32 && HtMessage::kLayout < 32 && HtMessage::kCapacity < 32);
     const uint32_t mine = await_message_word(role.op, p.layout, role.peers, r, min(role.lane, int{HtMessage::kChunks}));
     OutputShape output = p.output;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
 // A warp: the first row of each packed expert, and the end.
 __device__ __forceinline__ void find_own_starts(const SendRole& role) {
   OutputShape output = role.p.output;
-  if (role.p.variant == HtVariant::kCached) output.alignment = max(*role.p.handle.alignment, 1);  // nobody has said it
+  if (role.p.variant == HtVariant::kCached) output.alignment = max(*role.p.handle.alignment, 1);  // no message has it
   const auto span_of = [&](int e) { return static_cast<int>(output.span(role.tables.start[e])); };
   const int end = exclusive_sums(output.local_experts, role.tables.start, span_of);
   if (role.lane == 0) role.tables.start[output.local_experts] = end;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void find_own_starts(const SendRole& role) {
 // A warp.
 __device__ __forceinline__ void find_segments(const SendRole& role) {
   const int ranks = role.num_ranks(), chunks = role.plan.chunks, count = chunks * ranks;
-  const bool copies_own = has_expert_rows(role.p.output.layout);  // for further choices
+  const bool copies_own = has_expert_rows(role.p.output.layout);  // for other choices
   const int end = exclusive_sums(count, role.tables.segments, [&](int i) {
     const int source = role.source_of(i);
     return source != role.peers.rank || copies_own ? chunk_size(i / ranks, role.tables.flows.from[source], chunks) : 0;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void find_segments(const SendRole& role) {
   if (role.lane == 0) role.tables.segments[count] = end;
 }
 
-// All of a block, which meets at a barrier before it looks at what has been found.
+// All threads of a block, which come to a barrier before they use the tables.
 __device__ __forceinline__ void prepare(const SendRole& role) {
   fill_outputs(role);
   fill_counts(role);

@@ -19,13 +19,13 @@ __device__ __forceinline__ void send_signal(const OpContext& op, const HtLayout&
   ptx::st_relaxed_sys(signal_word(layout, peers, peer, which, op.rank, chunk), op.epoch);
 }
 
-// Acquire, if so.
+// Acquire, if true.
 __device__ __forceinline__ bool is_signalled(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
                                              HtSignal which, int source, int chunk) {
   return ptx::ld_acquire_sys(signal_word(layout, peers, peers.rank, which, source, chunk)) >= op.epoch;
 }
 
-// Acquire. False: the wait was given up. Each acquire empties the SM's L1, so those that wait for long look without.
+// Acquire. False: the wait was given up. Each acquire empties the SM's L1, so long waits poll without.
 __device__ __forceinline__ bool await_signal(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
                                              HtSignal which, int source, int chunk, Awaited awaited) {
   const uint64_t* word = signal_word(layout, peers, peers.rank, which, source, chunk);

@@ -18,7 +18,7 @@ struct SharedTables {
   }
 };
 
-// A number that a handle has, which is in device memory: if it was changed it must not reach beyond what there is.
+// A number from a handle, which is in device memory: if it was changed it must not reach beyond what there is.
 __device__ __forceinline__ int within(int number, int64_t most) {
   return static_cast<int>(min(max(static_cast<int64_t>(number), int64_t{0}), most));
 }

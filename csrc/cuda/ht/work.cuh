@@ -19,7 +19,7 @@ __device__ __forceinline__ int segment_of(const int* starts, int count, int unit
   return segment;
 }
 
-// A warp takes the next unit of a counter: it asks early and looks late.
+// A warp takes the next unit of a counter: prefetch() draws the ticket early, next() uses it late.
 struct Tickets {
   uint32_t pending = 0;
 
@@ -29,7 +29,7 @@ struct Tickets {
   __device__ __forceinline__ int next() const { return static_cast<int>(__shfl_sync(~0u, pending, 0)); }
 };
 
-// A warp has finished `units`; returns what others had before. Release of what its lanes did, acquire of the others'.
+// A warp has finished `units`; returns the count before. Release of what its lanes did, acquire of the others'.
 __device__ __forceinline__ uint32_t count_finished(uint32_t& counter, int units) {
   uint32_t before = 0;
   __syncwarp();
@@ -78,7 +78,7 @@ struct OwnChoice {
   }
 };
 
-// Whose expert an own choice names; -1: nobody's, or its slot is not there, which is so in a handle that was changed.
+// The owner of the expert of an own choice; -1: none, or its slot does not exist, in a handle that was changed.
 template <class Role>
 __device__ __forceinline__ int owner_of(const Role& role, int32_t id, int32_t slot) {
   if (!role.p.shape.valid(id)) return -1;
@@ -86,7 +86,7 @@ __device__ __forceinline__ int owner_of(const Role& role, int32_t id, int32_t sl
   return role.tables.flows.has_slot(rank, slot) ? rank : -1;
 }
 
-// Choices of a token, one a lane: whose expert, and who of the lanes with the same rank comes first.
+// Choices of a token, one a lane: the owner of the expert, and whether this lane is the first with that owner.
 struct SameOwner {
   int rank = -1;
   unsigned lanes = 0;  // of the same rank

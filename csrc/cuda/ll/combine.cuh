@@ -19,7 +19,7 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers, args.state};
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
-  // While kernels before this one end.
+  // While the kernels before this one end.
   Sender<kIn, kWire, kCount, kHome> sender;
   Receiver<kIn, kWire, kOut, kCount, kHome> receiver;
   bool is_sender = false, is_receiver = false;

@@ -1,5 +1,4 @@
-// The kernels of low-latency combine, of which there are two sets (kernel_set.cuh): launch_combine.cu and
-// launch_masking_combine.cu.
+// The kernels of low-latency combine, of which there are two sets (kernel_set.cuh): combine.cu and masking_combine.cu.
 #pragma once
 
 #include "base/check.h"

@@ -123,8 +123,8 @@ struct Partials {
   __device__ __forceinline__ uint32_t rank_of_lane(const CombineRole& role) const {
     return role.lane < kBatch ? ranks >> (8 * role.lane) & kNone : kNone;
   }
-  // Bit q: the q-th of the batch is not there. Who may be masked for it is judged by all that has come of it; else one
-  // word does.
+  // Bit q: the q-th of the batch is not there. If a rank may be masked for it, all of its words count; else one word is
+  // enough.
   __device__ __forceinline__ unsigned absent(const CombineRole& role) const {
     if (kMasksRanks) {
       unsigned missing = 0;
@@ -188,16 +188,15 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
   return true;
 }
 
-// A receiver asks for its own rows of a piece while it waits for the others' of the one before: what is asked for late
-// comes late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers
-// (WorkSchedule).
+// A receiver loads its own rows of a piece while it waits for the others' rows of the piece before: late loads come
+// late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers (WorkSchedule).
 template <DType kIn, DType kWire, DType kOut, int kCount, bool kHome>
 struct Receiver {
-  int number = 0;             // of the piece whose entries of the handle have been asked for
+  int number = 0;             // of the piece whose entries of the handle are being loaded
   int id = -1;                // of choice `lane`
   Terms terms{kNoRow, 1.0f};  // of the own share
   OwnEntriesAt first_at;
-  int rows_number = 0;  // of the piece whose own rows have been asked for
+  int rows_number = 0;  // of the piece whose own rows are being loaded
   int rows_id = -1;
   Terms rows_terms;
   OwnHomeWeight rows_weight;
@@ -211,8 +210,8 @@ struct Receiver {
   __device__ __forceinline__ void prefetch_first(const CombineRole& role) {
     if (has_next(role)) prefetch(role, first_at);
   }
-  // begin() as a sender's. The first share needs nothing of this call, and is ready by then where SMs have little to
-  // send.
+  // begin() is that of a sender. The first share needs nothing of this operation, and is ready by then where SMs have
+  // little to send.
   template <class Begin>
   __device__ __forceinline__ void sum_all(const CombineRole& role, const WarpContext& op, const Begin& begin) {
     bool has_begun = false;
@@ -241,7 +240,7 @@ struct Receiver {
     id = at.id != nullptr ? __ldg(at.id) : -1;
     terms = at.terms.load(role.p.weighting);
   }
-  // Asks for the own rows of a piece and the handle's entries of the one after.
+  // Loads the own rows of a piece, and the handle's entries of the piece after it.
   __device__ __forceinline__ void load_rows(const CombineRole& role) {
     rows_number = number;
     rows_id = id;

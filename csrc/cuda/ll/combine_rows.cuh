@@ -44,7 +44,7 @@ __device__ __forceinline__ int entry_of(const CombineRole& role, int home, int t
   return (home * role.p.shape.max_tokens + token) * role.geometry.map_k + role.lane;
 }
 
-// What this rank gives for choice `index` of its own tokens, asked for and not yet looked at.
+// What this rank gives for choice `index` of its own tokens, loaded and not yet used.
 struct OwnHomeWeight {
   float weight;
   RawId id{0, 0};
@@ -82,7 +82,7 @@ struct TermsAt {
     if (role.lane >= role.geometry.map_k) at.row = nullptr;
     return at;
   }
-  // Not yet looked at: whoever looks waits for them.
+  // Loaded and not yet used: the first use waits.
   __device__ __forceinline__ Terms load(Weighting weighting) const {
     Terms terms{kNoRow, 1.0f};
     if (row == nullptr) return terms;
@@ -92,7 +92,7 @@ struct TermsAt {
   }
 };
 
-// A dispatch that was given up leaves entries unwritten, and so does one of fewer tokens than a unit's.
+// A dispatch that failed leaves entries unwritten, and one of fewer tokens has none for the others.
 __device__ __forceinline__ Terms checked(const CombineRole& role, Terms terms, bool is_token) {
   if (!is_token || terms.row >= role.geometry.output_rows) terms.row = kNoRow;
   return terms;
@@ -111,8 +111,8 @@ struct RowBatch {
   static constexpr int kRows = 3;
   Numbers<kIn, kCount> rows[kRows];
 
-  // `mask`: the lanes whose rows are meant. `lane`: lane_of_rows(). Where there is no row, nothing is loaded and nobody
-  // looks: zeros instead would cost moves that wait for the loads before.
+  // `mask`: the lanes whose rows are meant. `lane`: lane_of_rows(). Where there is no row, nothing is loaded and the
+  // numbers are not used: zeros instead would cost moves that wait for the loads before.
   __device__ __forceinline__ void load(const CombineRole& role, const Terms& terms, unsigned mask, const char* lane) {
     const int count = __popc(mask);
     int32_t row[kRows];

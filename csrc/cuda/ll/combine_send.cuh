@@ -6,8 +6,8 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// A sender adds up one unit at a time. While the unit's rows are on their way it learns which is next, and asks for
-// that one's entries of the handle. kHome: the home rank gives the weights.
+// A sender adds up one unit at a time. While the unit's rows are loaded it finds out which is next, and loads that
+// one's entries of the handle. kHome: the home rank gives the weights.
 template <DType kIn, DType kWire, int kCount, bool kHome>
 struct Sender {
   int index = 0;        // of the next unit in the block's schedule
@@ -21,15 +21,15 @@ struct Sender {
   Terms next_terms{kNoRow, 1.0f};
   TermsAt terms_at;  // of the first unit
   const int *tokens_at, *all_tokens_at;
-  uint64_t next_weight = 0;  // kHome: the word that is there; of the first unit, nobody has looked
-  Unit unit;                 // whose rows have been asked for
+  uint64_t next_weight = 0;  // kHome: the word that is there; of the first unit, not yet used
+  Unit unit;                 // whose rows are being loaded
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
   char* slot;   // in bank 0 of the home rank, of this lane's numbers
   RowBatch<kIn, kCount> rows;
   Numbers<kWire, kCount> sum;
 
-  // All that needs no answer of the handle, and then what is asked of it.
+  // All that needs no entry of the handle, and then the loads of the first entries.
   __device__ __forceinline__ void aim_first(const CombineRole& role) {
     index = role.warp;
     next = role.geometry.schedule.static_unit(role.at.block, index);
@@ -62,7 +62,7 @@ struct Sender {
       add_up(role);
       if (!kHome && !has_begun && !begin()) return;
       store(role, op);
-      if (!has_begun) find_next(role, op);  // what the others wait for comes first
+      if (!has_begun) find_next(role, op);  // what the other ranks wait for comes first
       has_begun = true;
     }
     if (!has_begun) begin();
@@ -98,7 +98,7 @@ struct Sender {
       next_weight = ptx::ld_relaxed_sys(home_weight(role, op, home, next.token));
     }
   }
-  // Asks for a ticket if the next unit needs one; find_next() looks at it.
+  // Draws a ticket if the next unit needs one; find_next() uses it.
   __device__ __forceinline__ void draw(const CombineRole& role) {
     const WorkSchedule& schedule = role.geometry.schedule;
     if (!has_tickets || schedule.is_static(index + schedule.warps)) return;
@@ -121,7 +121,7 @@ struct Sender {
     }
     load_next_terms(role, op);
   }
-  // Makes the next unit the one to add up, and asks for its rows.
+  // Makes the next unit the one to add up, and loads its rows.
   __device__ __forceinline__ void load_rows(const CombineRole& role, int home_tokens) {
     unit = next;
     terms = checked(role, next_terms, unit.token < home_tokens);
@@ -134,7 +134,7 @@ struct Sender {
     if (lane_index * kCount >= role.p.hidden) slot = nullptr;
   }
   // The weights of the unit's home rank, which had sent `seen`. Mostly they are all there. Waits inline: after a call
-  // the compiler takes a warp that was together before for one that still is, and lanes that waited in it are not.
+  // the compiler takes a warp that was converged before for one that still is, and lanes that waited in it are not.
   __device__ __forceinline__ void weigh(const CombineRole& role, const WarpContext& op, uint64_t seen) {
     const bool counted = terms.row >= 0;
     auto bits = static_cast<uint32_t>(seen);

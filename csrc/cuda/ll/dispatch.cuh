@@ -28,7 +28,7 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   routing.token = is_sending ? role.routing_token() : p.num_tokens;
   ptx::wait_for_prerequisites();
 
-  // What a warp sends first is on its way, and is made ready, while the epoch is.
+  // What a warp sends first is loaded and prepared while the epoch is loaded.
   const Opening opening = open_op(context, args, Kind::kDispatch, [&] {
     if (!is_sending) return;
     routing.load(role, routing.token);

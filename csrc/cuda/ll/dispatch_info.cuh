@@ -1,4 +1,4 @@
-// What a dispatch writes beside rows: the info tensor, and entries of rows that do not exist.
+// What a dispatch writes apart from rows: the info tensor, and entries of rows that do not exist.
 #pragma once
 
 #include "cuda/ll/routing_bitmap.cuh"
@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpCo
     int start = 0;
     if constexpr (kLayout == OutputLayout::kPacked) start = bitmap.start(bin);
     if constexpr (kLayout == OutputLayout::kFlat) start = bitmap.count_bits(0, 0, bin * p.shape.max_tokens);
-    const bool has_failed = ptx::opaque(failure) != 0;  // no earlier: nobody waits for it till here
+    const bool has_failed = ptx::opaque(failure) != 0;  // no earlier: until here no instruction waits for it
     if (has_failed) demand = 0;
     const int kept = kept_rows<kLayout>(p, start, demand);
     p.info[bin] = kept;

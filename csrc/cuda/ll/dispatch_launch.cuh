@@ -1,5 +1,5 @@
-// The kernels of low-latency dispatch, of which there are two sets (kernel_set.cuh): launch_dispatch.cu and
-// launch_masking_dispatch.cu.
+// The kernels of low-latency dispatch, of which there are two sets (kernel_set.cuh): dispatch.cu and
+// masking_dispatch.cu.
 #pragma once
 
 #include "base/check.h"

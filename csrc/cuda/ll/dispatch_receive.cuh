@@ -1,4 +1,4 @@
-// What low-latency dispatch receives: who has rows where, and the rows, piece by piece, to their places.
+// What low-latency dispatch receives: the routing, and the rows, piece by piece, to their places.
 #pragma once
 
 #include "cuda/ll/dispatch_info.cuh"
@@ -9,11 +9,11 @@ inline namespace EP_KERNELS {
 
 // Where the weight of choice `lane` of a row arrives, and what the lane has seen there.
 struct IncomingWeight {
-  const uint64_t* word;  // in bank 0 until the row has been asked for
+  const uint64_t* word;  // in bank 0 until prefetch()
   uint64_t seen;
 };
 
-// A row's numbers: the handle's map and weights, and what the layout tells of the row. Once for each slot.
+// A row's numbers: the handle's map and weights, and what the output layout has apart from the row. Once for each slot.
 template <bool kExpertRows>
 __device__ __forceinline__ void store_row_info(const DispatchRole& role, const WarpContext& op, int source, int token,
                                                bool wanted, uint32_t expert, int32_t row, const IncomingWeight& given) {
@@ -64,8 +64,8 @@ struct ReceiveUnit {
   }
 };
 
-// A piece on its way to its places: asked for before it is known whether it comes, looked at afterwards. What can be
-// worked out of it before the routing is known is in registers by then.
+// A piece on its way to its places: loaded before it is known whether it comes, used afterwards. What can be computed
+// of it before the routing is known is in registers by then.
 template <Encoding kEncoding, int kSteps, OutputLayout kLayout>
 struct Incoming {
   static constexpr bool kAimsAhead = kEncoding == Encoding::kFloat;  // other payloads leave no registers for it
@@ -75,16 +75,16 @@ struct Incoming {
   uint32_t id_mask;
   int slot;
   RoutingBitmap::Span before;  // slots whose rows lie before this one's
-  bool is_own;                 // lies in x; a row of another rank, or of a staged call, lies in the window
+  bool is_own;                 // lies in x; a row of another rank, or of a split call, lies in the window
   bool has_numbers;            // the warp stores the row's numbers
-  char* staged;                // in bank 0 until ask()
+  char* staged;                // in bank 0 until prefetch()
   RowWriter<kEncoding, kSteps> writer;
   Raw<kEncoding, kSteps> raw;
   PieceOf<kEncoding, kSteps> piece;
   IncomingWeight weight;
   uint32_t tokens, ids, most_tokens, duplicates;  // as RoutingBitmap has them
 
-  // All that does not need the epoch: where piece `number` will lie; an own row is asked for.
+  // All that does not need the epoch: where piece `number` will lie; an own row is loaded.
   __device__ __forceinline__ void compute_addr(const DispatchRole& role, const RoutingBitmap& bitmap, int number) {
     const LlDispatchParams& p = role.p;
     unit = ReceiveUnit::of(role, number);
@@ -141,7 +141,7 @@ struct Incoming {
   __device__ __forceinline__ bool needs_weight(const DispatchRole& role) const {
     return has_numbers && role.lane < role.p.shape.topk;
   }
-  // What had not come when it was asked for: again, before anybody looks at it.
+  // Loads again what had not come, before it is used.
   __device__ __forceinline__ void prefetch_again(const DispatchRole& role, const WarpContext& op) {
     if (has_numbers) {  // a branch of the whole warp
       if (needs_weight(role) && !is_tagged(weight.seen, op.tag)) weight.seen = ptx::ld_relaxed_sys(weight.word);
@@ -149,8 +149,8 @@ struct Incoming {
     if (!is_own && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
 
-  // The row has arrived, and its place on the wire is free again; of a rank that is masked meanwhile there are zeros.
-  // False: the wait was given up.
+  // The row has arrived, and its slot is empty again; of a rank that is masked meanwhile there are zeros. False: the
+  // wait was given up.
   template <DType kType>
   __device__ __forceinline__ bool consume(const DispatchRole& role, const WarpContext& op) {
     if (is_own) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void store_piece(const DispatchRole& role, const Inco
   }
 }
 
-// Piece `number`, which `in` has asked for, to its place. False: it was the warp's last, or a wait was given up.
+// Piece `number`, which `in` has loaded, to its place. False: it was the warp's last, or a wait was given up.
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ bool place_piece(const DispatchRole& role, const WarpContext& op,
                                             const RoutingBitmap& bitmap, Incoming<kEncoding, kSteps, kLayout>& in,
@@ -225,8 +225,8 @@ __device__ __forceinline__ bool place_piece(const DispatchRole& role, const Warp
 
 // ---- Table of contents of a receiver
 
-// The buffer has failed: nothing was received. The block that would write the info tensor says so: others may still
-// have seen the buffer well.
+// The buffer has failed: nothing was received. The block that would write the info tensor clears it: other blocks may
+// not have seen the failure.
 template <bool kExpertRows>
 static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   const LlDispatchParams& p = role.p;
@@ -252,11 +252,12 @@ static __device__ __noinline__ void rebuild_bitmap(const DispatchRole role, cons
   ptx::named_barrier(1, threads);
 }
 
-// Of a block, beside 1 and those that open a call. One place each for those that wait: synccheck wants it so.
+// Barriers of a block, beside 1 and those of open_op(). Each is waited for at one place in the code: synccheck wants it
+// so.
 constexpr int kDutiesBarrier = 4, kPiecesBarrier = 5, kRollBarrier = 6, kRollTestingBarrier = 7;
 constexpr int kLoneInfoBins = 64;  // up to so many, one warp writes the info tensor; of more, each has 32
 
-// `in`: the warp's first piece, if it has any. is_aimed: already.
+// `in`: the warp's first piece, if it has any. `has_addr`: its addresses are computed already.
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ void receive(const DispatchRole& role, const WarpContext& op, const RoutingBitmap& bitmap,
                                         Incoming<kEncoding, kSteps, kLayout>& in, bool has_addr) {
@@ -300,8 +301,8 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const WarpCont
   }
   bool awaits_starts = false;
   if constexpr (kIsPacked) {
-    // Who has duties waits for starts before them, the others once they have counted rows of the same expert: a barrier
-    // each, at which the rest arrive only.
+    // Warps with duties wait for the starts before these, the others once they have counted rows of the same expert: a
+    // barrier each. The rest only arrive at it.
     if (starts.finds) testing_point(Point::kBeforeReceive, op, 1);
     starts.find(p, bitmap);
     awaits_starts = has_pieces && !has_duties;

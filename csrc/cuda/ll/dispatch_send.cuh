@@ -34,11 +34,11 @@ struct DispatchRole : WarpRole {
   __device__ int clearing_threads() const {
     return receiving_threads() - (plan.receiver_warp0 + plan.receiver_warps == plan.warps ? 32 : 0);
   }
-  // Own rows of a whole operation never enter the window; a staged one sends them to itself.
+  // Own rows of a fused operation never enter the window; a split call sends them to itself.
   __device__ bool sends_to_itself() const { return p.phase == Phase::kSend; }
 };
 
-// Expert id `lane` of an own token, as the caller gave it. Lanes past the last choice ask for that one.
+// Expert id `lane` of an own token, as the caller gave it. Lanes past the last choice load that one.
 __device__ __forceinline__ RawId own_id(const DispatchRole& role, int token) {
   const LlDispatchParams& p = role.p;
   return RawId::load(p.topk_idx, p.is_idx64,
@@ -77,7 +77,7 @@ struct OutgoingRouting {
     id = own_id(role, token);
     weight = own_weight(role, token);
   }
-  // Between load() and prepare(), as it needs nothing that was asked for.
+  // Between load() and prepare(), as it needs nothing that is loaded.
   __device__ __forceinline__ void compute_addr(const DispatchRole& role) {
     if (token >= role.p.num_tokens) return;
     lane = RoutingLane::at_addr(role.p.layout, role.peers, role.geometry.by_id_words, 0, token);
@@ -115,8 +115,9 @@ static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role
   }
 }
 
-// Tokens go to the warps of the sending blocks, from the last warp on: the first have rows to send. Blocks that send
-// have the lowest numbers and wait for nobody but in block 0, so that blocks need not be resident together.
+// Tokens go to the warps of the sending blocks, from the last warp on, as the first warps have rows to send. Blocks
+// that send have the lowest numbers, and wait for nothing except in block 0, so that blocks need not be resident
+// together.
 __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const WarpContext& op,
                                                  const OutgoingRouting& out) {
   testing_point(Point::kBeforeRouting, op);
@@ -144,7 +145,7 @@ struct Outgoing {
     id = own_id(role, token);
     load_raw(role.p, role.geometry, token, role.geometry.by_pieces.remainder(asked, token), role.lane, raw);
   }
-  // What was asked for is the next to be sent.
+  // What was loaded is the next to be sent.
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
     index = -1;
     if (asked >= role.geometry.send_units) return;
@@ -189,7 +190,7 @@ __device__ __forceinline__ void send_piece(const DispatchRole& role, const WarpC
   }
 }
 
-// What a warp sends first has been asked for, and is made ready while the epoch is on its way. begin() waits for it;
+// What a warp sends first has been loaded, and is prepared while the epoch is on its way. begin() waits for the epoch;
 // false: nothing may be sent.
 template <Encoding kEncoding, DType kType, int kSteps, class Begin>
 __device__ __forceinline__ bool send_all(const DispatchRole& role, const WarpContext& op, OutgoingRouting& routing,

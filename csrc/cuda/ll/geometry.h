@@ -94,7 +94,7 @@ struct ScaleTarget {
   }
 };
 
-// What a receiving block keeps in shared memory (places.cuh); offsets are in words of 32 bits.
+// What a receiving block keeps in shared memory (routing_bitmap.cuh); offsets are in words of 32 bits.
 struct RoutingBitmapShape {
   static constexpr int kIdsAt = 8;  // words, behind the totals
 
@@ -129,7 +129,7 @@ struct RoutingBitmapShape {
 struct LlDispatchGeometry {
   RowShape row;
   int send_units = 0;     // pieces of own rows
-  int own_units = 0;      // pieces of own rows to place; a receiving half does not know its tokens, only their limit
+  int own_units = 0;      // pieces of own rows to place; a receive part knows only the limit of its tokens
   int receive_units = 0;  // pieces of all rows there may be to place
   int numbers_piece = 0;  // the piece whose warp stores the row's numbers; past the row, if there are warps to spare
   int gap_warps = 0;      // that clear_gaps() has something to do for
@@ -147,7 +147,7 @@ struct LlDispatchGeometry {
 
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
-             plan.receiver_warps, " receivers of ", plan.warps, " warps: the last opens the op");
+             plan.receiver_warps, " receivers of ", plan.warps, " warps: the last is the leader warp");
     LlDispatchGeometry g;
     g.row = RowShape::of(p);
     const int pieces = ceil_div(g.row.steps, plan.steps), others = p.shape.num_ranks - 1;
@@ -182,13 +182,13 @@ struct Unit {
   int home, piece, token;
 };
 
-// How pieces of rows, once for each home, are handed out to the sending warps. Piece number n is n % pieces of token
-// n / pieces, and is sent by block n % blocks, or by another block of its group, n % groups.
+// How pieces of rows, once for each home, are given to the sending warps. Piece number n is n % pieces of token n /
+// pieces, and is sent by block n % blocks, or by another block of its group, n % groups.
 //
-// Each warp has its first unit, and a few have two, without asking. From number `first_number` on, a warp draws a
+// Each warp has its first unit, and a few have two, without a ticket. From number `first_number` on, a warp draws a
 // ticket for each unit from the counter of its group, and ends when it draws one in vain. So as many tickets are drawn
-// as there are units and warps together: it is known which is the call's last, and the counter goes on to zero from
-// there, ready for the next call.
+// as there are units and warps together. The operation's last ticket is known, and there the counter wraps to zero,
+// ready for the next operation.
 struct WorkSchedule {
   int blocks = 1, warps = 1, homes = 1, pieces = 1;
   int num_static = 1;    // units of a block that need no ticket
@@ -196,7 +196,7 @@ struct WorkSchedule {
   int groups = 1, group_warps = 1;
   Divisor by_homes, by_pieces, by_groups;
 
-  // `groups`: wanted. Blocks are a multiple of what there are.
+  // `groups`: wanted. The number that is taken divides the blocks.
   static WorkSchedule of(int blocks, int warps, int pieces, int homes, int groups) {
     WorkSchedule schedule;
     schedule.blocks = blocks;
@@ -237,20 +237,20 @@ struct WorkSchedule {
   }
 };
 
-// Receivers of a call of so many tokens of their rank leave the senders' way: they ask for their first rows when the
-// epoch is known.
+// Receivers of an operation with so many own tokens do not compete with the senders: they load their first rows when
+// the epoch is known.
 constexpr int kBusyTokens = 16;
 
 struct LlCombineGeometry {
   int output_rows = 0;                       // of the dispatch
-  int homes = 0;                             // to send to; a sending half counts itself among them
+  int homes = 0;                             // to send to; a send part counts itself among them
   int row_bytes = 0;                         // of the rows to add
   int map_k = 0;                             // entries of a token in the handle
   int home_step = 0;                         // from this rank to the first it sends to
-  int sender_warps = 0, receiver_warps = 0;  // of blocks that have any, none for a half that has no such role
+  int sender_warps = 0, receiver_warps = 0;  // of blocks that have any, none for a phase that has no such role
   bool is_busy = false;
   WorkSchedule schedule;
-  int receivers = 0;          // warps, between which the pieces of own tokens are num_static by their numbers
+  int receivers = 0;          // receiving warps, to which the pieces of own tokens go by their numbers
   uint32_t source_bytes = 0;  // from a source's rows in the window to the next one's
   Divisor by_local_experts;
 
@@ -274,11 +274,11 @@ struct LlCombineGeometry {
     return g;
   }
 
-  // Nobody waits for a block above its own (docs/memory_model.md).
+  // No block waits for a block above its own (docs/memory_model.md).
   static void check(const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warp0 + plan.receiver_warps < plan.warps,
              plan.sender_warps, " senders and ", plan.receiver_warps, " receivers from warp ", plan.receiver_warp0,
-             " of ", plan.warps, " warps: the last opens the op");
+             " of ", plan.warps, " warps: the last is the leader warp");
     const bool is_contiguous = plan.sender_blocks == plan.blocks && plan.receiver_block0 == 0;
     const bool is_apart = plan.sender_blocks <= plan.receiver_block0 && plan.receiver_block0 < plan.blocks;
     EP_CHECK(is_apart || (is_contiguous && plan.sender_warps <= plan.receiver_warp0), plan.sender_warps,

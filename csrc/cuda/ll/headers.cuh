@@ -1,4 +1,4 @@
-// Op headers and credits of low latency: what ranks exchange beside routing and rows.
+// Op headers and credits of low latency: what ranks exchange apart from routing and rows.
 #pragma once
 
 #include "cuda/device/lanes.cuh"
@@ -8,8 +8,8 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// Word `i` of the own op header's copies for all ranks, ready to be sent as soon as the epoch is known: others wait
-// for it, and `record` is a kernel's parameter, slow to read through a pointer.
+// Word `i` of the own op header's copies for all ranks, ready to be sent as soon as the epoch is known: other ranks
+// wait for it, and `record` is a kernel parameter, which is slow to read through a pointer.
 struct HeaderLane {
   uint64_t* target = nullptr;  // in bank 0
   uint32_t value = 0;
@@ -24,7 +24,8 @@ struct HeaderLane {
     }
     return lane;
   }
-  // As word `i` of an open call. A masked rank is told so, and may still read the rest of an earlier record.
+  // As word `i` of an open operation. A masked rank gets only word kIsMasked: it may still read the rest of an earlier
+  // header.
   __device__ __forceinline__ void send(const WarpContext& op, const LlLayout& layout, int i) const {
     if (target == nullptr) return;
     uint64_t* word = target + op.bank * layout.num_ranks * OpHeader::kWords;
@@ -32,7 +33,7 @@ struct HeaderLane {
       if (!is_masked(op, i / OpHeader::kWords)) ptx::st_relaxed_sys(word, tagged(value, op.tag));
       return;
     }
-    // Last, and as it is now: another block may have told it already.
+    // Last, and as it is now: another block may have sent it already.
     ptx::st_relaxed_sys(word, tagged(is_masked_now(op, i / OpHeader::kWords) ? 1 : 0, op.tag));
   }
 };
@@ -52,8 +53,8 @@ __device__ __forceinline__ void send_headers(const WarpContext& op, const LlLayo
   send_headers(op, layout, peers, HeaderLane::of(*op.context.header, layout, peers, lane_id()));
 }
 
-// The same warp tells every rank that the banks of all earlier calls are empty here. The fence takes longer than a
-// message: nobody waits for a credit before the next call begins, in await_credits().
+// One warp sends every rank a credit: the banks of all earlier operations are empty here. The fence takes longer than a
+// message. No rank waits for the credit before the next operation begins, in await_credits().
 __device__ __forceinline__ void send_credits(const OpContext& context, const LlLayout& layout, const LsaPeers& peers) {
   testing_point(Point::kBeforeCredits, context);
   __threadfence_system();
@@ -68,8 +69,8 @@ static __device__ __noinline__ void refuse_op(const OpContext& context, const Ll
   refuse_header(context, peers.local<uint64_t>(layout.header(context.bank, source)), source);
 }
 
-// One warp waits for the op headers of all ranks and compares them with the own call.
-// `wait_cost`: optional [R], ns that each other rank came later are added.
+// One warp waits for the op headers of all ranks and compares them with the own one. `wait_cost`: optional [R], ns that
+// each other rank came later are added.
 __device__ __forceinline__ void check_headers(const OpContext& context, const LlLayout& layout, const LsaPeers& peers,
                                               int64_t* wait_cost = nullptr) {
   if (has_bug(Bug::kUncheckedHeaders, context.kind)) return;

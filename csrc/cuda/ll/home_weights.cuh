@@ -30,7 +30,7 @@ static __device__ __noinline__ void send_home_weights(const CombineRole role, co
   }
 }
 
-// A thread's: what it sends first is asked for before the epoch is known. The peers' first sums wait for it.
+// A thread's share. What it sends first is loaded before the epoch is known, as the peers' first sums wait for it.
 // kHome: home ranks give weights; else there is nothing to do.
 template <bool kHome>
 struct HomeWeights {

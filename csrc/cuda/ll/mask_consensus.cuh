@@ -1,6 +1,6 @@
-// Whom a dispatch hears, where late ranks are masked: the places of rows follow from the routing of all sources, so all
-// blocks must leave out the same ones, and none that another block has heard in the last moment. Each block listens to
-// all; the first that is through says whom it has left out, for all.
+// Which ranks a dispatch leaves out, with masks. The places of rows follow from the routing of all sources, so all
+// blocks must leave out the same sources, and none that another block heard in the last moment. Each block waits for
+// the routing of all sources. The first block to finish decides for all which are left out.
 #pragma once
 
 #include "cuda/protocol/wait.cuh"
@@ -11,7 +11,7 @@ inline namespace EP_KERNELS {
 // The part of a block's first receiving warp.
 class MaskConsensus {
  public:
-  // Before the block listens, and before a barrier.
+  // Before the block waits for routing, and before a barrier.
   __device__ __forceinline__ void open(const OpContext& context) {
     const Masks& masks = context.state->masks;
 #pragma unroll
@@ -27,8 +27,9 @@ class MaskConsensus {
     __syncwarp();  // a barrier of the block takes a warp as a whole
   }
 
-  // After the block has listened and a barrier, and before another. Where nobody was late, nor had masked this rank,
-  // and the first block has found the same, that is all. Else the block listens again, to all that the first has heard.
+  // After the block has waited for routing and a barrier, and before another. If no source was late or had masked this
+  // rank, and the first block has found the same, that is all. Else the block reads the routing again, of all sources
+  // that the first block has heard.
   __device__ __forceinline__ void settle(const OpContext& context) const {
     const uint32_t told[2] = {who_notified(context, 0), who_notified(context, 1)};
     if (lane_id() < 2) agree(context, context.left_out[lane_id()] | told[lane_id()]);
@@ -49,8 +50,8 @@ class MaskConsensus {
     context.left_out[lane_id()] = theirs;
   }
 
-  // Of ranks 32 i and following, those that had masked this one before the block listened, in this call or in a later
-  // one: they may have sent all that this rank needs, and hear nothing of it.
+  // Of ranks 32 i and following, those that had masked this one before the block waited, in this operation or in a
+  // later one: they may have sent all that this rank needs, and get nothing from it.
   __device__ __forceinline__ uint32_t who_notified(const OpContext& context, int i) const {
     const auto tag = static_cast<uint32_t>(notices_[i] >> 32);
     const bool has_notified = static_cast<uint32_t>(notices_[i]) != 0 && is_not_before(tag, context.tag);

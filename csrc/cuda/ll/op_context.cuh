@@ -20,8 +20,8 @@ struct WarpRole {
     return at.block >= plan.receiver_block0 && warp >= plan.receiver_warp0 &&
            warp < plan.receiver_warp0 + plan.receiver_warps;
   }
-  // One warp exchanges headers with the other ranks and listens to them, another (where there are two blocks) tells
-  // them of free banks.
+  // The control warp exchanges op headers with the other ranks. Another warp (if there are two blocks) sends them
+  // credits.
   __device__ bool is_control() const { return at.block == 0 && warp == plan.warps - 1; }
   __device__ bool is_creditor() const { return at.block == min(1, at.num_blocks - 1) && warp == plan.warps - 1; }
 };
@@ -35,7 +35,7 @@ struct MaskedLane {
   __device__ __forceinline__ void load(const DeviceState* state) {
     for (int i = 0; i < 2; i++) is_masked[i] = ptx::ld_relaxed_gpu(&state->masks.is_masked[lane_id() + 32 * i]);
   }
-  // The leader warp's, for the other warps of its block.
+  // By the leader warp, for the other warps of its block.
   __device__ __forceinline__ void note(OpContext& context, int rank, int num_ranks) const {
     const uint32_t low = __ballot_sync(~0u, is_masked[0] != 0), high = __ballot_sync(~0u, is_masked[1] != 0);
     const uint64_t masked = static_cast<uint64_t>(high) << 32 | low;
@@ -51,11 +51,11 @@ struct MaskedLane {
   }
 };
 
-// A call begins with loads that nobody looks at yet: the last warp of a block asks for the epoch and for the credits of
-// all ranks (an acquire holds up what follows it), the others for what they send first. begin_op() looks.
+// An operation begins with loads whose results are used later: the last warp of a block loads the epoch and the credits
+// of all ranks (an acquire holds up what follows it), the others load what they send first. begin_op() uses them.
 //
-// Instructions count: a warp alone needs 5 cycles for each, and a call of one token lasts 4,000. What can be done
-// before the epoch is known is done before, and the epoch is asked for first.
+// Instructions count: a warp alone needs 5 cycles for each, and an operation of one token takes 4,000. What can be done
+// before the epoch is known is done before, and the epoch is loaded first.
 struct Opening {
   uint64_t last_epoch = 0;
   uint64_t credit = 0;  // of rank `lane`
@@ -69,8 +69,8 @@ struct Nothing {
   __device__ void operator()() const {}
 };
 
-// The flag must be closed before anybody looks at it; the leader warp waits for nobody. `others_ask`: the first loads
-// of the other warps, and what they can do beside them.
+// The flag must be closed before other warps poll it. The leader warp does not wait at the barrier. `others_prefetch`:
+// the first loads of the other warps, and what they can do meanwhile.
 constexpr int kOpeningBarrier = 2, kTestingBarrier = 3;
 template <class Args, class Prefetch = Nothing>
 __device__ __forceinline__ Opening open_op(OpContext& op, const Args& args, Kind kind, Prefetch others_prefetch = {}) {
@@ -96,9 +96,9 @@ __device__ __forceinline__ Opening open_op(OpContext& op, const Args& args, Kind
   return opening;
 }
 
-// Waits until every rank has begun the call before this one, and so has emptied the bank that this call writes to. The
-// acquire pairs with send_credits(); the flag of the block hands it on. No masked rank is waited for. False: the wait
-// was given up.
+// Waits until every rank has begun the operation before this one, and so has emptied the bank that this one writes to.
+// The acquire pairs with send_credits(); the flag of the block passes it on. Masked ranks are not waited for. False:
+// the wait was given up.
 template <class Args>
 __device__ __noinline__ bool await_credits(const OpContext& op, const Args& args, uint64_t last_epoch,
                                            uint64_t credit_of_lane) {
@@ -121,7 +121,7 @@ __device__ __noinline__ bool await_credits(const OpContext& op, const Args& args
 }
 
 // The leader warp fills the block's context, the other warps wait for it: each as late as it can, as a barrier would
-// make all wait for the slowest. `call`: the warp's. False: the buffer has failed, and nothing may be sent.
+// make all wait for the slowest. `op`: the warp's. False: the buffer has failed, and nothing may be sent.
 template <class Args>
 __device__ __forceinline__ bool begin_op(OpContext& context, WarpContext& op, const Args& args,
                                          const Opening& opening) {
@@ -158,8 +158,8 @@ __device__ __forceinline__ bool begin_op(OpContext& context, WarpContext& op, co
   return is_ok;
 }
 
-// The leader warp calls it once in a call, a sending half leaves it to its receiving half: the last block to come moves
-// the epoch on. All have read it by then. Not before what other ranks wait for is sent: the ticket takes its time.
+// The leader warp calls it once in an operation; a send part leaves it to the receive part. The last block to call it
+// advances the epoch: all have read it by then. It comes after what other ranks wait for, as the ticket takes its time.
 template <class Args>
 __device__ __forceinline__ void advance_epoch(const Args& args, const Opening& opening, Kind kind, BlockPosition at) {
   if (!is_leader_warp() || lane_id() != 0) return;

@@ -26,7 +26,7 @@ static __device__ __noinline__ uint4 load_scale_bytes(const char* at, int64_t el
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Chunk c of the row: of x, or of the scales behind it. Words are asked for together and nobody waits for them here.
+// Chunk c of the row: of x, or of the scales behind it. Words are loaded together, and nothing waits for them here.
 __device__ __forceinline__ void load_keyed(const LlDispatchGeometry& geometry, const uint4* x, int token, int c,
                                            uint4& chunk) {
   if (c >= geometry.row.chunks) return;
@@ -105,8 +105,8 @@ __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kEnc
 
 // ---- On the wire
 
-// How words of a row are stored: into another rank's window they race with its polls; a reset of the own window does
-// not, the credit of the next call orders it before the next writer.
+// How words of a row are stored. In another rank's window they race with its polls. A reset of the own window does not:
+// the credit of the next operation orders it before the next writer.
 struct RemoteStore {
   template <class Vector>
   __device__ __forceinline__ static void store(Vector* p, Vector v) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ bool has_arrived(const Piece<kSteps, kHasSide>& piece
   return __all_sync(~0u, ok);
 }
 
-// Back to the resting state, for the call after next.
+// Back to the resting state, for the operation after next.
 template <int kSteps, bool kHasSide>
 __device__ __forceinline__ void reset_wire(char* at, const RowShape& row, int piece_index, int lane) {
   Piece<kSteps, kHasSide> rest;

@@ -1,6 +1,6 @@
-// Where received rows go. Every receiving block reads the routing of all sources and keeps one bit for each
-// (source, token) that wants an expert; the place of a row is the number of bits before its own. No order of arrival
-// enters, and no block waits for another of its grid.
+// Where received rows go. Every receiving block reads the routing of all sources and keeps one bit for each (source,
+// token) that wants an expert; the place of a row is the number of bits before its own. The order of arrival does not
+// matter, and no block waits for another of its grid.
 #pragma once
 
 #include "cuda/device/scans.cuh"
@@ -14,7 +14,7 @@ inline namespace EP_KERNELS {
 struct RoutingBitmap {
   uint32_t* memory;  // shared, RoutingBitmapShape::bytes of it
   const RoutingBitmapShape& shape;
-  // Of the memory and of the first bin's bits, in registers: who waits for routing shall not work them out behind it.
+  // Of the memory and of the first bin's bits, in registers, so that nothing computes them after a wait for routing.
   ptx::SharedAddress address, bits_address;
 
   enum Total { kMostTokens, kDuplicates, kKept, kDropped, kInfoWarps, kNumTotals };
@@ -60,7 +60,7 @@ struct RoutingBitmap {
     int words;              // before the last one
     uint32_t first, last;   // what counts of the first word, and of the last
 
-    // kUnroll: more code where it is soon waited for.
+    // kUnroll: more code, where the result is needed soon.
     template <int kUnroll = 1>
     __device__ __forceinline__ int count_bits(const RoutingBitmap& bitmap, int bin) const {
       ptx::SharedAddress word_at = at + bin * bitmap.shape.words * 4;
@@ -215,8 +215,8 @@ __device__ __forceinline__ void consume_ids(const LlDispatchParams& p, const Rou
   if (seen != 0) bitmap.total(RoutingBitmap::kDuplicates) = 1;
 }
 
-// Waits for the routing of slot (source, token) and puts it into the places. One thread calls. kAgain: the source has
-// been heard by another block, and nobody is late.
+// Waits for the routing of slot (source, token) and puts it into the bitmap. One thread calls. kAgain: another block
+// has heard the source, so it is not late.
 template <bool kExpertRows, bool kAgain>
 __device__ __forceinline__ void consume_routing(const LlDispatchParams& p, const LsaPeers& peers, const WarpContext& op,
                                                 const RoutingBitmap& bitmap, WaitBudget& budget, int source,
@@ -224,7 +224,7 @@ __device__ __forceinline__ void consume_routing(const LlDispatchParams& p, const
   const int slot = source * p.shape.max_tokens + token;
   const auto* record = peers.local<uint64_t>(p.layout.header(op.bank, source)) + OpHeader::kNumTokens;
   const auto* message = peers.local<ulonglong2>(p.layout.id_words<kMasksRanks>(op.bank, source, token));
-  // The last slot's thread learns the source's number of tokens, so that every rank is heard of in every call.
+  // The last slot's thread learns the source's number of tokens, so that every rank is heard in every operation.
   const bool needs_record = token == p.shape.max_tokens - 1;
   const uint32_t tag = op.tag;
   const int pairs = bitmap.shape.id_words / 2;

@@ -1,4 +1,4 @@
-// Which rank gets which token, told by its home rank: ids to all ranks, a weight to the owner of its expert.
+// Routing messages: the home rank of a token sends its ids to all ranks, and a weight to the owner of its expert.
 #pragma once
 
 #include "base/math.h"
@@ -23,7 +23,7 @@ struct RoutingLane {
   __device__ __forceinline__ static int passes(const LlLayout& layout) {
     return ceil_div(layout.num_ranks * layout.ids.words(), 32);
   }
-  // Where a lane's words go: all that does not need the ids.
+  // The addresses of a lane's words: all that does not need the ids.
   __device__ __forceinline__ static RoutingLane at_addr(const LlLayout& layout, const LsaPeers& peers,
                                                         const Divisor& by_id_words, int pass, int token) {
     RoutingLane lane;

@@ -10,7 +10,7 @@
 
 namespace ep {
 
-// Words that different blocks hammer lie on lines of their own.
+// Words that many blocks access at once lie on lines of their own.
 struct alignas(128) EpochLine {
   uint64_t epoch;  // of the last completed call
 };
@@ -26,27 +26,27 @@ struct alignas(128) UnitTicketLine {
 
 constexpr int kMaxCudaRanks = 64;
 
-// What the blocks of one operation of high throughput count together. Two of each kind, by the parity of the epoch:
-// an operation clears the other's for the one after it.
+// What the blocks of one operation of high throughput count together. Two of each kind, by the parity of the epoch: an
+// operation clears the counters of the next one.
 struct HtCounters {
   alignas(128) uint32_t taken;  // units of work handed out to workers
   alignas(128) uint32_t finished;
   alignas(128) uint32_t staged;        // the same for rows that a rank copies (dispatch), makes readable (combine)
-  alignas(128) uint32_t routes_taken;  // and for what stands beside rows
+  alignas(128) uint32_t routes_taken;  // and for metadata
   alignas(128) uint32_t routes_finished;
   alignas(128) uint32_t ready[kMaxCudaRanks * kHtChunks];  // rows of a chunk for a rank that lie in place
 };
 
-// Ranks that low latency leaves out, where late ones are masked. Read at the beginning of a call, and in long waits.
+// Ranks that low latency leaves out, with masks. Read at the beginning of an operation, and in long waits.
 struct Masks {
   alignas(128) uint32_t is_masked[kMaxCudaRanks];
   int num_ranks;
   uint64_t* headers[kNumKinds];  // in the own window, LlWindow's
   uint64_t stride;               // to the window of the next rank
   uint64_t* heartbeats;          // in the own window, LlWindow's
-  // The ranks that a dispatch leaves out, in two tagged words: the first of its blocks to know says it for all.
+  // The ranks that a dispatch leaves out, in two tagged words: the first block to know them decides for all.
   alignas(128) uint64_t consensus[2];
-  // When a sign of life was given last, what of each rank's was seen last, and when.
+  // When this rank sent its last heartbeat; of each rank the last one seen, and when it was seen.
   alignas(128) uint64_t heartbeat_sent_at;
   uint64_t heartbeat_seen[kMaxCudaRanks], heartbeat_seen_at[kMaxCudaRanks];
 
@@ -62,7 +62,7 @@ struct DeviceState {
   TicketLine ticket[kNumKinds];
   UnitTicketLine unit_tickets[kMaxTicketGroups];
   struct alignas(128) {
-    uint32_t has_failed;  // 0, or failure_mark() of the call whose wait gave up; every wait looks at it
+    uint32_t has_failed;  // 0, or failure_mark() of the call whose wait gave up; every wait polls it
     uint64_t timeout_ns;
   } failure_flag;
   struct alignas(128) {

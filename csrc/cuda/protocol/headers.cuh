@@ -1,4 +1,4 @@
-// An op header that is not the own one ends the operation, in both modes.
+// An op header that differs from the own one ends the operation, in both modes.
 #pragma once
 
 #include "cuda/protocol/wait.cuh"
@@ -6,7 +6,7 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// `record`: where the words of `source` lie, which are not those of the own call.
+// `record`: the words of `source`, which differ from the own op header's.
 __device__ __forceinline__ void refuse_header(const OpContext& context, const uint64_t* record, int source) {
   OpHeader theirs;
   for (int i = 0; i < OpHeader::kWords; i++) {

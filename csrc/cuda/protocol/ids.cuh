@@ -1,4 +1,4 @@
-// Expert ids and weights on their way in and out, and whose experts they are, for both modes.
+// Expert ids and weights on their way in and out, and the owners of experts, for both modes.
 #pragma once
 
 #include <cstdint>
@@ -46,8 +46,8 @@ __device__ __forceinline__ void note_invalid_id(DeviceState* state, int64_t id, 
   }
 }
 
-// An id as it lies in memory, of either type: two loads that nobody waits for. A choice between loads of two widths
-// would be widened where it is loaded, and so waited for.
+// An id as it lies in memory, of either type: two loads without a wait. A choice between loads of two widths would be
+// widened where it is loaded, which waits for it.
 struct RawId {
   uint32_t low, high;
 

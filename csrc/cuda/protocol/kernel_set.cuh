@@ -1,5 +1,5 @@
-// Low latency's kernels, and what they are made of, exist twice: so that late ranks can be masked
-// (launch_masking_*.cu), and without a trace of it.
+// Low latency's kernels, and what they are made of, exist in two sets: one can mask late ranks (ll/masking_*.cu), the
+// other has no code for that.
 #pragma once
 
 #if defined(EP_MASKS_RANKS)

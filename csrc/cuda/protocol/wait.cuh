@@ -1,4 +1,4 @@
-// Waits with a deadline, and the one record of what ended a buffer.
+// Waits with a deadline, and the record of the failure that ended a buffer.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// What a kernel knows of its call once it has read the epoch. One a block, in shared memory: most of it stays out of
-// the registers, and slow paths take its address.
+// What a block knows of its operation once it has read the epoch. It lies in shared memory: most of it stays out of the
+// registers, and slow paths take its address.
 struct OpContext {
   DeviceState* state;
   const OpHeader* header;
@@ -21,16 +21,18 @@ struct OpContext {
   int rank;
   uint64_t epoch;
 
-  // kOpen: the rest may be read. kFailed: the buffer had failed before; kFailedMeanwhile: it has failed in this very
-  // call, in a block that came sooner.
+  // kOpen: the rest may be read. kFailed: the buffer had failed before. kFailedMeanwhile: it has failed in this very
+  // operation, in a block that came sooner.
   enum IsOpen : uint16_t { kClosed, kOpen, kFailed, kFailedMeanwhile };
-  // These three are one word: in low latency, who waits for the call to open has the others as well, then.
+  // These three are one word, so that in low latency a warp that waits for the operation to open gets all three.
   alignas(8) uint32_t tag;
   uint16_t bank, is_open;
-  mutable uint32_t has_given_up;  // high throughput: by a thread of the block, in a wait or over a record
+  mutable uint32_t
+      has_given_up;  // high throughput: a thread of the block has given up a wait, or seen another op header
 
-  // kMasksRanks: those that are masked when the call opens, bit r of 64 for rank r; the same where bit i is the i-th
-  // rank after this one; those that a dispatch leaves out, and not 0 if its block must listen again (roll_call.cuh).
+  // kMasksRanks: the ranks that are masked when the operation opens, bit r of 64 for rank r; the same where bit i is
+  // the i-th rank after this one; the sources that a dispatch leaves out; and not 0 if its block must read the routing
+  // again (ll/mask_consensus.cuh).
   uint32_t masked[2], masked_turns[2];
   mutable uint32_t left_out[2], listens_again[2];
 
@@ -52,13 +54,13 @@ struct OpenWord {
   __device__ __forceinline__ uint32_t is_open() const { return static_cast<uint32_t>(value >> 48); }
 };
 
-// A call as a warp knows it: what it needs at every turn is in registers once the epoch is known.
+// An operation as a warp knows it: what it needs at every turn is in registers once the epoch is known.
 struct WarpContext {
   const OpContext& context;
   uint32_t tag = 0;
   int bank = 0;
 
-  // Of a call that is open.
+  // Of an operation that is open.
   __device__ __forceinline__ explicit WarpContext(const OpContext& context)
       : context(context), tag(context.tag), bank(context.bank) {}
   __device__ __forceinline__ operator const OpContext&() const { return context; }
@@ -76,7 +78,7 @@ __device__ __forceinline__ void testing_point(Point point, const WarpContext& op
   testing_point(point, op.context, number);
 }
 
-// Never 0, and tells the calls of a buffer apart. (The host writes 1 when it gives up.)
+// Never 0, and different for each operation of a buffer. (The host writes 1 when it gives up.)
 __device__ __forceinline__ uint32_t failure_mark(const OpContext& context) {
   const uint32_t of_kind = static_cast<uint32_t>(context.kind) << 1 | (is_high_throughput(*context.header) ? 1 : 0);
   return static_cast<uint32_t>(context.epoch) << 3 | of_kind << 1 | 1;
@@ -104,17 +106,17 @@ static __device__ __noinline__ void fail(const OpContext& context, Failure::Code
 
 // ---- Masks of ranks
 
-// Of a call that is open.
+// Of an operation that is open.
 __device__ __forceinline__ bool is_masked(const OpContext& context, int rank) {
   return kMasksRanks && (context.masked[rank >> 5] >> (rank & 31) & 1) != 0;
 }
 
-// The same as it is now: late in a call, when one may have been masked meanwhile.
+// The same as it is now: late in an operation, when a rank may have been masked meanwhile.
 __device__ __forceinline__ bool is_masked_now(const OpContext& context, int rank) {
   return kMasksRanks && ptx::ld_relaxed_gpu(&context.state->masks.is_masked[rank]) != 0;
 }
 // Whether a wait for `peer` is over because low latency leaves it out: it is masked, or has masked this rank, in this
-// call or, where this rank is behind, in a later one.
+// operation or, if this rank is behind, in a later one.
 static __device__ __noinline__ bool is_left_out(const OpContext& context, int peer) {
   Masks& masks = context.state->masks;
   if (ptx::ld_relaxed_gpu(&masks.is_masked[peer]) != 0) return true;
@@ -128,15 +130,16 @@ static __device__ __noinline__ bool is_left_out(const OpContext& context, int pe
   return false;
 }
 
-// Stores `word`, which lies in the own window, at its place in the peer's.
+// Stores `value` in the peer's window, at the place that `word` has in the own one.
 __device__ __forceinline__ void tell(const OpContext& context, uint64_t* word, int peer, uint64_t value) {
   char* there =
       reinterpret_cast<char*>(word) + (peer - context.rank) * static_cast<int64_t>(context.state->masks.stride);
   ptx::st_relaxed_sys(reinterpret_cast<uint64_t*>(there), value);
 }
 
-// Masks `peer`, which may be in this call or behind it, and tells it: what it still waits for does not come, neither in
-// this kind of call nor in one of the other kind, on another stream, which drops what is for it from now on.
+// Masks `peer`, which may be in this operation or behind it, and tells it. What the peer still waits for does not come:
+// neither in this kind of operation nor in one of the other kind, on another stream, which drops what is for it from
+// now on.
 static __device__ __noinline__ void mask_late(const OpContext& context, int peer) {
   Masks& masks = context.state->masks;
   ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
@@ -150,7 +153,7 @@ static __device__ __noinline__ void mask_late(const OpContext& context, int peer
   }
 }
 
-// When `peer` has given the last sign of life, as seen from here.
+// When the last heartbeat of `peer` was seen here.
 __device__ __forceinline__ uint64_t last_heartbeat(const OpContext& context, int peer, uint64_t now) {
   Masks& masks = context.state->masks;
   const uint64_t sign = ptx::ld_relaxed_sys(masks.heartbeats + peer);
@@ -161,7 +164,7 @@ __device__ __forceinline__ uint64_t last_heartbeat(const OpContext& context, int
   return now;
 }
 
-// Says that this rank waits, now and then, to all, and takes note of what they said.
+// Sends a heartbeat to all ranks, now and then, and notes theirs.
 __device__ __forceinline__ void send_heartbeat(const OpContext& context, uint64_t now, uint64_t timeout_ns) {
   Masks& masks = context.state->masks;
   const uint64_t given_at = ptx::ld_relaxed_gpu(&masks.heartbeat_sent_at);
@@ -174,14 +177,14 @@ __device__ __forceinline__ void send_heartbeat(const OpContext& context, uint64_
   }
 }
 
-// Waits after which something is still to be sent. Nobody may be late because another rank is: they are shorter where
-// late ranks are masked, and a call has two at most.
+// Waits of a rank that still has to send. No rank may be late because another one is: with masks these waits are
+// shorter, and an operation has two at most.
 __device__ __forceinline__ bool holds_up_sends(const OpContext& context, Awaited awaited) {
   return awaited == Awaited::kArrivalSignal || (awaited == Awaited::kWeights && context.kind == Kind::kCombine);
 }
 
-// Looks at the clock and at other waits' fate: the start of the wait, with kWaitIsOver when it is over. Then the buffer
-// has failed, or the peer is masked.
+// Polls the clock and the failure flag. Returns the start of the wait, with kWaitIsOver when it is over: then the
+// buffer has failed, or the peer is masked.
 constexpr uint64_t kWaitIsOver = kMasksRanks ? 1ull << 63 : ~0ull;
 static __device__ __noinline__ uint64_t poll_deadline(const OpContext& context, uint64_t start, Awaited awaited,
                                                       int peer, uint64_t expected, uint64_t seen) {
@@ -209,8 +212,8 @@ static __device__ __noinline__ uint64_t poll_deadline(const OpContext& context, 
   return start | kWaitIsOver;
 }
 
-// Counts attempts, and looks around once in a while. `Time`: volatile keeps it in memory, where registers are few.
-// Where late ranks are masked, waits one after the other share one, so that they end by one deadline.
+// Counts polls, and checks deadline and failure flag once in a while. `Time`: volatile keeps it in memory, where
+// registers are few. With masks, waits that follow one another share one budget, so that they end by one deadline.
 template <class Time>
 class WaitBudgetIn {
  public:
@@ -219,7 +222,7 @@ class WaitBudgetIn {
                                            uint64_t seen) {
     return is_due() && poll(context, awaited, peer, expected, seen);
   }
-  // The same in two steps, where it takes a while to say who is waited for.
+  // The same in two steps, for waits that need time to find out which rank they wait for.
   __device__ __forceinline__ bool is_due() { return (++attempts_ & 255) == 0; }
   __device__ __forceinline__ bool poll(const OpContext& context, Awaited awaited, int peer, uint64_t expected,
                                        uint64_t seen) {

@@ -18,7 +18,7 @@ inline namespace EP_KERNELS {
 using testing::Bug;
 using testing::Point;
 
-// Who is where, for points at which there is no context of the block yet.
+// Where a warp is, for points at which the block has no context yet.
 struct TestingOp {
   Kind kind;
   int rank;
@@ -71,7 +71,7 @@ template <class Call>  // with kind, rank and epoch
 __device__ __forceinline__ void testing_point(Point point, const Call& op, int number = kOnce) {
   if (gpu_testing.seed != 0) stall(point, {op.kind, op.rank, op.epoch}, number);
 }
-// Where nothing of the call is known, a warp may be late.
+// Where nothing of the operation is known, a warp may be late.
 __device__ __forceinline__ void testing_point(Point point) {
   if (gpu_testing.seed != 0) stall(point, {Kind::kDispatch, 0, ptx::clock()}, 0);
 }
@@ -90,10 +90,10 @@ __device__ __forceinline__ void testing_barrier(int id, int threads) {
   if (gpu_testing.barriers != 0) ptx::named_barrier(id, threads);
 }
 
-// Likewise: flags in shared memory are not used, whoever would wait for one waits for what it stands for.
+// Likewise: flags in shared memory are not used. A wait for a flag becomes a wait for what the flag stands for.
 __device__ __forceinline__ bool testing_without_flags() { return gpu_testing.barriers != 0; }
 
-// Looks of a wait that has a way around it: few in every second call, if others are late, so that it is gone.
+// Polls of a wait that has an alternative: few in every second operation if others are late, so that it is taken.
 __device__ __forceinline__ int testing_looks(int looks, uint64_t epoch) {
   return gpu_testing.seed != 0 && epoch % 2 == 1 ? 1 : looks;
 }

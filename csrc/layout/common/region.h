@@ -18,7 +18,7 @@ struct Region {
   EP_HD Offset at(uint64_t index) const { return offset + index * sizeof(T); }
 };
 
-// Takes regions one after the other, so that sizing and addressing come from the same lines.
+// Takes regions one after the other, so that the same lines give sizes and offsets.
 class Carver {
  public:
   explicit Carver(uint64_t used = 0) : used_(used) {}

@@ -10,7 +10,7 @@
 
 namespace ep {
 
-// What every source rank wants of this rank.
+// Which of this rank's experts the tokens of every source rank choose.
 struct Routing {
   std::vector<int32_t> tokens;     // [R] tokens of each source
   std::vector<int32_t> local_ids;  // [R, M, K] expert of this rank, or -1

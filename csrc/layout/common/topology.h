@@ -1,4 +1,4 @@
-// Who shares memory with whom: the world is cut into LSA domains of equal size, consecutive ranks each.
+// Which ranks share memory: the world is divided into LSA domains of equal size, of consecutive ranks.
 #pragma once
 
 #include "base/check.h"

@@ -1,4 +1,4 @@
-// What travels: tagged words, rows that announce their own arrival, and the record that opens every call.
+// What travels: tagged words, rows that announce their own arrival, and the op header that begins every operation.
 // docs/wire_format.md shows the bytes.
 #pragma once
 
@@ -35,8 +35,8 @@ constexpr uint32_t kAbsent = 0xFFFFFFFFu;
 // Floating-point words: kAbsent is a NaN (a pair of them), and travels as another NaN.
 EP_HD uint32_t escape_float(uint32_t word) { return word == kAbsent ? kAbsent - 1 : word; }
 
-// A weight of the home rank's on its way to a combine, in a tagged word: its bits, escaped, or that its choice does not
-// count.
+// A tagged word that carries a home rank's weight to a combine has the weight's bits, escaped, or this value: its
+// choice is skipped.
 constexpr uint32_t kSkippedWeight = kAbsent;
 
 // Opaque words keep every bit: a block of 128 words travels as word ^ key, the first key of 0, 1, 2, ... for which no
@@ -59,23 +59,23 @@ struct RowFormat {
   EP_HD int stride() const { return align_up(wire_bytes(), 128); }
 };
 
-// ---- Signs of life. Where late ranks are masked, who waits in low latency says so, kHeartbeatsPerDeadline times in a
-// deadline, by a word that changes. Whoever waits for it in turn gives it a deadline from each sign on, as it may be
-// waiting for a rank that is gone, but kMaxDeadlines in all.
+// ---- Heartbeats. With masks, a rank that waits in low latency changes a word at all ranks, kHeartbeatsPerDeadline
+// times in a deadline, as it may be waiting for a rank that is gone. A rank that waits for it counts the deadline from
+// the last heartbeat, and waits for kMaxDeadlines at most.
 constexpr int kHeartbeatsPerDeadline = 16;
 constexpr int kMaxDeadlines = 8;
 
-// ---- The op header: the first thing a rank sends to every other in an operation. Words up to kComparedWords must
-// be equal on all ranks; a receiver that sees another call ends the operation and names both.
+// ---- The op header: the first thing that a rank sends to every other in an operation. Words below kComparedWords must
+// be equal on all ranks. A receiver that sees another header ends the operation, and the error names both operations.
 struct OpHeader {
   enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens, kIsMasked };
-  // kScaleBytes, of high throughput: bytes of all tensors beside x, and in the bits above, of several, a hash of the
-  // list of them. Two that have changed places give another one, as 8191 is a prime; of other lists one in 8191 does
-  // not.
+  // kScaleBytes of high throughput: bytes of all tensors that travel with x. If these are several, the bits above are a
+  // hash of their sizes in order. Two tensors that have changed places give another hash, as 8191 is a prime; of other
+  // lists one in 8191 gives the same.
   static constexpr int kMetadataBits = 19, kOrders = 8191;
   EP_HD static uint32_t hash_order(uint32_t before, int bytes) { return (31 * before + bytes) % kOrders; }
-  static constexpr int kComparedWords = kNumTokens;  // the sender's tokens are its own affair
-  static constexpr int kWords = 8;                   // stride of a record in tagged words
+  static constexpr int kComparedWords = kNumTokens;  // each rank has its own number of tokens
+  static constexpr int kWords = 8;                   // stride of a header in tagged words
 
   // Operation | dtype << 8 | quant << 16 | wire dtype << 24, elements of a row, top-k, experts, max_tokens, bytes of
   // scales of a row, tokens of the sender, and 1 for a receiver that the sender has masked.
@@ -92,8 +92,8 @@ enum class Operation : int {
   kFloorPush = 5,
   // High throughput.
   kHtDispatch = 6,
-  kHtRoute = 7,   // of exact sizes: the counts
-  kHtSend = 8,    // and the rows
+  kHtRoute = 7,   // exact sizes: the counts
+  kHtSend = 8,    // exact sizes: the rows
   kHtCached = 9,  // rows along the routes of a handle
   kHtCombine = 10,
   kHtCombineWeighted = 11,

@@ -1,6 +1,6 @@
-// The high-throughput (HT) window, which lies behind the low-latency one: messages that open a call, signals that grow,
-// room for one operation's rows that cannot go to their final place, what crosses between domains, and the arena in
-// which outputs lie. docs/architecture.md tells how they are used.
+// The high-throughput (HT) part of the window, which lies behind the low-latency part: op messages, signals that grow,
+// slots and staging rows for one operation, what crosses between domains, and the arena, in which outputs lie.
+// docs/architecture.md says how they are used.
 #pragma once
 
 #include <cstdint>
@@ -18,24 +18,24 @@ constexpr int kHtMaxParts = 8;             // tensors that one dispatch moves, s
 constexpr Offset kNoOffset = ~0ull;        // of a tensor that is not in the arena
 constexpr uint64_t kArenaAlignment = 512;  // of its blocks, as torch's allocator aligns
 
-// Words of 64 bits that only grow, one for each (signal, source rank): the source stores the epoch of the call, of the
-// kind of that signal. Signals of ranks of other domains follow puts, the rest follow stores.
+// Words of 64 bits that only grow, one for each (signal, source rank): the source stores the epoch of its operation of
+// that kind. Signals to ranks of other domains follow puts, the others follow stores.
 enum class HtSignal : int {
-  kDispatchMessage = 0,  // other domains: the call message has landed
+  kDispatchMessage = 0,  // other domains: the op message has landed
   kDispatchRail,         // other domains: rows and routes for this domain have landed
-  kDispatchRows,         // own domain: all rows lie in place; on CPU ranks what stands beside them too
+  kDispatchRows,         // own domain: all rows lie in place; on CPU ranks their metadata is there too
   kCombineMessage,       // other domains
   kCombineRailWeights,   // other domains: weights given at combine
   kCombineWeights,       // own domain: the same, at their slots
   kCombineReady,         // own domain: the source's rows may be read
   kCombineRail,          // other domains: their sums have landed
-  kCombineDone,          // own domain: the source has read all that it wants
-  kDispatchRoutes,       // CUDA: what stands beside rows lies at the slots
+  kCombineDone,          // own domain: the source has read all that it reads
+  kDispatchRoutes,       // CUDA: the rows' metadata lies at the slots
 };
 constexpr int kNumHtSignals = 10;
 
-// CUDA announces the rows of one rank to another in pieces, so that the receiver has work before the last has come:
-// the signal's line holds a word for each.
+// CUDA announces the rows of one rank to another in chunks, so that the receiver can begin before the last row has
+// come: the signal's line holds a word for each chunk.
 constexpr int kHtChunks = 16;
 EP_HD int chunk_of(int index, int count, int chunks) { return index * chunks / count; }
 EP_HD int chunk_begin(int chunk, int count, int chunks) { return ceil_div(chunk * count, chunks); }
@@ -43,14 +43,16 @@ EP_HD int chunk_size(int chunk, int count, int chunks) {
   return chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
 }
 
-// A call message, tagged words: the record, the receiver's output, then (dispatch) the counts of the sender's choices.
+// An op message, in tagged words: the op header, the output into which the sender of the message receives, then
+// (dispatch) the counts of its choices.
 struct HtMessage {
   enum Word {
     kLayout = OpHeader::kWords,  // of the output
     kCapacity,
     kAlignment,
     kOffsets,  // of each part's output in the sender's arena, low word first; kNoOffset: staged
-    kChunks = kOffsets + 2 * kHtMaxParts,  // CUDA: pieces in which the sender of the message wants to hear of its rows
+    kChunks =
+        kOffsets + 2 * kHtMaxParts,  // CUDA: chunks in which the sender of the message wants its rows to be announced
     kCounts = 32,
   };
   static_assert(kChunks < kCounts);
@@ -60,8 +62,8 @@ struct HtMessage {
 
 // Bytes of the regions; all 0 where a buffer has no HT.
 struct HtSizes {
-  uint64_t message_words = 0;  // of a call message
-  uint64_t slot_bytes = 0;     // routes of received rows
+  uint64_t message_words = 0;  // of an op message
+  uint64_t slot_bytes = 0;     // metadata of received rows
   uint64_t row_bytes = 0;      // staged rows
   uint64_t route_bytes = 0;    // several domains: routes that cross, of one direction
   uint64_t rail_bytes = 0;     // several domains: rows that cross, of one direction
@@ -72,7 +74,7 @@ struct HtSizes {
 
 struct HtWindow {
   Region<uint64_t> signals;             // [kNumHtSignals][R], each on a line of its own
-  Region<TaggedWord> calls[kNumKinds];  // [bank][source][message_words]
+  Region<TaggedWord> calls[kNumKinds];  // op messages: [bank][source][message_words]
   Region<char> slots;
   Region<char> rows;
   Region<char> routes_out, routes_in;
@@ -115,8 +117,8 @@ struct HtRowFormat {
   EP_HD int stride() const { return align_up(body_bytes, 128); }
 };
 
-// What travels beside a row to the rank that will pass it on in its domain: for each choice its expert (-1: not in that
-// domain), output row, slot, weight.
+// The route that travels with a row to the rail peer that delivers it in its domain: for each choice its expert (-1:
+// not in that domain), output row, slot, weight.
 struct HtRouteFormat {
   int topk = 1;
 
@@ -128,8 +130,8 @@ struct HtRouteFormat {
   EP_HD int stride() const { return words() * 4; }
 };
 
-// Where one operation's words lie: offsets into any rank's window. A slot is a received row's number in the order
-// (source rank, token), capacity or not: at most R * M.
+// Offsets of one operation's words in any rank's window. A slot is a received row's number in the order (source rank,
+// token), whether or not the capacity has room for it: at most R * M.
 struct HtLayout {
   Topology topology;
   int max_tokens = 1;
@@ -160,7 +162,7 @@ struct HtLayout {
   EP_HD Offset rail_row_out(int domain, int token) const { return rail_out + rail_index(domain, token) * row.stride(); }
   EP_HD Offset rail_row_in(int domain, int token) const { return rail_in + rail_index(domain, token) * row.stride(); }
 
-  // The rank of `domain` that hands out what `rank` sends there.
+  // The rank of `domain` that delivers there what `rank` sends.
   EP_HD int rail_peer(int rank, int domain) const { return domain * topology.domain_size + topology.lsa_rank(rank); }
 
   static HtLayout make(const HtWindow& window, Kind kind, const Topology& topology, const Shape& shape,

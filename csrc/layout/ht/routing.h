@@ -1,5 +1,5 @@
-// From the counts that ranks exchange to the places of rows, at the sender: every rank knows the counts of all, so that
-// each computes where its own rows go, at every receiver. Host form; CUDA kernels reach the same places by ballots.
+// From the counts that ranks exchange to the places of rows. Every rank knows the counts of all ranks, so each sender
+// computes where its own rows go at every receiver. Host form; CUDA kernels reach the same places by ballots.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace ep {
 
-// What each source sends, as it tells all ranks.
+// What each source sends, from the op messages of all ranks.
 struct HtCounts {
   std::vector<int32_t> rows;     // [R, R] tokens of a source with an expert of a destination
   std::vector<int32_t> choices;  // [R, E] choices of an expert
@@ -32,7 +32,7 @@ EP_HD int64_t first_slot(const int32_t* counts, int num_ranks, int source, int d
   return first;
 }
 
-// What `destination` was asked for, by its output's bins, and what of it fits. The row map stays empty.
+// The demand of `destination`, by its output's bins, and what of it fits. The row map stays empty.
 Placement place_bins(const Shape& shape, const OutputShape& output, const HtCounts& counts, int destination);
 
 // Fills in rows and slots of the tokens of `source` whose ids are given, at receivers with these outputs [R].

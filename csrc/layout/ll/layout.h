@@ -1,5 +1,5 @@
-// The low-latency window: for each kind of operation two banks, and in each bank a record, routing words and a row
-// slot for every (source rank, token). docs/architecture.md tells how they are used.
+// The low-latency part of the window: for each kind of operation two banks, and in each bank an op header, routing
+// words and a row slot for every (source rank, token). docs/architecture.md says how they are used.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,14 @@ namespace ep {
 struct LlSizes {
   uint64_t tagged_bytes = 0;
   uint64_t row_bytes[kNumKinds] = {0, 0};
-  // Where ranks can be masked, each source has a part of a bank for itself, whatever the shapes: what a masked rank has
-  // left there is in nobody's way.
+  // With masks, each source has a part of a bank for itself, whatever the shapes: what a masked rank has left there
+  // lies in no other rank's way.
   bool by_source = false;
 };
 
 struct LlWindow {
-  Region<uint64_t> signals;  // [kind][source]: calls that have fully arrived over a network; each has one writer
+  Region<uint64_t>
+      signals;  // [kind][source]: stages that have arrived over a network; CUDA: credits. Each has one writer
   struct PerKind {
     Region<TaggedWord> headers;  // [bank][source][OpHeader::kWords]
     Region<TaggedWord> tagged;   // [bank][tagged words]
@@ -30,7 +31,7 @@ struct LlWindow {
   } kind[kNumKinds];
   Region<uint64_t> flags;       // [source]: the floor of flags alone; each has one writer, and grows
   Region<uint64_t> flag_epoch;  // of the last such exchange; its owner's alone
-  Region<uint64_t> heartbeats;  // [source]: with masks, signs of life of who waits; each has one writer
+  Region<uint64_t> heartbeats;  // [source]: with masks, heartbeats; each has one writer
   uint64_t bytes = 0;
   bool by_source = false;
 
@@ -53,7 +54,7 @@ struct LlWindow {
   }
 };
 
-// Where one operation's words lie: offsets into any rank's window.
+// Offsets of one operation's words in any rank's window.
 struct LlLayout {
   int num_ranks = 1;
   int max_tokens = 1;

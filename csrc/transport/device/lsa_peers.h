@@ -13,7 +13,7 @@ struct LsaPeers {
   char* base = nullptr;
   uint64_t stride = 0;
   int rank = 0;
-  bool can_be_masked = false;  // low latency may have to do without some of them: its kernels are others then
+  bool can_be_masked = false;  // low latency may mask some of them: it has kernels of its own for that
 
   template <class T>
   EP_HD T* at(int peer, Offset offset) const {

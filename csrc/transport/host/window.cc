@@ -15,7 +15,7 @@
 namespace ep {
 namespace {
 
-// What a rank tells the others about its window.
+// What a rank sends the others so that they can map its window.
 struct Invitation {
   int64_t pid;
   uint64_t process;  // a random number: in containers, two processes may have one pid
@@ -96,7 +96,7 @@ class SharedWindows : public HostWindows {
     const auto all = exchange(bootstrap, {getpid(), process_number(), fd, 0, bytes});
     std::string problem;
     for (size_t r = 0; r < all.size() && problem.empty(); r++) problem = map(static_cast<int>(r), all[r], fd);
-    // Everybody tells whether it has mapped all windows; only then may the files be closed.
+    // Every rank says whether it has mapped all windows; only then may the files be closed.
     const auto outcomes = bootstrap.allgather(problem);
     close(fd);
     for (size_t r = 0; r < outcomes.size(); r++) {

@@ -1,5 +1,5 @@
 // Windows in host memory: the heap when all ranks are threads of one process, an anonymous shared file (memfd) when
-// they are processes of one machine. Every rank maps every window; the transport decides who may look.
+// they are processes of one machine. Every rank maps every window; the transport decides which it may access.
 #pragma once
 
 #include <cstdint>

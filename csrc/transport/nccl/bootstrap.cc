@@ -14,7 +14,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Memory and stream of one collective. What a rank that does not come has left running is not waited for: it keeps
+// Memory and stream of one collective. A collective that a missing rank has left unfinished is not waited for: it keeps
 // both.
 class Gathering {
  public:
