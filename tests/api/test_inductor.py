@@ -1,4 +1,4 @@
-"""torch.compile with its default backend, on the CPU: g++ compiles what stands between the ops. The other backends are in
+"""torch.compile with its default backend, on the CPU: g++ compiles what stands between the ops. Other backends are in
 test_ops.py and tests/ht/test_ops.py."""
 
 from __future__ import annotations

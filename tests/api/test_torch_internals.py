@@ -165,8 +165,8 @@ def test_autocast_does_not_matter(buffer: nccl_ep.Buffer) -> None:
 
 @pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="this torch has no redispatch_function")
 def test_one_skipped_hop_is_for_one_call(buffer: nccl_ep.Buffer) -> None:
-    """`redispatch_function` of torch 2.15 has torch's parser of arguments pass by modes once. A direct call does not ask,
-    and torch raises where nobody did: so it must see that and go torch's way."""
+    """`redispatch_function` of torch 2.15 has torch's parser of arguments pass by modes once, and raises where nobody
+    asked the parser. A direct call must see that and go torch's way."""
 
     class Redispatching(_Functions):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """The extension of another build directory in the place of nccl_ep/_C of the source tree.
 
 For builds that must not lie in nccl_ep/, since the file's name is the same: of emulated GPUs, by
-tests/support/emulated.py, and against another torch. `make newest` puts a link to this file into .venv-newest, and a .pth file that calls it at
-every start of Python: so processes that tests start find that extension too.
+tests/support/emulated.py, and against another torch. `make newest` puts a link to this file into .venv-newest, and a
+.pth file that calls it at every start of Python: so processes that tests start find that extension too.
 """
 
 from __future__ import annotations
