@@ -5,6 +5,7 @@
 # make bench    measure here                               make wheel     build and check dist/*.whl
 # make tidy     clang-tidy on what needs neither CUDA nor torch
 # make emulated the kernels of CUDA against the oracle, on an emulated GPU
+# make newest   the quick tests that torch matters to, with the newest torch of PyPI, in .venv-newest
 # make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
 #
 # Set-up is on its own: .venv with the pinned requirements, and a CMake build in build/dev that puts the extension into
@@ -20,7 +21,7 @@ CMAKE_FLAGS ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo build test test-all lint format tidy tsan asan emulated bench wheel gpu clean
+.PHONY: demo build test test-all lint format tidy tsan asan emulated newest bench wheel gpu clean
 
 demo: build
 	python examples/ll_moe_layer.py
@@ -30,7 +31,7 @@ test: build
 	python -m pytest -m "not slow"
 
 test-all: export NCCL_EP_TEST_ALL := 1
-test-all: build tsan asan emulated wheel
+test-all: build newest tsan asan emulated wheel
 	$(ctest) build/dev
 	python -m pytest
 
@@ -75,15 +76,34 @@ tsan asan: .venv/ready
 	cmake --build build/$@ --parallel $(JOBS)
 	$(ctest) build/$@
 
-# The extension stays in build/emulated: tests/support/emulated.py puts it in the place of the other.
+# Extensions stay in build/emulated and build/newest: tests/support/other_build.py puts them in the place of nccl_ep's.
+not_in_place := -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_TESTS=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF -DNCCL_EP_IN_PLACE=OFF
+
 emulated: .venv/ready
 	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_EMULATED_GPU=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_STAMPS=ON \
-	    -DNCCL_EP_TUNING=ON -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_TESTS=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF \
-	    -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	    -DNCCL_EP_TUNING=ON $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	cmake --build build/$@ --parallel $(JOBS)
 	{ python tests/support/emulated.py -q -k "planted or chains" && python tests/support/emulated.py -q \
 	    tests/ll/test_masks.py tests/deep_ep/test_low_latency.py tests/ll/test_extra.py tests/contract; } & \
 	    python tests/support/emulated.py -q -k "not planted and not chains" && wait $$!
+
+# The newest torch, of which an extension built against another is not one. (pip brings its CUDA packages too, without which
+# torch cannot be imported: 2.9 GB to fetch, 5.4 GB on disk.) To look for a newer one: rm -r .venv-newest
+newest_tests := tests/api tests/ll tests/ht tests/deep_ep tests/docs/test_doctor.py
+
+.venv-newest/ready: requirements/newest.txt
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/newest.txt
+	site="$$(.venv-newest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	    ln -sf '$(CURDIR)/tests/support/other_build.py' "$$site/nccl_ep_other_build.py"; \
+	    printf '%s\n' '$(CURDIR)' "import nccl_ep_other_build as o; o.use('$(CURDIR)/build/newest', target='newest')" \
+	    > "$$site/nccl_ep_source.pth"
+	touch $@
+
+newest: .venv/ready .venv-newest/ready
+	cmake -S . -B build/$@ -G Ninja $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv-newest/bin/python
+	cmake --build build/$@ --parallel $(JOBS)
+	.venv-newest/bin/python -m pytest -m "not slow" $(newest_tests)
 
 wheel: .venv/ready
 	rm -rf dist

@@ -9,6 +9,6 @@ import torch  # noqa: E402
 from torch.utils import cpp_extension  # noqa: E402
 
 lib_dir = pathlib.Path(torch.__file__).parent / "lib"
-abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+abi = int(torch.compiled_with_cxx11_abi())
 paths = [str(lib_dir), *cpp_extension.include_paths()]
 print(";".join([torch.__version__, torch.version.cuda or "none", str(abi), *paths]))

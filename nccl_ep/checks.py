@@ -157,6 +157,8 @@ def error_of(buffer: Buffer, error: RuntimeError) -> Exception:
 
     Raises what is torch's own: out of memory, an error of the GPU.
     """
+    if is_dynamo_compiling():  # torch 2.15 traces handlers too: what an op's shapes refuse, dynamo tells
+        raise error
     text = str(error).split("\n", 1)[0]
     if type(error) is not RuntimeError or "can't allocate memory" in text:
         raise error

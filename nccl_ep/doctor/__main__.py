@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .facts import ATTRIBUTES, Facts, collect
-from .findings import Finding, judge, plan
+from .findings import Finding, judge, judge_torch, plan
 from .self_test import run_rank, self_test
 
 
@@ -20,10 +20,12 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     nccl = facts.nccl
     lines = [
         ("system", facts.system),
-        ("Python, torch", f"{facts.python}, {facts.torch} (CUDA {facts.torch_cuda or 'none'})"),
+        ("Python, torch", f"{facts.python}, {facts.torch} (CUDA {facts.torch_cuda or 'none'}); "
+         f"{judge_torch(facts.torch)[0]}"),
         ("nccl_ep", f"{facts.library}, {'with' if facts.library_cuda else 'without'} CUDA"),
-        ("NCCL", f"compiled with {nccl['compiled']}, loaded {nccl['loaded'] or 'none'} {nccl['path']}".strip()
-         if nccl.get("compiled") else "not part of this build"),
+        ("NCCL", f"torch brings {facts.torch_nccl or 'none'}; " + (
+            f"nccl_ep is compiled with {nccl['compiled']}, loaded is {nccl['loaded'] or 'none'} {nccl['path']}".strip()
+            if nccl.get("compiled") else "not part of this build of nccl_ep")),
         ("CUDA", f"driver {facts.driver or 'none'} (up to CUDA {facts.driver_cuda or '-'}), "
          f"toolkit {facts.toolkit or 'none'}"),
     ]  # fmt: skip

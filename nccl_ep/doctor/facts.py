@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Facts:
     python: str = ""
     torch: str = ""
     torch_cuda: str = ""
+    torch_nccl: str = ""  # that comes with this torch
     library: str = ""
     library_cuda: bool = False
     nccl: dict[str, str] = field(default_factory=dict)
@@ -58,6 +60,20 @@ def _run(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _torch_nccl() -> str:
+    """The version of the package beside torch, or of what torch was linked with."""
+    if torch.version.cuda is None:
+        return ""
+    try:
+        return metadata.version(f"nvidia-nccl-cu{torch.version.cuda.split('.')[0]}")
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()[:3]))  # type: ignore[no-untyped-call]
+    except (AttributeError, RuntimeError):  # a torch without NCCL
         return ""
 
 
@@ -189,6 +205,7 @@ def collect() -> Facts:
         python=platform.python_version(),
         torch=torch.__version__,
         torch_cuda=torch.version.cuda or "",
+        torch_nccl=_torch_nccl(),
         library=nccl_ep.__version__,
         library_cuda=_C.has_cuda(),
         nccl=_C.nccl_info(),

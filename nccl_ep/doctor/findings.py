@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from .facts import Facts
 
+TORCH_TRIED = ("2.11", "2.15")  # the oldest that is supported and the newest that the tests have run with
 _OLDEST_CAPABILITY = (9, 0)  # the kernels use what sm_90 has
 _SMALLEST_SHM = 64 << 20  # NCCL's shared memory, about 10 MB a GPU
 
@@ -20,6 +22,29 @@ class Finding:
     remedy: str = ""
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two of a version: (2, 15) of "2.15.0+cu132"."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def judge_torch(version: str) -> tuple[str, Finding | None]:
+    """A word on torch's version, and what is wrong with it."""
+    oldest, newest = TORCH_TRIED
+    tried = f"nccl_ep is tested with {oldest} and {newest}"
+    if _numbers(version) < _numbers(oldest):
+        return f"too old: {tried}", Finding(
+            "problem", f"torch {version} is older than {oldest}, the oldest that nccl_ep supports",
+            f"pip install 'torch>={oldest}', then build nccl_ep again",
+        )  # fmt: skip
+    if _numbers(version) > _numbers(newest):
+        return f"newer than what was tested: {tried}", Finding(
+            "note", f"torch {version} is newer than {newest}, the newest that nccl_ep was tested with",
+            f"if something fails, pip install 'torch=={newest}.*' and build nccl_ep again",
+        )  # fmt: skip
+    return tried, None
+
+
 def judge(facts: Facts) -> list[Finding]:
     """What is missing on a machine, and how to get it."""
     found: list[Finding] = []
@@ -30,6 +55,8 @@ def judge(facts: Facts) -> list[Finding]:
     def note(text: str, remedy: str = "") -> None:
         found.append(Finding("note", text, remedy))
 
+    if torch := judge_torch(facts.torch)[1]:
+        found.append(torch)
     if not facts.gpus:
         why = f" ({facts.gpu_error})" if facts.gpu_error else ""
         note(f"torch finds no GPU{why}: ranks run on the CPU, which is for tests, not for speed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -20,7 +21,7 @@ from nccl_ep.doctor import __main__ as doctor
 from nccl_ep.doctor import facts as facts_of
 from nccl_ep.doctor import self_test
 from nccl_ep.doctor.facts import Facts, Gpu, collect, join_links, parse_topology
-from nccl_ep.doctor.findings import judge, plan
+from nccl_ep.doctor.findings import TORCH_TRIED, judge, judge_torch, plan
 from nccl_ep.testing import run_ranks
 from tests import ROOT
 
@@ -39,7 +40,8 @@ def machine(gpus: int = 4) -> Facts:
     """H200s on which all is well."""
     pairs = {f"{a}-{b}": "NV18" for a in range(gpus) for b in range(a + 1, gpus)}
     return Facts(
-        system="Linux", python="3.12", torch="2.11.0", torch_cuda="13.0", library="0.1.0", library_cuda=True,
+        system="Linux", python="3.12", torch="2.11.0", torch_cuda="13.0", torch_nccl="2.28.9", library="0.1.0",
+        library_cuda=True,
         nccl={"compiled": "2.28.9", "loaded": "2.28.9", "path": "libnccl.so.2", "problem": ""}, driver="580.1",
         driver_cuda="13.0", gpus=[Gpu("NVIDIA H200", (9, 0), 132, 139.8) for _ in range(gpus)], pairs=pairs,
         pairs_from="NVML", cuda_graphs=True, shm_bytes=1 << 30,
@@ -57,7 +59,9 @@ def test_without_a_gpu() -> None:
     report = json.loads(run("--json", code=0))
     assert report["self_test"] == {"device": "cpu", "ranks": 2, "failure": ""} and report["exit_code"] == 0
     assert report["facts"]["torch"] == torch.__version__ and report["facts"]["library_cuda"] == _C.has_cuda()
-    assert [finding["level"] for finding in report["findings"]] == ["note"]
+    about_torch = judge_torch(torch.__version__)[1]  # that this one is newer than those that were tried
+    others = [finding for finding in report["findings"] if about_torch is None or finding["text"] != about_torch.text]
+    assert [finding["level"] for finding in others] == ["note"]
 
 
 @pytest.mark.gpu
@@ -79,6 +83,7 @@ def test_nccl_info() -> None:
 def test_facts_of_this_machine() -> None:
     found = collect()
     assert found.library == nccl_ep.__version__ and found.python == sys.version.split()[0]
+    assert re.fullmatch(r"2\.\d+(\.\d+)*" if torch.version.cuda else "", found.torch_nccl)
     assert bool(found.gpus) == HAS_GPU
     if os.path.isdir("/dev/shm"):
         total = int(subprocess.check_output(["df", "--output=size", "-B1", "/dev/shm"], text=True).split()[1])
@@ -94,11 +99,32 @@ def test_a_machine_on_which_all_is_well() -> None:
     assert [finding.level for finding in judge(machine(1))] == ["note"]
     lines = dict(doctor._lines(facts))
     assert lines["pairs of GPUs"] == "NV18: 0-1 0-2 0-3 1-2 1-3 2-3 (from NVML)"
+    assert lines["Python, torch"] == "3.12, 2.11.0 (CUDA 13.0); nccl_ep is tested with 2.11 and 2.15"
+    assert lines["NCCL"].startswith("torch brings 2.28.9; nccl_ep is compiled with 2.28.9, loaded is 2.28.9 ")
     assert "132 SMs" in lines["GPU 3"] and "vmm" in lines["GPU 3"]
+
+
+def test_versions_of_torch() -> None:
+    """Every torch from the oldest to the newest that was tried is taken, with what stands behind the two numbers."""
+    oldest, newest = TORCH_TRIED
+    assert f'"torch>={oldest}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"torch=={oldest}." in (ROOT / "requirements/dev.txt").read_text()
+    for version in (f"{oldest}.0", "2.12.1", f"{newest}.0+cu132", f"{newest}.0a0+git1234"):
+        said, finding = judge_torch(version)
+        assert finding is None and said == f"nccl_ep is tested with {oldest} and {newest}"
+    for version in ("1.13.1", "2.9.1", "2.10.0+cpu", "from source"):
+        said, finding = judge_torch(version)
+        assert said.startswith("too old") and finding is not None and finding.level == "problem"
+        assert f"torch {version} is older than {oldest}" in finding.text and f"torch>={oldest}" in finding.remedy
+    for version in (f"{newest[:-1]}99.0", "3.0.0"):
+        said, finding = judge_torch(version)
+        assert said.startswith("newer than") and finding is not None and finding.level == "note"
+        assert f"torch {version} is newer than {newest}" in finding.text
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no CUDA in the build": ({"library_cuda": False}, "built without CUDA", "NCCL_EP_CUDA=ON"),
+    "old torch": ({"torch": "2.10.0+cu130"}, "torch 2.10.0+cu130 is older than 2.11", "torch>=2.11"),
     "old NCCL": ({"nccl": {"problem": "this process has loaded NCCL 2.26.2, which is too old"}}, "2.26.2", ""),
     "no NVLink": ({"pairs": {"0-1": "NV18", "0-2": "none"}}, "GPUs 0-2 reach", "nvidia-fabricmanager"),
     "no cuMem": ({"gpus": [Gpu("A", (9, 0), 132, 80.0, vmm=False)]}, "cannot share memory by cuMem", "driver"),
@@ -124,6 +150,7 @@ def test_faults_of_machines(fault: str) -> None:
 
 def test_notes_are_no_problems() -> None:
     for changed, text in (
+        ({"torch": "2.99.0"}, "torch 2.99.0 is newer than"),
         ({"shm_bytes": 32 << 20}, "/dev/shm has 32 MiB"),
         ({"shm_bytes": None}, "/dev/shm is not there"),
         ({"pairs": {"0-1": "peer access"}}, "whether by NVLink or PCIe"),

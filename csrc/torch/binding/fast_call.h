@@ -152,10 +152,18 @@ PyObject* wrap(std::tuple<Tensors...>&& tensors) {
   return nullptr;
 }
 
+// torch.overrides.redispatch_function (torch 2.15) waits for torch's parser of this call to take note of it.
+template <class Tls>
+bool skips_a_hop() {
+  if constexpr (requires { Tls::peek_skip_next(); }) return Tls::peek_skip_next();
+  return false;
+}
+
 // No mode and no transform of torch is on in this thread.
 inline bool is_plain_thread() {
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-  return (included - c10::default_included_set).empty() && !at::impl::torch_function_mode_enabled();
+  return (included - c10::default_included_set).empty() && !at::impl::torch_function_mode_enabled() &&
+         !skips_a_hop<at::impl::PythonTorchFunctionTLS>();
 }
 
 template <size_t kSize>
