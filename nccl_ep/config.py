@@ -195,6 +195,8 @@ def config_of(
     config: DispatchConfig | None = buffer._configs.get(key)
     if config is None:
         config = DispatchConfig.check(buffer.num_ranks, buffer.ll_max_tokens, *numbers, row_bytes)
+        if config.capacity == DEFAULT:
+            config.capacity = _C.default_capacity(config.numbers, buffer.num_ranks)
         _remember(buffer, key, config)
         logger.debug("%s serves %s for the first time", buffer.name, config)
     return config, num_tokens
@@ -202,21 +204,17 @@ def config_of(
 
 def cached_numbers(buffer: Buffer, handle: Handle, quant: Quant, zero_padding: bool, num_sms: int) -> Numbers:
     """The config of a dispatch along the routes of ``handle``."""
-
-    def pack() -> Numbers:
-        return pack_dispatch(
-            handle.routing() | {"quant": quant, "zero_padding": zero_padding, "num_sms": num_sms},
-        )
-
     if is_dynamo_compiling():
-        return pack()
-    key = ("cached", handle.num_experts, handle.topk, handle.max_tokens, handle.layout, quant, zero_padding, num_sms)
+        return cached_args(handle, int(quant), zero_padding, num_sms)[2]
+    key = (
+        "cached", handle.num_experts, handle.topk, handle.max_tokens, handle.layout._value_, quant._value_,
+        zero_padding, num_sms,
+    )  # fmt: skip
     numbers: Numbers | None = buffer._configs.get(key)
     if numbers is None:
-        if type(num_sms) is not int or type(zero_padding) is not bool:
-            require_integers(num_sms=num_sms)
-            require_bools(zero_padding=zero_padding)
-        numbers = pack()
+        require_integers(num_sms=num_sms)
+        require_bools(zero_padding=zero_padding)
+        numbers = cached_args(handle, int(quant), zero_padding, num_sms)[2]
         _remember(buffer, key, numbers)
     return numbers
 
@@ -225,26 +223,16 @@ def combine_numbers(
     buffer: Buffer, handle: Handle, weighting: int, out_dtype: torch.dtype, wire_dtype: torch.dtype, num_sms: int
 ) -> Numbers:
     """The config of a combine of the rows of ``handle``."""
-
-    def pack() -> Numbers:
-        return pack_combine(
-            handle.routing()
-            | {
-                "weighting": weighting, "out_dtype": dtype_code(out_dtype), "wire_dtype": dtype_code(wire_dtype),
-                "num_sms": num_sms,
-            }
-        )  # fmt: skip
-
     if is_dynamo_compiling():
-        return pack()
+        return combine_args(handle, weighting, out_dtype, wire_dtype, num_sms)[2]
     key = (
-        handle.num_experts, handle.topk, handle.max_tokens, handle.layout, weighting, out_dtype, wire_dtype, num_sms,
+        handle.num_experts, handle.topk, handle.max_tokens, handle.layout._value_, weighting, out_dtype, wire_dtype,
+        num_sms,
     )  # fmt: skip
     numbers: Numbers | None = buffer._configs.get(key)
     if numbers is None:
-        if type(num_sms) is not int:
-            require_integers(num_sms=num_sms)
-        numbers = pack()
+        require_integers(num_sms=num_sms)
+        numbers = combine_args(handle, weighting, out_dtype, wire_dtype, num_sms)[2]
         _remember(buffer, key, numbers)
     return numbers
 

@@ -33,12 +33,17 @@ inline void check_output(const OutputShape& output) {
   EP_CHECK(output.rows() <= INT32_MAX, "the output would have ", output.rows(), " rows, at most ", INT32_MAX);
 }
 
-// What a combine of rows may ask for, in either mode.
 template <class Params>
-void check_combined_rows(const Params& p) {
+void check_combined_types(const Params& p) {
   EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ", name_of(p.dtype),
            " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
            " wire: all three must be bf16, fp16 or fp32");
+}
+
+// What a combine of rows may ask for, in either mode.
+template <class Params>
+void check_combined_rows(const Params& p) {
+  check_combined_types(p);
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.wire_dtype), "a partial sum");

@@ -30,8 +30,13 @@ int num_sms_of(int64_t num_sms) {
   return to_int(num_sms, "num_sms");
 }
 
-at::ScalarType float_type_of(int64_t dtype) {
-  switch (static_cast<DType>(dtype)) {
+DType dtype_of_code(int64_t code) {
+  EP_CHECK(code >= 0 && code <= static_cast<int64_t>(DType::kOpaque64), "dtype ", code, " is unknown");
+  return static_cast<DType>(code);
+}
+
+at::ScalarType float_type_of(int64_t code) {
+  switch (dtype_of_code(code)) {
     case DType::kBF16:
       return at::kBFloat16;
     case DType::kF16:
@@ -39,7 +44,7 @@ at::ScalarType float_type_of(int64_t dtype) {
     case DType::kF32:
       return at::kFloat;
     default:
-      raise(ErrorKind::kInvalidArgument, "combine returns bf16, fp16 or fp32, and no other dtype travels");
+      raise(ErrorKind::kInvalidArgument, "combine returns bf16, fp16 or fp32, not ", name_of(dtype_of_code(code)));
   }
 }
 

@@ -15,7 +15,8 @@ namespace ep {
 using OptionalTensor = std::optional<at::Tensor>;
 
 DType dtype_of(at::ScalarType type);
-at::ScalarType float_type_of(int64_t dtype);  // of a DType that combine adds up
+DType dtype_of_code(int64_t code);            // as a config has it
+at::ScalarType float_type_of(int64_t code);   // of what combine adds up
 int to_int(int64_t value, const char* name);  // refuses what does not fit
 Quant quant_of(int64_t quant);
 Weighting weighting_of(int64_t weighting);

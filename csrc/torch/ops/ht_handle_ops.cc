@@ -146,8 +146,8 @@ std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, const Optional
   Tensor out, out_values;
   if (rows) {
     const CombineArgs args = combine_args(*rows, weights, topk_idx, biases);
-    const at::ScalarType out_dtype = float_type_of(config.out_dtype);
     set_types(p, args, config);
+    const at::ScalarType out_dtype = float_type_of(config.out_dtype);
     EP_CHECK(p.hidden > 0, "rows have no elements");
     check_tensor(*rows, "rows", rows->scalar_type(), row_shape(p.output, args.hidden), device);
     check_aligned(*rows, "rows");

@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "base/check.h"
+#include "runtime/checks.h"
 #include "runtime/policy.h"
 #include "torch/ops/arguments.h"
 #include "torch/ops/device.h"
@@ -39,9 +40,10 @@ inline CombineArgs combine_args(const at::Tensor& rows, const OptionalTensor& we
 template <class Params>
 void set_types(Params& p, const CombineArgs& args, const CombineConfig& config) {
   p.dtype = dtype_of(args.rows_dtype);
-  p.out_dtype = dtype_of(float_type_of(config.out_dtype));
-  p.wire_dtype = dtype_of(float_type_of(config.wire_dtype));
+  p.out_dtype = dtype_of_code(config.out_dtype);
+  p.wire_dtype = dtype_of_code(config.wire_dtype);
   p.hidden = to_int(args.hidden, "hidden");
+  check_combined_types(p);
 }
 
 // Weights and ids of the home rank, of either mode.
