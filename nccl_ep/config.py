@@ -165,7 +165,7 @@ def config_of(
     """Checks the arguments of a call: the tensors each time, the numbers when they are new. Also returns T."""
     is_compiling = is_dynamo_compiling()
     if not isinstance(buffer, Buffer):
-        raise TypeError(f"buffer is a {type(buffer).__name__}, must be a nccl_ep.Buffer")
+        raise TypeError(_no_buffer(buffer))
     sizes = None if is_compiling else _sizes_on_same_device(buffer._seq, x, topk_idx, topk_weights, scales)
     if sizes is None:  # what is wrong, if anything
         require_tensors(x=x, topk_idx=topk_idx)
@@ -200,6 +200,12 @@ def config_of(
         _remember(buffer, key, config)
         logger.debug("%s serves %s for the first time", buffer.name, config)
     return config, num_tokens
+
+
+def _no_buffer(buffer: object) -> str:
+    if isinstance(getattr(buffer, "core", None), Buffer):
+        return f"buffer is {buffer!r}, must be a nccl_ep.Buffer: give its core"
+    return f"buffer is a {type(buffer).__name__}, must be a nccl_ep.Buffer"
 
 
 def cached_numbers(buffer: Buffer, handle: Handle, quant: Quant, zero_padding: bool, num_sms: int) -> Numbers:

@@ -32,7 +32,7 @@ _ll_dispatch_eager = _C.fast_op("ll_dispatch", _ll_dispatch, packed_results=True
 _ht_combine, _ht_combine_out = _ops.ht_combine.default, _ops.ht_combine_out.default
 _ht_combine_eager = _C.fast_op("ht_combine", _ht_combine, packed_results=True)
 _on_same_device = _C.on_same_device
-_Tensor, _float32 = torch.Tensor, torch.float32
+_Tensor, _float32, _HALVES = torch.Tensor, torch.float32, (torch.bfloat16, torch.float16)
 _EXPERT_MAJOR, _PACKED, _RANK_MAJOR = Layout.EXPERT_MAJOR, Layout.PACKED, Layout.RANK_MAJOR
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/ll/params.h, Weighting
 
@@ -63,7 +63,7 @@ def dispatch(
             are numbers; any other dtype travels bit for bit.
         topk_idx: [T, K] int64 or int32 expert ids; -1 is no choice. An id out of range acts as -1 and is reported by
             ``buffer.check()``.
-        topk_weights: [T, K] float32, by default ones.
+        topk_weights: [T, K] float32, by default ones. Under autocast bf16 and fp16 are cast.
         mode: "ll" (low latency), "ht" (high throughput) or "auto": by ``max_tokens``, the bytes of a row, K and R
             (``nccl_ep.modes.choose_mode``); the handle says which it was.
         layout: "expert_major", "packed", "rank_major" or "flat": see ``DispatchOutput``.
@@ -89,6 +89,8 @@ def dispatch(
 
     Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch`` and ``dispatch``.
     """
+    if topk_weights is not None:
+        topk_weights = _cast_under_autocast(topk_weights)
     config, num_tokens = config_of(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant, zero_padding, num_sms,
@@ -136,6 +138,8 @@ def dispatch_send(
 
     Source: NCCL EP's ``send_only`` and ``ncclEpComplete``, DeepEP's ``return_recv_hook``.
     """
+    if topk_weights is not None:
+        topk_weights = _cast_under_autocast(topk_weights)
     config, num_tokens = config_of(
         x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
         quant, zero_padding, num_sms,
@@ -344,6 +348,13 @@ class Pending(Generic[T]):
 
 
 # ---- From arguments to ops
+
+
+def _cast_under_autocast(weights: torch.Tensor) -> torch.Tensor:
+    """Routers under autocast make bf16 or fp16 weights; they become float32, in which dispatch takes them."""
+    if not isinstance(weights, _Tensor) or weights.dtype not in _HALVES:
+        return weights
+    return weights.float() if torch.is_autocast_enabled(weights.device.type) else weights
 
 
 def _run(

@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nccl_ep
 from nccl_ep import _C
+from nccl_ep.config import pack_dispatch
 from tests import ROOT
 
 T, H, K, E = 4, 64, 2, 4
+CONFIG = pack_dispatch({"num_experts": E, "topk": K, "max_tokens": T, "zero_padding": True})
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def scratch() -> Iterator[torch.library.Library]:
 
 def arguments(made: nccl_ep.Buffer, x: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> tuple:
     x, weights = torch.ones(T, H) if x is None else x, torch.ones(T, K) if weights is None else weights
-    return made.name, made._seq, x, None, torch.zeros(T, K, dtype=torch.int64), weights, E, T, 0, T, 1, 0, True, 0
+    return made.name, made._seq, x, None, torch.zeros(T, K, dtype=torch.int64), weights, T, CONFIG
 
 
 class Usual:

@@ -464,7 +464,7 @@ def test_kernels_of_high_throughput() -> None:
 
 
 def test_kernels_have_the_names_that_are_looked_for() -> None:
-    sources = "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").glob("launch_*.cu*")))
+    sources = "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").rglob("*.cu*")))
     kernels = set(re.findall(r"\b(\w+)\(const __grid_constant__", sources))
     assert {"ht_dispatch_route", "ht_dispatch_send", "ht_combine_rows", "ll_dispatch", "ll_combine"} <= kernels
     assert {name for name in kernels if measure.KERNELS["routing"] in name} == {"ht_dispatch_route"}

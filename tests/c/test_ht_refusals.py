@@ -148,26 +148,26 @@ BAD_CALLS: list[tuple[str, int, str, Callable[[Solo], Any]]] = [
     ("halves", BAD, "send_only is 1, but the handle is of high", lambda s: s.dispatch(send_only=True)),
     ("complete", USAGE, "nothing was sent", lambda s: s.library.Complete(s.handle, None, None)),
     ("num_sms", BAD, "num_sms is -1", lambda s: s.dispatch(num_sms=-1)),
-    ("tokens", BAD, r"tokens have shape \[3, 16\]", lambda s: s.dispatch(x=torch.zeros(3, 16), further=[])),
+    ("tokens", BAD, r"tokens have shape \[3, 16\]", lambda s: s.dispatch(x=torch.zeros(3, 16), extra=[])),
     ("odd row", BAD, "a row of 12 bytes", lambda s: s.dispatch(x=torch.zeros(4, 3), rows=torch.zeros(8, 3))),
     ("window", BAD, "window is too small for high throughput of 4 tokens",
      lambda s: s.dispatch(x=torch.zeros(4, 64), rows=torch.zeros(8, 64))),
     ("further tokens", BAD, r"extra\[0\] has shape \[3, 16\], must be \[4",
-     lambda s: s.dispatch(further=[torch.zeros(3, 16)])),
-    ("further dimensions", BAD, r"extra\[1\] has shape \[4\]", lambda s: s.dispatch(further=[s.more, s.more[:, 0]])),
+     lambda s: s.dispatch(extra=[torch.zeros(3, 16)])),
+    ("further dimensions", BAD, r"extra\[1\] has shape \[4\]", lambda s: s.dispatch(extra=[s.more, s.more[:, 0]])),
     ("further width", BAD, r"extra\[0\] has rows of 1 elements of 8 bytes: must be a multiple of 16",
-     lambda s: s.dispatch(further=[torch.zeros(4, 1, dtype=torch.int64)])),
+     lambda s: s.dispatch(extra=[torch.zeros(4, 1, dtype=torch.int64)])),
     ("further strides", BAD, r"extra\[0\] of shape .* is not contiguous",
-     lambda s: s.dispatch(further=[torch.zeros(16, 4, dtype=torch.int64).t()])),
+     lambda s: s.dispatch(extra=[torch.zeros(16, 4, dtype=torch.int64).t()])),
     ("further alignment", BAD, r"extra\[0\] at address .* is not aligned to 16",
-     lambda s: s.dispatch(further=[torch.zeros(65, dtype=torch.int64)[1:].view(4, 16)])),
+     lambda s: s.dispatch(extra=[torch.zeros(65, dtype=torch.int64)[1:].view(4, 16)])),
     ("further output", BAD, r"output extra\[0\] is not given", lambda s: s.dispatch(further_rows=[])),
     ("further type", BAD, r"output extra\[0\] is float32, must be int64",
      lambda s: s.dispatch(further_rows=[torch.zeros(8, 16)])),
     ("further for nothing", BAD, r"output extra\[0\] is given, but this call has none",
-     lambda s: s.dispatch(further=[])),
+     lambda s: s.dispatch(extra=[])),
     ("cached tokens", BAD, r"tokens have shape \[3, 16\], the dispatch of the handle had 4 tokens",
-     lambda s: s.dispatch(cached=True, x=torch.zeros(3, 16), further=[])),
+     lambda s: s.dispatch(cached=True, x=torch.zeros(3, 16), extra=[])),
     ("cached weights", BAD, "topk_weights go with a routing",
      lambda s: s.dispatch(cached=True, topk_weights=torch.ones(4, 2))),
     ("cached info", BAD, "output info is given, but this call has", lambda s: s.dispatch(cached=True, info=s.info)),
@@ -240,8 +240,8 @@ def test_low_latency_has_no_steps(library: Library) -> None:
     group = library.solo_group()
     solo = Solo(library, group, algorithm=c_api.LOW_LATENCY)
     refused(USAGE, "the handle is of low latency", solo.route)
-    refused(BAD, "cached is 1, but the handle is of low latency", lambda: solo.dispatch(cached=True, further=[]))
-    solo.dispatch(further=[], further_rows=[])
+    refused(BAD, "cached is 1, but the handle is of low latency", lambda: solo.dispatch(cached=True, extra=[]))
+    solo.dispatch(extra=[], further_rows=[])
     refused(BAD, "values beside rows are high throughput's", solo.combine)
     library.HandleDestroy(solo.handle)
     library.GroupDestroy(group)
@@ -256,7 +256,7 @@ def test_low_latency_moves_further_tensors(library: Library) -> None:
     for count in (1, 2, 3):
         rows = [torch.zeros(8, 16, dtype=each.dtype) for each in more[:count]]
         solo.info.zero_(), solo.rows.zero_(), solo.weights.zero_(), solo.row_expert.zero_()
-        solo.dispatch(further=more[:count], further_rows=rows)
+        solo.dispatch(extra=more[:count], further_rows=rows)
         assert solo.info.tolist() == [2, 3, 2, 3, 0, 5, 0, 2, 5] and solo.row_expert[:5].tolist() == [0, 0, 1, 1, 1]
         assert torch.equal(solo.rows[:5], solo.x[tokens]) and solo.weights.tolist() == [1] * 5 + [0] * 3
         assert all(torch.equal(row[:5], each[tokens]) for row, each in zip(rows, more, strict=False))
@@ -264,10 +264,10 @@ def test_low_latency_moves_further_tensors(library: Library) -> None:
     solo.dispatch(send_only=True)
     library.Complete(solo.handle, None, None)
     assert torch.equal(solo.more_rows[:5], solo.more[tokens])
-    two = {"further": more[:2], "further_rows": [solo.more_rows, solo.rows]}
+    two = {"extra": more[:2], "further_rows": [solo.more_rows, solo.rows]}
     refused(BAD, "send_only is set, and 1 extra tensors", lambda: solo.dispatch(send_only=True, **two))
     wide = torch.zeros(4, 256)
-    two = {"further": [solo.more, wide], "further_rows": [solo.more_rows, torch.zeros(8, 256)]}
+    two = {"extra": [solo.more, wide], "further_rows": [solo.more_rows, torch.zeros(8, 256)]}
     refused(BAD, "window is too small .* rows of 1040 bytes", lambda: solo.dispatch(**two))
     solo.dispatch()
     library.HandleDestroy(solo.handle)
@@ -303,7 +303,7 @@ def test_overflow_policies(library: Library, policy: int, routed: bool) -> None:
     solo = Solo(library, group, capacity=3)
     small = {
         "rows": torch.zeros(3, 16), "weights": torch.zeros(3), "row_expert": torch.zeros(3, dtype=torch.int32),
-        "further": [], "further_rows": [],
+        "extra": [], "further_rows": [],
     }  # fmt: skip
     for _ in range(2):
         first = solo.route if routed else lambda: solo.dispatch(**small)

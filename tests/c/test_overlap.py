@@ -92,7 +92,7 @@ def test_high_throughput(library: Library) -> None:
     solo = ht.Solo(library, group)
 
     def dispatch(cached: bool = False, **given: Any) -> None:
-        given["further"], given["further_rows"] = [given.pop("more")], [given.pop("more_rows")]
+        given["extra"], given["further_rows"] = [given.pop("more")], [given.pop("more_rows")]
         library.UpdateHandle(solo.handle, tensor(given.pop("ids", solo.ids)))
         solo.dispatch(cached=cached, **given)
 

@@ -167,8 +167,9 @@ void check_aligned(const at::Tensor& tensor, const char* name) {
 InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                         const OptionalTensor& topk_weights, int64_t topk, const at::Device& device) {
   InputTypes row = check_rows(x, scales, device);
-  EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0) && topk_idx.size(1) == topk, "topk_idx has shape ",
-           topk_idx.sizes(), ", must be [", x.size(0), ", ", topk, "]");
+  EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0), "topk_idx has shape ", topk_idx.sizes(), ", must be [",
+           x.size(0), ", top-k]");
+  EP_CHECK(topk_idx.size(1) == topk, "topk_idx has shape ", topk_idx.sizes(), ", the config says top-", topk);
   const at::ScalarType idx_type = topk_idx.scalar_type();
   EP_CHECK(idx_type == at::kLong || idx_type == at::kInt, "topk_idx is ", at::toString(idx_type),
            ", must be int64 or int32");
