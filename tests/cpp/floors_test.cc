@@ -1,4 +1,5 @@
-// The benchmark's floors between threads: what sanitizers can see of them. tests/bench/test_floors.py has their results.
+// The benchmark's floors between threads: what sanitizers can see of them. tests/bench/test_floors.py has their
+// results.
 #include <gtest/gtest.h>
 
 #include <algorithm>
