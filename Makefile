@@ -48,7 +48,7 @@ format: .venv/ready
 	ruff format .
 
 tidy: build/dev/build.ninja
-	printf '%s\n' csrc/{base,layout,runtime,cpu}/*.cc | xargs -n 1 -P $(JOBS) clang-tidy --quiet -p build/dev
+	find csrc/{base,layout,runtime,cpu} -name '*.cc' | xargs -n 1 -P $(JOBS) clang-tidy --quiet -p build/dev
 
 bench: build
 	python -m nccl_ep.bench
