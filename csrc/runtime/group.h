@@ -27,7 +27,8 @@ struct GroupConfig {
   const char* device_kind() const { return device_index < 0 ? "cpu" : "cuda"; }
 };
 
-// Operations that the host has asked for; replays of graphs are not among them. `staged`: of dispatch and combine.
+// Operations that the host has asked for; replays of graphs are not among them. `split`:
+// dispatches and combines of which the caller asked for the two phases one by one.
 struct Calls {
   uint64_t dispatch = 0, combine = 0, combine_weights = 0, split = 0;
 };

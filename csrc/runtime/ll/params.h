@@ -11,7 +11,7 @@
 
 namespace ep {
 
-// Both halves at once, or one of them; a staged operation runs its caller's work between the two.
+// Both phases at once, or one of them; a split operation runs its caller's work between the two.
 enum class Phase : int { kFused = 0, kSend = 1, kRecv = 2 };
 EP_HD bool sends(Phase phase) { return phase != Phase::kRecv; }
 EP_HD bool receives(Phase phase) { return phase != Phase::kSend; }
