@@ -45,7 +45,7 @@ _ADDED_UP = (  # of stats(), over the windows
 Sizes: TypeAlias = tuple[int, int, int]  # bytes of (routing, dispatched rows, combined rows) in a bank
 HtSizes: TypeAlias = tuple[int, int, int, int, int, int]  # csrc/layout/ht_layout.h
 _numbers = itertools.count()
-_buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
+_buffers: dict[int, weakref.ref[Buffer]] = {}  # by the ids of their windows
 
 
 class Companion(Protocol):
@@ -148,14 +148,12 @@ class Buffer(DeepEpNames):
         self._comm_stream: Any = None
         self._is_destroyed = False
         self._process = os.getpid()
-        self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
-        # What stands for outputs that a layout has not got.
-        self._empty = {type: self._seq.new_empty(0, dtype=type) for type in (torch.float32, torch.int32, torch.int64)}
         self._windows: list[_C.Group] = []  # the first, and those that DeepEP's normal mode has needed since
-        self._newest_name = self.name  # by which ops find the last
+        self._seqs: list[torch.Tensor] = []  # by which ops find them (csrc/torch/ops/registry.h)
         self._memory_total = 0
         start = time.monotonic()
         self.runtime = self._make_window(self.name, sizes, ht_sizes)
+        self._seq = self._newest_seq = self._seqs[0]
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
             logger.info(
@@ -243,8 +241,10 @@ class Buffer(DeepEpNames):
         )
         made = _make_group(name, self._rendezvous, config, self._timeout)
         self._memory_total += free - _free_memory(self.device)
-        _buffers[name] = weakref.ref(self, functools.partial(_forget, name))
+        seq = _new_seq(made, self.num_ranks, self.device)
+        _buffers[made.id()] = weakref.ref(self, functools.partial(_forget, made.id()))
         self._windows.append(made)
+        self._seqs.append(seq)
         return made
 
     def _add_window(self, ht_sizes: HtSizes) -> None:
@@ -254,7 +254,10 @@ class Buffer(DeepEpNames):
         """
         name = f"{self.name}.{len(self._windows)}"
         window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
-        self._newest_name, self._ht_sizes = name, ht_sizes  # not before: where there is no window, all is as it was
+        self._newest_seq, self._ht_sizes = (
+            self._seqs[-1],
+            ht_sizes,
+        )  # not before: where there is no window, all is as it was
         logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
 
     # ---- State
@@ -294,9 +297,9 @@ class Buffer(DeepEpNames):
 
         "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
         of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
-        "combine", "combine_weights", and "split": those of the first two that were split calls. "dropped_rows": past a
-        capacity. "invalid_ids": since the last ``check()``. An extra tensor of a low-latency dispatch that takes an
-        operation of its own is one more dispatch in all of these numbers.
+        "combine", "combine_weights", "split" (those of the first two that were split calls), "ht_dispatch" and
+        "ht_combine". "dropped_rows": past a capacity. "invalid_ids": since the last ``check()``. An extra tensor of a
+        low-latency dispatch that takes an operation of its own is one more dispatch in all of these numbers.
         "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went when the buffer was made,
         NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's methods.
         "ht_dispatches", "ht_combines": of high throughput, where one of exact sizes counts as two; "staged_dispatches",
@@ -329,7 +332,7 @@ class Buffer(DeepEpNames):
         require_shape(size)
         require_dtypes(dtype=dtype)
         try:
-            made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._newest_name, self._seq, list(size), dtype)
+            made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._newest_seq, list(size), dtype)
         except RuntimeError as error:
             raise error_of(self, error) from None
         return made
@@ -386,18 +389,38 @@ class Buffer(DeepEpNames):
         raise TypeError("a nccl_ep.Buffer cannot be pickled or copied: it is one rank's share of memory in use")
 
 
-def find_buffer(name: str) -> Buffer:
-    """The buffer of a handle."""
-    found = _buffers.get(name)
+def find_buffer(seq: torch.Tensor) -> Buffer:
+    """The buffer of a handle, whose ``seq`` it is."""
+    found = _buffers.get(seq.shape[0])
     buffer = found() if found is not None else None
     if buffer is None:
-        raise UsageError(f"the handle's buffer {name} is gone, or lives in another process")
+        raise UsageError(f"the handle's buffer, number {seq.shape[0]}, is gone, or lives in another process")
     return buffer
 
 
-def _forget(name: str, gone: weakref.ref[Buffer]) -> None:
-    if _buffers.get(name) is gone:  # the name may have a new buffer since
-        del _buffers[name]
+def _forget(number: int, _: weakref.ref[Buffer]) -> None:
+    _buffers.pop(number, None)
+
+
+@functools.lru_cache(maxsize=64)
+def empty_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """What stands for an output that a layout has not got."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def _new_seq(window: _C.Group, num_ranks: int, device: torch.device) -> torch.Tensor:
+    """The tensor of a window that every op takes, and claims to change: that keeps a compiler from reordering ops.
+
+    Its shape says which window it is. To a compiler the first length is a symbol, so that what it has made for one
+    buffer serves all of the same number of ranks.
+    """
+    with torch.inference_mode(False):  # a buffer that is made there can be used outside
+        seq = torch.empty((window.id(), num_ranks, window.domain_size(), 0), dtype=torch.int64, device=device)
+    torch._dynamo.mark_dynamic(seq, 0)
+    torch._dynamo.mark_static(seq, [1, 2, 3])
+    torch._dynamo.mark_static_address(seq, guard=False)
+    return seq
 
 
 def _require_sizes(name: str, sizes: object, count: int) -> None:

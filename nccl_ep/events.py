@@ -79,7 +79,7 @@ class _Buffer(Protocol):
 
 
 def run_on_comm_stream(
-    buffer: _Buffer,
+    buffer: _Buffer | None,
     call: Callable[[], T],
     inputs: tuple[Any, ...],
     is_async: bool,
@@ -92,10 +92,15 @@ def run_on_comm_stream(
     ``inputs`` and of the result.
     """
     before = previous.event if isinstance(previous, EventOverlap) else previous
-    if not is_async and (before is None or buffer.device.type == "cpu"):
+    device = inputs[0].device if buffer is None else buffer.device
+    if not is_async and (before is None or device.type == "cpu"):
         return call(), EventOverlap()
-    if buffer.device.type == "cpu":
+    if device.type == "cpu":
         return call(), EventOverlap(EventHandle.completed())
+    if buffer is None:
+        raise NotImplementedError(
+            "combine_send with async_finish cannot be compiled on CUDA: its stream is the buffer's"
+        )
     current, comm = torch.cuda.current_stream(buffer.device), buffer.get_comm_stream()
     if before is None:
         comm.wait_stream(current)

@@ -30,7 +30,8 @@ struct GroupConfig {
 // Operations that the host has asked for; replays of graphs are not among them. `split`:
 // dispatches and combines of which the caller asked for the two phases one by one.
 struct Calls {
-  uint64_t dispatch = 0, combine = 0, combine_weights = 0, split = 0;
+  uint64_t dispatch = 0, combine = 0, combine_weights = 0, split = 0;  // low latency
+  uint64_t ht[kNumKinds] = {0, 0};
 };
 
 // Bytes of a bank for operations up to these sizes.
@@ -127,7 +128,6 @@ class Group {
   bool has_unreceived_send_[kNumKinds] = {false, false};
   bool is_partly_cleaned_ = false;  // masks are cleaned, or were by some ranks and not by others
   uint64_t num_calls_[kNumKinds] = {0, 0};
-  uint64_t num_ht_calls_[kNumKinds] = {0, 0};
   Calls calls_;
 };
 

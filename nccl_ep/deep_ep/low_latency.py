@@ -30,7 +30,6 @@ from ..checks import (
 )
 from ..errors import OverflowError, TimeoutError, UsageError
 from ..events import EventOverlap, run_on_comm_stream
-from ..gradients import refuse_backward, wants_gradient
 from ..handle import Quant
 from .view import View
 
@@ -174,7 +173,7 @@ class LowLatencyMethods(View):
         """
         self.require_usable()
         require_tensors(mask_status=mask_status)
-        require_on(self, ("mask_status",), (mask_status,))
+        require_on(self._seq, ("mask_status",), (mask_status,))
         if mask_status.dtype != torch.int32 or mask_status.shape != (self.num_ranks,):
             raise ValueError(
                 f"mask_status is {mask_status.dtype} {list(mask_status.shape)}, must be torch.int32 [{self.num_ranks}]"
@@ -262,14 +261,14 @@ class LowLatencyMethods(View):
             require_tensors(x=x, topk_idx=topk_idx)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         require_on(
-            self,
+            self._seq,
             ("x", "topk_idx", "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"),
             (x, topk_idx, stats, waits),
         )
         args = (x, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0)
         op = _ops.ll_dispatch_deepep_send.default if return_recv_hook else _ops.ll_dispatch_deepep.default
         try:
-            outputs, event = run_on_comm_stream(self, lambda: op(self.name, self._seq, *args), args, async_finish)
+            outputs, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
         recv_x, scales, _, counts, src_info, layout_range = outputs
@@ -282,7 +281,7 @@ class LowLatencyMethods(View):
             )  # fmt: skip
 
             def receive() -> None:
-                _ops.ll_dispatch_deepep_recv.default(self.name, self._seq, *outputs, *numbers)
+                _ops.ll_dispatch_deepep_recv.default(self._seq, *outputs, *numbers)
 
             hook = self._hook(receive, counts)
             self._state.unreceived = src_info
@@ -331,7 +330,7 @@ class LowLatencyMethods(View):
         require_tensors(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         waits = combine_wait_recv_cost_stats
         require_on(
-            self,
+            self._seq,
             ("x", "topk_idx", "topk_weights", "handle[0]", "out", "combine_wait_recv_cost_stats"),
             (x, topk_idx, topk_weights, src_info, out, waits),
         )
@@ -343,8 +342,6 @@ class LowLatencyMethods(View):
             raise UsageError("the dispatch of this handle was sent and has not been received: call its hook")
         if x.dim() != 3 or x.shape[2] != hidden:
             raise ValueError(f"x has shape {list(x.shape)}, must be [local experts, ranks * max_tokens, {hidden}]")
-        # Of a combine with neither, the op says it.
-        is_wanted = (out is not None or zero_copy) and wants_gradient(x, topk_weights)
         if zero_copy:
             rows = self.get_next_low_latency_combine_buffer(handle)
             if x.shape != rows.shape or x.dtype != rows.dtype or not x.is_contiguous():
@@ -356,17 +353,15 @@ class LowLatencyMethods(View):
         op = _ops.ll_combine_deepep_send.default if return_recv_hook else _ops.ll_combine_deepep.default
         args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0)
         try:
-            made, event = run_on_comm_stream(self, lambda: op(self.name, self._seq, *args), args, async_finish)
+            made, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
         if out is None:
             out = made
-        if is_wanted:
-            refuse_backward("low_latency_combine with out= or zero_copy", is_wanted, (out,), in_place=True)
         hook = None
         if return_recv_hook:
             numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)
-            hook = self._hook(lambda: _ops.ll_combine_deepep_recv.default(self.name, self._seq, *numbers))
+            hook = self._hook(lambda: _ops.ll_combine_deepep_recv.default(self._seq, *numbers))
         return out, event, hook
 
     # ---- How they run

@@ -49,7 +49,7 @@ def buffer() -> Iterator[nccl_ep.Buffer]:
 def named_arguments(made: nccl_ep.Buffer, /, **changes: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     named = {
-        "buffer": made.name, "seq": made._seq, "x": torch.randn(T, H, generator=generator), "x_scales": None,
+        "seq": made._seq, "x": torch.randn(T, H, generator=generator), "x_scales": None,
         "topk_idx": torch.randint(0, E, (T, K), generator=generator), "topk_weights": torch.ones(T, K),
         "capacity": T,
     }  # fmt: skip
@@ -91,12 +91,12 @@ def test_named_arguments_go_to_the_op(buffer: nccl_ep.Buffer) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_torchscript_finds_the_op(buffer: nccl_ep.Buffer) -> None:
     @torch.jit.script
-    def flags(buffer: str, seq: torch.Tensor) -> torch.Tensor:
+    def flags(seq: torch.Tensor) -> torch.Tensor:
         torch.ops.nccl_ep.ll_floor_flags(buffer, seq)
         return seq
 
     assert "nccl_ep::ll_floor_flags" in str(flags.graph)
-    assert flags(buffer.name, buffer._seq) is buffer._seq
+    assert flags(buffer._seq) is buffer._seq
 
 
 def test_plain_calls_do_what_the_op_does(buffer: nccl_ep.Buffer) -> None:

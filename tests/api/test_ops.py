@@ -54,7 +54,7 @@ class Calls:
             given.x, given.topk_idx, given.topk_weights, buffer=buffer, scales=given.scales, **shape.dispatch_kwargs()
         )
         handle, layout = self.out.handle, LAYOUTS[shape.layout]
-        head = (buffer.name, buffer._seq)
+        head = (buffer._seq,)
         fields = {
             "alignment": shape.expert_alignment, "quant": QUANTS[shape.quant], "zero_padding": shape.zero_padding,
         }  # fmt: skip
@@ -187,7 +187,7 @@ def test_opcheck_of_two_ranks_in_lockstep(name: str) -> None:
 
 def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None) -> dict[str, tuple[Any, ...]]:
     """Arguments of the ops of DeepEP's convention; receiving halves without what the sending ones return."""
-    head = (buffer.name, buffer._seq)
+    head = (buffer._seq,)
     x, ids = torch.randn(6, 640).bfloat16(), torch.randint(-1, 4, (6, 3))
     stats, waits = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     numbers = (4, 6, int(QUANTS[quant]), stats, waits, 0)

@@ -48,7 +48,7 @@ def scratch() -> Iterator[torch.library.Library]:
 
 def arguments(made: nccl_ep.Buffer, x: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> tuple:
     x, weights = torch.ones(T, H) if x is None else x, torch.ones(T, K) if weights is None else weights
-    return made.name, made._seq, x, None, torch.zeros(T, K, dtype=torch.int64), weights, T, CONFIG
+    return made._seq, x, None, torch.zeros(T, K, dtype=torch.int64), weights, T, CONFIG
 
 
 class Usual:
@@ -216,7 +216,7 @@ def test_borrowed_tensors_are_given_back(buffer: nccl_ep.Buffer) -> None:
 def test_the_dtypes_of_python_are_read_as_they_are(buffer: nccl_ep.Buffer) -> None:
     """THPDtype: the struct behind torch.float32."""
     for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
-        made = torch.ops.nccl_ep.arena_empty(buffer.name, buffer._seq, [2, 3], dtype)
+        made = torch.ops.nccl_ep.arena_empty(buffer._seq, [2, 3], dtype)
         assert made.dtype == dtype and made.shape == (2, 3), f"{dtype} is taken for {made.dtype}"
 
 
@@ -266,7 +266,7 @@ def test_a_tensor_on_the_front_of_its_allocation() -> None:
         None, max_tokens=T, hidden=640, topk=K, num_experts=E, device="cpu", timeout=60.0
     ) as made:
         x, ids = torch.ones(T, 640).bfloat16(), torch.zeros(T, K, dtype=torch.int64)
-        head = made.name, made._seq
+        head = (made._seq,)
         results = torch.ops.nccl_ep.ll_dispatch_deepep(*head, x, ids, E, T, 0, None, None, 0)
     counts, src_info = results[3], results[4]
     for each in (counts, src_info):

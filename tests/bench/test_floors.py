@@ -142,7 +142,7 @@ def test_bad_input() -> None:
             floor_calls.push(handle, 80000)
         with pytest.raises(ValueError, match="the window is too small"):
             floor_calls.push(handle, 65536)
-        args: list[Any] = [buffer.name, buffer._seq, handle.tensor[:-4], *combine_args(handle), ROW_BYTES, False, 0]
+        args: list[Any] = [buffer._seq, handle.tensor[:-4], *combine_args(handle), ROW_BYTES, False, 0]
         with pytest.raises(ValueError, match="handle has shape"):
             torch.ops.nccl_ep.ll_floor_push.default(*args)
         calls = Calls(case, buffer)

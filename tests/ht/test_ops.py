@@ -49,7 +49,7 @@ class Calls:
             **shape.dispatch_kwargs(),
         )  # fmt: skip
         handle, layout = out.handle, LAYOUTS[shape.layout]
-        head, quant = (buffer.name, buffer._seq), int(QUANTS[shape.quant])
+        head, quant = (buffer._seq,), int(QUANTS[shape.quant])
         fields = {"alignment": shape.expert_alignment, "quant": quant, "zero_padding": True}
         config = (handle.capacity, pack_dispatch(handle.routing() | fields))
         dispatch = (*head, [given.x, extra], given.scales, given.topk_idx, given.topk_weights, *config)

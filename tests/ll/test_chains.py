@@ -53,7 +53,7 @@ def test_chains_of_other_kinds_are_right(how: How) -> None:
                     chain.renew()
                 assert chain.finish() == 0
             stats = buffer.stats()
-            return stats["calls"]["staged"], stats["dispatches"] + stats["combines"]
+            return stats["calls"]["split"], stats["dispatches"] + stats["combines"]
 
     calls = 6 * sum(map(len, CHAINS))
     assert run_ranks(3, body) == [(calls if how.is_staged else 0, calls)] * 3

@@ -15,12 +15,12 @@
 #include <vector>
 
 #include "cuda/bench/floors.h"
-#include "cuda/host/device_guard.h"
 #include "cuda/host/gpu_identity.h"
-#include "cuda/host/launch.h"
-#include "cuda/testing/one_gpu_world.h"
+#include "cuda/host/one_gpu_world.h"
+#include "cuda/launch/launch.h"
 #include "runtime/agreement.h"
 #include "transport/collective_step.h"
+#include "transport/device/device_guard.h"
 #include "transport/nccl/api.h"
 #include "transport/nccl/version.h"
 #include "transport/nccl/window.h"

@@ -7,7 +7,7 @@
 #include "layout/common/outputs.h"
 #include "layout/common/shape.h"
 #include "layout/common/wire.h"
-#include "layout/ll/layout.h"
+#include "layout/ll/offsets.h"
 
 namespace ep {
 
@@ -49,7 +49,7 @@ struct LlDispatchParams {
   Phase phase = Phase::kFused;
 
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   OpHeader header;
   OutputShape output;
   Quant quant = Quant::kNone;
@@ -86,7 +86,7 @@ struct LlCombineParams {
   const void* rows = nullptr;  // [output.rows(), H]
   HandlePtrs handle;           // of the dispatch
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   OpHeader header;
   OutputShape output;
   void* out = nullptr;  // [T, H]
@@ -107,7 +107,7 @@ struct LlCombineParams {
 // Scalars instead of rows: the value of each expert row goes to the token's home.
 struct LlCombineWeightsParams {
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   OpHeader header;
   OutputShape output;
   HandlePtrs handle;
@@ -130,7 +130,7 @@ struct LlFloorFlagsParams {
 struct LlFloorPushParams {
   Kind kind = Kind::kDispatch;
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   RowFormat row;
   OpHeader header;
   HandlePtrs handle;  // of a dispatch: which token goes to which rank

@@ -94,10 +94,10 @@ void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleSha
 
 // Returns what was not given. `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all
 // ranks alike.
-HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, const Tensor& topk_idx,
+HtTensors run_ht_dispatch(const at::Tensor& seq, const HtPayload& payload, const Tensor& topk_idx,
                           const OptionalTensor& topk_weights, int64_t capacity, const DispatchConfig& config,
                           const HtRefs* given, bool asks_first = false) {
-  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const auto [registered, group, device, on_device] = OnGroup(seq);
   EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
   const InputTypes row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, config.topk, device);
   check_payload(payload, row.num_tokens, device);
@@ -168,12 +168,11 @@ HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, con
 using HtDispatchResult =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
+HtDispatchResult ht_dispatch(const Tensor& seq, at::TensorList xs, const OptionalTensor& x_scales,
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
                              at::IntArrayRef config) {
   return guarded([&] {
-    auto t =
-        run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config), nullptr);
+    auto t = run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config), nullptr);
     auto [x1, x2, x3] = extra(t.moved, t.info.device());
     return HtDispatchResult{std::move(t.moved.xs[0]),
                             std::move(t.moved.scales),
@@ -189,37 +188,36 @@ HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorL
   });
 }
 
-void ht_dispatch_out(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
-                     const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
-                     at::IntArrayRef config, at::TensorList out_xs, const Tensor& out_scales, const Tensor& out_weights,
+void ht_dispatch_out(const Tensor& seq, at::TensorList xs, const OptionalTensor& x_scales, const Tensor& topk_idx,
+                     const OptionalTensor& topk_weights, int64_t capacity, at::IntArrayRef config,
+                     at::TensorList out_xs, const Tensor& out_scales, const Tensor& out_weights,
                      const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
                      const Tensor& out_route, const Tensor& out_slots) {
   guarded([&] {
     const HtRefs given{{out_xs, out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots};
-    run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config), &given);
+    run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config), &given);
   });
 }
 
 // ---- Tensors of the arena
 
-Tensor arena_empty(std::string_view buffer, const Tensor&, at::IntArrayRef size, at::ScalarType dtype) {
+Tensor arena_empty(const Tensor& seq, at::IntArrayRef size, at::ScalarType dtype) {
   return guarded([&] {
-    const auto registered = find_group(buffer);
+    const auto registered = find_group(seq);
     return arena_tensor(*registered, size, dtype, device_of(*registered->group));
   });
 }
 
-#define EP_HT_DISPATCH_SCHEMA                                                            \
-  "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor topk_idx, Tensor? " \
+#define EP_HT_DISPATCH_SCHEMA                                                \
+  "Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor topk_idx, Tensor? " \
   "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
 }  // namespace
 
-HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
-                         const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
-                         const DispatchConfig& config) {
+HtDispatched dispatch_ht(const at::Tensor& seq, const Tensor& x, const OptionalTensor& x_scales, const Tensor& topk_idx,
+                         const OptionalTensor& topk_weights, int64_t capacity, const DispatchConfig& config) {
   // DeepEP's callers name events to wait for, beside which nothing else may be waited for.
-  find_group(buffer)->order.expect_several_streams();
-  const HtTensors t = run_ht_dispatch(buffer, {x, x_scales}, topk_idx, topk_weights, capacity, config, nullptr, true);
+  find_group(seq)->order.expect_several_streams();
+  const HtTensors t = run_ht_dispatch(seq, {x, x_scales}, topk_idx, topk_weights, capacity, config, nullptr, true);
   if (t.moved.xs.empty()) return {{}, {}, {}, {}, {}, {}, {}, t.most_tokens, {}};
   return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.most_tokens, t.demand};
 }
@@ -238,7 +236,7 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def("ht_dispatch_out(" EP_HT_DISPATCH_SCHEMA
               ", Tensor(b!)[] out_xs, Tensor(c!) out_scales, Tensor(d!) out_weights, Tensor(e!) out_topk_idx, "
               "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) out_route, Tensor(i!) out_slots) -> ()");
-  library.def("arena_empty(str buffer, Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
+  library.def("arena_empty(Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
 }
 
 EP_IMPLEMENT(ep::ops)
