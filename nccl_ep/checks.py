@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import _C
-from .errors import EpError, UsageError
+from .errors import MismatchError, TimeoutError, UsageError
 from .log import logger
 
 
@@ -25,6 +25,7 @@ MAX_TOPK = 32  # csrc/layout/common/shape.h
 _INT32 = range(-(1 << 31), 1 << 31)
 INT64 = -(1 << 63), (1 << 63) - 1
 
+_TOLD_BY_BUFFER = (RuntimeError, TimeoutError, MismatchError)
 # Look-ups that the hot path is spared.
 _Tensor, _strided, _on_same_device = torch.Tensor, torch.strided, _C.on_same_device
 
@@ -156,20 +157,21 @@ def _described(value: object) -> str:
 
 
 def error_of(buffer: Buffer | None, error: RuntimeError) -> Exception:
-    """What to raise for an op's error. None: a compiler traces.
+    """What to raise for an op's error: what the buffer says of it, if it has failed. No buffer: a compiler traces.
 
-    Raises the error itself where it says all: the library's own, torch's (out of memory, an error of the GPU).
+    Raises what says all by itself: a UsageError, what is torch's own (out of memory, an error of the GPU).
     """
-    if (
-        buffer is None or is_dynamo_compiling()
-    ):  # torch 2.15 traces handlers too: what an op's shapes refuse, dynamo tells
-        raise error
-    if isinstance(error, EpError):
-        if not isinstance(error, UsageError):
-            logger.error("%s", str(error))  # records that are kept must not keep the error, nor through it the buffer
+    if buffer is None or is_dynamo_compiling():  # torch 2.15 traces handlers: what an op's shapes refuse, dynamo tells
         raise error
     text = str(error).split("\n", 1)[0]
-    if type(error) is not RuntimeError or "can't allocate memory" in text:
+    if type(error) not in _TOLD_BY_BUFFER or "can't allocate memory" in text:
         raise error
-    buffer.require_usable()
+    try:
+        buffer.require_usable()
+    except Exception as reason:
+        if not isinstance(reason, UsageError):
+            logger.error("%s", str(reason))  # records that are kept must not keep the error, nor through it the buffer
+        return reason
+    if type(error) is not RuntimeError:
+        raise error
     return TypeError(text) if "() Expected a value of type" in text else UsageError(text)

@@ -21,6 +21,9 @@ from .low_latency import dispatch_with_extra
 from .ops import scales_of  # and registers the fakes
 
 T = TypeVar("T")
+# Options of torch.compile with which work stays between a send and its receive. By itself Inductor moves it to where
+# memory is least, past the receive.
+KEEP_PROGRAM_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 _ops = torch.ops.nccl_ep
 # Look-ups that the hot path is spared.
 _ll_dispatch, _ll_combine, _ll_combine_out = (
@@ -156,7 +159,8 @@ def dispatch_send(
     if not async_finish and wants_gradient(scales):
         raise ValueError("scales want a gradient, but a dispatch in two calls has none for them: call dispatch")
     is_wanted = not async_finish and wants_gradient(x, topk_weights)
-    like_x, like_weights = (_carrier(x), _carrier(topk_weights)) if is_wanted else (None, None)
+    like_x = _carrier(x) if is_wanted else None
+    like_weights = _carrier(topk_weights) if is_wanted and topk_weights is not None else None
 
     def call() -> Any:
         if not async_finish:

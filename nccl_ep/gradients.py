@@ -1,4 +1,4 @@
-"""What wants a gradient. The gradients themselves: csrc/torch/ops/gradients.cc."""
+"""What wants a gradient, and what must not get one. The gradients themselves: csrc/torch/ops/gradients.cc."""
 
 from __future__ import annotations
 
@@ -20,3 +20,26 @@ def wants_gradient(*inputs: Any) -> bool:
         elif isinstance(each, _SEQUENCES) and each and wants_gradient(*each):
             return True
     return False
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, what: str, leaf: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        ctx.what = what
+        ctx.mark_dirty(written)
+        return written
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(f"derivative for {ctx.what} is not implemented")
+
+
+def refuse_backward(what: str, written: torch.Tensor) -> None:
+    """A backward pass that comes to ``written``, which torch does not know to be a result of ``what``, raises.
+
+    The tensor keeps nothing of earlier calls, nor of the inputs.
+    """
+    if written.grad_fn is not None and not written._is_view():
+        written.detach_()
+    leaf = torch.zeros((), requires_grad=True)
+    _Refusing.apply(what, leaf, written)  # type: ignore[no-untyped-call]

@@ -12,9 +12,9 @@ from torch.compiler import is_dynamo_compiling
 from . import _C
 from .buffer import Buffer, empty_on, find_buffer
 from .checks import error_of, require_extras, require_on, require_tensors
-from .config import DispatchConfig, cached_numbers
+from .config import DispatchConfig, Numbers, cached_numbers
 from .errors import UsageError
-from .handle import QUANTS, DispatchOutput, Handle, require_handle
+from .handle import EXACT, QUANTS, DispatchOutput, Handle, require_handle
 
 _ops = torch.ops.nccl_ep
 _ht_dispatch, _ht_dispatch_out = _ops.ht_dispatch.default, _ops.ht_dispatch_out.default  # look-ups spared
@@ -49,10 +49,37 @@ def route_and_send(
     call = (
         buffer._seq, [x, *extra], scales, topk_idx, topk_weights, config.capacity, config.numbers,
     )  # fmt: skip
+    if out is None and config.capacity == EXACT and is_dynamo_compiling():
+        return _in_two_ops(*call, config)
     if out is None:
         received = (_ht_dispatch if is_dynamo_compiling() else _ht_dispatch_eager)(*call)
         return received[:8], received[8 : 8 + len(extra)]
     return _into(buffer, out, call, topk_idx.dtype)
+
+
+def _in_two_ops(
+    seq: torch.Tensor,
+    xs: list[torch.Tensor],
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    _: int,
+    numbers: Numbers,
+    config: DispatchConfig,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """A dispatch of exact sizes, whose sizes are lengths that a compiler knows of before it sees tensors of them.
+
+    (Inductor of torch 2.11 and 2.15 loses lengths that an op with several results makes up by itself.)
+    """
+    info, route, sizes = _ops.ht_route.default(seq, xs, scales, topk_idx, topk_weights, numbers)
+    num_rows, num_slots = _ops.size_at.default(sizes, 0), _ops.size_at.default(sizes, 1)
+    most = seq.shape[1] * config.max_tokens
+    torch._check(num_slots <= most)
+    torch._check(num_rows >= 0)
+    x, row_scales, weights, ids, row_expert, slots, *extra = _ops.ht_dispatch_routed.default(
+        seq, xs, scales, topk_idx, topk_weights, info, route, num_rows, num_slots, numbers
+    )
+    return (x, row_scales, weights, ids, row_expert, info, route, slots), tuple(extra[: len(xs) - 1])
 
 
 def _given(seq: torch.Tensor, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

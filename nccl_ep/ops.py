@@ -236,6 +236,37 @@ def _(
     return *outputs, *_ht_handle(x, seq, x.shape[0], num_slots, config), *extra
 
 
+# Exact sizes in two ops: the sizes between them are what a compiler keeps as symbols.
+
+
+@_fake("ht_route")
+def _(
+    seq: torch.Tensor, xs: list[torch.Tensor], x_scales: Scales, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, config: Numbers,
+) -> Tensors:  # fmt: skip
+    info = _outputs_of(xs[0], x_scales, topk_idx, seq, 1, config)[5]
+    route, _ = _ht_handle(xs[0], seq, xs[0].shape[0], 1, config)
+    return info, route, torch.empty([2], dtype=torch.int64, device="cpu")
+
+
+@_fake("size_at")
+def _(sizes: torch.Tensor, index: int) -> Any:
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+@_fake("ht_dispatch_routed")
+def _(
+    seq: torch.Tensor, xs: list[torch.Tensor], x_scales: Scales, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, info: torch.Tensor, route: torch.Tensor, num_rows: int, num_slots: int,
+    config: Numbers,
+) -> Any:  # fmt: skip
+    fields = dispatch_fields(config)
+    capacity = fields["max_tokens"] if fields["layout"] == Layout.RANK_MAJOR else num_rows
+    outputs = _outputs_of(xs[0], x_scales, topk_idx, seq, capacity, config)
+    slots = _ht_handle(xs[0], seq, xs[0].shape[0], num_slots, config)[1]
+    return *outputs[:5], slots, *_extra_outputs(xs, seq, capacity, config)
+
+
 @_fake("ht_dispatch_deepep")
 def _(
     seq: torch.Tensor, x: torch.Tensor, x_scales: Scales, topk_idx: torch.Tensor,

@@ -30,6 +30,7 @@ from ..checks import (
 )
 from ..errors import OverflowError, TimeoutError, UsageError
 from ..events import EventOverlap, run_on_comm_stream
+from ..gradients import refuse_backward, wants_gradient
 from ..handle import Quant
 from .view import View
 
@@ -342,6 +343,8 @@ class LowLatencyMethods(View):
             raise UsageError("the dispatch of this handle was sent and has not been received: call its hook")
         if x.dim() != 3 or x.shape[2] != hidden:
             raise ValueError(f"x has shape {list(x.shape)}, must be [local experts, ranks * max_tokens, {hidden}]")
+        # Of a combine with neither, the op says it.
+        is_wanted = (out is not None or zero_copy) and wants_gradient(x, topk_weights)
         if zero_copy:
             rows = self.get_next_low_latency_combine_buffer(handle)
             if x.shape != rows.shape or x.dtype != rows.dtype or not x.is_contiguous():
@@ -358,6 +361,8 @@ class LowLatencyMethods(View):
             raise error_of(self, error) from error
         if out is None:
             out = made
+        if is_wanted:
+            refuse_backward("low_latency_combine with out= or zero_copy", out)
         hook = None
         if return_recv_hook:
             numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)

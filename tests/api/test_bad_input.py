@@ -13,7 +13,7 @@ import torch
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case
-from tests.support.harness import make_buffer
+from tests.support.harness import NO_BUFFER, make_buffer, of_no_buffer
 
 EXPERTS, MOST = 4, 8  # plain_case of two ranks
 GOOD = Expected(plain_case(2))
@@ -193,8 +193,8 @@ COMBINE: list[Bad] = [
     ("out alignment", lambda s: s.combine(out=_misaligned(s.x)), ValueError, "out at address .* not aligned"),
     ("num_sms", lambda s: s.combine(num_sms=-2), ValueError, "num_sms is -2"),
     # handles
-    ("handle of no buffer", lambda s: s.combine(handle=s.handle(buffer="lost")), nccl_ep.UsageError,
-     "handle's buffer lost is gone"),
+    ("handle of no buffer", lambda s: s.combine(handle=of_no_buffer(s.out.handle)), nccl_ep.UsageError,
+     f"handle's buffer, number {NO_BUFFER}, is gone"),
     ("handle ranks", lambda s: s.combine(handle=s.handle(num_ranks=4)), nccl_ep.UsageError,
      "is of 4 ranks, its buffer .* of 2"),
     ("handle tokens", lambda s: s.combine(handle=s.handle(num_tokens=5)), ValueError,

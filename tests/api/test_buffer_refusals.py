@@ -75,8 +75,8 @@ def test_a_second_receive_is_refused() -> None:
         SOLO.run(buffer)
         # The ops themselves have no such object to ask.
         args = (SOLO.rows[0].dtype, HIDDEN, *combine_args(out.handle, 1, torch.bfloat16))
-        with pytest.raises(RuntimeError, match="combine: nothing was sent that could be received"):
-            torch.ops.nccl_ep.ll_combine_recv(buffer._seq, out.handle.tensor, [], *args)
+        with pytest.raises(nccl_ep.UsageError, match="combine: nothing was sent that could be received"):
+            torch.ops.nccl_ep.ll_combine_recv(buffer._seq, out.handle.tensor, [], *args, None, None, None, None)
         SOLO.run(buffer)
 
 

@@ -90,7 +90,7 @@ def test_enums_and_places_are_those_of_the_library() -> None:
     for layout, ranks in itertools.product(Layout, (1, 4)):
         bins, demand, overflow, total, offsets, size = _C.info_parts(int(layout), ranks, 8)
         info = torch.arange(size, dtype=torch.int32)
-        handle = nccl_ep.Handle(info, "none", 1, 1, 8, 1, layout, 1, ranks)
+        handle = nccl_ep.Handle(info, torch.empty(0), 1, 1, 8, 1, layout, 1, ranks)
         out = nccl_ep.DispatchOutput.of_info(info, None, None, info, None, info, handle)
         assert out.counts.tolist() == list(range(bins)) and out.demand.tolist() == list(range(demand, demand + bins))
         assert out.overflow.tolist() == [overflow]

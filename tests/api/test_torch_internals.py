@@ -194,7 +194,10 @@ def test_exact_tensors_are_told_from_subclasses(buffer: nccl_ep.Buffer) -> None:
     x = torch.ones(T, H)
     assert calls_of_usual(buffer, here, x=torch.nn.Parameter(x)) == 0, "THPVariable_CheckExact refuses Parameters"
     assert calls_of_usual(buffer, here, x=x.as_subclass(Subclass)) == 1, "THPVariable_CheckExact takes subclasses"
-    assert calls_of_usual(buffer, torch.enable_grad, x=x.clone().requires_grad_()) == 1, "gradients would be lost"
+    leaf, usual = x.clone().requires_grad_(), Usual()
+    rows, direct = usual(*arguments(buffer, leaf))[0], _C.fast_op("ll_dispatch", usual)(*arguments(buffer, leaf))[0]
+    assert usual.calls == 1, "what wants a gradient goes torch's way, and is slow"
+    assert type(direct.grad_fn) is type(rows.grad_fn) is not type(None), "gradients are lost"
 
 
 def test_borrowed_tensors_are_given_back(buffer: nccl_ep.Buffer) -> None:
@@ -207,7 +210,7 @@ def test_borrowed_tensors_are_given_back(buffer: nccl_ep.Buffer) -> None:
     del x, weights
     gc.collect()
     assert all(each() is not None for each in alive), "a direct call has dropped an argument that the caller holds"
-    assert args[2].sum() == T * H and args[5].sum() == T * K
+    assert args[1].sum() == T * H and args[4].sum() == T * K
     del args
     gc.collect()
     assert not any(each() for each in alive), "a direct call keeps its arguments for ever"
@@ -222,7 +225,8 @@ def test_the_dtypes_of_python_are_read_as_they_are(buffer: nccl_ep.Buffer) -> No
 
 def test_a_backward_pass_is_refused(buffer: nccl_ep.Buffer) -> None:
     """torch::autograd::autogradNotImplementedFallback, of torch's torch/csrc."""
-    rows = torch.ops.nccl_ep.ll_dispatch(*arguments(buffer, torch.ones(T, H, requires_grad=True)))[0]
+    x, ids = torch.ones(T, H, requires_grad=True), torch.zeros(T, K, dtype=torch.int64)
+    rows = torch.ops.nccl_ep.ll_dispatch_deepep(buffer._seq, x, ids, E, T, 0, None, None, 0)[0]
     assert rows.requires_grad, "a gradient would be left out without a word"
     with pytest.raises(RuntimeError, match="not implemented"):
         rows.sum().backward()

@@ -18,6 +18,7 @@ using HtDispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
 using HtCombined = std::tuple<Tensor, Tensor>;
 using HtCached = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+using HtRouted = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using LlReceived = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 #define EP_OP_HANDLE(name, Result, ...)                                                                     \
@@ -57,6 +58,9 @@ EP_OP_HANDLE(ht_dispatch_out, void, const Tensor& seq, at::TensorList xs, const 
 EP_OP_HANDLE(ht_dispatch_cached_out, void, const Tensor& seq, at::TensorList xs, const Optional& x_scales,
              const Tensor& route, const Tensor& slots, SymInt num_tokens, SymInt capacity, at::IntArrayRef config,
              at::TensorList out_xs, const Tensor& out_scales)
+EP_OP_HANDLE(ht_dispatch_routed, HtRouted, const Tensor& seq, at::TensorList xs, const Optional& x_scales,
+             const Tensor& topk_idx, const Optional& topk_weights, const Tensor& info, const Tensor& route,
+             SymInt num_rows, SymInt num_slots, at::IntArrayRef config)
 EP_OP_HANDLE(ht_combine_out, void, const Tensor& seq, const Optional& rows, const Optional& values, const Tensor& route,
              const Tensor& slots, const Optional& weights, const Optional& topk_idx, at::TensorList biases,
              SymInt num_tokens, SymInt capacity, at::IntArrayRef config, const Tensor& out)
@@ -68,12 +72,14 @@ EP_OP_HANDLE(row_carrier, Tensor, const Tensor& seq, const Tensor& x, const Tens
 }  // namespace ep::torch_ops
 
 // Those with a gradient (gradients.cc). The backward of any other raises an error.
-#define EP_OPS_WITH_GRADIENT(OP)                                                                               \
-  OP(ll_dispatch)                                                                                              \
-  OP(ll_dispatch_recv)                                                                                         \
-  OP(ll_combine)                                                                                               \
-  OP(ll_combine_out)                                                                                           \
-                                                                                                               \
-  OP(ll_combine_recv)                                                                                          \
-  OP(ll_combine_weights) OP(ht_dispatch) OP(ht_dispatch_out) OP(ht_dispatch_cached) OP(ht_dispatch_cached_out) \
-      OP(ht_combine) OP(ht_combine_out)
+#define EP_OPS_WITH_GRADIENT(OP)                                                                              \
+  OP(ll_dispatch)                                                                                             \
+  OP(ll_dispatch_recv)                                                                                        \
+  OP(ll_combine)                                                                                              \
+  OP(ll_combine_out)                                                                                          \
+                                                                                                              \
+  OP(ll_combine_recv)                                                                                         \
+  OP(ll_combine_weights)                                                                                      \
+  OP(ht_dispatch)                                                                                             \
+  OP(ht_dispatch_out) OP(ht_dispatch_cached) OP(ht_dispatch_routed) OP(ht_dispatch_cached_out) OP(ht_combine) \
+      OP(ht_combine_out)
