@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <optional>
 
 #include "api/factory.h"
@@ -137,13 +138,20 @@ py::dict wire_bytes(Group& group) {
   return result;
 }
 
+// The text may quote what another rank has sent, in any bytes.
+void set_error(PyObject* type, const char* text) {
+  const auto message = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(std::strlen(text)), "replace"));
+  if (message) PyErr_SetObject(type, message.ptr());
+}
+
 // Python's exceptions for the library's errors are classes of nccl_ep/errors.py.
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kInvalidArgument) {
-      PyErr_SetString(PyExc_ValueError, error.what());
+      set_error(PyExc_ValueError, error.what());
       return;
     }
     const char* name = error.kind() == ErrorKind::kTimeout    ? "TimeoutError"
@@ -151,7 +159,7 @@ void translate(std::exception_ptr pointer) {
                        : error.kind() == ErrorKind::kSystem   ? "SystemError"
                                                               : "UsageError";
     const py::object type = py::module_::import("nccl_ep.errors").attr(name);
-    PyErr_SetString(type.ptr(), error.what());
+    set_error(type.ptr(), error.what());
   }
 }
 
