@@ -83,7 +83,7 @@ class Buffer(DeepEpNames):
     Raises:
         ValueError: sizes or options that make no sense, with their values. TypeError: a group of another kind.
         MismatchError: the ranks disagree, with both values. TimeoutError: a rank did not come.
-        SystemError: no memory for the window, or this build lacks the device.
+        SystemError: no memory for the window, a lost store, or this build lacks the device.
 
     ``Buffer.for_shapes`` is the simpler way to a window of the right size. It takes
     ``buffer.stats()["window_bytes"]``. A buffer belongs to the process that made it.

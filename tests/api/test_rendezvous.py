@@ -165,14 +165,15 @@ def test_ranks_meet_after_unequal_numbers_of_tries(late: int, store: dist.Store)
 
     def body(group: ThreadGroup) -> None:
         rank = group.rank()
+        members = _nameless(store, rank, 2)
         if rank == late:
             assert tried.wait(PATIENCE)
         else:
             for _ in range(3):
                 with pytest.raises(nccl_ep.TimeoutError, match=f"nothing was heard from rank {late}"):
-                    nccl_ep.Buffer.for_shapes(_nameless(store, rank, 2), **SIZES, timeout=0.05)
+                    nccl_ep.Buffer.for_shapes(members, **SIZES, timeout=0.05)
             tried.set()
-        with nccl_ep.Buffer.for_shapes(_nameless(store, rank, 2), **SIZES, timeout=PATIENCE) as buffer:
+        with nccl_ep.Buffer.for_shapes(members, **SIZES, timeout=PATIENCE) as buffer:
             assert _works(buffer)
 
     run_ranks(2, body)
@@ -233,10 +234,11 @@ def test_a_refused_buffer_does_not_count() -> None:
     store = dist.HashStore()
 
     def body(group: ThreadGroup) -> None:
+        members = _nameless(store, group.rank(), 2)
         if group.rank() == 0:
             with pytest.raises(ValueError, match="on_overflow"):
-                nccl_ep.Buffer.for_shapes(_nameless(store, 0, 2), **SIZES, on_overflow="what")
-        with nccl_ep.Buffer.for_shapes(_nameless(store, group.rank(), 2), **SIZES, timeout=PATIENCE) as buffer:
+                nccl_ep.Buffer.for_shapes(members, **SIZES, on_overflow="what")
+        with nccl_ep.Buffer.for_shapes(members, **SIZES, timeout=PATIENCE) as buffer:
             assert _works(buffer)
 
     run_ranks(2, body)
