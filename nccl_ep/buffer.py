@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from . import _C
-from .bootstrap import Rendezvous, rendezvous_of
+from .bootstrap import Rendezvous, meeting_of, process_group_of, rendezvous_of
 from .checks import (
     MAX_ROW_BYTES,
     error_of,
@@ -64,8 +64,8 @@ class Buffer(DeepEpNames):
     """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
 
     Args:
-        group: a torch process group of any backend (gloo is legal), ``None`` for a world of one rank, or an object with
-            ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
+        group: a torch process group of any backend (gloo is legal), a ``DeviceMesh`` of one dimension, ``None`` for a
+            world of one rank, or an object with ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
             allow_mnnvl, use_fabric, explicitly_destroy: DeepEP's, deprecated: ``nccl_ep.deep_ep.Buffer`` takes them.
         enable_shrink: a rank that is late in a low-latency operation is masked instead of failing the buffer
@@ -83,7 +83,7 @@ class Buffer(DeepEpNames):
     Raises:
         ValueError: sizes or options that make no sense, with their values. TypeError: a group of another kind.
         MismatchError: the ranks disagree, with both values. TimeoutError: a rank did not come.
-        SystemError: no memory for the window, or this build lacks the device.
+        SystemError: no memory for the window, a lost store, or this build lacks the device.
 
     ``Buffer.for_shapes`` is the simpler way to a window of the right size. It takes
     ``buffer.stats()["window_bytes"]``. A buffer belongs to the process that made it.
@@ -112,7 +112,7 @@ class Buffer(DeepEpNames):
         network_seed: int | None = None,
         name: str | None = None,
     ) -> None:
-        rendezvous = rendezvous_of(group, comm)  # first: a refused buffer counts, or ranks would number others apart
+        rendezvous = rendezvous_of(group, comm)
         if on_overflow not in ("count", "raise"):
             raise ValueError(f'on_overflow is {on_overflow!r}, must be "count" or "raise"')
         require_bools(enable_shrink=enable_shrink)
@@ -123,7 +123,7 @@ class Buffer(DeepEpNames):
         _require_sizes("ht_sizes", ht_sizes, 6)
         if not isinstance(name, str | None):
             raise TypeError(f"name is a {type(name).__name__}, must be a str")
-        self.group = comm if group is None else group
+        self.group = comm if group is None else process_group_of(group)
         self.rank, self.num_ranks = rendezvous.rank(), rendezvous.size()
         self.enable_shrink = enable_shrink
         self.on_overflow = on_overflow
@@ -222,7 +222,7 @@ class Buffer(DeepEpNames):
                 raise ValueError(f"arena_bytes is {arena_bytes}, must not be negative")
             ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
         buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
-        buffer.group, buffer.max_tokens = group, max_tokens
+        buffer.group, buffer.max_tokens = process_group_of(group), max_tokens
         buffer.ll_max_tokens = ll_tokens if mode == "auto" else None
         return buffer
 
@@ -450,10 +450,5 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _make_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:
-    return _C.Group(
-        name,
-        rendezvous.rank(),
-        rendezvous.size(),
-        lambda mine: rendezvous.allgather(mine, timeout),
-        config,
-    )
+    with meeting_of(rendezvous) as allgather:
+        return _C.Group(name, rendezvous.rank(), rendezvous.size(), lambda mine: allgather(mine, timeout), config)

@@ -16,6 +16,10 @@ void compare(int rank, const std::string& mine, int other_rank, const std::strin
     raise(ErrorKind::kMismatch, "the ranks disagree about ", my_line.substr(0, my_line.find('=')), ": rank ", rank,
           " has ", value_in(my_line), ", rank ", other_rank, " has ", value_in(their_line));
   }
+  if (mine != theirs) {
+    raise(ErrorKind::kMismatch, "the ranks disagree about what to compare: rank ", rank, " sent ", mine.size(),
+          " bytes, rank ", other_rank, " ", theirs.size());
+  }
 }
 
 }  // namespace

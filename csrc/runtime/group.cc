@@ -7,11 +7,12 @@
 #include "runtime/agreement.h"
 #include "runtime/checks.h"
 #include "runtime/ranges.h"
+#include "transport/session.h"
 
 namespace ep {
 namespace {
 
-constexpr int kWireVersion = 6;             // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 7;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_timeout(double seconds) {
@@ -58,10 +59,11 @@ uint64_t window_for(int num_ranks, const LlSizes& sizes) {
   return align_up<uint64_t>(LlWindow::make(num_ranks, {}).bytes + 8192 + kNumBanks * 32 * part, 4096) + 65536;
 }
 
-Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend)
-    : rank_(bootstrap.rank()), config_(config) {
+Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_backend)
+    : rank_(given.rank()), config_(config) {
   check_timeout(config.timeout_seconds);
-  EP_CHECK(rank_ >= 0 && rank_ < bootstrap.num_ranks(), "rank ", rank_, " of ", bootstrap.num_ranks(), " ranks");
+  EP_CHECK(rank_ >= 0 && rank_ < given.num_ranks(), "rank ", rank_, " of ", given.num_ranks(), " ranks");
+  Session bootstrap(given, Collective::kMakeBuffer);
   Agreement agreement;
   agreement.add("the library's version", EP_VERSION);
   agreement.add("the wire format", kWireVersion);

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from .. import _C
+from ..bootstrap import meeting_of
 from ..checks import (
     INT64,
     MAX_TOPK,
@@ -203,7 +204,8 @@ class LowLatencyMethods(View):
         if self._state.has_missed_cleaning:
             raise UsageError("a rank did not come when masks were to be cleaned: make a new buffer")
         try:
-            self.runtime.clean_masks(lambda mine: core._rendezvous.allgather(mine, _CLEANING_DEADLINES * core._timeout))
+            with meeting_of(core._rendezvous) as allgather:
+                self.runtime.clean_masks(lambda mine: allgather(mine, _CLEANING_DEADLINES * core._timeout))
         except TimeoutError:
             self._state.has_missed_cleaning = True
             raise

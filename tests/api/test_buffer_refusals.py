@@ -176,7 +176,9 @@ def test_a_window_that_is_too_small() -> None:
 
 
 def test_what_is_not_a_group() -> None:
-    with pytest.raises(TypeError, match="group is a int: must be a torch process group, None"):
+    with pytest.raises(
+        TypeError, match="group is a int: must be a torch process group, a DeviceMesh of one dimension, None"
+    ):
         nccl_ep.Buffer(3, device="cpu")
 
 

@@ -17,7 +17,7 @@ from nccl_ep import _C
 from nccl_ep.handle import Quant
 
 T, H, K, E = 4, 64, 2, 4
-CARRIERS = ("carried", "carrier", "row_carrier")  # which are not on the hot path, and are called torch's way
+USUAL = ("carried", "carrier", "row_carrier", "size_at")  # not on the hot path: torch's way
 NOBODYS = torch.empty(1 << 40, 1, 1, 0, dtype=torch.int64)  # of a buffer that there is not
 packet = torch.ops.nccl_ep.ll_dispatch
 _overload = torch._C._get_operation_overload
@@ -70,7 +70,7 @@ def arguments(made: nccl_ep.Buffer, /, **changes: Any) -> tuple[Any, ...]:
 def test_torch_ops_are_called_directly() -> None:
     """Were an attribute of torch's to change its name, ops would work as before, and slower."""
     names = [schema.name.split("::")[1] for schema in torch._C._jit_get_all_schemas() if "nccl_ep::" in schema.name]
-    assert sorted([*_C.op_names(), *CARRIERS]) == sorted(names)
+    assert sorted([*_C.op_names(), *USUAL]) == sorted(names)
     assert len(names) > 20
     for name in _C.op_names():
         each = getattr(torch.ops.nccl_ep, name)

@@ -19,7 +19,17 @@ from nccl_ep.handle import LAYOUTS, QUANTS
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case
 from tests.support.harness import make_buffer
-from tests.support.op_checks import HT_OPS, LOCAL_OPS, UTILS, as_fake, check_apart, check_compiled, described, faked
+from tests.support.op_checks import (
+    EXACT_OPS,
+    HT_OPS,
+    LOCAL_OPS,
+    UTILS,
+    as_fake,
+    check_apart,
+    check_compiled,
+    described,
+    faked,
+)
 
 OPS = [
     "ll_dispatch", "ll_dispatch_out", "ll_dispatch_send", "ll_dispatch_recv", "ll_combine", "ll_combine_out",
@@ -31,7 +41,7 @@ DEEPEP_OPS = [
     "ll_combine_deepep_send", "ll_combine_deepep_recv",
 ]  # fmt: skip
 HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
-WRITE_HANDLE = ("ll_dispatch_out", "ll_dispatch_recv")
+WRITE = {"ll_dispatch_out": {"handle"}, "ll_dispatch_recv": {"handle"}, "ht_dispatch_routed": {"info", "route"}}
 ops = torch.ops.nccl_ep
 
 
@@ -105,10 +115,10 @@ def _check(name: str, calls: Calls, util: str) -> None:
 
 def test_these_are_all_the_ops() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nccl_ep::")}
-    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *LOCAL_OPS}
+    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *EXACT_OPS, *LOCAL_OPS}
 
 
-@pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS)
+@pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS + EXACT_OPS)
 def test_schemas(name: str) -> None:
     """Only tensors and numbers cross, and the tensor that stands for the buffer is changed by all."""
     schema = getattr(ops, name).default._schema
@@ -117,7 +127,7 @@ def test_schemas(name: str) -> None:
     kinds = {str(argument.type) for argument in schema.arguments[1:]}
     assert kinds <= {"Tensor", "Optional[Tensor]", "List[Tensor]", "int", "bool", "float", "List[int]"}
     changed = {argument.name for argument in schema.arguments if argument.alias_info is not None}
-    outs = {"seq"} | ({"handle"} if name in WRITE_HANDLE else set())
+    outs = {"seq"} | WRITE.get(name, set())
     assert {each for each in changed if not each.startswith("out")} == outs
     assert schema.is_mutable
     for result in schema.returns:

@@ -109,6 +109,37 @@ def test_the_header_is_what_the_tests_and_the_package_say(library: Library, pref
     run("c++", "-std=c++11", *STRICT[1:], f"-I{prefix}/include", "-c", source.with_suffix(".cc"), "-o", os.devnull)
 
 
+def test_a_struct_that_ends_inside_a_field(library: Library) -> None:
+    """A size that cuts a field in half would leave a mixture of the caller's bytes and the default's."""
+
+    def sizes_of(struct: type[c_api.Struct]) -> list[tuple[int, bool]]:
+        fields = [getattr(struct, name) for name, *_ in struct._fields_]
+        cut = {at for field in fields for at in range(field.offset + 1, field.offset + field.size)}
+        return [(size, size in cut) for size in range(16, c.sizeof(struct) + 1) if size in cut or size % 8 == 0]
+
+    num_cut = 0
+    for size, is_cut in sizes_of(c_api.Tensor):
+        tensor = c_api.Tensor(ndim=0)
+        tensor.size = size
+        num_cut += is_cut
+        if is_cut:
+            text = f"tensor is a ncclEpTensor_t of {size} bytes, which end inside a field"
+            refused(c_api.INVALID_ARGUMENT, text, library.TensorBytes, tensor, c.c_size_t())
+        else:
+            library.TensorBytes(tensor, c.c_size_t())
+    made = library.solo_group()
+    for size, is_cut in sizes_of(c_api.GroupInfo):
+        info = c_api.GroupInfo()
+        info.size = size
+        num_cut += is_cut
+        if is_cut:
+            refused(c_api.INVALID_ARGUMENT, f"of {size} bytes, which end", library.GroupGetInfo, made, info)
+        else:
+            library.GroupGetInfo(made, info)
+    library.GroupDestroy(made)
+    assert num_cut > 100
+
+
 def test_structs_of_older_and_newer_headers(library: Library) -> None:
     fields: dict[str, Any] = {"num_experts": 2, "max_tokens": 4, "topk": 2, "max_token_bytes": 64}
     known = c.sizeof(c_api.GroupConfig)

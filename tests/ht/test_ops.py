@@ -16,7 +16,17 @@ from nccl_ep.handle import LAYOUTS, QUANTS
 from nccl_ep.testing import run_ranks
 from tests.support.expected import Expected, plain_case
 from tests.support.harness import case_buffer, garble
-from tests.support.op_checks import HT_OPS, LOCAL_OPS, UTILS, as_fake, check_apart, check_compiled, described, faked
+from tests.support.op_checks import (
+    EXACT_OPS,
+    HT_OPS,
+    LOCAL_OPS,
+    UTILS,
+    as_fake,
+    check_apart,
+    check_compiled,
+    described,
+    faked,
+)
 
 ops = torch.ops.nccl_ep
 OPS = [*HT_OPS, "row_carrier"]
@@ -97,7 +107,7 @@ def test_opcheck_alone(name: str, layout: str) -> None:
 @pytest.mark.parametrize("num_domains", [1, 2])
 def test_opcheck_of_the_layout_of_tokens(num_domains: int) -> None:
     args = (torch.tensor([[0, 7, -1], [4, 5, 12]]), 4, num_domains, 12)
-    assert LOCAL_OPS == ["token_layout", "carrier", "carried"]  # see below
+    assert LOCAL_OPS == ["token_layout", "carrier", "carried", "size_at"]  # see below
     assert not ops.token_layout.default._schema.is_mutable
     assert faked("token_layout", args) == described(ops.token_layout(*args))
     torch.library.opcheck(ops.token_layout.default, args, test_utils=UTILS)
@@ -259,6 +269,28 @@ def test_exact_sizes_are_symbols(layout: str) -> None:
         made = _symbolic("ht_dispatch", args, ops.ht_dispatch.default(*args))
         assert isinstance(made[7].shape[0], torch.SymInt)
         assert isinstance(made[0].shape[0], torch.SymInt) == (layout != "rank_major")
+
+
+@pytest.mark.parametrize("layout", ["flat", "packed", "rank_major"])
+def test_exact_sizes_in_two_ops(layout: str) -> None:
+    """The tensors of the one op, bit for bit; and opcheck, which runs each of the two more than once."""
+    case = _case(1, layout)
+    with _buffer(case, None) as buffer:
+        *args, _, config = Calls(case, buffer).args["ht_dispatch"]
+        wanted = ops.ht_dispatch.default(*args, -1, config)
+        info, route, sizes = ops.ht_route.default(*args, config)
+        num_rows, num_slots = ops.size_at(sizes, 0), ops.size_at(sizes, 1)
+        assert num_slots == len(wanted[7]) and num_rows == (len(wanted[4 if layout == "packed" else 0]))
+        routed = (*args, info, route, num_rows, num_slots, config)
+        *outputs, slots, x1, x2, x3 = ops.ht_dispatch_routed.default(*routed)
+        for mine, theirs in zip((*outputs, info, route, slots, x1, x2, x3), wanted, strict=True):
+            assert torch.equal(mine, theirs)
+        for name, given in zip(EXACT_OPS, ((*args, config), routed), strict=True):
+            for util in UTILS:
+                torch.library.opcheck(getattr(ops, name).default, given, test_utils=util)
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            symbol = ops.size_at(as_fake(mode, sizes), 0)
+            assert isinstance(symbol, torch.SymInt)
 
 
 def test_exact_sizes_in_deepeps_convention() -> None:

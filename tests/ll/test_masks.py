@@ -176,7 +176,7 @@ def test_ranks_are_masked_one_by_one_and_come_back_together() -> None:
 def test_masks_that_were_cleaned_by_some_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Expected(plain_case(1))
     with shared_buffer(SoloRendezvous(), [case], enable_shrink=True) as buffer:
-        rounds = iter(("settled", "epochs"))
+        rounds = iter(("tokens", "settled", "epochs"))
 
         def allgather(mine: bytes, timeout: float) -> list[bytes]:
             if next(rounds) == "epochs":

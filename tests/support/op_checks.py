@@ -16,7 +16,8 @@ HT_OPS = [
     "ht_dispatch", "ht_dispatch_out", "ht_dispatch_cached", "ht_dispatch_cached_out", "ht_dispatch_deepep",
     "ht_combine", "ht_combine_out", "arena_empty",
 ]  # fmt: skip
-LOCAL_OPS = ["token_layout", "carrier", "carried"]  # which speak to no other rank
+EXACT_OPS = ["ht_route", "ht_dispatch_routed"]  # the second after the first
+LOCAL_OPS = ["token_layout", "carrier", "carried", "size_at"]  # which speak to no other rank
 UTILS = (
     "test_schema",
     "test_autograd_registration",

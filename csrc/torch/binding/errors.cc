@@ -2,6 +2,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string_view>
+
 namespace py = pybind11;
 
 namespace ep {
@@ -20,16 +22,21 @@ const char* class_of(ErrorKind kind) {
   }
 }
 
-void set(const char* name, const char* text) {
-  const py::object type = py::module_::import("nccl_ep.errors").attr(name);
-  PyErr_SetString(type.ptr(), text);
+// The text may quote what another rank has sent, in any bytes.
+void set(PyObject* type, std::string_view text) {
+  const auto message = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+  if (message) PyErr_SetObject(type, message.ptr());
+}
+void set(const char* name, std::string_view text) {
+  set(py::module_::import("nccl_ep.errors").attr(name).ptr(), text);
 }
 
 }  // namespace
 
 void set_in_python(const Error& error) {
   if (error.kind() == ErrorKind::kInvalidArgument) {
-    PyErr_SetString(PyExc_ValueError, error.what());
+    set(PyExc_ValueError, error.what());
     return;
   }
   set(class_of(error.kind()), error.what());
@@ -37,7 +44,7 @@ void set_in_python(const Error& error) {
 
 void throw_overflow(const std::string& text) {
   const py::gil_scoped_acquire gil;
-  set("OverflowError", text.c_str());
+  set("OverflowError", text);
   throw py::error_already_set();
 }
 
