@@ -16,11 +16,12 @@ namespace ep {
   FIELD(topk, 0)                 \
   FIELD(max_tokens, 0)           \
   FIELD(layout, 0) /* OutputLayout */
-#define EP_DISPATCH_FIELDS(FIELD)                    \
-  EP_ROUTING_FIELDS(FIELD)                           \
-  FIELD(alignment, 1)    /* packed: of first rows */ \
-  FIELD(quant, 0)        /* Quant */                 \
-  FIELD(zero_padding, 0) /* 0 or 1 */                \
+#define EP_DISPATCH_FIELDS(FIELD)                                                             \
+  EP_ROUTING_FIELDS(FIELD)                                                                    \
+  FIELD(alignment, 1)    /* packed: of first rows */                                          \
+  FIELD(quant, 0)        /* Quant */                                                          \
+  FIELD(zero_padding, 0) /* 0 or 1 */                                                         \
+  FIELD(reports_ids, 1)  /* 0: another operation of the call has reported ids out of range */ \
   FIELD(num_sms, 0)      /* CUDA; 0: the plan's choice */
 #define EP_COMBINE_FIELDS(FIELD)       \
   EP_ROUTING_FIELDS(FIELD)             \

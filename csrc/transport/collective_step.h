@@ -1,4 +1,5 @@
 // Steps that every rank takes and that fail on all ranks if they fail on one, so that no rank goes on alone and waits.
+// But a rank that is interrupted leaves alone.
 #pragma once
 
 #include <cstring>
@@ -7,6 +8,7 @@
 #include <string>
 
 #include "base/check.h"
+#include "base/interruption.h"
 #include "transport/transport.h"
 
 namespace ep {
@@ -18,6 +20,8 @@ void on_all_ranks(Bootstrap& bootstrap, Step&& step) {
   std::string outcome;  // empty, or the kind of the error and its text
   try {
     step();
+  } catch (const Interrupted&) {
+    throw;  // without a word to the others, whom it may have to wait for
   } catch (const Error& error) {
     own = std::current_exception();
     outcome = static_cast<char>('0' + static_cast<int>(error.kind())) + std::string(error.what());

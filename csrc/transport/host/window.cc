@@ -5,12 +5,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 
 #include "base/check.h"
+#include "base/interruption.h"
 
 namespace ep {
 namespace {
@@ -78,6 +80,24 @@ class HeapWindows : public HostWindows {
   std::vector<Block*> blocks_;
 };
 
+// Takes the pages of a file now, so that a lack of memory is an error here and not a SIGBUS later. In pieces: a signal
+// that comes meanwhile undoes one of them. The file is closed if it fails.
+void take_pages(int fd, uint64_t bytes) {
+  constexpr uint64_t kPiece = 4 << 20;
+  for (uint64_t begin = 0; begin < bytes;) {
+    const uint64_t piece = std::min(kPiece, bytes - begin);
+    const int failed = posix_fallocate(fd, static_cast<off_t>(begin), static_cast<off_t>(piece));
+    if (failed == 0) begin += piece;
+    if (failed == 0 || failed == EINTR) {
+      if (!has_interruption()) continue;
+      close(fd);
+      throw Interrupted(concat("to take a window of ", bytes, " bytes"));
+    }
+    close(fd);
+    raise(ErrorKind::kSystem, "no shared memory for a window of ", bytes, " bytes: ", std::strerror(failed));
+  }
+}
+
 // Ranks are processes: each makes an anonymous file, the others open it through /proc while it is held open. Nothing is
 // left behind by a process that dies, and /dev/shm, which containers keep small, is not used.
 class SharedWindows : public HostWindows {
@@ -87,12 +107,7 @@ class SharedWindows : public HostWindows {
     bytes_ = bytes;
     const int fd = memfd_create("nccl_ep_window", MFD_CLOEXEC);
     if (fd < 0) raise(ErrorKind::kSystem, "memfd_create: ", std::strerror(errno));
-    // posix_fallocate takes the pages now, so that a lack of memory is an error here and not a SIGBUS later.
-    const int failed = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
-    if (failed != 0) {
-      close(fd);
-      raise(ErrorKind::kSystem, "no shared memory for a window of ", bytes, " bytes: ", std::strerror(failed));
-    }
+    take_pages(fd, bytes);
     const auto all = exchange(bootstrap, {getpid(), process_number(), fd, 0, bytes});
     std::string problem;
     for (size_t r = 0; r < all.size() && problem.empty(); r++) problem = map(static_cast<int>(r), all[r], fd);
