@@ -30,6 +30,7 @@ from .checks import (
 )
 from .deprecated import DeepEpNames, deep_ep_window, has_deep_ep_arguments
 from .errors import UsageError
+from .halves import Half, discard
 from .log import logger
 from .modes import MODES, auto_ll_tokens
 
@@ -146,6 +147,7 @@ class Buffer(DeepEpNames):
         self._sizes, self._ht_sizes = sizes, ht_sizes
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._comm_stream: Any = None
+        self._halves: dict[str, Half] = {}  # sent and not received, by kind
         self._is_destroyed = False
         self._process = os.getpid()
         self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -282,7 +284,10 @@ class Buffer(DeepEpNames):
             window.check()
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive."""
+        """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive.
+
+        Another thread may call it while one waits in an operation, which obeys from now on.
+        """
         require_seconds(seconds=seconds)
         self.require_usable()
         for window in self._windows:
@@ -362,14 +367,30 @@ class Buffer(DeepEpNames):
         """Ranks that share memory with one another."""
         return int(self.runtime.domain_size())
 
+    def drop_pending(self) -> None:
+        """Receives what ``dispatch_send`` and ``combine_send`` have sent and nobody has received, and throws it away.
+
+        Waits for the other ranks, as ``Pending.receive`` does. The next operation of the kind does it by itself where
+        the ``Pending`` is gone, or its ``receive`` has failed.
+
+        Raises: UsageError, TimeoutError, MismatchError as ``Pending.receive``.
+        """
+        self.require_usable()
+        for half in list(self._halves.values()):
+            discard(self, half)
+
     def destroy(self) -> None:
-        """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice."""
+        """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice.
+
+        Another thread may call it while one is in an operation: a wait of the host then ends at once in UsageError.
+        """
         if os.getpid() == self._process:
             if not self._is_destroyed:
                 self._is_destroyed = True
                 logger.info("destroying %s", repr(self))
             for window in self._windows:
                 window.destroy()
+            self._halves.clear()
             if self._companion is not None:
                 self._companion.release()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -12,9 +12,10 @@ from . import _C
 from .buffer import Buffer
 from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
 from .config import DispatchConfig, combine_numbers, config_of
-from .errors import OverflowError, UsageError
-from .events import EventOverlap, run_on_comm_stream
+from .errors import OverflowError
+from .events import run_on_comm_stream
 from .gradients import refuse_backward, wants_gradient
+from .halves import Half, Pending, receive_lost
 from .handle import DispatchOutput, Handle, Layout, require_handle
 from .high_throughput import buffer_of, route_and_send
 from .low_latency import dispatch_with_extra
@@ -156,6 +157,8 @@ def dispatch_send(
 
     def call() -> Any:
         if not async_finish:
+            if not is_dynamo_compiling() and buffer._halves:
+                receive_lost(buffer, "dispatch")
             return _ops.ll_dispatch_send.default(buffer.name, buffer._seq, *args)
         received, moved = _run(buffer, config, x, extra, scales, topk_idx, topk_weights, None)
         return (*received, *moved)
@@ -167,21 +170,21 @@ def dispatch_send(
     if async_finish:
         end = len(sent) - len(extra)
         return Pending(lambda: _output(buffer, config, num_tokens, scales is not None, sent[:end], sent[end:]), event)
+    has_scales = scales is not None
     num_scales, scale_dtype = scales_of(scales)
     is_wanted = wants_gradient(x, scales, topk_weights)
+    sizes = x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens, topk_idx.dtype == torch.int64
+    half = Half("dispatch", _ops.ll_dispatch_recv.default, (sent, *sizes, config.capacity, config.numbers))
 
     def receive() -> DispatchOutput:
         try:
-            received = _ops.ll_dispatch_recv.default(
-                buffer.name, buffer._seq, sent, x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens,
-                topk_idx.dtype == torch.int64, config.capacity, config.numbers,
-            )  # fmt: skip
+            received = half.receive(buffer)
         except RuntimeError as error:
             raise error_of(buffer, error) from error
         received = refuse_backward("dispatch_send", is_wanted, received)
-        return _output(buffer, config, num_tokens, scales is not None, (*received, sent))
+        return _output(buffer, config, num_tokens, has_scales, (*received, sent))
 
-    return Pending(receive)
+    return Pending.of_half(buffer, half, receive)
 
 
 def combine(
@@ -269,16 +272,17 @@ def combine_send(
     if async_finish:
         return Pending(lambda: combined, event)
 
+    sizes = rows.dtype, rows.shape[-1], *args[-3:]
+    half = Half("combine", _ops.ll_combine_recv.default, (handle.tensor, biases, *sizes))
+
     def receive() -> torch.Tensor:
         try:
-            out: torch.Tensor = _ops.ll_combine_recv.default(
-                buffer.name, buffer._seq, handle.tensor, biases, rows.dtype, rows.shape[-1], *args[-3:]
-            )
+            out: torch.Tensor = half.receive(buffer)
         except RuntimeError as error:
             raise error_of(buffer, error) from error
         return refuse_backward("combine_send", is_wanted, (out,))[0]
 
-    return Pending(receive)
+    return Pending.of_half(buffer, half, receive)
 
 
 def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -296,6 +300,8 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     buffer = buffer_of(handle)
     require_on(buffer, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
     sizes = handle.num_tokens, handle.capacity, combine_numbers(buffer, handle, _NONE, _float32, _float32, 0)
+    if not is_dynamo_compiling() and buffer._halves and handle.mode == "ll":
+        receive_lost(buffer, "combine")
     if handle.mode == "ht":
         given: Any = (None, values, handle.tensor, handle.slots, None, None, [], *sizes)
         try:
@@ -317,34 +323,6 @@ def _combined(buffer: Buffer, handle: Handle, args: tuple[Any, ...]) -> torch.Te
         op = _ht_combine if is_dynamo_compiling() else _ht_combine_eager
         combined = op(buffer.name, buffer._seq, *args)[0]
     return combined
-
-
-class Pending(Generic[T]):
-    """An operation whose first half is done, or that runs on the buffer's own stream.
-
-    Attributes:
-        event: with ``async_finish``, of the end of the operation; else ``event.event`` is None.
-    """
-
-    def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None) -> None:
-        self._receive: Callable[[], T] | None = receive
-        self._end = "this operation was received already"
-        self.event = event or EventOverlap()
-
-    def receive(self) -> T:
-        """The other half: waits for the other ranks and returns the result. UsageError if it was called already."""
-        receive, self._receive = self._receive, None
-        if receive is None:
-            raise UsageError(self._end)
-        try:
-            if self.event.event is not None:
-                self.event.current_stream_wait()
-            return receive()
-        except OverflowError:  # of what was received
-            raise
-        except BaseException as error:  # of which the text is kept: the error itself would keep the buffer
-            self._end = f"this operation has failed with {type(error).__name__}: {error}"
-            raise
 
 
 # ---- From arguments to ops
@@ -371,6 +349,8 @@ def _run(
     if config.mode == "ht":
         return route_and_send(buffer, config, x, extra, scales, topk_idx, topk_weights, out)
     op = _ll_dispatch if is_dynamo_compiling() else _ll_dispatch_eager
+    if not is_dynamo_compiling() and buffer._halves:
+        receive_lost(buffer, "dispatch")
     if extra:
         return dispatch_with_extra(op, buffer, config, x, extra, scales, topk_idx, topk_weights)
     return op(buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, config.capacity, config.numbers), ()
@@ -444,6 +424,8 @@ def _combine_call(
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype}{others}")
     biases = biases_of(bias)
     buffer = buffer_of(handle)
+    if not is_dynamo_compiling() and buffer._halves and handle.mode == "ll":
+        receive_lost(buffer, "combine")
     tensor, slots = handle.tensor, handle.slots
     if is_dynamo_compiling() or not _on_same_device(buffer._seq, rows, tensor, slots, home_weights, topk_idx):
         names = ("rows", "handle", "handle", "weights", "topk_idx")
