@@ -33,9 +33,9 @@ LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_by
   const RowFormat dispatch{align_up(dispatch_row_bytes, 16), 0, true};
   const RowFormat combine{align_up(combine_row_bytes, 16), 0, false};
   LlSizes sizes;
-  sizes.tagged_bytes = LlLayout::tagged_bytes(shape);
-  sizes.row_bytes[0] = LlLayout::row_bytes(shape, dispatch.stride());
-  sizes.row_bytes[1] = LlLayout::row_bytes(shape, combine.stride());
+  sizes.tagged_bytes = LlOffsets::tagged_bytes(shape);
+  sizes.row_bytes[0] = LlOffsets::row_bytes(shape, dispatch.stride());
+  sizes.row_bytes[1] = LlOffsets::row_bytes(shape, combine.stride());
   return sizes;
 }
 
@@ -189,7 +189,7 @@ std::string Group::other_calls(Backend& backend, const Failure& failure) const {
 
 bool Group::find_header(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, OpHeader& record) const {
   const uint64_t words = is_ht ? window_.ht.message_words : OpHeader::kWords;
-  const Offset records = is_ht ? window_.ht.calls[kind].offset : window_.kind[kind].headers.offset;
+  const Offset records = is_ht ? window_.ht.messages[kind].offset : window_.kind[kind].headers.offset;
   const Offset at = records + (static_cast<Offset>(bank_of(epoch)) * num_ranks() + source) * words * sizeof(TaggedWord);
   for (int i = 0; i < OpHeader::kWords; i++) {
     const uint64_t word = backend.window_word(at + i * sizeof(TaggedWord));
@@ -255,14 +255,14 @@ void Group::prepare(LlDispatchParams& p) {
   p.scales.row_stride = usable_stride(p.num_tokens, p.scales.row_stride);
   p.scales.group_stride = usable_stride(p.scales.count, p.scales.group_stride);
   p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
-  p.layout = LlLayout::make(window_, Kind::kDispatch, p.shape, p.row);
+  p.offsets = LlOffsets::make(window_, Kind::kDispatch, p.shape, p.row);
   p.header = header_of(pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype), p.hidden, p.shape,
                        p.row.scale_bytes, p.num_tokens);
 }
 
 void Group::check_opaque_rows(const Shape& shape, int64_t row_bytes) const {
   check_row_bytes(row_bytes, "a row");
-  LlLayout::make(window_, Kind::kDispatch, own_shape(shape), RowFormat{static_cast<int>(row_bytes), 0, true});
+  LlOffsets::make(window_, Kind::kDispatch, own_shape(shape), RowFormat{static_cast<int>(row_bytes), 0, true});
 }
 
 void Group::dispatch(LlDispatchParams& p, void* stream) {
@@ -284,7 +284,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
   if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.domain_size = topology_.domain_size;
   p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
-  p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, p.row);
+  p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, p.row);
   const Operation operation = p.weighting == Weighting::kHome ? Operation::kCombineWeighted : Operation::kCombine;
   p.header =
       header_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
@@ -298,7 +298,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   begin(p);
   if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
-  p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, RowFormat{});
+  p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, RowFormat{});
   p.header = header_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape,
                        0, p.num_tokens);
   check_phase(Kind::kCombine, Phase::kFused, "combine");
@@ -317,7 +317,7 @@ void Group::floor_push(LlFloorPushParams& p, int64_t row_bytes, void* stream) {
   begin(p);
   check_row_bytes(row_bytes, "a row");
   p.row = RowFormat{static_cast<int>(row_bytes), 0, false};
-  p.layout = LlLayout::make(window_, p.kind, p.shape, p.row);
+  p.offsets = LlOffsets::make(window_, p.kind, p.shape, p.row);
   p.header = header_of(pack_operation(Operation::kFloorPush, DType::kOpaque8, Quant::kNone, DType::kOpaque8),
                        p.row.payload_bytes, p.shape, 0, p.num_tokens);
   check_phase(p.kind, Phase::kFused, p.kind == Kind::kDispatch ? "dispatch" : "combine");

@@ -9,8 +9,8 @@
 
 #include "cpu/common/heartbeats.h"
 #include "cpu/common/wait.h"
-#include "layout/ht/layout.h"
-#include "layout/ll/layout.h"
+#include "layout/ht/offsets.h"
+#include "layout/ll/offsets.h"
 #include "runtime/backend.h"
 #include "transport/transport.h"
 
@@ -58,13 +58,13 @@ Failure::Code code_of(Deadline::End end);
 
 class Channel {
  public:
-  Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const OpHeader& header);
+  Channel(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header);
   ~Channel();  // an operation that fails halfway leaves puts behind, which read its sources
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
   int rank() const { return transport_.rank(); }
-  int num_ranks() const { return layout_.num_ranks; }
+  int num_ranks() const { return offsets_.num_ranks; }
 
   // ---- Sending. Each rank begins with itself, so that not all begin with the same peer.
   int peer(int step) const { return (rank() + step) % num_ranks(); }
@@ -103,7 +103,7 @@ class Channel {
   }
 
   int bank() const { return bank_; }
-  const LlLayout& layout() const { return layout_; }
+  const LlOffsets& offsets() const { return offsets_; }
 
  private:
   template <class Ready>
@@ -121,7 +121,7 @@ class Channel {
   Transport& transport_;
   CpuState& state_;
   const Kind kind_;
-  const LlLayout layout_;
+  const LlOffsets offsets_;
   const OpHeader header_;
   const uint64_t epoch_;
   const uint32_t tag_;

@@ -18,7 +18,7 @@ bool sends_row(const LlFloorPushParams& p, int peer, int token) {
     return token < p.num_tokens &&
            std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == peer; });
   }
-  const int32_t* rows = p.handle.rows + static_cast<int64_t>(p.layout.slot(peer, token)) * p.map_k;
+  const int32_t* rows = p.handle.rows + static_cast<int64_t>(p.offsets.slot(peer, token)) * p.map_k;
   return token < p.handle.tokens[peer] && std::any_of(rows, rows + p.map_k, [](int32_t row) { return row != kNoRow; });
 }
 
@@ -48,7 +48,7 @@ void cpu_floor_flags(const LlFloorFlagsParams& p, Transport& transport, CpuState
 }
 
 void cpu_floor_push(const LlFloorPushParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, p.kind, p.layout, p.header);
+  Channel channel(transport, state, p.kind, p.offsets, p.header);
   for (int step = 0; step < channel.num_ranks(); step++) channel.send_header(channel.peer(step));
   const std::vector<uint32_t> words(p.row.wire_bytes() / sizeof(uint32_t), kAbsent);
   for (int token = 0; token < p.shape.max_tokens; token++) {

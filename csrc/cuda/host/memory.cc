@@ -5,7 +5,7 @@
 #include <new>
 #include <thread>
 
-#include "cuda/host/launch.h"
+#include "cuda/launch/launch.h"
 #include "layout/common/wire.h"
 #include "transport/device/check_cuda.h"
 

@@ -7,9 +7,9 @@
 #include <atomic>
 #include <memory>
 
+#include "cuda/host/one_gpu_world.h"
 #include "cuda/protocol/device_state.h"
-#include "cuda/testing/one_gpu_world.h"
-#include "layout/ll/layout.h"
+#include "layout/ll/offsets.h"
 #include "transport/device/lsa_peers.h"
 #include "transport/nccl/window.h"
 

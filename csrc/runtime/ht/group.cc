@@ -42,8 +42,8 @@ HtSizes ht_sizes_for(const Topology& topology, const Shape& shape, int dispatch_
   dispatch.add(dispatch_row_bytes);
   combine.add(combine_row_bytes);
   combine.add(shape.topk * 4);  // scalars of weights
-  HtSizes sizes = HtLayout::sizes(topology, shape, dispatch.stride());
-  const HtSizes back = HtLayout::sizes(topology, shape, combine.stride());
+  HtSizes sizes = HtOffsets::sizes(topology, shape, dispatch.stride());
+  const HtSizes back = HtOffsets::sizes(topology, shape, combine.stride());
   sizes.row_bytes = std::max(sizes.row_bytes, back.row_bytes);
   sizes.rail_bytes = std::max(sizes.rail_bytes, back.rail_bytes);
   sizes.arena_bytes = arena_bytes;
@@ -79,7 +79,7 @@ void Group::prepare(HtDispatchParams& p) {
     if (i > 0 && p.num_parts > 2) order = OpHeader::hash_order(order, p.parts[i].bytes);
     row.add(p.parts[i].bytes);
   }
-  p.layout = HtLayout::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
+  p.offsets = HtOffsets::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
   p.header = header_of(pack_operation(operation_of(p.variant), p.dtype, p.quant, p.dtype), p.hidden, p.shape,
                        static_cast<int>(beside | order << OpHeader::kMetadataBits), p.num_tokens);
 }
@@ -95,7 +95,7 @@ void Group::run(HtDispatchParams& p, void* stream) {
   }
   if (sends_rows(p.variant)) check_slots(p.handle.num_slots, p.shape);
   if (sends_rows(p.variant) && !routes(p.variant) && trusts_handles()) {
-    check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, sends_routes(p.variant));
+    check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, sends_metadata(p.variant));
   }
   Range range(config_.name, name_of(p.variant), ++num_ht_calls_[static_cast<int>(Kind::kDispatch)]);
   backend()->ht_dispatch(p, stream);
@@ -116,7 +116,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
   }
   if (p.has_values) row.add(p.shape.topk * 4);
   EP_CHECK(row.num_parts > 0, "a combine of neither rows nor scalars");
-  p.layout = HtLayout::make(window_.ht, Kind::kCombine, topology_, p.shape, row);
+  p.offsets = HtOffsets::make(window_.ht, Kind::kCombine, topology_, p.shape, row);
   const Operation operation = !p.has_rows()                     ? Operation::kHtCombineWeights
                               : p.weighting == Weighting::kHome ? Operation::kHtCombineWeighted
                                                                 : Operation::kHtCombine;

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "layout/ht/handle.h"
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 #include "runtime/ll/params.h"
 
 namespace ep {
@@ -14,7 +14,7 @@ namespace ep {
 enum class HtVariant : int { kRouteAndSend = 0, kRoute = 1, kSend = 2, kCached = 3 };
 EP_HD bool routes(HtVariant variant) { return variant == HtVariant::kRouteAndSend || variant == HtVariant::kRoute; }
 EP_HD bool sends_rows(HtVariant variant) { return variant != HtVariant::kRoute; }
-EP_HD bool sends_routes(HtVariant variant) {
+EP_HD bool sends_metadata(HtVariant variant) {
   return variant == HtVariant::kRouteAndSend || variant == HtVariant::kSend;
 }
 
@@ -61,7 +61,7 @@ struct HtPart {
 
 struct HtDispatchParams {
   Shape shape;
-  HtLayout layout;
+  HtOffsets offsets;
   OpHeader header;
   HtVariant variant = HtVariant::kRouteAndSend;
   Quant quant = Quant::kNone;  // of part 0; part 1 is the scales then
@@ -105,7 +105,7 @@ struct HtDispatchParams {
 // of their owner, in the wire dtype, by slot.
 struct HtCombineParams {
   Shape shape;
-  HtLayout layout;
+  HtOffsets offsets;
   OpHeader header;
   DType dtype = DType::kBF16;  // of rows
   DType wire_dtype = DType::kBF16;

@@ -7,7 +7,7 @@
 #include "layout/common/outputs.h"
 #include "layout/common/shape.h"
 #include "layout/common/wire.h"
-#include "layout/ll/layout.h"
+#include "layout/ll/offsets.h"
 
 namespace ep {
 
@@ -58,7 +58,7 @@ struct LlDispatchParams {
   Phase phase = Phase::kFused;
 
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   OpHeader header;
   OutputShape output;
   Quant quant = Quant::kNone;
@@ -96,7 +96,7 @@ struct LlCombineParams {
   const void* rows = nullptr;  // [output.rows(), H]
   HandlePtrs handle;           // of the dispatch
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   OpHeader header;
   OutputShape output;
   void* out = nullptr;  // [T, H]
@@ -117,7 +117,7 @@ struct LlCombineParams {
 // Scalars instead of rows: the value of each expert row goes to the token's home.
 struct LlCombineWeightsParams {
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   OpHeader header;
   OutputShape output;
   HandlePtrs handle;
@@ -140,7 +140,7 @@ struct LlFloorFlagsParams {
 struct LlFloorPushParams {
   Kind kind = Kind::kDispatch;
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   RowFormat row;
   OpHeader header;
   HandlePtrs handle;  // of a dispatch: which token goes to which rank
