@@ -1,6 +1,6 @@
 """Mixture-of-Experts layers compiled whole, forward and backward: no graph break, one compilation for all of them.
 
-    python examples/compiled_moe_layer.py
+python examples/compiled_moe_layer.py
 """
 
 import time

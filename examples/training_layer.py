@@ -1,7 +1,7 @@
 """One training step of a Mixture-of-Experts layer: forward, backward, optimiser.
 
-    python examples/training_layer.py                  2 ranks, as threads, on the CPU
-    torchrun --nproc-per-node 2 examples/training_layer.py    a process and a GPU each, where there are GPUs
+python examples/training_layer.py                  2 ranks, as threads, on the CPU
+torchrun --nproc-per-node 2 examples/training_layer.py    a process and a GPU each, where there are GPUs
 """
 
 import os

@@ -9,7 +9,8 @@ from ._version import __version__
 from .buffer import Buffer
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap
-from .functional import KEEP_PROGRAM_ORDER, Pending, combine, combine_send, combine_weights, dispatch, dispatch_send
+from .functional import KEEP_PROGRAM_ORDER, combine, combine_send, combine_weights, dispatch, dispatch_send
+from .pending import Pending
 from .handle import DispatchOutput, Handle, Layout, Quant
 from .high_throughput import Payload, dispatch_cached
 

@@ -30,6 +30,7 @@ from .checks import (
 )
 from .deprecated import DeepEpNames, deep_ep_window, has_deep_ep_arguments
 from .errors import UsageError
+from .pending import OpenSend, discard
 from .log import logger
 from .modes import MODES, auto_ll_tokens
 
@@ -146,6 +147,7 @@ class Buffer(DeepEpNames):
         self._sizes, self._ht_sizes = sizes, ht_sizes
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._comm_stream: Any = None
+        self._open_sends: dict[str, OpenSend] = {}  # sent and not received, by kind
         self._is_destroyed = False
         self._process = os.getpid()
         self._windows: list[_C.Group] = []  # the first, and those that DeepEP's normal mode has needed since
@@ -285,7 +287,10 @@ class Buffer(DeepEpNames):
             window.check()
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive."""
+        """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive.
+
+        Another thread may call it while one waits in an operation, which obeys from now on.
+        """
         require_seconds(seconds=seconds)
         self.require_usable()
         for window in self._windows:
@@ -365,14 +370,30 @@ class Buffer(DeepEpNames):
         """Ranks that share memory with one another."""
         return int(self.runtime.domain_size())
 
+    def drop_pending(self) -> None:
+        """Receives what ``dispatch_send`` and ``combine_send`` have sent and nobody has received, and throws it away.
+
+        Waits for the other ranks, as ``Pending.receive`` does. The next operation of the kind does it by itself where
+        the ``Pending`` is gone, or its ``receive`` has failed.
+
+        Raises: UsageError, TimeoutError, MismatchError as ``Pending.receive``.
+        """
+        self.require_usable()
+        for open_send in list(self._open_sends.values()):
+            discard(self, open_send)
+
     def destroy(self) -> None:
-        """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice."""
+        """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice.
+
+        Another thread may call it while one is in an operation: a wait of the host then ends at once in UsageError.
+        """
         if os.getpid() == self._process:
             if not self._is_destroyed:
                 self._is_destroyed = True
                 logger.info("destroying %s", repr(self))
             for window in self._windows:
                 window.destroy()
+            self._open_sends.clear()
             if self._companion is not None:
                 self._companion.release()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -12,9 +12,9 @@ from . import _C
 from .buffer import Buffer
 from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
 from .config import DispatchConfig, combine_numbers, config_of
-from .errors import UsageError
-from .events import EventOverlap, run_on_comm_stream
+from .events import run_on_comm_stream
 from .gradients import wants_gradient
+from .pending import OpenSend, Pending, receive_lost
 from .handle import DispatchOutput, Handle, Layout, require_handle
 from .high_throughput import buffer_of, route_and_send
 from .low_latency import dispatch_with_extra
@@ -164,6 +164,8 @@ def dispatch_send(
 
     def call() -> Any:
         if not async_finish:
+            if not is_dynamo_compiling() and buffer._open_sends:
+                receive_lost(buffer, "dispatch")
             with torch.no_grad():  # ll_dispatch_recv has the gradient
                 return _ops.ll_dispatch_send.default(buffer._seq, *args)
         received, moved = _run(buffer, config, x, extra, scales, topk_idx, topk_weights, None)
@@ -178,21 +180,21 @@ def dispatch_send(
         return Pending(
             lambda: _output(buffer, config, num_tokens, x, scales is not None, sent[:end], sent[end:]), event
         )
+    has_scales = scales is not None
     num_scales, scale_dtype = scales_of(scales)
-    dtype, hidden = x.dtype, x.shape[1]  # of x nothing is kept but what stands for it
-    is_idx64 = topk_idx.dtype == torch.int64
+    # Of x nothing is kept but what stands for it.
+    sizes = x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens, topk_idx.dtype == torch.int64
+    received_by = (buffer._seq, sent, *sizes, config.capacity, config.numbers, like_x, like_weights)
+    open_send = OpenSend("dispatch", _ops.ll_dispatch_recv.default, received_by)
 
     def receive() -> DispatchOutput:
         try:
-            received = _ops.ll_dispatch_recv.default(
-                buffer._seq, sent, dtype, hidden, num_scales, scale_dtype, num_tokens, is_idx64, config.capacity,
-                config.numbers, like_x, like_weights,
-            )  # fmt: skip
+            received = open_send.receive(buffer)
         except RuntimeError as error:
             raise error_of(buffer, error) from error
-        return _output(buffer, config, num_tokens, like_x, scales is not None, (*received, sent))
+        return _output(buffer, config, num_tokens, like_x, has_scales, (*received, sent))
 
-    return Pending(receive)
+    return Pending.of_send(buffer, open_send, receive)
 
 
 def combine(
@@ -284,16 +286,18 @@ def combine_send(
     if async_finish:
         return Pending(lambda: combined, event)
 
+    open_send = OpenSend(
+        "combine", _ops.ll_combine_recv.default, (seq, handle.tensor, biases, dtype, hidden, *args[-3:], *carried)
+    )
+
     def receive() -> torch.Tensor:
         try:
-            out: torch.Tensor = _ops.ll_combine_recv.default(
-                seq, handle.tensor, biases, dtype, hidden, *args[-3:], *carried
-            )
+            out: torch.Tensor = open_send.receive(buffer)
         except RuntimeError as error:
             raise error_of(buffer, error) from error
         return out
 
-    return Pending(receive)
+    return Pending.of_send(buffer, open_send, receive)
 
 
 def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -312,6 +316,8 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     seq = handle.seq
     require_on(seq, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
     sizes = handle.num_tokens, handle.capacity, combine_numbers(buffer, handle, _NONE, _float32, _float32, 0)
+    if buffer is not None and buffer._open_sends and handle.mode == "ll":
+        receive_lost(buffer, "combine")
     if handle.mode == "ht":
         given: Any = (None, values, handle.tensor, handle.slots, None, None, [], *sizes)
         try:
@@ -333,34 +339,6 @@ def _combined(handle: Handle, args: tuple[Any, ...]) -> torch.Tensor:
         op = _ht_combine if is_dynamo_compiling() else _ht_combine_eager
         combined = op(handle.seq, *args)[0]
     return combined
-
-
-class Pending(Generic[T]):
-    """An operation whose first half is done, or that runs on the buffer's own stream.
-
-    Attributes:
-        event: with ``async_finish``, of the end of the operation; else ``event.event`` is None.
-    """
-
-    def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None) -> None:
-        self._receive: Callable[[], T] | None = receive
-        self._end = "this operation was received already"
-        self.event = event or EventOverlap()
-
-    def receive(self) -> T:
-        """The other half: waits for the other ranks and returns the result. UsageError if it was called already."""
-        receive, self._receive = self._receive, None
-        if receive is None:
-            raise UsageError(self._end)
-        try:
-            if self.event.event is not None:
-                self.event.current_stream_wait()
-            return receive()
-        except OverflowError:  # of what was received
-            raise
-        except BaseException as error:  # of which the text is kept: the error itself would keep the buffer
-            self._end = f"this operation has failed with {type(error).__name__}: {error}"
-            raise
 
 
 # ---- From arguments to ops
@@ -387,6 +365,8 @@ def _run(
     if config.mode == "ht":
         return route_and_send(buffer, config, x, extra, scales, topk_idx, topk_weights, out)
     op = _ll_dispatch if is_dynamo_compiling() else _ll_dispatch_eager
+    if not is_dynamo_compiling() and buffer._open_sends:
+        receive_lost(buffer, "dispatch")
     if extra:
         return dispatch_with_extra(op, buffer, config, x, extra, scales, topk_idx, topk_weights)
     return op(buffer._seq, x, scales, topk_idx, topk_weights, config.capacity, config.numbers), ()
@@ -463,6 +443,8 @@ def _combine_call(
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype}{others}")
     biases = biases_of(bias)
     buffer = buffer_of(handle)
+    if buffer is not None and buffer._open_sends and handle.mode == "ll":
+        receive_lost(buffer, "combine")
     seq, tensor, slots = handle.seq, handle.tensor, handle.slots
     if buffer is None or not _on_same_device(seq, rows, tensor, slots, given_weights, topk_idx):
         names = ("rows", "handle", "handle", "weights", "topk_idx")

@@ -51,9 +51,9 @@ def dispatch_with_extra(
         row_bytes = each.shape[1] * each.element_size()
         buffer.runtime.check_opaque_rows(config.num_experts, config.topk, config.max_tokens, row_bytes)
     received = run(x, words[0] if has_room else scales, config.numbers)
-    unquantised = replace_field(config.numbers, "quant", int(Quant.NONE))
+    further = replace_field(replace_field(config.numbers, "quant", int(Quant.NONE)), "reports_ids", 0)
     moved = [received[1]] if has_room else []
-    moved += [run(each, None, unquantised)[0] for each in alone]
+    moved += [run(each, None, further)[0] for each in alone]
     rows = [
         each if each.dtype == given.dtype else each.view(given.dtype) for each, given in zip(moved, extra, strict=True)
     ]

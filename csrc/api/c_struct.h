@@ -37,6 +37,11 @@ EP_C_STRUCT(ncclEpCombineConfig_t, NCCL_EP_COMBINE_CONFIG_INIT)
 EP_C_STRUCT(ncclEpCompleteConfig_t, NCCL_EP_COMPLETE_CONFIG_INIT)
 #undef EP_C_STRUCT
 
+// Of an int32 that is yes or no.
+inline void check_flag(int32_t value, const char* name) {
+  EP_CHECK(value == 0 || value == 1, name, " is ", value, ", must be 0 or 1");
+}
+
 struct Field {
   size_t offset, bytes;
 };

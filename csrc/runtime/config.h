@@ -17,10 +17,11 @@ namespace ep {
   FIELD(max_tokens, 0)                   \
   FIELD(layout, 0)    /* OutputLayout */ \
   FIELD(alignment, 1) /* packed: of first rows */
-#define EP_DISPATCH_FIELDS(FIELD)     \
-  EP_ROUTING_FIELDS(FIELD)            \
-  FIELD(quant, 0)        /* Quant */  \
-  FIELD(zero_padding, 0) /* 0 or 1 */ \
+#define EP_DISPATCH_FIELDS(FIELD)                                                             \
+  EP_ROUTING_FIELDS(FIELD)                                                                    \
+  FIELD(quant, 0)        /* Quant */                                                          \
+  FIELD(zero_padding, 0) /* 0 or 1 */                                                         \
+  FIELD(reports_ids, 1)  /* 0: another operation of the call has reported ids out of range */ \
   FIELD(num_sms, 0)      /* CUDA; 0: the plan's choice */
 #define EP_COMBINE_FIELDS(FIELD)       \
   EP_ROUTING_FIELDS(FIELD)             \

@@ -6,6 +6,7 @@
 #include "base/testing.h"
 #include "runtime/agreement.h"
 #include "runtime/checks.h"
+#include "runtime/handles.h"
 #include "runtime/ranges.h"
 #include "transport/session.h"
 
@@ -60,7 +61,7 @@ uint64_t window_for(int num_ranks, const LlSizes& sizes) {
 }
 
 Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_backend)
-    : rank_(given.rank()), config_(config) {
+    : rank_(given.rank()), config_(config), timeout_seconds_(config.timeout_seconds) {
   check_timeout(config.timeout_seconds);
   EP_CHECK(rank_ >= 0 && rank_ < given.num_ranks(), "rank ", rank_, " of ", given.num_ranks(), " ranks");
   Session bootstrap(given, Collective::kMakeBuffer);
@@ -70,6 +71,7 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   agreement.add("the number of ranks", bootstrap.num_ranks());
   agreement.add("the kind of device", config.device_kind());
   agreement.add("the domain size", config.domain_size);
+  agreement.ask(kOrderQuestion);
   agreement.add("the bytes of routing in a bank", config.sizes.tagged_bytes);
   agreement.add("the bytes of dispatched rows in a bank", config.sizes.row_bytes[0]);
   agreement.add("the bytes of combined rows in a bank", config.sizes.row_bytes[1]);
@@ -119,13 +121,15 @@ void Group::destroy() {
     std::lock_guard lock(mutex_);
     last = std::move(backend_);
   }
-  if (last && last->failure().code != Failure::kNone) last->abort();
+  if (last == nullptr) return;
+  last->end_waits();
+  if (last->failure().code != Failure::kNone) last->abort();
 }
 
 void Group::set_timeout(double seconds) {
   check_timeout(seconds);
   require_usable();
-  config_.timeout_seconds = seconds;
+  timeout_seconds_ = seconds;
   backend()->set_timeout(seconds);
 }
 
@@ -148,7 +152,7 @@ void Group::require_usable() {
     others = other_calls(*backend, failure);
   } catch (const Error&) {  // a GPU that cannot be asked any more
   }
-  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, config_.timeout_seconds), others,
+  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, timeout_seconds()), others,
         "; destroy it and make a new one");
 }
 
@@ -228,8 +232,15 @@ Shape Group::own_shape(const Shape& shape) const {
 template <class Params>
 void Group::begin(Params& p) {
   require_usable();
+  require_ll();
   p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
+}
+
+void Group::require_ll() const {
+  EP_CHECK(config_.sizes.tagged_bytes > 0,
+           "the buffer was made without room for low latency: make it with mode=\"ll\" or \"auto\", or call with "
+           "mode=\"ht\"");
 }
 
 void Group::prepare(LlDispatchParams& p) {
@@ -243,6 +254,8 @@ void Group::prepare(LlDispatchParams& p) {
   const int64_t scale_bytes = static_cast<int64_t>(p.out_scales.count) * p.out_scales.element_bytes;
   EP_CHECK(scale_bytes <= kMaxRowBytes, "scales of ", scale_bytes, " bytes a row, at most ", kMaxRowBytes);
   p.row.scale_bytes = static_cast<int>(scale_bytes);
+  p.scales.row_stride = usable_stride(p.num_tokens, p.scales.row_stride);
+  p.scales.group_stride = usable_stride(p.scales.count, p.scales.group_stride);
   p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
   p.offsets = LlOffsets::make(window_, Kind::kDispatch, p.shape, p.row);
   p.header = header_of(pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype), p.hidden, p.shape,
@@ -270,6 +283,7 @@ void Group::run(LlDispatchParams& p, void* stream) {
 void Group::combine(LlCombineParams& p, void* stream) {
   begin(p);
   check_combined_rows(p);
+  if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.domain_size = topology_.domain_size;
   p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
   p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, p.row);
@@ -285,6 +299,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
 
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   begin(p);
+  if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, RowFormat{});
   p.header = header_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape,
                        0, p.num_tokens);

@@ -1,4 +1,5 @@
 // Steps that every rank takes and that fail on all ranks if they fail on one, so that no rank goes on alone and waits.
+// But a rank that is interrupted leaves alone.
 #pragma once
 
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/interruption.h"
 #include "transport/process.h"
 #include "transport/transport.h"
 
@@ -59,6 +61,8 @@ std::vector<std::string> outcomes_of(Bootstrap& bootstrap, Step&& step) {
   std::string outcome;
   try {
     outcome = kDone + std::string(step());
+  } catch (const Interrupted&) {
+    throw;  // without a word to the others, whom it may have to wait for
   } catch (const Error& error) {
     own = std::current_exception();
     outcome = failed(error.kind(), error.what());

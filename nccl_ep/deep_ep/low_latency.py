@@ -32,6 +32,7 @@ from ..checks import (
 from ..errors import OverflowError, TimeoutError, UsageError
 from ..events import EventOverlap, run_on_comm_stream
 from ..gradients import refuse_backward, wants_gradient
+from ..pending import OpenSend, receive_lost
 from ..handle import Quant
 from .view import View
 
@@ -270,6 +271,8 @@ class LowLatencyMethods(View):
         )
         args = (x, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0)
         op = _ops.ll_dispatch_deepep_send.default if return_recv_hook else _ops.ll_dispatch_deepep.default
+        if self.core._open_sends:
+            receive_lost(self.core, "dispatch")
         try:
             outputs, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
         except RuntimeError as error:
@@ -283,10 +286,8 @@ class LowLatencyMethods(View):
                 num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
             )  # fmt: skip
 
-            def receive() -> None:
-                _ops.ll_dispatch_deepep_recv.default(self._seq, *outputs, *numbers)
-
-            hook = self._hook(receive, counts)
+            open_send = OpenSend("dispatch", _ops.ll_dispatch_deepep_recv.default, (self._seq, *outputs, *numbers))
+            hook = self._hook(open_send, counts)
             self._state.unreceived = src_info
         else:
             self._raise_what_was_dropped(counts, event)
@@ -356,6 +357,8 @@ class LowLatencyMethods(View):
                 )
             x = rows
         op = _ops.ll_combine_deepep_send.default if return_recv_hook else _ops.ll_combine_deepep.default
+        if self.core._open_sends:
+            receive_lost(self.core, "combine")
         args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0)
         try:
             made, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
@@ -368,7 +371,7 @@ class LowLatencyMethods(View):
         hook = None
         if return_recv_hook:
             numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)
-            hook = self._hook(lambda: _ops.ll_combine_deepep_recv.default(self._seq, *numbers))
+            hook = self._hook(OpenSend("combine", _ops.ll_combine_deepep_recv.default, (self._seq, *numbers)))
         return out, event, hook
 
     # ---- How they run
@@ -387,16 +390,16 @@ class LowLatencyMethods(View):
                 f"R * num_max_dispatch_tokens_per_rank, and demand was {info[local:-1].tolist()}"
             )
 
-    def _hook(self, receive: Callable[[], None], counts: torch.Tensor | None = None) -> Hook:
+    def _hook(self, open_send: OpenSend, counts: torch.Tensor | None = None) -> Hook:
         """The receive part, on the stream that was current when it was made, as in DeepEP. counts: of a dispatch.
 
         One that has failed may be called again, and says what keeps it from receiving.
         """
         stream = None if self.device.type == "cpu" else torch.cuda.current_stream(self.device)
-        pending: list[Callable[[], None]] = [receive]
+        pending = [open_send]
 
         def run() -> None:
-            pending[0]()
+            open_send.receive(self.core)
             pending.clear()
             if counts is not None:
                 self._state.unreceived = None
@@ -405,6 +408,8 @@ class LowLatencyMethods(View):
         def hook() -> None:
             if not pending:
                 raise UsageError("this hook was called already, and what it receives has been received")
+            if open_send.is_lost:
+                raise UsageError("what this hook receives was dropped")
             try:
                 if stream is None or stream == torch.cuda.current_stream(self.device):
                     run()
@@ -414,6 +419,7 @@ class LowLatencyMethods(View):
             except RuntimeError as error:
                 raise error_of(self, error) from error
 
+        open_send.open(self.core, hook)
         return hook
 
 

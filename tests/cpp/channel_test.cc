@@ -35,7 +35,7 @@ void on_two_ranks(int domain_size, Body body) {
                   bootstrap.allgather("clean");
                   const auto transport = make_host_transport(std::move(windows), Topology::make(2, domain_size), 9);
                   CpuState state;
-                  state.timeout_seconds = 60;
+                  state.control.timeout_seconds = 60;
                   state.wire = {{0, 0}, {0, 0}, {0, 0}};
                   const LlOffsets offsets = LlOffsets::make(window, Kind::kDispatch, shape, {kRowWords * 4, 0, false});
                   body(bootstrap, *transport, state, offsets);
@@ -98,7 +98,7 @@ TEST(Channel, TakingARowEmptiesItsSlot) {
 // The epoch is not advanced by a call that failed: nothing may follow it but the end of the group.
 TEST(Channel, ATimeoutNamesWhatIsMissing) {
   on_two_ranks(2, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlOffsets& offsets) {
-    state.timeout_seconds = 0.2;
+    state.control.timeout_seconds = 0.2;
     Channel channel(transport, state, Kind::kDispatch, offsets, {});
     for (int p = 0; p < 2; p++) channel.send_header(p);
     channel.close_stage();
@@ -110,7 +110,8 @@ TEST(Channel, ATimeoutNamesWhatIsMissing) {
     require(error == concat("rank ", bootstrap.rank(), " waited 0.2 s for the token rows of rank ", peer,
                             " in dispatch 1 (expected 5, saw 0)"),
             error);
-    require(state.failure.code == Failure::kTimeout && state.failure.missing == 0, "the failure");
+    const Failure failure = state.failure.get();
+    require(failure.code == Failure::kTimeout && failure.missing == 0, "the failure");
     require(state.epoch[0] == 0, "the epoch");
     bootstrap.allgather("done");
   });

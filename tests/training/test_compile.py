@@ -198,9 +198,7 @@ def test_overlap_survives_compilation() -> None:
 
         x = torch.randn(5, HIDDEN)
         want = layer(x)
-        got, codes = run_and_get_code(
-            torch.compile(layer, fullgraph=True, options=nccl_ep.KEEP_PROGRAM_ORDER), x
-        )
+        got, codes = run_and_get_code(torch.compile(layer, fullgraph=True, options=nccl_ep.KEEP_PROGRAM_ORDER), x)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
         code = codes[0]

@@ -73,10 +73,14 @@ def test_autocast(kind: str) -> None:
         logits = torch.randn(5, TOPK, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             weights = logits.bfloat16()
-            out = nccl_ep.dispatch(x, idx, weights, buffer=buffer, num_experts=EXPERTS, zero_padding=True, **KINDS[kind])
+            out = nccl_ep.dispatch(
+                x, idx, weights, buffer=buffer, num_experts=EXPERTS, zero_padding=True, **KINDS[kind]
+            )
             nccl_ep.combine(out.x, out.handle).float().sum().backward()
         assert x.grad is not None and logits.grad is not None
-        torch.testing.assert_close(logits.grad, x.detach().float().sum(1, keepdim=True).expand(5, 2), rtol=0.05, atol=0.1)
+        torch.testing.assert_close(
+            logits.grad, x.detach().float().sum(1, keepdim=True).expand(5, 2), rtol=0.05, atol=0.1
+        )
 
 
 @pytest.mark.parametrize("kind", ["ll packed", "ht packed"])

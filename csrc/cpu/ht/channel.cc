@@ -18,7 +18,7 @@ HtChannel::HtChannel(Transport& transport, CpuState& state, Kind kind, const HtO
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
       messages_(offsets.topology.num_ranks),
-      deadline_(state.timeout_seconds) {}
+      deadline_(state.control) {}
 
 HtChannel::~HtChannel() {
   if (num_domains() > 1) transport_.flush();
@@ -74,8 +74,7 @@ void HtChannel::await_headers(int count) {
     std::copy(words.begin(), words.begin() + OpHeader::kWords, theirs.words);
     for (int i = 0; i < OpHeader::kComparedWords; i++) {
       if (theirs.word(i) == header_.word(i)) continue;
-      state_.failure = {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1};
-      raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
+      fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1}, rank());
     }
     take(OpHeader::kWords, words.size());
   }
@@ -133,20 +132,19 @@ bool HtChannel::has_heard(int source) const {
 }
 
 void HtChannel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
-  Failure& failure = state_.failure;
-  const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
-  failure = {code, kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 1};
+  Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 1};
+  failure.waited_seconds = deadline_.waited_seconds();
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
-  raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
+  fail(state_, failure, rank());
 }
 
 void HtChannel::check_row(int peer, int64_t row, uint64_t rows) {
   if (static_cast<uint64_t>(row) < rows) return;
-  state_.failure = {Failure::kHandle,           kind_, Awaited::kNone, peer, epoch_, rows,
-                    static_cast<uint64_t>(row), 0,     header_,        {},   1};
-  raise(kind_of(state_.failure), describe(state_.failure, rank(), state_.timeout_seconds));
+  fail(state_,
+       {Failure::kHandle, kind_, Awaited::kNone, peer, epoch_, rows, static_cast<uint64_t>(row), 0, header_, {}, 1},
+       rank());
 }
 
 void HtChannel::note_row(int peer, uint64_t bytes) {

@@ -82,7 +82,7 @@ class HtChannel {
   const int bank_;
   std::vector<std::vector<uint32_t>> messages_;  // [source]
   std::vector<TaggedWord> sent_;                 // the own message; puts read it
-  const Deadline deadline_;
+  Deadline deadline_;
 };
 
 }  // namespace ep

@@ -72,7 +72,7 @@ class Combine {
   void deliver_weights(const int32_t* ids, const int32_t* slots, const float* weights, const int32_t* marks) {
     const HtSlotFormat& format = p_.offsets.slot;
     for (int k = 0; k < p_.shape.topk; k++) {
-      if (ids[k] < 0 || !channel_.topology().is_lsa(channel_.rank(), p_.shape.owner(ids[k]))) continue;
+      if (ids[k] < 0 || slots[k] < 0 || !channel_.topology().is_lsa(channel_.rank(), p_.shape.owner(ids[k]))) continue;
       const int owner = p_.shape.owner(ids[k]);
       char* slot = channel_.at(owner, p_.offsets.slot_words(slots[k]));
       std::memcpy(slot + format.place(k) * 4, marks + k, 4);

@@ -192,12 +192,13 @@ class Sender {
       for (int k = p_.shape.topk - 1; k >= 0; k--) {
         if (!is_at(route, k, peer)) continue;
         slot = route.slots[k];
-        if (route.rows[k] >= 0) first_row = route.rows[k];
+        if (route.rows[k] < 0) continue;
+        first_row = route.rows[k];
+        channel_.check_row(peer, first_row, receivers_[peer].output.rows());  // the receiver trusts all of them
       }
       if (slot == kNoRow) continue;
       if (sends_metadata(p_.variant)) send_slot(route, peer, slot);
       if (first_row < 0) continue;
-      channel_.check_row(peer, first_row, receivers_[peer].output.rows());
       for (int i = 0; i < p_.num_parts; i++) {
         const Offset out = receivers_[peer].offsets[i];
         const int bytes = p_.parts[i].bytes;
@@ -271,7 +272,7 @@ void run(const HtDispatchParams& p, HtChannel& channel, CpuState& state) {
   const int rank = channel.rank();
   HtCounts counts = HtCounts::zero(p.shape);
   if (routes(p.variant)) {
-    take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.own.ids, state);
+    take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.own.ids, &state.invalid_ids);
     counts.count(p.shape, rank, p.handle.own.ids, p.num_tokens);
   }
   const std::vector<uint32_t> words = message_words(p, counts, rank);

@@ -15,6 +15,22 @@ std::atomic_ref<uint32_t> atomic_word(uint32_t* address) { return std::atomic_re
 
 }  // namespace
 
+Failure::Code code_of(Deadline::End end) {
+  switch (end) {
+    case Deadline::End::kInterrupted:
+      return Failure::kInterrupted;
+    case Deadline::End::kDestroyed:
+      return Failure::kDestroyed;
+    default:
+      return Failure::kTimeout;
+  }
+}
+
+void fail(CpuState& state, const Failure& failure, int rank) {
+  state.failure.set(failure);
+  raise(kind_of(failure), describe(failure, rank, state.control.timeout_seconds));
+}
+
 Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header)
     : transport_(transport),
       state_(state),
@@ -25,7 +41,7 @@ Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlOffse
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
       headers_(offsets.num_ranks),
-      deadline_(state.masks_late ? state.timeout_seconds / 2 : state.timeout_seconds) {}
+      deadline_(state.control, state.masks_late ? 0.5 : 1) {}
 
 Channel::~Channel() {
   if (!sources_.empty()) transport_.flush();
@@ -120,18 +136,16 @@ bool Channel::has_heard(int source) const {
 }
 
 void Channel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
-  Failure& failure = state_.failure;
-  const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
-  failure = {code, kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 0};
+  Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 0};
+  failure.waited_seconds = deadline_.waited_seconds();
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
-  raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
+  fail(state_, failure, rank());
 }
 
 void Channel::refuse_op(int source, const OpHeader& theirs) {
-  state_.failure = {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0};
-  raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
+  fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0}, rank());
 }
 
 // Whether the source has masked this rank, in this operation or, if this rank is behind, in a later one.
@@ -146,7 +160,7 @@ bool Channel::was_left_by(int source) const {
 
 // With masks, a wait calls it now and then.
 bool Channel::is_late(int source, std::chrono::steady_clock::time_point now) {
-  state_.heartbeats.exchange(transport_, state_.heartbeats_at, now, state_.timeout_seconds);
+  state_.heartbeats.exchange(transport_, state_.heartbeats_at, now, state_.control.timeout_seconds);
   return deadline_.is_late(now, state_.heartbeats.last_of(source));
 }
 
@@ -160,7 +174,7 @@ bool Channel::await(Awaited awaited, int source, uint64_t expected, Ready ready)
   Deadline::End end;
   if (state_.masks_late) {
     bool is_left = false;
-    end = Deadline::wait_until([&] { return ready(seen) || (is_left = was_left_by(source)); },
+    end = deadline_.wait_until([&] { return ready(seen) || (is_left = was_left_by(source)); },
                                [&](auto now) { return is_late(source, now); });
     if (is_left || end == Deadline::End::kLate) {
       mask(source);

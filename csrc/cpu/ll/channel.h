@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <vector>
 
 #include "cpu/common/heartbeats.h"
@@ -15,11 +16,28 @@
 
 namespace ep {
 
+// How the buffer failed. Another thread may ask while a call gives up.
+class FailureCell {
+ public:
+  void set(const Failure& failure) {
+    std::lock_guard lock(mutex_);
+    failure_ = failure;
+  }
+  Failure get() const {
+    std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  Failure failure_;
+};
+
 struct CpuState {
   uint64_t epoch[kNumKinds] = {0, 0};     // of the last completed call
   uint64_t arrivals[kNumKinds] = {0, 0};  // arrival signals that every network peer has sent up to that call
-  double timeout_seconds = 100;
-  Failure failure;
+  WaitControl control;
+  FailureCell failure;
   uint64_t flag_epoch = 0;  // of the last exchange of flags
   bool masks_late = false;  // a rank that misses a deadline of low latency is masked
   uint64_t masked = 0;      // bit r: rank r is
@@ -33,6 +51,10 @@ struct CpuState {
   uint64_t ht_sent[kNumHtSignals] = {};  // value that each signal has at its readers: all are sent it at the same time
   uint64_t ht_staged[kNumKinds] = {0, 0};
 };
+
+Failure::Code code_of(Deadline::End end);
+// The buffer has failed, which the error tells.
+[[noreturn]] void fail(CpuState& state, const Failure& failure, int rank);
 
 class Channel {
  public:
@@ -68,7 +90,7 @@ class Channel {
 
   // Called when nothing is left to send. With masks, a rank that still has to send waits half as long, so that no rank
   // is late because another one is.
-  void begin_receiving() { deadline_ = Deadline(state_.timeout_seconds); }
+  void begin_receiving() { deadline_ = Deadline(state_.control); }
   // The operation is over: advances the epoch.
   void complete();
   // From now on, adds the ns waited for each source to `wait_cost` [R]; null: to nothing.

@@ -60,7 +60,7 @@ void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
 }
 
 void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
-  take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids, state);
+  take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids, p.reports_ids ? &state.invalid_ids : nullptr);
   for (int step = 0; step < channel.num_ranks(); step++) {
     const int peer = channel.peer(step);
     channel.send_header(peer);

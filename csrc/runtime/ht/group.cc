@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "runtime/checks.h"
+#include "runtime/handles.h"
 #include "runtime/ranges.h"
 
 namespace ep {
@@ -93,6 +94,9 @@ void Group::run(HtDispatchParams& p, void* stream) {
     p.parts[i].out_offset = offset_of(p.parts[i].out, static_cast<uint64_t>(p.output.rows()) * p.parts[i].bytes);
   }
   if (sends_rows(p.variant)) check_slots(p.handle.num_slots, p.shape);
+  if (sends_rows(p.variant) && !routes(p.variant) && trusts_handles()) {
+    check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, sends_metadata(p.variant));
+  }
   Range range(config_.name, name_of(p.variant), ++calls_.ht[static_cast<int>(Kind::kDispatch)]);
   backend()->ht_dispatch(p, stream);
 }
@@ -102,6 +106,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
   p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
   check_slots(p.handle.num_slots, p.shape);
+  if (trusts_handles()) check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, false);
   HtRowFormat row;
   if (p.has_rows()) {
     check_combined_rows(p);

@@ -40,10 +40,14 @@ struct HtPart {
                    int64_t element_stride) {
     const int bytes = count * element_bytes;
     const bool is_contiguous = (element_stride == 1 || count <= 1) && (row_stride == count || num_rows <= 1);
-    return is_contiguous ? contiguous(in, bytes) : strided(in, bytes, element_bytes, row_stride, element_stride);
+    return is_contiguous ? contiguous(in, bytes)
+                         : strided(in, num_rows, bytes, element_bytes, row_stride, element_stride);
   }
   // Strides in elements.
-  static HtPart strided(const void* in, int bytes, int element_bytes, int64_t row_stride, int64_t element_stride) {
+  static HtPart strided(const void* in, int64_t num_rows, int bytes, int element_bytes, int64_t row_stride,
+                        int64_t element_stride) {
+    row_stride = usable_stride(num_rows, row_stride);
+    element_stride = usable_stride(bytes / element_bytes, element_stride);
     HtPart part;
     part.in = in;
     part.row_stride = row_stride * element_bytes;

@@ -38,6 +38,15 @@ struct Scales {
   int64_t bin_stride = 0;
 };
 
+// The stride of `count` elements of at most 8 bytes. One element has none; refuses one that leads out of any memory.
+inline int64_t usable_stride(int64_t count, int64_t stride) {
+  constexpr int64_t kFarthest = INT64_MAX / 32;
+  if (count <= 1) return 0;
+  EP_CHECK(stride <= kFarthest / count && stride >= -(kFarthest / count), "a stride of ", stride, " between ", count,
+           " elements: no memory is as large");
+  return stride;
+}
+
 // The order is that of a kernel's needs.
 struct LlDispatchParams {
   // In: read by the sending half only.
@@ -73,6 +82,7 @@ struct LlDispatchParams {
   int32_t* recv_stats = nullptr;    // [bins] the counts are added
   int64_t* wait_cost = nullptr;     // [R] ns that this rank waited for each source are added
   int num_sms = 0;                  // 0: the plan's choice
+  bool reports_ids = true;          // false: another operation of the call has reported ids out of range
 };
 
 // How expert rows are weighted on their way home.

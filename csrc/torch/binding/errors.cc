@@ -28,9 +28,7 @@ void set(PyObject* type, std::string_view text) {
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
   if (message) PyErr_SetObject(type, message.ptr());
 }
-void set(const char* name, std::string_view text) {
-  set(py::module_::import("nccl_ep.errors").attr(name).ptr(), text);
-}
+void set(const char* name, std::string_view text) { set(py::module_::import("nccl_ep.errors").attr(name).ptr(), text); }
 
 }  // namespace
 

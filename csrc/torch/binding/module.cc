@@ -56,7 +56,12 @@ class NamedGroup {
     GroupConfig named = config;
     named.name = name_;
     py::gil_scoped_release no_gil;
-    group_ = make_group(bootstrap, named);
+    try {
+      group_ = make_group(bootstrap, named);
+    } catch (const Error&) {
+      rethrow_interruption();
+      throw;
+    }
     id_ = register_group(name_, group_);
   }
   ~NamedGroup() { destroy(); }

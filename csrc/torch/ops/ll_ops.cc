@@ -6,6 +6,7 @@
 #include <sstream>
 #include <tuple>
 
+#include "runtime/handles.h"
 #include "torch/binding/fast_call.h"
 #include "torch/ops/ops.h"
 
@@ -104,21 +105,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
 
 // ---- combine
 
-// A handle in host memory is read before it is trusted: its entries become addresses.
-void check_entries(const HandlePtrs& handle, const HandleInfo& info) {
-  const OutputShape& output = info.output;
-  check_handle_values(handle.tokens, output.num_ranks, 0, output.max_tokens, "number of tokens");
-  check_handle_values(handle.ids, info.num_tokens * info.topk, -1, info.num_experts - 1, "expert id");
-  check_handle_values(handle.rows, static_cast<int64_t>(output.num_ranks) * output.max_tokens * output.map_k(),
-                      kDroppedRow, output.rows() - 1, "row");
-}
-
 HandlePtrs resolve_handle(const HandleInfo& info, const Tensor& handle, const at::Device& device) {
   const HandleShape sizes = handle_shape(info.output, info.num_tokens);
   check_tensor(handle, "handle", at::kInt, {sizes.size()}, device);
-  const HandlePtrs pointers = HandlePtrs::of(handle.data_ptr<int32_t>(), sizes);
-  if (can_look_through(device)) check_entries(pointers, info);
-  return pointers;
+  return HandlePtrs::of(handle.data_ptr<int32_t>(), sizes);
 }
 
 }  // namespace
@@ -244,6 +234,7 @@ void ll_floor_push(const Tensor& seq, const Tensor& handle, int64_t num_tokens, 
     p.shape = info.shape();
     p.handle = resolve_handle(info, handle, device);
     p.num_tokens = to_int(num_tokens, "number of tokens");
+    if (group.backend()->trusts_handles()) check_handle(p.handle, info.output, p.shape, p.num_tokens);
     EP_CHECK(row_bytes > 0 && row_bytes <= INT32_MAX - 16, "row_bytes is ", row_bytes, ", must be positive");
     p.num_sms = num_sms_of(num_sms);
     group.floor_push(p, align_up<int64_t>(row_bytes, 16), registered->order.next_stream(device));

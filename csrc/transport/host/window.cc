@@ -5,12 +5,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include "base/check.h"
+#include "base/interruption.h"
 #include "transport/collective_step.h"
 
 namespace ep {
@@ -116,6 +118,22 @@ struct Invitation {
 
 std::string name_of(const Token& token) { return "nccl_ep_window." + hex_of(token); }
 
+// Takes the pages of a file now, so that a lack of memory is an error here and not a SIGBUS later. In pieces: a signal
+// that comes meanwhile undoes one of them.
+void take_pages(int fd, uint64_t bytes) {
+  constexpr uint64_t kPiece = 4 << 20;
+  for (uint64_t begin = 0; begin < bytes;) {
+    const uint64_t piece = std::min(kPiece, bytes - begin);
+    const int failed = posix_fallocate(fd, static_cast<off_t>(begin), static_cast<off_t>(piece));
+    if (failed == 0) begin += piece;
+    if (failed == 0 || failed == EINTR) {
+      if (has_interruption()) throw Interrupted(concat("to take a window of ", bytes, " bytes"));
+      continue;
+    }
+    raise(ErrorKind::kSystem, "no shared memory for a window of ", bytes, " bytes: ", std::strerror(failed));
+  }
+}
+
 class SharedWindows : public HostWindows {
  public:
   SharedWindows(Bootstrap& bootstrap, uint64_t bytes) {
@@ -148,10 +166,7 @@ class SharedWindows : public HostWindows {
   File make_file(const Token& token) const {
     File file(memfd_create(name_of(token).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (file.fd() < 0) raise(ErrorKind::kSystem, "memfd_create: ", std::strerror(errno));
-    // posix_fallocate takes the pages now, so that a lack of memory is an error here and not a SIGBUS later.
-    if (const int failed = posix_fallocate(file.fd(), 0, static_cast<off_t>(bytes_))) {
-      raise(ErrorKind::kSystem, "no shared memory for a window of ", bytes_, " bytes: ", std::strerror(failed));
-    }
+    take_pages(file.fd(), bytes_);
     if (fcntl(file.fd(), F_ADD_SEALS, kSeals | F_SEAL_SEAL) != 0) {
       raise(ErrorKind::kSystem, "the size of a window cannot be sealed: ", std::strerror(errno));
     }

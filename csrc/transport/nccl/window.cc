@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/interruption.h"
 #include "transport/collective_step.h"
 #include "transport/nccl/api.h"
 
@@ -32,7 +33,9 @@ uint64_t hash_of(const ncclUniqueId& id) {
 // Waits until a non-blocking call has ended. Some calls return ncclSuccess while their work is still going on, hence
 // the communicator's state is always asked.
 void wait_for(ncclComm_t comm, ncclResult_t result, const char* call, double seconds) {
+  constexpr std::chrono::milliseconds kLookEvery{20};
   const auto deadline = deadline_in(seconds);
+  auto next_look = Clock::now() + kLookEvery;
   while (result == ncclSuccess || result == ncclInProgress) {
     ncclResult_t state = ncclSuccess;
     check_nccl(nccl().comm_get_async_error(comm, &state), "ncclCommGetAsyncError", comm);
@@ -41,6 +44,10 @@ void wait_for(ncclComm_t comm, ncclResult_t result, const char* call, double sec
       raise(ErrorKind::kTimeout, call, " has not ended within ", seconds, " s: a rank is missing or hangs");
     }
     result = state;
+    if (Clock::now() >= next_look) {
+      if (has_interruption()) throw Interrupted(call);
+      next_look = Clock::now() + kLookEvery;
+    }
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   raise_nccl(result, call, comm);
