@@ -164,8 +164,6 @@ COMBINE: list[Bad] = [
      "an output row of 8 bytes"),
     ("window", lambda s: s.combine(s.out.x.repeat(1, 1, 20)), ValueError,
      "window is too small .* rows of 2560 bytes: a bank .*; wire_dtype of for_shapes, by default its dtype"),
-    ("window of fp32", lambda s: s.combine(s.out.x.float()), ValueError,
-     "window is too small .* rows of 256 bytes: a bank .*; wire_dtype of for_shapes, by default its dtype"),
     ("weights name", lambda s: s.combine(weights="mine"), ValueError, "weights is 'mine', must be \"dispatch\""),
     ("weights type", lambda s: s.combine(weights=1.0), TypeError, "weights is a float, must be"),
     ("weights device", lambda s: s.combine(weights=s.weights.to("meta")), ValueError, "weights is on meta"),
