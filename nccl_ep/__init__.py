@@ -10,9 +10,9 @@ from .buffer import Buffer
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap
 from .functional import KEEP_PROGRAM_ORDER, combine, combine_send, combine_weights, dispatch, dispatch_send
-from .pending import Pending
 from .handle import DispatchOutput, Handle, Layout, Quant
 from .high_throughput import Payload, dispatch_cached
+from .pending import Pending
 
 if TYPE_CHECKING:
     from .deep_ep import Config, topk_idx_t

@@ -30,9 +30,9 @@ from .checks import (
 )
 from .deprecated import DeepEpNames, deep_ep_window, has_deep_ep_arguments
 from .errors import UsageError
-from .pending import OpenSend, discard
 from .log import logger
 from .modes import MODES, auto_ll_tokens
+from .pending import OpenSend, discard
 
 MIN_LL_BYTES = 1 << 20
 _MAX_UINT64 = (1 << 64) - 1

@@ -14,11 +14,11 @@ from .checks import biases_of, error_of, require_bools, require_extras, require_
 from .config import DispatchConfig, combine_numbers, config_of
 from .events import run_on_comm_stream
 from .gradients import wants_gradient
-from .pending import OpenSend, Pending, receive_lost
 from .handle import DispatchOutput, Handle, Layout, require_handle
 from .high_throughput import buffer_of, route_and_send
 from .low_latency import dispatch_with_extra
 from .ops import scales_of  # and registers the fakes
+from .pending import OpenSend, Pending, receive_lost
 
 T = TypeVar("T")
 # Options of torch.compile with which work stays between a send and its receive. By itself Inductor moves it to where

@@ -74,8 +74,8 @@ def _in_two_ops(
     info, route, sizes = _ops.ht_route.default(seq, xs, scales, topk_idx, topk_weights, numbers)
     num_rows, num_slots = _ops.size_at.default(sizes, 0), _ops.size_at.default(sizes, 1)
     most = seq.shape[1] * config.max_tokens
-    torch._check(num_slots <= most)
-    torch._check(num_rows >= 0)
+    torch._check(num_slots <= most)  # type: ignore[no-untyped-call]
+    torch._check(num_rows >= 0)  # type: ignore[no-untyped-call]
     x, row_scales, weights, ids, row_expert, slots, *extra = _ops.ht_dispatch_routed.default(
         seq, xs, scales, topk_idx, topk_weights, info, route, num_rows, num_slots, numbers
     )

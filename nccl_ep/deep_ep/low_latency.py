@@ -32,8 +32,8 @@ from ..checks import (
 from ..errors import OverflowError, TimeoutError, UsageError
 from ..events import EventOverlap, run_on_comm_stream
 from ..gradients import refuse_backward, wants_gradient
-from ..pending import OpenSend, receive_lost
 from ..handle import Quant
+from ..pending import OpenSend, receive_lost
 from .view import View
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
