@@ -25,7 +25,7 @@ PAYLOADS: dict[str, dict[str, Any]] = {
         "seed": 3, "dtype": torch.float32, "rows_dtype": torch.float32, "content": "special", "keep_nan": True,
         "routing": "some_none",
     },
-    "words": {"dtype": torch.uint8, "content": "words", "weights_words": True, "routing": "duplicates", "topk": 4},
+    "words": {"dtype": torch.uint8, "content": "words", "weights_content": "words", "routing": "duplicates", "topk": 4},
     "float_words": {"dtype": torch.float16, "content": "words", "idx_dtype": torch.int32},
     "scales": {
         "dtype": torch.int8, "content": "words", "scales_dtype": torch.int32, "scales_width": 5,

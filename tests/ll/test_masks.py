@@ -55,6 +55,21 @@ def test_two_groups(num_ranks: int, count: int) -> None:
     run_ranks(num_ranks, body)
 
 
+def test_more_ranks_than_bits_of_a_word() -> None:
+    """Masks of ranks from 32 on stand in a second word."""
+    ranks = 34
+    plain = plain_case(ranks, tokens=(1,) * ranks, max_tokens=1, num_experts=ranks, hidden=16)
+    case = Parted(plain, frozenset(range(ranks - 1)))
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case.whole], enable_shrink=True) as buffer:
+            case.part(buffer, _barrier(group))
+            case.run(buffer)
+            assert masks_of(buffer) == sorted(case.groups[1 - case.number_of(buffer.rank)])
+
+    run_ranks(ranks, body)
+
+
 @pytest.mark.parametrize("first", [{0, 1}, {0, 2, 3}])
 def test_sizes_that_change_while_ranks_are_masked(first: set[int]) -> None:
     cases = _cases(25, 4, frozenset(first))

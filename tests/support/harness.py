@@ -12,7 +12,8 @@ import torch
 import nccl_ep
 from nccl_ep import _C, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.cases import Case, as_bytes
+from tests.support.cases import Case
+from tests.support.contents import as_bytes
 from tests.support.patience import of_living_ranks
 
 NO_BUFFER = 1 << 40  # no buffer's number: csrc/torch/ops/registry.h
