@@ -347,7 +347,7 @@ class LowLatencyMethods(View):
         if x.dim() != 3 or x.shape[2] != hidden:
             raise ValueError(f"x has shape {list(x.shape)}, must be [local experts, ranks * max_tokens, {hidden}]")
         # Of a combine with neither, the op says it.
-        is_wanted = (out is not None or zero_copy) and wants_gradient(x, topk_weights)
+        is_wanted = (zero_copy or (out is not None and return_recv_hook)) and wants_gradient(x, topk_weights)
         if zero_copy:
             rows = self.get_next_low_latency_combine_buffer(handle)
             if x.shape != rows.shape or x.dtype != rows.dtype or not x.is_contiguous():

@@ -143,7 +143,7 @@ def _(buffer: nccl_ep.Buffer, x: torch.Tensor) -> torch.Tensor:
     return nccl_ep.dispatch_cached(x, handle, zero_padding=True, out=out).x
 
 
-@way("deepep: dispatch", None)
+@way("deepep: dispatch", partial(_dispatched, layout="expert_major"))
 def _(buffer: nccl_ep.Buffer, x: torch.Tensor) -> torch.Tensor:
     return deep_ep.Buffer.of(buffer).low_latency_dispatch(x, IDS, 4, 4, use_fp8=False)[0]
 
@@ -159,8 +159,12 @@ def _(buffer: nccl_ep.Buffer, x: torch.Tensor) -> torch.Tensor:
 
 for name, given in (("", None), (", out", "out"), (", zero_copy", "scratch")):
     for hooked in (False, True):
+        has_gradient = not hooked and given != "scratch"
 
-        @way(f"deepep: combine{name}{', hook' if hooked else ''}", None)
+        @way(
+            f"deepep: combine{name}{', hook' if hooked else ''}",
+            _of_mean("expert_major") if has_gradient else None,
+        )
         def _(buffer: nccl_ep.Buffer, x: torch.Tensor, given: Any = given, hooked: bool = hooked) -> torch.Tensor:
             rows, _, handle, *_ = deep_ep.Buffer.of(buffer).low_latency_dispatch(x.detach(), IDS, 4, 4, use_fp8=False)
             out = torch.empty(4, 16) if given == "out" else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import nccl_ep
+from nccl_ep.testing import run_ranks
 
 HIDDEN, EXPERTS, TOPK, MAX_TOKENS = 8, 4, 2, 8
 EXPERT_LAYOUTS = ("expert_major", "packed")
@@ -138,3 +139,78 @@ def check_gradients(want: Gradients, got: Sequence[tuple[torch.Tensor, ...]], to
         check(f"x of rank {rank}", x, want.x[rank])
         check(f"weights of rank {rank}", weights, want.weights[rank])
     check("experts", torch.cat([each[3] for each in got]), want.experts)
+
+
+# ---- Ways of calling
+
+Call = Callable[..., Any]
+
+
+def whole_dispatch(x: torch.Tensor, *args: Any, **how: Any) -> nccl_ep.DispatchOutput:
+    return nccl_ep.dispatch(x, *args, **how)
+
+
+def split_dispatch(x: torch.Tensor, *args: Any, **how: Any) -> nccl_ep.DispatchOutput:
+    pending = nccl_ep.dispatch_send(x, *args, **how)
+    return pending.receive()
+
+
+def split_combine(rows: torch.Tensor, handle: nccl_ep.Handle, **how: Any) -> torch.Tensor:
+    return nccl_ep.combine_send(rows, handle, **how).receive()
+
+
+def async_dispatch(x: torch.Tensor, *args: Any, **how: Any) -> nccl_ep.DispatchOutput:
+    return nccl_ep.dispatch_send(x, *args, async_finish=True, **how).receive()
+
+
+def async_combine(rows: torch.Tensor, handle: nccl_ep.Handle, **how: Any) -> torch.Tensor:
+    return nccl_ep.combine_send(rows, handle, async_finish=True, **how).receive()
+
+
+def into_dispatch(x: torch.Tensor, *args: Any, **how: Any) -> nccl_ep.DispatchOutput:
+    with torch.no_grad():
+        out = nccl_ep.dispatch(x, *args, **how)
+    return nccl_ep.dispatch(x, *args, out=out, **how)
+
+
+def into_combine(rows: torch.Tensor, handle: nccl_ep.Handle, **how: Any) -> torch.Tensor:
+    return nccl_ep.combine(rows, handle, out=rows.new_empty(handle.num_tokens, rows.shape[-1]), **how)
+
+
+WAYS: dict[str, tuple[Call, Call]] = {
+    "whole": (whole_dispatch, nccl_ep.combine),
+    "split": (split_dispatch, split_combine),
+    "async": (async_dispatch, async_combine),
+    "out": (into_dispatch, into_combine),
+}
+
+
+def run_rank(case: Case, group: Any, mode: str, layout: str, weighting: str, way: str = "whole", device: Any = "cpu",
+             **how: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """One rank's step: the result, and the gradients of x, weights and its experts, on the CPU."""
+    rank, local = (0 if group is None else group.rank()), EXPERTS // case.num_ranks
+    send, receive = WAYS[way]
+    if mode == "ll" and way == "out":
+        send = whole_dispatch  # low latency has it for combine alone
+    with make_buffer(group, device=device, **how) as buffer:
+
+        def leaf(each: torch.Tensor) -> torch.Tensor:
+            return each.clone().to(buffer.device).requires_grad_()
+
+        x, weights = leaf(case.x[rank]), leaf(case.weights[rank])
+        experts = leaf(case.experts[rank * local : (rank + 1) * local])
+        args = dispatch_args(case, buffer, mode, layout)
+        out = send(x, case.idx[rank].to(buffer.device), weights, **args)
+        rows, given = apply_experts(out, experts), {}
+        if layout in EXPERT_LAYOUTS and weighting == "home":
+            given = {"weights": weights}
+        elif layout in EXPERT_LAYOUTS and weighting == "caller":
+            given, rows = {"weights": None}, rows * out.weights.unsqueeze(-1)
+        combined = receive(rows, out.handle, **given)
+        combined.backward(case.out_grads[rank].to(buffer.device))
+        return combined.detach().cpu(), *(_grad_of(each).cpu() for each in (x, weights, experts))
+
+
+def run_layer(case: Case, mode: str, layout: str, weighting: str, way: str = "whole", **how: Any) -> list[Any]:
+    """Ranks as threads."""
+    return run_ranks(case.num_ranks, lambda group: run_rank(case, group, mode, layout, weighting, way, **how))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 import nccl_ep
 from nccl_ep.testing import run_ranks
 from tests.training.moe import (
-    EXPERT_LAYOUTS,
     EXPERTS,
     HIDDEN,
     LAYOUTS,
@@ -24,74 +22,10 @@ from tests.training.moe import (
     dispatch_args,
     make_buffer,
     on_one_rank,
+    run_layer,
 )
 
 MODES = ("ll", "ht")
-Call = Callable[..., Any]
-
-
-def whole_dispatch(x: torch.Tensor, *args: Any, **how: Any) -> nccl_ep.DispatchOutput:
-    return nccl_ep.dispatch(x, *args, **how)
-
-
-def split_dispatch(x: torch.Tensor, *args: Any, **how: Any) -> nccl_ep.DispatchOutput:
-    pending = nccl_ep.dispatch_send(x, *args, **how)
-    return pending.receive()
-
-
-def split_combine(rows: torch.Tensor, handle: nccl_ep.Handle, **how: Any) -> torch.Tensor:
-    return nccl_ep.combine_send(rows, handle, **how).receive()
-
-
-def async_dispatch(x: torch.Tensor, *args: Any, **how: Any) -> nccl_ep.DispatchOutput:
-    return nccl_ep.dispatch_send(x, *args, async_finish=True, **how).receive()
-
-
-def async_combine(rows: torch.Tensor, handle: nccl_ep.Handle, **how: Any) -> torch.Tensor:
-    return nccl_ep.combine_send(rows, handle, async_finish=True, **how).receive()
-
-
-def into_dispatch(x: torch.Tensor, *args: Any, **how: Any) -> nccl_ep.DispatchOutput:
-    with torch.no_grad():
-        out = nccl_ep.dispatch(x, *args, **how)
-    return nccl_ep.dispatch(x, *args, out=out, **how)
-
-
-def into_combine(rows: torch.Tensor, handle: nccl_ep.Handle, **how: Any) -> torch.Tensor:
-    return nccl_ep.combine(rows, handle, out=torch.empty(handle.num_tokens, rows.shape[-1]), **how)
-
-
-WAYS: dict[str, tuple[Call, Call]] = {
-    "whole": (whole_dispatch, nccl_ep.combine),
-    "split": (split_dispatch, split_combine),
-    "async": (async_dispatch, async_combine),
-    "out": (into_dispatch, into_combine),
-}
-
-
-def run_layer(case: Case, mode: str, layout: str, weighting: str, way: str = "whole", **how: Any) -> list[Any]:
-    send, receive = WAYS[way]
-    if mode == "ll" and way == "out":
-        send = whole_dispatch  # low latency has it for combine alone
-
-    def body(group: Any) -> tuple[torch.Tensor, ...]:
-        rank, local = group.rank(), EXPERTS // case.num_ranks
-        with make_buffer(group, **how) as buffer:
-            x, weights = case.x[rank].clone().requires_grad_(), case.weights[rank].clone().requires_grad_()
-            experts = case.experts[rank * local : (rank + 1) * local].clone().requires_grad_()
-            args = dispatch_args(case, buffer, mode, layout)
-            out = send(x, case.idx[rank], weights, **args)
-            rows, given = apply_experts(out, experts), {}
-            if layout in EXPERT_LAYOUTS and weighting == "home":
-                given = {"weights": weights}
-            elif layout in EXPERT_LAYOUTS and weighting == "caller":
-                given, rows = {"weights": None}, rows * out.weights.unsqueeze(-1)
-            combined = receive(rows, out.handle, **given)
-            combined.backward(case.out_grads[rank])
-            assert x.grad is not None and weights.grad is not None and experts.grad is not None
-            return combined.detach(), x.grad, weights.grad, experts.grad
-
-    return run_ranks(case.num_ranks, body)
 
 
 @pytest.mark.parametrize("weighting", ["dispatch", "home", "caller"])
@@ -348,3 +282,30 @@ def test_max_tokens_are_those_of_the_forward() -> None:
     """All tokens that a buffer takes."""
     case = Case(1, (MAX_TOKENS,))
     check_gradients(on_one_rank(case), run_layer(case, "ll", "packed", "home"))
+
+
+def test_deepeps_normal_mode_without_a_function_of_the_callers() -> None:
+    """dispatch, experts with the received weights, combine; the plain layer on one rank has the same gradients."""
+    case = Case(2, (5, 3))
+
+    def body(group: Any) -> tuple[torch.Tensor, ...]:
+        rank, local = group.rank(), EXPERTS // 2
+        buffer = nccl_ep.deep_ep.Buffer(group, num_nvl_bytes=1 << 20, device="cpu", timeout=60.0)
+        x, weights = case.x[rank].clone().requires_grad_(), case.weights[rank].clone().requires_grad_()
+        experts = case.experts[rank * local : (rank + 1) * local].clone().requires_grad_()
+        counts = buffer.get_dispatch_layout(case.idx[rank], EXPERTS)
+        received, ids, row_weights, _, handle, _ = buffer.dispatch(
+            x, topk_idx=case.idx[rank], topk_weights=weights, num_tokens_per_rank=counts[0],
+            is_token_in_rank=counts[3], num_tokens_per_expert=counts[2],
+        )  # fmt: skip
+        total = torch.zeros_like(received)
+        for k in range(ids.shape[1]):
+            rows = torch.einsum("nh,nhj->nj", received, experts[ids[:, k].clamp(min=0)])
+            total = total + torch.where(ids[:, k : k + 1] >= 0, row_weights[:, k : k + 1] * rows, 0.0)
+        combined = buffer.combine(total, handle)[0]
+        combined.backward(case.out_grads[rank])
+        buffer.destroy()
+        assert x.grad is not None and weights.grad is not None and experts.grad is not None
+        return combined.detach(), x.grad, weights.grad, experts.grad
+
+    check_gradients(on_one_rank(case), run_ranks(2, body))

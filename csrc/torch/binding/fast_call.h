@@ -237,7 +237,7 @@ inline void implement(std::span<const Op> ops, torch::Library& library) {
 // A backward pass that comes to an op without a gradient ends there with an error, not with gradients that are missing.
 #define EP_OP_NAME(op) #op,
 inline void refuse_gradients(std::span<const Op> ops, torch::Library& library) {
-  constexpr std::string_view kWith[] = {EP_OPS_WITH_GRADIENT(EP_OP_NAME)};
+  constexpr std::string_view kWith[] = {EP_OPS_WITH_GRADIENT(EP_OP_NAME) EP_DEEPEP_OPS_WITH_GRADIENT(EP_OP_NAME)};
   for (const Op& op : ops) {
     if (std::ranges::find(kWith, op.method.ml_name) != std::end(kWith)) continue;
     library.impl(op.method.ml_name, torch::autograd::autogradNotImplementedFallback());

@@ -21,6 +21,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch_ops::Optional;
 
+inline const Optional kNone;
+
 inline bool wants(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 inline bool wants(const Optional& tensor) { return tensor && wants(*tensor); }
 inline bool wants(at::TensorList tensors) {
@@ -31,9 +33,11 @@ bool wants_gradient(const Inputs&... inputs) {
   return at::GradMode::is_enabled() && (wants(inputs) || ...);
 }
 
-// A tensor that is written again keeps nothing of what it was.
+// A tensor that is written again keeps nothing of what it was. As torch's own operations, it refuses a leaf.
 inline void forget(at::TensorList written) {
   for (const Tensor& each : written) {
+    TORCH_CHECK(!at::GradMode::is_enabled() || !each.requires_grad() || each.grad_fn() != nullptr,
+                "a leaf Variable that requires grad is being used in an in-place operation.");
     if (each.grad_fn() != nullptr && !each.is_view()) each.detach_();
   }
 }

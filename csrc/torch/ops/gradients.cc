@@ -21,8 +21,6 @@ using namespace gradients;
 using at::Tensor;
 using c10::SymInt;
 
-const Optional kNone;
-
 // The weights that a combine applies. Those of the dispatch are in the handle: that they are given, too, is for
 // gradients.
 const Optional& applied(const Optional& weights, const CombineConfig& config) {
@@ -179,10 +177,10 @@ void ht_dispatch_out(const Tensor& seq, at::TensorList xs, const Optional& x_sca
     torch_ops::ht_dispatch_out().call(seq, xs, x_scales, topk_idx, topk_weights, capacity, config, out_xs, out_scales,
                                       out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots);
   };
-  if (!wants_gradient(xs, x_scales, topk_weights)) return run();
   variable_list rows = list_of(out_xs, x_scales ? Optional(out_scales) : kNone), written = rows;
   written.push_back(out_weights);
   forget(written);
+  if (!wants_gradient(xs, x_scales, topk_weights)) return run();
   const Sending send = [&]() -> Sent {
     run();
     const DispatchConfig c = dispatch_config(config);
@@ -220,9 +218,9 @@ void ht_dispatch_cached_out(const Tensor& seq, at::TensorList xs, const Optional
     torch_ops::ht_dispatch_cached_out().call(seq, xs, x_scales, route, slots, num_tokens, capacity, config, out_xs,
                                              out_scales);
   };
-  if (!wants_gradient(xs, x_scales)) return run();
   const variable_list written = list_of(out_xs, x_scales ? Optional(out_scales) : kNone);
   forget(written);
+  if (!wants_gradient(xs, x_scales)) return run();
   const Sending send = [&]() -> Sent {
     run();
     return {written, {}, SavedRouting::of(seq, route, slots, num_tokens, capacity, dispatch_config(config))};
@@ -256,9 +254,9 @@ void ll_combine_out(const Tensor& seq, const Tensor& rows, const Tensor& handle,
     torch_ops::ll_combine_out().call(seq, rows, handle, applied(weights, c), topk_idx, biases, num_tokens, capacity,
                                      config, out);
   };
+  forget(out);
   if (!wants_gradient(rows, weights, biases)) return run();
   require_weights(weights, c);
-  forget(out);
   const CombineGiven given{rows, topk_idx, weighting_of(c.weighting),
                            SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined {
@@ -334,9 +332,9 @@ void ht_combine_out(const Tensor& seq, const Optional& rows, const Optional& val
     torch_ops::ht_combine_out().call(seq, rows, values, route, slots, applied(weights, c), topk_idx, biases, num_tokens,
                                      capacity, config, out);
   };
+  forget(out);
   if (!wants_gradient(rows, weights, biases)) return run();
   require_weights(weights, c);
-  forget(out);
   const CombineGiven given{rows, topk_idx, weighting_of(c.weighting),
                            SavedRouting::of(seq, route, slots, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined {

@@ -71,15 +71,23 @@ EP_OP_HANDLE(row_carrier, Tensor, const Tensor& seq, const Tensor& x, const Tens
 
 }  // namespace ep::torch_ops
 
-// Those with a gradient (gradients.cc). The backward of any other raises an error.
+// Those with a gradient: in gradients.cc, and in csrc/torch/deep_ep/gradients.cc. The backward of any other raises an
+// error.
 #define EP_OPS_WITH_GRADIENT(OP) \
   OP(ll_dispatch)                \
   OP(ll_dispatch_recv)           \
   OP(ll_combine)                 \
   OP(ll_combine_out)             \
-                                 \
   OP(ll_combine_recv)            \
   OP(ll_combine_weights)         \
   OP(ht_dispatch)                \
   OP(ht_dispatch_out)            \
-  OP(ht_dispatch_cached) OP(ht_dispatch_routed) OP(ht_dispatch_cached_out) OP(ht_combine) OP(ht_combine_out)
+  OP(ht_dispatch_routed)         \
+  OP(ht_dispatch_cached)         \
+  OP(ht_dispatch_cached_out)     \
+  OP(ht_combine)                 \
+  OP(ht_combine_out)
+#define EP_DEEPEP_OPS_WITH_GRADIENT(OP) \
+  OP(ht_dispatch_deepep)                \
+  OP(ll_dispatch_deepep)                \
+  OP(ll_combine_deepep)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <random>
 #include <shared_mutex>
 #include <utility>
 #include <vector>
@@ -15,8 +16,12 @@
 namespace ep {
 namespace {
 
-// Larger than lengths of tensors that a compiler could take for the same symbol.
-constexpr int64_t kFirstId = 1 << 20;
+// Ids of a process begin at a random number, so that a handle of another process is not taken for one of this. They are
+// larger than lengths of tensors, which a compiler could take for the same symbol.
+int64_t first_id() {
+  static const int64_t first = (int64_t{1} << 40) + (static_cast<int64_t>(std::random_device{}()) << 8);
+  return first;
+}
 
 struct Registry {
   std::shared_mutex mutex;
@@ -55,16 +60,16 @@ int64_t register_group(const std::string& name, std::shared_ptr<Group> group) {
   EP_CHECK(is_new, "a buffer named ", name, " exists already in this process");
   groups.push_back(std::move(entry));
   registry().names.push_back(name);
-  return kFirstId + static_cast<int64_t>(groups.size()) - 1;
+  return first_id() + static_cast<int64_t>(groups.size()) - 1;
 }
 
 std::shared_ptr<Registered> unregister_group(int64_t id) {
   std::unique_lock lock(registry().mutex);
-  return std::exchange(registry().groups.at(static_cast<size_t>(id - kFirstId)), nullptr);
+  return std::exchange(registry().groups.at(static_cast<size_t>(id - first_id())), nullptr);
 }
 
 std::shared_ptr<Registered> find_group(const at::Tensor& seq) {
-  const int64_t id = id_of(seq), index = id - kFirstId;
+  const int64_t id = id_of(seq), index = id - first_id();
   std::shared_lock lock(registry().mutex);
   const auto& groups = registry().groups;
   EP_CHECK_USAGE(index >= 0 && index < static_cast<int64_t>(groups.size()), "a buffer numbered ", id,
