@@ -54,7 +54,7 @@ class Sums:
 def kinds_of_sums(layout: str, content: str) -> list[dict[str, Any]]:
     """Changes of a case: all weightings, numbers of biases and capacities; types and routings by turns."""
     weightings = COMBINE_WEIGHTS if layout in reference.EXPERT_LAYOUTS else ("dispatch",)
-    biases = (0, 1, 2) if layout == "flat" else (0,)
+    biases = (0, 1, 2) * 3 if layout == "flat" else (0,)
     capacities: list[dict[str, Any]] = [{}, {"capacity": FEW[layout]}] if FEW[layout] else [{}]
     kinds = list(itertools.product(capacities, weightings, biases))
     if len(kinds) == 1:

@@ -17,9 +17,10 @@ namespace ep {
 namespace {
 
 // Ids of a process begin at a random number, so that a handle of another process is not taken for one of this. They are
-// larger than lengths of tensors, which a compiler could take for the same symbol.
+// larger than most lengths of tensors, which a compiler could take for the same symbol; and not larger than that, as
+// parts of torch (export, opcheck) take memory for a tensor by its lengths though one of them is 0.
 int64_t first_id() {
-  static const int64_t first = (int64_t{1} << 40) + (static_cast<int64_t>(std::random_device{}()) << 8);
+  static const int64_t first = (int64_t{1} << 20) + (std::random_device{}() & 0x7FFFFF);
   return first;
 }
 
