@@ -68,10 +68,11 @@ def main():
     def note(op, figure, values, **more):
         records.append(
             {
-                "bench": "training", "op": op, "figure": figure, "value": round(statistics.median(values), 3),
-                "least": round(min(values), 3), "unit": "us", "ranks": ranks, "hidden": HIDDEN, "topk": TOPK,
-                "experts": EXPERTS, "device": torch.cuda.get_device_name(), "revision": revision,
-                "date": str(date.today()), **more,
+                "bench": "training", "system": "nccl_ep", "api": "native", "op": op, "figure": figure,
+                "value": round(statistics.median(values), 3), "unit": "us", "p99": None, "ranks": ranks,
+                "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS, "dtype": "bf16", "routing": "uniform",
+                "num_sms": 0, "num_sms_used": None, "seed": 0, "device": torch.cuda.get_device_name(),
+                "revision": revision, "date": str(date.today()), "least": round(min(values), 3), **more,
             }
         )  # fmt: skip
 
