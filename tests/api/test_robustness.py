@@ -167,7 +167,7 @@ def test_a_receive_that_failed_says_so_again(buffer: nccl_ep.Buffer) -> None:
     with pytest.raises(nccl_ep.UsageError, match="was destroyed"):
         pending.receive()
     with pytest.raises(
-        nccl_ep.UsageError, match="this operation has failed with UsageError: the buffer .* was destroyed"
+        nccl_ep.UsageError, match=r"this operation has failed with UsageError: the buffer .* was destroyed"
     ):
         pending.receive()
 
