@@ -59,6 +59,11 @@ class EventOverlap:
         self.event = event
         self.extra_tensors = extra_tensors
 
+    @property
+    def cuda_event(self) -> torch.cuda.Event | None:
+        """The event as torch's, for ``stream.wait_event``; None on the CPU, and where there is no event."""
+        return None if self.event is None else self.event._event
+
     def current_stream_wait(self) -> None:
         """The current stream waits for the event. AssertionError if there is none."""
         assert self.event is not None, "there is no event to wait for: the operation was not called with async_finish"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from . import _C
 from .buffer import find_buffer
@@ -199,3 +201,51 @@ def _part_of_info(name: str, info: torch.Tensor, handle: Handle) -> torch.Tensor
     if name == "total":
         return info[2 * bins + 1 : 2 * bins + 2] if layout == Layout.FLAT else None
     return info[2 * bins + 2 :] if layout == Layout.PACKED else None
+
+
+# ---- As nodes of pytrees: checkpointing, export and tree_map see their tensors
+
+
+def _flatten_handle(handle: Handle) -> tuple[list[Any], tuple[Any, ...]]:
+    numbers = (
+        handle.num_tokens, handle.topk, handle.num_experts, handle.max_tokens, handle.layout, handle.capacity,
+        handle.num_ranks, handle.mode, handle.alignment,
+    )  # fmt: skip
+    return [handle.tensor, handle.seq, handle.slots, handle.weights], numbers
+
+
+def _unflatten_handle(tensors: Iterable[Any], numbers: tuple[Any, ...]) -> Handle:
+    tensor, seq, slots, weights = tensors
+    num_tokens, topk, num_experts, max_tokens, layout, capacity, num_ranks, mode, alignment = numbers
+    return Handle(
+        tensor, seq, num_tokens, topk, num_experts, max_tokens, layout, capacity, num_ranks, mode, slots, alignment,
+        weights,
+    )  # fmt: skip
+
+
+def _flatten_output(out: DispatchOutput) -> tuple[list[Any], None]:
+    fields = (
+        out.x,
+        out.scales,
+        out.topk_idx,
+        out.weights,
+        out.row_expert,
+        out._info,
+        out.handle,
+        out.extra,
+        out.carrier,
+    )
+    return list(fields), None
+
+
+def _unflatten_output(fields: Iterable[Any], _: None) -> DispatchOutput:
+    *given, carrier = fields
+    out = DispatchOutput.of_info(*given)
+    out.carrier = carrier
+    return out
+
+
+pytree.register_pytree_node(Handle, _flatten_handle, _unflatten_handle, serialized_type_name="nccl_ep.Handle")
+pytree.register_pytree_node(
+    DispatchOutput, _flatten_output, _unflatten_output, serialized_type_name="nccl_ep.DispatchOutput"
+)

@@ -32,7 +32,15 @@ CONFIG = pack_dispatch({"num_experts": E, "topk": K, "max_tokens": T, "zero_padd
 @pytest.fixture
 def buffer() -> Iterator[nccl_ep.Buffer]:
     with nccl_ep.Buffer.for_shapes(
-        None, max_tokens=T, hidden=H, topk=K, num_experts=E, dtype=torch.float32, device="cpu", timeout=60.0
+        None,
+        max_tokens=T,
+        hidden=H,
+        topk=K,
+        num_experts=E,
+        dtype=torch.float32,
+        device="cpu",
+        timeout=60.0,
+        mode="auto",
     ) as made:
         yield made
 
@@ -316,3 +324,23 @@ def test_the_table_names_these_tests() -> None:
     files = "\n".join(path.read_text() for path in (ROOT / "tests").glob("**/test_*.py"))
     assert named and not [name for name in named if f"def {name}(" not in files]
     assert here <= named
+
+
+# ---- Python: nccl_ep/handle.py
+
+
+def test_handles_and_outputs_are_nodes_of_pytrees(buffer: nccl_ep.Buffer) -> None:
+    """torch.utils._pytree.register_pytree_node."""
+    for mode in ("ll", "ht"):
+        out = nccl_ep.dispatch(
+            torch.ones(T, H), torch.zeros(T, K, dtype=torch.int64), buffer=buffer, num_experts=E, mode=mode,
+            layout="packed", zero_padding=True,
+        )  # fmt: skip
+        leaves, spec = torch.utils._pytree.tree_flatten(out)
+        assert all(each is None or isinstance(each, torch.Tensor) for each in leaves)
+        again = torch.utils._pytree.tree_unflatten(leaves, spec)
+        assert again.x is out.x and again.handle.tensor is out.handle.tensor and again.handle.mode == mode
+        assert torch.equal(again.counts, out.counts) and again.handle.layout is out.handle.layout
+        assert torch.equal(nccl_ep.combine(again.x, again.handle), nccl_ep.combine(out.x, out.handle))
+        doubled = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.clone(), again)
+        assert torch.equal(doubled.x, out.x) and doubled.handle.alignment == out.handle.alignment
