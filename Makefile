@@ -4,6 +4,7 @@
 # make tsan     C++ tests under ThreadSanitizer            make asan      ... AddressSanitizer and UBSan
 # make bench    measure here                               make wheel     build and check dist/*.whl
 # make tidy     clang-tidy on what needs neither CUDA nor torch
+# make fuzz     ten minutes of random cases and arguments; FUZZ_SECONDS=60 FUZZ_SEED=7 choose
 # make emulated the kernels of CUDA against the oracle, on an emulated GPU
 # make newest   the quick tests that torch matters to, with the newest torch of PyPI, in .venv-newest
 # make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
@@ -18,10 +19,12 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 CMAKE_FLAGS ?=
+FUZZ_SECONDS ?= 600
+FUZZ_SEED ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo build test test-all lint format tidy tsan asan emulated newest bench wheel gpu clean
+.PHONY: demo build test test-all lint format tidy tsan asan fuzz emulated newest bench wheel gpu clean
 
 demo: build
 	python examples/ll_moe_layer.py
@@ -31,7 +34,7 @@ test: build
 	python -m pytest -m "not slow"
 
 test-all: export NCCL_EP_TEST_ALL := 1
-test-all: build newest tsan asan emulated wheel
+test-all: build newest tsan asan fuzz emulated wheel
 	$(ctest) build/dev
 	python -m pytest
 
@@ -68,13 +71,25 @@ build/dev/build.ninja: .venv/ready
 build: build/dev/build.ninja
 	cmake --build build/dev --parallel $(JOBS)
 
+# The C++ tests in build/$(1) under the sanitizer $(2).
+define build_sanitized
+	cmake -S . -B build/$(1) -G Ninja -DNCCL_EP_SANITIZE=$(2) -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 \
+	    -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_PYTHON=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF
+	cmake --build build/$(1) --parallel $(JOBS)
+endef
+
 tsan: sanitizer := thread
 asan: sanitizer := address
 tsan asan: .venv/ready
-	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_SANITIZE=$(sanitizer) -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 \
-	    -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_PYTHON=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF
-	cmake --build build/$@ --parallel $(JOBS)
+	$(call build_sanitized,$@,$(sanitizer))
 	$(ctest) build/$@
+
+# Half of the time for the C library's arguments, half for results against the oracle. Each prints its seed.
+fuzz: build
+	$(call build_sanitized,asan,address)
+	NCCL_EP_FUZZ_SEED=$(FUZZ_SEED) NCCL_EP_FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 2)) \
+	    build/asan/ep_tests --gtest_filter='ApiFuzz.*'
+	python -m tests.fuzz --seconds $$(($(FUZZ_SECONDS) / 2)) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 
 # Extensions stay in build/emulated and build/newest: tests/support/other_build.py puts them in the place of nccl_ep's.
 not_in_place := -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_TESTS=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF -DNCCL_EP_IN_PLACE=OFF
@@ -84,12 +99,12 @@ emulated: .venv/ready
 	    -DNCCL_EP_TUNING=ON $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	cmake --build build/$@ --parallel $(JOBS)
 	{ python tests/support/emulated.py -q -k "planted or chains" && python tests/support/emulated.py -q \
-	    tests/ll/test_masks.py tests/deep_ep/test_low_latency.py tests/ll/test_extra.py tests/contract; } & \
+	    tests/ll/test_masks.py tests/deep_ep/test_low_latency.py tests/ll/test_extra.py tests/contract tests/training/test_gradients.py; } & \
 	    python tests/support/emulated.py -q -k "not planted and not chains" && wait $$!
 
 # The newest torch, of which an extension built against another is not one. (pip brings its CUDA packages too, without which
 # torch cannot be imported: 2.9 GB to fetch, 5.4 GB on disk.) To look for a newer one: rm -r .venv-newest
-newest_tests := tests/api tests/ll tests/ht tests/deep_ep tests/docs/test_doctor.py
+newest_tests := tests/api tests/ll tests/ht tests/deep_ep tests/training tests/docs/test_doctor.py
 
 .venv-newest/ready: requirements/newest.txt
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest

@@ -9,9 +9,10 @@ from ._version import __version__
 from .buffer import Buffer
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap
-from .functional import Pending, combine, combine_send, combine_weights, dispatch, dispatch_send
+from .functional import KEEP_PROGRAM_ORDER, combine, combine_send, combine_weights, dispatch, dispatch_send
 from .handle import DispatchOutput, Handle, Layout, Quant
 from .high_throughput import Payload, dispatch_cached
+from .pending import Pending
 
 if TYPE_CHECKING:
     from .deep_ep import Config, topk_idx_t
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 log.set_up()
 
 __all__ = [
+    "KEEP_PROGRAM_ORDER",
     "Buffer",
     "Config",
     "DispatchOutput",

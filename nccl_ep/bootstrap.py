@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import secrets
 import time
-import weakref
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from .checks import require_int32
-from .errors import TimeoutError
+from .errors import SystemError, TimeoutError
 from .log import logger
 
-_instances: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+Allgather: TypeAlias = Callable[[bytes, float], list[bytes]]  # as Rendezvous.allgather
 
 
 @runtime_checkable
@@ -50,20 +52,21 @@ def late(rank: int, timeout: float, missing: list[int]) -> TimeoutError:
 
 
 class ProcessGroupRendezvous:
-    """Ranks of a torch process group, of any backend. Goes through the group's store, which shows the missing ranks."""
+    """Ranks of a torch process group, of any backend, which meet through the group's store.
+
+    The store may still have keys of earlier buffers, tries and groups of the same name. So every collective is a
+    ``_StoreMeeting`` with a name that was never used before.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # By the group itself: torch's world need not know of it.
         self._rank, self._size = group.rank(), group.size()
-        store = group.get_group_store()
-        # Buffers of one group are made in the same order everywhere, so that the number agrees between the ranks.
-        count = _instances.setdefault(group, itertools.count())
         try:
             name: str = group.group_name
         except RuntimeError:  # it has none
             name = ""
-        self._store = PrefixStore(f"nccl_ep/{name}/{next(count)}", store)
-        self._rounds = itertools.count()
+        self._store = _Store(group.get_group_store(), f"nccl_ep/{name}", self._rank)
+        self._place = ""
 
     def rank(self) -> int:
         return self._rank
@@ -72,33 +75,170 @@ class ProcessGroupRendezvous:
         return self._size
 
     def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
-        prefix = next(self._rounds)
-        self._store.set(f"{prefix}/{self._rank}", mine)  # type: ignore[arg-type]  # bytes are taken, the stub forgot them
-        deadline = time.monotonic() + timeout
-        texts = []
-        for rank in range(self._size):
-            try:
-                self._wait(f"{prefix}/{rank}", deadline)
-            except RuntimeError as error:  # too late, or a lost connection
-                missing = [r for r in range(self._size) if not self._has(f"{prefix}/{r}")]
-                raise late(self._rank, timeout, missing or [rank]) from error
-            texts.append(self._store.get(f"{prefix}/{rank}"))
+        with self.meet() as allgather:
+            return allgather(mine, timeout)
+
+    @contextlib.contextmanager
+    def meet(self) -> Iterator[Allgather]:
+        """A collective of any number of rounds. Ranks that have made unequal numbers of tries meet all the same."""
+        meeting = _StoreMeeting(self._store, self._place, self._rank, self._size)
+        try:
+            yield meeting.allgather
+        except BaseException:
+            meeting.leave(failed=True)
+            raise
+        meeting.leave(failed=False)
+        # The buffer is there: what its ranks do together from now on is apart from what those of other buffers do.
+        self._place = self._place or f"{meeting.name}/"
+
+
+class _Store:
+    """A store under a prefix, whose errors say what was lost. Python handles no signal while a store waits, so nothing
+    here waits for a key."""
+
+    def __init__(self, store: Any, prefix: str, rank: int) -> None:
+        self._store, self._rank = PrefixStore(prefix, store), rank
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).split("\n", 1)[0]
+            raise SystemError(
+                f"rank {self._rank} cannot reach the store of its process group, through which the ranks meet: {reason}"
+            ) from error
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._told():
+            self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken, the stub forgot them
+
+    def has(self, *keys: str) -> bool:
+        with self._told():
+            return bool(self._store.check(list(keys)))
+
+    def take(self, keys: list[str]) -> list[bytes]:
+        """Of keys that are there, and that no rank deletes meanwhile."""
+        with self._told():
+            return list(self._store.multi_get(keys))
+
+    def peek(self, key: str) -> bytes | None:
+        """Of a key that another rank may delete at any time."""
+        nothing = "-"
+        try:
+            value = self._store.compare_set(key, nothing, nothing)
+            return None if value == nothing.encode() else bytes(value)
+        except RuntimeError:  # a store that has no compare_set, as some of users' own; it has no delete_key either
+            return self.take([key])[0] if self.has(key) else None
+
+    def count(self, key: str) -> int:
+        with self._told():
+            return int(self._store.add(key, 1))
+
+    def delete(self, *keys: str) -> None:
+        with contextlib.suppress(RuntimeError):  # not every store can, and a lost one is noticed by the next call
+            for key in keys:
+                self._store.delete_key(key)
+
+
+class _StoreMeeting:
+    """One collective of the ranks.
+
+    Rank 0 draws the name of the meeting and writes it into ``call``. Every other rank answers under that name with a
+    token, and rank 0 repeats all tokens in ``roster``. A rank that finds its own token there knows that the name is of
+    now, and rank 0 knows it of the answers. Whoever tries again draws a new name or token; ranks that still wait for
+    each other see it. Keys of a round are deleted when all ranks have read them.
+    """
+
+    def __init__(self, store: _Store, place: str, rank: int, size: int) -> None:
+        self._store, self._place, self._rank, self._size = store, place, rank, size
+        self._call = f"{place}call"
+        self.name = ""  # of the meeting, once it was joined
+        self._round = 0
+
+    def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
+        if self._size == 1:
+            return [mine]
+        wait = _Wait(self._rank, timeout)
+        if not self.name:
+            self.name = self._invite(wait) if self._rank == 0 else self._answer(wait)
+        keys = self._keys(self._round)
+        self._store.set(keys[self._rank], mine)
+        while not self._store.has(*keys):
+            wait.pause(lambda: self._missing(keys))
+        texts = self._store.take(keys)
+        # Who is in this round has joined, and has read the round before.
+        if self._round > 0:
+            self._store.delete(self._keys(self._round - 1)[self._rank])
+        elif self._rank == 0:
+            self._store.delete(self._call, f"{self.name}/roster")
+        self._round += 1
         return texts
 
-    def _wait(self, key: str, deadline: float) -> None:
-        """By polling: while a store waits, Python handles no signal."""
-        pause = 0.0005
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{key} did not come")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+    def leave(self, failed: bool) -> None:
+        """The last one to leave deletes what is left. A rank that dies leaves some keys behind."""
+        if not self.name:
+            return
+        with contextlib.suppress(SystemError):
+            left = f"{self.name}/left"
+            if self._store.count(left) == self._size:
+                now = self._round  # where one has failed, others may be a round before or behind
+                for number in range(max(now - 1, 0), now + 2) if failed else [now - 1]:
+                    self._store.delete(*self._keys(number))
+                self._store.delete(left)
 
-    def _has(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
+    def _invite(self, wait: _Wait) -> str:
+        earlier = self._store.peek(self._call)
+        name = self._place + secrets.token_hex(16)
+        self._store.set(self._call, name.encode())
+        if earlier:  # of a try that failed
+            before = earlier.decode(errors="replace")
+            self._store.delete(*self._answers(before), f"{before}/roster")
+        answers = self._answers(name)
+        while not self._store.has(*answers):
+            wait.pause(lambda: self._missing(answers, first=1))
+        self._store.set(f"{name}/roster", b" ".join(self._store.take(answers)))
+        return name
+
+    def _answer(self, wait: _Wait) -> str:
+        token, name = secrets.token_hex(16).encode(), ""
+        while True:
+            called = self._store.peek(self._call)
+            if called and (new := called.decode(errors="replace")) != name:
+                name = new
+                self._store.set(self._answers(name)[self._rank - 1], token)
+            if name and (roster := self._store.peek(f"{name}/roster")):
+                tokens = roster.split()
+                if len(tokens) == self._size - 1 and tokens[self._rank - 1] == token:
+                    self._store.delete(self._answers(name)[self._rank - 1])
+                    return name
+            wait.pause(lambda name=name: (name and self._missing(self._answers(name), first=1)) or [0])  # type: ignore[misc]
+
+    def _keys(self, number: int) -> list[str]:
+        return [f"{self.name}/{number}/{rank}" for rank in range(self._size)]
+
+    def _answers(self, name: str) -> list[str]:
+        return [f"{name}/answer/{rank}" for rank in range(1, self._size)]
+
+    def _missing(self, keys: list[str], first: int = 0) -> list[int]:
+        """The ranks, from the first on, whose keys are not there."""
+        return [rank for rank, key in enumerate(keys, first) if not self._store.has(key)]
+
+
+class _Wait:
+    """Polling with a deadline, less and less often."""
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        self._rank, self._timeout = rank, timeout
+        self._deadline = time.monotonic() + timeout
+        self._seconds = 0.0005
+
+    def pause(self, missing: Callable[[], list[int]]) -> None:
+        """TimeoutError behind the deadline, unless the last rank has just come."""
+        if time.monotonic() > self._deadline and (ranks := missing()):
+            raise late(self._rank, self._timeout, ranks)
+        time.sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, 0.02)
 
 
 class MpiRendezvous:
@@ -117,8 +257,33 @@ class MpiRendezvous:
         return list(self._comm.allgather(mine))
 
 
+def meeting_of(rendezvous: Rendezvous) -> contextlib.AbstractContextManager[Allgather]:
+    """How the ranks gather in one collective. It is over at the end of the ``with``."""
+    if isinstance(rendezvous, ProcessGroupRendezvous):
+        return rendezvous.meet()
+    return contextlib.nullcontext(rendezvous.allgather)
+
+
+def process_group_of(group: Any) -> Any:
+    """The process group of a DeviceMesh of one dimension; what is no DeviceMesh, as it is."""
+    if not dist.is_available() or not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        names = group.mesh_dim_names
+        one = f'mesh["{names[-1]}"]' if names else f"mesh.get_group({group.ndim - 1})"
+        raise ValueError(
+            f"group is a DeviceMesh of {group.ndim} dimensions, {', '.join(names) if names else 'without names'}: "
+            f"pass the one whose ranks share experts, as {one}"
+        )
+    if group.get_coordinate() is None:
+        raise ValueError(f"this process, rank {dist.get_rank()}, is no member of the group: it is not in {group}")
+    return group.get_group()
+
+
 def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
-    """The rendezvous of what a user calls a group: None, a process group, an MPI communicator, or one of its own."""
+    """The rendezvous of what a user calls a group: None, a process group, a DeviceMesh of one dimension, an MPI
+    communicator, or a rendezvous of its own."""
+    group = process_group_of(group)
     if group is None and comm is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             logger.warning(
@@ -138,7 +303,12 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
         if not 0 <= rank < size:
             raise ValueError(f"the group's rank() is {rank} and its size() {size}, must be 0 <= rank() < size()")
         return group
+    if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            "this process is no member of the group: torch.distributed.new_group gave it "
+            "GroupMember.NON_GROUP_MEMBER; only the members of a group make a buffer"
+        )
     raise TypeError(
-        f"group is a {type(group).__name__}: must be a torch process group, None, or an object with rank(), size() and "
-        "allgather()"
+        f"group is a {type(group).__name__}: must be a torch process group, a DeviceMesh of one dimension, None, or an "
+        "object with rank(), size() and allgather()"
     )

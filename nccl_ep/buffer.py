@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from . import _C
-from .bootstrap import Rendezvous, rendezvous_of
+from .bootstrap import Rendezvous, meeting_of, process_group_of, rendezvous_of
 from .checks import (
     MAX_ROW_BYTES,
     error_of,
@@ -32,6 +32,7 @@ from .deprecated import DeepEpNames, deep_ep_window, has_deep_ep_arguments
 from .errors import UsageError
 from .log import logger
 from .modes import MODES, auto_ll_tokens
+from .pending import OpenSend, discard
 
 MIN_LL_BYTES = 1 << 20
 _MAX_UINT64 = (1 << 64) - 1
@@ -45,7 +46,7 @@ _ADDED_UP = (  # of stats(), over the windows
 Sizes: TypeAlias = tuple[int, int, int]  # bytes of (routing, dispatched rows, combined rows) in a bank
 HtSizes: TypeAlias = tuple[int, int, int, int, int, int]  # csrc/layout/ht_layout.h
 _numbers = itertools.count()
-_buffers: dict[str, weakref.ref[Buffer]] = {}  # a WeakValueDictionary, but one that torch.compile can look into
+_buffers: dict[int, weakref.ref[Buffer]] = {}  # by the ids of their windows
 
 
 class Companion(Protocol):
@@ -64,8 +65,8 @@ class Buffer(DeepEpNames):
     """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
 
     Args:
-        group: a torch process group of any backend (gloo is legal), ``None`` for a world of one rank, or an object with
-            ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
+        group: a torch process group of any backend (gloo is legal), a ``DeviceMesh`` of one dimension, ``None`` for a
+            world of one rank, or an object with ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
             allow_mnnvl, use_fabric, explicitly_destroy: DeepEP's, deprecated: ``nccl_ep.deep_ep.Buffer`` takes them.
         enable_shrink: a rank that is late in a low-latency operation is masked instead of failing the buffer
@@ -83,7 +84,7 @@ class Buffer(DeepEpNames):
     Raises:
         ValueError: sizes or options that make no sense, with their values. TypeError: a group of another kind.
         MismatchError: the ranks disagree, with both values. TimeoutError: a rank did not come.
-        SystemError: no memory for the window, or this build lacks the device.
+        SystemError: no memory for the window, a lost store, or this build lacks the device.
 
     ``Buffer.for_shapes`` is the simpler way to a window of the right size. It takes
     ``buffer.stats()["window_bytes"]``. A buffer belongs to the process that made it.
@@ -112,7 +113,7 @@ class Buffer(DeepEpNames):
         network_seed: int | None = None,
         name: str | None = None,
     ) -> None:
-        rendezvous = rendezvous_of(group, comm)  # first: a refused buffer counts, or ranks would number others apart
+        rendezvous = rendezvous_of(group, comm)
         if on_overflow not in ("count", "raise"):
             raise ValueError(f'on_overflow is {on_overflow!r}, must be "count" or "raise"')
         require_bools(enable_shrink=enable_shrink)
@@ -123,7 +124,7 @@ class Buffer(DeepEpNames):
         _require_sizes("ht_sizes", ht_sizes, 6)
         if not isinstance(name, str | None):
             raise TypeError(f"name is a {type(name).__name__}, must be a str")
-        self.group = comm if group is None else group
+        self.group = comm if group is None else process_group_of(group)
         self.rank, self.num_ranks = rendezvous.rank(), rendezvous.size()
         self.enable_shrink = enable_shrink
         self.on_overflow = on_overflow
@@ -146,16 +147,15 @@ class Buffer(DeepEpNames):
         self._sizes, self._ht_sizes = sizes, ht_sizes
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._comm_stream: Any = None
+        self._open_sends: dict[str, OpenSend] = {}  # sent and not received, by kind
         self._is_destroyed = False
         self._process = os.getpid()
-        self._seq = torch.zeros(1, dtype=torch.int64, device=self.device)
-        # What stands for outputs that a layout has not got.
-        self._empty = {type: self._seq.new_empty(0, dtype=type) for type in (torch.float32, torch.int32, torch.int64)}
         self._windows: list[_C.Group] = []  # the first, and those that DeepEP's normal mode has needed since
-        self._newest_name = self.name  # by which ops find the last
+        self._seqs: list[torch.Tensor] = []  # by which ops find them (csrc/torch/ops/registry.h)
         self._memory_total = 0
         start = time.monotonic()
         self.runtime = self._make_window(self.name, sizes, ht_sizes)
+        self._seq = self._newest_seq = self._seqs[0]
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
             logger.info(
@@ -224,7 +224,7 @@ class Buffer(DeepEpNames):
                 raise ValueError(f"arena_bytes is {arena_bytes}, must not be negative")
             ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
         buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
-        buffer.group, buffer.max_tokens = group, max_tokens
+        buffer.group, buffer.max_tokens = process_group_of(group), max_tokens
         buffer.ll_max_tokens = ll_tokens if mode == "auto" else None
         return buffer
 
@@ -243,8 +243,10 @@ class Buffer(DeepEpNames):
         )
         made = _make_group(name, self._rendezvous, config, self._timeout)
         self._memory_total += free - _free_memory(self.device)
-        _buffers[name] = weakref.ref(self, functools.partial(_forget, name))
+        seq = _new_seq(made, self.num_ranks, self.device)
+        _buffers[made.id()] = weakref.ref(self, functools.partial(_forget, made.id()))
         self._windows.append(made)
+        self._seqs.append(seq)
         return made
 
     def _add_window(self, ht_sizes: HtSizes) -> None:
@@ -254,7 +256,10 @@ class Buffer(DeepEpNames):
         """
         name = f"{self.name}.{len(self._windows)}"
         window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
-        self._newest_name, self._ht_sizes = name, ht_sizes  # not before: where there is no window, all is as it was
+        self._newest_seq, self._ht_sizes = (
+            self._seqs[-1],
+            ht_sizes,
+        )  # not before: where there is no window, all is as it was
         logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
 
     # ---- State
@@ -282,7 +287,10 @@ class Buffer(DeepEpNames):
             window.check()
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive."""
+        """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive.
+
+        Another thread may call it while one waits in an operation, which obeys from now on.
+        """
         require_seconds(seconds=seconds)
         self.require_usable()
         for window in self._windows:
@@ -294,9 +302,9 @@ class Buffer(DeepEpNames):
 
         "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
         of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
-        "combine", "combine_weights", and "split": those of the first two that were split calls. "dropped_rows": past a
-        capacity. "invalid_ids": since the last ``check()``. An extra tensor of a low-latency dispatch that takes an
-        operation of its own is one more dispatch in all of these numbers.
+        "combine", "combine_weights", "split" (those of the first two that were split calls), "ht_dispatch" and
+        "ht_combine". "dropped_rows": past a capacity. "invalid_ids": since the last ``check()``. An extra tensor of a
+        low-latency dispatch that takes an operation of its own is one more dispatch in all of these numbers.
         "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went when the buffer was made,
         NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's methods.
         "ht_dispatches", "ht_combines": of high throughput, where one of exact sizes counts as two; "staged_dispatches",
@@ -329,7 +337,7 @@ class Buffer(DeepEpNames):
         require_shape(size)
         require_dtypes(dtype=dtype)
         try:
-            made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._newest_name, self._seq, list(size), dtype)
+            made: torch.Tensor = torch.ops.nccl_ep.arena_empty.default(self._newest_seq, list(size), dtype)
         except RuntimeError as error:
             raise error_of(self, error) from None
         return made
@@ -362,14 +370,30 @@ class Buffer(DeepEpNames):
         """Ranks that share memory with one another."""
         return int(self.runtime.domain_size())
 
+    def drop_pending(self) -> None:
+        """Receives what ``dispatch_send`` and ``combine_send`` have sent and nobody has received, and throws it away.
+
+        Waits for the other ranks, as ``Pending.receive`` does. The next operation of the kind does it by itself where
+        the ``Pending`` is gone, or its ``receive`` has failed.
+
+        Raises: UsageError, TimeoutError, MismatchError as ``Pending.receive``.
+        """
+        self.require_usable()
+        for open_send in list(self._open_sends.values()):
+            discard(self, open_send)
+
     def destroy(self) -> None:
-        """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice."""
+        """Gives the window back. Does not wait for other ranks longer than the deadline; may be called twice.
+
+        Another thread may call it while one is in an operation: a wait of the host then ends at once in UsageError.
+        """
         if os.getpid() == self._process:
             if not self._is_destroyed:
                 self._is_destroyed = True
                 logger.info("destroying %s", repr(self))
             for window in self._windows:
                 window.destroy()
+            self._open_sends.clear()
             if self._companion is not None:
                 self._companion.release()
 
@@ -386,18 +410,38 @@ class Buffer(DeepEpNames):
         raise TypeError("a nccl_ep.Buffer cannot be pickled or copied: it is one rank's share of memory in use")
 
 
-def find_buffer(name: str) -> Buffer:
-    """The buffer of a handle."""
-    found = _buffers.get(name)
+def find_buffer(seq: torch.Tensor) -> Buffer:
+    """The buffer of a handle, whose ``seq`` it is."""
+    found = _buffers.get(seq.shape[0])
     buffer = found() if found is not None else None
     if buffer is None:
-        raise UsageError(f"the handle's buffer {name} is gone, or lives in another process")
+        raise UsageError(f"the handle's buffer, number {seq.shape[0]}, is gone, or lives in another process")
     return buffer
 
 
-def _forget(name: str, gone: weakref.ref[Buffer]) -> None:
-    if _buffers.get(name) is gone:  # the name may have a new buffer since
-        del _buffers[name]
+def _forget(number: int, _: weakref.ref[Buffer]) -> None:
+    _buffers.pop(number, None)
+
+
+@functools.lru_cache(maxsize=64)
+def empty_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """What stands for an output that a layout has not got."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def _new_seq(window: _C.Group, num_ranks: int, device: torch.device) -> torch.Tensor:
+    """The tensor of a window that every op takes, and claims to change: that keeps a compiler from reordering ops.
+
+    Its shape says which window it is. To a compiler the first length is a symbol, so that what it has made for one
+    buffer serves all of the same number of ranks.
+    """
+    with torch.inference_mode(False):  # a buffer that is made there can be used outside
+        seq = torch.empty((window.id(), num_ranks, window.domain_size(), 0), dtype=torch.int64, device=device)
+    torch._dynamo.mark_dynamic(seq, 0)
+    torch._dynamo.mark_static(seq, [1, 2, 3])
+    torch._dynamo.mark_static_address(seq, guard=False)
+    return seq
 
 
 def _require_sizes(name: str, sizes: object, count: int) -> None:
@@ -427,10 +471,5 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _make_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:
-    return _C.Group(
-        name,
-        rendezvous.rank(),
-        rendezvous.size(),
-        lambda mine: rendezvous.allgather(mine, timeout),
-        config,
-    )
+    with meeting_of(rendezvous) as allgather:
+        return _C.Group(name, rendezvous.rank(), rendezvous.size(), lambda mine: allgather(mine, timeout), config)

@@ -10,15 +10,12 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import _C
-from .errors import UsageError
+from .errors import MismatchError, TimeoutError, UsageError
 from .log import logger
 
 
 class Buffer(Protocol):
     """What is asked of a ``nccl_ep.Buffer`` here."""
-
-    device: torch.device
-    _seq: torch.Tensor
 
     def require_usable(self) -> None: ...
 
@@ -28,17 +25,24 @@ MAX_TOPK = 32  # csrc/layout/common/shape.h
 _INT32 = range(-(1 << 31), 1 << 31)
 INT64 = -(1 << 63), (1 << 63) - 1
 
+_TOLD_BY_BUFFER = (RuntimeError, TimeoutError, MismatchError)
 # Look-ups that the hot path is spared.
 _Tensor, _strided, _on_same_device = torch.Tensor, torch.strided, _C.on_same_device
 
 
-def require_on(buffer: Buffer, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
-    """An op would follow a tensor on another device to that device's kernel, or to the fake one."""
-    if not is_dynamo_compiling() and _on_same_device(buffer._seq, *tensors):
+def require_on(seq: torch.Tensor, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
+    """``seq``: the buffer's. An op would follow a tensor on another device to that device's kernel, or to the fake one.
+
+    The layout of tensors is left to the op where a compiler traces: it cannot ask for it.
+    """
+    is_compiling = is_dynamo_compiling()
+    if not is_compiling and _on_same_device(seq, *tensors):
         return
-    device = buffer.device
+    device = seq.device
     for tensor in tensors:
-        if tensor is None or (isinstance(tensor, _Tensor) and tensor.device == device and tensor.layout is _strided):
+        if tensor is None or (
+            isinstance(tensor, _Tensor) and tensor.device == device and (is_compiling or tensor.layout is _strided)
+        ):
             continue
         name = next(name for name, each in zip(names, tensors, strict=True) if each is tensor)
         if not isinstance(tensor, torch.Tensor):
@@ -55,13 +59,13 @@ def require_tensors(**values: object) -> None:
             raise TypeError(f"{name} is {_described(value)}, must be a tensor")
 
 
-def require_extras(buffer: Buffer, extra: Sequence[torch.Tensor]) -> None:
+def require_extras(seq: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
     """Extra tensors of a dispatch, or of its output."""
     if not isinstance(extra, tuple | list):
         raise TypeError(f"extra is {_described(extra)}, must be a tuple or a list of tensors")
     names = [f"extra {i}" for i in range(len(extra))]
     require_tensors(**dict(zip(names, extra, strict=True)))
-    require_on(buffer, names, extra)
+    require_on(seq, names, extra)
 
 
 def require_integers(**values: object) -> None:
@@ -152,20 +156,24 @@ def _described(value: object) -> str:
     return repr(value) if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"
 
 
-def error_of(buffer: Buffer, error: RuntimeError) -> Exception:
-    """Ops know only ValueError and RuntimeError: the second becomes the buffer's own error where it has one.
+def error_of(buffer: Buffer | None, error: RuntimeError) -> Exception:
+    """What to raise for an op's error: what the buffer says of it, if it has failed. No buffer: a compiler traces.
 
-    Raises what is torch's own: out of memory, an error of the GPU.
+    Raises what says all by itself: a UsageError, what is torch's own (out of memory, an error of the GPU).
     """
-    if is_dynamo_compiling():  # torch 2.15 traces handlers too: what an op's shapes refuse, dynamo tells
+    if buffer is None or is_dynamo_compiling():  # torch 2.15 traces handlers: what an op's shapes refuse, dynamo tells
         raise error
     text = str(error).split("\n", 1)[0]
-    if type(error) is not RuntimeError or "can't allocate memory" in text:
+    if type(error) not in _TOLD_BY_BUFFER or "can't allocate memory" in text:
         raise error
     try:
         buffer.require_usable()
     except Exception as reason:
+        if "was destroyed by another thread" in text:  # while the op waited
+            return UsageError(text)
         if not isinstance(reason, UsageError):
             logger.error("%s", str(reason))  # records that are kept must not keep the error, nor through it the buffer
         return reason
+    if type(error) is not RuntimeError:
+        raise error
     return TypeError(text) if "() Expected a value of type" in text else UsageError(text)

@@ -80,6 +80,7 @@ class DispatchConfig:
     max_tokens: int
     layout: Layout
     capacity: int
+    alignment: int
     quant: Quant
     has_expert_rows: bool  # of the layout, whose comparisons are slow
     numbers: Numbers
@@ -142,7 +143,7 @@ class DispatchConfig:
             }
         )  # fmt: skip
         return DispatchConfig(
-            mode, num_experts, topk, max_tokens, kind, capacity, QUANTS[quant], kind.has_expert_rows, numbers
+            mode, num_experts, topk, max_tokens, kind, capacity, alignment, QUANTS[quant], kind.has_expert_rows, numbers
         )
 
 
@@ -169,7 +170,7 @@ def config_of(
     sizes = None if is_compiling else _sizes_on_same_device(buffer._seq, x, topk_idx, topk_weights, scales)
     if sizes is None:  # what is wrong, if anything
         require_tensors(x=x, topk_idx=topk_idx)
-        require_on(buffer, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
+        require_on(buffer._seq, ("x", "topk_idx", "topk_weights", "scales"), (x, topk_idx, topk_weights, scales))
         if x.dim() != 2:
             raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
         if topk_idx.dim() != 2:
@@ -208,13 +209,13 @@ def _no_buffer(buffer: object) -> str:
     return f"buffer is a {type(buffer).__name__}, must be a nccl_ep.Buffer"
 
 
-def cached_numbers(buffer: Buffer, handle: Handle, quant: Quant, zero_padding: bool, num_sms: int) -> Numbers:
-    """The config of a dispatch along the routes of ``handle``."""
-    if is_dynamo_compiling():
+def cached_numbers(buffer: Buffer | None, handle: Handle, quant: Quant, zero_padding: bool, num_sms: int) -> Numbers:
+    """The config of a dispatch along the routes of ``handle``. No buffer: a compiler traces."""
+    if buffer is None:
         return cached_args(handle, int(quant), zero_padding, num_sms)[2]
     key = (
-        "cached", handle.num_experts, handle.topk, handle.max_tokens, handle.layout._value_, quant._value_,
-        zero_padding, num_sms,
+        "cached", handle.num_experts, handle.topk, handle.max_tokens, handle.layout._value_,
+        handle.alignment, quant._value_, zero_padding, num_sms,
     )  # fmt: skip
     numbers: Numbers | None = buffer._configs.get(key)
     if numbers is None:
@@ -226,14 +227,14 @@ def cached_numbers(buffer: Buffer, handle: Handle, quant: Quant, zero_padding: b
 
 
 def combine_numbers(
-    buffer: Buffer, handle: Handle, weighting: int, out_dtype: torch.dtype, wire_dtype: torch.dtype, num_sms: int
+    buffer: Buffer | None, handle: Handle, weighting: int, out_dtype: torch.dtype, wire_dtype: torch.dtype, num_sms: int
 ) -> Numbers:
-    """The config of a combine of the rows of ``handle``."""
-    if is_dynamo_compiling():
+    """The config of a combine of the rows of ``handle``. No buffer: a compiler traces."""
+    if buffer is None:
         return combine_args(handle, weighting, out_dtype, wire_dtype, num_sms)[2]
     key = (
-        handle.num_experts, handle.topk, handle.max_tokens, handle.layout._value_, weighting, out_dtype, wire_dtype,
-        num_sms,
+        handle.num_experts, handle.topk, handle.max_tokens, handle.layout._value_,
+        handle.alignment, weighting, out_dtype, wire_dtype, num_sms,
     )  # fmt: skip
     numbers: Numbers | None = buffer._configs.get(key)
     if numbers is None:

@@ -59,6 +59,11 @@ class EventOverlap:
         self.event = event
         self.extra_tensors = extra_tensors
 
+    @property
+    def cuda_event(self) -> torch.cuda.Event | None:
+        """The event as torch's, for ``stream.wait_event``; None on the CPU, and where there is no event."""
+        return None if self.event is None else self.event._event
+
     def current_stream_wait(self) -> None:
         """The current stream waits for the event. AssertionError if there is none."""
         assert self.event is not None, "there is no event to wait for: the operation was not called with async_finish"
@@ -79,7 +84,7 @@ class _Buffer(Protocol):
 
 
 def run_on_comm_stream(
-    buffer: _Buffer,
+    buffer: _Buffer | None,
     call: Callable[[], T],
     inputs: tuple[Any, ...],
     is_async: bool,
@@ -92,10 +97,15 @@ def run_on_comm_stream(
     ``inputs`` and of the result.
     """
     before = previous.event if isinstance(previous, EventOverlap) else previous
-    if not is_async and (before is None or buffer.device.type == "cpu"):
+    device = inputs[0].device if buffer is None else buffer.device
+    if not is_async and (before is None or device.type == "cpu"):
         return call(), EventOverlap()
-    if buffer.device.type == "cpu":
+    if device.type == "cpu":
         return call(), EventOverlap(EventHandle.completed())
+    if buffer is None:
+        raise NotImplementedError(
+            "combine_send with async_finish cannot be compiled on CUDA: its stream is the buffer's"
+        )
     current, comm = torch.cuda.current_stream(buffer.device), buffer.get_comm_stream()
     if before is None:
         comm.wait_stream(current)

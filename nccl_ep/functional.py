@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -12,15 +12,18 @@ from . import _C
 from .buffer import Buffer
 from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
 from .config import DispatchConfig, combine_numbers, config_of
-from .errors import OverflowError, UsageError
-from .events import EventOverlap, run_on_comm_stream
-from .gradients import refuse_backward, wants_gradient
+from .events import run_on_comm_stream
+from .gradients import wants_gradient
 from .handle import DispatchOutput, Handle, Layout, require_handle
 from .high_throughput import buffer_of, route_and_send
 from .low_latency import dispatch_with_extra
 from .ops import scales_of  # and registers the fakes
+from .pending import OpenSend, Pending, receive_lost
 
 T = TypeVar("T")
+# Options of torch.compile with which work stays between a send and its receive. By itself Inductor moves it to where
+# memory is least, past the receive.
+KEEP_PROGRAM_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 _ops = torch.ops.nccl_ep
 # Look-ups that the hot path is spared.
 _ll_dispatch, _ll_combine, _ll_combine_out = (
@@ -31,8 +34,9 @@ _ll_dispatch, _ll_combine, _ll_combine_out = (
 _ll_dispatch_eager = _C.fast_op("ll_dispatch", _ll_dispatch, packed_results=True)
 _ht_combine, _ht_combine_out = _ops.ht_combine.default, _ops.ht_combine_out.default
 _ht_combine_eager = _C.fast_op("ht_combine", _ht_combine, packed_results=True)
-_on_same_device = _C.on_same_device
-_Tensor, _float32, _HALVES = torch.Tensor, torch.float32, (torch.bfloat16, torch.float16)
+_on_same_device, _carrier = _C.on_same_device, _ops.carrier.default
+_Tensor, _is_grad_enabled = torch.Tensor, torch.is_grad_enabled
+_float32, _HALVES = torch.float32, (torch.bfloat16, torch.float16)
 _EXPERT_MAJOR, _PACKED, _RANK_MAJOR = Layout.EXPERT_MAJOR, Layout.PACKED, Layout.RANK_MAJOR
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/ll/params.h, Weighting
 
@@ -96,14 +100,14 @@ def dispatch(
         quant, zero_padding, num_sms,
     )  # fmt: skip
     if type(extra) is not tuple or extra:
-        require_extras(buffer, extra)
+        require_extras(buffer._seq, extra)
     if config.mode == "ll" and out is not None:
         raise ValueError("out is for high throughput, and this is a low-latency dispatch")
     try:
         received, moved = _run(buffer, config, x, extra, scales, topk_idx, topk_weights, out)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
-    return _output(buffer, config, num_tokens, scales is not None, received, moved)
+    return _output(buffer, config, num_tokens, x, scales is not None, received, moved)
 
 
 def dispatch_send(
@@ -145,7 +149,7 @@ def dispatch_send(
         quant, zero_padding, num_sms,
     )  # fmt: skip
     if type(extra) is not tuple or extra:
-        require_extras(buffer, extra)
+        require_extras(buffer._seq, extra)
     if type(async_finish) is not bool:
         require_bools(async_finish=async_finish)
     if config.mode == "ht" and not async_finish:
@@ -153,10 +157,18 @@ def dispatch_send(
     if extra and not async_finish:
         raise ValueError(f"{len(extra)} extra tensors, but a dispatch in halves takes none: pass async_finish=True")
     args = (x, scales, topk_idx, topk_weights, config.capacity, config.numbers)
+    if not async_finish and wants_gradient(scales):
+        raise ValueError("scales want a gradient, but a dispatch in two calls has none for them: call dispatch")
+    is_wanted = not async_finish and wants_gradient(x, topk_weights)
+    like_x = _carrier(x) if is_wanted else None
+    like_weights = _carrier(topk_weights) if is_wanted and topk_weights is not None else None
 
     def call() -> Any:
         if not async_finish:
-            return _ops.ll_dispatch_send.default(buffer.name, buffer._seq, *args)
+            if not is_dynamo_compiling() and buffer._open_sends:
+                receive_lost(buffer, "dispatch")
+            with torch.no_grad():  # ll_dispatch_recv has the gradient
+                return _ops.ll_dispatch_send.default(buffer._seq, *args)
         received, moved = _run(buffer, config, x, extra, scales, topk_idx, topk_weights, None)
         return (*received, *moved)
 
@@ -166,22 +178,24 @@ def dispatch_send(
         raise error_of(buffer, error) from error
     if async_finish:
         end = len(sent) - len(extra)
-        return Pending(lambda: _output(buffer, config, num_tokens, scales is not None, sent[:end], sent[end:]), event)
+        return Pending(
+            lambda: _output(buffer, config, num_tokens, x, scales is not None, sent[:end], sent[end:]), event
+        )
+    has_scales = scales is not None
     num_scales, scale_dtype = scales_of(scales)
-    is_wanted = wants_gradient(x, scales, topk_weights)
+    # Of x nothing is kept but what stands for it.
+    sizes = x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens, topk_idx.dtype == torch.int64
+    received_by = (buffer._seq, sent, *sizes, config.capacity, config.numbers, like_x, like_weights)
+    open_send = OpenSend("dispatch", _ops.ll_dispatch_recv.default, received_by)
 
     def receive() -> DispatchOutput:
         try:
-            received = _ops.ll_dispatch_recv.default(
-                buffer.name, buffer._seq, sent, x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens,
-                topk_idx.dtype == torch.int64, config.capacity, config.numbers,
-            )  # fmt: skip
+            received = open_send.receive(buffer)
         except RuntimeError as error:
             raise error_of(buffer, error) from error
-        received = refuse_backward("dispatch_send", is_wanted, received)
-        return _output(buffer, config, num_tokens, scales is not None, (*received, sent))
+        return _output(buffer, config, num_tokens, like_x, has_scales, (*received, sent))
 
-    return Pending(receive)
+    return Pending.of_send(buffer, open_send, receive)
 
 
 def combine(
@@ -219,14 +233,13 @@ def combine(
     """
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
     if out is not None:
-        require_on(buffer, ("out",), (out,))
+        require_on(handle.seq, ("out",), (out,))
     try:
         if out is None:
-            return _combined(buffer, handle, args)
-        (_ht_combine_out if handle.mode == "ht" else _ll_combine_out)(buffer.name, buffer._seq, *args, out)
+            return _combined(handle, args)
+        (_ht_combine_out if handle.mode == "ht" else _ll_combine_out)(handle.seq, *args, out)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
-    refuse_backward("combine with out=", wants_gradient(rows, weights, bias), (out,), in_place=True)
     return out
 
 
@@ -254,13 +267,18 @@ def combine_send(
         require_bools(async_finish=async_finish)
     if handle.mode == "ht" and not async_finish:
         raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
-    biases = biases_of(bias)
-    is_wanted = wants_gradient(rows, weights, biases)
+    seq, given_weights, biases = handle.seq, args[-6], args[-4]
+    carried: tuple[torch.Tensor | None, ...] = (None, None, None, None)  # for gradients
+    if not async_finish and wants_gradient(rows, given_weights, biases):
+        carried = (_carrier(rows), rows if wants_gradient(given_weights) else None, given_weights, topk_idx)
+    dtype, hidden = rows.dtype, rows.shape[-1]
 
     def call() -> Any:
         if async_finish:
-            return _combined(buffer, handle, args)
-        return _ops.ll_combine_send.default(buffer.name, buffer._seq, *args)
+            return _combined(handle, args)
+        home_weights = given_weights if isinstance(weights, _Tensor) else None
+        with torch.no_grad():  # ll_combine_recv has the gradient
+            return _ops.ll_combine_send.default(seq, *args[:-6], home_weights, *args[-5:])
 
     try:
         combined, event = run_on_comm_stream(buffer, call, (*args[:-4], *biases), async_finish)
@@ -269,16 +287,18 @@ def combine_send(
     if async_finish:
         return Pending(lambda: combined, event)
 
+    open_send = OpenSend(
+        "combine", _ops.ll_combine_recv.default, (seq, handle.tensor, biases, dtype, hidden, *args[-3:], *carried)
+    )
+
     def receive() -> torch.Tensor:
         try:
-            out: torch.Tensor = _ops.ll_combine_recv.default(
-                buffer.name, buffer._seq, handle.tensor, biases, rows.dtype, rows.shape[-1], *args[-3:]
-            )
+            out: torch.Tensor = open_send.receive(buffer)
         except RuntimeError as error:
             raise error_of(buffer, error) from error
-        return refuse_backward("combine_send", is_wanted, (out,))[0]
+        return out
 
-    return Pending(receive)
+    return Pending.of_send(buffer, open_send, receive)
 
 
 def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -294,57 +314,32 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     require_handle(handle)
     require_tensors(values=values)
     buffer = buffer_of(handle)
-    require_on(buffer, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
+    seq = handle.seq
+    require_on(seq, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
     sizes = handle.num_tokens, handle.capacity, combine_numbers(buffer, handle, _NONE, _float32, _float32, 0)
+    if buffer is not None and buffer._open_sends and handle.mode == "ll":
+        receive_lost(buffer, "combine")
     if handle.mode == "ht":
         given: Any = (None, values, handle.tensor, handle.slots, None, None, [], *sizes)
         try:
-            scalars: torch.Tensor = _ht_combine(buffer.name, buffer._seq, *given)[1]
+            scalars: torch.Tensor = _ht_combine(seq, *given)[1]
         except RuntimeError as error:
             raise error_of(buffer, error) from error
         return scalars
     try:
-        out: torch.Tensor = _ops.ll_combine_weights.default(buffer.name, buffer._seq, values, handle.tensor, *sizes)
+        out: torch.Tensor = _ops.ll_combine_weights.default(seq, values, handle.tensor, *sizes)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     return out
 
 
-def _combined(buffer: Buffer, handle: Handle, args: tuple[Any, ...]) -> torch.Tensor:
+def _combined(handle: Handle, args: tuple[Any, ...]) -> torch.Tensor:
     if handle.mode == "ll":
-        combined: torch.Tensor = _ll_combine(buffer.name, buffer._seq, *args)
+        combined: torch.Tensor = _ll_combine(handle.seq, *args)
     else:
         op = _ht_combine if is_dynamo_compiling() else _ht_combine_eager
-        combined = op(buffer.name, buffer._seq, *args)[0]
+        combined = op(handle.seq, *args)[0]
     return combined
-
-
-class Pending(Generic[T]):
-    """An operation whose first half is done, or that runs on the buffer's own stream.
-
-    Attributes:
-        event: with ``async_finish``, of the end of the operation; else ``event.event`` is None.
-    """
-
-    def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None) -> None:
-        self._receive: Callable[[], T] | None = receive
-        self._end = "this operation was received already"
-        self.event = event or EventOverlap()
-
-    def receive(self) -> T:
-        """The other half: waits for the other ranks and returns the result. UsageError if it was called already."""
-        receive, self._receive = self._receive, None
-        if receive is None:
-            raise UsageError(self._end)
-        try:
-            if self.event.event is not None:
-                self.event.current_stream_wait()
-            return receive()
-        except OverflowError:  # of what was received
-            raise
-        except BaseException as error:  # of which the text is kept: the error itself would keep the buffer
-            self._end = f"this operation has failed with {type(error).__name__}: {error}"
-            raise
 
 
 # ---- From arguments to ops
@@ -371,15 +366,18 @@ def _run(
     if config.mode == "ht":
         return route_and_send(buffer, config, x, extra, scales, topk_idx, topk_weights, out)
     op = _ll_dispatch if is_dynamo_compiling() else _ll_dispatch_eager
+    if not is_dynamo_compiling() and buffer._open_sends:
+        receive_lost(buffer, "dispatch")
     if extra:
         return dispatch_with_extra(op, buffer, config, x, extra, scales, topk_idx, topk_weights)
-    return op(buffer.name, buffer._seq, x, scales, topk_idx, topk_weights, config.capacity, config.numbers), ()
+    return op(buffer._seq, x, scales, topk_idx, topk_weights, config.capacity, config.numbers), ()
 
 
 def _output(
     buffer: Buffer,
     config: DispatchConfig,
     num_tokens: int,
+    given: torch.Tensor | None,
     has_scales: bool,
     received: Sequence[torch.Tensor],
     extra: tuple[torch.Tensor, ...] = (),
@@ -392,8 +390,8 @@ def _output(
     if capacity < 0:  # exact sizes, or the default: those of the tensors
         capacity = config.max_tokens if layout is _RANK_MAJOR else x.shape[1 if layout is _EXPERT_MAJOR else 0]
     handle = Handle(
-        handle_tensor, buffer.name, num_tokens, config.topk, config.num_experts, config.max_tokens, layout, capacity,
-        buffer.num_ranks, config.mode, slots,
+        handle_tensor, buffer._seq, num_tokens, config.topk, config.num_experts, config.max_tokens, layout, capacity,
+        buffer.num_ranks, config.mode, slots, config.alignment, weights,
     )  # fmt: skip
     out = DispatchOutput.of_info(
         x,
@@ -405,11 +403,10 @@ def _output(
         handle,
         extra,
     )
-    if buffer.on_overflow == "raise" and int(out.overflow) > 0:
-        raise OverflowError(
-            f"{int(out.overflow)} rows did not fit into capacity {config.capacity} of layout {layout.name.lower()}: "
-            f"demand was {out.demand.tolist()}"
-        )
+    if config.quant and wants_gradient(given):
+        out.carrier = _ops.row_carrier.default(buffer._seq, given, handle_tensor, slots, list(x.shape), config.numbers)
+    if buffer.on_overflow == "raise":
+        _ops.require_no_overflow.default(buffer._seq, info, capacity, config.numbers)
     return out
 
 
@@ -422,19 +419,22 @@ def _combine_call(
     out_dtype: torch.dtype | None,
     wire_dtype: torch.dtype | None,
     num_sms: int,
-) -> tuple[Buffer, tuple[Any, ...]]:
+) -> tuple[Buffer | None, tuple[Any, ...]]:
+    """The buffer (None where a compiler traces), and what the op takes behind ``seq``."""
     require_handle(handle)
     if not isinstance(rows, _Tensor):
         require_tensors(rows=rows)
-    home_weights = None
+    given_weights = None
     if weights is None:
         weighting = _NONE
     elif isinstance(weights, _Tensor):
-        home_weights, weighting = weights, _HOME
+        given_weights, weighting = weights, _HOME
     elif isinstance(weights, str):
         if weights != "dispatch":
             raise ValueError(f'weights is {weights!r}, must be "dispatch", a tensor [T, K] or None')
         weighting = _DISPATCH if handle.layout <= _PACKED else _NONE
+        if weighting == _DISPATCH and _is_grad_enabled() and wants_gradient(rows, handle.weights):
+            given_weights = handle.weights  # the gradient needs them; the operation finds them in the handle
     else:
         raise TypeError(f'weights is a {type(weights).__name__}, must be "dispatch", a tensor [T, K] or None')
     out_dtype = out_dtype or rows.dtype
@@ -444,12 +444,14 @@ def _combine_call(
         raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype}{others}")
     biases = biases_of(bias)
     buffer = buffer_of(handle)
-    tensor, slots = handle.tensor, handle.slots
-    if is_dynamo_compiling() or not _on_same_device(buffer._seq, rows, tensor, slots, home_weights, topk_idx):
+    if buffer is not None and buffer._open_sends and handle.mode == "ll":
+        receive_lost(buffer, "combine")
+    seq, tensor, slots = handle.seq, handle.tensor, handle.slots
+    if buffer is None or not _on_same_device(seq, rows, tensor, slots, given_weights, topk_idx):
         names = ("rows", "handle", "handle", "weights", "topk_idx")
-        require_on(buffer, names, (rows, tensor, slots, home_weights, topk_idx))
+        require_on(seq, names, (rows, tensor, slots, given_weights, topk_idx))
     if biases:
-        require_on(buffer, [f"bias {i}" for i in range(len(biases))], biases)
+        require_on(seq, [f"bias {i}" for i in range(len(biases))], biases)
     tensors = (rows, None, tensor, slots) if handle.mode == "ht" else (rows, tensor)
     numbers = combine_numbers(buffer, handle, weighting, out_dtype, wire_dtype, num_sms)
-    return buffer, (*tensors, home_weights, topk_idx, biases, handle.num_tokens, handle.capacity, numbers)
+    return buffer, (*tensors, given_weights, topk_idx, biases, handle.num_tokens, handle.capacity, numbers)

@@ -1,13 +1,11 @@
-"""Backward passes that do not exist: they raise where torch would leave gradients out without a word."""
+"""What wants a gradient, and what must not get one. The gradients themselves: csrc/torch/ops/gradients.cc."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
 _Tensor, _SEQUENCES = torch.Tensor, (tuple, list)  # look-ups that the hot path is spared
 
 
@@ -26,29 +24,22 @@ def wants_gradient(*inputs: Any) -> bool:
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, what: str, in_place: bool, leaf: torch.Tensor, *results: torch.Tensor) -> Any:
+    def forward(ctx: Any, what: str, leaf: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
         ctx.what = what
-        if in_place:
-            ctx.mark_dirty(*results)
-        return results
+        ctx.mark_dirty(written)
+        return written
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(f"derivative for {ctx.what} is not implemented")
 
 
-def refuse_backward(what: str, wanted: bool, results: Sequence[T], in_place: bool = False) -> tuple[T, ...]:
-    """The results of ``what``, which want gradients if an input does (``wants_gradient``); their backward raises.
+def refuse_backward(what: str, written: torch.Tensor) -> None:
+    """A backward pass that comes to ``written``, which torch does not know to be a result of ``what``, raises.
 
-    in_place: they are the caller's tensors, and stay themselves. They keep nothing of earlier calls, nor of the inputs.
+    The tensor keeps nothing of earlier calls, nor of the inputs.
     """
-    if not wanted:
-        return tuple(results)
-    floats = [isinstance(each, torch.Tensor) and each.is_floating_point() for each in results]
-    named: list[Any] = [each for each, is_float in zip(results, floats, strict=True) if is_float]
-    for each in named if in_place else ():
-        if each.grad_fn is not None and not each._is_view():
-            each.detach_()
+    if written.grad_fn is not None and not written._is_view():
+        written.detach_()
     leaf = torch.zeros((), requires_grad=True)
-    refusing = iter(_Refusing.apply(what, in_place, leaf, *named))  # type: ignore[no-untyped-call]
-    return tuple(next(refusing) if is_float else each for each, is_float in zip(results, floats, strict=True))
+    _Refusing.apply(what, leaf, written)  # type: ignore[no-untyped-call]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from . import _C
+from .buffer import find_buffer
 
 
 class Layout(enum.IntEnum):
@@ -36,6 +39,7 @@ class Quant(enum.IntEnum):
 
 LAYOUTS = {layout.name.lower(): layout for layout in Layout}
 EXACT = -1  # the capacity of a dispatch of exact sizes, as the ops take it
+_QUANT_GROUP = 128  # elements that share a scale
 DEFAULT = _C.DEFAULT_CAPACITY  # the same, of as many rows as always suffice
 QUANTS = {None: Quant.NONE} | {quant.name.lower(): quant for quant in Quant if quant}
 
@@ -49,13 +53,14 @@ class Handle:
             weights of the local choices. mode "ht": rows from each source to each destination [R, R], and of the own
             tokens the ids, and the rows and slots at their owners (csrc/layout/ht/handle.h).
         slots: mode "ht": of every received row its places and weights (expert layouts), and its token at the source.
-        buffer: name of the buffer that made it.
+        seq: the tensor by which ops find the buffer that made it. buffer: that buffer's name.
         num_tokens, topk, num_experts, max_tokens, num_ranks: T, K, E, M, R of the dispatch.
-        layout, capacity: of its rows. mode: "ll" or "ht".
+        layout, capacity, alignment: of its rows. mode: "ll" or "ht".
+        weights: those of the rows, which the gradient of ``combine`` needs.
     """
 
     tensor: torch.Tensor
-    buffer: str
+    seq: torch.Tensor
     num_tokens: int
     topk: int
     num_experts: int
@@ -65,6 +70,12 @@ class Handle:
     num_ranks: int
     mode: str = "ll"
     slots: torch.Tensor | None = None
+    alignment: int = 1
+    weights: torch.Tensor | None = None
+
+    @property
+    def buffer(self) -> str:
+        return find_buffer(self.seq).name
 
     @property
     def num_local_experts(self) -> int:
@@ -74,7 +85,7 @@ class Handle:
         """The fields that configs of dispatch and combine share."""
         return {
             "num_experts": self.num_experts, "topk": self.topk, "max_tokens": self.max_tokens,
-            "layout": int(self.layout),
+            "layout": int(self.layout), "alignment": self.alignment,
         }  # fmt: skip
 
 
@@ -101,6 +112,8 @@ class DispatchOutput:
         total: flat: int32 [1] rows in the tensor.
         handle: for combine.
         extra: of extra tensors that were dispatched along, the rows in the places of x's.
+        carrier: with ``quant``, if the tokens want a gradient: a tensor of x's shape and the tokens' dtype, without
+            memory, whose gradient is that of the tokens. ``dequantized`` uses it.
     """
 
     x: torch.Tensor
@@ -115,6 +128,7 @@ class DispatchOutput:
     demand: torch.Tensor
     handle: Handle
     extra: tuple[torch.Tensor, ...] = ()
+    carrier: torch.Tensor | None = None
     _info: torch.Tensor = field(init=False, repr=False)  # of which the fields that were not given are views
 
     @classmethod
@@ -138,8 +152,30 @@ class DispatchOutput:
         out.row_expert = row_expert
         out.handle = handle
         out.extra = extra
+        out.carrier = None
         out._info = info
         return out
+
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """The rows that ``quant`` has made FP8, times their scales, in ``dtype``: of x's shape.
+
+        Its gradient goes to the tokens as if they had not been quantised (straight through). Rows that do not exist are
+        unspecified, as in x. ValueError for rows that were not quantised here.
+        """
+        groups = (self.x.shape[-1] + _QUANT_GROUP - 1) // _QUANT_GROUP
+        if self.x.dtype != torch.float8_e4m3fn or self.scales is None:
+            raise ValueError(f"x is {self.x.dtype}: only rows that dispatch has quantised can be dequantized")
+        scales = self.scales
+        if scales.dtype == torch.int32:  # four exponents in a word
+            shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+            exponents = scales.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and(0xFF).flatten(-2)
+            scales = torch.exp2(exponents[..., :groups].float() - 127)
+        factors = scales.repeat_interleave(_QUANT_GROUP, -1)[..., : self.x.shape[-1]]
+        rows = (self.x.float() * factors).to(dtype)
+        if self.carrier is None:
+            return rows
+        combined: torch.Tensor = torch.ops.nccl_ep.carried.default(self.carrier, rows)
+        return combined
 
     if not TYPE_CHECKING:  # a type checker sees the fields and nothing else
 
@@ -165,3 +201,51 @@ def _part_of_info(name: str, info: torch.Tensor, handle: Handle) -> torch.Tensor
     if name == "total":
         return info[2 * bins + 1 : 2 * bins + 2] if layout == Layout.FLAT else None
     return info[2 * bins + 2 :] if layout == Layout.PACKED else None
+
+
+# ---- As nodes of pytrees: checkpointing, export and tree_map see their tensors
+
+
+def _flatten_handle(handle: Handle) -> tuple[list[Any], tuple[Any, ...]]:
+    numbers = (
+        handle.num_tokens, handle.topk, handle.num_experts, handle.max_tokens, handle.layout, handle.capacity,
+        handle.num_ranks, handle.mode, handle.alignment,
+    )  # fmt: skip
+    return [handle.tensor, handle.seq, handle.slots, handle.weights], numbers
+
+
+def _unflatten_handle(tensors: Iterable[Any], numbers: tuple[Any, ...]) -> Handle:
+    tensor, seq, slots, weights = tensors
+    num_tokens, topk, num_experts, max_tokens, layout, capacity, num_ranks, mode, alignment = numbers
+    return Handle(
+        tensor, seq, num_tokens, topk, num_experts, max_tokens, layout, capacity, num_ranks, mode, slots, alignment,
+        weights,
+    )  # fmt: skip
+
+
+def _flatten_output(out: DispatchOutput) -> tuple[list[Any], None]:
+    fields = (
+        out.x,
+        out.scales,
+        out.topk_idx,
+        out.weights,
+        out.row_expert,
+        out._info,
+        out.handle,
+        out.extra,
+        out.carrier,
+    )
+    return list(fields), None
+
+
+def _unflatten_output(fields: Iterable[Any], _: None) -> DispatchOutput:
+    *given, carrier = fields
+    out = DispatchOutput.of_info(*given)
+    out.carrier = carrier
+    return out
+
+
+pytree.register_pytree_node(Handle, _flatten_handle, _unflatten_handle, serialized_type_name="nccl_ep.Handle")
+pytree.register_pytree_node(
+    DispatchOutput, _flatten_output, _unflatten_output, serialized_type_name="nccl_ep.DispatchOutput"
+)

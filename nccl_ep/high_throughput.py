@@ -10,12 +10,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import _C
-from .buffer import Buffer, find_buffer
+from .buffer import Buffer, empty_on, find_buffer
 from .checks import error_of, require_extras, require_on, require_tensors
-from .config import DispatchConfig, cached_numbers
+from .config import DispatchConfig, Numbers, cached_numbers
 from .errors import UsageError
-from .gradients import refuse_backward, wants_gradient
-from .handle import QUANTS, DispatchOutput, Handle, require_handle
+from .handle import EXACT, QUANTS, DispatchOutput, Handle, require_handle
 
 _ops = torch.ops.nccl_ep
 _ht_dispatch, _ht_dispatch_out = _ops.ht_dispatch.default, _ops.ht_dispatch_out.default  # look-ups spared
@@ -48,30 +47,50 @@ def route_and_send(
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Runs the op. Returns what ``ll_dispatch`` returns, with two tensors of the handle at the end; and the extras."""
     call = (
-        buffer.name, buffer._seq, [x, *extra], scales, topk_idx, topk_weights, config.capacity, config.numbers,
+        buffer._seq, [x, *extra], scales, topk_idx, topk_weights, config.capacity, config.numbers,
     )  # fmt: skip
+    if out is None and config.capacity == EXACT and is_dynamo_compiling():
+        return _in_two_ops(*call, config)
     if out is None:
         received = (_ht_dispatch if is_dynamo_compiling() else _ht_dispatch_eager)(*call)
         return received[:8], received[8 : 8 + len(extra)]
     return _into(buffer, out, call, topk_idx.dtype)
 
 
-def _given(buffer: Buffer, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _in_two_ops(
+    seq: torch.Tensor,
+    xs: list[torch.Tensor],
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    _: int,
+    numbers: Numbers,
+    config: DispatchConfig,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """A dispatch of exact sizes, whose sizes are lengths that a compiler knows of before it sees tensors of them.
+
+    (Inductor of torch 2.11 and 2.15 loses lengths that an op with several results makes up by itself.)
+    """
+    info, route, sizes = _ops.ht_route.default(seq, xs, scales, topk_idx, topk_weights, numbers)
+    num_rows, num_slots = _ops.size_at.default(sizes, 0), _ops.size_at.default(sizes, 1)
+    most = seq.shape[1] * config.max_tokens
+    torch._check(num_slots <= most)  # type: ignore[no-untyped-call]
+    torch._check(num_rows >= 0)  # type: ignore[no-untyped-call]
+    x, row_scales, weights, ids, row_expert, slots, *extra = _ops.ht_dispatch_routed.default(
+        seq, xs, scales, topk_idx, topk_weights, info, route, num_rows, num_slots, numbers
+    )
+    return (x, row_scales, weights, ids, row_expert, info, route, slots), tuple(extra[: len(xs) - 1])
+
+
+def _given(seq: torch.Tensor, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Also of a tensor that there is not."""
     if tensor is not None:
         return tensor
-    empty = None if is_dynamo_compiling() else buffer._empty.get(dtype)
-    return buffer._seq.new_empty(0, dtype=dtype) if empty is None else empty
+    return seq.new_empty(0, dtype=dtype) if is_dynamo_compiling() else empty_on(seq.device, dtype)
 
 
-def _given_scales(buffer: Buffer, out: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor:
-    return _given(buffer, out, torch.float32 if scales is None else scales.dtype)
-
-
-def _refuse_backward(what: str, inputs: Sequence[Any], *written: torch.Tensor | None) -> None:
-    """Of an operation with out=."""
-    if wants_gradient(*inputs):
-        refuse_backward(what, True, [each for each in written if each is not None], in_place=True)
+def _given_scales(seq: torch.Tensor, out: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor:
+    return _given(seq, out, torch.float32 if scales is None else scales.dtype)
 
 
 def _into(
@@ -85,14 +104,13 @@ def _into(
     if not hasattr(out, "_info"):
         raise UsageError("out is a copy of an output (dataclasses.replace): give what the dispatch returned")
     rest = (
-        _given_scales(buffer, out.scales, call[3]), out.weights, _given(buffer, out.topk_idx, idx_dtype),
-        _given(buffer, out.row_expert, torch.int32), out._info, out.handle.tensor, out.handle.slots,
+        _given_scales(buffer._seq, out.scales, call[2]), out.weights, _given(buffer._seq, out.topk_idx, idx_dtype),
+        _given(buffer._seq, out.row_expert, torch.int32), out._info, out.handle.tensor, out.handle.slots,
     )  # fmt: skip
-    require_on(buffer, _GIVEN, (out.x, *rest))
+    require_on(buffer._seq, _GIVEN, (out.x, *rest))
     if out.extra:
-        require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
+        require_on(buffer._seq, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
     _ht_dispatch_out(*call, [out.x, *out.extra], *rest)
-    _refuse_backward("dispatch with out=", (*call[2], *call[3:6]), out.x, *out.extra, out.scales, out.weights)
     return (out.x, *rest), out.extra
 
 
@@ -124,18 +142,19 @@ def dispatch_cached(
     require_handle(handle)
     require_tensors(x=x)
     buffer, slots = ht_handle(handle)
-    require_on(buffer, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
+    seq = handle.seq
+    require_on(seq, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
     if type(extra) is not tuple or extra:
-        require_extras(buffer, extra)
+        require_extras(seq, extra)
     if quant not in QUANTS:
         raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
     call = (
-        buffer.name, buffer._seq, [x, *extra], scales, handle.tensor, slots, handle.num_tokens, handle.capacity,
+        seq, [x, *extra], scales, handle.tensor, slots, handle.num_tokens, handle.capacity,
         cached_numbers(buffer, handle, QUANTS[quant], zero_padding, num_sms),
     )  # fmt: skip
     try:
         if out is not None:
-            return _cached_into(buffer, out, call)
+            return _cached_into(seq, out, call)
         moved, moved_scales, *moved_extra = (_ht_cached if is_dynamo_compiling() else _ht_cached_eager)(*call)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
@@ -143,26 +162,27 @@ def dispatch_cached(
     return Payload(moved, moved_scales if has_scales else None, tuple(moved_extra[: len(extra)]))
 
 
-def _cached_into(buffer: Buffer, out: Payload, call: tuple[Any, ...]) -> Payload:
+def _cached_into(seq: torch.Tensor, out: Payload, call: tuple[Any, ...]) -> Payload:
     if not isinstance(out, Payload):
         raise TypeError(f"out is a {type(out).__name__}, must be what dispatch_cached returned")
-    require_on(buffer, ("out's x", "out's scales"), (out.x, out.scales))
-    require_on(buffer, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
-    scales = _given_scales(buffer, out.scales, call[3])
+    require_on(seq, ("out's x", "out's scales"), (out.x, out.scales))
+    require_on(seq, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
+    scales = _given_scales(seq, out.scales, call[2])
     _ops.ht_dispatch_cached_out.default(*call, [out.x, *out.extra], scales)
-    _refuse_backward("dispatch_cached with out=", call[2:4], out.x, *out.extra, out.scales)
     return out
 
 
-def buffer_of(handle: Handle) -> Buffer:
-    """The buffer that a handle, of either mode, belongs to."""
-    buffer = find_buffer(handle.buffer)
+def buffer_of(handle: Handle) -> Buffer | None:
+    """The buffer that a handle, of either mode, belongs to. None where a compiler traces, for which it is ``seq``."""
+    if is_dynamo_compiling():
+        return None
+    buffer = find_buffer(handle.seq)
     if handle.num_ranks != buffer.num_ranks:
         raise UsageError(f"the handle is of {handle.num_ranks} ranks, its buffer {buffer.name} of {buffer.num_ranks}")
     return buffer
 
 
-def ht_handle(handle: Handle) -> tuple[Buffer, torch.Tensor]:
+def ht_handle(handle: Handle) -> tuple[Buffer | None, torch.Tensor]:
     """The buffer of a handle of this mode, and the tensor that the other mode's has not got."""
     if handle.mode != "ht" or handle.slots is None:
         raise UsageError(f'the handle is of mode "{handle.mode}", a cached dispatch needs one of mode "ht"')

@@ -10,7 +10,7 @@ from torch.compiler import assume_constant_result, is_dynamo_compiling
 
 from . import _C
 from .config import DispatchConfig, Numbers, replace_field
-from .gradients import refuse_backward, wants_gradient
+from .gradients import wants_gradient
 from .handle import Quant
 
 _WORD = torch.int32
@@ -30,14 +30,15 @@ def dispatch_with_extra(
     """What ``op`` (``ll_dispatch``) returns for x, and the rows of ``extra`` in the places of x's.
 
     The first tensor travels in the rows of x, as scales do, where x has none; each other one in an operation of its
-    own, of the same routing. Places follow from the routing alone, so that they are the same.
+    own, of the same routing. Places follow from the routing alone, so that they are the same. An extra that wants a
+    gradient travels as the numbers that it is; the ranks must agree on that.
     """
     _check(x, extra)
-    words = [each.resolve_conj().resolve_neg().view(_WORD) for each in extra]
+    words = [each if wants_gradient(each) else each.resolve_conj().resolve_neg().view(_WORD) for each in extra]
 
     def run(rows: torch.Tensor, row_scales: torch.Tensor | None, numbers: Numbers) -> Any:
         given = (rows, row_scales, topk_idx, topk_weights)
-        return op(buffer.name, buffer._seq, *given, config.capacity, numbers)
+        return op(buffer._seq, *given, config.capacity, numbers)
 
     has_room = _carries_extra(int(config.quant), scales is not None)
     alone = words[1:] if has_room else words
@@ -50,11 +51,13 @@ def dispatch_with_extra(
         row_bytes = each.shape[1] * each.element_size()
         buffer.runtime.check_opaque_rows(config.num_experts, config.topk, config.max_tokens, row_bytes)
     received = run(x, words[0] if has_room else scales, config.numbers)
-    unquantised = replace_field(config.numbers, "quant", int(Quant.NONE))
+    further = replace_field(replace_field(config.numbers, "quant", int(Quant.NONE)), "reports_ids", 0)
     moved = [received[1]] if has_room else []
-    moved += [run(each, None, unquantised)[0] for each in alone]
-    rows = [each.view(given.dtype) for each, given in zip(moved, extra, strict=True)]
-    return received, refuse_backward("dispatch with extra=", wants_gradient(extra), rows)
+    moved += [run(each, None, further)[0] for each in alone]
+    rows = [
+        each if each.dtype == given.dtype else each.view(given.dtype) for each, given in zip(moved, extra, strict=True)
+    ]
+    return received, tuple(rows)
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]

@@ -18,6 +18,7 @@ class _Meeting:
 
     def __init__(self, size: int) -> None:
         self.texts: list[bytes | None] = [None] * size
+        self.heard: set[int] = set()
         self.is_full = threading.Event()
 
 
@@ -49,15 +50,25 @@ class ThreadGroup:
         return self._world.size
 
     def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
-        with self._world.lock:
-            meeting = self._world.meetings.setdefault(self._round, _Meeting(self._world.size))
+        world = self._world
+        with world.lock:
+            meeting = world.meetings.setdefault(self._round, _Meeting(world.size))
             meeting.texts[self._rank] = mine
+            meeting.heard.add(self._rank)
             if all(text is not None for text in meeting.texts):
                 meeting.is_full.set()
-                del self._world.meetings[self._round]  # the others hold a reference
-        self._round += 1
-        if not meeting.is_full.wait(timeout):
-            raise late(self._rank, timeout, [rank for rank, text in enumerate(meeting.texts) if text is None])
+                del world.meetings[self._round]  # the others hold a reference
+        try:
+            meeting.is_full.wait(timeout)
+        finally:  # all ranks go on to the next round, or none: whoever gives up can try again
+            with world.lock:
+                is_full = meeting.is_full.is_set()
+                if is_full:
+                    self._round += 1
+                else:
+                    meeting.texts[self._rank] = None
+        if not is_full:
+            raise late(self._rank, timeout, [rank for rank in range(world.size) if rank not in meeting.heard])
         return [text for text in meeting.texts if text is not None]
 
 

@@ -9,6 +9,23 @@ ROOT = Path(__file__).parent.parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "nccl_ep"
 LEVEL = {"base": 0, "layout": 1, "transport": 2, "runtime": 3, "cpu": 4, "cuda": 4, "include": 4, "api": 5, "torch": 6}
 
+CUDA_LEVEL = {"device": 0, "testing": 1, "protocol": 2, "ll": 3, "ht": 3, "launch": 4, "bench": 5, "host": 6}
+
+
+def cuda_level(name: str) -> int:
+    """Launchers of kernels stand above what launches have in common, their kernels below it."""
+    folder = name.split("/")[1]
+    is_launcher = folder in ("ll", "ht") and (name.endswith((".cu", "_launch.cuh")))
+    return CUDA_LEVEL["launch"] + 1 if is_launcher else CUDA_LEVEL[folder]
+
+
+def crosses_cuda_order(name: str, header: str) -> bool:
+    if not (name.startswith("cuda/") and header.startswith("cuda/")):
+        return False
+    own, other = cuda_level(name), cuda_level(header)
+    apart = {name.split("/")[1], header.split("/")[1]} == {"ll", "ht"}
+    return other > own or apart
+
 
 def faults(path: Path, text: str) -> list[str]:
     name = path.relative_to(CSRC).as_posix()
@@ -28,6 +45,8 @@ def faults(path: Path, text: str) -> list[str]:
             same_level = target != folder and LEVEL[target] == LEVEL[folder]
             if LEVEL[target] > LEVEL[folder] or same_level:
                 found.append(f"includes {header}: {folder} may not see {target}")
+        if crosses_cuda_order(name, header):
+            found.append(f"includes {header}: against the order of the folders of csrc/cuda")
         if header.endswith(".cuh") and not device:
             found.append(f"includes {header}: only .cu and .cuh are compiled by nvcc")
         if re.match(r"(cuda|nccl)(_\w+)?\.h$", header) and header != "nccl_ep.h" and not sees_cuda:

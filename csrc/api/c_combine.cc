@@ -235,6 +235,7 @@ ncclEpResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t*
     const auto inputs = take(given_inputs, "inputs");
     const auto outputs = take(given_outputs, "outputs");
     const auto config = take_or_default(given_config, "config");
+    check_flag(config.send_only, "send_only");
     if (object.is_ht) {
       combine_ht(object, inputs, outputs, config, stream);
     } else {

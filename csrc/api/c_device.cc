@@ -6,7 +6,7 @@
 #include "base/check.h"
 #include "base/math.h"
 #if defined(EP_WITH_CUDA)
-#include "cuda/host/device_guard.h"
+#include "transport/device/device_guard.h"
 #endif
 
 namespace ep::c {

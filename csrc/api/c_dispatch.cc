@@ -74,6 +74,7 @@ struct LlExtra {
       LlDispatchParams& alone = made.calls[made.count++] = p;
       alone.scales = alone.out_scales = {};
       alone.quant = Quant::kNone;
+      alone.reports_ids = false;
       alone.dtype = DType::kOpaque32;
       alone.hidden = words;
       alone.x = tensor.data;

@@ -23,7 +23,7 @@ static_assert(std::size(kExtraNames) == NCCL_EP_MAX_EXTRA);
 void check_sizes(const DispatchCall& call) {
   const Sizes& tokens = call.tokens.sizes;
   EP_CHECK(tokens.ndim == 2, "tokens have shape ", text_of(tokens), ", must be [tokens, hidden]");
-  EP_CHECK(tokens.at[1] <= INT32_MAX, "rows of ", tokens.at[1], " elements");
+  EP_CHECK(tokens.at[1] <= kMaxRowBytes, "rows of ", tokens.at[1], " elements, at most ", kMaxRowBytes, " bytes");
   if (call.scales) {
     const Sizes& scales = call.scales.sizes;
     EP_CHECK(scales.ndim == 2 && scales.at[0] == tokens.at[0], "scales have shape ", text_of(scales), ", must be [",
@@ -47,6 +47,9 @@ void check_sizes(const DispatchCall& call) {
 void check_config(const DispatchCall& call, const ncclEpHandle& handle) {
   const ncclEpDispatchConfig_t& config = call.config;
   check_reserved(config);
+  check_flag(config.send_only, "send_only");
+  check_flag(config.zero_padding, "zero_padding");
+  check_flag(config.cached, "cached");
   EP_CHECK(config.quant >= NCCL_EP_QUANT_NONE && config.quant <= NCCL_EP_QUANT_FP8_UE8M0, "quant ", config.quant,
            " is unknown");
   EP_CHECK(!config.send_only || !handle.is_ht, "send_only is ", config.send_only,

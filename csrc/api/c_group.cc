@@ -68,6 +68,7 @@ void check_config(const ncclEpGroupConfig_t& config) {
            config.arena_bytes, ", but low latency has no arena");
   EP_CHECK(config.enable_mask == 0 || has_ll, "enable_mask is ", config.enable_mask,
            ", but high throughput has no masks");
+  check_flag(config.enable_mask, "enable_mask");
 }
 
 // What low latency has room for, in tokens of a handle; 0: nothing.
@@ -144,12 +145,11 @@ void GroupState::check_overflow() {
                                           "dropped; the demand in info tells how many there were"));
 }
 
-ncclEpGroup& object_of(ncclEpGroup_t group) {
-  require_live(group, ObjectKind::kGroup);
-  return *group;
+std::shared_ptr<GroupState> state_of(ncclEpGroup_t group) {
+  std::shared_ptr<GroupState> state;
+  with_live(group, ObjectKind::kGroup, [&] { state = group->state; });
+  return state;
 }
-
-GroupState& state_of(ncclEpGroup_t group) { return *object_of(group).state; }
 
 }  // namespace ep::c
 
@@ -197,7 +197,7 @@ ncclEpResult_t ncclEpCreateGroup(ncclEpGroup_t* group, struct ncclComm* comm, co
 ncclEpResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
   return guarded("ncclEpGroupDestroy", [&] {
     if (group == nullptr) return;
-    if (getpid() != state_of(group).process) return;  // its threads are not here, and its memory is the parent's
+    if (getpid() != state_of(group)->process) return;  // its threads are not here, and its memory is the parent's
     remove_live(group, ObjectKind::kGroup);
     const std::unique_ptr<ncclEpGroup> object(group);
     object->state->group->destroy();
@@ -206,27 +206,27 @@ ncclEpResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
 }
 
 ncclEpResult_t ncclEpGroupSetTimeout(ncclEpGroup_t group, uint64_t timeout_ns) {
-  return guarded("ncclEpGroupSetTimeout", [&] { state_of(group).get().set_timeout(seconds_of(timeout_ns)); });
+  return guarded("ncclEpGroupSetTimeout", [&] { state_of(group)->get().set_timeout(seconds_of(timeout_ns)); });
 }
 
 ncclEpResult_t ncclEpCheck(ncclEpGroup_t group) {
   return guarded("ncclEpCheck", [&] {
-    GroupState& state = state_of(group);
-    state.get().check();
-    state.check_overflow();
+    const std::shared_ptr<GroupState> state = state_of(group);
+    state->get().check();
+    state->check_overflow();
   });
 }
 
 ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupInfo_t* info) {
   return guarded("ncclEpGroupGetInfo", [&] {
-    const GroupState& state = state_of(group);
-    Group& inner = state.get();
+    const std::shared_ptr<GroupState> state = state_of(group);
+    Group& inner = state->get();
     ncclEpGroupInfo_t full = take(info, "info");
     const Report report = inner.report();
     full.rank = inner.rank();
     full.num_ranks = inner.num_ranks();
     full.domain_size = inner.topology().domain_size;
-    full.algorithm = state.config.algorithm;
+    full.algorithm = state->config.algorithm;
     full.window_bytes = inner.window().bytes;
     full.num_dispatches = report.epochs[static_cast<int>(Kind::kDispatch)];
     full.num_combines = report.epochs[static_cast<int>(Kind::kCombine)];
@@ -238,31 +238,31 @@ ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupInfo_t* info) 
     const auto arena = inner.arena();
     full.arena_bytes = arena ? arena->bytes() : 0;
     full.arena_free_bytes = arena ? arena->free_bytes() : 0;
-    full.ll_max_tokens = state.ll_max_tokens;
+    full.ll_max_tokens = state->ll_max_tokens;
     give(info, full);
   });
 }
 
 ncclEpResult_t ncclEpMemAlloc(ncclEpGroup_t group, void** memory, size_t bytes) {
   return guarded("ncclEpMemAlloc", [&] {
-    GroupState& state = state_of(group);
+    const std::shared_ptr<GroupState> state = state_of(group);
     EP_CHECK(memory != nullptr, "memory is null");
-    std::shared_ptr<void> block = Arena::take(state.get().arena(), bytes);
+    std::shared_ptr<void> block = Arena::take(state->get().arena(), bytes);
     if (block == nullptr) {
-      const int device = state.config.device;
+      const int device = state->config.device;
       block = {allocate(device, std::max<size_t>(bytes, 1)), [device](void* own) { release(device, own); }};
     }
     *memory = block.get();
-    state.blocks[*memory] = std::move(block);
+    state->blocks[*memory] = std::move(block);
   });
 }
 
 ncclEpResult_t ncclEpMemFree(ncclEpGroup_t group, void* memory) {
   return guarded("ncclEpMemFree", [&] {
-    GroupState& state = state_of(group);
+    const std::shared_ptr<GroupState> state = state_of(group);
     if (memory == nullptr) return;
-    state.get();
-    EP_CHECK(state.blocks.erase(memory) == 1, "memory at ", memory, " is not of ncclEpMemAlloc with this group");
+    state->get();
+    EP_CHECK(state->blocks.erase(memory) == 1, "memory at ", memory, " is not of ncclEpMemAlloc with this group");
   });
 }
 

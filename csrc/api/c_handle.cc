@@ -133,7 +133,7 @@ ncclEpLayout_t layout_of(OutputLayout layout) {
 }
 
 std::unique_ptr<ncclEpHandle> make_handle(ncclEpGroup_t group, const ncclEpHandleConfig_t* config, void* memory) {
-  const std::shared_ptr<GroupState>& state = object_of(group).state;
+  const std::shared_ptr<GroupState> state = state_of(group);
   const HandleSizes sizes = sizes_of(*state, take(config, "config"));
   EP_CHECK(reinterpret_cast<uintptr_t>(memory) % 16 == 0, "handle_mem at address ", memory,
            " is not aligned to 16 bytes");
@@ -212,7 +212,7 @@ extern "C" {
 ncclEpResult_t ncclEpHandleMemSize(ncclEpGroup_t group, const ncclEpHandleConfig_t* config, size_t* bytes) {
   return guarded("ncclEpHandleMemSize", [&] {
     EP_CHECK(bytes != nullptr, "bytes is null");
-    *bytes = static_cast<size_t>(sizes_of(state_of(group), take(config, "config")).bytes);
+    *bytes = static_cast<size_t>(sizes_of(*state_of(group), take(config, "config")).bytes);
   });
 }
 

@@ -3,7 +3,6 @@
 
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
-#include "runtime/checks.h"
 
 namespace ep::c {
 namespace {
@@ -35,7 +34,6 @@ void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointe
     p.parts[p.num_parts] = part;
     p.parts[p.num_parts++].out = target;
   };
-  EP_CHECK(call.hidden <= kMaxRowBytes, "rows of ", call.hidden, " elements, at most ", kMaxRowBytes, " bytes");
   add(part_of(call.tokens), out[kTokens]);
   if (call.quant != Quant::kNone) {
     p.add_quant_scales();

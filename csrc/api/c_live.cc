@@ -27,11 +27,12 @@ class LiveObjects {
     const std::unique_lock lock(mutex_);
     kinds_[object] = kind;
   }
-  void require(const void* object, ObjectKind kind) const {
+  void require(const void* object, ObjectKind kind, const std::function<void()>& use) const {
     std::optional<ObjectKind> found;
     {
       const std::shared_lock lock(mutex_);
       if (const auto at = kinds_.find(object); at != kinds_.end()) found = at->second;
+      if (found == kind && use) use();
     }
     check(found, object, kind);
   }
@@ -62,7 +63,10 @@ class LiveObjects {
 }  // namespace
 
 void add_live(const void* object, ObjectKind kind) { LiveObjects::all().add(object, kind); }
-void require_live(const void* object, ObjectKind kind) { LiveObjects::all().require(object, kind); }
+void require_live(const void* object, ObjectKind kind) { LiveObjects::all().require(object, kind, nullptr); }
+void with_live(const void* object, ObjectKind kind, const std::function<void()>& use) {
+  LiveObjects::all().require(object, kind, use);
+}
 void remove_live(const void* object, ObjectKind kind) { LiveObjects::all().remove(object, kind); }
 
 }  // namespace ep::c

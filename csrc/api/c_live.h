@@ -2,6 +2,8 @@
 // destroyed, be of the other kind, or never have been one. An address that a new object has got is that object.
 #pragma once
 
+#include <functional>
+
 namespace ep::c {
 
 enum class ObjectKind { kGroup, kHandle };
@@ -10,5 +12,7 @@ enum class ObjectKind { kGroup, kHandle };
 void add_live(const void* object, ObjectKind kind);
 void require_live(const void* object, ObjectKind kind);  // refuses what is not there, or of the other kind
 void remove_live(const void* object, ObjectKind kind);   // the same
+// The same, and calls `use` while the object cannot be removed.
+void with_live(const void* object, ObjectKind kind, const std::function<void()>& use);
 
 }  // namespace ep::c

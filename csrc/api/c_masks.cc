@@ -26,7 +26,7 @@ void clean(GroupState& state) {
   Group& group = masking(state);
   EP_CHECK_USAGE(!state.has_missed_cleaning, "a rank did not come when masks were to be cleaned: make a new group");
   const ScopedDevice device(state.config.device);
-  const auto bootstrap = state.rendezvous(kCleaningDeadlines * group.config().timeout_seconds);
+  const auto bootstrap = state.rendezvous(kCleaningDeadlines * group.timeout_seconds());
   try {
     group.clean_masks(*bootstrap);
   } catch (const Error& error) {
@@ -43,15 +43,15 @@ using namespace ep::c;
 extern "C" {
 
 ncclEpResult_t ncclEpMaskQuery(ncclEpGroup_t group, const ncclEpTensor_t* masked, void* stream) {
-  return guarded("ncclEpMaskQuery", [&] { query(state_of(group), masked, stream); });
+  return guarded("ncclEpMaskQuery", [&] { query(*state_of(group), masked, stream); });
 }
 
 ncclEpResult_t ncclEpMaskUpdate(ncclEpGroup_t group, int rank, void* stream) {
-  return guarded("ncclEpMaskUpdate", [&] { masking(state_of(group)).mask(rank, stream); });
+  return guarded("ncclEpMaskUpdate", [&] { masking(*state_of(group)).mask(rank, stream); });
 }
 
 ncclEpResult_t ncclEpMaskClean(ncclEpGroup_t group) {
-  return guarded("ncclEpMaskClean", [&] { clean(state_of(group)); });
+  return guarded("ncclEpMaskClean", [&] { clean(*state_of(group)); });
 }
 
 }  // extern "C"

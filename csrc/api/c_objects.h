@@ -86,9 +86,9 @@ struct ncclEpHandle {
 
 namespace ep::c {
 
-// Refuse what is no live object of the kind.
-ncclEpGroup& object_of(ncclEpGroup_t group);
+// Refuse what is no live object of the kind. Whoever holds the state of a group may be in a call while another thread
+// destroys the group.
 ncclEpHandle& object_of(ncclEpHandle_t handle);
-GroupState& state_of(ncclEpGroup_t group);
+std::shared_ptr<GroupState> state_of(ncclEpGroup_t group);
 
 }  // namespace ep::c

@@ -7,7 +7,8 @@
 namespace ep::c {
 namespace {
 
-constexpr size_t kMaxBytes = 65536;  // beyond it a size is no size
+constexpr size_t kAlignment = alignof(size_t);  // of every struct, so that its size is a multiple
+constexpr size_t kMaxBytes = 65536;             // beyond it a size is no size
 
 std::string version_text(uint32_t version) {
   return concat(version / 10000, ".", version / 100 % 100, ".", version % 100);
@@ -15,7 +16,8 @@ std::string version_text(uint32_t version) {
 
 }  // namespace
 
-void read_struct(void* full, size_t known, const void* given, const char* type, const char* name) {
+void read_struct(void* full, size_t known, std::span<const Field> arrays, const void* given, const char* type,
+                 const char* name) {
   EP_CHECK(given != nullptr, name, " is null, must be a ", type);
   Head head;
   std::memcpy(&head, given, sizeof head);
@@ -25,6 +27,11 @@ void read_struct(void* full, size_t known, const void* given, const char* type, 
            ", this library is ", version_text(NCCL_EP_VERSION));
   EP_CHECK(head.size >= sizeof head && head.size <= kMaxBytes, name, " is a ", type, " of ", head.size,
            " bytes, must be ", sizeof head, " to ", kMaxBytes);
+  const bool cuts_array = std::any_of(arrays.begin(), arrays.end(), [&](const Field& array) {
+    return head.size > array.offset && head.size < array.offset + array.bytes;
+  });
+  EP_CHECK(head.size % kAlignment == 0 && !cuts_array, name, " is a ", type, " of ", head.size,
+           " bytes, which end inside a field: no nccl_ep.h has such a ", type);
   const char* bytes = static_cast<const char*>(given);
   for (size_t i = known; i < head.size; i++) {
     EP_CHECK(bytes[i] == 0, name, " is a ", type, " of ", head.size, " bytes of nccl_ep.h ", version_text(head.version),

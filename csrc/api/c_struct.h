@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 #include "base/check.h"
 #include "nccl_ep.h"
@@ -36,14 +37,37 @@ EP_C_STRUCT(ncclEpCombineConfig_t, NCCL_EP_COMBINE_CONFIG_INIT)
 EP_C_STRUCT(ncclEpCompleteConfig_t, NCCL_EP_COMPLETE_CONFIG_INIT)
 #undef EP_C_STRUCT
 
-void read_struct(void* full, size_t known, const void* given, const char* type, const char* name);
+// Of an int32 that is yes or no.
+inline void check_flag(int32_t value, const char* name) {
+  EP_CHECK(value == 0 || value == 1, name, " is ", value, ", must be 0 or 1");
+}
+
+struct Field {
+  size_t offset, bytes;
+};
+// The arrays of a struct. An older struct ends before one or behind it.
+template <class T>
+constexpr std::span<const Field> kArrays{};
+template <class T>
+constexpr Field kExtraArray[] = {{offsetof(T, extra), sizeof(T::extra)}};
+constexpr Field kTensorArrays[] = {{offsetof(ncclEpTensor_t, sizes), sizeof(ncclEpTensor_t::sizes)},
+                                   {offsetof(ncclEpTensor_t, strides), sizeof(ncclEpTensor_t::strides)}};
+template <>
+constexpr std::span<const Field> kArrays<ncclEpTensor_t>{kTensorArrays};
+template <>
+constexpr std::span<const Field> kArrays<ncclEpDispatchInputs_t>{kExtraArray<ncclEpDispatchInputs_t>};
+template <>
+constexpr std::span<const Field> kArrays<ncclEpDispatchOutputs_t>{kExtraArray<ncclEpDispatchOutputs_t>};
+
+void read_struct(void* full, size_t known, std::span<const Field> arrays, const void* given, const char* type,
+                 const char* name);
 void write_struct(void* given, const void* full, size_t known);
 
 // `name`: of the argument.
 template <class T>
 T take(const T* given, const char* name) {
   T full = Init<T>::value();
-  read_struct(&full, sizeof full, given, Init<T>::kName, name);
+  read_struct(&full, sizeof full, kArrays<T>, given, Init<T>::kName, name);
   return full;
 }
 

@@ -5,7 +5,7 @@
 #include "cpu/common/token_layout.h"
 #if defined(EP_WITH_CUDA) || defined(EP_EMULATED_GPU)
 #include "cuda/host/backend.h"
-#include "cuda/host/token_layout.h"
+#include "cuda/ht/token_layout.h"
 #include "cuda/testing/stamps.h"
 #endif
 #if defined(EP_WITH_CUDA)

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "base/interruption.h"
 #include "cpu/ht/operations.h"
 #include "cpu/ll/operations.h"
 #include "transport/host/transport.h"
@@ -17,6 +18,15 @@ void rest_rows(char* base, const LlWindow& window) {
   }
 }
 
+// The first touch of a large window takes seconds.
+void clear_window(char* base, uint64_t bytes) {
+  constexpr uint64_t kPiece = 16 << 20;
+  for (uint64_t begin = 0; begin < bytes; begin += kPiece) {
+    std::memset(base + begin, 0, std::min(kPiece, bytes - begin));
+    if (has_interruption()) throw Interrupted(concat("to clear a window of ", bytes, " bytes"));
+  }
+}
+
 class CpuBackend : public Backend {
  public:
   CpuBackend(std::unique_ptr<Transport> transport, const Window& window, const GroupConfig& config)
@@ -26,7 +36,7 @@ class CpuBackend : public Backend {
       arena_ = std::make_shared<Arena>(transport_->local_window() + arena.offset, arena.offset, arena.count,
                                        transport_->window_owner());
     }
-    state_.timeout_seconds = config.timeout_seconds;
+    state_.control.timeout_seconds = config.timeout_seconds;
     state_.masks_late = config.masks_late_ranks;
     state_.heartbeats_at = window.heartbeats.offset;
     const size_t num_ranks = transport_->topology().num_ranks;
@@ -57,9 +67,10 @@ class CpuBackend : public Backend {
     std::copy_n(epochs.of, kNumKinds, state_.epoch);
   }
   void unmask_all() override { state_.masked = 0; }
-  Failure failure() const override { return state_.failure; }
+  bool trusts_handles() const override { return true; }
+  Failure failure() const override { return state_.failure.get(); }
   Report report(bool take_invalid_ids) override {
-    Report report{state_.failure, state_.invalid_ids, state_.dropped_rows, {}, {}, {}, state_.masked};
+    Report report{state_.failure.get(), state_.invalid_ids, state_.dropped_rows, {}, {}, {}, state_.masked};
     for (int kind = 0; kind < kNumKinds; kind++) {
       report.epochs[kind] = state_.epoch[kind];
       report.ht_epochs[kind] = state_.ht_epoch[kind];
@@ -71,11 +82,12 @@ class CpuBackend : public Backend {
   uint64_t window_word(Offset offset) override {
     return atomic_tagged(transport_->local_window() + offset).load(std::memory_order_acquire);
   }
-  void set_timeout(double seconds) override { state_.timeout_seconds = seconds; }
+  void set_timeout(double seconds) override { state_.control.timeout_seconds = seconds; }
   WireBytes wire_bytes() const override { return state_.wire; }
+  void end_waits() override { state_.control.is_destroyed = true; }
   void abort() override {
     // A peer that made another call still needs our op header. Only if a peer is gone, what is in flight is useless.
-    if (state_.failure.code != Failure::kOtherOp) transport_->abort();
+    if (failure().code != Failure::kOtherOp) transport_->abort();
   }
 
  private:
@@ -91,7 +103,7 @@ std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& 
                                           const GroupConfig& config) {
   auto windows = HostWindows::create(bootstrap, window.bytes);
   char* base = windows->base(windows->rank());
-  std::memset(base, 0, window.bytes);
+  clear_window(base, window.bytes);
   rest_rows(base, window);
   bootstrap.allgather("window ready");  // no rank writes into a window before its owner has cleaned it
   const uint64_t seed = config.network_seed == 0 ? 0 : config.network_seed + windows->rank();

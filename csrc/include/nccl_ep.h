@@ -14,7 +14,8 @@
  *
  * Every function but the two that return text returns a result and never throws, exits or aborts; ncclEpGetLastError()
  * has the sentence with the values. A refused call has changed nothing. A group and its handles may be used by one
- * thread at a time.
+ * thread at a time. But while one is in an operation, another may call ncclEpGroupDestroy, which ends a wait on the CPU
+ * at once in NCCL_EP_INVALID_USAGE, and ncclEpGroupSetTimeout, which the wait obeys. A flag is 0 or 1.
  *
  * A group or a handle that was destroyed, was never made, or is of the other kind is NCCL_EP_INVALID_ARGUMENT. It is
  * known by its address: one that a new object of the kind has got is that object.

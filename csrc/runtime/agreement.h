@@ -1,6 +1,8 @@
 // What all ranks must have in common before they share a window.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <sstream>
 #include <string>
 
@@ -13,12 +15,20 @@ class Agreement {
   template <class T>
   void add(const std::string& name, const T& value) {
     text_ << name << '=' << value << '\n';
+    num_lines_++;
+  }
+  // An error about an entry that is added later ends with the question.
+  void ask(const std::string& question) {
+    first_asked_ = num_lines_;
+    question_ = question;
   }
   // Throws kMismatch with the first entry in which two ranks differ, and both values.
   void check(Bootstrap& bootstrap) const;
 
  private:
   std::ostringstream text_;
+  size_t num_lines_ = 0, first_asked_ = SIZE_MAX;
+  std::string question_;
 };
 
 }  // namespace ep

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 
 namespace ep {
 

@@ -51,6 +51,9 @@ class Backend {
   virtual void restart(const LlEpochs& epochs) = 0;
   virtual void unmask_all() = 0;
 
+  // Whether its operations take the entries of a handle for true, so that the group checks them.
+  virtual bool trusts_handles() const { return false; }
+
   // How the buffer failed, if it did: asked at every call, hence no call of CUDA.
   virtual Failure failure() const = 0;
   // What the device has found so far. `take_invalid_ids` forgets them.
@@ -63,6 +66,8 @@ class Backend {
   // The same: thread blocks of the last dispatch's and combine's kernels, of either mode; 0: there was none.
   virtual std::array<int, kNumKinds> last_blocks() const { return {}; }
   virtual WireBytes wire_bytes() const { return {}; }
+  // The buffer is being destroyed, maybe by another thread: a call that waits on the host ends at once.
+  virtual void end_waits() {}
   // Gives up: no peer is waited for. Nothing but the destructor may follow.
   virtual void abort() = 0;
 };

@@ -11,16 +11,17 @@
 namespace ep {
 
 // FIELD(name, default). Of the routing that a handle stands for: equal in a dispatch and its combines.
-#define EP_ROUTING_FIELDS(FIELD) \
-  FIELD(num_experts, 0)          \
-  FIELD(topk, 0)                 \
-  FIELD(max_tokens, 0)           \
-  FIELD(layout, 0) /* OutputLayout */
-#define EP_DISPATCH_FIELDS(FIELD)                    \
-  EP_ROUTING_FIELDS(FIELD)                           \
-  FIELD(alignment, 1)    /* packed: of first rows */ \
-  FIELD(quant, 0)        /* Quant */                 \
-  FIELD(zero_padding, 0) /* 0 or 1 */                \
+#define EP_ROUTING_FIELDS(FIELD)         \
+  FIELD(num_experts, 0)                  \
+  FIELD(topk, 0)                         \
+  FIELD(max_tokens, 0)                   \
+  FIELD(layout, 0)    /* OutputLayout */ \
+  FIELD(alignment, 1) /* packed: of first rows */
+#define EP_DISPATCH_FIELDS(FIELD)                                                             \
+  EP_ROUTING_FIELDS(FIELD)                                                                    \
+  FIELD(quant, 0)        /* Quant */                                                          \
+  FIELD(zero_padding, 0) /* 0 or 1 */                                                         \
+  FIELD(reports_ids, 1)  /* 0: another operation of the call has reported ids out of range */ \
   FIELD(num_sms, 0)      /* CUDA; 0: the plan's choice */
 #define EP_COMBINE_FIELDS(FIELD)       \
   EP_ROUTING_FIELDS(FIELD)             \
@@ -32,6 +33,7 @@ namespace ep {
 #define EP_CONFIG_MEMBER(name, fallback) int64_t name = fallback;
 #define EP_CONFIG_COUNT(name, fallback) +1
 #define EP_CONFIG_FIELD(name, fallback) ConfigField{#name, fallback},
+#define EP_CONFIG_VALUE(name, fallback) name,
 #define EP_CONFIG_TAKE(name, fallback) config.name = *value++;
 
 struct ConfigField {
@@ -52,6 +54,7 @@ struct ConfigField {
       FIELDS(EP_CONFIG_TAKE)                                                                                          \
       return config;                                                                                                  \
     }                                                                                                                 \
+    std::array<int64_t, kFields.size()> pack() const { return {FIELDS(EP_CONFIG_VALUE)}; }                            \
   };
 
 EP_CONFIG(DispatchConfig, EP_DISPATCH_FIELDS, "dispatch")

@@ -50,6 +50,16 @@ std::string missing_ranks(uint64_t missing) {
   return text;
 }
 
+std::string waited(const Failure& failure, int rank, double timeout_seconds) {
+  if (failure.code == Failure::kInterrupted) return concat("rank ", rank, " was interrupted while it waited");
+  if (failure.code == Failure::kDestroyed) {
+    return concat("the buffer was destroyed by another thread while rank ", rank, " waited");
+  }
+  if (failure.waited_seconds == 0) return concat("rank ", rank, " waited ", timeout_seconds, " s");
+  return concat("rank ", rank, " waited ", failure.waited_seconds, " s, with a timeout that was changed to ",
+                timeout_seconds, " s meanwhile,");
+}
+
 }  // namespace
 
 std::string describe(const OpHeader& header) {
@@ -77,6 +87,8 @@ ErrorKind kind_of(const Failure& failure) {
       return ErrorKind::kMismatch;
     case Failure::kHandle:
       return ErrorKind::kInvalidArgument;
+    case Failure::kDestroyed:
+      return ErrorKind::kInvalidUsage;
     default:
       return ErrorKind::kTimeout;
   }
@@ -89,17 +101,16 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
                                                                                         : "combine");
   if (failure.code == Failure::kOtherOp) {
     return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
-                  describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs));
+                  describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs), "; ",
+                  kOrderQuestion);
   }
   if (failure.code == Failure::kHandle) {
     return concat("the handle that rank ", rank, " gave to ", kind, " ", failure.epoch,
                   " is not of these sizes, or was changed: row ", failure.seen, " of rank ", failure.peer,
-                  ", which has ", failure.expected);
+                  ", which has ", failure.expected, "; ", kOrderQuestion);
   }
-  const std::string waited = failure.code == Failure::kInterrupted
-                                 ? concat("rank ", rank, " was interrupted while it waited")
-                                 : concat("rank ", rank, " waited ", timeout_seconds, " s");
-  std::string text = concat(waited, " for the ", name_of(failure.awaited), " of rank ", failure.peer, " in ", kind, " ",
+  std::string text = concat(waited(failure, rank, timeout_seconds), " for the ", name_of(failure.awaited), " of ",
+                            failure.peer < 0 ? "all ranks" : concat("rank ", failure.peer), " in ", kind, " ",
                             failure.epoch, " (expected ", failure.expected, ", saw ", failure.seen, ")");
   if (failure.missing != 0)
     text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));

@@ -35,7 +35,8 @@ inline const char* name_of(Awaited awaited) {
 // The first thing that went wrong. A buffer that has failed stays failed.
 struct Failure {
   // kHandle, of the CPU backend: its row `seen` of rank `peer`, which has `expected`, was found amid a call.
-  enum Code : uint32_t { kNone = 0, kTimeout, kOtherOp, kInterrupted, kHandle };
+  // kDestroyed, of the CPU backend: another thread destroyed the buffer, so that this is in an error only.
+  enum Code : uint32_t { kNone = 0, kTimeout, kOtherOp, kInterrupted, kHandle, kDestroyed };
   uint32_t code = kNone;
   Kind kind = Kind::kDispatch;
   Awaited awaited = Awaited::kNone;
@@ -45,7 +46,8 @@ struct Failure {
   uint64_t seen = 0;
   uint64_t missing = 0;  // bit r: nothing of the call was heard from rank r (ranks below 64)
   OpHeader mine, theirs;
-  uint32_t is_ht = 0;  // the epoch counts calls of high throughput
+  uint32_t is_ht = 0;         // the epoch counts calls of high throughput
+  double waited_seconds = 0;  // kTimeout, if the timeout was changed while the call waited; CPU backend
 };
 
 // Expert ids outside [0, E) other than -1, since the last check.

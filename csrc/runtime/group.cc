@@ -6,12 +6,14 @@
 #include "base/testing.h"
 #include "runtime/agreement.h"
 #include "runtime/checks.h"
+#include "runtime/handles.h"
 #include "runtime/ranges.h"
+#include "transport/session.h"
 
 namespace ep {
 namespace {
 
-constexpr int kWireVersion = 6;             // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 7;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_timeout(double seconds) {
@@ -32,9 +34,9 @@ LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_by
   const RowFormat dispatch{align_up(dispatch_row_bytes, 16), 0, true};
   const RowFormat combine{align_up(combine_row_bytes, 16), 0, false};
   LlSizes sizes;
-  sizes.tagged_bytes = LlLayout::tagged_bytes(shape);
-  sizes.row_bytes[0] = LlLayout::row_bytes(shape, dispatch.stride());
-  sizes.row_bytes[1] = LlLayout::row_bytes(shape, combine.stride());
+  sizes.tagged_bytes = LlOffsets::tagged_bytes(shape);
+  sizes.row_bytes[0] = LlOffsets::row_bytes(shape, dispatch.stride());
+  sizes.row_bytes[1] = LlOffsets::row_bytes(shape, combine.stride());
   return sizes;
 }
 
@@ -58,16 +60,18 @@ uint64_t window_for(int num_ranks, const LlSizes& sizes) {
   return align_up<uint64_t>(LlWindow::make(num_ranks, {}).bytes + 8192 + kNumBanks * 32 * part, 4096) + 65536;
 }
 
-Group::Group(Bootstrap& bootstrap, const GroupConfig& config, BackendFactory make_backend)
-    : rank_(bootstrap.rank()), config_(config) {
+Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_backend)
+    : rank_(given.rank()), config_(config), timeout_seconds_(config.timeout_seconds) {
   check_timeout(config.timeout_seconds);
-  EP_CHECK(rank_ >= 0 && rank_ < bootstrap.num_ranks(), "rank ", rank_, " of ", bootstrap.num_ranks(), " ranks");
+  EP_CHECK(rank_ >= 0 && rank_ < given.num_ranks(), "rank ", rank_, " of ", given.num_ranks(), " ranks");
+  Session bootstrap(given, Collective::kMakeBuffer);
   Agreement agreement;
   agreement.add("the library's version", EP_VERSION);
   agreement.add("the wire format", kWireVersion);
   agreement.add("the number of ranks", bootstrap.num_ranks());
   agreement.add("the kind of device", config.device_kind());
   agreement.add("the domain size", config.domain_size);
+  agreement.ask(kOrderQuestion);
   agreement.add("the bytes of routing in a bank", config.sizes.tagged_bytes);
   agreement.add("the bytes of dispatched rows in a bank", config.sizes.row_bytes[0]);
   agreement.add("the bytes of combined rows in a bank", config.sizes.row_bytes[1]);
@@ -117,13 +121,15 @@ void Group::destroy() {
     std::lock_guard lock(mutex_);
     last = std::move(backend_);
   }
-  if (last && last->failure().code != Failure::kNone) last->abort();
+  if (last == nullptr) return;
+  last->end_waits();
+  if (last->failure().code != Failure::kNone) last->abort();
 }
 
 void Group::set_timeout(double seconds) {
   check_timeout(seconds);
   require_usable();
-  config_.timeout_seconds = seconds;
+  timeout_seconds_ = seconds;
   backend()->set_timeout(seconds);
 }
 
@@ -146,7 +152,7 @@ void Group::require_usable() {
     others = other_calls(*backend, failure);
   } catch (const Error&) {  // a GPU that cannot be asked any more
   }
-  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, config_.timeout_seconds), others,
+  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, timeout_seconds()), others,
         "; destroy it and make a new one");
 }
 
@@ -185,7 +191,7 @@ std::string Group::other_calls(Backend& backend, const Failure& failure) const {
 
 bool Group::find_header(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, OpHeader& record) const {
   const uint64_t words = is_ht ? window_.ht.message_words : OpHeader::kWords;
-  const Offset records = is_ht ? window_.ht.calls[kind].offset : window_.kind[kind].headers.offset;
+  const Offset records = is_ht ? window_.ht.messages[kind].offset : window_.kind[kind].headers.offset;
   const Offset at = records + (static_cast<Offset>(bank_of(epoch)) * num_ranks() + source) * words * sizeof(TaggedWord);
   for (int i = 0; i < OpHeader::kWords; i++) {
     const uint64_t word = backend.window_word(at + i * sizeof(TaggedWord));
@@ -226,8 +232,15 @@ Shape Group::own_shape(const Shape& shape) const {
 template <class Params>
 void Group::begin(Params& p) {
   require_usable();
+  require_ll();
   p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
+}
+
+void Group::require_ll() const {
+  EP_CHECK(config_.sizes.tagged_bytes > 0,
+           "the buffer was made without room for low latency: make it with mode=\"ll\" or \"auto\", or call with "
+           "mode=\"ht\"");
 }
 
 void Group::prepare(LlDispatchParams& p) {
@@ -241,15 +254,17 @@ void Group::prepare(LlDispatchParams& p) {
   const int64_t scale_bytes = static_cast<int64_t>(p.out_scales.count) * p.out_scales.element_bytes;
   EP_CHECK(scale_bytes <= kMaxRowBytes, "scales of ", scale_bytes, " bytes a row, at most ", kMaxRowBytes);
   p.row.scale_bytes = static_cast<int>(scale_bytes);
+  p.scales.row_stride = usable_stride(p.num_tokens, p.scales.row_stride);
+  p.scales.group_stride = usable_stride(p.scales.count, p.scales.group_stride);
   p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
-  p.layout = LlLayout::make(window_, Kind::kDispatch, p.shape, p.row);
+  p.offsets = LlOffsets::make(window_, Kind::kDispatch, p.shape, p.row);
   p.header = header_of(pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype), p.hidden, p.shape,
                        p.row.scale_bytes, p.num_tokens);
 }
 
 void Group::check_opaque_rows(const Shape& shape, int64_t row_bytes) const {
   check_row_bytes(row_bytes, "a row");
-  LlLayout::make(window_, Kind::kDispatch, own_shape(shape), RowFormat{static_cast<int>(row_bytes), 0, true});
+  LlOffsets::make(window_, Kind::kDispatch, own_shape(shape), RowFormat{static_cast<int>(row_bytes), 0, true});
 }
 
 void Group::dispatch(LlDispatchParams& p, void* stream) {
@@ -268,9 +283,10 @@ void Group::run(LlDispatchParams& p, void* stream) {
 void Group::combine(LlCombineParams& p, void* stream) {
   begin(p);
   check_combined_rows(p);
+  if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.domain_size = topology_.domain_size;
   p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
-  p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, p.row);
+  p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, p.row);
   const Operation operation = p.weighting == Weighting::kHome ? Operation::kCombineWeighted : Operation::kCombine;
   p.header =
       header_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
@@ -283,7 +299,8 @@ void Group::combine(LlCombineParams& p, void* stream) {
 
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   begin(p);
-  p.layout = LlLayout::make(window_, Kind::kCombine, p.shape, RowFormat{});
+  if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
+  p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, RowFormat{});
   p.header = header_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape,
                        0, p.num_tokens);
   check_phase(Kind::kCombine, Phase::kFused, "combine");
@@ -302,7 +319,7 @@ void Group::floor_push(LlFloorPushParams& p, int64_t row_bytes, void* stream) {
   begin(p);
   check_row_bytes(row_bytes, "a row");
   p.row = RowFormat{static_cast<int>(row_bytes), 0, false};
-  p.layout = LlLayout::make(window_, p.kind, p.shape, p.row);
+  p.offsets = LlOffsets::make(window_, p.kind, p.shape, p.row);
   p.header = header_of(pack_operation(Operation::kFloorPush, DType::kOpaque8, Quant::kNone, DType::kOpaque8),
                        p.row.payload_bytes, p.shape, 0, p.num_tokens);
   check_phase(p.kind, Phase::kFused, p.kind == Kind::kDispatch ? "dispatch" : "combine");

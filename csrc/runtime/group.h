@@ -2,6 +2,7 @@
 // the text, and remembers which half of an operation is open.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -19,7 +20,7 @@ struct GroupConfig {
   int domain_size = 0;           // 0: the whole world
   LlSizes sizes;
   HtSizes ht_sizes;
-  double timeout_seconds = 100;
+  double timeout_seconds = 100;  // at first
   uint64_t network_seed = 0;
   bool masks_late_ranks = false;  // a rank that is late in low latency is masked, and does not fail the buffer
   int device_index = -1;          // CUDA device; -1: the CPU
@@ -30,7 +31,8 @@ struct GroupConfig {
 // Operations that the host has asked for; replays of graphs are not among them. `split`:
 // dispatches and combines of which the caller asked for the two phases one by one.
 struct Calls {
-  uint64_t dispatch = 0, combine = 0, combine_weights = 0, split = 0;
+  uint64_t dispatch = 0, combine = 0, combine_weights = 0, split = 0;  // low latency
+  uint64_t ht[kNumKinds] = {0, 0};
 };
 
 // Bytes of a bank for operations up to these sizes.
@@ -93,9 +95,12 @@ class Group {
   void require_usable();
   const Calls& calls() const { return calls_; }
   Report report();
+  // Also while another thread waits in a call, which obeys the change.
   void set_timeout(double seconds);
+  double timeout_seconds() const { return timeout_seconds_.load(std::memory_order_relaxed); }
   void set_pdl(bool enabled);
   bool is_destroyed() const { return held() == nullptr; }
+  // Also while another thread is in a call: if it waits on the host, it throws kInvalidUsage at once.
   void destroy();
 
  private:
@@ -103,7 +108,9 @@ class Group {
   Shape own_shape(const Shape& shape) const;  // of this group's ranks, checked
   template <class Params>
   void begin(Params& p);  // what every operation of low latency checks first
+  void require_ll() const;
   void require_ht();
+  bool trusts_handles() const { return backend()->trusts_handles(); }
   void check_phase(Kind kind, Phase phase, const char* call) const;
   // With the ranks that nothing was heard of, which a kernel does not look for.
   Failure failure_in_full(Backend& backend) const;
@@ -125,12 +132,13 @@ class Group {
   mutable std::mutex mutex_;  // of the pointer
   std::shared_ptr<Backend> backend_;
   bool has_unreceived_send_[kNumKinds] = {false, false};
-  bool is_partly_cleaned_ = false;  // masks are cleaned, or were by some ranks and not by others
+  std::atomic<double> timeout_seconds_;
+  std::atomic<bool> is_partly_cleaned_ = false;  // masks are cleaned, or were by some ranks and not by others
   uint64_t num_calls_[kNumKinds] = {0, 0};
-  uint64_t num_ht_calls_[kNumKinds] = {0, 0};
   Calls calls_;
 };
 
+constexpr const char* kOrderQuestion = "were buffers made in the same order on all ranks?";
 // The sentence that tells what ended a buffer.
 std::string describe(const Failure& failure, int rank, double timeout_seconds);
 ErrorKind kind_of(const Failure& failure);

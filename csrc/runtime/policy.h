@@ -59,12 +59,6 @@ struct Dims {
   }
 };
 
-template <class Int>
-Int num_quant_scales(Quant quant, Int hidden) {
-  const Int groups = (hidden + (kQuantGroup - 1)) / kQuantGroup;
-  return quant == Quant::kFp8Ue8m0 ? (groups + 3) / 4 : groups;
-}
-
 // What a dispatch returns. `rows`: the leading lengths of every tensor of rows. ndim 0: the layout has no such tensor.
 template <class Int>
 struct DispatchDims {

@@ -40,13 +40,13 @@ def wire_us(shape: Shape, inputs: list[Given]) -> dict[str, float]:
 
 def flags_call(buffer: Buffer) -> Call:
     """One flag of 8 bytes to and from every peer, nothing else."""
-    return partial(torch.ops.nccl_ep.ll_floor_flags.default, buffer.name, buffer._seq)
+    return partial(torch.ops.nccl_ep.ll_floor_flags.default, buffer._seq)
 
 
 def push_call(shape: Shape, op: str, buffer: Buffer, handle: Handle, num_sms: int) -> Call:
     """The rows that ``op`` ("dispatch", "combine" or "pair") stores to other ranks, which do not receive them."""
     push = torch.ops.nccl_ep.ll_floor_push.default
-    common = (buffer.name, buffer._seq, handle.tensor, *combine_args(handle))
+    common = (buffer._seq, handle.tensor, *combine_args(handle))
     dispatch = partial(push, *common, shape.row_bytes(), False, num_sms)
     combine = partial(push, *common, shape.combined_bytes(), True, num_sms)
 

@@ -128,7 +128,7 @@ def _chained(first: Call, second: Call) -> Call:
 def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_sms: int) -> Operations:
     """torch.ops.nccl_ep with out= tensors made beforehand. The bits must be those of the public functions."""
     handle = checked.out.handle
-    head, routing = (buffer.name, buffer._seq), (given.topk_idx, given.weights)
+    head, routing = (buffer._seq,), (given.topk_idx, given.weights)
 
     def config(quant: str | None) -> tuple[Any, ...]:
         fields = {"alignment": shape.alignment, "quant": QUANTS[quant], "num_sms": num_sms}
@@ -165,7 +165,7 @@ def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, 
 
 def op_cached(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_sms: int) -> Operations:
     """As native_cached, by the ops with out= tensors."""
-    handle, head = checked.out.handle, (buffer.name, buffer._seq)
+    handle, head = checked.out.handle, (buffer._seq,)
     routes = (handle.tensor, handle.slots)
     inputs = (
         *head, [given.x], given.scales, *routes, *cached_args(handle, QUANTS[shape.quant], num_sms=num_sms),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import mmap
 import os
 import platform
@@ -20,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its stub
 
 from . import records
 from .records import Record
@@ -30,6 +30,7 @@ T = TypeVar("T")
 # NVLink multicast can put GPUs that others share out of service.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 GRACE_SECONDS = 30.0  # for what is in hand when the time is over
+_ENV_STORE = "NCCL_EP_BENCH_STORE"  # set by Launcher: the file in which the ranks meet
 _COLLECTIVE_SECONDS = 120  # of torch's own collectives: then the process ends, and the parent goes on with a new one
 _GATE_SECONDS = 20.0
 _POLLS_BEFORE_YIELD = 200
@@ -51,19 +52,18 @@ class Gate:
     (One over sockets lets them out tens of microseconds apart, which would be measured.)
     """
 
-    def __init__(self, rank: int, num_ranks: int, group: dist.ProcessGroup, seconds: float) -> None:
-        name: list[Any] = [None]
+    def __init__(self, rank: int, num_ranks: int, gather: Callable[[Any], list[Any]], seconds: float) -> None:
+        name = None
         if rank == 0:
             where = "/dev/shm" if os.path.isdir("/dev/shm") else None
-            handle, name[0] = tempfile.mkstemp(prefix="nccl_ep_bench_", dir=where)
+            handle, name = tempfile.mkstemp(prefix="nccl_ep_bench_", dir=where)
             os.write(handle, bytes(64 * num_ranks))
             os.close(handle)
-        dist.broadcast_object_list(name, src=0, group=group)
-        with open(name[0], "r+b") as file:
+        with open(gather(name)[0], "r+b") as file:
             self._words = memoryview(mmap.mmap(file.fileno(), 64 * num_ranks)).cast("q")
-        dist.barrier(group)
-        if rank == 0:
-            os.unlink(name[0])
+        gather(None)
+        if name is not None:
+            os.unlink(name)
         self._own = 8 * rank  # a cache line a rank
         self._others = [8 * other for other in range(num_ranks) if other != rank]
         self.rounds = 0
@@ -104,11 +104,16 @@ class World:
             self.device = torch.device("cpu")
             torch.set_num_threads(1)  # ranks share the cores
         timeout = timedelta(seconds=_COLLECTIVE_SECONDS)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if self.is_cuda else "gloo", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
+        if path := os.environ.get(_ENV_STORE):
+            store = dist.FileStore(path, self.num_ranks)  # type: ignore[attr-defined]  # public, but not in its stub
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=self.rank, world_size=self.num_ranks)
+        else:  # torchrun's
+            dist.init_process_group(backend, timeout=timeout)
         host = dist.new_group(backend="gloo", timeout=timeout)
         assert host is not None
         self._host = host
-        self.gate = Gate(self.rank, self.num_ranks, host, self.patience(_GATE_SECONDS))
+        self.gate = Gate(self.rank, self.num_ranks, self._gather, self.patience(_GATE_SECONDS))
         self._token = torch.zeros(1, device=self.device)
         if self.is_cuda:
             dist.all_reduce(self._token)  # makes NCCL's communicator before memory is measured
@@ -121,7 +126,7 @@ class World:
         return kept[0]
 
     def agree(self, body: Callable[[], T]) -> list[T]:
-        """The same with the results of all ranks. Calls of these two are not nested."""
+        """The same with the results of all ranks, which are what JSON holds. Calls of these two are not nested."""
         outcome: tuple[str, Any]
         try:
             outcome = ("done", body())
@@ -130,8 +135,7 @@ class World:
         except Exception as error:
             first_line = (str(error).strip() or repr(error)).splitlines()[0]
             outcome = ("failed", f"rank {self.rank}: {type(error).__name__}: {first_line}")
-        gathered: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(gathered, (outcome, self.gate.rounds), group=self._host)
+        gathered = self._gather((outcome, self.gate.rounds))
         # A rank that failed half way has passed the gate less often.
         self.gate.rounds = max(rounds for _, rounds in gathered)
         outcomes = [outcome for outcome, _ in gathered]
@@ -140,6 +144,16 @@ class World:
         if skipped := [text for state, text in outcomes if state == "skipped"]:
             raise Skipped(skipped[0])
         return [result for _, result in outcomes]
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """Of all ranks, as JSON: nothing that comes over a socket is unpickled."""
+        text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
+        dist.all_gather(lengths, torch.tensor([text.numel()]), group=self._host)
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
+        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - text.numel())), group=self._host)
+        return [json.loads(bytes(each[: int(length)].tolist())) for each, length in zip(texts, lengths, strict=True)]
 
     def patience(self, seconds: float) -> float:
         """The deadline of a wait that is given up on GPUs after so many seconds."""
@@ -175,7 +189,10 @@ def is_rank() -> bool:
 
 
 class Launcher:
-    """Starts worlds of ranks as processes of this host, one after the other; all meet at one store."""
+    """Starts worlds of ranks as processes of this host, one after the other.
+
+    They meet in a file that only this user can read: a server would listen to every process of the host.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -185,20 +202,21 @@ class Launcher:
 
         The first rank that fails ends the others, as does the deadline (of time.monotonic).
         """
-        # A store of its own for each world, at a port that the system picks: nothing is left from the world before.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # A store of its own for each world: nothing is left from the world before.
+        with tempfile.TemporaryDirectory(prefix="nccl_ep_ranks_") as folder:  # of mode 0700
+            return self._run(
+                [sys.executable, "-m", module, *argv], settings | {_ENV_STORE: f"{folder}/store"}, deadline
+            )
+
+    def _run(self, command: list[str], settings: dict[str, str], deadline: float) -> str:
         common = NO_MULTICAST | os.environ | settings
         common |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
             "WORLD_SIZE": str(self.num_ranks),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, not at rank 0
             "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
         }
         if any(name == "lo" for _, name in socket.if_nameindex()):
             common.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        command = [sys.executable, "-m", module, *argv]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(self.num_ranks):

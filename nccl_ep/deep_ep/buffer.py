@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, TypeVar
 
 from .. import _C
-from ..bootstrap import rendezvous_of
+from ..bootstrap import process_group_of, rendezvous_of
 from ..buffer import Buffer as Core
 from ..buffer import HtSizes, Sizes
 from ..checks import require_int32
@@ -22,8 +22,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
     """DeepEP V1's ``Buffer``: one core buffer for the normal and the low-latency mode. Making one is collective.
 
     Args:
-        group: a torch process group of any backend (gloo is legal), ``None`` for a world of one rank, or an object with
-            ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
+        group: a torch process group of any backend (gloo is legal), a ``DeviceMesh`` of one dimension, ``None`` for a
+            world of one rank, or an object with ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
         num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least: with ``low_latency_mode`` for the normal and
             the low-latency mode, else both for the normal mode. Ignored with ``sizes`` or ``ht_sizes``.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, explicitly_destroy:
@@ -60,7 +60,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         domain_size: int | None = None,
         **options: Any,
     ) -> None:
-        rendezvous = rendezvous_of(group, comm)  # first: a refused buffer counts, or ranks would number others apart
+        rendezvous = rendezvous_of(group, comm)
         state = State(
             num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
             allow_mnnvl, use_fabric, explicitly_destroy,
@@ -69,7 +69,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         core = Core(
             rendezvous, enable_shrink=enable_shrink, sizes=sizes, ht_sizes=ht_sizes, domain_size=domain_size, **options
         )
-        core.group = comm if group is None else group
+        core.group = comm if group is None else process_group_of(group)
         core._companion = state
         self._attach(core, state)
 

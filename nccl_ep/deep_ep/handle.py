@@ -27,7 +27,7 @@ class NormalPayload(NamedTuple):
         if isinstance(x, (tuple, list)) and len(x) != 2:
             raise ValueError(f"x has {len(x)} elements, must be a tensor, or a pair of rows and scales")
         rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
-        require_on(buffer, ("x", "scales"), (rows, scales))
+        require_on(buffer._seq, ("x", "scales"), (rows, scales))
         if rows is None or rows.dim() != 2:
             raise ValueError(f"x has shape {None if rows is None else list(rows.shape)}, must be [tokens, hidden]")
         is_flat = scales is not None and scales.dim() == 1
@@ -83,7 +83,7 @@ class Route(NamedTuple):
             what = f"{len(handle)} elements" if isinstance(handle, (tuple, list)) else type(handle).__name__
             raise ValueError(f"the handle is {what}, must be the {size} tensors that dispatch returned")
         names = [f"handle[{i}]" for i in range(size)]
-        require_on(buffer, names, handle)
+        require_on(buffer._seq, names, handle)
         require_tensors(**dict(zip(names, handle, strict=True)))
         if size == _INTRANODE:
             _, route, numbers, src_idx, is_in_rank, head = handle

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from .. import _C
+from ..bootstrap import meeting_of
 from ..checks import (
     INT64,
     MAX_TOPK,
@@ -32,6 +33,7 @@ from ..errors import OverflowError, TimeoutError, UsageError
 from ..events import EventOverlap, run_on_comm_stream
 from ..gradients import refuse_backward, wants_gradient
 from ..handle import Quant
+from ..pending import OpenSend, receive_lost
 from .view import View
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
@@ -174,7 +176,7 @@ class LowLatencyMethods(View):
         """
         self.require_usable()
         require_tensors(mask_status=mask_status)
-        require_on(self, ("mask_status",), (mask_status,))
+        require_on(self._seq, ("mask_status",), (mask_status,))
         if mask_status.dtype != torch.int32 or mask_status.shape != (self.num_ranks,):
             raise ValueError(
                 f"mask_status is {mask_status.dtype} {list(mask_status.shape)}, must be torch.int32 [{self.num_ranks}]"
@@ -203,7 +205,8 @@ class LowLatencyMethods(View):
         if self._state.has_missed_cleaning:
             raise UsageError("a rank did not come when masks were to be cleaned: make a new buffer")
         try:
-            self.runtime.clean_masks(lambda mine: core._rendezvous.allgather(mine, _CLEANING_DEADLINES * core._timeout))
+            with meeting_of(core._rendezvous) as allgather:
+                self.runtime.clean_masks(lambda mine: allgather(mine, _CLEANING_DEADLINES * core._timeout))
         except TimeoutError:
             self._state.has_missed_cleaning = True
             raise
@@ -262,14 +265,16 @@ class LowLatencyMethods(View):
             require_tensors(x=x, topk_idx=topk_idx)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         require_on(
-            self,
+            self._seq,
             ("x", "topk_idx", "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"),
             (x, topk_idx, stats, waits),
         )
         args = (x, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0)
         op = _ops.ll_dispatch_deepep_send.default if return_recv_hook else _ops.ll_dispatch_deepep.default
+        if self.core._open_sends:
+            receive_lost(self.core, "dispatch")
         try:
-            outputs, event = run_on_comm_stream(self, lambda: op(self.name, self._seq, *args), args, async_finish)
+            outputs, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
         recv_x, scales, _, counts, src_info, layout_range = outputs
@@ -281,10 +286,8 @@ class LowLatencyMethods(View):
                 num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
             )  # fmt: skip
 
-            def receive() -> None:
-                _ops.ll_dispatch_deepep_recv.default(self.name, self._seq, *outputs, *numbers)
-
-            hook = self._hook(receive, counts)
+            open_send = OpenSend("dispatch", _ops.ll_dispatch_deepep_recv.default, (self._seq, *outputs, *numbers))
+            hook = self._hook(open_send, counts)
             self._state.unreceived = src_info
         else:
             self._raise_what_was_dropped(counts, event)
@@ -331,7 +334,7 @@ class LowLatencyMethods(View):
         require_tensors(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         waits = combine_wait_recv_cost_stats
         require_on(
-            self,
+            self._seq,
             ("x", "topk_idx", "topk_weights", "handle[0]", "out", "combine_wait_recv_cost_stats"),
             (x, topk_idx, topk_weights, src_info, out, waits),
         )
@@ -344,7 +347,7 @@ class LowLatencyMethods(View):
         if x.dim() != 3 or x.shape[2] != hidden:
             raise ValueError(f"x has shape {list(x.shape)}, must be [local experts, ranks * max_tokens, {hidden}]")
         # Of a combine with neither, the op says it.
-        is_wanted = (out is not None or zero_copy) and wants_gradient(x, topk_weights)
+        is_wanted = (zero_copy or (out is not None and return_recv_hook)) and wants_gradient(x, topk_weights)
         if zero_copy:
             rows = self.get_next_low_latency_combine_buffer(handle)
             if x.shape != rows.shape or x.dtype != rows.dtype or not x.is_contiguous():
@@ -354,19 +357,21 @@ class LowLatencyMethods(View):
                 )
             x = rows
         op = _ops.ll_combine_deepep_send.default if return_recv_hook else _ops.ll_combine_deepep.default
+        if self.core._open_sends:
+            receive_lost(self.core, "combine")
         args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0)
         try:
-            made, event = run_on_comm_stream(self, lambda: op(self.name, self._seq, *args), args, async_finish)
+            made, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
         if out is None:
             out = made
         if is_wanted:
-            refuse_backward("low_latency_combine with out= or zero_copy", is_wanted, (out,), in_place=True)
+            refuse_backward("low_latency_combine with out= or zero_copy", out)
         hook = None
         if return_recv_hook:
             numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)
-            hook = self._hook(lambda: _ops.ll_combine_deepep_recv.default(self.name, self._seq, *numbers))
+            hook = self._hook(OpenSend("combine", _ops.ll_combine_deepep_recv.default, (self._seq, *numbers)))
         return out, event, hook
 
     # ---- How they run
@@ -385,16 +390,16 @@ class LowLatencyMethods(View):
                 f"R * num_max_dispatch_tokens_per_rank, and demand was {info[local:-1].tolist()}"
             )
 
-    def _hook(self, receive: Callable[[], None], counts: torch.Tensor | None = None) -> Hook:
+    def _hook(self, open_send: OpenSend, counts: torch.Tensor | None = None) -> Hook:
         """The receive part, on the stream that was current when it was made, as in DeepEP. counts: of a dispatch.
 
         One that has failed may be called again, and says what keeps it from receiving.
         """
         stream = None if self.device.type == "cpu" else torch.cuda.current_stream(self.device)
-        pending: list[Callable[[], None]] = [receive]
+        pending = [open_send]
 
         def run() -> None:
-            pending[0]()
+            open_send.receive(self.core)
             pending.clear()
             if counts is not None:
                 self._state.unreceived = None
@@ -403,6 +408,8 @@ class LowLatencyMethods(View):
         def hook() -> None:
             if not pending:
                 raise UsageError("this hook was called already, and what it receives has been received")
+            if open_send.is_lost:
+                raise UsageError("what this hook receives was dropped")
             try:
                 if stream is None or stream == torch.cuda.current_stream(self.device):
                     run()
@@ -412,6 +419,7 @@ class LowLatencyMethods(View):
             except RuntimeError as error:
                 raise error_of(self, error) from error
 
+        open_send.open(self.core, hook)
         return hook
 
 

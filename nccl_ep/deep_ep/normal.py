@@ -57,7 +57,7 @@ class NormalMethods(View):
         Source: DeepEP's method of that name.
         """
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
-        require_on(self, ("topk_idx",), (topk_idx,))
+        require_on(self._seq, ("topk_idx",), (topk_idx,))
         _check_idx(topk_idx)
         self._check_experts(num_experts)
         (counts, is_in_rank), event = self._run(
@@ -198,8 +198,8 @@ class NormalMethods(View):
         route = Route.of(self, handle)
         num_sms = self._num_sms_of(config)
         biases = [each for each in biases_of(bias) if each is not None]
-        require_on(self, ("x", "topk_weights"), (x, topk_weights))
-        require_on(self, [f"bias {i}" for i in range(len(biases))], biases)
+        require_on(self._seq, ("x", "topk_weights"), (x, topk_weights))
+        require_on(self._seq, [f"bias {i}" for i in range(len(biases))], biases)
         num_rows = route.src_idx.shape[0]
         if x is None or x.dim() != 2 or x.shape[0] != num_rows:
             shape = "None" if x is None else list(x.shape)
@@ -292,7 +292,7 @@ class NormalMethods(View):
             if capacity != EXACT and payload.rows.shape[0] > tokens:
                 raise ValueError(self._too_many_tokens(payload, topk, tokens))
             made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_deepep.default(
-                self.core._newest_name, self._seq, payload.rows, payload.scales, topk_idx, topk_weights, num_experts,
+                self.core._newest_seq, payload.rows, payload.scales, topk_idx, topk_weights, num_experts,
                 tokens, capacity, num_sms,
             )  # fmt: skip
             host_counts = made[-1]
@@ -317,7 +317,7 @@ class NormalMethods(View):
     ) -> tuple[Rows, EventOverlap]:
         def call() -> tuple[torch.Tensor, ...]:
             made: tuple[torch.Tensor, ...] = _ops.ht_dispatch_cached.default(
-                self.core._newest_name, self._seq, [payload.rows], payload.scales,
+                self.core._newest_seq, [payload.rows], payload.scales,
                 *self._args(route, payload.row_bytes, cached_args, num_sms=num_sms),
             )  # fmt: skip
             return made
@@ -331,7 +331,7 @@ class NormalMethods(View):
             route, rows.shape[1] * rows.element_size(), combine_args, out_dtype=rows.dtype, num_sms=num_sms
         )
         out: torch.Tensor = _ops.ht_combine.default(
-            self.core._newest_name, self._seq, rows, None, route_tensor, slots, None, None, biases, *numbers
+            self.core._newest_seq, rows, None, route_tensor, slots, None, None, biases, *numbers
         )[0]
         return out
 
@@ -347,7 +347,7 @@ class NormalMethods(View):
                 )
         slots = route.src_idx[: self.num_ranks * tokens].contiguous().view(-1, 1)
         handle = Handle(
-            route.route, self.core._newest_name, own, route.topk, route.num_experts, tokens, Layout.FLAT,
+            route.route, self.core._newest_seq, own, route.topk, route.num_experts, tokens, Layout.FLAT,
             route.src_idx.shape[0], self.num_ranks, "ht", slots,
         )  # fmt: skip
         return (route.route, slots, *numbers_of(handle, **how))
@@ -411,7 +411,7 @@ class NormalMethods(View):
     ) -> int:
         """The number of experts."""
         require_on(
-            self,
+            self._seq,
             ("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert"),
             (per_rank, is_in_rank, per_expert),
         )
@@ -436,7 +436,7 @@ class NormalMethods(View):
             if self.num_ranks > MAX_TOPK:
                 raise ValueError(f"without topk_idx at most {MAX_TOPK} ranks, these are {self.num_ranks}")
             return
-        require_on(self, ("topk_idx", "topk_weights"), (topk_idx, topk_weights))
+        require_on(self._seq, ("topk_idx", "topk_weights"), (topk_idx, topk_weights))
         _check_idx(topk_idx)
         if self.device.type != "cpu":  # comparing would wait for the device
             return

@@ -13,7 +13,7 @@ import torch
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case
-from tests.support.harness import make_buffer
+from tests.support.harness import NO_BUFFER, make_buffer, of_no_buffer
 
 EXPERTS, MOST = 4, 8  # plain_case of two ranks
 GOOD = Expected(plain_case(2))
@@ -117,7 +117,8 @@ DISPATCH: list[Bad] = [
     ("huge row", lambda s: s.dispatch(torch.zeros(8, 32776, dtype=torch.bfloat16), s.ids), ValueError,
      "a row of 65552 bytes: must be a multiple of 16 and at most 65536"),
     ("window rows", lambda s: s.dispatch(s.x.repeat(1, 20), s.ids), ValueError,
-     r"window is too small for 8 tokens a rank, top-2, rows of 2560 bytes: a bank needs \d+ .* and 40960 .* rows"),
+     r"window is too small for 8 tokens a rank, top-2, rows of 2560 bytes: a bank needs \d+ .* and 40960 .* rows.*"
+     "; dtype and scale_bytes of for_shapes"),
     ("window routing", lambda s: s.dispatch(s.x, s.ids, max_tokens=10**6), ValueError,
      "a bank needs 64000000 bytes of routing"),
     ("window scales", lambda s: s.dispatch(s.x, s.ids, scales=torch.ones(8, 1000)), ValueError, "rows of 4176 bytes"),
@@ -162,7 +163,7 @@ COMBINE: list[Bad] = [
     ("odd out", lambda s: s.combine(s.out.x[..., :4].float(), out_dtype=torch.bfloat16), ValueError,
      "an output row of 8 bytes"),
     ("window", lambda s: s.combine(s.out.x.repeat(1, 1, 20)), ValueError,
-     "window is too small .* rows of 2560 bytes: a bank"),
+     "window is too small .* rows of 2560 bytes: a bank .*; wire_dtype of for_shapes, by default its dtype"),
     ("weights name", lambda s: s.combine(weights="mine"), ValueError, "weights is 'mine', must be \"dispatch\""),
     ("weights type", lambda s: s.combine(weights=1.0), TypeError, "weights is a float, must be"),
     ("weights device", lambda s: s.combine(weights=s.weights.to("meta")), ValueError, "weights is on meta"),
@@ -193,8 +194,8 @@ COMBINE: list[Bad] = [
     ("out alignment", lambda s: s.combine(out=_misaligned(s.x)), ValueError, "out at address .* not aligned"),
     ("num_sms", lambda s: s.combine(num_sms=-2), ValueError, "num_sms is -2"),
     # handles
-    ("handle of no buffer", lambda s: s.combine(handle=s.handle(buffer="lost")), nccl_ep.UsageError,
-     "handle's buffer lost is gone"),
+    ("handle of no buffer", lambda s: s.combine(handle=of_no_buffer(s.out.handle)), nccl_ep.UsageError,
+     f"handle's buffer, number {NO_BUFFER}, is gone"),
     ("handle ranks", lambda s: s.combine(handle=s.handle(num_ranks=4)), nccl_ep.UsageError,
      "is of 4 ranks, its buffer .* of 2"),
     ("handle tokens", lambda s: s.combine(handle=s.handle(num_tokens=5)), ValueError,

@@ -75,8 +75,8 @@ def test_a_second_receive_is_refused() -> None:
         SOLO.run(buffer)
         # The ops themselves have no such object to ask.
         args = (SOLO.rows[0].dtype, HIDDEN, *combine_args(out.handle, 1, torch.bfloat16))
-        with pytest.raises(RuntimeError, match="combine: nothing was sent that could be received"):
-            torch.ops.nccl_ep.ll_combine_recv(buffer.name, buffer._seq, out.handle.tensor, [], *args)
+        with pytest.raises(nccl_ep.UsageError, match="combine: nothing was sent that could be received"):
+            torch.ops.nccl_ep.ll_combine_recv(buffer._seq, out.handle.tensor, [], *args, None, None, None, None)
         SOLO.run(buffer)
 
 
@@ -175,8 +175,24 @@ def test_a_window_that_is_too_small() -> None:
         nccl_ep.dispatch(torch.zeros(4, 64), torch.zeros(4, 1, dtype=torch.int64), buffer=buffer, num_experts=4)
 
 
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_a_window_made_for_bf16_names_what_makes_room_for_fp32(mode: str) -> None:
+    x, ids = torch.ones(8, 512, dtype=torch.bfloat16), torch.zeros(8, 1, dtype=torch.int64)
+    sizes = {"max_tokens": 8, "hidden": 512, "topk": 1, "num_experts": 1, "scale_bytes": 0, "device": "cpu"}
+    text = "the window is too small .*; wire_dtype of for_shapes, by default its dtype .* makes the room"
+    with nccl_ep.Buffer.for_shapes(None, **sizes, mode=mode) as buffer:
+        out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=1, mode=mode, layout="flat")
+        with pytest.raises(ValueError, match=text):
+            nccl_ep.combine(out.x, out.handle, wire_dtype=torch.float32)
+    with nccl_ep.Buffer.for_shapes(None, **sizes, mode=mode, wire_dtype=torch.float32) as buffer:
+        out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=1, mode=mode, layout="flat")
+        assert nccl_ep.combine(out.x, out.handle, wire_dtype=torch.float32).equal(x)
+
+
 def test_what_is_not_a_group() -> None:
-    with pytest.raises(TypeError, match="group is a int: must be a torch process group, None"):
+    with pytest.raises(
+        TypeError, match="group is a int: must be a torch process group, a DeviceMesh of one dimension, None"
+    ):
         nccl_ep.Buffer(3, device="cpu")
 
 

@@ -44,7 +44,7 @@ def test_another_number_of_numbers_is_refused(buffer: nccl_ep.Buffer, change: in
     wrong = packed[:change] if change < 0 else (*packed, 0)
     x, ids = torch.ones(T, H), torch.zeros(T, K, dtype=torch.int64)
     with pytest.raises(ValueError, match=f"the config of a dispatch has {len(wrong)} numbers, must be {len(packed)}"):
-        torch.ops.nccl_ep.ll_dispatch(buffer.name, buffer._seq, x, None, ids, None, T, wrong)
+        torch.ops.nccl_ep.ll_dispatch(buffer._seq, x, None, ids, None, T, wrong)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,7 @@ def test_a_wrong_number_is_refused_with_its_name(buffer: nccl_ep.Buffer, field: 
     packed = config.pack_dispatch({"num_experts": E, "topk": K, "max_tokens": T})
     x, ids = torch.ones(T, H), torch.zeros(T, K, dtype=torch.int64)
     with pytest.raises(ValueError, match=text):
-        torch.ops.nccl_ep.ll_dispatch(
-            buffer.name, buffer._seq, x, None, ids, None, T, config.replace_field(packed, field, value)
-        )
+        torch.ops.nccl_ep.ll_dispatch(buffer._seq, x, None, ids, None, T, config.replace_field(packed, field, value))
 
 
 def test_the_default_capacity_holds_all_that_may_come(buffer: nccl_ep.Buffer) -> None:
@@ -92,7 +90,7 @@ def test_enums_and_places_are_those_of_the_library() -> None:
     for layout, ranks in itertools.product(Layout, (1, 4)):
         bins, demand, overflow, total, offsets, size = _C.info_parts(int(layout), ranks, 8)
         info = torch.arange(size, dtype=torch.int32)
-        handle = nccl_ep.Handle(info, "none", 1, 1, 8, 1, layout, 1, ranks)
+        handle = nccl_ep.Handle(info, torch.empty(0), 1, 1, 8, 1, layout, 1, ranks)
         out = nccl_ep.DispatchOutput.of_info(info, None, None, info, None, info, handle)
         assert out.counts.tolist() == list(range(bins)) and out.demand.tolist() == list(range(demand, demand + bins))
         assert out.overflow.tolist() == [overflow]

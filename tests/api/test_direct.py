@@ -17,6 +17,8 @@ from nccl_ep import _C
 from nccl_ep.handle import Quant
 
 T, H, K, E = 4, 64, 2, 4
+USUAL = ("carried", "carrier", "row_carrier", "size_at")  # not on the hot path: torch's way
+NOBODYS = torch.empty(1 << 40, 1, 1, 0, dtype=torch.int64)  # of a buffer that there is not
 packet = torch.ops.nccl_ep.ll_dispatch
 _overload = torch._C._get_operation_overload
 
@@ -49,13 +51,13 @@ def buffer() -> Iterator[nccl_ep.Buffer]:
 def named_arguments(made: nccl_ep.Buffer, /, **changes: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     named = {
-        "buffer": made.name, "seq": made._seq, "x": torch.randn(T, H, generator=generator), "x_scales": None,
+        "seq": made._seq, "x": torch.randn(T, H, generator=generator), "x_scales": None,
         "topk_idx": torch.randint(0, E, (T, K), generator=generator), "topk_weights": torch.ones(T, K),
         "capacity": T,
     }  # fmt: skip
     fields = {
         "num_experts": E, "topk": K, "max_tokens": T, "layout": 0, "alignment": 1, "quant": 0, "zero_padding": 1,
-        "num_sms": 0,
+        "reports_ids": 1, "num_sms": 0,
     }  # fmt: skip
     fields |= {name: changes.pop(name) for name in list(changes) if name in fields}
     return named | {"config": tuple(fields.values())} | changes
@@ -68,9 +70,9 @@ def arguments(made: nccl_ep.Buffer, /, **changes: Any) -> tuple[Any, ...]:
 def test_torch_ops_are_called_directly() -> None:
     """Were an attribute of torch's to change its name, ops would work as before, and slower."""
     names = [schema.name.split("::")[1] for schema in torch._C._jit_get_all_schemas() if "nccl_ep::" in schema.name]
-    assert sorted(_C.op_names()) == sorted(names)
+    assert sorted([*_C.op_names(), *USUAL]) == sorted(names)
     assert len(names) > 20
-    for name in names:
+    for name in _C.op_names():
         each = getattr(torch.ops.nccl_ep, name)
         assert type(each._op) is type(each.default._op) is type(_C.fast_op(name, op))
         assert each._op.__name__ == each.default._op.__name__ == name
@@ -91,12 +93,12 @@ def test_named_arguments_go_to_the_op(buffer: nccl_ep.Buffer) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_torchscript_finds_the_op(buffer: nccl_ep.Buffer) -> None:
     @torch.jit.script
-    def flags(buffer: str, seq: torch.Tensor) -> torch.Tensor:
-        torch.ops.nccl_ep.ll_floor_flags(buffer, seq)
+    def flags(seq: torch.Tensor) -> torch.Tensor:
+        torch.ops.nccl_ep.ll_floor_flags(seq)
         return seq
 
     assert "nccl_ep::ll_floor_flags" in str(flags.graph)
-    assert flags(buffer.name, buffer._seq) is buffer._seq
+    assert flags(buffer._seq) is buffer._seq
 
 
 def test_plain_calls_do_what_the_op_does(buffer: nccl_ep.Buffer) -> None:
@@ -114,7 +116,15 @@ def test_plain_calls_do_what_the_op_does(buffer: nccl_ep.Buffer) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"quant": 7}, {"capacity": -1}, {"x": torch.zeros(T)}, {"num_sms": 1 << 40}, {"buffer": "none"}]
+    "changes",
+    [
+        {"quant": 7},
+        {"capacity": -1},
+        {"x": torch.zeros(T)},
+        {"num_sms": 1 << 40},
+        {"seq": NOBODYS},
+        {"seq": torch.zeros(1)},
+    ],
 )
 def test_errors_are_those_of_the_op(buffer: nccl_ep.Buffer, changes: dict[str, Any]) -> None:
     seen = Seen()
@@ -135,8 +145,6 @@ class Subclass(torch.Tensor):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"x": torch.ones(T, H, requires_grad=True)},
-        {"topk_weights": torch.ones(T, K, requires_grad=True)},
         {"x": torch.ones(T, H).as_subclass(Subclass)},
         {"quant": Quant.NONE},
         {"zero_padding": True},
@@ -156,6 +164,26 @@ def test_arguments_that_do_not_fit_are_refused_by_the_op(buffer: nccl_ep.Buffer,
     with pytest.raises((RuntimeError, TypeError, ValueError, OverflowError)):
         _C.fast_op("ll_dispatch", seen)(*args)
     assert seen.calls == 1
+
+
+@pytest.mark.parametrize("name", ["x", "topk_weights"])
+def test_what_wants_a_gradient_is_plain(buffer: nccl_ep.Buffer, name: str) -> None:
+    """The same results and the same gradients, without torch's parser; none in no_grad."""
+    seen = Seen()
+    direct = _C.fast_op("ll_dispatch", seen)
+    leaf = named_arguments(buffer)[name].requires_grad_()
+    args = arguments(buffer, **{name: leaf})
+    gradients = []
+    for made in (direct(*args), op(*args)):
+        assert [each.requires_grad for each in made] == [each.is_floating_point() and each.numel() > 0 for each in made]
+        result = made[0 if name == "x" else 2]
+        weighted = (result * torch.arange(float(result.numel())).view_as(result)).sum()
+        gradients.append(torch.autograd.grad(weighted, leaf)[0])
+    assert torch.equal(*gradients) and gradients[0].ne(0).any()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(direct(*args), op(*args), strict=True))
+    with torch.no_grad():
+        assert not any(each.requires_grad for each in direct(*args))
+    assert seen.calls == 0
 
 
 def test_gradients_are_left_to_the_op(buffer: nccl_ep.Buffer) -> None:

@@ -67,6 +67,7 @@ def _expect_mismatch(
         text, peer = str(caught.value), 0 if rank == odd else odd
         ours, theirs = (other, mine) if rank == odd else (mine, other)
         assert re.search(rf"rank {rank} called [^)]*{ours}.*\), rank {peer} called [^)]*{theirs}", text), text
+        assert "; were buffers made in the same order on all ranks?" in text, text
         for later in (lambda: good.dispatch(buffer), buffer.check):
             with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="different calls"):
                 later()
@@ -121,10 +122,22 @@ def test_different_combines(
 @pytest.mark.parametrize(
     ("name", "values", "text"),
     [
-        ("domain_size", (1, 2), r"the domain size: rank {0} has {1}, rank {2} has {3}"),
-        ("max_tokens", (8, 9), r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+"),
-        ("hidden", (64, 512), r"the bytes of dispatched rows in a bank: rank {0} has \d+, rank {2} has \d+"),
-        ("topk", (2, 9), r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+"),
+        ("domain_size", (1, 2), r"the domain size: rank {0} has {1}, rank {2} has {3}$"),
+        (
+            "max_tokens",
+            (8, 9),
+            r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+; were buffers made in the same",
+        ),
+        (
+            "hidden",
+            (64, 512),
+            r"the bytes of dispatched rows in a bank: rank {0} has \d+, rank {2} has \d+; were buffers made",
+        ),
+        (
+            "topk",
+            (2, 9),
+            r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+; were buffers made in the same",
+        ),
     ],
 )
 def test_disagreement_when_the_buffer_is_made(name: str, values: tuple[int, int], text: str) -> None:

@@ -240,8 +240,8 @@ def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
                 }
             ),
         )
-        with pytest.raises(RuntimeError, match="waited"):
-            torch.ops.nccl_ep.ll_dispatch_out(buffer.name, buffer._seq, *args, *outs)
+        with pytest.raises(nccl_ep.TimeoutError, match="waited"):
+            torch.ops.nccl_ep.ll_dispatch_out(buffer._seq, *args, *outs)
         assert outs[5].tolist() == [0] * 6
         assert outs[3].eq(-1).all() and outs[2].eq(0).all()
 

@@ -67,9 +67,9 @@ def test_a_handler_that_raises_ends_the_wait(mode: str, called: str, handled: li
         if called == "operation":
             nccl_ep.dispatch(X, IDS, buffer=buffer, num_experts=2, mode=mode, layout="flat")
         elif mode == "ll":
-            torch.ops.nccl_ep.ll_dispatch(buffer.name, buffer._seq, X, None, IDS, None, 4, CONFIG)
+            torch.ops.nccl_ep.ll_dispatch(buffer._seq, X, None, IDS, None, 4, CONFIG)
         else:
-            torch.ops.nccl_ep.ht_dispatch(buffer.name, buffer._seq, [X], None, IDS, None, 4, CONFIG)
+            torch.ops.nccl_ep.ht_dispatch(buffer._seq, [X], None, IDS, None, 4, CONFIG)
 
     sending = threading.Thread(target=send)
     start = time.monotonic()

@@ -29,8 +29,8 @@ def test_stats() -> None:
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [case, deepep]) as buffer:
-            fresh = buffer.stats()
-            assert fresh["calls"] == {"dispatch": 0, "combine": 0, "combine_weights": 0, "staged": 0}
+            fresh, of_ht = buffer.stats(), {"ht_dispatch": 0, "ht_combine": 0}
+            assert fresh["calls"] == {"dispatch": 0, "combine": 0, "combine_weights": 0, "split": 0, **of_ht}
             assert fresh["window_bytes"] > 0 and fresh["scratch_bytes"] == 0
             assert [fresh[name] for name in ("mode", "backend", "device", "domain_size")] == ["ll", "cpu", "cpu", 2]
             case.run(buffer)
@@ -38,7 +38,7 @@ def test_stats() -> None:
             handle = deepep.send(buffer)[2]
             deepep.check_combine(deepep.send_back(buffer, handle, zero_copy=True)[0], group.rank())
             stats = buffer.stats()
-            assert stats["calls"] == {"dispatch": 3, "combine": 3, "combine_weights": 2, "staged": 2}
+            assert stats["calls"] == {"dispatch": 3, "combine": 3, "combine_weights": 2, "split": 2, **of_ht}
             assert (stats["dispatches"], stats["combines"]) == (3, 5)
             assert stats["scratch_bytes"] == 2 * 16 * 64 * 2
             assert (stats["dropped_rows"], stats["invalid_ids"]) == (0, 0)

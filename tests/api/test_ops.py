@@ -19,19 +19,29 @@ from nccl_ep.handle import LAYOUTS, QUANTS
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case
 from tests.support.harness import make_buffer
-from tests.support.op_checks import HT_OPS, LOCAL_OPS, UTILS, as_fake, check_apart, check_compiled, described, faked
+from tests.support.op_checks import (
+    EXACT_OPS,
+    HT_OPS,
+    LOCAL_OPS,
+    UTILS,
+    as_fake,
+    check_apart,
+    check_compiled,
+    described,
+    faked,
+)
 
 OPS = [
     "ll_dispatch", "ll_dispatch_out", "ll_dispatch_send", "ll_dispatch_recv", "ll_combine", "ll_combine_out",
     "ll_combine_send", "ll_combine_recv", "ll_combine_weights", "ll_floor_flags",
-    "ll_floor_push",
+    "ll_floor_push", "require_no_overflow", "row_carrier",
 ]  # fmt: skip
 DEEPEP_OPS = [
     "ll_dispatch_deepep", "ll_dispatch_deepep_send", "ll_dispatch_deepep_recv", "ll_combine_deepep",
     "ll_combine_deepep_send", "ll_combine_deepep_recv",
 ]  # fmt: skip
 HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
-WRITE_HANDLE = ("ll_dispatch_out", "ll_dispatch_recv")
+WRITE = {"ll_dispatch_out": {"handle"}, "ll_dispatch_recv": {"handle"}, "ht_dispatch_routed": {"info", "route"}}
 ops = torch.ops.nccl_ep
 
 
@@ -54,7 +64,7 @@ class Calls:
             given.x, given.topk_idx, given.topk_weights, buffer=buffer, scales=given.scales, **shape.dispatch_kwargs()
         )
         handle, layout = self.out.handle, LAYOUTS[shape.layout]
-        head = (buffer.name, buffer._seq)
+        head = (buffer._seq,)
         fields = {
             "alignment": shape.expert_alignment, "quant": QUANTS[shape.quant], "zero_padding": shape.zero_padding,
         }  # fmt: skip
@@ -73,14 +83,16 @@ class Calls:
         self.args: dict[str, tuple[Any, ...]] = {
             "ll_dispatch": dispatch,
             "ll_dispatch_send": dispatch,
-            "ll_dispatch_recv": (*head, handle.tensor.clone(), *row, *config),
+            "ll_dispatch_recv": (*head, handle.tensor.clone(), *row, *config, None, None),
             "ll_combine": combine,
             "ll_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden)),
             "ll_combine_send": combine,
-            "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *sizes),
+            "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *sizes, *[None] * 4),
             "ll_combine_weights": (*head, case.values[buffer.rank], handle.tensor, *sizes),
             "ll_floor_flags": head,
             "ll_floor_push": (*head, handle.tensor, *sizes, 2 * shape.hidden, True, 0),
+            "require_no_overflow": (*head, self.out._info, *config),
+            "row_carrier": (*head, given.x, handle.tensor, None, list(self.out.x.shape), config[1]),
         }
         outs = [torch.zeros_like(tensor) for tensor in ops.ll_dispatch.default(*dispatch)]
         self.args["ll_dispatch_out"] = (*dispatch, *outs)
@@ -94,7 +106,7 @@ def _check(name: str, calls: Calls, util: str) -> None:
         send = name.replace("_recv", "_send")
         sent = getattr(ops, send).default(*calls.args[send])
         if sent is not None:
-            args = (*args[:2], sent, *args[3:])
+            args = (*args[:1], sent, *args[2:])
     torch.library.opcheck(getattr(ops, name).default, args, test_utils=util)
     if name.endswith("_send"):
         recv = calls.args[name.replace("_send", "_recv")]
@@ -103,20 +115,19 @@ def _check(name: str, calls: Calls, util: str) -> None:
 
 def test_these_are_all_the_ops() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nccl_ep::")}
-    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *LOCAL_OPS}
+    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *EXACT_OPS, *LOCAL_OPS}
 
 
-@pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS)
+@pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS + EXACT_OPS)
 def test_schemas(name: str) -> None:
-    """Only tensors, numbers and the buffer's name cross, and the sequence tensor is changed by all."""
+    """Only tensors and numbers cross, and the tensor that stands for the buffer is changed by all."""
     schema = getattr(ops, name).default._schema
-    assert [argument.name for argument in schema.arguments[:2]] == ["buffer", "seq"]
-    assert str(schema.arguments[0].type) == "str"
-    assert schema.arguments[1].alias_info is not None and schema.arguments[1].alias_info.is_write
-    kinds = {str(argument.type) for argument in schema.arguments[2:]}
+    assert schema.arguments[0].name == "seq" and str(schema.arguments[0].type) == "Tensor"
+    assert schema.arguments[0].alias_info is not None and schema.arguments[0].alias_info.is_write
+    kinds = {str(argument.type) for argument in schema.arguments[1:]}
     assert kinds <= {"Tensor", "Optional[Tensor]", "List[Tensor]", "int", "bool", "float", "List[int]"}
     changed = {argument.name for argument in schema.arguments if argument.alias_info is not None}
-    outs = {"seq"} | ({"handle"} if name in WRITE_HANDLE else set())
+    outs = {"seq"} | WRITE.get(name, set())
     assert {each for each in changed if not each.startswith("out")} == outs
     assert schema.is_mutable
     for result in schema.returns:
@@ -164,7 +175,7 @@ def test_halves_under_aot_autograd(layout: str, dynamic: bool) -> None:
             args = pytree.tree_unflatten([traced.get(id(leaf), leaf) for leaf in leaves], spec)
             handle = ops.ll_dispatch_send.default(*args[0])
             ops.ll_combine_send.default(*args[1])
-            outs = ops.ll_dispatch_recv.default(*args[2][:2], handle, *args[2][3:])
+            outs = ops.ll_dispatch_recv.default(*args[2][:1], handle, *args[2][2:])
             return (*outs, ops.ll_combine_recv.default(*args[3]))
 
         aot_autograd_check(both, tensors, {}, dynamic, check_gradients=False)
@@ -187,7 +198,7 @@ def test_opcheck_of_two_ranks_in_lockstep(name: str) -> None:
 
 def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None) -> dict[str, tuple[Any, ...]]:
     """Arguments of the ops of DeepEP's convention; receiving halves without what the sending ones return."""
-    head = (buffer.name, buffer._seq)
+    head = (buffer._seq,)
     x, ids = torch.randn(6, 640).bfloat16(), torch.randint(-1, 4, (6, 3))
     stats, waits = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     numbers = (4, 6, int(QUANTS[quant]), stats, waits, 0)
@@ -221,7 +232,7 @@ def test_opcheck_of_deepeps_convention(quant: str | None) -> None:
             for name in (fused, send):
                 sent = getattr(ops, name).default(*calls[name])
                 assert faked(name, calls[name]) == described(sent)
-            received = calls[recv] if kind == "combine" else (*calls[send][:2], *sent, *calls[recv])
+            received = calls[recv] if kind == "combine" else (*calls[send][:1], *sent, *calls[recv])
             with FakeTensorMode() as mode:
                 assert getattr(ops, recv).default(*(as_fake(mode, each) for each in received)) is None
             getattr(ops, recv).default(*received)
@@ -245,7 +256,7 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
                 for name in OPS:
                     args = list(calls.args[name])
                     if name == "ll_dispatch_recv":
-                        args[2] = sent
+                        args[1] = sent
                     result = getattr(ops, name).default(*args)
                     assert fakes[name] == described(result), name
                     if name == "ll_dispatch_send":
@@ -265,7 +276,7 @@ def test_gradient_modes(mode: Any) -> None:
                 case.run(buffer)
                 case.run(buffer, staged=True)
             case.run(buffer)
-            assert buffer._seq.shape == (1,)
+            assert buffer._seq.shape[1:] == (2, 2, 0)
 
     run_ranks(2, body)
 
@@ -285,15 +296,15 @@ def test_functionalization_keeps_and_orders_the_ops() -> None:
         dispatch, combine = calls.args["ll_dispatch"], calls.args["ll_combine"]
 
         def program(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-            ops.ll_dispatch.default(*dispatch[:2], x, *dispatch[3:])  # unused
-            ops.ll_dispatch.default(*dispatch[:2], x, *dispatch[3:])  # the same again
-            first = ops.ll_combine.default(*combine[:2], rows, *combine[3:])
+            ops.ll_dispatch.default(*dispatch[:1], x, *dispatch[2:])  # unused
+            ops.ll_dispatch.default(*dispatch[:1], x, *dispatch[2:])  # the same again
+            first = ops.ll_combine.default(*combine[:1], rows, *combine[2:])
             ops.ll_combine_weights.default(*calls.args["ll_combine_weights"])
             return first
 
         before = buffer.stats()
         compiled = torch.compile(program, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
-        y = compiled(dispatch[2], combine[2])
+        y = compiled(dispatch[1], combine[1])
         after = buffer.stats()
     assert not reference.first_difference(y, program_result(case))
     assert after["dispatches"] - before["dispatches"] == 2

@@ -13,6 +13,8 @@ from torch import Tensor
 from nccl_ep import reference as ref
 from nccl_ep.reference import DispatchResult, RankInput
 from tests.support import cases
+from tests.support.contents import as_bytes
+from tests.support.coverage import Coverage
 
 H = 8
 
@@ -488,7 +490,7 @@ def test_cases_are_functions_of_their_seed() -> None:
         case, again = cases.generate(seed), cases.generate(seed)
         assert case == again and case.describe() == again.describe()
         for first, second in zip(case.inputs(), again.inputs(), strict=True):
-            assert ref.bits_equal(cases.as_bytes(first.x), cases.as_bytes(second.x)) and torch.equal(
+            assert ref.bits_equal(as_bytes(first.x), as_bytes(second.x)) and torch.equal(
                 first.topk_idx, second.topk_idx
             )
             assert first.x.numel() * first.x.element_size() % 16 == 0 and first.x.is_contiguous()
@@ -501,7 +503,7 @@ def test_cases_are_functions_of_their_seed() -> None:
 
 
 def test_cases_cover_every_bucket() -> None:
-    coverage = cases.Coverage()
+    coverage = Coverage()
     for seed in range(4000):
         case = cases.generate(seed)
         coverage.add(case, ref.dispatch(case.inputs(), **case.dispatch_kwargs()))

@@ -10,6 +10,7 @@ from torch import Tensor
 from nccl_ep import reference as ref
 from nccl_ep.reference import RankInput
 from tests.support import cases
+from tests.support.contents import as_bytes
 
 Choice = tuple[int, int, int, int]  # source, token, k, expert
 
@@ -29,6 +30,7 @@ def _looped_rows(case: cases.Case, listed: list[Choice]) -> list[dict[tuple[int,
     """A rank's {(source, token, k): row}, dropped rows left out."""
     local = case.num_experts // case.num_ranks
     slots = case.num_ranks * case.max_tokens
+    room = slots if case.capacity is None else case.capacity
     where: list[dict[tuple[int, ...], int]] = []
     for rank in range(case.num_ranks):
         mine = [choice for choice in listed if choice[3] // local == rank]
@@ -37,13 +39,13 @@ def _looped_rows(case: cases.Case, listed: list[Choice]) -> list[dict[tuple[int,
         for expert in range(rank * local, (rank + 1) * local):
             named = [choice[:3] for choice in mine if choice[3] == expert]
             if case.layout == "expert_major":
-                size = case.capacity or slots
-                rows.update({c: expert % local * size + i for i, c in enumerate(named) if i < size})
+                rows.update({c: expert % local * room + i for i, c in enumerate(named) if i < room})
             elif case.layout == "packed":
                 worst = slots * min(case.topk, local) + local * (case.expert_alignment - 1)
-                end = case.capacity or -(-worst // case.expert_alignment) * case.expert_alignment
+                align = case.expert_alignment
+                end = -(-worst // align) * align if case.capacity is None else case.capacity
                 rows.update({c: start + i for i, c in enumerate(named) if start + i < end})
-                start += -(-len(named) // case.expert_alignment) * case.expert_alignment
+                start += -(-len(named) // align) * align
         if case.layout in ref.RANK_LAYOUTS:
             tokens = sorted({choice[:2] for choice in mine})
             for source, token, k, _ in mine:
@@ -51,7 +53,7 @@ def _looped_rows(case: cases.Case, listed: list[Choice]) -> list[dict[tuple[int,
                 if case.layout == "rank_major":
                     same = sum(other[0] == source for other in ahead)
                     rows[source, token, k] = source * case.max_tokens + same
-                elif len(ahead) < (case.capacity or slots):
+                elif len(ahead) < room:
                     rows[source, token, k] = len(ahead)
         where.append(rows)
     return where
@@ -93,7 +95,7 @@ def _looped_combine(
                 continue
             terms = []
             for k in [c[2] for c in choices][: 1 if case.layout in ref.RANK_LAYOUTS else None]:
-                masked = isinstance(masks, list) and int(masks[source][token, k]) < 0
+                masked = isinstance(masks, list) and not 0 <= int(masks[source][token, k]) < case.num_experts
                 if (source, token, k) in where[rank] and not masked:
                     row = rows[rank].reshape(-1, case.hidden)[where[rank][source, token, k]].float()
                     weighted = weights is not None and case.layout in ref.EXPERT_LAYOUTS
@@ -126,8 +128,8 @@ def test_against_loops() -> None:
                 sent = given[source].x
                 if case.quant is not None:
                     sent = ref.quantize_fp8(sent, case.quant)[0]
-                got = cases.as_bytes(result.x).reshape(-1, case.hidden)[row]
-                assert ref.bits_equal(got, cases.as_bytes(sent[token])), case.describe()
+                got = as_bytes(result.x).reshape(-1, case.hidden)[row]
+                assert ref.bits_equal(got, as_bytes(sent[token])), case.describe()
         returned = [case.expert(result.x, result, rank) for rank, result in enumerate(results)]
         options = case.combine_kwargs()
         combined = ref.combine(returned, results, given, **options)

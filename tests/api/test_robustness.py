@@ -164,9 +164,11 @@ def test_too_many_tensors_under_compile(buffer: nccl_ep.Buffer) -> None:
 def test_a_receive_that_failed_says_so_again(buffer: nccl_ep.Buffer) -> None:
     pending = nccl_ep.dispatch_send(X, IDS, buffer=buffer, num_experts=4)
     buffer.destroy()
-    with pytest.raises(nccl_ep.UsageError, match="the buffer was destroyed"):
+    with pytest.raises(nccl_ep.UsageError, match="was destroyed"):
         pending.receive()
-    with pytest.raises(nccl_ep.UsageError, match="this operation has failed with UsageError: the buffer was destroyed"):
+    with pytest.raises(
+        nccl_ep.UsageError, match=r"this operation has failed with UsageError: the buffer .* was destroyed"
+    ):
         pending.receive()
 
 

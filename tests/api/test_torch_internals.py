@@ -32,7 +32,15 @@ CONFIG = pack_dispatch({"num_experts": E, "topk": K, "max_tokens": T, "zero_padd
 @pytest.fixture
 def buffer() -> Iterator[nccl_ep.Buffer]:
     with nccl_ep.Buffer.for_shapes(
-        None, max_tokens=T, hidden=H, topk=K, num_experts=E, dtype=torch.float32, device="cpu", timeout=60.0
+        None,
+        max_tokens=T,
+        hidden=H,
+        topk=K,
+        num_experts=E,
+        dtype=torch.float32,
+        device="cpu",
+        timeout=60.0,
+        mode="auto",
     ) as made:
         yield made
 
@@ -48,7 +56,7 @@ def scratch() -> Iterator[torch.library.Library]:
 
 def arguments(made: nccl_ep.Buffer, x: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> tuple:
     x, weights = torch.ones(T, H) if x is None else x, torch.ones(T, K) if weights is None else weights
-    return made.name, made._seq, x, None, torch.zeros(T, K, dtype=torch.int64), weights, T, CONFIG
+    return made._seq, x, None, torch.zeros(T, K, dtype=torch.int64), weights, T, CONFIG
 
 
 class Usual:
@@ -194,7 +202,10 @@ def test_exact_tensors_are_told_from_subclasses(buffer: nccl_ep.Buffer) -> None:
     x = torch.ones(T, H)
     assert calls_of_usual(buffer, here, x=torch.nn.Parameter(x)) == 0, "THPVariable_CheckExact refuses Parameters"
     assert calls_of_usual(buffer, here, x=x.as_subclass(Subclass)) == 1, "THPVariable_CheckExact takes subclasses"
-    assert calls_of_usual(buffer, torch.enable_grad, x=x.clone().requires_grad_()) == 1, "gradients would be lost"
+    leaf, usual = x.clone().requires_grad_(), Usual()
+    rows, direct = usual(*arguments(buffer, leaf))[0], _C.fast_op("ll_dispatch", usual)(*arguments(buffer, leaf))[0]
+    assert usual.calls == 1, "what wants a gradient goes torch's way, and is slow"
+    assert type(direct.grad_fn) is type(rows.grad_fn) is not type(None), "gradients are lost"
 
 
 def test_borrowed_tensors_are_given_back(buffer: nccl_ep.Buffer) -> None:
@@ -207,7 +218,7 @@ def test_borrowed_tensors_are_given_back(buffer: nccl_ep.Buffer) -> None:
     del x, weights
     gc.collect()
     assert all(each() is not None for each in alive), "a direct call has dropped an argument that the caller holds"
-    assert args[2].sum() == T * H and args[5].sum() == T * K
+    assert args[1].sum() == T * H and args[4].sum() == T * K
     del args
     gc.collect()
     assert not any(each() for each in alive), "a direct call keeps its arguments for ever"
@@ -216,13 +227,14 @@ def test_borrowed_tensors_are_given_back(buffer: nccl_ep.Buffer) -> None:
 def test_the_dtypes_of_python_are_read_as_they_are(buffer: nccl_ep.Buffer) -> None:
     """THPDtype: the struct behind torch.float32."""
     for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
-        made = torch.ops.nccl_ep.arena_empty(buffer.name, buffer._seq, [2, 3], dtype)
+        made = torch.ops.nccl_ep.arena_empty(buffer._seq, [2, 3], dtype)
         assert made.dtype == dtype and made.shape == (2, 3), f"{dtype} is taken for {made.dtype}"
 
 
 def test_a_backward_pass_is_refused(buffer: nccl_ep.Buffer) -> None:
     """torch::autograd::autogradNotImplementedFallback, of torch's torch/csrc."""
-    rows = torch.ops.nccl_ep.ll_dispatch(*arguments(buffer, torch.ones(T, H, requires_grad=True)))[0]
+    x, ids = torch.ones(T, H, requires_grad=True), torch.zeros(T, K, dtype=torch.int64)
+    rows = torch.ops.nccl_ep.ll_dispatch_deepep_send(buffer._seq, x, ids, E, T, 0, None, None, 0)[0]
     assert rows.requires_grad, "a gradient would be left out without a word"
     with pytest.raises(RuntimeError, match="not implemented"):
         rows.sum().backward()
@@ -266,7 +278,7 @@ def test_a_tensor_on_the_front_of_its_allocation() -> None:
         None, max_tokens=T, hidden=640, topk=K, num_experts=E, device="cpu", timeout=60.0
     ) as made:
         x, ids = torch.ones(T, 640).bfloat16(), torch.zeros(T, K, dtype=torch.int64)
-        head = made.name, made._seq
+        head = (made._seq,)
         results = torch.ops.nccl_ep.ll_dispatch_deepep(*head, x, ids, E, T, 0, None, None, 0)
     counts, src_info = results[3], results[4]
     for each in (counts, src_info):
@@ -312,3 +324,23 @@ def test_the_table_names_these_tests() -> None:
     files = "\n".join(path.read_text() for path in (ROOT / "tests").glob("**/test_*.py"))
     assert named and not [name for name in named if f"def {name}(" not in files]
     assert here <= named
+
+
+# ---- Python: nccl_ep/handle.py
+
+
+def test_handles_and_outputs_are_nodes_of_pytrees(buffer: nccl_ep.Buffer) -> None:
+    """torch.utils._pytree.register_pytree_node."""
+    for mode in ("ll", "ht"):
+        out = nccl_ep.dispatch(
+            torch.ones(T, H), torch.zeros(T, K, dtype=torch.int64), buffer=buffer, num_experts=E, mode=mode,
+            layout="packed", zero_padding=True,
+        )  # fmt: skip
+        leaves, spec = torch.utils._pytree.tree_flatten(out)
+        assert all(each is None or isinstance(each, torch.Tensor) for each in leaves)
+        again = torch.utils._pytree.tree_unflatten(leaves, spec)
+        assert again.x is out.x and again.handle.tensor is out.handle.tensor and again.handle.mode == mode
+        assert torch.equal(again.counts, out.counts) and again.handle.layout is out.handle.layout
+        assert torch.equal(nccl_ep.combine(again.x, again.handle), nccl_ep.combine(out.x, out.handle))
+        doubled = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.clone(), again)
+        assert torch.equal(doubled.x, out.x) and doubled.handle.alignment == out.handle.alignment

@@ -47,7 +47,7 @@ def test_names_are_those_of_the_sources() -> None:
     (names,) = re.findall(r"enum class Stamp : int \{ (.*), kCount \};", source)
     assert tuple(names.split(", ")) == stamps.STAMPS
     kernels = {kernel for ops in stamps.KERNELS.values() for each in ops.values() for kernel in each}
-    known = re.findall(r'kernel == "(\w+)"\) return', (ROOT / "csrc/cuda/host/launch.cc").read_text())
+    known = re.findall(r'kernel == "(\w+)"\) return', (ROOT / "csrc/cuda/launch/launch.cc").read_text())
     assert sorted(kernels) == sorted(known)
     assert sorted(stamps.KERNELS) == ["ht", "ll"] and all(_C.time_line(kernel) is not None for kernel in kernels)
 

@@ -19,7 +19,7 @@ from tests import ROOT
 from tests.api.test_observing import listener  # noqa: F401
 from tests.support import c_api
 from tests.support.c_api import Library
-from tests.support.c_case import TOOLS, refused, run, run_case
+from tests.support.c_case import TOOLS, has_c_form, refused, run, run_case
 from tests.support.expected import expected_cases
 from tests.support.gpus import NUM_GPUS
 
@@ -32,7 +32,7 @@ STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic"]
 def test_generated_cases_give_the_oracles_results(
     library: Library, num_ranks: int, domain_size: int, staged: bool
 ) -> None:
-    cases = expected_cases(30, num_ranks=num_ranks, domain_size=domain_size, first=500)
+    cases = expected_cases(30, num_ranks=num_ranks, domain_size=domain_size, first=500, fits=has_c_form)
     assert len({expected.case.layout for expected in cases}) == 4
     for expected in cases:
         run_case(library, expected, staged=staged)
@@ -44,7 +44,7 @@ def test_generated_cases_give_the_oracles_results(
 def test_generated_cases_on_one_gpu(library: Library, num_ranks: int, staged: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
-    for expected in expected_cases(12, num_ranks=num_ranks, first=900):
+    for expected in expected_cases(12, num_ranks=num_ranks, first=900, fits=has_c_form):
         run_case(library, expected, staged=staged, device="cuda")
 
 
@@ -107,6 +107,37 @@ def test_the_header_is_what_the_tests_and_the_package_say(library: Library, pref
     run(tmp_path / "structs")
     source.with_suffix(".cc").write_text("#include <nccl_ep.h>\nint main() { return NCCL_EP_SUCCESS; }\n")
     run("c++", "-std=c++11", *STRICT[1:], f"-I{prefix}/include", "-c", source.with_suffix(".cc"), "-o", os.devnull)
+
+
+def test_a_struct_that_ends_inside_a_field(library: Library) -> None:
+    """A size that cuts a field in half would leave a mixture of the caller's bytes and the default's."""
+
+    def sizes_of(struct: type[c_api.Struct]) -> list[tuple[int, bool]]:
+        fields = [getattr(struct, name) for name, *_ in struct._fields_]
+        cut = {at for field in fields for at in range(field.offset + 1, field.offset + field.size)}
+        return [(size, size in cut) for size in range(16, c.sizeof(struct) + 1) if size in cut or size % 8 == 0]
+
+    num_cut = 0
+    for size, is_cut in sizes_of(c_api.Tensor):
+        tensor = c_api.Tensor(ndim=0)
+        tensor.size = size
+        num_cut += is_cut
+        if is_cut:
+            text = f"tensor is a ncclEpTensor_t of {size} bytes, which end inside a field"
+            refused(c_api.INVALID_ARGUMENT, text, library.TensorBytes, tensor, c.c_size_t())
+        else:
+            library.TensorBytes(tensor, c.c_size_t())
+    made = library.solo_group()
+    for size, is_cut in sizes_of(c_api.GroupInfo):
+        info = c_api.GroupInfo()
+        info.size = size
+        num_cut += is_cut
+        if is_cut:
+            refused(c_api.INVALID_ARGUMENT, f"of {size} bytes, which end", library.GroupGetInfo, made, info)
+        else:
+            library.GroupGetInfo(made, info)
+    library.GroupDestroy(made)
+    assert num_cut > 100
 
 
 def test_structs_of_older_and_newer_headers(library: Library) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nccl_ep.bootstrap import rendezvous_of
 from tests.support import c_api
 from tests.support.c_api import Library, Refused
-from tests.support.c_case import CaseRun, refused
+from tests.support.c_case import CaseRun, has_c_form, refused
 from tests.support.c_comm import Nccl, over
 from tests.support.expected import expected_cases
 from tests.support.gpus import WORLDS, needs_gpu, on_gpu, ranks_on_gpus
@@ -32,7 +32,7 @@ def run_cases(rank: int, library_file: Path, num_ranks: int) -> int:
     on_gpu(rank)
     library, nccl = Library(library_file), Nccl()
     comm = nccl.make(rank, num_ranks)
-    cases = expected_cases(8, num_ranks=num_ranks, first=700)
+    cases = expected_cases(8, num_ranks=num_ranks, first=700, fits=has_c_form)
     for number, case in enumerate(cases):
         group = rendezvous_of(dist.group.WORLD) if num_ranks > 1 else Alone()
         CaseRun(library, case, group, number % 2 == 1, "cuda", make=over(comm)).run()

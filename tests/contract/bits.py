@@ -25,7 +25,7 @@ PAYLOADS: dict[str, dict[str, Any]] = {
         "seed": 3, "dtype": torch.float32, "rows_dtype": torch.float32, "content": "special", "keep_nan": True,
         "routing": "some_none",
     },
-    "words": {"dtype": torch.uint8, "content": "words", "weights_words": True, "routing": "duplicates", "topk": 4},
+    "words": {"dtype": torch.uint8, "content": "words", "weights_content": "words", "routing": "duplicates", "topk": 4},
     "float_words": {"dtype": torch.float16, "content": "words", "idx_dtype": torch.int32},
     "scales": {
         "dtype": torch.int8, "content": "words", "scales_dtype": torch.int32, "scales_width": 5,
@@ -89,9 +89,9 @@ class Bits:
     def test_the_same_every_time(self, mode: str, layout: str) -> None:
         self.world.run(equal_for_all_num_sms, mode, {"layout": layout, "topk": 4, "routing": "duplicates"})
 
-    def test_halves(self) -> None:
+    def test_open_sends(self) -> None:
         for layout in LAYOUTS:
-            self.world.run(equal_in_halves, {"layout": layout, **PAYLOADS["fp8_ue8m0"]})
+            self.world.run(equal_in_open_sends, {"layout": layout, **PAYLOADS["fp8_ue8m0"]})
 
     @pytest.mark.parametrize("mode", MODES)
     def test_extra_tensors(self, mode: str) -> None:
@@ -119,7 +119,7 @@ def equal_for_all_num_sms(rank: Rank, mode: str, changes: dict[str, Any]) -> Non
             run_case(case, buffer, mode=mode, num_sms=num_sms)
 
 
-def equal_in_halves(rank: Rank, changes: dict[str, Any]) -> None:
+def equal_in_open_sends(rank: Rank, changes: dict[str, Any]) -> None:
     case = rank.case(**changes)
     own = Expected(case.case)  # whose inputs are overwritten between the halves
     with rank.buffer(case.case) as buffer:

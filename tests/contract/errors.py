@@ -15,7 +15,7 @@ import nccl_ep
 from tests.contract.bits import MODES
 from tests.contract.world import Rank, World
 from tests.support.expected import Expected, run_case
-from tests.support.harness import synchronize
+from tests.support.harness import NO_BUFFER, of_no_buffer, synchronize
 from tests.support.patience import PATIENCE, Clock, of_living_ranks
 
 
@@ -70,7 +70,8 @@ REFUSED: dict[str, Refused] = {
     "values shape": (lambda s: nccl_ep.combine_weights(s.out.weights[:, 0], s.out.handle), ValueError,
                      "values has shape|values have"),
     "handle of a destroyed buffer": (lambda s: s.combine(handle=s.lost), USAGE, "was destroyed"),
-    "handle of no buffer": (lambda s: s.combine(handle=s.changed(buffer="none")), USAGE, "buffer none is gone"),
+    "handle of no buffer": (lambda s: s.combine(handle=of_no_buffer(s.out.handle)), USAGE,
+                            f"number {NO_BUFFER}, is gone"),
     "handle of other ranks": (lambda s: s.combine(handle=s.changed(num_ranks=9)), USAGE, "is of 9 ranks, its buffer"),
     "handle of more tokens": (lambda s: s.combine(handle=s.changed(max_tokens=80)), ValueError, "has shape|window is"),
     "handle of another top-k": (lambda s: s.combine(handle=s.changed(topk=30)), ValueError, "has shape|window is"),

@@ -40,7 +40,7 @@ class Reuse:
 
     def test_halves_that_overlap(self) -> None:
         """A dispatch and a combine may be open at once, a second of a kind may not."""
-        self.world.run(overlaps_halves)
+        self.world.run(overlaps_open_sends)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_operations_on_the_buffers_own_stream(self, mode: str) -> None:
@@ -121,7 +121,7 @@ def _send(case: Expected, buffer: nccl_ep.Buffer, **options: Any) -> nccl_ep.Pen
     return nccl_ep.dispatch_send(given.x, given.topk_idx, given.topk_weights, buffer=buffer, **how)
 
 
-def overlaps_halves(rank: Rank) -> None:
+def overlaps_open_sends(rank: Rank) -> None:
     cases, number = _cases(rank, 4), rank.number
     with rank.buffer(cases[0].case) as buffer:
         rows = [case.rows[number].to(buffer.device) for case in cases]

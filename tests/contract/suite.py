@@ -14,10 +14,11 @@ from tests.contract.counts import Counts
 from tests.contract.deadlines import Deadlines
 from tests.contract.errors import Errors
 from tests.contract.reuse import Reuse
+from tests.contract.sums import Sums
 from tests.contract.world import World
 
 
-class Contract(Bits, Counts, Errors, Deadlines, Reuse):
+class Contract(Bits, Sums, Counts, Errors, Deadlines, Reuse):
     world: World
 
     @classmethod

@@ -35,29 +35,29 @@ void on_two_ranks(int domain_size, Body body) {
                   bootstrap.allgather("clean");
                   const auto transport = make_host_transport(std::move(windows), Topology::make(2, domain_size), 9);
                   CpuState state;
-                  state.timeout_seconds = 60;
+                  state.control.timeout_seconds = 60;
                   state.wire = {{0, 0}, {0, 0}, {0, 0}};
-                  const LlLayout layout = LlLayout::make(window, Kind::kDispatch, shape, {kRowWords * 4, 0, false});
-                  body(bootstrap, *transport, state, layout);
+                  const LlOffsets offsets = LlOffsets::make(window, Kind::kDispatch, shape, {kRowWords * 4, 0, false});
+                  body(bootstrap, *transport, state, offsets);
                 })),
             "");
 }
 
 // A call that throws between its puts and the end of its stage frees the puts' sources.
 TEST(Channel, LeavesNoPutsBehind) {
-  on_two_ranks(1, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlLayout& layout) {
+  on_two_ranks(1, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlOffsets& offsets) {
     const int peer = 1 - bootstrap.rank();
     {
-      Channel channel(transport, state, Kind::kDispatch, layout, {});
+      Channel channel(transport, state, Kind::kDispatch, offsets, {});
       const std::vector<uint32_t> words(kRowWords, 42);
       for (int token = 0; token < 8; token++) channel.send_row(peer, token, words.data(), kRowWords);
     }
     const std::vector<std::vector<uint32_t>> others(64, std::vector<uint32_t>(kRowWords, 7));  // reuses what was freed
-    transport.signal_add(peer, layout.signal(bootstrap.rank()), 1);
-    while (transport.signal(layout.signal(peer)) == 0) std::this_thread::yield();
+    transport.signal_add(peer, offsets.signal(bootstrap.rank()), 1);
+    while (transport.signal(offsets.signal(peer)) == 0) std::this_thread::yield();
     for (int token = 0; token < 8; token++) {
       uint32_t row[kRowWords];
-      std::memcpy(row, transport.local_window() + layout.row(1, peer, token), sizeof row);
+      std::memcpy(row, transport.local_window() + offsets.row(1, peer, token), sizeof row);
       require(std::all_of(row, row + kRowWords, [](uint32_t word) { return word == 42; }), concat("row ", token));
     }
     bootstrap.allgather("done");
@@ -67,10 +67,11 @@ TEST(Channel, LeavesNoPutsBehind) {
 // A slot is as empty after a row was taken as before it came, so that a shorter row may follow a longer one.
 TEST(Channel, TakingARowEmptiesItsSlot) {
   for (int domain_size : {1, 2}) {
-    on_two_ranks(domain_size, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlLayout& layout) {
+    on_two_ranks(domain_size, [](Bootstrap& bootstrap, Transport& transport, CpuState& state,
+                                 const LlOffsets& offsets) {
       const int peer = 1 - bootstrap.rank();
       for (int words = kRowWords; words > 0; words -= 16) {
-        Channel channel(transport, state, Kind::kDispatch, layout, {});
+        Channel channel(transport, state, Kind::kDispatch, offsets, {});
         std::vector<uint32_t> row(words);
         for (int i = 0; i < words; i++) row[i] = 1000 * words + i;
         for (int p = 0; p < 2; p++) channel.send_header(p);
@@ -82,7 +83,7 @@ TEST(Channel, TakingARowEmptiesItsSlot) {
         channel.take_row(peer, 3, Awaited::kRows, taken.data(), words);
         require(taken == row, concat("row of ", words, " words"));
         uint32_t slot[kRowWords];
-        std::memcpy(slot, transport.local_window() + layout.row(channel.bank(), peer, 3), sizeof slot);
+        std::memcpy(slot, transport.local_window() + offsets.row(channel.bank(), peer, 3), sizeof slot);
         require(std::all_of(slot, slot + kRowWords, [](uint32_t word) { return word == kAbsent; }), "the slot is full");
         channel.complete();
       }
@@ -96,9 +97,9 @@ TEST(Channel, TakingARowEmptiesItsSlot) {
 
 // The epoch is not advanced by a call that failed: nothing may follow it but the end of the group.
 TEST(Channel, ATimeoutNamesWhatIsMissing) {
-  on_two_ranks(2, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlLayout& layout) {
-    state.timeout_seconds = 0.2;
-    Channel channel(transport, state, Kind::kDispatch, layout, {});
+  on_two_ranks(2, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlOffsets& offsets) {
+    state.control.timeout_seconds = 0.2;
+    Channel channel(transport, state, Kind::kDispatch, offsets, {});
     for (int p = 0; p < 2; p++) channel.send_header(p);
     channel.close_stage();
     bootstrap.allgather("sent");  // what is there is taken, whether the deadline has passed or not
@@ -109,7 +110,8 @@ TEST(Channel, ATimeoutNamesWhatIsMissing) {
     require(error == concat("rank ", bootstrap.rank(), " waited 0.2 s for the token rows of rank ", peer,
                             " in dispatch 1 (expected 5, saw 0)"),
             error);
-    require(state.failure.code == Failure::kTimeout && state.failure.missing == 0, "the failure");
+    const Failure failure = state.failure.get();
+    require(failure.code == Failure::kTimeout && failure.missing == 0, "the failure");
     require(state.epoch[0] == 0, "the epoch");
     bootstrap.allgather("done");
   });

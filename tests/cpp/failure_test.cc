@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <thread>
 
 #include "unit/errors.h"
 #include "world.h"
@@ -238,6 +239,50 @@ TEST_P(Failures, WeightedAndPlainCombineDiffer) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Domains, Failures, ::testing::Values(4, 2, 1));
+
+// Another thread ends what a rank waits for: by destroying the group, or by a shorter timeout.
+class Ended : public ::testing::TestWithParam<int> {
+ protected:
+  // Rank 0 calls `waits` alone, and a thread of it `ends` the wait.
+  template <class Ends, class Waits>
+  void expect(ErrorKind kind, const std::string& part, Ends ends, Waits waits) {
+    EXPECT_EQ(joined(run_ranks(2,
+                               [&](Bootstrap& bootstrap) {
+                                 const std::unique_ptr<Group> group = make_group(bootstrap, GetParam());
+                                 Call call(2);
+                                 call.dispatch(*group);
+                                 if (bootstrap.rank() == 0) {
+                                   std::thread other([&] {
+                                     std::this_thread::sleep_for(std::chrono::milliseconds(50));
+                                     ends(*group);
+                                   });
+                                   const std::string text = text_of(kind, [&] { waits(*group, call); });
+                                   other.join();
+                                   require(text.find(part) != text.npos, text);
+                                 }
+                                 bootstrap.allgather("ended");
+                               })),
+              "");
+  }
+};
+
+TEST_P(Ended, ByDestroy) {
+  const auto destroy = [](Group& group) { group.destroy(); };
+  const auto text = [](const char* call) { return concat("by another thread while rank 0 waited for the ", call); };
+  const std::string first = GetParam() == 2 ? "op header" : "arrival signal";
+  expect(ErrorKind::kInvalidUsage, text((first + " of rank 1 in dispatch 2").c_str()), destroy,
+         [](Group& group, Call& call) { call.dispatch(group); });
+  expect(ErrorKind::kInvalidUsage, text((first + " of rank 1 in combine 1").c_str()), destroy,
+         [](Group& group, Call& call) { call.combine(group); });
+}
+
+TEST_P(Ended, ByAShorterTimeout) {
+  expect(
+      ErrorKind::kTimeout, " s, with a timeout that was changed to 0.01 s meanwhile, for the ",
+      [](Group& group) { group.set_timeout(0.01); }, [](Group& group, Call& call) { call.dispatch(group); });
+}
+
+INSTANTIATE_TEST_SUITE_P(Domains, Ended, ::testing::Values(2, 1));
 
 // A call that is refused sends nothing and changes nothing: the next good one works.
 TEST(Refusals, LeaveTheGroupUsable) {

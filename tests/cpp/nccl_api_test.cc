@@ -60,13 +60,13 @@ class ScriptedBootstrap : public Bootstrap {
 };
 
 TEST(CollectiveStep, PassesWhenAllPass) {
-  ScriptedBootstrap bootstrap({"", ""});
+  ScriptedBootstrap bootstrap({"=", "="});
   EXPECT_NO_THROW(on_all_ranks(bootstrap, [] {}));
-  EXPECT_EQ(bootstrap.sent, "");
+  EXPECT_EQ(bootstrap.sent, "=");
 }
 
 TEST(CollectiveStep, OwnErrorIsToldAndThrown) {
-  ScriptedBootstrap bootstrap({"", ""});
+  ScriptedBootstrap bootstrap({"=", "="});
   try {
     on_all_ranks(bootstrap, [] { raise(ErrorKind::kTimeout, "no answer"); });
     FAIL() << "nothing was thrown";

@@ -135,3 +135,15 @@ def test_ht_moe_layer_example(options: str, mode: str) -> None:
         assert sentence in text, text
     modes = re.findall(r'tokens a rank: mode="auto" took "(\w+)", y is as above', text)
     assert modes == ["ll", mode], text
+
+
+def test_training_example() -> None:
+    text = run("examples/training_layer.py")
+    losses = re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)
+    assert len(losses) == 2 and all(float(last) < float(first) / 5 for first, last in losses), text
+
+
+@pytest.mark.slow
+def test_compiled_example() -> None:
+    text = run("examples/compiled_moe_layer.py")
+    assert re.findall(r"(\d+) tokens: .*, (\d) compilations", text) == [("32", "1"), ("17", "2"), ("5", "2")], text

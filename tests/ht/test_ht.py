@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from tests.support.cases import Coverage, generate
+from tests.support.cases import generate
+from tests.support.coverage import Coverage
 from tests.support.ht_harness import HtCoverage, check_ht_case
 
 # `make test-all` runs five times as many.

@@ -16,10 +16,20 @@ from nccl_ep.handle import LAYOUTS, QUANTS
 from nccl_ep.testing import run_ranks
 from tests.support.expected import Expected, plain_case
 from tests.support.harness import case_buffer, garble
-from tests.support.op_checks import HT_OPS as OPS
-from tests.support.op_checks import LOCAL_OPS, UTILS, as_fake, check_apart, check_compiled, described, faked
+from tests.support.op_checks import (
+    EXACT_OPS,
+    HT_OPS,
+    LOCAL_OPS,
+    UTILS,
+    as_fake,
+    check_apart,
+    check_compiled,
+    described,
+    faked,
+)
 
 ops = torch.ops.nccl_ep
+OPS = [*HT_OPS, "row_carrier"]
 
 
 def _case(num_ranks: int, layout: str, quant: str | None = None, **changes: Any) -> Expected:
@@ -49,7 +59,7 @@ class Calls:
             **shape.dispatch_kwargs(),
         )  # fmt: skip
         handle, layout = out.handle, LAYOUTS[shape.layout]
-        head, quant = (buffer.name, buffer._seq), int(QUANTS[shape.quant])
+        head, quant = (buffer._seq,), int(QUANTS[shape.quant])
         fields = {"alignment": shape.expert_alignment, "quant": quant, "zero_padding": True}
         config = (handle.capacity, pack_dispatch(handle.routing() | fields))
         dispatch = (*head, [given.x, extra], given.scales, given.topk_idx, given.topk_weights, *config)
@@ -74,6 +84,7 @@ class Calls:
             "ht_combine": combine,
             "ht_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden)),
             "arena_empty": (*head, [3, 5], torch.float16),
+            "row_carrier": (*head, given.x, *routes, list(out.x.shape), config[1]),
         }
 
     def run(self, name: str) -> Any:
@@ -96,10 +107,27 @@ def test_opcheck_alone(name: str, layout: str) -> None:
 @pytest.mark.parametrize("num_domains", [1, 2])
 def test_opcheck_of_the_layout_of_tokens(num_domains: int) -> None:
     args = (torch.tensor([[0, 7, -1], [4, 5, 12]]), 4, num_domains, 12)
-    assert LOCAL_OPS == ["token_layout"]
+    assert LOCAL_OPS == ["token_layout", "carrier", "carried", "size_at"]  # see below
     assert not ops.token_layout.default._schema.is_mutable
     assert faked("token_layout", args) == described(ops.token_layout(*args))
     torch.library.opcheck(ops.token_layout.default, args, test_utils=UTILS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_carriers(dtype: torch.dtype) -> None:
+    x, values = torch.randn(3, 16, dtype=dtype, requires_grad=True), torch.randn(3, 16)
+    for name, args in {"carrier": (x,), "carried": (x, values)}.items():
+        op = getattr(ops, name)
+        assert not op.default._schema.is_mutable
+        made = op(*args)
+        assert made.requires_grad and faked(name, args) == described(made)
+        torch.library.opcheck(op.default, args, test_utils=UTILS)
+    assert torch.equal(ops.carried(x, values), values)
+    given = torch.randn(3, 16)
+    ops.carried(ops.carrier(x), values).backward(given)
+    assert torch.equal(x.grad, given.to(dtype))
+    with pytest.raises(ValueError, match=r"values have shape \[16, 3\], their carrier \[3, 16\]"):
+        ops.carried(x, values.T)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +265,32 @@ def test_exact_sizes_are_symbols(layout: str) -> None:
     with _buffer(case, None) as buffer:
         calls = Calls(case, buffer)
         args = list(calls.args["ht_dispatch"])
-        args[6] = -1  # capacity
+        args[5] = -1  # capacity
         made = _symbolic("ht_dispatch", args, ops.ht_dispatch.default(*args))
         assert isinstance(made[7].shape[0], torch.SymInt)
         assert isinstance(made[0].shape[0], torch.SymInt) == (layout != "rank_major")
+
+
+@pytest.mark.parametrize("layout", ["flat", "packed", "rank_major"])
+def test_exact_sizes_in_two_ops(layout: str) -> None:
+    """The tensors of the one op, bit for bit; and opcheck, which runs each of the two more than once."""
+    case = _case(1, layout)
+    with _buffer(case, None) as buffer:
+        *args, _, config = Calls(case, buffer).args["ht_dispatch"]
+        wanted = ops.ht_dispatch.default(*args, -1, config)
+        info, route, sizes = ops.ht_route.default(*args, config)
+        num_rows, num_slots = ops.size_at(sizes, 0), ops.size_at(sizes, 1)
+        assert num_slots == len(wanted[7]) and num_rows == wanted[0].shape[:-1].numel()
+        routed = (*args, info, route, num_rows, num_slots, config)
+        *outputs, slots, x1, x2, x3 = ops.ht_dispatch_routed.default(*routed)
+        for mine, theirs in zip((*outputs, info, route, slots, x1, x2, x3), wanted, strict=True):
+            assert torch.equal(mine, theirs)
+        for name, given in zip(EXACT_OPS, ((*args, config), routed), strict=True):
+            for util in UTILS:
+                torch.library.opcheck(getattr(ops, name).default, given, test_utils=util)
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            symbol = ops.size_at(as_fake(mode, sizes), 0)
+            assert isinstance(symbol, torch.SymInt)
 
 
 def test_exact_sizes_in_deepeps_convention() -> None:
@@ -248,7 +298,7 @@ def test_exact_sizes_in_deepeps_convention() -> None:
     case = _case(1, "flat")
     with _buffer(case, None) as buffer:
         args = list(Calls(case, buffer).args["ht_dispatch_deepep"])
-        args[8] = -1  # capacity
+        args[7] = -1  # capacity
         real = ops.ht_dispatch_deepep.default(*args)
         made = _symbolic("ht_dispatch_deepep", args, real)
         assert isinstance(made[0].shape[0], torch.SymInt) and isinstance(made[6].shape[0], torch.SymInt)

@@ -13,6 +13,7 @@ import torch
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case
+from tests.support.harness import NO_BUFFER, of_no_buffer
 
 EXPERTS, HIDDEN, MOST, LONGEST = 4, 64, 8, 65536
 FLAT = Expected(plain_case(2, layout="flat"))
@@ -109,7 +110,8 @@ BAD: list[Bad] = [
         s.packed.handle.slots, 999))), ValueError, "place 0 is 999, must be -2 to 31"),
     ("handle capacity", lambda s: nccl_ep.combine(s.flat.x[:3].contiguous(), s.handle(s.flat, capacity=4)), ValueError,
      r"rows has shape \[3, 64\], must be \[4, 64\]"),
-    ("handle of no buffer", lambda s: s.cached(handle=s.handle(s.flat, buffer="lost")), nccl_ep.UsageError, "lost is"),
+    ("handle of no buffer", lambda s: s.cached(handle=of_no_buffer(s.flat.handle)), nccl_ep.UsageError,
+     f"buffer, number {NO_BUFFER}, is gone"),
     # combine
     ("rows shape", lambda s: nccl_ep.combine(s.packed.x, s.flat.handle), ValueError, r"must be \[16, 64\]"),
     ("long rows", lambda s: nccl_ep.combine(torch.zeros(16, LONGEST // 2 + 1).bfloat16(), s.flat.handle), ValueError,
@@ -180,7 +182,7 @@ def test_a_buffer_without_room_says_so() -> None:
                 )
         case.run(buffer)
     with nccl_ep.Buffer.for_shapes(**shapes, mode="ht") as buffer:
-        with pytest.raises(ValueError, match="window is too small for 8 tokens a rank"):
+        with pytest.raises(ValueError, match='made without room for low latency: make it with mode="ll" or'):
             case.dispatch(buffer)
         _run(case, buffer)
     with pytest.raises(ValueError, match="mode is 'both', must be one of ll, ht, auto"):

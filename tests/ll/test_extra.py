@@ -195,3 +195,21 @@ def test_under_compile() -> None:
         wanted = layer(x, *more)
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, *more)
         assert all(_same(a, b) for a, b in zip(compiled, wanted, strict=True))
+
+
+@pytest.mark.parametrize("layout", reference.LAYOUTS)
+def test_ids_out_of_range_are_counted_once(layout: str) -> None:
+    """However many operations the extra tensors take, and in high throughput."""
+    x, ids = torch.ones(2, 8), torch.tensor([[0, 9], [1, -5]])
+    extra = [torch.zeros(2, 4, dtype=torch.int32) for _ in range(3)]
+    sizes: dict[str, Any] = {"max_tokens": 2, "hidden": 8, "topk": 2, "num_experts": 2, "dtype": x.dtype}
+    with nccl_ep.Buffer.for_shapes(None, **sizes, device="cpu", scale_bytes=64, mode="auto") as buffer:
+        for mode in ("ll", "ht"):
+            for count in range(4):
+                nccl_ep.dispatch(
+                    x, ids, buffer=buffer, num_experts=2, extra=extra[:count], mode=mode, layout=layout, capacity=None
+                    if layout == "rank_major" else 4,
+                )  # fmt: skip
+                assert buffer.stats()["invalid_ids"] == 2
+                with pytest.raises(ValueError, match=r"^2 expert ids out of range .* the first is 9 at token 0, k 1"):
+                    buffer.check()

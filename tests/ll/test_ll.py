@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from tests.support.cases import Coverage, generate
+from tests.support.cases import generate
+from tests.support.coverage import Coverage
 from tests.support.expected import large_cases
 from tests.support.harness import check_case
 

@@ -55,6 +55,21 @@ def test_two_groups(num_ranks: int, count: int) -> None:
     run_ranks(num_ranks, body)
 
 
+def test_more_ranks_than_bits_of_a_word() -> None:
+    """Masks of ranks from 32 on stand in a second word."""
+    ranks = 34
+    plain = plain_case(ranks, tokens=(1,) * ranks, max_tokens=1, num_experts=ranks, hidden=16)
+    case = Parted(plain, frozenset(range(ranks - 1)))
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case.whole], enable_shrink=True) as buffer:
+            case.part(buffer, _barrier(group))
+            case.run(buffer)
+            assert masks_of(buffer) == sorted(case.groups[1 - case.number_of(buffer.rank)])
+
+    run_ranks(ranks, body)
+
+
 @pytest.mark.parametrize("first", [{0, 1}, {0, 2, 3}])
 def test_sizes_that_change_while_ranks_are_masked(first: set[int]) -> None:
     cases = _cases(25, 4, frozenset(first))
@@ -176,7 +191,7 @@ def test_ranks_are_masked_one_by_one_and_come_back_together() -> None:
 def test_masks_that_were_cleaned_by_some_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Expected(plain_case(1))
     with shared_buffer(SoloRendezvous(), [case], enable_shrink=True) as buffer:
-        rounds = iter(("settled", "epochs"))
+        rounds = iter(("tokens", "settled", "epochs"))
 
         def allgather(mine: bytes, timeout: float) -> list[bytes]:
             if next(rounds) == "epochs":

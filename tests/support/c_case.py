@@ -17,7 +17,8 @@ import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support import c_api
 from tests.support.c_api import Library, Refused
-from tests.support.cases import EXPONENTS, FP4, as_bytes
+from tests.support.cases import Case
+from tests.support.contents import EXPONENTS, FP4, as_bytes
 from tests.support.expected import Expected
 from tests.support.harness import check_padding, copy_to
 
@@ -247,6 +248,11 @@ class CaseRun:
         assert (info.num_dispatches, info.num_combines, info.num_ranks) == (2, 6, case.num_ranks)
         library.HandleDestroy(handle)
         library.GroupDestroy(self.group)
+
+
+def has_c_form(case: Case) -> bool:
+    """In C a capacity of 0 is the default."""
+    return case.capacity != 0
 
 
 def run_case(library: Library, expected: Expected, *, staged: bool, device: str = "cpu", num_sms: int = 0) -> None:

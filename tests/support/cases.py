@@ -8,8 +8,7 @@ holds the outcome against `nccl_ep.reference`, then does the same for combine wi
 from __future__ import annotations
 
 import random
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,24 +17,20 @@ from torch import Tensor
 
 from nccl_ep import reference
 from nccl_ep.reference import DispatchResult, RankInput
+from tests.support.contents import EXPONENTS, FLOATS, FP4, content_of, tensor_of, with_strides
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Two FP4 numbers an element, and exponents alone: torch can do little more than move them; older ones lack them.
-_NEW_DTYPES = ("float4_e2m1fn_x2", "float8_e8m0fnu")
-FP4, EXPONENTS = (tuple(getattr(torch, name) for name in [name] if hasattr(torch, name)) for name in _NEW_DTYPES)
 OPAQUE = (torch.float8_e4m3fn, torch.int8, torch.uint8, *FP4)
 SCALE_DTYPES = (torch.float32, torch.int32, torch.bfloat16, torch.uint8, *EXPONENTS)
 SCALE_STRIDES = ("row", "column", "padded")
 ROUTINGS = (
     "uniform", "skewed", "one_expert", "one_rank", "none", "some_none", "duplicates", "out_of_range",
 )  # fmt: skip
+# Drawn for some cases in place of one of those: see _sharpened().
+CROWDED = "crowded"
 TOKENS = ("ragged", "some_zero", "all_zero", "full")
 CAPACITIES = ("default", "ample", "overflowing")
-CONTENTS = ("plain", "words", "special")
 COMBINE_WEIGHTS = ("dispatch", "tensor", "masked", "none")
 
-# Patterns that a protocol with flags inside its data could take for a flag.
-_WORDS = np.array([0xFFFFFFFF, 0xFFFFFFFE, 0], dtype=np.uint32)
 _OUT_OF_RANGE_32 = (-2, -1000, 2**31 - 1, -(2**31))
 _OUT_OF_RANGE_64 = (*_OUT_OF_RANGE_32, 2**32, 2**40 + 1, -(2**63))
 
@@ -47,8 +42,9 @@ _STREAM_X, _STREAM_SCALES, _STREAM_ROUTING, _STREAM_WEIGHTS, _STREAM_EXPERT, _ST
 class Case:
     """One property-test case; the tensors follow from the fields.
 
-    tokens: T of every rank. content: of the payload. scales_*: for payloads quantised by the caller.
-    combine_weights: one of COMBINE_WEIGHTS. biases: how many (flat). domain_size None: one domain.
+    tokens: T of every rank. scales_*: for payloads quantised by the caller. combine_weights: one of COMBINE_WEIGHTS.
+    biases: how many (flat). domain_size None: one domain. content: of the payload; weights_content: of the weights of
+    dispatch and of combine; rows_content: of combine's rows and biases. They are CONTENTS.
     """
 
     seed: int
@@ -73,8 +69,9 @@ class Case:
     expert_alignment: int
     zero_padding: bool
     with_weights: bool
-    weights_words: bool
+    weights_content: str
     rows_dtype: torch.dtype
+    rows_content: str
     out_dtype: torch.dtype | None
     wire_dtype: torch.dtype | None
     combine_weights: str
@@ -122,32 +119,36 @@ class Case:
     def expert(self, rows: Tensor, result: DispatchResult, rank: int) -> Tensor:
         """Combine input of `rank` for its dispatched `rows`, on their device, in rows_dtype.
 
-        Elementwise in `rows`, with other factors in every row, so that rows of a token differ; opaque
-        payloads are ignored. Rows that `result` (the oracle's) does not call valid are NaN.
+        With plain content, elementwise in `rows`, with other factors in every row, so that rows of a token differ;
+        opaque payloads are ignored. Rows that `result` (the oracle's) does not call valid are NaN.
         """
         rng = self._rng(_STREAM_EXPERT, rank)
         shape = (result.valid.numel(), self.hidden)
+        if self.rows_content != "plain":
+            made = content_of(rng, *shape, self.rows_dtype, self.rows_content)
+            made[~result.valid] = float("nan")
+            return made.view(rows.shape).to(rows.device)
         spread = np.float32(10.0) ** rng.integers(-2, 3, shape).astype(np.float32)
-        made = _tensor(rng.standard_normal(shape, dtype=np.float32) * spread)
+        made = tensor_of(rng.standard_normal(shape, dtype=np.float32) * spread)
         if self.dtype in FLOATS:
             given = rows.detach().cpu().reshape(shape).to(torch.float32)
             if not self.keep_nan:
                 given = torch.nan_to_num(given, nan=1.0, posinf=3.0, neginf=-3.0).clamp(-1e4, 1e4)
-            made = given * _tensor(rng.standard_normal(shape, dtype=np.float32)) + made
+            made = given * tensor_of(rng.standard_normal(shape, dtype=np.float32)) + made
         made[~result.valid] = float("nan")
         return made.to(self.rows_dtype).view(rows.shape).to(rows.device)
 
     def scalars(self, result: DispatchResult, rank: int) -> Tensor:
         """Values for combine_weights at `rank`, shaped like result.weights; NaN where no row is."""
         rng = self._rng(_STREAM_COMBINE, rank, 3)
-        values = _tensor(rng.standard_normal(tuple(result.weights.shape), dtype=np.float32))
+        values = tensor_of(rng.standard_normal(tuple(result.weights.shape), dtype=np.float32))
         if values.numel():  # of no rows, the width would be anything
             values.view(result.valid.numel(), -1)[~result.valid] = float("nan")
         return values
 
     def describe(self) -> str:
         """One line that says what the case is."""
-        short = {name: _show(value) for name, value in vars(self).items()}
+        short = {name: show(value) for name, value in vars(self).items()}
         return "Case(" + ", ".join(f"{name}={value}" for name, value in short.items()) + ")"
 
     # --- tensors of one rank
@@ -157,102 +158,50 @@ class Case:
 
     def _rank_input(self, rank: int) -> RankInput:
         tokens = self.tokens[rank]
-        x = _content(self._rng(_STREAM_X, rank), tokens, self.hidden, self.dtype, self.content)
+        x = content_of(self._rng(_STREAM_X, rank), tokens, self.hidden, self.dtype, self.content)
         weights = None
         if self.with_weights:
-            content = "words" if self.weights_words else "plain"
-            weights = _content(self._rng(_STREAM_WEIGHTS, rank), tokens, self.topk, torch.float32, content)
+            rng = self._rng(_STREAM_WEIGHTS, rank)
+            weights = content_of(rng, tokens, self.topk, torch.float32, self.weights_content)
         scales = None
         if self.scales_dtype is not None:
             rng = self._rng(_STREAM_SCALES, rank)
-            scales = _content(rng, tokens, self.scales_width, self.scales_dtype, self.content)
-            scales = _with_strides(scales, self.scales_strides)
-        ids = _tensor(_route(self, self._rng(_STREAM_ROUTING, rank), tokens)).to(self.idx_dtype)
+            scales = content_of(rng, tokens, self.scales_width, self.scales_dtype, self.content)
+            scales = with_strides(scales, self.scales_strides)
+        ids = tensor_of(_route(self, self._rng(_STREAM_ROUTING, rank), tokens)).to(self.idx_dtype)
         return RankInput(x, ids, weights, scales)
 
     def _home_weights(self, rank: int) -> Tensor:
         rng = self._rng(_STREAM_COMBINE, rank, 0)
-        return _tensor(rng.standard_normal((self.tokens[rank], self.topk), dtype=np.float32))
+        return content_of(rng, self.tokens[rank], self.topk, torch.float32, self.weights_content)
 
     def _masked_ids(self, rank: int) -> Tensor:
-        """The ids of the dispatch with some choices, and some whole tokens, taken out."""
+        """The ids of the dispatch with some choices, and some whole tokens, taken out: they name no expert."""
         ids = self._rank_input(rank).topk_idx
         rng = self._rng(_STREAM_COMBINE, rank, 1)
         gone = (rng.random(tuple(ids.shape)) < 0.3) | (rng.random((len(ids), 1)) < 0.15)
-        return torch.where(_tensor(gone), -1, ids).to(ids.dtype)
+        wrong = torch.tensor([-1, *wrong_ids(self)])
+        picked = rng.integers(-len(wrong), len(wrong), gone.shape).clip(0)  # -1 is picked most
+        return torch.where(tensor_of(gone), wrong[tensor_of(picked)], ids).to(ids.dtype)
 
     def _bias(self, rank: int) -> tuple[Tensor, ...]:
         rng = self._rng(_STREAM_COMBINE, rank, 2)
         dtype = self.out_dtype or self.rows_dtype
-        made = [_content(rng, self.tokens[rank], self.hidden, dtype, "plain") for _ in range(self.biases)]
+        made = [content_of(rng, self.tokens[rank], self.hidden, dtype, self.rows_content) for _ in range(self.biases)]
         return tuple(made)
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
     return str(value).removeprefix("torch.").replace(" ", "")
 
 
-# --- tensors
+# --- routing
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Tensors of FP4 and EXPONENTS as uint8, for torch can neither index nor convert them all; others as they are."""
-    return tensor.view(torch.uint8) if tensor.dtype in FP4 + EXPONENTS else tensor
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    """A copy with the strides that torch itself gives; an empty numpy array would bring strides of 0."""
-    return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)
-
-
-def _content(rng: np.random.Generator, rows: int, width: int, dtype: torch.dtype, content: str) -> Tensor:
-    """[rows, width] of `dtype`: ordinary values, with words or special values strewn in by `content`."""
-    if dtype in FLOATS:
-        made = _tensor(rng.standard_normal((rows, width), dtype=np.float32))
-        if content == "special":
-            _strew_special(rng, made, dtype)
-        made = made.to(dtype)
-    else:
-        size = dtype.itemsize
-        made = _tensor(rng.integers(0, 256, (rows, width * size), dtype=np.uint8)).view(dtype)
-    if content != "words":
-        return made
-    count = rows * width * dtype.itemsize
-    raw = np.zeros(-(-count // 4) * 4, dtype=np.uint8)
-    raw[:count] = made.reshape(-1).view(torch.uint8).numpy()
-    words = raw.view(np.uint32)
-    replaced = rng.random(words.shape) < rng.choice([0.05, 0.5, 1.0])
-    words[replaced] = rng.choice(_WORDS, int(replaced.sum()))
-    return _tensor(raw[:count]).view(dtype).view(rows, width)
-
-
-def _strew_special(rng: np.random.Generator, made: Tensor, dtype: torch.dtype) -> None:
-    """Puts zeros of both signs, denormals, extremes, infinities and NaN into fp32 values for `dtype`."""
-    info = torch.finfo(dtype)
-    tiny = info.smallest_normal
-    values = [0.0, -0.0, tiny / 4, -tiny / 2, tiny, info.max, -info.max]
-    # Infinities and NaN on their own occasion: where they are, they hide the rest of their sum.
-    if rng.random() < 0.5:
-        values += [float("inf"), float("-inf"), float("nan")]
-    special = torch.tensor(values)
-    where = _tensor(rng.random(tuple(made.shape)) < rng.choice([0.05, 0.4]))
-    picked = _tensor(rng.integers(0, len(values), int(where.sum())))
-    made[where] = special[picked]
-
-
-def _with_strides(rows: Tensor, strides: str) -> Tensor:
-    """The same values, laid out otherwise in memory."""
-    if strides == "column":
-        return rows.t().contiguous().t()
-    if strides == "padded":
-        wide = rows.new_zeros(rows.shape[0], rows.shape[1] + 3)
-        wide[:, 1 : 1 + rows.shape[1]] = rows
-        return wide[:, 1 : 1 + rows.shape[1]]
-    if strides == "aligned":  # every row begins at a multiple of 16 bytes
-        wide = rows.new_zeros(rows.shape[0], -(-rows.shape[1] // 16) * 16)
-        wide[:, : rows.shape[1]] = rows
-        return wide[:, : rows.shape[1]]
-    return rows
+def wrong_ids(case: Case) -> tuple[int, ...]:
+    """Ids that name no expert of the case."""
+    wrong = _OUT_OF_RANGE_64 if case.idx_dtype == torch.int64 else _OUT_OF_RANGE_32
+    return (case.num_experts, case.num_experts + 1, *wrong)
 
 
 def _route(case: Case, rng: np.random.Generator, tokens: int) -> np.ndarray:
@@ -278,6 +227,8 @@ def _route(case: Case, rng: np.random.Generator, tokens: int) -> np.ndarray:
         local = experts // case.num_ranks
         choose = choose[:local] + local * int(common.integers(case.num_ranks))
     score = rng.random((tokens, len(choose)))
+    if case.routing == CROWDED:  # experts of a few ranks, so that a token has several on each
+        score += np.repeat(rng.random((tokens, case.num_ranks)) * 2, experts // case.num_ranks, 1)
     if case.routing == "skewed":
         score -= np.linspace(0.0, 1.5, len(choose))
     named = min(topk, len(choose))
@@ -286,8 +237,7 @@ def _route(case: Case, rng: np.random.Generator, tokens: int) -> np.ndarray:
     if case.routing == "some_none":
         ids[(rng.random(shape) < 0.3) | (rng.random((tokens, 1)) < 0.2)] = -1
     if case.routing == "out_of_range":
-        wrong = _OUT_OF_RANGE_64 if case.idx_dtype == torch.int64 else _OUT_OF_RANGE_32
-        wrong = (experts, experts + 1, *wrong)
+        wrong = wrong_ids(case)
         where = rng.random(shape) < 0.25
         ids[where] = np.array(wrong, dtype=np.int64)[rng.integers(0, len(wrong), int(where.sum()))]
     return ids
@@ -335,6 +285,7 @@ def _combine_fields(rng: random.Random, hidden: int, layout: str, num_ranks: int
     expert_layout = layout in reference.EXPERT_LAYOUTS
     return {
         "rows_dtype": rng.choice(floats),
+        "rows_content": "plain",
         "out_dtype": out_dtype,
         "wire_dtype": rng.choice([None, None, torch.float32]),
         "combine_weights": rng.choice(COMBINE_WEIGHTS if expert_layout else ("dispatch", "none")),
@@ -342,6 +293,24 @@ def _combine_fields(rng: random.Random, hidden: int, layout: str, num_ranks: int
         "domain_size": rng.choice([None, rng.choice(divisors)]),
         "keep_nan": rng.random() < 0.3,
     }
+
+
+def _sharpened(case: Case, rng: random.Random) -> Case:
+    """The case, often with what seldom meets by chance: sums of signed zeros, ranks that drop all rows of a token."""
+    changes: dict[str, Any] = {
+        "rows_content": rng.choice(["plain"] * 7 + ["few"] * 4 + ["special", "words"]),
+        "weights_content": rng.choice([case.weights_content] * 4 + ["few"]),
+        "content": rng.choice([case.content] * 6 + ["few"]),
+    }
+    if rng.random() < 0.25:
+        changes["rows_content"] = "few"
+        if case.routing in ROUTINGS[:4]:
+            changes["routing"] = CROWDED
+        if case.layout != "rank_major":
+            rows = sum(case.tokens) * (case.topk if case.layout == "packed" else 1)
+            changes["capacity"] = rng.choice([0, 1, rng.randint(1, 4), rng.randint(0, rows // 4 + 1)])
+            changes["capacity_kind"] = "overflowing"
+    return replace(case, **changes)
 
 
 def generate(seed: int) -> Case:
@@ -366,9 +335,9 @@ def generate(seed: int) -> Case:
     layout = rng.choice(reference.LAYOUTS)
     capacity_kind = "default" if layout == "rank_major" else rng.choice(CAPACITIES)
     tokens_kind = rng.choice([*TOKENS, *(("ragged", "some_zero", "full", "full") * 3)])
-    content = rng.choice(CONTENTS)
+    content = rng.choice(("plain", "words", "special"))
     rows = num_ranks * max_tokens
-    return Case(
+    case = Case(
         seed=seed,
         num_ranks=num_ranks,
         num_experts=num_experts,
@@ -391,129 +360,7 @@ def generate(seed: int) -> Case:
         expert_alignment=rng.choice([1, 2, 3, 8, 16]) if layout == "packed" else 1,
         zero_padding=rng.random() < 0.4,
         with_weights=rng.random() < 0.8,
-        weights_words=rng.random() < 0.1,
+        weights_content="words" if rng.random() < 0.1 else "plain",
         **_combine_fields(rng, hidden, layout, num_ranks),
     )
-
-
-# --- coverage
-
-_EXPECTED: dict[str, tuple[object, ...]] = {
-    "ranks": tuple(range(1, 17)),
-    "topk": tuple(range(1, 33)),
-    "dtype": tuple(_show(dtype) for dtype in FLOATS + OPAQUE),
-    "quant": ("None", *reference.QUANT_MODES),
-    "short last group": (False, True),
-    "odd chunks": (False, True),
-    "scales": ("None", *(f"{_show(d)} {s}" for d in SCALE_DTYPES for s in SCALE_STRIDES)),
-    "content": CONTENTS,
-    "layout": reference.LAYOUTS,
-    "capacity": tuple(
-        f"{layout} {kind}"
-        for layout in reference.LAYOUTS
-        for kind in (CAPACITIES if layout != "rank_major" else ("default",))
-    ),
-    "overflow": tuple(
-        f"{layout} {happened}"
-        for layout in reference.LAYOUTS
-        for happened in ((False, True) if layout != "rank_major" else (False,))
-    ),
-    "alignment > 1": (False, True),
-    "zero padding": (False, True),
-    "index dtype": ("int32", "int64"),
-    "routing": ROUTINGS,
-    "tokens": TOKENS,
-    "duplicates": (False, True),
-    "zero-token ranks": ("no", "some", "all"),
-    "fewer than max_tokens everywhere": (False, True),
-    "invalid ids": (False, True),
-    "dispatch weights": ("none", "plain", "words"),
-    "combine weights": tuple(
-        f"{layout} {kind}"
-        for layout in reference.LAYOUTS
-        for kind in (COMBINE_WEIGHTS if layout in reference.EXPERT_LAYOUTS else ("dispatch", "none"))
-    ),
-    "rows dtype": tuple(_show(dtype) for dtype in FLOATS),
-    "out dtype": ("None", *(_show(dtype) for dtype in FLOATS)),
-    "wire dtype": ("None", "float32"),
-    "wider wire": (False, True),
-    "biases": (0, 1, 2),
-    "domains": ("one", "several", "one rank each"),
-}
-
-
-class Coverage:
-    """How many cases fell into each bucket of each property, and which buckets stayed empty."""
-
-    def __init__(self) -> None:
-        self.cases = 0
-        self.counts: dict[str, Counter[object]] = {name: Counter() for name in _EXPECTED}
-
-    def add(self, case: Case, results: list[DispatchResult]) -> None:
-        """Counts a case, given what the oracle's dispatch made of it."""
-        self.cases += 1
-        for name, bucket in self._buckets(case, results).items():
-            self.counts[name][bucket] += 1
-
-    @staticmethod
-    def _buckets(case: Case, results: list[DispatchResult]) -> dict[str, object]:
-        ids = torch.cat([given.topk_idx.to(torch.int64) for given in case.inputs()])
-        inside = (ids >= 0) & (ids < case.num_experts)
-        ordered = torch.where(inside, ids, -1 - torch.arange(case.topk)).sort(1).values
-        repeated = bool((ordered[:, 1:] == ordered[:, :-1]).any())
-        idle = sum(tokens == 0 for tokens in case.tokens)
-        domain = case.domain_size or case.num_ranks
-        overflow = any(int(result.overflow) > 0 for result in results)
-        scales = "None" if case.scales_dtype is None else f"{_show(case.scales_dtype)} {case.scales_strides}"
-        wire = case.wire_dtype or case.out_dtype or case.rows_dtype
-        row_bytes = case.hidden * (1 if case.quant else case.dtype.itemsize)
-        weights = "none" if not case.with_weights else "words" if case.weights_words else "plain"
-        return {
-            "ranks": case.num_ranks,
-            "topk": case.topk,
-            "dtype": _show(case.dtype),
-            "quant": str(case.quant),
-            "short last group": case.quant is not None and case.hidden % 128 != 0,
-            "odd chunks": row_bytes // 16 % 2 == 1,
-            "scales": scales,
-            "content": case.content,
-            "layout": case.layout,
-            "capacity": f"{case.layout} {case.capacity_kind}",
-            "overflow": f"{case.layout} {overflow}",
-            "alignment > 1": case.expert_alignment > 1,
-            "zero padding": case.zero_padding,
-            "index dtype": _show(case.idx_dtype),
-            "routing": case.routing,
-            "tokens": case.tokens_kind,
-            "duplicates": repeated,
-            "zero-token ranks": "no" if idle == 0 else "all" if idle == case.num_ranks else "some",
-            "fewer than max_tokens everywhere": max(case.tokens) < case.max_tokens,
-            "invalid ids": bool((~inside & (ids != -1)).any()),
-            "dispatch weights": weights,
-            "combine weights": f"{case.layout} {case.combine_weights}",
-            "rows dtype": _show(case.rows_dtype),
-            "out dtype": _show(case.out_dtype),
-            "wire dtype": _show(case.wire_dtype),
-            "wider wire": wire != (case.out_dtype or case.rows_dtype),
-            "biases": case.biases,
-            "domains": "one" if domain == case.num_ranks else "one rank each" if domain == 1 else "several",
-        }
-
-    def missing(self) -> list[str]:
-        """The empty buckets, as "property: bucket"."""
-        return [
-            f"{name}: {bucket}"
-            for name, expected in _EXPECTED.items()
-            for bucket in expected
-            if self.counts[name][bucket] == 0
-        ]
-
-    def report(self) -> str:
-        """The histogram, a line for each property."""
-        lines = [f"{self.cases} cases"]
-        for name, expected in _EXPECTED.items():
-            counted = ", ".join(f"{bucket}: {self.counts[name][bucket]}" for bucket in expected)
-            lines.append(f"  {name}: {counted}")
-        missing = self.missing()
-        lines.append(f"  empty buckets: {', '.join(missing) if missing else 'none'}")
-        return "\n".join(lines)
+    return _sharpened(case, random.Random(f"nccl_ep sharp case {seed}"))

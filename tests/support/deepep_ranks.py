@@ -13,7 +13,8 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep import deep_ep, reference
 from nccl_ep.bootstrap import rendezvous_of
-from tests.support.cases import Case, as_bytes, generate
+from tests.support.cases import Case, generate
+from tests.support.contents import as_bytes
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.gpus import on_gpu
 

@@ -109,9 +109,9 @@ def plain_case(num_ranks: int = 2, **changes: Any) -> Case:
         "max_tokens": 8, "tokens_kind": "full", "tokens": (8,) * num_ranks, "routing": "uniform", "idx_dtype":
         torch.int64, "dtype": torch.bfloat16, "content": "plain", "quant": None, "scales_dtype": None, "scales_width":
         1, "scales_strides": "row", "layout": "expert_major", "capacity_kind": "default", "capacity": None,
-        "expert_alignment": 1, "zero_padding": False, "with_weights": True, "weights_words": False, "rows_dtype":
-        torch.bfloat16, "out_dtype": None, "wire_dtype": None, "combine_weights": "dispatch", "biases": 0,
-        "domain_size": None, "keep_nan": False,
+        "expert_alignment": 1, "zero_padding": False, "with_weights": True, "weights_content": "plain",
+        "rows_dtype": torch.bfloat16, "rows_content": "plain", "out_dtype": None, "wire_dtype": None,
+        "combine_weights": "dispatch", "biases": 0, "domain_size": None, "keep_nan": False,
     }  # fmt: skip
     return Case(**{**plain, **changes})
 
@@ -141,13 +141,18 @@ def large_cases() -> list[Case]:
     ]
 
 
-def expected_cases(count: int, *, num_ranks: int, domain_size: int | None = None, first: int = 0) -> list[Expected]:
-    """The first `count` generated cases, from seed `first` on, of these ranks and domains (None: a single one)."""
+def expected_cases(
+    count: int, *, num_ranks: int, domain_size: int | None = None, first: int = 0,
+    fits: Callable[[Case], bool] = lambda case: True,
+) -> list[Expected]:  # fmt: skip
+    """The first `count` generated cases that fit, from seed `first` on, of these ranks and domains (None: a single
+    one)."""
     found: list[Expected] = []
     seed = first
     while len(found) < count:
         case = generate(seed)
-        if case.num_ranks == num_ranks and (case.domain_size or num_ranks) == (domain_size or num_ranks):
+        is_there = case.num_ranks == num_ranks and (case.domain_size or num_ranks) == (domain_size or num_ranks)
+        if is_there and fits(case):
             found.append(Expected(case))
         seed += 1
     return found

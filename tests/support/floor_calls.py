@@ -16,15 +16,12 @@ _ops = torch.ops.nccl_ep
 
 
 def flags(buffer: nccl_ep.Buffer) -> None:
-    _ops.ll_floor_flags.default(buffer.name, buffer._seq)
+    _ops.ll_floor_flags.default(buffer._seq)
 
 
 def push(handle: nccl_ep.Handle, row_bytes: int, *, combine: bool = False, num_sms: int = 0) -> None:
     """As many rows as the dispatch of the handle sends to other ranks, or its combine."""
-    buffer = nccl_ep.buffer.find_buffer(handle.buffer)
-    _ops.ll_floor_push.default(
-        buffer.name, buffer._seq, handle.tensor, *combine_args(handle), row_bytes, combine, num_sms
-    )
+    _ops.ll_floor_push.default(handle.seq, handle.tensor, *combine_args(handle), row_bytes, combine, num_sms)
 
 
 def run_between(cases: Sequence[Expected], buffer: nccl_ep.Buffer, rounds: int, seed: int) -> None:

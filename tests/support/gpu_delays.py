@@ -139,7 +139,7 @@ def stress(chain: Chain, run: Callable[[], None], runs: int, group: Any, *, batc
             if wrong := int(chain.wrong):
                 problem = f"{wrong} wrong elements"
         except RuntimeError as error:
-            # Operations called as such, as pushes are, have no EpError to say that the buffer has failed.
+            # Torch's own, of an operation that was called as such, where the buffer has failed.
             if not isinstance(error, nccl_ep.EpError) and not _has_failed(buffer):
                 raise
             problem = f"{type(error).__name__}: {error}"

@@ -71,7 +71,11 @@ def _parts(handle: nccl_ep.Handle) -> list[tuple[str, slice]]:
     return [*(("tensor", slice(*part)) for part in itertools.pairwise(starts)), ("slots", slice(None))]
 
 
-def _changed(handle: nccl_ep.Handle, part: int, made: torch.Generator) -> nccl_ep.Handle:
+def num_parts(handle: nccl_ep.Handle) -> int:
+    return len(_parts(handle))
+
+
+def change_handle(handle: nccl_ep.Handle, part: int, made: torch.Generator) -> nccl_ep.Handle:
     """With odd numbers in half of the places of a part."""
     name, place = _parts(handle)[part]
     tensor = getattr(handle, name)
@@ -82,7 +86,7 @@ def _changed(handle: nccl_ep.Handle, part: int, made: torch.Generator) -> nccl_e
     return dataclasses.replace(handle, **{name: changed.to(tensor.device)})
 
 
-def _use(
+def use_handle(
     step: str, case: Expected, buffer: nccl_ep.Buffer, out: nccl_ep.DispatchOutput, handle: nccl_ep.Handle
 ) -> None:
     given = case.inputs[buffer.rank]
@@ -107,10 +111,10 @@ def changed_handles(group: Any, device: Any) -> None:
         for step, _ in itertools.product(steps, range(3)):  # a step has half of the parts with each of two layouts
             with layer_buffer(case.case, group, device, mode=mode) as buffer:
                 out = case.send(buffer, mode=mode)
-                handle = _changed(out.handle, next(turn) % 6, made)
+                handle = change_handle(out.handle, next(turn) % 6, made)
                 buffer.set_timeout(0.2)
                 with contextlib.suppress(nccl_ep.TimeoutError):
-                    _use(step, case, buffer, out, handle)
+                    use_handle(step, case, buffer, out, handle)
         with layer_buffer(case.case, group, device, mode=mode) as buffer:
             case.check_dispatch(case.send(buffer, mode=mode), group.rank())
 

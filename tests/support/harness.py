@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,11 @@ import torch
 import nccl_ep
 from nccl_ep import _C, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.cases import Case, as_bytes
+from tests.support.cases import Case
+from tests.support.contents import as_bytes
 from tests.support.patience import of_living_ranks
+
+NO_BUFFER = 1 << 40  # no buffer's number: csrc/torch/ops/registry.h
 
 
 @dataclass
@@ -23,6 +27,11 @@ class RankResult:
     combined: torch.Tensor
     scalars: torch.Tensor
     wire: dict[str, list[int]] = field(default_factory=dict)
+
+
+def of_no_buffer(handle: nccl_ep.Handle) -> nccl_ep.Handle:
+    """The same handle of a buffer that this process never had."""
+    return dataclasses.replace(handle, seq=handle.seq.new_empty((NO_BUFFER, *handle.seq.shape[1:])))
 
 
 def synchronize(device: torch.device) -> None:

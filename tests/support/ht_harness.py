@@ -15,7 +15,8 @@ import torch
 import nccl_ep
 from nccl_ep import _C, reference
 from nccl_ep.testing import run_ranks
-from tests.support.cases import FLOATS, OPAQUE, Case, as_bytes
+from tests.support.cases import OPAQUE, Case
+from tests.support.contents import FLOATS, as_bytes
 from tests.support.expected import Expected
 from tests.support.harness import case_buffer, check_results, combine_case, garble, to_device
 

@@ -4,15 +4,15 @@
 
 namespace ep {
 
-void take_ids(const Shape& shape, const void* topk_idx, bool is_idx64, int num_tokens, int32_t* ids, CpuState& state) {
+void take_ids(const Shape& shape, const void* topk_idx, bool is_idx64, int num_tokens, int32_t* ids,
+              InvalidIds* reported) {
   for (int i = 0; i < num_tokens * shape.topk; i++) {
     const int64_t id = id_at(topk_idx, is_idx64, i);
     ids[i] = shape.valid(id) ? static_cast<int32_t>(id) : -1;
-    if (id != -1 && !shape.valid(id) && state.invalid_ids.count++ == 0) {
-      state.invalid_ids.value = id;
-      state.invalid_ids.token = i / shape.topk;
-      state.invalid_ids.k = i % shape.topk;
-    }
+    if (id == -1 || shape.valid(id) || reported == nullptr || reported->count++ > 0) continue;
+    reported->value = id;
+    reported->token = i / shape.topk;
+    reported->k = i % shape.topk;
   }
 }
 

@@ -8,8 +8,9 @@
 
 namespace ep {
 
-// Copies ids [T, K] into a handle; one that names no expert counts as -1 and is reported.
-void take_ids(const Shape& shape, const void* topk_idx, bool is_idx64, int num_tokens, int32_t* ids, CpuState& state);
+// Copies ids [T, K] into a handle; one that names no expert counts as -1 and is reported, unless `reported` is null.
+void take_ids(const Shape& shape, const void* topk_idx, bool is_idx64, int num_tokens, int32_t* ids,
+              InvalidIds* reported);
 
 inline int64_t id_at(const void* ids, bool is_idx64, int64_t index) {
   return is_idx64 ? static_cast<const int64_t*>(ids)[index] : static_cast<const int32_t*>(ids)[index];

@@ -8,17 +8,17 @@
 
 namespace ep {
 
-HtChannel::HtChannel(Transport& transport, CpuState& state, Kind kind, const HtLayout& layout, const OpHeader& header)
+HtChannel::HtChannel(Transport& transport, CpuState& state, Kind kind, const HtOffsets& offsets, const OpHeader& header)
     : transport_(transport),
       state_(state),
       kind_(kind),
-      layout_(layout),
+      offsets_(offsets),
       header_(header),
       epoch_(state.ht_epoch[static_cast<int>(kind)] + 1),
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
-      messages_(layout.topology.num_ranks),
-      deadline_(state.timeout_seconds) {}
+      messages_(offsets.topology.num_ranks),
+      deadline_(state.control) {}
 
 HtChannel::~HtChannel() {
   if (num_domains() > 1) transport_.flush();
@@ -31,7 +31,7 @@ void HtChannel::send_messages(const std::vector<uint32_t>& words) {
   for (int i = 0; i < OpHeader::kWords; i++) sent_.push_back({header_.word(i), tag_});
   for (uint32_t word : words) sent_.push_back({word, tag_});
   const uint64_t bytes = sent_.size() * sizeof(TaggedWord);
-  const Offset offset = layout_.message_word(bank_, rank(), 0);
+  const Offset offset = offsets_.message_word(bank_, rank(), 0);
   for (int step = 0; step < num_ranks(); step++) {
     const int peer = (rank() + step) % num_ranks();
     note_other(peer, bytes);
@@ -58,7 +58,7 @@ void HtChannel::await_headers(int count) {
     words.resize(OpHeader::kWords + count);
     const auto take = [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; i++) {
-        char* address = local(layout_.message_word(bank_, source, static_cast<int>(i)));
+        char* address = local(offsets_.message_word(bank_, source, static_cast<int>(i)));
         uint64_t word = 0;
         const Deadline::End end = deadline_.wait_until([&] {
           word = atomic_tagged(address).load(std::memory_order_acquire);
@@ -74,8 +74,7 @@ void HtChannel::await_headers(int count) {
     std::copy(words.begin(), words.begin() + OpHeader::kWords, theirs.words);
     for (int i = 0; i < OpHeader::kComparedWords; i++) {
       if (theirs.word(i) == header_.word(i)) continue;
-      state_.failure = {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1};
-      raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
+      fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1}, rank());
     }
     take(OpHeader::kWords, words.size());
   }
@@ -90,7 +89,7 @@ void HtChannel::put(int peer, Offset destination, Offset source, uint64_t bytes)
 // The word at the peer becomes the epoch. Its value before is known, as all readers of a signal are sent it at the same
 // time.
 void HtChannel::signal(int peer, HtSignal which) {
-  transport_.signal_add(peer, layout_.signal(which, rank()), epoch_ - state_.ht_sent[static_cast<int>(which)]);
+  transport_.signal_add(peer, offsets_.signal(which, rank()), epoch_ - state_.ht_sent[static_cast<int>(which)]);
 }
 
 void HtChannel::signal_domain(HtSignal which) {
@@ -100,7 +99,7 @@ void HtChannel::signal_domain(HtSignal which) {
 
 void HtChannel::signal_rail(HtSignal which) {
   for (int other = 0; other < num_domains(); other++) {
-    if (other != domain()) signal(layout_.rail_peer(rank(), other), which);
+    if (other != domain()) signal(offsets_.rail_peer(rank(), other), which);
   }
   state_.ht_sent[static_cast<int>(which)] = epoch_;
 }
@@ -111,12 +110,12 @@ void HtChannel::await_domain(HtSignal which, Awaited awaited) {
 
 void HtChannel::await_rail(HtSignal which, Awaited awaited) {
   for (int other = 0; other < num_domains(); other++) {
-    if (other != domain()) await_signal(which, layout_.rail_peer(rank(), other), awaited);
+    if (other != domain()) await_signal(which, offsets_.rail_peer(rank(), other), awaited);
   }
 }
 
 uint64_t HtChannel::seen_signal(HtSignal which, int source) const {
-  return transport_.signal(layout_.signal(which, source));
+  return transport_.signal(offsets_.signal(which, source));
 }
 
 void HtChannel::await_signal(HtSignal which, int source, Awaited awaited) {
@@ -128,25 +127,24 @@ void HtChannel::await_signal(HtSignal which, int source, Awaited awaited) {
 // What comes over a network must not be read before its signal.
 bool HtChannel::has_heard(int source) const {
   if (!topology().is_lsa(rank(), source)) return seen_signal(message_signal(), source) >= epoch_;
-  char* record = local(layout_.message_word(bank_, source, 0));
-  return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
+  char* header = local(offsets_.message_word(bank_, source, 0));
+  return static_cast<uint32_t>(atomic_tagged(header).load(std::memory_order_acquire) >> 32) == tag_;
 }
 
 void HtChannel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
-  Failure& failure = state_.failure;
-  const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
-  failure = {code, kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 1};
+  Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 1};
+  failure.waited_seconds = deadline_.waited_seconds();
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
-  raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
+  fail(state_, failure, rank());
 }
 
 void HtChannel::check_row(int peer, int64_t row, uint64_t rows) {
   if (static_cast<uint64_t>(row) < rows) return;
-  state_.failure = {Failure::kHandle,           kind_, Awaited::kNone, peer, epoch_, rows,
-                    static_cast<uint64_t>(row), 0,     header_,        {},   1};
-  raise(kind_of(state_.failure), describe(state_.failure, rank(), state_.timeout_seconds));
+  fail(state_,
+       {Failure::kHandle, kind_, Awaited::kNone, peer, epoch_, rows, static_cast<uint64_t>(row), 0, header_, {}, 1},
+       rank());
 }
 
 void HtChannel::note_row(int peer, uint64_t bytes) {

@@ -8,24 +8,24 @@
 
 #include "cpu/common/wait.h"
 #include "cpu/ll/channel.h"
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 #include "transport/transport.h"
 
 namespace ep {
 
 class HtChannel {
  public:
-  HtChannel(Transport& transport, CpuState& state, Kind kind, const HtLayout& layout, const OpHeader& header);
+  HtChannel(Transport& transport, CpuState& state, Kind kind, const HtOffsets& offsets, const OpHeader& header);
   ~HtChannel();  // an operation that fails halfway leaves puts behind, which read their sources
   HtChannel(const HtChannel&) = delete;
   HtChannel& operator=(const HtChannel&) = delete;
 
   int rank() const { return transport_.rank(); }
-  const Topology& topology() const { return layout_.topology; }
+  const Topology& topology() const { return offsets_.topology; }
   int num_ranks() const { return topology().num_ranks; }
   int num_domains() const { return topology().num_domains(); }
   int domain() const { return topology().domain_of(rank()); }
-  const HtLayout& layout() const { return layout_; }
+  const HtOffsets& offsets() const { return offsets_; }
   // Ranks of the own domain. Each rank begins with itself, so that not all begin with the same peer.
   int lsa_peer(int step) const {
     const int size = topology().domain_size;
@@ -75,14 +75,14 @@ class HtChannel {
   Transport& transport_;
   CpuState& state_;
   const Kind kind_;
-  const HtLayout layout_;
+  const HtOffsets offsets_;
   const OpHeader header_;
   const uint64_t epoch_;
   const uint32_t tag_;
   const int bank_;
   std::vector<std::vector<uint32_t>> messages_;  // [source]
   std::vector<TaggedWord> sent_;                 // the own message; puts read it
-  const Deadline deadline_;
+  Deadline deadline_;
 };
 
 }  // namespace ep

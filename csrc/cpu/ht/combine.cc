@@ -19,7 +19,7 @@ constexpr int kMessageWords = kRowsOffset + 2;
 class Combine {
  public:
   Combine(const HtCombineParams& p, HtChannel& channel)
-      : p_(p), channel_(channel), format_(p.layout.row), sum_(p.hidden), domain_sum_(p.hidden), term_(p.hidden) {}
+      : p_(p), channel_(channel), format_(p.offsets.row), sum_(p.hidden), domain_sum_(p.hidden), term_(p.hidden) {}
 
   void run() {
     send_messages();
@@ -70,11 +70,11 @@ class Combine {
 
   // Weights and skip marks of one token's choices, to their slots in the own domain.
   void deliver_weights(const int32_t* ids, const int32_t* slots, const float* weights, const int32_t* marks) {
-    const HtSlotFormat& format = p_.layout.slot;
+    const HtSlotFormat& format = p_.offsets.slot;
     for (int k = 0; k < p_.shape.topk; k++) {
-      if (ids[k] < 0 || !channel_.topology().is_lsa(channel_.rank(), p_.shape.owner(ids[k]))) continue;
+      if (ids[k] < 0 || slots[k] < 0 || !channel_.topology().is_lsa(channel_.rank(), p_.shape.owner(ids[k]))) continue;
       const int owner = p_.shape.owner(ids[k]);
-      char* slot = channel_.at(owner, p_.layout.slot_words(slots[k]));
+      char* slot = channel_.at(owner, p_.offsets.slot_words(slots[k]));
       std::memcpy(slot + format.place(k) * 4, marks + k, 4);
       std::memcpy(slot + format.weight(k) * 4, weights + k, 4);
       channel_.note_other(owner, 8);
@@ -83,7 +83,7 @@ class Combine {
 
   void send_weights() {
     const int topk = p_.shape.topk;
-    const HtRouteFormat& format = p_.layout.route;
+    const HtRouteFormat& format = p_.offsets.route;
     for (int token = 0; token < p_.num_tokens; token++) {
       const int64_t first = static_cast<int64_t>(token) * topk;
       std::vector<int32_t> marks(topk);
@@ -92,7 +92,7 @@ class Combine {
       deliver_weights(p_.handle.own.ids + first, p_.handle.own.slots + first, weights, marks.data());
       for (int other = 0; other < channel_.num_domains(); other++) {
         if (other == channel_.domain()) continue;
-        char* words = channel_.local(p_.layout.route_out(other, token));
+        char* words = channel_.local(p_.offsets.route_out(other, token));
         std::memcpy(words + format.expert(0) * 4, marks.data(), topk * 4);
         std::memcpy(words + format.weight(0) * 4, weights, topk * 4);
       }
@@ -104,12 +104,12 @@ class Combine {
 
   void forward_weights() {
     const int topk = p_.shape.topk;
-    const HtRouteFormat& format = p_.layout.route;
+    const HtRouteFormat& format = p_.offsets.route;
     for (int other = 0; other < channel_.num_domains(); other++) {
       if (other == channel_.domain() || p_.num_tokens == 0) continue;
-      const int peer = p_.layout.rail_peer(channel_.rank(), other);
+      const int peer = p_.offsets.rail_peer(channel_.rank(), other);
       const uint64_t bytes = static_cast<uint64_t>(p_.num_tokens) * format.stride();
-      channel_.put(peer, p_.layout.route_in(channel_.domain(), 0), p_.layout.route_out(other, 0), bytes);
+      channel_.put(peer, p_.offsets.route_in(channel_.domain(), 0), p_.offsets.route_out(other, 0), bytes);
       channel_.note_other(peer, bytes);
     }
     channel_.signal_rail(HtSignal::kCombineRailWeights);
@@ -117,8 +117,8 @@ class Combine {
     for (int source = 0; source < channel_.num_domains(); source++) {
       if (source == channel_.domain()) continue;
       for (int token = 0; token < p_.handle.rail_tokens[source]; token++) {
-        const size_t first = p_.layout.rail_index(source, token) * topk;
-        const char* words = channel_.local(p_.layout.route_in(source, token));
+        const size_t first = p_.offsets.rail_index(source, token) * topk;
+        const char* words = channel_.local(p_.offsets.route_in(source, token));
         deliver_weights(p_.handle.rail.ids + first, p_.handle.rail.slots + first,
                         reinterpret_cast<const float*>(words + format.weight(0) * 4),
                         reinterpret_cast<const int32_t*>(words + format.expert(0) * 4));
@@ -128,7 +128,7 @@ class Combine {
 
   // ---- Rows that other ranks read here
 
-  char* staged(int64_t slot, int part) { return channel_.local(p_.layout.staged_row(slot) + format_.offset[part]); }
+  char* staged(int64_t slot, int part) { return channel_.local(p_.offsets.staged_row(slot) + format_.offset[part]); }
 
   void stage() {
     const bool is_copied = p_.has_rows() && !p_.reads_in_place();
@@ -159,18 +159,18 @@ class Combine {
   void stage_partial(int64_t slot) {
     std::fill(sum_.begin(), sum_.end(), 0.0f);
     bool has_term = false;
-    const char* given = channel_.local(p_.layout.slot_words(slot));
+    const char* given = channel_.local(p_.offsets.slot_words(slot));
     for (int k = 0; k < p_.shape.topk; k++) {
       const int32_t* kept = p_.handle.slot(slot);
-      const int32_t row = kept[p_.layout.slot.place(k)];
+      const int32_t row = kept[p_.offsets.slot.place(k)];
       if (row < 0) continue;
       float weight;
-      std::memcpy(&weight, kept + p_.layout.slot.weight(k), 4);
+      std::memcpy(&weight, kept + p_.offsets.slot.weight(k), 4);
       if (p_.weighting == Weighting::kHome) {
         int32_t mark;
-        std::memcpy(&mark, given + p_.layout.slot.place(k) * 4, 4);
+        std::memcpy(&mark, given + p_.offsets.slot.place(k) * 4, 4);
         if (mark == kNoRow) continue;
-        std::memcpy(&weight, given + p_.layout.slot.weight(k) * 4, 4);
+        std::memcpy(&weight, given + p_.offsets.slot.weight(k) * 4, 4);
       }
       load(row);
       if (p_.weighting != Weighting::kNone) {
@@ -185,7 +185,7 @@ class Combine {
     const int topk = p_.shape.topk;
     const bool expert_rows = has_expert_rows(p_.output.layout);
     for (int k = 0; k < topk; k++) {
-      const int32_t place = expert_rows ? p_.handle.slot(slot)[p_.layout.slot.place(k)] : row;
+      const int32_t place = expert_rows ? p_.handle.slot(slot)[p_.offsets.slot.place(k)] : row;
       const float value = place < 0 ? 0.0f : p_.values[expert_rows ? place : static_cast<int64_t>(place) * topk + k];
       std::memcpy(staged(slot, format_.num_parts - 1) + k * 4, &value, 4);
     }
@@ -220,7 +220,7 @@ class Combine {
       for (int k = 0; k < p_.shape.topk && p_.has_values; k++) {
         if (token.ids[k] < 0 || p_.shape.owner(token.ids[k]) != rank) continue;
         const int part = format_.num_parts - 1;
-        std::memcpy(scalars + k, channel_.at(rank, p_.layout.staged_row(slot) + format_.offset[part]) + k * 4, 4);
+        std::memcpy(scalars + k, channel_.at(rank, p_.offsets.staged_row(slot) + format_.offset[part]) + k * 4, 4);
         channel_.note_other(rank, 4);
       }
     }
@@ -237,7 +237,7 @@ class Combine {
     const DType dtype = is_in_place ? p_.dtype : p_.wire_dtype;
     const uint64_t bytes = static_cast<uint64_t>(p_.hidden) * size_of(dtype);
     if (is_in_place) channel_.check_row(rank, row, (channel_.window_bytes() - offsets_[rank]) / bytes);
-    const Offset offset = is_in_place ? offsets_[rank] + row * bytes : p_.layout.staged_row(slot) + format_.offset[0];
+    const Offset offset = is_in_place ? offsets_[rank] + row * bytes : p_.offsets.staged_row(slot) + format_.offset[0];
     to_floats(dtype, channel_.at(rank, offset), term_.data(), p_.hidden);
     channel_.note_row(rank, bytes);
     if (dtype != p_.wire_dtype) round(term_);
@@ -254,18 +254,18 @@ class Combine {
     const int topk = p_.shape.topk;
     for (int home = 0; home < channel_.num_domains(); home++) {
       if (home == channel_.domain()) continue;
-      const int peer = p_.layout.rail_peer(channel_.rank(), home);
+      const int peer = p_.offsets.rail_peer(channel_.rank(), home);
       for (int token = 0; token < p_.handle.rail_tokens[home]; token++) {
         std::vector<float> scalars(topk, 0.0f);
         bool has_term = false;
-        const Token route = token_of(p_.handle.rail, p_.layout.rail_index(home, token) * topk);
+        const Token route = token_of(p_.handle.rail, p_.offsets.rail_index(home, token) * topk);
         if (!add_domain(route, domain_sum_, has_term, scalars.data())) continue;
-        const Offset out = p_.layout.rail_row_out(home, token);
+        const Offset out = p_.offsets.rail_row_out(home, token);
         if (p_.has_rows()) from_floats(p_.wire_dtype, domain_sum_.data(), channel_.local(out), p_.hidden);
         if (p_.has_values) {
           std::memcpy(channel_.local(out) + format_.offset[format_.num_parts - 1], scalars.data(), topk * 4);
         }
-        channel_.put(peer, p_.layout.rail_row_in(channel_.domain(), token), out, format_.body_bytes);
+        channel_.put(peer, p_.offsets.rail_row_in(channel_.domain(), token), out, format_.body_bytes);
         if (p_.has_rows()) {
           channel_.note_row(peer, format_.body_bytes);
         } else {
@@ -309,7 +309,7 @@ class Combine {
   }
 
   void add_from_rail(const Token& route, int domain, int token, bool& has_term, float* scalars) {
-    const char* row = channel_.local(p_.layout.rail_row_in(domain, token));
+    const char* row = channel_.local(p_.offsets.rail_row_in(domain, token));
     bool is_there = false;
     for (int k = 0; k < p_.shape.topk; k++) {
       if (route.ids[k] < 0 || channel_.topology().domain_of(p_.shape.owner(route.ids[k])) != domain) continue;
@@ -331,7 +331,7 @@ class Combine {
 }  // namespace
 
 void cpu_ht_combine(const HtCombineParams& p, Transport& transport, CpuState& state) {
-  HtChannel channel(transport, state, Kind::kCombine, p.layout, p.header);
+  HtChannel channel(transport, state, Kind::kCombine, p.offsets, p.header);
   Combine(p, channel).run();
   if (p.has_rows() && !has_expert_rows(p.output.layout) && !p.reads_in_place()) state.ht_staged[1]++;
 }

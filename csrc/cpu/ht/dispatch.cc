@@ -113,7 +113,7 @@ struct TokenRoute {
 class Sender {
  public:
   Sender(const HtDispatchParams& p, HtChannel& channel, const std::vector<Receiver>& receivers)
-      : p_(p), channel_(channel), receivers_(receivers), row_(p.layout.row.stride()) {}
+      : p_(p), channel_(channel), receivers_(receivers), row_(p.offsets.row.stride()) {}
 
   void send_own() {
     const int topk = p_.shape.topk;
@@ -130,11 +130,11 @@ class Sender {
       }
     }
     if (channel_.num_domains() == 1) return;
-    for (int other = 0; other < channel_.num_domains() && sends_routes(p_.variant); other++) {
+    for (int other = 0; other < channel_.num_domains() && sends_metadata(p_.variant); other++) {
       if (other == channel_.domain() || p_.num_tokens == 0) continue;
-      const int peer = p_.layout.rail_peer(channel_.rank(), other);
-      const uint64_t bytes = static_cast<uint64_t>(p_.num_tokens) * p_.layout.route.stride();
-      channel_.put(peer, p_.layout.route_in(channel_.domain(), 0), p_.layout.route_out(other, 0), bytes);
+      const int peer = p_.offsets.rail_peer(channel_.rank(), other);
+      const uint64_t bytes = static_cast<uint64_t>(p_.num_tokens) * p_.offsets.route.stride();
+      channel_.put(peer, p_.offsets.route_in(channel_.domain(), 0), p_.offsets.route_out(other, 0), bytes);
       channel_.note_other(peer, bytes);
     }
     channel_.signal_rail(HtSignal::kDispatchRail);
@@ -145,19 +145,19 @@ class Sender {
     if (channel_.num_domains() == 1) return;
     channel_.await_rail(HtSignal::kDispatchRail, Awaited::kRail);
     const int topk = p_.shape.topk;
-    if (sends_routes(p_.variant)) p_.handle.rail_tokens[channel_.domain()] = 0;
+    if (sends_metadata(p_.variant)) p_.handle.rail_tokens[channel_.domain()] = 0;
     for (int source = 0; source < channel_.num_domains(); source++) {
       if (source == channel_.domain()) continue;
-      if (sends_routes(p_.variant)) {
-        p_.handle.rail_tokens[source] = channel_.num_tokens(p_.layout.rail_peer(channel_.rank(), source));
+      if (sends_metadata(p_.variant)) {
+        p_.handle.rail_tokens[source] = channel_.num_tokens(p_.offsets.rail_peer(channel_.rank(), source));
       }
       for (int token = 0; token < p_.handle.rail_tokens[source]; token++) {
-        const size_t first = p_.layout.rail_index(source, token) * topk;
+        const size_t first = p_.offsets.rail_index(source, token) * topk;
         const HtRoutes& rail = p_.handle.rail;
         std::vector<float> weights(topk);
-        if (sends_routes(p_.variant)) take_route(source, token, weights);
+        if (sends_metadata(p_.variant)) take_route(source, token, weights);
         const TokenRoute route{rail.ids + first, rail.rows + first, rail.slots + first, weights.data(), token};
-        deliver(route, channel_.local(p_.layout.rail_row_in(source, token)));
+        deliver(route, channel_.local(p_.offsets.rail_row_in(source, token)));
       }
     }
   }
@@ -169,12 +169,12 @@ class Sender {
       const HtPart& part = p_.parts[i];
       if (part.in == nullptr) continue;
       const char* in = at(part.in, token * part.row_stride);
-      char* out = row_.data() + p_.layout.row.offset[i];
+      char* out = row_.data() + p_.offsets.row.offset[i];
       if (i == 0 && p_.quant != Quant::kNone) {
         std::vector<float> floats(p_.hidden);
         to_floats(p_.dtype, in, floats.data(), p_.hidden);
         quantize_row(p_.quant, floats.data(), p_.hidden, reinterpret_cast<uint8_t*>(out),
-                     row_.data() + p_.layout.row.offset[1]);
+                     row_.data() + p_.offsets.row.offset[1]);
         continue;
       }
       for (int j = 0; j < part.elements; j++) {
@@ -192,20 +192,21 @@ class Sender {
       for (int k = p_.shape.topk - 1; k >= 0; k--) {
         if (!is_at(route, k, peer)) continue;
         slot = route.slots[k];
-        if (route.rows[k] >= 0) first_row = route.rows[k];
+        if (route.rows[k] < 0) continue;
+        first_row = route.rows[k];
+        channel_.check_row(peer, first_row, receivers_[peer].output.rows());  // the receiver trusts all of them
       }
       if (slot == kNoRow) continue;
-      if (sends_routes(p_.variant)) send_slot(route, peer, slot);
+      if (sends_metadata(p_.variant)) send_slot(route, peer, slot);
       if (first_row < 0) continue;
-      channel_.check_row(peer, first_row, receivers_[peer].output.rows());
       for (int i = 0; i < p_.num_parts; i++) {
         const Offset out = receivers_[peer].offsets[i];
         const int bytes = p_.parts[i].bytes;
-        const Offset target = out == kNoOffset ? p_.layout.staged_row(slot) + p_.layout.row.offset[i]
+        const Offset target = out == kNoOffset ? p_.offsets.staged_row(slot) + p_.offsets.row.offset[i]
                                                : out + static_cast<Offset>(first_row) * bytes;
-        std::memcpy(channel_.at(peer, target), row + p_.layout.row.offset[i], bytes);
+        std::memcpy(channel_.at(peer, target), row + p_.offsets.row.offset[i], bytes);
       }
-      channel_.note_row(peer, p_.layout.row.body_bytes);
+      channel_.note_row(peer, p_.offsets.row.body_bytes);
     }
   }
 
@@ -214,7 +215,7 @@ class Sender {
   }
 
   void send_slot(const TokenRoute& route, int peer, int32_t slot) {
-    const HtSlotFormat& format = p_.layout.slot;
+    const HtSlotFormat& format = p_.offsets.slot;
     const bool expert_rows = has_expert_rows(receivers_[peer].output.layout);
     std::vector<uint32_t> words(format.words());
     for (int k = 0; k < p_.shape.topk; k++) {
@@ -224,35 +225,35 @@ class Sender {
       words[format.weight(k)] = bits_of(!is_there ? 0.0f : route.weights == nullptr ? 1.0f : route.weights[k]);
     }
     words[format.token()] = static_cast<uint32_t>(route.token);
-    std::memcpy(channel_.at(peer, p_.layout.slot_words(slot)), words.data(), words.size() * 4);
+    std::memcpy(channel_.at(peer, p_.offsets.slot_words(slot)), words.data(), words.size() * 4);
     channel_.note_other(peer, words.size() * 4);
   }
 
   void send_over_rail(const TokenRoute& route, int domain) {
-    const HtRouteFormat& format = p_.layout.route;
-    const int peer = p_.layout.rail_peer(channel_.rank(), domain);
-    auto* words = reinterpret_cast<uint32_t*>(channel_.local(p_.layout.route_out(domain, route.token)));
+    const HtRouteFormat& format = p_.offsets.route;
+    const int peer = p_.offsets.rail_peer(channel_.rank(), domain);
+    auto* words = reinterpret_cast<uint32_t*>(channel_.local(p_.offsets.route_out(domain, route.token)));
     bool is_there = false;
     for (int k = 0; k < p_.shape.topk; k++) {
       const bool counts = route.ids[k] >= 0 && channel_.topology().domain_of(p_.shape.owner(route.ids[k])) == domain;
       is_there = is_there || counts;
-      if (!sends_routes(p_.variant)) continue;
+      if (!sends_metadata(p_.variant)) continue;
       words[format.expert(k)] = static_cast<uint32_t>(counts ? route.ids[k] : -1);
       words[format.row(k)] = static_cast<uint32_t>(route.rows[k]);
       words[format.slot(k)] = static_cast<uint32_t>(route.slots[k]);
       words[format.weight(k)] = bits_of(route.weights == nullptr ? 1.0f : route.weights[k]);
     }
     if (!is_there) return;
-    const Offset out = p_.layout.rail_row_out(domain, route.token);
-    std::memcpy(channel_.local(out), row_.data(), p_.layout.row.body_bytes);
-    channel_.put(peer, p_.layout.rail_row_in(channel_.domain(), route.token), out, p_.layout.row.body_bytes);
-    channel_.note_row(peer, p_.layout.row.body_bytes);
+    const Offset out = p_.offsets.rail_row_out(domain, route.token);
+    std::memcpy(channel_.local(out), row_.data(), p_.offsets.row.body_bytes);
+    channel_.put(peer, p_.offsets.rail_row_in(channel_.domain(), route.token), out, p_.offsets.row.body_bytes);
+    channel_.note_row(peer, p_.offsets.row.body_bytes);
   }
 
   void take_route(int source, int token, std::vector<float>& weights) {
-    const HtRouteFormat& format = p_.layout.route;
-    const auto* words = reinterpret_cast<const int32_t*>(channel_.local(p_.layout.route_in(source, token)));
-    const size_t first = p_.layout.rail_index(source, token) * p_.shape.topk;
+    const HtRouteFormat& format = p_.offsets.route;
+    const auto* words = reinterpret_cast<const int32_t*>(channel_.local(p_.offsets.route_in(source, token)));
+    const size_t first = p_.offsets.rail_index(source, token) * p_.shape.topk;
     for (int k = 0; k < p_.shape.topk; k++) {
       p_.handle.rail.ids[first + k] = words[format.expert(k)];
       p_.handle.rail.rows[first + k] = words[format.row(k)];
@@ -271,7 +272,7 @@ void run(const HtDispatchParams& p, HtChannel& channel, CpuState& state) {
   const int rank = channel.rank();
   HtCounts counts = HtCounts::zero(p.shape);
   if (routes(p.variant)) {
-    take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.own.ids, state);
+    take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.own.ids, &state.invalid_ids);
     counts.count(p.shape, rank, p.handle.own.ids, p.num_tokens);
   }
   const std::vector<uint32_t> words = message_words(p, counts, rank);
@@ -305,12 +306,12 @@ void run(const HtDispatchParams& p, HtChannel& channel, CpuState& state) {
 }  // namespace
 
 void cpu_ht_dispatch(const HtDispatchParams& p, Transport& transport, CpuState& state) {
-  HtChannel channel(transport, state, Kind::kDispatch, p.layout, p.header);
+  HtChannel channel(transport, state, Kind::kDispatch, p.offsets, p.header);
   try {
     run(p, channel, state);
   } catch (const Error&) {  // the buffer has failed: nothing was received
     if (routes(p.variant)) std::fill(p.info, p.info + p.output.info_size(), 0);
-    if (sends_routes(p.variant)) clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
+    if (sends_metadata(p.variant)) clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
     throw;
   }
 }

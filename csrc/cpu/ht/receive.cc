@@ -17,7 +17,7 @@ class Received {
       : p_(p), channel_(channel), is_filled_(p.zero_padding ? p.output.rows() : 0, 0) {}
 
   void place() {
-    if (sends_routes(p_.variant)) {
+    if (sends_metadata(p_.variant)) {
       clear_row_info(p_.output, p_.is_idx64, p_.out_topk_idx, p_.out_weights, p_.row_expert);
     }
     int64_t slot = 0, start = 0;
@@ -42,20 +42,20 @@ class Received {
     const bool expert_rows = has_expert_rows(p_.output.layout);
     int32_t places[kMaxTopk];
     float weights[kMaxTopk];
-    if (sends_routes(p_.variant)) {
-      const auto* words = reinterpret_cast<const int32_t*>(channel_.local(p_.layout.slot_words(slot)));
-      const HtSlotFormat& format = p_.layout.slot;
+    if (sends_metadata(p_.variant)) {
+      const auto* words = reinterpret_cast<const int32_t*>(channel_.local(p_.offsets.slot_words(slot)));
+      const HtSlotFormat& format = p_.offsets.slot;
       std::memcpy(places, words + format.place(0), topk * 4);
       std::memcpy(weights, words + format.weight(0), topk * 4);
       std::copy_n(words + (expert_rows ? 0 : format.token()), expert_rows ? format.words() : 1, p_.handle.slot(slot));
     } else if (expert_rows) {
-      std::copy_n(p_.handle.slot(slot) + p_.layout.slot.place(0), topk, places);
+      std::copy_n(p_.handle.slot(slot) + p_.offsets.slot.place(0), topk, places);
     }
     if (expert_rows) {
       place_copies(slot, places, weights);
     } else if (row_of_rank_layouts >= 0) {
       put_row(slot, kNoRow, row_of_rank_layouts);
-      for (int k = 0; k < topk && sends_routes(p_.variant); k++) {
+      for (int k = 0; k < topk && sends_metadata(p_.variant); k++) {
         const int64_t index = static_cast<int64_t>(row_of_rank_layouts) * topk + k;
         set_id(p_.out_topk_idx, p_.is_idx64, index, places[k]);
         p_.out_weights[index] = weights[k];
@@ -71,7 +71,7 @@ class Received {
       if (row < 0) continue;
       put_row(slot, first, row);
       if (first == kNoRow) first = row;
-      if (!sends_routes(p_.variant)) continue;
+      if (!sends_metadata(p_.variant)) continue;
       p_.out_weights[row] = weights[k];
       if (p_.row_expert != nullptr) p_.row_expert[row] = expert_of(row);
     }
@@ -94,7 +94,7 @@ class Received {
       const bool is_in_place = p_.parts[i].out_offset != kNoOffset;
       if (is_in_place && first < 0) continue;
       const char* from =
-          is_in_place ? out_row(i, first) : channel_.local(p_.layout.staged_row(slot) + p_.layout.row.offset[i]);
+          is_in_place ? out_row(i, first) : channel_.local(p_.offsets.staged_row(slot) + p_.offsets.row.offset[i]);
       std::memcpy(out_row(i, row), from, p_.parts[i].bytes);
     }
     if (p_.zero_padding) is_filled_[row] = 1;

@@ -15,17 +15,33 @@ std::atomic_ref<uint32_t> atomic_word(uint32_t* address) { return std::atomic_re
 
 }  // namespace
 
-Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const OpHeader& header)
+Failure::Code code_of(Deadline::End end) {
+  switch (end) {
+    case Deadline::End::kInterrupted:
+      return Failure::kInterrupted;
+    case Deadline::End::kDestroyed:
+      return Failure::kDestroyed;
+    default:
+      return Failure::kTimeout;
+  }
+}
+
+void fail(CpuState& state, const Failure& failure, int rank) {
+  state.failure.set(failure);
+  raise(kind_of(failure), describe(failure, rank, state.control.timeout_seconds));
+}
+
+Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header)
     : transport_(transport),
       state_(state),
       kind_(kind),
-      layout_(layout),
+      offsets_(offsets),
       header_(header),
       epoch_(state.epoch[static_cast<int>(kind)] + 1),
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
-      headers_(layout.num_ranks),
-      deadline_(state.masks_late ? state.timeout_seconds / 2 : state.timeout_seconds) {}
+      headers_(offsets.num_ranks),
+      deadline_(state.control, state.masks_late ? 0.5 : 1) {}
 
 Channel::~Channel() {
   if (!sources_.empty()) transport_.flush();
@@ -44,7 +60,7 @@ void Channel::send_header(int peer) {
   if (is_masked(peer)) {
     tell_mask(peer);
   } else {
-    send_tagged(peer, layout_.header(bank_, rank()), words, OpHeader::kWords);
+    send_tagged(peer, offsets_.header(bank_, rank()), words, OpHeader::kWords);
   }
   testing::delay(testing::Point::kAfterHeader, rank());
 }
@@ -52,7 +68,7 @@ void Channel::send_header(int peer) {
 // A masked rank may still read the rest of an earlier header.
 void Channel::tell_mask(int peer) {
   const uint32_t is_masked = 1;
-  const Offset word_at = layout_.header(bank_, rank()) + OpHeader::kIsMasked * sizeof(TaggedWord);
+  const Offset word_at = offsets_.header(bank_, rank()) + OpHeader::kIsMasked * sizeof(TaggedWord);
   send_tagged(peer, word_at, &is_masked, 1);
 }
 
@@ -86,7 +102,7 @@ void Channel::send_tagged(int peer, Offset offset, const uint32_t* values, int c
 void Channel::send_row(int peer, int token, const uint32_t* words, int num_words) {
   if (is_masked(peer)) return;
   testing::delay(testing::Point::kBetweenRows, rank());
-  const Offset offset = layout_.row(bank_, rank(), token);
+  const Offset offset = offsets_.row(bank_, rank(), token);
   state_.wire.rows[peer] += 1;
   state_.wire.row_bytes[peer] += num_words * sizeof(uint32_t);
   if (char* target = transport_.peer_ptr(peer, offset)) {
@@ -102,7 +118,7 @@ void Channel::send_row(int peer, int token, const uint32_t* words, int num_words
 void Channel::close_stage() {
   stages_++;
   for (int peer = 0; peer < num_ranks(); peer++) {
-    if (!transport_.topology().is_lsa(rank(), peer)) transport_.signal_add(peer, layout_.signal(rank()), 1);
+    if (!transport_.topology().is_lsa(rank(), peer)) transport_.signal_add(peer, offsets_.signal(rank()), 1);
   }
   transport_.flush();
   sources_.clear();
@@ -113,31 +129,29 @@ void Channel::close_stage() {
 // What comes over a network must not be read before its signal.
 bool Channel::has_heard(int source) const {
   if (!transport_.topology().is_lsa(rank(), source)) {
-    return transport_.signal(layout_.signal(source)) > state_.arrivals[static_cast<int>(kind_)];
+    return transport_.signal(offsets_.signal(source)) > state_.arrivals[static_cast<int>(kind_)];
   }
-  char* record = transport_.local_window() + layout_.header(bank_, source);
-  return static_cast<uint32_t>(atomic_tagged(record).load(std::memory_order_acquire) >> 32) == tag_;
+  char* header = transport_.local_window() + offsets_.header(bank_, source);
+  return static_cast<uint32_t>(atomic_tagged(header).load(std::memory_order_acquire) >> 32) == tag_;
 }
 
 void Channel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
-  Failure& failure = state_.failure;
-  const auto code = end == Deadline::End::kLate ? Failure::kTimeout : Failure::kInterrupted;
-  failure = {code, kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 0};
+  Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 0};
+  failure.waited_seconds = deadline_.waited_seconds();
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
-  raise(ErrorKind::kTimeout, describe(failure, rank(), state_.timeout_seconds));
+  fail(state_, failure, rank());
 }
 
 void Channel::refuse_op(int source, const OpHeader& theirs) {
-  state_.failure = {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0};
-  raise(ErrorKind::kMismatch, describe(state_.failure, rank(), state_.timeout_seconds));
+  fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0}, rank());
 }
 
 // Whether the source has masked this rank, in this operation or, if this rank is behind, in a later one.
 bool Channel::was_left_by(int source) const {
   for (int bank = 0; bank < kNumBanks; bank++) {
-    const Offset word_at = layout_.header(bank, source) + OpHeader::kIsMasked * sizeof(TaggedWord);
+    const Offset word_at = offsets_.header(bank, source) + OpHeader::kIsMasked * sizeof(TaggedWord);
     const uint64_t word = atomic_tagged(transport_.local_window() + word_at).load(std::memory_order_acquire);
     if (static_cast<uint32_t>(word) == 1 && is_not_before(static_cast<uint32_t>(word >> 32), tag_)) return true;
   }
@@ -146,7 +160,7 @@ bool Channel::was_left_by(int source) const {
 
 // With masks, a wait calls it now and then.
 bool Channel::is_late(int source, std::chrono::steady_clock::time_point now) {
-  state_.heartbeats.exchange(transport_, state_.heartbeats_at, now, state_.timeout_seconds);
+  state_.heartbeats.exchange(transport_, state_.heartbeats_at, now, state_.control.timeout_seconds);
   return deadline_.is_late(now, state_.heartbeats.last_of(source));
 }
 
@@ -160,7 +174,7 @@ bool Channel::await(Awaited awaited, int source, uint64_t expected, Ready ready)
   Deadline::End end;
   if (state_.masks_late) {
     bool is_left = false;
-    end = Deadline::wait_until([&] { return ready(seen) || (is_left = was_left_by(source)); },
+    end = deadline_.wait_until([&] { return ready(seen) || (is_left = was_left_by(source)); },
                                [&](auto now) { return is_late(source, now); });
     if (is_left || end == Deadline::End::kLate) {
       mask(source);
@@ -183,7 +197,7 @@ void Channel::await_arrivals() {
   for (int source = 0; source < num_ranks(); source++) {
     if (transport_.topology().is_lsa(rank(), source)) continue;
     await(Awaited::kArrivalSignal, source, expected, [&](uint64_t& seen) {
-      seen = transport_.signal(layout_.signal(source));
+      seen = transport_.signal(offsets_.signal(source));
       return seen >= expected;
     });
   }
@@ -192,8 +206,8 @@ void Channel::await_arrivals() {
 void Channel::await_headers() {
   for (int source = 0; source < num_ranks(); source++) {
     uint32_t words[OpHeader::kWords];
-    const Offset record = layout_.header(bank_, source);
-    if (!await_words(source, record, Awaited::kOpHeader, words, OpHeader::kWords)) continue;
+    const Offset header = offsets_.header(bank_, source);
+    if (!await_words(source, header, Awaited::kOpHeader, words, OpHeader::kWords)) continue;
     if (words[OpHeader::kIsMasked] != 0) {
       mask(source);
       continue;
@@ -222,7 +236,7 @@ bool Channel::await_words(int source, Offset offset, Awaited awaited, uint32_t* 
 }
 
 bool Channel::take_row(int source, int token, Awaited awaited, uint32_t* words, int num_words) {
-  uint32_t* row = window_word(layout_.row(bank_, source, token));
+  uint32_t* row = window_word(offsets_.row(bank_, source, token));
   if (transport_.topology().is_lsa(rank(), source)) {
     for (int i = 0; i < num_words; i++) {
       const bool is_there = await(awaited, source, token, [&](uint64_t& seen) {

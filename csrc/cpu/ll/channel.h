@@ -4,22 +4,40 @@
 
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <vector>
 
 #include "cpu/common/heartbeats.h"
 #include "cpu/common/wait.h"
-#include "layout/ht/layout.h"
-#include "layout/ll/layout.h"
+#include "layout/ht/offsets.h"
+#include "layout/ll/offsets.h"
 #include "runtime/backend.h"
 #include "transport/transport.h"
 
 namespace ep {
 
+// How the buffer failed. Another thread may ask while a call gives up.
+class FailureCell {
+ public:
+  void set(const Failure& failure) {
+    std::lock_guard lock(mutex_);
+    failure_ = failure;
+  }
+  Failure get() const {
+    std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  Failure failure_;
+};
+
 struct CpuState {
   uint64_t epoch[kNumKinds] = {0, 0};     // of the last completed call
   uint64_t arrivals[kNumKinds] = {0, 0};  // arrival signals that every network peer has sent up to that call
-  double timeout_seconds = 100;
-  Failure failure;
+  WaitControl control;
+  FailureCell failure;
   uint64_t flag_epoch = 0;  // of the last exchange of flags
   bool masks_late = false;  // a rank that misses a deadline of low latency is masked
   uint64_t masked = 0;      // bit r: rank r is
@@ -34,15 +52,19 @@ struct CpuState {
   uint64_t ht_staged[kNumKinds] = {0, 0};
 };
 
+Failure::Code code_of(Deadline::End end);
+// The buffer has failed, which the error tells.
+[[noreturn]] void fail(CpuState& state, const Failure& failure, int rank);
+
 class Channel {
  public:
-  Channel(Transport& transport, CpuState& state, Kind kind, const LlLayout& layout, const OpHeader& header);
+  Channel(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header);
   ~Channel();  // an operation that fails halfway leaves puts behind, which read its sources
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
   int rank() const { return transport_.rank(); }
-  int num_ranks() const { return layout_.num_ranks; }
+  int num_ranks() const { return offsets_.num_ranks; }
 
   // ---- Sending. Each rank begins with itself, so that not all begin with the same peer.
   int peer(int step) const { return (rank() + step) % num_ranks(); }
@@ -68,7 +90,7 @@ class Channel {
 
   // Called when nothing is left to send. With masks, a rank that still has to send waits half as long, so that no rank
   // is late because another one is.
-  void begin_receiving() { deadline_ = Deadline(state_.timeout_seconds); }
+  void begin_receiving() { deadline_ = Deadline(state_.control); }
   // The operation is over: advances the epoch.
   void complete();
   // From now on, adds the ns waited for each source to `wait_cost` [R]; null: to nothing.
@@ -81,7 +103,7 @@ class Channel {
   }
 
   int bank() const { return bank_; }
-  const LlLayout& layout() const { return layout_; }
+  const LlOffsets& offsets() const { return offsets_; }
 
  private:
   template <class Ready>
@@ -99,7 +121,7 @@ class Channel {
   Transport& transport_;
   CpuState& state_;
   const Kind kind_;
-  const LlLayout layout_;
+  const LlOffsets offsets_;
   const OpHeader header_;
   const uint64_t epoch_;
   const uint32_t tag_;

@@ -39,7 +39,7 @@ class HomeWeights {
   }
 
  private:
-  Offset place(int source, int token, int k) const { return p_.layout.weight(channel_.bank(), source, token, k); }
+  Offset place(int source, int token, int k) const { return p_.offsets.weight(channel_.bank(), source, token, k); }
 
   uint32_t weight_word(int index) const {
     if (p_.home_topk_idx != nullptr) {
@@ -59,7 +59,7 @@ class HomeWeights {
 // This rank's partial sum of token `token` of `home`: false if it has no expert of it.
 bool partial_sum(const LlCombineParams& p, HomeWeights& home_weights, int home, int token, Floats& sum) {
   const int map_k = p.output.map_k();
-  const size_t entry = p.layout.slot(home, token) * map_k;
+  const size_t entry = p.offsets.slot(home, token) * map_k;
   Floats row(p.hidden);
   bool is_here = false, has_term = false;
   std::fill(sum.begin(), sum.end(), 0.0f);
@@ -173,7 +173,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
 }  // namespace
 
 void cpu_combine(const LlCombineParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, Kind::kCombine, p.layout, p.header);
+  Channel channel(transport, state, Kind::kCombine, p.offsets, p.header);
   const int weight_stages = p.weighting == Weighting::kHome ? 1 : 0;
   channel.count_waits(p.wait_cost);
   if (sends(p.phase)) send(p, channel);
@@ -183,7 +183,7 @@ void cpu_combine(const LlCombineParams& p, Transport& transport, CpuState& state
 }
 
 void cpu_combine_weights(const LlCombineWeightsParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, Kind::kCombine, p.layout, p.header);
+  Channel channel(transport, state, Kind::kCombine, p.offsets, p.header);
   const int map_k = p.output.map_k(), topk = p.shape.topk;
   const bool expert_rows = has_expert_rows(p.output.layout);
   for (int step = 0; step < channel.num_ranks(); step++) channel.send_header(channel.peer(step));
@@ -191,12 +191,12 @@ void cpu_combine_weights(const LlCombineWeightsParams& p, Transport& transport, 
     for (int token = 0; token < p.handle.tokens[home]; token++) {
       for (int k = 0; k < topk; k++) {
         // A rank layout has one row for all its choices; the home rank picks those that are this rank's.
-        const int32_t row = p.handle.rows[p.layout.slot(home, token) * map_k + (expert_rows ? k : 0)];
+        const int32_t row = p.handle.rows[p.offsets.slot(home, token) * map_k + (expert_rows ? k : 0)];
         if (row == kNoRow) continue;
         const float value = row < 0 ? 0.0f : p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k];
         uint32_t bits;
         std::memcpy(&bits, &value, sizeof bits);
-        channel.send_words(home, p.layout.weight(channel.bank(), channel.rank(), token, k), &bits, 1);
+        channel.send_words(home, p.offsets.weight(channel.bank(), channel.rank(), token, k), &bits, 1);
       }
     }
   }
@@ -208,7 +208,7 @@ void cpu_combine_weights(const LlCombineWeightsParams& p, Transport& transport, 
     const int32_t id = p.handle.ids[i];
     uint32_t bits = 0;
     if (id >= 0) {
-      const Offset offset = p.layout.weight(channel.bank(), p.shape.owner(id), i / topk, i % topk);
+      const Offset offset = p.offsets.weight(channel.bank(), p.shape.owner(id), i / topk, i % topk);
       channel.await_words(p.shape.owner(id), offset, Awaited::kScalars, &bits, 1);
     }
     std::memcpy(p.out + i, &bits, sizeof bits);

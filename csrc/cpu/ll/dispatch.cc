@@ -40,7 +40,7 @@ void load_row(const LlDispatchParams& p, int token, Words& words) {
 
 // Ids and weights of the own tokens: each rank gets the ids of its own experts, and the weights that belong to them.
 void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
-  const IdFormat& ids = p.layout.ids;
+  const IdFormat& ids = p.offsets.ids;
   for (int token = 0; token < p.num_tokens; token++) {
     uint32_t words[kMaxTopk] = {};
     for (int k = 0; k < ids.words() * ids.per_word(); k++) {
@@ -52,15 +52,15 @@ void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
         const float weight = p.topk_weights ? p.topk_weights[token * p.shape.topk + k] : 1.0f;
         uint32_t bits;
         std::memcpy(&bits, &weight, sizeof bits);
-        channel.send_words(peer, channel.layout().weight(channel.bank(), channel.rank(), token, k), &bits, 1);
+        channel.send_words(peer, channel.offsets().weight(channel.bank(), channel.rank(), token, k), &bits, 1);
       }
     }
-    channel.send_words(peer, channel.layout().id_words(channel.bank(), channel.rank(), token), words, ids.words());
+    channel.send_words(peer, channel.offsets().id_words(channel.bank(), channel.rank(), token), words, ids.words());
   }
 }
 
 void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
-  take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids, state);
+  take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids, p.reports_ids ? &state.invalid_ids : nullptr);
   for (int step = 0; step < channel.num_ranks(); step++) {
     const int peer = channel.peer(step);
     channel.send_header(peer);
@@ -83,18 +83,18 @@ void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
 // False: the source is masked.
 bool await_routing_of(const LlDispatchParams& p, Channel& channel, int source, Routing& routing,
                       std::vector<float>& weights) {
-  const IdFormat& ids = p.layout.ids;
+  const IdFormat& ids = p.offsets.ids;
   for (int token = 0; token < routing.tokens[source]; token++) {
     uint32_t words[kMaxTopk];
-    const Offset words_at = p.layout.id_words(channel.bank(), source, token);
+    const Offset words_at = p.offsets.id_words(channel.bank(), source, token);
     if (!channel.await_words(source, words_at, Awaited::kRouting, words, ids.words())) return false;
-    const size_t first = p.layout.slot(source, token) * p.shape.topk;
+    const size_t first = p.offsets.slot(source, token) * p.shape.topk;
     for (int k = 0; k < p.shape.topk; k++) {
       const uint32_t code = ids.get(words[k / ids.per_word()], k % ids.per_word());
       if (code == ids.none()) continue;
       routing.local_ids[first + k] = static_cast<int32_t>(code);
       uint32_t bits;
-      const Offset weight_at = p.layout.weight(channel.bank(), source, token, k);
+      const Offset weight_at = p.offsets.weight(channel.bank(), source, token, k);
       if (!channel.await_words(source, weight_at, Awaited::kWeights, &bits, 1)) return false;
       std::memcpy(&weights[first + k], &bits, sizeof bits);
     }
@@ -111,7 +111,7 @@ Routing await_routing(const LlDispatchParams& p, Channel& channel, std::vector<f
     // As if it had no tokens: places follow from the routing of all sources, so a source counts as a whole or not at
     // all.
     routing.tokens[source] = 0;
-    const auto first = routing.local_ids.begin() + static_cast<int64_t>(p.layout.slot(source, 0)) * p.shape.topk;
+    const auto first = routing.local_ids.begin() + static_cast<int64_t>(p.offsets.slot(source, 0)) * p.shape.topk;
     std::fill_n(first, p.shape.max_tokens * p.shape.topk, -1);
   }
   return routing;
@@ -136,7 +136,7 @@ void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& ro
   std::vector<char> is_filled(p.zero_padding ? p.output.rows() : 0, 0);
   for (int source = 0; source < channel.num_ranks(); source++) {
     for (int token = 0; token < routing.tokens[source]; token++) {
-      const size_t slot = p.layout.slot(source, token);
+      const size_t slot = p.offsets.slot(source, token);
       const int32_t* ids = routing.local_ids.data() + slot * p.shape.topk;
       if (std::all_of(ids, ids + p.shape.topk, [](int32_t id) { return id < 0; })) continue;
       channel.take_row(source, token, Awaited::kRows, words.data(), static_cast<int>(words.size()));
@@ -209,7 +209,7 @@ void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
 }  // namespace
 
 void cpu_dispatch(const LlDispatchParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, Kind::kDispatch, p.layout, p.header);
+  Channel channel(transport, state, Kind::kDispatch, p.offsets, p.header);
   if (sends(p.phase)) send(p, state, channel);
   if (!receives(p.phase)) return;
   if (p.phase == Phase::kRecv) channel.resume_after(1);

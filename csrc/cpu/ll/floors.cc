@@ -1,8 +1,6 @@
 // The floors of the benchmark on the host: the bytes that csrc/cuda/bench/floors.cuh sends, and the same protocol
 // around them.
 #include <algorithm>
-#include <chrono>
-#include <thread>
 #include <vector>
 
 #include "base/check.h"
@@ -13,8 +11,6 @@
 namespace ep {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Rank `peer` has an expert of the own token (dispatch), or this rank has one of the peer's (combine).
 bool sends_row(const LlFloorPushParams& p, int peer, int token) {
   if (p.kind == Kind::kDispatch) {
@@ -22,15 +18,14 @@ bool sends_row(const LlFloorPushParams& p, int peer, int token) {
     return token < p.num_tokens &&
            std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == peer; });
   }
-  const int32_t* rows = p.handle.rows + static_cast<int64_t>(p.layout.slot(peer, token)) * p.map_k;
+  const int32_t* rows = p.handle.rows + static_cast<int64_t>(p.offsets.slot(peer, token)) * p.map_k;
   return token < p.handle.tokens[peer] && std::any_of(rows, rows + p.map_k, [](int32_t row) { return row != kNoRow; });
 }
 
 }  // namespace
 
 void cpu_floor_flags(const LlFloorFlagsParams& p, Transport& transport, CpuState& state) {
-  const auto deadline =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(state.timeout_seconds));
+  Deadline deadline(state.control);
   const int rank = transport.rank();
   const uint64_t epoch = ++state.flag_epoch;
   for (int peer = 0; peer < p.num_ranks; peer++) {
@@ -45,18 +40,15 @@ void cpu_floor_flags(const LlFloorFlagsParams& p, Transport& transport, CpuState
   }
   for (int source = 0; source < p.num_ranks; source++) {
     if (source == rank) continue;
-    uint64_t seen = 0;
-    while ((seen = transport.signal(p.flags + source * sizeof(uint64_t))) < epoch) {
-      std::this_thread::yield();
-      if (Clock::now() <= deadline) continue;
-      state.failure = {Failure::kTimeout, Kind::kDispatch, Awaited::kFlag, source, epoch, epoch, seen, 0, p.header, {}};
-      raise(ErrorKind::kTimeout, describe(state.failure, rank, state.timeout_seconds));
-    }
+    const auto seen = [&] { return transport.signal(p.flags + source * sizeof(uint64_t)); };
+    const Deadline::End end = deadline.wait_until([&] { return seen() >= epoch; });
+    if (end == Deadline::End::kReady) continue;
+    fail(state, {code_of(end), Kind::kDispatch, Awaited::kFlag, source, epoch, epoch, seen(), 0, p.header, {}}, rank);
   }
 }
 
 void cpu_floor_push(const LlFloorPushParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, p.kind, p.layout, p.header);
+  Channel channel(transport, state, p.kind, p.offsets, p.header);
   for (int step = 0; step < channel.num_ranks(); step++) channel.send_header(channel.peer(step));
   const std::vector<uint32_t> words(p.row.wire_bytes() / sizeof(uint32_t), kAbsent);
   for (int token = 0; token < p.shape.max_tokens; token++) {

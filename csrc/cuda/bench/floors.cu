@@ -1,7 +1,7 @@
 #include "base/check.h"
 #include "cuda/bench/floors.cuh"
 #include "cuda/bench/floors.h"
-#include "cuda/host/launch_util.h"
+#include "cuda/launch/launch_util.h"
 
 namespace ep {
 namespace {

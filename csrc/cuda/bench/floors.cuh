@@ -12,7 +12,7 @@
 // routing from this one, and its deadline ends the buffer.
 #pragma once
 
-#include "cuda/host/launch.h"
+#include "cuda/launch/launch.h"
 #include "cuda/ll/headers.cuh"
 #include "cuda/ll/op_context.cuh"
 #include "cuda/ll/payload.cuh"
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint64_t push_targets(const LlFloorPushParams& p, int
       if (token >= __ldg(p.handle.tokens + home)) continue;
 #pragma unroll 8
       for (int k = 0; k < p.map_k; k++) {
-        const bool has_row = __ldg(p.handle.rows + p.layout.slot(home, token) * p.map_k + k) != kNoRow;
+        const bool has_row = __ldg(p.handle.rows + p.offsets.slot(home, token) * p.map_k + k) != kNoRow;
         targets |= static_cast<uint64_t>(has_row) << home;
       }
     }
@@ -84,20 +84,20 @@ __device__ __forceinline__ uint64_t push_targets(const LlFloorPushParams& p, int
 // As dispatch stores its pieces, but without a load: `targets` lie in shared memory.
 __device__ __forceinline__ void push_rows(const FloorPushRole& role, const WarpContext& op, const uint64_t* targets) {
   const LlFloorPushParams& p = role.p;
-  const int chunks = p.row.wire_bytes() / kLaneBytes, piece_chunks = role.plan.steps * 32;
-  const int pieces = ceil_div(chunks, piece_chunks), units = p.shape.max_tokens * pieces;
+  const int vectors = p.row.wire_bytes() / kLaneBytes, piece_vectors = role.plan.steps * 32;
+  const int pieces = ceil_div(vectors, piece_vectors), units = p.shape.max_tokens * pieces;
   const uint4 absent = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
 #pragma unroll 1
   for (int unit = role.sender(); unit < units; unit += role.plan.senders()) {
-    const int token = unit / pieces, first = unit % pieces * piece_chunks, end = min(first + piece_chunks, chunks);
+    const int token = unit / pieces, first = unit % pieces * piece_vectors, end = min(first + piece_vectors, vectors);
     const uint64_t mask = targets[token];
     int peer = role.peers.rank;
 #pragma unroll 1
     for (int hop = 1; hop < p.shape.num_ranks; hop++) {
       peer = peer + 1 == p.shape.num_ranks ? 0 : peer + 1;
       if ((mask >> peer & 1) == 0) continue;
-      auto* row = role.peers.at<uint4>(peer, p.layout.row(op.bank, role.peers.rank, token));
-      for (int chunk = first + role.lane; chunk < end; chunk += 32) ptx::st_row(row + chunk, absent);
+      auto* row = role.peers.at<uint4>(peer, p.offsets.row(op.bank, role.peers.rank, token));
+      for (int vector = first + role.lane; vector < end; vector += 32) ptx::st_row(row + vector, absent);
     }
   }
 }
@@ -117,10 +117,10 @@ __device__ __forceinline__ void push_floor(const KernelArgs<LlFloorPushParams>& 
     targets[token] = push_targets(p, peers.rank, token);
   }
   const bool is_ok = begin_op(context, op, args, opening);
-  if (is_ok && role.is_control()) send_headers(op, p.layout, peers);
+  if (is_ok && role.is_control()) send_headers(op, p.offsets, peers);
   advance_epoch(args, opening, p.kind, at);
   if (!is_ok) return;
-  if (role.is_creditor()) send_credits(op, p.layout, peers);
+  if (role.is_creditor()) send_credits(op, p.offsets, peers);
   if (!role.is_planned_sender()) return;
   ptx::named_barrier(1, threads);  // of `targets`
   push_rows(role, op, targets);

@@ -1,7 +1,7 @@
 // Launching the floors of the benchmark: csrc/cuda/bench/floors.cuh.
 #pragma once
 
-#include "cuda/host/launch.h"
+#include "cuda/launch/launch.h"
 
 namespace ep {
 

@@ -14,7 +14,7 @@ enum class Encoding : int { kFloat, kKeyed, kFp8 };
 
 template <int kSteps, bool kHasSide>
 struct Piece {
-  uint4 chunk[kSteps];
+  uint4 vector[kSteps];
   uint4 side;  // if the payload has side words
 };
 template <Encoding kEncoding, int kSteps>
@@ -29,11 +29,11 @@ __device__ __forceinline__ uint4 operator^(uint4 v, uint32_t key) {
   return make_uint4(v.x ^ key, v.y ^ key, v.z ^ key, v.w ^ key);
 }
 
-// Raw input of a piece: twice as many chunks for rows that will be quantised.
+// Raw input of a piece: twice as many vectors for rows that will be quantised.
 template <Encoding kEncoding, int kSteps>
 struct Raw {
-  static constexpr int kPerChunk = kEncoding == Encoding::kFp8 ? 2 : 1;
-  uint4 chunk[kSteps * kPerChunk];
+  static constexpr int kPerVector = kEncoding == Encoding::kFp8 ? 2 : 1;
+  uint4 vector[kSteps * kPerVector];
 };
 
 // Two steps, of which a lane holds sixteen numbers each: the largest magnitudes of its groups there, in the halves of a
@@ -88,13 +88,13 @@ __device__ __forceinline__ uint4 scaled(uint4 lo, uint4 hi, float factor) {
 template <DType kType>
 __device__ __forceinline__ void quantize(Quant quant, const Raw<Encoding::kFp8, 2>& raw,
                                          PieceOf<Encoding::kFp8, 2>& piece, int lane) {
-  const float2 maxima = unpack2<kType>(group_maxima<kType>(raw.chunk));
+  const float2 maxima = unpack2<kType>(group_maxima<kType>(raw.vector));
   float scale[2], factor[2];  // each lane all: what is shuffled comes later
   group_scale(quant, maxima.x, scale[0], factor[0]);
   group_scale(quant, maxima.y, scale[1], factor[1]);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    piece.chunk[j] = escaped(scaled<kType>(raw.chunk[2 * j], raw.chunk[2 * j + 1], factor[j]));
+    piece.vector[j] = escaped(scaled<kType>(raw.vector[2 * j], raw.vector[2 * j + 1], factor[j]));
   }
   const int step = lane & 1;
   const uint32_t bits = __float_as_uint(step == 0 ? scale[0] : scale[1]);

@@ -5,22 +5,21 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <future>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <string>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
+#include "base/interruption.h"
 #include "cuda/bench/floors.h"
-#include "cuda/host/device_guard.h"
 #include "cuda/host/gpu_identity.h"
-#include "cuda/host/launch.h"
-#include "cuda/testing/one_gpu_world.h"
+#include "cuda/host/memory.h"
+#include "cuda/host/one_gpu_world.h"
+#include "cuda/launch/launch.h"
 #include "runtime/agreement.h"
 #include "transport/collective_step.h"
+#include "transport/device/device_guard.h"
 #include "transport/nccl/api.h"
 #include "transport/nccl/version.h"
 #include "transport/nccl/window.h"
@@ -28,141 +27,7 @@
 namespace ep {
 namespace {
 
-constexpr double kMinSetupSeconds = 60;       // NCCL's start takes seconds, however short the deadline of operations
-constexpr double kTearDownSlackSeconds = 10;  // beyond the deadline that ends the last kernel
-
-uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(std::min(seconds, 1e9) * 1e9); }
-
-// ---- What a buffer owns.
-
-// Pinned, so that the host reads it while the GPU is busy, and the GPU writes it.
-struct HostBlock {
-  Failure failure;     // kernels write its code last, with a system fence before
-  DeviceState mirror;  // of the last report
-  uint64_t timeout_ns;
-  uint32_t has_failed;
-  uint64_t ht_epoch;  // of the last dispatch of exact sizes
-};
-
-struct Memory {
-  int device = 0;
-  int num_sms = 1;
-  double timeout_seconds = 0;
-  int64_t* ht_sizes = nullptr;  // pinned: of a dispatch of exact sizes, as HtDispatchParams says
-  int ht_sizes_count = 0;
-  uint64_t* ht_block_counts = nullptr;  // as HtRouteParams says
-  cudaStream_t stream = nullptr;        // non-blocking: never waits for the caller's kernels
-  HostBlock* host = nullptr;
-  DeviceState* state = nullptr;
-  LsaPeers peers;
-  // The window, one of three.
-  char* own_window = nullptr;  // a world of one rank
-  std::shared_ptr<OneGpuWorld> world;
-  std::unique_ptr<NcclWindow> nccl_window;
-
-  Memory() = default;
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  // On the right device, which is idle. At the end of a process CUDA may be gone: errors mean nothing here.
-  ~Memory() {
-    nccl_window.reset();
-    world.reset();
-    cudaFree(own_window);
-    cudaFree(state);
-    cudaFree(ht_block_counts);
-    cudaFreeHost(host);
-    cudaFreeHost(ht_sizes);
-    if (stream != nullptr) cudaStreamDestroy(stream);
-  }
-};
-
-// While it lives, calls of CUDA in this thread do not disturb a capture in another.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
-// Frees what a buffer owns once the GPU is idle. After the deadline the work is left to a thread of its own, and what
-// cannot be freed safely is left to the end of the process: a caller never hangs here.
-void tear_down(Memory* owned) noexcept {
-  const double seconds = owned->timeout_seconds + kTearDownSlackSeconds;
-  try {
-    std::promise<void> promise;
-    std::future<void> done = promise.get_future();
-    std::thread thread([owned, promise = std::move(promise)]() mutable {
-      if (cudaSetDevice(owned->device) == cudaSuccess) {
-        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-        cudaThreadExchangeStreamCaptureMode(&mode);
-        if (cudaDeviceSynchronize() == cudaSuccess) delete owned;
-      }
-      promise.set_value();
-    });
-    if (done.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready) {
-      thread.join();
-    } else {
-      thread.detach();
-    }
-  } catch (const std::exception&) {  // no thread can be made
-  }
-}
-
-// `message_words`: of an op message of high throughput, which has the counts of a rank; 0 without high throughput.
-std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t message_words) {
-  auto memory = std::make_unique<Memory>();
-  memory->device = device;
-  memory->timeout_seconds = timeout_seconds;
-  EP_CUDA(cudaDeviceGetAttribute(&memory->num_sms, cudaDevAttrMultiProcessorCount, device));
-  EP_CUDA(cudaStreamCreateWithFlags(&memory->stream, cudaStreamNonBlocking));
-  EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory->host), sizeof(HostBlock), cudaHostAllocMapped));
-  new (memory->host) HostBlock{};
-  EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->state), sizeof(DeviceState)));
-  if (message_words > 0) {
-    const uint64_t bytes = kHtRouteBlocks * message_words * sizeof(uint64_t);
-    EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->ht_block_counts), bytes));
-    EP_CUDA(cudaMemsetAsync(memory->ht_block_counts, 0, bytes, memory->stream));
-  }
-  DeviceState& initial = memory->host->mirror;
-  initial.failure_flag.timeout_ns = nanoseconds(timeout_seconds);
-  EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&initial.failure), &memory->host->failure, 0));
-  EP_CUDA(cudaMemcpyAsync(memory->state, &initial, sizeof initial, cudaMemcpyHostToDevice, memory->stream));
-  EP_CUDA(cudaStreamSynchronize(memory->stream));
-  return memory;
-}
-
-// kAbsent, where nothing has arrived.
-void rest_rows(const Memory& memory, const LlWindow& window) {
-  for (const LlWindow::PerKind& kind : window.kind) {
-    EP_CUDA(cudaMemsetAsync(memory.peers.local<char>(kind.rows.offset), 0xFF, kind.rows.count * sizeof(uint32_t),
-                            memory.stream));
-  }
-}
-
-// Where ranks can be masked: what the kernels need for it.
-void set_up_masks(Memory& memory, const LlWindow& window, int num_ranks) {
-  Masks& masks = memory.host->mirror.masks;
-  masks.num_ranks = num_ranks;
-  masks.stride = memory.peers.stride;
-  for (int kind = 0; kind < kNumKinds; kind++) {
-    masks.headers[kind] = memory.peers.local<uint64_t>(window.kind[kind].headers.offset);
-  }
-  masks.heartbeats = memory.peers.local<uint64_t>(window.heartbeats.offset);
-  memory.peers.can_be_masked = true;
-  EP_CUDA(cudaMemcpyAsync(&memory.state->masks, &masks, sizeof masks, cudaMemcpyHostToDevice, memory.stream));
-}
-
-void clean_window(const Memory& memory, const LlWindow& window) {
-  EP_CUDA(cudaMemsetAsync(memory.peers.local<char>(0), 0, window.bytes, memory.stream));
-  rest_rows(memory, window);
-  EP_CUDA(cudaStreamSynchronize(memory.stream));
-}
-
-// ---- The backend.
+constexpr double kMinSetupSeconds = 60;  // NCCL's start takes seconds, however short the deadline of operations
 
 class CudaBackend : public Backend {
  public:
@@ -305,6 +170,11 @@ class CudaBackend : public Backend {
 
   void set_pdl(bool enabled) override { uses_pdl_ = enabled; }
 
+  void end_waits() override {
+    is_destroyed_ = true;
+    if (memory_->world) memory_->world->abort(memory_->peers.rank);
+  }
+
   void abort() override {
     std::lock_guard lock(mutex_);
     if (memory_->world) memory_->world->abort(memory_->peers.rank);
@@ -380,8 +250,10 @@ class CudaBackend : public Backend {
   // of the driver that other threads want.
   void await_sizes(uint64_t before, cudaStream_t stream) {
     constexpr int kPollsPerCheck = 4096;
+    constexpr std::chrono::milliseconds kLookEvery{20};
     RelaxedCapture relaxed;
     std::atomic_ref epoch(memory_->host->ht_epoch);
+    auto next_look = std::chrono::steady_clock::now() + kLookEvery;
     for (int polls = 1; epoch.load(std::memory_order_acquire) == before; polls++) {
       if (polls % kPollsPerCheck != 0) continue;
       const Failure failed = failure();
@@ -389,11 +261,35 @@ class CudaBackend : public Backend {
         raise(failed.code == Failure::kTimeout ? ErrorKind::kTimeout : ErrorKind::kMismatch,
               describe(failed, memory_->peers.rank, memory_->timeout_seconds));
       }
+      if (is_destroyed_.load(std::memory_order_relaxed)) {
+        abort();  // else this thread would free what the buffer owns only after the kernel's deadline
+        raise(ErrorKind::kInvalidUsage, "the buffer was destroyed by another thread while rank ", memory_->peers.rank,
+              " waited for the sizes of a dispatch");
+      }
+      if (std::chrono::steady_clock::now() >= next_look) {
+        if (has_interruption()) interrupt(before);
+        next_look = std::chrono::steady_clock::now() + kLookEvery;
+      }
       const cudaError_t state = cudaStreamQuery(stream);
       if (state == cudaErrorNotReady || epoch.load(std::memory_order_acquire) != before) continue;
       EP_CUDA(state);
       raise(ErrorKind::kSystem, "the routing of a dispatch ended without sizes");
     }
+  }
+
+  // Ctrl-C while the host waits for sizes: kernels in flight end, and the buffer has failed.
+  [[noreturn]] void interrupt(uint64_t before) {
+    abort();
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));  // from now on, no kernel writes a failure of its own
+    Failure& failed = memory_->host->failure;
+    if (failure().code == Failure::kNone) {
+      failed.awaited = Awaited::kRouting;
+      failed.epoch = failed.expected = before + 1;
+      failed.seen = before;
+      failed.is_ht = 1;
+      std::atomic_ref(failed.code).store(Failure::kInterrupted, std::memory_order_release);
+    }
+    raise(ErrorKind::kTimeout, describe(failure(), memory_->peers.rank, memory_->timeout_seconds));
   }
 
   static void check_not_capturing(cudaStream_t stream) {
@@ -441,6 +337,7 @@ class CudaBackend : public Backend {
   const int num_ranks_;
   std::shared_ptr<Arena> arena_;
   bool uses_pdl_ = true;
+  std::atomic<bool> is_destroyed_{false};
   std::array<int, kNumKinds> last_blocks_{};
   std::mutex mutex_;  // of the private stream and its host block
 };

@@ -3,23 +3,14 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <vector>
 
 #include "base/check.h"
+#include "transport/collective_step.h"
 #include "transport/device/check_cuda.h"
 
 namespace ep {
 namespace {
-
-// A number that differs between processes, those of other containers included.
-uint64_t process_id() {
-  static const uint64_t id = [] {
-    std::random_device random;
-    return static_cast<uint64_t>(random()) << 32 | random();
-  }();
-  return id;
-}
 
 bool same_gpu(const GpuIdentity& a, const GpuIdentity& b) { return std::memcmp(a.gpu, b.gpu, sizeof a.gpu) == 0; }
 
@@ -37,15 +28,12 @@ GpuIdentity own_gpu_identity(int device) {
   EP_CUDA(cudaGetDeviceProperties(&properties, device));
   EP_CUDA(cudaDeviceGetPCIBusId(seat.address, sizeof seat.address, device));
   std::memcpy(seat.gpu, properties.uuid.bytes, sizeof seat.gpu);
-  seat.process = process_id();
+  seat.process = own_process();
   return seat;
 }
 
 bool is_world_on_one_gpu(Bootstrap& bootstrap, const GpuIdentity& mine) {
-  const auto texts = bootstrap.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
-  std::vector<GpuIdentity> seats(texts.size());
-  for (size_t r = 0; r < texts.size(); r++)
-    std::memcpy(&seats[r], texts[r].data(), std::min(texts[r].size(), sizeof mine));
+  const auto seats = gather(bootstrap, mine, "its GPU");
   const bool is_one = std::all_of(seats.begin(), seats.end(), [&](const GpuIdentity& seat) {
     return same_gpu(seat, seats[0]) && seat.process == seats[0].process;
   });

@@ -3,12 +3,13 @@
 
 #include <cstdint>
 
+#include "transport/process.h"
 #include "transport/transport.h"
 
 namespace ep {
 
 struct GpuIdentity {
-  uint64_t process;
+  ProcessIdentity process;
   char gpu[16];      // its UUID
   char address[16];  // on the PCI bus, for the reader
 };

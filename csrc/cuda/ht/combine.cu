@@ -1,7 +1,7 @@
 #include "base/check.h"
-#include "cuda/host/launch_util.h"
-#include "cuda/host/with_types.h"
 #include "cuda/ht/combine.cuh"
+#include "cuda/launch/launch_util.h"
+#include "cuda/launch/with_types.h"
 
 namespace ep {
 namespace {
@@ -35,7 +35,7 @@ HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { re
 void check_served(const HtCombineParams& p) {
   EP_CHECK(!p.has_rows() || p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype),
            " wire for ", name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
-  check_ht_ranks(p.layout.topology);
+  check_ht_ranks(p.offsets.topology);
 }
 
 void load_ht_combine_kernels() {

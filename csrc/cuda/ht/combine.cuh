@@ -34,7 +34,7 @@ struct PullRoute {
   __device__ __forceinline__ bool is_ready(const HtCombineRole& role) const {
     const int needed = chunk(role);
     bool ok = needed < 0 || role.tables.knows_ready(group.rank, needed);
-    if (!ok && is_signalled(role.op, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed)) {
+    if (!ok && is_signalled(role.op, role.p.offsets, role.peers, HtSignal::kCombineReady, group.rank, needed)) {
       role.tables.note_ready(group.rank, needed);
       ok = true;
     }
@@ -47,7 +47,7 @@ struct PullRoute {
     const int needed = chunk(role);
     const bool ok =
         needed < 0 || role.tables.knows_ready(group.rank, needed) ||
-        await_signal(role.op, role.p.layout, role.peers, HtSignal::kCombineReady, group.rank, needed, Awaited::kReady);
+        await_signal(role.op, role.p.offsets, role.peers, HtSignal::kCombineReady, group.rank, needed, Awaited::kReady);
     const bool all = __all_sync(~0u, ok) != 0;
     __syncwarp();
     return all;
@@ -64,7 +64,7 @@ struct PullRoute {
         mine = role.staged(group.rank, choice.slot, 0);
       } else if (group.rank == role.peers.rank) {
         if (first_row < p.output.rows()) mine = static_cast<const char*>(p.rows) + first_row * row_bytes;
-      } else if (row + row_bytes <= p.layout.arena_end) {
+      } else if (row + row_bytes <= p.offsets.arena_end) {
         mine = role.peers.at<char>(group.rank, row);
       }
     }
@@ -224,7 +224,7 @@ __device__ __forceinline__ void pull_rows(const HtCombineRole& role, char* rings
   if (p.num_tokens == 0 && !(role.is_first() && role.warp == 0)) return;
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
-    send_signal(role.op, p.layout, role.peers, peer, HtSignal::kCombineDone, 0);
+    send_signal(role.op, p.offsets, role.peers, peer, HtSignal::kCombineDone, 0);
   }
 }
 
@@ -248,9 +248,9 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
   if (!open_ht_op(op, args, Kind::kCombine, at, true, true)) return;
   if (role.is_first()) {
     clear_next_counters(op);
-    send_message(op, p.layout, peers, kCombineMessageWords, [&](int index) { return combine_word_of(p, index); });
+    send_message(op, p.offsets, peers, kCombineMessageWords, [&](int index) { return combine_word_of(p, index); });
   }
-  await_headers(op, p.layout, peers);
+  await_headers(op, p.offsets, peers);
   fill_tables(role);
   if (block_has_failed(op)) return;
   if (role.is_first()) {

@@ -49,7 +49,7 @@ struct HtCombineRole : HtBlock {
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
   __device__ char* staged(int rank, int32_t slot, int part) const {
-    return peers.at<char>(rank, p.layout.staged_row(slot) + p.layout.row.offset[part]);
+    return peers.at<char>(rank, p.offsets.staged_row(slot) + p.offsets.row.offset[part]);
   }
   // Whether this rank reads a row of `rank` where it lies: its own rows wherever they are, others' in their arena.
   __device__ bool reads_in_place(int rank) const {
@@ -59,7 +59,7 @@ struct HtCombineRole : HtBlock {
   __device__ bool is_read_in_place(int home) const {
     return home == peers.rank ? p.can_read_in_place() : p.reads_in_place();
   }
-  __device__ int values_part() const { return p.layout.row.num_parts - 1; }
+  __device__ int values_part() const { return p.offsets.row.num_parts - 1; }
   __device__ char* ring(char* rings) const { return rings + warp * HtCombineGeometry::kRingBytes; }
   // Lanes' worths of a row from this lane's part of a piece on.
   __device__ int rest(int piece) const {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
     t.flows.fill(ranks, rank, r, count_of);
-    if (role.lane == 0) t.offsets[r] = await_message_offset(role.op, p.layout, role.peers, r, kCombineRowsOffset);
+    if (role.lane == 0) t.offsets[r] = await_message_offset(role.op, p.offsets, role.peers, r, kCombineRowsOffset);
   }
 #pragma unroll 1
   for (int i = role.thread(); i < kHtChunks * ranks; i += role.threads()) t.ready[i] = 0;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
 
 __device__ __forceinline__ void send_weights(const HtCombineRole& role) {
   const HtCombineParams& p = role.p;
-  const HtSlotFormat& format = p.layout.slot;
+  const HtSlotFormat& format = p.offsets.slot;
   const int topk = p.shape.topk;
 #pragma unroll 1
   for (int64_t i = role.thread(); i < static_cast<int64_t>(p.num_tokens) * topk; i += role.threads()) {
@@ -117,13 +117,13 @@ __device__ __forceinline__ void send_weights(const HtCombineRole& role) {
     const int rank = owner_of(role, id, slot);
     if (rank < 0) continue;
     const bool is_skipped = p.home_topk_idx != nullptr && !p.shape.valid(load_id(p.home_topk_idx, p.is_idx64, i));
-    auto* words = role.peers.at<uint32_t>(rank, p.layout.slot_words(slot));
+    auto* words = role.peers.at<uint32_t>(rank, p.offsets.slot_words(slot));
     ptx::st_relaxed_sys(words + format.place(k), static_cast<uint32_t>(is_skipped ? kNoRow : 0));
     ptx::st_relaxed_sys(words + format.weight(k), __float_as_uint(p.home_weights[i]));
   }
   __syncthreads();
   for (int peer = role.thread(); peer < role.num_ranks(); peer += role.threads()) {
-    send_signal(role.op, p.layout, role.peers, peer, HtSignal::kCombineWeights, 0);
+    send_signal(role.op, p.offsets, role.peers, peer, HtSignal::kCombineWeights, 0);
   }
 }
 
@@ -131,7 +131,7 @@ __device__ __forceinline__ bool await_all(const HtCombineRole& role, HtSignal si
   bool ok = true;
 #pragma unroll 1
   for (int source = role.lane; source < role.num_ranks(); source += 32) {
-    ok = await_signal(role.op, role.p.layout, role.peers, signal, source, 0, awaited) && ok;
+    ok = await_signal(role.op, role.p.offsets, role.peers, signal, source, 0, awaited) && ok;
   }
   ok = __all_sync(~0u, ok);
   __syncwarp();
@@ -145,7 +145,7 @@ __device__ __forceinline__ void stage_values(const HtCombineRole& role, int32_t 
   if (role.lane >= p.shape.topk) return;
   const bool expert_rows = has_expert_rows(p.output.layout);
   int32_t place = row;
-  if (expert_rows) place = slot < p.handle.num_slots ? p.handle.slot(slot)[p.layout.slot.place(role.lane)] : kNoRow;
+  if (expert_rows) place = slot < p.handle.num_slots ? p.handle.slot(slot)[p.offsets.slot.place(role.lane)] : kNoRow;
   float value = 0.0f;
   if (place >= 0 && place < p.output.rows()) {
     value = p.values[expert_rows ? place : static_cast<int64_t>(place) * p.shape.topk + role.lane];
@@ -179,13 +179,13 @@ struct StagedSlot {
       return;
     }
     if (role.lane >= p.shape.topk || slot >= p.handle.num_slots) return;
-    const HtSlotFormat& format = p.layout.slot;
+    const HtSlotFormat& format = p.offsets.slot;
     const int32_t* kept = p.handle.slot(slot);
     row = kept[format.place(role.lane)];
     if (p.weighting == Weighting::kDispatch) weight = __int_as_float(kept[format.weight(role.lane)]);
     if (p.weighting != Weighting::kHome) return;
     // For choices that are not on this rank these words are arbitrary.
-    const auto* given = role.peers.local<uint32_t>(p.layout.slot_words(slot));
+    const auto* given = role.peers.local<uint32_t>(p.offsets.slot_words(slot));
     mark = static_cast<int32_t>(ptx::ld_relaxed_sys(given + format.place(role.lane)));
     weight = __uint_as_float(ptx::ld_relaxed_sys(given + format.weight(role.lane)));
   }
@@ -278,7 +278,7 @@ struct StagedRows {
       const auto size = static_cast<uint32_t>(start[1] - start[0]);
       const bool is_last = before + 1 == (has_bug(Bug::kEarlyRows, Kind::kCombine) ? 1u : size);
       if (is_last && !has_bug(Bug::kUnannouncedRows, Kind::kCombine)) {
-        send_signal(role.op, role.p.layout, role.peers, segment % role.num_ranks(), HtSignal::kCombineReady,
+        send_signal(role.op, role.p.offsets, role.peers, segment % role.num_ranks(), HtSignal::kCombineReady,
                     segment / role.num_ranks());
       }
     }

@@ -1,6 +1,6 @@
 #include "base/check.h"
-#include "cuda/host/launch_util.h"
 #include "cuda/ht/dispatch.cuh"
+#include "cuda/launch/launch_util.h"
 
 namespace ep {
 namespace {
@@ -31,7 +31,7 @@ HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
 }  // namespace
 
 Launch<HtDispatchParams> launch_of(const HtDispatchParams& p, int, int num_sms) {
-  check_ht_ranks(p.layout.topology);
+  check_ht_ranks(p.offsets.topology);
   const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
   const HtWork work = work_of(p, shapes);
   if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms, p.shape.num_ranks <= 2);

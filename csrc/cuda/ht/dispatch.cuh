@@ -31,9 +31,9 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   if (!has_routed) {
     if (block.is_first()) {
       clear_next_counters(op);
-      send_message(op, p.layout, peers, HtMessage::kCounts, [&](int index) { return message_word_of(p, index); });
+      send_message(op, p.offsets, peers, HtMessage::kCounts, [&](int index) { return message_word_of(p, index); });
     }
-    await_headers(op, p.layout, peers);
+    await_headers(op, p.offsets, peers);
   }
   RowSender sender(role);
   if (is_worker) sender.begin();
@@ -52,8 +52,8 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   if (is_worker) sender.run<kQuant>();
   stamp(Stamp::kSent, peers.rank);
   if (!helps) return;
-  const bool with_routes = sends_routes(p.variant);
-  if (with_routes) send_routes(role);
+  const bool with_routes = sends_metadata(p.variant);
+  if (with_routes) send_metadata(role);
   if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(p, op, role.tables);
   clear_gaps(role);
   if (with_routes && !await_routes(role)) return give_up(role);

@@ -125,7 +125,7 @@ struct HtSendGeometry {
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(p.shape.topk);
     g.by_ranks = Divisor::of(p.shape.num_ranks);
-    g.by_words = Divisor::of(p.layout.slot.words());
+    g.by_words = Divisor::of(p.offsets.slot.words());
     g.tables_at = plan.workers * g.stage_bytes;
     const int ranks = p.shape.num_ranks;
     g.bytes = g.tables_at + 8 * kBarriers + ranks * (8 * kHtMaxParts + 8 * 4) + 4 * (p.output.local_experts + 1) +

@@ -3,6 +3,7 @@
 
 #include "cuda/ht/op_context.cuh"
 #include "cuda/protocol/headers.cuh"
+#include "runtime/ht/params.h"
 
 namespace ep {
 
@@ -20,13 +21,13 @@ __device__ __forceinline__ uint32_t message_word_of(const HtDispatchParams& p, i
 
 // A block sends every rank `word_of(i)` for the words behind the op header, up to `words`.
 template <class WordOf>
-__device__ __forceinline__ void send_message_words(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
+__device__ __forceinline__ void send_message_words(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                                    int words, const WordOf& word_of) {
-  const int ranks = layout.topology.num_ranks;
+  const int ranks = offsets.topology.num_ranks;
 #pragma unroll 1
   for (int index = OpHeader::kWords + threadIdx.x; index < words; index += blockDim.x) {
     const uint64_t word = tagged(word_of(index), op.tag);
-    const Offset offset = layout.message_word(op.bank, op.rank, index);
+    const Offset offset = offsets.message_word(op.bank, op.rank, index);
     int peer = peers.rank;
 #pragma unroll 1
     for (int turn = 0; turn < ranks; turn++) {
@@ -39,10 +40,10 @@ __device__ __forceinline__ void send_message_words(const OpContext& op, const Ht
 
 // One block sends the whole message.
 template <class WordOf>
-__device__ __forceinline__ void send_message(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
+__device__ __forceinline__ void send_message(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                              int words, const WordOf& word_of) {
-  if (warp_id() == 0) send_header(op, layout, peers);
-  send_message_words(op, layout, peers, words, word_of);
+  if (warp_id() == 0) send_header(op, offsets, peers);
+  send_message_words(op, offsets, peers, words, word_of);
 }
 
 // The same word of the op messages of four sources from `first` on, loaded together. Sources past the last count as 0.
@@ -50,11 +51,11 @@ struct MessageWords {
   static constexpr int kBatchSize = 4;
   uint32_t value[kBatchSize];
 
-  __device__ __forceinline__ static MessageWords await(const OpContext& op, const HtLayout& layout,
+  __device__ __forceinline__ static MessageWords await(const OpContext& op, const HtOffsets& offsets,
                                                        const LsaPeers& peers, int first, int index) {
-    const int ranks = layout.topology.num_ranks;
+    const int ranks = offsets.topology.num_ranks;
     uint64_t seen[kBatchSize];
-    const auto word = [&](int q) { return peers.local<uint64_t>(layout.message_word(op.bank, first + q, index)); };
+    const auto word = [&](int q) { return peers.local<uint64_t>(offsets.message_word(op.bank, first + q, index)); };
 #pragma unroll
     for (int q = 0; q < kBatchSize; q++) seen[q] = first + q < ranks ? ptx::ld_relaxed_sys(word(q)) : 0;
     MessageWords words;
@@ -75,12 +76,12 @@ struct MessageWords {
 struct WordSums {
   int before = 0, all = 0;
 
-  __device__ __forceinline__ static WordSums await(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
+  __device__ __forceinline__ static WordSums await(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                                    int index) {
     WordSums sums;
 #pragma unroll 1
-    for (int first = 0; first < layout.topology.num_ranks; first += MessageWords::kBatchSize) {
-      const auto words = MessageWords::await(op, layout, peers, first, index);
+    for (int first = 0; first < offsets.topology.num_ranks; first += MessageWords::kBatchSize) {
+      const auto words = MessageWords::await(op, offsets, peers, first, index);
 #pragma unroll
       for (int q = 0; q < MessageWords::kBatchSize; q++) {
         if (first + q < peers.rank) sums.before += static_cast<int>(words.value[q]);
@@ -91,31 +92,31 @@ struct WordSums {
   }
 };
 
-__device__ __forceinline__ uint32_t await_message_word(const OpContext& op, const HtLayout& layout,
+__device__ __forceinline__ uint32_t await_message_word(const OpContext& op, const HtOffsets& offsets,
                                                        const LsaPeers& peers, int source, int index) {
-  return await_word(WarpContext(op), peers.local<uint64_t>(layout.message_word(op.bank, source, index)),
+  return await_word(WarpContext(op), peers.local<uint64_t>(offsets.message_word(op.bank, source, index)),
                     Awaited::kRouting, source);
 }
 
-__device__ __forceinline__ Offset await_message_offset(const OpContext& op, const HtLayout& layout,
+__device__ __forceinline__ Offset await_message_offset(const OpContext& op, const HtOffsets& offsets,
                                                        const LsaPeers& peers, int source, int index) {
-  const uint32_t low = await_message_word(op, layout, peers, source, index);
-  const uint32_t high = await_message_word(op, layout, peers, source, index + 1);
+  const uint32_t low = await_message_word(op, offsets, peers, source, index);
+  const uint32_t high = await_message_word(op, offsets, peers, source, index + 1);
   return low | static_cast<Offset>(high) << 32;
 }
 
-static __device__ __noinline__ void refuse_ht_op(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
+static __device__ __noinline__ void refuse_ht_op(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                                  int source) {
-  refuse_header(op, peers.local<uint64_t>(layout.message_word(op.bank, source, 0)), source);
+  refuse_header(op, peers.local<uint64_t>(offsets.message_word(op.bank, source, 0)), source);
 }
 
 // A block waits for the op headers of all ranks and compares them. Acquire: see send_header().
-__device__ __forceinline__ void await_headers(const OpContext& op, const HtLayout& layout, const LsaPeers& peers) {
+__device__ __forceinline__ void await_headers(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers) {
   if (has_bug(Bug::kUncheckedHeaders, op.kind)) return;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < layout.topology.num_ranks * OpHeader::kWords; i += blockDim.x) {
+  for (int i = threadIdx.x; i < offsets.topology.num_ranks * OpHeader::kWords; i += blockDim.x) {
     const int source = i / OpHeader::kWords, index = i % OpHeader::kWords;
-    const auto* word = peers.local<uint64_t>(layout.message_word(op.bank, source, index));
+    const auto* word = peers.local<uint64_t>(offsets.message_word(op.bank, source, index));
     WaitBudget budget;
     uint64_t seen = ptx::ld_acquire_sys(word);
     while (!is_tagged(seen, op.tag) && !budget.is_spent(op, Awaited::kOpHeader, source, op.tag, seen >> 32)) {
@@ -123,7 +124,7 @@ __device__ __forceinline__ void await_headers(const OpContext& op, const HtLayou
     }
     const bool differs = index < OpHeader::kComparedWords && is_tagged(seen, op.tag) &&
                          static_cast<uint32_t>(seen) != op.header->word(index);
-    if (differs) refuse_ht_op(op, layout, peers, source);
+    if (differs) refuse_ht_op(op, offsets, peers, source);
   }
 }
 

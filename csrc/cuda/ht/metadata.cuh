@@ -67,13 +67,13 @@ struct RoutesUnit {
     if (members == 0) return;
     const HtDispatchParams& p = role.p;
     const HtRoutes& own = p.handle.own;
-    const HtSlotFormat& format = p.layout.slot;
+    const HtSlotFormat& format = p.offsets.slot;
     const int topk = p.shape.topk, words = format.words(), end = __popc(members) * words;
     const bool expert_rows = has_expert_rows(static_cast<OutputLayout>(role.tables.layout[peer]));
     const auto* places = reinterpret_cast<const uint32_t*>(expert_rows ? own.rows : own.ids);
     const auto* weights =
         p.topk_weights != nullptr ? reinterpret_cast<const uint32_t*>(p.topk_weights) : places;  // 1 without
-    auto* out = role.peers.at<uint32_t>(peer, p.layout.slot_words(slot));
+    auto* out = role.peers.at<uint32_t>(peer, p.offsets.slot_words(slot));
     // A store of the warp begins where a line does.
     const int skipped = static_cast<int>(reinterpret_cast<uintptr_t>(out) / sizeof(uint32_t) % 32);
 #pragma unroll 1
@@ -108,7 +108,7 @@ struct RoutesUnit {
 };
 
 // To the slots at the receivers. The helper that finishes the last unit signals them.
-__device__ __forceinline__ void send_routes(const ReceiveRole& role) {
+__device__ __forceinline__ void send_metadata(const ReceiveRole& role) {
   const HtDispatchParams& p = role.p;
   const int units = RoutesUnit::count(p);
   HtCounters& counters = counters_of(role.op);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void send_routes(const ReceiveRole& role) {
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
     if (role.tables.flows.to[peer] == 0) continue;
-    send_signal(role.op, p.layout, role.peers, peer, HtSignal::kDispatchRoutes, 0);
+    send_signal(role.op, p.offsets, role.peers, peer, HtSignal::kDispatchMetadata, 0);
   }
 }
 
@@ -141,8 +141,8 @@ __device__ __forceinline__ bool await_routes(const ReceiveRole& role) {
 #pragma unroll 1
   for (int source = role.lane; source < role.num_ranks(); source += 32) {
     if (role.tables.flows.from[source] == 0) continue;
-    ok =
-        await_signal(role.op, role.p.layout, role.peers, HtSignal::kDispatchRoutes, source, 0, Awaited::kRouting) && ok;
+    ok = await_signal(role.op, role.p.offsets, role.peers, HtSignal::kDispatchMetadata, source, 0, Awaited::kRouting) &&
+         ok;
   }
   ok = __all_sync(~0u, ok);
   __syncwarp();
@@ -162,10 +162,10 @@ __device__ __forceinline__ int32_t row_of_slot(const ReceiveRole& role, int slot
 __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
   constexpr int kBatchSize = 8;
   const HtDispatchParams& p = role.p;
-  const HtSlotFormat& format = p.layout.slot;
+  const HtSlotFormat& format = p.offsets.slot;
   const int topk = p.shape.topk, threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
   const int last = role.num_ranks() - 1, slots = role.tables.flows.from_first[last] + role.tables.flows.from[last];
-  const auto words_of = [&](int slot) { return role.peers.local<uint32_t>(p.layout.slot_words(slot)); };
+  const auto words_of = [&](int slot) { return role.peers.local<uint32_t>(p.offsets.slot_words(slot)); };
   // A thread keeps to one k, so that slots are counted without divisions.
   const int step = threads / topk;  // slots that all threads take at a time
   const int first = role.geometry.by_topk.divide(thread), k = role.geometry.by_topk.remainder(thread, first);

@@ -7,7 +7,7 @@
 #include "cuda/protocol/kernel_args.h"
 #include "cuda/protocol/wait.cuh"
 #include "cuda/testing/testing.cuh"
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 
 namespace ep {
 
@@ -43,20 +43,20 @@ __device__ __forceinline__ void move_ht_epoch(const OpContext& op, TicketLine& t
 // Release: this rank's last operation is over, so what it wrote is there, and what it read may be written again.
 // Receivers acquire by the words of the op header, so only the warp that stores them fences, and no other word of the
 // message has to come after: the header may go long before the rest. What this kernel itself does is not released.
-__device__ __forceinline__ void send_header(const OpContext& op, const HtLayout& layout, const LsaPeers& peers) {
+__device__ __forceinline__ void send_header(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers) {
   testing_point(Point::kBeforeHeader, op);
   __threadfence_system();
 #pragma unroll 1
-  for (int i = lane_id(); i < OpHeader::kWords * layout.topology.num_ranks; i += 32) {
+  for (int i = lane_id(); i < OpHeader::kWords * offsets.topology.num_ranks; i += 32) {
     const int peer = i / OpHeader::kWords, index = i % OpHeader::kWords;
-    ptx::st_relaxed_sys(peers.at<uint64_t>(peer, layout.message_word(op.bank, op.rank, index)),
+    ptx::st_relaxed_sys(peers.at<uint64_t>(peer, offsets.message_word(op.bank, op.rank, index)),
                         tagged(op.header->word(index), op.tag));
   }
 }
 
-static __device__ __noinline__ void send_header_after_all(const OpContext& op, const HtLayout& layout,
+static __device__ __noinline__ void send_header_after_all(const OpContext& op, const HtOffsets& offsets,
                                                           const LsaPeers& peers) {
-  send_header(op, layout, peers);
+  send_header(op, offsets, peers);
 }
 
 // Every block reads the epoch. The last block to have done so advances it, unless another kernel belongs to the
@@ -87,7 +87,7 @@ __device__ __forceinline__ bool open_ht_op(OpContext& op, const Args& args, Kind
     move_ht_epoch(op, args.state->ht_ticket[k], args.state->ht_epoch[k], at);
   }
   if (op.is_open == OpContext::kFailedMeanwhile && is_first_kernel && at.block == 0 && warp_id() == 0) {
-    send_header_after_all(op, args.params.layout, args.peers);
+    send_header_after_all(op, args.params.offsets, args.peers);
   }
   return op.is_open == OpContext::kOpen;
 }

@@ -67,8 +67,9 @@ __device__ __forceinline__ void put_rows(const ReceiveRole& role, int source, in
 #pragma unroll 1
   for (int i = 0; i < role.p.num_parts; i++) {
     const bool is_in_place = role.is_in_place(i, source);
-    const char* in = is_in_place ? role.out_row(i, first)
-                                 : role.peers.local<char>(role.p.layout.staged_row(slot) + role.p.layout.row.offset[i]);
+    const char* in = is_in_place
+                         ? role.out_row(i, first)
+                         : role.peers.local<char>(role.p.offsets.staged_row(slot) + role.p.offsets.row.offset[i]);
     const unsigned lanes = is_in_place ? fitting & (fitting - 1) : fitting;
     if (lanes != 0) copy_part(role, i, in, {row, lanes});
   }
@@ -99,7 +100,7 @@ __device__ __forceinline__ bool watch_rows(const ReceiveRole& role) {
       const int source = first + role.lane;
       bool ok = true;
       if (source < ranks && chunk_size(chunk, role.tables.flows.from[source], chunks) > 0) {
-        ok = await_signal(role.op, role.p.layout, role.peers, HtSignal::kDispatchRows, source, chunk, Awaited::kRows);
+        ok = await_signal(role.op, role.p.offsets, role.peers, HtSignal::kDispatchRows, source, chunk, Awaited::kRows);
       }
       ok = __all_sync(~0u, ok);
       __syncwarp();
@@ -150,7 +151,7 @@ struct PlacedSlot {
 
   __device__ __forceinline__ static PlacedSlot load(const ReceiveRole& role, int unit) {
     const HtDispatchParams& p = role.p;
-    const HtSlotFormat& format = p.layout.slot;
+    const HtSlotFormat& format = p.offsets.slot;
     const int k = min(role.lane, p.shape.topk - 1);
     PlacedSlot found;
     found.at = PlacedUnit::of(role, unit);
@@ -159,7 +160,7 @@ struct PlacedSlot {
     if (!has_expert_rows(p.output.layout)) {
       found.row = p.output.row(found.at.source, first, found.at.index);
     } else if (!role.keeps_slots()) {
-      const auto* words = role.peers.local<uint32_t>(p.layout.slot_words(found.slot));
+      const auto* words = role.peers.local<uint32_t>(p.offsets.slot_words(found.slot));
       found.row = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.place(k)));
       found.weight = ptx::ld_relaxed_sys(words + format.weight(k));
       found.token = static_cast<int32_t>(ptx::ld_relaxed_sys(words + format.token()));
@@ -179,8 +180,8 @@ struct PlacedSlot {
   // Metadata goes to the handle and the outputs.
   __device__ __forceinline__ void keep(const ReceiveRole& role) const {
     const HtDispatchParams& p = role.p;
-    const HtSlotFormat& format = p.layout.slot;
-    if (!has_expert_rows(p.output.layout) || !sends_routes(p.variant)) return;
+    const HtSlotFormat& format = p.offsets.slot;
+    if (!has_expert_rows(p.output.layout) || !sends_metadata(p.variant)) return;
     int32_t* kept = p.handle.slot(slot);
     if (role.lane == 0) kept[format.token()] = token;
     if (role.lane >= p.shape.topk) return;
@@ -266,7 +267,7 @@ static __device__ __noinline__ void zero_row(const ReceiveRole& role, int32_t ro
 __device__ __forceinline__ void clear_rows(const ReceiveRole& role, int64_t first, int64_t end, bool zero_padding) {
   const HtDispatchParams& p = role.p;
   const int threads = role.warps() * 32, thread = role.receiver() * 32 + role.lane;
-  if (sends_routes(p.variant)) {
+  if (sends_metadata(p.variant)) {
 #pragma unroll 1
     for (int64_t row = first + thread; row < end; row += threads) {
       clear_entry(p, has_expert_rows(p.output.layout), row);
@@ -304,7 +305,7 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
 // The operation has failed: nothing was received.
 static __device__ __noinline__ void clear_all(const ReceiveRole role) {
   // By the warp that has given up, as others may not have.
-  if (role.p.info != nullptr && sends_routes(role.p.variant)) clear_info(role.p.output, role.p.info);
+  if (role.p.info != nullptr && sends_metadata(role.p.variant)) clear_info(role.p.output, role.p.info);
   clear_rows(role, 0, role.p.output.rows(), false);
 }
 

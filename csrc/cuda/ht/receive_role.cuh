@@ -14,7 +14,7 @@ struct ReceiveRole : SendRole {
   __device__ int receiver() const { return helper() * helper_blocks() + at.block - plan.senders; }
   __device__ bool has_copies() const { return geometry.has_copies(p.output.layout); }
   // The places of rows are in the handle's slots, not in the slots that others have written.
-  __device__ bool keeps_slots() const { return has_expert_rows(p.output.layout) && !sends_routes(p.variant); }
+  __device__ bool keeps_slots() const { return has_expert_rows(p.output.layout) && !sends_metadata(p.variant); }
   // The last helper of a block waits for rows, and no other warp of it looks at their signals.
   __device__ bool watches() const { return helper() == plan.helpers() - 1; }
 };

@@ -1,7 +1,7 @@
 // The first kernel of a dispatch that routes.
 #include "base/check.h"
-#include "cuda/host/launch_util.h"
 #include "cuda/ht/route.cuh"
+#include "cuda/launch/launch_util.h"
 
 namespace ep {
 namespace {
@@ -34,7 +34,7 @@ HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
 
 HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return HtRouteGeometry::of(p, plan); }
 
-void check_served(const HtRouteParams& p) { check_ht_ranks(p.layout.topology); }
+void check_served(const HtRouteParams& p) { check_ht_ranks(p.offsets.topology); }
 
 void load_ht_route_kernels() {
   for (auto* kernel : {&ht_dispatch_route<false>, &ht_dispatch_route<true>}) {

@@ -20,7 +20,7 @@ __device__ __forceinline__ void add_up_counts(const RouteRole& role) {
   const int ranks = role.num_ranks(), rank = role.peers.rank, local_experts = role.local_experts();
 #pragma unroll 1
   for (int i = role.last_first(); i < ranks + role.num_experts(); i += role.threads()) {
-    const auto sums = WordSums::await(role.op, role.p.layout, role.peers, HtMessage::kCounts + i);
+    const auto sums = WordSums::await(role.op, role.p.offsets, role.peers, HtMessage::kCounts + i);
     t.before[role.count_of_word(i)] = sums.before;
     if (i < ranks) continue;
     const int e = i - ranks, local = e - rank * local_experts;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void read_words(const RouteRole& role) {
       index = HtMessage::kCounts + column;
     }
     int* out = row < kNumAnnounced ? role.tables.layout + i : role.p.handle.counts + (i - kNumAnnounced * ranks);
-    *out = static_cast<int>(await_message_word(role.op, role.p.layout, role.peers, source, index));
+    *out = static_cast<int>(await_message_word(role.op, role.p.offsets, role.peers, source, index));
     if (row == 0 && has_expert_rows(static_cast<OutputLayout>(*out))) *role.tables.has_expert_rows = 1;
   }
   if (role.records() && role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
@@ -107,7 +107,7 @@ struct Received {
     uint32_t most_tokens = 0;
 #pragma unroll 1
     for (int source = role.lane; source < ranks; source += 32) {
-      most_tokens = max(most_tokens, await_message_word(role.op, p.layout, role.peers, source, OpHeader::kNumTokens));
+      most_tokens = max(most_tokens, await_message_word(role.op, p.offsets, role.peers, source, OpHeader::kNumTokens));
     }
     most_tokens = __reduce_max_sync(~0u, most_tokens);
     for (int e = role.lane; e < local_experts; e += 32) p.host_sizes[2 + e] = demand[e];
@@ -189,7 +189,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
   ptx::launch_dependents();  // it advances the epoch, which all blocks have read now
   stamp(Stamp::kEpochKnown, peers.rank);
   if (role.is_first() && role.warp == 0) {
-    send_header(op, p.layout, peers);
+    send_header(op, p.offsets, peers);
   }
   tell_blocks<kExpertRows>(role);
   if (__syncthreads_or(!hear_blocks<kExpertRows>(role))) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     __syncthreads();
   }
   if (role.is_first()) {
-    send_message_words(op, p.layout, peers, HtMessage::words(p.shape.num_ranks, p.shape.num_experts), [&](int index) {
+    send_message_words(op, p.offsets, peers, HtMessage::words(p.shape.num_ranks, p.shape.num_experts), [&](int index) {
       if (index < HtMessage::kCounts) return message_word_of(p, index);
       return static_cast<uint32_t>(role.tables.sums[role.count_of_word(index - HtMessage::kCounts)]);
     });
@@ -208,7 +208,7 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     store_ids(role, share, last_steps);
   }
   stamp(Stamp::kSent, peers.rank);
-  await_headers(op, p.layout, peers);
+  await_headers(op, p.offsets, peers);
   read_words(role);
   add_up_counts(role);
   if (block_has_failed(op)) {

@@ -63,18 +63,18 @@ struct Conversion {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const char* from = row + min(at + (block * kBlockBytes + j * kStepBytes), end - 32);
-      raw.chunk[2 * j] = ptx::ld_nc(from);
-      raw.chunk[2 * j + 1] = ptx::ld_nc(from + 16);
+      raw.vector[2 * j] = ptx::ld_nc(from);
+      raw.vector[2 * j + 1] = ptx::ld_nc(from + 16);
     }
   }
 
   __device__ __forceinline__ void convert(const Block& raw, int block) const {
     float scale, factor;
-    group_scale(quant, unpack2<kType>(group_maxima<kType>(raw.chunk) >> own_part).x, scale, factor);
+    group_scale(quant, unpack2<kType>(group_maxima<kType>(raw.vector) >> own_part).x, scale, factor);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const unsigned step_at = block * kBlockBytes + j * kStepBytes;
-      const uint4 piece = scaled<kType>(raw.chunk[2 * j], raw.chunk[2 * j + 1], __shfl_sync(~0u, factor, j, 8));
+      const uint4 piece = scaled<kType>(raw.vector[2 * j], raw.vector[2 * j + 1], __shfl_sync(~0u, factor, j, 8));
       if (at + step_at < end) ptx::st_shared(reinterpret_cast<uint4*>(out + step_at / 2), piece);
     }
     if (!has_scale) return;
@@ -186,8 +186,9 @@ __device__ __forceinline__ char* target_of(const SendRole& role, const SendRoute
   const int peer = route.group.rank;
   if (peer == role.peers.rank) return role.out_row(part, route.first_row);
   const Offset out = role.tables.offsets[peer * kHtMaxParts + part];
-  const Offset target = out == kNoOffset ? role.p.layout.staged_row(route.choice.slot) + role.p.layout.row.offset[part]
-                                         : out + static_cast<Offset>(route.first_row) * role.p.parts[part].bytes;
+  const Offset target = out == kNoOffset
+                            ? role.p.offsets.staged_row(route.choice.slot) + role.p.offsets.row.offset[part]
+                            : out + static_cast<Offset>(route.first_row) * role.p.parts[part].bytes;
   return role.peers.at<char>(peer, target);
 }
 
@@ -254,7 +255,7 @@ struct Announcements {
     const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
     if (before + 1 != (is_early ? 1u : static_cast<uint32_t>(rows * role.geometry.passes))) return;
     if (has_bug(Bug::kUnannouncedRows, Kind::kDispatch)) return;
-    send_signal(role.op, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, chunk);
+    send_signal(role.op, role.p.offsets, role.peers, peer, HtSignal::kDispatchRows, chunk);
   }
 };
 
@@ -270,7 +271,7 @@ __device__ __forceinline__ void announce_all(const SendRole& role, int units) {
 #pragma unroll 1
   for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
     if (role.tables.flows.to[peer] > 0 && role.tables.chunks[peer] == 1) {
-      send_signal(role.op, role.p.layout, role.peers, peer, HtSignal::kDispatchRows, 0);
+      send_signal(role.op, role.p.offsets, role.peers, peer, HtSignal::kDispatchRows, 0);
     }
   }
 }

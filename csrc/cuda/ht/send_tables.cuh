@@ -78,13 +78,14 @@ __device__ __forceinline__ void fill_outputs(const SendRole& role) {
   for (int i = (role.thread() + middle) % role.threads(); i < ranks * per_rank; i += role.threads()) {
     const int source = i / per_rank, half = i % per_rank;
     halves[source * 2 * kHtMaxParts + half] =
-        await_message_word(role.op, p.layout, role.peers, source, HtMessage::kOffsets + half);
+        await_message_word(role.op, p.offsets, role.peers, source, HtMessage::kOffsets + half);
   }
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
     // Lane i loads the message's word i.
     static_assert(HtMessage::kChunks < 32 && HtMessage::kLayout < 32 && HtMessage::kCapacity < 32);
-    const uint32_t mine = await_message_word(role.op, p.layout, role.peers, r, min(role.lane, int{HtMessage::kChunks}));
+    const uint32_t mine =
+        await_message_word(role.op, p.offsets, role.peers, r, min(role.lane, int{HtMessage::kChunks}));
     OutputShape output = p.output;
     output.layout = static_cast<OutputLayout>(__shfl_sync(~0u, mine, HtMessage::kLayout));
     output.capacity = __shfl_sync(~0u, mine, HtMessage::kCapacity);
@@ -104,7 +105,7 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
   const int ranks = role.num_ranks(), local_experts = p.output.local_experts, warps = role.threads() / 32;
   const auto count_of = [&](int source, int receiver) {
     if (!role.routes_meanwhile()) return count_in_handle(p, source, receiver);
-    return static_cast<int>(await_message_word(role.op, p.layout, role.peers, source, HtMessage::kCounts + receiver));
+    return static_cast<int>(await_message_word(role.op, p.offsets, role.peers, source, HtMessage::kCounts + receiver));
   };
 #pragma unroll 1
   for (int r = warps - 1 - role.warp; r < ranks; r += warps) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
   const int64_t most = static_cast<int64_t>(ranks) * p.shape.max_tokens * p.shape.topk;
 #pragma unroll 1
   for (int e = role.thread(); e < local_experts; e += role.threads()) {
-    role.tables.start[e] = role.routes_meanwhile() ? WordSums::await(role.op, p.layout, role.peers, first_word + e).all
+    role.tables.start[e] = role.routes_meanwhile() ? WordSums::await(role.op, p.offsets, role.peers, first_word + e).all
                                                    : within(p.handle.expert_counts[e], most);
   }
 }

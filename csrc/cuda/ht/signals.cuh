@@ -2,33 +2,33 @@
 #pragma once
 
 #include "cuda/protocol/wait.cuh"
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 #include "transport/device/lsa_peers.h"
 
 namespace ep {
 
-__device__ __forceinline__ uint64_t* signal_word(const HtLayout& layout, const LsaPeers& peers, int at_rank,
+__device__ __forceinline__ uint64_t* signal_word(const HtOffsets& offsets, const LsaPeers& peers, int at_rank,
                                                  HtSignal which, int source, int chunk) {
-  return peers.at<uint64_t>(at_rank, layout.signal(which, source)) + chunk;
+  return peers.at<uint64_t>(at_rank, offsets.signal(which, source)) + chunk;
 }
 
 // The caller's thread has seen, by a fence or a barrier, all that the signal announces.
-__device__ __forceinline__ void send_signal(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
+__device__ __forceinline__ void send_signal(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                             int peer, HtSignal which, int chunk) {
   __threadfence_system();
-  ptx::st_relaxed_sys(signal_word(layout, peers, peer, which, op.rank, chunk), op.epoch);
+  ptx::st_relaxed_sys(signal_word(offsets, peers, peer, which, op.rank, chunk), op.epoch);
 }
 
 // Acquire, if true.
-__device__ __forceinline__ bool is_signalled(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
+__device__ __forceinline__ bool is_signalled(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                              HtSignal which, int source, int chunk) {
-  return ptx::ld_acquire_sys(signal_word(layout, peers, peers.rank, which, source, chunk)) >= op.epoch;
+  return ptx::ld_acquire_sys(signal_word(offsets, peers, peers.rank, which, source, chunk)) >= op.epoch;
 }
 
 // Acquire. False: the wait was given up. Each acquire empties the SM's L1, so long waits poll without.
-__device__ __forceinline__ bool await_signal(const OpContext& op, const HtLayout& layout, const LsaPeers& peers,
+__device__ __forceinline__ bool await_signal(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                              HtSignal which, int source, int chunk, Awaited awaited) {
-  const uint64_t* word = signal_word(layout, peers, peers.rank, which, source, chunk);
+  const uint64_t* word = signal_word(offsets, peers, peers.rank, which, source, chunk);
   WaitBudget budget;
   uint64_t seen = ptx::ld_relaxed_sys(word);
   while (seen < op.epoch) {

@@ -49,11 +49,11 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
   // What a warp adds up first is ready when the epoch is known. The leader warp is neither sender nor receiver.
   if (is_leader_warp()) {
     const bool is_ok = begin();
-    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.layout, peers);
+    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.offsets, peers);
     if (receives(p.phase)) advance_epoch(args, opening, Kind::kCombine, at);
     if (!is_ok) return;
-    if (sends(p.phase) && role.is_creditor()) send_credits(op, p.layout, peers);
-    if (receives(p.phase) && role.is_control()) check_headers(op, p.layout, peers, p.wait_cost);
+    if (sends(p.phase) && role.is_creditor()) send_credits(op, p.offsets, peers);
+    if (receives(p.phase) && role.is_control()) check_headers(op, p.offsets, peers, p.wait_cost);
   } else if (is_sender) {
     sender.send_all(role, op, [&] {
       if (!begin()) return false;
@@ -93,8 +93,8 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   const int step = at.num_blocks * static_cast<int>(blockDim.x);
   const bool is_control = at.block == 0 && threadIdx.x < 32;
   if (is_control) {
-    send_headers(op, p.layout, peers);
-    send_credits(op, p.layout, peers);
+    send_headers(op, p.offsets, peers);
+    send_credits(op, p.offsets, peers);
   }
   testing_point(Point::kBeforeRows, op);
   for (int i = first; i < p.shape.max_tokens * topk; i += step) {
@@ -102,22 +102,22 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
     for (int home = 0; home < p.shape.num_ranks; home++) {
       if (is_masked(op, home)) continue;
       if (token >= p.handle.tokens[home]) continue;
-      const int32_t row = p.handle.rows[p.layout.slot(home, token) * map_k + (expert_rows ? k : 0)];
+      const int32_t row = p.handle.rows[p.offsets.slot(home, token) * map_k + (expert_rows ? k : 0)];
       if (row == kNoRow) continue;
       const bool is_there = row >= 0 && row < p.output.rows();  // else dropped, or of a handle that was changed
       const float value = is_there ? p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k] : 0.0f;
-      auto* target = peers.at<uint64_t>(home, p.layout.weight<kMasksRanks>(op.bank, peers.rank, token, k));
+      auto* target = peers.at<uint64_t>(home, p.offsets.weight<kMasksRanks>(op.bank, peers.rank, token, k));
       ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), op.tag));
     }
   }
-  if (is_control) check_headers(op, p.layout, peers);
+  if (is_control) check_headers(op, p.offsets, peers);
   testing_point(Point::kBeforeReceive, op);
   for (int i = first; i < p.num_tokens * topk; i += step) {
     const int id = p.handle.ids[i];
     uint32_t bits = 0;
     const int owner = p.shape.valid(id) ? p.shape.owner(id) : -1;
     if (owner >= 0 && !is_masked(op, owner)) {
-      const auto* word = peers.local<uint64_t>(p.layout.weight<kMasksRanks>(op.bank, owner, i / topk, i % topk));
+      const auto* word = peers.local<uint64_t>(p.offsets.weight<kMasksRanks>(op.bank, owner, i / topk, i % topk));
       bits = await_word(op, word, Awaited::kScalars, owner);
     }
     p.out[i] = __uint_as_float(bits);

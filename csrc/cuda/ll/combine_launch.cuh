@@ -2,8 +2,8 @@
 #pragma once
 
 #include "base/check.h"
-#include "cuda/host/launch_util.h"
-#include "cuda/host/with_types.h"
+#include "cuda/launch/launch_util.h"
+#include "cuda/launch/with_types.h"
 #include "cuda/ll/combine.cuh"
 
 namespace ep {

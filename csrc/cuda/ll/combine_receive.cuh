@@ -68,7 +68,7 @@ struct Partials {
       : mask(static_cast<uint32_t>(sources)),
         high_mask(static_cast<uint32_t>(sources >> 32)),
         local_rank(sends(role.p.phase) ? role.peers.rank : kNone - 1),
-        slots(ptx::opaque(role.peers.local<char>(role.p.layout.row<kMasksRanks>(op.bank, 0, unit.token)) +
+        slots(ptx::opaque(role.peers.local<char>(role.p.offsets.row<kMasksRanks>(op.bank, 0, unit.token)) +
                           lane_index * static_cast<int>(sizeof *numbers))) {
     if (!kMasksRanks) return;
     mask &= ~op.context.masked[0];

@@ -85,8 +85,8 @@ struct Sender {
   // Where the weight of choice `lane` of a token comes from its home rank.
   __device__ __forceinline__ static const uint64_t* home_weight(const CombineRole& role, const WarpContext& op,
                                                                 int home, int token) {
-    if (kMasksRanks) return role.peers.local<uint64_t>(role.p.layout.weight<true>(op.bank, home, token, role.lane));
-    return role.peers.local<uint64_t>(role.p.layout.weight<false>(op.bank, 0, 0, 0)) + entry_of(role, home, token);
+    if (kMasksRanks) return role.peers.local<uint64_t>(role.p.offsets.weight<true>(op.bank, home, token, role.lane));
+    return role.peers.local<uint64_t>(role.p.offsets.weight<false>(op.bank, 0, 0, 0)) + entry_of(role, home, token);
   }
   __device__ __forceinline__ void load_next_terms(const CombineRole& role, const WarpContext& op) {
     next_terms = {kNoRow, 1.0f};
@@ -129,7 +129,7 @@ struct Sender {
     is_any = __any_sync(~0u, terms.row != kNoRow);
     const int lane_index = unit.piece * 32 + role.lane;
     slot =
-        role.peers.at<char>(role.home_of(unit.home), role.p.layout.row<kMasksRanks>(0, role.peers.rank, unit.token)) +
+        role.peers.at<char>(role.home_of(unit.home), role.p.offsets.row<kMasksRanks>(0, role.peers.rank, unit.token)) +
         lane_index * static_cast<int>(sizeof sum);
     if (lane_index * kCount >= role.p.hidden) slot = nullptr;
   }
@@ -160,7 +160,7 @@ struct Sender {
   }
   __device__ __forceinline__ void store(const CombineRole& role, const WarpContext& op) const {
     testing_point(Point::kBetweenRows, op, unit.token);
-    const int64_t bank_offset = op.bank * static_cast<int64_t>(role.p.layout.row_bank_bytes);
+    const int64_t bank_offset = op.bank * static_cast<int64_t>(role.p.offsets.row_bank_bytes);
     if (is_any && slot != nullptr && !is_masked_now(op, role.home_of(unit.home))) {
       sum.store_remote(slot + bank_offset, 0);
     }

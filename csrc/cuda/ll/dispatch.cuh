@@ -35,8 +35,8 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
     if (role.is_planned_sender()) out.load(role, role.sender());
     routing.compute_addr(role);
   });
-  HeaderLane record;
-  if (role.is_control()) record = HeaderLane::of(p.header, p.layout, peers, role.lane);
+  HeaderLane header;
+  if (role.is_control()) header = HeaderLane::of(p.header, p.offsets, peers, role.lane);
   const bool is_receiver = receives(p.phase) && role.is_planned_receiver();
   if (is_receiver && !is_leader_warp()) bitmap.clear(role.receiving_thread(), role.clearing_threads());
   const auto begin = [&] {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   bool is_ok;
   if (is_leader_warp()) {
     is_ok = begin();
-    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.layout, peers, record);
+    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.offsets, peers, header);
     if (receives(p.phase)) advance_epoch(args, opening, Kind::kDispatch, at);
     if (is_ok && is_sending) {
       testing_point(Point::kBeforeRouting, op);
@@ -65,8 +65,8 @@ __device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& arg
   }
   if (!is_ok) return store_nothing<has_expert_rows(kLayout)>(role);
 
-  if (sends(p.phase) && role.is_creditor()) send_credits(op, p.layout, peers);
-  if (receives(p.phase) && role.is_control()) check_headers(op, p.layout, peers, p.wait_cost);
+  if (sends(p.phase) && role.is_creditor()) send_credits(op, p.offsets, peers);
+  if (receives(p.phase) && role.is_control()) check_headers(op, p.offsets, peers, p.wait_cost);
   if (is_receiver) receive<kEncoding, kType, kSteps, kLayout>(role, op, bitmap, in, computes_addr_early);
   stamp(Stamp::kEnd, peers.rank);
 }

@@ -9,9 +9,9 @@ inline namespace EP_KERNELS {
 
 // A warp fills rows [from, to) with zeros, if the caller asks for it.
 static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
-  const int chunks = p.row.payload_bytes / kLaneBytes;
+  const int vectors = p.row.payload_bytes / kLaneBytes;
   auto* out = static_cast<uint4*>(p.out_x);
-  for (int64_t i = from * chunks + lane_id(); i < to * chunks; i += 32) ptx::st(out + i, make_uint4(0, 0, 0, 0));
+  for (int64_t i = from * vectors + lane_id(); i < to * vectors; i += 32) ptx::st(out + i, make_uint4(0, 0, 0, 0));
   const Scales& scales = p.out_scales;
   if (scales.data == nullptr) return;
   const int bytes = scales.element_bytes;

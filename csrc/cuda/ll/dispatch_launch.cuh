@@ -3,7 +3,7 @@
 #pragma once
 
 #include "base/check.h"
-#include "cuda/host/launch_util.h"
+#include "cuda/launch/launch_util.h"
 #include "cuda/ll/dispatch.cuh"
 
 namespace ep {

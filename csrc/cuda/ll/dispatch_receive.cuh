@@ -90,19 +90,19 @@ struct Incoming {
     unit = ReceiveUnit::of(role, number);
     slot = ptx::opaque(unit.source * p.shape.max_tokens + unit.token);
     const int k = min(role.lane, p.shape.topk - 1);
-    const bool is_byte = p.layout.ids.bits == 8;
-    const int word = RoutingBitmapShape::kIdsAt + slot * p.layout.ids.words() + (is_byte ? k >> 2 : k >> 1);
+    const bool is_byte = p.offsets.ids.bits == 8;
+    const int word = RoutingBitmapShape::kIdsAt + slot * p.offsets.ids.words() + (is_byte ? k >> 2 : k >> 1);
     tokens_at = ptx::opaque(bitmap.address + (bitmap.shape.tokens_at + unit.source) * 4);
     id_at = ptx::opaque(bitmap.address + word * 4);
     id_shift = is_byte ? (k & 3) * 8 : (k & 1) * 16;
-    id_mask = ptx::opaque(p.layout.ids.none());
+    id_mask = ptx::opaque(p.offsets.ids.none());
     if constexpr (kAimsAhead) compute_place_addrs(role, bitmap);
     is_own = unit.source == role.peers.rank && sends(p.phase);
     has_numbers = ptx::opaque(unit.piece == role.geometry.numbers_piece ? 1 : 0) != 0;
-    staged = ptx::opaque(role.peers.local<char>(p.layout.row<kMasksRanks>(0, unit.source, unit.token)) +
+    staged = ptx::opaque(role.peers.local<char>(p.offsets.row<kMasksRanks>(0, unit.source, unit.token)) +
                          lane_offset<kSteps>(unit.piece, role.lane));
     weight = {
-        ptx::opaque(role.peers.local<uint64_t>(p.layout.weight<kMasksRanks>(0, unit.source, unit.token, role.lane))),
+        ptx::opaque(role.peers.local<uint64_t>(p.offsets.weight<kMasksRanks>(0, unit.source, unit.token, role.lane))),
         0};
     if (is_own) load_raw(p, role.geometry, unit.token, unit.piece, role.lane, raw);
   }
@@ -112,10 +112,10 @@ struct Incoming {
     writer.compute_addr(role.p, role.geometry, unit.piece, role.lane);
   }
   __device__ __forceinline__ void prefetch(const DispatchRole& role, const WarpContext& op) {
-    const LlLayout& layout = role.p.layout;
+    const LlOffsets& offsets = role.p.offsets;
     const int bank = op.bank;
-    staged += bank * static_cast<int64_t>(layout.row_bank_bytes);
-    weight.word += bank * static_cast<int64_t>(layout.tagged_bank_bytes / sizeof(uint64_t));
+    staged += bank * static_cast<int64_t>(offsets.row_bank_bytes);
+    weight.word += bank * static_cast<int64_t>(offsets.tagged_bank_bytes / sizeof(uint64_t));
     if (needs_weight(role)) weight.seen = ptx::ld_relaxed_sys(weight.word);
     if (!is_own) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
@@ -158,7 +158,7 @@ struct Incoming {
     } else {
       WaitBudget budget;
       while (!has_arrived(piece)) {
-        if (has_bug(Bug::kTornRows, op.context.kind) && __all_sync(~0u, has_arrived(piece.chunk[0]))) break;
+        if (has_bug(Bug::kTornRows, op.context.kind) && __all_sync(~0u, has_arrived(piece.vector[0]))) break;
         if (__any_sync(~0u, budget.is_spent(op, Awaited::kRows, unit.source, unit.token, unit.piece))) {
           if (!kMasksRanks || __any_sync(~0u, op.context.has_failed())) return false;
           piece = {};

@@ -53,6 +53,7 @@ __device__ __forceinline__ Choice choice_of(const DispatchRole& role, RawId raw)
 
 static __device__ __noinline__ void report_invalid_id(const LlDispatchParams& p, DeviceState* state, int token) {
   const int k = lane_id();
+  if (!p.reports_ids) return;
   const int64_t id = load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + k);
   note_invalid_id(state, id, token, k);
 }
@@ -80,12 +81,12 @@ struct OutgoingRouting {
   // Between load() and prepare(), as it needs nothing that is loaded.
   __device__ __forceinline__ void compute_addr(const DispatchRole& role) {
     if (token >= role.p.num_tokens) return;
-    lane = RoutingLane::at_addr(role.p.layout, role.peers, role.geometry.by_id_words, 0, token);
+    lane = RoutingLane::at_addr(role.p.offsets, role.peers, role.geometry.by_id_words, 0, token);
   }
   __device__ __forceinline__ void prepare(const DispatchRole& role) {
     if (token >= role.p.num_tokens) return;
     choice = choice_of(role, id);
-    lane.fill(role.p.layout, role.peers, 0, choice, weight);
+    lane.fill(role.p.offsets, role.peers, 0, choice, weight);
   }
 };
 
@@ -94,8 +95,8 @@ __device__ __forceinline__ void send_token_routing(const DispatchRole& role, con
   const LlDispatchParams& p = role.p;
   if (out.token >= p.num_tokens) return;
   testing_point(Point::kBeforeRouting, op, out.token);
-  out.lane.send(op, p.layout, out.choice.rank);
-  send_routing(op, p.layout, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
+  out.lane.send(op, p.offsets, out.choice.rank);
+  send_routing(op, p.offsets, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
   if (role.lane >= p.shape.topk) return;
   p.handle.ids[out.token * p.shape.topk + role.lane] =
       out.choice.rank < 0 ? -1 : out.choice.rank * p.output.local_experts + out.choice.expert;
@@ -152,7 +153,7 @@ struct Outgoing {
     const int token = role.geometry.by_pieces.divide(asked);
     index = role.geometry.by_pieces.remainder(asked, token);
     const int rank = role.peers.rank, num_ranks = role.p.shape.num_ranks;
-    slot = role.p.layout.row<kMasksRanks>(0, rank, token) + lane_offset<kSteps>(index, role.lane);
+    slot = role.p.offsets.row<kMasksRanks>(0, rank, token) + lane_offset<kSteps>(index, role.lane);
     const Choice choice = choice_of(role, id);
     const bool wanted = choice.rank >= 0 && (choice.rank != rank || role.sends_to_itself());
     const int turn = choice.rank - rank - 1 + (choice.rank <= rank ? num_ranks : 0);
@@ -167,7 +168,7 @@ template <Encoding kEncoding, DType kType, int kSteps>
 __device__ __forceinline__ void send_piece(const DispatchRole& role, const WarpContext& op,
                                            Outgoing<kEncoding, kType, kSteps>& out) {
   testing_point(Point::kBetweenRows, op, out.asked);
-  char* const at_rank0 = role.peers.base + out.slot + op.bank * role.p.layout.row_bank_bytes;
+  char* const at_rank0 = role.peers.base + out.slot + op.bank * role.p.offsets.row_bank_bytes;
   out.load(role, out.asked + role.plan.senders());  // before the stores: it would wait behind them
   uint32_t turns = out.turns[0], others = out.turns[1];
   int first = role.peers.rank + 1;

@@ -17,17 +17,17 @@ namespace ep {
 
 // Sizes of a row in the units of a warp.
 struct RowShape {
-  int chunks = 0;          // of 16 bytes on the wire, side words apart
-  int payload_chunks = 0;  // of them, the payload's
+  int vectors = 0;          // of 16 bytes on the wire, side words apart
+  int payload_vectors = 0;  // of them, the payload's
   int steps = 0;
   int side_offset = 0;
   int side_bytes = 0;  // of a step: 0, 4 or 16
 
   static RowShape of(const LlDispatchParams& p) {
     RowShape row;
-    row.payload_chunks = p.row.payload_bytes / kLaneBytes;
-    row.chunks = p.row.is_keyed ? p.row.body_bytes() / kLaneBytes : row.payload_chunks;
-    row.steps = ceil_div(row.chunks, 32);
+    row.payload_vectors = p.row.payload_bytes / kLaneBytes;
+    row.vectors = p.row.is_keyed ? p.row.body_bytes() / kLaneBytes : row.payload_vectors;
+    row.steps = ceil_div(row.vectors, 32);
     row.side_offset = p.row.is_keyed ? p.row.keys_offset() : p.row.scales_offset();
     if (p.row.is_keyed || p.quant == Quant::kFp8Ue8m0) {
       row.side_bytes = 4;
@@ -38,20 +38,20 @@ struct RowShape {
   }
 };
 
-// Scales of the caller move in chunks of 16 bytes, a lane each, or a chunk in words or in bytes: in the largest unit
+// Scales of the caller move in vectors of 16 bytes, a lane each, or a vector in words or in bytes: in the largest unit
 // that addresses and sizes are multiples of.
 inline int scale_unit(int64_t common_divisor) {
   if (common_divisor % kLaneBytes == 0) return kLaneBytes;
   return common_divisor % 4 == 0 ? 4 : 1;
 }
 
-// Where the chunks of a row's scales come from. All lengths are in bytes.
+// Where the vectors of a row's scales come from. All lengths are in bytes.
 struct ScaleSource {
   const char* data = nullptr;
   int64_t row_stride = 0;
-  int64_t chunk_stride = 0;
-  int64_t word_at[4] = {};     // words of a chunk, from its first on
-  int64_t element_stride = 0;  // bytes of a chunk: byte i is in element i >> shift
+  int64_t vector_stride = 0;
+  int64_t word_at[4] = {};     // words of a vector, from its first on
+  int64_t element_stride = 0;  // bytes of a vector: byte i is in element i >> shift
   int shift = 0;
   int unit = kLaneBytes;
   int row_bytes = 0;  // that move
@@ -69,7 +69,7 @@ struct ScaleSource {
     source.shift = is_contiguous ? 0 : std::countr_zero(static_cast<unsigned>(size));
     source.unit = scale_unit(std::gcd<int64_t>(address, is_contiguous ? std::gcd(row_stride, source.row_bytes) : size));
     for (int i = 0; i < 4; i++) source.word_at[i] = byte_at(4 * i, source.element_stride, source.shift);
-    source.chunk_stride = byte_at(kLaneBytes, source.element_stride, source.shift);
+    source.vector_stride = byte_at(kLaneBytes, source.element_stride, source.shift);
     return source;
   }
   EP_HD static int64_t byte_at(int byte, int64_t element_stride, int shift) {
@@ -110,7 +110,7 @@ struct RoutingBitmapShape {
     RoutingBitmapShape shape;
     const int64_t slots = static_cast<int64_t>(p.shape.num_ranks) * p.shape.max_tokens;
     shape.bins = has_expert_rows(p.output.layout) ? p.output.local_experts : 1;
-    shape.id_words = p.layout.ids.words();
+    shape.id_words = p.offsets.ids.words();
     const int64_t words = ceil_div<int64_t>(slots, 32) | 1;
     const int64_t bits_at = kIdsAt + slots * shape.id_words;
     const int64_t tokens_at = bits_at + align_up<int64_t>(shape.bins * words, 4);
@@ -165,7 +165,7 @@ struct LlDispatchGeometry {
     g.by_pieces = Divisor::of(pieces);
     g.by_others = Divisor::of(others > 0 ? others : 1);
     g.by_max_tokens = Divisor::of(p.shape.max_tokens);
-    g.by_id_words = Divisor::of(p.layout.ids.words());
+    g.by_id_words = Divisor::of(p.offsets.ids.words());
     g.by_local_experts = Divisor::of(p.output.local_experts);
     g.by_alignment = Divisor::of(p.output.alignment);
     const int64_t slices = p.output.has_parts() ? 0 : ceil_div<int64_t>(p.output.capacity, 32);  // of last_gap()
@@ -269,7 +269,7 @@ struct LlCombineGeometry {
     g.schedule = WorkSchedule::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, 32 * lane_elements),
                                   g.homes > 0 ? g.homes : 1, plan.groups);
     g.receivers = plan.receivers();
-    g.source_bytes = p.layout.row_part_bytes;
+    g.source_bytes = p.offsets.row_part_bytes;
     g.by_local_experts = Divisor::of(p.output.local_experts);
     return g;
   }

@@ -14,7 +14,7 @@ __device__ __forceinline__ void send_home_weight(const CombineRole& role, const 
   if (static_cast<unsigned>(expert) >= static_cast<unsigned>(p.shape.num_experts)) return;
   const int owner = role.geometry.by_local_experts.divide(expert);
   if (is_masked(op, owner)) return;
-  const Offset first = p.layout.weight<kMasksRanks>(op.bank, role.peers.rank, 0, 0);
+  const Offset first = p.offsets.weight<kMasksRanks>(op.bank, role.peers.rank, 0, 0);
   ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + choice, tagged(weight.bits(p), op.tag));
 }
 

@@ -10,7 +10,7 @@ namespace ep {
 
 // ---- From x
 
-// A chunk of scales whose `left` bytes lie at any addresses; zeros past them.
+// A vector of scales whose `left` bytes lie at any addresses; zeros past them.
 static __device__ __noinline__ uint4 load_scale_bytes(const char* at, int64_t element_stride, int shift, int left) {
   uint32_t bytes[kLaneBytes];
 #pragma unroll
@@ -26,47 +26,47 @@ static __device__ __noinline__ uint4 load_scale_bytes(const char* at, int64_t el
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Chunk c of the row: of x, or of the scales behind it. Words are loaded together, and nothing waits for them here.
+// Vector c of the row: of x, or of the scales behind it. Words are loaded together, and nothing waits for them here.
 __device__ __forceinline__ void load_keyed(const LlDispatchGeometry& geometry, const uint4* x, int token, int c,
-                                           uint4& chunk) {
-  if (c >= geometry.row.chunks) return;
+                                           uint4& vector) {
+  if (c >= geometry.row.vectors) return;
   const ScaleSource& scales = geometry.given_scales;
   const auto* from = reinterpret_cast<const char*>(x + c);
-  const int scale_chunk = c - geometry.row.payload_chunks;
-  if (scale_chunk >= 0) from = scales.data + token * scales.row_stride + scale_chunk * scales.chunk_stride;
-  if (scale_chunk < 0 || scales.unit == kLaneBytes) {
-    chunk = ptx::ld_nc(from);
+  const int scale_vector = c - geometry.row.payload_vectors;
+  if (scale_vector >= 0) from = scales.data + token * scales.row_stride + scale_vector * scales.vector_stride;
+  if (scale_vector < 0 || scales.unit == kLaneBytes) {
+    vector = ptx::ld_nc(from);
     return;
   }
-  const int left = scales.row_bytes - scale_chunk * kLaneBytes;
+  const int left = scales.row_bytes - scale_vector * kLaneBytes;
   if (scales.unit == 1) {
-    chunk = load_scale_bytes(from, scales.element_stride, scales.shift, left);
+    vector = load_scale_bytes(from, scales.element_stride, scales.shift, left);
     return;
   }
-  chunk.x = ptx::ld_nc_4(from);
-  if (left > 4) chunk.y = ptx::ld_nc_4(from + scales.word_at[1]);
-  if (left > 8) chunk.z = ptx::ld_nc_4(from + scales.word_at[2]);
-  if (left > 12) chunk.w = ptx::ld_nc_4(from + scales.word_at[3]);
+  vector.x = ptx::ld_nc_4(from);
+  if (left > 4) vector.y = ptx::ld_nc_4(from + scales.word_at[1]);
+  if (left > 8) vector.z = ptx::ld_nc_4(from + scales.word_at[2]);
+  if (left > 12) vector.w = ptx::ld_nc_4(from + scales.word_at[3]);
 }
 
 // A piece of an own row.
 template <Encoding kEncoding, int kSteps>
 __device__ __forceinline__ void load_raw(const LlDispatchParams& p, const LlDispatchGeometry& geometry, int token,
                                          int piece, int lane, Raw<kEncoding, kSteps>& raw) {
-  constexpr int kPerChunk = Raw<kEncoding, kSteps>::kPerChunk;
+  constexpr int kPerVector = Raw<kEncoding, kSteps>::kPerVector;
   const RowShape& row = geometry.row;
-  const auto* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(token) * row.payload_chunks * kPerChunk;
+  const auto* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(token) * row.payload_vectors * kPerVector;
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
     const int c = (piece * kSteps + j) * 32 + lane;
 #pragma unroll
-    for (int i = 0; i < kPerChunk; i++) {
-      uint4& chunk_j = raw.chunk[j * kPerChunk + i];
-      chunk_j = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < kPerVector; i++) {
+      uint4& vector_j = raw.vector[j * kPerVector + i];
+      vector_j = make_uint4(0, 0, 0, 0);
       if constexpr (kEncoding == Encoding::kKeyed) {
-        load_keyed(geometry, x, token, c, chunk_j);
-      } else if (c < row.payload_chunks) {
-        chunk_j = ptx::ld_nc(x + c * kPerChunk + i);
+        load_keyed(geometry, x, token, c, vector_j);
+      } else if (c < row.payload_vectors) {
+        vector_j = ptx::ld_nc(x + c * kPerVector + i);
       }
     }
   }
@@ -77,13 +77,13 @@ __device__ __forceinline__ void find_keys(PieceOf<Encoding::kKeyed, kSteps>& pie
   piece.side = make_uint4(0, 0, 0, 0);
   bool needs_key = false;
 #pragma unroll
-  for (int j = 0; j < kSteps; j++) needs_key = needs_key || !has_arrived(piece.chunk[j]);
+  for (int j = 0; j < kSteps; j++) needs_key = needs_key || !has_arrived(piece.vector[j]);
   if (!__any_sync(~0u, needs_key)) return;
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
     uint32_t key = 0;
-    while (__any_sync(~0u, !has_arrived(piece.chunk[j] ^ key))) key++;
-    piece.chunk[j] = piece.chunk[j] ^ key;
+    while (__any_sync(~0u, !has_arrived(piece.vector[j] ^ key))) key++;
+    piece.vector[j] = piece.vector[j] ^ key;
     if (lane == j) piece.side.x = key;
   }
 }
@@ -97,7 +97,7 @@ __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kEnc
   } else {
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
-      piece.chunk[j] = kEncoding == Encoding::kFloat ? escaped(raw.chunk[j]) : raw.chunk[j];
+      piece.vector[j] = kEncoding == Encoding::kFloat ? escaped(raw.vector[j]) : raw.vector[j];
     }
     if constexpr (kEncoding == Encoding::kKeyed) find_keys<kSteps>(piece, lane);
   }
@@ -132,11 +132,11 @@ __device__ __forceinline__ int lane_offset(int piece_index, int lane) {
 template <class Store, int kSteps, bool kHasSide>
 __device__ __forceinline__ void store_wire(char* at, const RowShape& row, int piece_index,
                                            const Piece<kSteps, kHasSide>& piece, int lane) {
-  const int first = piece_index * kSteps * 32 + lane, left = row.chunks - first;
-  auto* chunks = reinterpret_cast<uint4*>(at);
+  const int first = piece_index * kSteps * 32 + lane, left = row.vectors - first;
+  auto* vectors = reinterpret_cast<uint4*>(at);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
-    if (j * 32 < left) Store::store(chunks + j * 32, piece.chunk[j]);
+    if (j * 32 < left) Store::store(vectors + j * 32, piece.vector[j]);
     testing_point(Point::kBetweenWords);
   }
   const int step = piece_index * kSteps + lane;
@@ -153,11 +153,11 @@ __device__ __forceinline__ void store_wire(char* at, const RowShape& row, int pi
 template <int kSteps, bool kHasSide>
 __device__ __forceinline__ void load_wire(const char* at, const RowShape& row, int piece_index,
                                           Piece<kSteps, kHasSide>& piece, int lane) {
-  const int first = piece_index * kSteps * 32 + lane, left = row.chunks - first;
-  const auto* chunks = reinterpret_cast<const uint4*>(at);
+  const int first = piece_index * kSteps * 32 + lane, left = row.vectors - first;
+  const auto* vectors = reinterpret_cast<const uint4*>(at);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) {
-    piece.chunk[j] = j * 32 < left ? ptx::ld_relaxed_sys(chunks + j * 32) : make_uint4(0, 0, 0, 0);
+    piece.vector[j] = j * 32 < left ? ptx::ld_relaxed_sys(vectors + j * 32) : make_uint4(0, 0, 0, 0);
   }
   piece.side = make_uint4(0, 0, 0, 0);
   const int step = piece_index * kSteps + lane;
@@ -174,7 +174,7 @@ template <int kSteps, bool kHasSide>
 __device__ __forceinline__ bool has_arrived(const Piece<kSteps, kHasSide>& piece) {
   bool ok = !kHasSide || has_arrived(piece.side);
 #pragma unroll
-  for (int j = 0; j < kSteps; j++) ok = ok && has_arrived(piece.chunk[j]);
+  for (int j = 0; j < kSteps; j++) ok = ok && has_arrived(piece.vector[j]);
   return __all_sync(~0u, ok);
 }
 
@@ -183,7 +183,7 @@ template <int kSteps, bool kHasSide>
 __device__ __forceinline__ void reset_wire(char* at, const RowShape& row, int piece_index, int lane) {
   Piece<kSteps, kHasSide> rest;
 #pragma unroll
-  for (int j = 0; j < kSteps; j++) rest.chunk[j] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+  for (int j = 0; j < kSteps; j++) rest.vector[j] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
   rest.side = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
   store_wire<LocalStore>(at, row, piece_index, rest, lane);
 }
@@ -194,13 +194,13 @@ template <Encoding kEncoding, int kSteps>
 __device__ __forceinline__ void decode(PieceOf<kEncoding, kSteps>& piece) {
   if constexpr (kEncoding == Encoding::kKeyed) {
 #pragma unroll
-    for (int j = 0; j < kSteps; j++) piece.chunk[j] = piece.chunk[j] ^ __shfl_sync(~0u, piece.side.x, j);
+    for (int j = 0; j < kSteps; j++) piece.vector[j] = piece.vector[j] ^ __shfl_sync(~0u, piece.side.x, j);
   }
 }
 
-// The first `left` bytes of a chunk.
-static __device__ __noinline__ void store_scale_bytes(char* at, uint4 chunk, int left) {
-  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+// The first `left` bytes of a vector.
+static __device__ __noinline__ void store_scale_bytes(char* at, uint4 vector, int left) {
+  const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
   for (int i = 0; i < kLaneBytes; i++) {
     if (i < left) at[i] = static_cast<char>(words[i / 4] >> i % 4 * 8);
@@ -208,13 +208,13 @@ static __device__ __noinline__ void store_scale_bytes(char* at, uint4 chunk, int
 }
 
 // The same in words or bytes; `left` may be more than there are.
-__device__ __forceinline__ void store_scale_units(char* at, uint4 chunk, int unit, int left) {
-  if (unit == 1) return store_scale_bytes(at, chunk, left);
+__device__ __forceinline__ void store_scale_units(char* at, uint4 vector, int unit, int left) {
+  if (unit == 1) return store_scale_bytes(at, vector, left);
   auto* words = reinterpret_cast<uint32_t*>(at);
-  words[0] = chunk.x;
-  if (left > 4) words[1] = chunk.y;
-  if (left > 8) words[2] = chunk.z;
-  if (left > 12) words[3] = chunk.w;
+  words[0] = vector.x;
+  if (left > 4) words[1] = vector.y;
+  if (left > 8) words[2] = vector.z;
+  if (left > 12) words[3] = vector.w;
 }
 
 // The scales of a step, four floats or one word of exponents.
@@ -237,20 +237,20 @@ __device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t 
 // Stores a piece into any number of rows.
 template <Encoding kEncoding, int kSteps>
 struct RowWriter {
-  uint4* out;  // the lane's first chunk of row 0
-  int row_chunks, payload_left, chunks_left, step, side_bytes;
+  uint4* out;  // the lane's first vector of row 0
+  int row_vectors, payload_left, vectors_left, step, side_bytes;
   bool has_scales;
   int64_t bin_gap;   // scales of an expert begin so much after the end of those before
-  char* scales_out;  // where the scales of row 0 would have the lane's first chunk
+  char* scales_out;  // where the scales of row 0 would have the lane's first vector
 
   __device__ __forceinline__ void compute_addr(const LlDispatchParams& p, const LlDispatchGeometry& geometry,
                                                int piece_index, int lane) {
     const RowShape& row = geometry.row;
     const int first = piece_index * kSteps * 32 + lane;
     out = ptx::opaque(static_cast<uint4*>(p.out_x) + first);
-    row_chunks = row.payload_chunks;
-    payload_left = row.payload_chunks - first;
-    chunks_left = row.chunks - first;
+    row_vectors = row.payload_vectors;
+    payload_left = row.payload_vectors - first;
+    vectors_left = row.vectors - first;
     step = piece_index * kSteps + lane;
     side_bytes = row.side_bytes;
     has_scales = kEncoding == Encoding::kFp8 && lane < kSteps && step < row.steps;
@@ -262,29 +262,29 @@ struct RowWriter {
   }
   // `row_scales`: scales_out, of the row.
   __device__ __forceinline__ void store_keyed(const ScaleTarget& keyed_scales, uint4* target, char* row_scales, int j,
-                                              uint4 chunk) const {
-    if (j * 32 >= chunks_left) return;
+                                              uint4 vector) const {
+    if (j * 32 >= vectors_left) return;
     const bool is_scales = j * 32 >= payload_left;
     char* to = is_scales ? row_scales + j * 32 * kLaneBytes : reinterpret_cast<char*>(target + j * 32);
     if (!is_scales || keyed_scales.unit == kLaneBytes) {
-      ptx::st(reinterpret_cast<uint4*>(to), chunk);
+      ptx::st(reinterpret_cast<uint4*>(to), vector);
     } else {
       const int left = keyed_scales.row_bytes - (j * 32 - payload_left) * kLaneBytes;
-      store_scale_units(to, chunk, keyed_scales.unit, left);
+      store_scale_units(to, vector, keyed_scales.unit, left);
     }
   }
   // `expert`: whose row it is; of no meaning in rank layouts.
   __device__ __forceinline__ void store(const LlDispatchParams& p, const ScaleTarget& keyed_scales, int32_t out_row,
                                         uint32_t expert, const PieceOf<kEncoding, kSteps>& piece) const {
     const auto row = static_cast<uint64_t>(static_cast<uint32_t>(out_row));
-    uint4* target = out + row * static_cast<uint32_t>(row_chunks);
+    uint4* target = out + row * static_cast<uint32_t>(row_vectors);
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
       if constexpr (kEncoding == Encoding::kKeyed) {
         const uint64_t row_scales = row * static_cast<uint32_t>(keyed_scales.row_bytes);
-        store_keyed(keyed_scales, target, scales_out + row_scales, j, piece.chunk[j]);
+        store_keyed(keyed_scales, target, scales_out + row_scales, j, piece.vector[j]);
       } else if (j * 32 < payload_left) {
-        ptx::st(target + j * 32, piece.chunk[j]);
+        ptx::st(target + j * 32, piece.vector[j]);
       }
     }
     if (!has_scales) return;

@@ -92,7 +92,7 @@ static __device__ __noinline__ int count_choices(const LlDispatchParams& p, cons
     if (slot % p.shape.max_tokens >= bitmap.tokens(slot / p.shape.max_tokens)) continue;
 #pragma unroll 1
     for (int k = 0; k < p.shape.topk; k++) {
-      count += bitmap.id(p.layout.ids, slot, k) == static_cast<uint32_t>(bin) ? 1 : 0;
+      count += bitmap.id(p.offsets.ids, slot, k) == static_cast<uint32_t>(bin) ? 1 : 0;
     }
   }
   return count;
@@ -222,10 +222,10 @@ __device__ __forceinline__ void consume_routing(const LlDispatchParams& p, const
                                                 const RoutingBitmap& bitmap, WaitBudget& budget, int source,
                                                 int token) {
   const int slot = source * p.shape.max_tokens + token;
-  const auto* record = peers.local<uint64_t>(p.layout.header(op.bank, source)) + OpHeader::kNumTokens;
-  const auto* message = peers.local<ulonglong2>(p.layout.id_words<kMasksRanks>(op.bank, source, token));
+  const auto* header = peers.local<uint64_t>(p.offsets.header(op.bank, source)) + OpHeader::kNumTokens;
+  const auto* message = peers.local<ulonglong2>(p.offsets.id_words<kMasksRanks>(op.bank, source, token));
   // The last slot's thread learns the source's number of tokens, so that every rank is heard in every operation.
-  const bool needs_record = token == p.shape.max_tokens - 1;
+  const bool needs_header = token == p.shape.max_tokens - 1;
   const uint32_t tag = op.tag;
   const int pairs = bitmap.shape.id_words / 2;
   if (!kMasksRanks) budget = {};
@@ -235,9 +235,9 @@ __device__ __forceinline__ void consume_routing(const LlDispatchParams& p, const
     uint64_t count;
     while (true) {
       words = ptx::ld_relaxed_sys(message + pair);
-      count = ptx::ld_relaxed_sys(record);
+      count = ptx::ld_relaxed_sys(header);
       const bool knows_count = is_tagged(count, tag);
-      if (is_tagged(words.x, tag) && is_tagged(words.y, tag) && (knows_count || !needs_record)) break;
+      if (is_tagged(words.x, tag) && is_tagged(words.y, tag) && (knows_count || !needs_header)) break;
       const bool is_absent = knows_count && token >= static_cast<int>(static_cast<uint32_t>(count));
       if (is_absent || (kAgain ? budget.is_due() && op.context.has_failed()
                                : budget.is_spent(op, Awaited::kRouting, source, tag, words.x >> 32))) {
@@ -246,14 +246,14 @@ __device__ __forceinline__ void consume_routing(const LlDispatchParams& p, const
         break;
       }
     }
-    if (needs_record && pair == 0) {
+    if (needs_header && pair == 0) {
       const bool knows_count = is_tagged(count, tag);
       const int num_tokens = knows_count ? min(static_cast<int>(static_cast<uint32_t>(count)), p.shape.max_tokens) : 0;
       bitmap.tokens(source) = num_tokens;
       atomicMax(&bitmap.total(RoutingBitmap::kMostTokens), num_tokens);
     }
     const auto low = static_cast<uint32_t>(words.x), high = static_cast<uint32_t>(words.y);
-    if (p.layout.ids.bits == 8) {
+    if (p.offsets.ids.bits == 8) {
       consume_ids<kExpertRows, 8>(p, bitmap, slot, 2 * pair, low, high);
     } else {
       consume_ids<kExpertRows, 16>(p, bitmap, slot, 2 * pair, low, high);

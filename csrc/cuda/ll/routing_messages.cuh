@@ -20,24 +20,24 @@ struct RoutingLane {
   float value = 0;
   int peer, index;
 
-  __device__ __forceinline__ static int passes(const LlLayout& layout) {
-    return ceil_div(layout.num_ranks * layout.ids.words(), 32);
+  __device__ __forceinline__ static int passes(const LlOffsets& offsets) {
+    return ceil_div(offsets.num_ranks * offsets.ids.words(), 32);
   }
   // The addresses of a lane's words: all that does not need the ids.
-  __device__ __forceinline__ static RoutingLane at_addr(const LlLayout& layout, const LsaPeers& peers,
+  __device__ __forceinline__ static RoutingLane at_addr(const LlOffsets& offsets, const LsaPeers& peers,
                                                         const Divisor& by_id_words, int pass, int token) {
     RoutingLane lane;
     lane.peer = by_id_words.divide(pass * 32 + lane_id());
     lane.index = by_id_words.remainder(pass * 32 + lane_id(), lane.peer);
     lane.ids =
-        ptx::opaque(peers.at<uint64_t>(lane.peer, layout.id_words<kMasksRanks>(0, peers.rank, token)) + lane.index);
-    lane.weight = ptx::opaque(peers.at<uint64_t>(0, layout.weight<kMasksRanks>(0, peers.rank, token, lane_id())));
+        ptx::opaque(peers.at<uint64_t>(lane.peer, offsets.id_words<kMasksRanks>(0, peers.rank, token)) + lane.index);
+    lane.weight = ptx::opaque(peers.at<uint64_t>(0, offsets.weight<kMasksRanks>(0, peers.rank, token, lane_id())));
     return lane;
   }
-  __device__ __forceinline__ void fill(const LlLayout& layout, const LsaPeers& peers, int pass, const Choice& choice,
+  __device__ __forceinline__ void fill(const LlOffsets& offsets, const LsaPeers& peers, int pass, const Choice& choice,
                                        float weight_of_choice) {
-    const int per_word = layout.ids.per_word(), bits = layout.ids.bits;
-    const uint32_t none = layout.ids.none();
+    const int per_word = offsets.ids.per_word(), bits = offsets.ids.bits;
+    const uint32_t none = offsets.ids.none();
     const uint32_t mine = choice.rank < 0 ? ~0u : static_cast<uint32_t>(choice.rank << 16 | choice.expert);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -45,20 +45,20 @@ struct RoutingLane {
       const uint32_t theirs = __shfl_sync(~0u, mine, index * per_word + j);
       word |= (theirs >> 16 == static_cast<uint32_t>(peer) ? theirs & 0xFFFF : none) << j * bits;
     }
-    if (peer >= layout.num_ranks) ids = nullptr;
+    if (peer >= offsets.num_ranks) ids = nullptr;
     value = weight_of_choice;
     weight = pass != 0 || choice.rank < 0 ? nullptr : weight + choice.rank * (peers.stride / sizeof(uint64_t));
   }
-  __device__ __forceinline__ static RoutingLane of(const LlLayout& layout, const LsaPeers& peers,
+  __device__ __forceinline__ static RoutingLane of(const LlOffsets& offsets, const LsaPeers& peers,
                                                    const Divisor& by_id_words, int pass, int token,
                                                    const Choice& choice, float weight) {
-    RoutingLane lane = at_addr(layout, peers, by_id_words, pass, token);
-    lane.fill(layout, peers, pass, choice, weight);
+    RoutingLane lane = at_addr(offsets, peers, by_id_words, pass, token);
+    lane.fill(offsets, peers, pass, choice, weight);
     return lane;
   }
   // `rank`: of the choice.
-  __device__ __forceinline__ void send(const WarpContext& op, const LlLayout& layout, int rank) const {
-    const int64_t offset = op.bank * static_cast<int64_t>(layout.tagged_bank_bytes / sizeof(uint64_t));
+  __device__ __forceinline__ void send(const WarpContext& op, const LlOffsets& offsets, int rank) const {
+    const int64_t offset = op.bank * static_cast<int64_t>(offsets.tagged_bank_bytes / sizeof(uint64_t));
     if (ids != nullptr && !is_masked(op, peer)) ptx::st_relaxed_sys(ids + offset, tagged(word, op.tag));
     if (weight != nullptr && !is_masked(op, rank)) {
       ptx::st_relaxed_sys(weight + offset, tagged(__float_as_uint(value), op.tag));
@@ -67,12 +67,12 @@ struct RoutingLane {
 };
 
 // One warp sends the routing of an own token to every rank, itself included.
-__device__ __forceinline__ void send_routing(const WarpContext& op, const LlLayout& layout, const LsaPeers& peers,
+__device__ __forceinline__ void send_routing(const WarpContext& op, const LlOffsets& offsets, const LsaPeers& peers,
                                              const Divisor& by_id_words, int first_pass, int token,
                                              const Choice& choice, float weight) {
 #pragma unroll 1
-  for (int pass = first_pass; pass < RoutingLane::passes(layout); pass++) {
-    RoutingLane::of(layout, peers, by_id_words, pass, token, choice, weight).send(op, layout, choice.rank);
+  for (int pass = first_pass; pass < RoutingLane::passes(offsets); pass++) {
+    RoutingLane::of(offsets, peers, by_id_words, pass, token, choice, weight).send(op, offsets, choice.rank);
   }
 }
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "layout/common/wire.h"
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 #include "runtime/failure.h"
 
 namespace ep {

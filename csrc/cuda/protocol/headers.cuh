@@ -6,11 +6,11 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// `record`: the words of `source`, which differ from the own op header's.
-__device__ __forceinline__ void refuse_header(const OpContext& context, const uint64_t* record, int source) {
+// `header`: the words of `source`, which differ from the own op header's.
+__device__ __forceinline__ void refuse_header(const OpContext& context, const uint64_t* header, int source) {
   OpHeader theirs;
   for (int i = 0; i < OpHeader::kWords; i++) {
-    theirs.words[i] = await_word(WarpContext(context), record + i, Awaited::kOpHeader, source);
+    theirs.words[i] = await_word(WarpContext(context), header + i, Awaited::kOpHeader, source);
   }
   fail(context, Failure::kOtherOp, Awaited::kOpHeader, source, 0, 0, theirs);
 }

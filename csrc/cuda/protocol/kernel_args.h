@@ -29,7 +29,7 @@ struct PlanOf<Params> {
 template <class Params>
 struct alignas(16) KernelArgs {
   DeviceState* state = nullptr;
-  const uint64_t* credits = nullptr;  // of every rank, in the own window: LlLayout::signal
+  const uint64_t* credits = nullptr;  // of every rank, in the own window: LlOffsets::signal
   LsaPeers peers;
   int num_ranks = 1;
   typename PlanOf<Params>::Type plan;
@@ -42,8 +42,8 @@ struct alignas(16) KernelArgs {
     args.state = state;
     args.peers = peers;
     args.num_ranks = num_ranks;
-    if constexpr (requires { params.layout.signal(0); }) {
-      args.credits = peers.template local<uint64_t>(params.layout.signal(0));
+    if constexpr (requires { params.offsets.signal(0); }) {
+      args.credits = peers.template local<uint64_t>(params.offsets.signal(0));
     }
     args.params = params;
     return args;

@@ -3,11 +3,11 @@
 
 #include <cstddef>
 
+#include "cuda/device/kernel_set.cuh"
 #include "cuda/device/ptx.cuh"
 #include "cuda/protocol/device_state.h"
-#include "cuda/protocol/kernel_set.cuh"
 #include "cuda/testing/testing.cuh"
-#include "layout/ll/layout.h"
+#include "layout/ll/offsets.h"
 
 namespace ep {
 inline namespace EP_KERNELS {

@@ -4,7 +4,7 @@
 
 #include "base/check.h"
 #include "base/testing.h"
-#include "cuda/host/device_guard.h"
+#include "transport/device/device_guard.h"
 
 namespace ep {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "base/testing.h"
-#include "cuda/protocol/kernel_set.cuh"
+#include "cuda/device/kernel_set.cuh"
 #include "cuda/testing/testing.h"
 #include "layout/common/wire.h"
 

@@ -56,11 +56,14 @@ inline const char* name_of(Quant quant) {
 
 constexpr int kQuantGroup = 128;  // elements that share a scale
 
-// Bytes of the scales of a row that this library quantises.
+// Scales of a row that this library quantises, each of 4 bytes. Int: int, or torch's SymInt.
+template <class Int>
+EP_HD Int num_quant_scales(Quant quant, Int hidden) {
+  const Int groups = (hidden + (kQuantGroup - 1)) / kQuantGroup;
+  return quant == Quant::kFp8Ue8m0 ? (groups + 3) / 4 : groups;
+}
 EP_HD int quant_scale_bytes(Quant quant, int hidden) {
-  const int groups = ceil_div(hidden, kQuantGroup);
-  if (quant == Quant::kNone) return 0;
-  return quant == Quant::kFp8Ue8m0 ? ceil_div(groups, 4) * 4 : groups * 4;
+  return quant == Quant::kNone ? 0 : num_quant_scales(quant, hidden) * 4;
 }
 
 }  // namespace ep

@@ -1,8 +1,8 @@
 // A rank's whole window: the low-latency regions, then those of high throughput. One buffer serves both.
 #pragma once
 
-#include "layout/ht/layout.h"
-#include "layout/ll/layout.h"
+#include "layout/ht/offsets.h"
+#include "layout/ll/offsets.h"
 
 namespace ep {
 

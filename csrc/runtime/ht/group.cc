@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "runtime/checks.h"
+#include "runtime/handles.h"
 #include "runtime/ranges.h"
 
 namespace ep {
@@ -41,8 +42,8 @@ HtSizes ht_sizes_for(const Topology& topology, const Shape& shape, int dispatch_
   dispatch.add(dispatch_row_bytes);
   combine.add(combine_row_bytes);
   combine.add(shape.topk * 4);  // scalars of weights
-  HtSizes sizes = HtLayout::sizes(topology, shape, dispatch.stride());
-  const HtSizes back = HtLayout::sizes(topology, shape, combine.stride());
+  HtSizes sizes = HtOffsets::sizes(topology, shape, dispatch.stride());
+  const HtSizes back = HtOffsets::sizes(topology, shape, combine.stride());
   sizes.row_bytes = std::max(sizes.row_bytes, back.row_bytes);
   sizes.rail_bytes = std::max(sizes.rail_bytes, back.rail_bytes);
   sizes.arena_bytes = arena_bytes;
@@ -70,17 +71,17 @@ void Group::prepare(HtDispatchParams& p) {
   check_quant(p.quant, p.dtype);
   check_row_bytes(p.parts[0].bytes, "a row");
   HtRowFormat row;
-  uint32_t beside = 0, order = 0;
+  uint32_t extra_bytes = 0, order = 0;
   for (int i = 0; i < p.num_parts; i++) {
     EP_CHECK(p.parts[i].bytes > 0 && p.parts[i].bytes <= kMaxRowBytes, "tensor ", i, " has rows of ", p.parts[i].bytes,
              " bytes, must be 1 to ", kMaxRowBytes);
-    if (i > 0) beside += p.parts[i].bytes;
+    if (i > 0) extra_bytes += p.parts[i].bytes;
     if (i > 0 && p.num_parts > 2) order = OpHeader::hash_order(order, p.parts[i].bytes);
     row.add(p.parts[i].bytes);
   }
-  p.layout = HtLayout::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
+  p.offsets = HtOffsets::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
   p.header = header_of(pack_operation(operation_of(p.variant), p.dtype, p.quant, p.dtype), p.hidden, p.shape,
-                       static_cast<int>(beside | order << OpHeader::kMetadataBits), p.num_tokens);
+                       static_cast<int>(extra_bytes | order << OpHeader::kMetadataBits), p.num_tokens);
 }
 
 void Group::dispatch(HtDispatchParams& p, void* stream) {
@@ -93,7 +94,10 @@ void Group::run(HtDispatchParams& p, void* stream) {
     p.parts[i].out_offset = offset_of(p.parts[i].out, static_cast<uint64_t>(p.output.rows()) * p.parts[i].bytes);
   }
   if (sends_rows(p.variant)) check_slots(p.handle.num_slots, p.shape);
-  Range range(config_.name, name_of(p.variant), ++num_ht_calls_[static_cast<int>(Kind::kDispatch)]);
+  if (sends_rows(p.variant) && !routes(p.variant) && trusts_handles()) {
+    check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, sends_metadata(p.variant));
+  }
+  Range range(config_.name, name_of(p.variant), ++calls_.ht[static_cast<int>(Kind::kDispatch)]);
   backend()->ht_dispatch(p, stream);
 }
 
@@ -102,6 +106,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
   p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
   check_slots(p.handle.num_slots, p.shape);
+  if (trusts_handles()) check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, false);
   HtRowFormat row;
   if (p.has_rows()) {
     check_combined_rows(p);
@@ -111,13 +116,13 @@ void Group::combine(HtCombineParams& p, void* stream) {
   }
   if (p.has_values) row.add(p.shape.topk * 4);
   EP_CHECK(row.num_parts > 0, "a combine of neither rows nor scalars");
-  p.layout = HtLayout::make(window_.ht, Kind::kCombine, topology_, p.shape, row);
+  p.offsets = HtOffsets::make(window_.ht, Kind::kCombine, topology_, p.shape, row);
   const Operation operation = !p.has_rows()                     ? Operation::kHtCombineWeights
                               : p.weighting == Weighting::kHome ? Operation::kHtCombineWeighted
                                                                 : Operation::kHtCombine;
   p.header = header_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape,
                        p.has_values ? p.shape.topk * 4 : 0, p.num_tokens);
-  Range range(config_.name, "ht combine", ++num_ht_calls_[static_cast<int>(Kind::kCombine)]);
+  Range range(config_.name, "ht combine", ++calls_.ht[static_cast<int>(Kind::kCombine)]);
   backend()->ht_combine(p, stream);
 }
 

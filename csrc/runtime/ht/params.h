@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "layout/ht/handle.h"
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 #include "runtime/ll/params.h"
 
 namespace ep {
@@ -14,7 +14,7 @@ namespace ep {
 enum class HtVariant : int { kRouteAndSend = 0, kRoute = 1, kSend = 2, kCached = 3 };
 EP_HD bool routes(HtVariant variant) { return variant == HtVariant::kRouteAndSend || variant == HtVariant::kRoute; }
 EP_HD bool sends_rows(HtVariant variant) { return variant != HtVariant::kRoute; }
-EP_HD bool sends_routes(HtVariant variant) {
+EP_HD bool sends_metadata(HtVariant variant) {
   return variant == HtVariant::kRouteAndSend || variant == HtVariant::kSend;
 }
 
@@ -40,10 +40,14 @@ struct HtPart {
                    int64_t element_stride) {
     const int bytes = count * element_bytes;
     const bool is_contiguous = (element_stride == 1 || count <= 1) && (row_stride == count || num_rows <= 1);
-    return is_contiguous ? contiguous(in, bytes) : strided(in, bytes, element_bytes, row_stride, element_stride);
+    return is_contiguous ? contiguous(in, bytes)
+                         : strided(in, num_rows, bytes, element_bytes, row_stride, element_stride);
   }
   // Strides in elements.
-  static HtPart strided(const void* in, int bytes, int element_bytes, int64_t row_stride, int64_t element_stride) {
+  static HtPart strided(const void* in, int64_t num_rows, int bytes, int element_bytes, int64_t row_stride,
+                        int64_t element_stride) {
+    row_stride = usable_stride(num_rows, row_stride);
+    element_stride = usable_stride(bytes / element_bytes, element_stride);
     HtPart part;
     part.in = in;
     part.row_stride = row_stride * element_bytes;
@@ -57,7 +61,7 @@ struct HtPart {
 
 struct HtDispatchParams {
   Shape shape;
-  HtLayout layout;
+  HtOffsets offsets;
   OpHeader header;
   HtVariant variant = HtVariant::kRouteAndSend;
   Quant quant = Quant::kNone;  // of part 0; part 1 is the scales then
@@ -101,7 +105,7 @@ struct HtDispatchParams {
 // of their owner, in the wire dtype, by slot.
 struct HtCombineParams {
   Shape shape;
-  HtLayout layout;
+  HtOffsets offsets;
   OpHeader header;
   DType dtype = DType::kBF16;  // of rows
   DType wire_dtype = DType::kBF16;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 
 namespace ep {
 

@@ -1,11 +1,11 @@
 // Masks: a buffer that was made for it goes on in low latency without the ranks that have missed a deadline. Each rank
 // has masks of its own; who is masked learns of it in the next record (OpHeader::kIsMasked), and masks in return.
 #include <algorithm>
-#include <cstring>
 
 #include "base/check.h"
 #include "runtime/group.h"
 #include "transport/collective_step.h"
+#include "transport/session.h"
 
 namespace ep {
 
@@ -22,7 +22,8 @@ void Group::query_masks(int32_t* status, void* stream) {
   backend()->query_masks(status, stream);
 }
 
-void Group::clean_masks(Bootstrap& bootstrap) {
+void Group::clean_masks(Bootstrap& given) {
+  Session bootstrap(given, Collective::kCleanMasks);
   LlEpochs own;
   on_all_ranks(bootstrap, [&] {
     require_usable();
@@ -36,9 +37,7 @@ void Group::clean_masks(Bootstrap& bootstrap) {
   is_partly_cleaned_ = true;
   // Ranks that were masked have made fewer calls, or more. All begin anew behind the last of any rank.
   LlEpochs latest;
-  for (const std::string& bytes : bootstrap.allgather({reinterpret_cast<const char*>(&own), sizeof own})) {
-    LlEpochs theirs;
-    std::memcpy(&theirs, bytes.data(), std::min(bytes.size(), sizeof theirs));
+  for (const LlEpochs& theirs : gather(bootstrap, own, "its epochs")) {
     for (int kind = 0; kind < kNumKinds; kind++) latest.of[kind] = std::max(latest.of[kind], theirs.of[kind]);
   }
   // One further: of the next call of the other kind some may have been told that they are masked in it.

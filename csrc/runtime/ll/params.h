@@ -7,7 +7,7 @@
 #include "layout/common/outputs.h"
 #include "layout/common/shape.h"
 #include "layout/common/wire.h"
-#include "layout/ll/layout.h"
+#include "layout/ll/offsets.h"
 
 namespace ep {
 
@@ -38,6 +38,15 @@ struct Scales {
   int64_t bin_stride = 0;
 };
 
+// The stride of `count` elements of at most 8 bytes. One element has none; refuses one that leads out of any memory.
+inline int64_t usable_stride(int64_t count, int64_t stride) {
+  constexpr int64_t kFarthest = INT64_MAX / 32;
+  if (count <= 1) return 0;
+  EP_CHECK(stride <= kFarthest / count && stride >= -(kFarthest / count), "a stride of ", stride, " between ", count,
+           " elements: no memory is as large");
+  return stride;
+}
+
 // The order is that of a kernel's needs.
 struct LlDispatchParams {
   // In: read by the sending half only.
@@ -49,7 +58,7 @@ struct LlDispatchParams {
   Phase phase = Phase::kFused;
 
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   OpHeader header;
   OutputShape output;
   Quant quant = Quant::kNone;
@@ -73,6 +82,7 @@ struct LlDispatchParams {
   int32_t* recv_stats = nullptr;    // [bins] the counts are added
   int64_t* wait_cost = nullptr;     // [R] ns that this rank waited for each source are added
   int num_sms = 0;                  // 0: the plan's choice
+  bool reports_ids = true;          // false: another operation of the call has reported ids out of range
 };
 
 // How expert rows are weighted on their way home.
@@ -86,7 +96,7 @@ struct LlCombineParams {
   const void* rows = nullptr;  // [output.rows(), H]
   HandlePtrs handle;           // of the dispatch
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   OpHeader header;
   OutputShape output;
   void* out = nullptr;  // [T, H]
@@ -107,7 +117,7 @@ struct LlCombineParams {
 // Scalars instead of rows: the value of each expert row goes to the token's home.
 struct LlCombineWeightsParams {
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   OpHeader header;
   OutputShape output;
   HandlePtrs handle;
@@ -130,7 +140,7 @@ struct LlFloorFlagsParams {
 struct LlFloorPushParams {
   Kind kind = Kind::kDispatch;
   Shape shape;
-  LlLayout layout;
+  LlOffsets offsets;
   RowFormat row;
   OpHeader header;
   HandlePtrs handle;  // of a dispatch: which token goes to which rank

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <optional>
 
 #include "api/factory.h"
 #include "base/check.h"
+#include "torch/binding/errors.h"
 #include "torch/binding/fast_call.h"
 #include "torch/binding/interruption.h"
 #include "torch/binding/policy.h"
@@ -54,8 +56,13 @@ class NamedGroup {
     GroupConfig named = config;
     named.name = name_;
     py::gil_scoped_release no_gil;
-    group_ = make_group(bootstrap, named);
-    register_group(name_, group_);
+    try {
+      group_ = make_group(bootstrap, named);
+    } catch (const Error&) {
+      rethrow_interruption();
+      throw;
+    }
+    id_ = register_group(name_, group_);
   }
   ~NamedGroup() { destroy(); }
   void destroy() {
@@ -64,10 +71,11 @@ class NamedGroup {
       return;
     }
     py::gil_scoped_release no_gil;
-    const std::shared_ptr<Registered> last = unregister_group(name_);
+    const std::shared_ptr<Registered> last = unregister_group(id_);
     group_->destroy();  // first: a failed buffer's kernels end, and `last` waits for them before it frees its pool
   }
   Group& group() { return *group_; }
+  int64_t id() const { return id_; }
   void clean_masks(py::function allgather) {
     PythonBootstrap bootstrap(group_->rank(), group_->num_ranks(), std::move(allgather));
     py::gil_scoped_release no_gil;
@@ -76,6 +84,7 @@ class NamedGroup {
 
  private:
   std::string name_;
+  int64_t id_ = 0;
   pid_t process_ = getpid();
   std::shared_ptr<Group> group_;
 };
@@ -118,7 +127,8 @@ py::dict stats(Group& group) {
   result["masked_ranks"] = masked;
   const Calls& calls = group.calls();
   result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
-                             py::arg("combine_weights") = calls.combine_weights, py::arg("staged") = calls.split);
+                             py::arg("combine_weights") = calls.combine_weights, py::arg("split") = calls.split,
+                             py::arg("ht_dispatch") = calls.ht[0], py::arg("ht_combine") = calls.ht[1]);
   result["window_bytes"] = group.window().bytes;
   if (!group.is_destroyed()) result["backend"] = group.backend()->name();
   const auto arena = group.arena();
@@ -137,21 +147,11 @@ py::dict wire_bytes(Group& group) {
   return result;
 }
 
-// Python's exceptions for the library's errors are classes of nccl_ep/errors.py.
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kInvalidArgument) {
-      PyErr_SetString(PyExc_ValueError, error.what());
-      return;
-    }
-    const char* name = error.kind() == ErrorKind::kTimeout    ? "TimeoutError"
-                       : error.kind() == ErrorKind::kMismatch ? "MismatchError"
-                       : error.kind() == ErrorKind::kSystem   ? "SystemError"
-                                                              : "UsageError";
-    const py::object type = py::module_::import("nccl_ep.errors").attr(name);
-    PyErr_SetString(type.ptr(), error.what());
+    set_in_python(error);
   }
 }
 
@@ -319,6 +319,7 @@ void define_group(py::module_& m) {
           },
           py::arg("num_experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("row_bytes"),
           "ValueError if a low-latency dispatch could not send rows of so many bytes, none of them a number.")
+      .def("id", &NamedGroup::id, "By which ops find it: the length of the first dimension of their tensor `seq`.")
       .def("domain_size", [](NamedGroup& self) { return self.group().topology().domain_size; })
       .def("stats", [](NamedGroup& self) { return stats(self.group()); })
       .def(

@@ -100,7 +100,6 @@ void define_policy(py::module_& m) {
   m.def(
       "dtype_code", [](at::ScalarType type) { return static_cast<int>(dtype_of(type)); },
       "A dtype as configs have it.");
-  m.def("dtype_of_code", &float_type_of, "The other way, of what combine adds up.");
   m.def(
       "carries_extra", [](int64_t quant, bool has_scales) { return carries_extra(quant_of(quant), has_scales); },
       "Whether an extra tensor of low latency travels in the rows of x.");

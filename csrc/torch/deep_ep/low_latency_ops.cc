@@ -121,11 +121,11 @@ void run_into(const OutputRefs& t, LlDispatchParams& p, Registered& registered, 
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
+DispatchResult dispatch(const at::Tensor& seq, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
                         int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
                         const OptionalTensor& wait_cost, int64_t num_sms, Phase phase) {
   return guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    const auto [registered, group, device, on_device] = OnGroup(seq);
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
     const InputTypes row = check_inputs(x, {}, topk_idx, {}, topk_idx.size(1), device);
     const DispatchConfig config = config_of(num_experts, max_tokens, row.topk, quant, num_sms);
@@ -147,26 +147,25 @@ DispatchResult dispatch(std::string_view buffer, const Tensor& x, const Tensor& 
   });
 }
 
-DispatchResult ll_dispatch_deepep(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& topk_idx,
-                                  int64_t num_experts, int64_t max_tokens, int64_t quant,
-                                  const OptionalTensor& recv_stats, const OptionalTensor& wait_cost, int64_t num_sms) {
-  return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Phase::kFused);
+DispatchResult ll_dispatch_deepep(const Tensor& seq, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
+                                  int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
+                                  const OptionalTensor& wait_cost, int64_t num_sms) {
+  return dispatch(seq, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Phase::kFused);
 }
 
-DispatchResult ll_dispatch_deepep_send(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& topk_idx,
-                                       int64_t num_experts, int64_t max_tokens, int64_t quant,
-                                       const OptionalTensor& recv_stats, const OptionalTensor& wait_cost,
-                                       int64_t num_sms) {
-  return dispatch(buffer, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Phase::kSend);
+DispatchResult ll_dispatch_deepep_send(const Tensor& seq, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
+                                       int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
+                                       const OptionalTensor& wait_cost, int64_t num_sms) {
+  return dispatch(seq, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Phase::kSend);
 }
 
-void ll_dispatch_deepep_recv(std::string_view buffer, const Tensor&, const Tensor& x, const Tensor& scales,
-                             const Tensor& weights, const Tensor& counts, const Tensor& src_info,
-                             const Tensor& layout_range, at::ScalarType dtype, int64_t num_tokens, int64_t topk,
-                             bool is_idx64, int64_t num_experts, int64_t max_tokens, int64_t quant,
-                             const OptionalTensor& recv_stats, const OptionalTensor& wait_cost, int64_t num_sms) {
+void ll_dispatch_deepep_recv(const Tensor& seq, const Tensor& x, const Tensor& scales, const Tensor& weights,
+                             const Tensor& counts, const Tensor& src_info, const Tensor& layout_range,
+                             at::ScalarType dtype, int64_t num_tokens, int64_t topk, bool is_idx64, int64_t num_experts,
+                             int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
+                             const OptionalTensor& wait_cost, int64_t num_sms) {
   guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    const auto [registered, group, device, on_device] = OnGroup(seq);
     EP_CHECK(x.dim() == 3, "x has ", x.dim(), " dimensions, must have 3");
     const InputTypes row{dtype, x.size(2), 0, at::kFloat, num_tokens, topk, is_idx64};
     const DispatchConfig config = config_of(num_experts, max_tokens, topk, quant, num_sms);
@@ -201,10 +200,10 @@ Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_
 }
 
 // The result, if it is not given.
-Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
+Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
                int64_t num_tokens, int64_t topk, int64_t num_sms, CombineArgs args, const OptionalTensor& wait_cost,
                const Tensor* given, Phase phase) {
-  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const auto [registered, group, device, on_device] = OnGroup(seq);
   const auto dtype = static_cast<int64_t>(dtype_of(args.rows_dtype));
   const CombineConfig config{.num_experts = num_experts,
                              .topk = topk,
@@ -229,11 +228,11 @@ Tensor combine(std::string_view buffer, const Tensor& src_info, int64_t num_expe
   }
   Tensor made = given != nullptr ? new_tensor({0}, args.rows_dtype, device)
                                  : new_tensor({num_tokens, args.hidden}, args.rows_dtype, device);
-  run_combine(buffer, handle, num_tokens, output.capacity, config, args, phase, given != nullptr ? given : &made);
+  run_combine(seq, handle, num_tokens, output.capacity, config, args, phase, given != nullptr ? given : &made);
   return made;
 }
 
-Tensor combine_rows(std::string_view buffer, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
+Tensor combine_rows(const at::Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
                     const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, const OptionalTensor& wait_cost,
                     const OptionalTensor& out, int64_t num_sms, Phase phase) {
   return guarded([&] {
@@ -245,44 +244,43 @@ Tensor combine_rows(std::string_view buffer, const Tensor& rows, const Tensor& s
     args.topk_idx = &topk_idx;
     args.hidden = rows.size(2);
     args.rows_dtype = rows.scalar_type();
-    return combine(buffer, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), num_sms, args,
-                   wait_cost, pointer_to(out), phase);
+    return combine(seq, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), num_sms, args, wait_cost,
+                   pointer_to(out), phase);
   });
 }
 
-Tensor ll_combine_deepep(std::string_view buffer, const Tensor&, const Tensor& rows, const Tensor& src_info,
-                         const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
+Tensor ll_combine_deepep(const Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
+                         const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
                          const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
-  return combine_rows(buffer, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
+  return combine_rows(seq, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
                       Phase::kFused);
 }
 
-Tensor ll_combine_deepep_send(std::string_view buffer, const Tensor&, const Tensor& rows, const Tensor& src_info,
-                              const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
+Tensor ll_combine_deepep_send(const Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
+                              const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
                               const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
-  return combine_rows(buffer, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
+  return combine_rows(seq, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
                       Phase::kSend);
 }
 
-void ll_combine_deepep_recv(std::string_view buffer, const Tensor&, const Tensor& src_info, int64_t topk,
-                            int64_t num_experts, int64_t max_tokens, const OptionalTensor& wait_cost, const Tensor& out,
-                            int64_t num_sms) {
+void ll_combine_deepep_recv(const Tensor& seq, const Tensor& src_info, int64_t topk, int64_t num_experts,
+                            int64_t max_tokens, const OptionalTensor& wait_cost, const Tensor& out, int64_t num_sms) {
   guarded([&] {
     EP_CHECK(out.dim() == 2, "out has ", out.dim(), " dimensions, must be [tokens, hidden]");
     CombineArgs args;
     args.hidden = out.size(1);
     args.rows_dtype = out.scalar_type();
-    combine(buffer, src_info, num_experts, max_tokens, out.size(0), topk, num_sms, args, wait_cost, &out, Phase::kRecv);
+    combine(seq, src_info, num_experts, max_tokens, out.size(0), topk, num_sms, args, wait_cost, &out, Phase::kRecv);
   });
 }
 
 #define EP_STATS_SCHEMA "Tensor(b!)? out_recv_stats, Tensor(c!)? out_wait_cost, int num_sms"
-#define EP_DISPATCH_SCHEMA                                                                        \
-  "(str buffer, Tensor(a!) seq, Tensor x, Tensor topk_idx, int num_experts, int max_tokens, int " \
-  "quant, " EP_STATS_SCHEMA                                                                       \
+#define EP_DISPATCH_SCHEMA                                                            \
+  "(Tensor(a!) seq, Tensor x, Tensor topk_idx, int num_experts, int max_tokens, int " \
+  "quant, " EP_STATS_SCHEMA                                                           \
   ") -> (Tensor x, Tensor scales, Tensor weights, Tensor counts, Tensor src_info, Tensor layout_range)"
-#define EP_COMBINE_SCHEMA                                                                            \
-  "(str buffer, Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
+#define EP_COMBINE_SCHEMA                                                                \
+  "(Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
   "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms) -> Tensor"
 
 fast_call::Op ops[] = {
@@ -297,14 +295,14 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def("ll_dispatch_deepep" EP_DISPATCH_SCHEMA);
   library.def("ll_dispatch_deepep_send" EP_DISPATCH_SCHEMA);
   library.def(
-      "ll_dispatch_deepep_recv(str buffer, Tensor(a!) seq, Tensor(d!) out_x, Tensor(e!) out_scales, Tensor(f!) "
+      "ll_dispatch_deepep_recv(Tensor(a!) seq, Tensor(d!) out_x, Tensor(e!) out_scales, Tensor(f!) "
       "out_weights, Tensor(g!) out_counts, Tensor(h!) out_src_info, Tensor(i!) out_layout_range, ScalarType dtype, int "
       "num_tokens, int topk, bool is_idx64, "
       "int num_experts, int max_tokens, int quant, " EP_STATS_SCHEMA ") -> ()");
   library.def("ll_combine_deepep" EP_COMBINE_SCHEMA);
   library.def("ll_combine_deepep_send" EP_COMBINE_SCHEMA);
   library.def(
-      "ll_combine_deepep_recv(str buffer, Tensor(a!) seq, Tensor src_info, int topk, int num_experts, int max_tokens, "
+      "ll_combine_deepep_recv(Tensor(a!) seq, Tensor src_info, int topk, int num_experts, int max_tokens, "
       "Tensor(b!)? out_wait_cost, Tensor(c!) out, int num_sms) -> ()");
 }
 

@@ -24,10 +24,9 @@ Tensor rank_prefix(const Tensor& route, int64_t num_ranks) {
   return route.narrow(0, 0, num_ranks * num_ranks).view({num_ranks, num_ranks}).cumsum(0, at::kInt);
 }
 
-DispatchResult ht_dispatch_deepep(std::string_view buffer, const Tensor&, const Tensor& x,
-                                  const OptionalTensor& x_scales, const Tensor& topk_idx,
-                                  const OptionalTensor& topk_weights, int64_t num_experts, int64_t max_tokens,
-                                  int64_t capacity, int64_t num_sms) {
+DispatchResult ht_dispatch_deepep(const Tensor& seq, const Tensor& x, const OptionalTensor& x_scales,
+                                  const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t num_experts,
+                                  int64_t max_tokens, int64_t capacity, int64_t num_sms) {
   return guarded([&] {
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
     const DispatchConfig config{.num_experts = num_experts,
@@ -35,7 +34,7 @@ DispatchResult ht_dispatch_deepep(std::string_view buffer, const Tensor&, const 
                                 .max_tokens = max_tokens,
                                 .layout = static_cast<int64_t>(OutputLayout::kFlat),
                                 .num_sms = num_sms};
-    const HtDispatched t = dispatch_ht(buffer, x, x_scales, topk_idx, topk_weights, capacity, config);
+    const HtDispatched t = dispatch_ht(seq, x, x_scales, topk_idx, topk_weights, capacity, config);
     const at::Device host(at::kCPU);
     Tensor counts = new_tensor({capacity < 0 ? 1 + static_cast<int64_t>(t.demand.size()) : 0}, at::kLong, host);
     if (capacity < 0) {
@@ -54,7 +53,7 @@ DispatchResult ht_dispatch_deepep(std::string_view buffer, const Tensor&, const 
                             none(at::kInt),
                             counts};
     }
-    const int64_t num_ranks = find_group(buffer)->group->num_ranks();
+    const int64_t num_ranks = find_group(seq)->group->num_ranks();
     return DispatchResult{
         t.x, t.scales, t.topk_idx, t.weights, t.info, t.route, t.slots, rank_prefix(t.route, num_ranks), counts};
   });
@@ -96,7 +95,7 @@ fast_call::Op ops[] = {EP_OP(ht_dispatch_deepep), EP_OP(token_layout)};
 
 TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def(
-      "ht_dispatch_deepep(str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? "
+      "ht_dispatch_deepep(Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? "
       "topk_weights, int num_experts, int max_tokens, int capacity, int num_sms) -> (Tensor x, Tensor scales, Tensor "
       "topk_idx, Tensor weights, Tensor info, Tensor route, Tensor slots, Tensor rank_prefix, Tensor host_counts)");
   library.def(

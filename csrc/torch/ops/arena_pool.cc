@@ -24,7 +24,7 @@ std::unique_ptr<ArenaPool> ArenaPool::make(std::shared_ptr<Arena>, const at::Dev
 #include <set>
 #include <thread>
 
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 #include "torch/ops/device.h"
 
 namespace ep {

@@ -251,6 +251,7 @@ LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& co
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.output = output;
   p.zero_padding = bool_of(config.zero_padding, "zero_padding");
+  p.reports_ids = bool_of(config.reports_ids, "reports_ids");
   p.num_sms = num_sms_of(config.num_sms);
   // The size of the scales is part of the call, for the sending half too.
   const bool quantises = p.quant != Quant::kNone;

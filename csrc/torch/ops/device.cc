@@ -10,7 +10,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "cuda/host/device_guard.h"
+#include "transport/device/device_guard.h"
 #endif
 
 namespace ep {

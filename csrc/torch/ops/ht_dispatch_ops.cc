@@ -23,6 +23,7 @@ struct HtTensors {
   PayloadOutputs moved;
   Tensor weights, topk_idx, row_expert, info, route, slots;
   // Where sizes are exact:
+  int64_t num_rows = 0, num_slots = 0;
   int64_t most_tokens = 0;      // of any rank
   std::vector<int64_t> demand;  // of each local expert
 };
@@ -92,22 +93,25 @@ void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleSha
   aliases.writes("slots", t.slots);
 }
 
-// Returns what was not given. `asks_first`: of exact sizes, if a rank has more than max_tokens, nothing is sent, on all
-// ranks alike.
-HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, const Tensor& topk_idx,
-                          const OptionalTensor& topk_weights, int64_t capacity, const DispatchConfig& config,
-                          const HtRefs* given, bool asks_first = false) {
-  const auto [registered, group, device, on_device] = OnGroup(buffer);
-  EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
-  const InputTypes row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, config.topk, device);
-  check_payload(payload, row.num_tokens, device);
-  const bool is_exact = capacity == kExact;
-  EP_CHECK(!is_exact || config.layout != static_cast<int64_t>(OutputLayout::kExpertMajor),
-           "expert_major needs a capacity: its rows have no exact number");
-  EP_CHECK(!is_exact || given == nullptr, "outputs of exact sizes cannot be given");
-  const auto output_of = [&](int64_t rows) { return output_shape(group.num_ranks(), config, rows); };
+// What the first half of a dispatch of exact sizes has made.
+struct Routed {
+  const Tensor &info, &route;
+  int64_t rows, slots;
+};
+
+struct HtHow {
+  const HtRefs* given = nullptr;  // outputs; null: new ones
+  // Exact sizes: if a rank has more than max_tokens, nothing is sent, on all ranks alike.
+  bool asks_first = false;
+  // Exact sizes in two ops, between which a compiler learns the sizes: the first half alone, or what it made.
+  bool only_routes = false;
+  const Routed* routed = nullptr;
+};
+
+HtDispatchParams params_of(const Group& group, const InputTypes& row, const HtPayload& payload, const Tensor& topk_idx,
+                           const OptionalTensor& topk_weights, const DispatchConfig& config, int64_t capacity) {
   HtDispatchParams p;
-  p.output = output_of(is_exact ? INT32_MAX : capacity);
+  p.output = output_shape(group.num_ranks(), config, capacity);
   p.shape = {group.num_ranks(), static_cast<int>(config.num_experts), p.output.topk, p.output.max_tokens};
   p.quant = quant_of(config.quant);
   set_parts(p, payload);
@@ -117,42 +121,76 @@ HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, con
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.zero_padding = bool_of(config.zero_padding, "zero_padding");
   p.num_sms = num_sms_of(config.num_sms);
-  if (is_exact) {
-    if (!asks_first) check_tokens(p.num_tokens, p.shape);
-    p.variant = HtVariant::kRoute;
-  }
-  group.prepare(p);  // refuses what does not fit before memory is taken for it
-  int64_t num_slots = static_cast<int64_t>(group.num_ranks()) * config.max_tokens;
+  return p;
+}
 
+// The first half: all ranks tell one another how much will come, and the host learns it.
+void route_exactly(HtTensors& t, Group& group, HtDispatchParams& p, int64_t num_tokens, const at::Device& device,
+                   void* stream) {
+  t.info = new_tensor({p.output.info_size()}, at::kInt, device);
+  const HtHandleShape route = ht_handle_shape(p.output, group, num_tokens, 0);
+  t.route = new_handle({route.route_size()}, device);
+  p.info = t.info.data_ptr<int32_t>();
+  p.handle = HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, route);
+  HostSizes sizes = ask_for_sizes(group, p, stream);
+  t.num_rows = sizes.rows;
+  t.num_slots = sizes.slots;
+  t.most_tokens = sizes.most_tokens;
+  t.demand = std::move(sizes.demand);
+}
+
+// Returns what was not given.
+HtTensors run_ht_dispatch(const at::Tensor& seq, const HtPayload& payload, const Tensor& topk_idx,
+                          const OptionalTensor& topk_weights, int64_t capacity, const DispatchConfig& config,
+                          const HtHow& how = {}) {
+  const auto [registered, group, device, on_device] = OnGroup(seq);
+  EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
+  const InputTypes row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, config.topk, device);
+  check_payload(payload, row.num_tokens, device);
+  const bool is_exact = capacity == kExact;
+  EP_CHECK(!is_exact || config.layout != static_cast<int64_t>(OutputLayout::kExpertMajor),
+           "expert_major needs a capacity: its rows have no exact number");
+  EP_CHECK(!is_exact || how.given == nullptr, "outputs of exact sizes cannot be given");
+  HtDispatchParams p = params_of(group, row, payload, topk_idx, topk_weights, config, is_exact ? INT32_MAX : capacity);
+  if (is_exact) {
+    if (!how.asks_first) check_tokens(p.num_tokens, p.shape);
+    p.variant = how.routed != nullptr ? HtVariant::kSend : HtVariant::kRoute;
+  }
   HtTensors t;
+  t.num_slots = static_cast<int64_t>(group.num_ranks()) * config.max_tokens;
+  if (how.routed == nullptr) group.prepare(p);  // refuses what does not fit before memory is taken for it
   void* stream = registered->order.next_stream(device);
   if (is_exact) {
-    t.info = new_tensor({p.output.info_size()}, at::kInt, device);
-    const HtHandleShape route = ht_handle_shape(p.output, group, row.num_tokens, 0);
-    t.route = new_handle({route.route_size()}, device);
-    p.info = t.info.data_ptr<int32_t>();
-    p.handle = HtHandlePtrs::of(t.route.data_ptr<int32_t>(), nullptr, route);
-    const HostSizes sizes = ask_for_sizes(group, p, stream);
+    if (how.routed == nullptr) {
+      route_exactly(t, group, p, row.num_tokens, device, stream);
+      if (how.only_routes || t.most_tokens > config.max_tokens) return t;  // the latter: asks_first
+    } else {
+      t.info = how.routed->info;
+      t.route = how.routed->route;
+      t.num_rows = how.routed->rows;
+      t.num_slots = how.routed->slots;
+    }
     p.variant = HtVariant::kSend;
-    p.output = output_of(p.output.layout == OutputLayout::kRankMajor ? config.max_tokens : sizes.rows);
-    num_slots = sizes.slots;
-    t.most_tokens = sizes.most_tokens;
-    t.demand = sizes.demand;
-    if (t.most_tokens > config.max_tokens) return t;  // asks_first: else it was refused
+    p.output = output_shape(group.num_ranks(), config,
+                            p.output.layout == OutputLayout::kRankMajor ? config.max_tokens : t.num_rows);
   }
   const OutputTypes types = output_types(row, p.quant, p.output);
-  const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, num_slots);
-  if (given != nullptr) {
+  const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, t.num_slots);
+  if (how.routed != nullptr) {
+    check_tensor(t.info, "info", at::kInt, types.info, device);
+    check_tensor(t.route, "route", at::kInt, {handle.route_size()}, device);
+  }
+  if (how.given != nullptr) {
     AliasCheck aliases;
     aliases.reads("topk_idx", topk_idx);
     aliases.reads("topk_weights", pointer_to(topk_weights));
-    check_payload_outputs(given->moved, payload, p.output, types, device, aliases);
-    check_received(*given, types, handle, device, aliases);
+    check_payload_outputs(how.given->moved, payload, p.output, types, device, aliases);
+    check_received(*how.given, types, handle, device, aliases);
   } else {
     t.moved = allocate_payload(*registered, payload, p.output, types, device);
     allocate_received(t, types, p.output, handle, device);
   }
-  const HtRefs out = given != nullptr ? *given : HtRefs::of(t);
+  const HtRefs out = how.given != nullptr ? *how.given : HtRefs::of(t);
   set_payload_outputs(p, out.moved);
   p.handle = HtHandlePtrs::of(out.route.data_ptr<int32_t>(), out.slots.data_ptr<int32_t>(), handle);
   p.info = out.info.data_ptr<int32_t>();
@@ -168,12 +206,11 @@ HtTensors run_ht_dispatch(std::string_view buffer, const HtPayload& payload, con
 using HtDispatchResult =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
+HtDispatchResult ht_dispatch(const Tensor& seq, at::TensorList xs, const OptionalTensor& x_scales,
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
                              at::IntArrayRef config) {
   return guarded([&] {
-    auto t =
-        run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config), nullptr);
+    auto t = run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config));
     auto [x1, x2, x3] = extra(t.moved, t.info.device());
     return HtDispatchResult{std::move(t.moved.xs[0]),
                             std::move(t.moved.scales),
@@ -189,44 +226,85 @@ HtDispatchResult ht_dispatch(std::string_view buffer, const Tensor&, at::TensorL
   });
 }
 
-void ht_dispatch_out(std::string_view buffer, const Tensor&, at::TensorList xs, const OptionalTensor& x_scales,
-                     const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
-                     at::IntArrayRef config, at::TensorList out_xs, const Tensor& out_scales, const Tensor& out_weights,
+void ht_dispatch_out(const Tensor& seq, at::TensorList xs, const OptionalTensor& x_scales, const Tensor& topk_idx,
+                     const OptionalTensor& topk_weights, int64_t capacity, at::IntArrayRef config,
+                     at::TensorList out_xs, const Tensor& out_scales, const Tensor& out_weights,
                      const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
                      const Tensor& out_route, const Tensor& out_slots) {
   guarded([&] {
     const HtRefs given{{out_xs, out_scales}, out_weights, out_topk_idx, out_row_expert, out_info, out_route, out_slots};
-    run_ht_dispatch(buffer, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config), &given);
+    run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, capacity, dispatch_config(config), {.given = &given});
+  });
+}
+
+// ---- Exact sizes in two ops, for compilers: between them `size_at` makes lengths of the numbers
+
+std::tuple<Tensor, Tensor, Tensor> ht_route(const Tensor& seq, at::TensorList xs, const OptionalTensor& x_scales,
+                                            const Tensor& topk_idx, const OptionalTensor& topk_weights,
+                                            at::IntArrayRef config) {
+  return guarded([&] {
+    const HtTensors t = run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, kExact, dispatch_config(config),
+                                        {.only_routes = true});
+    Tensor sizes = new_tensor({2}, at::kLong, at::kCPU);
+    sizes.data_ptr<int64_t>()[0] = t.num_rows;
+    sizes.data_ptr<int64_t>()[1] = t.num_slots;
+    return std::make_tuple(t.info, t.route, std::move(sizes));
+  });
+}
+
+// Of a tensor in host memory.
+c10::SymInt size_at(const Tensor& sizes, int64_t index) { return sizes[index].item<int64_t>(); }
+
+using HtRoutedResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+HtRoutedResult ht_dispatch_routed(const Tensor& seq, at::TensorList xs, const OptionalTensor& x_scales,
+                                  const Tensor& topk_idx, const OptionalTensor& topk_weights, const Tensor& info,
+                                  const Tensor& route, int64_t num_rows, int64_t num_slots, at::IntArrayRef config) {
+  return guarded([&] {
+    const Routed routed{info, route, num_rows, num_slots};
+    HtTensors t = run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, kExact, dispatch_config(config),
+                                  {.routed = &routed});
+    auto [x1, x2, x3] = extra(t.moved, info.device());
+    return HtRoutedResult{std::move(t.moved.xs[0]),
+                          std::move(t.moved.scales),
+                          std::move(t.weights),
+                          std::move(t.topk_idx),
+                          std::move(t.row_expert),
+                          std::move(t.slots),
+                          std::move(x1),
+                          std::move(x2),
+                          std::move(x3)};
   });
 }
 
 // ---- Tensors of the arena
 
-Tensor arena_empty(std::string_view buffer, const Tensor&, at::IntArrayRef size, at::ScalarType dtype) {
+Tensor arena_empty(const Tensor& seq, at::IntArrayRef size, at::ScalarType dtype) {
   return guarded([&] {
-    const auto registered = find_group(buffer);
+    const auto registered = find_group(seq);
     return arena_tensor(*registered, size, dtype, device_of(*registered->group));
   });
 }
 
-#define EP_HT_DISPATCH_SCHEMA                                                            \
-  "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor topk_idx, Tensor? " \
+#define EP_HT_DISPATCH_SCHEMA                                                \
+  "Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor topk_idx, Tensor? " \
   "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
 }  // namespace
 
-HtDispatched dispatch_ht(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
-                         const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
-                         const DispatchConfig& config) {
+HtDispatched dispatch_ht(const at::Tensor& seq, const Tensor& x, const OptionalTensor& x_scales, const Tensor& topk_idx,
+                         const OptionalTensor& topk_weights, int64_t capacity, const DispatchConfig& config) {
   // DeepEP's callers name events to wait for, beside which nothing else may be waited for.
-  find_group(buffer)->order.expect_several_streams();
-  const HtTensors t = run_ht_dispatch(buffer, {x, x_scales}, topk_idx, topk_weights, capacity, config, nullptr, true);
+  find_group(seq)->order.expect_several_streams();
+  const HtTensors t =
+      run_ht_dispatch(seq, {x, x_scales}, topk_idx, topk_weights, capacity, config, {.asks_first = true});
   if (t.moved.xs.empty()) return {{}, {}, {}, {}, {}, {}, {}, t.most_tokens, {}};
   return {t.moved.xs[0], t.moved.scales, t.weights, t.topk_idx, t.info, t.route, t.slots, t.most_tokens, t.demand};
 }
 
 namespace {
 
-fast_call::Op ops[] = {EP_OP(ht_dispatch), EP_OP(ht_dispatch_out), EP_OP(arena_empty)};
+fast_call::Op ops[] = {EP_OP(ht_dispatch), EP_OP(ht_dispatch_out), EP_OP(ht_route), EP_OP(ht_dispatch_routed),
+                       EP_OP(arena_empty)};
 
 }  // namespace
 }  // namespace ep
@@ -238,7 +316,18 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def("ht_dispatch_out(" EP_HT_DISPATCH_SCHEMA
               ", Tensor(b!)[] out_xs, Tensor(c!) out_scales, Tensor(d!) out_weights, Tensor(e!) out_topk_idx, "
               "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) out_route, Tensor(i!) out_slots) -> ()");
-  library.def("arena_empty(str buffer, Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
+  library.def(
+      "ht_route(Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, int[] config) -> "
+      "(Tensor info, Tensor route, Tensor sizes)");
+  library.def("size_at(Tensor sizes, int index) -> SymInt");
+  library.def(
+      "ht_dispatch_routed(Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, "
+      "Tensor(b!) info, Tensor(c!) route, SymInt num_rows, SymInt num_slots, int[] config) -> (Tensor x, Tensor "
+      "scales, "
+      "Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor slots, Tensor x1, Tensor x2, Tensor x3)");
+  library.def("arena_empty(Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
 }
 
 EP_IMPLEMENT(ep::ops)
+
+TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { library.impl("size_at", &ep::size_at); }

@@ -3,7 +3,6 @@
 
 #include <ATen/ATen.h>
 
-#include <string_view>
 #include <vector>
 
 #include "torch/ops/arguments.h"
@@ -19,7 +18,7 @@ struct HtDispatched {
 
 // Of one tensor. A capacity of -1: exact sizes; then, if a rank has more tokens than max_tokens, all ranks get
 // `most_tokens` alone, and nothing was sent.
-HtDispatched dispatch_ht(std::string_view buffer, const at::Tensor& x, const OptionalTensor& x_scales,
+HtDispatched dispatch_ht(const at::Tensor& seq, const at::Tensor& x, const OptionalTensor& x_scales,
                          const at::Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
                          const DispatchConfig& config);
 

@@ -13,36 +13,6 @@ namespace {
 
 using at::Tensor;
 
-void check_entries(const HtHandlePtrs& handle, const HtHandleShape& sizes, const HandleInfo& info, int rank) {
-  const OutputShape& output = info.output;
-  check_handle_values(handle.counts, sizes.counts_size(), 0, output.max_tokens, "number of rows");
-  const int64_t received = [&] {
-    int64_t sum = 0;
-    for (int r = 0; r < output.num_ranks; r++) sum += handle.counts[r * output.num_ranks + rank];
-    return sum;
-  }();
-  // Rank layouts need no slots to find a row: a capacity below what came has dropped those of the rows that it dropped.
-  EP_CHECK(received <= sizes.num_slots || !sizes.has_expert_rows,
-           "the handle is not of these sizes, or was changed: ", received, " rows in slots for ", sizes.num_slots);
-  const auto check_routes = [&](const HtRoutes& all, int64_t first, int64_t count) {
-    check_handle_values(all.ids + first, count, -1, info.num_experts - 1, "expert id");
-    check_handle_values(all.rows + first, count, kDroppedRow, INT32_MAX, "row");
-    check_handle_values(all.slots + first, count, kNoRow,
-                        static_cast<int64_t>(output.num_ranks) * output.max_tokens - 1, "slot");
-  };
-  check_routes(handle.own, 0, sizes.own_size());
-  if (sizes.num_domains > 1) {
-    check_handle_values(handle.rail_tokens, sizes.num_domains, 0, output.max_tokens, "number of tokens");
-    for (int d = 0; d < sizes.num_domains; d++) {
-      const int64_t first = static_cast<int64_t>(d) * output.max_tokens * output.topk;
-      check_routes(handle.rail, first, static_cast<int64_t>(handle.rail_tokens[d]) * output.topk);
-    }
-  }
-  for (int64_t slot = 0; slot < received && sizes.has_expert_rows; slot++) {
-    check_handle_values(handle.slot(slot), output.topk, kDroppedRow, output.rows() - 1, "place");
-  }
-}
-
 HtHandlePtrs resolve_handle(const HandleInfo& info, const Group& group, const Tensor& route, const Tensor& slots,
                             const at::Device& device) {
   const OutputShape& output = info.output;
@@ -52,9 +22,7 @@ HtHandlePtrs resolve_handle(const HandleInfo& info, const Group& group, const Te
   const HtHandleShape sizes = ht_handle_shape(output, group, info.num_tokens, num_slots);
   check_tensor(route, "the handle's route", at::kInt, {sizes.route_size()}, device);
   check_tensor(slots, "the handle's slots", at::kInt, {sizes.num_slots, sizes.slot_words()}, device);
-  const HtHandlePtrs pointers = HtHandlePtrs::of(route.data_ptr<int32_t>(), slots.data_ptr<int32_t>(), sizes);
-  if (can_look_through(device)) check_entries(pointers, sizes, info, group.rank());
-  return pointers;
+  return HtHandlePtrs::of(route.data_ptr<int32_t>(), slots.data_ptr<int32_t>(), sizes);
 }
 
 // ---- Cached dispatch
@@ -65,10 +33,10 @@ HtHandlePtrs resolve_handle(const HandleInfo& info, const Group& group, const Te
 #define EP_HT_CACHED_PASS xs, x_scales, route, slots, num_tokens, capacity, config
 
 // Returns what was not given.
-PayloadOutputs run_ht_cached(std::string_view buffer, at::TensorList xs, const OptionalTensor& x_scales,
+PayloadOutputs run_ht_cached(const at::Tensor& seq, at::TensorList xs, const OptionalTensor& x_scales,
                              const Tensor& route, const Tensor& slots, int64_t num_tokens, int64_t capacity,
                              at::IntArrayRef numbers, const PayloadRefs* given) {
-  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const auto [registered, group, device, on_device] = OnGroup(seq);
   const DispatchConfig config = dispatch_config(numbers);
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   const HtPayload payload{xs, x_scales};
@@ -104,21 +72,19 @@ PayloadOutputs run_ht_cached(std::string_view buffer, at::TensorList xs, const O
   return made;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(std::string_view buffer, const Tensor&,
-                                                                      EP_HT_CACHED_ARGS) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ht_dispatch_cached(const Tensor& seq, EP_HT_CACHED_ARGS) {
   return guarded([&] {
-    PayloadOutputs moved = run_ht_cached(buffer, EP_HT_CACHED_PASS, nullptr);
+    PayloadOutputs moved = run_ht_cached(seq, EP_HT_CACHED_PASS, nullptr);
     auto [x1, x2, x3] = extra(moved, route.device());
     return std::make_tuple(std::move(moved.xs[0]), std::move(moved.scales), std::move(x1), std::move(x2),
                            std::move(x3));
   });
 }
 
-void ht_dispatch_cached_out(std::string_view buffer, const Tensor&, EP_HT_CACHED_ARGS, at::TensorList out_xs,
-                            const Tensor& out_scales) {
+void ht_dispatch_cached_out(const Tensor& seq, EP_HT_CACHED_ARGS, at::TensorList out_xs, const Tensor& out_scales) {
   guarded([&] {
     const PayloadRefs given{out_xs, out_scales};
-    run_ht_cached(buffer, EP_HT_CACHED_PASS, &given);
+    run_ht_cached(seq, EP_HT_CACHED_PASS, &given);
   });
 }
 
@@ -131,12 +97,12 @@ void ht_dispatch_cached_out(std::string_view buffer, const Tensor&, EP_HT_CACHED
 #define EP_HT_COMBINE_PASS rows, values, route, slots, weights, topk_idx, biases, num_tokens, capacity, config
 
 // Returns what was not given: rows and scalars.
-std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, const OptionalTensor& rows,
+std::pair<Tensor, Tensor> run_ht_combine(const at::Tensor& seq, const OptionalTensor& rows,
                                          const OptionalTensor& values, const Tensor& route, const Tensor& slots,
                                          const OptionalTensor& weights, const OptionalTensor& topk_idx,
                                          at::TensorList biases, int64_t num_tokens, int64_t capacity,
                                          at::IntArrayRef numbers, const Tensor* given) {
-  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const auto [registered, group, device, on_device] = OnGroup(seq);
   const CombineConfig config = combine_config(numbers);
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   HtCombineParams p;
@@ -169,23 +135,23 @@ std::pair<Tensor, Tensor> run_ht_combine(std::string_view buffer, const Optional
   return {std::move(out), std::move(out_values)};
 }
 
-std::tuple<Tensor, Tensor> ht_combine(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS) {
+std::tuple<Tensor, Tensor> ht_combine(const Tensor& seq, EP_HT_COMBINE_ARGS) {
   return guarded([&] {
-    auto [out, out_values] = run_ht_combine(buffer, EP_HT_COMBINE_PASS, nullptr);
+    auto [out, out_values] = run_ht_combine(seq, EP_HT_COMBINE_PASS, nullptr);
     if (!rows) out = new_tensor({0}, float_type_of(combine_config(config).out_dtype), route.device());
     if (!values && !PackedResultsScope::is_on()) out_values = new_tensor({0}, at::kFloat, route.device());
     return std::make_tuple(std::move(out), std::move(out_values));
   });
 }
 
-void ht_combine_out(std::string_view buffer, const Tensor&, EP_HT_COMBINE_ARGS, const Tensor& out) {
-  guarded([&] { run_ht_combine(buffer, EP_HT_COMBINE_PASS, &out); });
+void ht_combine_out(const Tensor& seq, EP_HT_COMBINE_ARGS, const Tensor& out) {
+  guarded([&] { run_ht_combine(seq, EP_HT_COMBINE_PASS, &out); });
 }
 
 #define EP_HT_CACHED_SCHEMA \
-  "str buffer, Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor slots, " EP_HANDLE_SCHEMA
-#define EP_HT_COMBINE_SCHEMA                                                                                \
-  "str buffer, Tensor(a!) seq, Tensor? rows, Tensor? values, Tensor route, Tensor slots, Tensor? weights, " \
+  "Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor slots, " EP_HANDLE_SCHEMA
+#define EP_HT_COMBINE_SCHEMA                                                                    \
+  "Tensor(a!) seq, Tensor? rows, Tensor? values, Tensor route, Tensor slots, Tensor? weights, " \
   "Tensor? topk_idx, Tensor[] biases, " EP_HANDLE_SCHEMA
 
 fast_call::Op ops[] = {EP_OP(ht_dispatch_cached), EP_OP(ht_dispatch_cached_out), EP_OP(ht_combine),

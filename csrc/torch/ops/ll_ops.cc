@@ -3,8 +3,10 @@
 // drops, merges nor reorders communication. docs/architecture.md lists the ops; nccl_ep/ops.py has their fakes.
 #include <torch/library.h>
 
+#include <sstream>
 #include <tuple>
 
+#include "runtime/handles.h"
 #include "torch/binding/fast_call.h"
 #include "torch/ops/ops.h"
 
@@ -16,10 +18,10 @@ using at::Tensor;
 // ---- dispatch
 
 // Returns what was not given.
-DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const OptionalTensor& x_scales,
+DispatchTensors run_dispatch(const at::Tensor& seq, const Tensor& x, const OptionalTensor& x_scales,
                              const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
                              const DispatchConfig& config, Phase phase, const DispatchRefs* given) {
-  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const auto [registered, group, device, on_device] = OnGroup(seq);
   const InputTypes row = check_inputs(x, x_scales, topk_idx, topk_weights, config.topk, device);
   const OutputShape output = output_shape(group.num_ranks(), config, capacity);
   LlDispatchParams params = dispatch_params(row, config, output);
@@ -51,46 +53,41 @@ DispatchTensors run_dispatch(std::string_view buffer, const Tensor& x, const Opt
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-DispatchResult ll_dispatch(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
-                           const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
-                           at::IntArrayRef config) {
+DispatchResult ll_dispatch(const Tensor& seq, const Tensor& x, const OptionalTensor& x_scales, const Tensor& topk_idx,
+                           const OptionalTensor& topk_weights, int64_t capacity, at::IntArrayRef config) {
   return guarded([&] {
-    auto t = run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kFused,
+    auto t = run_dispatch(seq, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kFused,
                           nullptr);
     return DispatchResult{std::move(t.x),          std::move(t.scales), std::move(t.weights), std::move(t.topk_idx),
                           std::move(t.row_expert), std::move(t.info),   std::move(t.handle)};
   });
 }
 
-void ll_dispatch_out(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
-                     const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
-                     at::IntArrayRef config, const Tensor& out_x, const Tensor& out_scales, const Tensor& out_weights,
-                     const Tensor& out_topk_idx, const Tensor& out_row_expert, const Tensor& out_info,
-                     const Tensor& handle) {
+void ll_dispatch_out(const Tensor& seq, const Tensor& x, const OptionalTensor& x_scales, const Tensor& topk_idx,
+                     const OptionalTensor& topk_weights, int64_t capacity, at::IntArrayRef config, const Tensor& out_x,
+                     const Tensor& out_scales, const Tensor& out_weights, const Tensor& out_topk_idx,
+                     const Tensor& out_row_expert, const Tensor& out_info, const Tensor& handle) {
   guarded([&] {
     const DispatchRefs given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
-    run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kFused, &given);
+    run_dispatch(seq, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kFused, &given);
   });
 }
 
-Tensor ll_dispatch_send(std::string_view buffer, const Tensor&, const Tensor& x, const OptionalTensor& x_scales,
-                        const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
-                        at::IntArrayRef config) {
+Tensor ll_dispatch_send(const Tensor& seq, const Tensor& x, const OptionalTensor& x_scales, const Tensor& topk_idx,
+                        const OptionalTensor& topk_weights, int64_t capacity, at::IntArrayRef config) {
   return guarded([&] {
-    return run_dispatch(buffer, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kSend,
+    return run_dispatch(seq, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kSend,
                         nullptr)
         .handle;
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std::string_view buffer, const Tensor&,
-                                                                            const Tensor& handle, at::ScalarType dtype,
-                                                                            int64_t hidden, int64_t num_scales,
-                                                                            at::ScalarType scale_dtype,
-                                                                            int64_t num_tokens, bool is_idx64,
-                                                                            int64_t capacity, at::IntArrayRef numbers) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
+    const Tensor& seq, const Tensor& handle, at::ScalarType dtype, int64_t hidden, int64_t num_scales,
+    at::ScalarType scale_dtype, int64_t num_tokens, bool is_idx64, int64_t capacity, at::IntArrayRef numbers,
+    const OptionalTensor&, const OptionalTensor&) {
   return guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    const auto [registered, group, device, on_device] = OnGroup(seq);
     const DispatchConfig config = dispatch_config(numbers);
     const InputTypes row{dtype, hidden, num_scales, scale_dtype, num_tokens, config.topk, is_idx64};
     const OutputShape output = output_shape(group.num_ranks(), config, capacity);
@@ -108,28 +105,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(std:
 
 // ---- combine
 
-// A handle in host memory is read before it is trusted: its entries become addresses.
-void check_entries(const HandlePtrs& handle, const HandleInfo& info) {
-  const OutputShape& output = info.output;
-  check_handle_values(handle.tokens, output.num_ranks, 0, output.max_tokens, "number of tokens");
-  check_handle_values(handle.ids, info.num_tokens * info.topk, -1, info.num_experts - 1, "expert id");
-  check_handle_values(handle.rows, static_cast<int64_t>(output.num_ranks) * output.max_tokens * output.map_k(),
-                      kDroppedRow, output.rows() - 1, "row");
-}
-
 HandlePtrs resolve_handle(const HandleInfo& info, const Tensor& handle, const at::Device& device) {
   const HandleShape sizes = handle_shape(info.output, info.num_tokens);
   check_tensor(handle, "handle", at::kInt, {sizes.size()}, device);
-  const HandlePtrs pointers = HandlePtrs::of(handle.data_ptr<int32_t>(), sizes);
-  if (can_look_through(device)) check_entries(pointers, info);
-  return pointers;
+  return HandlePtrs::of(handle.data_ptr<int32_t>(), sizes);
 }
 
 }  // namespace
 
-Tensor run_combine(std::string_view buffer, const Tensor& handle, int64_t num_tokens, int64_t capacity,
+Tensor run_combine(const at::Tensor& seq, const Tensor& handle, int64_t num_tokens, int64_t capacity,
                    const CombineConfig& config, const CombineArgs& args, Phase phase, const Tensor* given) {
-  const auto [registered, group, device, on_device] = OnGroup(buffer);
+  const auto [registered, group, device, on_device] = OnGroup(seq);
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   LlCombineParams p;
   set_combine(p, info.output, static_cast<int>(info.num_experts), to_int(num_tokens, "number of tokens"),
@@ -158,40 +144,40 @@ namespace {
   const Tensor &rows, const Tensor &handle, const OptionalTensor &weights, const OptionalTensor &topk_idx, \
       at::TensorList biases, int64_t num_tokens, int64_t capacity, at::IntArrayRef config
 
-Tensor ll_combine(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
+Tensor ll_combine(const Tensor& seq, EP_COMBINE_ARGS) {
   return guarded([&] {
-    return run_combine(buffer, handle, num_tokens, capacity, combine_config(config),
+    return run_combine(seq, handle, num_tokens, capacity, combine_config(config),
                        combine_args(rows, weights, topk_idx, biases), Phase::kFused, nullptr);
   });
 }
 
-void ll_combine_out(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS, const Tensor& out) {
+void ll_combine_out(const Tensor& seq, EP_COMBINE_ARGS, const Tensor& out) {
   guarded([&] {
-    run_combine(buffer, handle, num_tokens, capacity, combine_config(config),
+    run_combine(seq, handle, num_tokens, capacity, combine_config(config),
                 combine_args(rows, weights, topk_idx, biases), Phase::kFused, &out);
   });
 }
 
-void ll_combine_send(std::string_view buffer, const Tensor&, EP_COMBINE_ARGS) {
+void ll_combine_send(const Tensor& seq, EP_COMBINE_ARGS) {
   guarded([&] {
-    run_combine(buffer, handle, num_tokens, capacity, combine_config(config),
+    run_combine(seq, handle, num_tokens, capacity, combine_config(config),
                 combine_args(rows, weights, topk_idx, biases), Phase::kSend, nullptr);
   });
 }
 
-Tensor ll_combine_recv(std::string_view buffer, const Tensor&, const Tensor& handle, at::TensorList biases,
-                       at::ScalarType rows_dtype, int64_t hidden, int64_t num_tokens, int64_t capacity,
-                       at::IntArrayRef config) {
+Tensor ll_combine_recv(const Tensor& seq, const Tensor& handle, at::TensorList biases, at::ScalarType rows_dtype,
+                       int64_t hidden, int64_t num_tokens, int64_t capacity, at::IntArrayRef config,
+                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&) {
   return guarded([&] {
     const CombineArgs args{.biases = biases, .hidden = hidden, .rows_dtype = rows_dtype};
-    return run_combine(buffer, handle, num_tokens, capacity, combine_config(config), args, Phase::kRecv, nullptr);
+    return run_combine(seq, handle, num_tokens, capacity, combine_config(config), args, Phase::kRecv, nullptr);
   });
 }
 
-Tensor ll_combine_weights(std::string_view buffer, const Tensor&, const Tensor& values, const Tensor& handle,
-                          int64_t num_tokens, int64_t capacity, at::IntArrayRef config) {
+Tensor ll_combine_weights(const Tensor& seq, const Tensor& values, const Tensor& handle, int64_t num_tokens,
+                          int64_t capacity, at::IntArrayRef config) {
   return guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    const auto [registered, group, device, on_device] = OnGroup(seq);
     const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, combine_config(config));
     LlCombineWeightsParams p;
     p.output = info.output;
@@ -207,20 +193,40 @@ Tensor ll_combine_weights(std::string_view buffer, const Tensor&, const Tensor& 
   });
 }
 
+// ---- Capacities that are a promise
+
+// Of either mode. On a GPU the host waits for the counts.
+void require_no_overflow(const Tensor& seq, const Tensor& info, int64_t capacity, at::IntArrayRef numbers) {
+  guarded([&] {
+    const OutputShape output = output_shape(static_cast<int>(seq.size(1)), dispatch_config(numbers), capacity);
+    check_tensor(info, "info", at::kInt, {output.info_size()}, info.device());
+    const Tensor host = info.cpu();
+    const int32_t* words = host.data_ptr<int32_t>();
+    const int32_t dropped = words[output.overflow_at()];
+    if (dropped == 0) return;
+    std::ostringstream text;
+    text << dropped << " rows did not fit into capacity " << capacity << " of layout " << name_of(output.layout)
+         << ": demand was [";
+    for (int i = 0; i < output.bins(); i++) text << (i > 0 ? ", " : "") << words[output.demand_at() + i];
+    text << "]";
+    throw_overflow(text.str());
+  });
+}
+
 // ---- floors of the benchmark
 
-void ll_floor_flags(std::string_view buffer, const Tensor&) {
+void ll_floor_flags(const Tensor& seq) {
   guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    const auto [registered, group, device, on_device] = OnGroup(seq);
     group.floor_flags(registered->order.next_stream(device));
   });
 }
 
 // `row_bytes`: of a row on the wire, without the padding that makes them a multiple of 16.
-void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle, int64_t num_tokens, int64_t capacity,
+void ll_floor_push(const Tensor& seq, const Tensor& handle, int64_t num_tokens, int64_t capacity,
                    at::IntArrayRef config, int64_t row_bytes, bool combine, int64_t num_sms) {
   guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(buffer);
+    const auto [registered, group, device, on_device] = OnGroup(seq);
     LlFloorPushParams p;
     p.kind = combine ? Kind::kCombine : Kind::kDispatch;
     const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, combine_config(config));
@@ -228,6 +234,7 @@ void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle,
     p.shape = info.shape();
     p.handle = resolve_handle(info, handle, device);
     p.num_tokens = to_int(num_tokens, "number of tokens");
+    if (group.backend()->trusts_handles()) check_handle(p.handle, info.output, p.shape, p.num_tokens);
     EP_CHECK(row_bytes > 0 && row_bytes <= INT32_MAX - 16, "row_bytes is ", row_bytes, ", must be positive");
     p.num_sms = num_sms_of(num_sms);
     group.floor_push(p, align_up<int64_t>(row_bytes, 16), registered->order.next_stream(device));
@@ -235,17 +242,17 @@ void ll_floor_push(std::string_view buffer, const Tensor&, const Tensor& handle,
 }
 
 // `seq` is the first mutable argument of all.
-#define EP_DISPATCH_SCHEMA                                                            \
-  "str buffer, Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? " \
+#define EP_DISPATCH_SCHEMA                                                \
+  "Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? " \
   "topk_weights, " EP_DISPATCH_CONFIG_SCHEMA
-#define EP_COMBINE_SCHEMA                                                                                \
-  "str buffer, Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] " \
+#define EP_COMBINE_SCHEMA                                                                    \
+  "Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] " \
   "biases, " EP_HANDLE_SCHEMA
 
 fast_call::Op ops[] = {
     EP_OP(ll_dispatch),        EP_OP(ll_dispatch_out), EP_OP(ll_dispatch_send), EP_OP(ll_dispatch_recv),
     EP_OP(ll_combine),         EP_OP(ll_combine_out),  EP_OP(ll_combine_send),  EP_OP(ll_combine_recv),
-    EP_OP(ll_combine_weights), EP_OP(ll_floor_flags),  EP_OP(ll_floor_push),
+    EP_OP(ll_combine_weights), EP_OP(ll_floor_flags),  EP_OP(ll_floor_push),    EP_OP(require_no_overflow),
 };
 
 }  // namespace
@@ -260,19 +267,20 @@ TORCH_LIBRARY(nccl_ep, library) {
               "Tensor(f!) out_row_expert, Tensor(g!) out_info, Tensor(h!) handle) -> ()");
   library.def("ll_dispatch_send(" EP_DISPATCH_SCHEMA ") -> Tensor handle");
   library.def(
-      "ll_dispatch_recv(str buffer, Tensor(a!) seq, Tensor(b!) handle, ScalarType dtype, SymInt hidden, SymInt "
+      "ll_dispatch_recv(Tensor(a!) seq, Tensor(b!) handle, ScalarType dtype, SymInt hidden, SymInt "
       "num_scales, ScalarType scale_dtype, SymInt num_tokens, bool is_idx64, " EP_DISPATCH_CONFIG_SCHEMA
-      ") -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor row_expert, Tensor info)");
+      ", Tensor? x, Tensor? topk_weights) -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor "
+      "row_expert, Tensor info)");
   library.def("ll_combine(" EP_COMBINE_SCHEMA ") -> Tensor out");
   library.def("ll_combine_out(" EP_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
   library.def("ll_combine_send(" EP_COMBINE_SCHEMA ") -> ()");
   library.def(
-      "ll_combine_recv(str buffer, Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, SymInt "
-      "hidden, " EP_HANDLE_SCHEMA ") -> Tensor out");
-  library.def("ll_combine_weights(str buffer, Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA
-              ") -> Tensor out");
-  library.def("ll_floor_flags(str buffer, Tensor(a!) seq) -> ()");
-  library.def("ll_floor_push(str buffer, Tensor(a!) seq, Tensor handle, " EP_HANDLE_SCHEMA
+      "ll_combine_recv(Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, SymInt "
+      "hidden, " EP_HANDLE_SCHEMA ", Tensor? carrier, Tensor? rows, Tensor? weights, Tensor? topk_idx) -> Tensor out");
+  library.def("ll_combine_weights(Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA ") -> Tensor out");
+  library.def("require_no_overflow(Tensor(a!) seq, Tensor info, SymInt capacity, int[] config) -> ()");
+  library.def("ll_floor_flags(Tensor(a!) seq) -> ()");
+  library.def("ll_floor_push(Tensor(a!) seq, Tensor handle, " EP_HANDLE_SCHEMA
               ", int row_bytes, bool combine, int num_sms) -> ()");
 }
 

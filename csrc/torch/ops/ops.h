@@ -13,23 +13,6 @@
 
 namespace ep {
 
-// Whether the host may read what a handle has. Emulated GPUs stand for those whose memory it cannot read.
-inline bool can_look_through([[maybe_unused]] const at::Device& device) {
-#ifdef EP_EMULATED_GPU
-  return false;
-#else
-  return device.is_cpu();
-#endif
-}
-
-// Values of a handle in host memory.
-inline void check_handle_values(const int32_t* values, int64_t count, int64_t first, int64_t last, const char* name) {
-  for (int64_t i = 0; i < count; i++) {
-    EP_CHECK(values[i] >= first && values[i] <= last, "the handle is not of these sizes, or was changed: ", name, " ",
-             i, " is ", values[i], ", must be ", first, " to ", last);
-  }
-}
-
 inline CombineArgs combine_args(const at::Tensor& rows, const OptionalTensor& weights, const OptionalTensor& topk_idx,
                                 at::TensorList biases) {
   EP_CHECK(rows.dim() >= 2, "rows have ", rows.dim(), " dimensions, must be shaped as dispatch's output");

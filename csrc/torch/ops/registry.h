@@ -1,10 +1,11 @@
-// Groups by the name of their buffer: what crosses the boundary of an op is that name.
+// Groups by the tensor of their buffer that every op takes, `seq`: its shape [id, R, domain size, 0] says which buffer
+// it is, and what fakes must know of it. A length may be a symbol, so that one compilation serves all buffers of equal
+// R; it has no elements, and copies of it (functionalization makes them) say the same.
 #pragma once
 
 #include <memory>
 #include <mutex>
 #include <string>
-#include <string_view>
 
 #include "runtime/group.h"
 #include "torch/ops/arena_pool.h"
@@ -14,6 +15,7 @@ namespace ep {
 
 // What an op finds by a buffer's name.
 struct Registered {
+  std::string name;
   std::shared_ptr<Group> group;
   StreamOrder order;
   int process = 0;  // that made the buffer
@@ -30,10 +32,11 @@ struct Registered {
   std::unique_ptr<ArenaPool> pool_;
 };
 
-void register_group(const std::string& name, std::shared_ptr<Group> group);
-// What was found under the name until now, or null.
-std::shared_ptr<Registered> unregister_group(const std::string& name);
-// Throws kInvalidUsage for a name that is not, or no longer, registered.
-std::shared_ptr<Registered> find_group(std::string_view name);
+// Returns the id, which no other group of this process has had. Refuses a name that another has now.
+int64_t register_group(const std::string& name, std::shared_ptr<Group> group);
+// What was found under the id until now, or null.
+std::shared_ptr<Registered> unregister_group(int64_t id);
+// Throws kInvalidUsage for a buffer that is not, or no longer, there.
+std::shared_ptr<Registered> find_group(const at::Tensor& seq);
 
 }  // namespace ep

@@ -5,9 +5,9 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <memory>
-#include <string_view>
 
 #include "base/check.h"
+#include "torch/binding/errors.h"
 #include "torch/binding/interruption.h"
 #include "torch/ops/arguments.h"
 #include "torch/ops/device.h"
@@ -15,22 +15,21 @@
 
 namespace ep {
 
-// Errors of the library as torch's, which Python sees as ValueError and RuntimeError.
+// Errors of the library as Python's.
 template <class Body>
 auto guarded(Body body) {
   try {
     return body();
   } catch (const Error& error) {
     rethrow_interruption();
-    if (error.kind() == ErrorKind::kInvalidArgument) TORCH_CHECK_VALUE(false, error.what());
-    TORCH_CHECK(false, error.what());
+    throw_in_python(error);
   }
 }
 
 // What an op begins with: the buffer's group, and its device as the current one for as long as the op runs.
 struct OnGroup {
-  explicit OnGroup(std::string_view buffer)
-      : registered(find_group(buffer)), group(*registered->group), device(device_of(group)), on_device(device) {}
+  explicit OnGroup(const at::Tensor& seq)
+      : registered(find_group(seq)), group(*registered->group), device(device_of(group)), on_device(device) {}
 
   const std::shared_ptr<Registered> registered;
   Group& group;
@@ -62,7 +61,7 @@ struct CombineArgs {
 inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
 
 // `given`: where the result goes; null: into a new tensor, which is returned where the half receives.
-at::Tensor run_combine(std::string_view buffer, const at::Tensor& handle, int64_t num_tokens, int64_t capacity,
+at::Tensor run_combine(const at::Tensor& seq, const at::Tensor& handle, int64_t num_tokens, int64_t capacity,
                        const CombineConfig& config, const CombineArgs& args, Phase phase, const at::Tensor* given);
 
 }  // namespace ep

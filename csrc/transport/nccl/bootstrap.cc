@@ -14,16 +14,18 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Memory and stream of one collective. A collective that a missing rank has left unfinished is not waited for: it keeps
-// both.
+// Memory and stream of one collective. A collective that has begun and that a missing rank has left unfinished is not
+// waited for: it keeps both.
 class Gathering {
  public:
   explicit Gathering(size_t bytes) {
     EP_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    EP_CUDA(cudaMalloc(&memory_, bytes));
+    const cudaError_t allocated = cudaMalloc(&memory_, bytes);
+    if (allocated != cudaSuccess) cudaStreamDestroy(stream_);
+    EP_CUDA(allocated);
   }
   ~Gathering() {
-    if (!is_over_) return;
+    if (is_pending_) return;
     cudaFree(memory_);
     cudaStreamDestroy(stream_);
   }
@@ -33,6 +35,7 @@ class Gathering {
   char* memory() const { return static_cast<char*>(memory_); }
   cudaStream_t stream() const { return stream_; }
 
+  void begin() { is_pending_ = true; }
   // False: it took longer.
   bool wait_until(Clock::time_point end) {
     cudaError_t state = cudaStreamQuery(stream_);
@@ -40,15 +43,15 @@ class Gathering {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
       state = cudaStreamQuery(stream_);
     }
-    is_over_ = state == cudaSuccess;
+    is_pending_ = state != cudaSuccess;
     if (state != cudaErrorNotReady) EP_CUDA(state);
-    return is_over_;
+    return !is_pending_;
   }
 
  private:
   void* memory_ = nullptr;
   cudaStream_t stream_ = nullptr;
-  bool is_over_ = false;
+  bool is_pending_ = false;
 };
 
 class NcclBootstrap : public SameSizeBootstrap {
@@ -63,6 +66,7 @@ class NcclBootstrap : public SameSizeBootstrap {
     Gathering gathering(bytes * (num_ranks() + 1));
     char* const sent = gathering.memory() + bytes * num_ranks();
     EP_CUDA(cudaMemcpyAsync(sent, mine, bytes, cudaMemcpyHostToDevice, gathering.stream()));
+    gathering.begin();
     ncclResult_t result = nccl().all_gather(sent, gathering.memory(), bytes, ncclUint8, comm_, gathering.stream());
     while (result == ncclInProgress && Clock::now() < end) {  // of a communicator that does not block
       std::this_thread::sleep_for(std::chrono::microseconds(100));

@@ -5,8 +5,10 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "base/interruption.h"
 #include "transport/collective_step.h"
 #include "transport/nccl/api.h"
 
@@ -31,7 +33,9 @@ uint64_t hash_of(const ncclUniqueId& id) {
 // Waits until a non-blocking call has ended. Some calls return ncclSuccess while their work is still going on, hence
 // the communicator's state is always asked.
 void wait_for(ncclComm_t comm, ncclResult_t result, const char* call, double seconds) {
+  constexpr std::chrono::milliseconds kLookEvery{20};
   const auto deadline = deadline_in(seconds);
+  auto next_look = Clock::now() + kLookEvery;
   while (result == ncclSuccess || result == ncclInProgress) {
     ncclResult_t state = ncclSuccess;
     check_nccl(nccl().comm_get_async_error(comm, &state), "ncclCommGetAsyncError", comm);
@@ -40,6 +44,10 @@ void wait_for(ncclComm_t comm, ncclResult_t result, const char* call, double sec
       raise(ErrorKind::kTimeout, call, " has not ended within ", seconds, " s: a rank is missing or hangs");
     }
     result = state;
+    if (Clock::now() >= next_look) {
+      if (has_interruption()) throw Interrupted(call);
+      next_look = Clock::now() + kLookEvery;
+    }
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   raise_nccl(result, call, comm);
@@ -63,19 +71,16 @@ ncclComm_t init_comm(const ncclUniqueId& id, int rank, int num_ranks, double sec
 
 // Rank 0's new id on every rank.
 ncclUniqueId share_unique_id(Bootstrap& bootstrap) {
-  ncclUniqueId id{};
-  std::string message;
-  on_all_ranks(bootstrap, [&] {
-    nccl();
-    if (bootstrap.rank() != 0) return;
-    check_nccl(nccl().get_unique_id(&id), "ncclGetUniqueId");
-    message.assign(id.internal, sizeof id.internal);
-  });
-  const auto all = bootstrap.allgather(message);
-  EP_CHECK(all[0].size() == sizeof id.internal, "rank 0 sent an NCCL id of ", all[0].size(), " bytes, expected ",
-           sizeof id.internal);
-  std::memcpy(id.internal, all[0].data(), sizeof id.internal);
-  return id;
+  const auto ids = gather_from_steps(
+      bootstrap,
+      [&] {
+        ncclUniqueId id{};
+        nccl();
+        if (bootstrap.rank() == 0) check_nccl(nccl().get_unique_id(&id), "ncclGetUniqueId");
+        return id;
+      },
+      "an NCCL id");
+  return ids[0];
 }
 
 // The smallest id that every rank offers; 0 if there is none.
@@ -160,7 +165,10 @@ std::shared_ptr<NcclComm> NcclComm::borrow(Bootstrap& bootstrap, ncclComm_t comm
 }
 
 NcclComm::~NcclComm() {
-  if (!is_own_) return;
+  if (!is_own_) {
+    for (Unfinished& each : unfinished_) static_cast<void>(each.window.release());
+    return;
+  }
   if (!has_failed_) {
     try {
       wait_for(comm_, nccl().comm_finalize(comm_), "ncclCommFinalize", kFinalizeSeconds);
@@ -169,7 +177,13 @@ NcclComm::~NcclComm() {
     } catch (const Error&) {  // then without the peers
     }
   }
-  nccl().comm_abort(comm_);
+  nccl().comm_abort(comm_);  // waits for the threads that work for the communicator
+  for (const Unfinished& each : unfinished_) nccl().mem_free(each.memory);
+}
+
+void NcclComm::leave_unfinished(void* memory, std::unique_ptr<ncclWindow_t> window) {
+  std::lock_guard lock(registry().mutex);
+  unfinished_.push_back({memory, std::move(window)});
 }
 
 void NcclComm::finish(ncclResult_t result, const char* call, double seconds) { wait_for(comm_, result, call, seconds); }
@@ -202,8 +216,7 @@ void NcclWindow::allocate(uint64_t bytes) {
 }
 
 void NcclWindow::map(uint64_t bytes, int rank, int num_ranks, double seconds) {
-  // On the heap: NCCL may still write it after a deadline was missed. Then it is left to the process's end, as is the
-  // memory.
+  // On the heap: NCCL may still write it after a deadline was missed. Then the communicator keeps it, and the memory.
   auto window = std::make_unique<ncclWindow_t>(nullptr);
   try {
     comm_->finish(nccl().comm_window_register(comm_->get(), memory_, bytes, window.get(), NCCL_WIN_DEFAULT),
@@ -211,8 +224,7 @@ void NcclWindow::map(uint64_t bytes, int rank, int num_ranks, double seconds) {
   } catch (const Error& error) {
     comm_->fail();
     if (error.kind() == ErrorKind::kTimeout) {
-      static_cast<void>(window.release());
-      memory_ = nullptr;
+      comm_->leave_unfinished(std::exchange(memory_, nullptr), std::move(window));
     }
     throw;
   }

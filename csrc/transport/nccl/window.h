@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "transport/device/lsa_peers.h"
 #include "transport/transport.h"
@@ -29,6 +30,9 @@ class NcclComm {
   ncclComm_t get() const { return comm_; }
   // Waits for the end of a call that returned `result`. Throws kTimeout, or kSystem with NCCL's text.
   void finish(ncclResult_t result, const char* call, double seconds);
+  // What a registration that has missed its deadline may still use. It is freed when the communicator has been aborted;
+  // a caller's communicator keeps it to the process's end.
+  void leave_unfinished(void* memory, std::unique_ptr<ncclWindow_t> window);
   // No new window is made on it, and it ends by abort. Windows of other buffers stay mapped until they go.
   void fail();
 
@@ -36,6 +40,10 @@ class NcclComm {
   NcclComm(ncclComm_t comm, uint64_t id, int rank, int num_ranks, int device, bool is_own);
   bool fits(int rank, int num_ranks, int device) const;
 
+  struct Unfinished {
+    void* memory;
+    std::unique_ptr<ncclWindow_t> window;
+  };
   struct Registry;
   static Registry& registry();
 
@@ -44,6 +52,7 @@ class NcclComm {
   int rank_, num_ranks_, device_;
   bool is_own_;
   bool has_failed_ = false;
+  std::vector<Unfinished> unfinished_;
 };
 
 class NcclWindow {

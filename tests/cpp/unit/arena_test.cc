@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 
 namespace ep {
 namespace {

@@ -257,7 +257,7 @@ LlDispatchParams some_dispatch(OutputLayout layout) {
   LlDispatchParams p;
   p.shape = Shape::make(4, 256, 8, 128);
   p.output = OutputShape::make(p.shape, layout, 512, 1);
-  p.layout.ids = IdFormat::make(64, 8);
+  p.offsets.ids = IdFormat::make(64, 8);
   p.row = {7168 * 2, 0, false};
   p.num_tokens = 100;
   return p;
@@ -293,11 +293,11 @@ void check_source(const Scales& scales, const std::string& what) {
     for (int byte = 0; byte < source.row_bytes; byte++) {
       const char* expected = static_cast<const char*>(scales.data) +
                              (row * scales.row_stride + byte / size * scales.group_stride) * size + byte % size;
-      const char* chunk = source.data + row * source.row_stride + byte / 16 * source.chunk_stride;
-      ASSERT_EQ(chunk + ScaleSource::byte_at(byte % 16, source.element_stride, source.shift), expected) << what;
+      const char* vector = source.data + row * source.row_stride + byte / 16 * source.vector_stride;
+      ASSERT_EQ(vector + ScaleSource::byte_at(byte % 16, source.element_stride, source.shift), expected) << what;
       if (source.unit == 1) continue;
       const int in_unit = byte % source.unit;
-      ASSERT_EQ(chunk + (source.unit == 16 ? 0 : source.word_at[byte % 16 / 4]) + in_unit, expected) << what;
+      ASSERT_EQ(vector + (source.unit == 16 ? 0 : source.word_at[byte % 16 / 4]) + in_unit, expected) << what;
       ASSERT_EQ(reinterpret_cast<intptr_t>(expected - in_unit) % source.unit, 0) << what;
     }
     ASSERT_EQ(source.row_bytes % source.unit, 0) << what;
@@ -390,7 +390,7 @@ LlCombineParams combine_of(const LlDispatchParams& dispatch) {
   LlCombineParams p;
   p.shape = dispatch.shape;
   p.hidden = 7168;
-  p.layout.ids = dispatch.layout.ids;
+  p.offsets.ids = dispatch.offsets.ids;
   p.output = dispatch.output;
   return p;
 }

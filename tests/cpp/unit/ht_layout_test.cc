@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "layout/common/window.h"
-#include "layout/ht/layout.h"
+#include "layout/ht/offsets.h"
 #include "runtime/group.h"
 #include "unit/errors.h"
 #include "unit/pieces.h"
@@ -13,18 +13,18 @@
 namespace ep {
 namespace {
 
-void add_calls(std::vector<Piece>& pieces, const HtLayout& layout, const std::string& kind, const Shape& shape) {
+void add_calls(std::vector<Piece>& pieces, const HtOffsets& offsets, const std::string& kind, const Shape& shape) {
   for (int source = 0; source < shape.num_ranks; source++) {
     for (int bank = 0; bank < kNumBanks; bank++) {
-      const Offset begin = layout.message_word(bank, source, 0);
-      const Offset end = layout.message_word(bank, source, HtMessage::words(shape.num_ranks, shape.num_experts));
+      const Offset begin = offsets.message_word(bank, source, 0);
+      const Offset end = offsets.message_word(bank, source, HtMessage::words(shape.num_ranks, shape.num_experts));
       pieces.push_back({begin, end, kind + "call"});
     }
   }
 }
 
 // Every byte that the two kinds may touch; rows of both use the same place, one operation after the other.
-std::vector<Piece> all_pieces(const HtLayout& dispatch, const HtLayout& combine, const Shape& shape) {
+std::vector<Piece> all_pieces(const HtOffsets& dispatch, const HtOffsets& combine, const Shape& shape) {
   std::vector<Piece> pieces;
   add_calls(pieces, dispatch, "dispatch ", shape);
   add_calls(pieces, combine, "combine ", shape);
@@ -55,7 +55,7 @@ std::vector<Piece> all_pieces(const HtLayout& dispatch, const HtLayout& combine,
   return pieces;
 }
 
-TEST(HtLayout, NothingOverlaps) {
+TEST(HtOffsets, NothingOverlaps) {
   for (const auto& [num_ranks, domain_size] : {std::pair{1, 1}, {2, 2}, {3, 1}, {8, 4}, {8, 2}}) {
     for (int local_experts : {1, 64}) {
       for (int topk : {1, 3, 8, 32}) {
@@ -70,8 +70,8 @@ TEST(HtLayout, NothingOverlaps) {
           combine.add(topk * 4);
           const HtSizes sizes = ht_sizes_for(topology, shape, 144, 128, 4096);
           const Window window = Window::make(num_ranks, sizes_for(shape, 144, 128), sizes);
-          const HtLayout there = HtLayout::make(window.ht, Kind::kDispatch, topology, shape, dispatch);
-          const HtLayout back = HtLayout::make(window.ht, Kind::kCombine, topology, shape, combine);
+          const HtOffsets there = HtOffsets::make(window.ht, Kind::kDispatch, topology, shape, dispatch);
+          const HtOffsets back = HtOffsets::make(window.ht, Kind::kCombine, topology, shape, combine);
           std::vector<Piece> pieces = all_pieces(there, back, shape);
           pieces.push_back({0, LlWindow::make(num_ranks, sizes_for(shape, 144, 128)).bytes, "low latency"});
           pieces.push_back({window.ht.arena.offset, window.ht.arena.offset + 4096, "arena"});
@@ -83,27 +83,27 @@ TEST(HtLayout, NothingOverlaps) {
   }
 }
 
-TEST(HtLayout, ABufferWithoutHighThroughputPaysNothing) {
+TEST(HtOffsets, ABufferWithoutHighThroughputPaysNothing) {
   const LlSizes sizes = sizes_for(Shape{2, 4, 2, 4}, 64, 64);
   EXPECT_EQ(Window::make(2, sizes, {}).bytes, LlWindow::make(2, sizes).bytes);
 }
 
-TEST(HtLayout, RefusesWhatDoesNotFit) {
+TEST(HtOffsets, RefusesWhatDoesNotFit) {
   const Topology topology = Topology::make(2, 1);
   const HtSizes sizes = ht_sizes_for(topology, Shape{2, 4, 2, 4}, 128, 64, 0);
   const Window window = Window::make(2, {}, sizes);
   HtRowFormat row;
   row.add(128);
-  EXPECT_EQ(error_of([&] { HtLayout::make(window.ht, Kind::kDispatch, topology, Shape{2, 4, 2, 4}, row); }), "");
+  EXPECT_EQ(error_of([&] { HtOffsets::make(window.ht, Kind::kDispatch, topology, Shape{2, 4, 2, 4}, row); }), "");
   for (const Shape& shape : {Shape{2, 4, 2, 5}, Shape{2, 4, 5, 4}, Shape{2, 60, 2, 4}}) {
     EXPECT_NE(error_of([&] {
-                HtLayout::make(window.ht, Kind::kDispatch, topology, shape, row);
+                HtOffsets::make(window.ht, Kind::kDispatch, topology, shape, row);
               }).find("the window is too small for high throughput"),
               std::string::npos);
   }
   row.add(16);
   EXPECT_NE(error_of([&] {
-              HtLayout::make(window.ht, Kind::kDispatch, topology, Shape{2, 4, 2, 4}, row);
+              HtOffsets::make(window.ht, Kind::kDispatch, topology, Shape{2, 4, 2, 4}, row);
             }).find("rows of 144 bytes"),
             std::string::npos);
 }

@@ -31,9 +31,9 @@ TEST(KernelArgs, LowLatencyKnowsWhereCreditsLie) {
   char window[4096] = {};
   LsaPeers peers{window, 0, 0};
   LlDispatchParams params;
-  params.layout.num_ranks = 4;
+  params.offsets.num_ranks = 4;
   const auto args = KernelArgs<LlDispatchParams>::of(nullptr, peers, 4, params);
-  EXPECT_EQ(args.credits, peers.local<uint64_t>(params.layout.signal(0)));
+  EXPECT_EQ(args.credits, peers.local<uint64_t>(params.offsets.signal(0)));
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "layout/ll/layout.h"
+#include "layout/ll/offsets.h"
 #include "runtime/group.h"
 #include "unit/errors.h"
 #include "unit/pieces.h"
@@ -13,20 +13,20 @@ namespace ep {
 namespace {
 
 // Every word that an operation of this kind may touch.
-void add_pieces(std::vector<Piece>& pieces, const LlLayout& layout, const RowFormat& row, const std::string& kind) {
+void add_pieces(std::vector<Piece>& pieces, const LlOffsets& offsets, const RowFormat& row, const std::string& kind) {
   const auto add = [&](Offset offset, uint64_t bytes, const std::string& name) {
     pieces.push_back({offset, offset + bytes, kind + name});
   };
-  for (int source = 0; source < layout.num_ranks; source++) {
-    add(layout.signal(source), 8, "signal");
+  for (int source = 0; source < offsets.num_ranks; source++) {
+    add(offsets.signal(source), 8, "signal");
     for (int bank = 0; bank < kNumBanks; bank++) {
-      add(layout.header(bank, source), OpHeader::kWords * sizeof(TaggedWord), "record");
-      for (int token = 0; token < layout.max_tokens; token++) {
-        EXPECT_EQ(layout.id_words(bank, source, token) % 16, 0u);
-        EXPECT_EQ(layout.row(bank, source, token) % 16, 0u);
-        add(layout.id_words(bank, source, token), layout.id_bytes(), "ids");
-        for (int k = 0; k < layout.topk; k++) add(layout.weight(bank, source, token, k), 8, "weight");
-        if (row.wire_bytes() > 0) add(layout.row(bank, source, token), row.wire_bytes(), "row");
+      add(offsets.header(bank, source), OpHeader::kWords * sizeof(TaggedWord), "header");
+      for (int token = 0; token < offsets.max_tokens; token++) {
+        EXPECT_EQ(offsets.id_words(bank, source, token) % 16, 0u);
+        EXPECT_EQ(offsets.row(bank, source, token) % 16, 0u);
+        add(offsets.id_words(bank, source, token), offsets.id_bytes(), "ids");
+        for (int k = 0; k < offsets.topk; k++) add(offsets.weight(bank, source, token, k), 8, "weight");
+        if (row.wire_bytes() > 0) add(offsets.row(bank, source, token), row.wire_bytes(), "row");
       }
     }
   }
@@ -38,7 +38,7 @@ LlWindow window_for_rows(const Shape& shape, int dispatch_bytes, int combine_byt
   return LlWindow::make(shape.num_ranks, sizes);
 }
 
-TEST(LlLayout, NothingOverlaps) {
+TEST(LlOffsets, NothingOverlaps) {
   for (int num_ranks : {1, 2, 3, 8}) {
     for (int local_experts : {1, 254, 255}) {
       for (int topk : {1, 2, 8, 9, 32}) {
@@ -49,8 +49,8 @@ TEST(LlLayout, NothingOverlaps) {
               const LlWindow window = window_for_rows(shape, payload + 16, 2 * payload, by_source);
               const RowFormat dispatch{payload, 12, true}, combine{2 * payload, 0, false};
               std::vector<Piece> pieces;
-              add_pieces(pieces, LlLayout::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
-              add_pieces(pieces, LlLayout::make(window, Kind::kCombine, shape, combine), combine, "combine ");
+              add_pieces(pieces, LlOffsets::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
+              add_pieces(pieces, LlOffsets::make(window, Kind::kCombine, shape, combine), combine, "combine ");
               pieces.push_back({window.flags.offset, window.flags.at(num_ranks), "flags"});
               pieces.push_back({window.heartbeats.offset, window.heartbeats.at(num_ranks), "signs of life"});
               pieces.push_back({window.flag_epoch.offset, window.flag_epoch.at(1), "epoch of flags"});
@@ -64,45 +64,45 @@ TEST(LlLayout, NothingOverlaps) {
 }
 
 // A word that was a tag must never serve as a row's, nor the reverse, whatever the shapes of two operations.
-TEST(LlLayout, TagsAndRowsKeepTheirPlacesOverShapes) {
+TEST(LlOffsets, TagsAndRowsKeepTheirPlacesOverShapes) {
   const Shape large = Shape::make(4, 4 * 300, 8, 16);
   const LlWindow window = window_for_rows(large, 1024, 1024, true);
   for (const Shape& shape : {large, Shape::make(4, 4, 1, 1), Shape::make(4, 8, 8, 16), Shape::make(4, 1200, 1, 7)}) {
     for (int k = 0; k < kNumKinds; k++) {
       const RowFormat row{256, 0, false};
-      const LlLayout layout = LlLayout::make(window, static_cast<Kind>(k), shape, row);
+      const LlOffsets offsets = LlOffsets::make(window, static_cast<Kind>(k), shape, row);
       const LlWindow::PerKind& regions = window.kind[k];
       for (int bank = 0; bank < kNumBanks; bank++) {
-        const uint64_t tagged_end = regions.tagged.offset + (bank + 1) * layout.tagged_bank_bytes;
-        const uint64_t rows_end = regions.rows.offset + (bank + 1) * layout.row_bank_bytes;
-        EXPECT_EQ(layout.id_words(bank, 0, 0), regions.tagged.offset + bank * layout.tagged_bank_bytes);
-        EXPECT_LE(layout.weight(bank, 3, shape.max_tokens - 1, shape.topk - 1) + 8, tagged_end);
-        EXPECT_EQ(layout.row(bank, 0, 0), regions.rows.offset + bank * layout.row_bank_bytes);
-        EXPECT_LE(layout.row(bank, 3, shape.max_tokens - 1) + row.stride(), rows_end);
-        const LlLayout other = LlLayout::make(window, static_cast<Kind>(k), large, row);
+        const uint64_t tagged_end = regions.tagged.offset + (bank + 1) * offsets.tagged_bank_bytes;
+        const uint64_t rows_end = regions.rows.offset + (bank + 1) * offsets.row_bank_bytes;
+        EXPECT_EQ(offsets.id_words(bank, 0, 0), regions.tagged.offset + bank * offsets.tagged_bank_bytes);
+        EXPECT_LE(offsets.weight(bank, 3, shape.max_tokens - 1, shape.topk - 1) + 8, tagged_end);
+        EXPECT_EQ(offsets.row(bank, 0, 0), regions.rows.offset + bank * offsets.row_bank_bytes);
+        EXPECT_LE(offsets.row(bank, 3, shape.max_tokens - 1) + row.stride(), rows_end);
+        const LlOffsets other = LlOffsets::make(window, static_cast<Kind>(k), large, row);
         for (int source = 0; source < 4; source++) {  // and so does every source's part
-          EXPECT_EQ(layout.header(bank, source), other.header(bank, source));
-          EXPECT_EQ(layout.id_words(bank, source, 0), other.id_words(bank, source, 0));
-          EXPECT_EQ(layout.row(bank, source, 0), other.row(bank, source, 0));
+          EXPECT_EQ(offsets.header(bank, source), other.header(bank, source));
+          EXPECT_EQ(offsets.id_words(bank, source, 0), other.id_words(bank, source, 0));
+          EXPECT_EQ(offsets.row(bank, source, 0), other.row(bank, source, 0));
         }
       }
     }
   }
 }
 
-TEST(LlLayout, RefusesWhatDoesNotFitWithTheBytes) {
+TEST(LlOffsets, RefusesWhatDoesNotFitWithTheBytes) {
   const Shape shape = Shape::make(2, 4, 2, 4);
   const LlWindow window = LlWindow::make(2, sizes_for(shape, 64, 64));
-  EXPECT_EQ(error_of([&] { LlLayout::make(window, Kind::kDispatch, shape, {64, 0, true}); }), "");
-  const std::string rows = error_of([&] { LlLayout::make(window, Kind::kDispatch, shape, {4096, 0, false}); });
+  EXPECT_EQ(error_of([&] { LlOffsets::make(window, Kind::kDispatch, shape, {64, 0, true}); }), "");
+  const std::string rows = error_of([&] { LlOffsets::make(window, Kind::kDispatch, shape, {4096, 0, false}); });
   EXPECT_NE(rows.find("rows of 4096 bytes: a bank needs"), std::string::npos) << rows;
   EXPECT_NE(rows.find("and 32768 bytes of rows"), std::string::npos) << rows;
   const Shape more_tokens = Shape::make(2, 4, 2, 400);
-  const std::string tokens = error_of([&] { LlLayout::make(window, Kind::kCombine, more_tokens, {16, 0, false}); });
+  const std::string tokens = error_of([&] { LlOffsets::make(window, Kind::kCombine, more_tokens, {16, 0, false}); });
   EXPECT_NE(tokens.find("400 tokens a rank"), std::string::npos) << tokens;
 }
 
-TEST(LlLayout, AWindowOfGivenBytesIsNotExceeded) {
+TEST(LlOffsets, AWindowOfGivenBytesIsNotExceeded) {
   for (int num_ranks : {1, 2, 8, 64}) {
     for (uint64_t bytes : {1ull << 18, 1ull << 20, (1ull << 24) + 12345, 1ull << 32}) {
       const LlSizes sizes = sizes_for_window(num_ranks, bytes);
@@ -116,12 +116,12 @@ TEST(LlLayout, AWindowOfGivenBytesIsNotExceeded) {
 }
 
 // Reserving for a shape serves every smaller one.
-TEST(LlLayout, SizesServeTheirShape) {
+TEST(LlOffsets, SizesServeTheirShape) {
   for (int payload : {16, 144, 7168 * 2}) {
     const Shape shape = Shape::make(4, 16, 4, 32);
     const LlWindow window = LlWindow::make(4, sizes_for(shape, payload, payload));
-    EXPECT_EQ(error_of([&] { LlLayout::make(window, Kind::kDispatch, shape, {payload, 0, true}); }), "");
-    EXPECT_EQ(error_of([&] { LlLayout::make(window, Kind::kCombine, shape, {payload, 0, false}); }), "");
+    EXPECT_EQ(error_of([&] { LlOffsets::make(window, Kind::kDispatch, shape, {payload, 0, true}); }), "");
+    EXPECT_EQ(error_of([&] { LlOffsets::make(window, Kind::kCombine, shape, {payload, 0, false}); }), "");
   }
 }
 

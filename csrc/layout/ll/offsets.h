@@ -55,7 +55,7 @@ struct LlWindow {
 };
 
 // Offsets of one operation's words in any rank's window.
-struct LlLayout {
+struct LlOffsets {
   int num_ranks = 1;
   int max_tokens = 1;
   int topk = 1;
@@ -118,34 +118,35 @@ struct LlLayout {
     return static_cast<uint64_t>(shape.num_ranks) * shape.max_tokens * row_stride;
   }
 
-  static LlLayout make(const LlWindow& window, Kind kind, const Shape& shape, const RowFormat& row) {
+  static LlOffsets make(const LlWindow& window, Kind kind, const Shape& shape, const RowFormat& row) {
     const LlWindow::PerKind& regions = window.kind[static_cast<int>(kind)];
-    LlLayout layout;
-    layout.num_ranks = shape.num_ranks;
-    layout.max_tokens = shape.max_tokens;
-    layout.topk = shape.topk;
-    layout.ids = IdFormat::make(shape.local_experts(), shape.topk);
-    layout.row_stride = row.stride();
-    layout.signals = window.signals.at(static_cast<uint64_t>(kind) * shape.num_ranks);
-    layout.headers = regions.headers.offset;
-    layout.tagged = regions.tagged.offset;
-    layout.rows = regions.rows.offset;
-    layout.tagged_bank_bytes = regions.tagged.count * sizeof(TaggedWord) / kNumBanks;
-    layout.row_bank_bytes = regions.rows.count * sizeof(uint32_t) / kNumBanks;
-    layout.by_source = window.by_source;
-    layout.tagged_part_bytes = part_bytes(layout.tagged_bank_bytes, shape.num_ranks, kPartAlignment);
-    layout.row_part_bytes = part_bytes(layout.row_bank_bytes, shape.num_ranks, kRowAlignment);
+    LlOffsets offsets;
+    offsets.num_ranks = shape.num_ranks;
+    offsets.max_tokens = shape.max_tokens;
+    offsets.topk = shape.topk;
+    offsets.ids = IdFormat::make(shape.local_experts(), shape.topk);
+    offsets.row_stride = row.stride();
+    offsets.signals = window.signals.at(static_cast<uint64_t>(kind) * shape.num_ranks);
+    offsets.headers = regions.headers.offset;
+    offsets.tagged = regions.tagged.offset;
+    offsets.rows = regions.rows.offset;
+    offsets.tagged_bank_bytes = regions.tagged.count * sizeof(TaggedWord) / kNumBanks;
+    offsets.row_bank_bytes = regions.rows.count * sizeof(uint32_t) / kNumBanks;
+    offsets.by_source = window.by_source;
+    offsets.tagged_part_bytes = part_bytes(offsets.tagged_bank_bytes, shape.num_ranks, kPartAlignment);
+    offsets.row_part_bytes = part_bytes(offsets.row_bank_bytes, shape.num_ranks, kRowAlignment);
     const uint64_t need_tagged = tagged_bytes(shape);
-    const uint64_t need_rows = row_bytes(shape, layout.row_stride);
+    const uint64_t need_rows = row_bytes(shape, offsets.row_stride);
     const auto ranks = static_cast<uint64_t>(shape.num_ranks);
-    EP_CHECK(need_tagged <= layout.tagged_part_bytes * ranks && need_rows <= layout.row_part_bytes * ranks,
+    EP_CHECK(need_tagged <= offsets.tagged_part_bytes * ranks && need_rows <= offsets.row_part_bytes * ranks,
              "the window is too small for ", shape.max_tokens, " tokens a rank, top-", shape.topk, ", rows of ",
              row.wire_bytes(), " bytes: a bank needs ", need_tagged, " bytes of routing and ", need_rows,
-             " bytes of rows, it has ", layout.tagged_bank_bytes, " and ", layout.row_bank_bytes);
-    if (!layout.by_source) {
-      layout.row_part_bytes = static_cast<uint32_t>(need_rows / ranks);
+             " bytes of rows, it has ", offsets.tagged_bank_bytes, " and ", offsets.row_bank_bytes,
+             need_rows > offsets.row_part_bytes * ranks ? room_for_rows(kind) : "");
+    if (!offsets.by_source) {
+      offsets.row_part_bytes = static_cast<uint32_t>(need_rows / ranks);
     }
-    return layout;
+    return offsets;
   }
 
  private:

@@ -1,6 +1,6 @@
 #include "base/check.h"
-#include "cuda/host/launch_util.h"
-#include "cuda/host/token_layout.h"
+#include "cuda/ht/token_layout.h"
+#include "cuda/launch/launch_util.h"
 #include "cuda/testing/stamps.h"
 
 namespace ep {

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "cuda/host/launch.h"
+#include "cuda/launch/launch.h"
 #include "transport/device/check_cuda.h"
 
 namespace ep {

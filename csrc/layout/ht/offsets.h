@@ -30,7 +30,7 @@ enum class HtSignal : int {
   kCombineReady,         // own domain: the source's rows may be read
   kCombineRail,          // other domains: their sums have landed
   kCombineDone,          // own domain: the source has read all that it reads
-  kDispatchRoutes,       // CUDA: the rows' metadata lies at the slots
+  kDispatchMetadata,     // CUDA: the rows' metadata lies at the slots
 };
 constexpr int kNumHtSignals = 10;
 
@@ -73,8 +73,8 @@ struct HtSizes {
 };
 
 struct HtWindow {
-  Region<uint64_t> signals;             // [kNumHtSignals][R], each on a line of its own
-  Region<TaggedWord> calls[kNumKinds];  // op messages: [bank][source][message_words]
+  Region<uint64_t> signals;                // [kNumHtSignals][R], each on a line of its own
+  Region<TaggedWord> messages[kNumKinds];  // op messages: [bank][source][message_words]
   Region<char> slots;
   Region<char> rows;
   Region<char> routes_out, routes_in;
@@ -90,7 +90,8 @@ struct HtWindow {
     if (!sizes.any()) return window;
     window.message_words = align_up<uint64_t>(sizes.message_words, 16);
     window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumHtSignals) * num_ranks * kSignalStride / 8);
-    for (auto& calls : window.calls) calls = carver.take<TaggedWord>(kNumBanks * num_ranks * window.message_words);
+    for (auto& messages : window.messages)
+      messages = carver.take<TaggedWord>(kNumBanks * num_ranks * window.message_words);
     window.slots = carver.take<char>(sizes.slot_bytes);
     window.rows = carver.take<char>(sizes.row_bytes);
     window.routes_out = carver.take<char>(sizes.route_bytes);
@@ -132,14 +133,14 @@ struct HtRouteFormat {
 
 // Offsets of one operation's words in any rank's window. A slot is a received row's number in the order (source rank,
 // token), whether or not the capacity has room for it: at most R * M.
-struct HtLayout {
+struct HtOffsets {
   Topology topology;
   int max_tokens = 1;
   HtRowFormat row;
   HtSlotFormat slot;
   HtRouteFormat route;
   uint64_t message_words = 0;
-  Offset signals = 0, calls = 0, slots = 0, rows = 0;
+  Offset signals = 0, messages = 0, slots = 0, rows = 0;
   Offset routes_out = 0, routes_in = 0, rail_out = 0, rail_in = 0;
   Offset arena_end = 0;  // where rows are read in place
 
@@ -148,7 +149,7 @@ struct HtLayout {
            static_cast<Offset>(static_cast<int>(which) * topology.num_ranks + source) * HtWindow::kSignalStride;
   }
   EP_HD Offset message_word(int bank, int source, int index) const {
-    return calls +
+    return messages +
            ((static_cast<uint64_t>(bank) * topology.num_ranks + source) * message_words + index) * sizeof(TaggedWord);
   }
   EP_HD Offset slot_words(int64_t slot_index) const { return slots + slot_index * slot.stride(); }
@@ -165,24 +166,24 @@ struct HtLayout {
   // The rank of `domain` that delivers there what `rank` sends.
   EP_HD int rail_peer(int rank, int domain) const { return domain * topology.domain_size + topology.lsa_rank(rank); }
 
-  static HtLayout make(const HtWindow& window, Kind kind, const Topology& topology, const Shape& shape,
-                       const HtRowFormat& row) {
-    HtLayout layout;
-    layout.topology = topology;
-    layout.max_tokens = shape.max_tokens;
-    layout.row = row;
-    layout.slot = {shape.topk};
-    layout.route = {shape.topk};
-    layout.message_words = window.message_words;
-    layout.signals = window.signals.offset;
-    layout.calls = window.calls[static_cast<int>(kind)].offset;
-    layout.slots = window.slots.offset;
-    layout.rows = window.rows.offset;
-    layout.routes_out = window.routes_out.offset;
-    layout.routes_in = window.routes_in.offset;
-    layout.rail_out = window.rail_out.offset;
-    layout.rail_in = window.rail_in.offset;
-    layout.arena_end = window.arena.offset + window.arena.count;
+  static HtOffsets make(const HtWindow& window, Kind kind, const Topology& topology, const Shape& shape,
+                        const HtRowFormat& row) {
+    HtOffsets offsets;
+    offsets.topology = topology;
+    offsets.max_tokens = shape.max_tokens;
+    offsets.row = row;
+    offsets.slot = {shape.topk};
+    offsets.route = {shape.topk};
+    offsets.message_words = window.message_words;
+    offsets.signals = window.signals.offset;
+    offsets.messages = window.messages[static_cast<int>(kind)].offset;
+    offsets.slots = window.slots.offset;
+    offsets.rows = window.rows.offset;
+    offsets.routes_out = window.routes_out.offset;
+    offsets.routes_in = window.routes_in.offset;
+    offsets.rail_out = window.rail_out.offset;
+    offsets.rail_in = window.rail_in.offset;
+    offsets.arena_end = window.arena.offset + window.arena.count;
     const HtSizes need = sizes(topology, shape, row.stride());
     EP_CHECK(need.message_words <= window.message_words && need.slot_bytes <= window.slots.count &&
                  need.row_bytes <= window.rows.count && need.route_bytes <= window.routes_in.count &&
@@ -190,8 +191,9 @@ struct HtLayout {
              "the window is too small for high throughput of ", shape.max_tokens, " tokens a rank, top-", shape.topk,
              " of ", shape.num_experts, " experts, rows of ", row.body_bytes, " bytes: it needs ", need.message_words,
              " words of counts, ", need.slot_bytes, " bytes of routes and ", need.row_bytes, " of rows, it has ",
-             window.message_words, ", ", window.slots.count, " and ", window.rows.count);
-    return layout;
+             window.message_words, ", ", window.slots.count, " and ", window.rows.count,
+             need.row_bytes > window.rows.count ? room_for_rows(kind) : "");
+    return offsets;
   }
 
   static HtSizes sizes(const Topology& topology, const Shape& shape, int row_stride) {

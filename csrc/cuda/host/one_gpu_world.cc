@@ -1,12 +1,12 @@
-#include "cuda/testing/one_gpu_world.h"
+#include "cuda/host/one_gpu_world.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <type_traits>
 
-#include "cuda/host/device_guard.h"
 #include "transport/collective_step.h"
+#include "transport/device/device_guard.h"
 
 namespace ep {
 namespace {

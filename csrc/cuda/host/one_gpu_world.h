@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/host/launch.h"
+#include "cuda/launch/launch.h"
 #include "transport/transport.h"
 
 namespace ep {

@@ -1,7 +1,7 @@
 #include "base/check.h"
 #include "cuda/device/ptx.cuh"
-#include "cuda/host/launch_util.h"
-#include "cuda/host/token_layout.h"
+#include "cuda/ht/token_layout.h"
+#include "cuda/launch/launch_util.h"
 #include "cuda/protocol/ids.cuh"
 
 namespace ep {

@@ -1,0 +1,132 @@
+"""What gradients cost: python benchmarks/measure_training.py RECORDS.json [--tokens 4096]; with torchrun, a GPU a rank.
+
+host: how long an eager call keeps the host, without and with gradients (one rank and more). backward: device time of
+the backward pass of a pair in high throughput, beside the same two calls by hand, alternating.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from datetime import date
+
+import torch
+import torch.distributed as dist
+
+import nccl_ep
+
+HIDDEN, EXPERTS, TOPK = 7168, 256, 8
+
+
+def host_times(call, count=100, rounds=15):
+    """Means of `count` calls each, in us; the GPU's queue does not fill up."""
+    means = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        means.append((time.perf_counter() - begin) / count * 1e6)
+    torch.cuda.synchronize()
+    return means[3:]
+
+
+def device_times(call, barrier, iterations=60):
+    times = []
+    for _ in range(iterations):
+        barrier()
+        torch.cuda._sleep(2_000_000)  # a millisecond, in which the host gets ahead: what is timed is the device's
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return times[10:]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("records")
+    parser.add_argument("--tokens", type=int, default=4096)
+    options = parser.parse_args()
+    group = None
+    if "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("gloo")
+        group = dist.group.WORLD
+    barrier = (lambda: None) if group is None else dist.barrier
+    ranks = 1 if group is None else dist.get_world_size()
+    revision = (
+        os.environ.get("REVISION")
+        or subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=False).stdout.strip()
+    )
+    records = []
+
+    def note(op, figure, values, **more):
+        records.append(
+            {
+                "bench": "training", "system": "nccl_ep", "api": "native", "op": op, "figure": figure,
+                "value": round(statistics.median(values), 3), "unit": "us", "p99": None, "ranks": ranks,
+                "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS, "dtype": "bf16", "routing": "uniform",
+                "num_sms": 0, "num_sms_used": None, "seed": 0, "device": torch.cuda.get_device_name(),
+                "revision": revision, "date": str(date.today()), "least": round(min(values), 3), **more,
+            }
+        )  # fmt: skip
+
+    torch.manual_seed(0)
+    for mode, layout, tokens in (("ll", "packed", 8), ("ht", "flat", 8)):
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, mode=mode, device="cuda"
+        ) as buffer:
+            x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+            idx = torch.rand(tokens, EXPERTS, device="cuda").topk(TOPK)[1]
+            weights = torch.rand(tokens, TOPK, device="cuda")
+            args = {"buffer": buffer, "num_experts": EXPERTS, "mode": mode, "layout": layout}
+            for wants in (False, True, False, True):
+                x.requires_grad_(wants)
+                weights.requires_grad_(wants)
+                out = nccl_ep.dispatch(x, idx, weights, **args)
+                gradients = "with gradients" if wants else "without"
+                barrier()
+                note("dispatch", "host", host_times(lambda: nccl_ep.dispatch(x, idx, weights, **args)),  # noqa: B023
+                     mode=mode, layout=layout, tokens=tokens, gradients=gradients)  # fmt: skip
+                barrier()
+                note("combine", "host", host_times(lambda: nccl_ep.combine(out.x, out.handle)),  # noqa: B023
+                     mode=mode, layout=layout, tokens=tokens, gradients=gradients)  # fmt: skip
+                barrier()
+
+    tokens = options.tokens
+    with nccl_ep.Buffer.for_shapes(
+        group, max_tokens=tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, mode="ht", device="cuda"
+    ) as buffer:
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16().requires_grad_()
+        idx = torch.rand(tokens, EXPERTS, device="cuda").topk(TOPK)[1]
+        grad = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        out = nccl_ep.dispatch(x, idx, buffer=buffer, num_experts=EXPERTS, mode="ht", layout="flat")
+        y = nccl_ep.combine(out.x, out.handle)
+
+        def backward():
+            return torch.autograd.grad(y, x, grad, retain_graph=True)[0]
+
+        def by_hand():
+            rows = nccl_ep.dispatch_cached(grad, out.handle, zero_padding=True).x
+            return nccl_ep.combine(rows, out.handle, weights=None)
+
+        assert torch.equal(backward(), by_hand())
+        for _ in range(3):
+            for name, call in (("by hand", by_hand), ("backward", backward)):
+                note("backward of a pair", "device", device_times(call, barrier),
+                     mode="ht", layout="flat", tokens=tokens, way=name)  # fmt: skip
+    if group is None or dist.get_rank() == 0:
+        with open(options.records, "w") as file:
+            file.write("[\n" + ",\n".join(json.dumps(each) for each in records) + "\n]\n")
+        for each in records:
+            shown = ("op", "figure", "value", "least", "mode", "gradients", "way")
+            print({name: each[name] for name in shown if name in each})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+// What a buffer owns on a GPU: its state, its window, a stream and pinned memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+
+#include "cuda/host/one_gpu_world.h"
+#include "cuda/protocol/device_state.h"
+#include "layout/ll/offsets.h"
+#include "transport/device/lsa_peers.h"
+#include "transport/nccl/window.h"
+
+namespace ep {
+
+inline uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(std::min(seconds, 1e9) * 1e9); }
+
+// Pinned, so that the host reads it while the GPU is busy, and the GPU writes it.
+struct HostBlock {
+  Failure failure;     // kernels write its code last, with a system fence before
+  DeviceState mirror;  // of the last report
+  uint64_t timeout_ns;
+  uint32_t has_failed;
+  uint64_t ht_epoch;  // of the last dispatch of exact sizes
+};
+
+struct Memory {
+  int device = 0;
+  int num_sms = 1;
+  std::atomic<double> timeout_seconds{0};
+  int64_t* ht_sizes = nullptr;  // pinned: of a dispatch of exact sizes, as HtDispatchParams says
+  int ht_sizes_count = 0;
+  uint64_t* ht_block_counts = nullptr;  // as HtRouteParams says
+  cudaStream_t stream = nullptr;        // non-blocking: never waits for the caller's kernels
+  HostBlock* host = nullptr;
+  DeviceState* state = nullptr;
+  LsaPeers peers;
+  // The window, one of three.
+  char* own_window = nullptr;  // a world of one rank
+  std::shared_ptr<OneGpuWorld> world;
+  std::unique_ptr<NcclWindow> nccl_window;
+
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  // On the right device, which is idle. At the end of a process CUDA may be gone: errors mean nothing here.
+  ~Memory() {
+    nccl_window.reset();
+    world.reset();
+    cudaFree(own_window);
+    cudaFree(state);
+    cudaFree(ht_block_counts);
+    cudaFreeHost(host);
+    cudaFreeHost(ht_sizes);
+    if (stream != nullptr) cudaStreamDestroy(stream);
+  }
+};
+
+// Frees what a buffer owns once the GPU is idle. After the deadline the work is left to a thread of its own, and what
+// cannot be freed safely is left to the end of the process: a caller never hangs here.
+void tear_down(Memory* owned) noexcept;
+// `message_words`: of an op message of high throughput, which has the counts of a rank; 0 without high throughput.
+std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t message_words);
+// kAbsent, where nothing has arrived.
+void rest_rows(const Memory& memory, const LlWindow& window);
+// Where ranks can be masked: what the kernels need for it.
+void set_up_masks(Memory& memory, const LlWindow& window, int num_ranks);
+void clean_window(const Memory& memory, const LlWindow& window);
+
+}  // namespace ep

@@ -1,0 +1,59 @@
+// This process among others, and objects of it that its ranks find by random tokens, so that no address travels.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace ep {
+
+// 128 random bits, which are never drawn twice.
+struct Token {
+  uint64_t words[2] = {};
+  auto operator<=>(const Token&) const = default;
+};
+Token random_token();
+std::string hex_of(const Token& token);
+
+// The number is random: in containers, two processes may have one id. A fork has another id.
+struct ProcessIdentity {
+  int64_t pid = 0;
+  uint64_t number = 0;
+  bool operator==(const ProcessIdentity&) const = default;
+};
+ProcessIdentity own_process();
+
+// Objects of type T that ranks of this process share.
+template <class T>
+class LocalObjects {
+ public:
+  // The object can be found for as long as somebody holds it.
+  static Token add(const std::shared_ptr<T>& object) {
+    const Token token = random_token();
+    std::lock_guard lock(mutex());
+    std::erase_if(objects(), [](const auto& entry) { return entry.second.expired(); });
+    objects()[token] = object;
+    return token;
+  }
+  // Null: this process has no such object.
+  static std::shared_ptr<T> find(const Token& token) {
+    std::lock_guard lock(mutex());
+    const auto found = objects().find(token);
+    return found == objects().end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  // Both outlive every static object that holds a buffer.
+  static std::mutex& mutex() {
+    static std::mutex& mutex = *new std::mutex;
+    return mutex;
+  }
+  static std::map<Token, std::weak_ptr<T>>& objects() {
+    static auto& objects = *new std::map<Token, std::weak_ptr<T>>;
+    return objects;
+  }
+};
+
+}  // namespace ep

@@ -1,0 +1,135 @@
+"""Operations in two calls: what a send returns, and the sends of low latency that are still to be received."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from .checks import error_of
+from .errors import OverflowError, UsageError
+from .events import EventOverlap
+
+T = TypeVar("T")
+
+
+class Buffer(Protocol):
+    """What is asked of a ``nccl_ep.Buffer`` here."""
+
+    name: str
+    device: torch.device
+    _seq: torch.Tensor
+    _open_sends: dict[str, OpenSend]
+
+    def require_usable(self) -> None: ...
+
+
+class OpenSend:
+    """An operation that was sent and is to be received. It keeps the tensors that this needs, and not the buffer.
+
+    Args:
+        op: its op. args: all of the op's, the first of them the buffer's ``_seq``.
+    """
+
+    __slots__ = ("_args", "_kind", "_op", "_owner")
+
+    def __init__(self, kind: str, op: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._kind, self._op, self._args = kind, op, args
+        self._owner: weakref.ref[Any] | None = None
+
+    def open(self, buffer: Buffer, owner: Any) -> None:
+        """``owner``: who is to receive. If it is gone first, the send is lost."""
+        self._owner = weakref.ref(owner)
+        buffer._open_sends[self._kind] = self
+
+    def receive(self, buffer: Buffer | None) -> Any:
+        """Waits for the other ranks. Where that fails, the send stays open."""
+        received = self._op(*self._args)
+        if buffer is not None and buffer._open_sends.get(self._kind) is self:
+            del buffer._open_sends[self._kind]
+        return received
+
+    def lose(self) -> None:
+        """The owner cannot receive any more."""
+        self._owner = None
+
+    @property
+    def is_lost(self) -> bool:
+        return self._owner is None or self._owner() is None
+
+
+def receive_lost(buffer: Buffer, kind: str) -> None:
+    """Before the next operation of the kind: receives what nobody can receive any more, and throws it away."""
+    open_send = buffer._open_sends.get(kind)
+    if open_send is None or not open_send.is_lost:
+        return
+    if buffer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return  # a replay would receive what it has not sent
+    discard(buffer, open_send)
+
+
+def discard(buffer: Buffer, open_send: OpenSend) -> None:
+    """Receives it and throws it away. Its owner finds out when it receives."""
+    open_send.lose()
+    try:
+        open_send.receive(buffer)
+    except RuntimeError as error:
+        raise error_of(buffer, error) from error
+
+
+class Pending(Generic[T]):
+    """An operation whose first half is done, or that runs on the buffer's own stream.
+
+    Attributes:
+        event: with ``async_finish``, of the end of the operation; else ``event.event`` is None.
+    """
+
+    def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None) -> None:
+        self._receive: Callable[[], T] | None = receive
+        self._end = "this operation was received already"
+        self._open_send: OpenSend | None = None  # of a split call, to be received
+        self.event = event or EventOverlap()
+
+    @classmethod
+    def of_send(cls, buffer: Buffer | None, open_send: OpenSend, receive: Callable[[], T]) -> Pending[T]:
+        pending = cls(receive)
+        if buffer is not None and not is_dynamo_compiling():
+            pending._open_send = open_send
+            open_send.open(buffer, pending)
+        return pending
+
+    def receive(self) -> T:
+        """The other half: waits for the other ranks and returns the result. UsageError if it was called already."""
+        receive, self._receive = self._receive, None
+        open_send, self._open_send = self._open_send, None
+        if open_send is not None and open_send.is_lost:
+            self._end = "this operation was dropped"
+            raise UsageError(self._end)
+        if receive is None:
+            raise UsageError(self._end)
+        try:
+            if self.event.event is not None:
+                self.event.current_stream_wait()
+            return receive()
+        except OverflowError:  # of what was received
+            raise
+        except BaseException as error:  # of which the text is kept: the error itself would keep the buffer
+            if open_send is not None:
+                open_send.lose()  # if it is still open
+            self._end = f"this operation has failed with {type(error).__name__}: {error}"
+            raise
+
+    def drop(self) -> None:
+        """Receives the result and throws it away. Waits for the other ranks as ``receive`` does; may be called twice.
+
+        The way out where an exception came between send and receive: the next operation of the kind does it by itself
+        once the ``Pending`` is gone.
+        """
+        if self._receive is not None:
+            with contextlib.suppress(OverflowError):
+                self.receive()
+            self._end = "this operation was dropped"
