@@ -35,8 +35,7 @@ _ll_dispatch_eager = _C.fast_op("ll_dispatch", _ll_dispatch, packed_results=True
 _ht_combine, _ht_combine_out = _ops.ht_combine.default, _ops.ht_combine_out.default
 _ht_combine_eager = _C.fast_op("ht_combine", _ht_combine, packed_results=True)
 _on_same_device, _carrier = _C.on_same_device, _ops.carrier.default
-_Tensor, _is_grad_enabled = torch.Tensor, torch.is_grad_enabled
-_float32, _HALVES = torch.float32, (torch.bfloat16, torch.float16)
+_Tensor, _float32, _HALVES = torch.Tensor, torch.float32, (torch.bfloat16, torch.float16)
 _EXPERT_MAJOR, _PACKED, _RANK_MAJOR = Layout.EXPERT_MAJOR, Layout.PACKED, Layout.RANK_MAJOR
 _NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/ll/params.h, Weighting
 
@@ -433,7 +432,7 @@ def _combine_call(
         if weights != "dispatch":
             raise ValueError(f'weights is {weights!r}, must be "dispatch", a tensor [T, K] or None')
         weighting = _DISPATCH if handle.layout <= _PACKED else _NONE
-        if weighting == _DISPATCH and _is_grad_enabled() and wants_gradient(rows, handle.weights):
+        if weighting == _DISPATCH and wants_gradient(rows, handle.weights):
             given_weights = handle.weights  # the gradient needs them; the operation finds them in the handle
     else:
         raise TypeError(f'weights is a {type(weights).__name__}, must be "dispatch", a tensor [T, K] or None')

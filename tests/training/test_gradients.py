@@ -81,9 +81,10 @@ def test_exact_sizes(layout: str) -> None:
             experts = case.experts[rank * local : (rank + 1) * local].clone().requires_grad_()
             args = dispatch_args(case, buffer, "ht", layout) | {"capacity": "exact"}
             out = nccl_ep.dispatch(x, case.idx[rank], weights, **args)
-            nccl_ep.combine(apply_experts(out, experts), out.handle).backward(case.out_grads[rank])
+            combined = nccl_ep.combine(apply_experts(out, experts), out.handle)
+            combined.backward(case.out_grads[rank])
             assert x.grad is not None and weights.grad is not None and experts.grad is not None
-            return on_one_rank(case).out[rank], x.grad, weights.grad, experts.grad
+            return combined.detach(), x.grad, weights.grad, experts.grad
 
     check_gradients(on_one_rank(case), run_ranks(2, body))
 

@@ -11,6 +11,7 @@
 #include "base/check.h"
 #include "torch/ops/gradient_functions.h"
 #include "torch/ops/op_types.h"
+#include "torch/ops/ops.h"
 #include "torch/ops/run.h"
 #include "torch/ops/saved_routing.h"
 
@@ -65,11 +66,6 @@ void put_rows(Result& made, const variable_list& rows, size_t num_xs, bool has_s
   for (size_t i = 1; i < num_xs; i++) *more[i - 1] = rows[i];
   if (has_scales) std::get<1>(made) = rows[num_xs];
 }
-
-DispatchConfig dispatch_config(at::IntArrayRef config) {
-  return DispatchConfig::unpack({config.data(), config.size()});
-}
-CombineConfig combine_config(at::IntArrayRef config) { return CombineConfig::unpack({config.data(), config.size()}); }
 
 using Sending = std::function<Sent()>;
 using Combining = std::function<Combined()>;
