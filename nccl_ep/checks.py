@@ -41,14 +41,22 @@ def require_on(seq: torch.Tensor, names: Sequence[str], tensors: Sequence[torch.
     device = seq.device
     for tensor in tensors:
         if tensor is None or (
-            isinstance(tensor, _Tensor) and tensor.device == device and (is_compiling or tensor.layout is _strided)
+            isinstance(tensor, _Tensor)
+            and tensor.device == device
+            and (is_compiling or tensor.layout is _strided)
+            and not tensor.is_nested
+            and not hasattr(tensor, "to_local")
         ):
             continue
         name = next(name for name, each in zip(names, tensors, strict=True) if each is tensor)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, must be a tensor")
+        if hasattr(tensor, "to_local"):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, must be this rank's tensor: give {name}.to_local()")
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, the buffer on {device}")
+        if tensor.is_nested:
+            raise ValueError(f"{name} is a nested tensor, must be strided")
         raise ValueError(f"{name} is {tensor.layout}, must be strided")
 
 
@@ -69,10 +77,14 @@ def require_extras(seq: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
 
 
 def require_integers(**values: object) -> None:
-    """TypeError for what is no integer; None is left to others."""
+    """TypeError for what is no integer, None included."""
     for name, value in values.items():
-        if value is not None:
-            _integer(name, value)
+        _integer(name, value)
+
+
+def require_optional_integers(**values: object) -> None:
+    """TypeError for what is neither an integer nor None."""
+    require_integers(**{name: value for name, value in values.items() if value is not None})
 
 
 def require_int32(**values: object) -> None:

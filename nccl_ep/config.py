@@ -14,7 +14,7 @@ from torch.compiler import assume_constant_result, is_dynamo_compiling
 
 from . import _C
 from .buffer import Buffer
-from .checks import require_bools, require_integers, require_on, require_tensors
+from .checks import require_bools, require_integers, require_on, require_optional_integers, require_tensors
 from .handle import DEFAULT, EXACT, LAYOUTS, QUANTS, Handle, Layout, Quant
 from .log import logger
 from .modes import MODES, choose_mode
@@ -188,10 +188,11 @@ def config_of(
         and type(capacity) in _CAPACITIES
         and type(zero_padding) is bool
     ):
-        require_integers(num_experts=num_experts, max_tokens=max_tokens, expert_alignment=alignment, num_sms=num_sms)
+        require_integers(num_experts=num_experts, expert_alignment=alignment, num_sms=num_sms)
+        require_optional_integers(max_tokens=max_tokens)
         require_bools(zero_padding=zero_padding)
         if not isinstance(capacity, str):
-            require_integers(capacity=capacity)
+            require_optional_integers(capacity=capacity)
     key = (*numbers, row_bytes) if row_bytes else numbers
     config: DispatchConfig | None = buffer._configs.get(key)
     if config is None:

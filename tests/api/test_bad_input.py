@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -56,6 +59,12 @@ def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return room[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+def _dtensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Of one rank, without a process group."""
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
     """The same values with gaps between them."""
     return torch.stack([tensor, tensor], -1)[..., 0]
@@ -72,6 +81,15 @@ DISPATCH: list[Bad] = [
      "scales is on"),
     ("x sparse", lambda s: s.dispatch(s.x.to_sparse(), s.ids), ValueError, "x is torch.sparse_coo, must be strided"),
     ("x list", lambda s: s.dispatch([[1.0]], s.ids), TypeError, "x is a list, must be a tensor"),
+    ("nested", lambda s: s.dispatch(torch.nested.nested_tensor([s.x]), s.ids), ValueError, "x is a nested tensor"),
+    ("no experts", lambda s: s.dispatch(num_experts=None), TypeError, "num_experts is None, must be an integer"),
+    ("no alignment", lambda s: s.dispatch(expert_alignment=None), TypeError, "expert_alignment is None"),
+    ("no SMs", lambda s: s.dispatch(num_sms=None), TypeError, "num_sms is None, must be an integer"),
+    ("DTensor", lambda s: s.dispatch(_dtensor(s.x), s.ids), TypeError, r"x is a DTensor, .* give x\.to_local\(\)"),
+    ("DTensor", lambda s: s.combine(_dtensor(s.out.x)), TypeError, r"is a DTensor, .*\.to_local\(\)"),
+    ("vmap", lambda s: torch.vmap(lambda x: s.dispatch(x, s.ids).x)(s.x[None]), nccl_ep.UsageError, "under torch.vmap"),
+    ("vmap", lambda s: torch.vmap(s.combine)(s.out.x[None]), nccl_ep.UsageError, "ll_combine .* under torch.vmap"),
+    ("grad", lambda s: torch.func.grad(lambda x: s.dispatch(x, s.ids).x.sum())(s.x), nccl_ep.UsageError, "torch.func"),
     # dtypes
     ("x dtype", lambda s: s.dispatch(s.x.to(torch.complex128), s.ids), ValueError, "ComplexDouble are not supported"),
     ("quant dtype", lambda s: s.dispatch(s.x.float(), s.ids, quant="fp8"), ValueError,
@@ -105,6 +123,7 @@ DISPATCH: list[Bad] = [
     ("no max_tokens", lambda s: s.dispatch(s.x, s.ids, max_tokens=0), ValueError,
      "max_tokens is 0, must be at least 1"),
     ("odd experts", lambda s: s.dispatch(num_experts=5), ValueError, "5 experts do not divide over 2 ranks"),
+    ("nested", lambda s: s.dispatch(torch.nested.nested_tensor([s.x]), s.ids), ValueError, "x is a nested tensor"),
     ("no experts", lambda s: s.dispatch(num_experts=0), ValueError, "0 experts do not divide"),
     ("negative experts", lambda s: s.dispatch(num_experts=-4), ValueError, "-4 experts do not divide"),
     ("top-k 0", lambda s: s.dispatch(s.x, s.ids[:, :0].contiguous()), ValueError, "top-k is 0, must be 1 to 32"),
@@ -296,3 +315,26 @@ def test_ids_out_of_range_are_reported_once() -> None:
             case.run(buffer)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_tangents_are_not_lost(mode: str) -> None:
+    """Levels of forward derivatives are the process's, not a thread's: one rank."""
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=4, hidden=64, topk=2, num_experts=4, dtype=torch.float32, mode="auto", device="cpu"
+    ) as buffer:
+        x, ids = torch.ones(3, 64), torch.zeros(3, 2, dtype=torch.int64)
+
+        def dispatch(x: torch.Tensor) -> nccl_ep.DispatchOutput:
+            return nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=4, mode=mode, layout="flat")
+
+        out = dispatch(x)
+        rows = out.x.clone()
+        for call, given in ((dispatch, x), (lambda rows: nccl_ep.combine(rows, out.handle), rows)):
+            with pytest.raises(nccl_ep.UsageError, match="no forward derivative"):
+                torch.func.jvp(call, (given,), (given,))
+            for is_enabled in (True, False):
+                with torch.set_grad_enabled(is_enabled), forward_ad.dual_level():
+                    dual = forward_ad.make_dual(given, given)
+                    with pytest.raises(nccl_ep.UsageError, match="no forward derivative"):
+                        call(dual)

@@ -144,6 +144,27 @@ def test_arena_tensors_outlive_the_buffer() -> None:
     run_ranks(2, body)
 
 
+def test_storages_may_be_resized() -> None:
+    """Frameworks free activations so; in the arena the place is free again."""
+    case = _case(2, "flat", 3)
+
+    def body(group: Any) -> None:
+        with _buffer(case.case, group, arena_bytes=1 << 20) as buffer:
+            before = buffer.stats()["arena_free_bytes"]
+            out = case.send(buffer)
+            assert buffer.stats()["arena_free_bytes"] < before
+            storage, kept = out.x.untyped_storage(), out.x.clone()
+            num_bytes = storage.nbytes()
+            storage.resize_(0)
+            assert storage.nbytes() == 0 and buffer.stats()["arena_free_bytes"] == before
+            storage.resize_(num_bytes)
+            out.x.copy_(kept)
+            case.check_dispatch(out, group.rank())
+            case.check_combine(nccl_ep.combine(case.rows[group.rank()], out.handle), group.rank())
+
+    run_ranks(2, body)
+
+
 def test_empty() -> None:
     with _buffer(_case(1, "flat", 1).case, None, arena_bytes=4096) as buffer:
         kept = [buffer.empty([512]) for _ in range(5)]  # bf16: 1 KB each, of which four fit

@@ -34,6 +34,11 @@ namespace ep::fast_call {
 template <class T>
 struct Argument;
 
+// Of either direction: an op without a forward derivative says so above autograd.
+inline bool has_gradient(const at::Tensor& tensor) {
+  return (tensor.requires_grad() && at::GradMode::is_enabled()) || tensor._fw_grad(0).defined();
+}
+
 inline const at::Tensor* plain_tensor(PyObject* object) {
   if (!THPVariable_CheckExact(object)) return nullptr;
   return &THPVariable_Unpack(object);
@@ -43,7 +48,7 @@ template <>
 struct Argument<at::Tensor> {
   const at::Tensor* value = nullptr;
   bool load(PyObject* object) { return (value = plain_tensor(object)) != nullptr; }
-  bool wants_gradient() const { return value->requires_grad(); }
+  bool wants_gradient() const { return has_gradient(*value); }
   const at::Tensor& get() const { return *value; }
 };
 template <>
@@ -62,7 +67,7 @@ struct Argument<std::optional<at::Tensor>> {
     if (tensor != nullptr) value = Borrow::createBorrow(*tensor);
     return tensor != nullptr;
   }
-  bool wants_gradient() const { return value && value->requires_grad(); }
+  bool wants_gradient() const { return value && has_gradient(*value); }
   const std::optional<at::Tensor>& get() const { return value; }
 };
 template <>
@@ -78,7 +83,7 @@ struct Argument<at::TensorList> {
     return true;
   }
   bool wants_gradient() const {
-    return std::any_of(value.begin(), value.end(), [](const at::Tensor& each) { return each.requires_grad(); });
+    return std::any_of(value.begin(), value.end(), [](const at::Tensor& each) { return has_gradient(each); });
   }
   at::TensorList get() const { return value; }
 };
@@ -165,7 +170,7 @@ struct Name {
 
 // Whether an argument wants a gradient; numbers never do.
 template <class Given>
-bool has_gradient(const Given& argument) {
+bool argument_has_gradient(const Given& argument) {
   if constexpr (requires { argument.wants_gradient(); }) return argument.wants_gradient();
   return false;
 }
@@ -192,7 +197,7 @@ struct Call<kName, kBatchSize, Result(Args...)> {
     const bool is_plain = count == sizeof...(Args) && names == nullptr && is_plain_thread() &&
                           (std::get<kIndex>(args).load(given[kIndex]) && ...);
     if (!is_plain) return PyObject_Vectorcall(usual, given, count, names);
-    const bool wants_gradient = at::GradMode::is_enabled() && (has_gradient(std::get<kIndex>(args)) || ...);
+    const bool wants_gradient = (argument_has_gradient(std::get<kIndex>(args)) || ...);
     const auto enqueue = [&] {
       pybind11::gil_scoped_release no_gil;
       std::optional<at::AutoDispatchBelowAutograd> below;
@@ -244,6 +249,16 @@ inline void refuse_gradients(std::span<const Op> ops, torch::Library& library) {
   }
 }
 
+inline void refuse_under_vmap(const c10::OperatorHandle& op, c10::Stack*) {
+  raise(ErrorKind::kInvalidUsage, op.schema().name(),
+        " does not run under torch.vmap: it is one operation of all ranks; call it on the whole batch");
+}
+inline void refuse_vmap(std::span<const Op> ops, torch::Library& library) {
+  for (const Op& op : ops) {
+    library.impl(op.method.ml_name, torch::CppFunction::makeFromBoxedFunction<&refuse_under_vmap>());
+  }
+}
+
 }  // namespace ep::fast_call
 
 // Of the function that is the op's kernel, and has its name.
@@ -255,8 +270,9 @@ inline void refuse_gradients(std::span<const Op> ops, torch::Library& library) {
   }
 
 // Once a file, outside of namespaces: `ops` is an array of what EP_OP makes.
-#define EP_IMPLEMENT(ops)                                                                  \
-  static const ::ep::fast_call::Added added_ops(ops);                                      \
-  TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::fast_call::implement(ops, library); }  \
-  TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::fast_call::implement(ops, library); } \
+#define EP_IMPLEMENT(ops)                                                                                \
+  static const ::ep::fast_call::Added added_ops(ops);                                                    \
+  TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::fast_call::implement(ops, library); }                \
+  TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::fast_call::implement(ops, library); }               \
+  TORCH_LIBRARY_IMPL(nccl_ep, FuncTorchBatched, library) { ::ep::fast_call::refuse_vmap(ops, library); } \
   TORCH_LIBRARY_IMPL(nccl_ep, Autograd, library) { ::ep::fast_call::refuse_gradients(ops, library); }

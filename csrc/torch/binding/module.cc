@@ -163,7 +163,7 @@ bool all_on_same_device(PyObject* const* given, Py_ssize_t count) {
     if (each == Py_None) return true;
     if (!THPVariable_CheckExact(each)) return false;
     const at::Tensor& tensor = THPVariable_Unpack(each);
-    return tensor.layout() == at::kStrided && tensor.device() == device;
+    return tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.device() == device;
   });
 }
 

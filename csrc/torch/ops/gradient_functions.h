@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/check.h"
 #include "torch/ops/op_types.h"
 #include "torch/ops/run.h"
 #include "torch/ops/saved_routing.h"
@@ -28,9 +29,20 @@ inline bool wants(const Optional& tensor) { return tensor && wants(*tensor); }
 inline bool wants(at::TensorList tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& each) { return wants(each); });
 }
+inline bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
+inline bool has_tangent(const Optional& tensor) { return tensor && has_tangent(*tensor); }
+inline bool has_tangent(at::TensorList tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& each) { return has_tangent(each); });
+}
+// Refuses what has no derivative: it would be lost.
 template <class... Inputs>
 bool wants_gradient(const Inputs&... inputs) {
-  return at::GradMode::is_enabled() && (wants(inputs) || ...);
+  EP_CHECK_USAGE(!(has_tangent(inputs) || ...),
+                 "dispatch and combine have no forward derivative (torch.func.jvp, torch.autograd.forward_ad)");
+  const bool wanted = at::GradMode::is_enabled() && (wants(inputs) || ...);
+  EP_CHECK_USAGE(!wanted || !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode),
+                 "dispatch and combine have no derivative under torch.func: call backward() or torch.autograd.grad()");
+  return wanted;
 }
 
 // A tensor that is written again keeps nothing of what it was. As torch's own operations, it refuses a leaf.
