@@ -43,7 +43,7 @@ class _Pick(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         with record_function("baseline.permute"):
-            return _place(grad, order, ctx.sizes[0] * ctx.sizes[1]).view(*ctx.sizes, -1).sum(1), None, None
+            return _place(grad, order, ctx.sizes[0] * ctx.sizes[1]).view(*ctx.sizes, grad.shape[1]).sum(1), None, None
 
 
 class _Place(torch.autograd.Function):
@@ -105,5 +105,5 @@ class AllToAll:
         rows = experts.packed(rows, came.sum(0).cumsum(0).to(torch.int32))
         with record_function("baseline.combine"):
             home = _Exchange.apply(_Place.apply(rows, index, len(rows)), received, sent, self.group)
-            choices = _Place.apply(home, order, idx.numel()).view(*idx.shape, -1)
+            choices = _Place.apply(home, order, idx.numel()).view(*idx.shape, x.shape[1])
             return torch.bmm(weights.to(x.dtype).unsqueeze(1), choices).squeeze(1)

@@ -68,6 +68,7 @@ class Trainer:
         self.dtype = sizes.dtype_of(options, kind)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
+            torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention has a deterministic backward pass
         with device:
             self.model = Model(self.sizes, world.experts.rank(), world.experts.size(), self.dtype)
         self.model.initialise(options.seed)
@@ -77,9 +78,13 @@ class Trainer:
         self._compile(kind)
         self.traffic = Traffic()
         self.step_model: Any = self._wrap()
+        # Two groups: with FSDP2 the dense parameters are DTensors, and one fused kernel takes no mixture.
+        experts = self.model.expert_parameters()
+        dense = [parameter for name, parameter in self.model.named_parameters() if name not in experts]
         self.optimiser = torch.optim.AdamW(
-            self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=kind == "cuda"
-        )
+            [{"params": dense}, {"params": list(experts.values())}],
+            lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=kind == "cuda",
+        )  # fmt: skip
         self.first_step = checkpoint.load(options.load, self.model, self.optimiser) if options.load else 0
         self.corpus = Corpus(options.seed)
         self.losses: list[Tensor] = []
@@ -147,6 +152,11 @@ class Trainer:
         experts = self.model.expert_parameters()
         average_parameters(parameter for name, parameter in self.model.named_parameters() if name not in experts)
 
+    def close(self) -> None:
+        """Collective."""
+        if self.buffer is not None:
+            self.buffer.destroy()
+
     def mean_losses(self) -> list[float]:
         """Of all steps so far, over the ranks."""
         losses = torch.stack(self.losses)
@@ -191,7 +201,9 @@ def train(world: Ranks, options: argparse.Namespace) -> dict[str, Any]:
         if options.dense_grads == "a2sgd":
             trainer.average_dense()
         checkpoint.save(options.save, trainer.model, trainer.optimiser, first + options.steps)
-    return _report(trainer, progress, layer)
+    report = _report(trainer, progress, layer)
+    trainer.close()
+    return report
 
 
 def _show(entry: dict[str, Any]) -> None:
