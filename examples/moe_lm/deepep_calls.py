@@ -54,5 +54,7 @@ class DeepEpNormal:
         with record_function("deep_ep.combine"):
             placed = x.new_zeros(len(rows) * topk, x.shape[1])
             placed[order] = results
-            summed = torch.bmm(row_weights.to(x.dtype).unsqueeze(1), placed.view(len(rows), topk, x.shape[1])).squeeze(1)
+            summed = torch.bmm(row_weights.to(x.dtype).unsqueeze(1), placed.view(len(rows), topk, x.shape[1])).squeeze(
+                1
+            )
             return buffer.combine(summed, handle)[0]

@@ -57,8 +57,21 @@ def run(body: Callable[[Ranks, argparse.Namespace], None], options: argparse.Nam
         _rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, body, options)
         return
     count = num_ranks(options)
+    # Ranks are forks of a server that has loaded what they need, and has touched no GPU.
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([body.__module__, "torch._dynamo"])
     with tempfile.TemporaryDirectory(prefix="moe_lm_") as folder:
-        torch.multiprocessing.spawn(_rank, (count, f"{folder}/store", body, options), nprocs=count)
+        args = (count, f"{folder}/store", body, options)
+        torch.multiprocessing.start_processes(_rank, args, nprocs=count, start_method="forkserver")
+
+
+def world_of(options: argparse.Namespace, device: torch.device) -> Ranks:
+    """Of the processes in torch's default group."""
+    count = dist.get_world_size()
+    own = getattr(options, "expert_parallel", None) or count
+    if count % own:
+        raise ValueError(f"--expert-parallel is {own}, must divide the {count} ranks")
+    mesh = dist.init_device_mesh(device.type, (count // own, own), mesh_dim_names=("replicas", "experts"))
+    return Ranks(dist.get_rank(), count, device, mesh.get_group("experts"), mesh.get_group("replicas"))
 
 
 def _rank(rank: int, count: int, store: str | None, body: Callable[..., None], options: argparse.Namespace) -> None:
@@ -75,10 +88,6 @@ def _rank(rank: int, count: int, store: str | None, body: Callable[..., None], o
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS), **how)
     try:
-        own = getattr(options, "expert_parallel", None) or count
-        if count % own:
-            raise ValueError(f"--expert-parallel is {own}, must divide the {count} ranks")
-        mesh = dist.init_device_mesh(kind, (count // own, own), mesh_dim_names=("replicas", "experts"))
-        body(Ranks(rank, count, device, mesh.get_group("experts"), mesh.get_group("replicas")), options)
+        body(world_of(options, device), options)
     finally:
         dist.destroy_process_group()

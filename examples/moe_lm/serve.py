@@ -51,9 +51,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--overlap", default="off", help="off, on or both with a comma: two batches in turn (nccl_ep)")
     add("--no-graphs", action="store_true", help="decode steps are queued kernel by kernel")
     add("--load", metavar="FOLDER", help="a checkpoint of train.py; otherwise seeded random weights")
-    add("--check", type=int, default=0, metavar="N", help="compare N requests with one rank, and with serving them alone")
+    add(
+        "--check",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compare N requests with one rank, and with serving them alone",
+    )
     add("--gap", type=float, default=0.05, help="of logits: closer ones may come out in another order in --check")
     add("--profile", action="store_true", help="where the time of a decode step goes")
+    add("--go-on", action="store_true", help="if an exchange fails, go on with the next one; the report says why")
     add("--seed", type=int, default=0)
     add("--report", metavar="FILE", help="JSON of all that was measured")
     ranks.add_arguments(parser)
@@ -246,7 +253,7 @@ def profile_decode(server: Server) -> dict[str, Any]:
         times.append((time.perf_counter() - begin) * 1e3)
     trace = traced(engine.decode)
     engine.release(list(range(server.room.slots)))
-    return {"step_ms": min(times), "exchange_ms": trace.exchange_ms(), "layer": trace.layer()}
+    return {"step_ms": min(times), "exchange_ms": trace.exchange_ms(), "layer": trace.layer(server.sizes.layers)}
 
 
 def body(world: Ranks, options: argparse.Namespace) -> None:
@@ -254,26 +261,39 @@ def body(world: Ranks, options: argparse.Namespace) -> None:
     report: dict[str, Any] = {
         "what": "serving", "ranks": world.size, "dtype": str(server.model.dtype), "sizes": asdict(server.sizes),
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu", "room": asdict(server.room),
-        "options": vars(options), "figures": [], "profiles": [], "failures": [],
+        "options": vars(options), "figures": [], "profiles": [], "checks": [], "failures": [],
     }  # fmt: skip
     for exchange in options.exchange:
         for overlap in options.overlap:
             if overlap == "on" and exchange != "nccl_ep":
                 continue
-            server.use(exchange, overlap == "on")
-            for rate in options.rates:
-                report["figures"].append(measure(server, rate, exchange, overlap == "on"))
-                if world.rank == 0:
-                    _show(report["figures"][-1])
-            if options.profile:
-                report["profiles"].append({"exchange": exchange, "overlap": overlap == "on"} | profile_decode(server))
-            if options.check and exchange == "nccl_ep":
-                key = f"check, overlap {overlap}"
-                report[key] = compare_with_one_rank(server, options.check) | count_changed_when_alone(server)
-                if world.rank == 0:
-                    print(f"{key}: {report[key]}", flush=True)
+            try:
+                _run(server, exchange, overlap, report)
+            except Exception as error:
+                if not options.go_on:
+                    raise
+                text = f"{type(error).__name__}: {error}"
+                report["failures"].append({"exchange": exchange, "overlap": overlap, "error": text[:2000]})
+                print(f"rank {world.rank}, {exchange}, overlap {overlap} FAILED: {text}", flush=True)
             _write(world, options, report)
     server.close()
+
+
+def _run(server: Server, exchange: str, overlap: str, report: dict[str, Any]) -> None:
+    options, world = server.options, server.world
+    server.use(exchange, overlap == "on")
+    for rate in options.rates:
+        report["figures"].append(measure(server, rate, exchange, overlap == "on"))
+        if world.rank == 0:
+            _show(report["figures"][-1])
+        _write(world, options, report)
+    if options.profile:
+        report["profiles"].append({"exchange": exchange, "overlap": overlap == "on"} | profile_decode(server))
+    if options.check and exchange == "nccl_ep":
+        found = compare_with_one_rank(server, options.check) | count_changed_when_alone(server)
+        report["checks"].append({"overlap": overlap == "on", "gap": options.gap, **found})
+        if world.rank == 0:
+            print(f"check: {report['checks'][-1]}", flush=True)
 
 
 def _write(world: Ranks, options: argparse.Namespace, report: dict[str, Any]) -> None:

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in fields(Sizes):
         if field.name != "vocabulary":
             group.add_argument(f"--{field.name.replace('_', '-')}", type=int, metavar="N")
-    group.add_argument("--dtype", choices=DTYPES, help="of activations and GEMMs; default fp32 on the CPU, bf16 on GPUs")
+    group.add_argument(
+        "--dtype", choices=DTYPES, help="of activations and GEMMs; default fp32 on the CPU, bf16 on GPUs"
+    )
 
 
 def sizes_of(options: argparse.Namespace, device_type: str, num_ranks: int) -> Sizes:

@@ -21,10 +21,9 @@ _COMBINES = re.compile(r"combine")
 _KINDS = (  # of what a GPU does, first match
     ("dispatch", re.compile(r"ht_dispatch|ht_route|ll_dispatch")),
     ("combine", re.compile(r"ht_combine|ll_combine")),
-    ("NCCL", re.compile(r"ncclDev")),
-    ("attention", re.compile(r"flash|fmha|attention|softmax", re.IGNORECASE)),
-    ("GEMM", re.compile(r"gemm|cutlass|nvjet|cublas|sm90_x", re.IGNORECASE)),
-    ("copy", re.compile(r"memcpy|memset", re.IGNORECASE)),
+    ("all_to_all", re.compile(r"ncclDev|c10d::alltoall")),
+    ("attention", re.compile(r"flash|fmha|attention", re.IGNORECASE)),
+    ("GEMM", re.compile(r"gemm|cutlass|nvjet|cublas|grouped|aten::(linear|mm|bmm|matmul|_grouped)", re.IGNORECASE)),
 )
 
 
@@ -47,15 +46,16 @@ class Trace:
         self.kernels = sorted(
             (each for each in timed if each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")), key=lambda e: e["ts"]
         )
+        self.on_gpu = bool(self.kernels)
         self._launches = [each for each in timed if each.get("cat") in ("cuda_runtime", "cuda_driver")]
-        ops = [
-            each for each in timed if each.get("cat") in ("cpu_op", "user_annotation") and _OPS.search(each["name"])
-        ]
+        ops = [each for each in timed if each.get("cat") in ("cpu_op", "user_annotation") and _OPS.search(each["name"])]
         self._ops = _outermost(ops)
+        if not self.on_gpu:  # CPU ranks: what torch's operators do
+            self.kernels = _outermost([each for each in timed if each.get("cat") == "cpu_op"])
 
     def exchanges(self) -> list[Segment]:
         """In the order of time. What a graph replays has no op on the host: such kernels are known by their names."""
-        if not self.kernels:
+        if not self.on_gpu:
             return [Segment(op["name"], op["ts"], op["ts"] + op["dur"]) for op in self._ops]
         by_launch = {each["args"].get("correlation"): each for each in self.kernels if "args" in each}
         found, taken, is_routed = [], set(), False
@@ -88,23 +88,30 @@ class Trace:
             reached = max(reached, segment.end)
         return total / 1e3
 
-    def layer(self) -> list[Event]:
-        """What the GPU does from the end of one layer's combine to the end of the next one's, for a picture."""
+    def layer(self, layers: int | None = None) -> list[Event]:
+        """What runs from the end of the first layer's combine to the end of the second one's, for a picture.
+
+        ``layers``: in a trace of nothing but forward passes, where a layer may have several combines.
+        """
         ends = [segment.end for segment in self.exchanges() if _COMBINES.search(segment.name)]
-        if not self.kernels or not ends:
+        if not ends:
             return []
-        begin, end = (self.kernels[0]["ts"], ends[0]) if len(ends) == 1 else (ends[0], ends[1])
+        count = max(len(ends) // layers, 1) if layers else 1  # of a layer
+        begin, end = (ends[count - 1], ends[2 * count - 1]) if len(ends) >= 2 * count else (0.0, ends[-1])
+        begin = max(begin, self.kernels[0]["ts"])
         exchanged = [each for each in self.exchanges() if begin < each.end and each.begin < end]
         shown = []
         for each in self.kernels:
             if begin <= each["ts"] + each["dur"] / 2 <= end:
-                inside = next((s for s in exchanged if s.begin <= each["ts"] and each["ts"] + each["dur"] <= s.end), None)
+                inside = next(
+                    (s for s in exchanged if s.begin <= each["ts"] and each["ts"] + each["dur"] <= s.end), None
+                )
                 kind = kind_of(each["name"])
-                if inside is not None and kind not in ("dispatch", "combine", "NCCL"):
+                if inside is not None and kind not in ("dispatch", "combine", "all_to_all"):
                     kind = "sort and copy"  # of the exchange
                 shown.append(
                     {"name": each["name"][:80], "kind": kind, "begin_us": round(each["ts"] - begin, 2),
-                     "us": round(each["dur"], 2), "stream": each["args"].get("stream", 0)}
+                     "us": round(each["dur"], 2), "stream": each.get("args", {}).get("stream", 0)}
                 )  # fmt: skip
         return shown
 

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 8 -m examples.moe_lm.train --size h4096
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from .model import Model
 from .ranks import Ranks
 from .trace import traced
 
+EXCHANGES = ("nccl_ep", "all_to_all_single")
 BALANCE = 0.01  # weight of the load-balancing loss
 
 
@@ -38,7 +40,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, default=64, help="tokens of a sequence")
     add("--lr", type=float, default=3e-3)
     add("--seed", type=int, default=0)
-    add("--exchange", choices=("nccl_ep", "all_to_all_single"), default="nccl_ep")
+    add("--exchange", default="nccl_ep", help=f"{' or '.join(EXCHANGES)}, or both with a comma: one after the other")
     add("--rows", choices=("exact", "all"), default="exact", help="received rows: as many as come, or room for all")
     add("--fp8", action="store_true", help="rows of dispatch travel in eight bits")
     add("--expert-parallel", type=int, metavar="N", help="ranks that share the experts; the default is all")
@@ -52,10 +54,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--load", metavar="FOLDER", help="go on from a checkpoint, of any number of ranks")
     add("--log-every", type=int, default=10)
     add("--profile-at", type=int, default=5, metavar="STEP", help="after the first one, to see where the time goes")
-    add("--report", metavar="FILE", help="JSON of all that was measured")
+    add("--report", metavar="FILE", help="JSON of all that was measured; of several exchanges FILE_exchange")
+    add("--go-on", action="store_true", help="if an exchange fails, go on with the next one; the report says why")
     ranks.add_arguments(parser)
     sizes.add_arguments(parser)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if unknown := set(options.exchange.split(",")) - set(EXCHANGES):
+        parser.error(f"--exchange: {', '.join(unknown)} is none of {', '.join(EXCHANGES)}")
+    return options
 
 
 class Trainer:
@@ -237,15 +243,34 @@ def _report(trainer: Trainer, progress: list[dict[str, Any]], layer: list[Any]) 
 
 
 def body(world: Ranks, options: argparse.Namespace) -> None:
-    report = train(world, options)
-    if world.rank:
-        return
-    traffic = report["dense_gradient_bytes_a_step"]
-    if options.dense_grads == "a2sgd":
-        print(f"dense gradients: {traffic['given_to_all_reduce']} bytes a step, plain averaging {traffic['plain']}")
-    if options.report:
-        Path(options.report).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.report).write_text(json.dumps(report, indent=1) + "\n")
+    names = options.exchange.split(",")
+    for name in names:
+        own = argparse.Namespace(**vars(options) | {"exchange": name})
+        path = None
+        if options.report:
+            path = Path(options.report)
+            path = path.with_stem(f"{path.stem}_{name}") if len(names) > 1 else path
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if world.rank == 0 and len(names) > 1:
+            print(name, flush=True)
+        try:
+            report = train(world, own)
+        except Exception as error:
+            if not options.go_on:
+                raise
+            text = f"{type(error).__name__}: {error}"
+            report = {"what": "failure", "leg": f"training, {name}", "rank": world.rank, "error": text[:2000]}
+            print(f"rank {world.rank}, {name} FAILED: {text}", flush=True)
+        if world.rank == 0 and path is not None:
+            path.write_text(json.dumps(report, indent=1) + "\n")
+        traffic = report.get("dense_gradient_bytes_a_step")
+        if world.rank == 0 and traffic and options.dense_grads == "a2sgd":
+            print(f"dense gradients: {traffic['given_to_all_reduce']} bytes a step, plain averaging {traffic['plain']}")
+        torch._dynamo.reset()
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":
