@@ -1,0 +1,131 @@
+"""The example model is served: the tokens of one rank, and the same bits whatever else is served, and where."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.moe_lm import serve, sizes
+from examples.moe_lm.load import Request, make_load, percentile, summary
+from examples.moe_lm.model import Model
+from examples.moe_lm.one_rank import one_rank
+from tests.examples.ranks import SERVING, load, serve_each
+from tests.support.processes import run_processes
+
+Served = dict[str, list[Request]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    found: Served = run_processes(2, serve_each, tmp_path_factory.mktemp("ranks"), timeout=600)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Greedy tokens of the model on one rank, without a cache, each text computed anew."""
+    options = serve.parse(SERVING.split())
+    model = Model(sizes.sizes_of(options, "cpu", 1))
+    model.initialise(options.seed)
+    model.for_serving().use(one_rank)
+    found = []
+    for request in load(options, 1):
+        text = request.prompt
+        for _ in range(request.length):
+            text = torch.cat([text, model(text.unsqueeze(0))[0][0, -1].argmax().view(1)])
+        found.append(text[len(request.prompt) :].tolist())
+    return found
+
+
+WAYS = (
+    "nccl_ep, fixed", "nccl_ep, auto", "nccl_ep, fixed, overlap", "all_to_all_single, fixed", "deep_ep, fixed",
+    "all on rank 0", "arriving",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_one_rank(way: str, served: Served, expected: list[list[int]]) -> None:
+    assert [request.tokens for request in served[way]] == expected
+    assert len({token for tokens in expected for token in tokens}) > 5, "else it would prove little"
+
+
+def bits_of(requests: list[Request]) -> list[torch.Tensor]:
+    return [torch.stack(request.logits) for request in requests]
+
+
+@pytest.mark.parametrize("way", ["nccl_ep, auto", "all on rank 0", "arriving", "alone, on another rank"])
+def test_bits_do_not_depend_on_batch_or_rank(way: str, served: Served) -> None:
+    for got, want in zip(bits_of(served[way]), bits_of(served["nccl_ep, fixed"]), strict=False):
+        assert torch.equal(got, want)
+    assert len(served[way]) >= 3
+
+
+def test_modes_and_homes(served: Any) -> None:
+    assert served["modes"] == ["ht", "ll"]
+    assert {request.home for request in served["nccl_ep, fixed"]} == {0, 1}
+    assert {request.home for request in served["all on rank 0"]} == {0}
+
+
+def test_times_are_told_in_order(served: Served) -> None:
+    for request in served["arriving"]:
+        assert request.is_done and len(request.times) == request.length
+        assert request.arrival <= request.times[0] and request.times == sorted(request.times)
+
+
+# ---- Parts
+
+
+def test_load_is_the_same_for_a_seed() -> None:
+    how: dict[str, Any] = {"prompt": (3, 9), "output": (2, 5)}
+    slow, fast = make_load(200, 10.0, 2, **how), make_load(200, 20.0, 4, **how)
+    assert all(torch.equal(a.prompt, b.prompt) and a.length == b.length for a, b in zip(slow, fast, strict=True))
+    assert all(3 <= len(each.prompt) <= 9 and 2 <= each.length <= 5 for each in slow)
+    assert slow[-1].arrival == pytest.approx(2 * fast[-1].arrival) and 15 < slow[-1].arrival < 27
+    assert [each.home for each in fast[:5]] == [0, 1, 2, 3, 0]
+
+
+def test_summary() -> None:
+    one = Request(0, 1.0, 0, torch.zeros(1), 3, [1, 2, 3], [1.5, 1.6, 1.8])
+    two = Request(1, 2.0, 0, torch.zeros(1), 1, [1], [2.1])
+    found = summary([one, two], 2.0)
+    assert found["tokens"] == 4 and found["tokens_per_s"] == 2.0
+    assert found["ttft_p50_ms"] == pytest.approx(100) and found["ttft_p99_ms"] == pytest.approx(500)
+    assert found["tpot_p50_ms"] == pytest.approx(150)
+    assert found["itl_p50_ms"] == pytest.approx(100) and found["itl_p99_ms"] == pytest.approx(200)
+    assert percentile(list(range(1, 101)), 0.99) == 99 and math.isnan(percentile([], 0.5))
+
+
+def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in (
+        ("--exchange nccl", "nccl is none of nccl_ep, all_to_all_single, deep_ep"),
+        ("--prompt 8-32 --output 4-16 --max-length 32", "--max-length is 32, prompt and output need 49"),
+    ):
+        with pytest.raises(SystemExit):
+            serve.parse(arguments.split())
+        assert text in capsys.readouterr().err
+
+
+def test_commands_of_the_example_run(tmp_path: Path) -> None:
+    """train, serve what was trained, and draw both; ranks are started by the commands."""
+    from tests.docs.test_docs import run
+
+    small = "--device cpu --hidden 32 --heads 2 --expert-inner 32 --shared-inner 32".split()
+    text = run(
+        "-m", "examples.moe_lm.train", *small, "--steps", "10", "--exchange", "nccl_ep,all_to_all_single",
+        "--length", "16", "--save", f"{tmp_path}/checkpoint", "--report", f"{tmp_path}/train.json",
+    )  # fmt: skip
+    assert text.count("tokens/s") == 2 and text.count("ms in dispatch and combine") == 2
+    text = run(
+        "-m", "examples.moe_lm.serve", *small, "--load", f"{tmp_path}/checkpoint", "--exchange", "nccl_ep,deep_ep",
+        "--rates", "50,100", "--requests", "6", "--profile", "--report", f"{tmp_path}/serve.json",
+    )  # fmt: skip
+    assert text.count("TPOT") == 4
+    pytest.importorskip("matplotlib")
+    run("-m", "examples.moe_lm.pictures", str(tmp_path))
+    drawn = {path.stem for path in tmp_path.glob("*.svg")}
+    assert drawn == {"training_h32", "training_layer_h32", "serving_h32", "serving_layer_h32"}
+    assert drawn == {path.stem for path in tmp_path.glob("*.png")}
