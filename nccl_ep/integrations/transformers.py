@@ -70,7 +70,8 @@ def use_expert_parallel(
     must be loaded before, equal on all ranks.
 
     Args:
-        model: a ``PreTrainedModel`` of ``transformers`` 5, with experts as parameters of three dimensions, as Mixtral, Qwen2-MoE, Qwen3-MoE.
+        model: a ``PreTrainedModel`` of ``transformers`` 5, with experts as parameters of three dimensions, as Mixtral,
+            Qwen2-MoE, Qwen3-MoE.
         group: of the ranks, as ``nccl_ep.Buffer`` takes it.
         max_tokens: tokens (batch * sequence) of a rank in a forward pass at most, equal on all ranks.
         compute: what runs a rank's own experts: "eager", "grouped_mm", "batched_mm", or another name that transformers
