@@ -1,4 +1,4 @@
-"""``import deep_ep`` finds nccl_ep: in this process, through PYTHONPATH, in spawned workers; never beside DeepEP's own."""
+"""``import deep_ep`` finds nccl_ep: in this process, through PYTHONPATH, in spawned workers. Not beside DeepEP."""
 
 from __future__ import annotations
 
