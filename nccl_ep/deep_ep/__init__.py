@@ -12,6 +12,7 @@ from .config import Config
 from .elastic import ElasticBuffer
 from .elastic_handle import EPHandle
 from .ep_buffer import EPBuffer
+from .hybrid import HybridEPBuffer
 
 topk_idx_t = torch.int64  # the dtype of topk_idx; int32 is accepted as well
 __version__ = f"2.1.0+nccl_ep.{_version}"  # of DeepEP, whose names these are
@@ -24,5 +25,6 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "topk_idx_t",
 ]

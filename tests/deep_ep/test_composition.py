@@ -82,7 +82,7 @@ def test_names_of_deepep() -> None:
     from nccl_ep.deep_ep.utils import EventHandle, EventOverlap
 
     first = {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
-    second = {"ElasticBuffer", "EPBuffer", "EPHandle"}
+    second = {"ElasticBuffer", "EPBuffer", "EPHandle", "HybridEPBuffer"}
     assert set(deep_ep.__all__) == first | second
     assert (EventHandle, EventOverlap) == (deep_ep.EventHandle, deep_ep.EventOverlap)
     for name in ("Config", "EventHandle", "EventOverlap", "topk_idx_t"):
