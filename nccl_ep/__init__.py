@@ -16,6 +16,7 @@ from .pending import Pending
 
 if TYPE_CHECKING:
     from .deep_ep import Config, topk_idx_t
+    from .deep_ep.install import install_as_deep_ep
 
 log.set_up()
 
@@ -44,6 +45,7 @@ __all__ = [
     "dispatch",
     "dispatch_cached",
     "dispatch_send",
+    "install_as_deep_ep",
     "topk_idx_t",
 ]
 
@@ -58,4 +60,8 @@ if not TYPE_CHECKING:  # or every name would be there for mypy
 
             module = importlib.import_module(".deep_ep", __name__)
             return module if name == "deep_ep" else getattr(module, name)
+        if name == "install_as_deep_ep":
+            from .deep_ep.install import install_as_deep_ep
+
+            return install_as_deep_ep
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 MAX_BYTES = 15 * 2**20
 MAX_IMPORT_SECONDS = 0.15
+SHIMS = ("deep_ep/__init__.py", "deep_ep/utils.py", "deep_ep_cpp.py")  # what PYTHONPATH has of nccl_ep.deep_ep
 IMPORT = """
 import sys, time, torch
 sys.path.insert(0, sys.argv[1])
@@ -28,6 +29,7 @@ with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as target:
     assert size <= MAX_BYTES, f"{wheel} has {size} bytes, more than {MAX_BYTES}"
     assert len(extensions) == 1 and extensions[0].startswith("nccl_ep/_C."), extensions
     assert "nccl_ep/py.typed" in names, names
+    assert {f"nccl_ep/deep_ep/shims/{name}" for name in SHIMS} <= set(names), names
     assert any(name.endswith("/LICENSE") for name in names), names
     assert not strangers, strangers
     assert "Requires-Dist: nvidia" not in metadata, metadata

@@ -1,11 +1,30 @@
-"""DeepEP V1's names: ``from nccl_ep.deep_ep import Buffer`` is all that its callers change. See docs/deepep.md."""
+"""DeepEP's names: ``from nccl_ep.deep_ep import Buffer`` is all that its callers change. See docs/deepep.md.
+
+``nccl_ep.install_as_deep_ep()`` makes ``import deep_ep`` find them. See docs/migrating_from_deepep.md.
+"""
 
 import torch
 
+from .._version import __version__ as _version
 from ..events import EventHandle, EventOverlap
 from .buffer import Buffer
 from .config import Config
+from .elastic import ElasticBuffer
+from .elastic_handle import EPHandle
+from .ep_buffer import EPBuffer
+from .hybrid import HybridEPBuffer
 
 topk_idx_t = torch.int64  # the dtype of topk_idx; int32 is accepted as well
+__version__ = f"2.1.0+nccl_ep.{_version}"  # of DeepEP, whose names these are
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPBuffer",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "topk_idx_t",
+]

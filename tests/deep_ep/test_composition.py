@@ -81,7 +81,9 @@ print(nccl_ep.Config().num_sms, nccl_ep.topk_idx_t, nccl_ep.deep_ep.Buffer.num_s
 def test_names_of_deepep() -> None:
     from nccl_ep.deep_ep.utils import EventHandle, EventOverlap
 
-    assert set(deep_ep.__all__) == {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
+    first = {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
+    second = {"ElasticBuffer", "EPBuffer", "EPHandle", "HybridEPBuffer"}
+    assert set(deep_ep.__all__) == first | second
     assert (EventHandle, EventOverlap) == (deep_ep.EventHandle, deep_ep.EventOverlap)
     for name in ("Config", "EventHandle", "EventOverlap", "topk_idx_t"):
         assert getattr(nccl_ep, name) is getattr(deep_ep, name)

@@ -1,0 +1,302 @@
+"""Hybrid-EP's buffer: dispatch with permutation is the packed layout, combine with its reverse is its combine.
+
+Of what Hybrid-EP is given, the routing map (tokens by experts) is turned into choices, in the order of the experts.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..bootstrap import process_group_of, rendezvous_of
+from ..buffer import Buffer as Core
+from ..checks import MAX_TOPK, require_bools, require_int32, require_tensors, require_within
+from ..errors import UsageError
+from ..functional import combine, combine_weights, dispatch
+from ..handle import Handle
+from ..high_throughput import dispatch_cached
+
+
+def indices_to_map(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Choices as a map: bool [T, E], and float32 weights [T, E] or None. Ids that are no expert are left out.
+
+    Args: topk_idx [T, K], topk_weights [T, K].
+
+    Source: Hybrid-EP's function of that name.
+    """
+    require_tensors(topk_idx=topk_idx)
+    is_choice = (topk_idx >= 0) & (topk_idx < num_of_experts)
+    at = torch.where(is_choice, topk_idx, num_of_experts).long()  # a column that is cut off
+    size = (num_of_tokens, num_of_experts + 1)
+    chosen = torch.zeros(size, dtype=torch.bool, device=topk_idx.device).scatter_(1, at, True)
+    if topk_weights is None:
+        return chosen[:, :num_of_experts], None
+    weights = torch.zeros(size, dtype=torch.float32, device=topk_idx.device).scatter(1, at, topk_weights.float())
+    return chosen[:, :num_of_experts], weights[:, :num_of_experts]
+
+
+class HybridEPHandle:
+    """The routing of ``dispatch_with_permute``. Attributes: ``tokens_per_expert`` int64 [L], padding counted;
+    ``num_of_tokens_per_rank``; ``overflow_flag`` int32 [1], the rows that were dropped; ``num_permuted_tokens``."""
+
+    def __init__(
+        self, buffer: Core, core: Handle, topk_idx: torch.Tensor, tokens: torch.Tensor, overflow: torch.Tensor
+    ) -> None:
+        self.tokens_per_expert, self.overflow_flag = tokens, overflow
+        self.num_of_tokens_per_rank, self.num_permuted_tokens = core.num_tokens, core.capacity
+        self._buffer, self._core, self._topk_idx = buffer, core, topk_idx
+
+
+class HybridEPBuffer:
+    """Hybrid-EP's two calls over high throughput. Making one is collective.
+
+    Args:
+        group: as ``nccl_ep.deep_ep.Buffer`` takes it.
+        hidden_dim, max_num_of_tokens_per_rank, num_local_experts: sizes of a call at most, equal on all ranks. A call
+            with larger ones makes a larger buffer, on all ranks together.
+        num_sms_dispatch_api, num_sms_combine_api: SMs; None or 0 chooses.
+        use_fp8, num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute, load_cached_kernels,
+            use_shared_buffer, enable_custom_allgather, num_of_hybrid_ep_ranks_per_nvlink_domain, use_mnnvl: accepted;
+            they change nothing here.
+        options: ``device``, ``timeout`` and the other keywords of ``nccl_ep.Buffer``.
+
+    Attributes: ``group``, ``rank``, ``group_size``; ``configurer.buffer_config`` with ``hidden_dim``,
+    ``max_num_of_tokens_per_rank`` and ``num_of_experts_per_rank``; ``core``, the buffer of the next call.
+
+    Raises: as ``nccl_ep.Buffer``.
+
+    Source: Hybrid-EP's ``HybridEPBuffer``.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+        **options: Any,
+    ) -> None:
+        require_bools(use_fp8=use_fp8)
+        self.num_sms_dispatch_api, self.num_sms_combine_api = num_sms_dispatch_api or 0, num_sms_combine_api or 0
+        require_int32(num_sms_dispatch_api=self.num_sms_dispatch_api, num_sms_combine_api=self.num_sms_combine_api)
+        self._rendezvous, self._options = rendezvous_of(group), options
+        self.group = process_group_of(group)
+        self.rank, self.group_size = self._rendezvous.rank(), self._rendezvous.size()
+        self.configurer = SimpleNamespace(buffer_config=SimpleNamespace())
+        self._older: list[Core] = []
+        self._make(hidden_dim, max_num_of_tokens_per_rank, num_local_experts)
+
+    def _make(self, hidden: int, tokens: int, local_experts: int) -> None:
+        """Collective."""
+        require_within(
+            1, (1 << 31) - 1, hidden_dim=hidden, max_num_of_tokens_per_rank=tokens, num_local_experts=local_experts
+        )
+        experts = local_experts * self.group_size
+        self.core = Core.for_shapes(
+            self._rendezvous, max_tokens=tokens, hidden=hidden, topk=min(experts, MAX_TOPK), num_experts=experts,
+            mode="ht", **self._options,
+        )  # fmt: skip
+        self.core.group = self.group
+        config = self.configurer.buffer_config
+        config.hidden_dim, config.max_num_of_tokens_per_rank = hidden, tokens
+        config.num_of_experts_per_rank = local_experts
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
+        scaling_factor: torch.Tensor | None = None,
+        num_permuted_tokens: int | torch.Tensor | None = None,
+        pad_multiple: int | None = None,
+        handle: HybridEPHandle | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, HybridEPHandle]:
+        """Sends every token to its experts: a row for each choice, those of an expert together. Collective.
+
+        Args:
+            hidden: [T, H], equal T on all ranks where it is larger than the buffer's.
+            routing_map: bool [T, E], at most 32 experts of a token. probs: float32 [T, E].
+            topk_idx: [T, K] instead, with topk_weights [T, K] (or probs).
+            num_of_experts_per_rank: L; by default the buffer's. num_of_experts: L times the ranks, if given.
+            scaling_factor: [T, S], travels along with the rows.
+            num_permuted_tokens: with ``non_blocking`` the rows of the results; more are dropped. Otherwise the number
+                is known, and may be repeated with a handle.
+            pad_multiple: the experts' rows begin at multiples of it, and padding is zeroed.
+            handle: of an earlier call, whose routes the rows take again.
+            non_blocking: the host does not wait, and a CUDA graph may hold the call.
+            use_fp8, fuse_permute_dispatch, num_dispatched_tokens, use_host_meta: accepted (the last: not
+                ``non_blocking``).
+
+        Returns: rows [N, H], probs [N] or None, scaling_factor [N, S] or None, tokens_per_expert int64 [L] with padding
+        (on the host unless ``non_blocking``), handle.
+
+        Raises: as ``nccl_ep.dispatch``; ValueError for a token with more than 32 experts (without ``non_blocking``).
+
+        Source: Hybrid-EP's method of that name.
+        """
+        require_tensors(hidden=hidden)
+        require_bools(non_blocking=non_blocking, use_host_meta=use_host_meta)
+        if use_host_meta is not None:
+            non_blocking = not use_host_meta
+        if handle is not None:
+            return self._dispatch_again(
+                hidden, topk_idx, topk_weights, probs, scaling_factor, num_permuted_tokens, handle
+            )
+        config = self.configurer.buffer_config
+        local = num_of_experts_per_rank or config.num_of_experts_per_rank
+        experts = local * self.group_size
+        if num_of_experts is not None and num_of_experts != experts:
+            raise ValueError(f"num_of_experts is {num_of_experts}, must be {local} on each of {self.group_size} ranks")
+        self._grow_for(hidden, local)
+        if routing_map is not None:
+            topk_idx, topk_weights = _choices_of(routing_map, probs, hidden.shape[0], experts, not non_blocking)
+        elif topk_idx is None:
+            raise ValueError("routing_map and topk_idx are both None: one of them routes")
+        elif probs is not None:
+            topk_weights = _weights_of(probs, topk_idx, experts)
+        if non_blocking and num_permuted_tokens is None:
+            raise ValueError("non_blocking is set, and num_permuted_tokens is not: results have as many rows")
+        alignment = pad_multiple or 1
+        out = dispatch(
+            hidden, topk_idx, None if topk_weights is None else topk_weights.float(), buffer=self.core,
+            num_experts=experts, mode="ht", layout="packed", expert_alignment=alignment, scales=scaling_factor,
+            capacity=int(num_permuted_tokens) if non_blocking and num_permuted_tokens is not None else "exact",
+            zero_padding=alignment > 1 or non_blocking, num_sms=self.num_sms_dispatch_api,
+        )  # fmt: skip
+        assert out.offsets is not None
+        tokens = (out.counts + (alignment - 1)) // alignment * alignment
+        tokens = tokens.to(torch.int64) if non_blocking else tokens.to("cpu", torch.int64)
+        made = HybridEPHandle(self.core, out.handle, topk_idx, tokens, out.overflow)
+        return out.x, None if topk_weights is None else out.weights, out.scales, tokens, made
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        handle: HybridEPHandle | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Adds up the rows of every token, as they are, and returns them home. Collective.
+
+        Args: hidden [N, H] and probs [N] for the rows of ``handle``; the others are accepted.
+
+        Returns: tokens [T, H], and float32 [T, E], the probs of each token's experts, or None.
+
+        Raises: as ``nccl_ep.combine``.
+
+        Source: Hybrid-EP's method of that name.
+        """
+        core = self._of(handle)
+        assert handle is not None
+        tokens = combine(hidden, core, weights=None, num_sms=self.num_sms_combine_api)
+        if probs is None:
+            return tokens, None
+        home = combine_weights(probs.float(), core)
+        return tokens, indices_to_map(handle._topk_idx, home, core.num_tokens, core.num_experts)[1]
+
+    def destroy(self) -> None:
+        """Gives the windows back. May be called twice."""
+        for buffer in (*self._older, self.core):
+            buffer.destroy()
+
+    def __enter__(self) -> HybridEPBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    # ---- From arguments to the core's
+
+    def _grow_for(self, hidden: torch.Tensor, local_experts: int) -> None:
+        """A larger buffer where the sizes of a call, which all ranks have alike, do not fit. Handles keep the old."""
+        config = self.configurer.buffer_config
+        have = config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank
+        if hidden.dim() != 2:
+            raise ValueError(f"hidden has shape {list(hidden.shape)}, must be [tokens, hidden]")
+        bf16_hidden = -(-hidden.shape[1] * hidden.element_size() // 2)
+        need = bf16_hidden, hidden.shape[0], local_experts
+        if any(a > b for a, b in zip(need, have, strict=True)):
+            self._older.append(self.core)
+            self._make(*(max(a, b) for a, b in zip(need, have, strict=True)))
+
+    def _dispatch_again(
+        self, hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
+        probs: torch.Tensor | None, scales: torch.Tensor | None, rows: int | torch.Tensor | None,
+        handle: HybridEPHandle,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, HybridEPHandle]:  # fmt: skip
+        core = self._of(handle)
+        if rows is not None and (not isinstance(rows, torch.Tensor) or not rows.is_cuda) and int(rows) != core.capacity:
+            raise ValueError(f"num_permuted_tokens is {int(rows)}, but the rows of the handle are {core.capacity}")
+        if probs is not None:
+            topk_weights = _weights_of(probs, handle._topk_idx, core.num_experts)
+        if topk_weights is None:
+            moved = dispatch_cached(hidden, core, scales=scales, zero_padding=True, num_sms=self.num_sms_dispatch_api)
+            return moved.x, None, moved.scales, handle.tokens_per_expert, handle
+        out = dispatch(
+            hidden, handle._topk_idx, topk_weights.float(), buffer=handle._buffer, num_experts=core.num_experts,
+            mode="ht", layout="packed", max_tokens=core.max_tokens, capacity=core.capacity,
+            expert_alignment=core.alignment, scales=scales, zero_padding=True, num_sms=self.num_sms_dispatch_api,
+        )  # fmt: skip
+        return out.x, out.weights, out.scales, handle.tokens_per_expert, handle
+
+    def _of(self, handle: HybridEPHandle | None) -> Handle:
+        if not isinstance(handle, HybridEPHandle):
+            raise TypeError(f"handle is a {type(handle).__name__}, must be what dispatch_with_permute returned")
+        if handle._buffer is not self.core and all(handle._buffer is not each for each in self._older):
+            raise UsageError(f"the handle is of buffer {handle._buffer.name}, not of this one")
+        return handle._core
+
+
+def _choices_of(
+    routing_map: torch.Tensor, probs: torch.Tensor | None, tokens: int, experts: int, may_wait: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[T, min(E, 32)]: the experts of each token in their order, then -1; and their weights."""
+    require_tensors(routing_map=routing_map)
+    if routing_map.dtype != torch.bool or routing_map.shape != (tokens, experts):
+        raise ValueError(
+            f"routing_map is {routing_map.dtype} {list(routing_map.shape)}, must be torch.bool {[tokens, experts]}"
+        )
+    topk = min(experts, MAX_TOPK)
+    if may_wait and experts > topk and tokens:
+        most = int(routing_map.sum(1).max())
+        if most > topk:
+            raise ValueError(f"a token has {most} experts in routing_map, at most {topk}")
+    order = torch.arange(experts, 0, -1, dtype=torch.int32, device=routing_map.device)
+    found, ids = torch.where(routing_map, order, 0).topk(topk, dim=1)
+    ids = torch.where(found > 0, ids, -1)
+    return ids, None if probs is None else _weights_of(probs, ids, experts)
+
+
+def _weights_of(probs: torch.Tensor, topk_idx: torch.Tensor, experts: int) -> torch.Tensor:
+    require_tensors(probs=probs)
+    if probs.shape != (topk_idx.shape[0], experts):
+        raise ValueError(f"probs has shape {list(probs.shape)}, must be {[topk_idx.shape[0], experts]}")
+    return torch.where(topk_idx >= 0, probs.float().gather(1, topk_idx.clamp(min=0).long()), 0)

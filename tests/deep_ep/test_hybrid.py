@@ -1,0 +1,177 @@
+"""Hybrid-EP's buffer on CPU ranks: as Megatron and torchtitan call it, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep.deep_ep import HybridEPBuffer
+from nccl_ep.deep_ep.hybrid import indices_to_map
+from nccl_ep.testing import run_ranks
+
+RANKS, LOCAL, TOKENS, HIDDEN, TOPK = 2, 3, 6, 32, 2
+EXPERTS = RANKS * LOCAL
+HALF = torch.bfloat16
+
+
+class Case:
+    """Tokens of all ranks, and where their rows must come."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(2)
+        self.x = [torch.randint(-4, 5, (TOKENS, HIDDEN), generator=draw).to(HALF) for _ in range(RANKS)]
+        self.idx = [torch.rand(TOKENS, EXPERTS, generator=draw).topk(TOPK)[1] for _ in range(RANKS)]
+        self.weights = [torch.rand(TOKENS, TOPK, generator=draw) for _ in range(RANKS)]
+        self.idx[0][3, 1] = -1  # a token that was dropped in part
+        maps = [
+            indices_to_map(ids, weights, TOKENS, EXPERTS) for ids, weights in zip(self.idx, self.weights, strict=True)
+        ]
+        self.maps, self.probs = [each[0] for each in maps], [each[1] for each in maps]
+
+    def rows(self, rank: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Rows, probs and padded counts of a rank's experts."""
+        rows, probs, counts = [], [], []
+        for expert in range(rank * LOCAL, (rank + 1) * LOCAL):
+            of_expert = [
+                (self.x[source][token], self.probs[source][token, expert])
+                for source in range(RANKS) for token in range(TOKENS) if self.maps[source][token, expert]
+            ]  # fmt: skip
+            empty = -len(of_expert) % pad
+            rows += [row for row, _ in of_expert] + [torch.zeros(HIDDEN, dtype=HALF)] * empty
+            probs += [prob for _, prob in of_expert] + [torch.tensor(0.0)] * empty
+            counts.append(len(of_expert) + empty)
+        return torch.stack(rows), torch.stack(probs), counts
+
+
+def on_ranks(body: Callable[[HybridEPBuffer, int], Any], **options: Any) -> list[Any]:
+    def run(group: Any) -> Any:
+        sizes = {"hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": TOKENS, "num_local_experts": LOCAL} | options
+        with HybridEPBuffer(group=group, device="cpu", timeout=60, **sizes) as buffer:
+            return body(buffer, group.rank())
+
+    return run_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("pad", [None, 4])
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("by_map", [True, False])
+def test_dispatch_and_combine(pad: int | None, blocks: bool, by_map: bool) -> None:
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        rows, probs, counts = case.rows(rank, pad or 1)
+        most = 32
+        routing: dict[str, Any] = {"routing_map": case.maps[rank], "probs": case.probs[rank]}
+        if not by_map:
+            routing = {"topk_idx": case.idx[rank], "topk_weights": case.weights[rank], "num_of_experts": EXPERTS}
+        got, got_probs, scales, tokens, handle = buffer.dispatch_with_permute(
+            hidden=case.x[rank], scaling_factor=None, num_of_experts_per_rank=LOCAL, pad_multiple=pad,
+            num_permuted_tokens=None if blocks else most, non_blocking=not blocks, **routing,
+        )  # fmt: skip
+        assert scales is None and got_probs is not None and tokens.dtype == torch.int64 and tokens.tolist() == counts
+        assert got.shape[0] == (len(rows) if blocks else most)
+        assert torch.equal(got[: len(rows)], rows) and (got[len(rows) :] == 0).all()
+        assert torch.equal(got_probs[: len(rows)], probs)
+
+        home, home_probs = buffer.combine_with_unpermute(hidden=got, probs=got_probs, handle=handle, pad_multiple=pad)
+        assert torch.equal(home, case.x[rank] * case.maps[rank].sum(1, keepdim=True))
+        assert torch.equal(home_probs, case.probs[rank])
+
+        # The backward pass of combine: Megatron gives the number as a tensor.
+        again, none, _, _, same = buffer.dispatch_with_permute(
+            hidden=case.x[rank] + 1, scaling_factor=None, handle=handle, pad_multiple=pad,
+            num_permuted_tokens=torch.tensor(got.shape[0]),
+        )  # fmt: skip
+        is_row = (got_probs > 0).unsqueeze(1)
+        assert none is None and same is handle and torch.equal(again, torch.where(is_row, got + 1, 0))
+        _, twice, _, _, _ = buffer.dispatch_with_permute(hidden=case.x[rank], probs=case.probs[rank] * 2, handle=handle)
+        assert torch.equal(twice, got_probs * 2)
+
+    on_ranks(body)
+
+
+def test_scales_and_dropped_rows() -> None:
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        x = case.x[rank].to(torch.float8_e4m3fn)
+        rows, _, _ = case.rows(rank, 1)
+        got, none, scales, _, handle = buffer.dispatch_with_permute(
+            hidden=x, routing_map=case.maps[rank], scaling_factor=case.x[rank][:, :1].float(), use_fp8=True
+        )
+        assert none is None and torch.equal(got.to(HALF), rows) and torch.equal(scales, rows[:, :1].float())
+        assert handle.overflow_flag.item() == 0
+        few, _, _, tokens, handle = buffer.dispatch_with_permute(
+            hidden=case.x[rank], routing_map=case.maps[rank], num_permuted_tokens=3, non_blocking=True
+        )
+        assert torch.equal(few, rows[:3]) and tokens.sum() == 3 and handle.overflow_flag.item() == len(rows) - 3
+
+    on_ranks(body)
+
+
+def test_grows_together() -> None:
+    """Tokens, rows or experts beyond the first sizes: a larger buffer. Handles of the smaller one stay good."""
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        config = buffer.configurer.buffer_config
+        assert (config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank) == (8, 1, LOCAL)
+        small, _, _, _, first = buffer.dispatch_with_permute(
+            hidden=case.x[rank][:1, :8].contiguous(), routing_map=case.maps[rank][:1]
+        )
+        got, _, _, _, handle = buffer.dispatch_with_permute(hidden=case.x[rank], routing_map=case.maps[rank])
+        assert (config.hidden_dim, config.max_num_of_tokens_per_rank) == (HIDDEN, TOKENS)
+        assert torch.equal(got, case.rows(rank, 1)[0])
+        for rows, made, tokens in ((got, handle, TOKENS), (small, first, 1)):
+            home, _ = buffer.combine_with_unpermute(hidden=rows, handle=made)
+            assert torch.equal(home, (case.x[rank] * case.maps[rank].sum(1, keepdim=True))[:tokens, : rows.shape[1]])
+
+    on_ranks(body, hidden_dim=8, max_num_of_tokens_per_rank=1)
+
+
+def test_gradients() -> None:
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        x, probs = case.x[rank].float().requires_grad_(), case.probs[rank].clone().requires_grad_()
+        rows, row_probs, _, _, handle = buffer.dispatch_with_permute(
+            hidden=x, routing_map=case.maps[rank], probs=probs, pad_multiple=4
+        )
+        home, _ = buffer.combine_with_unpermute(hidden=rows * row_probs.unsqueeze(1), handle=handle)
+        home.sum().backward()
+        torch.testing.assert_close(x.grad, (probs.detach() * case.maps[rank]).sum(1, keepdim=True).expand_as(x))
+        torch.testing.assert_close(probs.grad, x.detach().sum(1, keepdim=True) * case.maps[rank])
+
+    on_ranks(body, hidden_dim=2 * HIDDEN)
+
+
+def test_refusals() -> None:
+    x, chosen = torch.ones(2, HIDDEN, dtype=HALF), torch.ones(2, 1, dtype=torch.bool)
+    sizes: dict[str, Any] = {"hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": 2, "device": "cpu"}
+    with (
+        HybridEPBuffer(None, num_local_experts=1, **sizes) as buffer,
+        HybridEPBuffer(None, num_local_experts=40, **sizes) as other,
+    ):
+        rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x, routing_map=chosen)
+        many = torch.ones(2, 40, dtype=torch.bool)
+        for call, kind, text in (
+            (lambda: buffer.dispatch_with_permute(hidden=x), ValueError, "routing_map and topk_idx are both None"),
+            (lambda: buffer.dispatch_with_permute(hidden=x, routing_map=chosen, non_blocking=True), ValueError,
+             "num_permuted_tokens is not"),
+            (lambda: buffer.dispatch_with_permute(hidden=x, routing_map=chosen.int()), ValueError, "is torch.int32"),
+            (lambda: buffer.dispatch_with_permute(hidden=x, routing_map=chosen, num_of_experts=3), ValueError,
+             "num_of_experts is 3, must be 1 on each of 1 ranks"),
+            (lambda: buffer.dispatch_with_permute(hidden=x, handle=handle, num_permuted_tokens=7), ValueError,
+             "num_permuted_tokens is 7, but the rows of the handle are 2"),
+            (lambda: buffer.combine_with_unpermute(hidden=rows), TypeError, "handle is a NoneType"),
+            (lambda: other.combine_with_unpermute(hidden=rows, handle=handle), nccl_ep.UsageError, "not of this one"),
+            (lambda: other.dispatch_with_permute(hidden=x, routing_map=many), ValueError,
+             "a token has 40 experts in routing_map, at most 32"),
+            (lambda: HybridEPBuffer(None, num_local_experts=0, **sizes), ValueError, "num_local_experts is 0"),
+        ):  # fmt: skip
+            with pytest.raises(kind, match=text):
+                call()

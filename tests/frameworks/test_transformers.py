@@ -1,0 +1,144 @@
+"""Models of Hugging Face transformers with their experts shared out over ranks, beside the same models on one rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make frameworks")
+
+import nccl_ep  # noqa: E402
+from nccl_ep.integrations.transformers import use_expert_parallel  # noqa: E402
+from nccl_ep.testing import run_ranks  # noqa: E402
+
+VOCABULARY, EXPERTS = 64, 4
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": 24, "decoder_sparse_step": 1, "norm_topk_prob": True}
+MODELS = {
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": EXPERTS}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", QWEN | {"shared_expert_intermediate_size": 32}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", QWEN | {"head_dim": 8}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def stock(request: pytest.FixtureRequest) -> Any:
+    """A small model with random weights, as transformers makes and runs it."""
+    model, config, own = MODELS[request.param]
+    torch.manual_seed(3)
+    made = getattr(transformers, model)(getattr(transformers, config)(**(COMMON | own)))
+    made.set_experts_implementation("eager")
+    for module in made.modules():  # routers of random models choose nearly alike
+        if hasattr(module, "is_transposed"):
+            for each in module.parameters(recurse=False):
+                torch.nn.init.normal_(each, std=0.3)
+    return made.eval()
+
+
+def ids_of(rank: int, batch: int = 2, length: int = 7) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(rank))
+
+
+def shared(stock: Any, group: Any, **options: Any) -> Any:
+    model = copy.deepcopy(stock)
+    model.buffer_of_test = use_expert_parallel(model, group, max_tokens=32, **options)
+    return model
+
+
+def is_of_experts(name: str) -> bool:
+    return ".experts." in name
+
+
+@pytest.mark.parametrize(("ranks", "compute"), [(1, "eager"), (2, "eager"), (2, "grouped_mm"), (4, "eager")])
+def test_logits(stock: Any, ranks: int, compute: str) -> None:
+    def body(group: Any) -> torch.Tensor:
+        model = shared(stock, group, compute=compute)
+        experts = [module for module in model.modules() if hasattr(module, "is_transposed")]
+        assert len(experts) == 2 and all(each.gate_up_proj.shape[0] == EXPERTS // ranks for each in experts)
+        with torch.no_grad():
+            return model(ids_of(group.rank())).logits
+
+    for rank, logits in enumerate(run_ranks(ranks, body)):
+        with torch.no_grad():
+            torch.testing.assert_close(logits, stock(ids_of(rank)).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_generate(stock: Any) -> None:
+    """Ranks with unequal batches, greedy: the same tokens as on one rank."""
+    lengths = {"max_new_tokens": 6, "do_sample": False}
+
+    def body(group: Any) -> torch.Tensor:
+        model = shared(stock, group)
+        return model.generate(ids_of(group.rank(), 1 + group.rank()), **lengths)
+
+    for rank, tokens in enumerate(run_ranks(2, body)):
+        assert torch.equal(tokens, stock.generate(ids_of(rank, 1 + rank), **lengths))
+
+
+def test_gradients(stock: Any) -> None:
+    """Of all parameters: those of experts lie on the rank that has them, summed over the tokens of all ranks."""
+
+    def loss_of(model: Any, rank: int) -> torch.Tensor:
+        ids = ids_of(rank)
+        return model(ids, labels=ids).loss
+
+    def body(group: Any) -> dict[str, torch.Tensor]:
+        model = shared(stock, group)
+        loss_of(model, group.rank()).backward()
+        return {name: each.grad for name, each in model.named_parameters()}
+
+    ranks = 2
+    results = run_ranks(ranks, body)
+    alone = copy.deepcopy(stock)
+    sum(loss_of(alone, rank) for rank in range(ranks)).backward()
+    for name, each in alone.named_parameters():
+        parts = [grads[name] for grads in results]
+        whole = torch.cat(parts) if is_of_experts(name) else torch.stack(parts).sum(0)
+        torch.testing.assert_close(whole, each.grad, rtol=1e-4, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}")
+
+
+def test_a_rank_whose_experts_nobody_chose(stock: Any) -> None:
+    """Its experts have gradients of zero, and the others wait for nothing."""
+
+    def body(group: Any) -> list[torch.Tensor]:
+        model = shared(stock, group)
+        for module in model.modules():  # all tokens go to the experts of rank 0
+            if type(module).__name__.endswith("TopKRouter"):
+                module.register_forward_hook(
+                    lambda _module, _given, made: (made[0], made[1], torch.zeros_like(made[2]) + torch.arange(2))
+                )
+        model(ids_of(group.rank())).logits.sum().backward()
+        return [
+            each.grad for name, each in model.named_parameters() if "experts.gate_up" in name and "shared" not in name
+        ]
+
+    first, second = run_ranks(2, body)
+    assert all(each.abs().max() > 0 for each in first)
+    assert all(each.abs().max() == 0 for each in second)
+
+
+def test_refusals(stock: Any) -> None:
+    with pytest.raises(TypeError, match="Linear has no experts"):
+        use_expert_parallel(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="compute is 'none', must be eager or one of"):
+        shared(stock, None, compute="none")
+    unshared = copy.deepcopy(stock)
+    unshared.set_experts_implementation("nccl_ep")
+    with pytest.raises(nccl_ep.UsageError, match="the experts are not shared out"):
+        unshared(ids_of(0))
+    model = shared(stock, None)
+    with pytest.raises(ValueError, match="shared out already"):
+        use_expert_parallel(model)
+
+    def uneven(group: Any) -> None:
+        with pytest.raises(ValueError, match="4 experts do not divide over 3 ranks"):
+            shared(stock, group)
+
+    run_ranks(3, uneven)
