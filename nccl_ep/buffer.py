@@ -21,7 +21,7 @@ from .checks import (
     require_bools,
     require_dtypes,
     require_int32,
-    require_optional_integers,
+    require_integers,
     require_seconds,
     require_shape,
     require_within,
@@ -219,7 +219,7 @@ class Buffer(DeepEpNames):
             if arena_bytes is None:
                 least = _MIN_ARENA_BYTES[_choose_device(options.get("device")).type]
                 arena_bytes = max(2 * ranks * max_tokens * row_bytes, least)
-            require_optional_integers(arena_bytes=arena_bytes)
+            require_integers(arena_bytes=arena_bytes)
             if arena_bytes < 0:
                 raise ValueError(f"arena_bytes is {arena_bytes}, must not be negative")
             ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)

@@ -77,14 +77,10 @@ def require_extras(seq: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
 
 
 def require_integers(**values: object) -> None:
-    """TypeError for what is no integer, None included."""
+    """TypeError for what is no integer; None is left to others."""
     for name, value in values.items():
-        _integer(name, value)
-
-
-def require_optional_integers(**values: object) -> None:
-    """TypeError for what is neither an integer nor None."""
-    require_integers(**{name: value for name, value in values.items() if value is not None})
+        if value is not None:
+            _integer(name, value)
 
 
 def require_int32(**values: object) -> None:

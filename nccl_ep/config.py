@@ -14,7 +14,7 @@ from torch.compiler import assume_constant_result, is_dynamo_compiling
 
 from . import _C
 from .buffer import Buffer
-from .checks import require_bools, require_integers, require_on, require_optional_integers, require_tensors
+from .checks import INT64, require_bools, require_integers, require_on, require_tensors, require_within
 from .handle import DEFAULT, EXACT, LAYOUTS, QUANTS, Handle, Layout, Quant
 from .log import logger
 from .modes import MODES, choose_mode
@@ -188,11 +188,11 @@ def config_of(
         and type(capacity) in _CAPACITIES
         and type(zero_padding) is bool
     ):
-        require_integers(num_experts=num_experts, expert_alignment=alignment, num_sms=num_sms)
-        require_optional_integers(max_tokens=max_tokens)
+        require_within(*INT64, num_experts=num_experts, expert_alignment=alignment, num_sms=num_sms)
+        require_integers(max_tokens=max_tokens)
         require_bools(zero_padding=zero_padding)
         if not isinstance(capacity, str):
-            require_optional_integers(capacity=capacity)
+            require_integers(capacity=capacity)
     key = (*numbers, row_bytes) if row_bytes else numbers
     config: DispatchConfig | None = buffer._configs.get(key)
     if config is None:
@@ -220,7 +220,7 @@ def cached_numbers(buffer: Buffer | None, handle: Handle, quant: Quant, zero_pad
     )  # fmt: skip
     numbers: Numbers | None = buffer._configs.get(key)
     if numbers is None:
-        require_integers(num_sms=num_sms)
+        require_within(*INT64, num_sms=num_sms)
         require_bools(zero_padding=zero_padding)
         numbers = cached_args(handle, int(quant), zero_padding, num_sms)[2]
         _remember(buffer, key, numbers)
@@ -239,7 +239,7 @@ def combine_numbers(
     )  # fmt: skip
     numbers: Numbers | None = buffer._configs.get(key)
     if numbers is None:
-        require_integers(num_sms=num_sms)
+        require_within(*INT64, num_sms=num_sms)
         numbers = combine_args(handle, weighting, out_dtype, wire_dtype, num_sms)[2]
         _remember(buffer, key, numbers)
     return numbers
