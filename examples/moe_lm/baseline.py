@@ -3,7 +3,7 @@ again. Every choice travels as a row of its own, and the host waits for the numb
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from .experts import Experts
+
+# Where rows stood among what came, the own choices by expert, rows to and from each rank.
+Route: TypeAlias = tuple[Tensor, Tensor, list[int], list[int]]
 
 
 class _Exchange(torch.autograd.Function):
@@ -85,8 +88,15 @@ class AllToAll:
         self.group, self.num_experts = group, num_experts
         self.num_ranks = dist.get_world_size(group)
 
-    @torch.compiler.disable
     def __call__(self, x: Tensor, idx: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        rows, ends, route = self.dispatch(x, idx)
+        return self.combine(experts.packed(rows, ends), weights, route)
+
+    # A compiler leaves these two alone: the host waits in them.
+
+    @torch.compiler.disable
+    def dispatch(self, x: Tensor, idx: Tensor) -> tuple[Tensor, Tensor, Route]:
+        """Rows [N, H] expert after expert, the experts' ends int32 [L], and the way back."""
         with record_function("baseline.dispatch"):
             chosen = idx.reshape(-1)
             key = torch.where(chosen < 0, self.num_experts, chosen)  # no choice: behind the others
@@ -101,9 +111,14 @@ class AllToAll:
             index = order_by_expert(came, len(rows))
             places = torch.empty_like(index)
             places[index] = torch.arange(len(index), device=index.device)
-            rows = _Place.apply(rows, places, len(rows))  # expert after expert
-        rows = experts.packed(rows, came.sum(0).cumsum(0).to(torch.int32))
+            ends = came.sum(0).cumsum(0).to(torch.int32)
+            return _Place.apply(rows, places, len(rows)), ends, (index, order, sent, received)
+
+    @torch.compiler.disable
+    def combine(self, rows: Tensor, weights: Tensor, route: Route) -> Tensor:
+        """rows as dispatch has returned them; their weighted sums at home [T, H]."""
+        index, order, sent, received = route
         with record_function("baseline.combine"):
             home = _Exchange.apply(_Place.apply(rows, index, len(rows)), received, sent, self.group)
-            choices = _Place.apply(home, order, idx.numel()).view(*idx.shape, x.shape[1])
-            return torch.bmm(weights.to(x.dtype).unsqueeze(1), choices).squeeze(1)
+            choices = _Place.apply(home, order, weights.numel()).view(*weights.shape, rows.shape[1])
+            return torch.bmm(weights.to(rows.dtype).unsqueeze(1), choices).squeeze(1)

@@ -63,7 +63,7 @@ def one_rank_model(server: Server) -> Model:
 
 
 def count_changed_when_alone(server: Server, count: int = 4) -> dict[str, int]:
-    """Collective. Serves some requests once more, one at a time, each at another home: all logits have the same bits."""
+    """Collective. Serves some requests once more, alone and at another home: all logits should have the same bits."""
     from .serve import gather
 
     changed = 0

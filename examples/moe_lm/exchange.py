@@ -17,17 +17,18 @@ ALIGNMENT = 8  # rows of an expert in packed: 16 bytes of bf16, wherever a group
 
 
 def make_buffer(
-    group: Any, sizes: Sizes, max_tokens: int, dtype: torch.dtype, device: torch.device, mode: str, kept: int = 1
+    group: Any, sizes: Sizes, max_tokens: int, dtype: torch.dtype, device: torch.device, mode: str
 ) -> nccl_ep.Buffer:
-    """A buffer for dispatches of up to ``max_tokens`` a rank. ``kept``: outputs of HT that are alive at a time.
+    """A buffer for dispatches of up to ``max_tokens`` a rank.
 
-    An output lies in the buffer's arena, where peers write it, as long as there is room. That is reserved for as many
-    rows as come where experts are used alike; more go through a copy.
+    An output of high throughput lies in the buffer's arena, where peers write it, as long as there is room. That is
+    reserved for two outputs of as many rows as come where experts are used alike, and half as many again; more go
+    through a copy.
     """
     arena = None
     if device.type == "cuda" and mode != "ll":
         rows = (max_tokens + ALIGNMENT) * sizes.topk + ALIGNMENT * sizes.experts
-        arena = int(1.25 * (kept + 2) * rows * sizes.hidden * dtype.itemsize) + (64 << 20)
+        arena = int(3 * rows * sizes.hidden * dtype.itemsize) + (64 << 20)
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=max_tokens, hidden=sizes.hidden, topk=sizes.topk, num_experts=sizes.experts, dtype=dtype,
         mode=mode, device=device, arena_bytes=arena,
@@ -38,7 +39,7 @@ class NcclEp:
     """Dispatch, experts, combine.
 
     Args:
-        buffer: ``num_experts``, ``max_tokens``: of all ranks' experts; tokens of a rank, which choose in ``mode="auto"``.
+        num_experts: of all ranks. max_tokens: of a rank; by it ``mode="auto"`` chooses. Default: the buffer's.
         layout: "packed", for a grouped GEMM on the rows where they lie; "expert_major", for a batched one.
         rows: packed: "exact", outputs of the size of what comes, for which the host waits; "all", of what can come.
         quant: None or "fp8": rows travel in eight bits, and experts get them back in the dtype of x.

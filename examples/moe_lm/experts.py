@@ -20,8 +20,10 @@ def has_grouped_mm(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def looped_gemm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """What F.grouped_mm does. rows [N, A], weights [L, A, B], ends int32 [L]: rows up to ends[0] with weights[0], and so
-    on. The host waits for the ends. Past the last end there are zeros, in F.grouped_mm anything."""
+    """What F.grouped_mm does: rows [N, A] up to ends[0] times weights[0], and so on, of weights [L, A, B].
+
+    The host waits for the ends, int32 [L]. Past the last one there are zeros; in F.grouped_mm anything.
+    """
     limits = [0, *ends.tolist()]
     parts = [rows[begin:end] @ weight for begin, end, weight in zip(limits, limits[1:], weights, strict=False)]
     return torch.cat([*parts, rows.new_zeros(len(rows) - limits[-1], weights.shape[-1])])

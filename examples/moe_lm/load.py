@@ -55,8 +55,10 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def summary(requests: list[Request], seconds: float) -> dict[str, Any]:
-    """Milliseconds. TTFT: from arrival to the first token. TPOT: of a request, the mean time of a token after the first.
-    ITL: between any two tokens of a request."""
+    """In ms. TTFT: from arrival to the first token. TPOT: of a request, the mean time of a token after the first.
+
+    ITL: between any two tokens of a request.
+    """
     first = [(each.times[0] - each.arrival) * 1e3 for each in requests]
     gaps = [(b - a) * 1e3 for each in requests for a, b in zip(each.times, each.times[1:], strict=False)]
     per_token = [

@@ -153,10 +153,11 @@ class Model(nn.Module):
         self.norm, self.head = RMSNorm(sizes.hidden), Linear(sizes.hidden, sizes.vocabulary)
         self.checkpoints_activations = False
 
-    def use(self, exchange: Exchange) -> None:
+    def use(self, *exchanges: Exchange) -> None:
+        """One for each block, or one for all."""
         grouped_mm = has_grouped_mm(self.embedding.device.type, self.dtype)
-        for block in self.blocks:
-            block.moe.exchange = exchange
+        for number, block in enumerate(self.blocks):
+            block.moe.exchange = exchanges[number % len(exchanges)]
             block.moe.experts.grouped_mm = grouped_mm
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:

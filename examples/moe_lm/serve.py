@@ -253,7 +253,7 @@ def profile_decode(server: Server) -> dict[str, Any]:
         times.append((time.perf_counter() - begin) * 1e3)
     trace = traced(engine.decode)
     engine.release(list(range(server.room.slots)))
-    return {"step_ms": min(times), "exchange_ms": trace.exchange_ms(), "layer": trace.layer(server.sizes.layers)}
+    return {"step_ms": min(times), "exchange_ms": trace.exchange_ms(), "layer": trace.layer(server.sizes.layers, True)}
 
 
 def body(world: Ranks, options: argparse.Namespace) -> None:

@@ -88,17 +88,19 @@ class Trace:
             reached = max(reached, segment.end)
         return total / 1e3
 
-    def layer(self, layers: int | None = None) -> list[Event]:
+    def layer(self, layers: int, is_forward: bool) -> list[Event]:
         """What runs from the end of the first layer's combine to the end of the second one's, for a picture.
 
-        ``layers``: in a trace of nothing but forward passes, where a layer may have several combines.
+        ``layers``: of the model; of one alone from the beginning of the trace. ``is_forward``: the trace has no
+        backward pass, so that its combines are shared out among the layers, which may have several each.
         """
         ends = [segment.end for segment in self.exchanges() if _COMBINES.search(segment.name)]
         if not ends:
             return []
-        count = max(len(ends) // layers, 1) if layers else 1  # of a layer
-        begin, end = (ends[count - 1], ends[2 * count - 1]) if len(ends) >= 2 * count else (0.0, ends[-1])
-        begin = max(begin, self.kernels[0]["ts"])
+        count = max(len(ends) // layers, 1) if is_forward else 1  # of a layer
+        begin, end = self.kernels[0]["ts"], ends[count - 1]
+        if layers > 1 and len(ends) >= 2 * count:
+            begin, end = end, ends[2 * count - 1]
         exchanged = [each for each in self.exchanges() if begin < each.end and each.begin < end]
         shown = []
         for each in self.kernels:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import nccl_ep
+
 from . import checkpoint, ranks, sizes
 from .a2sgd import Traffic, a2sgd_hook, average_parameters, counted_average_hook
 from .baseline import AllToAll
@@ -80,7 +82,8 @@ class Trainer:
         self.model.initialise(options.seed)
         self.model.checkpoints_activations = options.checkpoint_activations
         tokens = options.sequences // world.size * options.length
-        self.buffer = self._use_exchange(tokens)
+        self.buffers: list[nccl_ep.Buffer] = []
+        self._use_exchange(tokens)
         self._compile(kind)
         self.traffic = Traffic()
         self.step_model: Any = self._wrap()
@@ -95,16 +98,18 @@ class Trainer:
         self.corpus = Corpus(options.seed)
         self.losses: list[Tensor] = []
 
-    def _use_exchange(self, tokens: int) -> Any:
+    def _use_exchange(self, tokens: int) -> None:
+        """A buffer for each layer: its outputs stay in its arena until the layer's backward pass is done."""
         options, world = self.options, self.world
         if options.exchange == "all_to_all_single":
             self.model.use(AllToAll(world.experts, self.sizes.experts))
-            return None
-        kept = 1 if options.checkpoint_activations else self.sizes.layers
-        buffer = make_buffer(world.experts, self.sizes, tokens, self.dtype, world.device, "ht", kept)
+            return
         quant = "fp8" if options.fp8 else None
-        self.model.use(NcclEp(buffer, self.sizes.experts, mode="ht", rows=options.rows, quant=quant))
-        return buffer
+        exchanges = []
+        for _ in range(self.sizes.layers):
+            self.buffers.append(make_buffer(world.experts, self.sizes, tokens, self.dtype, world.device, "ht"))
+            exchanges.append(NcclEp(self.buffers[-1], self.sizes.experts, mode="ht", rows=options.rows, quant=quant))
+        self.model.use(*exchanges)
 
     def _compile(self, kind: str) -> None:
         options = self.options
@@ -160,8 +165,8 @@ class Trainer:
 
     def close(self) -> None:
         """Collective."""
-        if self.buffer is not None:
-            self.buffer.destroy()
+        for buffer in self.buffers:
+            buffer.destroy()
 
     def mean_losses(self) -> list[float]:
         """Of all steps so far, over the ranks."""
@@ -183,7 +188,7 @@ def train(world: Ranks, options: argparse.Namespace) -> dict[str, Any]:
             world.synchronize()
             before = time.perf_counter()
             trace = traced(lambda n=number: trainer.step(n))
-            exchange_ms, layer = trace.exchange_ms(), trace.layer()
+            exchange_ms, layer = trace.exchange_ms(), trace.layer(trainer.sizes.layers, False)
             begin += time.perf_counter() - before  # the profiler's time does not count
         else:
             trainer.step(number)
@@ -236,9 +241,9 @@ def _report(trainer: Trainer, progress: list[dict[str, Any]], layer: list[Any]) 
             "given_to_all_reduce": trainer.traffic.sent // steps, "plain": trainer.traffic.plain // steps,
         },
         "memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "buffer": None if trainer.buffer is None else {
-            name: value for name, value in trainer.buffer.stats().items() if isinstance(value, int | str)
-        },
+        "first_buffer": {
+            name: value for name, value in trainer.buffers[0].stats().items() if isinstance(value, int | str)
+        } if trainer.buffers else None,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of tests/examples do, as processes: several runs one after the other, since starting a rank takes long."""
+"""What the ranks of tests/examples do, as processes: several runs in a row, since starting a rank takes long."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from examples.moe_lm import serve, train
 from examples.moe_lm.load import Request, make_load
 from examples.moe_lm.ranks import world_of
 
-SMALL = (
-    "--device cpu --length 16 --sequences 4 --hidden 32 --heads 2 --expert-inner 32 --shared-inner 32 --profile-at -1"
-)
+SIZES = "--device cpu --hidden 32 --heads 2 --expert-inner 32 --shared-inner 32"
+SMALL = f"{SIZES} --length 16 --sequences 4 --profile-at -1"
 STEPS = 200  # of the curves that are compared
-SERVING = "--device cpu --hidden 32 --heads 2 --expert-inner 32 --shared-inner 32 --slots 4 --prompt 3-12 --output 2-6 --requests 9"
+SERVING = f"{SIZES} --slots 4 --prompt 3-12 --output 2-6 --requests 9"
 
 
 def run_train(arguments: str) -> dict[str, Any]:

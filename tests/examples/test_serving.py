@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,25 +106,3 @@ def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]) ->
         with pytest.raises(SystemExit):
             serve.parse(arguments.split())
         assert text in capsys.readouterr().err
-
-
-def test_commands_of_the_example_run(tmp_path: Path) -> None:
-    """train, serve what was trained, and draw both; ranks are started by the commands."""
-    from tests.docs.test_docs import run
-
-    small = "--device cpu --hidden 32 --heads 2 --expert-inner 32 --shared-inner 32".split()
-    text = run(
-        "-m", "examples.moe_lm.train", *small, "--steps", "10", "--exchange", "nccl_ep,all_to_all_single",
-        "--length", "16", "--save", f"{tmp_path}/checkpoint", "--report", f"{tmp_path}/train.json",
-    )  # fmt: skip
-    assert text.count("tokens/s") == 2 and text.count("ms in dispatch and combine") == 2
-    text = run(
-        "-m", "examples.moe_lm.serve", *small, "--load", f"{tmp_path}/checkpoint", "--exchange", "nccl_ep,deep_ep",
-        "--rates", "50,100", "--requests", "6", "--profile", "--report", f"{tmp_path}/serve.json",
-    )  # fmt: skip
-    assert text.count("TPOT") == 4
-    pytest.importorskip("matplotlib")
-    run("-m", "examples.moe_lm.pictures", str(tmp_path))
-    drawn = {path.stem for path in tmp_path.glob("*.svg")}
-    assert drawn == {"training_h32", "training_layer_h32", "serving_h32", "serving_layer_h32"}
-    assert drawn == {path.stem for path in tmp_path.glob("*.png")}

@@ -116,7 +116,7 @@ def test_the_report_tells_what_travelled(on_two: Reports) -> None:
     assert plain[bytes_of]["given_to_all_reduce"] == plain[bytes_of]["plain"] > 10_000
     assert two_numbers[bytes_of]["plain"] == plain[bytes_of]["plain"]
     assert 8 <= two_numbers[bytes_of]["given_to_all_reduce"] <= 64
-    assert plain["buffer"]["ht_combines"] > 0 and on_two["baseline"]["buffer"] is None
+    assert plain["first_buffer"]["ht_combines"] > 0 and on_two["baseline"]["first_buffer"] is None
 
 
 def test_a2sgd_converges_beside_plain_averaging(on_two: Reports) -> None:

@@ -1,0 +1,90 @@
+"""Time in dispatch and combine from a profiler's trace: what counts, and what counts once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from examples.moe_lm.trace import Trace, kind_of
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def launched(number: int, at: float, kernel: str, ts: float, dur: float) -> list[dict[str, Any]]:
+    """A launch on the host and its kernel."""
+    return [
+        event("cuda_runtime", "cudaLaunchKernel", at, 1.0, correlation=number),
+        event("kernel", kernel, ts, dur, tid=7, correlation=number, stream=7),
+    ]
+
+
+def test_an_exchange_lasts_from_its_first_kernel_to_its_last() -> None:
+    events = [
+        event("user_annotation", "baseline.dispatch", 0.0, 50.0),
+        *launched(1, 10.0, "radixSort", 100.0, 5.0),
+        *launched(2, 20.0, "ncclDevKernel_SendRecv", 200.0, 30.0),
+        event("cpu_op", "aten::mm", 60.0, 5.0),
+        *launched(3, 61.0, "nvjet_gemm", 240.0, 100.0),
+    ]
+    trace = Trace(events)
+    (segment,) = trace.exchanges()
+    assert (segment.begin, segment.end) == (100.0, 230.0)
+    assert trace.exchange_ms() == pytest.approx(0.130)
+
+
+def test_counts_that_are_on_the_host_between_two_ops_count() -> None:
+    events = [
+        event("cpu_op", "nccl_ep::ht_route", 0.0, 5.0), *launched(1, 1.0, "ht_dispatch_route", 10.0, 4.0),
+        event("cpu_op", "nccl_ep::ht_dispatch_routed", 20.0, 5.0), *launched(2, 21.0, "ht_dispatch_send", 30.0, 10.0),
+        event("cpu_op", "nccl_ep::ht_combine", 40.0, 5.0), *launched(3, 41.0, "ht_combine_rows", 60.0, 10.0),
+    ]  # fmt: skip
+    assert [(each.begin, each.end) for each in Trace(events).exchanges()] == [(10.0, 40.0), (60.0, 70.0)]
+    assert Trace(events).exchange_ms() == pytest.approx(0.040)
+
+
+def test_kernels_of_a_graph_are_known_by_their_names() -> None:
+    events = [
+        event("kernel", "void ll_dispatch<4>", 0.0, 5.0, stream=7),
+        event("kernel", "flash_fwd", 6.0, 3.0, stream=7),
+        event("kernel", "void ll_combine<4>", 10.0, 4.0, stream=7),
+        event("kernel", "void ll_dispatch<4>", 12.0, 6.0, stream=8),  # two microseconds at the same time
+        event("kernel", "cutlass::gemm", 20.0, 4.0, stream=7),
+        event("kernel", "void ll_combine<4>", 30.0, 4.0, stream=7),
+    ]
+    trace = Trace(events)
+    assert trace.exchange_ms() == pytest.approx((5 + 8 + 4) / 1e3)
+    layer = [(each["kind"], each["begin_us"]) for each in trace.layer(2, True)]
+    assert layer == [
+        ("dispatch", -2.0),
+        ("GEMM", 6.0),
+        ("combine", 16.0),
+    ]
+    assert len(trace.layer(1, True)) == 6
+
+
+def test_nested_and_other_ops_do_not_count_twice() -> None:
+    events = [
+        event("user_annotation", "deep_ep.dispatch", 0.0, 50.0),
+        event("cpu_op", "nccl_ep::ht_dispatch", 10.0, 20.0),
+        event("cpu_op", "aten::sort", 35.0, 10.0),
+        event("cpu_op", "nccl_ep::ll_combine", 60.0, 5.0),
+    ]
+    assert Trace(events).exchange_ms() == pytest.approx(0.055)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ht_dispatch_send(KernelArgs)", "dispatch"),
+        ("ll_combine_scalars", "combine"),
+        ("ncclDevKernel_SendRecv", "all_to_all"),
+        ("pytorch_flash::flash_fwd_kernel", "attention"),
+        ("nvjet_hsh_128x256", "GEMM"),
+        ("vectorized_elementwise_kernel", "other"),
+    ],
+)
+def test_kinds(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
