@@ -34,6 +34,7 @@ from ..events import EventOverlap, run_on_comm_stream
 from ..gradients import refuse_backward, wants_gradient
 from ..handle import Quant
 from ..pending import OpenSend, receive_lost
+from .newer_keywords import refuse_newer
 from .view import View
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
@@ -229,6 +230,7 @@ class LowLatencyMethods(View):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        **newer: object,
     ) -> tuple[Received, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Sends tokens to their experts. Collective. T tokens, M ``num_max_dispatch_tokens_per_rank``, L local experts.
 
@@ -243,6 +245,7 @@ class LowLatencyMethods(View):
                 ``use_fp8`` neither has a meaning.
             async_finish: the operation runs on ``get_comm_stream()``, and the event says when it is done.
             return_recv_hook: sends only; what is returned is filled by calling the hook, once.
+            newer: ``use_nvfp4`` and ``x_global_scale`` of a branch; TypeError if they ask for something.
 
         Returns:
             recv_x: [L, R * M, H], or with ``use_fp8`` the pair of it and the scales, [L, R * M, ceil(H / 128)]
@@ -259,6 +262,8 @@ class LowLatencyMethods(View):
 
         Source: DeepEP's method of that name.
         """
+        if newer:
+            refuse_newer("low_latency_dispatch", newer)
         _check_hook(async_finish, return_recv_hook)
         quant = _quant_of(use_fp8, round_scale, use_ue8m0)
         if x is None or topk_idx is None:
@@ -305,6 +310,7 @@ class LowLatencyMethods(View):
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        **newer: object,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Brings the experts' rows home and adds them up with the weights. Collective.
 
@@ -318,6 +324,7 @@ class LowLatencyMethods(View):
             out: [T, H] of x's dtype, by default a new tensor.
             combine_wait_recv_cost_stats: int64 [R], to which the ns that this rank waited for each other are added;
                 as at dispatch.
+            newer: SGLang's ``overlap`` and what belongs to it; TypeError if they ask for something.
 
         Returns: combined_x [T, H] (``out``), event and hook as at dispatch.
 
@@ -325,6 +332,8 @@ class LowLatencyMethods(View):
 
         Source: DeepEP's method of that name.
         """
+        if newer:
+            refuse_newer("low_latency_combine", newer)
         _check_hook(async_finish, return_recv_hook)
         if not (type(use_logfmt) is type(zero_copy) is bool):
             require_bools(use_logfmt=use_logfmt, zero_copy=zero_copy)

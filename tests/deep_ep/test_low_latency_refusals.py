@@ -135,3 +135,28 @@ def test_a_rank_that_does_not_come() -> None:
                     case.send_back(buffer, handle)
 
     run_ranks(2, body)
+
+
+def test_keywords_of_branches() -> None:
+    """SGLang passes them also where they ask for nothing. What they ask for is refused by its name."""
+    x, ids, weights = torch.ones(2, 64, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    core = nccl_ep.Buffer.for_shapes(None, max_tokens=2, hidden=64, topk=1, num_experts=1, device="cpu")
+    with nccl_ep.deep_ep.Buffer.of(core) as buffer:
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 2, 1, use_fp8=False, use_nvfp4=False)
+        nothing: dict[str, object] = {
+            "overlap": False,
+            "comp_signal": None,
+            "block_m": 64,
+            "threshold": 0,
+            "num_sms": 3,
+        }
+        assert torch.equal(buffer.low_latency_combine(rows, ids, weights, handle, **nothing)[0], x)
+        for text, keywords in (
+            (r"low_latency_combine\(overlap=True\) is not served: a combine that begins", {"overlap": True}),
+            (r"low_latency_combine\(src_signals=...\) belongs to overlap", {"src_signals": weights}),
+            (r"low_latency_combine\(\) got an unexpected keyword argument 'overlapp'", {"overlapp": False}),
+        ):
+            with pytest.raises(TypeError, match=text):
+                buffer.low_latency_combine(rows, ids, weights, handle, **keywords)
+        with pytest.raises(TypeError, match=r"low_latency_dispatch\(use_nvfp4=True\) is not served: quantise x"):
+            buffer.low_latency_dispatch(x, ids, 2, 1, use_nvfp4=True, x_global_scale=weights)

@@ -1,0 +1,86 @@
+"""Megatron-core's ``MoELayer`` with its flex dispatcher over nccl_ep, beside its allgather dispatcher: equal bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.processes import run_processes
+
+# Not imported here: rank processes import this file, and deep_ep must be there before Megatron looks for it.
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed: make frameworks", allow_module_level=True)
+
+SEQUENCE, BATCH, HIDDEN, EXPERTS, TOPK, STEPS = 5, 2, 32, 8, 2, 2
+
+
+def made_layer(dispatcher: dict[str, Any], ranks: int) -> Any:
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=48, moe_ffn_hidden_size=48,
+        num_moe_experts=EXPERTS, moe_router_topk=TOPK, moe_router_dtype="fp32", moe_router_load_balancing_type="none",
+        expert_model_parallel_size=ranks, use_cpu_initialization=True, add_bias_linear=False, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, **dispatcher,
+    )  # fmt: skip
+    layer = build_module(get_moe_module_spec(use_te=False, num_experts=EXPERTS), config=config)
+    layer.set_layer_number(1)
+    return layer
+
+
+def trained(layer: Any, rank: int) -> list[torch.Tensor]:
+    """Outputs, and gradients of the input and of all parameters, of some steps."""
+    made = []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=draw).requires_grad_()
+        out, bias = layer(x)
+        assert bias is None
+        (out * torch.randn(out.shape, generator=draw)).sum().backward()
+        made += [out.detach(), x.grad]
+    return made + [each.grad for _, each in sorted(layer.named_parameters())]
+
+
+def compare(rank: int, ranks: int) -> None:
+    os.environ["NCCL_EP_HINT_TOKENS"] = "64"
+    import nccl_ep
+
+    nccl_ep.install_as_deep_ep()
+    if not torch.cuda.is_available():  # Megatron puts what it makes on the current GPU; here there is none
+        torch.cuda.current_device = lambda: "cpu"
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import fused_a2a, moe_utils, token_dispatcher
+
+    assert fused_a2a.HAVE_DEEP_EP and fused_a2a.HAVE_HYBRIDEP
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 asks for it also where there is no Transformer Engine
+        moe_utils.te_general_gemm = None
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+    torch.manual_seed(rank)
+    stock = made_layer({"moe_token_dispatcher_type": "allgather"}, ranks)
+    for each in stock.router.parameters():  # data parallel: alike on all ranks
+        dist.broadcast(each.data, 0)
+    expected = trained(stock, rank)
+    for backend, manager in (("deepep", "_DeepepManager"), ("hybridep", "_HybridEPManager")):
+        layer = made_layer({"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}, ranks)
+        assert type(layer.token_dispatcher) is token_dispatcher.MoEFlexTokenDispatcher
+        assert type(layer.token_dispatcher._comm_manager).__name__ == manager
+        layer.load_state_dict(stock.state_dict())
+        got = trained(layer, rank)
+        assert len(expected) == len(got) == 2 * STEPS + len(list(stock.parameters()))
+        for i, (a, b) in enumerate(zip(expected, got, strict=True)):
+            assert a.abs().max() > 0, i
+            assert torch.equal(a, b), f"{backend}, tensor {i}: {(a - b).abs().max()}"
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_moe_layer(ranks: int, tmp_path: Path) -> None:
+    run_processes(ranks, compare, tmp_path, ranks)
