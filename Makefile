@@ -7,6 +7,7 @@
 # make fuzz     ten minutes of random cases and arguments; FUZZ_SECONDS=60 FUZZ_SEED=7 choose
 # make emulated the kernels of CUDA against the oracle, on an emulated GPU
 # make newest   the quick tests that torch matters to, with the newest torch of PyPI, in .venv-newest
+# make frameworks  tests with Megatron-core and transformers themselves, in .venv-frameworks
 # make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
 #
 # Set-up is on its own: .venv with the pinned requirements, and a CMake build in build/dev that puts the extension into
@@ -24,7 +25,7 @@ FUZZ_SEED ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo build test test-all lint format tidy tsan asan fuzz emulated newest bench wheel gpu clean
+.PHONY: demo build test test-all lint format tidy tsan asan fuzz emulated newest frameworks bench wheel gpu clean
 
 demo: build
 	python examples/ll_moe_layer.py
@@ -34,7 +35,7 @@ test: build
 	python -m pytest -m "not slow"
 
 test-all: export NCCL_EP_TEST_ALL := 1
-test-all: build newest tsan asan fuzz emulated wheel
+test-all: build newest frameworks tsan asan fuzz emulated wheel
 	$(ctest) build/dev
 	python -m pytest
 
@@ -119,6 +120,18 @@ newest: .venv/ready .venv-newest/ready
 	cmake -S . -B build/$@ -G Ninja $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv-newest/bin/python
 	cmake --build build/$@ --parallel $(JOBS)
 	.venv-newest/bin/python -m pytest -m "not slow" $(newest_tests)
+
+# Frameworks from PyPI, unchanged. They see the packages of .venv, so that torch is not fetched once more.
+.venv-frameworks/ready: requirements/frameworks.txt .venv/ready
+	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+	site="$$(.venv-frameworks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	    printf '%s\n' '$(CURDIR)' "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	    > "$$site/nccl_ep_source.pth"
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/frameworks.txt
+	touch $@
+
+frameworks: build .venv-frameworks/ready
+	.venv-frameworks/bin/python -m pytest tests/frameworks
 
 wheel: .venv/ready
 	rm -rf dist

@@ -1,7 +1,7 @@
 """The calls that frameworks make of DeepEP, in their order and with their keywords, on CPU ranks, against torch.
 
-Each function stands for the file that it names. The expert with the global id e gives x * (e + 1). Weights are powers of
-two, so that sums are exact.
+Each function stands for the file that it names. The expert with the global id e gives x * (e + 1). Weights are powers
+of two, so that sums are exact.
 """
 
 from __future__ import annotations

@@ -109,3 +109,26 @@ sys.modules["deep_ep"] = types.ModuleType("deep_ep")
 nccl_ep.install_as_deep_ep()
 """
     assert "deep_ep at a module that was made up in this process" in python(code).stderr
+
+
+PLUGIN = """
+import importlib, importlib.util, os, tomllib
+points = tomllib.load(open("pyproject.toml", "rb"))["project"]["entry-points"]["vllm.general_plugins"]
+module, name = points["nccl_ep"].split(":")
+for switch in ("yes", "0", "1"):
+    os.environ["NCCL_EP_FOR_VLLM"] = switch
+    try:
+        getattr(importlib.import_module(module), name)()
+    except ValueError as error:
+        print(error)
+    print(importlib.util.find_spec("deep_ep") is not None)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
+def test_the_plugin_of_vllm() -> None:
+    """In a process of vLLM: deep_ep is nccl_ep if the environment asks for it, and otherwise nothing has changed."""
+    done = python(PLUGIN, cwd=ROOT)
+    assert done.stdout.splitlines() == ["NCCL_EP_FOR_VLLM is 'yes', must be 0 or 1", "False", "False", "True"], (
+        done.stderr
+    )
