@@ -93,7 +93,10 @@ class EPHandle:
         ids_at = _round_up(core.num_ranks, 4)
         map_at = ids_at + _round_up(core.num_tokens * core.topk, 4)
         size = core.num_ranks * core.max_tokens * map_k
-        return core.tensor[map_at : map_at + size].view(core.num_ranks, core.max_tokens, map_k)
+        rows = core.tensor[map_at : map_at + size].view(core.num_ranks, core.max_tokens, map_k)
+        numbers = torch.arange(core.max_tokens, dtype=torch.int32, device=rows.device)
+        is_token = numbers < core.tensor[: core.num_ranks].unsqueeze(1)  # beyond its tokens a source has none set
+        return torch.where(is_token.unsqueeze(2), rows, -1)
 
     def _psum_of_ranks(self) -> torch.Tensor:
         return self._per_rank().view(-1, self._domain_size).sum(0).cumsum(0, dtype=torch.int32)

@@ -42,6 +42,7 @@ def trained(layer: Any, rank: int) -> list[torch.Tensor]:
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(10 * step + rank)
         x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=draw).requires_grad_()
+        dist.barrier()  # on a busy machine a rank may come much later than the others
         out, bias = layer(x)
         assert bias is None
         (out * torch.randn(out.shape, generator=draw)).sum().backward()
@@ -54,6 +55,7 @@ def compare(rank: int, ranks: int) -> None:
     import nccl_ep
 
     nccl_ep.install_as_deep_ep()
+    nccl_ep.Buffer.__init__.__kwdefaults__["timeout"] = 240.0  # Megatron has no argument for it
     if not torch.cuda.is_available():  # Megatron puts what it makes on the current GPU; here there is none
         torch.cuda.current_device = lambda: "cpu"
     from megatron.core import parallel_state
