@@ -13,6 +13,7 @@ import nccl_ep
 from nccl_ep import _C
 from nccl_ep.deep_ep import ElasticBuffer, EPBuffer, EPHandle, EventHandle, EventOverlap
 from nccl_ep.testing import run_ranks
+from tests.support.elastic_ranks import replay_new_routing
 
 HALF = torch.bfloat16
 EXPERTS, TOPK, HIDDEN, MOST = 8, 3, 64, 9
@@ -511,3 +512,11 @@ def test_domains() -> None:
 
     world.on(body, num_max_tokens_per_rank=MOST, num_bytes=1 << 22, hidden=0, domain_size=2)
     world.on(body, domain_size=2)
+
+
+@EXPANDS
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize(("ranks", "most"), [(1, 8), (1, 4096), (2, 8)])
+def test_layers_with_new_routing(ranks: int, most: int, expand: bool, is_async: bool) -> None:
+    """What graphs hold on GPUs (tests/gpu/test_deepep_v2.py)."""
+    run_ranks(ranks, lambda group: replay_new_routing(group, "cpu", most, expand, is_async, 4))
