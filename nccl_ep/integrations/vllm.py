@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import os
 
-from ..deep_ep.install import install_as_deep_ep
-
 SWITCH = "NCCL_EP_FOR_VLLM"
 
 
@@ -26,4 +24,6 @@ def register() -> None:
     if switch not in ("0", "1"):
         raise ValueError(f"{SWITCH} is {switch!r}, must be 0 or 1")
     if switch == "1":
+        from ..deep_ep.install import install_as_deep_ep
+
         install_as_deep_ep()
