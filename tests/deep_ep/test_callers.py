@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nccl_ep import deep_ep
+from nccl_ep.deep_ep.hybrid import HybridEPBuffer, indices_to_map
 from nccl_ep.testing import run_ranks
 
 RANKS, EXPERTS, TOPK, HIDDEN, MOST = 2, 4, 2, 256, 8
@@ -393,11 +394,103 @@ def torchtitan_v2(own: Rank) -> None:
     buffer.destroy()
 
 
-def train(own: Rank, dispatch: Callable[..., Any], combine: Callable[..., Any]) -> None:
+def torchtitan_hybrid(own: Rank) -> None:
+    """torchtitan: distributed/deepep/hybridep.py: its four ops, with and without a wait of the host."""
+    buffer = HybridEPBuffer(
+        group=own.group, hidden_dim=HIDDEN, max_num_of_tokens_per_rank=MOST, num_local_experts=LOCAL, use_fp8=False,
+        num_sms_dispatch_api=16, num_sms_combine_api=16, load_cached_kernels=True, use_shared_buffer=True,
+        enable_custom_allgather=True, device="cpu",
+    )  # fmt: skip
+    config = buffer.configurer.buffer_config
+    assert (config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank) == (
+        HIDDEN, MOST, LOCAL,
+    )  # fmt: skip
+    ids = own.ids.clamp(min=0)  # it has no -1
+    routing_map, probs = indices_to_map(ids, own.weights.float(), len(own.x), EXPERTS)
+    assert probs is not None
+    for non_blocking in (False, True):
+        most = MOST * RANKS * min(LOCAL, TOPK) if non_blocking else None
+        rows, scores, _, tokens, handle = buffer.dispatch_with_permute(
+            hidden=own.x, routing_map=routing_map, probs=probs, scaling_factor=None, num_of_experts_per_rank=LOCAL,
+            pad_multiple=8, num_permuted_tokens=most, non_blocking=non_blocking,
+        )  # fmt: skip
+        assert scores is not None and rows.shape[0] == (most or int(tokens.sum()))
+        experts = torch.full((len(rows), 1), -1)
+        experts[: int(tokens.sum())] = torch.repeat_interleave(torch.arange(LOCAL), tokens).unsqueeze(1)
+        combined, none = buffer.combine_with_unpermute(
+            hidden=own.experts(rows, experts, scores.unsqueeze(1)), handle=handle
+        )
+        factors = (probs * routing_map * torch.arange(1, EXPERTS + 1)).sum(1, keepdim=True)
+        assert none is None and torch.equal(combined, (own.x.float() * factors).to(HALF))
+        grad, *_ = buffer.dispatch_with_permute(  # the backward passes
+            hidden=combined, scaling_factor=None, handle=handle, num_permuted_tokens=rows.shape[0], pad_multiple=8
+        )
+        back, dense = buffer.combine_with_unpermute(hidden=grad, probs=scores, handle=handle)
+        assert torch.equal(dense, probs) and back.shape == own.x.shape
+        assert torch.equal(back, combined * routing_map.sum(1, keepdim=True))
+    buffer.destroy()
+
+
+def expanded_training(own: Rank) -> None:
+    """DeepEP V2.5's README: expanded rows forward and backward, events of its own, epilogues deferred."""
+    buffer = deep_ep.EPBuffer(own.group, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, device="cpu")
+    num_sms = buffer.get_theoretical_num_sms(EXPERTS, TOPK)
+
+    class Dispatch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> Any:
+            event = buffer.dispatch(
+                x, topk_idx=own.ids, topk_weights=weights, num_experts=EXPERTS, num_max_tokens_per_rank=MOST,
+                expert_alignment=8, num_sms=num_sms, previous_event=buffer.capture(), async_with_compute_stream=True,
+                allocate_on_comm_stream=True, do_cpu_sync=True, do_expand=True, do_zero_padding=True,
+                use_tma_aligned_col_major_sf=True, defer_epilogue=True,
+            )  # fmt: skip
+            rows, _, row_weights, handle = event.current_stream_wait()
+            ctx.handle = handle
+            counts = handle.num_recv_tokens_per_expert_list
+            ids = torch.repeat_interleave(torch.arange(LOCAL), torch.tensor(counts)).unsqueeze(1)
+            ctx.mark_non_differentiable(ids)
+            return rows, ids, row_weights.unsqueeze(1), counts, handle
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor, _: Any, grad_weights: torch.Tensor, *__: Any) -> Any:
+            grad_x, grad_topk, event = buffer.combine(
+                grad, handle=ctx.handle, topk_weights=grad_weights.squeeze(1), num_sms=num_sms,
+                async_with_compute_stream=True,
+            )  # fmt: skip
+            event.current_stream_wait()
+            return grad_x, grad_topk
+
+    class Combine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: torch.Tensor, handle: Any) -> torch.Tensor:
+            ctx.handle = handle
+            event = buffer.combine(
+                rows, handle=handle, num_sms=num_sms, async_with_compute_stream=True, defer_epilogue=True
+            )
+            return event.current_stream_wait()[0]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            rows, _, _, _, event = buffer.dispatch(
+                grad, handle=ctx.handle, num_sms=num_sms, async_with_compute_stream=True, do_expand=True,
+                do_zero_padding=True, use_tma_aligned_col_major_sf=True,
+            )  # fmt: skip
+            event.current_stream_wait()
+            return rows, None
+
+    train(
+        own, lambda x, weights: Dispatch.apply(x, weights), lambda rows, handle: Combine.apply(rows, handle),
+        alignment=8,
+    )  # fmt: skip
+    buffer.destroy()
+
+
+def train(own: Rank, dispatch: Callable[..., Any], combine: Callable[..., Any], alignment: int = 1) -> None:
     """A layer's forward and backward pass; gradients of x and of the weights against the formula."""
     x, weights = own.x.clone().requires_grad_(), own.weights.clone().requires_grad_()
     rows, ids, row_weights, counts, handle = dispatch(x, weights)
-    assert counts == [int((ids == expert).sum()) for expert in range(LOCAL)]
+    assert alignment > 1 or counts == [int((ids == expert).sum()) for expert in range(LOCAL)]
     factors = torch.where(ids >= 0, ids + own.rank * LOCAL + 1, 0)
     y = (rows.float() * (factors * row_weights).sum(1, keepdim=True)).to(HALF)
     combined = combine(y, handle)
@@ -410,6 +503,7 @@ def train(own: Rank, dispatch: Callable[..., Any], combine: Callable[..., Any]) 
 
 CALLERS = (
     vllm_high_throughput, vllm_low_latency, vllm_v2, sglang, sglang_v2, lmdeploy, xtuner, torchtitan_v2,
+    torchtitan_hybrid, expanded_training,
 )  # fmt: skip
 
 
