@@ -6,14 +6,14 @@ python -m examples.moe_lm.pictures FOLDER [--out FOLDER]
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-Report = dict[str, Any]
+from .table import Report, read_reports
+
 COLOURS = {"nccl_ep": "tab:blue", "all_to_all_single": "tab:orange", "deep_ep": "tab:green"}
 KINDS = {
     "dispatch": "tab:blue", "combine": "tab:cyan", "all_to_all": "tab:orange", "sort and copy": "tab:red",
@@ -132,13 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="of reports, *.json")
     parser.add_argument("--out", type=Path, help="the default is the same folder")
     options = parser.parse_args(argv)
-    reports = []
-    for path in sorted(options.folder.glob("*.json")):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict) and found.get("what") in ("training", "serving"):
-            reports.append(found)
-    if not reports:
-        raise SystemExit(f"no report of train.py or serve.py in {options.folder}")
+    reports = read_reports(options.folder)
     folder = options.out or options.folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in pictures(reports).items():
