@@ -41,6 +41,13 @@ def record_of(reports: list[Report]) -> list[Report]:
     return [thin(report) | when for report in reports]
 
 
+def place_of(report: Report) -> str:
+    """As "2 H100s" or "2 CPU ranks"."""
+    count, device = report["ranks"], report["device"]
+    name = "CPU rank" if device == "cpu" else device.removeprefix("NVIDIA ").split()[0]
+    return f"{count} {name}{'s' if count > 1 else ''}"
+
+
 def _row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -61,9 +68,7 @@ def training_table(reports: list[Report]) -> list[str]:
             if report is None or not report["tokens_per_s"]:
                 cells += ["", ""]
                 continue
-            step_ms = report["tokens_a_step"] / report["tokens_per_s"] * 1e3
-            cells.append(f"{report['tokens_per_s']:,.0f}")
-            cells.append("" if report["exchange_ms"] is None else f"{report['exchange_ms']:.1f} of {step_ms:.0f}")
+            cells += [f"{report['tokens_per_s']:,.0f}", _exchange_time(report)]
         layer = "layer" if layers == 1 else "layers"
         lines.append(_row(f"hidden {hidden}, {experts} experts, {layers} {layer}", *cells))
     return lines
@@ -82,9 +87,53 @@ def serving_table(report: Report) -> list[str]:
     return lines
 
 
+def summary_table(reports: list[Report]) -> list[str]:
+    """A column an exchange: training of each size, serving at the lowest and the highest rate."""
+    names = ("nccl_ep", "all_to_all_single", "deep_ep")
+    lines = [_row(place_of(reports[0]), *names), "|---" * (len(names) + 1) + "|"]
+    training = [each for each in reports if each["what"] == "training" and each["tokens_per_s"]]
+    for sizes in sorted({tuple(each["sizes"].items()) for each in training}):
+        found = {each["exchange"]: each for each in training if tuple(each["sizes"].items()) == sizes}
+        model = dict(sizes)
+        what = (
+            f"hidden {model['hidden']}, {model['layers']} layers"
+            if model["layers"] > 1
+            else f"hidden {model['hidden']}, 1 layer"
+        )
+        speeds = [f"{found[name]['tokens_per_s']:,.0f}" if name in found else "" for name in names]
+        lines.append(_row(f"training, {what}: tokens/s", *speeds))
+        times = [_exchange_time(found[name]) if name in found else "" for name in names]
+        lines.append(_row("ms in dispatch and combine, of a step", *times))
+    for report in (each for each in reports if each["what"] == "serving"):
+        figures = [each for each in report["figures"] if not each["overlap"]]
+        rates = sorted({each["rate"] for each in figures})
+        for rate in sorted({rates[0], rates[-1]}):
+            at = {each["exchange"]: each for each in figures if each["rate"] == rate}
+            for key, what in (
+                ("ttft", "time to first token"),
+                ("tpot", "time per output token"),
+                ("itl", "inter-token latency"),
+            ):
+                cells = [
+                    f"{at[name][f'{key}_p50_ms']:.1f} / {at[name][f'{key}_p99_ms']:.1f}" if name in at else ""
+                    for name in names
+                ]
+                lines.append(_row(f"serving {rate:g} requests/s: {what}, p50 / p99, ms", *cells))
+            speeds = [f"{at[name]['tokens_per_s']:,.0f}" if name in at else "" for name in names]
+            lines.append(_row(f"serving {rate:g} requests/s: tokens/s", *speeds))
+    return lines
+
+
+def _exchange_time(report: Report) -> str:
+    if report["exchange_ms"] is None:
+        return ""
+    return f"{report['exchange_ms']:.1f} of {report['tokens_a_step'] / report['tokens_per_s'] * 1e3:.0f}"
+
+
 def tables(reports: list[Report]) -> list[str]:
     training = [each for each in reports if each["what"] == "training"]
-    lines = training_table(training) if training else []
+    lines = [*summary_table(reports), ""]
+    lines += training_table(training) if training else []
     for report in reports:
         if report["what"] == "serving":
             lines += ["", *serving_table(report)]
