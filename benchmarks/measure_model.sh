@@ -1,10 +1,11 @@
 #!/bin/sh
 # Training and serving the example model on the GPUs of this machine, against torch's all_to_all_single and DeepEP's calls:
-#   sh benchmarks/measure_model.sh FOLDER [all | train | serve | proof]
-# with the built package on PYTHONPATH. Builds nothing. "all" is train and serve, in at most four minutes. Every leg has a
-# limit of its own; what a leg that fails has said is in FOLDER/LEG.log, and FOLDER/LEG_failure.json names it. FOLDER has
-# the reports (JSON) and the pictures (PNG, SVG) in the end. TRAIN_FLAGS and SERVE_FLAGS are added to the commands:
-# --no-compile, --no-graphs, --checkpoint-activations, --fp8, --rows all.
+#   sh benchmarks/measure_model.sh FOLDER [all | train | serve | proof | bits]
+# with the built package on PYTHONPATH. Builds nothing. "all" is serve and two sizes of train, in at most four minutes;
+# "train" has three sizes; "proof" trains twice and compares the losses; "bits" asks which of torch's operators give a
+# row the same bits anywhere. Every leg has a limit of its own. What a leg that fails has said is in FOLDER/LEG.log, and
+# FOLDER/LEG_failure.json names it. FOLDER has reports (JSON), pictures (PNG, SVG) and one record of all in the end.
+# TRAIN_FLAGS and SERVE_FLAGS are added to the commands: --no-compile, --no-graphs, --checkpoint-activations, --fp8.
 set -u
 folder=${1:?a folder} step=${2:-all}
 mkdir -p "$folder"
@@ -56,17 +57,22 @@ esac
 case $step in
 all | serve)
     # shellcheck disable=SC2086
-    leg serve 85 examples.moe_lm.serve --ranks "$gpus" --size $large --slots 64 --prefill-batch 8 --prompt 256-512 \
+    leg serve 85 examples.moe_lm.serve --ranks "$gpus" --size $large --slots 64 --prefill-batch 4 --prompt 256-512 \
         --output 32-64 --requests $((128 * gpus)) --rates "${RATES:-$((50 * gpus)),$((100 * gpus)),$((200 * gpus))}" \
-        --exchange nccl_ep,all_to_all_single,deep_ep --overlap off,on --mode auto --profile --check 16 --gap 0.1 --go-on \
+        --exchange nccl_ep,all_to_all_single,deep_ep --overlap off,on --profile --check 16 --gap 0.1 --go-on \
         --report "$folder/serve.json" ${SERVE_FLAGS:-}
     ;;
 esac
 case $step in
 all | train)
-    train h2048 60 h2048
-    train h7168 60 h7168
+    train h7168 90 h7168
     ;;
+esac
+case $step in
+train) train h2048 60 h2048 ;;
+esac
+case $step in
+bits) leg bits 60 examples.moe_lm.bits --ranks "$gpus" --size $large ;;
 esac
 case $step in
 proof) # 200 steps twice: the same losses, bit for bit; and the baseline's beside them
@@ -91,5 +97,9 @@ print("largest difference from the baseline's:", max(abs(a - b) for a, b in zip(
 PYTHON
     ;;
 esac
-[ "$step" = proof ] || { total=$((total + 30)) && leg pictures 28 examples.moe_lm.pictures "$folder"; }
+if [ "$step" != proof ] && [ "$step" != bits ]; then
+    total=$((total + 30))
+    leg pictures 20 examples.moe_lm.pictures "$folder"
+    leg table 10 examples.moe_lm.table "$folder" --record "$folder/model.json"
+fi
 exit $failed

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .load import Request, make_load
 from .model import Model
@@ -40,7 +39,7 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, int]:
     requests = _requests(server, count)
     server.serve(requests, keep_logits=True)
     served = gather(server.world, requests)
-    server.reference = served  # for count_changed_when_alone
+    server.reference = served  # for count_changed
     found = {"tokens": sum(len(each.tokens) for each in served), "close": 0, "different": 0}
     if server.world.rank == 0:
         alone = one_rank_model(server)
@@ -62,19 +61,33 @@ def one_rank_model(server: Server) -> Model:
     return model
 
 
-def count_changed_when_alone(server: Server, count: int = 4) -> dict[str, int]:
-    """Collective. Serves some requests once more, alone and at another home: all logits should have the same bits."""
+def count_changed(server: Server, count: int = 4) -> dict[str, Any]:
+    """Collective. Serves all requests again, then some alone at another home: all logits should have the same bits.
+
+    On rank 0: how many requests changed, and of those served alone the first token that did, and by how much at most.
+    """
     from .serve import gather
 
-    changed = 0
+    again = [replace(each, tokens=[], times=[], logits=[]) for each in server.reference]
+    server.serve(again, keep_logits=True)
+    pairs = list(zip(server.reference, gather(server.world, again), strict=True))
+    alone = []
     for before in server.reference[:count]:
-        home = (before.home + 1) % server.world.size
-        again = replace(before, home=home, arrival=0.0, tokens=[], times=[], logits=[])
-        server.serve([again], keep_logits=True)
-        (served,) = gather(server.world, [again])
-        changed += not _same(before.logits, served.logits)
-    return {"served_again_alone": min(count, len(server.reference)), "changed": changed}
+        moved = replace(before, home=(before.home + 1) % server.world.size, tokens=[], times=[], logits=[])
+        server.serve([moved], keep_logits=True)
+        alone += [(before, *gather(server.world, [moved]))]
+    changes = [change for one, other in alone if (change := _first_change(one, other)) is not None]
+    return {
+        "served_again": len(pairs), "changed_again": sum(_first_change(*pair) is not None for pair in pairs),
+        "served_alone": len(alone), "changed_alone": len(changes),
+        "first_changes": [token for token, _ in changes],
+        "largest_first_change": max((by for _, by in changes), default=0.0),
+    }  # fmt: skip
 
 
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def _first_change(one: Request, other: Request) -> tuple[int, float] | None:
+    """The first token whose logits have other bits, and the largest difference of these."""
+    for token, (a, b) in enumerate(zip(one.logits, other.logits, strict=True)):
+        if not torch.equal(a, b):
+            return token, float((a - b).abs().max())
+    return None

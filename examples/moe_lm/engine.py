@@ -183,11 +183,11 @@ class Engine:
         self.graph = graph
 
 
-def fixed_shape_exchange(buffer: Any, num_experts: int, mode: str, max_tokens: int, is_cuda: bool) -> NcclEp:
+def fixed_shape_exchange(buffer: Any, num_experts: int, mode: str, max_tokens: int, grouped: bool) -> NcclEp:
     """An exchange whose GEMMs have the same shape in every step: room for all rows that could come.
 
-    On a GPU a grouped GEMM takes the rows that are there, with the same tiles wherever they lie. The CPU's GEMMs are
-    alike for one shape alone, so there it is a batched one over everything.
+    A grouped GEMM takes the rows that are there, and on a GPU does not wait for their number. A batched one takes all
+    that there is room for: more work, but one shape even for the CPU, whose GEMMs have other bits for other shapes.
     """
-    layout = "packed" if is_cuda else "expert_major"
+    layout = "packed" if grouped else "expert_major"
     return NcclEp(buffer, num_experts, mode=mode, layout=layout, rows="all", trains=False, max_tokens=max_tokens)

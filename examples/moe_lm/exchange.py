@@ -22,13 +22,12 @@ def make_buffer(
     """A buffer for dispatches of up to ``max_tokens`` a rank.
 
     An output of high throughput lies in the buffer's arena, where peers write it, as long as there is room. That is
-    reserved for two outputs of as many rows as come where experts are used alike, and half as many again; more go
-    through a copy.
+    reserved for four outputs of as many rows as come where experts are used alike; more go through a copy.
     """
     arena = None
     if device.type == "cuda" and mode != "ll":
         rows = (max_tokens + ALIGNMENT) * sizes.topk + ALIGNMENT * sizes.experts
-        arena = int(3 * rows * sizes.hidden * dtype.itemsize) + (64 << 20)
+        arena = int(4 * rows * sizes.hidden * dtype.itemsize) + (64 << 20)
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=max_tokens, hidden=sizes.hidden, topk=sizes.topk, num_experts=sizes.experts, dtype=dtype,
         mode=mode, device=device, arena_bytes=arena,

@@ -6,14 +6,14 @@ python -m examples.moe_lm.pictures FOLDER [--out FOLDER]
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-Report = dict[str, Any]
+from .table import Report, place_of, read_reports
+
 COLOURS = {"nccl_ep": "tab:blue", "all_to_all_single": "tab:orange", "deep_ep": "tab:green"}
 KINDS = {
     "dispatch": "tab:blue", "combine": "tab:cyan", "all_to_all": "tab:orange", "sort and copy": "tab:red",
@@ -22,25 +22,29 @@ KINDS = {
 
 
 def title(report: Report) -> str:
-    sizes, ranks = report["sizes"], report["ranks"]
-    device = report["device"].replace("NVIDIA ", "")
-    where = f"{ranks} {device} rank{'s' if ranks > 1 else ''}"
+    sizes = report["sizes"]
     return (
-        f"{where}, hidden {sizes['hidden']}, {sizes['layers']} layer{'s' if sizes['layers'] > 1 else ''}, "
+        f"{place_of(report)}, hidden {sizes['hidden']}, {sizes['layers']} layer{'s' if sizes['layers'] > 1 else ''}, "
         f"top-{sizes['topk']} of {sizes['experts']} experts, {report['dtype'].removeprefix('torch.')}"
     )
 
 
 def tidy(axes: Any, x: str, y: str, name: str) -> None:
     axes.set(xlabel=x, ylabel=y, title=name)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3, which="both")
+
+
+def add_legend(figure: Figure) -> None:
+    """One for all panels, below them."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
 
 
 def of_training(reports: list[Report]) -> Figure:
     """Loss, tokens/s and time in dispatch and combine, of one size by each exchange."""
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
     loss, speed, where = figure.subplots(1, 3)
     figure.suptitle(f"Training: {title(reports[0])}, {reports[0]['tokens_a_step']} tokens a step")
     for number, report in enumerate(reports):
@@ -59,12 +63,13 @@ def of_training(reports: list[Report]) -> Figure:
     tidy(loss, "step", "loss (nats a byte)", "loss")
     tidy(speed, "step", "tokens/s, all ranks", "speed")
     where.set(ylabel="ms a step", title="in dispatch and combine (grey: the rest)")
+    add_legend(figure)
     return figure
 
 
 def of_serving(report: Report) -> Figure:
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    figure.suptitle(f"Serving: {title(report)}")
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure.suptitle(f"Serving: {title(report)}. Lines: p50, dotted: p99")
     panels = figure.subplots(1, 3)
     figures = report["figures"]
     ways = sorted({(each["exchange"], each["overlap"]) for each in figures}, key=lambda way: (way[0] != "nccl_ep", way))
@@ -79,7 +84,12 @@ def of_serving(report: Report) -> Figure:
             label = exchange + (", two batches in turn" if overlap else "")
             axes.plot(rates, [each[f"{key}_p50_ms"] for each in points], color=colour, marker="o", label=label)
             axes.plot(rates, [each[f"{key}_p99_ms"] for each in points], ":", color=colour, marker=".")
-        tidy(axes, "requests/s", "ms", f"{name}: p50 (line), p99 (dotted)")
+        if key == "ttft":  # its p99 is far from its p50 where requests queue
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+        tidy(axes, "requests/s", "ms", name)
+    add_legend(figure)
     return figure
 
 
@@ -132,13 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="of reports, *.json")
     parser.add_argument("--out", type=Path, help="the default is the same folder")
     options = parser.parse_args(argv)
-    reports = []
-    for path in sorted(options.folder.glob("*.json")):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict) and found.get("what") in ("training", "serving"):
-            reports.append(found)
-    if not reports:
-        raise SystemExit(f"no report of train.py or serve.py in {options.folder}")
+    reports = read_reports(options.folder)
     folder = options.out or options.folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in pictures(reports).items():

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from . import checkpoint, ranks, sizes
 from .baseline import AllToAll
-from .check import compare_with_one_rank, count_changed_when_alone
+from .check import compare_with_one_rank, count_changed
 from .deepep_calls import DeepEpLowLatency, DeepEpNormal
 from .engine import Engine, Room, fixed_shape_exchange
 from .exchange import make_buffer
@@ -49,6 +49,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--exchange", default="nccl_ep", help=f"one or more of {', '.join(EXCHANGES)}")
     add("--mode", choices=("fixed", "auto"), default="fixed", help="fixed: HT for prefill, LL to decode; auto: by size")
     add("--overlap", default="off", help="off, on or both with a comma: two batches in turn (nccl_ep)")
+    add("--expert-gemm", choices=("grouped", "batched"), help="of experts; default grouped on GPUs, batched on the CPU")
+    add("--no-cudnn-attention", action="store_true", help="attention by torch's own kernels")
     add("--no-graphs", action="store_true", help="decode steps are queued kernel by kernel")
     add("--load", metavar="FOLDER", help="a checkpoint of train.py; otherwise seeded random weights")
     add(
@@ -84,6 +86,8 @@ class Server:
     def __init__(self, world: Ranks, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
         kind = world.device.type
+        if options.no_cudnn_attention:
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.sizes = sizes.sizes_of(options, kind, world.size)
         with world.device:
             model = Model(self.sizes, world.rank, world.size, sizes.dtype_of(options, kind))
@@ -101,6 +105,7 @@ class Server:
         self.close()
         world, options, room = self.world, self.options, self.room
         count, dtype, is_cuda = self.sizes.experts, self.model.dtype, world.device.type == "cuda"
+        grouped = (options.expert_gemm or ("grouped" if is_cuda else "batched")) == "grouped"
         prompt_tokens = room.prefill_batch * room.max_prompt
         graphs = is_cuda and not options.no_graphs and exchange != "all_to_all_single"
         prefiller: Any
@@ -116,13 +121,13 @@ class Server:
                 prefiller, decoders = DeepEpNormal(buffer, count), [DeepEpLowLatency(buffer, count, room.slots)]
             else:
                 prefill_mode, decode_mode = ("auto", "auto") if options.mode == "auto" else ("ht", "ll")
-                prefiller = fixed_shape_exchange(buffer, count, prefill_mode, prompt_tokens, is_cuda)
+                prefiller = fixed_shape_exchange(buffer, count, prefill_mode, prompt_tokens, grouped)
                 batches = 2 if overlap else 1
                 share = room.slots // batches
                 if overlap:  # a buffer each: two dispatches are under way at a time
                     self.buffers.append(make_buffer(world.experts, self.sizes, share, dtype, world.device, "ll"))
                 decoders = [
-                    fixed_shape_exchange(self.buffers[number], count, decode_mode, share, is_cuda)
+                    fixed_shape_exchange(self.buffers[number], count, decode_mode, share, grouped)
                     for number in range(batches)
                 ]
         self.model.use(prefiller)
@@ -290,7 +295,7 @@ def _run(server: Server, exchange: str, overlap: str, report: dict[str, Any]) ->
     if options.profile:
         report["profiles"].append({"exchange": exchange, "overlap": overlap == "on"} | profile_decode(server))
     if options.check and exchange == "nccl_ep":
-        found = compare_with_one_rank(server, options.check) | count_changed_when_alone(server)
+        found = compare_with_one_rank(server, options.check) | count_changed(server)
         report["checks"].append({"overlap": overlap == "on", "gap": options.gap, **found})
         if world.rank == 0:
             print(f"check: {report['checks'][-1]}", flush=True)
