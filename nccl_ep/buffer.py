@@ -346,7 +346,8 @@ class Buffer(DeepEpNames):
         """What this rank has sent since the buffer was made (CPU backend), each a list [R] that includes itself.
 
         "rows_count": rows. "rows": their bytes. "other": bytes of op headers, ids and weights. A row that another
-        rank has made readable counts where it is read.
+        rank has made readable counts where it is read. Of GPUs over a simulated network instead "network", bytes that
+        were put into other domains, and "network_puts", by how many puts.
         """
         total, *further = (dict(window.wire_bytes()) for window in self._windows)
         for each in further:

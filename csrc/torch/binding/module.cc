@@ -144,6 +144,10 @@ py::dict wire_bytes(Group& group) {
   result["rows_count"] = bytes.rows;
   result["rows"] = bytes.row_bytes;
   result["other"] = bytes.other_bytes;
+  if (!bytes.network_bytes.empty()) {
+    result["network_puts"] = bytes.network_puts;
+    result["network"] = bytes.network_bytes;
+  }
   return result;
 }
 
