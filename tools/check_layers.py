@@ -25,7 +25,7 @@ CUDA_LEVEL = {
 def cuda_level(name: str) -> int:
     """Launchers of kernels stand above what launches have in common, their kernels below it."""
     folder = name.split("/")[1]
-    is_launcher = folder in ("ll", "ht") and (name.endswith((".cu", "_launch.cuh")))
+    is_launcher = folder in ("ll", "ht", "network") and (name.endswith((".cu", "_launch.cuh")))
     return CUDA_LEVEL["launch"] + 1 if is_launcher else CUDA_LEVEL[folder]
 
 

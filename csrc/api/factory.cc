@@ -11,6 +11,7 @@
 #if defined(EP_WITH_CUDA)
 #include "transport/nccl/api.h"
 #include "transport/nccl/bootstrap.h"
+#include "transport/nccl/gin/library.h"
 #include "transport/nccl/version.h"
 #endif
 
@@ -45,6 +46,11 @@ NcclInfo nccl_info() {
   try {
     info.loaded = nccl_version_name(nccl().version);
     info.path = nccl().path;
+    const std::vector<int> releases = gin_releases();
+    info.network = gin_served(releases);
+    if (gin_release_for(nccl().version, releases) == 0) {
+      info.network_problem = gin_version_problem(nccl().version, releases);
+    }
   } catch (const Error& error) {
     info.problem = error.what();
   }

@@ -405,7 +405,8 @@ class CudaBackend : public Backend {
   std::mutex mutex_;  // of the private stream and its host block
 };
 
-void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, double seconds, ncclComm* given) {
+void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology, uint64_t bytes, double seconds,
+                      ncclComm* given) {
   std::string version;
   on_all_ranks(bootstrap, [&] { version = nccl_version_name(nccl().version); });
   Agreement agreement;
@@ -413,7 +414,7 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, doub
   agreement.check(bootstrap);
   std::shared_ptr<NcclComm> comm = given != nullptr ? NcclComm::borrow(bootstrap, given, memory.device)
                                                     : NcclComm::agree(bootstrap, memory.device, seconds);
-  memory.nccl_window = std::make_unique<NcclWindow>(bootstrap, std::move(comm), bytes, seconds);
+  memory.nccl_window = std::make_unique<NcclWindow>(bootstrap, std::move(comm), topology, bytes, seconds);
   memory.peers = memory.nccl_window->peers();
 }
 
@@ -465,7 +466,7 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     memory->world = OneGpuWorld::join(bootstrap, window.bytes, config.timeout_seconds);
     memory->peers = memory->world->peers(bootstrap.rank());
   } else {
-    make_nccl_window(bootstrap, *memory, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds),
+    make_nccl_window(bootstrap, *memory, topology, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds),
                      config.nccl_comm);
   }
   if (topology.num_domains() > 1) join_network(bootstrap, topology, window, config, *memory);
