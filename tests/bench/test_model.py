@@ -45,6 +45,13 @@ def test_what_a_rail_saves() -> None:
     assert Cluster(2).rows("expert") == 4.0
 
 
+def test_the_document_has_these_rows() -> None:
+    text = (RESULTS.parent.parent / "docs" / "network.md").read_text()
+    for nodes in (2, 4, 8):
+        rows = [f"{Cluster(nodes).rows(path):.2f}" for path in ("expert", "mesh", "rail")]
+        assert f"| {nodes} | {' | '.join(rows)} |" in text
+
+
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
 def test_latencies_of_one_token_are_in_the_record(op: str) -> None:
     found = [

@@ -114,6 +114,7 @@ Region* Endpoint::add(void* data, uint64_t bytes, int type, uint64_t flags) {
   const bool is_cuda = type == kCudaMemory, is_host_world = gpu.empty();
   std::vector<int> fds;
   if (is_cuda != is_host_world) fds = mover_->share(data, bytes, message);
+  region->is_shared = message.num_segments > 0 || message.pid != 0;
   const auto received = mesh_->exchange(message, fds);
   for (int fd : fds) close(fd);
   {
@@ -167,7 +168,7 @@ uint64_t Endpoint::post(const Put& put) {
   }
   if (put.signal != nullptr) {
     check_range(put.signal->bytes[put.target], put.signal_offset, sizeof(uint64_t), "signal");
-    if ((put.signal->flags & kNeverResetFlag) == 0) {
+    if ((put.signal->flags & kNeverResetFlag) == 0 && put.signal->is_shared) {
       throw std::invalid_argument("signals that may be reset are not offered: they may be words of a window");
     }
     request.signal_region = put.signal->number;

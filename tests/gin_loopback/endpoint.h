@@ -29,6 +29,7 @@ struct Region {
   char* data = nullptr;
   int type = kHostMemory;
   uint64_t flags = 0;
+  bool is_shared = false;       // peers read it: no memory of NCCL's own
   std::vector<uint64_t> bytes;  // of every rank
   std::vector<std::unique_ptr<Imported>> imported;
   bool is_alive = true;

@@ -37,7 +37,7 @@ class NetworkProbe {
   // the warm-up, in ns. Throws kTimeout that names rank and context; then the probe is used up.
   double exchange(const Exchange& exchange);
 
-  GinBackend backend() const { return gin_->backend(); }
+  GinBackend backend() const { return backend_; }
   int nccl_version() const;         // of the NCCL loaded
   int kernel_nccl_version() const;  // that the kernels were compiled with
 
@@ -48,6 +48,7 @@ class NetworkProbe {
   const int num_contexts_;
   std::unique_ptr<NcclWindow> window_;
   std::unique_ptr<GinComm> gin_;
+  GinBackend backend_ = GinBackend::kNone;
   cudaStream_t stream_ = nullptr;
   NetworkProbeResult* result_ = nullptr;  // pinned
   NetworkProbeParams next_;               // what all probes share, and what the earlier ones have sent

@@ -68,17 +68,17 @@ bool is_timeout(const std::exception_ptr& error) {
 
 void check_gin(const GinProperties& properties, uint32_t served_backends, int nccl_version) {
   const std::string name = concat("NCCL ", nccl_version_name(nccl_version));
-  if (!properties.has_device_api) {
-    raise(ErrorKind::kSystem, name,
-          " offers no device API between these ranks: every GPU needs peer access to those of its domain, and neither "
-          "NCCL_CUMEM_ENABLE nor NCCL_WIN_ENABLE may be 0");
-  }
   if (properties.full == GinBackend::kNone) {
     const bool has_rail = properties.railed != GinBackend::kNone;
     raise(ErrorKind::kSystem, name, " offers no GPU-initiated networking (GIN) between all ranks",
           has_rail ? ", only along rails: unset NCCL_CROSS_NIC, which must not be 0"
                    : ": every GPU needs a NIC with GPUDirect RDMA (nvidia-peermem or DMA-BUF), NCCL_GIN_ENABLE must "
                      "not be 0; NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET says what NCCL looked for");
+  }
+  if (!properties.has_device_api) {
+    raise(ErrorKind::kSystem, name,
+          " offers no device API between these ranks: every GPU needs peer access to those of its domain, and neither "
+          "NCCL_CUMEM_ENABLE nor NCCL_WIN_ENABLE may be 0");
   }
   if ((served_backends >> static_cast<int>(properties.full) & 1) == 0) {
     raise(ErrorKind::kSystem, name, " has chosen the GIN backend ", gin_backend_name(properties.full),
@@ -88,14 +88,19 @@ void check_gin(const GinProperties& properties, uint32_t served_backends, int nc
   }
 }
 
-GinComm::GinComm(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, const GinRequest& request, double seconds)
-    : comm_(std::move(comm)) {
+GinProperties require_gin(Bootstrap& bootstrap, NcclComm& comm) {
+  GinProperties properties;
   on_all_ranks(bootstrap, [&] {
     const GinTable& library = gin_library();
-    check_nccl(library.query(gin_nccl(), comm_->get(), &properties_), "ncclCommQueryProperties", comm_->get());
-    check_gin(properties_, library.backends, nccl().version);
+    check_nccl(library.query(gin_nccl(), comm.get(), &properties), "ncclCommQueryProperties", comm.get());
+    check_gin(properties, library.backends, nccl().version);
     if (const char* problem = library.load_kernels()) raise(ErrorKind::kSystem, problem);
   });
+  return properties;
+}
+
+GinComm::GinComm(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, const GinRequest& request, double seconds)
+    : comm_(std::move(comm)) {
   on_all_ranks(bootstrap, [&] { create(request, bootstrap.num_ranks(), seconds); });
 }
 
@@ -125,7 +130,7 @@ void GinComm::create(const GinRequest& request, int num_ranks, double seconds) {
   if (contexts < request.num_contexts) {
     gin_library().destroy(gin_nccl(), comm_->get(), attempt->dev_comm);
     raise(ErrorKind::kSystem, "NCCL has made ", contexts, " GIN contexts of the ", request.num_contexts,
-          " that the kernels use: set NCCL_GIN_NCONTEXTS=", request.num_contexts, " or more, or leave it out");
+          " that the kernels use: NCCL_GIN_NCONNECTIONS may not be set");
   }
   dev_comm_ = std::exchange(attempt->dev_comm, nullptr);
 }
