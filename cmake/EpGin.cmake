@@ -41,6 +41,7 @@ foreach(include_dir IN LISTS NCCL_EP_GIN_NCCL_INCLUDE_DIRS)
   target_compile_definitions(${target} PRIVATE EP_GIN_RELEASE=${code} EP_VERSION="${PROJECT_VERSION}" EP_WITH_CUDA=1
                                                ${gin_flags})
   target_link_libraries(${target} PRIVATE ep_core CUDA::cudart_static)
+  target_link_options(${target} PRIVATE -Wl,--no-undefined)
   ep_export_only(${target} cmake/exports_gin.map)
   foreach(switch GPU_TESTING STAMPS TUNING)
     target_compile_definitions(${target} PRIVATE $<$<BOOL:${NCCL_EP_${switch}}>:EP_${switch}=1>)

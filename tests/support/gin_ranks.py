@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import random
@@ -16,8 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import nccl_ep
 from nccl_ep import _C
 from nccl_ep.bootstrap import Rendezvous, rendezvous_of
+from tests.support.cases import Case, generate
+from tests.support.expected import Expected, plain_case, run_case, shared_buffer
+from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
+from tests.support.gpu_ranks import wide_case
 
 SECONDS = 60.0  # of a meeting
 WINDOW = 64 << 20
@@ -158,7 +165,128 @@ def make_probe(world: World, seconds: float) -> dict[str, Any]:
     return {"text": text, "seconds": time.monotonic() - begin}
 
 
-BODIES = (probe_bytes, probe_times, probe_late, probe_dead, make_probe)
+# ---- Low latency
+
+
+def _cases(world: World, count: int, first: int) -> list[Case]:
+    """Generated cases of so many ranks, in these domains, and some with more tokens than the rail has channels."""
+    fitting = (case for case in map(generate, itertools.count(first)) if case.num_ranks == world.num_ranks)
+    cases = [dataclasses.replace(case, domain_size=world.domain_size) for case in itertools.islice(fitting, count)]
+    tokens = (96, 41, 0, 9)[: world.num_ranks]
+    for layout, quant in (("expert_major", None), ("packed", "fp8"), ("rank_major", "fp8_ue8m0"), ("flat", None)):
+        how = {"layout": layout, "quant": quant, "domain_size": world.domain_size, "tokens": tokens}
+        cases.append(wide_case(world.num_ranks, **how))
+    return cases
+
+
+def ll_cases(world: World, count: int, first: int) -> dict[str, Any]:
+    """Every result to the bit, in one buffer; ranks may be a call ahead of others."""
+    cases = [Expected(case) for case in _cases(world, count, first)]
+    begin = time.monotonic()
+    with shared_buffer(world.rendezvous, cases, device=world.device, domain_size=world.domain_size) as buffer:
+        for number, case in enumerate([*cases, *reversed(cases)]):
+            run_case(case, buffer, staged=number % 3 == 1, num_sms=(0, 8, 24)[number % 3])
+        dispatches = int(buffer.stats()["dispatches"])
+    return {"cases": len(cases), "dispatches": dispatches, "seconds": time.monotonic() - begin}
+
+
+def ll_chains(world: World, replays: int) -> dict[str, Any]:
+    """Graphs with live routing: the elements that are wrong, of all replays."""
+    begin, wrong = time.monotonic(), 0
+    with chain_buffer(world.rendezvous, world.device, domain_size=world.domain_size) as buffer:
+        chains = [(letters, How()) for letters in CHAINS] + [(CHAINS[0], how) for how in HOWS if not how.is_deepep]
+        for letters, how in chains:
+            chain = Chain(letters, buffer, how=how)
+            graph = chain.capture()
+            chain.replay(graph, replays)
+            wrong += chain.finish()
+    return {"chains": len(chains), "wrong": wrong, "seconds": time.monotonic() - begin}
+
+
+def ll_times(world: World, replays: int) -> dict[str, float]:
+    """Microseconds of a dispatch, and of one with its combine, of 128 tokens in graphs; and of bare puts of their bytes,
+    nine messages to the other domain's rank, as many as an operation sends."""
+    tokens, hidden, topk, experts = 128, 7168, 8, 256
+    random.seed(world.rank)
+    torch.manual_seed(world.rank)
+    x = torch.randn(tokens, hidden, device=world.device).bfloat16()
+    ids = torch.rand(tokens, experts, device=world.device).argsort(-1)[:, :topk]
+    weights = torch.rand(tokens, topk, device=world.device)
+    times = {}
+    shape = {"max_tokens": tokens, "hidden": hidden, "topk": topk, "num_experts": experts, "mode": "ll"}
+    with nccl_ep.Buffer.for_shapes(
+        world.rendezvous, device=world.device, domain_size=world.domain_size, **shape
+    ) as buffer:
+        for name in ("dispatch", "pair"):
+            out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
+            nccl_ep.combine(out.x, out.handle)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(10):
+                    out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
+                    if name == "pair":
+                        nccl_ep.combine(out.x, out.handle)
+            world.barrier()
+            graph.replay()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            buffer.check()
+            times[name] = start.elapsed_time(end) * 1e3 / (10 * replays)
+    world.barrier()
+    probe = world.probe()
+    record = 96 + 2 * 4 * topk * tokens
+    for name, total in (("dispatch puts", record + tokens * 2 * hidden), ("combine puts", 96 + tokens * 2 * hidden)):
+        size = -(-total // 9 // 16) * 16
+        ns = probe.exchange(
+            peers=world.rail()[:1], messages=9, bytes=size, source=0, target=HALF, rounds=10 * replays, warm_up=10,
+            seconds=20.0,
+        )  # fmt: skip
+        times[name] = ns / 1e3
+    times["pair puts"] = times["dispatch puts"] + times["combine puts"]
+    return times
+
+
+def ll_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
+    """The last domain dies. The others say which rank they waited for; then the first makes a buffer of its own."""
+    survivors = dist.new_group(list(range(world.domain_size)))
+    case = Expected(plain_case(world.num_ranks, domain_size=world.domain_size))
+    buffer = shared_buffer(world.rendezvous, [case], device=world.device, domain_size=world.domain_size)
+    run_case(case, buffer)
+    given = case.given_on(buffer)
+    out = case.send(buffer, given, mode="ll")
+    torch.cuda.synchronize()
+    world.barrier()
+    if world.rank >= world.num_ranks - world.domain_size:
+        os.kill(os.getpid(), signal.SIGKILL)
+    buffer.set_timeout(seconds)
+    begin, text = time.monotonic(), ""
+    try:
+        if phase == "dispatch":
+            case.send(buffer, given, mode="ll")
+        else:
+            nccl_ep.combine(case.rows[world.rank].to(world.device), out.handle)
+        torch.cuda.synchronize()
+        buffer.check()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - begin
+    begin = time.monotonic()
+    buffer.destroy()
+    destroyed = time.monotonic() - begin
+    alone = Expected(plain_case(world.domain_size))
+    with shared_buffer(rendezvous_of(survivors), [alone], device=world.device) as again:
+        run_case(alone, again)
+    return {"text": text, "seconds": took, "destroyed": destroyed, "again": True}
+
+
+BODIES = (
+    probe_bytes, probe_times, probe_late, probe_dead, make_probe, ll_cases, ll_chains, ll_times, ll_dead,
+)  # fmt: skip
 
 
 def main(folder: Path, task: dict[str, Any]) -> None:

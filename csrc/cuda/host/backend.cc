@@ -414,6 +414,7 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topo
   agreement.check(bootstrap);
   std::shared_ptr<NcclComm> comm = given != nullptr ? NcclComm::borrow(bootstrap, given, memory.device)
                                                     : NcclComm::agree(bootstrap, memory.device, seconds);
+  if (topology.num_domains() > 1) require_network(bootstrap, *comm);
   memory.nccl_window = std::make_unique<NcclWindow>(bootstrap, std::move(comm), topology, bytes, seconds);
   memory.peers = memory.nccl_window->peers();
 }
@@ -426,7 +427,6 @@ void check_domains(const Topology& topology, const Window& window, const GroupCo
            topology.domain_size,
            ", between which GPUs have low latency alone: make the buffer with mode=\"ll\", or of one domain's ranks");
   EP_CHECK(!config.masks_late_ranks, "late ranks cannot be masked in ", topology.num_domains(), " NVLink domains");
-  require_network(topology);
 }
 
 void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& window, const GroupConfig& config,
@@ -435,8 +435,9 @@ void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& 
   const NetworkShape shape{LlRail::num_contexts(), LlRail::num_signals(domains), LlRail::max_outstanding()};
   memory.peers.first = static_cast<uint8_t>(topology.domain_of(bootstrap.rank()) * topology.domain_size);
   memory.peers.size = static_cast<uint8_t>(topology.domain_size);
-  memory.network = make_network_path(bootstrap, {topology, shape, memory.peers.local<char>(0), window.bytes,
-                                                 memory.peers.stride, config.timeout_seconds, config.network_seed});
+  memory.network =
+      make_network_path(bootstrap, {topology, shape, memory.peers.local<char>(0), window.bytes, memory.peers.stride,
+                                    config.timeout_seconds, memory.nccl_window.get(), config.network_seed});
 }
 
 }  // namespace

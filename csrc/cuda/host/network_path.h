@@ -12,6 +12,9 @@
 
 namespace ep {
 
+class NcclComm;
+class NcclWindow;
+
 class NetworkPath {
  public:
   virtual ~NetworkPath() = default;
@@ -35,11 +38,13 @@ struct NetworkConfig {
   uint64_t window_bytes = 0;
   uint64_t window_stride = 0;  // of a network that reaches the windows of all ranks by addresses, from one to the next
   double timeout_seconds = 0;
-  uint64_t seed = 0;  // of a simulated network; 0: what is sent lands at once and in order
+  NcclWindow* nccl_window = nullptr;  // of GPUs in processes
+  uint64_t seed = 0;                  // of a simulated network; 0: what is sent lands at once and in order
 };
 
-// Throws kSystem where there is no network for GPUs, with what to do about it.
-void require_network(const Topology& topology);
+// Collective, before a window is made on the communicator. Throws kSystem on all ranks where there is no network for
+// GPUs between its domains, with what to do about it.
+void require_network(Bootstrap& bootstrap, NcclComm& comm);
 // Collective.
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config);
 

@@ -77,6 +77,7 @@ class NcclWindow {
   const LsaPeers& peers() const { return peers_; }
   ncclWindow_t get() const { return window_; }
   NcclComm& comm() { return *comm_; }
+  const std::shared_ptr<NcclComm>& shared_comm() { return comm_; }
 
  private:
   void allocate(uint64_t bytes);

@@ -29,7 +29,7 @@ class SimulatedPath : public NetworkPath {
 
 }  // namespace
 
-void require_network(const Topology&) {}
+void require_network(Bootstrap&, NcclComm&) {}
 
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
   load_simulated_dispatch();

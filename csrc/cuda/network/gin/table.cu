@@ -3,6 +3,7 @@
 
 #include "cuda/launch/launch_util.h"
 #include "cuda/network/gin/gin_network.cuh"
+#include "cuda/network/gin/ll.cuh"
 #include "cuda/network/probe.cuh"
 #include "transport/nccl/gin/table.h"
 
@@ -43,6 +44,7 @@ ncclResult_t create(const GinNccl& nccl, ncclComm_t comm, const GinRequest& requ
   requirements.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   requirements.ginContextCount = request.num_contexts;
   requirements.ginSignalCount = request.num_signals;
+  requirements.ginCounterCount = 1;  // not used: NCCL is seldom asked for none
   requirements.ginQueueDepth = request.queue_depth;
   requirements.ginStrongSignalsRequired = false;
   requirements.ginVaSignalsRequired = false;
@@ -65,13 +67,23 @@ __global__ void __launch_bounds__(kProbeThreads)
 }
 
 const char* load_kernels() {
-  return error_of([] { load_kernel(&network_probe, 0); });
+  return error_of([] {
+    load_kernel(&network_probe, 0);
+    load_gin_dispatch();
+    load_gin_combine();
+  });
 }
 
 const char* launch_probe(const void* dev_comm, ncclWindow_t window, const NetworkProbeParams& params, void* stream) {
   return error_of([&] {
     launch_kernel(&network_probe, 1, kProbeThreads, 0, false, stream, params, network_args(dev_comm, window));
   });
+}
+
+template <class Params>
+const char* launch_ll(const void* dev_comm, ncclWindow_t window, const KernelArgs<Params>& args, const LlRail& rail,
+                      void* stream) {
+  return error_of([&] { launch_gin(args, rail, network_args(dev_comm, window), stream); });
 }
 
 const GinTable& table() {
@@ -90,6 +102,9 @@ const GinTable& table() {
     };
     made.load_kernels = &load_kernels;
     made.launch_probe = &launch_probe;
+    made.launch_dispatch = &launch_ll<LlDispatchParams>;
+    made.launch_combine = &launch_ll<LlCombineParams>;
+    made.launch_combine_weights = &launch_ll<LlCombineWeightsParams>;
     return made;
   }();
   return table;

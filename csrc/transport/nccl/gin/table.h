@@ -31,6 +31,12 @@ struct GinRequest {
 };
 
 struct NetworkProbeParams;
+struct LlRail;
+struct LlDispatchParams;
+struct LlCombineParams;
+struct LlCombineWeightsParams;
+template <class Params>
+struct KernelArgs;
 
 // Functions that return text return null if all went well; else it lasts until the thread's next call.
 struct GinTable {
@@ -49,6 +55,12 @@ struct GinTable {
 
   const char* (*load_kernels)() = nullptr;  // into the current device
   const char* (*launch_probe)(const void* dev_comm, ncclWindow_t, const NetworkProbeParams&, void* stream) = nullptr;
+  template <class Params>
+  using Launch = const char* (*)(const void* dev_comm, ncclWindow_t, const KernelArgs<Params>&, const LlRail&,
+                                 void* stream);
+  Launch<LlDispatchParams> launch_dispatch = nullptr;
+  Launch<LlCombineParams> launch_combine = nullptr;
+  Launch<LlCombineWeightsParams> launch_combine_weights = nullptr;
 };
 
 // The one symbol of a GIN library.
