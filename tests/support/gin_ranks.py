@@ -204,8 +204,8 @@ def ll_chains(world: World, replays: int) -> dict[str, Any]:
 
 
 def ll_times(world: World, replays: int) -> dict[str, float]:
-    """Microseconds of a dispatch, and of one with its combine, of 128 tokens in graphs; and of bare puts of their bytes,
-    nine messages to the other domain's rank, as many as an operation sends."""
+    """Microseconds of a dispatch, and of one with its combine, of 128 tokens in graphs; and of bare puts of as many
+    bytes, in nine messages to the other domain's rank, like those of an operation."""
     tokens, hidden, topk, experts = 128, 7168, 8, 256
     random.seed(world.rank)
     torch.manual_seed(world.rank)
