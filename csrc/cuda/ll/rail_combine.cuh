@@ -88,8 +88,8 @@ __device__ __forceinline__ void forward_record(const RailRole& rail_role, const 
   LsaPeers as_source = role.peers;
   as_source.rank = rail_role.rail.peer(domain);
   forward_header(op, p.offsets, as_source, record);
-  if (!kHome) return;
-  for (int i = threadIdx.x; i < record.tokens * p.shape.topk; i += static_cast<int>(blockDim.x)) {
+  const int weights = kHome ? record.tokens * p.shape.topk : 0;
+  for (int i = threadIdx.x; i < weights; i += static_cast<int>(blockDim.x)) {
     const int id = record.ids[i];
     if (!p.shape.valid(id)) continue;
     const int owner = role.geometry.by_local_experts.divide(id);
