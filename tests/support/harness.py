@@ -246,7 +246,8 @@ def check_network(case: Case, inputs: list[reference.RankInput], got: list[RankR
                 there, back = int(to_domain[rank, peer // size]), int(to_domain[peer, rank // size])
                 scalars = case.tokens[peer] * -(-case.topk // 4) * 16
                 expected = records + there * sent + back * home + scalars
-            assert result.wire["network"][peer] == expected, f"{case.describe()}: {rank} -> {peer} over the network"
+            crossed = result.wire["network"][peer]
+            assert crossed == expected, f"{case.describe()}: {rank} -> {peer}: {crossed} bytes, not {expected}"
 
 
 def other_bytes(case: Case, inputs: list[reference.RankInput], rows: torch.Tensor) -> torch.Tensor:
