@@ -77,7 +77,8 @@ class Buffer(DeepEpNames):
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
         on_overflow: "count" (rows past a capacity are dropped and counted) or "raise".
-        domain_size: ranks that are to share memory; a claim for tests, by default all ranks do.
+        domain_size: ranks that share memory, as those of a node do; by default all ranks. On GPUs it must be what NCCL
+            finds (docs/network.md), on CPU ranks it is a claim for tests.
         network_seed: CPU only: delays and reorders what crosses between domains.
         name: by which ops find the buffer; unique in the process, made up by default.
 
@@ -346,7 +347,8 @@ class Buffer(DeepEpNames):
         """What this rank has sent since the buffer was made (CPU backend), each a list [R] that includes itself.
 
         "rows_count": rows. "rows": their bytes. "other": bytes of op headers, ids and weights. A row that another
-        rank has made readable counts where it is read.
+        rank has made readable counts where it is read. Of GPUs over a simulated network instead "network", bytes that
+        were put into other domains, and "network_puts", by how many puts.
         """
         total, *further = (dict(window.wire_bytes()) for window in self._windows)
         for each in further:

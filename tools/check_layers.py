@@ -9,13 +9,23 @@ ROOT = Path(__file__).parent.parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "nccl_ep"
 LEVEL = {"base": 0, "layout": 1, "transport": 2, "runtime": 3, "cpu": 4, "cuda": 4, "include": 4, "api": 5, "torch": 6}
 
-CUDA_LEVEL = {"device": 0, "testing": 1, "protocol": 2, "ll": 3, "ht": 3, "launch": 4, "bench": 5, "host": 6}
+CUDA_LEVEL = {
+    "device": 0,
+    "testing": 1,
+    "protocol": 2,
+    "network": 3,
+    "ll": 4,
+    "ht": 4,
+    "launch": 5,
+    "bench": 6,
+    "host": 7,
+}
 
 
 def cuda_level(name: str) -> int:
     """Launchers of kernels stand above what launches have in common, their kernels below it."""
     folder = name.split("/")[1]
-    is_launcher = folder in ("ll", "ht") and (name.endswith((".cu", "_launch.cuh")))
+    is_launcher = folder in ("ll", "ht", "network") and (name.endswith((".cu", "_launch.cuh")))
     return CUDA_LEVEL["launch"] + 1 if is_launcher else CUDA_LEVEL[folder]
 
 

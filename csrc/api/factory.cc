@@ -11,6 +11,7 @@
 #if defined(EP_WITH_CUDA)
 #include "transport/nccl/api.h"
 #include "transport/nccl/bootstrap.h"
+#include "transport/nccl/gin/library.h"
 #include "transport/nccl/version.h"
 #endif
 
@@ -45,6 +46,11 @@ NcclInfo nccl_info() {
   try {
     info.loaded = nccl_version_name(nccl().version);
     info.path = nccl().path;
+    const std::vector<int> releases = gin_releases();
+    info.network = gin_served(releases);
+    if (gin_release_for(nccl().version, releases) == 0) {
+      info.network_problem = gin_version_problem(nccl().version, releases);
+    }
   } catch (const Error& error) {
     info.problem = error.what();
   }
@@ -73,14 +79,18 @@ void token_layout(const TokenLayoutParams& params, [[maybe_unused]] bool on_gpu,
 #endif
 }
 
-std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config) {
+std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& given) {
+  GroupConfig config = given;
   Group::BackendFactory make_backend = &make_cpu_backend;
 #if defined(EP_EMULATED_GPU)
-  make_backend = &make_cuda_backend;
+  config.has_rail = true;
 #elif defined(EP_WITH_CUDA)
-  if (config.device_index >= 0) make_backend = &make_cuda_backend;
+  config.has_rail = config.device_index >= 0;
 #else
   if (config.device_index >= 0) refuse_cuda();
+#endif
+#if defined(EP_EMULATED_GPU) || defined(EP_WITH_CUDA)
+  if (config.has_rail) make_backend = &make_cuda_backend;
 #endif
   return std::make_unique<Group>(bootstrap, config, make_backend);
 }

@@ -19,6 +19,8 @@ bool has_cuda_backend();
 // cannot be used. All empty in a build without CUDA.
 struct NcclInfo {
   std::string compiled, loaded, path, problem;
+  std::string network;          // releases whose kernels for several domains are here, as "NCCL 2.30.7 exactly"
+  std::string network_problem;  // why none of them can be used
 };
 NcclInfo nccl_info();
 

@@ -22,6 +22,13 @@ enum class Bug : int {
   kEarlyEpoch,        // the first block of an operation advances the epoch, not the last
   kTornRows,          // a row counts as arrived when its first words have, or that of the first rank
   kUnannouncedRows,   // high throughput: rows are never announced
+  // Between domains: a signal counts for both parities of the call, staging has one bank, a channel is not waited for,
+  // a source changes before its put has landed, a channel is not forwarded.
+  kOneParity,
+  kOneStagingBank,
+  kSkippedWait,
+  kEarlySource,
+  kSkippedChunk,
   kNumBugs,
 };
 

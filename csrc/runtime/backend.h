@@ -14,9 +14,11 @@
 
 namespace ep {
 
-// Bytes and rows that left for each rank since the group was made (CPU backend; empty otherwise).
+// Bytes and rows that left for each rank since the group was made (CPU backend; empty otherwise). Puts that crossed
+// domains and their bytes, of GPUs over a simulated network.
 struct WireBytes {
   std::vector<uint64_t> rows, row_bytes, other_bytes;
+  std::vector<uint64_t> network_puts = {}, network_bytes = {};
 };
 
 // The last call of each kind.

@@ -88,6 +88,7 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
            topology_.num_ranks, " in ", topology_.num_domains());
   LlSizes sizes = config.sizes;
   sizes.by_source = config.masks_late_ranks;
+  if (config.has_rail && topology_.num_domains() > 1) sizes.rail_domain_size = topology_.domain_size;
   window_ = Window::make(topology_.num_ranks, sizes, config.ht_sizes);
   backend_ = make_backend(bootstrap, topology_, window_, config_);
 }
@@ -152,7 +153,11 @@ void Group::require_usable() {
     others = other_calls(*backend, failure);
   } catch (const Error&) {  // a GPU that cannot be asked any more
   }
-  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, timeout_seconds()), others,
+  std::string node;
+  if (topology_.num_domains() > 1 && failure.peer >= 0) {
+    node = concat("; rank ", failure.peer, " is on node ", topology_.domain_of(failure.peer));
+  }
+  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, timeout_seconds()), node, others,
         "; destroy it and make a new one");
 }
 

@@ -1,4 +1,5 @@
-"""``python -m nccl_ep.bench [ll | ht | fit | overlap | time-line]`` measures, ``plot``, ``table``, ``compare`` show."""
+"""``python -m nccl_ep.bench [ll | ht | fit | overlap | time-line]`` measures, ``plot``, ``table``, ``compare`` show,
+``model`` computes."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ USAGE = """usage: python -m nccl_ep.bench [ll] [options]              measure lo
        python -m nccl_ep.bench fit [FILE...] [options]     where high throughput overtakes low latency
        python -m nccl_ep.bench overlap [options]           an operation and a GEMM at the same time
        python -m nccl_ep.bench time-line [options]         when warps pass the phases of a kernel, in builds with stamps
+       python -m nccl_ep.bench model [options]             several nodes, by arithmetic: nothing is measured
        python -m nccl_ep.bench plot FILE... [--out DIR]   draw what was measured, as PNG and SVG
        python -m nccl_ep.bench table FILE...              print it
        python -m nccl_ep.bench compare NOW BEFORE...      print what has become slower
@@ -31,6 +33,8 @@ def main(argv: list[str]) -> int:
         from .overlap import main as run
     elif command == "time-line":
         from .time_line import main as run
+    elif command == "model":
+        from .model import main as run
     elif command == "plot":
         from .plot import main as run
     elif command == "table":

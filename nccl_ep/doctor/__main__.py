@@ -44,6 +44,12 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     if facts.cuda_graphs is not None:
         lines.append(("CUDA graphs", "yes" if facts.cuda_graphs else "no"))
     lines.append(("/dev/shm", "none" if facts.shm_bytes is None else f"{facts.shm_bytes / 2**20:.0f} MiB"))
+    if facts.gpus:
+        nics = ", ".join(f"{name} {state}" for name, state in facts.nics.items())
+        lines.append((
+            "several nodes", f"kernels for {nccl.get('network') or 'no NCCL'}; RDMA devices: {nics or 'none'}; "
+            f"domain_size={len(facts.gpus)} with a rank a GPU",
+        ))  # fmt: skip
     if facts.environment:
         lines.append(("environment", " ".join(f"{name}={value}" for name, value in facts.environment.items())))
     return lines
@@ -69,12 +75,15 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one object on stdout instead of text")
     parser.add_argument("--no-self-test", action="store_true", help="look only")
+    parser.add_argument(
+        "--several-nodes", action="store_true", help="what buffers across machines want is no longer optional"
+    )
     parser.add_argument("--rank-of", choices=("cpu", "cuda"), help=argparse.SUPPRESS)  # set by self_test()
     options = parser.parse_args(argv)
     if options.rank_of:
         return run_rank(options.rank_of)
     facts = collect()
-    findings = judge(facts)
+    findings = judge(facts, options.several_nodes)
     device_kind, num_ranks = plan(facts, findings)
     over = "over NVLink" if num_ranks > 1 else "alone"
     uses = f"{num_ranks} GPUs {over}" if device_kind == "cuda" else "CPU ranks"

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ import torch
 import nccl_ep
 from nccl_ep import _C
 
-ATTRIBUTES = {"vmm": 102, "posix_handles": 103, "fabric_handles": 128}  # CUdevice_attribute, by the fields of Gpu
+# CUdevice_attribute, by the fields of Gpu
+ATTRIBUTES = {"vmm": 102, "posix_handles": 103, "fabric_handles": 128, "rdma_with_vmm": 110, "dma_buf": 124}
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Gpu:
     vmm: bool = True  # cuMem: memory that other processes may map
     posix_handles: bool = True
     fabric_handles: bool = False
+    rdma_with_vmm: bool = False  # a NIC may write such memory
+    dma_buf: bool = False  # and the driver says where it is
 
 
 @dataclass
@@ -51,6 +55,8 @@ class Facts:
     pairs_from: str = ""
     cuda_graphs: bool | None = None
     shm_bytes: int | None = None
+    nics: dict[str, str] = field(default_factory=dict)  # RDMA devices and the state of their first port
+    peermem: bool = False  # the module nvidia-peermem is loaded
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -186,6 +192,18 @@ def _pairs(count: int) -> tuple[dict[str, str], str]:
     return found, source
 
 
+def rdma_devices(folder: Path) -> dict[str, str]:
+    """The devices in /sys/class/infiniband, with the state of the first port of each: "ACTIVE" of "4: ACTIVE"."""
+    found = {}
+    for device in sorted(folder.iterdir()) if folder.is_dir() else []:
+        try:
+            state = next(iter(sorted(device.glob("ports/*/state")))).read_text()
+        except (OSError, StopIteration):
+            state = ""
+        found[device.name] = state.split(":")[-1].strip() or "no port"
+    return found
+
+
 def _captures_graphs() -> bool:
     try:
         x = torch.zeros(8, device="cuda")
@@ -211,6 +229,8 @@ def collect() -> Facts:
         nccl=_C.nccl_info(),
         driver=_run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").strip().split("\n")[0],
         driver_cuda=_driver_cuda(),
+        nics=rdma_devices(Path("/sys/class/infiniband")),
+        peermem=Path("/sys/module/nvidia_peermem").is_dir(),
         environment={name: value for name, value in sorted(os.environ.items())
                      if name.startswith(("NCCL_", "CUDA_VISIBLE", "NCCL_EP_LOG"))},
     )  # fmt: skip

@@ -45,8 +45,8 @@ def judge_torch(version: str) -> tuple[str, Finding | None]:
     return tried, None
 
 
-def judge(facts: Facts) -> list[Finding]:
-    """What is missing on a machine, and how to get it."""
+def judge(facts: Facts, several_nodes: bool = False) -> list[Finding]:
+    """What is missing on a machine, and how to get it. several_nodes: for buffers of GPUs of several machines, too."""
     found: list[Finding] = []
 
     def problem(text: str, remedy: str) -> None:
@@ -79,7 +79,37 @@ def judge(facts: Facts) -> list[Finding]:
              "in a container: docker run --shm-size=1g, or --ipc=host")  # fmt: skip
     if facts.cuda_graphs is False:
         problem("CUDA graphs cannot be captured", "a newer driver; CUDA_LAUNCH_BLOCKING and debuggers must be off")
+    if several_nodes:
+        _judge_network(facts, problem, note)
     return found
+
+
+def _judge_network(facts: Facts, problem: Any, note: Any) -> None:
+    """What NCCL's GPU-initiated networking (GIN) wants of a machine, as far as it can be seen without a peer."""
+    if facts.library_cuda and facts.nccl.get("network_problem"):
+        problem(facts.nccl["network_problem"], "")  # which says what to do
+    active = [name for name, state in facts.nics.items() if state == "ACTIVE"]
+    if not facts.nics:
+        problem("no RDMA device is here (/sys/class/infiniband): NCCL then has no network that kernels can use",
+                "a NIC for InfiniBand or RoCE with its driver; in a container: --device=/dev/infiniband")  # fmt: skip
+    elif not active:
+        states = ", ".join(f"{name} {state}" for name, state in facts.nics.items())
+        problem(f"no RDMA device has an active port: {states}", "ibstat tells; cables, subnet manager, RoCE set-up")
+    elif len(active) < len(facts.gpus):
+        note(f"{len(active)} active RDMA devices for {len(facts.gpus)} GPUs: GPUs share NICs", "one NIC a GPU")
+    if without := [index for index, gpu in enumerate(facts.gpus) if not gpu.rdma_with_vmm]:
+        problem(f"a NIC cannot write memory of GPU {', '.join(map(str, without))} (GPUDirect RDMA with cuMem)",
+                "a newer driver; in a virtual machine, a GPU that is passed through whole")  # fmt: skip
+    elif not facts.peermem and not all(gpu.dma_buf for gpu in facts.gpus):
+        problem("a NIC cannot find memory of GPUs: nvidia-peermem is not loaded, and the driver has no DMA-BUF",
+                "modprobe nvidia-peermem, or the open kernel modules")  # fmt: skip
+    if facts.environment.get("NCCL_GIN_ENABLE") == "0":
+        problem("NCCL_GIN_ENABLE is 0: NCCL then has no network for kernels", "unset NCCL_GIN_ENABLE")
+    if facts.environment.get("NCCL_CROSS_NIC") == "0":
+        problem("NCCL_CROSS_NIC is 0: NCCL then joins only GPUs of one rail", "unset NCCL_CROSS_NIC")
+    if size := facts.environment.get("NCCL_LSA_TEAM_SIZE"):
+        note(f"NCCL_LSA_TEAM_SIZE is {size}: NCCL's NVLink domains are made smaller, which is for tests",
+             "unset NCCL_LSA_TEAM_SIZE")  # fmt: skip
 
 
 def _judge_gpus(facts: Facts, problem: Any, note: Any) -> None:

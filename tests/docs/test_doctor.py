@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -75,7 +76,7 @@ def test_with_gpus() -> None:
 
 def test_nccl_info() -> None:
     info = _C.nccl_info()
-    assert set(info) == {"compiled", "loaded", "path", "problem"}
+    assert set(info) == {"compiled", "loaded", "path", "problem", "network", "network_problem"}
     assert bool(info["compiled"]) == _C.has_cuda()
     assert bool(info["loaded"] or info["problem"]) == _C.has_cuda()
 
@@ -146,6 +147,65 @@ def test_faults_of_machines(fault: str) -> None:
     problems = [finding for finding in judge(facts) if finding.level == "problem"]
     assert len(problems) == 1 and text in problems[0].text and remedy in problems[0].remedy
     assert plan(facts, problems) == ("cpu", 2)
+
+
+def connected(gpus: int = 4) -> Facts:
+    """The same with a NIC for each GPU."""
+    facts = machine(gpus)
+    facts.nccl |= {"network": "NCCL 2.30.7 exactly", "network_problem": ""}
+    facts.nics = {f"mlx5_{i}": "ACTIVE" for i in range(gpus)}
+    facts.peermem = True
+    facts.gpus = [Gpu("NVIDIA H200", (9, 0), 132, 139.8, rdma_with_vmm=True) for _ in range(gpus)]
+    return facts
+
+
+NETWORK_FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "old NCCL": (
+        {"nccl": {"network_problem": "several NVLink domains need NCCL 2.30.7 exactly"}},
+        "need NCCL 2.30.7",
+        "",
+    ),
+    "no NIC": ({"nics": {}}, "no RDMA device is here", "--device=/dev/infiniband"),
+    "no link": ({"nics": {"mlx5_0": "DOWN"}}, "no RDMA device has an active port: mlx5_0 DOWN", "ibstat"),
+    "no GPUDirect": ({"gpus": [Gpu("A", (9, 0), 1, 1.0)] * 2}, "cannot write memory of GPU 0, 1", "driver"),
+    "no peermem": ({"peermem": False}, "nvidia-peermem is not loaded", "modprobe"),
+    "GIN off": ({"environment": {"NCCL_GIN_ENABLE": "0"}}, "NCCL_GIN_ENABLE is 0", "unset"),
+    "one rail": ({"environment": {"NCCL_CROSS_NIC": "0"}}, "NCCL_CROSS_NIC is 0", "unset"),
+}
+
+
+@pytest.mark.parametrize("fault", NETWORK_FAULTS)
+def test_faults_between_machines(fault: str) -> None:
+    changed, text, remedy = NETWORK_FAULTS[fault]
+    facts = connected()
+    for name, value in changed.items():
+        setattr(facts, name, value)
+    assert not [finding for finding in judge(facts) if finding.level == "problem"]  # one machine does without
+    problems = [finding for finding in judge(facts, several_nodes=True) if finding.level == "problem"]
+    assert len(problems) == 1 and text in problems[0].text and remedy in problems[0].remedy
+
+
+def test_machines_that_are_connected() -> None:
+    facts = connected()
+    assert judge(facts, several_nodes=True) == []
+    assert "kernels for NCCL 2.30.7 exactly; RDMA devices: mlx5_0 ACTIVE" in dict(doctor._lines(facts))["several nodes"]
+    assert "domain_size=4" in dict(doctor._lines(facts))["several nodes"]
+    facts.peermem, facts.gpus = False, [dataclasses.replace(gpu, dma_buf=True) for gpu in facts.gpus]
+    assert judge(facts, several_nodes=True) == []
+    facts.nics = {"mlx5_0": "ACTIVE", "mlx5_1": "DOWN"}
+    facts.environment = {"NCCL_LSA_TEAM_SIZE": "2"}
+    notes = judge(facts, several_nodes=True)
+    assert [finding.level for finding in notes] == ["note", "note"]
+    assert "1 active RDMA devices for 4 GPUs" in notes[0].text and "NCCL_LSA_TEAM_SIZE is 2" in notes[1].text
+
+
+def test_rdma_devices(tmp_path: Path) -> None:
+    assert facts_of.rdma_devices(tmp_path / "none") == {}
+    for name, state in (("mlx5_1", "4: ACTIVE\n"), ("mlx5_0", "1: DOWN\n")):
+        (tmp_path / name / "ports" / "1").mkdir(parents=True)
+        (tmp_path / name / "ports" / "1" / "state").write_text(state)
+    (tmp_path / "broken").mkdir()
+    assert facts_of.rdma_devices(tmp_path) == {"broken": "no port", "mlx5_0": "DOWN", "mlx5_1": "ACTIVE"}
 
 
 def test_notes_are_no_problems() -> None:

@@ -172,17 +172,6 @@ def test_layout_of_tokens(num_ranks: int) -> None:
     run_ranks(num_ranks, body)
 
 
-@pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_several_domains_are_refused_when_the_buffer_is_made(mode: str) -> None:
-    def body(group: ThreadGroup) -> None:
-        shape = {"max_tokens": 2, "hidden": 64, "topk": 2, "num_experts": 4, "mode": mode, "device": "cpu"}
-        with pytest.raises(ValueError, match="the ranks are in 2 NVLink domains of 1, and GPUs of several domains"):
-            nccl_ep.Buffer.for_shapes(group, domain_size=1, **shape)
-        nccl_ep.Buffer.for_shapes(group, **shape).destroy()
-
-    run_ranks(2, body)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_floors(num_ranks: int) -> None:
     cases = gpu_ranks.floor_cases(num_ranks, 4)

@@ -103,7 +103,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 
 namespace ep {
 
-NcclWindow::NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, uint64_t bytes, double)
+NcclWindow::NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, const Topology&, uint64_t bytes, double)
     : comm_(std::move(comm)) {
   const uint64_t stride = align_up<uint64_t>(bytes, 4096);
   memory_ = made_by_rank_0<void>(bootstrap, [&] {

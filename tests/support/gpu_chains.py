@@ -57,14 +57,33 @@ def dequantised(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (rows.float().unflatten(-1, (-1, 128)) * scales.unsqueeze(-1)).flatten(-2).bfloat16()
 
 
-def home_sum(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_ranks: int, experts: int) -> torch.Tensor:
-    """What combine makes of untouched rows, to the bit: fp32 sums in the order of k, a bf16 row a rank, their sum."""
+def home_sum(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_ranks: int, experts: int,
+    domain_size: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """What combine makes of untouched rows, to the bit: fp32 sums in the order of k, a bf16 row a rank, their sum; of
+    several domains, a bf16 row each."""
     owner = torch.where(ids >= 0, ids // (experts // num_ranks), -1)
     products = weights.unsqueeze(-1) * x.float().unsqueeze(1)
-    total, has_total = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(owner[:, :1], dtype=torch.bool)
-    for rank in range(num_ranks):
+    nothing = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(owner[:, :1], dtype=torch.bool)
+    total, has_total = (each.clone() for each in nothing)
+    size = domain_size or num_ranks
+    for first in range(0, num_ranks, size):
+        inside, has_inside = _sum_of_ranks(range(first, first + size), owner, products, nothing)
+        row = inside if size == num_ranks else inside.bfloat16().float()
+        total = torch.where(has_inside, torch.where(has_total, total + row, row), total)
+        has_total |= has_inside
+    return total.bfloat16()
+
+
+def _sum_of_ranks(
+    ranks: range, owner: torch.Tensor, products: torch.Tensor, nothing: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In fp32, and for which tokens there is one."""
+    total, has_total = (each.clone() for each in nothing)
+    for rank in ranks:
         partial, has_partial = torch.zeros_like(total), torch.zeros_like(has_total)
-        for k in range(ids.shape[1]):
+        for k in range(owner.shape[1]):
             is_here, product = owner[:, k : k + 1] == rank, products[:, k]
             added = torch.where(has_partial, partial + product, product)
             partial = torch.where(is_here, added, partial)
@@ -72,7 +91,7 @@ def home_sum(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_rank
         row = partial.bfloat16().float()
         total = torch.where(has_partial, torch.where(has_total, total + row, row), total)
         has_total |= has_partial
-    return total.bfloat16()
+    return total, has_total
 
 
 def count_differences(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -167,7 +186,10 @@ class Chain:
                 floor_calls.push(outs[-1]()[1], HIDDEN * 2)
         ranks = self.buffer.num_ranks
         sent = dequantised(*quantised(self.x)) if self._how.has_fp8 else self.x
-        want = [home_sum(*inputs, ranks, self.experts) for inputs in zip(sent, self.ids, self.weights, strict=True)]
+        want = [
+            home_sum(*inputs, ranks, self.experts, self.buffer.domain_size)
+            for inputs in zip(sent, self.ids, self.weights, strict=True)
+        ]
         for slot, y in combined:
             self.wrong.add_(count_differences(y(), want[slot]))
 
@@ -203,7 +225,7 @@ class Chain:
         return int(self.wrong)
 
 
-def chain_buffer(group: Any, device: str | torch.device) -> nccl_ep.Buffer:
+def chain_buffer(group: Any, device: str | torch.device, **options: Any) -> nccl_ep.Buffer:
     """A buffer for chains. ``group``: a rendezvous, or None for a world of one rank."""
     ranks = 1 if group is None else group.size()
     return nccl_ep.Buffer.for_shapes(
@@ -214,6 +236,7 @@ def chain_buffer(group: Any, device: str | torch.device) -> nccl_ep.Buffer:
         num_experts=LOCAL_EXPERTS * ranks,
         device=device,
         timeout=of_living_ranks(30.0),
+        **options,
     )
 
 

@@ -188,6 +188,8 @@ def check_case(
     check_results(case, inputs, results, got, case.describe())
     if device == "cpu" and not _C.EMULATES_GPU:
         check_wire(case, inputs, got)
+    if _C.EMULATES_GPU and case.domain_size not in (None, case.num_ranks):
+        check_network(case, inputs, got)
     return results
 
 
@@ -201,21 +203,51 @@ def check_padding(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, w
 def check_wire(case: Case, inputs: list[reference.RankInput], got: list[RankResult]) -> None:
     """One row for each (token, rank with an expert of it), each way, and no byte more."""
     rows = reference.wire_rows(inputs, num_experts=case.num_experts)
-    payload = case.hidden * (1 if case.quant else case.dtype.itemsize)
-    scales = got[0].dispatched.scales
-    body = payload + (0 if scales is None else -(-scales.shape[-1] * scales.element_size() // 16) * 16)
-    is_keyed = not case.quant and (not case.dtype.is_floating_point or case.dtype.itemsize == 1 or scales is not None)
-    keys = -(-body // 512) * 4 if is_keyed else 0
-    out_dtype = case.out_dtype or case.rows_dtype
-    home = case.hidden * (case.wire_dtype or out_dtype).itemsize
+    sent, home = row_bytes(case, got[0].dispatched.scales)
     other = other_bytes(case, inputs, rows).tolist()
     for rank, result in enumerate(got):
         for peer in range(case.num_ranks):
             there, back = int(rows[rank, peer]), int(rows[peer, rank])
             assert result.wire["rows_count"][peer] == there + back, f"{case.describe()}: {rank} -> {peer}"
-            expected = there * (body + -(-keys // 16) * 16) + back * home
+            expected = there * sent + back * home
             assert result.wire["rows"][peer] == expected, f"{case.describe()}: {rank} -> {peer} bytes"
         assert result.wire["other"] == other[rank], f"{case.describe()}: rank {rank} beside rows"
+
+
+def row_bytes(case: Case, scales: torch.Tensor | None) -> tuple[int, int]:
+    """Of a row that is dispatched with these scales, and of one on its way home."""
+    payload = case.hidden * (1 if case.quant else case.dtype.itemsize)
+    body = payload + (0 if scales is None else -(-scales.shape[-1] * scales.element_size() // 16) * 16)
+    is_keyed = not case.quant and (not case.dtype.is_floating_point or case.dtype.itemsize == 1 or scales is not None)
+    keys = -(-body // 512) * 4 if is_keyed else 0
+    out_dtype = case.out_dtype or case.rows_dtype
+    return body + -(-keys // 16) * 16, case.hidden * (case.wire_dtype or out_dtype).itemsize
+
+
+def check_network(case: Case, inputs: list[reference.RankInput], got: list[RankResult]) -> None:
+    """Between domains: one row for each (token, domain with an expert of it), each way, a record a call, and no byte
+    more; from a rank to those of its place in the other domains."""
+    size = case.domain_size or case.num_ranks
+    sent, home = row_bytes(case, got[0].dispatched.scales)
+    local = case.num_experts // case.num_ranks * size  # experts of a domain
+    to_domain = torch.zeros(case.num_ranks, case.num_ranks // size, dtype=torch.int64)  # rows
+    for source, given in enumerate(inputs):
+        ids = given.topk_idx
+        domains = torch.where((ids >= 0) & (ids < case.num_experts), ids // local, -1)
+        for domain in range(case.num_ranks // size):
+            to_domain[source, domain] = (domains == domain).any(-1).sum()
+    entries = [-(-tokens * case.topk // 4) * 16 for tokens in case.tokens]
+    is_weighted = case.combine_weights in ("tensor", "masked")
+    for rank, result in enumerate(got):
+        for peer in range(case.num_ranks):
+            expected = 0
+            if peer % size == rank % size and peer // size != rank // size:
+                records = 3 * 32 + (4 + 2 * is_weighted) * entries[rank]
+                there, back = int(to_domain[rank, peer // size]), int(to_domain[peer, rank // size])
+                scalars = case.tokens[peer] * -(-case.topk // 4) * 16
+                expected = records + there * sent + back * home + scalars
+            crossed = result.wire["network"][peer]
+            assert crossed == expected, f"{case.describe()}: {rank} -> {peer}: {crossed} bytes, not {expected}"
 
 
 def other_bytes(case: Case, inputs: list[reference.RankInput], rows: torch.Tensor) -> torch.Tensor:

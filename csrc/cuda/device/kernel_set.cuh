@@ -1,9 +1,11 @@
-// Low latency's kernels, and what they are made of, exist in two sets: one can mask late ranks (ll/masking_*.cu), the
-// other has no code for that.
+// Low latency's kernels, and what they are made of, exist in sets: one can mask late ranks (ll/masking_*.cu), one crosses
+// domains over a network (ll/rail_*), the usual one has no code for either.
 #pragma once
 
 #if defined(EP_MASKS_RANKS)
 #define EP_KERNELS masking
+#elif defined(EP_NETWORK)  // the class of EP_NETWORK_HEADER that carries bytes between domains (network/network.h)
+#define EP_KERNELS crossing
 #else
 #define EP_KERNELS unmasking
 #endif
@@ -15,6 +17,11 @@ inline namespace EP_KERNELS {
 constexpr bool kMasksRanks = true;
 #else
 constexpr bool kMasksRanks = false;
+#endif
+#if defined(EP_NETWORK)
+constexpr bool kCrossesDomains = true;
+#else
+constexpr bool kCrossesDomains = false;
 #endif
 
 }  // namespace EP_KERNELS

@@ -31,8 +31,8 @@ constexpr double kMinSetupSeconds = 60;  // NCCL's start takes seconds, however 
 
 class CudaBackend : public Backend {
  public:
-  CudaBackend(std::unique_ptr<Memory> memory, const Window& window, int num_ranks)
-      : memory_(memory.release(), &tear_down), window_(window), num_ranks_(num_ranks) {
+  CudaBackend(std::unique_ptr<Memory> memory, const Window& window, const Topology& topology)
+      : memory_(memory.release(), &tear_down), window_(window), topology_(topology), num_ranks_(topology.num_ranks) {
     const Region<char>& arena = window.ht.arena;
     if (arena.count == 0) return;
     arena_ = std::make_shared<Arena>(memory_->peers.local<char>(arena.offset), arena.offset, arena.count, memory_);
@@ -61,10 +61,12 @@ class CudaBackend : public Backend {
   void ht_combine(const HtCombineParams& params, void* stream) override { run(params, stream); }
   std::shared_ptr<Arena> arena() const override { return arena_; }
   void floor_flags(const LlFloorFlagsParams& params, void* stream) override {
+    check_one_domain("the floors");
     check_served(params);
     run_floor(params, plan_of(params), stream);
   }
   void floor_push(const LlFloorPushParams& params, void* stream) override {
+    check_one_domain("the floors");
     check_served(params);
     const bool is_world = memory_->world != nullptr;
     const int sms = num_blocks(params, is_world ? memory_->num_sms / params.shape.num_ranks : memory_->num_sms);
@@ -111,6 +113,8 @@ class CudaBackend : public Backend {
         cudaMemsetAsync(memory_->state->masks.is_masked, 0, sizeof memory_->state->masks.is_masked, memory_->stream));
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
   }
+
+  WireBytes wire_bytes() const override { return memory_->network ? memory_->network->wire_bytes() : WireBytes{}; }
 
   std::array<int, kNumKinds> last_blocks() const override { return last_blocks_; }
 
@@ -178,6 +182,7 @@ class CudaBackend : public Backend {
   void abort() override {
     std::lock_guard lock(mutex_);
     if (memory_->world) memory_->world->abort(memory_->peers.rank);
+    if (memory_->network) memory_->network->abort();
     if (memory_->nccl_window) memory_->nccl_window->comm().fail();
     if (failure().code != Failure::kNone) return;  // a kernel has set the word, and blocks of its call look at it
     try {
@@ -205,9 +210,56 @@ class CudaBackend : public Backend {
   }
 
   template <class Params>
+  static constexpr bool kIsLl = std::is_same_v<Params, LlDispatchParams> || std::is_same_v<Params, LlCombineParams> ||
+                                std::is_same_v<Params, LlCombineWeightsParams>;
+
+  void check_one_domain(const char* what) const {
+    EP_CHECK(topology_.num_domains() == 1, what, " serve GPUs of one NVLink domain, these are in ",
+             topology_.num_domains());
+  }
+
+  template <class Params>
+  RailPlan rail_plan(const Params& params, int num_sms) const {
+    RailSizes sizes{topology_.num_domains() - 1, params.shape.max_tokens};
+    if constexpr (std::is_same_v<Params, LlDispatchParams>) {
+      sizes.sends_rows = sends(params.phase);
+      sizes.forwards_rows = receives(params.phase);
+    } else if constexpr (std::is_same_v<Params, LlCombineParams>) {
+      sizes.adds_up = receives(params.phase);
+    }
+    return plan_rail(sizes, num_sms);
+  }
+
+  template <class Params>
+  LlRail rail_of(const Params& params, const LlPlan& plan) const {
+    constexpr Kind kind = std::is_same_v<Params, LlDispatchParams> ? Kind::kDispatch : Kind::kCombine;
+    int row_bytes = scalar_row_bytes(params.shape.topk);
+    if constexpr (requires { params.row; }) row_bytes = params.row.wire_bytes();
+    const RailRegions& regions = window_.rail[static_cast<int>(kind)];
+    LlRail rail = LlRail::make(regions, kind, topology_, memory_->peers.rank, row_bytes);
+    const auto need = static_cast<uint64_t>(params.shape.max_tokens) * row_bytes;
+    EP_CHECK(need <= rail.rows_bytes, params.shape.max_tokens, " rows of ", row_bytes,
+             " bytes do not fit the network's part of the window, ", rail.rows_bytes, " bytes", room_for_rows(kind));
+    EP_CHECK(rail_share(params.shape.max_tokens) <= kMaxRailShare, "max_tokens is ", params.shape.max_tokens,
+             ", low latency over several NVLink domains serves ", kMaxRailShare * kRowChannels);
+    const RailPlan blocks = rail_plan(params, num_blocks(params, memory_->num_sms));
+    rail.send_blocks = blocks.send_blocks;
+    rail.forward_blocks = blocks.forward_blocks;
+    rail.sum_blocks = blocks.sum_blocks;
+    if constexpr (requires { params.phase; }) rail.sums_at = params.phase == Phase::kFused ? plan.sender_blocks : 0;
+    return rail;
+  }
+
+  template <class Params>
   Launch<Params> launch_for(const Params& params) const {
     if (memory_->world == nullptr) {
-      return launch_of(params, params.num_tokens, num_blocks(params, memory_->num_sms));
+      const int blocks = num_blocks(params, memory_->num_sms);
+      if constexpr (kIsLl<Params>) {
+        if (memory_->network) {
+          return launch_of(params, params.num_tokens, std::max(blocks - rail_plan(params, blocks).blocks(), 2));
+        }
+      }
+      return launch_of(params, params.num_tokens, blocks);
     }
     // One launch holds the blocks of all ranks: they share the SMs, and a plan.
     const int blocks = memory_->num_sms / params.shape.num_ranks;
@@ -223,11 +275,21 @@ class CudaBackend : public Backend {
       memory_->world->run(memory_->peers.rank, args, stream);
     } else {
       args.plan.pdl = overlaps_before(args.plan);
-      launch(args, stream);
+      launch_over(params, args, stream);
     }
     constexpr bool is_dispatch =
         std::is_same_v<Params, LlDispatchParams> || std::is_base_of_v<HtDispatchParams, Params>;
     last_blocks_[static_cast<int>(is_dispatch ? Kind::kDispatch : Kind::kCombine)] = args.plan.blocks;
+  }
+
+  template <class Params>
+  void launch_over(const Params& params, const KernelArgs<Params>& args, void* stream) {
+    if (memory_->network == nullptr) return launch(args, stream);
+    if constexpr (kIsLl<Params>) {
+      memory_->network->launch(args, rail_of(params, args.plan), stream);
+    } else {
+      check_one_domain("high throughput and the floors");
+    }
   }
 
   // The routing kernel of a dispatch. If the caller asks for the sizes, the host waits for them.
@@ -334,6 +396,7 @@ class CudaBackend : public Backend {
 
   std::shared_ptr<Memory> memory_;  // tensors of the arena keep it
   const LlWindow window_;
+  const Topology topology_;
   const int num_ranks_;
   std::shared_ptr<Arena> arena_;
   bool uses_pdl_ = true;
@@ -342,7 +405,8 @@ class CudaBackend : public Backend {
   std::mutex mutex_;  // of the private stream and its host block
 };
 
-void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, double seconds, ncclComm* given) {
+void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology, uint64_t bytes, double seconds,
+                      ncclComm* given) {
   std::string version;
   on_all_ranks(bootstrap, [&] { version = nccl_version_name(nccl().version); });
   Agreement agreement;
@@ -350,17 +414,37 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, uint64_t bytes, doub
   agreement.check(bootstrap);
   std::shared_ptr<NcclComm> comm = given != nullptr ? NcclComm::borrow(bootstrap, given, memory.device)
                                                     : NcclComm::agree(bootstrap, memory.device, seconds);
-  memory.nccl_window = std::make_unique<NcclWindow>(bootstrap, std::move(comm), bytes, seconds);
+  if (topology.num_domains() > 1) require_network(bootstrap, *comm);
+  memory.nccl_window = std::make_unique<NcclWindow>(bootstrap, std::move(comm), topology, bytes, seconds);
   memory.peers = memory.nccl_window->peers();
+}
+
+void check_domains(const Topology& topology, const Window& window, const GroupConfig& config) {
+  if (topology.num_domains() == 1) return;
+  EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks in ", topology.num_domains(),
+           " NVLink domains: low latency on GPUs serves ", kMaxCudaRanks);
+  EP_CHECK(window.ht.message_words == 0, "the ranks are in ", topology.num_domains(), " NVLink domains of ",
+           topology.domain_size,
+           ", between which GPUs have low latency alone: make the buffer with mode=\"ll\", or of one domain's ranks");
+  EP_CHECK(!config.masks_late_ranks, "late ranks cannot be masked in ", topology.num_domains(), " NVLink domains");
+}
+
+void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& window, const GroupConfig& config,
+                  Memory& memory) {
+  const int domains = topology.num_domains();
+  const NetworkShape shape{LlRail::num_contexts(), LlRail::num_signals(domains), LlRail::max_outstanding()};
+  memory.peers.first = static_cast<uint8_t>(topology.domain_of(bootstrap.rank()) * topology.domain_size);
+  memory.peers.size = static_cast<uint8_t>(topology.domain_size);
+  memory.network =
+      make_network_path(bootstrap, {topology, shape, memory.peers.local<char>(0), window.bytes, memory.peers.stride,
+                                    config.timeout_seconds, memory.nccl_window.get(), config.network_seed});
 }
 
 }  // namespace
 
 std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                            const GroupConfig& config) {
-  EP_CHECK(topology.num_domains() == 1, "the ranks are in ", topology.num_domains(), " NVLink domains of ",
-           topology.domain_size,
-           ", and GPUs of several domains cannot be one buffer yet: make it of one domain's ranks");
+  check_domains(topology, window, config);
   int device = config.device_index;
   GpuIdentity seat{};
   std::optional<DeviceGuard> guard;
@@ -378,18 +462,21 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->own_window), window.bytes));
     memory->peers = {memory->own_window, window.bytes, 0};
   } else if (is_on_one_gpu) {
+    EP_CHECK(topology.num_domains() == 1, "all ranks are on one GPU, which is one domain, not ",
+             topology.num_domains());
     memory->world = OneGpuWorld::join(bootstrap, window.bytes, config.timeout_seconds);
     memory->peers = memory->world->peers(bootstrap.rank());
   } else {
-    make_nccl_window(bootstrap, *memory, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds),
+    make_nccl_window(bootstrap, *memory, topology, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds),
                      config.nccl_comm);
   }
+  if (topology.num_domains() > 1) join_network(bootstrap, topology, window, config, *memory);
   // No rank writes into a window before its owner has cleaned it.
   on_all_ranks(bootstrap, [&] {
     if (config.masks_late_ranks) set_up_masks(*memory, window, bootstrap.num_ranks());
     clean_window(*memory, window);
   });
-  return std::make_unique<CudaBackend>(std::move(memory), window, bootstrap.num_ranks());
+  return std::make_unique<CudaBackend>(std::move(memory), window, topology);
 }
 
 }  // namespace ep

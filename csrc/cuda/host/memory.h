@@ -7,6 +7,7 @@
 #include <atomic>
 #include <memory>
 
+#include "cuda/host/network_path.h"
 #include "cuda/host/one_gpu_world.h"
 #include "cuda/protocol/device_state.h"
 #include "layout/ll/offsets.h"
@@ -41,12 +42,14 @@ struct Memory {
   char* own_window = nullptr;  // a world of one rank
   std::shared_ptr<OneGpuWorld> world;
   std::unique_ptr<NcclWindow> nccl_window;
+  std::unique_ptr<NetworkPath> network;  // between the window and those of other domains
 
   Memory() = default;
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   // On the right device, which is idle. At the end of a process CUDA may be gone: errors mean nothing here.
   ~Memory() {
+    network.reset();
     nccl_window.reset();
     world.reset();
     cudaFree(own_window);

@@ -3,7 +3,9 @@
 namespace ep {
 
 LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
-  return tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.phase != Phase::kFused}, num_sms));
+  return tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.phase != Phase::kFused,
+                                          p.phase == Phase::kFused && p.domain_size != p.shape.num_ranks},
+                                         num_sms));
 }
 
 LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
@@ -22,8 +24,6 @@ NoGeometry geometry_of(const LlCombineWeightsParams&, const LlPlan&) { return {}
 void check_served(const LlCombineParams& p) {
   EP_CHECK(p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype), " wire for ",
            name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
-  EP_CHECK(p.domain_size == p.shape.num_ranks, "domains of ", p.domain_size, " ranks in a world of ", p.shape.num_ranks,
-           ": on CUDA the ranks of a group are one domain");
   EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
 }
 void check_served(const LlCombineWeightsParams&) {}

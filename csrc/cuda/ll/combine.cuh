@@ -9,14 +9,14 @@ namespace ep {
 inline namespace EP_KERNELS {
 
 template <DType kIn, DType kWire, DType kOut, bool kHome>
-__device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args, BlockPosition at) {
+__device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, BlockPosition at) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const LlCombineParams& p = args.params;
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
   EP_SHARED(OpContext, context);
   WarpContext op(context, WarpContext::NotYet{});
-  const CombineRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers, args.state};
+  const CombineRole role{{plan, at, lane_id(), warp_id()}, RailPart::of(args), p, args.geometry, peers, args.state};
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   // While the kernels before this one end.
@@ -54,6 +54,9 @@ __device__ __forceinline__ void combine(const KernelArgs<LlCombineParams>& args,
     if (!is_ok) return;
     if (sends(p.phase) && role.is_creditor()) send_credits(op, p.offsets, peers);
     if (receives(p.phase) && role.is_control()) check_headers(op, p.offsets, peers, p.wait_cost);
+    if constexpr (kCrossesDomains) {
+      if (receives(p.phase) && at.block == at.num_blocks - 1) await_rest(op, args);
+    }
   } else if (is_sender) {
     sender.send_all(role, op, [&] {
       if (!begin()) return false;

@@ -141,7 +141,8 @@ struct Partials {
     if (!budget.is_due()) return false;
     unsigned waited_for = absent(role);
     if (waited_for == 0) waited_for = __ballot_sync(~0u, travels(rank_of_lane(role)));  // part of each has come
-    const auto peer = static_cast<int>(rank_of(__ffs(static_cast<int>(waited_for)) - 1));
+    auto peer = static_cast<int>(rank_of(__ffs(static_cast<int>(waited_for)) - 1));
+    if (kCrossesDomains) peer = role.peers.first + peer % static_cast<int>(role.peers.size);
     return __any_sync(~0u, budget.poll(op, Awaited::kPartials, peer, unit.token, unit.piece));
   }
 
@@ -162,6 +163,11 @@ struct Partials {
   }
 };
 
+// The same over several domains (rail_combine.cuh).
+template <DType kWire, int kCount>
+__device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint64_t sources, const Unit& unit,
+                            int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]);
+
 // Adds up piece `number`. `id`: of choice `lane`. False: a wait was given up.
 template <DType kWire, DType kOut, int kCount>
 __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpContext& op, int number, int id,
@@ -175,12 +181,16 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
   Partials<kWire, kCount> partials(role, op, sources, unit, lane_index);
   float total[kCount];
   begin_sum<kOut>(p, unit.token, lane_index, kMasksRanks ? partials.has_more() : sources != 0, total);
-  LeanWaitBudget budget;
+  if constexpr (kCrossesDomains) {
+    if (!add_domains<kWire, kCount>(role, op, sources, unit, lane_index, own, total)) return false;
+  } else {
+    LeanWaitBudget budget;
 #pragma unroll 1
-  while (partials.has_more()) {
-    partials.begin_batch();
-    if (!partials.await(role, op, unit, budget)) return false;
-    partials.add_to(role, op, unit.token, own, total);
+    while (partials.has_more()) {
+      partials.begin_batch();
+      if (!partials.await(role, op, unit, budget)) return false;
+      partials.add_to(role, op, unit.token, own, total);
+    }
   }
   Numbers<kOut, kCount> out;
   out.from(total);

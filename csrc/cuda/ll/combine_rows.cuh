@@ -4,6 +4,7 @@
 #include "cuda/device/convert.cuh"
 #include "cuda/device/numbers.cuh"
 #include "cuda/ll/headers.cuh"
+#include "cuda/ll/ll_args.cuh"
 #include "cuda/ll/op_context.cuh"
 #include "cuda/ll/routing_messages.cuh"
 #include "cuda/protocol/ids.cuh"
@@ -13,7 +14,7 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-struct CombineRole : WarpRole {
+struct CombineRole : WarpRole, RailPart {
   const LlCombineParams& p;
   const LlCombineGeometry& geometry;
   const LsaPeers& peers;

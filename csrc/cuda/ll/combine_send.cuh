@@ -25,7 +25,8 @@ struct Sender {
   Unit unit;                 // whose rows are being loaded
   Terms terms;
   bool is_any;  // of this rank's experts has a row of the token, if only a dropped one
-  char* slot;   // in bank 0 of the home rank, of this lane's numbers
+  bool is_token;
+  char* slot;  // in bank 0 of the home rank, of this lane's numbers
   RowBatch<kIn, kCount> rows;
   Numbers<kWire, kCount> sum;
 
@@ -124,13 +125,15 @@ struct Sender {
   // Makes the next unit the one to add up, and loads its rows.
   __device__ __forceinline__ void load_rows(const CombineRole& role, int home_tokens) {
     unit = next;
-    terms = checked(role, next_terms, unit.token < home_tokens);
+    is_token = unit.token < home_tokens;
+    terms = checked(role, next_terms, is_token);
     rows.load(role, terms, next_rows);
     is_any = __any_sync(~0u, terms.row != kNoRow);
     const int lane_index = unit.piece * 32 + role.lane;
-    slot =
-        role.peers.at<char>(role.home_of(unit.home), role.p.offsets.row<kMasksRanks>(0, role.peers.rank, unit.token)) +
-        lane_index * static_cast<int>(sizeof sum);
+    const int home = role.home_of(unit.home);
+    slot = role.peers.at<char>(target_of(role.peers, home),
+                               role.p.offsets.row<kMasksRanks>(0, slot_source(role.peers, home), unit.token)) +
+           lane_index * static_cast<int>(sizeof sum);
     if (lane_index * kCount >= role.p.hidden) slot = nullptr;
   }
   // The weights of the unit's home rank, which had sent `seen`. Mostly they are all there. Waits inline: after a call
@@ -164,6 +167,14 @@ struct Sender {
     if (is_any && slot != nullptr && !is_masked_now(op, role.home_of(unit.home))) {
       sum.store_remote(slot + bank_offset, 0);
     }
+    if constexpr (kCrossesDomains) tell_presence(role, op);
+  }
+  // The rank that adds up the domain for a home rank learns of every token whether this rank has a partial sum of it.
+  __device__ __forceinline__ void tell_presence(const CombineRole& role, const WarpContext& op) const {
+    const int home = role.home_of(unit.home);
+    if (!is_token || unit.piece != 0 || role.lane != 0 || reaches(role.peers, home)) return;
+    const Offset word = role.p.offsets.id_words<kMasksRanks>(op.bank, slot_source(role.peers, home), unit.token);
+    ptx::st_relaxed_sys(role.peers.at<uint64_t>(target_of(role.peers, home), word), tagged(is_any ? 1 : 0, op.tag));
   }
 };
 

@@ -6,12 +6,13 @@
 #pragma once
 
 #include "cuda/ll/dispatch_receive.cuh"
+#include "cuda/ll/ll_args.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
 
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
-__device__ __forceinline__ void dispatch(const KernelArgs<LlDispatchParams>& args, BlockPosition at, char* shared) {
+__device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, BlockPosition at, char* shared) {
   const LlDispatchParams& p = args.params;
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;

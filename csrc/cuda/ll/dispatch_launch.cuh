@@ -5,12 +5,10 @@
 #include "base/check.h"
 #include "cuda/launch/launch_util.h"
 #include "cuda/ll/dispatch.cuh"
+#include "cuda/ll/dispatch_instances.cuh"
 
 namespace ep {
 namespace {
-
-// As in plan_dispatch(): pieces of four steps need more registers a thread.
-constexpr int max_threads(int steps) { return steps == 2 ? 640 : 512; }
 
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
@@ -28,62 +26,13 @@ __global__ void __launch_bounds__(max_threads(kSteps), 1)
   dispatch<kEncoding, kType, kSteps, kLayout>(all[blockIdx.x / blocks], at, shared);
 }
 
-template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
-struct Instance {
-  static constexpr Encoding encoding = kEncoding;
-  static constexpr DType type = kType;
-  static constexpr int steps = kSteps;
-  static constexpr OutputLayout layout = kLayout;
-};
-
-// Calls body with the template instance for these parameters.
-template <OutputLayout kLayout, class Body>
-void with_encoding(const LlDispatchParams& p, int steps, Body body) {
-  constexpr OutputLayout k = kLayout;
-  if (p.quant != Quant::kNone && p.dtype == DType::kBF16) return body(Instance<Encoding::kFp8, DType::kBF16, 2, k>{});
-  if (p.quant != Quant::kNone) return body(Instance<Encoding::kFp8, DType::kF16, 2, k>{});
-  if (p.row.is_keyed) return body(Instance<Encoding::kKeyed, DType::kBF16, 2, k>{});
-  if (steps == 2) return body(Instance<Encoding::kFloat, DType::kBF16, 2, k>{});
-  return body(Instance<Encoding::kFloat, DType::kBF16, 4, k>{});
-}
-template <class Body>
-void with_instance(const LlDispatchParams& p, int steps, Body body) {
-  switch (p.output.layout) {
-    case OutputLayout::kExpertMajor:
-      return with_encoding<OutputLayout::kExpertMajor>(p, steps, body);
-    case OutputLayout::kPacked:
-      return with_encoding<OutputLayout::kPacked>(p, steps, body);
-    case OutputLayout::kRankMajor:
-      return with_encoding<OutputLayout::kRankMajor>(p, steps, body);
-    case OutputLayout::kFlat:
-      return with_encoding<OutputLayout::kFlat>(p, steps, body);
-  }
-}
-
 void load_all() {
   const auto load = [](auto instance) {
     using I = decltype(instance);
     load_kernel(&ll_dispatch<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
     load_kernel(&ll_dispatch_world<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
   };
-  constexpr OutputLayout kLayouts[] = {OutputLayout::kExpertMajor, OutputLayout::kPacked, OutputLayout::kRankMajor,
-                                       OutputLayout::kFlat};
-  LlDispatchParams p;
-  for (int steps : {2, 4}) {
-    for (bool is_keyed : {false, true}) {
-      for (DType dtype : {DType::kBF16, DType::kF16}) {
-        for (Quant quant : {Quant::kNone, Quant::kFp8}) {
-          for (OutputLayout layout : kLayouts) {
-            p.output.layout = layout;
-            p.row.is_keyed = is_keyed;
-            p.dtype = dtype;
-            p.quant = quant;
-            with_instance(p, steps, load);
-          }
-        }
-      }
-    }
-  }
+  for_all_instances(load);
 }
 
 void launch_one(const KernelArgs<LlDispatchParams>& args, void* stream) {

@@ -155,7 +155,8 @@ struct Outgoing {
     const int rank = role.peers.rank, num_ranks = role.p.shape.num_ranks;
     slot = role.p.offsets.row<kMasksRanks>(0, rank, token) + lane_offset<kSteps>(index, role.lane);
     const Choice choice = choice_of(role, id);
-    const bool wanted = choice.rank >= 0 && (choice.rank != rank || role.sends_to_itself());
+    const bool wanted =
+        choice.rank >= 0 && reaches(role.peers, choice.rank) && (choice.rank != rank || role.sends_to_itself());
     const int turn = choice.rank - rank - 1 + (choice.rank <= rank ? num_ranks : 0);
     turns[0] = __reduce_or_sync(~0u, wanted && turn < 32 ? 1u << turn : 0);
     turns[1] = num_ranks > 32 ? __reduce_or_sync(~0u, wanted && turn >= 32 ? 1u << (turn - 32) : 0) : 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/device/lanes.cuh"
+#include "cuda/ll/op_context.cuh"
 #include "cuda/protocol/headers.cuh"
 #include "transport/device/lsa_peers.h"
 
@@ -19,7 +20,7 @@ struct HeaderLane {
     const int peer = i / OpHeader::kWords, word = i % OpHeader::kWords;
     HeaderLane lane;
     lane.value = header.word(word);
-    if (peer < offsets.num_ranks) {
+    if (peer < offsets.num_ranks && reaches(peers, peer)) {
       lane.target = ptx::opaque(peers.at<uint64_t>(peer, offsets.header(0, peers.rank)) + word);
     }
     return lane;
@@ -38,7 +39,7 @@ struct HeaderLane {
   }
 };
 
-// One warp sends the op header to every rank, itself included. `lane`: its first 32 words.
+// One warp sends the op header to every rank of the domain, itself included. `lane`: its first 32 words.
 __device__ __forceinline__ void send_headers(const WarpContext& op, const LlOffsets& offsets, const LsaPeers& peers,
                                              const HeaderLane& lane) {
   testing_point(Point::kBeforeHeader, op);
@@ -61,6 +62,7 @@ __device__ __forceinline__ void send_credits(const OpContext& context, const LlO
   __threadfence_system();
 #pragma unroll 1
   for (int peer = lane_id(); peer < offsets.num_ranks; peer += 32) {
+    if (!reaches(peers, peer)) continue;
     ptx::st_relaxed_sys(peers.at<uint64_t>(peer, offsets.signal(context.rank)), context.epoch);
   }
 }

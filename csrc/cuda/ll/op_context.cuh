@@ -5,6 +5,7 @@
 #include "cuda/protocol/wait.cuh"
 #include "cuda/testing/testing.cuh"
 #include "runtime/ll/plan.h"
+#include "transport/device/lsa_peers.h"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -25,6 +26,27 @@ struct WarpRole {
   __device__ bool is_control() const { return at.block == 0 && warp == plan.warps - 1; }
   __device__ bool is_creditor() const { return at.block == min(1, at.num_blocks - 1) && warp == plan.warps - 1; }
 };
+
+// Whether stores reach the rank's window: it is of the own domain.
+__device__ __forceinline__ bool reaches(const LsaPeers& peers, int rank) {
+  return !kCrossesDomains || static_cast<unsigned>(rank - peers.first) < peers.size;
+}
+
+// What this rank has of a token of `home`, for a sum, goes to rank target_of(home), to the slot of source
+// slot_source(home): to the home rank, or to the one of its place in the own domain, which adds up the domain.
+__device__ __forceinline__ int target_of(const LsaPeers& peers, int home) {
+  return kCrossesDomains ? peers.first + home % static_cast<int>(peers.size) : home;
+}
+__device__ __forceinline__ int slot_source(const LsaPeers& peers, int home) {
+  return kCrossesDomains ? home - home % static_cast<int>(peers.size) + peers.rank - peers.first : peers.rank;
+}
+
+// Blocks that read the epoch of an operation. In front of those at `at` are the ones of the rail, if there is one.
+template <class Args>
+__device__ __forceinline__ int num_readers(const Args& args, BlockPosition at) {
+  if constexpr (requires { args.rail; }) return args.rail.blocks() + at.num_blocks;
+  return at.num_blocks;
+}
 
 __device__ __forceinline__ bool is_leader_warp() { return threadIdx.x >= blockDim.x - 32; }
 
@@ -105,7 +127,7 @@ __device__ __noinline__ bool await_credits(const OpContext& op, const Args& args
   WaitBudget budget;
 #pragma unroll 1
   for (int source = lane_id(); source < args.num_ranks; source += 32) {
-    if (is_masked(op, source)) continue;
+    if (is_masked(op, source) || !reaches(args.peers, source)) continue;
     uint64_t credit = credit_of_lane;
     if (source >= 32) credit = ptx::ld_acquire_sys(args.credits + source);
     if (!kMasksRanks) budget = {};
@@ -140,7 +162,8 @@ __device__ __forceinline__ bool begin_op(OpContext& context, WarpContext& op, co
   op.bank = has_bug(Bug::kOneBank, opening.kind) ? 0 : bank_of(epoch);
   if (kMasksRanks) opening.masked.note(context, args.peers.rank, args.num_ranks);
   const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch ||
-                          is_masked(context, lane_id()) || has_bug(Bug::kIgnoredCredits, opening.kind);
+                          is_masked(context, lane_id()) || !reaches(args.peers, lane_id()) ||
+                          has_bug(Bug::kIgnoredCredits, opening.kind);
   bool is_ok = opening.has_failed == 0;
   if (args.num_ranks > 32 || !__all_sync(~0u, has_credit)) {
     is_ok = await_credits(context, args, opening.last_epoch, opening.credit) && is_ok;
@@ -170,7 +193,7 @@ __device__ __forceinline__ void advance_epoch(const Args& args, const Opening& o
   if (has_bug(Bug::kEarlyEpoch, kind) && place == 0) {
     ptx::st_relaxed_gpu(&args.state->epoch[k].epoch, opening.last_epoch + 1);
   }
-  if (place == static_cast<uint32_t>(at.num_blocks) - 1) {
+  if (place == static_cast<uint32_t>(num_readers(args, at)) - 1) {
     ptx::st_relaxed_gpu(&ticket.started, 0u);
     if (has_bug(Bug::kReusedEpoch, kind) && opening.last_epoch % 5 == 4) return;
     ptx::st_relaxed_gpu(&args.state->epoch[k].epoch, opening.last_epoch + 1);

@@ -3,6 +3,7 @@
 
 #include "base/math.h"
 #include "cuda/device/lanes.cuh"
+#include "cuda/ll/op_context.cuh"
 #include "cuda/protocol/ids.cuh"
 #include "cuda/protocol/wait.cuh"
 #include "transport/device/lsa_peers.h"
@@ -45,9 +46,11 @@ struct RoutingLane {
       const uint32_t theirs = __shfl_sync(~0u, mine, index * per_word + j);
       word |= (theirs >> 16 == static_cast<uint32_t>(peer) ? theirs & 0xFFFF : none) << j * bits;
     }
-    if (peer >= offsets.num_ranks) ids = nullptr;
+    if (peer >= offsets.num_ranks || !reaches(peers, peer)) ids = nullptr;
     value = weight_of_choice;
-    weight = pass != 0 || choice.rank < 0 ? nullptr : weight + choice.rank * (peers.stride / sizeof(uint64_t));
+    weight = pass != 0 || choice.rank < 0 || !reaches(peers, choice.rank)
+                 ? nullptr
+                 : weight + choice.rank * (peers.stride / sizeof(uint64_t));
   }
   __device__ __forceinline__ static RoutingLane of(const LlOffsets& offsets, const LsaPeers& peers,
                                                    const Divisor& by_id_words, int pass, int token,
@@ -66,7 +69,7 @@ struct RoutingLane {
   }
 };
 
-// One warp sends the routing of an own token to every rank, itself included.
+// One warp sends the routing of an own token to every rank of the domain, itself included.
 __device__ __forceinline__ void send_routing(const WarpContext& op, const LlOffsets& offsets, const LsaPeers& peers,
                                              const Divisor& by_id_words, int first_pass, int token,
                                              const Choice& choice, float weight) {

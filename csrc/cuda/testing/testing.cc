@@ -30,6 +30,12 @@ constexpr NamedBug kNamedBugs[] = {
     {"early_epoch", testing::Bug::kEarlyEpoch},
     {"torn_rows", testing::Bug::kTornRows},
     {"unannounced_rows", testing::Bug::kUnannouncedRows},
+    {"signal_before_data", testing::Bug::kSignalBeforeData},
+    {"one_parity", testing::Bug::kOneParity},
+    {"one_staging_bank", testing::Bug::kOneStagingBank},
+    {"skipped_wait", testing::Bug::kSkippedWait},
+    {"early_source", testing::Bug::kEarlySource},
+    {"skipped_chunk", testing::Bug::kSkippedChunk},
 };
 static_assert(static_cast<int>(testing::Bug::kNumBugs) <= 32, "a bit for each");
 

@@ -8,6 +8,7 @@
 #include "layout/common/region.h"
 #include "layout/common/shape.h"
 #include "layout/common/wire.h"
+#include "layout/ll/rail_regions.h"
 
 namespace ep {
 
@@ -19,6 +20,8 @@ struct LlSizes {
   // With masks, each source has a part of a bank for itself, whatever the shapes: what a masked rank has left there
   // lies in no other rank's way.
   bool by_source = false;
+  // Over a network of GPUs: ranks of a domain; 0: the world is one domain, or the network is the host's.
+  int rail_domain_size = 0;
 };
 
 struct LlWindow {
@@ -32,6 +35,7 @@ struct LlWindow {
   Region<uint64_t> flags;       // [source]: the floor of flags alone; each has one writer, and grows
   Region<uint64_t> flag_epoch;  // of the last such exchange; its owner's alone
   Region<uint64_t> heartbeats;  // [source]: with masks, heartbeats; each has one writer
+  RailRegions rail[kNumKinds];  // of several domains of GPUs
   uint64_t bytes = 0;
   bool by_source = false;
 
@@ -49,6 +53,10 @@ struct LlWindow {
     window.flags = carver.take<uint64_t>(num_ranks);
     window.flag_epoch = carver.take<uint64_t>(1);
     window.heartbeats = carver.take<uint64_t>(num_ranks);
+    for (int k = 0; k < kNumKinds && sizes.rail_domain_size > 0; k++) {
+      const Topology topology{num_ranks, sizes.rail_domain_size};
+      window.rail[k] = RailRegions::take(carver, topology, sizes.tagged_bytes, sizes.row_bytes[k]);
+    }
     window.bytes = align_up<uint64_t>(carver.used(), 4096);
     return window;
   }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "layout/ll/rail.h"
+
 namespace ep {
 namespace {
 
@@ -14,6 +16,16 @@ constexpr int kFewBlocks = 48;       // below, what counts is how much a sending
 int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * share_of_132 + 66) / 132, 1, blocks - 1); }
 
 }  // namespace
+
+RailPlan plan_rail(const RailSizes& sizes, int num_sms) {
+  // A unit of work is a share of the tokens for, or from, a domain: more blocks than units have nothing to do.
+  const int units = sizes.others * std::clamp(sizes.num_tokens, 1, kRowChannels), most = std::max(num_sms / 4, 1);
+  RailPlan plan;
+  if (sizes.sends_rows) plan.send_blocks = std::min(units, most);
+  plan.forward_blocks = std::min(sizes.forwards_rows ? sizes.others + units : sizes.others, most);
+  if (sizes.adds_up) plan.sum_blocks = std::min(units, most);
+  return plan;
+}
 
 LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
   LlPlan plan;
@@ -45,7 +57,8 @@ LlPlan plan_combine(const LlCombineSizes& sizes, int num_sms) {
   plan.blocks = num_sms;
   plan.warps = 20;
   plan.groups = 4;
-  if (sizes.is_staged || sizes.num_tokens * ceil_div(sizes.hidden, 256) <= kFewPieces || num_sms == 1) {
+  const bool is_mixed = sizes.is_staged || sizes.num_tokens * ceil_div(sizes.hidden, 256) <= kFewPieces || num_sms == 1;
+  if (is_mixed && !sizes.is_apart) {
     plan.sender_blocks = num_sms;
     plan.sender_warps = plan.receiver_warp0 = 9;
     plan.receiver_warps = 10;

@@ -42,7 +42,23 @@ struct LlCombineSizes {
   int num_tokens = 0;  // of this rank
   int hidden = 0;
   bool is_staged = false;  // one half of the operation
+  bool is_apart = false;   // between domains: senders and receivers have blocks of their own, two at least
 };
+
+// Blocks of an operation between domains that are for the network (LlRail).
+struct RailPlan {
+  int send_blocks = 1, forward_blocks = 1, sum_blocks = 0;
+
+  EP_HD int blocks() const { return send_blocks + forward_blocks + sum_blocks; }
+};
+struct RailSizes {
+  int others = 1;                                  // domains beside the own one
+  int num_tokens = 0;                              // the most that a rank may have
+  bool sends_rows = false, forwards_rows = false;  // of a dispatch, by the halves of it
+  bool adds_up = false;                            // a combine, but for its sending half
+};
+// Of `num_sms` blocks. Where these are few the launch has more: one of each kind, and two for the rest.
+RailPlan plan_rail(const RailSizes& sizes, int num_sms);
 
 LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms);
 // Ranks may have different plans in a call, with as many blocks (docs/memory_model.md, forward progress).

@@ -16,8 +16,12 @@
 #include "torch/binding/interruption.h"
 #include "torch/binding/policy.h"
 #include "torch/ops/registry.h"
+#include "transport/session.h"
 #if defined(EP_GPU_TESTING)
 #include "cuda/testing/testing.h"
+#endif
+#if defined(EP_WITH_CUDA)
+#include "cuda/host/gin/network_probe.h"
 #endif
 
 namespace py = pybind11;
@@ -144,6 +148,10 @@ py::dict wire_bytes(Group& group) {
   result["rows_count"] = bytes.rows;
   result["rows"] = bytes.row_bytes;
   result["other"] = bytes.other_bytes;
+  if (!bytes.network_bytes.empty()) {
+    result["network_puts"] = bytes.network_puts;
+    result["network"] = bytes.network_bytes;
+  }
   return result;
 }
 
@@ -216,9 +224,11 @@ void define_build_info(py::module_& m) {
       [] {
         const NcclInfo info = nccl_info();
         return py::dict(py::arg("compiled") = info.compiled, py::arg("loaded") = info.loaded,
-                        py::arg("path") = info.path, py::arg("problem") = info.problem);
+                        py::arg("path") = info.path, py::arg("problem") = info.problem,
+                        py::arg("network") = info.network, py::arg("network_problem") = info.network_problem);
       },
-      "Versions of NCCL, of the build and of the process, and why it cannot be used; empty without CUDA.");
+      "Versions of NCCL, of the build and of the process, and why it cannot be used; the kernels for several NVLink "
+      "domains, and why those cannot; empty without CUDA.");
   m.def("time_line", &take_time_line, py::arg("kernel"),
         "Builds with NCCL_EP_STAMPS: for each phase of the last kernel of that name, when each warp passed it, in ns.");
 #if defined(EP_EMULATED_GPU)
@@ -335,6 +345,59 @@ void define_group(py::module_& m) {
       .def("destroy", &NamedGroup::destroy);
 }
 
+#if defined(EP_WITH_CUDA)
+std::unique_ptr<NetworkProbe> make_probe(int rank, int num_ranks, py::function allgather, int device, int domain_size,
+                                         uint64_t window_bytes, int num_contexts, double seconds) {
+  PythonBootstrap bootstrap(rank, num_ranks, std::move(allgather));
+  py::gil_scoped_release no_gil;
+  try {
+    Session session(bootstrap, Collective::kMakeBuffer);
+    return std::make_unique<NetworkProbe>(session, device, Topology::make(num_ranks, domain_size), window_bytes,
+                                          num_contexts, seconds);
+  } catch (const Error&) {
+    rethrow_interruption();
+    throw;
+  }
+}
+
+py::bytes read_probe(NetworkProbe& probe, uint64_t offset, uint64_t bytes) {
+  std::string data(bytes, '\0');
+  {
+    py::gil_scoped_release no_gil;
+    probe.read(offset, data.data(), bytes);
+  }
+  return data;
+}
+
+double exchange_probe(NetworkProbe& probe, std::vector<int> peers, int messages, uint64_t bytes, uint64_t source,
+                      uint64_t target, int rounds, int warm_up, double seconds) {
+  py::gil_scoped_release no_gil;
+  return probe.exchange({std::move(peers), messages, bytes, source, target, rounds, warm_up, seconds});
+}
+
+void define_network_probe(py::module_& m) {
+  py::class_<NetworkProbe>(m, "NetworkProbe", "A window over NCCL with its network, and puts without an operation.")
+      .def(py::init(&make_probe), py::kw_only(), py::arg("rank"), py::arg("num_ranks"), py::arg("allgather"),
+           py::arg("device"), py::arg("domain_size"), py::arg("window_bytes"), py::arg("num_contexts"),
+           py::arg("seconds"))
+      .def(
+          "write",
+          [](NetworkProbe& self, uint64_t offset, std::string_view data) {
+            self.write(offset, data.data(), data.size());
+          },
+          py::arg("offset"), py::arg("data"))
+      .def("read", &read_probe, py::arg("offset"), py::arg("bytes"))
+      .def("exchange", &exchange_probe, py::kw_only(), py::arg("peers"), py::arg("messages"), py::arg("bytes"),
+           py::arg("source"), py::arg("target"), py::arg("rounds") = 1, py::arg("warm_up") = 0,
+           py::arg("seconds") = 10.0,
+           "All ranks: sends the messages to each peer and waits for theirs, in every round. Returns ns a round.")
+      .def("backend", [](NetworkProbe& self) { return gin_backend_name(self.backend()); })
+      .def("versions", [](NetworkProbe& self) {
+        return py::make_tuple(nccl_version_name(self.nccl_version()), nccl_version_name(self.kernel_nccl_version()));
+      });
+}
+#endif
+
 }  // namespace
 }  // namespace ep
 
@@ -347,4 +410,7 @@ PYBIND11_MODULE(_C, m) {
   define_policy(m);
   define_sizes(m);
   define_group(m);
+#if defined(EP_WITH_CUDA)
+  define_network_probe(m);
+#endif
 }

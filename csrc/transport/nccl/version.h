@@ -9,6 +9,7 @@
 #include <string>
 
 #include "base/check.h"
+#include "layout/common/topology.h"
 
 namespace ep {
 
@@ -33,6 +34,22 @@ inline std::string version_problem(int compiled, int loaded) {
   }
   return concat(versions, ": install a release of NCCL ", compiled / 10000,
                 ", or build nccl_ep with the headers of NCCL ", nccl_version_name(loaded));
+}
+
+inline std::string ranks_text(int count) { return concat(count, count == 1 ? " rank" : " ranks"); }
+
+// Empty if NCCL's NVLink domains, of `found` ranks, are those of the buffer; else the sentence for the user.
+inline std::string domain_problem(const Topology& topology, int found) {
+  if (found == topology.domain_size) return "";
+  if (topology.num_domains() == 1) {
+    return concat("the group of ", topology.num_ranks, " ranks crosses NVLink domains of ", ranks_text(found),
+                  ": make the buffer with domain_size=", found, ", or of the ranks of one domain");
+  }
+  const bool divides = topology.num_ranks % found == 0;
+  return concat("the buffer is for NVLink domains of ", ranks_text(topology.domain_size),
+                ", but NCCL finds domains of ", found, ": ",
+                divides ? concat("make it with domain_size=", found) : "put as many ranks on every machine",
+                ", or check NCCL_LSA_TEAM_SIZE and NCCL_MNNVL_ENABLE");
 }
 
 }  // namespace ep

@@ -11,6 +11,7 @@
 #include "base/interruption.h"
 #include "transport/collective_step.h"
 #include "transport/nccl/api.h"
+#include "transport/nccl/version.h"
 
 namespace ep {
 namespace {
@@ -167,6 +168,10 @@ std::shared_ptr<NcclComm> NcclComm::borrow(Bootstrap& bootstrap, ncclComm_t comm
 }
 
 NcclComm::~NcclComm() {
+  if (is_abandoned()) {
+    for (Unfinished& each : unfinished_) static_cast<void>(each.window.release());
+    return;
+  }
   if (!is_own_) {
     for (Unfinished& each : unfinished_) static_cast<void>(each.window.release());
     return;
@@ -195,11 +200,17 @@ void NcclComm::fail() {
   has_failed_ = true;
 }
 
-NcclWindow::NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, uint64_t bytes, double seconds)
+void NcclComm::abandon() {
+  is_abandoned_ = true;
+  fail();
+}
+
+NcclWindow::NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, const Topology& topology, uint64_t bytes,
+                       double seconds)
     : comm_(std::move(comm)) {
   try {
     on_all_ranks(bootstrap, [&] { allocate(bytes); });
-    on_all_ranks(bootstrap, [&] { map(bytes, bootstrap.rank(), bootstrap.num_ranks(), seconds); });
+    on_all_ranks(bootstrap, [&] { map(bytes, topology, bootstrap.rank(), seconds); });
   } catch (...) {
     release();
     throw;
@@ -217,7 +228,7 @@ void NcclWindow::allocate(uint64_t bytes) {
   }
 }
 
-void NcclWindow::map(uint64_t bytes, int rank, int num_ranks, double seconds) {
+void NcclWindow::map(uint64_t bytes, const Topology& topology, int rank, double seconds) {
   // On the heap: NCCL may still write it after a deadline was missed. Then the communicator keeps it, and the memory.
   auto window = std::make_unique<ncclWindow_t>(nullptr);
   try {
@@ -232,36 +243,45 @@ void NcclWindow::map(uint64_t bytes, int rank, int num_ranks, double seconds) {
   }
   window_ = *window;
   if (window_ == nullptr) {
-    raise(
-        ErrorKind::kSystem, "NCCL gave no window that all ", num_ranks,
-        " ranks can reach by loads and stores: the ranks must share one NVLink domain (a machine, or a rack joined by "
-        "NVLink), every GPU must have peer access to every other, and neither NCCL_CUMEM_ENABLE nor NCCL_WIN_ENABLE "
-        "may be 0");
+    raise(ErrorKind::kSystem, "NCCL gave no window that the ", topology.domain_size,
+          " ranks of a domain can reach by loads and stores: they must share one NVLink domain (a machine, or a rack "
+          "joined by NVLink), every GPU must have peer access to every other, and neither NCCL_CUMEM_ENABLE nor "
+          "NCCL_WIN_ENABLE may be 0",
+          topology.num_domains() > 1 ? "; between domains NCCL needs GPU-initiated networking (GIN)" : "");
   }
   const NcclTeam team = nccl().team_lsa(comm_->get());  // valid once a window was registered, in every version
-  if (team.num_ranks != num_ranks || team.rank != rank) {
-    raise(ErrorKind::kSystem, "the group of ", num_ranks, " ranks crosses NVLink domains of ", team.num_ranks,
-          " ranks: until the network path exists, all ranks must share one domain (a machine, or a rack joined by "
-          "NVLink)");
+  const std::string problem = domain_problem(topology, team.num_ranks);
+  if (!problem.empty()) raise(ErrorKind::kSystem, problem);
+  if (team.rank != topology.lsa_rank(rank)) {
+    raise(ErrorKind::kSystem, "rank ", rank, " has place ", team.rank, " in its NVLink domain, expected ",
+          topology.lsa_rank(rank), ": ranks of a domain must have consecutive numbers");
   }
+  const int first_rank = rank - team.rank;
   if (nccl().get_lsa_device_pointer == nullptr) {
     peers_ = query_lsa_peers(window_);
   } else {
     void *first = nullptr, *second = nullptr;
     check_nccl(nccl().get_lsa_device_pointer(window_, 0, 0, &first), "ncclGetLsaDevicePointer", comm_->get());
-    check_nccl(nccl().get_lsa_device_pointer(window_, 0, 1, &second), "ncclGetLsaDevicePointer", comm_->get());
+    if (team.num_ranks > 1) {
+      check_nccl(nccl().get_lsa_device_pointer(window_, 0, 1, &second), "ncclGetLsaDevicePointer", comm_->get());
+    } else {
+      second = static_cast<char*>(first) + bytes;
+    }
     peers_.base = static_cast<char*>(first);
     peers_.stride = static_cast<uint64_t>(static_cast<char*>(second) - static_cast<char*>(first));
     peers_.rank = team.rank;
   }
-  if (peers_.base == nullptr || peers_.stride < bytes || peers_.rank != rank) {
+  if (peers_.base == nullptr || peers_.stride < bytes || peers_.rank != team.rank) {
     raise(ErrorKind::kSystem, "NCCL maps the windows in a way this build does not know (base ",
           static_cast<const void*>(peers_.base), ", stride ", peers_.stride, ", rank ", peers_.rank, ", expected rank ",
-          rank, "): build nccl_ep with the headers of the NCCL loaded, ", nccl().path);
+          team.rank, "): build nccl_ep with the headers of the NCCL loaded, ", nccl().path);
   }
+  peers_.base -= first_rank * peers_.stride;  // so that ranks are those of the world
+  peers_.rank = rank;
 }
 
 void NcclWindow::release() {
+  if (comm_->is_abandoned()) return;
   if (window_ != nullptr) nccl().comm_window_deregister(comm_->get(), window_);
   if (memory_ != nullptr) nccl().mem_free(memory_);
   window_ = nullptr;

@@ -3,6 +3,7 @@
 
 #include <nccl.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -35,6 +36,10 @@ class NcclComm {
   void leave_unfinished(void* memory, std::unique_ptr<ncclWindow_t> window);
   // No new window is made on it, and it ends by abort. Windows of other buffers stay mapped until they go.
   void fail();
+  // A call of NCCL does not return: the communicator and all that it uses stay to the process's end, because to end
+  // them NCCL would wait for that call.
+  void abandon();
+  bool is_abandoned() const { return is_abandoned_.load(std::memory_order_relaxed); }
 
  private:
   NcclComm(ncclComm_t comm, uint64_t id, int rank, int num_ranks, int device, bool is_own);
@@ -52,26 +57,31 @@ class NcclComm {
   int rank_, num_ranks_, device_;
   bool is_own_;
   bool has_failed_ = false;
+  std::atomic<bool> is_abandoned_{false};
   std::vector<Unfinished> unfinished_;
 };
 
 class NcclWindow {
  public:
-  // Collective. Throws on all ranks if the ranks do not share one NVLink domain.
-  NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, uint64_t bytes, double seconds);
+  // Collective. Throws on all ranks if NCCL's NVLink domains are not those of the topology.
+  NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, const Topology& topology, uint64_t bytes,
+             double seconds);
   // Local: a peer's mapping of this memory outlives it. The device must be done with the window.
   ~NcclWindow();
   NcclWindow(const NcclWindow&) = delete;
   NcclWindow& operator=(const NcclWindow&) = delete;
 
-  // Addresses of all ranks, this one's included: the window is used through these alone, because a second address of
-  // the same memory (the one from ncclMemAlloc) is not coherent with it inside a kernel.
+  // Addresses of all ranks of the own domain, this one's included: the window is used through these alone, because a
+  // second address of the same memory (the one from ncclMemAlloc) is not coherent with it inside a kernel. Ranks are
+  // numbered as in the world; those of other domains have no address.
   const LsaPeers& peers() const { return peers_; }
+  ncclWindow_t get() const { return window_; }
   NcclComm& comm() { return *comm_; }
+  const std::shared_ptr<NcclComm>& shared_comm() { return comm_; }
 
  private:
   void allocate(uint64_t bytes);
-  void map(uint64_t bytes, int rank, int num_ranks, double seconds);
+  void map(uint64_t bytes, const Topology& topology, int rank, double seconds);
   void release();
 
   std::shared_ptr<NcclComm> comm_;

@@ -20,7 +20,7 @@ class NcclComm {
 
 class NcclWindow {
  public:
-  NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, uint64_t bytes, double seconds);
+  NcclWindow(Bootstrap& bootstrap, std::shared_ptr<NcclComm> comm, const Topology&, uint64_t bytes, double seconds);
   const LsaPeers& peers() const { return peers_; }
   NcclComm& comm() { return *comm_; }
 

@@ -1,0 +1,51 @@
+// Between GPUs of several domains: NCCL's GIN.
+#include "cuda/host/network_path.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "transport/nccl/gin/comm.h"
+#include "transport/nccl/window.h"
+
+namespace ep {
+namespace {
+
+constexpr double kMinConnectSeconds = 60;  // NCCL connects in seconds, however short the deadline of operations
+
+class GinPath : public NetworkPath {
+ public:
+  GinPath(Bootstrap& bootstrap, const NetworkConfig& config)
+      : window_(config.nccl_window->get()),
+        gin_(bootstrap, config.nccl_window->shared_comm(), {config.shape.num_contexts, config.shape.num_signals},
+             std::max(config.timeout_seconds, kMinConnectSeconds)) {}
+
+  void launch(const KernelArgs<LlDispatchParams>& args, const LlRail& rail, void* stream) override {
+    check(gin_library().launch_dispatch(gin_.dev_comm(), window_, args, rail, stream));
+  }
+  void launch(const KernelArgs<LlCombineParams>& args, const LlRail& rail, void* stream) override {
+    check(gin_library().launch_combine(gin_.dev_comm(), window_, args, rail, stream));
+  }
+  void launch(const KernelArgs<LlCombineWeightsParams>& args, const LlRail& rail, void* stream) override {
+    check(gin_library().launch_combine_weights(gin_.dev_comm(), window_, args, rail, stream));
+  }
+
+ private:
+  static void check(const char* problem) {
+    if (problem != nullptr) raise(ErrorKind::kSystem, problem);
+  }
+
+  ncclWindow_t window_;
+  GinComm gin_;
+};
+
+}  // namespace
+
+void require_network(Bootstrap& bootstrap, NcclComm& comm) { require_gin(bootstrap, comm); }
+
+std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
+  EP_CHECK(config.nccl_window != nullptr, "a world on one GPU is one domain, not ", config.topology.num_domains());
+  return std::make_unique<GinPath>(bootstrap, config);
+}
+
+}  // namespace ep

@@ -1,0 +1,189 @@
+// What low latency's blocks of the rail have in common: how they begin, how they wait for the network, how they send.
+// No block waits for one of a higher number, here or at another rank: first come those that send what is the rank's
+// own, then those that forward it, then the blocks of one domain, those that send before those that receive.
+#pragma once
+
+#include "cuda/ll/headers.cuh"
+#include "cuda/ll/ll_args.cuh"
+#include "cuda/ll/op_context.cuh"
+#include "cuda/ll/routing_messages.cuh"
+
+namespace ep {
+inline namespace EP_KERNELS {
+
+// A block of the rail: the index-th of `step` that have the same role.
+struct RailRole {
+  const LlRail& rail;
+  const LsaPeers& peers;
+  EP_NETWORK network;
+  int index, step;
+
+  // `block`: of the launch; in front of its other blocks.
+  template <class Args>
+  __device__ static RailRole in_front(const Args& args, int block) {
+    const LlRail& rail = args.rail;
+    const bool is_sender = block < rail.send_blocks;
+    return {rail, args.peers, EP_NETWORK(args.network), is_sender ? block : block - rail.send_blocks,
+            is_sender ? rail.send_blocks : rail.forward_blocks};
+  }
+  __device__ int bank_of_staging(int bank, Kind kind) const { return has_bug(Bug::kOneStagingBank, kind) ? 0 : bank; }
+};
+
+// The units of a role: first the records, one of each other domain, then a share of the rows for each.
+struct RailUnit {
+  int domain, channel;
+
+  // Channel 0 is the record.
+  __device__ static RailUnit of(const LlRail& rail, int number) {
+    return {rail.other(number % rail.others()), number / rail.others()};
+  }
+};
+
+// The tokens of a row channel, of a rank that has `tokens`.
+struct Share {
+  int first, count;
+
+  __device__ static Share of(int tokens, int channel) {
+    const int share = rail_share(tokens), first = min((channel - 1) * share, tokens);
+    return {first, min(share, tokens - first)};
+  }
+  __device__ static int channel_of(int tokens, int token) { return 1 + token / rail_share(tokens); }
+};
+
+// Which tokens of a share have a row on the network: rows are packed in the order of tokens.
+struct ShareBits {
+  uint32_t words[kMaxRailShare / 32];
+
+  __device__ void clear() {
+    for (int i = threadIdx.x; i < kMaxRailShare / 32; i += static_cast<int>(blockDim.x)) words[i] = 0;
+  }
+  __device__ void set(int i) { ptx::atom_or_relaxed_shared(&words[i >> 5], 1u << (i & 31)); }
+  __device__ bool has(int i) const { return (words[i >> 5] >> (i & 31) & 1) != 0; }
+  __device__ int count_before(int i) const {
+    int count = 0;
+#pragma unroll 1
+    for (int w = 0; w < i >> 5; w++) count += __popc(words[w]);
+    return (i & 31) == 0 ? count : count + __popc(words[i >> 5] & ((1u << (i & 31)) - 1));
+  }
+};
+
+// All threads of a block of the rail begin an operation with it. False: the buffer has failed.
+template <class Args>
+__device__ __forceinline__ bool begin_rail(OpContext& context, WarpContext& op, const Args& args, Kind kind,
+                                           bool advances_epoch) {
+  ptx::launch_dependents();
+  ptx::wait_for_prerequisites();
+  const Opening opening = open_op(context, args, kind);
+  const bool is_ok = begin_op(context, op, args, opening);
+  if (advances_epoch) advance_epoch(args, opening, kind, {0, args.plan.blocks});
+  return is_ok;
+}
+
+// One thread waits for a channel of the rail peer in `domain`. False: the wait was given up.
+__device__ __forceinline__ bool await_channel(const OpContext& context, const LlRail& rail, const EP_NETWORK& network,
+                                              int domain, int channel) {
+  if (has_bug(Bug::kSkippedWait, context.kind) && channel == 2) return true;
+  const bool is_one = has_bug(Bug::kOneParity, context.kind);
+  const uint64_t expected = is_one ? context.epoch : LlRail::expected(context.epoch);
+  const int word = rail.signal(is_one ? 0 : bank_of(context.epoch), domain, channel);
+  WaitBudget budget;
+  uint64_t seen = network.read_signal(rail.context(channel), word);
+  while (seen < expected) {
+    if (budget.is_spent(context, Awaited::kRail, rail.peer(domain), expected, seen)) return false;
+    seen = network.read_signal(rail.context(channel), word);
+  }
+  return true;
+}
+
+// The same for all threads of a block.
+__device__ __forceinline__ bool await_channel(const RailRole& role, const WarpContext& op, int domain, int channel) {
+  bool is_ok = true;
+  if (threadIdx.x == 0) is_ok = await_channel(op.context, role.rail, role.network, domain, channel);
+  return !__syncthreads_or(!is_ok);
+}
+
+// Of all rail peers, so that nothing of a call is under way when it ends: what nobody waited for might land in a later
+// one. Behind all blocks that others wait for.
+template <class Args>
+__device__ void await_rest(const WarpContext& op, const Args& args) {
+  const EP_NETWORK network(args.network);
+  const int others = args.rail.others();
+#pragma unroll 1
+  for (int number = others + lane_id(); number < others * kRailChannels; number += 32) {
+    const RailUnit unit = RailUnit::of(args.rail, number);
+    if (!await_channel(op.context, args.rail, network, unit.domain, unit.channel)) return;
+  }
+}
+
+// All threads of a block: sends what they have stored at `source`, or a signal alone if that is nothing.
+__device__ __forceinline__ void post(const RailRole& role, const WarpContext& op, int domain, int channel,
+                                     Offset target, Offset source, uint64_t bytes) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const LlRail& rail = role.rail;
+  const int parity = has_bug(Bug::kOneParity, op.context.kind) ? 0 : bank_of(op.context.epoch);
+  const int signal = rail.signal(parity, rail.domain, channel);
+  if (bytes == 0) {
+    role.network.signal(rail.peer(domain), rail.context(channel), signal, 1);
+    return;
+  }
+  __threadfence_system();  // pairs with the network, which reads the source: what the block has stored is there
+  role.network.put_and_signal(rail.peer(domain), rail.context(channel), target, source, bytes, signal, 1);
+}
+
+// ---- The record
+
+// All threads of a block: the own record to every rail peer. `id` and `weight`: of choice i.
+template <class Id, class Weight>
+__device__ __forceinline__ void send_record(const RailRole& role, const WarpContext& op, int entries, Id id,
+                                            Weight weight) {
+  const LlRail& rail = role.rail;
+  const Offset own = rail.own_record(role.bank_of_staging(op.bank, op.context.kind));
+  char* record = role.peers.local<char>(own);
+  auto* header = reinterpret_cast<uint32_t*>(record);
+  auto* ids = reinterpret_cast<int32_t*>(record + RailRecord::ids_at());
+  auto* weights = reinterpret_cast<uint32_t*>(record + RailRecord::weights_at(entries));
+  testing_point(Point::kBeforeHeader, op);
+  if (threadIdx.x < OpHeader::kWords) header[threadIdx.x] = op.context.header->word(static_cast<int>(threadIdx.x));
+  for (int i = threadIdx.x; i < entries; i += static_cast<int>(blockDim.x)) {
+    ids[i] = id(i);
+    weights[i] = weight(i);
+  }
+  for (int i = 0; i < rail.others(); i++) {
+    const int domain = rail.other(i);
+    post(role, op, domain, 0, rail.record_from(op.bank, rail.domain), own, RailRecord::bytes(entries));
+  }
+}
+
+// A rail peer's record, once it has come.
+struct IncomingRecord {
+  const OpHeader* header;
+  int tokens;  // of the peer
+  const int32_t* ids;
+  const uint32_t* weights;
+
+  __device__ __forceinline__ static IncomingRecord of(const RailRole& role, const WarpContext& op, int domain,
+                                                      const Shape& shape) {
+    const char* record = role.peers.local<char>(role.rail.record_from(op.bank, domain));
+    IncomingRecord incoming;
+    incoming.header = reinterpret_cast<const OpHeader*>(record);
+    const auto tokens = incoming.header->word(OpHeader::kNumTokens);
+    incoming.tokens = static_cast<int>(min(tokens, static_cast<uint32_t>(shape.max_tokens)));
+    incoming.ids = reinterpret_cast<const int32_t*>(record + RailRecord::ids_at());
+    incoming.weights = reinterpret_cast<const uint32_t*>(record + RailRecord::weights_at(incoming.tokens * shape.topk));
+    return incoming;
+  }
+};
+
+// The peer's op header to every rank of the own domain, as if the peer had stored it there itself. `peers`: with the
+// peer as their rank.
+__device__ __forceinline__ void forward_header(const WarpContext& op, const LlOffsets& offsets,
+                                               const LsaPeers& as_source, const IncomingRecord& record) {
+  const OpHeader header = *record.header;
+  for (int i = threadIdx.x; i < offsets.num_ranks * OpHeader::kWords; i += static_cast<int>(blockDim.x)) {
+    HeaderLane::of(header, offsets, as_source, i).send(op, offsets, i);
+  }
+}
+
+}  // namespace EP_KERNELS
+}  // namespace ep

@@ -1,0 +1,227 @@
+// Low-latency combine over several domains. The ranks of a domain store their partial sums of another domain's tokens
+// into the window of the home rank's rail peer there. Its blocks of the rail add them up in rank order, round the
+// sum to the wire dtype and send it home, one row a token and domain; home ranks add the domains in order.
+//
+// A weight that the home rank gives comes with its record; forwarders store it where the expert's rank looks for it. As
+// the sending half waits for weights, that is a part of it.
+#pragma once
+
+#include "cuda/ll/combine.cuh"
+#include "cuda/ll/rail.cuh"
+
+namespace ep {
+inline namespace EP_KERNELS {
+
+// The domain's sums for the home rank in `unit.domain`, a share of its tokens. All threads of a block call. False: a
+// wait was given up.
+template <DType kWire, int kCount>
+__device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, const CombineRole& role,
+                                                 const WarpContext& op, ShareBits& bits, const RailUnit& unit) {
+  const LlCombineParams& p = role.p;
+  const LlRail& rail = rail_role.rail;
+  const int home = rail.peer(unit.domain), first_source = unit.domain * rail.domain_size;
+  const int warps = static_cast<int>(blockDim.x) / 32, pieces = role.geometry.schedule.pieces;
+  const Share share = Share::of(min(__ldg(p.handle.tokens + home), p.shape.max_tokens), unit.channel);
+  const auto presence = [&](int lsa, int token) {
+    return role.peers.local<uint64_t>(p.offsets.id_words<kMasksRanks>(op.bank, first_source + lsa, token));
+  };
+  __syncthreads();  // the share before is done
+  bits.clear();
+  __syncthreads();
+  for (int i = threadIdx.x; i < share.count; i += static_cast<int>(blockDim.x)) {
+    uint32_t any = 0;
+#pragma unroll 1
+    for (int lsa = 0; lsa < rail.domain_size; lsa++) {
+      any |= await_word(op, presence(lsa, share.first + i), Awaited::kPartials, role.peers.first + lsa);
+    }
+    if (any != 0) bits.set(i);
+  }
+  bool is_ok = !__syncthreads_or(op.context.has_failed());
+  const int staging = rail_role.bank_of_staging(op.bank, Kind::kCombine);
+#pragma unroll 1
+  for (int u = role.warp; is_ok && u < share.count * pieces; u += warps) {
+    const int i = u / pieces, token = share.first + i;
+    if (!bits.has(i)) continue;
+    uint64_t sources = 0;
+#pragma unroll 1
+    for (int first = 0; first < rail.domain_size; first += 32) {
+      uint64_t word = 0;
+      if (first + role.lane < rail.domain_size) word = ptx::ld_relaxed_sys(presence(first + role.lane, token));
+      sources |= static_cast<uint64_t>(__ballot_sync(~0u, static_cast<uint32_t>(word) != 0)) << first;
+    }
+    const Unit piece{0, u % pieces, token};
+    const int lane_index = min(piece.piece * 32 + role.lane, p.hidden / kCount - 1);
+    Partials<kWire, kCount> partials(role, op, sources << first_source, piece, lane_index);
+    float total[kCount];
+#pragma unroll
+    for (int n = 0; n < kCount; n++) total[n] = kNothingYet;
+    Numbers<kWire, kCount> sum;
+    sum.fill(0);
+    LeanWaitBudget budget;
+#pragma unroll 1
+    while (is_ok && partials.has_more()) {
+      partials.begin_batch();
+      is_ok = partials.await(role, op, piece, budget);
+      if (is_ok) partials.add_to(role, op, token, sum, total);
+    }
+    sum.from(total);
+    const Offset row = rail.row_to(staging, unit.domain, share.first + bits.count_before(i));
+    sum.store(role.peers.local<char>(row), lane_index);
+  }
+  if (__syncthreads_or(!is_ok)) return false;
+  const auto rows = static_cast<uint64_t>(bits.count_before(share.count));
+  const Offset source = rail.row_to(staging, unit.domain, share.first);
+  post(rail_role, op, unit.domain, unit.channel, rail.row_from(op.bank, rail.domain, share.first), source,
+       rows * rail.row_bytes);
+  if (has_bug(Bug::kEarlySource, Kind::kCombine) && rows > 0 && threadIdx.x == 0) {
+    *role.peers.local<uint32_t>(source) ^= 0x55;
+  }
+  return true;
+}
+
+// The record of the home rank in `domain`: its header, and its weights if it gives them, to the ranks of this domain.
+template <bool kHome>
+__device__ __forceinline__ void forward_record(const RailRole& rail_role, const CombineRole& role,
+                                               const WarpContext& op, int domain) {
+  const LlCombineParams& p = role.p;
+  const IncomingRecord record = IncomingRecord::of(rail_role, op, domain, p.shape);
+  LsaPeers as_source = role.peers;
+  as_source.rank = rail_role.rail.peer(domain);
+  forward_header(op, p.offsets, as_source, record);
+  const int weights = kHome ? record.tokens * p.shape.topk : 0;
+  for (int i = threadIdx.x; i < weights; i += static_cast<int>(blockDim.x)) {
+    const int id = record.ids[i];
+    if (!p.shape.valid(id)) continue;
+    const int owner = role.geometry.by_local_experts.divide(id);
+    if (!reaches(role.peers, owner)) continue;
+    const Offset first = p.offsets.weight<kMasksRanks>(op.bank, as_source.rank, 0, 0);
+    ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + i, tagged(record.weights[i], op.tag));
+  }
+}
+
+__device__ __forceinline__ CombineRole combine_role(const LlArgs<LlCombineParams>& args) {
+  const BlockPosition nowhere{0, args.plan.blocks};
+  return {{args.plan, nowhere, lane_id(), warp_id()},
+          RailPart::of(args),
+          args.params,
+          args.geometry,
+          args.peers,
+          args.state};
+}
+
+// Blocks in front of the launch: the record to the rail peers, and theirs to the ranks of this domain.
+template <bool kHome>
+__device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& args, int block) {
+  const LlCombineParams& p = args.params;
+  EP_SHARED(OpContext, context);
+  WarpContext op(context, WarpContext::NotYet{});
+  const RailRole rail_role = RailRole::in_front(args, block);
+  const CombineRole role = combine_role(args);
+  if (!begin_rail(context, op, args, Kind::kCombine, receives(p.phase))) return;
+  if (block < rail_role.rail.send_blocks) {
+    if (rail_role.index != 0 || !sends(p.phase)) return;
+    const auto id = [&](int i) { return __ldg(p.handle.ids + i); };
+    const auto weight = [&](int i) {
+      OwnHomeWeight own;
+      own.load(p, i);
+      return own.bits(p);
+    };
+    // The others want weights alone, and the ids that say whose they are.
+    return send_record(rail_role, op, kHome ? p.num_tokens * p.shape.topk : 0, id, weight);
+  }
+  if (!(kHome ? sends(p.phase) : receives(p.phase))) return;
+  for (int number = rail_role.index; number < rail_role.rail.others(); number += rail_role.step) {
+    const int domain = rail_role.rail.other(number);
+    if (!await_channel(rail_role, op, domain, 0)) return;
+    forward_record<kHome>(rail_role, role, op, domain);
+  }
+}
+
+// Blocks behind those that send partial sums, of a receiving half all of them: the `index`-th of them.
+template <DType kIn, DType kWire, DType kOut>
+__device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args, int index) {
+  constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
+  EP_SHARED(OpContext, context);
+  EP_SHARED(ShareBits, bits);
+  WarpContext op(context, WarpContext::NotYet{});
+  const RailRole rail_role{args.rail, args.peers, EP_NETWORK(args.network), index, args.rail.sum_blocks};
+  const CombineRole role = combine_role(args);
+  if (!begin_rail(context, op, args, Kind::kCombine, true)) return;
+  const int others = args.rail.others();
+  for (int number = others + index; number < others * kRailChannels; number += rail_role.step) {
+    const RailUnit unit = RailUnit::of(args.rail, number);
+    if (has_bug(Bug::kSkippedChunk, Kind::kCombine) && unit.channel == 1) continue;
+    if (!send_domain_sums<kWire, kCount>(rail_role, role, op, bits, unit)) return;
+  }
+}
+
+// ---- At home
+
+// Rows of tokens in [from, to) that come from `domain`. A warp calls.
+__device__ __forceinline__ int count_rows_from(const CombineRole& role, int domain, int from, int to) {
+  const LlCombineParams& p = role.p;
+  const int topk = p.shape.topk;
+  int count = 0;
+#pragma unroll 1
+  for (int token = from; token < to; token += 32) {
+    bool comes = false;
+#pragma unroll 1
+    for (int k = 0; k < topk && token + role.lane < to; k++) {
+      const int id = __ldg(p.handle.ids + (token + role.lane) * topk + k);
+      comes = comes || (p.shape.valid(id) && role.rail->domain_of(role.geometry.by_local_experts.divide(id)) == domain);
+    }
+    count += __popc(__ballot_sync(~0u, comes));
+  }
+  return count;
+}
+
+// A warp waits for a channel. False: the wait was given up.
+__device__ __forceinline__ bool await_channel_of_warp(const CombineRole& role, const WarpContext& op, int domain,
+                                                      int channel) {
+  bool is_ok = true;
+  if (role.lane == 0) {
+    is_ok = await_channel(op.context, *role.rail, EP_NETWORK(*role.network), domain, channel);
+  }
+  is_ok = __all_sync(~0u, is_ok);
+  __syncwarp();
+  return is_ok;
+}
+
+// Adds a piece of all domains that have a sum of the token, in order; the own one's ranks in their order, rounded once.
+template <DType kWire, int kCount>
+__device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint64_t sources, const Unit& unit,
+                            int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
+  const LlRail& rail = *role.rail;
+  const int num_tokens = role.p.num_tokens, channel = Share::channel_of(num_tokens, unit.token);
+  const int first = Share::of(num_tokens, channel).first;
+#pragma unroll 1
+  for (int domain = 0; domain < rail.num_domains; domain++) {
+    const uint64_t all = (2ull << (rail.domain_size - 1)) - 1;
+    const uint64_t inside = sources & all << domain * rail.domain_size;
+    if (inside == 0) continue;
+    Numbers<kWire, kCount> sum;
+    if (domain != rail.domain) {
+      if (!await_channel_of_warp(role, op, domain, channel)) return false;
+      const Offset row = rail.row_from(op.bank, domain, first + count_rows_from(role, domain, first, unit.token));
+      sum.load_relaxed_sys(role.peers.local<char>(row), lane_index);
+    } else {
+      Partials<kWire, kCount> partials(role, op, inside, unit, lane_index);
+      float domain_total[kCount];
+#pragma unroll
+      for (int n = 0; n < kCount; n++) domain_total[n] = kNothingYet;
+      LeanWaitBudget budget;
+#pragma unroll 1
+      while (partials.has_more()) {
+        partials.begin_batch();
+        if (!partials.await(role, op, unit, budget)) return false;
+        partials.add_to(role, op, unit.token, own, domain_total);
+      }
+      sum.from(domain_total);
+    }
+    sum.add_to(total);
+  }
+  return true;
+}
+
+}  // namespace EP_KERNELS
+}  // namespace ep

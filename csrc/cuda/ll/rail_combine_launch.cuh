@@ -1,0 +1,66 @@
+// The kernels of low-latency combine that cross domains, over the network EP_NETWORK (kernel_set.cuh).
+#pragma once
+
+#include "cuda/launch/launch_util.h"
+#include "cuda/launch/with_types.h"
+#include "cuda/ll/rail_combine.cuh"
+#include "cuda/ll/rail_scalars.cuh"
+
+namespace ep {
+namespace {
+
+constexpr int kMaxThreads = 640;
+constexpr int kScalarThreads = 256;
+
+template <DType kIn, DType kWire, DType kOut, bool kHome>
+__global__ void __launch_bounds__(kMaxThreads, 1) rail_combine(const __grid_constant__ LlArgs<LlCombineParams> args) {
+  const LlRail& rail = args.rail;
+  const int own = BlockPosition::own().block;
+  if (own < rail.front_blocks()) return combine_front<kHome>(args, own);
+  int block = own - rail.front_blocks();
+  if (block >= rail.sums_at) {
+    block -= rail.sum_blocks;
+    if (block < rail.sums_at) return combine_sums<kIn, kWire, kOut>(args, block + rail.sum_blocks - rail.sums_at);
+  }
+  combine<kIn, kWire, kOut, kHome>(args, {block, args.plan.blocks});
+}
+
+__global__ void __launch_bounds__(kScalarThreads)
+    rail_scalars_home(const __grid_constant__ LlArgs<LlCombineWeightsParams> args) {
+  const int block = BlockPosition::own().block, front = args.rail.front_blocks();
+  if (block < front) return scalars_front(args, block);
+  scalars_home_by_rail(args, {block - front, args.plan.blocks});
+}
+
+template <class Body>
+void with_instance(const LlCombineParams& p, Body body) {
+  with_types(p.dtype, p.wire_dtype, p.out_dtype, [&](auto types) {
+    if (p.weighting == Weighting::kHome) return body(types, std::true_type{});
+    return body(types, std::false_type{});
+  });
+}
+
+void load_rail_combine() {
+  for_all_types([](auto types) {
+    using T = decltype(types);
+    load_kernel(&rail_combine<T::in, T::wire, T::out, false>, 0);
+    load_kernel(&rail_combine<T::in, T::wire, T::out, true>, 0);
+  });
+  load_kernel(&rail_scalars_home, 0);
+}
+
+void launch_rail(const LlArgs<LlCombineParams>& args, void* stream) {
+  with_instance(args.params, [&](auto types, auto home) {
+    using T = decltype(types);
+    launch_kernel(&rail_combine<T::in, T::wire, T::out, home()>, args.rail.blocks() + args.plan.blocks,
+                  args.plan.threads(), 0, args.plan.pdl, stream, args);
+  });
+}
+
+void launch_rail(const LlArgs<LlCombineWeightsParams>& args, void* stream) {
+  launch_kernel(&rail_scalars_home, args.rail.blocks() + args.plan.blocks, args.plan.threads(), 0, args.plan.pdl,
+                stream, args);
+}
+
+}  // namespace
+}  // namespace ep

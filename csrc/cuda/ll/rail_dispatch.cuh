@@ -1,0 +1,169 @@
+// Low-latency dispatch over several domains: the blocks of the rail. Senders send each rail peer the record and the
+// rows that go to its domain, a row a token. Forwarders store what comes into the windows of their domain, as if the
+// source had done it itself: the receiving code is that of one domain.
+#pragma once
+
+#include "cuda/ll/dispatch.cuh"
+#include "cuda/ll/rail.cuh"
+
+namespace ep {
+inline namespace EP_KERNELS {
+
+struct DispatchRail : RailRole {
+  const LlDispatchParams& p;
+  const LlDispatchGeometry& geometry;
+  int lane = lane_id(), warp = warp_id();
+
+  __device__ DispatchRail(const LlArgs<LlDispatchParams>& args, int block)
+      : RailRole(in_front(args, block)), p(args.params), geometry(args.geometry) {}
+
+  __device__ int pieces() const { return static_cast<int>(geometry.by_pieces.divisor); }
+  __device__ int warps() const { return static_cast<int>(blockDim.x) / 32; }
+  __device__ bool goes_to(int domain, int64_t id) const {
+    const Choice choice = Choice::of(id, p.shape.num_experts, geometry.by_local_experts);
+    return choice.rank >= 0 && rail.domain_of(choice.rank) == domain;
+  }
+};
+
+// Rows of a share that go to `domain`, of `ids` [T, K]. All threads of a block call.
+template <class Id>
+__device__ __forceinline__ int mark_rows(const DispatchRail& role, ShareBits& bits, const Share& share, int domain,
+                                         Id id) {
+  __syncthreads();  // the share before is done
+  bits.clear();
+  __syncthreads();
+  const int topk = role.p.shape.topk;
+  for (int i = threadIdx.x; i < share.count; i += static_cast<int>(blockDim.x)) {
+    bool goes = false;
+#pragma unroll 1
+    for (int k = 0; k < topk; k++) goes = goes || role.goes_to(domain, id((share.first + i) * topk + k));
+    if (goes) bits.set(i);
+  }
+  __syncthreads();
+  return bits.count_before(share.count);
+}
+
+template <Encoding kEncoding, DType kType, int kSteps>
+__device__ __forceinline__ void send_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
+                                          const RailUnit& unit) {
+  const LlDispatchParams& p = role.p;
+  const Share share = Share::of(p.num_tokens, unit.channel);
+  const auto own_id = [&](int i) {
+    return RawId::load(p.topk_idx, p.is_idx64, i).below(p.shape.num_experts, p.is_idx64);
+  };
+  const int rows = mark_rows(role, bits, share, unit.domain, own_id);
+  const int staging = role.bank_of_staging(op.bank, Kind::kDispatch), pieces = role.pieces();
+  for (int u = role.warp; u < share.count * pieces; u += role.warps()) {
+    const int i = role.geometry.by_pieces.divide(u), index = role.geometry.by_pieces.remainder(u, i);
+    if (!bits.has(i)) continue;
+    testing_point(Point::kBetweenRows, op, u);
+    Raw<kEncoding, kSteps> raw;
+    PieceOf<kEncoding, kSteps> piece;
+    load_raw(p, role.geometry, share.first + i, index, role.lane, raw);
+    encode<kEncoding, kType, kSteps>(p, raw, index, piece, role.lane);
+    const Offset row = role.rail.row_to(staging, unit.domain, share.first + bits.count_before(i));
+    store_wire<LocalStore>(role.peers.local<char>(row) + lane_offset<kSteps>(index, role.lane), role.geometry.row,
+                           index, piece, role.lane);
+  }
+  const Offset source = role.rail.row_to(staging, unit.domain, share.first);
+  post(role, op, unit.domain, unit.channel, role.rail.row_from(op.bank, role.rail.domain, share.first), source,
+       static_cast<uint64_t>(rows) * role.rail.row_bytes);
+  if (has_bug(Bug::kEarlySource, Kind::kDispatch) && rows > 0 && threadIdx.x == 0) {
+    *role.peers.local<uint32_t>(source) ^= 0x55;
+  }
+}
+
+// The record of the rail peer in `domain`: header, ids and weights to all ranks of this domain.
+__device__ __forceinline__ void forward_routing(const DispatchRail& role, const WarpContext& op, int domain) {
+  const LlDispatchParams& p = role.p;
+  const IncomingRecord record = IncomingRecord::of(role, op, domain, p.shape);
+  LsaPeers as_source = role.peers;
+  as_source.rank = role.rail.peer(domain);
+  forward_header(op, p.offsets, as_source, record);
+  __syncwarp();
+  for (int token = role.warp; token < record.tokens; token += role.warps()) {
+    testing_point(Point::kBeforeRouting, op, token);
+    const int entry = token * p.shape.topk + role.lane;
+    const bool is_choice = role.lane < p.shape.topk;
+    const Choice choice =
+        Choice::of(is_choice ? record.ids[entry] : -1, p.shape.num_experts, role.geometry.by_local_experts);
+    const float weight = is_choice ? __uint_as_float(record.weights[entry]) : 1.0f;
+    send_routing(op, p.offsets, as_source, role.geometry.by_id_words, 0, token, choice, weight);
+    __syncwarp();
+  }
+}
+
+// The rows of a channel, each to all ranks of this domain that have an expert of its token.
+template <Encoding kEncoding, int kSteps>
+__device__ __forceinline__ void forward_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
+                                             const RailUnit& unit) {
+  const LlDispatchParams& p = role.p;
+  const LlRail& rail = role.rail;
+  const IncomingRecord record = IncomingRecord::of(role, op, unit.domain, p.shape);
+  const Share share = Share::of(record.tokens, unit.channel);
+  mark_rows(role, bits, share, rail.domain, [&](int i) { return record.ids[i]; });
+  const int source = rail.peer(unit.domain), pieces = role.pieces();
+  for (int u = role.warp; u < share.count * pieces; u += role.warps()) {
+    const int i = role.geometry.by_pieces.divide(u), index = role.geometry.by_pieces.remainder(u, i);
+    if (!bits.has(i)) continue;
+    testing_point(Point::kBetweenRows, op, u);
+    const int token = share.first + i;
+    const int id = role.lane < p.shape.topk ? record.ids[token * p.shape.topk + role.lane] : -1;
+    const Choice choice = Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
+    uint64_t targets = destinations(p.shape.num_ranks, choice) >> role.peers.first;
+    targets &= (2ull << (role.peers.size - 1)) - 1;
+    const Offset row = rail.row_from(op.bank, unit.domain, share.first + bits.count_before(i));
+    PieceOf<kEncoding, kSteps> piece;
+    load_wire(role.peers.local<char>(row) + lane_offset<kSteps>(index, role.lane), role.geometry.row, index, piece,
+              role.lane);
+    const Offset slot = p.offsets.row<kMasksRanks>(op.bank, source, token) + lane_offset<kSteps>(index, role.lane);
+#pragma unroll 1
+    for (; targets != 0; targets &= targets - 1) {
+      const int target = role.peers.first + __ffsll(static_cast<long long>(targets)) - 1;
+      store_wire<RemoteStore>(role.peers.at<char>(target, slot), role.geometry.row, index, piece, role.lane);
+    }
+  }
+}
+
+// Blocks in front of the launch call it; the others, behind them, dispatch().
+template <Encoding kEncoding, DType kType, int kSteps>
+__device__ __forceinline__ void dispatch_rail(const LlArgs<LlDispatchParams>& args, int block) {
+  const LlDispatchParams& p = args.params;
+  EP_SHARED(OpContext, context);
+  EP_SHARED(ShareBits, bits);
+  WarpContext op(context, WarpContext::NotYet{});
+  const DispatchRail role(args, block);
+  if (!begin_rail(context, op, args, Kind::kDispatch, receives(p.phase))) return;
+  const int others = role.rail.others(), num_units = others * kRowChannels;
+  if (block < role.rail.send_blocks) {
+    if (!sends(p.phase)) return;
+    if (role.index == 0) {
+      const auto id = [&](int i) {
+        return static_cast<int32_t>(RawId::load(p.topk_idx, p.is_idx64, i).below(p.shape.num_experts, p.is_idx64));
+      };
+      const auto weight = [&](int i) {
+        return __float_as_uint(p.topk_weights != nullptr ? __ldg(p.topk_weights + i) : 1.0f);
+      };
+      send_record(role, op, p.num_tokens * p.shape.topk, id, weight);
+    }
+    for (int number = role.index; number < num_units; number += role.step) {
+      send_rows<kEncoding, kType, kSteps>(role, op, bits, RailUnit::of(role.rail, others + number));
+    }
+    return;
+  }
+  if (!receives(p.phase)) return;
+  for (int number = role.index; number < others + num_units; number += role.step) {
+    const RailUnit unit = RailUnit::of(role.rail, number);
+    if (!await_channel(role, op, unit.domain, 0)) return;
+    if (unit.channel == 0) {
+      forward_routing(role, op, unit.domain);
+      continue;
+    }
+    if (!await_channel(role, op, unit.domain, unit.channel)) return;
+    if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && unit.channel == kRowChannels / 2) continue;
+    forward_rows<kEncoding, kSteps>(role, op, bits, unit);
+  }
+}
+
+}  // namespace EP_KERNELS
+}  // namespace ep

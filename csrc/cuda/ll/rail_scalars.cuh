@@ -1,0 +1,138 @@
+// Scalars of expert rows on their way home over several domains, in place of combine's rows: the home rank's rail peer
+// in a domain collects the domain's. The home rank's record tells whose they are.
+//
+// A row channel of all homes is the same block's on every rank, so that a block waits for blocks of its own number, and
+// for those in front.
+#pragma once
+
+#include "cuda/ll/combine.cuh"
+#include "cuda/ll/rail.cuh"
+
+namespace ep {
+inline namespace EP_KERNELS {
+
+// Blocks in front of the launch: the record to the rail peers, and the op headers of theirs to the ranks of this
+// domain.
+__device__ __forceinline__ void scalars_front(const LlArgs<LlCombineWeightsParams>& args, int block) {
+  const LlCombineWeightsParams& p = args.params;
+  EP_SHARED(OpContext, context);
+  WarpContext op(context, WarpContext::NotYet{});
+  const RailRole role = RailRole::in_front(args, block);
+  if (!begin_rail(context, op, args, Kind::kCombine, true)) return;
+  if (block < role.rail.send_blocks) {
+    if (role.index != 0) return;
+    const auto id = [&](int i) { return p.handle.ids[i]; };
+    return send_record(role, op, p.num_tokens * p.shape.topk, id, [](int) { return 0u; });
+  }
+  for (int number = role.index; number < role.rail.others(); number += role.step) {
+    const int domain = role.rail.other(number);
+    if (!await_channel(role, op, domain, 0)) return;
+    LsaPeers as_source = role.peers;
+    as_source.rank = role.rail.peer(domain);
+    forward_header(op, p.offsets, as_source, IncomingRecord::of(role, op, domain, p.shape));
+  }
+}
+
+// The own scalars of tokens of all homes.
+__device__ __forceinline__ void send_scalars(const RailRole& role, const WarpContext& op,
+                                             const LlCombineWeightsParams& p, int channel) {
+  const int topk = p.shape.topk, map_k = p.output.map_k();
+  const bool expert_rows = has_expert_rows(p.output.layout);
+  for (int home = 0; home < p.shape.num_ranks; home++) {
+    const Share share = Share::of(min(p.handle.tokens[home], p.shape.max_tokens), channel);
+    for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
+      const int token = share.first + i / topk, k = i % topk;
+      const int32_t row = p.handle.rows[p.offsets.slot(home, token) * map_k + (expert_rows ? k : 0)];
+      if (row == kNoRow) continue;
+      const bool is_there = row >= 0 && row < p.output.rows();  // else dropped, or of a handle that was changed
+      const float value = is_there ? p.values[expert_rows ? row : static_cast<int64_t>(row) * topk + k] : 0.0f;
+      const Offset there = p.offsets.weight<kMasksRanks>(op.bank, slot_source(role.peers, home), token, k);
+      auto* target = role.peers.at<uint64_t>(target_of(role.peers, home), there);
+      ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), op.tag));
+    }
+  }
+}
+
+// The domain's scalars for the home rank in `domain`. False: a wait was given up.
+__device__ __forceinline__ bool send_domain_scalars(const RailRole& role, const WarpContext& op,
+                                                    const LlCombineWeightsParams& p, int domain, int channel) {
+  const LlRail& rail = role.rail;
+  if (!await_channel(role, op, domain, 0)) return false;
+  const IncomingRecord record = IncomingRecord::of(role, op, domain, p.shape);
+  const Share share = Share::of(record.tokens, channel);
+  const int topk = p.shape.topk, first_source = domain * rail.domain_size;
+  const int staging = role.bank_of_staging(op.bank, Kind::kCombine);
+  for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
+    const int token = share.first + i / topk, k = i % topk, id = record.ids[token * topk + k];
+    uint32_t bits = 0;
+    if (p.shape.valid(id) && reaches(role.peers, p.shape.owner(id))) {
+      const int owner = p.shape.owner(id), source = first_source + owner - role.peers.first;
+      const auto* word = role.peers.local<uint64_t>(p.offsets.weight<kMasksRanks>(op.bank, source, token, k));
+      bits = await_word(op, word, Awaited::kScalars, owner);
+    }
+    role.peers.local<uint32_t>(rail.row_to(staging, domain, token))[k] = bits;
+  }
+  if (__syncthreads_or(op.context.has_failed())) return false;
+  post(role, op, domain, channel, rail.row_from(op.bank, rail.domain, share.first),
+       rail.row_to(staging, domain, share.first), static_cast<uint64_t>(share.count) * rail.row_bytes);
+  return true;
+}
+
+// Of the own tokens, all domains have sent theirs.
+__device__ __forceinline__ void receive_scalars(const RailRole& role, const WarpContext& op,
+                                                const LlCombineWeightsParams& p, int channel) {
+  const LlRail& rail = role.rail;
+  const Share share = Share::of(p.num_tokens, channel);
+  const int topk = p.shape.topk;
+  for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
+    const int token = share.first + i / topk, k = i % topk, id = p.handle.ids[token * topk + k];
+    uint32_t bits = 0;
+    if (p.shape.valid(id)) {
+      const int owner = p.shape.owner(id);
+      if (reaches(role.peers, owner)) {
+        const auto* word = role.peers.local<uint64_t>(p.offsets.weight<kMasksRanks>(op.bank, owner, token, k));
+        bits = await_word(op, word, Awaited::kScalars, owner);
+      } else {
+        const Offset row = rail.row_from(op.bank, rail.domain_of(owner), token);
+        bits = ptx::ld_relaxed_sys(role.peers.local<uint32_t>(row) + k);
+      }
+    }
+    p.out[token * topk + k] = __uint_as_float(bits);
+  }
+}
+
+// The other blocks. `at`: among themselves.
+__device__ __forceinline__ void scalars_home_by_rail(const LlArgs<LlCombineWeightsParams>& args, BlockPosition at) {
+  const LlCombineWeightsParams& p = args.params;
+  EP_SHARED(OpContext, context);
+  WarpContext op(context, WarpContext::NotYet{});
+  const RailRole role{args.rail, args.peers, EP_NETWORK(args.network), at.block, at.num_blocks};
+  if (!begin_rail(context, op, args, Kind::kCombine, true)) return;
+  const bool is_control = at.block == 0 && threadIdx.x < 32;
+  if (is_control) {
+    send_headers(op, p.offsets, args.peers);
+    send_credits(op, p.offsets, args.peers);
+  }
+  testing_point(Point::kBeforeRows, op);
+  for (int channel = 1 + at.block; channel < kRailChannels; channel += at.num_blocks) {
+    send_scalars(role, op, p, channel);
+  }
+  bool is_ok = true;
+  for (int channel = 1 + at.block; channel < kRailChannels; channel += at.num_blocks) {
+    for (int i = 0; is_ok && i < role.rail.others(); i++) {
+      is_ok = send_domain_scalars(role, op, p, role.rail.other(i), channel);
+    }
+  }
+  if (is_control) check_headers(op, p.offsets, args.peers);
+  testing_point(Point::kBeforeReceive, op);
+  // A channel without scalars for this rank is waited for as well: it must not land in a later call.
+  for (int channel = 1 + at.block; channel < kRailChannels; channel += at.num_blocks) {
+    for (int i = 0; is_ok && i < role.rail.others(); i++) {
+      is_ok = await_channel(role, op, role.rail.other(i), channel);
+    }
+    if (is_ok) receive_scalars(role, op, p, channel);
+  }
+}
+
+}  // namespace EP_KERNELS
+}  // namespace ep

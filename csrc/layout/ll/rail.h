@@ -1,0 +1,99 @@
+// Low latency between domains: what crosses goes by the rail, from a rank to its rail peer, the rank of another domain
+// with the same lsa rank (docs/network_protocol.md).
+#pragma once
+
+#include <cstdint>
+
+#include "layout/common/region.h"
+#include "layout/common/topology.h"
+#include "layout/common/wire.h"
+#include "layout/ll/rail_regions.h"
+
+namespace ep {
+
+// A call sends each rail peer all channels of its kind once, each with one signal that grows by 1, however little there
+// is to send. Channel 0 has the record: op header, ids and weights of all tokens. Each of the others has the rows of a
+// share of the tokens.
+constexpr int kRowChannels = 8;
+constexpr int kRailChannels = 1 + kRowChannels;
+constexpr int kRailContexts = 4;  // of the network, for each kind
+
+// Tokens of a row channel; the last ones may have fewer, or none. `tokens`: of the rank whose tokens they are.
+EP_HD int rail_share(int tokens) { return tokens > kRowChannels ? ceil_div(tokens, kRowChannels) : 1; }
+
+constexpr int kMaxRailShare = 2048;
+// Bytes of a token's scalars, which combine_weights sends in place of a row.
+EP_HD int scalar_row_bytes(int topk) { return align_up(topk * 4, 16); }
+
+// One operation's view of the rail, of one rank.
+struct LlRail {
+  Kind kind = Kind::kDispatch;
+  int num_domains = 1, domain_size = 1;
+  int domain = 0, lsa_rank = 0;  // of this rank
+  int row_bytes = 0;             // of a row on the network
+  // Blocks of a launch: those of the rail that send, those that forward, and the others, amid which, behind the first
+  // `sums_at`, lie those that add up the domain for home ranks elsewhere (combine).
+  int send_blocks = 0, forward_blocks = 0, sums_at = 0, sum_blocks = 0;
+  uint64_t record_bytes = 0, rows_bytes = 0;  // of a domain's part of a region
+  Offset record_out = 0, record_in = 0, rows_out = 0, rows_in = 0;
+
+  EP_HD int front_blocks() const { return send_blocks + forward_blocks; }
+  EP_HD int blocks() const { return front_blocks() + sum_blocks; }
+  EP_HD int others() const { return num_domains - 1; }
+  // The i-th of the other domains, beginning behind the own one, so that not all begin with the same.
+  EP_HD int other(int i) const { return (domain + 1 + i) % num_domains; }
+  EP_HD int peer(int a_domain) const { return a_domain * domain_size + lsa_rank; }
+  EP_HD int domain_of(int rank) const { return rank / domain_size; }
+
+  EP_HD Offset own_record(int bank) const { return record_out + bank * record_bytes; }
+  EP_HD Offset record_from(int bank, int a_domain) const {
+    return record_in + static_cast<uint64_t>(bank * num_domains + a_domain) * record_bytes;
+  }
+  // Of the row of index `row`.
+  EP_HD Offset row_to(int bank, int a_domain, int row) const { return rows_out + row_at(bank, a_domain, row); }
+  EP_HD Offset row_from(int bank, int a_domain, int row) const { return rows_in + row_at(bank, a_domain, row); }
+
+  // Names of the network: the signal of a channel of the rail peer in `a_domain`, and what it must have come to at call
+  // `epoch`. Calls of the other parity have words of their own: a put of the next call may land first.
+  EP_HD int context(int channel) const { return static_cast<int>(kind) * kRailContexts + channel % kRailContexts; }
+  EP_HD int signal(int parity, int a_domain, int channel) const {
+    return (parity * num_domains + a_domain) * kRailChannels + channel;
+  }
+  EP_HD static uint64_t expected(uint64_t epoch) { return (epoch + 1) / 2; }
+  static int num_contexts() { return kNumKinds * kRailContexts; }
+  static int num_signals(int num_domains) { return kNumBanks * num_domains * kRailChannels; }
+  // Of a context to a peer that have not landed: those of two calls at most.
+  static int max_outstanding() { return kNumBanks * ceil_div(kRailChannels, kRailContexts); }
+
+  static LlRail make(const RailRegions& regions, Kind kind, const Topology& topology, int rank, int row_bytes) {
+    LlRail rail;
+    rail.kind = kind;
+    rail.num_domains = topology.num_domains();
+    rail.domain_size = topology.domain_size;
+    rail.domain = topology.domain_of(rank);
+    rail.lsa_rank = topology.lsa_rank(rank);
+    rail.row_bytes = row_bytes;
+    rail.record_bytes = regions.record_out.count / kNumBanks;
+    rail.rows_bytes = regions.rows_out.count / (static_cast<uint64_t>(kNumBanks) * rail.num_domains);
+    rail.record_out = regions.record_out.offset;
+    rail.record_in = regions.record_in.offset;
+    rail.rows_out = regions.rows_out.offset;
+    rail.rows_in = regions.rows_in.offset;
+    return rail;
+  }
+
+ private:
+  EP_HD uint64_t row_at(int bank, int a_domain, int row) const {
+    return static_cast<uint64_t>(bank * num_domains + a_domain) * rows_bytes + static_cast<uint64_t>(row) * row_bytes;
+  }
+};
+
+// A record: the op header, int32 ids [T, K] of all experts (-1: none), and a word for the weight of each.
+struct RailRecord {
+  EP_HD static int header_bytes() { return OpHeader::kWords * 4; }
+  EP_HD static int ids_at() { return header_bytes(); }
+  EP_HD static int weights_at(int entries) { return ids_at() + align_up(entries * 4, 16); }
+  EP_HD static int bytes(int entries) { return weights_at(entries) + align_up(entries * 4, 16); }
+};
+
+}  // namespace ep

@@ -1,0 +1,212 @@
+"""NCCL's own network (GIN) between GPUs of one host: its device code, its proxy, and a loopback plugin for the NIC.
+
+Two ranks on two GPUs are two domains of one rank, four ranks are two domains of two. Times say nothing about a NIC.
+NCCL_EP_TEST_GIN_NCCL names the libnccl.so.2 to preload where torch brings an older one; with several, separated by ":",
+each runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nccl_ep import _C
+from tests.support.gin import LIBRARIES, run_world, values, why_not
+from tests.support.gpus import NUM_GPUS, num_cases, num_replays
+
+_reason = why_not() if NUM_GPUS else "no GPU here"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(_reason), reason=_reason)]
+on_libraries = pytest.mark.parametrize(
+    "library", LIBRARIES or [None], ids=lambda each: each.parent.name if each else "loaded"
+)
+FIRST = LIBRARIES[0] if LIBRARIES else None
+
+# Of the plugin, and what its statistics must show then.
+WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, ""),
+    "delayed": ({"delay_us": 300}, ""),
+    "reordered": ({"delay_us": 100, "reorder": 1}, "passed"),
+    "early": ({"delay_us": 100, "early": 1}, "completed_early"),
+    "all": ({"delay_us": 200, "reorder": 1, "early": 1, "seed": 7}, "passed"),
+}
+TRIALS = 2
+MESSAGES_OF_A_TRIAL = 84  # of gin_ranks.MESSAGES, from each peer
+
+
+def note(name: str, found: Any) -> None:
+    """Adds to the file that NCCL_EP_TEST_GIN_JSON names."""
+    if file := os.environ.get("NCCL_EP_TEST_GIN_JSON"):
+        with open(file, "a") as lines:
+            lines.write(json.dumps({"test": name, "found": found}) + "\n")
+
+
+def statistics(file: Path) -> list[dict[str, int]]:
+    return sorted((json.loads(line) for line in file.read_text().splitlines()), key=lambda each: each["rank"])
+
+
+@on_libraries
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_between_two_ranks(library: Path | None, way: str, tmp_path: Path) -> None:
+    plugin, shown = WAYS[way]
+    options = {**plugin, "statistics": tmp_path / "statistics"}
+    found = values(run_world(tmp_path, 2, 1, "probe_bytes", ["rail"], TRIALS, library=library, plugin=options))
+    note(f"two ranks, {way}", found)
+    for each in found:
+        assert each["right"] == TRIALS * MESSAGES_OF_A_TRIAL
+        assert each["backend"] == "proxy"
+    counted = statistics(tmp_path / "statistics")
+    assert len(counted) == 2
+    for each in counted:
+        assert each["requests"] >= TRIALS * MESSAGES_OF_A_TRIAL
+        assert not shown or each[shown] > 0, each
+    note(f"two ranks, {way}, network", counted)
+
+
+@pytest.mark.parametrize("way", ["plain", "all"])
+def test_bytes_between_two_domains_of_two(way: str, tmp_path: Path) -> None:
+    plugin, shown = WAYS[way]
+    options = {**plugin, "statistics": tmp_path / "statistics"}
+    ended = run_world(tmp_path, 4, 2, "probe_bytes", ["rail", "mesh"], 1, library=FIRST, plugin=options, seconds=200.0)
+    found = values(ended)
+    note(f"two domains of two, {way}", found)
+    for each in found:
+        assert each["right"] == MESSAGES_OF_A_TRIAL * (1 + 2)
+    assert not shown or all(each[shown] > 0 for each in statistics(tmp_path / "statistics"))
+
+
+@on_libraries
+def test_times_of_bare_puts(library: Path | None, tmp_path: Path) -> None:
+    found = values(run_world(tmp_path, 2, 1, "probe_times", 40, library=library))
+    note("times of bare puts, us", found)
+    for each in found:
+        assert all(us > 0 for us in each.values())
+
+
+def test_a_network_that_loses_messages(tmp_path: Path) -> None:
+    """Rank 1's end stops taking messages: rank 1 waits for rank 0, which then waits for rank 1."""
+    stall = {"stall_after": 100, "faulty_rank": 1}
+    found = values(run_world(tmp_path, 2, 1, "probe_late", 2.0, library=FIRST, plugin=stall))
+    note("a network that loses messages", found)
+    for rank, each in enumerate(found):
+        assert each["text"].startswith(f"TimeoutError: rank {rank} waited 2 s for rank {1 - rank} on context"), each
+        assert 2.0 <= each["seconds"] < 20.0
+        assert each["again"].startswith("UsageError: this probe has failed")
+
+
+def test_a_dead_rank(tmp_path: Path) -> None:
+    ended = run_world(tmp_path, 2, 1, "probe_dead", 2.0, library=FIRST, kill=[1])
+    note("a dead rank", [each.value for each in ended])
+    assert ended[1].exitcode == -9
+    assert ended[0].value["text"].startswith("TimeoutError: rank 0 waited 2 s for rank 1 on context"), ended[0]
+    assert 2.0 <= ended[0].value["seconds"] < 20.0
+
+
+def test_a_network_that_does_not_connect(tmp_path: Path) -> None:
+    """NCCL waits in the plugin: making it ends at the deadline all the same."""
+    stall = {"connect_stall_s": 60}
+    found = values(run_world(tmp_path, 2, 1, "make_probe", 10.0, library=FIRST, plugin=stall))
+    note("a network that does not connect", found)
+    for each in found:
+        assert "TimeoutError" in each["text"] and "has not connected the network of 2 ranks within 10 s" in each["text"]
+        assert 10.0 <= each["seconds"] < 40.0
+
+
+def test_no_network(tmp_path: Path) -> None:
+    ended = run_world(
+        tmp_path,
+        2,
+        1,
+        "make_probe",
+        30.0,
+        library=FIRST,
+        environment={"NCCL_RMA_PLUGIN": "none", "NCCL_GIN_ENABLE": "1"},
+    )
+    found = values(ended)
+    note("no network", found)
+    for each in found:
+        assert "SystemError" in each["text"], each
+        assert "offers no GPU-initiated networking (GIN) between all ranks: every GPU needs a NIC" in each["text"], each
+        assert "\n" not in each["text"]
+
+
+def test_a_claim_that_is_not_nccls(tmp_path: Path) -> None:
+    found = values(run_world(tmp_path, 2, 1, "make_probe", 30.0, library=FIRST, lsa_size=2))
+    note("a claim unlike NCCL's domains", found)
+    for each in found:
+        assert "the buffer is for NVLink domains of 1 rank, but NCCL finds domains of 2" in each["text"], each
+        assert "make it with domain_size=2" in each["text"]
+
+
+@pytest.mark.skipif(not _C.nccl_info().get("network_problem"), reason="the NCCL loaded has kernels here")
+def test_an_nccl_that_is_too_old(tmp_path: Path) -> None:
+    found = values(run_world(tmp_path, 2, 1, "make_probe", 30.0))
+    note("an NCCL that is too old", found)
+    for each in found:
+        assert each["text"].startswith("SystemError: ") and "several NVLink domains need NCCL 2.3" in each["text"], each
+        assert 'pip install --no-deps "nvidia-nccl-cu13' in each["text"]
+
+
+# ---- Low latency
+
+TOPOLOGIES = {"2x1": (2, 1), "2x2": (4, 2)}  # ranks, ranks of a domain
+CASES = num_cases(12)
+
+
+@pytest.mark.parametrize("way", ["plain", "all"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_low_latency_to_the_bit(topology: str, way: str, tmp_path: Path) -> None:
+    ranks, size = TOPOLOGIES[topology]
+    plugin, shown = WAYS[way]
+    options = {**plugin, "statistics": tmp_path / "statistics"}
+    found = values(
+        run_world(tmp_path, ranks, size, "ll_cases", CASES, 100, library=FIRST, plugin=options, seconds=200.0)
+    )
+    counted = statistics(tmp_path / "statistics")
+    note(f"low latency {topology}, {way}", {"ranks": found, "network": counted})
+    for each in found:
+        assert each["cases"] == CASES + 4 and each["dispatches"] == 2 * each["cases"]
+    assert len(counted) == ranks
+    for each in counted:
+        assert each["bytes"] > 0 and (not shown or each[shown] > 0)
+
+
+@pytest.mark.parametrize("way", ["plain", "all"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_low_latency_in_graphs(topology: str, way: str, tmp_path: Path) -> None:
+    ranks, size = TOPOLOGIES[topology]
+    replays = max(num_replays(60) // (1 if ranks <= NUM_GPUS else 6), 2)
+    found = values(
+        run_world(tmp_path, ranks, size, "ll_chains", replays, library=FIRST, plugin=WAYS[way][0], seconds=200.0)
+    )
+    note(f"low latency in graphs {topology}, {way}", found)
+    assert [each["wrong"] for each in found] == [0] * ranks
+    assert all(each["chains"] > 5 for each in found)
+
+
+def test_low_latency_beside_bare_puts(tmp_path: Path) -> None:
+    """Nothing but the network is slow: at most 1.3 times the time of bare puts of the same bytes."""
+    found = values(run_world(tmp_path, 2, 1, "ll_times", 20, library=FIRST))
+    note("low latency beside bare puts, us", found)
+    for op in ("dispatch", "pair"):
+        assert max(each[op] for each in found) <= 1.3 * max(each[f"{op} puts"] for each in found), found
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_dead_node(topology: str, phase: str, tmp_path: Path) -> None:
+    ranks, size = TOPOLOGIES[topology]
+    dead = list(range(ranks - size, ranks))
+    ended = run_world(tmp_path, ranks, size, "ll_dead", phase, 3.0, library=FIRST, kill=dead, seconds=150.0)
+    note(f"a dead node {topology}, {phase}", [each.value for each in ended])
+    for rank, each in enumerate(ended):
+        if rank in dead:
+            assert each.exitcode == -9
+            continue
+        assert not each.error, each.output
+        assert each.value["text"].startswith(f"TimeoutError: rank {rank} waited 3 s for "), each.value
+        assert f"in {phase}" in each.value["text"], each.value
+        assert each.value["seconds"] < 25 and each.value["destroyed"] < 25 and each.value["again"], each.value

@@ -1,0 +1,42 @@
+// The simulated network as the host sees it.
+#include "simulated_path.h"
+
+#include "nic.h"
+#include "transport/collective_step.h"
+
+namespace ep {
+namespace {
+
+class SimulatedPath : public NetworkPath {
+ public:
+  SimulatedPath(std::shared_ptr<emulator::Nics> nics, int rank) : nics_(std::move(nics)), rank_(rank) {}
+
+  void launch(const KernelArgs<LlDispatchParams>& args, const LlRail& rail, void* stream) override {
+    launch_simulated(args, rail, nics_->args(rank_), stream);
+  }
+  void launch(const KernelArgs<LlCombineParams>& args, const LlRail& rail, void* stream) override {
+    launch_simulated(args, rail, nics_->args(rank_), stream);
+  }
+  void launch(const KernelArgs<LlCombineWeightsParams>& args, const LlRail& rail, void* stream) override {
+    launch_simulated(args, rail, nics_->args(rank_), stream);
+  }
+  WireBytes wire_bytes() const override { return nics_->wire_bytes(rank_); }
+
+ private:
+  std::shared_ptr<emulator::Nics> nics_;
+  const int rank_;
+};
+
+}  // namespace
+
+void require_network(Bootstrap&, NcclComm&) {}
+
+std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
+  load_simulated_dispatch();
+  load_simulated_combine();
+  auto nics = made_by_rank_0<emulator::Nics>(bootstrap,
+                                             [&] { return std::make_shared<emulator::Nics>(config.window, config); });
+  return std::make_unique<SimulatedPath>(std::move(nics), bootstrap.rank());
+}
+
+}  // namespace ep

@@ -1,0 +1,20 @@
+// The launchers of the simulated network, between its files.
+#pragma once
+
+#include "cuda/ll/geometry.h"
+#include "cuda/network/simulated.h"
+#include "cuda/protocol/kernel_args.h"
+#include "layout/ll/rail.h"
+
+namespace ep {
+
+void load_simulated_dispatch();
+void load_simulated_combine();
+void launch_simulated(const KernelArgs<LlDispatchParams>& args, const LlRail& rail, const SimulatedNetworkArgs& network,
+                      void* stream);
+void launch_simulated(const KernelArgs<LlCombineParams>& args, const LlRail& rail, const SimulatedNetworkArgs& network,
+                      void* stream);
+void launch_simulated(const KernelArgs<LlCombineWeightsParams>& args, const LlRail& rail,
+                      const SimulatedNetworkArgs& network, void* stream);
+
+}  // namespace ep

@@ -1,0 +1,231 @@
+"""Low latency between domains of emulated GPUs, over a simulated network: run by tests/support/emulated.py.
+
+What is sent lands late, in pieces and in any order, by the buffer's ``network_seed``; a signal says nothing of puts but
+its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.cases import Case, generate
+from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
+from tests.support.gpu_delays import COMBINE, DISPATCH, delays, meet, set_testing, stress
+from tests.support.gpu_ranks import wide_case
+from tests.support.harness import case_buffer, check_case
+from tests.support.patience import Late, with_more_time
+
+pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
+
+NUM_CASES = int(os.environ.get("NCCL_EP_EMULATOR_CASES", "24"))
+TOPOLOGIES = ((1, 2), (2, 1), (2, 2), (4, 1), (2, 3), (2, 4), (3, 2))  # domains, ranks of each
+OF_SEVERAL = TOPOLOGIES[1:]
+RUNS = 60  # of a chain, in the search for a planted bug
+PERCENT = 2000  # of a delay's usual length
+LAYOUTS = ("expert_major", "packed", "rank_major", "flat")
+
+
+def name_of(topology: tuple[int, int]) -> str:
+    return f"{topology[0]}x{topology[1]}"
+
+
+def cases_of(topology: tuple[int, int], count: int, first: int = 0) -> list[Case]:
+    """The first generated cases of so many ranks, in these domains."""
+    domains, size = topology
+    fitting = (case for case in map(generate, itertools.count(first)) if case.num_ranks == domains * size)
+    return [dataclasses.replace(case, domain_size=size) for case in itertools.islice(fitting, count)]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
+def test_generated_cases(topology: tuple[int, int]) -> None:
+    """Every result to the bit, and every byte that crosses (``check_network``)."""
+    for number, case in enumerate(cases_of(topology, NUM_CASES)):
+        check_case(case, staged=number % 3 == 1, network_seed=number % 4 * 31, num_sms=(0, 1, 3)[number % 3])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_wide_cases(layout: str) -> None:
+    """More tokens than channels, rows of several pieces."""
+    for number, quant in enumerate((None, "fp8", "fp8_ue8m0")):
+        case = wide_case(4, layout=layout, quant=quant, domain_size=2, tokens=(96, 41, 0, 9))
+        check_case(case, staged=number == 1, network_seed=7 + number)
+
+
+@pytest.mark.parametrize("topology", OF_SEVERAL, ids=name_of)
+def test_one_buffer_for_many_cases(topology: tuple[int, int]) -> None:
+    """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
+    cases = [Expected(case) for case in cases_of(topology, 6, first=500)]
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases, domain_size=topology[1], network_seed=5) as buffer:
+            for number, case in enumerate([*cases, *reversed(cases)]):
+                case.run(buffer, staged=number % 3 == 1)
+
+    run_ranks(topology[0] * topology[1], body)
+
+
+@pytest.mark.parametrize("topology", [(2, 2), (4, 1)], ids=name_of)
+@pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
+def test_chains(topology: tuple[int, int], seed: int) -> None:
+    def body(group: ThreadGroup) -> int:
+        wrong = 0
+        with chain_buffer(group, "cpu", domain_size=topology[1], network_seed=9) as buffer:
+            hows: list[How] = [How()] * len(CHAINS) + ([] if seed else list(HOWS))
+            for number, how in enumerate(hows):
+                chain = Chain(CHAINS[number % len(CHAINS)], buffer, seed=1, how=how)
+                for _ in range(3):
+                    chain.run()
+                    chain.renew()
+                wrong += chain.finish()
+        return wrong
+
+    with delays(seed=seed, percent=PERCENT):
+        assert run_ranks(4, body) == [0] * 4
+
+
+def test_one_domain_has_no_network() -> None:
+    def body(group: ThreadGroup) -> tuple[dict[str, Any], int]:
+        case = plain_case(2)
+        with (
+            case_buffer(case, group, device="cpu") as alone,
+            case_buffer(case, group, domain_size=1, device="cpu") as two,
+        ):
+            return alone.wire_bytes(), two.stats()["window_bytes"] - alone.stats()["window_bytes"]
+
+    for wire, more in run_ranks(2, body):
+        assert "network" not in wire and more > 0
+
+
+# ---- What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "ht"}, 'in 2 NVLink domains of 1, between which GPUs have low latency alone: .*mode="ll"'),
+        ({"mode": "auto"}, 'in 2 NVLink domains of 1, between which GPUs have low latency alone: .*mode="ll"'),
+        ({"enable_shrink": True}, "late ranks can be masked among at most 64 ranks of one domain, these are 2 in 2"),
+    ],
+)
+def test_refusals(options: dict[str, Any], text: str) -> None:
+    def body(group: ThreadGroup) -> None:
+        shape = {"max_tokens": 2, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cpu"}
+        with pytest.raises(ValueError, match=text):
+            nccl_ep.Buffer.for_shapes(group, domain_size=1, **shape, **options)
+        nccl_ep.Buffer.for_shapes(group, domain_size=1, **shape).destroy()
+
+    run_ranks(2, body)
+
+
+def test_more_ranks_than_masks_have_bits() -> None:
+    def body(group: ThreadGroup) -> None:
+        with pytest.raises(ValueError, match="66 ranks in 33 NVLink domains: low latency on GPUs serves 64"):
+            case_buffer(plain_case(66, topk=1, tokens=(1,) * 66, max_tokens=1), group, domain_size=2, device="cpu")
+
+    run_ranks(66, body)
+
+
+# ---- A node that is gone
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "receive", "combine", "scalars"])
+def test_a_dead_node_is_named(phase: str) -> None:
+    """All survivors, of its rail peers and of the others; a new buffer works in the same process."""
+    case = Expected(plain_case(4, layout="expert_major", domain_size=2))
+
+    def step(buffer: nccl_ep.Buffer) -> Callable[[], Any]:
+        out = case.send(buffer, mode="ll")
+        given = case.given_on(buffer)
+        return {
+            "dispatch": lambda: case.send(buffer, given, mode="ll"),
+            "receive": lambda: nccl_ep.dispatch_send(
+                given.x, given.topk_idx, buffer=buffer, **case.case.dispatch_kwargs()
+            ).receive(),
+            "combine": lambda: nccl_ep.combine(out.x, out.handle),
+            "scalars": lambda: nccl_ep.combine_weights(out.weights, out.handle),
+        }[phase]
+
+    def run(deadline: float) -> None:
+        def body(group: ThreadGroup) -> str:
+            text = ""
+            with case_buffer(case.case, group, device="cpu") as buffer:
+                call = step(buffer)
+                meet(group)
+                if group.rank() < 2:
+                    buffer.set_timeout(deadline)
+                    with pytest.raises(nccl_ep.TimeoutError) as caught:
+                        call()
+                        buffer.check()
+                    text = str(caught.value)
+                meet(group)
+            with case_buffer(case.case, group, device="cpu") as buffer:
+                case.run(buffer)
+            return text
+
+        for rank, text in enumerate(run_ranks(4, body)[:2]):
+            kind = "combine" if phase in ("combine", "scalars") else "dispatch"
+            named = re.search(rf"rank {rank} waited {deadline:g} s for the [a-z -]+ of rank (\d) .*in {kind} 2 ", text)
+            assert named, text
+            if int(named[1]) < 2:  # a living rank was slow
+                raise Late(text)
+            assert f"rank {named[1]} is on node 1" in text, text
+
+    with_more_time(run)
+
+
+# ---- Planted bugs
+
+BUGS = {
+    "signal_before_data": DISPATCH | COMBINE,
+    "one_parity": DISPATCH | COMBINE,
+    "one_staging_bank": DISPATCH | COMBINE,
+    "skipped_wait": DISPATCH,
+    "early_source": DISPATCH,
+    "skipped_chunk": DISPATCH,
+}
+
+
+def _search(bugs: list[str], kinds: int, seed: int) -> str:
+    """What went wrong in a chain, on any rank; empty: nothing."""
+
+    def body(group: ThreadGroup) -> str:
+        with chain_buffer(group, "cpu", domain_size=2, network_seed=seed) as buffer:
+            chain = Chain("dddcccc", buffer, seed=seed)
+            chain.run()
+            if bugs:
+                buffer.set_timeout(4.0)
+            meet(group)
+            if group.rank() == 0:
+                set_testing(seed=seed, bugs=bugs, kinds=kinds, percent=PERCENT)
+            meet(group)
+            return stress(chain, chain.run, RUNS if bugs else RUNS // 8, group, batch=1)
+
+    try:
+        return run_ranks(4, body)[0]
+    finally:
+        set_testing()
+
+
+@pytest.mark.parametrize(
+    ("bug", "kind"), [(bug, kind) for bug, kinds in BUGS.items() for kind in (DISPATCH, COMBINE) if kinds & kind]
+)
+def test_planted_bugs(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
+    found = _search([bug], kind, seed=11)
+    print(f"{bug}: {found}")
+    assert found, f"{bug}: not noticed in {RUNS} runs"
+
+
+def test_the_search_without_a_bug() -> None:
+    assert not _search([], DISPATCH | COMBINE, seed=11)

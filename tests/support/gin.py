@@ -1,0 +1,125 @@
+"""Worlds of processes over NCCL's own network (GIN), between the GPUs of one host that has no NIC.
+
+The loopback plugin (tests/gin_loopback) carries the bytes. A rank is a program of its own, because the NCCL that it
+loads, and what NCCL reads from the environment, are fixed when it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nccl_ep import _C
+from tests.gin_loopback.library import build
+from tests.support.gpus import NUM_GPUS
+
+ROOT = Path(__file__).parent.parent.parent
+# An NCCL for several domains, preloaded beside torch's; several, separated by ":". The loaded one, if it is new enough.
+LIBRARIES = [Path(each) for each in os.environ.get("NCCL_EP_TEST_GIN_NCCL", "").split(":") if each]
+_PLUGIN = os.environ.get("NCCL_EP_TEST_GIN_PLUGIN", "")
+
+# NCCL's other users of the plugin's interface, and of networks, must not take it.
+_NCCL = {
+    "NCCL_NET_PLUGIN": "none", "NCCL_RMA_DISABLE": "1", "NCCL_SYM_GIN_KERNELS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+    "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "1",
+    "CUDA_MODULE_LOADING": "EAGER", "NCCL_DEBUG": "WARN",
+}  # fmt: skip
+
+
+def why_not() -> str:
+    """Why there is no such world here; "" if there is one."""
+    if NUM_GPUS < 2:
+        return f"{NUM_GPUS} GPU here, two are needed"
+    info = _C.nccl_info()
+    if not info["network"]:
+        return "built without kernels for several NVLink domains (NCCL_EP_GIN_NCCL_INCLUDE_DIRS)"
+    if not LIBRARIES and info["network_problem"]:
+        return f"{info['network_problem']}; NCCL_EP_TEST_GIN_NCCL=.../libnccl.so.2 preloads one in these tests"
+    plugin = _PLUGIN or build()
+    return "" if _PLUGIN or isinstance(plugin, Path) else str(plugin)
+
+
+@dataclass
+class Ended:
+    """How a rank ended: what its body returned, or the text of its error."""
+
+    exitcode: int
+    value: Any
+    error: str
+    output: str
+
+
+def run_world(
+    folder: Path,
+    num_ranks: int,
+    domain_size: int,
+    body: str,
+    *args: Any,
+    library: Path | None = None,
+    plugin: dict[str, Any] | None = None,
+    lsa_size: int | None = None,
+    seconds: float = 120.0,
+    environment: dict[str, str] | None = None,
+    kill: Sequence[int] = (),
+) -> list[Ended]:
+    """Runs ``body(world, *args)`` of tests/support/gin_ranks.py on every rank; args go through JSON.
+
+    plugin: its variables, in lower case without GIN_LOOPBACK_. lsa_size: what NCCL is told, default domain_size. kill:
+    ranks that are expected to die.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {
+        **os.environ, **_NCCL, "PYTHONPATH": str(ROOT), "NCCL_RMA_PLUGIN": _PLUGIN or str(build()),
+        "NCCL_LSA_TEAM_SIZE": str(lsa_size or domain_size), "WORLD_SIZE": str(num_ranks),
+    }  # fmt: skip
+    if num_ranks > NUM_GPUS:
+        given["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    if library is not None:
+        given["LD_PRELOAD"] = str(library)
+    given |= {f"GIN_LOOPBACK_{name.upper()}": str(value) for name, value in (plugin or {}).items()}
+    given |= environment or {}
+    task = json.dumps({"body": body, "args": args, "domain_size": domain_size})
+    ranks = []
+    for rank in range(num_ranks):
+        command = [sys.executable, "-m", "tests.support.gin_ranks", str(folder), task]
+        log = (folder / f"log_{rank}").open("w")
+        ranks.append(
+            subprocess.Popen(command, cwd=ROOT, env=given | {"RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT)
+        )
+        log.close()
+    end = time.monotonic() + seconds
+    late = []
+    for rank, process in enumerate(ranks):
+        try:
+            process.wait(max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            late.append(rank)
+    for rank in late:
+        ranks[rank].send_signal(signal.SIGKILL)
+        ranks[rank].wait()
+    ended = []
+    for rank, process in enumerate(ranks):
+        said = folder / f"said_{rank}.json"
+        value, error = json.loads(said.read_text()) if said.exists() else (None, "")
+        ended.append(Ended(process.returncode, value, error, (folder / f"log_{rank}").read_text()))
+    if late:
+        logs = "\n".join(f"--- rank {rank}\n{each.output[-3000:]}" for rank, each in enumerate(ended))
+        raise AssertionError(f"ranks {late} still ran after {seconds} s\n{logs}")
+    for rank, each in enumerate(ended):
+        if rank not in kill:
+            assert each.exitcode == 0, f"rank {rank} ended with {each.exitcode}: {each.error}\n{each.output[-3000:]}"
+    return ended
+
+
+def values(ended: list[Ended]) -> list[Any]:
+    for rank, each in enumerate(ended):
+        assert not each.error, f"rank {rank}: {each.error}\n{each.output[-2000:]}"
+    return [each.value for each in ended]

@@ -1,0 +1,314 @@
+"""A rank of tests/support/gin.py: a program that runs one of the bodies below and writes what it returned."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.bootstrap import Rendezvous, rendezvous_of
+from tests.support.cases import Case, generate
+from tests.support.expected import Expected, plain_case, run_case, shared_buffer
+from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
+from tests.support.gpu_ranks import wide_case
+
+SECONDS = 60.0  # of a meeting
+WINDOW = 64 << 20
+HALF = WINDOW // 2  # sources below, targets above
+MESSAGES = ((1, 16), (1, 48), (3, 1008), (8, 14464), (64, 14464), (5, 1 << 18), (2, 1 << 20))
+
+
+@dataclass
+class World:
+    rank: int
+    num_ranks: int
+    domain_size: int
+    device: torch.device
+    rendezvous: Rendezvous = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rendezvous = rendezvous_of(dist.group.WORLD)
+
+    def barrier(self) -> None:
+        self.rendezvous.allgather(b"", SECONDS)
+
+    def domain(self, rank: int) -> int:
+        return rank // self.domain_size
+
+    def rail(self) -> list[int]:
+        """Ranks of the same place in the other domains."""
+        others = range(self.rank % self.domain_size, self.num_ranks, self.domain_size)
+        return [rank for rank in others if rank != self.rank]
+
+    def mesh(self) -> list[int]:
+        """All ranks of the other domains."""
+        return [rank for rank in range(self.num_ranks) if self.domain(rank) != self.domain(self.rank)]
+
+    def probe(self, contexts: int = 4, seconds: float = SECONDS) -> Any:
+        return _C.NetworkProbe(
+            rank=self.rank, num_ranks=self.num_ranks, allgather=lambda mine: self.rendezvous.allgather(mine, seconds),
+            device=self.device.index, domain_size=self.domain_size, window_bytes=WINDOW, num_contexts=contexts,
+            seconds=seconds,
+        )  # fmt: skip
+
+
+def content(sender: int, receiver: int, trial: int, size: int) -> bytes:
+    return random.Random(f"{sender} {receiver} {trial}").randbytes(size)
+
+
+def exchange_all(world: World, probe: Any, peers: list[int], trials: int) -> int:
+    """Random bytes to the peers, in all sizes, and a look at what came. Returns the messages that came right."""
+    right = 0
+    for trial in range(trials):
+        for count, size in MESSAGES:
+            block, key = count * size, trial * 100 + count
+            if block * world.num_ranks > HALF:
+                continue
+            for peer in peers:
+                probe.write(peer * block, content(world.rank, peer, key, block))
+                probe.write(HALF + peer * block, bytes(block))
+            world.barrier()  # nobody sends before all targets are zeros
+            probe.exchange(peers=peers, messages=count, bytes=size, source=0, target=HALF, seconds=20.0)
+            for peer in peers:
+                came, want = probe.read(HALF + peer * block, block), content(peer, world.rank, key, block)
+                if came != want:
+                    wrong = [
+                        m for m in range(count) if came[m * size : (m + 1) * size] != want[m * size : (m + 1) * size]
+                    ]
+                    raise AssertionError(f"{count} x {size} bytes from rank {peer}: messages {wrong[:8]} are wrong")
+                right += count
+            world.barrier()
+    return right
+
+
+def probe_bytes(world: World, paths: list[str], trials: int) -> dict[str, Any]:
+    """Puts and signals between all ranks of the paths ("rail", "mesh")."""
+    begin = time.monotonic()
+    right, found = 0, {}
+    for path in paths:
+        probe = world.probe()
+        found = {"backend": probe.backend(), "versions": probe.versions()}
+        right += exchange_all(world, probe, getattr(world, path)(), trials)
+        del probe  # collective: all ranks let go of it here
+        world.barrier()
+    return found | {"right": right, "seconds": time.monotonic() - begin}
+
+
+def probe_times(world: World, rounds: int) -> dict[str, float]:
+    """Microseconds of a round in which every rank sends its rail peer so many messages, and waits for as many."""
+    probe, peers = world.probe(), world.rail()[:1]
+    times = {}
+    for count, size in ((1, 16), (1, 14464), (1, 1 << 20), (128, 14464), (8, 16 * 14464), (1, 128 * 14464)):
+        world.barrier()
+        ns = probe.exchange(
+            peers=peers, messages=count, bytes=size, source=0, target=HALF, rounds=rounds, warm_up=rounds // 4,
+            seconds=20.0,
+        )  # fmt: skip
+        times[f"{count} x {size}"] = ns / 1e3
+    return times
+
+
+def probe_late(world: World, seconds: float) -> dict[str, Any]:
+    """A network that loses messages: the wait ends, and says for whom it was."""
+    probe = world.probe(contexts=2)
+    begin, text = time.monotonic(), ""
+    try:
+        probe.exchange(peers=world.rail(), messages=8, bytes=4096, source=0, target=HALF, rounds=50, seconds=seconds)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - begin
+    world.barrier()
+    again = ""
+    try:
+        probe.exchange(peers=world.rail(), messages=8, bytes=4096, source=0, target=HALF)
+    except Exception as error:
+        again = f"{type(error).__name__}: {error}"
+    return {"text": text, "seconds": took, "again": again}
+
+
+def probe_dead(world: World, seconds: float) -> dict[str, Any]:
+    """The last rank dies; those that wait for it hear of it."""
+    probe = world.probe(contexts=2)
+    probe.exchange(peers=world.mesh(), messages=2, bytes=4096, source=0, target=HALF, rounds=3)
+    world.barrier()
+    if world.rank == world.num_ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin, text = time.monotonic(), ""
+    try:
+        probe.exchange(peers=world.mesh(), messages=2, bytes=4096, source=0, target=HALF, rounds=3, seconds=seconds)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return {"text": text, "seconds": time.monotonic() - begin}
+
+
+def make_probe(world: World, seconds: float) -> dict[str, Any]:
+    """What making one says, and how long that takes."""
+    begin, text = time.monotonic(), ""
+    try:
+        world.probe(seconds=seconds)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return {"text": text, "seconds": time.monotonic() - begin}
+
+
+# ---- Low latency
+
+
+def _cases(world: World, count: int, first: int) -> list[Case]:
+    """Generated cases of so many ranks, in these domains, and some with more tokens than the rail has channels."""
+    fitting = (case for case in map(generate, itertools.count(first)) if case.num_ranks == world.num_ranks)
+    cases = [dataclasses.replace(case, domain_size=world.domain_size) for case in itertools.islice(fitting, count)]
+    tokens = (96, 41, 0, 9)[: world.num_ranks]
+    for layout, quant in (("expert_major", None), ("packed", "fp8"), ("rank_major", "fp8_ue8m0"), ("flat", None)):
+        how = {"layout": layout, "quant": quant, "domain_size": world.domain_size, "tokens": tokens}
+        cases.append(wide_case(world.num_ranks, **how))
+    return cases
+
+
+def ll_cases(world: World, count: int, first: int) -> dict[str, Any]:
+    """Every result to the bit, in one buffer; ranks may be a call ahead of others."""
+    cases = [Expected(case) for case in _cases(world, count, first)]
+    begin = time.monotonic()
+    with shared_buffer(world.rendezvous, cases, device=world.device, domain_size=world.domain_size) as buffer:
+        for number, case in enumerate([*cases, *reversed(cases)]):
+            run_case(case, buffer, staged=number % 3 == 1, num_sms=(0, 8, 24)[number % 3])
+        dispatches = int(buffer.stats()["dispatches"])
+    return {"cases": len(cases), "dispatches": dispatches, "seconds": time.monotonic() - begin}
+
+
+def ll_chains(world: World, replays: int) -> dict[str, Any]:
+    """Graphs with live routing: the elements that are wrong, of all replays."""
+    begin, wrong = time.monotonic(), 0
+    with chain_buffer(world.rendezvous, world.device, domain_size=world.domain_size) as buffer:
+        chains = [(letters, How()) for letters in CHAINS] + [(CHAINS[0], how) for how in HOWS if not how.is_deepep]
+        for letters, how in chains:
+            chain = Chain(letters, buffer, how=how)
+            graph = chain.capture()
+            chain.replay(graph, replays)
+            wrong += chain.finish()
+    return {"chains": len(chains), "wrong": wrong, "seconds": time.monotonic() - begin}
+
+
+def ll_times(world: World, replays: int) -> dict[str, float]:
+    """Microseconds of a dispatch, and of one with its combine, of 128 tokens in graphs; and of bare puts of as many
+    bytes, in nine messages to the other domain's rank, like those of an operation."""
+    tokens, hidden, topk, experts = 128, 7168, 8, 256
+    random.seed(world.rank)
+    torch.manual_seed(world.rank)
+    x = torch.randn(tokens, hidden, device=world.device).bfloat16()
+    ids = torch.rand(tokens, experts, device=world.device).argsort(-1)[:, :topk]
+    weights = torch.rand(tokens, topk, device=world.device)
+    times = {}
+    shape = {"max_tokens": tokens, "hidden": hidden, "topk": topk, "num_experts": experts, "mode": "ll"}
+    with nccl_ep.Buffer.for_shapes(
+        world.rendezvous, device=world.device, domain_size=world.domain_size, **shape
+    ) as buffer:
+        for name in ("dispatch", "pair"):
+            out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
+            nccl_ep.combine(out.x, out.handle)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(10):
+                    out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
+                    if name == "pair":
+                        nccl_ep.combine(out.x, out.handle)
+            world.barrier()
+            graph.replay()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            buffer.check()
+            times[name] = start.elapsed_time(end) * 1e3 / (10 * replays)
+    world.barrier()
+    probe = world.probe()
+    record = 96 + 2 * 4 * topk * tokens
+    for name, total in (("dispatch puts", record + tokens * 2 * hidden), ("combine puts", 96 + tokens * 2 * hidden)):
+        size = -(-total // 9 // 16) * 16
+        ns = probe.exchange(
+            peers=world.rail()[:1], messages=9, bytes=size, source=0, target=HALF, rounds=10 * replays, warm_up=10,
+            seconds=20.0,
+        )  # fmt: skip
+        times[name] = ns / 1e3
+    times["pair puts"] = times["dispatch puts"] + times["combine puts"]
+    return times
+
+
+def ll_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
+    """The last domain dies. The others say which rank they waited for; then the first makes a buffer of its own."""
+    survivors = dist.new_group(list(range(world.domain_size)))
+    case = Expected(plain_case(world.num_ranks, domain_size=world.domain_size))
+    buffer = shared_buffer(world.rendezvous, [case], device=world.device, domain_size=world.domain_size)
+    run_case(case, buffer)
+    given = case.given_on(buffer)
+    out = case.send(buffer, given, mode="ll")
+    torch.cuda.synchronize()
+    world.barrier()
+    if world.rank >= world.num_ranks - world.domain_size:
+        os.kill(os.getpid(), signal.SIGKILL)
+    buffer.set_timeout(seconds)
+    begin, text = time.monotonic(), ""
+    try:
+        if phase == "dispatch":
+            case.send(buffer, given, mode="ll")
+        else:
+            nccl_ep.combine(case.rows[world.rank].to(world.device), out.handle)
+        torch.cuda.synchronize()
+        buffer.check()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - begin
+    begin = time.monotonic()
+    buffer.destroy()
+    destroyed = time.monotonic() - begin
+    alone = Expected(plain_case(world.domain_size))
+    with shared_buffer(rendezvous_of(survivors), [alone], device=world.device) as again:
+        run_case(alone, again)
+    return {"text": text, "seconds": took, "destroyed": destroyed, "again": True}
+
+
+BODIES = (
+    probe_bytes, probe_times, probe_late, probe_dead, make_probe, ll_cases, ll_chains, ll_times, ll_dead,
+)  # fmt: skip
+
+
+def main(folder: Path, task: dict[str, Any]) -> None:
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    store = dist.FileStore(str(folder / "store"), num_ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=2 * SECONDS)
+    )
+    body = next(each for each in BODIES if each.__name__ == task["body"])
+    value, error = None, ""
+    try:
+        value = body(World(rank, num_ranks, task["domain_size"], device), *task["args"])
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        raise
+    finally:
+        (folder / f"said_{rank}.json").write_text(json.dumps((value, error)))
+        sys.stdout.flush()
+    os._exit(0)  # a communicator that was given up may have threads that do not end
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
