@@ -45,8 +45,8 @@ def kernels_of_build() -> list[tuple[str, str]]:
     """The same, of the loaded extension: with template arguments, as the profiler has them. Host code has a function
     for each kernel, by the kernel's name and parameters."""
     symbols = subprocess.run(["nm", "-C", _C.__file__], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r" [tTwW] (?:void )?(ep::.*\(ep::KernelArgs<ep::(\w+)>\))", symbols)
-    return [(name, parameter) for name, parameter in found if "__wrapper__" not in name]
+    found = re.findall(r" [tTwW] (?:void )?(ep::.*)\(ep::KernelArgs<ep::(\w+)>\)$", symbols, re.MULTILINE)
+    return [(name, parameter) for name, parameter in found if "launch_kernel" not in name]
 
 
 def check_names(kernels: list[tuple[str, str]]) -> None:

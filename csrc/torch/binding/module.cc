@@ -11,6 +11,7 @@
 
 #include "api/factory.h"
 #include "base/check.h"
+#include "torch/binding/eager.h"
 #include "torch/binding/errors.h"
 #include "torch/binding/fast_call.h"
 #include "torch/binding/interruption.h"
@@ -347,4 +348,5 @@ PYBIND11_MODULE(_C, m) {
   define_policy(m);
   define_sizes(m);
   define_group(m);
+  eager::define(m);
 }
