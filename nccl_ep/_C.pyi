@@ -22,6 +22,92 @@ def on_same_device(first: torch.Tensor, /, *others: object) -> bool: ...
 def sizes_on_same_device(
     first: torch.Tensor, x: object, topk_idx: object, /, *others: object
 ) -> tuple[int, int] | None: ...
+
+# Whole operations in one call (csrc/torch/binding/eager.h); None: not that plain, and nothing was done.
+def set_eager_types(handle: type, output: type, event: type) -> None: ...
+def set_default_device_mode(mode: type, /) -> None: ...
+def eager_buffer(seq: torch.Tensor, num_ranks: int, open_sends: dict[str, Any], raises_overflow: bool) -> object: ...
+def remember_dispatch(eager: object, key: tuple[Any, ...], config: object) -> None: ...
+def dispatch_eager(
+    buffer: object,
+    x: object,
+    topk_idx: object,
+    topk_weights: object,
+    scales: object,
+    num_experts: object,
+    mode: object,
+    layout: object,
+    max_tokens: object,
+    capacity: object,
+    expert_alignment: object,
+    quant: object,
+    zero_padding: object,
+    num_sms: object,
+    /,
+) -> Any: ...
+def combine_eager(
+    rows: object,
+    handle: object,
+    weights: object,
+    topk_idx: object,
+    bias: object,
+    out_dtype: object,
+    wire_dtype: object,
+    out: object,
+    num_sms: object,
+    /,
+) -> Any: ...
+def low_latency_dispatch_eager(
+    view: object,
+    x: object,
+    topk_idx: object,
+    max_tokens: object,
+    num_experts: object,
+    recv_stats: object,
+    wait_cost: object,
+    use_fp8: object,
+    round_scale: object,
+    use_ue8m0: object,
+    return_recv_hook: object,
+    /,
+) -> Any: ...
+def low_latency_combine_eager(
+    view: object,
+    x: object,
+    topk_idx: object,
+    topk_weights: object,
+    handle: object,
+    zero_copy: object,
+    return_recv_hook: object,
+    out: object,
+    wait_cost: object,
+    /,
+) -> Any: ...
+def get_dispatch_layout_eager(seq: object, topk_idx: object, num_experts: object, /) -> Any: ...
+def normal_dispatch_eager(
+    seq: object,
+    fitting: object,
+    x: object,
+    per_rank: object,
+    is_token_in_rank: object,
+    per_expert: object,
+    topk_idx: object,
+    topk_weights: object,
+    expert_alignment: object,
+    num_worst_tokens: object,
+    num_sms: object,
+    /,
+) -> Any: ...
+def normal_dispatch_cached_eager(
+    seq: object, fitting: object, x: object, handle: object, num_sms: object, /
+) -> Any: ...
+def normal_combine_eager(
+    seq: object, fitting: object, x: object, handle: object, topk_weights: object, num_sms: object, /
+) -> Any: ...
+def ll_dispatch_deepep_recv_eager(*args: object) -> bool | None: ...
+def ll_combine_deepep_recv_eager(*args: object) -> bool | None: ...
+def record_streams(tensors: tuple[Any, ...], /, *streams: Any) -> None: ...
+def normal_row_bytes(hidden: int, element_bytes: int, scale_bytes: int) -> int: ...
 def time_line(kernel: str) -> list[list[int]]: ...
 
 # Rules of the library (csrc/torch/binding/policy.cc). config: what nccl_ep.config packs. Sizes may be SymInts.

@@ -157,6 +157,7 @@ class Buffer(DeepEpNames):
         start = time.monotonic()
         self.runtime = self._make_window(self.name, sizes, ht_sizes)
         self._seq = self._newest_seq = self._seqs[0]
+        self._eager = _C.eager_buffer(self._seq, self.num_ranks, self._open_sends, on_overflow == "raise")
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
             logger.info(

@@ -200,6 +200,7 @@ def config_of(
         if config.capacity == DEFAULT:
             config.capacity = _C.default_capacity(config.numbers, buffer.num_ranks)
         _remember(buffer, key, config)
+        _C.remember_dispatch(buffer._eager, key, config)
         logger.debug("%s serves %s for the first time", buffer.name, config)
     return config, num_tokens
 

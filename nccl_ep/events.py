@@ -7,6 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from . import _C
+
 T = TypeVar("T")
 
 
@@ -119,10 +121,7 @@ def run_on_comm_stream(
     # The allocator learns which stream uses what. Not in a capture: there memory that two streams use is not given
     # back before the end, and the tensors that the event holds are safe without.
     if not torch.cuda.is_current_stream_capturing():
-        for tensor in kept:
-            if tensor.is_cuda:
-                tensor.record_stream(comm)
-                tensor.record_stream(current)
+        _C.record_streams(kept, comm, current)
     if not is_async:
         event.current_stream_wait()
         return result, EventOverlap()

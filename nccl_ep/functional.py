@@ -12,6 +12,7 @@ from . import _C
 from .buffer import Buffer
 from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
 from .config import DispatchConfig, combine_numbers, config_of
+from .eager import combine_eager, dispatch_eager
 from .events import run_on_comm_stream
 from .gradients import wants_gradient
 from .handle import DispatchOutput, Handle, Layout, require_handle
@@ -92,6 +93,16 @@ def dispatch(
 
     Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch`` and ``dispatch``.
     """
+    if not is_dynamo_compiling() and out is None and type(extra) is tuple and not extra:
+        try:
+            made: DispatchOutput | None = dispatch_eager(
+                buffer, x, topk_idx, topk_weights, scales, num_experts, mode, layout, max_tokens, capacity,
+                expert_alignment, quant, zero_padding, num_sms,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise error_of(buffer, error) from error
+        if made is not None:
+            return made
     if topk_weights is not None:
         topk_weights = _cast_under_autocast(topk_weights)
     config, num_tokens = config_of(
@@ -230,6 +241,15 @@ def combine(
 
     Source: NCCL EP's ``ncclEpCombine`` (arXiv 2603.13606), DeepEP's ``low_latency_combine``.
     """
+    if not is_dynamo_compiling():
+        try:
+            combined: torch.Tensor | None = combine_eager(
+                rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms
+            )
+        except RuntimeError as error:
+            raise error_of(buffer_of(handle), error) from error
+        if combined is not None:
+            return combined
     buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
     if out is not None:
         require_on(handle.seq, ("out",), (out,))

@@ -36,10 +36,8 @@ class NormalPayload(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Of a row on its way there, or home in bf16."""
-        scales = self.scales
-        beside = 0 if scales is None else -(-scales.shape[-1] * scales.element_size() // 16) * 16
-        hidden: int = self.rows.shape[1]
-        return max(hidden * self.rows.element_size() + beside, 2 * hidden)
+        scale_bytes = 0 if self.scales is None else self.scales.shape[-1] * self.scales.element_size()
+        return _C.normal_row_bytes(self.rows.shape[1], self.rows.element_size(), scale_bytes)
 
     def as_given(self, rows: torch.Tensor, scales: torch.Tensor) -> Rows:
         if self.scales is None:

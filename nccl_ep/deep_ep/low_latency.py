@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -41,8 +41,23 @@ from .view import View
 LowLatencyHandle: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int]
 Received: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 Hook: TypeAlias = Callable[[], None]
+Dispatched: TypeAlias = "tuple[Received, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]"
+Combined: TypeAlias = "tuple[torch.Tensor, EventOverlap, Hook | None]"
 
 _ops = torch.ops.nccl_ep
+_dispatch_eager, _combine_eager = _C.low_latency_dispatch_eager, _C.low_latency_combine_eager
+
+
+def _dispatch_recv(*args: Any) -> None:
+    if _C.ll_dispatch_deepep_recv_eager(*args) is None:
+        _ops.ll_dispatch_deepep_recv.default(*args)
+
+
+def _combine_recv(*args: Any) -> None:
+    if _C.ll_combine_deepep_recv_eager(*args) is None:
+        _ops.ll_combine_deepep_recv.default(*args)
+
+
 _CLEANING_DEADLINES = 4
 _PARTS = ("routing", "dispatched rows", "combined rows")  # of a bank
 
@@ -231,7 +246,7 @@ class LowLatencyMethods(View):
         async_finish: bool = False,
         return_recv_hook: bool = False,
         **newer: object,
-    ) -> tuple[Received, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+    ) -> Dispatched:
         """Sends tokens to their experts. Collective. T tokens, M ``num_max_dispatch_tokens_per_rank``, L local experts.
 
         Args:
@@ -264,6 +279,18 @@ class LowLatencyMethods(View):
         """
         if newer:
             refuse_newer("low_latency_dispatch", newer)
+        if async_finish is False:
+            try:
+                eager = _dispatch_eager(
+                    self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
+                    cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0,
+                    return_recv_hook,
+                )  # fmt: skip
+            except RuntimeError as error:
+                raise error_of(self, error) from error
+            if eager is not None:
+                made: Dispatched = self._with_hook(eager, _dispatch_recv) if return_recv_hook else eager
+                return made
         _check_hook(async_finish, return_recv_hook)
         quant = _quant_of(use_fp8, round_scale, use_ue8m0)
         if x is None or topk_idx is None:
@@ -291,7 +318,7 @@ class LowLatencyMethods(View):
                 num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
             )  # fmt: skip
 
-            open_send = OpenSend("dispatch", _ops.ll_dispatch_deepep_recv.default, (self._seq, *outputs, *numbers))
+            open_send = OpenSend("dispatch", _dispatch_recv, (self._seq, *outputs, *numbers))
             hook = self._hook(open_send, counts)
             self._state.unreceived = src_info
         else:
@@ -311,7 +338,7 @@ class LowLatencyMethods(View):
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
         **newer: object,
-    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+    ) -> Combined:
         """Brings the experts' rows home and adds them up with the weights. Collective.
 
         Args:
@@ -334,6 +361,17 @@ class LowLatencyMethods(View):
         """
         if newer:
             refuse_newer("low_latency_combine", newer)
+        if async_finish is False and use_logfmt is False:
+            try:
+                eager = _combine_eager(
+                    self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out,
+                    combine_wait_recv_cost_stats,
+                )  # fmt: skip
+            except RuntimeError as error:
+                raise error_of(self, error) from error
+            if eager is not None:
+                combined: Combined = self._with_hook(eager, _combine_recv) if return_recv_hook else eager
+                return combined
         _check_hook(async_finish, return_recv_hook)
         if not (type(use_logfmt) is type(zero_copy) is bool):
             require_bools(use_logfmt=use_logfmt, zero_copy=zero_copy)
@@ -370,17 +408,17 @@ class LowLatencyMethods(View):
             receive_lost(self.core, "combine")
         args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0)
         try:
-            made, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
+            result, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
         if out is None:
-            out = made
+            out = result
         if is_wanted:
             refuse_backward("low_latency_combine with out= or zero_copy", out)
         hook = None
         if return_recv_hook:
             numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)
-            hook = self._hook(OpenSend("combine", _ops.ll_combine_deepep_recv.default, (self._seq, *numbers)))
+            hook = self._hook(OpenSend("combine", _combine_recv, (self._seq, *numbers)))
         return out, event, hook
 
     # ---- How they run
@@ -398,6 +436,15 @@ class LowLatencyMethods(View):
                 f"{int(info[-1])} rows did not fit, as a token names an expert twice: an expert has room for "
                 f"R * num_max_dispatch_tokens_per_rank, and demand was {info[local:-1].tolist()}"
             )
+
+    def _with_hook(self, eager: Any, receive: Callable[..., Any]) -> Any:
+        """What a method returns, from the pair of it without the hook and what the op ``receive`` takes."""
+        results, args = eager
+        if receive is _combine_recv:
+            return *results, self._hook(OpenSend("combine", receive, args))
+        hook = self._hook(OpenSend("dispatch", receive, args), results[1])
+        self._state.unreceived = results[2][0]
+        return *results, hook
 
     def _hook(self, open_send: OpenSend, counts: torch.Tensor | None = None) -> Hook:
         """The receive part, on the stream that was current when it was made, as in DeepEP. counts: of a dispatch.

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .. import _C
 from ..checks import MAX_TOPK, biases_of, error_of, require_bools, require_int32, require_on, require_tensors
 from ..config import cached_args, combine_args
 from ..errors import EpError, OverflowError, TimeoutError, UsageError
@@ -22,6 +23,11 @@ from .handle import NormalHandle, NormalPayload, Route, Rows
 from .view import View
 
 Previous: TypeAlias = "EventOverlap | EventHandle | None"
+TokenLayout: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]"
+Dispatched: TypeAlias = (
+    "tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, NormalHandle | None, EventOverlap]"
+)
+Combined: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, EventOverlap]"
 
 _ops = torch.ops.nccl_ep
 
@@ -38,7 +44,7 @@ class NormalMethods(View):
         previous_event: Previous = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+    ) -> TokenLayout:
         """Who gets what of this rank's tokens. Not collective; T tokens, R ranks, E ``num_experts``.
 
         Args:
@@ -56,6 +62,13 @@ class NormalMethods(View):
 
         Source: DeepEP's method of that name.
         """
+        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
+            try:
+                eager: TokenLayout | None = _C.get_dispatch_layout_eager(self._seq, topk_idx, num_experts)
+            except RuntimeError as error:
+                raise error_of(self, error) from error
+            if eager is not None:
+                return eager
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         require_on(self._seq, ("topk_idx",), (topk_idx,))
         _check_idx(topk_idx)
@@ -84,9 +97,7 @@ class NormalMethods(View):
         previous_event: Previous = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[
-        Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, NormalHandle | None, EventOverlap
-    ]:  # fmt: skip
+    ) -> Dispatched:
         """Sends every token to the ranks of its experts, once a rank. Collective.
 
         Args:
@@ -127,6 +138,13 @@ class NormalMethods(View):
 
         Source: DeepEP's method of that name.
         """
+        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
+            eager: Dispatched | None = self._dispatch_eager(
+                x, handle, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights,
+                expert_alignment, num_worst_tokens, config,
+            )  # fmt: skip
+            if eager is not None:
+                return eager
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         payload = NormalPayload.of(self, x)
         num_sms = self._num_sms_of(config)
@@ -177,7 +195,7 @@ class NormalMethods(View):
         previous_event: Previous = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+    ) -> Combined:
         """Adds up the ranks' rows of every token, as they are, and returns them home. Collective.
 
         Args:
@@ -194,6 +212,15 @@ class NormalMethods(View):
 
         Source: DeepEP's method of that name.
         """
+        if previous_event is None and async_finish is False and allocate_on_comm_stream is False and bias is None:
+            try:
+                eager: Combined | None = _C.normal_combine_eager(
+                    self.core._newest_seq, self._fitting, x, handle, topk_weights, self._eager_sms(config)
+                )
+            except RuntimeError as error:
+                raise error_of(self, error) from error
+            if eager is not None:
+                return eager
         _check_streams(previous_event, async_finish, allocate_on_comm_stream)
         route = Route.of(self, handle)
         num_sms = self._num_sms_of(config)
@@ -224,6 +251,36 @@ class NormalMethods(View):
         return made[0], made[1] if topk_weights is not None else None, event
 
     # ---- From arguments to ops
+
+    def _dispatch_eager(
+        self, x: Any, handle: Any, per_rank: Any, is_token_in_rank: Any, per_expert: Any, topk_idx: Any,
+        topk_weights: Any, alignment: Any, num_worst_tokens: Any, config: Any,
+    ) -> Any:  # fmt: skip
+        """The operation in one call, or None (``nccl_ep.eager``)."""
+        if self.on_overflow == "raise":
+            return None
+        num_sms = self._eager_sms(config)
+        seq = self.core._newest_seq
+        try:
+            if handle is not None:
+                if topk_idx is not None or topk_weights is not None or alignment != 1 or num_worst_tokens != 0:
+                    return None
+                return _C.normal_dispatch_cached_eager(seq, self._fitting, x, handle, num_sms)
+            made = _C.normal_dispatch_eager(
+                seq, self._fitting, x, per_rank, is_token_in_rank, per_expert, topk_idx, topk_weights, alignment,
+                num_worst_tokens, num_sms,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise error_of(self, error) from error
+        if type(made) is not int:
+            return made
+        payload = NormalPayload.of(self, x)
+        topk, row_bytes = topk_idx.shape[1], payload.row_bytes
+        self._grow_for(made, self._max_tokens(per_expert.shape[0], topk, row_bytes), topk, row_bytes)
+        return None
+
+    def _eager_sms(self, config: Any) -> int | None:
+        return self.num_sms if config is None else config.num_sms if type(config) is Config else None
 
     def _num_sms_of(self, config: Config | None) -> int:
         if config is None:

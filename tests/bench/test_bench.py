@@ -385,8 +385,11 @@ def test_kernels_of_a_trace() -> None:
 
     events: list[dict[str, Any]] = [{"ph": "M", "name": "dispatch"}, kernel("ncclDevKernel", 0, 99)]
     for call in range(3):
-        events += [kernel("ll_dispatch_send", 10 * call, 2), kernel("ll_dispatch_recv", 10 * call + 2, 3 + call)]
-        events += [kernel("void ep::ll_combine<8>", 10 * call + 6, 4)]
+        events += [
+            kernel("void ep::ll::dispatch<8>", 10 * call, 2),
+            kernel("void ep::ll::dispatch<8>", 10 * call + 2, 3 + call),
+        ]
+        events += [kernel("void ep::ll::combine<8>", 10 * call + 6, 4)]
     both = {"dispatch": "dispatch", "combine": "combine"}
     found = measure.find_kernels(events[::-1], 3, both)
     assert found == {"dispatch": [5, 6, 7], "combine": [4, 4, 4]}

@@ -450,15 +450,15 @@ def test_kernels_of_high_throughput() -> None:
     events = []
     for call, start in enumerate((0.0, 1000.0, 2000.0)):
         events += [
-            kernel("ht_dispatch_route", start, 9.5), kernel("ht_dispatch_send", start + 3.25, 460.0 + call),
-            kernel("ht_combine", start + 480, 500.0),
+            kernel("ht::dispatch_route", start, 9.5), kernel("ht::dispatch_send", start + 3.25, 460.0 + call),
+            kernel("ht::combine_rows", start + 480, 500.0),
         ]  # fmt: skip
     found = measure.find_kernels(events, 3, measure.KERNELS)
     assert found == {"routing": [9.5] * 3, "dispatch": [463.25, 464.25, 465.25], "combine": [500.0] * 3}
     # A kernel that ends before the one that began before it adds nothing.
-    events = [kernel("ht_dispatch_route", 5.0, 20.0), kernel("ht_dispatch_send", 7.0, 4.0)]
+    events = [kernel("ht::dispatch_route", 5.0, 20.0), kernel("ht::dispatch_send", 7.0, 4.0)]
     assert measure.find_kernels(events, 1, {"dispatch": "dispatch"}) == {"dispatch": [20.0]}
-    cached = [kernel("ht_dispatch_send", 0.0, 4.0)]
+    cached = [kernel("ht::dispatch_send", 0.0, 4.0)]
     with pytest.raises(Skipped, match=r"0 kernels named \*dispatch_route\*"):
         measure.find_kernels(cached, 1, {"routing": measure.KERNELS["routing"]})
 
@@ -466,5 +466,5 @@ def test_kernels_of_high_throughput() -> None:
 def test_kernels_have_the_names_that_are_looked_for() -> None:
     sources = "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").rglob("*.cu*")))
     kernels = set(re.findall(r"\b(\w+)\(const __grid_constant__", sources))
-    assert {"ht_dispatch_route", "ht_dispatch_send", "ht_combine_rows", "ll_dispatch", "ll_combine"} <= kernels
-    assert {name for name in kernels if measure.KERNELS["routing"] in name} == {"ht_dispatch_route"}
+    assert {"dispatch_route", "dispatch_send", "combine_rows", "dispatch", "combine"} <= kernels
+    assert {name for name in kernels if measure.KERNELS["routing"] in name} == {"dispatch_route"}

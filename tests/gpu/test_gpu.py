@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -105,21 +107,31 @@ def test_gemms_of_the_caller(num_ranks: int) -> None:
 # ---- A world of one rank
 
 
-def _launches(call: Callable[[], Any]) -> dict[str, int]:
-    """How often the call launches each kernel, by the profiler's table, as DeepEP's benchmark reads it."""
+def _launches(call: Callable[[], Any]) -> tuple[dict[str, int], list[str]]:
+    """How often the call launches each kernel, by the profiler's table, and the kernels of its trace: both as DeepEP's
+    benchmark reads them."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
         call()
         torch.cuda.synchronize()
-    return {row.key: row.count for row in run.key_averages()}
+    averages = run.key_averages()
+    lines = averages.table(sort_by="cuda_time_total", max_name_column_width=100).split("\n")
+    counts = {row.key: row.count for row in averages}
+    for word in ("dispatch", "combine"):  # a long name is cut in the table
+        assert sum(word in line for line in lines) == sum(word in name for name in counts), lines
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        run.export_chrome_trace(str(path))
+        return counts, [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
 
 
 def _expect_kernels(call: Callable[[], Any], **expected: list[int]) -> None:
     """Of each word, the launches of the kernels whose names have it."""
-    found = _launches(call)
+    found, trace = _launches(call)
     for word, launches in expected.items():
         assert [count for name, count in sorted(found.items()) if word in name] == launches, (word, found)
+        assert sum(f"::{word}" in name for name in trace) == sum(launches), (word, trace)
 
 
 def test_names_of_kernels() -> None:
@@ -153,6 +165,8 @@ def test_names_of_kernels() -> None:
         _expect_kernels(staged, dispatch=[2], combine=[2])
         _expect_kernels(lambda: deepep(False), dispatch=[1], combine=[1])
         _expect_kernels(lambda: deepep(True), dispatch=[2], combine=[2])
+        for layout in ("packed", "rank_major", "flat"):
+            _expect_kernels(partial(fused, layout=layout), dispatch=[1], combine=[1])
         high = partial(fused, mode="ht", layout="flat")
         _expect_kernels(high, dispatch_route=[1], dispatch_send=[1], dispatch=[1, 1], combine=[1])
         buffer.check()

@@ -4,25 +4,27 @@
 #include "cuda/launch/with_types.h"
 
 namespace ep {
+namespace ht {
 namespace {
 
 constexpr int kMaxThreads = 32 * HtCombineGeometry::kMaxWarps;
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    ht_combine_rows(const __grid_constant__ KernelArgs<HtCombineParams> args) {
+    combine_rows(const __grid_constant__ KernelArgs<HtCombineParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
   ht_combine<kIn, kWire, kOut>(args, BlockPosition::own(), shared);
 }
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    ht_combine_rows_world(const KernelArgs<HtCombineParams>* all, int blocks) {
+    combine_rows_world(const KernelArgs<HtCombineParams>* all, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   ht_combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 
 }  // namespace
+}  // namespace ht
 
 HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
   const HtWork work{.copies = HtCombineGeometry::stages(p), .adds = has_expert_rows(p.output.layout)};
@@ -41,8 +43,8 @@ void check_served(const HtCombineParams& p) {
 void load_ht_combine_kernels() {
   for_all_types([](auto types) {
     using T = decltype(types);
-    load_kernel(&ht_combine_rows<T::in, T::wire, T::out>, kMaxSharedBytes);
-    load_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, kMaxSharedBytes);
+    load_kernel(&ht::combine_rows<T::in, T::wire, T::out>, kMaxSharedBytes);
+    load_kernel(&ht::combine_rows_world<T::in, T::wire, T::out>, kMaxSharedBytes);
   });
 }
 
@@ -51,7 +53,7 @@ std::vector<std::vector<uint64_t>> ht_combine_stamps() { return read_stamps(); }
 void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
   with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
     using T = decltype(types);
-    launch_kernel(&ht_combine_rows<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), args.geometry.bytes,
+    launch_kernel(&ht::combine_rows<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), args.geometry.bytes,
                   args.plan.pdl, stream, args);
   });
 }
@@ -62,7 +64,7 @@ void launch_world(const KernelArgs<HtCombineParams>* host_args, const KernelArgs
   const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
   with_types(host_args->params.dtype, host_args->params.wire_dtype, host_args->params.out_dtype, [&](auto types) {
     using T = decltype(types);
-    launch_kernel(&ht_combine_rows_world<T::in, T::wire, T::out>, blocks * num_ranks, threads, bytes, false, stream,
+    launch_kernel(&ht::combine_rows_world<T::in, T::wire, T::out>, blocks * num_ranks, threads, bytes, false, stream,
                   args, blocks);
   });
 }

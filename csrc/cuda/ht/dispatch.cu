@@ -3,6 +3,7 @@
 #include "cuda/launch/launch_util.h"
 
 namespace ep {
+namespace ht {
 namespace {
 
 // As plan_ht_dispatch() has at most, and as it mostly has where nothing is copied: more registers, no code for copies.
@@ -10,17 +11,22 @@ constexpr int kManyThreads = 896, kFewThreads = 640;
 
 template <bool kQuant, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
-    ht_dispatch_send(const __grid_constant__ KernelArgs<HtDispatchParams> args) {
+    dispatch_send(const __grid_constant__ KernelArgs<HtDispatchParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
   ht_send<kQuant, kThreads == kManyThreads>(args, BlockPosition::own(), shared);
 }
 
 template <bool kQuant>
 __global__ void __launch_bounds__(kManyThreads, 1)
-    ht_dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
+    dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   ht_send<kQuant, true>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
+
+}  // namespace
+}  // namespace ht
+
+namespace {
 
 HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
   return {.converts = p.quant != Quant::kNone,
@@ -46,22 +52,22 @@ Launch<HtDispatchParams> launch_of(const HtDispatchParams& p, int, int num_sms) 
 }
 
 void load_ht_dispatch_kernels() {
-  load_kernel(&ht_dispatch_send<false, kFewThreads>, kMaxSharedBytes);
-  load_kernel(&ht_dispatch_send<false, kManyThreads>, kMaxSharedBytes);
-  load_kernel(&ht_dispatch_send<true, kFewThreads>, kMaxSharedBytes);
-  load_kernel(&ht_dispatch_send<true, kManyThreads>, kMaxSharedBytes);
-  load_kernel(&ht_dispatch_send_world<false>, kMaxSharedBytes);
-  load_kernel(&ht_dispatch_send_world<true>, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_send<false, ht::kFewThreads>, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_send<false, ht::kManyThreads>, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_send<true, ht::kFewThreads>, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_send<true, ht::kManyThreads>, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_send_world<false>, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_send_world<true>, kMaxSharedBytes);
 }
 
 std::vector<std::vector<uint64_t>> ht_dispatch_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
   const bool copies = args.geometry.has_copies(args.params.output.layout);
-  const bool is_small = args.plan.threads() <= kFewThreads && !copies;
-  auto kernel = is_small ? &ht_dispatch_send<false, kFewThreads> : &ht_dispatch_send<false, kManyThreads>;
+  const bool is_small = args.plan.threads() <= ht::kFewThreads && !copies;
+  auto kernel = is_small ? &ht::dispatch_send<false, ht::kFewThreads> : &ht::dispatch_send<false, ht::kManyThreads>;
   if (args.params.quant != Quant::kNone) {
-    kernel = is_small ? &ht_dispatch_send<true, kFewThreads> : &ht_dispatch_send<true, kManyThreads>;
+    kernel = is_small ? &ht::dispatch_send<true, ht::kFewThreads> : &ht::dispatch_send<true, ht::kManyThreads>;
   }
   launch_kernel(kernel, args.plan.blocks, args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
 }
@@ -71,7 +77,7 @@ void launch_world(const KernelArgs<HtDispatchParams>* host_args, const KernelArg
                   int num_ranks, void* stream) {
   const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
   const auto kernel =
-      host_args->params.quant != Quant::kNone ? &ht_dispatch_send_world<true> : &ht_dispatch_send_world<false>;
+      host_args->params.quant != Quant::kNone ? &ht::dispatch_send_world<true> : &ht::dispatch_send_world<false>;
   launch_kernel(kernel, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
 }
 

@@ -4,19 +4,20 @@
 #include "cuda/launch/launch_util.h"
 
 namespace ep {
+namespace ht {
 namespace {
 
 constexpr int kRouteThreads = 1024;
 
 template <bool kExpertRows>
 __global__ void __launch_bounds__(kRouteThreads, 1)
-    ht_dispatch_route(const __grid_constant__ KernelArgs<HtRouteParams> args) {
+    dispatch_route(const __grid_constant__ KernelArgs<HtRouteParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
   ht_route<kExpertRows>(args, BlockPosition::own(), shared);
 }
 
 __global__ void __launch_bounds__(kRouteThreads, 1)
-    ht_dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
+    dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   const auto& args = all[blockIdx.x / blocks];  // ranks may have different layouts
   if (has_expert_rows(args.params.output.layout)) {
@@ -27,6 +28,7 @@ __global__ void __launch_bounds__(kRouteThreads, 1)
 }
 
 }  // namespace
+}  // namespace ht
 
 HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
   return plan_ht_route(p.num_sms > 0 ? num_sms : default_ht_sms({}, num_sms));
@@ -37,19 +39,19 @@ HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return
 void check_served(const HtRouteParams& p) { check_ht_ranks(p.offsets.topology); }
 
 void load_ht_route_kernels() {
-  for (auto* kernel : {&ht_dispatch_route<false>, &ht_dispatch_route<true>}) {
+  for (auto* kernel : {&ht::dispatch_route<false>, &ht::dispatch_route<true>}) {
     // As the kernel that follows: an SM that changes its split of memory waits until it is empty.
     EP_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
     load_kernel(kernel, kMaxSharedBytes);
   }
-  load_kernel(&ht_dispatch_route_world, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_route_world, kMaxSharedBytes);
 }
 
 std::vector<std::vector<uint64_t>> ht_route_stamps() { return read_stamps(); }
 
 void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
   const bool expert_rows = has_expert_rows(args.params.output.layout);
-  launch_kernel(expert_rows ? &ht_dispatch_route<true> : &ht_dispatch_route<false>, args.plan.blocks,
+  launch_kernel(expert_rows ? &ht::dispatch_route<true> : &ht::dispatch_route<false>, args.plan.blocks,
                 args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
 }
 
@@ -61,7 +63,7 @@ void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<H
     EP_CHECK(host_args[r].plan.blocks == blocks, "rank 0 gives a dispatch ", blocks, " SMs, rank ", r, " gives it ",
              host_args[r].plan.blocks, ": in a world on one GPU they must be equal");
   }
-  launch_kernel(&ht_dispatch_route_world, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
+  launch_kernel(&ht::dispatch_route_world, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
 }
 
 }  // namespace ep

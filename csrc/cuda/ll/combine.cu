@@ -11,7 +11,7 @@ LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
 LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
   LlPlan plan;
   plan.blocks = num_sms;
-  plan.warps = kScalarThreads / 32;
+  plan.warps = ll::kScalarThreads / 32;
   return plan;
 }
 

@@ -7,30 +7,38 @@
 #include "cuda/ll/combine.cuh"
 
 namespace ep {
+
+// Named as the kernels of dispatch are.
+namespace ll {
 namespace {
 
 constexpr int kMaxThreads = 640;
 constexpr int kScalarThreads = 256;
 
 template <DType kIn, DType kWire, DType kOut, bool kHome>
-__global__ void __launch_bounds__(kMaxThreads, 1) ll_combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
-  combine<kIn, kWire, kOut, kHome>(args, BlockPosition::own());
+__global__ void __launch_bounds__(kMaxThreads, 1) combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
+  ep::combine<kIn, kWire, kOut, kHome>(args, BlockPosition::own());
 }
 
 template <DType kIn, DType kWire, DType kOut, bool kHome>
-__global__ void __launch_bounds__(kMaxThreads, 1) ll_combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
-  combine<kIn, kWire, kOut, kHome>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
+__global__ void __launch_bounds__(kMaxThreads, 1) combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
+  ep::combine<kIn, kWire, kOut, kHome>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
 }
 
 __global__ void __launch_bounds__(kScalarThreads)
-    ll_scalars_home(const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
-  scalars_home(args, BlockPosition::own());
+    scalars_home(const __grid_constant__ KernelArgs<LlCombineWeightsParams> args) {
+  ep::scalars_home(args, BlockPosition::own());
 }
 
 __global__ void __launch_bounds__(kScalarThreads)
-    ll_scalars_home_world(const KernelArgs<LlCombineWeightsParams>* all, int blocks) {
-  scalars_home(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
+    scalars_home_world(const KernelArgs<LlCombineWeightsParams>* all, int blocks) {
+  ep::scalars_home(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
 }
+
+}  // namespace
+}  // namespace ll
+
+namespace {
 
 // Calls body with the template instance for these parameters.
 template <class Body>
@@ -44,27 +52,27 @@ void with_instance(const LlCombineParams& p, Body body) {
 void load_all() {
   const auto load = [](auto types, auto home) {
     using T = decltype(types);
-    load_kernel(&ll_combine<T::in, T::wire, T::out, home()>, 0);
-    load_kernel(&ll_combine_world<T::in, T::wire, T::out, home()>, 0);
+    load_kernel(&ll::combine<T::in, T::wire, T::out, home()>, 0);
+    load_kernel(&ll::combine_world<T::in, T::wire, T::out, home()>, 0);
   };
   for_all_types([&](auto types) {
     load(types, std::false_type{});
     load(types, std::true_type{});
   });
-  load_kernel(&ll_scalars_home, 0);
-  load_kernel(&ll_scalars_home_world, 0);
+  load_kernel(&ll::scalars_home, 0);
+  load_kernel(&ll::scalars_home_world, 0);
 }
 
 void launch_one(const KernelArgs<LlCombineParams>& args, void* stream) {
   with_instance(args.params, [&](auto types, auto home) {
     using T = decltype(types);
-    launch_kernel(&ll_combine<T::in, T::wire, T::out, home()>, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl,
+    launch_kernel(&ll::combine<T::in, T::wire, T::out, home()>, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl,
                   stream, args);
   });
 }
 
 void launch_one(const KernelArgs<LlCombineWeightsParams>& args, void* stream) {
-  launch_kernel(&ll_scalars_home, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl, stream, args);
+  launch_kernel(&ll::scalars_home, args.plan.blocks, args.plan.threads(), 0, args.plan.pdl, stream, args);
 }
 
 void launch_all(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
@@ -76,7 +84,7 @@ void launch_all(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<L
   }
   with_instance(host_args->params, [&](auto types, auto home) {
     using T = decltype(types);
-    launch_kernel(&ll_combine_world<T::in, T::wire, T::out, home()>, plan.blocks * num_ranks, plan.threads(), 0, false,
+    launch_kernel(&ll::combine_world<T::in, T::wire, T::out, home()>, plan.blocks * num_ranks, plan.threads(), 0, false,
                   stream, args, plan.blocks);
   });
 }
@@ -84,7 +92,7 @@ void launch_all(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<L
 void launch_all(const KernelArgs<LlCombineWeightsParams>* host_args, const KernelArgs<LlCombineWeightsParams>* args,
                 int num_ranks, void* stream) {
   const LlPlan& plan = host_args->plan;
-  launch_kernel(&ll_scalars_home_world, plan.blocks * num_ranks, plan.threads(), 0, false, stream, args, plan.blocks);
+  launch_kernel(&ll::scalars_home_world, plan.blocks * num_ranks, plan.threads(), 0, false, stream, args, plan.blocks);
 }
 
 }  // namespace

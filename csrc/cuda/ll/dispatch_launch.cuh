@@ -8,29 +8,37 @@
 #include "cuda/ll/dispatch_instances.cuh"
 
 namespace ep {
+
+// DeepEP's tools find kernels by "::dispatch" and "::combine" in their names.
+namespace ll {
 namespace {
 
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
-    ll_dispatch(const __grid_constant__ KernelArgs<LlDispatchParams> args) {
+    dispatch(const __grid_constant__ KernelArgs<LlDispatchParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
   const BlockPosition at = BlockPosition::own();
-  dispatch<kEncoding, kType, kSteps, kLayout>(args, at, shared);
+  ep::dispatch<kEncoding, kType, kSteps, kLayout>(args, at, shared);
 }
 
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
-    ll_dispatch_world(const KernelArgs<LlDispatchParams>* all, int blocks) {
+    dispatch_world(const KernelArgs<LlDispatchParams>* all, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   const BlockPosition at = BlockPosition::in_world(blocks);
-  dispatch<kEncoding, kType, kSteps, kLayout>(all[blockIdx.x / blocks], at, shared);
+  ep::dispatch<kEncoding, kType, kSteps, kLayout>(all[blockIdx.x / blocks], at, shared);
 }
+
+}  // namespace
+}  // namespace ll
+
+namespace {
 
 void load_all() {
   const auto load = [](auto instance) {
     using I = decltype(instance);
-    load_kernel(&ll_dispatch<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
-    load_kernel(&ll_dispatch_world<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
+    load_kernel(&ll::dispatch<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
+    load_kernel(&ll::dispatch_world<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
   };
   for_all_instances(load);
 }
@@ -38,7 +46,7 @@ void load_all() {
 void launch_one(const KernelArgs<LlDispatchParams>& args, void* stream) {
   with_instance(args.params, args.plan.steps, [&](auto instance) {
     using I = decltype(instance);
-    launch_kernel(&ll_dispatch<I::encoding, I::type, I::steps, I::layout>, args.plan.blocks, args.plan.threads(),
+    launch_kernel(&ll::dispatch<I::encoding, I::type, I::steps, I::layout>, args.plan.blocks, args.plan.threads(),
                   static_cast<int>(args.geometry.bitmap.bytes), args.plan.pdl, stream, args);
   });
 }
@@ -53,7 +61,7 @@ void launch_all(const KernelArgs<LlDispatchParams>* host_args, const KernelArgs<
   }
   with_instance(host_args->params, plan.steps, [&](auto instance) {
     using I = decltype(instance);
-    launch_kernel(&ll_dispatch_world<I::encoding, I::type, I::steps, I::layout>, plan.blocks * num_ranks,
+    launch_kernel(&ll::dispatch_world<I::encoding, I::type, I::steps, I::layout>, plan.blocks * num_ranks,
                   plan.threads(), static_cast<int>(host_args->geometry.bitmap.bytes), false, stream, args, plan.blocks);
   });
 }

@@ -12,8 +12,14 @@ namespace {
 constexpr int kMaxThreads = 640;
 constexpr int kScalarThreads = 256;
 
+}  // namespace
+
+namespace ll {
+namespace {
+
 template <DType kIn, DType kWire, DType kOut, bool kHome>
-__global__ void __launch_bounds__(kMaxThreads, 1) rail_combine(const __grid_constant__ LlArgs<LlCombineParams> args) {
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    combine_by_rail(const __grid_constant__ LlArgs<LlCombineParams> args) {
   const LlRail& rail = args.rail;
   const int own = BlockPosition::own().block;
   if (own < rail.front_blocks()) return combine_front<kHome>(args, own);
@@ -22,8 +28,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1) rail_combine(const __grid_cons
     block -= rail.sum_blocks;
     if (block < rail.sums_at) return combine_sums<kIn, kWire, kOut>(args, block + rail.sum_blocks - rail.sums_at);
   }
-  combine<kIn, kWire, kOut, kHome>(args, {block, args.plan.blocks});
+  ep::combine<kIn, kWire, kOut, kHome>(args, {block, args.plan.blocks});
 }
+
+}  // namespace
+}  // namespace ll
+
+namespace {
 
 __global__ void __launch_bounds__(kScalarThreads)
     rail_scalars_home(const __grid_constant__ LlArgs<LlCombineWeightsParams> args) {
@@ -43,8 +54,8 @@ void with_instance(const LlCombineParams& p, Body body) {
 void load_rail_combine() {
   for_all_types([](auto types) {
     using T = decltype(types);
-    load_kernel(&rail_combine<T::in, T::wire, T::out, false>, 0);
-    load_kernel(&rail_combine<T::in, T::wire, T::out, true>, 0);
+    load_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, false>, 0);
+    load_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, true>, 0);
   });
   load_kernel(&rail_scalars_home, 0);
 }
@@ -52,7 +63,7 @@ void load_rail_combine() {
 void launch_rail(const LlArgs<LlCombineParams>& args, void* stream) {
   with_instance(args.params, [&](auto types, auto home) {
     using T = decltype(types);
-    launch_kernel(&rail_combine<T::in, T::wire, T::out, home()>, args.rail.blocks() + args.plan.blocks,
+    launch_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, home()>, args.rail.blocks() + args.plan.blocks,
                   args.plan.threads(), 0, args.plan.pdl, stream, args);
   });
 }

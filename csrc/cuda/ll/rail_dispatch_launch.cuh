@@ -6,29 +6,37 @@
 #include "cuda/ll/rail_dispatch.cuh"
 
 namespace ep {
+
+namespace ll {  // as in dispatch_launch.cuh
 namespace {
 
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
-    rail_dispatch(const __grid_constant__ LlArgs<LlDispatchParams> args) {
+    dispatch_by_rail(const __grid_constant__ LlArgs<LlDispatchParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
   const int block = BlockPosition::own().block, front = args.rail.front_blocks();
   if (block < front) return dispatch_rail<kEncoding, kType, kSteps>(args, block);
-  dispatch<kEncoding, kType, kSteps, kLayout>(args, {block - front, args.plan.blocks}, shared);
+  ep::dispatch<kEncoding, kType, kSteps, kLayout>(args, {block - front, args.plan.blocks}, shared);
 }
+
+}  // namespace
+}  // namespace ll
+
+namespace {
 
 void load_rail_dispatch() {
   for_all_instances([](auto instance) {
     using I = decltype(instance);
-    load_kernel(&rail_dispatch<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
+    load_kernel(&ll::dispatch_by_rail<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
   });
 }
 
 void launch_rail(const LlArgs<LlDispatchParams>& args, void* stream) {
   with_instance(args.params, args.plan.steps, [&](auto instance) {
     using I = decltype(instance);
-    launch_kernel(&rail_dispatch<I::encoding, I::type, I::steps, I::layout>, args.rail.blocks() + args.plan.blocks,
-                  args.plan.threads(), static_cast<int>(args.geometry.bitmap.bytes), args.plan.pdl, stream, args);
+    launch_kernel(&ll::dispatch_by_rail<I::encoding, I::type, I::steps, I::layout>,
+                  args.rail.blocks() + args.plan.blocks, args.plan.threads(),
+                  static_cast<int>(args.geometry.bitmap.bytes), args.plan.pdl, stream, args);
   });
 }
 

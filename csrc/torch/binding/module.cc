@@ -11,6 +11,7 @@
 
 #include "api/factory.h"
 #include "base/check.h"
+#include "torch/binding/eager.h"
 #include "torch/binding/errors.h"
 #include "torch/binding/fast_call.h"
 #include "torch/binding/interruption.h"
@@ -413,4 +414,5 @@ PYBIND11_MODULE(_C, m) {
 #if defined(EP_WITH_CUDA)
   define_network_probe(m);
 #endif
+  eager::define(m);
 }

@@ -63,30 +63,38 @@ Tensor behind(const Tensor& front, int64_t first, int64_t count) {
   return tensor;
 }
 
+// The handle has an allocation of its own, by which combine knows it.
 Outputs allocate(const InputTypes& row, Quant quant, const OutputShape& output, const at::Device& device) {
-  DispatchTensors made = allocate_outputs(row, quant, output, device, /*with_handle=*/false);
-  if (made.scales.numel() > 0) {
-    made.scales =
-        new_tensor({output.local_experts, made.scales.size(2), output.capacity}, made.scales.scalar_type(), device)
-            .transpose(1, 2);
+  const OutputTypes types = output_types(row, quant, output);
+  const bool quantises = types.scales.size() > 1;
+  const int64_t ranges[] = {output.local_experts, output.num_ranks};
+  Outputs made;
+  made.x = new_tensor(types.x, types.x_type, device);
+  const NewTensor small[] = {{&made.counts, types.info, at::kInt},  // the first of its allocation
+                             {&made.scales, types.scales, types.scales_type},
+                             {&made.weights, types.weights, at::kFloat},
+                             {&made.layout_range, ranges, at::kLong}};
+  new_tensors(small, device);
+  if (quantises) {
+    const int64_t groups = types.scales[2];
+    const int64_t sizes[] = {output.local_experts, output.capacity, groups};
+    const int64_t strides[] = {groups * output.capacity, 1, output.capacity};
+    made.scales.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef(sizes), at::IntArrayRef(strides));
   }
-  const Tensor handle = new_handle({SourceShape::of(output).size(handle_shape(output, row.num_tokens))}, device);
-  return {made.x,
-          made.scales,
-          made.weights,
-          front(made.info, {output.local_experts}),
-          front(handle, {output.local_experts, output.capacity}),
-          new_tensor({output.local_experts, output.num_ranks}, at::kLong, device)};
+  made.counts = front(made.counts, {output.local_experts});
+  made.src_info = front(new_handle({SourceShape::of(output).size(handle_shape(output, row.num_tokens))}, device),
+                        {output.local_experts, output.capacity});
+  return made;
 }
 
-// `size`: int32 entries of the allocation.
-void check_front(const Tensor& tensor, const char* name, at::IntArrayRef sizes, int64_t size, const InputTypes& row,
-                 const at::Device& device) {
+// `size`: int32 entries of the allocation, or its first ones.
+void check_front(const Tensor& tensor, const char* name, at::IntArrayRef sizes, int64_t size, bool is_whole,
+                 const InputTypes& row, const at::Device& device) {
   check_tensor(tensor, name, at::kInt, sizes, device);
   const int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
-  EP_CHECK(tensor.storage_offset() == 0 && bytes == 4 * size, name, " begins at element ", tensor.storage_offset(),
-           " of ", bytes, " bytes, after a dispatch of ", row.num_tokens, " tokens, top-", row.topk,
-           " it is at element 0 of ", 4 * size,
+  EP_CHECK(tensor.storage_offset() == 0 && (is_whole ? bytes == 4 * size : bytes >= 4 * size), name,
+           " begins at element ", tensor.storage_offset(), " of ", bytes, " bytes, after a dispatch of ",
+           row.num_tokens, " tokens, top-", row.topk, " it is at element 0 of ", 4 * size,
            ": give the tensor that dispatch returned, not a copy, and the topk_idx of that dispatch");
 }
 
@@ -179,9 +187,9 @@ void ll_dispatch_deepep_recv(const Tensor& seq, const Tensor& x, const Tensor& s
         quantises ? at::IntArrayRef{output.local_experts, p.out_scales.count, output.capacity} : at::IntArrayRef{0},
         device);
     check_tensor(weights, "weights", at::kFloat, {output.local_experts, output.capacity}, device);
-    check_front(counts, "counts", {output.local_experts}, output.info_size(), row, device);
+    check_front(counts, "counts", {output.local_experts}, output.info_size(), /*is_whole=*/false, row, device);
     check_front(src_info, "src_info", {output.local_experts, output.capacity},
-                SourceShape::of(output).size(handle_shape(output, num_tokens)), row, device);
+                SourceShape::of(output).size(handle_shape(output, num_tokens)), /*is_whole=*/true, row, device);
     check_tensor(layout_range, "layout_range", at::kLong, {output.local_experts, output.num_ranks}, device);
     group.prepare(p);
     run_into({x, scales, weights, counts, src_info, layout_range}, p, *registered, recv_stats, wait_cost);
@@ -195,7 +203,8 @@ Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_
   const SourceShape sources = SourceShape::of(output);
   const HandleShape native = handle_shape(output, num_tokens);
   const InputTypes row{at::kInt, 0, 0, at::kFloat, num_tokens, output.topk, true};
-  check_front(src_info, "src_info", {output.local_experts, output.capacity}, sources.size(native), row, device);
+  check_front(src_info, "src_info", {output.local_experts, output.capacity}, sources.size(native), /*is_whole=*/true,
+              row, device);
   return behind(src_info, sources.handle_at(), native.size());
 }
 

@@ -206,8 +206,8 @@ DispatchTensors allocate_outputs(const InputTypes& row, Quant quant, const Outpu
   const int64_t handle_size = handle_shape(output, row.num_tokens).size();
   DispatchTensors t;
   t.x = new_tensor(types.x, types.x_type, device);
-  if (types.scales.size() > 1) t.scales = new_tensor(types.scales, types.scales_type, device);
-  c10::SmallVector<NewTensor, 6> small = {{&t.weights, types.weights, at::kFloat}, {&t.info, types.info, at::kInt}};
+  c10::SmallVector<NewTensor, 7> small = {{&t.weights, types.weights, at::kFloat}, {&t.info, types.info, at::kInt}};
+  if (types.scales.size() > 1) small.push_back({&t.scales, types.scales, types.scales_type});
   if (with_handle) small.push_back({&t.handle, handle_size, at::kInt});
   // What the layout has not got is empty to torch, and undefined, in Python None, to who takes results together.
   const auto add = [&](bool is_there, NewTensor tensor) {

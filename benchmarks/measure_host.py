@@ -1,0 +1,256 @@
+"""How long the host is kept by eager calls: python benchmarks/measure_host.py RECORDS.json [--device cpu]
+
+One rank; with torchrun, a GPU (or a CPU rank) each. Every figure is taken with and without torch.set_default_device,
+whose mode sees each function of torch that Python calls.
+
+host: one call, the least mean of many rounds; the queue of a GPU is emptied between rounds. event: an eager pair
+between two events that all ranks enter together (GPUs). "ops": torch.ops by themselves, the floor of the native calls.
+
+"deepep_like" is an estimate of what DeepEP V1 takes for its eager pair on the same host: the tensors it makes, its
+events between two streams and its two launches, called from Python, around kernels of the given times
+(--deepep-kernels). "least" is the same without launches' kernels, host alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nccl_ep
+from nccl_ep import deep_ep
+from nccl_ep.config import combine_args
+
+Call = Callable[[], Any]
+LOCAL_SIZES = {"cpu": (1, 16, 2, 4), "cuda": (128, 7168, 8, 256)}  # tokens, hidden, top-k, experts
+
+
+def host_time(call: Call, synchronize: Call, count: int, rounds: int) -> float:
+    """Of one call, in us."""
+    for _ in range(count):
+        call()
+    means = []
+    for _ in range(rounds):
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        means.append((time.perf_counter() - begin) / count * 1e6)
+    synchronize()
+    return min(means)
+
+
+def event_time(call: Call, barrier: Call, iterations: int) -> float:
+    """Of one call in a GPU's time, in us: the median."""
+    times = []
+    for _ in range(iterations):
+        barrier()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return sorted(times[iterations // 5 :])[(iterations - iterations // 5) // 2]
+
+
+@contextlib.contextmanager
+def default_device(device: str | None) -> Iterator[None]:
+    if device is None:
+        yield
+        return
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], device: str) -> dict[str, Call]:
+    tokens, hidden, topk, experts = sizes
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    ids = torch.rand(tokens, experts, device=device).topk(topk, -1).indices
+    weights = torch.rand(tokens, topk, device=device)
+    how: dict[str, Any] = {"buffer": buffer, "num_experts": experts}
+    out = nccl_ep.dispatch(x, ids, weights, **how)
+    dest = torch.empty_like(x)
+    rows = torch.zeros_like(out.x)
+    ops = torch.ops.nccl_ep
+    numbers = combine_args(out.handle, 1, x.dtype)
+    config = (experts, topk, tokens, 0, 1, 0, 0, 1, 0)
+    view = deep_ep.Buffer.of(buffer)
+    use_fp8 = hidden % 128 == 0
+    fp8 = {"use_fp8": use_fp8}
+    handle = view.low_latency_dispatch(x, ids, tokens, experts, **fp8)[2]
+    made = view.get_next_low_latency_combine_buffer(handle)
+    made.zero_()
+
+    def hooked() -> None:
+        *_, hook = view.low_latency_dispatch(x, ids, tokens, experts, return_recv_hook=True, **fp8)
+        hook()
+        *_, hook = view.low_latency_combine(made, ids, weights, handle, zero_copy=True, return_recv_hook=True, out=dest)
+        hook()
+
+    def event() -> None:
+        *_, last, _ = view.low_latency_dispatch(x, ids, tokens, experts, async_finish=True, **fp8)
+        last.current_stream_wait()
+        _, last, _ = view.low_latency_combine(made, ids, weights, handle, zero_copy=True, async_finish=True, out=dest)
+        last.current_stream_wait()
+
+    return {
+        "ops dispatch": lambda: ops.ll_dispatch(buffer._seq, x, None, ids, weights, tokens * buffer.num_ranks, config),
+        "ops combine": lambda: ops.ll_combine(buffer._seq, rows, out.handle.tensor, None, None, [], *numbers),
+        "native dispatch": lambda: nccl_ep.dispatch(x, ids, weights, **how),
+        "native combine": lambda: nccl_ep.combine(rows, out.handle),
+        "native combine out=": lambda: nccl_ep.combine(rows, out.handle, out=dest),
+        "deepep dispatch": lambda: view.low_latency_dispatch(x, ids, tokens, experts, **fp8),
+        "deepep combine": lambda: view.low_latency_combine(rows, ids, weights, handle),
+        "deepep combine out= zero_copy": lambda: view.low_latency_combine(
+            made, ids, weights, handle, zero_copy=True, out=dest
+        ),
+        "deepep pair, hooks": hooked,
+        "deepep pair, async_finish": event,
+    }  # fmt: skip
+
+
+def high_throughput_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], device: str) -> dict[str, Call]:
+    tokens, hidden, topk, experts = sizes
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    ids = torch.rand(tokens, experts, device=device).topk(topk, -1).indices
+    weights = torch.rand(tokens, topk, device=device)
+    how: dict[str, Any] = {"buffer": buffer, "num_experts": experts, "mode": "ht", "layout": "flat"}
+    out = nccl_ep.dispatch(x, ids, weights, **how)
+    rows = buffer.empty(out.x.shape, x.dtype)
+    ops, capacity = torch.ops.nccl_ep, out.handle.capacity
+    numbers = combine_args(out.handle, 0, x.dtype)
+    config = (experts, topk, tokens, 3, 1, 0, 0, 1, 0)
+    view = deep_ep.Buffer.of(buffer)
+    per_rank, _, per_expert, is_in_rank, _ = view.get_dispatch_layout(ids, experts)
+    layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in_rank}
+    worst = tokens * buffer.num_ranks
+    normal: dict[str, Any] = {"topk_idx": ids, "topk_weights": weights, **layout}
+    recv, _, _, _, handle, _ = view.dispatch(x, **normal)
+    return {
+        "ops dispatch": lambda: ops.ht_dispatch(buffer._seq, [x], None, ids, weights, capacity, config),
+        "ops combine": lambda: ops.ht_combine(
+            buffer._seq, rows, None, out.handle.tensor, out.handle.slots, None, None, [], *numbers
+        ),
+        "native dispatch": lambda: nccl_ep.dispatch(x, ids, weights, **how),
+        "native combine": lambda: nccl_ep.combine(rows, out.handle),
+        "native dispatch_cached": lambda: nccl_ep.dispatch_cached(x, out.handle),
+        "deepep layout": lambda: view.get_dispatch_layout(ids, experts),
+        "deepep dispatch": lambda: view.dispatch(x, **normal),
+        "deepep dispatch num_worst_tokens": lambda: view.dispatch(x, num_worst_tokens=worst, **normal),
+        "deepep dispatch cached": lambda: view.dispatch(x, handle=handle),
+        "deepep combine": lambda: view.combine(recv, handle),
+    }
+
+
+def deepep_like(sizes: tuple[int, int, int, int], ranks: int, kernels: tuple[float, float]) -> Call:
+    """An eager pair of DeepEP V1's low-latency mode, as far as the host and the streams see it: five tensors at
+    dispatch and one at combine, the stream of communication waiting for the caller's and back, a launch each."""
+    tokens, hidden, _, experts = sizes
+    local, rows = experts // ranks, ranks * tokens
+    comm = torch.cuda.Stream(priority=-1)
+    cycles = [int(each * torch.cuda.clock_rate()) for each in kernels]  # MHz
+
+    def operation(each: int, tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        current = torch.cuda.current_stream()
+        comm.wait_stream(current)
+        for shape, dtype in tensors:
+            torch.empty(shape, dtype=dtype, device="cuda")
+        with torch.cuda.stream(comm):
+            torch.cuda._sleep(each)
+        current.wait_stream(comm)
+
+    made = [
+        ((local, rows, hidden), torch.float8_e4m3fn), ((local, rows), torch.int32), ((local, ranks), torch.int64),
+        ((local,), torch.int32), ((local, hidden // 128, rows), torch.float32),
+    ]  # fmt: skip
+
+    def pair() -> None:
+        operation(cycles[0], made)
+        operation(cycles[1], [((tokens, hidden), torch.bfloat16)])
+
+    return pair
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--count", type=int, default=50, help="calls of a round")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--mode", choices=("ll", "ht", "both"), default="both")
+    parser.add_argument(
+        "--deepep-kernels", type=float, nargs=2, default=(27.8, 43.1), metavar=("DISPATCH", "COMBINE"),
+        help="us; by default those of two H100s, 128 tokens, FP8 and BF16",
+    )  # fmt: skip
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda"
+    group = None
+    if "RANK" in os.environ:
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("gloo")
+        group = dist.group.WORLD
+    ranks = 1 if group is None else dist.get_world_size()
+    tokens, *rest = LOCAL_SIZES[options.device]
+    sizes = (options.tokens or tokens, *rest)
+    synchronize: Call = torch.cuda.synchronize if on_gpu else (lambda: None)
+    barrier: Call = (lambda: None) if group is None else dist.barrier
+    records: list[dict[str, Any]] = []
+    name = torch.cuda.get_device_name() if on_gpu else "cpu"
+    revision = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+
+    def note(mode: str, op: str, figure: str, value: float, default: str | None) -> None:
+        if group is not None and dist.get_rank() != 0:
+            return
+        print(f"{mode} {op:34} {figure:6} {value:8.2f} us  default device: {default}", flush=True)
+        records.append(
+            {
+                "bench": "host", "system": "nccl_ep", "mode": mode, "op": op, "figure": figure,
+                "value": round(value, 2), "unit": "us", "ranks": ranks, "tokens": sizes[0], "hidden": sizes[1],
+                "topk": sizes[2], "experts": sizes[3], "default_device": default, "device": name, "revision": revision,
+                "date": date.today().isoformat(),
+            }
+        )  # fmt: skip
+
+    makers = {"ll": low_latency_calls, "ht": high_throughput_calls}
+    for mode in makers if options.mode == "both" else [options.mode]:
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=sizes[0], hidden=sizes[1], topk=sizes[2], num_experts=sizes[3], mode=mode,
+            device=options.device,
+        ) as buffer:  # fmt: skip
+            calls = makers[mode](buffer, sizes, options.device)
+            for default in (None, options.device):
+                with default_device(default):
+                    for op, call in calls.items():
+                        note(mode, op, "host", host_time(call, synchronize, options.count, options.rounds), default)
+                    if on_gpu:
+                        for api in ("ops", "native", "deepep"):
+                            pair = calls[f"{api} dispatch"], calls[f"{api} combine"]
+                            value = event_time(lambda pair=pair: (pair[0](), pair[1]()), barrier, 200)
+                            note(mode, f"{api} pair", "event", value, default)
+            if on_gpu and mode == "ll":
+                like, least = (deepep_like(sizes, ranks, each) for each in (options.deepep_kernels, (0.0, 0.0)))
+                note(mode, "deepep_like pair", "event", event_time(like, barrier, 200), None)
+                note(mode, "deepep_like pair, least", "host", host_time(least, synchronize, 50, options.rounds), None)
+    if records:
+        with open(options.records, "w") as file:
+            file.write("[\n" + ",\n".join(json.dumps(each) for each in records) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""Operations in one call of C++: taken where a call is plain, with the results of the long way, and left elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nccl_ep
+from nccl_ep import deep_ep, functional
+from nccl_ep.deep_ep import low_latency
+from nccl_ep.handle import DispatchOutput, Handle
+from nccl_ep.testing import ThreadGroup, run_ranks
+
+T, H, K, E = 6, 128, 2, 4
+Call = Callable[[], Any]
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Watching(TorchFunctionMode):
+    """A mode that wants to see the op: calls go the long way."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def buffer() -> Iterator[nccl_ep.Buffer]:
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=T, hidden=H, topk=K, num_experts=E, wire_dtype=torch.float32, mode="auto", device="cpu",
+        timeout=60.0,
+    ) as made:  # fmt: skip
+        yield made
+
+
+def inputs(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, H, generator=generator).bfloat16()
+    return x, torch.randint(-1, E, (T, K), generator=generator), torch.rand(T, K, generator=generator)
+
+
+def flat(value: Any) -> list[Any]:
+    """Tensors and numbers in what an operation returns."""
+    if isinstance(value, DispatchOutput | Handle):
+        names = [field.name for field in dataclasses.fields(value) if field.name != "seq"]
+        return [each for name in names for each in flat(getattr(value, name))]
+    if isinstance(value, deep_ep.EventOverlap):
+        return [value.event, value.extra_tensors]
+    if isinstance(value, tuple | list):
+        return [each for part in value for each in flat(part)]
+    return [value]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """torch compares neither FP8 nor NaNs."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    left, right = flat(mine), flat(theirs)
+    return len(left) == len(right) and all(
+        (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and torch.equal(as_bytes(a), as_bytes(b))
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else type(a) is type(b) and a == b
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+class Taken:
+    """Counts the calls of ``module.name`` that were not left to the long way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+        self.count = 0
+        usual = getattr(module, name)
+
+        def call(*args: Any) -> Any:
+            made = usual(*args)
+            self.count += made is not None
+            return made
+
+        monkeypatch.setattr(module, name, call)
+
+
+DISPATCHES: list[dict[str, Any]] = [
+    {}, {"layout": "packed"}, {"layout": "packed", "expert_alignment": 4}, {"layout": "rank_major"},
+    {"layout": "flat"}, {"quant": "fp8"}, {"capacity": 2}, {"zero_padding": True}, {"mode": "auto"},
+    {"mode": "ht", "layout": "flat"}, {"mode": "ht", "layout": "flat", "capacity": "exact"},
+    {"mode": "ht", "layout": "packed", "capacity": "exact", "expert_alignment": 4}, {"mode": "ht", "capacity": T},
+    {"mode": "ht", "layout": "rank_major", "quant": "fp8"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", DISPATCHES, ids=str)
+def test_dispatch_and_combine_are_those_of_the_long_way(
+    buffer: nccl_ep.Buffer, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, ids, weights = inputs()
+    how = {"buffer": buffer, "num_experts": E, "zero_padding": True} | options
+    with Watching():
+        wanted = nccl_ep.dispatch(x, ids, weights, **how)
+    taken = Taken(monkeypatch, functional, "dispatch_eager")
+    for _ in range(2):
+        out = nccl_ep.dispatch(x, ids, weights, **how)
+        assert same(out, wanted)
+    assert taken.count == 2
+    taken = Taken(monkeypatch, functional, "combine_eager")
+    rows = torch.randn(out.x.shape).bfloat16()
+    has_expert_rows = out.handle.layout.has_expert_rows
+    kinds: list[dict[str, Any]] = [{}, {"weights": None}, {"out": torch.empty(T, H).bfloat16()}]
+    kinds += [{"wire_dtype": torch.float32}, {"out_dtype": torch.float32}]
+    if has_expert_rows:
+        kinds += [{"weights": weights}, {"weights": weights, "topk_idx": ids}]
+    elif options.get("layout") == "flat":
+        kinds += [{"bias": x}, {"bias": [x, x]}]
+    for kind in kinds:
+        with Watching():
+            home = nccl_ep.combine(rows, out.handle, **kind)
+        wanted_home = home.clone()
+        mine = nccl_ep.combine(rows, out.handle, **kind)
+        assert same(mine, wanted_home) and ("out" not in kind or mine is kind["out"])
+    assert taken.count == len(kinds)
+
+
+def deepep_calls(view: deep_ep.Buffer) -> dict[str, Call]:
+    x, ids, weights = inputs()
+    per_rank, _, per_expert, is_in_rank, _ = view.get_dispatch_layout(ids, E)
+    layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in_rank}
+    normal: dict[str, Any] = {"topk_idx": ids, "topk_weights": weights, **layout}
+    quantised = x.float().to(torch.float8_e4m3fn), torch.rand(T, 1)
+    recv, _, _, _, handle, _ = view.dispatch(x, **normal)
+    rows, _, ll_handle, _, _ = view.low_latency_dispatch(x, ids, T, E, use_fp8=False)
+    rows.nan_to_num_()
+    dest = torch.empty(T, H).bfloat16()
+    made = view.get_next_low_latency_combine_buffer(ll_handle)
+    made.copy_(rows)
+    padded = torch.rand(T, 4)
+    four = torch.randint(-1, E, (T, 4))
+    wide = view.dispatch(x, **(normal | {"topk_idx": four, "topk_weights": padded} | layout_of(view, four)))
+
+    def hooked() -> Any:
+        *sent, hook = view.low_latency_dispatch(x, ids, T, E, return_recv_hook=True)
+        hook()
+        *back, hook = view.low_latency_combine(rows, ids, weights, ll_handle, return_recv_hook=True)
+        hook()
+        return valid(sent[0], sent[1]), sent[1], back
+
+    def dispatched(**options: Any) -> Any:
+        received, counts, *rest, hook = view.low_latency_dispatch(x, ids, T, E, **options)
+        assert hook is None
+        return valid(received, counts), counts, rest[0][1:], rest[1]
+
+    return {
+        "dispatch": dispatched,
+        "dispatch bf16": lambda: dispatched(use_fp8=False),
+        "dispatch ue8m0": lambda: dispatched(round_scale=True, use_ue8m0=True),
+        "combine": lambda: view.low_latency_combine(rows, ids, weights, ll_handle),
+        "combine out=": lambda: view.low_latency_combine(rows, ids, weights, ll_handle, out=dest),
+        "combine zero_copy": lambda: view.low_latency_combine(rows, ids, weights, ll_handle, zero_copy=True, out=dest),
+        "hooks": hooked,
+        "layout": lambda: view.get_dispatch_layout(ids, E),
+        "normal": lambda: view.dispatch(x, **normal),
+        "normal, scales": lambda: view.dispatch(quantised, expert_alignment=4, **normal),
+        "normal, worst": lambda: view.dispatch(x, num_worst_tokens=T, **normal)[2:],
+        "cached": lambda: view.dispatch(x, handle),
+        "normal combine": lambda: view.combine(recv, handle),
+        "normal combine, weights": lambda: view.combine(wide[0], wide[4], topk_weights=wide[2]),
+    }
+
+
+def layout_of(view: deep_ep.Buffer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    per_rank, _, per_expert, is_in_rank, _ = view.get_dispatch_layout(ids, E)
+    return {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in_rank}
+
+
+def valid(received: Any, counts: torch.Tensor) -> list[torch.Tensor]:
+    """Rows beyond the counts are unspecified."""
+    tensors = received if isinstance(received, tuple) else (received,)
+    return [as_bytes(each[e, :count]) for each in tensors for e, count in enumerate(counts.tolist())]
+
+
+@pytest.fixture
+def view() -> Iterator[deep_ep.Buffer]:
+    with nccl_ep.Buffer.for_shapes(
+        None, max_tokens=T, hidden=H, topk=4, num_experts=E, mode="auto", device="cpu", timeout=60.0
+    ) as made:
+        yield deep_ep.Buffer.of(made)
+
+
+def test_deepeps_methods_are_those_of_the_long_way(view: deep_ep.Buffer) -> None:
+    for name, call in deepep_calls(view).items():
+        call()
+        with Watching():
+            wanted = flat(call())
+        assert same(call(), wanted), name
+
+
+def test_no_function_of_torch_is_called_from_python(view: deep_ep.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch.set_default_device each would pass its mode, and so would an attribute of a tensor."""
+    seen: list[str] = []
+    usual = DeviceContext.__torch_function__
+
+    def note(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(str(func))
+        return usual(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(DeviceContext, "__torch_function__", note)
+    x, ids, weights = inputs()
+    core = view.core
+    how: dict[str, Any] = {"buffer": core, "num_experts": E}
+    out = nccl_ep.dispatch(x, ids, weights, **how)
+    ht = nccl_ep.dispatch(x, ids, weights, mode="ht", layout="flat", **how)
+    rows, dest = torch.zeros_like(out.x), torch.empty_like(x)
+    calls = deepep_calls(view)
+    mine: dict[str, Call] = {
+        "native dispatch": lambda: nccl_ep.dispatch(x, ids, weights, **how),
+        "native combine": lambda: nccl_ep.combine(rows, out.handle),
+        "native combine out=": lambda: nccl_ep.combine(rows, out.handle, out=dest),
+        "native ht": lambda: nccl_ep.dispatch(x, ids, weights, mode="ht", layout="flat", **how),
+        "native ht combine": lambda: nccl_ep.combine(ht.x, ht.handle),
+    }
+    mine |= {f"deepep {name}": calls[name] for name in calls if "dispatch" not in name and name != "hooks"}
+    mine["deepep dispatch"] = lambda: view.low_latency_dispatch(x, ids, T, E)
+    mine["deepep dispatch, hook"] = lambda: view.low_latency_dispatch(x, ids, T, E, return_recv_hook=True)[4]()
+    for call in mine.values():
+        call()
+    torch.set_default_device("cpu")
+    try:
+        torch.zeros(1)
+        assert seen
+        for name, call in mine.items():
+            seen.clear()
+            call()
+            assert seen == [], name
+    finally:
+        torch.set_default_device(None)
+
+
+def test_the_mode_of_a_default_device_is_passed_by(buffer: nccl_ep.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.utils._device.DeviceContext does nothing but give a device to functions that make tensors. Others are seen,
+    above it and below."""
+
+    class Other(DeviceContext):
+        pass
+
+    x, ids, weights = inputs()
+    taken = Taken(monkeypatch, functional, "dispatch_eager")
+
+    def count() -> int:
+        before = taken.count
+        nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=E)
+        return taken.count - before
+
+    count()
+    torch.set_default_device("cpu")
+    try:
+        assert type(torch.overrides._get_current_function_mode()) is DeviceContext
+        assert count() == 1
+        with torch.device("cpu"):
+            assert count() == 1
+        for mode in (Watching(), Other("cpu")):
+            with mode:
+                assert count() == 0
+                with torch.device("cpu"):
+                    assert count() == 0
+    finally:
+        torch.set_default_device(None)
+    names = {each.__name__ for each in torch.utils._device._device_constructors()}
+    assert "empty" in names and not {name for name in names if "nccl_ep" in name}
+
+
+def test_what_is_not_plain_takes_the_long_way(buffer: nccl_ep.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, ids, weights = inputs()
+    how: dict[str, Any] = {"buffer": buffer, "num_experts": E}
+    out = nccl_ep.dispatch(x, ids, weights, **how)
+    taken = Taken(monkeypatch, functional, "dispatch_eager")
+    back = Taken(monkeypatch, functional, "combine_eager")
+
+    class Dispatches(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    leaf = x.clone().requires_grad_()
+    assert nccl_ep.dispatch(leaf, ids, weights, **how).x.requires_grad
+    nccl_ep.dispatch(x, ids, weights.clone().requires_grad_(), **how)
+    nccl_ep.combine(out.x.clone().requires_grad_(), out.handle)
+    for mode in (Watching(), Dispatches()):
+        with mode:
+            nccl_ep.dispatch(x, ids, weights, **how)
+            nccl_ep.combine(out.x, out.handle)
+    nccl_ep.dispatch(x.as_subclass(Subclass), ids, weights, **how)
+    nccl_ep.dispatch(x, ids, weights, extra=[x[:, :8].contiguous()], **how)
+    nccl_ep.dispatch(x, ids, weights, max_tokens=T + 0, layout="".join(["fl", "at"]), **how)  # new
+    assert taken.count == back.count == 0
+    nccl_ep.dispatch(x, ids, weights, max_tokens=T + 0, layout="".join(["fl", "at"]), **how)
+    with torch.no_grad():
+        nccl_ep.dispatch(leaf, ids, weights, **how)
+    assert taken.count == 2
+    pending = nccl_ep.dispatch_send(x, ids, weights, **how)
+    with pytest.raises(nccl_ep.UsageError, match="was sent and has not been received"):
+        nccl_ep.dispatch(x, ids, weights, **how)
+    del pending  # the next dispatch receives it
+    nccl_ep.dispatch(x, ids, weights, **how)
+    assert taken.count == 2
+    nccl_ep.dispatch(x, ids, weights, **how)
+    assert taken.count == 3
+
+
+def test_errors_of_the_op_are_the_buffers(buffer: nccl_ep.Buffer) -> None:
+    x, ids, weights = inputs()
+    how: dict[str, Any] = {"buffer": buffer, "num_experts": E}
+    out = nccl_ep.dispatch(x, ids, weights, **how)
+    for call, error in (
+        (lambda: nccl_ep.dispatch(x[:, ::2], ids, weights, **how), ValueError),
+        (lambda: nccl_ep.dispatch(x, ids.float(), weights, **how), ValueError),
+        (lambda: nccl_ep.combine(out.x[:, :-1], out.handle), ValueError),
+        (lambda: nccl_ep.combine(out.x, out.handle, num_sms=-1), ValueError),
+    ):
+        with pytest.raises(error) as mine:
+            call()
+        with Watching(), pytest.raises(error) as theirs:
+            call()
+        assert str(mine.value) == str(theirs.value)
+    buffer.destroy()
+    for gone in (lambda: nccl_ep.dispatch(x, ids, weights, **how), lambda: nccl_ep.combine(out.x, out.handle)):
+        with pytest.raises(nccl_ep.UsageError, match="was destroyed"):
+            gone()
+
+
+@pytest.mark.parametrize("options", [{}, {"quant": "fp8"}, {"layout": "packed"}, {"mode": "ht", "layout": "flat"}])
+def test_two_allocations_a_dispatch(buffer: nccl_ep.Buffer, options: dict[str, Any]) -> None:
+    x, ids, weights = inputs()
+    for _ in range(2):
+        out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=E, **options)
+    tensors = [each for each in flat(out) if isinstance(each, torch.Tensor) and each.numel() > 0]
+    assert len(tensors) >= 6
+    assert len({each.untyped_storage().data_ptr() for each in tensors}) == 2
+
+
+def test_other_ranks_are_out_of_step() -> None:
+    """One rank takes the long way, the other does not: they send the same."""
+
+    def body(group: ThreadGroup) -> None:
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=T, hidden=H, topk=K, num_experts=E, device="cpu", timeout=60.0
+        ) as buffer:
+            x, ids, weights = inputs(group.rank())
+            results = []
+            for number in range(6):
+                with Watching() if number % 2 == group.rank() else torch.no_grad():
+                    out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=E, zero_padding=True)
+                    results.append(nccl_ep.combine(out.x, out.handle))
+            assert all(torch.equal(each, results[0]) for each in results)
+
+    run_ranks(2, body)
+
+
+def test_hooks_are_called_once(view: deep_ep.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Taken(monkeypatch, low_latency, "_dispatch_eager")
+    x, ids, weights = inputs()
+    rows, _, handle, event, hook = view.low_latency_dispatch(x, ids, T, E, use_fp8=False, return_recv_hook=True)
+    assert taken.count == 1 and event.event is None
+    with pytest.raises(nccl_ep.UsageError, match="has not been received: call its hook"):
+        view.low_latency_combine(rows, ids, weights, handle)
+    hook()
+    with pytest.raises(nccl_ep.UsageError, match="this hook was called already"):
+        hook()
+    view.low_latency_combine(rows, ids, weights, handle)
