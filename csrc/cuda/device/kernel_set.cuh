@@ -1,5 +1,5 @@
-// Low latency's kernels, and what they are made of, exist in sets: one can mask late ranks (ll/masking_*.cu), one crosses
-// domains over a network (ll/rail_*), the usual one has no code for either.
+// Low latency's kernels, and what they are made of, exist in sets: one can mask late ranks (ll/masking_*.cu), one
+// crosses domains over a network (ll/rail_*), the usual one has no code for either.
 #pragma once
 
 #if defined(EP_MASKS_RANKS)
