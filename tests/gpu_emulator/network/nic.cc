@@ -124,8 +124,9 @@ void Nics::cut(Item& item) {
   }
 }
 
-// A network is mostly quick, here and there slow; now and then a rank's links are. The thousands of the seed say how many
-// times as slow: an emulated call takes long, and with tens of them its sender may end the next one before it lands.
+// A network is mostly quick, here and there slow; now and then a rank's links are. The thousands of the seed say how
+// many times as slow: an emulated call takes long, and with tens of them its sender may end the next one before it
+// lands.
 Nics::Clock::duration Nics::lateness(int rank) {
   if (config_.seed == 0) return {};
   const unsigned times = 1 + static_cast<unsigned>(std::min<uint64_t>(config_.seed / 1000, 1000));
