@@ -174,8 +174,8 @@ def test_a_dead_node_is_named(phase: str) -> None:
             return text
 
         for rank, text in enumerate(run_ranks(4, body)[:2]):
-            kind = "combine" if phase in ("combine", "scalars") else "dispatch"
-            named = re.search(rf"rank {rank} waited {deadline:g} s for the [a-z -]+ of rank (\d) .*in {kind} 2 ", text)
+            kind = "combine 1" if phase in ("combine", "scalars") else "dispatch 2"
+            named = re.search(rf"rank {rank} waited {deadline:g} s for the [a-z -]+ of rank (\d) .*in {kind} ", text)
             assert named, text
             if int(named[1]) < 2:  # a living rank was slow
                 raise Late(text)
@@ -187,12 +187,12 @@ def test_a_dead_node_is_named(phase: str) -> None:
 # ---- Planted bugs
 
 BUGS = {
-    "signal_before_data": DISPATCH | COMBINE,
+    "signal_before_data": DISPATCH,  # of the network, which knows no kinds: of both
     "one_parity": DISPATCH | COMBINE,
     "one_staging_bank": DISPATCH | COMBINE,
-    "skipped_wait": DISPATCH,
-    "early_source": DISPATCH,
-    "skipped_chunk": DISPATCH,
+    "skipped_wait": DISPATCH | COMBINE,
+    "early_source": DISPATCH | COMBINE,
+    "skipped_chunk": DISPATCH | COMBINE,
 }
 
 
@@ -200,7 +200,8 @@ def _search(bugs: list[str], kinds: int, seed: int) -> str:
     """What went wrong in a chain, on any rank; empty: nothing."""
 
     def body(group: ThreadGroup) -> str:
-        with chain_buffer(group, "cpu", domain_size=2, network_seed=seed) as buffer:
+        # So slow a network that a rank may end a call before what it has sent in it has landed.
+        with chain_buffer(group, "cpu", domain_size=1, network_seed=100_000 + seed) as buffer:
             chain = Chain("dddcccc", buffer, seed=seed)
             chain.run()
             if bugs:
@@ -212,7 +213,7 @@ def _search(bugs: list[str], kinds: int, seed: int) -> str:
             return stress(chain, chain.run, RUNS if bugs else RUNS // 8, group, batch=1)
 
     try:
-        return run_ranks(4, body)[0]
+        return run_ranks(2, body)[0]
     finally:
         set_testing()
 

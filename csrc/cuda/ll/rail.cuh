@@ -168,7 +168,8 @@ struct IncomingRecord {
     IncomingRecord incoming;
     incoming.header = reinterpret_cast<const OpHeader*>(record);
     const auto tokens = incoming.header->word(OpHeader::kNumTokens);
-    incoming.tokens = static_cast<int>(min(tokens, static_cast<uint32_t>(shape.max_tokens)));
+    // The same for all lanes, whatever lies there: warps count on it.
+    incoming.tokens = __shfl_sync(~0u, static_cast<int>(min(tokens, static_cast<uint32_t>(shape.max_tokens))), 0);
     incoming.ids = reinterpret_cast<const int32_t*>(record + RailRecord::ids_at());
     incoming.weights = reinterpret_cast<const uint32_t*>(record + RailRecord::weights_at(incoming.tokens * shape.topk));
     return incoming;

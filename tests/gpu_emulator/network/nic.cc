@@ -124,12 +124,16 @@ void Nics::cut(Item& item) {
   }
 }
 
-// A network is mostly quick, here and there slow; in every other call a rank's links are.
+// A network is mostly quick, here and there slow; now and then a rank's links are. The thousands of the seed say how
+// many times as slow: an emulated call takes long, and with tens of them its sender may end the next one before it
+// lands.
 Nics::Clock::duration Nics::lateness(int rank) {
   if (config_.seed == 0) return {};
+  const unsigned times = 1 + static_cast<unsigned>(std::min<uint64_t>(config_.seed / 1000, 1000));
   const uint64_t links = config_.seed * 31 + static_cast<uint64_t>(rank) * 7 + num_taken_[rank] / 64;
-  if (below(24) == 0) return std::chrono::microseconds(below(3000));
-  return std::chrono::microseconds(links % 3 == 0 ? below(400) : below(40));
+  const bool is_slow = links % 3 == 0;
+  if (below(is_slow && times > 1 ? 3 : 24) == 0) return std::chrono::microseconds(below(3000 * times));
+  return std::chrono::microseconds(is_slow ? below(400) : below(40));
 }
 
 void Nics::land_any() {
