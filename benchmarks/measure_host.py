@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep import deep_ep
+from nccl_ep.bench.records import FIELDS, make
 from nccl_ep.config import combine_args
 
 Call = Callable[[], Any]
@@ -218,14 +219,13 @@ def main() -> None:
         if group is not None and dist.get_rank() != 0:
             return
         print(f"{mode} {op:34} {figure:6} {value:8.2f} us  default device: {default}", flush=True)
-        records.append(
-            {
-                "bench": "host", "system": "nccl_ep", "mode": mode, "op": op, "figure": figure,
-                "value": round(value, 2), "unit": "us", "ranks": ranks, "tokens": sizes[0], "hidden": sizes[1],
-                "topk": sizes[2], "experts": sizes[3], "default_device": default, "device": name, "revision": revision,
-                "date": date.today().isoformat(),
-            }
-        )  # fmt: skip
+        api, _, call = op.partition(" ")
+        known: dict[str, Any] = dict.fromkeys(FIELDS) | {
+            "bench": "host", "system": "nccl_ep", "api": api, "op": call, "figure": figure, "value": round(value, 2),
+            "unit": "us", "ranks": ranks, "tokens": sizes[0], "hidden": sizes[1], "topk": sizes[2],
+            "experts": sizes[3], "num_sms": 0, "device": name, "revision": revision, "date": date.today().isoformat(),
+        }  # fmt: skip
+        records.append(make(known, mode=mode, default_device=default))
 
     makers = {"ll": low_latency_calls, "ht": high_throughput_calls}
     for mode in makers if options.mode == "both" else [options.mode]:
