@@ -35,10 +35,8 @@ Call = Callable[[], Any]
 LOCAL_SIZES = {"cpu": (1, 16, 2, 4), "cuda": (128, 7168, 8, 256)}  # tokens, hidden, top-k, experts
 
 
-def host_time(call: Call, synchronize: Call, count: int, rounds: int) -> float:
-    """Of one call, in us."""
-    for _ in range(count):
-        call()
+def host_means(call: Call, synchronize: Call, count: int, rounds: int) -> list[float]:
+    """Of one call, in us: a mean of ``count`` calls each; a GPU's queue does not fill up."""
     means = []
     for _ in range(rounds):
         synchronize()
@@ -47,7 +45,14 @@ def host_time(call: Call, synchronize: Call, count: int, rounds: int) -> float:
             call()
         means.append((time.perf_counter() - begin) / count * 1e6)
     synchronize()
-    return min(means)
+    return means
+
+
+def host_time(call: Call, synchronize: Call, count: int, rounds: int) -> float:
+    """The least of these, behind calls that do not count."""
+    for _ in range(count):
+        call()
+    return min(host_means(call, synchronize, count, rounds))
 
 
 def event_time(call: Call, barrier: Call, iterations: int) -> float:

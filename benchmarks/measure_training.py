@@ -9,11 +9,11 @@ import json
 import os
 import statistics
 import subprocess
-import time
 from datetime import date
 
 import torch
 import torch.distributed as dist
+from measure_host import host_means
 
 import nccl_ep
 
@@ -21,16 +21,7 @@ HIDDEN, EXPERTS, TOPK = 7168, 256, 8
 
 
 def host_times(call, count=100, rounds=15):
-    """Means of `count` calls each, in us; the GPU's queue does not fill up."""
-    means = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        means.append((time.perf_counter() - begin) / count * 1e6)
-    torch.cuda.synchronize()
-    return means[3:]
+    return host_means(call, torch.cuda.synchronize, count, rounds)[3:]
 
 
 def device_times(call, barrier, iterations=60):

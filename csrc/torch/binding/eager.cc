@@ -58,14 +58,12 @@ bool is_equal(PyObject* left, PyObject* right) {
 
 // ---- dispatch
 
-using LlDispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using LlDispatch =
-    Op<"nccl_ep::ll_dispatch", LlDispatched(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                                            const OptionalTensor&, int64_t, at::IntArrayRef)>;
-using HtDispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+    Op<"nccl_ep::ll_dispatch", torch_ops::LlDispatched(const Tensor&, const Tensor&, const OptionalTensor&,
+                                                       const Tensor&, const OptionalTensor&, int64_t, at::IntArrayRef)>;
 using HtDispatch =
-    Op<"nccl_ep::ht_dispatch", HtDispatched(const Tensor&, at::TensorList, const OptionalTensor&, const Tensor&,
-                                            const OptionalTensor&, int64_t, at::IntArrayRef)>;
+    Op<"nccl_ep::ht_dispatch", torch_ops::HtDispatched(const Tensor&, at::TensorList, const OptionalTensor&,
+                                                       const Tensor&, const OptionalTensor&, int64_t, at::IntArrayRef)>;
 
 // x, scales, weights, topk_idx, row_expert, info, and the tensors of the handle.
 PyObject* output_of(const Buffer& buffer, const KnownDispatch& known, int64_t num_tokens, Tensor& x, Tensor& scales,
@@ -154,9 +152,6 @@ PyObject* dispatch(PyObject* const* given, Py_ssize_t count) {
 using LlCombine = Op<"nccl_ep::ll_combine", Tensor(const Tensor&, const Tensor&, const Tensor&, EP_COMBINE_TYPES)>;
 using LlCombineOut =
     Op<"nccl_ep::ll_combine_out", void(const Tensor&, const Tensor&, const Tensor&, EP_COMBINE_TYPES, const Tensor&)>;
-using HtCombine =
-    Op<"nccl_ep::ht_combine", std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                                         const Tensor&, const Tensor&, EP_COMBINE_TYPES)>;
 using HtCombineOut = Op<"nccl_ep::ht_combine_out", void(const Tensor&, const OptionalTensor&, const OptionalTensor&,
                                                         const Tensor&, const Tensor&, EP_COMBINE_TYPES, const Tensor&)>;
 
@@ -224,10 +219,10 @@ PyObject* combine(PyObject* const* given, Py_ssize_t count) {
       !PyLong_CheckExact(given[8]) || !is_number(given[8], config.num_sms) || num_ranks != seq.size(1)) {
     Py_RETURN_NONE;
   }
-  const bool has_expert_rows = config.layout <= static_cast<int64_t>(OutputLayout::kPacked);
-  config.weighting = static_cast<int64_t>(weights.get()                 ? Weighting::kHome
-                                          : is_named && has_expert_rows ? Weighting::kDispatch
-                                                                        : Weighting::kNone);
+  const bool by_dispatch = is_named && has_expert_rows(static_cast<OutputLayout>(config.layout));
+  config.weighting = static_cast<int64_t>(weights.get() ? Weighting::kHome
+                                          : by_dispatch ? Weighting::kDispatch
+                                                        : Weighting::kNone);
   config.out_dtype = static_cast<int64_t>(dtype_of(out_dtype));
   config.wire_dtype = static_cast<int64_t>(dtype_of(wire_dtype));
   const auto numbers = config.pack();

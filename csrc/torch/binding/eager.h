@@ -124,6 +124,13 @@ struct Op<kName, Result(Args...)> {
   }
 };
 
+// Natively and by DeepEP's normal mode.
+using HtCombine =
+    Op<"nccl_ep::ht_combine",
+       torch_ops::HtCombined(const at::Tensor&, const torch_ops::Optional&, const torch_ops::Optional&,
+                             const at::Tensor&, const at::Tensor&, const torch_ops::Optional&,
+                             const torch_ops::Optional&, at::TensorList, int64_t, int64_t, at::IntArrayRef)>;
+
 // Null where there is none.
 inline py::object attribute(PyObject* object, PyObject* name) {
   auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name));

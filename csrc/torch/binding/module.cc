@@ -167,12 +167,10 @@ void translate(std::exception_ptr pointer) {
 // Whether all that follow the first tensor are None, or plain tensors where that one is.
 bool all_on_same_device(PyObject* const* given, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count > 0 && THPVariable_CheckExact(given[0]), "the first argument must be a tensor");
-  const at::Device device = THPVariable_Unpack(given[0]).device();
+  const at::Tensor& seq = THPVariable_Unpack(given[0]);
   return std::all_of(given + 1, given + count, [&](PyObject* each) {
     if (each == Py_None) return true;
-    if (!THPVariable_CheckExact(each)) return false;
-    const at::Tensor& tensor = THPVariable_Unpack(each);
-    return tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.device() == device;
+    return THPVariable_CheckExact(each) && eager::is_beside(seq, THPVariable_Unpack(each));
   });
 }
 

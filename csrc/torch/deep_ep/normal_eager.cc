@@ -22,15 +22,9 @@ using Dispatch = Op<"nccl_ep::ht_dispatch_deepep",
                     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
                         const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
                         int64_t, int64_t, int64_t, int64_t)>;
-using Cached = Op<"nccl_ep::ht_dispatch_cached", std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
-                                                     const Tensor&, at::TensorList, const OptionalTensor&,
-                                                     const Tensor&, const Tensor&, int64_t, int64_t, at::IntArrayRef)>;
-using Combine =
-    Op<"nccl_ep::ht_combine",
-       std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                  const Tensor&, const OptionalTensor&, const OptionalTensor&, at::TensorList, int64_t,
-                                  int64_t, at::IntArrayRef)>;
-
+using Cached = Op<"nccl_ep::ht_dispatch_cached",
+                  torch_ops::HtCached(const Tensor&, at::TensorList, const OptionalTensor&, const Tensor&,
+                                      const Tensor&, int64_t, int64_t, at::IntArrayRef)>;
 constexpr int64_t kExactSizes = -1;  // the op's capacity
 
 // x, or the pair of it and its scales [T, S].
@@ -230,8 +224,8 @@ Tensor combine_rows(const Tensor& seq, const Tensor& rows, const Route& route, a
                              .out_dtype = dtype,
                              .wire_dtype = dtype,
                              .num_sms = num_sms};
-  return std::get<0>(Combine::run(seq, rows, std::nullopt, *route.route, route.slots, std::nullopt, std::nullopt,
-                                  biases, route.num_tokens, route.num_rows, config.pack()));
+  return std::get<0>(HtCombine::run(seq, rows, std::nullopt, *route.route, route.slots, std::nullopt, std::nullopt,
+                                    biases, route.num_tokens, route.num_rows, config.pack()));
 }
 
 // seq, fitting, x, handle, topk_weights, num_sms.
