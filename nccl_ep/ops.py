@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from . import _C
 from .config import Numbers, dispatch_fields, pack_dispatch
@@ -29,8 +30,26 @@ def _use_fast_calls(name: str) -> None:
     torch.jit._builtins._register_builtin(packet._op, f"nccl_ep::{name}")  # as torch does: TorchScript looks there
 
 
+def _keep_version_of_seq(name: str) -> None:
+    """Lets compiled passes save `seq` for backward, whatever other compiled passes call on the buffer in between.
+
+    Ops mark `seq` as changed so that a compiler keeps their order. It has no elements, so autograd need not know.
+    """
+
+    def functionalize(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = mode.__torch_dispatch__(op, types, args, kwargs)
+        args[0].mark_mutation_hidden_from_autograd()
+        return result
+
+    first = getattr(torch.ops.nccl_ep, name).default._schema.arguments[0]
+    if first.name != "seq" or first.alias_info is None:
+        return
+    torch.library.register_torch_dispatch(f"nccl_ep::{name}", FunctionalTensorMode, functionalize)
+
+
 for _name in _C.op_names():
     _use_fast_calls(_name)
+    _keep_version_of_seq(_name)
 
 
 def scales_of(x_scales: torch.Tensor | None) -> tuple[int, torch.dtype]:
