@@ -6,6 +6,7 @@
 #include "base/testing.h"
 #include "runtime/agreement.h"
 #include "runtime/checks.h"
+#include "runtime/failure_node.h"
 #include "runtime/handles.h"
 #include "runtime/ranges.h"
 #include "transport/session.h"
@@ -153,12 +154,8 @@ void Group::require_usable() {
     others = other_calls(*backend, failure);
   } catch (const Error&) {  // a GPU that cannot be asked any more
   }
-  std::string node;
-  if (topology_.num_domains() > 1 && failure.peer >= 0) {
-    node = concat("; rank ", failure.peer, " is on node ", topology_.domain_of(failure.peer));
-  }
-  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, timeout_seconds()), node, others,
-        "; destroy it and make a new one");
+  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, timeout_seconds()),
+        node_of(failure, topology_), others, "; destroy it and make a new one");
 }
 
 Failure Group::failure_in_full(Backend& backend) const {

@@ -92,7 +92,8 @@ class Expected:
 def run_case(case: Expected, buffer: nccl_ep.Buffer, *, mode: str = "ll", staged: bool = False, **options: Any) -> None:
     """All operations of a case, this rank's results against the oracle's once all have been called."""
     rank, device = buffer.rank, buffer.device
-    out = dispatch_case(case.case, case.inputs[rank], buffer, staged=staged, mode=mode, **options)
+    given = case.case.inputs()[rank] if staged else case.inputs[rank]  # staged overwrites them, on the CPU
+    out = dispatch_case(case.case, given, buffer, staged=staged, mode=mode, **options)
     y = combine_case(case.case, case.rows[rank].to(device, copy=True), out.handle, rank, staged=staged, **options)
     scalars = nccl_ep.combine_weights(case.values[rank].to(device), out.handle)
     synchronize(device)
