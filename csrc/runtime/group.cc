@@ -86,7 +86,8 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
       Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
   EP_CHECK(!config.masks_late_ranks || (topology_.num_domains() == 1 && topology_.num_ranks <= kMaxMaskableRanks),
            "late ranks can be masked among at most ", kMaxMaskableRanks, " ranks of one domain, these are ",
-           topology_.num_ranks, " in ", topology_.num_domains());
+           topology_.num_ranks, " in ", topology_.num_domains(),
+           ": make the buffer without masks (enable_shrink), or of one domain's ranks");
   LlSizes sizes = config.sizes;
   sizes.by_source = config.masks_late_ranks;
   if (config.has_rail && topology_.num_domains() > 1) sizes.rail_domain_size = topology_.domain_size;
