@@ -8,9 +8,10 @@ if(GTest_FOUND)
   target_include_directories(ep_core_testing PUBLIC csrc/include)
   target_link_libraries(ep_core_testing PUBLIC Threads::Threads ${CMAKE_DL_LIBS} rt)
 
-  add_executable(ep_tests ${test_sources})
+  # The host half of the emulated GPUs' network: it needs neither the emulator nor CUDA.
+  add_executable(ep_tests ${test_sources} tests/gpu_emulator/network/nic.cc)
   ep_configure(ep_tests)
-  target_include_directories(ep_tests PRIVATE tests/cpp)
+  target_include_directories(ep_tests PRIVATE tests/cpp tests)
   target_link_libraries(ep_tests PRIVATE ep_core_testing GTest::gtest GTest::gtest_main)
   gtest_discover_tests(ep_tests DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
     PROPERTIES TIMEOUT 600 ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1")

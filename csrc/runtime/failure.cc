@@ -1,6 +1,7 @@
 #include <string>
 
 #include "base/check.h"
+#include "runtime/failure_node.h"
 #include "runtime/group.h"
 
 namespace ep {
@@ -115,6 +116,15 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   if (failure.missing != 0)
     text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));
   return text;
+}
+
+std::string node_of(const Failure& failure, const Topology& topology) {
+  if (topology.num_domains() == 1 || failure.peer < 0) return "";
+  const int node = topology.domain_of(failure.peer), first = node * topology.domain_size;
+  const std::string text = concat("; rank ", failure.peer, " is on node ", node);
+  if (first + topology.domain_size > 64) return text;  // Failure::missing has no bits for all of the node
+  const uint64_t all = ~uint64_t{0} >> (64 - topology.domain_size) << first;
+  return (failure.missing & all) == all ? text + ", of which no rank was heard" : text;
 }
 
 }  // namespace ep

@@ -6,6 +6,7 @@
 #include "base/testing.h"
 #include "runtime/agreement.h"
 #include "runtime/checks.h"
+#include "runtime/failure_node.h"
 #include "runtime/handles.h"
 #include "runtime/ranges.h"
 #include "transport/session.h"
@@ -85,7 +86,8 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
       Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
   EP_CHECK(!config.masks_late_ranks || (topology_.num_domains() == 1 && topology_.num_ranks <= kMaxMaskableRanks),
            "late ranks can be masked among at most ", kMaxMaskableRanks, " ranks of one domain, these are ",
-           topology_.num_ranks, " in ", topology_.num_domains());
+           topology_.num_ranks, " in ", topology_.num_domains(),
+           ": make the buffer without masks (enable_shrink), or of one domain's ranks");
   LlSizes sizes = config.sizes;
   sizes.by_source = config.masks_late_ranks;
   if (config.has_rail && topology_.num_domains() > 1) sizes.rail_domain_size = topology_.domain_size;
@@ -153,12 +155,8 @@ void Group::require_usable() {
     others = other_calls(*backend, failure);
   } catch (const Error&) {  // a GPU that cannot be asked any more
   }
-  std::string node;
-  if (topology_.num_domains() > 1 && failure.peer >= 0) {
-    node = concat("; rank ", failure.peer, " is on node ", topology_.domain_of(failure.peer));
-  }
-  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, timeout_seconds()), node, others,
-        "; destroy it and make a new one");
+  raise(kind_of(failure), "the buffer has failed: ", describe(failure, rank_, timeout_seconds()),
+        node_of(failure, topology_), others, "; destroy it and make a new one");
 }
 
 Failure Group::failure_in_full(Backend& backend) const {

@@ -1,7 +1,8 @@
 """``python -m nccl_ep.bench model``: what operations over several nodes would take, by arithmetic.
 
 Nothing here is measured: the library has not yet run over a NIC. The model counts the bytes that leave a GPU's NIC and
-its NVLink ports for random routing, divides by rates, and adds latencies. CONSTANTS says where each number is from.
+its NVLink ports for random routing, divides by rates, and adds latencies. CONSTANTS (model_numbers.py) says where each
+number is from. High throughput is in model_ht.py.
 """
 
 from __future__ import annotations
@@ -10,127 +11,19 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from math import ceil, comb
+from dataclasses import asdict
+from itertools import product
+from math import ceil
 from pathlib import Path
 
+from . import model_ht
+from .model_ht import enough_sms, high_throughput, window_row
+from .model_numbers import CONSTANTS, RECORD_BYTES, Cluster, Estimate, constant
 from .options import ints, words
 from .published_nodes import LATENCIES, Latency
 from .records import columns
 
-# ---- Numbers that the arithmetic starts from
-
-
-@dataclass(frozen=True)
-class Constant:
-    """kind: "measured" (by this project, in a record or on the page named), "published" (by others), "assumed"."""
-
-    value: float
-    unit: str
-    kind: str
-    source: str
-
-
-CONSTANTS = {
-    "nic": Constant(
-        48.0, "GB/s", "published",
-        "DeepEP V1's LL times on CX7 400 Gb/s (docs/legacy.md): bytes / 48 GB/s and a constant, at EP16, 32 and 64",
-    ),
-    "nvlink": Constant(344.0, "GB/s", "measured", "8 x H200, stores alone: nccl_ep/bench/floors.py"),
-    "put": Constant(
-        8.4, "us", "published", "arXiv 2511.15076: a round trip of a GIN put with signal takes 16.7 us with GDAKI"
-    ),
-    "put over a proxy": Constant(9.0, "us", "published", "arXiv 2511.15076: 18.0 us a round trip with the proxy"),
-    "dispatch": Constant(
-        4.2, "us", "measured", "LL dispatch of 1 token, 4 x H200: benchmarks/results/ll_4xh200_2026-11-22d.json"
-    ),
-    "combine": Constant(
-        3.4, "us", "measured", "LL combine of 1 token, 4 x H200: benchmarks/results/ll_4xh200_2026-11-22d.json"
-    ),
-    "ht over nvlink": Constant(
-        0.97, "of the floor", "measured",
-        "HT dispatch and combine, 4 x H200: benchmarks/results/ht_4xh200_2026-11-22d.json",
-    ),
-    "ht over the nic": Constant(
-        0.94, "of the wire", "published", "DeepEP V1's and V2's normal kernels reach up to 94 % of 50 GB/s"
-    ),
-    "hop": Constant(2.0, "us", "assumed", "a forwarder's poll of a signal, and one more store over NVLink"),
-    "post": Constant(0.35, "us", "assumed", "one descriptor, by one thread"),
-    "posters": Constant(16, "warps", "assumed", "that post at the same time (docs/network_protocol.md: 4 to 16)"),
-    "post over a proxy": Constant(1.0, "us", "assumed", "one descriptor, by the proxy's one thread"),
-    "request": Constant(0.02, "us", "assumed", "of a NIC for each request: 50 million a second"),
-    "signal": Constant(0.10, "us", "assumed", "of a NIC for each signal that comes in: 10 million a second"),
-    "staging": Constant(2000.0, "GB/s", "assumed", "of a copy in GPU memory"),
-    "tail": Constant(0.06, "of the wire", "assumed", "what uneven senders and the last chunk add"),
-}  # fmt: skip
 CHUNK = 16  # rows of a rail between two signals, LL
-RECORD_BYTES = 64  # an op header
-
-
-def constant(name: str, scale: float = 1.0) -> float:
-    """scale: of what is assumed, to see how much depends on it."""
-    found = CONSTANTS[name]
-    return found.value * (scale if found.kind == "assumed" and found.unit == "us" else 1.0)
-
-
-# ---- What crosses
-
-
-@dataclass(frozen=True)
-class Cluster:
-    nodes: int
-    gpus: int = 8  # of a node, each with a NIC of its own
-    hidden: int = 7168
-    topk: int = 8
-    experts: int = 256  # of all ranks
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.gpus
-
-    def hit(self, share: int) -> float:
-        """The chance that a token of random routing has an expert in a part of the world with 1/share of them: k
-        different experts of all are drawn."""
-        inside = self.experts // share
-        return 1.0 - comb(self.experts - inside, self.topk) / comb(self.experts, self.topk)
-
-    def rows(self, path: str) -> float:
-        """Rows of a token that leave its node: one an "expert", a "mesh" rank, or a "rail" node."""
-        if path == "expert":
-            return self.topk * (self.nodes - 1) / self.nodes
-        if path == "mesh":
-            return (self.ranks - self.gpus) * self.hit(self.ranks)
-        return (self.nodes - 1) * self.hit(self.nodes)
-
-    def row_bytes(self, dtype: str) -> int:
-        """fp8 has a float32 scale for each 128 values."""
-        return self.hidden + self.hidden // 32 if dtype == "fp8" else 2 * self.hidden
-
-    def routing_bytes(self) -> int:
-        """Of a token: its ids and weights, and who of the node gets it."""
-        return 8 + 8 * self.topk
-
-    def fan_out(self) -> float:
-        """Ranks of a node that get a token, if the node gets it."""
-        return self.gpus * self.hit(self.ranks) / self.hit(self.nodes)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Of one operation of one rank. bound: what takes the longest of what runs at the same time."""
-
-    nodes: int
-    tokens: int
-    mode: str
-    op: str
-    path: str
-    dtype: str
-    us: float
-    wire_us: float  # the NIC's bytes alone
-    nic_mb: float  # that leave this rank's NIC
-    rows: float  # of a token, over the NIC
-    messages: int
-    bound: str
 
 
 def low_latency(
@@ -167,26 +60,6 @@ def low_latency(
     )  # fmt: skip
 
 
-def high_throughput(cluster: Cluster, tokens: int, op: str, dtype: str) -> Estimate:
-    """A row a node over the NIC, handed out over NVLink meanwhile. Latencies count little here, and are left out."""
-    dtype = dtype if op == "dispatch" else "bf16"
-    rows, row = tokens * cluster.rows("rail"), cluster.row_bytes(dtype)
-    nic_bytes = rows * (row + cluster.routing_bytes())
-    own_node = tokens * (cluster.gpus - 1) * cluster.hit(cluster.ranks)
-    handed_out = rows * cluster.fan_out() * (cluster.gpus - 1) / cluster.gpus
-    wire = nic_bytes / constant("nic") / 1e3
-    times = {
-        "wire": nic_bytes / 50.0 / 1e3 / constant("ht over the nic"),
-        "nvlink": (own_node + handed_out) * row / constant("nvlink") / 1e3 / constant("ht over nvlink"),
-    }
-    bound = max(times, key=lambda name: times[name])
-    chunks = (cluster.nodes - 1) * ceil(tokens / 64)
-    return Estimate(
-        cluster.nodes, tokens, "ht", op, "rail", dtype, times[bound] + constant("put") + constant("hop"), wire,
-        nic_bytes / 1e6, cluster.rows("rail"), chunks, bound,
-    )  # fmt: skip
-
-
 def memory_mb(cluster: Cluster, max_tokens: int) -> dict[str, float]:
     """MB of a rank's window for low latency over the rail: the slots of all ranks, and what the rail adds."""
     row = cluster.row_bytes("bf16") + 128
@@ -201,8 +74,8 @@ _HEAD = "MODEL, not measured: the library has not run over a NIC yet."
 
 
 def estimates(
-    nodes: Sequence[int], tokens: Sequence[int], ht_tokens: int, dtypes: Sequence[str], shape: Cluster,
-    proxy: bool = False, scale: float = 1.0,
+    nodes: Sequence[int], tokens: Sequence[int], ht_tokens: Sequence[int], dtypes: Sequence[str], shape: Cluster,
+    proxy: bool = False, scale: float = 1.0, ht_sms: Sequence[int] = (model_ht.NUM_SMS,),
 ) -> list[Estimate]:  # fmt: skip
     found = []
     for count in nodes:
@@ -212,21 +85,23 @@ def estimates(
                 for dtype in dtypes:
                     found.append(low_latency(cluster, size, "dispatch", path, dtype, proxy, scale))
                 found.append(low_latency(cluster, size, "combine", path, "bf16", proxy, scale))
-        if ht_tokens:
+        for size, sms in product(filter(None, ht_tokens), ht_sms):
             for dtype in dtypes:
-                found.append(high_throughput(cluster, ht_tokens, "dispatch", dtype))
-            found.append(high_throughput(cluster, ht_tokens, "combine", "bf16"))
+                found.append(high_throughput(cluster, size, "dispatch", dtype, sms, scale))
+            found.append(high_throughput(cluster, size, "combine", "bf16", sms, scale))
     return found
 
 
 def _table(found: list[Estimate]) -> list[str]:
     lines = [
-        ["nodes", "mode", "tokens", "operation", "path", "us", "wire us", "MB/NIC", "rows", "messages", "bound by"]
-    ]
+        ["nodes", "mode", "tokens", "operation", "path", "SMs", "us", "wire us", "MB/NIC", "rows", "messages",
+         "bound by"]
+    ]  # fmt: skip
     for each in found:
         name = f"{each.op} {each.dtype}" if each.op == "dispatch" else each.op
         lines.append([
-            str(each.nodes), each.mode, str(each.tokens), name, each.path, f"{each.us:.1f}", f"{each.wire_us:.1f}",
+            str(each.nodes), each.mode, str(each.tokens), name, each.path, str(each.num_sms or "-"), f"{each.us:.1f}",
+            f"{each.wire_us:.1f}",
             f"{each.nic_mb:.2f}", f"{each.rows:.2f}", str(each.messages), each.bound,
         ])  # fmt: skip
     return columns(lines)
@@ -270,7 +145,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--nodes", type=ints, default=[2, 4, 8], help="list; default 2,4,8")
     add("--tokens", type=ints, default=[1, 8, 32, 128], help="of a rank, low latency; list; default 1,8,32,128")
-    add("--ht-tokens", type=int, default=4096, help="of a rank, high throughput; 0: without; default 4096")
+    add("--ht-tokens", type=ints, default=[4096], help="of a rank, high throughput; list; 0: without; default 4096")
+    add("--ht-sms", type=ints, default=[model_ht.NUM_SMS], help="of high throughput; list; default 16")
     add("--gpus", type=int, default=8, help="of a node, each with a NIC; default 8")
     add("--hidden", type=int, default=7168)
     add("--topk", type=int, default=8)
@@ -287,9 +163,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
                 f"{nodes} x {options.gpus} ranks"
             )
     if (
-        min([*options.tokens, options.gpus, options.hidden, options.topk]) < 1
+        min([*options.tokens, *options.ht_sms, options.gpus, options.hidden, options.topk]) < 1
         or options.topk > options.experts
-        or options.ht_tokens < 0
+        or min(options.ht_tokens) < 0
         or options.scale <= 0
     ):
         parser.error("sizes must be positive, and --topk at most --experts")
@@ -300,8 +176,9 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     shape = Cluster(2, options.gpus, options.hidden, options.topk, options.experts)
     found = estimates(
-        options.nodes, options.tokens, options.ht_tokens, options.dtype, shape, options.proxy, options.scale
-    )
+        options.nodes, options.tokens, options.ht_tokens, options.dtype, shape, options.proxy, options.scale,
+        options.ht_sms,
+    )  # fmt: skip
     print(_HEAD)
     print(
         f"{options.gpus} GPUs a node, hidden {options.hidden}, top-{options.topk} of {options.experts} experts, "
@@ -312,8 +189,19 @@ def main(argv: list[str]) -> int:
     for nodes in options.nodes:
         sizes = memory_mb(Cluster(nodes, options.gpus, options.hidden, options.topk, options.experts), 128)
         print(f"  {nodes} nodes: slots {sizes['slots']:.0f}, rail {sizes['rail']:.0f}")
+    clusters = [Cluster(nodes, options.gpus, options.hidden, options.topk, options.experts) for nodes in options.nodes]
+    if any(options.ht_tokens):
+        most = max(options.ht_tokens)
+        print(f"\nThe window of high throughput for {most} tokens a rank, bf16, without an arena, MB:")
+        head = ["nodes", "ranks", "counts", "rail", "staged", "window"]
+        print("\n".join(columns([head, *(window_row(each, most) for each in clusters)])))
+        for each in clusters:
+            print(f"  {each.nodes} nodes: with {enough_sms(each)} SMs or more, SMs are not what FP8 dispatch waits for")
     print("\n128 tokens a rank, hidden 7168, top-8 (us):")
     print("\n".join(_beside(shape)))
+    if any(options.ht_tokens):
+        print("\nHigh throughput, hidden 7168, top-8, FP8 dispatch (GB/s as DeepEP counts: with the own node's rows):")
+        print("\n".join(model_ht.beside(shape, options.ht_sms[0])))
     print("\nConstants:")
     lines = [[name, f"{each.value:g} {each.unit}", each.kind, each.source] for name, each in CONSTANTS.items()]
     print("\n".join(columns(lines)))

@@ -1,4 +1,4 @@
-"""What others have published of low latency over several nodes: 128 tokens a rank, hidden 7168, top-8, 8 GPUs a node.
+"""What others have published of several nodes: hidden 7168, top-8, 8 GPUs a node; low latency of 128 tokens a rank.
 
 Each system's own measurement, on its own machines, by its own method; none was repeated here.
 """
@@ -43,4 +43,39 @@ LATENCIES = (
     Latency("UCCL-EP", "H200, EFA 2x200G", 32, 465, 694, "fp8", _UCCL),
     Latency("UCCL-EP", "B200, EFA 400G", 16, 228, 318, "fp8", _UCCL),
     Latency("UCCL-EP", "B200, EFA 400G", 32, 406, 617, "fp8", _UCCL),
+)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """GB/s of a GPU's network, counted with the rows of the own node, which no NIC carries; dispatch of FP8 rows,
+    combine of BF16. us: of both, where they are published. num_sms 0: not said."""
+
+    system: str
+    hardware: str
+    ranks: int
+    tokens: int
+    dispatch: float
+    combine: float
+    source: str
+    num_sms: int = 0
+    us: str = ""
+
+
+_DEEPEP_V2 = "DeepEP README"
+_GROUPS = "; a token goes to 4 groups of experts at most"
+THROUGHPUTS = (
+    Throughput("DeepEP V1", "H800, CX7 400G", 16, 4096, 43, 43, _DEEPEP + _GROUPS, 24),
+    Throughput("DeepEP V1", "H800, CX7 400G", 32, 4096, 58, 57, _DEEPEP + _GROUPS, 24),
+    Throughput("DeepEP V1", "H800, CX7 400G", 64, 4096, 51, 50, _DEEPEP + _GROUPS, 24),
+    Throughput("DeepEP V2", "SM90, CX7", 16, 8192, 90, 81, _DEEPEP_V2, 12),
+    Throughput("DeepEP V2", "SM90, CX7", 32, 8192, 61, 61, _DEEPEP_V2, 6),
+    Throughput("DeepEP V2", "SM100, CX7", 16, 8192, 90, 91, _DEEPEP_V2, 12),
+    Throughput("UCCL-EP", "H200, EFA 2x200G", 16, 4096, 50, 18, _UCCL + _GROUPS, 0, "1196 / 6379"),
+    Throughput("UCCL-EP", "H200, EFA 2x200G", 32, 4096, 54, 43, _UCCL + _GROUPS, 0, "2022 / 4899"),
+    Throughput("UCCL-EP", "B200, EFA 400G", 16, 4096, 53, 60, _UCCL + _GROUPS, 0, "1141 / 1965"),
+    Throughput("UCCL-EP", "B200, EFA 400G", 32, 4096, 53, 57, _UCCL + _GROUPS, 0, "2072 / 3724"),
+    Throughput("UCCL-EP", "MI300X, CX7", 16, 4096, 74, 78, _UCCL),
+    Throughput("UCCL-EP", "MI300X, CX7", 32, 4096, 60, 60, _UCCL),
+    Throughput("UCCL-EP", "MI300X, CX7", 64, 4096, 52, 51, _UCCL),
 )

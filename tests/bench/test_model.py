@@ -11,7 +11,9 @@ import pytest
 
 from nccl_ep.bench import model, records
 from nccl_ep.bench.__main__ import main
-from nccl_ep.bench.model import CONSTANTS, Cluster, high_throughput, low_latency
+from nccl_ep.bench.model import low_latency
+from nccl_ep.bench.model_ht import high_throughput
+from nccl_ep.bench.model_numbers import CONSTANTS, Cluster, constant
 from nccl_ep.bench.published_nodes import LATENCIES
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
@@ -111,7 +113,7 @@ def test_a_proxy_wants_few_messages() -> None:
 def test_assumptions_can_be_scaled() -> None:
     once, twice = (low_latency(Cluster(2), 1, "dispatch", "rail", "bf16", scale=scale).us for scale in (1.0, 2.0))
     assert CONSTANTS["hop"].value <= twice - once < 4 * CONSTANTS["hop"].value
-    assert model.constant("put", 2.0) == CONSTANTS["put"].value
+    assert constant("put", 2.0) == CONSTANTS["put"].value
 
 
 def test_the_command_says_that_it_is_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

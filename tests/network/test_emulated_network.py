@@ -33,6 +33,8 @@ TOPOLOGIES = ((1, 2), (2, 1), (2, 2), (4, 1), (2, 3), (2, 4), (3, 2))  # domains
 OF_SEVERAL = TOPOLOGIES[1:]
 RUNS = 60  # of a chain, in the search for a planted bug
 PERCENT = 2000  # of a delay's usual length
+CHAIN_RUNS = 2  # and one to finish; an odd number of operations each, so that both parities come
+LIMIT = 1200.0  # seconds for the ranks of a long test: emulated GPUs are slow, and the machine may be busy
 LAYOUTS = ("expert_major", "packed", "rank_major", "flat")
 
 
@@ -72,7 +74,7 @@ def test_one_buffer_for_many_cases(topology: tuple[int, int]) -> None:
             for number, case in enumerate([*cases, *reversed(cases)]):
                 case.run(buffer, staged=number % 3 == 1)
 
-    run_ranks(topology[0] * topology[1], body)
+    run_ranks(topology[0] * topology[1], body, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("topology", [(2, 2), (4, 1)], ids=name_of)
@@ -84,14 +86,14 @@ def test_chains(topology: tuple[int, int], seed: int) -> None:
             hows: list[How] = [How()] * len(CHAINS) + ([] if seed else list(HOWS))
             for number, how in enumerate(hows):
                 chain = Chain(CHAINS[number % len(CHAINS)], buffer, seed=1, how=how)
-                for _ in range(3):
+                for _ in range(CHAIN_RUNS):
                     chain.run()
                     chain.renew()
                 wrong += chain.finish()
         return wrong
 
     with delays(seed=seed, percent=PERCENT):
-        assert run_ranks(4, body) == [0] * 4
+        assert run_ranks(4, body, timeout=LIMIT) == [0] * 4
 
 
 def test_one_domain_has_no_network() -> None:
@@ -115,7 +117,10 @@ def test_one_domain_has_no_network() -> None:
     [
         ({"mode": "ht"}, 'in 2 NVLink domains of 1, between which GPUs have low latency alone: .*mode="ll"'),
         ({"mode": "auto"}, 'in 2 NVLink domains of 1, between which GPUs have low latency alone: .*mode="ll"'),
-        ({"enable_shrink": True}, "late ranks can be masked among at most 64 ranks of one domain, these are 2 in 2"),
+        (
+            {"enable_shrink": True},
+            "late ranks can be masked among .* of one domain, these are 2 in 2: make the buffer without masks",
+        ),
     ],
 )
 def test_refusals(options: dict[str, Any], text: str) -> None:

@@ -83,7 +83,7 @@ class Case:
 
     def inputs(self) -> list[RankInput]:
         """The tensors of all ranks, the same at every call."""
-        return [self._rank_input(rank) for rank in range(self.num_ranks)]
+        return [self.rank_input(rank) for rank in range(self.num_ranks)]
 
     def dispatch_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of reference.dispatch (without topk_weights and scales, which are inputs)."""
@@ -156,7 +156,8 @@ class Case:
     def _rng(self, *stream: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *stream])
 
-    def _rank_input(self, rank: int) -> RankInput:
+    def rank_input(self, rank: int) -> RankInput:
+        """Those of one rank."""
         tokens = self.tokens[rank]
         x = content_of(self._rng(_STREAM_X, rank), tokens, self.hidden, self.dtype, self.content)
         weights = None
@@ -177,7 +178,7 @@ class Case:
 
     def _masked_ids(self, rank: int) -> Tensor:
         """The ids of the dispatch with some choices, and some whole tokens, taken out: they name no expert."""
-        ids = self._rank_input(rank).topk_idx
+        ids = self.rank_input(rank).topk_idx
         rng = self._rng(_STREAM_COMBINE, rank, 1)
         gone = (rng.random(tuple(ids.shape)) < 0.3) | (rng.random((len(ids), 1)) < 0.15)
         wrong = torch.tensor([-1, *wrong_ids(self)])

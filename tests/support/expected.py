@@ -45,7 +45,7 @@ class Expected:
         assert not difference, f"{self.where(rank)}: scalars: {difference}"
 
     def dispatch(self, buffer: nccl_ep.Buffer, *, staged: bool = False) -> nccl_ep.DispatchOutput:
-        given = self.case.inputs()[buffer.rank] if staged else self.inputs[buffer.rank]  # staged overwrites them
+        given = self.case.rank_input(buffer.rank) if staged else self.inputs[buffer.rank]  # staged overwrites them
         out = dispatch_case(self.case, given, buffer, staged=staged)
         self.check_dispatch(out, buffer.rank)
         return out
@@ -92,7 +92,8 @@ class Expected:
 def run_case(case: Expected, buffer: nccl_ep.Buffer, *, mode: str = "ll", staged: bool = False, **options: Any) -> None:
     """All operations of a case, this rank's results against the oracle's once all have been called."""
     rank, device = buffer.rank, buffer.device
-    out = dispatch_case(case.case, case.inputs[rank], buffer, staged=staged, mode=mode, **options)
+    given = case.case.rank_input(rank) if staged else case.inputs[rank]  # staged overwrites them, on the CPU
+    out = dispatch_case(case.case, given, buffer, staged=staged, mode=mode, **options)
     y = combine_case(case.case, case.rows[rank].to(device, copy=True), out.handle, rank, staged=staged, **options)
     scalars = nccl_ep.combine_weights(case.values[rank].to(device), out.handle)
     synchronize(device)

@@ -86,7 +86,7 @@ def run_world(
         given["LD_PRELOAD"] = str(library)
     given |= {f"GIN_LOOPBACK_{name.upper()}": str(value) for name, value in (plugin or {}).items()}
     given |= environment or {}
-    task = json.dumps({"body": body, "args": args, "domain_size": domain_size})
+    task = json.dumps({"body": body, "args": args, "domain_size": domain_size, "seconds": seconds})
     ranks = []
     for rank in range(num_ranks):
         command = [sys.executable, "-m", "tests.support.gin_ranks", str(folder), task]

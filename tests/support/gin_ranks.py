@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import itertools
 import json
 import os
@@ -25,8 +26,15 @@ from tests.support.cases import Case, generate
 from tests.support.expected import Expected, plain_case, run_case, shared_buffer
 from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
 from tests.support.gpu_ranks import wide_case
+from tests.support.patience import of_living_ranks
 
 SECONDS = 60.0  # of a meeting
+# Of a buffer: far below a test's limit, so that a wait that never ends is told by its own error.
+DEADLINE = 20.0
+# Ranks that share a GPU run in turns, and a kernel that waits for another rank keeps the GPU until its turn is over. An
+# operation changes turns for the record, the rows, what is forwarded, and the way home, on each of two GPUs.
+TURNS_OF_AN_OPERATION = 8
+OPERATIONS_OF_A_CASE = 5  # kernels: dispatch and combine in halves, combine of weights
 WINDOW = 64 << 20
 HALF = WINDOW // 2  # sources below, targets above
 MESSAGES = ((1, 16), (1, 48), (3, 1008), (8, 14464), (64, 14464), (5, 1 << 18), (2, 1 << 20))
@@ -38,10 +46,20 @@ class World:
     num_ranks: int
     domain_size: int
     device: torch.device
+    given: Rendezvous | None = None  # in place of torch's group
+    start: float = field(default_factory=time.monotonic)
     rendezvous: Rendezvous = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rendezvous = rendezvous_of(dist.group.WORLD)
+        self.rendezvous = self.given or rendezvous_of(dist.group.WORLD)
+
+    def say(self, *what: object) -> None:
+        """A line of the log that a test shows when its time is up: how far this rank has come."""
+        print(f"[{time.monotonic() - self.start:7.2f} s] rank {self.rank}:", *what, flush=True)
+
+    def largest(self, value: float) -> float:
+        """Of all ranks."""
+        return max(float(each) for each in self.rendezvous.allgather(repr(value).encode(), SECONDS))
 
     def barrier(self) -> None:
         self.rendezvous.allgather(b"", SECONDS)
@@ -179,28 +197,75 @@ def _cases(world: World, count: int, first: int) -> list[Case]:
     return cases
 
 
+def _run_cases(world: World, cases: list[Expected], runs: int) -> dict[str, Any]:
+    """So many runs of cases, forth and back, in one buffer; says which one it is at. What fails names its wait."""
+    begin, slowest = time.monotonic(), 0.0
+    options = {"device": world.device, "domain_size": world.domain_size, "timeout": of_living_ranks(DEADLINE)}
+    with shared_buffer(world.rendezvous, cases, **options) as buffer:
+        world.say("has made the buffer")
+        for number, case in enumerate(itertools.islice(itertools.cycle([*cases, *reversed(cases)]), runs)):
+            how: dict[str, Any] = {"staged": number % 3 == 1, "num_sms": (0, 8, 24)[number % 3]}
+            world.say(f"run {number + 1} of {runs}, {how}: case {case.case.seed}, {case.case.layout}")
+            start = time.monotonic()
+            try:
+                run_case(case, buffer, **how)
+            except Exception as error:
+                world.say(f"{type(error).__name__} in run {number + 1}: {error}")
+                raise
+            slowest = max(slowest, time.monotonic() - start)
+        dispatches = int(buffer.stats()["dispatches"])
+    world.say("has let go of the buffer")
+    return {"dispatches": dispatches, "seconds": time.monotonic() - begin, "slowest": slowest}
+
+
 def ll_cases(world: World, count: int, first: int) -> dict[str, Any]:
     """Every result to the bit, in one buffer; ranks may be a call ahead of others."""
     cases = [Expected(case) for case in _cases(world, count, first)]
-    begin = time.monotonic()
-    with shared_buffer(world.rendezvous, cases, device=world.device, domain_size=world.domain_size) as buffer:
-        for number, case in enumerate([*cases, *reversed(cases)]):
-            run_case(case, buffer, staged=number % 3 == 1, num_sms=(0, 8, 24)[number % 3])
-        dispatches = int(buffer.stats()["dispatches"])
-    return {"cases": len(cases), "dispatches": dispatches, "seconds": time.monotonic() - begin}
+    return {"cases": len(cases), **_run_cases(world, cases, 2 * len(cases))}
 
 
-def ll_chains(world: World, replays: int) -> dict[str, Any]:
-    """Graphs with live routing: the elements that are wrong, of all replays."""
+def turn_us(world: World, rounds: int = 20) -> float:
+    """Microseconds of a round in which rail peers exchange 16 bytes, of the slowest rank. Where they share a GPU, a
+    round takes a change of turns."""
+    probe = world.probe(contexts=1)
+    world.barrier()
+    ns = probe.exchange(
+        peers=world.rail(), messages=1, bytes=16, source=0, target=HALF, rounds=rounds, warm_up=rounds // 4,
+        seconds=DEADLINE,
+    )  # fmt: skip
+    del probe  # collective
+    return world.largest(ns / 1e3)
+
+
+def runs_within(seconds: float, turn: float, most: int) -> int:
+    """Runs of a case that fit, at least one. turn: microseconds."""
+    return max(min(int(seconds / (OPERATIONS_OF_A_CASE * TURNS_OF_AN_OPERATION * turn * 1e-6)), most), 1)
+
+
+def ll_cases_in_turn(world: World, count: int, first: int, seconds: float) -> dict[str, Any]:
+    """The same of ranks that share GPUs: as many runs of small cases as turns allow in so many seconds."""
+    world.say("measures turns")
+    turn = turn_us(world)
+    runs = runs_within(seconds, turn, 2 * count)
+    world.say(f"a change of turns takes {turn:.0f} us: {runs} runs of {count} cases")
+    cases = [Expected(case) for case in _cases(world, count, first)[:count]]
+    return {"turn_us": turn, "runs": runs, **_run_cases(world, cases, runs)}
+
+
+def ll_chains(world: World, replays: int, most: int) -> dict[str, Any]:
+    """Graphs with live routing: the elements that are wrong, of all replays. most: chains."""
     begin, wrong = time.monotonic(), 0
     with chain_buffer(world.rendezvous, world.device, domain_size=world.domain_size) as buffer:
         chains = [(letters, How()) for letters in CHAINS] + [(CHAINS[0], how) for how in HOWS if not how.is_deepep]
-        for letters, how in chains:
+        world.say("has made the buffer")
+        for letters, how in chains[:most]:
             chain = Chain(letters, buffer, how=how)
+            world.say(f"captures {letters}, {how}")
             graph = chain.capture()
+            world.say(f"{replays} replays")
             chain.replay(graph, replays)
             wrong += chain.finish()
-    return {"chains": len(chains), "wrong": wrong, "seconds": time.monotonic() - begin}
+    return {"chains": len(chains[:most]), "wrong": wrong, "seconds": time.monotonic() - begin}
 
 
 def ll_times(world: World, replays: int) -> dict[str, float]:
@@ -285,7 +350,8 @@ def ll_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
 
 
 BODIES = (
-    probe_bytes, probe_times, probe_late, probe_dead, make_probe, ll_cases, ll_chains, ll_times, ll_dead,
+    probe_bytes, probe_times, probe_late, probe_dead, make_probe, ll_cases, ll_cases_in_turn, ll_chains, ll_times,
+    ll_dead,
 )  # fmt: skip
 
 
@@ -298,6 +364,8 @@ def main(folder: Path, task: dict[str, Any]) -> None:
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=2 * SECONDS)
     )
     body = next(each for each in BODIES if each.__name__ == task["body"])
+    # Where Python stands when the test's time is nearly up.
+    faulthandler.dump_traceback_later(max(task["seconds"] - 5.0, 1.0), file=sys.stdout, exit=False)
     value, error = None, ""
     try:
         value = body(World(rank, num_ranks, task["domain_size"], device), *task["args"])

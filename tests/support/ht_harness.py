@@ -266,7 +266,7 @@ def check_ht_case(case: Case, *, network_seed: int = 0, device: str = "cpu", **o
         rank = group.rank()
         with ht_buffer(case, plan, group, network_seed=network_seed, device=device) as buffer:
             kept = crowd(buffer, case.num_ranks * case.max_tokens * case.hidden * case.dtype.itemsize)
-            made = run_on_rank(case, plan, buffer, case.inputs()[rank], results[rank], **options)
+            made = run_on_rank(case, plan, buffer, case.rank_input(rank), results[rank], **options)
             del kept
             return made
 

@@ -74,7 +74,8 @@ void HtChannel::await_headers(int count) {
     std::copy(words.begin(), words.begin() + OpHeader::kWords, theirs.words);
     for (int i = 0; i < OpHeader::kComparedWords; i++) {
       if (theirs.word(i) == header_.word(i)) continue;
-      fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1}, rank());
+      fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1},
+           transport_);
     }
     take(OpHeader::kWords, words.size());
   }
@@ -137,14 +138,14 @@ void HtChannel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
-  fail(state_, failure, rank());
+  fail(state_, failure, transport_);
 }
 
 void HtChannel::check_row(int peer, int64_t row, uint64_t rows) {
   if (static_cast<uint64_t>(row) < rows) return;
   fail(state_,
        {Failure::kHandle, kind_, Awaited::kNone, peer, epoch_, rows, static_cast<uint64_t>(row), 0, header_, {}, 1},
-       rank());
+       transport_);
 }
 
 void HtChannel::note_row(int peer, uint64_t bytes) {

@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/testing.h"
+#include "runtime/failure_node.h"
 #include "runtime/group.h"
 
 namespace ep {
@@ -26,9 +27,10 @@ Failure::Code code_of(Deadline::End end) {
   }
 }
 
-void fail(CpuState& state, const Failure& failure, int rank) {
+void fail(CpuState& state, const Failure& failure, const Transport& transport) {
   state.failure.set(failure);
-  raise(kind_of(failure), describe(failure, rank, state.control.timeout_seconds));
+  raise(kind_of(failure), describe(failure, transport.rank(), state.control.timeout_seconds),
+        node_of(failure, transport.topology()));
 }
 
 Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header)
@@ -141,11 +143,11 @@ void Channel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t e
   for (int r = 0; r < num_ranks() && r < 64; r++) {
     if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
   }
-  fail(state_, failure, rank());
+  fail(state_, failure, transport_);
 }
 
 void Channel::refuse_op(int source, const OpHeader& theirs) {
-  fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0}, rank());
+  fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0}, transport_);
 }
 
 // Whether the source has masked this rank, in this operation or, if this rank is behind, in a later one.

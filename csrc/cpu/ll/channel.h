@@ -54,7 +54,7 @@ struct CpuState {
 
 Failure::Code code_of(Deadline::End end);
 // The buffer has failed, which the error tells.
-[[noreturn]] void fail(CpuState& state, const Failure& failure, int rank);
+[[noreturn]] void fail(CpuState& state, const Failure& failure, const Transport& transport);
 
 class Channel {
  public:

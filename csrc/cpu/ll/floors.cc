@@ -43,7 +43,8 @@ void cpu_floor_flags(const LlFloorFlagsParams& p, Transport& transport, CpuState
     const auto seen = [&] { return transport.signal(p.flags + source * sizeof(uint64_t)); };
     const Deadline::End end = deadline.wait_until([&] { return seen() >= epoch; });
     if (end == Deadline::End::kReady) continue;
-    fail(state, {code_of(end), Kind::kDispatch, Awaited::kFlag, source, epoch, epoch, seen(), 0, p.header, {}}, rank);
+    fail(state, {code_of(end), Kind::kDispatch, Awaited::kFlag, source, epoch, epoch, seen(), 0, p.header, {}},
+         transport);
   }
 }
 

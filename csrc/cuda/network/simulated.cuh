@@ -32,7 +32,8 @@ class SimulatedNetwork {
     NicQueue& queue = *args_.queue;
     const uint64_t number = atomicAdd(&queue.num_posted, uint64_t{1});
     NicDescriptor& place = queue.descriptors[number % NicQueue::kDepth];
-    if (ptx::ld_relaxed_sys(&place.is_posted) != 0) {
+    // Pairs with the NIC, which has copied the descriptor that lay here.
+    if (ptx::ld_acquire_sys(&place.is_posted) != 0) {
       queue.has_overflown = 1;
       return;
     }

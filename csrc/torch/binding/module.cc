@@ -94,11 +94,15 @@ class NamedGroup {
   std::shared_ptr<Group> group_;
 };
 
+HtSizes ht_sizes_of(const std::array<uint64_t, 6>& sizes) {
+  return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+}
+
 GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes, uint64_t dispatch_row_bytes,
                         uint64_t combine_row_bytes, double timeout_seconds, uint64_t network_seed,
                         const std::array<uint64_t, 6>& ht_sizes, bool masks_late_ranks) {
   GroupConfig config;
-  config.ht_sizes = {ht_sizes[0], ht_sizes[1], ht_sizes[2], ht_sizes[3], ht_sizes[4], ht_sizes[5]};
+  config.ht_sizes = ht_sizes_of(ht_sizes);
   config.device_index = device_index;
   config.domain_size = domain_size;
   config.sizes.tagged_bytes = tagged_bytes;
@@ -281,6 +285,12 @@ void define_sizes(py::module_& m) {
                               sizes.rail_bytes, sizes.arena_bytes);
       },
       "What high throughput needs: words of a call, bytes of routes, rows, crossing routes, crossing rows, arena.");
+  m.def(
+      "ht_window_bytes",
+      [](int num_ranks, const std::array<uint64_t, 6>& sizes) {
+        return Window::make(num_ranks, {}, ht_sizes_of(sizes)).bytes;
+      },
+      "Bytes of a window that has room for high throughput of these sizes alone.");
   m.def(
       "sizes_for_window",
       [](int num_ranks, uint64_t window_bytes) { return as_tuple(sizes_for_window(num_ranks, window_bytes)); },

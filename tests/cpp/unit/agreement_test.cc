@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "runtime/failure_node.h"
 #include "runtime/group.h"
 #include "unit/errors.h"
 #include "world.h"
@@ -121,6 +122,25 @@ TEST(Describe, Failures) {
   EXPECT_EQ(text.find("ranks made different calls in combine 12: rank 1 called dispatch(bf16, hidden 7168"), 0u)
       << text;
   EXPECT_NE(text.find("rank 3 called dispatch(bf16, hidden 4096"), std::string::npos) << text;
+}
+
+TEST(Describe, TheNodeOfAFailure) {
+  const Topology topology = Topology::make(64, 2);
+  Failure failure;
+  EXPECT_EQ(node_of(failure, topology), "");
+  failure.peer = 3;
+  EXPECT_EQ(node_of(failure, topology), "; rank 3 is on node 1");
+  EXPECT_EQ(node_of(failure, Topology::make(64, 64)), "");
+  failure.missing = 0b1001;
+  EXPECT_EQ(node_of(failure, topology), "; rank 3 is on node 1");
+  failure.missing = 0b1100;
+  EXPECT_EQ(node_of(failure, topology), "; rank 3 is on node 1, of which no rank was heard");
+  failure.peer = 63;
+  failure.missing = 3ull << 62;
+  EXPECT_EQ(node_of(failure, topology), "; rank 63 is on node 31, of which no rank was heard");
+  failure.peer = 70;
+  failure.missing = ~0ull;
+  EXPECT_EQ(node_of(failure, Topology::make(128, 64)), "; rank 70 is on node 1");
 }
 
 }  // namespace

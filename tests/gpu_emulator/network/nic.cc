@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/check.h"
+
 #if defined(EP_GPU_TESTING)
 #include "base/testing.h"
 #include "cuda/testing/testing.h"
@@ -22,6 +24,8 @@ std::atomic<bool> signals_come_first = false;
 constexpr bool signals_come_first = false;
 #endif
 
+constexpr std::chrono::seconds kMaxCountSeconds{60};
+
 [[noreturn]] void die(const char* what, int rank) {
   std::fprintf(stderr, "simulated network: %s (rank %d)\n", what, rank);
   std::abort();
@@ -34,12 +38,12 @@ Nics::Nics(char* first_window, const NetworkConfig& config)
   for (int rank = 0; rank < num_ranks_; rank++) {
     queues_.push_back(std::make_unique<NicQueue>());
     signals_.emplace_back(static_cast<size_t>(config.shape.num_contexts) * config.shape.num_signals);
-    WireBytes counts;
-    for (auto* each :
-         {&counts.rows, &counts.row_bytes, &counts.other_bytes, &counts.network_puts, &counts.network_bytes}) {
+    Counts counts;
+    WireBytes& bytes = counts.bytes;
+    for (auto* each : {&bytes.rows, &bytes.row_bytes, &bytes.other_bytes, &bytes.network_puts, &bytes.network_bytes}) {
       each->assign(num_ranks_, 0);
     }
-    counts_.push_back(counts);
+    counts_.push_back(std::move(counts));
   }
   num_taken_.assign(num_ranks_, 0);
   thread_ = std::thread([this] { run(); });
@@ -55,8 +59,14 @@ SimulatedNetworkArgs Nics::args(int rank) {
 }
 
 WireBytes Nics::wire_bytes(int rank) const {
-  std::lock_guard lock(mutex_);
-  return counts_[rank];
+  const uint64_t posted = std::atomic_ref(queues_[rank]->num_posted).load(std::memory_order_acquire);
+  std::unique_lock lock(mutex_);
+  const bool has_all = has_counted_.wait_for(lock, kMaxCountSeconds, [&] { return counts_[rank].num_taken >= posted; });
+  if (!has_all) {
+    raise(ErrorKind::kTimeout, "the simulated NIC of rank ", rank, " has taken ", counts_[rank].num_taken, " of ",
+          posted, " puts and signals within ", kMaxCountSeconds.count(), " s");
+  }
+  return counts_[rank].bytes;
 }
 
 void Nics::run() {
@@ -103,15 +113,22 @@ bool Nics::take(int rank) {
     if (std::count_if(items_.begin(), items_.end(), same) >= config_.shape.max_outstanding) {
       die("more puts under way than the protocol promises", rank);
     }
-    if (what.bytes > 0) {
-      std::lock_guard lock(mutex_);
-      counts_[rank].network_puts[what.peer]++;
-      counts_[rank].network_bytes[what.peer] += what.bytes;
-    }
+    count(rank, what);
     cut(item);
     item.not_before = Clock::now() + lateness(rank);
     items_.push_back(std::move(item));
   }
+}
+
+void Nics::count(int rank, const NicDescriptor& what) {
+  {
+    std::lock_guard lock(mutex_);
+    Counts& counts = counts_[rank];
+    counts.num_taken = num_taken_[rank];
+    if (what.bytes > 0) counts.bytes.network_puts[what.peer]++;
+    counts.bytes.network_bytes[what.peer] += what.bytes;
+  }
+  has_counted_.notify_all();
 }
 
 void Nics::cut(Item& item) {

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -26,6 +27,7 @@ class Nics {
   Nics& operator=(const Nics&) = delete;
 
   SimulatedNetworkArgs args(int rank);
+  // Of all that the rank's kernels have posted. Waits until the thread has seen it: a kernel may have ended before.
   WireBytes wire_bytes(int rank) const;
 
  private:
@@ -39,9 +41,14 @@ class Nics {
     std::vector<Piece> pieces;  // that have not landed
     Clock::time_point not_before;
   };
+  struct Counts {
+    uint64_t num_taken = 0;
+    WireBytes bytes;
+  };
 
   void run();
   bool take(int rank);
+  void count(int rank, const NicDescriptor& what);
   void cut(Item& item);
   Clock::duration lateness(int rank);
   void land_any();
@@ -57,7 +64,8 @@ class Nics {
   std::vector<uint64_t> num_taken_;
   std::vector<Item> items_;
   mutable std::mutex mutex_;  // of the counts
-  std::vector<WireBytes> counts_;
+  mutable std::condition_variable has_counted_;
+  std::vector<Counts> counts_;
   std::atomic<bool> is_stopping_{false};
   std::thread thread_;
 };

@@ -1,0 +1,74 @@
+"""What ranks over NCCL's GIN do (tests/support/gin_ranks.py), tried on emulated GPUs: a machine with two GPUs
+is seldom there, and no place to find that a test is wrong."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support import gin_ranks
+from tests.support.gin_ranks import World, runs_within
+
+TURN_US = 4000.0
+
+
+def _world(group: ThreadGroup, domain_size: int) -> World:
+    return World(group.rank(), group.size(), domain_size, torch.device("cpu"), given=group)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "turn", "most", "runs"), [(30.0, 10.0, 6, 6), (30.0, 250_000.0, 6, 3), (30.0, 4e6, 6, 1)]
+)
+def test_as_many_runs_as_turns_allow(seconds: float, turn: float, most: int, runs: int) -> None:
+    assert runs_within(seconds, turn, most) == runs
+
+
+@pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
+@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 2)])
+def test_cases_in_turn(
+    ranks: int, size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gin_ranks, "turn_us", lambda world: world.largest(TURN_US + world.rank))
+
+    def body(group: ThreadGroup) -> dict[str, Any]:
+        return gin_ranks.ll_cases_in_turn(_world(group, size), 2, 100, 0.5)
+
+    for found in run_ranks(ranks, body):
+        assert found["turn_us"] == TURN_US + ranks - 1
+        assert found["runs"] == found["dispatches"] == 3 and 0 < found["slowest"] <= found["seconds"]
+    said = capsys.readouterr().out
+    for rank in range(ranks):
+        assert f"rank {rank}: run 3 of 3" in said and f"rank {rank}: has let go of the buffer" in said
+
+
+@pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
+def test_a_wait_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The log says which run, and the error what was waited for, before a test's time is up."""
+    monkeypatch.setattr(gin_ranks, "of_living_ranks", lambda seconds: 3.0)
+    run_case = gin_ranks.run_case
+
+    def run_or_stay_away(case: Any, buffer: Any, **how: Any) -> None:
+        if buffer.rank != 1:
+            run_case(case, buffer, **how)
+
+    monkeypatch.setattr(gin_ranks, "run_case", run_or_stay_away)
+
+    def body(group: ThreadGroup) -> str:
+        try:
+            gin_ranks.ll_cases(_world(group, 1), 1, 100)
+        except Exception as error:
+            return str(error)
+        return ""
+
+    texts = run_ranks(2, body)
+    told = (
+        r"rank 0 waited 3 s for the [a-z ]+ of rank 1 in dispatch 1 .*; rank 1 is on node 1, of which no rank was heard"
+    )
+    assert re.search(told, texts[0]) and not texts[1]
+    said = capsys.readouterr().out
+    assert re.search(f"rank 0: TimeoutError in run 1: .*{told}", said)

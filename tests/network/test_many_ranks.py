@@ -1,0 +1,89 @@
+"""More ranks than GPUs serve, between nodes of CPU ranks: counts, places, bits and bytes of 128 and 256 ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.expected import plain_case
+from tests.support.harness import case_buffer, check_case
+from tests.support.ht_harness import HtPlan, check_ht_case
+from tests.support.patience import PATIENCE, Clock
+
+pytestmark = pytest.mark.skipif(_C.EMULATES_GPU, reason="of CPU ranks")
+
+NODE = 8  # ranks
+
+
+def _tokens(num_ranks: int, most: int) -> tuple[int, ...]:
+    """Ranks without tokens among them, and full ones."""
+    return tuple(7 * rank % (most + 1) for rank in range(num_ranks))
+
+
+@pytest.mark.parametrize("layout", ["flat", "expert_major"])
+def test_low_latency_of_128_ranks(layout: str) -> None:
+    ranks, most = 128, 3
+    case = plain_case(
+        ranks, domain_size=NODE, num_experts=ranks, topk=8, max_tokens=most, tokens=_tokens(ranks, most), hidden=32,
+        layout=layout,
+    )  # fmt: skip
+    with Clock(PATIENCE):
+        check_case(case, network_seed=3)
+
+
+def test_high_throughput_of_256_ranks() -> None:
+    """Every row where the oracle has it, and every byte that crosses, of rows and beside them."""
+    ranks, most = 256, 2
+    case = plain_case(
+        ranks, seed=3, domain_size=NODE, num_experts=ranks, topk=8, max_tokens=most, tokens=_tokens(ranks, most),
+        hidden=16, layout="flat", capacity=ranks * most, capacity_kind="ample",
+    )  # fmt: skip
+    plan = HtPlan.of(case)
+    assert not plan.exact and not plan.cached and not plan.extra  # an oracle for each is what takes long
+    outcome = check_ht_case(case, network_seed=3)
+    received = [int(result.dispatched.total) for result in outcome.ranks]
+    assert sum(received) > ranks * most and len({result.stats["window_bytes"] for result in outcome.ranks}) == 1
+
+
+@pytest.mark.parametrize(("ranks", "domain"), [(4, 4), (4, 2), (16, 8)])
+def test_the_bytes_of_a_window_are_those_foretold(ranks: int, domain: int) -> None:
+    """What docs/network.md says of sizes that no test can have."""
+    shape = {"max_tokens": 5, "hidden": 48, "topk": 3, "num_experts": 2 * ranks}
+    row, home, arena = 96 + 16, 96, 1 << 16  # scales of 2 groups of 32 take 8 bytes, aligned to 16
+    sizes = _C.ht_sizes_for(ranks, domain, shape["num_experts"], shape["topk"], shape["max_tokens"], row, home, arena)
+
+    def body(group: ThreadGroup) -> int:
+        with nccl_ep.Buffer.for_shapes(
+            group, mode="ht", domain_size=domain, arena_bytes=arena, device="cpu", **shape
+        ) as buffer:
+            return int(buffer.stats()["window_bytes"])
+
+    assert run_ranks(ranks, body) == [_C.ht_window_bytes(ranks, sizes)] * ranks
+
+
+def test_a_missing_rank_of_128_is_named() -> None:
+    """Ranks beyond those that have bits in a failure's text are named all the same, with their node."""
+    ranks, missing = 128, 97
+    case = plain_case(ranks, domain_size=NODE, topk=1, tokens=(1,) * ranks, max_tokens=1, hidden=16)
+    inputs = case.inputs()
+
+    def body(group: ThreadGroup) -> str:
+        with case_buffer(case, group, device="cpu", timeout=5.0) as buffer:
+            group.allgather(b"", PATIENCE)
+            text = ""
+            if group.rank() != missing:
+                given = inputs[group.rank()]
+                with pytest.raises(nccl_ep.TimeoutError) as caught:
+                    nccl_ep.dispatch(
+                        given.x, given.topk_idx, given.topk_weights, buffer=buffer, **case.dispatch_kwargs()
+                    )
+                text = str(caught.value)
+            group.allgather(b"", PATIENCE)
+            return text
+
+    texts = run_ranks(ranks, body)
+    named = [text for text in texts if f"of rank {missing} in dispatch 1" in text]
+    assert len(named) > ranks // 2, texts[0]
+    assert all(f"; rank {missing} is on node {missing // NODE};" in text for text in named), named[0]
