@@ -93,8 +93,9 @@ struct LlCombineParams {
   int num_tokens = 0;
   int hidden = 0;
   Weighting weighting = Weighting::kNone;
-  const void* rows = nullptr;  // [output.rows(), H]
-  HandlePtrs handle;           // of the dispatch
+  bool sends_unweighted = false;  // kHome, the sending half: rows instead of sums, which the home ranks weight
+  const void* rows = nullptr;     // [output.rows(), H]
+  HandlePtrs handle;              // of the dispatch
   Shape shape;
   LlOffsets offsets;
   OpHeader header;
