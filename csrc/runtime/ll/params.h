@@ -93,9 +93,8 @@ struct LlCombineParams {
   int num_tokens = 0;
   int hidden = 0;
   Weighting weighting = Weighting::kNone;
-  bool sends_unweighted = false;  // kHome, the sending half: rows instead of sums, which the home ranks weight
-  const void* rows = nullptr;     // [output.rows(), H]
-  HandlePtrs handle;              // of the dispatch
+  const void* rows = nullptr;  // [output.rows(), H]
+  HandlePtrs handle;           // of the dispatch
   Shape shape;
   LlOffsets offsets;
   OpHeader header;
@@ -110,6 +109,7 @@ struct LlCombineParams {
   const float* home_weights = nullptr;  // kHome: [T, K]
   const void* home_topk_idx = nullptr;  // kHome: optional [T, K], -1 skips
   bool is_idx64 = true;
+  bool sends_unweighted = false;             // kHome, a sending half: rows instead of sums, which the home ranks weight
   const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
   int64_t* wait_cost = nullptr;              // optional [R]: ns that this rank waited for each other are added
   int num_sms = 0;
