@@ -177,8 +177,6 @@ def error_of(buffer: Buffer | None, error: RuntimeError) -> Exception:
     try:
         buffer.require_usable()
     except Exception as reason:
-        if "was destroyed by another thread" in text:  # while the op waited
-            return UsageError(text)
         if not isinstance(reason, UsageError):
             logger.error("%s", str(reason))  # records that are kept must not keep the error, nor through it the buffer
         return reason

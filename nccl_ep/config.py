@@ -6,6 +6,7 @@ to add one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,35 +214,38 @@ def _no_buffer(buffer: object) -> str:
 
 def cached_numbers(buffer: Buffer | None, handle: Handle, quant: Quant, zero_padding: bool, num_sms: int) -> Numbers:
     """The config of a dispatch along the routes of ``handle``. No buffer: a compiler traces."""
-    if buffer is None:
-        return cached_args(handle, int(quant), zero_padding, num_sms)[2]
-    key = (
-        "cached", handle.num_experts, handle.topk, handle.max_tokens, handle.layout._value_,
-        handle.alignment, quant._value_, zero_padding, num_sms,
-    )  # fmt: skip
-    numbers: Numbers | None = buffer._configs.get(key)
-    if numbers is None:
-        require_within(*INT64, num_sms=num_sms)
+
+    def make() -> Numbers:
         require_bools(zero_padding=zero_padding)
-        numbers = cached_args(handle, int(quant), zero_padding, num_sms)[2]
-        _remember(buffer, key, numbers)
-    return numbers
+        return cached_args(handle, int(quant), zero_padding, num_sms)[2]
+
+    return _numbers_of(buffer, handle, ("cached", quant._value_, zero_padding), num_sms, make)
 
 
 def combine_numbers(
     buffer: Buffer | None, handle: Handle, weighting: int, out_dtype: torch.dtype, wire_dtype: torch.dtype, num_sms: int
 ) -> Numbers:
     """The config of a combine of the rows of ``handle``. No buffer: a compiler traces."""
-    if buffer is None:
+
+    def make() -> Numbers:
         return combine_args(handle, weighting, out_dtype, wire_dtype, num_sms)[2]
+
+    return _numbers_of(buffer, handle, (weighting, out_dtype, wire_dtype), num_sms, make)
+
+
+def _numbers_of(
+    buffer: Buffer | None, handle: Handle, options: tuple[Any, ...], num_sms: int, make: Callable[[], Numbers]
+) -> Numbers:
+    """What ``make()`` returns, remembered for the routing of ``handle`` with these options."""
+    if buffer is None:
+        return make()
     key = (
-        handle.num_experts, handle.topk, handle.max_tokens, handle.layout._value_,
-        handle.alignment, weighting, out_dtype, wire_dtype, num_sms,
+        handle.num_experts, handle.topk, handle.max_tokens, handle.layout._value_, handle.alignment, num_sms, *options,
     )  # fmt: skip
     numbers: Numbers | None = buffer._configs.get(key)
     if numbers is None:
         require_within(*INT64, num_sms=num_sms)
-        numbers = combine_args(handle, weighting, out_dtype, wire_dtype, num_sms)[2]
+        numbers = make()
         _remember(buffer, key, numbers)
     return numbers
 

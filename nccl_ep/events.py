@@ -37,6 +37,13 @@ class EventHandle:
         event._event = None
         return event
 
+    @classmethod
+    def unrecorded(cls) -> EventHandle:
+        """An event of CUDA that is to be recorded."""
+        event = cls.__new__(cls)
+        event._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return event
+
     def current_stream_wait(self) -> None:
         """Work that is put on the current stream from now on waits for the event. The host does not."""
         if self._event is not None:
@@ -108,25 +115,12 @@ def run_on_comm_stream(
         raise NotImplementedError(
             "combine_send with async_finish cannot be compiled on CUDA: its stream is the buffer's"
         )
-    current, comm = torch.cuda.current_stream(buffer.device), buffer.get_comm_stream()
-    if before is None:
-        comm.wait_stream(current)
-    with torch.cuda.stream(comm):
-        if before is not None:
-            before.current_stream_wait()
-        result = call()
-        event = EventHandle(comm)
-    outputs = (result,) if isinstance(result, torch.Tensor) else result
-    kept = tuple(each for each in (*inputs, *_tensors(outputs)) if isinstance(each, torch.Tensor))
-    # The allocator learns which stream uses what. Not in a capture: there memory that two streams use is not given
-    # back before the end, and the tensors that the event holds are safe without.
-    if not torch.cuda.is_current_stream_capturing():
-        _C.record_streams(kept, comm, current)
-    if not is_async:
-        event.current_stream_wait()
-        return result, EventOverlap()
-    return result, EventOverlap(event, kept)
-
-
-def _tensors(outputs: Any) -> tuple[Any, ...]:
-    return tuple(outputs) if isinstance(outputs, (tuple, list)) else ()
+    event = EventHandle.unrecorded() if is_async else None
+    result, kept = _C.run_on_stream(
+        call,
+        buffer.get_comm_stream(),
+        inputs,
+        None if before is None else before.current_stream_wait,
+        None if event is None else event._event,
+    )
+    return result, EventOverlap() if event is None else EventOverlap(event, kept)

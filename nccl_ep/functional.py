@@ -186,12 +186,14 @@ def dispatch_send(
         sent, event = run_on_comm_stream(buffer, call, (*args[:4], *extra), async_finish)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
+    has_scales = scales is not None
     if async_finish:
         end = len(sent) - len(extra)
+        # x is the event's to keep. A quantised one that wants a gradient stays for that, too.
+        given = x if config.quant and wants_gradient(x) else None
         return Pending(
-            lambda: _output(buffer, config, num_tokens, x, scales is not None, sent[:end], sent[end:]), event
+            lambda: _output(buffer, config, num_tokens, given, has_scales, sent[:end], sent[end:]), event
         )
-    has_scales = scales is not None
     num_scales, scale_dtype = scales_of(scales)
     # Of x nothing is kept but what stands for it.
     sizes = x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens, topk_idx.dtype == torch.int64

@@ -14,7 +14,7 @@
 namespace ep {
 namespace {
 
-constexpr int kWireVersion = 7;             // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 8;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_timeout(double seconds) {
@@ -37,7 +37,8 @@ LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_by
   LlSizes sizes;
   sizes.tagged_bytes = LlOffsets::tagged_bytes(shape);
   sizes.row_bytes[0] = LlOffsets::row_bytes(shape, dispatch.stride());
-  sizes.row_bytes[1] = LlOffsets::row_bytes(shape, combine.stride());
+  sizes.row_bytes[1] =
+      LlOffsets::row_bytes(shape, combine.stride()) + LlOffsets::further_row_bytes(shape, combine.stride());
   return sizes;
 }
 
@@ -283,6 +284,13 @@ void Group::run(LlDispatchParams& p, void* stream) {
   if (sends(p.phase)) calls_.dispatch++;
 }
 
+// The sending half waits for no rank, so it cannot know the weights of the home ranks.
+bool Group::sends_unweighted(const LlCombineParams& p) const {
+  const bool has_rail = config_.has_rail && topology_.num_domains() > 1;
+  return p.weighting == Weighting::kHome && p.phase == Phase::kSend && has_expert_rows(p.output.layout) &&
+         p.dtype == p.wire_dtype && p.offsets.has_further_rows && !has_rail;
+}
+
 void Group::combine(LlCombineParams& p, void* stream) {
   begin(p);
   check_combined_rows(p);
@@ -293,6 +301,8 @@ void Group::combine(LlCombineParams& p, void* stream) {
   const Operation operation = p.weighting == Weighting::kHome ? Operation::kCombineWeighted : Operation::kCombine;
   p.header =
       header_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
+  p.sends_unweighted = sends_unweighted(p);
+  if (p.sends_unweighted) p.header.words[OpHeader::kFlags] |= OpHeader::kUnweightedFlag;
   check_phase(Kind::kCombine, p.phase, "combine");
   Range range(config_.name, name_of(Kind::kCombine, p.phase), call_number(Kind::kCombine, p.phase));
   backend()->combine(p, stream);

@@ -59,6 +59,7 @@ def _combine_recv(*args: Any) -> None:
 
 
 _CLEANING_DEADLINES = 4
+_UNWEIGHTED_TOPK = 8  # up to which the size hint has room for a combine whose sending half waits for nobody
 _PARTS = ("routing", "dispatched rows", "combined rows")  # of a bank
 
 
@@ -78,9 +79,10 @@ class LowLatencyMethods(View):
         Source: DeepEP's method of that name.
         """
         require_within(1, (1 << 31) - 1, num_ranks=num_ranks)
-        return _C.window_for(
-            num_ranks, _bank_sizes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, MAX_TOPK)
-        )
+        sizes = num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
+        routing, _, _ = _bank_sizes(*sizes, MAX_TOPK)
+        _, dispatched, combined = _bank_sizes(*sizes, _UNWEIGHTED_TOPK)
+        return _C.window_for(num_ranks, (routing, dispatched, combined))
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing has to be cleaned here, before or between operations: checks that such operations fit the window.
@@ -451,7 +453,8 @@ class LowLatencyMethods(View):
 
         One that has failed may be called again, and says what keeps it from receiving.
         """
-        stream = None if self.device.type == "cpu" else torch.cuda.current_stream(self.device)
+        seq = self._seq
+        stream = _C.current_stream_id(seq)
         pending = [open_send]
 
         def run() -> None:
@@ -467,11 +470,7 @@ class LowLatencyMethods(View):
             if open_send.is_lost:
                 raise UsageError("what this hook receives was dropped")
             try:
-                if stream is None or stream == torch.cuda.current_stream(self.device):
-                    run()
-                else:
-                    with torch.cuda.stream(stream):
-                        run()
+                _C.call_on_stream(seq, stream, run)
             except RuntimeError as error:
                 raise error_of(self, error) from error
 

@@ -188,16 +188,19 @@ def test_signatures_are_deepeps() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 16, 1, 1), (8, 16, 2, 64), (128, 7168, 4, 256), (1024, 2880, 8, 512)])
 def test_size_hint_suffices(shape: tuple[int, int, int, int]) -> None:
-    """What the window of that many bytes is split into has room for every top-k."""
+    """What the window of that many bytes is split into has room for every top-k: for routing and sums of all, and for
+    rows that travel in place of sums up to top-8."""
     max_tokens, hidden, ranks, experts = shape
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(max_tokens, hidden, ranks, experts)
     assert hint % 128 == 0
     split = _C.sizes_for_window(ranks, hint)
     for topk in (1, 8, 32):
-        need = _C.sizes_for(ranks, experts, topk, max_tokens, 2 * hidden, 2 * hidden)
+        sizes = max_tokens, 2 * hidden, 2 * hidden
+        routing, dispatched, _ = _C.sizes_for(ranks, experts, topk, *sizes)
+        need = routing, dispatched, _C.sizes_for(ranks, experts, min(topk, 8), *sizes)[2]
         assert all(have >= want for have, want in zip(split, need, strict=True)), (split, need)
     if max_tokens >= 128:
-        assert hint < 1.5 * 2 * (2 * need[0] + need[1] + need[2]), "the hint wastes memory"
+        assert hint < 1.5 * 2 * (2 * need[0] + 2 * max(need[1:])), "the hint wastes memory"
 
 
 def test_a_buffer_of_the_hint_runs() -> None:

@@ -187,7 +187,7 @@ def check_case(
     )
     check_results(case, inputs, results, got, case.describe())
     if device == "cpu" and not _C.EMULATES_GPU:
-        check_wire(case, inputs, got)
+        check_wire(case, inputs, results, got, staged=staged)
     if _C.EMULATES_GPU and case.domain_size not in (None, case.num_ranks):
         check_network(case, inputs, got)
     return results
@@ -200,18 +200,35 @@ def check_padding(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, w
             assert not padding.any(), f"{where}: padding is not zero"
 
 
-def check_wire(case: Case, inputs: list[reference.RankInput], got: list[RankResult]) -> None:
-    """One row for each (token, rank with an expert of it), each way, and no byte more."""
-    rows = reference.wire_rows(inputs, num_experts=case.num_experts)
+def sends_unweighted(case: Case, *, staged: bool) -> bool:
+    """Whether a combine's sending half sends rows for the home ranks to weight."""
+    out_dtype = case.out_dtype or case.rows_dtype
+    return staged and is_weighted_at_home(case) and (case.wire_dtype or out_dtype) == case.rows_dtype
+
+
+def is_weighted_at_home(case: Case) -> bool:
+    return case.combine_weights in ("tensor", "masked")
+
+
+def check_wire(
+    case: Case, inputs: list[reference.RankInput], results: list[reference.DispatchResult], got: list[RankResult],
+    *, staged: bool,
+) -> None:  # fmt: skip
+    """One row for each (token, rank with an expert of it), each way, and no byte more. Home come all rows that the
+    dispatch gave, where no sum can be made of them."""
+    rows = home_rows = reference.wire_rows(inputs, num_experts=case.num_experts)
     sent, home = row_bytes(case, got[0].dispatched.scales)
-    other = other_bytes(case, inputs, rows).tolist()
+    other = other_bytes(case, inputs, rows)
+    if sends_unweighted(case, staged=staged):
+        home_rows = torch.stack([(result.row_of >= 0).flatten(1).sum(1) for result in results], 1)
+        other += 8 * rows.T
     for rank, result in enumerate(got):
         for peer in range(case.num_ranks):
-            there, back = int(rows[rank, peer]), int(rows[peer, rank])
+            there, back = int(rows[rank, peer]), int(home_rows[peer, rank])
             assert result.wire["rows_count"][peer] == there + back, f"{case.describe()}: {rank} -> {peer}"
             expected = there * sent + back * home
             assert result.wire["rows"][peer] == expected, f"{case.describe()}: {rank} -> {peer} bytes"
-        assert result.wire["other"] == other[rank], f"{case.describe()}: rank {rank} beside rows"
+        assert result.wire["other"] == other[rank].tolist(), f"{case.describe()}: rank {rank} beside rows"
 
 
 def row_bytes(case: Case, scales: torch.Tensor | None) -> tuple[int, int]:
@@ -237,7 +254,7 @@ def check_network(case: Case, inputs: list[reference.RankInput], got: list[RankR
         for domain in range(case.num_ranks // size):
             to_domain[source, domain] = (domains == domain).any(-1).sum()
     entries = [-(-tokens * case.topk // 4) * 16 for tokens in case.tokens]
-    is_weighted = case.combine_weights in ("tensor", "masked")
+    is_weighted = is_weighted_at_home(case)
     for rank, result in enumerate(got):
         for peer in range(case.num_ranks):
             expected = 0
@@ -259,6 +276,6 @@ def other_bytes(case: Case, inputs: list[reference.RankInput], rows: torch.Tenso
         choices[source] = torch.bincount(ids // local, minlength=ranks)
     id_words = -(-case.topk // (4 if local <= 254 else 2))
     ids_bytes = 8 * (id_words + id_words % 2) * torch.tensor(case.tokens)[:, None]
-    is_weighted = case.combine_weights in ("tensor", "masked")
+    is_weighted = is_weighted_at_home(case)
     scalars = choices if case.layout in reference.EXPERT_LAYOUTS else case.topk * rows
     return 3 * 64 + ids_bytes + 8 * choices * (1 + is_weighted) + 8 * scalars.T

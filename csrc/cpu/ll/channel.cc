@@ -69,8 +69,8 @@ void Channel::send_header(int peer) {
 
 // A masked rank may still read the rest of an earlier header.
 void Channel::tell_mask(int peer) {
-  const uint32_t is_masked = 1;
-  const Offset word_at = offsets_.header(bank_, rank()) + OpHeader::kIsMasked * sizeof(TaggedWord);
+  const uint32_t is_masked = OpHeader::kMaskedFlag;
+  const Offset word_at = offsets_.header(bank_, rank()) + OpHeader::kFlags * sizeof(TaggedWord);
   send_tagged(peer, word_at, &is_masked, 1);
 }
 
@@ -81,6 +81,10 @@ void Channel::mask(int rank) {
 
 void Channel::send_words(int peer, Offset offset, const uint32_t* values, int count) {
   if (!is_masked(peer)) send_tagged(peer, offset, values, count);
+}
+
+void Channel::keep_word(Offset offset, uint32_t value) {
+  atomic_tagged(transport_.local_window() + offset).store(pack({value, tag_}), std::memory_order_relaxed);
 }
 
 void Channel::send_tagged(int peer, Offset offset, const uint32_t* values, int count) {
@@ -101,20 +105,19 @@ void Channel::send_tagged(int peer, Offset offset, const uint32_t* values, int c
   transport_.put(peer, offset, source.data(), source.size());
 }
 
-void Channel::send_row(int peer, int token, const uint32_t* words, int num_words) {
+void Channel::send_row_to(int peer, Offset slot, const uint32_t* words, int num_words) {
   if (is_masked(peer)) return;
   testing::delay(testing::Point::kBetweenRows, rank());
-  const Offset offset = offsets_.row(bank_, rank(), token);
   state_.wire.rows[peer] += 1;
   state_.wire.row_bytes[peer] += num_words * sizeof(uint32_t);
-  if (char* target = transport_.peer_ptr(peer, offset)) {
+  if (char* target = transport_.peer_ptr(peer, slot)) {
     auto* target_words = reinterpret_cast<uint32_t*>(target);
     for (int i = 0; i < num_words; i++) atomic_word(target_words + i).store(words[i], std::memory_order_relaxed);
     return;
   }
   const char* bytes = reinterpret_cast<const char*>(words);
   std::vector<char>& source = sources_.emplace_back(bytes, bytes + num_words * sizeof(uint32_t));
-  transport_.put(peer, offset, source.data(), source.size());
+  transport_.put(peer, slot, source.data(), source.size());
 }
 
 void Channel::close_stage() {
@@ -153,7 +156,7 @@ void Channel::refuse_op(int source, const OpHeader& theirs) {
 // Whether the source has masked this rank, in this operation or, if this rank is behind, in a later one.
 bool Channel::was_left_by(int source) const {
   for (int bank = 0; bank < kNumBanks; bank++) {
-    const Offset word_at = offsets_.header(bank, source) + OpHeader::kIsMasked * sizeof(TaggedWord);
+    const Offset word_at = offsets_.header(bank, source) + OpHeader::kFlags * sizeof(TaggedWord);
     const uint64_t word = atomic_tagged(transport_.local_window() + word_at).load(std::memory_order_acquire);
     if (static_cast<uint32_t>(word) == 1 && is_not_before(static_cast<uint32_t>(word >> 32), tag_)) return true;
   }
@@ -210,7 +213,7 @@ void Channel::await_headers() {
     uint32_t words[OpHeader::kWords];
     const Offset header = offsets_.header(bank_, source);
     if (!await_words(source, header, Awaited::kOpHeader, words, OpHeader::kWords)) continue;
-    if (words[OpHeader::kIsMasked] != 0) {
+    if ((words[OpHeader::kFlags] & OpHeader::kMaskedFlag) != 0) {
       mask(source);
       continue;
     }
@@ -237,8 +240,8 @@ bool Channel::await_words(int source, Offset offset, Awaited awaited, uint32_t* 
   return true;
 }
 
-bool Channel::take_row(int source, int token, Awaited awaited, uint32_t* words, int num_words) {
-  uint32_t* row = window_word(offsets_.row(bank_, source, token));
+bool Channel::take_row_from(int source, Offset slot, int token, Awaited awaited, uint32_t* words, int num_words) {
+  uint32_t* row = window_word(slot);
   if (transport_.topology().is_lsa(rank(), source)) {
     for (int i = 0; i < num_words; i++) {
       const bool is_there = await(awaited, source, token, [&](uint64_t& seen) {

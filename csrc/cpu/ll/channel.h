@@ -68,23 +68,34 @@ class Channel {
 
   // ---- Sending. Each rank begins with itself, so that not all begin with the same peer.
   int peer(int step) const { return (rank() + step) % num_ranks(); }
-  // Only word kIsMasked of op headers goes to a masked rank, and nothing is taken from it.
+  // Only word kFlags of op headers goes to a masked rank, and nothing is taken from it.
   bool is_masked(int rank) const { return state_.masked >> (rank & 63) & 1; }
   void send_header(int peer);
   void send_words(int peer, Offset offset, const uint32_t* values, int count);
+  // A tagged word for this rank's own receiving half.
+  void keep_word(Offset offset, uint32_t value);
   // A row of the own token `token` (dispatch), or of a partial sum for the peer's token (combine).
-  void send_row(int peer, int token, const uint32_t* words, int num_words);
+  void send_row(int peer, int token, const uint32_t* words, int num_words) {
+    send_row_to(peer, offsets_.row(bank_, rank(), token), words, num_words);
+  }
+  void send_row_to(int peer, Offset slot, const uint32_t* words, int num_words);
   // When the peers' await_arrivals() returns, everything sent so far is there. Sources may be reused.
   void close_stage();
 
   // ---- Receiving.
   // Waits for the op header of every rank and compares it with the own one.
   void await_headers();
+  bool sends_unweighted(int source) const {
+    return (headers_[source].word(OpHeader::kFlags) & OpHeader::kUnweightedFlag) != 0;
+  }
   int num_tokens(int source) const { return static_cast<int>(headers_[source].word(OpHeader::kNumTokens)); }
   // False, with zeros: the source is masked.
   bool await_words(int source, Offset offset, Awaited awaited, uint32_t* values, int count);
   // Takes a row out of its slot and resets the slot. False, with zeros: the source is masked.
-  bool take_row(int source, int token, Awaited awaited, uint32_t* words, int num_words);
+  bool take_row(int source, int token, Awaited awaited, uint32_t* words, int num_words) {
+    return take_row_from(source, offsets_.row(bank_, source, token), token, awaited, words, num_words);
+  }
+  bool take_row_from(int source, Offset slot, int token, Awaited awaited, uint32_t* words, int num_words);
   // Network peers: the next stage of the call has arrived.
   void await_arrivals();
 

@@ -17,6 +17,7 @@ class HomeWeights {
  public:
   HomeWeights(const LlCombineParams& p, Channel& channel) : p_(p), channel_(channel) {}
 
+  // To the experts' ranks; for a receiving half, which is not given them, also to the own window.
   void send() {
     for (int token = 0; token < p_.num_tokens; token++) {
       for (int k = 0; k < p_.shape.topk; k++) {
@@ -25,6 +26,7 @@ class HomeWeights {
         if (id < 0) continue;
         const uint32_t word = weight_word(index);
         channel_.send_words(p_.shape.owner(id), place(channel_.rank(), token, k), &word, 1);
+        if (p_.phase == Phase::kSend) channel_.keep_word(place(channel_.rank(), token, k), word);
       }
     }
     channel_.close_stage();
@@ -36,6 +38,13 @@ class HomeWeights {
     const bool is_there = channel_.await_words(source, place(source, token, k), Awaited::kWeights, &word, 1);
     std::memcpy(&weight, &word, sizeof word);
     return is_there && word != kSkippedWeight;
+  }
+  // Of an own token. False: the choice is skipped.
+  bool own(int token, int k, float& weight) {
+    if (p_.phase == Phase::kRecv) return await(channel_.rank(), token, k, weight);
+    const uint32_t word = weight_word(token * p_.shape.topk + k);
+    std::memcpy(&weight, &word, sizeof word);
+    return word != kSkippedWeight;
   }
 
  private:
@@ -56,13 +65,37 @@ class HomeWeights {
   Channel& channel_;
 };
 
-// This rank's partial sum of token `token` of `home`: false if it has no expert of it.
-bool partial_sum(const LlCombineParams& p, HomeWeights& home_weights, int home, int token, Floats& sum) {
+// What a rank's rows of a token add up to, in the order of k.
+class PartialSum {
+ public:
+  explicit PartialSum(const LlCombineParams& p) : p_(p), sum_(p.hidden), row_(p.hidden) {}
+
+  void begin() {
+    has_term_ = false;
+    std::fill(sum_.begin(), sum_.end(), 0.0f);
+  }
+  void add_row(const void* numbers, float weight) {
+    to_floats(p_.dtype, numbers, row_.data(), p_.hidden);
+    if (p_.weighting != Weighting::kNone) {
+      for (float& value : row_) value = weight * value;
+    }
+    add(sum_, row_, has_term_);
+  }
+  // In the wire dtype.
+  void round(uint32_t* words) const { from_floats(p_.wire_dtype, sum_.data(), words, p_.hidden); }
+
+ private:
+  const LlCombineParams& p_;
+  Floats sum_, row_;
+  bool has_term_ = false;
+};
+
+// Adds up this rank's rows of token `token` of `home`: false if it has no expert of it.
+bool add_up(const LlCombineParams& p, HomeWeights& home_weights, int home, int token, PartialSum& sum) {
   const int map_k = p.output.map_k();
   const size_t entry = p.offsets.slot(home, token) * map_k;
-  Floats row(p.hidden);
-  bool is_here = false, has_term = false;
-  std::fill(sum.begin(), sum.end(), 0.0f);
+  bool is_here = false;
+  sum.begin();
   for (int k = 0; k < map_k; k++) {
     const int32_t source_row = p.handle.rows[entry + k];
     if (source_row == kNoRow) continue;
@@ -70,37 +103,72 @@ bool partial_sum(const LlCombineParams& p, HomeWeights& home_weights, int home, 
     float weight = 1.0f;
     if (p.weighting == Weighting::kHome && !home_weights.await(home, token, k, weight)) continue;
     if (source_row == kDroppedRow) continue;
-    to_floats(p.dtype, row_at(p.rows, source_row, p.hidden, p.dtype), row.data(), p.hidden);
     if (p.weighting == Weighting::kDispatch) weight = p.handle.weights[entry + k];
-    if (p.weighting != Weighting::kNone) {
-      for (float& value : row) value = weight * value;
-    }
-    add(sum, row, has_term);
+    sum.add_row(row_at(p.rows, source_row, p.hidden, p.dtype), weight);
   }
   return is_here;
+}
+
+// Sends this rank's rows of a token as they are, and the word that says of which choices there are rows.
+void send_unweighted(const LlCombineParams& p, Channel& channel, int home, int token, std::vector<uint32_t>& words) {
+  const size_t entry = p.offsets.slot(home, token) * p.output.map_k();
+  bool is_here = false;
+  uint32_t sent = 0;
+  for (int k = 0; k < p.output.map_k(); k++) {
+    const int32_t source_row = p.handle.rows[entry + k];
+    is_here = is_here || source_row != kNoRow;
+    if (source_row < 0) continue;
+    std::memcpy(words.data(), row_at(p.rows, source_row, p.hidden, p.dtype), p.row.payload_bytes);
+    encode_row(p.row, words.data());
+    const Offset slot = p.offsets.unweighted_row(channel.bank(), channel.rank(), token, k, sent == 0);
+    channel.send_row_to(home, slot, words.data(), static_cast<int>(words.size()));
+    sent |= 1u << k;
+  }
+  if (is_here) channel.send_words(home, p.offsets.id_words(channel.bank(), channel.rank(), token), &sent, 1);
 }
 
 void send(const LlCombineParams& p, Channel& channel) {
   for (int step = 0; step < channel.num_ranks(); step++) channel.send_header(channel.peer(step));
   HomeWeights home_weights(p, channel);
-  if (p.weighting == Weighting::kHome) {
-    home_weights.send();
+  if (p.weighting == Weighting::kHome) home_weights.send();
+  if (p.weighting == Weighting::kHome && !p.sends_unweighted) {
     channel.await_arrivals();
     channel.await_headers();
   }
-  Floats sum(p.hidden);
+  PartialSum sum(p);
   std::vector<uint32_t> words(p.row.wire_bytes() / 4);
   for (int step = 0; step < channel.num_ranks(); step++) {
     const int home = channel.peer(step);
     if (channel.is_masked(home)) continue;
     for (int token = 0; token < p.handle.tokens[home]; token++) {
-      if (!partial_sum(p, home_weights, home, token, sum)) continue;
-      from_floats(p.wire_dtype, sum.data(), words.data(), p.hidden);
-      encode_row(p.row, words.data());
-      channel.send_row(home, token, words.data(), static_cast<int>(words.size()));
+      if (p.sends_unweighted) {
+        send_unweighted(p, channel, home, token, words);
+      } else if (add_up(p, home_weights, home, token, sum)) {
+        sum.round(words.data());
+        encode_row(p.row, words.data());
+        channel.send_row(home, token, words.data(), static_cast<int>(words.size()));
+      }
     }
   }
   channel.close_stage();
+}
+
+// The partial sum of an own token that a rank would have sent, from the rows that it has sent instead.
+void take_unweighted(const LlCombineParams& p, Channel& channel, int source, int token, PartialSum& sum,
+                     std::vector<uint32_t>& words) {
+  HomeWeights home_weights(p, channel);
+  uint32_t sent = 0;
+  channel.await_words(source, p.offsets.id_words(channel.bank(), source, token), Awaited::kPartials, &sent, 1);
+  sum.begin();
+  const uint32_t first = sent & (0 - sent);
+  for (int k = 0; k < p.shape.topk; k++) {
+    if ((sent >> k & 1) == 0) continue;
+    const Offset slot = p.offsets.unweighted_row(channel.bank(), source, token, k, 1u << k == first);
+    channel.take_row_from(source, slot, token, Awaited::kPartials, words.data(), static_cast<int>(words.size()));
+    float weight;
+    if (home_weights.own(token, k, weight)) sum.add_row(words.data(), weight);
+  }
+  sum.round(words.data());
 }
 
 // The sum over ranks, in rank order; over several domains, each domain's sum is rounded as if it had travelled.
@@ -152,6 +220,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
   channel.await_arrivals();
   channel.await_headers();
   HomeSum sum(p);
+  PartialSum partial(p);
   std::vector<uint32_t> words(p.row.wire_bytes() / 4);
   for (int token = 0; token < p.num_tokens; token++) {
     const int32_t* ids = p.handle.ids + token * p.shape.topk;
@@ -159,8 +228,11 @@ void receive(const LlCombineParams& p, Channel& channel) {
     for (int rank = 0; rank < channel.num_ranks(); rank++) {
       const bool has_expert =
           std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
-      if (has_expert &&
-          channel.take_row(rank, token, Awaited::kPartials, words.data(), static_cast<int>(words.size()))) {
+      if (has_expert && channel.sends_unweighted(rank)) {
+        take_unweighted(p, channel, rank, token, partial, words);
+        sum.add_rank(words.data());
+      } else if (has_expert &&
+                 channel.take_row(rank, token, Awaited::kPartials, words.data(), static_cast<int>(words.size()))) {
         sum.add_rank(words.data());
       }
       sum.end_rank(rank);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/ll/home_weights.cuh"
+#include "cuda/ll/unweighted_rows.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -169,14 +170,14 @@ __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint
                             int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]);
 
 // Adds up piece `number`. `id`: of choice `lane`. False: a wait was given up.
-template <DType kWire, DType kOut, int kCount>
+template <DType kWire, DType kOut, bool kHome, int kCount>
 __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpContext& op, int number, int id,
-                                          const Numbers<kWire, kCount>& own) {
+                                          const Numbers<kWire, kCount>& own, UnweightedRanks& unweighted) {
   const LlCombineParams& p = role.p;
   const Unit unit = role.geometry.schedule.unit(0, number);
   const int lane_index = min(unit.piece * 32 + role.lane, p.hidden / kCount - 1);
-  const uint64_t sources =
-      destinations(p.shape.num_ranks, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
+  const Choice choice = Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
+  const uint64_t sources = destinations(p.shape.num_ranks, choice);
   stamp(Stamp::kOwnDone, role.peers.rank);
   Partials<kWire, kCount> partials(role, op, sources, unit, lane_index);
   float total[kCount];
@@ -185,11 +186,24 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
     if (!add_domains<kWire, kCount>(role, op, sources, unit, lane_index, own, total)) return false;
   } else {
     LeanWaitBudget budget;
-#pragma unroll 1
-    while (partials.has_more()) {
+    bool is_batch = false, is_there = false;
+    if (kHome && !unweighted.are_known) {  // as its loads and those of the first sums take their time together
+      unweighted.prefetch(role, op);
       partials.begin_batch();
-      if (!partials.await(role, op, unit, budget)) return false;
+      is_there = partials.have_arrived(role, op);
+      is_batch = true;
+      if (!unweighted.learn(role, op)) return false;
+    }
+    const bool is_at_home = kHome && UnweightedRanks::kAreThere && (sources & unweighted.ranks) != 0;
+    if (is_at_home) {
+      if (!add_at_home(role, op, unweighted.ranks, unit, lane_index, choice, own, total)) return false;
+    }
+#pragma unroll 1
+    while (!is_at_home && (is_batch || partials.has_more())) {
+      if (!is_batch) partials.begin_batch();
+      if (!is_there && !partials.await(role, op, unit, budget)) return false;
       partials.add_to(role, op, unit.token, own, total);
+      is_batch = is_there = false;
     }
   }
   Numbers<kOut, kCount> out;
@@ -212,6 +226,7 @@ struct Receiver {
   OwnHomeWeight rows_weight;
   RowBatch<kIn, kCount> rows;
   Numbers<kWire, kCount> own;  // share of the piece that is added up
+  UnweightedRanks unweighted;  // kHome
 
   __device__ __forceinline__ void aim_first(const CombineRole& role) {
     number = role.receiver();
@@ -238,7 +253,7 @@ struct Receiver {
       const int now = rows_number, now_id = rows_id;
       const bool is_last = !has_next(role);
       if (!is_last) load_rows(role);
-      if (!sum_piece<kWire, kOut, kCount>(role, op, now, now_id, own) || is_last) return;
+      if (!sum_piece<kWire, kOut, kHome>(role, op, now, now_id, own, unweighted) || is_last) return;
     }
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/ll/home_weights.cuh"
+#include "cuda/ll/unweighted_rows.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -59,10 +60,14 @@ struct Sender {
       if (kHome && !has_begun && !begin()) return;
       const uint64_t weight = next_weight;
       if (has_begun) find_next(role, op);
-      if constexpr (kHome) weigh(role, op, weight);
-      add_up(role);
-      if (!kHome && !has_begun && !begin()) return;
-      store(role, op);
+      if (kHome && role.p.sends_unweighted) {
+        if (is_any) send_unweighted<kIn>(role, op, unit, terms, rows);
+      } else {
+        if constexpr (kHome) weigh(role, op, weight);
+        add_up(role);
+        if (!kHome && !has_begun && !begin()) return;
+        store(role, op);
+      }
       if (!has_begun) find_next(role, op);  // what the other ranks wait for comes first
       has_begun = true;
     }

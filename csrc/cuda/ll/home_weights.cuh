@@ -13,6 +13,10 @@ __device__ __forceinline__ void send_home_weight(const CombineRole& role, const 
   // A handle that was changed must not reach beyond the ranks.
   if (static_cast<unsigned>(expert) >= static_cast<unsigned>(p.shape.num_experts)) return;
   const int owner = role.geometry.by_local_experts.divide(expert);
+  if (p.sends_unweighted && owner != role.peers.rank) {  // the receiving half, which is not given it, finds it here
+    const Offset kept = p.offsets.weight<kMasksRanks>(op.bank, role.peers.rank, 0, 0);
+    ptx::st_relaxed_sys(role.peers.local<uint64_t>(kept) + choice, tagged(weight.bits(p), op.tag));
+  }
   if (is_masked(op, owner) || !reaches(role.peers, owner)) return;
   const Offset first = p.offsets.weight<kMasksRanks>(op.bank, role.peers.rank, 0, 0);
   ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + choice, tagged(weight.bits(p), op.tag));

@@ -75,7 +75,9 @@ constexpr int kMaxDeadlines = 8;
 // ---- The op header: the first thing that a rank sends to every other in an operation. Words below kComparedWords must
 // be equal on all ranks. A receiver that sees another header ends the operation, and the error names both operations.
 struct OpHeader {
-  enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens, kIsMasked };
+  enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens, kFlags };
+  // Of kFlags. A receiver that the sender has masked gets the first alone.
+  static constexpr uint32_t kMaskedFlag = 1, kUnweightedFlag = 2;
   // kScaleBytes of high throughput: bytes of all tensors that travel with x. If these are several, the bits above are a
   // hash of their sizes in order. Two tensors that have changed places give another hash, as 8191 is a prime; of other
   // lists one in 8191 gives the same.
@@ -85,7 +87,7 @@ struct OpHeader {
   static constexpr int kWords = 8;                   // stride of a header in tagged words
 
   // Operation | dtype << 8 | quant << 16 | wire dtype << 24, elements of a row, top-k, experts, max_tokens, bytes of
-  // scales of a row, tokens of the sender, and 1 for a receiver that the sender has masked.
+  // scales of a row, tokens of the sender, flags.
   uint32_t words[kWords] = {};
 
   EP_HD uint32_t word(int index) const { return words[index]; }

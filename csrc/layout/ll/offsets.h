@@ -73,6 +73,7 @@ struct LlOffsets {
   Offset headers = 0, tagged = 0, rows = 0;            // bank 0
   uint64_t tagged_bank_bytes = 0, row_bank_bytes = 0;  // from one bank to the next
   bool by_source = false;
+  bool has_further_rows = false;   // of a combine: there is room for them
   uint32_t tagged_part_bytes = 0;  // by_source
   uint32_t row_part_bytes = 0;     // from one source to the next
 
@@ -117,6 +118,12 @@ struct LlOffsets {
     return by_source ? row<true>(bank, source, token) : row<false>(bank, source, token);
   }
 
+  // A combine whose rows travel unweighted: where the home rank finds the row of choice k of its token. The first row
+  // of a source lies in the slot of its sum, further ones lie behind all slots, one for each choice but the first.
+  EP_HD Offset unweighted_row(int bank, int source, int token, int k, bool is_first) const {
+    return row<false>(bank, is_first ? source : num_ranks + k - 1, token);
+  }
+
   static uint64_t tagged_bytes(const Shape& shape) {
     const IdFormat ids = IdFormat::make(shape.local_experts(), shape.topk);
     const uint64_t words = static_cast<uint64_t>(shape.max_tokens) * (ids.words() + shape.topk);
@@ -124,6 +131,9 @@ struct LlOffsets {
   }
   static uint64_t row_bytes(const Shape& shape, int row_stride) {
     return static_cast<uint64_t>(shape.num_ranks) * shape.max_tokens * row_stride;
+  }
+  static uint64_t further_row_bytes(const Shape& shape, int row_stride) {
+    return static_cast<uint64_t>(shape.topk - 1) * shape.max_tokens * row_stride;
   }
 
   static LlOffsets make(const LlWindow& window, Kind kind, const Shape& shape, const RowFormat& row) {
@@ -153,6 +163,7 @@ struct LlOffsets {
              need_rows > offsets.row_part_bytes * ranks ? room_for_rows(kind) : "");
     if (!offsets.by_source) {
       offsets.row_part_bytes = static_cast<uint32_t>(need_rows / ranks);
+      offsets.has_further_rows = need_rows + further_row_bytes(shape, offsets.row_stride) <= offsets.row_bank_bytes;
     }
     return offsets;
   }

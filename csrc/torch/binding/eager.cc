@@ -2,7 +2,6 @@
 
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/Stream.h>
 
 #include <algorithm>
 #include <unordered_map>
@@ -199,7 +198,7 @@ PyObject* combine(PyObject* const* given, Py_ssize_t count) {
   const Tensor& seq = seq_argument.get();
   if (seq.dim() != 4 || wants_gradient(rows, weights, topk_idx, out, row_weights)) Py_RETURN_NONE;
   for (const Tensor& bias : biases) {
-    if (!is_beside(seq, bias) || fast_call::has_gradient(bias)) Py_RETURN_NONE;
+    if (!is_beside(seq, bias) || gradients::wants_any(bias)) Py_RETURN_NONE;
   }
   if (!is_beside(seq, rows.get()) || !is_beside(seq, tensor.get()) || !is_beside(seq, slots.get()) ||
       !is_beside(seq, weights.get()) || !is_beside(seq, topk_idx.get()) || !is_beside(seq, out.get())) {
@@ -250,25 +249,7 @@ PyObject* combine(PyObject* const* given, Py_ssize_t count) {
       LlCombine::run(seq, rows.get(), handle, weights.get(), topk_idx.get(), biases, num_tokens, capacity, numbers));
 }
 
-// A tuple of anything, and the streams that use the tensors of a GPU among it: the allocator learns of them.
-PyObject* record_streams(PyObject* const* given, Py_ssize_t count) {
-  for (Py_ssize_t s = 1; s < count; s++) {
-    TORCH_CHECK_TYPE(PyTuple_CheckExact(given[0]) && THPStream_Check(given[s]), "not a tuple and streams");
-    const auto* stream = reinterpret_cast<THPStream*>(given[s]);
-    const auto used_on = c10::Stream::unpack3(stream->stream_id, static_cast<c10::DeviceIndex>(stream->device_index),
-                                              static_cast<c10::DeviceType>(stream->device_type));
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given[0]); i++) {
-      PyObject* each = PyTuple_GET_ITEM(given[0], i);
-      if (!THPVariable_Check(each)) continue;
-      const Tensor& tensor = THPVariable_Unpack(each);
-      if (tensor.is_cuda()) tensor.record_stream(used_on);
-    }
-  }
-  Py_RETURN_NONE;
-}
-
-PyMethodDef methods[] = {method<&record_streams>("record_streams"), method<&dispatch>("dispatch_eager"),
-                         method<&combine>("combine_eager")};
+PyMethodDef methods[] = {method<&dispatch>("dispatch_eager"), method<&combine>("combine_eager")};
 const Added added(methods);
 
 // ---- What they know

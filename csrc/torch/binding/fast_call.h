@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "torch/ops/device.h"
+#include "torch/ops/gradient_wanted.h"
 #include "torch/ops/op_types.h"
 
 namespace ep::fast_call {
@@ -34,11 +35,6 @@ namespace ep::fast_call {
 template <class T>
 struct Argument;
 
-// Of either direction: an op without a forward derivative says so above autograd.
-inline bool has_gradient(const at::Tensor& tensor) {
-  return (tensor.requires_grad() && at::GradMode::is_enabled()) || tensor._fw_grad(0).defined();
-}
-
 inline const at::Tensor* plain_tensor(PyObject* object) {
   if (!THPVariable_CheckExact(object)) return nullptr;
   return &THPVariable_Unpack(object);
@@ -48,7 +44,7 @@ template <>
 struct Argument<at::Tensor> {
   const at::Tensor* value = nullptr;
   bool load(PyObject* object) { return (value = plain_tensor(object)) != nullptr; }
-  bool wants_gradient() const { return has_gradient(*value); }
+  bool wants_gradient() const { return gradients::wants_any(*value); }
   const at::Tensor& get() const { return *value; }
 };
 template <>
@@ -67,7 +63,7 @@ struct Argument<std::optional<at::Tensor>> {
     if (tensor != nullptr) value = Borrow::createBorrow(*tensor);
     return tensor != nullptr;
   }
-  bool wants_gradient() const { return value && has_gradient(*value); }
+  bool wants_gradient() const { return gradients::wants_any(value); }
   const std::optional<at::Tensor>& get() const { return value; }
 };
 template <>
@@ -82,9 +78,7 @@ struct Argument<at::TensorList> {
     }
     return true;
   }
-  bool wants_gradient() const {
-    return std::any_of(value.begin(), value.end(), [](const at::Tensor& each) { return has_gradient(each); });
-  }
+  bool wants_gradient() const { return gradients::wants_any(at::TensorList(value)); }
   at::TensorList get() const { return value; }
 };
 inline bool load_number(PyObject* object, int64_t& value) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "torch/ops/gradient_wanted.h"
 #include "torch/ops/op_types.h"
 #include "torch/ops/run.h"
 #include "torch/ops/saved_routing.h"
@@ -24,16 +25,6 @@ using torch_ops::Optional;
 
 inline const Optional kNone;
 
-inline bool wants(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
-inline bool wants(const Optional& tensor) { return tensor && wants(*tensor); }
-inline bool wants(at::TensorList tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& each) { return wants(each); });
-}
-inline bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
-inline bool has_tangent(const Optional& tensor) { return tensor && has_tangent(*tensor); }
-inline bool has_tangent(at::TensorList tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& each) { return has_tangent(each); });
-}
 // Refuses what has no derivative: it would be lost.
 template <class... Inputs>
 bool wants_gradient(const Inputs&... inputs) {

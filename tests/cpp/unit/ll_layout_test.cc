@@ -30,6 +30,15 @@ void add_pieces(std::vector<Piece>& pieces, const LlOffsets& offsets, const RowF
       }
     }
   }
+  if (!offsets.has_further_rows) return;
+  for (int bank = 0; bank < kNumBanks; bank++) {
+    for (int token = 0; token < offsets.max_tokens; token++) {
+      EXPECT_EQ(offsets.unweighted_row(bank, 0, token, 0, true), offsets.row(bank, 0, token));
+      for (int k = 1; k < offsets.topk; k++) {
+        add(offsets.unweighted_row(bank, 0, token, k, false), row.wire_bytes(), "further row");
+      }
+    }
+  }
 }
 
 LlWindow window_for_rows(const Shape& shape, int dispatch_bytes, int combine_bytes, bool by_source) {
@@ -113,6 +122,21 @@ TEST(LlOffsets, AWindowOfGivenBytesIsNotExceeded) {
   }
   const std::string error = error_of([] { sizes_for_window(8, 4096); });
   EXPECT_NE(error.find("a window of 4096 bytes is too small for 8 ranks: at least"), std::string::npos) << error;
+}
+
+// Rows that travel in place of sums have room where the window was made for the shape, and where masks give each source
+// a part they have none.
+TEST(LlOffsets, FurtherRowsOfACombine) {
+  const Shape shape = Shape::make(2, 8, 4, 16);
+  const RowFormat row{256, 0, false};
+  for (bool by_source : {false, true}) {
+    const LlOffsets offsets = LlOffsets::make(window_for_rows(shape, 256, 256, by_source), Kind::kCombine, shape, row);
+    EXPECT_EQ(offsets.has_further_rows, !by_source);
+  }
+  LlSizes sizes = sizes_for(shape, 256, 256);
+  EXPECT_EQ(sizes.row_bytes[1], (2u + 3u) * 16 * 256);
+  sizes.row_bytes[1] -= 256;
+  EXPECT_FALSE(LlOffsets::make(LlWindow::make(2, sizes), Kind::kCombine, shape, row).has_further_rows);
 }
 
 // Reserving for a shape serves every smaller one.

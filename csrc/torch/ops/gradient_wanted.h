@@ -1,0 +1,27 @@
+// Which tensors a derivative is wanted of, for the ops and for the calls that go past torch.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <optional>
+
+namespace ep::gradients {
+
+inline bool wants(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+inline bool wants(const std::optional<at::Tensor>& tensor) { return tensor && wants(*tensor); }
+inline bool wants(at::TensorList tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& each) { return wants(each); });
+}
+inline bool has_tangent(const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
+inline bool has_tangent(const std::optional<at::Tensor>& tensor) { return tensor && has_tangent(*tensor); }
+inline bool has_tangent(at::TensorList tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& each) { return has_tangent(each); });
+}
+// Of either direction: an op without a forward derivative says so above autograd.
+template <class Input>
+bool wants_any(const Input& input) {
+  return (at::GradMode::is_enabled() && wants(input)) || has_tangent(input);
+}
+
+}  // namespace ep::gradients

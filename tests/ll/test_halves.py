@@ -1,0 +1,192 @@
+"""Combines in halves whose weights the home ranks give: the sending half waits for no rank, and the bits are those of a
+whole combine. On CPU ranks and on emulated GPUs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.cases import Case
+from tests.support.deepep_ranks import small_case
+from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.harness import combine_options
+from tests.support.patience import of_living_ranks
+
+WAIT = of_living_ranks(60.0)
+
+
+def weighted_case(num_ranks: int, **changes: Any) -> Expected:
+    """Tokens with several experts on a rank, weights at combine of which some skip their row."""
+    sizes = {"num_experts": 2 * num_ranks, "topk": min(4, 2 * num_ranks), "combine_weights": "masked"}
+    return Expected(plain_case(num_ranks, **{**sizes, **changes}))
+
+
+def combine_by(case: Expected, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, *, in_halves: bool) -> torch.Tensor:
+    """The rows are overwritten between the halves: the sending half is done with them."""
+    rows = case.rows[buffer.rank].clone()
+    options = combine_options(case.case, buffer.rank, buffer.device)
+    if not in_halves:
+        return nccl_ep.combine(rows, handle, **options)
+    pending = nccl_ep.combine_send(rows, handle, **options)
+    rows.fill_(7)
+    return pending.receive()
+
+
+CASES = {
+    "several experts a rank": {},
+    "one expert a rank": {"topk": 1},
+    "dropped rows": {"capacity": 3, "capacity_kind": "overflowing"},
+    "repeated experts": {"routing": "duplicates"},
+    "packed": {"layout": "packed"},
+    "fp32": {"rows_dtype": torch.float32, "hidden": 96},
+    "fp16 in rows of an odd piece": {"rows_dtype": torch.float16, "hidden": 1000},
+    "all weights": {"combine_weights": "tensor"},
+    "infinities and NaNs": {"rows_content": "special"},
+    "sums of another type": {"wire_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_mix_of_halves_has_the_same_bits(name: str, num_ranks: int) -> None:
+    """In each call some ranks combine in halves, the others at once."""
+    case = weighted_case(num_ranks, **CASES[name])
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+            out = case.dispatch(buffer)
+            for mix in range(1 << num_ranks):
+                got = combine_by(case, buffer, out.handle, in_halves=bool(mix >> group.rank() & 1))
+                case.check_combine(got, group.rank())
+
+    run_ranks(num_ranks, body)
+
+
+def test_thirty_two_choices() -> None:
+    case = weighted_case(2, num_experts=40, topk=32)
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+            out = case.dispatch(buffer)
+            case.check_combine(combine_by(case, buffer, out.handle, in_halves=True), group.rank())
+
+    run_ranks(2, body)
+
+
+def in_turn(group: ThreadGroup, has_ended: list[threading.Event], send: Any) -> Any:
+    """Each rank begins its sending half when that of the rank before it has ended."""
+    rank = group.rank()
+    if rank > 0:
+        assert has_ended[rank - 1].wait(WAIT), f"the sending half of rank {rank - 1} waits for one that has not begun"
+    sent = send()
+    has_ended[rank].set()
+    return sent
+
+
+def test_a_sending_half_waits_for_no_rank() -> None:
+    """Each rank's sending half ends before the next rank's begins, several times in a row."""
+    case = weighted_case(3)
+    calls = [[threading.Event() for _ in range(3)] for _ in range(4)]
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        with shared_buffer(group, [case], timeout=2 * WAIT) as buffer:
+            out = case.dispatch(buffer)
+            options = combine_options(case.case, rank, buffer.device)
+            for has_ended in calls:
+                rows = case.rows[rank].clone()
+                pending = in_turn(group, has_ended, lambda rows=rows: nccl_ep.combine_send(rows, out.handle, **options))
+                rows.fill_(7)
+                case.check_combine(pending.receive(), rank)
+
+    run_ranks(3, body)
+
+
+def test_a_sending_half_of_deepep_waits_for_no_rank() -> None:
+    case = small_case(2)
+    has_ended = [threading.Event(), threading.Event()]
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case], timeout=2 * WAIT) as buffer:
+            _, _, handle, _, _ = case.send(buffer)
+            y, _, hook = in_turn(group, has_ended, lambda: case.send_back(buffer, handle, return_recv_hook=True))
+            hook()
+            case.check_combine(y, group.rank())
+
+    run_ranks(2, body)
+
+
+@pytest.mark.skipif(_C.EMULATES_GPU, reason="between domains of GPUs the sending half forwards the weights")
+def test_over_domains_of_cpu_ranks() -> None:
+    case = weighted_case(4, domain_size=2)
+    has_ended = [threading.Event() for _ in range(4)]
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        with shared_buffer(group, [case], domain_size=2, network_seed=3, timeout=2 * WAIT) as buffer:
+            out = case.dispatch(buffer)
+            options = combine_options(case.case, rank, buffer.device)
+            pending = in_turn(
+                group, has_ended, lambda: nccl_ep.combine_send(case.rows[rank].clone(), out.handle, **options)
+            )
+            case.check_combine(pending.receive(), rank)
+
+    run_ranks(4, body)
+
+
+def rows_sent(buffer: nccl_ep.Buffer) -> int:
+    """So far; emulated GPUs do not count them."""
+    return 0 if _C.EMULATES_GPU else sum(buffer.wire_bytes()["rows_count"])
+
+
+def test_a_window_without_room_for_the_rows_has_the_same_bits() -> None:
+    """Then sums are sent, for which the sending half waits: as many rows as by a whole combine."""
+    case = weighted_case(2, topk=4, num_experts=4)
+    plain = case.case
+    routing, dispatched, roomy = _C.sizes_for(2, 4, 4, plain.max_tokens, 256, 2 * plain.hidden)
+    combined = _C.sizes_for(2, 4, 1, plain.max_tokens, 256, 2 * plain.hidden)[2]
+    assert combined < roomy
+
+    def body(group: ThreadGroup) -> list[int]:
+        rows = []
+        for room in (roomy, combined):
+            with shared_buffer(group, [case], sizes=(routing, dispatched, room), timeout=WAIT) as buffer:
+                out = case.dispatch(buffer)
+                for in_halves in (False, True):
+                    before = rows_sent(buffer)
+                    case.check_combine(combine_by(case, buffer, out.handle, in_halves=in_halves), group.rank())
+                    rows.append(rows_sent(buffer) - before)
+        return rows
+
+    for whole, split, whole_again, sums in run_ranks(2, body):
+        assert whole == whole_again == sums and (split > whole or _C.EMULATES_GPU)
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
+    case = weighted_case(2)
+    may_leave = threading.Event()
+
+    def body(group: ThreadGroup) -> str:
+        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+            out = case.dispatch(buffer)
+            if group.rank() == 1:
+                assert may_leave.wait(2 * WAIT)
+                return ""
+            buffer.set_timeout(1.0)
+            options = combine_options(case.case, 0, buffer.device)
+            pending = nccl_ep.combine_send(case.rows[0], out.handle, **options)
+            try:
+                with pytest.raises(nccl_ep.TimeoutError, match="rank 1") as error:
+                    pending.receive()
+                    buffer.check()
+                return str(error.value)
+            finally:
+                may_leave.set()
+
+    assert "combine" in run_ranks(2, body)[0]
