@@ -24,6 +24,7 @@ _sizes_on_same_device = _C.sizes_on_same_device  # a look-up that the hot path i
 _MAX_CONFIGS = 512  # that a buffer remembers
 _CAPACITIES = frozenset((int, str, type(None)))
 _DISPATCH_FIELDS, _COMBINE_FIELDS = _C.dispatch_fields(), _C.combine_fields()
+WIRE_FORMATS = _C.wire_formats()  # of partial sums alone, and their codes
 
 Numbers = tuple[int, ...]
 
@@ -47,12 +48,12 @@ def combine_args(
     handle: Handle,
     weighting: int = 0,
     out_dtype: torch.dtype = torch.float32,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | str | None = None,
     num_sms: int = 0,
 ) -> tuple[int, int, Numbers]:
     """What ``torch.ops.nccl_ep`` take with a handle to combine: tokens, capacity, config."""
     fields = {
-        "weighting": weighting, "out_dtype": dtype_code(out_dtype), "wire_dtype": dtype_code(wire_dtype or out_dtype),
+        "weighting": weighting, "out_dtype": dtype_code(out_dtype), "wire_dtype": wire_code(wire_dtype or out_dtype),
         "num_sms": num_sms,
     }  # fmt: skip
     return handle.num_tokens, handle.capacity, pack_combine(handle.routing() | fields)
@@ -223,7 +224,12 @@ def cached_numbers(buffer: Buffer | None, handle: Handle, quant: Quant, zero_pad
 
 
 def combine_numbers(
-    buffer: Buffer | None, handle: Handle, weighting: int, out_dtype: torch.dtype, wire_dtype: torch.dtype, num_sms: int
+    buffer: Buffer | None,
+    handle: Handle,
+    weighting: int,
+    out_dtype: torch.dtype,
+    wire_dtype: torch.dtype | str,
+    num_sms: int,
 ) -> Numbers:
     """The config of a combine of the rows of ``handle``. No buffer: a compiler traces."""
 
@@ -260,3 +266,8 @@ def _remember(buffer: Buffer, key: tuple[Any, ...], value: object) -> None:
 def dtype_code(dtype: torch.dtype) -> int:
     """As configs have it."""
     return _C.dtype_code(dtype)
+
+
+def wire_code(wire_dtype: torch.dtype | str) -> int:
+    """Of a dtype, or of one of WIRE_FORMATS."""
+    return WIRE_FORMATS[wire_dtype] if isinstance(wire_dtype, str) else dtype_code(wire_dtype)

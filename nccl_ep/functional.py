@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from . import _C
 from .buffer import Buffer
 from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
-from .config import DispatchConfig, combine_numbers, config_of
+from .config import WIRE_FORMATS, DispatchConfig, combine_numbers, config_of
 from .eager import combine_eager, dispatch_eager
 from .events import run_on_comm_stream
 from .gradients import wants_gradient
@@ -218,7 +218,7 @@ def combine(
     topk_idx: torch.Tensor | None = None,
     bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | str | None = None,
     out: torch.Tensor | None = None,
     num_sms: int = 0,
 ) -> torch.Tensor:
@@ -235,7 +235,10 @@ def combine(
             as they are. flat and rank_major rows are always added as they are.
         topk_idx: [T, K] int64 or int32, with weights given here: an id that names no expert skips that row.
         bias: flat: up to two tensors [T, H] of ``out_dtype``, added first.
-        out_dtype: default: of rows. wire_dtype: of what travels, ``out_dtype`` (default) or float32.
+        out_dtype: default: of rows.
+        wire_dtype: of the ranks' sums that travel: ``out_dtype`` (default), float32, or, of rows and outputs that are
+            both bf16 or both fp16, H a multiple of 16: "fp8" (half of the bytes of bf16) or "logfmt" (two thirds).
+            docs/semantics.md says what these lose. Gradients travel in their own dtype.
         out: [T, H] of ``out_dtype``, written in place.
         num_sms: CUDA: thread blocks to use, as many on all ranks; 0 chooses.
 
@@ -272,7 +275,7 @@ def combine_send(
     topk_idx: torch.Tensor | None = None,
     bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | str | None = None,
     num_sms: int = 0,
     async_finish: bool = False,
 ) -> Pending[torch.Tensor]:
@@ -438,7 +441,7 @@ def _combine_call(
     topk_idx: torch.Tensor | None,
     bias: torch.Tensor | Sequence[torch.Tensor] | None,
     out_dtype: torch.dtype | None,
-    wire_dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | str | None,
     num_sms: int,
 ) -> tuple[Buffer | None, tuple[Any, ...]]:
     """The buffer (None where a compiler traces), and what the op takes behind ``seq``."""
@@ -459,10 +462,12 @@ def _combine_call(
     else:
         raise TypeError(f'weights is a {type(weights).__name__}, must be "dispatch", a tensor [T, K] or None')
     out_dtype = out_dtype or rows.dtype
-    wire_dtype = wire_dtype or out_dtype
-    if wire_dtype is not out_dtype and wire_dtype is not _float32:
-        others = "" if out_dtype is _float32 else " or torch.float32"
-        raise ValueError(f"wire_dtype is {wire_dtype}, must be {out_dtype}{others}")
+    if wire_dtype is None:
+        wire_dtype = out_dtype
+    is_format = isinstance(wire_dtype, str) and wire_dtype in WIRE_FORMATS
+    if wire_dtype is not out_dtype and wire_dtype is not _float32 and not is_format:
+        others = "" if out_dtype is _float32 else ', torch.float32, "fp8" or "logfmt"'
+        raise ValueError(f"wire_dtype is {wire_dtype!r}, must be {out_dtype}{others}")
     biases = biases_of(bias)
     buffer = buffer_of(handle)
     if buffer is not None and buffer._open_sends and handle.mode == "ll":

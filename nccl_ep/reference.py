@@ -16,7 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .reference_numbers import FP8_GROUP, QUANT_MODES, bits_equal, compact, first_difference, quantize_fp8
+from .reference_numbers import (
+    FP8_GROUP,
+    QUANT_MODES,
+    WIRE_FORMATS,
+    bits_equal,
+    compact,
+    first_difference,
+    quantize_fp8,
+    rounded_to_wire,
+)
 from .reference_places import Placement, local_ids, place_by_expert, place_by_rank, reached_by, routing_of, stack
 
 __all__ = [
@@ -25,6 +34,7 @@ __all__ = [
     "LAYOUTS",
     "QUANT_MODES",
     "RANK_LAYOUTS",
+    "WIRE_FORMATS",
     "DispatchResult",
     "RankInput",
     "bits_equal",
@@ -33,6 +43,7 @@ __all__ = [
     "dispatch",
     "first_difference",
     "quantize_fp8",
+    "rounded_to_wire",
     "wire_rows",
 ]
 
@@ -312,14 +323,15 @@ def combine(
     topk_idx: list[Tensor] | None = None,
     bias: Sequence[Bias] | None = None,
     out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | str | None = None,
     domain_size: int | None = None,
 ) -> list[Tensor]:
     """What every rank gets when rank r combines rows[r], shaped like results[r].x, in bf16, fp16 or fp32.
 
     weights: "dispatch", None, or (expert layouts) one fp32 [T, K] a rank. topk_idx, with weights given as
     tensors: [T, K] a rank; what names no expert there takes the row out. bias, in flat: a tensor [T, H], a
-    pair of them, or None, a rank. domain_size: ranks a domain of the topology, a divisor of R.
+    pair of them, or None, a rank. wire_dtype: out_dtype, fp32, "fp8" or "logfmt".
+    domain_size: ranks a domain of the topology, a divisor of R.
     Returns [T, H] of out_dtype a rank. Raises ValueError for combinations that combine refuses.
     """
     num_local = _check_world(inputs, num_experts)
@@ -328,7 +340,10 @@ def combine(
     hidden = rows[0].shape[-1]
     out_dtype = rows[0].dtype if out_dtype is None else out_dtype
     wire_dtype = out_dtype if wire_dtype is None else wire_dtype
-    if wire_dtype not in (out_dtype, torch.float32):
+    if wire_dtype in WIRE_FORMATS:
+        if hidden % 16 or out_dtype == torch.float32 or any(given.dtype != out_dtype for given in rows):
+            raise ValueError(f"wire {wire_dtype} for rows [.., {hidden}] of {rows[0].dtype} and output {out_dtype}")
+    elif wire_dtype not in (out_dtype, torch.float32):
         raise ValueError(f"wire dtype {wire_dtype} for output {out_dtype}")
 
     tokens = num_ranks * max_tokens
@@ -358,10 +373,10 @@ def combine(
                 row_of = torch.where(named, row_of, -1)
             partial = _partial(rows[rank].reshape(-1, hidden), row_of, factors, layout in RANK_LAYOUTS)
             sent = torch.nonzero(reached[rank]).reshape(-1)
-            inside.add(sent, partial[sent].to(wire_dtype).to(torch.float32))
+            inside.add(sent, rounded_to_wire(partial[sent], wire_dtype))
         if inside is not total:
             sent = torch.nonzero(inside.started).reshape(-1)
-            total.add(sent, inside.value[sent].to(wire_dtype).to(torch.float32))
+            total.add(sent, rounded_to_wire(inside.value[sent], wire_dtype))
 
     summed = total.value.to(out_dtype).view(num_ranks, max_tokens, hidden)
     return [summed[rank, : len(given.x)].clone() for rank, given in enumerate(inputs)]

@@ -73,6 +73,71 @@ def _ceil_log2(value: Tensor) -> Tensor:
     return torch.where(torch.isinf(value), 127, exact).clamp(-126, 127).to(torch.int32)
 
 
+def _rounded_fp8(values: Tensor) -> Tensor:
+    quantized, scale = quantize_fp8(values, "fp8")
+    widened = scale.repeat_interleave(FP8_GROUP, 1)[:, : values.shape[1]]
+    return quantized.to(torch.float32) * widened
+
+
+# --- LogFMT: a sign and 9 bits, in blocks of 128; logarithms are integers in units of 2^-16
+
+LOG_CODES = 509  # of magnitudes; code 0 is zero
+LOG_OCTAVE = 1 << 16
+LOG_RANGE = 32 * LOG_OCTAVE
+_LOG_END = 255 << 16
+
+
+def _above_line(fraction: Tensor) -> Tensor:
+    """log2(1 + x) - x, x and the result in units of 2^-16."""
+    factor = 28961 - (fraction * (17510 - (fraction * (9727 - (fraction * 2959 >> 16)) >> 16)) >> 16)
+    return ((fraction * (LOG_OCTAVE - fraction) >> 16) * factor + 32768) >> 16
+
+
+def _below_line(fraction: Tensor) -> Tensor:
+    """1 + x - 2^x."""
+    factor = 20119 + (fraction * (4289 + (fraction * 898 >> 16)) >> 16)
+    return ((fraction * (LOG_OCTAVE - fraction) >> 16) * factor + 32768) >> 16
+
+
+def _logarithm(values: Tensor) -> Tensor:
+    """127 + log2 of magnitudes, int64; 0 of zeros and of what is below the normal numbers."""
+    magnitude = values.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
+    line = (magnitude + 64) >> 7
+    log = torch.where(line < _LOG_END, line + _above_line(line & 0xFFFF), _LOG_END - 1)
+    return torch.where(magnitude < 0x00800000, 0, log)
+
+
+def _rounded_logfmt(values: Tensor) -> Tensor:
+    tokens, hidden = values.shape
+    blocks = -(-hidden // FP8_GROUP)
+    padded = torch.zeros(tokens, blocks * FP8_GROUP)
+    padded[:, :hidden] = values
+    block = padded.view(tokens, blocks, FP8_GROUP)
+    is_finite = block.isfinite().all(-1, keepdim=True)
+    log = _logarithm(torch.where(is_finite, block, 0.0))
+    most = log.amax(-1, keepdim=True)
+    least = torch.where(log == 0, _LOG_END, log).amin(-1, keepdim=True)
+    first = torch.where(most == 0, 0, torch.maximum(least, most - LOG_RANGE)) & ~0xFF
+    step = (-(-(most - first) // (LOG_CODES - 1))).clamp(min=1)
+    nearest = (log - first + step // 2) // step
+    code = torch.where(log <= first, 1, 1 + nearest.clamp(max=LOG_CODES - 1))
+    code = torch.where((log == 0) | (log + LOG_OCTAVE < first), 0, code)
+    decoded = (first + (code - 1) * step).clamp(max=_LOG_END - 1)
+    magnitude = torch.where(code == 0, 0, (decoded - _below_line(decoded & 0xFFFF)) << 7)
+    number = magnitude.to(torch.int32).view(torch.float32).copysign(block)
+    return compact(torch.where(is_finite, number, torch.nan).view_as(padded)[:, :hidden])
+
+
+WIRE_FORMATS = ("fp8", "logfmt")
+
+
+def rounded_to_wire(values: Tensor, wire: torch.dtype | str) -> Tensor:
+    """fp32 sums [T, H] as they arrive: rounded to a dtype, or to "fp8" or "logfmt" (docs/semantics.md)."""
+    if isinstance(wire, torch.dtype):
+        return values.to(wire).to(torch.float32)
+    return _rounded_fp8(values) if wire == "fp8" else _rounded_logfmt(values)
+
+
 # --- Comparison
 
 

@@ -63,11 +63,14 @@ void set_weights(Params& p, const ncclEpCombineInputs_t& inputs) {
   p.home_topk_idx = ids.data;
 }
 
-ncclEpDataType_t wire_type(ncclEpDataType_t asked, ncclEpDataType_t out) {
-  if (asked == NCCL_EP_DTYPE_AUTO) return out;
-  EP_CHECK(asked == out || asked == NCCL_EP_FLOAT32, "wire_dtype is ", name_or_number(asked), ", must be ",
-           name_of(out), " as the output tokens", out == NCCL_EP_FLOAT32 ? "" : ", or float32");
-  return asked;
+DType wire_type(ncclEpDataType_t asked, ncclEpDataType_t out) {
+  if (asked == NCCL_EP_DTYPE_AUTO || asked == out) return to_dtype(out);
+  const bool is_wide = out == NCCL_EP_FLOAT32;
+  if (!is_wide && asked == NCCL_EP_FLOAT8_E4M3) return DType::kFp8Blocks;
+  if (!is_wide && asked == NCCL_EP_LOGFMT) return DType::kLogFmt;
+  EP_CHECK(asked == NCCL_EP_FLOAT32, "wire_dtype is ", name_or_number(asked), ", must be ", name_of(out),
+           " as the output tokens", is_wide ? "" : ", or float32, float8_e4m3 or NCCL_EP_LOGFMT");
+  return DType::kF32;
 }
 
 template <class Params>
@@ -80,7 +83,7 @@ void set_out(Params& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombine
   check_aligned(out, "output tokens");
   p.out = out.data;
   p.out_dtype = to_dtype(out.dtype);
-  p.wire_dtype = to_dtype(wire_type(config.wire_dtype, out.dtype));
+  p.wire_dtype = wire_type(config.wire_dtype, out.dtype);
   const ncclEpTensor_t* const biases[] = {inputs.bias0, inputs.bias1};
   for (int i = 0; i < 2; i++) {
     const char* name = i == 0 ? "bias0" : "bias1";

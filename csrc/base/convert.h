@@ -53,4 +53,11 @@ inline uint8_t float_to_e4m3(float value) {
   return sign | static_cast<uint8_t>(code > 0x7E ? 0x7E : code);
 }
 
+inline float e4m3_to_float(uint8_t code) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80) << 24, exponent = code >> 3 & 15, mantissa = code & 7;
+  if ((code & 0x7F) == 0x7F) return std::bit_cast<float>(sign | 0x7FC00000u);
+  if (exponent != 0) return std::bit_cast<float>(sign | (exponent + 120) << 23 | mantissa << 20);
+  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-9f));
+}
+
 }  // namespace ep

@@ -96,7 +96,8 @@ enum {
   NCCL_EP_FLOAT64 = 8,
   NCCL_EP_BFLOAT16 = 9,
   NCCL_EP_FLOAT8_E4M3 = 10,
-  NCCL_EP_FLOAT8_E5M2 = 11
+  NCCL_EP_FLOAT8_E5M2 = 11,
+  NCCL_EP_LOGFMT = 100 /* of no tensor: wire_dtype of a combine */
 };
 
 /* What dispatch does to bf16 or fp16 rows: e4m3 with a scale for 128 elements, amax / 448 as fp32, the same rounded up
@@ -410,8 +411,10 @@ typedef struct {
   uint32_t magic, version;
   int32_t send_only; /* low latency */
   ncclEpWeights_t weights;
-  ncclEpDataType_t wire_dtype; /* of partial sums on their way home: the output's type (AUTO) or float32 */
-  int32_t num_sms;             /* the same on all ranks; 0: as the group */
+  /* Of partial sums on their way home: the output's type (AUTO), float32, or, for rows and outputs that are both bf16
+     or both fp16, H a multiple of 16: NCCL_EP_FLOAT8_E4M3 (e4m3 with a scale for 128 elements), NCCL_EP_LOGFMT. */
+  ncclEpDataType_t wire_dtype;
+  int32_t num_sms; /* the same on all ranks; 0: as the group */
 } ncclEpCombineConfig_t;
 #define NCCL_EP_COMBINE_CONFIG_INIT \
   { NCCL_EP_HEAD(ncclEpCombineConfig_t), 0, 0, NCCL_EP_DTYPE_AUTO, 0 }

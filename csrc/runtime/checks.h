@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/check.h"
+#include "layout/common/block_formats.h"
 #include "layout/common/outputs.h"
 #include "layout/common/shape.h"
 #include "layout/common/wire.h"
@@ -35,6 +36,12 @@ inline void check_output(const OutputShape& output) {
 
 template <class Params>
 void check_combined_types(const Params& p) {
+  if (is_block_format(p.wire_dtype)) {
+    EP_CHECK(p.dtype == p.out_dtype && is_float(p.dtype) && p.dtype != DType::kF32, "combine adds up ",
+             name_of(p.dtype), " rows to ", name_of(p.out_dtype), " over ", name_of(p.wire_dtype),
+             ": rows and output must both be bf16, or both fp16");
+    return;
+  }
   EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ", name_of(p.dtype),
            " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
            " wire: all three must be bf16, fp16 or fp32");
@@ -46,7 +53,9 @@ void check_combined_rows(const Params& p) {
   check_combined_types(p);
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
-  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.wire_dtype), "a partial sum");
+  EP_CHECK(!is_block_format(p.wire_dtype) || p.hidden % 16 == 0, "rows of ", p.hidden, " elements over ",
+           name_of(p.wire_dtype), ": must be a multiple of 16 elements");
+  check_row_bytes(wire_row_bytes(p.wire_dtype, p.hidden), "a partial sum");
   EP_CHECK(p.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
            name_of(p.output.layout), " are already weighted by the caller");
   EP_CHECK((p.bias[0] == nullptr && p.bias[1] == nullptr) || p.output.layout == OutputLayout::kFlat,

@@ -77,7 +77,7 @@ std::string describe(const OpHeader& header) {
                    metadata & ((1u << OpHeader::kMetadataBits) - 1), " bytes of scales a row");
     if (order != 0) text += concat(" and extra tensors, order ", order);
   } else {
-    text += concat(", wire ", name_of(field<DType>(header, 24, 7)));
+    text += concat(", wire ", name_of(field<DType>(header, 24, static_cast<int>(DType::kLogFmt))));
   }
   return text + ")";
 }

@@ -296,7 +296,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
   check_combined_rows(p);
   if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.domain_size = topology_.domain_size;
-  p.row = RowFormat{p.hidden * size_of(p.wire_dtype), 0, false};
+  p.row = RowFormat{wire_row_bytes(p.wire_dtype, p.hidden), 0, false};
   p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, p.row);
   const Operation operation = p.weighting == Weighting::kHome ? Operation::kCombineWeighted : Operation::kCombine;
   p.header =

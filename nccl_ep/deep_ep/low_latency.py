@@ -347,7 +347,8 @@ class LowLatencyMethods(View):
             x: [L, R * M, H] bf16 (or fp16, fp32), contiguous, for the rows of the dispatch.
             topk_idx: [T, K] as at dispatch; a row whose id is -1 here is skipped. topk_weights: [T, K] float32.
             handle: of ``low_latency_dispatch``, or a tuple of the same elements.
-            use_logfmt: accepted; rows travel in their own dtype all the same. Not with ``zero_copy``.
+            use_logfmt: the ranks' sums travel in 10 bits an element (docs/semantics.md). For bf16 and fp16 rows, H a
+                multiple of 16; not with ``zero_copy``.
             zero_copy: the rows are those of ``get_next_low_latency_combine_buffer(handle)``, and x gives their shape.
             async_finish, return_recv_hook: as at dispatch.
             out: [T, H] of x's dtype, by default a new tensor.
@@ -408,7 +409,7 @@ class LowLatencyMethods(View):
         op = _ops.ll_combine_deepep_send.default if return_recv_hook else _ops.ll_combine_deepep.default
         if self.core._open_sends:
             receive_lost(self.core, "combine")
-        args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0)
+        args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0, use_logfmt)
         try:
             result, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
         except RuntimeError as error:
@@ -419,7 +420,7 @@ class LowLatencyMethods(View):
             refuse_backward("low_latency_combine with out= or zero_copy", out)
         hook = None
         if return_recv_hook:
-            numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0)
+            numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0, use_logfmt)
             hook = self._hook(OpenSend("combine", _combine_recv, (self._seq, *numbers)))
         return out, event, hook
 

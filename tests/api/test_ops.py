@@ -210,9 +210,9 @@ def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None) -> dict[str, tuple[
         "ll_dispatch_deepep": dispatch,
         "ll_dispatch_deepep_send": dispatch,
         "ll_dispatch_deepep_recv": (torch.bfloat16, 6, 3, True, *numbers),
-        "ll_combine_deepep": (*combine, None, 0),
-        "ll_combine_deepep_send": (*combine, out, 0),
-        "ll_combine_deepep_recv": (*head, src_info, 3, 4, 6, waits, out, 0),
+        "ll_combine_deepep": (*combine, None, 0, True),
+        "ll_combine_deepep_send": (*combine, out, 0, False),
+        "ll_combine_deepep_recv": (*head, src_info, 3, 4, 6, waits, out, 0, False),
     }
 
 

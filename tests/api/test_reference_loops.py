@@ -101,9 +101,9 @@ def _looped_combine(
                     weighted = weights is not None and case.layout in ref.EXPERT_LAYOUTS
                     terms.append(row * weights[token, k] if weighted else row)
             partial = _added(terms) if terms else torch.zeros(case.hidden)
-            partials.append(partial.to(wire).float())
+            partials.append(ref.rounded_to_wire(partial[None], wire)[0])
         if partials and size < case.num_ranks:
-            domain_rows.append(_added(partials).to(wire).float())
+            domain_rows.append(ref.rounded_to_wire(_added(partials)[None], wire)[0])
     terms = [bias[token].float() for bias in biases[source]] if isinstance(biases, list) else []
     terms += partials if size == case.num_ranks else domain_rows
     return (_added(terms) if terms else torch.zeros(case.hidden)).to(out_dtype)

@@ -46,6 +46,18 @@ SUMS: dict[str, dict[str, Any]] = {
     "wide_wire": {"layout": "packed", "wire_dtype": torch.float32},
     "narrow_output": {"layout": "rank_major", "rows_dtype": torch.float32, "out_dtype": torch.float16},
 }
+# In each block format. Rows of 144 elements: the last block is short.
+IN_BLOCKS: dict[str, dict[str, Any]] = {
+    "sums": {"layout": "packed", "routing": "duplicates", "topk": 4},
+    "few": {"layout": "expert_major", "rows_content": "few", "combine_weights": "masked"},
+    "home_weights": {"layout": "expert_major", "combine_weights": "tensor"},
+    "special": {"layout": "flat", "rows_content": "special", "biases": 2},
+    "words": {"layout": "rank_major", "rows_content": "words", "rows_dtype": torch.float16},
+    "long": {"layout": "flat", "hidden": 2064, "biases": 1},
+}
+SUMS |= {
+    f"{wire}_{name}": {**how, "wire_dtype": wire} for wire in reference.WIRE_FORMATS for name, how in IN_BLOCKS.items()
+}
 
 
 class Bits:

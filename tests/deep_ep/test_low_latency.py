@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pickle
 import random
@@ -17,7 +18,17 @@ import torch
 import nccl_ep
 from nccl_ep import _C, deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.deepep_ranks import IDS, QUANTS, deepep_cases, dispatched, one_rank, rebuilt, run_program, small_case
+from tests.support.deepep_ranks import (
+    IDS,
+    QUANTS,
+    DeepEpCase,
+    deepep_cases,
+    dispatched,
+    one_rank,
+    rebuilt,
+    run_program,
+    small_case,
+)
 from tests.support.expected import shared_buffer
 from tests.support.patience import PATIENCE, Late, with_more_time
 from tests.support.processes import run_processes
@@ -62,7 +73,7 @@ def test_options_change_no_bit(quant: str | None) -> None:
                 case.run(buffer, **options)
                 _, _, handle, event, hook = case.send(buffer)
                 assert event.event is None and hook is None
-                for more in ({"zero_copy": True}, {"use_logfmt": True}, {"out": torch.empty(8, 640).bfloat16()}):
+                for more in ({"zero_copy": True}, {"use_logfmt": False}, {"out": torch.empty(8, 640).bfloat16()}):
                     staged = "staged" in options
                     y, event, hook = case.send_back(
                         buffer, handle, return_recv_hook=staged, async_finish="async_finish" in options, **more
@@ -74,6 +85,43 @@ def test_options_change_no_bit(quant: str | None) -> None:
                     assert "out" not in more or y is more["out"]
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_logfmt(quant: str | None) -> None:
+    """The ranks' sums travel in 10 bits, whole and in halves: the bits are the oracle's."""
+    case = small_case(2, quant=quant, hidden=640)
+    narrow = DeepEpCase(dataclasses.replace(case.case, wire_dtype="logfmt"))
+    assert not narrow.combined[0].equal(case.combined[0])
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case]) as buffer:
+            _, _, handle, _, _ = case.send(buffer)
+            out = torch.empty(8, 640, dtype=torch.bfloat16)
+            for options in ({}, {"return_recv_hook": True}, {"async_finish": True}, {"out": out}):
+                y, _, hook = case.send_back(buffer, handle, use_logfmt=True, **options)
+                if hook is not None:
+                    hook()
+                narrow.check_combine(y, group.rank())
+
+    run_ranks(2, body)
+
+
+def test_logfmt_sends_fewer_bytes() -> None:
+    case = small_case(2, hidden=2048)
+
+    def body(group: ThreadGroup) -> list[int]:
+        sent = []
+        with shared_buffer(group, [case]) as buffer:
+            _, _, handle, _, _ = case.send(buffer)
+            for use_logfmt in (False, True):
+                before = buffer.wire_bytes()["rows"][1 - group.rank()]
+                case.send_back(buffer, handle, use_logfmt=use_logfmt)
+                sent.append(buffer.wire_bytes()["rows"][1 - group.rank()] - before)
+        return sent
+
+    for plain, narrow in run_ranks(2, body):
+        assert 0 < narrow <= 0.65 * plain
 
 
 def test_two_batches_interleaved_with_hooks() -> None:

@@ -67,6 +67,7 @@ def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str
         ({"use_logfmt": True, "zero_copy": True}, ValueError, "use_logfmt and zero_copy are both set"),
         ({"zero_copy": True, "x": torch.ones(2, 4, 64)}, ValueError, "with zero_copy it must be as torch.bfloat16"),
         ({"async_finish": True, "return_recv_hook": True}, ValueError, "async_finish and return_recv_hook are both"),
+        ({"use_logfmt": True, "x": torch.ones(2, 4, 64)}, ValueError, "must both be bf16, or both fp16"),
         ({"zero_copy": "no"}, TypeError, "zero_copy is 'no', must be True or False"),
         ({"use_logfmt": 2}, TypeError, "use_logfmt is 2, must be True or False"),
         ({"return_recv_hook": ()}, TypeError, "return_recv_hook is a tuple, must be True or False"),

@@ -27,6 +27,7 @@ SECOND = 10**9
 QUANTS = {None: 0, "fp8": 1, "fp8_rounded": 2, "fp8_ue8m0": 3}
 DTYPES = {torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7,
           torch.bfloat16: 9, torch.float8_e4m3fn: 10}  # fmt: skip
+WIRES = {None: -1, "fp8": 10, "logfmt": 100} | DTYPES
 BYTES = FP4 + EXPONENTS  # what the library has no name for: bytes of it
 OUTPUTS = ("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")
 FURTHER = tuple(f"extra[{i}]" for i in range(3))
@@ -211,7 +212,7 @@ class CaseRun:
         named = {"dispatch": c_api.WEIGHTS_DISPATCH, "none": c_api.WEIGHTS_NONE}
         config = c_api.CombineConfig(
             send_only=self.staged, weights=named.get(case.combine_weights, c_api.WEIGHTS_HOME),
-            wire_dtype=DTYPES[case.wire_dtype] if case.wire_dtype else -1, num_sms=self.num_sms,
+            wire_dtype=WIRES[case.wire_dtype], num_sms=self.num_sms,
         )  # fmt: skip
         outputs = c_api.CombineOutputs(tokens=tensor(result), values=tensor(home_values))
         self.library.Combine(handle, inputs, outputs, config, self.stream())

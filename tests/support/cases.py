@@ -73,11 +73,23 @@ class Case:
     rows_dtype: torch.dtype
     rows_content: str
     out_dtype: torch.dtype | None
-    wire_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | str | None
     combine_weights: str
     biases: int
     domain_size: int | None
     keep_nan: bool
+
+    @property
+    def home_bytes(self) -> int:
+        """Of a rank's sum of a token on its way home, by docs/wire_format.md."""
+        blocks = -(-self.hidden // 128)
+        if self.wire_dtype == "fp8":
+            return -(-(self.hidden + 4 * blocks) // 16) * 16
+        if self.wire_dtype == "logfmt":
+            return -(-(self.hidden * 5 // 4 + 4 * blocks) // 16) * 16
+        wire = self.wire_dtype or self.out_dtype or self.rows_dtype
+        assert isinstance(wire, torch.dtype)
+        return self.hidden * wire.itemsize
 
     # --- inputs
 
@@ -314,6 +326,14 @@ def _sharpened(case: Case, rng: random.Random) -> Case:
     return replace(case, **changes)
 
 
+def _narrowed(case: Case, rng: random.Random) -> Case:
+    """The case, if its types allow it sometimes with sums that travel in a block format."""
+    is_narrow = case.rows_dtype.itemsize == 2 and case.out_dtype in (None, case.rows_dtype)
+    if case.wire_dtype is not None or not is_narrow or case.hidden % 16 or rng.random() < 0.5:
+        return case
+    return replace(case, wire_dtype=rng.choice(reference.WIRE_FORMATS))
+
+
 def generate(seed: int) -> Case:
     """The case of a seed (>= 0)."""
     rng = random.Random(f"nccl_ep case {seed}")
@@ -364,4 +384,5 @@ def generate(seed: int) -> Case:
         weights_content="words" if rng.random() < 0.1 else "plain",
         **_combine_fields(rng, hidden, layout, num_ranks),
     )
-    return _sharpened(case, random.Random(f"nccl_ep sharp case {seed}"))
+    case = _sharpened(case, random.Random(f"nccl_ep sharp case {seed}"))
+    return _narrowed(case, random.Random(f"nccl_ep narrow case {seed}"))

@@ -60,7 +60,7 @@ _EXPECTED: dict[str, tuple[object, ...]] = {
     "rows dtype": tuple(show(dtype) for dtype in FLOATS),
     "rows content": CONTENTS,
     "out dtype": ("None", *(show(dtype) for dtype in FLOATS)),
-    "wire dtype": ("None", "float32"),
+    "wire dtype": ("None", "float32", *reference.WIRE_FORMATS),
     "wider wire": (False, True),
     "biases": (0, 1, 2),
     "domains": ("one", "several", "one rank each"),
@@ -119,7 +119,7 @@ class Coverage:
             "rows content": case.rows_content,
             "out dtype": show(case.out_dtype),
             "wire dtype": show(case.wire_dtype),
-            "wider wire": wire != (case.out_dtype or case.rows_dtype),
+            "wider wire": wire == torch.float32 and (case.out_dtype or case.rows_dtype) != torch.float32,
             "biases": case.biases,
             "domains": "one" if domain == case.num_ranks else "one rank each" if domain == 1 else "several",
         }

@@ -237,8 +237,7 @@ def row_bytes(case: Case, scales: torch.Tensor | None) -> tuple[int, int]:
     body = payload + (0 if scales is None else -(-scales.shape[-1] * scales.element_size() // 16) * 16)
     is_keyed = not case.quant and (not case.dtype.is_floating_point or case.dtype.itemsize == 1 or scales is not None)
     keys = -(-body // 512) * 4 if is_keyed else 0
-    out_dtype = case.out_dtype or case.rows_dtype
-    return body + -(-keys // 16) * 16, case.hidden * (case.wire_dtype or out_dtype).itemsize
+    return body + -(-keys // 16) * 16, case.home_bytes
 
 
 def check_network(case: Case, inputs: list[reference.RankInput], got: list[RankResult]) -> None:

@@ -348,7 +348,6 @@ def check_ht_wire(
     parts = [out.x, *([] if out.scales is None else [out.scales]), *out.extra]
     body = sum(-(-each.shape[-1] * each.element_size() // 16) * 16 for each in parts)
     times = 2 if plan.given else 1
-    wire_dtype = case.wire_dtype or case.out_dtype or case.rows_dtype
     for rank, result in enumerate(got):
         for peer in range(ranks):
             where = f"{case.describe()} {plan}: {rank} -> {peer}"
@@ -359,10 +358,10 @@ def check_ht_wire(
             assert result.wire[1]["rows_count"][peer] - times * sent == home + pulled, where
             is_in_place = (
                 case.layout in reference.RANK_LAYOUTS and not got[peer].stats["staged_combines"]
-                and case.rows_dtype.itemsize <= wire_dtype.itemsize
+                and case.hidden * case.rows_dtype.itemsize <= case.home_bytes
             )  # fmt: skip
-            pulled_bytes = case.hidden * (case.rows_dtype if is_in_place else wire_dtype).itemsize
-            home_bytes = -(-case.hidden * wire_dtype.itemsize // 16) * 16
+            pulled_bytes = case.hidden * case.rows_dtype.itemsize if is_in_place else case.home_bytes
+            home_bytes = -(-case.home_bytes // 16) * 16
             expected = home * home_bytes + pulled * pulled_bytes
             assert result.wire[1]["rows"][peer] - times * sent * body == expected, f"{where} bytes"
             assert result.wire[2]["rows"] == result.wire[1]["rows"], f"{where}: rows beside scalars"

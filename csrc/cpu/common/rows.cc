@@ -33,6 +33,72 @@ float power_of_two(int exponent) {  // -127 is a subnormal
   return exponent == -127 ? 0x1p-127f : std::bit_cast<float>(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
+// ---- Block formats
+
+void fp8_to_floats(const char* row, float* floats, int count) {
+  for (int i = 0; i < count; i++) {
+    float scale;
+    std::memcpy(&scale, row + block_headers_offset(DType::kFp8Blocks, count) + i / kBlockElements * 4, 4);
+    floats[i] = e4m3_to_float(static_cast<uint8_t>(row[i])) * scale;
+  }
+}
+
+void floats_to_fp8(const float* floats, char* row, int count) {
+  quantize_row(Quant::kFp8, floats, count, reinterpret_cast<uint8_t*>(row),
+               row + block_headers_offset(DType::kFp8Blocks, count));
+}
+
+uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
+
+// The header of a block of LogFMT.
+uint32_t log_header(const float* block, int count) {
+  uint32_t least = logfmt::kEnd, most = 0;
+  for (int i = 0; i < count; i++) {
+    if (!logfmt::is_finite(bits_of(block[i]))) return logfmt::kNotFinite;
+    const uint32_t log = logfmt::log_of(bits_of(block[i]));
+    if (log != 0) least = std::min(least, log);
+    most = std::max(most, log);
+  }
+  return logfmt::Scale::of(least, most).header();
+}
+
+void floats_to_logfmt(const float* floats, char* row, int count) {
+  char* headers = row + block_headers_offset(DType::kLogFmt, count);
+  for (int first = 0; first < count; first += kBlockElements) {
+    const int size = std::min(kBlockElements, count - first);
+    const uint32_t header = log_header(floats + first, size);
+    std::memcpy(headers + first / kBlockElements * 4, &header, 4);
+    const auto scale = logfmt::Scale::of_header(header);
+    const uint32_t inverse = 0xFFFFFFFFu / scale.step;
+    for (int i = first; i < first + size; i += kEight) {
+      uint32_t codes[kEight] = {};
+      for (int j = 0; j < kEight && header != logfmt::kNotFinite; j++) {
+        codes[j] = logfmt::code_of(bits_of(floats[i + j]), scale, inverse);
+      }
+      const auto eight = logfmt::Eight::pack(codes);
+      const auto half = static_cast<uint16_t>(eight.half);
+      std::memcpy(row + i, eight.words, 8);
+      std::memcpy(row + block_halves_offset(count) + i / kEight * 2, &half, 2);
+    }
+  }
+}
+
+void logfmt_to_floats(const char* row, float* floats, int count) {
+  for (int i = 0; i < count; i += kEight) {
+    uint32_t header;
+    uint16_t half;
+    std::memcpy(&header, row + block_headers_offset(DType::kLogFmt, count) + i / kBlockElements * 4, 4);
+    std::memcpy(&half, row + block_halves_offset(count) + i / kEight * 2, 2);
+    logfmt::Eight eight{{}, half};
+    std::memcpy(eight.words, row + i, 8);
+    const auto scale = logfmt::Scale::of_header(header);
+    for (int j = 0; j < kEight; j++) {
+      const bool is_finite = header != logfmt::kNotFinite;
+      floats[i + j] = std::bit_cast<float>(is_finite ? logfmt::number_of(eight.code(j), scale) : logfmt::kNaN);
+    }
+  }
+}
+
 }  // namespace
 
 void to_floats(DType dtype, const void* values, float* floats, int count) {
@@ -44,6 +110,10 @@ void to_floats(DType dtype, const void* values, float* floats, int count) {
     case DType::kF16:
       for (int i = 0; i < count; i++) floats[i] = f16_to_float(halves[i]);
       break;
+    case DType::kFp8Blocks:
+      return fp8_to_floats(static_cast<const char*>(values), floats, count);
+    case DType::kLogFmt:
+      return logfmt_to_floats(static_cast<const char*>(values), floats, count);
     default:
       std::memcpy(floats, values, count * sizeof(float));
   }
@@ -58,6 +128,10 @@ void from_floats(DType dtype, const float* floats, void* values, int count) {
     case DType::kF16:
       for (int i = 0; i < count; i++) halves[i] = float_to_f16(floats[i]);
       break;
+    case DType::kFp8Blocks:
+      return floats_to_fp8(floats, static_cast<char*>(values), count);
+    case DType::kLogFmt:
+      return floats_to_logfmt(floats, static_cast<char*>(values), count);
     default:
       std::memcpy(values, floats, count * sizeof(float));
   }

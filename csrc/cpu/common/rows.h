@@ -3,11 +3,12 @@
 
 #include <cstdint>
 
-#include "layout/common/dtype.h"
+#include "layout/common/block_formats.h"
 #include "layout/common/wire.h"
 
 namespace ep {
 
+// A row of `count` elements; of a block format, which is rounded to, wire_row_bytes(dtype, count) bytes.
 void to_floats(DType dtype, const void* values, float* floats, int count);
 void from_floats(DType dtype, const float* floats, void* values, int count);
 

@@ -235,7 +235,7 @@ class Combine {
     }
     const bool is_in_place = offsets_[rank] != kNoOffset;
     const DType dtype = is_in_place ? p_.dtype : p_.wire_dtype;
-    const uint64_t bytes = static_cast<uint64_t>(p_.hidden) * size_of(dtype);
+    const auto bytes = static_cast<uint64_t>(wire_row_bytes(dtype, p_.hidden));
     if (is_in_place) channel_.check_row(rank, row, (channel_.window_bytes() - offsets_[rank]) / bytes);
     const Offset offset = is_in_place ? offsets_[rank] + row * bytes : p_.offsets.staged_row(slot) + format_.offset[0];
     to_floats(dtype, channel_.at(rank, offset), term_.data(), p_.hidden);

@@ -50,4 +50,9 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
          static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3)) << 16;
 }
 
+// Two e4m3 bytes, exactly.
+__device__ __forceinline__ float2 unpack2_e4m3(uint32_t bytes) {
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes), __NV_E4M3)));
+}
+
 }  // namespace ep

@@ -98,6 +98,9 @@ __device__ __forceinline__ void st(uint4* p, uint4 v) {
 __device__ __forceinline__ void st(uint2* p, uint2 v) {
   asm volatile("st.global.v2.u32 [%0],{%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
 }
+__device__ __forceinline__ void st(uint32_t* p, uint32_t v) {
+  asm volatile("st.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
 __device__ __forceinline__ void st_relaxed_sys(uint4* p, uint4 v) {  // each 32-bit word by itself
   asm volatile("st.relaxed.sys.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -177,11 +180,11 @@ __device__ __forceinline__ uint32_t atom_or_relaxed_shared(uint32_t* p, uint32_t
 
 template <int kBytes>
 __device__ __forceinline__ void copy_async(SharedAddress shared, const void* global) {
-  static_assert(kBytes == 16 || kBytes == 8);
+  static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4);
   if constexpr (kBytes == 16) {  // past L1
     asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared), "l"(global) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0],[%1],8;" ::"r"(shared), "l"(global) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0],[%1],%2;" ::"r"(shared), "l"(global), "n"(kBytes) : "memory");
   }
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

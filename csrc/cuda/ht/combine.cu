@@ -35,8 +35,9 @@ HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
 HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { return HtCombineGeometry::of(p, plan); }
 
 void check_served(const HtCombineParams& p) {
-  EP_CHECK(!p.has_rows() || p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32, "a ", name_of(p.wire_dtype),
-           " wire for ", name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
+  const bool is_served = p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32 || is_block_format(p.wire_dtype);
+  EP_CHECK(!p.has_rows() || is_served, "a ", name_of(p.wire_dtype), " wire for ", name_of(p.out_dtype),
+           " outputs: it must be of the same type or fp32");
   check_ht_ranks(p.offsets.topology);
 }
 

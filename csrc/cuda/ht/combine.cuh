@@ -151,12 +151,16 @@ struct PulledRows {
     return true;
   }
   __device__ __forceinline__ bool is_as_given(unsigned unit, int row) const {
-    return kIn != kWire && (in_place.get(unit) >> row & 1) != 0;
+    return kIn != kWire && !kIsBlockFormat<kWire> && (in_place.get(unit) >> row & 1) != 0;
   }
   template <DType kType>
   __device__ __forceinline__ void prefetch_as(CopyRing& ring, const char* from, int piece) const {
-    constexpr int kLaneBytes = Numbers<kType, kCount>::kLaneBytes;
-    ring.prefetch<kLaneBytes>(from + (piece * kSteps * 32 + role.lane) * kLaneBytes, role.rest(piece));
+    if constexpr (kIsBlockFormat<kType>) {
+      ring.prefetch_blocks<kType>(from, role.p.hidden, piece * kSteps * 32 + role.lane, role.rest(piece));
+    } else {
+      constexpr int kLaneBytes = Numbers<kType, kCount>::kLaneBytes;
+      ring.prefetch<kLaneBytes>(from + (piece * kSteps * 32 + role.lane) * kLaneBytes, role.rest(piece));
+    }
   }
   __device__ __forceinline__ void prefetch(CopyRing& ring, unsigned unit, int row, int piece) const {
     const auto address = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(source), row);

@@ -3,7 +3,7 @@
 // begin with an empty pipeline.
 #pragma once
 
-#include "cuda/device/numbers.cuh"
+#include "cuda/device/blocks.cuh"
 #include "cuda/ht/geometry.h"
 
 namespace ep {
@@ -31,6 +31,23 @@ class CopyRing {
     ptx::copy_async_commit();
     prefetched_++;
   }
+  // The same of a row in a block format, whose shared words every lane copies for itself behind its own.
+  template <DType kFormat>
+  __device__ __forceinline__ void prefetch_blocks(const char* row, int hidden, int lane_index, int rest) {
+    const ptx::SharedAddress to = own_ + prefetched_ % kItems * kItemBytes;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      if (32 * s >= rest) continue;
+      const BlockPlace<kFormat> place{hidden, lane_index + 32 * s};
+      const char* from = row + place.lane_index * kEight;
+      const ptx::SharedAddress step = to + s * kStepBytes;
+      ptx::copy_async<8>(step, from);
+      if (kFormat == DType::kLogFmt) ptx::copy_async<4>(step + 8, from + place.halves());
+      ptx::copy_async<4>(step + 12, from + place.header());
+    }
+    ptx::copy_async_commit();
+    prefetched_++;
+  }
   // Waits for the oldest of the items that are left.
   __device__ __forceinline__ ptx::SharedAddress oldest() const {
     if (has_room()) {
@@ -51,7 +68,11 @@ class CopyRing {
 template <DType kType, int kCount>
 __device__ __forceinline__ Numbers<kType, kCount> ringed(ptx::SharedAddress item, int step) {
   Numbers<kType, kCount> numbers;
-  numbers.load_shared(item + step * CopyRing::kStepBytes);
+  if constexpr (kIsBlockFormat<kType>) {
+    numbers.load_shared(item + step * CopyRing::kStepBytes, {0, lane_id()});
+  } else {
+    numbers.load_shared(item + step * CopyRing::kStepBytes);
+  }
   return numbers;
 }
 
@@ -64,6 +85,21 @@ __device__ __forceinline__ void store_piece(char* row, int piece, int rest, cons
     Numbers<kType, kCount> numbers;
     numbers.from(sum[s]);
     if (32 * s < rest) numbers.store(out, 32 * s);
+  }
+}
+
+// The same in a block format. A block may end with the row, and what lanes hold past it does not count.
+template <DType kFormat, int kSteps>
+__device__ __forceinline__ void store_blocks(char* row, int hidden, int piece, int rest,
+                                             const float (&sum)[kSteps][kEight]) {
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    float values[kEight];
+#pragma unroll
+    for (int i = 0; i < kEight; i++) values[i] = 32 * s < rest ? sum[s][i] : 0.0f;
+    Numbers<kFormat, kEight> numbers;
+    numbers.from(values);
+    if (32 * s < rest) store_of_row(numbers, row, hidden, (piece * kSteps + s) * 32 + lane_id());
   }
 }
 

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "layout/common/dtype.h"
+#include "layout/common/block_formats.h"
 
 namespace ep {
 
@@ -19,9 +19,22 @@ void with_dtype(DType dtype, Body body) {
   return body(std::integral_constant<DType, DType::kF32>{});
 }
 
-// Calls body with the types as compile-time constants. The wire is the output's type, or fp32.
+template <class Body>
+void with_block_types(DType in, DType wire, Body body) {
+  const auto with_format = [&](auto constant) {
+    constexpr DType kIn = decltype(constant)::value;
+    if (wire == DType::kLogFmt) return body(Types<kIn, DType::kLogFmt, kIn>{});
+    return body(Types<kIn, DType::kFp8Blocks, kIn>{});
+  };
+  if (in == DType::kF16) return with_format(std::integral_constant<DType, DType::kF16>{});
+  return with_format(std::integral_constant<DType, DType::kBF16>{});
+}
+
+// Calls body with the types as compile-time constants. The wire is the output's type, or fp32, or a block format: rows
+// and output are of one 16-bit type then.
 template <class Body>
 void with_types(DType in, DType wire, DType out, Body body) {
+  if (is_block_format(wire)) return with_block_types(in, wire, body);
   with_dtype(in, [&](auto in_constant) {
     with_dtype(out, [&](auto out_constant) {
       constexpr DType kIn = decltype(in_constant)::value, kOut = decltype(out_constant)::value;
@@ -38,6 +51,9 @@ void for_all_types(Body body) {
     for (DType out : {DType::kBF16, DType::kF16, DType::kF32}) {
       for (DType wire : {out, DType::kF32}) with_types(in, wire, out, body);
     }
+  }
+  for (DType in : {DType::kBF16, DType::kF16}) {
+    for (DType wire : {DType::kFp8Blocks, DType::kLogFmt}) with_types(in, wire, in, body);
   }
 }
 

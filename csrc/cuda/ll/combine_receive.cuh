@@ -62,6 +62,7 @@ struct Partials {
   uint32_t local_rank;  // whose share does not travel
   uint32_t ranks;       // of the batch, in bytes: registers are few
   char* slots;          // of rank 0's row, this lane's numbers
+  PlaceOf<kWire> place;
   Numbers<kWire, kCount> numbers[kBatch];
 
   __device__ __forceinline__ Partials(const CombineRole& role, const WarpContext& op, uint64_t sources,
@@ -70,7 +71,8 @@ struct Partials {
         high_mask(static_cast<uint32_t>(sources >> 32)),
         local_rank(sends(role.p.phase) ? role.peers.rank : kNone - 1),
         slots(ptx::opaque(role.peers.local<char>(role.p.offsets.row<kMasksRanks>(op.bank, 0, unit.token)) +
-                          lane_index * static_cast<int>(sizeof *numbers))) {
+                          lane_index * Numbers<kWire, kCount>::kLaneBytes)),
+        place(place_of<kWire>(role.p.hidden, lane_index)) {
     if (!kMasksRanks) return;
     mask &= ~op.context.masked[0];
     high_mask &= ~op.context.masked[1];
@@ -113,7 +115,7 @@ struct Partials {
     for (int q = 0; q < kBatch; q++) {
       numbers[q].fill(0);
       const uint32_t r = rank_of(q);
-      if (travels(r)) numbers[q].load_relaxed_sys(slot_of(role, r), 0);
+      if (travels(r)) numbers[q].load_relaxed_sys(slot_of(role, r), place);
     }
     bool ok = true;
 #pragma unroll
@@ -159,7 +161,7 @@ struct Partials {
       if (r == local_rank) continue;
       numbers[q].fill(kAbsent);
       testing_point(Point::kBeforeReset, op, token);
-      if (!(has_bug(Bug::kSkippedReset, op.context.kind) && token == 0)) numbers[q].store(slot_of(role, r), 0);
+      if (!(has_bug(Bug::kSkippedReset, op.context.kind) && token == 0)) numbers[q].store(slot_of(role, r), place);
     }
   }
 };
@@ -286,7 +288,7 @@ struct Receiver {
     if constexpr (kHome) weigh(role, piece);
     float total[kCount];
     partial_sum<kIn>(role, rows_terms, piece, rows, total);
-    own.from(total);
+    round_sum(own, total, role.p.hidden, piece);
   }
   __device__ __forceinline__ void weigh(const CombineRole& role, int piece) {
     const unsigned asked = __ballot_sync(~0u, rows_terms.row >= 0);

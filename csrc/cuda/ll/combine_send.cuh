@@ -138,7 +138,7 @@ struct Sender {
     const int home = role.home_of(unit.home);
     slot = role.peers.at<char>(target_of(role.peers, home),
                                role.p.offsets.row<kMasksRanks>(0, slot_source(role.peers, home), unit.token)) +
-           lane_index * static_cast<int>(sizeof sum);
+           lane_index * sum.kLaneBytes;
     if (lane_index * kCount >= role.p.hidden) slot = nullptr;
   }
   // The weights of the unit's home rank, which had sent `seen`. Mostly they are all there. Waits inline: after a call
@@ -170,7 +170,7 @@ struct Sender {
     testing_point(Point::kBetweenRows, op, unit.token);
     const int64_t bank_offset = op.bank * static_cast<int64_t>(role.p.offsets.row_bank_bytes);
     if (is_any && slot != nullptr && !is_masked_now(op, role.home_of(unit.home))) {
-      sum.store_remote(slot + bank_offset, 0);
+      sum.store_remote(slot + bank_offset, place_of<kWire>(role.p.hidden, unit.piece * 32 + role.lane));
     }
     if constexpr (kCrossesDomains) tell_presence(role, op);
   }

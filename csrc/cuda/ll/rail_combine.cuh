@@ -64,9 +64,9 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
       is_ok = partials.await(role, op, piece, budget);
       if (is_ok) partials.add_to(role, op, token, sum, total);
     }
-    sum.from(total);
+    round_sum(sum, total, p.hidden, piece.piece);
     const Offset row = rail.row_to(staging, unit.domain, share.first + bits.count_before(i));
-    sum.store(role.peers.local<char>(row), lane_index);
+    store_of_row(sum, role.peers.local<char>(row), p.hidden, lane_index);
   }
   if (__syncthreads_or(!is_ok)) return false;
   const auto rows = static_cast<uint64_t>(bits.count_before(share.count));
@@ -203,7 +203,7 @@ __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint
     if (domain != rail.domain) {
       if (!await_channel_of_warp(role, op, domain, channel)) return false;
       const Offset row = rail.row_from(op.bank, domain, first + count_rows_from(role, domain, first, unit.token));
-      sum.load_relaxed_sys(role.peers.local<char>(row), lane_index);
+      load_of_row(sum, role.peers.local<char>(row), role.p.hidden, lane_index);
     } else {
       Partials<kWire, kCount> partials(role, op, inside, unit, lane_index);
       float domain_total[kCount];
@@ -216,7 +216,7 @@ __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint
         if (!partials.await(role, op, unit, budget)) return false;
         partials.add_to(role, op, unit.token, own, domain_total);
       }
-      sum.from(domain_total);
+      round_sum(sum, domain_total, role.p.hidden, unit.piece);
     }
     sum.add_to(total);
   }

@@ -15,6 +15,9 @@ enum class DType : int {
   kOpaque16 = 5,
   kOpaque32 = 6,
   kOpaque64 = 7,
+  // Only of partial sums on their way home (block_formats.h):
+  kFp8Blocks = 8,  // e4m3, fp32 scale amax / 448 for 128 elements
+  kLogFmt = 9,     // 10 bits, evenly spaced in the logarithm
 };
 
 EP_HD int size_of(DType dtype) {
@@ -37,7 +40,8 @@ EP_HD int size_of(DType dtype) {
 EP_HD bool is_float(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32; }
 
 inline const char* name_of(DType dtype) {
-  constexpr const char* kNames[] = {"bf16", "fp16", "fp32", "e4m3", "8 bits", "16 bits", "32 bits", "64 bits"};
+  constexpr const char* kNames[] = {"bf16",    "fp16",    "fp32",    "e4m3", "8 bits",
+                                    "16 bits", "32 bits", "64 bits", "fp8",  "logfmt"};
   return kNames[static_cast<int>(dtype)];
 }
 

@@ -110,7 +110,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
   HtRowFormat row;
   if (p.has_rows()) {
     check_combined_rows(p);
-    row.add(p.hidden * size_of(p.wire_dtype));
+    row.add(wire_row_bytes(p.wire_dtype, p.hidden));
     p.rows_offset =
         offset_of(p.rows, static_cast<uint64_t>(p.output.rows()) * p.hidden * static_cast<uint64_t>(size_of(p.dtype)));
   }

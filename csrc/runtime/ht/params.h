@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "layout/common/block_formats.h"
 #include "layout/ht/handle.h"
 #include "layout/ht/offsets.h"
 #include "runtime/ll/params.h"
@@ -131,7 +132,8 @@ struct HtCombineParams {
   EP_HD bool has_rows() const { return hidden > 0; }
   // By ranks that can reach the rows.
   EP_HD bool can_read_in_place() const {
-    return has_rows() && !has_expert_rows(output.layout) && size_of(dtype) <= size_of(wire_dtype);
+    return has_rows() && !has_expert_rows(output.layout) && !is_block_format(wire_dtype) &&
+           size_of(dtype) <= size_of(wire_dtype);
   }
   EP_HD bool reads_in_place() const { return can_read_in_place() && rows_offset != kNoOffset; }
 };

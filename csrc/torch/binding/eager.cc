@@ -178,6 +178,22 @@ bool load_dtype(PyObject* given, at::ScalarType fallback, at::ScalarType& dtype)
   return true;
 }
 
+// A type that a combine may travel in: None, that of the output, fp32, or the name of a block format.
+bool load_wire(PyObject* given, at::ScalarType out_dtype, int64_t& code) {
+  if (PyUnicode_CheckExact(given)) {
+    for (DType format : {DType::kFp8Blocks, DType::kLogFmt}) {
+      if (PyUnicode_CompareWithASCIIString(given, name_of(format)) != 0) continue;
+      code = static_cast<int64_t>(format);
+      return true;
+    }
+    return false;
+  }
+  at::ScalarType dtype;
+  if (!load_dtype(given, out_dtype, dtype) || (dtype != out_dtype && dtype != at::kFloat)) return false;
+  code = static_cast<int64_t>(dtype_of(dtype));
+  return true;
+}
+
 // rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms.
 PyObject* combine(PyObject* const* given, Py_ssize_t count) {
   Argument<Tensor> rows, tensor, seq_argument;
@@ -204,12 +220,12 @@ PyObject* combine(PyObject* const* given, Py_ssize_t count) {
       !is_beside(seq, weights.get()) || !is_beside(seq, topk_idx.get()) || !is_beside(seq, out.get())) {
     Py_RETURN_NONE;
   }
-  at::ScalarType out_dtype, wire_dtype;
-  if (!load_dtype(given[5], rows.get().scalar_type(), out_dtype) || !load_dtype(given[6], out_dtype, wire_dtype) ||
-      (wire_dtype != out_dtype && wire_dtype != at::kFloat)) {
+  at::ScalarType out_dtype;
+  CombineConfig config;
+  if (!load_dtype(given[5], rows.get().scalar_type(), out_dtype) ||
+      !load_wire(given[6], out_dtype, config.wire_dtype)) {
     Py_RETURN_NONE;
   }
-  CombineConfig config;
   int64_t num_tokens = 0, capacity = 0, num_ranks = 0;
   if (!is_number(of_handle(kNumExperts), config.num_experts) || !is_number(of_handle(kTopk), config.topk) ||
       !is_number(of_handle(kMaxTokens), config.max_tokens) || !is_number(of_handle(kLayout), config.layout) ||
@@ -223,7 +239,6 @@ PyObject* combine(PyObject* const* given, Py_ssize_t count) {
                                           : by_dispatch ? Weighting::kDispatch
                                                         : Weighting::kNone);
   config.out_dtype = static_cast<int64_t>(dtype_of(out_dtype));
-  config.wire_dtype = static_cast<int64_t>(dtype_of(wire_dtype));
   const auto numbers = config.pack();
   PyObject* mode = of_handle(kMode);
   const bool is_ht = PyUnicode_Check(mode) && PyUnicode_CompareWithASCIIString(mode, "ht") == 0;

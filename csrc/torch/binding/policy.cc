@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,6 +101,14 @@ void define_policy(py::module_& m) {
   m.def(
       "dtype_code", [](at::ScalarType type) { return static_cast<int>(dtype_of(type)); },
       "A dtype as configs have it.");
+  m.def(
+      "wire_formats",
+      [] {
+        std::map<std::string, int> formats;
+        for (DType format : {DType::kFp8Blocks, DType::kLogFmt}) formats[name_of(format)] = static_cast<int>(format);
+        return formats;
+      },
+      "Codes of the formats that only partial sums have, by their names.");
   m.def(
       "carries_extra", [](int64_t quant, bool has_scales) { return carries_extra(quant_of(quant), has_scales); },
       "Whether an extra tensor of low latency travels in the rows of x.");

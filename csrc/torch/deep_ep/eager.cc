@@ -24,7 +24,7 @@ using Dispatch = Op<"nccl_ep::ll_dispatch_deepep", Dispatched(EP_DISPATCH_TYPES)
 using DispatchSend = Op<"nccl_ep::ll_dispatch_deepep_send", Dispatched(EP_DISPATCH_TYPES)>;
 #define EP_COMBINE_TYPES                                                                                              \
   const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, const OptionalTensor&, \
-      const OptionalTensor&, int64_t
+      const OptionalTensor&, int64_t, bool
 using Combine = Op<"nccl_ep::ll_combine_deepep", Tensor(EP_COMBINE_TYPES)>;
 using CombineSend = Op<"nccl_ep::ll_combine_deepep_send", Tensor(EP_COMBINE_TYPES)>;
 
@@ -147,7 +147,7 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   const bool has_hook = is_true(given[6]);
   Tensor made = (has_hook ? &CombineSend::run : &Combine::run)(seq, rows.get(), src_info.get(), topk_weights.get(),
                                                                topk_idx.get(), num_experts.get(), max_tokens.get(),
-                                                               wait_cost.get(), out.get(), 0);
+                                                               wait_cost.get(), out.get(), 0, false);
   const auto result = py::reinterpret_steal<py::object>(out.get() ? new_reference(given[7]) : wrap(std::move(made)));
   if (!result) return nullptr;
   if (!has_hook) return tuple_of(new_reference(result), no_event(), new_reference(Py_None));
@@ -155,7 +155,7 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   PyObject* to_receive =
       tuple_of(new_reference(buffer->seq), new_reference(elements[0]), number(topk_idx.get().size(1)),
                new_reference(elements[4]), new_reference(elements[2]), new_reference(given[8]), new_reference(result),
-               number(0));
+               number(0), new_reference(Py_False));
   return tuple_of(results, to_receive);
 }
 
@@ -165,7 +165,7 @@ using DispatchRecv = Receive<"nccl_ep::ll_dispatch_deepep_recv",
                                   int64_t, int64_t, const OptionalTensor&, const OptionalTensor&, int64_t)>;
 using CombineRecv =
     Receive<"nccl_ep::ll_combine_deepep_recv", void(const Tensor&, const Tensor&, int64_t, int64_t, int64_t,
-                                                    const OptionalTensor&, const Tensor&, int64_t)>;
+                                                    const OptionalTensor&, const Tensor&, int64_t, bool)>;
 
 PyMethodDef methods[] = {method<&DispatchRecv::call>("ll_dispatch_deepep_recv_eager"),
                          method<&CombineRecv::call>("ll_combine_deepep_recv_eager"),

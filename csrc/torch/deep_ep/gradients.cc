@@ -22,7 +22,7 @@ EP_OP_HANDLE(ll_dispatch_deepep, LlDispatched, const Tensor& seq, const Tensor& 
              const Optional& wait_cost, int64_t num_sms)
 EP_OP_HANDLE(ll_combine_deepep, Tensor, const Tensor& seq, const Tensor& rows, const Tensor& src_info,
              const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
-             const Optional& wait_cost, const Optional& out, int64_t num_sms)
+             const Optional& wait_cost, const Optional& out, int64_t num_sms, bool use_logfmt)
 
 HtDispatched ht_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,
                          const Optional& topk_weights, int64_t num_experts, int64_t max_tokens, int64_t capacity,
@@ -88,11 +88,11 @@ LlDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Tensor& topk_
 
 Tensor ll_combine(const Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
                   const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, const Optional& wait_cost,
-                  const Optional& out, int64_t num_sms) {
+                  const Optional& out, int64_t num_sms, bool use_logfmt) {
   const auto run = [&] {
     const at::AutoDispatchBelowAutograd below;
     return ll_combine_deepep().call(seq, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out,
-                                    num_sms);
+                                    num_sms, use_logfmt);
   };
   variable_list written;
   if (out) written.push_back(*out);

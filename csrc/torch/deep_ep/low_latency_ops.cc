@@ -210,8 +210,8 @@ Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_
 
 // The result, if it is not given.
 Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
-               int64_t num_tokens, int64_t topk, int64_t num_sms, CombineArgs args, const OptionalTensor& wait_cost,
-               const Tensor* given, Phase phase) {
+               int64_t num_tokens, int64_t topk, int64_t num_sms, bool use_logfmt, CombineArgs args,
+               const OptionalTensor& wait_cost, const Tensor* given, Phase phase) {
   const auto [registered, group, device, on_device] = OnGroup(seq);
   const auto dtype = static_cast<int64_t>(dtype_of(args.rows_dtype));
   const CombineConfig config{.num_experts = num_experts,
@@ -220,7 +220,7 @@ Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_expert
                              .layout = kExpertMajor,
                              .weighting = static_cast<int64_t>(Weighting::kHome),
                              .out_dtype = dtype,
-                             .wire_dtype = dtype,
+                             .wire_dtype = use_logfmt ? static_cast<int64_t>(DType::kLogFmt) : dtype,
                              .num_sms = num_sms};
   const OutputShape output = whole_output(group.num_ranks(), config);
   args.wait_cost = take_wait_cost(wait_cost, group, device);
@@ -243,7 +243,7 @@ Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_expert
 
 Tensor combine_rows(const at::Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
                     const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, const OptionalTensor& wait_cost,
-                    const OptionalTensor& out, int64_t num_sms, Phase phase) {
+                    const OptionalTensor& out, int64_t num_sms, bool use_logfmt, Phase phase) {
   return guarded([&] {
     EP_CHECK(rows.dim() == 3, "x has ", rows.dim(), " dimensions, must be [local experts, ranks * max_tokens, hidden]");
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
@@ -253,33 +253,36 @@ Tensor combine_rows(const at::Tensor& seq, const Tensor& rows, const Tensor& src
     args.topk_idx = &topk_idx;
     args.hidden = rows.size(2);
     args.rows_dtype = rows.scalar_type();
-    return combine(seq, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), num_sms, args, wait_cost,
-                   pointer_to(out), phase);
+    return combine(seq, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), num_sms, use_logfmt,
+                   args, wait_cost, pointer_to(out), phase);
   });
 }
 
 Tensor ll_combine_deepep(const Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
                          const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
-                         const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
+                         const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms, bool use_logfmt) {
   return combine_rows(seq, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
-                      Phase::kFused);
+                      use_logfmt, Phase::kFused);
 }
 
 Tensor ll_combine_deepep_send(const Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
                               const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
-                              const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms) {
+                              const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms,
+                              bool use_logfmt) {
   return combine_rows(seq, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
-                      Phase::kSend);
+                      use_logfmt, Phase::kSend);
 }
 
 void ll_combine_deepep_recv(const Tensor& seq, const Tensor& src_info, int64_t topk, int64_t num_experts,
-                            int64_t max_tokens, const OptionalTensor& wait_cost, const Tensor& out, int64_t num_sms) {
+                            int64_t max_tokens, const OptionalTensor& wait_cost, const Tensor& out, int64_t num_sms,
+                            bool use_logfmt) {
   guarded([&] {
     EP_CHECK(out.dim() == 2, "out has ", out.dim(), " dimensions, must be [tokens, hidden]");
     CombineArgs args;
     args.hidden = out.size(1);
     args.rows_dtype = out.scalar_type();
-    combine(seq, src_info, num_experts, max_tokens, out.size(0), topk, num_sms, args, wait_cost, &out, Phase::kRecv);
+    combine(seq, src_info, num_experts, max_tokens, out.size(0), topk, num_sms, use_logfmt, args, wait_cost, &out,
+            Phase::kRecv);
   });
 }
 
@@ -290,7 +293,7 @@ void ll_combine_deepep_recv(const Tensor& seq, const Tensor& src_info, int64_t t
   ") -> (Tensor x, Tensor scales, Tensor weights, Tensor counts, Tensor src_info, Tensor layout_range)"
 #define EP_COMBINE_SCHEMA                                                                \
   "(Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
-  "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms) -> Tensor"
+  "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms, bool use_logfmt) -> Tensor"
 
 fast_call::Op ops[] = {
     EP_OP(ll_dispatch_deepep), EP_OP(ll_dispatch_deepep_send), EP_OP(ll_dispatch_deepep_recv),
@@ -312,7 +315,7 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def("ll_combine_deepep_send" EP_COMBINE_SCHEMA);
   library.def(
       "ll_combine_deepep_recv(Tensor(a!) seq, Tensor src_info, int topk, int num_experts, int max_tokens, "
-      "Tensor(b!)? out_wait_cost, Tensor(c!) out, int num_sms) -> ()");
+      "Tensor(b!)? out_wait_cost, Tensor(c!) out, int num_sms, bool use_logfmt) -> ()");
 }
 
 EP_IMPLEMENT(ep::ops)

@@ -31,7 +31,7 @@ int num_sms_of(int64_t num_sms) {
 }
 
 DType dtype_of_code(int64_t code) {
-  EP_CHECK(code >= 0 && code <= static_cast<int64_t>(DType::kOpaque64), "dtype ", code, " is unknown");
+  EP_CHECK(code >= 0 && code <= static_cast<int64_t>(DType::kLogFmt), "dtype ", code, " is unknown");
   return static_cast<DType>(code);
 }
 

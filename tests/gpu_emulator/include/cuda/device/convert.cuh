@@ -34,5 +34,8 @@ inline uint32_t pack_e4m3(float a, float b, float c, float d) {
   return float_to_e4m3(a) | static_cast<uint32_t>(float_to_e4m3(b)) << 8 |
          static_cast<uint32_t>(float_to_e4m3(c)) << 16 | static_cast<uint32_t>(float_to_e4m3(d)) << 24;
 }
+inline float2 unpack2_e4m3(uint32_t bytes) {
+  return {e4m3_to_float(static_cast<uint8_t>(bytes)), e4m3_to_float(static_cast<uint8_t>(bytes >> 8))};
+}
 
 }  // namespace ep

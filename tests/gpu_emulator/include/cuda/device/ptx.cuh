@@ -68,6 +68,7 @@ void late_store_words(Vector* p, const Vector& v) {
 }
 inline void st(uint4* p, uint4 v) { *p = v; }
 inline void st(uint2* p, uint2 v) { *p = v; }
+inline void st(uint32_t* p, uint32_t v) { *p = v; }
 inline void st_relaxed_sys(uint4* p, uint4 v) { late_store_words<uint32_t>(p, v); }
 inline void st_relaxed_sys(uint2* p, uint2 v) { late_store_words<uint32_t>(p, v); }
 inline void st_relaxed_sys(uint32_t* p, uint32_t v) { emulator::store(p, &v, sizeof v); }
