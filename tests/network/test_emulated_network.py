@@ -218,7 +218,7 @@ def _search(bugs: list[str], kinds: int, seed: int) -> str:
             return stress(chain, chain.run, RUNS if bugs else RUNS // 8, group, batch=1)
 
     try:
-        return run_ranks(2, body)[0]
+        return run_ranks(2, body, timeout=LIMIT)[0]
     finally:
         set_testing()
 
