@@ -282,9 +282,7 @@ def check_ht_case(case: Case, *, network_seed: int = 0, device: str = "cpu", **o
     return HtOutcome(plan, results, got)
 
 
-def check_ht_network(
-    case: Case, plan: HtPlan, inputs: list[reference.RankInput], got: list[HtRankResult]
-) -> None:
+def check_ht_network(case: Case, plan: HtPlan, inputs: list[reference.RankInput], got: list[HtRankResult]) -> None:
     """Between domains of GPUs: a row for each (token, domain with an expert of it), each way, and no byte more."""
 
     def widths(tensors: Sequence[torch.Tensor | None]) -> list[int]:

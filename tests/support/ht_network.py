@@ -35,9 +35,15 @@ def dispatch_bytes(case: Case, rows: int, tokens: int, parts: list[int]) -> int:
 
 
 def expected_bytes(
-    case: Case, inputs: list[reference.RankInput], *, exact: bool, times: int, parts: list[int], cached: list[list[int]],
+    case: Case,
+    inputs: list[reference.RankInput],
+    *,
+    exact: bool,
+    times: int,
+    parts: list[int],
+    cached: list[list[int]],
     home: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """[operation of HtRankResult.wire, sender, peer], all up to the operation. parts: bytes of a row's tensors.
 
     times: how often the dispatch was called. home: bytes of a row of combine.
