@@ -44,15 +44,15 @@ def expected_bytes(
     cached: list[list[int]],
     home: int,
 ) -> torch.Tensor:
-    """[operation of HtRankResult.wire, sender, peer], all up to the operation. parts: bytes of a row's tensors.
+    """[sender, peer] of a dispatch, a combine, one of weights and the cached dispatches together.
 
-    times: how often the dispatch was called. home: bytes of a row of combine.
+    parts, cached: bytes of a row's tensors. times: how often the dispatch was called. home: bytes of a row of combine.
     """
     ranks, size = case.num_ranks, case.domain_size or case.num_ranks
     rows = rows_between(case, inputs)
     counts, no_counts = _aligned(4 * (32 + ranks + case.num_experts)), 4 * 32
     is_weighted = case.combine_weights in ("tensor", "masked")
-    sent = torch.zeros(4, ranks, ranks, dtype=torch.int64)
+    sent = torch.zeros(ranks, ranks, dtype=torch.int64)
     for rank in range(ranks):
         for peer in range(ranks):
             if peer % size != rank % size or peer == rank:
@@ -60,9 +60,9 @@ def expected_bytes(
             tokens = case.tokens[rank]
             there, back = int(rows[rank, peer // size]), int(rows[peer, rank // size])
             records = counts + no_counts if exact else counts
-            sent[0, rank, peer] = times * (records + dispatch_bytes(case, there, tokens, parts))
+            sent[rank, peer] += times * (records + dispatch_bytes(case, there, tokens, parts))
             weights = tokens * _aligned(8 * case.topk) if is_weighted else 0
-            sent[1, rank, peer] = _aligned(4 * COMBINE_WORDS) + weights + back * _aligned(home)
-            sent[2, rank, peer] = _aligned(4 * COMBINE_WORDS) + back * _aligned(4 * case.topk)
-            sent[3, rank, peer] = sum(no_counts + dispatch_bytes(case, there, tokens, each) for each in cached)
-    return sent.cumsum(0)
+            sent[rank, peer] += 2 * _aligned(4 * COMBINE_WORDS) + weights
+            sent[rank, peer] += back * (_aligned(home) + _aligned(4 * case.topk))
+            sent[rank, peer] += sum(no_counts + dispatch_bytes(case, there, tokens, each) for each in cached)
+    return sent

@@ -176,9 +176,9 @@ struct CrossingWorker {
     const Offset part = rail.in_part(domain);
     const auto* header = role.peers.local<uint32_t>(part + rail.chunk_at(share, chunk));
     const auto rows = static_cast<int>(ptx::ld_relaxed_sys(header)),
-               rows_here = static_cast<int>(ptx::ld_relaxed_sys(header + 1));
+               all = static_cast<int>(ptx::ld_relaxed_sys(header + 1));
     const bool is_last = chunk == (tokens - 1) / share;
-    if (keeps && is_last && index == 0 && role.lane == 0) p.handle.rail_tokens[domain] = min(rows_here, tokens);
+    if (keeps && is_last && index == 0 && role.lane == 0) p.handle.rail_tokens[domain] = within(all, tokens);
     if (index >= min(rows, share) || index + chunk * share >= tokens) return false;
     if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && chunk == 1) return false;
     const int place = chunk * share + index;

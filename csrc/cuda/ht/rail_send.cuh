@@ -23,7 +23,7 @@ __device__ __forceinline__ void send_chunk(const SendRole& role, int domain, int
   const Offset source = rail.out_part(domain) + at;
   auto* header = role.peers.local<HtRailHeader>(source);
   header->rows = rows;
-  header->rows_here = chunk * share + rows;
+  header->all = static_cast<int32_t>(ptx::ld_relaxed_gpu(&rail_counters_of(role.op).places[domain]));
   const uint64_t bytes = sizeof(HtRailHeader) + static_cast<uint64_t>(rows) * rail.entry_bytes;
   post(role.op, role.part, domain, channel, rail.in_part(rail.domain) + at, source, bytes);
   if (has_bug(Bug::kEarlySource, Kind::kDispatch) && rows > 0) {
@@ -115,7 +115,7 @@ struct CrossingRoute : SendRoute {
       const int leader = __ffs(static_cast<int>(rest)) - 1;
       const unsigned long long mine = domain >= 0 && place >= 0 ? entry(role) + role.part.rail.route_at : 0;
       auto* words = role.peers.local<int32_t>(__shfl_sync(~0u, mine, leader));
-      const bool is_there = group.rank >= 0 && group.rank == __shfl_sync(~0u, group.rank, leader);
+      const bool is_there = group.rank == __shfl_sync(~0u, group.rank, leader);  // a leader's is a rank
       if (role.lane == 0) words[format.token()] = token;
       if (role.lane >= p.shape.topk) continue;
       words[format.expert(role.lane)] = is_there ? choice.id : -1;

@@ -19,8 +19,8 @@ EP_HD int ht_rail_share(int tokens) { return tokens > kHtRailChunks ? ceil_div(t
 
 // What lies in front of a dispatch's chunk.
 struct HtRailHeader {
-  int32_t rows;       // of the chunk
-  int32_t rows_here;  // of all chunks up to this one
+  int32_t rows;  // of the chunk
+  int32_t all;   // of the last chunk that has a header, where the handle is made: rows of all chunks
   int32_t unused[2];
 };
 static_assert(sizeof(HtRailHeader) == 16 && sizeof(HtRailHeader) * kHtRailChunks == kHtRailSlack);
