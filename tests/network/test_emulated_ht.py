@@ -65,22 +65,24 @@ def test_one_buffer_for_many_cases(topology: tuple[int, int]) -> None:
     run_ranks(topology[0] * topology[1], body)
 
 
-@pytest.mark.parametrize("topology", [(2, 2), (4, 1)], ids=name_of)
+@pytest.mark.parametrize("topology", [(2, 1), (2, 2)], ids=name_of)
 @pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
-def test_chains(topology: tuple[int, int], seed: int) -> None:
+def test_chains(topology: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")  # of which each rank's waiting warps take less from the others
+
     def body(group: ThreadGroup) -> int:
         wrong = 0
         with ht_chain_buffer(group, "cpu", domain_size=topology[1], network_seed=9) as buffer:
             for letters in HT_CHAINS:
                 chain = HtChain(letters, buffer, given=False, seed=1)
-                for _ in range(3):
+                for _ in range(2):
                     chain.run()
                     chain.renew()
                 wrong += chain.finish()
         return wrong
 
     with delays(seed=seed, percent=PERCENT):
-        assert run_ranks(4, body) == [0] * 4
+        assert not any(run_ranks(topology[0] * topology[1], body))
 
 
 # ---- A node that is gone
@@ -89,7 +91,8 @@ def test_chains(topology: tuple[int, int], seed: int) -> None:
 @pytest.mark.parametrize("phase", HT_STEPS)
 def test_a_dead_node_is_named(phase: str) -> None:
     """All survivors, of its rail peers and of the others; a new buffer works in the same process."""
-    case = Expected(plain_case(4, layout="flat", domain_size=2))
+    layout = "packed" if phase == "weighted combine" else "flat"
+    case = Expected(plain_case(4, layout=layout, domain_size=2))
 
     def run(deadline: float) -> None:
         def body(group: ThreadGroup) -> str:

@@ -19,8 +19,9 @@ __device__ __forceinline__ void clear_next_rail_counters(const OpContext& op) {
   for (unsigned i = threadIdx.x; i < sizeof(HtRailCounters) / 4; i += blockDim.x) words[i] = 0;
 }
 
-// One thread waits for a channel of the rail peer in `domain`. False: the wait was given up.
-__device__ __forceinline__ bool await_channel(const OpContext& op, const HtRailPart& part, int domain, int channel) {
+// One thread waits for a channel of the rail peer in `domain`. False: the wait was given up. Here and in post() the
+// network's code stands once: it takes many registers.
+static __device__ __noinline__ bool await_channel(const OpContext& op, const HtRailPart part, int domain, int channel) {
   if (has_bug(Bug::kSkippedWait, op.kind) && channel == kFirstChunkChannel + 1) return true;
   const HtRail& rail = part.rail;
   const EP_NETWORK network = part.network();
@@ -48,8 +49,8 @@ __device__ __forceinline__ bool warp_awaits_channel(const OpContext& op, const H
 
 // One thread sends what it and others have stored at `source`, which it has seen by a barrier or an acquire; a signal
 // alone if that is nothing.
-__device__ __forceinline__ void post(const OpContext& op, const HtRailPart& part, int domain, int channel,
-                                     Offset target, Offset source, uint64_t bytes) {
+static __device__ __noinline__ void post(const OpContext& op, const HtRailPart part, int domain, int channel,
+                                         Offset target, Offset source, uint64_t bytes) {
   const HtRail& rail = part.rail;
   const EP_NETWORK network = part.network();
   const int parity = has_bug(Bug::kOneParity, op.kind) ? 0 : bank_of(op.epoch);
