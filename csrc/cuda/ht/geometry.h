@@ -70,10 +70,10 @@ struct HtSendGeometry {
   int passes = 1;
   int first_part[kHtMaxParts + 1] = {};  // of each pass
   int stage_offset[kHtMaxParts] = {};
-  int in_width[kHtMaxParts] = {};                                    // bytes that are loaded at once; 0: by a bulk copy
-  int units = 0;                                                     // of all workers
-  bool has_staged = false;                                           // a part's output lies elsewhere than in the arena
-  int rank_bits = 0;                                                 // of a rank
+  int in_width[kHtMaxParts] = {};  // bytes that are loaded at once; 0: by a bulk copy
+  int units = 0;                   // of all workers
+  bool has_staged = false;         // a part's output lies elsewhere than in the arena
+  int rank_bits = 0;               // of a rank
   Divisor by_tokens, by_local_experts, by_topk, by_near_ranks, by_words;  // words: of a slot
   int tables_at = 0, bytes = 0;  // shared memory: stages of workers | barriers and tables
 
