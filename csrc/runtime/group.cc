@@ -92,7 +92,9 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   LlSizes sizes = config.sizes;
   sizes.by_source = config.masks_late_ranks;
   if (config.has_rail && topology_.num_domains() > 1) sizes.rail_domain_size = topology_.domain_size;
-  window_ = Window::make(topology_.num_ranks, sizes, config.ht_sizes);
+  HtSizes ht_sizes = config.ht_sizes;
+  ht_sizes.rail_domain_size = sizes.rail_domain_size;
+  window_ = Window::make(topology_.num_ranks, sizes, ht_sizes);
   backend_ = make_backend(bootstrap, topology_, window_, config_);
 }
 

@@ -20,11 +20,11 @@ from tests.support.layers import LAYOUTS, layer, layer_buffer
 ODD_NUMBERS = torch.tensor([-(1 << 31), -7, -1, 3, 1 << 20, (1 << 31) - 1], dtype=torch.int32)
 
 
-def changed_places(group: Any, device: Any) -> None:
+def changed_places(group: Any, device: Any, domain_size: int | None = None) -> None:
     """Rows behind the output that a handle names: none is written, read or added."""
     rank, ranks, topk = group.rank(), group.size(), 4
     for layout in ("packed", "expert_major"):
-        case = layer(ranks, layout, 95)
+        case = layer(ranks, layout, 95, domain_size=domain_size)
         with layer_buffer(case.case, group, device, arena_bytes=LARGE_ARENA) as buffer:
             out = case.send(buffer)
             hidden, given = case.case.hidden, case.inputs[rank]
@@ -66,7 +66,9 @@ def _parts(handle: nccl_ep.Handle) -> list[tuple[str, slice]]:
     # Counts, the experts' counts, ids, rows, slots.
     starts = (
         0,
-        *_C.ht_route_parts(ranks, ranks, handle.num_experts, handle.num_tokens, handle.max_tokens, handle.topk),
+        *_C.ht_route_parts(
+            ranks, int(handle.seq.shape[2]), handle.num_experts, handle.num_tokens, handle.max_tokens, handle.topk
+        ),
     )
     return [*(("tensor", slice(*part)) for part in itertools.pairwise(starts)), ("slots", slice(None))]
 
@@ -101,17 +103,17 @@ def use_handle(
     buffer.require_usable()
 
 
-def changed_handles(group: Any, device: Any) -> None:
+def changed_handles(group: Any, device: Any, domain_size: int | None = None) -> None:
     """Whatever a handle holds, an operation ends, by the deadline if not well, and reaches nothing else."""
     made, turn = torch.Generator().manual_seed(group.rank()), itertools.count()
     for mode, layout in itertools.product(("ht", "ll"), LAYOUTS):
-        case = layer(group.size(), layout, 96)
+        case = layer(group.size(), layout, 96, domain_size=domain_size)
         steps = ["sums", "scalars"] + ["cached"] * (mode == "ht")
         steps += ["dispatch", "home"] * (layout in ("packed", "expert_major"))
         for step, _ in itertools.product(steps, range(3)):  # a step has half of the parts with each of two layouts
             with layer_buffer(case.case, group, device, mode=mode) as buffer:
                 out = case.send(buffer, mode=mode)
-                handle = change_handle(out.handle, next(turn) % 6, made)
+                handle = change_handle(out.handle, next(turn) % num_parts(out.handle), made)
                 buffer.set_timeout(0.2)
                 with contextlib.suppress(nccl_ep.TimeoutError):
                     use_handle(step, case, buffer, out, handle)

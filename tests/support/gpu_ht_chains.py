@@ -19,15 +19,23 @@ HT_CHAINS = ("dcc", "fhcsc", "dfchcsc")
 FEW_SMS = 2  # of the longest chain's dispatches: their warps draw most copies by tickets
 
 
-def rank_sum(x: torch.Tensor, ids: torch.Tensor, num_ranks: int, experts: int) -> torch.Tensor:
-    """What combine makes of untouched rows of a flat dispatch: x once for each rank with an expert of the token."""
+def rank_sum(
+    x: torch.Tensor, ids: torch.Tensor, num_ranks: int, experts: int, domain_size: int | None = None
+) -> torch.Tensor:
+    """What combine makes of untouched rows of a flat dispatch: x once for each rank with an expert of the token; of
+    several domains, a bf16 row each."""
     owner = torch.where(ids >= 0, ids // (experts // num_ranks), -1)
     total, has_total = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(owner[:, :1], dtype=torch.bool)
-    for rank in range(num_ranks):
-        is_here = (owner == rank).any(1, keepdim=True)
-        added = torch.where(has_total, total + x.float(), x.float())
-        total = torch.where(is_here, added, total)
-        has_total |= is_here
+    size = domain_size or num_ranks
+    for first in range(0, num_ranks, size):
+        inside, has_inside = torch.zeros_like(total), torch.zeros_like(has_total)
+        for rank in range(first, first + size):
+            is_here = (owner == rank).any(1, keepdim=True)
+            inside = torch.where(is_here, torch.where(has_inside, inside + x.float(), x.float()), inside)
+            has_inside |= is_here
+        row = inside if size == num_ranks else inside.bfloat16().float()
+        total = torch.where(has_inside, torch.where(has_total, total + row, row), total)
+        has_total |= has_inside
     return total.bfloat16()
 
 
@@ -89,23 +97,23 @@ class HtChain(Chain):
             x, ids, weights = self.x[each.slot], self.ids[each.route], self.weights[each.route]
             ranks = self.buffer.num_ranks
             if each.is_flat:
-                want = rank_sum(x, ids, ranks, self.experts)
+                want = rank_sum(x, ids, ranks, self.experts, self.buffer.domain_size)
             else:
-                want = home_sum(x, ids, weights, ranks, self.experts)
+                want = home_sum(x, ids, weights, ranks, self.experts, self.buffer.domain_size)
             self.wrong.add_(count_differences(y, want))
         for each, values in scalars:
             want = torch.where(self.ids[each.route] >= 0, self.weights[each.route], 0.0)
             self.wrong.add_(count_differences(values, want))
 
 
-def ht_chain_buffer(group: Any, device: str | torch.device) -> nccl_ep.Buffer:
+def ht_chain_buffer(group: Any, device: str | torch.device, **options: Any) -> nccl_ep.Buffer:
     """A buffer for chains, with room for all outputs. ``group``: a rendezvous, or None for a world of one rank."""
     ranks = 1 if group is None else group.size()
     output = ranks * TOKENS * TOPK * HIDDEN * 2
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK, num_experts=LOCAL_EXPERTS * ranks, device=device,
         mode="ht", arena_bytes=max(16 * output, 1 << 27) if torch.device(device).type == "cuda" else 8 * output,
-        timeout=of_living_ranks(30.0),
+        timeout=of_living_ranks(30.0), **options,
     )  # fmt: skip
 
 

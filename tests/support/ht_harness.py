@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.support.cases import OPAQUE, Case
 from tests.support.contents import FLOATS, as_bytes
 from tests.support.expected import Expected
 from tests.support.harness import case_buffer, check_results, combine_case, garble, to_device
+from tests.support.ht_network import expected_bytes
 
 ARENAS = ("none", "tight", "ample")
 _STREAM_EXTRA = 100  # beside those of cases.py
@@ -268,6 +269,9 @@ def check_ht_case(case: Case, *, network_seed: int = 0, device: str = "cpu", **o
             kept = crowd(buffer, case.num_ranks * case.max_tokens * case.hidden * case.dtype.itemsize)
             made = run_on_rank(case, plan, buffer, case.rank_input(rank), results[rank], **options)
             del kept
+            if "network" in made.wire[-1]:  # counts what the network has taken: all, when all ranks are done
+                group.allgather(b":", 600.0)
+                made.wire[-1] = buffer.wire_bytes()
             return made
 
     got = run_ranks(case.num_ranks, body)
@@ -276,7 +280,26 @@ def check_ht_case(case: Case, *, network_seed: int = 0, device: str = "cpu", **o
     if device == "cpu" and not _C.EMULATES_GPU:
         check_ht_wire(case, plan, results, inputs, got)
         check_ht_other(case, plan, inputs, got)
+    elif "network" in got[0].wire[0]:
+        check_ht_network(case, plan, inputs, got)
     return HtOutcome(plan, results, got)
+
+
+def check_ht_network(case: Case, plan: HtPlan, inputs: list[reference.RankInput], got: list[HtRankResult]) -> None:
+    """Between domains of GPUs: a row for each (token, domain with an expert of it), each way, and no byte more."""
+
+    def widths(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+        return [each.shape[-1] * each.element_size() for each in tensors if each is not None]
+
+    out = got[0].dispatched
+    wire_dtype = case.wire_dtype or case.out_dtype or case.rows_dtype
+    expected = expected_bytes(
+        case, inputs, exact=plan.exact, times=2 if plan.given else 1, parts=widths([out.x, out.scales, *out.extra]),
+        cached=[widths([each.x, each.scales]) for each in got[0].cached], home=case.hidden * wire_dtype.itemsize,
+    )  # fmt: skip
+    for rank, result in enumerate(got):
+        crossed, wanted = result.wire[-1]["network"], expected[rank].tolist()
+        assert crossed == wanted, f"{case.describe()} {plan}: rank {rank}: {crossed} bytes, not {wanted}"
 
 
 def check_further(

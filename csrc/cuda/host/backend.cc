@@ -213,6 +213,9 @@ class CudaBackend : public Backend {
   static constexpr bool kIsLl = std::is_same_v<Params, LlDispatchParams> || std::is_same_v<Params, LlCombineParams> ||
                                 std::is_same_v<Params, LlCombineWeightsParams>;
 
+  template <class Params>
+  static constexpr bool kIsHt = std::is_base_of_v<HtDispatchParams, Params> || std::is_same_v<Params, HtCombineParams>;
+
   void check_one_domain(const char* what) const {
     EP_CHECK(topology_.num_domains() == 1, what, " serve GPUs of one NVLink domain, these are in ",
              topology_.num_domains());
@@ -287,9 +290,19 @@ class CudaBackend : public Backend {
     if (memory_->network == nullptr) return launch(args, stream);
     if constexpr (kIsLl<Params>) {
       memory_->network->launch(args, rail_of(params, args.plan), stream);
+    } else if constexpr (kIsHt<Params>) {
+      memory_->network->launch(args, ht_rail_of(params), stream);
     } else {
-      check_one_domain("high throughput and the floors");
+      check_one_domain("the floors");
     }
+  }
+
+  template <class Params>
+  HtRail ht_rail_of(const Params& params) const {
+    constexpr Kind kind = std::is_same_v<Params, HtCombineParams> ? Kind::kCombine : Kind::kDispatch;
+    const int route_bytes = kind == Kind::kDispatch ? params.offsets.route.bytes_with_token() : 0;
+    return HtRail::make(window_.ht, kind, topology_, memory_->peers.rank, params.shape, params.offsets.row,
+                        route_bytes);
   }
 
   // The routing kernel of a dispatch. If the caller asks for the sizes, the host waits for them.
@@ -395,7 +408,7 @@ class CudaBackend : public Backend {
   }
 
   std::shared_ptr<Memory> memory_;  // tensors of the arena keep it
-  const LlWindow window_;
+  const Window window_;
   const Topology topology_;
   const int num_ranks_;
   std::shared_ptr<Arena> arena_;
@@ -422,17 +435,17 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topo
 void check_domains(const Topology& topology, const Window& window, const GroupConfig& config) {
   if (topology.num_domains() == 1) return;
   EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks in ", topology.num_domains(),
-           " NVLink domains: low latency on GPUs serves ", kMaxCudaRanks);
-  EP_CHECK(window.ht.message_words == 0, "the ranks are in ", topology.num_domains(), " NVLink domains of ",
-           topology.domain_size,
-           ", between which GPUs have low latency alone: make the buffer with mode=\"ll\", or of one domain's ranks");
+           " NVLink domains: GPUs serve ", kMaxCudaRanks);
   EP_CHECK(!config.masks_late_ranks, "late ranks cannot be masked in ", topology.num_domains(), " NVLink domains");
 }
 
 void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& window, const GroupConfig& config,
                   Memory& memory) {
   const int domains = topology.num_domains();
-  const NetworkShape shape{LlRail::num_contexts(), LlRail::num_signals(domains), LlRail::max_outstanding()};
+  const bool has_ht = window.ht.message_words > 0;  // high throughput shares the contexts
+  const NetworkShape shape{LlRail::num_contexts(),
+                           LlRail::num_signals(domains) + (has_ht ? HtRail::num_signals(domains) : 0),
+                           LlRail::max_outstanding() + (has_ht ? HtRail::max_outstanding() : 0)};
   memory.peers.first = static_cast<uint8_t>(topology.domain_of(bootstrap.rank()) * topology.domain_size);
   memory.peers.size = static_cast<uint8_t>(topology.domain_size);
   memory.network =

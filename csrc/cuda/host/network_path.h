@@ -4,8 +4,10 @@
 
 #include <memory>
 
+#include "cuda/ht/geometry.h"
 #include "cuda/network/network.h"
 #include "cuda/protocol/kernel_args.h"
+#include "layout/ht/rail.h"
 #include "layout/ll/rail.h"
 #include "runtime/backend.h"
 #include "transport/transport.h"
@@ -23,6 +25,10 @@ class NetworkPath {
   virtual void launch(const KernelArgs<LlDispatchParams>& args, const LlRail& rail, void* stream) = 0;
   virtual void launch(const KernelArgs<LlCombineParams>& args, const LlRail& rail, void* stream) = 0;
   virtual void launch(const KernelArgs<LlCombineWeightsParams>& args, const LlRail& rail, void* stream) = 0;
+
+  virtual void launch(const KernelArgs<HtRouteParams>& args, const HtRail& rail, void* stream) = 0;
+  virtual void launch(const KernelArgs<HtDispatchParams>& args, const HtRail& rail, void* stream) = 0;
+  virtual void launch(const KernelArgs<HtCombineParams>& args, const HtRail& rail, void* stream) = 0;
 
   // What this rank has put into the windows of each other.
   virtual WireBytes wire_bytes() const { return {}; }

@@ -6,6 +6,7 @@
 #include "cuda/testing/stamps.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // ---- Reading
 
@@ -13,6 +14,7 @@ namespace ep {
 struct PullRoute {
   OwnChoice choice;
   SameOwner group;
+  int flow = -1;  // of the choice's row, from its rank to this one
   uint64_t ranks = 0;
   // Of the lane-th rank that has an expert of the token:
   const char* source = nullptr;  // null: that rank has dropped all rows of the token
@@ -22,20 +24,21 @@ struct PullRoute {
     PullRoute route;
     route.choice = choice;
     route.group = SameOwner::of(role, choice);
+    route.flow = route.group.rank;
     return route;
   }
   // The chunk that the leader's rank must have announced; -1: none.
   __device__ __forceinline__ int chunk(const HtCombineRole& role) const {
     if (!group.leads || (!role.p.has_values && role.reads_in_place(group.rank))) return -1;
     const Flows& flows = role.tables.flows;
-    return chunk_of(choice.slot - flows.to_first[group.rank], flows.to[group.rank], kHtChunks);
+    return chunk_of(choice.slot - flows.to_first[flow], flows.to[flow], kHtChunks);
   }
   // Acquire.
   __device__ __forceinline__ bool is_ready(const HtCombineRole& role) const {
     const int needed = chunk(role);
-    bool ok = needed < 0 || role.tables.knows_ready(group.rank, needed);
-    if (!ok && is_signalled(role.op, role.p.offsets, role.peers, HtSignal::kCombineReady, group.rank, needed)) {
-      role.tables.note_ready(group.rank, needed);
+    bool ok = needed < 0 || role.tables.knows_ready(flow, needed);
+    if (!ok && is_signalled(role.op, role.p.offsets, role.peers, HtSignal::kCombineReady, flow, needed)) {
+      role.tables.note_ready(flow, needed);
       ok = true;
     }
     const bool all = __all_sync(~0u, ok) != 0;
@@ -46,8 +49,8 @@ struct PullRoute {
   __device__ __forceinline__ bool await(const HtCombineRole& role) const {
     const int needed = chunk(role);
     const bool ok =
-        needed < 0 || role.tables.knows_ready(group.rank, needed) ||
-        await_signal(role.op, role.p.offsets, role.peers, HtSignal::kCombineReady, group.rank, needed, Awaited::kReady);
+        needed < 0 || role.tables.knows_ready(flow, needed) ||
+        await_signal(role.op, role.p.offsets, role.peers, HtSignal::kCombineReady, flow, needed, Awaited::kReady);
     const bool all = __all_sync(~0u, ok) != 0;
     __syncwarp();
     return all;
@@ -116,6 +119,8 @@ struct PulledRows {
     tickets.prefetch(counters_of(role.op).taken);
     look_ahead();
   }
+  struct NoUnits {};  // of the own tokens
+  __device__ __forceinline__ PulledRows(const HtCombineRole& a_role, NoUnits) : role(a_role) {}
   __device__ __forceinline__ void look_ahead() {
     next_unit = tickets.next();
     if (next_unit >= role.geometry.units) return;
@@ -232,10 +237,20 @@ __device__ __forceinline__ void pull_rows(const HtCombineRole& role, char* rings
   }
 }
 
+}  // namespace EP_KERNELS
+}  // namespace ep
+
+#if defined(EP_NETWORK)
+#include "cuda/ht/rail_combine.cuh"
+#endif
+
+namespace ep {
+inline namespace EP_KERNELS {
+
 // ---- Table of contents
 
 template <DType kIn, DType kWire, DType kOut>
-__device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& args, BlockPosition at, char* shared) {
+__device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, BlockPosition at, char* shared) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const HtCombineParams& p = args.params;
   const LsaPeers& peers = args.peers;
@@ -246,13 +261,19 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
                            args.plan,
                            peers,
                            op,
-                           CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks)};
+                           CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks),
+                           HtRailPart::of(args)};
   stamp(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
   if (!open_ht_op(op, args, Kind::kCombine, at, true, true)) return;
   if (role.is_first()) {
     clear_next_counters(op);
-    send_message(op, p.offsets, peers, kCombineMessageWords, [&](int index) { return combine_word_of(p, index); });
+    const auto word_of = [&](int index) { return combine_word_of(p, index); };
+    send_message(op, p.offsets, peers, kCombineMessageWords, word_of);
+#if defined(EP_NETWORK)
+    clear_next_rail_counters(op);
+    exchange_messages(op, p.offsets, peers, role.part, kCombineMessageWords, word_of);
+#endif
   }
   await_headers(op, p.offsets, peers);
   fill_tables(role);
@@ -261,6 +282,9 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
     const bool is_copied = p.has_rows() && !p.reads_in_place() && !has_expert_rows(p.output.layout);
     if (role.thread() == 0 && is_copied) op.state->ht_staged[1] += 1;
     if (p.weighting == Weighting::kHome && p.has_rows()) send_weights(role);
+#if defined(EP_NETWORK)
+    begin_crossing(role);
+#endif
   }
   const bool stages = args.geometry.has_staging && role.warp >= args.plan.workers;
   const bool has_ring = role.warp < args.plan.warps;  // in a world on one GPU another rank's plan may have more warps
@@ -269,12 +293,22 @@ __device__ __forceinline__ void ht_combine(const KernelArgs<HtCombineParams>& ar
     stage_rows<kIn, kWire, kCount>(role, shared);
     stamp(Stamp::kSent, peers.rank);
   } else if (has_ring) {
+#if defined(EP_NETWORK)
+    add_up_domains<kIn, kWire, kOut, kCount>(role, shared);
+#else
     pull_rows<kIn, kWire, kOut, kCount>(role, shared);
+#endif
     stamp(Stamp::kOwnDone, peers.rank);
   }
   // The input belongs to the caller again when all ranks have read.
-  if (role.is_first() && role.warp == 0) await_all(role, HtSignal::kCombineDone, Awaited::kDone);
+  if (role.is_first() && role.warp == 0) {
+    await_all(role, HtSignal::kCombineDone, Awaited::kDone);
+#if defined(EP_NETWORK)
+    await_channels(op, role.part, kWeightsChannel, 1 + kHtRailChunks);
+#endif
+  }
   stamp(Stamp::kEnd, peers.rank);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -11,6 +11,7 @@
 #include "cuda/protocol/ids.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 struct CombineTables {
   Offset* offsets;  // [R] of rows that are read in place
@@ -46,6 +47,7 @@ struct HtCombineRole : HtBlock {
   const LsaPeers& peers;
   const OpContext& op;
   CombineTables tables;
+  HtRailPart part;
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
   __device__ char* staged(int rank, int32_t slot, int part) const {
@@ -55,10 +57,17 @@ struct HtCombineRole : HtBlock {
   __device__ bool reads_in_place(int rank) const {
     return rank == peers.rank ? p.can_read_in_place() : tables.offsets[rank] != kNoOffset;
   }
-  // Whether `home` reads a row of this rank where it lies.
-  __device__ bool is_read_in_place(int home) const {
-    return home == peers.rank ? p.can_read_in_place() : p.reads_in_place();
+  // Who reads this rank's rows of tokens of `home`: between domains its rail peer here.
+  __device__ int reader_of(int home) const { return kCrossesDomains ? peers.first + home % peers.size : home; }
+  // The number that the flow of these rows has there.
+  __device__ int flow_to(int home) const {
+    return kCrossesDomains ? home - home % peers.size + peers.rank - peers.first : op.rank;
   }
+  // Whether it reads them where they lie.
+  __device__ bool is_read_in_place(int home) const {
+    return reader_of(home) == peers.rank ? p.can_read_in_place() : p.reads_in_place();
+  }
+  __device__ int owner_elsewhere(int) const { return -1; }  // the domains add up their own rows
   __device__ int values_part() const { return p.offsets.row.num_parts - 1; }
   __device__ char* ring(char* rings) const { return rings + warp * HtCombineGeometry::kRingBytes; }
   // Lanes' worths of a row from this lane's part of a piece on.
@@ -80,11 +89,11 @@ __device__ __forceinline__ uint32_t combine_word_of(const HtCombineParams& p, in
 __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
   const HtCombineParams& p = role.p;
   const CombineTables& t = role.tables;
-  const int ranks = role.num_ranks(), rank = role.peers.rank, chunks = role.plan.chunks;
+  const int ranks = role.num_ranks(), chunks = role.plan.chunks;
   const auto count_of = [&](int source, int receiver) { return count_in_handle(p, source, receiver); };
 #pragma unroll 1
   for (int r = role.warp; r < ranks; r += role.threads() / 32) {
-    t.flows.fill(ranks, rank, r, count_of);
+    t.flows.fill(ranks, role.peers, r, count_of);
     if (role.lane == 0) t.offsets[r] = await_message_offset(role.op, p.offsets, role.peers, r, kCombineRowsOffset);
   }
 #pragma unroll 1
@@ -122,7 +131,8 @@ __device__ __forceinline__ void send_weights(const HtCombineRole& role) {
     ptx::st_relaxed_sys(words + format.weight(k), __float_as_uint(p.home_weights[i]));
   }
   __syncthreads();
-  for (int peer = role.thread(); peer < role.num_ranks(); peer += role.threads()) {
+  const NearRanks near = NearRanks::of(role.peers, role.num_ranks());
+  for (int peer = near.first + role.thread(); peer < near.end(); peer += role.threads()) {
     send_signal(role.op, p.offsets, role.peers, peer, HtSignal::kCombineWeights, 0);
   }
 }
@@ -131,6 +141,8 @@ __device__ __forceinline__ bool await_all(const HtCombineRole& role, HtSignal si
   bool ok = true;
 #pragma unroll 1
   for (int source = role.lane; source < role.num_ranks(); source += 32) {
+    // Ranks of other domains read none of this one's rows.
+    if (kCrossesDomains && signal == HtSignal::kCombineDone && role.reader_of(source) != source) continue;
     ok = await_signal(role.op, role.p.offsets, role.peers, signal, source, 0, awaited) && ok;
   }
   ok = __all_sync(~0u, ok);
@@ -282,9 +294,10 @@ struct StagedRows {
       const int* start = role.tables.segment_start + segment;
       const auto size = static_cast<uint32_t>(start[1] - start[0]);
       const bool is_last = before + 1 == (has_bug(Bug::kEarlyRows, Kind::kCombine) ? 1u : size);
+      const int home = segment % role.num_ranks();
       if (is_last && !has_bug(Bug::kUnannouncedRows, Kind::kCombine)) {
-        send_signal(role.op, role.p.offsets, role.peers, segment % role.num_ranks(), HtSignal::kCombineReady,
-                    segment / role.num_ranks());
+        send_signal_of(role.op, role.p.offsets, role.peers, role.reader_of(home), HtSignal::kCombineReady,
+                       role.flow_to(home), segment / role.num_ranks());
       }
     }
     __syncwarp();
@@ -302,4 +315,5 @@ __device__ __forceinline__ void stage_rows(const HtCombineRole& role, char* ring
   if (stream.num_begun > 0) rows.look_at_count(stream.num_begun - 1);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

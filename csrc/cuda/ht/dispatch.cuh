@@ -5,12 +5,16 @@
 #include "cuda/ht/receive.cuh"
 #include "cuda/ht/send.cuh"
 #include "cuda/testing/stamps.cuh"
+#if defined(EP_NETWORK)
+#include "cuda/ht/rail_forward.cuh"
+#endif
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // kCopies: the rank may have rows to copy.
 template <bool kQuant, bool kCopies>
-__device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
+__device__ __forceinline__ void ht_send(const HtArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
   const HtDispatchParams& p = args.params;
   const LsaPeers& peers = args.peers;
   EP_SHARED(OpContext, op);
@@ -19,7 +23,7 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   // In a world on one GPU another rank's plan may have more warps.
   const bool helps = !is_worker && block.warp < args.plan.warps && at.block >= args.plan.senders;
   const ReceiveRole role{{block, p, args.geometry, args.plan, peers, op, SendTables::of(shared, p, args.geometry),
-                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes}};
+                          shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes, HtRailPart::of(args)}};
   stamp(Stamp::kStart, peers.rank);
   const bool has_routed = role.routes_meanwhile();
   if (!has_routed) ptx::wait_for_prerequisites();
@@ -31,11 +35,20 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   if (!has_routed) {
     if (block.is_first()) {
       clear_next_counters(op);
-      send_message(op, p.offsets, peers, HtMessage::kCounts, [&](int index) { return message_word_of(p, index); });
+      const auto word_of = [&](int index) { return message_word_of(p, index); };
+      send_message(op, p.offsets, peers, HtMessage::kCounts, word_of);
+#if defined(EP_NETWORK)
+      clear_next_rail_counters(op);
+      exchange_messages(op, p.offsets, peers, role.part, HtMessage::kCounts, word_of);
+#endif
     }
     await_headers(op, p.offsets, peers);
   }
+#if defined(EP_NETWORK)
+  CrossingWorker sender(role);
+#else
   RowSender sender(role);
+#endif
   if (is_worker) sender.begin();
   prepare(role);
   ptx::wait_for_prerequisites();
@@ -57,10 +70,13 @@ __device__ __forceinline__ void ht_send(const KernelArgs<HtDispatchParams>& args
   if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(p, op, role.tables);
   clear_gaps(role);
   if (with_routes && !await_routes(role)) return give_up(role);
-  if (with_routes && !has_expert_rows(p.output.layout)) store_choices(role);
+  const bool with_choices = with_routes && !has_expert_rows(p.output.layout);
+  if (!kCrossesDomains && with_choices) store_choices(role);
   stamp(Stamp::kOwnDone, peers.rank);
   if (!place_rows<kCopies>(role)) return give_up(role);
+  if (kCrossesDomains && with_choices) store_choices(role);  // those of other domains have come with the rows
   stamp(Stamp::kEnd, peers.rank);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -15,7 +15,6 @@ namespace ep {
 constexpr int kHtSharedBytes = 200 * 1024;
 
 inline void check_ht_ranks(const Topology& topology) {
-  EP_CHECK(topology.num_domains() == 1, topology.num_domains(), " domains: high throughput on CUDA serves one");
   EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks, high throughput on CUDA serves ",
            kMaxCudaRanks);
 }
@@ -71,11 +70,11 @@ struct HtSendGeometry {
   int passes = 1;
   int first_part[kHtMaxParts + 1] = {};  // of each pass
   int stage_offset[kHtMaxParts] = {};
-  int in_width[kHtMaxParts] = {};                                    // bytes that are loaded at once; 0: by a bulk copy
-  int units = 0;                                                     // of all workers
-  bool has_staged = false;                                           // a part's output lies elsewhere than in the arena
-  int rank_bits = 0;                                                 // of a rank
-  Divisor by_tokens, by_local_experts, by_topk, by_ranks, by_words;  // words: of a slot
+  int in_width[kHtMaxParts] = {};  // bytes that are loaded at once; 0: by a bulk copy
+  int units = 0;                   // of all workers
+  bool has_staged = false;         // a part's output lies elsewhere than in the arena
+  int rank_bits = 0;               // of a rank
+  Divisor by_tokens, by_local_experts, by_topk, by_near_ranks, by_words;  // words: of a slot
   int tables_at = 0, bytes = 0;  // shared memory: stages of workers | barriers and tables
 
   static constexpr int kStageLimit = kHtSharedBytes / 2;
@@ -124,7 +123,7 @@ struct HtSendGeometry {
     g.by_tokens = Divisor::of(std::max(p.num_tokens, 1));
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     g.by_topk = Divisor::of(p.shape.topk);
-    g.by_ranks = Divisor::of(p.shape.num_ranks);
+    g.by_near_ranks = Divisor::of(p.offsets.topology.domain_size);
     g.by_words = Divisor::of(p.offsets.slot.words());
     g.tables_at = plan.workers * g.stage_bytes;
     const int ranks = p.shape.num_ranks;

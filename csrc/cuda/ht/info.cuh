@@ -9,6 +9,7 @@
 #include "layout/common/outputs.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // The buffer is known to have failed.
 __device__ __forceinline__ void clear_info(const OutputShape& output, int32_t* info) {
@@ -50,4 +51,5 @@ __device__ __forceinline__ void store_info(const OutputShape& output, int32_t* i
   if (__any_sync(~0u, op.has_failed())) clear_info(output, info);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

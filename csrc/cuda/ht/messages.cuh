@@ -6,6 +6,7 @@
 #include "runtime/ht/params.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // Of a dispatch, the words before the counts.
 __device__ __forceinline__ uint32_t message_word_of(const HtDispatchParams& p, int index) {
@@ -19,20 +20,20 @@ __device__ __forceinline__ uint32_t message_word_of(const HtDispatchParams& p, i
   return static_cast<uint32_t>((index - HtMessage::kOffsets) % 2 == 0 ? offset : offset >> 32);
 }
 
-// A block sends every rank `word_of(i)` for the words behind the op header, up to `words`.
+// A block sends every rank of the domain `word_of(i)` for the words behind the op header, up to `words`.
 template <class WordOf>
 __device__ __forceinline__ void send_message_words(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                                    int words, const WordOf& word_of) {
-  const int ranks = offsets.topology.num_ranks;
+  const NearRanks near = NearRanks::of(peers, offsets.topology.num_ranks);
 #pragma unroll 1
   for (int index = OpHeader::kWords + threadIdx.x; index < words; index += blockDim.x) {
     const uint64_t word = tagged(word_of(index), op.tag);
     const Offset offset = offsets.message_word(op.bank, op.rank, index);
     int peer = peers.rank;
 #pragma unroll 1
-    for (int turn = 0; turn < ranks; turn++) {
+    for (int turn = 0; turn < near.size; turn++) {
       ptx::st_relaxed_sys(peers.at<uint64_t>(peer, offset), word);
-      peer = peer + 1 < ranks ? peer + 1 : 0;
+      peer = peer + 1 < near.end() ? peer + 1 : near.first;
     }
   }
   testing_point(Point::kAfterHeader, op);
@@ -128,4 +129,5 @@ __device__ __forceinline__ void await_headers(const OpContext& op, const HtOffse
   }
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

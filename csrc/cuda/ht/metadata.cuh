@@ -8,6 +8,7 @@
 #include "cuda/protocol/ids.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // ---- Sending
 
@@ -22,13 +23,16 @@ struct RoutesUnit {
   int member = 0;           // the lane-th of them
   int32_t slot = 0;         // of the first one
 
-  __device__ static int count(const HtDispatchParams& p) { return ceil_div(p.num_tokens, kTokens) * p.shape.num_ranks; }
+  __device__ static int count(const ReceiveRole& role) {
+    return ceil_div(role.p.num_tokens, kTokens) * NearRanks::of(role.peers, role.num_ranks()).size;
+  }
   __device__ __forceinline__ RoutesUnit(const ReceiveRole& a_role, int unit) : role(a_role) {
     const HtDispatchParams& p = role.p;
-    const int topk = p.shape.topk, group = role.geometry.by_ranks.divide(unit);
+    const int topk = p.shape.topk, group = role.geometry.by_near_ranks.divide(unit);
     first = group * kTokens;
-    peer = role.peers.rank + role.geometry.by_ranks.remainder(unit, group);
-    if (peer >= role.num_ranks()) peer -= role.num_ranks();
+    peer = role.peers.rank + role.geometry.by_near_ranks.remainder(unit, group);
+    const NearRanks near = NearRanks::of(role.peers, role.num_ranks());
+    if (peer >= near.end()) peer -= near.size;
     const int token = min(first + role.lane, p.num_tokens - 1), entry = token * topk;
     int choice = -1;  // of the token, at this receiver
 #pragma unroll 1
@@ -110,7 +114,7 @@ struct RoutesUnit {
 // To the slots at the receivers. The helper that finishes the last unit signals them.
 __device__ __forceinline__ void send_metadata(const ReceiveRole& role) {
   const HtDispatchParams& p = role.p;
-  const int units = RoutesUnit::count(p);
+  const int units = RoutesUnit::count(role);
   HtCounters& counters = counters_of(role.op);
   Tickets tickets;
   tickets.prefetch(counters.routes_taken);
@@ -126,8 +130,9 @@ __device__ __forceinline__ void send_metadata(const ReceiveRole& role) {
   if (done == 0) return;
   const uint32_t before = count_finished(counters.routes_finished, done);
   if (before + done != static_cast<uint32_t>(units)) return;
+  const NearRanks near = NearRanks::of(role.peers, role.num_ranks());
 #pragma unroll 1
-  for (int peer = role.lane; peer < role.num_ranks(); peer += 32) {
+  for (int peer = near.first + role.lane; peer < near.end(); peer += 32) {
     if (role.tables.flows.to[peer] == 0) continue;
     send_signal(role.op, p.offsets, role.peers, peer, HtSignal::kDispatchMetadata, 0);
   }
@@ -135,11 +140,12 @@ __device__ __forceinline__ void send_metadata(const ReceiveRole& role) {
 
 // ---- Receiving
 
-// False: a wait was given up.
+// Of sources in the own domain: others' comes with their rows. False: a wait was given up.
 __device__ __forceinline__ bool await_routes(const ReceiveRole& role) {
   bool ok = true;
+  const NearRanks near = NearRanks::of(role.peers, role.num_ranks());
 #pragma unroll 1
-  for (int source = role.lane; source < role.num_ranks(); source += 32) {
+  for (int source = near.first + role.lane; source < near.end(); source += 32) {
     if (role.tables.flows.from[source] == 0) continue;
     ok = await_signal(role.op, role.p.offsets, role.peers, HtSignal::kDispatchMetadata, source, 0, Awaited::kRouting) &&
          ok;
@@ -203,4 +209,5 @@ __device__ __forceinline__ void store_choices(const ReceiveRole& role) {
   }
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

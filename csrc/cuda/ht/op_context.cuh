@@ -4,12 +4,12 @@
 #pragma once
 
 #include "cuda/device/lanes.cuh"
-#include "cuda/protocol/kernel_args.h"
-#include "cuda/protocol/wait.cuh"
+#include "cuda/ht/ht_args.cuh"
 #include "cuda/testing/testing.cuh"
 #include "layout/ht/offsets.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // What the threads of a block know of their place.
 struct HtBlock {
@@ -46,9 +46,10 @@ __device__ __forceinline__ void move_ht_epoch(const OpContext& op, TicketLine& t
 __device__ __forceinline__ void send_header(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers) {
   testing_point(Point::kBeforeHeader, op);
   __threadfence_system();
+  const NearRanks near = NearRanks::of(peers, offsets.topology.num_ranks);
 #pragma unroll 1
-  for (int i = lane_id(); i < OpHeader::kWords * offsets.topology.num_ranks; i += 32) {
-    const int peer = i / OpHeader::kWords, index = i % OpHeader::kWords;
+  for (int i = lane_id(); i < OpHeader::kWords * near.size; i += 32) {
+    const int peer = near.first + i / OpHeader::kWords, index = i % OpHeader::kWords;
     ptx::st_relaxed_sys(peers.at<uint64_t>(peer, offsets.message_word(op.bank, op.rank, index)),
                         tagged(op.header->word(index), op.tag));
   }
@@ -104,4 +105,5 @@ __device__ __forceinline__ void clear_next_counters(const OpContext& op) {
   for (unsigned i = threadIdx.x; i < sizeof(HtCounters) / 4; i += blockDim.x) words[i] = 0;
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

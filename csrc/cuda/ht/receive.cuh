@@ -10,6 +10,7 @@
 #include "cuda/protocol/ids.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // ---- Rows
 
@@ -208,13 +209,19 @@ __device__ __forceinline__ bool copy_rows(const ReceiveRole& role) {
   int unit = role.receiver(), next_unit = unit + warps;
   Tickets tickets;
   PlacedSlot next;
-  if (unit < units) next = PlacedSlot::load(role, unit);
+  if (!kCrossesDomains && unit < units) next = PlacedSlot::load(role, unit);
 #pragma unroll 1
   while (unit < units) {
     testing_point(Point::kBetweenRows, role.op, unit);
-    const PlacedSlot slot = next;
-    next = PlacedSlot::load(role, min(next_unit, units - 1));
-    if (!slot.await(role)) return false;
+    PlacedSlot slot = next;
+    if constexpr (kCrossesDomains) {  // metadata of other domains' rows comes with them
+      slot.at = PlacedUnit::of(role, unit);
+      if (!slot.await(role)) return false;
+      slot = PlacedSlot::load(role, unit);
+    } else {
+      next = PlacedSlot::load(role, min(next_unit, units - 1));
+      if (!slot.await(role)) return false;
+    }
     tickets.prefetch(counters_of(role.op).staged);
     slot.keep(role);
     slot.put(role);
@@ -318,4 +325,5 @@ __device__ __forceinline__ void give_up(const ReceiveRole& role) {
   clear_all(role);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -4,6 +4,7 @@
 #include "cuda/ht/send_tables.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // A helper: a warp that is no worker. Some blocks have workers only.
 struct ReceiveRole : SendRole {
@@ -19,4 +20,5 @@ struct ReceiveRole : SendRole {
   __device__ bool watches() const { return helper() == plan.helpers() - 1; }
 };
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -8,8 +8,12 @@
 #include "cuda/ht/messages.cuh"
 #include "cuda/ht/route_count.cuh"
 #include "cuda/testing/stamps.cuh"
+#if defined(EP_NETWORK)
+#include "cuda/ht/rail.cuh"
+#endif
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // ---- The other ranks
 
@@ -162,15 +166,31 @@ __device__ __forceinline__ void place_share(const RouteRole& role, const WarpSha
   }
 }
 
+// ---- Between domains, by the first block
+
+#if defined(EP_NETWORK)
+// is_all: no rows follow.
+template <class WordOf>
+__device__ __forceinline__ void cross_with_message(const RouteRole& role, int words, const WordOf& word_of,
+                                                   bool is_all) {
+  clear_next_rail_counters(role.op);
+  if (is_all) {
+    post_nothing(role.op, role.part, kFirstChunkChannel, kHtRailChunks, role.thread(), role.threads());
+  }
+  exchange_messages(role.op, role.p.offsets, role.peers, role.part, words, word_of);
+}
+#endif
+
 // ---- Table of contents
 
 // kExpertRows: this rank's output has. Then choices of experts are numbered at once, as its peers' will, too.
 template <bool kExpertRows>
-__device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
+__device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
   const HtRouteParams& p = args.params;
   const LsaPeers& peers = args.peers;
   EP_SHARED(OpContext, op);
-  const RouteRole role{{at}, args.state, p, args.geometry, peers, op, RouteTables::of(shared, p, args.geometry)};
+  const RouteRole role{
+      {at}, args.state, p, args.geometry, peers, op, RouteTables::of(shared, p, args.geometry), HtRailPart::of(args)};
   stamp(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
   const WarpShare share = WarpShare::of(role);
@@ -197,11 +217,16 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     __syncthreads();
   }
   if (role.is_first()) {
-    send_message_words(op, p.offsets, peers, HtMessage::words(p.shape.num_ranks, p.shape.num_experts), [&](int index) {
+    const int words = HtMessage::words(p.shape.num_ranks, p.shape.num_experts);
+    const auto word_of = [&](int index) {
       if (index < HtMessage::kCounts) return message_word_of(p, index);
       return static_cast<uint32_t>(role.tables.sums[role.count_of_word(index - HtMessage::kCounts)]);
-    });
+    };
+    send_message_words(op, p.offsets, peers, words, word_of);
     clear_next_counters(op);
+#if defined(EP_NETWORK)
+    cross_with_message(role, words, word_of, is_all);
+#endif
   }
   if (!share.is_empty()) {
     finish_numbers(role, share, last_steps);
@@ -228,7 +253,11 @@ __device__ __forceinline__ void ht_route(const KernelArgs<HtRouteParams>& args, 
     received.store();
     if (p.host_sizes != nullptr) received.tell_host();
   }
+#if defined(EP_NETWORK)
+  if (is_all && role.is_first() && role.warp == 0) await_channels(op, role.part, kFirstChunkChannel, kHtRailChunks);
+#endif
   stamp(Stamp::kEnd, peers.rank);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -11,6 +11,7 @@
 #include "cuda/protocol/ids.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // What a block keeps in shared memory. Counts are of choices of each expert, of no expert, of tokens for each rank, of
 // those for none: [E + 1 + R + 1], so that what is no choice needs no branch.
@@ -50,6 +51,7 @@ struct RouteRole : HtBlock {
   const LsaPeers& peers;
   const OpContext& op;
   RouteTables tables;
+  HtRailPart part;
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
   __device__ int num_experts() const { return p.shape.num_experts; }
@@ -389,4 +391,5 @@ __device__ __forceinline__ Steps number_again(const RouteRole& role, const WarpS
   return last;
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

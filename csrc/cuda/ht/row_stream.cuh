@@ -7,6 +7,7 @@
 #include "cuda/ht/geometry.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // A warp's ring in shared memory. An item is a piece of a row. A lane reads what it has copied itself, so that it waits
 // for its own copies and for no other lane.
@@ -200,4 +201,5 @@ struct RowStream {
   }
 };
 
+}  // namespace EP_KERNELS
 }  // namespace ep

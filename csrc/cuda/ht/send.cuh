@@ -10,6 +10,7 @@
 #include "cuda/ht/work.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // ---- A row into the stage
 
@@ -182,25 +183,29 @@ struct SendRoute {
   }
 };
 
-__device__ __forceinline__ char* target_of(const SendRole& role, const SendRoute& route, int part) {
-  const int peer = route.group.rank;
-  if (peer == role.peers.rank) return role.out_row(part, route.first_row);
+// Where a rank wants a row of another.
+__device__ __forceinline__ char* target_at(const SendRole& role, int peer, int32_t slot, int32_t row, int part) {
   const Offset out = role.tables.offsets[peer * kHtMaxParts + part];
-  const Offset target = out == kNoOffset
-                            ? role.p.offsets.staged_row(route.choice.slot) + role.p.offsets.row.offset[part]
-                            : out + static_cast<Offset>(route.first_row) * role.p.parts[part].bytes;
+  const Offset target = out == kNoOffset ? role.p.offsets.staged_row(slot) + role.p.offsets.row.offset[part]
+                                         : out + static_cast<Offset>(row) * role.p.parts[part].bytes;
   return role.peers.at<char>(peer, target);
 }
 
-// Leading lanes store to their ranks, all at once; a row that bulk copies cannot move goes word by word.
-__device__ __forceinline__ void store_parts(const SendRole& role, const SendRoute& route, int pass) {
+__device__ __forceinline__ char* target_of(const SendRole& role, const SendRoute& route, int part) {
+  const int peer = route.group.rank;
+  if (peer == role.peers.rank) return role.out_row(part, route.first_row);
+  return target_at(role, peer, route.choice.slot, route.first_row, part);
+}
+
+// Lanes that send store to their targets, all at once; a row that bulk copies cannot move goes word by word.
+// target_of(part): of this lane, asked of those that send.
+template <class TargetOf>
+__device__ __forceinline__ void store_parts(const SendRole& role, int pass, bool sends, const TargetOf& target_of) {
   const HtSendGeometry& g = role.geometry;
-  // A handle that was changed must not reach beyond the receiver's output.
-  const bool sends = route.group.leads && route.first_row >= 0 && route.first_row < role.tables.rows[route.group.rank];
 #pragma unroll 1
   for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
     const int bytes = role.p.parts[i].bytes;
-    char* target = sends ? target_of(role, route, i) : nullptr;
+    char* target = sends ? target_of(i) : nullptr;
     const auto bits = static_cast<unsigned>(reinterpret_cast<uintptr_t>(target)) | static_cast<unsigned>(bytes);
     const bool is_bulk = sends && bits % 16 == 0 && bytes >= kLeastBulkBytes;
     if (is_bulk) ptx::bulk_store(target, role.stage + g.stage_offset[i], bytes);
@@ -216,26 +221,31 @@ __device__ __forceinline__ void store_parts(const SendRole& role, const SendRout
   ptx::bulk_commit();
 }
 
+// To the ranks of leading lanes.
+__device__ __forceinline__ void store_parts(const SendRole& role, const SendRoute& route, int pass) {
+  // A handle that was changed must not reach beyond the receiver's output.
+  const bool sends = route.group.leads && route.first_row >= 0 && route.first_row < role.tables.rows[route.group.rank];
+  store_parts(role, pass, sends, [&](int part) { return target_of(role, route, part); });
+}
+
 // ---- Announcements
 
-// Rows of some tokens, for ranks that want them announced in chunks. Leading lanes count them when they lie in place,
-// and the lane that counts the last of a chunk signals it. Several tokens at once, as an SM takes half a microsecond
-// for each fence, one after the other.
-struct Announcements {
+// Rows of some tokens, for ranks that want them announced in chunks. Lanes count them when they lie in place, and the
+// lane that counts the last of a chunk signals it. Several tokens at once, as an SM takes half a microsecond for each
+// fence, one after the other. Counts: of a route, the lane's counter (-1: none), and what counting one does.
+template <class Counts>
+struct AnnouncementsOf {
   static constexpr int kBatchSize = 4;
   int size = 0;
   int counter[kBatchSize] = {-1, -1, -1, -1};  // of this lane, newest first; -1: none
 
   __device__ __forceinline__ bool is_full() const { return size == kBatchSize; }
-  __device__ __forceinline__ void add(const SendRole& role, const SendRoute& route) {
-    const int peer = route.group.rank;
+  template <class Route>
+  __device__ __forceinline__ void add(const SendRole& role, const Route& route) {
 #pragma unroll
     for (int q = kBatchSize - 1; q > 0; q--) counter[q] = counter[q - 1];
-    counter[0] = -1;
     size++;
-    if (!route.group.leads || role.tables.chunks[peer] == 1) return;
-    const int index = route.choice.slot - role.tables.flows.to_first[peer];
-    counter[0] = peer * kHtChunks + chunk_of(index, role.tables.flows.to[peer], role.tables.chunks[peer]);
+    counter[0] = Counts::counter_of(role, route);
   }
   // What was added lies in place.
   __device__ __forceinline__ void send(const SendRole& role) {
@@ -244,12 +254,23 @@ struct Announcements {
     __threadfence();
 #pragma unroll
     for (int q = 0; q < kBatchSize; q++) {
-      if (counter[q] >= 0) count(role, counter[q] / kHtChunks, counter[q] % kHtChunks);
+      if (counter[q] >= 0) Counts::count(role, counter[q]);
       counter[q] = -1;
     }
     size = 0;
   }
-  __device__ __forceinline__ static void count(const SendRole& role, int peer, int chunk) {
+};
+
+// Of own rows in a world of one domain, for ranks that have copies to make.
+struct CountsOfChunks {
+  __device__ __forceinline__ static int counter_of(const SendRole& role, const SendRoute& route) {
+    const int peer = route.group.rank;
+    if (!route.group.leads || role.tables.chunks[peer] == 1) return -1;
+    const int index = route.choice.slot - role.tables.flows.to_first[peer];
+    return peer * kHtChunks + chunk_of(index, role.tables.flows.to[peer], role.tables.chunks[peer]);
+  }
+  __device__ __forceinline__ static void count(const SendRole& role, int counter) {
+    const int peer = counter / kHtChunks, chunk = counter % kHtChunks;
     const int rows = chunk_size(chunk, role.tables.flows.to[peer], role.tables.chunks[peer]);
     const uint32_t before = atomicAdd(&counters_of(role.op).ready[peer * kHtChunks + chunk], 1u);
     const bool is_early = has_bug(Bug::kEarlyRows, Kind::kDispatch);
@@ -313,7 +334,7 @@ struct RowSender {
   __device__ __forceinline__ void run() {
     bool in_chunks = false;
     for (int r = 0; r < role.num_ranks(); r++) in_chunks = in_chunks || role.tables.chunks[r] > 1;
-    Announcements announcements;
+    AnnouncementsOf<CountsOfChunks> announcements;
     int done = 0;
     // Threads acquired the peers' op messages, bulk copies write to the peers' memory.
     ptx::fence_proxy_async();
@@ -344,4 +365,5 @@ struct RowSender {
   }
 };
 
+}  // namespace EP_KERNELS
 }  // namespace ep

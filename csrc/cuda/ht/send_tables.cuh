@@ -8,6 +8,7 @@
 #include "cuda/ht/tables.cuh"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 constexpr uint32_t kGivenUp = ~0u;
 
@@ -48,6 +49,7 @@ struct SendRole : HtBlock {
   const OpContext& op;
   SendTables tables;
   char* stage;  // of this worker
+  HtRailPart part;
 
   __device__ int num_ranks() const { return p.shape.num_ranks; }
   // The kernel before belongs to the operation, and may still run.
@@ -57,6 +59,14 @@ struct SendRole : HtBlock {
   __device__ int source_of(int segment) const { return (peers.rank + segment % num_ranks()) % num_ranks(); }
   __device__ char* out_row(int part, int32_t row) const {
     return static_cast<char*>(p.parts[part].out) + static_cast<int64_t>(row) * p.parts[part].bytes;
+  }
+  // Between domains: who delivers a row to a rank of another one.
+  __device__ int owner_elsewhere([[maybe_unused]] int rank) const {
+#if defined(EP_NETWORK)
+    return part.rail.peer(part.rail.domain_of(rank));
+#else
+    return -1;
+#endif
   }
   // Own rows, wherever the output lies; others' if that is the arena.
   __device__ bool is_in_place(int part, int source) const {
@@ -109,7 +119,7 @@ __device__ __forceinline__ void fill_counts(const SendRole& role) {
   };
 #pragma unroll 1
   for (int r = warps - 1 - role.warp; r < ranks; r += warps) {
-    role.tables.flows.fill(ranks, role.peers.rank, r, count_of);
+    role.tables.flows.fill(ranks, role.peers, r, count_of);
   }
   if (p.output.layout != OutputLayout::kPacked) return;
   const int first_word = HtMessage::kCounts + ranks + role.peers.rank * local_experts;
@@ -151,4 +161,5 @@ __device__ __forceinline__ void prepare(const SendRole& role) {
   if (role.warp == last_warp && role.p.output.layout == OutputLayout::kPacked) find_own_starts(role);
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

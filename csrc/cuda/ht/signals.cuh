@@ -6,17 +6,22 @@
 #include "transport/device/lsa_peers.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 __device__ __forceinline__ uint64_t* signal_word(const HtOffsets& offsets, const LsaPeers& peers, int at_rank,
                                                  HtSignal which, int source, int chunk) {
   return peers.at<uint64_t>(at_rank, offsets.signal(which, source)) + chunk;
 }
 
-// The caller's thread has seen, by a fence or a barrier, all that the signal announces.
+// The caller's thread has seen, by a fence or a barrier, all that the signal announces. `source`: whose signal it is.
+__device__ __forceinline__ void send_signal_of(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
+                                               int peer, HtSignal which, int source, int chunk) {
+  __threadfence_system();
+  ptx::st_relaxed_sys(signal_word(offsets, peers, peer, which, source, chunk), op.epoch);
+}
 __device__ __forceinline__ void send_signal(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                             int peer, HtSignal which, int chunk) {
-  __threadfence_system();
-  ptx::st_relaxed_sys(signal_word(offsets, peers, peer, which, op.rank, chunk), op.epoch);
+  send_signal_of(op, offsets, peers, peer, which, op.rank, chunk);
 }
 
 // Acquire, if true.
@@ -39,4 +44,5 @@ __device__ __forceinline__ bool await_signal(const OpContext& op, const HtOffset
   return true;
 }
 
+}  // namespace EP_KERNELS
 }  // namespace ep

@@ -2,9 +2,11 @@
 #pragma once
 
 #include "cuda/device/lanes.cuh"
+#include "cuda/ht/ht_args.cuh"
 #include "runtime/ht/params.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // Shared memory, taken table by table.
 struct SharedTables {
@@ -31,28 +33,30 @@ __device__ __forceinline__ int count_in_handle(const Params& p, int source, int 
 
 // Rows between this rank and each other, in shared memory.
 struct Flows {
-  int *to, *to_first;      // [R] own tokens with an expert there, and their first slot there
+  int *to, *to_first;  // [R] rows that this rank sends, or hands out, by flows, and their first slot at the receiver
   int *from, *from_first;  // [R] rows here of each home, and the first slot
 
   __device__ static Flows of(SharedTables& tables, int ranks) {
     return {tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks), tables.take<int>(ranks)};
   }
-  // An own token may have it there.
-  __device__ __forceinline__ bool has_slot(int rank, int32_t slot) const {
-    return static_cast<unsigned>(slot - to_first[rank]) < static_cast<unsigned>(to[rank]);
+  // A row of the flow may have it.
+  __device__ __forceinline__ bool has_slot(int flow, int32_t slot) const {
+    return static_cast<unsigned>(slot - to_first[flow]) < static_cast<unsigned>(to[flow]);
   }
   // A warp. count_of(source, receiver): tokens of a rank with an expert of another.
   template <class CountOf>
-  __device__ __forceinline__ void fill(int ranks, int rank, int other, const CountOf& count_of) const {
+  __device__ __forceinline__ void fill(int ranks, const LsaPeers& peers, int other, const CountOf& count_of) const {
+    const int rank = peers.rank;
+    const FlowEnds ends = FlowEnds::of(peers, other);
     int before_to = 0, before_from = 0;
 #pragma unroll 1
     for (int first = 0; first < ranks; first += 32) {
       const int source = first + lane_id();
-      const int there = source < ranks ? count_of(source, other) : 0;
+      const int there = source < ranks ? count_of(source, ends.receiver) : 0;
       const int here = source < ranks ? count_of(source, rank) : 0;
-      if (source == rank) to[other] = there;
+      if (source == ends.sender) to[other] = there;
       if (source == other) from[other] = here;
-      before_to += __reduce_add_sync(~0u, source < rank ? there : 0);
+      before_to += __reduce_add_sync(~0u, source < ends.sender ? there : 0);
       before_from += __reduce_add_sync(~0u, source < other ? here : 0);
     }
     if (lane_id() != 0) return;
@@ -61,4 +65,5 @@ struct Flows {
   }
 };
 
+}  // namespace EP_KERNELS
 }  // namespace ep

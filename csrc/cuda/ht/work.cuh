@@ -7,6 +7,7 @@
 #include "runtime/ht/params.h"
 
 namespace ep {
+inline namespace EP_KERNELS {
 
 // A warp: the last of `count` segments that begins at or before a unit; starts[i] is the i-th's first unit.
 __device__ __forceinline__ int segment_of(const int* starts, int count, int unit) {
@@ -78,11 +79,15 @@ struct OwnChoice {
   }
 };
 
-// The owner of the expert of an own choice; -1: none, or its slot does not exist, in a handle that was changed.
+// The owner of the expert of an own choice; -1: none, or its slot does not exist, in a handle that was changed. Between
+// domains, for an owner in another one, what the role makes of it.
 template <class Role>
 __device__ __forceinline__ int owner_of(const Role& role, int32_t id, int32_t slot) {
   if (!role.p.shape.valid(id)) return -1;
   const int rank = role.geometry.by_local_experts.divide(id);
+  if constexpr (kCrossesDomains) {
+    if (!role.part.rail.is_near(rank)) return role.owner_elsewhere(rank);
+  }
   return role.tables.flows.has_slot(rank, slot) ? rank : -1;
 }
 
@@ -100,13 +105,18 @@ struct SameOwner {
   }
   template <class Role>
   __device__ __forceinline__ static SameOwner of(const Role& role, const OwnChoice& choice) {
+    return among(owner_of(role, choice.id, choice.slot), role.geometry.rank_bits);
+  }
+  // `rank`: of this lane's choice.
+  __device__ __forceinline__ static SameOwner among(int rank, int rank_bits) {
     SameOwner group;
-    group.rank = owner_of(role, choice.id, choice.slot);
+    group.rank = rank;
     const bool is_there = group.rank >= 0;
-    group.lanes = find_same_lanes(group.rank, role.geometry.rank_bits) & __ballot_sync(~0u, is_there);
+    group.lanes = find_same_lanes(group.rank, rank_bits) & __ballot_sync(~0u, is_there);
     group.leads = is_there && __ffs(static_cast<int>(group.lanes)) - 1 == lane_id();
     return group;
   }
 };
 
+}  // namespace EP_KERNELS
 }  // namespace ep

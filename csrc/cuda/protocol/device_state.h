@@ -37,6 +37,14 @@ struct HtCounters {
   alignas(128) uint32_t ready[kMaxCudaRanks * kHtChunks];  // rows of a chunk for a rank that lie in place
 };
 
+// Between domains, likewise.
+struct HtRailCounters {
+  alignas(128) uint32_t taken;                                // units that come from rail peers, or go to them
+  alignas(128) uint32_t finished;                             // of them
+  alignas(128) uint32_t places[kMaxCudaRanks];                // dispatch: rows for each domain that have a place
+  alignas(128) uint32_t done[kMaxCudaRanks * kHtRailChunks];  // rows of a domain's chunk that lie in place
+};
+
 // Ranks that low latency leaves out, with masks. Read at the beginning of an operation, and in long waits.
 struct Masks {
   alignas(128) uint32_t is_masked[kMaxCudaRanks];
@@ -75,6 +83,7 @@ struct DeviceState {
   HtCounters ht_counters[kNumKinds][2];
   uint64_t ht_staged[kNumKinds];  // calls that copied for want of a place in the arena
   Failure* failure;               // pinned host memory, so that the host learns of it while the GPU is busy
+  HtRailCounters ht_rail_counters[kNumKinds][2];
 };
 
 }  // namespace ep

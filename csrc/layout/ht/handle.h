@@ -25,7 +25,9 @@ struct HtSlotFormat {
 // route: rows from each source to each destination [R, R] | demand of each local expert [L], and the alignment of
 // packed experts [1] | of each own token and
 // choice the expert id, the output row at its owner (kNoRow, kDroppedRow) and the slot there [T, K] each | several
-// domains: tokens of the rail peer of each [D], and their ids, rows and slots in this domain [D, M, K] each.
+// domains: tokens of the rail peer of each [D], and their ids, rows and slots in this domain [D, M, K] each; then, on
+// GPUs, the place of each own token among those that go to each domain [T, D]. There the tokens of a rail peer are
+// those with an expert in this domain, by their places.
 // slots [S, words]: expert layouts: as HtSlotFormat says; rank layouts: the token at the source.
 struct HtHandleShape {
   int num_ranks = 1;
@@ -61,14 +63,17 @@ struct HtHandleShape {
   EP_HD int64_t rail_ids_at() const { return rail_tokens_at() + (num_domains == 1 ? 0 : align_up(num_domains, 4)); }
   EP_HD int64_t rail_rows_at() const { return rail_ids_at() + align_up<int64_t>(rail_size(), 4); }
   EP_HD int64_t rail_slots_at() const { return rail_rows_at() + align_up<int64_t>(rail_size(), 4); }
-  EP_HD int64_t route_size() const { return rail_slots_at() + align_up<int64_t>(rail_size(), 4); }
+  EP_HD int64_t places_size() const { return num_domains == 1 ? 0 : static_cast<int64_t>(num_tokens) * num_domains; }
+  EP_HD int64_t places_at() const { return rail_slots_at() + align_up<int64_t>(rail_size(), 4); }
+  EP_HD int64_t route_size() const { return places_at() + align_up<int64_t>(places_size(), 4); }
 
   // For a number of tokens that may not be known yet.
   template <class Int>
   Int route_size_for(Int tokens) const {
     HtHandleShape none = *this;
     none.num_tokens = 0;
-    return (tokens * topk + 3) / 4 * 12 + none.route_size();
+    const Int own = (tokens * topk + 3) / 4 * 12 + none.route_size();
+    return num_domains == 1 ? own : own + (tokens * num_domains + 3) / 4 * 4;
   }
 
   EP_HD int slot_words() const { return has_expert_rows ? HtSlotFormat{topk}.stride() / 4 : 1; }
@@ -88,6 +93,7 @@ struct HtHandlePtrs {
   HtRoutes own;                      // [T, K]
   int32_t* rail_tokens = nullptr;    // [D]
   HtRoutes rail;                     // [D, M, K]
+  int32_t* places = nullptr;         // [T, D]
   int32_t* slots = nullptr;          // [S, slot_words]
   int64_t num_slots = 0;
   int slot_words = 1;
@@ -103,6 +109,7 @@ struct HtHandlePtrs {
     if (shape.num_domains > 1) {
       handle.rail_tokens = route + shape.rail_tokens_at();
       handle.rail = {route + shape.rail_ids_at(), route + shape.rail_rows_at(), route + shape.rail_slots_at()};
+      handle.places = route + shape.places_at();
     }
     handle.slots = slots;
     handle.num_slots = shape.num_slots;

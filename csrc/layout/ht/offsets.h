@@ -43,6 +43,11 @@ EP_HD int chunk_size(int chunk, int count, int chunks) {
   return chunk_begin(chunk + 1, count, chunks) - chunk_begin(chunk, count, chunks);
 }
 
+// Between domains of GPUs the rows for a rail peer travel in so many chunks (rail.h); what they need of a domain's part
+// of a region beside rows.
+constexpr int kHtRailChunks = 16;
+constexpr uint64_t kHtRailSlack = 16 * kHtRailChunks;
+
 // An op message, in tagged words: the op header, the output into which the sender of the message receives, then
 // (dispatch) the counts of its choices.
 struct HtMessage {
@@ -68,6 +73,8 @@ struct HtSizes {
   uint64_t route_bytes = 0;    // several domains: routes that cross, of one direction
   uint64_t rail_bytes = 0;     // several domains: rows that cross, of one direction
   uint64_t arena_bytes = 0;
+  // Over a network of GPUs: ranks of a domain; 0: the world is one domain, or the network is the host's.
+  int rail_domain_size = 0;
 
   bool any() const { return message_words > 0; }
 };
@@ -79,6 +86,10 @@ struct HtWindow {
   Region<char> rows;
   Region<char> routes_out, routes_in;
   Region<char> rail_out, rail_in;
+  // Of several domains of GPUs. rail_out and rail_in have the bytes of routes and rows, in whose place an operation
+  // lays out its own.
+  Region<uint32_t> records_out;  // op messages for the rail peers: [kind][bank][message_words]
+  Region<uint32_t> records_in;   // [kind][bank][domain][message_words]
   Region<char> arena;
   uint64_t message_words = 0;
 
@@ -94,10 +105,19 @@ struct HtWindow {
       messages = carver.take<TaggedWord>(kNumBanks * num_ranks * window.message_words);
     window.slots = carver.take<char>(sizes.slot_bytes);
     window.rows = carver.take<char>(sizes.row_bytes);
-    window.routes_out = carver.take<char>(sizes.route_bytes);
-    window.routes_in = carver.take<char>(sizes.route_bytes);
-    window.rail_out = carver.take<char>(sizes.rail_bytes);
-    window.rail_in = carver.take<char>(sizes.rail_bytes);
+    if (sizes.rail_domain_size > 0) {
+      const auto domains = static_cast<uint64_t>(num_ranks / sizes.rail_domain_size);
+      const uint64_t rail_bytes = sizes.route_bytes + sizes.rail_bytes + domains * kHtRailSlack;
+      window.records_out = carver.take<uint32_t>(kNumKinds * kNumBanks * window.message_words);
+      window.records_in = carver.take<uint32_t>(kNumKinds * kNumBanks * domains * window.message_words);
+      window.rail_out = carver.take<char>(rail_bytes);
+      window.rail_in = carver.take<char>(rail_bytes);
+    } else {
+      window.routes_out = carver.take<char>(sizes.route_bytes);
+      window.routes_in = carver.take<char>(sizes.route_bytes);
+      window.rail_out = carver.take<char>(sizes.rail_bytes);
+      window.rail_in = carver.take<char>(sizes.rail_bytes);
+    }
     window.arena = carver.take<char>(sizes.arena_bytes, 4096);
     return window;
   }
@@ -119,7 +139,7 @@ struct HtRowFormat {
 };
 
 // The route that travels with a row to the rail peer that delivers it in its domain: for each choice its expert (-1:
-// not in that domain), output row, slot, weight.
+// not in that domain), output row, slot, weight; on GPUs behind them the token at its source.
 struct HtRouteFormat {
   int topk = 1;
 
@@ -129,6 +149,8 @@ struct HtRouteFormat {
   EP_HD int weight(int k) const { return 3 * topk + k; }
   EP_HD int words() const { return 4 * topk; }
   EP_HD int stride() const { return words() * 4; }
+  EP_HD int token() const { return words(); }
+  EP_HD int bytes_with_token() const { return align_up(stride() + 4, 16); }
 };
 
 // Offsets of one operation's words in any rank's window. A slot is a received row's number in the order (source rank,
@@ -185,9 +207,10 @@ struct HtOffsets {
     offsets.rail_in = window.rail_in.offset;
     offsets.arena_end = window.arena.offset + window.arena.count;
     const HtSizes need = sizes(topology, shape, row.stride());
+    const bool has_records = window.records_in.count > 0;  // then an operation checks its own rows (HtRail)
     EP_CHECK(need.message_words <= window.message_words && need.slot_bytes <= window.slots.count &&
-                 need.row_bytes <= window.rows.count && need.route_bytes <= window.routes_in.count &&
-                 need.rail_bytes <= window.rail_in.count,
+                 need.row_bytes <= window.rows.count && (has_records || need.route_bytes <= window.routes_in.count) &&
+                 (has_records || need.rail_bytes <= window.rail_in.count),
              "the window is too small for high throughput of ", shape.max_tokens, " tokens a rank, top-", shape.topk,
              " of ", shape.num_experts, " experts, rows of ", row.body_bytes, " bytes: it needs ", need.message_words,
              " words of counts, ", need.slot_bytes, " bytes of routes and ", need.row_bytes, " of rows, it has ",
@@ -204,7 +227,7 @@ struct HtOffsets {
     sizes.message_words = HtMessage::words(shape.num_ranks, shape.num_experts);
     sizes.slot_bytes = slots * HtSlotFormat{shape.topk}.stride();
     sizes.row_bytes = slots * row_stride;
-    sizes.route_bytes = crossing * HtRouteFormat{shape.topk}.stride();
+    sizes.route_bytes = crossing * HtRouteFormat{shape.topk}.bytes_with_token();
     sizes.rail_bytes = crossing * row_stride;
     return sizes;
   }

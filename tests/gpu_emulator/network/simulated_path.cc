@@ -20,6 +20,15 @@ class SimulatedPath : public NetworkPath {
   void launch(const KernelArgs<LlCombineWeightsParams>& args, const LlRail& rail, void* stream) override {
     launch_simulated(args, rail, nics_->args(rank_), stream);
   }
+  void launch(const KernelArgs<HtRouteParams>& args, const HtRail& rail, void* stream) override {
+    launch_simulated(args, rail, nics_->args(rank_), stream);
+  }
+  void launch(const KernelArgs<HtDispatchParams>& args, const HtRail& rail, void* stream) override {
+    launch_simulated(args, rail, nics_->args(rank_), stream);
+  }
+  void launch(const KernelArgs<HtCombineParams>& args, const HtRail& rail, void* stream) override {
+    launch_simulated(args, rail, nics_->args(rank_), stream);
+  }
   WireBytes wire_bytes() const override { return nics_->wire_bytes(rank_); }
 
  private:
@@ -34,6 +43,8 @@ void require_network(Bootstrap&, NcclComm&) {}
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
   load_simulated_dispatch();
   load_simulated_combine();
+  load_simulated_ht_dispatch();
+  load_simulated_ht_combine();
   auto nics = made_by_rank_0<emulator::Nics>(bootstrap,
                                              [&] { return std::make_shared<emulator::Nics>(config.window, config); });
   return std::make_unique<SimulatedPath>(std::move(nics), bootstrap.rank());

@@ -29,6 +29,15 @@ class GinPath : public NetworkPath {
   void launch(const KernelArgs<LlCombineWeightsParams>& args, const LlRail& rail, void* stream) override {
     check(gin_library().launch_combine_weights(gin_.dev_comm(), window_, args, rail, stream));
   }
+  void launch(const KernelArgs<HtRouteParams>& args, const HtRail& rail, void* stream) override {
+    check(gin_library().launch_ht_route(gin_.dev_comm(), window_, args, rail, stream));
+  }
+  void launch(const KernelArgs<HtDispatchParams>& args, const HtRail& rail, void* stream) override {
+    check(gin_library().launch_ht_dispatch(gin_.dev_comm(), window_, args, rail, stream));
+  }
+  void launch(const KernelArgs<HtCombineParams>& args, const HtRail& rail, void* stream) override {
+    check(gin_library().launch_ht_combine(gin_.dev_comm(), window_, args, rail, stream));
+  }
 
  private:
   static void check(const char* problem) {

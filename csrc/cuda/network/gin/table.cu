@@ -3,6 +3,7 @@
 
 #include "cuda/launch/launch_util.h"
 #include "cuda/network/gin/gin_network.cuh"
+#include "cuda/network/gin/ht.cuh"
 #include "cuda/network/gin/ll.cuh"
 #include "cuda/network/probe.cuh"
 #include "transport/nccl/gin/table.h"
@@ -71,6 +72,8 @@ const char* load_kernels() {
     load_kernel(&network_probe, 0);
     load_gin_dispatch();
     load_gin_combine();
+    load_gin_ht_dispatch();
+    load_gin_ht_combine();
   });
 }
 
@@ -80,8 +83,8 @@ const char* launch_probe(const void* dev_comm, ncclWindow_t window, const Networ
   });
 }
 
-template <class Params>
-const char* launch_ll(const void* dev_comm, ncclWindow_t window, const KernelArgs<Params>& args, const LlRail& rail,
+template <class Params, class Rail>
+const char* launch_op(const void* dev_comm, ncclWindow_t window, const KernelArgs<Params>& args, const Rail& rail,
                       void* stream) {
   return error_of([&] { launch_gin(args, rail, network_args(dev_comm, window), stream); });
 }
@@ -102,9 +105,12 @@ const GinTable& table() {
     };
     made.load_kernels = &load_kernels;
     made.launch_probe = &launch_probe;
-    made.launch_dispatch = &launch_ll<LlDispatchParams>;
-    made.launch_combine = &launch_ll<LlCombineParams>;
-    made.launch_combine_weights = &launch_ll<LlCombineWeightsParams>;
+    made.launch_dispatch = &launch_op<LlDispatchParams, LlRail>;
+    made.launch_combine = &launch_op<LlCombineParams, LlRail>;
+    made.launch_combine_weights = &launch_op<LlCombineWeightsParams, LlRail>;
+    made.launch_ht_route = &launch_op<HtRouteParams, HtRail>;
+    made.launch_ht_dispatch = &launch_op<HtDispatchParams, HtRail>;
+    made.launch_ht_combine = &launch_op<HtCombineParams, HtRail>;
     return made;
   }();
   return table;

@@ -35,6 +35,10 @@ struct LlRail;
 struct LlDispatchParams;
 struct LlCombineParams;
 struct LlCombineWeightsParams;
+struct HtRail;
+struct HtRouteParams;
+struct HtDispatchParams;
+struct HtCombineParams;
 template <class Params>
 struct KernelArgs;
 
@@ -55,12 +59,15 @@ struct GinTable {
 
   const char* (*load_kernels)() = nullptr;  // into the current device
   const char* (*launch_probe)(const void* dev_comm, ncclWindow_t, const NetworkProbeParams&, void* stream) = nullptr;
-  template <class Params>
-  using Launch = const char* (*)(const void* dev_comm, ncclWindow_t, const KernelArgs<Params>&, const LlRail&,
+  template <class Params, class Rail = LlRail>
+  using Launch = const char* (*)(const void* dev_comm, ncclWindow_t, const KernelArgs<Params>&, const Rail&,
                                  void* stream);
   Launch<LlDispatchParams> launch_dispatch = nullptr;
   Launch<LlCombineParams> launch_combine = nullptr;
   Launch<LlCombineWeightsParams> launch_combine_weights = nullptr;
+  Launch<HtRouteParams, HtRail> launch_ht_route = nullptr;
+  Launch<HtDispatchParams, HtRail> launch_ht_dispatch = nullptr;
+  Launch<HtCombineParams, HtRail> launch_ht_combine = nullptr;
 };
 
 // The one symbol of a GIN library.

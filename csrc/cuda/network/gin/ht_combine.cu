@@ -1,0 +1,15 @@
+#define EP_NETWORK ::ep::GinNetwork
+#define EP_NETWORK_HEADER "cuda/network/gin/gin_network.cuh"
+#include "cuda/ht/rail_combine_launch.cuh"
+#include "cuda/network/gin/ht.cuh"
+
+namespace ep {
+
+void load_gin_ht_combine() { load_ht_rail_combine(); }
+
+void launch_gin(const KernelArgs<HtCombineParams>& args, const HtRail& rail, const GinNetwork::Args& network,
+                void* stream) {
+  launch_rail({args, rail, network}, stream);
+}
+
+}  // namespace ep

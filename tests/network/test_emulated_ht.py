@@ -1,0 +1,173 @@
+"""High throughput between domains of emulated GPUs, over a simulated network: run by tests/support/emulated.py.
+
+What is sent lands late, in pieces and in any order, by the buffer's ``network_seed``; a signal says nothing of puts but
+its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+import nccl_ep
+from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.network.test_emulated_network import BUGS, OF_SEVERAL, PERCENT, TOPOLOGIES, cases_of, name_of
+from tests.support import gpu_handles, gpu_ht_ranks
+from tests.support.expected import Expected, plain_case
+from tests.support.gpu_delays import COMBINE, DISPATCH, delays, meet, set_testing, stress
+from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
+from tests.support.harness import case_buffer
+from tests.support.ht_harness import HT_STEPS, HtCoverage, check_ht_case, ht_step
+from tests.support.patience import Late, with_more_time
+
+pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
+
+NUM_CASES = 16  # of each topology
+RUNS = 40  # of a chain, in the search for a planted bug
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
+def test_generated_cases(topology: tuple[int, int]) -> None:
+    """Every result to the bit, and every byte that crosses (``check_ht_network``)."""
+    coverage = HtCoverage()
+    for number, case in enumerate(cases_of(topology, NUM_CASES)):
+        coverage.add(check_ht_case(case, network_seed=number % 4 * 31, num_sms=(0, 1, 3)[number % 3]))
+    print("\n" + coverage.report())
+
+
+def wide_cases(domains: int, size: int) -> list[gpu_ht_ranks.Case]:
+    return [dataclasses.replace(case, domain_size=size) for case in gpu_ht_ranks.wide_cases(domains * size)]
+
+
+@pytest.mark.parametrize("topology", [(2, 2), (4, 1)], ids=name_of)
+def test_wide_cases(topology: tuple[int, int]) -> None:
+    """More tokens than chunks, rows of several pieces, every layout."""
+    for number, case in enumerate(wide_cases(*topology)):
+        check_ht_case(case, network_seed=7 + number, num_sms=number % 3)
+
+
+@pytest.mark.parametrize("topology", OF_SEVERAL, ids=name_of)
+def test_one_buffer_for_many_cases(topology: tuple[int, int]) -> None:
+    """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
+    cases = [gpu_ht_ranks.ExpectedHt(case) for case in cases_of(topology, 5, first=500)]
+
+    def body(group: ThreadGroup) -> None:
+        with gpu_ht_ranks.shared_ht_buffer(
+            group, [each.case for each in cases], device="cpu", domain_size=topology[1], network_seed=5
+        ) as buffer:
+            for number, case in enumerate([*cases, *reversed(cases)]):
+                case.run(buffer, num_sms=number % 4)
+
+    run_ranks(topology[0] * topology[1], body)
+
+
+@pytest.mark.parametrize("topology", [(2, 1), (2, 2)], ids=name_of)
+@pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
+def test_chains(topology: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")  # of which each rank's waiting warps take less from the others
+
+    def body(group: ThreadGroup) -> int:
+        wrong = 0
+        with ht_chain_buffer(group, "cpu", domain_size=topology[1], network_seed=9) as buffer:
+            for letters in HT_CHAINS:
+                chain = HtChain(letters, buffer, given=False, seed=1)
+                for _ in range(2):
+                    chain.run()
+                    chain.renew()
+                wrong += chain.finish()
+        return wrong
+
+    with delays(seed=seed, percent=PERCENT):
+        assert not any(run_ranks(topology[0] * topology[1], body))
+
+
+# ---- A node that is gone
+
+
+@pytest.mark.parametrize("phase", HT_STEPS)
+def test_a_dead_node_is_named(phase: str) -> None:
+    """All survivors, of its rail peers and of the others; a new buffer works in the same process."""
+    layout = "packed" if phase == "weighted combine" else "flat"
+    case = Expected(plain_case(4, layout=layout, domain_size=2))
+
+    def run(deadline: float) -> None:
+        def body(group: ThreadGroup) -> str:
+            text = ""
+            with case_buffer(case.case, group, mode="ht", device="cpu") as buffer:
+                out = case.send(buffer)
+                call = ht_step(phase, case, buffer, out)
+                meet(group)
+                if group.rank() < 2:
+                    buffer.set_timeout(deadline)
+                    with pytest.raises(nccl_ep.TimeoutError) as caught:
+                        call()
+                        buffer.check()
+                    text = str(caught.value)
+                meet(group)
+            with case_buffer(case.case, group, mode="ht", device="cpu") as buffer:
+                case.check_dispatch(case.send(buffer), group.rank())
+            return text
+
+        for rank, text in enumerate(run_ranks(4, body)[:2]):
+            kind = "dispatch 2" if phase in ("dispatch", "exact", "cached") else "combine 1"
+            pattern = rf"rank {rank} waited {deadline:g} s for .* of rank (\d) .*in high-throughput {kind} "
+            named = re.search(pattern, text)
+            assert named, text
+            if int(named[1]) < 2:  # a living rank was slow
+                raise Late(text)
+            assert f"rank {named[1]} is on node 1" in text, text
+
+    with_more_time(run)
+
+
+# ---- Planted bugs
+
+# One bank of the record's staging, and one word for both parities, take calls that only count to be noticed.
+HT_BUGS = {bug: kinds for bug, kinds in BUGS.items() if bug not in ("one_parity", "one_staging_bank")}
+
+
+def _search(bugs: list[str], kinds: int, seed: int) -> str:
+    """What went wrong in a chain, on any rank; empty: nothing."""
+
+    def body(group: ThreadGroup) -> str:
+        with ht_chain_buffer(group, "cpu", domain_size=1, network_seed=100_000 + seed) as buffer:
+            chain = HtChain("dccfchc", buffer, given=False, seed=seed)
+            chain.run()
+            if bugs:
+                buffer.set_timeout(4.0)
+            meet(group)
+            if group.rank() == 0:
+                set_testing(seed=seed, bugs=bugs, kinds=kinds, percent=PERCENT)
+            meet(group)
+            return stress(chain, chain.run, RUNS if bugs else RUNS // 8, group, batch=1)
+
+    try:
+        return run_ranks(2, body)[0]
+    finally:
+        set_testing()
+
+
+@pytest.mark.parametrize(
+    ("bug", "kind"), [(bug, kind) for bug, kinds in HT_BUGS.items() for kind in (DISPATCH, COMBINE) if kinds & kind]
+)
+def test_planted_bugs(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
+    found = _search([bug], kind, seed=11)
+    print(f"{bug}: {found}")
+    assert found, f"{bug}: not noticed in {RUNS} runs"
+
+
+def test_the_search_without_a_bug() -> None:
+    assert not _search([], DISPATCH | COMBINE, seed=11)
+
+
+# ---- The rest of the interface
+
+
+@pytest.mark.parametrize("body", gpu_handles.BODIES)
+def test_handles_that_were_changed(body: Any) -> None:
+    run_ranks(4, lambda group: body(group, "cpu", domain_size=2))
