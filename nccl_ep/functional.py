@@ -191,9 +191,7 @@ def dispatch_send(
         end = len(sent) - len(extra)
         # x is the event's to keep. A quantised one that wants a gradient stays for that, too.
         given = x if config.quant and wants_gradient(x) else None
-        return Pending(
-            lambda: _output(buffer, config, num_tokens, given, has_scales, sent[:end], sent[end:]), event
-        )
+        return Pending(lambda: _output(buffer, config, num_tokens, given, has_scales, sent[:end], sent[end:]), event)
     num_scales, scale_dtype = scales_of(scales)
     # Of x nothing is kept but what stands for it.
     sizes = x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens, topk_idx.dtype == torch.int64

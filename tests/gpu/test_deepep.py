@@ -166,6 +166,14 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 
 
 @ranks_on_gpus
+def test_a_sending_half_does_not_wait_for_a_late_rank(tmp_path: Path) -> None:
+    """The ranks that are not late have long ended theirs when the late one begins. Where ranks share a GPU they take
+    turns on it, so that a half has another chance."""
+    for took in run_processes(2, deepep_ranks.run_late_halves, tmp_path, 2, timeout=150.0):
+        assert min(took[1:]) < 1000 * deepep_ranks.LATE / 3, f"sending halves took {took} ms"
+
+
+@ranks_on_gpus
 def test_waits_are_measured(tmp_path: Path) -> None:
     """Nobody waits for itself, all for the last rank."""
     num_ranks = WORLDS[-1]

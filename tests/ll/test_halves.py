@@ -12,7 +12,6 @@ import torch
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.cases import Case
 from tests.support.deepep_ranks import small_case
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.harness import combine_options

@@ -309,3 +309,29 @@ def run_waits(rank: int, num_ranks: int) -> list[list[int]]:
             assert waits.max() <= time.monotonic_ns() - start
             found += waits.tolist()
     return found
+
+
+LATE = 0.3  # seconds
+
+
+def run_late_halves(rank: int, num_ranks: int) -> list[float]:
+    """The ms that this rank's GPU was busy with the sending half of a combine. The last rank comes late to each, and so
+    are its weights; the first is for what a first call sets up."""
+    device, case = on_gpu(rank), small_case(num_ranks)
+    took = []
+    with shared_buffer(rendezvous_of(dist.group.WORLD), [case], device=device) as buffer:
+        handle = case.send(buffer)[2]
+        for _ in range(4):
+            torch.cuda.synchronize()
+            dist.barrier()
+            time.sleep(LATE * (rank == num_ranks - 1))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            y, _, hook = case.send_back(buffer, handle, return_recv_hook=True)
+            end.record()
+            end.synchronize()
+            took.append(begin.elapsed_time(end))
+            hook()
+            torch.cuda.synchronize()
+            case.check_combine(y.cpu(), rank)
+    return took

@@ -198,7 +198,13 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
     }
     const bool is_at_home = kHome && UnweightedRanks::kAreThere && (sources & unweighted.ranks) != 0;
     if (is_at_home) {
-      if (!add_at_home(role, op, unweighted.ranks, unit, lane_index, choice, own, total)) return false;
+      Total<kCount> sum;
+#pragma unroll
+      for (int i = 0; i < kCount; i++) sum.values[i] = total[i];
+      sum = add_at_home<kWire, kCount>(role, op, unweighted.ranks, unit, lane_index, choice, own, sum);
+      if (!sum.is_ok) return false;
+#pragma unroll
+      for (int i = 0; i < kCount; i++) total[i] = sum.values[i];
     }
 #pragma unroll 1
     while (!is_at_home && (is_batch || partials.has_more())) {

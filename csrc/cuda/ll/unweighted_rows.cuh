@@ -242,13 +242,22 @@ struct RankSum {
   }
 };
 
-// Adds up a piece of a token of which some ranks sent their rows. False: a wait was given up.
+template <int kCount>
+struct Total {
+  float values[kCount];
+  bool is_ok;  // else a wait was given up
+};
+
+// Adds up a piece of a token of which some ranks sent their rows; `total`: what the sum begins with. All by value: what
+// has an address lies in memory, and for the pieces whose sums travel, too.
 template <DType kWire, int kCount>
-__device__ __noinline__ bool add_at_home(const CombineRole& role, const WarpContext& op, uint64_t unweighted_ranks,
-                                         const Unit& unit, int lane_index, const Choice& choice,
-                                         const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
+__device__ __noinline__ Total<kCount> add_at_home(const CombineRole role, const WarpContext op,
+                                                  const uint64_t unweighted_ranks, const Unit unit,
+                                                  const int lane_index, const Choice choice,
+                                                  const Numbers<kWire, kCount> own, Total<kCount> total) {
+  total.is_ok = false;
   HomeTerm term;
-  if (!HomeTerm::of(role, op, choice, unweighted_ranks, unit.token, term)) return false;
+  if (!HomeTerm::of(role, op, choice, unweighted_ranks, unit.token, term)) return total;
   HomeTerms<kWire, kCount> terms;
   terms.slots = role.peers.local<char>(role.p.offsets.row<false>(op.bank, 0, unit.token)) +
                 lane_index * static_cast<int>(sizeof(Numbers<kWire, kCount>));
@@ -258,7 +267,7 @@ __device__ __noinline__ bool add_at_home(const CombineRole& role, const WarpCont
 #pragma unroll 1
   for (int first = 0; first < count; first += terms.kBatch) {
     terms.begin_batch(term, first);
-    if (!terms.await(role, op, term, unit, budget)) return false;
+    if (!terms.await(role, op, term, unit, budget)) return total;
 #pragma unroll
     for (int q = 0; q < terms.kBatch; q++) {
       const int lane = terms.lanes[q];
@@ -267,7 +276,7 @@ __device__ __noinline__ bool add_at_home(const CombineRole& role, const WarpCont
       const float weight = __shfl_sync(~0u, term.weight, lane);
       const bool is_skipped = __shfl_sync(~0u, term.is_skipped ? 1 : 0, lane) != 0;
       if (rank != sum.rank) {
-        sum.end(total);
+        sum.end(total.values);
         sum.begin(rank);
       }
       if (form == HomeTerm::kNothing) continue;
@@ -282,8 +291,9 @@ __device__ __noinline__ bool add_at_home(const CombineRole& role, const WarpCont
       if (form != HomeTerm::kOwnSum) terms.reset(role, op, term, q, unit.token);
     }
   }
-  sum.end(total);
-  return true;
+  sum.end(total.values);
+  total.is_ok = true;
+  return total;
 }
 
 }  // namespace EP_KERNELS
