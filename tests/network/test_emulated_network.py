@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import nccl_ep
-from nccl_ep import _C
+from nccl_ep import _C, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.cases import Case, generate
 from tests.support.expected import Expected, plain_case, shared_buffer
@@ -62,6 +63,23 @@ def test_wide_cases(layout: str) -> None:
     for number, quant in enumerate((None, "fp8", "fp8_ue8m0")):
         case = wide_case(4, layout=layout, quant=quant, domain_size=2, tokens=(96, 41, 0, 9))
         check_case(case, staged=number == 1, network_seed=7 + number)
+
+
+@pytest.mark.parametrize("topology", [(2, 1), (2, 2), (4, 1)], ids=name_of)
+@pytest.mark.parametrize("wire", reference.WIRE_FORMATS)
+def test_sums_in_fewer_bytes(wire: str, topology: tuple[int, int]) -> None:
+    """A domain's sum is rounded as a rank's is, in rows whose last block is short, and crosses in as few bytes."""
+    ranks = topology[0] * topology[1]
+    how: dict[str, Any] = {"hidden": 640 + 16, "wire_dtype": wire, "domain_size": topology[1]}
+    ways: list[dict[str, Any]] = [
+        {"layout": "flat", "biases": 1},
+        {"layout": "packed", "combine_weights": "masked", "rows_content": "few"},
+        {"layout": "expert_major", "rows_content": "special", "rows_dtype": torch.float16},
+    ]
+    for number, way in enumerate(ways):
+        case = plain_case(ranks, **how, **way)
+        assert case.home_bytes <= 0.66 * 2 * case.hidden
+        check_case(case, staged=number == 1, network_seed=11 + number)
 
 
 @pytest.mark.parametrize("topology", OF_SEVERAL, ids=name_of)

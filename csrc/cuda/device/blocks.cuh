@@ -4,6 +4,7 @@
 
 #include "cuda/device/lanes.cuh"
 #include "cuda/device/numbers.cuh"
+#include "layout/common/block_formats.h"
 
 namespace ep {
 

@@ -15,7 +15,7 @@ enum class DType : int {
   kOpaque16 = 5,
   kOpaque32 = 6,
   kOpaque64 = 7,
-  // Only of partial sums on their way home (block_formats.h):
+  // Only of partial sums on their way home (block_formats.h); size_of() is 1, less than of any number that is added up:
   kFp8Blocks = 8,  // e4m3, fp32 scale amax / 448 for 128 elements
   kLogFmt = 9,     // 10 bits, evenly spaced in the logarithm
 };

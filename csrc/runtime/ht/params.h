@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "layout/common/block_formats.h"
 #include "layout/ht/handle.h"
 #include "layout/ht/offsets.h"
 #include "runtime/ll/params.h"
@@ -130,10 +129,9 @@ struct HtCombineParams {
   int num_sms = 0;
 
   EP_HD bool has_rows() const { return hidden > 0; }
-  // By ranks that can reach the rows.
+  // By ranks that can reach the rows. A block format's elements count as one byte: rows are never read in place.
   EP_HD bool can_read_in_place() const {
-    return has_rows() && !has_expert_rows(output.layout) && !is_block_format(wire_dtype) &&
-           size_of(dtype) <= size_of(wire_dtype);
+    return has_rows() && !has_expert_rows(output.layout) && size_of(dtype) <= size_of(wire_dtype);
   }
   EP_HD bool reads_in_place() const { return can_read_in_place() && rows_offset != kNoOffset; }
 };
