@@ -292,10 +292,9 @@ def check_ht_network(case: Case, plan: HtPlan, inputs: list[reference.RankInput]
         return [each.shape[-1] * each.element_size() for each in tensors if each is not None]
 
     out = got[0].dispatched
-    wire_dtype = case.wire_dtype or case.out_dtype or case.rows_dtype
     expected = expected_bytes(
         case, inputs, exact=plan.exact, times=2 if plan.given else 1, parts=widths([out.x, out.scales, *out.extra]),
-        cached=[widths([each.x, each.scales]) for each in got[0].cached], home=case.hidden * wire_dtype.itemsize,
+        cached=[widths([each.x, each.scales]) for each in got[0].cached], home=case.home_bytes,
     )  # fmt: skip
     for rank, result in enumerate(got):
         crossed, wanted = result.wire[-1]["network"], expected[rank].tolist()

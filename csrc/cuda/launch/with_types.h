@@ -30,11 +30,9 @@ void with_block_types(DType in, DType wire, Body body) {
   return with_format(std::integral_constant<DType, DType::kBF16>{});
 }
 
-// Calls body with the types as compile-time constants. The wire is the output's type, or fp32, or a block format: rows
-// and output are of one 16-bit type then.
+// Calls body with the types as compile-time constants. The wire is the output's type, or fp32.
 template <class Body>
-void with_types(DType in, DType wire, DType out, Body body) {
-  if (is_block_format(wire)) return with_block_types(in, wire, body);
+void with_plain_types(DType in, DType wire, DType out, Body body) {
   with_dtype(in, [&](auto in_constant) {
     with_dtype(out, [&](auto out_constant) {
       constexpr DType kIn = decltype(in_constant)::value, kOut = decltype(out_constant)::value;
@@ -44,14 +42,27 @@ void with_types(DType in, DType wire, DType out, Body body) {
   });
 }
 
-// Calls body for every combination that kernels are made for.
+// The same, or a block format: rows and output are of one 16-bit type then.
 template <class Body>
-void for_all_types(Body body) {
+void with_types(DType in, DType wire, DType out, Body body) {
+  if (is_block_format(wire)) return with_block_types(in, wire, body);
+  with_plain_types(in, wire, out, body);
+}
+
+// Calls body for every combination of plain types.
+template <class Body>
+void for_plain_types(Body body) {
   for (DType in : {DType::kBF16, DType::kF16, DType::kF32}) {
     for (DType out : {DType::kBF16, DType::kF16, DType::kF32}) {
-      for (DType wire : {out, DType::kF32}) with_types(in, wire, out, body);
+      for (DType wire : {out, DType::kF32}) with_plain_types(in, wire, out, body);
     }
   }
+}
+
+// Calls body for every combination that kernels of one domain are made for.
+template <class Body>
+void for_all_types(Body body) {
+  for_plain_types(body);
   for (DType in : {DType::kBF16, DType::kF16}) {
     for (DType wire : {DType::kFp8Blocks, DType::kLogFmt}) with_types(in, wire, in, body);
   }
