@@ -290,7 +290,7 @@ void Group::run(LlDispatchParams& p, void* stream) {
 bool Group::sends_unweighted(const LlCombineParams& p) const {
   const bool has_rail = config_.has_rail && topology_.num_domains() > 1;
   return p.weighting == Weighting::kHome && p.phase == Phase::kSend && has_expert_rows(p.output.layout) &&
-         p.dtype == p.wire_dtype && p.offsets.has_further_rows && !has_rail;
+         p.dtype == p.wire_dtype && p.offsets.has_further_rows && !has_rail && !config_.masks_late_ranks;
 }
 
 void Group::combine(LlCombineParams& p, void* stream) {
