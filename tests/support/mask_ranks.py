@@ -43,8 +43,8 @@ class CaseOf(Case):
         fields["tokens"] = tuple(count if rank in group else 0 for rank, count in enumerate(case.tokens))
         return CaseOf(**fields, group=group)
 
-    def _rank_input(self, rank: int) -> reference.RankInput:
-        given = super()._rank_input(rank)
+    def rank_input(self, rank: int) -> reference.RankInput:
+        given = super().rank_input(rank)
         local = self.num_experts // self.num_ranks
         ids = given.topk_idx.clone()
         for other in set(range(self.num_ranks)) - self.group:
