@@ -187,24 +187,28 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
   if constexpr (kCrossesDomains) {
     if (!add_domains<kWire, kCount>(role, op, sources, unit, lane_index, own, total)) return false;
   } else {
+    // Rows travel unweighted in their own dtype alone.
+    constexpr bool kUnweighted = kHome && UnweightedRanks::kAreThere && !kIsBlockFormat<kWire>;
     LeanWaitBudget budget;
     bool is_batch = false, is_there = false;
-    if (kHome && !unweighted.are_known) {  // as its loads and those of the first sums take their time together
+    if (kUnweighted && !unweighted.are_known) {  // as its loads and those of the first sums take their time together
       unweighted.prefetch(role, op);
       partials.begin_batch();
       is_there = partials.have_arrived(role, op);
       is_batch = true;
       if (!unweighted.learn(role, op)) return false;
     }
-    const bool is_at_home = kHome && UnweightedRanks::kAreThere && (sources & unweighted.ranks) != 0;
-    if (is_at_home) {
-      Total<kCount> sum;
+    const bool is_at_home = kUnweighted && (sources & unweighted.ranks) != 0;
+    if constexpr (kUnweighted) {
+      if (is_at_home) {
+        Total<kCount> sum;
 #pragma unroll
-      for (int i = 0; i < kCount; i++) sum.values[i] = total[i];
-      sum = add_at_home<kWire, kCount>(role, op, unweighted.ranks, unit, lane_index, choice, own, sum);
-      if (!sum.is_ok) return false;
+        for (int i = 0; i < kCount; i++) sum.values[i] = total[i];
+        sum = add_at_home<kWire, kCount>(role, op, unweighted.ranks, unit, lane_index, choice, own, sum);
+        if (!sum.is_ok) return false;
 #pragma unroll
-      for (int i = 0; i < kCount; i++) total[i] = sum.values[i];
+        for (int i = 0; i < kCount; i++) total[i] = sum.values[i];
+      }
     }
 #pragma unroll 1
     while (!is_at_home && (is_batch || partials.has_more())) {
