@@ -432,7 +432,7 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topo
   memory.peers = memory.nccl_window->peers();
 }
 
-void check_domains(const Topology& topology, const Window& window, const GroupConfig& config) {
+void check_domains(const Topology& topology, const GroupConfig& config) {
   if (topology.num_domains() == 1) return;
   EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks in ", topology.num_domains(),
            " NVLink domains: GPUs serve ", kMaxCudaRanks);
@@ -457,7 +457,7 @@ void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& 
 
 std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                            const GroupConfig& config) {
-  check_domains(topology, window, config);
+  check_domains(topology, config);
   int device = config.device_index;
   GpuIdentity seat{};
   std::optional<DeviceGuard> guard;
