@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -21,6 +22,12 @@ uint64_t running = 0;  // seed of the round
 void print_seed() {
   std::fprintf(stderr, "again: NCCL_EP_FUZZ_SEED=%llu NCCL_EP_FUZZ_SECONDS=0\n",
                static_cast<unsigned long long>(running));
+}
+
+void print_seed_of_crash(int number) {
+  print_seed();
+  std::signal(number, SIG_DFL);
+  std::raise(number);
 }
 
 uint64_t number_of(const char* variable, uint64_t fallback) {
@@ -254,7 +261,11 @@ class Round {
 TEST(ApiFuzz, SurvivesAnyArguments) {
   const uint64_t first = number_of("NCCL_EP_FUZZ_SEED", std::random_device{}());
   const double seconds = static_cast<double>(number_of("NCCL_EP_FUZZ_SECONDS", 3));
-  if (__sanitizer_set_death_callback != nullptr) __sanitizer_set_death_callback(&print_seed);
+  if (__sanitizer_set_death_callback != nullptr) {
+    __sanitizer_set_death_callback(&print_seed);
+  } else {
+    for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGABRT}) std::signal(number, &print_seed_of_crash);
+  }
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   uint64_t num_rounds = 0, num_done = 0;
   do {
