@@ -15,6 +15,8 @@ const char* name_of(Operation operation) {
       return "combine";
     case Operation::kCombineWeighted:
       return "combine with weights of the home rank";
+    case Operation::kCombineUnweighted:
+      return "split combine with weights of the home rank";
     case Operation::kCombineWeights:
       return "combine of weights";
     case Operation::kHtDispatch:

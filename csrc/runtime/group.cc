@@ -286,10 +286,10 @@ void Group::run(LlDispatchParams& p, void* stream) {
   if (sends(p.phase)) calls_.dispatch++;
 }
 
-// The sending half waits for no rank, so it cannot know the weights of the home ranks.
+// The sending half waits for no rank, so it cannot know the weights of the home ranks. The same for both halves.
 bool Group::sends_unweighted(const LlCombineParams& p) const {
   const bool has_rail = config_.has_rail && topology_.num_domains() > 1;
-  return p.weighting == Weighting::kHome && p.phase == Phase::kSend && has_expert_rows(p.output.layout) &&
+  return p.weighting == Weighting::kHome && p.phase != Phase::kFused && has_expert_rows(p.output.layout) &&
          p.dtype == p.wire_dtype && p.offsets.has_further_rows && !has_rail && !config_.masks_late_ranks;
 }
 
@@ -300,11 +300,12 @@ void Group::combine(LlCombineParams& p, void* stream) {
   p.domain_size = topology_.domain_size;
   p.row = RowFormat{wire_row_bytes(p.wire_dtype, p.hidden), 0, false};
   p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, p.row);
-  const Operation operation = p.weighting == Weighting::kHome ? Operation::kCombineWeighted : Operation::kCombine;
+  p.sends_unweighted = sends_unweighted(p);
+  const Operation operation = p.sends_unweighted                ? Operation::kCombineUnweighted
+                              : p.weighting == Weighting::kHome ? Operation::kCombineWeighted
+                                                                : Operation::kCombine;
   p.header =
       header_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
-  p.sends_unweighted = sends_unweighted(p);
-  if (p.sends_unweighted) p.header.words[OpHeader::kFlags] |= OpHeader::kUnweightedFlag;
   check_phase(Kind::kCombine, p.phase, "combine");
   Range range(config_.name, name_of(Kind::kCombine, p.phase), call_number(Kind::kCombine, p.phase));
   backend()->combine(p, stream);

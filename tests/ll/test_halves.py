@@ -1,8 +1,9 @@
 """Combines in halves whose weights the home ranks give: the sending half waits for no rank, and the bits are those of a
-whole combine. On CPU ranks and on emulated GPUs."""
+whole combine. All ranks split such a combine, or none. On CPU ranks and on emulated GPUs."""
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -47,24 +48,76 @@ CASES = {
     "fp16 in rows of an odd piece": {"rows_dtype": torch.float16, "hidden": 1000},
     "all weights": {"combine_weights": "tensor"},
     "infinities and NaNs": {"rows_content": "special"},
+}
+# Sums travel here, in halves too.
+SUMS = {
+    "weights of dispatch": {"combine_weights": "dispatch"},
+    "no weights": {"combine_weights": "none"},
     "sums of another type": {"wire_dtype": torch.float32},
+    "sums in fewer bytes": {"wire_dtype": "fp8"},
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *SUMS])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_every_mix_of_halves_has_the_same_bits(name: str, num_ranks: int) -> None:
-    """In each call some ranks combine in halves, the others at once."""
-    case = weighted_case(num_ranks, **CASES[name])
+def test_halves_have_the_bits_of_a_whole_combine(name: str, num_ranks: int) -> None:
+    """Whole and split ones follow each other in one buffer."""
+    case = weighted_case(num_ranks, **{**CASES, **SUMS}[name])
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [case], timeout=WAIT) as buffer:
+            out = case.dispatch(buffer)
+            for in_halves in (False, True, True, False, True):
+                case.check_combine(combine_by(case, buffer, out.handle, in_halves=in_halves), group.rank())
+
+    run_ranks(num_ranks, body)
+
+
+def run_every_mix(case: Expected, num_ranks: int, **options: Any) -> None:
+    """In each call some ranks combine in halves, the others at once."""
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case], timeout=WAIT, **options) as buffer:
             out = case.dispatch(buffer)
             for mix in range(1 << num_ranks):
                 got = combine_by(case, buffer, out.handle, in_halves=bool(mix >> group.rank() & 1))
                 case.check_combine(got, group.rank())
 
     run_ranks(num_ranks, body)
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_mix_of_sums_has_the_same_bits(name: str, num_ranks: int) -> None:
+    run_every_mix(weighted_case(num_ranks, **SUMS[name]), num_ranks)
+
+
+def test_every_mix_with_masks_has_the_same_bits() -> None:
+    run_every_mix(weighted_case(2), 2, enable_shrink=True)
+
+
+SPLIT, WHOLE = "split combine with weights of the home rank", "combine with weights of the home rank"
+
+
+@pytest.mark.parametrize(("num_ranks", "mix"), [(n, mix) for n in (2, 3) for mix in range(1, (1 << n) - 1)])
+def test_a_mix_of_weighted_ones_is_refused(num_ranks: int, mix: int) -> None:
+    """Bit r of the mix: rank r splits. Each rank's error names its own call and that of a rank of the other kind."""
+    case = weighted_case(num_ranks)
+
+    def body(group: ThreadGroup) -> str:
+        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+            out = case.dispatch(buffer)
+            with pytest.raises(nccl_ep.MismatchError) as error:
+                combine_by(case, buffer, out.handle, in_halves=bool(mix >> group.rank() & 1))
+                buffer.check()
+            return str(error.value)
+
+    for rank, text in enumerate(run_ranks(num_ranks, body)):
+        own, other = (SPLIT, WHOLE) if mix >> rank & 1 else (WHOLE, SPLIT)
+        named = re.search(r"rank (\d) called ([^(]*)\(.* rank (\d) called ([^(]*)\(", text)
+        assert named, text
+        assert named.group(1, 2, 4) == (str(rank), own, other)
+        assert (mix >> int(named[3]) & 1) != (mix >> rank & 1)
 
 
 def test_thirty_two_choices() -> None:

@@ -69,8 +69,8 @@ void Channel::send_header(int peer) {
 
 // A masked rank may still read the rest of an earlier header.
 void Channel::tell_mask(int peer) {
-  const uint32_t is_masked = OpHeader::kMaskedFlag;
-  const Offset word_at = offsets_.header(bank_, rank()) + OpHeader::kFlags * sizeof(TaggedWord);
+  const uint32_t is_masked = 1;
+  const Offset word_at = offsets_.header(bank_, rank()) + OpHeader::kIsMasked * sizeof(TaggedWord);
   send_tagged(peer, word_at, &is_masked, 1);
 }
 
@@ -156,7 +156,7 @@ void Channel::refuse_op(int source, const OpHeader& theirs) {
 // Whether the source has masked this rank, in this operation or, if this rank is behind, in a later one.
 bool Channel::was_left_by(int source) const {
   for (int bank = 0; bank < kNumBanks; bank++) {
-    const Offset word_at = offsets_.header(bank, source) + OpHeader::kFlags * sizeof(TaggedWord);
+    const Offset word_at = offsets_.header(bank, source) + OpHeader::kIsMasked * sizeof(TaggedWord);
     const uint64_t word = atomic_tagged(transport_.local_window() + word_at).load(std::memory_order_acquire);
     if (static_cast<uint32_t>(word) == 1 && is_not_before(static_cast<uint32_t>(word >> 32), tag_)) return true;
   }
@@ -213,7 +213,7 @@ void Channel::await_headers() {
     uint32_t words[OpHeader::kWords];
     const Offset header = offsets_.header(bank_, source);
     if (!await_words(source, header, Awaited::kOpHeader, words, OpHeader::kWords)) continue;
-    if ((words[OpHeader::kFlags] & OpHeader::kMaskedFlag) != 0) {
+    if (words[OpHeader::kIsMasked] != 0) {
       mask(source);
       continue;
     }

@@ -68,7 +68,7 @@ class Channel {
 
   // ---- Sending. Each rank begins with itself, so that not all begin with the same peer.
   int peer(int step) const { return (rank() + step) % num_ranks(); }
-  // Only word kFlags of op headers goes to a masked rank, and nothing is taken from it.
+  // Only word kIsMasked of op headers goes to a masked rank, and nothing is taken from it.
   bool is_masked(int rank) const { return state_.masked >> (rank & 63) & 1; }
   void send_header(int peer);
   void send_words(int peer, Offset offset, const uint32_t* values, int count);
@@ -85,9 +85,6 @@ class Channel {
   // ---- Receiving.
   // Waits for the op header of every rank and compares it with the own one.
   void await_headers();
-  bool sends_unweighted(int source) const {
-    return (headers_[source].word(OpHeader::kFlags) & OpHeader::kUnweightedFlag) != 0;
-  }
   int num_tokens(int source) const { return static_cast<int>(headers_[source].word(OpHeader::kNumTokens)); }
   // False, with zeros: the source is masked.
   bool await_words(int source, Offset offset, Awaited awaited, uint32_t* values, int count);

@@ -17,7 +17,7 @@ class HomeWeights {
  public:
   HomeWeights(const LlCombineParams& p, Channel& channel) : p_(p), channel_(channel) {}
 
-  // To the experts' ranks; for a receiving half, which is not given them, also to the own window.
+  // To the experts' ranks; if the rows travel unweighted, also to the own window, for the receiving half.
   void send() {
     for (int token = 0; token < p_.num_tokens; token++) {
       for (int k = 0; k < p_.shape.topk; k++) {
@@ -26,7 +26,7 @@ class HomeWeights {
         if (id < 0) continue;
         const uint32_t word = weight_word(index);
         channel_.send_words(p_.shape.owner(id), place(channel_.rank(), token, k), &word, 1);
-        if (p_.phase == Phase::kSend) channel_.keep_word(place(channel_.rank(), token, k), word);
+        if (p_.sends_unweighted) channel_.keep_word(place(channel_.rank(), token, k), word);
       }
     }
     channel_.close_stage();
@@ -38,13 +38,6 @@ class HomeWeights {
     const bool is_there = channel_.await_words(source, place(source, token, k), Awaited::kWeights, &word, 1);
     std::memcpy(&weight, &word, sizeof word);
     return is_there && word != kSkippedWeight;
-  }
-  // Of an own token. False: the choice is skipped.
-  bool own(int token, int k, float& weight) {
-    if (p_.phase == Phase::kRecv) return await(channel_.rank(), token, k, weight);
-    const uint32_t word = weight_word(token * p_.shape.topk + k);
-    std::memcpy(&weight, &word, sizeof word);
-    return word != kSkippedWeight;
   }
 
  private:
@@ -166,7 +159,7 @@ void take_unweighted(const LlCombineParams& p, Channel& channel, int source, int
     const Offset slot = p.offsets.unweighted_row(channel.bank(), source, token, k, 1u << k == first);
     channel.take_row_from(source, slot, token, Awaited::kPartials, words.data(), static_cast<int>(words.size()));
     float weight;
-    if (home_weights.own(token, k, weight)) sum.add_row(words.data(), weight);
+    if (home_weights.await(channel.rank(), token, k, weight)) sum.add_row(words.data(), weight);
   }
   sum.round(words.data());
 }
@@ -228,7 +221,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
     for (int rank = 0; rank < channel.num_ranks(); rank++) {
       const bool has_expert =
           std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
-      if (has_expert && channel.sends_unweighted(rank)) {
+      if (has_expert && p.sends_unweighted) {
         take_unweighted(p, channel, rank, token, partial, words);
         sum.add_rank(words.data());
       } else if (has_expert &&

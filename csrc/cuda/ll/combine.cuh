@@ -8,7 +8,8 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-template <DType kIn, DType kWire, DType kOut, bool kHome>
+// kHome: home ranks give weights. kUnweighted: and the combine is split, with rows that travel unweighted.
+template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted = false>
 __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, BlockPosition at) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const LlCombineParams& p = args.params;
@@ -20,8 +21,8 @@ __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, Blo
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
   // While the kernels before this one end.
-  Sender<kIn, kWire, kCount, kHome> sender;
-  Receiver<kIn, kWire, kOut, kCount, kHome> receiver;
+  Sender<kIn, kWire, kCount, kHome, kUnweighted> sender;
+  Receiver<kIn, kWire, kOut, kCount, kHome, kUnweighted> receiver;
   bool is_sender = false, is_receiver = false;
   if (!is_leader_warp()) {
     is_sender = role.is_sender();
@@ -33,7 +34,7 @@ __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, Blo
     }
   }
   ptx::wait_for_prerequisites();
-  HomeWeights<kHome> home_weights(role);
+  HomeWeights<kHome, kUnweighted> home_weights(role);
   const Opening opening = open_op(context, args, Kind::kCombine, [&] {
     if (is_sender) sender.prefetch_first(role);
     if (is_receiver) receiver.prefetch_first(role);

@@ -172,9 +172,9 @@ __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint
                             int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]);
 
 // Adds up piece `number`. `id`: of choice `lane`. False: a wait was given up.
-template <DType kWire, DType kOut, bool kHome, int kCount>
+template <DType kWire, DType kOut, bool kUnweighted, int kCount>
 __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpContext& op, int number, int id,
-                                          const Numbers<kWire, kCount>& own, UnweightedRanks& unweighted) {
+                                          const Numbers<kWire, kCount>& own) {
   const LlCombineParams& p = role.p;
   const Unit unit = role.geometry.schedule.unit(0, number);
   const int lane_index = min(unit.piece * 32 + role.lane, p.hidden / kCount - 1);
@@ -186,36 +186,15 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
   begin_sum<kOut>(p, unit.token, lane_index, kMasksRanks ? partials.has_more() : sources != 0, total);
   if constexpr (kCrossesDomains) {
     if (!add_domains<kWire, kCount>(role, op, sources, unit, lane_index, own, total)) return false;
+  } else if constexpr (kUnweighted) {
+    if (!add_at_home<kWire>(role, op, choice, unit, lane_index, total)) return false;
   } else {
-    // Rows travel unweighted in their own dtype alone.
-    constexpr bool kUnweighted = kHome && UnweightedRanks::kAreThere && !kIsBlockFormat<kWire>;
     LeanWaitBudget budget;
-    bool is_batch = false, is_there = false;
-    if (kUnweighted && !unweighted.are_known) {  // as its loads and those of the first sums take their time together
-      unweighted.prefetch(role, op);
-      partials.begin_batch();
-      is_there = partials.have_arrived(role, op);
-      is_batch = true;
-      if (!unweighted.learn(role, op)) return false;
-    }
-    const bool is_at_home = kUnweighted && (sources & unweighted.ranks) != 0;
-    if constexpr (kUnweighted) {
-      if (is_at_home) {
-        Total<kCount> sum;
-#pragma unroll
-        for (int i = 0; i < kCount; i++) sum.values[i] = total[i];
-        sum = add_at_home<kWire, kCount>(role, op, unweighted.ranks, unit, lane_index, choice, own, sum);
-        if (!sum.is_ok) return false;
-#pragma unroll
-        for (int i = 0; i < kCount; i++) total[i] = sum.values[i];
-      }
-    }
 #pragma unroll 1
-    while (!is_at_home && (is_batch || partials.has_more())) {
-      if (!is_batch) partials.begin_batch();
-      if (!is_there && !partials.await(role, op, unit, budget)) return false;
+    while (partials.has_more()) {
+      partials.begin_batch();
+      if (!partials.await(role, op, unit, budget)) return false;
       partials.add_to(role, op, unit.token, own, total);
-      is_batch = is_there = false;
     }
   }
   Numbers<kOut, kCount> out;
@@ -226,7 +205,7 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
 
 // A receiver loads its own rows of a piece while it waits for the others' rows of the piece before: late loads come
 // late, as the loads of an SM queue up behind its remote stores. Pieces are known by their numbers (WorkSchedule).
-template <DType kIn, DType kWire, DType kOut, int kCount, bool kHome>
+template <DType kIn, DType kWire, DType kOut, int kCount, bool kHome, bool kUnweighted>
 struct Receiver {
   int number = 0;             // of the piece whose entries of the handle are being loaded
   int id = -1;                // of choice `lane`
@@ -238,7 +217,6 @@ struct Receiver {
   OwnHomeWeight rows_weight;
   RowBatch<kIn, kCount> rows;
   Numbers<kWire, kCount> own;  // share of the piece that is added up
-  UnweightedRanks unweighted;  // kHome
 
   __device__ __forceinline__ void aim_first(const CombineRole& role) {
     number = role.receiver();
@@ -265,11 +243,15 @@ struct Receiver {
       const int now = rows_number, now_id = rows_id;
       const bool is_last = !has_next(role);
       if (!is_last) load_rows(role);
-      if (!sum_piece<kWire, kOut, kHome>(role, op, now, now_id, own, unweighted) || is_last) return;
+      if (!sum_piece<kWire, kOut, kUnweighted>(role, op, now, now_id, own) || is_last) return;
     }
   }
 
  private:
+  // Else its own share comes through the window.
+  __device__ __forceinline__ static bool sends_own(const CombineRole& role) {
+    return !kUnweighted && sends(role.p.phase);
+  }
   __device__ __forceinline__ bool has_next(const CombineRole& role) const {
     return number < role.p.num_tokens * role.geometry.schedule.pieces;
   }
@@ -281,7 +263,7 @@ struct Receiver {
   __device__ __forceinline__ void load_rows(const CombineRole& role) {
     rows_number = number;
     rows_id = id;
-    if (sends(role.p.phase)) {
+    if (sends_own(role)) {
       const Unit unit = role.geometry.schedule.unit(0, number);
       rows_terms = checked(role, terms, true);
       rows.load(role, rows_terms, lane_of_rows<kIn, kCount>(role, unit.piece));
@@ -293,7 +275,7 @@ struct Receiver {
     if (has_next(role)) prefetch(role, OwnEntriesAt::of(role, role.geometry.schedule.unit(0, number).token));
   }
   __device__ __forceinline__ void add_up_own(const CombineRole& role) {
-    if (!sends(role.p.phase)) return;
+    if (!sends_own(role)) return;
     const int piece = role.geometry.schedule.unit(0, rows_number).piece;
     if constexpr (kHome) weigh(role, piece);
     float total[kCount];

@@ -8,8 +8,8 @@ namespace ep {
 inline namespace EP_KERNELS {
 
 // A sender adds up one unit at a time. While the unit's rows are loaded it finds out which is next, and loads that
-// one's entries of the handle. kHome: the home rank gives the weights.
-template <DType kIn, DType kWire, int kCount, bool kHome>
+// one's entries of the handle. kHome: the home rank gives the weights. kUnweighted: and weights the rows itself.
+template <DType kIn, DType kWire, int kCount, bool kHome, bool kUnweighted>
 struct Sender {
   int index = 0;        // of the next unit in the block's schedule
   uint32_t ticket = 0;  // of the next unit, if it needs one; lane 0 has it
@@ -60,7 +60,7 @@ struct Sender {
       if (kHome && !has_begun && !begin()) return;
       const uint64_t weight = next_weight;
       if (has_begun) find_next(role, op);
-      if (kHome && role.p.sends_unweighted) {
+      if constexpr (kUnweighted) {
         if (is_any) send_unweighted<kIn>(role, op, unit, terms, rows);
       } else {
         if constexpr (kHome) weigh(role, op, weight);
@@ -100,7 +100,7 @@ struct Sender {
     const int home = role.home_of(next.home);
     next_rows = ptx::opaque(lane_of_rows<kIn, kCount>(role, next.piece));
     next_terms = TermsAt::of(role, home, next.token).load(role.p.weighting);
-    if (kHome && role.lane < role.p.shape.topk) {
+    if (kHome && !kUnweighted && role.lane < role.p.shape.topk) {
       next_weight = ptx::ld_relaxed_sys(home_weight(role, op, home, next.token));
     }
   }

@@ -25,12 +25,12 @@ struct HeaderLane {
     }
     return lane;
   }
-  // As word `i` of an open operation. A masked rank gets only word kFlags: it may still read the rest of an earlier
+  // As word `i` of an open operation. A masked rank gets only word kIsMasked: it may still read the rest of an earlier
   // header.
   __device__ __forceinline__ void send(const WarpContext& op, const LlOffsets& offsets, int i) const {
     if (target == nullptr) return;
     uint64_t* word = target + op.bank * offsets.num_ranks * OpHeader::kWords;
-    if (!kMasksRanks || i % OpHeader::kWords != OpHeader::kFlags) {
+    if (!kMasksRanks || i % OpHeader::kWords != OpHeader::kIsMasked) {
       if (!is_masked(op, i / OpHeader::kWords)) ptx::st_relaxed_sys(word, tagged(value, op.tag));
       return;
     }
@@ -93,7 +93,8 @@ __device__ __forceinline__ void check_headers(const OpContext& context, const Ll
     const bool differs = word < OpHeader::kComparedWords && is_tagged(seen, context.tag) &&
                          static_cast<uint32_t>(seen) != context.header->word(word);
     if (differs) refuse_op(context, offsets, peers, source);
-    const bool is_left = word == OpHeader::kFlags && is_tagged(seen, context.tag) && static_cast<uint32_t>(seen) != 0;
+    const bool is_left =
+        word == OpHeader::kIsMasked && is_tagged(seen, context.tag) && static_cast<uint32_t>(seen) != 0;
     if (kMasksRanks && is_left) ptx::st_relaxed_gpu(&context.state->masks.is_masked[source], 1);
     if (wait_cost != nullptr && word == OpHeader::kNumTokens && source != peers.rank) {
       wait_cost[source] += static_cast<int64_t>(ptx::global_timer_ns() - start);

@@ -7,13 +7,16 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
+// kUnweighted: rows travel unweighted, and the receiving half, which is not given the weights, finds them in the own
+// window.
+template <bool kUnweighted>
 __device__ __forceinline__ void send_home_weight(const CombineRole& role, const WarpContext& op, int choice, int expert,
                                                  const OwnHomeWeight& weight) {
   const LlCombineParams& p = role.p;
   // A handle that was changed must not reach beyond the ranks.
   if (static_cast<unsigned>(expert) >= static_cast<unsigned>(p.shape.num_experts)) return;
   const int owner = role.geometry.by_local_experts.divide(expert);
-  if (p.sends_unweighted && owner != role.peers.rank) {  // the receiving half, which is not given it, finds it here
+  if (kUnweighted && owner != role.peers.rank) {
     const Offset kept = p.offsets.weight<kMasksRanks>(op.bank, role.peers.rank, 0, 0);
     ptx::st_relaxed_sys(role.peers.local<uint64_t>(kept) + choice, tagged(weight.bits(p), op.tag));
   }
@@ -23,6 +26,7 @@ __device__ __forceinline__ void send_home_weight(const CombineRole& role, const 
 }
 
 // From choice `first` on.
+template <bool kUnweighted>
 static __device__ __noinline__ void send_home_weights(const CombineRole role, const OpContext& op, int first,
                                                       int step) {
   const LlCombineParams& p = role.p;
@@ -30,13 +34,13 @@ static __device__ __noinline__ void send_home_weights(const CombineRole role, co
   for (int i = first; i < p.num_tokens * p.shape.topk; i += step) {
     OwnHomeWeight weight;
     weight.load(p, i);
-    send_home_weight(role, WarpContext(op), i, __ldg(p.handle.ids + i), weight);
+    send_home_weight<kUnweighted>(role, WarpContext(op), i, __ldg(p.handle.ids + i), weight);
   }
 }
 
 // A thread's share. What it sends first is loaded before the epoch is known, as the peers' first sums wait for it.
 // kHome: home ranks give weights; else there is nothing to do.
-template <bool kHome>
+template <bool kHome, bool kUnweighted = false>
 struct HomeWeights {
   static constexpr int kAhead = 2;
   bool are_sent;
@@ -64,10 +68,10 @@ struct HomeWeights {
     const int choice = static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int q = 0; q < kAhead; q++) {
-      send_home_weight(role, op, choice + q * step(), expert[q], weight[q]);
+      send_home_weight<kUnweighted>(role, op, choice + q * step(), expert[q], weight[q]);
     }
     const int further = choice + kAhead * step();
-    if (further < role.p.num_tokens * role.p.shape.topk) send_home_weights(role, op, further, step());
+    if (further < role.p.num_tokens * role.p.shape.topk) send_home_weights<kUnweighted>(role, op, further, step());
     __syncwarp();
   }
 };

@@ -53,113 +53,50 @@ __device__ __forceinline__ bool await_tagged(const WarpContext& op, const uint64
   return true;
 }
 
-// The ranks that send their rows unweighted, as a receiver learns from their op headers with its first piece.
-struct UnweightedRanks {
-  static constexpr bool kAreThere = !kMasksRanks && !kCrossesDomains;  // else such a half sends sums
-  uint64_t ranks = 0;
-  bool are_known = !kAreThere;
-  uint64_t seen[2] = {0, 0};  // of ranks `lane` and `lane` + 32
-
-  __device__ __forceinline__ static const uint64_t* flags_of(const CombineRole& role, const WarpContext& op, int rank) {
-    return role.peers.local<uint64_t>(role.p.offsets.header(op.bank, rank)) + OpHeader::kFlags;
-  }
-  __device__ __forceinline__ void prefetch(const CombineRole& role, const WarpContext& op) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int rank = role.lane + 32 * i;
-      if (rank < role.p.shape.num_ranks) seen[i] = ptx::ld_relaxed_sys(flags_of(role, op, rank));
-    }
-  }
-  // False: a wait was given up.
-  __device__ __forceinline__ bool learn(const CombineRole& role, const WarpContext& op) {
-    bool is_ok = true;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int rank = role.lane + 32 * i;
-      if (rank < role.p.shape.num_ranks) {
-        is_ok = await_tagged(op, flags_of(role, op, rank), Awaited::kOpHeader, rank, seen[i]) && is_ok;
-      }
-      __syncwarp();
-      const bool is_one = (static_cast<uint32_t>(seen[i]) & OpHeader::kUnweightedFlag) != 0;
-      ranks |= static_cast<uint64_t>(__ballot_sync(~0u, is_one)) << (32 * i);
-    }
-    are_known = true;
-    return __all_sync(~0u, is_ok);
-  }
-};
-
-// What a choice of an own token adds to the sum; lane k holds choice k. In the order of ranks, then of k, they are
-// terms 0, 1, ...
+// A choice of an own token; lane k holds choice k. In the order of ranks, then of k, those with an expert are terms 0,
+// 1,
+// ... of the sum.
 struct HomeTerm {
-  enum Form : int { kNothing, kRow, kSum, kOwnSum };  // kNothing: dropped, or a part of another one's sum
-  Form form = kNothing;
   int rank = -1;
   int place = -1;
-  int slot = 0;  // the source of it, or the number of a further row behind them (LlOffsets::unweighted_row)
+  bool has_row = false;  // else it was dropped
+  int slot = 0;  // the source of the row, or the number of a further row behind them (LlOffsets::unweighted_row)
   float weight = 1.0f;
   bool is_skipped = false;  // at home, though the row has come
 
-  __device__ __forceinline__ bool travels() const { return form == kRow || form == kSum; }
-
   // False: a wait was given up.
   __device__ __forceinline__ static bool of(const CombineRole& role, const WarpContext& op, const Choice& choice,
-                                            uint64_t unweighted_ranks, int token, HomeTerm& term) {
+                                            int token, HomeTerm& term) {
     const LlCombineParams& p = role.p;
     term.rank = choice.rank;
-    const bool is_own = sends(p.phase) && term.rank == role.peers.rank;
-    const bool is_unweighted = term.rank >= 0 && !is_own && (unweighted_ranks >> term.rank & 1) != 0;
     uint64_t sent = 0;
     uint32_t weight = 0;
     bool is_ok = true;
-    if (is_unweighted) {
-      weight = weight_of_choice(role, op, token);
+    if (term.rank >= 0) {
+      // The sending half has kept it here.
+      const Offset kept = p.offsets.weight<false>(op.bank, role.peers.rank, token, role.lane);
+      weight = static_cast<uint32_t>(ptx::ld_relaxed_sys(role.peers.local<uint64_t>(kept)));
       const auto* word = role.peers.local<uint64_t>(p.offsets.id_words<false>(op.bank, term.rank, token));
       sent = ptx::ld_relaxed_sys(word);
       is_ok = await_tagged(op, word, Awaited::kPartials, term.rank, sent);
     }
     __syncwarp();
-    const bool is_row = is_unweighted && (static_cast<uint32_t>(sent) >> role.lane & 1) != 0;
-    const unsigned rows = __ballot_sync(~0u, is_row);
-    unsigned same = 0;  // earlier choices of the same rank
-#pragma unroll 1
-    for (int k = 0; k < p.shape.topk; k++) {
-      const int other = __shfl_sync(~0u, term.rank, k);
-      if (other == term.rank && k < role.lane) same |= 1u << k;
-    }
-    const bool is_first = same == 0;
-    const bool is_term = term.rank >= 0 && (is_unweighted || is_first);
-    if (is_row) {
-      term.form = kRow;
-      term.weight = __uint_as_float(weight);
-    } else if (is_term && !is_unweighted) {
-      term.form = is_own ? kOwnSum : kSum;
-    }
-    term.slot = is_row && (rows & same) != 0 ? p.shape.num_ranks + role.lane - 1 : term.rank;
-    const unsigned terms = __ballot_sync(~0u, is_term);
-    int place = 0;
-#pragma unroll 1
-    for (int k = 0; k < p.shape.topk; k++) {
-      const int other = __shfl_sync(~0u, term.rank, k);
-      const bool is_before = other < term.rank || (other == term.rank && k < role.lane);
-      if ((terms >> k & 1) != 0 && is_before) place++;
-    }
-    term.place = is_term ? place : -1;
+    term.has_row = term.rank >= 0 && (static_cast<uint32_t>(sent) >> role.lane & 1) != 0;
+    term.weight = __uint_as_float(weight);
     term.is_skipped = weight == kSkippedWeight;
-    return __all_sync(~0u, is_ok);
-  }
-
- private:
-  // The sending half has kept it in the own window, for the receiving half.
-  __device__ __forceinline__ static uint32_t weight_of_choice(const CombineRole& role, const WarpContext& op,
-                                                              int token) {
-    const LlCombineParams& p = role.p;
-    if (sends(p.phase)) {
-      OwnHomeWeight own;
-      own.load(p, token * p.shape.topk + role.lane);
-      return own.bits(p);
+    const unsigned rows = __ballot_sync(~0u, term.has_row);
+    int place = 0;
+    bool is_further = false;  // an earlier choice of the same rank has a row
+#pragma unroll 1
+    for (int k = 0; k < p.shape.topk; k++) {
+      const int other = __shfl_sync(~0u, term.rank, k);
+      const bool is_earlier = other == term.rank && k < role.lane;
+      if (other >= 0 && (other < term.rank || is_earlier)) place++;
+      is_further = is_further || (is_earlier && (rows >> k & 1) != 0);
     }
-    const Offset word = p.offsets.weight<false>(op.bank, role.peers.rank, token, role.lane);
-    return static_cast<uint32_t>(ptx::ld_relaxed_sys(role.peers.local<uint64_t>(word)));
+    term.place = term.rank >= 0 ? place : -1;
+    term.slot = is_further ? p.shape.num_ranks + role.lane - 1 : term.rank;
+    return __all_sync(~0u, is_ok);
   }
 };
 
@@ -178,16 +115,16 @@ struct HomeTerms {
   __device__ __forceinline__ char* slot_of(const CombineRole& role, const HomeTerm& term, int lane) const {
     return slots + static_cast<uint64_t>(__shfl_sync(~0u, term.slot, lane)) * role.geometry.source_bytes;
   }
-  __device__ __forceinline__ bool travels(const HomeTerm& term, int q) const {
-    const unsigned travelling = __ballot_sync(~0u, term.travels());
-    return lanes[q] >= 0 && (travelling >> lanes[q] & 1) != 0;
+  __device__ __forceinline__ bool has_row(const HomeTerm& term, int q) const {
+    const unsigned rows = __ballot_sync(~0u, term.has_row);
+    return lanes[q] >= 0 && (rows >> lanes[q] & 1) != 0;
   }
   // The first of the batch that has not come, or -1.
   __device__ __forceinline__ int load(const CombineRole& role, const HomeTerm& term) {
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
       numbers[q].fill(0);
-      if (travels(term, q)) numbers[q].load_relaxed_sys(slot_of(role, term, lanes[q]), 0);
+      if (has_row(term, q)) numbers[q].load_relaxed_sys(slot_of(role, term, lanes[q]), 0);
     }
     int absent = -1;
 #pragma unroll
@@ -242,22 +179,12 @@ struct RankSum {
   }
 };
 
-template <int kCount>
-struct Total {
-  float values[kCount];
-  bool is_ok;  // else a wait was given up
-};
-
-// Adds up a piece of a token of which some ranks sent their rows; `total`: what the sum begins with. All by value: what
-// has an address lies in memory, and for the pieces whose sums travel, too.
+// Adds up a piece of a token. False: a wait was given up.
 template <DType kWire, int kCount>
-__device__ __noinline__ Total<kCount> add_at_home(const CombineRole role, const WarpContext op,
-                                                  const uint64_t unweighted_ranks, const Unit unit,
-                                                  const int lane_index, const Choice choice,
-                                                  const Numbers<kWire, kCount> own, Total<kCount> total) {
-  total.is_ok = false;
+__device__ __forceinline__ bool add_at_home(const CombineRole& role, const WarpContext& op, const Choice& choice,
+                                            const Unit& unit, int lane_index, float (&total)[kCount]) {
   HomeTerm term;
-  if (!HomeTerm::of(role, op, choice, unweighted_ranks, unit.token, term)) return total;
+  if (!HomeTerm::of(role, op, choice, unit.token, term)) return false;
   HomeTerms<kWire, kCount> terms;
   terms.slots = role.peers.local<char>(role.p.offsets.row<false>(op.bank, 0, unit.token)) +
                 lane_index * static_cast<int>(sizeof(Numbers<kWire, kCount>));
@@ -267,33 +194,28 @@ __device__ __noinline__ Total<kCount> add_at_home(const CombineRole role, const 
 #pragma unroll 1
   for (int first = 0; first < count; first += terms.kBatch) {
     terms.begin_batch(term, first);
-    if (!terms.await(role, op, term, unit, budget)) return total;
+    if (!terms.await(role, op, term, unit, budget)) return false;
 #pragma unroll
     for (int q = 0; q < terms.kBatch; q++) {
       const int lane = terms.lanes[q];
       if (lane < 0) break;
-      const int rank = __shfl_sync(~0u, term.rank, lane), form = __shfl_sync(~0u, static_cast<int>(term.form), lane);
+      const int rank = __shfl_sync(~0u, term.rank, lane);
       const float weight = __shfl_sync(~0u, term.weight, lane);
       const bool is_skipped = __shfl_sync(~0u, term.is_skipped ? 1 : 0, lane) != 0;
       if (rank != sum.rank) {
-        sum.end(total.values);
+        sum.end(total);
         sum.begin(rank);
       }
-      if (form == HomeTerm::kNothing) continue;
-      sum.has_term = sum.has_term || form != HomeTerm::kRow || !is_skipped;
-      if (form == HomeTerm::kOwnSum) {
-        own.add_to(sum.values);
-      } else if (form == HomeTerm::kSum) {
-        terms.numbers[q].add_to(sum.values);
-      } else if (!is_skipped) {
+      if (!terms.has_row(term, q)) continue;
+      if (!is_skipped) {
         terms.numbers[q].add_product_to(sum.values, weight);
+        sum.has_term = true;
       }
-      if (form != HomeTerm::kOwnSum) terms.reset(role, op, term, q, unit.token);
+      terms.reset(role, op, term, q, unit.token);
     }
   }
-  sum.end(total.values);
-  total.is_ok = true;
-  return total;
+  sum.end(total);
+  return true;
 }
 
 }  // namespace EP_KERNELS

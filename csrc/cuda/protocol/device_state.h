@@ -60,7 +60,7 @@ struct Masks {
 
   // Of the op header from `source`.
   EP_HD uint64_t* mask_word(Kind kind, int bank, int source) const {
-    return headers[static_cast<int>(kind)] + (bank * num_ranks + source) * OpHeader::kWords + OpHeader::kFlags;
+    return headers[static_cast<int>(kind)] + (bank * num_ranks + source) * OpHeader::kWords + OpHeader::kIsMasked;
   }
 };
 static_assert(kMaxCudaRanks <= kMaxMaskableRanks);

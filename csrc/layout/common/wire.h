@@ -75,9 +75,7 @@ constexpr int kMaxDeadlines = 8;
 // ---- The op header: the first thing that a rank sends to every other in an operation. Words below kComparedWords must
 // be equal on all ranks. A receiver that sees another header ends the operation, and the error names both operations.
 struct OpHeader {
-  enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens, kFlags };
-  // Of kFlags. A receiver that the sender has masked gets the first alone.
-  static constexpr uint32_t kMaskedFlag = 1, kUnweightedFlag = 2;
+  enum Word { kOperation, kHidden, kTopk, kNumExperts, kMaxTokens, kScaleBytes, kNumTokens, kIsMasked };
   // kScaleBytes of high throughput: bytes of all tensors that travel with x. If these are several, the bits above are a
   // hash of their sizes in order. Two tensors that have changed places give another hash, as 8191 is a prime; of other
   // lists one in 8191 gives the same.
@@ -87,7 +85,7 @@ struct OpHeader {
   static constexpr int kWords = 8;                   // stride of a header in tagged words
 
   // Operation | dtype << 8 | quant << 16 | wire dtype << 24, elements of a row, top-k, experts, max_tokens, bytes of
-  // scales of a row, tokens of the sender, flags.
+  // scales of a row, tokens of the sender, and 1 for a receiver that the sender has masked.
   uint32_t words[kWords] = {};
 
   EP_HD uint32_t word(int index) const { return words[index]; }
@@ -107,10 +105,14 @@ enum class Operation : int {
   kHtCombine = 10,
   kHtCombineWeighted = 11,
   kHtCombineWeights = 12,
+  // Low latency again: a combine with weights of the home rank that is split, and sends rows instead of sums.
+  kCombineUnweighted = 13,
 };
 
 EP_HD bool is_high_throughput(const OpHeader& header) {
-  return (header.word(OpHeader::kOperation) & 0xFF) >= static_cast<uint32_t>(Operation::kHtDispatch);
+  const uint32_t operation = header.word(OpHeader::kOperation) & 0xFF;
+  return operation >= static_cast<uint32_t>(Operation::kHtDispatch) &&
+         operation <= static_cast<uint32_t>(Operation::kHtCombineWeights);
 }
 
 EP_HD uint32_t pack_operation(Operation operation, DType dtype, Quant quant, DType wire_dtype) {

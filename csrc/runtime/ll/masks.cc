@@ -1,5 +1,5 @@
 // Masks: a buffer that was made for it goes on in low latency without the ranks that have missed a deadline. Each rank
-// has masks of its own; who is masked learns of it in the next record (OpHeader::kMaskedFlag), and masks in return.
+// has masks of its own; who is masked learns of it in the next record (OpHeader::kIsMasked), and masks in return.
 #include <algorithm>
 
 #include "base/check.h"

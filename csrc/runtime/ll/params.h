@@ -109,7 +109,7 @@ struct LlCombineParams {
   const float* home_weights = nullptr;  // kHome: [T, K]
   const void* home_topk_idx = nullptr;  // kHome: optional [T, K], -1 skips
   bool is_idx64 = true;
-  bool sends_unweighted = false;             // kHome, a sending half: rows instead of sums, which the home ranks weight
+  bool sends_unweighted = false;             // kHome, split: all ranks send rows, which the home ranks weight
   const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
   int64_t* wait_cost = nullptr;              // optional [R]: ns that this rank waited for each other are added
   int num_sms = 0;

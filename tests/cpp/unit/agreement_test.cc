@@ -89,6 +89,14 @@ TEST(Describe, Calls) {
   call.words[OpHeader::kOperation] =
       pack_operation(Operation::kCombineWeighted, DType::kF16, Quant::kNone, DType::kF32);
   EXPECT_EQ(describe(call).find("combine with weights of the home rank("), 0u);
+  EXPECT_FALSE(is_high_throughput(call));
+  call.words[OpHeader::kOperation] =
+      pack_operation(Operation::kCombineUnweighted, DType::kF16, Quant::kNone, DType::kF16);
+  EXPECT_EQ(describe(call).find("split combine with weights of the home rank("), 0u);
+  EXPECT_FALSE(is_high_throughput(call));
+  call.words[OpHeader::kOperation] =
+      pack_operation(Operation::kHtCombineWeights, DType::kF32, Quant::kNone, DType::kF32);
+  EXPECT_TRUE(is_high_throughput(call));
   call.words[OpHeader::kOperation] = pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32);
   EXPECT_EQ(describe(call).find("combine of weights("), 0u);
 }
