@@ -8,7 +8,7 @@ from nccl_ep import _C
 from tests.contract.suite import Contract
 from tests.contract.world import Backend, Threads
 
-pytestmark = pytest.mark.skipif(_C.EMULATES_GPU, reason="emulated GPUs are of one domain")
+pytestmark = pytest.mark.skipif(_C.EMULATES_GPU, reason="ranks on the CPU run the kernels of an emulated GPU here")
 
 
 class TestCpuNetwork(Contract):

@@ -1,4 +1,6 @@
-"""The contract of backends on an emulated GPU for each rank: run by tests/support/emulated.py."""
+"""The contract of backends on an emulated GPU for each rank, in one domain and between two. Run by
+tests/support/emulated.py.
+"""
 
 from __future__ import annotations
 
@@ -13,3 +15,7 @@ pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: ma
 
 class TestEmulatedGpu(Contract):
     world = Threads(3, Backend())
+
+
+class TestEmulatedNetwork(Contract):
+    world = Threads(4, Backend(domain_size=2, options={"network_seed": 7}))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import nccl_ep
-from nccl_ep import _C
 from nccl_ep.deep_ep import ElasticBuffer, EPBuffer, EPHandle, EventHandle, EventOverlap
 from nccl_ep.testing import run_ranks
 from tests.support.elastic_ranks import replay_new_routing
@@ -496,7 +495,6 @@ def test_names_that_callers_read() -> None:
     world.on(lambda buffer, _: buffer.get_theoretical_num_sms(8, 2) >= 64, prefer_overlap_with_compute=False)
 
 
-@pytest.mark.skipif(_C.EMULATES_GPU, reason="GPUs of several domains cannot be one buffer yet")
 def test_domains() -> None:
     """Of two ranks each: counts are those of a place in all domains."""
     world = World(4)

@@ -50,7 +50,6 @@ def test_generated_cases(num_ranks: int, count: int) -> None:
     run_ranks(num_ranks, body)
 
 
-@pytest.mark.skipif(_C.EMULATES_GPU, reason="emulated GPUs are one domain")
 @pytest.mark.parametrize("domain_size", [2, 1])
 def test_generated_cases_over_domains(domain_size: int) -> None:
     cases = deepep_cases(10, 4, domain_size=domain_size)

@@ -51,8 +51,7 @@ def test_other_ways_of_calling(mode: str, weighting: str, way: str) -> None:
 def test_four_ranks_one_without_tokens_and_several_domains(mode: str) -> None:
     case = Case(4, (5, 0, 8, 1))
     check_gradients(on_one_rank(case), run_layer(case, mode, "packed", "dispatch"))
-    if not nccl_ep._C.EMULATES_GPU:  # whose GPUs are of one domain
-        check_gradients(on_one_rank(case), run_layer(case, mode, "packed", "home", domain_size=2, network_seed=3))
+    check_gradients(on_one_rank(case), run_layer(case, mode, "packed", "home", domain_size=2, network_seed=3))
 
 
 @pytest.mark.parametrize("weighting", ["dispatch", "home", "caller"])
