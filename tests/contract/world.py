@@ -36,6 +36,7 @@ class Backend:
     Attributes:
         device, domain_size, options: of ``Buffer``.
         counts_bytes: ``wire_bytes()`` tells what has crossed.
+        has_rail: between domains, what ranks of one place send to each other's domains goes by way of them.
         is_one_launch: an operation is one launch of all ranks, which meet on the host for it: it does not begin while
             one is missing, and takes one kind of call and one stream.
     """
@@ -44,6 +45,7 @@ class Backend:
     domain_size: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     counts_bytes: bool = False
+    has_rail: bool = False
     is_one_launch: bool = False
 
 

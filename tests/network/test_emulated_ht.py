@@ -11,15 +11,12 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.network.test_emulated_network import BUGS, OF_SEVERAL, PERCENT, TOPOLOGIES, name_of
-from tests.network.test_emulated_network import cases_of as low_latency_cases_of
+from tests.network.test_emulated_network import BUGS, OF_SEVERAL, PERCENT, TOPOLOGIES, cases_of, name_of
 from tests.support import gpu_handles, gpu_ht_ranks
-from tests.support.cases import Case
 from tests.support.expected import Expected, plain_case
 from tests.support.gpu_delays import COMBINE, DISPATCH, delays, meet, set_testing, stress
 from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
@@ -31,14 +28,6 @@ pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: ma
 
 NUM_CASES = 16  # of each topology
 RUNS = 40  # of a chain, in the search for a planted bug
-
-
-def cases_of(topology: tuple[int, int], count: int, first: int = 0) -> list[Case]:
-    """As of low latency, but sums travel in the output's dtype or fp32: high throughput has no others here."""
-    return [
-        dataclasses.replace(case, wire_dtype=None) if isinstance(case.wire_dtype, str) else case
-        for case in low_latency_cases_of(topology, count, first)
-    ]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
@@ -182,16 +171,3 @@ def test_the_search_without_a_bug() -> None:
 @pytest.mark.parametrize("body", gpu_handles.BODIES)
 def test_handles_that_were_changed(body: Any) -> None:
     run_ranks(4, lambda group: body(group, "cpu", domain_size=2))
-
-
-def test_sums_in_fewer_bytes_are_refused() -> None:
-    def body(group: ThreadGroup) -> None:
-        sizes = {"max_tokens": 2, "hidden": 64, "topk": 2, "num_experts": 4, "mode": "ht", "device": "cpu"}
-        with nccl_ep.Buffer.for_shapes(group, domain_size=1, **sizes) as buffer:
-            x, idx = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 2], [1, 3]])
-            out = nccl_ep.dispatch(x, idx, buffer=buffer, num_experts=4, layout="flat")
-            with pytest.raises(ValueError, match="fp8 wire between 2 NVLink domains of GPUs: high throughput has"):
-                nccl_ep.combine(out.x, out.handle, weights=None, wire_dtype="fp8")
-            nccl_ep.combine(out.x, out.handle, weights=None)
-
-    run_ranks(2, body)

@@ -239,7 +239,12 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
   }
   __device__ __forceinline__ void store(unsigned unit, int piece, const float (&sum)[kSteps][kCount]) const {
     if (!role.p.has_rows()) return;
-    store_piece<kWire>(reinterpret_cast<char*>(targets.get(unit)), piece, role.rest(piece), sum);
+    auto* row = reinterpret_cast<char*>(targets.get(unit));
+    if constexpr (kIsBlockFormat<kWire>) {
+      store_blocks<kWire>(row, role.p.hidden, piece, role.rest(piece), sum);
+    } else {
+      store_piece<kWire>(row, piece, role.rest(piece), sum);
+    }
   }
   __device__ __forceinline__ void finish(unsigned unit) const {
     const int counter = counters.get(unit);
@@ -268,10 +273,10 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
 
 // ---- Home
 
-// Some pieces of an own token's sums, in the order of domains.
-template <DType kWire, DType kOut, int kLaneCount>
-struct HomeSums : PulledRows<kWire, kWire, kOut, kLaneCount> {
-  using Base = PulledRows<kWire, kWire, kOut, kLaneCount>;
+// Some pieces of an own token's sums, in the order of domains. None is read as it was given, so kIn says nothing.
+template <DType kWire, DType kOut, int kLaneCount, DType kIn = kIsBlockFormat<kWire> ? kOut : kWire>
+struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
+  using Base = PulledRows<kIn, kWire, kOut, kLaneCount>;
   using Base::role, Base::next_unit, Base::next, Base::pieces, Base::rows, Base::tokens, Base::nothing, Base::source,
       Base::kFailed;
 

@@ -23,14 +23,14 @@ __global__ void __launch_bounds__(32 * HtCombineGeometry::kMaxWarps, 1)
 namespace {
 
 void load_ht_rail_combine() {
-  for_plain_types([](auto types) {
+  for_all_types([](auto types) {
     using T = decltype(types);
     load_kernel(&ht::combine_by_rail<T::in, T::wire, T::out>, kMaxSharedBytes);
   });
 }
 
 void launch_rail(const HtArgs<HtCombineParams>& args, void* stream) {
-  with_plain_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
+  with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
     using T = decltype(types);
     launch_kernel(&ht::combine_by_rail<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(),
                   args.geometry.bytes, args.plan.pdl, stream, args);

@@ -59,7 +59,7 @@ void for_plain_types(Body body) {
   }
 }
 
-// Calls body for every combination that kernels of one domain are made for.
+// Calls body for every combination that kernels are made for.
 template <class Body>
 void for_all_types(Body body) {
   for_plain_types(body);

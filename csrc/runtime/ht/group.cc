@@ -110,9 +110,6 @@ void Group::combine(HtCombineParams& p, void* stream) {
   HtRowFormat row;
   if (p.has_rows()) {
     check_combined_rows(p);
-    const bool crosses_gpus = config_.has_rail && topology_.num_domains() > 1;
-    EP_CHECK(!crosses_gpus || !is_block_format(p.wire_dtype), "a ", name_of(p.wire_dtype), " wire between ",
-             topology_.num_domains(), " NVLink domains of GPUs: high throughput has the output's type or fp32 there");
     row.add(wire_row_bytes(p.wire_dtype, p.hidden));
     p.rows_offset =
         offset_of(p.rows, static_cast<uint64_t>(p.output.rows()) * p.hidden * static_cast<uint64_t>(size_of(p.dtype)));
