@@ -122,15 +122,7 @@ void set_signals(LlCombineParams& p, const Tensor* counters, const CombineConfig
              ", signal_threshold ", config.signal_threshold, ", but there are no row_signals");
     return;
   }
-  EP_CHECK(p.output.layout == OutputLayout::kExpertMajor, "row_signals are for layout expert_major, not for ",
-           name_of(p.output.layout));
-  EP_CHECK(config.rows_per_signal >= 1, "rows_per_signal is ", config.rows_per_signal, ", must be at least 1");
-  EP_CHECK(config.signal_threshold >= 1 && config.signal_threshold <= INT32_MAX, "signal_threshold is ",
-           config.signal_threshold, ", must be from 1 to ", INT32_MAX);
-  RowSignals signals;
-  signals.rows_per_expert = static_cast<int>(std::max<int64_t>(p.output.capacity, 1));
-  signals.rows_per_signal = static_cast<int>(std::min<int64_t>(config.rows_per_signal, signals.rows_per_expert));
-  signals.threshold = static_cast<int>(config.signal_threshold);
+  RowSignals signals = signals_of(p.output, config.rows_per_signal, config.signal_threshold);
   const at::ScalarType type = counters->scalar_type() == at::kUInt32 ? at::kUInt32 : at::kInt;
   const int64_t experts = p.output.local_experts, need = experts * signals.per_expert();
   if (counters->dim() == 1 && counters->size(0) >= need) {
