@@ -24,7 +24,7 @@ class Solo:
         self.x = torch.arange(4 * 16, dtype=torch.float32).view(4, 16)
         self.ids, self.home_weights = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 0]]), torch.full((4, 2), 0.5)
         self.rows, self.y = torch.zeros(2, 4, 16), torch.zeros(4, 16)
-        weights, info = torch.zeros(2, 4), torch.zeros(5, dtype=torch.int32)
+        weights, info = torch.zeros(2, 4), torch.zeros(6, dtype=torch.int32)
         config = c_api.HandleConfig(layout=c_api.LAYOUTS["expert_major"])
         library.InitHandle(self.handle, group, config, None)
         library.UpdateHandle(self.handle, tensor(self.ids))
@@ -71,7 +71,7 @@ def test_rows_leave_when_their_signals_come(library: Library) -> None:
 @pytest.mark.parametrize(
     ("text", "shape", "config"),
     [
-        (r"row_signals have shape \[2, 3\], must be \[2, 2\]", (2, 3), {}),
+        (r"row_signals has shape \[2, 3\], must be \[2, 2\]", (2, 3), {}),
         ("rows_per_signal is 0, must be at least 1", (2, 2), {"rows_per_signal": 0}),
         ("signal_threshold is -1, must be from 1 to 2147483647", (2, 2), {"signal_threshold": -1}),
         ("num_sms is 0: with row_signals it must be positive", (2, 2), {"num_sms": 0}),
