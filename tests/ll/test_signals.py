@@ -166,7 +166,11 @@ GOOD = {"row_signals": torch.ones(2, 2, dtype=torch.int32), "rows_per_signal": 4
         ({"row_signals": torch.ones(2, 2)}, ValueError, "row_signals is Float, must be Int"),
         ({"row_signals": torch.ones(2, 3, dtype=torch.int32)}, ValueError, r"has shape \[2, 3\], must be \[2, 2\]"),
         ({"row_signals": torch.ones(3, dtype=torch.int32)}, ValueError, r"has shape \[3\], must be \[2, 2\]"),
-        ({"row_signals": torch.ones(2, 4, dtype=torch.int32)[:, ::2]}, ValueError, "row_signals of shape .* is not contiguous"),
+        (
+            {"row_signals": torch.ones(2, 4, dtype=torch.int32)[:, ::2]},
+            ValueError,
+            "row_signals of shape .* is not contiguous",
+        ),
         ({"row_signals": torch.ones(2, 2, dtype=torch.int32, device="meta")}, ValueError, "row_signals is on meta"),
         ({"row_signals": None}, ValueError, "rows_per_signal is 4, but there are no row_signals"),
         ({"rows_per_signal": 0}, ValueError, "rows_per_signal is 0, must be at least 1"),
