@@ -72,6 +72,14 @@ def replace_field(numbers: Numbers, field: str, value: int) -> Numbers:
     return tuple([value if name == field else each for (name, _), each in zip(_DISPATCH_FIELDS, numbers, strict=True)])
 
 
+def signalled_numbers(numbers: Numbers, rows_per_signal: int, signal_threshold: int, num_sms: int) -> Numbers:
+    """The config of a combine's sending half that waits for the signals of its rows, from the other half's."""
+    require_within(*INT64, rows_per_signal=rows_per_signal, signal_threshold=signal_threshold, num_sms=num_sms)
+    fields = {name: each for (name, _), each in zip(_COMBINE_FIELDS, numbers, strict=True)}
+    given = {"rows_per_signal": rows_per_signal, "signal_threshold": signal_threshold, "num_sms": num_sms}
+    return pack_combine(fields | given)
+
+
 @dataclass(slots=True, eq=False)
 class DispatchConfig:
     """A dispatch but for its tensors, checked: the same for many calls. mode: "ll" or "ht". numbers: for the op."""

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from . import _C
 from .buffer import Buffer
 from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
-from .config import WIRE_FORMATS, DispatchConfig, combine_numbers, config_of
+from .config import WIRE_FORMATS, DispatchConfig, combine_numbers, config_of, signalled_numbers
 from .eager import combine_eager, dispatch_eager
 from .events import run_on_comm_stream
 from .gradients import wants_gradient
@@ -276,17 +276,45 @@ def combine_send(
     wire_dtype: torch.dtype | str | None = None,
     num_sms: int = 0,
     async_finish: bool = False,
+    row_signals: torch.Tensor | None = None,
+    rows_per_signal: int = 0,
+    signal_threshold: int = 1,
 ) -> Pending[torch.Tensor]:
     """The sending half of ``combine``, with its arguments but ``out``; ``receive()`` of what it returns gives [T, H].
 
     ``rows`` may be overwritten as soon as this half is done on its stream. At most one combine of a buffer is open.
     ``async_finish``: as in ``dispatch_send``.
 
-    Raises: as ``combine``, here or in ``receive()``.
+    With ``row_signals`` it begins while a kernel on another stream still writes ``rows``, and sends each row as soon as
+    its counter has reached the threshold. For rows of low latency in expert_major, weights given here, and rows, wire
+    and outputs of one type; not with ``enable_shrink`` or several domains of GPUs. Other ranks need not give any.
+
+    Args:
+        row_signals: int32 (or uint32) [L, ceil(C / rows_per_signal)], or flat with as many elements or more:
+            one counter for each block of rows of each local expert. Whoever counts up has written the block's rows
+            before, and releases them (``red.release.gpu``, or a fence before an atomic).
+        rows_per_signal: rows of a block. C: one counter an expert.
+        signal_threshold: of a block that is complete.
+        num_sms: positive with ``row_signals``: SMs to wait on. The others are for the kernel that is waited for.
+
+    Raises: as ``combine``, here or in ``receive()``; TimeoutError names the expert and the block whose signal did not
+        come before the deadline.
     """
-    buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
     if type(async_finish) is not bool:
         require_bools(async_finish=async_finish)
+    has_signals = row_signals is not None  # the other half waits for none, and has all SMs
+    buffer, args = _combine_call(
+        rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, 0 if has_signals else num_sms
+    )
+    numbers = args[-1]
+    if has_signals:
+        require_tensors(row_signals=row_signals)
+        require_on(handle.seq, ("row_signals",), (row_signals,))
+        if async_finish or handle.mode == "ht":
+            raise ValueError("row_signals are for the halves of a combine of low latency, without async_finish")
+        numbers = signalled_numbers(numbers, rows_per_signal, signal_threshold, num_sms)
+    elif rows_per_signal != 0:
+        raise ValueError(f"rows_per_signal is {rows_per_signal}, but there are no row_signals")
     if handle.mode == "ht" and not async_finish:
         raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
     seq, given_weights, biases = handle.seq, args[-6], args[-4]
@@ -300,7 +328,7 @@ def combine_send(
             return _combined(handle, args)
         home_weights = given_weights if isinstance(weights, _Tensor) else None
         with torch.no_grad():  # ll_combine_recv has the gradient
-            return _ops.ll_combine_send.default(seq, *args[:-6], home_weights, *args[-5:])
+            return _ops.ll_combine_send.default(seq, *args[:-6], home_weights, *args[-5:-1], numbers, row_signals)
 
     try:
         combined, event = run_on_comm_stream(buffer, call, (*args[:-4], *biases), async_finish)

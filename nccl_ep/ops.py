@@ -223,7 +223,7 @@ def _deepep_outputs(
 def _deepep_combined(
     seq: torch.Tensor, rows: torch.Tensor, src_info: torch.Tensor, weights: torch.Tensor,
     topk_idx: torch.Tensor, num_experts: int, max_tokens: int, wait_cost: torch.Tensor | None,
-    out: torch.Tensor | None, num_sms: int, use_logfmt: bool,
+    out: torch.Tensor | None, num_sms: int, use_logfmt: bool, *signals: Any,
 ) -> torch.Tensor:  # fmt: skip
     return rows.new_empty([topk_idx.shape[0], rows.shape[2]] if out is None else [0])
 

@@ -129,6 +129,19 @@ void check_apart(const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs
 
 // ---- Low latency
 
+void set_signals(LlCombineParams& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombineConfig_t& config) {
+  const Tensor counters = take_tensor(inputs.row_signals, "row_signals");
+  if (!counters) {
+    EP_CHECK(config.rows_per_signal == 0 && config.signal_threshold == 0, "rows_per_signal is ", config.rows_per_signal,
+             ", signal_threshold ", config.signal_threshold, ", but there are no row_signals");
+    return;
+  }
+  RowSignals signals = signals_of(p.output, config.rows_per_signal, config.signal_threshold);
+  check_tensor(counters, "row_signals", NCCL_EP_INT32, {p.output.local_experts, signals.per_expert()});
+  signals.counters = static_cast<const uint32_t*>(counters.data);
+  p.signals = signals;
+}
+
 void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
                 const ncclEpCombineConfig_t& config, void* stream) {
   LlCombineParams p;
@@ -136,12 +149,15 @@ void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const
            "values beside rows are high throughput's; ncclEpCombineWeights brings them home");
   set_combine(p, handle, inputs, outputs, config);
   p.phase = config.send_only ? Phase::kSend : Phase::kFused;
+  set_signals(p, inputs, config);
   p.handle = handle.pointers(p.num_tokens);
   check_apart(handle, inputs, outputs);
   const ScopedDevice device(handle.device());
   handle.state->get().combine(p, stream);
   if (p.phase == Phase::kSend) {
     handle.combine = p;
+    if (p.signals.counters != nullptr) handle.combine.num_sms = handle.num_sms(0);  // the other half has all SMs
+    handle.combine.signals = {};
     handle.pending = Pending::kCombine;
   }
 }
@@ -158,6 +174,7 @@ void combine_ht(const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs,
                 const ncclEpCombineConfig_t& config, void* stream) {
   EP_CHECK(!config.send_only, "send_only is ", config.send_only,
            ", but the handle is of high throughput, which has no halves");
+  EP_CHECK(!take_tensor(inputs.row_signals, "row_signals"), "row_signals are of low latency");
   HtCombineParams p;
   set_combine(p, handle, inputs, outputs, config);
   p.handle = handle.ht_pointers(p.num_tokens);

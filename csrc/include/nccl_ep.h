@@ -393,9 +393,12 @@ typedef struct {
   const ncclEpTensor_t* bias0;        /* flat, optional: [T, H] of the output's type, added first */
   const ncclEpTensor_t* bias1;        /* flat, optional, the same */
   const ncclEpTensor_t* values;       /* high throughput, optional: as ncclEpCombineWeights has them, beside the rows */
+  /* send_only, expert_major, NCCL_EP_WEIGHTS_HOME, all types alike, optional: int32 [L, ceil(C / rows_per_signal)], by
+     which a kernel on another stream tells which blocks of the tokens' rows it has written. Other ranks need not. */
+  const ncclEpTensor_t* row_signals;
 } ncclEpCombineInputs_t;
 #define NCCL_EP_COMBINE_INPUTS_INIT \
-  { NCCL_EP_HEAD(ncclEpCombineInputs_t), NULL, NULL, NULL, NULL, NULL, NULL }
+  { NCCL_EP_HEAD(ncclEpCombineInputs_t), NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 typedef struct {
   size_t size;
@@ -414,10 +417,12 @@ typedef struct {
   /* Of partial sums on their way home: the output's type (AUTO), float32, or, for rows and outputs that are both bf16
      or both fp16, H a multiple of 16: NCCL_EP_FLOAT8_E4M3 (e4m3 with a scale for 128 elements), NCCL_EP_LOGFMT. */
   ncclEpDataType_t wire_dtype;
-  int32_t num_sms; /* the same on all ranks; 0: as the group */
+  int32_t num_sms;          /* the same on all ranks; 0: as the group */
+  int32_t rows_per_signal;  /* row_signals: rows of a block */
+  int32_t signal_threshold; /* a block is written when its signal is at least this, from 1 on */
 } ncclEpCombineConfig_t;
 #define NCCL_EP_COMBINE_CONFIG_INIT \
-  { NCCL_EP_HEAD(ncclEpCombineConfig_t), 0, 0, NCCL_EP_DTYPE_AUTO, 0 }
+  { NCCL_EP_HEAD(ncclEpCombineConfig_t), 0, 0, NCCL_EP_DTYPE_AUTO, 0, 0, 0 }
 
 /* Collective, after a dispatch with this handle, any number of times. */
 NCCL_EP_API ncclEpResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t* inputs,

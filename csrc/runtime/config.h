@@ -23,12 +23,14 @@ namespace ep {
   FIELD(zero_padding, 0) /* 0 or 1 */                                                         \
   FIELD(reports_ids, 1)  /* 0: another operation of the call has reported ids out of range */ \
   FIELD(num_sms, 0)      /* CUDA; 0: the plan's choice */
-#define EP_COMBINE_FIELDS(FIELD)       \
-  EP_ROUTING_FIELDS(FIELD)             \
-  FIELD(weighting, 0)  /* Weighting */ \
-  FIELD(out_dtype, 0)  /* DType */     \
-  FIELD(wire_dtype, 0) /* DType */     \
-  FIELD(num_sms, 0)
+#define EP_COMBINE_FIELDS(FIELD)                                    \
+  EP_ROUTING_FIELDS(FIELD)                                          \
+  FIELD(weighting, 0)  /* Weighting */                              \
+  FIELD(out_dtype, 0)  /* DType */                                  \
+  FIELD(wire_dtype, 0) /* DType */                                  \
+  FIELD(num_sms, 0)                                                 \
+  FIELD(rows_per_signal, 0) /* RowSignals; 0: the rows are there */ \
+  FIELD(signal_threshold, 0)
 
 #define EP_CONFIG_MEMBER(name, fallback) int64_t name = fallback;
 #define EP_CONFIG_COUNT(name, fallback) +1

@@ -112,6 +112,11 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
                   " is not of these sizes, or was changed: row ", failure.seen, " of rank ", failure.peer,
                   ", which has ", failure.expected, "; ", kOrderQuestion);
   }
+  if (failure.awaited == Awaited::kRowSignal) {
+    return concat(waited(failure, rank, timeout_seconds), " for the signal of block ", failure.expected >> 32,
+                  " of local expert ", failure.peer, "'s rows in ", kind, " ", failure.epoch, " (expected ",
+                  static_cast<uint32_t>(failure.expected), ", saw ", static_cast<int32_t>(failure.seen), ")");
+  }
   std::string text = concat(waited(failure, rank, timeout_seconds), " for the ", name_of(failure.awaited), " of ",
                             failure.peer < 0 ? "all ranks" : concat("rank ", failure.peer), " in ", kind, " ",
                             failure.epoch, " (expected ", failure.expected, ", saw ", failure.seen, ")");
@@ -121,7 +126,7 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
 }
 
 std::string node_of(const Failure& failure, const Topology& topology) {
-  if (topology.num_domains() == 1 || failure.peer < 0) return "";
+  if (topology.num_domains() == 1 || failure.peer < 0 || failure.awaited == Awaited::kRowSignal) return "";
   const int node = topology.domain_of(failure.peer), first = node * topology.domain_size;
   const std::string text = concat("; rank ", failure.peer, " is on node ", node);
   if (first + topology.domain_size > 64) return text;  // Failure::missing has no bits for all of the node

@@ -22,13 +22,16 @@ enum class Awaited : uint32_t {
   // High throughput.
   kReady,
   kRail,
-  kDone
+  kDone,
+  // Low latency: the own device has not written rows that are to be sent.
+  kRowSignal
 };
 
 inline const char* name_of(Awaited awaited) {
   constexpr const char* kNames[] = {"nothing",    "op header",       "routing message",      "weights",
                                     "token rows", "partial sums",    "scalars of weights",   "arrival signal",
-                                    "flag",       "rows to be read", "rows between domains", "end of reading"};
+                                    "flag",       "rows to be read", "rows between domains", "end of reading",
+                                    "signal"};
   return kNames[static_cast<int>(awaited)];
 }
 
@@ -42,7 +45,7 @@ struct Failure {
   Awaited awaited = Awaited::kNone;
   int32_t peer = -1;
   uint64_t epoch = 0;
-  uint64_t expected = 0;  // of the word waited for
+  uint64_t expected = 0;  // of the word waited for; kRowSignal: RowSignals::expected(), and `peer` is a local expert
   uint64_t seen = 0;
   uint64_t missing = 0;  // bit r: nothing of the call was heard from rank r (ranks below 64)
   OpHeader mine, theirs;

@@ -165,6 +165,7 @@ void Group::require_usable() {
 Failure Group::failure_in_full(Backend& backend) const {
   Failure failure = backend.failure();
   if (failure.code != Failure::kTimeout || failure.missing != 0 || failure.awaited == Awaited::kFlag) return failure;
+  if (failure.awaited == Awaited::kRowSignal) return failure;  // which is of no other rank
   OpHeader record;
   for (int r = 0; r < std::min(num_ranks(), 64); r++) {
     const bool is_heard =
@@ -293,6 +294,23 @@ bool Group::sends_unweighted(const LlCombineParams& p) const {
          p.dtype == p.wire_dtype && p.offsets.has_further_rows && !has_rail && !config_.masks_late_ranks;
 }
 
+// Rows that are still being written are sent one by one, as they come: not in sums.
+void Group::check_signals(const LlCombineParams& p) const {
+  if (p.signals.counters == nullptr) return;
+  constexpr const char* kWhat = "row_signals are of a sending half that sends rows as they are: ";
+  EP_CHECK(p.phase == Phase::kSend && p.weighting == Weighting::kHome, kWhat,
+           "give weights [tokens, top-k] at combine, and call it in halves");
+  EP_CHECK(p.dtype == p.wire_dtype && p.dtype == p.out_dtype, kWhat, "rows are ", name_of(p.dtype), ", the wire ",
+           name_of(p.wire_dtype), ", outputs ", name_of(p.out_dtype), ", must be of one type");
+  EP_CHECK(!config_.masks_late_ranks, kWhat, "the buffer has masks (enable_shrink), with which sums travel");
+  EP_CHECK(!config_.has_rail || topology_.num_domains() == 1, kWhat, "the ranks' GPUs are in ", topology_.num_domains(),
+           " NVLink domains, between which sums travel");
+  EP_CHECK(p.sends_unweighted, kWhat, "the window has no room for every choice of a token, of which there are ",
+           p.shape.topk, ": make the buffer for that top-k");
+  EP_CHECK(p.num_sms > 0, "num_sms is ", p.num_sms,
+           ": with row_signals it must be positive, and leave SMs to the kernel that is waited for");
+}
+
 void Group::combine(LlCombineParams& p, void* stream) {
   begin(p);
   check_combined_rows(p);
@@ -301,6 +319,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
   p.row = RowFormat{wire_row_bytes(p.wire_dtype, p.hidden), 0, false};
   p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, p.row);
   p.sends_unweighted = sends_unweighted(p);
+  check_signals(p);
   const Operation operation = p.sends_unweighted                ? Operation::kCombineUnweighted
                               : p.weighting == Weighting::kHome ? Operation::kCombineWeighted
                                                                 : Operation::kCombine;

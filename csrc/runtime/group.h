@@ -111,6 +111,7 @@ class Group {
   void begin(Params& p);  // what every operation of low latency checks first
   void require_ll() const;
   bool sends_unweighted(const LlCombineParams& params) const;
+  void check_signals(const LlCombineParams& params) const;
   void require_ht();
   bool trusts_handles() const { return backend()->trusts_handles(); }
   void check_phase(Kind kind, Phase phase, const char* call) const;

@@ -99,6 +99,20 @@ void set_combine(Params& p, const OutputShape& output, int num_experts, int num_
   p.num_sms = num_sms;
 }
 
+// Without its counters.
+inline RowSignals signals_of(const OutputShape& output, int64_t rows_per_signal, int64_t threshold) {
+  EP_CHECK(output.layout == OutputLayout::kExpertMajor, "row_signals are for layout expert_major, not for ",
+           name_of(output.layout));
+  EP_CHECK(rows_per_signal >= 1, "rows_per_signal is ", rows_per_signal, ", must be at least 1");
+  EP_CHECK(threshold >= 1 && threshold <= INT32_MAX, "signal_threshold is ", threshold, ", must be from 1 to ",
+           INT32_MAX);
+  RowSignals signals;
+  signals.rows_per_expert = static_cast<int>(std::max<int64_t>(output.capacity, 1));
+  signals.rows_per_signal = static_cast<int>(std::min<int64_t>(rows_per_signal, signals.rows_per_expert));
+  signals.threshold = static_cast<int>(threshold);
+  return signals;
+}
+
 // An extra tensor of low latency travels in the rows of x, as scales do, where x has none.
 inline bool carries_extra(Quant quant, bool has_scales) { return quant == Quant::kNone && !has_scales; }
 

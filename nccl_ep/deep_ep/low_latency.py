@@ -34,7 +34,7 @@ from ..events import EventOverlap, run_on_comm_stream
 from ..gradients import refuse_backward, wants_gradient
 from ..handle import Quant
 from ..pending import OpenSend, receive_lost
-from .newer_keywords import refuse_newer
+from .newer_keywords import RowSignals, refuse_nvfp4
 from .view import View
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
@@ -280,7 +280,7 @@ class LowLatencyMethods(View):
         Source: DeepEP's method of that name.
         """
         if newer:
-            refuse_newer("low_latency_dispatch", newer)
+            refuse_nvfp4(newer)
         if async_finish is False:
             try:
                 eager = _dispatch_eager(
@@ -339,7 +339,15 @@ class LowLatencyMethods(View):
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
-        **newer: object,
+        *,
+        overlap: bool = False,
+        packed_recv_count: torch.Tensor | None = None,
+        comp_signal: torch.Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int | None = None,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int = 0,
     ) -> Combined:
         """Brings the experts' rows home and adds them up with the weights. Collective.
 
@@ -354,17 +362,25 @@ class LowLatencyMethods(View):
             out: [T, H] of x's dtype, by default a new tensor.
             combine_wait_recv_cost_stats: int64 [R], to which the ns that this rank waited for each other are added;
                 as at dispatch.
-            newer: SGLang's ``overlap`` and what belongs to it; TypeError if they ask for something.
+            overlap: SGLang's single-batch overlap. The sending half begins while a kernel on another stream still
+                writes x, and sends a row when its signal has come. Needs ``return_recv_hook``, and ``comp_signal`` or
+                ``src_signals``; without it, what follows here is ignored.
+            comp_signal: int32, flat, a counter for each ``block_m`` rows of each local expert: [L * ceil(R * M /
+                block_m)] or more. Its rows are there when it is at ``threshold``. packed_recv_count: int32 [L], not
+                needed.
+            src_signals: uint32 [L], a counter for each local expert, at ``src_signal_expect_value`` when its rows are
+                there.
+            num_sms: SMs that the sending half waits on; by default 3 with ``comp_signal``, 32 with ``src_signals``. The
+                others are for the kernel that is waited for.
 
         Returns: combined_x [T, H] (``out``), event and hook as at dispatch.
 
         Raises: as ``low_latency_dispatch``; UsageError also for the handle of a dispatch whose hook was not called yet.
+            With ``overlap``, TimeoutError names the expert and the block whose signal did not come.
 
-        Source: DeepEP's method of that name.
+        Source: DeepEP's method of that name; its branches for ``overlap`` and what follows.
         """
-        if newer:
-            refuse_newer("low_latency_combine", newer)
-        if async_finish is False and use_logfmt is False:
+        if async_finish is False and use_logfmt is False and overlap is False:
             try:
                 eager = _combine_eager(
                     self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out,
@@ -378,6 +394,8 @@ class LowLatencyMethods(View):
         _check_hook(async_finish, return_recv_hook)
         if not (type(use_logfmt) is type(zero_copy) is bool):
             require_bools(use_logfmt=use_logfmt, zero_copy=zero_copy)
+        if overlap is not False:
+            require_bools(overlap=overlap)
         if use_logfmt and zero_copy:
             raise ValueError("use_logfmt and zero_copy are both set, and exclude each other")
         src_info, _, max_tokens, hidden, num_experts = _elements_of(handle)
@@ -409,7 +427,21 @@ class LowLatencyMethods(View):
         op = _ops.ll_combine_deepep_send.default if return_recv_hook else _ops.ll_combine_deepep.default
         if self.core._open_sends:
             receive_lost(self.core, "combine")
-        args = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out, 0, use_logfmt)
+        args: tuple[Any, ...] = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out)
+        if overlap:
+            signals = RowSignals.of(
+                x, return_recv_hook, use_logfmt, packed_recv_count, comp_signal, block_m, threshold, num_sms,
+                src_signals, src_signal_expect_value,
+            )  # fmt: skip
+            require_on(
+                self._seq,
+                ("comp_signal", "src_signals", "packed_recv_count"),
+                (comp_signal, src_signals, packed_recv_count),
+            )
+            args += (signals.num_sms, use_logfmt)
+            args += (signals.row_signals, signals.rows_per_signal, signals.signal_threshold)
+        else:
+            args += (0, use_logfmt, None, 0, 0) if return_recv_hook else (0, use_logfmt)
         try:
             result, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
         except RuntimeError as error:

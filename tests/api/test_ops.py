@@ -86,7 +86,7 @@ class Calls:
             "ll_dispatch_recv": (*head, handle.tensor.clone(), *row, *config, None, None),
             "ll_combine": combine,
             "ll_combine_out": (*combine, torch.zeros(len(given.x), shape.hidden)),
-            "ll_combine_send": combine,
+            "ll_combine_send": (*combine, None),
             "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *sizes, *[None] * 4),
             "ll_combine_weights": (*head, case.values[buffer.rank], handle.tensor, *sizes),
             "ll_floor_flags": head,
@@ -211,7 +211,7 @@ def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None) -> dict[str, tuple[
         "ll_dispatch_deepep_send": dispatch,
         "ll_dispatch_deepep_recv": (torch.bfloat16, 6, 3, True, *numbers),
         "ll_combine_deepep": (*combine, None, 0, True),
-        "ll_combine_deepep_send": (*combine, out, 0, False),
+        "ll_combine_deepep_send": (*combine, out, 1, False, torch.ones(4, 1, dtype=torch.int32), 6, 1),
         "ll_combine_deepep_recv": (*head, src_info, 3, 4, 6, waits, out, 0, False),
     }
 

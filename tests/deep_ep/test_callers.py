@@ -16,6 +16,7 @@ import torch
 from nccl_ep import deep_ep
 from nccl_ep.deep_ep.hybrid import HybridEPBuffer, indices_to_map
 from nccl_ep.testing import run_ranks
+from tests.support.row_producer import RowProducer
 
 RANKS, EXPERTS, TOPK, HIDDEN, MOST = 2, 4, 2, 256, 8
 LOCAL = EXPERTS // RANKS
@@ -217,6 +218,40 @@ def sglang(own: Rank) -> None:
         )  # fmt: skip
         hook() if hook else event.current_stream_wait()
         assert torch.equal(combined, own.expected())
+
+
+def sglang_single_batch_overlap(own: Rank) -> None:
+    """sglang: batch_overlap/single_batch_overlap.py, token_dispatcher/deepep.py: the down GEMM writes the rows while
+    combine's sending half waits for its signals; on Hopper one for each block of rows, on Blackwell one an expert."""
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, RANKS, EXPERTS)
+    buffer = deep_ep.Buffer(
+        own.group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=LOCAL, allow_mnnvl=True, device="cpu"
+    )
+    for turn in range(4):
+        rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+            own.x, own.ids, MOST, EXPERTS, use_fp8=False, async_finish=False, return_recv_hook=True
+        )
+        hook()
+        local, capacity, _ = rows.shape
+        overlap_args: dict[str, Any]
+        if turn % 2 == 0:
+            down = RowProducer(own.batched(rows), 6, threshold=56, spare=3, seed=turn)
+            overlap_args = {
+                "overlap": True, "packed_recv_count": counts, "comp_signal": down.signals, "block_m": 6,
+                "threshold": 56, "num_sms": 3,
+            }  # fmt: skip
+        else:
+            down = RowProducer(own.batched(rows), capacity, seed=turn)
+            signals = down.signals.view(local).view(torch.uint32)
+            overlap_args = {"overlap": True, "src_signals": signals, "src_signal_expect_value": 1}
+        with down:
+            down.begin()
+            combined, event, hook = buffer.low_latency_combine(
+                x=down.rows, topk_idx=own.ids, topk_weights=own.weights, handle=handle, async_finish=False,
+                return_recv_hook=True, **overlap_args,
+            )  # fmt: skip
+        hook()
+        assert event.event is None and torch.equal(combined, own.expected())
 
 
 def sglang_v2(own: Rank) -> None:
@@ -502,8 +537,8 @@ def train(own: Rank, dispatch: Callable[..., Any], combine: Callable[..., Any], 
 
 
 CALLERS = (
-    vllm_high_throughput, vllm_low_latency, vllm_v2, sglang, sglang_v2, lmdeploy, xtuner, torchtitan_v2,
-    torchtitan_hybrid, expanded_training,
+    vllm_high_throughput, vllm_low_latency, vllm_v2, sglang, sglang_single_batch_overlap, sglang_v2, lmdeploy, xtuner,
+    torchtitan_v2, torchtitan_hybrid, expanded_training,
 )  # fmt: skip
 
 

@@ -152,12 +152,72 @@ def test_keywords_of_branches() -> None:
             "num_sms": 3,
         }
         assert torch.equal(buffer.low_latency_combine(rows, ids, weights, handle, **nothing)[0], x)
-        for text, keywords in (
-            (r"low_latency_combine\(overlap=True\) is not served: a combine that begins", {"overlap": True}),
-            (r"low_latency_combine\(src_signals=...\) belongs to overlap", {"src_signals": weights}),
-            (r"low_latency_combine\(\) got an unexpected keyword argument 'overlapp'", {"overlapp": False}),
-        ):
-            with pytest.raises(TypeError, match=text):
-                buffer.low_latency_combine(rows, ids, weights, handle, **keywords)
+        ignored: dict[str, Any] = {"comp_signal": weights, "block_m": -1, "src_signals": "none", "num_sms": 0}
+        assert torch.equal(buffer.low_latency_combine(rows, ids, weights, handle, **ignored)[0], x)
+        unknown: dict[str, Any] = {"overlapp": False}
+        with pytest.raises(TypeError, match="got an unexpected keyword argument 'overlapp'"):
+            buffer.low_latency_combine(rows, ids, weights, handle, **unknown)
         with pytest.raises(TypeError, match=r"low_latency_dispatch\(use_nvfp4=True\) is not served: quantise x"):
             buffer.low_latency_dispatch(x, ids, 2, 1, use_nvfp4=True, x_global_scale=weights)
+
+
+_COUNTERS = torch.ones(2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"return_recv_hook": False}, ValueError, "overlap is set, and return_recv_hook is not"),
+        ({"async_finish": True}, ValueError, "async_finish and return_recv_hook are both set"),
+        ({"use_logfmt": True}, ValueError, "overlap and use_logfmt are both set"),
+        ({"overlap": 2}, TypeError, "overlap is 2, must be True or False"),
+        ({"comp_signal": None}, ValueError, "of comp_signal and src_signals neither is given"),
+        ({"src_signals": _COUNTERS}, ValueError, "of comp_signal and src_signals both are given"),
+        ({"comp_signal": [1, 1]}, TypeError, "comp_signal is a list, must be a tensor"),
+        ({"comp_signal": torch.ones(2)}, ValueError, "row_signals is Float, must be Int"),
+        ({"comp_signal": torch.ones(3, dtype=torch.int32), "block_m": 2}, ValueError, r"\[3\], must be \[2, 2\]"),
+        ({"comp_signal": _COUNTERS.to("meta")}, ValueError, "comp_signal is on meta, the buffer on cpu"),
+        ({"packed_recv_count": torch.ones(2)}, ValueError, r"packed_recv_count is torch.float32 \[2\], must be"),
+        ({"packed_recv_count": torch.ones(3, dtype=torch.int32)}, ValueError, r"torch.int32 \[3\], must be .* \[2\]"),
+        ({"block_m": 0}, ValueError, "block_m is 0, must be 1 to 2147483647"),
+        ({"block_m": None}, TypeError, "block_m is None"),
+        ({"threshold": 0}, ValueError, "threshold is 0, must be 1 to 2147483647"),
+        ({"num_sms": 0}, ValueError, "num_sms is 0, must be 1 to 2147483647"),
+        (
+            {"comp_signal": None, "src_signals": torch.ones(3, dtype=torch.int32)},
+            ValueError,
+            r"src_signals is torch.int32 \[3\], must be torch.uint32 \[2\]",
+        ),
+        (
+            {"comp_signal": None, "src_signals": _COUNTERS, "src_signal_expect_value": 0},
+            ValueError,
+            "src_signal_expect_value is 0, must be 1 to",
+        ),
+    ],
+)
+def test_bad_overlap(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    """Nothing is sent, and the next call is unharmed."""
+    with one_rank() as buffer:
+        ids, rows, _, handle, _, _ = dispatched(buffer)
+        good = {
+            "x": rows, "topk_idx": ids, "topk_weights": torch.ones(3, 2), "handle": handle, "return_recv_hook": True,
+            "overlap": True, "comp_signal": _COUNTERS, "block_m": 4, "threshold": 1,
+        }  # fmt: skip
+        with pytest.raises(error, match=text):
+            buffer.low_latency_combine(**{**good, **changes})
+        combined, _, hook = buffer.low_latency_combine(**good)
+        hook()
+        assert combined[:, 0].tolist() == [2, 1, 2]
+        assert buffer.stats()["combines"] == 1
+
+
+def test_a_signal_that_does_not_come() -> None:
+    with one_rank() as buffer:
+        ids, rows, _, handle, _, _ = dispatched(buffer)
+        buffer.set_timeout(0.3)
+        signals = torch.tensor([1, 0], dtype=torch.int32)
+        with pytest.raises(nccl_ep.TimeoutError, match="signal of block 0 of local expert 1's rows in combine 1"):
+            buffer.low_latency_combine(
+                rows, ids, torch.ones(3, 2), handle, return_recv_hook=True, overlap=True, src_signals=signals,
+                src_signal_expect_value=1,
+            )  # fmt: skip

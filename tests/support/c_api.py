@@ -82,7 +82,7 @@ class DispatchConfig(Struct):
 
 
 class CombineInputs(Struct):
-    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "topk_idx", "bias0", "bias1", "values")]
+    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "topk_idx", "bias0", "bias1", "values", "row_signals")]
 
 
 class CombineOutputs(Struct):
@@ -90,7 +90,10 @@ class CombineOutputs(Struct):
 
 
 class CombineConfig(Struct):
-    _fields_ = [*HEAD, *integers("send_only", "weights", "wire_dtype", "num_sms")]
+    _fields_ = [
+        *HEAD,
+        *integers("send_only", "weights", "wire_dtype", "num_sms", "rows_per_signal", "signal_threshold"),
+    ]
     defaults = {"wire_dtype": -1}
 
 

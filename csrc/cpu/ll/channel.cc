@@ -196,6 +196,21 @@ bool Channel::await(Awaited awaited, int source, uint64_t expected, Ready ready)
   return true;
 }
 
+void Channel::await_signal(const RowSignals& signals, int row) {
+  std::atomic_ref<uint32_t> counter = atomic_word(const_cast<uint32_t*>(signals.counter_of(row)));
+  uint32_t seen = 0;
+  const Deadline::End end = deadline_.wait_until([&] {
+    seen = counter.load(std::memory_order_acquire);
+    return signals.is_reached(seen);
+  });
+  if (end == Deadline::End::kReady) return;
+  Failure failure{
+      code_of(end), kind_, Awaited::kRowSignal, signals.expert_of(row), epoch_, signals.expected(row), seen, 0, header_,
+      {},           0};
+  failure.waited_seconds = deadline_.waited_seconds();
+  fail(state_, failure, transport_);
+}
+
 void Channel::await_arrivals() {
   heard_stages_++;
   const uint64_t expected = state_.arrivals[static_cast<int>(kind_)] + heard_stages_;

@@ -86,6 +86,8 @@ class Channel {
   // Waits for the op header of every rank and compares it with the own one.
   void await_headers();
   int num_tokens(int source) const { return static_cast<int>(headers_[source].word(OpHeader::kNumTokens)); }
+  // Waits until the own device has written a row that is to be sent.
+  void await_signal(const RowSignals& signals, int row);
   // False, with zeros: the source is masked.
   bool await_words(int source, Offset offset, Awaited awaited, uint32_t* values, int count);
   // Takes a row out of its slot and resets the slot. False, with zeros: the source is masked.

@@ -111,6 +111,7 @@ void send_unweighted(const LlCombineParams& p, Channel& channel, int home, int t
     const int32_t source_row = p.handle.rows[entry + k];
     is_here = is_here || source_row != kNoRow;
     if (source_row < 0) continue;
+    if (p.signals.counters != nullptr) channel.await_signal(p.signals, source_row);
     std::memcpy(words.data(), row_at(p.rows, source_row, p.hidden, p.dtype), p.row.payload_bytes);
     encode_row(p.row, words.data());
     const Offset slot = p.offsets.unweighted_row(channel.bank(), channel.rank(), token, k, sent == 0);

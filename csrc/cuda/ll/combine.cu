@@ -3,9 +3,14 @@
 namespace ep {
 
 LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
-  return tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.phase != Phase::kFused,
-                                          p.phase == Phase::kFused && p.domain_size != p.shape.num_ranks},
-                                         num_sms));
+  LlPlan plan = tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.phase != Phase::kFused,
+                                                 p.phase == Phase::kFused && p.domain_size != p.shape.num_ranks},
+                                                num_sms));
+  if (p.signals.counters != nullptr) {  // few blocks, and nobody in them receives
+    plan.receiver_warps = 1;
+    plan.sender_warps = plan.receiver_warp0 = plan.warps - 2;
+  }
+  return plan;
 }
 
 LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {

@@ -4,12 +4,14 @@
 
 #include "cuda/ll/combine_receive.cuh"
 #include "cuda/ll/combine_send.cuh"
+#include "cuda/ll/signalled_rows.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
 
-// kHome: home ranks give weights. kUnweighted: and the combine is split, with rows that travel unweighted.
-template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted = false>
+// kHome: home ranks give weights. kUnweighted: and the combine is split, with rows that travel unweighted. kSignalled:
+// it is the sending half alone, which waits for the rows' signals.
+template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted = false, bool kSignalled = false>
 __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, BlockPosition at) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const LlCombineParams& p = args.params;
@@ -19,10 +21,11 @@ __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, Blo
   WarpContext op(context, WarpContext::NotYet{});
   const CombineRole role{{plan, at, lane_id(), warp_id()}, RailPart::of(args), p, args.geometry, peers, args.state};
   stamp(Stamp::kStart, peers.rank);
-  ptx::launch_dependents();
+  // The next kernel must not take SMs that the one waited for needs.
+  if constexpr (!kSignalled) ptx::launch_dependents();
   // While the kernels before this one end.
-  Sender<kIn, kWire, kCount, kHome, kUnweighted> sender;
-  Receiver<kIn, kWire, kOut, kCount, kHome, kUnweighted> receiver;
+  std::conditional_t<kSignalled, SignalledSender<kIn, kCount>, Sender<kIn, kWire, kCount, kHome, kUnweighted>> sender;
+  std::conditional_t<kSignalled, NoReceiver, Receiver<kIn, kWire, kOut, kCount, kHome, kUnweighted>> receiver;
   bool is_sender = false, is_receiver = false;
   if (!is_leader_warp()) {
     is_sender = role.is_sender();

@@ -15,14 +15,15 @@ namespace {
 constexpr int kMaxThreads = 640;
 constexpr int kScalarThreads = 256;
 
-template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted>
+template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted, bool kSignalled>
 __global__ void __launch_bounds__(kMaxThreads, 1) combine(const __grid_constant__ KernelArgs<LlCombineParams> args) {
-  ep::combine<kIn, kWire, kOut, kHome, kUnweighted>(args, BlockPosition::own());
+  ep::combine<kIn, kWire, kOut, kHome, kUnweighted, kSignalled>(args, BlockPosition::own());
 }
 
-template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted>
+template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted, bool kSignalled>
 __global__ void __launch_bounds__(kMaxThreads, 1) combine_world(const KernelArgs<LlCombineParams>* all, int blocks) {
-  ep::combine<kIn, kWire, kOut, kHome, kUnweighted>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks));
+  ep::combine<kIn, kWire, kOut, kHome, kUnweighted, kSignalled>(all[blockIdx.x / blocks],
+                                                                BlockPosition::in_world(blocks));
 }
 
 __global__ void __launch_bounds__(kScalarThreads)
@@ -44,41 +45,53 @@ namespace {
 template <class T>
 constexpr bool kSendsUnweighted = !kMasksRanks && T::in == T::wire;
 
+// Whether they can be sent as their signals come.
+template <class T>
+constexpr bool kAwaitsSignals = kSendsUnweighted<T>&& T::in == T::out;
+
 // Calls body with the template instance for these parameters.
 template <class Body>
-void with_instance(const LlCombineParams& p, Body body) {
+void with_instance(const LlCombineParams& p, bool is_signalled, Body body) {
   with_types(p.dtype, p.wire_dtype, p.out_dtype, [&](auto types) {
+    if constexpr (kAwaitsSignals<decltype(types)>) {
+      if (is_signalled) return body(types, std::true_type{}, std::true_type{}, std::true_type{});
+    }
+    EP_CHECK(!is_signalled, name_of(p.dtype), " rows for a ", name_of(p.wire_dtype), " wire: no kernel awaits signals");
     if constexpr (kSendsUnweighted<decltype(types)>) {
-      if (p.sends_unweighted) return body(types, std::true_type{}, std::true_type{});
+      if (p.sends_unweighted) return body(types, std::true_type{}, std::true_type{}, std::false_type{});
     }
     EP_CHECK(!p.sends_unweighted, name_of(p.dtype), " rows for a ", name_of(p.wire_dtype),
              " wire: no kernel sends them unweighted");
-    if (p.weighting == Weighting::kHome) return body(types, std::true_type{}, std::false_type{});
-    return body(types, std::false_type{}, std::false_type{});
+    if (p.weighting == Weighting::kHome) return body(types, std::true_type{}, std::false_type{}, std::false_type{});
+    return body(types, std::false_type{}, std::false_type{}, std::false_type{});
   });
 }
 
 void load_all() {
-  const auto load = [](auto types, auto home, auto unweighted) {
+  const auto load = [](auto types, auto home, auto unweighted, auto signalled) {
     using T = decltype(types);
-    load_kernel(&ll::combine<T::in, T::wire, T::out, home(), unweighted()>, 0);
-    load_kernel(&ll::combine_world<T::in, T::wire, T::out, home(), unweighted()>, 0);
+    load_kernel(&ll::combine<T::in, T::wire, T::out, home(), unweighted(), signalled()>, 0);
+    load_kernel(&ll::combine_world<T::in, T::wire, T::out, home(), unweighted(), signalled()>, 0);
   };
   for_all_types([&](auto types) {
-    load(types, std::false_type{}, std::false_type{});
-    load(types, std::true_type{}, std::false_type{});
-    if constexpr (kSendsUnweighted<decltype(types)>) load(types, std::true_type{}, std::true_type{});
+    load(types, std::false_type{}, std::false_type{}, std::false_type{});
+    load(types, std::true_type{}, std::false_type{}, std::false_type{});
+    if constexpr (kSendsUnweighted<decltype(types)>) {
+      load(types, std::true_type{}, std::true_type{}, std::false_type{});
+    }
+    if constexpr (kAwaitsSignals<decltype(types)>) load(types, std::true_type{}, std::true_type{}, std::true_type{});
   });
   load_kernel(&ll::scalars_home, 0);
   load_kernel(&ll::scalars_home_world, 0);
 }
 
 void launch_one(const KernelArgs<LlCombineParams>& args, void* stream) {
-  with_instance(args.params, [&](auto types, auto home, auto unweighted) {
-    using T = decltype(types);
-    launch_kernel(&ll::combine<T::in, T::wire, T::out, home(), unweighted()>, args.plan.blocks, args.plan.threads(), 0,
-                  args.plan.pdl, stream, args);
-  });
+  with_instance(args.params, args.params.signals.counters != nullptr,
+                [&](auto types, auto home, auto unweighted, auto signalled) {
+                  using T = decltype(types);
+                  launch_kernel(&ll::combine<T::in, T::wire, T::out, home(), unweighted(), signalled()>,
+                                args.plan.blocks, args.plan.threads(), 0, args.plan.pdl, stream, args);
+                });
 }
 
 void launch_one(const KernelArgs<LlCombineWeightsParams>& args, void* stream) {
@@ -88,16 +101,18 @@ void launch_one(const KernelArgs<LlCombineWeightsParams>& args, void* stream) {
 void launch_all(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
                 void* stream) {
   const LlPlan& plan = host_args->plan;
+  bool is_signalled = false;  // of any rank; the rows of the others are there
+  for (int r = 0; r < num_ranks; r++) is_signalled = is_signalled || host_args[r].params.signals.counters != nullptr;
   for (int r = 1; r < num_ranks; r++) {
     EP_CHECK((host_args[r].params.weighting == Weighting::kHome) == (host_args->params.weighting == Weighting::kHome),
              "of ranks 0 and ", r, " one gives its weights at combine: in a world on one GPU all must, or none");
     EP_CHECK(host_args[r].params.sends_unweighted == host_args->params.sends_unweighted, "of ranks 0 and ", r,
              " one splits its combine: in a world on one GPU all must, or none");
   }
-  with_instance(host_args->params, [&](auto types, auto home, auto unweighted) {
+  with_instance(host_args->params, is_signalled, [&](auto types, auto home, auto unweighted, auto signalled) {
     using T = decltype(types);
-    launch_kernel(&ll::combine_world<T::in, T::wire, T::out, home(), unweighted()>, plan.blocks * num_ranks,
-                  plan.threads(), 0, false, stream, args, plan.blocks);
+    launch_kernel(&ll::combine_world<T::in, T::wire, T::out, home(), unweighted(), signalled()>,
+                  plan.blocks * num_ranks, plan.threads(), 0, false, stream, args, plan.blocks);
   });
 }
 

@@ -26,7 +26,8 @@ using DispatchSend = Op<"nccl_ep::ll_dispatch_deepep_send", Dispatched(EP_DISPAT
   const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, const OptionalTensor&, \
       const OptionalTensor&, int64_t, bool
 using Combine = Op<"nccl_ep::ll_combine_deepep", Tensor(EP_COMBINE_TYPES)>;
-using CombineSend = Op<"nccl_ep::ll_combine_deepep_send", Tensor(EP_COMBINE_TYPES)>;
+using CombineSend =
+    Op<"nccl_ep::ll_combine_deepep_send", Tensor(EP_COMBINE_TYPES, const OptionalTensor&, int64_t, int64_t)>;
 
 bool is_true(PyObject* object) { return object == Py_True; }
 bool are_bools(std::initializer_list<PyObject*> objects) {
@@ -145,9 +146,11 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   }
   if (!buffer->is_ready_for("combine")) Py_RETURN_NONE;
   const bool has_hook = is_true(given[6]);
-  Tensor made = (has_hook ? &CombineSend::run : &Combine::run)(seq, rows.get(), src_info.get(), topk_weights.get(),
-                                                               topk_idx.get(), num_experts.get(), max_tokens.get(),
-                                                               wait_cost.get(), out.get(), 0, false);
+  const auto run = [&](auto op, const auto&... signals) {
+    return op(seq, rows.get(), src_info.get(), topk_weights.get(), topk_idx.get(), num_experts.get(), max_tokens.get(),
+              wait_cost.get(), out.get(), 0, false, signals...);
+  };
+  Tensor made = has_hook ? run(&CombineSend::run, OptionalTensor{}, 0, 0) : run(&Combine::run);
   const auto result = py::reinterpret_steal<py::object>(out.get() ? new_reference(given[7]) : wrap(std::move(made)));
   if (!result) return nullptr;
   if (!has_hook) return tuple_of(new_reference(result), no_event(), new_reference(Py_None));

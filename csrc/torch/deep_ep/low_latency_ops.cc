@@ -124,7 +124,9 @@ void run_into(const OutputRefs& t, LlDispatchParams& p, Registered& registered, 
   }
   p.wait_cost = take_wait_cost(wait_cost, group, device);
   set_all(p, t);
-  group.run(p, device.is_cpu() ? nullptr : registered.order.next_stream(device));
+  void* stream = device.is_cpu() ? nullptr : registered.order.next_stream(device);
+  group.run(p, stream);
+  if (!device.is_cpu()) registered.order.note_before_signals(device, stream);
 }
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -208,10 +210,15 @@ Tensor handle_of(const Tensor& src_info, const OutputShape& output, int64_t num_
   return behind(src_info, sources.handle_at(), native.size());
 }
 
+struct Signals {  // RowSignals
+  const Tensor* counters = nullptr;
+  int64_t rows_per_signal = 0, threshold = 0;
+};
+
 // The result, if it is not given.
 Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
                int64_t num_tokens, int64_t topk, int64_t num_sms, bool use_logfmt, CombineArgs args,
-               const OptionalTensor& wait_cost, const Tensor* given, Phase phase) {
+               const OptionalTensor& wait_cost, const Tensor* given, Phase phase, const Signals& signals = {}) {
   const auto [registered, group, device, on_device] = OnGroup(seq);
   const auto dtype = static_cast<int64_t>(dtype_of(args.rows_dtype));
   const CombineConfig config{.num_experts = num_experts,
@@ -221,8 +228,11 @@ Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_expert
                              .weighting = static_cast<int64_t>(Weighting::kHome),
                              .out_dtype = dtype,
                              .wire_dtype = use_logfmt ? static_cast<int64_t>(DType::kLogFmt) : dtype,
-                             .num_sms = num_sms};
+                             .num_sms = num_sms,
+                             .rows_per_signal = signals.rows_per_signal,
+                             .signal_threshold = signals.threshold};
   const OutputShape output = whole_output(group.num_ranks(), config);
+  args.row_signals = signals.counters;
   args.wait_cost = take_wait_cost(wait_cost, group, device);
   if (given != nullptr) check_tensor(*given, "out", args.rows_dtype, {num_tokens, args.hidden}, device);
   const Tensor handle = handle_of(src_info, output, num_tokens, device);
@@ -243,7 +253,8 @@ Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_expert
 
 Tensor combine_rows(const at::Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
                     const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, const OptionalTensor& wait_cost,
-                    const OptionalTensor& out, int64_t num_sms, bool use_logfmt, Phase phase) {
+                    const OptionalTensor& out, int64_t num_sms, bool use_logfmt, Phase phase,
+                    const Signals& signals = {}) {
   return guarded([&] {
     EP_CHECK(rows.dim() == 3, "x has ", rows.dim(), " dimensions, must be [local experts, ranks * max_tokens, hidden]");
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
@@ -254,7 +265,7 @@ Tensor combine_rows(const at::Tensor& seq, const Tensor& rows, const Tensor& src
     args.hidden = rows.size(2);
     args.rows_dtype = rows.scalar_type();
     return combine(seq, src_info, num_experts, max_tokens, topk_idx.size(0), topk_idx.size(1), num_sms, use_logfmt,
-                   args, wait_cost, pointer_to(out), phase);
+                   args, wait_cost, pointer_to(out), phase, signals);
   });
 }
 
@@ -268,9 +279,10 @@ Tensor ll_combine_deepep(const Tensor& seq, const Tensor& rows, const Tensor& sr
 Tensor ll_combine_deepep_send(const Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
                               const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
                               const OptionalTensor& wait_cost, const OptionalTensor& out, int64_t num_sms,
-                              bool use_logfmt) {
+                              bool use_logfmt, const OptionalTensor& row_signals, int64_t rows_per_signal,
+                              int64_t signal_threshold) {
   return combine_rows(seq, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out, num_sms,
-                      use_logfmt, Phase::kSend);
+                      use_logfmt, Phase::kSend, {pointer_to(row_signals), rows_per_signal, signal_threshold});
 }
 
 void ll_combine_deepep_recv(const Tensor& seq, const Tensor& src_info, int64_t topk, int64_t num_experts,
@@ -293,7 +305,7 @@ void ll_combine_deepep_recv(const Tensor& seq, const Tensor& src_info, int64_t t
   ") -> (Tensor x, Tensor scales, Tensor weights, Tensor counts, Tensor src_info, Tensor layout_range)"
 #define EP_COMBINE_SCHEMA                                                                \
   "(Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
-  "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms, bool use_logfmt) -> Tensor"
+  "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms, bool use_logfmt"
 
 fast_call::Op ops[] = {
     EP_OP(ll_dispatch_deepep), EP_OP(ll_dispatch_deepep_send), EP_OP(ll_dispatch_deepep_recv),
@@ -311,8 +323,9 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
       "out_weights, Tensor(g!) out_counts, Tensor(h!) out_src_info, Tensor(i!) out_layout_range, ScalarType dtype, int "
       "num_tokens, int topk, bool is_idx64, "
       "int num_experts, int max_tokens, int quant, " EP_STATS_SCHEMA ") -> ()");
-  library.def("ll_combine_deepep" EP_COMBINE_SCHEMA);
-  library.def("ll_combine_deepep_send" EP_COMBINE_SCHEMA);
+  library.def("ll_combine_deepep" EP_COMBINE_SCHEMA ") -> Tensor");
+  library.def("ll_combine_deepep_send" EP_COMBINE_SCHEMA
+              ", Tensor? row_signals, int rows_per_signal, int signal_threshold) -> Tensor");
   library.def(
       "ll_combine_deepep_recv(Tensor(a!) seq, Tensor src_info, int topk, int num_experts, int max_tokens, "
       "Tensor(b!)? out_wait_cost, Tensor(c!) out, int num_sms, bool use_logfmt) -> ()");

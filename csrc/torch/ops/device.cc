@@ -86,7 +86,7 @@ void* StreamOrder::next_stream(const at::Device& device) {
   void* stream = current_stream(device);
   const bool is_as_before = !captured_ && eager_ && *eager_ == stream;
   if (!is_as_before) switch_to(device, stream);
-  is_noted_ = false;
+  noted_in_.reset();
   return stream;
 }
 
@@ -125,9 +125,10 @@ void StreamOrder::record(const at::Device& device, void* stream) {
 // What is captured is ordered inside its capture, by an event of that capture.
 void StreamOrder::note_enqueued(const at::Device& device, void* stream) {
   if (!device.is_cuda() || !has_several_streams_) return;
-  if (capture_of(static_cast<cudaStream_t>(stream)) != kNotCaptured) return;
+  const unsigned long long capture = capture_of(static_cast<cudaStream_t>(stream));
+  if (capture == kUnknown || (capture != kNotCaptured && !has_signals_)) return;
   record(device, stream);
-  is_noted_ = true;
+  noted_in_ = capture;
 }
 
 void StreamOrder::switch_to(const at::Device& device, void* stream) {
@@ -141,7 +142,7 @@ void StreamOrder::switch_to(const at::Device& device, void* stream) {
   const auto last = static_cast<cudaStream_t>(before.value_or(stream));
   has_several_streams_ = has_several_streams_ || last != now;
   if (last != now && capture != kUnknown && capture_of(last) == capture) {
-    if (!is_noted_ || capture != kNotCaptured) record(device, last);
+    if (noted_in_ != capture) record(device, last);
     EP_CUDA(cudaStreamWaitEvent(now, static_cast<cudaEvent_t>(event_), 0));
   }
   if (capture == kNotCaptured) {

@@ -60,6 +60,13 @@ class StreamOrder {
   // The first operation on another stream has the same effect, but for itself: an event costs as much as a launch, and
   // most buffers live on one stream.
   void expect_several_streams() { has_several_streams_ = true; }
+  // From now on combines on another stream wait for rows that the caller's kernels still write, on the stream of the
+  // operations before. They must not come after those kernels: note_before_signals() is note_enqueued() then, in
+  // captures too.
+  void expect_signals() { has_signals_ = has_several_streams_ = true; }
+  void note_before_signals(const at::Device& device, void* stream) {
+    if (has_signals_) note_enqueued(device, stream);
+  }
 
  private:
   void switch_to(const at::Device& device, void* stream);
@@ -68,8 +75,8 @@ class StreamOrder {
   std::optional<void*> eager_;     // stream of the last operation that was not captured
   std::optional<void*> captured_;  // of the last operation, if that one was captured
   void* event_ = nullptr;
-  bool is_noted_ = false;  // event_ stands behind the last operation
-  bool has_several_streams_ = false;
+  std::optional<unsigned long long> noted_in_;  // the capture in which event_ stands behind the last operation
+  bool has_several_streams_ = false, has_signals_ = false;
 };
 
 }  // namespace ep

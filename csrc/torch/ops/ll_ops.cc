@@ -47,7 +47,9 @@ DispatchTensors run_dispatch(const at::Tensor& seq, const Tensor& x, const Optio
   const DispatchRefs outputs = given != nullptr ? *given : DispatchRefs::of(made);
   set_handle(params, outputs.handle);
   if (phase == Phase::kFused) set_outputs(params, outputs);
-  group.run(params, registered->order.next_stream(device));
+  void* stream = registered->order.next_stream(device);
+  group.run(params, stream);
+  registered->order.note_before_signals(device, stream);
   return made;
 }
 
@@ -98,7 +100,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
     group.prepare(params);
     const DispatchTensors t = allocate_outputs(row, params.quant, output, device, /*with_handle=*/false);
     set_outputs(params, DispatchRefs::of(t));
-    group.run(params, registered->order.next_stream(device));
+    void* stream = registered->order.next_stream(device);
+    group.run(params, stream);
+    registered->order.note_before_signals(device, stream);
     return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
   });
 }
@@ -109,6 +113,25 @@ HandlePtrs resolve_handle(const HandleInfo& info, const Tensor& handle, const at
   const HandleShape sizes = handle_shape(info.output, info.num_tokens);
   check_tensor(handle, "handle", at::kInt, {sizes.size()}, device);
   return HandlePtrs::of(handle.data_ptr<int32_t>(), sizes);
+}
+
+// Counters may lie one after the other, with further ones behind them.
+void set_signals(LlCombineParams& p, const Tensor* counters, const CombineConfig& config, const at::Device& device) {
+  if (counters == nullptr) {
+    EP_CHECK(config.rows_per_signal == 0 && config.signal_threshold == 0, "rows_per_signal is ", config.rows_per_signal,
+             ", signal_threshold ", config.signal_threshold, ", but there are no row_signals");
+    return;
+  }
+  RowSignals signals = signals_of(p.output, config.rows_per_signal, config.signal_threshold);
+  const at::ScalarType type = counters->scalar_type() == at::kUInt32 ? at::kUInt32 : at::kInt;
+  const int64_t experts = p.output.local_experts, need = experts * signals.per_expert();
+  if (counters->dim() == 1 && counters->size(0) >= need) {
+    check_tensor(*counters, "row_signals", type, {counters->size(0)}, device);
+  } else {
+    check_tensor(*counters, "row_signals", type, {experts, signals.per_expert()}, device);
+  }
+  signals.counters = static_cast<const uint32_t*>(counters->const_data_ptr());
+  p.signals = signals;
 }
 
 }  // namespace
@@ -131,10 +154,14 @@ Tensor run_combine(const at::Tensor& seq, const Tensor& handle, int64_t num_toke
   }
   if (sends(phase)) set_weights(p, args, info, device);
   set_biases(p, args, info, out_dtype, device);
+  set_signals(p, args.row_signals, config, device);
   Tensor made;
   if (receives(phase)) p.out = take_combined(args, {&handle}, info, out_dtype, device, given, made);
   p.wait_cost = args.wait_cost;
-  group.combine(p, registered->order.next_stream(device));
+  if (p.signals.counters != nullptr) registered->order.expect_signals();
+  void* stream = registered->order.next_stream(device);
+  group.combine(p, stream);
+  registered->order.note_before_signals(device, stream);
   return made;
 }
 
@@ -158,10 +185,11 @@ void ll_combine_out(const Tensor& seq, EP_COMBINE_ARGS, const Tensor& out) {
   });
 }
 
-void ll_combine_send(const Tensor& seq, EP_COMBINE_ARGS) {
+void ll_combine_send(const Tensor& seq, EP_COMBINE_ARGS, const OptionalTensor& row_signals) {
   guarded([&] {
-    run_combine(seq, handle, num_tokens, capacity, combine_config(config),
-                combine_args(rows, weights, topk_idx, biases), Phase::kSend, nullptr);
+    CombineArgs args = combine_args(rows, weights, topk_idx, biases);
+    args.row_signals = pointer_to(row_signals);
+    run_combine(seq, handle, num_tokens, capacity, combine_config(config), args, Phase::kSend, nullptr);
   });
 }
 
@@ -273,7 +301,7 @@ TORCH_LIBRARY(nccl_ep, library) {
       "row_expert, Tensor info)");
   library.def("ll_combine(" EP_COMBINE_SCHEMA ") -> Tensor out");
   library.def("ll_combine_out(" EP_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
-  library.def("ll_combine_send(" EP_COMBINE_SCHEMA ") -> ()");
+  library.def("ll_combine_send(" EP_COMBINE_SCHEMA ", Tensor? row_signals) -> ()");
   library.def(
       "ll_combine_recv(Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, SymInt "
       "hidden, " EP_HANDLE_SCHEMA ", Tensor? carrier, Tensor? rows, Tensor? weights, Tensor? topk_idx) -> Tensor out");

@@ -55,7 +55,8 @@ struct CombineArgs {
   at::TensorList biases;
   int64_t hidden = 0;
   at::ScalarType rows_dtype = at::kFloat;
-  int64_t* wait_cost = nullptr;  // [R]
+  int64_t* wait_cost = nullptr;             // [R]
+  const at::Tensor* row_signals = nullptr;  // RowSignals::counters
 };
 
 inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }

@@ -46,6 +46,7 @@ inline ulonglong2 ld_relaxed_sys(const ulonglong2* p) { return late_load_words<u
 inline uint64_t ld_acquire_sys(const uint64_t* p) { return late_load(p); }
 inline uint64_t ld_relaxed_gpu(const uint64_t* p) { return late_load(p); }
 inline uint32_t ld_relaxed_gpu(const uint32_t* p) { return late_load(p); }
+inline uint32_t ld_acquire_gpu(const uint32_t* p) { return late_load(p); }
 
 // ---- Atomics
 
