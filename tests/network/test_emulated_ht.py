@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 import pytest
 
@@ -168,6 +167,9 @@ def test_the_search_without_a_bug() -> None:
 # ---- The rest of the interface
 
 
-@pytest.mark.parametrize("body", gpu_handles.BODIES)
-def test_handles_that_were_changed(body: Any) -> None:
-    run_ranks(4, lambda group: body(group, "cpu", domain_size=2))
+def test_handles_that_were_changed() -> None:
+    run_ranks(2, lambda group: gpu_handles.changed_handles(group, "cpu", domain_size=1))
+
+
+def test_places_that_were_changed() -> None:
+    run_ranks(4, lambda group: gpu_handles.changed_places(group, "cpu", domain_size=2))
