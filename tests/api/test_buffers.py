@@ -184,17 +184,15 @@ def test_inputs_are_overwritten_while_a_peer_is_delayed(num_ranks: int, domain_s
                     garble(given.x, given.topk_idx, given.topk_weights, given.scales)
                 case.check_dispatch(out, rank)
                 garble(out.x, out.weights, out.topk_idx, out.counts)  # the outputs are the caller's
+                rows = case.rows[rank].clone()
+                kwargs = combine_options(case.case, rank, rows.device)
+                back = nccl_ep.combine_send(rows, out.handle, **kwargs)  # of weights given here all send, or none
                 if late:
-                    back = _send_back(case, out.handle, rank)
                     time.sleep(0.03)
-                    got = back.receive()
-                else:
-                    rows = case.rows[rank].clone()
-                    kwargs = combine_options(case.case, rank, rows.device)
-                    got = nccl_ep.combine(rows, out.handle, **kwargs)
-                    biases = kwargs["bias"] if isinstance(kwargs["bias"], tuple) else (kwargs["bias"],)
-                    tensors = (kwargs["weights"], kwargs["topk_idx"], *biases)
-                    garble(rows, *(each for each in tensors if isinstance(each, torch.Tensor)))
+                got = back.receive()
+                biases = kwargs["bias"] if isinstance(kwargs["bias"], tuple) else (kwargs["bias"],)
+                tensors = (kwargs["weights"], kwargs["topk_idx"], *biases)
+                garble(rows, *(each for each in tensors if isinstance(each, torch.Tensor)))
                 case.check_combine(got, rank)
                 values = case.values[rank].clone()
                 if late:
