@@ -3,6 +3,7 @@ poisoned until then, so that one that was read too soon shows in the bits. On CP
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def check_signalled(case: Expected, producer_of: Callable[[int], RowProducer]) -> None:
+    """One combine on each rank, of rows that its producer still writes."""
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+            out = case.dispatch(buffer)
+            case.check_combine(combine_signalled(case, buffer, out.handle, producer_of(rank)), rank)
+
+    run_ranks(case.case.num_ranks, body)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_rows_leave_when_their_signals_come(name: str, num_ranks: int) -> None:
@@ -74,14 +87,7 @@ def test_rows_leave_when_their_signals_come(name: str, num_ranks: int) -> None:
 def test_more_tokens_than_lanes() -> None:
     case = weighted_case(2, max_tokens=400, tokens=(400, 371), hidden=16, topk=3)
 
-    def body(group: ThreadGroup) -> None:
-        rank = group.rank()
-        with shared_buffer(group, [case], timeout=WAIT) as buffer:
-            out = case.dispatch(buffer)
-            producer = RowProducer(case.rows[rank], 64, seed=rank)
-            case.check_combine(combine_signalled(case, buffer, out.handle, producer), rank)
-
-    run_ranks(2, body)
+    check_signalled(case, lambda rank: RowProducer(case.rows[rank], 64, seed=rank))
 
 
 def test_one_rank_waits_for_signals_and_the_others_have_none() -> None:
@@ -105,15 +111,12 @@ def test_one_rank_waits_for_signals_and_the_others_have_none() -> None:
 def test_unsigned_signals_of_whole_experts() -> None:
     case = weighted_case(2)
 
-    def body(group: ThreadGroup) -> None:
-        rank = group.rank()
-        with shared_buffer(group, [case], timeout=WAIT) as buffer:
-            out = case.dispatch(buffer)
-            producer = RowProducer(case.rows[rank], case.rows[rank].shape[1], threshold=7, seed=rank)
-            producer.signals = producer.signals.view(torch.uint32)
-            case.check_combine(combine_signalled(case, buffer, out.handle, producer), rank)
+    def producer_of(rank: int) -> RowProducer:
+        producer = RowProducer(case.rows[rank], case.rows[rank].shape[1], threshold=7, seed=rank)
+        producer.signals = producer.signals.view(torch.uint32)
+        return producer
 
-    run_ranks(2, body)
+    check_signalled(case, producer_of)
 
 
 def test_tokens_without_rows_here_and_ranks_without_tokens() -> None:
