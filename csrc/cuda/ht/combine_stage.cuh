@@ -272,12 +272,7 @@ struct StagedRows {
     if (piece == 0 && unit > 0) look_at_count(unit - 1);
     const int32_t slot = slots.get(unit);
     if (slot == kNoSlot) return;
-    char* row = role.staged(role.peers.rank, slot, 0);
-    if constexpr (kIsBlockFormat<kWire>) {
-      store_blocks<kWire>(row, role.p.hidden, piece, role.rest(piece), sum);
-    } else {
-      store_piece<kWire>(row, piece, role.rest(piece), sum);
-    }
+    store_sum<kWire>(role.staged(role.peers.rank, slot, 0), role.p.hidden, piece, role.rest(piece), sum);
   }
   __device__ __forceinline__ void finish(unsigned unit) {
     const int segment = segments.get(unit);

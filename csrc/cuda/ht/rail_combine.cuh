@@ -239,12 +239,7 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
   }
   __device__ __forceinline__ void store(unsigned unit, int piece, const float (&sum)[kSteps][kCount]) const {
     if (!role.p.has_rows()) return;
-    auto* row = reinterpret_cast<char*>(targets.get(unit));
-    if constexpr (kIsBlockFormat<kWire>) {
-      store_blocks<kWire>(row, role.p.hidden, piece, role.rest(piece), sum);
-    } else {
-      store_piece<kWire>(row, piece, role.rest(piece), sum);
-    }
+    store_sum<kWire>(reinterpret_cast<char*>(targets.get(unit)), role.p.hidden, piece, role.rest(piece), sum);
   }
   __device__ __forceinline__ void finish(unsigned unit) const {
     const int counter = counters.get(unit);

@@ -104,6 +104,17 @@ __device__ __forceinline__ void store_blocks(char* row, int hidden, int piece, i
   }
 }
 
+// A sum to a row of what travels, in whichever of the two ways its type has.
+template <DType kWire, int kSteps, int kCount>
+__device__ __forceinline__ void store_sum(char* row, int hidden, int piece, int rest,
+                                          const float (&sum)[kSteps][kCount]) {
+  if constexpr (kIsBlockFormat<kWire>) {
+    store_blocks<kWire>(row, hidden, piece, rest, sum);
+  } else {
+    store_piece<kWire>(row, piece, rest, sum);
+  }
+}
+
 // A number of each of the last 32 units that are turned to, one a lane.
 template <class T>
 struct OfUnits {

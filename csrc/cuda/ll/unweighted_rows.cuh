@@ -53,9 +53,8 @@ __device__ __forceinline__ bool await_tagged(const WarpContext& op, const uint64
   return true;
 }
 
-// A choice of an own token; lane k holds choice k. In the order of ranks, then of k, those with an expert are terms 0,
-// 1,
-// ... of the sum.
+// A choice of an own token; lane k holds choice k. In the order of ranks, then of k, those with an expert are
+// terms 0, 1, ... of the sum.
 struct HomeTerm {
   int rank = -1;
   int place = -1;
