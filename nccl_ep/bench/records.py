@@ -23,10 +23,11 @@ FIELDS = (
 # tensor outside the arena). overlap: mode, gemm, partition. ll: enable_shrink, where the buffer masks late ranks.
 # time_line: mode, alignment, and of a kernel's stamp the first and the last warp's time (value: the median one's).
 # host (benchmarks/measure_host.py): what torch.set_default_device was given.
+# wire (benchmarks/measure_wire.py): the format of sums on their way home.
 # gin (tests/gpu/test_gin.py): messages of a rank to a peer, bytes of each, and what carries them.
 _MORE = (
     "cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink", "kernel", "stamp", "first",
-    "last", "messages", "bytes", "network", "nccl", "skipped", "default_device",
+    "last", "messages", "bytes", "network", "nccl", "skipped", "default_device", "wire",
 )  # fmt: skip
 
 

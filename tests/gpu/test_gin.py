@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from nccl_ep import _C
-from tests.support.gin import LIBRARIES, run_world, values, why_not
+from tests.support.gin import LIBRARIES, Ended, run_world, values, why_not
+from tests.support.gpu_ht_chains import HT_CHAINS
 from tests.support.gpus import NUM_GPUS, num_cases, num_replays
+from tests.support.ht_harness import HT_STEPS
 
 _reason = why_not() if NUM_GPUS else "no GPU here"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(_reason), reason=_reason)]
@@ -201,6 +203,18 @@ def test_low_latency_beside_bare_puts(tmp_path: Path) -> None:
         assert max(each[op] for each in found) <= 1.3 * max(each[f"{op} puts"] for each in found), found
 
 
+def check_survivors(ended: list[Ended], size: int, seconds: float, operation: str) -> None:
+    """All ranks but those of the last domain have named whom they waited for, and made a buffer afterwards."""
+    for rank, each in enumerate(ended):
+        if rank >= len(ended) - size:
+            assert each.exitcode == -9
+            continue
+        assert not each.error, each.output
+        assert each.value["text"].startswith(f"TimeoutError: rank {rank} waited {seconds:g} s for "), each.value
+        assert f"in {operation}" in each.value["text"], each.value
+        assert each.value["seconds"] < 25 and each.value["destroyed"] < 25 and each.value["again"], each.value
+
+
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_dead_node(topology: str, phase: str, tmp_path: Path) -> None:
@@ -208,11 +222,52 @@ def test_a_dead_node(topology: str, phase: str, tmp_path: Path) -> None:
     dead = list(range(ranks - size, ranks))
     ended = run_world(tmp_path, ranks, size, "ll_dead", phase, 3.0, library=FIRST, kill=dead, seconds=150.0)
     note(f"a dead node {topology}, {phase}", [each.value for each in ended])
-    for rank, each in enumerate(ended):
-        if rank in dead:
-            assert each.exitcode == -9
-            continue
-        assert not each.error, each.output
-        assert each.value["text"].startswith(f"TimeoutError: rank {rank} waited 3 s for "), each.value
-        assert f"in {phase}" in each.value["text"], each.value
-        assert each.value["seconds"] < 25 and each.value["destroyed"] < 25 and each.value["again"], each.value
+    check_survivors(ended, size, 3.0, phase)
+
+
+# ---- High throughput
+
+HT_CASES = num_cases(24)
+
+
+@pytest.mark.parametrize("way", ["plain", "all"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_high_throughput_to_the_bit(topology: str, way: str, tmp_path: Path) -> None:
+    ranks, size = TOPOLOGIES[topology]
+    plugin, shown = WAYS[way]
+    options = {**plugin, "statistics": tmp_path / "statistics"}
+    count, limit = (HT_CASES, 60.0) if ranks <= NUM_GPUS else (CASES_IN_TURN, SECONDS_IN_TURN)
+    found = values(
+        run_world(tmp_path, ranks, size, "ht_cases", count, 500, limit, library=FIRST, plugin=options, seconds=200.0)
+    )
+    counted = statistics(tmp_path / "statistics")
+    note(f"high throughput {topology}, {way}", {"ranks": found, "network": counted})
+    assert len({each["runs"] for each in found}) == 1
+    for each in found:
+        assert each["dispatches"] >= each["runs"] >= (2 * each["cases"] if ranks <= NUM_GPUS else 4)
+    assert len(counted) == ranks
+    for each in counted:
+        assert each["bytes"] > 0 and (not shown or each[shown] > 0)
+
+
+@pytest.mark.parametrize("way", ["plain", "all"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_high_throughput_in_graphs(topology: str, way: str, tmp_path: Path) -> None:
+    ranks, size = TOPOLOGIES[topology]
+    replays, chains = (num_replays(60), 99) if ranks <= NUM_GPUS else (2, 2)
+    found = values(
+        run_world(
+            tmp_path, ranks, size, "ht_chains", replays, chains, library=FIRST, plugin=WAYS[way][0], seconds=200.0
+        )
+    )
+    note(f"high throughput in graphs {topology}, {way}", found)
+    assert [each["wrong"] for each in found] == [0] * ranks
+    assert all(each["chains"] in (chains, 2 * len(HT_CHAINS)) for each in found)
+
+
+@pytest.mark.parametrize("phase", HT_STEPS)
+def test_a_dead_node_in_high_throughput(phase: str, tmp_path: Path) -> None:
+    kind = "dispatch" if phase in ("dispatch", "exact", "cached") else "combine"
+    ended = run_world(tmp_path, 2, 1, "ht_dead", phase, 3.0, library=FIRST, kill=[1], seconds=150.0)
+    note(f"a dead node in high throughput, {phase}", [each.value for each in ended])
+    check_survivors(ended, 1, 3.0, f"high-throughput {kind}")

@@ -25,7 +25,10 @@ from nccl_ep.bootstrap import Rendezvous, rendezvous_of
 from tests.support.cases import Case, generate
 from tests.support.expected import Expected, plain_case, run_case, shared_buffer
 from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
+from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
+from tests.support.gpu_ht_ranks import ExpectedHt, shared_ht_buffer, wide_cases
 from tests.support.gpu_ranks import wide_case
+from tests.support.ht_harness import ht_step
 from tests.support.patience import of_living_ranks
 
 SECONDS = 60.0  # of a meeting
@@ -186,10 +189,15 @@ def make_probe(world: World, seconds: float) -> dict[str, Any]:
 # ---- Low latency
 
 
-def _cases(world: World, count: int, first: int) -> list[Case]:
-    """Generated cases of so many ranks, in these domains, and some with more tokens than the rail has channels."""
+def _generated(world: World, count: int, first: int) -> list[Case]:
+    """Generated cases of so many ranks, in these domains."""
     fitting = (case for case in map(generate, itertools.count(first)) if case.num_ranks == world.num_ranks)
-    cases = [dataclasses.replace(case, domain_size=world.domain_size) for case in itertools.islice(fitting, count)]
+    return [dataclasses.replace(case, domain_size=world.domain_size) for case in itertools.islice(fitting, count)]
+
+
+def _cases(world: World, count: int, first: int) -> list[Case]:
+    """Generated cases, and some with more tokens than the rail has channels."""
+    cases = _generated(world, count, first)
     tokens = (96, 41, 0, 9)[: world.num_ranks]
     for layout, quant in (("expert_major", None), ("packed", "fp8"), ("rank_major", "fp8_ue8m0"), ("flat", None)):
         how = {"layout": layout, "quant": quant, "domain_size": world.domain_size, "tokens": tokens}
@@ -316,14 +324,9 @@ def ll_times(world: World, replays: int) -> dict[str, float]:
     return times
 
 
-def ll_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
-    """The last domain dies. The others say which rank they waited for; then the first makes a buffer of its own."""
+def _dead(world: World, case: Expected, buffer: nccl_ep.Buffer, call: Any, seconds: float) -> dict[str, Any]:
+    """The last domain dies, the others call: which rank they waited for; then the first makes a buffer of its own."""
     survivors = dist.new_group(list(range(world.domain_size)))
-    case = Expected(plain_case(world.num_ranks, domain_size=world.domain_size))
-    buffer = shared_buffer(world.rendezvous, [case], device=world.device, domain_size=world.domain_size)
-    run_case(case, buffer)
-    given = case.given_on(buffer)
-    out = case.send(buffer, given, mode="ll")
     torch.cuda.synchronize()
     world.barrier()
     if world.rank >= world.num_ranks - world.domain_size:
@@ -331,10 +334,7 @@ def ll_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
     buffer.set_timeout(seconds)
     begin, text = time.monotonic(), ""
     try:
-        if phase == "dispatch":
-            case.send(buffer, given, mode="ll")
-        else:
-            nccl_ep.combine(case.rows[world.rank].to(world.device), out.handle)
+        call()
         torch.cuda.synchronize()
         buffer.check()
     except Exception as error:
@@ -349,9 +349,69 @@ def ll_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
     return {"text": text, "seconds": took, "destroyed": destroyed, "again": True}
 
 
+def ll_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
+    case = Expected(plain_case(world.num_ranks, domain_size=world.domain_size))
+    buffer = shared_buffer(world.rendezvous, [case], device=world.device, domain_size=world.domain_size)
+    run_case(case, buffer)
+    given, rows = case.given_on(buffer), case.rows[world.rank].to(world.device)
+    out = case.send(buffer, given, mode="ll")
+    calls = {
+        "dispatch": lambda: case.send(buffer, given, mode="ll"),
+        "combine": lambda: nccl_ep.combine(rows, out.handle),
+    }
+    return _dead(world, case, buffer, calls[phase], seconds)
+
+
+# ---- High throughput
+
+
+def ht_cases(world: World, count: int, first: int, seconds: float) -> dict[str, Any]:
+    """Every result to the bit, in one buffer, forth and back; ranks may be a call ahead. Stops between two cases once
+    so many seconds are over on any rank."""
+    begin, number = time.monotonic(), 0
+    wide = [dataclasses.replace(case, domain_size=world.domain_size) for case in wide_cases(world.num_ranks)]
+    cases = [ExpectedHt(case) for case in (*_generated(world, count, first), *wide)]
+    options = {"device": world.device, "domain_size": world.domain_size, "timeout": of_living_ranks(DEADLINE)}
+    with shared_ht_buffer(world.rendezvous, [each.case for each in cases], **options) as buffer:
+        world.say("has made the buffer")
+        for case in (*cases, *reversed(cases)):
+            world.say(f"run {number + 1} of {2 * len(cases)}: case {case.case.seed}, {case.case.layout}, {case.plan}")
+            case.run(buffer, num_sms=(0, 8, 24)[number % 3])
+            number += 1
+            if number % 4 == 0 and world.largest(time.monotonic() - begin) > seconds:
+                break
+        dispatches = int(buffer.stats()["ht_dispatches"])
+    return {"cases": len(cases), "runs": number, "dispatches": dispatches, "seconds": time.monotonic() - begin}
+
+
+def ht_chains(world: World, replays: int, most: int) -> dict[str, Any]:
+    """Graphs with live routing: the elements that are wrong, of all replays. most: chains."""
+    begin, wrong, us = time.monotonic(), 0, []
+    with ht_chain_buffer(world.rendezvous, world.device, domain_size=world.domain_size) as buffer:
+        chains = [(letters, given) for given in (False, True) for letters in HT_CHAINS][:most]
+        for letters, given in chains:
+            chain = HtChain(letters, buffer, given=given)
+            world.say(f"captures {letters}, outputs given: {given}")
+            graph = chain.capture()
+            world.say(f"{replays} replays")
+            us.append(chain.replay(graph, replays) / replays * 1e6)
+            wrong += chain.finish()
+    return {"chains": len(chains), "wrong": wrong, "us": us, "seconds": time.monotonic() - begin}
+
+
+def ht_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
+    """phase: of HT_STEPS."""
+    layout = "packed" if phase == "weighted combine" else "flat"
+    case = Expected(plain_case(world.num_ranks, layout=layout, domain_size=world.domain_size))
+    buffer = shared_ht_buffer(world.rendezvous, [case.case], device=world.device, domain_size=world.domain_size)
+    out = case.send(buffer)
+    case.check_dispatch(out, world.rank)
+    return _dead(world, case, buffer, ht_step(phase, case, buffer, out), seconds)
+
+
 BODIES = (
     probe_bytes, probe_times, probe_late, probe_dead, make_probe, ll_cases, ll_cases_in_turn, ll_chains, ll_times,
-    ll_dead,
+    ll_dead, ht_cases, ht_chains, ht_dead,
 )  # fmt: skip
 
 
