@@ -25,7 +25,7 @@ FUZZ_SEED ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo build test test-all lint format tidy tsan asan fuzz emulated newest frameworks bench wheel gpu clean
+.PHONY: demo build test test-all lint format tidy tsan asan fuzz emulated newest frameworks bench gin wheel gpu clean
 
 demo: build
 	python examples/ll_moe_layer.py
@@ -133,6 +133,18 @@ newest: .venv/ready .venv-newest/ready
 
 frameworks: build .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks
+
+# Several domains over NCCL's own network between the GPUs of this machine, without a NIC. NCCL: folders with include/ and
+# lib/libnccl.so.2, as nvidia/nccl of a wheel, separated by ":".
+gin: export PYTHONPATH := $(CURDIR)
+gin:
+	test -n "$(NCCL)" || { echo "NCCL=FOLDER of NCCL 2.30.7, or of 2.31.2 or newer" >&2; exit 2; }
+	for each in $(subst :, ,$(NCCL)); do test -s $$each/lib/libnccl.so.2 && test -s $$each/include/nccl.h || exit 2; done
+	cmake -S . -B build/gpu -G Ninja -DNCCL_EP_CUDA=ON -DPython_EXECUTABLE="$$(command -v python3)" -DNCCL_EP_BUILD_TESTS=OFF \
+	    -DNCCL_EP_GIN_NCCL_INCLUDE_DIRS="$(subst :,/include;,$(NCCL))/include" $(CMAKE_FLAGS)
+	cmake --build build/gpu --parallel $(JOBS)
+	NCCL_EP_TEST_GIN_NCCL="$$(echo $(NCCL) | sed 's,:,/lib/libnccl.so.2:,g; s,$$,/lib/libnccl.so.2,')" \
+	    python3 -m pytest -m gpu tests/gpu/test_gin.py
 
 wheel: .venv/ready
 	rm -rf dist

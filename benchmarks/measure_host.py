@@ -17,10 +17,8 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep import deep_ep
-from nccl_ep.bench.records import FIELDS, make
+from nccl_ep.bench.records import FIELDS, make, revision, today
 from nccl_ep.config import combine_args
 
 Call = Callable[[], Any]
@@ -218,7 +216,6 @@ def main() -> None:
     barrier: Call = (lambda: None) if group is None else dist.barrier
     records: list[dict[str, Any]] = []
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
-    revision = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
 
     def note(mode: str, op: str, figure: str, value: float, default: str | None) -> None:
         if group is not None and dist.get_rank() != 0:
@@ -228,7 +225,7 @@ def main() -> None:
         known: dict[str, Any] = dict.fromkeys(FIELDS) | {
             "bench": "host", "system": "nccl_ep", "api": api, "op": call, "figure": figure, "value": round(value, 2),
             "unit": "us", "ranks": ranks, "tokens": sizes[0], "hidden": sizes[1], "topk": sizes[2],
-            "experts": sizes[3], "num_sms": 0, "device": name, "revision": revision, "date": date.today().isoformat(),
+            "experts": sizes[3], "num_sms": 0, "device": name, "revision": revision(), "date": today(),
         }  # fmt: skip
         records.append(make(known, mode=mode, default_device=default))
 

@@ -37,7 +37,7 @@ def main() -> None:
         weights = torch.rand(tokens, TOPK, device=world.device)
         common = {
             "bench": "wire", "system": "nccl_ep", "api": "native", "op": "combine", "figure": "graph",
-            "ranks": world.size, "tokens": tokens, "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS, "dtype": "bf16",
+            "ranks": dist.get_world_size(), "tokens": tokens, "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS, "dtype": "bf16",
             "layout": layout, "routing": "uniform", "num_sms": 0, "seed": world.rank, "device": world.device_name(),
             "revision": records.revision(), "date": records.today(), "mode": mode,
         }  # fmt: skip
@@ -57,7 +57,7 @@ def main() -> None:
                         # Of each rank's part, whose magnitude the weights (a flat one's: ones) and rows bound.
                         largest = (weights.sum(1, keepdim=True).clamp(min=1) * x.float().abs().amax()).expand_as(plain)
                         difference = (combine().float() - plain).abs()
-                        assert bool((difference <= world.size * BOUNDS[wire] * largest).all()), wire
+                        assert bool((difference <= dist.get_world_size() * BOUNDS[wire] * largest).all()), wire
                     effort = Effort(10, 50, 10 if tokens > 512 else 40, 50)
                     sampled = world.agree(lambda: measure.graph_times(world, combine, effort))  # noqa: B023
                     value, p99 = records.slowest(sampled)

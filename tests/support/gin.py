@@ -110,13 +110,16 @@ def run_world(
         said = folder / f"said_{rank}.json"
         value, error = json.loads(said.read_text()) if said.exists() else (None, "")
         ended.append(Ended(process.returncode, value, error, (folder / f"log_{rank}").read_text()))
-    if late:
-        logs = "\n".join(f"--- rank {rank}\n{each.output[-3000:]}" for rank, each in enumerate(ended))
-        raise AssertionError(f"ranks {late} still ran after {seconds} s\n{logs}")
-    for rank, each in enumerate(ended):
-        if rank not in kill:
-            assert each.exitcode == 0, f"rank {rank} ended with {each.exitcode}: {each.error}\n{each.output[-3000:]}"
+    failed = [rank for rank, each in enumerate(ended) if each.exitcode != 0 and rank not in kill]
+    if late or failed:
+        what = f"ranks {late} still ran after {seconds} s" if late else f"ranks {failed} failed"
+        raise AssertionError("\n".join([what, *(_told(rank, each) for rank, each in enumerate(ended))]))
     return ended
+
+
+def _told(rank: int, ended: Ended) -> str:
+    """Of any rank, as one that fails may have waited for another that failed before it."""
+    return f"--- rank {rank} ended with {ended.exitcode}: {ended.error}\n{ended.output[-3000:]}"
 
 
 def values(ended: list[Ended]) -> list[Any]:

@@ -283,7 +283,7 @@ def ll_times(world: World, replays: int) -> dict[str, float]:
     random.seed(world.rank)
     torch.manual_seed(world.rank)
     x = torch.randn(tokens, hidden, device=world.device).bfloat16()
-    ids = torch.rand(tokens, experts, device=world.device).argsort(-1)[:, :topk]
+    ids = torch.rand(tokens, experts, device=world.device).topk(topk)[1]
     weights = torch.rand(tokens, topk, device=world.device)
     times = {}
     shape = {"max_tokens": tokens, "hidden": hidden, "topk": topk, "num_experts": experts, "mode": "ll"}
@@ -376,7 +376,11 @@ def ht_cases(world: World, count: int, first: int, seconds: float) -> dict[str, 
         world.say("has made the buffer")
         for case in (*cases, *reversed(cases)):
             world.say(f"run {number + 1} of {2 * len(cases)}: case {case.case.seed}, {case.case.layout}, {case.plan}")
-            case.run(buffer, num_sms=(0, 8, 24)[number % 3])
+            try:
+                case.run(buffer, num_sms=(0, 8, 24)[number % 3])
+            except Exception as error:
+                world.say(f"{type(error).__name__} in run {number + 1}: {error}")
+                raise
             number += 1
             if number % 4 == 0 and world.largest(time.monotonic() - begin) > seconds:
                 break
