@@ -37,9 +37,9 @@ def main() -> None:
         weights = torch.rand(tokens, TOPK, device=world.device)
         common = {
             "bench": "wire", "system": "nccl_ep", "api": "native", "op": "combine", "figure": "graph",
-            "ranks": dist.get_world_size(), "tokens": tokens, "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS, "dtype": "bf16",
-            "layout": layout, "routing": "uniform", "num_sms": 0, "seed": world.rank, "device": world.device_name(),
-            "revision": records.revision(), "date": records.today(), "mode": mode,
+            "ranks": dist.get_world_size(), "tokens": tokens, "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS,
+            "dtype": "bf16", "layout": layout, "routing": "uniform", "num_sms": 0, "seed": world.rank,
+            "device": world.device_name(), "revision": records.revision(), "date": records.today(), "mode": mode,
         }  # fmt: skip
         with nccl_ep.Buffer.for_shapes(
             dist.group.WORLD, max_tokens=tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, mode=mode,

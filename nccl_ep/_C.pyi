@@ -192,6 +192,7 @@ class GroupConfig:
         network_seed: int,
         ht_sizes: tuple[int, int, int, int, int, int],
         masks_late_ranks: bool,
+        ll_network: str,
     ) -> None: ...
 
 class Group:

@@ -79,6 +79,9 @@ class Buffer(DeepEpNames):
         on_overflow: "count" (rows past a capacity are dropped and counted) or "raise".
         domain_size: ranks that share memory, as those of a node do; by default all ranks. On GPUs it must be what NCCL
             finds (docs/network.md), on CPU ranks it is a claim for tests.
+        ll_network: how low latency crosses between domains of GPUs: "rail" sends a row to a domain once, to a rank that
+            hands it out there; "mesh" sends it to each rank itself. "auto" is the rail. Bits are the same; CPU ranks
+            take no notice of it. The same on all ranks.
         network_seed: CPU only: delays and reorders what crosses between domains.
         name: by which ops find the buffer; unique in the process, made up by default.
 
@@ -111,6 +114,7 @@ class Buffer(DeepEpNames):
         timeout: float = 100.0,
         on_overflow: str = "count",
         domain_size: int | None = None,
+        ll_network: str = "auto",
         network_seed: int | None = None,
         name: str | None = None,
     ) -> None:
@@ -144,7 +148,9 @@ class Buffer(DeepEpNames):
         if sizes is None:
             sizes = _C.sizes_for_window(self.num_ranks, MIN_LL_BYTES)
         self._rendezvous, self._timeout = rendezvous, timeout
-        self._claims = {"domain_size": domain_size or 0, "network_seed": network_seed or 0}
+        self._claims: dict[str, Any] = {
+            "domain_size": domain_size or 0, "network_seed": network_seed or 0, "ll_network": ll_network,
+        }  # fmt: skip
         self._sizes, self._ht_sizes = sizes, ht_sizes
         self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
         self._comm_stream: Any = None

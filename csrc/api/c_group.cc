@@ -45,7 +45,6 @@ class CallbackBootstrap : public SameSizeBootstrap {
 };
 
 void check_config(const ncclEpGroupConfig_t& config) {
-  check_reserved(config);
   EP_CHECK(config.algorithm >= NCCL_EP_ALGORITHM_AUTO && config.algorithm <= NCCL_EP_ALGORITHM_HIGH_THROUGHPUT,
            "algorithm ", config.algorithm, " is unknown");
   EP_CHECK(config.device >= NCCL_EP_DEVICE_CPU, "device is ", config.device, ", must be NCCL_EP_DEVICE_CPU (",
@@ -69,6 +68,8 @@ void check_config(const ncclEpGroupConfig_t& config) {
   EP_CHECK(config.enable_mask == 0 || has_ll, "enable_mask is ", config.enable_mask,
            ", but high throughput has no masks");
   check_flag(config.enable_mask, "enable_mask");
+  EP_CHECK(config.ll_network >= NCCL_EP_LL_NETWORK_AUTO && config.ll_network <= NCCL_EP_LL_NETWORK_MESH, "ll_network ",
+           config.ll_network, " is unknown");
 }
 
 // What low latency has room for, in tokens of a handle; 0: nothing.
@@ -97,6 +98,7 @@ GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
   }
   result.timeout_seconds = seconds_of(config.timeout_ns);
   result.masks_late_ranks = config.enable_mask != 0;
+  result.ll_network = static_cast<LlNetwork>(config.ll_network);
   result.device_index = config.device;
   return result;
 }

@@ -152,6 +152,11 @@ NCCL_EP_API ncclEpResult_t ncclEpTensorBytes(const ncclEpTensor_t* tensor, size_
 /* ---- Groups ---- */
 
 typedef struct ncclEpGroup* ncclEpGroup_t;
+/* How low latency crosses between domains of GPUs: a row to a domain once, to a rank that hands it out there, or to
+ * each rank itself. AUTO is the rail. Results are the same to the bit. */
+typedef int32_t ncclEpLlNetwork_t;
+enum { NCCL_EP_LL_NETWORK_AUTO = 0, NCCL_EP_LL_NETWORK_RAIL = 1, NCCL_EP_LL_NETWORK_MESH = 2 };
+
 struct ncclComm; /* ncclComm_t is a pointer to it */
 
 #define NCCL_EP_DEVICE_CPU (-1)
@@ -174,7 +179,7 @@ typedef struct {
   uint64_t arena_bytes; /* high throughput: of shared memory for ncclEpMemAlloc. 0: none */
   int32_t enable_mask;  /* low latency: a rank that is late is masked ("Masks" below), and the group does not fail. 0:
                            it fails */
-  int32_t reserved;
+  ncclEpLlNetwork_t ll_network;
 } ncclEpGroupConfig_t;
 #define NCCL_EP_GROUP_CONFIG_INIT \
   { NCCL_EP_HEAD(ncclEpGroupConfig_t), 0, NCCL_EP_DEVICE_CPU, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }

@@ -82,6 +82,7 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   agreement.add("the bytes of rows of high throughput", config.ht_sizes.row_bytes);
   agreement.add("the bytes of the arena", config.ht_sizes.arena_bytes);
   agreement.add("whether late ranks are masked", config.masks_late_ranks ? 1 : 0);
+  agreement.add("low latency's way between domains (ll_network)", name_of(config.ll_network));
   agreement.check(bootstrap);
   topology_ =
       Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
@@ -92,6 +93,7 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   LlSizes sizes = config.sizes;
   sizes.by_source = config.masks_late_ranks;
   if (config.has_rail && topology_.num_domains() > 1) sizes.rail_domain_size = topology_.domain_size;
+  sizes.link_size = ll_link_size(config.ll_network, topology_.domain_size);
   HtSizes ht_sizes = config.ht_sizes;
   ht_sizes.rail_domain_size = sizes.rail_domain_size;
   window_ = Window::make(topology_.num_ranks, sizes, ht_sizes);

@@ -25,6 +25,7 @@ struct GroupConfig {
   bool masks_late_ranks = false;  // a rank that is late in low latency is masked, and does not fail the buffer
   int device_index = -1;          // CUDA device; -1: the CPU
   bool has_rail = false;          // several domains are GPUs, whose kernels cross them
+  LlNetwork ll_network = LlNetwork::kAuto;
   ncclComm* nccl_comm = nullptr;  // the caller's, on which windows are made; null: one of our own
   const char* device_kind() const { return device_index < 0 ? "cpu" : "cuda"; }
 };

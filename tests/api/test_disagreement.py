@@ -138,6 +138,7 @@ def test_different_combines(
             (2, 9),
             r"the bytes of routing in a bank: rank {0} has \d+, rank {2} has \d+; were buffers made in the same",
         ),
+        ("ll_network", ("rail", "mesh"), r"low latency's way between domains \(ll_network\): rank {0} has {1}"),
     ],
 )
 def test_disagreement_when_the_buffer_is_made(name: str, values: tuple[int, int], text: str) -> None:

@@ -33,7 +33,7 @@ def test_bad_groups_are_refused_with_the_values(library: Library) -> None:
          {"algorithm": 2, "max_token_bytes": 600000}),
         (c_api.INVALID_ARGUMENT, "algorithm 7", {"algorithm": 7}),
         (c_api.INVALID_ARGUMENT, "enable_mask is 1, but high throughput has", {"algorithm": 2, "enable_mask": 1}),
-        (c_api.INVALID_ARGUMENT, "reserved of ncclEpGroupConfig_t is 77, must be 0", {"reserved": 77}),
+        (c_api.INVALID_ARGUMENT, "ll_network 3 is unknown", {"ll_network": 3}),
         (c_api.INVALID_ARGUMENT, "device is -3", {"device": -3}),
         (c_api.INVALID_ARGUMENT, "0 experts do not divide", {"num_experts": 0}),
         (c_api.INVALID_ARGUMENT, "top-k is 33", {"topk": 33}),

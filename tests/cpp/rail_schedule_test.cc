@@ -40,10 +40,10 @@ using Part = std::deque<Step>;       // of a kernel; blocks and warps that wait 
 
 class Schedule {
  public:
-  Schedule(unsigned seed, int domains, int domain_size, Mistake mistake)
+  Schedule(unsigned seed, int domains, int domain_size, int link_size, Mistake mistake)
       : random_(seed), seed_(seed), topology_{domains * domain_size, domain_size}, mistake_(mistake) {
     Carver carver;
-    for (RailRegions& each : regions_) each = RailRegions::take(carver, topology_, 4096, 1 << 16);
+    for (RailRegions& each : regions_) each = RailRegions::take(carver, topology_, link_size, 4096, 1 << 16);
     ranks_.resize(topology_.num_ranks);
     for (Rank& each : ranks_) each.slowness = skewed(30);
     net_slowness_ = skewed(12);
@@ -89,7 +89,7 @@ class Schedule {
   LlRail rail_of(int rank, Kind kind) const {
     return LlRail::make(regions_[static_cast<int>(kind)], kind, topology_, rank, 64);
   }
-  // Whether anything of the channel goes from one rank to the other's domain; the record always does.
+  // Whether anything of the channel goes from one rank by the other's link; the record always does.
   bool has_rows(Kind kind, uint64_t epoch, int from, int to, int channel) const {
     std::mt19937 draw(seed_ * 977 + static_cast<unsigned>(epoch * 64 + from * 16 + to * 4 + channel * 1009) +
                       static_cast<unsigned>(kind));
@@ -123,40 +123,40 @@ class Schedule {
   int bank_in(uint64_t epoch) const { return mistake_ == Mistake::kOneBankIn ? 0 : bank_of(epoch); }
   int bank_out(uint64_t epoch) const { return mistake_ == Mistake::kOneBankOut ? 0 : bank_of(epoch); }
 
-  Step post(int r, Kind kind, uint64_t epoch, int domain, int channel) {
+  Step post(int r, Kind kind, uint64_t epoch, int link, int channel) {
     return [=, this] {
       const LlRail rail = rail_of(r, kind);
-      const int to = rail.peer(domain), row = channel * 8;
-      const Offset source = channel == 0 ? rail.own_record(bank_out(epoch)) : rail.row_to(bank_out(epoch), domain, row);
-      const Offset target = channel == 0 ? rail.record_from(bank_in(epoch), rail.domain)
-                                         : rail.row_from(bank_in(epoch), rail.domain, row);
+      const int to = rail.peer(link), row = channel * 8;
+      const Offset source = channel == 0 ? rail.own_record(bank_out(epoch)) : rail.row_to(bank_out(epoch), link, row);
+      const Offset target =
+          channel == 0 ? rail.record_from(bank_in(epoch), rail.link) : rail.row_from(bank_in(epoch), rail.link, row);
       const bool has_data = has_rows(kind, epoch, r, to, channel);
       if (has_data) ranks_[r].memory[source].call = epoch;
       net_.push_back({r, to, has_data, target, source, epoch, rail.context(channel),
-                      rail.signal(parity(epoch), rail.domain, channel)});
+                      rail.signal(parity(epoch), rail.link, channel)});
       return true;
     };
   }
-  bool has_come(int r, Kind kind, uint64_t epoch, int domain, int channel) {
+  bool has_come(int r, Kind kind, uint64_t epoch, int link, int channel) {
     const LlRail rail = rail_of(r, kind);
-    const uint64_t seen = ranks_[r].signals[{rail.context(channel), rail.signal(parity(epoch), domain, channel)}];
+    const uint64_t seen = ranks_[r].signals[{rail.context(channel), rail.signal(parity(epoch), link, channel)}];
     return seen >= (mistake_ == Mistake::kOneParity ? epoch : LlRail::expected(epoch));
   }
-  Step take(int r, Kind kind, uint64_t epoch, int domain, int channel) {
+  Step take(int r, Kind kind, uint64_t epoch, int link, int channel) {
     return [=, this] {
       const bool skips = mistake_ == Mistake::kSkippedWait && channel == 2;
-      if (!skips && !has_come(r, kind, epoch, domain, channel)) return false;
+      if (!skips && !has_come(r, kind, epoch, link, channel)) return false;
       const LlRail rail = rail_of(r, kind);
-      if (!has_rows(kind, epoch, rail.peer(domain), r, channel)) return true;
-      Cell& cell = ranks_[r].memory[channel == 0 ? rail.record_from(bank_in(epoch), domain)
-                                                 : rail.row_from(bank_in(epoch), domain, channel * 8)];
+      if (!has_rows(kind, epoch, rail.peer(link), r, channel)) return true;
+      Cell& cell = ranks_[r].memory[channel == 0 ? rail.record_from(bank_in(epoch), link)
+                                                 : rail.row_from(bank_in(epoch), link, channel * 8)];
       if (cell.call != epoch) throw Broken("read call " + std::to_string(cell.call) + " for " + std::to_string(epoch));
       cell.is_read = true;
       return true;
     };
   }
-  Step await(int r, Kind kind, uint64_t epoch, int domain, int channel) {
-    return [=, this] { return has_come(r, kind, epoch, domain, channel); };
+  Step await(int r, Kind kind, uint64_t epoch, int link, int channel) {
+    return [=, this] { return has_come(r, kind, epoch, link, channel); };
   }
 
   // ---- The domain
@@ -227,30 +227,33 @@ class Schedule {
     const Kind kind = Kind::kDispatch;
     Rank& rank = ranks_[r];
     const LlRail rail = rail_of(r, kind);
-    for (int channel = 0; channel < kRailChannels; channel++) {
+    for (int channel = 0; channel < rail.channels(); channel++) {
       Part sender{is_open}, local{is_open};
       for (int i = 0; i < rail.others(); i++) sender.push_back(post(r, kind, epoch, rail.other(i), channel));
       for (int q = first; q < last; q++) local.push_back(deliver(r, kind, epoch, q, r, channel));
       rank.parts.push_back(sender);
       rank.parts.push_back(local);
       for (int i = 0; i < rail.others(); i++) {
-        const int domain = rail.other(i), source = rail.peer(domain);
-        Part forwarder{is_open, channel == 0 ? is_open : await(r, kind, epoch, domain, 0),
-                       take(r, kind, epoch, domain, channel)};
-        for (int q = first; q < last; q++) forwarder.push_back(deliver(r, kind, epoch, q, source, channel));
+        const int link = rail.other(i), source = rail.peer(link), served = rail.first_of(rail.link);
+        Part forwarder{is_open, channel == 0 ? is_open : await(r, kind, epoch, link, 0),
+                       take(r, kind, epoch, link, channel)};
+        for (int q = served; q < served + rail.link_size; q++) {
+          forwarder.push_back(deliver(r, kind, epoch, q, source, channel));
+        }
         rank.parts.push_back(forwarder);
       }
     }
     for (int source = 0; source < num_ranks(); source++) {
       Part receiver{is_open};
-      for (int channel = 0; channel < kRailChannels; channel++) {
+      for (int channel = 0; channel < rail.channels(); channel++) {
         receiver.push_back(receive(r, kind, epoch, source, channel));
       }
       rank.parts.push_back(receiver);
     }
   }
 
-  // A partial sum for place l of domain d lies at the rank of that place in the own domain, in slot (d, own place).
+  // A partial sum for another domain's rank lies at the rank of the same place among those of the own link, in the slot
+  // of the own place among those of the home rank's link.
   void add_combine(int r, uint64_t epoch, const Step& is_open, int first, int last) {
     const Kind kind = Kind::kCombine;
     Rank& rank = ranks_[r];
@@ -258,27 +261,29 @@ class Schedule {
     Part record{is_open}, sender{is_open};
     for (int i = 0; i < rail.others(); i++) record.push_back(post(r, kind, epoch, rail.other(i), 0));
     for (int home = 0; home < num_ranks(); home++) {
-      const int source = rail.domain_of(home) * rail.domain_size + rail.lsa_rank;
-      sender.push_back(deliver(r, kind, epoch, first + home % rail.domain_size, source, 1));
+      const bool is_near = first <= home && home < last;
+      const int target = rail.first_of(rail.link) + home % rail.link_size;
+      const int source = rail.first_of(rail.link_of(home)) + r % rail.link_size;
+      sender.push_back(deliver(r, kind, epoch, is_near ? home : target, is_near ? r : source, 1));
     }
     rank.parts.push_back(record);
     rank.parts.push_back(sender);
     Part rest{is_open};
     for (int i = 0; i < rail.others(); i++) {
-      const int domain = rail.other(i);
-      rank.parts.push_back({is_open, take(r, kind, epoch, domain, 0)});
+      const int link = rail.other(i);
+      rank.parts.push_back({is_open, take(r, kind, epoch, link, 0)});
       Part adder{is_open};
-      for (int place = 0; place < rail.domain_size; place++) {
-        adder.push_back(receive(r, kind, epoch, domain * rail.domain_size + place, 1));
+      for (int place = 0; place < rail.link_size; place++) {
+        adder.push_back(receive(r, kind, epoch, rail.first_of(link) + place, 1));
       }
-      for (int channel = 1; channel < kRailChannels; channel++) adder.push_back(post(r, kind, epoch, domain, channel));
+      for (int channel = 1; channel < rail.channels(); channel++) adder.push_back(post(r, kind, epoch, link, channel));
       rank.parts.push_back(adder);
-      for (int channel = 1; channel < kRailChannels; channel++) {
+      for (int channel = 1; channel < rail.channels(); channel++) {
         // Nobody at home waits for a channel without rows, but at the end of the call.
-        if (has_rows(kind, epoch, rail.peer(domain), r, channel)) {
-          rank.parts.push_back({is_open, take(r, kind, epoch, domain, channel)});
+        if (has_rows(kind, epoch, rail.peer(link), r, channel)) {
+          rank.parts.push_back({is_open, take(r, kind, epoch, link, channel)});
         }
-        rest.push_back(await(r, kind, epoch, domain, channel));
+        rest.push_back(await(r, kind, epoch, link, channel));
       }
     }
     if (mistake_ != Mistake::kNoRest) rank.parts.push_back(rest);
@@ -316,10 +321,10 @@ class Schedule {
 };
 
 // What went wrong first, of so many schedules; empty: nothing.
-std::string first_error(Mistake mistake, unsigned schedules, int domains, int domain_size) {
+std::string first_error(Mistake mistake, unsigned schedules, int domains, int domain_size, int link_size) {
   for (unsigned seed = 0; seed < schedules; seed++) {
     try {
-      Schedule(seed, domains, domain_size, mistake).run(12);
+      Schedule(seed, domains, domain_size, link_size, mistake).run(12);
     } catch (const Broken& error) {
       return "seed " + std::to_string(seed) + ": " + error.what();
     }
@@ -328,10 +333,15 @@ std::string first_error(Mistake mistake, unsigned schedules, int domains, int do
 }
 
 TEST(RailSchedules, AreRight) {
-  EXPECT_EQ(first_error(Mistake::kNone, 60, 2, 1), "");
-  EXPECT_EQ(first_error(Mistake::kNone, 40, 2, 2), "");
-  EXPECT_EQ(first_error(Mistake::kNone, 20, 3, 2), "");
-  EXPECT_EQ(first_error(Mistake::kNone, 20, 4, 1), "");
+  EXPECT_EQ(first_error(Mistake::kNone, 60, 2, 1, 1), "");
+  EXPECT_EQ(first_error(Mistake::kNone, 40, 2, 2, 2), "");
+  EXPECT_EQ(first_error(Mistake::kNone, 20, 3, 2, 2), "");
+  EXPECT_EQ(first_error(Mistake::kNone, 20, 4, 1, 1), "");
+}
+
+TEST(RailSchedules, OfTheMeshAreRight) {
+  EXPECT_EQ(first_error(Mistake::kNone, 40, 2, 2, 1), "");
+  EXPECT_EQ(first_error(Mistake::kNone, 20, 3, 2, 1), "");
 }
 
 TEST(RailSchedules, ShowEveryMistake) {
@@ -341,9 +351,11 @@ TEST(RailSchedules, ShowEveryMistake) {
       {Mistake::kSkippedWait, "skipped wait"},       {Mistake::kNoRest, "no wait for the rest"},
   };
   for (const auto& [mistake, name] : mistakes) {
-    const std::string found = first_error(mistake, 200, 2, 2);
-    EXPECT_NE(found, "") << name;
-    std::printf("%s: %s\n", name, found.c_str());
+    for (int link_size : {2, 1}) {
+      const std::string found = first_error(mistake, 200, 2, 2, link_size);
+      EXPECT_NE(found, "") << name;
+      std::printf("%s, links to %d: %s\n", name, link_size, found.c_str());
+    }
   }
 }
 

@@ -160,9 +160,17 @@ def test_more_ranks_than_masks_have_bits() -> None:
 # ---- A node that is gone
 
 
-@pytest.mark.parametrize("phase", ["dispatch", "receive", "combine", "scalars"])
+PHASES = ("dispatch", "receive", "combine", "scalars")
+
+
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_dead_node_is_named(phase: str) -> None:
     """All survivors, of its rail peers and of the others; a new buffer works in the same process."""
+    check_the_dead_are_named(phase, {2, 3})
+
+
+def check_the_dead_are_named(phase: str, dead: set[int], **options: Any) -> None:
+    """Of two nodes of two ranks. options: of the buffer."""
     case = Expected(plain_case(4, layout="expert_major", domain_size=2))
 
     def step(buffer: nccl_ep.Buffer) -> Callable[[], Any]:
@@ -180,25 +188,27 @@ def test_a_dead_node_is_named(phase: str) -> None:
     def run(deadline: float) -> None:
         def body(group: ThreadGroup) -> str:
             text = ""
-            with case_buffer(case.case, group, device="cpu") as buffer:
+            with case_buffer(case.case, group, device="cpu", **options) as buffer:
                 call = step(buffer)
                 meet(group)
-                if group.rank() < 2:
+                if group.rank() not in dead:
                     buffer.set_timeout(deadline)
                     with pytest.raises(nccl_ep.TimeoutError) as caught:
                         call()
                         buffer.check()
                     text = str(caught.value)
                 meet(group)
-            with case_buffer(case.case, group, device="cpu") as buffer:
+            with case_buffer(case.case, group, device="cpu", **options) as buffer:
                 case.run(buffer)
             return text
 
-        for rank, text in enumerate(run_ranks(4, body)[:2]):
+        for rank, text in enumerate(run_ranks(4, body)):
+            if rank in dead:
+                continue
             kind = "combine 1" if phase in ("combine", "scalars") else "dispatch 2"
             named = re.search(rf"rank {rank} waited {deadline:g} s for the [a-z -]+ of rank (\d) .*in {kind} ", text)
             assert named, text
-            if int(named[1]) < 2:  # a living rank was slow
+            if int(named[1]) not in dead:  # a living rank was slow
                 raise Late(text)
             assert f"rank {named[1]} is on node 1" in text, text
 
@@ -217,12 +227,12 @@ BUGS = {
 }
 
 
-def _search(bugs: list[str], kinds: int, seed: int) -> str:
-    """What went wrong in a chain, on any rank; empty: nothing."""
+def search(bugs: list[str], kinds: int, seed: int, ranks: int = 2, **options: Any) -> str:
+    """What went wrong in a chain, on any rank; empty: nothing. options: of the buffer."""
 
     def body(group: ThreadGroup) -> str:
         # So slow a network that a rank may end a call before what it has sent in it has landed.
-        with chain_buffer(group, "cpu", domain_size=1, network_seed=100_000 + seed) as buffer:
+        with chain_buffer(group, "cpu", **{"domain_size": 1, "network_seed": 100_000 + seed, **options}) as buffer:
             chain = Chain("dddcccc", buffer, seed=seed)
             chain.run()
             if bugs:
@@ -234,7 +244,7 @@ def _search(bugs: list[str], kinds: int, seed: int) -> str:
             return stress(chain, chain.run, RUNS if bugs else RUNS // 8, group, batch=1)
 
     try:
-        return run_ranks(2, body, timeout=LIMIT)[0]
+        return run_ranks(ranks, body, timeout=LIMIT)[0]
     finally:
         set_testing()
 
@@ -244,10 +254,10 @@ def _search(bugs: list[str], kinds: int, seed: int) -> str:
 )
 def test_planted_bugs(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
-    found = _search([bug], kind, seed=11)
+    found = search([bug], kind, seed=11)
     print(f"{bug}: {found}")
     assert found, f"{bug}: not noticed in {RUNS} runs"
 
 
 def test_the_search_without_a_bug() -> None:
-    assert not _search([], DISPATCH | COMBINE, seed=11)
+    assert not search([], DISPATCH | COMBINE, seed=11)

@@ -45,7 +45,7 @@ class GroupConfig(Struct):
     _fields_ = [*HEAD, *integers("algorithm", "device", "num_experts", "max_tokens", "topk", "domain_size"),
                 ("max_token_bytes", c.c_size_t), ("max_combine_row_bytes", c.c_size_t), ("timeout_ns", c.c_uint64),
                 *integers("overflow_policy", "max_num_sms"), ("arena_bytes", c.c_uint64),
-                *integers("enable_mask", "reserved")]  # fmt: skip
+                *integers("enable_mask", "ll_network")]  # fmt: skip
     defaults = {"device": -1}
 
 

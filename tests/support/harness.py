@@ -119,10 +119,10 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def run_case_on_rank(
     case: Case, group: ThreadGroup, inputs: list[reference.RankInput], results: list[reference.DispatchResult],
-    *, staged: bool, network_seed: int, device: str, **options: Any,
+    *, staged: bool, network_seed: int, device: str, ll_network: str, **options: Any,
 ) -> RankResult:  # fmt: skip
     rank = group.rank()
-    with make_buffer(case, group, network_seed=network_seed, device=device) as buffer:
+    with make_buffer(case, group, network_seed=network_seed, device=device, ll_network=ll_network) as buffer:
         out = dispatch_case(case, inputs[rank], buffer, staged=staged, **options)
         rows = case.expert(out.x, results[rank], rank)
         values = case.scalars(results[rank], rank).to(rows.device)
@@ -173,23 +173,23 @@ def check_results(
 
 
 def check_case(
-    case: Case, *, staged: bool = False, network_seed: int = 0, device: str = "cpu", **options: Any
-) -> list[reference.DispatchResult]:
+    case: Case, *, staged: bool = False, network_seed: int = 0, device: str = "cpu", ll_network: str = "auto",
+    **options: Any,
+) -> list[reference.DispatchResult]:  # fmt: skip
     """Runs the case; fails with its description where a bit differs. Returns the oracle's results."""
     inputs = case.inputs()
     results = reference.dispatch(inputs, **case.dispatch_kwargs())
     given = case.inputs() if staged else inputs  # a staged run overwrites its inputs
+    buffer = {"network_seed": network_seed, "device": device, "ll_network": ll_network}
     got = run_ranks(
         case.num_ranks,
-        lambda group: run_case_on_rank(
-            case, group, given, results, staged=staged, network_seed=network_seed, device=device, **options
-        ),
+        lambda group: run_case_on_rank(case, group, given, results, staged=staged, **buffer, **options),
     )
     check_results(case, inputs, results, got, case.describe())
     if device == "cpu" and not _C.EMULATES_GPU:
         check_wire(case, inputs, results, got, staged=staged and not options.get("async_finish"))
     if _C.EMULATES_GPU and case.domain_size not in (None, case.num_ranks):
-        check_network(case, inputs, got)
+        check_network(case, inputs, got, is_mesh=ll_network == "mesh")
     return results
 
 
@@ -240,26 +240,30 @@ def row_bytes(case: Case, scales: torch.Tensor | None) -> tuple[int, int]:
     return body + -(-keys // 16) * 16, case.home_bytes
 
 
-def check_network(case: Case, inputs: list[reference.RankInput], got: list[RankResult]) -> None:
+def check_network(
+    case: Case, inputs: list[reference.RankInput], got: list[RankResult], *, is_mesh: bool = False
+) -> None:
     """Between domains: one row for each (token, domain with an expert of it), each way, a record a call, and no byte
-    more; from a rank to those of its place in the other domains."""
+    more; from a rank to those of its place in the other domains. In the mesh one row for each (token, rank with an
+    expert of it), from a rank to all of the other domains."""
     size = case.domain_size or case.num_ranks
+    link = 1 if is_mesh else size  # ranks that a row is for
     sent, home = row_bytes(case, got[0].dispatched.scales)
-    local = case.num_experts // case.num_ranks * size  # experts of a domain
-    to_domain = torch.zeros(case.num_ranks, case.num_ranks // size, dtype=torch.int64)  # rows
+    local = case.num_experts // case.num_ranks * link  # experts of a link
+    to_link = torch.zeros(case.num_ranks, case.num_ranks // link, dtype=torch.int64)  # rows
     for source, given in enumerate(inputs):
         ids = given.topk_idx
-        domains = torch.where((ids >= 0) & (ids < case.num_experts), ids // local, -1)
-        for domain in range(case.num_ranks // size):
-            to_domain[source, domain] = (domains == domain).any(-1).sum()
+        links = torch.where((ids >= 0) & (ids < case.num_experts), ids // local, -1)
+        for number in range(case.num_ranks // link):
+            to_link[source, number] = (links == number).any(-1).sum()
     entries = [-(-tokens * case.topk // 4) * 16 for tokens in case.tokens]
     is_weighted = is_weighted_at_home(case)
     for rank, result in enumerate(got):
         for peer in range(case.num_ranks):
             expected = 0
-            if peer % size == rank % size and peer // size != rank // size:
+            if peer % link == rank % link and peer // size != rank // size:
                 records = 3 * 32 + (4 + 2 * is_weighted) * entries[rank]
-                there, back = int(to_domain[rank, peer // size]), int(to_domain[peer, rank // size])
+                there, back = int(to_link[rank, peer // link]), int(to_link[peer, rank // link])
                 scalars = case.tokens[peer] * -(-case.topk // 4) * 16
                 expected = records + there * sent + back * home + scalars
             crossed = result.wire["network"][peer]

@@ -222,8 +222,8 @@ class CudaBackend : public Backend {
   }
 
   template <class Params>
-  RailPlan rail_plan(const Params& params, int num_sms) const {
-    RailSizes sizes{topology_.num_domains() - 1, params.shape.max_tokens};
+  RailPlan rail_plan(const Params& params, const LlRail& rail, int num_sms) const {
+    RailSizes sizes{rail.others(), rail.row_channels, params.shape.max_tokens};
     if constexpr (std::is_same_v<Params, LlDispatchParams>) {
       sizes.sends_rows = sends(params.phase);
       sizes.forwards_rows = receives(params.phase);
@@ -233,8 +233,9 @@ class CudaBackend : public Backend {
     return plan_rail(sizes, num_sms);
   }
 
+  // But for its blocks.
   template <class Params>
-  LlRail rail_of(const Params& params, const LlPlan& plan) const {
+  LlRail rail_of(const Params& params) const {
     constexpr Kind kind = std::is_same_v<Params, LlDispatchParams> ? Kind::kDispatch : Kind::kCombine;
     int row_bytes = scalar_row_bytes(params.shape.topk);
     if constexpr (requires { params.row; }) row_bytes = params.row.wire_bytes();
@@ -243,9 +244,15 @@ class CudaBackend : public Backend {
     const auto need = static_cast<uint64_t>(params.shape.max_tokens) * row_bytes;
     EP_CHECK(need <= rail.rows_bytes, params.shape.max_tokens, " rows of ", row_bytes,
              " bytes do not fit the network's part of the window, ", rail.rows_bytes, " bytes", room_for_rows(kind));
-    EP_CHECK(rail_share(params.shape.max_tokens) <= kMaxRailShare, "max_tokens is ", params.shape.max_tokens,
-             ", low latency over several NVLink domains serves ", kMaxRailShare * kRowChannels);
-    const RailPlan blocks = rail_plan(params, num_blocks(params, memory_->num_sms));
+    EP_CHECK(rail.share(params.shape.max_tokens) <= kMaxRailShare, "max_tokens is ", params.shape.max_tokens,
+             ", low latency over several NVLink domains serves ", kMaxRailShare * rail.row_channels,
+             rail.has_domain_sums() ? "" : " in the mesh: make the buffer for the rail (ll_network)");
+    return rail;
+  }
+  template <class Params>
+  LlRail rail_of(const Params& params, const LlPlan& plan) const {
+    LlRail rail = rail_of(params);
+    const RailPlan blocks = rail_plan(params, rail, num_blocks(params, memory_->num_sms));
     rail.send_blocks = blocks.send_blocks;
     rail.forward_blocks = blocks.forward_blocks;
     rail.sum_blocks = blocks.sum_blocks;
@@ -259,7 +266,8 @@ class CudaBackend : public Backend {
       const int blocks = num_blocks(params, memory_->num_sms);
       if constexpr (kIsLl<Params>) {
         if (memory_->network) {
-          return launch_of(params, params.num_tokens, std::max(blocks - rail_plan(params, blocks).blocks(), 2));
+          return launch_of(params, params.num_tokens,
+                           std::max(blocks - rail_plan(params, rail_of(params), blocks).blocks(), 2));
         }
       }
       return launch_of(params, params.num_tokens, blocks);
@@ -441,16 +449,16 @@ void check_domains(const Topology& topology, const GroupConfig& config) {
 
 void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& window, const GroupConfig& config,
                   Memory& memory) {
-  const int domains = topology.num_domains();
   const bool has_ht = window.ht.message_words > 0;  // high throughput shares the contexts
   const NetworkShape shape{LlRail::num_contexts(),
-                           LlRail::num_signals(domains) + (has_ht ? HtRail::num_signals(domains) : 0),
+                           LlRail::num_signals(topology) + (has_ht ? HtRail::num_signals(topology.num_domains()) : 0),
                            LlRail::max_outstanding() + (has_ht ? HtRail::max_outstanding() : 0)};
   memory.peers.first = static_cast<uint8_t>(topology.domain_of(bootstrap.rank()) * topology.domain_size);
   memory.peers.size = static_cast<uint8_t>(topology.domain_size);
-  memory.network =
-      make_network_path(bootstrap, {topology, shape, memory.peers.local<char>(0), window.bytes, memory.peers.stride,
-                                    config.timeout_seconds, memory.nccl_window.get(), config.network_seed});
+  memory.peers.link_size = static_cast<uint8_t>(window.rail[0].link_size);
+  memory.network = make_network_path(
+      bootstrap, {topology, shape, window.rail[0].link_size, memory.peers.local<char>(0), window.bytes,
+                  memory.peers.stride, config.timeout_seconds, memory.nccl_window.get(), config.network_seed});
 }
 
 }  // namespace

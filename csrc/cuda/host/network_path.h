@@ -40,6 +40,7 @@ class NetworkPath {
 struct NetworkConfig {
   Topology topology;
   NetworkShape shape;
+  int link_size = 1;       // ranks of different domains send to each other if their places differ by a multiple of it
   char* window = nullptr;  // the own one
   uint64_t window_bytes = 0;
   uint64_t window_stride = 0;  // of a network that reaches the windows of all ranks by addresses, from one to the next

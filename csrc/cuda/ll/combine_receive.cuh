@@ -144,8 +144,8 @@ struct Partials {
     if (!budget.is_due()) return false;
     unsigned waited_for = absent(role);
     if (waited_for == 0) waited_for = __ballot_sync(~0u, travels(rank_of_lane(role)));  // part of each has come
-    auto peer = static_cast<int>(rank_of(__ffs(static_cast<int>(waited_for)) - 1));
-    if (kCrossesDomains) peer = role.peers.first + peer % static_cast<int>(role.peers.size);
+    const auto source = static_cast<int>(rank_of(__ffs(static_cast<int>(waited_for)) - 1));
+    const int peer = target_of(role.peers, source);  // a slot of another domain's source is a rank's of the own lane
     return __any_sync(~0u, budget.poll(op, Awaited::kPartials, peer, unit.token, unit.piece));
   }
 

@@ -33,12 +33,17 @@ __device__ __forceinline__ bool reaches(const LsaPeers& peers, int rank) {
 }
 
 // What this rank has of a token of `home`, for a sum, goes to rank target_of(home), to the slot of source
-// slot_source(home): to the home rank, or to the one of its place in the own domain, which adds up the domain.
+// slot_source(home): to the home rank or, where that is in another domain, to the one of its place among the ranks of
+// the own link, which sends it.
 __device__ __forceinline__ int target_of(const LsaPeers& peers, int home) {
-  return kCrossesDomains ? peers.first + home % static_cast<int>(peers.size) : home;
+  if (reaches(peers, home)) return home;
+  const int link_size = peers.link_size;
+  return peers.rank - peers.rank % link_size + home % link_size;
 }
 __device__ __forceinline__ int slot_source(const LsaPeers& peers, int home) {
-  return kCrossesDomains ? home - home % static_cast<int>(peers.size) + peers.rank - peers.first : peers.rank;
+  if (reaches(peers, home)) return peers.rank;
+  const int link_size = peers.link_size;
+  return home - home % link_size + peers.rank % link_size;
 }
 
 // Blocks that read the epoch of an operation. In front of those at `at` are the ones of the rail, if there is one.

@@ -26,12 +26,20 @@ struct RailRole {
     return {rail, args.peers, EP_NETWORK(args.network), is_sender ? block : block - rail.send_blocks,
             is_sender ? rail.send_blocks : rail.forward_blocks};
   }
+  // `peers` of the rank that a link leads to, which stores into the windows of the ranks that the own link serves.
+  __device__ LsaPeers as_peer_of(int link) const {
+    LsaPeers as_source = peers;
+    as_source.rank = rail.peer(link);
+    as_source.first = static_cast<uint8_t>(rail.first_of(rail.link));
+    as_source.size = static_cast<uint8_t>(rail.link_size);
+    return as_source;
+  }
   __device__ int bank_of_staging(int bank, Kind kind) const { return has_bug(Bug::kOneStagingBank, kind) ? 0 : bank; }
 };
 
-// The units of a role: first the records, one of each other domain, then a share of the rows for each.
+// The units of a role: first the records, one of each link, then a share of the rows for each.
 struct RailUnit {
-  int domain, channel;
+  int link, channel;
 
   // Channel 0 is the record.
   __device__ static RailUnit of(const LlRail& rail, int number) {
@@ -43,11 +51,11 @@ struct RailUnit {
 struct Share {
   int first, count;
 
-  __device__ static Share of(int tokens, int channel) {
-    const int share = rail_share(tokens), first = min((channel - 1) * share, tokens);
+  __device__ static Share of(const LlRail& rail, int tokens, int channel) {
+    const int share = rail.share(tokens), first = min((channel - 1) * share, tokens);
     return {first, min(share, tokens - first)};
   }
-  __device__ static int channel_of(int tokens, int token) { return 1 + token / rail_share(tokens); }
+  __device__ static int channel_of(const LlRail& rail, int tokens, int token) { return 1 + token / rail.share(tokens); }
 };
 
 // Which tokens of a share have a row on the network: rows are packed in the order of tokens.
@@ -79,61 +87,61 @@ __device__ __forceinline__ bool begin_rail(OpContext& context, WarpContext& op, 
   return is_ok;
 }
 
-// One thread waits for a channel of the rail peer in `domain`. False: the wait was given up.
+// One thread waits for a channel of a link. False: the wait was given up.
 __device__ __forceinline__ bool await_channel(const OpContext& context, const LlRail& rail, const EP_NETWORK& network,
-                                              int domain, int channel) {
+                                              int link, int channel) {
   if (has_bug(Bug::kSkippedWait, context.kind) && channel == 2) return true;
   const bool is_one = has_bug(Bug::kOneParity, context.kind);
   const uint64_t expected = is_one ? context.epoch : LlRail::expected(context.epoch);
-  const int word = rail.signal(is_one ? 0 : bank_of(context.epoch), domain, channel);
+  const int word = rail.signal(is_one ? 0 : bank_of(context.epoch), link, channel);
   WaitBudget budget;
   uint64_t seen = network.read_signal(rail.context(channel), word);
   while (seen < expected) {
-    if (budget.is_spent(context, Awaited::kRail, rail.peer(domain), expected, seen)) return false;
+    if (budget.is_spent(context, Awaited::kRail, rail.peer(link), expected, seen)) return false;
     seen = network.read_signal(rail.context(channel), word);
   }
   return true;
 }
 
 // The same for all threads of a block.
-__device__ __forceinline__ bool await_channel(const RailRole& role, const WarpContext& op, int domain, int channel) {
+__device__ __forceinline__ bool await_channel(const RailRole& role, const WarpContext& op, int link, int channel) {
   bool is_ok = true;
-  if (threadIdx.x == 0) is_ok = await_channel(op.context, role.rail, role.network, domain, channel);
+  if (threadIdx.x == 0) is_ok = await_channel(op.context, role.rail, role.network, link, channel);
   return !__syncthreads_or(!is_ok);
 }
 
-// Of all rail peers, so that nothing of a call is under way when it ends: what nobody waited for might land in a later
+// Of all links, so that nothing of a call is under way when it ends: what nobody waited for might land in a later
 // one. Behind all blocks that others wait for.
 template <class Args>
 __device__ void await_rest(const WarpContext& op, const Args& args) {
   const EP_NETWORK network(args.network);
   const int others = args.rail.others();
 #pragma unroll 1
-  for (int number = others + lane_id(); number < others * kRailChannels; number += 32) {
+  for (int number = others + lane_id(); number < others * args.rail.channels(); number += 32) {
     const RailUnit unit = RailUnit::of(args.rail, number);
-    if (!await_channel(op.context, args.rail, network, unit.domain, unit.channel)) return;
+    if (!await_channel(op.context, args.rail, network, unit.link, unit.channel)) return;
   }
 }
 
 // All threads of a block: sends what they have stored at `source`, or a signal alone if that is nothing.
-__device__ __forceinline__ void post(const RailRole& role, const WarpContext& op, int domain, int channel,
-                                     Offset target, Offset source, uint64_t bytes) {
+__device__ __forceinline__ void post(const RailRole& role, const WarpContext& op, int link, int channel, Offset target,
+                                     Offset source, uint64_t bytes) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   const LlRail& rail = role.rail;
   const int parity = has_bug(Bug::kOneParity, op.context.kind) ? 0 : bank_of(op.context.epoch);
-  const int signal = rail.signal(parity, rail.domain, channel);
+  const int signal = rail.signal(parity, rail.link, channel);
   if (bytes == 0) {
-    role.network.signal(rail.peer(domain), rail.context(channel), signal, 1);
+    role.network.signal(rail.peer(link), rail.context(channel), signal, 1);
     return;
   }
   __threadfence_system();  // pairs with the network, which reads the source: what the block has stored is there
-  role.network.put_and_signal(rail.peer(domain), rail.context(channel), target, source, bytes, signal, 1);
+  role.network.put_and_signal(rail.peer(link), rail.context(channel), target, source, bytes, signal, 1);
 }
 
 // ---- The record
 
-// All threads of a block: the own record to every rail peer. `id` and `weight`: of choice i.
+// All threads of a block: the own record to every link. `id` and `weight`: of choice i.
 template <class Id, class Weight>
 __device__ __forceinline__ void send_record(const RailRole& role, const WarpContext& op, int entries, Id id,
                                             Weight weight) {
@@ -150,25 +158,24 @@ __device__ __forceinline__ void send_record(const RailRole& role, const WarpCont
     weights[i] = weight(i);
   }
   for (int i = 0; i < rail.others(); i++) {
-    const int domain = rail.other(i);
-    post(role, op, domain, 0, rail.record_from(op.bank, rail.domain), own, RailRecord::bytes(entries));
+    post(role, op, rail.other(i), 0, rail.record_from(op.bank, rail.link), own, RailRecord::bytes(entries));
   }
 }
 
-// A rail peer's record, once it has come.
+// The record of a link's peer, once it has come.
 struct IncomingRecord {
   const OpHeader* header;
   int tokens;  // of the peer
   const int32_t* ids;
   const uint32_t* weights;
 
-  __device__ __forceinline__ static IncomingRecord of(const RailRole& role, const WarpContext& op, int domain,
+  __device__ __forceinline__ static IncomingRecord of(const RailRole& role, const WarpContext& op, int link,
                                                       const Shape& shape) {
-    const char* record = role.peers.local<char>(role.rail.record_from(op.bank, domain));
+    const char* record = role.peers.local<char>(role.rail.record_from(op.bank, link));
     IncomingRecord incoming;
     incoming.header = reinterpret_cast<const OpHeader*>(record);
     const auto tokens = incoming.header->word(OpHeader::kNumTokens);
-    // The same for all lanes, whatever lies there: warps count on it.
+    // The same for all links, whatever lies there: warps count on it.
     incoming.tokens = __shfl_sync(~0u, static_cast<int>(min(tokens, static_cast<uint32_t>(shape.max_tokens))), 0);
     incoming.ids = reinterpret_cast<const int32_t*>(record + RailRecord::ids_at());
     incoming.weights = reinterpret_cast<const uint32_t*>(record + RailRecord::weights_at(incoming.tokens * shape.topk));
@@ -176,8 +183,7 @@ struct IncomingRecord {
   }
 };
 
-// The peer's op header to every rank of the own domain, as if the peer had stored it there itself. `peers`: with the
-// peer as their rank.
+// The peer's op header to every rank that the own link serves, as if the peer had stored it there itself.
 __device__ __forceinline__ void forward_header(const WarpContext& op, const LlOffsets& offsets,
                                                const LsaPeers& as_source, const IncomingRecord& record) {
   const OpHeader header = *record.header;

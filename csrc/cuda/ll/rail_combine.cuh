@@ -1,6 +1,7 @@
 // Low-latency combine over several domains. The ranks of a domain store their partial sums of another domain's tokens
 // into the window of the home rank's rail peer there. Its blocks of the rail add them up in rank order, round the
-// sum to the wire dtype and send it home, one row a token and domain; home ranks add the domains in order.
+// sum to the wire dtype and send it home, one row a token and domain; home ranks add the domains in order. In the mesh
+// each rank is its own peer: its blocks of the rail send its partial sums, and home ranks add up the domains, too.
 //
 // A weight that the home rank gives comes with its record; forwarders store it where the expert's rank looks for it. As
 // the sending half waits for weights, that is a part of it.
@@ -12,18 +13,18 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// The domain's sums for the home rank in `unit.domain`, a share of its tokens. All threads of a block call. False: a
-// wait was given up.
+// The sums of the ranks that the own link serves, for the home rank of `unit.link`, a share of its tokens. All threads
+// of a block call. False: a wait was given up.
 template <DType kWire, int kCount>
 __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, const CombineRole& role,
                                                  const WarpContext& op, ShareBits& bits, const RailUnit& unit) {
   const LlCombineParams& p = role.p;
   const LlRail& rail = rail_role.rail;
-  const int home = rail.peer(unit.domain), first_source = unit.domain * rail.domain_size;
+  const int home = rail.peer(unit.link), first_source = rail.first_of(unit.link), first = rail.first_of(rail.link);
   const int warps = static_cast<int>(blockDim.x) / 32, pieces = role.geometry.schedule.pieces;
-  const Share share = Share::of(min(__ldg(p.handle.tokens + home), p.shape.max_tokens), unit.channel);
-  const auto presence = [&](int lsa, int token) {
-    return role.peers.local<uint64_t>(p.offsets.id_words<kMasksRanks>(op.bank, first_source + lsa, token));
+  const Share share = Share::of(rail, min(__ldg(p.handle.tokens + home), p.shape.max_tokens), unit.channel);
+  const auto presence = [&](int place, int token) {
+    return role.peers.local<uint64_t>(p.offsets.id_words<kMasksRanks>(op.bank, first_source + place, token));
   };
   __syncthreads();  // the share before is done
   bits.clear();
@@ -31,8 +32,8 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
   for (int i = threadIdx.x; i < share.count; i += static_cast<int>(blockDim.x)) {
     uint32_t any = 0;
 #pragma unroll 1
-    for (int lsa = 0; lsa < rail.domain_size; lsa++) {
-      any |= await_word(op, presence(lsa, share.first + i), Awaited::kPartials, role.peers.first + lsa);
+    for (int place = 0; place < rail.link_size; place++) {
+      any |= await_word(op, presence(place, share.first + i), Awaited::kPartials, first + place);
     }
     if (any != 0) bits.set(i);
   }
@@ -44,10 +45,10 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
     if (!bits.has(i)) continue;
     uint64_t sources = 0;
 #pragma unroll 1
-    for (int first = 0; first < rail.domain_size; first += 32) {
+    for (int place = 0; place < rail.link_size; place += 32) {
       uint64_t word = 0;
-      if (first + role.lane < rail.domain_size) word = ptx::ld_relaxed_sys(presence(first + role.lane, token));
-      sources |= static_cast<uint64_t>(__ballot_sync(~0u, static_cast<uint32_t>(word) != 0)) << first;
+      if (place + role.lane < rail.link_size) word = ptx::ld_relaxed_sys(presence(place + role.lane, token));
+      sources |= static_cast<uint64_t>(__ballot_sync(~0u, static_cast<uint32_t>(word) != 0)) << place;
     }
     const Unit piece{0, u % pieces, token};
     const int lane_index = min(piece.piece * 32 + role.lane, p.hidden / kCount - 1);
@@ -62,16 +63,17 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
     while (is_ok && partials.has_more()) {
       partials.begin_batch();
       is_ok = partials.await(role, op, piece, budget);
+      if (!rail.has_domain_sums()) sum = partials.numbers[0];
       if (is_ok) partials.add_to(role, op, token, sum, total);
     }
-    round_sum(sum, total, p.hidden, piece.piece);
-    const Offset row = rail.row_to(staging, unit.domain, share.first + bits.count_before(i));
+    if (rail.has_domain_sums()) round_sum(sum, total, p.hidden, piece.piece);
+    const Offset row = rail.row_to(staging, unit.link, share.first + bits.count_before(i));
     store_of_row(sum, role.peers.local<char>(row), p.hidden, lane_index);
   }
   if (__syncthreads_or(!is_ok)) return false;
   const auto rows = static_cast<uint64_t>(bits.count_before(share.count));
-  const Offset source = rail.row_to(staging, unit.domain, share.first);
-  post(rail_role, op, unit.domain, unit.channel, rail.row_from(op.bank, rail.domain, share.first), source,
+  const Offset source = rail.row_to(staging, unit.link, share.first);
+  post(rail_role, op, unit.link, unit.channel, rail.row_from(op.bank, rail.link, share.first), source,
        rows * rail.row_bytes);
   if (has_bug(Bug::kEarlySource, Kind::kCombine) && rows > 0 && threadIdx.x == 0) {
     *role.peers.local<uint32_t>(source) ^= 0x55;
@@ -79,21 +81,21 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
   return true;
 }
 
-// The record of the home rank in `domain`: its header, and its weights if it gives them, to the ranks of this domain.
+// The record of a link's home rank: its header, and its weights if it gives them, to the ranks that the own link
+// serves.
 template <bool kHome>
 __device__ __forceinline__ void forward_record(const RailRole& rail_role, const CombineRole& role,
-                                               const WarpContext& op, int domain) {
+                                               const WarpContext& op, int link) {
   const LlCombineParams& p = role.p;
-  const IncomingRecord record = IncomingRecord::of(rail_role, op, domain, p.shape);
-  LsaPeers as_source = role.peers;
-  as_source.rank = rail_role.rail.peer(domain);
+  const IncomingRecord record = IncomingRecord::of(rail_role, op, link, p.shape);
+  const LsaPeers as_source = rail_role.as_peer_of(link);
   forward_header(op, p.offsets, as_source, record);
   const int weights = kHome ? record.tokens * p.shape.topk : 0;
   for (int i = threadIdx.x; i < weights; i += static_cast<int>(blockDim.x)) {
     const int id = record.ids[i];
     if (!p.shape.valid(id)) continue;
     const int owner = role.geometry.by_local_experts.divide(id);
-    if (!reaches(role.peers, owner)) continue;
+    if (!reaches(as_source, owner)) continue;
     const Offset first = p.offsets.weight<kMasksRanks>(op.bank, as_source.rank, 0, 0);
     ptx::st_relaxed_sys(role.peers.at<uint64_t>(owner, first) + i, tagged(record.weights[i], op.tag));
   }
@@ -109,7 +111,7 @@ __device__ __forceinline__ CombineRole combine_role(const LlArgs<LlCombineParams
           args.state};
 }
 
-// Blocks in front of the launch: the record to the rail peers, and theirs to the ranks of this domain.
+// Blocks in front of the launch: the record to the links, and theirs to the ranks that the own link serves.
 template <bool kHome>
 __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& args, int block) {
   const LlCombineParams& p = args.params;
@@ -131,9 +133,9 @@ __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& arg
   }
   if (!(kHome ? sends(p.phase) : receives(p.phase))) return;
   for (int number = rail_role.index; number < rail_role.rail.others(); number += rail_role.step) {
-    const int domain = rail_role.rail.other(number);
-    if (!await_channel(rail_role, op, domain, 0)) return;
-    forward_record<kHome>(rail_role, role, op, domain);
+    const int link = rail_role.rail.other(number);
+    if (!await_channel(rail_role, op, link, 0)) return;
+    forward_record<kHome>(rail_role, role, op, link);
   }
 }
 
@@ -148,7 +150,7 @@ __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args
   const CombineRole role = combine_role(args);
   if (!begin_rail(context, op, args, Kind::kCombine, true)) return;
   const int others = args.rail.others();
-  for (int number = others + index; number < others * kRailChannels; number += rail_role.step) {
+  for (int number = others + index; number < others * args.rail.channels(); number += rail_role.step) {
     const RailUnit unit = RailUnit::of(args.rail, number);
     if (has_bug(Bug::kSkippedChunk, Kind::kCombine) && unit.channel == 1) continue;
     if (!send_domain_sums<kWire, kCount>(rail_role, role, op, bits, unit)) return;
@@ -157,8 +159,8 @@ __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args
 
 // ---- At home
 
-// Rows of tokens in [from, to) that come from `domain`. A warp calls.
-__device__ __forceinline__ int count_rows_from(const CombineRole& role, int domain, int from, int to) {
+// Rows of tokens in [from, to) that come by a link. A warp calls.
+__device__ __forceinline__ int count_rows_from(const CombineRole& role, int link, int from, int to) {
   const LlCombineParams& p = role.p;
   const int topk = p.shape.topk;
   int count = 0;
@@ -168,7 +170,7 @@ __device__ __forceinline__ int count_rows_from(const CombineRole& role, int doma
 #pragma unroll 1
     for (int k = 0; k < topk && token + role.lane < to; k++) {
       const int id = __ldg(p.handle.ids + (token + role.lane) * topk + k);
-      comes = comes || (p.shape.valid(id) && role.rail->domain_of(role.geometry.by_local_experts.divide(id)) == domain);
+      comes = comes || (p.shape.valid(id) && role.rail->link_of(role.geometry.by_local_experts.divide(id)) == link);
     }
     count += __popc(__ballot_sync(~0u, comes));
   }
@@ -176,48 +178,74 @@ __device__ __forceinline__ int count_rows_from(const CombineRole& role, int doma
 }
 
 // A warp waits for a channel. False: the wait was given up.
-__device__ __forceinline__ bool await_channel_of_warp(const CombineRole& role, const WarpContext& op, int domain,
+__device__ __forceinline__ bool await_channel_of_warp(const CombineRole& role, const WarpContext& op, int link,
                                                       int channel) {
   bool is_ok = true;
   if (role.lane == 0) {
-    is_ok = await_channel(op.context, *role.rail, EP_NETWORK(*role.network), domain, channel);
+    is_ok = await_channel(op.context, *role.rail, EP_NETWORK(*role.network), link, channel);
   }
   is_ok = __all_sync(~0u, is_ok);
   __syncwarp();
   return is_ok;
 }
 
-// Adds a piece of all domains that have a sum of the token, in order; the own one's ranks in their order, rounded once.
+// Adds up what the own domain's ranks have of a piece, in their order. False: a wait was given up.
+template <DType kWire, int kCount>
+__device__ __forceinline__ bool add_own_domain(const CombineRole& role, const WarpContext& op, uint64_t inside,
+                                               const Unit& unit, int lane_index, const Numbers<kWire, kCount>& own,
+                                               float (&total)[kCount]) {
+  Partials<kWire, kCount> partials(role, op, inside, unit, lane_index);
+  LeanWaitBudget budget;
+#pragma unroll 1
+  while (partials.has_more()) {
+    partials.begin_batch();
+    if (!partials.await(role, op, unit, budget)) return false;
+    partials.add_to(role, op, unit.token, own, total);
+  }
+  return true;
+}
+
+// The piece of an own token that has come by a link. False: a wait was given up.
+template <DType kWire, int kCount>
+__device__ __forceinline__ bool load_from_link(const CombineRole& role, const WarpContext& op, int link,
+                                               const Unit& unit, int lane_index, Numbers<kWire, kCount>& sum) {
+  const LlRail& rail = *role.rail;
+  const int num_tokens = role.p.num_tokens, channel = Share::channel_of(rail, num_tokens, unit.token);
+  const int first = Share::of(rail, num_tokens, channel).first;
+  if (!await_channel_of_warp(role, op, link, channel)) return false;
+  const Offset row = rail.row_from(op.bank, link, first + count_rows_from(role, link, first, unit.token));
+  load_of_row(sum, role.peers.local<char>(row), role.p.hidden, lane_index);
+  return true;
+}
+
+// Adds a piece of all domains that have a sum of the token, in order. A domain's sum is its ranks' in their order,
+// rounded once: here, but where a link brings it.
 template <DType kWire, int kCount>
 __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint64_t sources, const Unit& unit,
                             int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
   const LlRail& rail = *role.rail;
-  const int num_tokens = role.p.num_tokens, channel = Share::channel_of(num_tokens, unit.token);
-  const int first = Share::of(num_tokens, channel).first;
 #pragma unroll 1
   for (int domain = 0; domain < rail.num_domains; domain++) {
     const uint64_t all = (2ull << (rail.domain_size - 1)) - 1;
     const uint64_t inside = sources & all << domain * rail.domain_size;
     if (inside == 0) continue;
     Numbers<kWire, kCount> sum;
-    if (domain != rail.domain) {
-      if (!await_channel_of_warp(role, op, domain, channel)) return false;
-      const Offset row = rail.row_from(op.bank, domain, first + count_rows_from(role, domain, first, unit.token));
-      load_of_row(sum, role.peers.local<char>(row), role.p.hidden, lane_index);
-    } else {
-      Partials<kWire, kCount> partials(role, op, inside, unit, lane_index);
-      float domain_total[kCount];
-#pragma unroll
-      for (int n = 0; n < kCount; n++) domain_total[n] = kNothingYet;
-      LeanWaitBudget budget;
-#pragma unroll 1
-      while (partials.has_more()) {
-        partials.begin_batch();
-        if (!partials.await(role, op, unit, budget)) return false;
-        partials.add_to(role, op, unit.token, own, domain_total);
-      }
-      round_sum(sum, domain_total, role.p.hidden, unit.piece);
+    const bool is_own = domain == rail.domain;
+    if (!is_own && rail.has_domain_sums()) {
+      if (!load_from_link(role, op, domain, unit, lane_index, sum)) return false;
+      sum.add_to(total);
+      continue;
     }
+    float domain_total[kCount];
+#pragma unroll
+    for (int n = 0; n < kCount; n++) domain_total[n] = kNothingYet;
+    if (is_own && !add_own_domain(role, op, inside, unit, lane_index, own, domain_total)) return false;
+#pragma unroll 1
+    for (uint64_t links = is_own ? 0 : inside; links != 0; links &= links - 1) {  // of one rank each
+      if (!load_from_link(role, op, __ffsll(static_cast<long long>(links)) - 1, unit, lane_index, sum)) return false;
+      sum.add_to(domain_total);
+    }
+    round_sum(sum, domain_total, role.p.hidden, unit.piece);
     sum.add_to(total);
   }
   return true;

@@ -1,6 +1,6 @@
-// Low-latency dispatch over several domains: the blocks of the rail. Senders send each rail peer the record and the
-// rows that go to its domain, a row a token. Forwarders store what comes into the windows of their domain, as if the
-// source had done it itself: the receiving code is that of one domain.
+// Low-latency dispatch over several domains: the blocks of the rail. Senders send each link the record and the rows
+// that go there, a row a token. Forwarders store what comes into the windows of the ranks that their link serves, as if
+// the source had done it itself: the receiving code is that of one domain.
 #pragma once
 
 #include "cuda/ll/dispatch.cuh"
@@ -19,15 +19,15 @@ struct DispatchRail : RailRole {
 
   __device__ int pieces() const { return static_cast<int>(geometry.by_pieces.divisor); }
   __device__ int warps() const { return static_cast<int>(blockDim.x) / 32; }
-  __device__ bool goes_to(int domain, int64_t id) const {
+  __device__ bool goes_to(int link, int64_t id) const {
     const Choice choice = Choice::of(id, p.shape.num_experts, geometry.by_local_experts);
-    return choice.rank >= 0 && rail.domain_of(choice.rank) == domain;
+    return choice.rank >= 0 && rail.link_of(choice.rank) == link;
   }
 };
 
-// Rows of a share that go to `domain`, of `ids` [T, K]. All threads of a block call.
+// Rows of a share that go to a link, of `ids` [T, K]. All threads of a block call.
 template <class Id>
-__device__ __forceinline__ int mark_rows(const DispatchRail& role, ShareBits& bits, const Share& share, int domain,
+__device__ __forceinline__ int mark_rows(const DispatchRail& role, ShareBits& bits, const Share& share, int link,
                                          Id id) {
   __syncthreads();  // the share before is done
   bits.clear();
@@ -36,7 +36,7 @@ __device__ __forceinline__ int mark_rows(const DispatchRail& role, ShareBits& bi
   for (int i = threadIdx.x; i < share.count; i += static_cast<int>(blockDim.x)) {
     bool goes = false;
 #pragma unroll 1
-    for (int k = 0; k < topk; k++) goes = goes || role.goes_to(domain, id((share.first + i) * topk + k));
+    for (int k = 0; k < topk; k++) goes = goes || role.goes_to(link, id((share.first + i) * topk + k));
     if (goes) bits.set(i);
   }
   __syncthreads();
@@ -47,11 +47,11 @@ template <Encoding kEncoding, DType kType, int kSteps>
 __device__ __forceinline__ void send_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
                                           const RailUnit& unit) {
   const LlDispatchParams& p = role.p;
-  const Share share = Share::of(p.num_tokens, unit.channel);
+  const Share share = Share::of(role.rail, p.num_tokens, unit.channel);
   const auto own_id = [&](int i) {
     return RawId::load(p.topk_idx, p.is_idx64, i).below(p.shape.num_experts, p.is_idx64);
   };
-  const int rows = mark_rows(role, bits, share, unit.domain, own_id);
+  const int rows = mark_rows(role, bits, share, unit.link, own_id);
   const int staging = role.bank_of_staging(op.bank, Kind::kDispatch), pieces = role.pieces();
   for (int u = role.warp; u < share.count * pieces; u += role.warps()) {
     const int i = role.geometry.by_pieces.divide(u), index = role.geometry.by_pieces.remainder(u, i);
@@ -61,24 +61,23 @@ __device__ __forceinline__ void send_rows(const DispatchRail& role, const WarpCo
     PieceOf<kEncoding, kSteps> piece;
     load_raw(p, role.geometry, share.first + i, index, role.lane, raw);
     encode<kEncoding, kType, kSteps>(p, raw, index, piece, role.lane);
-    const Offset row = role.rail.row_to(staging, unit.domain, share.first + bits.count_before(i));
+    const Offset row = role.rail.row_to(staging, unit.link, share.first + bits.count_before(i));
     store_wire<LocalStore>(role.peers.local<char>(row) + lane_offset<kSteps>(index, role.lane), role.geometry.row,
                            index, piece, role.lane);
   }
-  const Offset source = role.rail.row_to(staging, unit.domain, share.first);
-  post(role, op, unit.domain, unit.channel, role.rail.row_from(op.bank, role.rail.domain, share.first), source,
+  const Offset source = role.rail.row_to(staging, unit.link, share.first);
+  post(role, op, unit.link, unit.channel, role.rail.row_from(op.bank, role.rail.link, share.first), source,
        static_cast<uint64_t>(rows) * role.rail.row_bytes);
   if (has_bug(Bug::kEarlySource, Kind::kDispatch) && rows > 0 && threadIdx.x == 0) {
     *role.peers.local<uint32_t>(source) ^= 0x55;
   }
 }
 
-// The record of the rail peer in `domain`: header, ids and weights to all ranks of this domain.
-__device__ __forceinline__ void forward_routing(const DispatchRail& role, const WarpContext& op, int domain) {
+// The record of a link's peer: header, ids and weights to all ranks that the own link serves.
+__device__ __forceinline__ void forward_routing(const DispatchRail& role, const WarpContext& op, int link) {
   const LlDispatchParams& p = role.p;
-  const IncomingRecord record = IncomingRecord::of(role, op, domain, p.shape);
-  LsaPeers as_source = role.peers;
-  as_source.rank = role.rail.peer(domain);
+  const IncomingRecord record = IncomingRecord::of(role, op, link, p.shape);
+  const LsaPeers as_source = role.as_peer_of(link);
   forward_header(op, p.offsets, as_source, record);
   __syncwarp();
   for (int token = role.warp; token < record.tokens; token += role.warps()) {
@@ -93,16 +92,16 @@ __device__ __forceinline__ void forward_routing(const DispatchRail& role, const 
   }
 }
 
-// The rows of a channel, each to all ranks of this domain that have an expert of its token.
+// The rows of a channel, each to all ranks of the own link that have an expert of its token.
 template <Encoding kEncoding, int kSteps>
 __device__ __forceinline__ void forward_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
                                              const RailUnit& unit) {
   const LlDispatchParams& p = role.p;
   const LlRail& rail = role.rail;
-  const IncomingRecord record = IncomingRecord::of(role, op, unit.domain, p.shape);
-  const Share share = Share::of(record.tokens, unit.channel);
-  mark_rows(role, bits, share, rail.domain, [&](int i) { return record.ids[i]; });
-  const int source = rail.peer(unit.domain), pieces = role.pieces();
+  const IncomingRecord record = IncomingRecord::of(role, op, unit.link, p.shape);
+  const Share share = Share::of(rail, record.tokens, unit.channel);
+  mark_rows(role, bits, share, rail.link, [&](int i) { return record.ids[i]; });
+  const int source = rail.peer(unit.link), pieces = role.pieces();
   for (int u = role.warp; u < share.count * pieces; u += role.warps()) {
     const int i = role.geometry.by_pieces.divide(u), index = role.geometry.by_pieces.remainder(u, i);
     if (!bits.has(i)) continue;
@@ -110,16 +109,17 @@ __device__ __forceinline__ void forward_rows(const DispatchRail& role, const War
     const int token = share.first + i;
     const int id = role.lane < p.shape.topk ? record.ids[token * p.shape.topk + role.lane] : -1;
     const Choice choice = Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
-    uint64_t targets = destinations(p.shape.num_ranks, choice) >> role.peers.first;
-    targets &= (2ull << (role.peers.size - 1)) - 1;
-    const Offset row = rail.row_from(op.bank, unit.domain, share.first + bits.count_before(i));
+    const int first = rail.first_of(rail.link);
+    uint64_t targets = destinations(p.shape.num_ranks, choice) >> first;
+    targets &= (2ull << (rail.link_size - 1)) - 1;
+    const Offset row = rail.row_from(op.bank, unit.link, share.first + bits.count_before(i));
     PieceOf<kEncoding, kSteps> piece;
     load_wire(role.peers.local<char>(row) + lane_offset<kSteps>(index, role.lane), role.geometry.row, index, piece,
               role.lane);
     const Offset slot = p.offsets.row<kMasksRanks>(op.bank, source, token) + lane_offset<kSteps>(index, role.lane);
 #pragma unroll 1
     for (; targets != 0; targets &= targets - 1) {
-      const int target = role.peers.first + __ffsll(static_cast<long long>(targets)) - 1;
+      const int target = first + __ffsll(static_cast<long long>(targets)) - 1;
       store_wire<RemoteStore>(role.peers.at<char>(target, slot), role.geometry.row, index, piece, role.lane);
     }
   }
@@ -134,7 +134,7 @@ __device__ __forceinline__ void dispatch_rail(const LlArgs<LlDispatchParams>& ar
   WarpContext op(context, WarpContext::NotYet{});
   const DispatchRail role(args, block);
   if (!begin_rail(context, op, args, Kind::kDispatch, receives(p.phase))) return;
-  const int others = role.rail.others(), num_units = others * kRowChannels;
+  const int others = role.rail.others(), num_units = others * role.rail.row_channels;
   if (block < role.rail.send_blocks) {
     if (!sends(p.phase)) return;
     if (role.index == 0) {
@@ -154,13 +154,13 @@ __device__ __forceinline__ void dispatch_rail(const LlArgs<LlDispatchParams>& ar
   if (!receives(p.phase)) return;
   for (int number = role.index; number < others + num_units; number += role.step) {
     const RailUnit unit = RailUnit::of(role.rail, number);
-    if (!await_channel(role, op, unit.domain, 0)) return;
+    if (!await_channel(role, op, unit.link, 0)) return;
     if (unit.channel == 0) {
-      forward_routing(role, op, unit.domain);
+      forward_routing(role, op, unit.link);
       continue;
     }
-    if (!await_channel(role, op, unit.domain, unit.channel)) return;
-    if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && unit.channel == kRowChannels / 2) continue;
+    if (!await_channel(role, op, unit.link, unit.channel)) return;
+    if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && unit.channel == role.rail.row_channels / 2) continue;
     forward_rows<kEncoding, kSteps>(role, op, bits, unit);
   }
 }

@@ -1,5 +1,5 @@
-// Scalars of expert rows on their way home over several domains, in place of combine's rows: the home rank's rail peer
-// in a domain collects the domain's. The home rank's record tells whose they are.
+// Scalars of expert rows on their way home over several domains, in place of combine's rows: the rank that a home
+// rank's link leads to collects those of the ranks that it serves. The home rank's record tells whose they are.
 //
 // A row channel of all homes is the same block's on every rank, so that a block waits for blocks of its own number, and
 // for those in front.
@@ -11,8 +11,8 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// Blocks in front of the launch: the record to the rail peers, and the op headers of theirs to the ranks of this
-// domain.
+// Blocks in front of the launch: the record to the links, and the op headers of theirs to the ranks that the
+// own link serves.
 __device__ __forceinline__ void scalars_front(const LlArgs<LlCombineWeightsParams>& args, int block) {
   const LlCombineWeightsParams& p = args.params;
   EP_SHARED(OpContext, context);
@@ -25,11 +25,9 @@ __device__ __forceinline__ void scalars_front(const LlArgs<LlCombineWeightsParam
     return send_record(role, op, p.num_tokens * p.shape.topk, id, [](int) { return 0u; });
   }
   for (int number = role.index; number < role.rail.others(); number += role.step) {
-    const int domain = role.rail.other(number);
-    if (!await_channel(role, op, domain, 0)) return;
-    LsaPeers as_source = role.peers;
-    as_source.rank = role.rail.peer(domain);
-    forward_header(op, p.offsets, as_source, IncomingRecord::of(role, op, domain, p.shape));
+    const int link = role.rail.other(number);
+    if (!await_channel(role, op, link, 0)) return;
+    forward_header(op, p.offsets, role.as_peer_of(link), IncomingRecord::of(role, op, link, p.shape));
   }
 }
 
@@ -39,7 +37,7 @@ __device__ __forceinline__ void send_scalars(const RailRole& role, const WarpCon
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
   for (int home = 0; home < p.shape.num_ranks; home++) {
-    const Share share = Share::of(min(p.handle.tokens[home], p.shape.max_tokens), channel);
+    const Share share = Share::of(role.rail, min(p.handle.tokens[home], p.shape.max_tokens), channel);
     for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
       const int token = share.first + i / topk, k = i % topk;
       const int32_t row = p.handle.rows[p.offsets.slot(home, token) * map_k + (expert_rows ? k : 0)];
@@ -53,36 +51,36 @@ __device__ __forceinline__ void send_scalars(const RailRole& role, const WarpCon
   }
 }
 
-// The domain's scalars for the home rank in `domain`. False: a wait was given up.
+// The scalars of the ranks that the own link serves, for a link's home rank. False: a wait was given up.
 __device__ __forceinline__ bool send_domain_scalars(const RailRole& role, const WarpContext& op,
-                                                    const LlCombineWeightsParams& p, int domain, int channel) {
+                                                    const LlCombineWeightsParams& p, int link, int channel) {
   const LlRail& rail = role.rail;
-  if (!await_channel(role, op, domain, 0)) return false;
-  const IncomingRecord record = IncomingRecord::of(role, op, domain, p.shape);
-  const Share share = Share::of(record.tokens, channel);
-  const int topk = p.shape.topk, first_source = domain * rail.domain_size;
+  if (!await_channel(role, op, link, 0)) return false;
+  const IncomingRecord record = IncomingRecord::of(role, op, link, p.shape);
+  const Share share = Share::of(rail, record.tokens, channel);
+  const int topk = p.shape.topk, first_source = rail.first_of(link);
   const int staging = role.bank_of_staging(op.bank, Kind::kCombine);
   for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
     const int token = share.first + i / topk, k = i % topk, id = record.ids[token * topk + k];
     uint32_t bits = 0;
-    if (p.shape.valid(id) && reaches(role.peers, p.shape.owner(id))) {
-      const int owner = p.shape.owner(id), source = first_source + owner - role.peers.first;
+    if (p.shape.valid(id) && rail.link_of(p.shape.owner(id)) == rail.link) {
+      const int owner = p.shape.owner(id), source = first_source + owner % rail.link_size;
       const auto* word = role.peers.local<uint64_t>(p.offsets.weight<kMasksRanks>(op.bank, source, token, k));
       bits = await_word(op, word, Awaited::kScalars, owner);
     }
-    role.peers.local<uint32_t>(rail.row_to(staging, domain, token))[k] = bits;
+    role.peers.local<uint32_t>(rail.row_to(staging, link, token))[k] = bits;
   }
   if (__syncthreads_or(op.context.has_failed())) return false;
-  post(role, op, domain, channel, rail.row_from(op.bank, rail.domain, share.first),
-       rail.row_to(staging, domain, share.first), static_cast<uint64_t>(share.count) * rail.row_bytes);
+  post(role, op, link, channel, rail.row_from(op.bank, rail.link, share.first), rail.row_to(staging, link, share.first),
+       static_cast<uint64_t>(share.count) * rail.row_bytes);
   return true;
 }
 
-// Of the own tokens, all domains have sent theirs.
+// Of the own tokens, all links have sent theirs.
 __device__ __forceinline__ void receive_scalars(const RailRole& role, const WarpContext& op,
                                                 const LlCombineWeightsParams& p, int channel) {
   const LlRail& rail = role.rail;
-  const Share share = Share::of(p.num_tokens, channel);
+  const Share share = Share::of(rail, p.num_tokens, channel);
   const int topk = p.shape.topk;
   for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
     const int token = share.first + i / topk, k = i % topk, id = p.handle.ids[token * topk + k];
@@ -93,7 +91,7 @@ __device__ __forceinline__ void receive_scalars(const RailRole& role, const Warp
         const auto* word = role.peers.local<uint64_t>(p.offsets.weight<kMasksRanks>(op.bank, owner, token, k));
         bits = await_word(op, word, Awaited::kScalars, owner);
       } else {
-        const Offset row = rail.row_from(op.bank, rail.domain_of(owner), token);
+        const Offset row = rail.row_from(op.bank, rail.link_of(owner), token);
         bits = ptx::ld_relaxed_sys(role.peers.local<uint32_t>(row) + k);
       }
     }
@@ -114,11 +112,11 @@ __device__ __forceinline__ void scalars_home_by_rail(const LlArgs<LlCombineWeigh
     send_credits(op, p.offsets, args.peers);
   }
   testing_point(Point::kBeforeRows, op);
-  for (int channel = 1 + at.block; channel < kRailChannels; channel += at.num_blocks) {
+  for (int channel = 1 + at.block; channel < role.rail.channels(); channel += at.num_blocks) {
     send_scalars(role, op, p, channel);
   }
   bool is_ok = true;
-  for (int channel = 1 + at.block; channel < kRailChannels; channel += at.num_blocks) {
+  for (int channel = 1 + at.block; channel < role.rail.channels(); channel += at.num_blocks) {
     for (int i = 0; is_ok && i < role.rail.others(); i++) {
       is_ok = send_domain_scalars(role, op, p, role.rail.other(i), channel);
     }
@@ -126,7 +124,7 @@ __device__ __forceinline__ void scalars_home_by_rail(const LlArgs<LlCombineWeigh
   if (is_control) check_headers(op, p.offsets, args.peers);
   testing_point(Point::kBeforeReceive, op);
   // A channel without scalars for this rank is waited for as well: it must not land in a later call.
-  for (int channel = 1 + at.block; channel < kRailChannels; channel += at.num_blocks) {
+  for (int channel = 1 + at.block; channel < role.rail.channels(); channel += at.num_blocks) {
     for (int i = 0; is_ok && i < role.rail.others(); i++) {
       is_ok = await_channel(role, op, role.rail.other(i), channel);
     }

@@ -33,6 +33,7 @@ struct HtRail {
   int entry_bytes = 0;           // of a row on the network; of a dispatch its route is the end of it
   int route_at = 0;
   int topk = 1;
+  int first_signal = 0;       // behind those of low latency
   uint64_t domain_bytes = 0;  // of a domain's part of rows_out and rows_in
   uint64_t record_bytes = 0;  // the room for an op message
   Offset records_out = 0, records_in = 0, rows_out = 0, rows_in = 0, weights_out = 0, weights_in = 0;
@@ -71,8 +72,7 @@ struct HtRail {
   // it must have come to at call `epoch`. Calls of the other parity have words of their own.
   EP_HD int context(int channel) const { return static_cast<int>(kind) * kRailContexts + channel % kRailContexts; }
   EP_HD int signal(int parity, int a_domain, int channel) const {
-    const int first = kNumBanks * num_domains * kRailChannels;  // those of low latency
-    return first + (parity * num_domains + a_domain) * kHtRailChannels + channel;
+    return first_signal + (parity * num_domains + a_domain) * kHtRailChannels + channel;
   }
   EP_HD static uint64_t expected(uint64_t epoch) { return (epoch + 1) / 2; }
   static int num_signals(int num_domains) { return kNumBanks * num_domains * kHtRailChannels; }
@@ -88,6 +88,7 @@ struct HtRail {
     rail.domain = topology.domain_of(rank);
     rail.lsa_rank = topology.lsa_rank(rank);
     rail.topk = shape.topk;
+    rail.first_signal = LlRail::num_signals(topology);
     rail.route_at = row.body_bytes;
     rail.entry_bytes = row.body_bytes + route_bytes;
     rail.domain_bytes = static_cast<uint64_t>(shape.max_tokens) * rail.entry_bytes + kHtRailSlack;

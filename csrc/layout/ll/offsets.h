@@ -20,8 +20,9 @@ struct LlSizes {
   // With masks, each source has a part of a bank for itself, whatever the shapes: what a masked rank has left there
   // lies in no other rank's way.
   bool by_source = false;
-  // Over a network of GPUs: ranks of a domain; 0: the world is one domain, or the network is the host's.
-  int rail_domain_size = 0;
+  // Over a network of GPUs: ranks of a domain; 0: the world is one domain, or the network is the host's. And those that
+  // a link serves.
+  int rail_domain_size = 0, link_size = 0;
 };
 
 struct LlWindow {
@@ -55,7 +56,7 @@ struct LlWindow {
     window.heartbeats = carver.take<uint64_t>(num_ranks);
     for (int k = 0; k < kNumKinds && sizes.rail_domain_size > 0; k++) {
       const Topology topology{num_ranks, sizes.rail_domain_size};
-      window.rail[k] = RailRegions::take(carver, topology, sizes.tagged_bytes, sizes.row_bytes[k]);
+      window.rail[k] = RailRegions::take(carver, topology, sizes.link_size, sizes.tagged_bytes, sizes.row_bytes[k]);
     }
     window.bytes = align_up<uint64_t>(carver.used(), 4096);
     return window;

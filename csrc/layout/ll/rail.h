@@ -1,5 +1,5 @@
-// Low latency between domains: what crosses goes by the rail, from a rank to its rail peer, the rank of another domain
-// with the same lsa rank (docs/network_protocol.md).
+// Low latency between domains (docs/network_protocol.md). What crosses goes by links. In the rail a link leads to a
+// domain: to the rail peer there, the rank with the same lsa rank. In the mesh it leads to one rank.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,11 @@
 
 namespace ep {
 
-// A call sends each rail peer all channels of its kind once, each with one signal that grows by 1, however little there
-// is to send. Channel 0 has the record: op header, ids and weights of all tokens. Each of the others has the rows of a
+// A call sends each link all channels of its kind once, each with one signal that grows by 1, however little there is
+// to send. Channel 0 has the record: op header, ids and weights of all tokens. Each of the others has the rows of a
 // share of the tokens.
-constexpr int kRowChannels = 8;
-constexpr int kRailChannels = 1 + kRowChannels;
+constexpr int kRowChannels = 8, kMeshRowChannels = 2;
 constexpr int kRailContexts = 4;  // of the network, for each kind
-
-// Tokens of a row channel; the last ones may have fewer, or none. `tokens`: of the rank whose tokens they are.
-EP_HD int rail_share(int tokens) { return tokens > kRowChannels ? ceil_div(tokens, kRowChannels) : 1; }
 
 constexpr int kMaxRailShare = 2048;
 // Bytes of a token's scalars, which combine_weights sends in place of a row.
@@ -28,42 +24,59 @@ EP_HD int scalar_row_bytes(int topk) { return align_up(topk * 4, 16); }
 // One operation's view of the rail, of one rank.
 struct LlRail {
   Kind kind = Kind::kDispatch;
-  int num_domains = 1, domain_size = 1;
-  int domain = 0, lsa_rank = 0;  // of this rank
-  int row_bytes = 0;             // of a row on the network
+  int num_domains = 1, domain_size = 1, num_links = 1, link_size = 1;
+  int domain = 0, lsa_rank = 0, link = 0;  // of this rank; `link` is the one that others reach it by
+  int row_channels = kRowChannels;
+  int row_bytes = 0;  // of a row on the network
   // Blocks of a launch: those of the rail that send, those that forward, and the others, amid which, behind the first
   // `sums_at`, lie those that add up the domain for home ranks elsewhere (combine).
   int send_blocks = 0, forward_blocks = 0, sums_at = 0, sum_blocks = 0;
-  uint64_t record_bytes = 0, rows_bytes = 0;  // of a domain's part of a region
+  uint64_t record_bytes = 0, rows_bytes = 0;  // of a link's part of a region
   Offset record_out = 0, record_in = 0, rows_out = 0, rows_in = 0;
 
   EP_HD int front_blocks() const { return send_blocks + forward_blocks; }
   EP_HD int blocks() const { return front_blocks() + sum_blocks; }
-  EP_HD int others() const { return num_domains - 1; }
-  // The i-th of the other domains, beginning behind the own one, so that not all begin with the same.
-  EP_HD int other(int i) const { return (domain + 1 + i) % num_domains; }
-  EP_HD int peer(int a_domain) const { return a_domain * domain_size + lsa_rank; }
-  EP_HD int domain_of(int rank) const { return rank / domain_size; }
+  // ---- Links
+  EP_HD int links_of_domain() const { return domain_size / link_size; }
+  EP_HD bool has_domain_sums() const { return link_size == domain_size; }  // else a link brings one rank's partial sums
+  EP_HD int others() const { return num_links - links_of_domain(); }       // links of other domains
+  // The i-th of them, beginning behind the own domain, so that not all begin with the same.
+  EP_HD int other(int i) const {
+    const int links = links_of_domain(), turned = (i + lsa_rank % links) % others();
+    return ((domain + 1) * links + turned) % num_links;
+  }
+  EP_HD int first_of(int a_link) const { return a_link * link_size; }  // of the ranks that it serves
+  EP_HD int peer(int a_link) const { return first_of(a_link) + lsa_rank % link_size; }
+  EP_HD int link_of(int rank) const { return rank / link_size; }
+
+  // ---- Channels
+  EP_HD int channels() const { return 1 + row_channels; }
+  // Tokens of a row channel; the last ones may have fewer, or none. `tokens`: of the rank whose tokens they are.
+  EP_HD int share(int tokens) const { return tokens > row_channels ? ceil_div(tokens, row_channels) : 1; }
 
   EP_HD Offset own_record(int bank) const { return record_out + bank * record_bytes; }
-  EP_HD Offset record_from(int bank, int a_domain) const {
-    return record_in + static_cast<uint64_t>(bank * num_domains + a_domain) * record_bytes;
+  EP_HD Offset record_from(int bank, int a_link) const {
+    return record_in + static_cast<uint64_t>(bank * num_links + a_link) * record_bytes;
   }
   // Of the row of index `row`.
-  EP_HD Offset row_to(int bank, int a_domain, int row) const { return rows_out + row_at(bank, a_domain, row); }
-  EP_HD Offset row_from(int bank, int a_domain, int row) const { return rows_in + row_at(bank, a_domain, row); }
+  EP_HD Offset row_to(int bank, int a_link, int row) const { return rows_out + row_at(bank, a_link, row); }
+  EP_HD Offset row_from(int bank, int a_link, int row) const { return rows_in + row_at(bank, a_link, row); }
 
-  // Names of the network: the signal of a channel of the rail peer in `a_domain`, and what it must have come to at call
+  // Names of the network: the signal of a channel of the peer of `a_link`, and what it must have come to at call
   // `epoch`. Calls of the other parity have words of their own: a put of the next call may land first.
   EP_HD int context(int channel) const { return static_cast<int>(kind) * kRailContexts + channel % kRailContexts; }
-  EP_HD int signal(int parity, int a_domain, int channel) const {
-    return (parity * num_domains + a_domain) * kRailChannels + channel;
+  EP_HD int signal(int parity, int a_link, int channel) const {
+    return (parity * num_links + a_link) * channels() + channel;
   }
   EP_HD static uint64_t expected(uint64_t epoch) { return (epoch + 1) / 2; }
   static int num_contexts() { return kNumKinds * kRailContexts; }
-  static int num_signals(int num_domains) { return kNumBanks * num_domains * kRailChannels; }
+  // Of the rail or of the mesh, whichever needs more: the words of high throughput lie behind them.
+  static int num_signals(const Topology& topology) {
+    const int rail = topology.num_domains() * (1 + kRowChannels), mesh = topology.num_ranks * (1 + kMeshRowChannels);
+    return kNumBanks * (rail > mesh ? rail : mesh);
+  }
   // Of a context to a peer that have not landed: those of two calls at most.
-  static int max_outstanding() { return kNumBanks * ceil_div(kRailChannels, kRailContexts); }
+  static int max_outstanding() { return kNumBanks * ceil_div(1 + kRowChannels, kRailContexts); }
 
   static LlRail make(const RailRegions& regions, Kind kind, const Topology& topology, int rank, int row_bytes) {
     LlRail rail;
@@ -72,9 +85,13 @@ struct LlRail {
     rail.domain_size = topology.domain_size;
     rail.domain = topology.domain_of(rank);
     rail.lsa_rank = topology.lsa_rank(rank);
+    rail.link_size = regions.link_size;
+    rail.num_links = topology.num_ranks / rail.link_size;
+    rail.link = rail.link_of(rank);
+    if (!rail.has_domain_sums()) rail.row_channels = kMeshRowChannels;
     rail.row_bytes = row_bytes;
     rail.record_bytes = regions.record_out.count / kNumBanks;
-    rail.rows_bytes = regions.rows_out.count / (static_cast<uint64_t>(kNumBanks) * rail.num_domains);
+    rail.rows_bytes = regions.rows_out.count / (static_cast<uint64_t>(kNumBanks) * rail.num_links);
     rail.record_out = regions.record_out.offset;
     rail.record_in = regions.record_in.offset;
     rail.rows_out = regions.rows_out.offset;
@@ -83,8 +100,8 @@ struct LlRail {
   }
 
  private:
-  EP_HD uint64_t row_at(int bank, int a_domain, int row) const {
-    return static_cast<uint64_t>(bank * num_domains + a_domain) * rows_bytes + static_cast<uint64_t>(row) * row_bytes;
+  EP_HD uint64_t row_at(int bank, int a_link, int row) const {
+    return static_cast<uint64_t>(bank * num_links + a_link) * rows_bytes + static_cast<uint64_t>(row) * row_bytes;
   }
 };
 

@@ -3,33 +3,54 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
+#include "base/check.h"
 #include "layout/common/region.h"
 #include "layout/common/topology.h"
 #include "layout/common/wire.h"
 
 namespace ep {
 
-// The regions of a kind; all have two banks. One row region of a domain has room for a row of every token.
+// What a rank sends to: the domains, through its rail peers, or every rank of them. Automatically: the rail. As in
+// nccl_ep.h.
+enum class LlNetwork : int { kAuto = 0, kRail = 1, kMesh = 2 };
+inline const char* name_of(LlNetwork network) {
+  constexpr const char* kNames[] = {"auto", "rail", "mesh"};
+  return kNames[static_cast<int>(network)];
+}
+inline LlNetwork ll_network_of(const std::string& name) {
+  for (LlNetwork network : {LlNetwork::kAuto, LlNetwork::kRail, LlNetwork::kMesh}) {
+    if (name == name_of(network)) return network;
+  }
+  raise(ErrorKind::kInvalidArgument, "ll_network is '", name, "', must be auto, rail or mesh");
+}
+
+// Ranks that a link serves, those of a domain or one.
+inline int ll_link_size(LlNetwork asked, int domain_size) { return asked == LlNetwork::kMesh ? 1 : domain_size; }
+
+// The regions of a kind; all have two banks. One row region of a link has room for a row of every token.
 struct RailRegions {
-  Region<char> record_out;  // [bank]: the own record, for all rail peers
-  Region<char> record_in;   // [bank][domain]
-  Region<char> rows_out;    // [bank][domain]
-  Region<char> rows_in;     // [bank][domain]
+  int link_size = 1;
+  Region<char> record_out;  // [bank]: the own record, for all links
+  Region<char> record_in;   // [bank][link]
+  Region<char> rows_out;    // [bank][link]
+  Region<char> rows_in;     // [bank][link]
 
   // Nothing for one domain. `tagged_bytes` and `row_bytes`: of a bank, LlSizes'.
-  static RailRegions take(Carver& carver, const Topology& topology, uint64_t tagged_bytes, uint64_t row_bytes) {
+  static RailRegions take(Carver& carver, const Topology& topology, int link_size, uint64_t tagged_bytes,
+                          uint64_t row_bytes) {
     RailRegions regions;
+    regions.link_size = link_size;
     if (topology.num_domains() == 1) return regions;
-    const auto ranks = static_cast<uint64_t>(topology.num_ranks),
-               domains = static_cast<uint64_t>(topology.num_domains());
+    const auto ranks = static_cast<uint64_t>(topology.num_ranks), links = ranks / static_cast<uint64_t>(link_size);
     // A source's tagged words have 8 bytes for each choice, and some more.
     const uint64_t record = align_up<uint64_t>(ceil_div<uint64_t>(tagged_bytes, ranks) + 128, 128);
     const uint64_t rows = align_up<uint64_t>(ceil_div<uint64_t>(row_bytes, ranks), 128);
     regions.record_out = carver.take<char>(kNumBanks * record);
-    regions.record_in = carver.take<char>(kNumBanks * domains * record);
-    regions.rows_out = carver.take<char>(kNumBanks * domains * rows);
-    regions.rows_in = carver.take<char>(kNumBanks * domains * rows);
+    regions.record_in = carver.take<char>(kNumBanks * links * record);
+    regions.rows_out = carver.take<char>(kNumBanks * links * rows);
+    regions.rows_in = carver.take<char>(kNumBanks * links * rows);
     return regions;
   }
 };

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "layout/ll/rail.h"
-
 namespace ep {
 namespace {
 
@@ -18,8 +16,8 @@ int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * sha
 }  // namespace
 
 RailPlan plan_rail(const RailSizes& sizes, int num_sms) {
-  // A unit of work is a share of the tokens for, or from, a domain: more blocks than units have nothing to do.
-  const int units = sizes.others * std::clamp(sizes.num_tokens, 1, kRowChannels), most = std::max(num_sms / 4, 1);
+  // A unit of work is a share of the tokens for, or from, a link: more blocks than units have nothing to do.
+  const int units = sizes.others * std::clamp(sizes.num_tokens, 1, sizes.row_channels), most = std::max(num_sms / 4, 1);
   RailPlan plan;
   if (sizes.sends_rows) plan.send_blocks = std::min(units, most);
   plan.forward_blocks = std::min(sizes.forwards_rows ? sizes.others + units : sizes.others, most);

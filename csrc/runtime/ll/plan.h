@@ -52,7 +52,8 @@ struct RailPlan {
   EP_HD int blocks() const { return send_blocks + forward_blocks + sum_blocks; }
 };
 struct RailSizes {
-  int others = 1;                                  // domains beside the own one
+  int others = 1;                                  // links of other domains
+  int row_channels = 1;                            // of each
   int num_tokens = 0;                              // the most that a rank may have
   bool sends_rows = false, forwards_rows = false;  // of a dispatch, by the halves of it
   bool adds_up = false;                            // a combine, but for its sending half

@@ -106,7 +106,7 @@ class Round {
     config.max_num_sms = small(0, 1);
     if (config.algorithm != 1) config.arena_bytes = random_.one_in(2) ? 1 << 16 : 0;
     config.enable_mask = config.algorithm == 2 ? 0 : small(0, 1);
-    config.reserved = small(0, 0);
+    config.ll_network = small(0, 2);
     return check(ncclEpCreateGroupFromCallback(&group_, small(0, 0), 1, nullptr, nullptr, &config));
   }
 

@@ -110,8 +110,8 @@ TEST(HtRail, SignalsAreNobodyElses) {
       for (int channel = 0; channel < kHtRailChannels; channel++) {
         const int signal = rail.signal(parity, domain, channel);
         EXPECT_TRUE(seen.emplace(rail.context(channel), signal).second);
-        EXPECT_GE(signal, LlRail::num_signals(4));
-        EXPECT_LT(signal, LlRail::num_signals(4) + HtRail::num_signals(4));
+        EXPECT_GE(signal, LlRail::num_signals(world.topology));
+        EXPECT_LT(signal, LlRail::num_signals(world.topology) + HtRail::num_signals(4));
         EXPECT_LT(rail.context(channel), LlRail::num_contexts());
       }
     }

@@ -1,4 +1,4 @@
-// The rail of low latency between domains: its regions, its signals, its blocks.
+// Low latency between domains, the rail and the mesh: regions, links, signals, blocks.
 #include "layout/ll/rail.h"
 
 #include <gtest/gtest.h>
@@ -25,24 +25,32 @@ void expect_apart(const Ranges& ranges, uint64_t begin, uint64_t end) {
 }
 
 TEST(Rail, AWindowOfOneDomainHasNothingOfIt) {
-  LlSizes sizes{8192, {1 << 16, 1 << 15}, false, 0};
+  LlSizes sizes{8192, {1 << 16, 1 << 15}, false, 0, 0};
   const LlWindow before = LlWindow::make(4, sizes);
-  sizes.rail_domain_size = 4;
+  sizes.rail_domain_size = sizes.link_size = 4;
   const LlWindow one = LlWindow::make(4, sizes);
   EXPECT_EQ(one.bytes, before.bytes);
   EXPECT_EQ(one.rail[0].rows_in.count, 0u);
-  sizes.rail_domain_size = 2;
+  sizes.rail_domain_size = sizes.link_size = 2;
   const LlWindow two = LlWindow::make(4, sizes);
   EXPECT_GT(two.bytes, before.bytes);
   EXPECT_EQ(two.heartbeats.offset, before.heartbeats.offset);
+  sizes.link_size = 1;
+  EXPECT_GT(LlWindow::make(4, sizes).bytes, two.bytes);
 }
 
+struct Shaped {
+  int domains, size, link_size;
+};
+const Shaped kShapes[] = {{2, 1, 1}, {2, 2, 2}, {3, 2, 2}, {8, 8, 8}, {2, 2, 1}, {3, 2, 1}, {2, 3, 1}};
+
 TEST(Rail, EveryRowOfAnOperationHasAPlaceOfItsOwn) {
-  for (const auto& [domains, size] : std::vector<std::pair<int, int>>{{2, 1}, {2, 2}, {3, 2}, {8, 8}}) {
+  for (const auto& [domains, size, link_size] : kShapes) {
     const Topology topology{domains * size, size};
     const Shape shape = Shape::make(topology.num_ranks, topology.num_ranks * 2, 7, 13);
     const RowFormat row{640, 20, true};
-    LlSizes sizes{LlOffsets::tagged_bytes(shape), {LlOffsets::row_bytes(shape, row.stride()), 1 << 16}, false, size};
+    LlSizes sizes{
+        LlOffsets::tagged_bytes(shape), {LlOffsets::row_bytes(shape, row.stride()), 1 << 16}, false, size, link_size};
     const LlWindow window = LlWindow::make(topology.num_ranks, sizes);
     const LlRail rail =
         LlRail::make(window.rail[0], Kind::kDispatch, topology, topology.num_ranks - 1, row.wire_bytes());
@@ -53,32 +61,68 @@ TEST(Rail, EveryRowOfAnOperationHasAPlaceOfItsOwn) {
     };
     for (int bank = 0; bank < kNumBanks; bank++) {
       add(rail.own_record(bank), RailRecord::bytes(shape.max_tokens * shape.topk));
-      for (int domain = 0; domain < domains; domain++) {
-        add(rail.record_from(bank, domain), RailRecord::bytes(shape.max_tokens * shape.topk));
+      for (int link = 0; link < rail.num_links; link++) {
+        add(rail.record_from(bank, link), RailRecord::bytes(shape.max_tokens * shape.topk));
         for (int token = 0; token < shape.max_tokens; token++) {
-          add(rail.row_to(bank, domain, token), row.wire_bytes());
-          add(rail.row_from(bank, domain, token), row.wire_bytes());
+          add(rail.row_to(bank, link, token), row.wire_bytes());
+          add(rail.row_from(bank, link, token), row.wire_bytes());
         }
       }
     }
     expect_apart(ranges, window.heartbeats.offset + 8ull * topology.num_ranks, window.rail[1].record_out.offset);
-    EXPECT_EQ(topology.lsa_rank(rail.peer(0)), topology.lsa_rank(topology.num_ranks - 1));
+    EXPECT_EQ(topology.lsa_rank(rail.peer(0)) % link_size, topology.lsa_rank(topology.num_ranks - 1) % link_size);
   }
 }
 
-TEST(Rail, SignalsAreOneWordForEachKindParityDomainAndChannel) {
+TEST(Rail, LinksLeadToEveryOtherDomainOnce) {
+  for (const auto& [domains, size, link_size] : kShapes) {
+    const Topology topology{domains * size, size};
+    RailRegions regions;
+    regions.link_size = link_size;
+    for (int rank = 0; rank < topology.num_ranks; rank++) {
+      const LlRail rail = LlRail::make(regions, Kind::kDispatch, topology, rank, 16);
+      EXPECT_EQ(rail.link_of(rank), rail.link);
+      EXPECT_EQ(rail.row_channels, link_size == size ? kRowChannels : kMeshRowChannels);
+      std::set<int> served;
+      for (int i = 0; i < rail.others(); i++) {
+        const int link = rail.other(i), peer = rail.peer(link);
+        EXPECT_NE(topology.domain_of(peer), topology.domain_of(rank));
+        EXPECT_EQ(rail.link_of(peer), link);
+        // What the peer calls this rank's link leads back.
+        EXPECT_EQ(LlRail::make(regions, Kind::kDispatch, topology, peer, 16).peer(rail.link), rank);
+        for (int r = rail.first_of(link); r < rail.first_of(link) + link_size; r++) {
+          EXPECT_TRUE(served.insert(r).second);
+        }
+      }
+      EXPECT_EQ(static_cast<int>(served.size()), topology.num_ranks - size);
+    }
+  }
+}
+
+TEST(Rail, AutomaticallyTheMeshIsForMasks) {
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, 8), 8);
+  EXPECT_EQ(ll_link_size(LlNetwork::kRail, 8), 8);
+  EXPECT_EQ(ll_link_size(LlNetwork::kMesh, 8), 1);
+  for (LlNetwork each : {LlNetwork::kAuto, LlNetwork::kRail, LlNetwork::kMesh}) EXPECT_EQ(ll_link_size(each, 1), 1);
+  EXPECT_THROW(ll_network_of("star"), Error);
+}
+
+TEST(Rail, SignalsAreOneWordForEachKindParityLinkAndChannel) {
   const Topology topology{6, 2};
-  RailRegions regions;
-  std::set<std::pair<int, int>> words;
-  for (Kind kind : {Kind::kDispatch, Kind::kCombine}) {
-    const LlRail rail = LlRail::make(regions, kind, topology, 3, 16);
-    for (int parity = 0; parity < 2; parity++) {
-      for (int domain = 0; domain < 3; domain++) {
-        for (int channel = 0; channel < kRailChannels; channel++) {
-          const int context = rail.context(channel), signal = rail.signal(parity, domain, channel);
-          EXPECT_TRUE(words.emplace(context, signal).second);
-          EXPECT_LT(context, LlRail::num_contexts());
-          EXPECT_LT(signal, LlRail::num_signals(3));
+  for (int link_size : {1, 2}) {
+    RailRegions regions;
+    regions.link_size = link_size;
+    std::set<std::pair<int, int>> words;
+    for (Kind kind : {Kind::kDispatch, Kind::kCombine}) {
+      const LlRail rail = LlRail::make(regions, kind, topology, 3, 16);
+      for (int parity = 0; parity < 2; parity++) {
+        for (int link = 0; link < rail.num_links; link++) {
+          for (int channel = 0; channel < rail.channels(); channel++) {
+            const int context = rail.context(channel), signal = rail.signal(parity, link, channel);
+            EXPECT_TRUE(words.emplace(context, signal).second);
+            EXPECT_LT(context, LlRail::num_contexts());
+            EXPECT_LT(signal, LlRail::num_signals(topology));
+          }
         }
       }
     }
@@ -88,10 +132,14 @@ TEST(Rail, SignalsAreOneWordForEachKindParityDomainAndChannel) {
 }
 
 TEST(Rail, SharesHoldEveryTokenOnce) {
-  for (int tokens = 0; tokens <= 300; tokens++) {
-    const int share = rail_share(tokens);
-    EXPECT_GE(share * kRowChannels, tokens);
-    EXPECT_TRUE(tokens == 0 || (tokens - 1) / share < kRowChannels) << tokens;
+  for (int channels : {kRowChannels, kMeshRowChannels}) {
+    LlRail rail;
+    rail.row_channels = channels;
+    for (int tokens = 0; tokens <= 300; tokens++) {
+      const int share = rail.share(tokens);
+      EXPECT_GE(share * channels, tokens);
+      EXPECT_TRUE(tokens == 0 || (tokens - 1) / share < channels) << tokens;
+    }
   }
 }
 
@@ -99,13 +147,13 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
   for (int num_sms = 1; num_sms <= 160; num_sms++) {
     for (int others : {1, 3, 7, 63}) {
       for (int tokens : {1, 5, 128, 4096}) {
-        const RailPlan plan = plan_rail({others, tokens, true, true, true}, num_sms);
+        const RailPlan plan = plan_rail({others, kRowChannels, tokens, true, true, true}, num_sms);
         EXPECT_GE(plan.send_blocks, 1);
         EXPECT_GE(plan.forward_blocks, 1);
         EXPECT_GE(plan.sum_blocks, 1);
         EXPECT_LE(plan.blocks(), std::max(3 * num_sms / 4, 3));
         EXPECT_LE(plan.send_blocks, others * kRowChannels);
-        EXPECT_EQ(plan_rail({others, tokens, false, false, false}, num_sms).sum_blocks, 0);
+        EXPECT_EQ(plan_rail({others, kRowChannels, tokens, false, false, false}, num_sms).sum_blocks, 0);
         const LlPlan rest = plan_combine({tokens, 7168, false, true}, std::max(num_sms - plan.blocks(), 2));
         EXPECT_LE(rest.sender_blocks, rest.receiver_block0);
         EXPECT_LT(rest.receiver_block0, rest.blocks);

@@ -99,7 +99,7 @@ bool Nics::take(int rank) {
     const NicDescriptor& what = item.what;
     const Topology& topology = config_.topology;
     if (what.peer < 0 || what.peer >= num_ranks_ || topology.is_lsa(rank, what.peer)) die("no such peer", rank);
-    if (topology.lsa_rank(rank) != topology.lsa_rank(what.peer)) die("a put that leaves the rail", rank);
+    if ((rank - what.peer) % config_.link_size != 0) die("a put that leaves the rail", rank);
     if (what.target % 16 != 0 || what.source % 16 != 0 || what.bytes % 16 != 0) die("a put is not aligned", rank);
     if (what.target + what.bytes > config_.window_bytes || what.source + what.bytes > config_.window_bytes) {
       die("a put leaves the window", rank);

@@ -1,0 +1,142 @@
+"""The mesh of low latency between domains of emulated GPUs (``ll_network="mesh"``), over a simulated network: run by
+tests/support/emulated.py. With domains of one GPU it is the rail, which test_emulated_network.py is about.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.network.test_emulated_network import (
+    LIMIT,
+    PERCENT,
+    PHASES,
+    cases_of,
+    check_the_dead_are_named,
+    name_of,
+    search,
+)
+from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
+from tests.support.gpu_delays import COMBINE, DISPATCH, delays
+from tests.support.gpu_ranks import wide_case
+from tests.support.harness import case_buffer, check_case
+
+pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
+
+NUM_CASES = int(os.environ.get("NCCL_EP_EMULATOR_CASES", "12"))
+TOPOLOGIES = ((2, 2), (4, 1), (2, 3))  # domains, ranks of each
+MESH: dict[str, Any] = {"ll_network": "mesh"}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
+def test_generated_cases(topology: tuple[int, int]) -> None:
+    """Every result to the bit, and every byte that crosses: a row for each rank that has an expert of the token."""
+    for number, case in enumerate(cases_of(topology, NUM_CASES, first=2000)):
+        check_case(case, staged=number % 3 == 1, network_seed=number % 4 * 31, num_sms=(0, 1, 3)[number % 3], **MESH)
+
+
+def test_wide_cases() -> None:
+    """More tokens than channels, rows of several pieces."""
+    for number, (layout, quant) in enumerate((("packed", None), ("flat", "fp8"), ("expert_major", "fp8_ue8m0"))):
+        case = wide_case(4, layout=layout, quant=quant, domain_size=2, tokens=(96, 41, 0, 9))
+        check_case(case, staged=number == 1, network_seed=7 + number, **MESH)
+
+
+@pytest.mark.parametrize("wire", ["fp8", "logfmt", torch.float32])
+def test_sums_in_fewer_bytes(wire: Any) -> None:
+    """A rank's sum is rounded once before it crosses, and the sum of its domain at home."""
+    how: dict[str, Any] = {"hidden": 640 + 16, "wire_dtype": wire, "domain_size": 2}
+    for number, way in enumerate(({"layout": "flat"}, {"layout": "packed", "combine_weights": "masked"})):
+        check_case(plain_case(4, **how, **way), staged=number == 1, network_seed=11 + number, **MESH)
+
+
+def test_one_buffer_for_many_cases() -> None:
+    """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
+    cases = [Expected(case) for case in cases_of((2, 2), 5, first=700)]
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases, domain_size=2, network_seed=5, **MESH) as buffer:
+            for number, case in enumerate([*cases, *reversed(cases)]):
+                case.run(buffer, staged=number % 3 == 1)
+
+    run_ranks(4, body, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
+def test_chains(seed: int) -> None:
+    def body(group: ThreadGroup) -> int:
+        wrong = 0
+        with chain_buffer(group, "cpu", domain_size=2, network_seed=9, **MESH) as buffer:
+            hows: list[How] = [How()] * len(CHAINS) + ([] if seed else list(HOWS))
+            for number, how in enumerate(hows):
+                chain = Chain(CHAINS[number % len(CHAINS)], buffer, seed=1, how=how)
+                chain.run()
+                chain.renew()
+                wrong += chain.finish()
+        return wrong
+
+    with delays(seed=seed, percent=PERCENT):
+        assert run_ranks(4, body, timeout=LIMIT) == [0] * 4
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_dead_rank_is_named(phase: str) -> None:
+    """One rank of a node: its neighbour and the ranks of the other node name it."""
+    check_the_dead_are_named(phase, {3}, **MESH)
+
+
+def test_more_tokens_than_its_channels_hold() -> None:
+    def body(group: ThreadGroup) -> None:
+        case = plain_case(4, tokens=(1,) * 4, max_tokens=4097, hidden=16, domain_size=2)
+        text = r"max_tokens is 4097, low latency over several NVLink domains serves 4096 in the mesh: .* \(ll_network\)"
+        with case_buffer(case, group, device="cpu", **MESH) as buffer, pytest.raises(ValueError, match=text):
+            Expected(case).send(buffer, mode="ll")
+
+    run_ranks(4, body)
+
+
+def test_the_windows_of_rail_and_mesh() -> None:
+    """The mesh has room for a row of every token to each rank, where the rail has it for each domain."""
+
+    def body(group: ThreadGroup) -> list[int]:
+        sizes = []
+        for ll_network in ("auto", "rail", "mesh"):
+            with case_buffer(plain_case(4), group, domain_size=2, device="cpu", ll_network=ll_network) as buffer:
+                sizes.append(buffer.stats()["window_bytes"])
+        return sizes
+
+    for automatic, rail, mesh in run_ranks(4, body):
+        assert automatic == rail < mesh
+
+
+# ---- Planted bugs
+
+BUGS = {
+    "signal_before_data": DISPATCH,
+    "one_parity": COMBINE,
+    "one_staging_bank": DISPATCH,
+    "skipped_wait": DISPATCH | COMBINE,
+    "early_source": COMBINE,
+    "skipped_chunk": DISPATCH | COMBINE,
+}
+TWO_NODES: dict[str, Any] = {"ranks": 4, "domain_size": 2, **MESH}
+
+
+@pytest.mark.parametrize(
+    ("bug", "kind"), [(bug, kind) for bug, kinds in BUGS.items() for kind in (DISPATCH, COMBINE) if kinds & kind]
+)
+def test_planted_bugs(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
+    found = search([bug], kind, seed=11, **TWO_NODES)
+    print(f"{bug}: {found}")
+    assert found, f"{bug}: not noticed"
+
+
+def test_the_search_without_a_bug() -> None:
+    assert not search([], DISPATCH | COMBINE, seed=11, **TWO_NODES)
