@@ -3,6 +3,9 @@
 set(emulator ${PROJECT_SOURCE_DIR}/tests/gpu_emulator)
 file(GLOB_RECURSE emulator_sources CONFIGURE_DEPENDS ${emulator}/*.cc csrc/cuda/*.cc csrc/cuda/*.cu)
 list(FILTER emulator_sources EXCLUDE REGEX "/gin/")  # NCCL's own network
+if(NOT NCCL_EP_GPU_TESTING)
+  list(FILTER emulator_sources EXCLUDE REGEX "/host/one_gpu/[a-z_]+\\.cu$")
+endif()
 set_source_files_properties(${emulator_sources} PROPERTIES LANGUAGE CXX)
 ep_add_library(ep_cuda STATIC ${emulator_sources})
 target_include_directories(ep_cuda BEFORE PRIVATE ${emulator}/include)

@@ -188,7 +188,7 @@ def check_case(
     check_results(case, inputs, results, got, case.describe())
     if device == "cpu" and not _C.EMULATES_GPU:
         check_wire(case, inputs, results, got, staged=staged and not options.get("async_finish"))
-    if _C.EMULATES_GPU and case.domain_size not in (None, case.num_ranks):
+    if (_C.EMULATES_GPU or device != "cpu") and case.domain_size not in (None, case.num_ranks):
         check_network(case, inputs, got, is_mesh=ll_network == "mesh")
     return results
 

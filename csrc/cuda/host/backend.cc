@@ -252,7 +252,7 @@ class CudaBackend : public Backend {
   template <class Params>
   LlRail rail_of(const Params& params, const LlPlan& plan) const {
     LlRail rail = rail_of(params);
-    const RailPlan blocks = rail_plan(params, rail, num_blocks(params, memory_->num_sms));
+    const RailPlan blocks = rail_plan(params, rail, num_blocks(params, own_sms()));
     rail.send_blocks = blocks.send_blocks;
     rail.forward_blocks = blocks.forward_blocks;
     rail.sum_blocks = blocks.sum_blocks;
@@ -262,19 +262,19 @@ class CudaBackend : public Backend {
 
   template <class Params>
   Launch<Params> launch_for(const Params& params) const {
-    if (memory_->world == nullptr) {
-      const int blocks = num_blocks(params, memory_->num_sms);
-      if constexpr (kIsLl<Params>) {
-        if (memory_->network) {
-          return launch_of(params, params.num_tokens,
-                           std::max(blocks - rail_plan(params, rail_of(params), blocks).blocks(), 2));
-        }
+    const int blocks = num_blocks(params, own_sms());
+    const int tokens = memory_->world ? params.shape.max_tokens : params.num_tokens;  // of all ranks: they share a plan
+    if constexpr (kIsLl<Params>) {
+      if (memory_->network) {
+        return launch_of(params, tokens, std::max(blocks - rail_plan(params, rail_of(params), blocks).blocks(), 2));
       }
-      return launch_of(params, params.num_tokens, blocks);
     }
-    // One launch holds the blocks of all ranks: they share the SMs, and a plan.
-    const int blocks = memory_->num_sms / params.shape.num_ranks;
-    return launch_of(params, params.shape.max_tokens, num_blocks(params, blocks));
+    return launch_of(params, tokens, blocks);
+  }
+  // In a world on one GPU a launch holds the blocks of all ranks, and maybe that of the NIC.
+  int own_sms() const {
+    if (memory_->world == nullptr) return memory_->num_sms;
+    return (memory_->num_sms - (memory_->network ? 1 : 0)) / num_ranks_;
   }
 
   template <class Params>
@@ -282,12 +282,8 @@ class CudaBackend : public Backend {
     KernelArgs<Params> args = args_of(params);
     args.plan = how.plan;
     args.geometry = how.geometry;
-    if (memory_->world) {
-      memory_->world->run(memory_->peers.rank, args, stream);
-    } else {
-      args.plan.pdl = overlaps_before(args.plan);
-      launch_over(params, args, stream);
-    }
+    args.plan.pdl = memory_->world == nullptr && overlaps_before(args.plan);
+    launch_over(params, args, stream);
     constexpr bool is_dispatch =
         std::is_same_v<Params, LlDispatchParams> || std::is_base_of_v<HtDispatchParams, Params>;
     last_blocks_[static_cast<int>(is_dispatch ? Kind::kDispatch : Kind::kCombine)] = args.plan.blocks;
@@ -295,7 +291,9 @@ class CudaBackend : public Backend {
 
   template <class Params>
   void launch_over(const Params& params, const KernelArgs<Params>& args, void* stream) {
-    if (memory_->network == nullptr) return launch(args, stream);
+    if (memory_->network == nullptr) {
+      return memory_->world ? memory_->world->run(memory_->peers.rank, args, stream) : launch(args, stream);
+    }
     if constexpr (kIsLl<Params>) {
       memory_->network->launch(args, rail_of(params, args.plan), stream);
     } else if constexpr (kIsHt<Params>) {
@@ -456,9 +454,9 @@ void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& 
   memory.peers.first = static_cast<uint8_t>(topology.domain_of(bootstrap.rank()) * topology.domain_size);
   memory.peers.size = static_cast<uint8_t>(topology.domain_size);
   memory.peers.link_size = static_cast<uint8_t>(window.rail[0].link_size);
-  memory.network = make_network_path(
-      bootstrap, {topology, shape, window.rail[0].link_size, memory.peers.local<char>(0), window.bytes,
-                  memory.peers.stride, config.timeout_seconds, memory.nccl_window.get(), config.network_seed});
+  memory.network = make_network_path(bootstrap, {topology, shape, window.rail[0].link_size, memory.peers.local<char>(0),
+                                                 window.bytes, memory.peers.stride, config.timeout_seconds,
+                                                 memory.nccl_window.get(), memory.world, config.network_seed});
 }
 
 }  // namespace
@@ -483,8 +481,6 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->own_window), window.bytes));
     memory->peers = {memory->own_window, window.bytes, 0};
   } else if (is_on_one_gpu) {
-    EP_CHECK(topology.num_domains() == 1, "all ranks are on one GPU, which is one domain, not ",
-             topology.num_domains());
     memory->world = OneGpuWorld::join(bootstrap, window.bytes, config.timeout_seconds);
     memory->peers = memory->world->peers(bootstrap.rank());
   } else {

@@ -16,6 +16,7 @@ namespace ep {
 
 class NcclComm;
 class NcclWindow;
+class OneGpuWorld;
 
 class NetworkPath {
  public:
@@ -45,8 +46,9 @@ struct NetworkConfig {
   uint64_t window_bytes = 0;
   uint64_t window_stride = 0;  // of a network that reaches the windows of all ranks by addresses, from one to the next
   double timeout_seconds = 0;
-  NcclWindow* nccl_window = nullptr;  // of GPUs in processes
-  uint64_t seed = 0;                  // of a simulated network; 0: what is sent lands at once and in order
+  NcclWindow* nccl_window = nullptr;   // of GPUs in processes
+  std::shared_ptr<OneGpuWorld> world;  // of ranks that claim domains on one GPU
+  uint64_t seed = 0;                   // of a simulated network; 0: what is sent lands at once and in order
 };
 
 // Collective, before a window is made on the communicator. Throws kSystem on all ranks where there is no network for

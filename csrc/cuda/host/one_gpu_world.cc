@@ -13,11 +13,12 @@ namespace {
 
 constexpr uint64_t kWindowAlignment = 2u << 20;  // a GPU page, as NCCL's windows have
 constexpr size_t kNumSlots = 4;                  // launches that may be in flight before a call waits
+constexpr size_t kMaxNetworkBytes = 512;         // of arguments besides, of kernels that cross domains
 constexpr size_t kMaxArgBytes =
-    std::max({sizeof(KernelArgs<LlDispatchParams>), sizeof(KernelArgs<LlCombineParams>),
-              sizeof(KernelArgs<LlCombineWeightsParams>), sizeof(KernelArgs<LlFloorFlagsParams>),
-              sizeof(KernelArgs<LlFloorPushParams>), sizeof(KernelArgs<HtRouteParams>),
-              sizeof(KernelArgs<HtDispatchParams>), sizeof(KernelArgs<HtCombineParams>)});
+    kMaxNetworkBytes + std::max({sizeof(KernelArgs<LlDispatchParams>), sizeof(KernelArgs<LlCombineParams>),
+                                 sizeof(KernelArgs<LlCombineWeightsParams>), sizeof(KernelArgs<LlFloorFlagsParams>),
+                                 sizeof(KernelArgs<LlFloorPushParams>), sizeof(KernelArgs<HtRouteParams>),
+                                 sizeof(KernelArgs<HtDispatchParams>), sizeof(KernelArgs<HtCombineParams>)});
 
 const char* call_name(const LlDispatchParams&) { return "dispatch"; }
 const char* call_name(const LlCombineParams&) { return "combine"; }
@@ -89,7 +90,7 @@ OneGpuWorld::Slot& OneGpuWorld::free_slot() {
 template <class Params>
 void OneGpuWorld::run(int rank, const KernelArgs<Params>& args, void* stream) {
   static_assert(std::is_trivially_copyable_v<KernelArgs<Params>>);
-  meet(rank, {call_name(args.params), launch_typed<Params>, sizeof args, stream}, &args);
+  run(rank, {call_name(args.params), launch_typed<Params>, sizeof args, stream}, &args);
 }
 
 template void OneGpuWorld::run(int, const KernelArgs<LlDispatchParams>&, void*);
@@ -101,7 +102,8 @@ template void OneGpuWorld::run(int, const KernelArgs<HtCombineParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlFloorFlagsParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<LlFloorPushParams>&, void*);
 
-void OneGpuWorld::meet(int rank, const Call& op, const void* args) {
+void OneGpuWorld::run(int rank, const Call& op, const void* args) {
+  EP_CHECK(op.bytes <= kMaxArgBytes, op.name, " has ", op.bytes, " bytes of arguments, of ", kMaxArgBytes);
   std::unique_lock lock(mutex_);
   if (broken_) raise(broken_->kind, broken_->text);
   check_call(rank, op);

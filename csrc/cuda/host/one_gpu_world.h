@@ -30,8 +30,17 @@ class OneGpuWorld {
 
   LsaPeers peers(int rank) const { return {windows_, stride_, rank}; }
 
+  // Launches the kernel of all ranks: `args` is a device array of theirs, `host_args` its host copy.
+  using Launch = void (*)(const void* host_args, const void* args, int num_ranks, void* stream);
+  struct Call {
+    const char* name = nullptr;
+    Launch launch = nullptr;
+    size_t bytes = 0;  // of a rank's arguments
+    void* stream = nullptr;
+  };
   // Returns when all ranks have called with the same kind of operation and the same stream, and it was launched. What
   // goes wrong is thrown on every rank.
+  void run(int rank, const Call& call, const void* args);
   template <class Params>
   void run(int rank, const KernelArgs<Params>& args, void* stream);
 
@@ -40,13 +49,6 @@ class OneGpuWorld {
   void abort(int rank);
 
  private:
-  using Launch = void (*)(const void* host_args, const void* args, int num_ranks, void* stream);
-  struct Call {
-    const char* name = nullptr;
-    Launch launch = nullptr;
-    size_t bytes = 0;  // of a rank's arguments
-    void* stream = nullptr;
-  };
   // Thrown anew by every rank.
   struct Problem {
     ErrorKind kind;
@@ -61,7 +63,6 @@ class OneGpuWorld {
   };
 
   OneGpuWorld(int num_ranks, uint64_t window_bytes, double timeout_seconds);
-  void meet(int rank, const Call& op, const void* args);
   void check_call(int rank, const Call& op);
   void launch_all();
   Slot make_slot();

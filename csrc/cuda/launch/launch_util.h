@@ -46,8 +46,8 @@ void load_kernel(Kernel kernel, int shared_bytes) {
 struct LargestLaunch {
   int blocks = 0, threads = 0, bytes = 0;  // blocks: of a rank
 
-  template <class Params>
-  static LargestLaunch of(const KernelArgs<Params>* host_args, int num_ranks) {
+  template <class Args>
+  static LargestLaunch of(const Args* host_args, int num_ranks) {
     LargestLaunch largest;
     for (int r = 0; r < num_ranks; r++) {
       largest.blocks = std::max(largest.blocks, host_args[r].plan.blocks);

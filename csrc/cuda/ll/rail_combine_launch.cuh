@@ -18,10 +18,8 @@ namespace ll {
 namespace {
 
 template <DType kIn, DType kWire, DType kOut, bool kHome>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    combine_by_rail(const __grid_constant__ LlArgs<LlCombineParams> args) {
+__device__ __forceinline__ void combine_block(const LlArgs<LlCombineParams>& args, int own) {
   const LlRail& rail = args.rail;
-  const int own = BlockPosition::own().block;
   if (own < rail.front_blocks()) return combine_front<kHome>(args, own);
   int block = own - rail.front_blocks();
   if (block >= rail.sums_at) {
@@ -31,16 +29,26 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   ep::combine<kIn, kWire, kOut, kHome>(args, {block, args.plan.blocks});
 }
 
+template <DType kIn, DType kWire, DType kOut, bool kHome>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    combine_by_rail(const __grid_constant__ LlArgs<LlCombineParams> args) {
+  combine_block<kIn, kWire, kOut, kHome>(args, BlockPosition::own().block);
+}
+
 }  // namespace
 }  // namespace ll
 
 namespace {
 
-__global__ void __launch_bounds__(kScalarThreads)
-    rail_scalars_home(const __grid_constant__ LlArgs<LlCombineWeightsParams> args) {
-  const int block = BlockPosition::own().block, front = args.rail.front_blocks();
+__device__ __forceinline__ void scalars_block(const LlArgs<LlCombineWeightsParams>& args, int block) {
+  const int front = args.rail.front_blocks();
   if (block < front) return scalars_front(args, block);
   scalars_home_by_rail(args, {block - front, args.plan.blocks});
+}
+
+__global__ void __launch_bounds__(kScalarThreads)
+    rail_scalars_home(const __grid_constant__ LlArgs<LlCombineWeightsParams> args) {
+  scalars_block(args, BlockPosition::own().block);
 }
 
 template <class Body>

@@ -11,12 +11,17 @@ namespace ll {  // as in dispatch_launch.cuh
 namespace {
 
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
+__device__ __forceinline__ void dispatch_block(const LlArgs<LlDispatchParams>& args, int block, char* shared) {
+  const int front = args.rail.front_blocks();
+  if (block < front) return dispatch_rail<kEncoding, kType, kSteps>(args, block);
+  ep::dispatch<kEncoding, kType, kSteps, kLayout>(args, {block - front, args.plan.blocks}, shared);
+}
+
+template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
     dispatch_by_rail(const __grid_constant__ LlArgs<LlDispatchParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
-  const int block = BlockPosition::own().block, front = args.rail.front_blocks();
-  if (block < front) return dispatch_rail<kEncoding, kType, kSteps>(args, block);
-  ep::dispatch<kEncoding, kType, kSteps, kLayout>(args, {block - front, args.plan.blocks}, shared);
+  dispatch_block<kEncoding, kType, kSteps, kLayout>(args, BlockPosition::own().block, shared);
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ class SimulatedNetwork {
  private:
   __device__ void post(const NicDescriptor& descriptor) const {
     NicQueue& queue = *args_.queue;
-    const uint64_t number = atomicAdd(&queue.num_posted, uint64_t{1});
+    const uint64_t number = atomicAdd(reinterpret_cast<unsigned long long*>(&queue.num_posted), 1ull);
     NicDescriptor& place = queue.descriptors[number % NicQueue::kDepth];
     // Pairs with the NIC, which has copied the descriptor that lay here.
     if (ptx::ld_acquire_sys(&place.is_posted) != 0) {

@@ -1,6 +1,7 @@
 // The simulated network as the host sees it.
 #include "simulated_path.h"
 
+#include "cuda/host/one_gpu/path.h"
 #include "nic.h"
 #include "transport/collective_step.h"
 
@@ -41,6 +42,7 @@ class SimulatedPath : public NetworkPath {
 void require_network(Bootstrap&, NcclComm&) {}
 
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
+  if (config.world != nullptr) return make_one_gpu_path(bootstrap, config);
   load_simulated_dispatch();
   load_simulated_combine();
   load_simulated_ht_dispatch();

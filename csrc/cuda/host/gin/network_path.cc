@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "cuda/host/one_gpu/path.h"
 #include "transport/nccl/gin/comm.h"
 #include "transport/nccl/window.h"
 
@@ -53,7 +54,7 @@ class GinPath : public NetworkPath {
 void require_network(Bootstrap& bootstrap, NcclComm& comm) { require_gin(bootstrap, comm); }
 
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
-  EP_CHECK(config.nccl_window != nullptr, "a world on one GPU is one domain, not ", config.topology.num_domains());
+  if (config.world != nullptr) return make_one_gpu_path(bootstrap, config);
   return std::make_unique<GinPath>(bootstrap, config);
 }
 
