@@ -47,6 +47,14 @@ def test_cases_in_turn(
 
 
 @pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
+@pytest.mark.parametrize(("seconds", "runs"), [(600.0, 12), (0.0, 4)])
+def test_cases_of_high_throughput(seconds: float, runs: int) -> None:
+    """Forth and back, or as many as the time allows, the same number on all ranks."""
+    for found in run_ranks(2, lambda group: gin_ranks.ht_cases(_world(group, 1), 1, 500, seconds)):
+        assert found["cases"] == 6 and found["runs"] == runs <= found["dispatches"]
+
+
+@pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
 def test_a_wait_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The log says which run, and the error what was waited for, before a test's time is up."""
     monkeypatch.setattr(gin_ranks, "of_living_ranks", lambda seconds: 3.0)

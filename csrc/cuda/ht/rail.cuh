@@ -20,7 +20,8 @@ __device__ __forceinline__ void clear_next_rail_counters(const OpContext& op) {
 }
 
 // One thread waits for a channel of the rail peer in `domain`. False: the wait was given up. Here and in post() the
-// network's code stands once: it takes many registers.
+// network's code stands once: it takes many registers. Both wait, so lanes that have called one of them meet at a
+// __syncwarp() before the warp does anything together: nvcc takes a warp for converged behind such a call.
 static __device__ __noinline__ bool await_channel(const OpContext& op, const HtRailPart part, int domain, int channel) {
   if (has_bug(Bug::kSkippedWait, op.kind) && channel == kFirstChunkChannel + 1) return true;
   const HtRail& rail = part.rail;
@@ -42,13 +43,14 @@ __device__ __forceinline__ bool warp_awaits_channel(const OpContext& op, const H
                                                     int channel) {
   bool ok = true;
   if (lane_id() == 0) ok = await_channel(op, part, domain, channel);
+  __syncwarp();
   ok = __all_sync(~0u, ok) != 0;
   __syncwarp();
   return ok;
 }
 
 // One thread sends what it and others have stored at `source`, which it has seen by a barrier or an acquire; a signal
-// alone if that is nothing.
+// alone if that is nothing. It waits where the network's queue is full.
 static __device__ __noinline__ void post(const OpContext& op, const HtRailPart part, int domain, int channel,
                                          Offset target, Offset source, uint64_t bytes) {
   const HtRail& rail = part.rail;
@@ -68,6 +70,7 @@ __device__ __forceinline__ void post_nothing(const OpContext& op, const HtRailPa
   for (int i = thread; i < others * num_channels; i += threads) {
     post(op, part, part.rail.other(i % others), first_channel + i / others, 0, 0, 0);
   }
+  __syncwarp();
 }
 
 // A warp waits for these channels of all rail peers, so that nothing of a call is under way when it ends.
@@ -79,6 +82,7 @@ __device__ __forceinline__ bool await_channels(const OpContext& op, const HtRail
   for (int i = lane_id(); i < others * num_channels; i += 32) {
     ok = ok && await_channel(op, part, part.rail.other(i % others), first_channel + i / others);
   }
+  __syncwarp();
   ok = __all_sync(~0u, ok) != 0;
   __syncwarp();
   return ok;
@@ -106,11 +110,13 @@ __device__ __forceinline__ void exchange_messages(const OpContext& op, const HtO
       post(op, part, rail.other(i), kRecordChannel, rail.record_from(op.bank, rail.domain), own, bytes);
     }
   }
+  __syncwarp();
 #pragma unroll 1
   for (int i = 0; i < rail.others(); i++) {
     const int domain = rail.other(i), source = rail.peer(domain);
     bool ok = true;
     if (threadIdx.x == 0) ok = await_channel(op, part, domain, kRecordChannel);
+    __syncwarp();
     if (__syncthreads_or(!ok)) return;  // the waits for the message are given up, too
     __threadfence_system();
     const auto* theirs = peers.local<uint32_t>(rail.record_from(op.bank, domain));

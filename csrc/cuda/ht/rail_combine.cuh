@@ -97,6 +97,7 @@ __device__ __forceinline__ void begin_crossing(const HtCombineRole& role) {
     if (DomainRows::of(role, domain).rows_of(chunk) > 0) continue;
     post(role.op, role.part, domain, kFirstChunkChannel + chunk, 0, 0, 0);
   }
+  __syncwarp();
   if (role.p.weighting != Weighting::kHome || !role.p.has_rows()) {
     return post_nothing(role.op, role.part, kWeightsChannel, 1, role.thread(), role.threads());
   }
@@ -106,6 +107,7 @@ __device__ __forceinline__ void begin_crossing(const HtCombineRole& role) {
     const int domain = rail.other(i);
     bool ok = true;
     if (role.thread() == 0) ok = await_channel(role.op, role.part, domain, kWeightsChannel);
+    __syncwarp();
     if (__syncthreads_or(!ok)) return;
     forward_weights(role, domain);
   }
@@ -244,7 +246,11 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
   __device__ __forceinline__ void finish(unsigned unit) const {
     const int counter = counters.get(unit);
     __syncwarp();
-    if (role.lane != 0) return;
+    if (role.lane == 0) count(counter);
+    __syncwarp();
+  }
+  // One lane.
+  __device__ __forceinline__ void count(int counter) const {
     __threadfence();
     const uint32_t before = atomicAdd(&rail_counters_of(role.op).done[counter], 1u);
     const int of_domain = counter / kHtRailChunks, chunk = counter % kHtRailChunks;

@@ -137,6 +137,7 @@ __device__ __forceinline__ void send_rest(const SendRole& role) {
         static_cast<int>(ptx::ld_relaxed_gpu(&rail_counters_of(role.op).done[domain * kHtRailChunks + chunk]));
     if (rows < share) send_chunk(role, domain, chunk, rows);
   }
+  __syncwarp();
 }
 
 template <bool kQuant>

@@ -257,6 +257,7 @@ struct AnnouncementsOf {
       if (counter[q] >= 0) Counts::count(role, counter[q]);
       counter[q] = -1;
     }
+    if constexpr (kCrossesDomains) __syncwarp();  // some lanes may have called post()
     size = 0;
   }
 };
