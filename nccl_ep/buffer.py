@@ -82,7 +82,7 @@ class Buffer(DeepEpNames):
         ll_network: how low latency crosses between domains of GPUs: "rail" sends a row to a domain once, to a rank that
             hands it out there; "mesh" sends it to each rank itself. "auto" is the rail. Bits are the same; CPU ranks
             take no notice of it. The same on all ranks.
-        network_seed: for tests, of CPU ranks and of domains on one GPU: delays and reorders what crosses between domains.
+        network_seed: for tests: delays and reorders what crosses between domains, of CPU ranks and on one GPU.
         name: by which ops find the buffer; unique in the process, made up by default.
 
     Raises:
