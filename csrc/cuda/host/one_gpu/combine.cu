@@ -11,7 +11,7 @@ namespace {
 
 template <DType kIn, DType kWire, DType kOut, bool kHome>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    combine_on_one_gpu(const LlArgs<LlCombineParams>* all, int num_ranks, int blocks) {
+    combine_by_rail_world(const LlArgs<LlCombineParams>* all, int num_ranks, int blocks) {
   run_in_one_gpu(all, num_ranks, blocks, [&](const LlArgs<LlCombineParams>& args, int block) {
     combine_block<kIn, kWire, kOut, kHome>(args, block);
   });
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 namespace {
 
 __global__ void __launch_bounds__(kScalarThreads)
-    scalars_on_one_gpu(const LlArgs<LlCombineWeightsParams>* all, int num_ranks, int blocks) {
+    rail_scalars_world(const LlArgs<LlCombineWeightsParams>* all, int num_ranks, int blocks) {
   run_in_one_gpu(all, num_ranks, blocks,
                  [&](const LlArgs<LlCombineWeightsParams>& args, int block) { scalars_block(args, block); });
 }
@@ -37,11 +37,11 @@ void launch_all(const void* host_args, const void* args, int num_ranks, void* st
                   static_cast<const LlArgs<Params>*>(args), num_ranks, blocks);
   };
   if constexpr (std::is_same_v<Params, LlCombineWeightsParams>) {
-    start(&scalars_on_one_gpu);
+    start(&rail_scalars_world);
   } else {
     with_instance(first.params, [&](auto types, auto home) {
       using T = decltype(types);
-      start(&ll::combine_on_one_gpu<T::in, T::wire, T::out, home()>);
+      start(&ll::combine_by_rail_world<T::in, T::wire, T::out, home()>);
     });
   }
 }
@@ -51,10 +51,10 @@ void launch_all(const void* host_args, const void* args, int num_ranks, void* st
 void load_one_gpu_combine() {
   for_all_types([](auto types) {
     using T = decltype(types);
-    load_kernel(&ll::combine_on_one_gpu<T::in, T::wire, T::out, false>, 0);
-    load_kernel(&ll::combine_on_one_gpu<T::in, T::wire, T::out, true>, 0);
+    load_kernel(&ll::combine_by_rail_world<T::in, T::wire, T::out, false>, 0);
+    load_kernel(&ll::combine_by_rail_world<T::in, T::wire, T::out, true>, 0);
   });
-  load_kernel(&scalars_on_one_gpu, 0);
+  load_kernel(&rail_scalars_world, 0);
 }
 
 void run_on_one_gpu(OneGpuWorld& world, const KernelArgs<LlCombineParams>& args, const LlRail& rail,

@@ -11,7 +11,7 @@ namespace {
 
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __global__ void __launch_bounds__(max_threads(kSteps), 1)
-    dispatch_on_one_gpu(const LlArgs<LlDispatchParams>* all, int num_ranks, int blocks) {
+    dispatch_by_rail_world(const LlArgs<LlDispatchParams>* all, int num_ranks, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   run_in_one_gpu(all, num_ranks, blocks, [&](const LlArgs<LlDispatchParams>& args, int block) {
     dispatch_block<kEncoding, kType, kSteps, kLayout>(args, block, shared);
@@ -28,7 +28,7 @@ void launch_all(const void* host_args, const void* args, int num_ranks, void* st
   const int blocks = first.rail.blocks() + first.plan.blocks;
   with_instance(first.params, first.plan.steps, [&](auto instance) {
     using I = decltype(instance);
-    launch_kernel(&ll::dispatch_on_one_gpu<I::encoding, I::type, I::steps, I::layout>, num_ranks * blocks + 1,
+    launch_kernel(&ll::dispatch_by_rail_world<I::encoding, I::type, I::steps, I::layout>, num_ranks * blocks + 1,
                   first.plan.threads(), static_cast<int>(first.geometry.bitmap.bytes), false, stream,
                   static_cast<const LlArgs<LlDispatchParams>*>(args), num_ranks, blocks);
   });
@@ -39,7 +39,7 @@ void launch_all(const void* host_args, const void* args, int num_ranks, void* st
 void load_one_gpu_dispatch() {
   for_all_instances([](auto instance) {
     using I = decltype(instance);
-    load_kernel(&ll::dispatch_on_one_gpu<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
+    load_kernel(&ll::dispatch_by_rail_world<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
   });
 }
 

@@ -10,7 +10,7 @@ namespace {
 
 template <DType kIn, DType kWire, DType kOut>
 __global__ void __launch_bounds__(32 * HtCombineGeometry::kMaxWarps, 1)
-    combine_on_one_gpu(const HtArgs<HtCombineParams>* all, int num_ranks, int blocks) {
+    combine_by_rail_world(const HtArgs<HtCombineParams>* all, int num_ranks, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   run_in_one_gpu(all, num_ranks, blocks, [&](const HtArgs<HtCombineParams>& args, int block) {
     ht_combine<kIn, kWire, kOut>(args, {block, blocks}, shared);
@@ -23,7 +23,7 @@ void launch_combine(const void* host_args, const void* args, int num_ranks, void
   const HtCombineParams& p = first->params;
   with_types(p.dtype, p.wire_dtype, p.out_dtype, [&, blocks = blocks, threads = threads, bytes = bytes](auto types) {
     using T = decltype(types);
-    launch_kernel(&combine_on_one_gpu<T::in, T::wire, T::out>, num_ranks * blocks + 1, threads, bytes, false, stream,
+    launch_kernel(&combine_by_rail_world<T::in, T::wire, T::out>, num_ranks * blocks + 1, threads, bytes, false, stream,
                   static_cast<const HtArgs<HtCombineParams>*>(args), num_ranks, blocks);
   });
 }
@@ -34,7 +34,7 @@ void launch_combine(const void* host_args, const void* args, int num_ranks, void
 void load_one_gpu_ht_combine() {
   for_all_types([](auto types) {
     using T = decltype(types);
-    load_kernel(&ht::combine_on_one_gpu<T::in, T::wire, T::out>, kMaxSharedBytes);
+    load_kernel(&ht::combine_by_rail_world<T::in, T::wire, T::out>, kMaxSharedBytes);
   });
 }
 

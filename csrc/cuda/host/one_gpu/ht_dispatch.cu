@@ -9,7 +9,7 @@ namespace ht {
 namespace {
 
 __global__ void __launch_bounds__(kRailRouteThreads, 1)
-    route_on_one_gpu(const HtArgs<HtRouteParams>* all, int num_ranks, int blocks) {
+    route_by_rail_world(const HtArgs<HtRouteParams>* all, int num_ranks, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   run_in_one_gpu(all, num_ranks, blocks, [&](const HtArgs<HtRouteParams>& args, int block) {
     if (has_expert_rows(args.params.output.layout)) {  // ranks may have different layouts
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kRailRouteThreads, 1)
 
 template <bool kQuant>
 __global__ void __launch_bounds__(kRailSendThreads, 1)
-    dispatch_on_one_gpu(const HtArgs<HtDispatchParams>* all, int num_ranks, int blocks) {
+    dispatch_by_rail_world(const HtArgs<HtDispatchParams>* all, int num_ranks, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
   run_in_one_gpu(all, num_ranks, blocks, [&](const HtArgs<HtDispatchParams>& args, int block) {
     ht_send<kQuant, true>(args, {block, blocks}, shared);
@@ -37,22 +37,22 @@ void launch_all(Kernel kernel, const void* host_args, const void* args, int num_
 }
 
 void launch_route(const void* host_args, const void* args, int num_ranks, void* stream) {
-  launch_all<HtRouteParams>(&route_on_one_gpu, host_args, args, num_ranks, stream);
+  launch_all<HtRouteParams>(&route_by_rail_world, host_args, args, num_ranks, stream);
 }
 
 void launch_dispatch(const void* host_args, const void* args, int num_ranks, void* stream) {
   const bool converts = static_cast<const HtArgs<HtDispatchParams>*>(host_args)->params.quant != Quant::kNone;
-  launch_all<HtDispatchParams>(converts ? &dispatch_on_one_gpu<true> : &dispatch_on_one_gpu<false>, host_args, args,
-                               num_ranks, stream);
+  launch_all<HtDispatchParams>(converts ? &dispatch_by_rail_world<true> : &dispatch_by_rail_world<false>, host_args,
+                               args, num_ranks, stream);
 }
 
 }  // namespace
 }  // namespace ht
 
 void load_one_gpu_ht_dispatch() {
-  load_kernel(&ht::route_on_one_gpu, kMaxSharedBytes);
-  load_kernel(&ht::dispatch_on_one_gpu<false>, kMaxSharedBytes);
-  load_kernel(&ht::dispatch_on_one_gpu<true>, kMaxSharedBytes);
+  load_kernel(&ht::route_by_rail_world, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_by_rail_world<false>, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_by_rail_world<true>, kMaxSharedBytes);
 }
 
 void run_on_one_gpu(OneGpuWorld& world, const KernelArgs<HtRouteParams>& args, const HtRail& rail,
