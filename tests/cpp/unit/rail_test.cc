@@ -99,7 +99,7 @@ TEST(Rail, LinksLeadToEveryOtherDomainOnce) {
   }
 }
 
-TEST(Rail, AutomaticallyTheMeshIsForMasks) {
+TEST(Rail, AutomaticallyItIsTheRail) {
   EXPECT_EQ(ll_link_size(LlNetwork::kAuto, 8), 8);
   EXPECT_EQ(ll_link_size(LlNetwork::kRail, 8), 8);
   EXPECT_EQ(ll_link_size(LlNetwork::kMesh, 8), 1);
