@@ -227,13 +227,16 @@ BUGS = {
 }
 
 
-def search(bugs: list[str], kinds: int, seed: int, ranks: int = 2, **options: Any) -> str:
-    """What went wrong in a chain, on any rank; empty: nothing. options: of the buffer."""
+def search(
+    bugs: list[str], kinds: int, seed: int, ranks: int = 2, *, runs: int = RUNS, make_buffer: Any = chain_buffer,
+    kind_of_chain: type[Chain] = Chain, letters: str = "dddcccc", how: dict[str, Any] | None = None, **options: Any,
+) -> str:  # fmt: skip
+    """What went wrong in a chain, on any rank; empty: nothing. how: of the chain, options: of the buffer."""
 
     def body(group: ThreadGroup) -> str:
         # So slow a network that a rank may end a call before what it has sent in it has landed.
-        with chain_buffer(group, "cpu", **{"domain_size": 1, "network_seed": 100_000 + seed, **options}) as buffer:
-            chain = Chain("dddcccc", buffer, seed=seed)
+        with make_buffer(group, "cpu", **{"domain_size": 1, "network_seed": 100_000 + seed, **options}) as buffer:
+            chain = kind_of_chain(letters, buffer, seed=seed, **(how or {}))
             chain.run()
             if bugs:
                 buffer.set_timeout(4.0)
@@ -241,7 +244,7 @@ def search(bugs: list[str], kinds: int, seed: int, ranks: int = 2, **options: An
             if group.rank() == 0:
                 set_testing(seed=seed, bugs=bugs, kinds=kinds, percent=PERCENT)
             meet(group)
-            return stress(chain, chain.run, RUNS if bugs else RUNS // 8, group, batch=1)
+            return stress(chain, chain.run, runs if bugs else runs // 8, group, batch=1)
 
     try:
         return run_ranks(ranks, body, timeout=LIMIT)[0]
