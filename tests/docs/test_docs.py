@@ -137,8 +137,20 @@ def test_ht_moe_layer_example(options: str, mode: str) -> None:
     assert modes == ["ll", mode], text
 
 
-def test_training_example() -> None:
-    text = run("examples/training_layer.py")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param((), id="threads"),
+        pytest.param(TORCHRUN, id="processes"),
+        pytest.param(TORCHRUN, marks=[*needs_gpu, several_gpus], id="gpus"),
+    ],
+)
+def test_training_example(start: tuple[str, ...]) -> None:
+    """Processes take a GPU each where there are GPUs."""
+    text = run(*start, "examples/training_layer.py")
     losses = re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)
     assert len(losses) == 2 and all(float(last) < float(first) / 5 for first, last in losses), text
 
