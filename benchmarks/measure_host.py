@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep import deep_ep
-from nccl_ep.bench.records import FIELDS, make, revision, today
+from nccl_ep.bench.records import FIELDS, make, revision, save, today
 from nccl_ep.config import combine_args
 
 Call = Callable[[], Any]
@@ -191,7 +191,7 @@ def deepep_like(sizes: tuple[int, int, int, int], ranks: int, kernels: tuple[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records")
+    parser.add_argument("records", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--count", type=int, default=50, help="calls of a round")
@@ -250,8 +250,7 @@ def main() -> None:
                 note(mode, "deepep_like pair", "event", event_time(like, barrier, 200), None)
                 note(mode, "deepep_like pair, least", "host", host_time(least, synchronize, 50, options.rounds), None)
     if records:
-        with open(options.records, "w") as file:
-            file.write("[\n" + ",\n".join(json.dumps(each) for each in records) + "\n]\n")
+        save(options.records, records)
 
 
 if __name__ == "__main__":

@@ -159,40 +159,48 @@ CASES = num_cases(12)
 CASES_IN_TURN, SECONDS_IN_TURN = 3, 30.0  # of ranks that share GPUs
 
 
-@pytest.mark.parametrize("way", ["plain", "all"])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_low_latency_to_the_bit(topology: str, way: str, tmp_path: Path) -> None:
+def run_cases(name: str, topology: str, way: str, body: tuple[Any, ...], tmp_path: Path) -> list[Any]:
+    """What every rank found, once its bytes have crossed as the way says."""
     ranks, size = TOPOLOGIES[topology]
     plugin, shown = WAYS[way]
     options = {**plugin, "statistics": tmp_path / "statistics"}
-    takes_turns = ranks > NUM_GPUS
-    body = ("ll_cases_in_turn", CASES_IN_TURN, 100, SECONDS_IN_TURN) if takes_turns else ("ll_cases", CASES, 100)
     found = values(run_world(tmp_path, ranks, size, *body, library=FIRST, plugin=options, seconds=200.0))
     counted = statistics(tmp_path / "statistics")
-    note(f"low latency {topology}, {way}", {"ranks": found, "network": counted})
-    for each in found:
+    note(name, {"ranks": found, "network": counted})
+    assert len(found) == len(counted) == ranks
+    for each in counted:
+        assert each["bytes"] > 0 and (not shown or each[shown] > 0)
+    return found
+
+
+def run_chains(name: str, topology: str, way: str, body: str, tmp_path: Path) -> tuple[list[int], int]:
+    """How many chains every rank ran without a wrong element, and how many were asked for at most."""
+    ranks, size = TOPOLOGIES[topology]
+    replays, chains = (num_replays(60), 99) if ranks <= NUM_GPUS else (2, 2)
+    plugin = WAYS[way][0]
+    found = values(run_world(tmp_path, ranks, size, body, replays, chains, library=FIRST, plugin=plugin, seconds=200.0))
+    note(name, found)
+    assert [each["wrong"] for each in found] == [0] * ranks
+    return [each["chains"] for each in found], chains
+
+
+@pytest.mark.parametrize("way", ["plain", "all"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_low_latency_to_the_bit(topology: str, way: str, tmp_path: Path) -> None:
+    takes_turns = TOPOLOGIES[topology][0] > NUM_GPUS
+    body = ("ll_cases_in_turn", CASES_IN_TURN, 100, SECONDS_IN_TURN) if takes_turns else ("ll_cases", CASES, 100)
+    for each in run_cases(f"low latency {topology}, {way}", topology, way, body, tmp_path):
         if takes_turns:
             assert 1 <= each["runs"] <= 2 * CASES_IN_TURN and each["dispatches"] == each["runs"]
         else:
             assert each["cases"] == CASES + 4 and each["dispatches"] == 2 * each["cases"]
-    assert len(counted) == ranks
-    for each in counted:
-        assert each["bytes"] > 0 and (not shown or each[shown] > 0)
 
 
 @pytest.mark.parametrize("way", ["plain", "all"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_low_latency_in_graphs(topology: str, way: str, tmp_path: Path) -> None:
-    ranks, size = TOPOLOGIES[topology]
-    replays, chains = (num_replays(60), 99) if ranks <= NUM_GPUS else (2, 2)
-    found = values(
-        run_world(
-            tmp_path, ranks, size, "ll_chains", replays, chains, library=FIRST, plugin=WAYS[way][0], seconds=200.0
-        )
-    )
-    note(f"low latency in graphs {topology}, {way}", found)
-    assert [each["wrong"] for each in found] == [0] * ranks
-    assert all(each["chains"] == chains or each["chains"] > 5 for each in found)
+    ran, asked = run_chains(f"low latency in graphs {topology}, {way}", topology, way, "ll_chains", tmp_path)
+    assert all(each == asked or each > 5 for each in ran)
 
 
 def test_low_latency_beside_bare_puts(tmp_path: Path) -> None:
@@ -234,36 +242,20 @@ HT_CASES = num_cases(24)
 @pytest.mark.parametrize("way", ["plain", "all"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_high_throughput_to_the_bit(topology: str, way: str, tmp_path: Path) -> None:
-    ranks, size = TOPOLOGIES[topology]
-    plugin, shown = WAYS[way]
-    options = {**plugin, "statistics": tmp_path / "statistics"}
-    count, limit = (HT_CASES, 60.0) if ranks <= NUM_GPUS else (CASES_IN_TURN, SECONDS_IN_TURN)
-    found = values(
-        run_world(tmp_path, ranks, size, "ht_cases", count, 500, limit, library=FIRST, plugin=options, seconds=200.0)
-    )
-    counted = statistics(tmp_path / "statistics")
-    note(f"high throughput {topology}, {way}", {"ranks": found, "network": counted})
+    takes_turns = TOPOLOGIES[topology][0] > NUM_GPUS
+    count, limit = (CASES_IN_TURN, SECONDS_IN_TURN) if takes_turns else (HT_CASES, 60.0)
+    body = ("ht_cases", count, 500, limit)
+    found = run_cases(f"high throughput {topology}, {way}", topology, way, body, tmp_path)
     assert len({each["runs"] for each in found}) == 1
     for each in found:
-        assert each["dispatches"] >= each["runs"] >= (2 * each["cases"] if ranks <= NUM_GPUS else 4)
-    assert len(counted) == ranks
-    for each in counted:
-        assert each["bytes"] > 0 and (not shown or each[shown] > 0)
+        assert each["dispatches"] >= each["runs"] >= (4 if takes_turns else 2 * each["cases"])
 
 
 @pytest.mark.parametrize("way", ["plain", "all"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_high_throughput_in_graphs(topology: str, way: str, tmp_path: Path) -> None:
-    ranks, size = TOPOLOGIES[topology]
-    replays, chains = (num_replays(60), 99) if ranks <= NUM_GPUS else (2, 2)
-    found = values(
-        run_world(
-            tmp_path, ranks, size, "ht_chains", replays, chains, library=FIRST, plugin=WAYS[way][0], seconds=200.0
-        )
-    )
-    note(f"high throughput in graphs {topology}, {way}", found)
-    assert [each["wrong"] for each in found] == [0] * ranks
-    assert all(each["chains"] in (chains, 2 * len(HT_CHAINS)) for each in found)
+    ran, asked = run_chains(f"high throughput in graphs {topology}, {way}", topology, way, "ht_chains", tmp_path)
+    assert all(each in (asked, 2 * len(HT_CHAINS)) for each in ran)
 
 
 @pytest.mark.parametrize("phase", HT_STEPS)

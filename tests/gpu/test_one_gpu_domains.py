@@ -12,9 +12,10 @@ import pytest
 
 from nccl_ep import _C
 from tests.support import one_gpu_domains
+from tests.support.cases import cases_of
 from tests.support.gpus import NUM_GPUS, num_cases
 from tests.support.ht_harness import HtCoverage
-from tests.support.one_gpu_domains import TOPOLOGIES, cases_of, run_ht, run_ll, wide_cases
+from tests.support.one_gpu_domains import TOPOLOGIES, run_ht, run_ll, wide_cases
 from tests.support.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 IS_EMULATED = _C.EMULATES_GPU and os.environ.get("NCCL_EP_EMULATOR_GPUS") == "1"

@@ -18,8 +18,9 @@ import pytest
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.network.test_emulated_network import OF_SEVERAL, PERCENT, TOPOLOGIES, cases_of, name_of, search
+from tests.network.test_emulated_network import OF_SEVERAL, PERCENT, TOPOLOGIES, name_of, search
 from tests.support import gpu_handles, gpu_ht_ranks
+from tests.support.cases import cases_of
 from tests.support.expected import Expected, plain_case
 from tests.support.gpu_delays import COMBINE, DISPATCH, delays, meet
 from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer

@@ -13,17 +13,16 @@ import torch
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.network.test_emulated_network import (
-    LIMIT,
-    PERCENT,
     PHASES,
-    cases_of,
+    check_chains,
+    check_one_buffer,
     check_the_dead_are_named,
     name_of,
     search,
 )
-from tests.support.expected import Expected, plain_case, shared_buffer
-from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
-from tests.support.gpu_delays import COMBINE, DISPATCH, delays
+from tests.support.cases import cases_of
+from tests.support.expected import Expected, plain_case
+from tests.support.gpu_delays import COMBINE, DISPATCH
 from tests.support.gpu_ranks import wide_case
 from tests.support.harness import case_buffer, check_case
 
@@ -58,31 +57,12 @@ def test_sums_in_fewer_bytes(wire: Any) -> None:
 
 def test_one_buffer_for_many_cases() -> None:
     """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
-    cases = [Expected(case) for case in cases_of((2, 2), 5, first=700)]
-
-    def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, cases, domain_size=2, network_seed=5, **MESH) as buffer:
-            for number, case in enumerate([*cases, *reversed(cases)]):
-                case.run(buffer, staged=number % 3 == 1)
-
-    run_ranks(4, body, timeout=LIMIT)
+    check_one_buffer(cases_of((2, 2), 5, first=700), **MESH)
 
 
 @pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
 def test_chains(seed: int) -> None:
-    def body(group: ThreadGroup) -> int:
-        wrong = 0
-        with chain_buffer(group, "cpu", domain_size=2, network_seed=9, **MESH) as buffer:
-            hows: list[How] = [How()] * len(CHAINS) + ([] if seed else list(HOWS))
-            for number, how in enumerate(hows):
-                chain = Chain(CHAINS[number % len(CHAINS)], buffer, seed=1, how=how)
-                chain.run()
-                chain.renew()
-                wrong += chain.finish()
-        return wrong
-
-    with delays(seed=seed, percent=PERCENT):
-        assert run_ranks(4, body, timeout=LIMIT) == [0] * 4
+    check_chains(seed, 1, domain_size=2, **MESH)
 
 
 @pytest.mark.parametrize("phase", PHASES)

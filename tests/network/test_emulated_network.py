@@ -6,8 +6,6 @@ its own.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Callable
@@ -19,7 +17,7 @@ import torch
 import nccl_ep
 from nccl_ep import _C, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.cases import Case, generate
+from tests.support.cases import Case, cases_of
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
 from tests.support.gpu_delays import COMBINE, DISPATCH, delays, meet, set_testing, stress
@@ -41,13 +39,6 @@ LAYOUTS = ("expert_major", "packed", "rank_major", "flat")
 
 def name_of(topology: tuple[int, int]) -> str:
     return f"{topology[0]}x{topology[1]}"
-
-
-def cases_of(topology: tuple[int, int], count: int, first: int = 0) -> list[Case]:
-    """The first generated cases of so many ranks, in these domains."""
-    domains, size = topology
-    fitting = (case for case in map(generate, itertools.count(first)) if case.num_ranks == domains * size)
-    return [dataclasses.replace(case, domain_size=size) for case in itertools.islice(fitting, count)]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
@@ -82,29 +73,34 @@ def test_sums_in_fewer_bytes(wire: str, topology: tuple[int, int]) -> None:
         check_case(case, staged=number == 1, network_seed=11 + number)
 
 
+def check_one_buffer(cases: list[Case], **options: Any) -> None:
+    """Forth and back. options: of the buffer."""
+    expected = [Expected(case) for case in cases]
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, expected, domain_size=cases[0].domain_size, network_seed=5, **options) as buffer:
+            for number, case in enumerate([*expected, *reversed(expected)]):
+                case.run(buffer, staged=number % 3 == 1)
+
+    run_ranks(cases[0].num_ranks, body, timeout=LIMIT)
+
+
 @pytest.mark.parametrize("topology", OF_SEVERAL, ids=name_of)
 def test_one_buffer_for_many_cases(topology: tuple[int, int]) -> None:
     """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
-    cases = [Expected(case) for case in cases_of(topology, 6, first=500)]
-
-    def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, cases, domain_size=topology[1], network_seed=5) as buffer:
-            for number, case in enumerate([*cases, *reversed(cases)]):
-                case.run(buffer, staged=number % 3 == 1)
-
-    run_ranks(topology[0] * topology[1], body, timeout=LIMIT)
+    check_one_buffer(cases_of(topology, 6, first=500))
 
 
-@pytest.mark.parametrize("topology", [(2, 2), (4, 1)], ids=name_of)
-@pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
-def test_chains(topology: tuple[int, int], seed: int) -> None:
+def check_chains(seed: int, runs: int, **options: Any) -> None:
+    """Of four ranks, each run so many times and once more to finish. seed: of delays; options: of the buffer."""
+
     def body(group: ThreadGroup) -> int:
         wrong = 0
-        with chain_buffer(group, "cpu", domain_size=topology[1], network_seed=9) as buffer:
+        with chain_buffer(group, "cpu", network_seed=9, **options) as buffer:
             hows: list[How] = [How()] * len(CHAINS) + ([] if seed else list(HOWS))
             for number, how in enumerate(hows):
                 chain = Chain(CHAINS[number % len(CHAINS)], buffer, seed=1, how=how)
-                for _ in range(CHAIN_RUNS):
+                for _ in range(runs):
                     chain.run()
                     chain.renew()
                 wrong += chain.finish()
@@ -112,6 +108,12 @@ def test_chains(topology: tuple[int, int], seed: int) -> None:
 
     with delays(seed=seed, percent=PERCENT):
         assert run_ranks(4, body, timeout=LIMIT) == [0] * 4
+
+
+@pytest.mark.parametrize("topology", [(2, 2), (4, 1)], ids=name_of)
+@pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
+def test_chains(topology: tuple[int, int], seed: int) -> None:
+    check_chains(seed, CHAIN_RUNS, domain_size=topology[1])
 
 
 def test_one_domain_has_no_network() -> None:

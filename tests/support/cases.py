@@ -7,6 +7,7 @@ holds the outcome against `nccl_ep.reference`, then does the same for combine wi
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -386,3 +387,10 @@ def generate(seed: int) -> Case:
     )
     case = _sharpened(case, random.Random(f"nccl_ep sharp case {seed}"))
     return _narrowed(case, random.Random(f"nccl_ep narrow case {seed}"))
+
+
+def cases_of(topology: tuple[int, int], count: int, first: int = 0) -> list[Case]:
+    """The first generated cases of so many ranks, in these domains. topology: domains, ranks of each."""
+    domains, size = topology
+    fitting = (case for case in map(generate, itertools.count(first)) if case.num_ranks == domains * size)
+    return [replace(case, domain_size=size) for case in itertools.islice(fitting, count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import itertools
@@ -11,6 +12,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +24,7 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.bootstrap import Rendezvous, rendezvous_of
-from tests.support.cases import Case, generate
+from tests.support.cases import Case, cases_of
 from tests.support.expected import Expected, plain_case, run_case, shared_buffer
 from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
 from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
@@ -60,12 +62,25 @@ class World:
         """A line of the log that a test shows when its time is up: how far this rank has come."""
         print(f"[{time.monotonic() - self.start:7.2f} s] rank {self.rank}:", *what, flush=True)
 
+    @contextlib.contextmanager
+    def tells(self, run: int) -> Iterator[None]:
+        """An error of this run is a line of the log, too."""
+        try:
+            yield
+        except Exception as error:
+            self.say(f"{type(error).__name__} in run {run}: {error}")
+            raise
+
     def largest(self, value: float) -> float:
         """Of all ranks."""
         return max(float(each) for each in self.rendezvous.allgather(repr(value).encode(), SECONDS))
 
     def barrier(self) -> None:
         self.rendezvous.allgather(b"", SECONDS)
+
+    def topology(self) -> tuple[int, int]:
+        """Domains, ranks of each."""
+        return self.num_ranks // self.domain_size, self.domain_size
 
     def domain(self, rank: int) -> int:
         return rank // self.domain_size
@@ -189,15 +204,9 @@ def make_probe(world: World, seconds: float) -> dict[str, Any]:
 # ---- Low latency
 
 
-def _generated(world: World, count: int, first: int) -> list[Case]:
-    """Generated cases of so many ranks, in these domains."""
-    fitting = (case for case in map(generate, itertools.count(first)) if case.num_ranks == world.num_ranks)
-    return [dataclasses.replace(case, domain_size=world.domain_size) for case in itertools.islice(fitting, count)]
-
-
 def _cases(world: World, count: int, first: int) -> list[Case]:
     """Generated cases, and some with more tokens than the rail has channels."""
-    cases = _generated(world, count, first)
+    cases = cases_of(world.topology(), count, first)
     tokens = (96, 41, 0, 9)[: world.num_ranks]
     for layout, quant in (("expert_major", None), ("packed", "fp8"), ("rank_major", "fp8_ue8m0"), ("flat", None)):
         how = {"layout": layout, "quant": quant, "domain_size": world.domain_size, "tokens": tokens}
@@ -215,11 +224,8 @@ def _run_cases(world: World, cases: list[Expected], runs: int) -> dict[str, Any]
             how: dict[str, Any] = {"staged": number % 3 == 1, "num_sms": (0, 8, 24)[number % 3]}
             world.say(f"run {number + 1} of {runs}, {how}: case {case.case.seed}, {case.case.layout}")
             start = time.monotonic()
-            try:
+            with world.tells(number + 1):
                 run_case(case, buffer, **how)
-            except Exception as error:
-                world.say(f"{type(error).__name__} in run {number + 1}: {error}")
-                raise
             slowest = max(slowest, time.monotonic() - start)
         dispatches = int(buffer.stats()["dispatches"])
     world.say("has let go of the buffer")
@@ -370,17 +376,14 @@ def ht_cases(world: World, count: int, first: int, seconds: float) -> dict[str, 
     so many seconds are over on any rank."""
     begin, number = time.monotonic(), 0
     wide = [dataclasses.replace(case, domain_size=world.domain_size) for case in wide_cases(world.num_ranks)]
-    cases = [ExpectedHt(case) for case in (*_generated(world, count, first), *wide)]
+    cases = [ExpectedHt(case) for case in (*cases_of(world.topology(), count, first), *wide)]
     options = {"device": world.device, "domain_size": world.domain_size, "timeout": of_living_ranks(DEADLINE)}
     with shared_ht_buffer(world.rendezvous, [each.case for each in cases], **options) as buffer:
         world.say("has made the buffer")
         for case in (*cases, *reversed(cases)):
             world.say(f"run {number + 1} of {2 * len(cases)}: case {case.case.seed}, {case.case.layout}, {case.plan}")
-            try:
+            with world.tells(number + 1):
                 case.run(buffer, num_sms=(0, 8, 24)[number % 3])
-            except Exception as error:
-                world.say(f"{type(error).__name__} in run {number + 1}: {error}")
-                raise
             number += 1
             if number % 4 == 0 and world.largest(time.monotonic() - begin) > seconds:
                 break

@@ -20,13 +20,6 @@ DEVICE = "cpu" if _C.EMULATES_GPU else "cuda"
 TOPOLOGIES = ((2, 1), (2, 2), (4, 1), (2, 3))  # domains, ranks of each
 
 
-def cases_of(topology: tuple[int, int], count: int, first: int = 0) -> list[Case]:
-    """The first generated cases of so many ranks, in these domains. All ranks have one layout, as they must here."""
-    domains, size = topology
-    fitting = (case for case in map(generate, itertools.count(first)) if case.num_ranks == domains * size)
-    return [dataclasses.replace(case, domain_size=size) for case in itertools.islice(fitting, count)]
-
-
 def wide_cases(topology: tuple[int, int]) -> list[Case]:
     """More tokens than channels and chunks, rows of several pieces."""
     ranks = topology[0] * topology[1]
