@@ -43,7 +43,7 @@ foreach(include_dir IN LISTS NCCL_EP_GIN_NCCL_INCLUDE_DIRS)
   target_link_libraries(${target} PRIVATE ep_core CUDA::cudart_static)
   target_link_options(${target} PRIVATE -Wl,--no-undefined)
   ep_export_only(${target} cmake/exports_gin.map)
-  foreach(switch GPU_TESTING STAMPS TUNING)
+  foreach(switch STAMPS TUNING) # delays and planted bugs are in the kernels of one domain, and of one GPU
     target_compile_definitions(${target} PRIVATE $<$<BOOL:${NCCL_EP_${switch}}>:EP_${switch}=1>)
   endforeach()
   if(NCCL_EP_IN_PLACE)

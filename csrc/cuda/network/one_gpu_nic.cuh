@@ -128,9 +128,10 @@ __device__ inline void run_nic_block(OneGpuNic& nic, uint32_t blocks) {
     if (threadIdx.x == 0) nic_block::choose(nic, desk, blocks);
     __syncthreads();
     if (desk.is_over) break;
-    if (desk.item >= 0) nic_block::land(nic, desk);
+    const bool lands = desk.item >= 0;  // behind the next barrier thread 0 changes it
+    if (lands) nic_block::land(nic, desk);
     __syncthreads();
-    if (threadIdx.x == 0 && desk.item >= 0) nic_block::finish(nic, desk);
+    if (threadIdx.x == 0 && lands) nic_block::finish(nic, desk);
   }
   if (threadIdx.x == 0) nic.ended = 0;
 }
