@@ -6,6 +6,7 @@ result is held against that of bf16, within the bound of the format (docs/semant
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import torch
@@ -27,10 +28,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("records", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", default=["ll", "ht"])
+    parser.add_argument("--num-sms", nargs="+", type=int, default=[0], help="of a combine; 0: its own choice")
     options = parser.parse_args()
     world = World("cuda")
     made: list[records.Record] = []
-    for mode, layout, tokens in SHAPES:
+    for mode, layout, tokens in (shape for shape in SHAPES if shape[0] in options.modes):
         torch.manual_seed(world.rank)
         x = torch.randn(tokens, HIDDEN, device=world.device).bfloat16()
         ids = torch.rand(tokens, EXPERTS, device=world.device).topk(TOPK)[1]
@@ -38,7 +41,7 @@ def main() -> None:
         common = {
             "bench": "wire", "system": "nccl_ep", "api": "native", "op": "combine", "figure": "graph",
             "ranks": dist.get_world_size(), "tokens": tokens, "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS,
-            "dtype": "bf16", "layout": layout, "routing": "uniform", "num_sms": 0, "seed": world.rank,
+            "dtype": "bf16", "layout": layout, "routing": "uniform", "seed": world.rank,
             "device": world.device_name(), "revision": records.revision(), "date": records.today(), "mode": mode,
         }  # fmt: skip
         with nccl_ep.Buffer.for_shapes(
@@ -48,10 +51,10 @@ def main() -> None:
             out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=EXPERTS, mode=mode, layout=layout)
             plain = nccl_ep.combine(out.x, out.handle).float()
             for number in range(options.rounds):
-                for wire in FORMATS:
+                for wire, num_sms in itertools.product(FORMATS, options.num_sms):
 
-                    def combine(wire: str | None = wire) -> torch.Tensor:
-                        return nccl_ep.combine(out.x, out.handle, wire_dtype=wire)  # noqa: B023
+                    def combine(wire: str | None = wire, num_sms: int = num_sms) -> torch.Tensor:
+                        return nccl_ep.combine(out.x, out.handle, wire_dtype=wire, num_sms=num_sms)  # noqa: B023
 
                     if wire is not None and number == 0:
                         # Of each rank's part, whose magnitude the weights (a flat one's: ones) and rows bound.
@@ -61,9 +64,9 @@ def main() -> None:
                     effort = Effort(10, 50, 10 if tokens > 512 else 40, 50)
                     sampled = world.agree(lambda: measure.graph_times(world, combine, effort))  # noqa: B023
                     value, p99 = records.slowest(sampled)
-                    made.append(records.make(common, value=value, p99=p99, wire=wire or "bf16"))
+                    made.append(records.make(common, value=value, p99=p99, wire=wire or "bf16", num_sms=num_sms))
                     if world.rank == 0:
-                        print(mode, layout, wire or "bf16", value, flush=True)
+                        print(mode, layout, wire or "bf16", num_sms, value, flush=True)
             world.together(buffer.check)
     if world.rank == 0:
         records.save(options.records, made)

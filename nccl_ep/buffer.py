@@ -80,8 +80,9 @@ class Buffer(DeepEpNames):
         domain_size: ranks that share memory, as those of a node do; by default all ranks. On GPUs it must be what NCCL
             finds (docs/network.md), on CPU ranks it is a claim for tests.
         ll_network: how low latency crosses between domains of GPUs: "rail" sends a row to a domain once, to a rank that
-            hands it out there; "mesh" sends it to each rank itself. "auto" is the rail. Bits are the same; CPU ranks
-            take no notice of it. The same on all ranks.
+            hands it out there; "mesh" sends it to each rank itself. "auto" is the mesh where a rank has at most 64 KiB
+            of rows to send, and the other domains at most 8 ranks; else the rail. ``stats()`` says which. Bits are the
+            same; CPU ranks take no notice of it. The same on all ranks.
         network_seed: for tests: delays and reorders what crosses between domains, of CPU ranks and on one GPU.
         name: by which ops find the buffer; unique in the process, made up by default.
 
@@ -321,6 +322,7 @@ class Buffer(DeepEpNames):
         "grown": windows that the normal mode of DeepEP has added.
         "masked_ranks": those that low latency leaves out (``enable_shrink``).
         "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
+        "ll_network": "rail" or "mesh", by which low latency crosses between domains of GPUs; "" in one domain.
 
         On CUDA it waits for a copy from the device, not for operations in flight.
         """

@@ -153,7 +153,8 @@ NCCL_EP_API ncclEpResult_t ncclEpTensorBytes(const ncclEpTensor_t* tensor, size_
 
 typedef struct ncclEpGroup* ncclEpGroup_t;
 /* How low latency crosses between domains of GPUs: a row to a domain once, to a rank that hands it out there, or to
- * each rank itself. AUTO is the rail. Results are the same to the bit. */
+ * each rank itself. AUTO takes the latter where a rank has at most 64 KiB of rows to send and the other domains have
+ * at most 8 ranks. Results are the same to the bit. */
 typedef int32_t ncclEpLlNetwork_t;
 enum { NCCL_EP_LL_NETWORK_AUTO = 0, NCCL_EP_LL_NETWORK_RAIL = 1, NCCL_EP_LL_NETWORK_MESH = 2 };
 

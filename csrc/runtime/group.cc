@@ -93,7 +93,8 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   LlSizes sizes = config.sizes;
   sizes.by_source = config.masks_late_ranks;
   if (config.has_rail && topology_.num_domains() > 1) sizes.rail_domain_size = topology_.domain_size;
-  sizes.link_size = ll_link_size(config.ll_network, topology_.domain_size);
+  const uint64_t bytes = *std::max_element(std::begin(sizes.row_bytes), std::end(sizes.row_bytes));
+  sizes.link_size = ll_link_size(config.ll_network, topology_, bytes / static_cast<uint64_t>(topology_.num_ranks));
   HtSizes ht_sizes = config.ht_sizes;
   ht_sizes.rail_domain_size = sizes.rail_domain_size;
   window_ = Window::make(topology_.num_ranks, sizes, ht_sizes);

@@ -18,4 +18,4 @@ class TestEmulatedGpu(Contract):
 
 
 class TestEmulatedNetwork(Contract):
-    world = Threads(4, Backend(domain_size=2, options={"network_seed": 7}, has_rail=True))
+    world = Threads(4, Backend(domain_size=2, options={"network_seed": 7, "ll_network": "rail"}, has_rail=True))

@@ -19,8 +19,6 @@ namespace {
   DO(cuCtxPushCurrent)                  \
   DO(cuCtxPopCurrent)                   \
   DO(cuCtxSetCurrent)                   \
-  DO(cuCtxGetLimit)                     \
-  DO(cuCtxSetLimit)                     \
   DO(cuCtxGetStreamPriorityRange)       \
   DO(cuDeviceGetUuid)                   \
   DO(cuGetErrorName)                    \
@@ -156,7 +154,6 @@ class CudaMover : public Mover {
     finished_ = values_ + kNumValues;
     *finished_ = 0;
     CHECKED(cuMemAlloc, &scratch_, kTouchedBytes);
-    make_room_for_stacks();
     store(values_, 1);
     submit();
     CHECKED(cuStreamSynchronize, stream_);
@@ -279,16 +276,7 @@ class CudaMover : public Mover {
 
  private:
   static constexpr uint64_t kBounceBytes = 4ull << 20, kNumValues = 1024, kTouchedBytes = 64;
-  static constexpr size_t kStackBytes = 2048;  // of a thread
 
-  // A kernel that needs more local memory than any before makes the driver hold back all streams of the GPU until what
-  // runs has ended, copies too: a kernel that waits for one of them would wait for ever. With this limit the memory is
-  // there beforehand.
-  static void make_room_for_stacks() {
-    size_t bytes = 0;
-    CHECKED(cuCtxGetLimit, &bytes, CU_LIMIT_STACK_SIZE);
-    if (bytes < kStackBytes) CHECKED(cuCtxSetLimit, CU_LIMIT_STACK_SIZE, kStackBytes);
-  }
   static char* pin(uint64_t bytes) {
     void* memory = nullptr;
     CHECKED(cuMemHostAlloc, &memory, bytes, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);

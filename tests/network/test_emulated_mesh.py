@@ -82,17 +82,20 @@ def test_more_tokens_than_its_channels_hold() -> None:
 
 
 def test_the_windows_of_rail_and_mesh() -> None:
-    """The mesh has room for a row of every token to each rank, where the rail has it for each domain."""
+    """The mesh has room for a row of every token to each rank, where the rail has it for each domain. Where little is
+    sent to few ranks, the mesh is taken."""
 
-    def body(group: ThreadGroup) -> list[int]:
-        sizes = []
-        for ll_network in ("auto", "rail", "mesh"):
-            with case_buffer(plain_case(4), group, domain_size=2, device="cpu", ll_network=ll_network) as buffer:
-                sizes.append(buffer.stats()["window_bytes"])
-        return sizes
+    def body(group: ThreadGroup) -> list[tuple[int, str]]:
+        found = []
+        small, large = plain_case(4), plain_case(4, tokens=(9,) * 4, max_tokens=9, hidden=8192)
+        for case, ll_network in ((small, "auto"), (small, "rail"), (small, "mesh"), (large, "auto")):
+            with case_buffer(case, group, domain_size=2, device="cpu", ll_network=ll_network) as buffer:
+                found.append((buffer.stats()["window_bytes"], buffer.stats()["ll_network"]))
+        return found
 
-    for automatic, rail, mesh in run_ranks(4, body):
-        assert automatic == rail < mesh
+    for automatic, rail, mesh, large in run_ranks(4, body):
+        assert automatic == mesh and rail[0] < mesh[0]
+        assert [each[1] for each in (automatic, rail, mesh, large)] == ["mesh", "rail", "mesh", "rail"]
 
 
 # ---- Planted bugs

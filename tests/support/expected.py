@@ -160,7 +160,7 @@ def expected_cases(
 
 
 def shared_buffer(group: Any, cases: Sequence[Expected], **options: Any) -> nccl_ep.Buffer:
-    """A buffer in which the operations of all the cases fit."""
+    """A buffer in which the operations of all the cases fit. Between domains it has the rail."""
     sizes = [
         _C.sizes_for(
             group.size(),
@@ -173,4 +173,5 @@ def shared_buffer(group: Any, cases: Sequence[Expected], **options: Any) -> nccl
         for case in (each.case for each in cases)
     ]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
-    return nccl_ep.Buffer(group, **{"sizes": largest, "timeout": of_living_ranks(60.0), "device": "cpu", **options})
+    by_default = {"sizes": largest, "timeout": of_living_ranks(60.0), "device": "cpu", "ll_network": "rail"}
+    return nccl_ep.Buffer(group, **{**by_default, **options})

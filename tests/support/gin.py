@@ -30,7 +30,10 @@ _PLUGIN = os.environ.get("NCCL_EP_TEST_GIN_PLUGIN", "")
 _NCCL = {
     "NCCL_NET_PLUGIN": "none", "NCCL_RMA_DISABLE": "1", "NCCL_SYM_GIN_KERNELS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
     "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "1",
-    "CUDA_MODULE_LOADING": "EAGER", "NCCL_DEBUG": "WARN",
+    "NCCL_DEBUG": "WARN",
+    # The network's copies must not stand behind what waits for them: neither behind the first launch of a kernel, which
+    # would load it, nor in the queue of a stream whose copy waits for a kernel.
+    "CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "32",
 }  # fmt: skip
 
 

@@ -41,14 +41,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
-    """A buffer of the case's sizes. options: of ``Buffer.for_shapes``."""
+    """A buffer of the case's sizes; between domains it has the rail. options: of ``Buffer.for_shapes``."""
     return nccl_ep.Buffer.for_shapes(
         group,
         max_tokens=case.max_tokens,
         hidden=case.hidden,
         topk=case.topk,
         num_experts=case.num_experts,
-        **{"domain_size": case.domain_size, "timeout": of_living_ranks(60.0), **options},
+        **{"domain_size": case.domain_size, "ll_network": "rail", "timeout": of_living_ranks(60.0), **options},
     )
 
 
@@ -173,7 +173,7 @@ def check_results(
 
 
 def check_case(
-    case: Case, *, staged: bool = False, network_seed: int = 0, device: str = "cpu", ll_network: str = "auto",
+    case: Case, *, staged: bool = False, network_seed: int = 0, device: str = "cpu", ll_network: str = "rail",
     **options: Any,
 ) -> list[reference.DispatchResult]:  # fmt: skip
     """Runs the case; fails with its description where a bit differs. Returns the oracle's results."""

@@ -18,7 +18,7 @@ from nccl_ep.testing import run_ranks
 from tests.support.cases import OPAQUE, Case
 from tests.support.contents import FLOATS, as_bytes
 from tests.support.expected import Expected
-from tests.support.harness import case_buffer, check_results, combine_case, garble, to_device
+from tests.support.harness import case_buffer, check_results, combine_case, garble, synchronize, to_device
 from tests.support.ht_network import expected_bytes
 
 ARENAS = ("none", "tight", "ample")
@@ -236,6 +236,7 @@ def run_on_rank(
         garble(out.x, out.weights, out.handle.tensor, out.handle.slots, *out.extra)
         out = dispatch(out=out)
     wire = [buffer.wire_bytes()]
+    synchronize(device)  # a copy to the host would wait with a lock of the driver that a network may want
     rows = case.expert(out.x, result, rank)
     if plan.rows_in_arena:
         rows = buffer.empty(rows.shape, rows.dtype).copy_(rows)
@@ -253,6 +254,7 @@ def run_on_rank(
         for i, (hidden, dtype, quant) in enumerate(plan.cached)
     ]  # fmt: skip
     wire.append(buffer.wire_bytes())
+    synchronize(device)
     return HtRankResult(out, cached, combined.cpu(), scalars.cpu(), wire, stats)
 
 

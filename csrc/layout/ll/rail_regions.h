@@ -12,8 +12,8 @@
 
 namespace ep {
 
-// What a rank sends to: the domains, through its rail peers, or every rank of them. Automatically: the rail. As in
-// nccl_ep.h.
+// What a rank sends to: the domains, through its rail peers, or every rank of them. Automatically: ll_link_size(). As
+// in nccl_ep.h.
 enum class LlNetwork : int { kAuto = 0, kRail = 1, kMesh = 2 };
 inline const char* name_of(LlNetwork network) {
   constexpr const char* kNames[] = {"auto", "rail", "mesh"};
@@ -26,8 +26,17 @@ inline LlNetwork ll_network_of(const std::string& name) {
   raise(ErrorKind::kInvalidArgument, "ll_network is '", name, "', must be auto, rail or mesh");
 }
 
-// Ranks that a link serves, those of a domain or one.
-inline int ll_link_size(LlNetwork asked, int domain_size) { return asked == LlNetwork::kMesh ? 1 : domain_size; }
+// Up to here the mesh takes less time than the rail, by the model of `python -m nccl_ep.bench model`: the step over
+// NVLink that it saves is longer than what it sends beyond the rail.
+constexpr uint64_t kMostMeshBytes = 64 << 10;  // rows that a rank sends, if each went to one place: 4 of 7168 in bf16
+constexpr int kMostMeshPeers = 8;              // ranks of other domains
+
+// Ranks that a link serves, those of a domain or one. `bytes`: of the rows that a rank sends at most.
+inline int ll_link_size(LlNetwork asked, const Topology& topology, uint64_t bytes) {
+  const bool is_small =
+      bytes > 0 && bytes <= kMostMeshBytes && topology.num_ranks - topology.domain_size <= kMostMeshPeers;
+  return asked == LlNetwork::kMesh || (asked == LlNetwork::kAuto && is_small) ? 1 : topology.domain_size;
+}
 
 // The regions of a kind; all have two banks. One row region of a link has room for a row of every token.
 struct RailRegions {

@@ -140,6 +140,9 @@ py::dict stats(Group& group) {
                              py::arg("combine_weights") = calls.combine_weights, py::arg("split") = calls.split,
                              py::arg("ht_dispatch") = calls.ht[0], py::arg("ht_combine") = calls.ht[1]);
   result["window_bytes"] = group.window().bytes;
+  const Topology& topology = group.topology();
+  const bool is_mesh = group.window().rail[0].link_size < topology.domain_size;
+  result["ll_network"] = topology.num_domains() == 1 ? "" : is_mesh ? "mesh" : "rail";
   if (!group.is_destroyed()) result["backend"] = group.backend()->name();
   const auto arena = group.arena();
   result["arena_bytes"] = arena ? arena->bytes() : 0;

@@ -99,11 +99,18 @@ TEST(Rail, LinksLeadToEveryOtherDomainOnce) {
   }
 }
 
-TEST(Rail, AutomaticallyItIsTheRail) {
-  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, 8), 8);
-  EXPECT_EQ(ll_link_size(LlNetwork::kRail, 8), 8);
-  EXPECT_EQ(ll_link_size(LlNetwork::kMesh, 8), 1);
-  for (LlNetwork each : {LlNetwork::kAuto, LlNetwork::kRail, LlNetwork::kMesh}) EXPECT_EQ(ll_link_size(each, 1), 1);
+TEST(Rail, AutomaticallyItIsTheMeshForLittleToFewRanks) {
+  const Topology two = Topology::make(16, 8), four = Topology::make(32, 8), ones = Topology::make(2, 1);
+  constexpr uint64_t kRow = 14336;
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, two, 4 * kRow), 1);
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, two, 5 * kRow), 8);
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, two, 0), 8);  // a buffer of high throughput alone
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, four, kRow), 8);
+  EXPECT_EQ(ll_link_size(LlNetwork::kRail, two, kRow), 8);
+  EXPECT_EQ(ll_link_size(LlNetwork::kMesh, four, 128 * kRow), 1);
+  for (LlNetwork each : {LlNetwork::kAuto, LlNetwork::kRail, LlNetwork::kMesh}) {
+    EXPECT_EQ(ll_link_size(each, ones, kRow), 1);
+  }
   EXPECT_THROW(ll_network_of("star"), Error);
 }
 
