@@ -35,7 +35,7 @@ foreach(include_dir IN LISTS NCCL_EP_GIN_NCCL_INCLUDE_DIRS)
   endif()
   set(target nccl_ep_gin_${major}.${minor}.${patch})
   list(APPEND gin_names ${major}.${minor}.${patch})
-  add_library(${target} MODULE ${gin_sources})
+  add_library(${target} MODULE ${gin_sources} csrc/cuda/testing/stamps.cc)
   ep_configure(${target})
   target_include_directories(${target} BEFORE PRIVATE ${include_dir})
   target_compile_definitions(${target} PRIVATE EP_GIN_RELEASE=${code} EP_VERSION="${PROJECT_VERSION}" EP_WITH_CUDA=1

@@ -21,13 +21,14 @@ FIELDS = (
 )  # fmt: skip
 # That some records have. ht: cached, alignment (of packed), placement ("in_place"; "staged": a copy was needed, for a
 # tensor outside the arena). overlap: mode, gemm, partition. ll: enable_shrink, where the buffer masks late ranks.
-# time_line: mode, alignment, and of a kernel's stamp the first and the last warp's time (value: the median one's).
+# time_line: mode, alignment, domain_size where it was given, and of a kernel's stamp the first and the last warp's time
+# (value: the median one's).
 # host (benchmarks/measure_host.py): what torch.set_default_device was given.
 # wire (benchmarks/measure_wire.py): the format of sums on their way home.
 # gin (tests/gpu/test_gin.py): messages of a rank to a peer, bytes of each, and what carries them.
 _MORE = (
     "cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink", "kernel", "stamp", "first",
-    "last", "messages", "bytes", "network", "nccl", "skipped", "default_device", "wire",
+    "last", "messages", "bytes", "network", "nccl", "skipped", "default_device", "wire", "domain_size",
 )  # fmt: skip
 
 

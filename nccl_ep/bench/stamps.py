@@ -9,7 +9,10 @@ from typing import Any
 from . import records
 from .records import Record
 
-STAMPS = ("kStart", "kEpochKnown", "kSent", "kRoutingKnown", "kOwnDone", "kEnd")  # csrc/cuda/testing/stamps.cuh: Stamp
+STAMPS = (  # csrc/cuda/testing/stamps.cuh: Stamp
+    "kStart", "kEpochKnown", "kSent", "kRoutingKnown", "kOwnDone", "kEnd",
+    "kFirstPut", "kLastPut", "kLastMade", "kFirstUsed", "kLastArrival",
+)  # fmt: skip
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "ll": {"dispatch": ("ll_dispatch",), "combine": ("ll_combine",)},
     "ht": {"dispatch": ("ht_route", "ht_dispatch"), "cached": ("ht_dispatch",), "combine": ("ht_combine",)},
@@ -45,15 +48,19 @@ def render(found: Sequence[Record]) -> str:
     """A table for each call."""
     calls: dict[tuple[Any, ...], list[list[str]]] = {}
     for record in found:
-        names = ("mode", "ranks", "device", "tokens", "hidden", "topk", "experts", "dtype", "layout", "revision")
+        names = (
+            "mode", "ranks", "domain_size", "device", "tokens", "hidden", "topk", "experts", "dtype", "layout",
+            "revision",
+        )  # fmt: skip
         line = [record[name] for name in ("op", "kernel", "stamp")]
         line += [f"{record[name]:,.0f}" for name in ("first", "value", "last")]
-        calls.setdefault(tuple(record[name] for name in names), []).append(line)
+        calls.setdefault(tuple(record.get(name) for name in names), []).append(line)
     text = []
-    for (mode, ranks, device, tokens, hidden, topk, experts, dtype, layout, revision), lines in calls.items():
+    for (mode, ranks, domain, device, tokens, hidden, topk, experts, dtype, layout, revision), lines in calls.items():
+        domains = "" if domain is None else f" in domains of {domain}"
         text.append(
-            f"{mode}: {ranks} ranks, {device}; {tokens} tokens, hidden {hidden}, top-{topk} of {experts} experts, "
-            f"{dtype}, {layout}; revision {revision}; warps of rank 0, ns"
+            f"{mode}: {ranks} ranks{domains}, {device}; {tokens} tokens, hidden {hidden}, top-{topk} of {experts} "
+            f"experts, {dtype}, {layout}; revision {revision}; warps of rank 0, ns"
         )
         text += records.columns([["op", "kernel", "stamp", "first", "median", "last"], *lines])
     return "\n".join(text) or "nothing was measured"

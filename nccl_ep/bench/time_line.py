@@ -40,6 +40,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--layout", choices=tuple(LAYOUTS), help="default expert_major, ht flat")
     add("--alignment", type=int, default=128, help="of experts in packed, ht; default 128")
     add("--num-sms", type=int, default=0, help="0: the library's choice")
+    add(
+        "--domain-size", type=int,
+        help="ranks of an NVLink domain, default all: with fewer, the kernels of ht that cross domains",
+    )  # fmt: skip
     add("--one-gpu", action="store_true", help="all ranks on one GPU, as threads: a launch has the blocks of all")
     options = parse_device(parser, argv)
     if options.device == "cpu":
@@ -49,6 +53,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     is_ht = options.mode == "ht"
     options.layout = options.layout or ("flat" if is_ht else "expert_major")
     set_defaults(parser, options, {"tokens": 4096 if is_ht else 128, "iterations": 5 if options.quick else 20})
+    if options.domain_size is not None:
+        if options.domain_size < 1 or options.ranks % options.domain_size:
+            parser.error(f"--domain-size {options.domain_size}: {options.ranks} ranks do not divide into such domains")
+        if not is_ht and options.domain_size < options.ranks:
+            parser.error("--domain-size: low latency's kernels that cross domains have no time line")
     return options
 
 
@@ -101,13 +110,15 @@ def measure(options: argparse.Namespace, dtype: str, device: torch.device, group
     if is_ht:
         shape = fitted(shape, make_inputs(shape))
         arena_bytes = arena_bytes_for(shape, device)
-    with make_buffer(shape, device, _SECONDS, arena_bytes, group) as buffer:
+    with make_buffer(shape, device, _SECONDS, arena_bytes, group, options.domain_size) as buffer:
         found = take_time_lines(shape, buffer, options.iterations, options.num_sms, align, _C.time_line)
     common = {
         "bench": "time_line", "system": "nccl_ep", "api": "native", "figure": "time_line", "unit": "ns",
         **{name: getattr(options, name) for name in _FROM_OPTIONS}, "dtype": dtype, "alignment": shape.alignment,
         "device": torch.cuda.get_device_name(device), "revision": records.revision(), "date": records.today(),
     }  # fmt: skip
+    if options.domain_size is not None:
+        common["domain_size"] = options.domain_size
     return [
         records.make(common, op=op, kernel=kernel, stamp=stamp, first=first, value=middle, last=last)
         for op, kernel, stamps in found

@@ -205,14 +205,16 @@ def fitted(shape: Shape, inputs: list[Given]) -> Shape:
 
 
 def make_buffer(
-    shape: Shape, device: torch.device, timeout: float, arena_bytes: int | None = None, group: Any = None
-) -> Buffer:
+    shape: Shape, device: torch.device, timeout: float, arena_bytes: int | None = None, group: Any = None,
+    domain_size: int | None = None,
+) -> Buffer:  # fmt: skip
     """A buffer for this shape. Collective. arena_bytes: high throughput's; see ``arena_bytes_for``. group: None for
-    torch's world."""
+    torch's world. domain_size: None for a single NVLink domain."""
     return Buffer.for_shapes(
         torch.distributed.group.WORLD if group is None else group, max_tokens=shape.tokens, hidden=shape.hidden,
         topk=shape.topk, num_experts=shape.num_experts, dtype=shape.payload.combined, mode=shape.mode,
         arena_bytes=arena_bytes, device=device, timeout=timeout, enable_shrink=shape.enable_shrink,
+        domain_size=domain_size,
     )  # fmt: skip
 
 

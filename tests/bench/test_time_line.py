@@ -32,7 +32,8 @@ def test_medians_over_calls() -> None:
 
     def call(start: int) -> stamps.Stamps:
         own = [start + 7, MISSED, MISSED]
-        return [[start, start, start + 2], [start + 50] * 3, [MISSED] * 3, [MISSED] * 3, own, [start + 90] * 3]
+        line = [[start, start, start + 2], [start + 50] * 3, [MISSED] * 3, [MISSED] * 3, own, [start + 90] * 3]
+        return line + [[MISSED] * 3] * (len(stamps.STAMPS) - len(line))
 
     found = stamps.over_calls([call(0), call(5), call(100)])
     assert list(found.items()) == [
@@ -44,23 +45,28 @@ def test_medians_over_calls() -> None:
 
 def test_names_are_those_of_the_sources() -> None:
     source = (ROOT / "csrc/cuda/testing/stamps.cuh").read_text()
-    (names,) = re.findall(r"enum class Stamp : int \{ (.*), kCount \};", source)
-    assert tuple(names.split(", ")) == stamps.STAMPS
+    (body,) = re.findall(r"enum class Stamp : int \{(.*?)\};", source, re.DOTALL)
+    assert tuple(re.findall(r"^ *(k\w+)", body, re.MULTILINE)) == (*stamps.STAMPS, "kCount")
     kernels = {kernel for ops in stamps.KERNELS.values() for each in ops.values() for kernel in each}
-    known = re.findall(r'kernel == "(\w+)"\) return', (ROOT / "csrc/cuda/launch/launch.cc").read_text())
-    assert sorted(kernels) == sorted(known)
+    files = [*(ROOT / "csrc/cuda/ll").glob("*.cu*"), *(ROOT / "csrc/cuda/ht").glob("*.cu*")]
+    known = {name for file in files for name in re.findall(r'add_stamps_reader\("(\w+)"', file.read_text())}
+    assert kernels == known
     assert sorted(stamps.KERNELS) == ["ht", "ll"] and all(_C.time_line(kernel) is not None for kernel in kernels)
 
 
-def options_of(mode: str, layout: str) -> argparse.Namespace:
+def options_of(mode: str, layout: str, domain_size: int | None) -> argparse.Namespace:
     return argparse.Namespace(
         ranks=2, tokens=6, hidden=256, topk=2, experts=4, layout=layout, routing="uniform", num_sms=0, seed=1,
-        mode=mode, alignment=8, iterations=3,
+        mode=mode, alignment=8, iterations=3, domain_size=domain_size,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("mode", "layout"), [("ll", "expert_major"), ("ht", "packed")])
-def test_records_of_rank_0(mode: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "layout", "domain_size"), [("ll", "expert_major", None), ("ht", "packed", None), ("ht", "packed", 1)]
+)
+def test_records_of_rank_0(
+    mode: str, layout: str, domain_size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On CPU ranks, with stamps of our own: the first calls, which warm up, do not count."""
     asked: list[str] = []
     calls = time_line._WARM_UP + 3
@@ -76,7 +82,8 @@ def test_records_of_rank_0(mode: str, layout: str, tmp_path: Path, monkeypatch: 
 
     def body(group: ThreadGroup) -> list[records.Record]:
         cpu: Any = torch.device("cpu")
-        return time_line.measure(options_of(mode, layout), "fp8", cpu, group, lambda: aligned.append(group.rank()))
+        options = options_of(mode, layout, domain_size)
+        return time_line.measure(options, "fp8", cpu, group, lambda: aligned.append(group.rank()))
 
     mine, others = run_ranks(2, body)
     kernels = [(op, kernel) for op, each in stamps.KERNELS[mode].items() for kernel in each]
@@ -95,7 +102,10 @@ def test_records_of_rank_0(mode: str, layout: str, tmp_path: Path, monkeypatch: 
     records.save(path, mine)
     shown = run("-m", "nccl_ep.bench", "table", str(path))
     assert shown.strip() == stamps.render(mine)
-    assert shown.startswith(f"{mode}: 2 ranks, some GPU; 6 tokens") and re.search(r"_combine +kEnd +50 +52 +54", shown)
+    domains = "" if domain_size is None else f" in domains of {domain_size}"
+    assert shown.startswith(f"{mode}: 2 ranks{domains}, some GPU; 6 tokens") and re.search(
+        r"_combine +kEnd +50 +52 +54", shown
+    )
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ void load_ht_dispatch_kernels() {
   load_kernel(&ht::dispatch_send_world<true>, kMaxSharedBytes);
 }
 
-std::vector<std::vector<uint64_t>> ht_dispatch_stamps() { return read_stamps(); }
+[[maybe_unused]] static const bool has_stamps = add_stamps_reader("ht_dispatch", &read_stamps);
 
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
   const bool copies = args.geometry.has_copies(args.params.output.layout);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/ht/messages.cuh"
+#include "cuda/testing/stamps.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -60,6 +61,11 @@ static __device__ __noinline__ void post(const OpContext& op, const HtRailPart p
   if (bytes == 0) return network.signal(rail.peer(domain), context, signal, 1);
   __threadfence_system();  // pairs with the network, which reads the source
   network.put_and_signal(rail.peer(domain), context, target, source, bytes, signal, 1);
+}
+
+__device__ __forceinline__ void stamp_put(const OpContext& op) {
+  stamp_lane(Stamp::kFirstPut, op.rank, true);
+  stamp_lane(Stamp::kLastPut, op.rank);
 }
 
 // Nothing is to be sent on these channels in this operation. Some threads, each with a number.

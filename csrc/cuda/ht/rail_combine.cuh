@@ -245,6 +245,7 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
   }
   __device__ __forceinline__ void finish(unsigned unit) const {
     const int counter = counters.get(unit);
+    if (counter / kHtRailChunks != role.part.rail.domain) stamp(Stamp::kLastMade, role.peers.rank);
     __syncwarp();
     if (role.lane == 0) count(counter);
     __syncwarp();
@@ -257,7 +258,7 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
     if (of_domain == role.part.rail.domain) return;
     const DomainRows here = DomainRows::of(role, of_domain);
     const int count = here.rows_of(chunk);
-    if (before + 1 != static_cast<uint32_t>(count * all.parts)) return;
+    if (before + 1 != static_cast<uint32_t>(count * all.parts) || has_bug(Bug::kLateChunks, Kind::kCombine)) return;
     __threadfence();
     send_sums(of_domain, chunk, here.share, count);
   }
@@ -268,7 +269,19 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
     const Offset out = rail.out_part(of_domain) + at;
     post(role.op, role.part, of_domain, kFirstChunkChannel + chunk, rail.in_part(rail.domain) + at, out,
          static_cast<uint64_t>(count) * rail.entry_bytes);
+    stamp_put(role.op);
     if (has_bug(Bug::kEarlySource, Kind::kCombine)) *role.peers.template local<uint32_t>(out) ^= 0x55;
+  }
+  // All of them, where none was sent before. A warp, when all warps have finished.
+  __device__ __forceinline__ void send_late() const {
+    const HtRail& rail = role.part.rail;
+#pragma unroll 1
+    for (int i = role.lane; i < rail.others() * kHtRailChunks; i += 32) {
+      const int of_domain = rail.other(i % rail.others()), chunk = i / rail.others();
+      const DomainRows here = DomainRows::of(role, of_domain);
+      if (here.rows_of(chunk) > 0) send_sums(of_domain, chunk, here.share, here.rows_of(chunk));
+    }
+    __syncwarp();
   }
 };
 
@@ -344,6 +357,7 @@ struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
     for (; found != 0; found &= found - 1) {
       const int lane = __ffs(static_cast<int>(found)) - 1;
       const int domain = __shfl_sync(~0u, sum.domain, lane), chunk = __shfl_sync(~0u, sum.chunk, lane);
+      if (domain != role.part.rail.domain) stamp(Stamp::kLastArrival, role.peers.rank);
       if (role.lane == domain % 32) known |= 1u << (chunk + (domain >= 32 ? 16 : 0));
     }
     ok = __all_sync(~0u, ok) != 0;
@@ -363,6 +377,9 @@ struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
     const int own = token(), part = g.by_parts.remainder(next_unit, own);
     const Sum sum = sum_of(own);
     if (!is_ready(sum, false)) return false;
+    if (sum.domain >= 0 && sum.domain != role.part.rail.domain) {
+      stamp_lane(Stamp::kFirstUsed, role.peers.rank, true);
+    }
     pieces.first = part * g.unit_pieces;
     pieces.end = min(pieces.first + g.unit_pieces, g.pieces);
     if (p.has_values && part == 0 && role.lane < p.shape.topk) {
@@ -407,6 +424,7 @@ __device__ __forceinline__ void add_up_domains(const HtCombineRole& role, char* 
     // The last warp to have read tells the ranks of the domain: their rows belong to them again.
     const uint32_t before = sums.taken > 0 ? count_finished(rail_counters_of(role.op).finished, sums.taken) : ~0u;
     if (sums.taken > 0 && before + sums.taken == static_cast<uint32_t>(sums.all.units)) {
+      if (has_bug(Bug::kLateChunks, Kind::kCombine)) sums.send_late();
       const NearRanks near = NearRanks::of(role.peers, role.num_ranks());
 #pragma unroll 1
       for (int peer = near.first + role.lane; peer < near.end(); peer += 32) {

@@ -22,6 +22,8 @@ __global__ void __launch_bounds__(32 * HtCombineGeometry::kMaxWarps, 1)
 
 namespace {
 
+[[maybe_unused]] const bool has_stamps = add_stamps_reader("ht_combine", &read_stamps);
+
 void load_ht_rail_combine() {
   for_all_types([](auto types) {
     using T = decltype(types);

@@ -31,6 +31,8 @@ __global__ void __launch_bounds__(kRailSendThreads, 1)
 
 namespace {
 
+[[maybe_unused]] const bool has_stamps = add_stamps_reader("ht_dispatch", &read_stamps);
+
 void load_ht_rail_dispatch() {
   for (auto* kernel : {&ht::route_by_rail<false>, &ht::route_by_rail<true>}) {
     // As the kernel that follows: an SM that changes its split of memory waits until it is empty.

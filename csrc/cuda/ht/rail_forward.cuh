@@ -136,6 +136,7 @@ struct CrossingWorker {
     }
     if (!warp_awaits_channel(role.op, role.part, domain, kFirstChunkChannel + chunk)) return false;
     known = number;
+    stamp(Stamp::kLastArrival, role.peers.rank);
     ptx::fence_proxy_async();
     return true;
   }
@@ -191,6 +192,7 @@ struct CrossingWorker {
       store_parts(role, pass, route.sends(role), [&](int i) { return route.target(role, i); });
       if (pass + 1 < role.geometry.passes) ptx::bulk_wait_read<0>();
     }
+    stamp_lane(Stamp::kFirstUsed, role.peers.rank, true);
     if (announcements.is_full()) {
       ptx::bulk_wait<1>();
       announcements.send(role);

@@ -26,6 +26,7 @@ __device__ __forceinline__ void send_chunk(const SendRole& role, int domain, int
   header->all = static_cast<int32_t>(ptx::ld_relaxed_gpu(&rail_counters_of(role.op).places[domain]));
   const uint64_t bytes = sizeof(HtRailHeader) + static_cast<uint64_t>(rows) * rail.entry_bytes;
   post(role.op, role.part, domain, channel, rail.in_part(rail.domain) + at, source, bytes);
+  stamp_put(role.op);
   if (has_bug(Bug::kEarlySource, Kind::kDispatch) && rows > 0) {
     *role.peers.local<uint32_t>(source + sizeof(HtRailHeader)) ^= 0x55;
   }
@@ -56,7 +57,7 @@ struct CrossingCounts {
   __device__ __forceinline__ static void count_staged(const SendRole& role, int index) {
     const int share = ht_rail_share(role.p.num_tokens);
     const uint32_t before = atomicAdd(&rail_counters_of(role.op).done[index], 1u);
-    if (before + 1 != static_cast<uint32_t>(share)) return;
+    if (before + 1 != static_cast<uint32_t>(share) || has_bug(Bug::kLateChunks, Kind::kDispatch)) return;
     __threadfence();
     send_chunk(role, index / kHtRailChunks, index % kHtRailChunks, share);
   }
@@ -135,7 +136,7 @@ __device__ __forceinline__ void send_rest(const SendRole& role) {
     const int domain = rail.other(i % others), chunk = i / others;
     const auto rows =
         static_cast<int>(ptx::ld_relaxed_gpu(&rail_counters_of(role.op).done[domain * kHtRailChunks + chunk]));
-    if (rows < share) send_chunk(role, domain, chunk, rows);
+    if (rows < share || has_bug(Bug::kLateChunks, Kind::kDispatch)) send_chunk(role, domain, chunk, rows);
   }
   __syncwarp();
 }
@@ -172,6 +173,7 @@ __device__ __forceinline__ void send_own_rows(const SendRole& role, uint32_t& pa
     done++;
   }
   ptx::bulk_wait<0>();
+  if (done > 0) stamp(Stamp::kLastMade, role.peers.rank);
   if (announcements.size > 0) announcements.send(role);
   const bool has_none = p.num_tokens == 0 && role.is_first() && role.warp == 0;
   if (done == 0 && !has_none) return;

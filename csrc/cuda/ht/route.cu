@@ -47,7 +47,7 @@ void load_ht_route_kernels() {
   load_kernel(&ht::dispatch_route_world, kMaxSharedBytes);
 }
 
-std::vector<std::vector<uint64_t>> ht_route_stamps() { return read_stamps(); }
+[[maybe_unused]] static const bool has_stamps = add_stamps_reader("ht_route", &read_stamps);
 
 void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
   const bool expert_rows = has_expert_rows(args.params.output.layout);

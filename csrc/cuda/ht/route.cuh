@@ -183,6 +183,11 @@ __device__ __forceinline__ void cross_with_message(const RouteRole& role, int wo
 
 // ---- Table of contents
 
+// A file of kernels has one set of stamps. Between domains this kernel shares a file with the next, whose they are.
+__device__ __forceinline__ void stamp_route(Stamp phase, int rank) {
+  if (!kCrossesDomains) stamp(phase, rank);
+}
+
 // kExpertRows: this rank's output has. Then choices of experts are numbered at once, as its peers' will, too.
 template <bool kExpertRows>
 __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
@@ -191,7 +196,7 @@ __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, Bloc
   EP_SHARED(OpContext, op);
   const RouteRole role{
       {at}, args.state, p, args.geometry, peers, op, RouteTables::of(shared, p, args.geometry), HtRailPart::of(args)};
-  stamp(Stamp::kStart, peers.rank);
+  stamp_route(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
   const WarpShare share = WarpShare::of(role);
   RawSteps raw;
@@ -200,14 +205,14 @@ __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, Bloc
   __syncthreads();
   // The first warp loads the epoch meanwhile.
   Steps last_steps = number_share<kExpertRows, true>(role, share, raw);
-  stamp(Stamp::kOwnDone, peers.rank);
+  stamp_route(Stamp::kOwnDone, peers.rank);
   const bool is_all = !sends_rows(p.variant);  // of the operation: no kernel follows that would store the info tensor
   if (!open_ht_op(op, args, Kind::kDispatch, at, true, is_all)) {
     if (is_all && role.warp == 0) clear_info(p.output, p.info);
     return;
   }
   ptx::launch_dependents();  // it advances the epoch, which all blocks have read now
-  stamp(Stamp::kEpochKnown, peers.rank);
+  stamp_route(Stamp::kEpochKnown, peers.rank);
   if (role.is_first() && role.warp == 0) {
     send_header(op, p.offsets, peers);
   }
@@ -232,7 +237,7 @@ __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, Bloc
     finish_numbers(role, share, last_steps);
     store_ids(role, share, last_steps);
   }
-  stamp(Stamp::kSent, peers.rank);
+  stamp_route(Stamp::kSent, peers.rank);
   await_headers(op, p.offsets, peers);
   read_words(role);
   add_up_counts(role);
@@ -240,7 +245,7 @@ __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, Bloc
     if (is_all && role.warp == 0) clear_info(p.output, p.info);
     return;
   }
-  stamp(Stamp::kRoutingKnown, peers.rank);
+  stamp_route(Stamp::kRoutingKnown, peers.rank);
   if (*role.tables.has_expert_rows != 0) {
     if constexpr (!kExpertRows) last_steps = number_again(role, share);
     find_starts(role);
@@ -256,7 +261,7 @@ __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, Bloc
 #if defined(EP_NETWORK)
   if (is_all && role.is_first() && role.warp == 0) await_channels(op, role.part, kFirstChunkChannel, kHtRailChunks);
 #endif
-  stamp(Stamp::kEnd, peers.rank);
+  stamp_route(Stamp::kEnd, peers.rank);
 }
 
 }  // namespace EP_KERNELS

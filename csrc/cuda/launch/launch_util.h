@@ -91,10 +91,5 @@ void load_masking_combine_kernels();
 void load_ht_route_kernels();
 void load_ht_dispatch_kernels();
 void load_ht_combine_kernels();
-std::vector<std::vector<uint64_t>> dispatch_stamps();
-std::vector<std::vector<uint64_t>> combine_stamps();
-std::vector<std::vector<uint64_t>> ht_route_stamps();
-std::vector<std::vector<uint64_t>> ht_dispatch_stamps();
-std::vector<std::vector<uint64_t>> ht_combine_stamps();
 
 }  // namespace ep

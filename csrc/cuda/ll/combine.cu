@@ -35,7 +35,7 @@ void check_served(const LlCombineWeightsParams&) {}
 
 void load_combine_kernels() { load_all(); }
 
-std::vector<std::vector<uint64_t>> combine_stamps() { return read_stamps(); }
+[[maybe_unused]] static const bool has_stamps = add_stamps_reader("ll_combine", &read_stamps);
 
 void launch(const KernelArgs<LlCombineParams>& args, void* stream) {
   return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);

@@ -20,7 +20,7 @@ void check_served(const LlDispatchParams& p) {
 
 void load_dispatch_kernels() { load_all(); }
 
-std::vector<std::vector<uint64_t>> dispatch_stamps() { return read_stamps(); }
+[[maybe_unused]] static const bool has_stamps = add_stamps_reader("ll_dispatch", &read_stamps);
 
 void launch(const KernelArgs<LlDispatchParams>& args, void* stream) {
   return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);

@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "cuda/host/one_gpu/path.h"
+#include "cuda/testing/stamps.h"
 #include "transport/nccl/gin/comm.h"
 #include "transport/nccl/window.h"
 
@@ -49,13 +50,22 @@ class GinPath : public NetworkPath {
   GinComm gin_;
 };
 
+// Of the library's kernels, once it is loaded.
+void add_time_lines() {
+  [[maybe_unused]] static const bool are_added =
+      add_stamps_reader("ht_dispatch", [] { return gin_library().take_stamps("ht_dispatch"); }) &&
+      add_stamps_reader("ht_combine", [] { return gin_library().take_stamps("ht_combine"); });
+}
+
 }  // namespace
 
 void require_network(Bootstrap& bootstrap, NcclComm& comm) { require_gin(bootstrap, comm); }
 
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
   if (config.world != nullptr) return make_one_gpu_path(bootstrap, config);
-  return std::make_unique<GinPath>(bootstrap, config);
+  auto path = std::make_unique<GinPath>(bootstrap, config);
+  add_time_lines();
+  return path;
 }
 
 }  // namespace ep

@@ -6,6 +6,7 @@
 #include "cuda/network/gin/ht.cuh"
 #include "cuda/network/gin/ll.cuh"
 #include "cuda/network/probe.cuh"
+#include "cuda/testing/stamps.h"
 #include "transport/nccl/gin/table.h"
 
 namespace ep {
@@ -111,6 +112,7 @@ const GinTable& table() {
     made.launch_ht_route = &launch_op<HtRouteParams, HtRail>;
     made.launch_ht_dispatch = &launch_op<HtDispatchParams, HtRail>;
     made.launch_ht_combine = &launch_op<HtCombineParams, HtRail>;
+    made.take_stamps = [](const char* kernel) { return ep::take_stamps(kernel); };
     return made;
   }();
   return table;

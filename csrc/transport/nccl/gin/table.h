@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace ep {
 
@@ -68,6 +69,9 @@ struct GinTable {
   Launch<HtRouteParams, HtRail> launch_ht_route = nullptr;
   Launch<HtDispatchParams, HtRail> launch_ht_dispatch = nullptr;
   Launch<HtCombineParams, HtRail> launch_ht_combine = nullptr;
+
+  // cuda/testing/stamps.h, of the kernels there: ht_dispatch or ht_combine.
+  std::vector<std::vector<uint64_t>> (*take_stamps)(const char* kernel) = nullptr;
 };
 
 // The one symbol of a GIN library.
