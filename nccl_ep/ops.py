@@ -204,14 +204,14 @@ def _(carrier: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _deepep_outputs(
-    seq: torch.Tensor, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, max_tokens: int,
+    seq: torch.Tensor, x: torch.Tensor, x_scales: Scales, topk_idx: torch.Tensor, num_experts: int, max_tokens: int,
     quant: int, *rest: Any,
 ) -> Tensors:  # fmt: skip
     capacity, local = _num_ranks(seq) * max_tokens, num_experts // _num_ranks(seq)
     config = pack_dispatch(
         {"num_experts": num_experts, "topk": topk_idx.shape[1], "max_tokens": max_tokens, "quant": quant}
     )
-    rows, scales, weights, _, _, info = _outputs_of(x, None, topk_idx, seq, capacity, config)
+    rows, scales, weights, _, _, info = _outputs_of(x, x_scales, topk_idx, seq, capacity, config)
     if quant:
         scales = scales.new_empty([local, scales.shape[2], capacity]).transpose(1, 2)
     src_info = x.new_empty([_C.source_size(config, _num_ranks(seq), x.shape[0])], dtype=torch.int32)

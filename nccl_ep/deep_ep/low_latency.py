@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -34,7 +35,8 @@ from ..events import EventOverlap, run_on_comm_stream
 from ..gradients import refuse_backward, wants_gradient
 from ..handle import Quant
 from ..pending import OpenSend, receive_lost
-from .newer_keywords import RowSignals, refuse_nvfp4
+from . import nvfp4
+from .newer_keywords import RowSignals
 from .view import View
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
@@ -247,7 +249,10 @@ class LowLatencyMethods(View):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-        **newer: object,
+        *,
+        use_nvfp4: bool = False,
+        x_global_scale: torch.Tensor | None = None,
+        use_ue8m0_for_sf: bool = False,
     ) -> Dispatched:
         """Sends tokens to their experts. Collective. T tokens, M ``num_max_dispatch_tokens_per_rank``, L local experts.
 
@@ -262,12 +267,17 @@ class LowLatencyMethods(View):
                 ``use_fp8`` neither has a meaning.
             async_finish: the operation runs on ``get_comm_stream()``, and the event says when it is done.
             return_recv_hook: sends only; what is returned is filled by calling the hook, once.
-            newer: ``use_nvfp4`` and ``x_global_scale`` of a branch; TypeError if they ask for something.
+            use_nvfp4: rows are quantised to e2m1, with an e4m3 scale for 16 elements (``nvfp4.quantize``). x is bf16 or
+                fp16 then, H a multiple of 32, and ``use_fp8`` False.
+            x_global_scale: of ``use_nvfp4``, which needs it: float32, of which the first element counts; else ignored.
+                use_ue8m0_for_sf: of ``use_nvfp4``, and refused there.
 
         Returns:
             recv_x: [L, R * M, H], or with ``use_fp8`` the pair of it and the scales, [L, R * M, ceil(H / 128)]
             (``use_ue8m0``: ceil(H / 512)), contiguous in dimension 1. Of expert e only the first recv_count[e] rows are
-            set, in the order of (source rank, token).
+            set, in the order of (source rank, token). With ``use_nvfp4`` the pair of uint8 [R * M, H / 2, L] and
+            float8_e4m3fn [32, 4, ceil(R * M / 128), 4, ceil(H / 64), L]; memory is in the order [L, R * M, H / 2] and
+            [L, ceil(R * M / 128), ceil(H / 64), 32, 4, 4].
             recv_count: int32 [L].
             handle: (src_info, layout_range, M, H, num_experts); src_info: int32 [L, R * M], the token of each row at
             its source; layout_range: int64 [L, R], first row of each source << 32 | their number.
@@ -277,11 +287,9 @@ class LowLatencyMethods(View):
         Raises: ValueError, UsageError, TimeoutError, MismatchError, OverflowError as ``nccl_ep.dispatch``; the last one
         by the hook, where there is one.
 
-        Source: DeepEP's method of that name.
+        Source: DeepEP's method of that name; its branch hybrid-ep for ``use_nvfp4`` and what follows.
         """
-        if newer:
-            refuse_nvfp4(newer)
-        if async_finish is False:
+        if async_finish is False and use_nvfp4 is False:
             try:
                 eager = _dispatch_eager(
                     self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
@@ -303,29 +311,38 @@ class LowLatencyMethods(View):
             ("x", "topk_idx", "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"),
             (x, topk_idx, stats, waits),
         )
-        args = (x, topk_idx, num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0)
+        args = (topk_idx, num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0)
         op = _ops.ll_dispatch_deepep_send.default if return_recv_hook else _ops.ll_dispatch_deepep.default
+        call = partial(op, self._seq, x, None, *args)
+        global_scale = None
+        if use_nvfp4 is not False:
+            require_bools(use_nvfp4=use_nvfp4)
+        if use_nvfp4:
+            global_scale = nvfp4.global_scale_of(self._seq, x, x_global_scale, use_fp8, use_ue8m0_for_sf)
+            call = partial(nvfp4.send, op, self._seq, x, global_scale, args, not return_recv_hook)
         if self.core._open_sends:
             receive_lost(self.core, "dispatch")
         try:
-            outputs, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
+            outputs, event = run_on_comm_stream(self, call, (x, global_scale, *args), async_finish)
         except RuntimeError as error:
             raise error_of(self, error) from error
-        recv_x, scales, _, counts, src_info, layout_range = outputs
+        recv_x, scales, _, counts, src_info, layout_range, *swizzled = outputs
+        pair = nvfp4.received(recv_x, *swizzled) if swizzled else (recv_x, scales)
         handle = (src_info, layout_range, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts)
         hook = None
         if return_recv_hook:
             numbers = (
-                x.dtype, x.shape[0], topk_idx.shape[1], topk_idx.dtype is torch.int64, num_experts,
-                num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
+                recv_x.dtype if swizzled else x.dtype, x.shape[0], topk_idx.shape[1], topk_idx.dtype is torch.int64,
+                num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
             )  # fmt: skip
 
-            open_send = OpenSend("dispatch", _dispatch_recv, (self._seq, *outputs, *numbers))
+            receive = partial(nvfp4.receive, _dispatch_recv, *swizzled) if swizzled else _dispatch_recv
+            open_send = OpenSend("dispatch", receive, (self._seq, *outputs[:6], *numbers))
             hook = self._hook(open_send, counts)
             self._state.unreceived = src_info
         else:
             self._raise_what_was_dropped(counts, event)
-        return (recv_x, scales) if use_fp8 else recv_x, counts, handle, event, hook
+        return pair if use_fp8 or swizzled else recv_x, counts, handle, event, hook
 
     def low_latency_combine(
         self,

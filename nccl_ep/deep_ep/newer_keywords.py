@@ -2,7 +2,7 @@
 
 Single-batch overlap is SGLang's: a combine whose sending half begins while the down GEMM, on another stream, still
 writes the rows, and waits for that kernel's signals. On Hopper the GEMM counts up a signal for each block of rows of an
-expert, on Blackwell one for each expert. NVFP4 rows are not here.
+expert, on Blackwell one for each expert. nvfp4.py has those of NVFP4 rows.
 
 Callers pass them also where they ask for nothing (``overlap=False``); such calls are served.
 """
@@ -74,15 +74,3 @@ class RowSignals:
         num_sms = BLACKWELL_SMS if num_sms is None else num_sms
         require_within(*_INT32, src_signal_expect_value=src_signal_expect_value, num_sms=num_sms)
         return RowSignals(src_signals, max(rows.shape[1], 1), src_signal_expect_value, num_sms)
-
-
-def refuse_nvfp4(given: dict[str, object]) -> None:
-    """Raises: TypeError that names the keyword, unless all of them ask for nothing."""
-    for name in given:
-        if name not in ("use_nvfp4", "x_global_scale"):
-            raise TypeError(f"low_latency_dispatch() got an unexpected keyword argument {name!r}")
-    reason = "quantise x yourself, or pass use_fp8"
-    if given.get("use_nvfp4"):
-        raise TypeError(f"low_latency_dispatch(use_nvfp4={given['use_nvfp4']!r}) is not served: {reason}")
-    if "use_nvfp4" not in given:
-        raise TypeError(f"low_latency_dispatch(x_global_scale=...) belongs to use_nvfp4, which is not served: {reason}")

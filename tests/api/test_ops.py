@@ -196,13 +196,13 @@ def test_opcheck_of_two_ranks_in_lockstep(name: str) -> None:
     run_ranks(2, body)
 
 
-def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None) -> dict[str, tuple[Any, ...]]:
+def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None, scales: Any = None) -> dict[str, tuple[Any, ...]]:
     """Arguments of the ops of DeepEP's convention; receiving halves without what the sending ones return."""
     head = (buffer._seq,)
     x, ids = torch.randn(6, 640).bfloat16(), torch.randint(-1, 4, (6, 3))
     stats, waits = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     numbers = (4, 6, int(QUANTS[quant]), stats, waits, 0)
-    dispatch = (*head, x, ids, *numbers)
+    dispatch = (*head, x, scales, ids, *numbers)
     rows, _, _, _, src_info, _ = ops.ll_dispatch_deepep.default(*dispatch)
     combine = (*head, rows.bfloat16(), src_info, torch.rand(6, 3), ids, 4, 6, waits)
     out = torch.empty(6, 640).bfloat16()
@@ -216,14 +216,15 @@ def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None) -> dict[str, tuple[
     }
 
 
-@pytest.mark.parametrize("quant", QUANTS)
-def test_opcheck_of_deepeps_convention(quant: str | None) -> None:
+@pytest.mark.parametrize(("quant", "width"), [*((quant, 0) for quant in QUANTS), (None, 3)])
+def test_opcheck_of_deepeps_convention(quant: str | None, width: int) -> None:
     """opcheck runs an op more than once and copies its arguments: not for halves, nor for combine, whose src_info has
-    the handle behind it."""
+    the handle behind it. width: of the caller's scales."""
     with nccl_ep.Buffer.for_shapes(
         None, max_tokens=6, hidden=640, topk=3, num_experts=4, device="cpu", timeout=60.0
     ) as buffer:
-        calls = _deepep_calls(buffer, quant)
+        scales = torch.arange(6 * width, dtype=torch.int32).view(6, width) if width else None
+        calls = _deepep_calls(buffer, quant, scales)
         for kind in ("dispatch", "combine"):
             fused, send, recv = (f"ll_{kind}_deepep{half}" for half in ("", "_send", "_recv"))
             if kind == "dispatch":

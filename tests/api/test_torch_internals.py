@@ -234,7 +234,7 @@ def test_the_dtypes_of_python_are_read_as_they_are(buffer: nccl_ep.Buffer) -> No
 def test_a_backward_pass_is_refused(buffer: nccl_ep.Buffer) -> None:
     """torch::autograd::autogradNotImplementedFallback, of torch's torch/csrc."""
     x, ids = torch.ones(T, H, requires_grad=True), torch.zeros(T, K, dtype=torch.int64)
-    rows = torch.ops.nccl_ep.ll_dispatch_deepep_send(buffer._seq, x, ids, E, T, 0, None, None, 0)[0]
+    rows = torch.ops.nccl_ep.ll_dispatch_deepep_send(buffer._seq, x, None, ids, E, T, 0, None, None, 0)[0]
     assert rows.requires_grad, "a gradient would be left out without a word"
     with pytest.raises(RuntimeError, match="not implemented"):
         rows.sum().backward()
@@ -279,7 +279,7 @@ def test_a_tensor_on_the_front_of_its_allocation() -> None:
     ) as made:
         x, ids = torch.ones(T, 640).bfloat16(), torch.zeros(T, K, dtype=torch.int64)
         head = (made._seq,)
-        results = torch.ops.nccl_ep.ll_dispatch_deepep(*head, x, ids, E, T, 0, None, None, 0)
+        results = torch.ops.nccl_ep.ll_dispatch_deepep(*head, x, None, ids, E, T, 0, None, None, 0)
     counts, src_info = results[3], results[4]
     for each in (counts, src_info):
         assert each.untyped_storage().nbytes() > each.nbytes, "what lies behind it was cut off"

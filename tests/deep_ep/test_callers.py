@@ -138,6 +138,62 @@ def vllm_low_latency(own: Rank) -> None:
     buffer.destroy()
 
 
+NVFP4_SCALE = 48.0  # with which x, of 0 to 2, loses nothing
+
+
+def of_nvfp4(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[L, C, H / 2] and [32, 4, rm, 4, rk, L], as FlashInfer's masked GEMM reads them."""
+    experts, capacity, _ = rows.shape
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.stack([rows & 15, rows >> 4], -1).flatten(-2).long()
+    straight = scales.permute(5, 2, 1, 0, 4, 3).reshape(experts, -1, 4 * scales.shape[4])[:, :capacity, : HIDDEN // 16]
+    factors = (straight.float() / NVFP4_SCALE).repeat_interleave(16, -1)
+    return (torch.cat([numbers, -numbers])[codes] * factors).to(HALF)
+
+
+def vllm_nvfp4(own: Rank) -> None:
+    """vllm: prepare_finalize/deepep_ll.py with VLLM_DEEPEPLL_NVFP4_DISPATCH=1; a factor for each expert."""
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, RANKS, EXPERTS)
+    buffer = deep_ep.Buffer(own.group, 0, num_bytes, low_latency_mode=True, explicitly_destroy=True, device="cpu")
+    (rows, scales), counts, handle, _, hook = buffer.low_latency_dispatch(
+        own.x, own.ids, MOST, EXPERTS, use_fp8=False, round_scale=False, use_ue8m0=False, use_nvfp4=True,
+        x_global_scale=torch.full((EXPERTS,), NVFP4_SCALE), async_finish=False, return_recv_hook=True,
+    )  # fmt: skip
+    hook()
+    rows = rows.permute(2, 0, 1)
+    assert rows.shape == (LOCAL, RANKS * MOST, HIDDEN // 2) and counts.shape == (LOCAL,)
+    output = torch.empty_like(own.x)
+    _, _, hook = buffer.low_latency_combine(
+        own.batched(of_nvfp4(rows, scales)), own.ids, own.weights, handle, async_finish=False, zero_copy=False,
+        return_recv_hook=True, out=output,
+    )  # fmt: skip
+    hook()
+    assert torch.equal(output, own.expected())
+    buffer.destroy()
+
+
+def sglang_nvfp4(own: Rank) -> None:
+    """sglang: token_dispatcher/deepep.py with SGLANG_MOE_NVFP4_DISPATCH=1; the factor is a parameter of the layer."""
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, RANKS, EXPERTS)
+    buffer = deep_ep.Buffer(own.group, 0, num_bytes, low_latency_mode=True, device="cpu")
+    factor = torch.nn.Parameter(torch.tensor(NVFP4_SCALE), requires_grad=False)
+    for uses_hook in (False, True):
+        received, _, handle, event, hook = buffer.low_latency_dispatch(
+            own.x, own.ids, MOST, EXPERTS, use_fp8=False, use_nvfp4=True, x_global_scale=factor,
+            async_finish=not uses_hook, return_recv_hook=uses_hook,
+        )  # fmt: skip
+        hook() if uses_hook else event.current_stream_wait()
+        rows, scales = received
+        assert rows.view(torch.uint8).shape == (RANKS * MOST, HIDDEN // 2, LOCAL)
+        combined, event, hook = buffer.low_latency_combine(
+            x=own.batched(of_nvfp4(rows.permute(2, 0, 1), scales.view(torch.float8_e4m3fn))), topk_idx=own.ids,
+            topk_weights=own.weights, handle=handle, async_finish=not uses_hook, return_recv_hook=uses_hook,
+        )  # fmt: skip
+        hook() if uses_hook else event.current_stream_wait()
+        assert torch.equal(combined, own.expected())
+    buffer.destroy()
+
+
 def vllm_v2(own: Rank) -> None:
     """vllm: prepare_finalize/deepep_v2.py: prefill expanded with sizes, decoding flat without."""
     buffer = deep_ep.ElasticBuffer(
@@ -537,8 +593,8 @@ def train(own: Rank, dispatch: Callable[..., Any], combine: Callable[..., Any], 
 
 
 CALLERS = (
-    vllm_high_throughput, vllm_low_latency, vllm_v2, sglang, sglang_single_batch_overlap, sglang_v2, lmdeploy, xtuner,
-    torchtitan_v2, torchtitan_hybrid, expanded_training,
+    vllm_high_throughput, vllm_low_latency, vllm_nvfp4, vllm_v2, sglang, sglang_nvfp4, sglang_single_batch_overlap,
+    sglang_v2, lmdeploy, xtuner, torchtitan_v2, torchtitan_hybrid, expanded_training,
 )  # fmt: skip
 
 

@@ -157,8 +157,8 @@ def test_keywords_of_branches() -> None:
         unknown: dict[str, Any] = {"overlapp": False}
         with pytest.raises(TypeError, match="got an unexpected keyword argument 'overlapp'"):
             buffer.low_latency_combine(rows, ids, weights, handle, **unknown)
-        with pytest.raises(TypeError, match=r"low_latency_dispatch\(use_nvfp4=True\) is not served: quantise x"):
-            buffer.low_latency_dispatch(x, ids, 2, 1, use_nvfp4=True, x_global_scale=weights)
+        with pytest.raises(TypeError, match="got an unexpected keyword argument 'use_nvfp5'"):
+            buffer.low_latency_dispatch(x, ids, 2, 1, use_nvfp5=False)  # type: ignore[call-arg]
 
 
 _COUNTERS = torch.ones(2, dtype=torch.int32)

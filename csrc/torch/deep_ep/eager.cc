@@ -18,8 +18,8 @@ using fast_call::wrap;
 
 using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 #define EP_DISPATCH_TYPES                                                                        \
-  const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, int64_t, const OptionalTensor&, \
-      const OptionalTensor&, int64_t
+  const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, int64_t, int64_t, int64_t, \
+      const OptionalTensor&, const OptionalTensor&, int64_t
 using Dispatch = Op<"nccl_ep::ll_dispatch_deepep", Dispatched(EP_DISPATCH_TYPES)>;
 using DispatchSend = Op<"nccl_ep::ll_dispatch_deepep_send", Dispatched(EP_DISPATCH_TYPES)>;
 #define EP_COMBINE_TYPES                                                                                              \
@@ -61,8 +61,8 @@ PyObject* low_latency_dispatch(PyObject* const* given, Py_ssize_t count) {
   }
   const bool has_hook = is_true(given[10]);
   auto [rows, scales, weights, counts, src_info, layout_range] = (has_hook ? &DispatchSend::run : &Dispatch::run)(
-      seq, x.get(), topk_idx.get(), num_experts.get(), max_tokens.get(), static_cast<int64_t>(quant), recv_stats.get(),
-      wait_cost.get(), 0);
+      seq, x.get(), OptionalTensor{}, topk_idx.get(), num_experts.get(), max_tokens.get(), static_cast<int64_t>(quant),
+      recv_stats.get(), wait_cost.get(), 0);
   const auto rows_object = py::reinterpret_steal<py::object>(wrap(std::move(rows)));
   const auto scales_object =
       use_fp8 || has_hook ? py::reinterpret_steal<py::object>(wrap(std::move(scales))) : py::object(py::none());

@@ -17,8 +17,8 @@ using LlDispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 EP_OP_HANDLE(ht_dispatch_deepep, HtDispatched, const Tensor& seq, const Tensor& x, const Optional& x_scales,
              const Tensor& topk_idx, const Optional& topk_weights, int64_t num_experts, int64_t max_tokens,
              int64_t capacity, int64_t num_sms)
-EP_OP_HANDLE(ll_dispatch_deepep, LlDispatched, const Tensor& seq, const Tensor& x, const Tensor& topk_idx,
-             int64_t num_experts, int64_t max_tokens, int64_t quant, const Optional& recv_stats,
+EP_OP_HANDLE(ll_dispatch_deepep, LlDispatched, const Tensor& seq, const Tensor& x, const Optional& x_scales,
+             const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64_t quant, const Optional& recv_stats,
              const Optional& wait_cost, int64_t num_sms)
 EP_OP_HANDLE(ll_combine_deepep, Tensor, const Tensor& seq, const Tensor& rows, const Tensor& src_info,
              const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
@@ -69,20 +69,27 @@ SavedRouting routing_of(const Tensor& seq, const Tensor& src_info, const Tensor&
   return SavedRouting::of(seq, handle, {}, num_tokens, capacity, config);
 }
 
-LlDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
-                         int64_t max_tokens, int64_t quant, const Optional& recv_stats, const Optional& wait_cost,
-                         int64_t num_sms) {
+LlDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,
+                         int64_t num_experts, int64_t max_tokens, int64_t quant, const Optional& recv_stats,
+                         const Optional& wait_cost, int64_t num_sms) {
   const auto run = [&] {
     const at::AutoDispatchBelowAutograd below;
-    return ll_dispatch_deepep().call(seq, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms);
+    return ll_dispatch_deepep().call(seq, x, x_scales, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost,
+                                     num_sms);
   };
-  if (!wants_gradient(x)) return run();
+  if (!wants_gradient(x, x_scales)) return run();
   LlDispatched made;
   const std::function<Sent()> send = [&]() -> Sent {
     made = run();
-    return {{std::get<0>(made)}, {}, routing_of(seq, std::get<4>(made), topk_idx, num_experts, max_tokens)};
+    variable_list rows{std::get<0>(made)};
+    if (x_scales) rows.push_back(std::get<1>(made));
+    return {rows, {}, routing_of(seq, std::get<4>(made), topk_idx, num_experts, max_tokens)};
   };
-  std::get<0>(made) = Dispatch::apply(at::TensorList(x), kNone, at::TensorList(), send)[0];
+  variable_list sent{x};
+  if (x_scales) sent.push_back(*x_scales);
+  const auto results = Dispatch::apply(at::TensorList(sent), kNone, at::TensorList(), send);
+  std::get<0>(made) = results[0];
+  if (x_scales) std::get<1>(made) = results[1];
   return made;
 }
 

@@ -1,7 +1,7 @@
 // Low-latency dispatch and combine in DeepEP's convention: outputs made when an operation is sent and filled when it is
-// received, scales column-major in their last two dimensions, and src_info and layout_range beside them. src_info is
-// the front of the allocation that holds the handle: whoever has it has the handle. nccl_ep/deepep_low_latency.py has
-// the methods over these ops.
+// received, scales column-major in their last two dimensions (the caller's, of x_scales, row-major), and src_info and
+// layout_range beside them. src_info is the front of the allocation that holds the handle: whoever has it has the
+// handle. nccl_ep/deep_ep/low_latency.py has the methods over these ops.
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 
@@ -66,7 +66,7 @@ Tensor behind(const Tensor& front, int64_t first, int64_t count) {
 // The handle has an allocation of its own, by which combine knows it.
 Outputs allocate(const InputTypes& row, Quant quant, const OutputShape& output, const at::Device& device) {
   const OutputTypes types = output_types(row, quant, output);
-  const bool quantises = types.scales.size() > 1;
+  const bool quantises = quant != Quant::kNone;  // the scales of a caller stay row by row
   const int64_t ranges[] = {output.local_experts, output.num_ranks};
   Outputs made;
   made.x = new_tensor(types.x, types.x_type, device);
@@ -131,22 +131,23 @@ void run_into(const OutputRefs& t, LlDispatchParams& p, Registered& registered, 
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-DispatchResult dispatch(const at::Tensor& seq, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
-                        int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
+DispatchResult dispatch(const at::Tensor& seq, const Tensor& x, const OptionalTensor& x_scales, const Tensor& topk_idx,
+                        int64_t num_experts, int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
                         const OptionalTensor& wait_cost, int64_t num_sms, Phase phase) {
   return guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(seq);
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
-    const InputTypes row = check_inputs(x, {}, topk_idx, {}, topk_idx.size(1), device);
+    const InputTypes row = check_inputs(x, x_scales, topk_idx, {}, topk_idx.size(1), device);
     const DispatchConfig config = config_of(num_experts, max_tokens, row.topk, quant, num_sms);
     const OutputShape output = whole_output(group.num_ranks(), config);
     LlDispatchParams p = dispatch_params(row, config, output);
     p.phase = phase;
-    set_inputs(p, x, {}, topk_idx, {});
+    set_inputs(p, x, x_scales, topk_idx, {});
     group.prepare(p);  // refuses what does not fit before memory is taken for it
     if (recv_stats || wait_cost) {
       AliasCheck aliases;
       aliases.reads("x", x);
+      aliases.reads("x_scales", pointer_to(x_scales));
       aliases.reads("topk_idx", topk_idx);
       if (recv_stats) aliases.writes("cumulative_local_expert_recv_stats", *recv_stats);
       if (wait_cost) aliases.writes("dispatch_wait_recv_cost_stats", *wait_cost);
@@ -157,16 +158,19 @@ DispatchResult dispatch(const at::Tensor& seq, const Tensor& x, const Tensor& to
   });
 }
 
-DispatchResult ll_dispatch_deepep(const Tensor& seq, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
-                                  int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
-                                  const OptionalTensor& wait_cost, int64_t num_sms) {
-  return dispatch(seq, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Phase::kFused);
+DispatchResult ll_dispatch_deepep(const Tensor& seq, const Tensor& x, const OptionalTensor& x_scales,
+                                  const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64_t quant,
+                                  const OptionalTensor& recv_stats, const OptionalTensor& wait_cost, int64_t num_sms) {
+  return dispatch(seq, x, x_scales, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms,
+                  Phase::kFused);
 }
 
-DispatchResult ll_dispatch_deepep_send(const Tensor& seq, const Tensor& x, const Tensor& topk_idx, int64_t num_experts,
-                                       int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
-                                       const OptionalTensor& wait_cost, int64_t num_sms) {
-  return dispatch(seq, x, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms, Phase::kSend);
+DispatchResult ll_dispatch_deepep_send(const Tensor& seq, const Tensor& x, const OptionalTensor& x_scales,
+                                       const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64_t quant,
+                                       const OptionalTensor& recv_stats, const OptionalTensor& wait_cost,
+                                       int64_t num_sms) {
+  return dispatch(seq, x, x_scales, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost, num_sms,
+                  Phase::kSend);
 }
 
 void ll_dispatch_deepep_recv(const Tensor& seq, const Tensor& x, const Tensor& scales, const Tensor& weights,
@@ -177,17 +181,21 @@ void ll_dispatch_deepep_recv(const Tensor& seq, const Tensor& x, const Tensor& s
   guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(seq);
     EP_CHECK(x.dim() == 3, "x has ", x.dim(), " dimensions, must have 3");
-    const InputTypes row{dtype, x.size(2), 0, at::kFloat, num_tokens, topk, is_idx64};
+    const bool quantises = quant_of(quant) != Quant::kNone;
+    const int64_t given_scales = !quantises && scales.dim() == 3 ? scales.size(2) : 0;
+    const InputTypes row{dtype, x.size(2), given_scales, scales.scalar_type(), num_tokens, topk, is_idx64};
     const DispatchConfig config = config_of(num_experts, max_tokens, topk, quant, num_sms);
     const OutputShape output = whole_output(group.num_ranks(), config);
     LlDispatchParams p = dispatch_params(row, config, output);
     p.phase = Phase::kRecv;
-    const bool quantises = p.quant != Quant::kNone;
     check_tensor(x, "x", quantises ? at::kFloat8_e4m3fn : dtype, row_shape(output, row.hidden), device);
-    check_tensor(
-        quantises ? scales.transpose(1, 2) : scales, "scales", scales.scalar_type(),
-        quantises ? at::IntArrayRef{output.local_experts, p.out_scales.count, output.capacity} : at::IntArrayRef{0},
-        device);
+    const int64_t by_group[] = {output.local_experts, p.out_scales.count, output.capacity};
+    const int64_t by_row[] = {output.local_experts, output.capacity, given_scales};
+    check_tensor(quantises ? scales.transpose(1, 2) : scales, "scales", scales.scalar_type(),
+                 quantises          ? at::IntArrayRef(by_group)
+                 : given_scales > 0 ? at::IntArrayRef(by_row)
+                                    : at::IntArrayRef{0},
+                 device);
     check_tensor(weights, "weights", at::kFloat, {output.local_experts, output.capacity}, device);
     check_front(counts, "counts", {output.local_experts}, output.info_size(), /*is_whole=*/false, row, device);
     check_front(src_info, "src_info", {output.local_experts, output.capacity},
@@ -299,9 +307,9 @@ void ll_combine_deepep_recv(const Tensor& seq, const Tensor& src_info, int64_t t
 }
 
 #define EP_STATS_SCHEMA "Tensor(b!)? out_recv_stats, Tensor(c!)? out_wait_cost, int num_sms"
-#define EP_DISPATCH_SCHEMA                                                            \
-  "(Tensor(a!) seq, Tensor x, Tensor topk_idx, int num_experts, int max_tokens, int " \
-  "quant, " EP_STATS_SCHEMA                                                           \
+#define EP_DISPATCH_SCHEMA                                                                              \
+  "(Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, int num_experts, int max_tokens, int " \
+  "quant, " EP_STATS_SCHEMA                                                                             \
   ") -> (Tensor x, Tensor scales, Tensor weights, Tensor counts, Tensor src_info, Tensor layout_range)"
 #define EP_COMBINE_SCHEMA                                                                \
   "(Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
