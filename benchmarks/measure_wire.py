@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("records", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", default=["ll", "ht"])
+    parser.add_argument("--modes", nargs="+", choices=("ll", "ht"), default=["ll", "ht"])
     parser.add_argument("--num-sms", nargs="+", type=int, default=[0], help="of a combine; 0: its own choice")
     options = parser.parse_args()
     world = World("cuda")

@@ -9,7 +9,6 @@ import torch
 
 import nccl_ep
 from tests.support.gpu_chains import HIDDEN, LOCAL_EXPERTS, TOPK, Chain, count_differences, home_sum
-from tests.support.harness import synchronize
 from tests.support.patience import of_living_ranks
 
 TOKENS = 200  # of a rank: an announced piece of its rows for another has several
@@ -79,7 +78,7 @@ class HtChain(Chain):
 
     def capture(self) -> torch.cuda.CUDAGraph:
         self.run()  # outputs to be given come from the current stream's part of the arena, not from the capture's
-        synchronize(self.buffer.device)
+        torch.cuda.synchronize()
         return super().capture()
 
     def run(self) -> None:

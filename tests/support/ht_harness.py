@@ -236,7 +236,7 @@ def run_on_rank(
         garble(out.x, out.weights, out.handle.tensor, out.handle.slots, *out.extra)
         out = dispatch(out=out)
     wire = [buffer.wire_bytes()]
-    synchronize(device)  # a copy to the host would wait with a lock of the driver that a network may want
+    synchronize(device)  # over GIN a copy to the host that waits for kernels may hold up the network (docs/network.md)
     rows = case.expert(out.x, result, rank)
     if plan.rows_in_arena:
         rows = buffer.empty(rows.shape, rows.dtype).copy_(rows)
