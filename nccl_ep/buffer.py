@@ -80,9 +80,9 @@ class Buffer(DeepEpNames):
         domain_size: ranks that share memory, as those of a node do; by default all ranks. On GPUs it must be what NCCL
             finds (docs/network.md), on CPU ranks it is a claim for tests.
         ll_network: how low latency crosses between domains of GPUs: "rail" sends a row to a domain once, to a rank that
-            hands it out there; "mesh" sends it to each rank itself. "auto" is the mesh where a rank has at most 64 KiB
-            of rows to send, and the other domains at most 8 ranks; else the rail. ``stats()`` says which. Bits are the
-            same; CPU ranks take no notice of it. The same on all ranks.
+            hands it out there; "mesh" sends it to each rank itself. "auto" is the mesh with ``enable_shrink``, and
+            where a rank has at most 64 KiB of rows to send and the other domains have at most 8 ranks; else the rail.
+            ``stats()`` says which. Bits are the same; CPU ranks take no notice of it. The same on all ranks.
         network_seed: for tests: delays and reorders what crosses between domains, of CPU ranks and on one GPU.
         name: by which ops find the buffer; unique in the process, made up by default.
 

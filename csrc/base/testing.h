@@ -24,13 +24,14 @@ enum class Bug : int {
   kUnannouncedRows,   // high throughput: rows are never announced
   // Between domains: a signal counts for both parities of the call, staging has one bank, a channel is not waited for,
   // a source changes before its put has landed, a channel is not forwarded. High throughput: no chunk is put before all
-  // rows for the rail peers are there, which changes no result.
+  // rows for the rail peers are there, which changes no result. With masks: posts are not counted.
   kOneParity,
   kOneStagingBank,
   kSkippedWait,
   kEarlySource,
   kSkippedChunk,
   kLateChunks,
+  kUncountedPosts,
   kNumBugs,
 };
 

@@ -153,8 +153,8 @@ NCCL_EP_API ncclEpResult_t ncclEpTensorBytes(const ncclEpTensor_t* tensor, size_
 
 typedef struct ncclEpGroup* ncclEpGroup_t;
 /* How low latency crosses between domains of GPUs: a row to a domain once, to a rank that hands it out there, or to
- * each rank itself. AUTO takes the latter where a rank has at most 64 KiB of rows to send and the other domains have
- * at most 8 ranks. Results are the same to the bit. */
+ * each rank itself. AUTO takes the latter with enable_mask, and where a rank has at most 64 KiB of rows to send and the
+ * other domains have at most 8 ranks. Results are the same to the bit. */
 typedef int32_t ncclEpLlNetwork_t;
 enum { NCCL_EP_LL_NETWORK_AUTO = 0, NCCL_EP_LL_NETWORK_RAIL = 1, NCCL_EP_LL_NETWORK_MESH = 2 };
 
@@ -239,11 +239,11 @@ NCCL_EP_API ncclEpResult_t ncclEpMemFree(ncclEpGroup_t group, void* memory);
 
 /* ---- Masks ----
  *
- * A group of enable_mask, of at most 64 ranks in one domain, goes on in low latency without the ranks that it has
- * masked: nothing is sent to them, no token of theirs is received, and their experts count for nothing in combine. A
- * rank masks those that miss a deadline (timeout_ns), and those that its caller names. Masks are each rank's own; who
- * is masked learns of it in its next operation, and masks that rank in return. High throughput has no masks: there a
- * late rank fails the group as ever. Of a group without enable_mask all three are NCCL_EP_INVALID_USAGE. */
+ * A group of enable_mask, of at most 64 ranks (CPU ranks: in one domain), goes on in low latency without the ranks that
+ * it has masked: nothing is sent to them, no token of theirs is received, and their experts count for nothing in
+ * combine. A rank masks those that miss a deadline (timeout_ns), and those that its caller names. Masks are each rank's
+ * own; who is masked learns of it in its next operation, and masks that rank in return. High throughput has no masks:
+ * there a late rank fails the group as ever. Of a group without enable_mask all three are NCCL_EP_INVALID_USAGE. */
 
 /* masked: int32 [num_ranks] on the group's device, 1 for a masked rank, else 0. In the order of the stream; a CUDA
  * graph may hold it. */

@@ -86,15 +86,18 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   agreement.check(bootstrap);
   topology_ =
       Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
-  EP_CHECK(!config.masks_late_ranks || (topology_.num_domains() == 1 && topology_.num_ranks <= kMaxMaskableRanks),
+  const bool has_links = config.has_rail && topology_.num_domains() > 1;
+  EP_CHECK(!config.masks_late_ranks ||
+               ((has_links || topology_.num_domains() == 1) && topology_.num_ranks <= kMaxMaskableRanks),
            "late ranks can be masked among at most ", kMaxMaskableRanks, " ranks of one domain, these are ",
            topology_.num_ranks, " in ", topology_.num_domains(),
            ": make the buffer without masks (enable_shrink), or of one domain's ranks");
   LlSizes sizes = config.sizes;
   sizes.by_source = config.masks_late_ranks;
-  if (config.has_rail && topology_.num_domains() > 1) sizes.rail_domain_size = topology_.domain_size;
+  if (has_links) sizes.rail_domain_size = topology_.domain_size;
   const uint64_t bytes = *std::max_element(std::begin(sizes.row_bytes), std::end(sizes.row_bytes));
-  sizes.link_size = ll_link_size(config.ll_network, topology_, bytes / static_cast<uint64_t>(topology_.num_ranks));
+  sizes.link_size = ll_link_size(config.ll_network, config.masks_late_ranks, topology_,
+                                 bytes / static_cast<uint64_t>(topology_.num_ranks));
   HtSizes ht_sizes = config.ht_sizes;
   ht_sizes.rail_domain_size = sizes.rail_domain_size;
   window_ = Window::make(topology_.num_ranks, sizes, ht_sizes);

@@ -47,6 +47,18 @@ def test_one_buffer_serves_all_shapes_in_turn(num_ranks: int, domain_size: int, 
     run_ranks(num_ranks, body)
 
 
+@pytest.mark.parametrize("ll_network", ["rail", "mesh"])
+def test_ways_between_domains_give_the_same_bits(ll_network: str) -> None:
+    cases = expected_cases(4, num_ranks=4, domain_size=2)
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, cases, domain_size=2, network_seed=3, ll_network=ll_network) as buffer:
+            for case in cases:
+                case.run(buffer)
+
+    run_ranks(4, body)
+
+
 def test_a_window_of_given_bytes_serves_shapes_unknown_when_it_was_made() -> None:
     cases = expected_cases(6, num_ranks=2)
 

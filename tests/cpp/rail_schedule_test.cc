@@ -1,16 +1,19 @@
 // Random schedules of low latency between domains, over the offsets, signals and expected values of layout/ll/rail.h:
 // puts that land in any order and are read as they land, signals that know their own put alone, ranks and their blocks
 // at any speed. Looks for what is overwritten before it was read, read before it has come, or changed before it was
-// sent. Each mistake in the protocol's rules must show.
+// sent. Each mistake in the protocol's rules must show. With masks, ranks give up others in the middle of calls, go on
+// without them, and come back.
 #include <gtest/gtest.h>
 
 #include <deque>
 #include <functional>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "cuda/network/restart.h"
 #include "layout/ll/rail.h"
 
 namespace ep {
@@ -20,7 +23,20 @@ struct Broken : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-enum class Mistake { kNone, kOneParity, kOneBankIn, kOneBankOut, kSignalFirst, kSkippedWait, kNoRest };
+enum class Mistake {
+  kNone,
+  kOneParity,
+  kOneBankIn,
+  kOneBankOut,
+  kSignalFirst,
+  kSkippedWait,
+  kNoRest,
+  // Of masks.
+  kOneRecord,        // all links share it
+  kStagedForMasked,  // what is for a masked rank is staged
+  kUncounted,        // what was signalled is not counted
+  kHastyCleaning,    // cleaning does not wait
+};
 
 struct Cell {
   uint64_t call = 0;
@@ -33,6 +49,7 @@ struct Put {
   Offset target, source;
   uint64_t call;
   int context, signal;
+  uint64_t add = 1;
 };
 
 using Step = std::function<bool()>;  // false: not yet
@@ -40,10 +57,10 @@ using Part = std::deque<Step>;       // of a kernel; blocks and warps that wait 
 
 class Schedule {
  public:
-  Schedule(unsigned seed, int domains, int domain_size, int link_size, Mistake mistake)
-      : random_(seed), seed_(seed), topology_{domains * domain_size, domain_size}, mistake_(mistake) {
+  Schedule(unsigned seed, int domains, int domain_size, int link_size, bool masks, Mistake mistake)
+      : random_(seed), seed_(seed), topology_{domains * domain_size, domain_size}, masks_(masks), mistake_(mistake) {
     Carver carver;
-    for (RailRegions& each : regions_) each = RailRegions::take(carver, topology_, link_size, 4096, 1 << 16);
+    for (RailRegions& each : regions_) each = RailRegions::take(carver, topology_, link_size, masks, 4096, 1 << 16);
     ranks_.resize(topology_.num_ranks);
     for (Rank& each : ranks_) each.slowness = skewed(30);
     net_slowness_ = skewed(12);
@@ -51,8 +68,70 @@ class Schedule {
   }
 
   void run(int calls) {
-    calls_ = calls;
-    for (int r = 0; r < num_ranks(); r++) begin_call(r);
+    for (Rank& each : ranks_) each.last_call = each.calls + calls;
+    run_calls();
+  }
+  // The ranks of the last domain pause in the middle. The others give them up, and each side goes on by itself.
+  void run_apart(int calls) {
+    const int late = topology_.num_domains() - 1;
+    for (int r = 0; r < num_ranks(); r++) {
+      ranks_[r].last_call = ranks_[r].calls + (topology_.domain_of(r) == late ? calls / 2 : calls);
+    }
+    late_ = late;
+    run_calls();
+    late_ = -1;
+    const int more = 1 + static_cast<int>(below(calls));
+    for (int r = 0; r < num_ranks(); r++) {
+      if (topology_.domain_of(r) == late) ranks_[r].last_call += more;
+    }
+    run_calls();
+  }
+  // As Group::clean_masks() does, and network/restart.cuh.
+  void clean_masks() {
+    uint64_t latest[kNumKinds] = {0, 0};
+    int calls = 0;
+    for (Rank& each : ranks_) {
+      for (int k = 0; k < kNumKinds; k++) latest[k] = std::max(latest[k], each.epoch[k] + 1);
+      calls = std::max(calls, each.calls);
+    }
+    for (int r = 0; r < num_ranks(); r++) make_up(r, latest);
+    cleaned_++;
+    while (mistake_ != Mistake::kHastyCleaning && !are_clean(latest)) {
+      if (net_.empty()) throw Broken("signals are missing when masks are cleaned");
+      land(below(net_.size()));
+    }
+    if (mistake_ != Mistake::kHastyCleaning && !net_.empty()) throw Broken("something is under way after cleaning");
+    for (Rank& each : ranks_) {
+      std::copy_n(latest, kNumKinds, each.epoch);
+      each.calls = calls;  // the same calls follow on all ranks
+      each.masked.clear();
+      each.told.clear();
+      each.slots.clear();
+      for (auto& [at, cell] : each.memory) cell.is_read = true;
+      for (auto& [of, credit] : each.credits) credit = latest[of.first];
+    }
+  }
+
+ private:
+  struct Rank {
+    uint64_t epoch[kNumKinds] = {0, 0};  // of the running call
+    int calls = 0, last_call = 0;
+    bool is_open = false;
+    std::set<int> masked, masked_when_opened, told;  // ranks of other domains
+    std::map<std::pair<int, int>, uint64_t> posted;  // to (context, signal of the link)
+    std::vector<Part> parts;
+    std::deque<Step> stores;                               // for ranks of the domain, not there yet
+    std::map<Offset, Cell> memory;                         // staging, and what came over the network
+    std::map<std::pair<int, int>, uint64_t> signals;       // (context, signal)
+    std::map<std::pair<int, int>, uint64_t> credits;       // (kind, rank)
+    std::map<std::tuple<int, int, int, int>, Cell> slots;  // (kind, bank, source, channel), in band
+    unsigned slowness = 1;
+  };
+
+  void run_calls() {
+    for (int r = 0; r < num_ranks(); r++) {
+      if (ranks_[r].calls < ranks_[r].last_call) begin_call(r);
+    }
     for (int steps = 0; !has_ended(); steps++) {
       if (steps > 4'000'000) throw Broken("no progress");
       if (!net_.empty() && below(net_slowness_) == 0) land(below(net_.size()));
@@ -62,20 +141,6 @@ class Schedule {
       step(r);
     }
   }
-
- private:
-  struct Rank {
-    uint64_t epoch[kNumKinds] = {0, 0};  // of the running call
-    int calls = 0;
-    bool is_open = false;
-    std::vector<Part> parts;
-    std::deque<Step> stores;                               // for ranks of the domain, not there yet
-    std::map<Offset, Cell> memory;                         // staging, and what came over the network
-    std::map<std::pair<int, int>, uint64_t> signals;       // (context, signal)
-    std::map<std::pair<int, int>, uint64_t> credits;       // (kind, rank)
-    std::map<std::tuple<int, int, int, int>, Cell> slots;  // (kind, bank, source, channel), in band
-    unsigned slowness = 1;
-  };
 
   int num_ranks() const { return topology_.num_ranks; }
   unsigned below(size_t n) { return static_cast<unsigned>(random_() % n); }
@@ -101,9 +166,11 @@ class Schedule {
   void land(size_t i) {
     Put& put = net_[i];
     if (below(links_[put.from * num_ranks() + put.to]) != 0) return;
+    const bool is_slow = topology_.domain_of(put.from) == late_ || topology_.domain_of(put.to) == late_;
+    if (is_slow && below(20) != 0) return;
     Rank& to = ranks_[put.to];
     if (mistake_ == Mistake::kSignalFirst && put.signal >= 0) {
-      to.signals[{put.context, put.signal}]++;
+      to.signals[{put.context, put.signal}] += put.add;
       put.signal = -1;
       if (put.has_data) return;
     }
@@ -115,7 +182,7 @@ class Schedule {
       put.has_data = false;
       if (put.signal >= 0 && below(2) == 0) return;  // the signal comes later
     }
-    if (put.signal >= 0) to.signals[{put.context, put.signal}]++;
+    if (put.signal >= 0) to.signals[{put.context, put.signal}] += put.add;
     net_.erase(net_.begin() + static_cast<std::ptrdiff_t>(i));
   }
 
@@ -127,7 +194,15 @@ class Schedule {
     return [=, this] {
       const LlRail rail = rail_of(r, kind);
       const int to = rail.peer(link), row = channel * 8;
-      const Offset source = channel == 0 ? rail.own_record(bank_out(epoch)) : rail.row_to(bank_out(epoch), link, row);
+      const int record = mistake_ == Mistake::kOneRecord ? 0 : link;
+      const Offset source =
+          channel == 0 ? rail.own_record(bank_out(epoch), record) : rail.row_to(bank_out(epoch), link, row);
+      if (ranks_[r].masked_when_opened.count(to) != 0) {
+        tell(r, to);
+        if (mistake_ == Mistake::kStagedForMasked) ranks_[r].memory[source].call = epoch;
+        return true;
+      }
+      ranks_[r].posted[{rail.context(channel), rail.signal(parity(epoch), link, channel)}]++;
       const Offset target =
           channel == 0 ? rail.record_from(bank_in(epoch), rail.link) : rail.row_from(bank_in(epoch), rail.link, row);
       const bool has_data = has_rows(kind, epoch, r, to, channel);
@@ -145,8 +220,9 @@ class Schedule {
   Step take(int r, Kind kind, uint64_t epoch, int link, int channel) {
     return [=, this] {
       const bool skips = mistake_ == Mistake::kSkippedWait && channel == 2;
-      if (!skips && !has_come(r, kind, epoch, link, channel)) return false;
       const LlRail rail = rail_of(r, kind);
+      if (!skips && !has_come(r, kind, epoch, link, channel)) return leaves_out(r, rail.peer(link));
+      if (is_masked(r, rail.peer(link))) return true;
       if (!has_rows(kind, epoch, rail.peer(link), r, channel)) return true;
       Cell& cell = ranks_[r].memory[channel == 0 ? rail.record_from(bank_in(epoch), link)
                                                  : rail.row_from(bank_in(epoch), link, channel * 8)];
@@ -156,13 +232,71 @@ class Schedule {
     };
   }
   Step await(int r, Kind kind, uint64_t epoch, int link, int channel) {
-    return [=, this] { return has_come(r, kind, epoch, link, channel); };
+    return [=, this] { return has_come(r, kind, epoch, link, channel) || leaves_out(r, rail_of(r, kind).peer(link)); };
+  }
+
+  // ---- Masks
+
+  bool is_masked(int r, int peer) const { return ranks_[r].masked.count(peer) != 0; }
+  // Whether a wait for a rank of another domain is over: it is masked, has masked this one, or is given up now.
+  bool leaves_out(int r, int peer) {
+    if (!masks_ || is_masked(r, peer)) return masks_;
+    const LlRail rail = rail_of(r, Kind::kDispatch);
+    const bool has_left = ranks_[r].signals[{LlRail::kMaskContext, rail.mask_signal(peer)}] > cleaned_;
+    const bool is_late = topology_.domain_of(peer) == late_;
+    if (!has_left && below(is_late ? 100 : 20'000) != 0) return false;
+    ranks_[r].masked.insert(peer);
+    if (!has_left) tell(r, peer);
+    return true;
+  }
+  void tell(int r, int peer) {
+    if (!ranks_[r].told.insert(peer).second) return;
+    const LlRail rail = rail_of(r, Kind::kDispatch);
+    net_.push_back({r, peer, false, 0, 0, ~0ull, LlRail::kMaskContext, rail.mask_signal(r)});
+  }
+  // What `body(context, own word, peer's word, expected)` is called for: all words between a rank and its links.
+  template <class Body>
+  void for_all_words(int r, const uint64_t (&epochs)[kNumKinds], Body body) {
+    for (int k = 0; k < kNumKinds; k++) {
+      const LlRail rail = rail_of(r, static_cast<Kind>(k));
+      for (int i = 0; i < rail.others(); i++) {
+        for (int channel = 0; channel < rail.channels(); channel++) {
+          for (int parity = 0; parity < kNumBanks; parity++) {
+            const int link = rail.other(i);
+            body(rail, link, rail.context(channel), rail.signal(parity, link, channel),
+                 rail.signal(parity, rail.link, channel), signals_after(epochs[k], parity));
+          }
+        }
+      }
+    }
+  }
+  void make_up(int r, const uint64_t (&epochs)[kNumKinds]) {
+    for_all_words(r, epochs, [&](const LlRail& rail, int link, int context, int own, int theirs, uint64_t expected) {
+      uint64_t& posted = ranks_[r].posted[{context, own}];
+      if (mistake_ == Mistake::kUncounted) posted = std::min(posted, expected - 1);
+      const uint64_t missing = expected - posted;
+      if (missing > 0) net_.push_back({r, rail.peer(link), false, 0, 0, ~0ull, context, theirs, missing});
+      posted = expected;
+    });
+    const LlRail rail = rail_of(r, Kind::kDispatch);
+    for (int i = 0; i < rail.others(); i++) tell(r, rail.peer(rail.other(i)));
+  }
+  bool are_clean(const uint64_t (&epochs)[kNumKinds]) {
+    bool are = true;
+    for (int r = 0; r < num_ranks(); r++) {
+      for_all_words(r, epochs, [&](const LlRail& rail, int link, int context, int own, int, uint64_t expected) {
+        const uint64_t masks = ranks_[r].signals[{LlRail::kMaskContext, rail.mask_signal(rail.peer(link))}];
+        are = are && ranks_[r].signals[{context, own}] >= expected && masks >= cleaned_;
+      });
+    }
+    return are;
   }
 
   // ---- The domain
 
   Step deliver(int r, Kind kind, uint64_t epoch, int to, int source, int channel) {
     return [=, this] {
+      if (is_masked(r, source)) return true;
       ranks_[r].stores.push_back([=, this] {
         Cell& cell = ranks_[to].slots[{static_cast<int>(kind), bank_of(epoch), source, channel}];
         if (!cell.is_read) throw Broken("a row overwrote one that was not read");
@@ -175,6 +309,7 @@ class Schedule {
   Step receive(int r, Kind kind, uint64_t epoch, int source, int channel) {
     return [=, this] {
       Cell& cell = ranks_[r].slots[{static_cast<int>(kind), bank_of(epoch), source, channel}];
+      if (is_masked(r, source)) return true;
       if (cell.is_read) return false;
       if (cell.call != epoch) throw Broken("a receiver found another call's row");
       cell.is_read = true;
@@ -214,7 +349,10 @@ class Schedule {
     for (int q = first; q < last; q++) {
       opener.push_back([=, this] { return ranks_[r].credits[{static_cast<int>(kind), q}] + 1 >= epoch; });
     }
-    opener.push_back([&rank] { return rank.is_open = true; });
+    opener.push_back([&rank] {
+      rank.masked_when_opened = rank.masked;
+      return rank.is_open = true;
+    });
     rank.parts.push_back(opener);
     if (kind == Kind::kDispatch) {
       add_dispatch(r, epoch, is_open, first, last);
@@ -301,30 +439,50 @@ class Schedule {
     if (!rank.parts.empty()) return;
     while (!rank.stores.empty()) store_any(r);  // the end of a kernel; puts stay under way
     for (const Put& put : net_) {
-      if (put.to == r && put.call <= rank.epoch[put.context / kRailContexts]) {
+      if (put.to == r && put.call <= rank.epoch[put.context / kRailContexts] && !is_masked(r, put.from)) {
         throw Broken("a call ended over what a peer had sent before");
       }
     }
-    if (rank.calls < calls_) begin_call(r);
+    if (rank.calls < rank.last_call) begin_call(r);
   }
 
   std::mt19937 random_;
   const unsigned seed_;
   const Topology topology_;
+  const bool masks_;
   const Mistake mistake_;
   RailRegions regions_[kNumKinds];
   std::vector<Rank> ranks_;
   std::vector<Put> net_;
   unsigned net_slowness_ = 1;
   std::vector<unsigned> links_;  // how slow each is
-  int calls_ = 0;
+  int late_ = -1;                // domain
+  uint64_t cleaned_ = 0;
 };
 
 // What went wrong first, of so many schedules; empty: nothing.
 std::string first_error(Mistake mistake, unsigned schedules, int domains, int domain_size, int link_size) {
   for (unsigned seed = 0; seed < schedules; seed++) {
     try {
-      Schedule(seed, domains, domain_size, link_size, mistake).run(12);
+      Schedule(seed, domains, domain_size, link_size, false, mistake).run(12);
+    } catch (const Broken& error) {
+      return "seed " + std::to_string(seed) + ": " + error.what();
+    }
+  }
+  return "";
+}
+
+// The same over the mesh with masks.
+std::string first_error_of_masks(Mistake mistake, unsigned schedules, int domains, int domain_size) {
+  for (unsigned seed = 0; seed < schedules; seed++) {
+    try {
+      Schedule schedule(seed, domains, domain_size, 1, true, mistake);
+      for (int i = 0; i < 3; i++) {
+        schedule.run(3);
+        schedule.run_apart(10);
+        schedule.clean_masks();
+      }
+      schedule.run(3);
     } catch (const Broken& error) {
       return "seed " + std::to_string(seed) + ": " + error.what();
     }
@@ -342,6 +500,27 @@ TEST(RailSchedules, AreRight) {
 TEST(RailSchedules, OfTheMeshAreRight) {
   EXPECT_EQ(first_error(Mistake::kNone, 40, 2, 2, 1), "");
   EXPECT_EQ(first_error(Mistake::kNone, 20, 3, 2, 1), "");
+}
+
+TEST(RailSchedules, OfMasksAreRight) {
+  EXPECT_EQ(first_error_of_masks(Mistake::kNone, 60, 2, 1), "");
+  EXPECT_EQ(first_error_of_masks(Mistake::kNone, 40, 2, 2), "");
+  EXPECT_EQ(first_error_of_masks(Mistake::kNone, 20, 3, 2), "");
+  EXPECT_EQ(first_error_of_masks(Mistake::kNone, 20, 4, 1), "");
+}
+
+TEST(RailSchedules, OfMasksShowEveryMistake) {
+  const std::pair<Mistake, const char*> mistakes[] = {
+      {Mistake::kOneRecord, "one record for all links"},
+      {Mistake::kStagedForMasked, "rows are staged for masked ranks"},
+      {Mistake::kUncounted, "signals are not counted"},
+      {Mistake::kHastyCleaning, "cleaning does not wait"},
+  };
+  for (const auto& [mistake, name] : mistakes) {
+    const std::string found = first_error_of_masks(mistake, 300, 3, 1);
+    EXPECT_NE(found, "") << name;
+    std::printf("%s: %s\n", name, found.c_str());
+  }
 }
 
 TEST(RailSchedules, ShowEveryMistake) {

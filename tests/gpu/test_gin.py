@@ -19,6 +19,7 @@ from tests.support.gin import LIBRARIES, Ended, run_world, values, why_not
 from tests.support.gpu_ht_chains import HT_CHAINS
 from tests.support.gpus import NUM_GPUS, num_cases, num_replays
 from tests.support.ht_harness import HT_STEPS
+from tests.support.mask_ranks import PHASES
 
 _reason = why_not() if NUM_GPUS else "no GPU here"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(_reason), reason=_reason)]
@@ -232,6 +233,14 @@ def test_a_dead_node(topology: str, phase: str, tmp_path: Path) -> None:
     ended = run_world(tmp_path, ranks, size, "ll_dead", phase, 3.0, library=FIRST, kill=dead, seconds=150.0)
     note(f"a dead node {topology}, {phase}", [each.value for each in ended])
     check_survivors(ended, size, 3.0, phase)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_masks_of_late_ranks(phase: str, tmp_path: Path) -> None:
+    """Over the mesh."""
+    found = values(run_world(tmp_path, 2, 1, "ll_masks", phase, 3.0, library=FIRST, seconds=150.0))
+    note(f"a late rank, {phase}", found)
+    assert found == [2, 2]
 
 
 # ---- High throughput

@@ -132,25 +132,6 @@ def test_one_domain_has_no_network() -> None:
 # ---- What is refused
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {"enable_shrink": True},
-            "late ranks can be masked among .* of one domain, these are 2 in 2: make the buffer without masks",
-        ),
-    ],
-)
-def test_refusals(options: dict[str, Any], text: str) -> None:
-    def body(group: ThreadGroup) -> None:
-        shape = {"max_tokens": 2, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cpu"}
-        with pytest.raises(ValueError, match=text):
-            nccl_ep.Buffer.for_shapes(group, domain_size=1, **shape, **options)
-        nccl_ep.Buffer.for_shapes(group, domain_size=1, **shape).destroy()
-
-    run_ranks(2, body)
-
-
 def test_more_ranks_than_masks_have_bits() -> None:
     def body(group: ThreadGroup) -> None:
         with pytest.raises(ValueError, match="66 ranks in 33 NVLink domains: GPUs serve 64"):

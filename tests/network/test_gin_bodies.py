@@ -13,6 +13,7 @@ from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support import gin_ranks
 from tests.support.gin_ranks import World, runs_within
+from tests.support.patience import with_more_time
 
 TURN_US = 4000.0
 
@@ -52,6 +53,13 @@ def test_cases_of_high_throughput(seconds: float, runs: int) -> None:
     """Forth and back, or as many as the time allows, the same number on all ranks."""
     for found in run_ranks(2, lambda group: gin_ranks.ht_cases(_world(group, 1), 1, 500, seconds)):
         assert found["cases"] == 6 and found["runs"] == runs <= found["dispatches"]
+
+
+@pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
+def test_masks() -> None:
+    with_more_time(
+        lambda deadline: run_ranks(2, lambda group: gin_ranks.ll_masks(_world(group, 1), "dispatch", deadline))
+    )
 
 
 @pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")

@@ -31,6 +31,7 @@ from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 from tests.support.gpu_ht_ranks import ExpectedHt, shared_ht_buffer, wide_cases
 from tests.support.gpu_ranks import wide_case
 from tests.support.ht_harness import ht_step
+from tests.support.mask_ranks import LateRank
 from tests.support.patience import of_living_ranks
 
 SECONDS = 60.0  # of a meeting
@@ -374,6 +375,13 @@ def ll_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
         "combine": lambda: nccl_ep.combine(rows, out.handle),
     }
     return _dead(world, case, buffer, calls[phase], seconds)
+
+
+def ll_masks(world: World, phase: str, seconds: float) -> int:
+    """The last rank is late, is masked, and comes back. Returns how often the others called while it was masked."""
+    late = LateRank(world.num_ranks, phase, 2, world.domain_size)
+    late.run(world.rendezvous, seconds, world.device)
+    return late.turns
 
 
 # ---- High throughput

@@ -158,14 +158,17 @@ class LateRank:
     """The last rank does not come to an operation. The others go on after the deadline, and from then on without
     waiting; the late rank hears of it, goes on by itself, and comes back when the masks are cleaned."""
 
-    def __init__(self, num_ranks: int, phase: str, turns: int = 3) -> None:
-        self.missing, self.phase, self.turns = num_ranks - 1, phase, turns
-        plain = plain_case(num_ranks, combine_weights="tensor" if phase == "home weights" else "dispatch")
+    def __init__(self, num_ranks: int, phase: str, turns: int = 3, domain_size: int | None = None) -> None:
+        self.missing, self.phase, self.turns, self.domain_size = num_ranks - 1, phase, turns, domain_size
+        weights = "tensor" if phase == "home weights" else "dispatch"
+        plain = plain_case(num_ranks, combine_weights=weights, domain_size=domain_size)
         self.case = Parted(plain, frozenset(range(self.missing)))
         self.rests = [rest_of(self.case.whole, part) for part in self.case.parts]
 
     def run(self, group: Any, deadline: float, device: Any = "cpu") -> None:
-        with shared_buffer(group, [self.case.whole], enable_shrink=True, device=device) as buffer:
+        domains = {"domain_size": self.domain_size, "ll_network": "auto"}
+        options = {"enable_shrink": True, "device": device, **domains}
+        with shared_buffer(group, [self.case.whole], **options) as buffer:
             self.case.run_together(buffer)
             if group.rank() == self.missing:
                 self._come_late(buffer, group)
@@ -226,14 +229,18 @@ class LateRank:
 # ---- A rank that comes at the deadline
 
 
-def come_at_the_deadline(group: Any, layout: str, deadline: float, rounds: int, device: Any = "cpu") -> int:
+def come_at_the_deadline(
+    group: Any, layout: str, deadline: float, rounds: int, device: Any = "cpu", domain_size: int | None = None
+) -> int:
     """The last rank comes just before the others give it up, or after. Each rank has all of another's tokens or none,
     whatever its blocks have heard, and where. Returns in how many rounds this rank has masked another."""
     rank, num_ranks = group.rank(), group.size()
-    case, others = plain_case(num_ranks, layout=layout), [each for each in range(num_ranks) if each != rank]
+    case = plain_case(num_ranks, layout=layout, domain_size=domain_size)
+    others = [each for each in range(num_ranks) if each != rank]
     heard = [frozenset({rank, *some}) for count in range(num_ranks) for some in itertools.combinations(others, count)]
     parts, whole, missed = [Expected(CaseOf.make(case, each)) for each in heard], Expected(case), 0
-    with shared_buffer(group, [whole], enable_shrink=True, device=device) as buffer:
+    domains = {"domain_size": domain_size, "ll_network": "auto"}
+    with shared_buffer(group, [whole], enable_shrink=True, device=device, **domains) as buffer:
         for number in range(rounds):
             buffer.set_timeout(deadline)
             given = case.inputs()[rank]

@@ -1,8 +1,10 @@
 // Low latency's kernels, and what they are made of, exist in sets: one can mask late ranks (ll/masking_*.cu), one
-// crosses domains over a network (ll/rail_*), the usual one has no code for either.
+// crosses domains over a network (ll/rail_*), one does both, the usual one has no code for either.
 #pragma once
 
-#if defined(EP_MASKS_RANKS)
+#if defined(EP_MASKS_RANKS) && defined(EP_NETWORK)
+#define EP_KERNELS masking_crossing
+#elif defined(EP_MASKS_RANKS)
 #define EP_KERNELS masking
 #elif defined(EP_NETWORK)  // the class of EP_NETWORK_HEADER that carries bytes between domains (network/network.h)
 #define EP_KERNELS crossing
@@ -23,6 +25,7 @@ constexpr bool kCrossesDomains = true;
 #else
 constexpr bool kCrossesDomains = false;
 #endif
+constexpr bool kMasksFarRanks = kMasksRanks && kCrossesDomains;
 
 }  // namespace EP_KERNELS
 }  // namespace ep

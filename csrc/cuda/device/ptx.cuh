@@ -10,6 +10,12 @@
 
 namespace ep::ptx {
 
+// A kernel's __grid_constant__ parameters, as other threads of the block may read them.
+template <class T>
+__device__ __forceinline__ const T& of_grid(const T& parameters) {
+  return parameters;
+}
+
 // ---- Loads
 
 __device__ __forceinline__ uint4 ld_nc(const void* p) {  // read-only for the whole kernel

@@ -104,6 +104,7 @@ class CudaBackend : public Backend {
       EP_CUDA(cudaMemcpyAsync(&memory_->state->epoch[kind].epoch, &epochs.of[kind], sizeof(uint64_t),
                               cudaMemcpyHostToDevice, memory_->stream));
     }
+    if (memory_->network && memory_->peers.can_be_masked) restart_links(epochs);
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
   }
   void unmask_all() override {
@@ -196,6 +197,25 @@ class CudaBackend : public Backend {
   }
 
  private:
+  void restart_links(const LlEpochs& epochs) {
+    LinkRestartParams params;
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      params.rails[kind] = LlRail::make(window_.rail[kind], static_cast<Kind>(kind), topology_, memory_->peers.rank, 0);
+      params.epochs[kind] = epochs.of[kind];
+    }
+    params.peers = memory_->peers;
+    params.state = memory_->state;
+    params.timeout_ns = nanoseconds(memory_->timeout_seconds);
+    LinkRestartResult& result = memory_->host->restart;
+    result = {};
+    EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&params.result), &result, 0));
+    memory_->network->launch(params, memory_->stream);
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    if (result.has_failed == 0) return;
+    raise(ErrorKind::kTimeout, "masks are cleaned, and what rank ", result.peer, " has sent has not come within ",
+          memory_->timeout_seconds.load(), " s: ", result.seen, " of ", result.expected, " signals");
+  }
+
   // Whether a kernel may begin before the one before it in the stream ends: it waits for that itself.
   bool overlaps_before(const LlPlan&) const { return uses_pdl_; }
   // Only if both leave SMs free: a GPU must not be full of kernels that wait for one operation of the peers.
@@ -246,7 +266,9 @@ class CudaBackend : public Backend {
              " bytes do not fit the network's part of the window, ", rail.rows_bytes, " bytes", room_for_rows(kind));
     EP_CHECK(rail.share(params.shape.max_tokens) <= kMaxRailShare, "max_tokens is ", params.shape.max_tokens,
              ", low latency over several NVLink domains serves ", kMaxRailShare * rail.row_channels,
-             rail.has_domain_sums() ? "" : " in the mesh: make the buffer for the rail (ll_network)");
+             rail.has_domain_sums() || memory_->peers.can_be_masked
+                 ? ""
+                 : " in the mesh: make the buffer for the rail (ll_network)");
     return rail;
   }
   template <class Params>
@@ -424,8 +446,10 @@ class CudaBackend : public Backend {
   std::mutex mutex_;  // of the private stream and its host block
 };
 
-void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology, uint64_t bytes, double seconds,
-                      ncclComm* given) {
+void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology, uint64_t bytes,
+                      const GroupConfig& config) {
+  const double seconds = std::max(config.timeout_seconds, kMinSetupSeconds);
+  ncclComm* const given = config.nccl_comm;
   std::string version;
   on_all_ranks(bootstrap, [&] { version = nccl_version_name(nccl().version); });
   Agreement agreement;
@@ -433,7 +457,7 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topo
   agreement.check(bootstrap);
   std::shared_ptr<NcclComm> comm = given != nullptr ? NcclComm::borrow(bootstrap, given, memory.device)
                                                     : NcclComm::agree(bootstrap, memory.device, seconds);
-  if (topology.num_domains() > 1) require_network(bootstrap, *comm);
+  if (topology.num_domains() > 1) require_network(bootstrap, *comm, config.masks_late_ranks);
   memory.nccl_window = std::make_unique<NcclWindow>(bootstrap, std::move(comm), topology, bytes, seconds);
   memory.peers = memory.nccl_window->peers();
 }
@@ -442,7 +466,10 @@ void check_domains(const Topology& topology, const GroupConfig& config) {
   if (topology.num_domains() == 1) return;
   EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks in ", topology.num_domains(),
            " NVLink domains: GPUs serve ", kMaxCudaRanks);
-  EP_CHECK(!config.masks_late_ranks, "late ranks cannot be masked in ", topology.num_domains(), " NVLink domains");
+  const bool has_rail = config.ll_network == LlNetwork::kRail && topology.domain_size > 1;
+  EP_CHECK(!config.masks_late_ranks || !has_rail, "late ranks cannot be masked over the rail between ",
+           topology.num_domains(),
+           " NVLink domains, where a rank is reached through another: take the mesh (ll_network)");
 }
 
 void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& window, const GroupConfig& config,
@@ -450,13 +477,14 @@ void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& 
   const bool has_ht = window.ht.message_words > 0;  // high throughput shares the contexts
   const NetworkShape shape{LlRail::num_contexts(),
                            LlRail::num_signals(topology) + (has_ht ? HtRail::num_signals(topology.num_domains()) : 0),
-                           LlRail::max_outstanding() + (has_ht ? HtRail::max_outstanding() : 0)};
+                           LlRail::max_outstanding(config.masks_late_ranks) + (has_ht ? HtRail::max_outstanding() : 0)};
   memory.peers.first = static_cast<uint8_t>(topology.domain_of(bootstrap.rank()) * topology.domain_size);
   memory.peers.size = static_cast<uint8_t>(topology.domain_size);
   memory.peers.link_size = static_cast<uint8_t>(window.rail[0].link_size);
-  memory.network = make_network_path(bootstrap, {topology, shape, window.rail[0].link_size, memory.peers.local<char>(0),
-                                                 window.bytes, memory.peers.stride, config.timeout_seconds,
-                                                 memory.nccl_window.get(), memory.world, config.network_seed});
+  memory.network =
+      make_network_path(bootstrap, {topology, shape, window.rail[0].link_size, memory.peers.local<char>(0),
+                                    window.bytes, memory.peers.stride, config.timeout_seconds, memory.nccl_window.get(),
+                                    memory.world, config.masks_late_ranks, config.network_seed});
 }
 
 }  // namespace
@@ -484,8 +512,7 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     memory->world = OneGpuWorld::join(bootstrap, window.bytes, config.timeout_seconds);
     memory->peers = memory->world->peers(bootstrap.rank());
   } else {
-    make_nccl_window(bootstrap, *memory, topology, window.bytes, std::max(config.timeout_seconds, kMinSetupSeconds),
-                     config.nccl_comm);
+    make_nccl_window(bootstrap, *memory, topology, window.bytes, config);
   }
   if (topology.num_domains() > 1) join_network(bootstrap, topology, window, config, *memory);
   // No rank writes into a window before its owner has cleaned it.

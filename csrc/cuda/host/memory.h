@@ -25,6 +25,7 @@ struct HostBlock {
   uint64_t timeout_ns;
   uint32_t has_failed;
   uint64_t ht_epoch;  // of the last dispatch of exact sizes
+  LinkRestartResult restart;
 };
 
 struct Memory {

@@ -6,6 +6,7 @@
 
 #include "cuda/ht/geometry.h"
 #include "cuda/network/network.h"
+#include "cuda/network/restart.h"
 #include "cuda/protocol/kernel_args.h"
 #include "layout/ht/rail.h"
 #include "layout/ll/rail.h"
@@ -31,6 +32,9 @@ class NetworkPath {
   virtual void launch(const KernelArgs<HtDispatchParams>& args, const HtRail& rail, void* stream) = 0;
   virtual void launch(const KernelArgs<HtCombineParams>& args, const HtRail& rail, void* stream) = 0;
 
+  // Where ranks can be masked: while masks are cleaned, with no operation in flight on any rank.
+  virtual void launch(const LinkRestartParams& params, void* stream) = 0;
+
   // What this rank has put into the windows of each other.
   virtual WireBytes wire_bytes() const { return {}; }
   // Gives up: no peer is waited for.
@@ -48,12 +52,13 @@ struct NetworkConfig {
   double timeout_seconds = 0;
   NcclWindow* nccl_window = nullptr;   // of GPUs in processes
   std::shared_ptr<OneGpuWorld> world;  // of ranks that claim domains on one GPU
+  bool masks_ranks = false;            // low latency has kernels of its own for that
   uint64_t seed = 0;                   // of a simulated network; 0: what is sent lands at once and in order
 };
 
 // Collective, before a window is made on the communicator. Throws kSystem on all ranks where there is no network for
 // GPUs between its domains, with what to do about it.
-void require_network(Bootstrap& bootstrap, NcclComm& comm);
+void require_network(Bootstrap& bootstrap, NcclComm& comm, bool masks_ranks);
 // Collective.
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config);
 

@@ -169,7 +169,9 @@ struct Sender {
   __device__ __forceinline__ void store(const CombineRole& role, const WarpContext& op) const {
     testing_point(Point::kBetweenRows, op, unit.token);
     const int64_t bank_offset = op.bank * static_cast<int64_t>(role.p.offsets.row_bank_bytes);
-    if (is_any && slot != nullptr && !is_masked_now(op, role.home_of(unit.home))) {
+    const int home = role.home_of(unit.home);
+    // A sum for another domain goes to a rank of the own one, which waits for it.
+    if (is_any && slot != nullptr && (!reaches(role.peers, home) || !is_masked_now(op, home))) {
       sum.store_remote(slot + bank_offset, place_of<kWire>(role.p.hidden, unit.piece * 32 + role.lane));
     }
     if constexpr (kCrossesDomains) tell_presence(role, op);

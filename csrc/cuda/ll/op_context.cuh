@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/device/lanes.cuh"
+#include "cuda/ll/far_ranks.cuh"
 #include "cuda/protocol/wait.cuh"
 #include "cuda/testing/testing.cuh"
 #include "runtime/ll/plan.h"
@@ -118,6 +119,7 @@ __device__ __forceinline__ Opening open_op(OpContext& op, const Args& args, Kind
   op.header = &args.params.header;
   op.kind = kind;
   op.rank = args.peers.rank;
+  note_network(op, args);
   ptx::named_barrier_arrive(kOpeningBarrier, static_cast<int>(blockDim.x));
   if (lane_id() < args.num_ranks) opening.credit = ptx::ld_acquire_sys(args.credits + lane_id());
   return opening;

@@ -87,27 +87,47 @@ __device__ __forceinline__ bool begin_rail(OpContext& context, WarpContext& op, 
   return is_ok;
 }
 
-// One thread waits for a channel of a link. False: the wait was given up.
+// The signal word of a channel, and what it comes to in this operation.
+struct ChannelWord {
+  int context, word;
+  uint64_t expected;
+
+  __device__ __forceinline__ static ChannelWord of(const OpContext& op, const LlRail& rail, int link, int channel) {
+    const bool is_one = has_bug(Bug::kOneParity, op.kind);
+    return {rail.context(channel), rail.signal(is_one ? 0 : bank_of(op.epoch), link, channel),
+            is_one ? op.epoch : LlRail::expected(op.epoch)};
+  }
+  __device__ __forceinline__ uint64_t read(const EP_NETWORK& network) const {
+    return network.read_signal(context, word);
+  }
+};
+
+// One thread waits for a channel of a link. False: the wait is over without it, as the buffer has failed or the link's
+// peer is masked.
 __device__ __forceinline__ bool await_channel(const OpContext& context, const LlRail& rail, const EP_NETWORK& network,
                                               int link, int channel) {
   if (has_bug(Bug::kSkippedWait, context.kind) && channel == 2) return true;
-  const bool is_one = has_bug(Bug::kOneParity, context.kind);
-  const uint64_t expected = is_one ? context.epoch : LlRail::expected(context.epoch);
-  const int word = rail.signal(is_one ? 0 : bank_of(context.epoch), link, channel);
+  if (is_masked(context, rail.peer(link))) return false;
+  const ChannelWord word = ChannelWord::of(context, rail, link, channel);
   WaitBudget budget;
-  uint64_t seen = network.read_signal(rail.context(channel), word);
-  while (seen < expected) {
-    if (budget.is_spent(context, Awaited::kRail, rail.peer(link), expected, seen)) return false;
-    seen = network.read_signal(rail.context(channel), word);
+  uint64_t seen = word.read(network);
+  while (seen < word.expected) {
+    if (budget.is_spent(context, Awaited::kRail, rail.peer(link), word.expected, seen)) return false;
+    seen = word.read(network);
   }
   return true;
 }
 
-// The same for all threads of a block.
-__device__ __forceinline__ bool await_channel(const RailRole& role, const WarpContext& op, int link, int channel) {
-  bool is_ok = true;
-  if (threadIdx.x == 0) is_ok = await_channel(op.context, role.rail, role.network, link, channel);
-  return !__syncthreads_or(!is_ok);
+// What a block's wait for a channel has come to. A link is left out if its peer is masked.
+enum class Arrival { kCame, kLeftOut, kFailed };
+
+// All threads of a block wait for a channel.
+__device__ __forceinline__ Arrival await_channel(const RailRole& role, const WarpContext& op, int link, int channel) {
+  bool has_come = true;
+  if (threadIdx.x == 0) has_come = await_channel(op.context, role.rail, role.network, link, channel);
+  if (!__syncthreads_or(!has_come)) return Arrival::kCame;
+  if (!kMasksRanks) return Arrival::kFailed;
+  return __syncthreads_or(op.context.has_failed()) ? Arrival::kFailed : Arrival::kLeftOut;
 }
 
 // Of all links, so that nothing of a call is under way when it ends: what nobody waited for might land in a later
@@ -119,11 +139,23 @@ __device__ void await_rest(const WarpContext& op, const Args& args) {
 #pragma unroll 1
   for (int number = others + lane_id(); number < others * args.rail.channels(); number += 32) {
     const RailUnit unit = RailUnit::of(args.rail, number);
-    if (!await_channel(op.context, args.rail, network, unit.link, unit.channel)) return;
+    const bool has_come = await_channel(op.context, args.rail, network, unit.link, unit.channel);
+    if (!has_come && (!kMasksRanks || op.context.has_failed())) return;
   }
 }
 
-// All threads of a block: sends what they have stored at `source`, or a signal alone if that is nothing.
+// Whether the link's peer is masked. It is sent nothing but that, once.
+__device__ __forceinline__ bool is_masked_link(const RailRole& role, const WarpContext& op, int link) {
+  const int peer = role.rail.peer(link);
+  if (!is_masked(op, peer)) return false;
+  if constexpr (kMasksFarRanks) {
+    if (threadIdx.x == 0) FarRanks::tell_mask(op, peer);
+  }
+  return true;
+}
+
+// All threads of a block: sends what they have stored at `source`, or a signal alone if that is nothing. The link's
+// peer is not masked.
 __device__ __forceinline__ void post(const RailRole& role, const WarpContext& op, int link, int channel, Offset target,
                                      Offset source, uint64_t bytes) {
   __syncthreads();
@@ -131,6 +163,9 @@ __device__ __forceinline__ void post(const RailRole& role, const WarpContext& op
   const LlRail& rail = role.rail;
   const int parity = has_bug(Bug::kOneParity, op.context.kind) ? 0 : bank_of(op.context.epoch);
   const int signal = rail.signal(parity, rail.link, channel);
+  if (kMasksRanks && !has_bug(Bug::kUncountedPosts, op.context.kind)) {
+    ++*role.peers.local<uint64_t>(rail.posted_at(parity, link, channel));
+  }
   if (bytes == 0) {
     role.network.signal(rail.peer(link), rail.context(channel), signal, 1);
     return;
@@ -141,24 +176,31 @@ __device__ __forceinline__ void post(const RailRole& role, const WarpContext& op
 
 // ---- The record
 
-// All threads of a block: the own record to every link. `id` and `weight`: of choice i.
+// All threads of a block. `id` and `weight`: of choice i.
 template <class Id, class Weight>
-__device__ __forceinline__ void send_record(const RailRole& role, const WarpContext& op, int entries, Id id,
-                                            Weight weight) {
-  const LlRail& rail = role.rail;
-  const Offset own = rail.own_record(role.bank_of_staging(op.bank, op.context.kind));
-  char* record = role.peers.local<char>(own);
+__device__ __forceinline__ void stage_record(char* record, const WarpContext& op, int entries, Id id, Weight weight) {
   auto* header = reinterpret_cast<uint32_t*>(record);
   auto* ids = reinterpret_cast<int32_t*>(record + RailRecord::ids_at());
   auto* weights = reinterpret_cast<uint32_t*>(record + RailRecord::weights_at(entries));
-  testing_point(Point::kBeforeHeader, op);
   if (threadIdx.x < OpHeader::kWords) header[threadIdx.x] = op.context.header->word(static_cast<int>(threadIdx.x));
   for (int i = threadIdx.x; i < entries; i += static_cast<int>(blockDim.x)) {
     ids[i] = id(i);
     weights[i] = weight(i);
   }
+}
+
+// All threads of a block: the own record to every link.
+template <class Id, class Weight>
+__device__ __forceinline__ void send_record(const RailRole& role, const WarpContext& op, int entries, Id id,
+                                            Weight weight) {
+  const LlRail& rail = role.rail;
+  testing_point(Point::kBeforeHeader, op);
   for (int i = 0; i < rail.others(); i++) {
-    post(role, op, rail.other(i), 0, rail.record_from(op.bank, rail.link), own, RailRecord::bytes(entries));
+    const int link = rail.other(i);
+    if (is_masked_link(role, op, link)) continue;
+    const Offset own = rail.own_record(role.bank_of_staging(op.bank, op.context.kind), link);
+    if (i == 0 || rail.record_copies > 1) stage_record(role.peers.local<char>(own), op, entries, id, weight);
+    post(role, op, link, 0, rail.record_from(op.bank, rail.link), own, RailRecord::bytes(entries));
   }
 }
 

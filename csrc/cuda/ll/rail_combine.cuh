@@ -8,7 +8,7 @@
 #pragma once
 
 #include "cuda/ll/combine.cuh"
-#include "cuda/ll/rail.cuh"
+#include "cuda/ll/rail_forward.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -20,6 +20,7 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
                                                  const WarpContext& op, ShareBits& bits, const RailUnit& unit) {
   const LlCombineParams& p = role.p;
   const LlRail& rail = rail_role.rail;
+  if (is_masked_link(rail_role, op, unit.link)) return true;
   const int home = rail.peer(unit.link), first_source = rail.first_of(unit.link), first = rail.first_of(rail.link);
   const int warps = static_cast<int>(blockDim.x) / 32, pieces = role.geometry.schedule.pieces;
   const Share share = Share::of(rail, min(__ldg(p.handle.tokens + home), p.shape.max_tokens), unit.channel);
@@ -132,11 +133,8 @@ __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& arg
     return send_record(rail_role, op, kHome ? p.num_tokens * p.shape.topk : 0, id, weight);
   }
   if (!(kHome ? sends(p.phase) : receives(p.phase))) return;
-  for (int number = rail_role.index; number < rail_role.rail.others(); number += rail_role.step) {
-    const int link = rail_role.rail.other(number);
-    if (!await_channel(rail_role, op, link, 0)) return;
-    forward_record<kHome>(rail_role, role, op, link);
-  }
+  forward_all(rail_role, op, rail_role.rail.others(),
+              [&](const RailUnit& unit) { forward_record<kHome>(rail_role, role, op, unit.link); });
 }
 
 // Blocks behind those that send partial sums, of a receiving half all of them: the `index`-th of them.
@@ -205,7 +203,7 @@ __device__ __forceinline__ bool add_own_domain(const CombineRole& role, const Wa
   return true;
 }
 
-// The piece of an own token that has come by a link. False: a wait was given up.
+// The piece of an own token that has come by a link. False: it has not, and the wait is over.
 template <DType kWire, int kCount>
 __device__ __forceinline__ bool load_from_link(const CombineRole& role, const WarpContext& op, int link,
                                                const Unit& unit, int lane_index, Numbers<kWire, kCount>& sum) {
@@ -218,6 +216,11 @@ __device__ __forceinline__ bool load_from_link(const CombineRole& role, const Wa
   return true;
 }
 
+// A warp's wait is over: the buffer has failed, or else a rank is masked.
+__device__ __forceinline__ bool has_failed(const WarpContext& op) {
+  return !kMasksRanks || __any_sync(~0u, op.context.has_failed());
+}
+
 // Adds a piece of all domains that have a sum of the token, in order. A domain's sum is its ranks' in their order,
 // rounded once: here, but where a link brings it.
 template <DType kWire, int kCount>
@@ -227,13 +230,17 @@ __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint
 #pragma unroll 1
   for (int domain = 0; domain < rail.num_domains; domain++) {
     const uint64_t all = (2ull << (rail.domain_size - 1)) - 1;
-    const uint64_t inside = sources & all << domain * rail.domain_size;
+    uint64_t inside = sources & all << domain * rail.domain_size;
+    if (kMasksRanks) inside &= ~(static_cast<uint64_t>(op.context.masked[1]) << 32 | op.context.masked[0]);
     if (inside == 0) continue;
     Numbers<kWire, kCount> sum;
     const bool is_own = domain == rail.domain;
     if (!is_own && rail.has_domain_sums()) {
-      if (!load_from_link(role, op, domain, unit, lane_index, sum)) return false;
-      sum.add_to(total);
+      if (load_from_link(role, op, domain, unit, lane_index, sum)) {
+        sum.add_to(total);
+      } else if (has_failed(op)) {
+        return false;
+      }
       continue;
     }
     float domain_total[kCount];
@@ -242,8 +249,11 @@ __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint
     if (is_own && !add_own_domain(role, op, inside, unit, lane_index, own, domain_total)) return false;
 #pragma unroll 1
     for (uint64_t links = is_own ? 0 : inside; links != 0; links &= links - 1) {  // of one rank each
-      if (!load_from_link(role, op, __ffsll(static_cast<long long>(links)) - 1, unit, lane_index, sum)) return false;
-      sum.add_to(domain_total);
+      if (load_from_link(role, op, __ffsll(static_cast<long long>(links)) - 1, unit, lane_index, sum)) {
+        sum.add_to(domain_total);
+      } else if (has_failed(op)) {
+        return false;
+      }
     }
     round_sum(sum, domain_total, role.p.hidden, unit.piece);
     sum.add_to(total);

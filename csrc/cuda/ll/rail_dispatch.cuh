@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cuda/ll/dispatch.cuh"
-#include "cuda/ll/rail.cuh"
+#include "cuda/ll/rail_forward.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -47,6 +47,7 @@ template <Encoding kEncoding, DType kType, int kSteps>
 __device__ __forceinline__ void send_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
                                           const RailUnit& unit) {
   const LlDispatchParams& p = role.p;
+  if (is_masked_link(role, op, unit.link)) return;
   const Share share = Share::of(role.rail, p.num_tokens, unit.channel);
   const auto own_id = [&](int i) {
     return RawId::load(p.topk_idx, p.is_idx64, i).below(p.shape.num_experts, p.is_idx64);
@@ -152,17 +153,11 @@ __device__ __forceinline__ void dispatch_rail(const LlArgs<LlDispatchParams>& ar
     return;
   }
   if (!receives(p.phase)) return;
-  for (int number = role.index; number < others + num_units; number += role.step) {
-    const RailUnit unit = RailUnit::of(role.rail, number);
-    if (!await_channel(role, op, unit.link, 0)) return;
-    if (unit.channel == 0) {
-      forward_routing(role, op, unit.link);
-      continue;
-    }
-    if (!await_channel(role, op, unit.link, unit.channel)) return;
-    if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && unit.channel == role.rail.row_channels / 2) continue;
+  forward_all(role, op, others + num_units, [&](const RailUnit& unit) {
+    if (unit.channel == 0) return forward_routing(role, op, unit.link);
+    if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && unit.channel == role.rail.row_channels / 2) return;
     forward_rows<kEncoding, kSteps>(role, op, bits, unit);
-  }
+  });
 }
 
 }  // namespace EP_KERNELS

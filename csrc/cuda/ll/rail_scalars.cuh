@@ -6,7 +6,7 @@
 #pragma once
 
 #include "cuda/ll/combine.cuh"
-#include "cuda/ll/rail.cuh"
+#include "cuda/ll/rail_forward.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -24,11 +24,9 @@ __device__ __forceinline__ void scalars_front(const LlArgs<LlCombineWeightsParam
     const auto id = [&](int i) { return p.handle.ids[i]; };
     return send_record(role, op, p.num_tokens * p.shape.topk, id, [](int) { return 0u; });
   }
-  for (int number = role.index; number < role.rail.others(); number += role.step) {
-    const int link = role.rail.other(number);
-    if (!await_channel(role, op, link, 0)) return;
-    forward_header(op, p.offsets, role.as_peer_of(link), IncomingRecord::of(role, op, link, p.shape));
-  }
+  forward_all(role, op, role.rail.others(), [&](const RailUnit& unit) {
+    forward_header(op, p.offsets, role.as_peer_of(unit.link), IncomingRecord::of(role, op, unit.link, p.shape));
+  });
 }
 
 // The own scalars of tokens of all homes.
@@ -37,6 +35,7 @@ __device__ __forceinline__ void send_scalars(const RailRole& role, const WarpCon
   const int topk = p.shape.topk, map_k = p.output.map_k();
   const bool expert_rows = has_expert_rows(p.output.layout);
   for (int home = 0; home < p.shape.num_ranks; home++) {
+    if (is_masked(op, home)) continue;
     const Share share = Share::of(role.rail, min(p.handle.tokens[home], p.shape.max_tokens), channel);
     for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
       const int token = share.first + i / topk, k = i % topk;
@@ -55,7 +54,9 @@ __device__ __forceinline__ void send_scalars(const RailRole& role, const WarpCon
 __device__ __forceinline__ bool send_domain_scalars(const RailRole& role, const WarpContext& op,
                                                     const LlCombineWeightsParams& p, int link, int channel) {
   const LlRail& rail = role.rail;
-  if (!await_channel(role, op, link, 0)) return false;
+  if (is_masked_link(role, op, link)) return true;
+  const Arrival arrival = await_channel(role, op, link, 0);
+  if (arrival != Arrival::kCame) return arrival == Arrival::kLeftOut;
   const IncomingRecord record = IncomingRecord::of(role, op, link, p.shape);
   const Share share = Share::of(rail, record.tokens, channel);
   const int topk = p.shape.topk, first_source = rail.first_of(link);
@@ -85,12 +86,12 @@ __device__ __forceinline__ void receive_scalars(const RailRole& role, const Warp
   for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
     const int token = share.first + i / topk, k = i % topk, id = p.handle.ids[token * topk + k];
     uint32_t bits = 0;
-    if (p.shape.valid(id)) {
-      const int owner = p.shape.owner(id);
+    const int owner = p.shape.valid(id) ? p.shape.owner(id) : -1;
+    if (owner >= 0 && !is_masked(op, owner)) {
       if (reaches(role.peers, owner)) {
         const auto* word = role.peers.local<uint64_t>(p.offsets.weight<kMasksRanks>(op.bank, owner, token, k));
         bits = await_word(op, word, Awaited::kScalars, owner);
-      } else {
+      } else if (!is_masked_now(op, owner)) {
         const Offset row = rail.row_from(op.bank, rail.link_of(owner), token);
         bits = ptx::ld_relaxed_sys(role.peers.local<uint32_t>(row) + k);
       }
@@ -126,7 +127,7 @@ __device__ __forceinline__ void scalars_home_by_rail(const LlArgs<LlCombineWeigh
   // A channel without scalars for this rank is waited for as well: it must not land in a later call.
   for (int channel = 1 + at.block; channel < role.rail.channels(); channel += at.num_blocks) {
     for (int i = 0; is_ok && i < role.rail.others(); i++) {
-      is_ok = await_channel(role, op, role.rail.other(i), channel);
+      is_ok = await_channel(role, op, role.rail.other(i), channel) != Arrival::kFailed;
     }
     if (is_ok) receive_scalars(role, op, p, channel);
   }

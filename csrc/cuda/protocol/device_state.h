@@ -65,6 +65,12 @@ struct Masks {
 };
 static_assert(kMaxCudaRanks <= kMaxMaskableRanks);
 
+// Masks of ranks in other domains.
+struct FarMasks {
+  alignas(128) uint32_t is_told[kMaxCudaRanks];  // that this rank masks it, since masks were cleaned
+  uint64_t cleaned;                              // how often: a rank that masks this one has signalled it once more
+};
+
 struct DeviceState {
   EpochLine epoch[kNumKinds];
   TicketLine ticket[kNumKinds];
@@ -84,6 +90,7 @@ struct DeviceState {
   uint64_t ht_staged[kNumKinds];  // calls that copied for want of a place in the arena
   Failure* failure;               // pinned host memory, so that the host learns of it while the GPU is busy
   HtRailCounters ht_rail_counters[kNumKinds][2];
+  FarMasks far_masks;
 };
 
 }  // namespace ep

@@ -10,6 +10,9 @@
 #include "layout/ll/offsets.h"
 
 namespace ep {
+
+struct LlRail;
+
 inline namespace EP_KERNELS {
 
 // What a block knows of its operation once it has read the epoch. It lies in shared memory: most of it stays out of the
@@ -35,6 +38,9 @@ struct OpContext {
   // again (ll/mask_consensus.cuh).
   uint32_t masked[2], masked_turns[2];
   mutable uint32_t left_out[2], listens_again[2];
+  // kMasksFarRanks: what leads to ranks of other domains (FarRanks).
+  const LlRail* rail;
+  const void* network;
 
   __device__ bool has_failed() const { return ptx::ld_relaxed_gpu(&state->failure_flag.has_failed) != 0; }
 };
@@ -111,6 +117,21 @@ __device__ __forceinline__ bool is_masked(const OpContext& context, int rank) {
   return kMasksRanks && (context.masked[rank >> 5] >> (rank & 31) & 1) != 0;
 }
 
+// Ranks of other domains, which stores do not reach. Of kernels that mask ranks and cross domains (ll/far_ranks.cuh).
+struct FarRanks {
+  __device__ static bool has(const OpContext& context, int rank);
+  // Tells the peer that this rank masks it; once, until masks are cleaned.
+  __device__ static void tell_mask(const OpContext& context, int peer);
+  // Whether the peer masks this rank.
+  __device__ static bool is_masked_by(const OpContext& context, int peer);
+  __device__ static void send_heartbeat(const OpContext& context, int peer);
+  __device__ static uint64_t heartbeat(const OpContext& context, int peer);
+};
+__device__ __forceinline__ bool is_far(const OpContext& context, int rank) {
+  if constexpr (kMasksFarRanks) return FarRanks::has(context, rank);
+  return false;
+}
+
 // The same as it is now: late in an operation, when a rank may have been masked meanwhile.
 __device__ __forceinline__ bool is_masked_now(const OpContext& context, int rank) {
   return kMasksRanks && ptx::ld_relaxed_gpu(&context.state->masks.is_masked[rank]) != 0;
@@ -120,6 +141,13 @@ __device__ __forceinline__ bool is_masked_now(const OpContext& context, int rank
 static __device__ __noinline__ bool is_left_out(const OpContext& context, int peer) {
   Masks& masks = context.state->masks;
   if (ptx::ld_relaxed_gpu(&masks.is_masked[peer]) != 0) return true;
+  if constexpr (kMasksFarRanks) {
+    if (is_far(context, peer)) {
+      if (!FarRanks::is_masked_by(context, peer)) return false;
+      ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
+      return true;
+    }
+  }
   for (int bank = 0; bank < kNumBanks; bank++) {
     const uint64_t word = ptx::ld_relaxed_sys(masks.mask_word(context.kind, bank, peer));
     const auto tag = static_cast<uint32_t>(word >> 32);
@@ -144,6 +172,9 @@ static __device__ __noinline__ void mask_late(const OpContext& context, int peer
   Masks& masks = context.state->masks;
   ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
   __threadfence();
+  if constexpr (kMasksFarRanks) {
+    if (is_far(context, peer)) return FarRanks::tell_mask(context, peer);
+  }
   for (int k = 0; k < kNumKinds; k++) {
     const auto kind = static_cast<Kind>(k);
     const uint64_t last_epoch = ptx::ld_relaxed_gpu(&context.state->epoch[k].epoch);
@@ -156,7 +187,12 @@ static __device__ __noinline__ void mask_late(const OpContext& context, int peer
 // When the last heartbeat of `peer` was seen here.
 __device__ __forceinline__ uint64_t last_heartbeat(const OpContext& context, int peer, uint64_t now) {
   Masks& masks = context.state->masks;
-  const uint64_t sign = ptx::ld_relaxed_sys(masks.heartbeats + peer);
+  uint64_t sign;
+  if constexpr (kMasksFarRanks) {
+    sign = is_far(context, peer) ? FarRanks::heartbeat(context, peer) : ptx::ld_relaxed_sys(masks.heartbeats + peer);
+  } else {
+    sign = ptx::ld_relaxed_sys(masks.heartbeats + peer);
+  }
   if (sign == ptx::ld_relaxed_gpu(&masks.heartbeat_seen[peer]))
     return ptx::ld_relaxed_gpu(&masks.heartbeat_seen_at[peer]);
   ptx::st_relaxed_gpu(&masks.heartbeat_seen_at[peer], now);
@@ -172,7 +208,11 @@ __device__ __forceinline__ void send_heartbeat(const OpContext& context, uint64_
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&masks.heartbeat_sent_at), given_at, now) != given_at) return;
 #pragma unroll 1
   for (int peer = 0; peer < masks.num_ranks; peer++) {
-    tell(context, masks.heartbeats + context.rank, peer, now);
+    if (!is_far(context, peer)) {
+      tell(context, masks.heartbeats + context.rank, peer, now);
+    } else if constexpr (kMasksFarRanks) {
+      if (!is_masked_now(context, peer)) FarRanks::send_heartbeat(context, peer);
+    }
     last_heartbeat(context, peer, now);
   }
 }
@@ -204,6 +244,8 @@ static __device__ __noinline__ uint64_t poll_deadline(const OpContext& context, 
     if (now - start < kMaxDeadlines * limit && now < lived_at + limit) return start;
   }
   if (now - start < limit) return start;
+  // The own sending warps may wait for one late rank after the other.
+  if (kMasksFarRanks && peer == context.rank && now - start < kMaxDeadlines * limit) return start;
   if (kMasksRanks && peer != context.rank) {
     mask_late(context, peer);
   } else {

@@ -37,6 +37,7 @@ constexpr NamedBug kNamedBugs[] = {
     {"early_source", testing::Bug::kEarlySource},
     {"skipped_chunk", testing::Bug::kSkippedChunk},
     {"late_chunks", testing::Bug::kLateChunks},
+    {"uncounted_posts", testing::Bug::kUncountedPosts},
 };
 static_assert(static_cast<int>(testing::Bug::kNumBugs) <= 32, "a bit for each");
 

@@ -56,7 +56,8 @@ struct LlWindow {
     window.heartbeats = carver.take<uint64_t>(num_ranks);
     for (int k = 0; k < kNumKinds && sizes.rail_domain_size > 0; k++) {
       const Topology topology{num_ranks, sizes.rail_domain_size};
-      window.rail[k] = RailRegions::take(carver, topology, sizes.link_size, sizes.tagged_bytes, sizes.row_bytes[k]);
+      window.rail[k] =
+          RailRegions::take(carver, topology, sizes.link_size, sizes.by_source, sizes.tagged_bytes, sizes.row_bytes[k]);
     }
     window.bytes = align_up<uint64_t>(carver.used(), 4096);
     return window;

@@ -11,10 +11,6 @@
 
 namespace ep {
 
-// A call sends each link all channels of its kind once, each with one signal that grows by 1, however little there is
-// to send. Channel 0 has the record: op header, ids and weights of all tokens. Each of the others has the rows of a
-// share of the tokens.
-constexpr int kRowChannels = 8, kMeshRowChannels = 2;
 constexpr int kRailContexts = 4;  // of the network, for each kind
 
 constexpr int kMaxRailShare = 2048;
@@ -32,7 +28,9 @@ struct LlRail {
   // `sums_at`, lie those that add up the domain for home ranks elsewhere (combine).
   int send_blocks = 0, forward_blocks = 0, sums_at = 0, sum_blocks = 0;
   uint64_t record_bytes = 0, rows_bytes = 0;  // of a link's part of a region
-  Offset record_out = 0, record_in = 0, rows_out = 0, rows_in = 0;
+  int record_copies = 1;                      // RailRegions'
+  int first_mask_signal = 0;
+  Offset record_out = 0, record_in = 0, rows_out = 0, rows_in = 0, posted = 0;
 
   EP_HD int front_blocks() const { return send_blocks + forward_blocks; }
   EP_HD int blocks() const { return front_blocks() + sum_blocks; }
@@ -48,13 +46,16 @@ struct LlRail {
   EP_HD int first_of(int a_link) const { return a_link * link_size; }  // of the ranks that it serves
   EP_HD int peer(int a_link) const { return first_of(a_link) + lsa_rank % link_size; }
   EP_HD int link_of(int rank) const { return rank / link_size; }
+  EP_HD bool is_far(int rank) const { return rank / domain_size != domain; }
 
   // ---- Channels
   EP_HD int channels() const { return 1 + row_channels; }
   // Tokens of a row channel; the last ones may have fewer, or none. `tokens`: of the rank whose tokens they are.
   EP_HD int share(int tokens) const { return tokens > row_channels ? ceil_div(tokens, row_channels) : 1; }
 
-  EP_HD Offset own_record(int bank) const { return record_out + bank * record_bytes; }
+  EP_HD Offset own_record(int bank, int a_link) const {
+    return record_out + static_cast<uint64_t>(bank * record_copies + a_link % record_copies) * record_bytes;
+  }
   EP_HD Offset record_from(int bank, int a_link) const {
     return record_in + static_cast<uint64_t>(bank * num_links + a_link) * record_bytes;
   }
@@ -69,14 +70,24 @@ struct LlRail {
     return (parity * num_links + a_link) * channels() + channel;
   }
   EP_HD static uint64_t expected(uint64_t epoch) { return (epoch + 1) / 2; }
-  static int num_contexts() { return kNumKinds * kRailContexts; }
-  // Of the rail or of the mesh, whichever needs more: the words of high throughput lie behind them.
-  static int num_signals(const Topology& topology) {
-    const int rail = topology.num_domains() * (1 + kRowChannels), mesh = topology.num_ranks * (1 + kMeshRowChannels);
-    return kNumBanks * (rail > mesh ? rail : mesh);
+  // With masks: how often the signal of a channel was posted to the peer of `a_link`.
+  EP_HD Offset posted_at(int parity, int a_link, int channel) const {
+    return posted + static_cast<uint64_t>(signal(parity, a_link, channel)) * sizeof(uint64_t);
   }
-  // Of a context to a peer that have not landed: those of two calls at most.
-  static int max_outstanding() { return kNumBanks * ceil_div(1 + kRowChannels, kRailContexts); }
+  // With masks, of a context of their own kind: what `rank` of another domain signals when it masks the reader, and its
+  // heartbeats.
+  static constexpr int kMaskContext = 0;
+  EP_HD int mask_signal(int rank) const { return first_mask_signal + rank; }
+  EP_HD int heartbeat_signal(int rank) const { return first_mask_signal + num_domains * domain_size + rank; }
+  static int num_contexts() { return kNumKinds * kRailContexts; }
+  // Of the rail or of the mesh, whichever needs more, and of masks: the words of high throughput lie behind them.
+  static int num_signals(const Topology& topology) { return num_channel_signals(topology) + 2 * topology.num_ranks; }
+  // Of a context to a peer that have not landed: those of two calls at most. With masks there are those that make up
+  // for calls without a masked rank, the mask, and the heartbeats of the longest wait.
+  static int max_outstanding(bool masks) {
+    const int calls = kNumBanks * ceil_div(1 + kRowChannels, kRailContexts);
+    return masks ? 2 * calls + 1 + kMaxDeadlines * kHeartbeatsPerDeadline : calls;
+  }
 
   static LlRail make(const RailRegions& regions, Kind kind, const Topology& topology, int rank, int row_bytes) {
     LlRail rail;
@@ -90,16 +101,23 @@ struct LlRail {
     rail.link = rail.link_of(rank);
     if (!rail.has_domain_sums()) rail.row_channels = kMeshRowChannels;
     rail.row_bytes = row_bytes;
-    rail.record_bytes = regions.record_out.count / kNumBanks;
+    rail.record_bytes = regions.record_out.count / (static_cast<uint64_t>(kNumBanks) * regions.record_copies);
     rail.rows_bytes = regions.rows_out.count / (static_cast<uint64_t>(kNumBanks) * rail.num_links);
     rail.record_out = regions.record_out.offset;
     rail.record_in = regions.record_in.offset;
+    rail.record_copies = regions.record_copies;
+    rail.posted = regions.posted.offset;
+    rail.first_mask_signal = num_channel_signals(topology);
     rail.rows_out = regions.rows_out.offset;
     rail.rows_in = regions.rows_in.offset;
     return rail;
   }
 
  private:
+  static int num_channel_signals(const Topology& topology) {
+    const int rail = topology.num_domains() * (1 + kRowChannels), mesh = topology.num_ranks * (1 + kMeshRowChannels);
+    return kNumBanks * (rail > mesh ? rail : mesh);
+  }
   EP_HD uint64_t row_at(int bank, int a_link, int row) const {
     return static_cast<uint64_t>(bank * num_links + a_link) * rows_bytes + static_cast<uint64_t>(row) * row_bytes;
   }

@@ -60,7 +60,8 @@ TEST(Rail, EveryRowOfAnOperationHasAPlaceOfItsOwn) {
       EXPECT_EQ(begin % 16, 0u);
     };
     for (int bank = 0; bank < kNumBanks; bank++) {
-      add(rail.own_record(bank), RailRecord::bytes(shape.max_tokens * shape.topk));
+      add(rail.own_record(bank, 0), RailRecord::bytes(shape.max_tokens * shape.topk));
+      EXPECT_EQ(rail.own_record(bank, rail.num_links - 1), rail.own_record(bank, 0));
       for (int link = 0; link < rail.num_links; link++) {
         add(rail.record_from(bank, link), RailRecord::bytes(shape.max_tokens * shape.topk));
         for (int token = 0; token < shape.max_tokens; token++) {
@@ -102,16 +103,46 @@ TEST(Rail, LinksLeadToEveryOtherDomainOnce) {
 TEST(Rail, AutomaticallyItIsTheMeshForLittleToFewRanks) {
   const Topology two = Topology::make(16, 8), four = Topology::make(32, 8), ones = Topology::make(2, 1);
   constexpr uint64_t kRow = 14336;
-  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, two, 4 * kRow), 1);
-  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, two, 5 * kRow), 8);
-  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, two, 0), 8);  // a buffer of high throughput alone
-  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, four, kRow), 8);
-  EXPECT_EQ(ll_link_size(LlNetwork::kRail, two, kRow), 8);
-  EXPECT_EQ(ll_link_size(LlNetwork::kMesh, four, 128 * kRow), 1);
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, false, two, 4 * kRow), 1);
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, false, two, 5 * kRow), 8);
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, false, two, 0), 8);  // a buffer of high throughput alone
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, false, four, kRow), 8);
+  EXPECT_EQ(ll_link_size(LlNetwork::kRail, false, two, kRow), 8);
+  EXPECT_EQ(ll_link_size(LlNetwork::kMesh, false, four, 128 * kRow), 1);
   for (LlNetwork each : {LlNetwork::kAuto, LlNetwork::kRail, LlNetwork::kMesh}) {
-    EXPECT_EQ(ll_link_size(each, ones, kRow), 1);
+    EXPECT_EQ(ll_link_size(each, false, ones, kRow), 1);
   }
+  EXPECT_EQ(ll_link_size(LlNetwork::kAuto, true, four, 128 * kRow), 1);  // masks
   EXPECT_THROW(ll_network_of("star"), Error);
+}
+
+TEST(Rail, WithMasksEachLinkHasARecordAndCountersOfItsOwn) {
+  const Topology topology{6, 3};
+  const Shape shape = Shape::make(6, 12, 4, 5);
+  LlSizes sizes{LlOffsets::tagged_bytes(shape), {LlOffsets::row_bytes(shape, 64), 1 << 12}, true, 3, 1};
+  const LlWindow window = LlWindow::make(6, sizes);
+  const LlRail rail = LlRail::make(window.rail[0], Kind::kDispatch, topology, 4, 64);
+  Ranges records, counters;
+  std::set<int> signals;
+  for (int bank = 0; bank < kNumBanks; bank++) {
+    for (int link = 0; link < 6; link++) {
+      const Offset record = rail.own_record(bank, link);
+      EXPECT_TRUE(records.emplace(record, record + RailRecord::bytes(20)).second);
+      for (int channel = 0; channel < rail.channels(); channel++) {
+        const Offset counter = rail.posted_at(bank, link, channel);
+        EXPECT_TRUE(counters.emplace(counter, counter + 8).second);
+        EXPECT_TRUE(signals.insert(rail.signal(bank, link, channel)).second);
+      }
+    }
+  }
+  expect_apart(records, window.rail[0].record_out.offset, window.rail[0].record_in.offset);
+  expect_apart(counters, window.rail[0].posted.offset, window.rail[1].record_out.offset);
+  for (int rank = 0; rank < 6; rank++) {
+    EXPECT_TRUE(signals.insert(rail.mask_signal(rank)).second);
+    EXPECT_TRUE(signals.insert(rail.heartbeat_signal(rank)).second);
+    EXPECT_EQ(rail.is_far(rank), rank < 3);
+  }
+  EXPECT_LT(*signals.rbegin(), LlRail::num_signals(topology));
 }
 
 TEST(Rail, SignalsAreOneWordForEachKindParityLinkAndChannel) {

@@ -9,6 +9,7 @@ void load_simulated_dispatch() { load_rail_dispatch(); }
 
 void launch_simulated(const KernelArgs<LlDispatchParams>& args, const LlRail& rail, const SimulatedNetworkArgs& network,
                       void* stream) {
+  if (args.peers.can_be_masked) return launch_masking_simulated(args, rail, network, stream);
   launch_rail({args, rail, network}, stream);
 }
 

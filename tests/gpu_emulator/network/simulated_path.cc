@@ -30,6 +30,9 @@ class SimulatedPath : public NetworkPath {
   void launch(const KernelArgs<HtCombineParams>& args, const HtRail& rail, void* stream) override {
     launch_simulated(args, rail, nics_->args(rank_), stream);
   }
+  void launch(const LinkRestartParams& params, void* stream) override {
+    launch_simulated(params, nics_->args(rank_), stream);
+  }
   WireBytes wire_bytes() const override { return nics_->wire_bytes(rank_); }
 
  private:
@@ -39,12 +42,17 @@ class SimulatedPath : public NetworkPath {
 
 }  // namespace
 
-void require_network(Bootstrap&, NcclComm&) {}
+void require_network(Bootstrap&, NcclComm&, bool) {}
 
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
   if (config.world != nullptr) return make_one_gpu_path(bootstrap, config);
-  load_simulated_dispatch();
-  load_simulated_combine();
+  if (config.masks_ranks) {
+    load_masking_simulated_dispatch();
+    load_masking_simulated_combine();
+  } else {
+    load_simulated_dispatch();
+    load_simulated_combine();
+  }
   load_simulated_ht_dispatch();
   load_simulated_ht_combine();
   auto nics = made_by_rank_0<emulator::Nics>(bootstrap,

@@ -3,6 +3,7 @@
 
 #include "cuda/ht/geometry.h"
 #include "cuda/ll/geometry.h"
+#include "cuda/network/restart.h"
 #include "cuda/network/simulated.h"
 #include "cuda/protocol/kernel_args.h"
 #include "layout/ht/rail.h"
@@ -20,6 +21,16 @@ void launch_simulated(const KernelArgs<LlCombineParams>& args, const LlRail& rai
                       void* stream);
 void launch_simulated(const KernelArgs<LlCombineWeightsParams>& args, const LlRail& rail,
                       const SimulatedNetworkArgs& network, void* stream);
+
+void load_masking_simulated_dispatch();
+void load_masking_simulated_combine();
+void launch_masking_simulated(const KernelArgs<LlDispatchParams>& args, const LlRail& rail,
+                              const SimulatedNetworkArgs& network, void* stream);
+void launch_masking_simulated(const KernelArgs<LlCombineParams>& args, const LlRail& rail,
+                              const SimulatedNetworkArgs& network, void* stream);
+void launch_masking_simulated(const KernelArgs<LlCombineWeightsParams>& args, const LlRail& rail,
+                              const SimulatedNetworkArgs& network, void* stream);
+void launch_simulated(const LinkRestartParams& params, const SimulatedNetworkArgs& network, void* stream);
 
 void launch_simulated(const KernelArgs<HtRouteParams>& args, const HtRail& rail, const SimulatedNetworkArgs& network,
                       void* stream);

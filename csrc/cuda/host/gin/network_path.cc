@@ -40,6 +40,9 @@ class GinPath : public NetworkPath {
   void launch(const KernelArgs<HtCombineParams>& args, const HtRail& rail, void* stream) override {
     check(gin_library().launch_ht_combine(gin_.dev_comm(), window_, args, rail, stream));
   }
+  void launch(const LinkRestartParams& params, void* stream) override {
+    check(gin_library().launch_restart(gin_.dev_comm(), window_, params, stream));
+  }
 
  private:
   static void check(const char* problem) {
@@ -59,7 +62,9 @@ void add_time_lines() {
 
 }  // namespace
 
-void require_network(Bootstrap& bootstrap, NcclComm& comm) { require_gin(bootstrap, comm); }
+void require_network(Bootstrap& bootstrap, NcclComm& comm, bool masks_ranks) {
+  require_gin(bootstrap, comm, masks_ranks);
+}
 
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
   if (config.world != nullptr) return make_one_gpu_path(bootstrap, config);

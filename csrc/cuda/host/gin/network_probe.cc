@@ -29,7 +29,7 @@ NetworkProbe::NetworkProbe(Bootstrap& bootstrap, int device, const Topology& top
     EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&result_), sizeof *result_, cudaHostAllocMapped));
   });
   auto comm = NcclComm::agree(bootstrap, device, seconds);
-  backend_ = require_gin(bootstrap, *comm).full;
+  backend_ = require_gin(bootstrap, *comm, false).full;
   window_ = std::make_unique<NcclWindow>(bootstrap, comm, topology, window_bytes, seconds);
   const GinRequest request{num_contexts, NetworkProbeParams::num_signals(topology.num_ranks), 0};
   gin_ = std::make_unique<GinComm>(bootstrap, comm, request, seconds);

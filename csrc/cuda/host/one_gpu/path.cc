@@ -102,6 +102,7 @@ class OneGpuPath : public NetworkPath {
   void launch(const KernelArgs<HtCombineParams>& args, const HtRail& rail, void* stream) override {
     run_on_one_gpu(*world_, args, rail, nic_->args(rank_), stream);
   }
+  void launch(const LinkRestartParams&, void*) override {}  // there are no masks
   WireBytes wire_bytes() const override { return nic_->wire_bytes(rank_); }
 
  private:
@@ -113,7 +114,9 @@ class OneGpuPath : public NetworkPath {
 }  // namespace
 
 std::unique_ptr<NetworkPath> make_one_gpu_path(Bootstrap& bootstrap, const NetworkConfig& config) {
-  on_all_ranks(bootstrap, [] {
+  on_all_ranks(bootstrap, [&] {
+    EP_CHECK(!config.masks_ranks, "late ranks cannot be masked in ", config.topology.num_domains(),
+             " domains that ranks on one GPU claim: make the buffer without masks (enable_shrink)");
     load_one_gpu_dispatch();
     load_one_gpu_combine();
     load_one_gpu_ht_dispatch();

@@ -6,6 +6,7 @@
 #include "cuda/network/gin/ht.cuh"
 #include "cuda/network/gin/ll.cuh"
 #include "cuda/network/probe.cuh"
+#include "cuda/network/restart.cuh"
 #include "cuda/testing/stamps.h"
 #include "transport/nccl/gin/table.h"
 
@@ -68,11 +69,22 @@ __global__ void __launch_bounds__(kProbeThreads)
   probe_network<GinNetwork>(params, network);
 }
 
-const char* load_kernels() {
-  return error_of([] {
+__global__ void __launch_bounds__(kRestartThreads) network_restart(const __grid_constant__ LinkRestartParams params,
+                                                                   const __grid_constant__ GinNetwork::Args network) {
+  restart_links<GinNetwork>(params, network);
+}
+
+const char* load_kernels(bool masks_ranks) {
+  return error_of([&] {
     load_kernel(&network_probe, 0);
-    load_gin_dispatch();
-    load_gin_combine();
+    if (masks_ranks) {
+      load_kernel(&network_restart, 0);
+      load_masking_gin_dispatch();
+      load_masking_gin_combine();
+    } else {
+      load_gin_dispatch();
+      load_gin_combine();
+    }
     load_gin_ht_dispatch();
     load_gin_ht_combine();
   });
@@ -81,6 +93,12 @@ const char* load_kernels() {
 const char* launch_probe(const void* dev_comm, ncclWindow_t window, const NetworkProbeParams& params, void* stream) {
   return error_of([&] {
     launch_kernel(&network_probe, 1, kProbeThreads, 0, false, stream, params, network_args(dev_comm, window));
+  });
+}
+
+const char* launch_restart(const void* dev_comm, ncclWindow_t window, const LinkRestartParams& params, void* stream) {
+  return error_of([&] {
+    launch_kernel(&network_restart, 1, kRestartThreads, 0, false, stream, params, network_args(dev_comm, window));
   });
 }
 
@@ -106,6 +124,7 @@ const GinTable& table() {
     };
     made.load_kernels = &load_kernels;
     made.launch_probe = &launch_probe;
+    made.launch_restart = &launch_restart;
     made.launch_dispatch = &launch_op<LlDispatchParams, LlRail>;
     made.launch_combine = &launch_op<LlCombineParams, LlRail>;
     made.launch_combine_weights = &launch_op<LlCombineWeightsParams, LlRail>;

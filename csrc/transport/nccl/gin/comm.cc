@@ -88,13 +88,13 @@ void check_gin(const GinProperties& properties, uint32_t served_backends, int nc
   }
 }
 
-GinProperties require_gin(Bootstrap& bootstrap, NcclComm& comm) {
+GinProperties require_gin(Bootstrap& bootstrap, NcclComm& comm, bool masks_ranks) {
   GinProperties properties;
   on_all_ranks(bootstrap, [&] {
     const GinTable& library = gin_library();
     check_nccl(library.query(gin_nccl(), comm.get(), &properties), "ncclCommQueryProperties", comm.get());
     check_gin(properties, library.backends, nccl().version);
-    if (const char* problem = library.load_kernels()) raise(ErrorKind::kSystem, problem);
+    if (const char* problem = library.load_kernels(masks_ranks)) raise(ErrorKind::kSystem, problem);
   });
   return properties;
 }

@@ -11,7 +11,7 @@ namespace ep {
 
 // Collective, before anything that takes time: whether NCCL has a network for the kernels of this build between the
 // communicator's ranks, and loads these kernels. Throws kSystem on all ranks, with one sentence.
-GinProperties require_gin(Bootstrap& bootstrap, NcclComm& comm);
+GinProperties require_gin(Bootstrap& bootstrap, NcclComm& comm, bool masks_ranks);
 
 class GinComm {
  public:

@@ -33,6 +33,7 @@ struct GinRequest {
 
 struct NetworkProbeParams;
 struct LlRail;
+struct LinkRestartParams;
 struct LlDispatchParams;
 struct LlCombineParams;
 struct LlCombineWeightsParams;
@@ -58,8 +59,9 @@ struct GinTable {
   ncclResult_t (*destroy)(const GinNccl&, ncclComm_t, const void* dev_comm) = nullptr;
   int (*num_contexts)(const void* dev_comm) = nullptr;  // those that NCCL has made
 
-  const char* (*load_kernels)() = nullptr;  // into the current device
+  const char* (*load_kernels)(bool masks_ranks) = nullptr;  // into the current device
   const char* (*launch_probe)(const void* dev_comm, ncclWindow_t, const NetworkProbeParams&, void* stream) = nullptr;
+  const char* (*launch_restart)(const void* dev_comm, ncclWindow_t, const LinkRestartParams&, void* stream) = nullptr;
   template <class Params, class Rail = LlRail>
   using Launch = const char* (*)(const void* dev_comm, ncclWindow_t, const KernelArgs<Params>&, const Rail&,
                                  void* stream);

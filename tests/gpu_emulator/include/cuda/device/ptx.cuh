@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 
 #define EP_SHARED(Type, name)                                                       \
   static const int name##_number = ::ep::emulator::new_static_shared(sizeof(Type)); \
@@ -13,6 +14,14 @@
 #define EP_DYNAMIC_SHARED(Type, name) Type* const name = reinterpret_cast<Type*>(::ep::emulator::dynamic_shared())
 
 namespace ep::ptx {
+
+// Here each thread has parameters of its own, which end with it: the block keeps a copy.
+template <class T>
+__device__ __forceinline__ const T& of_grid(const T& parameters) {
+  EP_SHARED(T, kept);
+  std::memcpy(static_cast<void*>(&kept), &parameters, sizeof(T));
+  return kept;
+}
 
 // ---- Loads
 

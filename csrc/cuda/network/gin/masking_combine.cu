@@ -1,0 +1,21 @@
+#define EP_MASKS_RANKS 1
+#define EP_NETWORK ::ep::GinNetwork
+#define EP_NETWORK_HEADER "cuda/network/gin/gin_network.cuh"
+#include "cuda/ll/rail_combine_launch.cuh"
+#include "cuda/network/gin/ll.cuh"
+
+namespace ep {
+
+void load_masking_gin_combine() { load_rail_combine(); }
+
+void launch_masking_gin(const KernelArgs<LlCombineParams>& args, const LlRail& rail, const GinNetwork::Args& network,
+                        void* stream) {
+  launch_rail({args, rail, network}, stream);
+}
+
+void launch_masking_gin(const KernelArgs<LlCombineWeightsParams>& args, const LlRail& rail,
+                        const GinNetwork::Args& network, void* stream) {
+  launch_rail({args, rail, network}, stream);
+}
+
+}  // namespace ep

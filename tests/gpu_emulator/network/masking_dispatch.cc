@@ -1,0 +1,16 @@
+#define EP_MASKS_RANKS 1
+#define EP_NETWORK ::ep::SimulatedNetwork
+#define EP_NETWORK_HEADER "cuda/network/simulated.cuh"
+#include "cuda/ll/rail_dispatch_launch.cuh"
+#include "simulated_path.h"
+
+namespace ep {
+
+void load_masking_simulated_dispatch() { load_rail_dispatch(); }
+
+void launch_masking_simulated(const KernelArgs<LlDispatchParams>& args, const LlRail& rail,
+                              const SimulatedNetworkArgs& network, void* stream) {
+  launch_rail({args, rail, network}, stream);
+}
+
+}  // namespace ep
