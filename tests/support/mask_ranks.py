@@ -154,6 +154,13 @@ def run_on_one_gpu(cases: list[Parted], run: Callable[..., None] = run_in_step) 
 PHASES = ("dispatch", "receive", "combine", "home weights", "combine_weights")
 
 
+def _tell_if_late(group: Any, text: str) -> None:
+    """All ranks meet, and hear of a living one that was masked: others have wrong results for it."""
+    told = [text] if group is None else [each.decode() for each in group.allgather(text.encode(), PATIENCE)]
+    if any(told):
+        raise Late("; ".join(filter(None, told)))
+
+
 class LateRank:
     """The last rank does not come to an operation. The others go on after the deadline, and from then on without
     waiting; the late rank hears of it, goes on by itself, and comes back when the masks are cleaned."""
@@ -173,39 +180,42 @@ class LateRank:
             if group.rank() == self.missing:
                 self._come_late(buffer, group)
             else:
-                self._go_on(buffer, deadline)
+                self._go_on(buffer, deadline, group)
                 group.allgather(b"", PATIENCE)
             deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
             assert masks_of(buffer) == []
             self.case.run_together(buffer)
 
-    def _go_on(self, buffer: nccl_ep.Buffer, deadline: float) -> None:
+    def _go_on(self, buffer: nccl_ep.Buffer, deadline: float, group: Any = None) -> None:
+        """group: of all ranks, if the missing one is alive."""
+        out = self._dispatch_with_all(buffer)
         buffer.set_timeout(deadline)
         with Clock(deadline + PATIENCE / 2):
-            self._miss(buffer)
+            self._miss(buffer, group, out)
         buffer.set_timeout(PATIENCE * 2)
         with Clock(PATIENCE):
             for turn in range(self.turns):
                 self.case.run(buffer, staged=turn == 1)
         assert masks_of(buffer) == [self.missing]
 
-    def _miss(self, buffer: nccl_ep.Buffer) -> None:
+    def _dispatch_with_all(self, buffer: nccl_ep.Buffer) -> nccl_ep.DispatchOutput | None:
+        return None if self.phase in ("dispatch", "receive") else self.case.whole.dispatch(buffer)
+
+    def _miss(self, buffer: nccl_ep.Buffer, group: Any, before: nccl_ep.DispatchOutput | None) -> None:
         """The first operation without the rank, which is to be masked alone."""
         case, rank = self.case.whole, buffer.rank
-        if self.phase in ("dispatch", "receive"):
+        if before is None:
             out = dispatch_case(case.case, case.case.inputs()[rank], buffer, staged=self.phase == "receive")
-            self._masked_alone(buffer)
+            self._masked_alone(buffer, group)
             return self.case.parts[0].check_dispatch(out, rank)
-        out = case.dispatch(buffer)
-        got = self._send_home(buffer, out.handle)
-        self._masked_alone(buffer)
+        got = self._send_home(buffer, before.handle)
+        self._masked_alone(buffer, group)
         rest = self.rests[0]
         rest.check_scalars(got, rank) if self.phase == "combine_weights" else rest.check_combine(got, rank)
 
-    def _masked_alone(self, buffer: nccl_ep.Buffer) -> None:
+    def _masked_alone(self, buffer: nccl_ep.Buffer, group: Any) -> None:
         masked = masks_of(buffer)
-        if masked != [self.missing]:
-            raise Late(f"rank {buffer.rank} has masked {masked}")
+        _tell_if_late(group, "" if masked == [self.missing] else f"rank {buffer.rank} has masked {masked}")
 
     def _send_home(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> torch.Tensor:
         case, rank = self.case.whole, buffer.rank
@@ -215,7 +225,8 @@ class LateRank:
 
     def _come_late(self, buffer: nccl_ep.Buffer, group: Any) -> None:
         case, rest, rank = self.case.whole, self.rests[1], self.missing
-        out = None if self.phase in ("dispatch", "receive") else case.dispatch(buffer)
+        out = self._dispatch_with_all(buffer)
+        _tell_if_late(group, "")
         group.allgather(b"", PATIENCE)
         if out is not None:  # what the others had sent by then may be taken or not
             got, is_scalar = self._send_home(buffer, out.handle), self.phase == "combine_weights"

@@ -13,15 +13,13 @@ class MaskConsensus {
  public:
   // Before the block waits for routing, and before a barrier.
   __device__ __forceinline__ void open(const OpContext& context) {
-    const Masks& masks = context.state->masks;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int source = lane_id() + 32 * i;
-      if (source < masks.num_ranks)
-        notices_[i] = ptx::ld_relaxed_sys(masks.mask_word(context.kind, context.bank, source));
+      if (source < context.state->masks.num_ranks) notices_[i] = notice_of(context, source);
     }
     if (lane_id() < 2) {
-      before_ = ptx::ld_relaxed_gpu(&masks.consensus[lane_id()]);
+      before_ = ptx::ld_relaxed_gpu(&context.state->masks.consensus[lane_id()]);
       context.left_out[lane_id()] = context.masked[lane_id()];
     }
     __syncwarp();  // a barrier of the block takes a warp as a whole
@@ -37,6 +35,13 @@ class MaskConsensus {
   }
 
  private:
+  // The word by which a source tells that it has masked this rank.
+  __device__ __forceinline__ static uint64_t notice_of(const OpContext& context, int source) {
+    if constexpr (kMasksFarRanks) {
+      if (is_far(context, source)) return FarRanks::is_masked_by(context, source) ? tagged(1, context.tag) : 0;
+    }
+    return ptx::ld_relaxed_sys(context.state->masks.mask_word(context.kind, context.bank, source));
+  }
   // One lane, of 32 ranks.
   __device__ __forceinline__ void agree(const OpContext& context, uint32_t mine) const {
     uint64_t said = before_;
