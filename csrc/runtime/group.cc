@@ -14,7 +14,7 @@
 namespace ep {
 namespace {
 
-constexpr int kWireVersion = 8;             // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 9;             // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_timeout(double seconds) {
