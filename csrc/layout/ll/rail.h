@@ -74,8 +74,8 @@ struct LlRail {
   EP_HD Offset posted_at(int parity, int a_link, int channel) const {
     return posted + static_cast<uint64_t>(signal(parity, a_link, channel)) * sizeof(uint64_t);
   }
-  // With masks, of a context of their own kind: what `rank` of another domain signals when it masks the reader, and its
-  // heartbeats.
+  // With masks, words of one context, behind those of channels: what `rank` of another domain signals when it masks the
+  // reader, and its heartbeats.
   static constexpr int kMaskContext = 0;
   EP_HD int mask_signal(int rank) const { return first_mask_signal + rank; }
   EP_HD int heartbeat_signal(int rank) const { return first_mask_signal + num_domains * domain_size + rank; }
