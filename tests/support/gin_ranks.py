@@ -434,7 +434,10 @@ def main(folder: Path, task: dict[str, Any]) -> None:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    torch.cuda.Stream()  # torch makes all of its streams with the first: not beside a kernel that waits
+    # torch makes all of its streams with the first, and asks the driver for memory when it has none: not beside a
+    # kernel that waits.
+    torch.cuda.Stream()
+    torch.empty(1 << 30, dtype=torch.uint8, device=device)
     store = dist.FileStore(str(folder / "store"), num_ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=2 * SECONDS)
