@@ -71,8 +71,7 @@ __device__ __forceinline__ bool send_domain_scalars(const RailRole& role, const 
     role.peers.local<uint32_t>(rail.row_to(staging, link, token))[k] = bits;
   }
   if (__syncthreads_or(op.context.has_failed())) return false;
-  post(role, op, link, channel, rail.row_from(op.bank, rail.link, share.first), rail.row_to(staging, link, share.first),
-       static_cast<uint64_t>(share.count) * rail.row_bytes);
+  post_rows(role, op, link, channel, share.first, share.count);
   return true;
 }
 

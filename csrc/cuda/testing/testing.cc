@@ -36,6 +36,7 @@ constexpr NamedBug kNamedBugs[] = {
     {"skipped_wait", testing::Bug::kSkippedWait},
     {"early_source", testing::Bug::kEarlySource},
     {"skipped_chunk", testing::Bug::kSkippedChunk},
+    {"early_part", testing::Bug::kEarlyPart},
     {"late_chunks", testing::Bug::kLateChunks},
 };
 static_assert(static_cast<int>(testing::Bug::kNumBugs) <= 32, "a bit for each");
