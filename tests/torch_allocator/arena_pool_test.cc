@@ -264,7 +264,7 @@ TEST(GraphsOfArena, RecordStreamIsWaitedFor) {
   rows.reset();
   const int waits = fake_cuda::num_waits_for_events();
   {
-    const Capture capture;  // and not while anything is captured
+    const Capture capture;  // beside which it may be waited for, or later
     const c10::cuda::CUDAStreamGuard beside(c10::cuda::getDefaultCUDAStream());
     pool.eager();
     fake_cuda::destroy(capture.graph());

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <thread>
+#include <utility>
 
 namespace fake_cuda {
 namespace {
@@ -13,9 +14,10 @@ constexpr size_t kPage = 2 << 20;
 
 std::map<cudaStream_t, Graph*> captures;
 int waits_for_events = 0;
+thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
 void require_no_capture(const char* call) {
-  if (captures.empty()) return;
+  if (captures.empty() || mode == cudaStreamCaptureModeRelaxed) return;
   std::fprintf(stderr, "%s under capture\n", call);
   std::abort();
 }
@@ -125,7 +127,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cu
 
 // ---- Capture
 
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* given) {
+  std::swap(*given, mode);
+  return cudaSuccess;
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   *status = captures.contains(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;

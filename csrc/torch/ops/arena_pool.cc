@@ -89,10 +89,11 @@ class CudaGraphPool : public GraphPools::Pool {
 
   void close() override { allocator::releasePool(device_, id); }
 
-  // torch returns segments without users, and then forgets the pool. It waits for events of record_stream, and so
-  // refuses while anything is captured on this GPU.
+  // torch returns segments without users, and then forgets the pool. It waits for events of record_stream. While
+  // something is captured, older versions refuse that; newer ones wait, which this mode allows beside a capture.
   bool give_back() override {
     try {
+      const c10::cuda::CUDAStreamCaptureModeGuard beside_captures(cudaStreamCaptureModeRelaxed);
       allocator::emptyCache(id);
     } catch (const c10::Error&) {
       return false;
