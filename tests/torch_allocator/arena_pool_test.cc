@@ -273,6 +273,18 @@ TEST(GraphsOfArena, RecordStreamIsWaitedFor) {
   EXPECT_GT(fake_cuda::num_waits_for_events(), waits);
 }
 
+TEST(GraphsOfArena, ABufferEndsWhileAnotherStreamIsCaptured) {
+  Pool pool(64);
+  pool.eager();
+  {
+    const Capture capture;
+    pool.end();
+    fake_cuda::destroy(capture.graph());
+  }
+  allocator::emptyCache();
+  EXPECT_FALSE(pool.is_memory_there());
+}
+
 class AtTheEnd : public testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(GraphsOfArena, AtTheEnd, testing::Bool());
 

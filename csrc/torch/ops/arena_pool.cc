@@ -77,10 +77,10 @@ class Allocating {
   const c10::MempoolId_t pool_;
 };
 
-// Of one graph.
-class CudaGraphPool : public GraphPools::Pool {
+// A pool of torch over the arena. torch keeps it, and with it the segments, until the last tensor is gone.
+class CudaPool : public GraphPools::Pool {
  public:
-  CudaGraphPool(std::shared_ptr<Arena> arena, c10::DeviceIndex device)
+  CudaPool(std::shared_ptr<Arena> arena, c10::DeviceIndex device)
       : segments(std::make_shared<ArenaSegments>(std::move(arena))),
         id(at::cuda::MemPool::graph_pool_handle()),
         device_(device) {
@@ -130,9 +130,13 @@ bool tell_when_gone(cudaGraph_t graph, const GraphPools::Flag& is_gone) {
 
 class CudaArenaPool : public ArenaPool {
  public:
-  // The pool, and with it the segments, live until the last tensor is gone: torch sees to that.
   CudaArenaPool(std::shared_ptr<Arena> arena, const at::Device& device)
-      : device_(device), arena_(std::move(arena)), pool_(allocator_of(std::make_shared<ArenaSegments>(arena_))) {}
+      : device_(device), arena_(std::move(arena)), pool_(arena_, device.index()) {}
+  ~CudaArenaPool() override {
+    graphs_.reset();  // they return what they borrowed
+    pool_.close();
+    pool_.give_back();
+  }
 
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) override {
     const bool is_captured = is_capturing(device_);
@@ -142,9 +146,9 @@ class CudaArenaPool : public ArenaPool {
     }
     std::lock_guard lock(mutex_);
     if (is_captured) return empty_of_graph(sizes, type);
-    if (graphs_.size() > 0) graphs_.collect();
+    if (graphs_->size() > 0) graphs_->collect();
     try {
-      Allocating scope(device_.index(), pool_.id());
+      Allocating scope(device_.index(), pool_.id);
       claim(c10::cuda::getCurrentCUDAStream(device_.index()).stream());
       return at::detail::empty_cuda(sizes, type, device_, std::nullopt);
     } catch (const ArenaIsFull&) {
@@ -154,7 +158,7 @@ class CudaArenaPool : public ArenaPool {
 
  private:
   at::Tensor empty_of_graph(at::IntArrayRef sizes, at::ScalarType type) {
-    CudaGraphPool* graph = graph_under_capture();
+    CudaPool* graph = graph_under_capture();
     if (graph == nullptr) return new_tensor(sizes, type, device_);
     const auto allocate = [&] {
       Allocating scope(device_.index(), graph->id);
@@ -176,7 +180,7 @@ class CudaArenaPool : public ArenaPool {
   }
 
   // Null: this capture can have no such pool.
-  CudaGraphPool* graph_under_capture() {
+  CudaPool* graph_under_capture() {
     // With that option torch looks, at the end of each Allocating, whether a capture has ended.
     if (allocator::CUDAAllocatorConfig::graph_capture_record_stream_reuse()) return nullptr;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -185,18 +189,17 @@ class CudaArenaPool : public ArenaPool {
     EP_CUDA(
         cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(device_.index()).stream(), &status, &capture, &graph));
     if (status != cudaStreamCaptureStatusActive) return nullptr;
-    if (GraphPools::Pool* known = graphs_.find(capture)) return static_cast<CudaGraphPool*>(known);
+    if (GraphPools::Pool* known = graphs_->find(capture)) return static_cast<CudaPool*>(known);
     const auto is_gone = std::make_shared<GraphPools::Flag::element_type>(false);
     if (!tell_when_gone(graph, is_gone)) return nullptr;
-    return static_cast<CudaGraphPool*>(
-        graphs_.add(capture, is_gone, std::make_unique<CudaGraphPool>(arena_, device_.index())));
+    return static_cast<CudaPool*>(graphs_->add(capture, is_gone, std::make_unique<CudaPool>(arena_, device_.index())));
   }
 
   // To a graph's pool, of what streams have claimed and do not use now. What they did there before must be over at the
   // first replay: torch.cuda.graph waits for the GPU before it captures, and who captures otherwise orders replays.
   bool lend(ArenaSegments& to, uint64_t bytes) {
     const c10::cuda::CUDAGuard guard(device_);
-    Allocating scope(device_.index(), pool_.id());
+    Allocating scope(device_.index(), pool_.id);
     for (cudaStream_t stream : streams_) {
       try {
         // torch knows blocks by their addresses, of which the first that is cut from this must not have the same.
@@ -230,8 +233,8 @@ class CudaArenaPool : public ArenaPool {
   const std::shared_ptr<Arena> arena_;
   std::mutex mutex_;
   std::set<cudaStream_t> streams_;
-  at::cuda::MemPool pool_;
-  GraphPools graphs_;
+  CudaPool pool_;
+  std::unique_ptr<GraphPools> graphs_ = std::make_unique<GraphPools>();
 };
 
 }  // namespace
