@@ -84,7 +84,7 @@ struct Scale {
   EP_HD uint32_t header() const { return first >> 8 | step << 16; }
 };
 
-// The code of a number: sign << 9 | 0 to 509. `inverse`: 0xFFFFFFFF / scale.step.
+// The code of a number, from its signed_log_of: sign << 9 | 0 to 509. `inverse`: 0xFFFFFFFF / scale.step.
 EP_HD uint32_t code_of(uint32_t signed_log, const Scale& scale, uint32_t inverse) {
   const uint32_t sign = signed_log >> 31 << 9, log = signed_log & ~0x80000000u;
   if (log + kOctave < scale.first || log == 0) return sign;  // less than half of the smallest
