@@ -5,10 +5,17 @@ whose mode sees each function of torch that Python calls.
 
 host: one call, the least mean of many rounds; the queue of a GPU is emptied between rounds. event: an eager pair
 between two events that all ranks enter together (GPUs). "ops": torch.ops by themselves, the floor of the native calls.
+graph (GPUs, high throughput): a call of a captured chain of ten, the median of the slowest rank; the native calls write
+given tensors (out=), those of DeepEP's methods allocate. Replays of all chains take turns. figure "ratio": of two
+values that stand above it.
 
 "deepep_like" is an estimate of what DeepEP V1 takes for its eager pair on the same host: the tensors it makes, its
-events between two streams and its two launches, called from Python, around kernels of the given times
-(--deepep-kernels). "least" is the same without launches' kernels, host alone.
+events between two streams and its launches, called from Python, around kernels of the given times (--deepep-kernels,
+--deepep-normal-kernels). In its normal mode the host also waits for the counts. "least" is the same without launches'
+kernels, host alone.
+
+The figures of high throughput: torchrun --nproc-per-node 2 benchmarks/measure_host.py RECORDS.json --mode ht --tokens
+4096
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,6 +38,7 @@ from nccl_ep.bench.records import FIELDS, make, revision, save, today
 from nccl_ep.config import combine_args
 
 Call = Callable[[], Any]
+CHAIN = 10  # calls in a graph
 LOCAL_SIZES = {"cpu": (1, 16, 2, 4), "cuda": (128, 7168, 8, 256)}  # tokens, hidden, top-k, experts
 
 
@@ -66,6 +75,38 @@ def event_time(call: Call, barrier: Call, iterations: int) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
     return sorted(times[iterations // 5 :])[(iterations - iterations // 5) // 2]
+
+
+def captured_chain(call: Call, side: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        for _ in range(CHAIN):
+            call()
+    return graph
+
+
+def graph_times(calls: dict[str, Call], barrier: Call, iterations: int) -> dict[str, float]:
+    """Of a call in its chain, in us: the median of this rank."""
+    side = torch.cuda.Stream()
+    graphs = {name: captured_chain(call, side) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(iterations + 2):
+        for name, graph in graphs.items():
+            barrier()
+            torch.cuda.synchronize()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(400_000)  # cycles, in which all hosts get ahead
+            calls[name]()  # ends on all ranks at the same time
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            if number >= 2:
+                times[name].append(start.elapsed_time(end) * 1e3 / CHAIN)
+    return {name: median(each) for name, each in times.items()}
 
 
 @contextlib.contextmanager
@@ -144,6 +185,16 @@ def high_throughput_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, in
     worst = tokens * buffer.num_ranks
     normal: dict[str, Any] = {"topk_idx": ids, "topk_weights": weights, **layout}
     recv, _, _, _, handle, _ = view.dispatch(x, **normal)
+    earlier, dest = nccl_ep.dispatch_cached(x, out.handle), torch.empty_like(x)
+
+    def whole() -> None:
+        per_rank, _, per_expert, is_in_rank, _ = view.get_dispatch_layout(ids, experts)
+        rows, _, _, _, made, _ = view.dispatch(
+            x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank,
+            topk_idx=ids, topk_weights=weights,
+        )  # fmt: skip
+        view.combine(rows, made)
+
     return {
         "ops dispatch": lambda: ops.ht_dispatch(buffer._seq, [x], None, ids, weights, capacity, config),
         "ops combine": lambda: ops.ht_combine(
@@ -157,7 +208,16 @@ def high_throughput_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, in
         "deepep dispatch num_worst_tokens": lambda: view.dispatch(x, num_worst_tokens=worst, **normal),
         "deepep dispatch cached": lambda: view.dispatch(x, handle=handle),
         "deepep combine": lambda: view.combine(recv, handle),
+        "native dispatch cached out=": lambda: nccl_ep.dispatch_cached(x, out.handle, out=earlier),
+        "native combine out=": lambda: nccl_ep.combine(rows, out.handle, out=dest),
+        "deepep layout and pair": whole,
     }
+
+
+def arena_bytes_for(sizes: tuple[int, int, int, int], ranks: int) -> int:
+    """Room for all outputs that high_throughput_calls has at a time, twice, as each of two streams claims a half."""
+    tokens, hidden, _, _ = sizes
+    return 2 * 7 * ranks * tokens * 2 * hidden + (128 << 20)
 
 
 def deepep_like(sizes: tuple[int, int, int, int], ranks: int, kernels: tuple[float, float]) -> Call:
@@ -189,6 +249,49 @@ def deepep_like(sizes: tuple[int, int, int, int], ranks: int, kernels: tuple[flo
     return pair
 
 
+def deepep_like_normal(sizes: tuple[int, int, int, int], ranks: int, kernels: tuple[float, float, float]) -> Call:
+    """An eager layout, dispatch and combine of DeepEP V1's normal mode, as far as the host and the streams see them.
+    kernels: what notifies of counts, dispatch, combine. That of the layout is left out."""
+    tokens, hidden, topk, experts = sizes
+    rows = ranks * tokens  # at most
+    comm = torch.cuda.Stream(priority=-1)
+    notify, dispatch, combine = (int(each * torch.cuda.clock_rate()) for each in kernels)
+    int32, bf16 = torch.int32, torch.bfloat16
+    channels = 10
+
+    def operation(
+        first: int, tensors: list[tuple[tuple[int, ...], torch.dtype]], second: int | None, waits: bool = False
+    ) -> None:
+        """Two kernels of so many cycles, and the tensors that are made between them."""
+        current = torch.cuda.current_stream()
+        comm.wait_stream(current)
+        with torch.cuda.stream(comm):
+            torch.cuda._sleep(first)
+        if waits:
+            comm.synchronize()  # DeepEP polls memory of the host
+        for shape, dtype in tensors:
+            torch.empty(shape, dtype=dtype, device="cuda")
+        if second is not None:
+            with torch.cuda.stream(comm):
+                torch.cuda._sleep(second)
+        current.wait_stream(comm)
+
+    layout: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((ranks,), int32), ((experts,), int32), ((tokens, ranks), torch.bool),
+    ]  # fmt: skip
+    received = [
+        ((rows, hidden), bf16), ((rows,), int32), ((rows, topk), torch.int64), ((rows, topk), torch.float32),
+        ((ranks, ranks), int32), ((ranks, channels), int32), ((ranks, channels), int32), ((tokens, ranks), int32),
+    ]  # fmt: skip
+
+    def pair() -> None:
+        operation(0, layout, None)
+        operation(notify, received, dispatch, waits=True)
+        operation(0, [((tokens, hidden), bf16)], combine)
+
+    return pair
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
@@ -200,6 +303,10 @@ def main() -> None:
     parser.add_argument(
         "--deepep-kernels", type=float, nargs=2, default=(27.8, 43.1), metavar=("DISPATCH", "COMBINE"),
         help="us; by default those of two H100s, 128 tokens, FP8 and BF16",
+    )  # fmt: skip
+    parser.add_argument(
+        "--deepep-normal-kernels", type=float, nargs=3, default=(16.0, 353.0, 430.0),
+        metavar=("NOTIFY", "DISPATCH", "COMBINE"), help="us; by default those of two H100s, 4096 tokens, BF16",
     )  # fmt: skip
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
@@ -217,23 +324,45 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
 
-    def note(mode: str, op: str, figure: str, value: float, default: str | None) -> None:
+    def note(mode: str, op: str, figure: str, value: float, default: str | None, unit: str = "us") -> None:
         if group is not None and dist.get_rank() != 0:
             return
-        print(f"{mode} {op:34} {figure:6} {value:8.2f} us  default device: {default}", flush=True)
+        print(f"{mode} {op:34} {figure:6} {value:8.3f} {unit:2}  default device: {default}", flush=True)
         api, _, call = op.partition(" ")
         known: dict[str, Any] = dict.fromkeys(FIELDS) | {
-            "bench": "host", "system": "nccl_ep", "api": api, "op": call, "figure": figure, "value": round(value, 2),
-            "unit": "us", "ranks": ranks, "tokens": sizes[0], "hidden": sizes[1], "topk": sizes[2],
+            "bench": "host", "system": "nccl_ep", "api": api, "op": call, "figure": figure, "value": round(value, 3),
+            "unit": unit, "ranks": ranks, "tokens": sizes[0], "hidden": sizes[1], "topk": sizes[2],
             "experts": sizes[3], "num_sms": 0, "device": name, "revision": revision(), "date": today(),
         }  # fmt: skip
         records.append(make(known, mode=mode, default_device=default))
+
+    def note_graphs(calls: dict[str, Call]) -> None:
+        pairs = [
+            ("native dispatch cached out=", "deepep dispatch cached"), ("native combine out=", "deepep combine"),
+        ]  # fmt: skip
+        mine = graph_times({op: calls[op] for pair in pairs for op in pair}, barrier, 60)
+        told: list[Any] = [mine]
+        if group is not None:
+            told = [None] * ranks
+            dist.all_gather_object(told, mine)
+        values = {op: max(each[op] for each in told) for op in mine}
+        for native, deepep in pairs:
+            note("ht", native, "graph", values[native], None)
+            note("ht", deepep, "graph", values[deepep], None)
+            note("ht", f"{deepep} / {native}", "ratio", values[deepep] / values[native], None, "x")
+
+    def note_whole(calls: dict[str, Call]) -> None:
+        like = deepep_like_normal(sizes, ranks, options.deepep_normal_kernels)
+        mine, theirs = (event_time(each, barrier, 200) for each in (calls["deepep layout and pair"], like))
+        note("ht", "deepep layout and pair", "event", mine, None)
+        note("ht", "deepep_like layout and pair", "event", theirs, None)
+        note("ht", "deepep layout and pair / deepep_like", "ratio", mine / theirs, None, "x")
 
     makers = {"ll": low_latency_calls, "ht": high_throughput_calls}
     for mode in makers if options.mode == "both" else [options.mode]:
         with nccl_ep.Buffer.for_shapes(
             group, max_tokens=sizes[0], hidden=sizes[1], topk=sizes[2], num_experts=sizes[3], mode=mode,
-            device=options.device,
+            device=options.device, arena_bytes=arena_bytes_for(sizes, ranks) if mode == "ht" else None,
         ) as buffer:  # fmt: skip
             calls = makers[mode](buffer, sizes, options.device)
             for default in (None, options.device):
@@ -249,6 +378,9 @@ def main() -> None:
                 like, least = (deepep_like(sizes, ranks, each) for each in (options.deepep_kernels, (0.0, 0.0)))
                 note(mode, "deepep_like pair", "event", event_time(like, barrier, 200), None)
                 note(mode, "deepep_like pair, least", "host", host_time(least, synchronize, 50, options.rounds), None)
+            if on_gpu and mode == "ht":
+                note_graphs(calls)
+                note_whole(calls)
     if records:
         save(options.records, records)
 

@@ -15,6 +15,27 @@ if(GTest_FOUND)
   target_link_libraries(ep_tests PRIVATE ep_core_testing GTest::gtest GTest::gtest_main)
   gtest_discover_tests(ep_tests DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
     PROPERTIES TIMEOUT 600 ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1")
+
+  # What torch's own CUDA allocator does with the arena, over a CUDA runtime of the test's.
+  if(EP_WITH_CUDA AND NCCL_EP_BUILD_PYTHON AND NOT NCCL_EP_SANITIZE)
+    add_library(ep_no_driver SHARED EXCLUDE_FROM_ALL tests/torch_allocator/no_driver.c)
+    set_target_properties(ep_no_driver PROPERTIES OUTPUT_NAME cuda VERSION 1 SOVERSION 1
+      LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/no_driver)
+    add_executable(ep_allocator_tests tests/torch_allocator/arena_pool_test.cc tests/torch_allocator/fake_cuda.cc
+      csrc/torch/ops/arena_pool.cc csrc/torch/ops/device.cc)
+    ep_configure(ep_allocator_tests)
+    set_target_properties(ep_allocator_tests PROPERTIES CXX_VISIBILITY_PRESET default ENABLE_EXPORTS ON)
+    target_compile_definitions(ep_allocator_tests PRIVATE EP_WITH_CUDA=1)
+    target_include_directories(ep_allocator_tests PRIVATE tests)
+    target_include_directories(ep_allocator_tests SYSTEM PRIVATE ${EP_TORCH_INCLUDE_DIRS} ${CUDAToolkit_INCLUDE_DIRS})
+    list(GET EP_TORCH_LIBRARIES 0 one_of_torch)
+    cmake_path(GET one_of_torch PARENT_PATH torch_libraries)
+    target_link_options(ep_allocator_tests PRIVATE -Wl,--no-as-needed -Wl,--allow-shlib-undefined)
+    target_link_libraries(ep_allocator_tests PRIVATE ep_core ep_no_driver GTest::gtest GTest::gtest_main
+      ${torch_libraries}/libtorch_cuda.so ${torch_libraries}/libc10_cuda.so ${torch_libraries}/libtorch_cpu.so
+      ${torch_libraries}/libc10.so)
+    gtest_discover_tests(ep_allocator_tests DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 120)
+  endif()
 else()
   # No package of GoogleTest is on PyPI, so a bare machine goes without; ctest says so.
   message(WARNING "nccl_ep: GoogleTest was not found, the C++ tests are skipped (Debian: apt-get install libgtest-dev)")

@@ -23,13 +23,15 @@ enum class Bug : int {
   kTornRows,          // a row counts as arrived when its first words have, or that of the first rank
   kUnannouncedRows,   // high throughput: rows are never announced
   // Between domains: a signal counts for both parities of the call, staging has one bank, a channel is not waited for,
-  // a source changes before its put has landed, a channel is not forwarded. High throughput: no chunk is put before all
-  // rows for the rail peers are there, which changes no result. With masks: posts are not counted.
+  // a source changes before its put has landed, a channel is not forwarded, the first part of a channel to be done
+  // sends all. High throughput: no chunk is put before all rows for the rail peers are there, which changes no result.
+  // With masks: posts are not counted.
   kOneParity,
   kOneStagingBank,
   kSkippedWait,
   kEarlySource,
   kSkippedChunk,
+  kEarlyPart,
   kLateChunks,
   kUncountedPosts,
   kNumBugs,

@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 Event = dict[str, Any]
 # Host-side events in which rows are exchanged: the library's ops, and the ranges that the baselines draw by hand.
 _OPS = re.compile(r"^nccl_ep::\w*(route|dispatch|combine)|^(baseline|deep_ep)\.")
-_KERNELS = re.compile(r"(ht_dispatch|ht_route|ht_combine|ll_dispatch|ll_combine)")
+_KERNELS = re.compile(r"\bep::(ll|ht)::.*::(dispatch|combine)")
 _COMBINES = re.compile(r"combine")
 _KINDS = (  # of what a GPU does, first match
-    ("dispatch", re.compile(r"ht_dispatch|ht_route|ll_dispatch")),
-    ("combine", re.compile(r"ht_combine|ll_combine")),
+    ("dispatch", re.compile(r"\bep::(ll|ht)::.*::dispatch")),
+    ("combine", re.compile(r"\bep::(ll|ht)::.*::combine")),
     ("all_to_all", re.compile(r"ncclDev|c10d::alltoall")),
     ("attention", re.compile(r"flash|fmha|attention", re.IGNORECASE)),
     ("GEMM", re.compile(r"gemm|cutlass|nvjet|cublas|grouped|aten::(linear|mm|bmm|matmul|_grouped)", re.IGNORECASE)),

@@ -19,6 +19,7 @@ from .operations import Call
 from .world import Skipped, World
 
 _HOST_RUNS = 5
+_PROFILERS_FIRST = 3  # calls of which none is counted: the profiler takes its memory meanwhile, and the host is late
 # A part of their names by operation. A dispatch of high throughput is two kernels, the first of them routing alone.
 KERNELS = {"routing": "dispatch_route", "dispatch": "dispatch", "combine": "combine"}
 
@@ -139,7 +140,7 @@ def kernel_times(world: World, call: Call, effort: Effort, names: Mapping[str, s
     calls = min(effort.iterations, 30)
     _warm_up(world, call, effort.warm_up)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(calls):
+        for _ in range(_PROFILERS_FIRST + calls):
             world.align()
             call()
         world.synchronize()
@@ -147,12 +148,14 @@ def kernel_times(world: World, call: Call, effort: Effort, names: Mapping[str, s
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return find_kernels(events, calls, names)
+    found = find_kernels(events, _PROFILERS_FIRST + calls, names)
+    return {op: times[_PROFILERS_FIRST:] for op, times in found.items()}
 
 
 def find_kernels(events: list[dict[str, Any]], calls: int, names: Mapping[str, str]) -> dict[str, list[float]]:
     """Kernels of a Chrome trace by operation. An operation of several takes from the first one's start to the last end:
-    the next may begin before the one before it ends. Raises Skipped."""
+    the next may begin before the one before it ends. Raises Skipped, also where calls have not the same kernels: the
+    profiler has lost some then."""
     kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
     found = {}
     for op, name in names.items():
@@ -160,7 +163,14 @@ def find_kernels(events: list[dict[str, Any]], calls: int, names: Mapping[str, s
         if not mine or len(mine) % calls:
             raise Skipped(f"the profiler saw {len(mine)} kernels named *{name}* in {calls} calls")
         each = len(mine) // calls
-        found[op] = [_span(mine[i : i + each]) for i in range(0, len(mine), each)]
+        groups = [mine[i : i + each] for i in range(0, len(mine), each)]
+        kinds = {tuple(event["name"] for event in group) for group in groups}
+        if len(kinds) > 1:
+            shown = " and ".join(sorted("+".join(kind) for kind in kinds))
+            raise Skipped(
+                f"the profiler saw {len(mine)} kernels named *{name}* in {calls} calls, not the same: {shown}"
+            )
+        found[op] = [_span(group) for group in groups]
     return found
 
 

@@ -25,6 +25,7 @@ FIELDS = (
 # (value: the median one's).
 # host (benchmarks/measure_host.py): what torch.set_default_device was given.
 # wire (benchmarks/measure_wire.py): the format of sums on their way home.
+# suite: how many tests of tests/gpu passed or were skipped, under the NCCL named. model: examples/moe_lm.
 # gin (tests/gpu/test_gin.py): messages of a rank to a peer, bytes of each, and what carries them.
 _MORE = (
     "cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink", "kernel", "stamp", "first",

@@ -35,6 +35,7 @@ _COLLECTIVE_SECONDS = 120  # of torch's own collectives: then the process ends, 
 _GATE_SECONDS = 20.0
 _POLLS_BEFORE_YIELD = 200
 _CPU_SECONDS = 120.0  # of whatever CPU ranks wait for: they share cores with all else that runs there
+_PAUSE_CYCLES = 2_000_000  # 1 ms
 _sleep: Callable[[int], None] = torch.cuda._sleep
 
 
@@ -164,12 +165,13 @@ class World:
             torch.cuda.synchronize()
 
     def align(self) -> None:
-        """Queues what makes all GPUs go on at the same time: a collective, and a pause in which every host gets ahead.
+        """Queues what makes all GPUs go on at the same time: a pause in which every host gets ahead, and a collective.
 
-        The pause outlasts the time that the slowest host needs to queue what is measured.
+        The pause outlasts the time that the slowest host needs to queue what is measured, a profiler's part included.
+        It comes first, as it is a number of cycles, and each GPU has a clock of its own.
         """
+        _sleep(_PAUSE_CYCLES)
         dist.all_reduce(self._token)
-        _sleep(400_000)  # cycles: 0.2 ms
 
     def device_name(self) -> str:
         if self.is_cuda:

@@ -7,6 +7,7 @@ so that no number has to be read back from a GPU, and a copy of every tensor is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -292,8 +293,10 @@ class NormalMethods(View):
     def _run(
         self, call: Callable[[], tuple[Any, ...]], given: tuple[Any, ...], is_async: bool, previous: Previous
     ) -> tuple[tuple[Any, ...], EventOverlap]:
+        # A compiler's CUDA graph trees want all that a capture returns in their own pool.
+        in_arena = call if torch.compiler.is_compiling() else functools.partial(_C.call_with_graph_outputs, call)
         try:
-            return run_on_comm_stream(self, call, given, is_async, previous)
+            return run_on_comm_stream(self, in_arena, given, is_async, previous)
         except EpError:  # of growing
             raise
         except RuntimeError as error:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .facts import ATTRIBUTES, Facts, collect
-from .findings import Finding, judge, judge_torch, plan
+from .findings import Finding, judge, judge_nccl, judge_torch, plan
 from .self_test import run_rank, self_test
 
 
@@ -25,7 +25,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         ("nccl_ep", f"{facts.library}, {'with' if facts.library_cuda else 'without'} CUDA"),
         ("NCCL", f"torch brings {facts.torch_nccl or 'none'}; " + (
             f"nccl_ep is compiled with {nccl['compiled']}, loaded is {nccl['loaded'] or 'none'} {nccl['path']}".strip()
-            if nccl.get("compiled") else "not part of this build of nccl_ep")),
+            + f"; {judge_nccl(nccl['loaded'])[0]}" if nccl.get("compiled") else "not part of this build of nccl_ep")),
         ("CUDA", f"driver {facts.driver or 'none'} (up to CUDA {facts.driver_cuda or '-'}), "
          f"toolkit {facts.toolkit or 'none'}"),
     ]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 from .facts import Facts
 
 TORCH_TRIED = ("2.11", "2.15")  # the oldest that is supported and the newest that the tests have run with
+NCCL_TRIED = ("2.28.9", "2.30.7", "2.32.3")  # with which the GPU tests have run, ascending
 _OLDEST_CAPABILITY = (9, 0)  # the kernels use what sm_90 has
 _SMALLEST_SHM = 64 << 20  # NCCL's shared memory, about 10 MB a GPU
 
@@ -45,6 +46,18 @@ def judge_torch(version: str) -> tuple[str, Finding | None]:
     return tried, None
 
 
+def judge_nccl(version: str) -> tuple[str, Finding | None]:
+    """The same of NCCL's, of an NCCL that is not too old."""
+    *others, newest = NCCL_TRIED
+    tried = f"nccl_ep is tested with {', '.join(others)} and {newest}"
+    if _numbers(version) > _numbers(newest):
+        return f"newer than what was tested: {tried}", Finding(
+            "note", f"NCCL {version} is newer than {newest}, the newest that nccl_ep was tested with",
+            f"if something fails, LD_PRELOAD the libnccl.so.2 of NCCL {newest}",
+        )  # fmt: skip
+    return tried, None
+
+
 def judge(facts: Facts, several_nodes: bool = False) -> list[Finding]:
     """What is missing on a machine, and how to get it. several_nodes: for buffers of GPUs of several machines, too."""
     found: list[Finding] = []
@@ -67,6 +80,8 @@ def judge(facts: Facts, several_nodes: bool = False) -> list[Finding]:
                 "build it where nvcc is: NCCL_EP_CUDA=ON pip install --no-build-isolation .")  # fmt: skip
     elif facts.nccl.get("problem"):
         problem(facts.nccl["problem"], "")  # which says what to do
+    elif nccl := judge_nccl(facts.nccl.get("loaded", ""))[1]:
+        found.append(nccl)
     _judge_gpus(facts, problem, note)
     for name in ("NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE"):
         if facts.environment.get(name) == "0":

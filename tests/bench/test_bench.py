@@ -397,6 +397,39 @@ def test_kernels_of_a_trace() -> None:
         measure.find_kernels(events[2:7], 2, both)
 
 
+def test_kernels_that_the_profiler_lost() -> None:
+    """Of two dispatches' four kernels two are left: each call would be one of another kind, and the median nonsense."""
+    names = {"dispatch": "dispatch"}
+    route, send = ({"cat": "kernel", "name": f"dispatch_{kind}", "dur": 9} for kind in ("route", "send"))
+    left = [route | {"ts": 0}, send | {"ts": 100}]
+    with pytest.raises(Skipped, match=r"saw 2 kernels .* in 2 calls, not the same: dispatch_route and dispatch_send"):
+        measure.find_kernels(left, 2, names)
+    assert measure.find_kernels(left, 1, names) == {"dispatch": [109]}
+
+
+def test_the_first_profiled_calls_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    rank: Any = types.SimpleNamespace(
+        align=lambda: None, synchronize=lambda: None, gate=types.SimpleNamespace(wait=lambda: None)
+    )
+
+    class Profile:
+        def __init__(self, **_: Any) -> None: ...
+        def __enter__(self) -> "Profile":
+            called.clear()
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+        def export_chrome_trace(self, path: str) -> None:
+            kernels = [{"cat": "kernel", "name": "dispatch", "ts": 100 * i, "dur": i} for i in range(len(called))]
+            Path(path).write_text(json.dumps({"traceEvents": kernels}))
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    effort = measure.Effort(warm_up=2, iterations=5, chain=1, host_calls=1)
+    found = measure.kernel_times(rank, lambda: called.append(1), effort, {"dispatch": "dispatch"})
+    assert found == {"dispatch": [3, 4, 5, 6, 7]}
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

@@ -51,3 +51,14 @@ def test_what_ranks_send_is_not_unpickled(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises((json.JSONDecodeError, UnicodeDecodeError)):
         end._gather("x")
     assert not told
+
+
+def test_gpus_go_on_together_whatever_their_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of so many cycles parts GPUs whose clocks differ: nothing but the collective stands behind it."""
+    queued: list[str] = []
+    monkeypatch.setattr(world, "_sleep", lambda cycles: queued.append(f"pause {cycles}"))
+    monkeypatch.setattr(world.dist, "all_reduce", lambda _: queued.append("collective"))
+    end = world.World.__new__(world.World)
+    end._token = world.torch.zeros(1)
+    end.align()
+    assert queued == [f"pause {world._PAUSE_CYCLES}", "collective"]

@@ -18,6 +18,7 @@ from tests.support.deepep_normal_ranks import (
     normal_arguments,
     normal_buffer,
     normal_cases,
+    replay_in_place,
     replay_new_routing,
     run_program,
     small_case,
@@ -382,6 +383,12 @@ def test_a_program_written_for_deepep(tmp_path: Path) -> None:
 def test_other_routing_in_the_same_memory(num_ranks: int, is_async: bool) -> None:
     """What a graph captures on a GPU."""
     assert run_ranks(num_ranks, lambda group: replay_new_routing(group, "cpu", is_async, 12)) == [12] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_layers_need_no_staging_copies(num_ranks: int) -> None:
+    counts = {"ht_dispatches": 8, "ht_combines": 4, "staged_dispatches": 0, "staged_combines": 0}
+    assert run_ranks(num_ranks, lambda group: replay_in_place(group, "cpu", 4)) == [counts] * num_ranks
 
 
 # ---- Events

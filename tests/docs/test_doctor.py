@@ -22,7 +22,7 @@ from nccl_ep.doctor import __main__ as doctor
 from nccl_ep.doctor import facts as facts_of
 from nccl_ep.doctor import self_test
 from nccl_ep.doctor.facts import Facts, Gpu, collect, join_links, parse_topology
-from nccl_ep.doctor.findings import TORCH_TRIED, judge, judge_torch, plan
+from nccl_ep.doctor.findings import NCCL_TRIED, TORCH_TRIED, judge, judge_nccl, judge_torch, plan
 from nccl_ep.testing import run_ranks
 from tests import ROOT
 
@@ -121,6 +121,19 @@ def test_versions_of_torch() -> None:
         said, finding = judge_torch(version)
         assert said.startswith("newer than") and finding is not None and finding.level == "note"
         assert f"torch {version} is newer than {newest}" in finding.text
+
+
+def test_versions_of_nccl() -> None:
+    for version in (*NCCL_TRIED, "2.29.3", "2.32.9", ""):
+        assert judge_nccl(version) == ("nccl_ep is tested with 2.28.9, 2.30.7 and 2.32.3", None)
+    for version in ("2.33.1", "3.0.2"):
+        said, finding = judge_nccl(version)
+        assert said.startswith("newer than") and finding is not None and finding.level == "note"
+        assert f"NCCL {version} is newer than 2.32.3" in finding.text
+    newer = machine()
+    newer.nccl |= {"loaded": "2.33.1"}
+    assert judge(newer) == [judge_nccl("2.33.1")[1]]
+    assert dict(doctor._lines(newer))["NCCL"].endswith("nccl_ep is tested with 2.28.9, 2.30.7 and 2.32.3")
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {

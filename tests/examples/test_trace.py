@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from examples.moe_lm.trace import Trace, kind_of
+from tests.deep_ep.test_kernel_names import kernels_of_sources
+
+LL, HT = "void ep::ll::(anonymous namespace)::", "void ep::ht::(anonymous namespace)::"
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -37,9 +40,9 @@ def test_an_exchange_lasts_from_its_first_kernel_to_its_last() -> None:
 
 def test_counts_that_are_on_the_host_between_two_ops_count() -> None:
     events = [
-        event("cpu_op", "nccl_ep::ht_route", 0.0, 5.0), *launched(1, 1.0, "ht_dispatch_route", 10.0, 4.0),
-        event("cpu_op", "nccl_ep::ht_dispatch_routed", 20.0, 5.0), *launched(2, 21.0, "ht_dispatch_send", 30.0, 10.0),
-        event("cpu_op", "nccl_ep::ht_combine", 40.0, 5.0), *launched(3, 41.0, "ht_combine_rows", 60.0, 10.0),
+        event("cpu_op", "nccl_ep::ht_route", 0.0, 5.0), *launched(1, 1.0, f"{HT}dispatch_route<true>", 10.0, 4.0),
+        event("cpu_op", "nccl_ep::ht_dispatch_routed", 20.0, 5.0), *launched(2, 21.0, f"{HT}dispatch_send", 30.0, 10.0),
+        event("cpu_op", "nccl_ep::ht_combine", 40.0, 5.0), *launched(3, 41.0, f"{HT}combine_rows", 60.0, 10.0),
     ]  # fmt: skip
     assert [(each.begin, each.end) for each in Trace(events).exchanges()] == [(10.0, 40.0), (60.0, 70.0)]
     assert Trace(events).exchange_ms() == pytest.approx(0.040)
@@ -47,12 +50,12 @@ def test_counts_that_are_on_the_host_between_two_ops_count() -> None:
 
 def test_kernels_of_a_graph_are_known_by_their_names() -> None:
     events = [
-        event("kernel", "void ll_dispatch<4>", 0.0, 5.0, stream=7),
+        event("kernel", f"{LL}dispatch<4>", 0.0, 5.0, stream=7),
         event("kernel", "flash_fwd", 6.0, 3.0, stream=7),
-        event("kernel", "void ll_combine<4>", 10.0, 4.0, stream=7),
-        event("kernel", "void ll_dispatch<4>", 12.0, 6.0, stream=8),  # two microseconds at the same time
+        event("kernel", f"{LL}combine<4>", 10.0, 4.0, stream=7),
+        event("kernel", f"{LL}dispatch<4>", 12.0, 6.0, stream=8),  # two microseconds at the same time
         event("kernel", "cutlass::gemm", 20.0, 4.0, stream=7),
-        event("kernel", "void ll_combine<4>", 30.0, 4.0, stream=7),
+        event("kernel", f"{LL}combine<4>", 30.0, 4.0, stream=7),
     ]
     trace = Trace(events)
     assert trace.exchange_ms() == pytest.approx((5 + 8 + 4) / 1e3)
@@ -78,8 +81,8 @@ def test_nested_and_other_ops_do_not_count_twice() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("ht_dispatch_send(KernelArgs)", "dispatch"),
-        ("ll_combine_scalars", "combine"),
+        (f"{HT}dispatch_send<false, 640>(ep::KernelArgs<ep::HtDispatchParams>)", "dispatch"),
+        (f"{LL}combine<(ep::DType)0>(ep::KernelArgs<ep::LlCombineParams>)", "combine"),
         ("ncclDevKernel_SendRecv", "all_to_all"),
         ("pytorch_flash::flash_fwd_kernel", "attention"),
         ("nvjet_hsh_128x256", "GEMM"),
@@ -88,3 +91,19 @@ def test_nested_and_other_ops_do_not_count_twice() -> None:
 )
 def test_kinds(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+def test_kernels_of_the_library_have_their_kinds() -> None:
+    words = {
+        "LlDispatch": "dispatch",
+        "HtDispatch": "dispatch",
+        "HtRoute": "dispatch",
+        "LlCombine": "combine",
+        "HtCombine": "combine",
+    }
+    found = set()
+    for name, parameter in kernels_of_sources():
+        if word := words.get(parameter.removesuffix("Params")):
+            assert kind_of(name) == word, name
+            found.add(parameter)
+    assert len(found) == len(words)

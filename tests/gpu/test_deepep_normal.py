@@ -16,6 +16,7 @@ from tests.support.deepep_normal_ranks import (
     normal_arguments,
     normal_buffer,
     normal_cases,
+    replay_in_place_over_nccl,
     replay_new_routing,
     replay_over_nccl,
     run_program,
@@ -145,6 +146,15 @@ def test_graphs_of_ranks_in_processes(num_ranks: int, tmp_path: Path) -> None:
     replays = in_processes(num_replays(120))
     got = run_processes(num_ranks, replay_over_nccl, tmp_path, replays, timeout=150.0)
     assert got == [2 * replays] * num_ranks
+
+
+@ranks_on_gpus
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_graphs_need_no_staging_copies(num_ranks: int, tmp_path: Path) -> None:
+    replays = in_processes(num_replays(60))
+    got = run_processes(num_ranks, replay_in_place_over_nccl, tmp_path, replays, timeout=150.0)
+    counts = {"ht_dispatches": 2 * replays, "ht_combines": replays, "staged_dispatches": 0, "staged_combines": 0}
+    assert got == [counts] * num_ranks
 
 
 @ranks_on_gpus

@@ -41,6 +41,14 @@ def test_the_mesh_of_low_latency() -> None:
         run_ll(case, number, "mesh")
 
 
+@pytest.mark.skipif(not IS_EMULATED, reason="a plan from the environment is for builds with -DNCCL_EP_TUNING=ON")
+def test_low_latency_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks share the rows of a channel, as they do where a rank has more SMs."""
+    monkeypatch.setenv("EP_PLAN_R", "3,4,5,4")
+    for number, case in enumerate([*cases_of((2, 2), NUM_CASES, first=900), *wide_cases((2, 2))]):
+        run_ll(case, number)
+
+
 @on_topologies
 def test_high_throughput(topology: tuple[int, int]) -> None:
     coverage = HtCoverage()

@@ -13,6 +13,7 @@ import torch
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.network.test_emulated_network import (
+    PARTS,
     PHASES,
     check_chains,
     check_one_buffer,
@@ -55,8 +56,11 @@ def test_sums_in_fewer_bytes(wire: Any) -> None:
         check_case(plain_case(4, **how, **way), staged=number == 1, network_seed=11 + number, **MESH)
 
 
-def test_one_buffer_for_many_cases() -> None:
+@pytest.mark.parametrize("plan", ["", PARTS], ids=["plain", "parts"])
+def test_one_buffer_for_many_cases(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
+    if plan:
+        monkeypatch.setenv("EP_PLAN_R", plan)
     check_one_buffer(cases_of((2, 2), 5, first=700), **MESH)
 
 
@@ -107,6 +111,7 @@ BUGS = {
     "skipped_wait": DISPATCH | COMBINE,
     "early_source": COMBINE,
     "skipped_chunk": DISPATCH | COMBINE,
+    "early_part": DISPATCH | COMBINE,
 }
 TWO_NODES: dict[str, Any] = {"ranks": 4, "domain_size": 2, **MESH}
 
@@ -116,6 +121,8 @@ TWO_NODES: dict[str, Any] = {"ranks": 4, "domain_size": 2, **MESH}
 )
 def test_planted_bugs(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
+    if bug == "early_part":
+        monkeypatch.setenv("EP_PLAN_R", PARTS)
     found = search([bug], kind, seed=11, **TWO_NODES)
     print(f"{bug}: {found}")
     assert found, f"{bug}: not noticed"

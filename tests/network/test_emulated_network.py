@@ -35,6 +35,8 @@ PERCENT = 2000  # of a delay's usual length
 CHAIN_RUNS = 2  # and one to finish; an odd number of operations each, so that both parities come
 LIMIT = 1200.0  # seconds for the ranks of a long test: emulated GPUs are slow, and the machine may be busy
 LAYOUTS = ("expert_major", "packed", "rank_major", "flat")
+# Of a channel, and blocks that send, forward and add up: with few SMs the plan has one of each. None divides another.
+PARTS = "3,4,5,4"
 
 
 def name_of(topology: tuple[int, int]) -> str:
@@ -114,6 +116,29 @@ def check_chains(seed: int, runs: int, **options: Any) -> None:
 @pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
 def test_chains(topology: tuple[int, int], seed: int) -> None:
     check_chains(seed, CHAIN_RUNS, domain_size=topology[1])
+
+
+# ---- Blocks share the rows of a channel
+
+
+@pytest.fixture(name="parts")
+def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_PLAN_R", PARTS)
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("topology", [(2, 1), (2, 2), (3, 2)], ids=name_of)
+def test_parts(topology: tuple[int, int]) -> None:
+    """Fewer pieces than blocks, more of them, and shares that are empty."""
+    check_one_buffer(cases_of(topology, 5, first=900))
+    ranks = topology[0] * topology[1]
+    case = wide_case(ranks, layout="flat", domain_size=topology[1], tokens=(96, 41, 0, 9, 96, 1)[:ranks])
+    check_case(case, network_seed=13)
+
+
+@pytest.mark.usefixtures("parts")
+def test_chains_of_parts() -> None:
+    check_chains(3, 1, domain_size=2)
 
 
 def test_one_domain_has_no_network() -> None:
@@ -207,6 +232,7 @@ BUGS = {
     "skipped_wait": DISPATCH | COMBINE,
     "early_source": DISPATCH | COMBINE,
     "skipped_chunk": DISPATCH | COMBINE,
+    "early_part": DISPATCH | COMBINE,
 }
 
 
@@ -240,10 +266,17 @@ def search(
 )
 def test_planted_bugs(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
+    if bug == "early_part":
+        monkeypatch.setenv("EP_PLAN_R", PARTS)
     found = search([bug], kind, seed=11)
     print(f"{bug}: {found}")
     assert found, f"{bug}: not noticed in {RUNS} runs"
 
 
 def test_the_search_without_a_bug() -> None:
+    assert not search([], DISPATCH | COMBINE, seed=11)
+
+
+@pytest.mark.usefixtures("parts")
+def test_the_search_of_parts_without_a_bug() -> None:
     assert not search([], DISPATCH | COMBINE, seed=11)

@@ -20,6 +20,7 @@ from tests.support.gpus import busy, captured, on_gpu
 from tests.support.harness import synchronize, to_device
 
 WINDOW = 6 << 20  # bytes in which every generated case fits
+_WINDOW_OF_GRAPHS = 128 << 20  # in whose arena the outputs of replay_in_place have room
 _FLAT = {
     "layout": "flat", "capacity": None, "capacity_kind": "default", "expert_alignment": 1, "zero_padding": False,
     "quant": None, "out_dtype": None, "wire_dtype": None, "combine_weights": "none",
@@ -331,6 +332,62 @@ def replay_new_routing(group: Any, device: str, is_async: bool, replays: int) ->
             case.check_received(rank, last["received"])
             case.check_combined(rank, last["combined"])
     return replays
+
+
+def replay_in_place(group: Any, device: str, replays: int) -> dict[str, int]:
+    """Dispatch, cached dispatch and combine of its rows in one graph (on "cpu", called): their results, and which of
+    them needed a staging copy meanwhile."""
+    num_ranks = 1 if group is None else group.size()
+    tokens, hidden, topk, experts = 256, 2048, 2, 4 * num_ranks
+    with normal_buffer(group, _WINDOW_OF_GRAPHS, device=device) as buffer:
+        made = torch.Generator().manual_seed(buffer.rank)
+        x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=buffer.device)
+        ids = torch.zeros(tokens, topk, dtype=torch.int64, device=buffer.device)
+        weights = torch.ones(tokens, topk, device=buffer.device)
+        last = dict[str, Any]()
+
+        def change() -> None:
+            x.copy_(torch.randn(tokens, hidden, generator=made))
+            ids.copy_(torch.rand(tokens, experts, generator=made).topk(topk, -1).indices)
+            ids[torch.rand(tokens, generator=made) < 0.2] = -1
+
+        def layer() -> None:
+            per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, experts)
+            rows, _, _, _, handle, _ = buffer.dispatch(
+                x, None, per_rank, None, is_in_rank, per_expert, ids, weights, num_worst_tokens=num_ranks * tokens
+            )
+            again = buffer.dispatch(x, handle=handle)[0]
+            last.update(rows=rows, again=again, combined=buffer.combine(again, handle)[0], is_in_rank=is_in_rank)
+            last["prefix"] = handle[0]
+
+        change()
+        replay = captured(layer, device)
+        synchronize(buffer.device)
+        before = buffer.stats()
+        for number in range(replays):
+            change()
+            if device != "cpu" and (number + 5 * buffer.rank) % 7 == 0:
+                busy(1)  # ranks fall behind in turn
+            replay()
+            synchronize(buffer.device)
+            buffer.require_usable()
+            copies = last["is_in_rank"].sum(1, keepdim=True).to(x.dtype)  # one for each rank, all the same
+            assert torch.equal(last["combined"], x * copies)
+            came = int(last["prefix"][-1, buffer.rank])
+            assert came > 0 and torch.equal(last["rows"][:came], last["again"][:came])
+            mine = slice(0 if buffer.rank == 0 else int(last["prefix"][buffer.rank - 1, buffer.rank]), None)
+            own = x[last["is_in_rank"][:, buffer.rank]]
+            assert torch.equal(last["rows"][mine][: len(own)], own)
+        after = buffer.stats()
+        return {
+            name: after[name] - before[name]
+            for name in ("ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines")
+        }
+
+
+def replay_in_place_over_nccl(rank: int, replays: int) -> dict[str, int]:
+    on_gpu(rank)
+    return replay_in_place(dist.group.WORLD, "cuda", replays)
 
 
 def replay_over_nccl(rank: int, replays: int) -> int:

@@ -30,6 +30,7 @@ from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
 from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 from tests.support.gpu_ht_ranks import ExpectedHt, shared_ht_buffer, wide_cases
 from tests.support.gpu_ranks import wide_case
+from tests.support.harness import synchronize
 from tests.support.ht_harness import ht_step
 from tests.support.mask_ranks import LateRank
 from tests.support.patience import of_living_ranks
@@ -428,6 +429,7 @@ def ht_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
     case = Expected(plain_case(world.num_ranks, layout=layout, domain_size=world.domain_size))
     buffer = shared_ht_buffer(world.rendezvous, [case.case], device=world.device, domain_size=world.domain_size)
     out = case.send(buffer)
+    synchronize(world.device)  # a copy to the host that waits for kernels may hold up the network
     case.check_dispatch(out, world.rank)
     return _dead(world, case, buffer, ht_step(phase, case, buffer, out), seconds)
 
@@ -442,7 +444,10 @@ def main(folder: Path, task: dict[str, Any]) -> None:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    torch.cuda.Stream()  # torch makes all of its streams with the first: not beside a kernel that waits
+    # torch makes all of its streams with the first, and asks the driver for memory when it has none: not beside a
+    # kernel that waits.
+    torch.cuda.Stream()
+    torch.empty(1 << 30, dtype=torch.uint8, device=device)
     store = dist.FileStore(str(folder / "store"), num_ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=2 * SECONDS)

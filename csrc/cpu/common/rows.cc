@@ -73,7 +73,7 @@ void floats_to_logfmt(const float* floats, char* row, int count) {
     for (int i = first; i < first + size; i += kEight) {
       uint32_t codes[kEight] = {};
       for (int j = 0; j < kEight && header != logfmt::kNotFinite; j++) {
-        codes[j] = logfmt::code_of(bits_of(floats[i + j]), scale, inverse);
+        codes[j] = logfmt::code_of(logfmt::signed_log_of(bits_of(floats[i + j])), scale, inverse);
       }
       const auto eight = logfmt::Eight::pack(codes);
       const auto half = static_cast<uint16_t>(eight.half);

@@ -26,12 +26,12 @@ struct BlockPlace {
   __device__ __forceinline__ bool stores_header() const { return lane_index % 16 == 0; }
 };
 
-// Of all lanes of a block, in each of them. All 32 lanes of a warp call.
-template <class Reduce, class T>
-__device__ __forceinline__ T over_block(T value, const Reduce& reduce) {
-#pragma unroll
-  for (int offset = 1; offset < 16; offset *= 2) value = reduce(value, __shfl_xor_sync(~0u, value, offset));
-  return value;
+// The largest of the values of a block's 16 lanes, in each of them. All 32 lanes of a warp call.
+__device__ __forceinline__ uint32_t block_max(uint32_t value) {
+  const bool is_first = lane_id() < 16;
+  const uint32_t first = __reduce_max_sync(~0u, is_first ? value : 0);
+  const uint32_t second = __reduce_max_sync(~0u, is_first ? 0 : value);
+  return is_first ? first : second;
 }
 
 // How eight numbers become words and are numbers again. words: 8 bytes of the own, LogFMT's halves, the header.
@@ -44,9 +44,8 @@ struct BlockCode<DType::kFp8Blocks> {
     float most = 0.0f;
 #pragma unroll
     for (float value : values) most = fmaxf(most, fabsf(value));  // passes over NaN
-    most = over_block(most, [](float a, float b) { return fmaxf(a, b); });
     float scale, factor;
-    group_scale(Quant::kFp8, most, scale, factor);
+    group_scale(Quant::kFp8, __uint_as_float(block_max(__float_as_uint(most))), scale, factor);  // bits are in order
 #pragma unroll
     for (int w = 0; w < 2; w++) {
       const float* four = values + 4 * w;
@@ -70,25 +69,23 @@ struct BlockCode<DType::kFp8Blocks> {
 template <>
 struct BlockCode<DType::kLogFmt> {
   __device__ __forceinline__ static void encode(const float (&values)[kEight], uint32_t (&words)[4]) {
-    uint32_t least = logfmt::kEnd, most = 0;
-    bool is_finite = true;
+    uint32_t signed_logs[kEight], least = logfmt::kEnd, most = 0;
 #pragma unroll
-    for (float value : values) {
-      const uint32_t bits = __float_as_uint(value), log = logfmt::log_of(bits);
-      is_finite = is_finite && logfmt::is_finite(bits);
+    for (int i = 0; i < kEight; i++) {
+      const uint32_t bits = __float_as_uint(values[i]);
+      signed_logs[i] = logfmt::signed_log_of(bits);
+      const uint32_t log = signed_logs[i] & ~0x80000000u;
       if (log != 0) least = min(least, log);
-      most = max(most, log);
+      most = max(most, logfmt::is_finite(bits) ? log : ~0u);
     }
-    least = over_block(least, [](uint32_t a, uint32_t b) { return min(a, b); });
-    most = over_block(is_finite ? most : ~0u, [](uint32_t a, uint32_t b) { return max(a, b); });
-    is_finite = most != ~0u;
+    least = ~block_max(~least);
+    most = block_max(most);
+    const bool is_finite = most != ~0u;
     const logfmt::Scale scale = logfmt::Scale::of(least, is_finite ? most : 0);
     const uint32_t inverse = 0xFFFFFFFFu / scale.step;
     uint32_t codes[kEight];
 #pragma unroll
-    for (int i = 0; i < kEight; i++) {
-      codes[i] = is_finite ? logfmt::code_of(__float_as_uint(values[i]), scale, inverse) : 0;
-    }
+    for (int i = 0; i < kEight; i++) codes[i] = is_finite ? logfmt::code_of(signed_logs[i], scale, inverse) : 0;
     const auto eight = logfmt::Eight::pack(codes);
     words[0] = eight.words[0];
     words[1] = eight.words[1];

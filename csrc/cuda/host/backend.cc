@@ -16,7 +16,7 @@
 #include "cuda/host/gpu_identity.h"
 #include "cuda/host/memory.h"
 #include "cuda/host/one_gpu_world.h"
-#include "cuda/launch/launch.h"
+#include "cuda/launch/launch_util.h"
 #include "runtime/agreement.h"
 #include "transport/collective_step.h"
 #include "transport/device/device_guard.h"
@@ -243,14 +243,15 @@ class CudaBackend : public Backend {
 
   template <class Params>
   RailPlan rail_plan(const Params& params, const LlRail& rail, int num_sms) const {
-    RailSizes sizes{rail.others(), rail.row_channels, params.shape.max_tokens};
+    RailSizes sizes{rail.others(), rail.row_channels, params.shape.max_tokens, rail.row_bytes};
     if constexpr (std::is_same_v<Params, LlDispatchParams>) {
       sizes.sends_rows = sends(params.phase);
       sizes.forwards_rows = receives(params.phase);
     } else if constexpr (std::is_same_v<Params, LlCombineParams>) {
       sizes.adds_up = receives(params.phase);
     }
-    return plan_rail(sizes, num_sms);
+    const RailPlan plan = plan_rail(sizes, num_sms);
+    return sizes.shares_rows() ? tuned("EP_PLAN_R", plan) : plan;
   }
 
   // But for its blocks.
@@ -278,6 +279,7 @@ class CudaBackend : public Backend {
     rail.send_blocks = blocks.send_blocks;
     rail.forward_blocks = blocks.forward_blocks;
     rail.sum_blocks = blocks.sum_blocks;
+    rail.parts = blocks.parts;
     if constexpr (requires { params.phase; }) rail.sums_at = params.phase == Phase::kFused ? plan.sender_blocks : 0;
     return rail;
   }

@@ -72,6 +72,17 @@ inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 #endif
   return plan;
 }
+// Its blocks of the rail: "parts,send_blocks,forward_blocks,sum_blocks", the last for operations that have any.
+inline RailPlan tuned([[maybe_unused]] const char* variable, RailPlan plan) {
+#if defined(EP_TUNING)
+  if (const char* text = std::getenv(variable)) {
+    int sum_blocks = plan.sum_blocks;
+    std::sscanf(text, "%d,%d,%d,%d", &plan.parts, &plan.send_blocks, &plan.forward_blocks, &sum_blocks);
+    if (plan.sum_blocks > 0) plan.sum_blocks = sum_blocks;
+  }
+#endif
+  return plan;
+}
 // High throughput: "blocks,warps,workers,chunks,senders,unit_pieces".
 inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 #if defined(EP_TUNING)

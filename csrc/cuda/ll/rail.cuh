@@ -37,14 +37,19 @@ struct RailRole {
   __device__ int bank_of_staging(int bank, Kind kind) const { return has_bug(Bug::kOneStagingBank, kind) ? 0 : bank; }
 };
 
-// The units of a role: first the records, one of each link, then a share of the rows for each.
+// A unit of a role's work.
 struct RailUnit {
-  int link, channel;
+  int link, channel, part;  // channel 0 is the record
 
-  // Channel 0 is the record.
-  __device__ static RailUnit of(const LlRail& rail, int number) {
-    return {rail.other(number % rail.others()), number / rail.others()};
+  __device__ static RailUnit of(const LlRail& rail, int number) { return of(rail, number, rail.parts); }
+  // Where no channel has parts: 1.
+  __device__ static RailUnit of(const LlRail& rail, int number, int parts) {
+    const int others = rail.others(), whole = number / parts;
+    return {rail.other(whole % others), whole / others, number % parts};
   }
+  // Which pieces of the channel are this warp's: the first, and how far it is to the next.
+  __device__ int first_piece() const { return part * static_cast<int>(blockDim.x) / 32 + warp_id(); }
+  __device__ static int piece_step(const LlRail& rail) { return rail.parts * static_cast<int>(blockDim.x) / 32; }
 };
 
 // The tokens of a row channel, of a rank that has `tokens`.
@@ -137,9 +142,8 @@ __device__ void await_rest(const WarpContext& op, const Args& args) {
   const EP_NETWORK network(args.network);
   const int others = args.rail.others();
 #pragma unroll 1
-  for (int number = others + lane_id(); number < others * args.rail.channels(); number += 32) {
-    const RailUnit unit = RailUnit::of(args.rail, number);
-    const bool has_come = await_channel(op.context, args.rail, network, unit.link, unit.channel);
+  for (int i = lane_id(); i < others * args.rail.row_channels; i += 32) {
+    const bool has_come = await_channel(op.context, args.rail, network, args.rail.other(i % others), 1 + i / others);
     if (!has_come && (!kMasksRanks || op.context.has_failed())) return;
   }
 }
@@ -154,12 +158,23 @@ __device__ __forceinline__ bool is_masked_link(const RailRole& role, const WarpC
   return true;
 }
 
-// All threads of a block: sends what they have stored at `source`, or a signal alone if that is nothing. The link's
-// peer is not masked.
+// One thread, behind a barrier of its block: whether this was the last part of a channel's rows to be done. It sends
+// them, as no block waits for another.
+__device__ __forceinline__ bool is_last_part(const RailRole& role, const WarpContext& op, int link, int channel) {
+  if (role.rail.parts == 1) return true;
+  const Kind kind = op.context.kind;
+  unsigned long long* done = op.context.state->rail_parts[static_cast<int>(kind)].of(link, channel);
+  const unsigned long long none = RailPartCounters::none_of(op.context.epoch);
+  __threadfence();  // pairs with the fence of the last part, behind its own count
+  atomicMax(done, none);
+  const unsigned long long before = atomicAdd(done, 1ull) - none;
+  return before == (has_bug(Bug::kEarlyPart, kind) ? 0u : role.rail.parts - 1u);
+}
+
+// One thread, behind a barrier: sends what is stored at `source`, or a signal alone if that is nothing. The link's peer
+// is not masked.
 __device__ __forceinline__ void post(const RailRole& role, const WarpContext& op, int link, int channel, Offset target,
                                      Offset source, uint64_t bytes) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
   const LlRail& rail = role.rail;
   const int parity = has_bug(Bug::kOneParity, op.context.kind) ? 0 : bank_of(op.context.epoch);
   const int signal = rail.signal(parity, rail.link, channel);
@@ -170,8 +185,22 @@ __device__ __forceinline__ void post(const RailRole& role, const WarpContext& op
     role.network.signal(rail.peer(link), rail.context(channel), signal, 1);
     return;
   }
-  __threadfence_system();  // pairs with the network, which reads the source: what the block has stored is there
+  __threadfence_system();  // pairs with the network, which reads the source: what was stored is there
   role.network.put_and_signal(rail.peer(link), rail.context(channel), target, source, bytes, signal, 1);
+}
+
+// All threads of a block have stored their part of a channel's packed rows, from token `first` on. `rows`: of all
+// parts.
+__device__ __forceinline__ void post_rows(const RailRole& role, const WarpContext& op, int link, int channel, int first,
+                                          int rows) {
+  __syncthreads();
+  if (threadIdx.x != 0 || !is_last_part(role, op, link, channel)) return;
+  const LlRail& rail = role.rail;
+  const Kind kind = op.context.kind;
+  const Offset source = rail.row_to(role.bank_of_staging(op.bank, kind), link, first);
+  post(role, op, link, channel, rail.row_from(op.bank, rail.link, first), source,
+       static_cast<uint64_t>(rows) * rail.row_bytes);
+  if (has_bug(Bug::kEarlySource, kind) && rows > 0) *role.peers.local<uint32_t>(source) ^= 0x55;
 }
 
 // ---- The record
@@ -194,13 +223,20 @@ template <class Id, class Weight>
 __device__ __forceinline__ void send_record(const RailRole& role, const WarpContext& op, int entries, Id id,
                                             Weight weight) {
   const LlRail& rail = role.rail;
+  const int staging = role.bank_of_staging(op.bank, op.context.kind);
   testing_point(Point::kBeforeHeader, op);
   for (int i = 0; i < rail.others(); i++) {
     const int link = rail.other(i);
-    if (is_masked_link(role, op, link)) continue;
-    const Offset own = rail.own_record(role.bank_of_staging(op.bank, op.context.kind), link);
-    if (i == 0 || rail.record_copies > 1) stage_record(role.peers.local<char>(own), op, entries, id, weight);
-    post(role, op, link, 0, rail.record_from(op.bank, rail.link), own, RailRecord::bytes(entries));
+    if (is_masked_link(role, op, link) || (i > 0 && rail.record_copies == 1)) continue;
+    stage_record(role.peers.local<char>(rail.own_record(staging, link)), op, entries, id, weight);
+  }
+  __syncthreads();
+  if (lane_id() != 0) return;
+  for (int i = warp_id(); i < rail.others(); i += static_cast<int>(blockDim.x) / 32) {
+    const int link = rail.other(i);
+    if (is_masked(op, rail.peer(link))) continue;
+    post(role, op, link, 0, rail.record_from(op.bank, rail.link), rail.own_record(staging, link),
+         RailRecord::bytes(entries));
   }
 }
 

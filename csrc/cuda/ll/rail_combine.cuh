@@ -13,47 +13,51 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// The sums of the ranks that the own link serves, for the home rank of `unit.link`, a share of its tokens. All threads
-// of a block call. False: a wait was given up.
+// Of a share of a home rank's tokens: which ranks that the own link serves have a partial sum of each.
+struct ShareSources {
+  ShareBits any;
+  uint32_t words[kMaxRailShare][2];
+
+  __device__ uint64_t of(int i) const { return static_cast<uint64_t>(words[i][1]) << 32 | words[i][0]; }
+  // All threads of a block wait until the ranks have said it. False: a wait was given up.
+  __device__ __forceinline__ bool await(const LlRail& rail, const WarpContext& op, const LlCombineParams& p,
+                                        const LsaPeers& peers, int link, const Share& share) {
+    const int first = rail.first_of(rail.link), first_source = rail.first_of(link), size = rail.link_size;
+    __syncthreads();  // the share before is done
+    any.clear();
+    for (int i = threadIdx.x; i < share.count; i += static_cast<int>(blockDim.x)) words[i][0] = words[i][1] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < share.count * size; i += static_cast<int>(blockDim.x)) {
+      const int index = i / size, place = i % size;
+      const Offset word = p.offsets.id_words<kMasksRanks>(op.bank, first_source + place, share.first + index);
+      if (await_word(op, peers.local<uint64_t>(word), Awaited::kPartials, first + place) == 0) continue;
+      any.set(index);
+      ptx::atom_or_relaxed_shared(&words[index][place >> 5], 1u << (place & 31));
+    }
+    return !__syncthreads_or(op.context.has_failed());
+  }
+};
+
+// A part of the sums of the ranks that the own link serves, for the home rank of `unit.link`. All threads of a block
+// call. False: a wait was given up.
 template <DType kWire, int kCount>
 __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, const CombineRole& role,
-                                                 const WarpContext& op, ShareBits& bits, const RailUnit& unit) {
+                                                 const WarpContext& op, ShareSources& sources, const RailUnit& unit) {
   const LlCombineParams& p = role.p;
   const LlRail& rail = rail_role.rail;
   if (is_masked_link(rail_role, op, unit.link)) return true;
-  const int home = rail.peer(unit.link), first_source = rail.first_of(unit.link), first = rail.first_of(rail.link);
-  const int warps = static_cast<int>(blockDim.x) / 32, pieces = role.geometry.schedule.pieces;
+  const int home = rail.peer(unit.link), pieces = role.geometry.schedule.pieces;
   const Share share = Share::of(rail, min(__ldg(p.handle.tokens + home), p.shape.max_tokens), unit.channel);
-  const auto presence = [&](int place, int token) {
-    return role.peers.local<uint64_t>(p.offsets.id_words<kMasksRanks>(op.bank, first_source + place, token));
-  };
-  __syncthreads();  // the share before is done
-  bits.clear();
-  __syncthreads();
-  for (int i = threadIdx.x; i < share.count; i += static_cast<int>(blockDim.x)) {
-    uint32_t any = 0;
-#pragma unroll 1
-    for (int place = 0; place < rail.link_size; place++) {
-      any |= await_word(op, presence(place, share.first + i), Awaited::kPartials, first + place);
-    }
-    if (any != 0) bits.set(i);
-  }
-  bool is_ok = !__syncthreads_or(op.context.has_failed());
+  bool is_ok = sources.await(rail, op, p, role.peers, unit.link, share);
   const int staging = rail_role.bank_of_staging(op.bank, Kind::kCombine);
 #pragma unroll 1
-  for (int u = role.warp; is_ok && u < share.count * pieces; u += warps) {
-    const int i = u / pieces, token = share.first + i;
-    if (!bits.has(i)) continue;
-    uint64_t sources = 0;
-#pragma unroll 1
-    for (int place = 0; place < rail.link_size; place += 32) {
-      uint64_t word = 0;
-      if (place + role.lane < rail.link_size) word = ptx::ld_relaxed_sys(presence(place + role.lane, token));
-      sources |= static_cast<uint64_t>(__ballot_sync(~0u, static_cast<uint32_t>(word) != 0)) << place;
-    }
-    const Unit piece{0, u % pieces, token};
+  for (int u = unit.first_piece(); is_ok && u < share.count * pieces; u += RailUnit::piece_step(rail)) {
+    Unit piece = role.geometry.schedule.unit(0, u);
+    const int i = piece.token;
+    if (!sources.any.has(i)) continue;
+    piece.token += share.first;
     const int lane_index = min(piece.piece * 32 + role.lane, p.hidden / kCount - 1);
-    Partials<kWire, kCount> partials(role, op, sources << first_source, piece, lane_index);
+    Partials<kWire, kCount> partials(role, op, sources.of(i) << rail.first_of(unit.link), piece, lane_index);
     float total[kCount];
 #pragma unroll
     for (int n = 0; n < kCount; n++) total[n] = kNothingYet;
@@ -65,20 +69,14 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
       partials.begin_batch();
       is_ok = partials.await(role, op, piece, budget);
       if (!rail.has_domain_sums()) sum = partials.numbers[0];
-      if (is_ok) partials.add_to(role, op, token, sum, total);
+      if (is_ok) partials.add_to(role, op, piece.token, sum, total);
     }
     if (rail.has_domain_sums()) round_sum(sum, total, p.hidden, piece.piece);
-    const Offset row = rail.row_to(staging, unit.link, share.first + bits.count_before(i));
+    const Offset row = rail.row_to(staging, unit.link, share.first + sources.any.count_before(i));
     store_of_row(sum, role.peers.local<char>(row), p.hidden, lane_index);
   }
   if (__syncthreads_or(!is_ok)) return false;
-  const auto rows = static_cast<uint64_t>(bits.count_before(share.count));
-  const Offset source = rail.row_to(staging, unit.link, share.first);
-  post(rail_role, op, unit.link, unit.channel, rail.row_from(op.bank, rail.link, share.first), source,
-       rows * rail.row_bytes);
-  if (has_bug(Bug::kEarlySource, Kind::kCombine) && rows > 0 && threadIdx.x == 0) {
-    *role.peers.local<uint32_t>(source) ^= 0x55;
-  }
+  post_rows(rail_role, op, unit.link, unit.channel, share.first, sources.any.count_before(share.count));
   return true;
 }
 
@@ -133,8 +131,10 @@ __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& arg
     return send_record(rail_role, op, kHome ? p.num_tokens * p.shape.topk : 0, id, weight);
   }
   if (!(kHome ? sends(p.phase) : receives(p.phase))) return;
-  forward_all(rail_role, op, rail_role.rail.others(),
-              [&](const RailUnit& unit) { forward_record<kHome>(rail_role, role, op, unit.link); });
+  forward_all(rail_role, op, rail_role.rail.others(), 1, [&](const RailUnit& unit) {
+    forward_record<kHome>(rail_role, role, op, unit.link);
+    return true;
+  });
 }
 
 // Blocks behind those that send partial sums, of a receiving half all of them: the `index`-th of them.
@@ -142,16 +142,15 @@ template <DType kIn, DType kWire, DType kOut>
 __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args, int index) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   EP_SHARED(OpContext, context);
-  EP_SHARED(ShareBits, bits);
+  EP_SHARED(ShareSources, sources);
   WarpContext op(context, WarpContext::NotYet{});
   const RailRole rail_role{args.rail, args.peers, EP_NETWORK(args.network), index, args.rail.sum_blocks};
   const CombineRole role = combine_role(args);
   if (!begin_rail(context, op, args, Kind::kCombine, true)) return;
-  const int others = args.rail.others();
-  for (int number = others + index; number < others * args.rail.channels(); number += rail_role.step) {
+  for (int number = args.rail.record_units() + index; number < args.rail.units(); number += rail_role.step) {
     const RailUnit unit = RailUnit::of(args.rail, number);
     if (has_bug(Bug::kSkippedChunk, Kind::kCombine) && unit.channel == 1) continue;
-    if (!send_domain_sums<kWire, kCount>(rail_role, role, op, bits, unit)) return;
+    if (!send_domain_sums<kWire, kCount>(rail_role, role, op, sources, unit)) return;
   }
 }
 
@@ -210,8 +209,8 @@ __device__ __forceinline__ bool load_from_link(const CombineRole& role, const Wa
   const LlRail& rail = *role.rail;
   const int num_tokens = role.p.num_tokens, channel = Share::channel_of(rail, num_tokens, unit.token);
   const int first = Share::of(rail, num_tokens, channel).first;
-  if (!await_channel_of_warp(role, op, link, channel)) return false;
   const Offset row = rail.row_from(op.bank, link, first + count_rows_from(role, link, first, unit.token));
+  if (!await_channel_of_warp(role, op, link, channel)) return false;
   load_of_row(sum, role.peers.local<char>(row), role.p.hidden, lane_index);
   return true;
 }

@@ -18,7 +18,6 @@ struct DispatchRail : RailRole {
       : RailRole(in_front(args, block)), p(args.params), geometry(args.geometry) {}
 
   __device__ int pieces() const { return static_cast<int>(geometry.by_pieces.divisor); }
-  __device__ int warps() const { return static_cast<int>(blockDim.x) / 32; }
   __device__ bool goes_to(int link, int64_t id) const {
     const Choice choice = Choice::of(id, p.shape.num_experts, geometry.by_local_experts);
     return choice.rank >= 0 && rail.link_of(choice.rank) == link;
@@ -33,16 +32,14 @@ __device__ __forceinline__ int mark_rows(const DispatchRail& role, ShareBits& bi
   bits.clear();
   __syncthreads();
   const int topk = role.p.shape.topk;
-  for (int i = threadIdx.x; i < share.count; i += static_cast<int>(blockDim.x)) {
-    bool goes = false;
-#pragma unroll 1
-    for (int k = 0; k < topk; k++) goes = goes || role.goes_to(link, id((share.first + i) * topk + k));
-    if (goes) bits.set(i);
+  for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
+    if (role.goes_to(link, id(share.first * topk + i))) bits.set(i / topk);
   }
   __syncthreads();
   return bits.count_before(share.count);
 }
 
+// A part of the own rows for a link.
 template <Encoding kEncoding, DType kType, int kSteps>
 __device__ __forceinline__ void send_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
                                           const RailUnit& unit) {
@@ -54,7 +51,7 @@ __device__ __forceinline__ void send_rows(const DispatchRail& role, const WarpCo
   };
   const int rows = mark_rows(role, bits, share, unit.link, own_id);
   const int staging = role.bank_of_staging(op.bank, Kind::kDispatch), pieces = role.pieces();
-  for (int u = role.warp; u < share.count * pieces; u += role.warps()) {
+  for (int u = unit.first_piece(); u < share.count * pieces; u += RailUnit::piece_step(role.rail)) {
     const int i = role.geometry.by_pieces.divide(u), index = role.geometry.by_pieces.remainder(u, i);
     if (!bits.has(i)) continue;
     testing_point(Point::kBetweenRows, op, u);
@@ -66,22 +63,17 @@ __device__ __forceinline__ void send_rows(const DispatchRail& role, const WarpCo
     store_wire<LocalStore>(role.peers.local<char>(row) + lane_offset<kSteps>(index, role.lane), role.geometry.row,
                            index, piece, role.lane);
   }
-  const Offset source = role.rail.row_to(staging, unit.link, share.first);
-  post(role, op, unit.link, unit.channel, role.rail.row_from(op.bank, role.rail.link, share.first), source,
-       static_cast<uint64_t>(rows) * role.rail.row_bytes);
-  if (has_bug(Bug::kEarlySource, Kind::kDispatch) && rows > 0 && threadIdx.x == 0) {
-    *role.peers.local<uint32_t>(source) ^= 0x55;
-  }
+  post_rows(role, op, unit.link, unit.channel, share.first, rows);
 }
 
-// The record of a link's peer: header, ids and weights to all ranks that the own link serves.
-__device__ __forceinline__ void forward_routing(const DispatchRail& role, const WarpContext& op, int link) {
+// A part of the record of a link's peer: header, ids and weights to all ranks that the own link serves.
+__device__ __forceinline__ void forward_routing(const DispatchRail& role, const WarpContext& op, const RailUnit& unit) {
   const LlDispatchParams& p = role.p;
-  const IncomingRecord record = IncomingRecord::of(role, op, link, p.shape);
-  const LsaPeers as_source = role.as_peer_of(link);
-  forward_header(op, p.offsets, as_source, record);
+  const IncomingRecord record = IncomingRecord::of(role, op, unit.link, p.shape);
+  const LsaPeers as_source = role.as_peer_of(unit.link);
+  if (unit.part == 0) forward_header(op, p.offsets, as_source, record);
   __syncwarp();
-  for (int token = role.warp; token < record.tokens; token += role.warps()) {
+  for (int token = unit.first_piece(); token < record.tokens; token += RailUnit::piece_step(role.rail)) {
     testing_point(Point::kBeforeRouting, op, token);
     const int entry = token * p.shape.topk + role.lane;
     const bool is_choice = role.lane < p.shape.topk;
@@ -93,17 +85,21 @@ __device__ __forceinline__ void forward_routing(const DispatchRail& role, const 
   }
 }
 
-// The rows of a channel, each to all ranks of the own link that have an expert of its token.
+// A part of a channel's rows, each to all ranks of the own link that have an expert of its token. False: a wait was
+// given up.
 template <Encoding kEncoding, int kSteps>
-__device__ __forceinline__ void forward_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
+__device__ __forceinline__ bool forward_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
                                              const RailUnit& unit) {
   const LlDispatchParams& p = role.p;
   const LlRail& rail = role.rail;
   const IncomingRecord record = IncomingRecord::of(role, op, unit.link, p.shape);
   const Share share = Share::of(rail, record.tokens, unit.channel);
   mark_rows(role, bits, share, rail.link, [&](int i) { return record.ids[i]; });
+  const Arrival arrival = await_channel(role, op, unit.link, unit.channel);
+  if (arrival != Arrival::kCame) return arrival == Arrival::kLeftOut;
+  if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && unit.channel == rail.row_channels / 2) return true;
   const int source = rail.peer(unit.link), pieces = role.pieces();
-  for (int u = role.warp; u < share.count * pieces; u += role.warps()) {
+  for (int u = unit.first_piece(); u < share.count * pieces; u += RailUnit::piece_step(rail)) {
     const int i = role.geometry.by_pieces.divide(u), index = role.geometry.by_pieces.remainder(u, i);
     if (!bits.has(i)) continue;
     testing_point(Point::kBetweenRows, op, u);
@@ -124,6 +120,18 @@ __device__ __forceinline__ void forward_rows(const DispatchRail& role, const War
       store_wire<RemoteStore>(role.peers.at<char>(target, slot), role.geometry.row, index, piece, role.lane);
     }
   }
+  return true;
+}
+
+__device__ __forceinline__ void send_own_record(const DispatchRail& role, const WarpContext& op) {
+  const LlDispatchParams& p = role.p;
+  const auto id = [&](int i) {
+    return static_cast<int32_t>(RawId::load(p.topk_idx, p.is_idx64, i).below(p.shape.num_experts, p.is_idx64));
+  };
+  const auto weight = [&](int i) {
+    return __float_as_uint(p.topk_weights != nullptr ? __ldg(p.topk_weights + i) : 1.0f);
+  };
+  send_record(role, op, p.num_tokens * p.shape.topk, id, weight);
 }
 
 // Blocks in front of the launch call it; the others, behind them, dispatch().
@@ -135,28 +143,22 @@ __device__ __forceinline__ void dispatch_rail(const LlArgs<LlDispatchParams>& ar
   WarpContext op(context, WarpContext::NotYet{});
   const DispatchRail role(args, block);
   if (!begin_rail(context, op, args, Kind::kDispatch, receives(p.phase))) return;
-  const int others = role.rail.others(), num_units = others * role.rail.row_channels;
-  if (block < role.rail.send_blocks) {
+  const LlRail& rail = role.rail;
+  if (block < rail.send_blocks) {
     if (!sends(p.phase)) return;
-    if (role.index == 0) {
-      const auto id = [&](int i) {
-        return static_cast<int32_t>(RawId::load(p.topk_idx, p.is_idx64, i).below(p.shape.num_experts, p.is_idx64));
-      };
-      const auto weight = [&](int i) {
-        return __float_as_uint(p.topk_weights != nullptr ? __ldg(p.topk_weights + i) : 1.0f);
-      };
-      send_record(role, op, p.num_tokens * p.shape.topk, id, weight);
-    }
-    for (int number = role.index; number < num_units; number += role.step) {
-      send_rows<kEncoding, kType, kSteps>(role, op, bits, RailUnit::of(role.rail, others + number));
+    if (role.index == 0) send_own_record(role, op);
+    // Where there are as many blocks as units, the one that sends the record has nothing else to do.
+    const int first = role.index > 0 ? role.index - 1 : role.step - 1;
+    for (int number = rail.record_units() + first; number < rail.units(); number += role.step) {
+      send_rows<kEncoding, kType, kSteps>(role, op, bits, RailUnit::of(rail, number));
     }
     return;
   }
   if (!receives(p.phase)) return;
-  forward_all(role, op, others + num_units, [&](const RailUnit& unit) {
-    if (unit.channel == 0) return forward_routing(role, op, unit.link);
-    if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && unit.channel == role.rail.row_channels / 2) return;
-    forward_rows<kEncoding, kSteps>(role, op, bits, unit);
+  forward_all(role, op, rail.units(), rail.parts, [&](const RailUnit& unit) {
+    if (unit.channel > 0) return forward_rows<kEncoding, kSteps>(role, op, bits, unit);
+    forward_routing(role, op, unit);
+    return true;
   });
 }
 

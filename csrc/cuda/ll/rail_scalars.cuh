@@ -24,8 +24,9 @@ __device__ __forceinline__ void scalars_front(const LlArgs<LlCombineWeightsParam
     const auto id = [&](int i) { return p.handle.ids[i]; };
     return send_record(role, op, p.num_tokens * p.shape.topk, id, [](int) { return 0u; });
   }
-  forward_all(role, op, role.rail.others(), [&](const RailUnit& unit) {
+  forward_all(role, op, role.rail.others(), 1, [&](const RailUnit& unit) {
     forward_header(op, p.offsets, role.as_peer_of(unit.link), IncomingRecord::of(role, op, unit.link, p.shape));
+    return true;
   });
 }
 
@@ -72,8 +73,7 @@ __device__ __forceinline__ bool send_domain_scalars(const RailRole& role, const 
     role.peers.local<uint32_t>(rail.row_to(staging, link, token))[k] = bits;
   }
   if (__syncthreads_or(op.context.has_failed())) return false;
-  post(role, op, link, channel, rail.row_from(op.bank, rail.link, share.first), rail.row_to(staging, link, share.first),
-       static_cast<uint64_t>(share.count) * rail.row_bytes);
+  post_rows(role, op, link, channel, share.first, share.count);
   return true;
 }
 

@@ -6,6 +6,7 @@
 
 #include "layout/common/wire.h"
 #include "layout/ht/offsets.h"
+#include "layout/ll/rail.h"
 #include "runtime/failure.h"
 
 namespace ep {
@@ -43,6 +44,15 @@ struct HtRailCounters {
   alignas(128) uint32_t finished;                             // of them
   alignas(128) uint32_t places[kMaxCudaRanks];                // dispatch: rows for each domain that have a place
   alignas(128) uint32_t done[kMaxCudaRanks * kHtRailChunks];  // rows of a domain's chunk that lie in place
+};
+
+// How many parts of a row channel of a link are done (LlRail::parts), for the last one to send the rows. Each operation
+// counts from `none_of` its epoch, so that nothing need be cleared, whatever an operation before has left behind.
+struct RailPartCounters {
+  alignas(128) unsigned long long done[kMaxCudaRanks * kRowChannels];
+
+  EP_HD static unsigned long long none_of(uint64_t epoch) { return static_cast<unsigned long long>(epoch) << 16; }
+  EP_HD unsigned long long* of(int link, int channel) { return done + link * kRowChannels + channel - 1; }
 };
 
 // Ranks that low latency leaves out, with masks. Read at the beginning of an operation, and in long waits.
@@ -90,6 +100,7 @@ struct DeviceState {
   uint64_t ht_staged[kNumKinds];  // calls that copied for want of a place in the arena
   Failure* failure;               // pinned host memory, so that the host learns of it while the GPU is busy
   HtRailCounters ht_rail_counters[kNumKinds][2];
+  RailPartCounters rail_parts[kNumKinds];
   FarMasks far_masks;
 };
 

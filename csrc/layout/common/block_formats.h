@@ -62,6 +62,7 @@ EP_HD uint32_t log_of(uint32_t float_bits) {
   const uint32_t line = (magnitude + 64) >> 7;  // the mantissa in the place of the logarithm's fraction
   return line < kEnd ? line + log_above_line(line & 0xFFFF) : kEnd - 1;
 }
+EP_HD uint32_t signed_log_of(uint32_t float_bits) { return (float_bits & 0x80000000u) | log_of(float_bits); }
 EP_HD uint32_t magnitude_of(uint32_t log) { return (log - exp_below_line(log & 0xFFFF)) << 7; }
 
 // A block's scale, as its header has it: the first magnitude in units of 2^-8 | the step << 16.
@@ -83,9 +84,9 @@ struct Scale {
   EP_HD uint32_t header() const { return first >> 8 | step << 16; }
 };
 
-// The code of a number: sign << 9 | 0 to 509. `inverse`: 0xFFFFFFFF / scale.step.
-EP_HD uint32_t code_of(uint32_t float_bits, const Scale& scale, uint32_t inverse) {
-  const uint32_t sign = float_bits >> 31 << 9, log = log_of(float_bits);
+// The code of a number, from its signed_log_of: sign << 9 | 0 to 509. `inverse`: 0xFFFFFFFF / scale.step.
+EP_HD uint32_t code_of(uint32_t signed_log, const Scale& scale, uint32_t inverse) {
+  const uint32_t sign = signed_log >> 31 << 9, log = signed_log & ~0x80000000u;
   if (log + kOctave < scale.first || log == 0) return sign;  // less than half of the smallest
   if (log <= scale.first) return sign | 1;
   const uint32_t above = log - scale.first + scale.step / 2;

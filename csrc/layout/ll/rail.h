@@ -27,6 +27,7 @@ struct LlRail {
   // Blocks of a launch: those of the rail that send, those that forward, and the others, amid which, behind the first
   // `sums_at`, lie those that add up the domain for home ranks elsewhere (combine).
   int send_blocks = 0, forward_blocks = 0, sums_at = 0, sum_blocks = 0;
+  int parts = 1;                              // of a channel of a link: so many blocks can share the work
   uint64_t record_bytes = 0, rows_bytes = 0;  // of a link's part of a region
   int record_copies = 1;                      // RailRegions'
   int first_mask_signal = 0;
@@ -50,6 +51,9 @@ struct LlRail {
 
   // ---- Channels
   EP_HD int channels() const { return 1 + row_channels; }
+  // Units of work: the parts of the channels to, or from, all links. First come those of the records.
+  EP_HD int units() const { return others() * channels() * parts; }
+  EP_HD int record_units() const { return others() * parts; }
   // Tokens of a row channel; the last ones may have fewer, or none. `tokens`: of the rank whose tokens they are.
   EP_HD int share(int tokens) const { return tokens > row_channels ? ceil_div(tokens, row_channels) : 1; }
 

@@ -7,8 +7,9 @@ namespace {
 
 // Up to so many, what counts is how soon the first rows leave.
 constexpr int kFewTokens = 48;
-constexpr int kFewPieces = 48 * 28;  // of combine, 256 numbers each
-constexpr int kFewBlocks = 48;       // below, what counts is how much a sending block has under way
+constexpr int kFewPieces = 48 * 28;          // of combine, 256 numbers each
+constexpr int kFewBlocks = 48;               // below, what counts is how much a sending block has under way
+constexpr int kPartBytes = 32 * kStepBytes;  // of a row channel of a link: what keeps the warps of a block busy
 
 // Blocks that only send, the lowest ones: a quarter fills the links, the rest have the copying to do.
 int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * share_of_132 + 66) / 132, 1, blocks - 1); }
@@ -16,12 +17,19 @@ int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * sha
 }  // namespace
 
 RailPlan plan_rail(const RailSizes& sizes, int num_sms) {
-  // A unit of work is a share of the tokens for, or from, a link: more blocks than units have nothing to do.
-  const int units = sizes.others * std::clamp(sizes.num_tokens, 1, sizes.row_channels), most = std::max(num_sms / 4, 1);
+  const int most = std::max(num_sms * 2 / 7, 1);  // of each kind: an operation has two kinds at most
+  const int shares = sizes.others * std::clamp(sizes.num_tokens, 1, sizes.row_channels);
+  const int64_t share_bytes = static_cast<int64_t>(ceil_div(sizes.num_tokens, sizes.row_channels)) * sizes.row_bytes;
   RailPlan plan;
-  if (sizes.sends_rows) plan.send_blocks = std::min(units, most);
-  plan.forward_blocks = std::min(sizes.forwards_rows ? sizes.others + units : sizes.others, most);
-  if (sizes.adds_up) plan.sum_blocks = std::min(units, most);
+  if (sizes.shares_rows()) {
+    const auto most_parts = static_cast<int>(std::clamp<int64_t>(share_bytes / kPartBytes, 1, most));
+    plan.parts = std::clamp(most / (sizes.others + shares), 1, most_parts);
+  }
+  // More blocks than units of work have nothing to do. A rank's own record is one unit.
+  const int row_units = shares * plan.parts, record_units = sizes.others * plan.parts;
+  if (sizes.sends_rows) plan.send_blocks = std::min(1 + row_units, most);
+  plan.forward_blocks = std::min(sizes.forwards_rows ? record_units + row_units : sizes.others, most);
+  if (sizes.adds_up) plan.sum_blocks = std::min(row_units, most);
   return plan;
 }
 

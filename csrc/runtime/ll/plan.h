@@ -48,6 +48,7 @@ struct LlCombineSizes {
 // Blocks of an operation between domains that are for the network (LlRail).
 struct RailPlan {
   int send_blocks = 1, forward_blocks = 1, sum_blocks = 0;
+  int parts = 1;  // LlRail
 
   EP_HD int blocks() const { return send_blocks + forward_blocks + sum_blocks; }
 };
@@ -55,8 +56,11 @@ struct RailSizes {
   int others = 1;                                  // links of other domains
   int row_channels = 1;                            // of each
   int num_tokens = 0;                              // the most that a rank may have
+  int row_bytes = 0;                               // of a row on the network
   bool sends_rows = false, forwards_rows = false;  // of a dispatch, by the halves of it
   bool adds_up = false;                            // a combine, but for its sending half
+
+  EP_HD bool shares_rows() const { return sends_rows || forwards_rows || adds_up; }
 };
 // Of `num_sms` blocks. Where these are few the launch has more: one of each kind, and two for the rest.
 RailPlan plan_rail(const RailSizes& sizes, int num_sms);

@@ -8,6 +8,7 @@
 #include "base/math.h"
 #include "layout/ht/handle.h"
 #include "torch/binding/eager.h"
+#include "torch/ops/arena_pool.h"
 #include "torch/ops/arguments.h"
 
 namespace ep::eager {
@@ -131,6 +132,7 @@ PyObject* normal_dispatch(PyObject* const* given, Py_ssize_t count) {
     Py_RETURN_NONE;
   }
   if (ids.size(0) != num_tokens || !is_layout_of(ids, in_rank.get(), num_ranks, num_experts)) Py_RETURN_NONE;
+  const GraphOutputsScope in_arena(true);
   auto [rows, scales, recv_ids, weights, info, route, slots, rank_prefix, counts] =
       Dispatch::run(seq, payload.rows.get(), payload.scales.get(), ids, topk_weights.get(), num_experts, max_tokens,
                     is_exact ? kExactSizes : worst.get(), num_sms.get());
@@ -208,6 +210,7 @@ PyObject* normal_dispatch_cached(PyObject* const* given, Py_ssize_t count) {
                               .max_tokens = route.max_tokens,
                               .layout = static_cast<int64_t>(OutputLayout::kFlat),
                               .num_sms = num_sms.get()};
+  const GraphOutputsScope in_arena(true);
   auto [rows, scales, x1, x2, x3] = Cached::run(seq, payload.rows.get(), payload.scales.get(), *route.route,
                                                 route.slots, route.num_tokens, route.num_rows, config.pack());
   PyObject* moved = payload.as_given(std::move(rows), std::move(scales));
@@ -260,9 +263,17 @@ PyObject* normal_combine(PyObject* const* given, Py_ssize_t count) {
   return tuple_of(wrap(std::move(combined)), combined_weights, no_event());
 }
 
+// call: for the long way.
+PyObject* call_with_graph_outputs(PyObject* const* given, Py_ssize_t count) {
+  TORCH_CHECK_TYPE(count == 1, count, " arguments, not what to call");
+  const GraphOutputsScope in_arena(true);
+  return PyObject_CallNoArgs(given[0]);
+}
+
 PyMethodDef methods[] = {
     method<&get_dispatch_layout>("get_dispatch_layout_eager"), method<&normal_dispatch>("normal_dispatch_eager"),
-    method<&normal_dispatch_cached>("normal_dispatch_cached_eager"), method<&normal_combine>("normal_combine_eager")};
+    method<&normal_dispatch_cached>("normal_dispatch_cached_eager"), method<&normal_combine>("normal_combine_eager"),
+    method<&call_with_graph_outputs>("call_with_graph_outputs")};
 const Added added(methods);
 
 }  // namespace

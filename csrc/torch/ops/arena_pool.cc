@@ -12,6 +12,7 @@ std::unique_ptr<ArenaPool> ArenaPool::make(std::shared_ptr<Arena>, const at::Dev
 
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/cuda/MemPool.h>
+#include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -19,13 +20,16 @@ std::unique_ptr<ArenaPool> ArenaPool::make(std::shared_ptr<Arena>, const at::Dev
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
 #include <algorithm>
-#include <map>
+#include <atomic>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <thread>
 
 #include "layout/ht/offsets.h"
+#include "runtime/graph_pools.h"
 #include "torch/ops/device.h"
+#include "transport/device/device_guard.h"
 
 namespace ep {
 namespace {
@@ -38,34 +42,20 @@ constexpr uint64_t kGranularity = 2 << 20;
 
 // Thrown through torch's allocator, which is as it was then. Had it been refused memory by null, it would free all that
 // it has cached, in every pool, and wait for the GPU, before it gave up.
-struct ArenaIsFull {};
-
-// What torch cuts into blocks.
-class Segments {
- public:
-  explicit Segments(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
-
-  void* take(size_t bytes) {
-    Block block = Arena::take(arena_, bytes);
-    if (block == nullptr) throw ArenaIsFull();
-    void* data = block.get();
-    std::lock_guard lock(mutex_);
-    blocks_[data] = std::move(block);
-    return data;
-  }
-
-  void give_back(void* data) {
-    std::lock_guard lock(mutex_);
-    blocks_.erase(data);
-  }
-
- private:
-  using Block = std::shared_ptr<void>;
-
-  const std::shared_ptr<Arena> arena_;
-  std::mutex mutex_;
-  std::map<void*, Block> blocks_;
+struct ArenaIsFull {
+  uint64_t bytes;  // that torch asked for
 };
+
+// What torch asks for segments of a pool.
+std::shared_ptr<allocator::CUDAAllocator> allocator_of(std::shared_ptr<ArenaSegments> segments) {
+  return torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
+      [segments](size_t bytes, int, cudaStream_t) {
+        void* data = segments->take(bytes);
+        if (data == nullptr) throw ArenaIsFull{bytes};
+        return data;
+      },
+      [segments](void* data, size_t, int, cudaStream_t) { segments->give_back(data); });
+}
 
 // What this thread allocates in its scope comes from the pool.
 class Allocating {
@@ -87,19 +77,78 @@ class Allocating {
   const c10::MempoolId_t pool_;
 };
 
+// A pool of torch over the arena. torch keeps it, and with it the segments, until the last tensor is gone.
+class CudaPool : public GraphPools::Pool {
+ public:
+  CudaPool(std::shared_ptr<Arena> arena, c10::DeviceIndex device)
+      : segments(std::make_shared<ArenaSegments>(std::move(arena))),
+        id(at::cuda::MemPool::graph_pool_handle()),
+        device_(device) {
+    allocator::createOrIncrefPool(device, id, allocator_of(segments));
+  }
+
+  void close() override { allocator::releasePool(device_, id); }
+
+  // torch returns segments without users, and then forgets the pool. It waits for events of record_stream. While
+  // something is captured, older versions refuse that; newer ones wait, which this mode allows beside a capture.
+  bool give_back() override {
+    try {
+      const c10::cuda::CUDAStreamCaptureModeGuard beside_captures(cudaStreamCaptureModeRelaxed);
+      allocator::emptyCache(id);
+    } catch (const c10::Error&) {
+      return false;
+    }
+    return segments->is_empty();
+  }
+
+  const std::shared_ptr<ArenaSegments> segments;
+  const c10::MempoolId_t id;
+
+ private:
+  const c10::DeviceIndex device_;
+};
+
+// Has the graph keep an object that sets the flag when it dies. CUDA destroys it in a thread in which CUDA must not be
+// called, after the last replay that is under way. False: the graph took none.
+bool tell_when_gone(cudaGraph_t graph, const GraphPools::Flag& is_gone) {
+  auto flag = std::make_unique<GraphPools::Flag>(is_gone);
+  const auto set = [](void* kept) {
+    const std::unique_ptr<GraphPools::Flag> taken(static_cast<GraphPools::Flag*>(kept));
+    (*taken)->store(true, std::memory_order_release);
+  };
+  cudaUserObject_t object = nullptr;
+  if (cudaUserObjectCreate(&object, flag.get(), set, 1, cudaUserObjectNoDestructorSync) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  flag.release();  // the object has it
+  if (cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) == cudaSuccess) return true;
+  cudaGetLastError();
+  cudaUserObjectRelease(object, 1);
+  return false;
+}
+
 class CudaArenaPool : public ArenaPool {
  public:
-  // The pool, and with it the segments, live until the last tensor is gone: torch sees to that.
   CudaArenaPool(std::shared_ptr<Arena> arena, const at::Device& device)
-      : device_(device), arena_(std::move(arena)), pool_(segments_of(arena_)) {}
+      : device_(device), arena_(std::move(arena)), pool_(arena_, device.index()) {}
+  ~CudaArenaPool() override {
+    graphs_.reset();  // they return what they borrowed
+    pool_.close();
+    pool_.give_back();
+  }
 
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) override {
-    // More than the arena has; or of the graph's own pool, as what a graph writes at every replay is its.
+    const bool is_captured = is_capturing(device_);
     const auto bytes = static_cast<uint64_t>(c10::multiply_integers(sizes)) * c10::elementSize(type);
-    if (bytes > arena_->bytes() || is_capturing(device_)) return new_tensor(sizes, type, device_);
+    if (bytes > arena_->bytes() || (is_captured && !GraphOutputsScope::is_on())) {
+      return new_tensor(sizes, type, device_);
+    }
     std::lock_guard lock(mutex_);
+    if (is_captured) return empty_of_graph(sizes, type);
+    if (graphs_->size() > 0) graphs_->collect();
     try {
-      Allocating scope(device_.index(), pool_.id());
+      Allocating scope(device_.index(), pool_.id);
       claim(c10::cuda::getCurrentCUDAStream(device_.index()).stream());
       return at::detail::empty_cuda(sizes, type, device_, std::nullopt);
     } catch (const ArenaIsFull&) {
@@ -108,16 +157,68 @@ class CudaArenaPool : public ArenaPool {
   }
 
  private:
-  static std::shared_ptr<allocator::CUDAAllocator> segments_of(const std::shared_ptr<Arena>& arena) {
-    auto segments = std::make_shared<Segments>(arena);
-    return torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
-        [segments](size_t bytes, int, cudaStream_t) { return segments->take(bytes); },
-        [segments](void* data, size_t, int, cudaStream_t) { segments->give_back(data); });
+  at::Tensor empty_of_graph(at::IntArrayRef sizes, at::ScalarType type) {
+    CudaPool* graph = graph_under_capture();
+    if (graph == nullptr) return new_tensor(sizes, type, device_);
+    const auto allocate = [&] {
+      Allocating scope(device_.index(), graph->id);
+      return at::detail::empty_cuda(sizes, type, device_, std::nullopt);
+    };
+    uint64_t missing = 0;
+    try {
+      return allocate();
+    } catch (const ArenaIsFull& full) {
+      missing = full.bytes;
+    }
+    if (!lend(*graph->segments, missing)) return new_tensor(sizes, type, device_);
+    try {
+      return allocate();
+    } catch (const ArenaIsFull&) {
+      graph->segments->lend(nullptr, 0);
+      return new_tensor(sizes, type, device_);
+    }
   }
 
-  // Phase of the arena, or what of it is left, becomes one segment of a stream that comes for the first time. Blocks of
+  // Null: this capture can have no such pool.
+  CudaPool* graph_under_capture() {
+    // With that option torch looks, at the end of each Allocating, whether a capture has ended.
+    if (allocator::CUDAAllocatorConfig::graph_capture_record_stream_reuse()) return nullptr;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    GraphPools::Capture capture = 0;
+    cudaGraph_t graph = nullptr;
+    EP_CUDA(
+        cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(device_.index()).stream(), &status, &capture, &graph));
+    if (status != cudaStreamCaptureStatusActive) return nullptr;
+    if (GraphPools::Pool* known = graphs_->find(capture)) return static_cast<CudaPool*>(known);
+    const auto is_gone = std::make_shared<GraphPools::Flag::element_type>(false);
+    if (!tell_when_gone(graph, is_gone)) return nullptr;
+    return static_cast<CudaPool*>(graphs_->add(capture, is_gone, std::make_unique<CudaPool>(arena_, device_.index())));
+  }
+
+  // To a graph's pool, of what streams have claimed and do not use now. What they did there before must be over at the
+  // first replay: torch.cuda.graph waits for the GPU before it captures, and who captures otherwise orders replays.
+  bool lend(ArenaSegments& to, uint64_t bytes) {
+    const c10::cuda::CUDAGuard guard(device_);
+    Allocating scope(device_.index(), pool_.id);
+    for (cudaStream_t stream : streams_) {
+      try {
+        // torch knows blocks by their addresses, of which the first that is cut from this must not have the same.
+        void* whole = allocator::raw_alloc_with_stream(kArenaAlignment + bytes, stream);
+        char* data = static_cast<char*>(whole) + kArenaAlignment;
+        const ArenaSegments::Block block(data, [whole](void*) { allocator::raw_delete(whole); });
+        if (arena_->offset_of(data, bytes) == kNoOffset) return false;
+        to.lend(block, bytes);
+        return true;
+      } catch (const ArenaIsFull&) {
+        continue;
+      }
+    }
+    return false;
+  }
+
+  // Half of the arena, or what of it is left, becomes one segment of a stream that comes for the first time. Blocks of
   // all sizes are cut from it and grow packed in it again; segments made one by one to measure would fit no other
-  // size later. Phase, as there is a stream of the caller's and one of the buffer's.
+  // size later. Half, as there is a stream of the caller's and one of the buffer's.
   void claim(cudaStream_t stream) {
     if (streams_.contains(stream)) return;
     const c10::cuda::CUDAGuard guard(device_);
@@ -132,7 +233,8 @@ class CudaArenaPool : public ArenaPool {
   const std::shared_ptr<Arena> arena_;
   std::mutex mutex_;
   std::set<cudaStream_t> streams_;
-  at::cuda::MemPool pool_;
+  CudaPool pool_;
+  std::unique_ptr<GraphPools> graphs_ = std::make_unique<GraphPools>();
 };
 
 }  // namespace

@@ -83,7 +83,7 @@ TEST(Logfmt, ACodeIsTheNearest) {
     ASSERT_EQ(logfmt::Scale::of_header(scale.header()).step, scale.step);
     const uint32_t bits = logfmt::magnitude_of(scale.first + random() % (most - scale.first + 1));
     const uint32_t log = logfmt::log_of(bits);
-    const uint32_t code = logfmt::code_of(bits, scale, 0xFFFFFFFFu / scale.step);
+    const uint32_t code = logfmt::code_of(logfmt::signed_log_of(bits), scale, 0xFFFFFFFFu / scale.step);
     ASSERT_GE(code, 1u);
     ASSERT_LE(code, logfmt::kLastCode);
     const uint32_t steps = log <= scale.first ? 0 : (log - scale.first + scale.step / 2) / scale.step;

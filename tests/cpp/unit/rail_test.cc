@@ -185,19 +185,53 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
   for (int num_sms = 1; num_sms <= 160; num_sms++) {
     for (int others : {1, 3, 7, 63}) {
       for (int tokens : {1, 5, 128, 4096}) {
-        const RailPlan plan = plan_rail({others, kRowChannels, tokens, true, true, true}, num_sms);
+        const RailPlan plan = plan_rail({others, kRowChannels, tokens, 14336, true, true, true}, num_sms);
         EXPECT_GE(plan.send_blocks, 1);
         EXPECT_GE(plan.forward_blocks, 1);
         EXPECT_GE(plan.sum_blocks, 1);
-        EXPECT_LE(plan.blocks(), std::max(3 * num_sms / 4, 3));
-        EXPECT_LE(plan.send_blocks, others * kRowChannels);
-        EXPECT_EQ(plan_rail({others, kRowChannels, tokens, false, false, false}, num_sms).sum_blocks, 0);
+        const int most = std::max(num_sms * 2 / 7, 1);
+        EXPECT_LE(std::max({plan.send_blocks, plan.forward_blocks, plan.sum_blocks}), most);
+        EXPECT_GE(plan.parts, 1);
+        EXPECT_LE(plan.send_blocks, 1 + others * kRowChannels * plan.parts);
+        EXPECT_LE(plan.forward_blocks, others * (1 + kRowChannels) * plan.parts);
+        EXPECT_LE(plan.sum_blocks, others * kRowChannels * plan.parts);
+        if (plan.parts > 1) {  // a block for each
+          EXPECT_EQ(plan.send_blocks, 1 + others * std::min(tokens, kRowChannels) * plan.parts);
+          EXPECT_EQ(plan.forward_blocks, others * (1 + std::min(tokens, kRowChannels)) * plan.parts);
+          EXPECT_EQ(plan.sum_blocks, others * std::min(tokens, kRowChannels) * plan.parts);
+        }
+        const RailPlan scalars = plan_rail({others, kRowChannels, tokens, 32, false, false, false}, num_sms);
+        EXPECT_EQ(scalars.sum_blocks, 0);
+        EXPECT_EQ(scalars.parts, 1);
         const LlPlan rest = plan_combine({tokens, 7168, false, true}, std::max(num_sms - plan.blocks(), 2));
         EXPECT_LE(rest.sender_blocks, rest.receiver_block0);
         EXPECT_LT(rest.receiver_block0, rest.blocks);
       }
     }
   }
+}
+
+TEST(Rail, BlocksShareAChannelWhereLinksAreFew) {
+  const auto parts = [](int others, int row_channels, int tokens, int row_bytes, int num_sms = 132) {
+    return plan_rail({others, row_channels, tokens, row_bytes, true, true, true}, num_sms).parts;
+  };
+  EXPECT_EQ(parts(1, kRowChannels, 128, 14336), 4);
+  EXPECT_EQ(parts(1, kRowChannels, 128, 7392), 4);
+  EXPECT_EQ(parts(2, kRowChannels, 128, 14336), 2);
+  EXPECT_EQ(parts(3, kRowChannels, 128, 14336), 1);
+  EXPECT_EQ(parts(2, kMeshRowChannels, 128, 14336), 6);
+  EXPECT_EQ(parts(8, kMeshRowChannels, 128, 14336), 1);
+  // Little to share.
+  EXPECT_EQ(parts(1, kRowChannels, 1, 14336), 1);
+  EXPECT_EQ(parts(1, kRowChannels, 32, 14336), 3);
+  EXPECT_EQ(parts(1, kRowChannels, 128, 512), 1);
+  // Few SMs.
+  EXPECT_EQ(parts(1, kRowChannels, 128, 14336, 62), 1);
+  EXPECT_EQ(parts(1, kRowChannels, 128, 14336, 63), 2);
+  const RailPlan plan = plan_rail({1, kRowChannels, 128, 14336, true, true, false}, 132);
+  EXPECT_EQ(plan.send_blocks, 33);
+  EXPECT_EQ(plan.forward_blocks, 36);
+  EXPECT_EQ(plan.sum_blocks, 0);
 }
 
 }  // namespace
