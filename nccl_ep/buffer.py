@@ -47,6 +47,7 @@ Sizes: TypeAlias = tuple[int, int, int]  # bytes of (routing, dispatched rows, c
 HtSizes: TypeAlias = tuple[int, int, int, int, int, int]  # csrc/layout/ht_layout.h
 _numbers = itertools.count()
 _buffers: dict[int, weakref.ref[Buffer]] = {}  # by the ids of their windows
+_names: dict[int, str] = {}  # likewise, of all that this process has made
 
 
 class Companion(Protocol):
@@ -254,6 +255,7 @@ class Buffer(DeepEpNames):
         self._memory_total += free - _free_memory(self.device)
         seq = _new_seq(made, self.num_ranks, self.device)
         _buffers[made.id()] = weakref.ref(self, functools.partial(_forget, made.id()))
+        _names[made.id()] = self.name
         self._windows.append(made)
         self._seqs.append(seq)
         return made
@@ -426,6 +428,8 @@ def find_buffer(seq: torch.Tensor) -> Buffer:
     found = _buffers.get(seq.shape[0])
     buffer = found() if found is not None else None
     if buffer is None:
+        if name := _names.get(seq.shape[0]):
+            raise UsageError(f"the handle's buffer {name} is gone")
         raise UsageError(f"the handle's buffer, number {seq.shape[0]}, is gone, or lives in another process")
     return buffer
 
