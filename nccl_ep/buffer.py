@@ -46,7 +46,8 @@ _ADDED_UP = (  # of stats(), over the windows
 Sizes: TypeAlias = tuple[int, int, int]  # bytes of (routing, dispatched rows, combined rows) in a bank
 HtSizes: TypeAlias = tuple[int, int, int, int, int, int]  # csrc/layout/ht_layout.h
 _numbers = itertools.count()
-_buffers: dict[int, weakref.ref[Buffer]] = {}  # by the ids of their windows
+# All that this process has made, and their names, by the ids of their windows.
+_buffers: dict[int, tuple[weakref.ref[Buffer], str]] = {}
 
 
 class Companion(Protocol):
@@ -253,7 +254,7 @@ class Buffer(DeepEpNames):
         made = _make_group(name, self._rendezvous, config, self._timeout)
         self._memory_total += free - _free_memory(self.device)
         seq = _new_seq(made, self.num_ranks, self.device)
-        _buffers[made.id()] = weakref.ref(self, functools.partial(_forget, made.id()))
+        _buffers[made.id()] = weakref.ref(self), self.name
         self._windows.append(made)
         self._seqs.append(seq)
         return made
@@ -424,14 +425,12 @@ class Buffer(DeepEpNames):
 def find_buffer(seq: torch.Tensor) -> Buffer:
     """The buffer of a handle, whose ``seq`` it is."""
     found = _buffers.get(seq.shape[0])
-    buffer = found() if found is not None else None
-    if buffer is None:
+    if found is None:
         raise UsageError(f"the handle's buffer, number {seq.shape[0]}, is gone, or lives in another process")
+    buffer, name = found[0](), found[1]
+    if buffer is None:
+        raise UsageError(f"the handle's buffer {name} is gone")
     return buffer
-
-
-def _forget(number: int, _: weakref.ref[Buffer]) -> None:
-    _buffers.pop(number, None)
 
 
 @functools.lru_cache(maxsize=64)

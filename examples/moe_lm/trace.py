@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 Event = dict[str, Any]
 # Host-side events in which rows are exchanged: the library's ops, and the ranges that the baselines draw by hand.
 _OPS = re.compile(r"^nccl_ep::\w*(route|dispatch|combine)|^(baseline|deep_ep)\.")
-_KERNELS = re.compile(r"\bep::(ll|ht)::.*::(dispatch|combine)")
 _COMBINES = re.compile(r"combine")
 _KINDS = (  # of what a GPU does, first match
     ("dispatch", re.compile(r"\bep::(ll|ht)::.*::dispatch")),
@@ -76,7 +75,7 @@ class Trace:
             is_routed = op["name"].endswith("ht_route")
             found.append(segment)
         for each in self.kernels:
-            if _KERNELS.search(each["name"]) and id(each) not in taken:
+            if kind_of(each["name"]) in ("dispatch", "combine") and id(each) not in taken:
                 found.append(Segment(each["name"], each["ts"], each["ts"] + each["dur"]))
         return sorted(found, key=lambda segment: segment.begin)
 

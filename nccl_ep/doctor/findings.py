@@ -29,6 +29,15 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found.groups())) if found else ()
 
 
+def _judge_newer(what: str, version: str, newest: str, tried: str, remedy: str) -> tuple[str, Finding | None]:
+    if _numbers(version) <= _numbers(newest):
+        return tried, None
+    return f"newer than what was tested: {tried}", Finding(
+        "note", f"{what} {version} is newer than {newest}, the newest that nccl_ep was tested with",
+        f"if something fails, {remedy}",
+    )  # fmt: skip
+
+
 def judge_torch(version: str) -> tuple[str, Finding | None]:
     """A word on torch's version, and what is wrong with it."""
     oldest, newest = TORCH_TRIED
@@ -38,24 +47,14 @@ def judge_torch(version: str) -> tuple[str, Finding | None]:
             "problem", f"torch {version} is older than {oldest}, the oldest that nccl_ep supports",
             f"pip install 'torch>={oldest}', then build nccl_ep again",
         )  # fmt: skip
-    if _numbers(version) > _numbers(newest):
-        return f"newer than what was tested: {tried}", Finding(
-            "note", f"torch {version} is newer than {newest}, the newest that nccl_ep was tested with",
-            f"if something fails, pip install 'torch=={newest}.*' and build nccl_ep again",
-        )  # fmt: skip
-    return tried, None
+    return _judge_newer("torch", version, newest, tried, f"pip install 'torch=={newest}.*' and build nccl_ep again")
 
 
 def judge_nccl(version: str) -> tuple[str, Finding | None]:
     """The same of NCCL's, of an NCCL that is not too old."""
     *others, newest = NCCL_TRIED
     tried = f"nccl_ep is tested with {', '.join(others)} and {newest}"
-    if _numbers(version) > _numbers(newest):
-        return f"newer than what was tested: {tried}", Finding(
-            "note", f"NCCL {version} is newer than {newest}, the newest that nccl_ep was tested with",
-            f"if something fails, LD_PRELOAD the libnccl.so.2 of NCCL {newest}",
-        )  # fmt: skip
-    return tried, None
+    return _judge_newer("NCCL", version, newest, tried, f"LD_PRELOAD the libnccl.so.2 of NCCL {newest}")
 
 
 def judge(facts: Facts, several_nodes: bool = False) -> list[Finding]:

@@ -74,7 +74,7 @@ class Pool {
 
   Tensor eager(uint64_t mb = kOutput) { return pool_->empty({static_cast<int64_t>(mb * kMb)}, at::kByte); }
   Tensor captured(uint64_t mb = kOutput) {
-    const GraphOutputsScope in_arena(true);
+    const GraphOutputsScope in_arena;
     return eager(mb);
   }
   bool is_inside(const Tensor& tensor) const {

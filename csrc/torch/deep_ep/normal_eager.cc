@@ -132,7 +132,7 @@ PyObject* normal_dispatch(PyObject* const* given, Py_ssize_t count) {
     Py_RETURN_NONE;
   }
   if (ids.size(0) != num_tokens || !is_layout_of(ids, in_rank.get(), num_ranks, num_experts)) Py_RETURN_NONE;
-  const GraphOutputsScope in_arena(true);
+  const GraphOutputsScope in_arena;
   auto [rows, scales, recv_ids, weights, info, route, slots, rank_prefix, counts] =
       Dispatch::run(seq, payload.rows.get(), payload.scales.get(), ids, topk_weights.get(), num_experts, max_tokens,
                     is_exact ? kExactSizes : worst.get(), num_sms.get());
@@ -210,7 +210,7 @@ PyObject* normal_dispatch_cached(PyObject* const* given, Py_ssize_t count) {
                               .max_tokens = route.max_tokens,
                               .layout = static_cast<int64_t>(OutputLayout::kFlat),
                               .num_sms = num_sms.get()};
-  const GraphOutputsScope in_arena(true);
+  const GraphOutputsScope in_arena;
   auto [rows, scales, x1, x2, x3] = Cached::run(seq, payload.rows.get(), payload.scales.get(), *route.route,
                                                 route.slots, route.num_tokens, route.num_rows, config.pack());
   PyObject* moved = payload.as_given(std::move(rows), std::move(scales));
@@ -266,7 +266,7 @@ PyObject* normal_combine(PyObject* const* given, Py_ssize_t count) {
 // call: for the long way.
 PyObject* call_with_graph_outputs(PyObject* const* given, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count == 1, count, " arguments, not what to call");
-  const GraphOutputsScope in_arena(true);
+  const GraphOutputsScope in_arena;
   return PyObject_CallNoArgs(given[0]);
 }
 

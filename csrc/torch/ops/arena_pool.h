@@ -13,7 +13,7 @@ namespace ep {
 // where a compiler captures: torch's CUDA graph trees refuse outputs of other pools.
 class GraphOutputsScope {
  public:
-  explicit GraphOutputsScope(bool is_on) : before_(is_on_) { is_on_ = is_on; }
+  GraphOutputsScope() : before_(is_on_) { is_on_ = true; }
   ~GraphOutputsScope() { is_on_ = before_; }
   GraphOutputsScope(const GraphOutputsScope&) = delete;
   GraphOutputsScope& operator=(const GraphOutputsScope&) = delete;
