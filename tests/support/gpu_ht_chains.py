@@ -9,6 +9,7 @@ import torch
 
 import nccl_ep
 from tests.support.gpu_chains import HIDDEN, LOCAL_EXPERTS, TOPK, Chain, count_differences, home_sum
+from tests.support.harness import synchronize
 from tests.support.patience import of_living_ranks
 
 TOKENS = 200  # of a rank: an announced piece of its rows for another has several
@@ -77,12 +78,20 @@ class HtChain(Chain):
         return Sent(slot, slot, letter == "f", out.x, out)
 
     def capture(self) -> torch.cuda.CUDAGraph:
-        self.run()  # outputs to be given come from the current stream's part of the arena, not from the capture's
-        torch.cuda.synchronize()
+        """A graph of ``run()``, which is run twice before.
+
+        Outputs to be given come from the current stream's part of the arena, not from the capture's. The first run
+        waits for each operation: over tests/gin_loopback, what torch does when it first uses a kernel, or needs memory,
+        holds up the copies that an operation waits for.
+        """
+        self.run(waits=True)
         return super().capture()
 
-    def run(self) -> None:
-        """All operations, then the checks: the elements of what came home that differ are added to ``wrong``."""
+    def run(self, waits: bool = False) -> None:
+        """All operations, then the checks: the elements of what came home that differ are added to ``wrong``.
+
+        waits: for the end of each operation.
+        """
         sent: list[Sent] = []
         combined: list[tuple[Sent, torch.Tensor]] = []
         scalars: list[tuple[Sent, torch.Tensor]] = []
@@ -94,6 +103,8 @@ class HtChain(Chain):
                 combined.append((each, nccl_ep.combine(each.rows, each.out.handle)))
             else:
                 scalars.append((sent[-1], nccl_ep.combine_weights(sent[-1].out.weights, sent[-1].out.handle)))
+            if waits:
+                synchronize(self.buffer.device)
         for each, y in combined:
             x, ids, weights = self.x[each.slot], self.ids[each.route], self.weights[each.route]
             ranks = self.buffer.num_ranks
@@ -105,6 +116,8 @@ class HtChain(Chain):
         for each, values in scalars:
             want = torch.where(self.ids[each.route] >= 0, self.weights[each.route], 0.0)
             self.wrong.add_(count_differences(values, want))
+        if waits:
+            synchronize(self.buffer.device)
 
 
 def ht_chain_buffer(group: Any, device: str | torch.device, **options: Any) -> nccl_ep.Buffer:

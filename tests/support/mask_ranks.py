@@ -83,15 +83,21 @@ class Parted:
 
 
 def run_parted(whole: Expected, part: Expected, buffer: nccl_ep.Buffer, *, staged: bool = False) -> None:
-    """Inputs of `whole`, results of `part`."""
+    """Inputs of `whole`, results of `part`.
+
+    Waits for each operation before it copies to the host: over tests/gin_loopback, such a copy may hold up those that
+    the operation waits for.
+    """
     rank, device = buffer.rank, buffer.device
     out = dispatch_case(whole.case, whole.case.inputs()[rank], buffer, staged=staged)
+    synchronize(device)
     part.check_dispatch(out, rank)
     y = combine_case(whole.case, part.rows[rank].to(device, copy=True), out.handle, rank, staged=staged)
+    synchronize(device)
     part.check_combine(y.cpu(), rank)
     scalars = nccl_ep.combine_weights(part.values[rank].to(device), out.handle)
-    part.check_scalars(scalars.cpu(), rank)
     synchronize(device)
+    part.check_scalars(scalars.cpu(), rank)
 
 
 def masks_of(buffer: nccl_ep.Buffer) -> list[int]:
@@ -220,8 +226,11 @@ class LateRank:
     def _send_home(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> torch.Tensor:
         case, rank = self.case.whole, buffer.rank
         if self.phase == "combine_weights":
-            return nccl_ep.combine_weights(case.values[rank].to(buffer.device), handle).cpu()
-        return combine_case(case.case, case.rows[rank].to(buffer.device, copy=True), handle, rank).cpu()
+            got = nccl_ep.combine_weights(case.values[rank].to(buffer.device), handle)
+        else:
+            got = combine_case(case.case, case.rows[rank].to(buffer.device, copy=True), handle, rank)
+        synchronize(buffer.device)
+        return got.cpu()
 
     def _come_late(self, buffer: nccl_ep.Buffer, group: Any) -> None:
         case, rest, rank = self.case.whole, self.rests[1], self.missing
