@@ -4,7 +4,8 @@ One rank; with torchrun, a GPU (or a CPU rank) each. Every figure is taken with 
 whose mode sees each function of torch that Python calls.
 
 host: one call, the least mean of many rounds; the queue of a GPU is emptied between rounds. event: an eager pair
-between two events that all ranks enter together (GPUs). "ops": torch.ops by themselves, the floor of the native calls.
+between two events (GPUs). Ranks enter it after a barrier, and the least time of any rank counts: the others also wait
+for the one that entered last. "ops": torch.ops by themselves, the floor of the native calls.
 graph (GPUs, high throughput): a call of a captured chain of ten, the median of the slowest rank; the native calls write
 given tensors (out=), those of DeepEP's methods allocate. Replays of all chains take turns. figure "ratio": of two
 values that stand above it.
@@ -63,8 +64,8 @@ def host_time(call: Call, synchronize: Call, count: int, rounds: int) -> float:
 
 
 def event_time(call: Call, barrier: Call, iterations: int) -> float:
-    """Of one call in a GPU's time, in us: the median."""
-    times = []
+    """Of one call in a GPU's time, in us: the median of the rank that entered last, which waits for no other."""
+    times: list[float] = []
     for _ in range(iterations):
         barrier()
         torch.cuda.synchronize()
@@ -74,7 +75,11 @@ def event_time(call: Call, barrier: Call, iterations: int) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times[iterations // 5 :])[(iterations - iterations // 5) // 2]
+    all_times = [times]
+    if dist.is_initialized():
+        all_times = [times] * dist.get_world_size()
+        dist.all_gather_object(all_times, times)
+    return median(min(each) for each in list(zip(*all_times, strict=True))[iterations // 5 :])
 
 
 def captured_chain(call: Call, side: torch.cuda.Stream) -> torch.cuda.CUDAGraph:

@@ -8,14 +8,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-from datetime import date
 
 import torch
 import torch.distributed as dist
 from measure_host import host_means
 
 import nccl_ep
+from nccl_ep.bench.records import revision, today
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
 
@@ -50,10 +49,6 @@ def main():
         group = dist.group.WORLD
     barrier = (lambda: None) if group is None else dist.barrier
     ranks = 1 if group is None else dist.get_world_size()
-    revision = (
-        os.environ.get("REVISION")
-        or subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=False).stdout.strip()
-    )
     records = []
 
     def note(op, figure, values, **more):
@@ -63,7 +58,7 @@ def main():
                 "value": round(statistics.median(values), 3), "unit": "us", "p99": None, "ranks": ranks,
                 "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS, "dtype": "bf16", "routing": "uniform",
                 "num_sms": 0, "num_sms_used": None, "seed": 0, "device": torch.cuda.get_device_name(),
-                "revision": revision, "date": str(date.today()), "least": round(min(values), 3), **more,
+                "revision": revision(), "date": today(), "least": round(min(values), 3), **more,
             }
         )  # fmt: skip
 

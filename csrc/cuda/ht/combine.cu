@@ -27,7 +27,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }  // namespace ht
 
 HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
-  const HtWork work{.copies = HtCombineGeometry::stages(p), .adds = has_expert_rows(p.output.layout)};
+  const HtWork work{.copies = HtCombineGeometry::stages(p),
+                    .adds = has_expert_rows(p.output.layout),
+                    .encodes = is_block_format(p.wire_dtype) && p.offsets.topology.num_domains() == 1};
   if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
   return tuned("EP_PLAN_HC", plan_ht_combine(work, p.shape.num_ranks, num_sms));
 }

@@ -72,6 +72,7 @@ HtPlan plan_ht_combine(HtWork work, int num_ranks, int num_sms) {
 }
 
 int default_ht_sms(HtWork work, int available, bool stores_to_few) {
+  if (work.encodes) return available;  // conversion takes longer than the wire, on any number of SMs
   return std::min(work.converts || work.copies ? 32 : stores_to_few ? 16 : 12, available);
 }
 

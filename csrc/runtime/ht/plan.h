@@ -24,6 +24,7 @@ struct HtPlan {
 struct HtWork {
   bool converts = false, copies = false;
   bool adds = false;     // combine: what it copies are sums
+  bool encodes = false;  // combine: sums travel in blocks of fewer bytes, within one domain
   bool repeats = false;  // dispatch: it copies a row for each choice
 };
 

@@ -188,6 +188,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
   EXPECT_EQ(default_ht_sms({.converts = true}, 132), 32);
   EXPECT_EQ(default_ht_sms({.copies = true}, 132), 32);
   EXPECT_EQ(default_ht_sms({.copies = true}, 8), 8);
+  EXPECT_EQ(default_ht_sms({.copies = true, .encodes = true}, 132), 132);
 }
 
 }  // namespace
