@@ -64,30 +64,66 @@ def one_rank_model(server: Server) -> Model:
 def count_changed(server: Server, count: int = 4) -> dict[str, Any]:
     """Collective. Serves all requests again, then some alone at another home: all logits should have the same bits.
 
-    On rank 0: how many requests changed, and of those served alone the first token that did, and by how much at most.
+    On rank 0: how many requests changed, and what changed first: in which layer prefill's keys or values, or of which
+    token the logits, and these by how much at most.
     """
     from .serve import gather
 
-    again = [replace(each, tokens=[], times=[], logits=[]) for each in server.reference]
+    again = [_anew(each) for each in server.reference]
     server.serve(again, keep_logits=True)
     pairs = list(zip(server.reference, gather(server.world, again), strict=True))
     alone = []
     for before in server.reference[:count]:
-        moved = replace(before, home=(before.home + 1) % server.world.size, tokens=[], times=[], logits=[])
+        moved = _anew(before, home=(before.home + 1) % server.world.size)
         server.serve([moved], keep_logits=True)
         alone += [(before, *gather(server.world, [moved]))]
-    changes = [change for one, other in alone if (change := _first_change(one, other)) is not None]
+    changed_again, changed_alone = (
+        [change for pair in each if (change := _first_change(*pair))] for each in (pairs, alone)
+    )
     return {
-        "served_again": len(pairs), "changed_again": sum(_first_change(*pair) is not None for pair in pairs),
-        "served_alone": len(alone), "changed_alone": len(changes),
-        "first_changes": [token for token, _ in changes],
-        "largest_first_change": max((by for _, by in changes), default=0.0),
+        "served_again": len(pairs), "changed_again": len(changed_again),
+        "first_changes_again": [what for what, _ in changed_again],
+        "served_alone": len(alone), "changed_alone": len(changed_alone),
+        "first_changes": [what for what, _ in changed_alone],
+        "largest_first_change": max((by for _, by in changed_alone), default=0.0),
     }  # fmt: skip
 
 
-def _first_change(one: Request, other: Request) -> tuple[int, float] | None:
-    """The first token whose logits have other bits, and the largest difference of these."""
+def count_repeats(server: Server, times: int = 20) -> dict[str, int]:
+    """Collective. A decode step of all ranks' requests, again and again: how often it has other bits.
+
+    It finds a step that does not repeat its bits where nothing else has changed, not even what is left in memory.
+    """
+    engine, room = server.engine, server.room
+    assert engine is not None
+    requests = _requests(server, room.prefill_batch * server.world.size)
+    mine = [each for each in requests if each.home == server.world.rank]
+    engine.prefill({slot: each.prompt for slot, each in enumerate(mine)})
+    tokens, positions = engine.tokens.clone(), engine.positions.clone()
+    changed, first = 0, None
+    for _ in range(1 + times):
+        engine.tokens.copy_(tokens)
+        engine.positions.copy_(positions)
+        engine.decode()
+        logits = engine.logits[: len(mine)].clone()
+        first = logits if first is None else first
+        changed += not torch.equal(logits, first)
+    engine.release(list(range(len(mine))))
+    return {"repeats": times, "changed_repeats": changed}
+
+
+def _anew(request: Request, home: int | None = None) -> Request:
+    """The same, not served yet, here or at another home."""
+    return replace(request, home=request.home if home is None else home, tokens=[], times=[], logits=[], cache=[])
+
+
+def _first_change(one: Request, other: Request) -> tuple[str, float] | None:
+    """What has other bits first, and the largest difference of logits there."""
+    by = [float((a - b).abs().max()) for a, b in zip(one.logits, other.logits, strict=True)]
+    for layer, (mine, theirs) in enumerate(zip(one.cache, other.cache, strict=True)):
+        if mine != theirs:
+            return f"prefill, layer {layer}", by[0]
     for token, (a, b) in enumerate(zip(one.logits, other.logits, strict=True)):
         if not torch.equal(a, b):
-            return token, float((a - b).abs().max())
+            return f"token {token}", by[token]
     return None

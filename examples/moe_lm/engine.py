@@ -93,6 +93,13 @@ class Engine:
             self.host_active[slot] = True
         self._show_active()
 
+    def digest(self, slot: int, length: int) -> list[int]:
+        """A number for each layer, of the bits of the first keys and values in a slot."""
+        bits = torch.stack([self.keys[:, slot, :, :length], self.values[:, slot, :, :length]], 1).flatten(1)
+        words = bits.view({2: torch.int16, 4: torch.int32}[bits.element_size()]).long()
+        places = torch.arange(1, words.shape[1] + 1, device=words.device)
+        return (words * places).sum(1).tolist()
+
     def _nothing(self, exchange: Any) -> None:
         """This rank's part of a step in which it has no token: its experts work for the others."""
         sizes, device = self.model.sizes, self.tokens.device

@@ -24,6 +24,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)  # [vocabulary] each, if the engine keeps them
+    cache: list[int] = field(default_factory=list)  # likewise a digest a layer of what prefill has left
 
     @property
     def is_done(self) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from . import checkpoint, ranks, sizes
 from .baseline import AllToAll
-from .check import compare_with_one_rank, count_changed
+from .check import compare_with_one_rank, count_changed, count_repeats
 from .deepep_calls import DeepEpLowLatency, DeepEpNormal
 from .engine import Engine, Room, fixed_shape_exchange
 from .exchange import make_buffer
@@ -189,6 +189,8 @@ class Server:
                     serving[slot] = waiting.pop(0)
                     begun.append(slot)
                 engine.prefill({slot: serving[slot].prompt for slot in begun})
+                for slot in begun if keep_logits else ():
+                    serving[slot].cache = engine.digest(slot, len(serving[slot].prompt))
                 if begun:
                     take(begun)
             if can_begin or is_serving:
@@ -295,7 +297,7 @@ def _run(server: Server, exchange: str, overlap: str, report: dict[str, Any]) ->
     if options.profile:
         report["profiles"].append({"exchange": exchange, "overlap": overlap == "on"} | profile_decode(server))
     if options.check and exchange == "nccl_ep":
-        found = compare_with_one_rank(server, options.check) | count_changed(server)
+        found = compare_with_one_rank(server, options.check) | count_changed(server) | count_repeats(server)
         report["checks"].append({"overlap": overlap == "on", "gap": options.gap, **found})
         if world.rank == 0:
             print(f"check: {report['checks'][-1]}", flush=True)

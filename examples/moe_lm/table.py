@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-from datetime import date
 from pathlib import Path
 from typing import Any
+
+from nccl_ep.bench.records import revision, today
 
 Report = dict[str, Any]
 _BULKY = ("outputs", "layer", "options", "losses", "first_buffer")  # left out of a record
@@ -36,8 +35,7 @@ def record_of(reports: list[Report]) -> list[Report]:
             return [thin(each) for each in value]
         return round(value, 3) if isinstance(value, float) else value
 
-    described = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=False)
-    when = {"date": str(date.today()), "revision": os.environ.get("REVISION") or described.stdout.strip()}
+    when = {"date": today(), "revision": revision()}
     return [thin(report) | when for report in reports]
 
 
