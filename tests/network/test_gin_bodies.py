@@ -3,7 +3,12 @@ is seldom there, and no place to find that a test is wrong."""
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ import torch
 
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import gin_ranks
+from tests.support import gin, gin_ranks
 from tests.support.gin_ranks import World, runs_within
 from tests.support.patience import with_more_time
 
@@ -20,6 +25,32 @@ TURN_US = 4000.0
 
 def _world(group: ThreadGroup, domain_size: int) -> World:
     return World(group.rank(), group.size(), domain_size, torch.device("cpu"), given=group)
+
+
+def test_bodies_that_tests_name_are_there() -> None:
+    tests = ast.parse(Path(__file__).parents[1].joinpath("gpu/test_gin.py").read_text())
+    texts = {node.value for node in ast.walk(tests) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    bodies = {text for text in texts if re.fullmatch(r"(ll|ht|probe|make)_\w+", text)}
+    assert len(bodies) > 10
+    assert [body for body in sorted(bodies) if not callable(getattr(gin_ranks, body, None))] == []
+
+
+def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gin, "GRACE", 0.2)
+
+    def start(code: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code])
+
+    sleeps = start("import time; time.sleep(60)")
+    try:
+        begin = time.monotonic()
+        assert gin._await([start("raise SystemExit(1)"), sleeps], 30.0, ()) == [1]
+        assert time.monotonic() - begin < 15.0
+        assert gin._await([start("raise SystemExit(1)"), sleeps], 0.3, (0,)) == [1]  # it is expected to die
+    finally:
+        sleeps.kill()
+        sleeps.wait()
+    assert gin._await([start(""), start("")], 30.0, ()) == []
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class Expected:
     def dispatch(self, buffer: nccl_ep.Buffer, *, staged: bool = False) -> nccl_ep.DispatchOutput:
         given = self.case.rank_input(buffer.rank) if staged else self.inputs[buffer.rank]  # staged overwrites them
         out = dispatch_case(self.case, given, buffer, staged=staged)
+        synchronize(buffer.device)  # over tests/gin_loopback, a copy to the host may hold up those that it waits for
         self.check_dispatch(out, buffer.rank)
         return out
 
@@ -76,11 +77,15 @@ class Expected:
     ) -> None:
         """The same with the rows where the test wants them."""
         rank = buffer.rank
-        self.check_combine(combine_case(self.case, rows, handle, rank, staged=staged).cpu(), rank)
+        y = combine_case(self.case, rows, handle, rank, staged=staged)
+        synchronize(buffer.device)
+        self.check_combine(y.cpu(), rank)
 
     def combine_weights(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> None:
         values = self.values[buffer.rank].to(buffer.device)
-        self.check_scalars(nccl_ep.combine_weights(values, handle).cpu(), buffer.rank)
+        scalars = nccl_ep.combine_weights(values, handle)
+        synchronize(buffer.device)
+        self.check_scalars(scalars.cpu(), buffer.rank)
 
     def run(self, buffer: nccl_ep.Buffer, *, staged: bool = False) -> None:
         """One dispatch, one combine and one combine of weights; fails with the case's description."""

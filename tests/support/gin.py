@@ -24,6 +24,7 @@ from tests.support.gpus import NUM_GPUS
 ROOT = Path(__file__).parent.parent.parent
 # An NCCL for several domains, preloaded beside torch's; several, separated by ":". The loaded one, if it is new enough.
 LIBRARIES = [Path(each) for each in os.environ.get("NCCL_EP_TEST_GIN_NCCL", "").split(":") if each]
+GRACE = 5.0  # seconds in which ranks end after another one failed
 _PLUGIN = os.environ.get("NCCL_EP_TEST_GIN_PLUGIN", "")
 
 # NCCL's other users of the plugin's interface, and of networks, must not take it.
@@ -98,13 +99,7 @@ def run_world(
             subprocess.Popen(command, cwd=ROOT, env=given | {"RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT)
         )
         log.close()
-    end = time.monotonic() + seconds
-    late = []
-    for rank, process in enumerate(ranks):
-        try:
-            process.wait(max(end - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            late.append(rank)
+    late = _await(ranks, seconds, kill)
     for rank in late:
         ranks[rank].send_signal(signal.SIGKILL)
         ranks[rank].wait()
@@ -115,9 +110,24 @@ def run_world(
         ended.append(Ended(process.returncode, value, error, (folder / f"log_{rank}").read_text()))
     failed = [rank for rank, each in enumerate(ended) if each.exitcode != 0 and rank not in kill]
     if late or failed:
-        what = f"ranks {late} still ran after {seconds} s" if late else f"ranks {failed} failed"
+        stopped = [rank for rank in failed if rank not in late]
+        what = f"ranks {stopped} failed" if stopped else f"ranks {late} still ran after {seconds} s"
         raise AssertionError("\n".join([what, *(_told(rank, each) for rank, each in enumerate(ended))]))
     return ended
+
+
+def _await(ranks: list[subprocess.Popen[bytes]], seconds: float, kill: Sequence[int]) -> list[int]:
+    """Those that still run after so many seconds, or GRACE after another one failed, for which they may wait."""
+    end = time.monotonic() + seconds
+    has_failed = False
+    while time.monotonic() < end:
+        codes = [process.poll() for process in ranks]
+        if None not in codes:
+            return []
+        if not has_failed and any(code not in (None, 0) for rank, code in enumerate(codes) if rank not in kill):
+            has_failed, end = True, min(end, time.monotonic() + GRACE)
+        time.sleep(0.02)
+    return [rank for rank, process in enumerate(ranks) if process.poll() is None]
 
 
 def _told(rank: int, ended: Ended) -> str:

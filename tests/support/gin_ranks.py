@@ -380,7 +380,8 @@ def ll_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
 
 def ll_masks(world: World, phase: str, seconds: float) -> int:
     """The last rank is late, is masked, and comes back. Returns how often the others called while it was masked."""
-    late = LateRank(world.num_ranks, phase, 2, world.domain_size)
+    late = LateRank(world.num_ranks, phase, 2, world.domain_size, patience=of_living_ranks(DEADLINE))
+    late.tell = world.say
     late.run(world.rendezvous, seconds, world.device)
     return late.turns
 

@@ -171,7 +171,12 @@ class LateRank:
     """The last rank does not come to an operation. The others go on after the deadline, and from then on without
     waiting; the late rank hears of it, goes on by itself, and comes back when the masks are cleaned."""
 
-    def __init__(self, num_ranks: int, phase: str, turns: int = 3, domain_size: int | None = None) -> None:
+    def __init__(
+        self, num_ranks: int, phase: str, turns: int = 3, domain_size: int | None = None, patience: float = PATIENCE
+    ) -> None:
+        """patience: in seconds, of waits for ranks that come."""
+        self.patience = patience
+        self.tell: Callable[[str], None] = lambda step: None  # how far this rank has come
         self.missing, self.phase, self.turns, self.domain_size = num_ranks - 1, phase, turns, domain_size
         weights = "tensor" if phase == "home weights" else "dispatch"
         plain = plain_case(num_ranks, combine_weights=weights, domain_size=domain_size)
@@ -182,14 +187,19 @@ class LateRank:
         domains = {"domain_size": self.domain_size, "ll_network": "auto"}
         options = {"enable_shrink": True, "device": device, **domains}
         with shared_buffer(group, [self.case.whole], **options) as buffer:
+            buffer.set_timeout(self.patience)
+            self.tell("runs with all")
             self.case.run_together(buffer)
+            self.tell("parts")
             if group.rank() == self.missing:
                 self._come_late(buffer, group)
             else:
                 self._go_on(buffer, deadline, group)
                 group.allgather(b"", PATIENCE)
+            self.tell("cleans")
             deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
             assert masks_of(buffer) == []
+            self.tell("runs with all again")
             self.case.run_together(buffer)
 
     def _go_on(self, buffer: nccl_ep.Buffer, deadline: float, group: Any = None) -> None:
@@ -198,7 +208,8 @@ class LateRank:
         buffer.set_timeout(deadline)
         with Clock(deadline + PATIENCE / 2):
             self._miss(buffer, group, out)
-        buffer.set_timeout(PATIENCE * 2)
+        self.tell("goes on")
+        buffer.set_timeout(self.patience * 2)
         with Clock(PATIENCE):
             for turn in range(self.turns):
                 self.case.run(buffer, staged=turn == 1)

@@ -205,7 +205,8 @@ class CudaBackend : public Backend {
     }
     params.peers = memory_->peers;
     params.state = memory_->state;
-    params.timeout_ns = nanoseconds(memory_->timeout_seconds);
+    const double seconds = std::max(1.0, 4 * memory_->timeout_seconds);  // ranks begin it apart: they have met before
+    params.timeout_ns = nanoseconds(seconds);
     LinkRestartResult& result = memory_->host->restart;
     result = {};
     EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&params.result), &result, 0));
@@ -213,7 +214,7 @@ class CudaBackend : public Backend {
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
     if (result.has_failed == 0) return;
     raise(ErrorKind::kTimeout, "masks are cleaned, and what rank ", result.peer, " has sent has not come within ",
-          memory_->timeout_seconds.load(), " s: ", result.seen, " of ", result.expected, " signals");
+          seconds, " s: ", result.seen, " of ", result.expected, " signals");
   }
 
   // Whether a kernel may begin before the one before it in the stream ends: it waits for that itself.

@@ -152,6 +152,7 @@ struct Sender {
       const int home = role.home_of(unit.home);
       if (!is_tagged(seen, op.tag)) {
         bits = await_word(op, home_weight(role, op, home, unit.token), Awaited::kWeights, home);
+        if constexpr (kMasksFarRanks) __threadfence();  // the mask of a late rank is seen before its sum
       }
       terms = with_weight(terms, bits);
     }

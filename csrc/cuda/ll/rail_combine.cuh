@@ -76,6 +76,11 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
     store_of_row(sum, role.peers.local<char>(row), p.hidden, lane_index);
   }
   if (__syncthreads_or(!is_ok)) return false;
+  if constexpr (kMasksFarRanks) {
+    // A sum may lack weights that the home rank did not send in time. It was told before that it is masked.
+    __threadfence();
+    if (__syncthreads_or(is_masked_now(op, home))) return true;
+  }
   post_rows(rail_role, op, unit.link, unit.channel, share.first, sources.any.count_before(share.count));
   return true;
 }
