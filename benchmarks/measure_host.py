@@ -63,6 +63,15 @@ def host_time(call: Call, synchronize: Call, count: int, rounds: int) -> float:
     return min(host_means(call, synchronize, count, rounds))
 
 
+def of_all_ranks(mine: Any) -> list[Any]:
+    """Collective. One rank has no group."""
+    if not dist.is_initialized():
+        return [mine]
+    told = [mine] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told
+
+
 def event_time(call: Call, barrier: Call, iterations: int) -> float:
     """Of one call in a GPU's time, in us: the median of the rank that entered last, which waits for no other."""
     times: list[float] = []
@@ -75,11 +84,7 @@ def event_time(call: Call, barrier: Call, iterations: int) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
-    all_times = [times]
-    if dist.is_initialized():
-        all_times = [times] * dist.get_world_size()
-        dist.all_gather_object(all_times, times)
-    return median(min(each) for each in list(zip(*all_times, strict=True))[iterations // 5 :])
+    return median(min(each) for each in list(zip(*of_all_ranks(times), strict=True))[iterations // 5 :])
 
 
 def captured_chain(call: Call, side: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -345,12 +350,8 @@ def main() -> None:
         pairs = [
             ("native dispatch cached out=", "deepep dispatch cached"), ("native combine out=", "deepep combine"),
         ]  # fmt: skip
-        mine = graph_times({op: calls[op] for pair in pairs for op in pair}, barrier, 60)
-        told: list[Any] = [mine]
-        if group is not None:
-            told = [None] * ranks
-            dist.all_gather_object(told, mine)
-        values = {op: max(each[op] for each in told) for op in mine}
+        told = of_all_ranks(graph_times({op: calls[op] for pair in pairs for op in pair}, barrier, 60))
+        values = {op: max(each[op] for each in told) for op in told[0]}
         for native, deepep in pairs:
             note("ht", native, "graph", values[native], None)
             note("ht", deepep, "graph", values[deepep], None)

@@ -29,27 +29,25 @@ Operator = Callable[..., Tensor]
 
 @dataclass
 class Case:
-    """What an operator makes of rows in another order, beside what it made of them: how many rows have other bits."""
+    """What an operator makes of rows in another order, or once more: how many of the rows have other bits."""
 
     name: str
     rows: int
-    differ: int
-    again: int = 0  # of as many rows, in the same order once more
+    moved: int
+    repeated: int = 0
 
-    @staticmethod
-    def of(name: str, pairs: list[tuple[Tensor, Tensor]], again: tuple[Tensor, Tensor] | None = None) -> Case:
-        """pairs: [rows, ..] of bits that should be the same. again: what two runs made of the same."""
-        differ = [(got != want).flatten(1).any(1).sum() for got, want in pairs]
-        repeated = 0 if again is None else int((again[0] != again[1]).flatten(1).any(1).sum())
-        return Case(name, sum(len(want) for _, want in pairs), int(torch.stack(differ).sum()), repeated)
+    @property
+    def differs(self) -> bool:
+        return bool(self.moved or self.repeated)
 
     def __str__(self) -> str:
-        found = "the same bits"
-        if self.differ or self.again:
-            found = f"OTHER BITS in {self.differ} of {self.rows} rows" + (
-                f", {self.again} when repeated" * (self.again > 0)
-            )
-        return f"{self.name:66} {found}"
+        found = f"OTHER BITS in {self.moved} of {self.rows} rows, {self.repeated} when repeated"
+        return f"{self.name:66} {found if self.differs else 'the same bits'}"
+
+
+def count_other(got: Tensor, want: Tensor) -> int:
+    """The rows of [rows, ..] that have other bits."""
+    return int((got != want).flatten(1).any(1).sum())
 
 
 def captured(operator: Operator, example: tuple[Tensor, ...]) -> Operator:
@@ -73,17 +71,23 @@ def captured(operator: Operator, example: tuple[Tensor, ...]) -> Operator:
     return replay
 
 
+def ways(operator: Operator, inputs: tuple[Tensor, ...], in_graph: bool) -> Iterator[tuple[str, Operator]]:
+    """The operator as it is and, on a GPU, in a graph."""
+    yield "", operator
+    if in_graph and inputs[0].is_cuda:
+        yield ", in a graph", captured(operator, inputs)
+
+
 def moved(name: str, operator: Operator, inputs: tuple[Tensor, ...], batch: int, in_graph: bool) -> Iterator[Case]:
     """operator: tensors [rows, ..] to [rows, ..], where rows are those of ``batch`` prompts or requests."""
-    ways = [("", operator)]
-    if in_graph and inputs[0].is_cuda:
-        ways.append((", in a graph", captured(operator, inputs)))
-    for how, run in ways:
-        want, pairs = run(*inputs), []
+    for how, run in ways(operator, inputs, in_graph):
+        want, case = run(*inputs), Case(name + how, 0, 0)
         for shift in sorted({1, batch // 2, batch - 1} - {0}):
             step = shift * (len(want) // batch)
-            pairs.append((run(*(each.roll(step, 0) for each in inputs)), want.roll(step, 0)))
-        yield Case.of(name + how, pairs, (run(*inputs), want))
+            case.moved += count_other(run(*(each.roll(step, 0) for each in inputs)), want.roll(step, 0))
+            case.rows += len(want)
+        case.repeated = count_other(run(*inputs), want)
+        yield case
 
 
 def dense(
@@ -122,21 +126,19 @@ def grouped(
     most = rows // local // 8 * 8  # of an expert
     few = max(8, most // 2 // 8 * 8)
     ends = torch.arange(1, local + 1, device=device, dtype=torch.int32)
-    own = x[: local * few].view(local, few, -1)
-    crowd = torch.cat([x[-local * (most - few) :].view(local, most - few, -1), own.flip(1)], 1) if most > few else own
-    inputs = [torch.zeros_like(x), torch.zeros_like(x)]
-    for given, part in zip(inputs, (own, crowd), strict=True):
-        given[: part.shape[0] * part.shape[1]] = part.flatten(0, 1)
-    operator: Operator = experts.packed
-    ways = [("", operator)]
-    if decode and x.is_cuda:
-        ways.append((", in a graph", captured(operator, (x, ends * few))))
-    for how, run in ways:
-        alone = run(inputs[0], ends * few)[: local * few].view(local, few, -1)
-        among = run(inputs[1], ends * crowd.shape[1])[: local * crowd.shape[1]].view(local, crowd.shape[1], -1)
-        among = among[:, crowd.shape[1] - few :].flip(1) if most > few else among
-        yield Case.of(f"experts, {rows} rows, {few} or {crowd.shape[1]} of each{how}",
-                      [(among.flatten(0, 1), alone.flatten(0, 1))])  # fmt: skip
+    own = x[: local * few].view(local, few, model.hidden)
+    others = x[len(x) - local * (most - few) :].view(local, most - few, model.hidden)
+
+    def packed(groups: Tensor) -> Tensor:
+        return torch.cat([groups.flatten(0, 1), x.new_zeros(rows - local * groups.shape[1], model.hidden)])
+
+    alone, among = packed(own), packed(torch.cat([others, own.flip(1)], 1))
+    for how, run in ways(experts.packed, (alone, ends * few), decode):
+        want = run(alone, ends * few)[: local * few]
+        got = run(among, ends * most)[: local * most].view(local, most, -1)[:, most - few :].flip(1).flatten(0, 1)
+        again = run(alone, ends * few)[: local * few]
+        name = f"experts, {rows} rows, {few} or {most} of each{how}"
+        yield Case(name, len(want), count_other(got, want), count_other(again, want))
 
 
 def attention(
@@ -163,9 +165,8 @@ def attention(
     yield from moved(name, last_row, inputs, batch, True)
     is_behind = (places > positions.unsqueeze(1))[:, None, :, None]
     other = [torch.where(is_behind, torch.randn_like(each), each) for each in (keys, values)]
-    yield Case.of(
-        f"{name}, other values behind the last", [(last_row(inputs[0], *other, positions), last_row(*inputs))]
-    )
+    got, want = last_row(inputs[0], *other, positions), last_row(*inputs)
+    yield Case(f"{name}, other values behind the last", len(want), count_other(got, want))
 
 
 @torch.no_grad()
@@ -192,11 +193,11 @@ def main(argv: list[str] | None = None) -> int:
         yield from attention(model, slots, options.max_length, True, device, dtype)
         yield from attention(model, batch, options.max_prompt, False, device, dtype)
 
-    differ = 0
+    differs = False
     for case in cases():
         print(case, flush=True)
-        differ += case.differ + case.again
-    return 1 if differ else 0
+        differs |= case.differs
+    return 1 if differs else 0
 
 
 if __name__ == "__main__":

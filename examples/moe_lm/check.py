@@ -90,9 +90,9 @@ def count_changed(server: Server, count: int = 4) -> dict[str, Any]:
 
 
 def count_repeats(server: Server, times: int = 20) -> dict[str, int]:
-    """Collective. A decode step of all ranks' requests, again and again: how often it has other bits.
+    """Collective. A decode step of all ranks' requests, again and again: how often this rank's logits have other bits.
 
-    It finds a step that does not repeat its bits where nothing else has changed, not even what is left in memory.
+    Nothing has changed in between, not even what is left in memory.
     """
     engine, room = server.engine, server.room
     assert engine is not None

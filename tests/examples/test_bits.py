@@ -8,19 +8,9 @@ from examples.moe_lm.check import _first_change
 from examples.moe_lm.load import Request
 
 SMALL = [
-    "--device",
-    "cpu",
-    "--ranks",
-    "2",
-    "--slots",
-    "8",
-    "--prefill-batch",
-    "4",
-    "--max-prompt",
-    "16",
-    "--max-length",
-    "32",
-]
+    "--device", "cpu", "--ranks", "2",
+    "--slots", "8", "--prefill-batch", "4", "--max-prompt", "16", "--max-length", "32",
+]  # fmt: skip
 
 
 def test_operators_of_cpu_ranks_have_the_same_bits(capfd: pytest.CaptureFixture[str]) -> None:
@@ -38,13 +28,13 @@ def test_an_operator_that_looks_at_the_place_is_found() -> None:
         return torch.cat([rows[:24].sum(1), halves[24:]]).unsqueeze(1)
 
     (case,) = bits.moved("uneven", uneven, (x,), 4, False)
-    assert case.rows == 96 and 0 < case.differ <= 48
-    assert f"OTHER BITS in {case.differ} of 96 rows" in str(case)
+    assert case.rows == 96 and 0 < case.moved <= 48
+    assert f"OTHER BITS in {case.moved} of 96 rows" in str(case)
     (case,) = bits.moved("even", lambda rows: rows * 2, (x,), 4, False)
-    assert (case.differ, case.again) == (0, 0)
+    assert (case.moved, case.repeated) == (0, 0)
     calls = iter(range(100))
     (case,) = bits.moved("restless", lambda rows: rows + next(calls), (x,), 4, False)
-    assert (case.differ, case.again) == (96, 32) and "32 when repeated" in str(case)
+    assert (case.moved, case.repeated) == (96, 32) and "32 when repeated" in str(case)
 
 
 def test_what_changed_first_is_told() -> None:

@@ -119,13 +119,12 @@ def run_world(
 def _await(ranks: list[subprocess.Popen[bytes]], seconds: float, kill: Sequence[int]) -> list[int]:
     """Those that still run after so many seconds, or GRACE after another one failed, for which they may wait."""
     end = time.monotonic() + seconds
-    has_failed = False
     while time.monotonic() < end:
         codes = [process.poll() for process in ranks]
         if None not in codes:
             return []
-        if not has_failed and any(code not in (None, 0) for rank, code in enumerate(codes) if rank not in kill):
-            has_failed, end = True, min(end, time.monotonic() + GRACE)
+        if any(code not in (None, 0) for rank, code in enumerate(codes) if rank not in kill):
+            end = min(end, time.monotonic() + GRACE)
         time.sleep(0.02)
     return [rank for rank, process in enumerate(ranks) if process.poll() is None]
 

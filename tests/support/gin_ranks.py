@@ -30,7 +30,6 @@ from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
 from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 from tests.support.gpu_ht_ranks import ExpectedHt, shared_ht_buffer, wide_cases
 from tests.support.gpu_ranks import wide_case
-from tests.support.harness import synchronize
 from tests.support.ht_harness import ht_step
 from tests.support.mask_ranks import LateRank
 from tests.support.patience import of_living_ranks
@@ -430,7 +429,6 @@ def ht_dead(world: World, phase: str, seconds: float) -> dict[str, Any]:
     case = Expected(plain_case(world.num_ranks, layout=layout, domain_size=world.domain_size))
     buffer = shared_ht_buffer(world.rendezvous, [case.case], device=world.device, domain_size=world.domain_size)
     out = case.send(buffer)
-    synchronize(world.device)  # a copy to the host that waits for kernels may hold up the network
     case.check_dispatch(out, world.rank)
     return _dead(world, case, buffer, ht_step(phase, case, buffer, out), seconds)
 

@@ -40,6 +40,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, after the current stream's work: over tests/gin_loopback, a copy that stands behind an operation
+    may hold up those that the operation waits for."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor.cpu()
+
+
 def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
     """A buffer of the case's sizes; between domains it has the rail. options: of ``Buffer.for_shapes``."""
     return nccl_ep.Buffer.for_shapes(
@@ -136,7 +144,7 @@ def check_dispatch(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, 
         mine, theirs = getattr(got, name), getattr(want, name)
         assert (mine is None) == (theirs is None), f"{where}: {name} is {mine}, the oracle has {theirs}"
         if mine is not None:
-            difference = reference.first_difference(mine.cpu(), theirs)
+            difference = reference.first_difference(on_host(mine), theirs)
             assert not difference, f"{where}: {name}: {difference}"
     for name in ("x", "scales"):
         mine, theirs = getattr(got, name), getattr(want, name)
@@ -146,7 +154,7 @@ def check_dispatch(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, 
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype, f"{where}: {name} {mine.shape} {mine.dtype}"
         valid = want.valid.flatten()
         mine, theirs, width = as_bytes(mine), as_bytes(theirs), mine.shape[-1]
-        difference = reference.first_difference(mine.cpu().view(-1, width)[valid], theirs.view(-1, width)[valid])
+        difference = reference.first_difference(on_host(mine).view(-1, width)[valid], theirs.view(-1, width)[valid])
         assert not difference, f"{where}: {name}: {difference}"
 
 

@@ -23,7 +23,7 @@ from tests.support.cases import Case
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.gpu_ranks import cuda_cases
 from tests.support.gpus import on_gpu
-from tests.support.harness import combine_case, dispatch_case, synchronize
+from tests.support.harness import combine_case, dispatch_case, on_host, synchronize
 from tests.support.patience import PATIENCE, Clock, Late
 from tests.support.sanitizers import run_arguments
 
@@ -83,21 +83,15 @@ class Parted:
 
 
 def run_parted(whole: Expected, part: Expected, buffer: nccl_ep.Buffer, *, staged: bool = False) -> None:
-    """Inputs of `whole`, results of `part`.
-
-    Waits for each operation before it copies to the host: over tests/gin_loopback, such a copy may hold up those that
-    the operation waits for.
-    """
+    """Inputs of `whole`, results of `part`."""
     rank, device = buffer.rank, buffer.device
     out = dispatch_case(whole.case, whole.case.inputs()[rank], buffer, staged=staged)
-    synchronize(device)
     part.check_dispatch(out, rank)
     y = combine_case(whole.case, part.rows[rank].to(device, copy=True), out.handle, rank, staged=staged)
-    synchronize(device)
-    part.check_combine(y.cpu(), rank)
+    part.check_combine(on_host(y), rank)
     scalars = nccl_ep.combine_weights(part.values[rank].to(device), out.handle)
+    part.check_scalars(on_host(scalars), rank)
     synchronize(device)
-    part.check_scalars(scalars.cpu(), rank)
 
 
 def masks_of(buffer: nccl_ep.Buffer) -> list[int]:
@@ -237,11 +231,8 @@ class LateRank:
     def _send_home(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> torch.Tensor:
         case, rank = self.case.whole, buffer.rank
         if self.phase == "combine_weights":
-            got = nccl_ep.combine_weights(case.values[rank].to(buffer.device), handle)
-        else:
-            got = combine_case(case.case, case.rows[rank].to(buffer.device, copy=True), handle, rank)
-        synchronize(buffer.device)
-        return got.cpu()
+            return on_host(nccl_ep.combine_weights(case.values[rank].to(buffer.device), handle))
+        return on_host(combine_case(case.case, case.rows[rank].to(buffer.device, copy=True), handle, rank))
 
     def _come_late(self, buffer: nccl_ep.Buffer, group: Any) -> None:
         case, rest, rank = self.case.whole, self.rests[1], self.missing

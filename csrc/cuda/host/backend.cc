@@ -205,7 +205,7 @@ class CudaBackend : public Backend {
     }
     params.peers = memory_->peers;
     params.state = memory_->state;
-    const double seconds = std::max(1.0, 4 * memory_->timeout_seconds);  // ranks begin it apart: they have met before
+    const double seconds = std::max(1.0, 4 * memory_->timeout_seconds);  // ranks that have just met begin some ms apart
     params.timeout_ns = nanoseconds(seconds);
     LinkRestartResult& result = memory_->host->restart;
     result = {};
