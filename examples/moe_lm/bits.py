@@ -25,11 +25,12 @@ from .experts import Experts, has_grouped_mm
 from .model import Linear, RMSNorm, Router
 
 Operator = Callable[..., Tensor]
+REPEATS = 10
 
 
 @dataclass
 class Case:
-    """What an operator makes of rows in another order, or once more: how many of the rows have other bits."""
+    """What an operator makes of rows in another order, or of the same once more: how many have other bits."""
 
     name: str
     rows: int
@@ -41,7 +42,7 @@ class Case:
         return bool(self.moved or self.repeated)
 
     def __str__(self) -> str:
-        found = f"OTHER BITS in {self.moved} of {self.rows} rows, {self.repeated} when repeated"
+        found = f"OTHER BITS in {self.moved} of {self.rows} rows, {self.repeated} in {REPEATS} repeats"
         return f"{self.name:66} {found if self.differs else 'the same bits'}"
 
 
@@ -86,7 +87,7 @@ def moved(name: str, operator: Operator, inputs: tuple[Tensor, ...], batch: int,
             step = shift * (len(want) // batch)
             case.moved += count_other(run(*(each.roll(step, 0) for each in inputs)), want.roll(step, 0))
             case.rows += len(want)
-        case.repeated = count_other(run(*inputs), want)
+        case.repeated = sum(count_other(run(*inputs), want) for _ in range(REPEATS))
         yield case
 
 
@@ -136,9 +137,9 @@ def grouped(
     for how, run in ways(experts.packed, (alone, ends * few), decode):
         want = run(alone, ends * few)[: local * few]
         got = run(among, ends * most)[: local * most].view(local, most, -1)[:, most - few :].flip(1).flatten(0, 1)
-        again = run(alone, ends * few)[: local * few]
+        repeated = sum(count_other(run(alone, ends * few)[: local * few], want) for _ in range(REPEATS))
         name = f"experts, {rows} rows, {few} or {most} of each{how}"
-        yield Case(name, len(want), count_other(got, want), count_other(again, want))
+        yield Case(name, len(want), count_other(got, want), repeated)
 
 
 def attention(
@@ -174,9 +175,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.moe_lm.bits", description=__doc__.splitlines()[0])
     for name, value in (("slots", 64), ("prefill-batch", 4), ("max-prompt", 512), ("max-length", 592)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    ranks.add_attention(parser)
     ranks.add_arguments(parser)
     sizes.add_arguments(parser)
     options = parser.parse_args(argv)
+    ranks.choose_attention(options)
     kind, count = ranks.device_type(options), ranks.num_ranks(options)
     model, dtype, device = sizes.sizes_of(options, kind, count), sizes.dtype_of(options, kind), torch.device(kind)
     local, slots, batch = model.experts // count, options.slots, options.prefill_batch

@@ -40,6 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ranks", type=int, help="default: 2 on the CPU, one a GPU; torchrun brings its own")
 
 
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cudnn-attention", action="store_true", help="also cuDNN's, whose bits change between runs of a decode step"
+    )
+
+
+def choose_attention(options: argparse.Namespace) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(options.cudnn_attention)
+
+
 def device_type(options: argparse.Namespace) -> str:
     has_gpus = torch.cuda.is_available() and nccl_ep._C.has_cuda()
     return options.device or ("cuda" if has_gpus else "cpu")

@@ -50,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--mode", choices=("fixed", "auto"), default="fixed", help="fixed: HT for prefill, LL to decode; auto: by size")
     add("--overlap", default="off", help="off, on or both with a comma: two batches in turn (nccl_ep)")
     add("--expert-gemm", choices=("grouped", "batched"), help="of experts; default grouped on GPUs, batched on the CPU")
-    add("--no-cudnn-attention", action="store_true", help="attention by torch's own kernels")
+    ranks.add_attention(parser)
     add("--no-graphs", action="store_true", help="decode steps are queued kernel by kernel")
     add("--load", metavar="FOLDER", help="a checkpoint of train.py; otherwise seeded random weights")
     add(
@@ -86,8 +86,7 @@ class Server:
     def __init__(self, world: Ranks, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
         kind = world.device.type
-        if options.no_cudnn_attention:
-            torch.backends.cuda.enable_cudnn_sdp(False)
+        ranks.choose_attention(options)
         self.sizes = sizes.sizes_of(options, kind, world.size)
         with world.device:
             model = Model(self.sizes, world.rank, world.size, sizes.dtype_of(options, kind))

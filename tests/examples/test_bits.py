@@ -34,7 +34,7 @@ def test_an_operator_that_looks_at_the_place_is_found() -> None:
     assert (case.moved, case.repeated) == (0, 0)
     calls = iter(range(100))
     (case,) = bits.moved("restless", lambda rows: rows + next(calls), (x,), 4, False)
-    assert (case.moved, case.repeated) == (96, 32) and "32 when repeated" in str(case)
+    assert (case.moved, case.repeated) == (96, 320) and "320 in 10 repeats" in str(case)
 
 
 def test_what_changed_first_is_told() -> None:

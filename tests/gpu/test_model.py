@@ -39,8 +39,8 @@ def test_trained_and_served(tmp_path: Path) -> None:
         assert kinds >= ({"all_to_all"} if each["exchange"] == "all_to_all_single" else {"dispatch", "combine"})
 
 
-def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
-    """But where two logits are nearly the same."""
+def test_tokens_are_those_of_one_rank_and_bits_a_requests_own(tmp_path: Path) -> None:
+    """But where two logits are nearly the same. A request has its bits with others, alone and at another home."""
     report = tmp_path / "serve.json"
     run(
         "-m", "examples.moe_lm.serve", *SMALL.split(), "--check", "8", "--gap", "0.1", "--overlap", "off,on",
@@ -48,3 +48,4 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
     )  # fmt: skip
     for check in json.loads(report.read_text())["checks"]:
         assert check["tokens"] > 30 and check["different"] == 0
+        assert (check["changed_again"], check["changed_alone"], check["changed_repeats"]) == (0, 0, 0), check
