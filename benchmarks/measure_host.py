@@ -5,7 +5,9 @@ whose mode sees each function of torch that Python calls.
 
 host: one call, the least mean of many rounds; the queue of a GPU is emptied between rounds. event: an eager pair
 between two events (GPUs). Ranks enter it after a barrier, and the least time of any rank counts: the others also wait
-for the one that entered last. "ops": torch.ops by themselves, the floor of the native calls.
+for the one that entered last. queued: the same, but pairs follow one another as in the benchmark of DeepEP's tests: no
+barrier and no wait of the host between them. "bare": two launches of kernels that do nothing. "ops": torch.ops by
+themselves, the floor of the native calls.
 graph (GPUs, high throughput): a call of a captured chain of ten, the median of the slowest rank; the native calls write
 given tensors (out=), those of DeepEP's methods allocate. Replays of all chains take turns. figure "ratio": of two
 values that stand above it.
@@ -40,6 +42,7 @@ from nccl_ep.config import combine_args
 
 Call = Callable[[], Any]
 CHAIN = 10  # calls in a graph
+APIS = ("ops", "native", "deepep")
 LOCAL_SIZES = {"cpu": (1, 16, 2, 4), "cuda": (128, 7168, 8, 256)}  # tokens, hidden, top-k, experts
 
 
@@ -74,19 +77,34 @@ def of_all_ranks(mine: Any) -> list[Any]:
 
 def event_time(call: Call, barrier: Call, iterations: int) -> float:
     """Of one call in a GPU's time, in us: the median of the rank that entered last, which waits for no other."""
-    times: list[float] = []
-    for _ in range(iterations):
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(iterations)]
+    for start, end in events:
         torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()  # the first one behind a wait takes 8 to 20 us
         end.record()
         barrier()
         start.record()
         call()
         end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return median(min(each) for each in list(zip(*of_all_ranks(times), strict=True))[iterations // 5 :])
+    return median_of_last(events)
+
+
+def queued_time(call: Call, barrier: Call, iterations: int) -> float:
+    """The same of calls that follow one another."""
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(iterations)]
+    torch.cuda.synchronize()
+    barrier()
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    return median_of_last(events)
+
+
+def median_of_last(events: list[tuple[torch.cuda.Event, ...]]) -> float:
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) * 1e3 for start, end in events]
+    return median(min(each) for each in list(zip(*of_all_ranks(times), strict=True))[len(times) // 5 :])
 
 
 def captured_chain(call: Call, side: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -119,6 +137,10 @@ def graph_times(calls: dict[str, Call], barrier: Call, iterations: int) -> dict[
             if number >= 2:
                 times[name].append(start.elapsed_time(end) * 1e3 / CHAIN)
     return {name: median(each) for name, each in times.items()}
+
+
+def launch_nothing() -> None:
+    torch.cuda._sleep(0)
 
 
 @contextlib.contextmanager
@@ -378,13 +400,20 @@ def main() -> None:
                     for op, call in calls.items():
                         note(mode, op, "host", host_time(call, synchronize, options.count, options.rounds), default)
                     if on_gpu:
-                        for api in ("ops", "native", "deepep"):
-                            pair = calls[f"{api} dispatch"], calls[f"{api} combine"]
-                            value = event_time(lambda pair=pair: (pair[0](), pair[1]()), barrier, 200)
-                            note(mode, f"{api} pair", "event", value, default)
+                        pairs = {api: (calls[f"{api} dispatch"], calls[f"{api} combine"]) for api in APIS}
+                        for api, (first, second) in {**pairs, "bare": (launch_nothing, launch_nothing)}.items():
+
+                            def pair(first: Call = first, second: Call = second) -> None:
+                                first()
+                                second()
+
+                            note(mode, f"{api} pair", "event", event_time(pair, barrier, 200), default)
+                            note(mode, f"{api} pair", "queued", queued_time(pair, barrier, 200), default)
+                        note(mode, "bare launch", "host", host_time(launch_nothing, synchronize, 50, 20), default)
             if on_gpu and mode == "ll":
                 like, least = (deepep_like(sizes, ranks, each) for each in (options.deepep_kernels, (0.0, 0.0)))
                 note(mode, "deepep_like pair", "event", event_time(like, barrier, 200), None)
+                note(mode, "deepep_like pair", "queued", queued_time(like, barrier, 200), None)
                 note(mode, "deepep_like pair, least", "host", host_time(least, synchronize, 50, options.rounds), None)
             if on_gpu and mode == "ht":
                 note_graphs(calls)

@@ -14,7 +14,7 @@
 namespace ep {
 namespace {
 
-constexpr int kWireVersion = 9;             // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 10;            // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_timeout(double seconds) {
@@ -294,10 +294,10 @@ void Group::run(LlDispatchParams& p, void* stream) {
 }
 
 // The sending half waits for no rank, so it cannot know the weights of the home ranks. The same for both halves.
-bool Group::sends_unweighted(const LlCombineParams& p) const {
+bool Group::sends_unweighted(const LlCombineParams& p, const RowFormat& row) const {
   const bool has_rail = config_.has_rail && topology_.num_domains() > 1;
   return p.weighting == Weighting::kHome && p.phase != Phase::kFused && has_expert_rows(p.output.layout) &&
-         p.dtype == p.wire_dtype && p.offsets.has_further_rows && !has_rail && !config_.masks_late_ranks;
+         LlOffsets::fits_unweighted_rows(window_, p.shape, row) && !has_rail && !config_.masks_late_ranks;
 }
 
 // Rows that are still being written are sent one by one, as they come: not in sums.
@@ -322,9 +322,10 @@ void Group::combine(LlCombineParams& p, void* stream) {
   check_combined_rows(p);
   if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.domain_size = topology_.domain_size;
-  p.row = RowFormat{wire_row_bytes(p.wire_dtype, p.hidden), 0, false};
+  const RowFormat unweighted{wire_row_bytes(p.dtype, p.hidden), 0, false};
+  p.sends_unweighted = sends_unweighted(p, unweighted);
+  p.row = p.sends_unweighted ? unweighted : RowFormat{wire_row_bytes(p.wire_dtype, p.hidden), 0, false};
   p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, p.row);
-  p.sends_unweighted = sends_unweighted(p);
   check_signals(p);
   const Operation operation = p.sends_unweighted                ? Operation::kCombineUnweighted
                               : p.weighting == Weighting::kHome ? Operation::kCombineWeighted

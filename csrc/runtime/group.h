@@ -111,7 +111,7 @@ class Group {
   template <class Params>
   void begin(Params& p);  // what every operation of low latency checks first
   void require_ll() const;
-  bool sends_unweighted(const LlCombineParams& params) const;
+  bool sends_unweighted(const LlCombineParams& params, const RowFormat& row) const;
   void check_signals(const LlCombineParams& params) const;
   void require_ht();
   bool trusts_handles() const { return backend()->trusts_handles(); }

@@ -289,13 +289,14 @@ class LowLatencyMethods(View):
 
         Source: DeepEP's method of that name; its branch hybrid-ep for ``use_nvfp4`` and what follows.
         """
-        if async_finish is False and use_nvfp4 is False:
+        is_async = async_finish is True and return_recv_hook is False
+        if (async_finish is False or is_async) and use_nvfp4 is False:
+            given = (
+                self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, return_recv_hook,
+            )  # fmt: skip
             try:
-                eager = _dispatch_eager(
-                    self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
-                    cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0,
-                    return_recv_hook,
-                )  # fmt: skip
+                eager = self._on_comm_stream(_dispatch_eager, given) if is_async else _dispatch_eager(*given)
             except RuntimeError as error:
                 raise error_of(self, error) from error
             if eager is not None:
@@ -397,12 +398,13 @@ class LowLatencyMethods(View):
 
         Source: DeepEP's method of that name; its branches for ``overlap`` and what follows.
         """
-        if async_finish is False and use_logfmt is False and overlap is False:
+        is_async = async_finish is True and return_recv_hook is False
+        if (async_finish is False or is_async) and use_logfmt is False and overlap is False:
+            given = (
+                self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out, combine_wait_recv_cost_stats,
+            )  # fmt: skip
             try:
-                eager = _combine_eager(
-                    self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out,
-                    combine_wait_recv_cost_stats,
-                )  # fmt: skip
+                eager = self._on_comm_stream(_combine_eager, given) if is_async else _combine_eager(*given)
             except RuntimeError as error:
                 raise error_of(self, error) from error
             if eager is not None:
@@ -488,6 +490,11 @@ class LowLatencyMethods(View):
                 f"{int(info[-1])} rows did not fit, as a token names an expert twice: an expert has room for "
                 f"R * num_max_dispatch_tokens_per_rank, and demand was {info[local:-1].tolist()}"
             )
+
+    def _on_comm_stream(self, eager: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        """What a method with ``async_finish`` returns, by one call of C++; None, as that has done nothing."""
+        made, event = run_on_comm_stream(self, partial(eager, *given), given, True)
+        return None if made is None else (*made[:-2], event, None)
 
     def _with_hook(self, eager: Any, receive: Callable[..., Any]) -> Any:
         """What a method returns, from the pair of it without the hook and what the op ``receive`` takes."""

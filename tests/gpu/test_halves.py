@@ -133,10 +133,10 @@ def test_a_signal_that_does_not_come_is_named_at_the_deadline() -> None:
             buffer.check()
 
 
-def _late_between_halves(rank: int) -> float:
+def _late_between_halves(rank: int, wire: Any) -> float:
     """Rank 1 calls its sending half late. Returns the milliseconds of this rank's."""
     device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
-    case = weighted_case(2)
+    case = weighted_case(2, wire_dtype=wire)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with shared_buffer(group, [case], device=device, timeout=20.0) as buffer:
         out = case.dispatch(buffer)
@@ -156,8 +156,9 @@ def _late_between_halves(rank: int) -> float:
 
 
 @ranks_on_gpus
-def test_a_sending_half_ends_while_the_other_rank_is_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", [None, "fp8", "logfmt"])
+def test_a_sending_half_ends_while_the_other_rank_is_late(wire: Any, tmp_path: Path) -> None:
     """Weights come from the home ranks: a sending half that waited for them would take as long as rank 1 is late."""
-    first, second = run_processes(2, _late_between_halves, tmp_path)
-    print(f"sending halves: {first * 1e3:.0f} us, and {second * 1e3:.0f} us on the late rank")
+    first, second = run_processes(2, _late_between_halves, tmp_path, wire)
+    print(f"sending halves, {wire}: {first * 1e3:.0f} us, and {second * 1e3:.0f} us on the late rank")
     assert first < 0.1 * LATE_SECONDS * 1e3

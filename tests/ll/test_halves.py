@@ -3,6 +3,7 @@ whole combine. All ranks split such a combine, or none. On CPU ranks and on emul
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.deepep_ranks import small_case
+from tests.support.deepep_ranks import DeepEpCase, small_case
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.harness import combine_options
 from tests.support.patience import of_living_ranks
@@ -48,14 +49,18 @@ CASES = {
     "fp16 in rows of an odd piece": {"rows_dtype": torch.float16, "hidden": 1000},
     "all weights": {"combine_weights": "tensor"},
     "infinities and NaNs": {"rows_content": "special"},
+    "sums of another type": {"wire_dtype": torch.float32},
+    "sums in FP8": {"wire_dtype": "fp8", "hidden": 400},
+    "sums in LogFMT": {"wire_dtype": "logfmt", "rows_dtype": torch.float16, "hidden": 272},
+    "special sums in FP8": {"wire_dtype": "fp8", "rows_content": "special"},
+    "special sums in LogFMT": {"wire_dtype": "logfmt", "rows_content": "special"},
 }
 # Sums travel here, in halves too.
 SUMS = {
     "weights of dispatch": {"combine_weights": "dispatch"},
     "no weights": {"combine_weights": "none"},
-    "sums of another type": {"wire_dtype": torch.float32},
-    "sums in fewer bytes": {"wire_dtype": "fp8"},
 }
+WIRES = (None, torch.float32, "fp8", "logfmt")
 
 
 @pytest.mark.parametrize("name", [*CASES, *SUMS])
@@ -141,9 +146,10 @@ def in_turn(group: ThreadGroup, has_ended: list[threading.Event], send: Any) -> 
     return sent
 
 
-def test_a_sending_half_waits_for_no_rank() -> None:
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_sending_half_waits_for_no_rank(wire: Any) -> None:
     """Each rank's sending half ends before the next rank's begins, several times in a row."""
-    case = weighted_case(3)
+    case = weighted_case(3, wire_dtype=wire)
     calls = [[threading.Event() for _ in range(3)] for _ in range(4)]
 
     def body(group: ThreadGroup) -> None:
@@ -160,14 +166,16 @@ def test_a_sending_half_waits_for_no_rank() -> None:
     run_ranks(3, body)
 
 
-def test_a_sending_half_of_deepep_waits_for_no_rank() -> None:
-    case = small_case(2)
+@pytest.mark.parametrize("use_logfmt", [False, True])
+def test_a_sending_half_of_deepep_waits_for_no_rank(use_logfmt: bool) -> None:
+    case = DeepEpCase(dataclasses.replace(small_case(2).case, wire_dtype="logfmt" if use_logfmt else None))
+    options = {"return_recv_hook": True, "use_logfmt": use_logfmt}
     has_ended = [threading.Event(), threading.Event()]
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [case], timeout=2 * WAIT) as buffer:
             _, _, handle, _, _ = case.send(buffer)
-            y, _, hook = in_turn(group, has_ended, lambda: case.send_back(buffer, handle, return_recv_hook=True))
+            y, _, hook = in_turn(group, has_ended, lambda: case.send_back(buffer, handle, **options))
             hook()
             case.check_combine(y, group.rank())
 

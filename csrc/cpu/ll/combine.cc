@@ -147,9 +147,10 @@ void send(const LlCombineParams& p, Channel& channel) {
   channel.close_stage();
 }
 
-// The partial sum of an own token that a rank would have sent, from the rows that it has sent instead.
+// The partial sum of an own token that a rank would have sent, from the rows that it has sent instead. `row`: room for
+// one of them.
 void take_unweighted(const LlCombineParams& p, Channel& channel, int source, int token, PartialSum& sum,
-                     std::vector<uint32_t>& words) {
+                     std::vector<uint32_t>& row, std::vector<uint32_t>& rounded) {
   HomeWeights home_weights(p, channel);
   uint32_t sent = 0;
   channel.await_words(source, p.offsets.id_words(channel.bank(), source, token), Awaited::kPartials, &sent, 1);
@@ -158,11 +159,11 @@ void take_unweighted(const LlCombineParams& p, Channel& channel, int source, int
   for (int k = 0; k < p.shape.topk; k++) {
     if ((sent >> k & 1) == 0) continue;
     const Offset slot = p.offsets.unweighted_row(channel.bank(), source, token, k, 1u << k == first);
-    channel.take_row_from(source, slot, token, Awaited::kPartials, words.data(), static_cast<int>(words.size()));
+    channel.take_row_from(source, slot, token, Awaited::kPartials, row.data(), static_cast<int>(row.size()));
     float weight;
-    if (home_weights.await(channel.rank(), token, k, weight)) sum.add_row(words.data(), weight);
+    if (home_weights.await(channel.rank(), token, k, weight)) sum.add_row(row.data(), weight);
   }
-  sum.round(words.data());
+  sum.round(rounded.data());
 }
 
 // The sum over ranks, in rank order; over several domains, each domain's sum is rounded as if it had travelled.
@@ -216,6 +217,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
   HomeSum sum(p);
   PartialSum partial(p);
   std::vector<uint32_t> words(p.row.wire_bytes() / 4);
+  std::vector<uint32_t> rounded(ceil_div(wire_row_bytes(p.wire_dtype, p.hidden), 4));
   for (int token = 0; token < p.num_tokens; token++) {
     const int32_t* ids = p.handle.ids + token * p.shape.topk;
     sum.begin(token);
@@ -223,8 +225,8 @@ void receive(const LlCombineParams& p, Channel& channel) {
       const bool has_expert =
           std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
       if (has_expert && p.sends_unweighted) {
-        take_unweighted(p, channel, rank, token, partial, words);
-        sum.add_rank(words.data());
+        take_unweighted(p, channel, rank, token, partial, words, rounded);
+        sum.add_rank(rounded.data());
       } else if (has_expert &&
                  channel.take_row(rank, token, Awaited::kPartials, words.data(), static_cast<int>(words.size()))) {
         sum.add_rank(words.data());

@@ -41,13 +41,12 @@ __global__ void __launch_bounds__(kScalarThreads)
 
 namespace {
 
-// Whether rows of these types can travel unweighted: in the place of sums.
-template <class T>
-constexpr bool kSendsUnweighted = !kMasksRanks && T::in == T::wire;
+// Whether rows can travel unweighted, in the place of sums.
+constexpr bool kSendsUnweighted = !kMasksRanks && !kCrossesDomains;
 
-// Whether they can be sent as their signals come.
+// Whether rows of these types can be sent as their signals come.
 template <class T>
-constexpr bool kAwaitsSignals = kSendsUnweighted<T>&& T::in == T::out;
+constexpr bool kAwaitsSignals = (kSendsUnweighted && T::in == T::wire && T::in == T::out);
 
 // Calls body with the template instance for these parameters.
 template <class Body>
@@ -57,11 +56,10 @@ void with_instance(const LlCombineParams& p, bool is_signalled, Body body) {
       if (is_signalled) return body(types, std::true_type{}, std::true_type{}, std::true_type{});
     }
     EP_CHECK(!is_signalled, name_of(p.dtype), " rows for a ", name_of(p.wire_dtype), " wire: no kernel awaits signals");
-    if constexpr (kSendsUnweighted<decltype(types)>) {
+    if constexpr (kSendsUnweighted) {
       if (p.sends_unweighted) return body(types, std::true_type{}, std::true_type{}, std::false_type{});
     }
-    EP_CHECK(!p.sends_unweighted, name_of(p.dtype), " rows for a ", name_of(p.wire_dtype),
-             " wire: no kernel sends them unweighted");
+    EP_CHECK(!p.sends_unweighted, "rows cannot travel unweighted with masks, or between domains");
     if (p.weighting == Weighting::kHome) return body(types, std::true_type{}, std::false_type{}, std::false_type{});
     return body(types, std::false_type{}, std::false_type{}, std::false_type{});
   });
@@ -76,9 +74,7 @@ void load_all() {
   for_all_types([&](auto types) {
     load(types, std::false_type{}, std::false_type{}, std::false_type{});
     load(types, std::true_type{}, std::false_type{}, std::false_type{});
-    if constexpr (kSendsUnweighted<decltype(types)>) {
-      load(types, std::true_type{}, std::true_type{}, std::false_type{});
-    }
+    if constexpr (kSendsUnweighted) load(types, std::true_type{}, std::true_type{}, std::false_type{});
     if constexpr (kAwaitsSignals<decltype(types)>) load(types, std::true_type{}, std::true_type{}, std::true_type{});
   });
   load_kernel(&ll::scalars_home, 0);

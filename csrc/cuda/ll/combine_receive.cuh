@@ -172,7 +172,7 @@ __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint
                             int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]);
 
 // Adds up piece `number`. `id`: of choice `lane`. False: a wait was given up.
-template <DType kWire, DType kOut, bool kUnweighted, int kCount>
+template <DType kIn, DType kWire, DType kOut, bool kUnweighted, int kCount>
 __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpContext& op, int number, int id,
                                           const Numbers<kWire, kCount>& own) {
   const LlCombineParams& p = role.p;
@@ -187,7 +187,7 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
   if constexpr (kCrossesDomains) {
     if (!add_domains<kWire, kCount>(role, op, sources, unit, lane_index, own, total)) return false;
   } else if constexpr (kUnweighted) {
-    if (!add_at_home<kWire>(role, op, choice, unit, lane_index, total)) return false;
+    if (!add_at_home<kIn, kWire>(role, op, choice, unit, lane_index, total)) return false;
   } else {
     LeanWaitBudget budget;
 #pragma unroll 1
@@ -243,7 +243,7 @@ struct Receiver {
       const int now = rows_number, now_id = rows_id;
       const bool is_last = !has_next(role);
       if (!is_last) load_rows(role);
-      if (!sum_piece<kWire, kOut, kUnweighted>(role, op, now, now_id, own) || is_last) return;
+      if (!sum_piece<kIn, kWire, kOut, kUnweighted>(role, op, now, now_id, own) || is_last) return;
     }
   }
 

@@ -100,12 +100,12 @@ struct HomeTerm {
 };
 
 // Up to four terms of a piece at a time. Lanes past the row's end do what the last lane inside does.
-template <DType kWire, int kCount>
+template <DType kIn, int kCount>
 struct HomeTerms {
   static constexpr int kBatch = 4;
   int lanes[kBatch];  // that hold the batch's terms; -1: none
   char* slots;        // of source 0's row, this lane's numbers
-  Numbers<kWire, kCount> numbers[kBatch];
+  Numbers<kIn, kCount> numbers[kBatch];
 
   __device__ __forceinline__ void begin_batch(const HomeTerm& term, int first) {
 #pragma unroll
@@ -166,27 +166,27 @@ struct RankSum {
 #pragma unroll
     for (int i = 0; i < kCount; i++) values[i] = kNothingYet;
   }
-  __device__ __forceinline__ void end(float (&total)[kCount]) {
+  __device__ __forceinline__ void end(float (&total)[kCount], int hidden, int piece) {
     if (rank < 0) return;
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
       if (!has_term) values[i] = 0.0f;
     }
     Numbers<kWire, kCount> sum;
-    sum.from(values);
+    round_sum(sum, values, hidden, piece);
     sum.add_to(total);
   }
 };
 
 // Adds up a piece of a token. False: a wait was given up.
-template <DType kWire, int kCount>
+template <DType kIn, DType kWire, int kCount>
 __device__ __forceinline__ bool add_at_home(const CombineRole& role, const WarpContext& op, const Choice& choice,
                                             const Unit& unit, int lane_index, float (&total)[kCount]) {
   HomeTerm term;
   if (!HomeTerm::of(role, op, choice, unit.token, term)) return false;
-  HomeTerms<kWire, kCount> terms;
+  HomeTerms<kIn, kCount> terms;
   terms.slots = role.peers.local<char>(role.p.offsets.row<false>(op.bank, 0, unit.token)) +
-                lane_index * static_cast<int>(sizeof(Numbers<kWire, kCount>));
+                lane_index * static_cast<int>(sizeof(Numbers<kIn, kCount>));
   RankSum<kWire, kCount> sum;
   LeanWaitBudget budget;
   const int count = __popc(__ballot_sync(~0u, term.place >= 0));
@@ -202,7 +202,7 @@ __device__ __forceinline__ bool add_at_home(const CombineRole& role, const WarpC
       const float weight = __shfl_sync(~0u, term.weight, lane);
       const bool is_skipped = __shfl_sync(~0u, term.is_skipped ? 1 : 0, lane) != 0;
       if (rank != sum.rank) {
-        sum.end(total);
+        sum.end(total, role.p.hidden, unit.piece);
         sum.begin(rank);
       }
       if (!terms.has_row(term, q)) continue;
@@ -213,7 +213,7 @@ __device__ __forceinline__ bool add_at_home(const CombineRole& role, const WarpC
       terms.reset(role, op, term, q, unit.token);
     }
   }
-  sum.end(total);
+  sum.end(total, role.p.hidden, unit.piece);
   return true;
 }
 

@@ -75,7 +75,6 @@ struct LlOffsets {
   Offset headers = 0, tagged = 0, rows = 0;            // bank 0
   uint64_t tagged_bank_bytes = 0, row_bank_bytes = 0;  // from one bank to the next
   bool by_source = false;
-  bool has_further_rows = false;   // of a combine: there is room for them
   uint32_t tagged_part_bytes = 0;  // by_source
   uint32_t row_part_bytes = 0;     // from one source to the next
 
@@ -138,6 +137,13 @@ struct LlOffsets {
     return static_cast<uint64_t>(shape.topk - 1) * shape.max_tokens * row_stride;
   }
 
+  // Whether a combine's banks have room for a row of every choice.
+  static bool fits_unweighted_rows(const LlWindow& window, const Shape& shape, const RowFormat& row) {
+    const uint64_t bank_bytes = window.kind[static_cast<int>(Kind::kCombine)].rows.count * sizeof(uint32_t) / kNumBanks;
+    const uint64_t need_bytes = row_bytes(shape, row.stride()) + further_row_bytes(shape, row.stride());
+    return !window.by_source && need_bytes <= bank_bytes;
+  }
+
   static LlOffsets make(const LlWindow& window, Kind kind, const Shape& shape, const RowFormat& row) {
     const LlWindow::PerKind& regions = window.kind[static_cast<int>(kind)];
     LlOffsets offsets;
@@ -163,10 +169,7 @@ struct LlOffsets {
              row.wire_bytes(), " bytes: a bank needs ", need_tagged, " bytes of routing and ", need_rows,
              " bytes of rows, it has ", offsets.tagged_bank_bytes, " and ", offsets.row_bank_bytes,
              need_rows > offsets.row_part_bytes * ranks ? room_for_rows(kind) : "");
-    if (!offsets.by_source) {
-      offsets.row_part_bytes = static_cast<uint32_t>(need_rows / ranks);
-      offsets.has_further_rows = need_rows + further_row_bytes(shape, offsets.row_stride) <= offsets.row_bank_bytes;
-    }
+    if (!offsets.by_source) offsets.row_part_bytes = static_cast<uint32_t>(need_rows / ranks);
     return offsets;
   }
 

@@ -30,12 +30,12 @@ void wait_for(const c10::Stream& stream, const c10::Stream& first) {
   event.block(stream);
 }
 
+// NOLINTNEXTLINE(misc-no-recursion): tuples of results are two deep
 void add_tensors(PyObject* objects, std::vector<PyObject*>& found) {
   if (THPVariable_Check(objects)) found.push_back(objects);
   if (!PyTuple_Check(objects) && !PyList_Check(objects)) return;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(objects); i++) {
-    PyObject* each = PySequence_Fast_GET_ITEM(objects, i);
-    if (THPVariable_Check(each)) found.push_back(each);
+    add_tensors(PySequence_Fast_GET_ITEM(objects, i), found);
   }
 }
 

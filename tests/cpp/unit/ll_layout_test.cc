@@ -13,7 +13,8 @@ namespace ep {
 namespace {
 
 // Every word that an operation of this kind may touch.
-void add_pieces(std::vector<Piece>& pieces, const LlOffsets& offsets, const RowFormat& row, const std::string& kind) {
+void add_pieces(std::vector<Piece>& pieces, const LlOffsets& offsets, const RowFormat& row, const std::string& kind,
+                bool has_further_rows = false) {
   const auto add = [&](Offset offset, uint64_t bytes, const std::string& name) {
     pieces.push_back({offset, offset + bytes, kind + name});
   };
@@ -30,7 +31,7 @@ void add_pieces(std::vector<Piece>& pieces, const LlOffsets& offsets, const RowF
       }
     }
   }
-  if (!offsets.has_further_rows) return;
+  if (!has_further_rows) return;
   for (int bank = 0; bank < kNumBanks; bank++) {
     for (int token = 0; token < offsets.max_tokens; token++) {
       EXPECT_EQ(offsets.unweighted_row(bank, 0, token, 0, true), offsets.row(bank, 0, token));
@@ -59,7 +60,8 @@ TEST(LlOffsets, NothingOverlaps) {
               const RowFormat dispatch{payload, 12, true}, combine{2 * payload, 0, false};
               std::vector<Piece> pieces;
               add_pieces(pieces, LlOffsets::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
-              add_pieces(pieces, LlOffsets::make(window, Kind::kCombine, shape, combine), combine, "combine ");
+              add_pieces(pieces, LlOffsets::make(window, Kind::kCombine, shape, combine), combine, "combine ",
+                         LlOffsets::fits_unweighted_rows(window, shape, combine));
               pieces.push_back({window.flags.offset, window.flags.at(num_ranks), "flags"});
               pieces.push_back({window.heartbeats.offset, window.heartbeats.at(num_ranks), "signs of life"});
               pieces.push_back({window.flag_epoch.offset, window.flag_epoch.at(1), "epoch of flags"});
@@ -130,13 +132,13 @@ TEST(LlOffsets, FurtherRowsOfACombine) {
   const Shape shape = Shape::make(2, 8, 4, 16);
   const RowFormat row{256, 0, false};
   for (bool by_source : {false, true}) {
-    const LlOffsets offsets = LlOffsets::make(window_for_rows(shape, 256, 256, by_source), Kind::kCombine, shape, row);
-    EXPECT_EQ(offsets.has_further_rows, !by_source);
+    const LlWindow window = window_for_rows(shape, 256, 256, by_source);
+    EXPECT_EQ(LlOffsets::fits_unweighted_rows(window, shape, row), !by_source);
   }
   LlSizes sizes = sizes_for(shape, 256, 256);
   EXPECT_EQ(sizes.row_bytes[1], (2u + 3u) * 16 * 256);
   sizes.row_bytes[1] -= 256;
-  EXPECT_FALSE(LlOffsets::make(LlWindow::make(2, sizes), Kind::kCombine, shape, row).has_further_rows);
+  EXPECT_FALSE(LlOffsets::fits_unweighted_rows(LlWindow::make(2, sizes), shape, row));
 }
 
 // Reserving for a shape serves every smaller one.
