@@ -83,6 +83,7 @@ def low_latency_combine_eager(
     return_recv_hook: object,
     out: object,
     wait_cost: object,
+    use_logfmt: object,
     /,
 ) -> Any: ...
 def get_dispatch_layout_eager(seq: object, topk_idx: object, num_experts: object, /) -> Any: ...

@@ -22,17 +22,17 @@ def _requests(server: Server, count: int) -> list[Request]:
 
 
 @torch.no_grad()
-def differences(model: Model, request: Request, gap: float) -> tuple[int, int]:
+def differences(model: Model, request: Request, gap: float) -> tuple[int, int, float]:
     """Tokens that one rank would not have chosen, given those before: where its logits of the two are within ``gap``
-    of each other, and where they are not."""
+    of each other, and where they are not; and how far apart they are at most."""
     text = torch.cat([request.prompt, torch.tensor(request.tokens)]).to(model.embedding.device)
     logits = model(text[:-1].unsqueeze(0))[0][0, len(request.prompt) - 1 :].cpu()
     tokens = torch.tensor(request.tokens).unsqueeze(-1)
     behind = logits.max(-1).values - logits.gather(-1, tokens).squeeze(-1)
-    return int(((behind > 0) & (behind <= gap)).sum()), int((behind > gap).sum())
+    return int(((behind > 0) & (behind <= gap)).sum()), int((behind > gap).sum()), float(behind.max())
 
 
-def compare_with_one_rank(server: Server, count: int) -> dict[str, int]:
+def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
     """Collective. On rank 0: tokens compared, and those that differ."""
     from .serve import gather
 
@@ -40,13 +40,16 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, int]:
     server.serve(requests, keep_logits=True)
     served = gather(server.world, requests)
     server.reference = served  # for count_changed
-    found = {"tokens": sum(len(each.tokens) for each in served), "close": 0, "different": 0}
+    found: dict[str, Any] = {
+        "tokens": sum(len(each.tokens) for each in served), "close": 0, "different": 0, "largest_gap": 0.0,
+    }  # fmt: skip
     if server.world.rank == 0:
         alone = one_rank_model(server)
         for each in served:
-            close, different = differences(alone, each, server.options.gap)
+            close, different, largest = differences(alone, each, server.options.gap)
             found["close"] += close
             found["different"] += different
+            found["largest_gap"] = max(found["largest_gap"], largest)
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from .table import Report, place_of, read_reports
 
@@ -86,8 +87,9 @@ def of_serving(report: Report) -> Figure:
             axes.plot(rates, [each[f"{key}_p99_ms"] for each in points], ":", color=colour, marker=".")
         if key == "ttft":  # its p99 is far from its p50 where requests queue
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
         tidy(axes, "requests/s", "ms", name)
     add_legend(figure)
     return figure

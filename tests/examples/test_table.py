@@ -11,7 +11,7 @@ import pytest
 from examples.moe_lm.table import place_of, read_reports, record_of, summary_table, tables
 from tests import ROOT
 
-RECORD = "reports/model_2xh100_2026-11-25.json"
+RECORD = "reports/model_2xh200_2026-11-27.json"
 
 
 def test_readme_has_the_figures_of_its_record() -> None:

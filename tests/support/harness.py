@@ -209,9 +209,8 @@ def check_padding(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, w
 
 
 def sends_unweighted(case: Case, *, staged: bool) -> bool:
-    """Whether a combine's sending half sends rows for the home ranks to weight."""
-    out_dtype = case.out_dtype or case.rows_dtype
-    return staged and is_weighted_at_home(case) and (case.wire_dtype or out_dtype) == case.rows_dtype
+    """Whether a combine's sending half sends rows for the home ranks to weight, in their own dtype."""
+    return staged and is_weighted_at_home(case)
 
 
 def is_weighted_at_home(case: Case) -> bool:
@@ -229,6 +228,7 @@ def check_wire(
     other = other_bytes(case, inputs, rows)
     if sends_unweighted(case, staged=staged):
         home_rows = torch.stack([(result.row_of >= 0).flatten(1).sum(1) for result in results], 1)
+        home = case.hidden * case.rows_dtype.itemsize
         other += 8 * rows.T
     for rank, result in enumerate(got):
         for peer in range(case.num_ranks):

@@ -101,9 +101,12 @@ PyObject* scratch_of(PyObject* state, PyObject* const* sizes) {
   return found;
 }
 
-// self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out, wait_cost. With the hook a pair, as above.
+// self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out, wait_cost, use_logfmt. With the hook a
+// pair, as above.
 PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
-  if (count != 9 || !is_plain_thread() || !are_bools({given[5], given[6]})) Py_RETURN_NONE;
+  if (count != 10 || !is_plain_thread() || !are_bools({given[5], given[6], given[9]})) Py_RETURN_NONE;
+  const bool use_logfmt = is_true(given[9]);
+  if (use_logfmt && is_true(given[5])) Py_RETURN_NONE;
   PyObject* handle = given[4];
   if ((!PyTuple_CheckExact(handle) && !PyList_CheckExact(handle)) || PySequence_Fast_GET_SIZE(handle) != 5) {
     Py_RETURN_NONE;
@@ -148,7 +151,7 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   const bool has_hook = is_true(given[6]);
   const auto run = [&](auto op, const auto&... signals) {
     return op(seq, rows.get(), src_info.get(), topk_weights.get(), topk_idx.get(), num_experts.get(), max_tokens.get(),
-              wait_cost.get(), out.get(), 0, false, signals...);
+              wait_cost.get(), out.get(), 0, use_logfmt, signals...);
   };
   Tensor made = has_hook ? run(&CombineSend::run, OptionalTensor{}, 0, 0) : run(&Combine::run);
   const auto result = py::reinterpret_steal<py::object>(out.get() ? new_reference(given[7]) : wrap(std::move(made)));
@@ -158,7 +161,7 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   PyObject* to_receive =
       tuple_of(new_reference(buffer->seq), new_reference(elements[0]), number(topk_idx.get().size(1)),
                new_reference(elements[4]), new_reference(elements[2]), new_reference(given[8]), new_reference(result),
-               number(0), new_reference(Py_False));
+               number(0), new_reference(given[9]));
   return tuple_of(results, to_receive);
 }
 
