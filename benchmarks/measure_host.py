@@ -75,9 +75,13 @@ def of_all_ranks(mine: Any) -> list[Any]:
     return told
 
 
+def timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
 def event_time(call: Call, barrier: Call, iterations: int) -> float:
     """Of one call in a GPU's time, in us: the median of the rank that entered last, which waits for no other."""
-    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(iterations)]
+    events = [timing_events() for _ in range(iterations)]
     for start, end in events:
         torch.cuda.synchronize()
         start.record()  # the first one behind a wait takes 8 to 20 us
@@ -91,7 +95,7 @@ def event_time(call: Call, barrier: Call, iterations: int) -> float:
 
 def queued_time(call: Call, barrier: Call, iterations: int) -> float:
     """The same of calls that follow one another."""
-    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(iterations)]
+    events = [timing_events() for _ in range(iterations)]
     torch.cuda.synchronize()
     barrier()
     for start, end in events:
@@ -101,7 +105,7 @@ def queued_time(call: Call, barrier: Call, iterations: int) -> float:
     return median_of_last(events)
 
 
-def median_of_last(events: list[tuple[torch.cuda.Event, ...]]) -> float:
+def median_of_last(events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
     torch.cuda.synchronize()
     times = [start.elapsed_time(end) * 1e3 for start, end in events]
     return median(min(each) for each in list(zip(*of_all_ranks(times), strict=True))[len(times) // 5 :])
@@ -127,7 +131,7 @@ def graph_times(calls: dict[str, Call], barrier: Call, iterations: int) -> dict[
         for name, graph in graphs.items():
             barrier()
             torch.cuda.synchronize()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = timing_events()
             torch.cuda._sleep(400_000)  # cycles, in which all hosts get ahead
             calls[name]()  # ends on all ranks at the same time
             start.record()

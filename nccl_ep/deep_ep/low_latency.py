@@ -7,7 +7,7 @@ taken apart and rebuilt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -215,7 +215,11 @@ class LowLatencyMethods(LowLatencyMemory):
                 use_logfmt,
             )  # fmt: skip
             try:
-                eager = self._on_comm_stream(_combine_eager, given) if is_async else _combine_eager(*given)
+                if is_async:
+                    scratch = self._state.scratch.values() if zero_copy else ()  # where the rows are read
+                    eager = self._on_comm_stream(_combine_eager, given, scratch)
+                else:
+                    eager = _combine_eager(*given)
             except RuntimeError as error:
                 raise error_of(self, error) from error
             if eager is not None:
@@ -302,10 +306,11 @@ class LowLatencyMethods(LowLatencyMemory):
                 f"R * num_max_dispatch_tokens_per_rank, and demand was {info[local:-1].tolist()}"
             )
 
-    def _on_comm_stream(self, eager: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def _on_comm_stream(
+        self, eager: Callable[..., Any], given: tuple[Any, ...], scratch: Iterable[torch.Tensor] = ()
+    ) -> Any:
         """What a method with ``async_finish`` returns, by one call of C++; None, as that has done nothing."""
-        used = (*given, *self._state.scratch.values())  # zero_copy reads one of these
-        made, event = run_on_comm_stream(self, partial(eager, *given), used, True)
+        made, event = run_on_comm_stream(self, partial(eager, *given), (*given, *scratch), True)
         return None if made is None else (*made[:-2], event, None)
 
     def _with_hook(self, eager: Any, receive: Callable[..., Any]) -> Any:
