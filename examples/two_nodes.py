@@ -28,9 +28,9 @@ def step(x, topk_idx, weights, buffer, num_experts, mode):
         x, topk_idx, weights, buffer=buffer, num_experts=num_experts, layout="flat", mode=mode,
         capacity="exact" if mode == "ht" else None,
     )  # fmt: skip
+    count = int(out.total)  # rows behind it are of no token
     mine = torch.arange(EXPERTS_PER_RANK, device=x.device) + EXPERTS_PER_RANK * buffer.rank
     scale = torch.where(out.topk_idx >= 0, out.weights * factor(mine)[out.topk_idx.clamp(min=0)], 0.0).sum(-1)
-    count = int(out.total)  # rows behind it are of no token
     rows = torch.zeros_like(out.x)
     rows[:count] = (out.x[:count].float() * scale[:count, None]).to(x.dtype)
     return nccl_ep.combine(rows, out.handle)
@@ -57,10 +57,12 @@ def run(options):
     ) as buffer:  # fmt: skip
         for _ in range(options.steps):
             begin = time.perf_counter()
-            y = step(x, topk_idx, weights, buffer, num_experts, options.mode).cpu()
+            y = step(x, topk_idx, weights, buffer, num_experts, options.mode)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
         buffer.check()
-        wrong = float((y.float() - want).abs().max() / want.abs().max())
+        wrong = float((y.cpu().float() - want).abs().max() / want.abs().max())
     owners = topk_idx.cpu() // EXPERTS_PER_RANK // a_node
     abroad = sum(len({node for node in each if node != rank // a_node}) for each in owners.tolist())
     return {"rank": rank, "node": rank // a_node, "error": wrong, "rows": abroad, "ms": statistics.median(times) * 1e3}

@@ -154,7 +154,7 @@ def info_parts(layout: int, num_ranks: int, num_experts: int, /) -> tuple[int, i
 def combine_out_dtype(config: Sequence[int], /) -> torch.dtype: ...
 def combine_topk(config: Sequence[int], /) -> int: ...
 
-# Bytes of (routing, dispatched rows, combined rows) in a bank.
+# Bytes of (routing, dispatched rows, combined rows, further combined rows of tokens) in a bank.
 def sizes_for(
     num_ranks: int,
     num_experts: int,
@@ -163,7 +163,7 @@ def sizes_for(
     dispatch_row_bytes: int,
     combine_row_bytes: int,
     /,
-) -> tuple[int, int, int]: ...
+) -> tuple[int, int, int, int]: ...
 
 # Words of a call; bytes of routes, rows, crossing routes, crossing rows, arena.
 def ht_sizes_for(
@@ -180,8 +180,8 @@ def ht_sizes_for(
 
 # Bytes of a window of high throughput alone.
 def ht_window_bytes(num_ranks: int, ht_sizes: tuple[int, int, int, int, int, int], /) -> int: ...
-def sizes_for_window(num_ranks: int, window_bytes: int, /) -> tuple[int, int, int]: ...
-def window_for(num_ranks: int, sizes: tuple[int, int, int], /) -> int: ...
+def sizes_for_window(num_ranks: int, window_bytes: int, /) -> tuple[int, int, int, int]: ...
+def window_for(num_ranks: int, sizes: tuple[int, int, int, int], /) -> int: ...
 
 class GroupConfig:
     def __init__(
@@ -192,6 +192,7 @@ class GroupConfig:
         tagged_bytes: int,
         dispatch_row_bytes: int,
         combine_row_bytes: int,
+        further_row_bytes: int,
         timeout_seconds: float,
         network_seed: int,
         ht_sizes: tuple[int, int, int, int, int, int],

@@ -43,7 +43,8 @@ _ADDED_UP = (  # of stats(), over the windows
     "ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines", "dropped_rows", "invalid_ids",
     "window_bytes", "arena_bytes", "arena_free_bytes",
 )  # fmt: skip
-Sizes: TypeAlias = tuple[int, int, int]  # bytes of (routing, dispatched rows, combined rows) in a bank
+# Bytes of (routing, dispatched rows, combined rows, further combined rows of tokens) in a bank.
+Sizes: TypeAlias = tuple[int, int, int, int]
 HtSizes: TypeAlias = tuple[int, int, int, int, int, int]  # csrc/layout/ht_layout.h
 _numbers = itertools.count()
 # All that this process has made, and their names, by the ids of their windows.
@@ -73,7 +74,8 @@ class Buffer(DeepEpNames):
         enable_shrink: a rank that is late in a low-latency operation is masked instead of failing the buffer
             (``nccl_ep.deep_ep.Buffer.low_latency_update_mask_buffer``); up to 64 ranks, the same on all.
         comm: an mpi4py communicator in place of a group; MPI knows no deadline, so that making a buffer has none then.
-        sizes: bytes of (routing, dispatched rows, combined rows) in a bank.
+        sizes: bytes of (routing, dispatched rows, combined rows, further combined rows of tokens) in a bank, as
+            ``_C.sizes_for`` returns them.
         ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
@@ -127,7 +129,7 @@ class Buffer(DeepEpNames):
         require_within(0, _MAX_UINT64, network_seed=network_seed or 0)
         require_int32(domain_size=domain_size or 0)
         require_seconds(timeout=timeout)
-        _require_sizes("sizes", sizes, 3)
+        _require_sizes("sizes", sizes, 4)
         _require_sizes("ht_sizes", ht_sizes, 6)
         if not isinstance(name, str | None):
             raise TypeError(f"name is a {type(name).__name__}, must be a str")
@@ -219,7 +221,7 @@ class Buffer(DeepEpNames):
         require_within(0, MAX_ROW_BYTES, scale_bytes=scale_bytes)
         row_bytes = bytes_of_x + (scale_bytes + 15) // 16 * 16
         home_bytes = hidden * max((wire_dtype or dtype).itemsize, 2)
-        sizes, ht_sizes = (0, 0, 0), None
+        sizes, ht_sizes = (0, 0, 0, 0), None
         if mode != "ht":
             ll_tokens = max_tokens
             if mode == "auto":
@@ -246,6 +248,7 @@ class Buffer(DeepEpNames):
             tagged_bytes=sizes[0],
             dispatch_row_bytes=sizes[1],
             combine_row_bytes=sizes[2],
+            further_row_bytes=sizes[3],
             timeout_seconds=self._timeout,
             ht_sizes=ht_sizes or (0,) * 6,
             masks_late_ranks=self.enable_shrink and self._windows == [],
@@ -265,7 +268,7 @@ class Buffer(DeepEpNames):
         The other windows stay: graphs may have been captured on them, and low latency uses the first.
         """
         name = f"{self.name}.{len(self._windows)}"
-        window_bytes = self._make_window(name, (0, 0, 0), ht_sizes).stats()["window_bytes"]
+        window_bytes = self._make_window(name, (0, 0, 0, 0), ht_sizes).stats()["window_bytes"]
         self._newest_seq, self._ht_sizes = (
             self._seqs[-1],
             ht_sizes,

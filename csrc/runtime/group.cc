@@ -14,7 +14,8 @@
 namespace ep {
 namespace {
 
-constexpr int kWireVersion = 10;            // changes with the bytes that ranks exchange
+constexpr int kWindowTopk = 8;              // up to which a window of given bytes has room for unweighted rows
+constexpr int kWireVersion = 11;            // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 void check_timeout(double seconds) {
@@ -37,8 +38,8 @@ LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_by
   LlSizes sizes;
   sizes.tagged_bytes = LlOffsets::tagged_bytes(shape);
   sizes.row_bytes[0] = LlOffsets::row_bytes(shape, dispatch.stride());
-  sizes.row_bytes[1] =
-      LlOffsets::row_bytes(shape, combine.stride()) + LlOffsets::further_row_bytes(shape, combine.stride());
+  sizes.further_row_bytes = LlOffsets::further_row_bytes(shape, combine.stride());
+  sizes.row_bytes[1] = LlOffsets::row_bytes(shape, combine.stride());
   return sizes;
 }
 
@@ -50,14 +51,19 @@ LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes) {
   const uint64_t bank = (window_bytes - fixed - 8192) / kNumBanks;
   LlSizes sizes;
   sizes.tagged_bytes = bank / 32 / 128 * 128;
-  sizes.row_bytes[0] = sizes.row_bytes[1] = (bank - 2 * sizes.tagged_bytes) / 2 / 128 * 128;
+  sizes.row_bytes[0] = (bank - 2 * sizes.tagged_bytes) / 2 / 128 * 128;
+  // In the proportion of a token's choices to the ranks.
+  const uint64_t part = sizes.row_bytes[0] / (num_ranks + kWindowTopk - 1) / 128 * 128;
+  sizes.further_row_bytes = (kWindowTopk - 1) * part;
+  sizes.row_bytes[1] = sizes.row_bytes[0] - sizes.further_row_bytes;
   return sizes;
 }
 
 uint64_t window_for(int num_ranks, const LlSizes& sizes) {
   // Of a bank, sizes_for_window() gives a thirty-second to the tagged words of a kind, and 15 to its rows.
+  const uint64_t combined = sizes.row_bytes[1] + sizes.further_row_bytes;
   const uint64_t part = std::max(align_up<uint64_t>(sizes.tagged_bytes, 128),
-                                 ceil_div<uint64_t>(std::max(sizes.row_bytes[0], sizes.row_bytes[1]), 15)) +
+                                 ceil_div<uint64_t>(std::max(sizes.row_bytes[0], combined), 15)) +
                         128;
   return align_up<uint64_t>(LlWindow::make(num_ranks, {}).bytes + 8192 + kNumBanks * 32 * part, 4096) + 65536;
 }
@@ -77,6 +83,7 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   agreement.add("the bytes of routing in a bank", config.sizes.tagged_bytes);
   agreement.add("the bytes of dispatched rows in a bank", config.sizes.row_bytes[0]);
   agreement.add("the bytes of combined rows in a bank", config.sizes.row_bytes[1]);
+  agreement.add("the bytes of further combined rows", config.sizes.further_row_bytes);
   agreement.add("the words of a call of high throughput", config.ht_sizes.message_words);
   agreement.add("the bytes of routes of high throughput", config.ht_sizes.slot_bytes);
   agreement.add("the bytes of rows of high throughput", config.ht_sizes.row_bytes);
@@ -295,9 +302,8 @@ void Group::run(LlDispatchParams& p, void* stream) {
 
 // The sending half waits for no rank, so it cannot know the weights of the home ranks. The same for both halves.
 bool Group::sends_unweighted(const LlCombineParams& p, const RowFormat& row) const {
-  const bool has_rail = config_.has_rail && topology_.num_domains() > 1;
   return p.weighting == Weighting::kHome && p.phase != Phase::kFused && has_expert_rows(p.output.layout) &&
-         LlOffsets::fits_unweighted_rows(window_, p.shape, row) && !has_rail && !config_.masks_late_ranks;
+         LlOffsets::fits_unweighted_rows(window_, p.shape, row);
 }
 
 // Rows that are still being written are sent one by one, as they come: not in sums.
@@ -308,9 +314,9 @@ void Group::check_signals(const LlCombineParams& p) const {
            "give weights [tokens, top-k] at combine, and call it in halves");
   EP_CHECK(p.dtype == p.wire_dtype && p.dtype == p.out_dtype, kWhat, "rows are ", name_of(p.dtype), ", the wire ",
            name_of(p.wire_dtype), ", outputs ", name_of(p.out_dtype), ", must be of one type");
-  EP_CHECK(!config_.masks_late_ranks, kWhat, "the buffer has masks (enable_shrink), with which sums travel");
+  EP_CHECK(!config_.masks_late_ranks, kWhat, "the buffer has masks (enable_shrink), with which signals are not served");
   EP_CHECK(!config_.has_rail || topology_.num_domains() == 1, kWhat, "the ranks' GPUs are in ", topology_.num_domains(),
-           " NVLink domains, between which sums travel");
+           " NVLink domains, between which signals are not served");
   EP_CHECK(p.sends_unweighted, kWhat, "the window has no room for every choice of a token, of which there are ",
            p.shape.topk, ": make the buffer for that top-k");
   EP_CHECK(p.num_sms > 0, "num_sms is ", p.num_sms,

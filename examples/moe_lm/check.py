@@ -22,35 +22,43 @@ def _requests(server: Server, count: int) -> list[Request]:
 
 
 @torch.no_grad()
-def differences(model: Model, request: Request, gap: float) -> tuple[int, int, float]:
-    """Tokens that one rank would not have chosen, given those before: where its logits of the two are within ``gap``
-    of each other, and where they are not; and how far apart they are at most."""
+def logits_of(model: Model, request: Request) -> torch.Tensor:
+    """[tokens served, vocabulary]: a model's logits, given the tokens before."""
     text = torch.cat([request.prompt, torch.tensor(request.tokens)]).to(model.embedding.device)
-    logits = model(text[:-1].unsqueeze(0))[0][0, len(request.prompt) - 1 :].cpu()
-    tokens = torch.tensor(request.tokens).unsqueeze(-1)
-    behind = logits.max(-1).values - logits.gather(-1, tokens).squeeze(-1)
-    return int(((behind > 0) & (behind <= gap)).sum()), int((behind > gap).sum()), float(behind.max())
+    return model(text[:-1].unsqueeze(0))[0][0, len(request.prompt) - 1 :].cpu()
 
 
 def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
-    """Collective. On rank 0: tokens compared, and those that differ."""
+    """Collective. On rank 0: tokens compared, and those that one rank would not have chosen.
+
+    "close": one rank's logits of the two tokens are within "gap" of each other; "different": they are further apart.
+    "gap" is ``--gap``, or twice "rounding": how far a logit of one rank moves at most when the same weights are used in
+    float32. Two sound ways to compute may each be so far from the exact logits.
+    """
     from .serve import gather
 
     requests = _requests(server, count)
     server.serve(requests, keep_logits=True)
     served = gather(server.world, requests)
     server.reference = served  # for count_changed
-    found: dict[str, Any] = {
-        "tokens": sum(len(each.tokens) for each in served), "close": 0, "different": 0, "largest_gap": 0.0,
+    if server.world.rank != 0:
+        return {}
+    alone = one_rank_model(server)
+    logits = [logits_of(alone, each) for each in served]
+    exact = alone.in_float32()
+    moved = [mine - logits_of(exact, each) for mine, each in zip(logits, served, strict=True)]
+    rounding = max(float(each.abs().max()) for each in moved)
+    gap = 2 * rounding if server.options.gap is None else server.options.gap
+    behind = torch.cat([_behind(mine, each) for mine, each in zip(logits, served, strict=True)])
+    return {
+        "tokens": len(behind), "rounding": rounding, "gap": gap, "close": int(((behind > 0) & (behind <= gap)).sum()),
+        "different": int((behind > gap).sum()), "largest_gap": float(behind.max()),
     }  # fmt: skip
-    if server.world.rank == 0:
-        alone = one_rank_model(server)
-        for each in served:
-            close, different, largest = differences(alone, each, server.options.gap)
-            found["close"] += close
-            found["different"] += different
-            found["largest_gap"] = max(found["largest_gap"], largest)
-    return found
+
+
+def _behind(logits: torch.Tensor, request: Request) -> torch.Tensor:
+    """[tokens]: how far the logit of a served token is below the largest."""
+    return logits.max(-1).values - logits.gather(-1, torch.tensor(request.tokens).unsqueeze(-1)).squeeze(-1)
 
 
 def one_rank_model(server: Server) -> Model:

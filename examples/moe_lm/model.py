@@ -188,6 +188,11 @@ class Model(nn.Module):
                 parameter.data = parameter.data.to(self.dtype)
         return self
 
+    def in_float32(self) -> Model:
+        """This model, from now on in float32. Parameters keep their values."""
+        self.dtype = torch.float32
+        return self.float()
+
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """tokens int64 [B, S]: logits [B, S, vocabulary] float32, and the mean load-balancing loss of the layers."""
         x: Any = F.embedding(tokens, self.embedding).to(self.dtype)

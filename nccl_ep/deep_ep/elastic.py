@@ -116,7 +116,7 @@ class ElasticBuffer:
             self.num_bytes = num_bytes
             domain = options.get("domain_size") or ranks
             ht_sizes = sizes_for_bytes(num_bytes, ranks, domain)
-            core = Core(rendezvous, sizes=(0, 0, 0), ht_sizes=ht_sizes, **options)
+            core = Core(rendezvous, sizes=(0, 0, 0, 0), ht_sizes=ht_sizes, **options)
             core.max_tokens = num_max_tokens_per_rank or None
         else:
             raise ValueError(

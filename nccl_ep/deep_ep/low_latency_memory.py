@@ -51,9 +51,8 @@ class LowLatencyMemory(View):
         """
         require_within(1, (1 << 31) - 1, num_ranks=num_ranks)
         sizes = num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
-        routing, _, _ = _bank_sizes(*sizes, MAX_TOPK)
-        _, dispatched, combined = _bank_sizes(*sizes, _UNWEIGHTED_TOPK)
-        return _C.window_for(num_ranks, (routing, dispatched, combined))
+        routing = _bank_sizes(*sizes, MAX_TOPK)[0]
+        return _C.window_for(num_ranks, (routing, *_bank_sizes(*sizes, _UNWEIGHTED_TOPK)[1:]))
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing has to be cleaned here, before or between operations: checks that such operations fit the window.
@@ -66,8 +65,9 @@ class LowLatencyMemory(View):
 
     def _require_room(self, max_tokens: int, hidden: int, num_experts: int, parts: tuple[str, ...]) -> None:
         """For these parts of a bank, in bf16 operations of these sizes."""
-        sizes = _bank_sizes(max_tokens, hidden, self.num_ranks, num_experts, topk=1)
-        for need, have, what in zip(sizes, self.core._sizes, _PARTS, strict=True):
+        needed = _bank_sizes(max_tokens, hidden, self.num_ranks, num_experts, topk=1)[:3]  # no further rows
+        routing, dispatched, combined, further = self.core._sizes
+        for need, have, what in zip(needed, (routing, dispatched, combined + further), _PARTS, strict=True):
             if need > have and what in parts:
                 raise ValueError(
                     f"the window of {self.name} is too small for {max_tokens} tokens a rank, hidden {hidden}, "
@@ -212,11 +212,11 @@ def elements_of(handle: LowLatencyHandle) -> LowLatencyHandle:
 
 def _bank_sizes(
     num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int, topk: int
-) -> tuple[int, int, int]:
-    """What bf16 operations need, as _PARTS. ValueError for sizes that no operation has."""
+) -> tuple[int, int, int, int]:
+    """What bf16 operations need, as _PARTS and for further rows. ValueError for sizes that no operation has."""
     require_int32(num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank, num_experts=num_experts)
     row_bytes = row_bytes_of(hidden, torch.bfloat16)
-    sizes: tuple[int, int, int] = _C.sizes_for(
+    sizes: tuple[int, int, int, int] = _C.sizes_for(
         num_ranks, num_experts, topk, num_max_dispatch_tokens_per_rank, row_bytes, row_bytes
     )
     return sizes

@@ -102,6 +102,20 @@ def _judge_network(facts: Facts, problem: Any, note: Any) -> None:
     """What NCCL's GPU-initiated networking (GIN) wants of a machine, as far as it can be seen without a peer."""
     if facts.library_cuda and facts.nccl.get("network_problem"):
         problem(facts.nccl["network_problem"], "")  # which says what to do
+    if plugin := facts.environment.get("NCCL_RMA_PLUGIN"):
+        note(f"NCCL_RMA_PLUGIN is {plugin}: the plugin brings the network for kernels, so NICs were not judged")
+    else:
+        _judge_nics(facts, problem, note)
+    if facts.environment.get("NCCL_GIN_ENABLE") == "0":
+        problem("NCCL_GIN_ENABLE is 0: NCCL then has no network for kernels", "unset NCCL_GIN_ENABLE")
+    if facts.environment.get("NCCL_CROSS_NIC") == "0":
+        problem("NCCL_CROSS_NIC is 0: NCCL then joins only GPUs of one rail", "unset NCCL_CROSS_NIC")
+    if size := facts.environment.get("NCCL_LSA_TEAM_SIZE"):
+        note(f"NCCL_LSA_TEAM_SIZE is {size}: NCCL's NVLink domains are made smaller, which is for tests",
+             "unset NCCL_LSA_TEAM_SIZE")  # fmt: skip
+
+
+def _judge_nics(facts: Facts, problem: Any, note: Any) -> None:
     active = [name for name, state in facts.nics.items() if state == "ACTIVE"]
     if not facts.nics:
         problem("no RDMA device is here (/sys/class/infiniband): NCCL then has no network that kernels can use",
@@ -117,13 +131,6 @@ def _judge_network(facts: Facts, problem: Any, note: Any) -> None:
     elif not facts.peermem and not all(gpu.dma_buf for gpu in facts.gpus):
         problem("a NIC cannot find memory of GPUs: nvidia-peermem is not loaded, and the driver has no DMA-BUF",
                 "modprobe nvidia-peermem, or the open kernel modules")  # fmt: skip
-    if facts.environment.get("NCCL_GIN_ENABLE") == "0":
-        problem("NCCL_GIN_ENABLE is 0: NCCL then has no network for kernels", "unset NCCL_GIN_ENABLE")
-    if facts.environment.get("NCCL_CROSS_NIC") == "0":
-        problem("NCCL_CROSS_NIC is 0: NCCL then joins only GPUs of one rail", "unset NCCL_CROSS_NIC")
-    if size := facts.environment.get("NCCL_LSA_TEAM_SIZE"):
-        note(f"NCCL_LSA_TEAM_SIZE is {size}: NCCL's NVLink domains are made smaller, which is for tests",
-             "unset NCCL_LSA_TEAM_SIZE")  # fmt: skip
 
 
 def _judge_gpus(facts: Facts, problem: Any, note: Any) -> None:
@@ -151,5 +158,6 @@ def _judge_gpus(facts: Facts, problem: Any, note: Any) -> None:
 def plan(facts: Facts, findings: list[Finding]) -> tuple[str, int]:
     """The device kind and the number of ranks that the self-test uses: GPUs only where nothing speaks against them."""
     if facts.gpus and facts.library_cuda and not any(finding.level == "problem" for finding in findings):
-        return "cuda", len(facts.gpus)
+        domain = int(facts.environment.get("NCCL_LSA_TEAM_SIZE") or len(facts.gpus))  # the self-test is of one
+        return "cuda", min(len(facts.gpus), domain)
     return "cpu", 2

@@ -125,7 +125,7 @@ HUGE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.empty([2**62 + 4], torch.float32), "beyond 64 bits"),
     (lambda b: b.empty([2**40, 2**40]), "beyond 64 bits"),
     (lambda b: nccl_ep.Buffer.for_shapes(None, **{**SIZES, "arena_bytes": 2**64 - 1}), "a window of more than"),
-    (lambda b: nccl_ep.Buffer(None, device="cpu", sizes=(2**62,) * 3), "a window of more than"),
+    (lambda b: nccl_ep.Buffer(None, device="cpu", sizes=(2**62,) * 4), "a window of more than"),
     (lambda b: nccl_ep.Buffer.for_shapes(None, **SIZES, scale_bytes=-256), "scale_bytes is -256"),
 ]
 

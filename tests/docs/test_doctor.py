@@ -210,6 +210,15 @@ def test_machines_that_are_connected() -> None:
     notes = judge(facts, several_nodes=True)
     assert [finding.level for finding in notes] == ["note", "note"]
     assert "1 active RDMA devices for 4 GPUs" in notes[0].text and "NCCL_LSA_TEAM_SIZE is 2" in notes[1].text
+    assert plan(facts, notes) == ("cuda", 2)
+
+
+def test_a_plugin_in_the_place_of_nics() -> None:
+    facts = connected()
+    facts.nics, facts.peermem = {}, False
+    facts.environment = {"NCCL_RMA_PLUGIN": "libmine.so"}
+    (note,) = judge(facts, several_nodes=True)
+    assert note.level == "note" and "NCCL_RMA_PLUGIN is libmine.so" in note.text
 
 
 def test_rdma_devices(tmp_path: Path) -> None:

@@ -13,19 +13,13 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup
-from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.expected import Expected, shared_buffer
 from tests.support.gpus import needs_gpu, on_gpu, ranks_on_gpus
 from tests.support.harness import combine_options
+from tests.support.late_halves import POISON, SHORT_MS, late_between_halves, weighted_case
 from tests.support.processes import run_processes
 
 pytestmark = needs_gpu
-LATE_SECONDS = 0.5
-POISON = 0x7F  # a NaN in each dtype
-
-
-def weighted_case(num_ranks: int, **changes: Any) -> Expected:
-    sizes = {"num_experts": 2 * num_ranks, "topk": min(4, 2 * num_ranks), "combine_weights": "masked"}
-    return Expected(plain_case(num_ranks, **{**sizes, **changes}))
 
 
 class Signalled:
@@ -133,32 +127,14 @@ def test_a_signal_that_does_not_come_is_named_at_the_deadline() -> None:
             buffer.check()
 
 
-def _late_between_halves(rank: int, wire: Any) -> float:
-    """Rank 1 calls its sending half late. Returns the milliseconds of this rank's."""
-    device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
-    case = weighted_case(2, wire_dtype=wire)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with shared_buffer(group, [case], device=device, timeout=20.0) as buffer:
-        out = case.dispatch(buffer)
-        options, rows = combine_options(case.case, rank, device), case.rows[rank].to(device)
-        case.check_combine(nccl_ep.combine_send(rows, out.handle, **options).receive().cpu(), rank)
-        torch.cuda.synchronize()
-        group.allgather(b"", 20.0)
-        if rank == 1:
-            torch.cuda._sleep(int(LATE_SECONDS * 1.5e9))  # cycles
-        start.record()
-        pending = nccl_ep.combine_send(rows, out.handle, **options)
-        end.record()
-        rows.view(torch.uint8).fill_(POISON)
-        case.check_combine(pending.receive().cpu(), rank)
-        torch.cuda.synchronize()
-    return start.elapsed_time(end)
+def _late_on_gpus(rank: int, wire: Any, masks: bool) -> float:
+    return late_between_halves(rendezvous_of(dist.group.WORLD), on_gpu(rank), wire, enable_shrink=masks)
 
 
 @ranks_on_gpus
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("wire", [None, "fp8", "logfmt"])
-def test_a_sending_half_ends_while_the_other_rank_is_late(wire: Any, tmp_path: Path) -> None:
-    """Weights come from the home ranks: a sending half that waited for them would take as long as rank 1 is late."""
-    first, second = run_processes(2, _late_between_halves, tmp_path, wire)
-    print(f"sending halves, {wire}: {first * 1e3:.0f} us, and {second * 1e3:.0f} us on the late rank")
-    assert first < 0.1 * LATE_SECONDS * 1e3
+def test_a_sending_half_ends_while_the_other_rank_is_late(wire: Any, masks: bool, tmp_path: Path) -> None:
+    first, second = run_processes(2, _late_on_gpus, tmp_path, wire, masks)
+    print(f"sending halves, {wire}, masks {masks}: {first * 1e3:.0f} us, and {second * 1e3:.0f} us on the late rank")
+    assert first < SHORT_MS

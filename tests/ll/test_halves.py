@@ -15,17 +15,12 @@ import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.deepep_ranks import DeepEpCase, small_case
-from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.expected import Expected, shared_buffer
 from tests.support.harness import combine_options
+from tests.support.late_halves import weighted_case
 from tests.support.patience import of_living_ranks
 
 WAIT = of_living_ranks(60.0)
-
-
-def weighted_case(num_ranks: int, **changes: Any) -> Expected:
-    """Tokens with several experts on a rank, weights at combine of which some skip their row."""
-    sizes = {"num_experts": 2 * num_ranks, "topk": min(4, 2 * num_ranks), "combine_weights": "masked"}
-    return Expected(plain_case(num_ranks, **{**sizes, **changes}))
 
 
 def combine_by(case: Expected, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, *, in_halves: bool) -> torch.Tensor:
@@ -63,19 +58,47 @@ SUMS = {
 WIRES = (None, torch.float32, "fp8", "logfmt")
 
 
-@pytest.mark.parametrize("name", [*CASES, *SUMS])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_halves_have_the_bits_of_a_whole_combine(name: str, num_ranks: int) -> None:
+def run_halves(num_ranks: int, name: str, domain_size: int | None = None, **options: Any) -> None:
     """Whole and split ones follow each other in one buffer."""
-    case = weighted_case(num_ranks, **{**CASES, **SUMS}[name])
+    case = weighted_case(num_ranks, domain_size=domain_size, **{**CASES, **SUMS}[name])
+    options = {"timeout": WAIT, "domain_size": domain_size or num_ranks, **options}
 
     def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+        with shared_buffer(group, [case], **options) as buffer:
             out = case.dispatch(buffer)
             for in_halves in (False, True, True, False, True):
                 case.check_combine(combine_by(case, buffer, out.handle, in_halves=in_halves), group.rank())
 
     run_ranks(num_ranks, body)
+
+
+@pytest.mark.parametrize("name", [*CASES, *SUMS])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_halves_have_the_bits_of_a_whole_combine(name: str, num_ranks: int) -> None:
+    run_halves(num_ranks, name)
+
+
+@pytest.mark.parametrize("name", [*CASES, *SUMS])
+def test_halves_with_masks(name: str) -> None:
+    run_halves(3, name, enable_shrink=True)
+
+
+# Several domains: ranks, ranks of a domain, and what else the buffer is made with.
+CROSSINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "2x1 rail": (2, 1, {}),
+    "2x2 rail": (4, 2, {}),
+    "3x2 rail": (6, 2, {}),
+    "2x2 mesh": (4, 2, {"ll_network": "mesh"}),
+    # CPU ranks of several domains have no masks.
+    **({"2x2 mesh, masks": (4, 2, {"ll_network": "mesh", "enable_shrink": True})} if _C.EMULATES_GPU else {}),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *SUMS])
+@pytest.mark.parametrize("crossing", CROSSINGS)
+def test_halves_between_domains(crossing: str, name: str) -> None:
+    num_ranks, domain_size, options = CROSSINGS[crossing]
+    run_halves(num_ranks, name, domain_size, **options)
 
 
 def run_every_mix(case: Expected, num_ranks: int, **options: Any) -> None:
@@ -97,20 +120,17 @@ def test_every_mix_of_sums_has_the_same_bits(name: str, num_ranks: int) -> None:
     run_every_mix(weighted_case(num_ranks, **SUMS[name]), num_ranks)
 
 
-def test_every_mix_with_masks_has_the_same_bits() -> None:
-    run_every_mix(weighted_case(2), 2, enable_shrink=True)
-
-
 SPLIT, WHOLE = "split combine with weights of the home rank", "combine with weights of the home rank"
 
 
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(("num_ranks", "mix"), [(n, mix) for n in (2, 3) for mix in range(1, (1 << n) - 1)])
-def test_a_mix_of_weighted_ones_is_refused(num_ranks: int, mix: int) -> None:
+def test_a_mix_of_weighted_ones_is_refused(num_ranks: int, mix: int, masks: bool) -> None:
     """Bit r of the mix: rank r splits. Each rank's error names its own call and that of a rank of the other kind."""
     case = weighted_case(num_ranks)
 
     def body(group: ThreadGroup) -> str:
-        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+        with shared_buffer(group, [case], timeout=WAIT, enable_shrink=masks) as buffer:
             out = case.dispatch(buffer)
             with pytest.raises(nccl_ep.MismatchError) as error:
                 combine_by(case, buffer, out.handle, in_halves=bool(mix >> group.rank() & 1))
@@ -146,24 +166,32 @@ def in_turn(group: ThreadGroup, has_ended: list[threading.Event], send: Any) -> 
     return sent
 
 
+WORLDS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one domain": (3, 3, {}), "masks": (3, 3, {"enable_shrink": True}), **CROSSINGS,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_sending_half_waits_for_no_rank(wire: Any) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_sending_half_waits_for_no_rank(world: str, wire: Any) -> None:
     """Each rank's sending half ends before the next rank's begins, several times in a row."""
-    case = weighted_case(3, wire_dtype=wire)
-    calls = [[threading.Event() for _ in range(3)] for _ in range(4)]
+    num_ranks, domain_size, options = WORLDS[world]
+    case = weighted_case(num_ranks, wire_dtype=wire, domain_size=domain_size)
+    calls = [[threading.Event() for _ in range(num_ranks)] for _ in range(4)]
+    options = {"domain_size": domain_size, "timeout": 2 * WAIT, **options}
 
     def body(group: ThreadGroup) -> None:
         rank = group.rank()
-        with shared_buffer(group, [case], timeout=2 * WAIT) as buffer:
+        with shared_buffer(group, [case], **options) as buffer:
             out = case.dispatch(buffer)
-            options = combine_options(case.case, rank, buffer.device)
+            given = combine_options(case.case, rank, buffer.device)
             for has_ended in calls:
                 rows = case.rows[rank].clone()
-                pending = in_turn(group, has_ended, lambda rows=rows: nccl_ep.combine_send(rows, out.handle, **options))
+                pending = in_turn(group, has_ended, lambda rows=rows: nccl_ep.combine_send(rows, out.handle, **given))
                 rows.fill_(7)
                 case.check_combine(pending.receive(), rank)
 
-    run_ranks(3, body)
+    run_ranks(num_ranks, body)
 
 
 @pytest.mark.parametrize("use_logfmt", [False, True])
@@ -182,24 +210,6 @@ def test_a_sending_half_of_deepep_waits_for_no_rank(use_logfmt: bool) -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.skipif(_C.EMULATES_GPU, reason="between domains of GPUs the sending half forwards the weights")
-def test_over_domains_of_cpu_ranks() -> None:
-    case = weighted_case(4, domain_size=2)
-    has_ended = [threading.Event() for _ in range(4)]
-
-    def body(group: ThreadGroup) -> None:
-        rank = group.rank()
-        with shared_buffer(group, [case], domain_size=2, network_seed=3, timeout=2 * WAIT) as buffer:
-            out = case.dispatch(buffer)
-            options = combine_options(case.case, rank, buffer.device)
-            pending = in_turn(
-                group, has_ended, lambda: nccl_ep.combine_send(case.rows[rank].clone(), out.handle, **options)
-            )
-            case.check_combine(pending.receive(), rank)
-
-    run_ranks(4, body)
-
-
 def rows_sent(buffer: nccl_ep.Buffer) -> int:
     """So far; emulated GPUs do not count them."""
     return 0 if _C.EMULATES_GPU else sum(buffer.wire_bytes()["rows_count"])
@@ -209,14 +219,13 @@ def test_a_window_without_room_for_the_rows_has_the_same_bits() -> None:
     """Then sums are sent, for which the sending half waits: as many rows as by a whole combine."""
     case = weighted_case(2, topk=4, num_experts=4)
     plain = case.case
-    routing, dispatched, roomy = _C.sizes_for(2, 4, 4, plain.max_tokens, 256, 2 * plain.hidden)
-    combined = _C.sizes_for(2, 4, 1, plain.max_tokens, 256, 2 * plain.hidden)[2]
-    assert combined < roomy
+    *rest, further = _C.sizes_for(2, 4, 4, plain.max_tokens, 256, 2 * plain.hidden)
+    assert further == (4 - 1) * plain.max_tokens * 2 * plain.hidden
 
     def body(group: ThreadGroup) -> list[int]:
         rows = []
-        for room in (roomy, combined):
-            with shared_buffer(group, [case], sizes=(routing, dispatched, room), timeout=WAIT) as buffer:
+        for room in (further, further - 128):
+            with shared_buffer(group, [case], sizes=(*rest, room), timeout=WAIT) as buffer:
                 out = case.dispatch(buffer)
                 for in_halves in (False, True):
                     before = rows_sent(buffer)

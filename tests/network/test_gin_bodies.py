@@ -17,10 +17,8 @@ import torch
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support import gin, gin_ranks
-from tests.support.gin_ranks import World, runs_within
+from tests.support.gin_ranks import World
 from tests.support.patience import with_more_time
-
-TURN_US = 4000.0
 
 
 def _world(group: ThreadGroup, domain_size: int) -> World:
@@ -53,29 +51,15 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> N
     assert gin._await([start(""), start("")], 30.0, ()) == []
 
 
-@pytest.mark.parametrize(
-    ("seconds", "turn", "most", "runs"), [(30.0, 10.0, 6, 6), (30.0, 250_000.0, 6, 3), (30.0, 4e6, 6, 1)]
-)
-def test_as_many_runs_as_turns_allow(seconds: float, turn: float, most: int, runs: int) -> None:
-    assert runs_within(seconds, turn, most) == runs
-
-
 @pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
 @pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 2)])
-def test_cases_in_turn(
-    ranks: int, size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gin_ranks, "turn_us", lambda world: world.largest(TURN_US + world.rank))
-
-    def body(group: ThreadGroup) -> dict[str, Any]:
-        return gin_ranks.ll_cases_in_turn(_world(group, size), 2, 100, 0.5)
-
-    for found in run_ranks(ranks, body):
-        assert found["turn_us"] == TURN_US + ranks - 1
-        assert found["runs"] == found["dispatches"] == 3 and 0 < found["slowest"] <= found["seconds"]
+def test_cases(ranks: int, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Forth and back."""
+    for found in run_ranks(ranks, lambda group: gin_ranks.ll_cases(_world(group, size), 1, 100)):
+        assert found["cases"] == 5 and found["dispatches"] == 10 and 0 < found["slowest"] <= found["seconds"]
     said = capsys.readouterr().out
     for rank in range(ranks):
-        assert f"rank {rank}: run 3 of 3" in said and f"rank {rank}: has let go of the buffer" in said
+        assert f"rank {rank}: run 10 of 10" in said and f"rank {rank}: has let go of the buffer" in said
 
 
 @pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")

@@ -19,6 +19,7 @@ from typing import Any
 
 from nccl_ep import _C
 from tests.gin_loopback.library import build
+from tests.support import mps
 from tests.support.gpus import NUM_GPUS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,8 +39,10 @@ _NCCL = {
 }  # fmt: skip
 
 
-def why_not() -> str:
+def why_not(num_ranks: int = 2) -> str:
     """Why there is no such world here; "" if there is one."""
+    if num_ranks > NUM_GPUS and not mps.CONTROL:
+        return f"{num_ranks} ranks share {NUM_GPUS} GPUs, for which nvidia-cuda-mps-control (MPS) is needed"
     if NUM_GPUS < 2:
         return f"{NUM_GPUS} GPU here, two are needed"
     info = _C.nccl_info()
@@ -61,6 +64,19 @@ class Ended:
     output: str
 
 
+def environment_of(
+    *, domain_size: int, library: Path | None = None, plugin: dict[str, Any] | None = None
+) -> dict[str, str]:
+    """What a program needs for this network. library: an NCCL to preload. plugin: its variables, in lower case without
+    GIN_LOOPBACK_."""
+    given = {
+        **os.environ, **_NCCL, "NCCL_RMA_PLUGIN": _PLUGIN or str(build()), "NCCL_LSA_TEAM_SIZE": str(domain_size),
+    }  # fmt: skip
+    if library is not None:
+        given["LD_PRELOAD"] = str(library)
+    return given | {f"GIN_LOOPBACK_{name.upper()}": str(value) for name, value in (plugin or {}).items()}
+
+
 def run_world(
     folder: Path,
     num_ranks: int,
@@ -76,33 +92,20 @@ def run_world(
 ) -> list[Ended]:
     """Runs ``body(world, *args)`` of tests/support/gin_ranks.py on every rank; args go through JSON.
 
-    plugin: its variables, in lower case without GIN_LOOPBACK_. lsa_size: what NCCL is told, default domain_size. kill:
-    ranks that are expected to die.
+    library, plugin: as of environment_of(). lsa_size: what NCCL is told, default domain_size. kill: ranks that are
+    expected to die.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    given = {
-        **os.environ, **_NCCL, "PYTHONPATH": str(ROOT), "NCCL_RMA_PLUGIN": _PLUGIN or str(build()),
-        "NCCL_LSA_TEAM_SIZE": str(lsa_size or domain_size), "WORLD_SIZE": str(num_ranks),
-    }  # fmt: skip
-    if num_ranks > NUM_GPUS:
-        given["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    if library is not None:
-        given["LD_PRELOAD"] = str(library)
-    given |= {f"GIN_LOOPBACK_{name.upper()}": str(value) for name, value in (plugin or {}).items()}
+    given = environment_of(domain_size=lsa_size or domain_size, library=library, plugin=plugin)
+    given |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": str(num_ranks)}
     given |= environment or {}
     task = json.dumps({"body": body, "args": args, "domain_size": domain_size, "seconds": seconds})
-    ranks = []
-    for rank in range(num_ranks):
-        command = [sys.executable, "-m", "tests.support.gin_ranks", str(folder), task]
-        log = (folder / f"log_{rank}").open("w")
-        ranks.append(
-            subprocess.Popen(command, cwd=ROOT, env=given | {"RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT)
-        )
-        log.close()
-    late = _await(ranks, seconds, kill)
-    for rank in late:
-        ranks[rank].send_signal(signal.SIGKILL)
-        ranks[rank].wait()
+    with mps.sharing(num_ranks, NUM_GPUS) as shared:
+        ranks = [_start(folder, rank, task, given | shared) for rank in range(num_ranks)]
+        late = _await(ranks, seconds, kill)
+        for rank in late:
+            ranks[rank].send_signal(signal.SIGKILL)
+            ranks[rank].wait()
     ended = []
     for rank, process in enumerate(ranks):
         said = folder / f"said_{rank}.json"
@@ -114,6 +117,14 @@ def run_world(
         what = f"ranks {stopped} failed" if stopped else f"ranks {late} still ran after {seconds} s"
         raise AssertionError("\n".join([what, *(_told(rank, each) for rank, each in enumerate(ended))]))
     return ended
+
+
+def _start(folder: Path, rank: int, task: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.support.gin_ranks", str(folder), task]
+    with (folder / f"log_{rank}").open("w") as log:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment | {"RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT
+        )
 
 
 def _await(ranks: list[subprocess.Popen[bytes]], seconds: float, kill: Sequence[int]) -> list[int]:

@@ -31,16 +31,13 @@ from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 from tests.support.gpu_ht_ranks import ExpectedHt, shared_ht_buffer, wide_cases
 from tests.support.gpu_ranks import wide_case
 from tests.support.ht_harness import ht_step
+from tests.support.late_halves import late_between_halves
 from tests.support.mask_ranks import LateRank
 from tests.support.patience import of_living_ranks
 
 SECONDS = 60.0  # of a meeting
 # Of a buffer: far below a test's limit, so that a wait that never ends is told by its own error.
 DEADLINE = 20.0
-# Ranks that share a GPU run in turns, and a kernel that waits for another rank keeps the GPU until its turn is over. An
-# operation changes turns for the record, the rows, what is forwarded, and the way home, on each of two GPUs.
-TURNS_OF_AN_OPERATION = 8
-OPERATIONS_OF_A_CASE = 5  # kernels: dispatch and combine in halves, combine of weights
 WINDOW = 64 << 20
 HALF = WINDOW // 2  # sources below, targets above
 MESSAGES = ((1, 16), (1, 48), (3, 1008), (8, 14464), (64, 14464), (5, 1 << 18), (2, 1 << 20))
@@ -206,8 +203,11 @@ def make_probe(world: World, seconds: float) -> dict[str, Any]:
 
 
 def _cases(world: World, count: int, first: int) -> list[Case]:
-    """Generated cases, and some with more tokens than the rail has channels."""
+    """Generated cases, and some with more tokens than the rail has channels. These come to a standstill where ranks
+    share GPUs (docs/network.md)."""
     cases = cases_of(world.topology(), count, first)
+    if world.device.type == "cuda" and world.num_ranks > torch.cuda.device_count():
+        return cases
     tokens = (96, 41, 0, 9)[: world.num_ranks]
     for layout, quant in (("expert_major", None), ("packed", "fp8"), ("rank_major", "fp8_ue8m0"), ("flat", None)):
         how = {"layout": layout, "quant": quant, "domain_size": world.domain_size, "tokens": tokens}
@@ -239,34 +239,6 @@ def ll_cases(world: World, count: int, first: int) -> dict[str, Any]:
     return {"cases": len(cases), **_run_cases(world, cases, 2 * len(cases))}
 
 
-def turn_us(world: World, rounds: int = 20) -> float:
-    """Microseconds of a round in which rail peers exchange 16 bytes, of the slowest rank. Where they share a GPU, a
-    round takes a change of turns."""
-    probe = world.probe(contexts=1)
-    world.barrier()
-    ns = probe.exchange(
-        peers=world.rail(), messages=1, bytes=16, source=0, target=HALF, rounds=rounds, warm_up=rounds // 4,
-        seconds=DEADLINE,
-    )  # fmt: skip
-    del probe  # collective
-    return world.largest(ns / 1e3)
-
-
-def runs_within(seconds: float, turn: float, most: int) -> int:
-    """Runs of a case that fit, at least one. turn: microseconds."""
-    return max(min(int(seconds / (OPERATIONS_OF_A_CASE * TURNS_OF_AN_OPERATION * turn * 1e-6)), most), 1)
-
-
-def ll_cases_in_turn(world: World, count: int, first: int, seconds: float) -> dict[str, Any]:
-    """The same of ranks that share GPUs: as many runs of small cases as turns allow in so many seconds."""
-    world.say("measures turns")
-    turn = turn_us(world)
-    runs = runs_within(seconds, turn, 2 * count)
-    world.say(f"a change of turns takes {turn:.0f} us: {runs} runs of {count} cases")
-    cases = [Expected(case) for case in _cases(world, count, first)[:count]]
-    return {"turn_us": turn, "runs": runs, **_run_cases(world, cases, runs)}
-
-
 AHEAD = 16  # replays that are enqueued at most: a launch that waits for room holds up the network's copies, too
 
 
@@ -275,20 +247,27 @@ def _replay(chain: Chain, graph: torch.cuda.CUDAGraph, count: int) -> float:
     return sum(chain.replay(graph, min(AHEAD, count - done)) for done in range(0, count, AHEAD))
 
 
-def ll_chains(world: World, replays: int, most: int) -> dict[str, Any]:
-    """Graphs with live routing: the elements that are wrong, of all replays. most: chains."""
+def ll_chains(world: World, replays: int) -> dict[str, Any]:
+    """Graphs with live routing: the elements that are wrong, of all replays."""
     begin, wrong = time.monotonic(), 0
     with chain_buffer(world.rendezvous, world.device, domain_size=world.domain_size) as buffer:
         chains = [(letters, How()) for letters in CHAINS] + [(CHAINS[0], how) for how in HOWS if not how.is_deepep]
         world.say("has made the buffer")
-        for letters, how in chains[:most]:
+        for letters, how in chains:
             chain = Chain(letters, buffer, how=how)
             world.say(f"captures {letters}, {how}")
             graph = chain.capture()
             world.say(f"{replays} replays")
             _replay(chain, graph, replays)
             wrong += chain.finish()
-    return {"chains": len(chains[:most]), "wrong": wrong, "seconds": time.monotonic() - begin}
+    return {"chains": len(chains), "wrong": wrong, "seconds": time.monotonic() - begin}
+
+
+def ll_late_halves(world: World, network: str) -> float:
+    """Milliseconds of this rank's sending half; the last rank's comes late."""
+    options: dict[str, Any] = {"domain_size": world.domain_size, "ll_network": network.split(",")[0]}
+    options["enable_shrink"] = "masks" in network
+    return late_between_halves(world.rendezvous, world.device, None, **options)
 
 
 def ll_times(world: World, replays: int) -> dict[str, float]:
@@ -391,12 +370,13 @@ def ll_masks(world: World, phase: str, seconds: float) -> int:
 def ht_cases(world: World, count: int, first: int, seconds: float) -> dict[str, Any]:
     """Every result to the bit, in one buffer, forth and back; ranks may be a call ahead. Stops between two cases once
     so many seconds are over on any rank."""
-    begin, number = time.monotonic(), 0
+    number = 0
     wide = [dataclasses.replace(case, domain_size=world.domain_size) for case in wide_cases(world.num_ranks)]
     cases = [ExpectedHt(case) for case in (*cases_of(world.topology(), count, first), *wide)]
     options = {"device": world.device, "domain_size": world.domain_size, "timeout": of_living_ranks(DEADLINE)}
     with shared_ht_buffer(world.rendezvous, [each.case for each in cases], **options) as buffer:
         world.say("has made the buffer")
+        begin = time.monotonic()
         for case in (*cases, *reversed(cases)):
             world.say(f"run {number + 1} of {2 * len(cases)}: case {case.case.seed}, {case.case.layout}, {case.plan}")
             with world.tells(number + 1):
@@ -408,11 +388,11 @@ def ht_cases(world: World, count: int, first: int, seconds: float) -> dict[str, 
     return {"cases": len(cases), "runs": number, "dispatches": dispatches, "seconds": time.monotonic() - begin}
 
 
-def ht_chains(world: World, replays: int, most: int) -> dict[str, Any]:
-    """Graphs with live routing: the elements that are wrong, of all replays. most: chains."""
+def ht_chains(world: World, replays: int) -> dict[str, Any]:
+    """Graphs with live routing: the elements that are wrong, of all replays."""
     begin, wrong, us = time.monotonic(), 0, []
     with ht_chain_buffer(world.rendezvous, world.device, domain_size=world.domain_size) as buffer:
-        chains = [(letters, given) for given in (False, True) for letters in HT_CHAINS][:most]
+        chains = [(letters, given) for given in (False, True) for letters in HT_CHAINS]
         for letters, given in chains:
             chain = HtChain(letters, buffer, given=given)
             world.say(f"captures {letters}, outputs given: {given}")

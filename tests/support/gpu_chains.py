@@ -172,8 +172,11 @@ class Chain:
         combined = nccl_ep.combine(rows, handle, num_sms=num_sms)
         return lambda: combined
 
-    def run(self) -> None:
-        """All operations, then the checks: the elements of combined rows that differ are added to ``wrong``."""
+    def run(self, waits: bool = False) -> None:
+        """All operations, then the checks: the elements of combined rows that differ are added to ``wrong``.
+
+        waits: for the end of each operation.
+        """
         outs: list[Callable[[], Sent]] = []
         combined: list[tuple[int, Callable[[], torch.Tensor]]] = []
         for letter in self.letters:
@@ -188,6 +191,8 @@ class Chain:
                 combined.append((slot, self._combine(slot, *outs[slot](), NUM_SMS[len(combined) % 2])))
             else:
                 floor_calls.push(outs[-1]()[1], HIDDEN * 2)
+            if waits:
+                synchronize(self.buffer.device)
         ranks = self.buffer.num_ranks
         sent = dequantised(*quantised(self.x)) if self._how.has_fp8 else self.x
         want = [
@@ -196,9 +201,16 @@ class Chain:
         ]
         for slot, y in combined:
             self.wrong.add_(count_differences(y(), want[slot]))
+            if waits:
+                synchronize(self.buffer.device)
 
     def capture(self) -> torch.cuda.CUDAGraph:
-        """A graph of ``run()``, which is run once before."""
+        """A graph of ``run()``, which is run twice before.
+
+        The first run waits for each operation: over tests/gin_loopback, what torch does when it first uses a kernel, or
+        needs memory, holds up the copies that an operation waits for.
+        """
+        self.run(waits=True)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -52,7 +52,8 @@ class Sent:
 
 
 class HtChain(Chain):
-    """given: dispatches write into outputs of the first run, which lie in the arena. Else a graph's lie elsewhere."""
+    """given: dispatches write into outputs of the first run, which lie in the current stream's part of the arena. Else
+    a graph's lie elsewhere."""
 
     fresh = "dfh"
     tokens = TOKENS
@@ -76,16 +77,6 @@ class HtChain(Chain):
         if self._is_given:
             self._outs.setdefault(slot, out)
         return Sent(slot, slot, letter == "f", out.x, out)
-
-    def capture(self) -> torch.cuda.CUDAGraph:
-        """A graph of ``run()``, which is run twice before.
-
-        Outputs to be given come from the current stream's part of the arena, not from the capture's. The first run
-        waits for each operation: over tests/gin_loopback, what torch does when it first uses a kernel, or needs memory,
-        holds up the copies that an operation waits for.
-        """
-        self.run(waits=True)
-        return super().capture()
 
     def run(self, waits: bool = False) -> None:
         """All operations, then the checks: the elements of what came home that differ are added to ``wrong``.

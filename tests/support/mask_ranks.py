@@ -151,7 +151,8 @@ def run_on_one_gpu(cases: list[Parted], run: Callable[..., None] = run_in_step) 
 
 # ---- Ranks that are late
 
-PHASES = ("dispatch", "receive", "combine", "home weights", "combine_weights")
+# "home weights": a combine whose weights the home ranks give; "unweighted rows": the same in halves.
+PHASES = ("dispatch", "receive", "combine", "home weights", "unweighted rows", "combine_weights")
 
 
 def _tell_if_late(group: Any, text: str) -> None:
@@ -172,7 +173,7 @@ class LateRank:
         self.patience = patience
         self.tell: Callable[[str], None] = lambda step: None  # how far this rank has come
         self.missing, self.phase, self.turns, self.domain_size = num_ranks - 1, phase, turns, domain_size
-        weights = "tensor" if phase == "home weights" else "dispatch"
+        weights = "tensor" if phase in ("home weights", "unweighted rows") else "dispatch"
         plain = plain_case(num_ranks, combine_weights=weights, domain_size=domain_size)
         self.case = Parted(plain, frozenset(range(self.missing)))
         self.rests = [rest_of(self.case.whole, part) for part in self.case.parts]
@@ -232,7 +233,8 @@ class LateRank:
         case, rank = self.case.whole, buffer.rank
         if self.phase == "combine_weights":
             return on_host(nccl_ep.combine_weights(case.values[rank].to(buffer.device), handle))
-        return on_host(combine_case(case.case, case.rows[rank].to(buffer.device, copy=True), handle, rank))
+        rows, staged = case.rows[rank].to(buffer.device, copy=True), self.phase == "unweighted rows"
+        return on_host(combine_case(case.case, rows, handle, rank, staged=staged))
 
     def _come_late(self, buffer: nccl_ep.Buffer, group: Any) -> None:
         case, rest, rank = self.case.whole, self.rests[1], self.missing

@@ -148,22 +148,25 @@ void send(const LlCombineParams& p, Channel& channel) {
 }
 
 // The partial sum of an own token that a rank would have sent, from the rows that it has sent instead. `row`: room for
-// one of them.
-void take_unweighted(const LlCombineParams& p, Channel& channel, int source, int token, PartialSum& sum,
+// one of them. False: the rank is masked.
+bool take_unweighted(const LlCombineParams& p, Channel& channel, int source, int token, PartialSum& sum,
                      std::vector<uint32_t>& row, std::vector<uint32_t>& rounded) {
   HomeWeights home_weights(p, channel);
   uint32_t sent = 0;
-  channel.await_words(source, p.offsets.id_words(channel.bank(), source, token), Awaited::kPartials, &sent, 1);
+  const Offset word = p.offsets.id_words(channel.bank(), source, token);
+  if (!channel.await_words(source, word, Awaited::kPartials, &sent, 1)) return false;
   sum.begin();
   const uint32_t first = sent & (0 - sent);
   for (int k = 0; k < p.shape.topk; k++) {
     if ((sent >> k & 1) == 0) continue;
     const Offset slot = p.offsets.unweighted_row(channel.bank(), source, token, k, 1u << k == first);
-    channel.take_row_from(source, slot, token, Awaited::kPartials, row.data(), static_cast<int>(row.size()));
+    const auto words = static_cast<int>(row.size());
+    if (!channel.take_row_from(source, slot, token, Awaited::kPartials, row.data(), words)) return false;
     float weight;
     if (home_weights.await(channel.rank(), token, k, weight)) sum.add_row(row.data(), weight);
   }
   sum.round(rounded.data());
+  return true;
 }
 
 // The sum over ranks, in rank order; over several domains, each domain's sum is rounded as if it had travelled.
@@ -225,8 +228,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
       const bool has_expert =
           std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
       if (has_expert && p.sends_unweighted) {
-        take_unweighted(p, channel, rank, token, partial, words, rounded);
-        sum.add_rank(rounded.data());
+        if (take_unweighted(p, channel, rank, token, partial, words, rounded)) sum.add_rank(rounded.data());
       } else if (has_expert &&
                  channel.take_row(rank, token, Awaited::kPartials, words.data(), static_cast<int>(words.size()))) {
         sum.add_rank(words.data());

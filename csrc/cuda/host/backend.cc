@@ -17,6 +17,7 @@
 #include "cuda/host/memory.h"
 #include "cuda/host/one_gpu_world.h"
 #include "cuda/launch/launch_util.h"
+#include "layout/common/block_formats.h"
 #include "runtime/agreement.h"
 #include "transport/collective_step.h"
 #include "transport/device/device_guard.h"
@@ -261,6 +262,8 @@ class CudaBackend : public Backend {
     constexpr Kind kind = std::is_same_v<Params, LlDispatchParams> ? Kind::kDispatch : Kind::kCombine;
     int row_bytes = scalar_row_bytes(params.shape.topk);
     if constexpr (requires { params.row; }) row_bytes = params.row.wire_bytes();
+    if constexpr (requires { params.wire_dtype; })
+      row_bytes = wire_row_bytes(params.wire_dtype, params.hidden);  // sums
     const RailRegions& regions = window_.rail[static_cast<int>(kind)];
     LlRail rail = LlRail::make(regions, kind, topology_, memory_->peers.rank, row_bytes);
     const auto need = static_cast<uint64_t>(params.shape.max_tokens) * row_bytes;

@@ -41,12 +41,9 @@ __global__ void __launch_bounds__(kScalarThreads)
 
 namespace {
 
-// Whether rows can travel unweighted, in the place of sums.
-constexpr bool kSendsUnweighted = !kMasksRanks && !kCrossesDomains;
-
 // Whether rows of these types can be sent as their signals come.
 template <class T>
-constexpr bool kAwaitsSignals = (kSendsUnweighted && T::in == T::wire && T::in == T::out);
+constexpr bool kAwaitsSignals = (!kMasksRanks && T::in == T::wire && T::in == T::out);
 
 // Calls body with the template instance for these parameters.
 template <class Body>
@@ -56,10 +53,7 @@ void with_instance(const LlCombineParams& p, bool is_signalled, Body body) {
       if (is_signalled) return body(types, std::true_type{}, std::true_type{}, std::true_type{});
     }
     EP_CHECK(!is_signalled, name_of(p.dtype), " rows for a ", name_of(p.wire_dtype), " wire: no kernel awaits signals");
-    if constexpr (kSendsUnweighted) {
-      if (p.sends_unweighted) return body(types, std::true_type{}, std::true_type{}, std::false_type{});
-    }
-    EP_CHECK(!p.sends_unweighted, "rows cannot travel unweighted with masks, or between domains");
+    if (p.sends_unweighted) return body(types, std::true_type{}, std::true_type{}, std::false_type{});
     if (p.weighting == Weighting::kHome) return body(types, std::true_type{}, std::false_type{}, std::false_type{});
     return body(types, std::false_type{}, std::false_type{}, std::false_type{});
   });
@@ -74,7 +68,7 @@ void load_all() {
   for_all_types([&](auto types) {
     load(types, std::false_type{}, std::false_type{}, std::false_type{});
     load(types, std::true_type{}, std::false_type{}, std::false_type{});
-    if constexpr (kSendsUnweighted) load(types, std::true_type{}, std::true_type{}, std::false_type{});
+    load(types, std::true_type{}, std::true_type{}, std::false_type{});
     if constexpr (kAwaitsSignals<decltype(types)>) load(types, std::true_type{}, std::true_type{}, std::true_type{});
   });
   load_kernel(&ll::scalars_home, 0);
@@ -99,12 +93,7 @@ void launch_all(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<L
   const LlPlan& plan = host_args->plan;
   bool is_signalled = false;  // of any rank; the rows of the others are there
   for (int r = 0; r < num_ranks; r++) is_signalled = is_signalled || host_args[r].params.signals.counters != nullptr;
-  for (int r = 1; r < num_ranks; r++) {
-    EP_CHECK((host_args[r].params.weighting == Weighting::kHome) == (host_args->params.weighting == Weighting::kHome),
-             "of ranks 0 and ", r, " one gives its weights at combine: in a world on one GPU all must, or none");
-    EP_CHECK(host_args[r].params.sends_unweighted == host_args->params.sends_unweighted, "of ranks 0 and ", r,
-             " one splits its combine: in a world on one GPU all must, or none");
-  }
+  for (int r = 1; r < num_ranks; r++) check_same_kernel(host_args->params, host_args[r].params, r);
   with_instance(host_args->params, is_signalled, [&](auto types, auto home, auto unweighted, auto signalled) {
     using T = decltype(types);
     launch_kernel(&ll::combine_world<T::in, T::wire, T::out, home(), unweighted(), signalled()>,

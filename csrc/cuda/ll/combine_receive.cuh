@@ -51,6 +51,11 @@ static __device__ __noinline__ uint32_t without_masked(const OpContext& context,
   return left;
 }
 
+// Those of `ranks` that were not masked when the operation began.
+__device__ __forceinline__ uint64_t not_masked(const OpContext& context, uint64_t ranks) {
+  return kMasksRanks ? ranks & ~(static_cast<uint64_t>(context.masked[1]) << 32 | context.masked[0]) : ranks;
+}
+
 // The ranks' sums of a piece, as they arrive in the own window: up to four ranks at a time, in ascending order. Lanes
 // past the row's end do what the last lane inside does.
 template <DType kWire, int kCount>
@@ -167,9 +172,10 @@ struct Partials {
 };
 
 // The same over several domains (rail_combine.cuh).
-template <DType kWire, int kCount>
-__device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint64_t sources, const Unit& unit,
-                            int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]);
+template <DType kIn, bool kUnweighted, DType kWire, int kCount>
+__device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint64_t sources, const Choice& choice,
+                            const Unit& unit, int lane_index, const Numbers<kWire, kCount>& own,
+                            float (&total)[kCount]);
 
 // Adds up piece `number`. `id`: of choice `lane`. False: a wait was given up.
 template <DType kIn, DType kWire, DType kOut, bool kUnweighted, int kCount>
@@ -185,9 +191,9 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
   float total[kCount];
   begin_sum<kOut>(p, unit.token, lane_index, kMasksRanks ? partials.has_more() : sources != 0, total);
   if constexpr (kCrossesDomains) {
-    if (!add_domains<kWire, kCount>(role, op, sources, unit, lane_index, own, total)) return false;
+    if (!add_domains<kIn, kUnweighted>(role, op, sources, choice, unit, lane_index, own, total)) return false;
   } else if constexpr (kUnweighted) {
-    if (!add_at_home<kIn, kWire>(role, op, choice, unit, lane_index, total)) return false;
+    if (!add_at_home<kIn, kWire>(role, op, choice, not_masked(op, sources), unit, lane_index, total)) return false;
   } else {
     LeanWaitBudget budget;
 #pragma unroll 1

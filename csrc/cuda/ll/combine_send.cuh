@@ -62,6 +62,7 @@ struct Sender {
       if (has_begun) find_next(role, op);
       if constexpr (kUnweighted) {
         if (is_any) send_unweighted<kIn>(role, op, unit, terms, rows);
+        if constexpr (kCrossesDomains) tell_presence(role, op);
       } else {
         if constexpr (kHome) weigh(role, op, weight);
         add_up(role);
@@ -177,12 +178,15 @@ struct Sender {
     }
     if constexpr (kCrossesDomains) tell_presence(role, op);
   }
-  // The rank that adds up the domain for a home rank learns of every token whether this rank has a partial sum of it.
+  // The rank that adds up the domain for a home rank learns of every token whether this rank has a partial sum of it,
+  // and of unweighted rows which there are.
   __device__ __forceinline__ void tell_presence(const CombineRole& role, const WarpContext& op) const {
     const int home = role.home_of(unit.home);
+    const unsigned mask = kUnweighted ? __ballot_sync(~0u, terms.row >= 0) : 0;
     if (!is_token || unit.piece != 0 || role.lane != 0 || reaches(role.peers, home)) return;
     const Offset word = role.p.offsets.id_words<kMasksRanks>(op.bank, slot_source(role.peers, home), unit.token);
-    ptx::st_relaxed_sys(role.peers.at<uint64_t>(target_of(role.peers, home), word), tagged(is_any ? 1 : 0, op.tag));
+    ptx::st_relaxed_sys(role.peers.at<uint64_t>(target_of(role.peers, home), word),
+                        tagged(is_any ? LlOffsets::kHasSum | mask : 0, op.tag));
   }
 };
 

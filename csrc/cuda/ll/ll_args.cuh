@@ -31,6 +31,7 @@ struct RailPart {
   __device__ __forceinline__ static RailPart of(const Args& args) {
     return {&args.rail, &args.network};
   }
+  __device__ __forceinline__ int link_of(int rank) const { return rail->link_of(rank); }
 };
 
 #else
@@ -43,6 +44,7 @@ struct RailPart {
   __device__ __forceinline__ static RailPart of(const Args&) {
     return {};
   }
+  __device__ __forceinline__ int link_of(int) const { return 0; }
 };
 
 #endif

@@ -107,17 +107,17 @@ struct ChannelWord {
   }
 };
 
-// One thread waits for a channel of a link. False: the wait is over without it, as the buffer has failed or the link's
-// peer is masked.
+// One thread waits for a channel of a link, for what is `awaited`. False: the wait is over without it, as the buffer
+// has failed or the link's peer is masked.
 __device__ __forceinline__ bool await_channel(const OpContext& context, const LlRail& rail, const EP_NETWORK& network,
-                                              int link, int channel) {
+                                              int link, int channel, Awaited awaited = Awaited::kRail) {
   if (has_bug(Bug::kSkippedWait, context.kind) && channel == 2) return true;
   if (is_masked(context, rail.peer(link))) return false;
   const ChannelWord word = ChannelWord::of(context, rail, link, channel);
   WaitBudget budget;
   uint64_t seen = word.read(network);
   while (seen < word.expected) {
-    if (budget.is_spent(context, Awaited::kRail, rail.peer(link), word.expected, seen)) return false;
+    if (budget.is_spent(context, awaited, rail.peer(link), word.expected, seen)) return false;
     seen = word.read(network);
   }
   return true;
@@ -127,9 +127,10 @@ __device__ __forceinline__ bool await_channel(const OpContext& context, const Ll
 enum class Arrival { kCame, kLeftOut, kFailed };
 
 // All threads of a block wait for a channel.
-__device__ __forceinline__ Arrival await_channel(const RailRole& role, const WarpContext& op, int link, int channel) {
+__device__ __forceinline__ Arrival await_channel(const RailRole& role, const WarpContext& op, int link, int channel,
+                                                 Awaited awaited = Awaited::kRail) {
   bool has_come = true;
-  if (threadIdx.x == 0) has_come = await_channel(op.context, role.rail, role.network, link, channel);
+  if (threadIdx.x == 0) has_come = await_channel(op.context, role.rail, role.network, link, channel, awaited);
   if (!__syncthreads_or(!has_come)) return Arrival::kCame;
   if (!kMasksRanks) return Arrival::kFailed;
   return __syncthreads_or(op.context.has_failed()) ? Arrival::kFailed : Arrival::kLeftOut;

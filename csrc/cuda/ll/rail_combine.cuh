@@ -3,8 +3,9 @@
 // sum to the wire dtype and send it home, one row a token and domain; home ranks add the domains in order. In the mesh
 // each rank is its own peer: its blocks of the rail send its partial sums, and home ranks add up the domains, too.
 //
-// A weight that the home rank gives comes with its record; forwarders store it where the expert's rank looks for it. As
-// the sending half waits for weights, that is a part of it.
+// A weight that the home rank gives comes with its record; forwarders store it where the expert's rank looks for it. In
+// halves, the ranks of a domain store the rows instead of sums. The rank that adds them up takes the weights from the
+// record, in its receiving half: the sending half waits for no rank.
 #pragma once
 
 #include "cuda/ll/combine.cuh"
@@ -38,9 +39,33 @@ struct ShareSources {
   }
 };
 
+// A token of another domain's home rank, whose rows came unweighted: the terms of its sum here. A warp calls.
+__device__ __forceinline__ HomeTerm term_of_record(const CombineRole& role, const WarpContext& op,
+                                                   const IncomingRecord& record, int link, int token) {
+  const LlCombineParams& p = role.p;
+  const LlRail& rail = *role.rail;
+  HomeTerm term;
+  int source = -1;
+  uint32_t sent = 0, weight = 0;
+  if (role.lane < p.shape.topk && token < record.tokens) {
+    const int entry = token * p.shape.topk + role.lane;
+    const Choice choice = Choice::of(record.ids[entry], p.shape.num_experts, role.geometry.by_local_experts);
+    if (choice.rank >= 0 && rail.link_of(choice.rank) == rail.link) {
+      term.rank = choice.rank;
+      source = rail.first_of(link) + choice.rank - rail.first_of(rail.link);
+      const Offset word = p.offsets.id_words<kMasksRanks>(op.bank, source, token);
+      sent = static_cast<uint32_t>(ptx::ld_relaxed_sys(role.peers.local<uint64_t>(word)));
+      weight = record.weights[entry];
+    }
+  }
+  __syncwarp();
+  term.arrange(role, op, token, source, link, sent, weight);
+  return term;
+}
+
 // A part of the sums of the ranks that the own link serves, for the home rank of `unit.link`. All threads of a block
 // call. False: a wait was given up.
-template <DType kWire, int kCount>
+template <DType kIn, DType kWire, bool kUnweighted, int kCount>
 __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, const CombineRole& role,
                                                  const WarpContext& op, ShareSources& sources, const RailUnit& unit) {
   const LlCombineParams& p = role.p;
@@ -48,6 +73,12 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
   if (is_masked_link(rail_role, op, unit.link)) return true;
   const int home = rail.peer(unit.link), pieces = role.geometry.schedule.pieces;
   const Share share = Share::of(rail, min(__ldg(p.handle.tokens + home), p.shape.max_tokens), unit.channel);
+  IncomingRecord record;
+  if constexpr (kUnweighted) {
+    const Arrival arrival = await_channel(rail_role, op, unit.link, 0, Awaited::kWeights);
+    if (arrival != Arrival::kCame) return arrival == Arrival::kLeftOut;
+    record = IncomingRecord::of(rail_role, op, unit.link, p.shape);
+  }
   bool is_ok = sources.await(rail, op, p, role.peers, unit.link, share);
   const int staging = rail_role.bank_of_staging(op.bank, Kind::kCombine);
 #pragma unroll 1
@@ -57,19 +88,27 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
     if (!sources.any.has(i)) continue;
     piece.token += share.first;
     const int lane_index = min(piece.piece * 32 + role.lane, p.hidden / kCount - 1);
-    Partials<kWire, kCount> partials(role, op, sources.of(i) << rail.first_of(unit.link), piece, lane_index);
     float total[kCount];
 #pragma unroll
     for (int n = 0; n < kCount; n++) total[n] = kNothingYet;
     Numbers<kWire, kCount> sum;
     sum.fill(0);
-    LeanWaitBudget budget;
+    if constexpr (kUnweighted) {
+      HomeTerm term = term_of_record(role, op, record, unit.link, piece.token);
+      RankSum<kWire, kCount> rank_sum;
+      rank_sum.rounded = sum;
+      is_ok = add_terms<kIn>(role, op, term, piece, lane_index, rank_sum, total);
+      sum = rank_sum.rounded;
+    } else {
+      Partials<kWire, kCount> partials(role, op, sources.of(i) << rail.first_of(unit.link), piece, lane_index);
+      LeanWaitBudget budget;
 #pragma unroll 1
-    while (is_ok && partials.has_more()) {
-      partials.begin_batch();
-      is_ok = partials.await(role, op, piece, budget);
-      if (!rail.has_domain_sums()) sum = partials.numbers[0];
-      if (is_ok) partials.add_to(role, op, piece.token, sum, total);
+      while (is_ok && partials.has_more()) {
+        partials.begin_batch();
+        is_ok = partials.await(role, op, piece, budget);
+        if (!rail.has_domain_sums()) sum = partials.numbers[0];
+        if (is_ok) partials.add_to(role, op, piece.token, sum, total);
+      }
     }
     if (rail.has_domain_sums()) round_sum(sum, total, p.hidden, piece.piece);
     const Offset row = rail.row_to(staging, unit.link, share.first + sources.any.count_before(i));
@@ -85,16 +124,16 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
   return true;
 }
 
-// The record of a link's home rank: its header, and its weights if it gives them, to the ranks that the own link
+// The record of a link's home rank: its header, and the weights that sums wait for, to the ranks that the own link
 // serves.
-template <bool kHome>
+template <bool kForwardsWeights>
 __device__ __forceinline__ void forward_record(const RailRole& rail_role, const CombineRole& role,
                                                const WarpContext& op, int link) {
   const LlCombineParams& p = role.p;
   const IncomingRecord record = IncomingRecord::of(rail_role, op, link, p.shape);
   const LsaPeers as_source = rail_role.as_peer_of(link);
   forward_header(op, p.offsets, as_source, record);
-  const int weights = kHome ? record.tokens * p.shape.topk : 0;
+  const int weights = kForwardsWeights ? record.tokens * p.shape.topk : 0;
   for (int i = threadIdx.x; i < weights; i += static_cast<int>(blockDim.x)) {
     const int id = record.ids[i];
     if (!p.shape.valid(id)) continue;
@@ -116,8 +155,9 @@ __device__ __forceinline__ CombineRole combine_role(const LlArgs<LlCombineParams
 }
 
 // Blocks in front of the launch: the record to the links, and theirs to the ranks that the own link serves.
-template <bool kHome>
+template <bool kHome, bool kUnweighted>
 __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& args, int block) {
+  constexpr bool kForwardsWeights = kHome && !kUnweighted;
   const LlCombineParams& p = args.params;
   EP_SHARED(OpContext, context);
   WarpContext op(context, WarpContext::NotYet{});
@@ -135,15 +175,15 @@ __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& arg
     // The others want weights alone, and the ids that say whose they are.
     return send_record(rail_role, op, kHome ? p.num_tokens * p.shape.topk : 0, id, weight);
   }
-  if (!(kHome ? sends(p.phase) : receives(p.phase))) return;
+  if (!(kForwardsWeights ? sends(p.phase) : receives(p.phase))) return;
   forward_all(rail_role, op, rail_role.rail.others(), 1, [&](const RailUnit& unit) {
-    forward_record<kHome>(rail_role, role, op, unit.link);
+    forward_record<kForwardsWeights>(rail_role, role, op, unit.link);
     return true;
   });
 }
 
 // Blocks behind those that send partial sums, of a receiving half all of them: the `index`-th of them.
-template <DType kIn, DType kWire, DType kOut>
+template <DType kIn, DType kWire, DType kOut, bool kUnweighted>
 __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args, int index) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   EP_SHARED(OpContext, context);
@@ -155,7 +195,7 @@ __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args
   for (int number = args.rail.record_units() + index; number < args.rail.units(); number += rail_role.step) {
     const RailUnit unit = RailUnit::of(args.rail, number);
     if (has_bug(Bug::kSkippedChunk, Kind::kCombine) && unit.channel == 1) continue;
-    if (!send_domain_sums<kWire, kCount>(rail_role, role, op, sources, unit)) return;
+    if (!send_domain_sums<kIn, kWire, kUnweighted, kCount>(rail_role, role, op, sources, unit)) return;
   }
 }
 
@@ -192,10 +232,11 @@ __device__ __forceinline__ bool await_channel_of_warp(const CombineRole& role, c
 }
 
 // Adds up what the own domain's ranks have of a piece, in their order. False: a wait was given up.
-template <DType kWire, int kCount>
+template <DType kIn, bool kUnweighted, DType kWire, int kCount>
 __device__ __forceinline__ bool add_own_domain(const CombineRole& role, const WarpContext& op, uint64_t inside,
-                                               const Unit& unit, int lane_index, const Numbers<kWire, kCount>& own,
-                                               float (&total)[kCount]) {
+                                               const Choice& choice, const Unit& unit, int lane_index,
+                                               const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
+  if constexpr (kUnweighted) return add_at_home<kIn, kWire>(role, op, choice, inside, unit, lane_index, total);
   Partials<kWire, kCount> partials(role, op, inside, unit, lane_index);
   LeanWaitBudget budget;
 #pragma unroll 1
@@ -227,15 +268,15 @@ __device__ __forceinline__ bool has_failed(const WarpContext& op) {
 
 // Adds a piece of all domains that have a sum of the token, in order. A domain's sum is its ranks' in their order,
 // rounded once: here, but where a link brings it.
-template <DType kWire, int kCount>
-__device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint64_t sources, const Unit& unit,
-                            int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
+template <DType kIn, bool kUnweighted, DType kWire, int kCount>
+__device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint64_t sources, const Choice& choice,
+                            const Unit& unit, int lane_index, const Numbers<kWire, kCount>& own,
+                            float (&total)[kCount]) {
   const LlRail& rail = *role.rail;
 #pragma unroll 1
   for (int domain = 0; domain < rail.num_domains; domain++) {
     const uint64_t all = (2ull << (rail.domain_size - 1)) - 1;
-    uint64_t inside = sources & all << domain * rail.domain_size;
-    if (kMasksRanks) inside &= ~(static_cast<uint64_t>(op.context.masked[1]) << 32 | op.context.masked[0]);
+    const uint64_t inside = not_masked(op, sources & all << domain * rail.domain_size);
     if (inside == 0) continue;
     Numbers<kWire, kCount> sum;
     const bool is_own = domain == rail.domain;
@@ -250,7 +291,9 @@ __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint
     float domain_total[kCount];
 #pragma unroll
     for (int n = 0; n < kCount; n++) domain_total[n] = kNothingYet;
-    if (is_own && !add_own_domain(role, op, inside, unit, lane_index, own, domain_total)) return false;
+    if (is_own && !add_own_domain<kIn, kUnweighted>(role, op, inside, choice, unit, lane_index, own, domain_total)) {
+      return false;
+    }
 #pragma unroll 1
     for (uint64_t links = is_own ? 0 : inside; links != 0; links &= links - 1) {  // of one rank each
       if (load_from_link(role, op, __ffsll(static_cast<long long>(links)) - 1, unit, lane_index, sum)) {

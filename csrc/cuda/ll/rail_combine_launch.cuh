@@ -17,22 +17,24 @@ constexpr int kScalarThreads = 256;
 namespace ll {
 namespace {
 
-template <DType kIn, DType kWire, DType kOut, bool kHome>
+template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted>
 __device__ __forceinline__ void combine_block(const LlArgs<LlCombineParams>& args, int own) {
   const LlRail& rail = args.rail;
-  if (own < rail.front_blocks()) return combine_front<kHome>(args, own);
+  if (own < rail.front_blocks()) return combine_front<kHome, kUnweighted>(args, own);
   int block = own - rail.front_blocks();
   if (block >= rail.sums_at) {
     block -= rail.sum_blocks;
-    if (block < rail.sums_at) return combine_sums<kIn, kWire, kOut>(args, block + rail.sum_blocks - rail.sums_at);
+    if (block < rail.sums_at) {
+      return combine_sums<kIn, kWire, kOut, kUnweighted>(args, block + rail.sum_blocks - rail.sums_at);
+    }
   }
-  ep::combine<kIn, kWire, kOut, kHome>(args, {block, args.plan.blocks});
+  ep::combine<kIn, kWire, kOut, kHome, kUnweighted>(args, {block, args.plan.blocks});
 }
 
-template <DType kIn, DType kWire, DType kOut, bool kHome>
+template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     combine_by_rail(const __grid_constant__ LlArgs<LlCombineParams> args) {
-  combine_block<kIn, kWire, kOut, kHome>(args, BlockPosition::own().block);
+  combine_block<kIn, kWire, kOut, kHome, kUnweighted>(args, BlockPosition::own().block);
 }
 
 }  // namespace
@@ -54,25 +56,27 @@ __global__ void __launch_bounds__(kScalarThreads)
 template <class Body>
 void with_instance(const LlCombineParams& p, Body body) {
   with_types(p.dtype, p.wire_dtype, p.out_dtype, [&](auto types) {
-    if (p.weighting == Weighting::kHome) return body(types, std::true_type{});
-    return body(types, std::false_type{});
+    if (p.sends_unweighted) return body(types, std::true_type{}, std::true_type{});
+    if (p.weighting == Weighting::kHome) return body(types, std::true_type{}, std::false_type{});
+    return body(types, std::false_type{}, std::false_type{});
   });
 }
 
 void load_rail_combine() {
   for_all_types([](auto types) {
     using T = decltype(types);
-    load_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, false>, 0);
-    load_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, true>, 0);
+    load_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, false, false>, 0);
+    load_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, true, false>, 0);
+    load_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, true, true>, 0);
   });
   load_kernel(&rail_scalars_home, 0);
 }
 
 void launch_rail(const LlArgs<LlCombineParams>& args, void* stream) {
-  with_instance(args.params, [&](auto types, auto home) {
+  with_instance(args.params, [&](auto types, auto home, auto unweighted) {
     using T = decltype(types);
-    launch_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, home()>, args.rail.blocks() + args.plan.blocks,
-                  args.plan.threads(), 0, args.plan.pdl, stream, args);
+    launch_kernel(&ll::combine_by_rail<T::in, T::wire, T::out, home(), unweighted()>,
+                  args.rail.blocks() + args.plan.blocks, args.plan.threads(), 0, args.plan.pdl, stream, args);
   });
 }
 

@@ -129,7 +129,8 @@ struct SignalledSender {
                                            bool is_first, int row) const {
     const LlCombineParams& p = role.p;
     const char* from = static_cast<const char*>(p.rows) + static_cast<int64_t>(row) * role.geometry.row_bytes;
-    char* slot = role.peers.at<char>(to, p.offsets.unweighted_row(op.bank, role.peers.rank, of_token, k, is_first));
+    char* slot =
+        role.peers.at<char>(to, p.offsets.unweighted_row<false>(op.bank, role.peers.rank, of_token, k, is_first, 0));
     const int lanes = p.hidden / kCount;
     testing_point(Point::kBetweenRows, op, of_token);
 #pragma unroll 1

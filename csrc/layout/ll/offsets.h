@@ -17,6 +17,8 @@ namespace ep {
 struct LlSizes {
   uint64_t tagged_bytes = 0;
   uint64_t row_bytes[kNumKinds] = {0, 0};
+  // Of a combine, beside row_bytes: further rows of tokens (LlOffsets::unweighted_row), for each link or source.
+  uint64_t further_row_bytes = 0;
   // With masks, each source has a part of a bank for itself, whatever the shapes: what a masked rank has left there
   // lies in no other rank's way.
   bool by_source = false;
@@ -39,25 +41,30 @@ struct LlWindow {
   RailRegions rail[kNumKinds];  // of several domains of GPUs
   uint64_t bytes = 0;
   bool by_source = false;
+  int num_links = 1;  // over a network of GPUs: of all domains
 
   static LlWindow make(int num_ranks, const LlSizes& sizes) {
     Carver carver;
     LlWindow window;
     window.by_source = sizes.by_source;
+    const bool has_links = sizes.rail_domain_size > 0 && sizes.rail_domain_size < num_ranks;
+    if (has_links) window.num_links = num_ranks / sizes.link_size;
+    const uint64_t places = sizes.by_source ? num_ranks : window.num_links;  // of further rows
+    const uint64_t row_bytes[kNumKinds] = {sizes.row_bytes[0], sizes.row_bytes[1] + places * sizes.further_row_bytes};
     window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumKinds) * num_ranks);
     for (int k = 0; k < kNumKinds; k++) {
       PerKind& kind = window.kind[k];
       kind.headers = carver.take<TaggedWord>(static_cast<uint64_t>(kNumBanks) * num_ranks * OpHeader::kWords);
       kind.tagged = carver.take<TaggedWord>(kNumBanks * align_up<uint64_t>(sizes.tagged_bytes, 128) / 8);
-      kind.rows = carver.take<uint32_t>(kNumBanks * align_up<uint64_t>(sizes.row_bytes[k], 128) / 4);
+      kind.rows = carver.take<uint32_t>(kNumBanks * align_up<uint64_t>(row_bytes[k], 128) / 4);
     }
     window.flags = carver.take<uint64_t>(num_ranks);
     window.flag_epoch = carver.take<uint64_t>(1);
     window.heartbeats = carver.take<uint64_t>(num_ranks);
-    for (int k = 0; k < kNumKinds && sizes.rail_domain_size > 0; k++) {
+    for (int k = 0; k < kNumKinds && has_links; k++) {
       const Topology topology{num_ranks, sizes.rail_domain_size};
-      window.rail[k] =
-          RailRegions::take(carver, topology, sizes.link_size, sizes.by_source, sizes.tagged_bytes, sizes.row_bytes[k]);
+      const uint64_t slots = std::max(sizes.row_bytes[0], sizes.row_bytes[k]);
+      window.rail[k] = RailRegions::take(carver, topology, sizes.link_size, sizes.by_source, sizes.tagged_bytes, slots);
     }
     window.bytes = align_up<uint64_t>(carver.used(), 4096);
     return window;
@@ -119,10 +126,17 @@ struct LlOffsets {
     return by_source ? row<true>(bank, source, token) : row<false>(bank, source, token);
   }
 
-  // A combine whose rows travel unweighted: where the home rank finds the row of choice k of its token. The first row
-  // of a source lies in the slot of its sum, further ones lie behind all slots, one for each choice but the first.
+  // A combine whose rows travel unweighted: where the rank that adds them up finds the row of choice k of a token,
+  // whose home rank `link` serves (0 in one domain). The first row of a source lies in the slot of its sum. Further
+  // ones lie behind all slots, one for each choice but the first; by_source, behind the slots of their source.
+  template <bool kBySource>
+  EP_HD Offset unweighted_row(int bank, int source, int token, int k, bool is_first, int link) const {
+    if (kBySource) return row<true>(bank, source, token + (is_first ? 0 : k * max_tokens));
+    return row<false>(bank, is_first ? source : num_ranks + link * (topk - 1) + k - 1, token);
+  }
   EP_HD Offset unweighted_row(int bank, int source, int token, int k, bool is_first) const {
-    return row<false>(bank, is_first ? source : num_ranks + k - 1, token);
+    return by_source ? unweighted_row<true>(bank, source, token, k, is_first, 0)
+                     : unweighted_row<false>(bank, source, token, k, is_first, 0);
   }
 
   static uint64_t tagged_bytes(const Shape& shape) {
@@ -139,10 +153,15 @@ struct LlOffsets {
 
   // Whether a combine's banks have room for a row of every choice.
   static bool fits_unweighted_rows(const LlWindow& window, const Shape& shape, const RowFormat& row) {
-    const uint64_t bank_bytes = window.kind[static_cast<int>(Kind::kCombine)].rows.count * sizeof(uint32_t) / kNumBanks;
-    const uint64_t need_bytes = row_bytes(shape, row.stride()) + further_row_bytes(shape, row.stride());
-    return !window.by_source && need_bytes <= bank_bytes;
+    const uint64_t bank_bytes = bank_row_bytes(window, Kind::kCombine);
+    const uint64_t slots = row_bytes(shape, row.stride()), further = further_row_bytes(shape, row.stride());
+    if (window.num_links > 1 && shape.topk > kMostFarChoices) return false;
+    if (!window.by_source) return slots + static_cast<uint64_t>(window.num_links) * further <= bank_bytes;
+    return slots / shape.num_ranks + further <= part_bytes(bank_bytes, shape.num_ranks, kRowAlignment);
   }
+  // Between domains a word has a bit for each choice that has a row, and one that says that there is a sum of them.
+  static constexpr int kMostFarChoices = 31;
+  static constexpr uint32_t kHasSum = 1u << kMostFarChoices;
 
   static LlOffsets make(const LlWindow& window, Kind kind, const Shape& shape, const RowFormat& row) {
     const LlWindow::PerKind& regions = window.kind[static_cast<int>(kind)];
@@ -157,7 +176,7 @@ struct LlOffsets {
     offsets.tagged = regions.tagged.offset;
     offsets.rows = regions.rows.offset;
     offsets.tagged_bank_bytes = regions.tagged.count * sizeof(TaggedWord) / kNumBanks;
-    offsets.row_bank_bytes = regions.rows.count * sizeof(uint32_t) / kNumBanks;
+    offsets.row_bank_bytes = bank_row_bytes(window, kind);
     offsets.by_source = window.by_source;
     offsets.tagged_part_bytes = part_bytes(offsets.tagged_bank_bytes, shape.num_ranks, kPartAlignment);
     offsets.row_part_bytes = part_bytes(offsets.row_bank_bytes, shape.num_ranks, kRowAlignment);
@@ -176,6 +195,9 @@ struct LlOffsets {
  private:
   static constexpr int kPartAlignment = 16, kRowAlignment = 128;
 
+  static uint64_t bank_row_bytes(const LlWindow& window, Kind kind) {
+    return window.kind[static_cast<int>(kind)].rows.count * sizeof(uint32_t) / kNumBanks;
+  }
   EP_HD Offset tagged_part(int source) const { return static_cast<uint64_t>(source) * tagged_part_bytes; }
   static uint32_t part_bytes(uint64_t bank_bytes, int num_ranks, uint32_t alignment) {
     const uint64_t most = UINT32_MAX;

@@ -99,8 +99,9 @@ HtSizes ht_sizes_of(const std::array<uint64_t, 6>& sizes) {
 }
 
 GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes, uint64_t dispatch_row_bytes,
-                        uint64_t combine_row_bytes, double timeout_seconds, uint64_t network_seed,
-                        const std::array<uint64_t, 6>& ht_sizes, bool masks_late_ranks, const std::string& ll_network) {
+                        uint64_t combine_row_bytes, uint64_t further_row_bytes, double timeout_seconds,
+                        uint64_t network_seed, const std::array<uint64_t, 6>& ht_sizes, bool masks_late_ranks,
+                        const std::string& ll_network) {
   GroupConfig config;
   config.ht_sizes = ht_sizes_of(ht_sizes);
   config.device_index = device_index;
@@ -108,6 +109,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
   config.sizes.tagged_bytes = tagged_bytes;
   config.sizes.row_bytes[0] = dispatch_row_bytes;
   config.sizes.row_bytes[1] = combine_row_bytes;
+  config.sizes.further_row_bytes = further_row_bytes;
   config.timeout_seconds = timeout_seconds;
   config.network_seed = network_seed;
   config.masks_late_ranks = masks_late_ranks;
@@ -116,7 +118,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
 }
 
 py::tuple as_tuple(const LlSizes& sizes) {
-  return py::make_tuple(sizes.tagged_bytes, sizes.row_bytes[0], sizes.row_bytes[1]);
+  return py::make_tuple(sizes.tagged_bytes, sizes.row_bytes[0], sizes.row_bytes[1], sizes.further_row_bytes);
 }
 
 py::dict stats(Group& group) {
@@ -301,8 +303,8 @@ void define_sizes(py::module_& m) {
       "The same for a window of the given bytes.");
   m.def(
       "window_for",
-      [](int num_ranks, const std::array<uint64_t, 3>& sizes) {
-        return window_for(num_ranks, {sizes[0], {sizes[1], sizes[2]}});
+      [](int num_ranks, const std::array<uint64_t, 4>& sizes) {
+        return window_for(num_ranks, {sizes[0], {sizes[1], sizes[2]}, sizes[3]});
       },
       "Bytes of a window whose split has room for these sizes.");
 }
@@ -311,8 +313,8 @@ void define_group(py::module_& m) {
   py::class_<GroupConfig>(m, "GroupConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
-           py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"), py::arg("masks_late_ranks"),
-           py::arg("ll_network"));
+           py::arg("further_row_bytes"), py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"),
+           py::arg("masks_late_ranks"), py::arg("ll_network"));
   py::class_<NamedGroup>(m, "Group")
       .def(py::init<std::string, int, int, py::function, const GroupConfig&>(), py::arg("name"), py::arg("rank"),
            py::arg("num_ranks"), py::arg("allgather"), py::arg("config"))

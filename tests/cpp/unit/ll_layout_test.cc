@@ -35,8 +35,10 @@ void add_pieces(std::vector<Piece>& pieces, const LlOffsets& offsets, const RowF
   for (int bank = 0; bank < kNumBanks; bank++) {
     for (int token = 0; token < offsets.max_tokens; token++) {
       EXPECT_EQ(offsets.unweighted_row(bank, 0, token, 0, true), offsets.row(bank, 0, token));
-      for (int k = 1; k < offsets.topk; k++) {
-        add(offsets.unweighted_row(bank, 0, token, k, false), row.wire_bytes(), "further row");
+      for (int source = 0; source < (offsets.by_source ? offsets.num_ranks : 1); source++) {
+        for (int k = 1; k < offsets.topk; k++) {
+          add(offsets.unweighted_row(bank, source, token, k, false), row.wire_bytes(), "further row");
+        }
       }
     }
   }
@@ -126,19 +128,67 @@ TEST(LlOffsets, AWindowOfGivenBytesIsNotExceeded) {
   EXPECT_NE(error.find("a window of 4096 bytes is too small for 8 ranks: at least"), std::string::npos) << error;
 }
 
-// Rows that travel in place of sums have room where the window was made for the shape, and where masks give each source
-// a part they have none.
+// Rows that travel in place of sums have room where the window was made for the shape: once, for each source with
+// masks, and for each link between domains.
 TEST(LlOffsets, FurtherRowsOfACombine) {
-  const Shape shape = Shape::make(2, 8, 4, 16);
+  const Shape shape = Shape::make(4, 16, 4, 16);
   const RowFormat row{256, 0, false};
-  for (bool by_source : {false, true}) {
-    const LlWindow window = window_for_rows(shape, 256, 256, by_source);
-    EXPECT_EQ(LlOffsets::fits_unweighted_rows(window, shape, row), !by_source);
-  }
   LlSizes sizes = sizes_for(shape, 256, 256);
-  EXPECT_EQ(sizes.row_bytes[1], (2u + 3u) * 16 * 256);
-  sizes.row_bytes[1] -= 256;
-  EXPECT_FALSE(LlOffsets::fits_unweighted_rows(LlWindow::make(2, sizes), shape, row));
+  EXPECT_EQ(sizes.row_bytes[1], 4u * 16 * 256);
+  EXPECT_EQ(sizes.further_row_bytes, 3u * 16 * 256);
+  const LlWindow one_domain = LlWindow::make(4, sizes);
+  const auto fits = [&](const LlSizes& of, const RowFormat& format) {
+    return LlOffsets::fits_unweighted_rows(LlWindow::make(4, of), shape, format);
+  };
+  const RowFormat wider{256 + 128, 0, false};
+  LlSizes masks = sizes, rail = sizes, mesh = sizes;
+  masks.by_source = true;
+  rail.rail_domain_size = mesh.rail_domain_size = rail.link_size = 2;
+  mesh.link_size = 1;
+  int places[] = {1, 4, 2, 4}, i = 0;
+  for (const LlSizes& each : {sizes, masks, rail, mesh}) {
+    EXPECT_TRUE(fits(each, row));
+    EXPECT_FALSE(fits(each, wider));
+    LlSizes less = each;
+    less.further_row_bytes -= 256;
+    EXPECT_FALSE(fits(less, row));
+    const uint64_t further = LlWindow::make(4, each).kind[1].rows.count - one_domain.kind[1].rows.count;
+    EXPECT_EQ(further * 4, kNumBanks * (places[i++] - 1) * sizes.further_row_bytes);
+  }
+}
+
+// Between domains each link has further rows of its own.
+TEST(LlOffsets, FurtherRowsOfLinks) {
+  const Shape shape = Shape::make(4, 16, 4, 16);
+  const RowFormat row{256, 0, false};
+  LlSizes sizes = sizes_for(shape, 256, 256);
+  sizes.rail_domain_size = sizes.link_size = 2;
+  const LlWindow window = LlWindow::make(4, sizes);
+  const LlOffsets offsets = LlOffsets::make(window, Kind::kCombine, shape, row);
+  std::vector<Piece> pieces;
+  add_pieces(pieces, offsets, row, "combine ");
+  for (int bank = 0; bank < kNumBanks; bank++) {
+    for (int link = 0; link < 2; link++) {
+      for (int token = 0; token < 16; token++) {
+        for (int k = 1; k < 4; k++) {
+          const Offset at = offsets.unweighted_row<false>(bank, 0, token, k, false, link);
+          pieces.push_back({at, at + 256, "further row"});
+        }
+      }
+    }
+  }
+  expect_apart(pieces, window.bytes);
+}
+
+// One bit of a word of 32 says that there is a sum.
+TEST(LlOffsets, MoreChoicesThanBits) {
+  for (int topk : {31, 32}) {
+    const Shape shape = Shape::make(2, 64, topk, 4);
+    LlSizes sizes = sizes_for(shape, 256, 256);
+    EXPECT_TRUE(LlOffsets::fits_unweighted_rows(LlWindow::make(2, sizes), shape, {256, 0, false}));
+    sizes.rail_domain_size = sizes.link_size = 1;
+    EXPECT_EQ(LlOffsets::fits_unweighted_rows(LlWindow::make(2, sizes), shape, {256, 0, false}), topk == 31);
+  }
 }
 
 // Reserving for a shape serves every smaller one.

@@ -25,7 +25,7 @@ void expect_apart(const Ranges& ranges, uint64_t begin, uint64_t end) {
 }
 
 TEST(Rail, AWindowOfOneDomainHasNothingOfIt) {
-  LlSizes sizes{8192, {1 << 16, 1 << 15}, false, 0, 0};
+  LlSizes sizes{8192, {1 << 16, 1 << 15}, 0, false, 0, 0};
   const LlWindow before = LlWindow::make(4, sizes);
   sizes.rail_domain_size = sizes.link_size = 4;
   const LlWindow one = LlWindow::make(4, sizes);
@@ -49,8 +49,12 @@ TEST(Rail, EveryRowOfAnOperationHasAPlaceOfItsOwn) {
     const Topology topology{domains * size, size};
     const Shape shape = Shape::make(topology.num_ranks, topology.num_ranks * 2, 7, 13);
     const RowFormat row{640, 20, true};
-    LlSizes sizes{
-        LlOffsets::tagged_bytes(shape), {LlOffsets::row_bytes(shape, row.stride()), 1 << 16}, false, size, link_size};
+    LlSizes sizes{LlOffsets::tagged_bytes(shape),
+                  {LlOffsets::row_bytes(shape, row.stride()), 1 << 16},
+                  0,
+                  false,
+                  size,
+                  link_size};
     const LlWindow window = LlWindow::make(topology.num_ranks, sizes);
     const LlRail rail =
         LlRail::make(window.rail[0], Kind::kDispatch, topology, topology.num_ranks - 1, row.wire_bytes());
@@ -119,7 +123,7 @@ TEST(Rail, AutomaticallyItIsTheMeshForLittleToFewRanks) {
 TEST(Rail, WithMasksEachLinkHasARecordAndCountersOfItsOwn) {
   const Topology topology{6, 3};
   const Shape shape = Shape::make(6, 12, 4, 5);
-  LlSizes sizes{LlOffsets::tagged_bytes(shape), {LlOffsets::row_bytes(shape, 64), 1 << 12}, true, 3, 1};
+  LlSizes sizes{LlOffsets::tagged_bytes(shape), {LlOffsets::row_bytes(shape, 64), 1 << 12}, 0, true, 3, 1};
   const LlWindow window = LlWindow::make(6, sizes);
   const LlRail rail = LlRail::make(window.rail[0], Kind::kDispatch, topology, 4, 64);
   Ranges records, counters;

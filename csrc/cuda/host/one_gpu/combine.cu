@@ -9,11 +9,11 @@ namespace ep {
 namespace ll {
 namespace {
 
-template <DType kIn, DType kWire, DType kOut, bool kHome>
+template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     combine_by_rail_world(const LlArgs<LlCombineParams>* all, int num_ranks, int blocks) {
   run_in_one_gpu(all, num_ranks, blocks, [&](const LlArgs<LlCombineParams>& args, int block) {
-    combine_block<kIn, kWire, kOut, kHome>(args, block);
+    combine_block<kIn, kWire, kOut, kHome, kUnweighted>(args, block);
   });
 }
 
@@ -39,9 +39,11 @@ void launch_all(const void* host_args, const void* args, int num_ranks, void* st
   if constexpr (std::is_same_v<Params, LlCombineWeightsParams>) {
     start(&rail_scalars_world);
   } else {
-    with_instance(first.params, [&](auto types, auto home) {
+    const auto* all = static_cast<const LlArgs<Params>*>(host_args);
+    for (int r = 1; r < num_ranks; r++) check_same_kernel(first.params, all[r].params, r);
+    with_instance(first.params, [&](auto types, auto home, auto unweighted) {
       using T = decltype(types);
-      start(&ll::combine_by_rail_world<T::in, T::wire, T::out, home()>);
+      start(&ll::combine_by_rail_world<T::in, T::wire, T::out, home(), unweighted()>);
     });
   }
 }
@@ -51,8 +53,9 @@ void launch_all(const void* host_args, const void* args, int num_ranks, void* st
 void load_one_gpu_combine() {
   for_all_types([](auto types) {
     using T = decltype(types);
-    load_kernel(&ll::combine_by_rail_world<T::in, T::wire, T::out, false>, 0);
-    load_kernel(&ll::combine_by_rail_world<T::in, T::wire, T::out, true>, 0);
+    load_kernel(&ll::combine_by_rail_world<T::in, T::wire, T::out, false, false>, 0);
+    load_kernel(&ll::combine_by_rail_world<T::in, T::wire, T::out, true, false>, 0);
+    load_kernel(&ll::combine_by_rail_world<T::in, T::wire, T::out, true, true>, 0);
   });
   load_kernel(&rail_scalars_world, 0);
 }
