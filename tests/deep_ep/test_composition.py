@@ -191,7 +191,7 @@ def test_what_is_no_core(core: nccl_ep.Buffer) -> None:
         ({"num_nvl_bytes": BYTES, "domain_size": 3}, ValueError, "1 ranks do not divide into domains of 3"),
         ({"group": 3}, TypeError, "group is a int: must be a torch process group"),
         ({"comm": 3}, TypeError, "comm is a int, must be an mpi4py communicator"),
-        ({"sizes": (1, 2)}, TypeError, "sizes is 2 elements, must be 3 integers"),
+        ({"sizes": (1, 2)}, TypeError, "sizes is 2 elements, must be 4 integers"),
         ({"timeout": "x"}, TypeError, "timeout is 'x', must be a number of seconds"),
         ({"use_nvfp4": True}, TypeError, "unexpected keyword argument 'use_nvfp4'"),
     ],
@@ -208,7 +208,7 @@ def test_bad_arguments(kind: Any, arguments: dict[str, Any], error: type[Excepti
     [{}, {"num_nvl_bytes": BYTES}, {"num_nvl_bytes": 256, "num_rdma_bytes": BYTES},
      {"num_nvl_bytes": BYTES, "num_rdma_bytes": 1 << 22, "low_latency_mode": True},
      {"num_rdma_bytes": 1 << 22, "low_latency_mode": True}, {"low_latency_mode": True},
-     {"num_nvl_bytes": BYTES, "sizes": (1 << 12, 1 << 14, 1 << 14)}],
+     {"num_nvl_bytes": BYTES, "sizes": (1 << 12, 1 << 14, 1 << 14, 0)}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
