@@ -43,7 +43,7 @@ def test_tokens_are_those_of_one_rank_and_bits_a_requests_own(tmp_path: Path) ->
     """But where two logits are nearly the same. A request has its bits with others, alone and at another home."""
     report = tmp_path / "serve.json"
     run(
-        "-m", "examples.moe_lm.serve", *SMALL.split(), "--check", "8", "--overlap", "off,on",
+        "-m", "examples.moe_lm.serve", *SMALL.split(), "--check", "8", "--gap", "0.1", "--overlap", "off,on",
         "--report", str(report),
     )  # fmt: skip
     for check in json.loads(report.read_text())["checks"]:
