@@ -158,6 +158,7 @@ def _judge_gpus(facts: Facts, problem: Any, note: Any) -> None:
 def plan(facts: Facts, findings: list[Finding]) -> tuple[str, int]:
     """The device kind and the number of ranks that the self-test uses: GPUs only where nothing speaks against them."""
     if facts.gpus and facts.library_cuda and not any(finding.level == "problem" for finding in findings):
-        domain = int(facts.environment.get("NCCL_LSA_TEAM_SIZE") or len(facts.gpus))  # the self-test is of one
-        return "cuda", min(len(facts.gpus), domain)
+        claimed = facts.environment.get("NCCL_LSA_TEAM_SIZE", "")
+        domain = int(claimed) if claimed.isdecimal() else 0  # the self-test is of one
+        return "cuda", min(len(facts.gpus), domain or len(facts.gpus))
     return "cpu", 2

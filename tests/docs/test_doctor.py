@@ -211,6 +211,9 @@ def test_machines_that_are_connected() -> None:
     assert [finding.level for finding in notes] == ["note", "note"]
     assert "1 active RDMA devices for 4 GPUs" in notes[0].text and "NCCL_LSA_TEAM_SIZE is 2" in notes[1].text
     assert plan(facts, notes) == ("cuda", 2)
+    for claimed in ("", "0", "-1", "two", "64"):
+        facts.environment = {"NCCL_LSA_TEAM_SIZE": claimed}
+        assert plan(facts, notes) == ("cuda", 4), claimed
 
 
 def test_a_plugin_in_the_place_of_nics() -> None:

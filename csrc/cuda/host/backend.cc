@@ -261,9 +261,11 @@ class CudaBackend : public Backend {
   LlRail rail_of(const Params& params) const {
     constexpr Kind kind = std::is_same_v<Params, LlDispatchParams> ? Kind::kDispatch : Kind::kCombine;
     int row_bytes = scalar_row_bytes(params.shape.topk);
-    if constexpr (requires { params.row; }) row_bytes = params.row.wire_bytes();
-    if constexpr (requires { params.wire_dtype; })
-      row_bytes = wire_row_bytes(params.wire_dtype, params.hidden);  // sums
+    if constexpr (std::is_same_v<Params, LlDispatchParams>) {
+      row_bytes = params.row.wire_bytes();
+    } else if constexpr (std::is_same_v<Params, LlCombineParams>) {
+      row_bytes = wire_row_bytes(params.wire_dtype, params.hidden);  // sums cross, whatever params.row is
+    }
     const RailRegions& regions = window_.rail[static_cast<int>(kind)];
     LlRail rail = LlRail::make(regions, kind, topology_, memory_->peers.rank, row_bytes);
     const auto need = static_cast<uint64_t>(params.shape.max_tokens) * row_bytes;
