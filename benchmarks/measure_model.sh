@@ -59,7 +59,7 @@ all | serve)
     # shellcheck disable=SC2086
     leg serve 85 examples.moe_lm.serve --ranks "$gpus" --size $large --slots 64 --prefill-batch 4 --prompt 256-512 \
         --output 32-64 --requests $((128 * gpus)) --rates "${RATES:-$((50 * gpus)),$((100 * gpus)),$((200 * gpus))}" \
-        --exchange nccl_ep,all_to_all_single,deep_ep --overlap off,on --profile --check 16 --go-on \
+        --exchange nccl_ep,all_to_all_single,deep_ep --overlap off,on --profile --check 16 --gap 0.1 --go-on \
         --report "$folder/serve.json" ${SERVE_FLAGS:-}
     ;;
 esac

@@ -31,9 +31,8 @@ def logits_of(model: Model, request: Request) -> torch.Tensor:
 def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
     """Collective. On rank 0: tokens compared, and those that one rank would not have chosen.
 
-    "close": one rank's logits of the two tokens are within "gap" of each other; "different": they are further apart.
-    "gap" is ``--gap``, or twice "rounding": how far a logit of one rank moves at most when the same weights are used in
-    float32. Two sound ways to compute may each be so far from the exact logits.
+    "close": one rank's logits of the two tokens are within ``--gap`` of each other; "different": further apart.
+    To judge these by, "rounding": how far a logit of one rank moves at most when the same weights are used in float32.
     """
     from .serve import gather
 
@@ -48,7 +47,9 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
     exact = alone.in_float32()
     moved = [mine - logits_of(exact, each) for mine, each in zip(logits, served, strict=True)]
     rounding = max(float(each.abs().max()) for each in moved)
-    gap = 2 * rounding if server.options.gap is None else server.options.gap
+    gap = server.options.gap
+    if gap is None:
+        gap = 0.0 if server.model.dtype == torch.float32 else 0.1
     behind = torch.cat([_behind(mine, each) for mine, each in zip(logits, served, strict=True)])
     return {
         "tokens": len(behind), "rounding": rounding, "gap": gap, "close": int(((behind > 0) & (behind <= gap)).sum()),

@@ -63,8 +63,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--gap",
         type=float,
-        help="of logits: closer ones may come out in another order in --check; default: twice what the model's dtype "
-        "changes a logit by",
+        help="of logits: closer ones may come out in another order in --check; default: 0 in float32, else 0.1",
     )
     add("--profile", action="store_true", help="where the time of a decode step goes")
     add("--go-on", action="store_true", help="if an exchange fails, go on with the next one; the report says why")
