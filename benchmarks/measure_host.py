@@ -184,11 +184,15 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
         *_, hook = view.low_latency_combine(made, ids, weights, handle, zero_copy=True, return_recv_hook=True, out=dest)
         hook()
 
-    def event() -> None:
-        *_, last, _ = view.low_latency_dispatch(x, ids, tokens, experts, async_finish=True, **fp8)
-        last.current_stream_wait()
-        _, last, _ = view.low_latency_combine(made, ids, weights, handle, zero_copy=True, async_finish=True, out=dest)
-        last.current_stream_wait()
+    def async_dispatch() -> None:
+        view.low_latency_dispatch(x, ids, tokens, experts, async_finish=True, **fp8)[3].current_stream_wait()
+
+    def async_combine(**more: Any) -> None:
+        view.low_latency_combine(made, ids, weights, handle, async_finish=True, **more)[1].current_stream_wait()
+
+    def async_pair() -> None:
+        async_dispatch()
+        async_combine(zero_copy=True, out=dest)
 
     return {
         "ops dispatch": lambda: ops.ll_dispatch(buffer._seq, x, None, ids, weights, tokens * buffer.num_ranks, config),
@@ -202,7 +206,10 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
             made, ids, weights, handle, zero_copy=True, out=dest
         ),
         "deepep pair, hooks": hooked,
-        "deepep pair, async_finish": event,
+        "deepep dispatch, async_finish": async_dispatch,
+        "deepep combine, async_finish": async_combine,
+        "deepep combine out= zero_copy, async_finish": lambda: async_combine(zero_copy=True, out=dest),
+        "deepep pair, async_finish": async_pair,
     }  # fmt: skip
 
 
@@ -365,7 +372,7 @@ def main() -> None:
     def note(mode: str, op: str, figure: str, value: float, default: str | None, unit: str = "us") -> None:
         if group is not None and dist.get_rank() != 0:
             return
-        print(f"{mode} {op:34} {figure:6} {value:8.3f} {unit:2}  default device: {default}", flush=True)
+        print(f"{mode} {op:44} {figure:6} {value:8.3f} {unit:2}  default device: {default}", flush=True)
         api, _, call = op.partition(" ")
         known: dict[str, Any] = dict.fromkeys(FIELDS) | {
             "bench": "host", "system": "nccl_ep", "api": api, "op": call, "figure": figure, "value": round(value, 3),

@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch.utils._device import DeviceContext
 
 from . import _C
-from .events import EventOverlap
+from .events import EventHandle, EventOverlap
 from .handle import DispatchOutput, Handle
 
 _C.set_default_device_mode(DeviceContext)
-_C.set_eager_types(Handle, DispatchOutput, EventOverlap)
+_C.set_eager_types(Handle, DispatchOutput, EventOverlap, EventHandle)
 
 dispatch_eager, combine_eager = _C.dispatch_eager, _C.combine_eager

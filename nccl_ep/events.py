@@ -24,7 +24,7 @@ class EventHandle:
     __slots__ = ("_event",)
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.cuda.Event | _C.StreamEvent | None = None
         # A process that has not used CUDA so far has nothing on its streams, and need not begin now.
         if stream is not None or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class EventHandle:
 
     def query(self) -> bool:
         """Whether the point has been reached."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or bool(self._event.query())
 
 
 class EventOverlap:
@@ -69,8 +69,8 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     @property
-    def cuda_event(self) -> torch.cuda.Event | None:
-        """The event as torch's, for ``stream.wait_event``; None on the CPU, and where there is no event."""
+    def cuda_event(self) -> torch.cuda.Event | _C.StreamEvent | None:
+        """For ``stream.wait_event``; None on the CPU, and where there is no event."""
         return None if self.event is None else self.event._event
 
     def current_stream_wait(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
 
     "close": one rank's logits of the two tokens are within ``--gap`` of each other; "different": further apart.
     To judge these by, "rounding": how far a logit of one rank moves at most when the same weights are used in float32.
+    "logits": a digest of the bits of all that were served, which other ways of serving should have, too.
     """
     from .serve import gather
 
@@ -53,8 +55,15 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
     behind = torch.cat([_behind(mine, each) for mine, each in zip(logits, served, strict=True)])
     return {
         "tokens": len(behind), "rounding": rounding, "gap": gap, "close": int(((behind > 0) & (behind <= gap)).sum()),
-        "different": int((behind > gap).sum()), "largest_gap": float(behind.max()),
+        "different": int((behind > gap).sum()), "largest_gap": float(behind.max()), "logits": _digest(served),
     }  # fmt: skip
+
+
+def _digest(requests: list[Request]) -> str:
+    told = hashlib.sha256()
+    for request in requests:
+        told.update(torch.stack(request.logits).cpu().numpy().tobytes())
+    return told.hexdigest()[:16]
 
 
 def _behind(logits: torch.Tensor, request: Request) -> torch.Tensor:

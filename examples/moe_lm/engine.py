@@ -1,8 +1,9 @@
 """One rank's server: prefill of new requests in high throughput, decoding of all in low latency.
 
-All ranks step together, since an exchange is collective. Shapes are fixed: a prefill has room for ``prefill_batch``
-prompts, a decode step for ``slots`` requests, and tokens that do not exist have no expert (id -1). So a request's bits
-do not depend on what else is served, nor on its home rank. A rank with nothing to do takes part with no tokens.
+All ranks step together, since an exchange is collective. A rank with nothing to do takes part with no tokens. Shapes
+are fixed: a prefill has room for ``prefill_batch`` prompts, a decode step for ``slots`` requests, and tokens that do
+not exist have no expert (id -1). So a request's bits do not depend on what else is served, nor on its home rank, nor
+on whether a step is made in two batches.
 """
 
 from __future__ import annotations
@@ -141,25 +142,26 @@ class Engine:
             running = [steps for steps in running if next(steps, "done") != "done"]
 
     def _steps(self, slots: slice, exchange: Any) -> Steps:
-        model = self.model
+        model, batch = self.model, slots.stop - slots.start
         positions = self.positions[slots]
-        x = F.embedding(self.tokens[slots], model.embedding).to(model.dtype).unsqueeze(1)  # [B, 1, H]
+        x = F.embedding(self._as_all(self.tokens[slots]), model.embedding).to(model.dtype).unsqueeze(1)  # [S, 1, H]
         for layer, block in enumerate(model.blocks):
             x = x + self._attend(layer, block, slots, x, positions)
             hidden = block.moe_norm(x).squeeze(1)
             weights, idx, _ = block.moe.router(hidden)
-            idx = torch.where(self.active[slots].unsqueeze(-1), idx, -1)
+            idx = torch.where(self.active[slots].unsqueeze(-1), idx[:batch], -1)
+            given = hidden[:batch], idx, weights[:batch], block.moe.experts
             if len(self.decoders) == 1:
-                routed = exchange(hidden, idx, weights, block.moe.experts)
+                routed = exchange(*given)
                 shared = block.moe.shared(hidden)
             else:
-                halves = exchange.in_halves(hidden, idx, weights, block.moe.experts)
+                halves = exchange.in_halves(*given)
                 next(halves)  # rows are under way
                 shared = block.moe.shared(hidden)
                 yield
                 routed = yield from halves
-            x = x + (routed + shared).unsqueeze(1)
-        logits = model.head(model.norm(x.squeeze(1))).float()
+            x = x + (self._as_all(routed) + shared).unsqueeze(1)
+        logits = model.head(model.norm(x.squeeze(1)))[:batch].float()
         active = self.active[slots]
         self.logits[slots] = logits
         self.tokens[slots] = torch.where(active, logits.argmax(-1), self.tokens[slots])
@@ -167,12 +169,19 @@ class Engine:
 
     def _attend(self, layer: int, block: Block, slots: slice, x: Tensor, positions: Tensor) -> Tensor:
         """Over the whole cache, whatever is in it: what lies past a request's position is masked."""
-        q, k, v = block.attention.project(block.attention_norm(x), positions.unsqueeze(1))
+        projected = block.attention.project(block.attention_norm(x), self._as_all(positions).unsqueeze(1))
+        q, k, v = (each[: len(positions)] for each in projected)
         keys, values = self.keys[layer, slots], self.values[layer, slots]
         rows = torch.arange(len(positions), device=x.device)
         keys[rows, :, positions], values[rows, :, positions] = k.squeeze(2), v.squeeze(2)
         mask = (self.places <= positions.unsqueeze(1))[:, None, None]  # [B, 1, 1, max_length]
-        return block.attention.finish(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+        return block.attention.finish(self._as_all(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)))
+
+    def _as_all(self, batch: Tensor) -> Tensor:
+        """[B, ..] to [S, ..], as many as there are slots. A batch of fewer computes at the shape of all, since a GEMM
+        of another shape has other bits."""
+        missing = self.room.slots - len(batch)
+        return F.pad(batch, (0, 0) * (batch.dim() - 1) + (0, missing)) if missing else batch
 
     @torch.no_grad()
     def _capture(self) -> None:

@@ -126,11 +126,11 @@ class Server:
                 prefill_mode, decode_mode = ("auto", "auto") if options.mode == "auto" else ("ht", "ll")
                 prefiller = fixed_shape_exchange(buffer, count, prefill_mode, prompt_tokens, grouped)
                 batches = 2 if overlap else 1
-                share = room.slots // batches
                 if overlap:  # a buffer each: two dispatches are under way at a time
-                    self.buffers.append(make_buffer(world.experts, self.sizes, share, dtype, world.device, "ll"))
+                    self.buffers.append(make_buffer(world.experts, self.sizes, room.slots, dtype, world.device, "ll"))
+                # Room for a token of each slot, also where a batch has half of them: GEMMs keep their shape.
                 decoders = [
-                    fixed_shape_exchange(self.buffers[number], count, decode_mode, share, grouped)
+                    fixed_shape_exchange(self.buffers[number], count, decode_mode, room.slots, grouped)
                     for number in range(batches)
                 ]
         self.model.use(prefiller)

@@ -7,7 +7,7 @@ taken apart and rebuilt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -101,12 +101,13 @@ class LowLatencyMethods(LowLatencyMemory):
         """
         is_async = async_finish is True and return_recv_hook is False
         if (async_finish is False or is_async) and use_nvfp4 is False:
-            given = (
-                self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
-                dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, return_recv_hook,
-            )  # fmt: skip
+            stream = self.get_comm_stream() if is_async else None
             try:
-                eager = self._on_comm_stream(_dispatch_eager, given) if is_async else _dispatch_eager(*given)
+                eager = _dispatch_eager(
+                    self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
+                    cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0,
+                    return_recv_hook, stream,
+                )  # fmt: skip
             except RuntimeError as error:
                 raise error_of(self, error) from error
             if eager is not None:
@@ -210,16 +211,12 @@ class LowLatencyMethods(LowLatencyMemory):
         """
         is_async = async_finish is True and return_recv_hook is False
         if (async_finish is False or is_async) and overlap is False:
-            given = (
-                self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out, combine_wait_recv_cost_stats,
-                use_logfmt,
-            )  # fmt: skip
+            stream = self.get_comm_stream() if is_async else None
             try:
-                if is_async:
-                    scratch = self._state.scratch.values() if zero_copy else ()  # where the rows are read
-                    eager = self._on_comm_stream(_combine_eager, given, scratch)
-                else:
-                    eager = _combine_eager(*given)
+                eager = _combine_eager(
+                    self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out,
+                    combine_wait_recv_cost_stats, use_logfmt, stream,
+                )  # fmt: skip
             except RuntimeError as error:
                 raise error_of(self, error) from error
             if eager is not None:
@@ -305,13 +302,6 @@ class LowLatencyMethods(LowLatencyMemory):
                 f"{int(info[-1])} rows did not fit, as a token names an expert twice: an expert has room for "
                 f"R * num_max_dispatch_tokens_per_rank, and demand was {info[local:-1].tolist()}"
             )
-
-    def _on_comm_stream(
-        self, eager: Callable[..., Any], given: tuple[Any, ...], scratch: Iterable[torch.Tensor] = ()
-    ) -> Any:
-        """What a method with ``async_finish`` returns, by one call of C++; None, as that has done nothing."""
-        made, event = run_on_comm_stream(self, partial(eager, *given), (*given, *scratch), True)
-        return None if made is None else (*made[:-2], event, None)
 
     def _with_hook(self, eager: Any, receive: Callable[..., Any]) -> Any:
         """What a method returns, from the pair of it without the hook and what the op ``receive`` takes."""

@@ -56,7 +56,9 @@ def bits_of(requests: list[Request]) -> list[torch.Tensor]:
     return [torch.stack(request.logits) for request in requests]
 
 
-@pytest.mark.parametrize("way", ["nccl_ep, auto", "all on rank 0", "arriving", "alone, on another rank"])
+@pytest.mark.parametrize(
+    "way", ["nccl_ep, auto", "nccl_ep, fixed, overlap", "all on rank 0", "arriving", "alone, on another rank"]
+)
 def test_bits_do_not_depend_on_batch_or_rank(way: str, served: Served) -> None:
     for got, want in zip(bits_of(served[way]), bits_of(served["nccl_ep, fixed"]), strict=False):
         assert torch.equal(got, want)

@@ -62,6 +62,63 @@ def test_async_runs_beside_the_current_stream() -> None:
         torch.cuda.synchronize()
 
 
+def async_dispatch(buffer: deep_ep.Buffer, x: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
+    return buffer.low_latency_dispatch(x, ids, 8, 2, use_fp8=False, async_finish=True)
+
+
+@pytest.mark.parametrize("waits", ["nobody", "the caller", "another stream"])
+def test_memory_of_async_operations(waits: str) -> None:
+    """What goes in is kept until the operation has read it: by the event while there is one, by the allocator when that
+    went and the caller's stream does not wait for it. Where it does, the memory is free at once."""
+    case = small_case(1)
+    with deep_ep.Buffer.of(shared_buffer(ThreadGroup.make(1)[0], [case], device="cuda")) as buffer:
+        ids = case.inputs[0].topk_idx.cuda()
+        rows = torch.full((len(ids), case.case.hidden), 3.0, device="cuda").bfloat16()
+        async_dispatch(buffer, rows.clone(), ids)[3].current_stream_wait()  # what a first call sets up
+        torch.cuda.synchronize()
+        comm = buffer.get_comm_stream()
+        x = rows.clone()
+        place = x.data_ptr()
+        with torch.cuda.stream(comm):
+            slow = busy(200)
+        received, counts, _, event, _ = async_dispatch(buffer, x, ids)
+        if waits == "the caller":
+            event.current_stream_wait()
+        elif waits == "another stream":
+            torch.cuda.Stream().wait_event(event.cuda_event)
+        assert any(each.data_ptr() == place for each in event.extra_tensors)
+
+        def is_free() -> bool:
+            """Whether that place is among more than all that the allocator has had so far."""
+            return place in [each.data_ptr() for each in [torch.empty_like(rows) for _ in range(4096)]]
+
+        del x
+        assert not is_free()
+        del event
+        assert is_free() == (waits == "the caller") and not slow.query()
+        torch.cuda.synchronize()
+        for expert, count in enumerate(counts.tolist()):
+            assert (received[expert, :count] == 3).all()
+        assert counts.sum() > 0
+
+
+def test_an_event_is_for_one_operation() -> None:
+    """Events are used again when they are gone: not before."""
+    case = small_case(1)
+    with deep_ep.Buffer.of(shared_buffer(ThreadGroup.make(1)[0], [case], device="cuda")) as buffer:
+        x, ids = case.inputs[0].x.cuda(), case.inputs[0].topk_idx.cuda()
+        first = async_dispatch(buffer, x, ids)[3]
+        torch.cuda.synchronize()
+        slow = busy(200)
+        second = async_dispatch(buffer, x, ids)[3]
+        assert first.event.query() and not second.event.query()
+        del first
+        third = async_dispatch(buffer, x, ids)[3]
+        assert not second.event.query() and not third.event.query() and not slow.query()
+        third.cuda_event.synchronize()
+        assert second.event.query() and third.event.query() and slow.query()
+
+
 def test_native_async_runs_beside_the_current_stream() -> None:
     case = Expected(plain_case(1))
     given, kwargs = case.inputs[0], case.case.dispatch_kwargs()

@@ -193,7 +193,7 @@ def run_chains(name: str, topology: str, way: str, body: str, tmp_path: Path) ->
 def test_low_latency_to_the_bit(topology: str, way: str, tmp_path: Path) -> None:
     body = ("ll_cases", CASES, 100)
     for each in run_cases(f"low latency {topology}, {way}", topology, way, body, tmp_path):
-        assert each["cases"] == CASES + (4 if topology == "2x1" else 0) and each["dispatches"] == 2 * each["cases"]
+        assert each["cases"] == CASES + 4 and each["dispatches"] == 2 * each["cases"]
 
 
 @pytest.mark.parametrize("way", ["plain", "all"])

@@ -19,7 +19,7 @@ using fast_call::Argument;
 using fast_call::wrap;
 
 struct Types {
-  Slots handle, output, event;
+  Slots handle, output, overlap, event;
 };
 Types& types() {
   static auto* made = new Types;
@@ -381,24 +381,40 @@ Tensor part_of(const Tensor& whole, int64_t first, at::IntArrayRef sizes) {
 }
 
 PyObject* no_event() {
-  PyObject* event = types().event.make();
-  if (event == nullptr) return nullptr;
-  types().event.set(event, kEvent, new_reference(Py_None));
-  types().event.set(event, kExtraTensors, new_reference(Py_None));
-  return event;
+  PyObject* overlap = types().overlap.make();
+  if (overlap == nullptr) return nullptr;
+  types().overlap.set(overlap, kEvent, new_reference(Py_None));
+  types().overlap.set(overlap, kExtraTensors, new_reference(Py_None));
+  return overlap;
+}
+
+PyObject* new_overlap(PyObject* event, PyObject* extra_tensors) {
+  const auto handle = py::reinterpret_steal<py::object>(types().event.make());
+  const auto overlap = py::reinterpret_steal<py::object>(types().overlap.make());
+  if (!handle || !overlap) {
+    Py_XDECREF(event);
+    Py_XDECREF(extra_tensors);
+    return nullptr;
+  }
+  const bool is_ok = types().event.set(handle.ptr(), 0, event);
+  types().overlap.set(overlap.ptr(), kExtraTensors, extra_tensors);
+  types().overlap.set(overlap.ptr(), kEvent, new_reference(handle));
+  return is_ok ? new_reference(overlap) : nullptr;
 }
 
 void define(py::module_& m) {
   m.def(
       "set_eager_types",
-      [](const py::object& handle, const py::object& output, const py::object& event) {
+      [](const py::object& handle, const py::object& output, const py::object& overlap, const py::object& event) {
         types().handle = Slots(handle, {"tensor", "seq", "num_tokens", "topk", "num_experts", "max_tokens", "layout",
                                         "capacity", "num_ranks", "mode", "slots", "alignment", "weights"});
         types().output =
             Slots(output, {"x", "scales", "topk_idx", "weights", "row_expert", "handle", "extra", "carrier", "_info"});
-        types().event = Slots(event, {"event", "extra_tensors"});
+        types().overlap = Slots(overlap, {"event", "extra_tensors"});
+        types().event = Slots(event, {"_event"});
       },
-      py::arg("handle"), py::arg("output"), py::arg("event"), "The classes of what the eager calls take and return.");
+      py::arg("handle"), py::arg("output"), py::arg("overlap"), py::arg("event"),
+      "The classes of what the eager calls take and return.");
   m.def(
       "set_default_device_mode",
       [](const py::object& type) {

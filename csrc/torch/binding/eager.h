@@ -87,8 +87,9 @@ class Slots {
   std::vector<Py_ssize_t> offsets_;
 };
 
-// A new EventOverlap without an event.
+// A new EventOverlap without an event; one of an EventHandle of `event`, with `extra_tensors`. Takes the references.
 PyObject* no_event();
+PyObject* new_overlap(PyObject* event, PyObject* extra_tensors);
 
 inline PyObject* new_reference(PyObject* object) {
   Py_INCREF(object);

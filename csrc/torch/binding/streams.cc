@@ -2,41 +2,21 @@
 // and checks. torch's own guards and events serve, so that nothing here is CUDA's.
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/Stream.h>
 
 #include <vector>
 
 #include "torch/binding/eager.h"
-#include "torch/ops/device.h"
+#include "torch/binding/stream_event.h"
 
 namespace ep::eager {
 namespace {
 
 using at::Tensor;
 
-c10::Stream stream_of(PyObject* object) {
-  TORCH_CHECK_TYPE(THPStream_Check(object), "a ", Py_TYPE(object)->tp_name, ", must be a stream");
-  const auto* stream = reinterpret_cast<THPStream*>(object);
-  return c10::Stream::unpack3(stream->stream_id, static_cast<c10::DeviceIndex>(stream->device_index),
-                              static_cast<c10::DeviceType>(stream->device_type));
-}
-c10::Stream current_stream_of(const c10::Device& device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
 void wait_for(const c10::Stream& stream, const c10::Stream& first) {
   c10::Event event(stream.device_type());
   event.record(first);
   event.block(stream);
-}
-
-// NOLINTNEXTLINE(misc-no-recursion): tuples of results are two deep
-void add_tensors(PyObject* objects, std::vector<PyObject*>& found) {
-  if (THPVariable_Check(objects)) found.push_back(objects);
-  if (!PyTuple_Check(objects) && !PyList_Check(objects)) return;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(objects); i++) {
-    add_tensors(PySequence_Fast_GET_ITEM(objects, i), found);
-  }
 }
 
 // The number of the current stream of the tensor's device; None on the CPU.
@@ -91,12 +71,7 @@ PyObject* run_on_stream(PyObject* const* given, Py_ssize_t count) {
     }
   }
   if (event == Py_None) wait_for(current, stream);
-  PyObject* kept = PyTuple_New(static_cast<Py_ssize_t>(tensors.size()));
-  if (kept == nullptr) return nullptr;
-  for (size_t i = 0; i < tensors.size(); i++) {
-    PyTuple_SET_ITEM(kept, static_cast<Py_ssize_t>(i), new_reference(tensors[i]));
-  }
-  return tuple_of(new_reference(result), kept);
+  return tuple_of(new_reference(result), tuple_of_tensors(tensors));
 }
 
 PyMethodDef methods[] = {method<&current_stream_id>("current_stream_id"), method<&call_on_stream>("call_on_stream"),

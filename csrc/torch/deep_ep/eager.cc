@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "torch/binding/stream_event.h"
 #include "torch/ops/arguments.h"
 
 namespace ep::eager {
@@ -34,10 +35,11 @@ bool are_bools(std::initializer_list<PyObject*> objects) {
   return std::all_of(objects.begin(), objects.end(), [](PyObject* each) { return PyBool_Check(each); });
 }
 
-// self, x, topk_idx, max_tokens, num_experts, recv_stats, wait_cost, use_fp8, round_scale, use_ue8m0, return_recv_hook.
-// With the hook a pair: the results but for it, and what the receiving op takes.
+// self, x, topk_idx, max_tokens, num_experts, recv_stats, wait_cost, use_fp8, round_scale, use_ue8m0, return_recv_hook,
+// comm_stream. With the hook a pair: the results but for it, and what the receiving op takes. The stream (not None) is
+// for a call without it.
 PyObject* low_latency_dispatch(PyObject* const* given, Py_ssize_t count) {
-  if (count != 11 || !is_plain_thread()) Py_RETURN_NONE;
+  if (count != 12 || !is_plain_thread()) Py_RETURN_NONE;
   const Buffer* buffer = Buffer::of(given[0], "_view_eager");
   Argument<Tensor> x, topk_idx;
   Argument<OptionalTensor> recv_stats, wait_cost;
@@ -60,9 +62,12 @@ PyObject* low_latency_dispatch(PyObject* const* given, Py_ssize_t count) {
     Py_RETURN_NONE;
   }
   const bool has_hook = is_true(given[10]);
-  auto [rows, scales, weights, counts, src_info, layout_range] = (has_hook ? &DispatchSend::run : &Dispatch::run)(
-      seq, x.get(), OptionalTensor{}, topk_idx.get(), num_experts.get(), max_tokens.get(), static_cast<int64_t>(quant),
-      recv_stats.get(), wait_cost.get(), 0);
+  const CommStream comm_stream(given[11], seq.device());
+  auto [rows, scales, weights, counts, src_info, layout_range] = comm_stream.run([&] {
+    return (has_hook ? &DispatchSend::run : &Dispatch::run)(
+        seq, x.get(), OptionalTensor{}, topk_idx.get(), num_experts.get(), max_tokens.get(),
+        static_cast<int64_t>(quant), recv_stats.get(), wait_cost.get(), 0);
+  });
   const auto rows_object = py::reinterpret_steal<py::object>(wrap(std::move(rows)));
   const auto scales_object =
       use_fp8 || has_hook ? py::reinterpret_steal<py::object>(wrap(std::move(scales))) : py::object(py::none());
@@ -75,7 +80,10 @@ PyObject* low_latency_dispatch(PyObject* const* given, Py_ssize_t count) {
   PyObject* handle = tuple_of(new_reference(source_object), new_reference(range_object), new_reference(given[3]),
                               number(x.get().size(1)), new_reference(given[4]));
   if (!has_hook) {
-    return tuple_of(received, new_reference(counts_object), handle, no_event(), new_reference(Py_None));
+    PyObject* event =
+        comm_stream.overlap({given[1], given[2], given[5], given[6], rows_object.ptr(), scales_object.ptr(),
+                             counts_object.ptr(), source_object.ptr(), range_object.ptr()});
+    return tuple_of(received, new_reference(counts_object), handle, event, new_reference(Py_None));
   }
   PyObject* results = tuple_of(received, new_reference(counts_object), handle, no_event());
   PyObject* to_receive = tuple_of(
@@ -101,10 +109,10 @@ PyObject* scratch_of(PyObject* state, PyObject* const* sizes) {
   return found;
 }
 
-// self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out, wait_cost, use_logfmt. With the hook a
-// pair, as above.
+// self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out, wait_cost, use_logfmt, comm_stream. With
+// the hook a pair; and the stream, as above.
 PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
-  if (count != 10 || !is_plain_thread() || !are_bools({given[5], given[6], given[9]})) Py_RETURN_NONE;
+  if (count != 11 || !is_plain_thread() || !are_bools({given[5], given[6], given[9]})) Py_RETURN_NONE;
   const bool use_logfmt = is_true(given[9]);
   if (use_logfmt && is_true(given[5])) Py_RETURN_NONE;
   PyObject* handle = given[4];
@@ -138,11 +146,12 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
     if (open == nullptr || open->data_ptr() == src_info.get().data_ptr()) Py_RETURN_NONE;
   }
   Argument<Tensor> rows;
+  PyObject* rows_object = given[1];
   if (!is_true(given[5])) {
-    rows.load(given[1]);
+    rows.load(rows_object);
   } else {
-    PyObject* scratch = scratch_of(state.ptr(), elements + 2);
-    if (scratch == nullptr || !rows.load(scratch) || rows.get().sizes() != x.get().sizes() ||
+    rows_object = scratch_of(state.ptr(), elements + 2);
+    if (rows_object == nullptr || !rows.load(rows_object) || rows.get().sizes() != x.get().sizes() ||
         rows.get().scalar_type() != x.get().scalar_type() || !x.get().is_contiguous()) {
       Py_RETURN_NONE;
     }
@@ -153,10 +162,15 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
     return op(seq, rows.get(), src_info.get(), topk_weights.get(), topk_idx.get(), num_experts.get(), max_tokens.get(),
               wait_cost.get(), out.get(), 0, use_logfmt, signals...);
   };
-  Tensor made = has_hook ? run(&CombineSend::run, OptionalTensor{}, 0, 0) : run(&Combine::run);
+  const CommStream comm_stream(given[10], seq.device());
+  Tensor made =
+      comm_stream.run([&] { return has_hook ? run(&CombineSend::run, OptionalTensor{}, 0, 0) : run(&Combine::run); });
   const auto result = py::reinterpret_steal<py::object>(out.get() ? new_reference(given[7]) : wrap(std::move(made)));
   if (!result) return nullptr;
-  if (!has_hook) return tuple_of(new_reference(result), no_event(), new_reference(Py_None));
+  if (!has_hook) {
+    PyObject* event = comm_stream.overlap({rows_object, given[2], given[3], elements[0], given[8], result.ptr()});
+    return tuple_of(new_reference(result), event, new_reference(Py_None));
+  }
   PyObject* results = tuple_of(new_reference(result), no_event());
   PyObject* to_receive =
       tuple_of(new_reference(buffer->seq), new_reference(elements[0]), number(topk_idx.get().size(1)),

@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor> token_layout(const Tensor& topk_idx, int64_t num_rank
     const Tensor is_in_rank = new_tensor({p.num_tokens, num_ranks}, at::kBool, device);
     p.counts = counts.data_ptr<int32_t>();
     p.is_in_rank = is_in_rank.data_ptr<bool>();
-    ep::token_layout(p, device.is_cuda(), current_stream(device));
+    ep::token_layout(p, device.is_cuda(), launch_stream(device));
     return std::make_tuple(counts, is_in_rank);
   });
 }

@@ -21,9 +21,15 @@ at::Device device_of(const Group& group) {
   return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(config.device_index));
 }
 
-void* current_stream([[maybe_unused]] const at::Device& device) {
+thread_local const c10::Stream *LaunchStreamScope::caller_ = nullptr, *LaunchStreamScope::stream_ = nullptr;
+
+void* launch_stream([[maybe_unused]] const at::Device& device) {
 #if defined(EP_WITH_CUDA)
-  if (device.is_cuda()) return c10::cuda::getCurrentCUDAStream(device.index()).stream();
+  if (device.is_cuda()) {
+    const c10::Stream* other = LaunchStreamScope::stream();
+    return (other != nullptr ? c10::cuda::CUDAStream(*other) : c10::cuda::getCurrentCUDAStream(device.index()))
+        .stream();
+  }
 #endif
   return nullptr;
 }
@@ -32,7 +38,7 @@ bool is_capturing([[maybe_unused]] const at::Device& device) {
 #if defined(EP_WITH_CUDA)
   if (device.is_cuda()) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    EP_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(current_stream(device)), &status));
+    EP_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(launch_stream(device)), &status));
     return status != cudaStreamCaptureStatusNone;
   }
 #endif
@@ -83,7 +89,8 @@ at::Tensor new_handle(at::IntArrayRef sizes, const at::Device& device) {
 }
 
 void* StreamOrder::next_stream(const at::Device& device) {
-  void* stream = current_stream(device);
+  if (LaunchStreamScope::stream() != nullptr) wait_for_caller(device);
+  void* stream = launch_stream(device);
   const bool is_as_before = !captured_ && eager_ && *eager_ == stream;
   if (!is_as_before) switch_to(device, stream);
   noted_in_.reset();
@@ -106,28 +113,41 @@ unsigned long long capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusNone ? kNotCaptured : id;
 }
 
+// In an event that is made when first needed.
+void record(void*& event, const at::Device& device, void* stream) {
+  if (event == nullptr) {
+    DeviceGuard guard(device.index());
+    cudaEvent_t made = nullptr;
+    EP_CUDA(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
+    event = made;
+  }
+  EP_CUDA(cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream)));
+}
+void wait(void* stream, void* event) {
+  EP_CUDA(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(event), 0));
+}
+
 }  // namespace
 
 StreamOrder::~StreamOrder() {
-  if (event_ != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event_));
-}
-
-void StreamOrder::record(const at::Device& device, void* stream) {
-  if (event_ == nullptr) {
-    DeviceGuard guard(device.index());
-    cudaEvent_t event = nullptr;
-    EP_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    event_ = event;
+  for (void* event : {event_, caller_event_}) {
+    if (event != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event));
   }
-  EP_CUDA(cudaEventRecord(static_cast<cudaEvent_t>(event_), static_cast<cudaStream_t>(stream)));
 }
 
-// What is captured is ordered inside its capture, by an event of that capture.
+void StreamOrder::wait_for_caller(const at::Device& device) {
+  record(caller_event_, device, c10::cuda::CUDAStream(*LaunchStreamScope::caller()).stream());
+  wait(launch_stream(device), caller_event_);
+}
+
+// What is captured is ordered inside its capture, by an event of that capture. On the buffer's own stream the caller
+// puts nothing.
 void StreamOrder::note_enqueued(const at::Device& device, void* stream) {
   if (!device.is_cuda() || !has_several_streams_) return;
+  if (LaunchStreamScope::stream() != nullptr && !has_signals_) return;
   const unsigned long long capture = capture_of(static_cast<cudaStream_t>(stream));
   if (capture == kUnknown || (capture != kNotCaptured && !has_signals_)) return;
-  record(device, stream);
+  record(event_, device, stream);
   noted_in_ = capture;
 }
 
@@ -142,8 +162,8 @@ void StreamOrder::switch_to(const at::Device& device, void* stream) {
   const auto last = static_cast<cudaStream_t>(before.value_or(stream));
   has_several_streams_ = has_several_streams_ || last != now;
   if (last != now && capture != kUnknown && capture_of(last) == capture) {
-    if (noted_in_ != capture) record(device, last);
-    EP_CUDA(cudaStreamWaitEvent(now, static_cast<cudaEvent_t>(event_), 0));
+    if (noted_in_ != capture) record(event_, device, last);
+    wait(now, event_);
   }
   if (capture == kNotCaptured) {
     eager_ = stream;
@@ -155,6 +175,7 @@ void StreamOrder::switch_to(const at::Device& device, void* stream) {
 #else
 StreamOrder::~StreamOrder() = default;
 void StreamOrder::switch_to(const at::Device&, void* stream) { eager_ = stream; }
+void StreamOrder::wait_for_caller(const at::Device&) {}
 void StreamOrder::note_enqueued(const at::Device&, void*) {}
 #endif
 

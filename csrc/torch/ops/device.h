@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
 
 #include <optional>
 #include <span>
@@ -12,8 +13,26 @@
 namespace ep {
 
 at::Device device_of(const Group& group);
-bool is_capturing(const at::Device& device);     // the current stream
-void* current_stream(const at::Device& device);  // a cudaStream_t; null on the CPU
+bool is_capturing(const at::Device& device);    // launch_stream()
+void* launch_stream(const at::Device& device);  // the current one, or LaunchStreamScope's; null on the CPU
+
+// The operation that this thread runs is launched on `stream`. That waits for `caller`, the current stream, once
+// results are allocated: what was before on `caller` may have used their memory. Both null: as without.
+class LaunchStreamScope {
+ public:
+  LaunchStreamScope(const c10::Stream* caller, const c10::Stream* stream) {
+    caller_ = caller;
+    stream_ = stream;
+  }
+  ~LaunchStreamScope() { caller_ = stream_ = nullptr; }
+  LaunchStreamScope(const LaunchStreamScope&) = delete;
+  LaunchStreamScope& operator=(const LaunchStreamScope&) = delete;
+  static const c10::Stream* caller() { return caller_; }
+  static const c10::Stream* stream() { return stream_; }
+
+ private:
+  static thread_local const c10::Stream *caller_, *stream_;
+};
 
 // As at::empty, without its way through the dispatcher: an op's kernel is below all that would want to know.
 at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, const at::Device& device);
@@ -51,7 +70,7 @@ class StreamOrder {
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
 
-  // The current stream, which waits from now on for the operations before, should they run on another. What a graph is
+  // launch_stream(), which waits from now on for the operations before, should they run on another. What a graph is
   // captured for comes after what was captured before: where it is replayed is the caller's to order.
   void* next_stream(const at::Device& device);
   // The operation is enqueued on that stream. Where several streams are expected, an operation that tells so delays a
@@ -70,11 +89,11 @@ class StreamOrder {
 
  private:
   void switch_to(const at::Device& device, void* stream);
-  void record(const at::Device& device, void* stream);
+  void wait_for_caller(const at::Device& device);
 
   std::optional<void*> eager_;     // stream of the last operation that was not captured
   std::optional<void*> captured_;  // of the last operation, if that one was captured
-  void* event_ = nullptr;
+  void *event_ = nullptr, *caller_event_ = nullptr;
   std::optional<unsigned long long> noted_in_;  // the capture in which event_ stands behind the last operation
   bool has_several_streams_ = false, has_signals_ = false;
 };

@@ -1,0 +1,171 @@
+#include "torch/binding/stream_event.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Stream.h>
+
+#include <utility>
+
+#include "torch/binding/eager.h"
+
+namespace ep::eager {
+
+c10::Stream stream_of(PyObject* object) {
+  TORCH_CHECK_TYPE(THPStream_Check(object), "a ", Py_TYPE(object)->tp_name, ", must be a stream");
+  const auto* stream = reinterpret_cast<THPStream*>(object);
+  return c10::Stream::unpack3(stream->stream_id, static_cast<c10::DeviceIndex>(stream->device_index),
+                              static_cast<c10::DeviceType>(stream->device_type));
+}
+
+c10::Stream current_stream_of(const c10::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+namespace {
+
+// Events that nobody holds, by device: to make one and to destroy it takes as long as a call of the driver each.
+// Never destroyed, as the driver may be gone by then. Under the interpreter's lock.
+std::vector<std::vector<c10::Event>>& idle_events() {
+  static auto* events = new std::vector<std::vector<c10::Event>>;
+  return *events;
+}
+std::vector<c10::Event>& idle_events_of(const c10::Stream& stream) {
+  const auto device = static_cast<size_t>(stream.device_index());
+  if (idle_events().size() <= device) idle_events().resize(device + 1);
+  return idle_events()[device];
+}
+
+// The end of an operation on a buffer's own stream, with the methods of torch.cuda.Event that wait for it.
+struct StreamEvent {
+  PyObject_HEAD struct Fields {
+    c10::Event event;  // on `own`
+    c10::Stream caller, own;
+    PyObject* kept;                 // a tuple of tensors
+    bool has_been_awaited = false;  // by `caller`
+  } fields;
+};
+StreamEvent::Fields& fields_of(PyObject* self) { return reinterpret_cast<StreamEvent*>(self)->fields; }
+
+void tell_allocator(PyObject* tensors, const c10::Stream& stream) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
+    THPVariable_Unpack(PyTuple_GET_ITEM(tensors, i)).record_stream(stream);
+  }
+}
+
+void destroy(PyObject* self) {
+  StreamEvent::Fields& fields = fields_of(self);
+  if (!fields.has_been_awaited) {
+    try {
+      tell_allocator(fields.kept, fields.own);
+    } catch (...) {  // the process ends
+    }
+  }
+  Py_DECREF(fields.kept);
+  idle_events_of(fields.own).push_back(std::move(fields.event));
+  fields.~Fields();
+  PyTypeObject* const type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+// wait(stream=None): the stream, by default the current one, waits for the event.
+PyObject* wait(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count <= 1, count, " arguments, not one stream");
+  StreamEvent::Fields& fields = fields_of(self);
+  const c10::Stream stream =
+      count == 0 || given[0] == Py_None ? current_stream_of(fields.own.device()) : stream_of(given[0]);
+  fields.event.block(stream);
+  fields.has_been_awaited |= stream == fields.caller;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+PyObject* query(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(fields_of(self).event.query());
+  END_HANDLE_TH_ERRORS
+}
+PyObject* synchronize(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  const py::gil_scoped_release no_gil;
+  fields_of(self).event.synchronize();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyTypeObject* stream_event_type() {
+  static PyMethodDef methods[] = {
+      {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&wait)), METH_FASTCALL,
+       "wait(stream=None): the stream, by default the current one, waits for the event."},
+      {"query", &query, METH_NOARGS, "Whether the event has been reached."},
+      {"synchronize", &synchronize, METH_NOARGS, "The host waits for the event."},
+      {nullptr, nullptr, 0, nullptr}};
+  static PyType_Slot slots[] = {
+      {Py_tp_dealloc, reinterpret_cast<void*>(&destroy)}, {Py_tp_methods, methods}, {0, nullptr}};
+  static PyType_Spec spec = {.name = "nccl_ep._C.StreamEvent",
+                             .basicsize = sizeof(StreamEvent),
+                             .itemsize = 0,
+                             .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                             .slots = slots};
+  static PyObject* const type = PyType_FromSpec(&spec);
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+// Takes the reference to the tensors.
+PyObject* new_stream_event(const c10::Stream& caller, const c10::Stream& own, PyObject* kept) {
+  PyTypeObject* const type = stream_event_type();
+  auto* made = type == nullptr ? nullptr : PyObject_New(StreamEvent, type);
+  if (made == nullptr) {
+    Py_DECREF(kept);
+    return nullptr;
+  }
+  std::vector<c10::Event>& idle = idle_events_of(own);
+  if (idle.empty()) idle.emplace_back(own.device_type());
+  new (&made->fields) StreamEvent::Fields{std::move(idle.back()), caller, own, kept};
+  idle.pop_back();
+  PyObject* const object = reinterpret_cast<PyObject*>(made);
+  try {
+    made->fields.event.record(own);
+  } catch (...) {
+    Py_DECREF(object);
+    throw;
+  }
+  return object;
+}
+
+}  // namespace
+
+// NOLINTNEXTLINE(misc-no-recursion): tuples of results are two deep
+void add_tensors(PyObject* objects, std::vector<PyObject*>& found) {
+  if (THPVariable_Check(objects)) found.push_back(objects);
+  if (!PyTuple_Check(objects) && !PyList_Check(objects)) return;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(objects); i++) {
+    add_tensors(PySequence_Fast_GET_ITEM(objects, i), found);
+  }
+}
+
+PyObject* tuple_of_tensors(const std::vector<PyObject*>& tensors) {
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(tensors.size()));
+  for (size_t i = 0; tuple != nullptr && i < tensors.size(); i++) {
+    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), new_reference(tensors[i]));
+  }
+  return tuple;
+}
+
+CommStream::CommStream(PyObject* given, const at::Device& device) : is_async_(given != Py_None) {
+  if (!is_async_ || device.is_cpu()) return;
+  caller_ = current_stream_of(device);
+  own_ = stream_of(given);
+}
+
+PyObject* CommStream::overlap(std::initializer_list<PyObject*> objects) const {
+  if (!is_async_) return no_event();
+  if (!own_) return new_overlap(new_reference(Py_None), new_reference(Py_None));
+  std::vector<PyObject*> tensors;
+  for (PyObject* each : objects) add_tensors(each, tensors);
+  PyObject* const kept = tuple_of_tensors(tensors);
+  if (kept == nullptr) return nullptr;
+  return new_overlap(new_stream_event(*caller_, *own_, new_reference(kept)), kept);
+}
+
+}  // namespace ep::eager

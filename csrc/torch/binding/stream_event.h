@@ -1,0 +1,44 @@
+// An operation on the buffer's own stream in one call of C++: async_finish of DeepEP's low-latency methods.
+#pragma once
+
+#include <Python.h>
+
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "torch/ops/device.h"
+
+namespace ep::eager {
+
+// The stream of a torch.cuda.Stream; TypeError of another object.
+c10::Stream stream_of(PyObject* object);
+c10::Stream current_stream_of(const c10::Device& device);
+
+// The tensors of nested tuples and lists, borrowed; a new tuple of them.
+void add_tensors(PyObject* objects, std::vector<PyObject*>& found);
+PyObject* tuple_of_tensors(const std::vector<PyObject*>& tensors);
+
+// Where the operation of a call runs. Its results belong to the caller's stream all the same, as DeepEP's do: their
+// memory is free for that stream again once it has waited for the event. The allocator is told of the other stream only
+// where the event goes without such a wait.
+class CommStream {
+ public:
+  // given: what get_comm_stream() returns; None: the operation runs on the current stream.
+  CommStream(PyObject* given, const at::Device& device);
+  // What `call` returns, with its operation there.
+  template <class Call>
+  auto run(Call call) const {
+    const LaunchStreamScope launches(caller_ ? &*caller_ : nullptr, own_ ? &*own_ : nullptr);
+    return call();
+  }
+  // A new EventOverlap: of the end of what run() has called, and it holds the tensors of these objects; without an
+  // event where that ran on the current stream.
+  PyObject* overlap(std::initializer_list<PyObject*> objects) const;
+
+ private:
+  bool is_async_;
+  std::optional<c10::Stream> caller_, own_;  // on GPUs, where is_async_
+};
+
+}  // namespace ep::eager
