@@ -6,7 +6,8 @@ whose mode sees each function of torch that Python calls.
 host: one call, the least mean of many rounds; the queue of a GPU is emptied between rounds. event: an eager pair
 between two events (GPUs). Ranks enter it after a barrier, and the least time of any rank counts: the others also wait
 for the one that entered last. queued: the same, but pairs follow one another as in the benchmark of DeepEP's tests: no
-barrier and no wait of the host between them. "bare": two launches of kernels that do nothing. "ops": torch.ops by
+barrier and no wait of the host between them. "bare": two launches of kernels that do nothing;
+"bare fork and join": two events and two waits, from Python, which async_finish cannot do without. "ops": torch.ops by
 themselves, the floor of the native calls.
 graph (GPUs, high throughput): a call of a captured chain of ten, the median of the slowest rank; the native calls write
 given tensors (out=), those of DeepEP's methods allocate. Replays of all chains take turns. figure "ratio": of two
@@ -145,6 +146,20 @@ def graph_times(calls: dict[str, Call], barrier: Call, iterations: int) -> dict[
 
 def launch_nothing() -> None:
     torch.cuda._sleep(0)
+
+
+def fork_and_join() -> Call:
+    """What two streams need to take turns: each waits for an event of the other."""
+    own, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    first, last = torch.cuda.Event(), torch.cuda.Event()
+
+    def call() -> None:
+        first.record(own)
+        first.wait(other)
+        last.record(other)
+        last.wait(own)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -421,6 +436,9 @@ def main() -> None:
                             note(mode, f"{api} pair", "event", event_time(pair, barrier, 200), default)
                             note(mode, f"{api} pair", "queued", queued_time(pair, barrier, 200), default)
                         note(mode, "bare launch", "host", host_time(launch_nothing, synchronize, 50, 20), default)
+                        note(
+                            mode, "bare fork and join", "host", host_time(fork_and_join(), synchronize, 50, 20), default
+                        )
             if on_gpu and mode == "ll":
                 like, least = (deepep_like(sizes, ranks, each) for each in (options.deepep_kernels, (0.0, 0.0)))
                 note(mode, "deepep_like pair", "event", event_time(like, barrier, 200), None)

@@ -38,9 +38,11 @@ from tests.support.patience import of_living_ranks
 SECONDS = 60.0  # of a meeting
 # Of a buffer: far below a test's limit, so that a wait that never ends is told by its own error.
 DEADLINE = 20.0
-# Of torch, in each rank. By default as many as the host has cores: then the oracle's threads of four ranks took 15 times
-# as long, and a rank that compared results kept the others waiting past their deadline.
+# Of torch, in each rank. By default it takes as many as the host has cores: with those the oracle of four ranks took
+# 50 s to get ready.
 THREADS = 4
+# Of operations, in turn. Where ranks share GPUs the blocks of all must run at the same time: 0 (all SMs) is too many.
+NUM_SMS, NUM_SMS_OF_SHARED_GPUS = (0, 8, 24), (16, 8, 24)
 WINDOW = 64 << 20
 HALF = WINDOW // 2  # sources below, targets above
 MESSAGES = ((1, 16), (1, 48), (3, 1008), (8, 14464), (64, 14464), (5, 1 << 18), (2, 1 << 20))
@@ -78,6 +80,11 @@ class World:
 
     def barrier(self) -> None:
         self.rendezvous.allgather(b"", SECONDS)
+
+    def num_sms(self, number: int) -> int:
+        """Of the operations of that run."""
+        shares_gpus = self.device.type == "cuda" and self.num_ranks > torch.cuda.device_count()
+        return (NUM_SMS_OF_SHARED_GPUS if shares_gpus else NUM_SMS)[number % 3]
 
     def topology(self) -> tuple[int, int]:
         """Domains, ranks of each."""
@@ -222,7 +229,7 @@ def _run_cases(world: World, cases: list[Expected], runs: int) -> dict[str, Any]
     with shared_buffer(world.rendezvous, cases, **options) as buffer:
         world.say("has made the buffer")
         for number, case in enumerate(itertools.islice(itertools.cycle([*cases, *reversed(cases)]), runs)):
-            how: dict[str, Any] = {"staged": number % 3 == 1, "num_sms": (0, 8, 24)[number % 3]}
+            how: dict[str, Any] = {"staged": number % 3 == 1, "num_sms": world.num_sms(number)}
             world.say(f"run {number + 1} of {runs}, {how}: case {case.case.seed}, {case.case.layout}")
             start = time.monotonic()
             with world.tells(number + 1):
@@ -380,7 +387,7 @@ def ht_cases(world: World, count: int, first: int, seconds: float) -> dict[str, 
         for case in (*cases, *reversed(cases)):
             world.say(f"run {number + 1} of {2 * len(cases)}: case {case.case.seed}, {case.case.layout}, {case.plan}")
             with world.tells(number + 1):
-                case.run(buffer, num_sms=(0, 8, 24)[number % 3])
+                case.run(buffer, num_sms=world.num_sms(number))
             number += 1
             if number % 4 == 0 and world.largest(time.monotonic() - begin) > seconds:
                 break
@@ -418,6 +425,7 @@ def main(folder: Path, task: dict[str, Any]) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.set_num_threads(THREADS)
+    print(f"torch finds {torch.cuda.get_device_properties(device).multi_processor_count} SMs", flush=True)
     # torch makes all of its streams with the first, and asks the driver for memory when it has none: not beside a
     # kernel that waits.
     torch.cuda.Stream()
