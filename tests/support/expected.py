@@ -93,9 +93,12 @@ def run_case(case: Expected, buffer: nccl_ep.Buffer, *, mode: str = "ll", staged
     """All operations of a case, this rank's results against the oracle's once all have been called."""
     rank, device = buffer.rank, buffer.device
     given = case.case.rank_input(rank) if staged else case.inputs[rank]  # staged overwrites them, on the CPU
+    # Before the operations: a large copy from pageable memory waits for the kernel before it, and may keep other
+    # threads from the driver meanwhile, among them one that copies for a network (docs/network.md).
+    rows, values = case.rows[rank].to(device, copy=True), case.values[rank].to(device)
     out = dispatch_case(case.case, given, buffer, staged=staged, mode=mode, **options)
-    y = combine_case(case.case, case.rows[rank].to(device, copy=True), out.handle, rank, staged=staged, **options)
-    scalars = nccl_ep.combine_weights(case.values[rank].to(device), out.handle)
+    y = combine_case(case.case, rows, out.handle, rank, staged=staged, **options)
+    scalars = nccl_ep.combine_weights(values, out.handle)
     synchronize(device)
     buffer.require_usable()  # its error says more than a difference does
     case.check_dispatch(out, rank)
