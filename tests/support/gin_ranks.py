@@ -41,8 +41,7 @@ DEADLINE = 20.0
 # Of torch, in each rank. By default it takes as many as the host has cores: with those the oracle of four ranks took
 # 50 s to get ready.
 THREADS = 4
-# Of operations, in turn. Where ranks share GPUs the blocks of all must run at the same time: 0 (all SMs) is too many.
-NUM_SMS, NUM_SMS_OF_SHARED_GPUS = (0, 8, 24), (16, 8, 24)
+NUM_SMS = (0, 8, 24)  # of operations, in turn
 WINDOW = 64 << 20
 HALF = WINDOW // 2  # sources below, targets above
 MESSAGES = ((1, 16), (1, 48), (3, 1008), (8, 14464), (64, 14464), (5, 1 << 18), (2, 1 << 20))
@@ -80,11 +79,6 @@ class World:
 
     def barrier(self) -> None:
         self.rendezvous.allgather(b"", SECONDS)
-
-    def num_sms(self, number: int) -> int:
-        """Of the operations of that run."""
-        shares_gpus = self.device.type == "cuda" and self.num_ranks > torch.cuda.device_count()
-        return (NUM_SMS_OF_SHARED_GPUS if shares_gpus else NUM_SMS)[number % 3]
 
     def topology(self) -> tuple[int, int]:
         """Domains, ranks of each."""
@@ -229,7 +223,7 @@ def _run_cases(world: World, cases: list[Expected], runs: int) -> dict[str, Any]
     with shared_buffer(world.rendezvous, cases, **options) as buffer:
         world.say("has made the buffer")
         for number, case in enumerate(itertools.islice(itertools.cycle([*cases, *reversed(cases)]), runs)):
-            how: dict[str, Any] = {"staged": number % 3 == 1, "num_sms": world.num_sms(number)}
+            how: dict[str, Any] = {"staged": number % 3 == 1, "num_sms": NUM_SMS[number % 3]}
             world.say(f"run {number + 1} of {runs}, {how}: case {case.case.seed}, {case.case.layout}")
             start = time.monotonic()
             with world.tells(number + 1):
@@ -387,7 +381,7 @@ def ht_cases(world: World, count: int, first: int, seconds: float) -> dict[str, 
         for case in (*cases, *reversed(cases)):
             world.say(f"run {number + 1} of {2 * len(cases)}: case {case.case.seed}, {case.case.layout}, {case.plan}")
             with world.tells(number + 1):
-                case.run(buffer, num_sms=world.num_sms(number))
+                case.run(buffer, num_sms=NUM_SMS[number % 3])
             number += 1
             if number % 4 == 0 and world.largest(time.monotonic() - begin) > seconds:
                 break
