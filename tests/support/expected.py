@@ -10,7 +10,15 @@ import torch
 import nccl_ep
 from nccl_ep import _C, reference
 from tests.support.cases import Case, generate
-from tests.support.harness import check_dispatch, combine_case, dispatch_case, on_host, synchronize, to_device
+from tests.support.harness import (
+    check_dispatch,
+    combine_case,
+    combine_options,
+    dispatch_case,
+    on_host,
+    synchronize,
+    to_device,
+)
 from tests.support.patience import of_living_ranks
 
 Work = Callable[[], None]
@@ -96,8 +104,9 @@ def run_case(case: Expected, buffer: nccl_ep.Buffer, *, mode: str = "ll", staged
     # Before the operations: a large copy from pageable memory waits for the kernel before it, and may keep other
     # threads from the driver meanwhile, among them one that copies for a network (docs/network.md).
     rows, values = case.rows[rank].to(device, copy=True), case.values[rank].to(device)
+    further = combine_options(case.case, rank, device)
     out = dispatch_case(case.case, given, buffer, staged=staged, mode=mode, **options)
-    y = combine_case(case.case, rows, out.handle, rank, staged=staged, **options)
+    y = combine_case(case.case, rows, out.handle, rank, staged=staged, given=further, **options)
     scalars = nccl_ep.combine_weights(values, out.handle)
     synchronize(device)
     buffer.require_usable()  # its error says more than a difference does

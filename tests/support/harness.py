@@ -109,9 +109,11 @@ def combine_options(case: Case, rank: int, device: torch.device) -> dict[str, An
 
 
 def combine_case(
-    case: Case, rows: torch.Tensor, handle: nccl_ep.Handle, rank: int, *, staged: bool = False, **options: Any
-) -> torch.Tensor:
-    kwargs = combine_options(case, rank, rows.device)
+    case: Case, rows: torch.Tensor, handle: nccl_ep.Handle, rank: int, *, staged: bool = False,
+    given: dict[str, Any] | None = None, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """given: combine_options() of the case, if they are on the device already."""
+    kwargs = combine_options(case, rank, rows.device) if given is None else given
     result: Any = (nccl_ep.combine_send if staged else nccl_ep.combine)(rows, handle, **kwargs, **options)
     if staged:
         rows.zero_()

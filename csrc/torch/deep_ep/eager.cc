@@ -75,17 +75,18 @@ PyObject* low_latency_dispatch(PyObject* const* given, Py_ssize_t count) {
   const auto source_object = py::reinterpret_steal<py::object>(wrap(std::move(src_info)));
   const auto range_object = py::reinterpret_steal<py::object>(wrap(std::move(layout_range)));
   if (!rows_object || !scales_object || !counts_object || !source_object || !range_object) return nullptr;
+  const auto event = py::reinterpret_steal<py::object>(
+      comm_stream.overlap({given[1], given[2], given[5], given[6], rows_object.ptr(), scales_object.ptr(),
+                           counts_object.ptr(), source_object.ptr(), range_object.ptr()}));
+  if (!event) return nullptr;
   PyObject* received =
       use_fp8 ? tuple_of(new_reference(rows_object), new_reference(scales_object)) : new_reference(rows_object);
   PyObject* handle = tuple_of(new_reference(source_object), new_reference(range_object), new_reference(given[3]),
                               number(x.get().size(1)), new_reference(given[4]));
   if (!has_hook) {
-    PyObject* event =
-        comm_stream.overlap({given[1], given[2], given[5], given[6], rows_object.ptr(), scales_object.ptr(),
-                             counts_object.ptr(), source_object.ptr(), range_object.ptr()});
-    return tuple_of(received, new_reference(counts_object), handle, event, new_reference(Py_None));
+    return tuple_of(received, new_reference(counts_object), handle, new_reference(event), new_reference(Py_None));
   }
-  PyObject* results = tuple_of(received, new_reference(counts_object), handle, no_event());
+  PyObject* results = tuple_of(received, new_reference(counts_object), handle, new_reference(event));
   PyObject* to_receive = tuple_of(
       new_reference(buffer->seq), new_reference(rows_object), new_reference(scales_object), wrap(std::move(weights)),
       new_reference(counts_object), new_reference(source_object), new_reference(range_object),
@@ -167,11 +168,11 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
       comm_stream.run([&] { return has_hook ? run(&CombineSend::run, OptionalTensor{}, 0, 0) : run(&Combine::run); });
   const auto result = py::reinterpret_steal<py::object>(out.get() ? new_reference(given[7]) : wrap(std::move(made)));
   if (!result) return nullptr;
-  if (!has_hook) {
-    PyObject* event = comm_stream.overlap({rows_object, given[2], given[3], elements[0], given[8], result.ptr()});
-    return tuple_of(new_reference(result), event, new_reference(Py_None));
-  }
-  PyObject* results = tuple_of(new_reference(result), no_event());
+  const auto event = py::reinterpret_steal<py::object>(
+      comm_stream.overlap({rows_object, given[2], given[3], elements[0], given[8], result.ptr()}));
+  if (!event) return nullptr;
+  if (!has_hook) return tuple_of(new_reference(result), new_reference(event), new_reference(Py_None));
+  PyObject* results = tuple_of(new_reference(result), new_reference(event));
   PyObject* to_receive =
       tuple_of(new_reference(buffer->seq), new_reference(elements[0]), number(topk_idx.get().size(1)),
                new_reference(elements[4]), new_reference(elements[2]), new_reference(given[8]), new_reference(result),
