@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "runtime/config.h"
+#include "torch/binding/stream_event.h"
 #include "torch/ops/arguments.h"
 
 namespace ep::eager {
@@ -425,6 +426,7 @@ void define(py::module_& m) {
   m.def("normal_row_bytes", &normal_row_bytes, py::arg("hidden"), py::arg("element_bytes"), py::arg("scale_bytes"));
   m.def("eager_buffer", &new_buffer, py::arg("seq"), py::arg("num_ranks"), py::arg("open_sends"),
         py::arg("raises_overflow"));
+  m.attr("StreamEvent") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(stream_event_type()));
   m.def("remember_dispatch", &remember, py::arg("eager"), py::arg("key"), py::arg("config"));
   for (const std::span<PyMethodDef> each_file : all_methods()) {
     for (PyMethodDef& each : each_file) {

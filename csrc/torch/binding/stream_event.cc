@@ -35,9 +35,9 @@ std::vector<c10::Event>& idle_events_of(const c10::Stream& stream) {
   return idle_events()[device];
 }
 
-// The end of an operation on a buffer's own stream, with the methods of torch.cuda.Event that wait for it.
 struct StreamEvent {
   PyObject_HEAD struct Fields {
+    // First, as in torch.Event: torch.Stream.wait_event looks for it there.
     c10::Event event;  // on `own`
     c10::Stream caller, own;
     PyObject* kept;                 // a tuple of tensors
@@ -46,36 +46,56 @@ struct StreamEvent {
 };
 StreamEvent::Fields& fields_of(PyObject* self) { return reinterpret_cast<StreamEvent*>(self)->fields; }
 
+// What Tensor::record_stream does, below all modes of torch: these may call Python.
 void tell_allocator(PyObject* tensors, const c10::Stream& stream) {
+  const c10::impl::VirtualGuardImpl device(stream.device_type());
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
-    THPVariable_Unpack(PyTuple_GET_ITEM(tensors, i)).record_stream(stream);
+    try {
+      const at::Tensor& tensor = THPVariable_Unpack(PyTuple_GET_ITEM(tensors, i));
+      if (!tensor.is_cpu()) device.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+    } catch (...) {  // no memory for the allocator's note, or the process ends
+    }
   }
 }
 
-void destroy(PyObject* self) {
+int drop_tensors(PyObject* self) {
   StreamEvent::Fields& fields = fields_of(self);
-  if (!fields.has_been_awaited) {
-    try {
-      tell_allocator(fields.kept, fields.own);
-    } catch (...) {  // the process ends
-    }
-  }
-  Py_DECREF(fields.kept);
+  if (fields.kept != nullptr && !fields.has_been_awaited) tell_allocator(fields.kept, fields.own);
+  Py_CLEAR(fields.kept);
+  return 0;
+}
+int visit(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(fields_of(self).kept);
+  return 0;
+}
+void destroy(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  drop_tensors(self);
+  StreamEvent::Fields& fields = fields_of(self);
   idle_events_of(fields.own).push_back(std::move(fields.event));
   fields.~Fields();
   PyTypeObject* const type = Py_TYPE(self);
-  PyObject_Free(self);
+  PyObject_GC_Del(self);
   Py_DECREF(type);
 }
 
-// wait(stream=None): the stream, by default the current one, waits for the event.
-PyObject* wait(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+// wait(stream=None): the stream waits for the event. By default the current one of the current device, as by
+// torch.cuda.Event.
+PyObject* wait(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count <= 1, count, " arguments, not one stream");
+  const Py_ssize_t num_names = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  TORCH_CHECK_TYPE(count + num_names <= 1, count + num_names, " arguments, not one stream");
+  TORCH_CHECK_TYPE(num_names == 0 || PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, 0), "stream") == 0,
+                   "there is no such argument: the only one is stream");
   StreamEvent::Fields& fields = fields_of(self);
-  const c10::Stream stream =
-      count == 0 || given[0] == Py_None ? current_stream_of(fields.own.device()) : stream_of(given[0]);
-  fields.event.block(stream);
+  const c10::impl::VirtualGuardImpl device(fields.own.device_type());
+  const bool is_given = count + num_names == 1 && given[0] != Py_None;
+  const c10::Stream stream = is_given ? stream_of(given[0]) : current_stream_of(device.getDevice());
+  {
+    const py::gil_scoped_release no_gil;
+    fields.event.block(stream);
+  }
   fields.has_been_awaited |= stream == fields.caller;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -86,51 +106,51 @@ PyObject* query(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 PyObject* synchronize(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  const py::gil_scoped_release no_gil;
-  fields_of(self).event.synchronize();
+  HANDLE_TH_ERRORS {
+    const py::gil_scoped_release no_gil;
+    fields_of(self).event.synchronize();
+  }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
+}  // namespace
+
 PyTypeObject* stream_event_type() {
   static PyMethodDef methods[] = {
-      {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&wait)), METH_FASTCALL,
+      {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&wait)), METH_FASTCALL | METH_KEYWORDS,
        "wait(stream=None): the stream, by default the current one, waits for the event."},
       {"query", &query, METH_NOARGS, "Whether the event has been reached."},
       {"synchronize", &synchronize, METH_NOARGS, "The host waits for the event."},
       {nullptr, nullptr, 0, nullptr}};
-  static PyType_Slot slots[] = {
-      {Py_tp_dealloc, reinterpret_cast<void*>(&destroy)}, {Py_tp_methods, methods}, {0, nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&destroy)},
+                                {Py_tp_traverse, reinterpret_cast<void*>(&visit)},
+                                {Py_tp_clear, reinterpret_cast<void*>(&drop_tensors)},
+                                {Py_tp_methods, methods},
+                                {0, nullptr}};
   static PyType_Spec spec = {.name = "nccl_ep._C.StreamEvent",
                              .basicsize = sizeof(StreamEvent),
                              .itemsize = 0,
-                             .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                             .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                              .slots = slots};
   static PyObject* const type = PyType_FromSpec(&spec);
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-// Takes the reference to the tensors.
-PyObject* new_stream_event(const c10::Stream& caller, const c10::Stream& own, PyObject* kept) {
+namespace {
+
+py::object new_stream_event(const c10::Stream& caller, const c10::Stream& own, const py::object& kept) {
   PyTypeObject* const type = stream_event_type();
-  auto* made = type == nullptr ? nullptr : PyObject_New(StreamEvent, type);
-  if (made == nullptr) {
-    Py_DECREF(kept);
-    return nullptr;
-  }
+  auto* made = type == nullptr ? nullptr : PyObject_GC_New(StreamEvent, type);
+  if (made == nullptr) return {};
   std::vector<c10::Event>& idle = idle_events_of(own);
   if (idle.empty()) idle.emplace_back(own.device_type());
-  new (&made->fields) StreamEvent::Fields{std::move(idle.back()), caller, own, kept};
+  new (&made->fields) StreamEvent::Fields{std::move(idle.back()), caller, own, new_reference(kept)};
   idle.pop_back();
-  PyObject* const object = reinterpret_cast<PyObject*>(made);
-  try {
-    made->fields.event.record(own);
-  } catch (...) {
-    Py_DECREF(object);
-    throw;
-  }
-  return object;
+  auto event = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(made));
+  PyObject_GC_Track(event.ptr());
+  made->fields.event.record(own);
+  return event;
 }
 
 }  // namespace
@@ -163,9 +183,9 @@ PyObject* CommStream::overlap(std::initializer_list<PyObject*> objects) const {
   if (!own_) return new_overlap(new_reference(Py_None), new_reference(Py_None));
   std::vector<PyObject*> tensors;
   for (PyObject* each : objects) add_tensors(each, tensors);
-  PyObject* const kept = tuple_of_tensors(tensors);
-  if (kept == nullptr) return nullptr;
-  return new_overlap(new_stream_event(*caller_, *own_, new_reference(kept)), kept);
+  const auto kept = py::reinterpret_steal<py::object>(tuple_of_tensors(tensors));
+  const py::object event = kept ? new_stream_event(*caller_, *own_, kept) : kept;
+  return event ? new_overlap(new_reference(event), new_reference(kept)) : nullptr;
 }
 
 }  // namespace ep::eager

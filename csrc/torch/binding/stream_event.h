@@ -11,6 +11,10 @@
 
 namespace ep::eager {
 
+// _C.StreamEvent: the end of an operation on a buffer's own stream, with what torch.cuda.Event has to wait for it. Null
+// is an error of Python.
+PyTypeObject* stream_event_type();
+
 // The stream of a torch.cuda.Stream; TypeError of another object.
 c10::Stream stream_of(PyObject* object);
 c10::Stream current_stream_of(const c10::Device& device);

@@ -147,12 +147,13 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
     if (open == nullptr || open->data_ptr() == src_info.get().data_ptr()) Py_RETURN_NONE;
   }
   Argument<Tensor> rows;
-  PyObject* rows_object = given[1];
+  auto rows_object = py::reinterpret_borrow<py::object>(given[1]);
+  const auto source_object = py::reinterpret_borrow<py::object>(elements[0]);
   if (!is_true(given[5])) {
-    rows.load(rows_object);
+    rows.load(rows_object.ptr());
   } else {
-    rows_object = scratch_of(state.ptr(), elements + 2);
-    if (rows_object == nullptr || !rows.load(rows_object) || rows.get().sizes() != x.get().sizes() ||
+    rows_object = py::reinterpret_borrow<py::object>(scratch_of(state.ptr(), elements + 2));
+    if (!rows_object || !rows.load(rows_object.ptr()) || rows.get().sizes() != x.get().sizes() ||
         rows.get().scalar_type() != x.get().scalar_type() || !x.get().is_contiguous()) {
       Py_RETURN_NONE;
     }
@@ -169,12 +170,12 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   const auto result = py::reinterpret_steal<py::object>(out.get() ? new_reference(given[7]) : wrap(std::move(made)));
   if (!result) return nullptr;
   const auto event = py::reinterpret_steal<py::object>(
-      comm_stream.overlap({rows_object, given[2], given[3], elements[0], given[8], result.ptr()}));
+      comm_stream.overlap({rows_object.ptr(), given[2], given[3], source_object.ptr(), given[8], result.ptr()}));
   if (!event) return nullptr;
   if (!has_hook) return tuple_of(new_reference(result), new_reference(event), new_reference(Py_None));
   PyObject* results = tuple_of(new_reference(result), new_reference(event));
   PyObject* to_receive =
-      tuple_of(new_reference(buffer->seq), new_reference(elements[0]), number(topk_idx.get().size(1)),
+      tuple_of(new_reference(buffer->seq), new_reference(source_object), number(topk_idx.get().size(1)),
                new_reference(elements[4]), new_reference(elements[2]), new_reference(given[8]), new_reference(result),
                number(0), new_reference(given[9]));
   return tuple_of(results, to_receive);

@@ -38,7 +38,7 @@ bool is_capturing([[maybe_unused]] const at::Device& device) {
 #if defined(EP_WITH_CUDA)
   if (device.is_cuda()) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    EP_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(launch_stream(device)), &status));
+    EP_CUDA(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()).stream(), &status));
     return status != cudaStreamCaptureStatusNone;
   }
 #endif
@@ -140,11 +140,9 @@ void StreamOrder::wait_for_caller(const at::Device& device) {
   wait(launch_stream(device), caller_event_);
 }
 
-// What is captured is ordered inside its capture, by an event of that capture. On the buffer's own stream the caller
-// puts nothing.
+// What is captured is ordered inside its capture, by an event of that capture.
 void StreamOrder::note_enqueued(const at::Device& device, void* stream) {
   if (!device.is_cuda() || !has_several_streams_) return;
-  if (LaunchStreamScope::stream() != nullptr && !has_signals_) return;
   const unsigned long long capture = capture_of(static_cast<cudaStream_t>(stream));
   if (capture == kUnknown || (capture != kNotCaptured && !has_signals_)) return;
   record(event_, device, stream);

@@ -13,7 +13,7 @@
 namespace ep {
 
 at::Device device_of(const Group& group);
-bool is_capturing(const at::Device& device);    // launch_stream()
+bool is_capturing(const at::Device& device);    // the current stream, whose allocations these are
 void* launch_stream(const at::Device& device);  // the current one, or LaunchStreamScope's; null on the CPU
 
 // The operation that this thread runs is launched on `stream`. That waits for `caller`, the current stream, once
