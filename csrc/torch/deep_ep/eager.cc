@@ -116,11 +116,12 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   if (count != 11 || !is_plain_thread() || !are_bools({given[5], given[6], given[9]})) Py_RETURN_NONE;
   const bool use_logfmt = is_true(given[9]);
   if (use_logfmt && is_true(given[5])) Py_RETURN_NONE;
-  PyObject* handle = given[4];
-  if ((!PyTuple_CheckExact(handle) && !PyList_CheckExact(handle)) || PySequence_Fast_GET_SIZE(handle) != 5) {
-    Py_RETURN_NONE;
-  }
-  PyObject* const* elements = PySequence_Fast_ITEMS(handle);
+  if (!PyTuple_CheckExact(given[4]) && !PyList_CheckExact(given[4])) Py_RETURN_NONE;
+  // A tuple stays what it is, whatever other threads do while the operation runs.
+  const auto handle = py::reinterpret_steal<py::object>(PySequence_Tuple(given[4]));
+  if (!handle) return nullptr;
+  if (PyTuple_GET_SIZE(handle.ptr()) != 5) Py_RETURN_NONE;
+  PyObject* const* elements = PySequence_Fast_ITEMS(handle.ptr());
   const Buffer* buffer = Buffer::of(given[0], "_view_eager");
   Argument<Tensor> x, topk_idx, topk_weights, src_info;
   Argument<OptionalTensor> out, wait_cost;
@@ -148,7 +149,6 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   }
   Argument<Tensor> rows;
   auto rows_object = py::reinterpret_borrow<py::object>(given[1]);
-  const auto source_object = py::reinterpret_borrow<py::object>(elements[0]);
   if (!is_true(given[5])) {
     rows.load(rows_object.ptr());
   } else {
@@ -170,12 +170,12 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   const auto result = py::reinterpret_steal<py::object>(out.get() ? new_reference(given[7]) : wrap(std::move(made)));
   if (!result) return nullptr;
   const auto event = py::reinterpret_steal<py::object>(
-      comm_stream.overlap({rows_object.ptr(), given[2], given[3], source_object.ptr(), given[8], result.ptr()}));
+      comm_stream.overlap({rows_object.ptr(), given[2], given[3], elements[0], given[8], result.ptr()}));
   if (!event) return nullptr;
   if (!has_hook) return tuple_of(new_reference(result), new_reference(event), new_reference(Py_None));
   PyObject* results = tuple_of(new_reference(result), new_reference(event));
   PyObject* to_receive =
-      tuple_of(new_reference(buffer->seq), new_reference(source_object), number(topk_idx.get().size(1)),
+      tuple_of(new_reference(buffer->seq), new_reference(elements[0]), number(topk_idx.get().size(1)),
                new_reference(elements[4]), new_reference(elements[2]), new_reference(given[8]), new_reference(result),
                number(0), new_reference(given[9]));
   return tuple_of(results, to_receive);
