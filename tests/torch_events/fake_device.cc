@@ -12,7 +12,9 @@ thread_local const c10::Stream *LaunchStreamScope::caller_ = nullptr, *LaunchStr
 
 namespace eager {
 PyObject* no_event() { Py_RETURN_NONE; }
-PyObject* new_overlap(PyObject* event, PyObject* extra_tensors) { return tuple_of(event, extra_tensors); }
+PyObject* new_overlap(PyObject* event, PyObject* extra_tensors) {
+  return tuple_of(new_reference(event), new_reference(extra_tensors));
+}
 }  // namespace eager
 
 namespace {

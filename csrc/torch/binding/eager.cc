@@ -381,26 +381,25 @@ Tensor part_of(const Tensor& whole, int64_t first, at::IntArrayRef sizes) {
   return part;
 }
 
-PyObject* no_event() {
+namespace {
+
+PyObject* overlap_of(PyObject* event, PyObject* extra_tensors) {
   PyObject* overlap = types().overlap.make();
   if (overlap == nullptr) return nullptr;
-  types().overlap.set(overlap, kEvent, new_reference(Py_None));
-  types().overlap.set(overlap, kExtraTensors, new_reference(Py_None));
+  types().overlap.set(overlap, kEvent, new_reference(event));
+  types().overlap.set(overlap, kExtraTensors, new_reference(extra_tensors));
   return overlap;
 }
 
+}  // namespace
+
+PyObject* no_event() { return overlap_of(Py_None, Py_None); }
+
 PyObject* new_overlap(PyObject* event, PyObject* extra_tensors) {
   const auto handle = py::reinterpret_steal<py::object>(types().event.make());
-  const auto overlap = py::reinterpret_steal<py::object>(types().overlap.make());
-  if (!handle || !overlap) {
-    Py_XDECREF(event);
-    Py_XDECREF(extra_tensors);
-    return nullptr;
-  }
-  const bool is_ok = types().event.set(handle.ptr(), 0, event);
-  types().overlap.set(overlap.ptr(), kExtraTensors, extra_tensors);
-  types().overlap.set(overlap.ptr(), kEvent, new_reference(handle));
-  return is_ok ? new_reference(overlap) : nullptr;
+  if (!handle) return nullptr;
+  types().event.set(handle.ptr(), 0, new_reference(event));
+  return overlap_of(handle.ptr(), extra_tensors);
 }
 
 void define(py::module_& m) {

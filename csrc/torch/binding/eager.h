@@ -87,7 +87,7 @@ class Slots {
   std::vector<Py_ssize_t> offsets_;
 };
 
-// A new EventOverlap without an event; one of an EventHandle of `event`, with `extra_tensors`. Takes the references.
+// A new EventOverlap without an event; one of an EventHandle of `event`, with `extra_tensors`.
 PyObject* no_event();
 PyObject* new_overlap(PyObject* event, PyObject* extra_tensors);
 

@@ -180,12 +180,12 @@ CommStream::CommStream(PyObject* given, const at::Device& device) : is_async_(gi
 
 PyObject* CommStream::overlap(std::initializer_list<PyObject*> objects) const {
   if (!is_async_) return no_event();
-  if (!own_) return new_overlap(new_reference(Py_None), new_reference(Py_None));
+  if (!own_) return new_overlap(Py_None, Py_None);
   std::vector<PyObject*> tensors;
   for (PyObject* each : objects) add_tensors(each, tensors);
   const auto kept = py::reinterpret_steal<py::object>(tuple_of_tensors(tensors));
   const py::object event = kept ? new_stream_event(*caller_, *own_, kept) : kept;
-  return event ? new_overlap(new_reference(event), new_reference(kept)) : nullptr;
+  return event ? new_overlap(event.ptr(), kept.ptr()) : nullptr;
 }
 
 }  // namespace ep::eager
