@@ -419,7 +419,6 @@ def main(folder: Path, task: dict[str, Any]) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.set_num_threads(THREADS)
-    print(f"torch finds {torch.cuda.get_device_properties(device).multi_processor_count} SMs", flush=True)
     # torch makes all of its streams with the first, and asks the driver for memory when it has none: not beside a
     # kernel that waits.
     torch.cuda.Stream()
