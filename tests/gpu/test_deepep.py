@@ -79,27 +79,53 @@ def test_memory_of_async_operations(waits: str) -> None:
         comm = buffer.get_comm_stream()
         x = rows.clone()
         place = x.data_ptr()
+
+        def is_free() -> bool:
+            """Whether that place is among more than all that the allocator has had so far."""
+            return place in [each.data_ptr() for each in [torch.empty_like(rows) for _ in range(4096)]]
+
+        is_free()  # the allocator asks the driver for memory now
         with torch.cuda.stream(comm):
-            slow = busy(200)
+            slow = busy(1000)
         received, counts, _, event, _ = async_dispatch(buffer, x, ids)
         if waits == "the caller":
             event.current_stream_wait()
         elif waits == "another stream":
             torch.cuda.Stream().wait_event(event.cuda_event)
         assert any(each.data_ptr() == place for each in event.extra_tensors)
-
-        def is_free() -> bool:
-            """Whether that place is among more than all that the allocator has had so far."""
-            return place in [each.data_ptr() for each in [torch.empty_like(rows) for _ in range(4096)]]
-
         del x
-        assert not is_free()
+        before = is_free()
         del event
-        assert is_free() == (waits == "the caller") and not slow.query()
+        after = is_free()
+        assert not slow.query(), "the operation must not have ended yet"
+        assert (before, after) == (False, waits == "the caller")
         torch.cuda.synchronize()
         for expert, count in enumerate(counts.tolist()):
             assert (received[expert, :count] == 3).all()
         assert counts.sum() > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_events_where_another_gpu_is_the_current_one() -> None:
+    """The handle of a default stream names the current device's."""
+    case = small_case(1)
+    torch.cuda.set_device(0)
+    with deep_ep.Buffer.of(shared_buffer(ThreadGroup.make(1)[0], [case], device="cuda:1")) as buffer:
+        ids = case.inputs[0].topk_idx.to("cuda:1")
+        rows = torch.full((len(ids), case.case.hidden), 3.0, device="cuda:1").bfloat16()
+        its_own = torch.cuda.default_stream(1)
+        for _ in range(2):  # the second event has been used before
+            torch.cuda.synchronize(1)
+            with torch.cuda.stream(buffer.get_comm_stream()):
+                slow = busy(200)
+            received, counts, _, event, _ = async_dispatch(buffer, rows, ids)
+            its_own.wait_event(event.cuda_event)
+            behind = torch.cuda.Event()
+            behind.record(its_own)
+            assert not behind.query() and not slow.query() and torch.cuda.current_device() == 0
+            behind.synchronize()
+            assert slow.query()
+            assert all((received[expert, :count] == 3).all() for expert, count in enumerate(counts.tolist()))
 
 
 def test_an_event_is_for_one_operation() -> None:

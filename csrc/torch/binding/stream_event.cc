@@ -8,6 +8,12 @@
 
 #include "torch/binding/eager.h"
 
+#if defined(EP_WITH_CUDA)
+#include <c10/core/impl/GPUTrace.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
 namespace ep::eager {
 
 c10::Stream stream_of(PyObject* object) {
@@ -34,6 +40,28 @@ std::vector<c10::Event>& idle_events_of(const c10::Stream& stream) {
   if (idle_events().size() <= device) idle_events().resize(device + 1);
   return idle_events()[device];
 }
+
+// Torch asks for the current device and sets it, before and after what it calls of the driver. That is needed for an
+// event's first time, and for a default stream of another device, whose handle means that of the current one.
+#if defined(EP_WITH_CUDA)
+bool is_for_driver(const c10::Event& event, const c10::Stream& stream) {
+  return event.device_type() == at::kCUDA && event.was_marked_for_recording() && is_current(stream.device()) &&
+         c10::impl::GPUTrace::get_trace() == nullptr;  // a tool of torch that follows events
+}
+cudaEvent_t event_of(const c10::Event& event) { return static_cast<cudaEvent_t>(event.eventId()); }
+
+void record(c10::Event& event, const c10::Stream& stream) {
+  if (!is_for_driver(event, stream)) return event.record(stream);
+  C10_CUDA_CHECK(cudaEventRecord(event_of(event), c10::cuda::CUDAStream(stream).stream()));
+}
+void wait_for(const c10::Event& event, const c10::Stream& stream) {
+  if (!is_for_driver(event, stream)) return event.block(stream);
+  C10_CUDA_CHECK(cudaStreamWaitEvent(c10::cuda::CUDAStream(stream).stream(), event_of(event), 0));
+}
+#else
+void record(c10::Event& event, const c10::Stream& stream) { event.record(stream); }
+void wait_for(const c10::Event& event, const c10::Stream& stream) { event.block(stream); }
+#endif
 
 struct StreamEvent {
   PyObject_HEAD struct Fields {
@@ -94,7 +122,7 @@ PyObject* wait(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObjec
   const c10::Stream stream = is_given ? stream_of(given[0]) : current_stream_of(device.getDevice());
   {
     const py::gil_scoped_release no_gil;
-    fields.event.block(stream);
+    wait_for(fields.event, stream);
   }
   fields.has_been_awaited |= stream == fields.caller;
   Py_RETURN_NONE;
@@ -149,22 +177,25 @@ py::object new_stream_event(const c10::Stream& caller, const c10::Stream& own, c
   idle.pop_back();
   auto event = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(made));
   PyObject_GC_Track(event.ptr());
-  made->fields.event.record(own);
+  record(made->fields.event, own);
   return event;
 }
 
 }  // namespace
 
 // NOLINTNEXTLINE(misc-no-recursion): tuples of results are two deep
-void add_tensors(PyObject* objects, std::vector<PyObject*>& found) {
-  if (THPVariable_Check(objects)) found.push_back(objects);
-  if (!PyTuple_Check(objects) && !PyList_Check(objects)) return;
+void add_tensors(PyObject* objects, Tensors& found) {
+  if (objects == Py_None) return;
+  if (!PyTuple_Check(objects) && !PyList_Check(objects)) {
+    if (THPVariable_Check(objects)) found.push_back(objects);
+    return;
+  }
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(objects); i++) {
     add_tensors(PySequence_Fast_GET_ITEM(objects, i), found);
   }
 }
 
-PyObject* tuple_of_tensors(const std::vector<PyObject*>& tensors) {
+PyObject* tuple_of_tensors(const Tensors& tensors) {
   PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(tensors.size()));
   for (size_t i = 0; tuple != nullptr && i < tensors.size(); i++) {
     PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), new_reference(tensors[i]));
@@ -181,7 +212,7 @@ CommStream::CommStream(PyObject* given, const at::Device& device) : is_async_(gi
 PyObject* CommStream::overlap(std::initializer_list<PyObject*> objects) const {
   if (!is_async_) return no_event();
   if (!own_) return new_overlap(Py_None, Py_None);
-  std::vector<PyObject*> tensors;
+  Tensors tensors;
   for (PyObject* each : objects) add_tensors(each, tensors);
   const auto kept = py::reinterpret_steal<py::object>(tuple_of_tensors(tensors));
   const py::object event = kept ? new_stream_event(*caller_, *own_, kept) : kept;

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <Python.h>
+#include <c10/util/SmallVector.h>
 
 #include <initializer_list>
 #include <optional>
-#include <vector>
 
 #include "torch/ops/device.h"
 
@@ -20,8 +20,9 @@ c10::Stream stream_of(PyObject* object);
 c10::Stream current_stream_of(const c10::Device& device);
 
 // The tensors of nested tuples and lists, borrowed; a new tuple of them.
-void add_tensors(PyObject* objects, std::vector<PyObject*>& found);
-PyObject* tuple_of_tensors(const std::vector<PyObject*>& tensors);
+using Tensors = c10::SmallVector<PyObject*, 16>;
+void add_tensors(PyObject* objects, Tensors& found);
+PyObject* tuple_of_tensors(const Tensors& tensors);
 
 // Where the operation of a call runs. Its results belong to the caller's stream all the same, as DeepEP's do: their
 // memory is free for that stream again once it has waited for the event. The allocator is told of the other stream only

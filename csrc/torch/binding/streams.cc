@@ -3,8 +3,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
-#include <vector>
-
 #include "torch/binding/eager.h"
 #include "torch/binding/stream_event.h"
 
@@ -34,6 +32,7 @@ PyObject* call_on_stream(PyObject* const* given, Py_ssize_t count) {
   if (tensor->is_cpu()) return PyObject_CallNoArgs(given[2]);
   int64_t id = 0;
   TORCH_CHECK_TYPE(is_number(given[1], id), "a ", Py_TYPE(given[1])->tp_name, ", must be the number of a stream");
+  if (id == current_stream_of(tensor->device()).id()) return PyObject_CallNoArgs(given[2]);
   const c10::StreamGuard on_stream(c10::Stream(c10::Stream::UNSAFE, tensor->device(), id));
   return PyObject_CallNoArgs(given[2]);
 }
@@ -57,7 +56,7 @@ PyObject* run_on_stream(PyObject* const* given, Py_ssize_t count) {
       return nullptr;
     }
   }
-  std::vector<PyObject*> tensors;
+  Tensors tensors;
   add_tensors(given[2], tensors);
   add_tensors(result.ptr(), tensors);
   // The allocator learns which stream uses what. Not in a capture: there memory that two streams use is not given back

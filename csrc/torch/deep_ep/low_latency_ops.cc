@@ -63,6 +63,21 @@ Tensor behind(const Tensor& front, int64_t first, int64_t count) {
   return tensor;
 }
 
+// Scales as an operation makes them.
+struct Columns {
+  int64_t sizes[3], strides[3];
+  Columns(const OutputShape& output, int64_t groups)
+      : sizes{output.local_experts, output.capacity, groups}, strides{groups * output.capacity, 1, output.capacity} {}
+};
+void check_columns(const Tensor& scales, const OutputShape& output, int64_t groups, const at::Device& device) {
+  const Columns columns(output, groups);
+  const bool is_as_made = scales.device() == device && scales.sizes() == at::IntArrayRef(columns.sizes) &&
+                          scales.strides() == at::IntArrayRef(columns.strides);
+  if (is_as_made) return;  // to make a view takes the host longer
+  check_tensor(scales.transpose(1, 2), "scales", scales.scalar_type(), {output.local_experts, groups, output.capacity},
+               device);
+}
+
 // The handle has an allocation of its own, by which combine knows it.
 Outputs allocate(const InputTypes& row, Quant quant, const OutputShape& output, const at::Device& device) {
   const OutputTypes types = output_types(row, quant, output);
@@ -76,10 +91,9 @@ Outputs allocate(const InputTypes& row, Quant quant, const OutputShape& output, 
                              {&made.layout_range, ranges, at::kLong}};
   new_tensors(small, device);
   if (quantises) {
-    const int64_t groups = types.scales[2];
-    const int64_t sizes[] = {output.local_experts, output.capacity, groups};
-    const int64_t strides[] = {groups * output.capacity, 1, output.capacity};
-    made.scales.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef(sizes), at::IntArrayRef(strides));
+    const Columns columns(output, types.scales[2]);
+    made.scales.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef(columns.sizes),
+                                                             at::IntArrayRef(columns.strides));
   }
   made.counts = front(made.counts, {output.local_experts});
   made.src_info = front(new_handle({SourceShape::of(output).size(handle_shape(output, row.num_tokens))}, device),
@@ -189,13 +203,13 @@ void ll_dispatch_deepep_recv(const Tensor& seq, const Tensor& x, const Tensor& s
     LlDispatchParams p = dispatch_params(row, config, output);
     p.phase = Phase::kRecv;
     check_tensor(x, "x", quantises ? at::kFloat8_e4m3fn : dtype, row_shape(output, row.hidden), device);
-    const int64_t by_group[] = {output.local_experts, p.out_scales.count, output.capacity};
     const int64_t by_row[] = {output.local_experts, output.capacity, given_scales};
-    check_tensor(quantises ? scales.transpose(1, 2) : scales, "scales", scales.scalar_type(),
-                 quantises          ? at::IntArrayRef(by_group)
-                 : given_scales > 0 ? at::IntArrayRef(by_row)
-                                    : at::IntArrayRef{0},
-                 device);
+    if (quantises) {
+      check_columns(scales, output, p.out_scales.count, device);
+    } else {
+      check_tensor(scales, "scales", scales.scalar_type(),
+                   given_scales > 0 ? at::IntArrayRef(by_row) : at::IntArrayRef{0}, device);
+    }
     check_tensor(weights, "weights", at::kFloat, {output.local_experts, output.capacity}, device);
     check_front(counts, "counts", {output.local_experts}, output.info_size(), /*is_whole=*/false, row, device);
     check_front(src_info, "src_info", {output.local_experts, output.capacity},
@@ -223,7 +237,7 @@ struct Signals {  // RowSignals
   int64_t rows_per_signal = 0, threshold = 0;
 };
 
-// The result, if it is not given.
+// The result. If that is given: empty, or no tensor at all where C++ has called the op (PackedResultsScope).
 Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
                int64_t num_tokens, int64_t topk, int64_t num_sms, bool use_logfmt, CombineArgs args,
                const OptionalTensor& wait_cost, const Tensor* given, Phase phase, const Signals& signals = {}) {
@@ -253,8 +267,12 @@ Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_expert
     aliases.reads("out", given);
     aliases.writes("combine_wait_recv_cost_stats", *wait_cost);
   }
-  Tensor made = given != nullptr ? new_tensor({0}, args.rows_dtype, device)
-                                 : new_tensor({num_tokens, args.hidden}, args.rows_dtype, device);
+  Tensor made;
+  if (given == nullptr) {
+    made = new_tensor({num_tokens, args.hidden}, args.rows_dtype, device);
+  } else if (!PackedResultsScope::is_on()) {  // torch wants a result
+    made = new_tensor({0}, args.rows_dtype, device);
+  }
   run_combine(seq, handle, num_tokens, output.capacity, config, args, phase, given != nullptr ? given : &made);
   return made;
 }

@@ -8,6 +8,8 @@
 
 #if defined(EP_WITH_CUDA)
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "transport/device/device_guard.h"
@@ -45,9 +47,26 @@ bool is_capturing([[maybe_unused]] const at::Device& device) {
   return false;
 }
 
+thread_local c10::DeviceIndex OnDevice::known_ = -1;
+
+bool is_current([[maybe_unused]] const at::Device& device) {
+#if defined(EP_WITH_CUDA)
+  if (device.is_cuda()) {
+    c10::cuda::SetTargetDevice();  // torch may have put that off
+    return c10::cuda::current_device() == device.index();
+  }
+#endif
+  return true;
+}
+
 at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused]] const at::Device& device) {
 #if defined(EP_WITH_CUDA)
-  if (device.is_cuda()) return at::detail::empty_cuda(sizes, type, device, std::nullopt);
+  if (device.is_cuda()) {
+    if (!OnDevice::is_known(device)) return at::detail::empty_cuda(sizes, type, device, std::nullopt);
+    // The same without setting the device, and without asking whether torch has begun to use it: the buffer has.
+    return at::detail::empty_generic(sizes, c10::cuda::CUDACachingAllocator::get(),
+                                     c10::DispatchKeySet(c10::DispatchKey::CUDA), type, std::nullopt);
+  }
 #endif
   return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
 }

@@ -34,6 +34,28 @@ class LaunchStreamScope {
   static thread_local const c10::Stream *caller_, *stream_;
 };
 
+bool is_current(const at::Device& device);  // true of the CPU
+
+// The device is the current one while it lives: asked for once, and set where it was not. torch's guard always sets it
+// in the end.
+class OnDevice {
+ public:
+  explicit OnDevice(const at::Device& device)
+      : guard_(is_current(device) ? std::nullopt : std::optional(device)), before_(known_) {
+    known_ = device.index();
+  }
+  ~OnDevice() { known_ = before_; }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  // Whether it is the one that the innermost of these in this thread has.
+  static bool is_known(const at::Device& device) { return device.index() == known_; }
+
+ private:
+  const c10::OptionalDeviceGuard guard_;
+  const c10::DeviceIndex before_;
+  static thread_local c10::DeviceIndex known_;  // -1: none
+};
+
 // As at::empty, without its way through the dispatcher: an op's kernel is below all that would want to know.
 at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, const at::Device& device);
 // Of a tensor that is to be made.
@@ -45,7 +67,8 @@ struct NewTensor {
 // What is small beside rows. Where PackedResultsScope says so they share one allocation, for each takes the host as
 // long as checking the call. They are no views of one another; record_stream of any is that of all.
 void new_tensors(std::span<const NewTensor> wanted, const at::Device& device);
-// Of the op that runs in this thread. Not where torch calls it: by its schema results do not alias, and opcheck looks.
+// Of the op that runs in this thread, called by C++ and not by torch: by its schema results do not alias and are there,
+// and opcheck looks.
 class PackedResultsScope {
  public:
   explicit PackedResultsScope(bool is_on) { is_on_ = is_on; }

@@ -34,7 +34,7 @@ struct OnGroup {
   const std::shared_ptr<Registered> registered;
   Group& group;
   const at::Device device;
-  const c10::DeviceGuard on_device;
+  const OnDevice on_device;
 };
 
 // What the handle's tensor cannot tell by itself.
