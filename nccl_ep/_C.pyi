@@ -70,8 +70,8 @@ def low_latency_dispatch_eager(
     use_fp8: object,
     round_scale: object,
     use_ue8m0: object,
+    async_finish: object,
     return_recv_hook: object,
-    comm_stream: object,
     /,
 ) -> Any: ...
 def low_latency_combine_eager(
@@ -80,12 +80,12 @@ def low_latency_combine_eager(
     topk_idx: object,
     topk_weights: object,
     handle: object,
+    use_logfmt: object,
     zero_copy: object,
+    async_finish: object,
     return_recv_hook: object,
     out: object,
     wait_cost: object,
-    use_logfmt: object,
-    comm_stream: object,
     /,
 ) -> Any: ...
 def get_dispatch_layout_eager(seq: object, topk_idx: object, num_experts: object, /) -> Any: ...
@@ -109,8 +109,6 @@ def normal_dispatch_cached_eager(
 def normal_combine_eager(
     seq: object, fitting: object, x: object, handle: object, topk_weights: object, num_sms: object, /
 ) -> Any: ...
-def ll_dispatch_deepep_recv_eager(*args: object) -> bool | None: ...
-def ll_combine_deepep_recv_eager(*args: object) -> bool | None: ...
 
 class StreamEvent:  # csrc/torch/binding/stream_event.cc
     def wait(self, stream: Any = None, /) -> None: ...

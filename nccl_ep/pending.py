@@ -32,12 +32,12 @@ class OpenSend:
     """An operation that was sent and is to be received. It keeps the tensors that this needs, and not the buffer.
 
     Args:
-        op: its op. args: all of the op's, the first of them the buffer's ``_seq``.
+        op: what receives it. args: all that this takes; of an op the first is the buffer's ``_seq``.
     """
 
     __slots__ = ("_args", "_kind", "_op", "_owner")
 
-    def __init__(self, kind: str, op: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, kind: str, op: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
         self._kind, self._op, self._args = kind, op, args
         self._owner: weakref.ref[Any] | None = None
 

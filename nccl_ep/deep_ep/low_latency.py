@@ -33,16 +33,6 @@ _ops = torch.ops.nccl_ep
 _dispatch_eager, _combine_eager = _C.low_latency_dispatch_eager, _C.low_latency_combine_eager
 
 
-def _dispatch_recv(*args: Any) -> None:
-    if _C.ll_dispatch_deepep_recv_eager(*args) is None:
-        _ops.ll_dispatch_deepep_recv.default(*args)
-
-
-def _combine_recv(*args: Any) -> None:
-    if _C.ll_combine_deepep_recv_eager(*args) is None:
-        _ops.ll_combine_deepep_recv.default(*args)
-
-
 class LowLatencyMethods(LowLatencyMemory):
     """What ``deep_ep.Buffer`` has of DeepEP's low-latency mode."""
 
@@ -99,20 +89,22 @@ class LowLatencyMethods(LowLatencyMemory):
 
         Source: DeepEP's method of that name; its branch hybrid-ep for ``use_nvfp4`` and what follows.
         """
-        is_async = async_finish is True and return_recv_hook is False
-        if (async_finish is False or is_async) and use_nvfp4 is False:
-            stream = self.get_comm_stream() if is_async else None
+        if use_nvfp4 is False:
             try:
-                eager = _dispatch_eager(
+                made = _dispatch_eager(
                     self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
                     cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0,
-                    return_recv_hook, stream,
+                    async_finish, return_recv_hook,
                 )  # fmt: skip
             except RuntimeError as error:
                 raise error_of(self, error) from error
-            if eager is not None:
-                made: Dispatched = self._with_hook(eager, _dispatch_recv) if return_recv_hook else eager
-                return made
+            if made is not None:
+                if not return_recv_hook:
+                    dispatched: Dispatched = made
+                    return dispatched
+                results, receives = made
+                self._state.unreceived = results[2][0]
+                return *results, RecvHook(self, OpenSend("dispatch", receives), results[1])
         _check_hook(async_finish, return_recv_hook)
         quant = _quant_of(use_fp8, round_scale, use_ue8m0)
         if x is None or topk_idx is None:
@@ -148,9 +140,11 @@ class LowLatencyMethods(LowLatencyMemory):
                 num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
             )  # fmt: skip
 
-            receive = partial(nvfp4.receive, _dispatch_recv, *swizzled) if swizzled else _dispatch_recv
+            receive: Callable[..., Any] = _ops.ll_dispatch_deepep_recv.default
+            if swizzled:
+                receive = partial(nvfp4.receive, receive, *swizzled)
             open_send = OpenSend("dispatch", receive, (self._seq, *outputs[:6], *numbers))
-            hook = self._hook(open_send, counts)
+            hook = RecvHook(self, open_send, counts)
             self._state.unreceived = src_info
         else:
             self._raise_what_was_dropped(counts, event)
@@ -209,19 +203,20 @@ class LowLatencyMethods(LowLatencyMemory):
 
         Source: DeepEP's method of that name; its branches for ``overlap`` and what follows.
         """
-        is_async = async_finish is True and return_recv_hook is False
-        if (async_finish is False or is_async) and overlap is False:
-            stream = self.get_comm_stream() if is_async else None
+        if overlap is False:
             try:
-                eager = _combine_eager(
-                    self, x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, out,
-                    combine_wait_recv_cost_stats, use_logfmt, stream,
+                made = _combine_eager(
+                    self, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
+                    combine_wait_recv_cost_stats,
                 )  # fmt: skip
             except RuntimeError as error:
                 raise error_of(self, error) from error
-            if eager is not None:
-                combined: Combined = self._with_hook(eager, _combine_recv) if return_recv_hook else eager
-                return combined
+            if made is not None:
+                if not return_recv_hook:
+                    combined: Combined = made
+                    return combined
+                results, receives = made
+                return *results, RecvHook(self, OpenSend("combine", receives))
         _check_hook(async_finish, return_recv_hook)
         if not (type(use_logfmt) is type(zero_copy) is bool):
             require_bools(use_logfmt=use_logfmt, zero_copy=zero_copy)
@@ -284,7 +279,7 @@ class LowLatencyMethods(LowLatencyMemory):
         hook = None
         if return_recv_hook:
             numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0, use_logfmt)
-            hook = self._hook(OpenSend("combine", _combine_recv, (self._seq, *numbers)))
+            hook = RecvHook(self, OpenSend("combine", _ops.ll_combine_deepep_recv.default, (self._seq, *numbers)))
         return out, event, hook
 
     # ---- How they run
@@ -303,43 +298,47 @@ class LowLatencyMethods(LowLatencyMemory):
                 f"R * num_max_dispatch_tokens_per_rank, and demand was {info[local:-1].tolist()}"
             )
 
-    def _with_hook(self, eager: Any, receive: Callable[..., Any]) -> Any:
-        """What a method returns, from the pair of it without the hook and what the op ``receive`` takes."""
-        results, args = eager
-        if receive is _combine_recv:
-            return *results, self._hook(OpenSend("combine", receive, args))
-        hook = self._hook(OpenSend("dispatch", receive, args), results[1])
-        self._state.unreceived = results[2][0]
-        return *results, hook
 
-    def _hook(self, open_send: OpenSend, counts: torch.Tensor | None = None) -> Hook:
-        """The receive part, on the stream that was current when it was made, as in DeepEP. counts: of a dispatch.
+class RecvHook:
+    """The receive part, on the stream that was current when it was made, as in DeepEP. ``counts``: of a dispatch.
 
-        One that has failed may be called again, and says what keeps it from receiving.
-        """
-        seq = self._seq
-        stream = _C.current_stream_id(seq)
-        pending = [open_send]
+    One that has failed may be called again, and says what keeps it from receiving.
+    """
 
-        def run() -> None:
-            open_send.receive(self.core)
-            pending.clear()
-            if counts is not None:
-                self._state.unreceived = None
-                self._raise_what_was_dropped(counts)
+    __slots__ = ("__weakref__", "_counts", "_open_send", "_stream", "_view")
 
-        def hook() -> None:
-            if not pending:
-                raise UsageError("this hook was called already, and what it receives has been received")
-            if open_send.is_lost:
-                raise UsageError("what this hook receives was dropped")
-            try:
-                _C.call_on_stream(seq, stream, run)
-            except RuntimeError as error:
-                raise error_of(self, error) from error
+    def __init__(self, view: LowLatencyMethods, open_send: OpenSend, counts: torch.Tensor | None = None) -> None:
+        self._view, self._counts = view, counts
+        self._stream = _C.current_stream_id(view._seq)
+        self._open_send: OpenSend | None = open_send
+        open_send.open(view.core, self)
 
-        open_send.open(self.core, hook)
-        return hook
+    def __call__(self) -> None:
+        if self._to_receive().is_lost:
+            raise UsageError("what this hook receives was dropped")
+        try:
+            _C.call_on_stream(self._view._seq, self._stream, self._receive)
+        except RuntimeError as error:
+            raise error_of(self._view, error) from error
+
+    def __copy__(self) -> RecvHook:
+        return self  # there is one operation to receive
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecvHook:
+        return self
+
+    def _to_receive(self) -> OpenSend:
+        if self._open_send is None:
+            raise UsageError("this hook was called already, and what it receives has been received")
+        return self._open_send
+
+    def _receive(self) -> None:
+        view, counts = self._view, self._counts
+        self._to_receive().receive(view.core)
+        self._open_send = None
+        if counts is not None:
+            view._state.unreceived = None
+            view._raise_what_was_dropped(counts)
 
 
 def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:

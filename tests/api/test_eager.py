@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -361,6 +362,49 @@ def test_other_ranks_are_out_of_step() -> None:
             assert all(torch.equal(each, results[0]) for each in results)
 
     run_ranks(2, body)
+
+
+def test_a_hook_under_a_mode(view: deep_ep.Buffer) -> None:
+    """Which sees the op, as any other that is called."""
+
+    class Seen(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, ids, weights = inputs()
+    stats = torch.zeros(E, dtype=torch.int32)
+    plain = view.low_latency_dispatch(x, ids, T, E)
+    *sent, hook = view.low_latency_dispatch(x, ids, T, E, stats, return_recv_hook=True)
+    with Seen() as mode:
+        hook()
+    assert mode.names == ["nccl_ep.ll_dispatch_deepep_recv.default"]
+    for expert, count in enumerate(plain[1].tolist()):
+        for mine, theirs in zip(sent[0], plain[0], strict=True):
+            assert same(mine[expert, :count], theirs[expert, :count])
+    assert stats.tolist() == plain[1].tolist() == sent[1].tolist()
+    rows = torch.ones(E, T, H).bfloat16()
+    want = view.low_latency_combine(rows, ids, weights, plain[2])[0]
+    got, _, hook = view.low_latency_combine(rows, ids, weights, sent[2], return_recv_hook=True)
+    with Seen() as mode:
+        hook()
+    assert mode.names == ["nccl_ep.ll_combine_deepep_recv.default"] and same(got, want)
+
+
+def test_a_hook_into_rows_that_want_a_gradient(view: deep_ep.Buffer) -> None:
+    """Autograd refuses it, whatever way the hook takes."""
+    x, ids, _ = inputs()
+    rows, *_, hook = view.low_latency_dispatch(x, ids, T, E, use_fp8=False, return_recv_hook=True)
+    rows.requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        hook()
+    rows.requires_grad_(False)
+    hook()
+    assert copy.copy(hook) is copy.deepcopy(hook) is hook
 
 
 def test_hooks_are_called_once(view: deep_ep.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:

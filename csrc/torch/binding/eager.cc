@@ -105,7 +105,7 @@ PyObject* dispatch(PyObject* const* given, Py_ssize_t count) {
   Argument<Tensor> x, topk_idx;
   Argument<OptionalTensor> topk_weights, scales;
   Buffer* buffer =
-      count == kTensors + static_cast<Py_ssize_t>(KnownDispatch::kGiven) ? Buffer::of(given[0], "_eager") : nullptr;
+      count == kTensors + static_cast<Py_ssize_t>(KnownDispatch::kGiven) ? Buffer::of<"_eager">(given[0]) : nullptr;
   if (buffer == nullptr || buffer->raises_overflow || !is_plain_thread()) Py_RETURN_NONE;
   if (!x.load(given[1]) || !topk_idx.load(given[2]) || !topk_weights.load(given[3]) || !scales.load(given[4])) {
     Py_RETURN_NONE;
@@ -314,8 +314,8 @@ bool KnownDispatch::is_for(const std::array<PyObject*, kGiven>& call, int64_t ca
   return true;
 }
 
-Buffer* Buffer::of(PyObject* owner, const char* attribute) {
-  PyObject* capsule = PyObject_GetAttrString(owner, attribute);
+Buffer* Buffer::of(PyObject* owner, PyObject* attribute) {
+  PyObject* capsule = PyObject_GetAttr(owner, attribute);
   if (capsule == nullptr) {
     PyErr_Clear();
     return nullptr;
@@ -341,6 +341,12 @@ Buffer::~Buffer() { all_buffers().erase(tensor().size(0)); }
 Buffer* Buffer::of(const Tensor& seq) {
   const auto found = seq.dim() == 4 ? all_buffers().find(seq.size(0)) : all_buffers().end();
   return found == all_buffers().end() ? nullptr : found->second;
+}
+
+PyObject* Buffer::comm_stream_of(PyObject* owner) {
+  static PyObject* const name = PyUnicode_InternFromString("get_comm_stream");
+  if (!comm_stream) comm_stream = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(owner, name));
+  return comm_stream.ptr();
 }
 
 bool Buffer::is_ready_for(const char* kind) const {

@@ -45,6 +45,7 @@ struct Buffer {
   py::object open_sends;  // by the names of their kinds; the dictionary of nccl_ep.Buffer
   bool raises_overflow = false;
   std::vector<std::shared_ptr<const KnownDispatch>> known;
+  py::object comm_stream;  // asked for once, for all views of the buffer
 
   Buffer(const py::object& seq, const py::object& num_ranks, const py::object& open_sends, bool raises_overflow);
   ~Buffer();
@@ -52,12 +53,21 @@ struct Buffer {
   Buffer& operator=(const Buffer&) = delete;
 
   // Which `owner` has as that attribute: `_eager` of a nccl_ep.Buffer, `_view_eager` of DeepEP's. Null: none.
-  static Buffer* of(PyObject* owner, const char* attribute);
+  template <fast_call::Name kAttribute>
+  static Buffer* of(PyObject* owner) {
+    static PyObject* const name = PyUnicode_InternFromString(kAttribute.text);
+    return of(owner, name);
+  }
   // Of the buffer whose tensor it is; null where it is gone.
   static Buffer* of(const at::Tensor& seq);
+  // What get_comm_stream() of the owner returns, borrowed. Null is an error of Python.
+  PyObject* comm_stream_of(PyObject* owner);
   // Of low latency's operations of the kind none is to be received first.
   bool is_ready_for(const char* kind) const;
   const at::Tensor& tensor() const { return THPVariable_Unpack(seq.ptr()); }
+
+ private:
+  static Buffer* of(PyObject* owner, PyObject* attribute);
 };
 
 // No mode and no transform of torch is on in this thread that would see the call: fast_call::is_plain_thread(), or what
@@ -164,28 +174,6 @@ at::Tensor part_of(const at::Tensor& whole, int64_t first, at::IntArrayRef sizes
 constexpr int64_t normal_row_bytes(int64_t hidden, int64_t element_bytes, int64_t scale_bytes) {
   return std::max(hidden * element_bytes + (scale_bytes + 15) / 16 * 16, 2 * hidden);
 }
-
-// An op without a result, with its arguments by position. None: it was not called; else True.
-template <fast_call::Name kName, class Function>
-struct Receive;
-template <fast_call::Name kName, class... Args>
-struct Receive<kName, void(Args...)> {
-  static PyObject* call(PyObject* const* given, Py_ssize_t count) {
-    return call(given, count, std::index_sequence_for<Args...>{});
-  }
-
- private:
-  template <size_t... kIndex>
-  static PyObject* call(PyObject* const* given, Py_ssize_t count, std::index_sequence<kIndex...>) {
-    std::tuple<fast_call::Argument<std::remove_cvref_t<Args>>...> args;
-    const bool is_plain = count == sizeof...(Args) && is_plain_thread() &&
-                          (std::get<kIndex>(args).load(given[kIndex]) && ...) &&
-                          !(fast_call::argument_has_gradient(std::get<kIndex>(args)) || ...);
-    if (!is_plain) Py_RETURN_NONE;
-    Op<kName, void(Args...)>::run(std::get<kIndex>(args).get()...);
-    Py_RETURN_TRUE;
-  }
-};
 
 inline bool is_number(PyObject* object, int64_t& value) {
   if (object == nullptr || !PyLong_Check(object)) return false;
