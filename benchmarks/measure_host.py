@@ -3,12 +3,12 @@
 One rank; with torchrun, a GPU (or a CPU rank) each. Every figure is taken with and without torch.set_default_device,
 whose mode sees each function of torch that Python calls.
 
-host: one call, the least mean of many rounds; the queue of a GPU is emptied between rounds. event: an eager pair
-between two events (GPUs). Ranks enter it after a barrier, and the least time of any rank counts: the others also wait
-for the one that entered last. queued: the same, but pairs follow one another as in the benchmark of DeepEP's tests: no
-barrier and no wait of the host between them. "bare": two launches of kernels that do nothing;
-"bare fork and join": two events and two waits, from Python, which async_finish cannot do without. "ops": torch.ops by
-themselves, the floor of the native calls.
+host: one call, the least mean of many rounds, in which all calls take turns; the queue of a GPU is emptied between
+rounds. "what follows": the hook of a method, or the wait for its event. event: an eager pair between two events (GPUs).
+Ranks enter it after a barrier, and the least time of any rank counts: the others also wait for the one that entered
+last. queued: the same, but pairs follow one another as in the benchmark of DeepEP's tests: no barrier and no wait of
+the host between them. "bare": two launches of kernels that do nothing; "bare fork and join": two events and two waits,
+from Python, which async_finish cannot do without. "ops": torch.ops by themselves, the floor of the native calls.
 graph (GPUs, high throughput): a call of a captured chain of ten, the median of the slowest rank; the native calls write
 given tensors (out=), those of DeepEP's methods allocate. Replays of all chains take turns. figure "ratio": of two
 values that stand above it.
@@ -29,6 +29,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,29 +43,40 @@ from nccl_ep.bench.records import FIELDS, make, revision, save, today
 from nccl_ep.config import combine_args
 
 Call = Callable[[], Any]
+Then = Callable[[Any], Any]  # of what a call returned
+Calls = tuple[dict[str, Call], dict[str, tuple[Call, Then]]]  # the second: methods with their hooks or waits
 CHAIN = 10  # calls in a graph
 APIS = ("ops", "native", "deepep")
 LOCAL_SIZES = {"cpu": (1, 16, 2, 4), "cuda": (128, 7168, 8, 256)}  # tokens, hidden, top-k, experts
 
 
-def host_means(call: Call, synchronize: Call, count: int, rounds: int) -> list[float]:
-    """Of one call, in us: a mean of ``count`` calls each; a GPU's queue does not fill up."""
-    means = []
-    for _ in range(rounds):
-        synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        means.append((time.perf_counter() - begin) / count * 1e6)
+def host_mean(call: Call, synchronize: Call, count: int) -> tuple[float]:
+    """Of one of ``count`` calls, in us; a GPU's queue does not fill up."""
     synchronize()
-    return means
-
-
-def host_time(call: Call, synchronize: Call, count: int, rounds: int) -> float:
-    """The least of these, behind calls that do not count."""
+    begin = time.perf_counter()
     for _ in range(count):
         call()
-    return min(host_means(call, synchronize, count, rounds))
+    return ((time.perf_counter() - begin) / count * 1e6,)
+
+
+def host_means(call: Call, then: Then, synchronize: Call, count: int) -> tuple[float, float]:
+    """The same of a call, and of ``then(what it returned)`` behind it."""
+    synchronize()
+    first = second = 0.0
+    for _ in range(count):
+        begin = time.perf_counter()
+        made = call()
+        between = time.perf_counter()
+        then(made)
+        second += time.perf_counter() - between
+        first += between - begin
+    return first / count * 1e6, second / count * 1e6
+
+
+def least(measures: dict[str, Callable[[], tuple[float, ...]]], rounds: int) -> dict[str, tuple[float, ...]]:
+    """Of many rounds, in which all take turns: a host's clock changes. The first round does not count."""
+    taken = [{name: measure() for name, measure in measures.items()} for _ in range(1 + rounds)][1:]
+    return {name: tuple(map(min, zip(*(each[name] for each in taken), strict=True))) for name in measures}
 
 
 def of_all_ranks(mine: Any) -> list[Any]:
@@ -174,7 +186,7 @@ def default_device(device: str | None) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], device: str) -> dict[str, Call]:
+def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], device: str) -> Calls:
     tokens, hidden, topk, experts = sizes
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     ids = torch.rand(tokens, experts, device=device).topk(topk, -1).indices
@@ -193,23 +205,31 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
     made = view.get_next_low_latency_combine_buffer(handle)
     made.zero_()
 
-    def hooked() -> None:
-        *_, hook = view.low_latency_dispatch(x, ids, tokens, experts, return_recv_hook=True, **fp8)
-        hook()
-        *_, hook = view.low_latency_combine(made, ids, weights, handle, zero_copy=True, return_recv_hook=True, out=dest)
-        hook()
+    dispatch = partial(view.low_latency_dispatch, x, ids, tokens, experts, **fp8)
+    combine = partial(view.low_latency_combine, made, ids, weights, handle)
+    methods = {
+        "dispatch": dispatch, "combine": combine, "combine out= zero_copy": partial(combine, zero_copy=True, out=dest)
+    }  # fmt: skip
+    ways: dict[str, Then] = {
+        "async_finish": lambda results: results[-2].current_stream_wait(),
+        "return_recv_hook": lambda results: results[-1](),
+    }
+    steps = {
+        f"deepep {op}, {way}": (partial(method, **{way: True}), then)
+        for way, then in ways.items()
+        for op, method in methods.items()
+    }
 
-    def async_dispatch() -> None:
-        view.low_latency_dispatch(x, ids, tokens, experts, async_finish=True, **fp8)[3].current_stream_wait()
+    def pair_of(way: str) -> Call:
+        (first, then), (second, _) = (steps[f"deepep {op}, {way}"] for op in ("dispatch", "combine out= zero_copy"))
 
-    def async_combine(**more: Any) -> None:
-        view.low_latency_combine(made, ids, weights, handle, async_finish=True, **more)[1].current_stream_wait()
+        def pair() -> None:
+            then(first())
+            then(second())
 
-    def async_pair() -> None:
-        async_dispatch()
-        async_combine(zero_copy=True, out=dest)
+        return pair
 
-    return {
+    calls = {
         "ops dispatch": lambda: ops.ll_dispatch(buffer._seq, x, None, ids, weights, tokens * buffer.num_ranks, config),
         "ops combine": lambda: ops.ll_combine(buffer._seq, rows, out.handle.tensor, None, None, [], *numbers),
         "native dispatch": lambda: nccl_ep.dispatch(x, ids, weights, **how),
@@ -220,15 +240,13 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
         "deepep combine out= zero_copy": lambda: view.low_latency_combine(
             made, ids, weights, handle, zero_copy=True, out=dest
         ),
-        "deepep pair, hooks": hooked,
-        "deepep dispatch, async_finish": async_dispatch,
-        "deepep combine, async_finish": async_combine,
-        "deepep combine out= zero_copy, async_finish": lambda: async_combine(zero_copy=True, out=dest),
-        "deepep pair, async_finish": async_pair,
+        "deepep pair, hooks": pair_of("return_recv_hook"),
+        "deepep pair, async_finish": pair_of("async_finish"),
     }  # fmt: skip
+    return calls, steps
 
 
-def high_throughput_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], device: str) -> dict[str, Call]:
+def high_throughput_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], device: str) -> Calls:
     tokens, hidden, topk, experts = sizes
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     ids = torch.rand(tokens, experts, device=device).topk(topk, -1).indices
@@ -255,7 +273,7 @@ def high_throughput_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, in
         )  # fmt: skip
         view.combine(rows, made)
 
-    return {
+    calls = {
         "ops dispatch": lambda: ops.ht_dispatch(buffer._seq, [x], None, ids, weights, capacity, config),
         "ops combine": lambda: ops.ht_combine(
             buffer._seq, rows, None, out.handle.tensor, out.handle.slots, None, None, [], *numbers
@@ -272,6 +290,7 @@ def high_throughput_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, in
         "native combine out=": lambda: nccl_ep.combine(rows, out.handle, out=dest),
         "deepep layout and pair": whole,
     }
+    return calls, {}
 
 
 def arena_bytes_for(sizes: tuple[int, int, int, int], ranks: int) -> int:
@@ -415,16 +434,25 @@ def main() -> None:
         note("ht", "deepep layout and pair / deepep_like", "ratio", mine / theirs, None, "x")
 
     makers = {"ll": low_latency_calls, "ht": high_throughput_calls}
+    bare = {"bare launch": launch_nothing, "bare fork and join": fork_and_join()} if on_gpu else {}
     for mode in makers if options.mode == "both" else [options.mode]:
         with nccl_ep.Buffer.for_shapes(
             group, max_tokens=sizes[0], hidden=sizes[1], topk=sizes[2], num_experts=sizes[3], mode=mode,
             device=options.device, arena_bytes=arena_bytes_for(sizes, ranks) if mode == "ht" else None,
         ) as buffer:  # fmt: skip
-            calls = makers[mode](buffer, sizes, options.device)
+            calls, steps = makers[mode](buffer, sizes, options.device)
             for default in (None, options.device):
                 with default_device(default):
-                    for op, call in calls.items():
-                        note(mode, op, "host", host_time(call, synchronize, options.count, options.rounds), default)
+                    once = {**calls, **bare}
+                    measures: dict[str, Callable[[], tuple[float, ...]]] = {
+                        op: partial(host_mean, call, synchronize, options.count) for op, call in once.items()
+                    }
+                    for op, (call, then) in steps.items():
+                        measures[op] = partial(host_means, call, then, synchronize, options.count)
+                    for op, values in least(measures, options.rounds).items():
+                        parts = ("",) if len(values) == 1 else (": the method", ": what follows")
+                        for part, us in zip(parts, values, strict=True):
+                            note(mode, op + part, "host", us, default)
                     if on_gpu:
                         pairs = {api: (calls[f"{api} dispatch"], calls[f"{api} combine"]) for api in APIS}
                         for api, (first, second) in {**pairs, "bare": (launch_nothing, launch_nothing)}.items():
@@ -435,15 +463,12 @@ def main() -> None:
 
                             note(mode, f"{api} pair", "event", event_time(pair, barrier, 200), default)
                             note(mode, f"{api} pair", "queued", queued_time(pair, barrier, 200), default)
-                        note(mode, "bare launch", "host", host_time(launch_nothing, synchronize, 50, 20), default)
-                        note(
-                            mode, "bare fork and join", "host", host_time(fork_and_join(), synchronize, 50, 20), default
-                        )
             if on_gpu and mode == "ll":
-                like, least = (deepep_like(sizes, ranks, each) for each in (options.deepep_kernels, (0.0, 0.0)))
+                like, alone = (deepep_like(sizes, ranks, each) for each in (options.deepep_kernels, (0.0, 0.0)))
                 note(mode, "deepep_like pair", "event", event_time(like, barrier, 200), None)
                 note(mode, "deepep_like pair", "queued", queued_time(like, barrier, 200), None)
-                note(mode, "deepep_like pair, least", "host", host_time(least, synchronize, 50, options.rounds), None)
+                (us,) = least({"": partial(host_mean, alone, synchronize, 50)}, options.rounds)[""]
+                note(mode, "deepep_like pair, least", "host", us, None)
             if on_gpu and mode == "ht":
                 note_graphs(calls)
                 note_whole(calls)
