@@ -33,7 +33,8 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
     """Collective. On rank 0: tokens compared, and those that one rank would not have chosen.
 
     "close": one rank's logits of the two tokens are within ``--gap`` of each other; "different": further apart.
-    To judge these by, "rounding": how far a logit of one rank moves at most when the same weights are used in float32.
+    To judge these by, "rounding": how far a logit of one rank is at most from one of the same weights in float32;
+    "served_rounding": the same of the logits served; "beyond_rounding": tokens further apart than "rounding".
     "logits": a digest of the bits of all that were served, which other ways of serving should have, too.
     """
     from .serve import gather
@@ -47,16 +48,23 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
     alone = one_rank_model(server)
     logits = [logits_of(alone, each) for each in served]
     exact = alone.in_float32()
-    moved = [mine - logits_of(exact, each) for mine, each in zip(logits, served, strict=True)]
-    rounding = max(float(each.abs().max()) for each in moved)
+    in_float32 = [logits_of(exact, each) for each in served]
+    rounding = _farthest(logits, in_float32)
     gap = server.options.gap
     if gap is None:
         gap = 0.0 if server.model.dtype == torch.float32 else 0.1
     behind = torch.cat([_behind(mine, each) for mine, each in zip(logits, served, strict=True)])
     return {
-        "tokens": len(behind), "rounding": rounding, "gap": gap, "close": int(((behind > 0) & (behind <= gap)).sum()),
+        "tokens": len(behind), "rounding": rounding,
+        "served_rounding": _farthest([torch.stack(each.logits) for each in served], in_float32),
+        "beyond_rounding": int((behind > rounding).sum()),
+        "gap": gap, "close": int(((behind > 0) & (behind <= gap)).sum()),
         "different": int((behind > gap).sum()), "largest_gap": float(behind.max()), "logits": _digest(served),
     }  # fmt: skip
+
+
+def _farthest(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    return max(float((one - other).abs().max()) for one, other in zip(some, others, strict=True))
 
 
 def _digest(requests: list[Request]) -> str:
