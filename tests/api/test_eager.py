@@ -30,7 +30,12 @@ class Subclass(torch.Tensor):
 class Watching(TorchFunctionMode):
     """A mode that wants to see the op: calls go the long way."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -366,23 +371,13 @@ def test_other_ranks_are_out_of_step() -> None:
 
 def test_a_hook_under_a_mode(view: deep_ep.Buffer) -> None:
     """Which sees the op, as any other that is called."""
-
-    class Seen(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     x, ids, weights = inputs()
     stats = torch.zeros(E, dtype=torch.int32)
     plain = view.low_latency_dispatch(x, ids, T, E)
     *sent, hook = view.low_latency_dispatch(x, ids, T, E, stats, return_recv_hook=True)
-    with Seen() as mode:
+    with Watching() as mode:
         hook()
-    assert mode.names == ["nccl_ep.ll_dispatch_deepep_recv.default"]
+    assert mode.seen == ["nccl_ep.ll_dispatch_deepep_recv.default"]
     for expert, count in enumerate(plain[1].tolist()):
         for mine, theirs in zip(sent[0], plain[0], strict=True):
             assert same(mine[expert, :count], theirs[expert, :count])
@@ -390,9 +385,9 @@ def test_a_hook_under_a_mode(view: deep_ep.Buffer) -> None:
     rows = torch.ones(E, T, H).bfloat16()
     want = view.low_latency_combine(rows, ids, weights, plain[2])[0]
     got, _, hook = view.low_latency_combine(rows, ids, weights, sent[2], return_recv_hook=True)
-    with Seen() as mode:
+    with Watching() as mode:
         hook()
-    assert mode.names == ["nccl_ep.ll_combine_deepep_recv.default"] and same(got, want)
+    assert mode.seen == ["nccl_ep.ll_combine_deepep_recv.default"] and same(got, want)
 
 
 def test_a_hook_into_rows_that_want_a_gradient(view: deep_ep.Buffer) -> None:

@@ -314,15 +314,10 @@ bool KnownDispatch::is_for(const std::array<PyObject*, kGiven>& call, int64_t ca
   return true;
 }
 
-Buffer* Buffer::of(PyObject* owner, PyObject* attribute) {
-  PyObject* capsule = PyObject_GetAttr(owner, attribute);
-  if (capsule == nullptr) {
-    PyErr_Clear();
-    return nullptr;
-  }
-  Py_DECREF(capsule);  // the owner has it
-  if (!PyCapsule_IsValid(capsule, kName)) return nullptr;
-  return static_cast<Buffer*>(PyCapsule_GetPointer(capsule, kName));
+Buffer* Buffer::of(PyObject* owner, PyObject* name) {
+  const py::object capsule = attribute(owner, name);  // which the owner keeps
+  if (!capsule || !PyCapsule_IsValid(capsule.ptr(), kName)) return nullptr;
+  return static_cast<Buffer*>(PyCapsule_GetPointer(capsule.ptr(), kName));
 }
 
 // By the numbers of their tensors. With the interpreter's lock.

@@ -67,7 +67,7 @@ struct Buffer {
   const at::Tensor& tensor() const { return THPVariable_Unpack(seq.ptr()); }
 
  private:
-  static Buffer* of(PyObject* owner, PyObject* attribute);
+  static Buffer* of(PyObject* owner, PyObject* name);
 };
 
 // No mode and no transform of torch is on in this thread that would see the call: fast_call::is_plain_thread(), or what
@@ -117,7 +117,7 @@ inline bool is_beside(const at::Tensor& seq, const std::optional<at::Tensor>& te
 
 template <class... Given>
 bool wants_gradient(const Given&... given) {
-  return (given.wants_gradient() || ...);
+  return (gradients::wants_any(given.get()) || ...);
 }
 
 // Calls an op without what torch does above its kernel. Small results share an allocation.

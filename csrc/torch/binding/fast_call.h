@@ -44,7 +44,6 @@ template <>
 struct Argument<at::Tensor> {
   const at::Tensor* value = nullptr;
   bool load(PyObject* object) { return (value = plain_tensor(object)) != nullptr; }
-  bool wants_gradient() const { return gradients::wants_any(*value); }
   const at::Tensor& get() const { return *value; }
 };
 template <>
@@ -63,7 +62,6 @@ struct Argument<std::optional<at::Tensor>> {
     if (tensor != nullptr) value = Borrow::createBorrow(*tensor);
     return tensor != nullptr;
   }
-  bool wants_gradient() const { return gradients::wants_any(value); }
   const std::optional<at::Tensor>& get() const { return value; }
 };
 template <>
@@ -78,7 +76,6 @@ struct Argument<at::TensorList> {
     }
     return true;
   }
-  bool wants_gradient() const { return gradients::wants_any(at::TensorList(value)); }
   at::TensorList get() const { return value; }
 };
 inline bool load_number(PyObject* object, int64_t& value) {
@@ -162,13 +159,6 @@ struct Name {
   constexpr Name(const char (&given)[kSize]) { std::copy_n(given, kSize, text); }
 };
 
-// Whether an argument wants a gradient; numbers never do.
-template <class Given>
-bool argument_has_gradient(const Given& argument) {
-  if constexpr (requires { argument.wants_gradient(); }) return argument.wants_gradient();
-  return false;
-}
-
 // kBatchSize: small results share an allocation.
 template <Name kName, bool kBatchSize, class Function>
 struct Call;
@@ -191,7 +181,7 @@ struct Call<kName, kBatchSize, Result(Args...)> {
     const bool is_plain = count == sizeof...(Args) && names == nullptr && is_plain_thread() &&
                           (std::get<kIndex>(args).load(given[kIndex]) && ...);
     if (!is_plain) return PyObject_Vectorcall(usual, given, count, names);
-    const bool wants_gradient = (argument_has_gradient(std::get<kIndex>(args)) || ...);
+    const bool wants_gradient = (gradients::wants_any(std::get<kIndex>(args).get()) || ...);
     const auto enqueue = [&] {
       pybind11::gil_scoped_release no_gil;
       std::optional<at::AutoDispatchBelowAutograd> below;

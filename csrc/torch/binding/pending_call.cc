@@ -1,5 +1,6 @@
 #include "torch/binding/pending_call.h"
 
+#include <memory>
 #include <string_view>
 #include <utility>
 
@@ -7,7 +8,7 @@ namespace ep::eager {
 namespace {
 
 struct Callable {
-  PyObject_HEAD std::unique_ptr<PendingCall> call;
+  PyObject_HEAD std::function<PyObject*()> call;
 };
 
 void destroy(PyObject* self) {
@@ -21,7 +22,7 @@ PyObject* run(PyObject* self, PyObject* args, PyObject* names) {
   HANDLE_TH_ERRORS
   const Py_ssize_t count = PyTuple_GET_SIZE(args) + (names == nullptr ? 0 : PyDict_GET_SIZE(names));
   TORCH_CHECK_TYPE(count == 0, "it takes no arguments, not ", count);
-  return reinterpret_cast<Callable*>(self)->call->run();
+  return reinterpret_cast<Callable*>(self)->call();
   END_HANDLE_TH_ERRORS
 }
 
@@ -39,7 +40,7 @@ PyTypeObject* callable_type() {
 
 }  // namespace
 
-PyObject* new_pending_call(std::unique_ptr<PendingCall> call) {
+PyObject* new_pending_call(std::function<PyObject*()> call) {
   PyTypeObject* const type = callable_type();
   auto* made = type == nullptr ? nullptr : PyObject_New(Callable, type);
   if (made == nullptr) return nullptr;

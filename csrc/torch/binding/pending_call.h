@@ -5,7 +5,7 @@
 #include <Python.h>
 #include <torch/csrc/DynamicTypes.h>
 
-#include <memory>
+#include <functional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -14,17 +14,8 @@
 
 namespace ep::eager {
 
-class PendingCall {
- public:
-  PendingCall() = default;
-  virtual ~PendingCall() = default;
-  PendingCall(const PendingCall&) = delete;
-  PendingCall& operator=(const PendingCall&) = delete;
-  virtual PyObject* run() = 0;
-};
-
 // A callable of Python without arguments, which may be called again.
-PyObject* new_pending_call(std::unique_ptr<PendingCall> call);
+PyObject* new_pending_call(std::function<PyObject*()> call);
 
 // torch.ops.nccl_ep's op of that name, called as by Python: takes the reference to `args`.
 PyObject* call_usual_op(const char* name, PyObject* args);
@@ -39,20 +30,16 @@ inline PyObject* as_python(at::ScalarType type) {
   return new_reference(reinterpret_cast<PyObject*>(torch::getTHPDtype(type)));
 }
 
-template <class T>
-bool wants_gradient_of(const T& value) {  // numbers never do
-  if constexpr (requires { gradients::wants(value); }) return gradients::wants_any(value);
-  return false;
-}
-
+// For a pending call: the op, with these arguments.
 template <fast_call::Name kName, class Function>
 class Receive;
 template <fast_call::Name kName, class... Args>
-class Receive<kName, void(Args...)> : public PendingCall {
+class Receive<kName, void(Args...)> {
  public:
   explicit Receive(std::remove_cvref_t<Args>... args) : args_(std::move(args)...) {}
-  PyObject* run() override {
-    const bool wants_gradient = std::apply([](const auto&... each) { return (wants_gradient_of(each) || ...); }, args_);
+  PyObject* operator()() const {
+    const bool wants_gradient =
+        std::apply([](const auto&... each) { return (gradients::wants_any(each) || ...); }, args_);
     if (is_plain_thread() && !wants_gradient) {
       std::apply(&Op<kName, void(Args...)>::run, args_);
       Py_RETURN_NONE;

@@ -4,7 +4,7 @@
 
 #include <ATen/ATen.h>
 
-#include <memory>
+#include <functional>
 #include <utility>
 
 #include "torch/binding/pending_call.h"
@@ -79,12 +79,12 @@ PyObject* low_latency_dispatch(PyObject* const* given, Py_ssize_t count) {
         seq, x.get(), OptionalTensor{}, topk_idx.get(), num_experts.get(), max_tokens.get(),
         static_cast<int64_t>(quant), recv_stats.get(), wait_cost.get(), 0);
   });
-  std::unique_ptr<PendingCall> to_receive;
+  std::function<PyObject*()> to_receive;
   if (has_hook) {
-    to_receive = std::make_unique<DispatchRecv>(
-        seq, rows, scales, weights, counts, src_info, layout_range, x.get().scalar_type(), x.get().size(0),
-        topk_idx.get().size(1), topk_idx.get().scalar_type() == at::kLong, num_experts.get(), max_tokens.get(),
-        static_cast<int64_t>(quant), recv_stats.get(), wait_cost.get(), 0);
+    to_receive =
+        DispatchRecv(seq, rows, scales, weights, counts, src_info, layout_range, x.get().scalar_type(), x.get().size(0),
+                     topk_idx.get().size(1), topk_idx.get().scalar_type() == at::kLong, num_experts.get(),
+                     max_tokens.get(), static_cast<int64_t>(quant), recv_stats.get(), wait_cost.get(), 0);
   }
   const auto rows_object = py::reinterpret_steal<py::object>(wrap(std::move(rows)));
   const auto scales_object =
@@ -186,9 +186,8 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
       comm_stream.overlap({rows_object.ptr(), given[2], given[3], elements[0], given[10], result.ptr()}));
   if (!event) return nullptr;
   if (!has_hook) return tuple_of(new_reference(result), new_reference(event), new_reference(Py_None));
-  auto to_receive =
-      std::make_unique<CombineRecv>(seq, src_info.get(), topk_idx.get().size(1), num_experts.get(), max_tokens.get(),
-                                    wait_cost.get(), THPVariable_Unpack(result.ptr()), 0, use_logfmt);
+  CombineRecv to_receive(seq, src_info.get(), topk_idx.get().size(1), num_experts.get(), max_tokens.get(),
+                         wait_cost.get(), THPVariable_Unpack(result.ptr()), 0, use_logfmt);
   PyObject* results = tuple_of(new_reference(result), new_reference(event));
   return tuple_of(results, new_pending_call(std::move(to_receive)));
 }

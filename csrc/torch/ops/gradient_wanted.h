@@ -18,10 +18,13 @@ inline bool has_tangent(const std::optional<at::Tensor>& tensor) { return tensor
 inline bool has_tangent(at::TensorList tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& each) { return has_tangent(each); });
 }
-// Of either direction: an op without a forward derivative says so above autograd.
+// Of either direction: an op without a forward derivative says so above autograd. Of any argument: numbers never do.
 template <class Input>
 bool wants_any(const Input& input) {
-  return (at::GradMode::is_enabled() && wants(input)) || has_tangent(input);
+  if constexpr (requires { wants(input); }) {
+    return (at::GradMode::is_enabled() && wants(input)) || has_tangent(input);
+  }
+  return false;
 }
 
 }  // namespace ep::gradients
