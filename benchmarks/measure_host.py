@@ -45,21 +45,22 @@ from nccl_ep.config import combine_args
 Call = Callable[[], Any]
 Then = Callable[[Any], Any]  # of what a call returned
 Calls = tuple[dict[str, Call], dict[str, tuple[Call, Then]]]  # the second: methods with their hooks or waits
+Measure = Callable[[], dict[str, float]]  # us, by what is added to the op's name
 CHAIN = 10  # calls in a graph
 APIS = ("ops", "native", "deepep")
 LOCAL_SIZES = {"cpu": (1, 16, 2, 4), "cuda": (128, 7168, 8, 256)}  # tokens, hidden, top-k, experts
 
 
-def host_mean(call: Call, synchronize: Call, count: int) -> tuple[float]:
+def host_mean(call: Call, synchronize: Call, count: int) -> dict[str, float]:
     """Of one of ``count`` calls, in us; a GPU's queue does not fill up."""
     synchronize()
     begin = time.perf_counter()
     for _ in range(count):
         call()
-    return ((time.perf_counter() - begin) / count * 1e6,)
+    return {"": (time.perf_counter() - begin) / count * 1e6}
 
 
-def host_means(call: Call, then: Then, synchronize: Call, count: int) -> tuple[float, float]:
+def host_means(call: Call, then: Then, synchronize: Call, count: int) -> dict[str, float]:
     """The same of a call, and of ``then(what it returned)`` behind it."""
     synchronize()
     first = second = 0.0
@@ -70,13 +71,15 @@ def host_means(call: Call, then: Then, synchronize: Call, count: int) -> tuple[f
         then(made)
         second += time.perf_counter() - between
         first += between - begin
-    return first / count * 1e6, second / count * 1e6
+    return {": the method": first / count * 1e6, ": what follows": second / count * 1e6}
 
 
-def least(measures: dict[str, Callable[[], tuple[float, ...]]], rounds: int) -> dict[str, tuple[float, ...]]:
+def least(measures: dict[str, Measure], rounds: int) -> dict[str, float]:
     """Of many rounds, in which all take turns: a host's clock changes. The first round does not count."""
-    taken = [{name: measure() for name, measure in measures.items()} for _ in range(1 + rounds)][1:]
-    return {name: tuple(map(min, zip(*(each[name] for each in taken), strict=True))) for name in measures}
+    taken = [
+        {op + part: us for op, measure in measures.items() for part, us in measure().items()} for _ in range(1 + rounds)
+    ]
+    return {name: min(each[name] for each in taken[1:]) for name in taken[0]}
 
 
 def of_all_ranks(mine: Any) -> list[Any]:
@@ -205,11 +208,12 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
     made = view.get_next_low_latency_combine_buffer(handle)
     made.zero_()
 
-    dispatch = partial(view.low_latency_dispatch, x, ids, tokens, experts, **fp8)
     combine = partial(view.low_latency_combine, made, ids, weights, handle)
     methods = {
-        "dispatch": dispatch, "combine": combine, "combine out= zero_copy": partial(combine, zero_copy=True, out=dest)
-    }  # fmt: skip
+        "dispatch": partial(view.low_latency_dispatch, x, ids, tokens, experts, **fp8),
+        "combine": combine,
+        "combine out= zero_copy": partial(combine, zero_copy=True, out=dest),
+    }
     ways: dict[str, Then] = {
         "async_finish": lambda results: results[-2].current_stream_wait(),
         "return_recv_hook": lambda results: results[-1](),
@@ -235,11 +239,7 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
         "native dispatch": lambda: nccl_ep.dispatch(x, ids, weights, **how),
         "native combine": lambda: nccl_ep.combine(rows, out.handle),
         "native combine out=": lambda: nccl_ep.combine(rows, out.handle, out=dest),
-        "deepep dispatch": lambda: view.low_latency_dispatch(x, ids, tokens, experts, **fp8),
-        "deepep combine": lambda: view.low_latency_combine(rows, ids, weights, handle),
-        "deepep combine out= zero_copy": lambda: view.low_latency_combine(
-            made, ids, weights, handle, zero_copy=True, out=dest
-        ),
+        **{f"deepep {op}": method for op, method in methods.items()},
         "deepep pair, hooks": pair_of("return_recv_hook"),
         "deepep pair, async_finish": pair_of("async_finish"),
     }  # fmt: skip
@@ -444,15 +444,13 @@ def main() -> None:
             for default in (None, options.device):
                 with default_device(default):
                     once = {**calls, **bare}
-                    measures: dict[str, Callable[[], tuple[float, ...]]] = {
+                    measures: dict[str, Measure] = {
                         op: partial(host_mean, call, synchronize, options.count) for op, call in once.items()
                     }
                     for op, (call, then) in steps.items():
                         measures[op] = partial(host_means, call, then, synchronize, options.count)
-                    for op, values in least(measures, options.rounds).items():
-                        parts = ("",) if len(values) == 1 else (": the method", ": what follows")
-                        for part, us in zip(parts, values, strict=True):
-                            note(mode, op + part, "host", us, default)
+                    for op, us in least(measures, options.rounds).items():
+                        note(mode, op, "host", us, default)
                     if on_gpu:
                         pairs = {api: (calls[f"{api} dispatch"], calls[f"{api} combine"]) for api in APIS}
                         for api, (first, second) in {**pairs, "bare": (launch_nothing, launch_nothing)}.items():
@@ -467,8 +465,9 @@ def main() -> None:
                 like, alone = (deepep_like(sizes, ranks, each) for each in (options.deepep_kernels, (0.0, 0.0)))
                 note(mode, "deepep_like pair", "event", event_time(like, barrier, 200), None)
                 note(mode, "deepep_like pair", "queued", queued_time(like, barrier, 200), None)
-                (us,) = least({"": partial(host_mean, alone, synchronize, 50)}, options.rounds)[""]
-                note(mode, "deepep_like pair, least", "host", us, None)
+                floor = {"deepep_like pair, least": partial(host_mean, alone, synchronize, 50)}
+                for op, us in least(floor, options.rounds).items():
+                    note(mode, op, "host", us, None)
             if on_gpu and mode == "ht":
                 note_graphs(calls)
                 note_whole(calls)
