@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .engine import Engine
 from .load import Request, make_load
 from .model import Model
-from .one_rank import one_rank
+from .one_rank import AsServed, one_rank
 
 if TYPE_CHECKING:
     from .serve import Server
@@ -22,20 +23,17 @@ def _requests(server: Server, count: int) -> list[Request]:
     return make_load(count, 0, server.world.size, **how)
 
 
-@torch.no_grad()
-def logits_of(model: Model, request: Request) -> torch.Tensor:
-    """[tokens served, vocabulary]: a model's logits, given the tokens before."""
-    text = torch.cat([request.prompt, torch.tensor(request.tokens)]).to(model.embedding.device)
-    return model(text[:-1].unsqueeze(0))[0][0, len(request.prompt) - 1 :].cpu()
-
-
 def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
-    """Collective. On rank 0: tokens compared, and those that one rank would not have chosen.
+    """Collective. On rank 0: tokens compared, and those that one rank with all experts would not have chosen.
 
-    "close": one rank's logits of the two tokens are within ``--gap`` of each other; "different": further apart.
-    To judge these by, "rounding": how far a logit of one rank is at most from one of the same weights in float32;
-    "served_rounding": the same of the logits served; "beyond_rounding": tokens further apart than "rounding".
-    "logits": a digest of the bits of all that were served, which other ways of serving should have, too.
+    One rank computes at the shapes that the server has, without the library: only the exchange differs. "close": its
+    logits of the two tokens are within ``--gap`` of each other; "different": further apart; "largest_gap": how far at
+    most; "changed_logits": requests whose logits have other bits there.
+
+    How much shapes and rounding matter by themselves: "at_once_different", "at_once_gap": tokens that one rank would
+    not have chosen that computes a whole text at once, and how far apart at most; "rounding": how far a logit served
+    is at most from one of the same weights in float32. "logits": a digest of the bits of all that were served, which
+    other ways of serving should have, too.
     """
     from .serve import gather
 
@@ -45,38 +43,23 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
     server.reference = served  # for count_changed
     if server.world.rank != 0:
         return {}
+    logits = [torch.stack(each.logits) for each in served]
     alone = one_rank_model(server)
-    logits = [logits_of(alone, each) for each in served]
-    exact = alone.in_float32()
-    in_float32 = [logits_of(exact, each) for each in served]
-    rounding = _farthest(logits, in_float32)
+    as_served = logits_as_served(server, alone, served)
+    at_once = [logits_of(alone.use(one_rank), each) for each in served]
+    in_float32 = [logits_of(alone.in_float32(), each) for each in served]
     gap = server.options.gap
     if gap is None:
         gap = 0.0 if server.model.dtype == torch.float32 else 0.1
-    behind = torch.cat([_behind(mine, each) for mine, each in zip(logits, served, strict=True)])
+    behind, behind_at_once = _behind(as_served, served), _behind(at_once, served)
     return {
-        "tokens": len(behind), "rounding": rounding,
-        "served_rounding": _farthest([torch.stack(each.logits) for each in served], in_float32),
-        "beyond_rounding": int((behind > rounding).sum()),
-        "gap": gap, "close": int(((behind > 0) & (behind <= gap)).sum()),
-        "different": int((behind > gap).sum()), "largest_gap": float(behind.max()), "logits": _digest(served),
+        "tokens": len(behind), "gap": gap, "close": int(((behind > 0) & (behind <= gap)).sum()),
+        "different": int((behind > gap).sum()), "largest_gap": float(behind.max()),
+        "changed_logits": sum(not torch.equal(*pair) for pair in zip(as_served, logits, strict=True)),
+        "at_once_different": int((behind_at_once > 0).sum()), "at_once_gap": float(behind_at_once.max()),
+        "rounding": max(float((a - b).abs().max()) for a, b in zip(logits, in_float32, strict=True)),
+        "logits": _digest(served),
     }  # fmt: skip
-
-
-def _farthest(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    return max(float((one - other).abs().max()) for one, other in zip(some, others, strict=True))
-
-
-def _digest(requests: list[Request]) -> str:
-    told = hashlib.sha256()
-    for request in requests:
-        told.update(torch.stack(request.logits).numpy().tobytes())
-    return told.hexdigest()[:16]
-
-
-def _behind(logits: torch.Tensor, request: Request) -> torch.Tensor:
-    """[tokens]: how far the logit of a served token is below the largest."""
-    return logits.max(-1).values - logits.gather(-1, torch.tensor(request.tokens).unsqueeze(-1)).squeeze(-1)
 
 
 def one_rank_model(server: Server) -> Model:
@@ -86,8 +69,63 @@ def one_rank_model(server: Server) -> Model:
     with server.world.device:
         model = Model(server.sizes, dtype=server.model.dtype)
     model.initialise(server.options.seed)
-    model.for_serving().use(one_rank)
-    return model
+    return model.for_serving()
+
+
+@torch.no_grad()
+def logits_as_served(server: Server, model: Model, requests: list[Request]) -> list[torch.Tensor]:
+    """[tokens served, vocabulary] of each request: those of ``model`` on one rank, given the tokens before.
+
+    They are served by an engine of the server's shapes.
+    """
+    room = server.room
+    prefiller, decoder = (
+        AsServed(server.world.size, server.buffers[0].domain_size, tokens, server.grouped)
+        for tokens in (room.prefill_batch * room.max_prompt, room.slots)
+    )
+    model.use(prefiller)
+    engine = Engine(model, room, prefiller, [decoder], graphs=False)
+    found: list[torch.Tensor] = []
+    for first in range(0, len(requests), room.slots):
+        found += _follow(engine, requests[first : first + room.slots])
+    return found
+
+
+def _follow(engine: Engine, requests: list[Request]) -> list[torch.Tensor]:
+    """Each in a slot. Whatever the engine chooses, the next token is the one that was served."""
+    slots, at_a_time = range(len(requests)), engine.room.prefill_batch
+    for first in range(0, len(requests), at_a_time):
+        engine.prefill({slot: requests[slot].prompt for slot in slots[first : first + at_a_time]})
+    logits = [[row] for row in engine.logits[: len(requests)].cpu().clone()]
+    for token in range(max(each.length for each in requests) - 1):
+        engine.release([slot for slot in slots if requests[slot].length == token + 1])
+        going_on = [slot for slot in slots if requests[slot].length > token + 1]
+        engine.tokens[going_on] = torch.tensor([requests[slot].tokens[token] for slot in going_on]).to(engine.tokens)
+        engine.decode()
+        for slot in going_on:
+            logits[slot].append(engine.logits[slot].cpu().clone())
+    engine.release(list(slots))
+    return [torch.stack(each) for each in logits]
+
+
+@torch.no_grad()
+def logits_of(model: Model, request: Request) -> torch.Tensor:
+    """[tokens served, vocabulary]: a model's logits, given the tokens before, the whole text at once."""
+    text = torch.cat([request.prompt, torch.tensor(request.tokens)]).to(model.embedding.device)
+    return model(text[:-1].unsqueeze(0))[0][0, len(request.prompt) - 1 :].cpu()
+
+
+def _behind(logits: list[torch.Tensor], requests: list[Request]) -> torch.Tensor:
+    """[tokens of all]: how far the logit of a served token is below the largest."""
+    rows, tokens = torch.cat(logits), torch.tensor([token for each in requests for token in each.tokens])
+    return rows.max(-1).values - rows.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def _digest(requests: list[Request]) -> str:
+    told = hashlib.sha256()
+    for request in requests:
+        told.update(torch.stack(request.logits).numpy().tobytes())
+    return told.hexdigest()[:16]
 
 
 def count_changed(server: Server, count: int = 4) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class Server:
         if options.load:
             checkpoint.load(options.load, model)
         self.model = model.for_serving()
+        self.grouped = (options.expert_gemm or ("grouped" if kind == "cuda" else "batched")) == "grouped"
         self.room = Room(options.slots, options.max_length, options.prefill_batch, options.prompt[1])
         self.buffers: list[Any] = []
         self.reference: list[Request] = []  # what check.py compares with
@@ -108,7 +109,6 @@ class Server:
         self.close()
         world, options, room = self.world, self.options, self.room
         count, dtype, is_cuda = self.sizes.experts, self.model.dtype, world.device.type == "cuda"
-        grouped = (options.expert_gemm or ("grouped" if is_cuda else "batched")) == "grouped"
         prompt_tokens = room.prefill_batch * room.max_prompt
         graphs = is_cuda and not options.no_graphs and exchange != "all_to_all_single"
         prefiller: Any
@@ -124,13 +124,13 @@ class Server:
                 prefiller, decoders = DeepEpNormal(buffer, count), [DeepEpLowLatency(buffer, count, room.slots)]
             else:
                 prefill_mode, decode_mode = ("auto", "auto") if options.mode == "auto" else ("ht", "ll")
-                prefiller = fixed_shape_exchange(buffer, count, prefill_mode, prompt_tokens, grouped)
+                prefiller = fixed_shape_exchange(buffer, count, prefill_mode, prompt_tokens, self.grouped)
                 batches = 2 if overlap else 1
                 if overlap:  # a buffer each: two dispatches are under way at a time
                     self.buffers.append(make_buffer(world.experts, self.sizes, room.slots, dtype, world.device, "ll"))
                 # Room for a token of each slot, also where a batch has half of them: GEMMs keep their shape.
                 decoders = [
-                    fixed_shape_exchange(self.buffers[number], count, decode_mode, room.slots, grouped)
+                    fixed_shape_exchange(self.buffers[number], count, decode_mode, room.slots, self.grouped)
                     for number in range(batches)
                 ]
         self.model.use(prefiller)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from examples.moe_lm import serve, train
+from examples.moe_lm import check, serve, train
 from examples.moe_lm.load import Request, make_load
 from examples.moe_lm.ranks import world_of
 
@@ -58,6 +58,10 @@ def serve_each(_: int) -> dict[str, Any]:
                 found["alone, on another rank"] += served([request])
             found["all on rank 0"] = served(load(options, 1))
             found["arriving"] = served(make_load(9, 200.0, world.size, prompt=(3, 12), output=(2, 6)))
+            found["check"] = check.compare_with_one_rank(server, 6) | check.count_changed(server)
+            server.options.seed += 1
+            found["check of other weights"] = check.compare_with_one_rank(server, 6)
+            server.options.seed -= 1
             found["modes"] = [server.engine.prefiller.how["mode"], server.engine.decoders[0].how["mode"]]
         server.close()
     return found

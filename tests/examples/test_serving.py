@@ -65,6 +65,20 @@ def test_bits_do_not_depend_on_batch_or_rank(way: str, served: Served) -> None:
     assert len(served[way]) >= 3
 
 
+def test_check_finds_the_bits_of_one_rank(served: Any) -> None:
+    found = served["check"]
+    assert found["tokens"] > 10
+    assert (found["gap"], found["close"], found["different"], found["at_once_different"]) == (0, 0, 0, 0)
+    assert (found["changed_logits"], found["changed_again"], found["changed_alone"]) == (0, 0, 0)
+    assert 0 < found["rounding"] < 1e-4, "the served shapes' bits are not those of a whole text at once"
+
+
+def test_check_sees_other_experts(served: Any) -> None:
+    """Of the same tokens, with one rank's weights drawn from another seed."""
+    found = served["check of other weights"]
+    assert found["changed_logits"] == 6 and found["different"] > 5 and found["largest_gap"] > 0.1
+
+
 def test_modes_and_homes(served: Any) -> None:
     assert served["modes"] == ["ht", "ll"]
     assert {request.home for request in served["nccl_ep, fixed"]} == {0, 1}
