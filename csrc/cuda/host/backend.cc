@@ -251,6 +251,7 @@ class CudaBackend : public Backend {
       sizes.forwards_rows = receives(params.phase);
     } else if constexpr (std::is_same_v<Params, LlCombineParams>) {
       sizes.adds_up = receives(params.phase);
+      sizes.ends_early = ends_early(rail, num_sms);
     }
     const RailPlan plan = plan_rail(sizes, num_sms);
     return sizes.shares_rows() ? tuned("EP_PLAN_R", plan) : plan;
@@ -268,6 +269,9 @@ class CudaBackend : public Backend {
     }
     const RailRegions& regions = window_.rail[static_cast<int>(kind)];
     LlRail rail = LlRail::make(regions, kind, topology_, memory_->peers.rank, row_bytes);
+    if constexpr (std::is_same_v<Params, LlCombineParams>) {
+      rail.adds_rows = params.phase == Phase::kFused && rail.link_size == 1 && !memory_->peers.can_be_masked;
+    }
     const auto need = static_cast<uint64_t>(params.shape.max_tokens) * row_bytes;
     EP_CHECK(need <= rail.rows_bytes, params.shape.max_tokens, " rows of ", row_bytes,
              " bytes do not fit the network's part of the window, ", rail.rows_bytes, " bytes", room_for_rows(kind));
@@ -295,11 +299,30 @@ class CudaBackend : public Backend {
     const int blocks = num_blocks(params, own_sms());
     const int tokens = memory_->world ? params.shape.max_tokens : params.num_tokens;  // of all ranks: they share a plan
     if constexpr (kIsLl<Params>) {
-      if (memory_->network) {
-        return launch_of(params, tokens, std::max(blocks - rail_plan(params, rail_of(params), blocks).blocks(), 2));
-      }
+      if (memory_->network) return launch_between_domains(params, tokens, blocks);
     }
     return launch_of(params, tokens, blocks);
+  }
+  // Receivers begin where blocks of the rail have ended: the launch has more blocks than SMs. Where `num_sms` are what
+  // is wanted, or all ranks share the GPU, it must not.
+  bool ends_early(const LlRail& rail, int num_sms) const {
+    return rail.adds_rows && memory_->world == nullptr && num_sms == own_sms();
+  }
+  template <class Params>
+  Launch<Params> launch_between_domains(const Params& params, int tokens, int blocks) const {
+    const LlRail rail = rail_of(params);
+    const int others = blocks - rail_plan(params, rail, blocks).blocks();
+    if constexpr (std::is_same_v<Params, LlCombineParams>) {
+      if (rail.adds_rows) {
+        Launch<Params> how = launch_of(params, tokens, std::max(ends_early(rail, blocks) ? blocks : others, 2));
+        how.plan.sender_blocks = how.plan.receiver_block0 =
+            std::max(how.plan.sender_blocks * (topology_.domain_size - 1) / (num_ranks_ - 1), 1);
+        how.geometry = geometry_of(params, how.plan);
+        how.geometry.send_inside(how.plan, topology_.domain_size);
+        return how;
+      }
+    }
+    return launch_of(params, tokens, std::max(others, 2));
   }
   // In a world on one GPU a launch holds the blocks of all ranks, and maybe that of the NIC.
   int own_sms() const {

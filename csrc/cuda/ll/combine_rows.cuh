@@ -31,6 +31,7 @@ struct CombineRole : WarpRole, RailPart {
   }
   __device__ int home_of(int index) const {
     const int home = peers.rank + geometry.home_step + index;
+    if (sends_inside()) return home >= peers.first + peers.size ? home - peers.size : home;
     return home >= p.shape.num_ranks ? home - p.shape.num_ranks : home;
   }
 };

@@ -274,6 +274,14 @@ struct LlCombineGeometry {
     return g;
   }
 
+  // Senders send to the other ranks of the domain alone.
+  void send_inside(const LlPlan& plan, int domain_size) {
+    homes = domain_size - 1;
+    if (homes == 0) sender_warps = 0;
+    schedule =
+        WorkSchedule::of(plan.sender_blocks, plan.sender_warps, schedule.pieces, std::max(homes, 1), plan.groups);
+  }
+
   // No block waits for a block above its own (docs/memory_model.md).
   static void check(const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warp0 + plan.receiver_warps < plan.warps,

@@ -32,6 +32,7 @@ struct RailPart {
     return {&args.rail, &args.network};
   }
   __device__ __forceinline__ int link_of(int rank) const { return rail->link_of(rank); }
+  __device__ __forceinline__ bool sends_inside() const { return rail->adds_rows; }
 };
 
 #else
@@ -45,6 +46,7 @@ struct RailPart {
     return {};
   }
   __device__ __forceinline__ int link_of(int) const { return 0; }
+  __device__ __forceinline__ static bool sends_inside() { return false; }
 };
 
 #endif

@@ -6,6 +6,9 @@
 // A weight that the home rank gives comes with its record; forwarders store it where the expert's rank looks for it. In
 // halves, the ranks of a domain store the rows instead of sums. The rank that adds them up takes the weights from the
 // record, in its receiving half: the sending half waits for no rank.
+//
+// Where a link serves one rank, and the operation is whole, blocks of the rail add up the rows where they lie, and
+// nothing of them goes through the own window (LlRail::adds_rows).
 #pragma once
 
 #include "cuda/ll/combine.cuh"
@@ -124,6 +127,72 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
   return true;
 }
 
+// A part of the own sums for the home rank of `unit.link`, made where the rows lie. All threads of a block call. False:
+// a wait was given up.
+template <DType kIn, DType kWire, bool kHome, int kCount>
+__device__ __forceinline__ bool send_own_sums(const RailRole& rail_role, const CombineRole& role, const WarpContext& op,
+                                              ShareBits& bits, const RailUnit& unit) {
+  const LlCombineParams& p = role.p;
+  const LlRail& rail = rail_role.rail;
+  const int home = rail.peer(unit.link), map_k = role.geometry.map_k;
+  const Share share = Share::of(rail, min(__ldg(p.handle.tokens + home), p.shape.max_tokens), unit.channel);
+  __syncthreads();  // the share before is done
+  bits.clear();
+  __syncthreads();
+  const int32_t* rows = p.handle.rows + static_cast<int64_t>(home * p.shape.max_tokens + share.first) * map_k;
+  for (int i = threadIdx.x; i < share.count * map_k; i += static_cast<int>(blockDim.x)) {
+    const int32_t row = __ldg(rows + i);
+    if (row != kNoRow && row < role.geometry.output_rows) bits.set(i / map_k);
+  }
+  __syncthreads();
+  IncomingRecord record;
+  if constexpr (kHome) {
+    if (await_channel(rail_role, op, unit.link, 0, Awaited::kWeights) != Arrival::kCame) return false;
+    record = IncomingRecord::of(rail_role, op, unit.link, p.shape);
+  }
+  const auto load_terms = [&](const Unit& piece) {
+    const int token = share.first + piece.token;
+    Terms terms = TermsAt::of(role, home, token).load(p.weighting);
+    if constexpr (kHome) {
+      if (terms.row >= 0 && token < record.tokens) {
+        terms = with_weight(terms, record.weights[token * p.shape.topk + role.lane]);
+      }
+    }
+    return terms;
+  };
+  const int staging = rail_role.bank_of_staging(op.bank, Kind::kCombine);
+  const int count = share.count * role.geometry.schedule.pieces, step = RailUnit::piece_step(rail);
+  int u = unit.first_piece();
+  Unit piece = role.geometry.schedule.unit(0, u);
+  Terms next = u < count ? load_terms(piece) : Terms{kNoRow, 1.0f};
+#pragma unroll 1
+  for (; u < count; u += step) {
+    const Unit now = piece;
+    const Terms terms = checked(role, next, true);
+    RowBatch<kIn, kCount> batch;
+    batch.load(role, terms, lane_of_rows<kIn, kCount>(role, now.piece));
+    piece = role.geometry.schedule.unit(0, u + step);
+    if (u + step < count) next = load_terms(piece);
+    if (!bits.has(now.token)) continue;
+    testing_point(Point::kBetweenRows, op, u);
+    float total[kCount];
+    partial_sum<kIn>(role, terms, now.piece, batch, total);
+    Numbers<kWire, kCount> sum;
+    round_sum(sum, total, p.hidden, now.piece);
+    if (kIsBlockFormat<kWire> && rail.has_domain_sums()) {  // it is the domain's sum, too, which is rounded again
+#pragma unroll
+      for (int n = 0; n < kCount; n++) total[n] = kNothingYet;
+      sum.add_to(total);
+      round_sum(sum, total, p.hidden, now.piece);
+    }
+    const int lane_index = min(now.piece * 32 + role.lane, p.hidden / kCount - 1);
+    const Offset row = rail.row_to(staging, unit.link, share.first + bits.count_before(now.token));
+    store_of_row(sum, role.peers.local<char>(row), p.hidden, lane_index);
+  }
+  post_rows(rail_role, op, unit.link, unit.channel, share.first, bits.count_before(share.count));
+  return true;
+}
+
 // The record of a link's home rank: its header, and the weights that sums wait for, to the ranks that the own link
 // serves.
 template <bool kForwardsWeights>
@@ -133,7 +202,7 @@ __device__ __forceinline__ void forward_record(const RailRole& rail_role, const 
   const IncomingRecord record = IncomingRecord::of(rail_role, op, link, p.shape);
   const LsaPeers as_source = rail_role.as_peer_of(link);
   forward_header(op, p.offsets, as_source, record);
-  const int weights = kForwardsWeights ? record.tokens * p.shape.topk : 0;
+  const int weights = kForwardsWeights && !rail_role.rail.adds_rows ? record.tokens * p.shape.topk : 0;
   for (int i = threadIdx.x; i < weights; i += static_cast<int>(blockDim.x)) {
     const int id = record.ids[i];
     if (!p.shape.valid(id)) continue;
@@ -183,7 +252,7 @@ __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& arg
 }
 
 // Blocks behind those that send partial sums, of a receiving half all of them: the `index`-th of them.
-template <DType kIn, DType kWire, DType kOut, bool kUnweighted>
+template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted>
 __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args, int index) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   EP_SHARED(OpContext, context);
@@ -195,6 +264,12 @@ __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args
   for (int number = args.rail.record_units() + index; number < args.rail.units(); number += rail_role.step) {
     const RailUnit unit = RailUnit::of(args.rail, number);
     if (has_bug(Bug::kSkippedChunk, Kind::kCombine) && unit.channel == 1) continue;
+    if constexpr (!kUnweighted && !kMasksRanks) {
+      if (args.rail.adds_rows) {
+        if (!send_own_sums<kIn, kWire, kHome, kCount>(rail_role, role, op, sources.any, unit)) return;
+        continue;
+      }
+    }
     if (!send_domain_sums<kIn, kWire, kUnweighted, kCount>(rail_role, role, op, sources, unit)) return;
   }
 }

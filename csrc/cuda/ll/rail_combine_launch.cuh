@@ -25,7 +25,7 @@ __device__ __forceinline__ void combine_block(const LlArgs<LlCombineParams>& arg
   if (block >= rail.sums_at) {
     block -= rail.sum_blocks;
     if (block < rail.sums_at) {
-      return combine_sums<kIn, kWire, kOut, kUnweighted>(args, block + rail.sum_blocks - rail.sums_at);
+      return combine_sums<kIn, kWire, kOut, kHome, kUnweighted>(args, block + rail.sum_blocks - rail.sums_at);
     }
   }
   ep::combine<kIn, kWire, kOut, kHome, kUnweighted>(args, {block, args.plan.blocks});

@@ -27,7 +27,8 @@ struct LlRail {
   // Blocks of a launch: those of the rail that send, those that forward, and the others, amid which, behind the first
   // `sums_at`, lie those that add up the domain for home ranks elsewhere (combine).
   int send_blocks = 0, forward_blocks = 0, sums_at = 0, sum_blocks = 0;
-  int parts = 1;                              // of a channel of a link: so many blocks can share the work
+  int parts = 1;           // of a channel of a link: so many blocks can share the work
+  bool adds_rows = false;  // combine: what crosses is added up where the rows lie; else it lies in the window before
   uint64_t record_bytes = 0, rows_bytes = 0;  // of a link's part of a region
   int record_copies = 1;                      // RailRegions'
   int first_mask_signal = 0;

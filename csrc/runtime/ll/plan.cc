@@ -17,7 +17,8 @@ int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * sha
 }  // namespace
 
 RailPlan plan_rail(const RailSizes& sizes, int num_sms) {
-  const int most = std::max(num_sms * 2 / 7, 1);  // of each kind: an operation has two kinds at most
+  // Of each kind: an operation has two kinds at most.
+  const int most = std::max(sizes.ends_early ? num_sms * 2 / 3 : num_sms * 2 / 7, 1);
   const int shares = sizes.others * std::clamp(sizes.num_tokens, 1, sizes.row_channels);
   const int64_t share_bytes = static_cast<int64_t>(ceil_div(sizes.num_tokens, sizes.row_channels)) * sizes.row_bytes;
   RailPlan plan;

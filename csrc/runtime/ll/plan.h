@@ -59,6 +59,8 @@ struct RailSizes {
   int row_bytes = 0;                               // of a row on the network
   bool sends_rows = false, forwards_rows = false;  // of a dispatch, by the halves of it
   bool adds_up = false;                            // a combine, but for its sending half
+  // Blocks that add up end before the others must begin, and have their SMs: LlRail::adds_rows, on a GPU of its own.
+  bool ends_early = false;
 
   EP_HD bool shares_rows() const { return sends_rows || forwards_rows || adds_up; }
 };

@@ -415,6 +415,14 @@ TEST(Geometry, RolesOfCombine) {
   EXPECT_EQ(LlCombineGeometry::of(p, plan, 8).map_k, 1) << "one row a token";
   p.shape = Shape::make(1, 256, 8, 1);
   EXPECT_EQ(LlCombineGeometry::of(p, plan, 8).sender_warps, 0) << "a rank alone sends nothing";
+  LlCombineGeometry inside = whole;
+  inside.send_inside(plan, 3);
+  EXPECT_EQ(inside.homes, 2);
+  EXPECT_EQ(inside.schedule.homes, 2);
+  EXPECT_EQ(inside.schedule.pieces, whole.schedule.pieces);
+  EXPECT_EQ(inside.sender_warps, whole.sender_warps);
+  inside.send_inside(plan, 1);
+  EXPECT_EQ(inside.sender_warps, 0) << "a domain of one rank";
 }
 
 TEST(Geometry, RefusesAPlanWithoutAnOpener) {

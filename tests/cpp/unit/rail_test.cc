@@ -236,6 +236,9 @@ TEST(Rail, BlocksShareAChannelWhereLinksAreFew) {
   EXPECT_EQ(plan.send_blocks, 33);
   EXPECT_EQ(plan.forward_blocks, 36);
   EXPECT_EQ(plan.sum_blocks, 0);
+  const RailPlan of_rows = plan_rail({1, kRowChannels, 128, 14336, false, false, true, true}, 132);
+  EXPECT_EQ(of_rows.parts, 9) << "where rows are added up, nobody else has to do with them";
+  EXPECT_EQ(of_rows.sum_blocks, 72);
 }
 
 }  // namespace
