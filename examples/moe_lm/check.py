@@ -46,7 +46,8 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
     logits = [torch.stack(each.logits) for each in served]
     alone = one_rank_model(server)
     as_served = logits_as_served(server, alone, served)
-    at_once = [logits_of(alone.use(one_rank), each) for each in served]
+    alone.use(one_rank)
+    at_once = [logits_of(alone, each) for each in served]
     in_float32 = [logits_of(alone.in_float32(), each) for each in served]
     gap = server.options.gap
     if gap is None:

@@ -153,13 +153,12 @@ class Model(nn.Module):
         self.norm, self.head = RMSNorm(sizes.hidden), Linear(sizes.hidden, sizes.vocabulary)
         self.checkpoints_activations = False
 
-    def use(self, *exchanges: Exchange) -> Model:
+    def use(self, *exchanges: Exchange) -> None:
         """One for each block, or one for all."""
         grouped_mm = has_grouped_mm(self.embedding.device.type, self.dtype)
         for number, block in enumerate(self.blocks):
             block.moe.exchange = exchanges[number % len(exchanges)]
             block.moe.experts.grouped_mm = grouped_mm
-        return self
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.named_parameters() if ".experts." in name}
