@@ -223,6 +223,33 @@ def check_the_dead_are_named(phase: str, dead: set[int], **options: Any) -> None
     with_more_time(run)
 
 
+def test_weights_for_fewer_tokens_do_not_come() -> None:
+    """The home rank combines with the handle of a shorter dispatch than the rank of the rows."""
+
+    def run(deadline: float) -> None:
+        def body(group: ThreadGroup) -> str:
+            x, ids = torch.ones(8, 64), torch.full((8, 1), 1 - group.rank())
+            with nccl_ep.Buffer.for_shapes(
+                group, max_tokens=8, hidden=64, topk=1, num_experts=2, dtype=x.dtype, device="cpu", domain_size=1
+            ) as buffer:
+                whole = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=2)
+                count = 3 if group.rank() == 0 else 8
+                shorter = nccl_ep.dispatch(x[:count], ids[:count], buffer=buffer, num_experts=2)
+                out = shorter if group.rank() == 0 else whole
+                meet(group)
+                buffer.set_timeout(deadline)
+                with pytest.raises(nccl_ep.TimeoutError) as caught:
+                    nccl_ep.combine(out.x, out.handle, weights=torch.ones(count, 1))
+                    buffer.check()
+                meet(group)
+            return str(caught.value)
+
+        text = run_ranks(2, body)[1]
+        assert re.search(rf"rank 1 waited {deadline:g} s for the weights of rank 0 .*in combine 1 .*8.*3", text), text
+
+    with_more_time(run)
+
+
 # ---- Planted bugs
 
 BUGS = {

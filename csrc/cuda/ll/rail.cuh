@@ -70,6 +70,17 @@ struct ShareBits {
   __device__ void clear() {
     for (int i = threadIdx.x; i < kMaxRailShare / 32; i += static_cast<int>(blockDim.x)) words[i] = 0;
   }
+  // All threads of a block call: bit i is set if one of the `entries` of token i of `count` counts.
+  template <class Counts>
+  __device__ __forceinline__ void mark(int count, int entries, Counts counts) {
+    __syncthreads();  // the share before is done
+    clear();
+    __syncthreads();
+    for (int i = threadIdx.x; i < count * entries; i += static_cast<int>(blockDim.x)) {
+      if (counts(i)) set(i / entries);
+    }
+    __syncthreads();
+  }
   __device__ void set(int i) { ptx::atom_or_relaxed_shared(&words[i >> 5], 1u << (i & 31)); }
   __device__ bool has(int i) const { return (words[i >> 5] >> (i & 31) & 1) != 0; }
   __device__ int count_before(int i) const {

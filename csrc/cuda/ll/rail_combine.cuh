@@ -127,6 +127,16 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
   return true;
 }
 
+// All threads of a block: the deadline passes, as it does for what is not sent. Then the buffer has failed.
+static __device__ __noinline__ bool never_come(const WarpContext& op, Awaited awaited, int peer, uint64_t expected,
+                                               uint64_t seen) {
+  if (threadIdx.x != 0) return false;
+  WaitBudget budget;
+  while (!budget.is_spent(op.context, awaited, peer, expected, seen)) {
+  }
+  return false;
+}
+
 // A part of the own sums for the home rank of `unit.link`, made where the rows lie. All threads of a block call. False:
 // a wait was given up.
 template <DType kIn, DType kWire, bool kHome, int kCount>
@@ -135,28 +145,24 @@ __device__ __forceinline__ bool send_own_sums(const RailRole& rail_role, const C
   const LlCombineParams& p = role.p;
   const LlRail& rail = rail_role.rail;
   const int home = rail.peer(unit.link), map_k = role.geometry.map_k;
-  const Share share = Share::of(rail, min(__ldg(p.handle.tokens + home), p.shape.max_tokens), unit.channel);
-  __syncthreads();  // the share before is done
-  bits.clear();
-  __syncthreads();
+  const int tokens = min(__ldg(p.handle.tokens + home), p.shape.max_tokens);
+  const Share share = Share::of(rail, tokens, unit.channel);
   const int32_t* rows = p.handle.rows + static_cast<int64_t>(home * p.shape.max_tokens + share.first) * map_k;
-  for (int i = threadIdx.x; i < share.count * map_k; i += static_cast<int>(blockDim.x)) {
+  bits.mark(share.count, map_k, [&](int i) {
     const int32_t row = __ldg(rows + i);
-    if (row != kNoRow && row < role.geometry.output_rows) bits.set(i / map_k);
-  }
-  __syncthreads();
+    return row != kNoRow && row < role.geometry.output_rows;
+  });
   IncomingRecord record;
   if constexpr (kHome) {
     if (await_channel(rail_role, op, unit.link, 0, Awaited::kWeights) != Arrival::kCame) return false;
     record = IncomingRecord::of(rail_role, op, unit.link, p.shape);
+    if (record.tokens < tokens) return never_come(op, Awaited::kWeights, home, tokens, record.tokens);
   }
   const auto load_terms = [&](const Unit& piece) {
     const int token = share.first + piece.token;
     Terms terms = TermsAt::of(role, home, token).load(p.weighting);
     if constexpr (kHome) {
-      if (terms.row >= 0 && token < record.tokens) {
-        terms = with_weight(terms, record.weights[token * p.shape.topk + role.lane]);
-      }
+      if (terms.row >= 0) terms = with_weight(terms, record.weights[token * p.shape.topk + role.lane]);
     }
     return terms;
   };

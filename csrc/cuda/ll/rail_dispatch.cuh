@@ -28,14 +28,8 @@ struct DispatchRail : RailRole {
 template <class Id>
 __device__ __forceinline__ int mark_rows(const DispatchRail& role, ShareBits& bits, const Share& share, int link,
                                          Id id) {
-  __syncthreads();  // the share before is done
-  bits.clear();
-  __syncthreads();
   const int topk = role.p.shape.topk;
-  for (int i = threadIdx.x; i < share.count * topk; i += static_cast<int>(blockDim.x)) {
-    if (role.goes_to(link, id(share.first * topk + i))) bits.set(i / topk);
-  }
-  __syncthreads();
+  bits.mark(share.count, topk, [&](int i) { return role.goes_to(link, id(share.first * topk + i)); });
   return bits.count_before(share.count);
 }
 
