@@ -97,14 +97,15 @@ def _follow(engine: Engine, requests: list[Request]) -> list[torch.Tensor]:
     slots, at_a_time = range(len(requests)), engine.room.prefill_batch
     for first in range(0, len(requests), at_a_time):
         engine.prefill({slot: requests[slot].prompt for slot in slots[first : first + at_a_time]})
-    logits = [[row] for row in engine.logits[: len(requests)].cpu().clone()]
+    logits = [[row] for row in engine.logits.to("cpu", copy=True)[: len(requests)]]
     for token in range(max(each.length for each in requests) - 1):
         engine.release([slot for slot in slots if requests[slot].length == token + 1])
         going_on = [slot for slot in slots if requests[slot].length > token + 1]
         engine.tokens[going_on] = torch.tensor([requests[slot].tokens[token] for slot in going_on]).to(engine.tokens)
         engine.decode()
+        rows = engine.logits.to("cpu", copy=True)
         for slot in going_on:
-            logits[slot].append(engine.logits[slot].cpu().clone())
+            logits[slot].append(rows[slot])
     engine.release(list(slots))
     return [torch.stack(each) for each in logits]
 

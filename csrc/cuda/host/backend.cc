@@ -314,11 +314,12 @@ class CudaBackend : public Backend {
     const int others = blocks - rail_plan(params, rail, blocks).blocks();
     if constexpr (std::is_same_v<Params, LlCombineParams>) {
       if (rail.adds_rows) {
-        Launch<Params> how = launch_of(params, tokens, std::max(ends_early(rail, blocks) ? blocks : others, 2));
-        how.plan.sender_blocks = how.plan.receiver_block0 =
-            std::max(how.plan.sender_blocks * (topology_.domain_size - 1) / (num_ranks_ - 1), 1);
-        how.geometry = geometry_of(params, how.plan);
-        how.geometry.send_inside(how.plan, topology_.domain_size);
+        check_served(params);
+        LlPlan plan = plan_of(params, tokens, std::max(ends_early(rail, blocks) ? blocks : others, 2));
+        plan.sender_blocks = plan.receiver_block0 =
+            std::max(plan.sender_blocks * (topology_.domain_size - 1) / (num_ranks_ - 1), 1);
+        Launch<Params> how{plan, geometry_of(params, plan)};
+        how.geometry.send_inside(plan, topology_.domain_size);
         return how;
       }
     }
