@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ THREADS = 4
 NUM_SMS = (0, 8, 24)  # of operations, in turn
 WINDOW = 64 << 20
 HALF = WINDOW // 2  # sources below, targets above
+GRAPH_CALLS = 10  # calls of a graph that is timed, and its replays
 MESSAGES = ((1, 16), (1, 48), (3, 1008), (8, 14464), (64, 14464), (5, 1 << 18), (2, 1 << 20))
 
 
@@ -271,52 +273,74 @@ def ll_late_halves(world: World, network: str) -> float:
     return late_between_halves(world.rendezvous, world.device, None, **options)
 
 
-def ll_times(world: World, replays: int) -> dict[str, float]:
-    """Microseconds of a dispatch, and of one with its combine, of 128 tokens in graphs; and of bare puts of as many
-    bytes, in nine messages to the other domain's rank, like those of an operation."""
+def _graph_of(calls: list[Any]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(GRAPH_CALLS):
+            for call in calls:
+                call()
+    return graph
+
+
+def ll_times(world: World, turns: int) -> dict[str, float]:
+    """Microseconds of a dispatch, and of one with its combine, of 128 tokens, and of bare puts of their messages. Each
+    is a kernel of a graph, and the graphs take turns: medians. "in one kernel": puts without the kernels' begin."""
     tokens, hidden, topk, experts = 128, 7168, 8, 256
     random.seed(world.rank)
     torch.manual_seed(world.rank)
     x = torch.randn(tokens, hidden, device=world.device).bfloat16()
-    ids = torch.rand(tokens, experts, device=world.device).topk(topk)[1]
+    # All tokens have experts on both ranks, so that all messages of rows have one size.
+    halves = [torch.rand(tokens, experts // 2, device=world.device).topk(topk // 2)[1] for _ in range(2)]
+    ids = torch.cat([halves[0], halves[1] + experts // 2], 1)
     weights = torch.rand(tokens, topk, device=world.device)
-    times = {}
+    channels, header = 8, 96  # docs/network_protocol.md
+    puts = {"peers": world.rail()[:1], "messages": 1 + channels, "bytes": tokens // channels * hidden * 2}
+    puts |= {"source": 0, "target": HALF, "seconds": 20.0}
+    records = {"dispatch": header + 2 * 4 * topk * tokens, "combine": header}
     shape = {"max_tokens": tokens, "hidden": hidden, "topk": topk, "num_experts": experts, "mode": "ll"}
     with nccl_ep.Buffer.for_shapes(
         world.rendezvous, device=world.device, domain_size=world.domain_size, **shape
     ) as buffer:
-        for name in ("dispatch", "pair"):
+        probe, out = world.probe(), nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
+
+        def dispatch() -> None:
+            nonlocal out
             out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
+
+        def combine() -> None:
             nccl_ep.combine(out.x, out.handle)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                for _ in range(10):
-                    out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
-                    if name == "pair":
-                        nccl_ep.combine(out.x, out.handle)
-            world.barrier()
-            graph.replay()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(replays):
+
+        def puts_of(name: str) -> Any:
+            return lambda: probe.enqueue(
+                **puts, first_bytes=records[name], stream=torch.cuda.current_stream().cuda_stream
+            )
+
+        combine()
+        torch.cuda.synchronize()
+        graphs = {
+            "dispatch": _graph_of([dispatch]),
+            "dispatch puts": _graph_of([puts_of("dispatch")]),
+            "pair": _graph_of([dispatch, combine]),
+            "pair puts": _graph_of([puts_of("dispatch"), puts_of("combine")]),
+        }
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(turns):
+            for name, graph in graphs.items():
+                world.barrier()
                 graph.replay()
-            end.record()
-            end.synchronize()
-            buffer.check()
-            times[name] = start.elapsed_time(end) * 1e3 / (10 * replays)
+                start.record()
+                for _ in range(GRAPH_CALLS):
+                    graph.replay()
+                end.record()
+                end.synchronize()
+                times[name].append(start.elapsed_time(end) * 1e3 / GRAPH_CALLS**2)
+        buffer.check()
+        probe.check()
+    medians = {name: statistics.median(each) for name, each in times.items()}
     world.barrier()
-    probe = world.probe()
-    record = 96 + 2 * 4 * topk * tokens
-    for name, total in (("dispatch puts", record + tokens * 2 * hidden), ("combine puts", 96 + tokens * 2 * hidden)):
-        size = -(-total // 9 // 16) * 16
-        ns = probe.exchange(
-            peers=world.rail()[:1], messages=9, bytes=size, source=0, target=HALF, rounds=10 * replays, warm_up=10,
-            seconds=20.0,
-        )  # fmt: skip
-        times[name] = ns / 1e3
-    times["pair puts"] = times["dispatch puts"] + times["combine puts"]
-    return times
+    ns = probe.exchange(**puts, rounds=10 * GRAPH_CALLS, warm_up=GRAPH_CALLS)
+    return medians | {"dispatch puts in one kernel": ns / 1e3}
 
 
 def _dead(world: World, case: Expected, buffer: nccl_ep.Buffer, call: Any, seconds: float) -> dict[str, Any]:

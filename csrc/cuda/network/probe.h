@@ -15,22 +15,29 @@ struct NetworkProbeResult {
   uint64_t timed_ns = 0;  // of the rounds after the first `warm_up`
 };
 
-// In each round every rank puts `messages` messages of `bytes` to each of its peers, over the contexts in turn, and
-// waits for as many from each. The ranks of a world run the same probe with one another as peers.
+constexpr int kMaxProbeContexts = 16;
+
+// In the GPU's memory: what a probe has done. The kernel advances it, so that graphs of it can be replayed.
+struct NetworkProbeState {
+  uint64_t rounds = 0;
+  uint64_t sent[2][kMaxProbeContexts] = {};  // messages to each peer, by parity of the round and by context
+};
+
+// In each round every rank puts `messages` messages to each of its peers, over the contexts in turn, and waits for as
+// many from each. The ranks of a world run the same probe with one another as peers.
 struct NetworkProbeParams {
-  static constexpr int kMaxPeers = 64, kMaxContexts = 16;
+  static constexpr int kMaxPeers = 64;
   int rank = 0, num_ranks = 1, num_contexts = 1;
   int num_peers = 0;
   int peers[kMaxPeers] = {};
   int messages = 1;
-  uint64_t bytes = 16;
+  uint64_t first_bytes = 16, bytes = 16;  // of the first message, of each other one
   // Message m for rank p lies at source + (p * messages + m) * bytes, and lands at target + (own rank * messages + m) *
   // bytes.
   Offset source = 0, target = 0;
   int rounds = 1, warm_up = 0;
-  uint64_t first_round = 0;               // rounds of earlier probes on the same network, with the same peers
-  uint64_t before[2][kMaxContexts] = {};  // messages of each peer in those, by parity of the round and by context
   uint64_t timeout_ns = 0;
+  NetworkProbeState* state = nullptr;
   NetworkProbeResult* result = nullptr;  // pinned
 
   // A network needs so many signals of each context: by the parity of the round, and by source. Without the parity, a
@@ -41,9 +48,9 @@ struct NetworkProbeParams {
   EP_HD uint64_t messages_of(int context) const {
     return static_cast<uint64_t>((messages - context + num_contexts - 1) / num_contexts);
   }
-  // The value of a signal when round `first_round + number` has come.
-  EP_HD uint64_t expected(int number, int context) const {
-    return before[(first_round + number) & 1][context] + (number / 2 + 1) * messages_of(context);
+  // The value of a signal when round `number` of this kernel has come. `before`: the state when it began.
+  EP_HD uint64_t expected(const NetworkProbeState& before, int number, int context) const {
+    return before.sent[(before.rounds + number) & 1][context] + (number / 2 + 1) * messages_of(context);
   }
 };
 

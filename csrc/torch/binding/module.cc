@@ -388,7 +388,14 @@ py::bytes read_probe(NetworkProbe& probe, uint64_t offset, uint64_t bytes) {
 double exchange_probe(NetworkProbe& probe, std::vector<int> peers, int messages, uint64_t bytes, uint64_t source,
                       uint64_t target, int rounds, int warm_up, double seconds) {
   py::gil_scoped_release no_gil;
-  return probe.exchange({std::move(peers), messages, bytes, source, target, rounds, warm_up, seconds});
+  return probe.exchange({std::move(peers), messages, bytes, 0, source, target, rounds, warm_up, seconds});
+}
+
+void enqueue_probe(NetworkProbe& probe, std::vector<int> peers, int messages, uint64_t bytes, uint64_t first_bytes,
+                   uint64_t source, uint64_t target, double seconds, uint64_t stream) {
+  py::gil_scoped_release no_gil;
+  probe.enqueue({std::move(peers), messages, bytes, first_bytes, source, target, 1, 0, seconds},
+                reinterpret_cast<cudaStream_t>(stream));
 }
 
 void define_network_probe(py::module_& m) {
@@ -407,6 +414,10 @@ void define_network_probe(py::module_& m) {
            py::arg("source"), py::arg("target"), py::arg("rounds") = 1, py::arg("warm_up") = 0,
            py::arg("seconds") = 10.0,
            "All ranks: sends the messages to each peer and waits for theirs, in every round. Returns ns a round.")
+      .def("enqueue", &enqueue_probe, py::kw_only(), py::arg("peers"), py::arg("messages"), py::arg("bytes"),
+           py::arg("first_bytes"), py::arg("source"), py::arg("target"), py::arg("seconds"), py::arg("stream"),
+           "All ranks: one round, on the stream. `first_bytes`: of the first message, which is the smaller one.")
+      .def("check", &NetworkProbe::check, "Raises what has gone wrong in a round that was enqueued and has run.")
       .def("backend", [](NetworkProbe& self) { return gin_backend_name(self.backend()); })
       .def("versions", [](NetworkProbe& self) {
         return py::make_tuple(nccl_version_name(self.nccl_version()), nccl_version_name(self.kernel_nccl_version()));

@@ -15,18 +15,18 @@ NetworkProbe::NetworkProbe(Bootstrap& bootstrap, int device, const Topology& top
       topology_(topology),
       window_bytes_(window_bytes),
       num_contexts_(num_contexts) {
-  EP_CHECK(num_contexts >= 1 && num_contexts <= NetworkProbeParams::kMaxContexts, "num_contexts is ", num_contexts,
-           ", must be 1 to ", NetworkProbeParams::kMaxContexts);
+  EP_CHECK(num_contexts >= 1 && num_contexts <= kMaxProbeContexts, "num_contexts is ", num_contexts, ", must be 1 to ",
+           kMaxProbeContexts);
   EP_CHECK(topology.num_ranks <= NetworkProbeParams::kMaxPeers, topology.num_ranks, " ranks, the probe serves ",
            NetworkProbeParams::kMaxPeers);
-  next_.rank = rank_;
-  next_.num_ranks = topology.num_ranks;
-  next_.num_contexts = num_contexts;
   const DeviceGuard guard(device_);
   on_all_ranks(bootstrap, [&] {
     gin_library();  // before anything that takes time
     EP_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&result_), sizeof *result_, cudaHostAllocMapped));
+    *result_ = {};
+    EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&state_), sizeof *state_));
+    EP_CUDA(cudaMemset(state_, 0, sizeof *state_));
   });
   auto comm = NcclComm::agree(bootstrap, device, seconds);
   backend_ = require_gin(bootstrap, *comm, false).full;
@@ -38,9 +38,10 @@ NetworkProbe::NetworkProbe(Bootstrap& bootstrap, int device, const Topology& top
 NetworkProbe::~NetworkProbe() {
   try {
     const DeviceGuard guard(device_);
-    cudaStreamSynchronize(stream_);
+    cudaDeviceSynchronize();
     gin_.reset();
     window_.reset();
+    cudaFree(state_);
     cudaFreeHost(result_);
     cudaStreamDestroy(stream_);
   } catch (const Error&) {  // a device that is broken frees nothing
@@ -63,53 +64,58 @@ void NetworkProbe::read(Offset offset, void* data, uint64_t bytes) {
   EP_CUDA(cudaStreamSynchronize(stream_));
 }
 
-double NetworkProbe::exchange(const Exchange& given) {
+void NetworkProbe::enqueue(const Exchange& given, cudaStream_t stream) {
   const uint64_t block = given.bytes * static_cast<uint64_t>(given.messages) * topology_.num_ranks;
   EP_CHECK(given.messages >= 1 && given.bytes >= 16 && given.bytes % 16 == 0, given.messages, " messages of ",
            given.bytes, " bytes: must be at least one, of a positive multiple of 16 bytes");
+  EP_CHECK(given.first_bytes <= given.bytes && given.first_bytes % 16 == 0, "a first message of ", given.first_bytes,
+           " bytes: must be a multiple of 16, at most ", given.bytes);
   EP_CHECK(given.source % 16 == 0 && given.target % 16 == 0 && given.source + block <= window_bytes_ &&
                given.target + block <= window_bytes_,
            "messages from ", given.source, " and to ", given.target, " take ", block, " bytes each of a window of ",
            window_bytes_);
   EP_CHECK(given.rounds > given.warm_up && given.warm_up >= 0, given.rounds, " rounds with a warm-up of ",
            given.warm_up);
-  EP_CHECK_USAGE(!has_failed_, "this probe has failed: late signals would be counted");
-  NetworkProbeParams params = next_;
-  params.num_peers = 0;
+  EP_CHECK_USAGE(result_->has_failed == 0, "this probe has failed: late signals would be counted");
+  NetworkProbeParams params;
+  params.rank = rank_;
+  params.num_ranks = topology_.num_ranks;
+  params.num_contexts = num_contexts_;
   for (int peer : given.peers) {
     EP_CHECK(peer >= 0 && peer < topology_.num_ranks && !topology_.is_lsa(peer, rank_), "rank ", peer,
              " is no rank of another domain");
     params.peers[params.num_peers++] = peer;
   }
-  EP_CHECK(next_.first_round == 0 || (params.num_peers == next_.num_peers &&
-                                      std::equal(params.peers, params.peers + params.num_peers, next_.peers)),
-           "a probe has the same peers in all its rounds");
+  EP_CHECK(peers_.empty() || peers_ == given.peers, "a probe has the same peers in all its rounds");
   params.messages = given.messages;
   params.bytes = given.bytes;
+  params.first_bytes = given.first_bytes != 0 ? given.first_bytes : given.bytes;
   params.source = given.source;
   params.target = given.target;
   params.rounds = given.rounds;
   params.warm_up = given.warm_up;
   params.timeout_ns = static_cast<uint64_t>(given.seconds * 1e9);
+  params.state = state_;
   const DeviceGuard guard(device_);
-  *result_ = {};
   EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&params.result), result_, 0));
-  if (const char* problem = gin_library().launch_probe(gin_->dev_comm(), window_->get(), params, stream_)) {
+  if (const char* problem = gin_library().launch_probe(gin_->dev_comm(), window_->get(), params, stream)) {
     raise(ErrorKind::kSystem, problem);
   }
+  peers_ = given.peers;
+  seconds_ = given.seconds;
+}
+
+void NetworkProbe::check() {
+  if (result_->has_failed == 0) return;
+  raise(ErrorKind::kTimeout, "rank ", rank_, " waited ", seconds_, " s for rank ", result_->peer, " on context ",
+        result_->context, ": expected ", result_->expected, ", seen ", result_->seen);
+}
+
+double NetworkProbe::exchange(const Exchange& given) {
+  enqueue(given, stream_);
+  const DeviceGuard guard(device_);
   EP_CUDA(cudaStreamSynchronize(stream_));
-  if (result_->has_failed != 0) {
-    has_failed_ = true;
-    raise(ErrorKind::kTimeout, "rank ", rank_, " waited ", given.seconds, " s for rank ", result_->peer, " on context ",
-          result_->context, ": expected ", result_->expected, ", seen ", result_->seen);
-  }
-  next_ = params;
-  for (int number = 0; number < params.rounds; number++) {
-    for (int context = 0; context < num_contexts_; context++) {
-      next_.before[(params.first_round + number) & 1][context] += params.messages_of(context);
-    }
-  }
-  next_.first_round += params.rounds;
+  check();
   return static_cast<double>(result_->timed_ns) / (given.rounds - given.warm_up);
 }
 

@@ -28,7 +28,7 @@ class NetworkProbe {
   struct Exchange {
     std::vector<int> peers;
     int messages = 1;
-    uint64_t bytes = 16;
+    uint64_t bytes = 16, first_bytes = 0;  // of each message; of the first one, if not 0
     Offset source = 0, target = 0;
     int rounds = 1, warm_up = 0;
     double seconds = 10;  // for each signal
@@ -36,6 +36,10 @@ class NetworkProbe {
   // All ranks, each with the others that name it as peers, the same ones every time. Returns the time of a round after
   // the warm-up, in ns. Throws kTimeout that names rank and context; then the probe is used up.
   double exchange(const Exchange& exchange);
+  // Enqueues one on a stream, also on one that captures a graph. No two at a time. Once it has run, check() throws what
+  // exchange() would have thrown.
+  void enqueue(const Exchange& exchange, cudaStream_t stream);
+  void check();
 
   GinBackend backend() const { return backend_; }
   int nccl_version() const;         // of the NCCL loaded
@@ -50,9 +54,10 @@ class NetworkProbe {
   std::unique_ptr<GinComm> gin_;
   GinBackend backend_ = GinBackend::kNone;
   cudaStream_t stream_ = nullptr;
+  NetworkProbeState* state_ = nullptr;
   NetworkProbeResult* result_ = nullptr;  // pinned
-  NetworkProbeParams next_;               // what all probes share, and what the earlier ones have sent
-  bool has_failed_ = false;
+  std::vector<int> peers_;                // of the first exchange
+  double seconds_ = 0;                    // of the last one
 };
 
 }  // namespace ep

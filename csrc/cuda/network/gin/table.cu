@@ -92,7 +92,7 @@ const char* load_kernels(bool masks_ranks) {
 
 const char* launch_probe(const void* dev_comm, ncclWindow_t window, const NetworkProbeParams& params, void* stream) {
   return error_of([&] {
-    launch_kernel(&network_probe, 1, kProbeThreads, 0, false, stream, params, network_args(dev_comm, window));
+    launch_kernel(&network_probe, 1, kProbeThreads, 0, true, stream, params, network_args(dev_comm, window));
   });
 }
 
