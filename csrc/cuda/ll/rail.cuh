@@ -91,17 +91,39 @@ struct ShareBits {
   }
 };
 
-// All threads of a block of the rail begin an operation with it. False: the buffer has failed.
+// All threads of a block of the rail begin an operation with it. The ticket of the epoch takes its time: a block that
+// sends draws it at the end, behind its posts, and one that waits for others at once, as it ends last.
 template <class Args>
-__device__ __forceinline__ bool begin_rail(OpContext& context, WarpContext& op, const Args& args, Kind kind,
-                                           bool advances_epoch) {
-  ptx::launch_dependents();
-  ptx::wait_for_prerequisites();
-  const Opening opening = open_op(context, args, kind);
-  const bool is_ok = begin_op(context, op, args, opening);
-  if (advances_epoch) advance_epoch(args, opening, kind, {0, args.plan.blocks});
-  return is_ok;
-}
+class RailOp {
+ public:
+  __device__ __forceinline__ RailOp(OpContext& context, WarpContext& op, const Args& args, Kind kind,
+                                    bool advances_epoch, bool sends)
+      : args_(args), is_late_(advances_epoch && sends) {
+    ptx::launch_dependents();
+    ptx::wait_for_prerequisites();
+    opening_ = open_op(context, args, kind);
+    is_ok_ = begin_op(context, op, args, opening_);
+    if (advances_epoch && !sends) advance();
+  }
+  __device__ __forceinline__ ~RailOp() {
+    if (is_late_) advance();
+  }
+  RailOp(const RailOp&) = delete;
+  RailOp& operator=(const RailOp&) = delete;
+
+  // False: the buffer has failed.
+  __device__ __forceinline__ bool is_ok() const { return is_ok_; }
+
+ private:
+  __device__ __forceinline__ void advance() const {
+    advance_epoch(args_, opening_, opening_.kind, {0, args_.plan.blocks});
+  }
+
+  const Args& args_;
+  const bool is_late_;
+  Opening opening_;
+  bool is_ok_;
+};
 
 // The signal word of a channel, and what it comes to in this operation.
 struct ChannelWord {

@@ -238,8 +238,10 @@ __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& arg
   WarpContext op(context, WarpContext::NotYet{});
   const RailRole rail_role = RailRole::in_front(args, block);
   const CombineRole role = combine_role(args);
-  if (!begin_rail(context, op, args, Kind::kCombine, receives(p.phase))) return;
-  if (block < rail_role.rail.send_blocks) {
+  const bool is_sender = block < rail_role.rail.send_blocks;
+  const RailOp begun(context, op, args, Kind::kCombine, receives(p.phase), is_sender);
+  if (!begun.is_ok()) return;
+  if (is_sender) {
     if (rail_role.index != 0 || !sends(p.phase)) return;
     const auto id = [&](int i) { return __ldg(p.handle.ids + i); };
     const auto weight = [&](int i) {
@@ -266,7 +268,8 @@ __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args
   WarpContext op(context, WarpContext::NotYet{});
   const RailRole rail_role{args.rail, args.peers, EP_NETWORK(args.network), index, args.rail.sum_blocks};
   const CombineRole role = combine_role(args);
-  if (!begin_rail(context, op, args, Kind::kCombine, true)) return;
+  const RailOp begun(context, op, args, Kind::kCombine, true, true);
+  if (!begun.is_ok()) return;
   for (int number = args.rail.record_units() + index; number < args.rail.units(); number += rail_role.step) {
     const RailUnit unit = RailUnit::of(args.rail, number);
     if (has_bug(Bug::kSkippedChunk, Kind::kCombine) && unit.channel == 1) continue;

@@ -79,6 +79,27 @@ __device__ __forceinline__ void forward_routing(const DispatchRail& role, const 
   }
 }
 
+// A piece of a row that has come, to all ranks of the own link that have an expert of its token.
+template <int kSteps, bool kHasSide>
+__device__ __forceinline__ void hand_out(const DispatchRail& role, const WarpContext& op, const IncomingRecord& record,
+                                         int link, int token, int index, const Piece<kSteps, kHasSide>& piece) {
+  const LlDispatchParams& p = role.p;
+  const int first = role.rail.first_of(role.rail.link);
+  uint64_t targets = 1;  // a row comes to a link of one rank for that rank
+  if (role.rail.link_size > 1) {
+    const int id = role.lane < p.shape.topk ? record.ids[token * p.shape.topk + role.lane] : -1;
+    const Choice choice = Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
+    targets = destinations(p.shape.num_ranks, choice) >> first & ((2ull << (role.rail.link_size - 1)) - 1);
+  }
+  const Offset slot =
+      p.offsets.row<kMasksRanks>(op.bank, role.rail.peer(link), token) + lane_offset<kSteps>(index, role.lane);
+#pragma unroll 1
+  for (; targets != 0; targets &= targets - 1) {
+    const int target = first + __ffsll(static_cast<long long>(targets)) - 1;
+    store_wire<RemoteStore>(role.peers.at<char>(target, slot), role.geometry.row, index, piece, role.lane);
+  }
+}
+
 // A part of a channel's rows, each to all ranks of the own link that have an expert of its token. False: a wait was
 // given up.
 template <Encoding kEncoding, int kSteps>
@@ -92,26 +113,33 @@ __device__ __forceinline__ bool forward_rows(const DispatchRail& role, const War
   const Arrival arrival = await_channel(role, op, unit.link, unit.channel);
   if (arrival != Arrival::kCame) return arrival == Arrival::kLeftOut;
   if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && unit.channel == rail.row_channels / 2) return true;
-  const int source = rail.peer(unit.link), pieces = role.pieces();
-  for (int u = unit.first_piece(); u < share.count * pieces; u += RailUnit::piece_step(rail)) {
-    const int i = role.geometry.by_pieces.divide(u), index = role.geometry.by_pieces.remainder(u, i);
-    if (!bits.has(i)) continue;
-    testing_point(Point::kBetweenRows, op, u);
-    const int token = share.first + i;
-    const int id = role.lane < p.shape.topk ? record.ids[token * p.shape.topk + role.lane] : -1;
-    const Choice choice = Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
-    const int first = rail.first_of(rail.link);
-    uint64_t targets = destinations(p.shape.num_ranks, choice) >> first;
-    targets &= (2ull << (rail.link_size - 1)) - 1;
-    const Offset row = rail.row_from(op.bank, unit.link, share.first + bits.count_before(i));
-    PieceOf<kEncoding, kSteps> piece;
-    load_wire(role.peers.local<char>(row) + lane_offset<kSteps>(index, role.lane), role.geometry.row, index, piece,
-              role.lane);
-    const Offset slot = p.offsets.row<kMasksRanks>(op.bank, source, token) + lane_offset<kSteps>(index, role.lane);
-#pragma unroll 1
-    for (; targets != 0; targets &= targets - 1) {
-      const int target = first + __ffsll(static_cast<long long>(targets)) - 1;
-      store_wire<RemoteStore>(role.peers.at<char>(target, slot), role.geometry.row, index, piece, role.lane);
+  const int pieces = role.pieces(), count = share.count * pieces, step = RailUnit::piece_step(rail);
+  struct Place {
+    int i, index;  // token of the share, piece of its row
+    bool has_come;
+  };
+  const auto place_of = [&](int u) -> Place {
+    const int i = role.geometry.by_pieces.divide(u);
+    return {i, role.geometry.by_pieces.remainder(u, i), u < count && bits.has(i)};
+  };
+  // Two pieces at once: their loads take longer than all the rest.
+  constexpr int kAtOnce = 2;
+  for (int u = unit.first_piece(); u < count; u += kAtOnce * step) {
+    PieceOf<kEncoding, kSteps> loaded[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; n++) {
+      const Place at = place_of(u + n * step);
+      if (!at.has_come) continue;
+      const Offset row = rail.row_from(op.bank, unit.link, share.first + bits.count_before(at.i));
+      load_wire(role.peers.local<char>(row) + lane_offset<kSteps>(at.index, role.lane), role.geometry.row, at.index,
+                loaded[n], role.lane);
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; n++) {
+      const Place at = place_of(u + n * step);
+      if (!at.has_come) continue;
+      testing_point(Point::kBetweenRows, op, u + n * step);
+      hand_out(role, op, record, unit.link, share.first + at.i, at.index, loaded[n]);
     }
   }
   return true;
@@ -136,9 +164,11 @@ __device__ __forceinline__ void dispatch_rail(const LlArgs<LlDispatchParams>& ar
   EP_SHARED(ShareBits, bits);
   WarpContext op(context, WarpContext::NotYet{});
   const DispatchRail role(args, block);
-  if (!begin_rail(context, op, args, Kind::kDispatch, receives(p.phase))) return;
   const LlRail& rail = role.rail;
-  if (block < rail.send_blocks) {
+  const bool is_sender = block < rail.send_blocks;
+  const RailOp begun(context, op, args, Kind::kDispatch, receives(p.phase), is_sender);
+  if (!begun.is_ok()) return;
+  if (is_sender) {
     if (!sends(p.phase)) return;
     if (role.index == 0) send_own_record(role, op);
     // Where there are as many blocks as units, the one that sends the record has nothing else to do.

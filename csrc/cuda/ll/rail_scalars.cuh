@@ -18,8 +18,10 @@ __device__ __forceinline__ void scalars_front(const LlArgs<LlCombineWeightsParam
   EP_SHARED(OpContext, context);
   WarpContext op(context, WarpContext::NotYet{});
   const RailRole role = RailRole::in_front(args, block);
-  if (!begin_rail(context, op, args, Kind::kCombine, true)) return;
-  if (block < role.rail.send_blocks) {
+  const bool is_sender = block < role.rail.send_blocks;
+  const RailOp begun(context, op, args, Kind::kCombine, true, is_sender);
+  if (!begun.is_ok()) return;
+  if (is_sender) {
     if (role.index != 0) return;
     const auto id = [&](int i) { return p.handle.ids[i]; };
     return send_record(role, op, p.num_tokens * p.shape.topk, id, [](int) { return 0u; });
@@ -106,7 +108,8 @@ __device__ __forceinline__ void scalars_home_by_rail(const LlArgs<LlCombineWeigh
   EP_SHARED(OpContext, context);
   WarpContext op(context, WarpContext::NotYet{});
   const RailRole role{args.rail, args.peers, EP_NETWORK(args.network), at.block, at.num_blocks};
-  if (!begin_rail(context, op, args, Kind::kCombine, true)) return;
+  const RailOp begun(context, op, args, Kind::kCombine, true, false);
+  if (!begun.is_ok()) return;
   const bool is_control = at.block == 0 && threadIdx.x < 32;
   if (is_control) {
     send_headers(op, p.offsets, args.peers);
