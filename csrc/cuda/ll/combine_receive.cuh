@@ -72,16 +72,12 @@ struct Partials {
 
   __device__ __forceinline__ Partials(const CombineRole& role, const WarpContext& op, uint64_t sources,
                                       const Unit& unit, int lane_index)
-      : mask(static_cast<uint32_t>(sources)),
-        high_mask(static_cast<uint32_t>(sources >> 32)),
+      : mask(static_cast<uint32_t>(not_masked(op, sources))),
+        high_mask(static_cast<uint32_t>(not_masked(op, sources) >> 32)),
         local_rank(sends(role.p.phase) ? role.peers.rank : kNone - 1),
         slots(ptx::opaque(role.peers.local<char>(role.p.offsets.row<kMasksRanks>(op.bank, 0, unit.token)) +
                           lane_index * Numbers<kWire, kCount>::kLaneBytes)),
-        place(place_of<kWire>(role.p.hidden, lane_index)) {
-    if (!kMasksRanks) return;
-    mask &= ~op.context.masked[0];
-    high_mask &= ~op.context.masked[1];
-  }
+        place(place_of<kWire>(role.p.hidden, lane_index)) {}
 
   __device__ __forceinline__ bool has_more() const { return (mask | high_mask) != 0; }
   __device__ __forceinline__ void begin_batch() {
