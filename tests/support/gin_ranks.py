@@ -13,9 +13,10 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
 from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 from tests.support.gpu_ht_ranks import ExpectedHt, shared_ht_buffer, wide_cases
 from tests.support.gpu_ranks import wide_case
+from tests.support.gpus import captured
 from tests.support.ht_harness import ht_step
 from tests.support.late_halves import late_between_halves
 from tests.support.mask_ranks import LateRank
@@ -273,20 +275,10 @@ def ll_late_halves(world: World, network: str) -> float:
     return late_between_halves(world.rendezvous, world.device, None, **options)
 
 
-def _graph_of(calls: list[Any]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(GRAPH_CALLS):
-            for call in calls:
-                call()
-    return graph
-
-
 def ll_times(world: World, turns: int) -> dict[str, float]:
     """Microseconds of a dispatch, and of one with its combine, of 128 tokens, and of bare puts of their messages. Each
     is a kernel of a graph, and the graphs take turns: medians. "in one kernel": puts without the kernels' begin."""
     tokens, hidden, topk, experts = 128, 7168, 8, 256
-    random.seed(world.rank)
     torch.manual_seed(world.rank)
     x = torch.randn(tokens, hidden, device=world.device).bfloat16()
     # All tokens have experts on both ranks, so that all messages of rows have one size.
@@ -294,44 +286,42 @@ def ll_times(world: World, turns: int) -> dict[str, float]:
     ids = torch.cat([halves[0], halves[1] + experts // 2], 1)
     weights = torch.rand(tokens, topk, device=world.device)
     channels, header = 8, 96  # docs/network_protocol.md
-    puts = {"peers": world.rail()[:1], "messages": 1 + channels, "bytes": tokens // channels * hidden * 2}
-    puts |= {"source": 0, "target": HALF, "seconds": 20.0}
+    messages = {"peers": world.rail()[:1], "messages": 1 + channels, "bytes": tokens // channels * hidden * 2}
+    messages |= {"source": 0, "target": HALF, "seconds": 20.0}
     records = {"dispatch": header + 2 * 4 * topk * tokens, "combine": header}
     shape = {"max_tokens": tokens, "hidden": hidden, "topk": topk, "num_experts": experts, "mode": "ll"}
     with nccl_ep.Buffer.for_shapes(
         world.rendezvous, device=world.device, domain_size=world.domain_size, **shape
     ) as buffer:
-        probe, out = world.probe(), nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
+        probe = world.probe()
 
-        def dispatch() -> None:
-            nonlocal out
-            out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
+        def dispatch() -> nccl_ep.DispatchOutput:
+            return nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=experts)
 
-        def combine() -> None:
+        def pair() -> None:
+            out = dispatch()
             nccl_ep.combine(out.x, out.handle)
 
-        def puts_of(name: str) -> Any:
-            return lambda: probe.enqueue(
-                **puts, first_bytes=records[name], stream=torch.cuda.current_stream().cuda_stream
-            )
+        def puts(*operations: str) -> None:
+            for each in operations:
+                stream = torch.cuda.current_stream().cuda_stream
+                probe.enqueue(**messages, first_bytes=records[each], stream=stream)
 
-        combine()
-        torch.cuda.synchronize()
-        graphs = {
-            "dispatch": _graph_of([dispatch]),
-            "dispatch puts": _graph_of([puts_of("dispatch")]),
-            "pair": _graph_of([dispatch, combine]),
-            "pair puts": _graph_of([puts_of("dispatch"), puts_of("combine")]),
+        calls = {
+            "dispatch": dispatch,
+            "dispatch puts": partial(puts, "dispatch"),
+            "pair": pair,
+            "pair puts": partial(puts, "dispatch", "combine"),
         }
-        times: dict[str, list[float]] = {name: [] for name in graphs}
+        replays = {name: captured(partial(repeated, GRAPH_CALLS, call), "cuda") for name, call in calls.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(turns):
-            for name, graph in graphs.items():
+            for name, replay in replays.items():
                 world.barrier()
-                graph.replay()
+                replay()
                 start.record()
-                for _ in range(GRAPH_CALLS):
-                    graph.replay()
+                repeated(GRAPH_CALLS, replay)
                 end.record()
                 end.synchronize()
                 times[name].append(start.elapsed_time(end) * 1e3 / GRAPH_CALLS**2)
@@ -339,8 +329,13 @@ def ll_times(world: World, turns: int) -> dict[str, float]:
         probe.check()
     medians = {name: statistics.median(each) for name, each in times.items()}
     world.barrier()
-    ns = probe.exchange(**puts, rounds=10 * GRAPH_CALLS, warm_up=GRAPH_CALLS)
+    ns = probe.exchange(**messages, rounds=10 * GRAPH_CALLS, warm_up=GRAPH_CALLS)
     return medians | {"dispatch puts in one kernel": ns / 1e3}
+
+
+def repeated(count: int, call: Callable[[], Any]) -> None:
+    for _ in range(count):
+        call()
 
 
 def _dead(world: World, case: Expected, buffer: nccl_ep.Buffer, call: Any, seconds: float) -> dict[str, Any]:

@@ -10,10 +10,9 @@ namespace ep {
 constexpr int kProbeThreads = 512;
 
 template <Network N>
-__device__ bool await_signal(const N& network, const NetworkProbeParams& p, const NetworkProbeState& before, int number,
-                             int peer, int context) {
-  const uint64_t expected = p.expected(before, number, context);
-  const int signal = p.signal(before.rounds + number, peer);
+__device__ bool await_signal(const N& network, const NetworkProbeParams& p, int number, int peer, int context) {
+  const uint64_t expected = p.expected(number, context);
+  const int signal = p.signal(p.round(number), peer);
   const uint64_t start = ptx::global_timer_ns();
   for (uint32_t polls = 1;; polls++) {
     const uint64_t seen = network.read_signal(context, signal);
@@ -35,10 +34,9 @@ __device__ void probe_network(const NetworkProbeParams& p, const typename N::Arg
   ptx::launch_dependents();  // as operations do
   ptx::wait_for_prerequisites();
   const N network(args);
-  const NetworkProbeState& before = *p.state;
   uint64_t start = 0;
   for (int number = 0; number < p.rounds; number++) {
-    const uint64_t round = before.rounds + number;
+    const uint64_t round = p.round(number);
     if (number == p.warm_up && threadIdx.x == 0) start = ptx::global_timer_ns();
     for (int i = threadIdx.x; i < p.num_peers * p.messages; i += kProbeThreads) {
       const int peer = p.peers[i % p.num_peers], message = i / p.num_peers;
@@ -49,15 +47,16 @@ __device__ void probe_network(const NetworkProbeParams& p, const typename N::Arg
     }
     bool has_all = true;
     for (int i = threadIdx.x; i < p.num_peers * p.num_contexts; i += kProbeThreads) {
-      has_all = has_all && await_signal(network, p, before, number, p.peers[i % p.num_peers], i / p.num_peers);
+      has_all = has_all && await_signal(network, p, number, p.peers[i % p.num_peers], i / p.num_peers);
     }
     if (__syncthreads_and(has_all) == 0) return;
   }
   if (threadIdx.x != 0) return;
   p.result->timed_ns = ptx::global_timer_ns() - start;
-  for (int i = 0; i < 2 * p.num_contexts; i++) {
-    const int context = i / 2, rounds = (p.rounds + 1 - i % 2) / 2;
-    p.state->sent[(before.rounds + i) & 1][context] += rounds * p.messages_of(context);
+  for (int number = 0; number < 2; number++) {
+    uint64_t* sent = p.state->sent[p.round(number) & 1];
+    const int rounds = (p.rounds + 1 - number) / 2;  // of this parity
+    for (int context = 0; context < p.num_contexts; context++) sent[context] += rounds * p.messages_of(context);
   }
   p.state->rounds += p.rounds;
 }

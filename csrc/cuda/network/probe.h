@@ -17,7 +17,8 @@ struct NetworkProbeResult {
 
 constexpr int kMaxProbeContexts = 16;
 
-// In the GPU's memory: what a probe has done. The kernel advances it, so that graphs of it can be replayed.
+// In the GPU's memory: what a probe has done. The kernel advances it when it ends, so that graphs of it can be
+// replayed.
 struct NetworkProbeState {
   uint64_t rounds = 0;
   uint64_t sent[2][kMaxProbeContexts] = {};  // messages to each peer, by parity of the round and by context
@@ -48,9 +49,10 @@ struct NetworkProbeParams {
   EP_HD uint64_t messages_of(int context) const {
     return static_cast<uint64_t>((messages - context + num_contexts - 1) / num_contexts);
   }
-  // The value of a signal when round `number` of this kernel has come. `before`: the state when it began.
-  EP_HD uint64_t expected(const NetworkProbeState& before, int number, int context) const {
-    return before.sent[(before.rounds + number) & 1][context] + (number / 2 + 1) * messages_of(context);
+  // Of the `number`-th round of this kernel: which one it is of all, and the value of a signal when it has come.
+  EP_HD uint64_t round(int number) const { return state->rounds + number; }
+  EP_HD uint64_t expected(int number, int context) const {
+    return state->sent[round(number) & 1][context] + (number / 2 + 1) * messages_of(context);
   }
 };
 

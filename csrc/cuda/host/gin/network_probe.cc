@@ -26,7 +26,8 @@ NetworkProbe::NetworkProbe(Bootstrap& bootstrap, int device, const Topology& top
     EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&result_), sizeof *result_, cudaHostAllocMapped));
     *result_ = {};
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&state_), sizeof *state_));
-    EP_CUDA(cudaMemset(state_, 0, sizeof *state_));
+    EP_CUDA(cudaMemsetAsync(state_, 0, sizeof *state_, stream_));
+    EP_CUDA(cudaStreamSynchronize(stream_));
   });
   auto comm = NcclComm::agree(bootstrap, device, seconds);
   backend_ = require_gin(bootstrap, *comm, false).full;
