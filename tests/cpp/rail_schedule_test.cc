@@ -361,10 +361,13 @@ class Schedule {
     }
   }
 
+  // Where links serve one rank, receivers take rows from where they came, and forwarders the record alone.
   void add_dispatch(int r, uint64_t epoch, const Step& is_open, int first, int last) {
     const Kind kind = Kind::kDispatch;
     Rank& rank = ranks_[r];
     const LlRail rail = rail_of(r, kind);
+    const bool places_rows = rail.link_size == 1 && !masks_;
+    Part rest{is_open};
     for (int channel = 0; channel < rail.channels(); channel++) {
       Part sender{is_open}, local{is_open};
       for (int i = 0; i < rail.others(); i++) sender.push_back(post(r, kind, epoch, rail.other(i), channel));
@@ -373,21 +376,28 @@ class Schedule {
       rank.parts.push_back(local);
       for (int i = 0; i < rail.others(); i++) {
         const int link = rail.other(i), source = rail.peer(link), served = rail.first_of(rail.link);
-        Part forwarder{is_open, channel == 0 ? is_open : await(r, kind, epoch, link, 0),
-                       take(r, kind, epoch, link, channel)};
-        for (int q = served; q < served + rail.link_size; q++) {
-          forwarder.push_back(deliver(r, kind, epoch, q, source, channel));
+        Part taker{is_open, channel == 0 ? is_open : await(r, kind, epoch, link, 0),
+                   take(r, kind, epoch, link, channel)};
+        if (places_rows && channel > 0) {
+          if (has_rows(kind, epoch, source, r, channel)) rank.parts.push_back(taker);
+          rest.push_back(await(r, kind, epoch, link, channel));
+          continue;
         }
-        rank.parts.push_back(forwarder);
+        for (int q = served; q < served + rail.link_size; q++) {
+          taker.push_back(deliver(r, kind, epoch, q, source, channel));
+        }
+        rank.parts.push_back(taker);
       }
     }
     for (int source = 0; source < num_ranks(); source++) {
+      const bool are_placed = places_rows && rail.is_far(source);
       Part receiver{is_open};
-      for (int channel = 0; channel < rail.channels(); channel++) {
+      for (int channel = 0; channel < (are_placed ? 1 : rail.channels()); channel++) {
         receiver.push_back(receive(r, kind, epoch, source, channel));
       }
       rank.parts.push_back(receiver);
     }
+    if (mistake_ != Mistake::kNoRest) rank.parts.push_back(rest);
   }
 
   // A partial sum for another domain's rank lies at the rank of the same place among those of the own link, in the slot

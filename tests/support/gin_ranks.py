@@ -285,7 +285,7 @@ def ll_times(world: World, turns: int) -> dict[str, float]:
     halves = [torch.rand(tokens, experts // 2, device=world.device).topk(topk // 2)[1] for _ in range(2)]
     ids = torch.cat([halves[0], halves[1] + experts // 2], 1)
     weights = torch.rand(tokens, topk, device=world.device)
-    channels, header = 8, 96  # docs/network_protocol.md
+    channels, header = 8, 32  # docs/network_protocol.md
     messages = {"peers": world.rail()[:1], "messages": 1 + channels, "bytes": tokens // channels * hidden * 2}
     messages |= {"source": 0, "target": HALF, "seconds": 20.0}
     records = {"dispatch": header + 2 * 4 * topk * tokens, "combine": header}

@@ -248,13 +248,14 @@ class CudaBackend : public Backend {
     RailSizes sizes{rail.others(), rail.row_channels, params.shape.max_tokens, rail.row_bytes};
     if constexpr (std::is_same_v<Params, LlDispatchParams>) {
       sizes.sends_rows = sends(params.phase);
-      sizes.forwards_rows = receives(params.phase);
+      sizes.forwards_routing = receives(params.phase);
+      sizes.forwards_rows = receives(params.phase) && !rail.places_rows;
     } else if constexpr (std::is_same_v<Params, LlCombineParams>) {
       sizes.adds_up = receives(params.phase);
       sizes.ends_early = ends_early(rail, num_sms);
     }
     const RailPlan plan = plan_rail(sizes, num_sms);
-    return sizes.shares_rows() ? tuned("EP_PLAN_R", plan) : plan;
+    return sizes.shares_work() ? tuned("EP_PLAN_R", plan) : plan;
   }
 
   // But for its blocks.
@@ -269,8 +270,10 @@ class CudaBackend : public Backend {
     }
     const RailRegions& regions = window_.rail[static_cast<int>(kind)];
     LlRail rail = LlRail::make(regions, kind, topology_, memory_->peers.rank, row_bytes);
+    const bool is_for_one = rail.link_size == 1 && !memory_->peers.can_be_masked;
+    if constexpr (std::is_same_v<Params, LlDispatchParams>) rail.places_rows = is_for_one;
     if constexpr (std::is_same_v<Params, LlCombineParams>) {
-      rail.adds_rows = params.phase == Phase::kFused && rail.link_size == 1 && !memory_->peers.can_be_masked;
+      rail.adds_rows = is_for_one && params.phase == Phase::kFused;
     }
     const auto need = static_cast<uint64_t>(params.shape.max_tokens) * row_bytes;
     EP_CHECK(need <= rail.rows_bytes, params.shape.max_tokens, " rows of ", row_bytes,
@@ -289,7 +292,7 @@ class CudaBackend : public Backend {
     rail.send_blocks = blocks.send_blocks;
     rail.forward_blocks = blocks.forward_blocks;
     rail.sum_blocks = blocks.sum_blocks;
-    rail.parts = blocks.parts;
+    rail.share_channels(blocks.parts);
     if constexpr (requires { params.phase; }) rail.sums_at = params.phase == Phase::kFused ? plan.sender_blocks : 0;
     return rail;
   }
@@ -323,7 +326,11 @@ class CudaBackend : public Backend {
         return how;
       }
     }
-    return launch_of(params, tokens, std::max(others, 2));
+    Launch<Params> how = launch_of(params, tokens, std::max(others, 2));
+    if constexpr (std::is_same_v<Params, LlDispatchParams>) {  // a rank alone in its domain sends no row inside
+      if (topology_.domain_size == 1 && params.phase == Phase::kFused) how.geometry.send_units = 0;
+    }
+    return how;
   }
   // In a world on one GPU a launch holds the blocks of all ranks, and maybe that of the NIC.
   int own_sms() const {

@@ -237,19 +237,43 @@ struct Receiver {
       has_begun = true;
     }
     load_rows(role);
+    if constexpr (kCrossesDomains) {
+      sum_all_ahead(role, op, begin, has_begun);
+    } else {
 #pragma unroll 1
-    while (true) {
-      add_up_own(role);
-      if (!has_begun && !begin()) return;
-      has_begun = true;
-      const int now = rows_number, now_id = rows_id;
-      const bool is_last = !has_next(role);
-      if (!is_last) load_rows(role);
-      if (!sum_piece<kIn, kWire, kOut, kUnweighted>(role, op, now, now_id, own) || is_last) return;
+      while (true) {
+        add_up_own(role);
+        if (!has_begun && !begin()) return;
+        has_begun = true;
+        const int now = rows_number, now_id = rows_id;
+        const bool is_last = !has_next(role);
+        if (!is_last) load_rows(role);
+        if (!sum_piece<kIn, kWire, kOut, kUnweighted>(role, op, now, now_id, own) || is_last) return;
+      }
     }
   }
 
  private:
+  // The own share of a piece is ready before the one in front of it is waited for: a network takes so long that the
+  // last pieces of all warps come at once.
+  template <class Begin>
+  __device__ __forceinline__ void sum_all_ahead(const CombineRole& role, const WarpContext& op, const Begin& begin,
+                                                bool has_begun) {
+    add_up_own(role);
+#pragma unroll 1
+    while (true) {
+      if (!has_begun && !begin()) return;
+      has_begun = true;
+      const int now = rows_number, now_id = rows_id;
+      const Numbers<kWire, kCount> own_now = own;
+      const bool is_last = !has_next(role);
+      if (!is_last) {
+        load_rows(role);
+        add_up_own(role);
+      }
+      if (!sum_piece<kIn, kWire, kOut, kUnweighted>(role, op, now, now_id, own_now) || is_last) return;
+    }
+  }
   // Else its own share comes through the window.
   __device__ __forceinline__ static bool sends_own(const CombineRole& role) {
     return !kUnweighted && sends(role.p.phase);

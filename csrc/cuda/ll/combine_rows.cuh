@@ -109,9 +109,9 @@ __device__ __forceinline__ const char* lane_of_rows(const CombineRole& role, int
 }
 
 // A lane's numbers of a piece of the first rows to add. More are rarer, and registers are few.
-template <DType kIn, int kCount>
+template <DType kIn, int kCount, int kNumRows = 3>
 struct RowBatch {
-  static constexpr int kRows = 3;
+  static constexpr int kRows = kNumRows;
   Numbers<kIn, kCount> rows[kRows];
 
   // `mask`: the lanes whose rows are meant. `lane`: lane_of_rows(). Where there is no row, nothing is loaded and the
@@ -137,9 +137,9 @@ struct RowBatch {
 
 // This rank's share of a token, one piece of it. Products and sums are rounded one by one, in the order of k. `batch`
 // holds the first rows.
-template <DType kIn, int kCount>
+template <DType kIn, int kCount, int kRows>
 __device__ __forceinline__ void partial_sum(const CombineRole& role, const Terms& terms, int piece,
-                                            RowBatch<kIn, kCount>& batch, float (&sum)[kCount]) {
+                                            RowBatch<kIn, kCount, kRows>& batch, float (&sum)[kCount]) {
   unsigned mask = __ballot_sync(~0u, terms.row >= 0);
   const float nothing = mask == 0 ? 0.0f : kNothingYet;
 #pragma unroll

@@ -18,7 +18,7 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
   const LsaPeers& peers = args.peers;
   EP_SHARED(OpContext, context);
   WarpContext op(context, WarpContext::NotYet{});
-  const DispatchRole role{{plan, at, lane_id(), warp_id()}, p, args.geometry, peers};
+  const DispatchRole role{{plan, at, lane_id(), warp_id()}, RailPart::of(args), p, args.geometry, peers};
   const RoutingBitmap bitmap(shared, args.geometry.bitmap);
   stamp(Stamp::kStart, peers.rank);
   ptx::launch_dependents();
@@ -69,6 +69,10 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
   if (sends(p.phase) && role.is_creditor()) send_credits(op, p.offsets, peers);
   if (receives(p.phase) && role.is_control()) check_headers(op, p.offsets, peers, p.wait_cost);
   if (is_receiver) receive<kEncoding, kType, kSteps, kLayout>(role, op, bitmap, in, computes_addr_early);
+  if constexpr (kCrossesDomains) {
+    const bool is_last = at.block == at.num_blocks - 1 && is_leader_warp();
+    if (receives(p.phase) && is_last && role.places_rows()) await_rest(op, args);
+  }
   stamp(Stamp::kEnd, peers.rank);
 }
 

@@ -64,6 +64,12 @@ struct ReceiveUnit {
   }
 };
 
+// The piece of a row that a link brings for this rank alone, from where the network puts it (rail_dispatch.cuh). A warp
+// calls. False: the wait was given up.
+template <int kSteps, bool kHasSide>
+__device__ bool load_from_link(const DispatchRole& role, const WarpContext& op, const RoutingBitmap& bitmap,
+                               const ReceiveUnit& unit, Piece<kSteps, kHasSide>& piece);
+
 // A piece on its way to its places: loaded before it is known whether it comes, used afterwards. What can be computed
 // of it before the routing is known is in registers by then.
 template <Encoding kEncoding, int kSteps, OutputLayout kLayout>
@@ -76,6 +82,7 @@ struct Incoming {
   int slot;
   RoutingBitmap::Span before;  // slots whose rows lie before this one's
   bool is_own;                 // lies in x; a row of another rank, or of a split call, lies in the window
+  bool is_by_link;             // lies where a link brings it
   bool has_numbers;            // the warp stores the row's numbers
   char* staged;                // in bank 0 until prefetch()
   RowWriter<kEncoding, kSteps> writer;
@@ -98,6 +105,7 @@ struct Incoming {
     id_mask = ptx::opaque(p.offsets.ids.none());
     if constexpr (kAimsAhead) compute_place_addrs(role, bitmap);
     is_own = unit.source == role.peers.rank && sends(p.phase);
+    is_by_link = role.comes_by_link(unit.source);
     has_numbers = ptx::opaque(unit.piece == role.geometry.numbers_piece ? 1 : 0) != 0;
     staged = ptx::opaque(role.peers.local<char>(p.offsets.row<kMasksRanks>(0, unit.source, unit.token)) +
                          lane_offset<kSteps>(unit.piece, role.lane));
@@ -117,7 +125,7 @@ struct Incoming {
     staged += bank * static_cast<int64_t>(offsets.row_bank_bytes);
     weight.word += bank * static_cast<int64_t>(offsets.tagged_bank_bytes / sizeof(uint64_t));
     if (needs_weight(role)) weight.seen = ptx::ld_relaxed_sys(weight.word);
-    if (!is_own) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
+    if (has_slot()) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
   // What the routing says of it, once that is known.
   __device__ __forceinline__ void poll(const RoutingBitmap& bitmap) {
@@ -138,6 +146,7 @@ struct Incoming {
     return ChoicePlacement<kLayout>::of(role.p, bitmap, unit.source, slot, before, duplicates != 0, expert);
   }
 
+  __device__ __forceinline__ bool has_slot() const { return !is_own && !(kCrossesDomains && is_by_link); }
   __device__ __forceinline__ bool needs_weight(const DispatchRole& role) const {
     return has_numbers && role.lane < role.p.shape.topk;
   }
@@ -146,13 +155,21 @@ struct Incoming {
     if (has_numbers) {  // a branch of the whole warp
       if (needs_weight(role) && !is_tagged(weight.seen, op.tag)) weight.seen = ptx::ld_relaxed_sys(weight.word);
     }
-    if (!is_own && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
+    if (has_slot() && !has_arrived(piece)) load_wire(staged, role.geometry.row, unit.piece, piece, role.lane);
   }
 
   // The row has arrived, and its slot is empty again; of a rank that is masked meanwhile there are zeros. False: the
   // wait was given up.
   template <DType kType>
-  __device__ __forceinline__ bool consume(const DispatchRole& role, const WarpContext& op) {
+  __device__ __forceinline__ bool consume(const DispatchRole& role, const WarpContext& op,
+                                          const RoutingBitmap& bitmap) {
+    if constexpr (kCrossesDomains) {
+      if (is_by_link) {
+        if (!load_from_link(role, op, bitmap, unit, piece)) return false;
+        decode<kEncoding, kSteps>(piece);
+        return true;
+      }
+    }
     if (is_own) {
       encode<kEncoding, kType, kSteps>(role.p, raw, unit.piece, piece, role.lane);
     } else {
@@ -217,7 +234,7 @@ __device__ __forceinline__ bool place_piece(const DispatchRole& role, const Warp
                                              in.weight);
   }
   if (!__any_sync(~0u, place.wanted)) return true;
-  if (!in.template consume<kType>(role, op)) return false;
+  if (!in.template consume<kType>(role, op, bitmap)) return false;
   store_piece(role, in, row, place.expert);
   if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
   return true;

@@ -12,7 +12,7 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-struct DispatchRole : WarpRole {
+struct DispatchRole : WarpRole, RailPart {
   const LlDispatchParams& p;
   const LlDispatchGeometry& geometry;
   const LsaPeers& peers;

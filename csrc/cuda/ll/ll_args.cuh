@@ -33,6 +33,8 @@ struct RailPart {
   }
   __device__ __forceinline__ int link_of(int rank) const { return rail->link_of(rank); }
   __device__ __forceinline__ bool sends_inside() const { return rail->adds_rows; }
+  __device__ __forceinline__ bool places_rows() const { return rail->places_rows; }
+  __device__ __forceinline__ bool comes_by_link(int rank) const { return places_rows() && rail->is_far(rank); }
 };
 
 #else
@@ -47,6 +49,8 @@ struct RailPart {
   }
   __device__ __forceinline__ int link_of(int) const { return 0; }
   __device__ __forceinline__ static bool sends_inside() { return false; }
+  __device__ __forceinline__ static bool places_rows() { return false; }
+  __device__ __forceinline__ static bool comes_by_link(int) { return false; }
 };
 
 #endif

@@ -44,8 +44,8 @@ struct RailUnit {
   __device__ static RailUnit of(const LlRail& rail, int number) { return of(rail, number, rail.parts); }
   // Where no channel has parts: 1.
   __device__ static RailUnit of(const LlRail& rail, int number, int parts) {
-    const int others = rail.others(), whole = number / parts;
-    return {rail.other(whole % others), whole / others, number % parts};
+    const int whole = parts == 1 ? number : rail.by_parts.divide(number), channel = rail.by_others.divide(whole);
+    return {rail.other(rail.by_others.remainder(whole, channel)), channel, number - whole * parts};
   }
   // Which pieces of the channel are this warp's: the first, and how far it is to the next.
   __device__ int first_piece() const { return part * static_cast<int>(blockDim.x) / 32 + warp_id(); }
@@ -61,6 +61,17 @@ struct Share {
     return {first, min(share, tokens - first)};
   }
   __device__ static int channel_of(const LlRail& rail, int tokens, int token) { return 1 + token / rail.share(tokens); }
+};
+
+// Experts of the ranks that a link serves.
+struct ExpertsOfLink {
+  int first, count;
+
+  __device__ static ExpertsOfLink of(const LlRail& rail, int link, const Divisor& by_local_experts) {
+    const auto local = static_cast<int>(by_local_experts.divisor);
+    return {rail.first_of(link) * local, rail.link_size * local};
+  }
+  __device__ bool has(int64_t id) const { return static_cast<uint64_t>(id - first) < static_cast<uint64_t>(count); }
 };
 
 // Which tokens of a share have a row on the network: rows are packed in the order of tokens.
@@ -156,6 +167,16 @@ __device__ __forceinline__ bool await_channel(const OpContext& context, const Ll
   return true;
 }
 
+// A warp waits for it.
+__device__ __forceinline__ bool await_channel_of_warp(const OpContext& context, const LlRail& rail,
+                                                      const EP_NETWORK& network, int link, int channel) {
+  bool is_ok = true;
+  if (lane_id() == 0) is_ok = await_channel(context, rail, network, link, channel);
+  is_ok = __all_sync(~0u, is_ok);
+  __syncwarp();
+  return is_ok;
+}
+
 // What a block's wait for a channel has come to. A link is left out if its peer is masked.
 enum class Arrival { kCame, kLeftOut, kFailed };
 
@@ -174,10 +195,11 @@ __device__ __forceinline__ Arrival await_channel(const RailRole& role, const War
 template <class Args>
 __device__ void await_rest(const WarpContext& op, const Args& args) {
   const EP_NETWORK network(args.network);
-  const int others = args.rail.others();
+  const LlRail& rail = args.rail;
 #pragma unroll 1
-  for (int i = lane_id(); i < others * args.rail.row_channels; i += 32) {
-    const bool has_come = await_channel(op.context, args.rail, network, args.rail.other(i % others), 1 + i / others);
+  for (int i = lane_id(); i < rail.others() * rail.row_channels; i += 32) {
+    const int channel = rail.by_others.divide(i), link = rail.other(rail.by_others.remainder(i, channel));
+    const bool has_come = await_channel(op.context, rail, network, link, 1 + channel);
     if (!has_come && (!kMasksRanks || op.context.has_failed())) return;
   }
 }

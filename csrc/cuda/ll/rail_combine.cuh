@@ -175,7 +175,7 @@ __device__ __forceinline__ bool send_own_sums(const RailRole& rail_role, const C
   for (; u < count; u += step) {
     const Unit now = piece;
     const Terms terms = checked(role, next, true);
-    RowBatch<kIn, kCount> batch;
+    RowBatch<kIn, kCount, 4> batch;  // these blocks have the registers
     batch.load(role, terms, lane_of_rows<kIn, kCount>(role, now.piece));
     piece = role.geometry.schedule.unit(0, u + step);
     if (u + step < count) next = load_terms(piece);
@@ -287,32 +287,19 @@ __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args
 
 // Rows of tokens in [from, to) that come by a link. A warp calls.
 __device__ __forceinline__ int count_rows_from(const CombineRole& role, int link, int from, int to) {
-  const LlCombineParams& p = role.p;
-  const int topk = p.shape.topk;
+  const auto experts = ExpertsOfLink::of(*role.rail, link, role.geometry.by_local_experts);
+  const int topk = role.p.shape.topk;
   int count = 0;
 #pragma unroll 1
   for (int token = from; token < to; token += 32) {
+    const int ids_of_lane = token + role.lane < to ? topk : 0;
+    const int32_t* ids = role.p.handle.ids + (token + role.lane) * topk;
     bool comes = false;
-#pragma unroll 1
-    for (int k = 0; k < topk && token + role.lane < to; k++) {
-      const int id = __ldg(p.handle.ids + (token + role.lane) * topk + k);
-      comes = comes || (p.shape.valid(id) && role.rail->link_of(role.geometry.by_local_experts.divide(id)) == link);
-    }
+#pragma unroll 4
+    for (int k = 0; k < ids_of_lane; k++) comes |= experts.has(__ldg(ids + k));
     count += __popc(__ballot_sync(~0u, comes));
   }
   return count;
-}
-
-// A warp waits for a channel. False: the wait was given up.
-__device__ __forceinline__ bool await_channel_of_warp(const CombineRole& role, const WarpContext& op, int link,
-                                                      int channel) {
-  bool is_ok = true;
-  if (role.lane == 0) {
-    is_ok = await_channel(op.context, *role.rail, EP_NETWORK(*role.network), link, channel);
-  }
-  is_ok = __all_sync(~0u, is_ok);
-  __syncwarp();
-  return is_ok;
 }
 
 // Adds up what the own domain's ranks have of a piece, in their order. False: a wait was given up.
@@ -340,7 +327,7 @@ __device__ __forceinline__ bool load_from_link(const CombineRole& role, const Wa
   const int num_tokens = role.p.num_tokens, channel = Share::channel_of(rail, num_tokens, unit.token);
   const int first = Share::of(rail, num_tokens, channel).first;
   const Offset row = rail.row_from(op.bank, link, first + count_rows_from(role, link, first, unit.token));
-  if (!await_channel_of_warp(role, op, link, channel)) return false;
+  if (!await_channel_of_warp(op.context, rail, EP_NETWORK(*role.network), link, channel)) return false;
   load_of_row(sum, role.peers.local<char>(row), role.p.hidden, lane_index);
   return true;
 }

@@ -1,6 +1,7 @@
 // Low-latency dispatch over several domains: the blocks of the rail. Senders send each link the record and the rows
 // that go there, a row a token. Forwarders store what comes into the windows of the ranks that their link serves, as if
-// the source had done it itself: the receiving code is that of one domain.
+// the source had done it itself: the receiving code is that of one domain. Where a link serves one rank, only the
+// record is forwarded, and receivers take rows from where the network puts them (LlRail::places_rows).
 #pragma once
 
 #include "cuda/ll/dispatch.cuh"
@@ -18,10 +19,6 @@ struct DispatchRail : RailRole {
       : RailRole(in_front(args, block)), p(args.params), geometry(args.geometry) {}
 
   __device__ int pieces() const { return static_cast<int>(geometry.by_pieces.divisor); }
-  __device__ bool goes_to(int link, int64_t id) const {
-    const Choice choice = Choice::of(id, p.shape.num_experts, geometry.by_local_experts);
-    return choice.rank >= 0 && rail.link_of(choice.rank) == link;
-  }
 };
 
 // Rows of a share that go to a link, of `ids` [T, K]. All threads of a block call.
@@ -29,7 +26,8 @@ template <class Id>
 __device__ __forceinline__ int mark_rows(const DispatchRail& role, ShareBits& bits, const Share& share, int link,
                                          Id id) {
   const int topk = role.p.shape.topk;
-  bits.mark(share.count, topk, [&](int i) { return role.goes_to(link, id(share.first * topk + i)); });
+  const auto experts = ExpertsOfLink::of(role.rail, link, role.geometry.by_local_experts);
+  bits.mark(share.count, topk, [&](int i) { return experts.has(id(share.first * topk + i)); });
   return bits.count_before(share.count);
 }
 
@@ -156,6 +154,23 @@ __device__ __forceinline__ void send_own_record(const DispatchRail& role, const 
   send_record(role, op, p.num_tokens * p.shape.topk, id, weight);
 }
 
+template <int kSteps, bool kHasSide>
+__device__ __forceinline__ bool load_from_link(const DispatchRole& role, const WarpContext& op,
+                                               const RoutingBitmap& bitmap, const ReceiveUnit& unit,
+                                               Piece<kSteps, kHasSide>& piece) {
+  const LlRail& rail = *role.rail;
+  const int link = rail.link_of(unit.source), tokens = bitmap.tokens(unit.source);
+  const int channel = Share::channel_of(rail, tokens, unit.token), first = Share::of(rail, tokens, channel).first;
+  const int slots = unit.source * role.p.shape.max_tokens;  // of the source
+  const int row = first + bitmap.count_slots(slots + first, slots + unit.token);
+  if (!await_channel_of_warp(op.context, rail, EP_NETWORK(*role.network), link, channel)) return false;
+  piece = {};
+  if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && channel == rail.row_channels / 2) return true;
+  load_wire(role.peers.local<char>(rail.row_from(op.bank, link, row)) + lane_offset<kSteps>(unit.piece, role.lane),
+            role.geometry.row, unit.piece, piece, role.lane);
+  return true;
+}
+
 // Blocks in front of the launch call it; the others, behind them, dispatch().
 template <Encoding kEncoding, DType kType, int kSteps>
 __device__ __forceinline__ void dispatch_rail(const LlArgs<LlDispatchParams>& args, int block) {
@@ -179,7 +194,7 @@ __device__ __forceinline__ void dispatch_rail(const LlArgs<LlDispatchParams>& ar
     return;
   }
   if (!receives(p.phase)) return;
-  forward_all(role, op, rail.units(), rail.parts, [&](const RailUnit& unit) {
+  forward_all(role, op, rail.places_rows ? rail.record_units() : rail.units(), rail.parts, [&](const RailUnit& unit) {
     if (unit.channel > 0) return forward_rows<kEncoding, kSteps>(role, op, bits, unit);
     forward_routing(role, op, unit);
     return true;

@@ -81,6 +81,21 @@ struct RoutingBitmap {
   __device__ __forceinline__ int count_bits(int bin, int from, int to) const {
     return span(from, to).count_bits(*this, bin);
   }
+  // Of slots [from, to), those that have a row in any bin. A warp calls.
+  __device__ __forceinline__ int count_slots(int from, int to) const {
+    int count = 0;
+#pragma unroll 1
+    for (int word = from >> 5; word * 32 < to; word++) {
+      uint32_t any = 0;
+#pragma unroll 1
+      for (int bin = lane_id(); bin < shape.bins; bin += 32) any |= bits(bin)[word];
+      any = __reduce_or_sync(~0u, any);
+      if (word == from >> 5) any &= ~0u << (from & 31);
+      if (word == to >> 5) any &= (1u << (to & 31)) - 1;
+      count += __popc(any);
+    }
+    return count;
+  }
 };
 
 // Choices of `bin` in slots [from, to), for tokens that may name an expert twice.

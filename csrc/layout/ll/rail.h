@@ -22,13 +22,18 @@ struct LlRail {
   Kind kind = Kind::kDispatch;
   int num_domains = 1, domain_size = 1, num_links = 1, link_size = 1;
   int domain = 0, lsa_rank = 0, link = 0;  // of this rank; `link` is the one that others reach it by
+  int links_inside = 1;                    // of the own domain
+  int place = 0, turn = 0;                 // of this rank among those of its link; of its link in its domain
   int row_channels = kRowChannels;
   int row_bytes = 0;  // of a row on the network
   // Blocks of a launch: those of the rail that send, those that forward, and the others, amid which, behind the first
   // `sums_at`, lie those that add up the domain for home ranks elsewhere (combine).
   int send_blocks = 0, forward_blocks = 0, sums_at = 0, sum_blocks = 0;
-  int parts = 1;           // of a channel of a link: so many blocks can share the work
-  bool adds_rows = false;  // combine: what crosses is added up where the rows lie; else it lies in the window before
+  int parts = 1;  // of a channel of a link: so many blocks can share the work
+  // A block divides before its first rows can leave.
+  Divisor by_others, by_parts, by_row_channels;
+  bool adds_rows = false;    // combine: what crosses is added up where the rows lie; else it lies in the window before
+  bool places_rows = false;  // dispatch: what has crossed is placed from where it came; else from slots of the window
   uint64_t record_bytes = 0, rows_bytes = 0;  // of a link's part of a region
   int record_copies = 1;                      // RailRegions'
   int first_mask_signal = 0;
@@ -37,18 +42,20 @@ struct LlRail {
   EP_HD int front_blocks() const { return send_blocks + forward_blocks; }
   EP_HD int blocks() const { return front_blocks() + sum_blocks; }
   // ---- Links
-  EP_HD int links_of_domain() const { return domain_size / link_size; }
   EP_HD bool has_domain_sums() const { return link_size == domain_size; }  // else a link brings one rank's partial sums
-  EP_HD int others() const { return num_links - links_of_domain(); }       // links of other domains
+  EP_HD int others() const { return num_links - links_inside; }            // links of other domains
   // The i-th of them, beginning behind the own domain, so that not all begin with the same.
   EP_HD int other(int i) const {
-    const int links = links_of_domain(), turned = (i + lsa_rank % links) % others();
-    return ((domain + 1) * links + turned) % num_links;
+    const int turned = i + turn < others() ? i + turn : i + turn - others();
+    const int a_link = (domain + 1) * links_inside + turned;
+    return a_link < num_links ? a_link : a_link - num_links;
   }
   EP_HD int first_of(int a_link) const { return a_link * link_size; }  // of the ranks that it serves
-  EP_HD int peer(int a_link) const { return first_of(a_link) + lsa_rank % link_size; }
+  EP_HD int peer(int a_link) const { return first_of(a_link) + place; }
   EP_HD int link_of(int rank) const { return rank / link_size; }
-  EP_HD bool is_far(int rank) const { return rank / domain_size != domain; }
+  EP_HD bool is_far(int rank) const {
+    return static_cast<unsigned>(rank - domain * domain_size) >= static_cast<unsigned>(domain_size);
+  }
 
   // ---- Channels
   EP_HD int channels() const { return 1 + row_channels; }
@@ -56,10 +63,16 @@ struct LlRail {
   EP_HD int units() const { return others() * channels() * parts; }
   EP_HD int record_units() const { return others() * parts; }
   // Tokens of a row channel; the last ones may have fewer, or none. `tokens`: of the rank whose tokens they are.
-  EP_HD int share(int tokens) const { return tokens > row_channels ? ceil_div(tokens, row_channels) : 1; }
+  EP_HD int share(int tokens) const {
+    return tokens > row_channels ? by_row_channels.divide(tokens + row_channels - 1) : 1;
+  }
+  void share_channels(int a_parts) {
+    parts = a_parts;
+    by_parts = Divisor::of(parts);
+  }
 
   EP_HD Offset own_record(int bank, int a_link) const {
-    return record_out + static_cast<uint64_t>(bank * record_copies + a_link % record_copies) * record_bytes;
+    return record_out + static_cast<uint64_t>(bank * record_copies + (record_copies > 1 ? a_link : 0)) * record_bytes;
   }
   EP_HD Offset record_from(int bank, int a_link) const {
     return record_in + static_cast<uint64_t>(bank * num_links + a_link) * record_bytes;
@@ -105,6 +118,11 @@ struct LlRail {
     rail.num_links = topology.num_ranks / rail.link_size;
     rail.link = rail.link_of(rank);
     if (!rail.has_domain_sums()) rail.row_channels = kMeshRowChannels;
+    rail.links_inside = rail.domain_size / rail.link_size;
+    rail.place = rail.lsa_rank % rail.link_size;
+    rail.turn = rail.lsa_rank % rail.links_inside;
+    rail.by_others = Divisor::of(rail.others() > 0 ? rail.others() : 1);
+    rail.by_row_channels = Divisor::of(rail.row_channels);
     rail.row_bytes = row_bytes;
     rail.record_bytes = regions.record_out.count / (static_cast<uint64_t>(kNumBanks) * regions.record_copies);
     rail.rows_bytes = regions.rows_out.count / (static_cast<uint64_t>(kNumBanks) * rail.num_links);

@@ -18,18 +18,19 @@ int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * sha
 
 RailPlan plan_rail(const RailSizes& sizes, int num_sms) {
   // Of each kind: an operation has two kinds at most.
-  const int most = std::max(sizes.ends_early ? num_sms * 2 / 3 : num_sms * 2 / 7, 1);
+  const int most = std::max(sizes.ends_early ? num_sms * 5 / 6 : num_sms * 2 / 7, 1);
   const int shares = sizes.others * std::clamp(sizes.num_tokens, 1, sizes.row_channels);
   const int64_t share_bytes = static_cast<int64_t>(ceil_div(sizes.num_tokens, sizes.row_channels)) * sizes.row_bytes;
   RailPlan plan;
-  if (sizes.shares_rows()) {
+  if (sizes.shares_work()) {
     const auto most_parts = static_cast<int>(std::clamp<int64_t>(share_bytes / kPartBytes, 1, most));
     plan.parts = std::clamp(most / (sizes.others + shares), 1, most_parts);
   }
   // More blocks than units of work have nothing to do. A rank's own record is one unit.
   const int row_units = shares * plan.parts, record_units = sizes.others * plan.parts;
   if (sizes.sends_rows) plan.send_blocks = std::min(1 + row_units, most);
-  plan.forward_blocks = std::min(sizes.forwards_rows ? record_units + row_units : sizes.others, most);
+  const int forward_units = sizes.forwards_routing ? record_units : sizes.others;
+  plan.forward_blocks = std::min(forward_units + (sizes.forwards_rows ? row_units : 0), most);
   if (sizes.adds_up) plan.sum_blocks = std::min(row_units, most);
   return plan;
 }

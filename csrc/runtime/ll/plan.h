@@ -53,16 +53,17 @@ struct RailPlan {
   EP_HD int blocks() const { return send_blocks + forward_blocks + sum_blocks; }
 };
 struct RailSizes {
-  int others = 1;                                  // links of other domains
-  int row_channels = 1;                            // of each
-  int num_tokens = 0;                              // the most that a rank may have
-  int row_bytes = 0;                               // of a row on the network
-  bool sends_rows = false, forwards_rows = false;  // of a dispatch, by the halves of it
-  bool adds_up = false;                            // a combine, but for its sending half
+  int others = 1;        // links of other domains
+  int row_channels = 1;  // of each
+  int num_tokens = 0;    // the most that a rank may have
+  int row_bytes = 0;     // of a row on the network
+  // A dispatch, by the halves of it. Rows are not forwarded where receivers take them (LlRail::places_rows).
+  bool sends_rows = false, forwards_routing = false, forwards_rows = false;
+  bool adds_up = false;  // a combine, but for its sending half
   // Blocks that add up end before the others must begin, and have their SMs: LlRail::adds_rows, on a GPU of its own.
   bool ends_early = false;
 
-  EP_HD bool shares_rows() const { return sends_rows || forwards_rows || adds_up; }
+  EP_HD bool shares_work() const { return sends_rows || forwards_routing || adds_up; }
 };
 // Of `num_sms` blocks. Where these are few the launch has more: one of each kind, and two for the rest.
 RailPlan plan_rail(const RailSizes& sizes, int num_sms);

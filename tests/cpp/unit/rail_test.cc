@@ -177,8 +177,10 @@ TEST(Rail, SharesHoldEveryTokenOnce) {
   for (int channels : {kRowChannels, kMeshRowChannels}) {
     LlRail rail;
     rail.row_channels = channels;
+    rail.by_row_channels = Divisor::of(channels);
     for (int tokens = 0; tokens <= 300; tokens++) {
       const int share = rail.share(tokens);
+      EXPECT_EQ(share, std::max(ceil_div(tokens, channels), 1)) << tokens;
       EXPECT_GE(share * channels, tokens);
       EXPECT_TRUE(tokens == 0 || (tokens - 1) / share < channels) << tokens;
     }
@@ -189,7 +191,7 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
   for (int num_sms = 1; num_sms <= 160; num_sms++) {
     for (int others : {1, 3, 7, 63}) {
       for (int tokens : {1, 5, 128, 4096}) {
-        const RailPlan plan = plan_rail({others, kRowChannels, tokens, 14336, true, true, true}, num_sms);
+        const RailPlan plan = plan_rail({others, kRowChannels, tokens, 14336, true, true, true, true}, num_sms);
         EXPECT_GE(plan.send_blocks, 1);
         EXPECT_GE(plan.forward_blocks, 1);
         EXPECT_GE(plan.sum_blocks, 1);
@@ -204,7 +206,7 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
           EXPECT_EQ(plan.forward_blocks, others * (1 + std::min(tokens, kRowChannels)) * plan.parts);
           EXPECT_EQ(plan.sum_blocks, others * std::min(tokens, kRowChannels) * plan.parts);
         }
-        const RailPlan scalars = plan_rail({others, kRowChannels, tokens, 32, false, false, false}, num_sms);
+        const RailPlan scalars = plan_rail({others, kRowChannels, tokens, 32}, num_sms);
         EXPECT_EQ(scalars.sum_blocks, 0);
         EXPECT_EQ(scalars.parts, 1);
         const LlPlan rest = plan_combine({tokens, 7168, false, true}, std::max(num_sms - plan.blocks(), 2));
@@ -217,7 +219,7 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
 
 TEST(Rail, BlocksShareAChannelWhereLinksAreFew) {
   const auto parts = [](int others, int row_channels, int tokens, int row_bytes, int num_sms = 132) {
-    return plan_rail({others, row_channels, tokens, row_bytes, true, true, true}, num_sms).parts;
+    return plan_rail({others, row_channels, tokens, row_bytes, true, true, true, true}, num_sms).parts;
   };
   EXPECT_EQ(parts(1, kRowChannels, 128, 14336), 4);
   EXPECT_EQ(parts(1, kRowChannels, 128, 7392), 4);
@@ -232,13 +234,18 @@ TEST(Rail, BlocksShareAChannelWhereLinksAreFew) {
   // Few SMs.
   EXPECT_EQ(parts(1, kRowChannels, 128, 14336, 62), 1);
   EXPECT_EQ(parts(1, kRowChannels, 128, 14336, 63), 2);
-  const RailPlan plan = plan_rail({1, kRowChannels, 128, 14336, true, true, false}, 132);
+  const RailPlan plan = plan_rail({1, kRowChannels, 128, 14336, true, true, true}, 132);
   EXPECT_EQ(plan.send_blocks, 33);
   EXPECT_EQ(plan.forward_blocks, 36);
   EXPECT_EQ(plan.sum_blocks, 0);
-  const RailPlan of_rows = plan_rail({1, kRowChannels, 128, 14336, false, false, true, true}, 132);
-  EXPECT_EQ(of_rows.parts, 9) << "where rows are added up, nobody else has to do with them";
-  EXPECT_EQ(of_rows.sum_blocks, 72);
+  const RailPlan placed = plan_rail({1, kRowChannels, 128, 14336, true, true, false}, 132);
+  EXPECT_EQ(placed.send_blocks, 33);
+  EXPECT_EQ(placed.forward_blocks, 4) << "the record alone is forwarded";
+  RailSizes added{1, kRowChannels, 128, 14336};
+  added.adds_up = added.ends_early = true;
+  const RailPlan of_rows = plan_rail(added, 132);
+  EXPECT_EQ(of_rows.parts, 12) << "where rows are added up, nobody else has to do with them";
+  EXPECT_EQ(of_rows.sum_blocks, 96);
 }
 
 }  // namespace
