@@ -218,7 +218,7 @@ struct Receiver {
   Terms rows_terms;
   OwnHomeWeight rows_weight;
   RowBatch<kIn, kCount> rows;
-  Numbers<kWire, kCount> own;  // share of the piece that is added up
+  Numbers<kWire, kCount> own;  // share of the piece that is added up, or of the next one
 
   __device__ __forceinline__ void aim_first(const CombineRole& role) {
     number = role.receiver();
@@ -237,31 +237,10 @@ struct Receiver {
       has_begun = true;
     }
     load_rows(role);
-    if constexpr (kCrossesDomains) {
-      sum_all_ahead(role, op, begin, has_begun);
-    } else {
-#pragma unroll 1
-      while (true) {
-        add_up_own(role);
-        if (!has_begun && !begin()) return;
-        has_begun = true;
-        const int now = rows_number, now_id = rows_id;
-        const bool is_last = !has_next(role);
-        if (!is_last) load_rows(role);
-        if (!sum_piece<kIn, kWire, kOut, kUnweighted>(role, op, now, now_id, own) || is_last) return;
-      }
-    }
-  }
-
- private:
-  // The own share of a piece is ready before the one in front of it is waited for: a network takes so long that the
-  // last pieces of all warps come at once.
-  template <class Begin>
-  __device__ __forceinline__ void sum_all_ahead(const CombineRole& role, const WarpContext& op, const Begin& begin,
-                                                bool has_begun) {
-    add_up_own(role);
+    if constexpr (kIsAhead) add_up_own(role);
 #pragma unroll 1
     while (true) {
+      if constexpr (!kIsAhead) add_up_own(role);
       if (!has_begun && !begin()) return;
       has_begun = true;
       const int now = rows_number, now_id = rows_id;
@@ -269,11 +248,17 @@ struct Receiver {
       const bool is_last = !has_next(role);
       if (!is_last) {
         load_rows(role);
-        add_up_own(role);
+        if constexpr (kIsAhead) add_up_own(role);
       }
       if (!sum_piece<kIn, kWire, kOut, kUnweighted>(role, op, now, now_id, own_now) || is_last) return;
     }
   }
+
+ private:
+  // The own share of a piece is ready before the one in front of it is waited for: a network takes so long that the
+  // last pieces of all warps come at once.
+  static constexpr bool kIsAhead = kCrossesDomains;
+
   // Else its own share comes through the window.
   __device__ __forceinline__ static bool sends_own(const CombineRole& role) {
     return !kUnweighted && sends(role.p.phase);

@@ -146,7 +146,7 @@ struct Incoming {
     return ChoicePlacement<kLayout>::of(role.p, bitmap, unit.source, slot, before, duplicates != 0, expert);
   }
 
-  __device__ __forceinline__ bool has_slot() const { return !is_own && !(kCrossesDomains && is_by_link); }
+  __device__ __forceinline__ bool has_slot() const { return !is_own && !is_by_link; }
   __device__ __forceinline__ bool needs_weight(const DispatchRole& role) const {
     return has_numbers && role.lane < role.p.shape.topk;
   }

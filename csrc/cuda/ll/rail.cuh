@@ -168,10 +168,10 @@ __device__ __forceinline__ bool await_channel(const OpContext& context, const Ll
 }
 
 // A warp waits for it.
-__device__ __forceinline__ bool await_channel_of_warp(const OpContext& context, const LlRail& rail,
-                                                      const EP_NETWORK& network, int link, int channel) {
+__device__ __forceinline__ bool await_channel_of_warp(const RailPart& role, const WarpContext& op, int link,
+                                                      int channel) {
   bool is_ok = true;
-  if (lane_id() == 0) is_ok = await_channel(context, rail, network, link, channel);
+  if (lane_id() == 0) is_ok = await_channel(op.context, *role.rail, EP_NETWORK(*role.network), link, channel);
   is_ok = __all_sync(~0u, is_ok);
   __syncwarp();
   return is_ok;

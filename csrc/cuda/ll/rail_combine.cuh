@@ -327,7 +327,7 @@ __device__ __forceinline__ bool load_from_link(const CombineRole& role, const Wa
   const int num_tokens = role.p.num_tokens, channel = Share::channel_of(rail, num_tokens, unit.token);
   const int first = Share::of(rail, num_tokens, channel).first;
   const Offset row = rail.row_from(op.bank, link, first + count_rows_from(role, link, first, unit.token));
-  if (!await_channel_of_warp(op.context, rail, EP_NETWORK(*role.network), link, channel)) return false;
+  if (!await_channel_of_warp(role, op, link, channel)) return false;
   load_of_row(sum, role.peers.local<char>(row), role.p.hidden, lane_index);
   return true;
 }

@@ -83,12 +83,9 @@ __device__ __forceinline__ void hand_out(const DispatchRail& role, const WarpCon
                                          int link, int token, int index, const Piece<kSteps, kHasSide>& piece) {
   const LlDispatchParams& p = role.p;
   const int first = role.rail.first_of(role.rail.link);
-  uint64_t targets = 1;  // a row comes to a link of one rank for that rank
-  if (role.rail.link_size > 1) {
-    const int id = role.lane < p.shape.topk ? record.ids[token * p.shape.topk + role.lane] : -1;
-    const Choice choice = Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
-    targets = destinations(p.shape.num_ranks, choice) >> first & ((2ull << (role.rail.link_size - 1)) - 1);
-  }
+  const int id = role.lane < p.shape.topk ? record.ids[token * p.shape.topk + role.lane] : -1;
+  const Choice choice = Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
+  uint64_t targets = destinations(p.shape.num_ranks, choice) >> first & ((2ull << (role.rail.link_size - 1)) - 1);
   const Offset slot =
       p.offsets.row<kMasksRanks>(op.bank, role.rail.peer(link), token) + lane_offset<kSteps>(index, role.lane);
 #pragma unroll 1
@@ -163,7 +160,7 @@ __device__ __forceinline__ bool load_from_link(const DispatchRole& role, const W
   const int channel = Share::channel_of(rail, tokens, unit.token), first = Share::of(rail, tokens, channel).first;
   const int slots = unit.source * role.p.shape.max_tokens;  // of the source
   const int row = first + bitmap.count_slots(slots + first, slots + unit.token);
-  if (!await_channel_of_warp(op.context, rail, EP_NETWORK(*role.network), link, channel)) return false;
+  if (!await_channel_of_warp(role, op, link, channel)) return false;
   piece = {};
   if (has_bug(Bug::kSkippedChunk, Kind::kDispatch) && channel == rail.row_channels / 2) return true;
   load_wire(role.peers.local<char>(rail.row_from(op.bank, link, row)) + lane_offset<kSteps>(unit.piece, role.lane),

@@ -21,9 +21,9 @@ EP_HD int scalar_row_bytes(int topk) { return align_up(topk * 4, 16); }
 struct LlRail {
   Kind kind = Kind::kDispatch;
   int num_domains = 1, domain_size = 1, num_links = 1, link_size = 1;
-  int domain = 0, lsa_rank = 0, link = 0;  // of this rank; `link` is the one that others reach it by
-  int links_inside = 1;                    // of the own domain
-  int place = 0, turn = 0;                 // of this rank among those of its link; of its link in its domain
+  int domain = 0, link = 0;  // of this rank; `link` is the one that others reach it by
+  int links_inside = 1;      // of the own domain
+  int place = 0, turn = 0;   // of this rank among those of its link; of its link in its domain
   int row_channels = kRowChannels;
   int row_bytes = 0;  // of a row on the network
   // Blocks of a launch: those of the rail that send, those that forward, and the others, amid which, behind the first
@@ -113,14 +113,13 @@ struct LlRail {
     rail.num_domains = topology.num_domains();
     rail.domain_size = topology.domain_size;
     rail.domain = topology.domain_of(rank);
-    rail.lsa_rank = topology.lsa_rank(rank);
     rail.link_size = regions.link_size;
     rail.num_links = topology.num_ranks / rail.link_size;
     rail.link = rail.link_of(rank);
     if (!rail.has_domain_sums()) rail.row_channels = kMeshRowChannels;
     rail.links_inside = rail.domain_size / rail.link_size;
-    rail.place = rail.lsa_rank % rail.link_size;
-    rail.turn = rail.lsa_rank % rail.links_inside;
+    rail.place = topology.lsa_rank(rank) % rail.link_size;
+    rail.turn = topology.lsa_rank(rank) % rail.links_inside;
     rail.by_others = Divisor::of(rail.others() > 0 ? rail.others() : 1);
     rail.by_row_channels = Divisor::of(rail.row_channels);
     rail.row_bytes = row_bytes;
