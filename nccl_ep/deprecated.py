@@ -28,7 +28,7 @@ def deep_ep_window(
     arguments: tuple[Any, ...], num_ranks: int, domain_size: int | None, sizes: Any, ht_sizes: Any
 ) -> tuple[Any, Any, Any]:
     """What ``nccl_ep.deep_ep`` keeps with a buffer of such arguments, and the window's ``sizes`` and ``ht_sizes``."""
-    from .deep_ep.view import State
+    from .deep_ep.v1.view import State
 
     _tell(_CONSTRUCTOR, "make a nccl_ep.deep_ep.Buffer, or a nccl_ep.Buffer.for_shapes", stacklevel=3)
     state = State(*arguments)

@@ -7,12 +7,12 @@ import torch
 
 from .._version import __version__ as _version
 from ..events import EventHandle, EventOverlap
-from .buffer import Buffer
-from .config import Config
-from .elastic import ElasticBuffer
-from .elastic_handle import EPHandle
-from .ep_buffer import EPBuffer
 from .hybrid import HybridEPBuffer
+from .v1.buffer import Buffer
+from .v1.config import Config
+from .v2.elastic import ElasticBuffer
+from .v2.ep_buffer import EPBuffer
+from .v2.handle import EPHandle
 
 topk_idx_t = torch.int64  # the dtype of topk_idx; int32 is accepted as well
 __version__ = f"2.1.0+nccl_ep.{_version}"  # of DeepEP, whose names these are

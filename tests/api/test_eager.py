@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nccl_ep
 from nccl_ep import deep_ep, functional
-from nccl_ep.deep_ep import low_latency
+from nccl_ep.deep_ep.v1 import low_latency
 from nccl_ep.handle import DispatchOutput, Handle
 from nccl_ep.testing import ThreadGroup, run_ranks
 

@@ -4,7 +4,7 @@
         world = Threads(3, Backend(...))
 
 World.run brings ranks to life, Backend says how buffers are made and what this one has not got; a test that asks for
-that skips itself, with the reason. What is compared with is the oracle, nccl_ep/reference.py.
+that skips itself, with the reason. What is compared with is the oracle, nccl_ep/reference/.
 """
 
 from __future__ import annotations

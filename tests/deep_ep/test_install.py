@@ -80,7 +80,7 @@ def test_spawned_workers(way: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(WORKER.replace("INSTALL", install))
     done = python("", str(program), path="" if way == "call" else shims())
-    assert done.stdout == "['nccl_ep.deep_ep.buffer']\n", done.stderr
+    assert done.stdout == "['nccl_ep.deep_ep.v1.buffer']\n", done.stderr
 
 
 def test_refuses_where_deepep_is_installed(tmp_path: Path) -> None:

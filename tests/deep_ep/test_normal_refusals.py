@@ -11,7 +11,7 @@ import torch
 
 import nccl_ep
 from nccl_ep import deep_ep
-from nccl_ep.deep_ep.config import bytes_for_tokens, sizes_for_bytes, tokens_that_fit
+from nccl_ep.deep_ep.v1.config import bytes_for_tokens, sizes_for_bytes, tokens_that_fit
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.deepep_normal_ranks import normal_arguments, normal_buffer, small_case
 

@@ -1,5 +1,5 @@
-// DeepEP's low-latency methods in one call of C++ (torch/binding/eager.h). nccl_ep/deep_ep/low_latency.py has the long
-// way, which defines them.
+// DeepEP's low-latency methods in one call of C++ (torch/binding/eager.h). nccl_ep/deep_ep/v1/low_latency.py has the
+// long way, which defines them.
 #include "torch/binding/eager.h"
 
 #include <ATen/ATen.h>

@@ -1,7 +1,7 @@
 // Low-latency dispatch and combine in DeepEP's convention: outputs made when an operation is sent and filled when it is
 // received, scales column-major in their last two dimensions (the caller's, of x_scales, row-major), and src_info and
 // layout_range beside them. src_info is the front of the allocation that holds the handle: whoever has it has the
-// handle. nccl_ep/deep_ep/low_latency.py has the methods over these ops.
+// handle. nccl_ep/deep_ep/v1/low_latency.py has the methods over these ops.
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 

@@ -1,5 +1,5 @@
 // The methods of DeepEP's normal mode in one call of C++ (torch/binding/eager.h), for ranks of one domain.
-// nccl_ep/deep_ep/normal.py has the long way, which defines them.
+// nccl_ep/deep_ep/v1/normal.py has the long way, which defines them.
 #include <ATen/ATen.h>
 
 #include <algorithm>

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .. import _C
-from ..checks import error_of, require_bools, require_on, require_tensors
-from ..errors import OverflowError, UsageError
-from ..events import EventOverlap, run_on_comm_stream
-from ..gradients import refuse_backward, wants_gradient
-from ..handle import Quant
-from ..pending import OpenSend, receive_lost
+from ... import _C
+from ...checks import error_of, require_bools, require_on, require_tensors
+from ...errors import OverflowError, UsageError
+from ...events import EventOverlap, run_on_comm_stream
+from ...gradients import refuse_backward, wants_gradient
+from ...handle import Quant
+from ...pending import OpenSend, receive_lost
 from . import nvfp4
 from .low_latency_memory import LowLatencyHandle, LowLatencyMemory, elements_of
 from .newer_keywords import RowSignals

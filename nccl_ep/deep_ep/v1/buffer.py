@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, TypeVar
 
-from .. import _C
-from ..bootstrap import process_group_of, rendezvous_of
-from ..buffer import Buffer as Core
-from ..buffer import HtSizes, Sizes
-from ..checks import require_int32
-from ..events import EventHandle, EventOverlap
+from ... import _C
+from ...bootstrap import process_group_of, rendezvous_of
+from ...buffer import Buffer as Core
+from ...buffer import HtSizes, Sizes
+from ...checks import require_int32
+from ...events import EventHandle, EventOverlap
 from .config import Config, config_of
 from .low_latency import LowLatencyMethods
 from .normal import NormalMethods

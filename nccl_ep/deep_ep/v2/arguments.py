@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from .. import _C
-from ..checks import MAX_TOPK, require_tensors, row_bytes_of
-from ..handle import DispatchOutput
-from ..modes import auto_ll_tokens
-from .config import HtSizes
-from .elastic_handle import EPHandle
+from ... import _C
+from ...checks import MAX_TOPK, require_tensors, row_bytes_of
+from ...handle import DispatchOutput
+from ...modes import auto_ll_tokens
+from ..v1.config import HtSizes
+from .handle import EPHandle
 
 _EXPERTS = 1024  # for which a buffer has room: its constructor is not told their number
 _GRANULE = 2 << 20

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .. import _C
-from ..errors import UsageError
-from ..events import EventHandle, EventOverlap
-from ..handle import DispatchOutput, Handle
+from ... import _C
+from ...errors import UsageError
+from ...events import EventHandle, EventOverlap
+from ...handle import DispatchOutput, Handle
 
 # csrc/layout/ht/handle.h, an entry of slots: for each choice its row, for each its weight, then the token.
 _WORDS_OF_A_CHOICE = 2

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .. import _C
-from ..checks import require_on, require_tensors
+from ... import _C
+from ...checks import require_on, require_tensors
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 NormalHandle: TypeAlias = tuple[torch.Tensor, ...]

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from .. import _C
-from ..buffer import MIN_LL_BYTES, HtSizes, Sizes
-from ..buffer import Buffer as Core
-from ..checks import require_bools, require_int32, require_within
+from ... import _C
+from ...buffer import MIN_LL_BYTES, HtSizes, Sizes
+from ...buffer import Buffer as Core
+from ...checks import require_bools, require_int32, require_within
 from .config import sizes_for_bytes
 
 _MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/region.h

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import require_tensors, require_within
+from ...checks import require_tensors, require_within
 
 _INT32 = (1, (1 << 31) - 1)
 HOPPER_SMS, BLACKWELL_SMS = 3, 32  # that SGLang's GEMM leaves free

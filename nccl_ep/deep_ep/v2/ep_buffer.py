@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checks import require_bools
+from ...checks import require_bools
 from .elastic import ElasticBuffer
-from .elastic_handle import ElasticEvent
+from .handle import ElasticEvent
 
 
 class EPBuffer(ElasticBuffer):

@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .. import _C
-from ..checks import MAX_TOPK, biases_of, error_of, require_bools, require_int32, require_on, require_tensors
-from ..config import cached_args, combine_args
-from ..errors import EpError, OverflowError, TimeoutError, UsageError
-from ..events import EventHandle, EventOverlap, run_on_comm_stream
-from ..handle import EXACT, Handle, Layout
+from ... import _C
+from ...checks import MAX_TOPK, biases_of, error_of, require_bools, require_int32, require_on, require_tensors
+from ...config import cached_args, combine_args
+from ...errors import EpError, OverflowError, TimeoutError, UsageError
+from ...events import EventHandle, EventOverlap, run_on_comm_stream
+from ...handle import EXACT, Handle, Layout
 from .config import Config, HtSizes, bytes_for_tokens, sizes_for_bytes, tokens_that_fit
 from .handle import NormalHandle, NormalPayload, Route, Rows
 from .view import View

@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import torch
 
-from .. import _C
-from ..bootstrap import meeting_of
-from ..checks import (
+from ... import _C
+from ...bootstrap import meeting_of
+from ...checks import (
     INT64,
     MAX_TOPK,
     require_bools,
@@ -23,7 +23,7 @@ from ..checks import (
     row_bytes_of,
     wrong_elements,
 )
-from ..errors import TimeoutError, UsageError
+from ...errors import TimeoutError, UsageError
 from .view import View
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts

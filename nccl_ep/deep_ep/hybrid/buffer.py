@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ..bootstrap import process_group_of, rendezvous_of
-from ..buffer import Buffer as Core
-from ..checks import MAX_TOPK, require_bools, require_int32, require_tensors, require_within
-from ..errors import UsageError
-from ..functional import combine, combine_weights, dispatch
-from ..handle import Handle
-from ..high_throughput import dispatch_cached
+from ...bootstrap import process_group_of, rendezvous_of
+from ...buffer import Buffer as Core
+from ...checks import MAX_TOPK, require_bools, require_int32, require_tensors, require_within
+from ...errors import UsageError
+from ...functional import combine, combine_weights, dispatch
+from ...handle import Handle
+from ...high_throughput import dispatch_cached
 
 
 def indices_to_map(

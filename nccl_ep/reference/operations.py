@@ -1,12 +1,4 @@
-"""The oracle: what dispatch and combine must return, bit for bit, computed in one process on the CPU.
-
-Every function takes the tensors of all ranks and returns those of all ranks, so that nothing here depends on
-a transport. Low latency and high throughput must both give these bits. It is written from the semantics alone
-and shares no code with the library it judges.
-
-Notation: R ranks, E experts, L = E / R experts a rank, T tokens of a rank, M = max_tokens, K choices a token,
-H elements a row, S scales a row.
-"""
+"""The oracle's dispatch and combine, in the notation of the package."""
 
 from __future__ import annotations
 
@@ -16,36 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .reference_numbers import (
-    FP8_GROUP,
-    QUANT_MODES,
+from .formats import (
     WIRE_FORMATS,
-    bits_equal,
     compact,
-    first_difference,
     quantize_fp8,
     rounded_to_wire,
 )
-from .reference_places import Placement, local_ids, place_by_expert, place_by_rank, reached_by, routing_of, stack
-
-__all__ = [
-    "EXPERT_LAYOUTS",
-    "FP8_GROUP",
-    "LAYOUTS",
-    "QUANT_MODES",
-    "RANK_LAYOUTS",
-    "WIRE_FORMATS",
-    "DispatchResult",
-    "RankInput",
-    "bits_equal",
-    "combine",
-    "combine_weights",
-    "dispatch",
-    "first_difference",
-    "quantize_fp8",
-    "rounded_to_wire",
-    "wire_rows",
-]
+from .places import Placement, local_ids, place_by_expert, place_by_rank, reached_by, routing_of, stack
 
 EXPERT_LAYOUTS = ("expert_major", "packed")
 RANK_LAYOUTS = ("rank_major", "flat")

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..bootstrap import process_group_of, rendezvous_of
-from ..buffer import Buffer as Core
-from ..checks import (
+from ...bootstrap import process_group_of, rendezvous_of
+from ...buffer import Buffer as Core
+from ...checks import (
     MAX_TOPK,
     biases_of,
     require_bools,
@@ -23,14 +23,14 @@ from ..checks import (
     require_tensors,
     require_within,
 )
-from ..events import EventHandle, EventOverlap, run_on_comm_stream
-from ..functional import combine, combine_weights, dispatch
-from ..high_throughput import dispatch_cached
-from ..modes import choose_mode
-from .buffer import Buffer as V1
-from .config import sizes_for_bytes
-from .elastic_arguments import Received, Shapes, column_major, require_event, require_handle, taken_apart, with_biases
-from .elastic_handle import ElasticEvent, EPHandle
+from ...events import EventHandle, EventOverlap, run_on_comm_stream
+from ...functional import combine, combine_weights, dispatch
+from ...high_throughput import dispatch_cached
+from ...modes import choose_mode
+from ..v1.buffer import Buffer as V1
+from ..v1.config import sizes_for_bytes
+from .arguments import Received, Shapes, column_major, require_event, require_handle, taken_apart, with_biases
+from .handle import ElasticEvent, EPHandle
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 Dispatched: TypeAlias = "tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, ElasticEvent]"

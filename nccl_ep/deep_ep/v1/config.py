@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from .. import _C
-from ..checks import require_int32, require_within
+from ... import _C
+from ...checks import require_int32, require_within
 
 
 class HtSizes(NamedTuple):

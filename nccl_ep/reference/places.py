@@ -1,6 +1,6 @@
 """The oracle's routing: which experts a rank has of each token, and where its rows lie there.
 
-Like ``reference.py``, whose notation it uses, it is written from the semantics alone.
+Like all of the oracle, whose notation it uses, it is written from the semantics alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .reference_numbers import align_up
+from .formats import align_up
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..checks import require_bools, require_on, require_tensors
-from ..gradients import refuse_backward, wants_gradient
+from ...checks import require_bools, require_on, require_tensors
+from ...gradients import refuse_backward, wants_gradient
 
 BLOCK = 16  # elements that share a scale
 _HIDDEN = 32  # elements in 16 bytes, of which rows are a multiple

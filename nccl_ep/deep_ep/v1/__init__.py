@@ -1,0 +1,1 @@
+"""DeepEP V1: ``Buffer``, with the normal and the low-latency mode."""

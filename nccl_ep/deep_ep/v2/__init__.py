@@ -1,0 +1,1 @@
+"""DeepEP V2: ``ElasticBuffer``, and ``EPBuffer`` of V2.5."""
