@@ -55,7 +55,7 @@ tidy: build/dev/build.ninja
 	find csrc/{base,layout,runtime,cpu} -name '*.cc' | xargs -n 1 -P $(JOBS) clang-tidy --quiet -p build/dev
 
 bench: build
-	python -m nccl_ep.bench
+	python -m bench
 
 # --- Set-up and build ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ gpu:
 	cmake --build build/gpu --parallel $(JOBS)
 	$(ctest) build/gpu
 	python3 -m pytest -m gpu || test $$? = 5  # 5: no such test
-	python3 -m nccl_ep.bench
+	python3 -m bench
 
 clean:
 	rm -rf build dist nccl_ep/*.so .mypy_cache .pytest_cache .ruff_cache

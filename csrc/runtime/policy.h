@@ -18,7 +18,7 @@ namespace ep {
 // ---- Low latency (LL) or high throughput (HT)
 
 // Bytes that a rank sends at most in a dispatch of max_tokens, up to which "auto" takes LL. On 4 H200s it is the faster
-// mode at all that was measured, up to 1,024 tokens of 14 KiB (docs/performance.md; python -m nccl_ep.bench fit). But
+// mode at all that was measured, up to 1,024 tokens of 14 KiB (docs/performance.md; python -m bench fit). But
 // it takes all SMs, where HT takes 12 to 32, and its window grows with the tokens of all ranks.
 constexpr int64_t kAutoLlBytes = 56 << 20;
 // LL keeps a slot for every token of every rank, in the SMs' shared memory too. Small rows go to HT beyond so many, but

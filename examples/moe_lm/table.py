@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nccl_ep.bench.records import revision, today
+from bench.records import revision, today
 
 Report = dict[str, Any]
 _BULKY = ("outputs", "layer", "options", "losses", "first_buffer")  # left out of a record

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep import reference
-from nccl_ep.bench.world import Launcher, World
+
+from .ranks import Launcher, join
 
 _SECONDS = 180.0
 _FAILURE_FILE = "NCCL_EP_DOCTOR_FAILURE"  # where ranks say what went wrong
@@ -60,9 +61,11 @@ def check_rank(group: Any, device: torch.device) -> None:
 
 def run_rank(device_kind: str) -> int:
     try:
-        world = World(device_kind)
-        check_rank(dist.group.WORLD, world.device)
-        world.close()
+        device = join(device_kind)
+        if device.type == "cpu":
+            torch.set_num_threads(1)  # ranks share the cores
+        check_rank(dist.group.WORLD, device)
+        dist.destroy_process_group()
         return 0
     except Exception as error:
         text = f"rank {os.environ['RANK']}: {type(error).__name__}: {error}"
@@ -77,6 +80,6 @@ def self_test(device_kind: str, num_ranks: int, seconds: float = _SECONDS) -> st
         failures = Path(folder) / "failures"
         deadline = time.monotonic() + seconds
         argv = ["--rank-of", device_kind]
-        reason = Launcher(num_ranks).run(argv, {_FAILURE_FILE: str(failures)}, deadline, "nccl_ep.doctor")
+        reason = Launcher(num_ranks).run("nccl_ep.doctor", argv, {_FAILURE_FILE: str(failures)}, deadline)
         said = failures.read_text().strip().replace("\n", "; ") if failures.exists() else ""
         return said or reason

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import nccl_ep
-from nccl_ep import reference
-from nccl_ep.bench import (
+from bench import (
     configuration,
     floors,
     jobs,
@@ -30,7 +29,8 @@ from nccl_ep.bench import (
     table,
     workload,
 )
-from nccl_ep.bench.world import Skipped
+from bench.world import Skipped
+from nccl_ep import reference
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests import ROOT
 
@@ -67,7 +67,7 @@ def gpu_record(**fields: Any) -> records.Record:
 def test_ll_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "new" / "records.json"
     shown = run(
-        "-m", "nccl_ep.bench", "ll", "--device", "cpu", "--tokens", "1,5", "--iterations", "5", "--json", str(path),
+        "-m", "bench", "ll", "--device", "cpu", "--tokens", "1,5", "--iterations", "5", "--json", str(path),
         "--figures", "event,host,memory", "--floors",
     )  # fmt: skip
     found = json.loads(path.read_text())
@@ -100,7 +100,7 @@ def test_torchrun_and_a_failing_configuration(tmp_path: Path) -> None:
     path = tmp_path / "records.json"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     arguments = ("--device", "cpu", "--tokens=-1,2", "--dtype", "bf16", "--iterations", "2", "--no-rivals")
-    run(*torchrun, "-m", "nccl_ep.bench", "ll", *arguments, "--json", str(path), code=1)
+    run(*torchrun, "-m", "bench", "ll", *arguments, "--json", str(path), code=1)
     assert {record["tokens"] for record in records.load([path])} == {2}
 
 
@@ -134,7 +134,7 @@ def test_payloads_and_layouts_of_one_run(tmp_path: Path) -> None:
     """Every row that a caller may give, in every layout, held against the oracle; rivals once a payload."""
     path = tmp_path / "records.json"
     run(
-        "-m", "nccl_ep.bench", "ll", "--device", "cpu", "--tokens", "3", "--iterations", "2", "--hidden", "416",
+        "-m", "bench", "ll", "--device", "cpu", "--tokens", "3", "--iterations", "2", "--hidden", "416",
         "--dtype", ",".join(workload.DTYPES), "--layout", ",".join(reference.LAYOUTS), "--figures", "event",
         "--json", str(path), "--floors",
     )  # fmt: skip
@@ -149,7 +149,7 @@ def test_payloads_and_layouts_of_one_run(tmp_path: Path) -> None:
 def test_overlap_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "new" / "overlap.json"
     arguments = ("--device", "cpu", "--dtype", "fp8", "--iterations", "3", "--layout", "flat", "--json", str(path))
-    shown = run("-m", "nccl_ep.bench", "overlap", *arguments)
+    shown = run("-m", "bench", "overlap", *arguments)
     found = records.load([path])
     expected = {("nccl_ep", "alone"), ("gemm", "alone"), ("gemm", "alone_on_rest"), ("nccl_ep", "overlapped"),
                 ("gemm", "overlapped"), ("nccl_ep", "slowdown"), ("nccl_ep", "fused"), ("nccl_ep", "halves"),
@@ -165,15 +165,15 @@ def test_overlap_on_cpu_ranks(tmp_path: Path) -> None:
     value = {(r["op"], r["system"], r["figure"]): r["value"] for r in found}
     slowdown = value["combine", "nccl_ep", "overlapped"] / value["combine", "nccl_ep", "alone"]
     assert value["combine", "nccl_ep", "slowdown"] == pytest.approx(slowdown, rel=1e-3, abs=1e-3)
-    assert "128x128x64" in shown and shown == run("-m", "nccl_ep.bench", "table", str(path))
+    assert "128x128x64" in shown and shown == run("-m", "bench", "table", str(path))
     assert plot.main([str(path), "--out", str(tmp_path)]) == 1  # nothing of ll
 
 
 def test_overlap_says_what_failed(tmp_path: Path) -> None:
     path = tmp_path / "overlap.json"
-    run("-m", "nccl_ep.bench", "overlap", "--device", "cpu", "--tokens=-1", "--json", str(path), code=1)
+    run("-m", "bench", "overlap", "--device", "cpu", "--tokens=-1", "--json", str(path), code=1)
     assert records.load([path]) == []
-    run("-m", "nccl_ep.bench", "overlap", "--device", "cpu", "--gemm", "1,2", code=2)
+    run("-m", "bench", "overlap", "--device", "cpu", "--gemm", "1,2", code=2)
 
 
 def test_gemm_share() -> None:

@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench compare``: what has become slower."""
+"""``python -m bench compare``: what has become slower."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nccl_ep.bench import __main__ as bench
-from nccl_ep.bench import compare, records
-from nccl_ep.bench.records import Record
+from bench import __main__ as bench
+from bench import compare, records
+from bench.records import Record
 
 
 def made(value: float | None, revision: str = "old", **fields: Any) -> Record:

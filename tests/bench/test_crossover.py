@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nccl_ep.bench import crossover, records
+from bench import crossover, records
 from nccl_ep.modes import AUTO_LL_BYTES, choose_mode
 from tests.bench.test_bench import gpu_record, run
 
@@ -13,7 +13,7 @@ from tests.bench.test_bench import gpu_record, run
 def test_fit_on_cpu_ranks(tmp_path: Path) -> None:
     path, again = tmp_path / "fit.json", tmp_path / "again.json"
     arguments = ("--device", "cpu", "--tokens", "1,64", "--iterations", "3", "--dtype", "bf16", "--layout", "flat")
-    shown = run("-m", "nccl_ep.bench", "fit", *arguments, "--json", str(path))
+    shown = run("-m", "bench", "fit", *arguments, "--json", str(path))
     found = records.load([path])
     pairs = {(r["bench"], r["tokens"]) for r in found if r["op"] == "pair" and r["figure"] == "event"}
     assert pairs == {(mode, tokens) for mode in ("ll", "ht") for tokens in (1, 64)}
@@ -22,9 +22,9 @@ def test_fit_on_cpu_ranks(tmp_path: Path) -> None:
     assert fitted[0]["figure"] == "crossover_event"
     text = crossover.render(fitted)
     assert text in shown and "bf16, flat, native, event: " in text
-    assert text in run("-m", "nccl_ep.bench", "fit", str(path), "--json", str(again))
+    assert text in run("-m", "bench", "fit", str(path), "--json", str(again))
     assert records.load([again]) == fitted
-    assert text in run("-m", "nccl_ep.bench", "table", str(path))
+    assert text in run("-m", "bench", "table", str(path))
 
 
 def curve_records(figure: str, ll: dict[int, float], ht: dict[int, float], **fields: Any) -> list[records.Record]:

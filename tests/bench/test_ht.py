@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import nccl_ep
-from nccl_ep import reference
-from nccl_ep.bench import (
+from bench import (
     configuration,
     floors,
     ht_configuration,
@@ -27,9 +26,10 @@ from nccl_ep.bench import (
     table,
     workload,
 )
-from nccl_ep.bench.__main__ import main as bench_main
-from nccl_ep.bench.workload import Shape
-from nccl_ep.bench.world import Skipped
+from bench.__main__ import main as bench_main
+from bench.workload import Shape
+from bench.world import Skipped
+from nccl_ep import reference
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests import ROOT
 from tests.bench.test_bench import gpu_record, run, shape
@@ -55,7 +55,7 @@ def ht_buffer(given: Shape, group: Any, arena_bytes: int | None) -> nccl_ep.Buff
 def test_ht_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "new" / "records.json"
     shown = run(
-        "-m", "nccl_ep.bench", "ht", "--device", "cpu", "--tokens", "3,8", "--iterations", "2", "--dtype", "bf16",
+        "-m", "bench", "ht", "--device", "cpu", "--tokens", "3,8", "--iterations", "2", "--dtype", "bf16",
         "--cached", "--staged", "--json", str(path), "--figures", "event,host,memory",
     )  # fmt: skip
     found = json.loads(path.read_text())
@@ -100,7 +100,7 @@ def test_ht_on_cpu_ranks(tmp_path: Path) -> None:
 def test_payloads_and_layouts_of_high_throughput(tmp_path: Path) -> None:
     path = tmp_path / "records.json"
     run(
-        "-m", "nccl_ep.bench", "ht", "--device", "cpu", "--tokens", "3", "--iterations", "2", "--hidden", "416",
+        "-m", "bench", "ht", "--device", "cpu", "--tokens", "3", "--iterations", "2", "--hidden", "416",
         "--dtype", ",".join(workload.DTYPES), "--layout", ",".join(reference.LAYOUTS), "--figures", "event",
         "--json", str(path), "--cached", "--routing", "hot_expert", "--no-rivals",
     )  # fmt: skip
@@ -114,7 +114,7 @@ def test_payloads_and_layouts_of_high_throughput(tmp_path: Path) -> None:
 def test_overlap_of_high_throughput(tmp_path: Path) -> None:
     path = tmp_path / "overlap.json"
     arguments = ("--device", "cpu", "--dtype", "bf16", "--iterations", "3", "--mode", "ht", "--json", str(path))
-    shown = run("-m", "nccl_ep.bench", "overlap", *arguments)
+    shown = run("-m", "bench", "overlap", *arguments)
     found = records.load([path])
     assert len(found) == 28 and {r["op"] for r in found} == {"dispatch", "combine", "spin"}
     assert all(r["mode"] == "ht" and r["layout"] == "flat" and r["value"] is not None for r in found)
@@ -142,7 +142,7 @@ def test_the_scripts_of_figures_give_options_that_exist(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(options, "_C", types.SimpleNamespace(has_cuda=lambda: True))
-    script = ROOT / "benchmarks" / f"measure_{mode}.sh"
+    script = ROOT / "bench" / f"measure_{mode}.sh"
     steps = re.findall(r"^(\w+)\)", script.read_text(), re.MULTILINE)
     assert len(steps) == num_steps
     for step in steps:
@@ -154,7 +154,7 @@ def test_the_scripts_of_figures_give_options_that_exist(
                 "ll": options.parse, "ht": options.parse_ht, "fit": options.parse_fit, "overlap": overlap.parse,
             }  # fmt: skip
             parsed = parsers[name](arguments)
-            assert module == "nccl_ep.bench" and parsed.device == "cuda"
+            assert module == "bench" and parsed.device == "cuda"
             assert parsed.json.parent == tmp_path / "out" and parsed.json.name.startswith(f"{mode}_{step}")
         assert len(lines) == (7 if step == "shapes" else 1)
 

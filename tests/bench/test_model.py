@@ -10,12 +10,12 @@ from statistics import mean
 
 import pytest
 
-from nccl_ep.bench import model, records
-from nccl_ep.bench.__main__ import main
-from nccl_ep.bench.model import low_latency
-from nccl_ep.bench.model_ht import high_throughput
-from nccl_ep.bench.model_numbers import CONSTANTS, Cluster, constant
-from nccl_ep.bench.published_nodes import LATENCIES
+from bench import model, records
+from bench.__main__ import main
+from bench.model import low_latency
+from bench.model_ht import high_throughput
+from bench.model_numbers import CONSTANTS, Cluster, constant
+from bench.published_nodes import LATENCIES
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nccl_ep.bench import model_ht, records
-from nccl_ep.bench.__main__ import main
-from nccl_ep.bench.model_ht import enough_sms, high_throughput, logical_gbps, moved_rows, window_bytes, window_row
-from nccl_ep.bench.model_numbers import CONSTANTS, Cluster
-from nccl_ep.bench.published_nodes import THROUGHPUTS
+from bench import model_ht, records
+from bench.__main__ import main
+from bench.model_ht import enough_sms, high_throughput, logical_gbps, moved_rows, window_bytes, window_row
+from bench.model_numbers import CONSTANTS, Cluster
+from bench.published_nodes import THROUGHPUTS
 
 ROOT = Path(__file__).parent.parent.parent
 NODES = (2, 4, 8, 16, 32)

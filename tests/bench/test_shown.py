@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nccl_ep.bench import compare, configuration, fit, plot, records, table
+from bench import compare, configuration, fit, plot, records, table
 from tests import ROOT
 from tests.bench.test_bench import gpu_record
 

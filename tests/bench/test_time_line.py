@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench time-line``: from raw stamps to records, and what it says where there are none."""
+"""``python -m bench time-line``: from raw stamps to records, and what it says where there are none."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import nccl_ep
+from bench import __main__ as bench
+from bench import options, records, stamps, time_line
 from nccl_ep import _C
-from nccl_ep.bench import __main__ as bench
-from nccl_ep.bench import records, stamps, time_line
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests import ROOT
 from tests.bench.test_bench import run
@@ -100,7 +99,7 @@ def test_records_of_rank_0(
     assert (first["mode"], first["layout"], first["alignment"]) == (mode, layout, 8 if layout == "packed" else 1)
     path = tmp_path / "records.json"
     records.save(path, mine)
-    shown = run("-m", "nccl_ep.bench", "table", str(path))
+    shown = run("-m", "bench", "table", str(path))
     assert shown.strip() == stamps.render(mine)
     domains = "" if domain_size is None else f" in domains of {domain_size}"
     assert shown.startswith(f"{mode}: 2 ranks{domains}, some GPU; 6 tokens") and re.search(
@@ -115,7 +114,7 @@ def test_builds_without_stamps_are_told(
     has_gpu: bool, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(nccl_ep.bench.options, "_C", argparse.Namespace(has_cuda=lambda: True))
+    monkeypatch.setattr(options, "_C", argparse.Namespace(has_cuda=lambda: True))
     monkeypatch.setattr(time_line, "_C", argparse.Namespace(time_line=lambda kernel: []))
     with pytest.raises(SystemExit) as exit:
         bench.main(["time-line", "--mode", "ht"])

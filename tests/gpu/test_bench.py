@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nccl_ep.bench import records
+from bench import records
 from tests.bench.test_bench import run
 from tests.support.gpus import needs_gpu
 
@@ -18,7 +18,7 @@ FIGURES = {"ll": {"graph", "graph_pdl", "kernel", "event", "host"}, "ht": {"grap
 def test_every_figure_of_one_gpu(bench: str, tmp_path: Path) -> None:
     path = tmp_path / "records.json"
     small = ("--tokens", "16", "--hidden", "1024", "--experts", "16", "--dtype", "bf16")
-    run("-m", "nccl_ep.bench", bench, "--ranks", "1", *small, "--quick", "--no-rivals", "--json", str(path))
+    run("-m", "bench", bench, "--ranks", "1", *small, "--quick", "--no-rivals", "--json", str(path))
     ours = [record for record in records.load([path]) if record["system"] == "nccl_ep"]
     timed = [record for record in ours if record["unit"] == "us"]
     assert {record["figure"] for record in timed} == FIGURES[bench]

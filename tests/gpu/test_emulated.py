@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import nccl_ep
+from bench.stamps import KERNELS, STAMPS, over_calls
 from nccl_ep import _C
-from nccl_ep.bench.stamps import KERNELS, STAMPS, over_calls
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support import floor_calls, gpu_chains, gpu_handles, gpu_ht_chains, gpu_ht_ranks, gpu_ranks
 from tests.support.deepep_normal_ranks import check_layout, layout_of, normal_buffer

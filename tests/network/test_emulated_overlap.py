@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
+from bench.stamps import STAMPS, Stamps, Summary, summary
 from nccl_ep import _C
-from nccl_ep.bench.stamps import STAMPS, Stamps, Summary, summary
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.network.test_emulated_network import name_of
 from tests.support.expected import Expected, plain_case

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nccl_ep.bench.world import World
+from bench.world import World
+from nccl_ep.doctor.ranks import STORE
 
 _LISTENS = "0A"  # the state in /proc/net/tcp
 _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
@@ -34,7 +35,7 @@ def main() -> None:
     world.gate.wait()
     for pid in ("self", os.getppid()):
         assert not listeners(pid), (pid, listeners(pid))
-    folder = Path(os.environ["NCCL_EP_BENCH_STORE"]).parent
+    folder = Path(os.environ[STORE]).parent
     assert folder.stat().st_mode & 0o777 == 0o700, oct(folder.stat().st_mode)
     world.close()
 

@@ -31,7 +31,7 @@ inline LlNetwork ll_network_of(const std::string& name) {
   raise(ErrorKind::kInvalidArgument, "ll_network is '", name, "', must be auto, rail or mesh");
 }
 
-// Up to here the mesh takes less time than the rail, by the model of `python -m nccl_ep.bench model`: the step over
+// Up to here the mesh takes less time than the rail, by the model of `python -m bench model`: the step over
 // NVLink that it saves is longer than what it sends beyond the rail.
 constexpr uint64_t kMostMeshBytes = 64 << 10;  // rows that a rank sends, if each went to one place: 4 of 7168 in bf16
 constexpr int kMostMeshPeers = 8;              // ranks of other domains

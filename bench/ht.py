@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench ht``: high-throughput dispatch and combine, checked, then measured, against torch's sort
+"""``python -m bench ht``: high-throughput dispatch and combine, checked, then measured, against torch's sort
 and all-to-all."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench fit``: both modes over the tokens, and where one overtakes the other."""
+"""``python -m bench fit``: both modes over the tokens, and where one overtakes the other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     options = parse_fit(argv)
     if not options.files:
         return jobs.main(BENCH, argv)
-    parser = argparse.ArgumentParser(prog="python -m nccl_ep.bench fit")
+    parser = argparse.ArgumentParser(prog="python -m bench fit")
     fitted = crossover.fit(records.given(parser, options.files))
     print(crossover.render(fitted), flush=True)
     if options.json is not None:

@@ -1,6 +1,6 @@
-"""What single figures that are far off come from: torchrun --nproc-per-node 2 benchmarks/measure_outliers.py FILE.json
+"""What single figures that are far off come from: torchrun --nproc-per-node 2 -m bench.measure_outliers FILE.json
 
-Figures of ``python -m nccl_ep.bench`` again and again, until the time is up: low latency's dispatch of 32 tokens and
+Figures of ``python -m bench`` again and again, until the time is up: low latency's dispatch of 32 tokens and
 high throughput's packed dispatch and combine, in graphs and as kernels. Every other time ("pause last") GPUs are
 aligned as they were until 26 November 2026: by a collective, and then a short pause. FILE has every sample of
 every rank. A line for each figure and repeat, in us:
@@ -22,6 +22,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,11 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench import measure, world
+from bench.operations import Operations, native_operations
+from bench.records import Record, make, revision, save, slowest, today
+from bench.workload import Checked, Shape, arena_bytes_for, fitted, make_buffer, make_inputs
 from nccl_ep import Buffer
-from nccl_ep.bench import measure, world
-from nccl_ep.bench.operations import Operations, native_operations
-from nccl_ep.bench.records import Record, make, revision, save, slowest, today
-from nccl_ep.bench.workload import Checked, Shape, arena_bytes_for, fitted, make_buffer, make_inputs
 
 SHAPES = {  # tokens, layout, alignment, calls in a graph
     "ll": (32, "expert_major", 1, 40),
@@ -153,9 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     rank = Rank()
-    subjects = [
-        rank.together(lambda mode=mode: Subject(rank, mode, options.hidden, options.experts)) for mode in SHAPES
-    ]
+    subjects = [rank.together(partial(Subject, rank, mode, options.hidden, options.experts)) for mode in SHAPES]
     records: list[Record] = []
     repeat = 0
     while all(rank.agree(lambda: time.monotonic() < until)):

@@ -73,7 +73,7 @@ def render(changes: list[Change], percent: float) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m nccl_ep.bench compare",
+        prog="python -m bench compare",
         description="Prints what NOW has that is slower, or larger, than the best of BEFORE: same shape, same call, "
         "same device. Exit code 1 if there is any.",
     )

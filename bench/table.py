@@ -126,7 +126,7 @@ def show(found: list[Record]) -> list[Record]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m nccl_ep.bench table", description="Prints what was measured.")
+    parser = argparse.ArgumentParser(prog="python -m bench table", description="Prints what was measured.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     found = records.given(parser, parser.parse_args(argv).files)
     for bench, draw in (("overlap", overlap.render), ("fit", crossover.render), ("time_line", stamps.render)):

@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench overlap``: what an operation and a GEMM cost one another, for overlap of two batches.
+"""``python -m bench overlap``: what an operation and a GEMM cost one another, for overlap of two batches.
 
 Fused: operations in a row on a few SMs, GEMMs in a row on the others, at the same time. Staged: a split call,
 send, GEMM, receive in one stream (high throughput has no split calls: the operation runs on the buffer's own stream,

@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench plot FILE... --out DIR``: latency over tokens and over SMs, as PNG and SVG."""
+"""``python -m bench plot FILE... --out DIR``: latency over tokens and over SMs, as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def draw(found: list[Record], folder: Path) -> list[Path]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m nccl_ep.bench plot",
+        prog="python -m bench plot",
         description="Draws latency over tokens and over num_sms, against the floors and the published rivals.",
         epilog=f"Published figures: {published.SOURCE}.",
     )

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Low latency's figures of a machine: sh benchmarks/measure_ll.sh STEP FOLDER, with the built package on PYTHONPATH.
+# Low latency's figures of a machine: sh bench/measure_ll.sh STEP FOLDER, with the built package on PYTHONPATH.
 # No step begins a shape after nine minutes; each leaves FOLDER/ll_STEP*.json, and the last thing it prints is a table.
 # main: the targets. layouts, payloads, deepep: what must not cost more. shapes: others. sms: over num_sms. overlap: a
 # GEMM.
 set -eu
 step=${1:?main, layouts, payloads, deepep, shapes, sms or overlap} out=${2:?a folder}
 mkdir -p "$out"
-bench() { python3 -m nccl_ep.bench "$@"; }
+bench() { python3 -m bench "$@"; }
 ll() { bench ll --time-limit=520 --no-rivals --json "$out/ll_$step.json" "$@"; }
 case $step in
 main) bench ll --time-limit=520 --tokens 128,1,8,32,512 --floors --json "$out/ll_main.json" ;;

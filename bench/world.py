@@ -7,12 +7,8 @@ import json
 import mmap
 import os
 import platform
-import queue
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,16 +18,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from nccl_ep.doctor.ranks import COLLECTIVE_SECONDS, Launcher, join
+
 from . import records
 from .records import Record
 
 T = TypeVar("T")
 
-# NVLink multicast can put GPUs that others share out of service.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 GRACE_SECONDS = 30.0  # for what is in hand when the time is over
-_ENV_STORE = "NCCL_EP_BENCH_STORE"  # set by Launcher: the file in which the ranks meet
-_COLLECTIVE_SECONDS = 120  # of torch's own collectives: then the process ends, and the parent goes on with a new one
 _GATE_SECONDS = 20.0
 _POLLS_BEFORE_YIELD = 200
 _CPU_SECONDS = 120.0  # of whatever CPU ranks wait for: they share cores with all else that runs there
@@ -92,25 +86,10 @@ class World:
     def __init__(self, device: str) -> None:
         self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.is_cuda = device == "cuda"
-        for name, value in NO_MULTICAST.items():
-            os.environ.setdefault(name, value)
-        if self.is_cuda:
-            local = int(os.environ.get("LOCAL_RANK", self.rank))
-            if local >= torch.cuda.device_count():
-                raise SystemExit(f"rank {self.rank} has no GPU: there are {torch.cuda.device_count()}")
-            self.device = torch.device("cuda", local)
-            torch.cuda.set_device(self.device)
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_ranks))  # the oracle runs on all ranks
-        else:
-            self.device = torch.device("cpu")
-            torch.set_num_threads(1)  # ranks share the cores
-        timeout = timedelta(seconds=_COLLECTIVE_SECONDS)
-        backend = "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
-        if path := os.environ.get(_ENV_STORE):
-            store = dist.FileStore(path, self.num_ranks)  # type: ignore[attr-defined]  # public, but not in its stub
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=self.rank, world_size=self.num_ranks)
-        else:  # torchrun's
-            dist.init_process_group(backend, timeout=timeout)
+        self.device = join(device)
+        # The oracle runs on all ranks of a GPU's machine; CPU ranks share the cores.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_ranks) if self.is_cuda else 1)
+        timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         host = dist.new_group(backend="gloo", timeout=timeout)
         assert host is not None
         self._host = host
@@ -190,47 +169,6 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-class Launcher:
-    """Starts worlds of ranks as processes of this host, one after the other.
-
-    They meet in a file that only this user can read: a server would listen to every process of the host.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-
-    def run(self, argv: list[str], settings: dict[str, str], deadline: float, module: str = "nccl_ep.bench") -> str:
-        """``python -m module`` with ``argv`` on every rank. "" if all ended well, else what happened.
-
-        The first rank that fails ends the others, as does the deadline (of time.monotonic).
-        """
-        # A store of its own for each world: nothing is left from the world before.
-        with tempfile.TemporaryDirectory(prefix="nccl_ep_ranks_") as folder:  # of mode 0700
-            return self._run(
-                [sys.executable, "-m", module, *argv], settings | {_ENV_STORE: f"{folder}/store"}, deadline
-            )
-
-    def _run(self, command: list[str], settings: dict[str, str], deadline: float) -> str:
-        common = NO_MULTICAST | os.environ | settings
-        common |= {
-            "WORLD_SIZE": str(self.num_ranks),
-            "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-        }
-        if any(name == "lo" for _, name in socket.if_nameindex()):
-            common.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(self.num_ranks):
-                ranks.append(subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
-            return _wait(ranks, deadline)
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-
-
 def run_on_ranks(argv: list[str], options: argparse.Namespace, render: Callable[[list[Record]], str]) -> int:
     """Runs a command on ranks, the first of which saves records, and prints these. Returns an exit code."""
     with tempfile.TemporaryDirectory() as folder:
@@ -238,32 +176,8 @@ def run_on_ranks(argv: list[str], options: argparse.Namespace, render: Callable[
         path.parent.mkdir(parents=True, exist_ok=True)
         records.save(path, [])
         deadline = time.monotonic() + options.time_limit + GRACE_SECONDS
-        reason = Launcher(options.ranks).run([*argv, "--json", str(path)], {}, deadline)
+        reason = Launcher(options.ranks).run("bench", [*argv, "--json", str(path)], {}, deadline)
         print(render(records.load([path])), flush=True)
     if reason:
         print(f"FAILED {reason}", file=sys.stderr)
     return 1 if reason else 0
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> str:
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def watch(rank: int) -> None:
-        ranks[rank].wait()
-        ended.put(rank)
-
-    for rank in range(len(ranks)):
-        threading.Thread(target=watch, args=(rank,), daemon=True).start()
-    for _ in ranks:
-        try:
-            rank = ended.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            running = [str(rank) for rank, process in enumerate(ranks) if process.poll() is None]
-            return f"the time limit ended rank {', '.join(running)}"
-        if code := ranks[rank].returncode:
-            return f"rank {rank} ended with code {code}"
-    return ""
-
-
-def _package_root() -> str:
-    return str(Path(__file__).resolve().parents[2])

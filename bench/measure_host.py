@@ -1,4 +1,4 @@
-"""How long the host is kept by eager calls: python benchmarks/measure_host.py RECORDS.json [--device cpu]
+"""How long the host is kept by eager calls: python -m bench.measure_host RECORDS.json [--device cpu]
 
 One rank; with torchrun, a GPU (or a CPU rank) each. Every figure is taken with and without torch.set_default_device,
 whose mode sees each function of torch that Python calls.
@@ -18,7 +18,7 @@ events between two streams and its launches, called from Python, around kernels 
 --deepep-normal-kernels). In its normal mode the host also waits for the counts. "least" is the same without launches'
 kernels, host alone.
 
-The figures of high throughput: torchrun --nproc-per-node 2 benchmarks/measure_host.py RECORDS.json --mode ht --tokens
+The figures of high throughput: torchrun --nproc-per-node 2 -m bench.measure_host RECORDS.json --mode ht --tokens
 4096
 """
 
@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
+from bench.records import FIELDS, make, revision, save, today
 from nccl_ep import deep_ep
-from nccl_ep.bench.records import FIELDS, make, revision, save, today
 from nccl_ep.config import combine_args
 
 Call = Callable[[], Any]

@@ -1,4 +1,4 @@
-"""What sums in fewer bytes cost and save: torchrun --nproc-per-node N benchmarks/measure_wire.py RECORDS.json
+"""What sums in fewer bytes cost and save: torchrun --nproc-per-node N -m bench.measure_wire RECORDS.json
 
 A combine of low latency (128 tokens, expert_major) and of high throughput (4,096 tokens, flat and packed) whose sums
 travel as the outputs' bf16, "fp8" or "logfmt". graph: one combine of a captured chain, in turn for each format. The
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
-from nccl_ep.bench import measure, records
-from nccl_ep.bench.measure import Effort
-from nccl_ep.bench.world import World
+from bench import measure, records
+from bench.measure import Effort
+from bench.world import World
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
 FORMATS = (None, "fp8", "logfmt")

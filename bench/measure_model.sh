@@ -1,6 +1,6 @@
 #!/bin/sh
 # Training and serving the example model on the GPUs of this machine, against torch's all_to_all_single and DeepEP's calls:
-#   sh benchmarks/measure_model.sh FOLDER [all | train | serve | proof | bits]
+#   sh bench/measure_model.sh FOLDER [all | train | serve | proof | bits]
 # with the built package on PYTHONPATH. Builds nothing. "all" is serve and two sizes of train, in at most four minutes;
 # "train" has three sizes; "proof" trains twice and compares the losses; "bits" asks which of torch's operators give a
 # row the same bits anywhere. Every leg has a limit of its own. What a leg that fails has said is in FOLDER/LEG.log, and

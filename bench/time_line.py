@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench time-line``: when the warps of rank 0 pass the phases of each kernel, in builds with
+"""``python -m bench time-line``: when the warps of rank 0 pass the phases of each kernel, in builds with
 -DNCCL_EP_STAMPS=ON. Each operation runs by itself, with nothing before it that it could overlap."""
 
 from __future__ import annotations

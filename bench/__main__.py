@@ -1,19 +1,19 @@
-"""``python -m nccl_ep.bench [ll | ht | fit | overlap | time-line]`` measures, ``plot``, ``table``, ``compare`` show,
+"""``python -m bench [ll | ht | fit | overlap | time-line]`` measures, ``plot``, ``table``, ``compare`` show,
 ``model`` computes."""
 
 from __future__ import annotations
 
 import sys
 
-USAGE = """usage: python -m nccl_ep.bench [ll] [options]              measure low-latency dispatch and combine
-       python -m nccl_ep.bench ht [options]                high-throughput dispatch and combine
-       python -m nccl_ep.bench fit [FILE...] [options]     where high throughput overtakes low latency
-       python -m nccl_ep.bench overlap [options]           an operation and a GEMM at the same time
-       python -m nccl_ep.bench time-line [options]         when warps pass the phases of a kernel, in builds with stamps
-       python -m nccl_ep.bench model [options]             several nodes, by arithmetic: nothing is measured
-       python -m nccl_ep.bench plot FILE... [--out DIR]   draw what was measured, as PNG and SVG
-       python -m nccl_ep.bench table FILE...              print it
-       python -m nccl_ep.bench compare NOW BEFORE...      print what has become slower
+USAGE = """usage: python -m bench [ll] [options]              measure low-latency dispatch and combine
+       python -m bench ht [options]                high-throughput dispatch and combine
+       python -m bench fit [FILE...] [options]     where high throughput overtakes low latency
+       python -m bench overlap [options]           an operation and a GEMM at the same time
+       python -m bench time-line [options]         when warps pass the phases of a kernel, in builds with stamps
+       python -m bench model [options]             several nodes, by arithmetic: nothing is measured
+       python -m bench plot FILE... [--out DIR]   draw what was measured, as PNG and SVG
+       python -m bench table FILE...              print it
+       python -m bench compare NOW BEFORE...      print what has become slower
 --help after a command lists its options."""
 
 

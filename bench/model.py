@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench model``: what operations over several nodes would take, by arithmetic.
+"""``python -m bench model``: what operations over several nodes would take, by arithmetic.
 
 Nothing here is measured: the library has not yet run over a NIC. The model counts the bytes that leave a GPU's NIC and
 its NVLink ports for random routing, divides by rates, and adds latencies. CONSTANTS (model_numbers.py) says where each
@@ -138,7 +138,7 @@ def fit(published: Latency, nic_gbps: float | None = None) -> float:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m nccl_ep.bench model",
+        prog="python -m bench model",
         description="What dispatch and combine over several nodes would take, by arithmetic, beside what others have "
         "published. Nothing is measured.",
     )

@@ -1,4 +1,4 @@
-"""What gradients cost: python benchmarks/measure_training.py RECORDS.json [--tokens 4096]; with torchrun, a GPU a rank.
+"""What gradients cost: python -m bench.measure_training RECORDS.json [--tokens 4096]; with torchrun, a GPU a rank.
 
 host: how long an eager call keeps the host, without and with gradients (one rank and more). backward: device time of
 the backward pass of a pair in high throughput, beside the same two calls by hand, alternating.
@@ -11,10 +11,10 @@ import statistics
 
 import torch
 import torch.distributed as dist
-from measure_host import host_means
 
 import nccl_ep
-from nccl_ep.bench.records import revision, today
+from bench.measure_host import host_means
+from bench.records import revision, today
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
 

@@ -44,7 +44,7 @@ def words(*allowed: str) -> Callable[[str], list[str]]:
 
 def common_parser(command: str, description: str) -> argparse.ArgumentParser:
     """What all measurements of operations take."""
-    parser = argparse.ArgumentParser(prog=f"python -m nccl_ep.bench {command}", description=description)
+    parser = argparse.ArgumentParser(prog=f"python -m bench {command}", description=description)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU and this build serves it")
     add("--ranks", type=int, help="processes to start, one a GPU; default: all GPUs, or 2 CPU ranks")

@@ -1,4 +1,4 @@
-"""``python -m nccl_ep.bench ll``: low-latency dispatch and combine, checked, then measured, against torch's ways."""
+"""``python -m bench ll``: low-latency dispatch and combine, checked, then measured, against torch's ways."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nccl_ep.doctor.ranks import Launcher
+
 from . import records, table
 from .configuration import Configuration, Plan
 from .ht_configuration import HtConfiguration
@@ -20,7 +22,7 @@ from .measure import Effort
 from .records import Record
 from .rivals import TorchSymmMem
 from .workload import Shape
-from .world import GRACE_SECONDS, BenchError, Launcher, World, is_rank
+from .world import GRACE_SECONDS, BenchError, World, is_rank
 
 _BROKEN = 3  # exit code of a rank whose GPU no longer works: the next job needs new processes
 
@@ -223,7 +225,7 @@ class _Parent:
         self.state.write_text(json.dumps({"job": first, "failures": []}))
         settings = {_ENV_JOBS: f"{first}:{end}", _ENV_STATE: str(self.state)}
         argv = [self.bench.command, *self.argv, "--json", str(self.path), "--time-limit", str(left)]
-        reason = Launcher(self.options.ranks).run(argv, settings, self.deadline + GRACE_SECONDS)
+        reason = Launcher(self.options.ranks).run("bench", argv, settings, self.deadline + GRACE_SECONDS)
         state: dict[str, Any] = json.loads(self.state.read_text())
         self.failures += state["failures"]
         if not reason:

@@ -24,7 +24,7 @@ CONSTANTS = {
         48.0, "GB/s", "published",
         "DeepEP V1's LL times on CX7 400 Gb/s (docs/legacy.md): bytes / 48 GB/s and a constant, at EP16, 32 and 64",
     ),
-    "nvlink": Constant(344.0, "GB/s", "measured", "8 x H200, stores alone: nccl_ep/bench/floors.py"),
+    "nvlink": Constant(344.0, "GB/s", "measured", "8 x H200, stores alone: bench/floors.py"),
     "put": Constant(
         8.4, "us", "published", "arXiv 2511.15076: a round trip of a GIN put with signal takes 16.7 us with GDAKI"
     ),

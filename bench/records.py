@@ -23,8 +23,8 @@ FIELDS = (
 # tensor outside the arena). overlap: mode, gemm, partition. ll: enable_shrink, where the buffer masks late ranks.
 # time_line: mode, alignment, domain_size where it was given, and of a kernel's stamp the first and the last warp's time
 # (value: the median one's).
-# host (benchmarks/measure_host.py): what torch.set_default_device was given.
-# wire (benchmarks/measure_wire.py): the format of sums on their way home.
+# host (bench/measure_host.py): what torch.set_default_device was given.
+# wire (bench/measure_wire.py): the format of sums on their way home.
 # suite: how many tests of tests/gpu passed or were skipped, under the NCCL named. model: examples/moe_lm.
 # gin (tests/gpu/test_gin.py): messages of a rank to a peer, bytes of each, and what carries them.
 _MORE = (
@@ -59,7 +59,7 @@ def revision() -> str:
     """Of the sources: NCCL_EP_REVISION (for copies without .git), else git's, else "unknown"."""
     if given := os.environ.get("NCCL_EP_REVISION"):
         return given
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():  # or git would find that of a directory above
         return "unknown"
     try:

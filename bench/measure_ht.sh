@@ -1,11 +1,11 @@
 #!/bin/sh
-# High throughput's figures of a machine: sh benchmarks/measure_ht.sh STEP FOLDER, with the built package on PYTHONPATH.
+# High throughput's figures of a machine: sh bench/measure_ht.sh STEP FOLDER, with the built package on PYTHONPATH.
 # No step begins a shape after nine minutes; each leaves FOLDER/ht_STEP*.json, and the last thing it prints is a table.
 # main: the targets. staged: cached and staged. sms: over num_sms. shapes: others. fit: AUTO_LL_BYTES. overlap: a GEMM.
 set -eu
 step=${1:?main, staged, sms, shapes, fit or overlap} out=${2:?a folder}
 mkdir -p "$out"
-bench() { python3 -m nccl_ep.bench "$@"; }
+bench() { python3 -m bench "$@"; }
 limit=--time-limit=520
 case $step in
 main) bench ht "$limit" --tokens 4096,1024,8192 --json "$out/ht_main.json" ;;

@@ -1,1 +1,0 @@
-"""Measures the library, and what a user would do without it: ``python -m nccl_ep.bench ll``."""
