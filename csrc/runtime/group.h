@@ -7,7 +7,7 @@
 #include <mutex>
 #include <string>
 
-#include "layout/common/window.h"
+#include "layout/window.h"
 #include "runtime/backend.h"
 #include "transport/transport.h"
 

@@ -5,7 +5,7 @@
 #include <chrono>
 
 #include "cpu/common/wait.h"
-#include "layout/common/window.h"
+#include "layout/window.h"
 #include "runtime/failure.h"
 #include "transport/transport.h"
 

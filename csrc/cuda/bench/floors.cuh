@@ -13,9 +13,9 @@
 #pragma once
 
 #include "cuda/launch/launch.h"
-#include "cuda/ll/headers.cuh"
-#include "cuda/ll/op_context.cuh"
-#include "cuda/ll/payload.cuh"
+#include "cuda/ll/common/headers.cuh"
+#include "cuda/ll/common/op_context.cuh"
+#include "cuda/ll/dispatch/payload.cuh"
 
 namespace ep {
 

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "cuda/ht/geometry.h"
+#include "cuda/ht/common/geometry.h"
 #include "cuda/network/network.h"
 #include "cuda/network/restart.h"
 #include "cuda/protocol/kernel_args.h"

@@ -2,7 +2,7 @@
 // ranks pull them and add the ranks up. The table of contents is ht_combine(), at the end.
 #pragma once
 
-#include "cuda/ht/combine_stage.cuh"
+#include "cuda/ht/combine/stage.cuh"
 #include "cuda/testing/stamps.cuh"
 
 namespace ep {
@@ -241,7 +241,7 @@ __device__ __forceinline__ void pull_rows(const HtCombineRole& role, char* rings
 }  // namespace ep
 
 #if defined(EP_NETWORK)
-#include "cuda/ht/rail_combine.cuh"
+#include "cuda/ht/links/combine.cuh"
 #endif
 
 namespace ep {

@@ -1,12 +1,12 @@
 // The second kernel of a high-throughput dispatch, as a table of contents: rows and metadata go out and come in.
 #pragma once
 
-#include "cuda/ht/metadata.cuh"
-#include "cuda/ht/receive.cuh"
-#include "cuda/ht/send.cuh"
+#include "cuda/ht/dispatch/metadata.cuh"
+#include "cuda/ht/dispatch/receive.cuh"
+#include "cuda/ht/dispatch/send.cuh"
 #include "cuda/testing/stamps.cuh"
 #if defined(EP_NETWORK)
-#include "cuda/ht/rail_forward.cuh"
+#include "cuda/ht/links/forward.cuh"
 #endif
 
 namespace ep {

@@ -4,12 +4,12 @@
 // contents is ht_route(), at the end.
 #pragma once
 
-#include "cuda/ht/info.cuh"
-#include "cuda/ht/messages.cuh"
-#include "cuda/ht/route_count.cuh"
+#include "cuda/ht/common/messages.cuh"
+#include "cuda/ht/dispatch/info.cuh"
+#include "cuda/ht/dispatch/route_count.cuh"
 #include "cuda/testing/stamps.cuh"
 #if defined(EP_NETWORK)
-#include "cuda/ht/rail.cuh"
+#include "cuda/ht/links/links.cuh"
 #endif
 
 namespace ep {

@@ -1,8 +1,8 @@
 // From a plan to a running kernel.
 #pragma once
 
-#include "cuda/ht/geometry.h"
-#include "cuda/ll/geometry.h"
+#include "cuda/ht/common/geometry.h"
+#include "cuda/ll/common/geometry.h"
 #include "cuda/protocol/kernel_args.h"
 
 namespace ep {

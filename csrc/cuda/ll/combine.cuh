@@ -2,9 +2,9 @@
 // window, in band; the home rank adds the ranks' rows in rank order. The table of contents is combine(), at the end.
 #pragma once
 
-#include "cuda/ll/combine_receive.cuh"
-#include "cuda/ll/combine_send.cuh"
-#include "cuda/ll/signalled_rows.cuh"
+#include "cuda/ll/combine/receive.cuh"
+#include "cuda/ll/combine/send.cuh"
+#include "cuda/ll/combine/signalled_rows.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {

@@ -5,8 +5,8 @@
 // hold up the loads of its SM.
 #pragma once
 
-#include "cuda/ll/dispatch_receive.cuh"
-#include "cuda/ll/ll_args.cuh"
+#include "cuda/ll/common/ll_args.cuh"
+#include "cuda/ll/dispatch/receive.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {

@@ -5,7 +5,7 @@
 #include "base/check.h"
 #include "cuda/launch/launch_util.h"
 #include "cuda/ll/dispatch.cuh"
-#include "cuda/ll/dispatch_instances.cuh"
+#include "cuda/ll/dispatch/instances.cuh"
 
 namespace ep {
 

@@ -1,5 +1,5 @@
 // What kernels are told beforehand: divisors, strides of work, shared memory.
-#include "cuda/ll/geometry.h"
+#include "cuda/ll/common/geometry.h"
 
 #include <gtest/gtest.h>
 

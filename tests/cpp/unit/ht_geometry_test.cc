@@ -3,7 +3,7 @@
 
 #include <bit>
 
-#include "cuda/ht/geometry.h"
+#include "cuda/ht/common/geometry.h"
 
 namespace ep {
 namespace {

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "layout/common/window.h"
 #include "layout/ht/offsets.h"
+#include "layout/window.h"
 #include "runtime/group.h"
 #include "unit/errors.h"
 #include "unit/pieces.h"

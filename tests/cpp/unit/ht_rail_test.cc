@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "layout/common/window.h"
 #include "layout/ht/rail.h"
+#include "layout/window.h"
 #include "runtime/group.h"
 
 namespace ep {

@@ -5,8 +5,8 @@
 
 #include <type_traits>
 
-#include "cuda/ht/geometry.h"
-#include "cuda/ll/geometry.h"
+#include "cuda/ht/common/geometry.h"
+#include "cuda/ll/common/geometry.h"
 
 namespace ep {
 namespace {

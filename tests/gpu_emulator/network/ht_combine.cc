@@ -1,6 +1,6 @@
 #define EP_NETWORK ::ep::SimulatedNetwork
 #define EP_NETWORK_HEADER "cuda/network/simulated.cuh"
-#include "cuda/ht/rail_combine_launch.cuh"
+#include "cuda/ht/links/combine_launch.cuh"
 #include "simulated_path.h"
 
 namespace ep {

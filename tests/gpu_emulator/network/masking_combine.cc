@@ -1,7 +1,7 @@
 #define EP_MASKS_RANKS 1
 #define EP_NETWORK ::ep::SimulatedNetwork
 #define EP_NETWORK_HEADER "cuda/network/simulated.cuh"
-#include "cuda/ll/rail_combine_launch.cuh"
+#include "cuda/ll/links/combine_launch.cuh"
 #include "simulated_path.h"
 
 namespace ep {

@@ -1,8 +1,8 @@
 // The launchers of the simulated network, between its files.
 #pragma once
 
-#include "cuda/ht/geometry.h"
-#include "cuda/ll/geometry.h"
+#include "cuda/ht/common/geometry.h"
+#include "cuda/ll/common/geometry.h"
 #include "cuda/network/restart.h"
 #include "cuda/network/simulated.h"
 #include "cuda/protocol/kernel_args.h"

@@ -2,7 +2,7 @@
 #define EP_NETWORK_HEADER "cuda/network/one_gpu_nic.cuh"
 #include "cuda/host/one_gpu/launches.h"
 #include "cuda/host/one_gpu_world.h"
-#include "cuda/ll/rail_dispatch_launch.cuh"
+#include "cuda/ll/links/dispatch_launch.cuh"
 
 namespace ep {
 

@@ -2,7 +2,7 @@
 #define EP_NETWORK_HEADER "cuda/network/one_gpu_nic.cuh"
 #include "cuda/host/one_gpu/launches.h"
 #include "cuda/host/one_gpu_world.h"
-#include "cuda/ht/rail_combine_launch.cuh"
+#include "cuda/ht/links/combine_launch.cuh"
 
 namespace ep {
 namespace ht {

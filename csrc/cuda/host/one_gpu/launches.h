@@ -1,8 +1,8 @@
 // How calls of all ranks become one launch with a NIC block: between the files of this folder.
 #pragma once
 
-#include "cuda/ht/geometry.h"
-#include "cuda/ll/geometry.h"
+#include "cuda/ht/common/geometry.h"
+#include "cuda/ll/common/geometry.h"
 #include "cuda/network/one_gpu_nic.h"
 #include "cuda/protocol/kernel_args.h"
 #include "layout/ht/rail.h"

@@ -1,6 +1,6 @@
 #define EP_NETWORK ::ep::GinNetwork
 #define EP_NETWORK_HEADER "cuda/network/gin/gin_network.cuh"
-#include "cuda/ll/rail_dispatch_launch.cuh"
+#include "cuda/ll/links/dispatch_launch.cuh"
 #include "cuda/network/gin/ll.cuh"
 
 namespace ep {

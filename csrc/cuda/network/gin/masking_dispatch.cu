@@ -1,7 +1,7 @@
 #define EP_MASKS_RANKS 1
 #define EP_NETWORK ::ep::GinNetwork
 #define EP_NETWORK_HEADER "cuda/network/gin/gin_network.cuh"
-#include "cuda/ll/rail_dispatch_launch.cuh"
+#include "cuda/ll/links/dispatch_launch.cuh"
 #include "cuda/network/gin/ll.cuh"
 
 namespace ep {
