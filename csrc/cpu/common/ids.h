@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cpu/ll/channel.h"
+#include "cpu/common/state.h"
 #include "layout/common/routing.h"
 
 namespace ep {

@@ -6,8 +6,8 @@
 #include <deque>
 #include <vector>
 
+#include "cpu/common/state.h"
 #include "cpu/common/wait.h"
-#include "cpu/ll/channel.h"
 #include "layout/ht/offsets.h"
 #include "transport/transport.h"
 

@@ -16,23 +16,6 @@ std::atomic_ref<uint32_t> atomic_word(uint32_t* address) { return std::atomic_re
 
 }  // namespace
 
-Failure::Code code_of(Deadline::End end) {
-  switch (end) {
-    case Deadline::End::kInterrupted:
-      return Failure::kInterrupted;
-    case Deadline::End::kDestroyed:
-      return Failure::kDestroyed;
-    default:
-      return Failure::kTimeout;
-  }
-}
-
-void fail(CpuState& state, const Failure& failure, const Transport& transport) {
-  state.failure.set(failure);
-  raise(kind_of(failure), describe(failure, transport.rank(), state.control.timeout_seconds),
-        node_of(failure, transport.topology()));
-}
-
 Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header)
     : transport_(transport),
       state_(state),

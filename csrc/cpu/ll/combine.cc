@@ -7,6 +7,7 @@
 #include "base/testing.h"
 #include "cpu/common/rows.h"
 #include "cpu/common/sums.h"
+#include "cpu/ll/channel.h"
 #include "cpu/ll/operations.h"
 
 namespace ep {

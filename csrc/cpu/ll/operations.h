@@ -1,7 +1,7 @@
 // The low-latency operations on the host.
 #pragma once
 
-#include "cpu/ll/channel.h"
+#include "cpu/common/state.h"
 #include "runtime/ll/params.h"
 
 namespace ep {
