@@ -9,43 +9,31 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 
 from . import _C
 from .bootstrap import Rendezvous, meeting_of, process_group_of, rendezvous_of
 from .checks import (
-    MAX_ROW_BYTES,
     error_of,
     require_bools,
     require_dtypes,
     require_int32,
-    require_integers,
     require_seconds,
     require_shape,
     require_within,
-    row_bytes_of,
-    wrong_elements,
 )
-from .deprecated import DeepEpNames, deep_ep_window, has_deep_ep_arguments
 from .errors import UsageError
 from .log import logger
-from .modes import MODES, auto_ll_tokens
 from .pending import OpenSend, discard
+from .room import HtSizes, LlSizes, Room, ll_sizes_for_bytes, room_for_shapes
 
-MIN_LL_BYTES = 1 << 20
 _MAX_UINT64 = (1 << 64) - 1
-# Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
-# each stream.
-_MIN_ARENA_BYTES = {"cpu": 1 << 16, "cuda": 64 << 20}
 _ADDED_UP = (  # of stats(), over the windows
     "ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines", "dropped_rows", "invalid_ids",
     "window_bytes", "arena_bytes", "arena_free_bytes",
 )  # fmt: skip
-# Bytes of (routing, dispatched rows, combined rows, further combined rows of tokens) in a bank.
-Sizes: TypeAlias = tuple[int, int, int, int]
-HtSizes: TypeAlias = tuple[int, int, int, int, int, int]  # csrc/layout/ht_layout.h
 _numbers = itertools.count()
 # All that this process has made, and their names, by the ids of their windows.
 _buffers: dict[int, tuple[weakref.ref[Buffer], str]] = {}
@@ -63,20 +51,15 @@ class Companion(Protocol):
         ...
 
 
-class Buffer(DeepEpNames):
+class Buffer:
     """Memory and signals for dispatch and combine between the ranks of ``group``. Making one is collective.
 
     Args:
         group: a torch process group of any backend (gloo is legal), a ``DeviceMesh`` of one dimension, ``None`` for a
             world of one rank, or an object with ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
-        num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
-            allow_mnnvl, use_fabric, explicitly_destroy: DeepEP's, deprecated: ``nccl_ep.deep_ep.Buffer`` takes them.
         enable_shrink: a rank that is late in a low-latency operation is masked instead of failing the buffer
             (``nccl_ep.deep_ep.Buffer.low_latency_update_mask_buffer``); up to 64 ranks, the same on all.
         comm: an mpi4py communicator in place of a group; MPI knows no deadline, so that making a buffer has none then.
-        sizes: bytes of (routing, dispatched rows, combined rows, further combined rows of tokens) in a bank, as
-            ``_C.sizes_for`` returns them.
-        ht_sizes: what ``_C.ht_sizes_for`` returns; by default no room for high throughput.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
         on_overflow: "count" (rows past a capacity are dropped and counted) or "raise".
@@ -94,26 +77,17 @@ class Buffer(DeepEpNames):
         MismatchError: the ranks disagree, with both values. TimeoutError: a rank did not come.
         SystemError: no memory for the window, a lost store, or this build lacks the device.
 
-    ``Buffer.for_shapes`` is the simpler way to a window of the right size. It takes
-    ``buffer.stats()["window_bytes"]``. A buffer belongs to the process that made it.
+    ``Buffer.for_shapes`` gives the window room for the calls that are to come, in either mode; without it, it has the
+    least room that low latency has. It takes ``buffer.stats()["window_bytes"]``. A buffer belongs to the process that
+    made it.
     """
 
     def __init__(
         self,
         group: Any = None,
-        num_nvl_bytes: int = 0,
-        num_rdma_bytes: int = 0,
-        low_latency_mode: bool = False,
-        num_qps_per_rank: int = 24,
-        allow_nvlink_for_low_latency_mode: bool = True,
-        allow_mnnvl: bool = False,
-        use_fabric: bool = False,
-        explicitly_destroy: bool = False,
+        *,
         enable_shrink: bool = False,
         comm: Any = None,
-        *,
-        sizes: Sizes | None = None,
-        ht_sizes: HtSizes | None = None,
         device: str | torch.device | None = None,
         timeout: float = 100.0,
         on_overflow: str = "count",
@@ -121,6 +95,7 @@ class Buffer(DeepEpNames):
         ll_network: str = "auto",
         network_seed: int | None = None,
         name: str | None = None,
+        _room: Room | None = None,
     ) -> None:
         rendezvous = rendezvous_of(group, comm)
         if on_overflow not in ("count", "raise"):
@@ -129,34 +104,23 @@ class Buffer(DeepEpNames):
         require_within(0, _MAX_UINT64, network_seed=network_seed or 0)
         require_int32(domain_size=domain_size or 0)
         require_seconds(timeout=timeout)
-        _require_sizes("sizes", sizes, 4)
-        _require_sizes("ht_sizes", ht_sizes, 6)
         if not isinstance(name, str | None):
             raise TypeError(f"name is a {type(name).__name__}, must be a str")
         self.group = comm if group is None else process_group_of(group)
         self.rank, self.num_ranks = rendezvous.rank(), rendezvous.size()
         self.enable_shrink = enable_shrink
         self.on_overflow = on_overflow
-        self.max_tokens: int | None = None  # default of dispatch; for_shapes sets it
-        self.ll_max_tokens: int | None = None  # mode="auto" takes low latency up to here; None: where it always may
+        room = _room or Room(ll_sizes_for_bytes(self.num_ranks))
+        self.max_tokens, self.ll_max_tokens = room.max_tokens, room.ll_max_tokens
         self._configs: dict[tuple[Any, ...], Any] = {}  # what config.py has checked, by the numbers of the call
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
         self._companion: Companion | None = None
-        deep_ep = (
-            num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
-            allow_mnnvl, use_fabric, explicitly_destroy,
-        )  # fmt: skip
-        if has_deep_ep_arguments(*deep_ep):
-            self._companion, sizes, ht_sizes = deep_ep_window(deep_ep, self.num_ranks, domain_size, sizes, ht_sizes)
-        if sizes is None:
-            sizes = _C.sizes_for_window(self.num_ranks, MIN_LL_BYTES)
         self._rendezvous, self._timeout = rendezvous, timeout
         self._claims: dict[str, Any] = {
             "domain_size": domain_size or 0, "network_seed": network_seed or 0, "ll_network": ll_network,
         }  # fmt: skip
-        self._sizes, self._ht_sizes = sizes, ht_sizes
-        self._mode = "ll" if ht_sizes is None else "auto" if any(sizes) else "ht"
+        self._room, self._mode = room, room.mode
         self._comm_stream: Any = None
         self._open_sends: dict[str, OpenSend] = {}  # sent and not received, by kind
         self._is_destroyed = False
@@ -165,7 +129,7 @@ class Buffer(DeepEpNames):
         self._seqs: list[torch.Tensor] = []  # by which ops find them (csrc/torch/ops/registry.h)
         self._memory_total = 0
         start = time.monotonic()
-        self.runtime = self._make_window(self.name, sizes, ht_sizes)
+        self.runtime = self._make_window(self.name, room.ll, room.ht)
         self._seq = self._newest_seq = self._seqs[0]
         self._eager = _C.eager_buffer(self._seq, self.num_ranks, self._open_sends, on_overflow == "raise")
         if logger.isEnabledFor(logging.INFO):
@@ -209,46 +173,25 @@ class Buffer(DeepEpNames):
         Raises: as ``Buffer``.
         """
         rendezvous = rendezvous_of(group)
-        if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
         ranks = rendezvous.size()
-        domain = options.get("domain_size") or ranks
-        require_int32(max_tokens=max_tokens, topk=topk, num_experts=num_experts, domain_size=domain)
-        require_dtypes(dtype=dtype, wire_dtype=wire_dtype or dtype)
-        bytes_of_x = row_bytes_of(hidden, dtype)
-        if scale_bytes is None:
-            scale_bytes = (hidden + 31) // 32 * 4
-        require_within(0, MAX_ROW_BYTES, scale_bytes=scale_bytes)
-        row_bytes = bytes_of_x + (scale_bytes + 15) // 16 * 16
-        home_bytes = hidden * max((wire_dtype or dtype).itemsize, 2)
-        sizes, ht_sizes = (0, 0, 0, 0), None
-        if mode != "ht":
-            ll_tokens = max_tokens
-            if mode == "auto":
-                ll_tokens = auto_ll_tokens(max_tokens, bytes_of_x, topk, ranks)
-            sizes = _C.sizes_for(ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes)
-        if mode != "ll":
-            if arena_bytes is None:
-                least = _MIN_ARENA_BYTES[_choose_device(options.get("device")).type]
-                arena_bytes = max(2 * ranks * max_tokens * row_bytes, least)
-            require_integers(arena_bytes=arena_bytes)
-            if arena_bytes < 0:
-                raise ValueError(f"arena_bytes is {arena_bytes}, must not be negative")
-            ht_sizes = _C.ht_sizes_for(ranks, domain, num_experts, topk, max_tokens, row_bytes, home_bytes, arena_bytes)
-        buffer = cls(rendezvous, sizes=sizes, ht_sizes=ht_sizes, **options)
-        buffer.group, buffer.max_tokens = process_group_of(group), max_tokens
-        buffer.ll_max_tokens = ll_tokens if mode == "auto" else None
+        room = room_for_shapes(
+            ranks, options.get("domain_size") or ranks, max_tokens=max_tokens, hidden=hidden, topk=topk,
+            num_experts=num_experts, dtype=dtype, wire_dtype=wire_dtype, scale_bytes=scale_bytes, mode=mode,
+            arena_bytes=arena_bytes, device_type=_choose_device(options.get("device")).type,
+        )  # fmt: skip
+        buffer = cls(rendezvous, _room=room, **options)
+        buffer.group = process_group_of(group)
         return buffer
 
-    def _make_window(self, name: str, sizes: Sizes, ht_sizes: HtSizes | None) -> _C.Group:
+    def _make_window(self, name: str, sizes: LlSizes, ht_sizes: HtSizes | None) -> _C.Group:
         """Collective."""
         free = _free_memory(self.device)
         config = _C.GroupConfig(
             device_index=-1 if self.device.type == "cpu" else self.device.index,
-            tagged_bytes=sizes[0],
-            dispatch_row_bytes=sizes[1],
-            combine_row_bytes=sizes[2],
-            further_row_bytes=sizes[3],
+            tagged_bytes=sizes.routing,
+            dispatch_row_bytes=sizes.dispatched,
+            combine_row_bytes=sizes.combined,
+            further_row_bytes=sizes.unweighted,
             timeout_seconds=self._timeout,
             ht_sizes=ht_sizes or (0,) * 6,
             masks_late_ranks=self.enable_shrink and self._windows == [],
@@ -268,11 +211,9 @@ class Buffer(DeepEpNames):
         The other windows stay: graphs may have been captured on them, and low latency uses the first.
         """
         name = f"{self.name}.{len(self._windows)}"
-        window_bytes = self._make_window(name, (0, 0, 0, 0), ht_sizes).stats()["window_bytes"]
-        self._newest_seq, self._ht_sizes = (
-            self._seqs[-1],
-            ht_sizes,
-        )  # not before: where there is no window, all is as it was
+        window_bytes = self._make_window(name, LlSizes(), ht_sizes).stats()["window_bytes"]
+        # Not before: where there is no window, all is as it was.
+        self._newest_seq, self._room = self._seqs[-1], self._room._replace(ht=ht_sizes)
         logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
 
     # ---- State
@@ -455,15 +396,6 @@ def _new_seq(window: _C.Group, num_ranks: int, device: torch.device) -> torch.Te
     torch._dynamo.mark_static(seq, [1, 2, 3])
     torch._dynamo.mark_static_address(seq, guard=False)
     return seq
-
-
-def _require_sizes(name: str, sizes: object, count: int) -> None:
-    """Bytes of ``count`` parts, or None."""
-    if sizes is None:
-        return
-    if not isinstance(sizes, tuple | list) or len(sizes) != count:
-        raise wrong_elements(name, sizes, f"{count} integers")
-    require_within(0, _MAX_UINT64, **{f"{name}[{i}]": size for i, size in enumerate(sizes)})
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
+from nccl_ep import deep_ep
 from nccl_ep.bootstrap import SoloRendezvous
+from nccl_ep.room import LlSizes, Room
 from nccl_ep.testing import ThreadGroup
 from tests.support.processes import run_processes
 
@@ -107,7 +109,7 @@ def test_a_rank_that_its_world_does_not_have(rank: int, size: int) -> None:
     group = _Claims(rank, size)
     for make in (
         lambda: nccl_ep.Buffer(group, device="cpu"),
-        lambda: nccl_ep.Buffer(group, 1 << 20, device="cpu"),
+        lambda: deep_ep.Buffer(group, 1 << 20, device="cpu"),
         lambda: nccl_ep.Buffer.for_shapes(group, **SIZES),
     ):
         with pytest.raises(ValueError, match=rf"rank\(\) is {rank} and its size\(\) {size}, must be 0 <= rank"):
@@ -125,7 +127,7 @@ HUGE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.empty([2**62 + 4], torch.float32), "beyond 64 bits"),
     (lambda b: b.empty([2**40, 2**40]), "beyond 64 bits"),
     (lambda b: nccl_ep.Buffer.for_shapes(None, **{**SIZES, "arena_bytes": 2**64 - 1}), "a window of more than"),
-    (lambda b: nccl_ep.Buffer(None, device="cpu", sizes=(2**62,) * 4), "a window of more than"),
+    (lambda b: nccl_ep.Buffer(None, device="cpu", _room=Room(LlSizes(*[2**62] * 4))), "a window of more than"),
     (lambda b: nccl_ep.Buffer.for_shapes(None, **SIZES, scale_bytes=-256), "scale_bytes is -256"),
 ]
 

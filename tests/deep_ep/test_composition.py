@@ -1,15 +1,13 @@
-"""``nccl_ep.deep_ep.Buffer`` has a core buffer; DeepEP's names on ``nccl_ep.Buffer`` go on to it, and say so once."""
+"""``nccl_ep.deep_ep.Buffer`` has a core buffer, which has none of DeepEP's names."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import os
 import re
 import subprocess
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 import torch
 
 import nccl_ep
-from nccl_ep import deep_ep, deprecated
+from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "nccl_ep").is_dir())
@@ -27,14 +25,7 @@ HALF = torch.bfloat16
 IDS = torch.tensor([[0, 1], [1, -1], [0, 1]])
 X, WEIGHTS = torch.arange(3 * 64).view(3, 64).to(HALF), torch.full((3, 2), 0.5)
 BYTES = 1 << 20
-FORWARDS = sorted(name for name in vars(deprecated.DeepEpNames) if not name.startswith("_"))
 ATTRIBUTES = {"num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "explicitly_destroy", "group_size"}
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was said yet."""
-    monkeypatch.setattr(deprecated, "_told", set())
 
 
 @pytest.fixture
@@ -43,13 +34,6 @@ def core() -> Iterator[nccl_ep.Buffer]:
         None, max_tokens=4, hidden=64, topk=2, num_experts=2, mode="auto", device="cpu", enable_shrink=True
     ) as made:
         yield made
-
-
-def told(caught: list[Any]) -> list[str]:
-    """What is deprecated, of the warnings; each names a line of this file."""
-    mine = [each for each in caught if each.category is DeprecationWarning and "deep_ep" in str(each.message)]
-    assert all(each.filename == __file__ for each in mine), [(each.filename, each.lineno) for each in mine]
-    return [str(each.message).split(":")[0] for each in mine]
 
 
 def python(code: str) -> str:
@@ -191,36 +175,42 @@ def test_what_is_no_core(core: nccl_ep.Buffer) -> None:
         ({"num_nvl_bytes": BYTES, "domain_size": 3}, ValueError, "1 ranks do not divide into domains of 3"),
         ({"group": 3}, TypeError, "group is a int: must be a torch process group"),
         ({"comm": 3}, TypeError, "comm is a int, must be an mpi4py communicator"),
-        ({"sizes": (1, 2)}, TypeError, "sizes is 2 elements, must be 4 integers"),
+        ({"sizes": (1, 2)}, TypeError, "unexpected keyword argument 'sizes'"),
         ({"timeout": "x"}, TypeError, "timeout is 'x', must be a number of seconds"),
         ({"use_nvfp4": True}, TypeError, "unexpected keyword argument 'use_nvfp4'"),
     ],
 )
-@pytest.mark.parametrize("kind", [deep_ep.Buffer, nccl_ep.Buffer])
-@pytest.mark.filterwarnings("ignore:DeepEP's arguments:DeprecationWarning")
-def test_bad_arguments(kind: Any, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
-        kind(**{"device": "cpu", **arguments})
+        deep_ep.Buffer(**{"device": "cpu", **arguments})
+
+
+def test_a_core_buffer_has_none_of_deepeps_names() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_nvl_bytes'"):
+        nccl_ep.Buffer(None, num_nvl_bytes=BYTES)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments but 3 were given"):
+        nccl_ep.Buffer(None, BYTES)  # type: ignore[misc]
+    with nccl_ep.Buffer(None, device="cpu") as core, deep_ep.Buffer(None, device="cpu") as buffer:
+        shared = {"check", "require_usable", "set_timeout", "stats", "destroy", "get_comm_stream", "enable_shrink",
+                  "device", "domain_size", "group", "name", "num_ranks", "on_overflow", "rank", "runtime"}  # fmt: skip
+        assert {name for name in dir(core) if not name.startswith("_") and hasattr(buffer, name)} == shared
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"num_nvl_bytes": BYTES}, {"num_nvl_bytes": 256, "num_rdma_bytes": BYTES},
-     {"num_nvl_bytes": BYTES, "num_rdma_bytes": 1 << 22, "low_latency_mode": True},
-     {"num_rdma_bytes": 1 << 22, "low_latency_mode": True}, {"low_latency_mode": True},
-     {"num_nvl_bytes": BYTES, "sizes": (1 << 12, 1 << 14, 1 << 14, 0)}],
+    ("arguments", "mode"),
+    [({}, "ll"), ({"num_nvl_bytes": BYTES}, "auto"), ({"num_nvl_bytes": 256, "num_rdma_bytes": BYTES}, "auto"),
+     ({"num_nvl_bytes": BYTES, "num_rdma_bytes": 1 << 22, "low_latency_mode": True}, "auto"),
+     ({"num_rdma_bytes": 1 << 22, "low_latency_mode": True}, "ll"), ({"low_latency_mode": True}, "ll")],
     ids=str,
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-def test_the_windows_of_both_constructors_are_the_same(arguments: dict[str, Any]) -> None:
+def test_a_window_has_at_least_the_bytes_that_were_asked_for(arguments: dict[str, Any], mode: str) -> None:
     def body(group: ThreadGroup) -> None:
-        with (
-            deep_ep.Buffer(group, device="cpu", **arguments) as ours,
-            nccl_ep.Buffer(group, device="cpu", **arguments) as old,
-        ):
-            assert ours.stats() == old.stats()
+        with deep_ep.Buffer(group, device="cpu", **arguments) as buffer:
+            assert buffer.stats()["mode"] == mode
+            asked = sum(arguments.get(name, 0) for name in ("num_nvl_bytes", "num_rdma_bytes"))
+            assert buffer.stats()["window_bytes"] >= asked
             for name in ATTRIBUTES:
-                assert getattr(ours, name) == getattr(old, name) == arguments.get(name, 2 * (name == "group_size"))
+                assert getattr(buffer, name) == arguments.get(name, 2 * (name == "group_size"))
 
     run_ranks(2, body)
 
@@ -232,16 +222,12 @@ def test_there_is_one_number_of_sms() -> None:
     class Mine(deep_ep.Buffer):
         pass
 
-    class Old(nccl_ep.Buffer):
-        pass
-
-    kinds: tuple[Any, ...] = (deep_ep.Buffer, nccl_ep.Buffer, Mine, Old)
     try:
-        with warnings.catch_warnings(), deep_ep.Buffer(None, BYTES, device="cpu") as buffer:
-            warnings.simplefilter("ignore")
-            for number, setter in enumerate((*kinds, buffer, buffer.core), start=11):
+        with deep_ep.Buffer(None, BYTES, device="cpu") as buffer:
+            kinds: tuple[Any, ...] = (deep_ep.Buffer, Mine, buffer)
+            for number, setter in enumerate(kinds, start=11):
                 setter.set_num_sms(2 * number)
-                for kind in (*kinds, buffer, buffer.core):
+                for kind in kinds:
                     assert kind.num_sms == 2 * number
                     assert kind.get_dispatch_config(8) == nccl_ep.Config(2 * number, 6, 256, 6, 128)
                     assert kind.get_combine_config(8).num_sms == 2 * number
@@ -259,115 +245,9 @@ def test_subclasses() -> None:
             self.calls += 1
             return super().get_dispatch_layout(*args, **kwargs)
 
-    class Old(nccl_ep.Buffer):
-        calls = 0
-
-        def get_dispatch_layout(self, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return super().get_dispatch_layout(*args, **kwargs)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for kind in (Mine, Old):
-            with kind(None, BYTES, device="cpu") as buffer:
-                assert buffer.get_dispatch_layout(IDS, 2)[0].tolist() == [3] and buffer.calls == 1
+    with Mine(None, BYTES, device="cpu") as buffer:
+        assert buffer.get_dispatch_layout(IDS, 2)[0].tolist() == [3] and buffer.calls == 1
     with nccl_ep.Buffer(None, device="cpu") as core:
         view = deep_ep.Buffer.of(core)
         mine = Mine.of(core)
         assert type(mine) is Mine and mine.core is view.core and Mine.of(core) is deep_ep.Buffer.of(core) is mine
-
-
-# ---- Deprecated
-
-
-def test_all_of_deepeps_names_go_on() -> None:
-    inherited = {name for name in dir(deep_ep.Buffer) if not name.startswith("_")}
-    own = {name for name in vars(nccl_ep.Buffer) if not name.startswith("_")}
-    assert inherited - own - {"of"} == set(FORWARDS) - ATTRIBUTES
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in set(FORWARDS) - ATTRIBUTES - {"num_sms"}:
-            assert inspect.signature(getattr(nccl_ep.Buffer, name)) == inspect.signature(getattr(deep_ep.Buffer, name))
-        assert not hasattr(nccl_ep.Buffer, "num_nvl_bytes")  # a buffer's
-
-
-OPERATIONS = {"dispatch", "combine", "low_latency_dispatch", "low_latency_combine"}
-CALLS: dict[str, tuple[Any, ...]] = {
-    "is_sm90_compiled": (), "get_dispatch_config": (8,), "get_combine_config": (8,), "set_num_sms": (20,),
-    "get_low_latency_rdma_size_hint": (8, 64, 2, 4), "capture": (), "get_dispatch_layout": (IDS, 2),
-    "clean_low_latency_buffer": (4, 64, 2),
-    "get_local_buffer_tensor": (torch.int8,), "low_latency_update_mask_buffer": (0,),
-    "low_latency_query_mask_buffer": (torch.zeros(1, dtype=torch.int32),), "low_latency_clean_mask_buffer": (),
-    "get_next_low_latency_combine_buffer": ((None, None, 4, 64, 2),),
-}  # fmt: skip
-
-
-def flat(value: Any) -> list[Any]:
-    """To compare: tensors as lists, events by whether there is one."""
-    if isinstance(value, tuple):
-        return [flat(each) for each in value]
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return [value.event is None] if isinstance(value, deep_ep.EventOverlap) else [value]
-
-
-@pytest.mark.parametrize("name", sorted(set(FORWARDS) - OPERATIONS))
-@pytest.mark.usefixtures("fresh")
-def test_a_name_goes_on_and_warns_once(core: nccl_ep.Buffer, name: str) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        results = []
-        for _ in range(3):
-            found = getattr(core, name)
-            results.append(flat(found(*CALLS[name]) if name in CALLS else found))
-    assert told(caught) == [f"nccl_ep.Buffer.{name}"]
-    found = getattr(deep_ep.Buffer.of(core), name)
-    want = flat(found(*CALLS[name]) if name in CALLS else found)
-    if name != "get_next_low_latency_combine_buffer":  # uninitialised
-        assert results == [want] * 3
-
-
-@pytest.mark.usefixtures("fresh")
-def test_layers_written_for_the_old_buffer() -> None:
-    """Both modes: the same bits, and one warning for each name."""
-
-    def layers(buffer: Any) -> tuple[torch.Tensor, ...]:
-        rows, counts, handle, _, hook = buffer.low_latency_dispatch(X, IDS, 4, 2, use_fp8=False, return_recv_hook=True)
-        hook()
-        low = buffer.low_latency_combine(rows, IDS, WEIGHTS, handle)[0]
-        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(IDS, 2)
-        many = torch.cat([X] * 2000)
-        given = (per_rank * 2000, None, is_in_rank.repeat(2000, 1), per_expert * 2000, IDS.repeat(2000, 1))
-        recv, _, weights, _, handle, _ = buffer.dispatch(many, None, *given, WEIGHTS.repeat(2000, 1))
-        normal, back, _ = buffer.combine(recv, handle, topk_weights=weights)
-        assert buffer.stats()["grown"] == 1
-        again = buffer.dispatch(many, handle)[0]
-        return counts, low, recv, normal, back, again
-
-    with deep_ep.Buffer(None, BYTES, 1 << 22, True, device="cpu") as buffer:
-        want = layers(buffer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with nccl_ep.Buffer(None, BYTES, 1 << 22, True, device="cpu") as old:
-            for _ in range(2):
-                got = layers(old)
-            unbound = nccl_ep.Buffer.low_latency_dispatch(old, X, IDS, 4, 2, use_fp8=False)
-            nccl_ep.Buffer(None, BYTES, device="cpu").destroy()
-    names = ["low_latency_dispatch", "low_latency_combine", "get_dispatch_layout", "dispatch", "combine"]
-    assert told(caught) == ["DeepEP's arguments of nccl_ep.Buffer", *(f"nccl_ep.Buffer.{name}" for name in names)]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
-    assert torch.equal(unbound[1], want[0])
-
-
-@pytest.mark.usefixtures("fresh")
-def test_nothing_is_told_without_deepeps_names(core: nccl_ep.Buffer) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with deep_ep.Buffer(None, BYTES, 1 << 22, True, explicitly_destroy=True, device="cpu") as buffer:
-            buffer.low_latency_dispatch(X, IDS, 4, 2)
-            buffer.get_dispatch_layout(IDS, 2)
-            deep_ep.Buffer.set_num_sms(buffer.num_sms)
-        out = nccl_ep.dispatch(X, IDS, buffer=core, num_experts=2)
-        nccl_ep.combine(out.x, out.handle)
-        dir(nccl_ep.Buffer), repr(core), core.stats()
-    assert told(caught) == []

@@ -13,6 +13,7 @@ import torch
 
 import nccl_ep
 from nccl_ep import _C
+from nccl_ep.room import LlSizes, Room
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.deepep_ranks import DeepEpCase, small_case
 from tests.support.expected import Expected, shared_buffer
@@ -219,13 +220,13 @@ def test_a_window_without_room_for_the_rows_has_the_same_bits() -> None:
     """Then sums are sent, for which the sending half waits: as many rows as by a whole combine."""
     case = weighted_case(2, topk=4, num_experts=4)
     plain = case.case
-    *rest, further = _C.sizes_for(2, 4, 4, plain.max_tokens, 256, 2 * plain.hidden)
-    assert further == (4 - 1) * plain.max_tokens * 2 * plain.hidden
+    *rest, unweighted = _C.sizes_for(2, 4, 4, plain.max_tokens, 256, 2 * plain.hidden)
+    assert unweighted == (4 - 1) * plain.max_tokens * 2 * plain.hidden
 
     def body(group: ThreadGroup) -> list[int]:
         rows = []
-        for room in (further, further - 128):
-            with shared_buffer(group, [case], sizes=(*rest, room), timeout=WAIT) as buffer:
+        for room in (unweighted, unweighted - 128):
+            with shared_buffer(group, [case], _room=Room(LlSizes(*rest, room)), timeout=WAIT) as buffer:
                 out = case.dispatch(buffer)
                 for in_halves in (False, True):
                     before = rows_sent(buffer)

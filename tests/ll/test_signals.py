@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nccl_ep
+from nccl_ep.room import LlSizes, Room
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.harness import combine_options
@@ -231,5 +232,5 @@ def test_where_sums_travel_signals_are_refused() -> None:
     case = weighted_case(2, topk=4, num_experts=4)
     plain = case.case
     sizes = nccl_ep._C.sizes_for(2, 4, 4, plain.max_tokens, 256, 2 * plain.hidden)
-    text = refusal(case, sizes=(*sizes[:3], 0))
+    text = refusal(case, _room=Room(LlSizes(*sizes[:3])))
     assert "no room for every choice of a token, of which there are 4" in text

@@ -9,6 +9,7 @@ import torch
 
 import nccl_ep
 from nccl_ep import _C, reference
+from nccl_ep.room import LlSizes, Room
 from tests.support.cases import Case, generate
 from tests.support.harness import (
     check_dispatch,
@@ -185,5 +186,10 @@ def shared_buffer(group: Any, cases: Sequence[Expected], **options: Any) -> nccl
         for case in (each.case for each in cases)
     ]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
-    by_default = {"sizes": largest, "timeout": of_living_ranks(60.0), "device": "cpu", "ll_network": "rail"}
+    by_default = {
+        "_room": Room(LlSizes(*largest)),
+        "timeout": of_living_ranks(60.0),
+        "device": "cpu",
+        "ll_network": "rail",
+    }
     return nccl_ep.Buffer(group, **{**by_default, **options})

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, TypeVar
 from ... import _C
 from ...bootstrap import process_group_of, rendezvous_of
 from ...buffer import Buffer as Core
-from ...buffer import HtSizes, Sizes
 from ...checks import require_int32
 from ...events import EventHandle, EventOverlap
 from .config import Config, config_of
@@ -25,7 +24,7 @@ class Buffer(LowLatencyMethods, NormalMethods):
         group: a torch process group of any backend (gloo is legal), a ``DeviceMesh`` of one dimension, ``None`` for a
             world of one rank, or an object with ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
         num_nvl_bytes, num_rdma_bytes: bytes of window to reserve at least: with ``low_latency_mode`` for the normal and
-            the low-latency mode, else both for the normal mode. Ignored with ``sizes`` or ``ht_sizes``.
+            the low-latency mode, else both for the normal mode.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, explicitly_destroy:
             accepted; they change nothing here.
         enable_shrink, comm: as of ``nccl_ep.Buffer``.
@@ -55,8 +54,6 @@ class Buffer(LowLatencyMethods, NormalMethods):
         enable_shrink: bool = False,
         comm: Any = None,
         *,
-        sizes: Sizes | None = None,
-        ht_sizes: HtSizes | None = None,
         domain_size: int | None = None,
         **options: Any,
     ) -> None:
@@ -65,10 +62,8 @@ class Buffer(LowLatencyMethods, NormalMethods):
             num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
             allow_mnnvl, use_fabric, explicitly_destroy,
         )  # fmt: skip
-        sizes, ht_sizes = state.window_sizes(rendezvous.size(), domain_size, sizes, ht_sizes)
-        core = Core(
-            rendezvous, enable_shrink=enable_shrink, sizes=sizes, ht_sizes=ht_sizes, domain_size=domain_size, **options
-        )
+        room = state.room(rendezvous.size(), domain_size)
+        core = Core(rendezvous, enable_shrink=enable_shrink, domain_size=domain_size, _room=room, **options)
         core.group = comm if group is None else process_group_of(group)
         core._companion = state
         self._attach(core, state)

@@ -4,32 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 from ... import _C
 from ...checks import require_int32, require_within
-
-
-class HtSizes(NamedTuple):
-    """What a window has for high throughput: HtSizes of csrc/layout/ht/layout.h, as ``_C.ht_sizes_for`` returns it."""
-
-    message_words: int
-    slot_bytes: int
-    row_bytes: int
-    route_bytes: int  # with several domains, of one direction
-    rail_bytes: int  # likewise
-    arena_bytes: int
-
-    @property
-    def by_token(self) -> tuple[int, int, int, int]:
-        """The parts that grow with the tokens of a rank."""
-        return self.slot_bytes, self.row_bytes, self.route_bytes, self.rail_bytes
-
-    @property
-    def staged_bytes(self) -> int:
-        """Of these parts."""
-        return self.slot_bytes + self.row_bytes + 2 * (self.route_bytes + self.rail_bytes)
-
+from ...room import HtSizes
 
 # Tokens a rank of the size hints: those of DeepEP's own tests and figures. A program that only asks for
 # hints can get another number from its environment.

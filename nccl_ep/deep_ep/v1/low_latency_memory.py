@@ -65,9 +65,11 @@ class LowLatencyMemory(View):
 
     def _require_room(self, max_tokens: int, hidden: int, num_experts: int, parts: tuple[str, ...]) -> None:
         """For these parts of a bank, in bf16 operations of these sizes."""
-        needed = _bank_sizes(max_tokens, hidden, self.num_ranks, num_experts, topk=1)[:3]  # no further rows
-        routing, dispatched, combined, further = self.core._sizes
-        for need, have, what in zip(needed, (routing, dispatched, combined + further), _PARTS, strict=True):
+        needed = _bank_sizes(max_tokens, hidden, self.num_ranks, num_experts, topk=1)[:3]  # no unweighted rows
+        ll = self.core._room.ll
+        for need, have, what in zip(
+            needed, (ll.routing, ll.dispatched, ll.combined + ll.unweighted), _PARTS, strict=True
+        ):
             if need > have and what in parts:
                 raise ValueError(
                     f"the window of {self.name} is too small for {max_tokens} tokens a rank, hidden {hidden}, "
@@ -213,7 +215,7 @@ def elements_of(handle: LowLatencyHandle) -> LowLatencyHandle:
 def _bank_sizes(
     num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int, topk: int
 ) -> tuple[int, int, int, int]:
-    """What bf16 operations need, as _PARTS and for further rows. ValueError for sizes that no operation has."""
+    """What bf16 operations need, as _PARTS and for unweighted rows. ValueError for sizes that no operation has."""
     require_int32(num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank, num_experts=num_experts)
     row_bytes = row_bytes_of(hidden, torch.bfloat16)
     sizes: tuple[int, int, int, int] = _C.sizes_for(

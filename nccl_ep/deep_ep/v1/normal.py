@@ -19,7 +19,8 @@ from ...config import cached_args, combine_args
 from ...errors import EpError, OverflowError, TimeoutError, UsageError
 from ...events import EventHandle, EventOverlap, run_on_comm_stream
 from ...handle import EXACT, Handle, Layout
-from .config import Config, HtSizes, bytes_for_tokens, sizes_for_bytes, tokens_that_fit
+from ...room import HtSizes
+from .config import Config, bytes_for_tokens, sizes_for_bytes, tokens_that_fit
 from .handle import NormalHandle, NormalPayload, Route, Rows
 from .view import View
 
@@ -416,7 +417,7 @@ class NormalMethods(View):
 
     def _max_tokens(self, num_experts: int, topk: int, row_bytes: int) -> int:
         """Tokens for which the window has room: the max_tokens of a call, the same on all ranks."""
-        ht_sizes = self.core._ht_sizes
+        ht_sizes = self.core._room.ht
         if ht_sizes is None:
             self.require_usable()
             raise ValueError(
@@ -425,7 +426,7 @@ class NormalMethods(View):
             )
         key = (num_experts, topk, row_bytes)  # topk_weights on their way home are a row of the least size there is
         if key not in self._fitting:
-            fitting = tokens_that_fit(HtSizes(*ht_sizes), self.num_ranks, self.domain_size, *key)
+            fitting = tokens_that_fit(ht_sizes, self.num_ranks, self.domain_size, *key)
             self._fitting[key] = min(fitting, (2**31 - 1) // self.num_ranks)
         return self._fitting[key]
 

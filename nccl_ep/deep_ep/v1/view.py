@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ... import _C
-from ...buffer import MIN_LL_BYTES, HtSizes, Sizes
 from ...buffer import Buffer as Core
 from ...checks import require_bools, require_int32, require_within
+from ...room import Room, ll_sizes_for_bytes
 from .config import sizes_for_bytes
 
 _MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/region.h
@@ -52,18 +51,14 @@ class State:
         self.has_missed_cleaning = False
         self.view: weakref.ref[View] | None = None  # the last one, if it lives
 
-    def window_sizes(
-        self, num_ranks: int, domain_size: int | None, sizes: Sizes | None, ht_sizes: HtSizes | None
-    ) -> tuple[Sizes | None, HtSizes | None]:
-        """``sizes`` and ``ht_sizes`` of a core buffer that has the bytes asked for, where neither is given."""
+    def room(self, num_ranks: int, domain_size: int | None) -> Room:
+        """Of a core buffer that has the bytes asked for."""
         require_int32(domain_size=domain_size or 0)
-        if sizes is None and ht_sizes is None:
-            normal_bytes = self.num_nvl_bytes + (0 if self.low_latency_mode else self.num_rdma_bytes)
-            if normal_bytes > 0:
-                ht_sizes = sizes_for_bytes(normal_bytes, num_ranks, domain_size or num_ranks)
-        if sizes is None and self.low_latency_mode:
-            sizes = _C.sizes_for_window(num_ranks, max(self.num_rdma_bytes, MIN_LL_BYTES))
-        return sizes, ht_sizes
+        ll_bytes, normal_bytes = self.num_rdma_bytes, self.num_nvl_bytes
+        if not self.low_latency_mode:
+            ll_bytes, normal_bytes = 0, normal_bytes + ll_bytes
+        ht = sizes_for_bytes(normal_bytes, num_ranks, domain_size or num_ranks) if normal_bytes else None
+        return Room(ll_sizes_for_bytes(num_ranks, ll_bytes), ht)
 
     def num_bytes(self) -> int:
         """Of memory made since the buffer was."""

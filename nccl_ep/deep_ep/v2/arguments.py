@@ -10,7 +10,7 @@ from ... import _C
 from ...checks import MAX_TOPK, require_tensors, row_bytes_of
 from ...handle import DispatchOutput
 from ...modes import auto_ll_tokens
-from ..v1.config import HtSizes
+from ...room import HtSizes
 from .handle import EPHandle
 
 _EXPERTS = 1024  # for which a buffer has room: its constructor is not told their number

@@ -27,6 +27,7 @@ from ...events import EventHandle, EventOverlap, run_on_comm_stream
 from ...functional import combine, combine_weights, dispatch
 from ...high_throughput import dispatch_cached
 from ...modes import choose_mode
+from ...room import Room
 from ..v1.buffer import Buffer as V1
 from ..v1.config import sizes_for_bytes
 from .arguments import Received, Shapes, column_major, require_event, require_handle, taken_apart, with_biases
@@ -116,8 +117,8 @@ class ElasticBuffer:
             self.num_bytes = num_bytes
             domain = options.get("domain_size") or ranks
             ht_sizes = sizes_for_bytes(num_bytes, ranks, domain)
-            core = Core(rendezvous, sizes=(0, 0, 0, 0), ht_sizes=ht_sizes, **options)
-            core.max_tokens = num_max_tokens_per_rank or None
+            room = Room(ht=ht_sizes, max_tokens=num_max_tokens_per_rank or None)
+            core = Core(rendezvous, _room=room, **options)
         else:
             raise ValueError(
                 f"num_bytes is {num_bytes}, num_max_tokens_per_rank {num_max_tokens_per_rank}, hidden {hidden}: "
