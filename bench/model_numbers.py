@@ -30,18 +30,18 @@ CONSTANTS = {
     ),
     "put over a proxy": Constant(9.0, "us", "published", "arXiv 2511.15076: 18.0 us a round trip with the proxy"),
     "dispatch": Constant(
-        4.2, "us", "measured", "LL dispatch of 1 token, 4 x H200: benchmarks/results/ll_4xh200_2026-11-22d.json"
+        4.2, "us", "measured", "LL dispatch of 1 token, 4 x H200: records/ll_4xh200_2026-11-22d.json"
     ),
     "combine": Constant(
-        3.4, "us", "measured", "LL combine of 1 token, 4 x H200: benchmarks/results/ll_4xh200_2026-11-22d.json"
+        3.4, "us", "measured", "LL combine of 1 token, 4 x H200: records/ll_4xh200_2026-11-22d.json"
     ),
     "ht over nvlink": Constant(
         0.97, "of the floor", "measured",
-        "HT dispatch and combine, 4 x H200: benchmarks/results/ht_4xh200_2026-11-22d.json",
+        "HT dispatch and combine, 4 x H200: records/ht_4xh200_2026-11-22d.json",
     ),
     "ht of an sm": Constant(
         46.0, "GB/s", "measured",
-        "rows that HT dispatch stores, of 4 and of 8 SMs, 2 x H100: benchmarks/results/ht_2xh100_2026-11-24d.json",
+        "rows that HT dispatch stores, of 4 and of 8 SMs, 2 x H100: records/ht_2xh100_2026-11-24d.json",
     ),
     "ht over the nic": Constant(
         0.94, "of the wire", "published", "DeepEP V1's and V2's normal kernels reach up to 94 % of 50 GB/s"

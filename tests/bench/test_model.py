@@ -16,8 +16,9 @@ from bench.model import low_latency
 from bench.model_ht import high_throughput
 from bench.model_numbers import CONSTANTS, Cluster, constant
 from bench.published_nodes import LATENCIES
+from tests import ROOT
 
-RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
+RECORDS = ROOT / "records"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_what_a_rail_saves() -> None:
 
 
 def test_the_document_has_these_rows() -> None:
-    text = (RESULTS.parent.parent / "docs" / "network.md").read_text()
+    text = (ROOT / "docs" / "network.md").read_text()
     for nodes in (2, 4, 8):
         rows = [f"{Cluster(nodes).rows(path):.2f}" for path in ("expert", "mesh", "rail")]
         assert f"| {nodes} | {' | '.join(rows)} |" in text
@@ -58,7 +59,7 @@ def test_the_document_has_these_rows() -> None:
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
 def test_latencies_of_one_token_are_in_the_record(op: str) -> None:
     found = [
-        each["value"] for each in records.load([RESULTS / "ll_4xh200_2026-11-22d.json"])
+        each["value"] for each in records.load([RECORDS / "ll_4xh200_2026-11-22d.json"])
         if (each["system"], each["op"], each["tokens"], each["figure"], each["dtype"], each["layout"], each["api"])
         == ("nccl_ep", op, 1, "graph_pdl", "bf16", "expert_major", "native")
     ]  # fmt: skip
@@ -67,7 +68,7 @@ def test_latencies_of_one_token_are_in_the_record(op: str) -> None:
 
 def test_high_throughput_over_nvlink_is_in_the_record() -> None:
     by_system: dict[str, list[float]] = {"nccl_ep": [], "floor_wire": []}
-    for each in records.load([RESULTS / "ht_4xh200_2026-11-22d.json"]):
+    for each in records.load([RECORDS / "ht_4xh200_2026-11-22d.json"]):
         kind = (each["tokens"], each["dtype"], each["layout"], each["figure"])
         if each["op"] in ("dispatch", "combine") and kind == (4096, "bf16", "flat", "graph"):
             by_system[each["system"]].append(each["value"])

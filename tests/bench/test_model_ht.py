@@ -19,7 +19,7 @@ NODES = (2, 4, 8, 16, 32)
 def test_what_an_sm_moves_is_in_the_record() -> None:
     """Of two ranks, each token has an expert on both but for one in 256 or so: two rows a token."""
     cluster, found = Cluster(1, 2), []
-    for each in records.load([ROOT / "benchmarks/results/ht_2xh100_2026-11-24d.json"]):
+    for each in records.load([ROOT / "records/ht_2xh100_2026-11-24d.json"]):
         kind = (each["system"], each["api"], each["op"], each["figure"], each["tokens"], each["dtype"], each["layout"])
         if kind == ("nccl_ep", "native", "dispatch", "graph", 4096, "bf16", "flat") and each["num_sms"] in (4, 8):
             moved = 4096 * cluster.own_rows() * cluster.row_bytes("bf16")

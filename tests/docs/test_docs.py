@@ -72,7 +72,7 @@ def test_what_a_document_names_exists(document: Path) -> None:
             missing.append(f"link {link}")
 
     # `folder/file`, or `folder/file.cc: name` for something that stands in it.
-    path = r"(?:csrc|nccl_ep|tests|tools|examples|docs|cmake|bench|benchmarks)/[\w./*-]*"
+    path = r"(?:csrc|nccl_ep|tests|tools|examples|docs|cmake|bench|records)/[\w./*-]*"
     for span in [*spans, *re.findall(path, shell)]:
         match = re.fullmatch(rf"({path})(?:: (\w+))?", span)
         if match is None:

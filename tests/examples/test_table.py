@@ -16,8 +16,8 @@ RECORD = "reports/model_2xh200_2026-11-27.json"
 
 def test_readme_has_the_figures_of_its_record() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert f"benchmarks/results/{RECORD}" in readme
-    records = json.loads((ROOT / "benchmarks/results" / RECORD).read_text())
+    assert f"records/{RECORD}" in readme
+    records = json.loads((ROOT / "records" / RECORD).read_text())
     assert "\n".join(summary_table(records)) in readme, "print it with examples/moe_lm/table.py"
     assert all(record["date"] and record["revision"] for record in records)
 
