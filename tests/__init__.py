@@ -1,4 +1,4 @@
-"""Tests by topic; tests/support has what they share."""
+"""Tests by topic, each with its helpers; tests/support has what many share."""
 
 from pathlib import Path
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.support.c_api import Library
-from tests.support.c_case import run
+from tests.c.c_api import Library
+from tests.c.case import run
 
 # Ranks are threads and processes that share the cores; torch's own would mostly wait for one another.
 if not torch.cuda.is_available():

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import nccl_ep
 from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.deepep_ranks import small_case
+from tests.deep_ep.low_latency_ranks import small_case
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.gpus import needs_gpu
 

@@ -15,7 +15,7 @@ import torch
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests import ROOT
-from tests.support.deepep_ranks import small_case
+from tests.deep_ep.low_latency_ranks import small_case
 from tests.support.expected import Expected, plain_case, shared_buffer
 
 SIZES = {"max_tokens": 3, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu"}
@@ -157,7 +157,7 @@ def listener(tmp_path_factory: pytest.TempPathFactory) -> Path:
     include = next((Path(p) / "include" for p in places if p and (Path(p) / "include/nvtx3").exists()), None)
     if include is None or shutil.which("g++") is None:
         pytest.skip("no CUDA toolkit here: the build has no ranges")
-    source = ROOT / "tests/support/nvtx_listener.cc"
+    source = ROOT / "tests/api/nvtx_listener.cc"
     library = tmp_path_factory.mktemp("listener") / "liblistener.so"
     command = ["g++", "-std=c++17", "-shared", "-fPIC", f"-isystem{include}", source, "-ldl"]
     subprocess.run([*map(str, command), "-o", str(library)], check=True)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep import reference
 from nccl_ep.bootstrap import rendezvous_of
+from tests.ht.harness import HtPlan, ht_buffer, oracle, oracle_kwargs, run_on_rank
 from tests.support.expected import Expected, expected_cases, plain_case, shared_buffer
 from tests.support.harness import check_dispatch, make_buffer
-from tests.support.ht_harness import HtPlan, ht_buffer, oracle, oracle_kwargs, run_on_rank
 from tests.support.processes import run_processes
 
 

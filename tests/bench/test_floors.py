@@ -14,7 +14,7 @@ from nccl_ep import reference
 from nccl_ep.config import combine_args
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.api.test_ops import Calls
-from tests.support import floor_calls
+from tests.bench import floor_calls
 from tests.support.expected import Expected, expected_cases, plain_case, shared_buffer
 from tests.support.harness import make_buffer
 from tests.support.patience import PATIENCE, Late, with_more_time

@@ -12,13 +12,13 @@ import pytest
 
 from bench import world
 from nccl_ep.doctor import ranks
-from tests.support.listening_ranks import listeners
+from tests.bench.listening_ranks import listeners
 
 
 def test_ranks_and_their_starter_listen_to_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.tempfile, "tempdir", str(tmp_path))
     deadline = time.monotonic() + 120
-    assert ranks.Launcher(2).run("tests.support.listening_ranks", [], {}, deadline) == ""
+    assert ranks.Launcher(2).run("tests.bench.listening_ranks", [], {}, deadline) == ""
     assert not list(tmp_path.iterdir()), "the store's folder is still there"
 
 

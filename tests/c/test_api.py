@@ -17,9 +17,9 @@ import torch
 import nccl_ep
 from tests import ROOT
 from tests.api.test_observing import listener  # noqa: F401
-from tests.support import c_api
-from tests.support.c_api import Library
-from tests.support.c_case import TOOLS, has_c_form, refused, run, run_case
+from tests.c import c_api
+from tests.c.c_api import Library
+from tests.c.case import TOOLS, has_c_form, refused, run, run_case
 from tests.support.expected import expected_cases
 from tests.support.gpus import NUM_GPUS
 
@@ -51,7 +51,7 @@ def test_generated_cases_on_one_gpu(library: Library, num_ranks: int, staged: bo
 TWO_GROUPS = """
 import ctypes, sys
 import torch
-from tests.support import c_api
+from tests.c import c_api
 from tests.c.test_refusals import Solo
 library = c_api.Library(sys.argv[1])
 solos = [Solo(library, library.solo_group()) for _ in range(2)]
@@ -271,7 +271,7 @@ def test_exports_and_soname(library_file: Path) -> None:
 
 OTHER_FIRST = """
 import ctypes, sys
-from tests.support import c_api
+from tests.c import c_api
 other = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 ours = c_api.Library(sys.argv[2])
 group, handle = ours.solo_group(), ctypes.c_void_p()

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from nccl_ep.bootstrap import rendezvous_of
-from tests.support import c_api
-from tests.support.c_api import Library, Refused
-from tests.support.c_case import CaseRun, has_c_form, refused
-from tests.support.c_comm import Nccl, over
+from tests.c import c_api
+from tests.c.c_api import Library, Refused
+from tests.c.case import CaseRun, has_c_form, refused
+from tests.c.comm import Nccl, over
 from tests.support.expected import expected_cases
 from tests.support.gpus import WORLDS, needs_gpu, on_gpu, ranks_on_gpus
 from tests.support.patience import PATIENCE

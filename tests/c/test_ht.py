@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nccl_ep.testing import run_ranks
-from tests.support.c_api import Library, Refused
-from tests.support.c_case import has_c_form
-from tests.support.c_ht_case import WAYS, run_ht_case, run_route_that_fails, run_route_that_fails_over_nccl
+from tests.c.c_api import Library, Refused
+from tests.c.case import has_c_form
+from tests.c.ht_case import WAYS, run_ht_case, run_route_that_fails, run_route_that_fails_over_nccl
 from tests.support.cases import generate
 from tests.support.expected import plain_case
 from tests.support.gpus import ranks_on_gpus

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tests.support import c_api
-from tests.support.c_api import Library
-from tests.support.c_case import refused
+from tests.c import c_api
+from tests.c.c_api import Library
+from tests.c.case import refused
 from tests.support.patience import PATIENCE
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {  # behind the group or the handle

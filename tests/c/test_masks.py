@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import c_api
-from tests.support.c_api import Library
-from tests.support.c_case import SECOND, CaseRun, allgather_of, make_group, refused, tensor
-from tests.support.c_comm import Nccl, over
+from tests.c import c_api
+from tests.c.c_api import Library
+from tests.c.case import SECOND, CaseRun, allgather_of, make_group, refused, tensor
+from tests.c.comm import Nccl, over
+from tests.ll.mask_ranks import DEADLINE, Parted
 from tests.support.expected import Expected, plain_case
 from tests.support.gpus import WORLDS, needs_gpu, on_gpu, ranks_on_gpus
-from tests.support.mask_ranks import DEADLINE, Parted
 from tests.support.patience import PATIENCE, Clock, Late, with_more_time
 from tests.support.processes import run_processes
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.c import c_api
 from tests.c import test_ht_refusals as ht
 from tests.c import test_refusals as ll
-from tests.support import c_api
-from tests.support.c_api import Library
-from tests.support.c_case import refused, tensor
+from tests.c.c_api import Library
+from tests.c.case import refused, tensor
 
 BAD = c_api.INVALID_ARGUMENT
 # Keywords of Solo's methods, and what the errors call these tensors.

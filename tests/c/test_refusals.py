@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import c_api
-from tests.support.c_api import Library
-from tests.support.c_case import SECOND, make_group, refused, run_case, tensor
+from tests.c import c_api
+from tests.c.c_api import Library
+from tests.c.case import SECOND, make_group, refused, run_case, tensor
 from tests.support.expected import Expected, plain_case
 from tests.support.patience import PATIENCE
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import c_api
-from tests.support.c_api import Library
-from tests.support.c_case import SECOND, refused, tensor
-from tests.support.row_producer import RowProducer
+from tests.c import c_api
+from tests.c.c_api import Library
+from tests.c.case import SECOND, refused, tensor
+from tests.ll.row_producer import RowProducer
 
 BAD = c_api.INVALID_ARGUMENT
 

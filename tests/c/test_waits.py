@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import c_api
-from tests.support.c_api import Library
-from tests.support.c_case import SECOND, make_group, refused, tensor
+from tests.c import c_api
+from tests.c.c_api import Library
+from tests.c.case import SECOND, make_group, refused, tensor
 from tests.support.patience import PATIENCE, Clock
 
 BAD, USAGE = c_api.INVALID_ARGUMENT, c_api.INVALID_USAGE

@@ -12,9 +12,9 @@ import pytest
 
 import nccl_ep
 from tests.contract.world import Rank, World
+from tests.ht.harness import ht_step
 from tests.support.expected import Expected, run_case
 from tests.support.harness import synchronize
-from tests.support.ht_harness import ht_step
 from tests.support.patience import PATIENCE, Clock, Late, raises_at_once, with_more_time
 
 MISSING = 1

@@ -11,9 +11,9 @@ import nccl_ep
 from nccl_ep import reference
 from tests.contract.bits import LAYOUTS, MODES, expect_rows, other_rows
 from tests.contract.world import Rank, World
+from tests.ht.harness import LARGE_ARENA
 from tests.support.expected import Expected, run_case
 from tests.support.harness import dispatch_case, garble, synchronize
-from tests.support.ht_harness import LARGE_ARENA
 
 ROUNDS = 7
 

@@ -13,10 +13,10 @@ import nccl_ep
 from nccl_ep import reference
 from tests.contract.bits import FEW, LAYOUTS, MODES
 from tests.contract.world import Rank, World
+from tests.ht.harness import LARGE_ARENA
 from tests.support.cases import COMBINE_WEIGHTS
 from tests.support.expected import Expected
 from tests.support.harness import combine_case, synchronize
-from tests.support.ht_harness import LARGE_ARENA
 
 CONTENTS = ("few", "special", "words")
 ROUTINGS = ("skewed", "some_none", "duplicates", "out_of_range")

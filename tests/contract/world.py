@@ -19,9 +19,9 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.gpu.delays import meet
 from tests.support.cases import Case
 from tests.support.expected import Expected, plain_case
-from tests.support.gpu_delays import meet
 from tests.support.gpus import on_gpu
 from tests.support.harness import make_buffer
 from tests.support.processes import Processes

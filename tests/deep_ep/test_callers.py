@@ -16,7 +16,7 @@ import torch
 from nccl_ep import deep_ep
 from nccl_ep.deep_ep.hybrid import HybridEPBuffer, indices_to_map
 from nccl_ep.testing import run_ranks
-from tests.support.row_producer import RowProducer
+from tests.ll.row_producer import RowProducer
 
 RANKS, EXPERTS, TOPK, HIDDEN, MOST = 2, 4, 2, 256, 8
 LOCAL = EXPERTS // RANKS

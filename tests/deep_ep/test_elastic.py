@@ -12,7 +12,7 @@ import torch
 import nccl_ep
 from nccl_ep.deep_ep import ElasticBuffer, EPBuffer, EPHandle, EventHandle, EventOverlap
 from nccl_ep.testing import run_ranks
-from tests.support.elastic_ranks import replay_new_routing
+from tests.deep_ep.elastic_ranks import replay_new_routing
 
 HALF = torch.bfloat16
 EXPERTS, TOPK, HIDDEN, MOST = 8, 3, 64, 9

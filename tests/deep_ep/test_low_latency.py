@@ -18,7 +18,7 @@ import torch
 import nccl_ep
 from nccl_ep import _C, deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.deepep_ranks import (
+from tests.deep_ep.low_latency_ranks import (
     IDS,
     QUANTS,
     DeepEpCase,

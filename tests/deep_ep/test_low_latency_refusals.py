@@ -9,7 +9,7 @@ import torch
 
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.deepep_ranks import IDS, dispatched, one_rank, small_case
+from tests.deep_ep.low_latency_ranks import IDS, dispatched, one_rank, small_case
 from tests.support.expected import shared_buffer
 
 

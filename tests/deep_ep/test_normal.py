@@ -13,7 +13,9 @@ import torch
 import nccl_ep
 from nccl_ep import deep_ep, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.deepep_normal_ranks import (
+from tests.deep_ep.low_latency_ranks import rebuilt
+from tests.deep_ep.low_latency_ranks import small_case as low_latency_case
+from tests.deep_ep.normal_ranks import (
     NormalCase,
     normal_arguments,
     normal_buffer,
@@ -23,8 +25,6 @@ from tests.support.deepep_normal_ranks import (
     run_program,
     small_case,
 )  # fmt: skip
-from tests.support.deepep_ranks import rebuilt
-from tests.support.deepep_ranks import small_case as low_latency_case
 from tests.support.patience import PATIENCE
 from tests.support.processes import run_processes
 

@@ -13,7 +13,7 @@ import nccl_ep
 from nccl_ep import deep_ep
 from nccl_ep.deep_ep.v1.config import bytes_for_tokens, sizes_for_bytes, tokens_that_fit
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.deepep_normal_ranks import normal_arguments, normal_buffer, small_case
+from tests.deep_ep.normal_ranks import normal_arguments, normal_buffer, small_case
 
 HALF = torch.bfloat16
 

@@ -16,7 +16,7 @@ import nccl_ep
 from nccl_ep import deep_ep
 from nccl_ep.deep_ep.v1 import nvfp4
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.deepep_ranks import IDS, one_rank, rebuilt
+from tests.deep_ep.low_latency_ranks import IDS, one_rank, rebuilt
 from tests.support.patience import PATIENCE
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -15,12 +15,12 @@ import torch
 import nccl_ep
 from nccl_ep import reference
 from nccl_ep.testing import run_ranks
+from tests.gpu.handles import change_handle, num_parts, use_handle
+from tests.gpu.layers import LAYOUTS, layer, layer_buffer
+from tests.ht.harness import check_ht_case
 from tests.support.cases import Case, generate
 from tests.support.expected import Expected, expected_cases, run_case, shared_buffer
-from tests.support.gpu_handles import change_handle, num_parts, use_handle
 from tests.support.harness import check_case
-from tests.support.ht_harness import check_ht_case
-from tests.support.layers import LAYOUTS, layer, layer_buffer
 from tests.support.processes import run_processes
 
 _MOST_RANKS = 8  # of threads that share the cores

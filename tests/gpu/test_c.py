@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from nccl_ep.bootstrap import SoloRendezvous, rendezvous_of
 from nccl_ep.testing import run_ranks
-from tests.support import c_api
-from tests.support.c_api import Library
-from tests.support.c_case import CaseRun, run_case, tensor
-from tests.support.c_ht_case import HtCaseRun, run_ht_case
+from tests.c import c_api
+from tests.c.c_api import Library
+from tests.c.case import CaseRun, run_case, tensor
+from tests.c.ht_case import HtCaseRun, run_ht_case
+from tests.ht.harness import HtPlan
 from tests.support.expected import Expected, plain_case
 from tests.support.gpus import NUM_SMS, WORLDS, captured, needs_gpu, num_replays, on_gpu, ranks_on_gpus
-from tests.support.ht_harness import HtPlan
 from tests.support.patience import PATIENCE
 from tests.support.processes import run_processes
 

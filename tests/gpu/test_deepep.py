@@ -11,8 +11,8 @@ import torch
 import nccl_ep
 from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import deepep_ranks
-from tests.support.deepep_ranks import deepep_cases, small_case
+from tests.deep_ep import low_latency_ranks
+from tests.deep_ep.low_latency_ranks import deepep_cases, small_case
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.gpus import WORLDS, busy, needs_gpu, ranks_on_gpus
 from tests.support.processes import run_processes
@@ -182,7 +182,7 @@ def test_a_hook_runs_on_the_stream_of_its_dispatch() -> None:
 
 
 @pytest.mark.parametrize("way", range(3))
-@pytest.mark.parametrize("quant", deepep_ranks.QUANTS)
+@pytest.mark.parametrize("quant", low_latency_ranks.QUANTS)
 def test_graphs_with_new_routing(quant: str | None, way: int) -> None:
     """src_info, layout_range, scales and counts of a replay are those of its routing."""
     cases = [small_case(1, quant=quant, hidden=640, num_experts=4, seed=2 * seed + 1) for seed in range(6)]
@@ -195,7 +195,7 @@ def test_graphs_with_new_routing(quant: str | None, way: int) -> None:
 
         def layer() -> tuple[Any, ...]:
             received, counts, handle, event, hook = buffer.low_latency_dispatch(
-                x, ids, 8, 4, **deepep_ranks.QUANTS[quant], return_recv_hook=hooks, async_finish=is_async
+                x, ids, 8, 4, **low_latency_ranks.QUANTS[quant], return_recv_hook=hooks, async_finish=is_async
             )
             hook() if hooks else is_async and event.current_stream_wait()
             y, event, hook = buffer.low_latency_combine(
@@ -245,22 +245,25 @@ def test_masks_and_scratch() -> None:
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
-    assert run_processes(num_ranks, deepep_ranks.run_cases, tmp_path, num_ranks, 30, timeout=150.0) == [30] * num_ranks
+    assert (
+        run_processes(num_ranks, low_latency_ranks.run_cases, tmp_path, num_ranks, 30, timeout=150.0)
+        == [30] * num_ranks
+    )
 
 
 @ranks_on_gpus
 def test_a_sending_half_does_not_wait_for_a_late_rank(tmp_path: Path) -> None:
     """The ranks that are not late have long ended theirs when the late one begins. Where ranks share a GPU they take
     turns on it, so that a half has another chance."""
-    for took in run_processes(2, deepep_ranks.run_late_halves, tmp_path, 2, timeout=150.0):
-        assert min(took[1:]) < 1000 * deepep_ranks.LATE / 3, f"sending halves took {took} ms"
+    for took in run_processes(2, low_latency_ranks.run_late_halves, tmp_path, 2, timeout=150.0):
+        assert min(took[1:]) < 1000 * low_latency_ranks.LATE / 3, f"sending halves took {took} ms"
 
 
 @ranks_on_gpus
 def test_waits_are_measured(tmp_path: Path) -> None:
     """Nobody waits for itself, all for the last rank."""
     num_ranks = WORLDS[-1]
-    got = run_processes(num_ranks, deepep_ranks.run_waits, tmp_path, num_ranks, timeout=150.0)
+    got = run_processes(num_ranks, low_latency_ranks.run_waits, tmp_path, num_ranks, timeout=150.0)
     for rank, rounds in enumerate(got):
         assert len(rounds) == 4
         for waits in rounds:
@@ -270,4 +273,4 @@ def test_waits_are_measured(tmp_path: Path) -> None:
 
 @ranks_on_gpus
 def test_a_program_written_for_deepep(tmp_path: Path) -> None:
-    assert run_processes(2, deepep_ranks.run_program, tmp_path, 2, "cuda", 3, timeout=150.0) == [48, 48]
+    assert run_processes(2, low_latency_ranks.run_program, tmp_path, 2, "cuda", 3, timeout=150.0) == [48, 48]

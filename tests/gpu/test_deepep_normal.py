@@ -11,8 +11,8 @@ import torch
 
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import deepep_normal_ranks
-from tests.support.deepep_normal_ranks import (
+from tests.deep_ep import normal_ranks
+from tests.deep_ep.normal_ranks import (
     normal_arguments,
     normal_buffer,
     normal_cases,
@@ -128,7 +128,7 @@ def test_results_of_several_layers_live_at_once() -> None:
         for _ in range(3):
             received = [case.send(buffer, async_finish=number % 2 == 1) for number, case in enumerate(cases)]
             for number, (case, each) in enumerate(zip(cases, received, strict=True)):
-                deepep_normal_ranks.wait(each[-1], {"async_finish": number % 2 == 1})
+                normal_ranks.wait(each[-1], {"async_finish": number % 2 == 1})
                 handle = case.check_received(0, each)
                 combined, _, _ = case.send_back(buffer, handle)
                 case.check_combined(0, combined)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic_ranks import in_process, replay_new_routing
+from tests.deep_ep.elastic_ranks import in_process, replay_new_routing
 from tests.support.gpus import WORLDS, in_processes, needs_gpu, num_replays, ranks_on_gpus
 from tests.support.processes import run_processes
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from nccl_ep import _C
-from tests.support import gpu_chains, gpu_delays, gpu_ranks
-from tests.support.gpu_delays import SEARCHES, Found
+from tests.gpu import chains, delays, ranks
+from tests.gpu.delays import SEARCHES, Found
+from tests.ht.harness import check_ht_case
 from tests.support.gpus import WORLDS, in_processes, needs_gpu, num_cases, num_replays, ranks_on_gpus
 from tests.support.harness import check_case
-from tests.support.ht_harness import check_ht_case
 from tests.support.processes import run_processes
 
 NUM_CASES, NUM_REPLAYS = num_cases(60), num_replays(1500)
@@ -38,7 +38,7 @@ ON_ONE_GPU = [name for name, search in SEARCHES.items() if search.on_one_gpu]
 @pytest.fixture(autouse=True)
 def _leaves_no_delay() -> Iterator[None]:
     yield
-    gpu_delays.set_testing()
+    delays.set_testing()
 
 
 def _expect_found(found: Found, name: str) -> None:
@@ -58,7 +58,7 @@ def test_a_bug_that_does_not_exist() -> None:
 def test_delays_take_time() -> None:
     """A world of one rank, whose calls take about 10 us: nearly all have a block or a warp that is late for longer."""
 
-    def milliseconds(chain: gpu_chains.Chain, graph: torch.cuda.CUDAGraph) -> float:
+    def milliseconds(chain: chains.Chain, graph: torch.cuda.CUDAGraph) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(50):
@@ -69,13 +69,13 @@ def test_delays_take_time() -> None:
         assert int(chain.wrong) == 0
         return float(start.elapsed_time(end))
 
-    with gpu_chains.chain_buffer(None, torch.device("cuda", 0)) as buffer:
-        chain = gpu_chains.Chain("dcddccc", buffer)
+    with chains.chain_buffer(None, torch.device("cuda", 0)) as buffer:
+        chain = chains.Chain("dcddccc", buffer)
         graph = chain.capture()
         plain = milliseconds(chain, graph)
-        with gpu_delays.delays(seed=3):
+        with delays.delays(seed=3):
             delayed = milliseconds(chain, graph)
-        with gpu_delays.delays(seed=3, percent=10):
+        with delays.delays(seed=3, percent=10):
             short = milliseconds(chain, graph)
         again = milliseconds(chain, graph)
     print(f"50 chains of 7: {plain:.1f} ms, delayed {delayed:.1f}, a tenth of it {short:.1f}, afterwards {again:.1f}")
@@ -89,14 +89,14 @@ def test_delays_take_time() -> None:
 
 def test_generated_cases_on_one_gpu() -> None:
     for seed in range(NUM_CASES):
-        with gpu_delays.delays(seed=seed + 1):
-            check_case(gpu_ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
+        with delays.delays(seed=seed + 1):
+            check_case(ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
 
 
 def test_generated_cases_of_high_throughput_on_one_gpu() -> None:
     for seed in range(NUM_CASES):
-        with gpu_delays.delays(seed=seed + 1):
-            check_ht_case(gpu_ranks.cuda_case(seed), device="cuda", num_sms=seed % 4)
+        with delays.delays(seed=seed + 1):
+            check_ht_case(ranks.cuda_case(seed), device="cuda", num_sms=seed % 4)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """In another process: planted bugs must not reach this one."""
     folder = tmp_path_factory.mktemp("one_gpu")
     found: list[dict[str, Found]] = run_processes(
-        1, gpu_delays.search_on_one_gpu, folder, ON_ONE_GPU, RUNS // 5, timeout=2 * PATIENCE
+        1, delays.search_on_one_gpu, folder, ON_ONE_GPU, RUNS // 5, timeout=2 * PATIENCE
     )
     return found[0]
 
@@ -120,7 +120,7 @@ def test_planted_bugs_on_one_gpu(name: str, one_gpu: dict[str, Found]) -> None:
 @ranks_on_gpus
 @pytest.mark.parametrize(
     ("body", "graphs"),
-    [(gpu_delays.run_with_delays, "plain and with PDL"), (gpu_delays.run_ht_with_delays, "staged and given")],
+    [(delays.run_with_delays, "plain and with PDL"), (delays.run_ht_with_delays, "staged and given")],
     ids=["ll", "ht"],
 )
 def test_cases_and_graphs_over_nccl(body: Any, graphs: str, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_cases_and_graphs_over_nccl(body: Any, graphs: str, tmp_path: Path) -> N
 def over_nccl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     folder = tmp_path_factory.mktemp("over_nccl")
     found: list[dict[str, Found]] = run_processes(
-        WORLD, gpu_delays.search_over_nccl, folder, list(SEARCHES), RUNS, timeout=2 * PATIENCE
+        WORLD, delays.search_over_nccl, folder, list(SEARCHES), RUNS, timeout=2 * PATIENCE
     )
     return found[0]
 

@@ -16,13 +16,14 @@ import nccl_ep
 from bench.stamps import KERNELS, STAMPS, over_calls
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import floor_calls, gpu_chains, gpu_handles, gpu_ht_chains, gpu_ht_ranks, gpu_ranks
-from tests.support.deepep_normal_ranks import check_layout, layout_of, normal_buffer
-from tests.support.deepep_ranks import deepep_cases
+from tests.bench import floor_calls
+from tests.deep_ep.low_latency_ranks import deepep_cases
+from tests.deep_ep.normal_ranks import check_layout, layout_of, normal_buffer
+from tests.gpu import chains, handles, ht_chains, ht_ranks, ranks
+from tests.gpu.delays import COMBINE, DISPATCH, SEARCHES, Search, delays, meet, set_testing, stress
+from tests.ht.harness import HtCoverage, check_ht_case
 from tests.support.expected import Expected, large_cases, plain_case, shared_buffer
-from tests.support.gpu_delays import COMBINE, DISPATCH, SEARCHES, Search, delays, meet, set_testing, stress
 from tests.support.harness import case_buffer, check_case
-from tests.support.ht_harness import HtCoverage, check_ht_case
 from tests.support.patience import PATIENCE, Late, with_more_time
 
 pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
@@ -40,19 +41,19 @@ PERCENT = 2000  # of a delay's usual length: an emulated call takes so much long
 @pytest.mark.parametrize("part", range(4))
 def test_generated_cases(part: int) -> None:
     for seed in range(part, NUM_CASES, 4):
-        check_case(gpu_ranks.cuda_case(seed), staged=seed % 3 == 1)
+        check_case(ranks.cuda_case(seed), staged=seed % 3 == 1)
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_generated_cases_of_high_throughput(part: int) -> None:
     coverage = HtCoverage()
     for seed in range(part, NUM_CASES, 4):
-        coverage.add(check_ht_case(gpu_ranks.cuda_case(seed), num_sms=(0, 1, 3)[seed % 3]))
+        coverage.add(check_ht_case(ranks.cuda_case(seed), num_sms=(0, 1, 3)[seed % 3]))
     print("\n" + coverage.report())
 
 
 def test_scales_of_the_caller() -> None:
-    for number, case in enumerate(gpu_ranks.scale_cases(2)):
+    for number, case in enumerate(ranks.scale_cases(2)):
         check_case(case, staged=number % 3 == 1, num_sms=number % 2 + 1)
 
 
@@ -80,9 +81,9 @@ def test_under_delays(mode: str) -> None:
     for seed in range(NUM_CASES // 8):
         with delays(seed=seed + 1):
             if mode == "ll":
-                check_case(gpu_ranks.cuda_case(seed), staged=seed % 3 == 1)
+                check_case(ranks.cuda_case(seed), staged=seed % 3 == 1)
             else:
-                check_ht_case(gpu_ranks.cuda_case(seed), num_sms=seed % 4)
+                check_ht_case(ranks.cuda_case(seed), num_sms=seed % 4)
 
 
 def test_low_latency_methods_of_deepep_under_delays() -> None:
@@ -102,8 +103,8 @@ def test_low_latency_methods_of_deepep_under_delays() -> None:
 def test_number_of_sms_changes_no_bit(num_sms: int) -> None:
     for layout, quant in (("expert_major", None), ("packed", "fp8")):
         for staged in (False, True):
-            check_case(gpu_ranks.wide_case(3, layout=layout, quant=quant), staged=staged, num_sms=num_sms)
-    for case in gpu_ht_ranks.wide_cases(3):
+            check_case(ranks.wide_case(3, layout=layout, quant=quant), staged=staged, num_sms=num_sms)
+    for case in ht_ranks.wide_cases(3):
         check_ht_case(case, num_sms=num_sms)
 
 
@@ -136,20 +137,20 @@ def test_shapes_of_routing(tokens: tuple[int, ...], topk: int, num_experts: int,
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_one_buffer_for_many_cases(num_ranks: int) -> None:
-    cases = [Expected(case) for case in gpu_ranks.cuda_cases(20, num_ranks)]
-    ht_cases = [gpu_ht_ranks.ExpectedHt(each.case) for each in cases]
+    cases = [Expected(case) for case in ranks.cuda_cases(20, num_ranks)]
+    ht_cases = [ht_ranks.ExpectedHt(each.case) for each in cases]
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, cases) as buffer:
             for number, case in enumerate([*cases, *reversed(cases)]):
                 case.run(buffer, staged=number % 3 == 1)
-        gpu_ht_ranks.run_in_one_buffer(group, ht_cases, "cpu")
+        ht_ranks.run_in_one_buffer(group, ht_cases, "cpu")
 
     run_ranks(num_ranks, body)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES + gpu_handles.BODIES)
+@pytest.mark.parametrize("body", ht_ranks.BODIES + handles.BODIES)
 def test_bodies_of_high_throughput(body: Any, num_ranks: int) -> None:
     run_ranks(num_ranks, lambda group: body(group, "cpu"))
 
@@ -174,7 +175,7 @@ def test_layout_of_tokens(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_floors(num_ranks: int) -> None:
-    cases = gpu_ranks.floor_cases(num_ranks, 4)
+    cases = ranks.floor_cases(num_ranks, 4)
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, cases) as buffer:
@@ -183,7 +184,7 @@ def test_floors(num_ranks: int) -> None:
     run_ranks(num_ranks, body)
 
 
-def _run_chain(chain: gpu_chains.Chain, runs: int) -> int:
+def _run_chain(chain: chains.Chain, runs: int) -> int:
     """Wrong elements of all runs, on this rank."""
     for _ in range(runs - 1):
         chain.run()
@@ -195,15 +196,15 @@ def _run_chain(chain: gpu_chains.Chain, runs: int) -> int:
 def test_chains(seed: int) -> None:
     def body(group: ThreadGroup) -> int:
         wrong = 0
-        with gpu_chains.chain_buffer(group, "cpu") as buffer:
-            for letters in gpu_chains.CHAINS:
-                wrong += _run_chain(gpu_chains.Chain(letters, buffer), 5)
-            for number, how in enumerate(() if seed else gpu_chains.HOWS):
-                letters = gpu_chains.CHAINS[number % 3]
-                wrong += _run_chain(gpu_chains.Chain(letters, buffer, how=how), 2)
-        with gpu_ht_chains.ht_chain_buffer(group, "cpu") as buffer:
-            for letters in gpu_ht_chains.HT_CHAINS:
-                wrong += _run_chain(gpu_ht_chains.HtChain(letters, buffer, given=False), 2)
+        with chains.chain_buffer(group, "cpu") as buffer:
+            for letters in chains.CHAINS:
+                wrong += _run_chain(chains.Chain(letters, buffer), 5)
+            for number, how in enumerate(() if seed else chains.HOWS):
+                letters = chains.CHAINS[number % 3]
+                wrong += _run_chain(chains.Chain(letters, buffer, how=how), 2)
+        with ht_chains.ht_chain_buffer(group, "cpu") as buffer:
+            for letters in ht_chains.HT_CHAINS:
+                wrong += _run_chain(ht_chains.HtChain(letters, buffer, given=False), 2)
         return wrong
 
     with delays(seed=seed, percent=PERCENT):
@@ -340,7 +341,7 @@ def _run_search(search: Search, seed: int, bugs: tuple[str, ...]) -> str:
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "2")
-    monkeypatch.setattr(gpu_ht_chains.HtChain, "tokens", 40)
+    monkeypatch.setattr(ht_chains.HtChain, "tokens", 40)
 
 
 @pytest.mark.usefixtures("_small")
@@ -378,9 +379,7 @@ def _together(group: ThreadGroup, step: Callable[..., Any], *args: Any) -> tuple
 def _dispatch_and_overwrite(group: ThreadGroup, cases: list[Expected]) -> str:
     """What is wrong at once in what a call leaves, as soon as it has ended; empty: nothing. Inputs are overwritten."""
     rank = group.rank()
-    with gpu_ht_ranks.shared_ht_buffer(
-        group, [each.case for each in cases], device="cpu", arena_bytes=1 << 25
-    ) as buffer:
+    with ht_ranks.shared_ht_buffer(group, [each.case for each in cases], device="cpu", arena_bytes=1 << 25) as buffer:
         for number in range(HT_ROUNDS):
             case = cases[number % len(cases)]
             handle, problems = _together(group, _send_and_look, buffer, case, rank)
@@ -397,7 +396,7 @@ def _dispatch_and_overwrite(group: ThreadGroup, cases: list[Expected]) -> str:
 )
 def test_planted_bugs_of_high_throughput(bug: str, kinds: int) -> None:
     """What is too early by a few steps: seen by a caller who looks, or writes, as soon as the call has ended."""
-    cases = [Expected(case) for case in gpu_ht_ranks.wide_cases(3)]
+    cases = [Expected(case) for case in ht_ranks.wide_cases(3)]
     with delays(seed=1, bugs=[bug] if bug else [], kinds=kinds, percent=PERCENT):
         found = run_ranks(3, partial(_dispatch_and_overwrite, cases=cases))[0]
     print(f"{bug}: {found}")
@@ -406,8 +405,8 @@ def test_planted_bugs_of_high_throughput(bug: str, kinds: int) -> None:
 
 @pytest.mark.usefixtures("_small")
 def test_the_chains_of_the_search_without_a_bug() -> None:
-    chains = {(search.letters, search.to_rank_0, search.is_ht) for search in SEARCHES.values()}
-    for letters, to_rank_0, is_ht in sorted(chains):
+    tried = {(search.letters, search.to_rank_0, search.is_ht) for search in SEARCHES.values()}
+    for letters, to_rank_0, is_ht in sorted(tried):
         assert not _run_search(Search((), DISPATCH | COMBINE, letters, to_rank_0, is_ht), 1, ())
 
 
@@ -418,9 +417,9 @@ def test_the_chains_of_the_search_without_a_bug() -> None:
 def test_time_line(mode: str) -> None:
     """Of the builds with stamps: every kernel's warps have passed its phases, in their order."""
     if mode == "ll":
-        check_case(gpu_ranks.wide_case(2))
+        check_case(ranks.wide_case(2))
     else:
-        check_ht_case(gpu_ht_ranks.wide_cases(2)[0])
+        check_ht_case(ht_ranks.wide_cases(2)[0])
     for kernel in {each for kernels in KERNELS[mode].values() for each in kernels}:
         passed = over_calls([_C.time_line(kernel)])
         assert {"kStart", "kEpochKnown", "kEnd"} <= passed.keys() <= set(STAMPS), (kernel, passed)

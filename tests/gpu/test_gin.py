@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from nccl_ep import _C
-from tests.support.gin import LIBRARIES, Ended, run_world, values, why_not
-from tests.support.gpu_ht_chains import HT_CHAINS
+from tests.gin_loopback.worlds import LIBRARIES, Ended, run_world, values, why_not
+from tests.gpu.ht_chains import HT_CHAINS
+from tests.ht.harness import HT_STEPS
+from tests.ll.late_halves import SHORT_MS
+from tests.ll.mask_ranks import PHASES
 from tests.support.gpus import NUM_GPUS, num_cases, num_replays
-from tests.support.ht_harness import HT_STEPS
-from tests.support.late_halves import SHORT_MS
-from tests.support.mask_ranks import PHASES
 
 _reason = why_not() if NUM_GPUS else "no GPU here"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(_reason), reason=_reason)]

@@ -16,7 +16,10 @@ import torch
 import nccl_ep
 from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import floor_calls, gpu_chains, gpu_ranks
+from tests.bench import floor_calls
+from tests.gpu import chains, ranks
+from tests.gpu.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
+from tests.ht.harness import check_ht_case
 from tests.support.expected import Expected, large_cases, plain_case, shared_buffer
 from tests.support.gpus import (
     NUM_SMS,
@@ -31,9 +34,7 @@ from tests.support.gpus import (
     several_gpus,
 )
 from tests.support.harness import check_case, combine_case, dispatch_case, make_buffer
-from tests.support.ht_harness import check_ht_case
 from tests.support.processes import run_processes
-from tests.support.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 NUM_CASES, NUM_REPLAYS = num_cases(600), num_replays(10000 if TEST_ALL else 2000)
 PATIENCE = 150.0  # seconds for a world of processes
@@ -45,7 +46,7 @@ pytestmark = needs_gpu
 
 def test_generated_cases_on_one_gpu() -> None:
     for seed in range(NUM_CASES):
-        check_case(gpu_ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
+        check_case(ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
@@ -58,14 +59,14 @@ def test_large_cases_on_one_gpu(staged: bool) -> None:
 @pytest.mark.parametrize("num_sms", NUM_SMS)
 def test_number_of_sms_changes_no_bit(num_sms: int, staged: bool) -> None:
     for layout, quant in (("expert_major", None), ("packed", "fp8")):
-        case = gpu_ranks.wide_case(3, layout=layout, quant=quant)
+        case = ranks.wide_case(3, layout=layout, quant=quant)
         check_case(case, device="cuda", staged=staged, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("num_sms", [*NUM_SMS, 2])
 def test_many_calls_on_few_sms(num_sms: int) -> None:
     """A bank is used again after two calls: whoever forgets to free one shows it here."""
-    case = Expected(gpu_ranks.wide_case(2))
+    case = Expected(ranks.wide_case(2))
 
     def body(group: ThreadGroup) -> None:
         rank = group.rank()
@@ -83,7 +84,7 @@ def test_many_calls_on_few_sms(num_sms: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_floors_on_one_gpu(num_ranks: int) -> None:
     """Real operations between floors: see tests/bench/test_floors.py for what is sent."""
-    cases = gpu_ranks.floor_cases(num_ranks, 4)
+    cases = ranks.floor_cases(num_ranks, 4)
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, cases, device="cuda") as buffer:
@@ -94,12 +95,12 @@ def test_floors_on_one_gpu(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_gemms_of_the_caller(num_ranks: int) -> None:
-    case = Expected(gpu_ranks.wide_case(num_ranks))
+    case = Expected(ranks.wide_case(num_ranks))
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [case], device="cuda") as buffer:
-            gpu_ranks.run_around_gemms(case, buffer)
-            gpu_ranks.run_beside_gemms(case, buffer)
+            ranks.run_around_gemms(case, buffer)
+            ranks.run_beside_gemms(case, buffer)
 
     run_ranks(num_ranks, body)
 
@@ -187,8 +188,8 @@ def test_another_device_is_the_current_one() -> None:
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
 def test_graphs_of_one_rank(pdl: bool) -> None:
-    with gpu_chains.chain_buffer(None, torch.device("cuda", 0)) as buffer:
-        wrong, microseconds = gpu_chains.replay_graphs(buffer, NUM_REPLAYS, pdl=pdl)
+    with chains.chain_buffer(None, torch.device("cuda", 0)) as buffer:
+        wrong, microseconds = chains.replay_graphs(buffer, NUM_REPLAYS, pdl=pdl)
     print(f"{NUM_REPLAYS} replays, {microseconds:.0f} us each")
     assert wrong == 0
 
@@ -196,18 +197,18 @@ def test_graphs_of_one_rank(pdl: bool) -> None:
 def test_the_graph_test_sees_a_wrong_bit() -> None:
     x = torch.randn(8, 16, device="cuda").bfloat16()
     ids, weights = torch.randint(0, 4, (8, 2), device="cuda"), torch.rand(8, 2, device="cuda")
-    want = gpu_chains.home_sum(x, ids, weights, 2, 4)
+    want = chains.home_sum(x, ids, weights, 2, 4)
     got = want.clone()
-    assert gpu_chains.count_differences(got, want).item() == 0
+    assert chains.count_differences(got, want).item() == 0
     got.view(torch.int16)[3, 5] ^= 1
-    assert gpu_chains.count_differences(got, want).item() == 1
+    assert chains.count_differences(got, want).item() == 1
 
 
 def test_inputs_may_be_overwritten_at_once() -> None:
-    case = Expected(gpu_ranks.wide_case(1))
+    case = Expected(ranks.wide_case(1))
     with make_buffer(case.case, None, device="cuda") as buffer:
         for _ in range(10):
-            gpu_ranks.run_overwritten(case, buffer)
+            ranks.run_overwritten(case, buffer)
 
 
 def test_calls_on_two_streams_run_in_call_order() -> None:
@@ -217,7 +218,7 @@ def test_calls_on_two_streams_run_in_call_order() -> None:
     x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     with make_buffer(case.case, None, device="cuda") as buffer:
-        gpu_ranks.run_case(case, buffer)
+        ranks.run_case(case, buffer)
         for first, second in (streams, streams[::-1]):
             last = torch.cuda.Event()
             with torch.cuda.stream(first):
@@ -309,8 +310,8 @@ def test_a_capture_behind_what_is_no_kernel() -> None:
 def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     """With it: staged and fused, every number of SMs, and inputs that are overwritten at once."""
     count = max(NUM_CASES // 6, 1)
-    got = run_processes(num_ranks, gpu_ranks.run_cases, tmp_path, num_ranks, count, NUM_SMS, timeout=PATIENCE)
-    given = len(gpu_ranks.scale_cases(num_ranks))
+    got = run_processes(num_ranks, ranks.run_cases, tmp_path, num_ranks, count, NUM_SMS, timeout=PATIENCE)
+    given = len(ranks.scale_cases(num_ranks))
     assert got == [count + given + 2 * 2 * len(NUM_SMS) + 20] * num_ranks
 
 
@@ -318,7 +319,7 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 def test_graphs_over_nccl(tmp_path: Path) -> None:
     """Replays with new data and routing each time, of odd numbers of operations, without and with PDL."""
     replays = in_processes(NUM_REPLAYS)
-    got = run_processes(WORLDS[-1], gpu_ranks.run_graphs, tmp_path, replays, timeout=PATIENCE)
+    got = run_processes(WORLDS[-1], ranks.run_graphs, tmp_path, replays, timeout=PATIENCE)
     for rank, found in enumerate(got):
         print(f"rank {rank}: {replays} replays, us each, plain and with PDL: {[round(t) for _, t in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]
@@ -327,22 +328,22 @@ def test_graphs_over_nccl(tmp_path: Path) -> None:
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_floors_over_nccl(num_ranks: int, tmp_path: Path) -> None:
-    run_processes(num_ranks, gpu_ranks.run_floors, tmp_path, num_ranks, timeout=PATIENCE)
+    run_processes(num_ranks, ranks.run_floors, tmp_path, num_ranks, timeout=PATIENCE)
 
 
 @ranks_on_gpus
 def test_gemms_of_the_caller_over_nccl(tmp_path: Path) -> None:
-    run_processes(2, gpu_ranks.run_gemms, tmp_path, 2, timeout=PATIENCE)
+    run_processes(2, ranks.run_gemms, tmp_path, 2, timeout=PATIENCE)
 
 
 @ranks_on_gpus
 def test_a_rank_that_does_not_call(tmp_path: Path) -> None:
-    run_processes(2, gpu_ranks.run_deadlines, tmp_path, 2, timeout=PATIENCE)
+    run_processes(2, ranks.run_deadlines, tmp_path, 2, timeout=PATIENCE)
 
 
 @ranks_on_gpus
 def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
-    got = run_processes(2, gpu_ranks.run_mismatches, tmp_path, timeout=PATIENCE)
+    got = run_processes(2, ranks.run_mismatches, tmp_path, timeout=PATIENCE)
     for rank, texts in enumerate(got):
         for kind, text in zip(("dispatch", "combine"), texts, strict=True):
             assert f"ranks made different calls in {kind}" in text
@@ -357,4 +358,4 @@ def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizers(tool: str, tmp_path: Path) -> None:
     """A few cases of two to four ranks on one GPU."""
-    run_sanitizer(tool, gpu_ranks.__name__, gpu_ranks.covering_cases(full=TEST_ALL), tmp_path)
+    run_sanitizer(tool, ranks.__name__, ranks.covering_cases(full=TEST_ALL), tmp_path)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup
+from tests.ll.late_halves import POISON, SHORT_MS, late_between_halves, weighted_case
 from tests.support.expected import Expected, shared_buffer
 from tests.support.gpus import needs_gpu, on_gpu, ranks_on_gpus
 from tests.support.harness import combine_options
-from tests.support.late_halves import POISON, SHORT_MS, late_between_halves, weighted_case
 from tests.support.processes import run_processes
 
 pytestmark = needs_gpu

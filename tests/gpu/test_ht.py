@@ -17,12 +17,12 @@ import torch
 import nccl_ep
 from nccl_ep.testing import run_ranks
 from tests import ROOT
-from tests.support import gpu_handles, gpu_ht_chains, gpu_ht_failures, gpu_ht_ranks, gpu_ranks
+from tests.gpu import handles, ht_chains, ht_failures, ht_ranks, ranks
+from tests.gpu.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
+from tests.ht.harness import HtCoverage, check_ht_case
 from tests.support.expected import plain_case
 from tests.support.gpus import NUM_SMS, TEST_ALL, WORLDS, in_processes, needs_gpu, num_cases, num_replays, ranks_on_gpus
-from tests.support.ht_harness import HtCoverage, check_ht_case
 from tests.support.processes import processes, run_processes
-from tests.support.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 NUM_CASES, NUM_REPLAYS = num_cases(400), num_replays(10000 if TEST_ALL else 2000)
 PATIENCE = 200.0  # seconds for a world of processes
@@ -36,7 +36,7 @@ def test_generated_cases_on_one_gpu() -> None:
     coverage = HtCoverage()
     for seed in range(NUM_CASES):
         num_sms = (0, 1, 3)[seed % 3]
-        coverage.add(check_ht_case(gpu_ranks.cuda_case(seed), device="cuda", num_sms=num_sms))
+        coverage.add(check_ht_case(ranks.cuda_case(seed), device="cuda", num_sms=num_sms))
     print("\n" + coverage.report())
     if NUM_CASES >= 400:
         assert not coverage.missing()
@@ -47,11 +47,11 @@ def test_generated_cases_on_one_gpu() -> None:
 def test_number_of_sms_changes_no_bit(number: int, num_sms: int) -> None:
     """In a world of one rank all SMs may be asked for; of three, the launch has a third of them for each."""
     for num_ranks in (1, 3):
-        check_ht_case(gpu_ht_ranks.wide_cases(num_ranks)[number], device="cuda", num_sms=num_sms)
+        check_ht_case(ht_ranks.wide_cases(num_ranks)[number], device="cuda", num_sms=num_sms)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("body", gpu_ht_ranks.BODIES + gpu_ht_ranks.SLOW_BODIES + gpu_handles.BODIES)
+@pytest.mark.parametrize("body", ht_ranks.BODIES + ht_ranks.SLOW_BODIES + handles.BODIES)
 def test_bodies_on_one_gpu(body: Any, num_ranks: int) -> None:
     """See each body: outputs that live, inputs that are overwritten, both modes, a layout of each rank's own, FP8,
     the largest sizes."""
@@ -60,8 +60,8 @@ def test_bodies_on_one_gpu(body: Any, num_ranks: int) -> None:
 
 def test_one_buffer_for_many_cases() -> None:
     for num_ranks in (1, 2, 4):
-        cases = [gpu_ht_ranks.ExpectedHt(case) for case in gpu_ranks.cuda_cases(30, num_ranks)]
-        run_ranks(num_ranks, partial(gpu_ht_ranks.run_in_one_buffer, cases=cases, device="cuda"))
+        cases = [ht_ranks.ExpectedHt(case) for case in ranks.cuda_cases(30, num_ranks)]
+        run_ranks(num_ranks, partial(ht_ranks.run_in_one_buffer, cases=cases, device="cuda"))
 
 
 # ---- A world of one rank
@@ -69,8 +69,8 @@ def test_one_buffer_for_many_cases() -> None:
 
 @pytest.mark.parametrize("given", [False, True], ids=["fresh", "given"])
 def test_graphs_of_one_rank(given: bool) -> None:
-    with gpu_ht_chains.ht_chain_buffer(None, torch.device("cuda", 0)) as buffer:
-        wrong, microseconds = gpu_ht_chains.replay_ht_graphs(buffer, NUM_REPLAYS, given=given)
+    with ht_chains.ht_chain_buffer(None, torch.device("cuda", 0)) as buffer:
+        wrong, microseconds = ht_chains.replay_ht_graphs(buffer, NUM_REPLAYS, given=given)
     print(f"{NUM_REPLAYS} replays, {microseconds:.0f} us each")
     assert wrong == 0
 
@@ -101,11 +101,11 @@ def test_exact_sizes_refuse_a_capture() -> None:
 
 def test_a_capture_beside_exact_sizes() -> None:
     """A graph that was captured between calls of exact sizes replays between further ones."""
-    case = gpu_ht_ranks.ExpectedHt(plain_case(1, layout="packed", num_experts=4, topk=2))
+    case = ht_ranks.ExpectedHt(plain_case(1, layout="packed", num_experts=4, topk=2))
     given = case.inputs[0]
     x, ids = given.x.cuda(), given.topk_idx.cuda()
     how: dict[str, Any] = {"num_experts": 4, "mode": "ht", "layout": "packed"}
-    with gpu_ht_ranks.shared_ht_buffer(None, [case.case], device="cuda") as buffer:
+    with ht_ranks.shared_ht_buffer(None, [case.case], device="cuda") as buffer:
         want = nccl_ep.dispatch(x, ids, buffer=buffer, capacity="exact", **how)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -121,9 +121,9 @@ def test_a_capture_beside_exact_sizes() -> None:
 @pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_settings_of_the_allocator(setting: str) -> None:
     """In a process of its own, as torch reads them once."""
-    cases = [*gpu_ht_ranks.covering_ht_cases()]
+    cases = [*ht_ranks.covering_ht_cases()]
     env = os.environ | {"PYTORCH_ALLOC_CONF": setting, "PYTORCH_CUDA_ALLOC_CONF": setting}
-    command = [sys.executable, "-m", gpu_ht_ranks.__name__, *cases]
+    command = [sys.executable, "-m", ht_ranks.__name__, *cases]
     got = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert got.returncode == 0 and f"case {cases[-1]}\n" in got.stdout, got.stdout + got.stderr[-4000:]
 
@@ -136,7 +136,7 @@ def test_settings_of_the_allocator(setting: str) -> None:
 def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     """With them wide ones with every number of SMs, and the bodies of the world on one GPU."""
     count = max(NUM_CASES // 6, 1)
-    got = run_processes(num_ranks, gpu_ht_ranks.run_ht_cases, tmp_path, num_ranks, count, NUM_SMS, timeout=PATIENCE)
+    got = run_processes(num_ranks, ht_ranks.run_ht_cases, tmp_path, num_ranks, count, NUM_SMS, timeout=PATIENCE)
     assert len(set(got)) == 1 and got[0] >= count + 5 * len(NUM_SMS), got
 
 
@@ -144,7 +144,7 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 def test_graphs_over_nccl(tmp_path: Path) -> None:
     """Replays with new data and routing each time, of odd numbers of operations, staged and in place."""
     replays = in_processes(NUM_REPLAYS)
-    got = run_processes(WORLDS[-1], gpu_ht_ranks.run_ht_graphs, tmp_path, replays, timeout=PATIENCE)
+    got = run_processes(WORLDS[-1], ht_ranks.run_ht_graphs, tmp_path, replays, timeout=PATIENCE)
     for rank, found in enumerate(got):
         print(f"rank {rank}: {replays} replays, us each, staged and given: {[round(t) for _, t in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]
@@ -152,23 +152,23 @@ def test_graphs_over_nccl(tmp_path: Path) -> None:
 
 @ranks_on_gpus
 def test_a_rank_that_does_not_call(tmp_path: Path) -> None:
-    run_processes(2, gpu_ht_failures.run_ht_deadlines, tmp_path, 2, timeout=PATIENCE)
+    run_processes(2, ht_failures.run_ht_deadlines, tmp_path, 2, timeout=PATIENCE)
 
 
 @ranks_on_gpus
 def test_a_rank_that_dies(tmp_path: Path) -> None:
-    with processes(2, gpu_ht_failures.run_with_a_dead_rank, tmp_path) as world:
+    with processes(2, ht_failures.run_with_a_dead_rank, tmp_path) as world:
         outcome = world.wait(0, PATIENCE)
-        assert world.wait(1).exitcode == gpu_ht_failures.DEAD
+        assert world.wait(1).exitcode == ht_failures.DEAD
     assert not outcome.error and outcome.exitcode == 0, outcome.error
-    assert re.search(f"{gpu_ht_failures.SILENT_RANK} in high-throughput combine 1 ", outcome.value), outcome.value
+    assert re.search(f"{ht_failures.SILENT_RANK} in high-throughput combine 1 ", outcome.value), outcome.value
 
 
 @ranks_on_gpus
 @pytest.mark.parametrize("who_is_inside", [0, 1], ids=["the other is inside", "the killed is inside"])
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
 def test_a_rank_that_is_killed_amid_an_operation(kind: str, who_is_inside: int, tmp_path: Path) -> None:
-    with processes(2, gpu_ht_failures.run_killed_amid, tmp_path, kind, who_is_inside) as world:
+    with processes(2, ht_failures.run_killed_amid, tmp_path, kind, who_is_inside) as world:
         outcome = world.wait(0, PATIENCE)
         assert world.wait(1).exitcode == -signal.SIGKILL
     assert not outcome.error and outcome.exitcode == 0, outcome.error
@@ -180,7 +180,7 @@ def test_a_rank_that_is_killed_amid_an_operation(kind: str, who_is_inside: int, 
 
 @ranks_on_gpus
 def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
-    got = run_processes(2, gpu_ht_failures.run_ht_mismatches, tmp_path, timeout=PATIENCE)
+    got = run_processes(2, ht_failures.run_ht_mismatches, tmp_path, timeout=PATIENCE)
     wanted = [
         (r"high-throughput dispatch\(bf16, hidden 256", r"high-throughput dispatch\(bf16, hidden 128"),
         (r"high-throughput dispatch\(", r"counts of a high-throughput dispatch\("),
@@ -200,4 +200,4 @@ def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizers(tool: str, tmp_path: Path) -> None:
     """A few cases of two to four ranks on one GPU."""
-    run_sanitizer(tool, gpu_ht_ranks.__name__, gpu_ht_ranks.covering_ht_cases(), tmp_path)
+    run_sanitizer(tool, ht_ranks.__name__, ht_ranks.covering_ht_cases(), tmp_path)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import mask_ranks
-from tests.support.gpu_ranks import cuda_cases
+from tests.gpu.ranks import cuda_cases
+from tests.gpu.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
+from tests.ll import mask_ranks
+from tests.ll.mask_ranks import Parted, run_on_one_gpu, run_over_shapes
 from tests.support.gpus import WORLDS, needs_gpu, num_cases, ranks_on_gpus
-from tests.support.mask_ranks import Parted, run_on_one_gpu, run_over_shapes
 from tests.support.processes import processes, run_processes
-from tests.support.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 NUM_CASES = num_cases(60)
 pytestmark = needs_gpu

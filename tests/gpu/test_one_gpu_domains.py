@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from nccl_ep import _C
-from tests.support import one_gpu_domains
+from tests.gpu import one_gpu_domains
+from tests.gpu.one_gpu_domains import TOPOLOGIES, run_ht, run_ll, wide_cases
+from tests.gpu.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
+from tests.ht.harness import HtCoverage
 from tests.support.cases import cases_of
 from tests.support.gpus import NUM_GPUS, num_cases
-from tests.support.ht_harness import HtCoverage
-from tests.support.one_gpu_domains import TOPOLOGIES, run_ht, run_ll, wide_cases
-from tests.support.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 
 IS_EMULATED = _C.EMULATES_GPU and os.environ.get("NCCL_EP_EMULATOR_GPUS") == "1"
 _reason = "no GPU here" if NUM_GPUS == 0 else "a NIC block is in builds with -DNCCL_EP_GPU_TESTING=ON"

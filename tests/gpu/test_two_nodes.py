@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.support.gin import LIBRARIES, environment_of, why_not
+from tests.gin_loopback.worlds import LIBRARIES, environment_of, why_not
 from tests.support.gpus import NUM_GPUS
 
 _reason = why_not() if NUM_GPUS else "no GPU here"

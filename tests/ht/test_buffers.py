@@ -14,11 +14,11 @@ import torch
 import nccl_ep
 from nccl_ep import modes, reference
 from nccl_ep.testing import run_ranks
-from tests.support import gpu_ht_ranks
+from tests.gpu import ht_ranks
+from tests.ht.harness import HtPlan, check_ht_case
 from tests.support.cases import Case
 from tests.support.expected import Expected, plain_case
 from tests.support.harness import case_buffer, garble
-from tests.support.ht_harness import HtPlan, check_ht_case
 
 WORLDS = [(2, 2, 0), (4, 4, 0), (4, 2, 5), (4, 1, 6), (8, 4, 7), (8, 2, 8)]
 IDS = [f"{ranks // domain}x{domain}" for ranks, domain, _ in WORLDS]
@@ -289,7 +289,7 @@ def test_same_bits_whatever_the_timing(layout: str, domain_size: int) -> None:
 
 
 @pytest.mark.parametrize("domain_size", [2, 1])
-@pytest.mark.parametrize("body", [gpu_ht_ranks.rows_of_64_kib, gpu_ht_ranks.many_tokens])
+@pytest.mark.parametrize("body", [ht_ranks.rows_of_64_kib, ht_ranks.many_tokens])
 def test_largest_sizes(body: Any, domain_size: int) -> None:
     run_ranks(2, lambda group: body(group, "cpu", domain_size=domain_size))
 

@@ -11,9 +11,9 @@ import torch
 
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import gpu_ht_ranks
+from tests.gpu import ht_ranks
+from tests.gpu.ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 from tests.support.cases import generate
-from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 
 
 def test_letters() -> None:
@@ -64,24 +64,24 @@ def test_a_wrong_bit_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_cases(num_ranks: int) -> None:
-    cases = [gpu_ht_ranks.ExpectedHt(case) for case in gpu_ht_ranks.cuda_cases(6, num_ranks)]
-    run_ranks(num_ranks, partial(gpu_ht_ranks.run_in_one_buffer, cases=cases, device="cpu"))
+    cases = [ht_ranks.ExpectedHt(case) for case in ht_ranks.cuda_cases(6, num_ranks)]
+    run_ranks(num_ranks, partial(ht_ranks.run_in_one_buffer, cases=cases, device="cpu"))
 
 
 def test_a_case_that_differs_is_seen() -> None:
-    case = gpu_ht_ranks.ExpectedHt(next(c for c in map(generate, range(100)) if c.num_ranks == 1 and c.tokens[0] > 2))
-    with gpu_ht_ranks.shared_ht_buffer(None, [case.case], device="cpu") as buffer:
+    case = ht_ranks.ExpectedHt(next(c for c in map(generate, range(100)) if c.num_ranks == 1 and c.tokens[0] > 2))
+    with ht_ranks.shared_ht_buffer(None, [case.case], device="cpu") as buffer:
         case.run(buffer)
         case.scalars[0][0, 0] += 1
         with pytest.raises(AssertionError, match="scalars"):
             case.run(buffer)
 
 
-@pytest.mark.parametrize("body", [gpu_ht_ranks.live_outputs, gpu_ht_ranks.overwrite_inputs, gpu_ht_ranks.both_modes])
+@pytest.mark.parametrize("body", [ht_ranks.live_outputs, ht_ranks.overwrite_inputs, ht_ranks.both_modes])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_bodies(body: Any, num_ranks: int) -> None:
     run_ranks(num_ranks, lambda group: body(group, "cpu"))
 
 
 def test_ranks_with_layouts_of_their_own() -> None:
-    run_ranks(4, lambda group: gpu_ht_ranks.own_layouts(group, "cpu"))
+    run_ranks(4, lambda group: ht_ranks.own_layouts(group, "cpu"))

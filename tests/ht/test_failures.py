@@ -19,8 +19,8 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.api.test_failures import expect_the_dead_to_be_missed, expect_timeout
+from tests.ht.harness import HT_STEPS, ht_step
 from tests.support.expected import Expected, plain_case
-from tests.support.ht_harness import HT_STEPS, ht_step
 from tests.support.patience import PATIENCE, Clock, raises_at_once, with_more_time
 from tests.support.processes import processes
 

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from tests.ht.harness import HtCoverage, check_ht_case
 from tests.support.cases import generate
 from tests.support.coverage import Coverage
-from tests.support.ht_harness import HtCoverage, check_ht_case
 
 # `make test-all` runs five times as many.
 NUM_CASES = int(os.environ.get("NCCL_EP_CASES", "6000" if os.environ.get("NCCL_EP_TEST_ALL") else "1200"))

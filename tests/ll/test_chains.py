@@ -13,9 +13,9 @@ import torch
 import nccl_ep
 from nccl_ep import reference
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import floor_calls
-from tests.support.gpu_chains import CHAINS, HIDDEN, HOWS, Chain, How, chain_buffer, quantised
-from tests.support.gpu_delays import BATCH, SEARCHES, stress
+from tests.bench import floor_calls
+from tests.gpu.chains import CHAINS, HIDDEN, HOWS, Chain, How, chain_buffer, quantised
+from tests.gpu.delays import BATCH, SEARCHES, stress
 
 LETTERS = sorted({*CHAINS, *(search.letters for search in SEARCHES.values() if not search.is_ht)})
 

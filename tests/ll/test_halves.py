@@ -15,10 +15,10 @@ import nccl_ep
 from nccl_ep import _C
 from nccl_ep.room import LlSizes, Room
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.deepep_ranks import DeepEpCase, small_case
+from tests.deep_ep.low_latency_ranks import DeepEpCase, small_case
+from tests.ll.late_halves import weighted_case
 from tests.support.expected import Expected, shared_buffer
 from tests.support.harness import combine_options
-from tests.support.late_halves import weighted_case
 from tests.support.patience import of_living_ranks
 
 WAIT = of_living_ranks(60.0)

@@ -13,10 +13,7 @@ from nccl_ep import _C, deep_ep
 from nccl_ep.bootstrap import SoloRendezvous
 from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.cases import generate
-from tests.support.expected import Expected, plain_case, shared_buffer
-from tests.support.harness import case_buffer, dispatch_case
-from tests.support.mask_ranks import (
+from tests.ll.mask_ranks import (
     PHASES,
     CaseOf,
     LateRank,
@@ -26,6 +23,9 @@ from tests.support.mask_ranks import (
     run_all,
     run_over_shapes,
 )
+from tests.support.cases import generate
+from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.harness import case_buffer, dispatch_case
 from tests.support.patience import PATIENCE, with_more_time
 
 

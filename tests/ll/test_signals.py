@@ -12,10 +12,10 @@ import torch
 import nccl_ep
 from nccl_ep.room import LlSizes, Room
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.ll.row_producer import RowProducer
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.harness import combine_options
 from tests.support.patience import of_living_ranks
-from tests.support.row_producer import RowProducer
 
 WAIT = of_living_ranks(60.0)
 

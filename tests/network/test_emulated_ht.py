@@ -18,14 +18,14 @@ import pytest
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.gpu import handles, ht_ranks
+from tests.gpu.delays import COMBINE, DISPATCH, delays, meet
+from tests.gpu.ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
+from tests.ht.harness import HT_STEPS, HtCoverage, check_ht_case, ht_step
 from tests.network.test_emulated_network import OF_SEVERAL, PERCENT, TOPOLOGIES, name_of, search
-from tests.support import gpu_handles, gpu_ht_ranks
 from tests.support.cases import cases_of
 from tests.support.expected import Expected, plain_case
-from tests.support.gpu_delays import COMBINE, DISPATCH, delays, meet
-from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 from tests.support.harness import case_buffer
-from tests.support.ht_harness import HT_STEPS, HtCoverage, check_ht_case, ht_step
 from tests.support.patience import Late, with_more_time
 
 pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
@@ -42,8 +42,8 @@ def test_generated_cases(topology: tuple[int, int]) -> None:
     print("\n" + coverage.report())
 
 
-def wide_cases(domains: int, size: int) -> list[gpu_ht_ranks.Case]:
-    return [dataclasses.replace(case, domain_size=size) for case in gpu_ht_ranks.wide_cases(domains * size)]
+def wide_cases(domains: int, size: int) -> list[ht_ranks.Case]:
+    return [dataclasses.replace(case, domain_size=size) for case in ht_ranks.wide_cases(domains * size)]
 
 
 @pytest.mark.parametrize("topology", [(2, 2), (4, 1)], ids=name_of)
@@ -56,10 +56,10 @@ def test_wide_cases(topology: tuple[int, int]) -> None:
 @pytest.mark.parametrize("topology", OF_SEVERAL, ids=name_of)
 def test_one_buffer_for_many_cases(topology: tuple[int, int]) -> None:
     """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
-    cases = [gpu_ht_ranks.ExpectedHt(case) for case in cases_of(topology, 5, first=500)]
+    cases = [ht_ranks.ExpectedHt(case) for case in cases_of(topology, 5, first=500)]
 
     def body(group: ThreadGroup) -> None:
-        with gpu_ht_ranks.shared_ht_buffer(
+        with ht_ranks.shared_ht_buffer(
             group, [each.case for each in cases], device="cpu", domain_size=topology[1], network_seed=5
         ) as buffer:
             for number, case in enumerate([*cases, *reversed(cases)]):
@@ -161,8 +161,8 @@ def test_the_search_without_a_bug() -> None:
 
 
 def test_handles_that_were_changed() -> None:
-    run_ranks(2, lambda group: gpu_handles.changed_handles(group, "cpu", domain_size=1))
+    run_ranks(2, lambda group: handles.changed_handles(group, "cpu", domain_size=1))
 
 
 def test_places_that_were_changed() -> None:
-    run_ranks(4, lambda group: gpu_handles.changed_places(group, "cpu", domain_size=2))
+    run_ranks(4, lambda group: handles.changed_places(group, "cpu", domain_size=2))

@@ -1,5 +1,5 @@
 """Masks of late ranks between domains of emulated GPUs (``enable_shrink``), over the mesh and a simulated network: run
-by tests/support/emulated.py. What the ranks do is tests/support/mask_ranks.py's.
+by tests/support/emulated.py. What the ranks do is tests/ll/mask_ranks.py's.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ import nccl_ep
 from nccl_ep import _C, deep_ep
 from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.network.test_emulated_network import LIMIT, name_of
-from tests.support.cases import cases_of
-from tests.support.expected import Expected, plain_case, shared_buffer
-from tests.support.gpu_delays import COMBINE, DISPATCH, delays
-from tests.support.harness import dispatch_case
-from tests.support.mask_ranks import (
+from tests.gpu.delays import COMBINE, DISPATCH, delays
+from tests.ll.mask_ranks import (
     PHASES,
     CaseOf,
     LateRank,
@@ -29,6 +25,10 @@ from tests.support.mask_ranks import (
     run_all,
     run_over_shapes,
 )
+from tests.network.test_emulated_network import LIMIT, name_of
+from tests.support.cases import cases_of
+from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.harness import dispatch_case
 from tests.support.patience import PATIENCE, with_more_time
 
 pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")

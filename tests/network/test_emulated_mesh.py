@@ -12,6 +12,8 @@ import torch
 
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.gpu.delays import COMBINE, DISPATCH
+from tests.gpu.ranks import wide_case
 from tests.network.test_emulated_network import (
     PARTS,
     PHASES,
@@ -23,8 +25,6 @@ from tests.network.test_emulated_network import (
 )
 from tests.support.cases import cases_of
 from tests.support.expected import Expected, plain_case
-from tests.support.gpu_delays import COMBINE, DISPATCH
-from tests.support.gpu_ranks import wide_case
 from tests.support.harness import case_buffer, check_case
 
 pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")

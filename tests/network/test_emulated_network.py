@@ -17,11 +17,11 @@ import torch
 import nccl_ep
 from nccl_ep import _C, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.gpu.chains import CHAINS, HOWS, Chain, How, chain_buffer
+from tests.gpu.delays import COMBINE, DISPATCH, delays, meet, set_testing, stress
+from tests.gpu.ranks import wide_case
 from tests.support.cases import Case, cases_of
 from tests.support.expected import Expected, plain_case, shared_buffer
-from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
-from tests.support.gpu_delays import COMBINE, DISPATCH, delays, meet, set_testing, stress
-from tests.support.gpu_ranks import wide_case
 from tests.support.harness import case_buffer, check_case
 from tests.support.patience import Late, with_more_time
 

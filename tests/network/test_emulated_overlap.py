@@ -27,9 +27,9 @@ import pytest
 from bench.stamps import STAMPS, Stamps, Summary, summary
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.gpu.delays import COMBINE, DISPATCH, delays, meet
 from tests.network.test_emulated_network import name_of
 from tests.support.expected import Expected, plain_case
-from tests.support.gpu_delays import COMBINE, DISPATCH, delays, meet
 from tests.support.harness import case_buffer
 
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""What ranks over NCCL's GIN do (tests/support/gin_ranks.py), tried on emulated GPUs: a machine with two GPUs
+"""What ranks over NCCL's GIN do (tests/gin_loopback/gin_ranks.py), tried on emulated GPUs: a machine with two GPUs
 is seldom there, and no place to find that a test is wrong."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import gin, gin_ranks
-from tests.support.gin_ranks import World
+from tests.gin_loopback import gin_ranks, worlds
+from tests.gin_loopback.gin_ranks import World
 from tests.support.patience import with_more_time
 
 
@@ -34,7 +34,7 @@ def test_bodies_that_tests_name_are_there() -> None:
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gin, "GRACE", 0.2)
+    monkeypatch.setattr(worlds, "GRACE", 0.2)
 
     def start(code: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", code])
@@ -42,13 +42,13 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> N
     sleeps = start("import time; time.sleep(60)")
     try:
         begin = time.monotonic()
-        assert gin._await([start("raise SystemExit(1)"), sleeps], 30.0, ()) == [1]
+        assert worlds._await([start("raise SystemExit(1)"), sleeps], 30.0, ()) == [1]
         assert time.monotonic() - begin < 15.0
-        assert gin._await([start("raise SystemExit(1)"), sleeps], 0.3, (0,)) == [1]  # it is expected to die
+        assert worlds._await([start("raise SystemExit(1)"), sleeps], 0.3, (0,)) == [1]  # it is expected to die
     finally:
         sleeps.kill()
         sleeps.wait()
-    assert gin._await([start(""), start("")], 30.0, ()) == []
+    assert worlds._await([start(""), start("")], 30.0, ()) == []
 
 
 @pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")

@@ -7,9 +7,9 @@ import pytest
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.ht.harness import HtPlan, check_ht_case
 from tests.support.expected import plain_case
 from tests.support.harness import case_buffer, check_case
-from tests.support.ht_harness import HtPlan, check_ht_case
 from tests.support.patience import PATIENCE, Clock
 
 pytestmark = pytest.mark.skipif(_C.EMULATES_GPU, reason="of CPU ranks")

@@ -19,13 +19,13 @@ from nccl_ep import deep_ep, reference
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.gpu.ranks import cuda_cases
+from tests.gpu.sanitizers import run_arguments
 from tests.support.cases import Case
 from tests.support.expected import Expected, plain_case, shared_buffer
-from tests.support.gpu_ranks import cuda_cases
 from tests.support.gpus import on_gpu
 from tests.support.harness import combine_case, dispatch_case, on_host, synchronize
 from tests.support.patience import PATIENCE, Clock, Late
-from tests.support.sanitizers import run_arguments
 
 DEADLINE = 2.0  # seconds, of ranks with a GPU each
 DEAD = 7  # exit code

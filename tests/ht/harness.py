@@ -15,11 +15,11 @@ import torch
 import nccl_ep
 from nccl_ep import _C, reference
 from nccl_ep.testing import run_ranks
+from tests.ht.network import expected_bytes
 from tests.support.cases import OPAQUE, Case
 from tests.support.contents import FLOATS, as_bytes
 from tests.support.expected import Expected
 from tests.support.harness import case_buffer, check_results, combine_case, garble, synchronize, to_device
-from tests.support.ht_network import expected_bytes
 
 ARENAS = ("none", "tight", "ample")
 _STREAM_EXTRA = 100  # beside those of cases.py

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from nccl_ep import _C
-from tests.support import c_api
-from tests.support.c_api import Library
+from tests.c import c_api
+from tests.c.c_api import Library
 
 
 class _UniqueId(c.Structure):

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep import deep_ep, reference
+from tests.deep_ep.low_latency_ranks import rebuilt, similarity_gap
 from tests.support.cases import Case, generate
 from tests.support.contents import as_bytes
-from tests.support.deepep_ranks import rebuilt, similarity_gap
 from tests.support.expected import plain_case
 from tests.support.gpus import busy, captured, on_gpu
 from tests.support.harness import synchronize, to_device

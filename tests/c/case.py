@@ -15,8 +15,8 @@ import torch
 
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import c_api
-from tests.support.c_api import Library, Refused
+from tests.c import c_api
+from tests.c.c_api import Library, Refused
 from tests.support.cases import Case
 from tests.support.contents import EXPONENTS, FP4, as_bytes
 from tests.support.expected import Expected

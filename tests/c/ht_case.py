@@ -14,14 +14,14 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support import c_api
-from tests.support.c_api import Library
-from tests.support.c_case import FURTHER, QUANTS, SECOND, CaseRun, as_given, refused, tensor
+from tests.c import c_api
+from tests.c.c_api import Library
+from tests.c.case import FURTHER, QUANTS, SECOND, CaseRun, as_given, refused, tensor
+from tests.ht.harness import HtPlan, HtRankResult, check_further, further, oracle, oracle_kwargs
 from tests.support.cases import Case
 from tests.support.expected import Expected, plain_case
 from tests.support.gpus import on_gpu
 from tests.support.harness import check_results
-from tests.support.ht_harness import HtPlan, HtRankResult, check_further, further, oracle, oracle_kwargs
 
 
 class Memory:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from nccl_ep import _C
+from tests.gin_loopback import mps
 from tests.gin_loopback.library import build
-from tests.support import mps
 from tests.support.gpus import NUM_GPUS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,7 +90,7 @@ def run_world(
     environment: dict[str, str] | None = None,
     kill: Sequence[int] = (),
 ) -> list[Ended]:
-    """Runs ``body(world, *args)`` of tests/support/gin_ranks.py on every rank; args go through JSON.
+    """Runs ``body(world, *args)`` of tests/gin_loopback/gin_ranks.py on every rank; args go through JSON.
 
     library, plugin: as of environment_of(). lsa_size: what NCCL is told, default domain_size. kill: ranks that are
     expected to die.
@@ -120,7 +120,7 @@ def run_world(
 
 
 def _start(folder: Path, rank: int, task: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.support.gin_ranks", str(folder), task]
+    command = [sys.executable, "-m", "tests.gin_loopback.gin_ranks", str(folder), task]
     with (folder / f"log_{rank}").open("w") as log:
         return subprocess.Popen(
             command, cwd=ROOT, env=environment | {"RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT

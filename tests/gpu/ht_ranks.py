@@ -16,13 +16,11 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep import reference
 from nccl_ep.bootstrap import rendezvous_of
-from tests.support.cases import Case
-from tests.support.expected import Expected
-from tests.support.gpu_ht_chains import ht_chain_buffer, replay_ht_graphs
-from tests.support.gpu_ranks import cover, cuda_case, cuda_cases, wide_case
-from tests.support.gpus import on_gpu
-from tests.support.harness import check_dispatch, garble, synchronize
-from tests.support.ht_harness import (
+from tests.gpu.ht_chains import ht_chain_buffer, replay_ht_graphs
+from tests.gpu.layers import LAYOUTS, capacity_of, layer, layer_buffer
+from tests.gpu.ranks import cover, cuda_case, cuda_cases, wide_case
+from tests.gpu.sanitizers import run_arguments
+from tests.ht.harness import (
     LARGE_ARENA,
     SMALL_ARENA,
     HtPlan,
@@ -34,9 +32,11 @@ from tests.support.ht_harness import (
     oracle_kwargs,
     run_on_rank,
 )  # fmt: skip
-from tests.support.layers import LAYOUTS, capacity_of, layer, layer_buffer
+from tests.support.cases import Case
+from tests.support.expected import Expected
+from tests.support.gpus import on_gpu
+from tests.support.harness import check_dispatch, garble, synchronize
 from tests.support.patience import of_living_ranks
-from tests.support.sanitizers import run_arguments
 
 # ---- Generated cases
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
-from tests.support import floor_calls
+from tests.bench import floor_calls
+from tests.gpu.chains import chain_buffer, replay_graphs
+from tests.gpu.sanitizers import run_arguments
 from tests.support.cases import SCALE_STRIDES, Case, generate
 from tests.support.expected import Expected, plain_case, run_case, shared_buffer
-from tests.support.gpu_chains import chain_buffer, replay_graphs
 from tests.support.gpus import on_gpu
 from tests.support.harness import check_case, combine_case, dispatch_case, garble
-from tests.support.sanitizers import run_arguments
 
 DEADLINE, SLACK = 1.0, 6.0
 

@@ -1,4 +1,4 @@
-"""A rank of tests/support/gin.py: a program that runs one of the bodies below and writes what it returned."""
+"""A rank of tests/gin_loopback/worlds.py: a program that runs one of the bodies below and writes what it returned."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.bootstrap import Rendezvous, rendezvous_of
+from tests.gpu.chains import CHAINS, HOWS, Chain, How, chain_buffer
+from tests.gpu.ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
+from tests.gpu.ht_ranks import ExpectedHt, shared_ht_buffer, wide_cases
+from tests.gpu.ranks import wide_case
+from tests.ht.harness import ht_step
+from tests.ll.late_halves import late_between_halves
+from tests.ll.mask_ranks import LateRank
 from tests.support.cases import Case, cases_of
 from tests.support.expected import Expected, plain_case, run_case, shared_buffer
-from tests.support.gpu_chains import CHAINS, HOWS, Chain, How, chain_buffer
-from tests.support.gpu_ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
-from tests.support.gpu_ht_ranks import ExpectedHt, shared_ht_buffer, wide_cases
-from tests.support.gpu_ranks import wide_case
 from tests.support.gpus import captured
-from tests.support.ht_harness import ht_step
-from tests.support.late_halves import late_between_halves
-from tests.support.mask_ranks import LateRank
 from tests.support.patience import of_living_ranks
 
 SECONDS = 60.0  # of a meeting

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
+from tests.gpu.layers import layer, layer_buffer
+from tests.gpu.ranks import DEADLINE, SLACK, expect_failed, leave_alone, within
+from tests.ht.harness import HT_STEPS, ht_step
 from tests.support.expected import Expected
-from tests.support.gpu_ranks import DEADLINE, SLACK, expect_failed, leave_alone, within
 from tests.support.gpus import busy, on_gpu
 from tests.support.harness import synchronize
-from tests.support.ht_harness import HT_STEPS, ht_step
-from tests.support.layers import layer, layer_buffer
 
 DEAD = 7  # exit code of a rank that leaves without a word
 

@@ -11,10 +11,10 @@ import torch
 
 import nccl_ep
 from nccl_ep import _C
+from tests.gpu.layers import LAYOUTS, layer, layer_buffer
+from tests.ht.harness import LARGE_ARENA
 from tests.support.expected import Expected
 from tests.support.harness import synchronize
-from tests.support.ht_harness import LARGE_ARENA
-from tests.support.layers import LAYOUTS, layer, layer_buffer
 
 # They may name what there is not.
 ODD_NUMBERS = torch.tensor([-(1 << 31), -7, -1, 3, 1 << 20, (1 << 31) - 1], dtype=torch.int32)

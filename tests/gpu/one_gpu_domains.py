@@ -9,12 +9,12 @@ import dataclasses
 import itertools
 
 from nccl_ep import _C
+from tests.gpu.layers import LAYOUTS
+from tests.gpu.ranks import wide_case
+from tests.gpu.sanitizers import run_arguments
+from tests.ht.harness import HtCoverage, check_ht_case
 from tests.support.cases import Case, generate
-from tests.support.gpu_ranks import wide_case
 from tests.support.harness import check_case
-from tests.support.ht_harness import HtCoverage, check_ht_case
-from tests.support.layers import LAYOUTS
-from tests.support.sanitizers import run_arguments
 
 DEVICE = "cpu" if _C.EMULATES_GPU else "cuda"
 TOPOLOGIES = ((2, 1), (2, 2), (4, 1), (2, 3))  # domains, ranks of each

@@ -1,4 +1,4 @@
-"""A rank of the benchmark's Launcher: who can reach it and its starter? ``python -m tests.support.listening_ranks``."""
+"""A rank of the benchmark's Launcher: who can reach it and its starter? ``python -m tests.bench.listening_ranks``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 
 import nccl_ep
 from nccl_ep import deep_ep
-from tests.support import floor_calls
+from tests.bench import floor_calls
 from tests.support.harness import synchronize
 from tests.support.patience import of_living_ranks
 

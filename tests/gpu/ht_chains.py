@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import nccl_ep
-from tests.support.gpu_chains import HIDDEN, LOCAL_EXPERTS, TOPK, Chain, count_differences, home_sum
+from tests.gpu.chains import HIDDEN, LOCAL_EXPERTS, TOPK, Chain, count_differences, home_sum
 from tests.support.harness import synchronize
 from tests.support.patience import of_living_ranks
 

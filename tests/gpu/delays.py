@@ -15,11 +15,11 @@ import nccl_ep
 from nccl_ep import _C
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.gpu.chains import Chain, chain_buffer, replay_graphs
+from tests.gpu.ht_chains import HtChain, ht_chain_buffer, replay_ht_graphs
+from tests.gpu.ht_ranks import ExpectedHt, overwrite_inputs, own_layouts, shared_ht_buffer, wide_cases
+from tests.gpu.ranks import cuda_cases, run_case, run_overwritten, wide_case
 from tests.support.expected import Expected, shared_buffer
-from tests.support.gpu_chains import Chain, chain_buffer, replay_graphs
-from tests.support.gpu_ht_chains import HtChain, ht_chain_buffer, replay_ht_graphs
-from tests.support.gpu_ht_ranks import ExpectedHt, overwrite_inputs, own_layouts, shared_ht_buffer, wide_cases
-from tests.support.gpu_ranks import cuda_cases, run_case, run_overwritten, wide_case
 from tests.support.gpus import on_gpu
 from tests.support.harness import synchronize
 
