@@ -100,7 +100,7 @@ emulated: .venv/ready
 	    -DNCCL_EP_TUNING=ON $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	cmake --build build/$@ --parallel $(JOBS)
 	{ python tests/support/emulated.py -q -k "planted or chains" && python tests/support/emulated.py -q \
-	    tests/ll/test_halves.py tests/ll/test_signals.py tests/ll/test_masks.py tests/deep_ep/test_low_latency.py \
+	    tests/ll/test_split_combine.py tests/ll/test_signals.py tests/ll/test_masks.py tests/deep_ep/test_low_latency.py \
 	    tests/ll/test_extra.py tests/network tests/contract tests/training/test_gradients.py && \
 	    NCCL_EP_EMULATOR_GPUS=1 python tests/support/emulated.py -q tests/gpu/test_one_gpu_domains.py; } & \
 	    python tests/support/emulated.py -q -k "not planted and not chains" && wait $$!

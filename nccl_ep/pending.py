@@ -82,7 +82,7 @@ def discard(buffer: Buffer, open_send: OpenSend) -> None:
 
 
 class Pending(Generic[T]):
-    """An operation whose first half is done, or that runs on the buffer's own stream.
+    """An operation that was sent, or that runs on the buffer's own stream.
 
     Attributes:
         event: with ``async_finish``, of the end of the operation; else ``event.event`` is None.
@@ -103,7 +103,7 @@ class Pending(Generic[T]):
         return pending
 
     def receive(self) -> T:
-        """The other half: waits for the other ranks and returns the result. UsageError if it was called already."""
+        """Waits for the other ranks and returns the result. UsageError if it was called already."""
         receive, self._receive = self._receive, None
         open_send, self._open_send = self._open_send, None
         if open_send is not None and open_send.is_lost:

@@ -88,7 +88,7 @@ static int run_layer(ncclEpGroup_t group, const Rank* me) {
   ncclEpCombineConfig_t combine_config = NCCL_EP_COMBINE_CONFIG_INIT;
   back.tokens = &rows;
   home.tokens = &result;
-  combine_config.send_only = 1; /* the two halves; work of the caller's would go between them */
+  combine_config.send_only = 1; /* send and receive; work of the caller's would go between them */
   CHECK(ncclEpCombine(handle, &back, &home, &combine_config, NULL));
   CHECK(ncclEpComplete(handle, NULL, NULL));
   float* y = fetch(me, &result); /* waits for the stream, which ncclEpCheck does not */

@@ -15,7 +15,7 @@ from tests.support.harness import check_case
 
 
 @pytest.mark.parametrize("seeds", [range(25), range(25, 50), range(50, 75)])
-def test_generated_cases(seeds: range) -> None:
+def test_split_calls_on_the_buffers_stream_give_the_oracles_bits(seeds: range) -> None:
     for seed in seeds:
         check_case(generate(seed), staged=True, async_finish=True)
 

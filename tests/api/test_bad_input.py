@@ -161,7 +161,7 @@ DISPATCH: list[Bad] = [
     ("num_sms", lambda s: s.dispatch(num_sms=-1), ValueError, "num_sms is -1, must not be negative"),
     ("beyond 32 bits", lambda s: s.dispatch(num_experts=2**33), ValueError,
      "num_experts is 8589934592, beyond 32 bits"),
-    # the sending half refuses the same
+    # the send refuses the same
     ("send contiguity", lambda s: s.send(_strided(s.x), s.ids), ValueError, "not contiguous"),
     ("send window", lambda s: s.send(s.x.repeat(1, 20), s.ids), ValueError, "window is too small"),
     ("send tokens", lambda s: s.send(max_tokens=7), ValueError, "8 tokens, but max_tokens is 7"),
@@ -256,7 +256,9 @@ COMBINE: list[Bad] = [
 
 @pytest.mark.parametrize(("call", "error", "text"), [bad[1:] for bad in DISPATCH + COMBINE],
                          ids=[bad[0] for bad in DISPATCH] + ["combine: " + bad[0] for bad in COMBINE])  # fmt: skip
-def test_refused_and_nothing_happened(call: Callable[[Scene], Any], error: type[Exception], text: str) -> None:
+def test_a_bad_call_is_refused_and_changes_nothing(
+    call: Callable[[Scene], Any], error: type[Exception], text: str
+) -> None:
     """One rank makes a bad call, which its peer never hears of; then both go on, with the same bits as ever."""
 
     def body(group: ThreadGroup) -> None:
@@ -318,7 +320,7 @@ def test_ids_out_of_range_are_reported_once() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_tangents_are_not_lost(mode: str) -> None:
+def test_a_forward_derivative_is_refused_not_lost(mode: str) -> None:
     """Levels of forward derivatives are the process's, not a thread's: one rank."""
     with nccl_ep.Buffer.for_shapes(
         None, max_tokens=4, hidden=64, topk=2, num_experts=4, dtype=torch.float32, mode="auto", device="cpu"

@@ -74,7 +74,7 @@ def test_fewer_bytes_cross_and_the_sum_is_near(mode: str, layout: str, wire: str
 
 @pytest.mark.parametrize("hidden", [16, 48, 128, 144, 2048, 7168])
 @pytest.mark.parametrize("wire", FORMATS)
-def test_bound_of_each_element(wire: str, hidden: int) -> None:
+def test_each_element_is_within_the_bound_of_its_format(wire: str, hidden: int) -> None:
     """One expert of one rank: what comes back is the row, rounded once to the format and once to bf16."""
     x, _ = drawn(5, hidden)
     x[0] = 0
@@ -112,7 +112,7 @@ def test_home_and_number_of_ranks_of_a_token_change_nothing(mode: str, wire: str
 
 @pytest.mark.parametrize("wire", FORMATS)
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_pass_straight_through(mode: str, wire: str) -> None:
+def test_gradients_pass_the_rounding_as_if_it_were_not_there(mode: str, wire: str) -> None:
     def body(group: Any) -> list[torch.Tensor]:
         x, ids = drawn(group.rank())
         grads = []
@@ -134,7 +134,7 @@ def test_gradients_pass_straight_through(mode: str, wire: str) -> None:
 
 
 @pytest.mark.parametrize("wire", FORMATS)
-def test_halves_and_given_outputs(wire: str) -> None:
+def test_a_split_combine_and_a_given_output_have_the_bits_of_a_plain_one(wire: str) -> None:
     def body(group: Any) -> None:
         x, ids = drawn(group.rank())
         with nccl_ep.Buffer.for_shapes(group, **ranks_of()) as buffer:
@@ -159,7 +159,9 @@ REFUSED: list[tuple[str, torch.dtype, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("what", "dtype", "options", "text"), REFUSED, ids=[each[0] for each in REFUSED])
-def test_refusals(mode: str, what: str, dtype: torch.dtype, options: dict[str, Any], text: str) -> None:
+def test_what_a_format_cannot_carry_is_refused_with_the_values(
+    mode: str, what: str, dtype: torch.dtype, options: dict[str, Any], text: str
+) -> None:
     x, ids = drawn(0, dtype=dtype)
     if options.get("out_dtype") == torch.float32:
         text = re.escape(text) + "|wire_dtype is 'logfmt', must be torch.float32$"
@@ -181,7 +183,7 @@ def test_rows_that_are_no_multiple_of_16_elements(wire: str) -> None:
             nccl_ep.combine(out.x, out.handle, wire_dtype=wire)
 
 
-def test_ranks_that_disagree() -> None:
+def test_ranks_with_other_formats_are_told_both() -> None:
     def body(group: Any) -> str:
         x, ids = drawn(group.rank())
         with nccl_ep.Buffer.for_shapes(group, **ranks_of(), timeout=20.0) as buffer:

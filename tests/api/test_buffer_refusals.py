@@ -205,7 +205,7 @@ def test_two_buffers_of_one_name() -> None:
         SOLO.run(second)
 
 
-def test_no_gpu() -> None:
+def test_cuda_without_a_gpu_is_refused_and_names_the_cpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match='device="cpu" always works'):
@@ -289,7 +289,7 @@ def test_a_handle_of_another_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "demand"), [("expert_major", "8, 8, 0, 0"), ("packed", "8, 8, 0, 0"), ("flat", "8")]
 )
-def test_overflow_raises_where_asked(layout: str, demand: str, staged: bool) -> None:
+def test_overflow_raises_where_asked_and_is_counted_otherwise(layout: str, demand: str, staged: bool) -> None:
     ids = torch.tensor([[0, 1]] * MOST)
     run: Any = nccl_ep.dispatch_send if staged else nccl_ep.dispatch
     dropped = {"expert_major": 10, "packed": 13, "flat": 5}[layout]

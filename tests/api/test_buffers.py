@@ -1,4 +1,4 @@
-"""Buffers that live: many at a time, operations of all shapes through one, halves in flight, ranks out of step."""
+"""Buffers that live: many at a time, operations of all shapes through one, sends in flight, ranks out of step."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_window_of_given_bytes_serves_shapes_unknown_when_it_was_made() -> Non
 # ---- Several of everything
 
 
-def test_buffers_and_handles_interleaved() -> None:
+def test_handles_of_several_buffers_may_be_used_in_any_order() -> None:
     """Three buffers; handles of all are open at once, and are used in another order than they were made."""
     cases = expected_cases(9, num_ranks=3)
     groups = [ThreadGroup.make(3) for _ in range(3)]
@@ -113,7 +113,7 @@ def test_a_handle_is_used_again_and_again(domain_size: int, seed: int) -> None:
     run_ranks(2, body)
 
 
-# ---- Halves in flight
+# ---- Sends in flight
 
 
 def _send(case: Expected, buffer: nccl_ep.Buffer) -> nccl_ep.Pending[nccl_ep.DispatchOutput]:
@@ -134,8 +134,8 @@ def _send_back(case: Expected, handle: nccl_ep.Handle, rank: int) -> nccl_ep.Pen
 
 
 def _orders(seed: int, alike: bool) -> Iterator[str]:
-    """Interleavings of the halves of a dispatch (D, d) and of a combine (C, c). Ranks that choose each for themselves
-    have to send before they wait."""
+    """Interleavings of send and receive of a dispatch (D, d) and of a combine (C, c). Ranks that choose each for
+    themselves have to send before they wait."""
     choices = random.Random(seed)
     while True:
         yield choices.choice(["DCdc", "DCcd", "CDcd", "CDdc"] + alike * ["DdCc", "CcDd"])

@@ -81,7 +81,9 @@ def _expect_mismatch(
 
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (2, 1), (4, 2)])
 @pytest.mark.parametrize(("changes", "mine", "other"), CALLS, ids=[str(*change[0].items()) for change in CALLS])
-def test_different_dispatches(changes: dict[str, Any], mine: str, other: str, num_ranks: int, domain_size: int) -> None:
+def test_ranks_with_different_dispatches_are_told_both(
+    changes: dict[str, Any], mine: str, other: str, num_ranks: int, domain_size: int
+) -> None:
     if "experts" in changes:
         base, changes = {"experts": 2 * num_ranks}, {"experts": 3 * num_ranks}
         mine, other = f"{2 * num_ranks} experts", f"{3 * num_ranks} experts"
@@ -109,7 +111,7 @@ COMBINES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], str, str]]
 
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (2, 1), (4, 2)])
 @pytest.mark.parametrize(("usual", "odd", "mine", "other"), [c[1:] for c in COMBINES], ids=[c[0] for c in COMBINES])
-def test_different_combines(
+def test_ranks_with_different_combines_are_told_both(
     usual: Callable[[Any], Any], odd: Callable[[Any], Any], mine: str, other: str, num_ranks: int, domain_size: int
 ) -> None:
     def call(buffer: nccl_ep.Buffer, is_odd: bool) -> None:
@@ -170,7 +172,7 @@ def test_ranks_tell_one_another_the_version_of_the_package() -> None:
         assert any(line in words for words in heard), heard
 
 
-def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_different_versions_make_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer whose words at the meeting are those of another version."""
 
     class Older(ThreadGroup):

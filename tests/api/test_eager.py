@@ -342,7 +342,7 @@ def test_errors_of_the_op_are_the_buffers(buffer: nccl_ep.Buffer) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"quant": "fp8"}, {"layout": "packed"}, {"mode": "ht", "layout": "flat"}])
-def test_two_allocations_a_dispatch(buffer: nccl_ep.Buffer, options: dict[str, Any]) -> None:
+def test_a_dispatch_makes_two_allocations(buffer: nccl_ep.Buffer, options: dict[str, Any]) -> None:
     x, ids, weights = inputs()
     for _ in range(2):
         out = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=E, **options)
@@ -402,7 +402,7 @@ def test_a_hook_into_rows_that_want_a_gradient(view: deep_ep.Buffer) -> None:
     assert copy.copy(hook) is copy.deepcopy(hook) is hook
 
 
-def test_hooks_are_called_once(view: deep_ep.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pending_call_runs_once(view: deep_ep.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = Taken(monkeypatch, low_latency, "_dispatch_eager")
     x, ids, weights = inputs()
     rows, _, handle, event, hook = view.low_latency_dispatch(x, ids, T, E, use_fp8=False, return_recv_hook=True)

@@ -111,7 +111,9 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "text"), WRONG, ids=[text.split(",")[0] for _, text in WRONG])
-def test_wrong_kinds(buffer: nccl_ep.Buffer, call: Callable[[Any], Any], text: str) -> None:
+def test_a_wrong_kind_is_a_type_error_with_the_value(
+    buffer: nccl_ep.Buffer, call: Callable[[Any], Any], text: str
+) -> None:
     with pytest.raises(TypeError) as refused:
         call(buffer)
     assert text in str(refused.value)
@@ -209,7 +211,7 @@ def test_a_backward_pass_has_all_gradients(mode: str) -> None:
             assert not nccl_ep.combine(out.x, out.handle).requires_grad
 
 
-def test_outputs_of_high_throughput() -> None:
+def test_alias_check_of_given_outputs_of_high_throughput() -> None:
     with nccl_ep.Buffer.for_shapes(None, **SIZES, mode="ht") as buffer:
         how: dict[str, Any] = {"buffer": buffer, "num_experts": 2, "mode": "ht", "layout": "flat"}
         out = nccl_ep.dispatch(X, IDS, **how)

@@ -29,7 +29,7 @@ PHASES = (
     "creation",
     "dispatch",
     "receive",  # the others have sent and wait, the missing rank never sent
-    "between halves",  # the missing rank has sent, which the others receive; they miss it in what follows
+    "between send and receive",  # the missing rank has sent, which the others receive; they miss it in what follows
     "combine",
     "weighted combine",
 )
@@ -57,7 +57,7 @@ def _steps(case: Expected, buffer: nccl_ep.Buffer, phase: str) -> tuple[Callable
 
     if phase == "receive":
         return lambda: send().receive(), combine
-    if phase == "between halves":
+    if phase == "between send and receive":
         pending = send()
 
         def receive() -> None:
@@ -144,7 +144,7 @@ def _expect_no_buffer(case: Expected, group: Any, missing: int, deadline: float)
 
 @pytest.mark.parametrize("domain_size", [3, 1], ids=["memory", "network"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_silent_rank(phase: str, domain_size: int) -> None:
+def test_a_silent_rank_is_named_in_each_phase(phase: str, domain_size: int) -> None:
     case = Expected(plain_case(3, domain_size=domain_size))
 
     def run(deadline: float) -> None:
@@ -287,7 +287,7 @@ def _live_or_end(rank: int, num_ranks: int, number: int, deadline: float) -> lis
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_killed_and_stopped_ranks(number: int, tmp_path: Path) -> None:
+def test_survivors_of_killed_and_stopped_ranks_go_on(number: int, tmp_path: Path) -> None:
     """Eight processes, of which one ends in each phase; at last the two that are left run bit for bit."""
     num_ranks = 2 + len(PHASES)
     alive, victims = list(range(num_ranks)), []
@@ -356,7 +356,7 @@ def test_killed_in_the_middle_of_something(domain_size: int | None, seed: int, t
 # ---- Deadlines
 
 
-def test_set_timeout() -> None:
+def test_a_deadline_can_be_changed_while_a_rank_waits() -> None:
     case, ends, is_given_up = Expected(plain_case(2)), ThreadGroup.make(2), threading.Event()
 
     def body(group: ThreadGroup) -> None:

@@ -19,7 +19,7 @@ from tests.support.harness import make_buffer
     [{"mode": "ll"}, {"mode": "ht"}, {"mode": "ht", "capacity": "exact"}],
     ids=["ll", "ht", "exact"],
 )
-def test_a_layer_by_inductor(how: dict[str, Any]) -> None:
+def test_inductor_gives_the_eager_calls_bits(how: dict[str, Any]) -> None:
     """The eager call's bits, for any number of tokens."""
     case = plain_case(1, layout="packed")
     with make_buffer(case, None, mode="auto") as buffer:

@@ -44,7 +44,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("quant", [None, "fp8_ue8m0"])
 @pytest.mark.parametrize("mode", MODES)
-def test_results_are_the_oracles(mode: str, quant: str | None, device: str) -> None:
+def test_results_under_a_mode_are_the_oracles(mode: str, quant: str | None, device: str) -> None:
     """Inside the mode, before and after; what was made inside works outside, and the other way round."""
     changes: dict[str, Any] = {"quant": quant, "rows_dtype": torch.float32, "hidden": 640}
     deepep, native = small_case(1, **changes), Expected(plain_case(1, **changes))
@@ -109,7 +109,7 @@ def test_modes_add_no_work(mode: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_filled_memory_between_ranks(device: str) -> None:
+def test_filled_memory_changes_nothing_between_ranks(device: str) -> None:
     case = small_case(2, quant="fp8", hidden=640)
 
     def body(group: ThreadGroup) -> None:

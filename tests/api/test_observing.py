@@ -24,7 +24,7 @@ SIZES = {"max_tokens": 3, "hidden": 64, "topk": 2, "num_experts": 2, "device": "
 # ---- Counters
 
 
-def test_stats() -> None:
+def test_stats_count_what_was_done() -> None:
     case, deepep = Expected(plain_case(2)), small_case(2)
 
     def body(group: ThreadGroup) -> None:
@@ -64,7 +64,7 @@ def test_stats_of_what_went_wrong() -> None:
 # ---- Messages
 
 
-def test_messages(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_buffers_life_is_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
     x, ids = torch.ones(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
     with caplog.at_level(logging.DEBUG, logger="nccl_ep"):
         with nccl_ep.Buffer.for_shapes(None, **SIZES, name="watched") as buffer:
@@ -78,7 +78,7 @@ def test_messages(caplog: pytest.LogCaptureFixture) -> None:
     assert told[2][1] == "destroying <nccl_ep.Buffer watched: rank 0 of 1, cpu>"
 
 
-def test_a_failure_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_with_its_error(caplog: pytest.LogCaptureFixture) -> None:
     case = small_case(2)
 
     def body(group: ThreadGroup) -> None:
@@ -135,7 +135,7 @@ def _run(**variables: str) -> str:
     ("level", "words"),
     [("debug", ["INFO", "DEBUG"]), ("INFO", ["INFO"]), ("error", []), ("loud", ["NCCL_EP_LOG is 'loud', must be"])],
 )
-def test_log_by_environment(level: str, words: list[str]) -> None:
+def test_the_environment_chooses_the_level_of_the_log(level: str, words: list[str]) -> None:
     told = _run(NCCL_EP_LOG=level)
     for word in ("INFO", "DEBUG", "NCCL_EP_LOG"):
         assert (word in told) == any(word in expected for expected in words), told
@@ -143,7 +143,7 @@ def test_log_by_environment(level: str, words: list[str]) -> None:
         assert word in told
 
 
-def test_no_log_without_asking() -> None:
+def test_nothing_is_logged_without_asking() -> None:
     assert "nccl_ep" not in _run()
 
 
@@ -173,7 +173,9 @@ RANGES = [
 
 
 @pytest.mark.parametrize(("asked", "is_on"), [({}, True), ({"NCCL_EP_NVTX": "0"}, False)])
-def test_ranges(listener: Path, tmp_path: Path, asked: dict[str, str], is_on: bool) -> None:
+def test_a_profiler_sees_a_range_for_each_operation(
+    listener: Path, tmp_path: Path, asked: dict[str, str], is_on: bool
+) -> None:
     """A tool that is attached sees every operation, unless it is told not to."""
     names = tmp_path / "names"
     _run(NVTX_INJECTION64_PATH=str(listener), NVTX_LISTENER_FILE=str(names), **asked)

@@ -40,7 +40,7 @@ DEEPEP_OPS = [
     "ll_dispatch_deepep", "ll_dispatch_deepep_send", "ll_dispatch_deepep_recv", "ll_combine_deepep",
     "ll_combine_deepep_send", "ll_combine_deepep_recv",
 ]  # fmt: skip
-HALVES = [name for name in OPS if name.endswith(("_send", "_recv"))]
+SPLIT = [name for name in OPS if name.endswith(("_send", "_recv"))]
 WRITE = {"ll_dispatch_out": {"handle"}, "ll_dispatch_recv": {"handle"}, "ht_dispatch_routed": {"info", "route"}}
 ops = torch.ops.nccl_ep
 
@@ -99,8 +99,8 @@ class Calls:
 
 
 def _check(name: str, calls: Calls, util: str) -> None:
-    """opcheck of one op. A half needs the other half before or after each run, and opcheck runs the op more than once:
-    of a half it gets what runs it once."""
+    """opcheck of one op, which runs it more than once. A send needs its receive behind each run, a receive its send
+    before: of these opcheck gets what runs them once."""
     args = calls.args[name]
     if name.endswith("_recv"):
         send = name.replace("_recv", "_send")
@@ -119,7 +119,7 @@ def test_these_are_all_the_ops() -> None:
 
 
 @pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS + EXACT_OPS)
-def test_schemas(name: str) -> None:
+def test_schemas_have_tensors_and_numbers_and_change_the_buffer(name: str) -> None:
     """Only tensors and numbers cross, and the tensor that stands for the buffer is changed by all."""
     schema = getattr(ops, name).default._schema
     assert schema.arguments[0].name == "seq" and str(schema.arguments[0].type) == "Tensor"
@@ -147,12 +147,12 @@ def test_outputs_over_what_is_read(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPS)
-def test_opcheck_alone(name: str, layout: str) -> None:
+def test_opcheck_passes_for_each_op_on_one_rank(name: str, layout: str) -> None:
     case = _case(1, layout)
     with make_buffer(case.case, None) as buffer:
         calls = Calls(case, buffer)
-        for util in UTILS[:3] if name in HALVES else UTILS:
-            if name in HALVES and util == "test_autograd_registration":
+        for util in UTILS[:3] if name in SPLIT else UTILS:
+            if name in SPLIT and util == "test_autograd_registration":
                 torch.library.opcheck(getattr(ops, name).default, calls.args[name], test_utils=util)
                 continue
             _check(name, calls, util)
@@ -161,7 +161,7 @@ def test_opcheck_alone(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_halves_under_aot_autograd(layout: str, dynamic: bool) -> None:
+def test_split_calls_under_aot_autograd(layout: str, dynamic: bool) -> None:
     """Send and receive in one traced function: what opcheck does for an op by itself."""
     case = _case(1, layout)
     with make_buffer(case.case, None) as buffer:
@@ -197,7 +197,7 @@ def test_opcheck_of_two_ranks_in_lockstep(name: str) -> None:
 
 
 def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None, scales: Any = None) -> dict[str, tuple[Any, ...]]:
-    """Arguments of the ops of DeepEP's convention; receiving halves without what the sending ones return."""
+    """Arguments of the ops of DeepEP's convention; receives without what the sending ones return."""
     head = (buffer._seq,)
     x, ids = torch.randn(6, 640).bfloat16(), torch.randint(-1, 4, (6, 3))
     stats, waits = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
@@ -217,16 +217,16 @@ def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None, scales: Any = None)
 
 
 @pytest.mark.parametrize(("quant", "width"), [*((quant, 0) for quant in QUANTS), (None, 3)])
-def test_opcheck_of_deepeps_convention(quant: str | None, width: int) -> None:
-    """opcheck runs an op more than once and copies its arguments: not for halves, nor for combine, whose src_info has
-    the handle behind it. width: of the caller's scales."""
+def test_opcheck_passes_for_the_ops_of_deepeps_convention(quant: str | None, width: int) -> None:
+    """opcheck runs an op more than once and copies its arguments: not for split calls, nor for combine, whose
+    src_info has the handle behind it. width: of the caller's scales."""
     with nccl_ep.Buffer.for_shapes(
         None, max_tokens=6, hidden=640, topk=3, num_experts=4, device="cpu", timeout=60.0
     ) as buffer:
         scales = torch.arange(6 * width, dtype=torch.int32).view(6, width) if width else None
         calls = _deepep_calls(buffer, quant, scales)
         for kind in ("dispatch", "combine"):
-            fused, send, recv = (f"ll_{kind}_deepep{half}" for half in ("", "_send", "_recv"))
+            fused, send, recv = (f"ll_{kind}_deepep{part}" for part in ("", "_send", "_recv"))
             if kind == "dispatch":
                 for util in ("test_schema", "test_autograd_registration", "test_faketensor"):
                     torch.library.opcheck(getattr(ops, fused).default, calls[fused], test_utils=util)
@@ -268,7 +268,7 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_gradient_modes(mode: Any) -> None:
+def test_gradient_modes_of_a_thread_change_nothing(mode: Any) -> None:
     case = _case(2, "expert_major")
 
     def body(group: ThreadGroup) -> None:
@@ -325,7 +325,7 @@ def program_result(case: Expected) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_compiled_layer(layout: str, backend: str) -> None:
+def test_a_compiled_layer_gives_the_eager_bits(layout: str, backend: str) -> None:
     case = _case(1, layout)
     given = case.inputs[0]
     with make_buffer(case.case, None) as buffer:

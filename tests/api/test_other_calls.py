@@ -68,7 +68,7 @@ def test_the_error_names_what_the_other_rank_called(mine: str, theirs: str, told
     assert texts[1].count("instead") == 2, texts[1]  # of both others
 
 
-def test_a_half_that_is_under_way_is_no_other_call() -> None:
+def test_a_send_that_is_under_way_is_no_other_call() -> None:
     """Rank 1 has sent its combine, as all have, and only then stays away from the dispatch."""
 
     def body(group: ThreadGroup) -> str:

@@ -1,4 +1,4 @@
-"""Split calls of which the receiving half was lost, or is not wanted any more."""
+"""Split calls of which the receive was lost, or is not wanted any more."""
 
 from __future__ import annotations
 
@@ -101,15 +101,15 @@ def test_what_is_not_wanted_is_dropped() -> None:
 
 
 def test_a_receive_that_failed_may_be_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory, for one, comes before the half is received."""
+    """Out of memory, for one, comes before the send is received."""
 
     def body(buffer: nccl_ep.Buffer, x: torch.Tensor) -> None:
         pending = _send(buffer, 7 * x)
-        half = buffer._open_sends["dispatch"]
-        op, half._op = half._op, _no_memory
+        open_send = buffer._open_sends["dispatch"]
+        op, open_send._op = open_send._op, _no_memory
         with pytest.raises(torch.OutOfMemoryError):
             pending.receive()
-        half._op = op
+        open_send._op = op
         _check(buffer, x)
 
     _on_ranks(body)
@@ -119,7 +119,7 @@ def _no_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("no memory")
 
 
-def test_a_lost_half_waits_no_longer_than_the_deadline() -> None:
+def test_a_lost_send_waits_no_longer_than_the_deadline() -> None:
     def body(group: ThreadGroup) -> None:
         with nccl_ep.Buffer.for_shapes(group, **SIZES, device="cpu", timeout=60.0) as buffer:
             if group.rank() == 1:
@@ -132,7 +132,7 @@ def test_a_lost_half_waits_no_longer_than_the_deadline() -> None:
     run_ranks(2, body)
 
 
-def test_a_half_does_not_keep_the_buffer() -> None:
+def test_an_open_send_does_not_keep_the_buffer() -> None:
     import weakref
 
     with nccl_ep.Buffer.for_shapes(None, **SIZES, device="cpu") as buffer:

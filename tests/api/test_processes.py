@@ -30,7 +30,7 @@ def _run_cases(rank: int, num_ranks: int, count: int, domain_size: int | None, n
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_cases_are_bit_exact(num_ranks: int, tmp_path: Path) -> None:
+def test_processes_give_the_oracles_bits(num_ranks: int, tmp_path: Path) -> None:
     assert run_processes(num_ranks, _run_cases, tmp_path, num_ranks, 12, None, 0) == [(num_ranks, 12)] * num_ranks
 
 
@@ -64,7 +64,9 @@ def test_high_throughput_of_more_ranks(num_ranks: int, domain_size: int | None, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(8, None), (8, 2), (9, 3)])
-def test_more_ranks(num_ranks: int, domain_size: int | None, tmp_path: Path) -> None:
+def test_more_processes_and_domains_give_the_oracles_bits(
+    num_ranks: int, domain_size: int | None, tmp_path: Path
+) -> None:
     got = run_processes(num_ranks, _run_cases, tmp_path, num_ranks, 6, domain_size, 7, timeout=600.0)
     assert got == [(domain_size or num_ranks, 6)] * num_ranks
 
@@ -174,7 +176,7 @@ def _leave(end: str, directory: Path, interrupt: bool) -> list[tuple[int, str]]:
             process.wait()
 
 
-def test_leaving_by_an_exception(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_by_an_exception_is_named(tmp_path: Path) -> None:
     (code0, text0), (code1, text1) = _leave("exception", tmp_path, interrupt=False)
     assert (code0, code1) == (1, 1), text0 + text1
     assert "TimeoutError: the buffer has failed: rank 0 waited 2 s" in text0
@@ -182,7 +184,7 @@ def test_leaving_by_an_exception(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["ctrl-c", "making"])
-def test_leaving_by_ctrl_c(where: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_every_wait(where: str, tmp_path: Path) -> None:
     """Rank 0 waits in an operation (or for the other to make a buffer) with minutes to go, rank 1 in Python."""
     for rank, (code, text) in enumerate(_leave(where, tmp_path, interrupt=True)):
         assert code == -signal.SIGINT and text.rstrip().endswith("KeyboardInterrupt"), (rank, text)

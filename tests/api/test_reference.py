@@ -54,7 +54,7 @@ def _floats(*values: float) -> Tensor:
 # --- dispatch
 
 
-def test_expert_major() -> None:
+def test_expert_major_by_hand() -> None:
     left, right = _dispatch("expert_major")
     assert left.x.shape == (2, 4, H) and left.x.dtype == torch.bfloat16
     assert _names(left.x) == [10, 11, 20, 0, 11, 0, 0, 0]
@@ -69,7 +69,7 @@ def test_expert_major() -> None:
     assert right.row_of.tolist() == [[[-1, 0], [-1, -1]], [[-1, 4], [-1, -1]]]
 
 
-def test_expert_major_overflow() -> None:
+def test_expert_major_drops_the_last_rows_of_an_expert() -> None:
     left, right = _dispatch("expert_major", capacity=2)
     assert _names(left.x) == [10, 11, 11, 0]
     assert left.counts.tolist() == [2, 1] and left.demand.tolist() == [3, 1]
@@ -77,7 +77,7 @@ def test_expert_major_overflow() -> None:
     assert left.row_of.tolist() == [[[0, -1], [2, 1]], [[-1, -1], [-1, -1]]]
 
 
-def test_packed_aligned() -> None:
+def test_packed_begins_experts_at_multiples_of_the_alignment() -> None:
     left, right = _dispatch("packed", expert_alignment=4)
     # 2 ranks * 2 tokens * min(2, 2) + 2 * 3 = 14, rounded up to 16.
     assert left.x.shape == (16, H)
@@ -94,14 +94,14 @@ def test_packed_aligned() -> None:
     ("capacity", "offsets", "counts", "dropped"),
     [(6, [0, 4, 6], [3, 1], 0), (4, [0, 4, 4], [3, 0], 1), (2, [0, 2, 2], [2, 0], 2)],
 )
-def test_packed_overflow(capacity: int, offsets: list[int], counts: list[int], dropped: int) -> None:
+def test_packed_drops_the_last_rows(capacity: int, offsets: list[int], counts: list[int], dropped: int) -> None:
     left = _dispatch("packed", expert_alignment=4, capacity=capacity)[0]
     assert left.offsets is not None and left.offsets.tolist() == offsets
     assert left.counts.tolist() == counts and left.demand.tolist() == [3, 1]
     assert left.overflow.tolist() == [dropped]
 
 
-def test_rank_major() -> None:
+def test_rank_major_by_hand() -> None:
     left, right = _dispatch("rank_major")
     assert left.x.shape == (2, 2, H) and _names(left.x) == [10, 11, 20, 0]
     assert left.topk_idx is not None and right.topk_idx is not None
@@ -115,7 +115,7 @@ def test_rank_major() -> None:
     assert left.row_of.tolist() == [[[0, -1], [1, 1]], [[2, -1], [-1, -1]]]
 
 
-def test_flat_and_its_overflow() -> None:
+def test_flat_by_hand_and_what_it_drops() -> None:
     left, right = _dispatch("flat")
     assert left.x.shape == (4, H) and _names(left.x) == [10, 11, 20, 0]
     assert left.total is not None and left.total.tolist() == [3] and left.counts.tolist() == [2, 1]
@@ -144,7 +144,7 @@ def test_duplicates_no_choice_and_ids_out_of_range() -> None:
     assert ref.wire_rows(given, num_experts=2).tolist() == [[2]]
 
 
-def test_wire_rows() -> None:
+def test_wire_rows_count_a_row_for_each_rank_it_goes_to() -> None:
     assert ref.wire_rows(_world(), num_experts=4).tolist() == [[2, 1], [1, 1]]
 
 
@@ -160,7 +160,7 @@ def test_payload_and_scales_pass_bit_for_bit() -> None:
     assert result.scales is not None and result.scales.tolist() == [[1, 2], [0, 0]]
 
 
-def test_no_tokens_anywhere() -> None:
+def test_no_tokens_anywhere_give_empty_results() -> None:
     given = [RankInput(torch.zeros(0, H), torch.zeros(0, 2, dtype=torch.int64)) for _ in range(2)]
     for layout in ref.LAYOUTS:
         results = ref.dispatch(given, num_experts=4, max_tokens=2, layout=layout)
@@ -180,7 +180,7 @@ def test_no_tokens_anywhere() -> None:
         {"layout": "flat", "quant": "fp4"},
     ],
 )
-def test_dispatch_refuses(options: dict[str, Any]) -> None:
+def test_dispatch_refuses_what_has_no_meaning(options: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"num_experts": 4, "max_tokens": 2, **options}
     with pytest.raises(ValueError):
         ref.dispatch(_world(), **arguments)
@@ -227,7 +227,7 @@ def _combined(
     return _names(out[0])[0]
 
 
-def test_combine_of_the_world() -> None:
+def test_combine_by_hand_in_every_layout() -> None:
     given = _world()
     for layout in ref.EXPERT_LAYOUTS:
         results = _dispatch(layout, zero_padding=False)
@@ -258,7 +258,7 @@ def test_ranks_add_in_rank_order_whatever_k_says() -> None:
     assert _combined({0: 1e8, 1: -1e8, 2: 1.0}, [2, 1, 0], 3, num_experts=3, weights=None) == 1.0
 
 
-def test_domains() -> None:
+def test_sums_are_rounded_for_each_domain() -> None:
     values = {0: 1e8, 1: 1.0, 2: -1e8, 3: 1.0}
     for layout in ("expert_major", "flat"):
         combined = [_combined(values, [0, 1, 2, 3], 4, layout=layout, domain_size=d) for d in (None, 4, 2, 1)]
@@ -286,7 +286,7 @@ def test_products_are_rounded_before_they_are_added() -> None:
     assert _combined(values, [0, 1], given_weights=[1.0, 1 + 2.0**-12]) == 0.0
 
 
-def test_signed_zeros() -> None:
+def test_a_sum_of_negative_zeros_is_one() -> None:
     assert np.signbit(_combined({0: -0.0, 1: -0.0}, [0, 1], weights=None))
     assert np.signbit(_combined({0: -0.0}, [0], 2))
     assert not np.signbit(_combined({}, [-1, 7]))
@@ -296,21 +296,21 @@ def test_signed_zeros() -> None:
     assert not np.signbit(_combined({2: -0.0}, [0, 2], 2, weights=home, topk_idx=masks))
 
 
-def test_masked_rows_and_nan() -> None:
+def test_nan_of_a_masked_row_counts_for_nothing() -> None:
     home = [torch.tensor([[0.0, 2.0]])]
     assert np.isnan(_combined({1: 3.0}, [0, 1], weights=home))
     assert _combined({1: 3.0}, [0, 1], weights=home, topk_idx=[torch.tensor([[-1, 1]])]) == 6.0
     assert _combined({}, [0, 1], weights=home, topk_idx=[torch.tensor([[-1, -1]])]) == 0.0
 
 
-def test_dropped_rows_are_absent() -> None:
+def test_dropped_rows_are_absent_from_sums() -> None:
     given = _world()
     results = _dispatch("expert_major", capacity=1)
     out = ref.combine([result.x for result in results], results, given, num_experts=4, layout="expert_major")
     assert _names(out[0]) == [7.5, 11.0] and _names(out[1]) == [160.0]
 
 
-def test_bias_comes_first() -> None:
+def test_biases_are_added_first() -> None:
     big, small = torch.full((1, H), 1e8), torch.ones(1, H)
     values = {0: 1.0, 1: -1e8}
     empty = torch.zeros(0, H)
@@ -343,14 +343,14 @@ def test_fp16_output_and_its_overflow() -> None:
         ("packed", {"wire_dtype": torch.float16}),
     ],
 )
-def test_combine_refuses(layout: str, options: dict[str, Any]) -> None:
+def test_combine_refuses_what_has_no_meaning(layout: str, options: dict[str, Any]) -> None:
     results = _dispatch(layout)
     rows = [result.x for result in results]
     with pytest.raises(ValueError):
         ref.combine(rows, results, _world(), num_experts=4, layout=layout, **options)
 
 
-def test_combine_weights() -> None:
+def test_combine_weights_brings_each_weight_home() -> None:
     for layout in ref.LAYOUTS:
         results = _dispatch(layout)
         home = ref.combine_weights(
@@ -425,7 +425,7 @@ def test_fp8_packs_four_groups_a_word() -> None:
     assert codes.to(torch.float32)[0, [0, 128, 256, 384, 512]].tolist() == [448.0] * 5
 
 
-def test_fp8_infinity() -> None:
+def test_fp8_of_infinity_is_nan_or_the_largest() -> None:
     inf = float("inf")
     row = torch.zeros(1, 16)
     row[0, :3] = torch.tensor([inf, -inf, 1.0])
@@ -436,7 +436,7 @@ def test_fp8_infinity() -> None:
     assert scales.item() == 254 and codes.to(torch.float32)[0, :3].tolist() == [448.0, -448.0, 0.0]
 
 
-def test_dispatch_quantizes() -> None:
+def test_dispatch_quantizes_with_a_rounded_factor() -> None:
     given = [RankInput(torch.full((1, 16), 3.0, dtype=torch.bfloat16), torch.tensor([[0]]))]
     result = ref.dispatch(
         given,
@@ -454,7 +454,7 @@ def test_dispatch_quantizes() -> None:
 # --- comparison
 
 
-def test_bits_equal() -> None:
+def test_bits_are_compared_and_nan_equals_nan() -> None:
     nan_a = torch.tensor([0x7FC00000], dtype=torch.int32).view(torch.float32)
     nan_b = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
     assert ref.bits_equal(nan_a, nan_b)
@@ -471,7 +471,7 @@ def test_bits_equal() -> None:
     assert ref.first_difference(column, column.contiguous()) == ""
 
 
-def test_bits_of_packed_fp4() -> None:
+def test_all_bytes_of_packed_fp4_are_numbers() -> None:
     """All 256 bytes are numbers, also those that would be NaN in E4M3; strides do not matter."""
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
     packed, other = codes.view(torch.float4_e2m1fn_x2), codes.clone()

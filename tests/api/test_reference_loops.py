@@ -109,7 +109,7 @@ def _looped_combine(
     return (_added(terms) if terms else torch.zeros(case.hidden)).to(out_dtype)
 
 
-def test_against_loops() -> None:
+def test_the_oracle_agrees_with_plain_loops() -> None:
     for seed in range(250):
         case = cases.generate(seed)
         if sum(case.tokens) * case.topk * case.num_ranks > 400:

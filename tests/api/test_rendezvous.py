@@ -93,7 +93,7 @@ def test_groups_of_one_name_one_after_the_other(store: dist.Store) -> None:
     run_ranks(2, body)
 
 
-def test_no_key_stays() -> None:
+def test_no_key_stays_in_the_store() -> None:
     store = dist.HashStore()
 
     def body(group: ThreadGroup) -> None:
@@ -119,7 +119,7 @@ def test_every_round_is_of_now(store: dist.Store) -> None:
     run_ranks(3, body)
 
 
-def test_rounds_of_one_collective(store: dist.Store) -> None:
+def test_a_collective_may_meet_in_several_rounds(store: dist.Store) -> None:
     def body(group: ThreadGroup) -> None:
         rank, rendezvous = group.rank(), ProcessGroupRendezvous(_nameless(store, group.rank(), 3))
         for _ in range(3):
@@ -290,7 +290,7 @@ def test_ranks_out_of_step_are_refused_at_once_and_then_meet() -> None:
 # ---- What is no group
 
 
-def test_a_lost_store() -> None:
+def test_a_lost_store_is_named() -> None:
     server = _tcp_store()
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)  # type: ignore[attr-defined]
     group = _nameless(client, 1, 2)
@@ -321,7 +321,7 @@ def _use_meshes(rank: int) -> list[str]:
     return texts
 
 
-def test_device_meshes(tmp_path: Path) -> None:
+def test_a_device_mesh_of_two_dimensions_is_refused_with_a_remedy(tmp_path: Path) -> None:
     for rank, texts in enumerate(run_processes(2, _use_meshes, tmp_path)):
         named, nameless, foreign = texts
         assert named == (

@@ -133,14 +133,14 @@ HUGE: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "text"), HUGE, ids=["scales", "empty", "product", "arena", "window", "negative"])
-def test_sizes_beyond_reason(buffer: nccl_ep.Buffer, call: Callable[[Any], Any], text: str) -> None:
+def test_sizes_beyond_reason_are_refused(buffer: nccl_ep.Buffer, call: Callable[[Any], Any], text: str) -> None:
     with pytest.raises((ValueError, nccl_ep.SystemError), match=text):
         call(buffer)
     assert int(_flat(buffer).total) == 8
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_tensors_elsewhere_are_refused(buffer: nccl_ep.Buffer, mode: str) -> None:
+def test_tensors_on_another_device_are_refused(buffer: nccl_ep.Buffer, mode: str) -> None:
     out = _flat(buffer, mode=mode)
     with pytest.raises(ValueError, match="out is on meta, the buffer on cpu"):
         nccl_ep.combine(out.x, out.handle, out=torch.empty(8, 64, device="meta"))
@@ -174,7 +174,7 @@ def test_a_receive_that_failed_says_so_again(buffer: nccl_ep.Buffer) -> None:
         pending.receive()
 
 
-def test_deepeps_names_and_biases() -> None:
+def test_deepeps_events_are_ours_and_its_biases_may_be_none() -> None:
     from nccl_ep import deep_ep
     from nccl_ep.utils import EventHandle, EventOverlap
 

@@ -159,13 +159,13 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_are_seen(mode: str, buffer: nccl_ep.Buffer) -> None:
+def test_a_call_under_a_mode_goes_through_torch(mode: str, buffer: nccl_ep.Buffer) -> None:
     """By thread-local keys and by the stack of modes of functions. A mode must never be passed by."""
     calls = calls_of_usual(buffer, MODES[mode])
     assert calls == 1, f"under {mode} a direct call went past torch, and past the mode"
 
 
-def test_autocast_does_not_matter(buffer: nccl_ep.Buffer) -> None:
+def test_autocast_changes_no_type(buffer: nccl_ep.Buffer) -> None:
     """Whether it is seen or not: no op has a rule for it, and types stay."""
     args = arguments(buffer)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -64,7 +64,7 @@ def gpu_record(**fields: Any) -> records.Record:
 # ---- From end to end
 
 
-def test_ll_on_cpu_ranks(tmp_path: Path) -> None:
+def test_ll_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "new" / "records.json"
     shown = run(
         "-m", "bench", "ll", "--device", "cpu", "--tokens", "1,5", "--iterations", "5", "--json", str(path),
@@ -146,7 +146,7 @@ def test_payloads_and_layouts_of_one_run(tmp_path: Path) -> None:
         assert len(mine) == len(where) * len(configuration.OPS) * (2 if system == "nccl_ep" else 1)
 
 
-def test_overlap_on_cpu_ranks(tmp_path: Path) -> None:
+def test_overlap_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "new" / "overlap.json"
     arguments = ("--device", "cpu", "--dtype", "fp8", "--iterations", "3", "--layout", "flat", "--json", str(path))
     shown = run("-m", "bench", "overlap", *arguments)
@@ -176,7 +176,7 @@ def test_overlap_says_what_failed(tmp_path: Path) -> None:
     run("-m", "bench", "overlap", "--device", "cpu", "--gemm", "1,2", code=2)
 
 
-def test_gemm_share() -> None:
+def test_a_gemm_is_compared_with_its_share_of_sms() -> None:
     assert overlap.over_share(110, 100, 132, 12) == pytest.approx(1.0)
     assert overlap.over_share(126, 100, 132, 12) == pytest.approx(126 / 110)
 
@@ -295,7 +295,7 @@ def test_a_num_sms_with_other_bits_is_noticed() -> None:
                 make(given, buffer, inputs[0], checked, 0)
 
 
-def test_routing() -> None:
+def test_each_routing_loads_experts_as_it_says() -> None:
     for routing in workload.ROUTINGS:
         given = shape(routing=routing, num_experts=64, topk=8, tokens=50)
         ids = torch.stack([i.topk_idx for i in workload.make_inputs(given)])
@@ -311,7 +311,7 @@ def test_routing() -> None:
         workload.make_inputs(shape(routing="all_local", num_experts=16, topk=8))
 
 
-def test_wire_floor() -> None:
+def test_the_wire_floor_counts_the_busiest_rank() -> None:
     full = {"tokens": 128, "hidden": 7168, "topk": 8, "num_experts": 256}
     given = shape(**full)
     times = floors.wire_us(given, workload.make_inputs(given))
@@ -359,7 +359,7 @@ def test_pushes_alone_are_the_rows_of_the_operation() -> None:
         run_ranks(2, body)
 
 
-def test_rival_parts() -> None:
+def test_rivals_sort_and_quantise_as_we_do() -> None:
     counts = torch.tensor([[2, 0, 3], [0, 0, 1], [4, 1, 0]])
     lies = [(rank, expert, i) for rank in range(3) for expert in range(3) for i in range(int(counts[rank, expert]))]
     want = sorted(range(len(lies)), key=lambda n: (lies[n][1], lies[n][0], lies[n][2]))
@@ -372,14 +372,14 @@ def test_rival_parts() -> None:
     assert torch.allclose(scales, their_scales)
 
 
-def test_slowest_rank() -> None:
+def test_a_figure_is_that_of_the_slowest_rank() -> None:
     ranks = [[1.0, 2.0, 30.0], [5.0, 6.0, 7.0]]
     assert records.slowest(ranks) == (6.0, 7.0)
     assert records.slowest([[3.0], [4.0]]) == (4.0, None)
     assert records.percentile([float(i) for i in range(1, 201)], 99) == 198.0
 
 
-def test_kernels_of_a_trace() -> None:
+def test_kernels_of_a_trace_are_summed_for_each_call() -> None:
     def kernel(name: str, start: float, duration: float) -> dict[str, Any]:
         return {"cat": "kernel", "name": name, "ts": start, "dur": duration}
 

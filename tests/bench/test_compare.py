@@ -40,7 +40,7 @@ def test_only_equal_calls_are_compared() -> None:
     assert [each.now["value"] for each in compare.find(before, now, ["event"])] == [25.0]
 
 
-def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_grown_is_printed_with_both_revisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     records.save(old, [made(100.0), made(50.0, op="dispatch")])
     records.save(new, [made(104.0, "new"), made(49.0, "new", op="dispatch")])

@@ -10,7 +10,7 @@ from nccl_ep.modes import AUTO_LL_BYTES, choose_mode
 from tests.bench.test_bench import gpu_record, run
 
 
-def test_fit_on_cpu_ranks(tmp_path: Path) -> None:
+def test_fit_measures_both_modes_on_cpu_ranks(tmp_path: Path) -> None:
     path, again = tmp_path / "fit.json", tmp_path / "again.json"
     arguments = ("--device", "cpu", "--tokens", "1,64", "--iterations", "3", "--dtype", "bf16", "--layout", "flat")
     shown = run("-m", "bench", "fit", *arguments, "--json", str(path))
@@ -37,7 +37,7 @@ def curve_records(figure: str, ll: dict[int, float], ht: dict[int, float], **fie
     return made
 
 
-def test_crossover() -> None:
+def test_the_crossover_lies_where_the_curves_meet() -> None:
     # At 512 twice as fast, at 2,048 half as fast: equal in the middle, by the logarithms.
     found = curve_records("graph", {32: 10, 512: 20, 2048: 100}, {32: 30, 512: 40, 2048: 50})
     others = [
@@ -60,7 +60,7 @@ def test_crossover() -> None:
     assert "bf16, flat, native, graph: 1024 tokens, 56.00 MiB" in shown and "AUTO_LL_BYTES = 58720256" in shown
 
 
-def test_crossover_that_costs_some() -> None:
+def test_the_threshold_loses_least_at_worst() -> None:
     """Two curves that want different thresholds: the one that loses least at worst."""
     early = curve_records("graph", {64: 10, 128: 30, 256: 90}, {64: 15, 128: 20, 256: 30})
     late = curve_records("event", {64: 10, 128: 18, 256: 30}, {64: 40, 128: 20, 256: 20})
@@ -75,7 +75,7 @@ def test_crossover_that_costs_some() -> None:
     assert curve.loss(64 * 4 * 14336) == 1.0 and curve.loss(64 * 4 * 14336 - 1) == 1.5  # the edge is LL's
 
 
-def test_no_crossover() -> None:
+def test_no_crossover_says_which_mode_is_faster() -> None:
     slow = {tokens: 10.0 * tokens for tokens in (1, 2)}
     fast = {tokens: 1.0 * tokens for tokens in (1, 2)}
     for ll, ht, said in ((fast, slow, "low latency is the faster"), (slow, fast, "high throughput is the faster")):

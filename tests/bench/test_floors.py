@@ -24,7 +24,7 @@ ROW_BYTES = 128
 
 @pytest.mark.parametrize("domain_size", [None, 2, 1])
 @pytest.mark.parametrize("layout", ["expert_major", "flat"])
-def test_what_is_pushed(layout: str, domain_size: int | None) -> None:
+def test_a_floor_pushes_the_rows_of_the_operation(layout: str, domain_size: int | None) -> None:
     """One row a (token, rank) that is not at home, of a dispatch and back: bytes and rows, by receiver."""
     case = Expected(plain_case(4, layout=layout, domain_size=domain_size, tokens=(8, 0, 3, 5)))
     rows = reference.wire_rows(case.inputs, num_experts=case.case.num_experts)  # [sender, receiver]
@@ -53,7 +53,7 @@ def test_what_is_pushed(layout: str, domain_size: int | None) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(1, None), (2, None), (4, None), (4, 2), (3, 1)])
-def test_real_operations_between_floors(num_ranks: int, domain_size: int | None) -> None:
+def test_real_operations_between_floors_keep_their_bits(num_ranks: int, domain_size: int | None) -> None:
     cases = expected_cases(3, num_ranks=num_ranks, domain_size=domain_size)
     cases.append(Expected(plain_case(num_ranks, domain_size=domain_size, max_tokens=4, tokens=(4,) * num_ranks)))
 
@@ -129,7 +129,7 @@ def test_ranks_that_make_different_calls() -> None:
     run_ranks(2, body)
 
 
-def test_bad_input() -> None:
+def test_a_floor_refuses_sizes_without_sense() -> None:
     case = Expected(plain_case(1))
     with make_buffer(case.case, None) as buffer:
         handle = case.dispatch(buffer).handle

@@ -52,7 +52,7 @@ def ht_buffer(given: Shape, group: Any, arena_bytes: int | None) -> nccl_ep.Buff
 # ---- From end to end
 
 
-def test_ht_on_cpu_ranks(tmp_path: Path) -> None:
+def test_ht_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "new" / "records.json"
     shown = run(
         "-m", "bench", "ht", "--device", "cpu", "--tokens", "3,8", "--iterations", "2", "--dtype", "bf16",
@@ -111,7 +111,7 @@ def test_payloads_and_layouts_of_high_throughput(tmp_path: Path) -> None:
     assert {r["system"] for r in found} == {"nccl_ep"} and {r["placement"] for r in found} == {"in_place"}
 
 
-def test_overlap_of_high_throughput(tmp_path: Path) -> None:
+def test_overlap_records_high_throughput_alone(tmp_path: Path) -> None:
     path = tmp_path / "overlap.json"
     arguments = ("--device", "cpu", "--dtype", "bf16", "--iterations", "3", "--mode", "ht", "--json", str(path))
     shown = run("-m", "bench", "overlap", *arguments)
@@ -279,7 +279,7 @@ def test_graphs_take_given_tensors_of_the_arena() -> None:
         assert buffer.stats()["staged_dispatches"] == buffer.stats()["staged_combines"] == 0
 
 
-def test_figures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_figure_times_its_own_calls_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which call is timed and which kernels count, with clocks of our own: a pair has the kernels of all, graphs take
     captured calls, and what a timed call copied stands in its record."""
     given, found = ht_shape(num_ranks=1), []
@@ -412,7 +412,7 @@ def ht_sweep() -> list[records.Record]:
     return found
 
 
-def test_table_of_high_throughput() -> None:
+def test_the_table_tells_placement_and_cached_calls_apart() -> None:
     lines = [" ".join(line.split()) for line in table.render(ht_sweep()).splitlines()]
     assert "op tokens dtype system layout api num_sms placement cached graph floor_wire" in lines
     assert "dispatch 4096 bf16 nccl_ep flat native auto (12) in_place 500.0 (600.0) 450.0" in lines
@@ -420,7 +420,7 @@ def test_table_of_high_throughput() -> None:
     assert "routing 4096 bf16 nccl_ep flat native auto (12) in_place 500.0 (600.0) -" in lines
 
 
-def test_plots_of_high_throughput(tmp_path: Path) -> None:
+def test_plots_draw_what_the_records_have(tmp_path: Path) -> None:
     found = ht_sweep()
     names = [file.name for file in plot.draw(found, tmp_path)]
     assert names == ["ht_tokens.png", "ht_tokens.svg", "ht_num_sms.png", "ht_num_sms.svg"]
@@ -440,7 +440,7 @@ def test_both_modes_draw_files_of_their_own(tmp_path: Path) -> None:
     assert names == {"ll_tokens", "ll_num_sms", "ht_tokens", "ht_num_sms"}
 
 
-def test_kernels_of_high_throughput() -> None:
+def test_overlapping_kernels_are_not_counted_twice() -> None:
     """Routing is the first kernel of a dispatch, which takes from its start to the end of the second. This begins
     before the first ends: their sum would have that time twice."""
 

@@ -41,7 +41,7 @@ def test_rows_are_those_of_random_routing(nodes: int, gpus: int, topk: int, expe
     assert cluster.fan_out() == pytest.approx(mean(on_a_hit_node), rel=0.02)
 
 
-def test_what_a_rail_saves() -> None:
+def test_the_rail_sends_fewer_rows_than_the_mesh() -> None:
     for nodes in (2, 4, 8):
         rows = [Cluster(nodes).rows(path) for path in ("rail", "mesh", "expert")]
         assert rows == sorted(rows) and rows[0] < rows[1] < rows[2]
@@ -156,7 +156,9 @@ def test_the_command_says_that_it_is_a_model(capsys: pytest.CaptureFixture[str],
         (["--scale", "0"], "sizes must be positive"),
     ],
 )
-def test_refusals(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_without_sense_are_refused(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         model.parse(arguments)
     assert text in capsys.readouterr().err

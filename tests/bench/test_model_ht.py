@@ -43,7 +43,7 @@ def test_few_sms_are_what_it_waits_for_and_more_are_not(nodes: int) -> None:
     )
 
 
-def test_rows_that_sms_move() -> None:
+def test_a_row_is_moved_once_for_each_node_and_handed_out_there() -> None:
     """Of one node, what its own ranks get. Of several, a row is stored once for each node, and handed out there."""
     assert moved_rows(Cluster(1)) == pytest.approx(Cluster(1).own_rows())
     assert moved_rows(Cluster(2)) == pytest.approx(2 * Cluster(2).own_rows() + 1.0, abs=0.02)
@@ -76,7 +76,7 @@ def test_the_bytes_of_a_window_are_in_the_document(nodes: int) -> None:
     assert f"| {' | '.join(window_row(Cluster(nodes)))} |" in text
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_prints_every_node_count_size_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model", "--nodes", "2,4", "--tokens", "8", "--ht-tokens", "1024,4096", "--ht-sms", "2,16"]) == 0
     shown = capsys.readouterr().out
     for tokens, sms in ((1024, 2), (4096, 2), (1024, 16), (4096, 16)):
@@ -89,7 +89,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--ht-sms", "0"], ["--ht-tokens", "-1"]])
-def test_refusals(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_that_are_not_positive_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["model", *arguments])
     assert "sizes must be positive" in capsys.readouterr().err

@@ -25,7 +25,7 @@ def sweep() -> list[records.Record]:
     return found
 
 
-def test_plots_of_a_sweep(tmp_path: Path) -> None:
+def test_plots_draw_what_a_sweep_has(tmp_path: Path) -> None:
     found = sweep()
     names = [file.name for file in plot.draw(found, tmp_path)]
     assert names == ["ll_tokens.png", "ll_tokens.svg", "ll_num_sms.png", "ll_num_sms.svg"]
@@ -79,7 +79,7 @@ def test_ticks_do_not_run_into_one_another() -> None:
     assert plot._shown_ticks([4096]) == [4096]
 
 
-def test_table_of_a_sweep() -> None:
+def test_the_table_shows_a_sweep_and_what_was_not_measured() -> None:
     shown = table.render(sweep()).splitlines()
     line = next(line.split() for line in shown if line.startswith("dispatch  128") and "auto" in line)
     assert " ".join(line) == "dispatch 128 bf16 nccl_ep expert_major native auto (132) 7.00 (7.50) 3.25"

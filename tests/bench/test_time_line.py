@@ -26,7 +26,7 @@ def test_first_median_and_last_of_the_warps_that_came() -> None:
     assert stamps.summary([MISSED, MISSED]) is None and stamps.summary([]) is None
 
 
-def test_medians_over_calls() -> None:
+def test_a_time_line_has_the_medians_over_calls() -> None:
     """Of each figure by itself; stamps in the order of time; none of phases to which no warp came."""
 
     def call(start: int) -> stamps.Stamps:
@@ -63,7 +63,7 @@ def options_of(mode: str, layout: str, domain_size: int | None) -> argparse.Name
 @pytest.mark.parametrize(
     ("mode", "layout", "domain_size"), [("ll", "expert_major", None), ("ht", "packed", None), ("ht", "packed", 1)]
 )
-def test_records_of_rank_0(
+def test_a_time_line_is_that_of_rank_0_without_the_first_calls(
     mode: str, layout: str, domain_size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CPU ranks, with stamps of our own: the first calls, which warm up, do not count."""

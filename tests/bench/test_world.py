@@ -22,7 +22,7 @@ def test_ranks_and_their_starter_listen_to_nobody_else(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir()), "the store's folder is still there"
 
 
-def test_listeners_are_found() -> None:
+def test_a_process_that_listens_to_others_is_found() -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
         assert f"00000000:{port:04X}" in listeners("self")

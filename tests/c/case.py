@@ -120,7 +120,7 @@ class CaseRun:
         return None if given is None else copy_to(given, self.device)
 
     def finish(self, handle: c.c_void_p, inputs: list[torch.Tensor | None]) -> None:
-        """Inputs are the caller's again once the sending half is done."""
+        """Inputs are the caller's again once the send is done."""
         if self.staged:
             for given in inputs:
                 if given is not None:

@@ -205,14 +205,14 @@ def build_examples(prefix: Path, directory: Path, *options: str) -> None:
     run("cmake", "--build", directory, "--verbose")
 
 
-def test_examples_through_find_package(prefix: Path, tmp_path: Path) -> None:
+def test_the_examples_build_and_run_through_find_package(prefix: Path, tmp_path: Path) -> None:
     build_examples(prefix, tmp_path)
     for name in EXAMPLES:
         check_example(tmp_path / name, num_ranks=4)
     check_example(tmp_path / "ll_moe", "cpu", "2", num_ranks=2)
 
 
-def test_examples_through_pkg_config(prefix: Path, library_file: Path, tmp_path: Path) -> None:
+def test_the_examples_build_and_run_through_pkg_config(prefix: Path, library_file: Path, tmp_path: Path) -> None:
     if shutil.which("pkg-config") is None:
         pytest.skip("there is no pkg-config")
     found = {**TOOLS, "PKG_CONFIG_PATH": str(library_file.parent / "pkgconfig")}
@@ -237,7 +237,7 @@ def test_examples_through_pkg_config(prefix: Path, library_file: Path, tmp_path:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU here, or nccl_ep was built without CUDA")
-def test_examples_on_gpus(prefix: Path, tmp_path: Path) -> None:
+def test_the_examples_run_on_gpus(prefix: Path, tmp_path: Path) -> None:
     """Every rank a process with a GPU of its own, as many as there are, with the NCCL that torch has loaded."""
     from torch.utils.cpp_extension import CUDA_HOME  # nvcc is searched for when it is imported
 
@@ -261,7 +261,7 @@ def exported(library_file: Path) -> list[str]:
     return [line.split()[0] for line in lines]
 
 
-def test_exports_and_soname(library_file: Path) -> None:
+def test_the_library_exports_what_its_header_declares(library_file: Path) -> None:
     declared = re.findall(r"\b(ncclEp\w+)\(", HEADER.read_text())
     assert sorted(exported(library_file)) == sorted(set(declared))
     dynamic = run("readelf", "--dynamic", "--wide", library_file)

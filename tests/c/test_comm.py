@@ -45,12 +45,14 @@ def run_cases(rank: int, library_file: Path, num_ranks: int) -> int:
 class TestOnGpus:
     pytestmark = needs_gpu
 
-    def test_one_rank(self, library_file: Path) -> None:
+    def test_a_group_of_a_communicator_of_one_rank(self, library_file: Path) -> None:
         assert run_cases(0, library_file, 1) == 8
 
     @ranks_on_gpus
     @pytest.mark.parametrize("num_ranks", WORLDS)
-    def test_ranks_in_processes(self, num_ranks: int, library_file: Path, tmp_path: Path) -> None:
+    def test_groups_of_communicators_give_the_oracles_bits(
+        self, num_ranks: int, library_file: Path, tmp_path: Path
+    ) -> None:
         got = run_processes(num_ranks, run_cases, tmp_path, library_file, num_ranks, timeout=PATIENCE)
         assert got == [8] * num_ranks
 

@@ -35,7 +35,7 @@ def test_generated_cases_give_the_oracles_results(library: Library, num_ranks: i
     assert all(ways[way] > 0 for way in WAYS), ways
 
 
-def test_a_route_that_fails(library: Library) -> None:
+def test_a_route_that_fails_leaves_the_group_usable(library: Library) -> None:
     barrier = threading.Barrier(2, timeout=PATIENCE)
     run_ranks(2, lambda group: run_route_that_fails(library, group, "cpu", barrier.wait))
 

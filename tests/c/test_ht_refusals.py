@@ -96,7 +96,7 @@ def group(library: Library) -> Iterator[c.c_void_p]:
     library.GroupDestroy(made)
 
 
-def test_bad_handles_are_refused(library: Library, group: c.c_void_p) -> None:
+def test_a_bad_handle_is_refused_with_the_values(library: Library, group: c.c_void_p) -> None:
     for pattern, config in (
         ("algorithm 3 is unknown", {"layout": 2, "algorithm": 3}),
         ("algorithm is 1, but the group was made with 2", {"layout": 2, "algorithm": 1}),
@@ -248,7 +248,7 @@ def test_low_latency_has_no_steps(library: Library) -> None:
 
 
 def test_low_latency_moves_further_tensors(library: Library) -> None:
-    """One in the rows of tokens, each other one by itself; halves have the first alone."""
+    """One in the rows of tokens, each other one by itself; split calls have the first alone."""
     group = library.solo_group(algorithm=c_api.LOW_LATENCY, max_token_bytes=192)
     solo = Solo(library, group, algorithm=c_api.LOW_LATENCY)
     tokens = torch.tensor([0, 3, 0, 1, 3])
@@ -274,7 +274,7 @@ def test_low_latency_moves_further_tensors(library: Library) -> None:
     library.GroupDestroy(group)
 
 
-def test_memory_of_the_arena(library: Library) -> None:
+def test_memory_of_the_arena_is_aligned_and_comes_back(library: Library) -> None:
     group = library.solo_group(algorithm=c_api.HIGH_THROUGHPUT, arena_bytes=4096)
     info, blocks = c_api.GroupInfo(), []
     for size, free in ((1, 3584), (1024, 2560), (2560, 0), (0, 0), (1 << 20, 0)):
@@ -298,7 +298,7 @@ def test_memory_of_the_arena(library: Library) -> None:
 
 @pytest.mark.parametrize("policy", [0, 1], ids=["count", "error"])
 @pytest.mark.parametrize("routed", [False, True], ids=["fused", "routed"])
-def test_overflow_policies(library: Library, policy: int, routed: bool) -> None:
+def test_overflow_is_counted_or_refused_as_asked(library: Library, policy: int, routed: bool) -> None:
     group = library.solo_group(overflow_policy=policy, algorithm=c_api.HIGH_THROUGHPUT)
     solo = Solo(library, group, capacity=3)
     small = {
@@ -321,7 +321,7 @@ def test_overflow_policies(library: Library, policy: int, routed: bool) -> None:
     library.GroupDestroy(group)
 
 
-def test_one_group_does_both(library: Library) -> None:
+def test_one_group_serves_both_algorithms_with_the_same_bits(library: Library) -> None:
     """Handles of both algorithms, in any order, with the same bits."""
     expected = Expected(plain_case(2, layout="packed"))
 

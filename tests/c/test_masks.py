@@ -183,7 +183,7 @@ def test_a_clean_that_ends_halfway(library: Library) -> None:
     run_ranks(2, body)
 
 
-def test_an_open_half_is_received_before_masks_are_cleaned(library: Library) -> None:
+def test_an_open_send_is_received_before_masks_are_cleaned(library: Library) -> None:
     case = Parted(plain_case(2))
 
     def body(group: ThreadGroup) -> None:
@@ -226,7 +226,7 @@ def test_further_tensors_whose_operations_could_leave_out_different_ranks(librar
     run_ranks(2, body)
 
 
-def test_what_is_refused(library: Library) -> None:
+def test_masks_are_refused_where_they_have_no_meaning(library: Library) -> None:
     def body(group: ThreadGroup) -> None:
         made, status, rank = make_group(library, group, enable_mask=1), torch.zeros(2, dtype=torch.int32), group.rank()
         refused(BAD, f"rank {rank} to mask is this rank itself", library.MaskUpdate, made, rank, None)
@@ -281,12 +281,14 @@ class TestOnGpus:
     pytestmark = needs_gpu
 
     @pytest.mark.parametrize("num_ranks", [2, 4])
-    def test_one_gpu(self, library: Library, num_ranks: int) -> None:
+    def test_groups_part_and_meet_on_one_gpu(self, library: Library, num_ranks: int) -> None:
         case = Parted(plain_case(num_ranks), frozenset({0}))
         run_ranks(num_ranks, lambda group: part_and_meet(library, case, group, "cuda"))
 
     @ranks_on_gpus
     @pytest.mark.parametrize("num_ranks", WORLDS)
     @pytest.mark.parametrize("body", [run_over_nccl, run_over_communicator], ids=["callback", "communicator"])
-    def test_ranks_in_processes(self, body: Any, num_ranks: int, library_file: Path, tmp_path: Path) -> None:
+    def test_groups_part_and_meet_in_processes(
+        self, body: Any, num_ranks: int, library_file: Path, tmp_path: Path
+    ) -> None:
         run_processes(num_ranks, body, tmp_path, library_file, num_ranks, timeout=2 * PATIENCE)

@@ -173,7 +173,7 @@ def test_bad_calls_are_refused_and_the_next_good_one_works(library: Library, gro
     library.HandleDestroy(solo.handle)
 
 
-def test_bad_handles_are_refused(library: Library, group: c.c_void_p) -> None:
+def test_a_bad_handle_is_refused_with_the_values(library: Library, group: c.c_void_p) -> None:
     handle = c.c_void_p()
     for pattern, config in (
         ("layout is not set", {}),
@@ -207,7 +207,7 @@ def test_bad_handles_are_refused(library: Library, group: c.c_void_p) -> None:
     )
 
 
-def test_halves_are_taken_in_turn(library: Library, group: c.c_void_p) -> None:
+def test_send_and_complete_are_taken_in_turn(library: Library, group: c.c_void_p) -> None:
     first, second = Solo(library, group), Solo(library, group)
     first.dispatch(send_only=True)
     for call in (first.dispatch, first.combine, lambda: library.HandleDestroy(first.handle)):
@@ -237,7 +237,7 @@ def test_a_handle_outlives_its_group(library: Library) -> None:
 
 @pytest.mark.parametrize("send_only", [False, True], ids=["fused", "staged"])
 @pytest.mark.parametrize("policy", [0, 1], ids=["count", "error"])
-def test_overflow_policies(library: Library, policy: int, send_only: bool) -> None:
+def test_overflow_is_counted_or_refused_as_asked(library: Library, policy: int, send_only: bool) -> None:
     group = library.solo_group(overflow_policy=policy)
     solo = Solo(library, group, capacity=3)
 

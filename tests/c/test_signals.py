@@ -1,4 +1,4 @@
-"""Row signals of the C library: a sending half of combine that waits for the rows' blocks."""
+"""Row signals of the C library: a send of combine that waits for the rows' blocks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def test_rows_leave_when_their_signals_come(library: Library) -> None:
         ("rows_per_signal is 2, signal_threshold 3, but there are no row_signals", None, {}),
     ],
 )
-def test_bad_signals(library: Library, text: str, shape: tuple[int, int] | None, config: dict[str, Any]) -> None:
+def test_bad_signals_are_refused_and_harm_nothing(
+    library: Library, text: str, shape: tuple[int, int] | None, config: dict[str, Any]
+) -> None:
     group = library.solo_group()
     solo = Solo(library, group)
     signals = None if shape is None else torch.full(shape, 3, dtype=torch.int32)

@@ -66,7 +66,7 @@ class Bits:
     @pytest.mark.parametrize("payload", PAYLOADS)
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("mode", MODES)
-    def test_payloads(self, mode: str, layout: str, payload: str) -> None:
+    def test_every_payload_arrives_as_the_oracle_says(self, mode: str, layout: str, payload: str) -> None:
         self.world.run(equal_to_the_oracle, mode, {"layout": layout, **PAYLOADS[payload]})
 
     def test_what_is_special_about_them(self) -> None:
@@ -81,7 +81,7 @@ class Bits:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("mode", MODES)
-    def test_dropped_rows(self, mode: str, layout: str) -> None:
+    def test_rows_past_a_capacity_are_the_oracles(self, mode: str, layout: str) -> None:
         changes = {"layout": layout, "routing": "skewed", "capacity": FEW[layout], "zero_padding": True}
         dropped = sum(int(result.overflow) for result in self.world.case(**changes).results)
         assert (dropped > 0) == (layout != "rank_major")
@@ -89,27 +89,27 @@ class Bits:
 
     @pytest.mark.parametrize("sums", SUMS)
     @pytest.mark.parametrize("mode", MODES)
-    def test_sums(self, mode: str, sums: str) -> None:
+    def test_sums_are_the_oracles(self, mode: str, sums: str) -> None:
         self.world.run(equal_to_the_oracle, mode, SUMS[sums])
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_no_tokens(self, mode: str) -> None:
+    def test_ranks_without_tokens_get_empty_results(self, mode: str) -> None:
         self.world.run(equal_to_the_oracle, mode, {"layout": "packed", "tokens": (0,) * self.world.num_ranks})
 
     @pytest.mark.parametrize("layout", ["expert_major", "flat"])
     @pytest.mark.parametrize("mode", MODES)
-    def test_the_same_every_time(self, mode: str, layout: str) -> None:
+    def test_bits_do_not_depend_on_num_sms(self, mode: str, layout: str) -> None:
         self.world.run(equal_for_all_num_sms, mode, {"layout": layout, "topk": 4, "routing": "duplicates"})
 
-    def test_open_sends(self) -> None:
+    def test_split_calls_have_the_oracles_bits(self) -> None:
         for layout in LAYOUTS:
             self.world.run(equal_in_open_sends, {"layout": layout, **PAYLOADS["fp8_ue8m0"]})
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_extra_tensors(self, mode: str) -> None:
+    def test_extra_tensors_arrive_bit_for_bit(self, mode: str) -> None:
         self.world.run(moves_extra_tensors, mode)
 
-    def test_floats_in_high_throughput(self) -> None:
+    def test_words_that_are_nan_travel_unchanged(self) -> None:
         """No NaN becomes another one."""
         self.world.run(moves_nan, {"layout": "rank_major", **PAYLOADS["float_words"], "zero_padding": True})
 
@@ -133,7 +133,7 @@ def equal_for_all_num_sms(rank: Rank, mode: str, changes: dict[str, Any]) -> Non
 
 def equal_in_open_sends(rank: Rank, changes: dict[str, Any]) -> None:
     case = rank.case(**changes)
-    own = Expected(case.case)  # whose inputs are overwritten between the halves
+    own = Expected(case.case)  # whose inputs are overwritten between send and receive
     with rank.buffer(case.case) as buffer:
         out = dispatch_case(case.case, own.inputs[rank.number], buffer, staged=True)
         case.check_dispatch(out, rank.number)

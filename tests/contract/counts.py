@@ -21,28 +21,28 @@ class Counts:
     world: World
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_rows_of_an_output(self, mode: str) -> None:
+    def test_an_output_has_the_documented_rows(self, mode: str) -> None:
         """In numbers, as documented: the oracle has no say here."""
         self.world.run(numbers_of_all_layouts, mode)
 
     @pytest.mark.parametrize("layout", ["packed", "rank_major", "flat"])
-    def test_exact_sizes(self, layout: str) -> None:
+    def test_exact_outputs_have_as_many_rows_as_come(self, layout: str) -> None:
         self.world.run(sizes_are_exact, layout)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_stats(self, mode: str) -> None:
+    def test_stats_count_operations(self, mode: str) -> None:
         self.world.run(counts_operations, mode)
 
     @pytest.mark.parametrize("mode", [*MODES, "exact"])
-    def test_ids_out_of_range(self, mode: str) -> None:
+    def test_ids_out_of_range_are_reported_once(self, mode: str) -> None:
         self.world.run(reports_ids_once, mode)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_overflow_that_raises(self, mode: str) -> None:
+    def test_overflow_raises_where_asked(self, mode: str) -> None:
         self.world.run(raises_on_overflow, mode)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_one_row_a_rank(self, mode: str) -> None:
+    def test_a_row_crosses_once_to_each_rank(self, mode: str) -> None:
         """A row crosses once to each rank that has an expert of its token, and one comes back."""
         if not self.world.backend.counts_bytes:
             pytest.skip("this backend does not count what crosses")

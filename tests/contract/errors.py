@@ -104,13 +104,13 @@ class Errors:
     world: World
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_refused_calls(self, mode: str) -> None:
+    def test_a_refused_call_sends_nothing(self, mode: str) -> None:
         """One rank's, each before a good call of all: nothing was sent or launched for it."""
         self.world.run(refuses_and_works_on, mode)
 
     @pytest.mark.parametrize("what", DISPATCHES)
     @pytest.mark.parametrize("mode", MODES)
-    def test_different_dispatches(self, mode: str, what: str) -> None:
+    def test_ranks_with_different_dispatches_are_told_both(self, mode: str, what: str) -> None:
         if self.world.backend.is_one_launch and what != "hidden":
             pytest.skip("here one kernel, chosen for rank 0, runs for all ranks")
         changes, mine, other = DISPATCHES[what]
@@ -119,7 +119,7 @@ class Errors:
             assert mine in text and other in text, text
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_combine_beside_combine_weights(self, mode: str) -> None:
+    def test_combine_beside_combine_weights_is_told_to_both(self, mode: str) -> None:
         if self.world.backend.is_one_launch:
             pytest.skip("here ranks that call different operations meet on the host")
         for text in self.world.run(makes_another_combine, mode):

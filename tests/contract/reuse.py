@@ -22,7 +22,7 @@ class Reuse:
     world: World
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_rounds(self, mode: str) -> None:
+    def test_banks_serve_many_rounds_of_other_shapes(self, mode: str) -> None:
         """Operations of other routings and layouts, so many that every bank is used again at each parity."""
         self.world.run(runs_rounds, mode)
 
@@ -30,15 +30,15 @@ class Reuse:
         self.world.run(changes_modes)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_handles(self, mode: str) -> None:
+    def test_handles_may_be_used_again_in_any_order(self, mode: str) -> None:
         """Several alive, used after others were made, in another order, more than once."""
         self.world.run(uses_handles_again, mode)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_two_buffers(self, mode: str) -> None:
+    def test_two_buffers_do_not_disturb_one_another(self, mode: str) -> None:
         self.world.run(interleaves_buffers, mode)
 
-    def test_halves_that_overlap(self) -> None:
+    def test_a_dispatch_and_a_combine_may_be_open_at_once(self) -> None:
         """A dispatch and a combine may be open at once, a second of a kind may not."""
         self.world.run(overlaps_open_sends)
 
@@ -49,15 +49,15 @@ class Reuse:
         self.world.run(runs_beside, mode)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_inputs_are_overwritten(self, mode: str) -> None:
+    def test_inputs_may_be_overwritten_after_a_call(self, mode: str) -> None:
         self.world.run(overwrites_inputs, mode)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_cached_dispatches(self, layout: str) -> None:
+    def test_a_cached_dispatch_goes_along_a_handle(self, layout: str) -> None:
         """Another payload along the routes of a dispatch, and of one before the last."""
         self.world.run(sends_along_handles, layout)
 
-    def test_rows_in_the_arena(self) -> None:
+    def test_combine_reads_rows_of_the_arena_in_place(self) -> None:
         """Where combine reads them in place, and does not write to them; outputs live on beyond the buffer."""
         self.world.run(combines_in_the_arena)
 

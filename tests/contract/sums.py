@@ -33,7 +33,7 @@ class Sums:
     @pytest.mark.parametrize("content", CONTENTS)
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("mode", MODES)
-    def test_sums_of(self, mode: str, layout: str, content: str) -> None:
+    def test_sums_of_special_numbers_are_the_oracles(self, mode: str, layout: str, content: str) -> None:
         self.world.run(adds_up, mode, layout, content)
 
     @pytest.mark.parametrize("layout", ["expert_major", "packed", "flat"])
@@ -46,7 +46,7 @@ class Sums:
 
     @pytest.mark.parametrize("layout", ["expert_major", "packed", "flat"])
     @pytest.mark.parametrize("mode", MODES)
-    def test_no_room_at_all(self, mode: str, layout: str) -> None:
+    def test_without_any_room_all_rows_are_dropped_and_counted(self, mode: str, layout: str) -> None:
         """All rows are dropped, and counted."""
         self.world.run(drops_everything, mode, layout)
 

@@ -402,7 +402,7 @@ class Schedule {
 
   // A partial sum for another domain's rank lies at the rank of the same place among those of the own link, in the slot
   // of the own place among those of the home rank's link. Where links serve one rank, a call that is whole adds up the
-  // rows where they lie; one in halves does not.
+  // rows where they lie; a split one does not.
   void add_combine(int r, uint64_t epoch, const Step& is_open, int first, int last) {
     const Kind kind = Kind::kCombine;
     Rank& rank = ranks_[r];

@@ -11,7 +11,7 @@ namespace ep {
 struct StressConfig {
   enum class Mode {
     kFused,      // dispatch, combine
-    kStaged,     // both halves apart
+    kStaged,     // send and receive apart
     kPipelined,  // dispatch n + 1 is in flight while combine n is
     kInRow,      // several dispatches, then their combines: no other kind of call keeps the ranks together
   };

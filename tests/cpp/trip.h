@@ -30,7 +30,7 @@ class Trip {
 
   int owner_of(int token, int k) const;
   void fill_inputs();
-  void spoil_inputs();  // they are free as soon as the sending half is done
+  void spoil_inputs();  // they are free as soon as the send is done
   void check_dispatch(const uint32_t* rows, const uint32_t* scales) const;
   // Writes the rows of combine, [output.rows(), hidden] fp32, and the home rank's weights.
   void fill_rows(float* rows);

@@ -314,8 +314,8 @@ def run_waits(rank: int, num_ranks: int) -> list[list[int]]:
 LATE = 0.3  # seconds
 
 
-def run_late_halves(rank: int, num_ranks: int) -> list[float]:
-    """The ms that this rank's GPU was busy with the sending half of a combine. The last rank comes late to each, and so
+def run_late_send(rank: int, num_ranks: int) -> list[float]:
+    """The ms that this rank's GPU was busy with the send of a combine. The last rank comes late to each, and so
     are its weights; the first is for what a first call sets up."""
     device, case = on_gpu(rank), small_case(num_ranks)
     took = []

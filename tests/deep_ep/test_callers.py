@@ -278,7 +278,7 @@ def sglang(own: Rank) -> None:
 
 def sglang_single_batch_overlap(own: Rank) -> None:
     """sglang: batch_overlap/single_batch_overlap.py, token_dispatcher/deepep.py: the down GEMM writes the rows while
-    combine's sending half waits for its signals; on Hopper one for each block of rows, on Blackwell one an expert."""
+    combine's send waits for its signals; on Hopper one for each block of rows, on Blackwell one an expert."""
     num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, RANKS, EXPERTS)
     buffer = deep_ep.Buffer(
         own.group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=LOCAL, allow_mnnvl=True, device="cpu"
@@ -599,6 +599,6 @@ CALLERS = (
 
 
 @pytest.mark.parametrize("caller", CALLERS, ids=lambda caller: caller.__name__)
-def test_caller(caller: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_of_deepep_gets_right_results(caller: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_HINT_TOKENS", "64")
     run_ranks(RANKS, lambda group: caller(Rank(group)))

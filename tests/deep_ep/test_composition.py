@@ -62,7 +62,7 @@ print(nccl_ep.Config().num_sms, nccl_ep.topk_idx_t, nccl_ep.deep_ep.Buffer.num_s
     assert python(code).splitlines() == ["[]", "20 torch.int64 20"]
 
 
-def test_names_of_deepep() -> None:
+def test_deepeps_names_are_there_and_no_more() -> None:
     from nccl_ep.deep_ep.utils import EventHandle, EventOverlap
 
     first = {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
@@ -154,7 +154,7 @@ def test_a_buffer_ends_with_its_last_reference() -> None:
         gc.enable()
 
 
-def test_what_is_no_core(core: nccl_ep.Buffer) -> None:
+def test_what_is_no_core_buffer_is_refused(core: nccl_ep.Buffer) -> None:
     with pytest.raises(TypeError, match=r"core is a int, must be a nccl_ep\.Buffer"):
         deep_ep.Buffer.of(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"buffer is <nccl_ep\.deep_ep\.Buffer .*>, must be .*: give its core"):
@@ -180,7 +180,9 @@ def test_what_is_no_core(core: nccl_ep.Buffer) -> None:
         ({"use_nvfp4": True}, TypeError, "unexpected keyword argument 'use_nvfp4'"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_bad_arguments_are_refused_with_the_values(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=re.escape(text)):
         deep_ep.Buffer(**{"device": "cpu", **arguments})
 
@@ -237,7 +239,7 @@ def test_there_is_one_number_of_sms() -> None:
         deep_ep.Buffer.set_num_sms(20)
 
 
-def test_subclasses() -> None:
+def test_a_subclass_overrides_methods_and_of_makes_one() -> None:
     class Mine(deep_ep.Buffer):
         calls = 0
 

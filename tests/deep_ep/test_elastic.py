@@ -98,7 +98,7 @@ def rows_per_expert(world: World, rank: int, alignment: int) -> tuple[list[int],
 @SYNCS
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("alignment", [1, 8])
-def test_flat(ranks: int, sync: bool, alignment: int) -> None:
+def test_rows_by_token_are_those_that_come(ranks: int, sync: bool, alignment: int) -> None:
     world = World(ranks)
 
     def body(buffer: ElasticBuffer, rank: int) -> None:
@@ -153,7 +153,7 @@ def test_flat(ranks: int, sync: bool, alignment: int) -> None:
 @SYNCS
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("alignment", [1, 8])
-def test_expanded(ranks: int, sync: bool, alignment: int) -> None:
+def test_expanded_rows_are_sorted_by_expert(ranks: int, sync: bool, alignment: int) -> None:
     world = World(ranks)
 
     def body(buffer: ElasticBuffer, rank: int) -> None:
@@ -208,7 +208,7 @@ def test_expanded(ranks: int, sync: bool, alignment: int) -> None:
 
 @EXPANDS
 @SYNCS
-def test_scales_travel(expand: bool, sync: bool) -> None:
+def test_scales_travel_with_their_rows(expand: bool, sync: bool) -> None:
     world = World(2)
 
     def body(buffer: ElasticBuffer, rank: int) -> None:
@@ -320,7 +320,7 @@ def test_partial_sums_are_not_rounded_without_multiple_reduction() -> None:
 
 
 @SYNCS
-def test_events(sync: bool) -> None:
+def test_events_order_the_callers_streams(sync: bool) -> None:
     world = World(2)
 
     def body(buffer: ElasticBuffer, rank: int) -> None:
@@ -348,7 +348,7 @@ def test_events(sync: bool) -> None:
     world.on(body)
 
 
-def test_deferred_epilogues() -> None:
+def test_a_deferred_epilogue_gives_results_by_its_event() -> None:
     world = World(2)
 
     def body(group: Any) -> None:
@@ -405,7 +405,7 @@ def test_ids_that_changed_are_not_counted() -> None:
 
 
 @EXPANDS
-def test_gradients(expand: bool) -> None:
+def test_gradients_come_from_the_ops_below(expand: bool) -> None:
     """Without a function of the caller's own: they come from the ops below."""
     world = World(2)
 
@@ -429,7 +429,7 @@ def test_gradients(expand: bool) -> None:
 # ---- Refusals
 
 
-def test_refused_arguments() -> None:
+def test_arguments_without_meaning_are_refused() -> None:
     for keywords, text in (
         ({}, "give the bytes, or the other two"),
         ({"num_bytes": 1 << 22, "num_cpu_bytes": 1 << 21}, "num_cpu_bytes is 2097152"),
@@ -475,7 +475,7 @@ def test_refused_arguments() -> None:
         assert torch.equal(buffer.combine(rows, handle)[0], x)
 
 
-def test_names_that_callers_read() -> None:
+def test_attributes_that_callers_read_are_there() -> None:
     world = World(2)
 
     def body(buffer: ElasticBuffer, rank: int) -> None:
@@ -495,7 +495,7 @@ def test_names_that_callers_read() -> None:
     world.on(lambda buffer, _: buffer.get_theoretical_num_sms(8, 2) >= 64, prefer_overlap_with_compute=False)
 
 
-def test_domains() -> None:
+def test_counts_between_domains_are_those_of_a_place() -> None:
     """Of two ranks each: counts are those of a place in all domains."""
     world = World(4)
 
@@ -515,6 +515,6 @@ def test_domains() -> None:
 @EXPANDS
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize(("ranks", "most"), [(1, 8), (1, 4096), (2, 8)])
-def test_layers_with_new_routing(ranks: int, most: int, expand: bool, is_async: bool) -> None:
+def test_replays_follow_new_routing(ranks: int, most: int, expand: bool, is_async: bool) -> None:
     """What graphs hold on GPUs (tests/gpu/test_deepep_v2.py)."""
     run_ranks(ranks, lambda group: replay_new_routing(group, "cpu", most, expand, is_async, 4))

@@ -59,7 +59,7 @@ def on_ranks(body: Callable[[HybridEPBuffer, int], Any], **options: Any) -> list
 @pytest.mark.parametrize("pad", [None, 4])
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("by_map", [True, False])
-def test_dispatch_and_combine(pad: int | None, blocks: bool, by_map: bool) -> None:
+def test_permuted_rows_and_sums_are_right(pad: int | None, blocks: bool, by_map: bool) -> None:
     case = Case()
 
     def body(buffer: HybridEPBuffer, rank: int) -> None:
@@ -94,7 +94,7 @@ def test_dispatch_and_combine(pad: int | None, blocks: bool, by_map: bool) -> No
     on_ranks(body)
 
 
-def test_scales_and_dropped_rows() -> None:
+def test_scales_travel_and_rows_past_the_room_are_dropped() -> None:
     case = Case()
 
     def body(buffer: HybridEPBuffer, rank: int) -> None:
@@ -113,7 +113,7 @@ def test_scales_and_dropped_rows() -> None:
     on_ranks(body)
 
 
-def test_grows_together() -> None:
+def test_a_buffer_grows_and_old_handles_stay_good() -> None:
     """Tokens, rows or experts beyond the first sizes: a larger buffer. Handles of the smaller one stay good."""
     case = Case()
 
@@ -133,7 +133,7 @@ def test_grows_together() -> None:
     on_ranks(body, hidden_dim=8, max_num_of_tokens_per_rank=1)
 
 
-def test_gradients() -> None:
+def test_gradients_come_from_the_ops_below() -> None:
     case = Case()
 
     def body(buffer: HybridEPBuffer, rank: int) -> None:
@@ -149,7 +149,7 @@ def test_gradients() -> None:
     on_ranks(body, hidden_dim=2 * HIDDEN)
 
 
-def test_refusals() -> None:
+def test_arguments_without_meaning_are_refused() -> None:
     x, chosen = torch.ones(2, HIDDEN, dtype=HALF), torch.ones(2, 1, dtype=torch.bool)
     sizes: dict[str, Any] = {"hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": 2, "device": "cpu"}
     with (

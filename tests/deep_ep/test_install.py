@@ -38,18 +38,18 @@ def shims() -> str:
     return done.stdout.strip()
 
 
-def test_after_a_call() -> None:
+def test_deep_ep_is_found_after_a_call() -> None:
     code = f"import nccl_ep\nnccl_ep.install_as_deep_ep()\nnccl_ep.install_as_deep_ep()\n{IMPORTS}"
     done = python(code)
     assert done.returncode == 0, done.stderr
 
 
-def test_only_after_a_call() -> None:
+def test_deep_ep_is_not_found_before_a_call() -> None:
     done = python("import nccl_ep, nccl_ep.deep_ep, importlib.util; print(importlib.util.find_spec('deep_ep'))")
     assert done.stdout == "None\n", done.stderr
 
 
-def test_through_pythonpath() -> None:
+def test_deep_ep_is_found_through_pythonpath() -> None:
     folder = shims()
     assert sorted(path.name for path in Path(folder).iterdir() if path.name != "__pycache__") == [
         "deep_ep",
@@ -75,7 +75,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["call", "path"])
-def test_spawned_workers(way: str, tmp_path: Path) -> None:
+def test_spawned_workers_find_deep_ep(way: str, tmp_path: Path) -> None:
     install = "import nccl_ep; nccl_ep.install_as_deep_ep()" if way == "call" else "pass"
     program = tmp_path / "program.py"
     program.write_text(WORKER.replace("INSTALL", install))
@@ -126,7 +126,7 @@ for switch in ("yes", "0", "1"):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
-def test_the_plugin_of_vllm() -> None:
+def test_the_plugin_of_vllm_obeys_the_environment() -> None:
     """In a process of vLLM: deep_ep is nccl_ep if the environment asks for it, and otherwise nothing has changed."""
     done = python(PLUGIN, cwd=ROOT)
     assert done.stdout.splitlines() == ["NCCL_EP_FOR_VLLM is 'yes', must be 0 or 1", "False", "False", "True"], (

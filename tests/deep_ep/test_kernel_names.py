@@ -58,7 +58,7 @@ def check_names(kernels: list[tuple[str, str]]) -> None:
             assert f"::{word}" in shown, shown
 
 
-def test_names_in_the_sources() -> None:
+def test_kernels_in_the_sources_have_the_names_that_profilers_look_for() -> None:
     kernels = list(kernels_of_sources())
     assert {name for name, parameter in kernels if parameter in WORDS and ONE_GPU_WORLD not in name} == {
         "ep::ll::(anonymous namespace)::dispatch", "ep::ll::(anonymous namespace)::combine",
@@ -72,7 +72,7 @@ def test_names_in_the_sources() -> None:
 @pytest.mark.skipif(
     not (_C.has_cuda() or _C.EMULATES_GPU) or shutil.which("nm") is None, reason="no kernels in this build, or no nm"
 )
-def test_names_in_the_build() -> None:
+def test_kernels_in_the_build_have_the_names_that_profilers_look_for() -> None:
     """All kernel sets: with and without masks, of each layout, encoding and type."""
     kernels = kernels_of_build()
     mine = [(name, parameter) for name, parameter in kernels if ONE_GPU_WORLD not in name]

@@ -37,7 +37,7 @@ from tests.support.processes import run_processes
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 30), (2, 40), (3, 25), (4, 25), (8, 8)])
-def test_generated_cases(num_ranks: int, count: int) -> None:
+def test_deepeps_methods_give_the_oracles_bits(num_ranks: int, count: int) -> None:
     """Every other one with hooks; handles are always rebuilt."""
     cases = deepep_cases(count, num_ranks, domain_size=None)
     assert {case.case.quant for case in cases} > {None} and {case.case.combine_weights for case in cases} > {"masked"}
@@ -51,7 +51,7 @@ def test_generated_cases(num_ranks: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("domain_size", [2, 1])
-def test_generated_cases_over_domains(domain_size: int) -> None:
+def test_deepeps_methods_give_the_oracles_bits_over_domains(domain_size: int) -> None:
     cases = deepep_cases(10, 4, domain_size=domain_size)
 
     def body(group: ThreadGroup) -> None:
@@ -87,8 +87,8 @@ def test_options_change_no_bit(quant: str | None) -> None:
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_logfmt(quant: str | None) -> None:
-    """The ranks' sums travel in 10 bits, whole and in halves: the bits are the oracle's."""
+def test_logfmt_has_the_oracles_bits(quant: str | None) -> None:
+    """The ranks' sums travel in 10 bits, whole and split: the bits are the oracle's."""
     case = small_case(2, quant=quant, hidden=640)
     narrow = DeepEpCase(dataclasses.replace(case.case, wire_dtype="logfmt"))
     assert not narrow.combined[0].equal(case.combined[0])
@@ -151,7 +151,7 @@ def test_two_batches_interleaved_with_hooks() -> None:
     run_ranks(3, body)
 
 
-def test_handles_live_on() -> None:
+def test_a_handle_lives_on_after_other_dispatches() -> None:
     """Used after other dispatches, more than once, and rebuilt."""
     cases = deepep_cases(5, 2, domain_size=None)
 
@@ -236,7 +236,7 @@ def test_signatures_are_deepeps() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 1, 1), (8, 16, 2, 64), (128, 7168, 4, 256), (1024, 2880, 8, 512)])
-def test_size_hint_suffices(shape: tuple[int, int, int, int]) -> None:
+def test_the_size_hint_suffices_for_every_topk(shape: tuple[int, int, int, int]) -> None:
     """What the window of that many bytes is split into has room for every top-k: for routing and sums of all, and for
     rows that travel in place of sums up to top-8."""
     max_tokens, hidden, ranks, experts = shape
@@ -315,7 +315,7 @@ def test_combine_buffer_is_the_same_each_time() -> None:
 # ---- Masks
 
 
-def test_masks_ofone_rank() -> None:
+def test_one_rank_has_masks_but_none_to_set() -> None:
     with one_rank(enable_shrink=True) as buffer:
         status = torch.full((1,), 7, dtype=torch.int32)
         buffer.low_latency_query_mask_buffer(status)

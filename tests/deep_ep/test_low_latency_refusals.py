@@ -38,7 +38,9 @@ from tests.support.expected import shared_buffer
         ({"x": torch.ones(3, 64, device="meta").bfloat16()}, ValueError, "x is on meta, the buffer on cpu"),
     ],
 )
-def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_a_bad_dispatch_is_refused_and_harms_nothing(
+    changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
     good = {
         "x": torch.ones(3, 64).bfloat16(), "topk_idx": torch.zeros(3, 2, dtype=torch.int64),
         "num_max_dispatch_tokens_per_rank": 4, "num_experts": 2,
@@ -78,7 +80,7 @@ def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str
         ({"zero_copy": True, "handle": (IDS, None, 4, 64, 0)}, ValueError, "0 experts do not divide"),
     ],
 )
-def test_bad_combine(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_a_bad_combine_is_refused_and_harms_nothing(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with one_rank() as buffer:
         ids, rows, _, handle, _, _ = dispatched(buffer)
         good = {"x": rows, "topk_idx": ids, "topk_weights": torch.ones(3, 2), "handle": handle}
@@ -104,7 +106,7 @@ def test_a_handle_that_is_none() -> None:
             buffer.low_latency_combine(rows, ids, weights, handle)
 
 
-def test_a_destroyed_buffer() -> None:
+def test_a_destroyed_buffer_refuses_every_call() -> None:
     buffer = one_rank()
     ids, rows, _, handle, _, _ = dispatched(buffer)
     buffer.destroy()
@@ -138,7 +140,7 @@ def test_a_rank_that_does_not_come() -> None:
     run_ranks(2, body)
 
 
-def test_keywords_of_branches() -> None:
+def test_keywords_of_branches_are_checked() -> None:
     """SGLang passes them also where they ask for nothing. What they ask for is refused by its name."""
     x, ids, weights = torch.ones(2, 64, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     core = nccl_ep.Buffer.for_shapes(None, max_tokens=2, hidden=64, topk=1, num_experts=1, device="cpu")
@@ -195,7 +197,7 @@ _COUNTERS = torch.ones(2, dtype=torch.int32)
         ),
     ],
 )
-def test_bad_overlap(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_a_bad_overlap_is_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     """Nothing is sent, and the next call is unharmed."""
     with one_rank() as buffer:
         ids, rows, _, handle, _, _ = dispatched(buffer)

@@ -36,7 +36,7 @@ WAYS: list[dict[str, Any]] = [{}, {"async_finish": True}, {"config": nccl_ep.Con
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 30), (2, 40), (3, 25), (4, 72), (8, 8)])
-def test_generated_cases(num_ranks: int, count: int) -> None:
+def test_the_normal_mode_gives_the_oracles_bits(num_ranks: int, count: int) -> None:
     cases = normal_cases(count, num_ranks, domain_size=None)
     if count >= 25:
         seen = {(each.with_topk, each.worst > 0, each.case.biases) for each in cases}
@@ -54,7 +54,7 @@ def test_generated_cases(num_ranks: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("domain_size", [2, 1])
-def test_generated_cases_over_domains(domain_size: int) -> None:
+def test_the_normal_mode_gives_the_oracles_bits_over_domains(domain_size: int) -> None:
     cases = normal_cases(12, 4, domain_size=domain_size, rows_dtype=HALF)
 
     def body(group: ThreadGroup) -> None:
@@ -75,7 +75,7 @@ EMPTY = {
 
 @pytest.mark.parametrize("how", ["exact", "worst", "by ranks"])
 @pytest.mark.parametrize("changes", EMPTY.values(), ids=EMPTY)
-def test_ranks_with_nothing(changes: dict[str, Any], how: str) -> None:
+def test_ranks_may_have_no_tokens_or_get_none(changes: dict[str, Any], how: str) -> None:
     case = small_case(3, num_experts=6, topk=3, **changes)
     case.with_topk = how != "by ranks"
     case.worst = max(case.totals) + 2 if how == "worst" else 0
@@ -119,7 +119,7 @@ def test_fewer_worst_tokens_than_come() -> None:
 
 @pytest.mark.parametrize("strides", ["row", "column", "vector"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
-def test_rows_with_scales(dtype: torch.dtype, strides: str) -> None:
+def test_rows_travel_with_their_scales(dtype: torch.dtype, strides: str) -> None:
     ids = [torch.tensor([[0, 3], [2, -1], [1, 0]]), torch.tensor([[3, 2], [-1, -1], [1, 2]])]
 
     def body(group: ThreadGroup) -> None:
@@ -145,7 +145,7 @@ def test_rows_with_scales(dtype: torch.dtype, strides: str) -> None:
     run_ranks(2, body)
 
 
-def test_other_rows_go_home() -> None:
+def test_combine_takes_other_rows_than_dispatch_gave() -> None:
     """combine takes other widths and dtypes than dispatch had."""
     case = small_case(2)
     case.with_topk, case.worst = True, 0
@@ -167,7 +167,7 @@ def test_other_rows_go_home() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(1, None), (3, None), (4, 2)])
-def test_the_window_grows(num_ranks: int, domain_size: int | None) -> None:
+def test_the_window_grows_for_more_tokens(num_ranks: int, domain_size: int | None) -> None:
     """One rank has too many tokens: all make a larger window, once, and what was there before goes on."""
     tokens = (400, *(3,) * (num_ranks - 1))
     small = small_case(num_ranks, domain_size=domain_size)
@@ -199,7 +199,7 @@ def test_the_window_grows(num_ranks: int, domain_size: int | None) -> None:
 
 
 def test_a_buffer_with_two_windows_is_one_buffer() -> None:
-    """Findings, counters, deadline and end are of both; low latency goes on in the first, between its halves too."""
+    """Findings, counters, deadline and end are of both; low latency goes on in the first, with a send open too."""
     low = low_latency_case(1, hidden=128)
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 1, 2)
     with normal_buffer(None, 20_000, num_rdma_bytes=hint, low_latency_mode=True) as buffer:
@@ -256,7 +256,7 @@ def test_ranks_that_do_not_grow_together() -> None:
 # ---- Handles
 
 
-def test_handles_live_on() -> None:
+def test_a_handle_lives_on_after_other_dispatches() -> None:
     """Used after other dispatches, more than once, rebuilt and copied."""
     cases = normal_cases(5, 2, domain_size=None)
 
@@ -344,7 +344,7 @@ def test_a_layer_and_its_gradients(offload: bool) -> None:
 
 
 def test_both_modes_in_any_order() -> None:
-    """One buffer, as those who serve make it: normal operations between the halves of low-latency ones."""
+    """One buffer, as those who serve make it: normal operations between send and receive of low-latency ones."""
     normal = normal_cases(6, 2, domain_size=None)
     low = [low_latency_case(2, seed=seed, hidden=128) for seed in (3, 5)]
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 2, 4)
@@ -394,7 +394,7 @@ def test_layers_need_no_staging_copies(num_ranks: int) -> None:
 # ---- Events
 
 
-def test_events() -> None:
+def test_events_order_the_callers_streams() -> None:
     with normal_buffer(None) as buffer:
         arguments = normal_arguments(buffer)
         *_, handle, event = buffer.dispatch(**arguments)

@@ -39,7 +39,7 @@ def test_signatures_are_deepeps() -> None:
     assert deep_ep.Buffer.is_sm90_compiled() in (True, False) and nccl_ep.topk_idx_t == torch.int64
 
 
-def test_configs() -> None:
+def test_the_tables_of_configs_are_deepeps() -> None:
     nvl = [(config.num_max_nvl_chunked_send_tokens, config.num_max_nvl_chunked_recv_tokens)
            for config in map(deep_ep.Buffer.get_dispatch_config, (2, 4, 8, 16, 64, 96, 128, 144, 160))]  # fmt: skip
     assert nvl == [
@@ -67,7 +67,7 @@ def test_configs() -> None:
         nccl_ep.Config(20, 1.5)  # type: ignore[arg-type]
 
 
-def test_num_sms() -> None:
+def test_num_sms_is_one_number_for_all_buffers() -> None:
     try:
         with normal_buffer(None) as buffer:
             assert buffer.num_sms == deep_ep.Buffer.num_sms == 20
@@ -86,7 +86,7 @@ def test_num_sms() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "hidden"), [(1, 64), (2, 2880), (4, 7168), (8, 7168), (16, 4096), (64, 16384)])
-def test_size_hint_suffices(ranks: int, hidden: int) -> None:
+def test_the_size_hint_suffices_and_wastes_little(ranks: int, hidden: int) -> None:
     """4096 tokens a rank fit, on one domain and on nodes of 8, and not much is left over."""
     config = nccl_ep.Config()
     nvl = config.get_nvl_buffer_size_hint(2 * hidden, ranks)
@@ -110,7 +110,7 @@ def test_the_environment_changes_the_hint(monkeypatch: pytest.MonkeyPatch) -> No
             nccl_ep.Config().get_nvl_buffer_size_hint(1024, 4)
 
 
-def test_deepeps_own_test_fits() -> None:
+def test_the_buffer_of_deepeps_own_test_is_large_enough() -> None:
     """Its buffer of 1e9 bytes, 8 ranks, 4096 tokens, hidden 7168, top-8 of 256."""
     assert tokens_that_fit(sizes_for_bytes(int(1e9), 8, 8), 8, 8, 256, 8, 2 * 7168) >= 4096
 
@@ -184,7 +184,9 @@ def test_a_buffer_for_shapes_serves_too() -> None:
         ({"allocate_on_comm_stream": True, "async_finish": True}, ValueError, "needs previous_event and async_finish"),
     ],
 )  # fmt: skip
-def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_a_bad_dispatch_is_refused_and_harms_nothing(
+    changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with normal_buffer(None) as buffer:
         good = normal_arguments(buffer)
         with pytest.raises(error, match=text):
@@ -216,7 +218,7 @@ def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str
         ({"allocate_on_comm_stream": True}, ValueError, "needs previous_event and async_finish"),
     ],
 )
-def test_bad_combine(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_a_bad_combine_is_refused_and_harms_nothing(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with normal_buffer(None) as buffer:
         rows, _, _, _, handle, _ = buffer.dispatch(**normal_arguments(buffer))
         good = {"x": rows, "handle": handle}
@@ -290,7 +292,7 @@ def test_a_layout_that_cannot_be() -> None:
             buffer.get_dispatch_layout(torch.zeros(3, 2, dtype=torch.int64), 2, allocate_on_comm_stream=True)
 
 
-def test_a_buffer_without_room() -> None:
+def test_a_buffer_without_room_says_how_to_make_one() -> None:
     """One made for low latency alone, and one that is gone."""
     with deep_ep.Buffer(None, 0, 1 << 21, low_latency_mode=True, device="cpu") as buffer:
         arguments = normal_arguments(buffer)
@@ -317,7 +319,7 @@ def test_a_rank_that_does_not_come() -> None:
     run_ranks(2, body)
 
 
-def test_ranks_that_call_otherwise() -> None:
+def test_ranks_that_call_otherwise_are_told() -> None:
     """One gives num_worst_tokens, the other has it count."""
     case, other = small_case(2), small_case(2)
     case.with_topk, case.worst, other.with_topk, other.worst = True, 0, True, 16

@@ -98,7 +98,7 @@ def _check_quantiser(x: torch.Tensor, global_scale: float) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
 @pytest.mark.parametrize("global_scale", [1.0, 448 * 6 / 3.3, 0.01, 77.7, 1e6])
-def test_random_numbers(dtype: torch.dtype, global_scale: float) -> None:
+def test_random_numbers_are_quantised_as_by_hand(dtype: torch.dtype, global_scale: float) -> None:
     """Rows of very different sizes, so that scales are at both ends of e4m3, and zero."""
     made = torch.Generator().manual_seed(int(global_scale * 100))
     x = torch.randn(48, 96, generator=made) * torch.logspace(-7, 4, 48).unsqueeze(1)
@@ -147,7 +147,7 @@ def test_numbers_out_of_the_ordinary() -> None:
     assert scales[3, 0].isnan() and not scales[3, 1].isnan()
 
 
-def test_the_numbers_come_back() -> None:
+def test_quantised_numbers_come_back_within_half_a_step() -> None:
     made = torch.Generator().manual_seed(1)
     x = torch.randn(32, 256, generator=made)
     global_scale = 448 * 6 / x.abs().max()
@@ -158,7 +158,7 @@ def test_the_numbers_come_back() -> None:
 
 
 @pytest.mark.parametrize("x", [torch.empty(0, 64), torch.ones(4, 64).t().contiguous().t(), torch.ones(4, 128)[:, ::2]])
-def test_shapes_of_the_quantiser(x: torch.Tensor) -> None:
+def test_every_shape_is_quantised_as_by_hand(x: torch.Tensor) -> None:
     _check_quantiser(x, 1.0)
 
 
@@ -334,7 +334,7 @@ def test_statistics_and_dispatches_of_other_formats_between() -> None:
     run_ranks(2, body)
 
 
-def test_ranks_that_disagree() -> None:
+def test_ranks_that_disagree_are_told() -> None:
     world = World(2, 4, 64)
 
     def body(group: ThreadGroup) -> None:
@@ -362,7 +362,7 @@ def test_a_factor_of_any_shape(scale: torch.Tensor) -> None:
         assert torch.equal(_straight(scales, 1, 4)[0, 0], want_scales[0])
 
 
-def test_ranks_without_tokens() -> None:
+def test_a_rank_without_tokens_sends_nothing() -> None:
     with one_rank() as buffer:
         for staged in (False, True):
             _, counts, _, _, hook = _dispatch(
@@ -431,7 +431,9 @@ def test_a_backward_pass_is_refused(staged: bool) -> None:
         ({"use_nvfp5": True}, TypeError, "unexpected keyword argument 'use_nvfp5'"),
     ],
 )
-def test_bad_dispatch(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_a_bad_dispatch_is_refused_and_harms_nothing(
+    changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
     """Nothing is sent, and the next call is unharmed."""
     with one_rank() as buffer:
         with pytest.raises(error, match=text):

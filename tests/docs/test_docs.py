@@ -38,7 +38,7 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_block_runs(code: str) -> None:
+def test_a_python_block_runs(code: str) -> None:
     run("-c", code)
 
 
@@ -107,7 +107,7 @@ def test_tests_that_contributing_names_exist() -> None:
 
 
 @pytest.mark.parametrize("options", ["", "--ranks 1", "--ranks 3 --processes"], ids=["default", "one", "processes"])
-def test_ll_moe_layer_example(options: str) -> None:
+def test_the_example_of_low_latency_checks_itself(options: str) -> None:
     text = run("examples/ll_moe_layer.py", "--device", "cpu", *options.split())
     for sentence in ("rows crossed between ranks", "The transport counted the same", "as expected of bf16",
                      "the same bits every time"):  # fmt: skip
@@ -127,7 +127,7 @@ LARGE = "--device cuda --tokens 4096 --hidden 7168"
         pytest.param(f"{LARGE} --ranks 2 --processes", "ht", marks=[*needs_gpu, several_gpus], id="gpus"),
     ],
 )
-def test_ht_moe_layer_example(options: str, mode: str) -> None:
+def test_the_example_of_high_throughput_checks_itself(options: str, mode: str) -> None:
     """mode: of a call of all tokens whose sizes are known."""
     text = run("examples/ht_moe_layer.py", *options.split())
     assert text.count("as expected of bf16") == 5, text
@@ -148,7 +148,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
         pytest.param(TORCHRUN, marks=[*needs_gpu, several_gpus], id="gpus"),
     ],
 )
-def test_training_example(start: tuple[str, ...]) -> None:
+def test_the_training_example_lowers_its_loss(start: tuple[str, ...]) -> None:
     """Processes take a GPU each where there are GPUs."""
     text = run(*start, "examples/training_layer.py")
     losses = re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)
@@ -156,6 +156,6 @@ def test_training_example(start: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_example() -> None:
+def test_the_compiled_example_compiles_twice() -> None:
     text = run("examples/compiled_moe_layer.py")
     assert re.findall(r"(\d+) tokens: .*, (\d) compilations", text) == [("32", "1"), ("17", "2"), ("5", "2")], text

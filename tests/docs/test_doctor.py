@@ -53,7 +53,7 @@ def machine(gpus: int = 4) -> Facts:
 
 
 @pytest.mark.skipif(HAS_GPU, reason="what is well on a machine with GPUs depends on them")
-def test_without_a_gpu() -> None:
+def test_a_machine_without_a_gpu_gets_a_note_and_a_self_test() -> None:
     shown = run(code=0)
     for line in ("note: torch finds no GPU", "Remedy: ", "will be used:  CPU ranks", "2 ranks on cpu: well"):
         assert line in shown
@@ -67,21 +67,21 @@ def test_without_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not (HAS_GPU and _C.has_cuda()), reason="no GPU, or a build without CUDA")
-def test_with_gpus() -> None:
+def test_every_gpu_takes_part_in_the_self_test() -> None:
     report = json.loads(run("--json", code=0))
     count = torch.cuda.device_count()
     assert report["self_test"] == {"device": "cuda", "ranks": count, "failure": ""}
     assert len(report["facts"]["gpus"]) == count and len(report["facts"]["pairs"]) == count * (count - 1) // 2
 
 
-def test_nccl_info() -> None:
+def test_nccls_version_is_known_where_the_build_needs_it() -> None:
     info = _C.nccl_info()
     assert set(info) == {"compiled", "loaded", "path", "problem", "network", "network_problem"}
     assert bool(info["compiled"]) == _C.has_cuda()
     assert bool(info["loaded"] or info["problem"]) == _C.has_cuda()
 
 
-def test_facts_of_this_machine() -> None:
+def test_the_facts_are_those_of_this_machine() -> None:
     found = collect()
     assert found.library == nccl_ep.__version__ and found.python == sys.version.split()[0]
     assert re.fullmatch(r"2\.\d+(\.\d+)*" if torch.version.cuda else "", found.torch_nccl)
@@ -105,7 +105,7 @@ def test_a_machine_on_which_all_is_well() -> None:
     assert "132 SMs" in lines["GPU 3"] and "vmm" in lines["GPU 3"]
 
 
-def test_versions_of_torch() -> None:
+def test_a_torch_that_was_not_tried_is_told() -> None:
     """Every torch from the oldest to the newest that was tried is taken, with what stands behind the two numbers."""
     oldest, newest = TORCH_TRIED
     assert f'"torch>={oldest}"' in (ROOT / "pyproject.toml").read_text()
@@ -123,7 +123,7 @@ def test_versions_of_torch() -> None:
         assert f"torch {version} is newer than {newest}" in finding.text
 
 
-def test_versions_of_nccl() -> None:
+def test_an_nccl_that_was_not_tried_is_told() -> None:
     for version in (*NCCL_TRIED, "2.29.3", "2.32.9", ""):
         assert judge_nccl(version) == ("nccl_ep is tested with 2.28.9, 2.30.7 and 2.32.3", None)
     for version in ("2.33.1", "3.0.2"):
@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_machines(fault: str) -> None:
+def test_a_fault_of_a_machine_has_its_remedy(fault: str) -> None:
     changed, text, remedy = FAULTS[fault]
     facts = machine()
     for name, value in changed.items():
@@ -188,7 +188,7 @@ NETWORK_FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", NETWORK_FAULTS)
-def test_faults_between_machines(fault: str) -> None:
+def test_a_fault_between_machines_has_its_remedy(fault: str) -> None:
     changed, text, remedy = NETWORK_FAULTS[fault]
     facts = connected()
     for name, value in changed.items():
@@ -198,7 +198,7 @@ def test_faults_between_machines(fault: str) -> None:
     assert len(problems) == 1 and text in problems[0].text and remedy in problems[0].remedy
 
 
-def test_machines_that_are_connected() -> None:
+def test_machines_that_are_connected_have_no_fault() -> None:
     facts = connected()
     assert judge(facts, several_nodes=True) == []
     assert "kernels for NCCL 2.30.7 exactly; RDMA devices: mlx5_0 ACTIVE" in dict(doctor._lines(facts))["several nodes"]
@@ -224,7 +224,7 @@ def test_a_plugin_in_the_place_of_nics() -> None:
     assert note.level == "note" and "NCCL_RMA_PLUGIN is libmine.so" in note.text
 
 
-def test_rdma_devices(tmp_path: Path) -> None:
+def test_rdma_devices_are_told_with_their_state(tmp_path: Path) -> None:
     assert facts_of.rdma_devices(tmp_path / "none") == {}
     for name, state in (("mlx5_1", "4: ACTIVE\n"), ("mlx5_0", "1: DOWN\n")):
         (tmp_path / name / "ports" / "1").mkdir(parents=True)
@@ -251,7 +251,9 @@ def test_notes_are_no_problems() -> None:
         assert plan(facts, findings) == ("cuda", 4)
 
 
-def test_exit_codes_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_and_the_report_tell_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tested = []
     monkeypatch.setattr(doctor, "self_test", lambda kind, ranks: tested.append((kind, ranks)) or failure)
     for fault, failure, code in (("", "", 0), ("", "rank 1: it broke", 1), ("cuMem off", "", 1)):
@@ -280,13 +282,13 @@ Legend:
 """
 
 
-def test_topology_of_nvidia_smi() -> None:
+def test_the_topology_of_nvidia_smi_is_read() -> None:
     assert parse_topology(TOPOLOGY, 3) == {"0-1": "NV18", "0-2": "none", "1-2": "none"}
     assert parse_topology(TOPOLOGY, 2) == {"0-1": "NV18"}
     assert parse_topology(TOPOLOGY, 4) is None and parse_topology("", 2) is None
 
 
-def test_links_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_links_of_nvml_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs 0 and 1 have two links to one another and one to a switch, 2 has one to the switch, 3 has none."""
     assert join_links([["b", "b", "switch"], ["a", "a", "switch"], ["switch"], []], ["a", "b", "c", "d"]) == {
         "0-1": "NV2", "0-2": "NV1", "0-3": "none", "1-2": "NV1", "1-3": "none", "2-3": "none",
@@ -356,7 +358,7 @@ PLANTED = {
 
 @pytest.mark.skipif(HAS_GPU, reason="planted in two CPU ranks")
 @pytest.mark.parametrize("fault", PLANTED)
-def test_faults_of_ranks(fault: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_told_with_its_words(fault: str, tmp_path: Path) -> None:
     program, said = PLANTED[fault]
     indented = "".join(f"    {line}\n" for line in program.splitlines())
     (tmp_path / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '1':\n{indented}")
@@ -364,7 +366,7 @@ def test_faults_of_ranks(fault: str, tmp_path: Path) -> None:
     assert said in report["self_test"]["failure"] and report["exit_code"] == 1
 
 
-def test_a_rank_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     code = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(60)\n"
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -373,5 +375,5 @@ def test_a_rank_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_ranks_as_threads(num_ranks: int) -> None:
+def test_the_self_test_passes_on_threads(num_ranks: int) -> None:
     run_ranks(num_ranks, lambda group: self_test.check_rank(group, torch.device("cpu")))

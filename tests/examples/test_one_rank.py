@@ -40,7 +40,9 @@ def _experts(first: int, count: int, dtype: torch.dtype) -> Experts:
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "batched"])
 @pytest.mark.parametrize("mode", ["ll", "ht"])
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(1, 1), (2, 2), (4, 4), (4, 2), (4, 1)])
-def test_same_bits(num_ranks: int, domain_size: int, mode: str, grouped: bool, dtype: torch.dtype) -> None:
+def test_one_rank_computes_the_servers_bits(
+    num_ranks: int, domain_size: int, mode: str, grouped: bool, dtype: torch.dtype
+) -> None:
     def body(group: Any) -> torch.Tensor:
         own = EXPERTS // num_ranks
         buffer = nccl_ep.Buffer.for_shapes(

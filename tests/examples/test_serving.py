@@ -73,13 +73,13 @@ def test_check_finds_the_bits_of_one_rank(served: Any) -> None:
     assert found["rounding"] < 1e-4
 
 
-def test_check_sees_other_experts(served: Any) -> None:
+def test_the_check_sees_other_experts(served: Any) -> None:
     """Of the same tokens, with one rank's weights drawn from another seed."""
     found = served["check of other weights"]
     assert found["changed_logits"] == 6 and found["different"] > 5 and found["largest_gap"] > 0.1
 
 
-def test_modes_and_homes(served: Any) -> None:
+def test_both_modes_serve_and_requests_are_spread(served: Any) -> None:
     assert served["modes"] == ["ht", "ll"]
     assert {request.home for request in served["nccl_ep, fixed"]} == {0, 1}
     assert {request.home for request in served["all on rank 0"]} == {0}
@@ -103,7 +103,7 @@ def test_load_is_the_same_for_a_seed() -> None:
     assert [each.home for each in fast[:5]] == [0, 1, 2, 3, 0]
 
 
-def test_summary() -> None:
+def test_the_summary_has_the_percentiles_of_latency() -> None:
     one = Request(0, 1.0, 0, torch.zeros(1), 3, [1, 2, 3], [1.5, 1.6, 1.8])
     two = Request(1, 2.0, 0, torch.zeros(1), 1, [1], [2.1])
     found = summary([one, two], 2.0)

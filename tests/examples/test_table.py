@@ -28,7 +28,7 @@ def report(exchange: str, **more: Any) -> dict[str, Any]:
     return common | {"tokens_a_step": 100, "tokens_per_s": 1000.0, "exchange_ms": 12.34, "losses": [1.0]} | more
 
 
-def test_tables_and_records(tmp_path: Path) -> None:
+def test_tables_and_records_leave_out_what_failed(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(report("nccl_ep")))
     (tmp_path / "b.json").write_text(json.dumps(report("all_to_all_single", exchange_ms=None)))
     (tmp_path / "c_failure.json").write_text('{"what": "failure"}')
@@ -42,6 +42,6 @@ def test_tables_and_records(tmp_path: Path) -> None:
         read_reports(tmp_path / "nothing")
 
 
-def test_place_of() -> None:
+def test_a_place_is_ranks_and_device() -> None:
     assert place_of({"ranks": 2, "device": "cpu"}) == "2 CPU ranks"
     assert place_of({"ranks": 1, "device": "NVIDIA H100 80GB HBM3"}) == "1 H100"

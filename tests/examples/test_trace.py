@@ -89,7 +89,7 @@ def test_nested_and_other_ops_do_not_count_twice() -> None:
         ("vectorized_elementwise_kernel", "other"),
     ],
 )
-def test_kinds(name: str, kind: str) -> None:
+def test_a_kernels_name_tells_its_kind(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 

@@ -101,7 +101,7 @@ def test_ways_to_train_that_change_nothing(name: str, on_two: Reports) -> None:
     torch.testing.assert_close(losses(on_two[name]), losses(on_two["first"])[:8], rtol=1e-5, atol=1e-5)
 
 
-def test_fewer_bits(on_two: Reports) -> None:
+def test_training_in_bf16_and_fp8_stays_near_fp32(on_two: Reports) -> None:
     """A block that is compiled whole is that of eager bf16. FP8 is near it, and is not the same."""
     curve, half, eighth = losses(on_two["first"])[:8], losses(on_two["bf16"]), losses(on_two["fp8"])
     torch.testing.assert_close(half, curve, rtol=0.02, atol=0.02)
@@ -162,7 +162,7 @@ def test_the_hook_averages_the_means_of_the_ranks(tmp_path: Path) -> None:
         assert sent == 8
 
 
-def test_load_balancing_loss() -> None:
+def test_the_load_balancing_loss_is_least_where_experts_are_even() -> None:
     experts = 4
     alike = torch.full((2, 8, experts), 1 / experts)
     spread = torch.arange(8).remainder(experts).view(1, 8, 1).expand(2, 8, 1)
@@ -171,7 +171,7 @@ def test_load_balancing_loss() -> None:
     assert load_balancing_loss(one_hot, torch.zeros(2, 8, 1, dtype=torch.int64)).item() == pytest.approx(experts)
 
 
-def test_ranks_share_a_batch() -> None:
+def test_ranks_share_one_batch_without_overlap() -> None:
     corpus = Corpus(seed=3)
     whole = corpus.batch(5, 6, 10)
     assert whole.shape == (6, 11)

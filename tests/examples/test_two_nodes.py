@@ -22,7 +22,7 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_two_local_nodes(mode: str) -> None:
+def test_two_nodes_on_one_host_send_rows_to_one_another(mode: str) -> None:
     done = _run("--local", "--mode", mode, "--tokens", "16", "--hidden", "64", "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "self-test:" in done.stdout  # the doctor came first
@@ -43,7 +43,7 @@ def test_a_node_that_is_not_ready(tmp_path: os.PathLike[str]) -> None:
     assert "this node is not ready for several nodes" in done.stderr
 
 
-def test_what_a_node_starts(tmp_path: os.PathLike[str]) -> None:
+def test_a_node_starts_its_ranks_with_the_given_nccl(tmp_path: os.PathLike[str]) -> None:
     """The command of node 1, with the NCCL that it preloads."""
     python = f"{tmp_path}/python"
     with open(python, "w") as file:

@@ -84,5 +84,5 @@ def compare(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_moe_layer(ranks: int, tmp_path: Path) -> None:
+def test_a_layer_of_megatron_gives_the_same_over_nccl_ep(ranks: int, tmp_path: Path) -> None:
     run_processes(ranks, compare, tmp_path, ranks)

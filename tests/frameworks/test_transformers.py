@@ -57,7 +57,7 @@ def is_of_experts(name: str) -> bool:
 
 
 @pytest.mark.parametrize(("ranks", "compute"), [(1, "eager"), (2, "eager"), (2, "grouped_mm"), (4, "eager")])
-def test_logits(stock: Any, ranks: int, compute: str) -> None:
+def test_logits_are_those_of_the_stock_model(stock: Any, ranks: int, compute: str) -> None:
     def body(group: Any) -> torch.Tensor:
         model = shared(stock, group, compute=compute)
         experts = [module for module in model.modules() if hasattr(module, "is_transposed")]
@@ -70,7 +70,7 @@ def test_logits(stock: Any, ranks: int, compute: str) -> None:
             torch.testing.assert_close(logits, stock(ids_of(rank)).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_generate(stock: Any) -> None:
+def test_generate_gives_the_tokens_of_the_stock_model(stock: Any) -> None:
     """Ranks with unequal batches, greedy: the same tokens as on one rank."""
     lengths = {"max_new_tokens": 6, "do_sample": False}
 
@@ -82,7 +82,7 @@ def test_generate(stock: Any) -> None:
         assert torch.equal(tokens, stock.generate(ids_of(rank, 1 + rank), **lengths))
 
 
-def test_gradients(stock: Any) -> None:
+def test_gradients_are_those_of_the_stock_model(stock: Any) -> None:
     """Of all parameters: those of experts lie on the rank that has them, summed over the tokens of all ranks."""
 
     def loss_of(model: Any, rank: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_a_rank_whose_experts_nobody_chose(stock: Any) -> None:
     assert all(each.abs().max() == 0 for each in second)
 
 
-def test_refusals(stock: Any) -> None:
+def test_what_cannot_be_shared_is_refused(stock: Any) -> None:
     with pytest.raises(TypeError, match="Linear has no experts"):
         use_expert_parallel(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="compute is 'none', must be eager or one of"):

@@ -81,7 +81,7 @@ def run_logits(rank: int, name: str, compute: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("compute", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_on_gpus(name: str, compute: str, tmp_path: Path) -> None:
+def test_logits_on_gpus_are_those_of_the_stock_model(name: str, compute: str, tmp_path: Path) -> None:
     """In fp32 within its rounding; in bf16 no further from fp32 than the stock model is."""
     for found in run_processes(RANKS, run_logits, tmp_path, name, compute):
         print(name, compute, found)
@@ -123,7 +123,7 @@ def run_gradients(rank: int, name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_on_gpus(name: str, tmp_path: Path) -> None:
+def test_gradients_on_gpus_are_those_of_the_stock_model(name: str, tmp_path: Path) -> None:
     for found in run_processes(RANKS, run_gradients, tmp_path, name):
         print(name, "gradients", found)
         assert found["experts"] < 1e-4 and found["rest"] < 1e-4, found

@@ -36,7 +36,7 @@ def _network(seed: int) -> int:
 
 
 def low_latency(seed: int) -> None:
-    """Fused and in halves, over one domain and several."""
+    """Fused and split, over one domain and several."""
     check_case(_case(seed), staged=seed % 2 == 1, network_seed=_network(seed))
 
 

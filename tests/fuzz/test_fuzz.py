@@ -10,13 +10,13 @@ from tests.fuzz.__main__ import run
 from tests.fuzz.kinds import KINDS
 
 
-def test_ten_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ten_seconds_of_random_cases_find_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     kinds = [kind for kind in KINDS if kind != "processes"]
     assert run(random.SystemRandom().randrange(1 << 30), 10.0, 1 << 40, kinds) >= 1
 
 
 @pytest.mark.slow
-def test_ranks_that_are_processes() -> None:
+def test_random_cases_of_processes_find_nothing() -> None:
     run(random.SystemRandom().randrange(1 << 30), 10.0, 3, ["processes"])
 
 

@@ -31,7 +31,7 @@ from tests.gpu.ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 from tests.gpu.ht_ranks import ExpectedHt, shared_ht_buffer, wide_cases
 from tests.gpu.ranks import wide_case
 from tests.ht.harness import ht_step
-from tests.ll.late_halves import late_between_halves
+from tests.ll.late_send import late_send
 from tests.ll.mask_ranks import LateRank
 from tests.support.cases import Case, cases_of
 from tests.support.expected import Expected, plain_case, run_case, shared_buffer
@@ -268,11 +268,11 @@ def ll_chains(world: World, replays: int) -> dict[str, Any]:
     return {"chains": len(chains), "wrong": wrong, "seconds": time.monotonic() - begin}
 
 
-def ll_late_halves(world: World, network: str) -> float:
-    """Milliseconds of this rank's sending half; the last rank's comes late."""
+def ll_late_send(world: World, network: str) -> float:
+    """Milliseconds of this rank's send; the last rank's comes late."""
     options: dict[str, Any] = {"domain_size": world.domain_size, "ll_network": network.split(",")[0]}
     options["enable_shrink"] = "masks" in network
-    return late_between_halves(world.rendezvous, world.device, None, **options)
+    return late_send(world.rendezvous, world.device, None, **options)
 
 
 def ll_times(world: World, turns: int) -> dict[str, float]:

@@ -141,7 +141,7 @@ int main(int, char** argv) {
             assert all(steps.index(f"e{j}") < steps.index(f"e{i}") for j in range(i))
 
 
-def test_early_completion(table: Table, tmp_path: Path) -> None:
+def test_early_completion_keeps_the_old_bytes(table: Table, tmp_path: Path) -> None:
     """The sender may change its memory long before the bytes are there, and they are the old ones."""
     file, early = tmp_path / "statistics", 0
     with world(table, 2, early=1, delay_us=5000, statistics=file) as (sender, receiver):
@@ -157,7 +157,7 @@ def test_early_completion(table: Table, tmp_path: Path) -> None:
     assert read_statistics(file)[1]["completed_early"] == 10
 
 
-def test_delays(table: Table) -> None:
+def test_delays_take_their_time(table: Table) -> None:
     with world(table, 2, delay_us=50000) as (sender, _):
         begin = time.monotonic()
         for _ in range(8):
@@ -172,7 +172,7 @@ def test_more_requests_than_a_ring_holds(table: Table) -> None:
         wait_until(lambda: receiver.signals[5] == 10000)
 
 
-def test_a_request_that_fails(table: Table) -> None:
+def test_a_request_fails_after_the_given_number(table: Table) -> None:
     with world(table, 2, fail_after=3, faulty_rank=0) as (sender, other):
         sender.put(1, 0, 8, HALF)
         sender.put(1, 0, 8, HALF)
@@ -181,7 +181,7 @@ def test_a_request_that_fails(table: Table) -> None:
         other.wait(other.put(0, 0, 8, HALF), other.put(0, 0, 8, HALF), other.put(0, 0, 8, HALF))
 
 
-def test_a_network_that_stalls(table: Table) -> None:
+def test_a_network_that_stalls_gives_no_error(table: Table) -> None:
     with world(table, 2, stall_after=2, faulty_rank=1) as (sender, receiver):
         sender.wait(sender.put_signal(1, 0, 8, HALF, 0), sender.put_signal(1, 0, 8, HALF, 0))
         lost = sender.put_signal(1, 0, 8, HALF, 0)
@@ -202,7 +202,9 @@ def test_a_network_that_does_not_connect(table: Table) -> None:
 @pytest.mark.parametrize(
     ("size", "destination", "target"), [(HALF + 1, HALF, 1), (8, 2 * HALF - 7, 1), (8, 2 * HALF + 8, 1), (8, HALF, 2)]
 )
-def test_bounds(table: Table, size: int, destination: int, target: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_leaves_the_memory_is_refused(
+    table: Table, size: int, destination: int, target: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     with world(table, 2) as (sender, _):
         with pytest.raises(Failed, match="iput: 4"):
             sender.put(target, 0, size, destination)
@@ -211,7 +213,7 @@ def test_bounds(table: Table, size: int, destination: int, target: int, capfd: p
             sender.put(1, 0, 8, HALF, context=4)
 
 
-def test_a_peer_that_dies(table: Table, tmp_path: Path) -> None:
+def test_requests_to_a_peer_that_died_fail(table: Table, tmp_path: Path) -> None:
     """In a process of its own: its requests fail, and the communicator has an error."""
     import subprocess
     import sys

@@ -31,7 +31,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class How:
-    """Of a chain's operations. is_staged: in halves, between which operations of the other kind begin and end."""
+    """Of a chain's operations. is_staged: split, with operations of the other kind between send and receive."""
 
     layout: str = "expert_major"
     has_fp8: bool = False

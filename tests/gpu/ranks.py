@@ -107,7 +107,7 @@ def run_cases(rank: int, num_ranks: int, count: int, num_sms: tuple[int, ...]) -
 
 
 def run_around_gemms(case: Expected, buffer: nccl_ep.Buffer, size: int = 2048) -> None:
-    """A GEMM between the halves of each operation; neither changes what the other gives."""
+    """A GEMM between send and receive of each operation; neither changes what the other gives."""
     rank, device = buffer.rank, buffer.device
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     want = a @ b

@@ -90,7 +90,7 @@ def test_each_stream_has_its_own() -> None:
         assert int(kept.min()) == 3 and int(second.max()) == 7
 
 
-def test_blocks_of_many_sizes() -> None:
+def test_blocks_of_many_sizes_stay_in_the_arena() -> None:
     """Sizes that change from call to call, as those of exact dispatches do, stay inside for ever."""
     with _buffer(256) as buffer:
         made = torch.Generator().manual_seed(1)
@@ -102,7 +102,7 @@ def test_blocks_of_many_sizes() -> None:
             del tensors
 
 
-def test_a_full_arena() -> None:
+def test_what_does_not_fit_lies_elsewhere() -> None:
     """What does not fit lies elsewhere, and torch's other memory is not flushed for it."""
     with _buffer(64) as buffer:
         cached = torch.empty(64 * MB, dtype=torch.uint8, device="cuda")
@@ -145,7 +145,7 @@ def test_destroy_gives_the_window_back() -> None:
         assert torch.cuda.mem_get_info()[0] >= before - 64 * MB
 
 
-def test_under_capture() -> None:
+def test_a_graphs_tensors_are_of_its_own_pool() -> None:
     """A graph's tensors are of its own pool; one made before keeps its place and may be written by the graph."""
     with _buffer() as buffer:
         given = _empty(buffer)
@@ -173,7 +173,7 @@ def test_in_a_pool_of_the_caller() -> None:
         assert _is_inside(buffer, ours) and not _is_inside(buffer, theirs)
 
 
-def test_threads() -> None:
+def test_another_threads_tensors_are_not_of_the_arena() -> None:
     """What another thread allocates meanwhile is not of the arena."""
     with _buffer() as buffer:
         outside: list[bool] = []

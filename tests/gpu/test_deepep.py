@@ -67,7 +67,7 @@ def async_dispatch(buffer: deep_ep.Buffer, x: torch.Tensor, ids: torch.Tensor) -
 
 
 @pytest.mark.parametrize("waits", ["nobody", "the caller", "another stream"])
-def test_memory_of_async_operations(waits: str) -> None:
+def test_inputs_of_async_operations_are_kept_until_read(waits: str) -> None:
     """What goes in is kept until the operation has read it: by the event while there is one, by the allocator when that
     went and the caller's stream does not wait for it. Where it does, the memory is free at once."""
     case = small_case(1)
@@ -183,7 +183,7 @@ def test_a_hook_runs_on_the_stream_of_its_dispatch() -> None:
 
 @pytest.mark.parametrize("way", range(3))
 @pytest.mark.parametrize("quant", low_latency_ranks.QUANTS)
-def test_graphs_with_new_routing(quant: str | None, way: int) -> None:
+def test_replays_follow_new_routing(quant: str | None, way: int) -> None:
     """src_info, layout_range, scales and counts of a replay are those of its routing."""
     cases = [small_case(1, quant=quant, hidden=640, num_experts=4, seed=2 * seed + 1) for seed in range(6)]
     given = [case.inputs[0] for case in cases]
@@ -224,7 +224,7 @@ def test_graphs_with_new_routing(quant: str | None, way: int) -> None:
             case.check_combine(y.cpu(), 0)
 
 
-def test_statistics_are_added() -> None:
+def test_statistics_are_added_up() -> None:
     case = small_case(1)
     with shared_buffer(ThreadGroup.make(1)[0], [case], device="cuda") as buffer:
         waits = torch.full((1,), 5, dtype=torch.int64, device="cuda")
@@ -234,7 +234,7 @@ def test_statistics_are_added() -> None:
         assert waits.tolist() == [5]  # nobody waits for itself
 
 
-def test_masks_and_scratch() -> None:
+def test_masks_are_zero_and_scratch_has_its_bytes() -> None:
     with deep_ep.Buffer(None, 0, 1 << 22, low_latency_mode=True, device="cuda") as buffer:
         status = torch.full((1,), 3, dtype=torch.int32, device="cuda")
         buffer.low_latency_query_mask_buffer(status)
@@ -244,7 +244,7 @@ def test_masks_and_scratch() -> None:
 
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
+def test_deepeps_methods_over_nccl_give_the_oracles_bits(num_ranks: int, tmp_path: Path) -> None:
     assert (
         run_processes(num_ranks, low_latency_ranks.run_cases, tmp_path, num_ranks, 30, timeout=150.0)
         == [30] * num_ranks
@@ -252,11 +252,11 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 
 
 @ranks_on_gpus
-def test_a_sending_half_does_not_wait_for_a_late_rank(tmp_path: Path) -> None:
+def test_a_send_does_not_wait_for_a_late_rank(tmp_path: Path) -> None:
     """The ranks that are not late have long ended theirs when the late one begins. Where ranks share a GPU they take
-    turns on it, so that a half has another chance."""
-    for took in run_processes(2, low_latency_ranks.run_late_halves, tmp_path, 2, timeout=150.0):
-        assert min(took[1:]) < 1000 * low_latency_ranks.LATE / 3, f"sending halves took {took} ms"
+    turns on it, so that a send has another chance."""
+    for took in run_processes(2, low_latency_ranks.run_late_send, tmp_path, 2, timeout=150.0):
+        assert min(took[1:]) < 1000 * low_latency_ranks.LATE / 3, f"sends took {took} ms"
 
 
 @ranks_on_gpus

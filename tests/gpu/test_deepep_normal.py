@@ -136,7 +136,7 @@ def test_results_of_several_layers_live_at_once() -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_graphs_with_new_routing(is_async: bool) -> None:
+def test_replays_follow_new_routing(is_async: bool) -> None:
     assert replay_new_routing(None, "cuda", is_async, num_replays(18)) > 0
 
 

@@ -17,7 +17,7 @@ SMALL, LARGE = 8, 4096  # tokens with which calls take low latency, high through
 @pytest.mark.parametrize("most", [SMALL, LARGE])
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_graphs_with_new_routing(most: int, expand: bool, is_async: bool) -> None:
+def test_replays_follow_new_routing(most: int, expand: bool, is_async: bool) -> None:
     replay_new_routing(None, "cuda", most, expand, is_async, num_replays(12))
 
 

@@ -55,7 +55,7 @@ def test_a_bug_that_does_not_exist() -> None:
         _C.set_gpu_testing(0, bugs=["one_bank", "two_banks"])
 
 
-def test_delays_take_time() -> None:
+def test_delays_make_calls_longer() -> None:
     """A world of one rank, whose calls take about 10 us: nearly all have a block or a warp that is late for longer."""
 
     def milliseconds(chain: chains.Chain, graph: torch.cuda.CUDAGraph) -> float:
@@ -142,5 +142,5 @@ def over_nccl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 
 @ranks_on_gpus
 @pytest.mark.parametrize("name", list(SEARCHES))
-def test_planted_bugs_over_nccl(name: str, over_nccl: dict[str, Found]) -> None:
+def test_planted_bugs_over_nccl_are_found(name: str, over_nccl: dict[str, Found]) -> None:
     _expect_found(over_nccl[name], name)

@@ -39,7 +39,7 @@ PERCENT = 2000  # of a delay's usual length: an emulated call takes so much long
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_generated_cases(part: int) -> None:
+def test_generated_cases_give_the_oracles_bits(part: int) -> None:
     for seed in range(part, NUM_CASES, 4):
         check_case(ranks.cuda_case(seed), staged=seed % 3 == 1)
 
@@ -52,13 +52,13 @@ def test_generated_cases_of_high_throughput(part: int) -> None:
     print("\n" + coverage.report())
 
 
-def test_scales_of_the_caller() -> None:
+def test_scales_of_the_caller_travel_unchanged() -> None:
     for number, case in enumerate(ranks.scale_cases(2)):
         check_case(case, staged=number % 3 == 1, num_sms=number % 2 + 1)
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_large_cases(part: int) -> None:
+def test_large_cases_give_the_oracles_bits(part: int) -> None:
     """More than 64 bins, whose info and starts take several rounds; rows of many pieces."""
     for number, case in enumerate(large_cases()[part::3]):
         check_case(case, staged=number % 3 == 1, num_sms=number % 2 + 1)
@@ -77,7 +77,7 @@ def test_starts_that_no_int_holds(alignment: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_under_delays(mode: str) -> None:
+def test_delays_change_no_bit(mode: str) -> None:
     for seed in range(NUM_CASES // 8):
         with delays(seed=seed + 1):
             if mode == "ll":
@@ -109,7 +109,7 @@ def test_number_of_sms_changes_no_bit(num_sms: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [33, 64])
-def test_more_ranks_than_lanes(num_ranks: int) -> None:
+def test_more_ranks_than_lanes_give_the_oracles_bits(num_ranks: int) -> None:
     case = plain_case(num_ranks, topk=8, tokens=(4,) * num_ranks, max_tokens=4)
     check_case(case, num_sms=1)
     check_ht_case(case, num_sms=1)
@@ -124,7 +124,9 @@ def test_more_ranks_than_lanes(num_ranks: int) -> None:
         ((2060, 33), 32, 32, torch.int64),  # a second tile; a share that does not fit
     ],
 )
-def test_shapes_of_routing(tokens: tuple[int, ...], topk: int, num_experts: int, idx_dtype: torch.dtype) -> None:
+def test_every_shape_of_routing_gives_the_oracles_bits(
+    tokens: tuple[int, ...], topk: int, num_experts: int, idx_dtype: torch.dtype
+) -> None:
     case = plain_case(
         len(tokens), topk=topk, tokens=tokens, max_tokens=max(tokens), num_experts=num_experts, idx_dtype=idx_dtype,
         hidden=8, layout="flat",
@@ -151,12 +153,12 @@ def test_one_buffer_for_many_cases(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("body", ht_ranks.BODIES + handles.BODIES)
-def test_bodies_of_high_throughput(body: Any, num_ranks: int) -> None:
+def test_high_throughput_keeps_each_promise(body: Any, num_ranks: int) -> None:
     run_ranks(num_ranks, lambda group: body(group, "cpu"))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_layout_of_tokens(num_ranks: int) -> None:
+def test_the_layout_of_tokens_is_counted_right(num_ranks: int) -> None:
     """Blocks that take several rounds, one that has few tokens, none at all; ids that are none."""
 
     def body(group: ThreadGroup) -> None:
@@ -174,7 +176,7 @@ def test_layout_of_tokens(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_floors(num_ranks: int) -> None:
+def test_real_operations_between_floors_keep_their_bits(num_ranks: int) -> None:
     cases = ranks.floor_cases(num_ranks, 4)
 
     def body(group: ThreadGroup) -> None:
@@ -193,7 +195,7 @@ def _run_chain(chain: chains.Chain, runs: int) -> int:
 
 
 @pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
-def test_chains(seed: int) -> None:
+def test_chains_are_right_whatever_the_order(seed: int) -> None:
     def body(group: ThreadGroup) -> int:
         wrong = 0
         with chains.chain_buffer(group, "cpu") as buffer:
@@ -247,7 +249,7 @@ def test_a_silent_rank_is_named(mode: str, phase: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "layout"), [(DISPATCH, "flat"), (DISPATCH, "packed"), (COMBINE, "packed")])
-def test_rows_that_nobody_announces(kind: int, layout: str) -> None:
+def test_rows_that_nobody_announces_end_at_the_deadline(kind: int, layout: str) -> None:
     """All ranks wait for rows, by way of the warp that watches where rows are copied, and end with the deadline."""
     case = Expected(plain_case(2, layout=layout))
 
@@ -346,7 +348,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("name", list(SEARCHES))
-def test_planted_bugs(name: str) -> None:
+def test_planted_bugs_are_found(name: str) -> None:
     search, seed = SEARCHES[name], 1 + list(SEARCHES).index(name)
     found = _run_search(search, seed, search.bugs)
     print(f"{name}: {found}")
@@ -394,7 +396,7 @@ def _dispatch_and_overwrite(group: ThreadGroup, cases: list[Expected]) -> str:
     ("bug", "kinds"),
     [("", 3), ("early_rows", DISPATCH), ("torn_rows", DISPATCH), ("early_rows", COMBINE), ("early_done", COMBINE)],
 )
-def test_planted_bugs_of_high_throughput(bug: str, kinds: int) -> None:
+def test_planted_bugs_of_high_throughput_are_found(bug: str, kinds: int) -> None:
     """What is too early by a few steps: seen by a caller who looks, or writes, as soon as the call has ended."""
     cases = [Expected(case) for case in ht_ranks.wide_cases(3)]
     with delays(seed=1, bugs=[bug] if bug else [], kinds=kinds, percent=PERCENT):
@@ -404,7 +406,7 @@ def test_planted_bugs_of_high_throughput(bug: str, kinds: int) -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_the_chains_of_the_search_without_a_bug() -> None:
+def test_the_chains_of_the_search_find_nothing_without_a_bug() -> None:
     tried = {(search.letters, search.to_rank_0, search.is_ht) for search in SEARCHES.values()}
     for letters, to_rank_0, is_ht in sorted(tried):
         assert not _run_search(Search((), DISPATCH | COMBINE, letters, to_rank_0, is_ht), 1, ())
@@ -414,7 +416,7 @@ def test_the_chains_of_the_search_without_a_bug() -> None:
 
 
 @pytest.mark.parametrize("mode", sorted(KERNELS))
-def test_time_line(mode: str) -> None:
+def test_every_kernel_passes_its_phases_in_order(mode: str) -> None:
     """Of the builds with stamps: every kernel's warps have passed its phases, in their order."""
     if mode == "ll":
         check_case(ranks.wide_case(2))

@@ -18,7 +18,7 @@ from nccl_ep import _C
 from tests.gin_loopback.worlds import LIBRARIES, Ended, run_world, values, why_not
 from tests.gpu.ht_chains import HT_CHAINS
 from tests.ht.harness import HT_STEPS
-from tests.ll.late_halves import SHORT_MS
+from tests.ll.late_send import SHORT_MS
 from tests.ll.mask_ranks import PHASES
 from tests.support.gpus import NUM_GPUS, num_cases, num_replays
 
@@ -55,7 +55,7 @@ def statistics(file: Path) -> list[dict[str, int]]:
 
 @on_libraries
 @pytest.mark.parametrize("way", WAYS)
-def test_bytes_between_two_ranks(library: Path | None, way: str, tmp_path: Path) -> None:
+def test_bytes_between_two_ranks_are_right(library: Path | None, way: str, tmp_path: Path) -> None:
     plugin, shown = WAYS[way]
     options = {**plugin, "statistics": tmp_path / "statistics"}
     found = values(run_world(tmp_path, 2, 1, "probe_bytes", ["rail"], TRIALS, library=library, plugin=options))
@@ -85,7 +85,7 @@ def test_bytes_between_two_domains_of_two(way: str, tmp_path: Path) -> None:
 
 
 @on_libraries
-def test_times_of_bare_puts(library: Path | None, tmp_path: Path) -> None:
+def test_bare_puts_are_timed(library: Path | None, tmp_path: Path) -> None:
     found = values(run_world(tmp_path, 2, 1, "probe_times", 40, library=library))
     note("times of bare puts, us", found)
     for each in found:
@@ -103,7 +103,7 @@ def test_a_network_that_loses_messages(tmp_path: Path) -> None:
         assert each["again"].startswith("UsageError: this probe has failed")
 
 
-def test_a_dead_rank(tmp_path: Path) -> None:
+def test_a_dead_rank_is_named_at_the_deadline(tmp_path: Path) -> None:
     ended = run_world(tmp_path, 2, 1, "probe_dead", 2.0, library=FIRST, kill=[1])
     note("a dead rank", [each.value for each in ended])
     assert ended[1].exitcode == -9
@@ -121,7 +121,7 @@ def test_a_network_that_does_not_connect(tmp_path: Path) -> None:
         assert 10.0 <= each["seconds"] < 40.0
 
 
-def test_no_network(tmp_path: Path) -> None:
+def test_without_a_network_the_probe_says_so(tmp_path: Path) -> None:
     ended = run_world(
         tmp_path,
         2,
@@ -198,17 +198,17 @@ def test_low_latency_to_the_bit(topology: str, way: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("way", ["plain", "all"])
 @in_topologies
-def test_low_latency_in_graphs(topology: str, way: str, tmp_path: Path) -> None:
+def test_low_latency_in_graphs_is_right(topology: str, way: str, tmp_path: Path) -> None:
     ran = run_chains(f"low latency in graphs {topology}, {way}", topology, way, "ll_chains", tmp_path)
     assert all(each > 5 for each in ran)
 
 
 @pytest.mark.parametrize("network", ["rail", "mesh", "mesh, masks"])
 @in_topologies
-def test_a_sending_half_ends_while_another_rank_is_late(topology: str, network: str, tmp_path: Path) -> None:
+def test_a_send_ends_while_another_rank_is_late(topology: str, network: str, tmp_path: Path) -> None:
     ranks, size = TOPOLOGIES[topology]
-    found = values(run_world(tmp_path, ranks, size, "ll_late_halves", network, library=FIRST))
-    note(f"sending halves beside a late rank, {topology}, {network}, ms", found)
+    found = values(run_world(tmp_path, ranks, size, "ll_late_send", network, library=FIRST))
+    note(f"sends beside a late rank, {topology}, {network}, ms", found)
     assert max(found[:-1]) < SHORT_MS
 
 
@@ -235,7 +235,7 @@ def check_survivors(ended: list[Ended], size: int, seconds: float, operation: st
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 @in_topologies
-def test_a_dead_node(topology: str, phase: str, tmp_path: Path) -> None:
+def test_a_dead_node_is_named_by_the_survivors(topology: str, phase: str, tmp_path: Path) -> None:
     ranks, size = TOPOLOGIES[topology]
     dead = list(range(ranks - size, ranks))
     ended = run_world(tmp_path, ranks, size, "ll_dead", phase, 3.0, library=FIRST, kill=dead, seconds=150.0)
@@ -244,7 +244,7 @@ def test_a_dead_node(topology: str, phase: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_masks_of_late_ranks(phase: str, tmp_path: Path) -> None:
+def test_late_ranks_are_masked(phase: str, tmp_path: Path) -> None:
     """Over the mesh."""
     found = values(run_world(tmp_path, 2, 1, "ll_masks", phase, 3.0, library=FIRST, seconds=150.0))
     note(f"a late rank, {phase}", found)
@@ -268,7 +268,7 @@ def test_high_throughput_to_the_bit(topology: str, way: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("way", ["plain", "all"])
 @in_topologies
-def test_high_throughput_in_graphs(topology: str, way: str, tmp_path: Path) -> None:
+def test_high_throughput_in_graphs_is_right(topology: str, way: str, tmp_path: Path) -> None:
     ran = run_chains(f"high throughput in graphs {topology}, {way}", topology, way, "ht_chains", tmp_path)
     assert all(each == 2 * len(HT_CHAINS) for each in ran)
 

@@ -82,7 +82,7 @@ def test_many_calls_on_few_sms(num_sms: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_floors_on_one_gpu(num_ranks: int) -> None:
+def test_real_operations_between_floors_keep_their_bits(num_ranks: int) -> None:
     """Real operations between floors: see tests/bench/test_floors.py for what is sent."""
     cases = ranks.floor_cases(num_ranks, 4)
 
@@ -94,7 +94,7 @@ def test_floors_on_one_gpu(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gemms_of_the_caller(num_ranks: int) -> None:
+def test_gemms_of_the_caller_keep_their_bits(num_ranks: int) -> None:
     case = Expected(ranks.wide_case(num_ranks))
 
     def body(group: ThreadGroup) -> None:
@@ -135,8 +135,8 @@ def _expect_kernels(call: Callable[[], Any], **expected: list[int]) -> None:
         assert sum(f"::{word}" in name for name in trace) == sum(launches), (word, trace)
 
 
-def test_names_of_kernels() -> None:
-    """Benchmarks look for one kernel with "dispatch" in its name and one with "combine"; halves are launches of it."""
+def test_a_profiler_finds_one_kernel_a_kind() -> None:
+    """Benchmarks look for one kernel with "dispatch" in its name and one with "combine"; a split call has two."""
     x, ids = torch.randn(8, 64, device="cuda").bfloat16(), torch.randint(0, 4, (8, 2), device="cuda")
     weights = torch.rand(8, 2, device="cuda")
     sizes: dict[str, Any] = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cuda"}
@@ -187,7 +187,7 @@ def test_another_device_is_the_current_one() -> None:
 
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
-def test_graphs_of_one_rank(pdl: bool) -> None:
+def test_graphs_of_one_rank_are_right(pdl: bool) -> None:
     with chains.chain_buffer(None, torch.device("cuda", 0)) as buffer:
         wrong, microseconds = chains.replay_graphs(buffer, NUM_REPLAYS, pdl=pdl)
     print(f"{NUM_REPLAYS} replays, {microseconds:.0f} us each")
@@ -307,7 +307,7 @@ def test_a_capture_behind_what_is_no_kernel() -> None:
 
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
+def test_generated_cases_over_nccl_give_the_oracles_bits(num_ranks: int, tmp_path: Path) -> None:
     """With it: staged and fused, every number of SMs, and inputs that are overwritten at once."""
     count = max(NUM_CASES // 6, 1)
     got = run_processes(num_ranks, ranks.run_cases, tmp_path, num_ranks, count, NUM_SMS, timeout=PATIENCE)
@@ -316,7 +316,7 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 
 
 @ranks_on_gpus
-def test_graphs_over_nccl(tmp_path: Path) -> None:
+def test_graphs_over_nccl_are_right(tmp_path: Path) -> None:
     """Replays with new data and routing each time, of odd numbers of operations, without and with PDL."""
     replays = in_processes(NUM_REPLAYS)
     got = run_processes(WORLDS[-1], ranks.run_graphs, tmp_path, replays, timeout=PATIENCE)
@@ -327,7 +327,7 @@ def test_graphs_over_nccl(tmp_path: Path) -> None:
 
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_floors_over_nccl(num_ranks: int, tmp_path: Path) -> None:
+def test_real_operations_between_floors_over_nccl_keep_their_bits(num_ranks: int, tmp_path: Path) -> None:
     run_processes(num_ranks, ranks.run_floors, tmp_path, num_ranks, timeout=PATIENCE)
 
 
@@ -356,6 +356,6 @@ def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
 
 @needs_sanitizer
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizers(tool: str, tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(tool: str, tmp_path: Path) -> None:
     """A few cases of two to four ranks on one GPU."""
     run_sanitizer(tool, ranks.__name__, ranks.covering_cases(full=TEST_ALL), tmp_path)

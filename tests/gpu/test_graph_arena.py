@@ -135,7 +135,7 @@ def test_outputs_lie_in_the_arena(num_streams: int) -> None:
         program.buffer.require_usable()
 
 
-def test_beside_the_current_stream() -> None:
+def test_an_operation_on_the_buffers_stream_is_captured() -> None:
     """With async_finish the operation is captured on the buffer's stream."""
     with _Program(128) as program:
         program.dispatch(async_finish=True)
@@ -256,7 +256,7 @@ def test_what_eager_calls_had_claimed_returns_to_them() -> None:
         assert _soon(lambda: len(program.fill()) == count)
 
 
-def test_a_full_arena() -> None:
+def test_a_graph_of_a_full_arena_is_right() -> None:
     with _Program(64) as program:
         program.layer()
         held = program.fill()
@@ -272,7 +272,7 @@ def test_a_full_arena() -> None:
         _require_numbers(held)
 
 
-def test_a_capture_that_fails() -> None:
+def test_a_capture_that_fails_gives_its_memory_back() -> None:
     with _Program(192) as program:
         program.layer()
         before = program.free_bytes()

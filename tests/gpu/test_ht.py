@@ -52,7 +52,7 @@ def test_number_of_sms_changes_no_bit(number: int, num_sms: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("body", ht_ranks.BODIES + ht_ranks.SLOW_BODIES + handles.BODIES)
-def test_bodies_on_one_gpu(body: Any, num_ranks: int) -> None:
+def test_high_throughput_keeps_each_promise_on_one_gpu(body: Any, num_ranks: int) -> None:
     """See each body: outputs that live, inputs that are overwritten, both modes, a layout of each rank's own, FP8,
     the largest sizes."""
     run_ranks(num_ranks, lambda group: body(group, "cuda"))
@@ -68,7 +68,7 @@ def test_one_buffer_for_many_cases() -> None:
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["fresh", "given"])
-def test_graphs_of_one_rank(given: bool) -> None:
+def test_graphs_of_one_rank_are_right(given: bool) -> None:
     with ht_chains.ht_chain_buffer(None, torch.device("cuda", 0)) as buffer:
         wrong, microseconds = ht_chains.replay_ht_graphs(buffer, NUM_REPLAYS, given=given)
     print(f"{NUM_REPLAYS} replays, {microseconds:.0f} us each")
@@ -119,7 +119,7 @@ def test_a_capture_beside_exact_sizes() -> None:
 
 
 @pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
-def test_settings_of_the_allocator(setting: str) -> None:
+def test_no_setting_of_the_allocator_changes_a_bit(setting: str) -> None:
     """In a process of its own, as torch reads them once."""
     cases = [*ht_ranks.covering_ht_cases()]
     env = os.environ | {"PYTORCH_ALLOC_CONF": setting, "PYTORCH_CUDA_ALLOC_CONF": setting}
@@ -133,7 +133,7 @@ def test_settings_of_the_allocator(setting: str) -> None:
 
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
+def test_generated_cases_over_nccl_give_the_oracles_bits(num_ranks: int, tmp_path: Path) -> None:
     """With them wide ones with every number of SMs, and the bodies of the world on one GPU."""
     count = max(NUM_CASES // 6, 1)
     got = run_processes(num_ranks, ht_ranks.run_ht_cases, tmp_path, num_ranks, count, NUM_SMS, timeout=PATIENCE)
@@ -141,7 +141,7 @@ def test_generated_cases_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 
 
 @ranks_on_gpus
-def test_graphs_over_nccl(tmp_path: Path) -> None:
+def test_graphs_over_nccl_are_right(tmp_path: Path) -> None:
     """Replays with new data and routing each time, of odd numbers of operations, staged and in place."""
     replays = in_processes(NUM_REPLAYS)
     got = run_processes(WORLDS[-1], ht_ranks.run_ht_graphs, tmp_path, replays, timeout=PATIENCE)
@@ -156,7 +156,7 @@ def test_a_rank_that_does_not_call(tmp_path: Path) -> None:
 
 
 @ranks_on_gpus
-def test_a_rank_that_dies(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     with processes(2, ht_failures.run_with_a_dead_rank, tmp_path) as world:
         outcome = world.wait(0, PATIENCE)
         assert world.wait(1).exitcode == ht_failures.DEAD
@@ -198,6 +198,6 @@ def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
 
 @needs_sanitizer
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizers(tool: str, tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(tool: str, tmp_path: Path) -> None:
     """A few cases of two to four ranks on one GPU."""
     run_sanitizer(tool, ht_ranks.__name__, ht_ranks.covering_ht_cases(), tmp_path)

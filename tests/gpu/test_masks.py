@@ -29,7 +29,7 @@ def test_sizes_that_change_on_one_gpu() -> None:
 
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_masks_over_nccl(num_ranks: int, tmp_path: Path) -> None:
+def test_ranks_part_and_meet_over_nccl(num_ranks: int, tmp_path: Path) -> None:
     count = max(NUM_CASES // 6, 1)
     assert (
         run_processes(num_ranks, mask_ranks.run_masks, tmp_path, num_ranks, count, timeout=200.0) == [count] * num_ranks
@@ -37,7 +37,7 @@ def test_masks_over_nccl(num_ranks: int, tmp_path: Path) -> None:
 
 
 @ranks_on_gpus
-def test_a_rank_that_dies(tmp_path: Path) -> None:
+def test_survivors_of_a_rank_that_dies_go_on(tmp_path: Path) -> None:
     num_ranks = WORLDS[-1]
     with processes(num_ranks, mask_ranks.run_without_the_dead, tmp_path, num_ranks) as world:
         outcomes = [world.wait(rank, timeout=150.0) for rank in range(num_ranks)]
@@ -46,5 +46,5 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
 
 @needs_sanitizer
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizers(tool: str, tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(tool: str, tmp_path: Path) -> None:
     run_sanitizer(tool, mask_ranks.__name__, ["expert_major", "packed", "flat"], tmp_path)

@@ -14,7 +14,7 @@ pytestmark = needs_gpu
 SMALL = f"--size small --ranks {NUM_GPUS}"
 
 
-def test_trained_and_served(tmp_path: Path) -> None:
+def test_the_model_is_trained_and_served_on_gpus(tmp_path: Path) -> None:
     run(
         "-m", "examples.moe_lm.train", *SMALL.split(), "--sequences", str(4 * NUM_GPUS), "--length", "128",
         "--steps", "12", "--lr", "1e-3", "--exchange", "nccl_ep,all_to_all_single", "--save", f"{tmp_path}/checkpoint",

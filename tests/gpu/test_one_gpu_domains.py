@@ -31,7 +31,7 @@ on_topologies = pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda each:
 
 
 @on_topologies
-def test_low_latency(topology: tuple[int, int]) -> None:
+def test_low_latency_between_domains_gives_the_oracles_bits(topology: tuple[int, int]) -> None:
     for number, case in enumerate([*cases_of(topology, NUM_CASES), *wide_cases(topology)]):
         run_ll(case, number)
 
@@ -42,7 +42,7 @@ def test_the_mesh_of_low_latency() -> None:
 
 
 @pytest.mark.skipif(not IS_EMULATED, reason="a plan from the environment is for builds with -DNCCL_EP_TUNING=ON")
-def test_low_latency_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_share_a_channel_give_the_oracles_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks share the rows of a channel, as they do where a rank has more SMs."""
     monkeypatch.setenv("EP_PLAN_R", "3,4,5,4")
     for number, case in enumerate([*cases_of((2, 2), NUM_CASES, first=900), *wide_cases((2, 2))]):
@@ -50,7 +50,7 @@ def test_low_latency_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_topologies
-def test_high_throughput(topology: tuple[int, int]) -> None:
+def test_high_throughput_between_domains_gives_the_oracles_bits(topology: tuple[int, int]) -> None:
     coverage = HtCoverage()
     for number, case in enumerate([*cases_of(topology, NUM_CASES, first=500), *wide_cases(topology)]):
         run_ht(case, number, coverage)
@@ -59,6 +59,6 @@ def test_high_throughput(topology: tuple[int, int]) -> None:
 
 @needs_sanitizer
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizers(tool: str, tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(tool: str, tmp_path: Path) -> None:
     """A few cases of both modes, of two domains of two."""
     run_sanitizer(tool, one_gpu_domains.__name__, one_gpu_domains.arguments(3), tmp_path)

@@ -24,13 +24,13 @@ WAYS_OF = [(mode, way) for mode in ("ll", "ht") for way in WAYS if (mode, way) !
 @pytest.mark.parametrize("weighting", ["dispatch", "home", "caller"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_one_rank(mode: str, layout: str, weighting: str) -> None:
+def test_gradients_of_one_rank_are_plain_torchs(mode: str, layout: str, weighting: str) -> None:
     case = Case(1, (8,))
     check_gradients(on_one_rank(case), [run_rank(case, None, mode, layout, weighting, device="cuda")])
 
 
 @pytest.mark.parametrize("mode, way", WAYS_OF)
-def test_other_ways_of_calling(mode: str, way: str) -> None:
+def test_gradients_are_the_same_by_every_way_of_calling(mode: str, way: str) -> None:
     case = Case(1, (7,), capacity=3)
     got = run_rank(case, None, mode, "expert_major", "dispatch", way, device="cuda")
     check_gradients(on_one_rank(case), [got])
@@ -56,7 +56,7 @@ def test_a_gpu_for_each_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ll packed", "ht packed", "ht packed, exact"])
-def test_compiled(kind: str) -> None:
+def test_a_compiled_layer_trains_as_the_eager_one(kind: str) -> None:
     torch._dynamo.reset()
     with make_buffer(None, device="cuda") as buffer:
         layer = Layer(buffer, **KINDS[kind]).cuda()

@@ -307,7 +307,7 @@ def check_further(
     case: Case, plan: HtPlan, inputs: list[reference.RankInput], kwargs: list[dict[str, Any]],
     got: dict[int, HtRankResult],
 ) -> None:  # fmt: skip
-    """Further tensors and cached payloads of these ranks lie where the rows of x do."""
+    """Extra tensors and cached payloads of these ranks lie where the rows of x do."""
     ranks = range(case.num_ranks)
     for i, what in enumerate(plan.extra):
         moved = [replace(inputs[rank], x=further(case, rank, i, *what), scales=None) for rank in ranks]

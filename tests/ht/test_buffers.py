@@ -144,7 +144,7 @@ def test_arena_tensors_outlive_the_buffer() -> None:
     run_ranks(2, body)
 
 
-def test_storages_may_be_resized() -> None:
+def test_a_storage_may_be_resized_and_its_place_is_free() -> None:
     """Frameworks free activations so; in the arena the place is free again."""
     case = _case(2, "flat", 3)
 
@@ -165,7 +165,7 @@ def test_storages_may_be_resized() -> None:
     run_ranks(2, body)
 
 
-def test_empty() -> None:
+def test_buffer_empty_gives_memory_of_the_arena_while_there_is_room() -> None:
     with _buffer(_case(1, "flat", 1).case, None, arena_bytes=4096) as buffer:
         kept = [buffer.empty([512]) for _ in range(5)]  # bf16: 1 KB each, of which four fit
         assert buffer.stats()["arena_free_bytes"] == 0
@@ -225,7 +225,7 @@ def test_outputs_in_another_buffers_arena(mode: str) -> None:
 @pytest.mark.parametrize(
     ("size", "error", "text"), [(-1, ValueError, "-1, must not be negative"), (1.5, TypeError, "1.5, must be an int")]
 )
-def test_sizes_of_the_arena(size: Any, error: type[Exception], text: str) -> None:
+def test_a_size_of_the_arena_without_sense_is_refused(size: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"arena_bytes is {text}"):
         _buffer(_case(1, "flat", 1).case, None, arena_bytes=size)
 
@@ -290,7 +290,7 @@ def test_same_bits_whatever_the_timing(layout: str, domain_size: int) -> None:
 
 @pytest.mark.parametrize("domain_size", [2, 1])
 @pytest.mark.parametrize("body", [ht_ranks.rows_of_64_kib, ht_ranks.many_tokens])
-def test_largest_sizes(body: Any, domain_size: int) -> None:
+def test_the_largest_rows_and_most_tokens_are_served(body: Any, domain_size: int) -> None:
     run_ranks(2, lambda group: body(group, "cpu", domain_size=domain_size))
 
 

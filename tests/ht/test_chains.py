@@ -16,7 +16,7 @@ from tests.gpu.ht_chains import HT_CHAINS, HtChain, ht_chain_buffer
 from tests.support.cases import generate
 
 
-def test_letters() -> None:
+def test_chains_move_the_epochs_apart_and_have_every_operation() -> None:
     assert all(len(letters) % 2 == 1 for letters in HT_CHAINS)
     sent = [sum(letter in "dfh" for letter in letters) for letters in HT_CHAINS]
     assert {number % 2 for number in sent} == {0, 1}, "the kinds' epochs always move alike"
@@ -63,7 +63,7 @@ def test_a_wrong_bit_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_cases(num_ranks: int) -> None:
+def test_one_buffer_serves_every_case(num_ranks: int) -> None:
     cases = [ht_ranks.ExpectedHt(case) for case in ht_ranks.cuda_cases(6, num_ranks)]
     run_ranks(num_ranks, partial(ht_ranks.run_in_one_buffer, cases=cases, device="cpu"))
 
@@ -79,7 +79,7 @@ def test_a_case_that_differs_is_seen() -> None:
 
 @pytest.mark.parametrize("body", [ht_ranks.live_outputs, ht_ranks.overwrite_inputs, ht_ranks.both_modes])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_bodies(body: Any, num_ranks: int) -> None:
+def test_high_throughput_keeps_each_promise(body: Any, num_ranks: int) -> None:
     run_ranks(num_ranks, lambda group: body(group, "cpu"))
 
 

@@ -64,7 +64,7 @@ def _expect_failure(
 
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(3, 3), (4, 2), (3, 1)], ids=["memory", "domains", "network"])
 @pytest.mark.parametrize("phase", HT_STEPS)
-def test_a_silent_rank(phase: str, num_ranks: int, domain_size: int) -> None:
+def test_a_silent_rank_is_named_in_each_phase(phase: str, num_ranks: int, domain_size: int) -> None:
     case = Expected(plain_case(num_ranks, layout="packed", domain_size=domain_size))
 
     def run(deadline: float) -> None:
@@ -185,7 +185,9 @@ def _expect_mismatch(
 
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize(("changes", "mine", "other"), CALLS, ids=[str(*change[0].items()) for change in CALLS])
-def test_different_dispatches(changes: dict[str, Any], mine: str, other: str, num_ranks: int, domain_size: int) -> None:
+def test_ranks_with_different_dispatches_are_told_both(
+    changes: dict[str, Any], mine: str, other: str, num_ranks: int, domain_size: int
+) -> None:
     _expect_mismatch(
         num_ranks, domain_size, lambda buffer, is_odd: _call(buffer, **(changes if is_odd else {})), mine, other
     )
@@ -193,7 +195,7 @@ def test_different_dispatches(changes: dict[str, Any], mine: str, other: str, nu
 
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize("odd", ["scalars", "wire", "cached"])
-def test_different_combines(odd: str, num_ranks: int, domain_size: int) -> None:
+def test_ranks_with_different_combines_are_told_both(odd: str, num_ranks: int, domain_size: int) -> None:
     texts = {"scalars": (r"combine\(", r"combine of weights\("), "wire": ("wire bf16", "wire fp32")}
 
     def call(buffer: nccl_ep.Buffer, is_odd: bool) -> None:
@@ -210,7 +212,7 @@ def test_different_combines(odd: str, num_ranks: int, domain_size: int) -> None:
 
 
 @pytest.mark.parametrize("step", ["combine", "cached"])
-def test_a_changed_handle(step: str) -> None:
+def test_a_changed_handle_fails_the_buffer_and_touches_no_memory(step: str) -> None:
     """Rows far beyond another rank's are found amid the call: no memory is touched there, the buffer has failed."""
     deadline, num_tokens, topk = 2.0, 4, 2
 

@@ -14,7 +14,7 @@ from tests.support.coverage import Coverage
 NUM_CASES = int(os.environ.get("NCCL_EP_CASES", "6000" if os.environ.get("NCCL_EP_TEST_ALL") else "1200"))
 
 
-def test_generated_cases(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generated_cases_give_the_oracles_bits(capsys: pytest.CaptureFixture[str]) -> None:
     coverage, ht_coverage = Coverage(), HtCoverage()
     for seed in range(NUM_CASES):
         case = generate(seed)

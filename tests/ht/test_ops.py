@@ -93,7 +93,7 @@ class Calls:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPS)
-def test_opcheck_alone(name: str, layout: str) -> None:
+def test_opcheck_passes_for_each_op_on_one_rank(name: str, layout: str) -> None:
     case = _case(1, layout)
     with _buffer(case, None) as buffer:
         calls = Calls(case, buffer)
@@ -114,7 +114,7 @@ def test_opcheck_of_the_layout_of_tokens(num_domains: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck_of_carriers(dtype: torch.dtype) -> None:
+def test_opcheck_passes_for_carriers_of_gradients(dtype: torch.dtype) -> None:
     x, values = torch.randn(3, 16, dtype=dtype, requires_grad=True), torch.randn(3, 16)
     for name, args in {"carrier": (x,), "carried": (x, values)}.items():
         op = getattr(ops, name)
@@ -176,7 +176,7 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
 
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_cached_into_given_tensors(layout: str, quant: str | None) -> None:
+def test_a_cached_dispatch_into_given_tensors_has_the_same_bits(layout: str, quant: str | None) -> None:
     """Every bit is the functional op's, in tensors of the arena and in others."""
     scales = {"scales_dtype": torch.int32, "scales_width": 3} if quant is None else {}
     case = _case(2, layout, quant, tokens=(3, 7), **scales)
@@ -259,7 +259,7 @@ def _symbolic(name: str, args: list[Any], real: Sequence[torch.Tensor]) -> Seque
 
 
 @pytest.mark.parametrize("layout", ["flat", "packed", "rank_major"])
-def test_exact_sizes_are_symbols(layout: str) -> None:
+def test_exact_sizes_are_symbols_in_a_trace(layout: str) -> None:
     """What is only known when the op runs must not be a number in a trace."""
     case = _case(1, layout)
     with _buffer(case, None) as buffer:
@@ -309,7 +309,7 @@ def test_exact_sizes_in_deepeps_convention() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_compiled_layer(layout: str, backend: str) -> None:
+def test_a_compiled_layer_gives_the_eager_bits(layout: str, backend: str) -> None:
     case = _case(1, layout)
     given = case.inputs[0]
     with _buffer(case, None) as buffer:

@@ -149,7 +149,9 @@ def _run(case: Expected, buffer: nccl_ep.Buffer) -> nccl_ep.DispatchOutput:
 
 
 @pytest.mark.parametrize(("call", "error", "text"), [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])
-def test_refused_and_nothing_happened(call: Callable[[Scene], Any], error: type[Exception], text: str) -> None:
+def test_a_bad_call_is_refused_and_changes_nothing(
+    call: Callable[[Scene], Any], error: type[Exception], text: str
+) -> None:
     """One rank makes a bad call, which its peer never hears of; then both go on, with the same bits as ever."""
 
     def body(group: ThreadGroup) -> None:

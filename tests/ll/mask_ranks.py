@@ -151,7 +151,7 @@ def run_on_one_gpu(cases: list[Parted], run: Callable[..., None] = run_in_step) 
 
 # ---- Ranks that are late
 
-# "home weights": a combine whose weights the home ranks give; "unweighted rows": the same in halves.
+# "home weights": a combine whose weights the home ranks give; "unweighted rows": the same split.
 PHASES = ("dispatch", "receive", "combine", "home weights", "unweighted rows", "combine_weights")
 
 

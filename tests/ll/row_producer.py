@@ -1,4 +1,4 @@
-"""A kernel that writes the rows of a combine while its sending half waits for their signals: a thread of the host."""
+"""A kernel that writes the rows of a combine while its send waits for their signals: a thread of the host."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RowProducer:
 
     def _run(self) -> None:
         self._begin.wait()
-        time.sleep(10 * self.delay)  # the sending half is likely to wait by now
+        time.sleep(10 * self.delay)  # the send is likely to wait by now
         for index, (expert, block) in enumerate(self.blocks):
             if index < 40:
                 time.sleep(self.random.random() * self.delay)
@@ -63,7 +63,7 @@ class RowProducer:
         return self
 
     def begin(self) -> None:
-        """Called before the sending half, which does not return before it is done on CPU ranks."""
+        """Called before the send, which does not return before it is done on CPU ranks."""
         self._begin.set()
 
     def __exit__(

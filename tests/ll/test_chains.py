@@ -20,7 +20,7 @@ from tests.gpu.delays import BATCH, SEARCHES, stress
 LETTERS = sorted({*CHAINS, *(search.letters for search in SEARCHES.values() if not search.is_ht)})
 
 
-def test_letters() -> None:
+def test_chains_move_the_epochs_apart() -> None:
     assert all(len(letters) % 2 == 1 for letters in CHAINS)
     parities = {(letters.count("d") % 2, letters.count("c") % 2) for letters in CHAINS}
     assert parities == {(1, 0), (0, 1)}

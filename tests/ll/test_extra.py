@@ -1,4 +1,4 @@
-"""Further tensors of a low-latency dispatch: in the places of x's rows, bit for bit, as in high throughput."""
+"""Extra tensors of a low-latency dispatch: in the places of x's rows, bit for bit, as in high throughput."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _check_plans(num_ranks: int, device: str) -> list[Plan]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_as_in_high_throughput(num_ranks: int) -> None:
+def test_extra_tensors_are_those_of_high_throughput(num_ranks: int) -> None:
     plans = _check_plans(num_ranks, "cpu")
     assert {plan.layout for plan in plans if len(plan.extra) == 3 and plan.quant is None} == set(reference.LAYOUTS)
 
@@ -134,7 +134,7 @@ class TestOnAGpu:
     pytestmark = needs_gpu
 
     @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-    def test_as_in_high_throughput(self, num_ranks: int) -> None:
+    def test_extra_tensors_are_those_of_high_throughput(self, num_ranks: int) -> None:
         _check_plans(num_ranks, "cuda")
 
 
@@ -164,7 +164,7 @@ def test_one_tensor_travels_in_the_rows_of_x() -> None:
         ([torch.zeros(2, 8), torch.zeros(2, 1024)], "window is too small .* rows of 4128 bytes"),
     ],
 )
-def test_refused(extra: list[torch.Tensor], text: str) -> None:
+def test_bad_extra_tensors_are_refused_and_nothing_is_sent(extra: list[torch.Tensor], text: str) -> None:
     x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [3, -1, -1]])
     with _buffer(None, 1) as buffer:
         with pytest.raises(ValueError, match=text):
@@ -173,7 +173,7 @@ def test_refused(extra: list[torch.Tensor], text: str) -> None:
         assert nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=EXPERTS).extra == ()
 
 
-def test_halves_take_none() -> None:
+def test_a_split_dispatch_takes_no_extra_tensors() -> None:
     x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [3, -1, -1]])
     with _buffer(None, 1) as buffer:
         given: dict[str, Any] = {"buffer": buffer, "num_experts": EXPERTS}
@@ -184,7 +184,7 @@ def test_halves_take_none() -> None:
         assert buffer.stats()["dispatches"] == 0 and nccl_ep.dispatch_send(x, ids, **given).receive().extra == ()
 
 
-def test_under_compile() -> None:
+def test_extra_tensors_under_compile_are_the_eager_ones() -> None:
     x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [3, -1, -1]])
     more = [torch.arange(16, dtype=torch.int64).view(2, 8), torch.ones(2, 4)]
     with _buffer(None, 1) as buffer:

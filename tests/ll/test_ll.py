@@ -13,7 +13,7 @@ from tests.support.harness import check_case
 NUM_CASES = int(os.environ.get("NCCL_EP_CASES", "10000" if os.environ.get("NCCL_EP_TEST_ALL") else "2000"))
 
 
-def test_generated_cases(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generated_cases_give_the_oracles_bits(capsys: pytest.CaptureFixture[str]) -> None:
     coverage = Coverage()
     for seed in range(NUM_CASES):
         case = generate(seed)
@@ -24,6 +24,6 @@ def test_generated_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert not coverage.missing()
 
 
-def test_large_cases() -> None:
+def test_large_cases_give_the_oracles_bits() -> None:
     for number, case in enumerate(large_cases()):
         check_case(case, staged=number % 3 == 1)

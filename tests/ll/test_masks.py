@@ -45,7 +45,7 @@ def _barrier(group: ThreadGroup) -> Any:
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 20), (3, 15), (4, 15), (8, 4)])
-def test_two_groups(num_ranks: int, count: int) -> None:
+def test_two_groups_part_and_meet_again(num_ranks: int, count: int) -> None:
     cases = _cases(count, num_ranks)
 
     def body(group: ThreadGroup) -> None:
@@ -71,7 +71,7 @@ def test_more_ranks_than_bits_of_a_word() -> None:
 
 
 @pytest.mark.parametrize("first", [{0, 1}, {0, 2, 3}])
-def test_sizes_that_change_while_ranks_are_masked(first: set[int]) -> None:
+def test_sizes_may_change_while_ranks_are_masked(first: set[int]) -> None:
     cases = _cases(25, 4, frozenset(first))
 
     def body(group: ThreadGroup) -> None:
@@ -84,7 +84,7 @@ def test_sizes_that_change_while_ranks_are_masked(first: set[int]) -> None:
 # ---- Ranks that are late
 
 
-def test_healthy_ranks_stay_together() -> None:
+def test_mask_consensus_keeps_healthy_ranks_together() -> None:
     """Rank 2 goes away. Rank 1 has masked it before, and is a call ahead of rank 0, which waits for rank 2."""
     case, pair = Expected(plain_case(3)), Expected(CaseOf.make(plain_case(3), frozenset({0, 1})))
 
@@ -110,7 +110,7 @@ def test_healthy_ranks_stay_together() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "turns"), [(2, 3), (4, 3), (3, 0)])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_rank_that_is_late(phase: str, num_ranks: int, turns: int) -> None:
+def test_a_late_rank_is_masked(phase: str, num_ranks: int, turns: int) -> None:
     late = LateRank(num_ranks, phase, turns)
 
     def run(deadline: float) -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_is_late(phase: str, num_ranks: int, turns: int) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_that_comes_at_the_deadline(layout: str) -> None:
+def test_mask_consensus_where_a_rank_comes_at_the_deadline(layout: str) -> None:
     run_ranks(3, lambda group: come_at_the_deadline(group, layout, deadline=0.2, rounds=8))
 
 
@@ -206,7 +206,7 @@ def test_masks_that_were_cleaned_by_some_ranks(monkeypatch: pytest.MonkeyPatch) 
                 call()
 
 
-def test_further_tensors_whose_operations_could_leave_out_different_ranks() -> None:
+def test_extra_tensors_whose_operations_could_leave_out_different_ranks_are_refused() -> None:
     case = Expected(plain_case(1))
     given, how = case.inputs[0], case.case.dispatch_kwargs()
     extra = [torch.arange(8.0 * len(given.x)).view(-1, 8) + i for i in range(2)]
@@ -217,7 +217,7 @@ def test_further_tensors_whose_operations_could_leave_out_different_ranks() -> N
         case.check_dispatch(out, 0)
 
 
-def test_an_open_half_is_received_before_masks_are_cleaned() -> None:
+def test_an_open_send_is_received_before_masks_are_cleaned() -> None:
     case = Expected(plain_case(2))
 
     def body(group: ThreadGroup) -> None:
@@ -235,7 +235,7 @@ def test_an_open_half_is_received_before_masks_are_cleaned() -> None:
     run_ranks(2, body)
 
 
-def test_without_masks() -> None:
+def test_a_buffer_without_masks_has_none_to_set() -> None:
     """A buffer that was made without has none to set, and a late rank fails it."""
     case = Expected(plain_case(2))
 
@@ -256,7 +256,7 @@ def test_without_masks() -> None:
     run_ranks(2, body)
 
 
-def test_who_can_have_masks() -> None:
+def test_ranks_that_cannot_have_masks_are_told() -> None:
     case = [Expected(plain_case(2))]
 
     def disagree(group: ThreadGroup) -> None:

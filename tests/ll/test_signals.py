@@ -1,4 +1,4 @@
-"""Combines whose sending half begins while the rows are still being written, and waits for their signals. Rows are
+"""Combines whose send begins while the rows are still being written, and waits for their signals. Rows are
 poisoned until then, so that one that was read too soon shows in the bits. On CPU ranks and on emulated GPUs."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def weighted_case(num_ranks: int, **changes: Any) -> Expected:
 def combine_signalled(
     case: Expected, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, producer: RowProducer, num_sms: int = 1
 ) -> torch.Tensor:
-    """The rows are overwritten between the halves."""
+    """The rows are overwritten between send and receive."""
     options = combine_options(case.case, buffer.rank, buffer.device)
     with producer:
         producer.begin()
@@ -85,7 +85,7 @@ def test_rows_leave_when_their_signals_come(name: str, num_ranks: int) -> None:
     run_ranks(num_ranks, body)
 
 
-def test_more_tokens_than_lanes() -> None:
+def test_signals_of_more_tokens_than_lanes() -> None:
     case = weighted_case(2, max_tokens=400, tokens=(400, 371), hidden=16, topk=3)
 
     check_signalled(case, lambda rank: RowProducer(case.rows[rank], 64, seed=rank))
@@ -191,7 +191,7 @@ GOOD = {"row_signals": torch.ones(2, 2, dtype=torch.int32), "rows_per_signal": 4
         ({"out_dtype": torch.float32}, ValueError, "rows are bf16, the wire fp32, outputs fp32, must be of one type"),
     ],
 )
-def test_bad_signals(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_bad_signals_are_refused_and_harm_nothing(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     """Nothing is sent, and the next call is unharmed."""
     case = weighted_case(1, topk=2, combine_weights="tensor")
 

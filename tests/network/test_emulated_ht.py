@@ -34,7 +34,7 @@ NUM_CASES = 16  # of each topology
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
-def test_generated_cases(topology: tuple[int, int]) -> None:
+def test_generated_cases_give_the_oracles_bits(topology: tuple[int, int]) -> None:
     """Every result to the bit, and every byte that crosses (``check_ht_network``)."""
     coverage = HtCoverage()
     for number, case in enumerate(cases_of(topology, NUM_CASES)):
@@ -47,7 +47,7 @@ def wide_cases(domains: int, size: int) -> list[ht_ranks.Case]:
 
 
 @pytest.mark.parametrize("topology", [(2, 2), (4, 1)], ids=name_of)
-def test_wide_cases(topology: tuple[int, int]) -> None:
+def test_wide_cases_give_the_oracles_bits(topology: tuple[int, int]) -> None:
     """More tokens than chunks, rows of several pieces, every layout."""
     for number, case in enumerate(wide_cases(*topology)):
         check_ht_case(case, network_seed=7 + number, num_sms=number % 3)
@@ -70,7 +70,7 @@ def test_one_buffer_for_many_cases(topology: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("topology", [(2, 1), (2, 2)], ids=name_of)
 @pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
-def test_chains(topology: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_are_right_under_delays(topology: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")  # of which each rank's waiting warps take less from the others
 
     def body(group: ThreadGroup) -> int:
@@ -146,7 +146,7 @@ HOW: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("bug", "kind"), [(bug, kind) for bug, kinds in BUGS.items() for kind in (DISPATCH, COMBINE) if kinds & kind]
 )
-def test_planted_bugs(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_are_found(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
     found = search([bug], kind, **HOW)
     print(f"{bug}: {found}")
@@ -160,9 +160,9 @@ def test_the_search_without_a_bug() -> None:
 # ---- The rest of the interface
 
 
-def test_handles_that_were_changed() -> None:
+def test_a_changed_handle_fails_without_touching_memory() -> None:
     run_ranks(2, lambda group: handles.changed_handles(group, "cpu", domain_size=1))
 
 
-def test_places_that_were_changed() -> None:
+def test_changed_places_fail_without_touching_memory() -> None:
     run_ranks(4, lambda group: handles.changed_places(group, "cpu", domain_size=2))

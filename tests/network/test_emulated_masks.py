@@ -51,13 +51,13 @@ def run_parts(cases: list[Parted], run: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("seed", [0, 31, SLOW], ids=["in order", "late", "slow"])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
-def test_two_groups(topology: tuple[int, int], seed: int) -> None:
+def test_two_groups_part_and_meet_again(topology: tuple[int, int], seed: int) -> None:
     """Together, apart with other numbers of calls, together again when masks were cleaned."""
     run_parts([Parted(case) for case in cases_of(topology, 3, first=3000 + seed % 97)], run_all, network_seed=seed)
 
 
 @pytest.mark.parametrize("first", [{0, 1}, {0, 3}, {0, 1, 2}], ids=["by domains", "by rails", "without one"])
-def test_sizes_that_change_while_ranks_are_masked(first: set[int]) -> None:
+def test_sizes_may_change_while_ranks_are_masked(first: set[int]) -> None:
     cases = [Parted(case, frozenset(first)) for case in cases_of((2, 2), 6, first=3000)]
     run_parts(cases, run_over_shapes, network_seed=9)
 
@@ -67,18 +67,18 @@ def test_sizes_that_change_while_ranks_are_masked(first: set[int]) -> None:
 
 @pytest.mark.parametrize("topology", [(2, 1), (2, 2), (4, 1)], ids=name_of)
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_rank_that_is_late(phase: str, topology: tuple[int, int]) -> None:
+def test_a_late_rank_is_masked(phase: str, topology: tuple[int, int]) -> None:
     """One of another domain, or of the own one: the rest goes on with right bits, and it comes back."""
     late = LateRank(topology[0] * topology[1], phase, 2, domain_size=topology[1])
     with_more_time(lambda deadline: run_ranks(late.missing + 1, functools.partial(late.run, deadline=deadline)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_that_comes_at_the_deadline(layout: str) -> None:
+def test_mask_consensus_where_a_rank_comes_at_the_deadline(layout: str) -> None:
     run_ranks(3, lambda group: come_at_the_deadline(group, layout, deadline=0.5, rounds=4, domain_size=1))
 
 
-def test_a_rank_that_is_dead() -> None:
+def test_a_dead_rank_is_masked() -> None:
     """The others go on without it for good: masks cannot be cleaned."""
     case, end = Parted(plain_case(4, domain_size=2), frozenset({0, 1, 2})), threading.Barrier(4)
 
@@ -98,7 +98,7 @@ def test_a_rank_that_is_dead() -> None:
     run_ranks(4, functools.partial(body, deadline=2.0))
 
 
-def test_healthy_ranks_stay_together() -> None:
+def test_mask_consensus_keeps_healthy_ranks_together() -> None:
     """Rank 3 goes away. Ranks 1 and 2 have masked it before, and are calls ahead of rank 0, which waits for it."""
     plain = plain_case(4, domain_size=2)
     case, rest = Expected(plain), Expected(CaseOf.make(plain, frozenset({0, 1, 2})))
@@ -122,7 +122,7 @@ def test_healthy_ranks_stay_together() -> None:
     run_ranks(4, functools.partial(body, deadline=4.0))
 
 
-def test_who_can_have_masks() -> None:
+def test_masks_take_the_mesh() -> None:
     """The mesh is taken. One domain of a rank each is no rail."""
 
     def body(group: ThreadGroup) -> None:
@@ -141,7 +141,7 @@ def test_who_can_have_masks() -> None:
 # ---- Planted bugs
 
 
-def test_a_planted_bug() -> None:
+def test_a_planted_bug_of_masks_is_found() -> None:
     """Posts are not counted. So cleaning makes up for them once more, and what has not come counts as come."""
     cases = [Parted(case) for case in cases_of((2, 2), 2, first=3000)]
     with delays(bugs=["uncounted_posts"], kinds=DISPATCH | COMBINE), pytest.raises(BaseException) as caught:

@@ -35,13 +35,13 @@ MESH: dict[str, Any] = {"ll_network": "mesh"}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
-def test_generated_cases(topology: tuple[int, int]) -> None:
+def test_generated_cases_give_the_oracles_bits(topology: tuple[int, int]) -> None:
     """Every result to the bit, and every byte that crosses: a row for each rank that has an expert of the token."""
     for number, case in enumerate(cases_of(topology, NUM_CASES, first=2000)):
         check_case(case, staged=number % 3 == 1, network_seed=number % 4 * 31, num_sms=(0, 1, 3)[number % 3], **MESH)
 
 
-def test_wide_cases() -> None:
+def test_wide_cases_give_the_oracles_bits() -> None:
     """More tokens than channels, rows of several pieces."""
     for number, (layout, quant) in enumerate((("packed", None), ("flat", "fp8"), ("expert_major", "fp8_ue8m0"))):
         case = wide_case(4, layout=layout, quant=quant, domain_size=2, tokens=(96, 41, 0, 9))
@@ -49,7 +49,7 @@ def test_wide_cases() -> None:
 
 
 @pytest.mark.parametrize("wire", ["fp8", "logfmt", torch.float32])
-def test_sums_in_fewer_bytes(wire: Any) -> None:
+def test_sums_in_fewer_bytes_have_the_oracles_bits(wire: Any) -> None:
     """A rank's sum is rounded once before it crosses, and the sum of its domain at home."""
     how: dict[str, Any] = {"hidden": 640 + 16, "wire_dtype": wire, "domain_size": 2}
     for number, way in enumerate(({"layout": "flat"}, {"layout": "packed", "combine_weights": "masked"})):
@@ -65,7 +65,7 @@ def test_one_buffer_for_many_cases(plan: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
-def test_chains(seed: int) -> None:
+def test_chains_are_right_under_delays(seed: int) -> None:
     check_chains(seed, 1, domain_size=2, **MESH)
 
 
@@ -119,7 +119,7 @@ TWO_NODES: dict[str, Any] = {"ranks": 4, "domain_size": 2, **MESH}
 @pytest.mark.parametrize(
     ("bug", "kind"), [(bug, kind) for bug, kinds in BUGS.items() for kind in (DISPATCH, COMBINE) if kinds & kind]
 )
-def test_planted_bugs(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_are_found(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
     if bug == "early_part":
         monkeypatch.setenv("EP_PLAN_R", PARTS)

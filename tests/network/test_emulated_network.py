@@ -44,14 +44,14 @@ def name_of(topology: tuple[int, int]) -> str:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
-def test_generated_cases(topology: tuple[int, int]) -> None:
+def test_generated_cases_give_the_oracles_bits(topology: tuple[int, int]) -> None:
     """Every result to the bit, and every byte that crosses (``check_network``)."""
     for number, case in enumerate(cases_of(topology, NUM_CASES)):
         check_case(case, staged=number % 3 == 1, network_seed=number % 4 * 31, num_sms=(0, 1, 3)[number % 3])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_wide_cases(layout: str) -> None:
+def test_wide_cases_give_the_oracles_bits(layout: str) -> None:
     """More tokens than channels, rows of several pieces."""
     for number, quant in enumerate((None, "fp8", "fp8_ue8m0")):
         case = wide_case(4, layout=layout, quant=quant, domain_size=2, tokens=(96, 41, 0, 9))
@@ -60,7 +60,7 @@ def test_wide_cases(layout: str) -> None:
 
 @pytest.mark.parametrize("topology", [(2, 1), (2, 2), (4, 1)], ids=name_of)
 @pytest.mark.parametrize("wire", reference.WIRE_FORMATS)
-def test_sums_in_fewer_bytes(wire: str, topology: tuple[int, int]) -> None:
+def test_sums_in_fewer_bytes_have_the_oracles_bits(wire: str, topology: tuple[int, int]) -> None:
     """A domain's sum is rounded as a rank's is, in rows whose last block is short, and crosses in as few bytes."""
     ranks = topology[0] * topology[1]
     how: dict[str, Any] = {"hidden": 640 + 16, "wire_dtype": wire, "domain_size": topology[1]}
@@ -114,7 +114,7 @@ def check_chains(seed: int, runs: int, **options: Any) -> None:
 
 @pytest.mark.parametrize("topology", [(2, 2), (4, 1)], ids=name_of)
 @pytest.mark.parametrize("seed", [0, 3], ids=["plain", "delays"])
-def test_chains(topology: tuple[int, int], seed: int) -> None:
+def test_chains_are_right_under_delays(topology: tuple[int, int], seed: int) -> None:
     check_chains(seed, CHAIN_RUNS, domain_size=topology[1])
 
 
@@ -128,7 +128,7 @@ def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("topology", [(2, 1), (2, 2), (3, 2)], ids=name_of)
-def test_parts(topology: tuple[int, int]) -> None:
+def test_parts_of_a_channel_give_the_oracles_bits(topology: tuple[int, int]) -> None:
     """Fewer pieces than blocks, more of them, and shares that are empty."""
     check_one_buffer(cases_of(topology, 5, first=900))
     ranks = topology[0] * topology[1]
@@ -137,7 +137,7 @@ def test_parts(topology: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("parts")
-def test_chains_of_parts() -> None:
+def test_chains_of_parts_are_right_under_delays() -> None:
     check_chains(3, 1, domain_size=2)
 
 
@@ -291,7 +291,7 @@ def search(
 @pytest.mark.parametrize(
     ("bug", "kind"), [(bug, kind) for bug, kinds in BUGS.items() for kind in (DISPATCH, COMBINE) if kinds & kind]
 )
-def test_planted_bugs(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_are_found(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
     if bug == "early_part":
         monkeypatch.setenv("EP_PLAN_R", PARTS)

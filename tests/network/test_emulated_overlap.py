@@ -11,7 +11,8 @@ All emulated ranks are in one process and have one clock, so stamps of different
 Why this is no matter of luck:
 
 * A rank that put only when its last row is there could not show any of it, whatever the times: its first put would
-  come after its last row, and what the peer does with it later still. ``test_late_chunks`` plants that.
+  come after its last row, and what the peer does with it later still.
+  ``test_late_chunks_overlap_with_nothing`` plants that.
 * So one call that shows it is enough. A call need not: the emulator makes one launch in six 4 to 64 times as slow, and
   a machine may stop the thread of the simulated NIC. But chunks are 32 rows of 512, so that 15 of 16 are still to come
   when the first is put. Mostly the first call shows everything; there are CALLS.
@@ -139,13 +140,13 @@ def run(domains: int, size: int, *, calls: int, network_seed: int) -> Seen:
 
 @pytest.mark.parametrize("topology", [(2, 1), (2, 2)], ids=name_of)
 @pytest.mark.parametrize("network_seed", [0, 7], ids=["quick network", "late network"])
-def test_operations_overlap(topology: tuple[int, int], network_seed: int) -> None:
+def test_puts_begin_before_all_chunks_are_there(topology: tuple[int, int], network_seed: int) -> None:
     seen = run(*topology, calls=CALLS, network_seed=network_seed)
     assert seen.is_complete(), f"not in {CALLS} calls: {sorted(seen.names() - seen.overlaps)}\n{seen.show()}"
 
 
 @pytest.mark.parametrize("topology", [(2, 1), (2, 2)], ids=name_of)
-def test_late_chunks(topology: tuple[int, int]) -> None:
+def test_late_chunks_overlap_with_nothing(topology: tuple[int, int]) -> None:
     """Kernels that put no chunk before all are there: the results are right, and nothing overlaps in any call."""
     with delays(bugs=["late_chunks"], kinds=DISPATCH | COMBINE):
         seen = run(*topology, calls=LATE_CALLS, network_seed=0)

@@ -53,7 +53,7 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
 @pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 2)])
-def test_cases(ranks: int, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_body_of_low_latency_runs_every_case(ranks: int, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Forth and back."""
     for found in run_ranks(ranks, lambda group: gin_ranks.ll_cases(_world(group, size), 1, 100)):
         assert found["cases"] == 5 and found["dispatches"] == 10 and 0 < found["slowest"] <= found["seconds"]
@@ -64,14 +64,14 @@ def test_cases(ranks: int, size: int, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
 @pytest.mark.parametrize(("seconds", "runs"), [(600.0, 12), (0.0, 4)])
-def test_cases_of_high_throughput(seconds: float, runs: int) -> None:
+def test_the_body_of_high_throughput_runs_what_the_time_allows(seconds: float, runs: int) -> None:
     """Forth and back, or as many as the time allows, the same number on all ranks."""
     for found in run_ranks(2, lambda group: gin_ranks.ht_cases(_world(group, 1), 1, 500, seconds)):
         assert found["cases"] == 6 and found["runs"] == runs <= found["dispatches"]
 
 
 @pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
-def test_masks() -> None:
+def test_the_body_of_masks_parts_and_meets() -> None:
     with_more_time(
         lambda deadline: run_ranks(2, lambda group: gin_ranks.ll_masks(_world(group, 1), "dispatch", deadline))
     )

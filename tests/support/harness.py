@@ -94,7 +94,7 @@ def dispatch_case(
     )
     result: Any = run(x, topk_idx, weights, buffer=buffer, scales=scales, **case.dispatch_kwargs(), **options)
     if staged:
-        garble(x, topk_idx, weights, scales)  # inputs are free once the sending half is done
+        garble(x, topk_idx, weights, scales)  # inputs are free once the send is done
         result = result.receive()
     return result
 
@@ -211,7 +211,7 @@ def check_padding(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, w
 
 
 def sends_unweighted(case: Case, *, staged: bool) -> bool:
-    """Whether a combine's sending half sends rows for the home ranks to weight, in their own dtype."""
+    """Whether a combine's send sends rows for the home ranks to weight, in their own dtype."""
     return staged and is_weighted_at_home(case)
 
 

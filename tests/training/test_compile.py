@@ -98,7 +98,7 @@ def test_layers_with_a_buffer_each_compile_once(backend: str, kind: str) -> None
 
 @pytest.mark.parametrize("how", [{"weighting": "home"}, {"split": True}, {"split": True, "weighting": "home"}])
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_other_ways_of_calling(backend: str, how: dict[str, Any]) -> None:
+def test_a_compiled_layer_trains_alike_by_every_way_of_calling(backend: str, how: dict[str, Any]) -> None:
     with make_buffer(None) as buffer:
         layer = Layer(buffer, **how, **KINDS["ll packed"])
         x = torch.randn(5, HIDDEN)
@@ -109,7 +109,7 @@ def test_other_ways_of_calling(backend: str, how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["ll expert_major", "ht packed", "ht packed, exact"])
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_two_ranks(backend: str, kind: str) -> None:
+def test_a_compiled_layer_of_two_ranks_trains_as_the_eager_one(backend: str, kind: str) -> None:
     def body(group: Any) -> None:
         how = KINDS[kind] | ({"capacity": 16} if kind == "ht expert_major" else {})
         with make_buffer(group) as buffer:

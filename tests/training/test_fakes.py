@@ -34,7 +34,7 @@ class Recorded(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_fakes_over_the_generator(mode: str) -> None:
+def test_fakes_agree_with_real_results_over_generated_cases(mode: str) -> None:
     seen: set[str] = set()
     used = 0
     for seed in range(NUM_CASES):

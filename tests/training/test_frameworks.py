@@ -75,7 +75,7 @@ class _Wrapped(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["ll packed", "ht packed"])
-def test_autocast(kind: str) -> None:
+def test_gradients_under_autocast_are_right(kind: str) -> None:
     with make_buffer(None, dtype=torch.bfloat16, hidden=16) as buffer:
         x, idx = torch.randn(5, 16, dtype=torch.bfloat16, requires_grad=True), torch.rand(5, EXPERTS).topk(TOPK)[1]
         logits = torch.randn(5, TOPK, requires_grad=True)
@@ -92,7 +92,7 @@ def test_autocast(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ll packed", "ht packed"])
-def test_export(kind: str) -> None:
+def test_an_exported_layer_gives_the_same(kind: str) -> None:
     with make_buffer(None) as buffer:
         layer = Layer(buffer, **KINDS[kind])
         x = torch.randn(5, HIDDEN)
@@ -156,7 +156,7 @@ def _train(rank: int, wrap: str, kind: str, compiled: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["ll packed", "ht packed"])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_data_parallel_wrappers(wrap: str, kind: str, tmp_path: Path) -> None:
+def test_data_parallel_wrappers_train_alike(wrap: str, kind: str, tmp_path: Path) -> None:
     for compiled in (False, True):
         directory = tmp_path / str(compiled)
         directory.mkdir()

@@ -39,7 +39,7 @@ def test_equal_to_one_rank_bit_for_bit(mode: str, layout: str, weighting: str) -
 @pytest.mark.parametrize("way", ["split", "async", "out"])
 @pytest.mark.parametrize("weighting", ["dispatch", "home", "caller"])
 @pytest.mark.parametrize("mode", MODES)
-def test_other_ways_of_calling(mode: str, weighting: str, way: str) -> None:
+def test_gradients_are_the_same_by_every_way_of_calling(mode: str, weighting: str, way: str) -> None:
     if mode == "ht" and way == "split":
         pytest.skip("high throughput has no split calls")
     case = Case(2, (5, 3))
@@ -64,13 +64,13 @@ def test_dropped_rows_have_no_gradient(mode: str, weighting: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_random_numbers(mode: str, layout: str) -> None:
+def test_gradients_of_random_numbers_are_plain_torchs(mode: str, layout: str) -> None:
     case = Case(2, (6, 8), integers=False)
     check_gradients(on_one_rank(case), run_layer(case, mode, layout, "dispatch"), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["packed", "flat", "rank_major"])
-def test_exact_sizes(layout: str) -> None:
+def test_gradients_of_exact_sizes_are_plain_torchs(layout: str) -> None:
     case = Case(2, (5, 3))
 
     def body(group: Any) -> tuple[torch.Tensor, ...]:
@@ -89,7 +89,7 @@ def test_exact_sizes(layout: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_packed_with_alignment(mode: str) -> None:
+def test_gradients_of_aligned_packed_rows_are_plain_torchs(mode: str) -> None:
     """The home rank's weights are routed once more, to the same places."""
     case = Case(2, (5, 3))
 
@@ -123,7 +123,7 @@ def given(mode: str, layout: str = "packed") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_biases(mode: str) -> None:
+def test_gradients_of_biases_are_the_outputs(mode: str) -> None:
     with one_rank() as buffer:
         x = torch.ones(4, HIDDEN)
         out = nccl_ep.dispatch(x, IDS, buffer=buffer, **given(mode, "flat"))
@@ -135,7 +135,7 @@ def test_biases(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_extra_tensors_and_scales(mode: str) -> None:
+def test_gradients_of_extra_tensors_and_scales_are_summed(mode: str) -> None:
     """A token's rows: two choices, so that each number is counted twice."""
     with one_rank() as buffer:
         extras = [torch.randn(4, 4, requires_grad=True), torch.randn(4, 8, requires_grad=True)]
@@ -217,7 +217,7 @@ def test_a_handle_twice_a_graph_twice_and_outputs_that_are_not_used(mode: str) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_second_derivative(mode: str) -> None:
+def test_a_second_derivative_is_plain_torchs(mode: str) -> None:
     with one_rank() as buffer:
         x, weights = torch.randn(4, HIDDEN, requires_grad=True), torch.rand(4, 2, requires_grad=True)
 

@@ -30,7 +30,7 @@ from .view import View
 LowLatencyHandle: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int]
 
 _CLEANING_DEADLINES = 4
-_UNWEIGHTED_TOPK = 8  # up to which the size hint has room for a combine whose sending half waits for nobody
+_UNWEIGHTED_TOPK = 8  # up to which the size hint has room for a combine whose send waits for nobody
 _PARTS = ("routing", "dispatched rows", "combined rows")  # of a bank
 
 

@@ -1,6 +1,6 @@
 """Keywords that branches of DeepEP V1 have added to the low-latency methods.
 
-Single-batch overlap is SGLang's: a combine whose sending half begins while the down GEMM, on another stream, still
+Single-batch overlap is SGLang's: a combine whose send begins while the down GEMM, on another stream, still
 writes the rows, and waits for that kernel's signals. On Hopper the GEMM counts up a signal for each block of rows of an
 expert, on Blackwell one for each expert. nvfp4.py has those of NVFP4 rows.
 
@@ -21,7 +21,7 @@ HOPPER_SMS, BLACKWELL_SMS = 3, 32  # that SGLang's GEMM leaves free
 
 @dataclass(slots=True)
 class RowSignals:
-    """What ``nccl_ep.combine_send`` takes by these names, and the SMs of the sending half."""
+    """What ``nccl_ep.combine_send`` takes by these names, and the SMs of the send."""
 
     row_signals: torch.Tensor
     rows_per_signal: int
@@ -46,7 +46,7 @@ class RowSignals:
         Raises: ValueError, TypeError with what is wrong.
         """
         if not return_recv_hook:
-            raise ValueError("overlap is set, and return_recv_hook is not: the sending half alone waits for signals")
+            raise ValueError("overlap is set, and return_recv_hook is not: the send alone waits for signals")
         if use_logfmt:
             raise ValueError("overlap and use_logfmt are both set: rows that come one by one travel as they are")
         if (comp_signal is None) == (src_signals is None):

@@ -104,7 +104,7 @@ def send(
     Scales travel as int32, four in each; in place of scales that a row has not got, zeros.
 
     Args:
-        op: ``ll_dispatch_deepep`` or its sending half. args: what it takes behind x and its scales. receives: whether
+        op: ``ll_dispatch_deepep`` or its send. args: what it takes behind x and its scales. receives: whether
             op receives: then the scales are filled.
     """
     rows, scales = quantize(x, global_scale)
@@ -125,7 +125,7 @@ def send(
 
 
 def receive(op: Callable[..., None], swizzled: torch.Tensor, *args: Any) -> None:
-    """Runs ``op``, the receiving half, and fills the scales of ``send``. args: op's."""
+    """Runs ``op``, the receive, and fills the scales of ``send``. args: op's."""
     op(*args)
     _swizzle(args[2], swizzled)
 

@@ -42,7 +42,7 @@ class Round {
   ~Round() {
     for (ncclEpHandle_t handle : handles_) ncclEpHandleDestroy(handle);
     ncclEpGroupDestroy(group_);
-    for (ncclEpHandle_t handle : handles_) ncclEpHandleDestroy(handle);  // those with an open half
+    for (ncclEpHandle_t handle : handles_) ncclEpHandleDestroy(handle);  // those with an open send
   }
   Round(const Round&) = delete;
   Round& operator=(const Round&) = delete;

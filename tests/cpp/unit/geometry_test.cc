@@ -360,7 +360,7 @@ TEST(DispatchGeometry, CountsThePiecesToSendAndToReceive) {
   EXPECT_EQ(whole.own_units, 100 * pieces);
   EXPECT_EQ(whole.receive_units, (100 + 3 * 128) * pieces);
   p.phase = Phase::kRecv;
-  EXPECT_EQ(LlDispatchGeometry::of(p, plan).own_units, 128 * pieces) << "a receiving half does not know its tokens";
+  EXPECT_EQ(LlDispatchGeometry::of(p, plan).own_units, 128 * pieces) << "a receive does not know its tokens";
 }
 
 TEST(DispatchGeometry, NumbersOfRowsHaveWarpsOfTheirOwnWhereThereAreSome) {
@@ -383,7 +383,7 @@ TEST(DispatchGeometry, NumbersOfRowsHaveWarpsOfTheirOwnWhereThereAreSome) {
   p.num_tokens = 0;
   EXPECT_EQ(LlDispatchGeometry::of(p, plan).receive_units, 0) << "a rank alone, without tokens";
   p.phase = Phase::kRecv;
-  EXPECT_EQ(LlDispatchGeometry::of(p, plan).receive_units, pieces + 1) << "its receiving half does not know that";
+  EXPECT_EQ(LlDispatchGeometry::of(p, plan).receive_units, pieces + 1) << "its receive does not know that";
 }
 
 LlCombineParams combine_of(const LlDispatchParams& dispatch) {

@@ -1,4 +1,4 @@
-// Which half of an operation a group takes for open.
+// Which sends a group takes for open.
 #include "runtime/group.h"
 
 #include <gtest/gtest.h>

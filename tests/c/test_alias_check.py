@@ -61,7 +61,7 @@ def check(
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
-def test_low_latency(library: Library, staged: bool) -> None:
+def test_alias_check_of_low_latency(library: Library, staged: bool) -> None:
     group = library.solo_group(max_token_bytes=256)
     solo = ll.Solo(library, group)
 
@@ -87,7 +87,7 @@ def test_low_latency(library: Library, staged: bool) -> None:
     library.GroupDestroy(group)
 
 
-def test_high_throughput(library: Library) -> None:
+def test_alias_check_of_high_throughput(library: Library) -> None:
     group = library.solo_group(algorithm=c_api.HIGH_THROUGHPUT, max_token_bytes=192)
     solo = ht.Solo(library, group)
 
@@ -116,7 +116,7 @@ def test_high_throughput(library: Library) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [c_api.LOW_LATENCY, c_api.HIGH_THROUGHPUT])
-def test_memory_of_the_handle(library: Library, algorithm: int) -> None:
+def test_alias_check_of_the_handles_memory(library: Library, algorithm: int) -> None:
     """What a dispatch writes and a combine reads."""
     group, size = library.solo_group(algorithm=algorithm), c.c_size_t()
     config = c_api.HandleConfig(layout=c_api.LAYOUTS["packed"])

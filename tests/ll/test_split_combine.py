@@ -1,4 +1,4 @@
-"""Combines in halves whose weights the home ranks give: the sending half waits for no rank, and the bits are those of a
+"""Split combines whose weights the home ranks give: the send waits for no rank, and the bits are those of a
 whole combine. All ranks split such a combine, or none. On CPU ranks and on emulated GPUs."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nccl_ep import _C
 from nccl_ep.room import LlSizes, Room
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.deep_ep.low_latency_ranks import DeepEpCase, small_case
-from tests.ll.late_halves import weighted_case
+from tests.ll.late_send import weighted_case
 from tests.support.expected import Expected, shared_buffer
 from tests.support.harness import combine_options
 from tests.support.patience import of_living_ranks
@@ -24,11 +24,11 @@ from tests.support.patience import of_living_ranks
 WAIT = of_living_ranks(60.0)
 
 
-def combine_by(case: Expected, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, *, in_halves: bool) -> torch.Tensor:
-    """The rows are overwritten between the halves: the sending half is done with them."""
+def combine_by(case: Expected, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, *, is_split: bool) -> torch.Tensor:
+    """The rows are overwritten between send and receive: the send is done with them."""
     rows = case.rows[buffer.rank].clone()
     options = combine_options(case.case, buffer.rank, buffer.device)
-    if not in_halves:
+    if not is_split:
         return nccl_ep.combine(rows, handle, **options)
     pending = nccl_ep.combine_send(rows, handle, **options)
     rows.fill_(7)
@@ -51,7 +51,7 @@ CASES = {
     "special sums in FP8": {"wire_dtype": "fp8", "rows_content": "special"},
     "special sums in LogFMT": {"wire_dtype": "logfmt", "rows_content": "special"},
 }
-# Sums travel here, in halves too.
+# Sums travel here, in split combines too.
 SUMS = {
     "weights of dispatch": {"combine_weights": "dispatch"},
     "no weights": {"combine_weights": "none"},
@@ -59,7 +59,7 @@ SUMS = {
 WIRES = (None, torch.float32, "fp8", "logfmt")
 
 
-def run_halves(num_ranks: int, name: str, domain_size: int | None = None, **options: Any) -> None:
+def run_split(num_ranks: int, name: str, domain_size: int | None = None, **options: Any) -> None:
     """Whole and split ones follow each other in one buffer."""
     case = weighted_case(num_ranks, domain_size=domain_size, **{**CASES, **SUMS}[name])
     options = {"timeout": WAIT, "domain_size": domain_size or num_ranks, **options}
@@ -67,21 +67,21 @@ def run_halves(num_ranks: int, name: str, domain_size: int | None = None, **opti
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [case], **options) as buffer:
             out = case.dispatch(buffer)
-            for in_halves in (False, True, True, False, True):
-                case.check_combine(combine_by(case, buffer, out.handle, in_halves=in_halves), group.rank())
+            for is_split in (False, True, True, False, True):
+                case.check_combine(combine_by(case, buffer, out.handle, is_split=is_split), group.rank())
 
     run_ranks(num_ranks, body)
 
 
 @pytest.mark.parametrize("name", [*CASES, *SUMS])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_halves_have_the_bits_of_a_whole_combine(name: str, num_ranks: int) -> None:
-    run_halves(num_ranks, name)
+def test_a_split_combine_has_the_bits_of_a_whole_one(name: str, num_ranks: int) -> None:
+    run_split(num_ranks, name)
 
 
 @pytest.mark.parametrize("name", [*CASES, *SUMS])
-def test_halves_with_masks(name: str) -> None:
-    run_halves(3, name, enable_shrink=True)
+def test_a_split_combine_with_masks_has_the_same_bits(name: str) -> None:
+    run_split(3, name, enable_shrink=True)
 
 
 # Several domains: ranks, ranks of a domain, and what else the buffer is made with.
@@ -97,19 +97,19 @@ CROSSINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", [*CASES, *SUMS])
 @pytest.mark.parametrize("crossing", CROSSINGS)
-def test_halves_between_domains(crossing: str, name: str) -> None:
+def test_a_split_combine_between_domains_has_the_same_bits(crossing: str, name: str) -> None:
     num_ranks, domain_size, options = CROSSINGS[crossing]
-    run_halves(num_ranks, name, domain_size, **options)
+    run_split(num_ranks, name, domain_size, **options)
 
 
 def run_every_mix(case: Expected, num_ranks: int, **options: Any) -> None:
-    """In each call some ranks combine in halves, the others at once."""
+    """In each call some ranks split their combine, the others do not."""
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [case], timeout=WAIT, **options) as buffer:
             out = case.dispatch(buffer)
             for mix in range(1 << num_ranks):
-                got = combine_by(case, buffer, out.handle, in_halves=bool(mix >> group.rank() & 1))
+                got = combine_by(case, buffer, out.handle, is_split=bool(mix >> group.rank() & 1))
                 case.check_combine(got, group.rank())
 
     run_ranks(num_ranks, body)
@@ -134,7 +134,7 @@ def test_a_mix_of_weighted_ones_is_refused(num_ranks: int, mix: int, masks: bool
         with shared_buffer(group, [case], timeout=WAIT, enable_shrink=masks) as buffer:
             out = case.dispatch(buffer)
             with pytest.raises(nccl_ep.MismatchError) as error:
-                combine_by(case, buffer, out.handle, in_halves=bool(mix >> group.rank() & 1))
+                combine_by(case, buffer, out.handle, is_split=bool(mix >> group.rank() & 1))
                 buffer.check()
             return str(error.value)
 
@@ -146,22 +146,22 @@ def test_a_mix_of_weighted_ones_is_refused(num_ranks: int, mix: int, masks: bool
         assert (mix >> int(named[3]) & 1) != (mix >> rank & 1)
 
 
-def test_thirty_two_choices() -> None:
+def test_thirty_two_choices_of_a_token_are_weighted_at_home() -> None:
     case = weighted_case(2, num_experts=40, topk=32)
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, [case], timeout=WAIT) as buffer:
             out = case.dispatch(buffer)
-            case.check_combine(combine_by(case, buffer, out.handle, in_halves=True), group.rank())
+            case.check_combine(combine_by(case, buffer, out.handle, is_split=True), group.rank())
 
     run_ranks(2, body)
 
 
 def in_turn(group: ThreadGroup, has_ended: list[threading.Event], send: Any) -> Any:
-    """Each rank begins its sending half when that of the rank before it has ended."""
+    """Each rank begins its send when that of the rank before it has ended."""
     rank = group.rank()
     if rank > 0:
-        assert has_ended[rank - 1].wait(WAIT), f"the sending half of rank {rank - 1} waits for one that has not begun"
+        assert has_ended[rank - 1].wait(WAIT), f"the send of rank {rank - 1} waits for one that has not begun"
     sent = send()
     has_ended[rank].set()
     return sent
@@ -174,8 +174,8 @@ WORLDS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_sending_half_waits_for_no_rank(world: str, wire: Any) -> None:
-    """Each rank's sending half ends before the next rank's begins, several times in a row."""
+def test_a_send_waits_for_no_rank(world: str, wire: Any) -> None:
+    """Each rank's send ends before the next rank's begins, several times in a row."""
     num_ranks, domain_size, options = WORLDS[world]
     case = weighted_case(num_ranks, wire_dtype=wire, domain_size=domain_size)
     calls = [[threading.Event() for _ in range(num_ranks)] for _ in range(4)]
@@ -196,7 +196,7 @@ def test_a_sending_half_waits_for_no_rank(world: str, wire: Any) -> None:
 
 
 @pytest.mark.parametrize("use_logfmt", [False, True])
-def test_a_sending_half_of_deepep_waits_for_no_rank(use_logfmt: bool) -> None:
+def test_a_send_of_deepep_waits_for_no_rank(use_logfmt: bool) -> None:
     case = DeepEpCase(dataclasses.replace(small_case(2).case, wire_dtype="logfmt" if use_logfmt else None))
     options = {"return_recv_hook": True, "use_logfmt": use_logfmt}
     has_ended = [threading.Event(), threading.Event()]
@@ -217,7 +217,7 @@ def rows_sent(buffer: nccl_ep.Buffer) -> int:
 
 
 def test_a_window_without_room_for_the_rows_has_the_same_bits() -> None:
-    """Then sums are sent, for which the sending half waits: as many rows as by a whole combine."""
+    """Then sums are sent, for which the send waits: as many rows as by a whole combine."""
     case = weighted_case(2, topk=4, num_experts=4)
     plain = case.case
     *rest, unweighted = _C.sizes_for(2, 4, 4, plain.max_tokens, 256, 2 * plain.hidden)
@@ -228,9 +228,9 @@ def test_a_window_without_room_for_the_rows_has_the_same_bits() -> None:
         for room in (unweighted, unweighted - 128):
             with shared_buffer(group, [case], _room=Room(LlSizes(*rest, room)), timeout=WAIT) as buffer:
                 out = case.dispatch(buffer)
-                for in_halves in (False, True):
+                for is_split in (False, True):
                     before = rows_sent(buffer)
-                    case.check_combine(combine_by(case, buffer, out.handle, in_halves=in_halves), group.rank())
+                    case.check_combine(combine_by(case, buffer, out.handle, is_split=is_split), group.rank())
                     rows.append(rows_sent(buffer) - before)
         return rows
 

@@ -1,4 +1,4 @@
-"""Combines in halves of which one rank's comes late: the other's sending half must not wait for it."""
+"""Split combines of which one rank's comes late: the other's send must not wait for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.harness import combine_options, on_host
 
 LATE_SECONDS = 0.5
-SHORT_MS = 0.1 * LATE_SECONDS * 1e3  # more, and a sending half has waited
+SHORT_MS = 0.1 * LATE_SECONDS * 1e3  # more, and a send has waited
 POISON = 0x7F  # a NaN in each dtype
 
 
@@ -20,10 +20,10 @@ def weighted_case(num_ranks: int, **changes: Any) -> Expected:
     return Expected(plain_case(num_ranks, **{**sizes, **changes}))
 
 
-def late_between_halves(group: Any, device: torch.device, wire: Any, **options: Any) -> float:
-    """The last rank calls its sending half late. Returns the milliseconds of this rank's.
+def late_send(group: Any, device: torch.device, wire: Any, **options: Any) -> float:
+    """The last rank calls its send late. Returns the milliseconds of this rank's.
 
-    Weights come from the home ranks: a sending half that waited for them would take as long as that rank is late.
+    Weights come from the home ranks: a send that waited for them would take as long as that rank is late.
     """
     rank, num_ranks = group.rank(), group.size()
     case = weighted_case(num_ranks, wire_dtype=wire, domain_size=options.get("domain_size"))

@@ -198,7 +198,7 @@ def test_gradients_are_left_to_the_op(buffer: nccl_ep.Buffer) -> None:
     assert out.x.grad_fn is None
 
 
-def test_modes_see_the_op(buffer: nccl_ep.Buffer) -> None:
+def test_modes_of_torch_see_the_op(buffer: nccl_ep.Buffer) -> None:
     seen: list[str] = []
 
     class Functions(TorchFunctionMode):
@@ -228,7 +228,7 @@ def test_names_are_those_of_ops() -> None:
 
 
 @pytest.mark.parametrize("layout", [0, 1, 3])
-def test_small_results_together(buffer: nccl_ep.Buffer, layout: int) -> None:
+def test_small_results_share_one_allocation(buffer: nccl_ep.Buffer, layout: int) -> None:
     """One allocation beside rows, None for what the layout has not got; torch's way is the schema's."""
     seen = Seen()
     together = _C.fast_op("ll_dispatch", seen, packed_results=True)
@@ -252,14 +252,14 @@ def test_small_results_together(buffer: nccl_ep.Buffer, layout: int) -> None:
     assert seen.calls == 1
 
 
-def test_sizes_beside() -> None:
+def test_sizes_of_tensors_on_one_device_are_read_at_once() -> None:
     seq, x, ids = torch.ones(1), torch.ones(5, 3), torch.ones(5, 2)
     assert _C.sizes_on_same_device(seq, x, ids) == _C.sizes_on_same_device(seq, x, ids, None, x) == (5, 2)
     for args in ((x[0], ids), (x, ids[0]), (None, ids), (x, None), (x, ids, 1), (x, ids.to("meta"))):
         assert _C.sizes_on_same_device(seq, *args) is None
 
 
-def test_are_beside() -> None:
+def test_tensors_on_one_device_are_told_from_others() -> None:
     x = torch.ones(2)
     assert _C.on_same_device(x)
     assert _C.on_same_device(x, None, torch.ones(1), torch.nn.Parameter(x))

@@ -1,5 +1,5 @@
-"""Halves of a combine on CUDA: sending halves that wait for no rank, and those that wait for signals of rows that other
-kernels still write. tests/ll/test_halves.py and test_signals.py have the rest."""
+"""Split combines on CUDA: sends that wait for no rank, and those that wait for signals of rows that other
+kernels still write. tests/ll/test_split_combine.py and test_signals.py have the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup
-from tests.ll.late_halves import POISON, SHORT_MS, late_between_halves, weighted_case
+from tests.ll.late_send import POISON, SHORT_MS, late_send, weighted_case
 from tests.support.expected import Expected, shared_buffer
 from tests.support.gpus import needs_gpu, on_gpu, ranks_on_gpus
 from tests.support.harness import combine_options
@@ -128,13 +128,13 @@ def test_a_signal_that_does_not_come_is_named_at_the_deadline() -> None:
 
 
 def _late_on_gpus(rank: int, wire: Any, masks: bool) -> float:
-    return late_between_halves(rendezvous_of(dist.group.WORLD), on_gpu(rank), wire, enable_shrink=masks)
+    return late_send(rendezvous_of(dist.group.WORLD), on_gpu(rank), wire, enable_shrink=masks)
 
 
 @ranks_on_gpus
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("wire", [None, "fp8", "logfmt"])
-def test_a_sending_half_ends_while_the_other_rank_is_late(wire: Any, masks: bool, tmp_path: Path) -> None:
+def test_a_send_ends_while_the_other_rank_is_late(wire: Any, masks: bool, tmp_path: Path) -> None:
     first, second = run_processes(2, _late_on_gpus, tmp_path, wire, masks)
-    print(f"sending halves, {wire}, masks {masks}: {first * 1e3:.0f} us, and {second * 1e3:.0f} us on the late rank")
+    print(f"sends, {wire}, masks {masks}: {first * 1e3:.0f} us, and {second * 1e3:.0f} us on the late rank")
     assert first < SHORT_MS
