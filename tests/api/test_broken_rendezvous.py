@@ -104,7 +104,7 @@ class _Pretending(SoloRendezvous):
         return [mine, head + self.forge(mine[_HEAD:])]
 
 
-def test_a_rank_that_claims_to_be_a_thread_of_this_process() -> None:
+def test_a_rank_that_claims_to_be_a_thread_of_this_process_is_refused() -> None:
     """Its window would be at a token that this process does not know."""
 
     def forge(body: bytes) -> bytes:

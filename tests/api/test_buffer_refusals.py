@@ -149,7 +149,7 @@ def test_a_handle_of_another_buffer_is_refused() -> None:
         ({"network_seed": -1}, "network_seed is -1, must be 0 to"),
     ],
 )
-def test_sizes_and_options_of_a_buffer(options: dict[str, Any], text: str) -> None:
+def test_bad_sizes_and_options_of_a_buffer_are_refused_with_the_values(options: dict[str, Any], text: str) -> None:
     shapes = {"max_tokens": MOST, "hidden": HIDDEN, "topk": TOPK, "num_experts": EXPERTS, "device": "cpu"}
     with pytest.raises(ValueError, match=text):
         nccl_ep.Buffer.for_shapes(**{**shapes, **options})
@@ -196,7 +196,7 @@ def test_what_is_not_a_group() -> None:
         nccl_ep.Buffer(3, device="cpu")
 
 
-def test_two_buffers_of_one_name() -> None:
+def test_two_buffers_of_one_name_are_refused() -> None:
     with _alone(name="twin") as first:
         with pytest.raises(ValueError, match="a buffer named twin exists already"):
             _alone(name="twin")
@@ -239,7 +239,7 @@ def _use_in_fork(buffer: nccl_ep.Buffer, handle: nccl_ep.Handle, pipe: Any) -> N
 
 
 @pytest.mark.parametrize("with_network", [False, True])
-def test_a_fork_of_a_buffer(with_network: bool) -> None:
+def test_a_fork_of_a_buffer_refuses_every_call(with_network: bool) -> None:
     fork = multiprocessing.get_context("fork")
 
     def body(group: ThreadGroup) -> None:
@@ -278,7 +278,7 @@ def _use_foreign_handle(rank: int) -> str:
         return str(caught.value)
 
 
-def test_a_handle_of_another_process(tmp_path: Path) -> None:
+def test_a_handle_of_another_process_is_refused(tmp_path: Path) -> None:
     run_processes(2, _use_foreign_handle, tmp_path)
 
 

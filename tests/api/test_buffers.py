@@ -143,7 +143,9 @@ def _orders(seed: int, alike: bool) -> Iterator[str]:
 
 @pytest.mark.parametrize("alike", [True, False], ids=["same-order", "own-order"])
 @pytest.mark.parametrize(("num_ranks", "domain_size", "seed"), WORLDS, ids=IDS)
-def test_a_dispatch_in_flight_with_a_combine(num_ranks: int, domain_size: int, seed: int, alike: bool) -> None:
+def test_a_dispatch_in_flight_with_a_combine_disturbs_nothing(
+    num_ranks: int, domain_size: int, seed: int, alike: bool
+) -> None:
     cases = expected_cases(8, num_ranks=num_ranks, domain_size=domain_size)
 
     def body(group: ThreadGroup) -> None:
@@ -221,7 +223,7 @@ def test_inputs_are_overwritten_while_a_peer_is_delayed(num_ranks: int, domain_s
 
 @pytest.mark.parametrize("domain_size", [4, 2, 1])
 @pytest.mark.parametrize("layout", ["expert_major", "packed", "rank_major", "flat"])
-def test_same_bits_whatever_the_timing(layout: str, domain_size: int) -> None:
+def test_bits_are_the_same_whatever_the_timing(layout: str, domain_size: int) -> None:
     """20 seeds of the network and of the ranks' delays, fused and staged; padding is zero, so that every bit counts."""
     alignment = 4 if layout == "packed" else 1
     case = Expected(

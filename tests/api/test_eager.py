@@ -369,7 +369,7 @@ def test_other_ranks_are_out_of_step() -> None:
     run_ranks(2, body)
 
 
-def test_a_hook_under_a_mode(view: deep_ep.Buffer) -> None:
+def test_a_hook_under_a_mode_is_seen_by_it(view: deep_ep.Buffer) -> None:
     """Which sees the op, as any other that is called."""
     x, ids, weights = inputs()
     stats = torch.zeros(E, dtype=torch.int32)
@@ -390,7 +390,7 @@ def test_a_hook_under_a_mode(view: deep_ep.Buffer) -> None:
     assert mode.seen == ["nccl_ep.ll_combine_deepep_recv.default"] and same(got, want)
 
 
-def test_a_hook_into_rows_that_want_a_gradient(view: deep_ep.Buffer) -> None:
+def test_a_hook_into_rows_that_want_a_gradient_is_refused(view: deep_ep.Buffer) -> None:
     """Autograd refuses it, whatever way the hook takes."""
     x, ids, _ = inputs()
     rows, *_, hook = view.low_latency_dispatch(x, ids, T, E, use_fp8=False, return_recv_hook=True)

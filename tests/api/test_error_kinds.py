@@ -211,7 +211,7 @@ def test_a_backward_pass_has_all_gradients(mode: str) -> None:
             assert not nccl_ep.combine(out.x, out.handle).requires_grad
 
 
-def test_alias_check_of_given_outputs_of_high_throughput() -> None:
+def test_alias_check_refuses_given_outputs_that_overlap() -> None:
     with nccl_ep.Buffer.for_shapes(None, **SIZES, mode="ht") as buffer:
         how: dict[str, Any] = {"buffer": buffer, "num_experts": 2, "mode": "ht", "layout": "flat"}
         out = nccl_ep.dispatch(X, IDS, **how)
@@ -239,7 +239,7 @@ def test_alias_check_of_given_outputs_of_high_throughput() -> None:
         assert torch.equal(nccl_ep.combine(again.x, again.handle, out=sums), sums)
 
 
-def test_numbers_that_auto_would_divide_by() -> None:
+def test_numbers_that_auto_would_divide_by_are_refused_first() -> None:
     with pytest.raises(ValueError, match=r"topk is 0|top-k is 0|top-0"):
         nccl_ep.Buffer.for_shapes(None, **{**SIZES, "topk": 0}, mode="auto")
     with nccl_ep.Buffer.for_shapes(None, **SIZES, mode="auto") as buffer:

@@ -343,7 +343,7 @@ def expect_the_dead_to_be_missed(world: Processes, survivors: Sequence[int], dea
 
 
 @pytest.mark.parametrize(("domain_size", "seed"), [(None, 1), (None, 2), (1, 3)])
-def test_killed_in_the_middle_of_something(domain_size: int | None, seed: int, tmp_path: Path) -> None:
+def test_a_rank_killed_in_the_middle_of_something_is_named(domain_size: int | None, seed: int, tmp_path: Path) -> None:
     def run(deadline: float) -> None:
         folder = tmp_path / str(deadline)
         folder.mkdir()

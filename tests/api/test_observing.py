@@ -46,7 +46,7 @@ def test_stats_count_what_was_done() -> None:
     run_ranks(2, body)
 
 
-def test_stats_of_what_went_wrong() -> None:
+def test_stats_count_dropped_rows_and_invalid_ids() -> None:
     x, ids = torch.ones(3, 64).bfloat16(), torch.tensor([[0, 5], [0, -2], [0, -1]])
     with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer:
         for _ in range(2):

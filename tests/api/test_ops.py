@@ -161,7 +161,7 @@ def test_opcheck_passes_for_each_op_on_one_rank(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_split_calls_under_aot_autograd(layout: str, dynamic: bool) -> None:
+def test_split_calls_pass_aot_autograd(layout: str, dynamic: bool) -> None:
     """Send and receive in one traced function: what opcheck does for an op by itself."""
     case = _case(1, layout)
     with make_buffer(case.case, None) as buffer:
@@ -183,7 +183,7 @@ def test_split_calls_under_aot_autograd(layout: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_opcheck_of_two_ranks_in_lockstep(name: str) -> None:
+def test_opcheck_passes_for_two_ranks_in_lockstep(name: str) -> None:
     case = _case(2, "packed")
 
     def body(group: ThreadGroup) -> None:
@@ -338,7 +338,7 @@ def test_a_compiled_layer_gives_the_eager_bits(layout: str, backend: str) -> Non
 
 
 @pytest.mark.parametrize("how", [{"mode": "ll"}, {"mode": "ht"}, {"mode": "ht", "capacity": "exact"}], ids=str)
-def test_one_compilation_for_any_number_of_tokens(how: dict[str, Any]) -> None:
+def test_one_compilation_serves_any_number_of_tokens(how: dict[str, Any]) -> None:
     case = plain_case(1, layout="packed")
     with make_buffer(case, None, mode="auto") as buffer:
 

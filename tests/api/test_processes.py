@@ -57,7 +57,9 @@ def test_high_throughput_is_bit_exact(num_ranks: int, domain_size: int | None, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(8, None), (8, 2), (8, 4)])
-def test_high_throughput_of_more_ranks(num_ranks: int, domain_size: int | None, tmp_path: Path) -> None:
+def test_high_throughput_of_more_processes_gives_the_oracles_bits(
+    num_ranks: int, domain_size: int | None, tmp_path: Path
+) -> None:
     got = run_processes(num_ranks, _run_ht_cases, tmp_path, num_ranks, 4, domain_size, 3, timeout=600.0)
     assert len(got[0]) == 4 and got == got[:1] * num_ranks
 
@@ -72,7 +74,7 @@ def test_more_processes_and_domains_give_the_oracles_bits(
 
 
 @pytest.mark.parametrize("network_seed", [0, 7])
-def test_two_domains_with_a_network_between_processes(network_seed: int, tmp_path: Path) -> None:
+def test_two_domains_with_a_network_between_processes_give_the_oracles_bits(network_seed: int, tmp_path: Path) -> None:
     assert run_processes(4, _run_cases, tmp_path, 4, 6, 2, network_seed) == [(2, 6)] * 4
 
 
@@ -89,7 +91,7 @@ def _use_subgroup(rank: int) -> list[int]:
         return [buffer.rank, buffer.num_ranks, world.rank, world.num_ranks]
 
 
-def test_group_of_some_ranks_beside_the_world(tmp_path: Path) -> None:
+def test_a_group_of_some_ranks_works_beside_the_world(tmp_path: Path) -> None:
     got = run_processes(4, _use_subgroup, tmp_path)
     assert [numbers[2:] for numbers in got] == [[rank, 4] for rank in range(4)]
     assert [numbers[1] for numbers in got] == [2] * 4

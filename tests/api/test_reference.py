@@ -127,7 +127,7 @@ def test_flat_by_hand_and_what_it_drops() -> None:
     assert left.row_of.tolist() == [[[0, -1], [-1, -1]], [[-1, -1], [-1, -1]]]
 
 
-def test_duplicates_no_choice_and_ids_out_of_range() -> None:
+def test_duplicates_have_rows_of_their_own_and_invalid_ids_none() -> None:
     x = torch.arange(2.0).unsqueeze(1).expand(2, H)
     ids = torch.tensor([[1, 1, 2], [-5, 1, -1]], dtype=torch.int32)
     given = [RankInput(x, ids)]
@@ -324,7 +324,7 @@ def test_biases_are_added_first() -> None:
     assert alone == 1e8
 
 
-def test_fp16_output_and_its_overflow() -> None:
+def test_an_fp16_sum_overflows_to_infinity() -> None:
     values = {0: 60000.0, 1: 60000.0, 2: -60000.0}
     assert _combined(values, [0, 1, 2], dtype=torch.float16, weights=None) == 60000.0
     options: dict[str, Any] = {"num_experts": 4, "weights": None, "dtype": torch.float16}
@@ -389,7 +389,7 @@ def test_fp8_rounds_to_nearest_even() -> None:
     assert _quantized(above) == list(range(1, 127))
 
 
-def test_fp8_scales_of_known_groups() -> None:
+def test_fp8_scales_of_known_groups_are_those_by_hand() -> None:
     inverse = np.float32(1) / np.float32(448)
     row = torch.zeros(1, 144)
     row[0, 0], row[0, 5], row[0, 128], row[0, 130] = -3.0, 1.5, 0.25, float("nan")

@@ -77,7 +77,7 @@ def _num_keys(store: dist.Store) -> int:
 # ---- What is in the store already
 
 
-def test_groups_of_one_name_one_after_the_other(store: dist.Store) -> None:
+def test_groups_of_one_name_work_one_after_the_other(store: dist.Store) -> None:
     """Every buffer is of other sizes than the one before, so that a record of that one would be found out."""
 
     def body(group: ThreadGroup) -> None:

@@ -155,7 +155,7 @@ def test_tensors_on_another_device_are_refused(buffer: nccl_ep.Buffer, mode: str
                 call()
 
 
-def test_too_many_tensors_under_compile(buffer: nccl_ep.Buffer) -> None:
+def test_too_many_tensors_are_refused_under_compile(buffer: nccl_ep.Buffer) -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         return _flat(buffer, mode="ht", extra=[x] * 4).x
 

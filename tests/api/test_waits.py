@@ -204,7 +204,7 @@ def test_ctrl_c_ends_every_wait_at_once(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_a_busy_machine() -> None:
+def test_ctrl_c_ends_a_wait_on_a_busy_machine() -> None:
     """Loops keep all cores, so that to give one away takes long."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(_BUSY)]
     try:

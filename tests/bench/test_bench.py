@@ -96,7 +96,7 @@ def test_ll_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
     assert written[0].read_bytes().startswith(b"\x89PNG") and "<svg" in written[1].read_text()
 
 
-def test_torchrun_and_a_failing_configuration(tmp_path: Path) -> None:
+def test_torchrun_goes_on_after_a_failing_configuration(tmp_path: Path) -> None:
     path = tmp_path / "records.json"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     arguments = ("--device", "cpu", "--tokens=-1,2", "--dtype", "bf16", "--iterations", "2", "--no-rivals")
@@ -130,7 +130,7 @@ def test_ranks_that_die_take_one_configuration_with_them(tmp_path: Path, monkeyp
 # ---- Its parts
 
 
-def test_payloads_and_layouts_of_one_run(tmp_path: Path) -> None:
+def test_one_run_measures_every_payload_and_layout(tmp_path: Path) -> None:
     """Every row that a caller may give, in every layout, held against the oracle; rivals once a payload."""
     path = tmp_path / "records.json"
     run(
@@ -220,7 +220,7 @@ def test_overlapped_figures_are_of_lanes_that_last_long_enough(
         assert "did not last alike" in figures["nccl_ep", "overlapped"]["skipped"]
 
 
-def test_gemms_laid_out_for_fewer_sms() -> None:
+def test_gemms_laid_out_for_fewer_sms_leave_torchs_settings_alone() -> None:
     def state() -> tuple[Any, int | None]:
         return torch.backends.cuda.preferred_blas_library(), torch._C._get_sm_carveout_experimental()
 
@@ -397,7 +397,7 @@ def test_kernels_of_a_trace_are_summed_for_each_call() -> None:
         measure.find_kernels(events[2:7], 2, both)
 
 
-def test_kernels_that_the_profiler_lost() -> None:
+def test_kernels_that_the_profiler_lost_are_noticed() -> None:
     """Of two dispatches' four kernels two are left: each call would be one of another kind, and the median nonsense."""
     names = {"dispatch": "dispatch"}
     route, send = ({"cat": "kernel", "name": f"dispatch_{kind}", "dur": 9} for kind in ("route", "send"))

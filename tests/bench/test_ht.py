@@ -97,7 +97,7 @@ def test_ht_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
     ]
 
 
-def test_payloads_and_layouts_of_high_throughput(tmp_path: Path) -> None:
+def test_one_run_measures_every_payload_and_layout_of_high_throughput(tmp_path: Path) -> None:
     path = tmp_path / "records.json"
     run(
         "-m", "bench", "ht", "--device", "cpu", "--tokens", "3", "--iterations", "2", "--hidden", "416",
@@ -361,7 +361,7 @@ def test_the_fitted_capacity_is_the_smallest(layout: str, mode: str) -> None:
     run_ranks(4, body)
 
 
-def test_wire_floor_of_high_throughput() -> None:
+def test_the_wire_floor_of_high_throughput_is_that_by_hand() -> None:
     full = {"tokens": 4096, "hidden": 7168, "topk": 8, "num_experts": 256, "num_ranks": 4}
     inputs = workload.make_inputs(shape(**(full | {"hidden": 16})))
     times = floors.wire_us(ht_shape(**full), inputs)
@@ -434,7 +434,7 @@ def test_plots_draw_what_the_records_have(tmp_path: Path) -> None:
     assert list(sms[0].get_xdata()) == [8, 16] and list(sms[0].get_ydata()) == [492.0, 484.0]
 
 
-def test_both_modes_draw_files_of_their_own(tmp_path: Path) -> None:
+def test_both_modes_are_drawn_into_files_of_their_own(tmp_path: Path) -> None:
     found = [r | {"bench": "ll"} for r in ht_sweep() if r["op"] != "routing"] + ht_sweep()
     names = {file.stem for file in plot.draw(found, tmp_path)}
     assert names == {"ll_tokens", "ll_num_sms", "ht_tokens", "ht_num_sms"}

@@ -49,7 +49,7 @@ def test_a_row_is_moved_once_for_each_node_and_handed_out_there() -> None:
     assert moved_rows(Cluster(2)) == pytest.approx(2 * Cluster(2).own_rows() + 1.0, abs=0.02)
 
 
-def test_it_grows_with_tokens_and_nodes() -> None:
+def test_times_grow_with_tokens_and_nodes() -> None:
     times = [[high_throughput(Cluster(nodes), tokens, "combine", "bf16").us for tokens in (1024, 4096, 8192)]
              for nodes in NODES]  # fmt: skip
     assert all(row == sorted(row) for row in times) and all(

@@ -20,7 +20,7 @@ from tests.bench.test_bench import run
 MISSED = 2**64 - 1
 
 
-def test_first_median_and_last_of_the_warps_that_came() -> None:
+def test_a_stamp_has_first_median_and_last_of_the_warps_that_came() -> None:
     assert stamps.summary([30, MISSED, 10, 20, MISSED]) == (10, 20, 30)
     assert stamps.summary([4, 8]) == (4, 6, 8)
     assert stamps.summary([MISSED, MISSED]) is None and stamps.summary([]) is None

@@ -30,7 +30,7 @@ class Tensor(Struct):
     defaults = {"dtype": -1}
 
 
-Further = c.POINTER(Tensor) * 3
+Extra = c.POINTER(Tensor) * 3
 
 
 def pointers(*names: str) -> list[tuple[str, Any]]:
@@ -69,12 +69,12 @@ class HandleInfo(Struct):
 
 
 class DispatchInputs(Struct):
-    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "scales"), ("extra", Further)]
+    _fields_ = [*HEAD, *pointers("tokens", "topk_weights", "scales"), ("extra", Extra)]
 
 
 class DispatchOutputs(Struct):
     _fields_ = [*HEAD, *pointers("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info"),
-                ("extra", Further)]  # fmt: skip
+                ("extra", Extra)]  # fmt: skip
 
 
 class DispatchConfig(Struct):

@@ -30,7 +30,7 @@ DTYPES = {torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.f
 WIRES = {None: -1, "fp8": 10, "logfmt": 100} | DTYPES
 BYTES = FP4 + EXPONENTS  # what the library has no name for: bytes of it
 OUTPUTS = ("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")
-FURTHER = tuple(f"extra[{i}]" for i in range(3))
+EXTRA = tuple(f"extra[{i}]" for i in range(3))
 TORCH_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 
 
@@ -137,12 +137,12 @@ class CaseRun:
     def run_dispatch(self, handle: c.c_void_p, inputs: Any, config: Any) -> dict[str, Any]:
         """Into outputs of the shapes that the library says, by name; None for those that there are not."""
         described = {name: c_api.Tensor() for name in OUTPUTS}
-        further = [c_api.Tensor() for _ in FURTHER]
+        more = [c_api.Tensor() for _ in EXTRA]
         outputs = c_api.DispatchOutputs(
             **{name: c.pointer(described[name]) for name in OUTPUTS},
-            extra=c_api.Further(*[c.pointer(each) for each in further]),
+            extra=c_api.Extra(*[c.pointer(each) for each in more]),
         )
-        described |= dict(zip(FURTHER, further, strict=True))
+        described |= dict(zip(EXTRA, more, strict=True))
         self.library.DispatchShapes(handle, inputs, config, outputs)
         made: dict[str, Any] = dict.fromkeys(described)
         for name, shape in described.items():

@@ -16,8 +16,8 @@ from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.c import c_api
 from tests.c.c_api import Library
-from tests.c.case import FURTHER, QUANTS, SECOND, CaseRun, as_given, refused, tensor
-from tests.ht.harness import HtPlan, HtRankResult, check_further, further, oracle, oracle_kwargs
+from tests.c.case import EXTRA, QUANTS, SECOND, CaseRun, as_given, refused, tensor
+from tests.ht.harness import HtPlan, HtRankResult, check_extra, extra_tensor, oracle, oracle_kwargs
 from tests.support.cases import Case
 from tests.support.expected import Expected, plain_case
 from tests.support.gpus import on_gpu
@@ -107,17 +107,17 @@ class HtCaseRun(CaseRun):
         """A dispatch. info: of ncclEpRouteHandle, with which the handle was routed."""
         case, given = self.case, self.expected.inputs[self.rank]
         x, weights, scales = map(self.move, (given.x, given.topk_weights, given.scales))
-        extra = [self.move(further(case, self.rank, i, *what)) for i, what in enumerate(self.plan.extra)]
+        extra = [self.move(extra_tensor(case, self.rank, i, *what)) for i, what in enumerate(self.plan.extra)]
         inputs = c_api.DispatchInputs(
             tokens=tensor(x), topk_weights=tensor(weights), scales=tensor(scales),
-            extra=c_api.Further(*[tensor(each) for each in extra]),
+            extra=c_api.Extra(*[tensor(each) for each in extra]),
         )  # fmt: skip
         config = c_api.DispatchConfig(quant=QUANTS[case.quant], zero_padding=case.zero_padding, num_sms=self.num_sms)
         made = as_given(
             self.run_dispatch(handle, inputs, config),
             tokens=x,
             scales=scales,
-            **dict(zip(FURTHER, extra, strict=False)),
+            **dict(zip(EXTRA, extra, strict=False)),
         )
         assert (made["info"] is None) == (info is not None)
         return made if info is None else {**made, "info": info}
@@ -126,12 +126,12 @@ class HtCaseRun(CaseRun):
         """Of a dispatch, what stays when its memory goes."""
         on_host = {name: None if each is None else each.clone().cpu() for name, each in made.items()}
         out = self.output(on_host)
-        out.extra = tuple(on_host[name] for name in FURTHER[: len(self.plan.extra)])
+        out.extra = tuple(on_host[name] for name in EXTRA[: len(self.plan.extra)])
         return out
 
     def cached(self, handle: c.c_void_p, number: int) -> nccl_ep.Payload:
         hidden, dtype, quant = self.plan.cached[number]
-        x = self.move(further(self.case, self.rank, 10 + number, hidden, dtype))
+        x = self.move(extra_tensor(self.case, self.rank, 10 + number, hidden, dtype))
         config = c_api.DispatchConfig(
             cached=1, quant=QUANTS[quant], zero_padding=self.case.zero_padding, num_sms=self.num_sms
         )
@@ -214,9 +214,9 @@ def run_ht_case(library: Library, case: Case, *, device: str = "cpu", num_sms: i
     for number in range(2):
         results = [rounds[number] for rounds, _ in got]
         check_results(case, expected.inputs, expected.results, results, f"{case.describe()} {plan} round {number}")
-        check_further(case, plan, expected.inputs, kwargs, dict(enumerate(results)))
+        check_extra(case, plan, expected.inputs, kwargs, dict(enumerate(results)))
     ways = Counter({
-        "exact": plan.exact, "routed": is_routed(case, plan), "cached": len(plan.cached), "further": len(plan.extra),
+        "exact": plan.exact, "routed": is_routed(case, plan), "cached": len(plan.cached), "extra": len(plan.extra),
     })  # fmt: skip
     for _, counted in got:
         ways["staged dispatch" if counted.num_staged_dispatches else "written in place"] += 1
@@ -260,7 +260,7 @@ WAYS = (
     "exact",
     "routed",
     "cached",
-    "further",
+    "extra",
     "staged dispatch",
     "written in place",
     "staged combine",

@@ -61,7 +61,7 @@ def check(
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
-def test_alias_check_of_low_latency(library: Library, staged: bool) -> None:
+def test_alias_check_of_low_latency_refuses_what_is_written_twice(library: Library, staged: bool) -> None:
     group = library.solo_group(max_token_bytes=256)
     solo = ll.Solo(library, group)
 
@@ -87,12 +87,12 @@ def test_alias_check_of_low_latency(library: Library, staged: bool) -> None:
     library.GroupDestroy(group)
 
 
-def test_alias_check_of_high_throughput(library: Library) -> None:
+def test_alias_check_of_high_throughput_refuses_what_is_written_twice(library: Library) -> None:
     group = library.solo_group(algorithm=c_api.HIGH_THROUGHPUT, max_token_bytes=192)
     solo = ht.Solo(library, group)
 
     def dispatch(cached: bool = False, **given: Any) -> None:
-        given["extra"], given["further_rows"] = [given.pop("more")], [given.pop("more_rows")]
+        given["extra"], given["extra_rows"] = [given.pop("more")], [given.pop("more_rows")]
         library.UpdateHandle(solo.handle, tensor(given.pop("ids", solo.ids)))
         solo.dispatch(cached=cached, **given)
 
@@ -116,7 +116,7 @@ def test_alias_check_of_high_throughput(library: Library) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [c_api.LOW_LATENCY, c_api.HIGH_THROUGHPUT])
-def test_alias_check_of_the_handles_memory(library: Library, algorithm: int) -> None:
+def test_alias_check_knows_the_handles_memory(library: Library, algorithm: int) -> None:
     """What a dispatch writes and a combine reads."""
     group, size = library.solo_group(algorithm=algorithm), c.c_size_t()
     config = c_api.HandleConfig(layout=c_api.LAYOUTS["packed"])

@@ -41,7 +41,7 @@ def test_generated_cases_give_the_oracles_results(
 @pytest.mark.gpu
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_generated_cases_on_one_gpu(library: Library, num_ranks: int, staged: bool) -> None:
+def test_low_latency_on_one_gpu_gives_the_oracles_bits(library: Library, num_ranks: int, staged: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
     for expected in expected_cases(12, num_ranks=num_ranks, first=900, fits=has_c_form):
@@ -140,7 +140,7 @@ def test_a_struct_that_ends_inside_a_field(library: Library) -> None:
     assert num_cut > 100
 
 
-def test_structs_of_older_and_newer_headers(library: Library) -> None:
+def test_structs_of_older_and_newer_headers_are_read_by_their_size(library: Library) -> None:
     fields: dict[str, Any] = {"num_experts": 2, "max_tokens": 4, "topk": 2, "max_token_bytes": 64}
     known = c.sizeof(c_api.GroupConfig)
 

@@ -45,7 +45,7 @@ def run_cases(rank: int, library_file: Path, num_ranks: int) -> int:
 class TestOnGpus:
     pytestmark = needs_gpu
 
-    def test_a_group_of_a_communicator_of_one_rank(self, library_file: Path) -> None:
+    def test_a_group_of_a_communicator_of_one_rank_gives_the_oracles_bits(self, library_file: Path) -> None:
         assert run_cases(0, library_file, 1) == 8
 
     @ranks_on_gpus

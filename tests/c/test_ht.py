@@ -60,7 +60,7 @@ def test_a_route_that_fails_over_nccl(library: Library, library_file: Path, tmp_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_generated_cases_on_one_gpu(library: Library, num_ranks: int) -> None:
+def test_high_throughput_on_one_gpu_gives_the_oracles_bits(library: Library, num_ranks: int) -> None:
     require_gpu(library)
     fitting = (case for case in map(generate, itertools.count(700)) if case.num_ranks == num_ranks)
     ways: Counter[str] = Counter()

@@ -41,7 +41,7 @@ class Solo:
         given = replaced.get("extra", [self.more])
         return c_api.DispatchInputs(
             tokens=tensor(replaced.get("x", self.x)), topk_weights=tensor(replaced.get("topk_weights")),
-            extra=c_api.Further(*map(tensor, given)),
+            extra=c_api.Extra(*map(tensor, given)),
         )  # fmt: skip
 
     def dispatch(self, *, send_only: bool = False, cached: bool = False, **replaced: Any) -> None:
@@ -52,7 +52,7 @@ class Solo:
             topk_weights=tensor(replaced.get("weights", default["weights"])),
             row_expert=tensor(replaced.get("row_expert", default["row_expert"])),
             info=tensor(replaced.get("info", default["info"])),
-            extra=c_api.Further(*map(tensor, replaced.get("further_rows", [self.more_rows]))),
+            extra=c_api.Extra(*map(tensor, replaced.get("extra_rows", [self.more_rows]))),
         )  # fmt: skip
         config = c_api.DispatchConfig(send_only=send_only, cached=cached, num_sms=replaced.get("num_sms", 0))
         self.library.Dispatch(self.handle, self.inputs(**replaced), outputs, config, None)
@@ -152,19 +152,19 @@ BAD_CALLS: list[tuple[str, int, str, Callable[[Solo], Any]]] = [
     ("odd row", BAD, "a row of 12 bytes", lambda s: s.dispatch(x=torch.zeros(4, 3), rows=torch.zeros(8, 3))),
     ("window", BAD, "window is too small for high throughput of 4 tokens",
      lambda s: s.dispatch(x=torch.zeros(4, 64), rows=torch.zeros(8, 64))),
-    ("further tokens", BAD, r"extra\[0\] has shape \[3, 16\], must be \[4",
+    ("extra tokens", BAD, r"extra\[0\] has shape \[3, 16\], must be \[4",
      lambda s: s.dispatch(extra=[torch.zeros(3, 16)])),
-    ("further dimensions", BAD, r"extra\[1\] has shape \[4\]", lambda s: s.dispatch(extra=[s.more, s.more[:, 0]])),
-    ("further width", BAD, r"extra\[0\] has rows of 1 elements of 8 bytes: must be a multiple of 16",
+    ("extra dimensions", BAD, r"extra\[1\] has shape \[4\]", lambda s: s.dispatch(extra=[s.more, s.more[:, 0]])),
+    ("extra width", BAD, r"extra\[0\] has rows of 1 elements of 8 bytes: must be a multiple of 16",
      lambda s: s.dispatch(extra=[torch.zeros(4, 1, dtype=torch.int64)])),
-    ("further strides", BAD, r"extra\[0\] of shape .* is not contiguous",
+    ("extra strides", BAD, r"extra\[0\] of shape .* is not contiguous",
      lambda s: s.dispatch(extra=[torch.zeros(16, 4, dtype=torch.int64).t()])),
-    ("further alignment", BAD, r"extra\[0\] at address .* is not aligned to 16",
+    ("extra alignment", BAD, r"extra\[0\] at address .* is not aligned to 16",
      lambda s: s.dispatch(extra=[torch.zeros(65, dtype=torch.int64)[1:].view(4, 16)])),
-    ("further output", BAD, r"output extra\[0\] is not given", lambda s: s.dispatch(further_rows=[])),
-    ("further type", BAD, r"output extra\[0\] is float32, must be int64",
-     lambda s: s.dispatch(further_rows=[torch.zeros(8, 16)])),
-    ("further for nothing", BAD, r"output extra\[0\] is given, but this call has none",
+    ("extra output", BAD, r"output extra\[0\] is not given", lambda s: s.dispatch(extra_rows=[])),
+    ("extra type", BAD, r"output extra\[0\] is float32, must be int64",
+     lambda s: s.dispatch(extra_rows=[torch.zeros(8, 16)])),
+    ("extra for nothing", BAD, r"output extra\[0\] is given, but this call has none",
      lambda s: s.dispatch(extra=[])),
     ("cached tokens", BAD, r"tokens have shape \[3, 16\], the dispatch of the handle had 4 tokens",
      lambda s: s.dispatch(cached=True, x=torch.zeros(3, 16), extra=[])),
@@ -241,13 +241,13 @@ def test_low_latency_has_no_steps(library: Library) -> None:
     solo = Solo(library, group, algorithm=c_api.LOW_LATENCY)
     refused(USAGE, "the handle is of low latency", solo.route)
     refused(BAD, "cached is 1, but the handle is of low latency", lambda: solo.dispatch(cached=True, extra=[]))
-    solo.dispatch(extra=[], further_rows=[])
+    solo.dispatch(extra=[], extra_rows=[])
     refused(BAD, "values beside rows are high throughput's", solo.combine)
     library.HandleDestroy(solo.handle)
     library.GroupDestroy(group)
 
 
-def test_low_latency_moves_further_tensors(library: Library) -> None:
+def test_low_latency_moves_extra_tensors(library: Library) -> None:
     """One in the rows of tokens, each other one by itself; split calls have the first alone."""
     group = library.solo_group(algorithm=c_api.LOW_LATENCY, max_token_bytes=192)
     solo = Solo(library, group, algorithm=c_api.LOW_LATENCY)
@@ -256,7 +256,7 @@ def test_low_latency_moves_further_tensors(library: Library) -> None:
     for count in (1, 2, 3):
         rows = [torch.zeros(8, 16, dtype=each.dtype) for each in more[:count]]
         solo.info.zero_(), solo.rows.zero_(), solo.weights.zero_(), solo.row_expert.zero_()
-        solo.dispatch(extra=more[:count], further_rows=rows)
+        solo.dispatch(extra=more[:count], extra_rows=rows)
         assert solo.info.tolist() == [2, 3, 2, 3, 0, 5, 0, 2, 5] and solo.row_expert[:5].tolist() == [0, 0, 1, 1, 1]
         assert torch.equal(solo.rows[:5], solo.x[tokens]) and solo.weights.tolist() == [1] * 5 + [0] * 3
         assert all(torch.equal(row[:5], each[tokens]) for row, each in zip(rows, more, strict=False))
@@ -264,10 +264,10 @@ def test_low_latency_moves_further_tensors(library: Library) -> None:
     solo.dispatch(send_only=True)
     library.Complete(solo.handle, None, None)
     assert torch.equal(solo.more_rows[:5], solo.more[tokens])
-    two = {"extra": more[:2], "further_rows": [solo.more_rows, solo.rows]}
+    two = {"extra": more[:2], "extra_rows": [solo.more_rows, solo.rows]}
     refused(BAD, "send_only is set, and 1 extra tensors", lambda: solo.dispatch(send_only=True, **two))
     wide = torch.zeros(4, 256)
-    two = {"extra": [solo.more, wide], "further_rows": [solo.more_rows, torch.zeros(8, 256)]}
+    two = {"extra": [solo.more, wide], "extra_rows": [solo.more_rows, torch.zeros(8, 256)]}
     refused(BAD, "window is too small .* rows of 1040 bytes", lambda: solo.dispatch(**two))
     solo.dispatch()
     library.HandleDestroy(solo.handle)
@@ -303,7 +303,7 @@ def test_overflow_is_counted_or_refused_as_asked(library: Library, policy: int, 
     solo = Solo(library, group, capacity=3)
     small = {
         "rows": torch.zeros(3, 16), "weights": torch.zeros(3), "row_expert": torch.zeros(3, dtype=torch.int32),
-        "extra": [], "further_rows": [],
+        "extra": [], "extra_rows": [],
     }  # fmt: skip
     for _ in range(2):
         first = solo.route if routed else lambda: solo.dispatch(**small)

@@ -202,7 +202,7 @@ def test_an_open_send_is_received_before_masks_are_cleaned(library: Library) -> 
     run_ranks(2, body)
 
 
-def test_further_tensors_whose_operations_could_leave_out_different_ranks(library: Library) -> None:
+def test_extra_tensors_whose_operations_could_leave_out_different_ranks_are_refused(library: Library) -> None:
     case = Parted(plain_case(2))
 
     def body(group: ThreadGroup) -> None:
@@ -211,7 +211,7 @@ def test_further_tensors_whose_operations_could_leave_out_different_ranks(librar
         library.UpdateHandle(run.handle, tensor(given.topk_idx))
         more = [torch.ones(len(given.x), 4) * i for i in range(2)]
         for count in (1, 2):
-            inputs = c_api.DispatchInputs(tokens=tensor(given.x), extra=c_api.Further(*map(tensor, more[:count])))
+            inputs = c_api.DispatchInputs(tokens=tensor(given.x), extra=c_api.Extra(*map(tensor, more[:count])))
 
             def dispatch(inputs: Any = inputs) -> None:
                 run.run_dispatch(run.handle, inputs, None)

@@ -316,7 +316,7 @@ def test_ranks_that_disagree_hear_of_it(library: Library) -> None:
     run_ranks(2, body)
 
 
-def test_a_rank_that_never_comes(library: Library) -> None:
+def test_a_rank_that_never_comes_is_named_at_the_deadline(library: Library) -> None:
     absent = ThreadGroup.make(2)[0]
     refused(c_api.TIMEOUT, "rank 0 could not gather", lambda: make_group(library, absent, timeout_ns=SECOND // 5))
 

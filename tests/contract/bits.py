@@ -114,7 +114,7 @@ class Bits:
         self.world.run(moves_nan, {"layout": "rank_major", **PAYLOADS["float_words"], "zero_padding": True})
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_outputs_given_by_the_caller(self, mode: str) -> None:
+    def test_outputs_given_by_the_caller_have_the_same_bits(self, mode: str) -> None:
         self.world.run(writes_given_outputs, mode)
 
 

@@ -26,7 +26,7 @@ class Reuse:
         """Operations of other routings and layouts, so many that every bank is used again at each parity."""
         self.world.run(runs_rounds, mode)
 
-    def test_both_modes_in_one_buffer(self) -> None:
+    def test_both_modes_work_in_one_buffer(self) -> None:
         self.world.run(changes_modes)
 
     @pytest.mark.parametrize("mode", MODES)
@@ -43,7 +43,7 @@ class Reuse:
         self.world.run(overlaps_open_sends)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_operations_on_the_buffers_own_stream(self, mode: str) -> None:
+    def test_operations_on_the_buffers_own_stream_are_waited_for(self, mode: str) -> None:
         if self.world.backend.is_one_launch:
             pytest.skip("here all ranks use one stream")
         self.world.run(runs_beside, mode)
@@ -61,7 +61,7 @@ class Reuse:
         """Where combine reads them in place, and does not write to them; outputs live on beyond the buffer."""
         self.world.run(combines_in_the_arena)
 
-    def test_buffers_one_after_the_other(self) -> None:
+    def test_buffers_work_one_after_the_other(self) -> None:
         self.world.run(makes_buffers)
 
 

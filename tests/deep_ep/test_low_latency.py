@@ -124,7 +124,7 @@ def test_logfmt_sends_fewer_bytes() -> None:
         assert 0 < narrow <= 0.65 * plain
 
 
-def test_two_batches_interleaved_with_hooks() -> None:
+def test_two_batches_interleaved_with_hooks_keep_their_bits() -> None:
     """While the rows of one batch are on their way, the other's are worked on; ranks are out of step."""
     cases = [small_case(3, seed=seed, num_experts=6, topk=3) for seed in (3, 5)]
 
@@ -165,7 +165,7 @@ def test_a_handle_lives_on_after_other_dispatches() -> None:
     run_ranks(2, body)
 
 
-def test_a_program_written_for_deepep(tmp_path: Path) -> None:
+def test_a_program_written_for_deepep_runs(tmp_path: Path) -> None:
     """Ranks are processes that know one another by a gloo group alone."""
     assert run_processes(2, run_program, tmp_path, 2) == [16, 16]
 
@@ -203,7 +203,7 @@ class _Communicator:
         return [pickle.loads(each) for each in self._group.allgather(pickle.dumps(mine), PATIENCE)]
 
 
-def test_a_communicator_of_mpi_in_place_of_a_group() -> None:
+def test_a_communicator_of_mpi_may_stand_for_a_group() -> None:
     case = small_case(2)
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 64, 2, 4)
 
@@ -268,7 +268,7 @@ def test_clean_says_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("hidden", [0, -7168, 9, 33000, 1 << 30])
-def test_rows_that_no_operation_has(hidden: int) -> None:
+def test_rows_that_no_operation_has_are_refused(hidden: int) -> None:
     text = f"rows of {hidden} x torch.bfloat16 have {2 * hidden} bytes, must be a multiple of 16 up to 65536"
     with pytest.raises(ValueError, match=text):
         deep_ep.Buffer.get_low_latency_rdma_size_hint(128, hidden, 8, 256)
@@ -277,7 +277,7 @@ def test_rows_that_no_operation_has(hidden: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [0, -8, 1 << 31])
-def test_ranks_that_no_world_has(ranks: int) -> None:
+def test_ranks_that_no_world_has_are_refused(ranks: int) -> None:
     with pytest.raises(ValueError, match=f"num_ranks is {ranks}, must be 1 to 2147483647"):
         deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 256)
 
@@ -385,7 +385,7 @@ def test_a_hook_works_once() -> None:
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "hook"])
-def test_a_combine_before_the_hook(staged: bool) -> None:
+def test_a_combine_before_the_hook_is_refused(staged: bool) -> None:
     """It could only wait for itself. One of an earlier dispatch goes on beside the open one."""
     with one_rank() as buffer:
         _, rows, _, earlier, _, _ = dispatched(buffer)
@@ -406,7 +406,7 @@ def test_a_combine_before_the_hook(staged: bool) -> None:
         assert combine(later_rows, handle) == [2, 1, 2]
 
 
-def test_an_unreceived_dispatch_of_a_destroyed_buffer() -> None:
+def test_an_unreceived_dispatch_of_a_destroyed_buffer_is_refused() -> None:
     buffer = one_rank()
     _, rows, _, handle, _, hook = dispatched(buffer, return_recv_hook=True)
     buffer.destroy()

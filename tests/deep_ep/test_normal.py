@@ -93,7 +93,7 @@ def test_more_worst_tokens_than_can_come() -> None:
     run_ranks(2, lambda group: _run_alone(group, case))
 
 
-def test_fewer_worst_tokens_than_come() -> None:
+def test_tokens_beyond_the_worst_are_dropped_and_counted() -> None:
     """The first rows are there, the others are dropped and counted; what is combined misses them."""
     case = small_case(2, ids=[torch.tensor([[0, 2]] * 8)] * 2)
     case.with_topk, case.worst, case.alignment = True, 11, 1
@@ -310,7 +310,7 @@ class _Combine(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_layer_and_its_gradients(offload: bool) -> None:
+def test_a_layer_has_the_gradients_of_plain_torch(offload: bool) -> None:
     """Also with saved tensors that are copied to and fro, as offloading of activations does."""
     made = torch.Generator().manual_seed(3)
     ids = [torch.rand(6, 4, generator=made).topk(2).indices for _ in range(2)]
@@ -343,7 +343,7 @@ def test_a_layer_and_its_gradients(offload: bool) -> None:
 # ---- Both modes
 
 
-def test_both_modes_in_any_order() -> None:
+def test_both_modes_may_follow_in_any_order() -> None:
     """One buffer, as those who serve make it: normal operations between send and receive of low-latency ones."""
     normal = normal_cases(6, 2, domain_size=None)
     low = [low_latency_case(2, seed=seed, hidden=128) for seed in (3, 5)]
@@ -373,14 +373,14 @@ def test_both_modes_in_any_order() -> None:
     run_ranks(2, body)
 
 
-def test_a_program_written_for_deepep(tmp_path: Path) -> None:
+def test_a_program_written_for_deepep_runs(tmp_path: Path) -> None:
     """Ranks are processes that know one another by a gloo group alone."""
     assert run_processes(2, run_program, tmp_path, 2) == [24, 24]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_other_routing_in_the_same_memory(num_ranks: int, is_async: bool) -> None:
+def test_replays_follow_new_routing(num_ranks: int, is_async: bool) -> None:
     """What a graph captures on a GPU."""
     assert run_ranks(num_ranks, lambda group: replay_new_routing(group, "cpu", is_async, 12)) == [12] * num_ranks
 

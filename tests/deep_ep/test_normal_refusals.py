@@ -115,7 +115,7 @@ def test_the_buffer_of_deepeps_own_test_is_large_enough() -> None:
     assert tokens_that_fit(sizes_for_bytes(int(1e9), 8, 8), 8, 8, 256, 8, 2 * 7168) >= 4096
 
 
-def test_more_tokens_than_fit_without_asking() -> None:
+def test_more_tokens_than_fit_are_refused_with_the_bytes_they_take() -> None:
     """Where no rank is asked, the error tells the bytes that it takes, and they do."""
     x, ids = torch.ones(3000, 512, dtype=HALF), torch.zeros(3000, 2, dtype=torch.int64)
     num_bytes = 1 << 20
@@ -252,7 +252,7 @@ def test_a_handle_that_is_none() -> None:
             buffer.combine(rows, handle)
 
 
-def test_wider_rows_than_those_of_the_dispatch() -> None:
+def test_wider_rows_than_those_of_the_dispatch_are_refused() -> None:
     """A window grows in a dispatch; what its handle serves later has to fit."""
     with deep_ep.Buffer(None, 1 << 17, device="cpu") as buffer:
         arguments = normal_arguments(buffer)
@@ -269,7 +269,7 @@ def test_wider_rows_than_those_of_the_dispatch() -> None:
         assert buffer.combine(rows, handle)[0][:, 0].tolist() == [1, 1, 0]
 
 
-def test_a_layout_that_cannot_be() -> None:
+def test_a_layout_that_cannot_be_is_refused() -> None:
     with normal_buffer(None) as buffer:
         for ids, experts, text in (
             (torch.zeros(3), 2, r"topk_idx is torch.float32 \[3\]"),

@@ -133,7 +133,7 @@ def test_amax_times_a_sixth_is_not_amax_over_six(largest: float, global_scale: f
     _check_quantiser(torch.full((1, 32), largest), global_scale)
 
 
-def test_numbers_out_of_the_ordinary() -> None:
+def test_zeros_keep_their_sign_and_large_numbers_saturate() -> None:
     """Zeros keep their sign, what is too large saturates, and a NaN is not lost."""
     x = torch.zeros(7, 32)
     x[1] = -0.0
@@ -276,7 +276,7 @@ def test_rows_and_scales_arrive(num_ranks: int, max_tokens: int, hidden: int) ->
     run_ranks(num_ranks, body)
 
 
-def test_over_domains_and_in_fp16() -> None:
+def test_rows_arrive_over_domains_and_in_fp16() -> None:
     world = World(4, 6, 64, FP16)
     sizes: dict[str, Any] = {"max_tokens": 6, "hidden": 64, "topk": 2, "num_experts": 8, "device": "cpu"}
 
@@ -312,7 +312,7 @@ def test_a_masked_rank_is_left_out() -> None:
     run_ranks(2, body)
 
 
-def test_statistics_and_dispatches_of_other_formats_between() -> None:
+def test_dispatches_of_other_formats_between_change_nothing() -> None:
     """bf16, FP8 and NVFP4 in turn on one buffer. A factor without use_nvfp4 has no meaning."""
     world = World(2, 8, 128)
 
@@ -353,7 +353,7 @@ def _dispatch(buffer: deep_ep.Buffer, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("scale", [torch.full((1,), 8.0), torch.full((2,), 8.0), torch.tensor(8.0).expand(2, 3)])
-def test_a_factor_of_any_shape(scale: torch.Tensor) -> None:
+def test_a_factor_may_have_any_shape(scale: torch.Tensor) -> None:
     """vLLM gives one for each expert, all alike."""
     with one_rank() as buffer:
         (rows, scales), *_ = _dispatch(buffer, x_global_scale=scale)
@@ -374,7 +374,7 @@ def test_a_rank_without_tokens_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("sends_in", [False, True])
-def test_a_hook_in_another_mode_than_the_call(sends_in: bool) -> None:
+def test_a_hook_may_run_in_another_mode_than_the_call(sends_in: bool) -> None:
     with one_rank() as buffer:
         with torch.inference_mode(sends_in):
             (rows, scales), counts, _, _, hook = _dispatch(buffer, return_recv_hook=True)

@@ -216,7 +216,7 @@ def test_machines_that_are_connected_have_no_fault() -> None:
         assert plan(facts, notes) == ("cuda", 4), claimed
 
 
-def test_a_plugin_in_the_place_of_nics() -> None:
+def test_a_plugin_may_take_the_place_of_nics() -> None:
     facts = connected()
     facts.nics, facts.peermem = {}, False
     facts.environment = {"NCCL_RMA_PLUGIN": "libmine.so"}

@@ -96,7 +96,7 @@ def test_a_checkpoint_goes_on_where_it_was(on_two: Reports, on_one: Reports, fol
 
 
 @pytest.mark.parametrize("name", ["checkpointed", "replicas", "fsdp2", "all rows"])
-def test_ways_to_train_that_change_nothing(name: str, on_two: Reports) -> None:
+def test_ways_to_train_that_change_nothing_have_the_same_losses(name: str, on_two: Reports) -> None:
     """Replicas: experts on each rank, whose gradients are averaged. All rows: room for what could come."""
     torch.testing.assert_close(losses(on_two[name]), losses(on_two["first"])[:8], rtol=1e-5, atol=1e-5)
 
@@ -181,7 +181,7 @@ def test_ranks_share_one_batch_without_overlap() -> None:
         corpus.batch(5, 6, 10, 0, 4)
 
 
-def test_arguments_that_cannot_be_served(tmp_path: Path) -> None:
+def test_arguments_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="--sequences is 4, must be a multiple of the 3 ranks"):
         run_processes(3, _refused, tmp_path)
 

@@ -104,7 +104,7 @@ def test_gradients_are_those_of_the_stock_model(stock: Any) -> None:
         torch.testing.assert_close(whole, each.grad, rtol=1e-4, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}")
 
 
-def test_a_rank_whose_experts_nobody_chose(stock: Any) -> None:
+def test_a_rank_whose_experts_nobody_chose_has_zero_gradients(stock: Any) -> None:
     """Its experts have gradients of zero, and the others wait for nothing."""
 
     def body(group: Any) -> list[torch.Tensor]:

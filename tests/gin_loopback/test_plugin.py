@@ -38,7 +38,7 @@ def read_statistics(file: Path) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_bytes_and_signals_of_all_pairs(table: Table, num_ranks: int, tmp_path: Path) -> None:
+def test_bytes_and_signals_arrive_between_all_pairs(table: Table, num_ranks: int, tmp_path: Path) -> None:
     sizes = (1, 8, 9, 1001, 4096, 65536)
 
     def send(rank: Rank) -> None:
@@ -165,7 +165,7 @@ def test_delays_take_their_time(table: Table) -> None:
         assert time.monotonic() - begin > 0.05  # 8 of 25 ms on average
 
 
-def test_more_requests_than_a_ring_holds(table: Table) -> None:
+def test_more_requests_than_a_ring_holds_wait(table: Table) -> None:
     with world(table, 2) as (sender, receiver):
         requests = [sender.put_signal(1, 0, 8, HALF, 5) for _ in range(10000)]
         sender.wait(*requests)

@@ -25,7 +25,7 @@ from tests.ht.harness import (
     SMALL_ARENA,
     HtPlan,
     HtRankResult,
-    check_further,
+    check_extra,
     check_ht_case,
     crowd,
     oracle,
@@ -70,7 +70,7 @@ class ExpectedHt:
         ):
             difference = reference.first_difference(mine, theirs)
             assert not difference, f"{where}: {name}: {difference}"
-        check_further(self.case, self.plan, self.inputs, self.kwargs, {rank: got})
+        check_extra(self.case, self.plan, self.inputs, self.kwargs, {rank: got})
 
 
 def shared_ht_buffer(group: Any, cases: Sequence[Case], **options: Any) -> nccl_ep.Buffer:
@@ -78,9 +78,9 @@ def shared_ht_buffer(group: Any, cases: Sequence[Case], **options: Any) -> nccl_
     beside = row = 0
     for case in cases:
         plan = HtPlan.of(case)
-        further = sum(hidden * dtype.itemsize for hidden, dtype in plan.extra)
+        extra = sum(hidden * dtype.itemsize for hidden, dtype in plan.extra)
         cached = max([hidden * dtype.itemsize + 400 for hidden, dtype, _ in plan.cached], default=0)
-        beside = max(beside, case.scales_width * 8 + 16 + further, cached)
+        beside = max(beside, case.scales_width * 8 + 16 + extra, cached)
         row = max(row, case.hidden)
     arena = LARGE_ARENA if torch.device(options["device"]).type == "cuda" else 1 << 19
     return nccl_ep.Buffer.for_shapes(
@@ -361,7 +361,7 @@ def _properties(case: Case) -> set[tuple[Any, ...]]:
     plan = HtPlan.of(case)
     return {
         (case.layout, "quant" if case.quant else "bits"), ("sizes", plan.exact), ("arena", plan.arena),
-        ("rows in the arena", plan.rows_in_arena), ("further", len(plan.extra) > 0), ("given", plan.given),
+        ("rows in the arena", plan.rows_in_arena), ("extra", len(plan.extra) > 0), ("given", plan.given),
         ("weights", case.combine_weights), ("capacity", case.layout, case.capacity_kind),
         ("padding", case.zero_padding),
         *(("cached", quant is not None) for _, _, quant in plan.cached),

@@ -164,7 +164,7 @@ def test_a_graphs_tensors_are_of_its_own_pool() -> None:
         assert int(given.min()) == 9 and int(other.max()) == 1 and _is_inside(buffer, other)
 
 
-def test_in_a_pool_of_the_caller() -> None:
+def test_tensors_are_of_the_arena_in_a_pool_of_the_caller_too() -> None:
     """torch gives the innermost pool: inside use_mem_pool tensors come from the arena as everywhere, others do not."""
     with _buffer() as buffer:
         with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
@@ -192,7 +192,7 @@ def test_another_threads_tensors_are_not_of_the_arena() -> None:
 
 
 @pytest.mark.parametrize("conf", ["expandable_segments:True", "max_split_size_mb:32", "backend:cudaMallocAsync"])
-def test_other_settings_of_the_allocator(conf: str) -> None:
+def test_the_arena_serves_every_setting_of_the_allocator(conf: str) -> None:
     """cudaMallocAsync has no such pools: there, tensors lie elsewhere."""
     program = f"""
 import torch

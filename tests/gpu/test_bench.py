@@ -15,7 +15,7 @@ FIGURES = {"ll": {"graph", "graph_pdl", "kernel", "event", "host"}, "ht": {"grap
 
 
 @pytest.mark.parametrize("bench", ["ll", "ht"])
-def test_every_figure_of_one_gpu(bench: str, tmp_path: Path) -> None:
+def test_every_figure_is_measured_on_one_gpu(bench: str, tmp_path: Path) -> None:
     path = tmp_path / "records.json"
     small = ("--tokens", "16", "--hidden", "1024", "--experts", "16", "--dtype", "bf16")
     run("-m", "bench", bench, "--ranks", "1", *small, "--quick", "--no-rivals", "--json", str(path))

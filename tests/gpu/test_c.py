@@ -91,12 +91,12 @@ def replay_over_nccl(rank: int, library_file: Path, ways: tuple[str, ...]) -> in
 @on_devices
 @pytest.mark.parametrize("way", LL_WAYS + HT_WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_graph_of_one_rank(library: Library, layout: str, way: str, device: str) -> None:
+def test_a_graph_of_one_rank_follows_new_ids(library: Library, layout: str, way: str, device: str) -> None:
     assert replay_other_ids(library, SoloRendezvous(), layout, way, device) > 0
 
 
 @pytest.mark.parametrize("way", LL_WAYS + HT_WAYS)
-def test_the_same_calls_of_ranks_on_the_cpu(library: Library, way: str) -> None:
+def test_the_same_calls_work_for_ranks_on_the_cpu(library: Library, way: str) -> None:
     run_ranks(3, lambda group: replay_other_ids(library, group, "flat", way, "cpu"))
 
 
@@ -104,7 +104,9 @@ def test_the_same_calls_of_ranks_on_the_cpu(library: Library, way: str) -> None:
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
 @pytest.mark.parametrize("ways", [LL_WAYS, HT_WAYS], ids=["ll", "ht"])
-def test_graphs_of_ranks_in_processes(library_file: Path, ways: Any, num_ranks: int, tmp_path: Path) -> None:
+def test_graphs_of_ranks_in_processes_follow_new_routing(
+    library_file: Path, ways: Any, num_ranks: int, tmp_path: Path
+) -> None:
     got = run_processes(num_ranks, replay_over_nccl, tmp_path, library_file, ways, timeout=2 * PATIENCE)
     assert got == [len(LAYOUTS) * len(ways) * num_replays(6)] * num_ranks
 

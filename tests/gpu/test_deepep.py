@@ -22,7 +22,7 @@ WAYS: list[dict[str, Any]] = [{}, {"staged": True}, {"async_finish": True}]
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 30), (2, 30), (4, 20)])
-def test_generated_cases_on_one_gpu(num_ranks: int, count: int) -> None:
+def test_generated_cases_on_one_gpu_give_the_oracles_bits(num_ranks: int, count: int) -> None:
     """In turn fused, with hooks, on the buffer's own stream; the last for one rank alone, as several on one GPU share a
     stream."""
     ways = WAYS if num_ranks == 1 else WAYS[:2]
@@ -272,5 +272,5 @@ def test_waits_are_measured(tmp_path: Path) -> None:
 
 
 @ranks_on_gpus
-def test_a_program_written_for_deepep(tmp_path: Path) -> None:
+def test_a_program_written_for_deepep_runs(tmp_path: Path) -> None:
     assert run_processes(2, low_latency_ranks.run_program, tmp_path, 2, "cuda", 3, timeout=150.0) == [48, 48]

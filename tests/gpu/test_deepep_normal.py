@@ -55,7 +55,7 @@ def _needs_high_throughput() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 30), (2, 30), (4, 20)])
-def test_generated_cases_on_one_gpu(num_ranks: int, count: int) -> None:
+def test_generated_cases_on_one_gpu_give_the_oracles_bits(num_ranks: int, count: int) -> None:
     """One rank in turn on the current stream, beside it, after an event; several share a stream."""
     cases = normal_cases(count, num_ranks, domain_size=None)
 
@@ -142,7 +142,7 @@ def test_replays_follow_new_routing(is_async: bool) -> None:
 
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_graphs_of_ranks_in_processes(num_ranks: int, tmp_path: Path) -> None:
+def test_graphs_of_ranks_in_processes_follow_new_routing(num_ranks: int, tmp_path: Path) -> None:
     replays = in_processes(num_replays(120))
     got = run_processes(num_ranks, replay_over_nccl, tmp_path, replays, timeout=150.0)
     assert got == [2 * replays] * num_ranks
@@ -159,5 +159,5 @@ def test_graphs_need_no_staging_copies(num_ranks: int, tmp_path: Path) -> None:
 
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_a_program_written_for_deepep(num_ranks: int, tmp_path: Path) -> None:
+def test_a_program_written_for_deepep_runs(num_ranks: int, tmp_path: Path) -> None:
     assert run_processes(num_ranks, run_program, tmp_path, num_ranks, "cuda", timeout=150.0) == [24] * num_ranks

@@ -24,5 +24,5 @@ def test_replays_follow_new_routing(most: int, expand: bool, is_async: bool) -> 
 @ranks_on_gpus
 @pytest.mark.parametrize("num_ranks", WORLDS)
 @pytest.mark.parametrize("most", [SMALL, LARGE])
-def test_graphs_of_ranks_in_processes(num_ranks: int, most: int, tmp_path: Path) -> None:
+def test_graphs_of_ranks_in_processes_follow_new_routing(num_ranks: int, most: int, tmp_path: Path) -> None:
     run_processes(num_ranks, in_process, tmp_path, most, in_processes(num_replays(40)), timeout=150.0)

@@ -87,13 +87,13 @@ def test_delays_make_calls_longer() -> None:
 # ---- The world on one GPU
 
 
-def test_generated_cases_on_one_gpu() -> None:
+def test_delays_change_no_bit_on_one_gpu() -> None:
     for seed in range(NUM_CASES):
         with delays.delays(seed=seed + 1):
             check_case(ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
 
 
-def test_generated_cases_of_high_throughput_on_one_gpu() -> None:
+def test_delays_change_no_bit_of_high_throughput_on_one_gpu() -> None:
     for seed in range(NUM_CASES):
         with delays.delays(seed=seed + 1):
             check_ht_case(ranks.cuda_case(seed), device="cuda", num_sms=seed % 4)
@@ -110,7 +110,7 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 
 
 @pytest.mark.parametrize("name", ON_ONE_GPU)
-def test_planted_bugs_on_one_gpu(name: str, one_gpu: dict[str, Found]) -> None:
+def test_planted_bugs_on_one_gpu_are_found(name: str, one_gpu: dict[str, Found]) -> None:
     _expect_found(one_gpu[name], name)
 
 
@@ -123,7 +123,7 @@ def test_planted_bugs_on_one_gpu(name: str, one_gpu: dict[str, Found]) -> None:
     [(delays.run_with_delays, "plain and with PDL"), (delays.run_ht_with_delays, "staged and given")],
     ids=["ll", "ht"],
 )
-def test_cases_and_graphs_over_nccl(body: Any, graphs: str, tmp_path: Path) -> None:
+def test_delays_change_no_bit_over_nccl(body: Any, graphs: str, tmp_path: Path) -> None:
     count = max(NUM_CASES // 3, 1)
     got: list[Any] = run_processes(WORLD, body, tmp_path, WORLD, count, in_processes(NUM_REPLAYS), timeout=PATIENCE)
     for rank, found in enumerate(got):

@@ -45,7 +45,7 @@ def test_generated_cases_give_the_oracles_bits(part: int) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_generated_cases_of_high_throughput(part: int) -> None:
+def test_generated_cases_of_high_throughput_give_the_oracles_bits(part: int) -> None:
     coverage = HtCoverage()
     for seed in range(part, NUM_CASES, 4):
         coverage.add(check_ht_case(ranks.cuda_case(seed), num_sms=(0, 1, 3)[seed % 3]))
@@ -65,7 +65,7 @@ def test_large_cases_give_the_oracles_bits(part: int) -> None:
 
 
 @pytest.mark.parametrize("alignment", [2**30, 2**31 - 1])
-def test_starts_that_no_int_holds(alignment: int) -> None:
+def test_starts_that_no_int_holds_are_right(alignment: int) -> None:
     case = Expected(plain_case(layout="packed", num_experts=16, topk=4, expert_alignment=alignment, capacity=40))
     check_case(case.case)
 
@@ -86,7 +86,7 @@ def test_delays_change_no_bit(mode: str) -> None:
                 check_ht_case(ranks.cuda_case(seed), num_sms=seed % 4)
 
 
-def test_low_latency_methods_of_deepep_under_delays() -> None:
+def test_delays_change_no_bit_of_deepeps_methods() -> None:
     cases = deepep_cases(8, 3, domain_size=None)
 
     def body(group: ThreadGroup) -> None:
@@ -138,7 +138,7 @@ def test_every_shape_of_routing_gives_the_oracles_bits(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_one_buffer_for_many_cases(num_ranks: int) -> None:
+def test_one_buffer_serves_many_cases(num_ranks: int) -> None:
     cases = [Expected(case) for case in ranks.cuda_cases(20, num_ranks)]
     ht_cases = [ht_ranks.ExpectedHt(each.case) for each in cases]
 

@@ -73,7 +73,7 @@ def test_bytes_between_two_ranks_are_right(library: Path | None, way: str, tmp_p
 
 @of_four_ranks
 @pytest.mark.parametrize("way", ["plain", "all"])
-def test_bytes_between_two_domains_of_two(way: str, tmp_path: Path) -> None:
+def test_bytes_between_two_domains_of_two_are_right(way: str, tmp_path: Path) -> None:
     plugin, shown = WAYS[way]
     options = {**plugin, "statistics": tmp_path / "statistics"}
     ended = run_world(tmp_path, 4, 2, "probe_bytes", ["rail", "mesh"], 1, library=FIRST, plugin=options, seconds=200.0)
@@ -190,7 +190,7 @@ def run_chains(name: str, topology: str, way: str, body: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("way", ["plain", "all"])
 @in_topologies
-def test_low_latency_to_the_bit(topology: str, way: str, tmp_path: Path) -> None:
+def test_low_latency_has_the_oracles_bits(topology: str, way: str, tmp_path: Path) -> None:
     body = ("ll_cases", CASES, 100)
     for each in run_cases(f"low latency {topology}, {way}", topology, way, body, tmp_path):
         assert each["cases"] == CASES + 4 and each["dispatches"] == 2 * each["cases"]
@@ -212,7 +212,7 @@ def test_a_send_ends_while_another_rank_is_late(topology: str, network: str, tmp
     assert max(found[:-1]) < SHORT_MS
 
 
-def test_low_latency_beside_bare_puts(tmp_path: Path) -> None:
+def test_low_latency_takes_little_more_than_bare_puts(tmp_path: Path) -> None:
     """Nothing but the network is slow: at most 1.3 times the time of bare puts of the same bytes."""
     found = values(run_world(tmp_path, 2, 1, "ll_times", 40, library=FIRST))
     note("low latency beside bare puts, us", found)
@@ -258,7 +258,7 @@ HT_CASES = num_cases(24)
 
 @pytest.mark.parametrize("way", ["plain", "all"])
 @in_topologies
-def test_high_throughput_to_the_bit(topology: str, way: str, tmp_path: Path) -> None:
+def test_high_throughput_has_the_oracles_bits(topology: str, way: str, tmp_path: Path) -> None:
     body = ("ht_cases", HT_CASES, 500, 60.0)
     found = run_cases(f"high throughput {topology}, {way}", topology, way, body, tmp_path)
     assert len({each["runs"] for each in found}) == 1
@@ -274,7 +274,7 @@ def test_high_throughput_in_graphs_is_right(topology: str, way: str, tmp_path: P
 
 
 @pytest.mark.parametrize("phase", HT_STEPS)
-def test_a_dead_node_in_high_throughput(phase: str, tmp_path: Path) -> None:
+def test_a_dead_node_in_high_throughput_is_named_by_the_survivors(phase: str, tmp_path: Path) -> None:
     kind = "dispatch" if phase in ("dispatch", "exact", "cached") else "combine"
     ended = run_world(tmp_path, 2, 1, "ht_dead", phase, 3.0, library=FIRST, kill=[1], seconds=150.0)
     note(f"a dead node in high throughput, {phase}", [each.value for each in ended])

@@ -44,13 +44,13 @@ pytestmark = needs_gpu
 # ---- The world on one GPU
 
 
-def test_generated_cases_on_one_gpu() -> None:
+def test_generated_cases_on_one_gpu_give_the_oracles_bits() -> None:
     for seed in range(NUM_CASES):
         check_case(ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
-def test_large_cases_on_one_gpu(staged: bool) -> None:
+def test_large_cases_on_one_gpu_give_the_oracles_bits(staged: bool) -> None:
     for case in large_cases():
         check_case(case, device="cuda", staged=staged)
 
@@ -64,7 +64,7 @@ def test_number_of_sms_changes_no_bit(num_sms: int, staged: bool) -> None:
 
 
 @pytest.mark.parametrize("num_sms", [*NUM_SMS, 2])
-def test_many_calls_on_few_sms(num_sms: int) -> None:
+def test_many_calls_on_few_sms_free_their_banks(num_sms: int) -> None:
     """A bank is used again after two calls: whoever forgets to free one shows it here."""
     case = Expected(ranks.wide_case(2))
 
@@ -237,7 +237,7 @@ def test_calls_on_two_streams_run_in_call_order() -> None:
             case.check_dispatch(again, 0)
 
 
-def test_two_streams_in_one_capture() -> None:
+def test_two_streams_in_one_capture_keep_their_order() -> None:
     """Calls on branches of a graph that only this buffer orders; and eager calls before and after it."""
     case = Expected(plain_case(1))
     given = case.inputs[0]
@@ -332,7 +332,7 @@ def test_real_operations_between_floors_over_nccl_keep_their_bits(num_ranks: int
 
 
 @ranks_on_gpus
-def test_gemms_of_the_caller_over_nccl(tmp_path: Path) -> None:
+def test_gemms_of_the_caller_keep_their_bits_over_nccl(tmp_path: Path) -> None:
     run_processes(2, ranks.run_gemms, tmp_path, 2, timeout=PATIENCE)
 
 

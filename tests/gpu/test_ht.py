@@ -32,7 +32,7 @@ pytestmark = needs_gpu
 # ---- The world on one GPU
 
 
-def test_generated_cases_on_one_gpu() -> None:
+def test_generated_cases_on_one_gpu_give_the_oracles_bits() -> None:
     coverage = HtCoverage()
     for seed in range(NUM_CASES):
         num_sms = (0, 1, 3)[seed % 3]
@@ -58,7 +58,7 @@ def test_high_throughput_keeps_each_promise_on_one_gpu(body: Any, num_ranks: int
     run_ranks(num_ranks, lambda group: body(group, "cuda"))
 
 
-def test_one_buffer_for_many_cases() -> None:
+def test_one_buffer_serves_many_cases() -> None:
     for num_ranks in (1, 2, 4):
         cases = [ht_ranks.ExpectedHt(case) for case in ranks.cuda_cases(30, num_ranks)]
         run_ranks(num_ranks, partial(ht_ranks.run_in_one_buffer, cases=cases, device="cuda"))
@@ -99,7 +99,7 @@ def test_exact_sizes_refuse_a_capture() -> None:
         buffer.check()
 
 
-def test_a_capture_beside_exact_sizes() -> None:
+def test_a_capture_works_beside_exact_sizes() -> None:
     """A graph that was captured between calls of exact sizes replays between further ones."""
     case = ht_ranks.ExpectedHt(plain_case(1, layout="packed", num_experts=4, topk=2))
     given = case.inputs[0]

@@ -18,11 +18,11 @@ pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_two_groups_on_one_gpu(num_ranks: int) -> None:
+def test_two_groups_part_and_meet_on_one_gpu(num_ranks: int) -> None:
     run_on_one_gpu([Parted(case) for case in cuda_cases(max(NUM_CASES // 3, 1), num_ranks)])
 
 
-def test_sizes_that_change_on_one_gpu() -> None:
+def test_sizes_may_change_while_ranks_are_masked_on_one_gpu() -> None:
     first = frozenset({0, 1})
     run_on_one_gpu([Parted(case, first) for case in cuda_cases(max(NUM_CASES // 3, 2), 3)], run_over_shapes)
 

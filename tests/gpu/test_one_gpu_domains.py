@@ -36,7 +36,7 @@ def test_low_latency_between_domains_gives_the_oracles_bits(topology: tuple[int,
         run_ll(case, number)
 
 
-def test_the_mesh_of_low_latency() -> None:
+def test_the_mesh_of_low_latency_gives_the_oracles_bits() -> None:
     for number, case in enumerate([*cases_of((2, 2), NUM_CASES, first=2000), *wide_cases((2, 2))]):
         run_ll(case, number, "mesh")
 

@@ -48,7 +48,7 @@ def _on_gpus(rank: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 @ranks_on_gpus
-def test_a_gpu_for_each_rank(tmp_path: Path) -> None:
+def test_gradients_of_ranks_with_a_gpu_each_are_plain_torchs(tmp_path: Path) -> None:
     first, second = run_processes(2, _on_gpus, tmp_path)
     want = on_one_rank(Case(2, (5, 3)))
     for got in zip(first, second, strict=True):

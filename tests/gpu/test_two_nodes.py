@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_two_nodes_of_one_gpu(mode: str, tmp_path: Path) -> None:
+def test_two_nodes_of_one_gpu_send_rows_to_one_another(mode: str, tmp_path: Path) -> None:
     given = environment_of(domain_size=1) | {"PYTHON": sys.executable, "RANKS": "1", "PORT": str(free_port())}
     if LIBRARIES:
         given["NCCL_LIBRARY"] = str(LIBRARIES[0])

@@ -130,7 +130,7 @@ class HtOutcome:
     ranks: list[HtRankResult]
 
 
-def further(case: Case, rank: int, number: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+def extra_tensor(case: Case, rank: int, number: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor [T, hidden] of any bits, the same at every call."""
     made = torch.Generator().manual_seed((case.seed * 64 + rank) * 64 + number + _STREAM_EXTRA)
     if dtype in FLOATS:
@@ -184,10 +184,10 @@ def ht_buffer(case: Case, plan: HtPlan, group: Any, **options: Any) -> nccl_ep.B
     """A buffer in which all operations of the case fit."""
     beside = case.scales_width * 8 + 16
     row = case.hidden * case.dtype.itemsize + beside
-    further_bytes = sum(hidden * dtype.itemsize for hidden, dtype in plan.extra)
+    extra_bytes = sum(hidden * dtype.itemsize for hidden, dtype in plan.extra)
     cached_bytes = max([hidden * dtype.itemsize + 400 for hidden, dtype, _ in plan.cached], default=0)
-    beside = max(beside + further_bytes, cached_bytes - case.hidden * case.dtype.itemsize)
-    output = case.num_ranks * case.max_tokens * (row + further_bytes + case.hidden * 4)
+    beside = max(beside + extra_bytes, cached_bytes - case.hidden * case.dtype.itemsize)
+    output = case.num_ranks * case.max_tokens * (row + extra_bytes + case.hidden * 4)
     arena = {"none": 0, "tight": output // 2, "ample": 64 * output + (1 << 20)}[plan.arena]
     if plan.arena != "none" and torch.device(options.get("device", "cpu")).type == "cuda":
         arena = SMALL_ARENA if plan.arena == "tight" else max(arena, LARGE_ARENA)
@@ -224,7 +224,7 @@ def run_on_rank(
     x, topk_idx, weights, scales = (
         to_device(each, device) for each in (given.x, given.topk_idx, given.topk_weights, given.scales)
     )
-    extra = [further(case, rank, i, *what).to(device) for i, what in enumerate(plan.extra)]
+    extra = [extra_tensor(case, rank, i, *what).to(device) for i, what in enumerate(plan.extra)]
 
     def dispatch(**more: Any) -> nccl_ep.DispatchOutput:
         return nccl_ep.dispatch(
@@ -248,7 +248,7 @@ def run_on_rank(
     wire.append(buffer.wire_bytes())
     cached = [
         nccl_ep.dispatch_cached(
-            further(case, rank, 10 + i, hidden, dtype).to(device), out.handle, quant=quant,
+            extra_tensor(case, rank, 10 + i, hidden, dtype).to(device), out.handle, quant=quant,
             zero_padding=case.zero_padding, **options,
         )
         for i, (hidden, dtype, quant) in enumerate(plan.cached)
@@ -278,7 +278,7 @@ def check_ht_case(case: Case, *, network_seed: int = 0, device: str = "cpu", **o
 
     got = run_ranks(case.num_ranks, body)
     check_results(case, inputs, results, got, f"{case.describe()} {plan}")
-    check_further(case, plan, inputs, kwargs, dict(enumerate(got)))
+    check_extra(case, plan, inputs, kwargs, dict(enumerate(got)))
     if device == "cpu" and not _C.EMULATES_GPU:
         check_ht_wire(case, plan, results, inputs, got)
         check_ht_other(case, plan, inputs, got)
@@ -303,20 +303,22 @@ def check_ht_network(case: Case, plan: HtPlan, inputs: list[reference.RankInput]
         assert crossed == wanted, f"{case.describe()} {plan}: rank {rank}: {crossed} bytes, not {wanted}"
 
 
-def check_further(
+def check_extra(
     case: Case, plan: HtPlan, inputs: list[reference.RankInput], kwargs: list[dict[str, Any]],
     got: dict[int, HtRankResult],
 ) -> None:  # fmt: skip
     """Extra tensors and cached payloads of these ranks lie where the rows of x do."""
     ranks = range(case.num_ranks)
     for i, what in enumerate(plan.extra):
-        moved = [replace(inputs[rank], x=further(case, rank, i, *what), scales=None) for rank in ranks]
+        moved = [replace(inputs[rank], x=extra_tensor(case, rank, i, *what), scales=None) for rank in ranks]
         wanted = oracle(moved, kwargs, quant=None)
         for rank, result in got.items():
             where = f"{case.describe()} rank {rank} extra {i}"
             _check_rows(result.dispatched.extra[i], wanted[rank].x, wanted[rank], where, case)
     for i, (hidden, dtype, quant) in enumerate(plan.cached):
-        moved = [replace(inputs[rank], x=further(case, rank, 10 + i, hidden, dtype), scales=None) for rank in ranks]
+        moved = [
+            replace(inputs[rank], x=extra_tensor(case, rank, 10 + i, hidden, dtype), scales=None) for rank in ranks
+        ]
         wanted = oracle(moved, kwargs, quant=quant)
         for rank, result in got.items():
             where, want, payload = f"{case.describe()} rank {rank} cached {i}", wanted[rank], result.cached[i]

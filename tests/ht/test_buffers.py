@@ -197,7 +197,7 @@ def test_buffer_empty_gives_memory_of_the_arena_while_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_outputs_in_another_buffers_arena(mode: str) -> None:
+def test_outputs_may_lie_in_another_buffers_arena(mode: str) -> None:
     """They are ordinary tensors to a buffer: rows are copied there, and what the other one does is not disturbed."""
     case = _case(2, "flat", 3)
 
@@ -263,7 +263,7 @@ def test_both_modes_give_the_same_bits(layout: str, quant: str | None) -> None:
 
 @pytest.mark.parametrize("domain_size", [4, 2, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_same_bits_whatever_the_timing(layout: str, domain_size: int) -> None:
+def test_bits_are_the_same_whatever_the_timing(layout: str, domain_size: int) -> None:
     case = _case(4, layout, 10, domain_size=domain_size, zero_padding=True)
     runs = []
     for seed in range(1, 9):
@@ -377,7 +377,7 @@ def test_auto_keeps_to_the_room_that_was_made(hidden: int, topk: int, monkeypatc
 
 
 @pytest.mark.parametrize("quant", [None, "fp8"])
-def test_a_cached_dispatch_into_an_earlier_one(quant: str | None) -> None:
+def test_a_cached_dispatch_may_reuse_an_earlier_output(quant: str | None) -> None:
     case = _case(2, "packed", 12)
 
     def body(group: Any) -> None:

@@ -83,5 +83,5 @@ def test_high_throughput_keeps_each_promise(body: Any, num_ranks: int) -> None:
     run_ranks(num_ranks, lambda group: body(group, "cpu"))
 
 
-def test_ranks_with_layouts_of_their_own() -> None:
+def test_ranks_may_have_layouts_of_their_own() -> None:
     run_ranks(4, lambda group: ht_ranks.own_layouts(group, "cpu"))

@@ -132,7 +132,7 @@ def _loop_until_killed(rank: int, victim: int, domain_size: int, seed: int, dead
 
 
 @pytest.mark.parametrize(("domain_size", "seed"), [(4, 1), (4, 2), (2, 3), (1, 4)])
-def test_killed_in_the_middle_of_something(domain_size: int, seed: int, tmp_path: Path) -> None:
+def test_a_rank_killed_in_the_middle_of_something_is_named(domain_size: int, seed: int, tmp_path: Path) -> None:
     def run(deadline: float) -> None:
         folder = tmp_path / str(deadline)
         folder.mkdir()
@@ -251,7 +251,7 @@ def test_a_changed_handle_fails_the_buffer_and_touches_no_memory(step: str) -> N
     run_ranks(2, body)
 
 
-def test_further_tensors_in_another_order() -> None:
+def test_extra_tensors_in_another_order_are_told_to_both() -> None:
     """Of the same bytes in sum: each rank would write past the other's rows."""
 
     def body(group: ThreadGroup) -> None:
@@ -267,7 +267,7 @@ def test_further_tensors_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("other", [order for order in itertools.permutations((16, 32, 48)) if order != (16, 32, 48)])
-def test_three_further_tensors_in_another_order(other: tuple[int, ...]) -> None:
+def test_three_extra_tensors_in_another_order_are_told_to_both(other: tuple[int, ...]) -> None:
     def body(group: ThreadGroup) -> None:
         with _buffer(2, group, 2) as buffer:
             x, ids = torch.ones(4, 16, dtype=torch.bfloat16), torch.tensor([[0, 2]] * 4)

@@ -105,7 +105,7 @@ def test_opcheck_passes_for_each_op_on_one_rank(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("num_domains", [1, 2])
-def test_opcheck_of_the_layout_of_tokens(num_domains: int) -> None:
+def test_opcheck_passes_for_the_layout_of_tokens(num_domains: int) -> None:
     args = (torch.tensor([[0, 7, -1], [4, 5, 12]]), 4, num_domains, 12)
     assert LOCAL_OPS == ["token_layout", "carrier", "carried", "size_at"]  # see below
     assert not ops.token_layout.default._schema.is_mutable
@@ -140,13 +140,13 @@ def test_opcheck_passes_for_carriers_of_gradients(dtype: torch.dtype) -> None:
         (torch.zeros(2, 3, dtype=torch.int64), (4, 1, 10), "10 experts do not divide over 4 ranks"),
     ],
 )
-def test_a_layout_that_cannot_be(ids: torch.Tensor, numbers: tuple[int, int, int], message: str) -> None:
+def test_a_layout_that_cannot_be_is_refused(ids: torch.Tensor, numbers: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.token_layout(ids, *numbers)
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_opcheck_of_ranks_in_lockstep(name: str) -> None:
+def test_opcheck_passes_for_ranks_in_lockstep(name: str) -> None:
     case = _case(4, "packed", domain_size=2)
 
     def body(group: Any) -> None:
@@ -203,8 +203,8 @@ BAD_OUTPUTS = [
     ("too few", lambda x, x1, scales: ([x], scales), "1 output tensors for 2"),
     ("rows", lambda x, x1, scales: ([x[1:], x1], scales), r"out_x has shape \[7, 640\], must be \[8, 640\]"),
     ("dtype", lambda x, x1, scales: ([x.view(torch.int8), x1], scales), "out_x is Char, must be Float8_e4m3fn"),
-    ("further rows", lambda x, x1, scales: ([x, x1[1:]], scales), r"out_x has shape \[7, 8\], must be \[8, 8\]"),
-    ("further strides", lambda x, x1, scales: ([x, torch.zeros(8, 16)[:, ::2]], scales), "is not contiguous"),
+    ("extra rows", lambda x, x1, scales: ([x, x1[1:]], scales), r"out_x has shape \[7, 8\], must be \[8, 8\]"),
+    ("extra strides", lambda x, x1, scales: ([x, torch.zeros(8, 16)[:, ::2]], scales), "is not contiguous"),
     ("address", lambda x, x1, scales: ([x, torch.zeros(66)[2:].view(8, 8)], scales), "not aligned to 16 bytes"),
     ("scales", lambda x, x1, scales: ([x, x1], scales[:, 1:]), r"out_scales has shape \[8, 4\], must be \[8, 5\]"),
 ]
@@ -272,7 +272,7 @@ def test_exact_sizes_are_symbols_in_a_trace(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["flat", "packed", "rank_major"])
-def test_exact_sizes_in_two_ops(layout: str) -> None:
+def test_exact_sizes_in_two_ops_have_the_bits_of_one(layout: str) -> None:
     """The tensors of the one op, bit for bit; and opcheck, which runs each of the two more than once."""
     case = _case(1, layout)
     with _buffer(case, None) as buffer:
@@ -293,7 +293,7 @@ def test_exact_sizes_in_two_ops(layout: str) -> None:
             assert isinstance(symbol, torch.SymInt)
 
 
-def test_exact_sizes_in_deepeps_convention() -> None:
+def test_exact_sizes_in_deepeps_convention_are_symbols() -> None:
     """The rows are a symbol; the counts are not, and lie where the host can read them."""
     case = _case(1, "flat")
     with _buffer(case, None) as buffer:
@@ -323,7 +323,7 @@ def test_a_compiled_layer_gives_the_eager_bits(layout: str, backend: str) -> Non
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("layout", ["packed", "rank_major", "flat"])
-def test_a_compiled_layer_of_exact_sizes(layout: str, backend: str) -> None:
+def test_a_compiled_layer_of_exact_sizes_gives_the_eager_bits(layout: str, backend: str) -> None:
     """The handle's capacity is a symbol."""
     case = _case(1, layout)
     given = case.inputs[0]

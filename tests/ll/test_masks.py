@@ -55,7 +55,7 @@ def test_two_groups_part_and_meet_again(num_ranks: int, count: int) -> None:
     run_ranks(num_ranks, body)
 
 
-def test_more_ranks_than_bits_of_a_word() -> None:
+def test_masks_serve_more_ranks_than_bits_of_a_word() -> None:
     """Masks of ranks from 32 on stand in a second word."""
     ranks = 34
     plain = plain_case(ranks, tokens=(1,) * ranks, max_tokens=1, num_experts=ranks, hidden=16)
@@ -120,7 +120,7 @@ def test_a_late_rank_is_masked(phase: str, num_ranks: int, turns: int) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_mask_consensus_where_a_rank_comes_at_the_deadline(layout: str) -> None:
+def test_mask_consensus_holds_where_a_rank_comes_at_the_deadline(layout: str) -> None:
     run_ranks(3, lambda group: come_at_the_deadline(group, layout, deadline=0.2, rounds=8))
 
 

@@ -85,7 +85,7 @@ def test_rows_leave_when_their_signals_come(name: str, num_ranks: int) -> None:
     run_ranks(num_ranks, body)
 
 
-def test_signals_of_more_tokens_than_lanes() -> None:
+def test_signals_serve_more_tokens_than_lanes() -> None:
     case = weighted_case(2, max_tokens=400, tokens=(400, 371), hidden=16, topk=3)
 
     check_signalled(case, lambda rank: RowProducer(case.rows[rank], 64, seed=rank))
@@ -109,7 +109,7 @@ def test_one_rank_waits_for_signals_and_the_others_have_none() -> None:
     run_ranks(3, body)
 
 
-def test_unsigned_signals_of_whole_experts() -> None:
+def test_unsigned_signals_serve_whole_experts() -> None:
     case = weighted_case(2)
 
     def producer_of(rank: int) -> RowProducer:
@@ -120,7 +120,7 @@ def test_unsigned_signals_of_whole_experts() -> None:
     check_signalled(case, producer_of)
 
 
-def test_tokens_without_rows_here_and_ranks_without_tokens() -> None:
+def test_signals_serve_tokens_without_rows_here_and_ranks_without_tokens() -> None:
     case = weighted_case(2, tokens=(0, 5), routing="none")
 
     def body(group: ThreadGroup) -> None:

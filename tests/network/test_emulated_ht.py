@@ -54,7 +54,7 @@ def test_wide_cases_give_the_oracles_bits(topology: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("topology", OF_SEVERAL, ids=name_of)
-def test_one_buffer_for_many_cases(topology: tuple[int, int]) -> None:
+def test_one_buffer_serves_many_cases(topology: tuple[int, int]) -> None:
     """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
     cases = [ht_ranks.ExpectedHt(case) for case in cases_of(topology, 5, first=500)]
 
@@ -153,7 +153,7 @@ def test_planted_bugs_are_found(bug: str, kind: int, monkeypatch: pytest.MonkeyP
     assert found, f"{bug}: not noticed"
 
 
-def test_the_search_without_a_bug() -> None:
+def test_the_search_finds_nothing_without_a_bug() -> None:
     assert not search([], DISPATCH | COMBINE, **HOW)
 
 

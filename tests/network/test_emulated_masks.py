@@ -74,7 +74,7 @@ def test_a_late_rank_is_masked(phase: str, topology: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_mask_consensus_where_a_rank_comes_at_the_deadline(layout: str) -> None:
+def test_mask_consensus_holds_where_a_rank_comes_at_the_deadline(layout: str) -> None:
     run_ranks(3, lambda group: come_at_the_deadline(group, layout, deadline=0.5, rounds=4, domain_size=1))
 
 

@@ -57,7 +57,7 @@ def test_sums_in_fewer_bytes_have_the_oracles_bits(wire: Any) -> None:
 
 
 @pytest.mark.parametrize("plan", ["", PARTS], ids=["plain", "parts"])
-def test_one_buffer_for_many_cases(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_buffer_serves_many_cases(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
     if plan:
         monkeypatch.setenv("EP_PLAN_R", plan)
@@ -75,7 +75,7 @@ def test_a_dead_rank_is_named(phase: str) -> None:
     check_the_dead_are_named(phase, {3}, **MESH)
 
 
-def test_more_tokens_than_its_channels_hold() -> None:
+def test_more_tokens_than_its_channels_hold_are_refused() -> None:
     def body(group: ThreadGroup) -> None:
         case = plain_case(4, tokens=(1,) * 4, max_tokens=4097, hidden=16, domain_size=2)
         text = r"max_tokens is 4097, low latency over several NVLink domains serves 4096 in the mesh: .* \(ll_network\)"
@@ -85,7 +85,7 @@ def test_more_tokens_than_its_channels_hold() -> None:
     run_ranks(4, body)
 
 
-def test_the_windows_of_rail_and_mesh() -> None:
+def test_the_mesh_takes_more_memory_and_auto_takes_it_for_little() -> None:
     """The mesh has room for a row of every token to each rank, where the rail has it for each domain. Where little is
     sent to few ranks, the mesh is taken."""
 
@@ -128,5 +128,5 @@ def test_planted_bugs_are_found(bug: str, kind: int, monkeypatch: pytest.MonkeyP
     assert found, f"{bug}: not noticed"
 
 
-def test_the_search_without_a_bug() -> None:
+def test_the_search_finds_nothing_without_a_bug() -> None:
     assert not search([], DISPATCH | COMBINE, seed=11, **TWO_NODES)

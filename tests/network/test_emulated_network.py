@@ -88,7 +88,7 @@ def check_one_buffer(cases: list[Case], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("topology", OF_SEVERAL, ids=name_of)
-def test_one_buffer_for_many_cases(topology: tuple[int, int]) -> None:
+def test_one_buffer_serves_many_cases(topology: tuple[int, int]) -> None:
     """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
     check_one_buffer(cases_of(topology, 6, first=500))
 
@@ -300,10 +300,10 @@ def test_planted_bugs_are_found(bug: str, kind: int, monkeypatch: pytest.MonkeyP
     assert found, f"{bug}: not noticed in {RUNS} runs"
 
 
-def test_the_search_without_a_bug() -> None:
+def test_the_search_finds_nothing_without_a_bug() -> None:
     assert not search([], DISPATCH | COMBINE, seed=11)
 
 
 @pytest.mark.usefixtures("parts")
-def test_the_search_of_parts_without_a_bug() -> None:
+def test_the_search_of_parts_finds_nothing_without_a_bug() -> None:
     assert not search([], DISPATCH | COMBINE, seed=11)

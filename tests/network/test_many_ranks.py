@@ -23,7 +23,7 @@ def _tokens(num_ranks: int, most: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("layout", ["flat", "expert_major"])
-def test_low_latency_of_128_ranks(layout: str) -> None:
+def test_low_latency_of_128_ranks_gives_the_oracles_bits(layout: str) -> None:
     ranks, most = 128, 3
     case = plain_case(
         ranks, domain_size=NODE, num_experts=ranks, topk=8, max_tokens=most, tokens=_tokens(ranks, most), hidden=32,
@@ -33,7 +33,7 @@ def test_low_latency_of_128_ranks(layout: str) -> None:
         check_case(case, network_seed=3)
 
 
-def test_high_throughput_of_256_ranks() -> None:
+def test_high_throughput_of_256_ranks_gives_the_oracles_bits() -> None:
     """Every row where the oracle has it, and every byte that crosses, of rows and beside them."""
     ranks, most = 256, 2
     case = plain_case(

@@ -105,9 +105,9 @@ def run_case(case: Expected, buffer: nccl_ep.Buffer, *, mode: str = "ll", staged
     # Before the operations: a large copy from pageable memory waits for the kernel before it, and may keep other
     # threads from the driver meanwhile, among them one that copies for a network (docs/network.md).
     rows, values = case.rows[rank].to(device, copy=True), case.values[rank].to(device)
-    further = combine_options(case.case, rank, device)
+    how = combine_options(case.case, rank, device)
     out = dispatch_case(case.case, given, buffer, staged=staged, mode=mode, **options)
-    y = combine_case(case.case, rows, out.handle, rank, staged=staged, given=further, **options)
+    y = combine_case(case.case, rows, out.handle, rank, staged=staged, given=how, **options)
     scalars = nccl_ep.combine_weights(values, out.handle)
     synchronize(device)
     buffer.require_usable()  # its error says more than a difference does

@@ -127,7 +127,7 @@ def test_a_compiled_layer_of_two_ranks_trains_as_the_eager_one(backend: str, kin
     run_ranks(2, body)
 
 
-def test_a_model_with_a_loop_over_layers() -> None:
+def test_a_compiled_model_with_a_loop_over_layers_trains_alike() -> None:
     """A buffer for all of them, or one each."""
     with make_buffer(None) as one, make_buffer(None) as two:
         layers = torch.nn.Sequential(*(Layer(buffer, **KINDS["ht packed"]) for buffer in (one, two, one, two)))
@@ -192,7 +192,7 @@ class Own(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_function_of_the_users_own(backend: str) -> None:
+def test_a_function_of_the_users_own_has_its_gradient_compiled(backend: str) -> None:
     with make_buffer(None) as buffer:
         x, idx = torch.randn(5, HIDDEN), torch.rand(5, EXPERTS).topk(TOPK)[1]
 

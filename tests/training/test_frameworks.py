@@ -22,7 +22,7 @@ MODES = ("ll packed", "ht packed", "ht packed, exact")
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("kind", MODES)
-def test_both_kinds_of_activation_checkpointing(kind: str, num_ranks: int) -> None:
+def test_activation_checkpointing_changes_no_bit(kind: str, num_ranks: int) -> None:
     """What is computed again is the same to the bit, on every rank; one of several ranks has no tokens."""
 
     def body(group: Any) -> None:

@@ -31,7 +31,7 @@ MODES = ("ll", "ht")
 @pytest.mark.parametrize("weighting", ["dispatch", "home", "caller"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_equal_to_one_rank_bit_for_bit(mode: str, layout: str, weighting: str) -> None:
+def test_gradients_equal_those_of_one_rank_bit_for_bit(mode: str, layout: str, weighting: str) -> None:
     case = Case(2, (5, 3))
     check_gradients(on_one_rank(case), run_layer(case, mode, layout, weighting))
 
@@ -48,7 +48,7 @@ def test_gradients_are_the_same_by_every_way_of_calling(mode: str, weighting: st
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_four_ranks_one_without_tokens_and_several_domains(mode: str) -> None:
+def test_gradients_of_four_ranks_in_domains_are_plain_torchs(mode: str) -> None:
     case = Case(4, (5, 0, 8, 1))
     check_gradients(on_one_rank(case), run_layer(case, mode, "packed", "dispatch"))
     check_gradients(on_one_rank(case), run_layer(case, mode, "packed", "home", domain_size=2, network_seed=3))
@@ -156,7 +156,7 @@ def test_gradients_of_extra_tensors_and_scales_are_summed(mode: str) -> None:
         assert scales.grad is not None and torch.equal(scales.grad, torch.full((4, 3), 14.0))
 
 
-def test_a_cached_dispatch_and_scalars() -> None:
+def test_gradients_of_a_cached_dispatch_and_of_scalars_are_plain_torchs() -> None:
     with one_rank() as buffer:
         out = nccl_ep.dispatch(torch.ones(4, HIDDEN), IDS, buffer=buffer, **given("ht"))
         x = torch.randn(4, HIDDEN, requires_grad=True)
@@ -178,7 +178,7 @@ def test_a_cached_dispatch_and_scalars() -> None:
 
 @pytest.mark.parametrize("quant", ["fp8", "fp8_rounded", "fp8_ue8m0"])
 @pytest.mark.parametrize("mode", MODES)
-def test_fp8_forward_and_bf16_backward(mode: str, quant: str) -> None:
+def test_rows_in_fp8_have_gradients_in_bf16(mode: str, quant: str) -> None:
     with make_buffer(None, hidden=256, dtype=torch.bfloat16, scale_bytes=64) as buffer:
         x = torch.randn(4, 256).bfloat16().requires_grad_()
         out = nccl_ep.dispatch(x, IDS, buffer=buffer, quant=quant, **given(mode))
@@ -285,7 +285,7 @@ def test_max_tokens_are_those_of_the_forward() -> None:
     check_gradients(on_one_rank(case), run_layer(case, "ll", "packed", "home"))
 
 
-def test_deepeps_normal_mode_without_a_function_of_the_callers() -> None:
+def test_deepeps_normal_mode_has_gradients_by_itself() -> None:
     """dispatch, experts with the received weights, combine; the plain layer on one rank has the same gradients."""
     case = Case(2, (5, 3))
 
