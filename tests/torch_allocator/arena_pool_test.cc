@@ -215,7 +215,7 @@ TEST(GraphsOfArena, BorrowWhatStreamsHaveClaimed) {
   EXPECT_EQ(pool.fill().size(), count);
 }
 
-TEST(GraphsOfArena, AFullArena) {
+TEST(GraphsOfArena, LieElsewhereWhereTheArenaIsFull) {
   Pool pool(64);
   const std::vector<Tensor> held = pool.fill();
   std::vector<Tensor> others;
@@ -228,7 +228,7 @@ TEST(GraphsOfArena, AFullArena) {
   fake_cuda::destroy(capture.graph());
 }
 
-TEST(GraphsOfArena, AnotherCaptureIsUnderWay) {
+TEST(GraphsOfArena, GiveMemoryBackWhileAnotherCaptureIsUnderWay) {
   Pool pool(192);
   pool.eager();
   const uint64_t before = pool.free_bytes();

@@ -80,7 +80,7 @@ OpHeader dispatch_call() {
   return {{pack_operation(Operation::kDispatch, DType::kBF16, Quant::kFp8, DType::kBF16), 7168, 8, 256, 128, 224, 5}};
 }
 
-TEST(Describe, Calls) {
+TEST(Describe, ACallIsToldWithItsArguments) {
   EXPECT_EQ(describe(dispatch_call()),
             "dispatch(bf16, hidden 7168, top-8, 256 experts, max_tokens 128, quant fp8, 224 bytes of scales a row)");
   OpHeader call = dispatch_call();
@@ -102,7 +102,7 @@ TEST(Describe, Calls) {
 }
 
 // A peer's record may hold anything; the sentence about it must not read past its tables.
-TEST(Describe, NonsenseFromAPeer) {
+TEST(Describe, NonsenseFromAPeerIsTold) {
   for (uint32_t operation : {0u, 5u, 0xFFFFFFFFu, 0xFFFFFF01u, 0xFFFFFF02u, 0x80808080u}) {
     OpHeader call = dispatch_call();
     call.words[OpHeader::kOperation] = operation;
@@ -110,7 +110,7 @@ TEST(Describe, NonsenseFromAPeer) {
   }
 }
 
-TEST(Describe, Failures) {
+TEST(Describe, AFailureIsToldWithRankAndOperation) {
   Failure failure;
   failure.code = Failure::kTimeout;
   failure.kind = Kind::kCombine;
@@ -132,7 +132,7 @@ TEST(Describe, Failures) {
   EXPECT_NE(text.find("rank 3 called dispatch(bf16, hidden 4096"), std::string::npos) << text;
 }
 
-TEST(Describe, TheNodeOfAFailure) {
+TEST(Describe, AFailureIsToldWithItsNode) {
   const Topology topology = Topology::make(64, 2);
   Failure failure;
   EXPECT_EQ(node_of(failure, topology), "");

@@ -37,7 +37,7 @@ std::vector<float> rounded(DType format, const std::vector<float>& row) {
   return decoded(format, encoded(format, row), row.size());
 }
 
-TEST(BlockFormats, BytesOfARow) {
+TEST(BlockFormats, ARowHasTheBytesOfItsBlocks) {
   EXPECT_EQ(wire_row_bytes(DType::kBF16, 7168), 14336);
   EXPECT_EQ(wire_row_bytes(DType::kFp8Blocks, 7168), 7168 + 4 * 56);
   EXPECT_EQ(wire_row_bytes(DType::kLogFmt, 7168), 7168 * 5 / 4 + 4 * 56);
@@ -107,7 +107,7 @@ TEST(Logfmt, CodesArePackedAndNoWordIsAbsent) {
   }
 }
 
-TEST(BlockFormats, WhatIsExact) {
+TEST(BlockFormats, ZerosAndALonePowerOfTwoAreExact) {
   std::vector<float> row(144, 0.0f);
   row[3] = -0.0f;
   for (const DType format : kFormats) {

@@ -395,7 +395,7 @@ LlCombineParams combine_of(const LlDispatchParams& dispatch) {
   return p;
 }
 
-TEST(Geometry, RolesOfCombine) {
+TEST(Geometry, CombineHasSendersOrReceiversByItsPhase) {
   LlCombineParams p = combine_of(some_dispatch(OutputLayout::kExpertMajor));
   const LlPlan plan = plan_combine({1, 7168, false}, 132);
   const int others = p.shape.num_ranks - 1;

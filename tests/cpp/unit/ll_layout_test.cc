@@ -130,7 +130,7 @@ TEST(LlOffsets, AWindowOfGivenBytesIsNotExceeded) {
 
 // Rows that travel in place of sums have room where the window was made for the shape: once, for each source with
 // masks, and for each link between domains.
-TEST(LlOffsets, FurtherRowsOfACombine) {
+TEST(LlOffsets, UnweightedRowsFitWhereThereIsRoomForAllChoices) {
   const Shape shape = Shape::make(4, 16, 4, 16);
   const RowFormat row{256, 0, false};
   LlSizes sizes = sizes_for(shape, 256, 256);
@@ -158,7 +158,7 @@ TEST(LlOffsets, FurtherRowsOfACombine) {
 }
 
 // Between domains each link has further rows of its own.
-TEST(LlOffsets, FurtherRowsOfLinks) {
+TEST(LlOffsets, EachLinkHasUnweightedRowsOfItsOwn) {
   const Shape shape = Shape::make(4, 16, 4, 16);
   const RowFormat row{256, 0, false};
   LlSizes sizes = sizes_for(shape, 256, 256);
@@ -181,7 +181,7 @@ TEST(LlOffsets, FurtherRowsOfLinks) {
 }
 
 // One bit of a word of 32 says that there is a sum.
-TEST(LlOffsets, MoreChoicesThanBits) {
+TEST(LlOffsets, UnweightedRowsOfARailHaveABitForEachChoice) {
   for (int topk : {31, 32}) {
     const Shape shape = Shape::make(2, 64, topk, 4);
     LlSizes sizes = sizes_for(shape, 256, 256);

@@ -68,7 +68,7 @@ void expect_quantised(Quant quant, const std::vector<float>& row) {
   for (int i = 0; i < scale_words; i++) ASSERT_NE(scales[i], kAbsent);
 }
 
-TEST(Quantise, RandomRows) {
+TEST(Quantise, RandomRowsAreQuantisedByTheRule) {
   std::mt19937 random(5);
   for (Quant quant : {Quant::kFp8, Quant::kFp8Rounded, Quant::kFp8Ue8m0}) {
     for (int hidden : {16, 112, 128, 144, 512, 528, 7168}) {
@@ -89,7 +89,7 @@ TEST(Quantise, RandomRows) {
   }
 }
 
-TEST(Quantise, SpecialRows) {
+TEST(Quantise, SpecialRowsAreQuantisedByTheRule) {
   for (Quant quant : {Quant::kFp8, Quant::kFp8Rounded, Quant::kFp8Ue8m0}) {
     for (float value : {0.0f, -0.0f, 1.0f, 448.0f, 449.0f, 1e-4f, 9e-5f, 3.3895314e38f, INFINITY, -INFINITY, NAN,
                         1e-40f, 7.0f, 3.5f}) {

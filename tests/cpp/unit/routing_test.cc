@@ -15,7 +15,7 @@ namespace {
 constexpr OutputLayout kLayouts[] = {OutputLayout::kExpertMajor, OutputLayout::kPacked, OutputLayout::kRankMajor,
                                      OutputLayout::kFlat};
 
-TEST(OutputShape, Rows) {
+TEST(OutputShape, HasTheRowsOfItsLayout) {
   EXPECT_EQ((OutputShape{OutputLayout::kExpertMajor, 4, 3, 8, 2, 5, 1}.rows()), 15);
   EXPECT_EQ((OutputShape{OutputLayout::kPacked, 4, 3, 8, 2, 5, 1}.rows()), 5);
   EXPECT_EQ((OutputShape{OutputLayout::kRankMajor, 4, 3, 8, 2, 8, 1}.rows()), 32);

@@ -80,7 +80,7 @@ TEST(Carver, RegionsAreAlignedAndFollowOneAnother) {
   EXPECT_EQ(empty.offset, carver.used());
 }
 
-TEST(Math, CeilDivAndAlignUp) {
+TEST(Math, CeilDivAndAlignUpRoundUp) {
   EXPECT_EQ(ceil_div(0, 4), 0);
   EXPECT_EQ(ceil_div(1, 4), 1);
   EXPECT_EQ(ceil_div(8, 4), 2);

@@ -128,7 +128,7 @@ TEST(Rows, AwkwardWordsTravel) {
   }
 }
 
-TEST(Rows, ABlockThatRulesOutEveryKeyButTheLast) {
+TEST(Rows, TheLastKeyIsTakenWhereABlockRulesOutTheOthers) {
   const RowFormat format{2 * kKeyBlockBytes, 0, true};
   std::vector<uint32_t> body(2 * kKeyBlockWords);
   for (int i = 0; i < kKeyBlockWords; i++) body[i] = kAbsent ^ static_cast<uint32_t>(i);
