@@ -46,6 +46,10 @@ Call = Callable[[], Any]
 Then = Callable[[Any], Any]  # of what a call returned
 Calls = tuple[dict[str, Call], dict[str, tuple[Call, Then]]]  # the second: methods with their hooks or waits
 Measure = Callable[[], dict[str, float]]  # us, by what is added to the op's name
+# torch has not typed them.
+_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+_sleep: Callable[[int], None] = torch.cuda._sleep
 CHAIN = 10  # calls in a graph
 APIS = ("ops", "native", "deepep")
 LOCAL_SIZES = {"cpu": (1, 16, 2, 4), "cuda": (128, 7168, 8, 256)}  # tokens, hidden, top-k, experts
@@ -92,7 +96,7 @@ def of_all_ranks(mine: Any) -> list[Any]:
 
 
 def timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    return _event(enable_timing=True), _event(enable_timing=True)
 
 
 def event_time(call: Call, barrier: Call, iterations: int) -> float:
@@ -124,7 +128,7 @@ def queued_time(call: Call, barrier: Call, iterations: int) -> float:
 def median_of_last(events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
     torch.cuda.synchronize()
     times = [start.elapsed_time(end) * 1e3 for start, end in events]
-    return median(min(each) for each in list(zip(*of_all_ranks(times), strict=True))[len(times) // 5 :])
+    return float(median(min(each) for each in list(zip(*of_all_ranks(times), strict=True))[len(times) // 5 :]))
 
 
 def captured_chain(call: Call, side: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -140,7 +144,7 @@ def captured_chain(call: Call, side: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
 
 def graph_times(calls: dict[str, Call], barrier: Call, iterations: int) -> dict[str, float]:
     """Of a call in its chain, in us: the median of this rank."""
-    side = torch.cuda.Stream()
+    side = _stream()
     graphs = {name: captured_chain(call, side) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(iterations + 2):
@@ -148,7 +152,7 @@ def graph_times(calls: dict[str, Call], barrier: Call, iterations: int) -> dict[
             barrier()
             torch.cuda.synchronize()
             start, end = timing_events()
-            torch.cuda._sleep(400_000)  # cycles, in which all hosts get ahead
+            _sleep(400_000)  # cycles, in which all hosts get ahead
             calls[name]()  # ends on all ranks at the same time
             start.record()
             graph.replay()
@@ -160,13 +164,13 @@ def graph_times(calls: dict[str, Call], barrier: Call, iterations: int) -> dict[
 
 
 def launch_nothing() -> None:
-    torch.cuda._sleep(0)
+    _sleep(0)
 
 
 def fork_and_join() -> Call:
     """What two streams need to take turns: each waits for an event of the other."""
-    own, other = torch.cuda.current_stream(), torch.cuda.Stream()
-    first, last = torch.cuda.Event(), torch.cuda.Event()
+    own, other = torch.cuda.current_stream(), _stream()
+    first, last = _event(), _event()
 
     def call() -> None:
         first.record(own)
@@ -203,13 +207,13 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
     config = (experts, topk, tokens, 0, 1, 0, 0, 1, 0)
     view = deep_ep.Buffer.of(buffer)
     use_fp8 = hidden % 128 == 0
-    fp8 = {"use_fp8": use_fp8}
+    fp8: dict[str, Any] = {"use_fp8": use_fp8}
     handle = view.low_latency_dispatch(x, ids, tokens, experts, **fp8)[2]
     made = view.get_next_low_latency_combine_buffer(handle)
     made.zero_()
 
     combine = partial(view.low_latency_combine, made, ids, weights, handle)
-    methods = {
+    methods: dict[str, Call] = {
         "dispatch": partial(view.low_latency_dispatch, x, ids, tokens, experts, **fp8),
         "combine": combine,
         "combine out= zero_copy": partial(combine, zero_copy=True, out=dest),
@@ -218,7 +222,7 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
         "async_finish": lambda results: results[-2].current_stream_wait(),
         "return_recv_hook": lambda results: results[-1](),
     }
-    steps = {
+    steps: dict[str, tuple[Call, Then]] = {
         f"deepep {op}, {way}": (partial(method, **{way: True}), then)
         for way, then in ways.items()
         for op, method in methods.items()
@@ -233,7 +237,7 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
 
         return pair
 
-    calls = {
+    calls: dict[str, Call] = {
         "ops dispatch": lambda: ops.ll_dispatch(buffer._seq, x, None, ids, weights, tokens * buffer.num_ranks, config),
         "ops combine": lambda: ops.ll_combine(buffer._seq, rows, out.handle.tensor, None, None, [], *numbers),
         "native dispatch": lambda: nccl_ep.dispatch(x, ids, weights, **how),
@@ -262,18 +266,19 @@ def high_throughput_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, in
     layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in_rank}
     worst = tokens * buffer.num_ranks
     normal: dict[str, Any] = {"topk_idx": ids, "topk_weights": weights, **layout}
-    recv, _, _, _, handle, _ = view.dispatch(x, **normal)
+    sent: Any = view.dispatch(x, **normal)
+    recv, handle = sent[0], sent[4]
     earlier, dest = nccl_ep.dispatch_cached(x, out.handle), torch.empty_like(x)
 
     def whole() -> None:
         per_rank, _, per_expert, is_in_rank, _ = view.get_dispatch_layout(ids, experts)
-        rows, _, _, _, made, _ = view.dispatch(
+        made: Any = view.dispatch(
             x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank,
             topk_idx=ids, topk_weights=weights,
         )  # fmt: skip
-        view.combine(rows, made)
+        view.combine(made[0], made[4])
 
-    calls = {
+    calls: dict[str, Call] = {
         "ops dispatch": lambda: ops.ht_dispatch(buffer._seq, [x], None, ids, weights, capacity, config),
         "ops combine": lambda: ops.ht_combine(
             buffer._seq, rows, None, out.handle.tensor, out.handle.slots, None, None, [], *numbers
@@ -304,7 +309,7 @@ def deepep_like(sizes: tuple[int, int, int, int], ranks: int, kernels: tuple[flo
     dispatch and one at combine, the stream of communication waiting for the caller's and back, a launch each."""
     tokens, hidden, _, experts = sizes
     local, rows = experts // ranks, ranks * tokens
-    comm = torch.cuda.Stream(priority=-1)
+    comm = _stream(priority=-1)
     cycles = [int(each * torch.cuda.clock_rate()) for each in kernels]  # MHz
 
     def operation(each: int, tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -313,7 +318,7 @@ def deepep_like(sizes: tuple[int, int, int, int], ranks: int, kernels: tuple[flo
         for shape, dtype in tensors:
             torch.empty(shape, dtype=dtype, device="cuda")
         with torch.cuda.stream(comm):
-            torch.cuda._sleep(each)
+            _sleep(each)
         current.wait_stream(comm)
 
     made = [
@@ -333,7 +338,7 @@ def deepep_like_normal(sizes: tuple[int, int, int, int], ranks: int, kernels: tu
     kernels: what notifies of counts, dispatch, combine. That of the layout is left out."""
     tokens, hidden, topk, experts = sizes
     rows = ranks * tokens  # at most
-    comm = torch.cuda.Stream(priority=-1)
+    comm = _stream(priority=-1)
     notify, dispatch, combine = (int(each * torch.cuda.clock_rate()) for each in kernels)
     int32, bf16 = torch.int32, torch.bfloat16
     channels = 10
@@ -345,14 +350,14 @@ def deepep_like_normal(sizes: tuple[int, int, int, int], ranks: int, kernels: tu
         current = torch.cuda.current_stream()
         comm.wait_stream(current)
         with torch.cuda.stream(comm):
-            torch.cuda._sleep(first)
+            _sleep(first)
         if waits:
             comm.synchronize()  # DeepEP polls memory of the host
         for shape, dtype in tensors:
             torch.empty(shape, dtype=dtype, device="cuda")
         if second is not None:
             with torch.cuda.stream(comm):
-                torch.cuda._sleep(second)
+                _sleep(second)
         current.wait_stream(comm)
 
     layout: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -396,8 +401,8 @@ def main() -> None:
         dist.init_process_group("gloo")
         group = dist.group.WORLD
     ranks = 1 if group is None else dist.get_world_size()
-    tokens, *rest = LOCAL_SIZES[options.device]
-    sizes = (options.tokens or tokens, *rest)
+    tokens, hidden, topk, experts = LOCAL_SIZES[options.device]
+    sizes = (int(options.tokens or tokens), hidden, topk, experts)
     synchronize: Call = torch.cuda.synchronize if on_gpu else (lambda: None)
     barrier: Call = (lambda: None) if group is None else dist.barrier
     records: list[dict[str, Any]] = []
@@ -465,7 +470,7 @@ def main() -> None:
                 like, alone = (deepep_like(sizes, ranks, each) for each in (options.deepep_kernels, (0.0, 0.0)))
                 note(mode, "deepep_like pair", "event", event_time(like, barrier, 200), None)
                 note(mode, "deepep_like pair", "queued", queued_time(like, barrier, 200), None)
-                floor = {"deepep_like pair, least": partial(host_mean, alone, synchronize, 50)}
+                floor: dict[str, Measure] = {"deepep_like pair, least": partial(host_mean, alone, synchronize, 50)}
                 for op, us in least(floor, options.rounds).items():
                     note(mode, op, "host", us, None)
             if on_gpu and mode == "ht":

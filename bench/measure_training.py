@@ -4,31 +4,36 @@ host: how long an eager call keeps the host, without and with gradients (one ran
 the backward pass of a pair in high throughput, beside the same two calls by hand, alternating.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
 import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import nccl_ep
-from bench.measure_host import host_means
+from bench.measure_host import host_mean, timing_events
 from bench.records import revision, today
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
+_sleep: Callable[[int], None] = torch.cuda._sleep
 
 
-def host_times(call, count=100, rounds=15):
-    return host_means(call, torch.cuda.synchronize, count, rounds)[3:]
+def host_times(call: Callable[[], Any], count: int = 100, rounds: int = 15) -> list[float]:
+    return [host_mean(call, torch.cuda.synchronize, count)[""] for _ in range(rounds)][3:]
 
 
-def device_times(call, barrier, iterations=60):
+def device_times(call: Callable[[], Any], barrier: Callable[[], Any], iterations: int = 60) -> list[float]:
     times = []
     for _ in range(iterations):
         barrier()
-        torch.cuda._sleep(2_000_000)  # a millisecond, in which the host gets ahead: what is timed is the device's
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        _sleep(2_000_000)  # a millisecond, in which the host gets ahead: what is timed is the device's
+        start, end = timing_events()
         start.record()
         call()
         end.record()
@@ -37,7 +42,7 @@ def device_times(call, barrier, iterations=60):
     return times[10:]
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("records")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -47,11 +52,11 @@ def main():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("gloo")
         group = dist.group.WORLD
-    barrier = (lambda: None) if group is None else dist.barrier
+    barrier: Callable[[], Any] = (lambda: None) if group is None else dist.barrier
     ranks = 1 if group is None else dist.get_world_size()
-    records = []
+    records: list[dict[str, Any]] = []
 
-    def note(op, figure, values, **more):
+    def note(op: str, figure: str, values: Sequence[float], **more: Any) -> None:
         records.append(
             {
                 "bench": "training", "system": "nccl_ep", "api": "native", "op": op, "figure": figure,
@@ -70,7 +75,7 @@ def main():
             x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
             idx = torch.rand(tokens, EXPERTS, device="cuda").topk(TOPK)[1]
             weights = torch.rand(tokens, TOPK, device="cuda")
-            args = {"buffer": buffer, "num_experts": EXPERTS, "mode": mode, "layout": layout}
+            args: dict[str, Any] = {"buffer": buffer, "num_experts": EXPERTS, "mode": mode, "layout": layout}
             for wants in (False, True, False, True):
                 x.requires_grad_(wants)
                 weights.requires_grad_(wants)
@@ -94,10 +99,10 @@ def main():
         out = nccl_ep.dispatch(x, idx, buffer=buffer, num_experts=EXPERTS, mode="ht", layout="flat")
         y = nccl_ep.combine(out.x, out.handle)
 
-        def backward():
+        def backward() -> torch.Tensor:
             return torch.autograd.grad(y, x, grad, retain_graph=True)[0]
 
-        def by_hand():
+        def by_hand() -> torch.Tensor:
             rows = nccl_ep.dispatch_cached(grad, out.handle, zero_padding=True).x
             return nccl_ep.combine(rows, out.handle, weights=None)
 
