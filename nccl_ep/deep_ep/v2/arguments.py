@@ -108,3 +108,23 @@ def require_event(**events: object) -> None:
 def require_handle(handle: object) -> None:
     if not isinstance(handle, EPHandle):
         raise TypeError(f"handle is a {type(handle).__name__}, must be the EPHandle of a dispatch")
+
+
+def require_same(
+    handle: EPHandle, topk_idx: object, num_experts: int | None, max_tokens: int | None,
+    alignment: int | None, do_cpu_sync: bool | None, do_expand: bool,
+) -> None:  # fmt: skip
+    """What is given beside a handle must be the handle's."""
+    require_handle(handle)
+    if topk_idx is not None:
+        raise ValueError("topk_idx is given with a handle, which has its own")
+    if do_cpu_sync:
+        raise ValueError("do_cpu_sync is set with a handle, whose sizes are known")
+    for name, given, own in (
+        ("num_experts", num_experts, handle.num_experts),
+        ("num_max_tokens_per_rank", max_tokens, handle.num_max_tokens_per_rank),
+        ("expert_alignment", alignment, handle.expert_alignment),
+        ("do_expand", do_expand, handle.do_expand),
+    ):
+        if given is not None and given != own:
+            raise ValueError(f"{name} is {given}, but the handle's is {own}")

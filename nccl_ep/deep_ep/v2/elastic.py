@@ -30,7 +30,16 @@ from ...modes import choose_mode
 from ...room import Room
 from ..v1.buffer import Buffer as V1
 from ..v1.config import sizes_for_bytes
-from .arguments import Received, Shapes, column_major, require_event, require_handle, taken_apart, with_biases
+from .arguments import (
+    Received,
+    Shapes,
+    column_major,
+    require_event,
+    require_handle,
+    require_same,
+    taken_apart,
+    with_biases,
+)
 from .handle import ElasticEvent, EPHandle
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -338,7 +347,7 @@ class ElasticBuffer:
             return received.tensors()
 
         if handle is not None:
-            self._require_same(
+            require_same(
                 handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync, do_expand
             )
         given = (rows, scales, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
@@ -474,24 +483,6 @@ class ElasticBuffer:
             num_sms=num_sms if core.mode == "ht" else 0,
         )  # fmt: skip
         return Received.of(out, handle, topk_weights is not None)
-
-    def _require_same(
-        self, handle: EPHandle, topk_idx: object, num_experts: int | None, max_tokens: int | None,
-        alignment: int | None, do_cpu_sync: bool | None, do_expand: bool,
-    ) -> None:  # fmt: skip
-        require_handle(handle)
-        if topk_idx is not None:
-            raise ValueError("topk_idx is given with a handle, which has its own")
-        if do_cpu_sync:
-            raise ValueError("do_cpu_sync is set with a handle, whose sizes are known")
-        for name, given, own in (
-            ("num_experts", num_experts, handle.num_experts),
-            ("num_max_tokens_per_rank", max_tokens, handle.num_max_tokens_per_rank),
-            ("expert_alignment", alignment, handle.expert_alignment),
-            ("do_expand", do_expand, handle.do_expand),
-        ):
-            if given is not None and given != own:
-                raise ValueError(f"{name} is {given}, but the handle's is {own}")
 
     def _add_counts(self, stats: torch.Tensor, handle: EPHandle) -> None:
         require_on(self.core._seq, ("cumulative_local_expert_recv_stats",), (stats,))
