@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "torch/ops/gradient_wanted.h"
 #include "torch/ops/op_types.h"
+#include "torch/ops/row_products.h"
 #include "torch/ops/run.h"
 #include "torch/ops/saved_routing.h"
 
@@ -124,17 +125,6 @@ struct CombineGiven {
   SavedRouting routing;
 };
 
-inline Tensor dots(const Tensor& rows, const Tensor& others) {
-  return rows.to(at::kFloat).mul(others.to(at::kFloat)).sum(-1);
-}
-
-// rows * weights. A weight of 0 gives 0 also where a row is no number: such a row was skipped.
-inline Tensor weighted(const Tensor& rows, const Tensor& weights, at::ScalarType type) {
-  const Tensor factor = weights.unsqueeze(-1);
-  const Tensor product = rows.to(at::kFloat).mul(factor);
-  return at::where(factor.eq(0), at::zeros({}, product.options()), product).to(type);
-}
-
 struct Combine : torch::autograd::Function<Combine> {
   // Returns the sums, the scalars, or both. `rows` may be a carrier (carrier() below) of the rows.
   static variable_list forward(AutogradContext* ctx, const Optional& rows, const Optional& values,
@@ -193,7 +183,7 @@ struct Combine : torch::autograd::Function<Combine> {
       }
       if (wants_rows) rows = factors.defined() ? weighted(sent, factors, type) : sent.to(type);
       if (wants_weights) {
-        weights = dots(saved[0], sent);
+        weights = dots(saved[0], sent, factors);
         if (weighting == Weighting::kHome) {
           weights = unskipped(routing.combine_scalars(weights), saved[2], routing);
         }
