@@ -12,6 +12,7 @@ import nccl_ep
 from nccl_ep.deep_ep import HybridEPBuffer
 from nccl_ep.deep_ep.hybrid import indices_to_map
 from nccl_ep.testing import run_ranks
+from tests.support.patience import PATIENCE, Clock
 
 RANKS, LOCAL, TOKENS, HIDDEN, TOPK = 2, 3, 6, 32, 2
 EXPERTS = RANKS * LOCAL
@@ -131,6 +132,108 @@ def test_a_buffer_grows_and_old_handles_stay_good() -> None:
             assert torch.equal(home, (case.x[rank] * case.maps[rank].sum(1, keepdim=True))[:tokens, : rows.shape[1]])
 
     on_ranks(body, hidden_dim=8, max_num_of_tokens_per_rank=1)
+
+
+def test_unequal_tokens_and_a_number_that_is_equal() -> None:
+    """Each rank has its own number of tokens; ``num_of_tokens_per_rank`` says for how many the buffer is."""
+    case = Case()
+    tokens = [2, TOKENS]
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        x, chosen = case.x[rank][: tokens[rank]], case.maps[rank][: tokens[rank]]
+        for most in (TOKENS, TOKENS + 3, 1000, TOKENS):
+            got, _, _, counts, handle = buffer.dispatch_with_permute(
+                hidden=x, routing_map=chosen, num_of_tokens_per_rank=most
+            )
+            assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank >= most
+            assert counts.sum() == got.shape[0]
+            home, _ = buffer.combine_with_unpermute(hidden=got, handle=handle)
+            assert torch.equal(home, x * chosen.sum(1, keepdim=True))
+        with pytest.raises(ValueError, match=r"num_of_tokens_per_rank is 1, must be"):
+            buffer.dispatch_with_permute(hidden=x, routing_map=chosen, num_of_tokens_per_rank=1)
+
+    on_ranks(body, max_num_of_tokens_per_rank=4)
+
+
+def test_none_or_all_grow_by_their_own_tokens() -> None:
+    """Unequal numbers, but all of them too many: the largest decides."""
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        tokens = TOKENS - rank
+        chosen = case.maps[rank][:tokens]
+        got, _, _, _, handle = buffer.dispatch_with_permute(hidden=case.x[rank][:tokens], routing_map=chosen)
+        assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank == TOKENS
+        home, _ = buffer.combine_with_unpermute(hidden=got, handle=handle)
+        assert torch.equal(home, case.x[rank][:tokens] * chosen.sum(1, keepdim=True))
+
+    on_ranks(body, max_num_of_tokens_per_rank=2)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_some_ranks_that_would_grow_alone(blocks: bool) -> None:
+    """All ranks hear of it at once, and what to give."""
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        tokens = 2 + 4 * rank
+        how = {} if blocks else {"non_blocking": True, "num_permuted_tokens": 64}
+        text = rf"Rank {rank} has {tokens} tokens, and the buffer is for 4\. .*give num_of_tokens_per_rank, equal"
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match=text):
+            buffer.dispatch_with_permute(hidden=case.x[rank][:tokens], routing_map=case.maps[rank][:tokens], **how)
+
+    on_ranks(body, max_num_of_tokens_per_rank=4)
+
+
+def test_unequal_numbers_of_tokens_per_rank() -> None:
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match=r"max_tokens [45].*max_tokens [45]"):
+            buffer.dispatch_with_permute(
+                hidden=case.x[rank][:2], routing_map=case.maps[rank][:2], num_of_tokens_per_rank=4 + rank
+            )
+
+    on_ranks(body)
+
+
+def test_a_config_that_was_raised_is_obeyed() -> None:
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        config, tokens = buffer.configurer.buffer_config, TOKENS if rank else 1
+        config.max_num_of_tokens_per_rank = 50
+        got, _, _, _, handle = buffer.dispatch_with_permute(
+            hidden=case.x[rank][:tokens], routing_map=case.maps[rank][:tokens]
+        )
+        assert buffer.core.max_tokens == 50 and handle.num_of_tokens_per_rank == tokens
+        home, _ = buffer.combine_with_unpermute(hidden=got, handle=handle)
+        assert torch.equal(home, case.x[rank][:tokens] * case.maps[rank][:tokens].sum(1, keepdim=True))
+
+    on_ranks(body, max_num_of_tokens_per_rank=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
+def test_ids_of_each_dtype(dtype: torch.dtype) -> None:
+    """-1 for a choice that was dropped; in place of a map, and as a map."""
+    case = Case()
+    for ids, weights, chosen in zip(case.idx, case.weights, case.maps, strict=True):
+        assert torch.equal(indices_to_map(ids.to(dtype), weights, TOKENS, EXPERTS)[0], chosen)
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        x = case.x[rank]
+        by_map = buffer.dispatch_with_permute(hidden=x, routing_map=case.maps[rank], probs=case.probs[rank])
+        by_ids = buffer.dispatch_with_permute(
+            hidden=x, topk_idx=case.idx[rank].to(dtype), topk_weights=case.weights[rank], num_of_experts=EXPERTS
+        )
+        for i in (0, 1, 3):
+            assert torch.equal(by_map[i], by_ids[i])
+        again = buffer.dispatch_with_permute(hidden=x, probs=case.probs[rank], handle=by_ids[4])
+        assert torch.equal(again[0], by_ids[0]) and torch.equal(again[1], by_ids[1])
+        _, home = buffer.combine_with_unpermute(hidden=by_ids[0], probs=by_ids[1], handle=by_ids[4])
+        assert torch.equal(home, case.probs[rank])
+
+    on_ranks(body)
 
 
 def test_gradients_come_from_the_ops_below() -> None:

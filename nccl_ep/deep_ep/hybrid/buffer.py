@@ -5,6 +5,9 @@ Of what Hybrid-EP is given, the routing map (tokens by experts) is turned into c
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from ...bootstrap import process_group_of, rendezvous_of
 from ...buffer import Buffer as Core
 from ...checks import MAX_TOPK, require_bools, require_int32, require_tensors, require_within
-from ...errors import UsageError
+from ...errors import MismatchError, UsageError
 from ...functional import combine, combine_weights, dispatch
 from ...handle import Handle
 from ...high_throughput import dispatch_cached
@@ -29,8 +32,8 @@ def indices_to_map(
     Source: Hybrid-EP's function of that name.
     """
     require_tensors(topk_idx=topk_idx)
-    is_choice = (topk_idx >= 0) & (topk_idx < num_of_experts)
-    at = torch.where(is_choice, topk_idx, num_of_experts).long()  # a column that is cut off
+    ids = topk_idx.long()
+    at = torch.where((ids >= 0) & (ids < num_of_experts), ids, num_of_experts)  # a column that is cut off
     size = (num_of_tokens, num_of_experts + 1)
     chosen = torch.zeros(size, dtype=torch.bool, device=topk_idx.device).scatter_(1, at, True)
     if topk_weights is None:
@@ -57,7 +60,8 @@ class HybridEPBuffer:
     Args:
         group: as ``nccl_ep.deep_ep.Buffer`` takes it.
         hidden_dim, max_num_of_tokens_per_rank, num_local_experts: sizes of a call at most, equal on all ranks. A call
-            with larger ones makes a larger buffer, on all ranks together.
+            with larger ones makes a larger buffer, on all ranks together or on none: MismatchError at once where only
+            some ranks need one. Where ranks have unequal numbers of tokens, ``num_of_tokens_per_rank`` decides.
         num_sms_dispatch_api, num_sms_combine_api: SMs; None or 0 chooses.
         use_fp8, num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute, load_cached_kernels,
             use_shared_buffer, enable_custom_allgather, num_of_hybrid_ep_ranks_per_nvlink_domain, use_mnnvl: accepted;
@@ -65,7 +69,8 @@ class HybridEPBuffer:
         options: ``device``, ``timeout`` and the other keywords of ``nccl_ep.Buffer``.
 
     Attributes: ``group``, ``rank``, ``group_size``; ``configurer.buffer_config`` with ``hidden_dim``,
-    ``max_num_of_tokens_per_rank`` and ``num_of_experts_per_rank``; ``core``, the buffer of the next call.
+    ``max_num_of_tokens_per_rank`` and ``num_of_experts_per_rank``, the sizes of the buffer: the next dispatch obeys
+    larger ones that all ranks write there; ``core``, the buffer of the next call.
 
     Raises: as ``nccl_ep.Buffer``.
 
@@ -112,9 +117,9 @@ class HybridEPBuffer:
             mode="ht", **self._options,
         )  # fmt: skip
         self.core.group = self.group
+        self._sizes = hidden, tokens, local_experts
         config = self.configurer.buffer_config
-        config.hidden_dim, config.max_num_of_tokens_per_rank = hidden, tokens
-        config.num_of_experts_per_rank = local_experts
+        config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank = self._sizes
 
     def dispatch_with_permute(
         self,
@@ -135,13 +140,14 @@ class HybridEPBuffer:
         fuse_permute_dispatch: bool = False,
         num_dispatched_tokens: int | None = None,
         use_host_meta: bool | None = None,
+        num_of_tokens_per_rank: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, HybridEPHandle]:
         """Sends every token to its experts: a row for each choice, those of an expert together. Collective.
 
         Args:
-            hidden: [T, H], equal T on all ranks where it is larger than the buffer's.
+            hidden: [T, H]. T may differ between the ranks up to the buffer's size, or with num_of_tokens_per_rank.
             routing_map: bool [T, E], at most 32 experts of a token. probs: float32 [T, E].
-            topk_idx: [T, K] instead, with topk_weights [T, K] (or probs).
+            topk_idx: int64, int32 or int16 [T, K] instead, with topk_weights [T, K] (or probs).
             num_of_experts_per_rank: L; by default the buffer's. num_of_experts: L times the ranks, if given.
             scaling_factor: [T, S], travels along with the rows.
             num_permuted_tokens: with ``non_blocking`` the rows of the results; more are dropped. Otherwise the number
@@ -149,13 +155,15 @@ class HybridEPBuffer:
             pad_multiple: the experts' rows begin at multiples of it, and padding is zeroed.
             handle: of an earlier call, whose routes the rows take again.
             non_blocking: the host does not wait, and a CUDA graph may hold the call.
+            num_of_tokens_per_rank: tokens of a rank at most, equal on all ranks, in place of the buffer's size.
             use_fp8, fuse_permute_dispatch, num_dispatched_tokens, use_host_meta: accepted (the last: not
                 ``non_blocking``).
 
         Returns: rows [N, H], probs [N] or None, scaling_factor [N, S] or None, tokens_per_expert int64 [L] with padding
         (on the host unless ``non_blocking``), handle.
 
-        Raises: as ``nccl_ep.dispatch``; ValueError for a token with more than 32 experts (without ``non_blocking``).
+        Raises: as ``nccl_ep.dispatch``; ValueError for a token with more than 32 experts (without ``non_blocking``);
+        MismatchError where only some ranks need a larger buffer.
 
         Source: Hybrid-EP's method of that name.
         """
@@ -167,27 +175,30 @@ class HybridEPBuffer:
             return self._dispatch_again(
                 hidden, topk_idx, topk_weights, probs, scaling_factor, num_permuted_tokens, handle
             )
-        config = self.configurer.buffer_config
-        local = num_of_experts_per_rank or config.num_of_experts_per_rank
+        local = num_of_experts_per_rank or self.configurer.buffer_config.num_of_experts_per_rank
         experts = local * self.group_size
         if num_of_experts is not None and num_of_experts != experts:
             raise ValueError(f"num_of_experts is {num_of_experts}, must be {local} on each of {self.group_size} ranks")
-        self._grow_for(hidden, local)
+        self._grow_for(hidden, num_of_tokens_per_rank, local)
         if routing_map is not None:
             topk_idx, topk_weights = _choices_of(routing_map, probs, hidden.shape[0], experts, not non_blocking)
         elif topk_idx is None:
             raise ValueError("routing_map and topk_idx are both None: one of them routes")
         elif probs is not None:
             topk_weights = _weights_of(probs, topk_idx, experts)
+        if topk_idx.dtype == torch.int16:
+            topk_idx = topk_idx.int()
         if non_blocking and num_permuted_tokens is None:
             raise ValueError("non_blocking is set, and num_permuted_tokens is not: results have as many rows")
         alignment = pad_multiple or 1
-        out = dispatch(
-            hidden, topk_idx, None if topk_weights is None else topk_weights.float(), buffer=self.core,
-            num_experts=experts, mode="ht", layout="packed", expert_alignment=alignment, scales=scaling_factor,
-            capacity=int(num_permuted_tokens) if non_blocking and num_permuted_tokens is not None else "exact",
-            zero_padding=alignment > 1 or non_blocking, num_sms=self.num_sms_dispatch_api,
-        )  # fmt: skip
+        with self._explaining(hidden.shape[0]):
+            out = dispatch(
+                hidden, topk_idx, None if topk_weights is None else topk_weights.float(), buffer=self.core,
+                num_experts=experts, mode="ht", layout="packed", expert_alignment=alignment, scales=scaling_factor,
+                max_tokens=None if num_of_tokens_per_rank is None else max(num_of_tokens_per_rank, 1),
+                capacity=int(num_permuted_tokens) if non_blocking and num_permuted_tokens is not None else "exact",
+                zero_padding=alignment > 1 or non_blocking, num_sms=self.num_sms_dispatch_api,
+            )  # fmt: skip
         assert out.offsets is not None
         tokens = (out.counts + (alignment - 1)) // alignment * alignment
         tokens = tokens.to(torch.int64) if non_blocking else tokens.to("cpu", torch.int64)
@@ -235,17 +246,47 @@ class HybridEPBuffer:
 
     # ---- From arguments to the core's
 
-    def _grow_for(self, hidden: torch.Tensor, local_experts: int) -> None:
-        """A larger buffer where the sizes of a call, which all ranks have alike, do not fit. Handles keep the old."""
-        config = self.configurer.buffer_config
-        have = config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank
+    def _grow_for(self, hidden: torch.Tensor, tokens: int | None, local_experts: int) -> None:
+        """A larger buffer where the sizes of a call, or those asked for, do not fit. Handles keep the old."""
         if hidden.dim() != 2:
             raise ValueError(f"hidden has shape {list(hidden.shape)}, must be [tokens, hidden]")
+        own = hidden.shape[0]
+        if tokens is not None:
+            require_within(own, (1 << 31) - 1, num_of_tokens_per_rank=tokens)
         bf16_hidden = -(-hidden.shape[1] * hidden.element_size() // 2)
-        need = bf16_hidden, hidden.shape[0], local_experts
-        if any(a > b for a, b in zip(need, have, strict=True)):
+        config = self.configurer.buffer_config
+        asked = config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank
+        need = bf16_hidden, own if tokens is None else tokens, local_experts
+        sizes = [max(each) for each in zip(need, asked, self._sizes, strict=True)]
+        if sizes != list(self._sizes):
+            with self._explaining(own):
+                self._tell_that_it_grows()
+            everyones = self._rendezvous.allgather(json.dumps(sizes).encode(), self.core._timeout)
             self._older.append(self.core)
-            self._make(*(max(a, b) for a, b in zip(need, have, strict=True)))
+            self._make(*(max(each) for each in zip(*map(json.loads, everyones), strict=True)))
+
+    def _tell_that_it_grows(self) -> None:
+        """Says so in the buffer that there is: an operation of sizes that no other has. MismatchError at once where a
+        rank is in another, there as here."""
+        none, ids = torch.empty(0, 8, dtype=torch.bfloat16), torch.empty(0, 1, dtype=torch.int64)
+        scales = torch.empty(0, 1, dtype=torch.uint8)
+        none, ids, scales = (each.to(self.core.device) for each in (none, ids, scales))
+        dispatch(
+            none, ids, buffer=self.core, num_experts=self.group_size, mode="ht", layout="packed", scales=scales,
+            max_tokens=1, capacity="exact",
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _explaining(self, tokens: int) -> Iterator[None]:
+        try:
+            yield
+        except MismatchError as error:
+            most = self._sizes[1]
+            raise MismatchError(
+                f"{error}. Rank {self.rank} has {tokens} tokens, and the buffer is for {most}. A larger one is made by "
+                "all ranks or by none: where they have unequal numbers of tokens, give num_of_tokens_per_rank, equal "
+                "on all of them"
+            ) from error
 
     def _dispatch_again(
         self, hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
