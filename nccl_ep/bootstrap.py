@@ -16,6 +16,7 @@ from .checks import require_int32
 from .errors import SystemError, TimeoutError
 from .log import logger
 
+_Backend = getattr(dist, "_Backend", ()) if dist.is_available() else ()
 Allgather: TypeAlias = Callable[[bytes, float], list[bytes]]  # as Rendezvous.allgather
 
 
@@ -261,7 +262,17 @@ def meeting_of(rendezvous: Rendezvous) -> contextlib.AbstractContextManager[Allg
     """How the ranks gather in one collective. It is over at the end of the ``with``."""
     if isinstance(rendezvous, ProcessGroupRendezvous):
         return rendezvous.meet()
-    return contextlib.nullcontext(rendezvous.allgather)
+
+    def allgather(mine: bytes, timeout: float) -> list[bytes]:
+        every = list(rendezvous.allgather(mine, timeout))
+        if len(every) != rendezvous.size() or not all(isinstance(each, bytes) for each in every):
+            kinds = ", ".join(sorted({type(each).__name__ for each in every}))
+            raise TypeError(
+                f"group.allgather() returned {len(every)} of {kinds}, must return bytes of {rendezvous.size()} ranks"
+            )
+        return every
+
+    return contextlib.nullcontext(allgather)
 
 
 def process_group_of(group: Any) -> Any:
@@ -295,9 +306,16 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
         if not hasattr(comm, "Get_rank"):
             raise TypeError(f"comm is a {type(comm).__name__}, must be an mpi4py communicator")
         return MpiRendezvous(comm)
-    if isinstance(group, dist.ProcessGroup):
-        return ProcessGroupRendezvous(group)
-    if isinstance(group, Rendezvous):
+    if hasattr(group, "Get_rank"):
+        return MpiRendezvous(group)
+    if dist.is_available() and isinstance(group, dist.ProcessGroup):
+        return _rendezvous_of_process_group(group)
+    if dist.is_available() and isinstance(group, _Backend):
+        raise TypeError(
+            f"group is a {type(group).__name__}, the backend of a process group, which has no store through which the "
+            "ranks could meet: pass the process group, as torch.distributed.new_group returns it"
+        )
+    if isinstance(group, Rendezvous) and callable(group.rank) and callable(group.size):
         rank, size = group.rank(), group.size()
         require_int32(**{"rank()": rank, "size()": size})
         if not 0 <= rank < size:
@@ -312,3 +330,27 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
         f"group is a {type(group).__name__}: must be a torch process group, a DeviceMesh of one dimension, None, or an "
         "object with rank(), size() and allgather()"
     )
+
+
+def _rendezvous_of_process_group(group: dist.ProcessGroup) -> Rendezvous:
+    if group.size() == 1:
+        return SoloRendezvous()
+    if _is_fake(group):
+        raise ValueError(
+            f"group is of the fake backend: of its {group.size()} ranks only this one exists, and an exchange with the "
+            "others would wait for them in vain"
+        )
+    if group.get_group_store() is None:
+        raise TypeError(
+            f"group is a {type(group).__name__}, a process group without a store (get_group_store() is None), through "
+            "which the ranks would meet: pass one of torch.distributed, or an object with rank(), size() and "
+            "allgather()"
+        )
+    return ProcessGroupRendezvous(group)
+
+
+def _is_fake(group: dist.ProcessGroup) -> bool:
+    try:
+        return bool(dist.get_backend(group) == "fake")
+    except (RuntimeError, ValueError):  # torch's world does not know it
+        return False

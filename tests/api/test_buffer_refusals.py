@@ -8,7 +8,9 @@ import gc
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +196,75 @@ def test_what_is_not_a_group() -> None:
         TypeError, match="group is a int: must be a torch process group, a DeviceMesh of one dimension, None"
     ):
         nccl_ep.Buffer(3, device="cpu")
+
+
+class _OwnProcessGroup(dist.ProcessGroup):
+    """As a library makes that replaces ranks: it has no store."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._own = rank, size
+
+    def rank(self) -> int:
+        return self._own[0]
+
+    def size(self) -> int:
+        return self._own[1]
+
+
+class _AsMpi:
+    """A communicator of one rank, as mpi4py has them: ``rank`` and ``size`` are numbers."""
+
+    rank, size = 0, 1
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return 1
+
+    def allgather(self, mine: bytes) -> list[bytes]:
+        return [mine]
+
+
+def test_groups_that_only_look_like_one() -> None:
+    """They have rank(), size() and allgather(), but of another kind."""
+    store = dist.HashStore()
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
+    with pytest.raises(TypeError, match=r"group is a ProcessGroupGloo, the backend of a process group, .*: pass"):
+        nccl_ep.Buffer(backend, device="cpu")
+    with pytest.raises(TypeError, match=r"group is a _OwnProcessGroup, a process group without a store .*: pass"):
+        nccl_ep.Buffer(_OwnProcessGroup(0, 2), device="cpu")
+    for served in (_OwnProcessGroup(0, 1), _AsMpi()):
+        with nccl_ep.Buffer(served, device="cpu") as buffer:
+            assert buffer.num_ranks == 1
+    odd = SimpleNamespace(rank=lambda: 0, size=lambda: 1, allgather=lambda mine, timeout: [mine, b""])
+    with pytest.raises(TypeError, match=r"group.allgather\(\) returned 2 of bytes, must return bytes of 1 ranks"):
+        nccl_ep.Buffer(odd, device="cpu")
+    with pytest.raises(TypeError, match="group is a SimpleNamespace: must be a torch process group"):
+        nccl_ep.Buffer(SimpleNamespace(rank=0, size=1, allgather=None), device="cpu")
+
+
+def _on_the_fake_backend() -> list[str]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    said = []
+    for size in (4, 1):
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+        try:
+            nccl_ep.Buffer(dist.group.WORLD, device="cpu").destroy()
+            said.append("served")
+        except ValueError as error:
+            said.append(str(error))
+        dist.destroy_process_group()
+    return said
+
+
+def test_the_fake_backend() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        said = pool.apply(_on_the_fake_backend)
+    assert said[0].startswith("group is of the fake backend: of its 4 ranks only this one exists"), said
+    assert said[1] == "served"
 
 
 def test_two_buffers_of_one_name_are_refused() -> None:
