@@ -160,7 +160,7 @@ def info_parts(layout: int, num_ranks: int, num_experts: int, /) -> tuple[int, i
 def combine_out_dtype(config: Sequence[int], /) -> torch.dtype: ...
 def combine_topk(config: Sequence[int], /) -> int: ...
 
-# Bytes of (routing, dispatched rows, combined rows, further combined rows of tokens) in a bank.
+# Bytes of (routing, dispatched rows, combined rows, unweighted rows) in a bank.
 def sizes_for(
     num_ranks: int,
     num_experts: int,
