@@ -4,9 +4,9 @@
 // subclass's, a number is a symbol, a mode or a transform is on, arguments are named or do not fit.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>

@@ -2,7 +2,7 @@
 // long way, which defines them.
 #include "torch/binding/eager.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <utility>

@@ -1,6 +1,7 @@
 // The methods of DeepEP's normal mode in one call of C++ (torch/binding/eager.h), for ranks of one domain.
 // nccl_ep/deep_ep/v1/normal.py has the long way, which defines them.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/equal.h>
 
 #include <algorithm>
 #include <utility>

@@ -1,7 +1,7 @@
 // Tensors in a window's arena on a GPU: a pool of torch's own CUDA allocator lies over it, so that its rules hold.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <memory>
 

@@ -1,8 +1,8 @@
 // The arguments of the dispatch and combine ops as the library's structs, and the tensors they need.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/core/DimVector.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 

@@ -1,7 +1,7 @@
 // Where a group's tensors live, and on which stream its operations run.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 

@@ -1,7 +1,7 @@
 // Which tensors a derivative is wanted of, for the ops and for the calls that go past torch.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <optional>

@@ -1,6 +1,7 @@
 // Gradients of dispatch and combine, of both modes. The backward of a dispatch is a combine of the gradients of its
 // rows; the backward of a combine is a dispatch of the gradients of its sums. Both go by the ops themselves, so that a
 // compiler traces them and a second derivative exists. docs/training.md says what ranks must do alike.
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <string_view>

@@ -1,7 +1,7 @@
 // High-throughput dispatch for ops of other conventions.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <vector>
 

@@ -2,7 +2,7 @@
 // in the window's arena while there is room.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <array>
 #include <vector>

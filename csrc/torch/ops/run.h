@@ -1,7 +1,7 @@
 // What the files of ops have in common.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <memory>

@@ -1,6 +1,9 @@
 #include "torch/ops/saved_routing.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
 #include <tuple>

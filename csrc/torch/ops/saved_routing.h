@@ -1,7 +1,7 @@
 // What a backward pass needs of a forward one: the routing, along which gradients travel.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <utility>
