@@ -1,4 +1,4 @@
-"""What ``nccl_ep._C.time_line(kernel)`` returns, in builds with -DNCCL_EP_STAMPS=ON, made into what can be read."""
+"""What ``nccl_ep._C.time_line(kernel)`` returns, in builds with -DNCCL_EP_LAB=ON, made into what can be read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """``python -m bench time-line``: when the warps of rank 0 pass the phases of each kernel, in builds with
--DNCCL_EP_STAMPS=ON. Each operation runs by itself, with nothing before it that it could overlap."""
+-DNCCL_EP_LAB=ON. Each operation runs by itself, with nothing before it that it could overlap."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .workload import Shape, arena_bytes_for, fitted, make_buffer, make_inputs
 from .world import World, is_rank, run_on_ranks
 
 DESCRIPTION = """When the first, the median and the last warp of rank 0 pass each phase of a kernel, in ns from the
-kernel's start: medians over the iterations. Needs a build with -DNCCL_EP_STAMPS=ON. csrc/cuda/*.cuh say what a phase
+kernel's start: medians over the iterations. Needs a build with -DNCCL_EP_LAB=ON. csrc/cuda/*.cuh say what a phase
 is, where they stamp it."""
-_NO_STAMPS = "this build has no time line: configure it with -DNCCL_EP_STAMPS=ON"
+_NO_STAMPS = "this build has no time line: configure it with -DNCCL_EP_LAB=ON"
 _FROM_OPTIONS = ("ranks", "tokens", "hidden", "topk", "experts", "layout", "routing", "num_sms", "seed", "mode")
 _WARM_UP = 5
 _SECONDS = 15.0  # deadline of the operations

@@ -3,7 +3,7 @@
 set(emulator ${PROJECT_SOURCE_DIR}/tests/gpu_emulator)
 file(GLOB_RECURSE emulator_sources CONFIGURE_DEPENDS ${emulator}/*.cc csrc/cuda/*.cc csrc/cuda/*.cu)
 list(FILTER emulator_sources EXCLUDE REGEX "/gin/")  # NCCL's own network
-if(NOT NCCL_EP_GPU_TESTING)
+if(NOT NCCL_EP_LAB)
   list(FILTER emulator_sources EXCLUDE REGEX "/host/one_gpu/[a-z_]+\\.cu$")
 endif()
 set_source_files_properties(${emulator_sources} PROPERTIES LANGUAGE CXX)

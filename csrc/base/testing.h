@@ -1,5 +1,5 @@
 // Delay injection and planted bugs, in test builds only (EP_TESTING). In other builds every call compiles to nothing.
-// The kernels use the same names (cuda/testing/testing.cuh, EP_GPU_TESTING).
+// The kernels use the same names (cuda/testing/testing.cuh, EP_LAB).
 #pragma once
 
 #include <cstdint>

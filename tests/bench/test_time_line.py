@@ -108,7 +108,7 @@ def test_a_time_line_is_that_of_rank_0_without_the_first_calls(
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "why"), [(True, "configure it with -DNCCL_EP_STAMPS=ON"), (False, "kernels of GPUs alone")]
+    ("has_gpu", "why"), [(True, "configure it with -DNCCL_EP_LAB=ON"), (False, "kernels of GPUs alone")]
 )
 def test_builds_without_stamps_are_told(
     has_gpu: bool, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

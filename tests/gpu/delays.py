@@ -1,4 +1,4 @@
-"""Kernels with delays and planted bugs, of builds with NCCL_EP_GPU_TESTING: what a rank does in
+"""Kernels with delays and planted bugs, of builds with NCCL_EP_LAB: what a rank does in
 tests/gpu/test_delays.py."""
 
 from __future__ import annotations

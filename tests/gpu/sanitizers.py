@@ -23,7 +23,7 @@ needs_sanitizer = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanit
 
 # Warps hand a call's context on by a release and an acquire in shared memory. racecheck sees barriers alone, and builds
 # for tests have one there.
-_reason = "racecheck sees no acquire and release between warps: build with -DNCCL_EP_GPU_TESTING=ON"
+_reason = "racecheck sees no acquire and release between warps: build with -DNCCL_EP_LAB=ON"
 _seen_by_racecheck = pytest.mark.skipif(not hasattr(_C, "set_gpu_testing"), reason=_reason)
 TOOLS: tuple[Any, ...] = ("memcheck", pytest.param("racecheck", marks=_seen_by_racecheck), "synccheck")
 

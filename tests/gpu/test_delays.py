@@ -3,8 +3,8 @@
 Needs a build with the switch, which nothing else needs, best in a copy of the tree: the extension lands in nccl_ep/
 like any other, and a build directory that made one before does not notice that it was replaced.
 
-    cmake -S . -B build/gpu_testing -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_BUILD_TESTS=OFF
-    cmake --build build/gpu_testing && python3 -m pytest -m gpu tests/gpu/test_delays.py
+    cmake -S . -B build/lab -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_LAB=ON -DNCCL_EP_BUILD_TESTS=OFF
+    cmake --build build/lab && python3 -m pytest -m gpu tests/gpu/test_delays.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_CASES, NUM_REPLAYS = num_cases(60), num_replays(1500)
 RUNS = 600
 PATIENCE = 150.0  # seconds for a world of processes
 
-_reason = "no delays in the kernels: build with -DNCCL_EP_GPU_TESTING=ON"
+_reason = "no delays in the kernels: build with -DNCCL_EP_LAB=ON"
 pytestmark = [*needs_gpu, pytest.mark.skipif(not hasattr(_C, "set_gpu_testing"), reason=_reason)]
 WORLD = WORLDS[-1]
 ON_ONE_GPU = [name for name, search in SEARCHES.items() if search.on_one_gpu]

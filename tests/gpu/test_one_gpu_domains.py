@@ -19,7 +19,7 @@ from tests.support.cases import cases_of
 from tests.support.gpus import NUM_GPUS, num_cases
 
 IS_EMULATED = _C.EMULATES_GPU and os.environ.get("NCCL_EP_EMULATOR_GPUS") == "1"
-_reason = "no GPU here" if NUM_GPUS == 0 else "a NIC block is in builds with -DNCCL_EP_GPU_TESTING=ON"
+_reason = "no GPU here" if NUM_GPUS == 0 else "a NIC block is in builds with -DNCCL_EP_LAB=ON"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -41,7 +41,6 @@ def test_the_mesh_of_low_latency_gives_the_oracles_bits() -> None:
         run_ll(case, number, "mesh")
 
 
-@pytest.mark.skipif(not IS_EMULATED, reason="a plan from the environment is for builds with -DNCCL_EP_TUNING=ON")
 def test_blocks_that_share_a_channel_give_the_oracles_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks share the rows of a channel, as they do where a rank has more SMs."""
     monkeypatch.setenv("EP_PLAN_R", "3,4,5,4")

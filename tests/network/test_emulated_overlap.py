@@ -1,5 +1,5 @@
 """What overlaps inside high throughput's operations between domains, by the time line of emulated GPUs: run by
-tests/support/emulated.py, in a build with -DNCCL_EP_STAMPS=ON.
+tests/support/emulated.py, in a build with -DNCCL_EP_LAB=ON.
 
 A dispatch puts a chunk of its own rows as soon as that chunk is there, and a rank hands out what has come while the
 sender still reads its last rows. A combine puts a chunk of a domain's sums as soon as it is there, and the home rank

@@ -58,11 +58,11 @@ struct LargestLaunch {
   }
 };
 
-// Builds with NCCL_EP_TUNING: a plan from the environment, for measuring variants.
+// Builds with NCCL_EP_LAB: a plan from the environment, for measuring variants.
 // Low latency: "blocks,warps,sender_blocks,sender_warps,receiver_block0,receiver_warp0,receiver_warps,steps,groups". Of
 // eight numbers the last is both steps, which combine has no use for, and groups.
 inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
-#if defined(EP_TUNING)
+#if defined(EP_LAB)
   if (const char* text = std::getenv(variable)) {
     const int count = std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.sender_blocks,
                                   &plan.sender_warps, &plan.receiver_block0, &plan.receiver_warp0, &plan.receiver_warps,
@@ -74,7 +74,7 @@ inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 }
 // Its blocks of the rail: "parts,send_blocks,forward_blocks,sum_blocks", the last for operations that have any.
 inline RailPlan tuned([[maybe_unused]] const char* variable, RailPlan plan) {
-#if defined(EP_TUNING)
+#if defined(EP_LAB)
   if (const char* text = std::getenv(variable)) {
     int sum_blocks = plan.sum_blocks;
     std::sscanf(text, "%d,%d,%d,%d", &plan.parts, &plan.send_blocks, &plan.forward_blocks, &sum_blocks);
@@ -85,7 +85,7 @@ inline RailPlan tuned([[maybe_unused]] const char* variable, RailPlan plan) {
 }
 // High throughput: "blocks,warps,workers,chunks,senders,unit_pieces".
 inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
-#if defined(EP_TUNING)
+#if defined(EP_LAB)
   if (const char* text = std::getenv(variable)) {
     plan.senders = 0;
     std::sscanf(text, "%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.workers, &plan.chunks, &plan.senders,

@@ -1,4 +1,4 @@
-// Time line of a kernel, for builds with NCCL_EP_STAMPS: when each warp of rank 0 passed each phase. Costs nothing
+// Time line of a kernel, for builds with NCCL_EP_LAB: when each warp of rank 0 passed each phase. Costs nothing
 // otherwise.
 #pragma once
 
@@ -27,7 +27,7 @@ enum class Stamp : int {
 };
 
 // Everything here is one per translation unit, hence one per kind of kernel.
-#if defined(EP_STAMPS)
+#if defined(EP_LAB)
 constexpr int kStamps = static_cast<int>(Stamp::kCount);
 constexpr int kStampWarps = 132 * 32;  // of a rank
 #if defined(EP_EMULATED_GPU)

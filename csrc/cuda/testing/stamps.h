@@ -1,4 +1,4 @@
-// The time line of the last kernels, in builds with NCCL_EP_STAMPS.
+// The time line of the last kernels, in builds with NCCL_EP_LAB.
 #pragma once
 
 #include <cstdint>

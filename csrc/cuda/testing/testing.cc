@@ -1,6 +1,6 @@
 #include "cuda/testing/testing.h"
 
-#if defined(EP_GPU_TESTING)
+#if defined(EP_LAB)
 
 #include "base/check.h"
 #include "base/testing.h"

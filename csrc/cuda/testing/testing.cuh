@@ -1,5 +1,5 @@
-// Delay injection and planted bugs in kernels, in builds with NCCL_EP_GPU_TESTING (EP_GPU_TESTING). In others every
-// call folds to nothing. A file of kernels need only include this; base/testing.h names points and bugs.
+// Delay injection and planted bugs in kernels, in builds with NCCL_EP_LAB (EP_LAB). In others, and in kernels over GIN,
+// every call folds to nothing. A file of kernels need only include this; base/testing.h names points and bugs.
 #pragma once
 
 #include "base/testing.h"
@@ -7,7 +7,7 @@
 #include "cuda/testing/testing.h"
 #include "layout/common/wire.h"
 
-#if defined(EP_GPU_TESTING)
+#if defined(EP_HAS_DELAYS)
 #include "cuda/device/ptx.cuh"
 #include "transport/device/check_cuda.h"
 #endif
@@ -25,7 +25,7 @@ struct TestingOp {
   uint64_t epoch;
 };
 
-#if defined(EP_GPU_TESTING)
+#if defined(EP_HAS_DELAYS)
 
 static __constant__ GpuTesting gpu_testing;
 [[maybe_unused]] static const bool has_gpu_testing_setter = add_gpu_testing_setter(

@@ -1,7 +1,9 @@
-// Delays and planted bugs of the kernels, in builds with NCCL_EP_GPU_TESTING. In others they fold to nothing.
+// Delays and planted bugs of the kernels, in builds with NCCL_EP_LAB. In others they fold to nothing, and in kernels
+// over GIN, whose library the setters do not reach.
 #pragma once
 
-#if defined(EP_GPU_TESTING)
+#if defined(EP_LAB) && !defined(EP_GIN_RELEASE)
+#define EP_HAS_DELAYS 1
 
 #include <cstdint>
 #include <string>

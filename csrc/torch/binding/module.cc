@@ -18,7 +18,7 @@
 #include "torch/binding/policy.h"
 #include "torch/ops/registry.h"
 #include "transport/session.h"
-#if defined(EP_GPU_TESTING)
+#if defined(EP_LAB)
 #include "cuda/testing/testing.h"
 #endif
 #if defined(EP_WITH_CUDA)
@@ -239,13 +239,13 @@ void define_build_info(py::module_& m) {
       "Versions of NCCL, of the build and of the process, and why it cannot be used; the kernels for several NVLink "
       "domains, and why those cannot; empty without CUDA.");
   m.def("time_line", &take_time_line, py::arg("kernel"),
-        "Builds with NCCL_EP_STAMPS: for each phase of the last kernel of that name, when each warp passed it, in ns.");
+        "Builds with NCCL_EP_LAB: for each phase of the last kernel of that name, when each warp passed it, in ns.");
 #if defined(EP_EMULATED_GPU)
   m.attr("EMULATES_GPU") = true;
 #else
   m.attr("EMULATES_GPU") = false;
 #endif
-#if defined(EP_GPU_TESTING)
+#if defined(EP_LAB)
   m.def(
       "set_gpu_testing",
       [](int device, uint64_t seed, const std::vector<std::string>& bugs, uint32_t kinds, uint32_t percent,

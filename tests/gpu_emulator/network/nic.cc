@@ -7,7 +7,7 @@
 
 #include "base/check.h"
 
-#if defined(EP_GPU_TESTING)
+#if defined(EP_LAB)
 #include "base/testing.h"
 #include "cuda/testing/testing.h"
 #endif
@@ -15,7 +15,7 @@
 namespace ep::emulator {
 namespace {
 
-#if defined(EP_GPU_TESTING)
+#if defined(EP_LAB)
 std::atomic<bool> signals_come_first = false;
 [[maybe_unused]] const bool has_setter = add_gpu_testing_setter([](const GpuTesting& testing) {
   signals_come_first = (testing.bugs >> static_cast<int>(testing::Bug::kSignalBeforeData) & 1) != 0;

@@ -11,13 +11,13 @@
 #include "transport/collective_step.h"
 #include "transport/device/check_cuda.h"
 
-#if defined(EP_GPU_TESTING)
+#if defined(EP_LAB)
 #include "cuda/host/one_gpu/launches.h"
 #endif
 
 namespace ep {
 
-#if defined(EP_GPU_TESTING)
+#if defined(EP_LAB)
 
 namespace {
 
