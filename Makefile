@@ -1,17 +1,20 @@
-# make demo     set up, build, run the example             make test      the quick tests
-# make lint     formats, types, layers                     make test-all  also slow tests, sanitizers and the wheel
-# make format   formats all sources                        make clean     remove what was built, keep .venv
-# make tsan     C++ tests under ThreadSanitizer            make asan      ... AddressSanitizer and UBSan
-# make bench    measure here                               make wheel     build and check dist/*.whl
+# make demo     set up, build the extension, run the example
+# make test     the quick tests                             make test-all  also slow tests, sanitizers, kernels, the wheel
+# make kernels  compile the CUDA kernels, in build/kernels  make c         the C library, in build/dev
+# make lint     formats, types, layers                      make format    formats all sources
+# make tsan     C++ tests under ThreadSanitizer             make asan      ... AddressSanitizer and UBSan
+# make bench    measure here                                make wheel     build and check dist/*.whl
 # make tidy     clang-tidy on what needs neither CUDA nor torch
 # make fuzz     ten minutes of random cases and arguments; FUZZ_SECONDS=60 FUZZ_SEED=7 choose
 # make emulated the kernels of CUDA against the oracle, on an emulated GPU
 # make newest   the quick tests that torch matters to, with the newest torch of PyPI, in .venv-newest
 # make frameworks  tests with Megatron-core and transformers themselves, in .venv-frameworks
 # make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
+# make clean    remove what was built, keep .venv
 #
 # Set-up is on its own: .venv with the pinned requirements, and a CMake build in build/dev that puts the extension into
-# nccl_ep/. To change an option afterwards: cmake build/dev -DNCCL_EP_CUDA=OFF
+# nccl_ep/. Where no GPU is, it has no CUDA. NCCL_EP_CUDA=ON, OFF or AUTO (where nvcc is found) decides otherwise before
+# the first build; afterwards: cmake build/dev -DNCCL_EP_CUDA=ON
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -20,14 +23,16 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 CMAKE_FLAGS ?=
+NCCL_EP_CUDA ?= $(if $(wildcard /dev/nvidia[0-9]*),AUTO,OFF)
 FUZZ_SECONDS ?= 600
 FUZZ_SEED ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo build test test-all lint format tidy tsan asan fuzz emulated newest frameworks bench gin wheel gpu clean
+.PHONY: demo extension build c kernels test test-all lint format tidy tsan asan fuzz emulated newest frameworks bench gin \
+    wheel gpu clean
 
-demo: build
+demo: extension
 	python examples/ll_moe_layer.py
 
 test: build
@@ -35,7 +40,7 @@ test: build
 	python -m pytest -m "not slow"
 
 test-all: export NCCL_EP_TEST_ALL := 1
-test-all: build newest frameworks tsan asan fuzz emulated wheel
+test-all: build kernels newest frameworks tsan asan fuzz emulated wheel
 	$(ctest) build/dev
 	python -m pytest
 
@@ -54,7 +59,7 @@ format: .venv/ready
 tidy: build/dev/build.ninja
 	find csrc/{base,layout,runtime,cpu} -name '*.cc' | xargs -n 1 -P $(JOBS) clang-tidy --quiet -p build/dev
 
-bench: build
+bench: extension
 	python -m bench
 
 # --- Set-up and build ---------------------------------------------------------------------------------------------------
@@ -67,16 +72,36 @@ bench: build
 
 # CMake configures again by itself when its files change, ninja builds what changed.
 build/dev/build.ninja: .venv/ready
-	cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python $(CMAKE_FLAGS)
+	cmake -S . -B build/dev -G Ninja -DNCCL_EP_CUDA=$(NCCL_EP_CUDA) -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python \
+	    $(CMAKE_FLAGS)
+
+build_in = cmake --build build/$(1) --parallel $(JOBS) $(if $(2),--target $(2))
+say_without_cuda = @! grep -q '^NCCL_EP_CUDA:STRING=OFF' build/dev/CMakeCache.txt || \
+    echo "Built for CPU ranks: no GPU is here, or NCCL_EP_CUDA is OFF. CUDA kernels are compiled by make kernels."
+
+extension: build/dev/build.ninja
+	$(call build_in,dev,_C)
+	$(say_without_cuda)
 
 build: build/dev/build.ninja
-	cmake --build build/dev --parallel $(JOBS)
+	$(call build_in,dev)
+	$(say_without_cuda)
+
+c: build/dev/build.ninja
+	$(call build_in,dev,ncclep)
+
+# Everything that stands on CUDA, for a machine that has nvcc and need not have a GPU; the extension stays in there.
+kernels: .venv/ready
+	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_IN_PLACE=OFF \
+	    -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python $(CMAKE_FLAGS)
+	$(call build_in,$@,_C ncclep cuda_tests)
+	$(ctest) build/$@ -R 'Arena|exports'
 
 # The C++ tests in build/$(1) under the sanitizer $(2).
 define build_sanitized
 	cmake -S . -B build/$(1) -G Ninja -DNCCL_EP_SANITIZE=$(2) -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 \
 	    -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_PYTHON=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF
-	cmake --build build/$(1) --parallel $(JOBS)
+	$(call build_in,$(1))
 endef
 
 tsan: sanitizer := thread
@@ -86,7 +111,7 @@ tsan asan: .venv/ready
 	$(ctest) build/$@
 
 # Half of the time for the C library's arguments, half for results against the oracle. Each prints its seed.
-fuzz: build
+fuzz: extension
 	$(call build_sanitized,asan,address)
 	NCCL_EP_FUZZ_SEED=$(FUZZ_SEED) NCCL_EP_FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 2)) \
 	    build/asan/ep_tests --gtest_filter='ApiFuzz.*'
@@ -96,9 +121,9 @@ fuzz: build
 not_in_place := -DNCCL_EP_CUDA=OFF -DNCCL_EP_BUILD_TESTS=OFF -DNCCL_EP_BUILD_C_LIBRARY=OFF -DNCCL_EP_IN_PLACE=OFF
 
 emulated: .venv/ready
-	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_EMULATED_GPU=ON -DNCCL_EP_GPU_TESTING=ON -DNCCL_EP_STAMPS=ON \
-	    -DNCCL_EP_TUNING=ON $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
-	cmake --build build/$@ --parallel $(JOBS)
+	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_EMULATED_GPU=ON -DNCCL_EP_LAB=ON $(not_in_place) \
+	    -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	$(call build_in,$@)
 	{ python tests/support/emulated.py -q -k "planted or chains" && python tests/support/emulated.py -q \
 	    tests/ll/test_split_combine.py tests/ll/test_signals.py tests/ll/test_masks.py tests/deep_ep/test_low_latency.py \
 	    tests/ll/test_extra.py tests/network tests/contract tests/training/test_gradients.py && \
@@ -120,7 +145,7 @@ newest_tests := tests/api tests/torch_events tests/ll tests/ht tests/deep_ep tes
 
 newest: .venv/ready .venv-newest/ready
 	cmake -S . -B build/$@ -G Ninja $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv-newest/bin/python
-	cmake --build build/$@ --parallel $(JOBS)
+	$(call build_in,$@)
 	.venv-newest/bin/python -m pytest -m "not slow" $(newest_tests)
 
 # Frameworks from PyPI, unchanged. They see the packages of .venv, so that torch is not fetched once more.
@@ -132,7 +157,7 @@ newest: .venv/ready .venv-newest/ready
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/frameworks.txt
 	touch $@
 
-frameworks: build .venv-frameworks/ready
+frameworks: extension .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks
 
 # Several domains over NCCL's own network between the GPUs of this machine, without a NIC. NCCL: folders with include/ and
@@ -143,7 +168,7 @@ gin:
 	for each in $(subst :, ,$(NCCL)); do test -s $$each/lib/libnccl.so.2 && test -s $$each/include/nccl.h || exit 2; done
 	cmake -S . -B build/gpu -G Ninja -DNCCL_EP_CUDA=ON -DPython_EXECUTABLE="$$(command -v python3)" -DNCCL_EP_BUILD_TESTS=OFF \
 	    -DNCCL_EP_GIN_NCCL_INCLUDE_DIRS="$(subst :,/include;,$(NCCL))/include" $(CMAKE_FLAGS)
-	cmake --build build/gpu --parallel $(JOBS)
+	$(call build_in,gpu)
 	NCCL_EP_TEST_GIN_NCCL="$$(echo $(NCCL) | sed 's,:,/lib/libnccl.so.2:,g; s,$$,/lib/libnccl.so.2,')" \
 	    python3 -m pytest -m gpu tests/gpu/test_gin.py
 
@@ -156,7 +181,7 @@ wheel: .venv/ready
 gpu: export PYTHONPATH := $(CURDIR)
 gpu:
 	cmake -S . -B build/gpu -G Ninja -DNCCL_EP_CUDA=ON -DPython_EXECUTABLE="$$(command -v python3)" $(CMAKE_FLAGS)
-	cmake --build build/gpu --parallel $(JOBS)
+	$(call build_in,gpu)
 	$(ctest) build/gpu
 	python3 -m pytest -m gpu || test $$? = 5  # 5: no such test
 	python3 -m bench

@@ -1,5 +1,6 @@
 # ep_tests (GoogleTest, CPU), and checks of what the libraries export.
 
+add_custom_target(cuda_tests)  # those that need a build with CUDA
 find_package(GTest QUIET)
 if(GTest_FOUND)
   include(GoogleTest)
@@ -34,6 +35,7 @@ if(GTest_FOUND)
     target_link_libraries(ep_allocator_tests PRIVATE ep_core ep_no_driver GTest::gtest GTest::gtest_main
       ${torch_libraries}/libtorch_cuda.so ${torch_libraries}/libc10_cuda.so ${torch_libraries}/libtorch_cpu.so
       ${torch_libraries}/libc10.so)
+    add_dependencies(cuda_tests ep_allocator_tests)
     gtest_discover_tests(ep_allocator_tests DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 120)
   endif()
 else()
