@@ -2,7 +2,9 @@
 // also where a weight is 0, and where a row that nobody reads is no number.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 namespace ep::gradients {
