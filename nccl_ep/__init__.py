@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401  (its libraries must be loaded before the extension)
 
-from . import log
+from . import extension, log  # noqa: F401  (extension first: it says if there is none)
 from ._version import __version__
 from .buffer import Buffer
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
