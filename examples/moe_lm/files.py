@@ -1,0 +1,30 @@
+"""Files that are whole at any time, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync_folder(folder: Path) -> None:
+    """What has been made, renamed or removed in it outlives a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes beside ``path`` and renames: others see the file of before or the new one. OSError names ``path``."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with open(beside, "x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
