@@ -14,7 +14,7 @@ from .model import Model
 from .one_rank import AsServed, one_rank
 
 if TYPE_CHECKING:
-    from .serve import Server
+    from .server import Server
 
 
 def _requests(server: Server, count: int) -> list[Request]:
@@ -35,7 +35,7 @@ def compare_with_one_rank(server: Server, count: int) -> dict[str, Any]:
     is at most from one of the same weights in float32. "logits": a digest of the bits of all that were served, which
     other ways of serving should have, too.
     """
-    from .serve import gather
+    from .server import gather
 
     requests = _requests(server, count)
     server.serve(requests, keep_logits=True)
@@ -136,7 +136,7 @@ def count_changed(server: Server, count: int = 4) -> dict[str, Any]:
     On rank 0: how many requests changed, and what changed first: in which layer prefill's keys or values, or of which
     token the logits, and these by how much at most.
     """
-    from .serve import gather
+    from .server import gather
 
     again = [_anew(each) for each in server.reference]
     server.serve(again, keep_logits=True)

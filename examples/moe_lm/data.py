@@ -33,6 +33,11 @@ class Corpus:
         self.training, self.held_out = text[:split], text[split:]
         self.seed = seed
 
+    def check(self, argument: str, tokens: int, text: torch.Tensor) -> None:
+        """ValueError if ``text``, ``training`` or ``held_out``, has no stretch of so many tokens and one more."""
+        if tokens + 2 > len(text):
+            raise ValueError(f"{argument} is {tokens}, must be at most {len(text) - 2}, as there is no more text")
+
     def batch(self, step: int, sequences: int, length: int, rank: int = 0, num_ranks: int = 1) -> torch.Tensor:
         """int64 [sequences / num_ranks, length + 1]: this rank's part of a batch of ``sequences``."""
         if sequences % num_ranks:

@@ -20,6 +20,7 @@ from .exchange import NcclEp
 from .model import Block, Exchange, Model
 
 Steps = Generator[None, None, None]
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass
@@ -32,10 +33,26 @@ class Room:
     max_prompt: int
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, must be 1 or more")
         if self.max_length % 16:
             raise ValueError(f"max_length is {self.max_length}, must be a multiple of 16, as attention's masks are")
         if self.max_prompt >= self.max_length:
             raise ValueError(f"max_prompt is {self.max_prompt}, must be less than max_length, {self.max_length}")
+
+    def why_not(self, prompt: Tensor, length: int, vocabulary: int) -> str | None:
+        """What keeps a request of ``length`` tokens to generate from a slot, or None."""
+        if not isinstance(prompt, Tensor) or prompt.dim() != 1 or prompt.dtype not in INTEGERS:
+            return "its prompt is no tensor of whole numbers with one dimension"
+        if not 1 <= len(prompt) <= self.max_prompt:
+            return f"its prompt has {len(prompt)} tokens, must have 1 to {self.max_prompt}"
+        if type(length) is not int or length < 1:
+            return f"it wants {length} tokens, must be a whole number of 1 or more"
+        if len(prompt) + length > self.max_length:
+            return f"its prompt of {len(prompt)} and {length} tokens more do not fit, a slot has {self.max_length}"
+        outside = prompt[(prompt < 0) | (prompt >= vocabulary)].tolist()
+        return f"its prompt has the token {outside[0]}, must be 0 to {vocabulary - 1}" if outside else None
 
 
 class Engine:

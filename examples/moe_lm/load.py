@@ -14,7 +14,10 @@ from .data import Corpus
 
 @dataclass
 class Request:
-    """``arrival``: seconds from the start. ``home``: the rank that serves it. ``times``: of its tokens, likewise."""
+    """``arrival``: seconds from the start. ``home``: the rank that serves it. ``times``: of its tokens, likewise.
+
+    ``refused``: why the server has not served it.
+    """
 
     number: int
     arrival: float
@@ -25,6 +28,7 @@ class Request:
     times: list[float] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)  # [vocabulary] each, if the engine keeps them
     cache: list[int] = field(default_factory=list)  # likewise a digest a layer of what prefill has left
+    refused: str | None = None
 
     @property
     def is_done(self) -> bool:
@@ -50,23 +54,33 @@ def make_load(
     ]
 
 
-def percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float | None:
+    """None of no values."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def summary(requests: list[Request], seconds: float) -> dict[str, Any]:
     """In ms. TTFT: from arrival to the first token. TPOT: of a request, the mean time of a token after the first.
 
-    ITL: between any two tokens of a request.
+    ITL: between any two tokens of a request. A figure that no request has is None.
     """
-    first = [(each.times[0] - each.arrival) * 1e3 for each in requests]
-    gaps = [(b - a) * 1e3 for each in requests for a, b in zip(each.times, each.times[1:], strict=False)]
+    served = [each for each in requests if each.times]
+    first = [(each.times[0] - each.arrival) * 1e3 for each in served]
+    gaps = [(b - a) * 1e3 for each in served for a, b in zip(each.times, each.times[1:], strict=False)]
     per_token = [
-        (each.times[-1] - each.times[0]) * 1e3 / (len(each.times) - 1) for each in requests if len(each.times) > 1
+        (each.times[-1] - each.times[0]) * 1e3 / (len(each.times) - 1) for each in served if len(each.times) > 1
     ]
-    tokens = sum(len(each.tokens) for each in requests)
-    figures = {"requests": len(requests), "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+    tokens = sum(len(each.tokens) for each in served)
+    figures: dict[str, Any] = {
+        "requests": len(requests), "refused": {each.number: each.refused for each in requests if each.refused},
+        "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / max(seconds, 1e-9),
+    }  # fmt: skip
     for name, values in (("ttft", first), ("tpot", per_token), ("itl", gaps)):
         figures |= {f"{name}_p50_ms": percentile(values, 0.5), f"{name}_p99_ms": percentile(values, 0.99)}
     return figures
+
+
+def show(figure: float | None, digits: int) -> str:
+    """A figure of ``summary`` for people."""
+    return "-" if figure is None else f"{figure:.{digits}f}"

@@ -145,8 +145,7 @@ class Model(nn.Module):
 
     def __init__(self, sizes: Sizes, rank: int = 0, num_ranks: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        if sizes.experts % num_ranks:
-            raise ValueError(f"{sizes.experts} experts are not a multiple of {num_ranks} ranks")
+        sizes.check_ranks(num_ranks)
         self.sizes, self.rank, self.dtype = sizes, rank, dtype
         self.embedding = nn.Parameter(torch.empty(sizes.vocabulary, sizes.hidden))
         self.blocks = nn.ModuleList(Block(sizes, num_ranks) for _ in range(sizes.layers))

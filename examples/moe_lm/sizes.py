@@ -7,6 +7,10 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from .arguments import whole
+
+MAX_TOPK = 32  # of the library
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -22,10 +26,24 @@ class Sizes:
     vocabulary: int = 256  # bytes
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value < 1:
+                raise ValueError(f"--{argument(field.name)} is {value}, must be 1 or more")
         if self.hidden % self.heads or self.hidden // self.heads % 2:
-            raise ValueError(f"hidden is {self.hidden}, must be an even multiple of {self.heads} heads")
-        if not 1 <= self.topk <= self.experts:
-            raise ValueError(f"topk is {self.topk}, must be 1 to the {self.experts} experts")
+            raise ValueError(f"--hidden is {self.hidden}, must be an even multiple of --heads, {self.heads}")
+        if self.topk > min(self.experts, MAX_TOPK):
+            raise ValueError(f"--topk is {self.topk}, must be at most {MAX_TOPK} and at most --experts, {self.experts}")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Can they share the experts?"""
+        if self.experts % num_ranks:
+            raise ValueError(f"--experts is {self.experts}, must be a multiple of the {num_ranks} ranks with experts")
+
+
+def argument(name: str) -> str:
+    """Of the command line."""
+    return name.replace("_", "-")
 
 
 # Parameters take 16 bytes each in training: float32, its gradient, two moments.
@@ -46,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--size", choices=NAMED, help='default "tiny" on the CPU, "h4096" or "h4096-one-gpu" on GPUs')
     for field in fields(Sizes):
         if field.name != "vocabulary":
-            group.add_argument(f"--{field.name.replace('_', '-')}", type=int, metavar="N")
+            group.add_argument(f"--{argument(field.name)}", type=whole(1), metavar="N")
     group.add_argument(
         "--dtype", choices=DTYPES, help="of activations and GEMMs; default fp32 on the CPU, bf16 on GPUs"
     )
@@ -57,7 +75,10 @@ def sizes_of(options: argparse.Namespace, device_type: str, num_ranks: int) -> S
     if name is None:
         name = "tiny" if device_type == "cpu" else "h4096" if num_ranks > 1 else "h4096-one-gpu"
     given = {field.name: getattr(options, field.name, None) for field in fields(Sizes)}
-    return replace(NAMED[name], **{field: value for field, value in given.items() if value is not None})
+    found = replace(NAMED[name], **{field: value for field, value in given.items() if value is not None})
+    if found.hidden * dtype_of(options, device_type).itemsize % 16:
+        raise ValueError(f"--hidden is {found.hidden}, rows must be multiples of 16 bytes")
+    return found
 
 
 def dtype_of(options: argparse.Namespace, device_type: str) -> torch.dtype:

@@ -12,6 +12,8 @@ from typing import Any
 
 from bench.records import revision, today
 
+from .load import show
+
 Report = dict[str, Any]
 _BULKY = ("outputs", "layer", "options", "losses", "first_buffer")  # left out of a record
 
@@ -80,7 +82,7 @@ def serving_table(report: Report) -> list[str]:
     ]
     for each in report["figures"]:
         name = each["exchange"] + (", two batches in turn" if each["overlap"] else "")
-        pairs = (f"{each[f'{key}_p50_ms']:.1f} / {each[f'{key}_p99_ms']:.1f}" for key in ("ttft", "tpot", "itl"))
+        pairs = (_percentiles(each, key) for key in ("ttft", "tpot", "itl"))
         lines.append(_row(name, f"{each['rate']:g}", *pairs, f"{each['tokens_per_s']:,.0f}"))
     return lines
 
@@ -112,14 +114,15 @@ def summary_table(reports: list[Report]) -> list[str]:
                 ("tpot", "time per output token"),
                 ("itl", "inter-token latency"),
             ):
-                cells = [
-                    f"{at[name][f'{key}_p50_ms']:.1f} / {at[name][f'{key}_p99_ms']:.1f}" if name in at else ""
-                    for name in names
-                ]
+                cells = [_percentiles(at[name], key) if name in at else "" for name in names]
                 lines.append(_row(f"serving {rate:g} requests/s: {what}, p50 / p99, ms", *cells))
             speeds = [f"{at[name]['tokens_per_s']:,.0f}" if name in at else "" for name in names]
             lines.append(_row(f"serving {rate:g} requests/s: tokens/s", *speeds))
     return lines
+
+
+def _percentiles(figures: dict[str, Any], key: str) -> str:
+    return f"{show(figures[f'{key}_p50_ms'], 1)} / {show(figures[f'{key}_p99_ms'], 1)}"
 
 
 def _exchange_time(report: Report) -> str:

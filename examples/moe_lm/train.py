@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -23,9 +24,11 @@ import nccl_ep
 
 from . import checkpoint, ranks, sizes
 from .a2sgd import Traffic, a2sgd_hook, average_parameters, counted_average_hook
+from .arguments import MAX_SEED, Parser, above_0, file_to_write, folder_to_write, names_of, whole
 from .baseline import AllToAll
 from .data import Corpus
 from .exchange import NcclEp, make_buffer
+from .files import write_whole
 from .model import Model
 from .ranks import Ranks
 from .trace import traced
@@ -35,43 +38,72 @@ BALANCE = 0.01  # weight of the load-balancing loss
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.moe_lm.train", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m examples.moe_lm.train", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--steps", type=int, default=50)
-    add("--sequences", type=int, default=8, help="of a step, on all ranks together")
-    add("--length", type=int, default=64, help="tokens of a sequence")
-    add("--lr", type=float, default=3e-3)
-    add("--seed", type=int, default=0)
-    add("--exchange", default="nccl_ep", help=f"{' or '.join(EXCHANGES)}, or both with a comma: one after the other")
+    add("--steps", type=whole(1), default=50)
+    add("--sequences", type=whole(1), default=8, help="of a step, on all ranks together")
+    add("--length", type=whole(1), default=64, help="tokens of a sequence")
+    add("--lr", type=above_0, default=3e-3)
+    add("--seed", type=whole(0, MAX_SEED), default=0)
+    add(
+        "--exchange", type=names_of(EXCHANGES), default="nccl_ep",
+        help=f"{' or '.join(EXCHANGES)}, or both with a comma: one after the other",
+    )  # fmt: skip
     add("--rows", choices=("exact", "all"), default="exact", help="received rows: as many as come, or room for all")
     add("--fp8", action="store_true", help="rows of dispatch travel in eight bits")
-    add("--expert-parallel", type=int, metavar="N", help="ranks that share the experts; the default is all")
+    add("--expert-parallel", type=whole(1), metavar="N", help="ranks that share the experts; the default is all")
     add("--dense-grads", choices=("ddp", "fsdp2", "a2sgd"), default="ddp")
-    add("--a2sgd-average", type=int, default=50, metavar="STEPS", help="until parameters are averaged; 0 never")
+    add("--a2sgd-average", type=whole(0), default=50, metavar="STEPS", help="until parameters are averaged; 0 never")
     add("--compile", metavar="BACKEND", nargs="?", const="inductor", help="blocks as one graph; default on GPUs")
     add("--no-compile", action="store_true")
     add("--checkpoint-activations", action="store_true")
     add("--deterministic", action="store_true", help="torch.use_deterministic_algorithms")
-    add("--save", metavar="FOLDER", help="a checkpoint at the end")
+    add("--save", type=folder_to_write, metavar="FOLDER", help="a checkpoint at the end; it may be that of --load")
     add("--load", metavar="FOLDER", help="go on from a checkpoint, of any number of ranks")
-    add("--log-every", type=int, default=10)
-    add("--profile-at", type=int, default=5, metavar="STEP", help="after the first one, to see where the time goes")
-    add("--report", metavar="FILE", help="JSON of all that was measured; of several exchanges FILE_exchange")
+    add("--log-every", type=whole(1), metavar="STEPS", help="default 1 on the CPU, 10 on GPUs")
+    add("--profile-at", type=whole(-1), default=5, metavar="STEP", help="to see where the time goes; -1 never")
+    add("--report", type=file_to_write, metavar="FILE", help="JSON of all measured; of several exchanges FILE_exchange")
     add("--go-on", action="store_true", help="if an exchange fails, go on with the next one; the report says why")
     ranks.add_arguments(parser)
     sizes.add_arguments(parser)
     options = parser.parse_args(argv)
-    if unknown := set(options.exchange.split(",")) - set(EXCHANGES):
-        parser.error(f"--exchange: {', '.join(unknown)} is none of {', '.join(EXCHANGES)}")
+    try:
+        check(options, ranks.num_ranks(options))
+    except (ValueError, checkpoint.CheckpointError) as error:
+        parser.error(str(error))
     return options
+
+
+def check(options: argparse.Namespace, num_ranks: int) -> None:
+    """ValueError or CheckpointError for what cannot be trained on so many ranks."""
+    ranks.check(options)
+    kind, own = ranks.device_type(options), options.expert_parallel or num_ranks
+    if num_ranks % own:
+        raise ValueError(f"--expert-parallel is {own}, must divide the {num_ranks} ranks")
+    model = sizes.sizes_of(options, kind, num_ranks)
+    model.check_ranks(own)
+    if options.sequences % num_ranks:
+        raise ValueError(f"--sequences is {options.sequences}, must be a multiple of the {num_ranks} ranks")
+    corpus = Corpus(options.seed)
+    corpus.check("--length", options.length, corpus.training)
+    if options.compile and options.no_compile:
+        raise ValueError(f"--compile is {options.compile}, and --no-compile is there, too")
+    if options.compile:
+        try:
+            torch._dynamo.lookup_backend(options.compile)
+        except torch._dynamo.exc.InvalidBackend as error:
+            raise ValueError(f"--compile is {options.compile}, which is no backend of torch") from error
+    if options.load:
+        checkpoint.check(options.load, model)
+        if "," in options.exchange and options.save and Path(options.save).resolve() == Path(options.load).resolve():
+            raise ValueError(f"--load and --save are both {options.load}: the second --exchange would load the first's")
 
 
 class Trainer:
     def __init__(self, world: Ranks, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
         device, kind = world.device, world.device.type
-        if options.sequences % world.size:
-            raise ValueError(f"--sequences is {options.sequences}, must be a multiple of the {world.size} ranks")
+        check(options, world.size)
         self.sizes = sizes.sizes_of(options, kind, world.size)
         self.dtype = sizes.dtype_of(options, kind)
         if options.deterministic:
@@ -168,6 +200,15 @@ class Trainer:
         for buffer in self.buffers:
             buffer.destroy()
 
+    def mean_loss(self) -> float:
+        """Of the last step, over the ranks. ArithmeticError if it is none."""
+        loss = self.losses[-1].clone()
+        dist.all_reduce(loss)
+        mean = loss.item() / self.world.size
+        if not math.isfinite(mean):
+            raise ArithmeticError(f"the loss is {mean}: training has diverged, and is not saved. Try a lower --lr")
+        return mean
+
     def mean_losses(self) -> list[float]:
         """Of all steps so far, over the ranks."""
         losses = torch.stack(self.losses)
@@ -182,6 +223,7 @@ def train(world: Ranks, options: argparse.Namespace) -> dict[str, Any]:
     progress: list[dict[str, Any]] = []
     exchange_ms, layer = None, []
     first = trainer.first_step
+    log_every = options.log_every or (1 if world.device.type == "cpu" else 10)
     count, begin = 0, time.perf_counter()
     for number in range(first, first + options.steps):
         if number == first + options.profile_at:
@@ -196,8 +238,8 @@ def train(world: Ranks, options: argparse.Namespace) -> dict[str, Any]:
         if number + 1 == first + 3:  # what a first step sets up, and compiles, does not count either
             world.synchronize()
             count, begin = 0, time.perf_counter()
-        if (number + 1 - first) % options.log_every == 0 or number + 1 == first + options.steps:
-            loss = trainer.mean_losses()[-1]
+        if (number + 1 - first) % log_every == 0 or number + 1 == first + options.steps:
+            loss = trainer.mean_loss()
             world.synchronize()
             seconds = (time.perf_counter() - begin) / max(count, 1)
             entry = {
@@ -212,6 +254,7 @@ def train(world: Ranks, options: argparse.Namespace) -> dict[str, Any]:
         if options.dense_grads == "a2sgd":
             trainer.average_dense()
         checkpoint.save(options.save, trainer.model, trainer.optimiser, first + options.steps)
+        ranks.say(world, f"wrote {options.save}, a checkpoint of step {first + options.steps}")
     report = _report(trainer, progress, layer)
     trainer.close()
     return report
@@ -256,8 +299,7 @@ def body(world: Ranks, options: argparse.Namespace) -> None:
             path = Path(options.report)
             path = path.with_stem(f"{path.stem}_{name}") if len(names) > 1 else path
             path.parent.mkdir(parents=True, exist_ok=True)
-        if world.rank == 0 and len(names) > 1:
-            print(name, flush=True)
+        ranks.say(world, f"training {options.steps} steps on {ranks.described(world)}, exchange {name}")
         try:
             report = train(world, own)
         except Exception as error:
@@ -267,7 +309,8 @@ def body(world: Ranks, options: argparse.Namespace) -> None:
             report = {"what": "failure", "leg": f"training, {name}", "rank": world.rank, "error": text[:2000]}
             print(f"rank {world.rank}, {name} FAILED: {text}", flush=True)
         if world.rank == 0 and path is not None:
-            path.write_text(json.dumps(report, indent=1) + "\n")
+            write_whole(path, json.dumps(report, indent=1) + "\n")
+            ranks.say(world, f"wrote {path}")
         traffic = report.get("dense_gradient_bytes_a_step")
         if world.rank == 0 and traffic and options.dense_grads == "a2sgd":
             print(f"dense gradients: {traffic['given_to_all_reduce']} bytes a step, plain averaging {traffic['plain']}")
@@ -276,6 +319,7 @@ def body(world: Ranks, options: argparse.Namespace) -> None:
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+    ranks.say_what_times_mean(world)
 
 
 if __name__ == "__main__":

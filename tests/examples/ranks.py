@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from examples.moe_lm import check, serve, train
+from examples.moe_lm.exchange import NcclEp, make_buffer
+from examples.moe_lm.experts import Experts
 from examples.moe_lm.load import Request, make_load
-from examples.moe_lm.ranks import world_of
+from examples.moe_lm.ranks import Ranks, world_of
+from examples.moe_lm.sizes import Sizes
 
 SIZES = "--device cpu --hidden 32 --heads 2 --expert-inner 32 --shared-inner 32"
-SMALL = f"{SIZES} --length 16 --sequences 4 --profile-at -1"
+SMALL = f"{SIZES} --length 16 --sequences 4 --profile-at -1 --log-every 10"
 STEPS = 200  # of the curves that are compared
+BAD_ONES = 24
 SERVING = f"{SIZES} --slots 4 --prompt 3-12 --output 2-6 --requests 9"
 
 
@@ -62,10 +69,60 @@ def serve_each(_: int) -> dict[str, Any]:
             server.options.seed += 1
             found["check of other weights"] = check.compare_with_one_rank(server, 6)
             server.options.seed -= 1
+            found["with bad ones"] = served(with_bad_ones(options, world.size))
+            found["bad ones alone"] = served(with_bad_ones(options, world.size)[: -BAD_ONES - 1 : -1])
+            found["after bad ones"] = served(load(options, world.size)[:3])
             found["modes"] = [server.engine.prefiller.how["mode"], server.engine.decoders[0].how["mode"]]
         server.close()
     return found
 
 
+def with_bad_ones(options: Any, num_ranks: int) -> list[Request]:
+    """The load, and behind it requests that cannot be served, each with a home in turn."""
+    room, bad = options.max_length, []
+
+    def add(prompt: Any, length: Any = 2, arrival: Any = 0.0, home: Any = None, **more: Any) -> None:
+        number = 100 + len(bad)
+        bad.append(Request(number, arrival, number % num_ranks if home is None else home, prompt, length, **more))
+
+    good = torch.arange(5)
+    add(good, 500)
+    add(good, room - 4)
+    add(torch.zeros(0, dtype=torch.int64))
+    add(torch.arange(13))
+    for outside in (-1, 256, 1 << 40):
+        add(torch.tensor([1, outside, 3]))
+    for length in (0, -3, 2.5, True, None):
+        add(good, length)
+    for prompt in (good.float(), good.unsqueeze(0), [1, 2, 3], torch.tensor(3)):
+        add(prompt)
+    for arrival in (-1.0, float("inf"), float("nan"), "now"):
+        add(good, arrival=arrival)
+    for home in (-1, num_ranks, 1.5):
+        add(good, home=home)
+    add(good, tokens=[1])
+    assert len(bad) == BAD_ONES
+    return load(options, num_ranks) + bad
+
+
 def load(options: Any, num_ranks: int) -> list[Request]:
     return make_load(options.requests, 0.0, num_ranks, prompt=options.prompt, output=options.output)
+
+
+# ---- Worlds that end
+
+
+def fails(world: Ranks, options: argparse.Namespace) -> None:
+    """Rank 1 does as ``options.how`` says; the others wait for it in an exchange, and say so."""
+    buffer = make_buffer(world.experts, Sizes(), 4, torch.float32, world.device, "ll")
+    if world.rank == 1:
+        if options.how == "raises":
+            raise IndexError("of rank 1 alone")
+        if options.how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(7)
+    exchange = NcclEp(buffer, 8, mode="ll")
+    x, idx = torch.zeros(1, 64), torch.zeros(1, 2, dtype=torch.int64)
+    if world.rank == 0:
+        exchange(x, idx, torch.zeros(1, 2), Experts(4, 64, 8))
+    dist.barrier()

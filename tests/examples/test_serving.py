@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from examples.moe_lm import serve, sizes
+from examples.moe_lm import ranks, serve, sizes
 from examples.moe_lm.load import Request, make_load, percentile, summary
 from examples.moe_lm.model import Model
 from examples.moe_lm.one_rank import one_rank
-from tests.examples.ranks import SERVING, load, serve_each
+from tests import ROOT
+from tests.examples.ranks import SERVING, SIZES, fails, load, serve_each
 from tests.support.processes import run_processes
 
 Served = dict[str, list[Request]]
+SAYS_NOTHING = "CPU ranks share the cores of this machine: their times say nothing about GPUs"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +98,72 @@ def test_times_are_told_in_order(served: Served) -> None:
         assert request.arrival <= request.times[0] and request.times == sorted(request.times)
 
 
+REFUSED = (
+    "its prompt of 5 and 500 tokens more do not fit, a slot has 32",
+    "its prompt of 5 and 28 tokens more do not fit, a slot has 32",
+    "its prompt has 0 tokens, must have 1 to 12",
+    "its prompt has 13 tokens, must have 1 to 12",
+    "its prompt has the token -1, must be 0 to 255",
+    "its prompt has the token 256, must be 0 to 255",
+    f"its prompt has the token {1 << 40}, must be 0 to 255",
+    *(f"it wants {length} tokens, must be a whole number of 1 or more" for length in (0, -3, 2.5, True, None)),
+    *4 * ["its prompt is no tensor of whole numbers with one dimension"],
+    *(f"its arrival is {arrival}, must be a number of 0 or more" for arrival in (-1.0, math.inf, math.nan, "now")),
+    *(f"its home is {home}, must be 0 to 1" for home in (-1, 2, 1.5)),
+    "it was served before",
+)
+
+
+def test_a_bad_request_is_refused_and_the_others_are_served(served: Served, expected: list[list[int]]) -> None:
+    """The others have the same bits as without it, and so have those that come afterwards."""
+    for way in ("with bad ones", "after bad ones"):
+        good = [each for each in served[way] if each.number < 100]
+        assert [each.tokens for each in good] == expected[: len(good)] and all(each.refused is None for each in good)
+        for got, want in zip(bits_of(good), bits_of(served["nccl_ep, fixed"]), strict=False):
+            assert torch.equal(got, want)
+    for way in ("with bad ones", "bad ones alone"):
+        bad = [each for each in served[way] if each.number >= 100]
+        assert tuple(each.refused for each in bad) == REFUSED
+        assert all(each.times == [] for each in bad)
+    figures = summary(served["with bad ones"], 2.0)
+    assert figures["requests"] == 9 + len(REFUSED) and len(figures["refused"]) == len(REFUSED)
+    assert figures["tokens"] == sum(len(tokens) for tokens in expected)
+
+
+def test_what_the_program_says(tmp_path: Path) -> None:
+    """One request of one token has no time between tokens. On three ranks two have nothing to serve."""
+    arguments = f"{SIZES} --experts 6 --ranks 3 --requests 1 --output 1 --report {tmp_path}/report.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.moe_lm.serve", *arguments.split()],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    said = done.stdout
+    assert "TPOT       - /       -" in said and "nan" not in said.lower() and done.stderr == ""
+    assert said.splitlines()[0] == "serving 1 requests, all at once, nccl_ep, on 3 CPU ranks .."
+    assert said.splitlines()[2:] == [f"wrote {tmp_path}/report.json", SAYS_NOTHING]
+    (figures,) = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)["figures"]
+    assert figures["tpot_p50_ms"] is None and figures["tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "first"),
+    [
+        ("raises", "rank 1 failed: IndexError: of rank 1 alone"),
+        ("is killed", "rank 1 has ended without a word: SIGKILL"),
+        ("goes", "rank 1 has ended without a word: exit code 7"),
+    ],
+)
+def test_a_rank_that_fails_ends_all_with_its_words(how: str, first: str, capfd: pytest.CaptureFixture[str]) -> None:
+    options = serve.parse(["--device", "cpu", "--ranks", "2"])
+    options.how = how
+    begin = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        ranks.run(fails, options)
+    said = capfd.readouterr().err.splitlines()
+    assert ended.value.code == 1 and said[0].startswith(first), said
+    assert time.monotonic() - begin < 60, "nobody waits for the deadline of 100 seconds"
+
+
 # ---- Parts
 
 
@@ -111,7 +184,7 @@ def test_the_summary_has_the_percentiles_of_latency() -> None:
     assert found["ttft_p50_ms"] == pytest.approx(100) and found["ttft_p99_ms"] == pytest.approx(500)
     assert found["tpot_p50_ms"] == pytest.approx(150)
     assert found["itl_p50_ms"] == pytest.approx(100) and found["itl_p99_ms"] == pytest.approx(200)
-    assert percentile(list(range(1, 101)), 0.99) == 99 and math.isnan(percentile([], 0.5))
+    assert percentile(list(range(1, 101)), 0.99) == 99 and percentile([], 0.5) is None
 
 
 def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.moe_lm import checkpoint, ranks, train
 from examples.moe_lm.a2sgd import Traffic, a2sgd_hook, rebuild, two_means
 from examples.moe_lm.data import Corpus
 from examples.moe_lm.model import load_balancing_loss
-from tests.examples.ranks import STEPS, run_train, train_each
+from examples.moe_lm.ranks import world_of
+from tests.examples.ranks import SIZES, SMALL, STEPS, train_each
 from tests.support.processes import run_processes
 
 Reports = dict[str, dict[str, Any]]
@@ -34,8 +36,11 @@ def on_two(folder: Path) -> Reports:
         "saved": f"{SHORT} --save {folder}/of_two",
         "on": f"{SHORT} --load {folder}/of_two",
         "checkpointed": f"{SHORT} --checkpoint-activations",
-        "replicas": f"{SHORT} --expert-parallel 1",
-        "fsdp2": f"{SHORT} --dense-grads fsdp2",
+        "replicas": f"{SHORT} --expert-parallel 1 --save {folder}/of_replicas",
+        "replicas, on": f"{SHORT} --expert-parallel 1 --load {folder}/of_replicas",
+        "fsdp2": f"{SHORT} --dense-grads fsdp2 --save {folder}/of_fsdp2",
+        "fsdp2, on": f"{SHORT} --dense-grads fsdp2 --load {folder}/of_two",
+        "on, of fsdp2": f"{SHORT} --load {folder}/of_fsdp2 --save {folder}/of_fsdp2",
         "all rows": f"{SHORT} --rows all",
         "bf16": f"{SHORT} --dtype bf16",
         "fp8": f"{SHORT} --dtype bf16 --fp8",
@@ -89,6 +94,9 @@ def test_a_checkpoint_goes_on_where_it_was(on_two: Reports, on_one: Reports, fol
     torch.testing.assert_close(losses(on_two["saved"]), straight[:8], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(losses(on_two["on"]), straight[8:16], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(losses(on_one["on"]), straight[8:16], rtol=1e-4, atol=1e-4)
+    for name in ("fsdp2, on", "on, of fsdp2", "replicas, on"):
+        torch.testing.assert_close(losses(on_two[name]), straight[8:16], rtol=1e-5, atol=1e-5)
+    assert checkpoint.read_index(f"{folder}/of_fsdp2").step == 16, "saved where it was loaded from"
     directory = folder / "more"
     directory.mkdir()
     reports = run_processes(2, train_each, directory, {"on": f"{SHORT} --load {folder}/of_one"})
@@ -181,10 +189,22 @@ def test_ranks_share_one_batch_without_overlap() -> None:
         corpus.batch(5, 6, 10, 0, 4)
 
 
-def test_arguments_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
+def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
+    """Than the one for which the command line was checked."""
     with pytest.raises(AssertionError, match="--sequences is 4, must be a multiple of the 3 ranks"):
         run_processes(3, _refused, tmp_path)
 
 
 def _refused(_: int) -> None:
-    run_train("--steps 1 --experts 9")
+    options = train.parse(f"{SIZES} --sequences 3 --experts 9".split())
+    options.sequences = 4
+    train.train(world_of(options, torch.device("cpu")), options)
+
+
+def test_a_model_that_diverges_is_not_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = train.parse(f"{SMALL} --ranks 2 --steps 40 --lr 1e30 --save {tmp_path}/saved".split())
+    with pytest.raises(SystemExit):
+        ranks.run(train.body, options)
+    said = capfd.readouterr().err.splitlines()[0]
+    assert "ArithmeticError: the loss is nan: training has diverged, and is not saved" in said
+    assert not (tmp_path / "saved").exists()

@@ -31,7 +31,9 @@ def test_commands_of_the_tutorial_run(tmp_path: Path) -> None:
         said[name] = run(*arguments, *(SMALL.split() if name in ("train", "serve") else []))
     assert list(said) == ["doctor", "train", "serve", "pictures"]
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said["train"])]
-    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert len(losses) == 40 and losses[-1] < losses[0]
+    assert f"wrote {tmp_path}/checkpoint, a checkpoint of step 40" in said["train"]
+    assert f"wrote {tmp_path}/train.json" in said["train"] and f"wrote {tmp_path}/serve.json" in said["serve"]
     assert "ms in dispatch and combine" in said["train"]
     assert said["serve"].count("TPOT") == 2 * 4
     drawn = {path.stem for path in tmp_path.glob("*.svg")}

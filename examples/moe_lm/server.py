@@ -1,0 +1,194 @@
+"""A server: a model, an engine for it, and the loop that serves requests."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import checkpoint, ranks, sizes
+from .baseline import AllToAll
+from .deepep_calls import DeepEpLowLatency, DeepEpNormal
+from .engine import Engine, Room, fixed_shape_exchange
+from .exchange import make_buffer
+from .load import Request
+from .model import Model
+from .ranks import Ranks
+
+TELL_EVERY = 5.0  # seconds
+
+
+class Server:
+    """A model, and an engine for it that can be changed for another."""
+
+    def __init__(self, world: Ranks, options: argparse.Namespace) -> None:
+        self.world, self.options = world, options
+        kind = world.device.type
+        ranks.choose_attention(options)
+        self.sizes = sizes.sizes_of(options, kind, world.size)
+        with world.device:
+            model = Model(self.sizes, world.rank, world.size, sizes.dtype_of(options, kind))
+        model.initialise(options.seed)
+        if options.load:
+            checkpoint.load(options.load, model)
+        self.model = model.for_serving()
+        self.grouped = (options.expert_gemm or ("grouped" if kind == "cuda" else "batched")) == "grouped"
+        self.room = Room(options.slots, options.max_length, options.prefill_batch, options.prompt[1])
+        self.buffers: list[Any] = []
+        self.reference: list[Request] = []  # what check.py compares with
+        self.engine: Engine | None = None
+
+    def use(self, exchange: str, overlap: bool) -> Engine:
+        """Collective."""
+        self.close()
+        world, options, room = self.world, self.options, self.room
+        count, dtype, is_cuda = self.sizes.experts, self.model.dtype, world.device.type == "cuda"
+        prompt_tokens = room.prefill_batch * room.max_prompt
+        graphs = is_cuda and not options.no_graphs and exchange != "all_to_all_single"
+        prefiller: Any
+        decoders: list[Any]
+        if exchange == "all_to_all_single":
+            prefiller = AllToAll(world.experts, count)
+            decoders = [prefiller]
+        else:
+            tokens = max(prompt_tokens, room.slots)
+            buffer = make_buffer(world.experts, self.sizes, tokens, dtype, world.device, "auto")
+            self.buffers = [buffer]
+            if exchange == "deep_ep":
+                prefiller, decoders = DeepEpNormal(buffer, count), [DeepEpLowLatency(buffer, count, room.slots)]
+            else:
+                prefill_mode, decode_mode = ("auto", "auto") if options.mode == "auto" else ("ht", "ll")
+                prefiller = fixed_shape_exchange(buffer, count, prefill_mode, prompt_tokens, self.grouped)
+                batches = 2 if overlap else 1
+                if overlap:  # a buffer each: two dispatches are under way at a time
+                    self.buffers.append(make_buffer(world.experts, self.sizes, room.slots, dtype, world.device, "ll"))
+                # Room for a token of each slot, also where a batch has half of them: GEMMs keep their shape.
+                decoders = [
+                    fixed_shape_exchange(self.buffers[number], count, decode_mode, room.slots, self.grouped)
+                    for number in range(batches)
+                ]
+        self.model.use(prefiller)
+        self.engine = Engine(self.model, room, prefiller, decoders, graphs)
+        return self.engine
+
+    def close(self) -> None:
+        self.engine = None
+        gc.collect()  # a graph ends before the buffer that it was captured on
+        self.world.synchronize()
+        dist.barrier()
+        for buffer in self.buffers:
+            buffer.destroy()
+        self.buffers = []
+
+    def _admit(self, requests: list[Request]) -> list[Request]:
+        """This rank's in the order of their arrival, without those that it refuses."""
+        admitted = []
+        for each in (request for request in requests if _is_mine(self.world, request)):
+            each.refused = self._why_not(each)
+            if each.refused is None:
+                admitted.append(each)
+            else:
+                print(f"request {each.number} is refused: {each.refused}", flush=True)
+        return sorted(admitted, key=lambda each: each.arrival)
+
+    def _why_not(self, request: Request) -> str | None:
+        if request.home not in range(self.world.size):
+            return f"its home is {request.home}, must be 0 to {self.world.size - 1}"
+        if not isinstance(request.arrival, int | float) or not 0 <= request.arrival < math.inf:
+            return f"its arrival is {request.arrival}, must be a number of 0 or more"
+        if request.tokens:
+            return "it was served before"
+        return self.room.why_not(request.prompt, request.length, self.sizes.vocabulary)
+
+    def serve(self, requests: list[Request], keep_logits: bool = False) -> float:
+        """Serves all requests of all ranks, each at its home. Collective. Returns the seconds that it took.
+
+        A request that cannot be served is refused by its home: ``refused`` says why, and the others are served.
+        """
+        engine, world = self.engine, self.world
+        assert engine is not None
+        waiting = self._admit(requests)
+        count, told = len(waiting), time.perf_counter()
+        serving: dict[int, Request] = {}
+        free = list(range(self.room.slots))
+        dist.barrier()
+        start = time.perf_counter()
+
+        def agree() -> tuple[bool, ...]:
+            """After the step that is queued: has any rank a prompt to begin, a request to go on with, one to wait for?
+
+            The ranks ask while their devices work.
+            """
+            left = sum(len(each.tokens) + 1 < each.length for each in serving.values())
+            room = left < self.room.slots
+            can_begin = bool(waiting and room and waiting[0].arrival <= time.perf_counter() - start)
+            return _any_rank(world, can_begin, left > 0, bool(waiting))
+
+        def take(slots: list[int]) -> None:
+            """The new tokens of these slots; the host waits for the device here."""
+            tokens = engine.tokens.tolist()
+            logits = engine.logits.cpu() if keep_logits else None
+            now = time.perf_counter() - start
+            for slot in slots:
+                serving[slot].tokens.append(tokens[slot])
+                serving[slot].times.append(now)
+                if logits is not None:
+                    serving[slot].logits.append(logits[slot].clone())
+            done = [slot for slot in slots if serving[slot].is_done]
+            for slot in done:
+                del serving[slot]
+                free.append(slot)
+            engine.release(done)
+
+        can_begin, is_serving, is_waiting = agree()
+        while can_begin or is_serving or is_waiting:
+            if can_begin:
+                begun = []
+                now = time.perf_counter() - start
+                while waiting and free and len(begun) < self.room.prefill_batch and waiting[0].arrival <= now:
+                    slot = free.pop(0)
+                    serving[slot] = waiting.pop(0)
+                    begun.append(slot)
+                engine.prefill({slot: serving[slot].prompt for slot in begun})
+                for slot in begun if keep_logits else ():
+                    serving[slot].cache = engine.digest(slot, len(serving[slot].prompt))
+                if begun:
+                    take(begun)
+            if can_begin or is_serving:
+                engine.decode()
+            else:
+                time.sleep(0.0005)  # until a request arrives
+            can_begin, is_serving, is_waiting = agree()
+            if serving:
+                take(list(serving))
+            if time.perf_counter() - told > TELL_EVERY:
+                told = time.perf_counter()
+                ranks.say(world, f"  {count - len(waiting) - len(serving)} of rank 0's {count} requests are done")
+        world.synchronize()
+        return time.perf_counter() - start
+
+
+def _any_rank(world: Ranks, *flags: bool) -> tuple[bool, ...]:
+    if world.size == 1:
+        return flags
+    values = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return tuple(bool(value) for value in values.tolist())
+
+
+def _is_mine(world: Ranks, request: Request) -> bool:
+    """Rank 0 has those that have no home, too."""
+    return world.rank == (request.home if request.home in range(world.size) else 0)
+
+
+def gather(world: Ranks, requests: list[Request]) -> list[Request]:
+    """On rank 0 all requests as their homes have served them."""
+    mine = [each for each in requests if _is_mine(world, each)]
+    parts: list[Any] = [None] * world.size
+    dist.all_gather_object(parts, mine)
+    return sorted((each for part in parts for each in part), key=lambda each: each.number)

@@ -1,0 +1,172 @@
+"""Mistakes on the command lines of train and serve: one line, before a rank starts, with the argument and its value."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.moe_lm import serve, train
+from tests import ROOT
+from tests.examples.test_checkpoint import data, save
+
+OF_BOTH = [
+    ("--ranks 0", "--ranks is 0, must be a whole number of 1 or more"),
+    ("--ranks -1", "--ranks is -1, must be a whole number of 1 or more"),
+    ("--ranks two", "--ranks is two, must be a whole number of 1 or more"),
+    ("--device tpu", "argument --device: invalid choice: 'tpu'"),
+    ("--device cuda", "--device is cuda, "),
+    ("--hidden 0", "--hidden is 0, must be a whole number of 1 or more"),
+    ("--hidden 63", "--hidden is 63, must be an even multiple of --heads, 4"),
+    ("--hidden 60 --heads 4", "--hidden is 60, must be an even multiple of --heads, 4"),
+    ("--hidden 6 --heads 1", "--hidden is 6, rows must be multiples of 16 bytes"),
+    ("--hidden 12 --heads 1 --dtype bf16", "--hidden is 12, rows must be multiples of 16 bytes"),
+    ("--heads 0", "--heads is 0, must be a whole number of 1 or more"),
+    ("--layers 0", "--layers is 0, must be a whole number of 1 or more"),
+    ("--experts 0", "--experts is 0, must be a whole number of 1 or more"),
+    ("--experts 9", "--experts is 9, must be a multiple of the 2 ranks with experts"),
+    ("--experts 8 --ranks 3 --sequences 3", "--experts is 8, must be a multiple of the 3 ranks with experts"),
+    ("--topk 9", "--topk is 9, must be at most 32 and at most --experts, 8"),
+    ("--topk 33 --experts 64", "--topk is 33, must be at most 32 and at most --experts, 64"),
+    ("--topk 0", "--topk is 0, must be a whole number of 1 or more"),
+    ("--expert-inner 0", "--expert-inner is 0, must be a whole number of 1 or more"),
+    ("--size huge", "argument --size: invalid choice: 'huge'"),
+    ("--seed -1", "--seed is -1, must be a whole number of 0 to 4294967295"),
+    ("--exchange nccl", "--exchange is nccl: nccl is none of nccl_ep, all_to_all_single"),
+    ("--exchange nccl_ep,nccl_ep", "--exchange is nccl_ep,nccl_ep, names something twice"),
+    ("--exchange nccl_ep,", "--exchange is nccl_ep,:  is none of nccl_ep, all_to_all_single"),
+    ("--report {tmp}", "--report is '{tmp}', a folder; must be a file to write"),
+    ("--report {tmp}/file/report.json", "--report is '{tmp}/file': {tmp}/file is no folder"),
+    ("--load {tmp}/nosuch", "{tmp}/nosuch is no folder"),
+    ("--load {tmp}/file", "{tmp}/file is no folder"),
+    ("--load {tmp}", "{tmp} is no checkpoint of examples.moe_lm.train: it has no checkpoint.json"),
+    ("--load {tmp}/saved", "{tmp}/saved has a model of other sizes: expert_inner is 8 there and 64 here, "),
+    ("--load {tmp}/cut {own}", "/0.bin has "),
+    ("--no-such 1", "unrecognized arguments: --no-such 1"),
+]  # fmt: skip
+OF_TRAIN = [
+    ("--steps 0", "--steps is 0, must be a whole number of 1 or more"),
+    ("--steps 1.5", "--steps is 1.5, must be a whole number of 1 or more"),
+    ("--sequences 0", "--sequences is 0, must be a whole number of 1 or more"),
+    ("--sequences 5", "--sequences is 5, must be a multiple of the 2 ranks"),
+    ("--sequences 4 --ranks 3 --experts 9", "--sequences is 4, must be a multiple of the 3 ranks"),
+    ("--length 0", "--length is 0, must be a whole number of 1 or more"),
+    ("--length 100000000", "--length is 100000000, must be at most 3774871, as there is no more text"),
+    ("--lr 0", "--lr is 0, must be a number above 0"),
+    ("--lr nan", "--lr is nan, must be a number above 0"),
+    ("--lr inf", "--lr is inf, must be a number above 0"),
+    ("--log-every 0", "--log-every is 0, must be a whole number of 1 or more"),
+    ("--profile-at -2", "--profile-at is -2, must be a whole number of -1 or more"),
+    ("--a2sgd-average -1", "--a2sgd-average is -1, must be a whole number of 0 or more"),
+    ("--expert-parallel 0", "--expert-parallel is 0, must be a whole number of 1 or more"),
+    ("--expert-parallel 3", "--expert-parallel is 3, must divide the 2 ranks"),
+    ("--expert-parallel 4", "--expert-parallel is 4, must divide the 2 ranks"),
+    ("--compile nosuch", "--compile is nosuch, which is no backend of torch"),
+    ("--compile inductor --no-compile", "--compile is inductor, and --no-compile is there, too"),
+    ("--dense-grads zero", "argument --dense-grads: invalid choice: 'zero'"),
+    ("--save {tmp}/file", "--save is '{tmp}/file': {tmp}/file is no folder"),
+    ("--save {tmp}/file/more", "--save is '{tmp}/file/more': {tmp}/file is no folder"),
+    (
+        "--load {tmp}/saved --save {tmp}/saved --exchange nccl_ep,all_to_all_single {own}",
+        "--load and --save are both {tmp}/saved: the second --exchange would load the first's",
+    ),
+]  # fmt: skip
+OF_SERVE = [
+    ("--requests 0", "--requests is 0, must be a whole number of 1 or more"),
+    ("--rates -1", "--rates is -1, must be a number of 0 or more"),
+    ("--rates 10,-1", "--rates is -1, must be a number of 0 or more"),
+    ("--rates nan", "--rates is nan, must be a number of 0 or more"),
+    ("--rates inf", "--rates is inf, must be a number of 0 or more"),
+    ("--rates ten", "--rates is ten, must be a number of 0 or more"),
+    ("--prompt 0-4", "--prompt is 0-4, must be A-B with 1 <= A <= B"),
+    ("--prompt 9-4", "--prompt is 9-4, must be A-B with 1 <= A <= B"),
+    ("--prompt some", "--prompt is some, must be A-B with 1 <= A <= B"),
+    ("--prompt 1-2000000", "--prompt is 2000000, must be at most 419429, as there is no more text"),
+    ("--output 0-4", "--output is 0-4, must be A-B with 1 <= A <= B"),
+    ("--output 4-", "--output is 4-, must be A-B with 1 <= A <= B"),
+    ("--slots 0", "--slots is 0, must be a whole number of 1 or more"),
+    ("--slots -2", "--slots is -2, must be a whole number of 1 or more"),
+    ("--slots 3 --overlap on", "--slots is 3, must be a multiple of 2 for --overlap on"),
+    ("--prefill-batch 0", "--prefill-batch is 0, must be a whole number of 1 or more"),
+    ("--max-length 0", "--max-length is 0, must be a whole number of 1 or more"),
+    ("--prompt 8-32 --output 4-16 --max-length 32", "--max-length is 32, prompt and output need 49"),
+    ("--prompt 8-32 --output 4-500 --max-length 64", "--max-length is 64, prompt and output need 533"),
+    ("--overlap maybe", "--overlap is maybe: maybe is none of off, on"),
+    ("--overlap on --exchange deep_ep", "--overlap is on, but nccl_ep is not in --exchange"),
+    ("--check -1", "--check is -1, must be a whole number of 0 or more"),
+    ("--check 4 --exchange deep_ep", "--check is 4, but nccl_ep is not in --exchange"),
+    ("--check 4 --load {tmp}/saved {own}", "--check is 4, it compares seeded weights, without --load"),
+    ("--gap -0.5", "--gap is -0.5, must be a number of 0 or more"),
+    ("--mode ll", "argument --mode: invalid choice: 'll'"),
+]  # fmt: skip
+OWN = "--hidden 16 --layers 1 --heads 2 --experts 4 --expert-inner 8 --shared-inner 8"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a file, a checkpoint of other sizes and one that was cut."""
+    found = tmp_path_factory.mktemp("arguments")
+    (found / "file").write_text("")
+    save(found / "saved", 1)
+    shutil.copytree(found / "saved", found / "cut")
+    data(found / "cut").write_bytes(b"")
+    return found
+
+
+@pytest.mark.parametrize(("arguments", "text"), [*OF_BOTH, *OF_TRAIN])
+def test_train_says_what_is_wrong(arguments: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(train, arguments, text, folder, capsys)
+
+
+@pytest.mark.parametrize(("arguments", "text"), [*OF_BOTH, *OF_SERVE])
+def test_serve_says_what_is_wrong(arguments: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(serve, arguments.replace("--sequences 3", ""), text, folder, capsys)
+
+
+def assert_refused(program: Any, arguments: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"tmp": folder, "own": OWN}
+    with pytest.raises(SystemExit) as ended:
+        program.parse(["--device", "cpu", *arguments.format(**names).split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(f"python -m {program.__name__}: ") and text.format(**names) in line
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "text"),
+    [
+        ("--ranks 3", "2", "--ranks is 3, torchrun has started 2"),
+        ("", "3", "--experts is 8, must be a multiple of the 3"),
+    ],
+)
+def test_ranks_of_torchrun(
+    name: str, count: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", count)
+    with pytest.raises(SystemExit):
+        serve.parse(["--device", "cpu", *name.split()])
+    assert text in capsys.readouterr().err
+
+
+def test_what_is_right_is_taken(folder: Path) -> None:
+    options = train.parse(f"--device cpu --load {folder}/saved --save {folder}/saved {OWN} --steps 1".split())
+    assert (options.steps, options.load) == (1, f"{folder}/saved")
+    assert train.parse(["--device", "cpu", "--save", f"{folder}/new/er", "--report", "r.json"]).report == "r.json"
+    arguments = "--rates 0,10,2.5 --prompt 7 --output 1-1 --overlap off,on"
+    options = serve.parse(["--device", "cpu", *arguments.split()])
+    assert (options.rates, options.prompt, options.output) == ([0.0, 10.0, 2.5], (7, 7), (1, 1))
+    assert options.overlap == ["off", "on"]
+
+
+def test_no_rank_starts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.moe_lm.train", "--device", "cpu", "--load", str(tmp_path / "nosuch")],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"python -m examples.moe_lm.train: {tmp_path}/nosuch is no folder\n"
