@@ -1,7 +1,7 @@
 """The extension, csrc/torch/binding/module.cc. Loading it registers ``torch.ops.nccl_ep``."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -132,8 +132,18 @@ AUTO_LL_SLOTS: int
 AUTO_LL_TOKENS: int
 DEFAULT_CAPACITY: int
 
-def dispatch_fields() -> tuple[tuple[str, int], ...]: ...
-def combine_fields() -> tuple[tuple[str, int], ...]: ...
+class Option:  # a line of a table of csrc/runtime/options.h
+    name: str
+    kind: Literal["flag", "integer", "float", "choice"]
+    modes: Literal["ll", "ht", "both"]
+    default: bool | int | float
+    least: bool | int | float
+    most: bool | int | float
+    def number(self, value: object, /) -> int: ...  # that travels for a value, which is checked
+
+def float_number(value: float, /) -> int: ...
+def dispatch_options() -> tuple[Option, ...]: ...
+def combine_options() -> tuple[Option, ...]: ...
 def most_auto_ll_tokens(row_bytes: int, topk: int, num_ranks: int, auto_bytes: int = ...) -> int: ...
 def default_capacity(config: Sequence[int], num_ranks: int, /) -> int: ...
 def dtype_code(dtype: torch.dtype, /) -> int: ...

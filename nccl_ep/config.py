@@ -1,12 +1,12 @@
 """The numbers of an operation: checked once, packed as the ops take them, and remembered by the buffer.
 
-csrc/runtime/config.h lists the fields; what they may be together is checked here. docs/adding_an_option.md shows how
+csrc/runtime/options.h lists the fields; what they may be together is checked here. docs/adding_an_option.md shows how
 to add one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,25 +23,38 @@ from .modes import MODES, choose_mode
 _sizes_on_same_device = _C.sizes_on_same_device  # a look-up that the hot path is spared
 _MAX_CONFIGS = 512  # that a buffer remembers
 _CAPACITIES = frozenset((int, str, type(None)))
-_DISPATCH_FIELDS, _COMBINE_FIELDS = _C.dispatch_fields(), _C.combine_fields()
+# Name, default, and whether it is a float: a compiler traces no class of C++.
+_DISPATCH_OPTIONS = tuple((each.name, each.default, each.kind == "float") for each in _C.dispatch_options())
+_COMBINE_OPTIONS = tuple((each.name, each.default, each.kind == "float") for each in _C.combine_options())
 WIRE_FORMATS = _C.wire_formats()  # of partial sums alone, and their codes
 
 Numbers = tuple[int, ...]
+_Options = tuple[tuple[str, float, bool], ...]
 
 
-def pack_dispatch(values: dict[str, int]) -> Numbers:
-    """The config of a dispatch op. Fields that are not named have their default; a bool becomes 0 or 1."""
-    return tuple([values.get(name, fallback) + 0 for name, fallback in _DISPATCH_FIELDS])
+def pack_dispatch(values: Mapping[str, Any]) -> Numbers:
+    """The config of a dispatch op. Options that are not named have their default; a float becomes its bits."""
+    return _pack(_DISPATCH_OPTIONS, values)
 
 
-def pack_combine(values: dict[str, int]) -> Numbers:
+def pack_combine(values: Mapping[str, Any]) -> Numbers:
     """The config of a combine op."""
-    return tuple([values.get(name, fallback) + 0 for name, fallback in _COMBINE_FIELDS])
+    return _pack(_COMBINE_OPTIONS, values)
+
+
+def _pack(options: _Options, values: Mapping[str, Any]) -> Numbers:
+    given = [(values.get(name, default), is_float) for name, default, is_float in options]
+    return tuple([_float_number(value) if is_float else value + 0 for value, is_float in given])
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def _float_number(value: float) -> int:
+    return _C.float_number(value)
 
 
 def dispatch_fields(numbers: Numbers) -> dict[str, int]:
     """The config of a dispatch by the names of its fields."""
-    return {name: each for (name, _), each in zip(_DISPATCH_FIELDS, numbers, strict=True)}
+    return {name: each for (name, *_), each in zip(_DISPATCH_OPTIONS, numbers, strict=True)}
 
 
 def combine_args(
@@ -69,15 +82,14 @@ def cached_args(
 
 def replace_field(numbers: Numbers, field: str, value: int) -> Numbers:
     """The config of a dispatch with one number changed."""
-    return tuple([value if name == field else each for (name, _), each in zip(_DISPATCH_FIELDS, numbers, strict=True)])
+    return tuple([value if name == field else each for (name, *_), each in zip(_DISPATCH_OPTIONS, numbers, strict=True)])
 
 
 def signalled_numbers(numbers: Numbers, rows_per_signal: int, signal_threshold: int, num_sms: int) -> Numbers:
     """The config of a combine's sending half that waits for the signals of its rows, from the other half's."""
     require_within(*INT64, rows_per_signal=rows_per_signal, signal_threshold=signal_threshold, num_sms=num_sms)
-    fields = {name: each for (name, _), each in zip(_COMBINE_FIELDS, numbers, strict=True)}
     given = {"rows_per_signal": rows_per_signal, "signal_threshold": signal_threshold, "num_sms": num_sms}
-    return pack_combine(fields | given)
+    return tuple([given.get(name, each) for (name, *_), each in zip(_COMBINE_OPTIONS, numbers, strict=True)])
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from . import _C
-from .config import Numbers, dispatch_fields, pack_dispatch
+from .config import Numbers, dispatch_fields, pack_dispatch, replace_field
 from .handle import DEFAULT, EXACT, Layout
 
 Tensors = tuple[torch.Tensor, ...]
@@ -100,7 +100,7 @@ def _extra_outputs(xs: list[torch.Tensor], seq: torch.Tensor, capacity: int, con
     """Of the tensors beside x; three in all."""
     if not 1 <= len(xs) <= 4:
         raise ValueError(f"{len(xs)} tensors, must be 1 to 4")
-    config = pack_dispatch(dispatch_fields(config) | {"quant": 0})
+    config = replace_field(config, "quant", 0)
     extra = [_outputs(x, seq, x.dtype, x.shape[1], 0, torch.float32, True, capacity, config)[0] for x in xs[1:]]
     return [*extra, *(xs[0].new_empty([0], dtype=torch.uint8) for _ in range(3 - len(extra)))]
 

@@ -50,7 +50,7 @@ template <class Params>
 void set_weights(Params& p, const ncclEpCombineInputs_t& inputs) {
   const Tensor weights = take_tensor(inputs.topk_weights, "topk_weights");
   const Tensor ids = take_tensor(inputs.topk_idx, "topk_idx");
-  const bool is_home = p.weighting == Weighting::kHome;
+  const bool is_home = p.options.weighting == Weighting::kHome;
   EP_CHECK(is_home || (!weights && !ids), "topk_weights and topk_idx of a combine go with NCCL_EP_WEIGHTS_HOME");
   if (!is_home) return;
   const Sizes choices{p.num_tokens, p.shape.topk};
@@ -82,8 +82,8 @@ void set_out(Params& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombine
   check_tensor(out, "output tokens", out.dtype, sizes);
   check_aligned(out, "output tokens");
   p.out = out.data;
-  p.out_dtype = to_dtype(out.dtype);
-  p.wire_dtype = wire_type(config.wire_dtype, out.dtype);
+  p.options.out_dtype = to_dtype(out.dtype);
+  p.options.wire_dtype = wire_type(config.wire_dtype, out.dtype);
   const ncclEpTensor_t* const biases[] = {inputs.bias0, inputs.bias1};
   for (int i = 0; i < 2; i++) {
     const char* name = i == 0 ? "bias0" : "bias1";
@@ -98,8 +98,12 @@ void set_out(Params& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombine
 template <class Params>
 void set_combine(Params& p, const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs,
                  const ncclEpCombineOutputs_t& outputs, const ncclEpCombineConfig_t& config) {
-  ep::set_combine(p, handle.output, handle.shape.num_experts, handle.dispatched_tokens,
-                  to_weighting(config.weights, handle.output.layout), handle.num_sms(config.num_sms));
+  CombineOptions options;
+  options.weighting = to_weighting(config.weights, handle.output.layout);
+  options.num_sms = handle.num_sms(config.num_sms);
+  options.rows_per_signal = config.rows_per_signal;
+  options.signal_threshold = config.signal_threshold;
+  ep::set_combine(p, handle.output, handle.shape.num_experts, handle.dispatched_tokens, options);
   set_rows(p, inputs);
   set_weights(p, inputs);
   set_out(p, inputs, outputs, config);
@@ -129,17 +133,12 @@ void check_apart(const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs
 
 // ---- Low latency
 
-void set_signals(LlCombineParams& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombineConfig_t& config) {
+void set_signals(LlCombineParams& p, const ncclEpCombineInputs_t& inputs) {
   const Tensor counters = take_tensor(inputs.row_signals, "row_signals");
-  if (!counters) {
-    EP_CHECK(config.rows_per_signal == 0 && config.signal_threshold == 0, "rows_per_signal is ", config.rows_per_signal,
-             ", signal_threshold ", config.signal_threshold, ", but there are no row_signals");
-    return;
-  }
-  RowSignals signals = signals_of(p.output, config.rows_per_signal, config.signal_threshold);
-  check_tensor(counters, "row_signals", NCCL_EP_INT32, {p.output.local_experts, signals.per_expert()});
-  signals.counters = static_cast<const uint32_t*>(counters.data);
-  p.signals = signals;
+  p.signals = signals_of(p.output, p.options, static_cast<bool>(counters));
+  if (!counters) return;
+  check_tensor(counters, "row_signals", NCCL_EP_INT32, {p.output.local_experts, p.signals.per_expert()});
+  p.signals.counters = static_cast<const uint32_t*>(counters.data);
 }
 
 void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
@@ -149,14 +148,15 @@ void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const
            "values beside rows are high throughput's; ncclEpCombineWeights brings them home");
   set_combine(p, handle, inputs, outputs, config);
   p.phase = config.send_only ? Phase::kSend : Phase::kFused;
-  set_signals(p, inputs, config);
+  set_signals(p, inputs);
   p.handle = handle.pointers(p.num_tokens);
   check_apart(handle, inputs, outputs);
   const ScopedDevice device(handle.device());
   handle.state->get().combine(p, stream);
   if (p.phase == Phase::kSend) {
     handle.combine = p;
-    if (p.signals.counters != nullptr) handle.combine.num_sms = handle.num_sms(0);  // the other half has all SMs
+    if (p.signals.counters != nullptr)
+      handle.combine.options.num_sms = handle.num_sms(0);  // the other half has all SMs
     handle.combine.signals = {};
     handle.pending = Pending::kCombine;
   }
@@ -204,8 +204,8 @@ void combine_weights(const ncclEpHandle& handle, const ncclEpTensor_t* given, co
   const ScopedDevice device(handle.device());
   if (handle.is_ht) {
     HtCombineParams p;
-    ep::set_combine(p, handle.output, handle.shape.num_experts, handle.dispatched_tokens, Weighting::kNone,
-                    handle.num_sms(0));
+    ep::set_combine(p, handle.output, handle.shape.num_experts, handle.dispatched_tokens,
+                    {.num_sms = handle.num_sms(0)});
     p.handle = handle.ht_pointers(p.num_tokens);
     set_values(p, values, out);
     group.combine(p, stream);

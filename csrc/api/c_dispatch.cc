@@ -26,12 +26,10 @@ LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call,
   p.shape = handle.shape;
   p.output = handle.output;
   p.phase = call.config.send_only ? Phase::kSend : Phase::kFused;
-  p.quant = call.quant;
+  p.options = call.options;
   p.dtype = call.dtype;
   p.hidden = call.hidden;
   p.is_idx64 = handle.is_idx64;
-  p.zero_padding = call.config.zero_padding != 0;
-  p.num_sms = handle.num_sms(call.config.num_sms);
   p.num_tokens = handle.given_tokens;
   p.handle = handle.pointers(p.num_tokens);
   p.x = call.tokens.data;
@@ -60,7 +58,7 @@ struct LlExtra {
   // `p` gets what travels with it.
   static LlExtra of(const DispatchCall& call, const OutputPointers& out, const Group& group, LlDispatchParams& p) {
     LlExtra made;
-    bool has_room = carries_extra(call.quant, static_cast<bool>(call.scales));
+    bool has_room = carries_extra(call.options.quant, static_cast<bool>(call.scales));
     for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
       const Tensor& tensor = call.extra[i];
       if (!tensor) continue;
@@ -73,8 +71,8 @@ struct LlExtra {
       group.check_opaque_rows(p.shape, row_bytes(tensor));
       LlDispatchParams& alone = made.calls[made.count++] = p;
       alone.scales = alone.out_scales = {};
-      alone.quant = Quant::kNone;
-      alone.reports_ids = false;
+      alone.options.quant = Quant::kNone;
+      alone.options.reports_ids = false;
       alone.dtype = DType::kOpaque32;
       alone.hidden = words;
       alone.x = tensor.data;

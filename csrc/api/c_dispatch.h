@@ -5,7 +5,7 @@
 
 #include "api/c_objects.h"
 #include "api/c_tensor.h"
-#include "layout/common/wire.h"
+#include "runtime/options.h"
 
 namespace ep::c {
 
@@ -14,7 +14,7 @@ struct DispatchCall {
   ncclEpDispatchConfig_t config;
   Tensor tokens, weights, scales;
   std::array<Tensor, NCCL_EP_MAX_EXTRA> extra;
-  Quant quant = Quant::kNone;
+  DispatchOptions options;
   DType dtype = DType::kBF16;  // of tokens
   int hidden = 0;
   int num_scales = 0, scale_bytes = 4;  // of an output row, and of one of them

@@ -81,11 +81,13 @@ DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t*
   for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) call.extra[i] = take_tensor(inputs.extra[i], kExtraNames[i]);
   check_sizes(call);
   check_config(call, handle);
-  call.quant = static_cast<Quant>(call.config.quant);
+  call.options.quant = static_cast<Quant>(call.config.quant);
+  call.options.zero_padding = call.config.zero_padding != 0;
+  call.options.num_sms = handle.num_sms(call.config.num_sms);
   call.dtype = to_dtype(call.tokens.dtype);
   call.hidden = static_cast<int>(call.tokens.sizes.at[1]);
-  if (call.quant != Quant::kNone) {
-    call.num_scales = num_quant_scales(call.quant, call.hidden);
+  if (call.options.quant != Quant::kNone) {
+    call.num_scales = num_quant_scales(call.options.quant, call.hidden);
   } else if (call.scales) {
     call.num_scales = static_cast<int>(call.scales.sizes.at[1]);
     call.scale_bytes = element_bytes(call.scales.dtype);
@@ -106,7 +108,7 @@ void check_inputs(const DispatchCall& call, const ncclEpHandle& handle, int num_
   if (call.weights) check_tensor(call.weights, "topk_weights", NCCL_EP_FLOAT32, {num_tokens, handle.shape.topk});
   if (call.scales) {
     check_data(call.scales, "scales");
-    EP_CHECK(call.quant == Quant::kNone, "scales given together with quant ", ep::name_of(call.quant));
+    EP_CHECK(call.options.quant == Quant::kNone, "scales given together with quant ", ep::name_of(call.options.quant));
   }
   for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
     if (call.extra[i]) check_rows(call.extra[i], kExtraNames[i]);
@@ -115,13 +117,14 @@ void check_inputs(const DispatchCall& call, const ncclEpHandle& handle, int num_
 
 Outputs outputs_of(const DispatchCall& call, const ncclEpHandle& handle, const ncclEpDispatchOutputs_t& given) {
   const OutputShape& output = handle.output;
-  const bool quantises = call.quant != Quant::kNone;
+  const bool quantises = call.options.quant != Quant::kNone;
   const bool has_routing = !call.config.cached, has_info = has_routing && !handle.is_routed;
-  const auto dims = DispatchDims<int64_t>::of(output, output.capacity, call.quant, call.hidden, call.num_scales);
+  const auto dims =
+      DispatchDims<int64_t>::of(output, output.capacity, call.options.quant, call.hidden, call.num_scales);
   const Sizes rows = sizes_of(dims.rows), none;
-  const ncclEpDataType_t scale_type = call.quant == Quant::kFp8Ue8m0 ? NCCL_EP_INT32
-                                      : quantises                    ? NCCL_EP_FLOAT32
-                                                                     : call.scales.dtype;
+  const ncclEpDataType_t scale_type = call.options.quant == Quant::kFp8Ue8m0 ? NCCL_EP_INT32
+                                      : quantises                            ? NCCL_EP_FLOAT32
+                                                                             : call.scales.dtype;
   Outputs outputs{{
       {"tokens", given.tokens, quantises ? NCCL_EP_FLOAT8_E4M3 : call.tokens.dtype, sizes_of(dims.x)},
       {"scales", given.scales, scale_type, sizes_of(dims.scales)},

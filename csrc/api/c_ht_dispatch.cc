@@ -29,13 +29,13 @@ HtDispatchParams params_of(const ncclEpHandle& handle, HtVariant variant, int nu
 void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointers& out) {
   p.dtype = call.dtype;
   p.hidden = call.hidden;
-  p.quant = call.quant;
+  p.options = call.options;
   const auto add = [&](const HtPart& part, void* target) {
     p.parts[p.num_parts] = part;
     p.parts[p.num_parts++].out = target;
   };
   add(part_of(call.tokens), out[kTokens]);
-  if (call.quant != Quant::kNone) {
+  if (call.options.quant != Quant::kNone) {
     p.add_quant_scales();
     p.parts[1].out = out[kScales];
   } else if (call.scales) {
@@ -61,8 +61,6 @@ void dispatch_ht(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
                             : handle.is_routed ? HtVariant::kSend
                                                : HtVariant::kRouteAndSend;
   HtDispatchParams p = params_of(handle, variant, is_cached ? handle.dispatched_tokens : handle.given_tokens);
-  p.zero_padding = call.config.zero_padding != 0;
-  p.num_sms = handle.num_sms(call.config.num_sms);
   p.topk_weights = static_cast<const float*>(call.weights.data);
   const OutputPointers out = take_outputs(outputs);
   set_parts(p, call, out);

@@ -36,14 +36,14 @@ inline void check_output(const OutputShape& output) {
 
 template <class Params>
 void check_combined_types(const Params& p) {
-  if (is_block_format(p.wire_dtype)) {
-    EP_CHECK(p.dtype == p.out_dtype && is_float(p.dtype) && p.dtype != DType::kF32, "combine adds up ",
-             name_of(p.dtype), " rows to ", name_of(p.out_dtype), " over ", name_of(p.wire_dtype),
+  if (is_block_format(p.options.wire_dtype)) {
+    EP_CHECK(p.dtype == p.options.out_dtype && is_float(p.dtype) && p.dtype != DType::kF32, "combine adds up ",
+             name_of(p.dtype), " rows to ", name_of(p.options.out_dtype), " over ", name_of(p.options.wire_dtype),
              ": rows and output must both be bf16, or both fp16");
     return;
   }
-  EP_CHECK(is_float(p.dtype) && is_float(p.out_dtype) && is_float(p.wire_dtype), "combine adds up ", name_of(p.dtype),
-           " rows to ", name_of(p.out_dtype), " over a ", name_of(p.wire_dtype),
+  EP_CHECK(is_float(p.dtype) && is_float(p.options.out_dtype) && is_float(p.options.wire_dtype), "combine adds up ",
+           name_of(p.dtype), " rows to ", name_of(p.options.out_dtype), " over a ", name_of(p.options.wire_dtype),
            " wire: all three must be bf16, fp16 or fp32");
 }
 
@@ -52,11 +52,11 @@ template <class Params>
 void check_combined_rows(const Params& p) {
   check_combined_types(p);
   check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.dtype), "a row");
-  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.out_dtype), "an output row");
-  EP_CHECK(!is_block_format(p.wire_dtype) || p.hidden % 16 == 0, "rows of ", p.hidden, " elements over ",
-           name_of(p.wire_dtype), ": must be a multiple of 16 elements");
-  check_row_bytes(wire_row_bytes(p.wire_dtype, p.hidden), "a partial sum");
-  EP_CHECK(p.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
+  check_row_bytes(static_cast<int64_t>(p.hidden) * size_of(p.options.out_dtype), "an output row");
+  EP_CHECK(!is_block_format(p.options.wire_dtype) || p.hidden % 16 == 0, "rows of ", p.hidden, " elements over ",
+           name_of(p.options.wire_dtype), ": must be a multiple of 16 elements");
+  check_row_bytes(wire_row_bytes(p.options.wire_dtype, p.hidden), "a partial sum");
+  EP_CHECK(p.options.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
            name_of(p.output.layout), " are already weighted by the caller");
   EP_CHECK((p.bias[0] == nullptr && p.bias[1] == nullptr) || p.output.layout == OutputLayout::kFlat,
            "biases go with layout flat, not with ", name_of(p.output.layout));

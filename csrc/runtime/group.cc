@@ -266,10 +266,11 @@ void Group::require_ll() const {
 
 void Group::prepare(LlDispatchParams& p) {
   begin(p);
+  p.options.check(Modes::kLl);
   check_output(p.output);
-  const bool quantises = p.quant != Quant::kNone;
-  check_quant(p.quant, p.dtype);
-  EP_CHECK(!quantises || p.scales.data == nullptr, "scales given together with quant ", name_of(p.quant));
+  const bool quantises = p.options.quant != Quant::kNone;
+  check_quant(p.options.quant, p.dtype);
+  EP_CHECK(!quantises || p.scales.data == nullptr, "scales given together with quant ", name_of(p.options.quant));
   check_row_bytes(static_cast<int64_t>(p.hidden) * (quantises ? 1 : size_of(p.dtype)), "a row");
   p.row.payload_bytes = p.hidden * (quantises ? 1 : size_of(p.dtype));
   const int64_t scale_bytes = static_cast<int64_t>(p.out_scales.count) * p.out_scales.element_bytes;
@@ -279,7 +280,7 @@ void Group::prepare(LlDispatchParams& p) {
   p.scales.group_stride = usable_stride(p.scales.count, p.scales.group_stride);
   p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
   p.offsets = LlOffsets::make(window_, Kind::kDispatch, p.shape, p.row);
-  p.header = header_of(pack_operation(Operation::kDispatch, p.dtype, p.quant, p.dtype), p.hidden, p.shape,
+  p.header = header_of(pack_operation(Operation::kDispatch, p.dtype, p.options.quant, p.dtype), p.hidden, p.shape,
                        p.row.scale_bytes, p.num_tokens);
 }
 
@@ -303,7 +304,7 @@ void Group::run(LlDispatchParams& p, void* stream) {
 
 // The sending half waits for no rank, so it cannot know the weights of the home ranks. The same for both halves.
 bool Group::sends_unweighted(const LlCombineParams& p, const RowFormat& row) const {
-  return p.weighting == Weighting::kHome && p.phase != Phase::kFused && has_expert_rows(p.output.layout) &&
+  return p.options.weighting == Weighting::kHome && p.phase != Phase::kFused && has_expert_rows(p.output.layout) &&
          LlOffsets::fits_unweighted_rows(window_, p.shape, row);
 }
 
@@ -311,34 +312,36 @@ bool Group::sends_unweighted(const LlCombineParams& p, const RowFormat& row) con
 void Group::check_signals(const LlCombineParams& p) const {
   if (p.signals.counters == nullptr) return;
   constexpr const char* kWhat = "row_signals are of a sending half that sends rows as they are: ";
-  EP_CHECK(p.phase == Phase::kSend && p.weighting == Weighting::kHome, kWhat,
+  EP_CHECK(p.phase == Phase::kSend && p.options.weighting == Weighting::kHome, kWhat,
            "give weights [tokens, top-k] at combine, and call it in halves");
-  EP_CHECK(p.dtype == p.wire_dtype && p.dtype == p.out_dtype, kWhat, "rows are ", name_of(p.dtype), ", the wire ",
-           name_of(p.wire_dtype), ", outputs ", name_of(p.out_dtype), ", must be of one type");
+  EP_CHECK(p.dtype == p.options.wire_dtype && p.dtype == p.options.out_dtype, kWhat, "rows are ", name_of(p.dtype),
+           ", the wire ", name_of(p.options.wire_dtype), ", outputs ", name_of(p.options.out_dtype),
+           ", must be of one type");
   EP_CHECK(!config_.masks_late_ranks, kWhat, "the buffer has masks (enable_shrink), with which signals are not served");
   EP_CHECK(!config_.has_rail || topology_.num_domains() == 1, kWhat, "the ranks' GPUs are in ", topology_.num_domains(),
            " NVLink domains, between which signals are not served");
   EP_CHECK(p.sends_unweighted, kWhat, "the window has no room for every choice of a token, of which there are ",
            p.shape.topk, ": make the buffer for that top-k");
-  EP_CHECK(p.num_sms > 0, "num_sms is ", p.num_sms,
+  EP_CHECK(p.options.num_sms > 0, "num_sms is ", p.options.num_sms,
            ": with row_signals it must be positive, and leave SMs to the kernel that is waited for");
 }
 
 void Group::combine(LlCombineParams& p, void* stream) {
   begin(p);
+  p.options.check(Modes::kLl);
   check_combined_rows(p);
   if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.domain_size = topology_.domain_size;
   const RowFormat unweighted{wire_row_bytes(p.dtype, p.hidden), 0, false};
   p.sends_unweighted = sends_unweighted(p, unweighted);
-  p.row = p.sends_unweighted ? unweighted : RowFormat{wire_row_bytes(p.wire_dtype, p.hidden), 0, false};
+  p.row = p.sends_unweighted ? unweighted : RowFormat{wire_row_bytes(p.options.wire_dtype, p.hidden), 0, false};
   p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, p.row);
   check_signals(p);
-  const Operation operation = p.sends_unweighted                ? Operation::kCombineUnweighted
-                              : p.weighting == Weighting::kHome ? Operation::kCombineWeighted
-                                                                : Operation::kCombine;
-  p.header =
-      header_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape, 0, p.num_tokens);
+  const Operation operation = p.sends_unweighted                        ? Operation::kCombineUnweighted
+                              : p.options.weighting == Weighting::kHome ? Operation::kCombineWeighted
+                                                                        : Operation::kCombine;
+  p.header = header_of(pack_operation(operation, p.dtype, Quant::kNone, p.options.wire_dtype), p.hidden, p.shape, 0,
+                       p.num_tokens);
   check_phase(Kind::kCombine, p.phase, "combine");
   Range range(config_.name, name_of(Kind::kCombine, p.phase), call_number(Kind::kCombine, p.phase));
   backend()->combine(p, stream);

@@ -90,26 +90,28 @@ struct DispatchDims {
 
 // Of a combine in either mode, but for tensors.
 template <class Params>
-void set_combine(Params& p, const OutputShape& output, int num_experts, int num_tokens, Weighting weighting,
-                 int num_sms) {
+void set_combine(Params& p, const OutputShape& output, int num_experts, int num_tokens, const CombineOptions& options) {
   p.output = output;
   p.shape = {output.num_ranks, num_experts, output.topk, output.max_tokens};
   p.num_tokens = num_tokens;
-  p.weighting = weighting;
-  p.num_sms = num_sms;
+  p.options = options;
 }
 
 // Without its counters.
-inline RowSignals signals_of(const OutputShape& output, int64_t rows_per_signal, int64_t threshold) {
+inline RowSignals signals_of(const OutputShape& output, const CombineOptions& options, bool has_counters) {
+  const int64_t rows_per_signal = options.rows_per_signal;
+  const int threshold = options.signal_threshold;
+  EP_CHECK(has_counters || (rows_per_signal == 0 && threshold == 0), "rows_per_signal is ", rows_per_signal,
+           ", signal_threshold ", threshold, ", but there are no row_signals");
+  if (!has_counters) return {};
   EP_CHECK(output.layout == OutputLayout::kExpertMajor, "row_signals are for layout expert_major, not for ",
            name_of(output.layout));
   EP_CHECK(rows_per_signal >= 1, "rows_per_signal is ", rows_per_signal, ", must be at least 1");
-  EP_CHECK(threshold >= 1 && threshold <= INT32_MAX, "signal_threshold is ", threshold, ", must be from 1 to ",
-           INT32_MAX);
+  EP_CHECK(threshold >= 1, "signal_threshold is ", threshold, ", must be from 1 to ", INT32_MAX);
   RowSignals signals;
   signals.rows_per_expert = static_cast<int>(std::max<int64_t>(output.capacity, 1));
   signals.rows_per_signal = static_cast<int>(std::min<int64_t>(rows_per_signal, signals.rows_per_expert));
-  signals.threshold = static_cast<int>(threshold);
+  signals.threshold = threshold;
   return signals;
 }
 

@@ -22,11 +22,11 @@ def buffer() -> Any:
 
 
 def test_fields_are_packed_in_the_order_of_the_table() -> None:
-    names = [name for name, _ in _C.dispatch_fields()]
+    names = [option.name for option in _C.dispatch_options()]
     assert config.pack_dispatch(dict(zip(names, range(7, 99), strict=False))) == tuple(range(7, 7 + len(names)))
-    assert config.pack_dispatch({}) == tuple(fallback for _, fallback in _C.dispatch_fields())
+    assert config.pack_dispatch({}) == tuple(option.default for option in _C.dispatch_options())
     assert config.pack_dispatch({"zero_padding": True})[names.index("zero_padding")] == 1
-    names = [name for name, _ in _C.combine_fields()]
+    names = [option.name for option in _C.combine_options()]
     assert config.pack_combine(dict(zip(names, range(len(names)), strict=True))) == tuple(range(len(names)))
 
 

@@ -49,12 +49,12 @@ class Call {
   void combine(Group& group, Weighting weighting = Weighting::kNone, Phase phase = Phase::kFused) {
     LlCombineParams p;
     p.shape = dispatch_.shape;
-    p.dtype = p.wire_dtype = p.out_dtype = DType::kF32;
+    p.dtype = p.options.wire_dtype = p.options.out_dtype = DType::kF32;
     p.hidden = 4;
     p.rows = rows_.data();
     p.output = dispatch_.output;
     p.handle = dispatch_.handle;
-    p.weighting = weighting;
+    p.options.weighting = weighting;
     home_weights_.assign(2 * num_ranks_, 1.0f);
     p.home_weights = home_weights_.data();
     p.num_tokens = 2;
@@ -221,7 +221,7 @@ TEST_P(Failures, SilentAfterItsSend) {
 TEST_P(Failures, AnotherCallNamesBoth) {
   differ(
       [](Group& group, Call& call) {
-        call.params().quant = Quant::kNone;
+        call.params().options.quant = Quant::kNone;
         call.params().dtype = DType::kOpaque32;
         require_mismatch({"rank 2 called dispatch(32 bits", "dispatch(fp32"}, [&] { call.dispatch(group); });
       },
@@ -310,7 +310,7 @@ TEST(Refusals, LeaveTheGroupUsable) {
               refuse("3 experts do not divide over 2 ranks", [](LlDispatchParams& p) { p.shape.num_experts = 3; });
               refuse("a row of 12 bytes: must be a multiple of 16", [](LlDispatchParams& p) { p.hidden = 3; });
               refuse("the window is too small", [](LlDispatchParams& p) { p.hidden = 4096; });
-              refuse("only bf16 and fp16 are quantised", [](LlDispatchParams& p) { p.quant = Quant::kFp8; });
+              refuse("only bf16 and fp16 are quantised", [](LlDispatchParams& p) { p.options.quant = Quant::kFp8; });
               refuse("capacity is -1", [](LlDispatchParams& p) { p.output.capacity = -1; });
               refuse("capacity is 4611686018427387904", [](LlDispatchParams& p) { p.output.capacity = 1ll << 62; });
             }

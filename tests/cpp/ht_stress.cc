@@ -94,12 +94,12 @@ class HtTrip : public Trip {
     std::vector<float> scalars(static_cast<size_t>(num_tokens_) * round_.shape.topk, -12345.0f);
     HtCombineParams p;
     p.shape = round_.shape;
-    p.dtype = p.wire_dtype = p.out_dtype = DType::kF32;
+    p.dtype = p.options.wire_dtype = p.options.out_dtype = DType::kF32;
     p.hidden = round_.hidden;
     p.rows = rows_in_.as<float>();
     p.output = output_;
     p.handle = handle();
-    p.weighting = round_.weighting;
+    p.options.weighting = round_.weighting;
     p.home_weights = weights_.data();
     p.home_topk_idx = ids_.data();
     p.num_tokens = num_tokens_;

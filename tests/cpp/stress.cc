@@ -39,12 +39,12 @@ class LlTrip : public Trip {
     LlCombineParams p;
     p.shape = round_.shape;
     p.phase = phase;
-    p.dtype = p.wire_dtype = p.out_dtype = DType::kF32;
+    p.dtype = p.options.wire_dtype = p.options.out_dtype = DType::kF32;
     p.hidden = round_.hidden;
     p.rows = rows_.data();
     p.output = round_.output;
     p.handle = handle_ptrs_;
-    p.weighting = round_.weighting;
+    p.options.weighting = round_.weighting;
     p.home_weights = weights_.data();
     p.home_topk_idx = ids_.data();
     p.num_tokens = num_tokens_;

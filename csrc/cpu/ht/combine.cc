@@ -23,7 +23,7 @@ class Combine {
 
   void run() {
     send_messages();
-    if (p_.weighting == Weighting::kHome && p_.has_rows()) send_weights();
+    if (p_.options.weighting == Weighting::kHome && p_.has_rows()) send_weights();
     stage();
     channel_.signal_domain(HtSignal::kCombineReady);
     testing::delay(testing::Point::kBeforeReceive, channel_.rank());
@@ -150,7 +150,7 @@ class Combine {
   void stage_row(int64_t slot, int32_t row) {
     if (row < 0) return;  // dropped, as the home rank knows
     load(row);
-    from_floats(p_.wire_dtype, term_.data(), staged(slot, 0), p_.hidden);
+    from_floats(p_.options.wire_dtype, term_.data(), staged(slot, 0), p_.hidden);
   }
 
   void load(int32_t row) { to_floats(p_.dtype, row_at(p_.rows, row, p_.hidden, p_.dtype), term_.data(), p_.hidden); }
@@ -166,19 +166,19 @@ class Combine {
       if (row < 0) continue;
       float weight;
       std::memcpy(&weight, kept + p_.offsets.slot.weight(k), 4);
-      if (p_.weighting == Weighting::kHome) {
+      if (p_.options.weighting == Weighting::kHome) {
         int32_t mark;
         std::memcpy(&mark, given + p_.offsets.slot.place(k) * 4, 4);
         if (mark == kNoRow) continue;
         std::memcpy(&weight, given + p_.offsets.slot.weight(k) * 4, 4);
       }
       load(row);
-      if (p_.weighting != Weighting::kNone) {
+      if (p_.options.weighting != Weighting::kNone) {
         for (float& value : term_) value = weight * value;
       }
       add(sum_, term_, has_term);
     }
-    from_floats(p_.wire_dtype, sum_.data(), staged(slot, 0), p_.hidden);
+    from_floats(p_.options.wire_dtype, sum_.data(), staged(slot, 0), p_.hidden);
   }
 
   void stage_scalars(int64_t slot, int32_t row) {
@@ -234,19 +234,19 @@ class Combine {
       return;
     }
     const bool is_in_place = offsets_[rank] != kNoOffset;
-    const DType dtype = is_in_place ? p_.dtype : p_.wire_dtype;
+    const DType dtype = is_in_place ? p_.dtype : p_.options.wire_dtype;
     const auto bytes = static_cast<uint64_t>(wire_row_bytes(dtype, p_.hidden));
     if (is_in_place) channel_.check_row(rank, row, (channel_.window_bytes() - offsets_[rank]) / bytes);
     const Offset offset = is_in_place ? offsets_[rank] + row * bytes : p_.offsets.staged_row(slot) + format_.offset[0];
     to_floats(dtype, channel_.at(rank, offset), term_.data(), p_.hidden);
     channel_.note_row(rank, bytes);
-    if (dtype != p_.wire_dtype) round(term_);
+    if (dtype != p_.options.wire_dtype) round(term_);
   }
 
   void round(Floats& row) {
     wire_.resize(row.size());
-    from_floats(p_.wire_dtype, row.data(), wire_.data(), p_.hidden);
-    to_floats(p_.wire_dtype, wire_.data(), row.data(), p_.hidden);
+    from_floats(p_.options.wire_dtype, row.data(), wire_.data(), p_.hidden);
+    to_floats(p_.options.wire_dtype, wire_.data(), row.data(), p_.hidden);
   }
 
   // One row home for each token of the rail peers with an expert in this domain.
@@ -261,7 +261,7 @@ class Combine {
         const Token route = token_of(p_.handle.rail, p_.offsets.rail_index(home, token) * topk);
         if (!add_domain(route, domain_sum_, has_term, scalars.data())) continue;
         const Offset out = p_.offsets.rail_row_out(home, token);
-        if (p_.has_rows()) from_floats(p_.wire_dtype, domain_sum_.data(), channel_.local(out), p_.hidden);
+        if (p_.has_rows()) from_floats(p_.options.wire_dtype, domain_sum_.data(), channel_.local(out), p_.hidden);
         if (p_.has_values) {
           std::memcpy(channel_.local(out) + format_.offset[format_.num_parts - 1], scalars.data(), topk * 4);
         }
@@ -285,7 +285,7 @@ class Combine {
     bool has_term = false;
     for (const void* bias : p_.bias) {
       if (bias == nullptr) continue;
-      to_floats(p_.out_dtype, row_at(bias, token, p_.hidden, p_.out_dtype), term_.data(), p_.hidden);
+      to_floats(p_.options.out_dtype, row_at(bias, token, p_.hidden, p_.options.out_dtype), term_.data(), p_.hidden);
       add(sum_, term_, has_term);
     }
     for (int domain = 0; domain < channel_.num_domains(); domain++) {
@@ -302,8 +302,8 @@ class Combine {
       }
     }
     if (p_.has_rows()) {
-      from_floats(p_.out_dtype, sum_.data(), const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.out_dtype)),
-                  p_.hidden);
+      from_floats(p_.options.out_dtype, sum_.data(),
+                  const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.options.out_dtype)), p_.hidden);
     }
     if (p_.has_values) std::copy(scalars.begin(), scalars.end(), p_.out_values + first);
   }
@@ -317,7 +317,7 @@ class Combine {
       if (p_.has_values) std::memcpy(scalars + k, row + format_.offset[format_.num_parts - 1] + k * 4, 4);
     }
     if (!is_there || !p_.has_rows()) return;
-    to_floats(p_.wire_dtype, row, term_.data(), p_.hidden);
+    to_floats(p_.options.wire_dtype, row, term_.data(), p_.hidden);
     add(sum_, term_, has_term);
   }
 

@@ -170,10 +170,10 @@ class Sender {
       if (part.in == nullptr) continue;
       const char* in = at(part.in, token * part.row_stride);
       char* out = row_.data() + p_.offsets.row.offset[i];
-      if (i == 0 && p_.quant != Quant::kNone) {
+      if (i == 0 && p_.options.quant != Quant::kNone) {
         std::vector<float> floats(p_.hidden);
         to_floats(p_.dtype, in, floats.data(), p_.hidden);
-        quantize_row(p_.quant, floats.data(), p_.hidden, reinterpret_cast<uint8_t*>(out),
+        quantize_row(p_.options.quant, floats.data(), p_.hidden, reinterpret_cast<uint8_t*>(out),
                      row_.data() + p_.offsets.row.offset[1]);
         continue;
       }

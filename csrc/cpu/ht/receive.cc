@@ -14,7 +14,7 @@ namespace {
 class Received {
  public:
   Received(const HtDispatchParams& p, HtChannel& channel)
-      : p_(p), channel_(channel), is_filled_(p.zero_padding ? p.output.rows() : 0, 0) {}
+      : p_(p), channel_(channel), is_filled_(p.options.zero_padding ? p.output.rows() : 0, 0) {}
 
   void place() {
     if (sends_metadata(p_.variant)) {
@@ -97,7 +97,7 @@ class Received {
           is_in_place ? out_row(i, first) : channel_.local(p_.offsets.staged_row(slot) + p_.offsets.row.offset[i]);
       std::memcpy(out_row(i, row), from, p_.parts[i].bytes);
     }
-    if (p_.zero_padding) is_filled_[row] = 1;
+    if (p_.options.zero_padding) is_filled_[row] = 1;
   }
 
   const HtDispatchParams& p_;

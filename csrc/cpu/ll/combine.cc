@@ -70,13 +70,13 @@ class PartialSum {
   }
   void add_row(const void* numbers, float weight) {
     to_floats(p_.dtype, numbers, row_.data(), p_.hidden);
-    if (p_.weighting != Weighting::kNone) {
+    if (p_.options.weighting != Weighting::kNone) {
       for (float& value : row_) value = weight * value;
     }
     add(sum_, row_, has_term_);
   }
   // In the wire dtype.
-  void round(uint32_t* words) const { from_floats(p_.wire_dtype, sum_.data(), words, p_.hidden); }
+  void round(uint32_t* words) const { from_floats(p_.options.wire_dtype, sum_.data(), words, p_.hidden); }
 
  private:
   const LlCombineParams& p_;
@@ -95,9 +95,9 @@ bool add_up(const LlCombineParams& p, HomeWeights& home_weights, int home, int t
     if (source_row == kNoRow) continue;
     is_here = true;
     float weight = 1.0f;
-    if (p.weighting == Weighting::kHome && !home_weights.await(home, token, k, weight)) continue;
+    if (p.options.weighting == Weighting::kHome && !home_weights.await(home, token, k, weight)) continue;
     if (source_row == kDroppedRow) continue;
-    if (p.weighting == Weighting::kDispatch) weight = p.handle.weights[entry + k];
+    if (p.options.weighting == Weighting::kDispatch) weight = p.handle.weights[entry + k];
     sum.add_row(row_at(p.rows, source_row, p.hidden, p.dtype), weight);
   }
   return is_here;
@@ -125,8 +125,8 @@ void send_unweighted(const LlCombineParams& p, Channel& channel, int home, int t
 void send(const LlCombineParams& p, Channel& channel) {
   for (int step = 0; step < channel.num_ranks(); step++) channel.send_header(channel.peer(step));
   HomeWeights home_weights(p, channel);
-  if (p.weighting == Weighting::kHome) home_weights.send();
-  if (p.weighting == Weighting::kHome && !p.sends_unweighted) {
+  if (p.options.weighting == Weighting::kHome) home_weights.send();
+  if (p.options.weighting == Weighting::kHome && !p.sends_unweighted) {
     channel.await_arrivals();
     channel.await_headers();
   }
@@ -181,12 +181,12 @@ class HomeSum {
     std::fill(sum_.begin(), sum_.end(), 0.0f);
     for (const void* bias : p_.bias) {
       if (bias == nullptr) continue;
-      to_floats(p_.out_dtype, row_at(bias, token, p_.hidden, p_.out_dtype), row_.data(), p_.hidden);
+      to_floats(p_.options.out_dtype, row_at(bias, token, p_.hidden, p_.options.out_dtype), row_.data(), p_.hidden);
       add(sum_, row_, has_term_);
     }
   }
   void add_rank(const uint32_t* words) {
-    to_floats(p_.wire_dtype, words, row_.data(), p_.hidden);
+    to_floats(p_.options.wire_dtype, words, row_.data(), p_.hidden);
     if (topology_.num_domains() == 1) {
       add(sum_, row_, has_term_);
     } else {
@@ -196,14 +196,14 @@ class HomeSum {
   void end_rank(int rank) {
     if (!has_domain_term_ || topology_.lsa_rank(rank) != topology_.domain_size - 1) return;
     std::vector<float> rounded(p_.hidden);
-    from_floats(p_.wire_dtype, domain_sum_.data(), rounded.data(), p_.hidden);
-    to_floats(p_.wire_dtype, rounded.data(), row_.data(), p_.hidden);
+    from_floats(p_.options.wire_dtype, domain_sum_.data(), rounded.data(), p_.hidden);
+    to_floats(p_.options.wire_dtype, rounded.data(), row_.data(), p_.hidden);
     add(sum_, row_, has_term_);
     has_domain_term_ = false;
   }
   void store(int token) {
-    from_floats(p_.out_dtype, sum_.data(), const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.out_dtype)),
-                p_.hidden);
+    from_floats(p_.options.out_dtype, sum_.data(),
+                const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.options.out_dtype)), p_.hidden);
   }
 
  private:
@@ -221,7 +221,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
   HomeSum sum(p);
   PartialSum partial(p);
   std::vector<uint32_t> words(p.row.wire_bytes() / 4);
-  std::vector<uint32_t> rounded(ceil_div(wire_row_bytes(p.wire_dtype, p.hidden), 4));
+  std::vector<uint32_t> rounded(ceil_div(wire_row_bytes(p.options.wire_dtype, p.hidden), 4));
   for (int token = 0; token < p.num_tokens; token++) {
     const int32_t* ids = p.handle.ids + token * p.shape.topk;
     sum.begin(token);
@@ -245,7 +245,7 @@ void receive(const LlCombineParams& p, Channel& channel) {
 
 void cpu_combine(const LlCombineParams& p, Transport& transport, CpuState& state) {
   Channel channel(transport, state, Kind::kCombine, p.offsets, p.header);
-  const int weight_stages = p.weighting == Weighting::kHome ? 1 : 0;
+  const int weight_stages = p.options.weighting == Weighting::kHome ? 1 : 0;
   channel.count_waits(p.wait_cost);
   if (sends(p.phase)) send(p, channel);
   if (!receives(p.phase)) return;

@@ -23,10 +23,10 @@ void load_row(const LlDispatchParams& p, int token, Words& words) {
   auto* body = reinterpret_cast<char*>(words.data());
   const int element = size_of(p.dtype);
   const char* x = at(p.x, static_cast<int64_t>(token) * p.hidden * element);
-  if (p.quant != Quant::kNone) {
+  if (p.options.quant != Quant::kNone) {
     std::vector<float> row(p.hidden);
     to_floats(p.dtype, x, row.data(), p.hidden);
-    quantize_row(p.quant, row.data(), p.hidden, reinterpret_cast<uint8_t*>(body), body + p.row.scales_offset());
+    quantize_row(p.options.quant, row.data(), p.hidden, reinterpret_cast<uint8_t*>(body), body + p.row.scales_offset());
   } else {
     std::memcpy(body, x, p.row.payload_bytes);
     const Scales& s = p.scales;
@@ -60,7 +60,8 @@ void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
 }
 
 void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
-  take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids, p.reports_ids ? &state.invalid_ids : nullptr);
+  take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids,
+           p.options.reports_ids ? &state.invalid_ids : nullptr);
   for (int step = 0; step < channel.num_ranks(); step++) {
     const int peer = channel.peer(step);
     channel.send_header(peer);
@@ -133,7 +134,7 @@ void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& ro
                   const std::vector<float>& weights) {
   const bool expert_rows = has_expert_rows(p.output.layout);
   Words words(p.row.wire_bytes() / 4);
-  std::vector<char> is_filled(p.zero_padding ? p.output.rows() : 0, 0);
+  std::vector<char> is_filled(p.options.zero_padding ? p.output.rows() : 0, 0);
   for (int source = 0; source < channel.num_ranks(); source++) {
     for (int token = 0; token < routing.tokens[source]; token++) {
       const size_t slot = p.offsets.slot(source, token);
@@ -145,7 +146,7 @@ void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& ro
         const int32_t row = placement.row_map[slot * p.output.map_k() + k];
         if (row < 0) continue;
         put_row(p, row, words);
-        if (p.zero_padding) is_filled[row] = 1;
+        if (p.options.zero_padding) is_filled[row] = 1;
         if (expert_rows) {
           p.out_weights[row] = weights[slot * p.shape.topk + k];
           if (p.row_expert != nullptr) p.row_expert[row] = ids[k];

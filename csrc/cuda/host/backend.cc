@@ -266,7 +266,7 @@ class CudaBackend : public Backend {
     if constexpr (std::is_same_v<Params, LlDispatchParams>) {
       row_bytes = params.row.wire_bytes();
     } else if constexpr (std::is_same_v<Params, LlCombineParams>) {
-      row_bytes = wire_row_bytes(params.wire_dtype, params.hidden);  // sums cross, whatever params.row is
+      row_bytes = wire_row_bytes(params.options.wire_dtype, params.hidden);  // sums cross, whatever params.row is
     }
     const RailRegions& regions = window_.rail[static_cast<int>(kind)];
     LlRail rail = LlRail::make(regions, kind, topology_, memory_->peers.rank, row_bytes);
@@ -468,8 +468,8 @@ class CudaBackend : public Backend {
   template <class Params>
   static int num_blocks(const Params& params, int available) {
     available = std::max(available, 1);
-    if constexpr (requires { params.num_sms; }) {
-      if (params.num_sms > 0) return std::min(params.num_sms, available);
+    if constexpr (requires { params.options.num_sms; }) {
+      if (params.options.num_sms > 0) return std::min(params.options.num_sms, available);
     }
     return available;
   }

@@ -29,16 +29,17 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
   const HtWork work{.copies = HtCombineGeometry::stages(p),
                     .adds = has_expert_rows(p.output.layout),
-                    .encodes = is_block_format(p.wire_dtype) && p.offsets.topology.num_domains() == 1};
-  if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
+                    .encodes = is_block_format(p.options.wire_dtype) && p.offsets.topology.num_domains() == 1};
+  if (p.options.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
   return tuned("EP_PLAN_HC", plan_ht_combine(work, p.shape.num_ranks, num_sms));
 }
 
 HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { return HtCombineGeometry::of(p, plan); }
 
 void check_served(const HtCombineParams& p) {
-  const bool is_served = p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32 || is_block_format(p.wire_dtype);
-  EP_CHECK(!p.has_rows() || is_served, "a ", name_of(p.wire_dtype), " wire for ", name_of(p.out_dtype),
+  const bool is_served = p.options.wire_dtype == p.options.out_dtype || p.options.wire_dtype == DType::kF32 ||
+                         is_block_format(p.options.wire_dtype);
+  EP_CHECK(!p.has_rows() || is_served, "a ", name_of(p.options.wire_dtype), " wire for ", name_of(p.options.out_dtype),
            " outputs: it must be of the same type or fp32");
   check_ht_ranks(p.offsets.topology);
 }
@@ -54,7 +55,7 @@ void load_ht_combine_kernels() {
 [[maybe_unused]] static const bool has_stamps = add_stamps_reader("ht_combine", &read_stamps);
 
 void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
-  with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
+  with_types(args.params.dtype, args.params.options.wire_dtype, args.params.options.out_dtype, [&](auto types) {
     using T = decltype(types);
     launch_kernel(&ht::combine_rows<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), args.geometry.bytes,
                   args.plan.pdl, stream, args);
@@ -65,11 +66,12 @@ template <>
 void launch_world(const KernelArgs<HtCombineParams>* host_args, const KernelArgs<HtCombineParams>* args, int num_ranks,
                   void* stream) {
   const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
-  with_types(host_args->params.dtype, host_args->params.wire_dtype, host_args->params.out_dtype, [&](auto types) {
-    using T = decltype(types);
-    launch_kernel(&ht::combine_rows_world<T::in, T::wire, T::out>, blocks * num_ranks, threads, bytes, false, stream,
-                  args, blocks);
-  });
+  with_types(host_args->params.dtype, host_args->params.options.wire_dtype, host_args->params.options.out_dtype,
+             [&](auto types) {
+               using T = decltype(types);
+               launch_kernel(&ht::combine_rows_world<T::in, T::wire, T::out>, blocks * num_ranks, threads, bytes, false,
+                             stream, args, blocks);
+             });
 }
 
 }  // namespace ep

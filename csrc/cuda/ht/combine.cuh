@@ -281,7 +281,7 @@ __device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, 
   if (role.is_first()) {
     const bool is_copied = p.has_rows() && !p.reads_in_place() && !has_expert_rows(p.output.layout);
     if (role.thread() == 0 && is_copied) op.state->ht_staged[1] += 1;
-    if (p.weighting == Weighting::kHome && p.has_rows()) send_weights(role);
+    if (p.options.weighting == Weighting::kHome && p.has_rows()) send_weights(role);
 #if defined(EP_NETWORK)
     begin_crossing(role);
 #endif

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kManyThreads, 1)
 namespace {
 
 HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
-  return {.converts = p.quant != Quant::kNone,
+  return {.converts = p.options.quant != Quant::kNone,
           .copies = shapes.has_copies(p.output.layout),
           .repeats = has_expert_rows(p.output.layout)};
 }
@@ -40,7 +40,7 @@ Launch<HtDispatchParams> launch_of(const HtDispatchParams& p, int, int num_sms) 
   check_ht_ranks(p.offsets.topology);
   const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
   const HtWork work = work_of(p, shapes);
-  if (p.num_sms == 0) num_sms = default_ht_sms(work, num_sms, p.shape.num_ranks <= 2);
+  if (p.options.num_sms == 0) num_sms = default_ht_sms(work, num_sms, p.shape.num_ranks <= 2);
   const HtPlan plan =
       tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, kHtSharedBytes, work, p.shape.num_ranks, num_sms));
   HtPlan largest = plan;  // whether it is served depends on no number of SMs
@@ -66,7 +66,7 @@ void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
   const bool copies = args.geometry.has_copies(args.params.output.layout);
   const bool is_small = args.plan.threads() <= ht::kFewThreads && !copies;
   auto kernel = is_small ? &ht::dispatch_send<false, ht::kFewThreads> : &ht::dispatch_send<false, ht::kManyThreads>;
-  if (args.params.quant != Quant::kNone) {
+  if (args.params.options.quant != Quant::kNone) {
     kernel = is_small ? &ht::dispatch_send<true, ht::kFewThreads> : &ht::dispatch_send<true, ht::kManyThreads>;
   }
   launch_kernel(kernel, args.plan.blocks, args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
@@ -76,8 +76,8 @@ template <>
 void launch_world(const KernelArgs<HtDispatchParams>* host_args, const KernelArgs<HtDispatchParams>* args,
                   int num_ranks, void* stream) {
   const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
-  const auto kernel =
-      host_args->params.quant != Quant::kNone ? &ht::dispatch_send_world<true> : &ht::dispatch_send_world<false>;
+  const auto kernel = host_args->params.options.quant != Quant::kNone ? &ht::dispatch_send_world<true>
+                                                                      : &ht::dispatch_send_world<false>;
   launch_kernel(kernel, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
 }
 

@@ -71,8 +71,8 @@ void for_all_types(Body body) {
 
 // Of a world on one GPU, whose ranks share a launch: the parameters of rank 0, and of `rank`.
 inline void check_same_kernel(const LlCombineParams& first, const LlCombineParams& other, int rank) {
-  EP_CHECK((other.weighting == Weighting::kHome) == (first.weighting == Weighting::kHome), "of ranks 0 and ", rank,
-           " one gives its weights at combine: in a world on one GPU all must, or none");
+  EP_CHECK((other.options.weighting == Weighting::kHome) == (first.options.weighting == Weighting::kHome),
+           "of ranks 0 and ", rank, " one gives its weights at combine: in a world on one GPU all must, or none");
   EP_CHECK(other.sends_unweighted == first.sends_unweighted, "of ranks 0 and ", rank,
            " one splits its combine: in a world on one GPU all must, or none");
 }

@@ -21,14 +21,17 @@ LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
 }
 
 LlCombineGeometry geometry_of(const LlCombineParams& p, const LlPlan& plan) {
-  const bool is_wide = p.dtype == DType::kF32 || p.wire_dtype == DType::kF32 || p.out_dtype == DType::kF32;
+  const bool is_wide =
+      p.dtype == DType::kF32 || p.options.wire_dtype == DType::kF32 || p.options.out_dtype == DType::kF32;
   return LlCombineGeometry::of(p, plan, is_wide ? 4 : 8);
 }
 NoGeometry geometry_of(const LlCombineWeightsParams&, const LlPlan&) { return {}; }
 
 void check_served(const LlCombineParams& p) {
-  EP_CHECK(p.wire_dtype == p.out_dtype || p.wire_dtype == DType::kF32 || is_block_format(p.wire_dtype), "a ",
-           name_of(p.wire_dtype), " wire for ", name_of(p.out_dtype), " outputs: it must be of the same type or fp32");
+  EP_CHECK(p.options.wire_dtype == p.options.out_dtype || p.options.wire_dtype == DType::kF32 ||
+               is_block_format(p.options.wire_dtype),
+           "a ", name_of(p.options.wire_dtype), " wire for ", name_of(p.options.out_dtype),
+           " outputs: it must be of the same type or fp32");
   EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
 }
 void check_served(const LlCombineWeightsParams&) {}

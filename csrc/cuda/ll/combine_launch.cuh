@@ -48,13 +48,15 @@ constexpr bool kAwaitsSignals = (!kMasksRanks && T::in == T::wire && T::in == T:
 // Calls body with the template instance for these parameters.
 template <class Body>
 void with_instance(const LlCombineParams& p, bool is_signalled, Body body) {
-  with_types(p.dtype, p.wire_dtype, p.out_dtype, [&](auto types) {
+  with_types(p.dtype, p.options.wire_dtype, p.options.out_dtype, [&](auto types) {
     if constexpr (kAwaitsSignals<decltype(types)>) {
       if (is_signalled) return body(types, std::true_type{}, std::true_type{}, std::true_type{});
     }
-    EP_CHECK(!is_signalled, name_of(p.dtype), " rows for a ", name_of(p.wire_dtype), " wire: no kernel awaits signals");
+    EP_CHECK(!is_signalled, name_of(p.dtype), " rows for a ", name_of(p.options.wire_dtype),
+             " wire: no kernel awaits signals");
     if (p.sends_unweighted) return body(types, std::true_type{}, std::true_type{}, std::false_type{});
-    if (p.weighting == Weighting::kHome) return body(types, std::true_type{}, std::false_type{}, std::false_type{});
+    if (p.options.weighting == Weighting::kHome)
+      return body(types, std::true_type{}, std::false_type{}, std::false_type{});
     return body(types, std::false_type{}, std::false_type{}, std::false_type{});
   });
 }

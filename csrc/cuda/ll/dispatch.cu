@@ -4,7 +4,7 @@ namespace ep {
 
 LlPlan plan_of(const LlDispatchParams& p, int tokens, int num_sms) {
   return tuned("EP_PLAN_D",
-               plan_dispatch({tokens, p.row.wire_bytes(), p.quant != Quant::kNone || p.row.is_keyed}, num_sms));
+               plan_dispatch({tokens, p.row.wire_bytes(), p.options.quant != Quant::kNone || p.row.is_keyed}, num_sms));
 }
 
 LlDispatchGeometry geometry_of(const LlDispatchParams& p, const LlPlan& plan) {

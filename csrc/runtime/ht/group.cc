@@ -62,13 +62,14 @@ void Group::require_ht() {
 
 void Group::prepare(HtDispatchParams& p) {
   require_ht();
+  p.options.check(Modes::kHt);
   p.shape = own_shape(p.shape);
   // Counts may be of any number of tokens: then all ranks see that it is too much for one of them.
   if (p.variant != HtVariant::kRoute) check_tokens(p.num_tokens, p.shape);
   check_output(p.output);
   EP_CHECK(p.num_parts >= 1 && p.num_parts <= kHtMaxParts, p.num_parts, " tensors and scales, must be 1 to ",
            kHtMaxParts);
-  check_quant(p.quant, p.dtype);
+  check_quant(p.options.quant, p.dtype);
   check_row_bytes(p.parts[0].bytes, "a row");
   HtRowFormat row;
   uint32_t extra_bytes = 0, order = 0;
@@ -80,7 +81,7 @@ void Group::prepare(HtDispatchParams& p) {
     row.add(p.parts[i].bytes);
   }
   p.offsets = HtOffsets::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
-  p.header = header_of(pack_operation(operation_of(p.variant), p.dtype, p.quant, p.dtype), p.hidden, p.shape,
+  p.header = header_of(pack_operation(operation_of(p.variant), p.dtype, p.options.quant, p.dtype), p.hidden, p.shape,
                        static_cast<int>(extra_bytes | order << OpHeader::kMetadataBits), p.num_tokens);
 }
 
@@ -103,6 +104,7 @@ void Group::run(HtDispatchParams& p, void* stream) {
 
 void Group::combine(HtCombineParams& p, void* stream) {
   require_ht();
+  p.options.check(Modes::kHt);
   p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
   check_slots(p.handle.num_slots, p.shape);
@@ -110,17 +112,17 @@ void Group::combine(HtCombineParams& p, void* stream) {
   HtRowFormat row;
   if (p.has_rows()) {
     check_combined_rows(p);
-    row.add(wire_row_bytes(p.wire_dtype, p.hidden));
+    row.add(wire_row_bytes(p.options.wire_dtype, p.hidden));
     p.rows_offset =
         offset_of(p.rows, static_cast<uint64_t>(p.output.rows()) * p.hidden * static_cast<uint64_t>(size_of(p.dtype)));
   }
   if (p.has_values) row.add(p.shape.topk * 4);
   EP_CHECK(row.num_parts > 0, "a combine of neither rows nor scalars");
   p.offsets = HtOffsets::make(window_.ht, Kind::kCombine, topology_, p.shape, row);
-  const Operation operation = !p.has_rows()                     ? Operation::kHtCombineWeights
-                              : p.weighting == Weighting::kHome ? Operation::kHtCombineWeighted
-                                                                : Operation::kHtCombine;
-  p.header = header_of(pack_operation(operation, p.dtype, Quant::kNone, p.wire_dtype), p.hidden, p.shape,
+  const Operation operation = !p.has_rows()                             ? Operation::kHtCombineWeights
+                              : p.options.weighting == Weighting::kHome ? Operation::kHtCombineWeighted
+                                                                        : Operation::kHtCombine;
+  p.header = header_of(pack_operation(operation, p.dtype, Quant::kNone, p.options.wire_dtype), p.hidden, p.shape,
                        p.has_values ? p.shape.topk * 4 : 0, p.num_tokens);
   Range range(config_.name, "ht combine", ++calls_.ht[static_cast<int>(Kind::kCombine)]);
   backend()->ht_combine(p, stream);

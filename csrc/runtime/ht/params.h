@@ -64,7 +64,7 @@ struct HtDispatchParams {
   HtOffsets offsets;
   OpHeader header;
   HtVariant variant = HtVariant::kRouteAndSend;
-  Quant quant = Quant::kNone;  // of part 0; part 1 is the scales then
+  DispatchOptions options;     // quant: of part 0; part 1 is the scales then
   DType dtype = DType::kBF16;  // of part 0
   int hidden = 0;
   int num_parts = 0;
@@ -76,8 +76,7 @@ struct HtDispatchParams {
   const float* topk_weights = nullptr;  // [T, K], null: ones
   int num_tokens = 0;
 
-  OutputShape output;  // kRoute: of capacity INT32_MAX, so that nothing is dropped
-  bool zero_padding = false;
+  OutputShape output;   // kRoute: of capacity INT32_MAX, so that nothing is dropped
   HtHandlePtrs handle;  // `slots` part: where the steps send
 
   // Out. Where the steps route:
@@ -90,13 +89,12 @@ struct HtDispatchParams {
   int32_t* row_expert = nullptr;
   void* out_topk_idx = nullptr;
   float* out_weights = nullptr;
-  int num_sms = 0;
   int chunks = 1;  // CUDA fills it in: the plan's, of the kernel that sends
 
   // Where the operation quantises part 0, its rows travel as e4m3, and the next part is the scales.
   void add_quant_scales() {
     parts[0].bytes = hidden;
-    parts[num_parts++].bytes = quant_scale_bytes(quant, hidden);
+    parts[num_parts++].bytes = quant_scale_bytes(options.quant, hidden);
   }
 };
 
@@ -108,8 +106,7 @@ struct HtCombineParams {
   HtOffsets offsets;
   OpHeader header;
   DType dtype = DType::kBF16;  // of rows
-  DType wire_dtype = DType::kBF16;
-  DType out_dtype = DType::kBF16;
+  CombineOptions options;
   int hidden = 0;  // 0: no rows, scalars only
 
   const void* rows = nullptr;      // [output.rows(), H]
@@ -118,7 +115,6 @@ struct HtCombineParams {
   const float* values = nullptr;  // [rows] or [rows, K]
   OutputShape output;
   HtHandlePtrs handle;
-  Weighting weighting = Weighting::kNone;
   const float* home_weights = nullptr;  // kHome: [T, K]
   const void* home_topk_idx = nullptr;  // kHome: optional [T, K], an id that is no expert skips
   bool is_idx64 = true;
@@ -126,12 +122,11 @@ struct HtCombineParams {
   int num_tokens = 0;
   void* out = nullptr;          // [T, H]
   float* out_values = nullptr;  // [T, K]
-  int num_sms = 0;
 
   EP_HD bool has_rows() const { return hidden > 0; }
   // By ranks that can reach the rows. A block format's elements count as one byte: rows are never read in place.
   EP_HD bool can_read_in_place() const {
-    return has_rows() && !has_expert_rows(output.layout) && size_of(dtype) <= size_of(wire_dtype);
+    return has_rows() && !has_expert_rows(output.layout) && size_of(dtype) <= size_of(options.wire_dtype);
   }
   EP_HD bool reads_in_place() const { return can_read_in_place() && rows_offset != kNoOffset; }
 };

@@ -8,6 +8,7 @@
 #include "layout/common/shape.h"
 #include "layout/common/wire.h"
 #include "layout/ll/offsets.h"
+#include "runtime/options.h"
 
 namespace ep {
 
@@ -61,14 +62,13 @@ struct LlDispatchParams {
   LlOffsets offsets;
   OpHeader header;
   OutputShape output;
-  Quant quant = Quant::kNone;
+  DispatchOptions options;
   DType dtype = DType::kBF16;  // of x
   int hidden = 0;              // elements of a row of x
   RowFormat row;
   Scales scales;  // given by the caller; data null if none
 
   // Out: written by the receiving half, but for the handle's ids.
-  bool zero_padding = false;
   void* out_x = nullptr;  // [rows, payload bytes]
   Scales out_scales;
   int32_t* info = nullptr;        // OutputShape
@@ -81,12 +81,7 @@ struct LlDispatchParams {
   int64_t* layout_range = nullptr;  // [L, R] first row of a source in the expert << 32 | its rows there
   int32_t* recv_stats = nullptr;    // [bins] the counts are added
   int64_t* wait_cost = nullptr;     // [R] ns that this rank waited for each source are added
-  int num_sms = 0;                  // 0: the plan's choice
-  bool reports_ids = true;          // false: another operation of the call has reported ids out of range
 };
-
-// How expert rows are weighted on their way home.
-enum class Weighting : int { kNone = 0, kDispatch = 1, kHome = 2 };
 
 // Counters of a kernel that still writes the rows of a combine, on another stream of the same device. A row may be read
 // when its counter has reached the threshold. (int32, as the callers' tensors are.)
@@ -113,7 +108,7 @@ struct LlCombineParams {
   Phase phase = Phase::kFused;
   int num_tokens = 0;
   int hidden = 0;
-  Weighting weighting = Weighting::kNone;
+  CombineOptions options;
   const void* rows = nullptr;  // [output.rows(), H]
   HandlePtrs handle;           // of the dispatch
   Shape shape;
@@ -122,9 +117,7 @@ struct LlCombineParams {
   OutputShape output;
   void* out = nullptr;  // [T, H]
 
-  DType dtype = DType::kBF16;  // of rows
-  DType wire_dtype = DType::kBF16;
-  DType out_dtype = DType::kBF16;
+  DType dtype = DType::kBF16;           // of rows
   RowFormat row;                        // of a partial sum
   int domain_size = 1;                  // the order of the sum: ranks of a domain, then domains
   const float* home_weights = nullptr;  // kHome: [T, K]
@@ -133,8 +126,7 @@ struct LlCombineParams {
   bool sends_unweighted = false;             // kHome, split: all ranks send rows, which the home ranks weight
   const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
   int64_t* wait_cost = nullptr;              // optional [R]: ns that this rank waited for each other are added
-  int num_sms = 0;
-  RowSignals signals;  // sends_unweighted: that the sending half waits for
+  RowSignals signals;                        // sends_unweighted: that the sending half waits for
 };
 
 // Scalars instead of rows: the value of each expert row goes to the token's home.

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "runtime/config.h"
+#include "runtime/options.h"
 #include "torch/binding/stream_event.h"
 #include "torch/ops/arguments.h"
 
@@ -180,18 +180,18 @@ bool load_dtype(PyObject* given, at::ScalarType fallback, at::ScalarType& dtype)
 }
 
 // A type that a combine may travel in: None, that of the output, fp32, or the name of a block format.
-bool load_wire(PyObject* given, at::ScalarType out_dtype, int64_t& code) {
+bool load_wire(PyObject* given, at::ScalarType out_dtype, DType& wire_dtype) {
   if (PyUnicode_CheckExact(given)) {
     for (DType format : {DType::kFp8Blocks, DType::kLogFmt}) {
       if (PyUnicode_CompareWithASCIIString(given, name_of(format)) != 0) continue;
-      code = static_cast<int64_t>(format);
+      wire_dtype = format;
       return true;
     }
     return false;
   }
   at::ScalarType dtype;
   if (!load_dtype(given, out_dtype, dtype) || (dtype != out_dtype && dtype != at::kFloat)) return false;
-  code = static_cast<int64_t>(dtype_of(dtype));
+  wire_dtype = dtype_of(dtype);
   return true;
 }
 
@@ -227,19 +227,20 @@ PyObject* combine(PyObject* const* given, Py_ssize_t count) {
       !load_wire(given[6], out_dtype, config.wire_dtype)) {
     Py_RETURN_NONE;
   }
-  int64_t num_tokens = 0, capacity = 0, num_ranks = 0;
+  int64_t num_tokens = 0, capacity = 0, num_ranks = 0, layout = 0, num_sms = 0;
   if (!is_number(of_handle(kNumExperts), config.num_experts) || !is_number(of_handle(kTopk), config.topk) ||
-      !is_number(of_handle(kMaxTokens), config.max_tokens) || !is_number(of_handle(kLayout), config.layout) ||
+      !is_number(of_handle(kMaxTokens), config.max_tokens) || !is_number(of_handle(kLayout), layout) ||
       !is_number(of_handle(kAlignment), config.alignment) || !is_number(of_handle(kNumTokens), num_tokens) ||
       !is_number(of_handle(kCapacity), capacity) || !is_number(of_handle(kNumRanks), num_ranks) ||
-      !PyLong_CheckExact(given[8]) || !is_number(given[8], config.num_sms) || num_ranks != seq.size(1)) {
+      !PyLong_CheckExact(given[8]) || !is_number(given[8], num_sms) || num_sms < 0 || num_sms > INT32_MAX ||
+      num_ranks != seq.size(1)) {
     Py_RETURN_NONE;
   }
-  const bool by_dispatch = is_named && has_expert_rows(static_cast<OutputLayout>(config.layout));
-  config.weighting = static_cast<int64_t>(weights.get() ? Weighting::kHome
-                                          : by_dispatch ? Weighting::kDispatch
-                                                        : Weighting::kNone);
-  config.out_dtype = static_cast<int64_t>(dtype_of(out_dtype));
+  config.layout = static_cast<OutputLayout>(layout);
+  config.num_sms = static_cast<int>(num_sms);
+  const bool by_dispatch = is_named && has_expert_rows(config.layout);
+  config.weighting = weights.get() ? Weighting::kHome : by_dispatch ? Weighting::kDispatch : Weighting::kNone;
+  config.out_dtype = dtype_of(out_dtype);
   const auto numbers = config.pack();
   PyObject* mode = of_handle(kMode);
   const bool is_ht = PyUnicode_Check(mode) && PyUnicode_CompareWithASCIIString(mode, "ht") == 0;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "runtime/policy.h"
+#include "torch/binding/load_option.h"
 #include "torch/ops/arguments.h"
 
 namespace py = pybind11;
@@ -18,21 +19,36 @@ namespace {
 using Numbers = std::vector<int64_t>;
 using c10::SymInt;
 
-template <class Config>
-py::tuple fields_of() {
-  py::list fields;
-  for (const ConfigField& field : Config::kFields) fields.append(py::make_tuple(field.name, field.fallback));
-  return py::tuple(fields);
+const char* name_of(OptionKind kind) {
+  constexpr const char* kNames[] = {"flag", "integer", "float", "choice"};
+  return kNames[static_cast<int>(kind)];
+}
+
+const char* name_of(Modes modes) { return modes == Modes::kLl ? "ll" : modes == Modes::kHt ? "ht" : "both"; }
+
+// As Python has it.
+py::object value_of(const Option& option, int64_t number) {
+  if (option.kind == OptionKind::kFlag) return py::bool_(number != 0);
+  if (option.kind == OptionKind::kFloat) return py::float_(from_number<float>(number));
+  return py::int_(number);
+}
+
+template <class Options>
+py::tuple options_of() {
+  py::list options;
+  for (const Option& option : RoutingNumbers::kTable) options.append(option);
+  for (const Option& option : Options::kTable) options.append(option);
+  return py::tuple(options);
 }
 
 // Sizes that a config fixes; rows and tokens may be symbols, and stay apart.
-OutputShape shape_of(const DispatchConfig& config, int num_ranks) { return output_shape(num_ranks, config, 1); }
+OutputShape shape_of(const RoutingNumbers& routing, int num_ranks) { return output_shape(num_ranks, routing, 1); }
 
 // (shape, dtype) of x, scales, weights, topk_idx, row_expert, info.
 py::list dispatch_outputs(const Numbers& numbers, int num_ranks, const SymInt& capacity, at::ScalarType dtype,
                           const SymInt& hidden, const SymInt& num_scales, at::ScalarType scale_dtype, bool is_idx64) {
   const DispatchConfig config = DispatchConfig::unpack(numbers);
-  const auto types = output_types<SymInt>(shape_of(config, num_ranks), capacity, quant_of(config.quant), dtype, hidden,
+  const auto types = output_types<SymInt>(shape_of(config, num_ranks), capacity, config.quant, dtype, hidden,
                                           num_scales, scale_dtype, is_idx64);
   py::list outputs;
   const auto add = [&](const c10::SmallVector<SymInt, 3>& sizes, at::ScalarType type) {
@@ -75,8 +91,8 @@ py::tuple ht_route_parts(int num_ranks, int domain_size, int num_experts, int nu
 
 // Where the parts of an info tensor begin, and its size: counts lie at 0.
 py::tuple info_parts(int64_t layout, int num_ranks, int num_experts) {
-  const auto output = output_shape(
-      num_ranks, DispatchConfig{.num_experts = num_experts, .topk = 1, .max_tokens = 1, .layout = layout}, 1);
+  const std::array<int64_t, 5> numbers{num_experts, 1, 1, layout, 1};
+  const auto output = output_shape(num_ranks, RoutingNumbers::unpack(numbers.data()), 1);
   return py::make_tuple(output.bins(), output.demand_at(), output.overflow_at(), output.total_at(), output.offsets_at(),
                         output.info_size());
 }
@@ -84,8 +100,21 @@ py::tuple info_parts(int64_t layout, int num_ranks, int num_experts) {
 }  // namespace
 
 void define_policy(py::module_& m) {
-  m.def("dispatch_fields", &fields_of<DispatchConfig>, "(name, default) of the numbers of a dispatch, in their order.");
-  m.def("combine_fields", &fields_of<CombineConfig>, "The same of a combine.");
+  py::class_<Option>(m, "Option", "A number of an operation.")
+      .def_readonly("name", &Option::name)
+      .def_property_readonly("kind", [](const Option& option) { return name_of(option.kind); })
+      .def_property_readonly("modes", [](const Option& option) { return name_of(option.modes); })
+      .def_property_readonly("default", [](const Option& option) { return value_of(option, option.fallback); })
+      .def_property_readonly("least", [](const Option& option) { return value_of(option, option.least); })
+      .def_property_readonly("most", [](const Option& option) { return value_of(option, option.most); })
+      .def(
+          "number", [](const Option& option, const py::object& value) { return load_option(option, value.ptr()); },
+          "The number that travels for a value, which is checked.");
+  m.def(
+      "float_number", [](double value) { return to_number(static_cast<float>(value)); },
+      "A float as the numbers of an operation have it.");
+  m.def("dispatch_options", &options_of<DispatchOptions>, "The numbers of a dispatch, in their order.");
+  m.def("combine_options", &options_of<CombineOptions>, "The same of a combine.");
   m.attr("AUTO_LL_BYTES") = kAutoLlBytes;
   m.def("most_auto_ll_tokens", &most_auto_ll_tokens, py::arg("row_bytes"), py::arg("topk"), py::arg("num_ranks"),
         py::arg("auto_bytes") = kAutoLlBytes, "max_tokens up to which mode=\"auto\" takes low latency.");
@@ -110,7 +139,8 @@ void define_policy(py::module_& m) {
       },
       "Codes of the formats that only partial sums have, by their names.");
   m.def(
-      "carries_extra", [](int64_t quant, bool has_scales) { return carries_extra(quant_of(quant), has_scales); },
+      "carries_extra",
+      [](int64_t quant, bool has_scales) { return carries_extra(static_cast<Quant>(quant), has_scales); },
       "Whether an extra tensor of low latency travels in the rows of x.");
   m.def("dispatch_outputs", &dispatch_outputs);
   m.def("handle_size", &handle_size);

@@ -36,14 +36,11 @@ HtDispatched ht_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_s
   HtDispatched made;
   const std::function<Sent()> send = [&]() -> Sent {
     made = run();
-    const DispatchConfig config{.num_experts = num_experts,
-                                .topk = topk_idx.size(1),
-                                .max_tokens = max_tokens,
-                                .layout = static_cast<int64_t>(OutputLayout::kFlat)};
+    const RoutingNumbers routing{num_experts, topk_idx.size(1), max_tokens, OutputLayout::kFlat};
     variable_list rows{std::get<0>(made)};
     if (x_scales) rows.push_back(std::get<1>(made));
     return {rows, std::get<3>(made),
-            SavedRouting::of(seq, std::get<5>(made), std::get<6>(made), x.size(0), rows[0].size(0), config)};
+            SavedRouting::of(seq, std::get<5>(made), std::get<6>(made), x.size(0), rows[0].size(0), routing)};
   };
   variable_list sent{x};
   if (x_scales) sent.push_back(*x_scales);
@@ -58,15 +55,12 @@ HtDispatched ht_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_s
 
 SavedRouting routing_of(const Tensor& seq, const Tensor& src_info, const Tensor& topk_idx, int64_t num_experts,
                         int64_t max_tokens) {
-  const DispatchConfig config{.num_experts = num_experts,
-                              .topk = topk_idx.size(1),
-                              .max_tokens = max_tokens,
-                              .layout = static_cast<int64_t>(OutputLayout::kExpertMajor)};
+  const RoutingNumbers routing{num_experts, topk_idx.size(1), max_tokens, OutputLayout::kExpertMajor};
   const int64_t num_ranks = seq.size(1), capacity = num_ranks * max_tokens, num_tokens = topk_idx.size(0);
-  const OutputShape output = output_shape(static_cast<int>(num_ranks), config, capacity);
+  const OutputShape output = output_shape(static_cast<int>(num_ranks), routing, capacity);
   const Tensor handle =
       src_info.as_strided({handle_shape(output, num_tokens).size()}, {1}, SourceShape::of(output).handle_at());
-  return SavedRouting::of(seq, handle, {}, num_tokens, capacity, config);
+  return SavedRouting::of(seq, handle, {}, num_tokens, capacity, routing);
 }
 
 LlDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,

@@ -14,21 +14,14 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kExpertMajor = static_cast<int64_t>(OutputLayout::kExpertMajor);
-
 DispatchConfig config_of(int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t quant, int64_t num_sms) {
-  return {.num_experts = num_experts,
-          .topk = topk,
-          .max_tokens = max_tokens,
-          .layout = kExpertMajor,
-          .quant = quant,
-          .num_sms = num_sms};
+  return {{.num_experts = num_experts, .topk = topk, .max_tokens = max_tokens},
+          {.quant = static_cast<Quant>(quant), .num_sms = to_int(num_sms, "num_sms")}};
 }
 
 // Every expert has room for all that may come, as in DeepEP.
-template <class Config>
-OutputShape whole_output(int num_ranks, const Config& config) {
-  return output_shape(num_ranks, config, num_ranks * config.max_tokens);
+OutputShape whole_output(int num_ranks, const RoutingNumbers& routing) {
+  return output_shape(num_ranks, routing, num_ranks * routing.max_tokens);
 }
 
 int64_t* take_wait_cost(const OptionalTensor& wait_cost, const Group& group, const at::Device& device) {
@@ -166,7 +159,7 @@ DispatchResult dispatch(const at::Tensor& seq, const Tensor& x, const OptionalTe
       if (recv_stats) aliases.writes("cumulative_local_expert_recv_stats", *recv_stats);
       if (wait_cost) aliases.writes("dispatch_wait_recv_cost_stats", *wait_cost);
     }
-    const Outputs t = allocate(row, p.quant, output, device);
+    const Outputs t = allocate(row, p.options.quant, output, device);
     run_into({t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range}, p, *registered, recv_stats, wait_cost);
     return DispatchResult{t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range};
   });
@@ -195,7 +188,7 @@ void ll_dispatch_deepep_recv(const Tensor& seq, const Tensor& x, const Tensor& s
   guarded([&] {
     const auto [registered, group, device, on_device] = OnGroup(seq);
     EP_CHECK(x.dim() == 3, "x has ", x.dim(), " dimensions, must have 3");
-    const bool quantises = quant_of(quant) != Quant::kNone;
+    const bool quantises = static_cast<Quant>(quant) != Quant::kNone;
     const int64_t given_scales = !quantises && scales.dim() == 3 ? scales.size(2) : 0;
     const InputTypes row{dtype, x.size(2), given_scales, scales.scalar_type(), num_tokens, topk, is_idx64};
     const DispatchConfig config = config_of(num_experts, max_tokens, topk, quant, num_sms);
@@ -242,17 +235,14 @@ Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_expert
                int64_t num_tokens, int64_t topk, int64_t num_sms, bool use_logfmt, CombineArgs args,
                const OptionalTensor& wait_cost, const Tensor* given, Phase phase, const Signals& signals = {}) {
   const auto [registered, group, device, on_device] = OnGroup(seq);
-  const auto dtype = static_cast<int64_t>(dtype_of(args.rows_dtype));
-  const CombineConfig config{.num_experts = num_experts,
-                             .topk = topk,
-                             .max_tokens = max_tokens,
-                             .layout = kExpertMajor,
-                             .weighting = static_cast<int64_t>(Weighting::kHome),
-                             .out_dtype = dtype,
-                             .wire_dtype = use_logfmt ? static_cast<int64_t>(DType::kLogFmt) : dtype,
-                             .num_sms = num_sms,
-                             .rows_per_signal = signals.rows_per_signal,
-                             .signal_threshold = signals.threshold};
+  const DType dtype = dtype_of(args.rows_dtype);
+  const CombineConfig config{{.num_experts = num_experts, .topk = topk, .max_tokens = max_tokens},
+                             {.weighting = Weighting::kHome,
+                              .out_dtype = dtype,
+                              .wire_dtype = use_logfmt ? DType::kLogFmt : dtype,
+                              .num_sms = to_int(num_sms, "num_sms"),
+                              .rows_per_signal = signals.rows_per_signal,
+                              .signal_threshold = to_int(signals.threshold, "signal_threshold")}};
   const OutputShape output = whole_output(group.num_ranks(), config);
   args.row_signals = signals.counters;
   args.wait_cost = take_wait_cost(wait_cost, group, device);

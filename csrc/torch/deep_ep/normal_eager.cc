@@ -206,11 +206,8 @@ PyObject* normal_dispatch_cached(PyObject* const* given, Py_ssize_t count) {
   if (!is_one_domain(seq) || !payload.is_plain(seq) || !route.load(given[3], seq, given[1], payload.row_bytes())) {
     Py_RETURN_NONE;
   }
-  const DispatchConfig config{.num_experts = route.num_experts,
-                              .topk = route.topk,
-                              .max_tokens = route.max_tokens,
-                              .layout = static_cast<int64_t>(OutputLayout::kFlat),
-                              .num_sms = num_sms.get()};
+  const DispatchConfig config{{route.num_experts, route.topk, route.max_tokens, OutputLayout::kFlat},
+                              {.num_sms = to_int(num_sms.get(), "num_sms")}};
   const GraphOutputsScope in_arena;
   auto [rows, scales, x1, x2, x3] = Cached::run(seq, payload.rows.get(), payload.scales.get(), *route.route,
                                                 route.slots, route.num_tokens, route.num_rows, config.pack());
@@ -220,14 +217,9 @@ PyObject* normal_dispatch_cached(PyObject* const* given, Py_ssize_t count) {
 }
 
 Tensor combine_rows(const Tensor& seq, const Tensor& rows, const Route& route, at::TensorList biases, int64_t num_sms) {
-  const auto dtype = static_cast<int64_t>(dtype_of(rows.scalar_type()));
-  const CombineConfig config{.num_experts = route.num_experts,
-                             .topk = route.topk,
-                             .max_tokens = route.max_tokens,
-                             .layout = static_cast<int64_t>(OutputLayout::kFlat),
-                             .out_dtype = dtype,
-                             .wire_dtype = dtype,
-                             .num_sms = num_sms};
+  const DType dtype = dtype_of(rows.scalar_type());
+  const CombineConfig config{{route.num_experts, route.topk, route.max_tokens, OutputLayout::kFlat},
+                             {.out_dtype = dtype, .wire_dtype = dtype, .num_sms = to_int(num_sms, "num_sms")}};
   return std::get<0>(HtCombine::run(seq, rows, std::nullopt, *route.route, route.slots, std::nullopt, std::nullopt,
                                     biases, route.num_tokens, route.num_rows, config.pack()));
 }

@@ -29,11 +29,8 @@ DispatchResult ht_dispatch_deepep(const Tensor& seq, const Tensor& x, const Opti
                                   int64_t max_tokens, int64_t capacity, int64_t num_sms) {
   return guarded([&] {
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
-    const DispatchConfig config{.num_experts = num_experts,
-                                .topk = topk_idx.size(1),
-                                .max_tokens = max_tokens,
-                                .layout = static_cast<int64_t>(OutputLayout::kFlat),
-                                .num_sms = num_sms};
+    const DispatchConfig config{{num_experts, topk_idx.size(1), max_tokens, OutputLayout::kFlat},
+                                {.num_sms = to_int(num_sms, "num_sms")}};
     const HtDispatched t = dispatch_ht(seq, x, x_scales, topk_idx, topk_weights, capacity, config);
     const at::Device host(at::kCPU);
     Tensor counts = new_tensor({capacity < 0 ? 1 + static_cast<int64_t>(t.demand.size()) : 0}, at::kLong, host);

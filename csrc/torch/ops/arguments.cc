@@ -10,33 +10,8 @@ int to_int(int64_t value, const char* name) {
   return static_cast<int>(value);
 }
 
-Quant quant_of(int64_t quant) {
-  EP_CHECK(quant >= 0 && quant <= 3, "quant ", quant, " is unknown");
-  return static_cast<Quant>(quant);
-}
-
-Weighting weighting_of(int64_t weighting) {
-  EP_CHECK(weighting >= 0 && weighting <= 2, "weighting ", weighting, " is unknown");
-  return static_cast<Weighting>(weighting);
-}
-
-bool bool_of(int64_t value, const char* name) {
-  EP_CHECK(value == 0 || value == 1, name, " is ", value, ", must be 0 or 1");
-  return value != 0;
-}
-
-int num_sms_of(int64_t num_sms) {
-  EP_CHECK(num_sms >= 0, "num_sms is ", num_sms, ", must not be negative");
-  return to_int(num_sms, "num_sms");
-}
-
-DType dtype_of_code(int64_t code) {
-  EP_CHECK(code >= 0 && code <= static_cast<int64_t>(DType::kLogFmt), "dtype ", code, " is unknown");
-  return static_cast<DType>(code);
-}
-
-at::ScalarType float_type_of(int64_t code) {
-  switch (dtype_of_code(code)) {
+at::ScalarType float_type_of(DType dtype) {
+  switch (dtype) {
     case DType::kBF16:
       return at::kBFloat16;
     case DType::kF16:
@@ -44,7 +19,7 @@ at::ScalarType float_type_of(int64_t code) {
     case DType::kF32:
       return at::kFloat;
     default:
-      raise(ErrorKind::kInvalidArgument, "combine returns bf16, fp16 or fp32, not ", name_of(dtype_of_code(code)));
+      raise(ErrorKind::kInvalidArgument, "combine returns bf16, fp16 or fp32, not ", name_of(dtype));
   }
 }
 
@@ -118,31 +93,17 @@ DType dtype_of(at::ScalarType type) {
   }
 }
 
-namespace {
-
-OutputShape output_shape(int num_ranks, int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t layout,
-                         int64_t capacity, int64_t alignment) {
-  EP_CHECK(layout >= 0 && layout <= 3, "layout ", layout, " is unknown");
-  const Shape shape = Shape::make(num_ranks, to_int(num_experts, "num_experts"), to_int(topk, "top-k"),
-                                  to_int(max_tokens, "max_tokens"));
-  return OutputShape::make(shape, static_cast<OutputLayout>(layout), capacity, alignment);
-}
-
-}  // namespace
-
-int64_t default_capacity_of(int num_ranks, const DispatchConfig& c) {
+int64_t default_capacity_of(int num_ranks, const RoutingNumbers& c) {
   const OutputShape one = output_shape(num_ranks, c, 1);
   const Shape shape{num_ranks, static_cast<int>(c.num_experts), one.topk, one.max_tokens};
   return default_capacity(one.layout, shape, one.alignment);
 }
 
-OutputShape output_shape(int num_ranks, const DispatchConfig& c, int64_t capacity) {
+OutputShape output_shape(int num_ranks, const RoutingNumbers& c, int64_t capacity) {
   if (capacity == kDefaultCapacity) capacity = default_capacity_of(num_ranks, c);
-  return output_shape(num_ranks, c.num_experts, c.max_tokens, c.topk, c.layout, capacity, c.alignment);
-}
-
-OutputShape output_shape(int num_ranks, const CombineConfig& c, int64_t capacity) {
-  return output_shape(num_ranks, c.num_experts, c.max_tokens, c.topk, c.layout, capacity, 1);
+  const Shape shape = Shape::make(num_ranks, to_int(c.num_experts, "num_experts"), to_int(c.topk, "top-k"),
+                                  to_int(c.max_tokens, "max_tokens"));
+  return OutputShape::make(shape, c.layout, capacity, c.alignment);
 }
 
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens) {
@@ -243,20 +204,17 @@ void check_outputs(const DispatchRefs& given, const InputTypes& row, Quant quant
 
 LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& config, const OutputShape& output) {
   LlDispatchParams p;
-  p.quant = quant_of(config.quant);
+  p.options = config;
   p.shape = {output.num_ranks, to_int(config.num_experts, "num_experts"), output.topk, output.max_tokens};
   p.dtype = dtype_of(row.dtype);
   p.hidden = to_int(row.hidden, "hidden");
   p.is_idx64 = row.is_idx64;
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.output = output;
-  p.zero_padding = bool_of(config.zero_padding, "zero_padding");
-  p.reports_ids = bool_of(config.reports_ids, "reports_ids");
-  p.num_sms = num_sms_of(config.num_sms);
   // The size of the scales is part of the call, for the sending half too.
-  const bool quantises = p.quant != Quant::kNone;
-  p.out_scales.count =
-      quantises ? static_cast<int>(num_quant_scales(p.quant, row.hidden)) : to_int(row.num_scales, "number of scales");
+  const bool quantises = p.options.quant != Quant::kNone;
+  p.out_scales.count = quantises ? static_cast<int>(num_quant_scales(p.options.quant, row.hidden))
+                                 : to_int(row.num_scales, "number of scales");
   p.out_scales.element_bytes = quantises ? 4 : static_cast<int>(at::elementSize(row.scale_dtype));
   return p;
 }

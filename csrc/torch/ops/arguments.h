@@ -6,8 +6,8 @@
 
 #include <optional>
 
-#include "runtime/config.h"
 #include "runtime/ll/params.h"
+#include "runtime/options.h"
 #include "torch/ops/alias_check.h"
 
 namespace ep {
@@ -15,13 +15,8 @@ namespace ep {
 using OptionalTensor = std::optional<at::Tensor>;
 
 DType dtype_of(at::ScalarType type);
-DType dtype_of_code(int64_t code);            // as a config has it
-at::ScalarType float_type_of(int64_t code);   // of what combine adds up
+at::ScalarType float_type_of(DType dtype);    // of what combine adds up
 int to_int(int64_t value, const char* name);  // refuses what does not fit
-Quant quant_of(int64_t quant);
-Weighting weighting_of(int64_t weighting);
-bool bool_of(int64_t value, const char* name);
-int num_sms_of(int64_t num_sms);
 
 // The parts of x that the receiving half must know without x.
 struct InputTypes {
@@ -57,10 +52,9 @@ struct DispatchRefs {
   }
 };
 
-int64_t default_capacity_of(int num_ranks, const DispatchConfig& config);
+int64_t default_capacity_of(int num_ranks, const RoutingNumbers& routing);
 // Refuses sizes that make no sense.
-OutputShape output_shape(int num_ranks, const DispatchConfig& config, int64_t capacity);
-OutputShape output_shape(int num_ranks, const CombineConfig& config, int64_t capacity);
+OutputShape output_shape(int num_ranks, const RoutingNumbers& routing, int64_t capacity);
 at::DimVector row_shape(const OutputShape& output, int64_t last);  // of the rows, with `last` in place of H
 at::DimVector values_shape(const OutputShape& output);             // one number a row, in rank layouts one a choice
 HandleShape handle_shape(const OutputShape& output, int64_t num_tokens);

@@ -201,7 +201,8 @@ struct Combine : torch::autograd::Function<Combine> {
   // 0 where the ids given at combine skip a row.
   static Tensor unskipped(const Tensor& values, const Tensor& ids, const SavedRouting& routing) {
     if (!ids.defined()) return values;
-    return at::where(ids.ge(0).logical_and(ids.lt(routing.num_experts)), values, at::zeros({}, values.options()));
+    return at::where(ids.ge(0).logical_and(ids.lt(routing.numbers.num_experts)), values,
+                     at::zeros({}, values.options()));
   }
 };
 

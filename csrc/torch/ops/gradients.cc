@@ -26,21 +26,20 @@ using c10::SymInt;
 // The weights that a combine applies. Those of the dispatch are in the handle: that they are given, too, is for
 // gradients.
 const Optional& applied(const Optional& weights, const CombineConfig& config) {
-  return weighting_of(config.weighting) == Weighting::kHome ? weights : kNone;
+  return config.weighting == Weighting::kHome ? weights : kNone;
 }
 
 void require_weights(const Optional& weights, const CombineConfig& config) {
-  EP_CHECK(weights || weighting_of(config.weighting) == Weighting::kNone,
+  EP_CHECK(weights || config.weighting == Weighting::kNone,
            "the gradient of a combine with the dispatch's weights needs them: give the weights that dispatch returned");
 }
 
 // ---- The ops above autograd
 
 // Also where the caller left it open.
-SymInt capacity_of(const Tensor& rows, const DispatchConfig& config) {
-  const auto layout = static_cast<OutputLayout>(config.layout);
-  if (layout == OutputLayout::kRankMajor) return config.max_tokens;
-  return layout == OutputLayout::kExpertMajor ? rows.sym_size(1) : rows.sym_size(0);
+SymInt capacity_of(const Tensor& rows, const RoutingNumbers& routing) {
+  if (routing.layout == OutputLayout::kRankMajor) return routing.max_tokens;
+  return routing.layout == OutputLayout::kExpertMajor ? rows.sym_size(1) : rows.sym_size(0);
 }
 
 variable_list list_of(at::TensorList xs, const Optional& scales) {
@@ -236,8 +235,7 @@ Tensor ll_combine(const Tensor& seq, const Tensor& rows, const Tensor& handle, c
   };
   if (!wants_gradient(rows, weights, biases)) return run();
   require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, weighting_of(c.weighting),
-                           SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined { return {run(), {}}; };
   return Combine::apply(Optional(rows), kNone, weights, biases, at::TensorList(), given, combine)[0];
 }
@@ -254,8 +252,7 @@ void ll_combine_out(const Tensor& seq, const Tensor& rows, const Tensor& handle,
   forget(out);
   if (!wants_gradient(rows, weights, biases)) return run();
   require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, weighting_of(c.weighting),
-                           SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined {
     run();
     return {out, {}};
@@ -277,8 +274,7 @@ Tensor ll_combine_recv(const Tensor& seq, const Tensor& handle, at::TensorList b
   const CombineConfig c = combine_config(config);
   EP_CHECK(carrier.has_value(), "the gradient of a combine in two calls needs the carrier of its rows");
   require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, weighting_of(c.weighting),
-                           SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined { return {run(), {}}; };
   return Combine::apply(carrier, kNone, weights, biases, at::TensorList(), given, combine)[0];
 }
@@ -307,8 +303,7 @@ torch_ops::HtCombined ht_combine(const Tensor& seq, const Optional& rows, const 
   };
   if (!wants_gradient(rows, values, weights, biases)) return run();
   if (rows) require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, weighting_of(c.weighting),
-                           SavedRouting::of(seq, route, slots, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, route, slots, num_tokens, capacity, c)};
   torch_ops::HtCombined made;
   const Combining combine = [&]() -> Combined {
     made = run();
@@ -332,8 +327,7 @@ void ht_combine_out(const Tensor& seq, const Optional& rows, const Optional& val
   forget(out);
   if (!wants_gradient(rows, weights, biases)) return run();
   require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, weighting_of(c.weighting),
-                           SavedRouting::of(seq, route, slots, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, route, slots, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined {
     run();
     return {out, {}};

@@ -113,14 +113,12 @@ HtDispatchParams params_of(const Group& group, const InputTypes& row, const HtPa
   HtDispatchParams p;
   p.output = output_shape(group.num_ranks(), config, capacity);
   p.shape = {group.num_ranks(), static_cast<int>(config.num_experts), p.output.topk, p.output.max_tokens};
-  p.quant = quant_of(config.quant);
+  p.options = config;
   set_parts(p, payload);
   p.topk_idx = topk_idx.data_ptr();
   p.is_idx64 = row.is_idx64;
   p.topk_weights = topk_weights ? topk_weights->data_ptr<float>() : nullptr;
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
-  p.zero_padding = bool_of(config.zero_padding, "zero_padding");
-  p.num_sms = num_sms_of(config.num_sms);
   return p;
 }
 
@@ -148,7 +146,7 @@ HtTensors run_ht_dispatch(const at::Tensor& seq, const HtPayload& payload, const
   const InputTypes row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, config.topk, device);
   check_payload(payload, row.num_tokens, device);
   const bool is_exact = capacity == kExact;
-  EP_CHECK(!is_exact || config.layout != static_cast<int64_t>(OutputLayout::kExpertMajor),
+  EP_CHECK(!is_exact || config.layout != OutputLayout::kExpertMajor,
            "expert_major needs a capacity: its rows have no exact number");
   EP_CHECK(!is_exact || how.given == nullptr, "outputs of exact sizes cannot be given");
   HtDispatchParams p = params_of(group, row, payload, topk_idx, topk_weights, config, is_exact ? INT32_MAX : capacity);
@@ -174,7 +172,7 @@ HtTensors run_ht_dispatch(const at::Tensor& seq, const HtPayload& payload, const
     p.output = output_shape(group.num_ranks(), config,
                             p.output.layout == OutputLayout::kRankMajor ? config.max_tokens : t.num_rows);
   }
-  const OutputTypes types = output_types(row, p.quant, p.output);
+  const OutputTypes types = output_types(row, p.options.quant, p.output);
   const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, t.num_slots);
   if (how.routed != nullptr) {
     check_tensor(t.info, "info", at::kInt, types.info, device);

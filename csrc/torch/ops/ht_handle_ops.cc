@@ -50,13 +50,11 @@ PayloadOutputs run_ht_cached(const at::Tensor& seq, at::TensorList xs, const Opt
   InputTypes row = check_rows(xs[0], x_scales, device);
   row.topk = config.topk;
   check_payload(payload, num_tokens, device);
-  p.quant = quant_of(config.quant);
+  p.options = config;
   set_parts(p, payload);
   p.num_tokens = to_int(num_tokens, "number of tokens");
-  p.zero_padding = bool_of(config.zero_padding, "zero_padding");
-  p.num_sms = num_sms_of(config.num_sms);
   group.prepare(p);
-  const OutputTypes types = output_types(row, p.quant, p.output);
+  const OutputTypes types = output_types(row, p.options.quant, p.output);
   if (given != nullptr) {
     AliasCheck aliases;
     aliases.reads("the handle's route", route);
@@ -106,13 +104,12 @@ std::pair<Tensor, Tensor> run_ht_combine(const at::Tensor& seq, const OptionalTe
   const CombineConfig config = combine_config(numbers);
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   HtCombineParams p;
-  set_combine(p, info.output, static_cast<int>(info.num_experts), to_int(num_tokens, "number of tokens"),
-              weighting_of(config.weighting), num_sms_of(config.num_sms));
+  set_combine(p, info.output, static_cast<int>(info.num_experts), to_int(num_tokens, "number of tokens"), config);
   p.handle = resolve_handle(info, group, route, slots, device);
   Tensor out, out_values;
   if (rows) {
     const CombineArgs args = combine_args(*rows, weights, topk_idx, biases);
-    set_types(p, args, config);
+    set_types(p, args);
     const at::ScalarType out_dtype = float_type_of(config.out_dtype);
     EP_CHECK(p.hidden > 0, "rows have no elements");
     check_tensor(*rows, "rows", rows->scalar_type(), row_shape(p.output, args.hidden), device);

@@ -72,8 +72,8 @@ void set_parts(HtDispatchParams& p, const HtPayload& payload) {
   add(payload.xs[0]);
   p.dtype = dtype_of(payload.xs[0].scalar_type());
   p.hidden = to_int(payload.xs[0].size(1), "hidden");
-  if (p.quant != Quant::kNone) {
-    EP_CHECK(!payload.scales, "scales given together with quant ", name_of(p.quant));
+  if (p.options.quant != Quant::kNone) {
+    EP_CHECK(!payload.scales, "scales given together with quant ", name_of(p.options.quant));
     p.add_quant_scales();
   } else if (payload.scales) {
     add(*payload.scales);

@@ -27,7 +27,7 @@ struct HtPayload {
   const OptionalTensor& scales;
 };
 void check_payload(const HtPayload& payload, int64_t num_tokens, const at::Device& device);
-// Sizes and input pointers of all parts: x, its scales, the extra tensors. After `p.quant`.
+// Sizes and input pointers of all parts: x, its scales, the extra tensors. After `p.options.quant`.
 void set_parts(HtDispatchParams& p, const HtPayload& payload);
 
 // The outputs.

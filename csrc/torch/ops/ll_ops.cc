@@ -34,12 +34,12 @@ DispatchTensors run_dispatch(const at::Tensor& seq, const Tensor& x, const Optio
     aliases.reads("scales", pointer_to(x_scales));
     aliases.reads("topk_idx", topk_idx);
     aliases.reads("topk_weights", pointer_to(topk_weights));
-    check_outputs(*given, row, params.quant, output, device, aliases);
+    check_outputs(*given, row, params.options.quant, output, device, aliases);
   }
   DispatchTensors made;
   if (given == nullptr) {
     if (phase == Phase::kFused) {
-      made = allocate_outputs(row, params.quant, output, device, /*with_handle=*/true);
+      made = allocate_outputs(row, params.options.quant, output, device, /*with_handle=*/true);
     } else {
       made.handle = allocate_handle(row, output, device);
     }
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
     params.phase = Phase::kRecv;
     set_handle(params, handle);
     group.prepare(params);
-    const DispatchTensors t = allocate_outputs(row, params.quant, output, device, /*with_handle=*/false);
+    const DispatchTensors t = allocate_outputs(row, params.options.quant, output, device, /*with_handle=*/false);
     set_outputs(params, DispatchRefs::of(t));
     void* stream = registered->order.next_stream(device);
     group.run(params, stream);
@@ -116,22 +116,17 @@ HandlePtrs resolve_handle(const HandleInfo& info, const Tensor& handle, const at
 }
 
 // Counters may lie one after the other, with further ones behind them.
-void set_signals(LlCombineParams& p, const Tensor* counters, const CombineConfig& config, const at::Device& device) {
-  if (counters == nullptr) {
-    EP_CHECK(config.rows_per_signal == 0 && config.signal_threshold == 0, "rows_per_signal is ", config.rows_per_signal,
-             ", signal_threshold ", config.signal_threshold, ", but there are no row_signals");
-    return;
-  }
-  RowSignals signals = signals_of(p.output, config.rows_per_signal, config.signal_threshold);
+void set_signals(LlCombineParams& p, const Tensor* counters, const at::Device& device) {
+  p.signals = signals_of(p.output, p.options, counters != nullptr);
+  if (counters == nullptr) return;
   const at::ScalarType type = counters->scalar_type() == at::kUInt32 ? at::kUInt32 : at::kInt;
-  const int64_t experts = p.output.local_experts, need = experts * signals.per_expert();
+  const int64_t experts = p.output.local_experts, need = experts * p.signals.per_expert();
   if (counters->dim() == 1 && counters->size(0) >= need) {
     check_tensor(*counters, "row_signals", type, {counters->size(0)}, device);
   } else {
-    check_tensor(*counters, "row_signals", type, {experts, signals.per_expert()}, device);
+    check_tensor(*counters, "row_signals", type, {experts, p.signals.per_expert()}, device);
   }
-  signals.counters = static_cast<const uint32_t*>(counters->const_data_ptr());
-  p.signals = signals;
+  p.signals.counters = static_cast<const uint32_t*>(counters->const_data_ptr());
 }
 
 }  // namespace
@@ -141,11 +136,10 @@ Tensor run_combine(const at::Tensor& seq, const Tensor& handle, int64_t num_toke
   const auto [registered, group, device, on_device] = OnGroup(seq);
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   LlCombineParams p;
-  set_combine(p, info.output, static_cast<int>(info.num_experts), to_int(num_tokens, "number of tokens"),
-              weighting_of(config.weighting), num_sms_of(config.num_sms));
+  set_combine(p, info.output, static_cast<int>(info.num_experts), to_int(num_tokens, "number of tokens"), config);
   p.handle = resolve_handle(info, handle, device);
   p.phase = phase;
-  set_types(p, args, config);
+  set_types(p, args);
   const at::ScalarType out_dtype = float_type_of(config.out_dtype);
   if (args.rows != nullptr) {
     check_tensor(*args.rows, "rows", args.rows_dtype, row_shape(p.output, args.hidden), device);
@@ -154,7 +148,7 @@ Tensor run_combine(const at::Tensor& seq, const Tensor& handle, int64_t num_toke
   }
   if (sends(phase)) set_weights(p, args, info, device);
   set_biases(p, args, info, out_dtype, device);
-  set_signals(p, args.row_signals, config, device);
+  set_signals(p, args.row_signals, device);
   Tensor made;
   if (receives(phase)) p.out = take_combined(args, {&handle}, info, out_dtype, device, given, made);
   p.wait_cost = args.wait_cost;
@@ -264,7 +258,7 @@ void ll_floor_push(const Tensor& seq, const Tensor& handle, int64_t num_tokens, 
     p.num_tokens = to_int(num_tokens, "number of tokens");
     if (group.backend()->trusts_handles()) check_handle(p.handle, info.output, p.shape, p.num_tokens);
     EP_CHECK(row_bytes > 0 && row_bytes <= INT32_MAX - 16, "row_bytes is ", row_bytes, ", must be positive");
-    p.num_sms = num_sms_of(num_sms);
+    p.num_sms = to_int(num_sms, "num_sms");
     group.floor_push(p, align_up<int64_t>(row_bytes, 16), registered->order.next_stream(device));
   });
 }

@@ -21,10 +21,8 @@ inline CombineArgs combine_args(const at::Tensor& rows, const OptionalTensor& we
 
 // Types of a combine of rows.
 template <class Params>
-void set_types(Params& p, const CombineArgs& args, const CombineConfig& config) {
+void set_types(Params& p, const CombineArgs& args) {
   p.dtype = dtype_of(args.rows_dtype);
-  p.out_dtype = dtype_of_code(config.out_dtype);
-  p.wire_dtype = dtype_of_code(config.wire_dtype);
   p.hidden = to_int(args.hidden, "hidden");
   check_combined_types(p);
 }
@@ -32,9 +30,9 @@ void set_types(Params& p, const CombineArgs& args, const CombineConfig& config) 
 // Weights and ids of the home rank, of either mode.
 template <class Params>
 void set_weights(Params& p, const CombineArgs& args, const HandleInfo& spec, const at::Device& device) {
-  EP_CHECK((args.weights != nullptr) == (p.weighting == Weighting::kHome),
+  EP_CHECK((args.weights != nullptr) == (p.options.weighting == Weighting::kHome),
            "weights of the home rank are given exactly when they are asked for");
-  EP_CHECK(args.topk_idx == nullptr || p.weighting == Weighting::kHome,
+  EP_CHECK(args.topk_idx == nullptr || p.options.weighting == Weighting::kHome,
            "topk_idx at combine goes with weights of the home rank");
   if (args.weights != nullptr) {
     check_tensor(*args.weights, "weights", at::kFloat, {spec.num_tokens, spec.topk}, device);
@@ -82,7 +80,7 @@ inline void* take_combined(const CombineArgs& args, std::initializer_list<const 
   return given->data_ptr();
 }
 
-// The numbers of an operation, as runtime/config.h lists them. What a compiler may have as a symbol stays apart.
+// The numbers of an operation, as runtime/options.h lists them. What a compiler may have as a symbol stays apart.
 #define EP_DISPATCH_CONFIG_SCHEMA "SymInt capacity, int[] config"
 #define EP_HANDLE_SCHEMA "SymInt num_tokens, SymInt capacity, int[] config"
 

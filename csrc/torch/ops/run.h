@@ -42,9 +42,8 @@ struct HandleInfo {
   int64_t num_tokens, topk, num_experts;
   OutputShape output;
 
-  template <class Config>
-  static HandleInfo of(int num_ranks, int64_t num_tokens, int64_t capacity, const Config& config) {
-    return {num_tokens, config.topk, config.num_experts, output_shape(num_ranks, config, capacity)};
+  static HandleInfo of(int num_ranks, int64_t num_tokens, int64_t capacity, const RoutingNumbers& routing) {
+    return {num_tokens, routing.topk, routing.num_experts, output_shape(num_ranks, routing, capacity)};
   }
   Shape shape() const { return {output.num_ranks, static_cast<int>(num_experts), output.topk, output.max_tokens}; }
 };

@@ -38,7 +38,8 @@ void SavedRouting::save(AutogradContext* ctx, at::ArrayRef<Tensor> more) const {
   }
   ctx->save_for_backward(std::move(tensors));
   ctx->saved_data["is_there"] = is_there;
-  ctx->saved_data["routing"] = std::vector<int64_t>{num_experts, topk, max_tokens, layout, alignment};
+  const auto packed = numbers.pack();
+  ctx->saved_data["routing"] = std::vector<int64_t>(packed.begin(), packed.end());
   ctx->saved_data["num_tokens"] = num_tokens;
   ctx->saved_data["capacity"] = capacity;
 }
@@ -55,36 +56,27 @@ std::pair<SavedRouting, std::vector<Tensor>> SavedRouting::load(AutogradContext*
                        more[0],
                        ctx->saved_data["num_tokens"].toSymInt(),
                        ctx->saved_data["capacity"].toSymInt(),
-                       numbers[0],
-                       numbers[1],
-                       numbers[2],
-                       numbers[3],
-                       numbers[4]};
+                       RoutingNumbers::unpack(numbers.data())};
   more.erase(more.begin());
   return {std::move(routing), std::move(more)};
 }
 
 CombineConfig SavedRouting::combine_config(at::ScalarType type) const {
-  auto c = config<CombineConfig>();
-  c.weighting = static_cast<int64_t>(Weighting::kNone);
-  c.out_dtype = c.wire_dtype = static_cast<int64_t>(dtype_of(type));
-  return c;
+  const DType dtype = dtype_of(type);
+  return {numbers, {.out_dtype = dtype, .wire_dtype = dtype}};
 }
 
 DispatchConfig SavedRouting::dispatch_config() const {
-  auto c = config<DispatchConfig>();
-  c.zero_padding = 1;  // what does not exist adds nothing to the gradients of experts
-  return c;
+  return {numbers, {.zero_padding = true}};  // what does not exist adds nothing to the gradients of experts
 }
 
 Tensor SavedRouting::expert_ids() const {
   const int num_ranks = static_cast<int>(seq.sym_size(1).guard_int(__FILE__, __LINE__));
   const int domain_size = static_cast<int>(seq.sym_size(2).guard_int(__FILE__, __LINE__));
-  const auto c = config<DispatchConfig>();
-  const OutputShape output = output_shape(num_ranks, c, 1);
+  const OutputShape output = output_shape(num_ranks, numbers, 1);
   const int64_t at = is_ht() ? HtHandleShape::make(output, Topology::make(num_ranks, domain_size), 0, 0).ids_at()
                              : HandleShape::of(output, 0).ids_at();
-  return handle.narrow_symint(0, at, num_tokens * topk).view_symint({num_tokens, topk});
+  return handle.narrow_symint(0, at, num_tokens * numbers.topk).view_symint({num_tokens, numbers.topk});
 }
 
 // ---- To the home ranks
@@ -99,18 +91,18 @@ Tensor SavedRouting::combine_rows(const Tensor& given) const {
     return combine_rows(at::constant_pad_nd_symint(given, {0, padding}, 0)).narrow_symint(1, 0, length);
   }
   const Tensor rows = given.contiguous();
-  const auto numbers = combine_config(rows.scalar_type()).pack();
-  if (!is_ht()) return torch_ops::ll_combine().call(seq, rows, handle, {}, {}, {}, num_tokens, capacity, numbers);
+  const auto config = combine_config(rows.scalar_type()).pack();
+  if (!is_ht()) return torch_ops::ll_combine().call(seq, rows, handle, {}, {}, {}, num_tokens, capacity, config);
   return std::get<0>(
-      torch_ops::ht_combine().call(seq, rows, {}, handle, slots, {}, {}, {}, num_tokens, capacity, numbers));
+      torch_ops::ht_combine().call(seq, rows, {}, handle, slots, {}, {}, {}, num_tokens, capacity, config));
 }
 
 Tensor SavedRouting::combine_scalars(const Tensor& given) const {
   const Tensor values = given.contiguous();
-  const auto numbers = combine_config(at::kFloat).pack();
-  if (!is_ht()) return torch_ops::ll_combine_weights().call(seq, values, handle, num_tokens, capacity, numbers);
+  const auto config = combine_config(at::kFloat).pack();
+  if (!is_ht()) return torch_ops::ll_combine_weights().call(seq, values, handle, num_tokens, capacity, config);
   return std::get<1>(
-      torch_ops::ht_combine().call(seq, {}, values, handle, slots, {}, {}, {}, num_tokens, capacity, numbers));
+      torch_ops::ht_combine().call(seq, {}, values, handle, slots, {}, {}, {}, num_tokens, capacity, config));
 }
 
 std::pair<Tensor, Tensor> SavedRouting::combine_both(const Tensor& rows, const Tensor& values) const {
@@ -118,9 +110,9 @@ std::pair<Tensor, Tensor> SavedRouting::combine_both(const Tensor& rows, const T
     Tensor sums = combine_rows(rows);
     return {std::move(sums), combine_scalars(values)};
   }
-  const auto numbers = combine_config(rows.scalar_type()).pack();
+  const auto config = combine_config(rows.scalar_type()).pack();
   auto [sums, scalars] = torch_ops::ht_combine().call(seq, rows.contiguous(), values.contiguous(), handle, slots, {},
-                                                      {}, {}, num_tokens, capacity, numbers);
+                                                      {}, {}, num_tokens, capacity, config);
   return {std::move(sums), std::move(scalars)};
 }
 
@@ -128,22 +120,22 @@ std::pair<Tensor, Tensor> SavedRouting::combine_both(const Tensor& rows, const T
 
 Tensor SavedRouting::dispatch_rows(const Tensor& given) const {
   const Tensor x = given.contiguous();
-  const auto numbers = dispatch_config().pack();
+  const auto config = dispatch_config().pack();
   if (is_ht()) {
-    return std::get<0>(torch_ops::ht_dispatch_cached().call(seq, x, {}, handle, slots, num_tokens, capacity, numbers));
+    return std::get<0>(torch_ops::ht_dispatch_cached().call(seq, x, {}, handle, slots, num_tokens, capacity, config));
   }
   // Low latency has no cached dispatch: places follow from the routing alone, and the handle has that.
-  return std::get<0>(torch_ops::ll_dispatch().call(seq, x, {}, expert_ids(), {}, capacity, numbers));
+  return std::get<0>(torch_ops::ll_dispatch().call(seq, x, {}, expert_ids(), {}, capacity, config));
 }
 
 std::pair<Tensor, Tensor> SavedRouting::dispatch_weighted(const Tensor& given, const Tensor& given_weights) const {
   const Tensor x = given.contiguous(), weights = given_weights.contiguous(), ids = expert_ids();
-  const auto numbers = dispatch_config().pack();
+  const auto config = dispatch_config().pack();
   if (is_ht()) {
-    const auto made = torch_ops::ht_dispatch().call(seq, x, {}, ids, weights, capacity, numbers);
+    const auto made = torch_ops::ht_dispatch().call(seq, x, {}, ids, weights, capacity, config);
     return {std::get<0>(made), std::get<2>(made)};
   }
-  const auto made = torch_ops::ll_dispatch().call(seq, x, {}, ids, weights, capacity, numbers);
+  const auto made = torch_ops::ll_dispatch().call(seq, x, {}, ids, weights, capacity, config);
   return {std::get<0>(made), std::get<2>(made)};
 }
 

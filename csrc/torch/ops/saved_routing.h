@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/config.h"
+#include "runtime/options.h"
 #include "torch/ops/arguments.h"
 
 namespace ep {
@@ -17,13 +17,11 @@ struct SavedRouting {
   at::Tensor seq, handle;
   at::Tensor slots;  // high throughput; undefined in low latency
   c10::SymInt num_tokens, capacity;
-  int64_t num_experts = 0, topk = 0, max_tokens = 0, layout = 0, alignment = 1;
+  RoutingNumbers numbers;
 
-  template <class Config>
   static SavedRouting of(const at::Tensor& seq, const at::Tensor& handle, const at::Tensor& slots,
-                         c10::SymInt num_tokens, c10::SymInt capacity, const Config& c) {
-    return {seq,          handle,   slots,      std::move(num_tokens), std::move(capacity), c.num_experts, c.topk,
-            c.max_tokens, c.layout, c.alignment};
+                         c10::SymInt num_tokens, c10::SymInt capacity, const RoutingNumbers& numbers) {
+    return {seq, handle, slots, std::move(num_tokens), std::move(capacity), numbers};
   }
   // `more`: tensors that load() returns behind the routing.
   void save(torch::autograd::AutogradContext* ctx, at::ArrayRef<at::Tensor> more) const;
@@ -45,16 +43,6 @@ struct SavedRouting {
 
  private:
   at::Tensor expert_ids() const;  // of the own tokens, int32 [T, K]
-  template <class Config>
-  Config config() const {
-    Config c;
-    c.num_experts = num_experts;
-    c.topk = topk;
-    c.max_tokens = max_tokens;
-    c.layout = layout;
-    c.alignment = alignment;
-    return c;
-  }
   CombineConfig combine_config(at::ScalarType type) const;
   DispatchConfig dispatch_config() const;
 };

@@ -21,11 +21,12 @@ void launch_combine(const void* host_args, const void* args, int num_ranks, void
   const auto* first = static_cast<const HtArgs<HtCombineParams>*>(host_args);
   const auto [blocks, threads, bytes] = LargestLaunch::of(first, num_ranks);
   const HtCombineParams& p = first->params;
-  with_types(p.dtype, p.wire_dtype, p.out_dtype, [&, blocks = blocks, threads = threads, bytes = bytes](auto types) {
-    using T = decltype(types);
-    launch_kernel(&combine_by_rail_world<T::in, T::wire, T::out>, num_ranks * blocks + 1, threads, bytes, false, stream,
-                  static_cast<const HtArgs<HtCombineParams>*>(args), num_ranks, blocks);
-  });
+  with_types(p.dtype, p.options.wire_dtype, p.options.out_dtype,
+             [&, blocks = blocks, threads = threads, bytes = bytes](auto types) {
+               using T = decltype(types);
+               launch_kernel(&combine_by_rail_world<T::in, T::wire, T::out>, num_ranks * blocks + 1, threads, bytes,
+                             false, stream, static_cast<const HtArgs<HtCombineParams>*>(args), num_ranks, blocks);
+             });
 }
 
 }  // namespace

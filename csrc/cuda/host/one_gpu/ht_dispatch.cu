@@ -41,7 +41,7 @@ void launch_route(const void* host_args, const void* args, int num_ranks, void* 
 }
 
 void launch_dispatch(const void* host_args, const void* args, int num_ranks, void* stream) {
-  const bool converts = static_cast<const HtArgs<HtDispatchParams>*>(host_args)->params.quant != Quant::kNone;
+  const bool converts = static_cast<const HtArgs<HtDispatchParams>*>(host_args)->params.options.quant != Quant::kNone;
   launch_all<HtDispatchParams>(converts ? &dispatch_by_rail_world<true> : &dispatch_by_rail_world<false>, host_args,
                                args, num_ranks, stream);
 }

@@ -194,8 +194,8 @@ struct StagedSlot {
     const HtSlotFormat& format = p.offsets.slot;
     const int32_t* kept = p.handle.slot(slot);
     row = kept[format.place(role.lane)];
-    if (p.weighting == Weighting::kDispatch) weight = __int_as_float(kept[format.weight(role.lane)]);
-    if (p.weighting != Weighting::kHome) return;
+    if (p.options.weighting == Weighting::kDispatch) weight = __int_as_float(kept[format.weight(role.lane)]);
+    if (p.options.weighting != Weighting::kHome) return;
     // For choices that are not on this rank these words are arbitrary.
     const auto* given = role.peers.local<uint32_t>(p.offsets.slot_words(slot));
     mark = static_cast<int32_t>(ptx::ld_relaxed_sys(given + format.place(role.lane)));
@@ -301,7 +301,7 @@ struct StagedRows {
 
 template <DType kIn, DType kWire, int kCount>
 __device__ __forceinline__ void stage_rows(const HtCombineRole& role, char* rings) {
-  const bool is_home_weighted = role.p.weighting == Weighting::kHome && role.p.has_rows();
+  const bool is_home_weighted = role.p.options.weighting == Weighting::kHome && role.p.has_rows();
   if (is_home_weighted && !await_all(role, HtSignal::kCombineWeights, Awaited::kWeights)) return;
   using Rows = StagedRows<kIn, kWire, kCount>;
   Rows rows(role);

@@ -154,7 +154,8 @@ struct HtCombineGeometry {
 
   static HtCombineGeometry of(const HtCombineParams& p, const HtPlan& plan) {
     HtCombineGeometry g;
-    const bool is_wide = p.dtype == DType::kF32 || p.wire_dtype == DType::kF32 || p.out_dtype == DType::kF32;
+    const bool is_wide =
+        p.dtype == DType::kF32 || p.options.wire_dtype == DType::kF32 || p.options.out_dtype == DType::kF32;
     g.row_lanes = p.hidden / (is_wide ? 4 : 8);
     g.pieces = std::max(1, ceil_div(g.row_lanes, 32 * kPieceSteps));
     g.unit_pieces = std::min(g.pieces, plan.unit_pieces > 0 ? plan.unit_pieces : g.pieces);

@@ -291,7 +291,7 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
   const int last = role.num_ranks() - 1;
   if (output.layout == OutputLayout::kFlat) {
     const int64_t rows = role.tables.flows.from_first[last] + role.tables.flows.from[last];
-    return clear_rows(role, min(rows, output.capacity), output.capacity, p.zero_padding);
+    return clear_rows(role, min(rows, output.capacity), output.capacity, p.options.zero_padding);
   }
 #pragma unroll 1
   for (int bin = 0; bin < output.bins(); bin++) {
@@ -299,12 +299,12 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
       const int64_t start = within(role.tables.start[bin], output.capacity);
       const int64_t next = bin + 1 < output.bins() ? role.tables.start[bin + 1] : output.capacity;
       const int64_t filled = start + output.kept(start, max(p.handle.expert_counts[bin], 0));
-      clear_rows(role, filled, min(next, output.capacity), p.zero_padding);
+      clear_rows(role, filled, min(next, output.capacity), p.options.zero_padding);
     } else {
       const bool expert_rows = has_expert_rows(output.layout);
       const int64_t limit = expert_rows ? output.capacity : p.shape.max_tokens;
       const int demand = expert_rows ? max(p.handle.expert_counts[bin], 0) : role.tables.flows.from[bin];
-      clear_rows(role, bin * limit + output.kept(0, demand), (bin + 1) * limit, p.zero_padding);
+      clear_rows(role, bin * limit + output.kept(0, demand), (bin + 1) * limit, p.options.zero_padding);
     }
   }
 }

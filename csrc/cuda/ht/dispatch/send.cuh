@@ -50,7 +50,7 @@ struct Conversion {
         out(role.stage + 16 * role.lane),
         scales(role.stage + role.geometry.stage_offset[1]),
         groups(ceil_div(role.p.hidden, kQuantGroup)),
-        quant(role.p.quant) {
+        quant(role.p.options.quant) {
     // Of a group's eight lanes the even ones work out the scale of the first step, the others that of the second.
     const unsigned lane = role.lane, step = lane & 1;
     group = static_cast<int>(4 * step + lane / 8);
@@ -115,13 +115,13 @@ __device__ __forceinline__ int begin_load(const SendRole& role, int token, int p
   __syncwarp();
   int bulk = 0;
   for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
-    if (p.quant != Quant::kNone && i < 2) continue;
+    if (p.options.quant != Quant::kNone && i < 2) continue;
     if (g.in_width[i] == 0) bulk += p.parts[i].bytes;
   }
   if (bulk > 0 && role.lane == 0) {
     ptx::mbarrier_expect(role.barrier(), bulk);
     for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
-      if (g.in_width[i] != 0 || (p.quant != Quant::kNone && i < 2)) continue;
+      if (g.in_width[i] != 0 || (p.options.quant != Quant::kNone && i < 2)) continue;
       const char* in = static_cast<const char*>(p.parts[i].in) + token * p.parts[i].row_stride;
       ptx::bulk_load(role.stage + g.stage_offset[i], in, p.parts[i].bytes, role.barrier());
     }

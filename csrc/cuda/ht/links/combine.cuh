@@ -98,7 +98,7 @@ __device__ __forceinline__ void begin_crossing(const HtCombineRole& role) {
     post(role.op, role.part, domain, kFirstChunkChannel + chunk, 0, 0, 0);
   }
   __syncwarp();
-  if (role.p.weighting != Weighting::kHome || !role.p.has_rows()) {
+  if (role.p.options.weighting != Weighting::kHome || !role.p.has_rows()) {
     return post_nothing(role.op, role.part, kWeightsChannel, 1, role.thread(), role.threads());
   }
   send_crossing_weights(role);

@@ -32,7 +32,7 @@ void load_ht_rail_combine() {
 }
 
 void launch_rail(const HtArgs<HtCombineParams>& args, void* stream) {
-  with_types(args.params.dtype, args.params.wire_dtype, args.params.out_dtype, [&](auto types) {
+  with_types(args.params.dtype, args.params.options.wire_dtype, args.params.options.out_dtype, [&](auto types) {
     using T = decltype(types);
     launch_kernel(&ht::combine_by_rail<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(),
                   args.geometry.bytes, args.plan.pdl, stream, args);

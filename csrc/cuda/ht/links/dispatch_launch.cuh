@@ -50,7 +50,7 @@ void launch_rail(const HtArgs<HtRouteParams>& args, void* stream) {
 }
 
 void launch_rail(const HtArgs<HtDispatchParams>& args, void* stream) {
-  const bool converts = args.params.quant != Quant::kNone;
+  const bool converts = args.params.options.quant != Quant::kNone;
   launch_kernel(converts ? &ht::dispatch_by_rail<true> : &ht::dispatch_by_rail<false>, args.plan.blocks,
                 args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
 }

@@ -268,7 +268,7 @@ struct Receiver {
   }
   __device__ __forceinline__ void prefetch(const CombineRole& role, const OwnEntriesAt& at) {
     id = at.id != nullptr ? __ldg(at.id) : -1;
-    terms = at.terms.load(role.p.weighting);
+    terms = at.terms.load(role.p.options.weighting);
   }
   // Loads the own rows of a piece, and the handle's entries of the piece after it.
   __device__ __forceinline__ void load_rows(const CombineRole& role) {

@@ -43,7 +43,7 @@ struct Sender {
     all_tokens_at = ptx::opaque(role.p.handle.tokens + role.lane);
   }
   __device__ __forceinline__ void prefetch_first(const CombineRole& role) {
-    next_terms = terms_at.load(role.p.weighting);
+    next_terms = terms_at.load(role.p.options.weighting);
     first_tokens = __ldg(tokens_at);
     if (role.lane < role.p.shape.num_ranks) tokens = __ldg(all_tokens_at);
   }
@@ -100,7 +100,7 @@ struct Sender {
     if (next.token >= role.p.shape.max_tokens) return;
     const int home = role.home_of(next.home);
     next_rows = ptx::opaque(lane_of_rows<kIn, kCount>(role, next.piece));
-    next_terms = TermsAt::of(role, home, next.token).load(role.p.weighting);
+    next_terms = TermsAt::of(role, home, next.token).load(role.p.options.weighting);
     if (kHome && !kUnweighted && role.lane < role.p.shape.topk) {
       next_weight = ptx::ld_relaxed_sys(home_weight(role, op, home, next.token));
     }

@@ -29,9 +29,9 @@ struct RowShape {
     row.vectors = p.row.is_keyed ? p.row.body_bytes() / kLaneBytes : row.payload_vectors;
     row.steps = ceil_div(row.vectors, 32);
     row.side_offset = p.row.is_keyed ? p.row.keys_offset() : p.row.scales_offset();
-    if (p.row.is_keyed || p.quant == Quant::kFp8Ue8m0) {
+    if (p.row.is_keyed || p.options.quant == Quant::kFp8Ue8m0) {
       row.side_bytes = 4;
-    } else if (p.quant != Quant::kNone) {
+    } else if (p.options.quant != Quant::kNone) {
       row.side_bytes = 16;
     }
     return row;

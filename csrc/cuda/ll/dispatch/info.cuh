@@ -59,7 +59,7 @@ template <bool kExpertRows>
 __device__ __forceinline__ void clear_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
 #pragma unroll 1
   for (int64_t row = from + lane_id(); row < to; row += 32) clear_entry(p, kExpertRows, row);
-  if (p.zero_padding) zero_rows(p, from, to);
+  if (p.options.zero_padding) zero_rows(p, from, to);
 }
 
 // Warp `index` of `warps` clears the gaps of bins index, index + warps, ..., and of the last gap as many times 32 rows.

@@ -22,8 +22,9 @@ struct Instance {
 template <OutputLayout kLayout, class Body>
 void with_encoding(const LlDispatchParams& p, int steps, Body body) {
   constexpr OutputLayout k = kLayout;
-  if (p.quant != Quant::kNone && p.dtype == DType::kBF16) return body(Instance<Encoding::kFp8, DType::kBF16, 2, k>{});
-  if (p.quant != Quant::kNone) return body(Instance<Encoding::kFp8, DType::kF16, 2, k>{});
+  if (p.options.quant != Quant::kNone && p.dtype == DType::kBF16)
+    return body(Instance<Encoding::kFp8, DType::kBF16, 2, k>{});
+  if (p.options.quant != Quant::kNone) return body(Instance<Encoding::kFp8, DType::kF16, 2, k>{});
   if (p.row.is_keyed) return body(Instance<Encoding::kKeyed, DType::kBF16, 2, k>{});
   if (steps == 2) return body(Instance<Encoding::kFloat, DType::kBF16, 2, k>{});
   return body(Instance<Encoding::kFloat, DType::kBF16, 4, k>{});
@@ -56,7 +57,7 @@ void for_all_instances(Body body) {
             p.output.layout = layout;
             p.row.is_keyed = is_keyed;
             p.dtype = dtype;
-            p.quant = quant;
+            p.options.quant = quant;
             with_instance(p, steps, body);
           }
         }

@@ -92,8 +92,8 @@ template <Encoding kEncoding, DType kType, int kSteps>
 __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kEncoding, kSteps>& raw, int piece_index,
                                        PieceOf<kEncoding, kSteps>& piece, int lane) {
   if constexpr (kEncoding == Encoding::kFp8) {
-    quantize<kType>(p.quant, raw, piece, lane);
-    piece.side = finish_scales(p.quant, piece.side, piece_index * kSteps + lane, p.hidden);
+    quantize<kType>(p.options.quant, raw, piece, lane);
+    piece.side = finish_scales(p.options.quant, piece.side, piece_index * kSteps + lane, p.hidden);
   } else {
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {

@@ -53,7 +53,7 @@ __device__ __forceinline__ Choice choice_of(const DispatchRole& role, RawId raw)
 
 static __device__ __noinline__ void report_invalid_id(const LlDispatchParams& p, DeviceState* state, int token) {
   const int k = lane_id();
-  if (!p.reports_ids) return;
+  if (!p.options.reports_ids) return;
   const int64_t id = load_id(p.topk_idx, p.is_idx64, static_cast<int64_t>(token) * p.shape.topk + k);
   note_invalid_id(state, id, token, k);
 }

@@ -160,7 +160,7 @@ __device__ __forceinline__ bool send_own_sums(const RailRole& rail_role, const C
   }
   const auto load_terms = [&](const Unit& piece) {
     const int token = share.first + piece.token;
-    Terms terms = TermsAt::of(role, home, token).load(p.weighting);
+    Terms terms = TermsAt::of(role, home, token).load(p.options.weighting);
     if constexpr (kHome) {
       if (terms.row >= 0) terms = with_weight(terms, record.weights[token * p.shape.topk + role.lane]);
     }

@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(kScalarThreads)
 
 template <class Body>
 void with_instance(const LlCombineParams& p, Body body) {
-  with_types(p.dtype, p.wire_dtype, p.out_dtype, [&](auto types) {
+  with_types(p.dtype, p.options.wire_dtype, p.options.out_dtype, [&](auto types) {
     if (p.sends_unweighted) return body(types, std::true_type{}, std::true_type{});
-    if (p.weighting == Weighting::kHome) return body(types, std::true_type{}, std::false_type{});
+    if (p.options.weighting == Weighting::kHome) return body(types, std::true_type{}, std::false_type{});
     return body(types, std::false_type{}, std::false_type{});
   });
 }
