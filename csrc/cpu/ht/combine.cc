@@ -19,7 +19,7 @@ constexpr int kMessageWords = kRowsOffset + 2;
 class Combine {
  public:
   Combine(const HtCombineParams& p, HtChannel& channel)
-      : p_(p), channel_(channel), format_(p.offsets.row), sum_(p.hidden), domain_sum_(p.hidden), term_(p.hidden) {}
+      : p_(p), channel_(channel), format_(p.offsets.row), home_(p), sum_(p.hidden), term_(p.hidden) {}
 
   void run() {
     send_messages();
@@ -157,8 +157,7 @@ class Combine {
 
   // This rank's rows of a token, weighted and added up in the order of k.
   void stage_partial(int64_t slot) {
-    std::fill(sum_.begin(), sum_.end(), 0.0f);
-    bool has_term = false;
+    sum_.begin();
     const char* given = channel_.local(p_.offsets.slot_words(slot));
     for (int k = 0; k < p_.shape.topk; k++) {
       const int32_t* kept = p_.handle.slot(slot);
@@ -176,9 +175,9 @@ class Combine {
       if (p_.options.weighting != Weighting::kNone) {
         for (float& value : term_) value = weight * value;
       }
-      add(sum_, term_, has_term);
+      sum_.add(term_);
     }
-    from_floats(p_.options.wire_dtype, sum_.data(), staged(slot, 0), p_.hidden);
+    from_floats(p_.options.wire_dtype, sum_.values.data(), staged(slot, 0), p_.hidden);
   }
 
   void stage_scalars(int64_t slot, int32_t row) {
@@ -201,7 +200,7 @@ class Combine {
   }
 
   // Adds the rows of the ranks of the own domain, in rank order; false if none has an expert of the token.
-  bool add_domain(const Token& token, Floats& sum, bool& has_term, float* scalars) {
+  bool add_domain(const Token& token, Sum& sum, float* scalars) {
     bool is_here = false;
     for (int lsa = 0; lsa < channel_.topology().domain_size; lsa++) {
       const int rank = channel_.domain() * channel_.topology().domain_size + lsa;
@@ -215,7 +214,7 @@ class Combine {
       is_here = true;
       if (p_.has_rows()) {
         read_row(rank, row, slot);
-        add(sum, term_, has_term);
+        sum.add(term_);
       }
       for (int k = 0; k < p_.shape.topk && p_.has_values; k++) {
         if (token.ids[k] < 0 || p_.shape.owner(token.ids[k]) != rank) continue;
@@ -257,11 +256,11 @@ class Combine {
       const int peer = p_.offsets.rail_peer(channel_.rank(), home);
       for (int token = 0; token < p_.handle.rail_tokens[home]; token++) {
         std::vector<float> scalars(topk, 0.0f);
-        bool has_term = false;
         const Token route = token_of(p_.handle.rail, p_.offsets.rail_index(home, token) * topk);
-        if (!add_domain(route, domain_sum_, has_term, scalars.data())) continue;
+        sum_.begin();
+        if (!add_domain(route, sum_, scalars.data())) continue;
         const Offset out = p_.offsets.rail_row_out(home, token);
-        if (p_.has_rows()) from_floats(p_.options.wire_dtype, domain_sum_.data(), channel_.local(out), p_.hidden);
+        if (p_.has_rows()) from_floats(p_.options.wire_dtype, sum_.values.data(), channel_.local(out), p_.hidden);
         if (p_.has_values) {
           std::memcpy(channel_.local(out) + format_.offset[format_.num_parts - 1], scalars.data(), topk * 4);
         }
@@ -281,34 +280,25 @@ class Combine {
     const size_t first = static_cast<size_t>(token) * topk;
     const Token route = token_of(p_.handle.own, first);
     std::vector<float> scalars(topk, 0.0f);
-    std::fill(sum_.begin(), sum_.end(), 0.0f);
-    bool has_term = false;
-    for (const void* bias : p_.bias) {
-      if (bias == nullptr) continue;
-      to_floats(p_.options.out_dtype, row_at(bias, token, p_.hidden, p_.options.out_dtype), term_.data(), p_.hidden);
-      add(sum_, term_, has_term);
-    }
+    home_.begin(token);
     for (int domain = 0; domain < channel_.num_domains(); domain++) {
       if (channel_.num_domains() == 1) {
-        add_domain(route, sum_, has_term, scalars.data());
+        add_domain(route, home_.terms, scalars.data());
       } else if (domain != channel_.domain()) {
-        add_from_rail(route, domain, token, has_term, scalars.data());
+        add_from_rail(route, domain, token, scalars.data());
       } else {
-        bool has_domain_term = false;
-        add_domain(route, domain_sum_, has_domain_term, scalars.data());
-        if (!has_domain_term) continue;
-        round(domain_sum_);  // as if it had travelled
-        add(sum_, domain_sum_, has_term);
+        sum_.begin();
+        add_domain(route, sum_, scalars.data());
+        if (!sum_.has_term()) continue;
+        round(sum_.values);  // as if it had travelled
+        home_.terms.add(sum_.values);
       }
     }
-    if (p_.has_rows()) {
-      from_floats(p_.options.out_dtype, sum_.data(),
-                  const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.options.out_dtype)), p_.hidden);
-    }
+    if (p_.has_rows()) home_.store(token);
     if (p_.has_values) std::copy(scalars.begin(), scalars.end(), p_.out_values + first);
   }
 
-  void add_from_rail(const Token& route, int domain, int token, bool& has_term, float* scalars) {
+  void add_from_rail(const Token& route, int domain, int token, float* scalars) {
     const char* row = channel_.local(p_.offsets.rail_row_in(domain, token));
     bool is_there = false;
     for (int k = 0; k < p_.shape.topk; k++) {
@@ -318,14 +308,16 @@ class Combine {
     }
     if (!is_there || !p_.has_rows()) return;
     to_floats(p_.options.wire_dtype, row, term_.data(), p_.hidden);
-    add(sum_, term_, has_term);
+    home_.terms.add(term_);
   }
 
   const HtCombineParams& p_;
   HtChannel& channel_;
   const HtRowFormat& format_;
   std::vector<Offset> offsets_;  // [R] of rows that are read in place
-  Floats sum_, domain_sum_, term_, wire_;
+  HomeSum<HtCombineParams> home_;
+  Sum sum_;  // of this rank's rows, or of this domain's
+  Floats term_, wire_;
 };
 
 }  // namespace

@@ -64,24 +64,21 @@ class PartialSum {
  public:
   explicit PartialSum(const LlCombineParams& p) : p_(p), sum_(p.hidden), row_(p.hidden) {}
 
-  void begin() {
-    has_term_ = false;
-    std::fill(sum_.begin(), sum_.end(), 0.0f);
-  }
+  void begin() { sum_.begin(); }
   void add_row(const void* numbers, float weight) {
     to_floats(p_.dtype, numbers, row_.data(), p_.hidden);
     if (p_.options.weighting != Weighting::kNone) {
       for (float& value : row_) value = weight * value;
     }
-    add(sum_, row_, has_term_);
+    sum_.add(row_);
   }
   // In the wire dtype.
-  void round(uint32_t* words) const { from_floats(p_.options.wire_dtype, sum_.data(), words, p_.hidden); }
+  void round(uint32_t* words) const { from_floats(p_.options.wire_dtype, sum_.values.data(), words, p_.hidden); }
 
  private:
   const LlCombineParams& p_;
-  Floats sum_, row_;
-  bool has_term_ = false;
+  Sum sum_;
+  Floats row_;
 };
 
 // Adds up this rank's rows of token `token` of `home`: false if it has no expert of it.
@@ -170,47 +167,32 @@ bool take_unweighted(const LlCombineParams& p, Channel& channel, int source, int
   return true;
 }
 
-// The sum over ranks, in rank order; over several domains, each domain's sum is rounded as if it had travelled.
-class HomeSum {
+// The ranks' sums to the sum at home, in rank order; over several domains, each domain's sum is rounded as if it had
+// travelled.
+class RankSums {
  public:
-  explicit HomeSum(const LlCombineParams& p)
-      : p_(p), topology_{p.shape.num_ranks, p.domain_size}, sum_(p.hidden), domain_sum_(p.hidden), row_(p.hidden) {}
+  RankSums(const LlCombineParams& p, Sum& home)
+      : p_(p), topology_{p.shape.num_ranks, p.domain_size}, home_(home), domain_(p.hidden), row_(p.hidden) {}
 
-  void begin(int token) {
-    has_term_ = has_domain_term_ = false;
-    std::fill(sum_.begin(), sum_.end(), 0.0f);
-    for (const void* bias : p_.bias) {
-      if (bias == nullptr) continue;
-      to_floats(p_.options.out_dtype, row_at(bias, token, p_.hidden, p_.options.out_dtype), row_.data(), p_.hidden);
-      add(sum_, row_, has_term_);
-    }
-  }
   void add_rank(const uint32_t* words) {
     to_floats(p_.options.wire_dtype, words, row_.data(), p_.hidden);
-    if (topology_.num_domains() == 1) {
-      add(sum_, row_, has_term_);
-    } else {
-      add(domain_sum_, row_, has_domain_term_);
-    }
+    (topology_.num_domains() == 1 ? home_ : domain_).add(row_);
   }
   void end_rank(int rank) {
-    if (!has_domain_term_ || topology_.lsa_rank(rank) != topology_.domain_size - 1) return;
+    if (!domain_.has_term() || topology_.lsa_rank(rank) != topology_.domain_size - 1) return;
     std::vector<float> rounded(p_.hidden);
-    from_floats(p_.options.wire_dtype, domain_sum_.data(), rounded.data(), p_.hidden);
+    from_floats(p_.options.wire_dtype, domain_.values.data(), rounded.data(), p_.hidden);
     to_floats(p_.options.wire_dtype, rounded.data(), row_.data(), p_.hidden);
-    add(sum_, row_, has_term_);
-    has_domain_term_ = false;
-  }
-  void store(int token) {
-    from_floats(p_.options.out_dtype, sum_.data(),
-                const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.options.out_dtype)), p_.hidden);
+    home_.add(row_);
+    domain_.begin();
   }
 
  private:
   const LlCombineParams& p_;
   const Topology topology_;
-  Floats sum_, domain_sum_, row_;
-  bool has_term_ = false, has_domain_term_ = false;
+  Sum& home_;
+  Sum domain_;
+  Floats row_;
 };
 
 void receive(const LlCombineParams& p, Channel& channel) {
@@ -218,25 +200,26 @@ void receive(const LlCombineParams& p, Channel& channel) {
   channel.begin_receiving();
   channel.await_arrivals();
   channel.await_headers();
-  HomeSum sum(p);
+  HomeSum home(p);
+  RankSums sums(p, home.terms);
   PartialSum partial(p);
   std::vector<uint32_t> words(p.row.wire_bytes() / 4);
   std::vector<uint32_t> rounded(ceil_div(wire_row_bytes(p.options.wire_dtype, p.hidden), 4));
   for (int token = 0; token < p.num_tokens; token++) {
     const int32_t* ids = p.handle.ids + token * p.shape.topk;
-    sum.begin(token);
+    home.begin(token);
     for (int rank = 0; rank < channel.num_ranks(); rank++) {
       const bool has_expert =
           std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == rank; });
       if (has_expert && p.sends_unweighted) {
-        if (take_unweighted(p, channel, rank, token, partial, words, rounded)) sum.add_rank(rounded.data());
+        if (take_unweighted(p, channel, rank, token, partial, words, rounded)) sums.add_rank(rounded.data());
       } else if (has_expert &&
                  channel.take_row(rank, token, Awaited::kPartials, words.data(), static_cast<int>(words.size()))) {
-        sum.add_rank(words.data());
+        sums.add_rank(words.data());
       }
-      sum.end_rank(rank);
+      sums.end_rank(rank);
     }
-    sum.store(token);
+    home.store(token);
   }
   channel.complete();
 }

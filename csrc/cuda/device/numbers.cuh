@@ -131,6 +131,20 @@ __device__ __forceinline__ Numbers<kTo, kCount> converted(const Numbers<kFrom, k
   return result;
 }
 
+// To a row. A lane has kCount numbers of each of kSteps steps, which lie 32 lanes' worths apart. `rest`: lanes' worths
+// from this lane's first to the end of the row.
+template <DType kTo, int kSteps, int kCount>
+__device__ __forceinline__ void store_steps(char* row, int lane_index, int rest, const float (&sums)[kSteps][kCount]) {
+  char* out = row + lane_index * Numbers<kTo, kCount>::kLaneBytes;
+  if constexpr (kSteps > 1) out = ptx::opaque(out);  // else an address is worked out for each step
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    Numbers<kTo, kCount> numbers;
+    numbers.from(sums[s]);
+    if (32 * s < rest) numbers.store(out, 32 * s);
+  }
+}
+
 template <int kSteps, int kCount>
 __device__ __forceinline__ void fill(float (&sums)[kSteps][kCount], float value) {
 #pragma unroll

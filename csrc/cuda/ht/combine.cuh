@@ -2,6 +2,7 @@
 // ranks pull them and add the ranks up. The table of contents is ht_combine(), at the end.
 #pragma once
 
+#include "cuda/device/home_sum.cuh"
 #include "cuda/ht/combine/stage.cuh"
 #include "cuda/testing/stamps.cuh"
 
@@ -148,7 +149,7 @@ struct PulledRows {
     rows.put(unit, found);
     // A rank that has dropped all rows of the token counts with +0: it is no matter when that is added.
     const bool has_all = __popc(found) == __popcll(route.ranks);
-    nothing.put(unit, has_all && (found != 0 || p.bias[0] != nullptr || p.bias[1] != nullptr) ? kNothingYet : 0.0f);
+    nothing.put(unit, has_all && (found != 0 || has_bias(p)) ? kNothingYet : 0.0f);
     if (kIn != kWire) in_place.put(unit, __ballot_sync(~0u, route.is_in_place));
     tokens.put(unit, token);
     source = route.source;
@@ -177,26 +178,13 @@ struct PulledRows {
     }
   }
   __device__ __forceinline__ void take_over() {}
-  __device__ __forceinline__ int64_t row_offset(unsigned unit) const {  // of the output and the biases
-    return static_cast<int64_t>(tokens.get(unit)) * (role.p.hidden * size_of(kOut));
+  __device__ __forceinline__ HomePlace place_of(unsigned unit, int piece) const {
+    const int64_t row = static_cast<int64_t>(tokens.get(unit)) * (role.p.hidden * size_of(kOut));
+    return {row, piece * kSteps * 32 + role.lane, role.rest(piece)};
   }
   __device__ __forceinline__ void begin(unsigned unit, int piece, float (&sum)[kSteps][kCount]) const {
-    const HtCombineParams& p = role.p;
-    fill(sum, nothing.get(unit));
-    if (p.bias[0] == nullptr && p.bias[1] == nullptr) return;
-    const int64_t offset = row_offset(unit) + (piece * kSteps * 32 + role.lane) * Numbers<kOut, kCount>::kLaneBytes;
-#pragma unroll 1
-    for (int b = 0; b < 2; b++) {
-      if (p.bias[b] == nullptr) continue;
-      const auto* bias = ptx::opaque(static_cast<const char*>(p.bias[b]) + offset);
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        if (32 * s >= role.rest(piece)) continue;
-        Numbers<kOut, kCount> numbers;
-        numbers.load_nc(bias, 32 * s);
-        numbers.add_to(sum[s]);
-      }
-    }
+    begin_home_sum<kOut>(
+        role.p, [&] { return place_of(unit, piece); }, nothing.get(unit), sum);
   }
   __device__ __forceinline__ void add(unsigned unit, int row, ptx::SharedAddress item,
                                       float (&sum)[kSteps][kCount]) const {
@@ -208,9 +196,8 @@ struct PulledRows {
       for (int s = 0; s < kSteps; s++) ringed<kWire, kCount>(item, s).add_to(sum[s]);
     }
   }
-  __device__ __forceinline__ void store(unsigned unit, int piece, const float (&sum)[kSteps][kCount]) const {
-    if (!role.p.has_rows()) return;
-    store_piece<kOut>(static_cast<char*>(role.p.out) + row_offset(unit), piece, role.rest(piece), sum);
+  __device__ __forceinline__ void store(unsigned unit, int piece, float (&sum)[kSteps][kCount]) const {
+    if (role.p.has_rows()) store_home_sum<kOut>(role.p, place_of(unit, piece), sum);
   }
   __device__ __forceinline__ void finish(unsigned) const {}
 };

@@ -77,19 +77,8 @@ __device__ __forceinline__ Numbers<kType, kCount> ringed(ptx::SharedAddress item
   return numbers;
 }
 
-// A piece's numbers to a row, of which `rest` lanes' worths are left from this lane's on.
-template <DType kType, int kSteps, int kCount>
-__device__ __forceinline__ void store_piece(char* row, int piece, int rest, const float (&sum)[kSteps][kCount]) {
-  char* out = ptx::opaque(row + (piece * kSteps * 32 + lane_id()) * Numbers<kType, kCount>::kLaneBytes);
-#pragma unroll
-  for (int s = 0; s < kSteps; s++) {
-    Numbers<kType, kCount> numbers;
-    numbers.from(sum[s]);
-    if (32 * s < rest) numbers.store(out, 32 * s);
-  }
-}
-
-// The same in a block format. A block may end with the row, and what lanes hold past it does not count.
+// A piece's numbers to a row of a block format, of which `rest` lanes' worths are left from this lane's on. A block may
+// end with the row, and what lanes hold past it does not count.
 template <DType kFormat, int kSteps>
 __device__ __forceinline__ void store_blocks(char* row, int hidden, int piece, int rest,
                                              const float (&sum)[kSteps][kEight]) {
@@ -111,7 +100,7 @@ __device__ __forceinline__ void store_sum(char* row, int hidden, int piece, int 
   if constexpr (kIsBlockFormat<kWire>) {
     store_blocks<kWire>(row, hidden, piece, rest, sum);
   } else {
-    store_piece<kWire>(row, piece, rest, sum);
+    store_steps<kWire>(row, piece * kSteps * 32 + lane_id(), rest, sum);
   }
 }
 

@@ -1,28 +1,12 @@
 // What low-latency combine receives: the ranks' partial sums of own tokens, which it adds up.
 #pragma once
 
+#include "cuda/device/home_sum.cuh"
 #include "cuda/ll/combine/home_weights.cuh"
 #include "cuda/ll/combine/unweighted_rows.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
-
-template <DType kOut, int kCount>
-__device__ __forceinline__ void begin_sum(const LlCombineParams& p, int token, int lane_index, bool has_terms,
-                                          float (&sum)[kCount]) {
-  const bool has_bias = p.bias[0] != nullptr || p.bias[1] != nullptr;
-#pragma unroll
-  for (int i = 0; i < kCount; i++) sum[i] = has_terms || has_bias ? kNothingYet : 0.0f;
-  if (!has_bias) return;
-#pragma unroll 1
-  for (const void* bias : p.bias) {
-    if (bias == nullptr) continue;
-    Numbers<kOut, kCount> numbers;
-    numbers.load_nc(static_cast<const char*>(bias) + static_cast<int64_t>(token) * p.hidden * size_of(kOut),
-                    lane_index);
-    numbers.add_to(sum);
-  }
-}
 
 // The handle's entries of an own token: choice `lane`, and the terms of this rank's share.
 struct OwnEntriesAt {
@@ -184,8 +168,12 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
   const uint64_t sources = destinations(p.shape.num_ranks, choice);
   stamp(Stamp::kOwnDone, role.peers.rank);
   Partials<kWire, kCount> partials(role, op, sources, unit, lane_index);
-  float total[kCount];
-  begin_sum<kOut>(p, unit.token, lane_index, kMasksRanks ? partials.has_more() : sources != 0, total);
+  const bool has_terms = kMasksRanks ? partials.has_more() : sources != 0;
+  const HomePlace place{static_cast<int64_t>(unit.token) * p.hidden * size_of(kOut), lane_index, 1};
+  float home[1][kCount];
+  float(&total)[kCount] = home[0];
+  begin_home_sum<kOut>(
+      p, [&] { return place; }, has_terms || has_bias(p) ? kNothingYet : 0.0f, home);
   if constexpr (kCrossesDomains) {
     if (!add_domains<kIn, kUnweighted>(role, op, sources, choice, unit, lane_index, own, total)) return false;
   } else if constexpr (kUnweighted) {
@@ -199,9 +187,7 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
       partials.add_to(role, op, unit.token, own, total);
     }
   }
-  Numbers<kOut, kCount> out;
-  out.from(total);
-  out.store(static_cast<char*>(p.out) + static_cast<int64_t>(unit.token) * p.hidden * size_of(kOut), lane_index);
+  store_home_sum<kOut>(p, place, home);
   return true;
 }
 

@@ -1,0 +1,53 @@
+// What a token gets at home, in either mode: the biases, then the terms that are added in between, rounded once. A lane
+// has kCount numbers of each of kSteps steps, which lie 32 lanes' worths apart.
+#pragma once
+
+#include "cuda/device/numbers.cuh"
+
+namespace ep {
+
+template <class Params>
+__device__ __forceinline__ bool has_bias(const Params& p) {
+  return p.bias[0] != nullptr || p.bias[1] != nullptr;
+}
+
+// Where a lane's first numbers are, in the output and in the biases. `rest`: lanes' worths from there to the end of the
+// row.
+struct HomePlace {
+  int64_t row;     // bytes
+  int lane_index;  // in the row
+  int rest;
+
+  template <DType kOut, int kSteps, int kCount>
+  __device__ __forceinline__ void add_bias(const void* bias, float (&sum)[kSteps][kCount]) const {
+    const char* from = static_cast<const char*>(bias) + row + lane_index * Numbers<kOut, kCount>::kLaneBytes;
+    if constexpr (kSteps > 1) from = ptx::opaque(from);  // else an address is worked out for each step
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      if (32 * s >= rest) continue;
+      Numbers<kOut, kCount> numbers;
+      numbers.load_nc(from, 32 * s);
+      numbers.add_to(sum[s]);
+    }
+  }
+};
+
+// `nothing`: what the sum begins with before its first term. place_of(): asked where there is a bias.
+template <DType kOut, int kSteps, int kCount, class Params, class PlaceOf>
+__device__ __forceinline__ void begin_home_sum(const Params& p, const PlaceOf& place_of, float nothing,
+                                               float (&sum)[kSteps][kCount]) {
+  fill(sum, nothing);
+  if (!has_bias(p)) return;
+  const HomePlace place = place_of();
+#pragma unroll 1
+  for (const void* bias : p.bias) {
+    if (bias != nullptr) place.add_bias<kOut>(bias, sum);
+  }
+}
+
+template <DType kOut, int kSteps, int kCount, class Params>
+__device__ __forceinline__ void store_home_sum(const Params& p, const HomePlace& place, float (&sum)[kSteps][kCount]) {
+  store_steps<kOut>(static_cast<char*>(p.out) + place.row, place.lane_index, place.rest, sum);
+}
+
+}  // namespace ep
