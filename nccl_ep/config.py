@@ -82,7 +82,8 @@ def cached_args(
 
 def replace_field(numbers: Numbers, field: str, value: int) -> Numbers:
     """The config of a dispatch with one number changed."""
-    return tuple([value if name == field else each for (name, *_), each in zip(_DISPATCH_OPTIONS, numbers, strict=True)])
+    at = [name for name, *_ in _DISPATCH_OPTIONS].index(field)
+    return (*numbers[:at], value, *numbers[at + 1 :])
 
 
 def signalled_numbers(numbers: Numbers, rows_per_signal: int, signal_threshold: int, num_sms: int) -> Numbers:

@@ -38,6 +38,57 @@ def test_a_field_can_be_changed_and_read_by_its_name() -> None:
     assert config.dispatch_fields(packed)["num_experts"] == 8
 
 
+def test_an_option_is_described_by_its_kind_its_range_and_its_modes() -> None:
+    options = {option.name: option for option in (*_C.dispatch_options(), *_C.combine_options())}
+    padding, quant, signals = options["zero_padding"], options["quant"], options["rows_per_signal"]
+    assert (padding.kind, padding.default, padding.least, padding.most, padding.modes) == (
+        "flag", False, False, True, "both",
+    )  # fmt: skip
+    assert (quant.kind, quant.default, quant.least, quant.most) == ("choice", 0, 0, 3)
+    assert (signals.kind, signals.default, signals.least, signals.modes) == ("integer", 0, 1, "ll")
+    for option in options.values():
+        assert option.number(option.default) == option.default
+
+
+@pytest.mark.parametrize(
+    "name, value, number",
+    [
+        ("zero_padding", True, 1), ("zero_padding", 0, 0), ("zero_padding", None, 0),
+        ("zero_padding", torch.tensor(True), 1), ("num_sms", 7, 7), ("num_sms", torch.tensor(7), 7),
+        ("num_sms", True, 1), ("quant", 3, 3),
+    ],
+)  # fmt: skip
+def test_values_of_an_options_kind_are_taken(name: str, value: object, number: int) -> None:
+    assert _option(name).number(value) == number
+
+
+@pytest.mark.parametrize(
+    "name, value, kind, text",
+    [
+        ("zero_padding", 2, TypeError, "zero_padding is 2, must be True or False"),
+        ("zero_padding", "yes", TypeError, "zero_padding is 'yes', must be True or False"),
+        ("zero_padding", torch.ones(2), TypeError, "zero_padding is a Tensor, must be True or False"),
+        ("num_sms", 1.5, TypeError, "num_sms is 1.5, must be an integer"),
+        ("num_sms", None, TypeError, "num_sms is None, must be an integer"),
+        ("num_sms", [1], TypeError, "num_sms is a list, must be an integer"),
+        ("num_sms", -1, ValueError, "num_sms is -1, must not be negative"),
+        ("num_sms", 1 << 31, ValueError, "num_sms is 2147483648, must be from 0 to 2147483647"),
+        ("num_sms", 1 << 70, ValueError, "num_sms is 1180591620717411303424, must be from 0 to 2147483647"),
+        ("quant", 4, ValueError, "quant 4 is unknown, must be from 0 to 3"),
+    ],
+)
+def test_values_of_another_kind_or_out_of_range_are_refused(
+    name: str, value: object, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind) as refused:
+        _option(name).number(value)
+    assert str(refused.value) == text
+
+
+def _option(name: str) -> _C.Option:
+    return next(option for option in _C.dispatch_options() if option.name == name)
+
+
 @pytest.mark.parametrize("change", [-1, 1])
 def test_another_number_of_numbers_is_refused(buffer: nccl_ep.Buffer, change: int) -> None:
     packed = config.pack_dispatch({"num_experts": E, "topk": K, "max_tokens": T})
