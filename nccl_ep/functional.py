@@ -233,7 +233,7 @@ def combine(
             as they are. flat and rank_major rows are always added as they are.
         topk_idx: [T, K] int64 or int32, with weights given here: an id that names no expert skips that row.
         bias: flat: up to two tensors [T, H] of ``out_dtype``, added first.
-        out_dtype: default: of rows.
+        out_dtype: that of rows (default), or float32.
         wire_dtype: of the ranks' sums that travel: ``out_dtype`` (default), float32, or, of rows and outputs that are
             both bf16 or both fp16, H a multiple of 16: "fp8" (half of the bytes of bf16) or "logfmt" (two thirds).
             docs/semantics.md says what these lose. Gradients travel in their own dtype.

@@ -34,17 +34,20 @@ inline void check_output(const OutputShape& output) {
   EP_CHECK(output.rows() <= INT32_MAX, "the output would have ", output.rows(), " rows, at most ", INT32_MAX);
 }
 
+// Rows are added up to their own type, 16-bit rows also to fp32. Sums travel in the output's type, in fp32, or, between
+// rows and outputs of one 16-bit type, in a block format. These are the types that kernels are made for.
 template <class Params>
 void check_combined_types(const Params& p) {
-  if (is_block_format(p.options.wire_dtype)) {
-    EP_CHECK(p.dtype == p.options.out_dtype && is_float(p.dtype) && p.dtype != DType::kF32, "combine adds up ",
-             name_of(p.dtype), " rows to ", name_of(p.options.out_dtype), " over ", name_of(p.options.wire_dtype),
-             ": rows and output must both be bf16, or both fp16");
-    return;
-  }
-  EP_CHECK(is_float(p.dtype) && is_float(p.options.out_dtype) && is_float(p.options.wire_dtype), "combine adds up ",
-           name_of(p.dtype), " rows to ", name_of(p.options.out_dtype), " over a ", name_of(p.options.wire_dtype),
-           " wire: all three must be bf16, fp16 or fp32");
+  const DType in = p.dtype, wire = p.options.wire_dtype, out = p.options.out_dtype;
+  const bool is_block = is_block_format(wire);
+  EP_CHECK(is_float(in) && is_float(out) && (is_block || is_float(wire)), "combine adds up ", name_of(in), " rows to ",
+           name_of(out), " over a ", name_of(wire), " wire: all three must be bf16, fp16 or fp32");
+  EP_CHECK(!is_block || (in == out && out != DType::kF32), "combine adds up ", name_of(in), " rows to ", name_of(out),
+           " over ", name_of(wire), ": rows and output must both be bf16, or both fp16");
+  EP_CHECK(in == out || out == DType::kF32, "combine adds up ", name_of(in), " rows to ", name_of(out),
+           ": the output must be of the rows' dtype, or fp32");
+  EP_CHECK(is_block || wire == out || wire == DType::kF32, "a ", name_of(wire), " wire for ", name_of(out),
+           " outputs: it must be of the same type or fp32");
 }
 
 // What a combine of rows may ask for, in either mode.

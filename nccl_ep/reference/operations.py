@@ -301,7 +301,7 @@ def combine(
     tensors: [T, K] a rank; what names no expert there takes the row out. bias, in flat: a tensor [T, H], a
     pair of them, or None, a rank. wire_dtype: out_dtype, fp32, "fp8" or "logfmt".
     domain_size: ranks a domain of the topology, a divisor of R.
-    Returns [T, H] of out_dtype a rank. Raises ValueError for combinations that combine refuses.
+    Returns [T, H] a rank, of out_dtype: that of rows, or fp32. Raises ValueError for combinations that combine refuses.
     """
     num_local = _check_world(inputs, num_experts)
     num_ranks, max_tokens, topk = results[0].row_of.shape
@@ -312,6 +312,8 @@ def combine(
     if wire_dtype in WIRE_FORMATS:
         if hidden % 16 or out_dtype == torch.float32 or any(given.dtype != out_dtype for given in rows):
             raise ValueError(f"wire {wire_dtype} for rows [.., {hidden}] of {rows[0].dtype} and output {out_dtype}")
+    elif any(out_dtype not in (given.dtype, torch.float32) for given in rows):
+        raise ValueError(f"rows of {rows[0].dtype} for output {out_dtype}")
     elif wire_dtype not in (out_dtype, torch.float32):
         raise ValueError(f"wire dtype {wire_dtype} for output {out_dtype}")
 

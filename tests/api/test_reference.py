@@ -267,7 +267,7 @@ def test_sums_are_rounded_for_each_domain() -> None:
 
 def test_domain_rows_are_rounded_to_the_wire() -> None:
     values = {0: 1.0, 1: 2.0**-8, 2: 2.0**-8}
-    options: dict[str, Any] = {"layout": "flat", "out_dtype": torch.bfloat16}
+    options: dict[str, Any] = {"layout": "flat", "dtype": torch.bfloat16}
     # Alone, a domain's 1 + 2^-8 is a tie that goes to 1; over fp32 it is kept and completes to 1 + 2^-7.
     assert _combined(values, [0, 1, 2], 4, domain_size=2, **options) == 1.0
     wide = _combined(values, [0, 1, 2], 4, domain_size=2, wire_dtype=torch.float32, **options)
@@ -276,7 +276,7 @@ def test_domain_rows_are_rounded_to_the_wire() -> None:
 
 def test_partials_are_rounded_to_the_wire_the_home_rank_too() -> None:
     values = {0: 1.0, 1: 2.0**-8, 2: 2.0**-8}
-    options: dict[str, Any] = {"num_experts": 4, "weights": None, "out_dtype": torch.bfloat16}
+    options: dict[str, Any] = {"num_experts": 4, "weights": None, "dtype": torch.bfloat16}
     assert _combined(values, [0, 1, 2], 2, **options) == 1.0
     assert _combined(values, [0, 1, 2], 2, wire_dtype=torch.float32, **options) == 1.0 + 2.0**-7
 

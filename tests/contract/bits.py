@@ -44,7 +44,7 @@ SUMS: dict[str, dict[str, Any]] = {
     "one_bias": {"layout": "flat", "biases": 1},
     "two_biases": {"layout": "flat", "biases": 2, "out_dtype": torch.float32},
     "wide_wire": {"layout": "packed", "wire_dtype": torch.float32},
-    "narrow_output": {"layout": "rank_major", "rows_dtype": torch.float32, "out_dtype": torch.float16},
+    "wide_output": {"layout": "rank_major", "rows_dtype": torch.float16, "out_dtype": torch.float32},
 }
 # In each block format. Rows of 144 elements: the last block is short.
 IN_BLOCKS: dict[str, dict[str, Any]] = {

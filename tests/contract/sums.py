@@ -22,8 +22,9 @@ CONTENTS = ("few", "special", "words")
 ROUTINGS = ("skewed", "some_none", "duplicates", "out_of_range")
 TYPES: tuple[dict[str, Any], ...] = (
     {},
-    {"rows_dtype": torch.float32, "out_dtype": torch.float16},
-    {"rows_dtype": torch.float16, "out_dtype": torch.bfloat16, "wire_dtype": torch.float32},
+    {"rows_dtype": torch.float32},
+    {"rows_dtype": torch.float16, "wire_dtype": torch.float32},
+    {"out_dtype": torch.float32},
 )
 
 

@@ -297,8 +297,11 @@ def _combine_fields(rng: random.Random, hidden: int, layout: str, num_ranks: int
     out_dtype = rng.choice([None, None, *floats])
     divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     expert_layout = layout in reference.EXPERT_LAYOUTS
+    rows_dtype = rng.choice(floats)
+    if out_dtype not in (None, rows_dtype):  # rows are added up to their own dtype, or to float32
+        out_dtype = torch.float32
     return {
-        "rows_dtype": rng.choice(floats),
+        "rows_dtype": rows_dtype,
         "rows_content": "plain",
         "out_dtype": out_dtype,
         "wire_dtype": rng.choice([None, None, torch.float32]),

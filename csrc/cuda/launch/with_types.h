@@ -1,9 +1,8 @@
 // From a combine's types, which are values, to template arguments.
 #pragma once
 
-#include <type_traits>
-
-#include "layout/common/block_formats.h"
+#include "base/check.h"
+#include "layout/common/dtype.h"
 #include "runtime/ll/params.h"
 
 namespace ep {
@@ -13,60 +12,36 @@ struct Types {
   static constexpr DType in = kIn, wire = kWire, out = kOut;
 };
 
-template <class Body>
-void with_dtype(DType dtype, Body body) {
-  if (dtype == DType::kBF16) return body(std::integral_constant<DType, DType::kBF16>{});
-  if (dtype == DType::kF16) return body(std::integral_constant<DType, DType::kF16>{});
-  return body(std::integral_constant<DType, DType::kF32>{});
-}
-
-template <class Body>
-void with_block_types(DType in, DType wire, Body body) {
-  const auto with_format = [&](auto constant) {
-    constexpr DType kIn = decltype(constant)::value;
-    if (wire == DType::kLogFmt) return body(Types<kIn, DType::kLogFmt, kIn>{});
-    return body(Types<kIn, DType::kFp8Blocks, kIn>{});
-  };
-  if (in == DType::kF16) return with_format(std::integral_constant<DType, DType::kF16>{});
-  return with_format(std::integral_constant<DType, DType::kBF16>{});
-}
-
-// Calls body with the types as compile-time constants. The wire is the output's type, or fp32.
-template <class Body>
-void with_plain_types(DType in, DType wire, DType out, Body body) {
-  with_dtype(in, [&](auto in_constant) {
-    with_dtype(out, [&](auto out_constant) {
-      constexpr DType kIn = decltype(in_constant)::value, kOut = decltype(out_constant)::value;
-      if (wire == DType::kF32) return body(Types<kIn, DType::kF32, kOut>{});
-      return body(Types<kIn, kOut, kOut>{});
-    });
-  });
-}
-
-// The same, or a block format: rows and output are of one 16-bit type then.
-template <class Body>
-void with_types(DType in, DType wire, DType out, Body body) {
-  if (is_block_format(wire)) return with_block_types(in, wire, body);
-  with_plain_types(in, wire, out, body);
-}
-
-// Calls body for every combination of plain types.
-template <class Body>
-void for_plain_types(Body body) {
-  for (DType in : {DType::kBF16, DType::kF16, DType::kF32}) {
-    for (DType out : {DType::kBF16, DType::kF16, DType::kF32}) {
-      for (DType wire : {out, DType::kF32}) with_plain_types(in, wire, out, body);
-    }
+// The combinations that kernels are made for: check_combined_types() (runtime/checks.h) refuses all others.
+template <DType kType, class Body>
+void for_types_of(Body body) {
+  if constexpr (kType != DType::kF32) {
+    body(Types<kType, kType, kType>{});
+    body(Types<kType, DType::kF32, kType>{});
+    body(Types<kType, DType::kFp8Blocks, kType>{});
+    body(Types<kType, DType::kLogFmt, kType>{});
   }
+  body(Types<kType, DType::kF32, DType::kF32>{});
 }
 
-// Calls body for every combination that kernels are made for.
 template <class Body>
 void for_all_types(Body body) {
-  for_plain_types(body);
-  for (DType in : {DType::kBF16, DType::kF16}) {
-    for (DType wire : {DType::kFp8Blocks, DType::kLogFmt}) with_types(in, wire, in, body);
-  }
+  for_types_of<DType::kBF16>(body);
+  for_types_of<DType::kF16>(body);
+  for_types_of<DType::kF32>(body);
+}
+
+// Calls body with the types as compile-time constants.
+template <class Body>
+void with_types(DType in, DType wire, DType out, Body body) {
+  bool is_known = false;
+  for_all_types([&](auto types) {
+    using T = decltype(types);
+    if (T::in != in || T::wire != wire || T::out != out) return;
+    is_known = true;
+    body(types);
+  });
+  EP_CHECK(is_known, "no kernel adds up ", name_of(in), " rows to ", name_of(out), " over ", name_of(wire));
 }
 
 // Of a world on one GPU, whose ranks share a launch: the parameters of rank 0, and of `rank`.

@@ -28,10 +28,6 @@ LlCombineGeometry geometry_of(const LlCombineParams& p, const LlPlan& plan) {
 NoGeometry geometry_of(const LlCombineWeightsParams&, const LlPlan&) { return {}; }
 
 void check_served(const LlCombineParams& p) {
-  EP_CHECK(p.options.wire_dtype == p.options.out_dtype || p.options.wire_dtype == DType::kF32 ||
-               is_block_format(p.options.wire_dtype),
-           "a ", name_of(p.options.wire_dtype), " wire for ", name_of(p.options.out_dtype),
-           " outputs: it must be of the same type or fp32");
   EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
 }
 void check_served(const LlCombineWeightsParams&) {}
