@@ -4,7 +4,7 @@
 // same, but keeps the sum. Then home ranks add the domains in order.
 #pragma once
 
-#include "cuda/ht/combine.cuh"
+#include "cuda/ht/combine/pull.cuh"
 #include "cuda/ht/links/links.cuh"
 
 namespace ep {

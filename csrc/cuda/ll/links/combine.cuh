@@ -11,7 +11,8 @@
 // nothing of them goes through the own window (LlRail::adds_rows).
 #pragma once
 
-#include "cuda/ll/combine.cuh"
+#include "cuda/ll/combine/receive.cuh"
+#include "cuda/ll/combine/send.cuh"
 #include "cuda/ll/links/forward.cuh"
 
 namespace ep {

@@ -3,6 +3,7 @@
 
 #include "cuda/launch/launch_util.h"
 #include "cuda/launch/with_types.h"
+#include "cuda/ll/combine.cuh"
 #include "cuda/ll/links/combine.cuh"
 #include "cuda/ll/links/scalars.cuh"
 

@@ -4,7 +4,7 @@
 // record is forwarded, and receivers take rows from where the network puts them (LlRail::places_rows).
 #pragma once
 
-#include "cuda/ll/dispatch.cuh"
+#include "cuda/ll/dispatch/receive.cuh"
 #include "cuda/ll/links/forward.cuh"
 
 namespace ep {

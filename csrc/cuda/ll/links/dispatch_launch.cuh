@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/launch/launch_util.h"
+#include "cuda/ll/dispatch.cuh"
 #include "cuda/ll/dispatch/instances.cuh"
 #include "cuda/ll/links/dispatch.cuh"
 

@@ -5,7 +5,6 @@
 // for those in front.
 #pragma once
 
-#include "cuda/ll/combine.cuh"
 #include "cuda/ll/links/forward.cuh"
 
 namespace ep {
