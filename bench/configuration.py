@@ -34,7 +34,6 @@ class Plan:
     figures: list[str]
     apis: list[str]
     num_sms: list[int]
-    with_floors: bool = False
     is_cached: bool = False
     is_staged: bool = False
     fits_capacity: bool = False
@@ -131,8 +130,6 @@ class Configuration:
             for num_sms in self.plan.num_sms:
                 for api in self.plan.apis:
                     self._measure_api(api, buffer, checked, num_sms)
-            if self.plan.with_floors:
-                self._measure_floors(buffer, checked)
             world.together(buffer.check)
         finally:
             buffer.destroy()
@@ -229,20 +226,6 @@ class Configuration:
         if self.world.is_cuda:
             for op, value in floors.wire_us(self.shape, self._inputs).items():
                 self._record(system="floor_wire", api="computed", op=op, figure="graph", value=round(value, 3))
-
-    def _measure_floors(self, buffer: Buffer, checked: Checked) -> None:
-        """CPU ranks: the times of the same bytes over the host's transport, which are no floor of anything."""
-        handle, figure = checked.out.handle, "graph" if self.world.is_cuda else "event"
-        calls = [("floor_flags", "dispatch", 0, floors.flags_call(buffer))]
-        calls += [
-            ("floor_push", op, num_sms, floors.push_call(self.shape, op, buffer, handle, num_sms))
-            for num_sms in self.plan.num_sms
-            for op in OPS
-        ]
-        for system, op, num_sms, call in calls:
-            events = partial(measure.event_times, self.world, call, self.effort)
-            body = partial(self._graph_times, buffer, call) if self.world.is_cuda else events
-            self._timed(body, system=system, api="ops", op=op, figure=figure, num_sms=num_sms)
 
     # ---- The others
 

@@ -1,15 +1,11 @@
-"""What no implementation can beat: the wire's time, and (measured) flags alone and pushes alone."""
+"""What no implementation can beat: the time that the wire takes, computed (docs/benchmarks.md, floors)."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from nccl_ep import Buffer, Handle, reference
-from nccl_ep.config import combine_args
+from nccl_ep import reference
 
-from .operations import Call
 from .workload import Given, Shape
 
 # 1e9 bytes per second between an H200 and the others over NVSwitch, all of them busy, up to 4 GPUs and on 8
@@ -36,23 +32,3 @@ def wire_us(shape: Shape, inputs: list[Given]) -> dict[str, float]:
 
     times = {"dispatch": time("dispatch", shape.row_bytes()), "combine": time("combine", shape.combined_bytes())}
     return times | {"pair": times["dispatch"] + times["combine"]}
-
-
-def flags_call(buffer: Buffer) -> Call:
-    """One flag of 8 bytes to and from every peer, nothing else."""
-    return partial(torch.ops.nccl_ep.ll_floor_flags.default, buffer._seq)
-
-
-def push_call(shape: Shape, op: str, buffer: Buffer, handle: Handle, num_sms: int) -> Call:
-    """The rows that ``op`` ("dispatch", "combine" or "pair") stores to other ranks, which do not receive them."""
-    push = torch.ops.nccl_ep.ll_floor_push.default
-    common = (buffer._seq, handle.tensor, *combine_args(handle))
-    dispatch = partial(push, *common, shape.row_bytes(), False, num_sms)
-    combine = partial(push, *common, shape.combined_bytes(), True, num_sms)
-
-    def pair() -> None:
-        dispatch()
-        combine()
-
-    calls: dict[str, Call] = {"dispatch": dispatch, "combine": combine, "pair": pair}
-    return calls[op]

@@ -102,7 +102,7 @@ class _Rank:
     def __init__(self, bench: Bench, world: World, options: argparse.Namespace) -> None:
         self.bench, self.world, self.options = bench, world, options
         self.plan = Plan(
-            options.figures, options.api, options.num_sms, options.floors, options.cached, options.staged,
+            options.figures, options.api, options.num_sms, options.cached, options.staged,
             options.fits_capacity,
         )  # fmt: skip
         self.jobs = bench.make_jobs(options)

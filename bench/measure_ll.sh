@@ -9,7 +9,7 @@ mkdir -p "$out"
 bench() { python3 -m bench "$@"; }
 ll() { bench ll --time-limit=520 --no-rivals --json "$out/ll_$step.json" "$@"; }
 case $step in
-main) bench ll --time-limit=520 --tokens 128,1,8,32,512 --floors --json "$out/ll_main.json" ;;
+main) bench ll --time-limit=520 --tokens 128,1,8,32,512 --json "$out/ll_main.json" ;;
 layouts) ll --tokens 128,8 --layout expert_major,packed,rank_major,flat --api native --figures graph ;;
 payloads) ll --tokens 128 --dtype fp16,fp32,fp8_rounded,fp8_ue8m0,given_fp8,given_int8,given_fp4 --api native --figures graph ;;
 deepep) ll --tokens 1,128 --api native,deepep --figures graph,event,host ;;

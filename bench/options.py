@@ -100,7 +100,7 @@ def _measuring_parser(command: str, description: str, layouts: list[str], figure
     """What ``ll``, ``ht`` and ``fit`` take; whatever one of them does not offer has its value all the same."""
     parser = common_parser(command, description)
     parser.set_defaults(
-        floors=False, cached=False, staged=False, fits_capacity=False, no_rivals=True, alignment=1, enable_shrink=False
+        cached=False, staged=False, fits_capacity=False, no_rivals=True, alignment=1, enable_shrink=False
     )
     add = parser.add_argument
     add("--layout", type=words(*LAYOUTS), default=layouts, help=f"list of {', '.join(LAYOUTS)}")
@@ -127,7 +127,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--tokens", type=ints, help="tokens of a rank, list; default 1,8,32,128,512 (CPU: 1,8)")
     add("--api", type=words("native", "ops", "deepep"), default=["native", "ops"], help="list of native, ops, deepep")
-    add("--floors", action="store_true", help="also flags alone and pushes alone")
     add("--enable-shrink", action="store_true", help="buffers that mask ranks which are late")
     add("--no-rivals", action="store_true", default=False, help="without torch's all-to-alls")
     options = parse_device(parser, argv)

@@ -12,7 +12,7 @@ from typing import Any
 from . import published, records
 from .compare import CALL
 from .records import Record
-from .table import FIGURES, FLOORS, TITLES, is_measured
+from .table import FIGURES, FLOOR, TITLES, is_measured
 
 _OPS = {"ll": ("dispatch", "combine", "pair"), "ht": ("routing", "dispatch", "combine", "pair")}
 _SHAPE = ("bench", "device", "ranks", "hidden", "topk", "experts", "layout", "routing")
@@ -25,7 +25,6 @@ _VARIANTS = {
 }  # fmt: skip
 _API_COLOURS = {"deepep": "tab:olive"}  # where it is not the native one's, or what stands for it
 _MARKERS = "sD^vP*"
-_FLOOR_STYLES = {"floor_wire": ("black", "-"), "floor_flags": ("grey", ":"), "floor_push": ("grey", "--")}
 Points = list[tuple[int, float]]
 _LABELS = 12  # that have room side by side along an axis
 
@@ -135,10 +134,9 @@ def _draw_line(axes: Any, name: tuple[str, ...], points: Points, lines: Mapping[
     system, api, figure, how = name
     x, y = zip(*sorted(points), strict=True)
     native = lines.get(("nccl_ep", "native", figure, how), [])
-    if system in FLOORS:
-        colour, style = _FLOOR_STYLES[system]
+    if system == FLOOR:
         marker = "" if len(set(x)) > 1 else "_"  # or a lone point would not be seen
-        axes.plot(x, y, style, color=colour, marker=marker, label=system.replace("_", ", "))
+        axes.plot(x, y, "-", color="black", marker=marker, label=system.replace("_", ", "))
     elif figure in _STYLES and (api != "ops" or not {at for at, _ in native}.issuperset(x)):
         colour = _VARIANTS[how] if system == "nccl_ep" else _COLOURS.get(system, "tab:brown")
         called = "" if system != "nccl_ep" or api == "native" else f", {api}"
@@ -198,7 +196,7 @@ def plot_num_sms(key: tuple[Any, ...], group: list[Record]) -> Any | None:
             axes.plot(*zip(*sorted(points), strict=True), color=colour, marker=".", label=label)
             for record in group:
                 where = (record["system"], record["op"], record["tokens"], record["dtype"])
-                if where == ("floor_wire", op, tokens, dtype):
+                if where == (FLOOR, op, tokens, dtype):
                     axes.axhline(record["value"], color=colour, linestyle=":", linewidth=1)
         _label(axes, op, "num_sms", ticks)
     _add_legend(figure)

@@ -95,6 +95,10 @@ def given(parser: argparse.ArgumentParser, paths: Iterable[Path]) -> list[Record
         parser.error(str(error))
 
 
+# Older files have floors that were measured; the floor is computed.
+_RETIRED = ("floor_flags", "floor_push")
+
+
 def load(paths: Iterable[Path]) -> list[Record]:
     """Records of several files in one list. Raises ValueError for a file of another kind."""
     records: list[Record] = []
@@ -108,5 +112,5 @@ def load(paths: Iterable[Path]) -> list[Record]:
         for record in found:
             if missing := [name for name in FIELDS if name not in record]:
                 raise ValueError(f"{path}: a record lacks {', '.join(missing)}")
-        records += found
+        records += [record for record in found if record["system"] not in _RETIRED]
     return records

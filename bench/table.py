@@ -10,7 +10,7 @@ from . import crossover, overlap, records, stamps
 from .records import Record
 
 FIGURES = ("graph", "graph_pdl", "kernel", "event", "host")
-FLOORS = ("floor_wire", "floor_flags", "floor_push")
+FLOOR = "floor_wire"
 _OPS = ("routing", "dispatch", "combine", "pair")
 _SHAPE = ("bench", "device", "ranks", "hidden", "topk", "experts", "routing", "seed", "revision", "date")
 _ROW = ("op", "tokens", "dtype", "system", "layout", "api", "num_sms")
@@ -22,14 +22,13 @@ def is_measured(record: Record) -> bool:
     return record["value"] is not None
 
 
-def floor(found: Iterable[Record], system: str, op: str, tokens: int, dtype: str) -> float | None:
-    """The smallest value of a floor for an operation; flags alone are one of all of them."""
-    ops = _OPS if system == "floor_flags" else (op,)
+def floor(found: Iterable[Record], op: str, tokens: int, dtype: str) -> float | None:
+    """The smallest value of the floor for an operation."""
     values = [
         record["value"]
         for record in found
-        if record["system"] == system and record["op"] in ops and is_measured(record)
-        and (record["tokens"], record["dtype"]) == (tokens, dtype)
+        if is_measured(record)
+        and (record["system"], record["op"], record["tokens"], record["dtype"]) == (FLOOR, op, tokens, dtype)
     ]  # fmt: skip
     return min(values, default=None)
 
@@ -58,13 +57,13 @@ def _table(found: list[Record], bench: str) -> list[str]:
     """One line a call (operation, tokens, dtype, system, api, num_sms), figures beside one another."""
     rows: dict[tuple[object, ...], dict[str, Record]] = {}
     for record in found:
-        if record["system"] not in FLOORS and record["unit"] == "us" and is_measured(record):
+        if record["system"] != FLOOR and record["unit"] == "us" and is_measured(record):
             key = (*(record[name] for name in _ROW), *_how(record))
             rows.setdefault(key, {})[record["figure"]] = record
     if not rows:
         return ["nothing was measured"]
     figures = [figure for figure in FIGURES if any(figure in row for row in rows.values())]
-    floors = [name for name in FLOORS if any(record["system"] == name and is_measured(record) for record in found)]
+    floors = [FLOOR] if any(record["system"] == FLOOR and is_measured(record) for record in found) else []
     names = _FURTHER[bench]
     shown = [i for i in range(len(names)) if bench == "ht" or any(key[len(_ROW) + i] for key in rows)]
     lines = [[*_ROW, *(names[i] for i in shown), *figures, *floors]]
@@ -76,7 +75,7 @@ def _table(found: list[Record], bench: str) -> list[str]:
         line = [str(op), str(tokens), str(dtype), str(system), str(layout), str(api), sms]
         line += [str(how[i]) for i in shown]
         line += [_cell(rows[key].get(figure)) for figure in figures]
-        line += [_number(floor(found, name, str(op), int(str(tokens)), str(dtype))) for name in floors]
+        line += [_number(floor(found, str(op), int(str(tokens)), str(dtype))) for _ in floors]
         lines.append(line)
     return records.columns(lines)
 
@@ -112,7 +111,7 @@ def render(found: list[Record]) -> str:
 
 def in_short(found: Iterable[Record]) -> str:
     """One line of progress."""
-    done = [r for r in found if is_measured(r) and r["figure"] in ("graph", "event") and r["system"] not in FLOORS]
+    done = [r for r in found if is_measured(r) and r["figure"] in ("graph", "event") and r["system"] != FLOOR]
     figure = "graph" if any(record["figure"] == "graph" for record in done) else "event"
     values = {record["op"]: _number(record["value"]) for record in reversed(done) if record["figure"] == figure}
     shown = ", ".join(f"{op} {values[op]}" for op in _OPS if op in values)

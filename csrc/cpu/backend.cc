@@ -53,8 +53,6 @@ class CpuBackend : public Backend {
   void ht_dispatch(const HtDispatchParams& params, void*) override { cpu_ht_dispatch(params, *transport_, state_); }
   void ht_combine(const HtCombineParams& params, void*) override { cpu_ht_combine(params, *transport_, state_); }
   std::shared_ptr<Arena> arena() const override { return arena_; }
-  void floor_flags(const LlFloorFlagsParams& params, void*) override { cpu_floor_flags(params, *transport_, state_); }
-  void floor_push(const LlFloorPushParams& params, void*) override { cpu_floor_push(params, *transport_, state_); }
   void mask(int rank, void*) override { state_.masked |= 1ull << rank; }
   void query_masks(int32_t* status, void*) override {
     for (int r = 0; r < transport_->topology().num_ranks; r++) {

@@ -35,8 +35,6 @@ class Backend {
   virtual void dispatch(const LlDispatchParams& params, void* stream) = 0;
   virtual void combine(const LlCombineParams& params, void* stream) = 0;
   virtual void combine_weights(const LlCombineWeightsParams& params, void* stream) = 0;
-  virtual void floor_flags(const LlFloorFlagsParams& params, void* stream) = 0;
-  virtual void floor_push(const LlFloorPushParams& params, void* stream) = 0;
 
   // High throughput. Scalars go with combine.
   virtual void ht_dispatch(const HtDispatchParams& params, void* stream) = 0;

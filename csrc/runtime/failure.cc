@@ -33,8 +33,6 @@ const char* name_of(Operation operation) {
       return "high-throughput combine with weights of the home rank";
     case Operation::kHtCombineWeights:
       return "high-throughput combine of weights";
-    case Operation::kFloorPush:
-      return "pushes alone";
   }
   return "unknown operation";
 }
@@ -99,9 +97,7 @@ ErrorKind kind_of(const Failure& failure) {
 
 std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   const std::string kind =
-      concat(failure.is_ht ? "high-throughput " : "", failure.awaited == Awaited::kFlag ? "exchange of flags"
-                                                      : failure.kind == Kind::kDispatch ? "dispatch"
-                                                                                        : "combine");
+      concat(failure.is_ht ? "high-throughput " : "", failure.kind == Kind::kDispatch ? "dispatch" : "combine");
   if (failure.code == Failure::kOtherOp) {
     return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
                   describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs), "; ",

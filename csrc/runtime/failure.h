@@ -18,7 +18,6 @@ enum class Awaited : uint32_t {
   kPartials,
   kScalars,
   kArrivalSignal,
-  kFlag,
   // High throughput.
   kReady,
   kRail,
@@ -28,9 +27,17 @@ enum class Awaited : uint32_t {
 };
 
 inline const char* name_of(Awaited awaited) {
-  constexpr const char* kNames[] = {"nothing",    "op header",       "routing message",      "weights",
-                                    "token rows", "partial sums",    "scalars of weights",   "arrival signal",
-                                    "flag",       "rows to be read", "rows between domains", "end of reading",
+  constexpr const char* kNames[] = {"nothing",
+                                    "op header",
+                                    "routing message",
+                                    "weights",
+                                    "token rows",
+                                    "partial sums",
+                                    "scalars of weights",
+                                    "arrival signal",
+                                    "rows to be read",
+                                    "rows between domains",
+                                    "end of reading",
                                     "signal"};
   return kNames[static_cast<int>(awaited)];
 }

@@ -178,7 +178,7 @@ void Group::require_usable() {
 
 Failure Group::failure_in_full(Backend& backend) const {
   Failure failure = backend.failure();
-  if (failure.code != Failure::kTimeout || failure.missing != 0 || failure.awaited == Awaited::kFlag) return failure;
+  if (failure.code != Failure::kTimeout || failure.missing != 0) return failure;
   if (failure.awaited == Awaited::kRowSignal) return failure;  // which is of no other rank
   OpHeader record;
   for (int r = 0; r < std::min(num_ranks(), 64); r++) {
@@ -360,23 +360,6 @@ void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   backend()->combine_weights(p, stream);
   note_phase(Kind::kCombine, Phase::kFused);
   calls_.combine_weights++;
-}
-
-void Group::floor_flags(void* stream) {
-  require_usable();
-  backend()->floor_flags({num_ranks(), window_.flags.offset, window_.flag_epoch.offset, {}}, stream);
-}
-
-void Group::floor_push(LlFloorPushParams& p, int64_t row_bytes, void* stream) {
-  begin(p);
-  check_row_bytes(row_bytes, "a row");
-  p.row = RowFormat{static_cast<int>(row_bytes), 0, false};
-  p.offsets = LlOffsets::make(window_, p.kind, p.shape, p.row);
-  p.header = header_of(pack_operation(Operation::kFloorPush, DType::kOpaque8, Quant::kNone, DType::kOpaque8),
-                       p.row.payload_bytes, p.shape, 0, p.num_tokens);
-  check_phase(p.kind, Phase::kFused, p.kind == Kind::kDispatch ? "dispatch" : "combine");
-  backend()->floor_push(p, stream);
-  note_phase(p.kind, Phase::kFused);
 }
 
 }  // namespace ep

@@ -75,8 +75,6 @@ class Group {
   void combine(LlCombineParams& params, void* stream);
   void combine_weights(LlCombineWeightsParams& params, void* stream);
   // `row_bytes`: of a row on the wire.
-  void floor_flags(void* stream);
-  void floor_push(LlFloorPushParams& params, int64_t row_bytes, void* stream);
 
   // Masks (group_masks.cc). Low latency goes on without a masked rank until all ranks clean the masks together.
   void mask(int rank, void* stream);

@@ -93,12 +93,14 @@ def test_named_arguments_go_to_the_op(buffer: nccl_ep.Buffer) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_torchscript_finds_the_op(buffer: nccl_ep.Buffer) -> None:
     @torch.jit.script
-    def flags(seq: torch.Tensor) -> torch.Tensor:
-        torch.ops.nccl_ep.ll_floor_flags(seq)
+    def require(seq: torch.Tensor, info: torch.Tensor, capacity: int, config: list[int]) -> torch.Tensor:
+        torch.ops.nccl_ep.require_no_overflow(seq, info, capacity, config)
         return seq
 
-    assert "nccl_ep::ll_floor_flags" in str(flags.graph)
-    assert flags(buffer._seq) is buffer._seq
+    assert "nccl_ep::require_no_overflow" in str(require.graph)
+    named = named_arguments(buffer)
+    info = op(**named)[5]
+    assert require(buffer._seq, info, named["capacity"], list(named["config"])) is buffer._seq
 
 
 def test_plain_calls_do_what_the_op_does(buffer: nccl_ep.Buffer) -> None:

@@ -33,8 +33,7 @@ from tests.support.op_checks import (
 
 OPS = [
     "ll_dispatch", "ll_dispatch_out", "ll_dispatch_send", "ll_dispatch_recv", "ll_combine", "ll_combine_out",
-    "ll_combine_send", "ll_combine_recv", "ll_combine_weights", "ll_floor_flags",
-    "ll_floor_push", "require_no_overflow", "row_carrier",
+    "ll_combine_send", "ll_combine_recv", "ll_combine_weights", "require_no_overflow", "row_carrier",
 ]  # fmt: skip
 DEEPEP_OPS = [
     "ll_dispatch_deepep", "ll_dispatch_deepep_send", "ll_dispatch_deepep_recv", "ll_combine_deepep",
@@ -89,8 +88,6 @@ class Calls:
             "ll_combine_send": (*combine, None),
             "ll_combine_recv": (*head, handle.tensor, biases, rows.dtype, shape.hidden, *sizes, *[None] * 4),
             "ll_combine_weights": (*head, case.values[buffer.rank], handle.tensor, *sizes),
-            "ll_floor_flags": head,
-            "ll_floor_push": (*head, handle.tensor, *sizes, 2 * shape.hidden, True, 0),
             "require_no_overflow": (*head, self.out._info, *config),
             "row_carrier": (*head, given.x, handle.tensor, None, list(self.out.x.shape), config[1]),
         }

@@ -26,7 +26,7 @@ X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 0]])
 SIZES: dict[str, Any] = {
     "max_tokens": 2, "hidden": 64, "topk": 2, "num_experts": 2, "mode": "auto", "device": "cpu", "timeout": 300.0,
 }  # fmt: skip
-WAITS = ("ll", "ht", "exact", "receive", "combine", "ht combine", "scalars", "flags")
+WAITS = ("ll", "ht", "exact", "receive", "combine", "ht combine", "scalars")
 
 
 def _make(sizes: dict[str, Any] = SIZES) -> list[nccl_ep.Buffer]:
@@ -44,8 +44,6 @@ def _wait(name: str, buffers: list[nccl_ep.Buffer]) -> Callable[[], Any]:
         return lambda: _send(buffer, mode=name)
     if name == "exact":
         return lambda: _send(buffer, mode="ht", capacity="exact")
-    if name == "flags":
-        return lambda: torch.ops.nccl_ep.ll_floor_flags(buffer._seq)
     if name == "receive":
         return nccl_ep.dispatch_send(X, IDS, buffer=buffer, num_experts=2).receive
     thread = threading.Thread(target=_send, args=(other,), kwargs={"mode": "ht" if name == "ht combine" else "ll"})
@@ -69,8 +67,7 @@ def test_destroy_by_another_thread_ends_a_wait(name: str) -> None:
     wait = _wait(name, buffers)
     destroying = _meanwhile(buffers[0].destroy)
     text = "the buffer was destroyed by another thread while rank 0 waited for the .* of rank 1 in "
-    error = RuntimeError if name == "flags" else nccl_ep.UsageError
-    with Clock(PATIENCE), pytest.raises(error, match=text):
+    with Clock(PATIENCE), pytest.raises(nccl_ep.UsageError, match=text):
         wait()
     destroying.join()
     with pytest.raises(nccl_ep.UsageError, match="was destroyed"):

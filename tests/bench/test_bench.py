@@ -31,7 +31,6 @@ from bench import (
 )
 from bench.world import Skipped
 from nccl_ep import reference
-from nccl_ep.testing import ThreadGroup, run_ranks
 from tests import ROOT
 
 SYSTEMS = {"nccl_ep", "torch_all_to_all", "torch_symm_mem"}
@@ -68,7 +67,7 @@ def test_ll_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "new" / "records.json"
     shown = run(
         "-m", "bench", "ll", "--device", "cpu", "--tokens", "1,5", "--iterations", "5", "--json", str(path),
-        "--figures", "event,host,memory", "--floors",
+        "--figures", "event,host,memory",
     )  # fmt: skip
     found = json.loads(path.read_text())
     for record in found:
@@ -76,11 +75,7 @@ def test_ll_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
         assert list(record) == [*records.FIELDS, *skipped]
         assert record["device"].startswith("cpu ") and record["revision"] == "some-revision" and record["ranks"] == 2
         assert record["value"] is None or record["value"] > 0
-    assert {record["system"] for record in found} == SYSTEMS | {"floor_flags", "floor_push"}
-    pushes = [record for record in found if record["system"] == "floor_push"]
-    assert {(r["op"], r["tokens"], r["dtype"]) for r in pushes} == {
-        (op, tokens, dtype) for op in configuration.OPS for tokens in (1, 5) for dtype in ("bf16", "fp8")
-    }  # fmt: skip
+    assert {record["system"] for record in found} == SYSTEMS
     assert all(record["value"] is not None for record in found if record["system"] != "torch_symm_mem")
     mine = [record for record in found if record["system"] == "nccl_ep" and record["unit"] == "us"]
     keys = {tuple(record[name] for name in ("api", "op", "figure", "tokens", "dtype")) for record in mine}
@@ -136,7 +131,7 @@ def test_one_run_measures_every_payload_and_layout(tmp_path: Path) -> None:
     run(
         "-m", "bench", "ll", "--device", "cpu", "--tokens", "3", "--iterations", "2", "--hidden", "416",
         "--dtype", ",".join(workload.DTYPES), "--layout", ",".join(reference.LAYOUTS), "--figures", "event",
-        "--json", str(path), "--floors",
+        "--json", str(path),
     )  # fmt: skip
     found = records.load([path])
     every = {(dtype, layout) for dtype in workload.DTYPES for layout in reference.LAYOUTS}
@@ -323,40 +318,6 @@ def test_the_wire_floor_counts_the_busiest_rank() -> None:
     )
     local = shape(**full, routing="all_local")
     assert floors.wire_us(local, workload.make_inputs(local))["pair"] == 0
-
-
-def test_pushes_alone_are_the_rows_of_the_operation() -> None:
-    """Bytes that leave each rank, for every operation and quantisation."""
-    for dtype, hidden in (("bf16", 400), ("fp8", 400), ("fp8", 256)):
-        given = shape(num_ranks=2, dtype=dtype, hidden=hidden)
-        inputs = workload.make_inputs(given)
-        remote = reference.wire_rows(
-            [reference.RankInput(i.x, i.topk_idx) for i in inputs], num_experts=given.num_experts
-        )
-
-        def body(
-            group: ThreadGroup, given: workload.Shape = given, inputs: Any = inputs, remote: torch.Tensor = remote
-        ) -> None:
-            mine = inputs[group.rank()]
-            with nccl_ep.Buffer.for_shapes(
-                group, max_tokens=16, hidden=given.hidden, topk=4, num_experts=32, device="cpu"
-            ) as buffer:
-                out = nccl_ep.dispatch(mine.x, mine.topk_idx, buffer=buffer, num_experts=32, quant=given.quant)
-                scales = 0 if given.quant is None else -(-4 * -(-given.hidden // 128) // 16) * 16
-                row = {"dispatch": (given.hidden + scales) if given.quant else 2 * given.hidden}
-                row["combine"] = 2 * given.hidden
-                me, other = buffer.rank, 1 - buffer.rank
-                rows = {"dispatch": int(remote[me, other]), "combine": int(remote[other, me])}
-                expected = {op: row[op] * rows[op] for op in rows}
-                expected["pair"] = sum(expected.values())
-                for op in configuration.OPS:
-                    before = buffer.wire_bytes()["rows"]
-                    floors.push_call(given, op, buffer, out.handle, 0)()
-                    after = buffer.wire_bytes()["rows"]
-                    assert after[other] - before[other] == expected[op] > 0
-                    assert after[me] == before[me]
-
-        run_ranks(2, body)
 
 
 def test_rivals_sort_and_quantise_as_we_do() -> None:

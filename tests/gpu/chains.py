@@ -16,14 +16,12 @@ import torch
 
 import nccl_ep
 from nccl_ep import deep_ep
-from tests.bench import floor_calls
 from tests.support.harness import synchronize
 from tests.support.patience import of_living_ranks
 
 HIDDEN, TOPK, TOKENS, LOCAL_EXPERTS = 1024, 4, 24, 4
 NUM_SMS = (0, 4)  # of combines in turn; on four, a kernel's senders draw tickets for most of what they send
 # d: a dispatch of the next inputs. c: a combine of the oldest dispatch that has none yet, or once more of the last one.
-# p: a push of the benchmark's floor, a call of dispatch's kind that waits for credits alone.
 # An odd number of operations each: the kinds' epochs begin a replay at any parity, together or apart.
 CHAINS = ("dcc", "ddccc", "dcddccc")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -184,13 +182,11 @@ class Chain:
                 if outs:
                     outs[-1]()  # at most one of a kind is open
                 outs.append(self._dispatch(len(outs)))
-            elif letter == "c":
+            else:
                 if combined:
                     combined[-1][1]()
                 slot = min(len(combined), len(outs) - 1)
                 combined.append((slot, self._combine(slot, *outs[slot](), NUM_SMS[len(combined) % 2])))
-            else:
-                floor_calls.push(outs[-1]()[1], HIDDEN * 2)
             if waits:
                 synchronize(self.buffer.device)
         ranks = self.buffer.num_ranks

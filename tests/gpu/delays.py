@@ -63,9 +63,8 @@ SEARCHES = {
     "early_epoch in combine": Search(("early_epoch",), COMBINE),
     "torn_rows in dispatch": Search(("torn_rows",), DISPATCH),
     "torn_rows in combine": Search(("torn_rows",), COMBINE),
-    # Dispatch and combine have a second net, the records of all ranks, each of which was sent after its rank's last
-    # call; pushes have none, and combines that wait for nobody's rows have none but these two.
-    "ignored_credits before pushes": Search(("ignored_credits",), DISPATCH, "dppc", on_one_gpu=False),
+    # Ignored credits alone do no harm: there is a second net, the records of all ranks, each of which was sent after
+    # its rank's last call. Combines that wait for nobody's rows have none but these two.
     "ignored_credits, unchecked_headers": Search(
         ("ignored_credits", "unchecked_headers"), COMBINE, "dcccc", to_rank_0=True, on_one_gpu=False
     ),

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
-from tests.bench import floor_calls
 from tests.gpu.chains import chain_buffer, replay_graphs
 from tests.gpu.sanitizers import run_arguments
 from tests.support.cases import SCALE_STRIDES, Case, generate
@@ -155,40 +154,6 @@ def run_gemms(rank: int, num_ranks: int) -> None:
     with shared_buffer(rendezvous_of(dist.group.WORLD), [case], device=device) as buffer:
         run_around_gemms(case, buffer)
         run_beside_gemms(case, buffer)
-
-
-# ---- Floors of the benchmark
-
-
-def floor_cases(num_ranks: int, count: int) -> list[Expected]:
-    """What runs between floors: so many generated cases, a wide one and, last, a plain one."""
-    cases = [*cuda_cases(count, num_ranks), wide_case(num_ranks), plain_case(num_ranks)]
-    return [Expected(case) for case in cases]
-
-
-def replay_floors(case: Expected, buffer: nccl_ep.Buffer, replays: int, *, pdl: bool) -> None:
-    """Chains of floors in graphs, an odd number of each, and real operations after every few replays."""
-    handle = case.dispatch(buffer).handle
-    buffer.runtime.set_pdl(pdl)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(3):
-            floor_calls.flags(buffer)
-            floor_calls.push(handle, case.case.hidden * 2)
-            floor_calls.push(handle, case.case.hidden * 2, combine=True, num_sms=8)
-    for _ in range(replays):
-        for _ in range(5):
-            graph.replay()
-        run_case(case, buffer)
-    buffer.runtime.set_pdl(True)  # as it is without a word
-
-
-def run_floors(rank: int, num_ranks: int) -> None:
-    device, cases = on_gpu(rank), floor_cases(num_ranks, 6)
-    with shared_buffer(rendezvous_of(dist.group.WORLD), cases, device=device) as buffer:
-        floor_calls.run_between(cases, buffer, rounds=150, seed=num_ranks)
-        for pdl in (False, True):
-            replay_floors(cases[-2], buffer, 20, pdl=pdl)
 
 
 # ---- CUDA graphs with routing that changes

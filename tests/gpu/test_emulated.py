@@ -16,7 +16,6 @@ import nccl_ep
 from bench.stamps import KERNELS, STAMPS, over_calls
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.bench import floor_calls
 from tests.deep_ep.low_latency_ranks import deepep_cases
 from tests.deep_ep.normal_ranks import check_layout, layout_of, normal_buffer
 from tests.gpu import chains, handles, ht_chains, ht_ranks, ranks
@@ -171,17 +170,6 @@ def test_the_layout_of_tokens_is_counted_right(num_ranks: int) -> None:
                 per_rank, per_domain, per_expert, want = layout_of(ids, 12, 6, 2)
                 assert counts.tolist() == per_rank + (per_domain or []) + per_expert
                 assert is_in_rank.tolist() == want
-
-    run_ranks(num_ranks, body)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_real_operations_between_floors_keep_their_bits(num_ranks: int) -> None:
-    cases = ranks.floor_cases(num_ranks, 4)
-
-    def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, cases) as buffer:
-            floor_calls.run_between(cases, buffer, rounds=30, seed=num_ranks)
 
     run_ranks(num_ranks, body)
 

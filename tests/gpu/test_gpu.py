@@ -16,7 +16,6 @@ import torch
 import nccl_ep
 from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.bench import floor_calls
 from tests.gpu import chains, ranks
 from tests.gpu.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 from tests.ht.harness import check_ht_case
@@ -79,18 +78,6 @@ def test_many_calls_on_few_sms_free_their_banks(num_sms: int) -> None:
             buffer.check()
 
     run_ranks(2, body)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_real_operations_between_floors_keep_their_bits(num_ranks: int) -> None:
-    """Real operations between floors: see tests/bench/test_floors.py for what is sent."""
-    cases = ranks.floor_cases(num_ranks, 4)
-
-    def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, cases, device="cuda") as buffer:
-            floor_calls.run_between(cases, buffer, rounds=60, seed=num_ranks)
-
-    run_ranks(num_ranks, body)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -323,12 +310,6 @@ def test_graphs_over_nccl_are_right(tmp_path: Path) -> None:
     for rank, found in enumerate(got):
         print(f"rank {rank}: {replays} replays, us each, plain and with PDL: {[round(t) for _, t in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]
-
-
-@ranks_on_gpus
-@pytest.mark.parametrize("num_ranks", WORLDS)
-def test_real_operations_between_floors_over_nccl_keep_their_bits(num_ranks: int, tmp_path: Path) -> None:
-    run_processes(num_ranks, ranks.run_floors, tmp_path, num_ranks, timeout=PATIENCE)
 
 
 @ranks_on_gpus

@@ -35,7 +35,6 @@ struct CpuState {
   uint64_t arrivals[kNumKinds] = {0, 0};  // arrival signals that every network peer has sent up to that call
   WaitControl control;
   FailureCell failure;
-  uint64_t flag_epoch = 0;  // of the last exchange of flags
   bool masks_late = false;  // a rank that misses a deadline of low latency is masked
   uint64_t masked = 0;      // bit r: rank r is
   Heartbeats heartbeats;

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "base/interruption.h"
-#include "cuda/bench/floors.h"
 #include "cuda/host/gpu_identity.h"
 #include "cuda/host/memory.h"
 #include "cuda/host/one_gpu_world.h"
@@ -61,18 +60,6 @@ class CudaBackend : public Backend {
   }
   void ht_combine(const HtCombineParams& params, void* stream) override { run(params, stream); }
   std::shared_ptr<Arena> arena() const override { return arena_; }
-  void floor_flags(const LlFloorFlagsParams& params, void* stream) override {
-    check_one_domain("the floors");
-    check_served(params);
-    run_floor(params, plan_of(params), stream);
-  }
-  void floor_push(const LlFloorPushParams& params, void* stream) override {
-    check_one_domain("the floors");
-    check_served(params);
-    const bool is_world = memory_->world != nullptr;
-    const int sms = num_blocks(params, is_world ? memory_->num_sms / params.shape.num_ranks : memory_->num_sms);
-    run_floor(params, plan_of(params, is_world ? params.shape.max_tokens : params.num_tokens, sms), stream);
-  }
 
   void mask(int rank, void* stream) override {
     DeviceGuard guard(memory_->device);
@@ -236,14 +223,6 @@ class CudaBackend : public Backend {
                                 std::is_same_v<Params, LlCombineWeightsParams>;
 
   template <class Params>
-  static constexpr bool kIsHt = std::is_base_of_v<HtDispatchParams, Params> || std::is_same_v<Params, HtCombineParams>;
-
-  void check_one_domain(const char* what) const {
-    EP_CHECK(topology_.num_domains() == 1, what, " serve GPUs of one NVLink domain, these are in ",
-             topology_.num_domains());
-  }
-
-  template <class Params>
   RailPlan rail_plan(const Params& params, const LlRail& rail, int num_sms) const {
     RailSizes sizes{rail.others(), rail.row_channels, params.shape.max_tokens, rail.row_bytes};
     if constexpr (std::is_same_v<Params, LlDispatchParams>) {
@@ -357,10 +336,8 @@ class CudaBackend : public Backend {
     }
     if constexpr (kIsLl<Params>) {
       memory_->network->launch(args, rail_of(params, args.plan), stream);
-    } else if constexpr (kIsHt<Params>) {
-      memory_->network->launch(args, ht_rail_of(params), stream);
     } else {
-      check_one_domain("the floors");
+      memory_->network->launch(args, ht_rail_of(params), stream);
     }
   }
 
@@ -455,15 +432,6 @@ class CudaBackend : public Backend {
     return KernelArgs<Params>::of(memory_->state, memory_->peers, num_ranks_, params);
   }
 
-  template <class Params>
-  void run_floor(const Params& params, const LlPlan& plan, void* stream) {
-    KernelArgs<Params> args = args_of(params);
-    args.plan = plan;
-    if (memory_->world) return memory_->world->run(memory_->peers.rank, args, stream);
-    args.plan.pdl = uses_pdl_;
-    launch(args, stream);
-  }
-
   // Blocks that the caller asks for, of those there are.
   template <class Params>
   static int num_blocks(const Params& params, int available) {
@@ -540,7 +508,6 @@ std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology&
     guard.emplace(device);
     seat = own_gpu_identity(device);
     load_kernels(config.masks_late_ranks);
-    load_floor_kernels();
     memory = make_memory(device, config.timeout_seconds, window.ht.message_words);
   });
   const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, seat);

@@ -16,8 +16,7 @@ constexpr size_t kNumSlots = 4;                  // launches that may be in flig
 constexpr size_t kMaxNetworkBytes = 512;         // of arguments besides, of kernels that cross domains
 constexpr size_t kMaxArgBytes =
     kMaxNetworkBytes + std::max({sizeof(KernelArgs<LlDispatchParams>), sizeof(KernelArgs<LlCombineParams>),
-                                 sizeof(KernelArgs<LlCombineWeightsParams>), sizeof(KernelArgs<LlFloorFlagsParams>),
-                                 sizeof(KernelArgs<LlFloorPushParams>), sizeof(KernelArgs<HtRouteParams>),
+                                 sizeof(KernelArgs<LlCombineWeightsParams>), sizeof(KernelArgs<HtRouteParams>),
                                  sizeof(KernelArgs<HtDispatchParams>), sizeof(KernelArgs<HtCombineParams>)});
 
 const char* call_name(const LlDispatchParams&) { return "dispatch"; }
@@ -26,8 +25,6 @@ const char* call_name(const LlCombineWeightsParams&) { return "combine_weights";
 const char* call_name(const HtRouteParams&) { return "the routing of a dispatch"; }
 const char* call_name(const HtDispatchParams&) { return "a dispatch of high throughput"; }
 const char* call_name(const HtCombineParams&) { return "a combine of high throughput"; }
-const char* call_name(const LlFloorFlagsParams&) { return "floor_flags"; }
-const char* call_name(const LlFloorPushParams&) { return "floor_push"; }
 
 template <class Params>
 void launch_typed(const void* host_args, const void* args, int num_ranks, void* stream) {
@@ -99,8 +96,6 @@ template void OneGpuWorld::run(int, const KernelArgs<LlCombineWeightsParams>&, v
 template void OneGpuWorld::run(int, const KernelArgs<HtRouteParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<HtDispatchParams>&, void*);
 template void OneGpuWorld::run(int, const KernelArgs<HtCombineParams>&, void*);
-template void OneGpuWorld::run(int, const KernelArgs<LlFloorFlagsParams>&, void*);
-template void OneGpuWorld::run(int, const KernelArgs<LlFloorPushParams>&, void*);
 
 void OneGpuWorld::run(int rank, const Call& op, const void* args) {
   EP_CHECK(op.bytes <= kMaxArgBytes, op.name, " has ", op.bytes, " bytes of arguments, of ", kMaxArgBytes);

@@ -96,7 +96,6 @@ enum class Operation : int {
   kCombine = 2,
   kCombineWeighted = 3,
   kCombineWeights = 4,
-  kFloorPush = 5,
   // High throughput.
   kHtDispatch = 6,
   kHtRoute = 7,   // exact sizes: the counts

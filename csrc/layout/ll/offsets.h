@@ -35,8 +35,6 @@ struct LlWindow {
     Region<TaggedWord> tagged;   // [bank][tagged words]
     Region<uint32_t> rows;       // [bank][row words]
   } kind[kNumKinds];
-  Region<uint64_t> flags;       // [source]: the floor of flags alone; each has one writer, and grows
-  Region<uint64_t> flag_epoch;  // of the last such exchange; its owner's alone
   Region<uint64_t> heartbeats;  // [source]: with masks, heartbeats; each has one writer
   RailRegions rail[kNumKinds];  // of several domains of GPUs
   uint64_t bytes = 0;
@@ -58,8 +56,6 @@ struct LlWindow {
       kind.tagged = carver.take<TaggedWord>(kNumBanks * align_up<uint64_t>(sizes.tagged_bytes, 128) / 8);
       kind.rows = carver.take<uint32_t>(kNumBanks * align_up<uint64_t>(row_bytes[k], 128) / 4);
     }
-    window.flags = carver.take<uint64_t>(num_ranks);
-    window.flag_epoch = carver.take<uint64_t>(1);
     window.heartbeats = carver.take<uint64_t>(num_ranks);
     for (int k = 0; k < kNumKinds && has_links; k++) {
       const Topology topology{num_ranks, sizes.rail_domain_size};

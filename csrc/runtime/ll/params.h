@@ -141,27 +141,4 @@ struct LlCombineWeightsParams {
   float* out = nullptr;  // [T, K]
 };
 
-// ---- Floors of the benchmark: what the wire alone takes.
-
-// One flag of 8 bytes to and from every peer, and nothing else.
-struct LlFloorFlagsParams {
-  int num_ranks = 1;
-  Offset flags = 0, epoch = 0;  // LlWindow's
-  OpHeader header;              // empty: what an error would show
-};
-
-// The rows of a dispatch, or the partial sums of a combine, to other ranks; nobody receives them. It is a call of its
-// kind, with an epoch and the bank that belongs to it.
-struct LlFloorPushParams {
-  Kind kind = Kind::kDispatch;
-  Shape shape;
-  LlOffsets offsets;
-  RowFormat row;
-  OpHeader header;
-  HandlePtrs handle;  // of a dispatch: which token goes to which rank
-  int map_k = 1;
-  int num_tokens = 0;
-  int num_sms = 0;
-};
-
 }  // namespace ep

@@ -235,34 +235,6 @@ void require_no_overflow(const Tensor& seq, const Tensor& info, int64_t capacity
   });
 }
 
-// ---- floors of the benchmark
-
-void ll_floor_flags(const Tensor& seq) {
-  guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(seq);
-    group.floor_flags(registered->order.next_stream(device));
-  });
-}
-
-// `row_bytes`: of a row on the wire, without the padding that makes them a multiple of 16.
-void ll_floor_push(const Tensor& seq, const Tensor& handle, int64_t num_tokens, int64_t capacity,
-                   at::IntArrayRef config, int64_t row_bytes, bool combine, int64_t num_sms) {
-  guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(seq);
-    LlFloorPushParams p;
-    p.kind = combine ? Kind::kCombine : Kind::kDispatch;
-    const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, combine_config(config));
-    p.map_k = info.output.map_k();
-    p.shape = info.shape();
-    p.handle = resolve_handle(info, handle, device);
-    p.num_tokens = to_int(num_tokens, "number of tokens");
-    if (group.backend()->trusts_handles()) check_handle(p.handle, info.output, p.shape, p.num_tokens);
-    EP_CHECK(row_bytes > 0 && row_bytes <= INT32_MAX - 16, "row_bytes is ", row_bytes, ", must be positive");
-    p.num_sms = to_int(num_sms, "num_sms");
-    group.floor_push(p, align_up<int64_t>(row_bytes, 16), registered->order.next_stream(device));
-  });
-}
-
 // `seq` is the first mutable argument of all.
 #define EP_DISPATCH_SCHEMA                                                \
   "Tensor(a!) seq, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? " \
@@ -272,9 +244,9 @@ void ll_floor_push(const Tensor& seq, const Tensor& handle, int64_t num_tokens, 
   "biases, " EP_HANDLE_SCHEMA
 
 fast_call::Op ops[] = {
-    EP_OP(ll_dispatch),        EP_OP(ll_dispatch_out), EP_OP(ll_dispatch_send), EP_OP(ll_dispatch_recv),
-    EP_OP(ll_combine),         EP_OP(ll_combine_out),  EP_OP(ll_combine_send),  EP_OP(ll_combine_recv),
-    EP_OP(ll_combine_weights), EP_OP(ll_floor_flags),  EP_OP(ll_floor_push),    EP_OP(require_no_overflow),
+    EP_OP(ll_dispatch),        EP_OP(ll_dispatch_out),     EP_OP(ll_dispatch_send), EP_OP(ll_dispatch_recv),
+    EP_OP(ll_combine),         EP_OP(ll_combine_out),      EP_OP(ll_combine_send),  EP_OP(ll_combine_recv),
+    EP_OP(ll_combine_weights), EP_OP(require_no_overflow),
 };
 
 }  // namespace
@@ -301,9 +273,6 @@ TORCH_LIBRARY(nccl_ep, library) {
       "hidden, " EP_HANDLE_SCHEMA ", Tensor? carrier, Tensor? rows, Tensor? weights, Tensor? topk_idx) -> Tensor out");
   library.def("ll_combine_weights(Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA ") -> Tensor out");
   library.def("require_no_overflow(Tensor(a!) seq, Tensor info, SymInt capacity, int[] config) -> ()");
-  library.def("ll_floor_flags(Tensor(a!) seq) -> ()");
-  library.def("ll_floor_push(Tensor(a!) seq, Tensor handle, " EP_HANDLE_SCHEMA
-              ", int row_bytes, bool combine, int num_sms) -> ()");
 }
 
 EP_IMPLEMENT(ep::ops)

@@ -19,10 +19,8 @@ class PickyBackend : public Backend {
   void dispatch(const LlDispatchParams&, void*) override { serve(); }
   void combine(const LlCombineParams&, void*) override { serve(); }
   void combine_weights(const LlCombineWeightsParams&, void*) override { serve(); }
-  void floor_flags(const LlFloorFlagsParams&, void*) override { serve(); }
   void ht_dispatch(const HtDispatchParams&, void*) override { serve(); }
   void ht_combine(const HtCombineParams&, void*) override { serve(); }
-  void floor_push(const LlFloorPushParams&, void*) override { serve(); }
   void mask(int, void*) override {}
   void query_masks(int32_t*, void*) override {}
   LlEpochs settle() override { return {}; }

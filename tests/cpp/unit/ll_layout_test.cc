@@ -64,9 +64,7 @@ TEST(LlOffsets, NothingOverlaps) {
               add_pieces(pieces, LlOffsets::make(window, Kind::kDispatch, shape, dispatch), dispatch, "dispatch ");
               add_pieces(pieces, LlOffsets::make(window, Kind::kCombine, shape, combine), combine, "combine ",
                          LlOffsets::fits_unweighted_rows(window, shape, combine));
-              pieces.push_back({window.flags.offset, window.flags.at(num_ranks), "flags"});
               pieces.push_back({window.heartbeats.offset, window.heartbeats.at(num_ranks), "signs of life"});
-              pieces.push_back({window.flag_epoch.offset, window.flag_epoch.at(1), "epoch of flags"});
               expect_apart(pieces, window.bytes);
             }
           }
